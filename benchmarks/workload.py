@@ -1,0 +1,74 @@
+"""What the benchmarks have in common: random images, a model, the process's settings and its memory."""
+
+from __future__ import annotations
+
+import os
+import sys
+from functools import partial
+from pathlib import Path
+
+import torch
+
+from fedmoe_pl.data import IID, Arrays, FederatedDataModule
+from fedmoe_pl.models import ConstantGate, LeNet5, PersonalizedMoE
+
+# glibc hands the buffers of large batches back to the system at every step, which costs more than what is compared here
+# and differs from process to process; one thread, because several stall when another process holds a core.
+ENVIRONMENT = {
+    "MALLOC_MMAP_THRESHOLD_": "268435456",
+    "MALLOC_TRIM_THRESHOLD_": "1073741824",
+    "MALLOC_TOP_PAD_": "67108864",
+    "OMP_NUM_THREADS": "1",
+    "MKL_NUM_THREADS": "1",
+    "CUDA_VISIBLE_DEVICES": "",
+}
+
+
+class RandomImages(FederatedDataModule):
+    """Random images of shape (3, 32, 32) in ten classes, dealt evenly to the clients.
+
+    Args:
+        num_clients: number of clients.
+        samples_per_client: training samples of each client.
+        batch_size: samples per batch.
+    """
+
+    def __init__(self, num_clients: int, samples_per_client: int, batch_size: int) -> None:
+        super().__init__(num_clients=num_clients, partitioner=IID(), batch_size=batch_size)
+        self.num_samples = num_clients * samples_per_client
+
+    def load(self) -> Arrays:
+        """Draw the images."""
+        generator = torch.Generator().manual_seed(0)
+        x = torch.randint(256, (self.num_samples, 3, 32, 32), generator=generator, dtype=torch.uint8)
+        y = torch.randint(10, (self.num_samples,), generator=generator)
+        return Arrays(x, y, x[:1], y[:1])
+
+
+def make_model(gate_weight: float) -> PersonalizedMoE:
+    """Two LeNet-5 for colour images, with the papers' SGD.
+
+    Args:
+        gate_weight: weight of the global expert, the same for every sample; 1 leaves the local expert out.
+    """
+    torch.manual_seed(0)
+    optimizer = partial(torch.optim.SGD, lr=0.01, momentum=0.5)
+    return PersonalizedMoE(LeNet5(in_channels=3), gate=ConstantGate(gate_weight), optimizer=optimizer)
+
+
+def restart_with_environment() -> None:
+    """Replace this process by one with the settings above, which libraries read when they are loaded."""
+    if any(os.environ.get(name) != value for name, value in ENVIRONMENT.items()):
+        os.execve(sys.executable, [sys.executable, *sys.argv], {**os.environ, **ENVIRONMENT})
+    torch.set_num_threads(1)
+
+
+def reset_peak_memory() -> None:
+    """Let the peak of resident memory start anew (Linux)."""
+    Path("/proc/self/clear_refs").write_text("5")
+
+
+def memory(field: str) -> float:
+    """Resident memory of this process in MiB: ``VmRSS`` now, ``VmHWM`` at its peak (Linux)."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) for line in lines if line.startswith(f"{field}:")) / 1024

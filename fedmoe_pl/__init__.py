@@ -1,0 +1,8 @@
+"""Personalized federated learning with mixtures of experts, as ordinary PyTorch Lightning."""
+
+from fedmoe_pl.algorithm import Algorithm, Client, Update
+from fedmoe_pl.federation import Federation
+from fedmoe_pl.models import PersonalizedMoE
+from fedmoe_pl.phase import Phase
+
+__all__ = ["Algorithm", "Client", "Federation", "PersonalizedMoE", "Phase", "Update"]

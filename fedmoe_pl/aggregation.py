@@ -1,0 +1,101 @@
+"""Functions on trees of tensors: what is averaged, loaded and told apart between rounds."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from fnmatch import fnmatchcase
+
+import torch
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from torch import Tensor, nn
+
+Tree = dict[str, Tensor]
+"""Tensors by parameter or buffer name, as in a state dict."""
+
+
+def mean_of_two(a: Mapping[str, Tensor], weight_a: float, b: Mapping[str, Tensor], weight_b: float) -> Tree:
+    """Weighted mean of two trees: ``(weight_a * a + weight_b * b) / (weight_a + weight_b)``.
+
+    Applied to one client after another it is the weighted mean of all of them, holding one model in memory.
+    Integer tensors (BatchNorm's ``num_batches_tracked``) are taken from ``a`` (METHODS section 2).
+
+    Example:
+        >>> mean_of_two({"w": torch.tensor(0.0)}, 1, {"w": torch.tensor(4.0)}, 3)
+        {'w': tensor(3.)}
+    """
+    share = weight_b / (weight_a + weight_b)
+    return {name: torch.lerp(a[name], b[name], share) if a[name].is_floating_point() else a[name] for name in a}
+
+
+def load_tree(module: nn.Module, tree: Mapping[str, Tensor]) -> None:
+    """Copies the tensors of ``tree`` into the parameters and buffers of the same name.
+
+    Raises:
+        MisconfigurationException: if a name is unknown to the module or a shape differs.
+    """
+    own = module.state_dict()
+    with torch.no_grad():
+        for name, tensor in tree.items():
+            if name not in own or own[name].shape != tensor.shape:
+                found = f"has shape {tuple(own[name].shape)} there" if name in own else "does not exist there"
+                raise MisconfigurationException(
+                    f"`{name}` of shape {tuple(tensor.shape)} cannot be loaded into {type(module).__name__}: it {found}."
+                )
+            own[name].copy_(tensor)
+
+
+def changed(module: nn.Module, loaded: Mapping[str, Tensor], kept: Mapping[str, Tensor]) -> Tree:
+    """The tensors of a module that differ from what every client starts with.
+
+    Args:
+        module: a client's module after training.
+        loaded: what every client starts with, by name.
+        kept: what this client had kept before; a tensor that still has this value is returned as it is, not copied.
+
+    Returns:
+        Copies of the tensors that differ from ``loaded``: all that a client needs to keep.
+    """
+    different = {}
+    for name, tensor in module.state_dict().items():
+        if name in kept and torch.equal(kept[name], tensor.cpu()):
+            different[name] = kept[name]
+        elif name not in loaded or not torch.equal(loaded[name], tensor.cpu()):
+            different[name] = tensor.detach().cpu().clone()
+    return different
+
+
+class Patterns:
+    """Names chosen by glob patterns such as ``global_expert.*``.
+
+    Args:
+        patterns: one pattern or several; ``*`` matches any characters, dots included.
+
+    Example:
+        >>> "global_expert.fc.weight" in Patterns("global_expert.*")
+        True
+    """
+
+    def __init__(self, patterns: str | list[str]) -> None:
+        self.patterns = [patterns] if isinstance(patterns, str) else patterns
+
+    def __contains__(self, name: str) -> bool:
+        """Whether one of the patterns matches the name."""
+        return any(fnmatchcase(name, pattern) for pattern in self.patterns)
+
+    def check(self, names: Iterable[str], key: str) -> None:
+        """Refuses a pattern that matches nothing, which is a misspelt one.
+
+        Args:
+            names: the names of the module's tensors.
+            key: the key in the configuration, for the message.
+
+        Raises:
+            MisconfigurationException: if a pattern matches no name.
+        """
+        names = list(names)
+        for pattern in self.patterns:
+            if not any(fnmatchcase(name, pattern) for name in names):
+                tops = ", ".join(sorted({f"{name.split('.')[0]}.*" for name in names}))
+                raise MisconfigurationException(
+                    f"{key} is '{pattern}', which matches no parameter of the model; it has {tops}."
+                )

@@ -1,0 +1,6 @@
+"""Backends: where and how clients are trained."""
+
+from fedmoe_pl.backends.backend import Backend, GroupUpdate, LocalTraining
+from fedmoe_pl.backends.trainer import LEAN_TRAINER, TrainerBackend, has_pure_loss, one_thread, quiet
+
+__all__ = ["LEAN_TRAINER", "Backend", "GroupUpdate", "LocalTraining", "TrainerBackend", "has_pure_loss", "one_thread", "quiet"]

@@ -1,0 +1,128 @@
+"""The state of a federation on disk: tensors and plain values only, readable with ``weights_only=True``."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import zipfile
+from dataclasses import asdict, dataclass, field, fields
+from pathlib import Path
+from typing import Any
+
+import torch
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
+
+from fedmoe_pl.aggregation import Tree
+from fedmoe_pl.evaluation import ClientEvaluation, Evaluation
+
+LAST = "last"
+FILE = "checkpoints/last.ckpt"
+
+
+@dataclass
+class PhaseState:
+    """Where a phase stands; tensors are never changed in place, so that states may share them.
+
+    Attributes:
+        initial: tensors of the phase's module before the first round, by name.
+        server: the server's state.
+        kept: what clients kept, by client.
+        round: number of completed rounds.
+        finished: whether the phase's result stands.
+        best_metric: best mean of the monitored metric so far.
+        best_round: the round it was reached in, counted from 1.
+        best_server: the server's state then.
+        best_kept: what clients had kept then.
+        evaluation: the final evaluation.
+    """
+
+    initial: Tree
+    server: Tree
+    kept: dict[int, Tree] = field(default_factory=dict)
+    round: int = 0
+    finished: bool = False
+    best_metric: float | None = None
+    best_round: int = 0
+    best_server: Tree = field(default_factory=dict)
+    best_kept: dict[int, Tree] = field(default_factory=dict)
+    evaluation: Evaluation | None = None
+
+    def remember_best(self, metric: float) -> None:
+        """Remembers this round if its metric is the best so far."""
+        if self.best_metric is None or metric > self.best_metric:
+            self.best_metric, self.best_round = metric, self.round
+            self.best_server, self.best_kept = self.server, self.kept
+
+    def select_best(self) -> None:
+        """Goes back to the best round, if one was remembered, and forgets the others."""
+        if self.best_round:
+            self.server, self.kept, self.best_server, self.best_kept = self.best_server, self.best_kept, {}, {}
+
+
+def save_checkpoint(path: Path, states: dict[str, PhaseState], rows: list[dict[str, Any]], seed: int) -> None:
+    """Writes a checkpoint beside the old one and then replaces it, so that a kill at any moment leaves a whole one.
+
+    Args:
+        path: where to write.
+        states: the phases begun so far, by name.
+        rows: the rows of ``rounds.csv`` so far.
+        seed: the run's seed.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    phases = {}
+    for name, state in states.items():  # not asdict: it would copy tensors that phases share
+        phases[name] = {item.name: getattr(state, item.name) for item in fields(state)}
+        phases[name]["evaluation"] = None if state.evaluation is None else asdict(state.evaluation)
+    temporary = path.with_suffix(".tmp")
+    torch.save({"fedmoe_pl": 1, "seed": seed, "phases": phases, "rows": rows}, temporary)
+    os.replace(temporary, path)
+
+
+def load_checkpoint(path: str | Path) -> dict[str, Any]:
+    """Reads a checkpoint of a federation or of Lightning.
+
+    Returns:
+        The file's content; a federation's has ``phases``, a dict of ``PhaseState`` by name.
+
+    Raises:
+        MisconfigurationException: if there is no such file, or it is not a checkpoint.
+    """
+    if not Path(path).is_file():
+        raise MisconfigurationException(f"ckpt_path is '{path}', but there is no such file.")
+    try:
+        content = torch.load(path, weights_only=True, map_location="cpu")
+    except (pickle.UnpicklingError, RuntimeError, EOFError, zipfile.BadZipFile, ValueError) as error:
+        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+        raise MisconfigurationException(f"ckpt_path is '{path}', which is damaged or no checkpoint ({reason}).") from error
+    if not isinstance(content, dict) or not ("fedmoe_pl" in content or "state_dict" in content):
+        raise MisconfigurationException(f"ckpt_path is '{path}', which is no checkpoint of a federation or of Lightning.")
+    for name, state in content.get("phases", {}).items():
+        if state["evaluation"] is not None:
+            clients = [ClientEvaluation(**client) for client in state["evaluation"].pop("clients")]
+            state["evaluation"] = Evaluation(**state["evaluation"], clients=clients)
+        content["phases"][name] = PhaseState(**state)
+    return content
+
+
+def find_checkpoint(ckpt_path: str, runs: Path) -> Path:
+    """The file that ``--ckpt_path`` means: a path, or ``last`` for the newest run's last checkpoint.
+
+    Args:
+        ckpt_path: a path or ``last``.
+        runs: the folder that holds the runs ``version_0``, ``version_1`` ...
+
+    Raises:
+        MisconfigurationException: if no run has a checkpoint.
+    """
+    if ckpt_path != LAST:
+        return Path(ckpt_path)
+    for version in sorted(run_versions(runs), reverse=True):
+        if (path := runs / f"version_{version}" / FILE).is_file():
+            return path
+    raise MisconfigurationException(f"ckpt_path is '{LAST}', but no run in '{runs}' has a checkpoint.")
+
+
+def run_versions(runs: Path) -> list[int]:
+    """Numbers of the runs in a folder."""
+    names = [path.name.removeprefix("version_") for path in runs.glob("version_*")]
+    return [int(name) for name in names if name.isdigit()]

@@ -1,0 +1,77 @@
+"""From YAML to a federation: LightningCLI with a ``federation:`` group beside ``model:``, ``data:`` and ``trainer:``."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.cli import ArgsType, LightningArgumentParser, LightningCLI
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
+
+import fedmoe_pl.algorithms
+import fedmoe_pl.models  # noqa: F401  imported so that YAML may use bare class names
+from fedmoe_pl.backends import LEAN_TRAINER
+from fedmoe_pl.data import FederatedDataModule
+from fedmoe_pl.federation import Federation
+
+
+class FederationCLI(LightningCLI):
+    """LightningCLI that runs a :class:`Federation`; ``trainer:`` is the Trainer of every client.
+
+    Args:
+        args: command line arguments, as a list or as a dict; None takes ``sys.argv``.
+    """
+
+    def __init__(self, args: ArgsType = None) -> None:
+        super().__init__(
+            datamodule_class=FederatedDataModule,
+            subclass_mode_data=True,
+            trainer_class=Federation,  # pyright: ignore[reportArgumentType]  its methods are the subcommands
+            seed_everything_default=0,
+            save_config_callback=None,
+            auto_configure_optimizers=False,  # they would be built on the template's parameters, not the clients'
+            args=args,
+        )
+
+    @staticmethod
+    def subcommands() -> dict[str, set[str]]:
+        """The methods of Federation that are subcommands, and their arguments that come from the configuration."""
+        return {name: {"model", "datamodule"} for name in ("fit", "validate", "test", "predict", "partition")}
+
+    def add_core_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
+        """Adds the groups ``trainer``, ``model``, ``data`` and ``federation``."""
+        parser.add_lightning_class_args(Trainer, "trainer")
+        parser.set_defaults({f"trainer.{name}": value for name, value in LEAN_TRAINER.items()})
+        parser.add_lightning_class_args(LightningModule, "model", subclass_mode=True)
+        parser.add_lightning_class_args(FederatedDataModule, "data", subclass_mode=True)
+        parser.add_class_arguments(
+            Federation, "federation", skip={"trainer", "seed"}, instantiate=False, sub_configs=True, fail_untyped=False
+        )
+
+    def instantiate_trainer(self, **kwargs: Any) -> Trainer:
+        """Makes the Federation, with the arguments of the clients' Trainers and the run's seed."""
+        federation = Federation(
+            **self._get(self.config_init, "federation"),
+            trainer=dict(self._get(self.config_init, "trainer")),
+            seed=self._get(self.config, "seed_everything"),
+        )
+        self._dump_config()
+        federation.hparams = self.config_dump
+        return federation  # pyright: ignore[reportReturnType]
+
+    def _parse_ckpt_path(self) -> None:
+        """A federation's checkpoint holds no hyperparameters of the model; Federation reads it itself."""
+
+
+def main(args: ArgsType = None) -> None:
+    """Runs the command line; what the user can mend ends in one sentence on stderr and exit code 2.
+
+    Args:
+        args: command line arguments; None takes ``sys.argv``.
+    """
+    try:
+        FederationCLI(args)
+    except MisconfigurationException as error:
+        print(f"fedmoe: {error}", file=sys.stderr)
+        sys.exit(2)

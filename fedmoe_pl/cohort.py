@@ -1,0 +1,48 @@
+"""Which clients take part in a round."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from fedmoe_pl.seeds import derive_seed
+
+_COHORT = 1  # tells the cohorts' stream of random numbers from the clients' own
+
+
+def cohort_size(num_clients: int, clients_per_round: int | float | None) -> int:
+    """Number of clients in a round: an int is a number, a float a fraction (``max(int(C * N), 1)``), None everybody.
+
+    Example:
+        >>> cohort_size(100, 0.1), cohort_size(100, 7), cohort_size(100, None), cohort_size(4, 0.1)
+        (10, 7, 100, 1)
+    """
+    if clients_per_round is None:
+        return num_clients
+    if isinstance(clients_per_round, float):
+        return max(int(clients_per_round * num_clients), 1)
+    return clients_per_round
+
+
+def sample_cohort(ids: Sequence[int], size: int, seed: int, round: int) -> list[int]:
+    """Draws ``size`` clients uniformly without replacement; depends on (seed, round) alone.
+
+    Args:
+        ids: the clients to draw from.
+        size: how many to draw.
+        seed: the run's seed.
+        round: the round, counted from 0.
+
+    Returns:
+        The drawn ids in the order of ``ids``.
+
+    Example:
+        >>> sample_cohort(range(4), 4, seed=0, round=0)
+        [0, 1, 2, 3]
+        >>> sample_cohort(range(100), 3, seed=0, round=5) == sample_cohort(range(100), 3, seed=0, round=5)
+        True
+    """
+    rng = np.random.default_rng(derive_seed(seed, _COHORT, round))
+    chosen = np.sort(rng.choice(len(ids), size, replace=False))
+    return [ids[i] for i in chosen]

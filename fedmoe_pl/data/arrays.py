@@ -1,0 +1,126 @@
+"""A data set as arrays: what may be in it, and how it is normalized."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from lightning.fabric.utilities.exceptions import MisconfigurationException
+from torch import Tensor
+
+
+@dataclass
+class Arrays:
+    """A data set as it was read, before normalization and partition.
+
+    Attributes:
+        x_train: training samples: images as uint8, shape (n, channels, height, width), or floating point of any shape
+            (n, ...), which is taken as it is.
+        y_train: their classes, shape (n,), integers from 0.
+        x_test: samples of the global test set, of the same shape and type as ``x_train``.
+        y_test: their classes.
+        client_train: the client that each training sample comes from, shape (n,), any sortable type; None if unknown.
+        client_test: the same for the test samples; those of a client without training samples count for the global test
+            only.
+        mean: mean of each channel of the images in [0, 1], for normalization; None to compute it from ``x_train``.
+        std: standard deviation of each channel, likewise.
+        name: what errors call these data.
+    """
+
+    x_train: Tensor
+    y_train: Tensor
+    x_test: Tensor
+    y_test: Tensor
+    client_train: np.ndarray | None = None
+    client_test: np.ndarray | None = None
+    mean: Sequence[float] | None = None
+    std: Sequence[float] | None = None
+    name: str = "data"
+
+    def check(self) -> None:
+        """Refuse arrays that do not belong together.
+
+        Raises:
+            MisconfigurationException: with one sentence about the first problem.
+        """
+        for problem in self._problems():
+            raise MisconfigurationException(f"{self.name}: {problem}.")
+        for problem in self._normalization_problems():
+            raise MisconfigurationException(f"data.init_args.{problem}.")
+
+    def _problems(self) -> Iterator[str]:
+        for part in ("train", "test"):
+            x, y, ids = getattr(self, f"x_{part}"), getattr(self, f"y_{part}"), getattr(self, f"client_{part}")
+            if len(x) == 0:
+                yield f"x_{part} holds no samples, but at least one is needed"
+            if y.shape != (len(x),):
+                yield f"y_{part} has shape {tuple(y.shape)}, but must hold one label for each of the {len(x)} samples"
+            if y.is_floating_point() or y.min() < 0:
+                yield f"y_{part} holds {y.dtype} numbers from {y.min().item()}, but labels must be integers from 0"
+            if ids is not None and ids.shape != y.shape:
+                yield f"client_{part} has shape {ids.shape}, but must hold one id for each of the {len(x)} samples"
+            if not ((x.dtype == torch.uint8 and x.dim() == 4) or x.is_floating_point()):
+                yield (
+                    f"x_{part} is {x.dtype} of shape {tuple(x.shape)}, but must be uint8 images of shape "
+                    "(n, channels, height, width) or floating point"
+                )
+            if x.is_floating_point() and not x.isfinite().all():
+                yield f"x_{part} holds values that are not finite"
+        if self.x_train.shape[1:] != self.x_test.shape[1:] or self.x_train.dtype != self.x_test.dtype:
+            yield (
+                f"x_train holds {self.x_train.dtype} samples of shape {tuple(self.x_train.shape[1:])} and x_test "
+                f"{self.x_test.dtype} samples of shape {tuple(self.x_test.shape[1:])}, but they must be alike"
+            )
+        if self.client_test is not None and self.client_train is None:
+            yield "client_test is of no use without client_train"
+
+    def _normalization_problems(self) -> Iterator[str]:
+        if (self.mean is None) != (self.std is None):
+            yield (
+                f"mean is {self.mean} and data.init_args.std is {self.std}, but both must be given, or none of them "
+                "to compute them"
+            )
+        if self.mean is None or self.std is None:
+            return
+        if self.x_train.dtype != torch.uint8:
+            yield f"mean is for uint8 images, but the samples are {self.x_train.dtype}, which are taken as they are"
+        channels = self.x_train.shape[1]
+        if len(self.mean) != channels or len(self.std) != channels or min(self.std) <= 0:
+            yield (
+                f"mean is {list(self.mean)} and data.init_args.std {list(self.std)}, but each must have one number for "
+                f"each of the {channels} channels, and std only numbers above 0"
+            )
+
+
+def normalized(arrays: Arrays) -> tuple[Tensor, Tensor]:
+    """Return the samples as a model sees them, and the value that black pixels take.
+
+    Images of type uint8 are divided by 255, then the mean of each channel is subtracted and the result divided by the
+    standard deviation (METHODS 5.10), with the same operations as torchvision's ``ToTensor`` and ``Normalize``.
+
+    Returns:
+        All samples as float32, training samples first, and black, shape (channels, 1, 1); for floating-point samples
+        these samples themselves and zero.
+    """
+    n = len(arrays.x_train)
+    x = torch.empty(n + len(arrays.x_test), *arrays.x_train.shape[1:])
+    x[:n], x[n:] = arrays.x_train, arrays.x_test
+    if arrays.x_train.dtype != torch.uint8:
+        return x, torch.zeros(1, 1, 1)
+    if arrays.mean is None or arrays.std is None:
+        mean, std = _mean_and_std(arrays.x_train)
+    else:
+        mean, std = torch.tensor(arrays.mean), torch.tensor(arrays.std)
+    mean, std = mean.float().view(-1, 1, 1), std.float().view(-1, 1, 1)
+    return x.div_(255).sub_(mean).div_(std), -mean / std
+
+
+def _mean_and_std(images: Tensor) -> tuple[Tensor, Tensor]:
+    """Compute mean and standard deviation of each channel of uint8 images, from exact counts of the 256 values."""
+    counts = torch.stack([images[:, c].flatten().bincount(minlength=256) for c in range(images.shape[1])]).double()
+    shares, values = counts / counts.sum(dim=1, keepdim=True), torch.arange(256, dtype=torch.float64) / 255
+    mean = shares @ values
+    std = (shares @ values**2 - mean**2).clamp(min=0).sqrt()
+    return mean, std.where(std > 0, 1.0)  # a channel of one single value becomes 0, not nan

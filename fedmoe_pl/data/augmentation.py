@@ -1,0 +1,81 @@
+"""Random changes of training images, drawn per sample and computed on whole batches."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+
+import torch
+from lightning.fabric.utilities.exceptions import MisconfigurationException
+from torch import Generator, Tensor
+
+
+class Augmentation(ABC):
+    """Changes a batch of normalized images at random; derive from it for an augmentation of your own."""
+
+    @abstractmethod
+    def __call__(self, x: Tensor, generator: Generator | None = None, black: Tensor | None = None) -> Tensor:
+        """Return changed images and leave ``x`` as it is.
+
+        Args:
+            x: normalized images, shape (n, channels, height, width).
+            generator: source of randomness, on any device; None for PyTorch's global one.
+            black: what a black pixel has become by normalization, shape (channels, 1, 1); None for 0.
+
+        Returns:
+            Images of the same shape, type and device.
+        """
+
+
+class RandomCrop(Augmentation):
+    """Shifts every image by up to ``padding`` pixels each way; what enters the image is black.
+
+    The same as torchvision's ``RandomCrop(size, padding)`` before normalization.
+
+    Args:
+        padding: largest shift, in pixels.
+
+    Raises:
+        MisconfigurationException: if ``padding`` is below 1.
+    """
+
+    def __init__(self, padding: int = 4) -> None:
+        if padding < 1:
+            raise MisconfigurationException(
+                f"data.init_args.augmentation: padding of RandomCrop is {padding}, but must be at least 1."
+            )
+        self.padding = padding
+
+    def __call__(self, x: Tensor, generator: Generator | None = None, black: Tensor | None = None) -> Tensor:  # noqa: D102
+        n, channels, height, width = x.shape
+        p = self.padding
+        padded = x.new_zeros(n, channels, height + 2 * p, width + 2 * p)
+        if black is not None:
+            padded.copy_(black)
+        padded[:, :, p : p + height, p : p + width] = x
+        device = generator.device if generator else None
+        top, left = torch.randint(2 * p + 1, (2, n), generator=generator, device=device).to(x.device)
+        windows = padded.unfold(2, height, 1).unfold(3, width, 1)  # a view: (n, channels, 2p+1, 2p+1, height, width)
+        return windows[torch.arange(n, device=x.device), :, top, left]
+
+
+class RandomHorizontalFlip(Augmentation):
+    """Mirrors every image left to right with probability ``p``.
+
+    Args:
+        p: probability of the flip.
+
+    Raises:
+        MisconfigurationException: if ``p`` is outside [0, 1].
+    """
+
+    def __init__(self, p: float = 0.5) -> None:
+        if not 0 <= p <= 1:
+            raise MisconfigurationException(
+                f"data.init_args.augmentation: p of RandomHorizontalFlip is {p}, but must be in [0, 1]."
+            )
+        self.p = p
+
+    def __call__(self, x: Tensor, generator: Generator | None = None, black: Tensor | None = None) -> Tensor:  # noqa: D102
+        device = generator.device if generator else None
+        flip = torch.rand(len(x), 1, 1, 1, generator=generator, device=device) < self.p
+        return torch.where(flip.to(x.device), x.flip(-1), x)

@@ -1,0 +1,72 @@
+"""Batches of tensors in memory, by index."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import torch
+from lightning.fabric.utilities.exceptions import MisconfigurationException
+from torch import Generator, Tensor
+
+_SAMPLES_AT_ONCE = 256  # samples gathered and augmented by one call: cheaper than batch by batch, and still in cache
+
+
+class Batches:
+    """The batches of some samples, as an iterable: one epoch each time it is iterated.
+
+    A batch is a tuple of samples, shape (b, ...), and classes, shape (b,); the last batch may be shorter.
+
+    Args:
+        x: samples of the whole data set.
+        y: their classes.
+        samples: indices of the samples to iterate over.
+        batch_size: samples per batch.
+        shuffle: whether every epoch has its own random order.
+        generator: source of randomness; None for PyTorch's global one.
+        augment: changes samples at random, called with some samples and ``generator``; None to leave them as they are.
+
+    Example:
+        >>> batches = Batches(torch.arange(6.0), torch.arange(6), torch.tensor([5, 1, 2]), batch_size=2)
+        >>> [y.tolist() for x, y in batches]
+        [[5, 1], [2]]
+    """
+
+    def __init__(
+        self,
+        x: Tensor,
+        y: Tensor,
+        samples: Tensor,
+        batch_size: int,
+        shuffle: bool = False,
+        generator: Generator | None = None,
+        augment: Callable[[Tensor, Generator | None], Tensor] | None = None,
+    ) -> None:
+        if batch_size < 1:
+            raise MisconfigurationException(f"batch_size is {batch_size}, but must be an integer of at least 1.")
+        self.x = x
+        self.y = y
+        self.samples = samples
+        self.batch_size = batch_size
+        self.shuffle = shuffle
+        self.generator = generator
+        self.augment = augment
+
+    def __len__(self) -> int:
+        """Return the number of batches of one epoch."""
+        return -(-len(self.samples) // self.batch_size)
+
+    def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
+        """Iterate over one epoch."""
+        samples = self.samples
+        if self.shuffle:
+            device = self.generator.device if self.generator else None
+            order = torch.randperm(len(samples), generator=self.generator, device=device)
+            samples = samples[order.to(samples.device)]
+        at_once = max(_SAMPLES_AT_ONCE // self.batch_size, 1) * self.batch_size
+        samples = samples.to(self.x.device)
+        for start in range(0, len(samples), at_once):
+            some = samples[start : start + at_once]
+            x, y = self.x.index_select(0, some), self.y.index_select(0, some)
+            if self.augment is not None:
+                x = self.augment(x, self.generator)
+            yield from zip(x.split(self.batch_size), y.split(self.batch_size), strict=True)

@@ -1,0 +1,242 @@
+"""Who holds which samples of a data set in memory, as a LightningDataModule."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+
+import numpy as np
+import torch
+from lightning.fabric.utilities.exceptions import MisconfigurationException
+from lightning.pytorch import LightningDataModule
+from torch import Generator, Tensor
+
+from fedmoe_pl.data.arrays import Arrays, normalized
+from fedmoe_pl.data.augmentation import Augmentation
+from fedmoe_pl.data.batches import Batches
+from fedmoe_pl.data.partition import IID, NaturalIds, Partitioner, group_by
+
+
+class FederatedDataModule(LightningDataModule, ABC):
+    """A data set in memory and who holds what of it; derive from it and write ``load`` for data of your own.
+
+    It also serves a plain Lightning ``Trainer``, with the pooled samples of all clients. The partition and every
+    client's own splits depend on ``partition_seed`` alone, never on the seed of a run.
+
+    Args:
+        num_clients: number of clients; None if the data have client ids of their own.
+        partitioner: who gets which training samples; None for ``NaturalIds`` if the data have ids, else ``IID``.
+        batch_size: samples per batch.
+        test_fraction: share of each client's samples that is held out as its own local test set, in [0, 1).
+        validation_fraction: share of each client's samples that is held out for validation, in [0, 1).
+        augmentation: changes of the training images, applied in this order.
+        partition_seed: seed of the partition.
+
+    Attributes:
+        x: all samples, normalized, float32, the training samples followed by the global test set, shape (m, ...).
+        y: their classes, int64, shape (m,).
+        num_classes: number of classes.
+        num_clients: number of clients.
+        train_samples: indices into ``x``, one tensor per client.
+        validation_samples: the same, held out for validation; may be empty.
+        test_samples: the same, the client's own test samples; may be empty.
+        global_test: indices of the global test set.
+        class_shares: share of each class in each client's training and validation samples, float64,
+            shape (num_clients, num_classes).
+        black: what a black pixel is in ``x``, shape (channels, 1, 1); 0 for data that came as floating point.
+
+    Raises:
+        MisconfigurationException: for arguments outside their range; in ``setup`` for data that cannot be read or
+            cannot be shared out like this.
+    """
+
+    x: Tensor
+    y: Tensor
+    black: Tensor
+    num_classes: int
+    num_clients: int
+    train_samples: list[Tensor]
+    validation_samples: list[Tensor]
+    test_samples: list[Tensor]
+    global_test: Tensor
+    class_shares: Tensor
+
+    def __init__(
+        self,
+        num_clients: int | None = None,
+        partitioner: Partitioner | None = None,
+        batch_size: int = 10,
+        test_fraction: float = 0.0,
+        validation_fraction: float = 0.0,
+        augmentation: list[Augmentation] | None = None,
+        partition_seed: int = 0,
+    ) -> None:
+        super().__init__()
+        if num_clients is not None:
+            _check_at_least("num_clients", num_clients, 1)
+        _check_at_least("batch_size", batch_size, 1)
+        _check_at_least("partition_seed", partition_seed, 0)
+        for name, fraction in (("test_fraction", test_fraction), ("validation_fraction", validation_fraction)):
+            if not 0 <= fraction < 1:
+                raise MisconfigurationException(f"data.init_args.{name} is {fraction}, but must be in [0, 1).")
+        if test_fraction + validation_fraction >= 1:
+            raise MisconfigurationException(
+                f"data.init_args.test_fraction ({test_fraction}) and data.init_args.validation_fraction "
+                f"({validation_fraction}) must add up to less than 1, so that samples remain for training."
+            )
+        self.requested_clients = num_clients
+        self.partitioner = partitioner
+        self.batch_size = batch_size
+        self.test_fraction = test_fraction
+        self.validation_fraction = validation_fraction
+        self.augmentation = list(augmentation or [])
+        self.partition_seed = partition_seed
+
+    @abstractmethod
+    def load(self) -> Arrays:
+        """Read the data set from disk; downloads belong into ``prepare_data``."""
+
+    def setup(self, stage: str | None = None) -> None:
+        """Read, normalize and share out the data; a second call does nothing.
+
+        Args:
+            stage: ignored; Lightning passes the kind of run.
+        """
+        if hasattr(self, "class_shares"):
+            return
+        arrays = self.load()
+        arrays.check()
+        if self.augmentation and arrays.x_train.dim() != 4:
+            raise MisconfigurationException(
+                "data.init_args.augmentation needs images of shape (n, channels, height, width), "
+                f"but the samples have shape {tuple(arrays.x_train.shape)}."
+            )
+        n = len(arrays.x_train)
+        self.x, self.black = normalized(arrays)
+        self.y = torch.cat((arrays.y_train, arrays.y_test)).long()
+        self.num_classes = int(self.y.max()) + 1
+        self.global_test = torch.arange(n, len(self.x))
+        self._share_out(arrays)
+
+    def _share_out(self, arrays: Arrays) -> None:
+        partitioner = self.partitioner or (IID() if arrays.client_train is None else NaturalIds())
+        rng = np.random.default_rng(np.random.SeedSequence(self.partition_seed))
+        parts = partitioner(self.y[: len(arrays.y_train)].numpy(), self.requested_clients, rng, arrays.client_train)
+        for client, part in enumerate(parts):
+            if len(part) == 0:
+                raise MisconfigurationException(
+                    f"data.init_args.partitioner: {type(partitioner).__name__} leaves client {client} of {len(parts)} "
+                    "without training samples; lower data.init_args.num_clients"
+                    f"{_alpha_advice(partitioner)} or change data.init_args.partition_seed."
+                )
+        self.num_clients = len(parts)
+        natural_test = isinstance(partitioner, NaturalIds) and arrays.client_test is not None
+        if natural_test and self.test_fraction > 0:
+            raise MisconfigurationException(
+                f"data.init_args.test_fraction is {self.test_fraction}, but must be 0 here: "
+                "the data bring test samples of every client."
+            )
+        splits = [self._split(client, part) for client, part in enumerate(parts)]
+        self.train_samples, self.validation_samples, self.test_samples = map(list, zip(*splits, strict=True))
+        if natural_test:
+            own = _test_samples_by_id(arrays)
+            self.test_samples = [torch.from_numpy(part + len(arrays.x_train)) for part in own]
+        counts = self.class_counts()
+        self.class_shares = counts / counts.sum(dim=1, keepdim=True)
+
+    def _split(self, client: int, part: np.ndarray) -> tuple[Tensor, Tensor, Tensor]:
+        """Split a client's samples into training, validation and test, by a seed of its own."""
+        n = len(part)
+        n_test = min(round(n * self.test_fraction), n - 1)  # at least one sample stays for training
+        n_validation = min(round(n * self.validation_fraction), n - 1 - n_test)
+        if n_test + n_validation:
+            seed = np.random.SeedSequence(self.partition_seed, spawn_key=(client,))
+            part = np.random.default_rng(seed).permutation(part)
+        test, validation, train = torch.from_numpy(part).split([n_test, n_validation, n - n_test - n_validation])
+        return train, validation, test
+
+    def class_counts(self) -> Tensor:
+        """Count each class in each client's training and validation samples.
+
+        Returns:
+            Counts as float64, shape (num_clients, num_classes).
+        """
+        both = [*self.train_samples, *self.validation_samples]
+        owner = torch.arange(self.num_clients).repeat(2).repeat_interleave(torch.tensor([len(part) for part in both]))
+        cells = owner * self.num_classes + self.y[torch.cat(both)]
+        counts = torch.bincount(cells, minlength=self.num_clients * self.num_classes)
+        return counts.view(self.num_clients, self.num_classes).double()
+
+    def augment(self, x: Tensor, generator: Generator | None = None) -> Tensor:
+        """Apply the augmentations, in their order, to normalized samples.
+
+        Args:
+            x: samples, shape (n, channels, height, width).
+            generator: source of randomness; None for PyTorch's global one.
+        """
+        for augmentation in self.augmentation:
+            x = augmentation(x, generator, self.black.to(x.device))
+        return x
+
+    def batches(
+        self,
+        samples: Tensor,
+        batch_size: int | None = None,
+        generator: Generator | None = None,
+        augment: bool = False,
+    ) -> Batches:
+        """Return batches of some samples.
+
+        Args:
+            samples: indices into ``x``.
+            batch_size: samples per batch; None for that of the data module.
+            generator: shuffles every epoch, and augments; None for the order of ``samples``.
+            augment: whether to augment.
+        """
+        return Batches(
+            self.x,
+            self.y,
+            samples,
+            self.batch_size if batch_size is None else batch_size,
+            shuffle=generator is not None,
+            generator=generator,
+            augment=self.augment if augment and self.augmentation else None,
+        )
+
+    def train_dataloader(self) -> Batches:
+        """Return shuffled, augmented batches of all clients' training samples, for a plain Trainer."""
+        augment = self.augment if self.augmentation else None
+        return Batches(self.x, self.y, torch.cat(self.train_samples), self.batch_size, shuffle=True, augment=augment)
+
+    def val_dataloader(self) -> Batches | list[Batches]:
+        """Return batches of all clients' validation samples; no loader if none are held out."""
+        samples = torch.cat(self.validation_samples)
+        return self.batches(samples) if len(samples) else []
+
+    def test_dataloader(self) -> Batches:
+        """Return batches of the global test set."""
+        return self.batches(self.global_test)
+
+    def predict_dataloader(self) -> Batches:
+        """Return batches of the global test set."""
+        return self.batches(self.global_test)
+
+
+def _check_at_least(name: str, value: int, lowest: int) -> None:
+    if value < lowest:
+        raise MisconfigurationException(
+            f"data.init_args.{name} is {value}, but must be an integer of at least {lowest}."
+        )
+
+
+def _alpha_advice(partitioner: Partitioner) -> str:
+    alpha = getattr(partitioner, "alpha", None)
+    return "" if alpha is None else f", raise data.init_args.partitioner.init_args.alpha above {alpha}"
+
+
+def _test_samples_by_id(arrays: Arrays) -> list[np.ndarray]:
+    """Return the test samples of each natural client; those of clients without training samples are left out."""
+    assert arrays.client_train is not None and arrays.client_test is not None
+    ids = np.unique(arrays.client_train)
+    client = np.searchsorted(ids, arrays.client_test)
+    client[ids[np.minimum(client, len(ids) - 1)] != arrays.client_test] = len(ids)
+    return group_by(client, len(ids) + 1)[:-1]

@@ -1,0 +1,220 @@
+"""Data sets that come with scikit-learn and torchvision."""
+
+from __future__ import annotations
+
+import os
+from abc import abstractmethod
+from typing import Any, Literal, get_args
+
+import torch
+from lightning.fabric.utilities.exceptions import MisconfigurationException
+from torch import Tensor
+from torchvision import datasets
+
+from fedmoe_pl.data.arrays import Arrays
+from fedmoe_pl.data.datamodule import FederatedDataModule
+from fedmoe_pl.data.images import READ_ERRORS, channels_first, checked_image_size, resize
+
+EMNISTSplit = Literal["byclass", "bymerge", "balanced", "letters", "digits", "mnist"]
+
+
+class Digits(FederatedDataModule):
+    """The 1,797 handwritten digits, 8 x 8 pixels, that come with scikit-learn; needs no download.
+
+    Pixels are divided by 16. Every fifth sample of a class belongs to the global test set, the others are for training.
+
+    Args:
+        image_size: height and width that the images are resized to; None leaves them at 8.
+        **kwargs: arguments of ``FederatedDataModule``.
+    """
+
+    def __init__(self, image_size: int | None = None, **kwargs: Any) -> None:
+        super().__init__(**kwargs)
+        self.image_size = checked_image_size(image_size)
+
+    def load(self) -> Arrays:
+        """Read the images and split them into training and test."""
+        from sklearn.datasets import load_digits  # only this data set needs scikit-learn
+
+        pixels, labels = load_digits(return_X_y=True)  # pixels: (1797, 64), from 0 to 16
+        x = resize(torch.from_numpy(pixels).float().view(-1, 1, 8, 8) / 16, self.image_size)
+        y = torch.from_numpy(labels)
+        rank_in_class = torch.nn.functional.one_hot(y).cumsum(0).gather(1, y[:, None])[:, 0]
+        test = rank_in_class % 5 == 0
+        return Arrays(x[~test], y[~test], x[test], y[test])
+
+
+class TorchvisionDataModule(FederatedDataModule):
+    """A data set of torchvision, wholly in memory.
+
+    Args:
+        root: folder that holds the files, or that they are downloaded into.
+        download: whether ``prepare_data`` downloads files that are not there.
+        image_size: height and width that the images are resized to, once; None leaves them as they are.
+        mean: mean of each channel of the images in [0, 1]; None to compute it from the training images.
+        std: standard deviation of each channel, likewise.
+        **kwargs: arguments of ``FederatedDataModule``.
+    """
+
+    def __init__(
+        self,
+        root: str = "data",
+        download: bool = True,
+        image_size: int | None = None,
+        mean: tuple[float, ...] | None = None,
+        std: tuple[float, ...] | None = None,
+        **kwargs: Any,
+    ) -> None:
+        super().__init__(**kwargs)
+        self.root = root
+        self.download = download
+        self.image_size = checked_image_size(image_size)
+        self.mean = mean
+        self.std = std
+
+    @abstractmethod
+    def read(self, train: bool, download: bool) -> tuple[Any, Any]:
+        """Return images (uint8, channels first, last or none) and classes of torchvision's data set.
+
+        Args:
+            train: whether to return the training part or the test part.
+            download: whether to download missing files first.
+        """
+
+    def prepare_data(self) -> None:
+        """Download what is missing."""
+        if self.download:
+            self._read(train=True, download=True)
+            self._read(train=False, download=True)
+
+    def load(self) -> Arrays:
+        """Read the files."""
+        train = self._read(train=True, download=False)
+        test = self._read(train=False, download=False)
+        return Arrays(*train, *test, mean=self.mean, std=self.std)
+
+    def _read(self, train: bool, download: bool) -> tuple[Tensor, Tensor]:
+        try:
+            images, labels = self.read(train, download)
+        except READ_ERRORS as error:
+            where = f"data.init_args.root: {type(self).__name__} is not in '{os.path.abspath(self.root)}'"
+            reason = " ".join(str(error).split()) or type(error).__name__
+            if download:
+                raise MisconfigurationException(
+                    f"{where} and could not be downloaded ({reason}); check the network, or put torchvision's files "
+                    "there and set data.init_args.download to false."
+                ) from error
+            raise MisconfigurationException(
+                f"{where} as torchvision keeps it ({reason}); put the files there, or set data.init_args.download "
+                "to true and call prepare_data."
+            ) from error
+        x = channels_first(images, f"data: the images of {type(self).__name__}")
+        return resize(x, self.image_size), torch.as_tensor(labels)
+
+
+class MNIST(TorchvisionDataModule):
+    """MNIST: 60,000 and 10,000 handwritten digits, 28 x 28 pixels, 10 classes.
+
+    Args:
+        mean: mean of the images in [0, 1].
+        std: their standard deviation.
+        **kwargs: arguments of ``TorchvisionDataModule``.
+    """
+
+    def __init__(
+        self, mean: tuple[float, ...] | None = (0.1307,), std: tuple[float, ...] | None = (0.3081,), **kwargs: Any
+    ) -> None:
+        super().__init__(mean=mean, std=std, **kwargs)
+
+    def read(self, train: bool, download: bool) -> tuple[Any, Any]:
+        """Read one part."""
+        data = datasets.MNIST(self.root, train=train, download=download)
+        return data.data, data.targets
+
+
+class FashionMNIST(TorchvisionDataModule):
+    """Fashion-MNIST: 60,000 and 10,000 images of clothes, 28 x 28 pixels, 10 classes.
+
+    The default constants are those of MNIST, as in PFL-MoE (METHODS 5.10).
+
+    Args:
+        mean: mean of the images in [0, 1].
+        std: their standard deviation.
+        **kwargs: arguments of ``TorchvisionDataModule``.
+    """
+
+    def __init__(
+        self, mean: tuple[float, ...] | None = (0.1307,), std: tuple[float, ...] | None = (0.3081,), **kwargs: Any
+    ) -> None:
+        super().__init__(mean=mean, std=std, **kwargs)
+
+    def read(self, train: bool, download: bool) -> tuple[Any, Any]:
+        """Read one part."""
+        data = datasets.FashionMNIST(self.root, train=train, download=download)
+        return data.data, data.targets
+
+
+class EMNIST(TorchvisionDataModule):
+    """EMNIST: handwritten letters and digits, 28 x 28 pixels, upright (torchvision keeps them transposed).
+
+    Args:
+        split: "byclass" (62 classes), "bymerge" or "balanced" (47), "letters" (26), "digits" or "mnist" (10).
+        **kwargs: arguments of ``TorchvisionDataModule``.
+    """
+
+    def __init__(self, split: EMNISTSplit = "balanced", **kwargs: Any) -> None:
+        super().__init__(**kwargs)
+        if split not in get_args(EMNISTSplit):
+            raise MisconfigurationException(
+                f"data.init_args.split is '{split}', but must be one of {', '.join(get_args(EMNISTSplit))}."
+            )
+        self.split = split
+
+    def read(self, train: bool, download: bool) -> tuple[Any, Any]:
+        """Read one part."""
+        data = datasets.EMNIST(self.root, split=self.split, train=train, download=download)
+        first = 1 if self.split == "letters" else 0  # its classes count from 1
+        return data.data.transpose(1, 2), data.targets - first
+
+
+class CIFAR10(TorchvisionDataModule):
+    """CIFAR-10: 50,000 and 10,000 colour images, 32 x 32 pixels, 10 classes.
+
+    The default constants are those of PFL-MoE (METHODS 5.10).
+
+    Args:
+        mean: mean of each channel of the images in [0, 1].
+        std: standard deviation of each channel.
+        **kwargs: arguments of ``TorchvisionDataModule``.
+    """
+
+    def __init__(
+        self,
+        mean: tuple[float, ...] | None = (0.4914, 0.4822, 0.4465),
+        std: tuple[float, ...] | None = (0.2023, 0.1994, 0.2010),
+        **kwargs: Any,
+    ) -> None:
+        super().__init__(mean=mean, std=std, **kwargs)
+
+    def read(self, train: bool, download: bool) -> tuple[Any, Any]:
+        """Read one part."""
+        data = datasets.CIFAR10(self.root, train=train, download=download)
+        return data.data, data.targets
+
+
+class CIFAR100(TorchvisionDataModule):
+    """CIFAR-100: 50,000 and 10,000 colour images, 32 x 32 pixels, 100 classes."""
+
+    def read(self, train: bool, download: bool) -> tuple[Any, Any]:
+        """Read one part."""
+        data = datasets.CIFAR100(self.root, train=train, download=download)
+        return data.data, data.targets
+
+
+class SVHN(TorchvisionDataModule):
+    """SVHN: 73,257 and 26,032 colour images of house numbers, 32 x 32 pixels, classes 0 to 9; needs scipy."""
+
+    def read(self, train: bool, download: bool) -> tuple[Any, Any]:
+        """Read one part."""
+        data = datasets.SVHN(self.root, split="train" if train else "test", download=download)
+        return data.data, data.labels

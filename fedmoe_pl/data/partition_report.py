@@ -1,0 +1,121 @@
+"""Who holds what: the samples of every client by class, as a table and as a picture."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from torch import Tensor
+
+from fedmoe_pl.data.datamodule import FederatedDataModule
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+_MOST_CLIENTS = 40  # listed one by one in the table
+_MOST_CLASSES = 20  # with a column of their own in the table
+_MOST_NUMBERS = 200  # cells of the picture with their count written into them
+_MOST_UNSORTED = 200  # clients of the picture in the order of their ids
+_MOST_PIXELS = 1000  # clients of the picture that are at least one pixel wide
+
+
+def partition_table(datamodule: FederatedDataModule) -> str:
+    """Return a table of the samples of every client.
+
+    Each line has the sizes of a client's training, validation and own test sets and its training and validation
+    samples of each class; with more than 20 classes the number of classes that it holds and the largest instead. Of
+    more than 40 clients the first 30 and the last 10 are listed. The last lines are the mean, least and greatest value
+    of each column over all clients.
+
+    Args:
+        datamodule: a data module after ``setup``.
+    """
+    columns = _sizes(datamodule) | _class_columns(datamodule.class_counts())
+    n = datamodule.num_clients
+    listed = list(range(n)) if n <= _MOST_CLIENTS else [*range(_MOST_CLIENTS - 10), *range(n - 10, n)]
+    rows = [["client", *columns]]
+    rows += [[str(client), *(str(column[client]) for column in columns.values())] for client in listed]
+    if n > len(listed):
+        rows.insert(_MOST_CLIENTS - 9, ["..."] * len(rows[0]))
+    rows.append(["mean", *(f"{sum(column) / n:.1f}" for column in columns.values())])
+    rows.append(["least", *(str(min(column)) for column in columns.values())])
+    rows.append(["greatest", *(str(max(column)) for column in columns.values())])
+    widths = [max(len(cell) for cell in column) for column in zip(*rows, strict=True)]
+    lines = ["  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in rows]
+    rule = "-" * len(lines[0])
+    body = [lines[0], rule, *lines[1:-3], rule, *lines[-3:]]
+    samples = f"{len(datamodule.y) - len(datamodule.global_test)} training samples"
+    title = (
+        f"{n} clients, {datamodule.num_classes} classes, {samples}, {len(datamodule.global_test)} global test samples"
+    )
+    return "\n".join([title, "", *body])
+
+
+def _class_columns(counts: Tensor) -> dict[str, list[int]]:
+    num_classes = counts.shape[1]
+    if num_classes <= _MOST_CLASSES:
+        return {f"class {c}": counts[:, c].long().tolist() for c in range(num_classes)}
+    return {
+        "classes": (counts > 0).sum(dim=1).tolist(),
+        "largest class": counts.argmax(dim=1).tolist(),
+        "its samples": counts.max(dim=1).values.long().tolist(),
+    }
+
+
+def partition_figure(datamodule: FederatedDataModule) -> Figure:
+    """Return a picture of the samples of every client: by class as colours, and their number below.
+
+    More than 200 clients are sorted by their largest class, so that the picture shows how far each is devoted to it.
+
+    Args:
+        datamodule: a data module after ``setup``.
+    """
+    from matplotlib.figure import Figure  # slow to import, and training does not need it
+    from matplotlib.ticker import MaxNLocator
+
+    counts = datamodule.class_counts()  # (num_clients, num_classes)
+    n, num_classes = counts.shape
+    order = list(range(n))
+    if n > _MOST_UNSORTED:
+        largest, shares = counts.argmax(dim=1).tolist(), datamodule.class_shares.max(dim=1).values.tolist()
+        order.sort(key=lambda client: (largest[client], -shares[client]))
+    width, height = min(max(6.0, 2.5 + n * 0.25), 14.0), min(max(5.0, 3.0 + num_classes * 0.25), 10.0)
+    figure = Figure(figsize=(width, height), layout="constrained")
+    cells, sizes = figure.subplots(2, 1, sharex=True, height_ratios=[3, 1])
+    # where clients are narrower than a pixel, neighbours are averaged instead of left out
+    interpolation = "nearest" if n <= _MOST_PIXELS else "auto"
+    image = cells.imshow(counts[order].T.numpy(), aspect="auto", cmap="Blues", vmin=0, interpolation=interpolation)
+    figure.colorbar(image, ax=cells, label="training and validation samples", pad=0.01)
+    if counts.numel() <= _MOST_NUMBERS:
+        _write_numbers(cells, counts)
+    bottom = [0] * n
+    for name, part in _sizes(datamodule).items():
+        heights = [part[client] for client in order]
+        sizes.bar(range(n), heights, width=1.0 if n > 60 else 0.9, bottom=bottom, label=name)
+        bottom = [below + height for below, height in zip(bottom, heights, strict=True)]
+    figure.legend(loc="outside lower center", ncols=3, frameon=False)
+    cells.set_ylabel("class")
+    cells.yaxis.set_major_locator(MaxNLocator(20, integer=True))
+    sizes.set_ylabel("samples")
+    sizes.set_xlabel("client" if n <= _MOST_UNSORTED else "clients, sorted by their largest class")
+    sizes.xaxis.set_major_locator(MaxNLocator(20, integer=True))
+    sizes.set_xlim(-0.5, n - 0.5)
+    return figure
+
+
+def _write_numbers(cells: Axes, counts: Tensor) -> None:
+    for client, row in enumerate(counts.long().tolist()):
+        for label, count in enumerate(row):
+            color = "white" if count > counts.max() / 2 else "black"
+            cells.text(client, label, str(count), ha="center", va="center", fontsize=7, color=color)
+
+
+def _sizes(datamodule: FederatedDataModule) -> dict[str, list[int]]:
+    """Return the clients' numbers of training, validation and own test samples, the last two if there are any."""
+    parts = {
+        "train": datamodule.train_samples,
+        "validation": datamodule.validation_samples,
+        "test": datamodule.test_samples,
+    }
+    sizes = {name: [len(samples) for samples in part] for name, part in parts.items()}
+    return {name: part for name, part in sizes.items() if any(part)}

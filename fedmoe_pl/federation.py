@@ -1,0 +1,352 @@
+"""The federation: phases, rounds, evaluation, checkpoint and log."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any, Literal
+
+import yaml
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.loggers import Logger, TensorBoardLogger
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
+
+from fedmoe_pl.aggregation import load_tree
+from fedmoe_pl.algorithm import Update
+from fedmoe_pl.backends import LEAN_TRAINER, Backend, LocalTraining, TrainerBackend, one_thread, quiet
+from fedmoe_pl.callbacks import ClientCheckpoint, FederationCallback
+from fedmoe_pl.checkpoint import FILE, LAST, PhaseState, find_checkpoint, load_checkpoint, run_versions, save_checkpoint
+from fedmoe_pl.checks import check_phase
+from fedmoe_pl.cohort import cohort_size, sample_cohort
+from fedmoe_pl.data import FederatedDataModule, partition_figure, partition_table
+from fedmoe_pl.evaluation import Evaluation, evaluate_clients, predict
+from fedmoe_pl.phase import INITIAL, Phase, begin_phase, evaluated_model, find_start, phase_module
+from fedmoe_pl.reporting import AccuracyMonitor, GateMonitor, PartitionMonitor, ProgressBar, ResultFiles
+from fedmoe_pl.results import format_table, round_row, write_csv
+from fedmoe_pl.seeds import seed_all
+
+
+class Federation:
+    """Cycles the clients through Lightning Trainers and aggregates what they send.
+
+    Args:
+        phases: what is done, in order; see :class:`Phase`.
+        trainer: arguments of every client's ``Trainer``; what is not given comes from ``LEAN_TRAINER``.
+        backend: how clients are trained; ``auto`` takes the fastest right one.
+        evaluate_every_n_rounds: evaluate after every n rounds; 0 only at the end of a phase.
+        callbacks: more callbacks; progress bar, result files and TensorBoard pictures are there by default.
+        logger: True for TensorBoard, False for none, or any Lightning loggers.
+        default_root_dir: folder of all runs.
+        name: folder of this experiment's runs in it.
+        enable_checkpointing: write a checkpoint after every round, and the clients' models at the end of a phase.
+        enable_progress_bar: show the progress bar.
+        seed: everything random follows from it; on the command line it is ``seed_everything``.
+
+    Attributes:
+        run_dir: folder of this run, ``default_root_dir/name/version_N``.
+        loggers: the run's loggers.
+        states: where each phase begun so far stands, by name.
+        rows: the rows of ``rounds.csv``.
+        step: number of completed rounds of all phases; the x axis of logs.
+        hparams: the resolved configuration, where there is one.
+
+    Raises:
+        MisconfigurationException: with one sentence, if an argument is out of range.
+    """
+
+    def __init__(
+        self,
+        phases: list[Phase],
+        trainer: dict[str, Any] | None = None,
+        backend: Backend | Literal["auto"] = "auto",
+        evaluate_every_n_rounds: int = 1,
+        callbacks: list[FederationCallback] | None = None,
+        logger: bool | Logger | list[Logger] = True,
+        default_root_dir: str = "runs",
+        name: str = "federation",
+        enable_checkpointing: bool = True,
+        enable_progress_bar: bool = True,
+        seed: int = 0,
+    ) -> None:
+        names = [phase.name for phase in phases]
+        if not phases or len(set(names)) < len(names):
+            raise MisconfigurationException(
+                f"federation.phases has the names {names}, but needs at least one phase and every name once."
+            )
+        if evaluate_every_n_rounds < 0:
+            raise MisconfigurationException(
+                f"federation.evaluate_every_n_rounds is {evaluate_every_n_rounds}, but must be at least 0."
+            )
+        self.phases = phases
+        self.starts = {phase.name: find_start(phases, index) for index, phase in enumerate(phases)}
+        self.trainer = {**LEAN_TRAINER, **(trainer or {})}
+        self.backend = TrainerBackend() if backend == "auto" else backend
+        self.evaluate_every_n_rounds = evaluate_every_n_rounds
+        self.callbacks = [
+            *([ProgressBar()] if enable_progress_bar else []),
+            *(PartitionMonitor(), AccuracyMonitor(), GateMonitor(), ResultFiles()),
+            *([ClientCheckpoint()] if enable_checkpointing else []),
+            *(callbacks or []),
+        ]
+        self.logger = logger
+        self.runs = Path(default_root_dir) / name
+        self.enable_checkpointing = enable_checkpointing
+        self.seed = seed
+        self.hparams: dict[str, Any] = {}
+        self.states: dict[str, PhaseState] = {}
+        self.rows: list[dict[str, Any]] = []
+        self.run_dir = self.runs
+        self.loggers: list[Logger] = []
+        self._work_in_round = 0.0
+
+    def fit(
+        self, model: LightningModule, datamodule: FederatedDataModule, ckpt_path: str | None = None
+    ) -> dict[str, Evaluation]:
+        """Runs all phases on the clients of the data module, and reports.
+
+        Args:
+            model: the initial model; it is not changed.
+            datamodule: who holds which data.
+            ckpt_path: continues the run of this checkpoint, to the same bits as if it had never stopped; ``last`` is
+                the newest checkpoint of this experiment.
+
+        Returns:
+            The final evaluation of every evaluated phase, by its name.
+
+        Raises:
+            MisconfigurationException: with one sentence, before any training, if something does not fit together.
+        """
+        checkpoint = find_checkpoint(ckpt_path, self.runs) if ckpt_path else None
+        if checkpoint:
+            self._load(checkpoint)
+        self._setup(model, datamodule)
+        if not checkpoint:
+            self.run_dir = self.runs / f"version_{max(run_versions(self.runs), default=-1) + 1}"
+            self.run_dir.mkdir(parents=True)
+            if self.hparams:
+                (self.run_dir / "config.yaml").write_text(yaml.safe_dump(self.hparams, sort_keys=False))
+        self._start_loggers()
+        self._call("on_fit_start")
+        for phase in self.phases:
+            if phase.name not in self.states or not self.states[phase.name].finished:
+                self._run_phase(phase)
+        self._call("on_fit_end")
+        for logger in self.loggers:
+            logger.finalize("success")
+        return self.results
+
+    def validate(self, model: LightningModule, datamodule: FederatedDataModule, ckpt_path: str = LAST) -> None:
+        """Prints the accuracy of every client's model on its validation samples, from a checkpoint."""
+        self._load(find_checkpoint(ckpt_path, self.runs))
+        self._setup(model, datamodule)
+        if not any(len(samples) for samples in datamodule.validation_samples):
+            raise MisconfigurationException(
+                "data.init_args.validation_fraction is 0, so that no client has validation samples; it must be above 0."
+            )
+        print(format_table(self._evaluate_all(), ["validation"]))
+
+    def test(self, model: LightningModule, datamodule: FederatedDataModule, ckpt_path: str = LAST) -> None:
+        """Prints the table of test accuracies of every client's model, from a checkpoint."""
+        self._load(find_checkpoint(ckpt_path, self.runs))
+        self._setup(model, datamodule)
+        print(format_table(self._evaluate_all()))
+
+    def predict(self, model: LightningModule, datamodule: FederatedDataModule, ckpt_path: str = LAST) -> None:
+        """Writes every client's predictions on its own test samples, or the global ones, to ``predictions.csv``."""
+        self._load(find_checkpoint(ckpt_path, self.runs))
+        self._setup(model, datamodule)
+        rows = []
+        for phase in self._finished_methods():
+            for client, own in enumerate(datamodule.test_samples):
+                samples = own if len(own) else datamodule.global_test
+                logits, weights = predict(self.client_module(phase.name, client), datamodule, samples)
+                columns = {
+                    "sample": samples.tolist(),
+                    "label": datamodule.y[samples].tolist(),
+                    "prediction": logits.argmax(1).tolist(),
+                    "gate_weight": [math.nan] * len(samples) if weights is None else weights[:, 0].tolist(),
+                }
+                rows += [
+                    {"method": phase.name, "client": client, **dict(zip(columns, values, strict=True))}
+                    for values in zip(*columns.values(), strict=True)
+                ]
+        write_csv(self.run_dir / "predictions.csv", rows)
+        print(f"{len(rows)} predictions: {self.run_dir / 'predictions.csv'}")
+
+    def partition(self, model: LightningModule, datamodule: FederatedDataModule) -> None:
+        """Prints who holds what, and draws it to ``partition.png``."""
+        datamodule.prepare_data()
+        datamodule.setup()
+        self.runs.mkdir(parents=True, exist_ok=True)
+        partition_figure(datamodule).savefig(self.runs / "partition.png")
+        print(f"{partition_table(datamodule)}\n\nPicture: {self.runs / 'partition.png'}")
+
+    def client_module(self, method: str, client: int) -> LightningModule:
+        """A client's personalized model, on the CPU and in eval mode.
+
+        Args:
+            method: name of a phase that has been run or loaded.
+            client: the client's id.
+        """
+        phase = next(phase for phase in self.phases if phase.name == method)
+        state = self.states[method]
+        module = self._module(phase).eval()
+        sent = phase.algorithm.server_send(state.server, client)
+        load_tree(module, {**state.initial, **sent, **state.kept.get(client, {})})
+        return module
+
+    @property
+    def results(self) -> dict[str, Evaluation]:
+        """The final evaluation of every finished phase that is evaluated, by its name."""
+        return {name: state.evaluation for name, state in self.states.items() if state.evaluation is not None}
+
+    @property
+    def step(self) -> int:
+        """Number of completed rounds of all phases; the x axis of logs."""
+        return sum(state.round for state in self.states.values())
+
+    @property
+    def total_work(self) -> float:
+        """Local epochs of all clients in all rounds of all phases: a measure of how long the run takes."""
+        return sum(phase.rounds * self._work(phase) for phase in self.phases)
+
+    @property
+    def completed_work(self) -> float:
+        """The part of ``total_work`` that is done."""
+        done = sum(self.states[phase.name].round * self._work(phase) for phase in self.phases if phase.name in self.states)
+        return done + self._work_in_round
+
+    def _work(self, phase: Phase) -> float:
+        """Local epochs of all clients in one round of the phase."""
+        if phase.ckpt_path:
+            return 0.0
+        return float(cohort_size(self.datamodule.num_clients, phase.clients_per_round) * self._max_epochs(phase))
+
+    def _max_epochs(self, phase: Phase) -> int:
+        return self.trainer["max_epochs"] if phase.max_epochs is None else phase.max_epochs
+
+    def _finished_methods(self) -> list[Phase]:
+        return [phase for phase in self.phases if phase.evaluate and phase.name in self.states]
+
+    def _call(self, hook: str, *arguments: Any) -> None:
+        for callback in self.callbacks:
+            getattr(callback, hook)(self, *arguments)
+
+    def _setup(self, model: LightningModule, datamodule: FederatedDataModule) -> None:
+        """Everything that can be refused is refused here, before any training."""
+        self.model, self.datamodule = model, datamodule
+        with quiet():
+            self.device = Trainer(**self.trainer).strategy.root_device
+        datamodule.prepare_data()
+        datamodule.setup()
+        for phase in self.phases:
+            module = self._module(phase)
+            check_phase(phase, module, datamodule)
+            if phase.ckpt_path:
+                begin_phase(phase, module, None)
+
+    def _module(self, phase: Phase) -> LightningModule:
+        seed_all(self.seed)  # a gate of unknown width draws its parameters when the module is made
+        return phase_module(self.model, phase)
+
+    def _start_loggers(self) -> None:
+        if self.logger is True:
+            resumed = {"purge_step": self.step + 1} if self.step else {}
+            self.loggers = [TensorBoardLogger(self.runs.parent, self.runs.name, self.run_dir.name, **resumed)]
+        else:
+            self.loggers = self.logger if isinstance(self.logger, list) else [self.logger] if self.logger else []
+
+    def _load(self, path: Path) -> None:
+        content = load_checkpoint(path)
+        names = [phase.name for phase in self.phases]
+        if "phases" not in content or not set(content["phases"]) <= set(names):
+            raise MisconfigurationException(
+                f"ckpt_path is '{path}', which holds the phases {list(content.get('phases', {}))}, but "
+                f"federation.phases are {names}."
+            )
+        if content["seed"] != self.seed:
+            raise MisconfigurationException(
+                f"ckpt_path is '{path}', a run with seed_everything {content['seed']}, but seed_everything is {self.seed}."
+            )
+        self.states, self.rows, self.run_dir = content["phases"], content["rows"], path.parent.parent
+
+    def _training(self, phase: Phase) -> LocalTraining:
+        """What the clients of a phase have in common; begins the phase if it has not begun."""
+        module = self._module(phase)
+        if phase.name not in self.states:
+            start = self.starts[phase.name]
+            self.states[phase.name] = begin_phase(phase, module, None if start == INITIAL else self.states[start])
+        initial = self.states[phase.name].initial
+        load_tree(module, initial)
+        return LocalTraining(
+            module=module,
+            initial=initial,
+            algorithm=phase.algorithm,
+            datamodule=self.datamodule,
+            trainer={**self.trainer, "max_epochs": self._max_epochs(phase)},
+            optimizer=phase.optimizer,
+            batch_size=phase.batch_size,
+            seed=self.seed,
+        )
+
+    def _run_phase(self, phase: Phase) -> None:
+        training = self._training(phase)
+        state = self.states[phase.name]
+        evaluation = None
+        while state.round < phase.rounds:
+            evaluation = self._run_round(phase, state, training)
+        state.select_best()
+        state.finished = True
+        if phase.evaluate:
+            state.evaluation = self._evaluate(phase, state, training) if state.best_round or not evaluation else evaluation
+        self._checkpoint()
+        self._call("on_phase_end", phase, state.evaluation)
+
+    def _run_round(self, phase: Phase, state: PhaseState, training: LocalTraining) -> Evaluation | None:
+        """One round (DESIGN section 3); returns its evaluation, where this round is evaluated."""
+        round, algorithm, clients = state.round, phase.algorithm, range(self.datamodule.num_clients)
+        self._call("on_round_start", phase, round)
+        cohort = sample_cohort(clients, cohort_size(len(clients), phase.clients_per_round), self.seed, round)
+        combined: Update | None = None
+        kept = dict(state.kept)
+        for group in self.backend.train(training, state.server, cohort, state.kept, round):
+            combined = group.update if combined is None else algorithm.combine(combined, group.update)
+            kept.update({client: tree for client, tree in group.kept.items() if tree})
+            for client in group.kept:
+                self._work_in_round += self._max_epochs(phase)
+                self._call("on_client_end", phase, round, client)
+        assert combined is not None, "a cohort has at least one client"
+        state.server, state.kept, state.round = algorithm.server_update(state.server, combined), kept, round + 1
+        self._work_in_round = 0.0
+        evaluation = None
+        every = self.evaluate_every_n_rounds
+        if phase.evaluate and every and (state.round % every == 0 or state.round == phase.rounds):
+            evaluation = self._evaluate(phase, state, training)
+            self.rows.append(round_row(evaluation))
+            if phase.monitor and state.round >= phase.monitor_from_round:
+                state.remember_best(evaluation.spread(phase.monitor).mean)
+            self._call("on_evaluation_end", phase, evaluation)
+        self._checkpoint()
+        self._call("on_round_end", phase, round)
+        return evaluation
+
+    def _evaluate(self, phase: Phase, state: PhaseState, training: LocalTraining) -> Evaluation:
+        selected = state.finished and state.best_round > 0
+        with one_thread():
+            clients = evaluate_clients(training, state.server, state.kept, self.device)
+        return Evaluation(
+            method=phase.name,
+            round=state.best_round if selected else state.round,
+            model=evaluated_model(training.module),
+            moment="after aggregation" if phase.algorithm.federated else "after local training",
+            selection=f"best round by {phase.monitor}" if selected else "last round",
+            clients=clients,
+        )
+
+    def _evaluate_all(self) -> list[Evaluation]:
+        phases = self._finished_methods()
+        return [self._evaluate(phase, self.states[phase.name], self._training(phase)) for phase in phases]
+
+    def _checkpoint(self) -> None:
+        if self.enable_checkpointing:
+            save_checkpoint(self.run_dir / FILE, self.states, self.rows, self.seed)

@@ -1,0 +1,92 @@
+"""Pictures of evaluations, drawn without pyplot: nothing global, no window, nothing to close."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import numpy as np
+from matplotlib import colormaps
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
+
+from fedmoe_pl.evaluation import Evaluation
+from fedmoe_pl.results import mean_gate_weight_by_class, present_metrics
+
+COLORS = ("#0072B2", "#E69F00", "#009E73", "#D55E00", "#CC79A7", "#56B4E9", "#000000")
+"""Okabe and Ito's colours, which colour-blind readers can tell apart."""
+
+LINE_STYLES = ("-", "--", ":")
+
+
+def gate_weight_figure(evaluation: Evaluation, num_classes: int) -> Figure:
+    """Mean weight of the global expert by client (row) and class (column); blank where a client lacks the class.
+
+    The colours always span 0 (local expert alone) to 1 (global expert alone), so that pictures can be compared.
+
+    Args:
+        evaluation: an evaluation of a model with a gate.
+        num_classes: number of classes of the data.
+    """
+    weights = mean_gate_weight_by_class(evaluation, num_classes).numpy()
+    figure = _figure(height=min(1.3 + 0.26 * max(len(weights), 6), 9.0))
+    axes = figure.subplots()
+    colormap = colormaps["viridis"].with_extremes(bad="white")
+    masked = np.ma.masked_invalid(weights)
+    image = axes.imshow(masked, cmap=colormap, vmin=0.0, vmax=1.0, aspect="auto", interpolation="nearest")
+    figure.colorbar(image, fraction=0.06, label="0 = local expert alone, 1 = global expert alone")
+    axes.set(xlabel="class", ylabel="client", title=f"{evaluation.method}: mean weight of the global expert")
+    if num_classes <= 20:
+        axes.set_xticks(range(num_classes))
+    if len(weights) <= 30:
+        axes.set_yticks(range(len(weights)), [str(client.client) for client in evaluation.clients])
+    if len(weights) <= 30 and num_classes <= 10:  # there is room for a number in every cell
+        for (row, column), weight in np.ndenumerate(weights):
+            if not np.isnan(weight):
+                color = "white" if weight < 0.6 else "black"
+                axes.text(column, row, f"{weight:.2f}", ha="center", va="center", fontsize=8, color=color)
+    return figure
+
+
+def sorted_accuracy_figure(evaluations: Iterable[Evaluation]) -> Figure:
+    """The clients' accuracies in ascending order (their cumulative distribution), one line per method.
+
+    A line through (0.1, 50 %) says that the worst tenth of the clients has an accuracy of at most 50 %.
+
+    Args:
+        evaluations: at least one; each accuracy that is present gets a panel.
+    """
+    evaluations = list(evaluations)
+    metrics = present_metrics(evaluations)
+    figure = _figure(height=0.9 + 2.6 * len(metrics))
+    panels = figure.subplots(len(metrics), 1, sharex=True, squeeze=False)[:, 0]
+    for axes, metric in zip(panels, metrics, strict=True):
+        for i, evaluation in enumerate(evaluations):
+            values = 100 * np.array([getattr(client, metric) for client in evaluation.clients])
+            values = values[~np.isnan(values)]
+            if len(values):
+                line = {"color": COLORS[i % len(COLORS)], "linestyle": LINE_STYLES[i // len(COLORS) % len(LINE_STYLES)]}
+                axes.ecdf(values, orientation="horizontal", lw=2.0, label=evaluation.method, **line)
+        axes.set(title=f"{metric.replace('_', ' ')}: all clients, sorted", xlim=(0, 1), ylabel="accuracy in percent")
+        axes.grid(alpha=0.4)
+    panels[-1].set_xlabel("share of clients with at most this accuracy")
+    handles, labels = panels[0].get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside lower center", ncols=3, frameon=False)
+    return figure
+
+
+def _figure(height: float) -> Figure:
+    """An empty figure, 700 pixels wide: TensorBoard shrinks pictures to 350 by leaving out pixels.
+
+    At 144 dots per inch one point is two pixels, so lines of one point survive.
+
+    Args:
+        height: in inches.
+    """
+    return Figure(figsize=(700 / 144, height), dpi=144, layout="constrained")
+
+
+def figure_pixels(figure: Figure) -> np.ndarray:
+    """Renders a figure to pixels, a uint8 array of shape (height, width, 3)."""
+    canvas = FigureCanvasAgg(figure)
+    canvas.draw()
+    return np.asarray(canvas.buffer_rgba())[..., :3].copy()

@@ -1,0 +1,103 @@
+"""Gates: for every sample, the weights of the global and of the local expert.
+
+A gate returns weights of shape (B, 2) that are at least 0 and add up to 1. Index 0 is always the global expert, index 1
+the local one (the papers differ; METHODS section 0, finding 6).
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+
+import torch
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from torch import Tensor, nn
+
+
+class Gate(nn.Module, ABC):
+    """What weighs the experts.
+
+    Attributes:
+        reads_features: whether the gate is given the features of the global expert's extractor in place of the input.
+    """
+
+    reads_features: bool = False
+
+    @abstractmethod
+    def forward(self, x: Tensor) -> Tensor:
+        """Weights of shape (B, 2): (global expert, local expert).
+
+        Args:
+            x: the input (B, ...), or the features (B, F) where ``reads_features`` is set.
+        """
+
+    def reset_parameters(self) -> None:
+        """Draws new initial parameters, as PFL-MoE does for every client."""
+
+
+class ConstantGate(Gate):
+    """A gate held at one value: 1 is the global expert alone, 0 the local expert alone, 0.5 the equal-weight mixture.
+
+    Args:
+        weight: weight of the global expert, from 0 to 1.
+
+    Raises:
+        MisconfigurationException: if the weight is not between 0 and 1.
+    """
+
+    def __init__(self, weight: float = 0.5) -> None:
+        super().__init__()
+        if not 0 <= weight <= 1:
+            raise MisconfigurationException(
+                f"gate.init_args.weight is {weight}, but the global expert's weight must be from 0 to 1."
+            )
+        self.weight = weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        """The same weights (B, 2) for every sample."""
+        return x.new_tensor([self.weight, 1 - self.weight]).expand(len(x), 2)
+
+
+class _SigmoidGate(Gate):
+    """One linear layer and a sigmoid; the layer's width follows from the first input where it is not given."""
+
+    def __init__(self, in_features: int | None) -> None:
+        super().__init__()
+        self.linear = nn.LazyLinear(1) if in_features is None else nn.Linear(in_features, 1)
+
+    @property
+    def in_features(self) -> int | None:
+        """Number of values the gate reads per sample; None until a lazy gate has seen its first input."""
+        return self.linear.in_features or None
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Weights (B, 2) = (g, 1 - g), g = sigmoid(linear(x))."""
+        logit = self.linear(x.flatten(1))  # (B, 1)
+        return torch.cat((logit, -logit), dim=1).sigmoid()  # 1 - sigmoid(z) = sigmoid(-z)
+
+    def reset_parameters(self) -> None:
+        """Draws the linear layer's parameters anew (PyTorch's default)."""
+        self.linear.reset_parameters()
+
+
+class LinearGate(_SigmoidGate):
+    """Gate of PFL-MF: a linear layer on the flattened input (PFL-MoE, section III; METHODS section 4).
+
+    Args:
+        in_features: number of values per input; None takes it from the first input.
+    """
+
+    def __init__(self, in_features: int | None = None) -> None:
+        super().__init__(in_features)
+
+
+class FeatureGate(_SigmoidGate):
+    """Gate of PFL-MFE: a linear layer on the features of the global expert's extractor (PFL-MoE, section III).
+
+    Args:
+        in_features: number of features; None takes it from the first input.
+    """
+
+    reads_features = True
+
+    def __init__(self, in_features: int | None = None) -> None:
+        super().__init__(in_features)

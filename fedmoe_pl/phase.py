@@ -1,0 +1,177 @@
+"""A phase of a federation: one algorithm, for some rounds, from a given start."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from lightning.pytorch import LightningModule
+from lightning.pytorch.cli import OptimizerCallable
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
+
+from fedmoe_pl.aggregation import Tree, load_tree
+from fedmoe_pl.algorithm import Algorithm
+from fedmoe_pl.checkpoint import PhaseState, load_checkpoint
+from fedmoe_pl.evaluation import METRICS
+from fedmoe_pl.models.gates import ConstantGate, Gate
+from fedmoe_pl.models.moe import PersonalizedMoE
+
+INITIAL = "initial"
+"""The name of what no phase has trained yet: the model as it was constructed."""
+
+
+@dataclass
+class Phase:
+    """One algorithm for a number of rounds; its result is a row of the final table, and a start for later phases.
+
+    Args:
+        name: the method's name in tables, logs and files.
+        algorithm: what is shared, trained and combined.
+        rounds: number of rounds.
+        clients_per_round: how many clients train in a round: an int is a number, a float a fraction, None all clients.
+        gate: replaces the model's gate in this phase; a ``ConstantGate`` of 1 trains and evaluates the global expert
+            alone, of 0 the local expert alone.
+        start: name of the earlier phase whose result this one starts from, or ``initial`` for the untrained model;
+            None takes the last phase that the algorithm follows (personalization follows the federated phase).
+        max_epochs: local epochs of a client in a round; None takes the trainer's.
+        batch_size: local batch size; None takes the data's.
+        optimizer: local optimizer; None takes the model's.
+        monitor: the round with the best mean of this metric (``validation``, ``local_test``, ``local_test_held_out``
+            or ``global_test``) is the result; None takes the last round. All but ``validation`` select on test data,
+            which tables say.
+        monitor_from_round: rounds before this one, counted from 1, are not selected.
+        evaluate: whether the phase is a method of its own, evaluated and in the table, or only a start for others.
+        ckpt_path: takes the phase's result from a federation's checkpoint (its phase of the same name) or from a
+            Lightning checkpoint with the same parameter names, in place of training.
+    """
+
+    name: str
+    algorithm: Algorithm
+    rounds: int = 1
+    clients_per_round: int | float | None = None
+    gate: Gate | None = None
+    start: str | None = None
+    max_epochs: int | None = None
+    batch_size: int | None = None
+    optimizer: OptimizerCallable | None = None
+    monitor: str | None = None
+    monitor_from_round: int = 1
+    evaluate: bool = True
+    ckpt_path: str | None = None
+
+    def __post_init__(self) -> None:
+        """Refuses values that no federation could run."""
+        key = f"federation.phases '{self.name}'"
+        if not self.name or "/" in self.name or self.name == INITIAL:
+            raise MisconfigurationException(
+                f"{key}: name must not be empty, contain '/' or be '{INITIAL}', because files and logs are named by it."
+            )
+        for name, lowest in (("rounds", 1), ("max_epochs", 0), ("batch_size", 1), ("monitor_from_round", 1)):
+            value = getattr(self, name)
+            if value is not None and value < lowest:
+                raise MisconfigurationException(f"{key}: {name} is {value}, but must be at least {lowest}.")
+        size = self.clients_per_round
+        if size is not None and (size <= 0 or isinstance(size, float) and size > 1):
+            raise MisconfigurationException(
+                f"{key}: clients_per_round is {size}, but must be a number from 1 or a fraction above 0.0 up to 1.0."
+            )
+        if self.monitor is not None and self.monitor not in METRICS:
+            raise MisconfigurationException(
+                f"{key}: monitor is '{self.monitor}', but must be one of {', '.join(METRICS)}."
+            )
+        if self.monitor and not self.evaluate:
+            raise MisconfigurationException(f"{key}: monitor is '{self.monitor}', which needs evaluate: true.")
+        if self.monitor_from_round > self.rounds:
+            raise MisconfigurationException(
+                f"{key}: monitor_from_round is {self.monitor_from_round}, but must be at most rounds, {self.rounds}."
+            )
+
+
+def find_start(phases: Sequence[Phase], index: int) -> str:
+    """Name of the phase that a phase starts from, or ``initial``.
+
+    Raises:
+        MisconfigurationException: if the named phase does not come before, or none does that the algorithm needs.
+    """
+    phase, earlier = phases[index], phases[:index]
+    names = [other.name for other in earlier]
+    if phase.start is not None:
+        if phase.start not in (INITIAL, *names):
+            raise MisconfigurationException(
+                f"federation.phases '{phase.name}': start is '{phase.start}', but must be '{INITIAL}' or an earlier "
+                f"phase{': ' + ', '.join(names) if names else ', and there is none'}."
+            )
+        return phase.start
+    followed = [other.name for other in earlier if phase.algorithm.follows(other.algorithm)]
+    if not followed and type(phase.algorithm).follows is not Algorithm.follows:
+        raise MisconfigurationException(
+            f"federation.phases '{phase.name}': {type(phase.algorithm).__name__} starts from an earlier phase, but none "
+            f"of {', '.join(names) or 'no phases'} fits; add one before it or name one with `start`."
+        )
+    return followed[-1] if followed else INITIAL
+
+
+def begin_phase(phase: Phase, module: LightningModule, before: PhaseState | None) -> PhaseState:
+    """The phase's state before its first round; loads its initial tensors into the module.
+
+    Args:
+        phase: the phase.
+        module: the phase's module.
+        before: the state of the phase that it starts from; None for the initial model.
+    """
+    initial = {name: tensor.detach().cpu() for name, tensor in module.state_dict().items()}
+    kept: dict[int, Tree] = {}
+    if before is not None:
+        inherited = [name for name in initial if not (phase.gate and name.startswith("gate."))]
+        initial |= _only(inherited, {**before.initial, **before.server})
+        kept = {client: _only(inherited, tree) for client, tree in before.kept.items()}
+    load_tree(module, initial)
+    server = phase.algorithm.server_init(module)
+    if phase.ckpt_path is None:
+        return PhaseState(initial, server, kept)
+    content = load_checkpoint(phase.ckpt_path)
+    if "phases" not in content:  # a checkpoint of Lightning
+        missing = [name for name in server if name not in content["state_dict"]]
+        if missing:
+            raise MisconfigurationException(
+                f"federation.phases '{phase.name}': ckpt_path is '{phase.ckpt_path}', which has no '{missing[0]}'; it must "
+                "have all shared parameters."
+            )
+        return PhaseState(initial, server | _only(server, content["state_dict"]), kept, round=phase.rounds)
+    if phase.name not in content["phases"]:
+        raise MisconfigurationException(
+            f"federation.phases '{phase.name}': ckpt_path is '{phase.ckpt_path}', which has no phase of this name, but "
+            f"{', '.join(content['phases'])}."
+        )
+    given: PhaseState = content["phases"][phase.name]
+    return PhaseState(initial, given.server, given.kept, round=phase.rounds)
+
+
+def _only(names: Iterable[str], tree: Tree) -> Tree:
+    return {name: tree[name] for name in names if name in tree}
+
+
+def phase_module(model: LightningModule, phase: Phase) -> LightningModule:
+    """A copy of the model, with the phase's gate.
+
+    Raises:
+        MisconfigurationException: if the phase has a gate and the model is not a ``PersonalizedMoE``.
+    """
+    if phase.gate is None:
+        return copy.deepcopy(model)
+    if not isinstance(model, PersonalizedMoE):
+        raise MisconfigurationException(
+            f"federation.phases '{phase.name}': gate is a {type(phase.gate).__name__}, but the model is a "
+            f"{type(model).__name__} and only a PersonalizedMoE has a gate."
+        )
+    return model.with_gate(phase.gate)
+
+
+def evaluated_model(module: LightningModule) -> str:
+    """What of the module an evaluation evaluates, in the words of ``Evaluation.model``."""
+    if not isinstance(module, PersonalizedMoE):
+        return type(module).__name__
+    if isinstance(module.gate, ConstantGate) and module.gate.weight in (0, 1):
+        return "global expert" if module.gate.weight else "local expert"
+    return "mixture"

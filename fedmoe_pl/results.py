@@ -1,0 +1,169 @@
+"""Evaluations as rows of files and as the table that ends a run."""
+
+from __future__ import annotations
+
+import csv
+import math
+import os
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from fedmoe_pl.evaluation import METRICS, Evaluation, Spread
+
+DESCRIPTIONS = {
+    "local_test": "accuracy per class on the global test set, weighted with the client's class shares",
+    "local_test_held_out": "accuracy on held-out samples of the client itself",
+    "global_test": "accuracy on the global test set, the same for all clients",
+    "validation": "accuracy on the client's validation samples",
+}
+"""What the accuracies are (METHODS 6.1), in the order of the table's columns."""
+
+
+def round_row(evaluation: Evaluation) -> dict[str, object]:
+    """One row of ``rounds.csv``: what was evaluated, then each accuracy (a fraction) over the clients.
+
+    Example:
+        >>> from fedmoe_pl.evaluation import ClientEvaluation
+        >>> clients = [ClientEvaluation(0, 10, 0.75, float("nan"), 0.5, float("nan"))]
+        >>> row = round_row(Evaluation("FedAvg", 3, "global expert", "after aggregation", "last round", clients))
+        >>> row["round"], row["clients"], row["local_test_mean"], row["global_test_worst_tenth"]
+        (3, 'all 1', 0.75, 0.5)
+    """
+    row = {
+        "method": evaluation.method,
+        "round": evaluation.round,
+        "model": evaluation.model,
+        "clients": f"all {len(evaluation.clients)}",
+        "moment": evaluation.moment,
+        "selection": evaluation.selection,
+    }
+    for metric in METRICS:
+        row |= {f"{metric}_{name}": value for name, value in evaluation.spread(metric)._asdict().items()}
+    return row
+
+
+def summary_row(evaluation: Evaluation) -> dict[str, object]:
+    """One row of ``summary.csv``: as in ``rounds.csv``, and the mean over clients of their mean gate weight."""
+    return round_row(evaluation) | {"mean_gate_weight_mean": evaluation.spread("mean_gate_weight").mean}
+
+
+def client_rows(evaluation: Evaluation) -> list[dict[str, object]]:
+    """The rows of ``clients.csv`` of one method, one per client; accuracies and gate weights are fractions."""
+    return [
+        {
+            "method": evaluation.method,
+            "round": evaluation.round,
+            "model": evaluation.model,
+            "moment": evaluation.moment,
+            "selection": evaluation.selection,
+            "client": client.client,
+            "n_train": client.n_train,
+            **{metric: getattr(client, metric) for metric in METRICS},
+            "mean_gate_weight": client.mean_gate_weight,
+        }
+        for client in evaluation.clients
+    ]
+
+
+def write_csv(path: Path, rows: Sequence[Mapping[str, object]]) -> None:
+    """Writes the rows under a header of their keys, in one step, so that no reader meets half a file.
+
+    Floats are written with all their digits, so that equal results give equal bytes; nan becomes an empty field.
+
+    Args:
+        path: the file, which is replaced if it exists; its folder must exist.
+        rows: one mapping per row, from column to value.
+    """
+    columns = list(dict.fromkeys(column for row in rows for column in row))
+    temporary = path.with_name(path.name + ".tmp")
+    with temporary.open("w", newline="", encoding="utf-8") as file:
+        writer = csv.DictWriter(file, columns, lineterminator="\n")
+        writer.writeheader()
+        writer.writerows({column: _field(value) for column, value in row.items()} for row in rows)
+    os.replace(temporary, path)
+
+
+def _field(value: object) -> object:
+    if not isinstance(value, float):
+        return value
+    return "" if math.isnan(value) else repr(float(value))
+
+
+def percent(fraction: float) -> str:
+    """A fraction as percent with two decimals; a dash for nan.
+
+    Example:
+        >>> percent(0.71234), percent(float("nan"))
+        ('71.23', '-')
+    """
+    return "-" if math.isnan(fraction) else f"{100 * fraction:.2f}"
+
+
+def format_table(evaluations: Iterable[Evaluation], metrics: Sequence[str] | None = None) -> str:
+    """The table that ends a run: one row per method, accuracies in percent, and a legend beneath.
+
+    Args:
+        evaluations: the final evaluation of each method, at least one, in the order of the rows.
+        metrics: the columns; None takes the test accuracies that at least one client has.
+
+    Returns:
+        Aligned plain text without a final newline.
+    """
+    evaluations = list(evaluations)
+    metrics = present_metrics(evaluations) if metrics is None else metrics
+    width = max(len("method"), *(len(e.method) for e in evaluations))
+    # One group of columns per metric, as wide as its heading or its three numbers.
+    heading = "".join(f"   {metric.replace('_', ' '):^27}" for metric in metrics)
+    columns = "".join(f"   {'mean':>7} {'std':>7} {'worst tenth':>11}" for _ in metrics)
+    lines = [(" " * width + heading).rstrip(), f"{'method':<{width}}{columns}", "-" * (width + len(columns))]
+    for evaluation in evaluations:
+        cells = "".join(_cells(evaluation.spread(metric)) for metric in metrics)
+        lines.append(f"{evaluation.method:<{width}}{cells}")
+    return "\n".join([*lines, "", *_legend(evaluations, metrics)])
+
+
+def present_metrics(evaluations: Iterable[Evaluation]) -> list[str]:
+    """The test accuracies that at least one client of one of the evaluations has."""
+    evaluations = list(evaluations)
+    tests = [metric for metric in DESCRIPTIONS if metric != "validation"]
+    return [metric for metric in tests if not all(math.isnan(e.spread(metric).mean) for e in evaluations)]
+
+
+def _cells(spread: Spread) -> str:
+    return f"   {percent(spread.mean):>7} {percent(spread.std):>7} {percent(spread.worst_tenth):>11}"
+
+
+def _legend(evaluations: list[Evaluation], metrics: Sequence[str]) -> list[str]:
+    """What the numbers are; methods that share a description share a line."""
+    clients = " or ".join(sorted({str(len(e.clients)) for e in evaluations}, key=int))
+    lines = [f"Accuracy in percent over all {clients} clients: mean, standard deviation, mean of the worst tenth."]
+    lines += [f"{metric.replace('_', ' ')}: {DESCRIPTIONS[metric]}" for metric in metrics]
+    methods: dict[str, list[str]] = {}
+    for e in evaluations:
+        methods.setdefault(f"{e.model}, {e.moment}, {e.selection} (round {e.round})", []).append(e.method)
+    return lines + [f"{', '.join(names)}: {description}" for description, names in methods.items()]
+
+
+def mean_gate_weight_by_class(evaluation: Evaluation, num_classes: int) -> Tensor:
+    """Mean weight of the global expert (expert 0) on each client's own samples of each class.
+
+    Args:
+        evaluation: an evaluation of a model with a gate.
+        num_classes: number of classes of the data.
+
+    Returns:
+        Float64 tensor of shape (clients, num_classes); nan where a client has no sample of the class.
+    """
+    rows = []
+    for client in evaluation.clients:
+        if client.gate_weights is None or client.gate_labels is None:
+            rows.append(torch.full((num_classes,), math.nan, dtype=torch.float64))
+            continue
+        labels = client.gate_labels.cpu()
+        weights = client.gate_weights[:, 0].detach().cpu().double()
+        sums = torch.zeros(num_classes, dtype=torch.float64).index_add(0, labels, weights)
+        rows.append(sums / torch.bincount(labels, minlength=num_classes))  # 0 / 0 is nan
+    return torch.stack(rows)

@@ -1,0 +1,44 @@
+import os
+
+# Before torch and matplotlib are imported, and inherited by the processes that tests start.
+os.environ["OMP_NUM_THREADS"] = "1"
+os.environ["MPLBACKEND"] = "Agg"
+
+import random
+import socket
+
+import numpy as np
+import pytest
+import torch
+
+
+def pytest_configure(config):
+    torch.set_num_threads(1)  # the machine's number of cores must not change a sum
+
+
+def pytest_collection_modifyitems(items):
+    if not torch.cuda.is_available():
+        for item in items:
+            if item.get_closest_marker("gpu"):
+                item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+
+
+@pytest.fixture(autouse=True)
+def same_seeds():
+    """Start every test from the same random numbers, so that neither order nor selection changes a result."""
+    random.seed(0)
+    np.random.seed(0)
+    torch.manual_seed(0)
+
+
+@pytest.fixture(autouse=True)
+def offline(monkeypatch):
+    """Let a test that reaches for the network fail, also on a machine that has one."""
+    connect = socket.socket.connect
+
+    def connect_locally(self, address):
+        if self.family in (socket.AF_INET, socket.AF_INET6) and address[0] not in ("127.0.0.1", "::1", "localhost"):
+            raise OSError(f"tests run offline, but this one connects to {address}")
+        return connect(self, address)
+
+    monkeypatch.setattr(socket.socket, "connect", connect_locally)
