@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterable, Mapping
 from fnmatch import fnmatchcase
+from typing import TypeVar
 
 import torch
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor, nn
 
+Module = TypeVar("Module", bound=nn.Module)
 Tree = dict[str, Tensor]
 """Tensors by parameter or buffer name, as in a state dict."""
 
@@ -62,6 +65,16 @@ def changed(module: nn.Module, loaded: Mapping[str, Tensor], kept: Mapping[str, 
         elif name not in loaded or not torch.equal(loaded[name], tensor.cpu()):
             different[name] = tensor.detach().cpu().clone()
     return different
+
+
+def copy_module(module: Module) -> Module:
+    """A deep copy of a module that shares the functions which make its optimizers.
+
+    Those that LightningCLI makes hold its parser, and with it all that was configured, the data included.
+    """
+    factories = (value for part in module.modules() for value in vars(part).values() if callable(value))
+    shared = {id(value): value for value in factories if not isinstance(value, nn.Module)}
+    return copy.deepcopy(module, shared)
 
 
 class Patterns:

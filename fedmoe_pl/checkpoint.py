@@ -54,9 +54,8 @@ class PhaseState:
             self.best_server, self.best_kept = self.server, self.kept
 
     def select_best(self) -> None:
-        """Goes back to the best round, if one was remembered, and forgets the others."""
-        if self.best_round:
-            self.server, self.kept, self.best_server, self.best_kept = self.best_server, self.best_kept, {}, {}
+        """Goes back to the best round, and forgets the last one."""
+        self.server, self.kept, self.best_server, self.best_kept = self.best_server, self.best_kept, {}, {}
 
 
 def save_checkpoint(path: Path, states: dict[str, PhaseState], rows: list[dict[str, Any]], seed: int) -> None:
@@ -92,8 +91,7 @@ def load_checkpoint(path: str | Path) -> dict[str, Any]:
     try:
         content = torch.load(path, weights_only=True, map_location="cpu")
     except (pickle.UnpicklingError, RuntimeError, EOFError, zipfile.BadZipFile, ValueError) as error:
-        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
-        raise MisconfigurationException(f"ckpt_path is '{path}', which is damaged or no checkpoint ({reason}).") from error
+        raise MisconfigurationException(f"ckpt_path is '{path}', which is damaged or no checkpoint.") from error
     if not isinstance(content, dict) or not ("fedmoe_pl" in content or "state_dict" in content):
         raise MisconfigurationException(f"ckpt_path is '{path}', which is no checkpoint of a federation or of Lightning.")
     for name, state in content.get("phases", {}).items():

@@ -10,6 +10,7 @@ from fedmoe_pl.backends import has_pure_loss
 from fedmoe_pl.cohort import cohort_size
 from fedmoe_pl.data import FederatedDataModule
 from fedmoe_pl.evaluation import predict
+from fedmoe_pl.models import PersonalizedMoE
 from fedmoe_pl.phase import Phase
 
 
@@ -46,6 +47,12 @@ def check_phase(phase: Phase, module: LightningModule, datamodule: FederatedData
                 f"{key}: monitor is '{metric}', but data.init_args.{source} is 0, so that no client has such samples."
             )
     _check_outputs(module, datamodule)
+    optimizer = phase.optimizer or (module.optimizer if isinstance(module, PersonalizedMoE) else None)
+    if optimizer is not None:
+        try:
+            optimizer(module.parameters())
+        except ValueError as error:
+            raise MisconfigurationException(f"{key}: its optimizer refuses its arguments: {error}.") from error
 
 
 def _check_outputs(module: LightningModule, datamodule: FederatedDataModule) -> None:

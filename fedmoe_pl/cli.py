@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from argparse import ArgumentError
 from typing import Any
 
 from lightning.pytorch import LightningModule, Trainer
@@ -12,6 +13,7 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 import fedmoe_pl.algorithms
 import fedmoe_pl.models  # noqa: F401  imported so that YAML may use bare class names
 from fedmoe_pl.backends import LEAN_TRAINER
+from fedmoe_pl.cli_errors import cause_of
 from fedmoe_pl.data import FederatedDataModule
 from fedmoe_pl.federation import Federation
 
@@ -24,12 +26,14 @@ class FederationCLI(LightningCLI):
     """
 
     def __init__(self, args: ArgsType = None) -> None:
+        strict = {"exit_on_error": False, "allow_abbrev": False}  # main() says in one sentence what is wrong
         super().__init__(
             datamodule_class=FederatedDataModule,
             subclass_mode_data=True,
             trainer_class=Federation,  # pyright: ignore[reportArgumentType]  its methods are the subcommands
             seed_everything_default=0,
             save_config_callback=None,
+            parser_kwargs={**strict, **dict.fromkeys(self.subcommands(), strict)},
             auto_configure_optimizers=False,  # they would be built on the template's parameters, not the clients'
             args=args,
         )
@@ -48,6 +52,13 @@ class FederationCLI(LightningCLI):
         parser.add_class_arguments(
             Federation, "federation", skip={"trainer", "seed"}, instantiate=False, sub_configs=True, fail_untyped=False
         )
+
+    def instantiate_classes(self) -> None:
+        """Makes everything that the configuration names; what a constructor refuses is passed on in its own words."""
+        try:
+            super().instantiate_classes()
+        except (TypeError, ValueError) as error:
+            raise MisconfigurationException(cause_of(error)) from error
 
     def instantiate_trainer(self, **kwargs: Any) -> Trainer:
         """Makes the Federation, with the arguments of the clients' Trainers and the run's seed."""
@@ -72,6 +83,6 @@ def main(args: ArgsType = None) -> None:
     """
     try:
         FederationCLI(args)
-    except MisconfigurationException as error:
-        print(f"fedmoe: {error}", file=sys.stderr)
+    except (ArgumentError, MisconfigurationException) as error:
+        print(f"fedmoe: {cause_of(error)}", file=sys.stderr)
         sys.exit(2)

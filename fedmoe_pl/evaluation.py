@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -13,7 +12,7 @@ from lightning.pytorch import LightningModule
 from torch import Tensor
 from torchmetrics.functional.classification import multiclass_accuracy
 
-from fedmoe_pl.aggregation import Tree, load_tree
+from fedmoe_pl.aggregation import Tree, copy_module, load_tree
 from fedmoe_pl.models.gates import ConstantGate
 
 if TYPE_CHECKING:
@@ -106,8 +105,10 @@ class Evaluation:
         values = values[~values.isnan()].sort().values
         if not len(values):
             return Spread(math.nan, math.nan, math.nan)
-        worst = values[: math.ceil(len(values) / 10)]
-        return Spread(values.mean().item(), values.std(correction=0).item(), worst.mean().item())
+        lowest = values[0]  # taken off and put back, so that equal accuracies have a deviation of exactly 0
+        above = values - lowest
+        worst = above[: math.ceil(len(values) / 10)]
+        return Spread((lowest + above.mean()).item(), above.std(correction=0).item(), (lowest + worst.mean()).item())
 
 
 def evaluate_clients(
@@ -127,7 +128,7 @@ def evaluate_clients(
         One entry per client, in the order of their ids.
     """
     datamodule, algorithm = training.datamodule, training.algorithm
-    module = copy.deepcopy(training.module).to(device).eval()
+    module = copy_module(training.module).to(device).eval()
     evaluations = []
     shared_with_last: Tree | None = None
     class_accuracy, global_test = torch.empty(0), math.nan

@@ -34,7 +34,8 @@ class Federation:
         trainer: arguments of every client's ``Trainer``; what is not given comes from ``LEAN_TRAINER``.
         backend: how clients are trained; ``auto`` takes the fastest right one.
         evaluate_every_n_rounds: evaluate after every n rounds; 0 only at the end of a phase.
-        callbacks: more callbacks; progress bar, result files and TensorBoard pictures are there by default.
+        callbacks: more callbacks; progress bar, result files and TensorBoard pictures are there by default, and one of
+            the same class given here takes the default's place.
         logger: True for TensorBoard, False for none, or any Lightning loggers.
         default_root_dir: folder of all runs.
         name: folder of this experiment's runs in it.
@@ -77,17 +78,24 @@ class Federation:
             raise MisconfigurationException(
                 f"federation.evaluate_every_n_rounds is {evaluate_every_n_rounds}, but must be at least 0."
             )
+        monitoring = [phase.name for phase in phases if phase.monitor]
+        if monitoring and not evaluate_every_n_rounds:
+            raise MisconfigurationException(
+                f"federation.evaluate_every_n_rounds is 0, but must be at least 1, because '{monitoring[0]}' has a monitor."
+            )
         self.phases = phases
         self.starts = {phase.name: find_start(phases, index) for index, phase in enumerate(phases)}
         self.trainer = {**LEAN_TRAINER, **(trainer or {})}
         self.backend = TrainerBackend() if backend == "auto" else backend
         self.evaluate_every_n_rounds = evaluate_every_n_rounds
-        self.callbacks = [
+        callbacks = callbacks or []
+        defaults = [
             *([ProgressBar()] if enable_progress_bar else []),
             *(PartitionMonitor(), AccuracyMonitor(), GateMonitor(), ResultFiles()),
             *([ClientCheckpoint()] if enable_checkpointing else []),
-            *(callbacks or []),
         ]
+        given = {type(callback) for callback in callbacks}
+        self.callbacks = [*(callback for callback in defaults if type(callback) not in given), *callbacks]
         self.logger = logger
         self.runs = Path(default_root_dir) / name
         self.enable_checkpointing = enable_checkpointing
@@ -235,8 +243,11 @@ class Federation:
     def _setup(self, model: LightningModule, datamodule: FederatedDataModule) -> None:
         """Everything that can be refused is refused here, before any training."""
         self.model, self.datamodule = model, datamodule
-        with quiet():
-            self.device = Trainer(**self.trainer).strategy.root_device
+        try:
+            with quiet():
+                self.device = Trainer(**self.trainer).strategy.root_device
+        except (MisconfigurationException, TypeError, ValueError) as error:
+            raise MisconfigurationException(f"trainer: {error}") from error
         datamodule.prepare_data()
         datamodule.setup()
         for phase in self.phases:
@@ -295,10 +306,13 @@ class Federation:
         evaluation = None
         while state.round < phase.rounds:
             evaluation = self._run_round(phase, state, training)
-        state.select_best()
+        if phase.evaluate and evaluation is None:  # the last round was not evaluated, or not run just now
+            evaluation = self._evaluate_round(phase, state, training)
         state.finished = True
-        if phase.evaluate:
-            state.evaluation = self._evaluate(phase, state, training) if state.best_round or not evaluation else evaluation
+        if state.best_round:
+            state.select_best()
+            evaluation = self._evaluate(phase, state, training)
+        state.evaluation = evaluation
         self._checkpoint()
         self._call("on_phase_end", phase, state.evaluation)
 
@@ -318,16 +332,21 @@ class Federation:
         assert combined is not None, "a cohort has at least one client"
         state.server, state.kept, state.round = algorithm.server_update(state.server, combined), kept, round + 1
         self._work_in_round = 0.0
-        evaluation = None
         every = self.evaluate_every_n_rounds
-        if phase.evaluate and every and (state.round % every == 0 or state.round == phase.rounds):
-            evaluation = self._evaluate(phase, state, training)
-            self.rows.append(round_row(evaluation))
-            if phase.monitor and state.round >= phase.monitor_from_round:
-                state.remember_best(evaluation.spread(phase.monitor).mean)
-            self._call("on_evaluation_end", phase, evaluation)
+        evaluates = phase.evaluate and every and (state.round % every == 0 or state.round == phase.rounds)
+        evaluation = self._evaluate_round(phase, state, training) if evaluates else None
         self._checkpoint()
         self._call("on_round_end", phase, round)
+        return evaluation
+
+    def _evaluate_round(self, phase: Phase, state: PhaseState, training: LocalTraining) -> Evaluation:
+        evaluation = self._evaluate(phase, state, training)
+        row = round_row(evaluation)
+        if row not in self.rows[-1:]:  # a resumed run evaluates the last round of a phase again
+            self.rows.append(row)
+        if phase.monitor and state.round >= phase.monitor_from_round:
+            state.remember_best(evaluation.spread(phase.monitor).mean)
+        self._call("on_evaluation_end", phase, evaluation)
         return evaluation
 
     def _evaluate(self, phase: Phase, state: PhaseState, training: LocalTraining) -> Evaluation:

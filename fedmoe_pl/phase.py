@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
@@ -10,7 +9,7 @@ from lightning.pytorch import LightningModule
 from lightning.pytorch.cli import OptimizerCallable
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
-from fedmoe_pl.aggregation import Tree, load_tree
+from fedmoe_pl.aggregation import Tree, copy_module, load_tree
 from fedmoe_pl.algorithm import Algorithm
 from fedmoe_pl.checkpoint import PhaseState, load_checkpoint
 from fedmoe_pl.evaluation import METRICS
@@ -159,7 +158,7 @@ def phase_module(model: LightningModule, phase: Phase) -> LightningModule:
         MisconfigurationException: if the phase has a gate and the model is not a ``PersonalizedMoE``.
     """
     if phase.gate is None:
-        return copy.deepcopy(model)
+        return copy_module(model)
     if not isinstance(model, PersonalizedMoE):
         raise MisconfigurationException(
             f"federation.phases '{phase.name}': gate is a {type(phase.gate).__name__}, but the model is a "

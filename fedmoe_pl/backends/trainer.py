@@ -15,7 +15,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.cli import OptimizerCallable
 from torch import Generator, Tensor, nn
 
-from fedmoe_pl.aggregation import Tree
+from fedmoe_pl.aggregation import Tree, copy_module
 from fedmoe_pl.algorithm import Algorithm, Client
 from fedmoe_pl.backends.backend import Backend, GroupUpdate, LocalTraining
 from fedmoe_pl.seeds import derive_seed, seed_all
@@ -68,7 +68,7 @@ def _train_client(training: LocalTraining, server: Tree, client_id: int, kept: T
         id=client_id,
         round=round,
         seed=training.seed,
-        module=copy.deepcopy(training.module),
+        module=copy_module(training.module),
         samples=training.datamodule.train_samples[client_id],
         kept=kept,
         loaded={**training.initial, **sent},

@@ -8,7 +8,7 @@ import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch import Generator, Tensor
 
-_SAMPLES_AT_ONCE = 256  # samples gathered and augmented by one call: cheaper than batch by batch, and still in cache
+_SAMPLES_AT_ONCE = 128  # samples gathered and augmented by one call: cheaper than batch by batch, and still in cache
 
 
 class Batches:

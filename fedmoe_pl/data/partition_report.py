@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+import numpy as np
 from torch import Tensor
 
 from fedmoe_pl.data.datamodule import FederatedDataModule
@@ -88,11 +89,11 @@ def partition_figure(datamodule: FederatedDataModule) -> Figure:
     figure.colorbar(image, ax=cells, label="training and validation samples", pad=0.01)
     if counts.numel() <= _MOST_NUMBERS:
         _write_numbers(cells, counts)
-    bottom = [0] * n
+    edges, below = np.arange(n + 1) - 0.5, np.zeros(n)
     for name, part in _sizes(datamodule).items():
-        heights = [part[client] for client in order]
-        sizes.bar(range(n), heights, width=1.0 if n > 60 else 0.9, bottom=bottom, label=name)
-        bottom = [below + height for below, height in zip(bottom, heights, strict=True)]
+        top = below + np.array(part)[order]
+        sizes.stairs(top, edges, baseline=below, fill=True, label=name)  # one shape; bars take minutes for 100,000
+        below = top
     figure.legend(loc="outside lower center", ncols=3, frameon=False)
     cells.set_ylabel("class")
     cells.yaxis.set_major_locator(MaxNLocator(20, integer=True))

@@ -1,0 +1,58 @@
+"""What jsonargparse says in a tree of lines, in one sentence that names the key, the value and what is allowed."""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+import re
+
+from jsonargparse import ArgumentParser
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
+
+import fedmoe_pl.algorithms
+import fedmoe_pl.data
+import fedmoe_pl.models
+
+_CLASSES = [*fedmoe_pl.algorithms.__all__, *fedmoe_pl.data.__all__, *fedmoe_pl.models.__all__]
+
+
+def one_sentence(message: str) -> str:
+    """Condenses a message of jsonargparse.
+
+    Example:
+        >>> one_sentence('Parser key "data":\\n  Errors:\\n    - Parser key "n":\\n'
+        ...              "        Expected a <class 'int'>. Got value: x\\n    - Expected a <class 'NoneType'>")
+        "data.init_args.n is 'x', but must be int."
+    """
+    key = ".init_args.".join(re.findall(r'Parser key "([^"]+)"', message))
+    if match := re.search(r"Option '([^']+)' is not accepted", message):
+        class_path = re.findall(r"given class_path '([^']+)'", message)[-1]
+        return _unknown_option(".".join(part for part in (key, "init_args" if key else "", match[1]) if part), class_path)
+    if match := re.search(r"Expected a dot import path string: (\S+)", message):
+        similar = difflib.get_close_matches(match[1], _CLASSES, n=1)
+        hint = f"; did you mean {similar[0]}?" if similar else "."
+        return f"{key} is '{match[1]}', which is neither a class of fedmoe_pl nor an import path{hint}"
+    expected = [name for name in re.findall(r"Expected a <class '([^']+)'>", message) if name != "NoneType"]
+    if expected:
+        value = re.search(r"(?:Got value|Given value): (.+)", message)
+        allowed = " or ".join(dict.fromkeys(expected))
+        return f"{key} is '{value[1] if value else ''}', but must be {allowed}."
+    return " ".join(line.strip(" -") for line in message.splitlines())
+
+
+def cause_of(error: BaseException) -> str:
+    """The sentence of the refusal that an exception was raised from, else the exception's own message, condensed."""
+    cause: BaseException | None = error
+    while cause is not None and not isinstance(cause, MisconfigurationException):
+        cause = cause.__cause__ or cause.__context__
+    return str(cause) if cause is not None else one_sentence(str(error))
+
+
+def _unknown_option(key: str, class_path: str) -> str:
+    module, name = class_path.rsplit(".", 1)
+    parser = ArgumentParser(exit_on_error=False)
+    parser.add_class_arguments(getattr(importlib.import_module(module), name), fail_untyped=False)
+    allowed = sorted({option.split(".")[0] for option in parser.get_defaults().keys()})
+    similar = difflib.get_close_matches(key.rsplit(".", 1)[-1], allowed, n=1)
+    hint = f"did you mean {similar[0]}?" if similar else f"it has {', '.join(allowed)}."
+    return f"{key} is not an argument of {name}; {hint}"

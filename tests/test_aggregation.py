@@ -1,0 +1,196 @@
+"""Means of trees, loading, what changed, patterns, cohorts and seeds."""
+
+import random
+
+import numpy as np
+import pytest
+import torch
+from helpers import Expert, assert_same_bits
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from torch import nn
+
+from fedmoe_pl.aggregation import Patterns, changed, load_tree, mean_of_two
+from fedmoe_pl.algorithm import Algorithm, Update
+from fedmoe_pl.algorithms import FedAvg, Local
+from fedmoe_pl.cohort import cohort_size, sample_cohort
+from fedmoe_pl.seeds import derive_seed, seed_all
+
+numbers = st.floats(-1e3, 1e3)
+client = st.tuples(st.lists(numbers, min_size=3, max_size=3), st.integers(1, 10_000))  # values and weight
+
+
+def fold(updates):
+    """The updates, combined one after another."""
+    combined = updates[0]
+    for update in updates[1:]:
+        combined = Algorithm().combine(combined, update)
+    return combined
+
+
+@given(st.lists(client, min_size=1, max_size=12), st.data())
+@settings(max_examples=100, deadline=None)
+def test_combining_updates_one_by_one_or_in_groups_is_their_weighted_mean(clients, data):
+    updates = [Update({"w": torch.tensor(values, dtype=torch.float64)}, weight) for values, weight in clients]
+    expected = np.average([values for values, _ in clients], axis=0, weights=[weight for _, weight in clients])
+    combined = fold(updates)
+    assert combined.weight == sum(weight for _, weight in clients)
+    assert combined.kept == {}
+    np.testing.assert_allclose(combined.sent["w"].numpy(), expected, rtol=1e-12, atol=1e-9)
+    cut = data.draw(st.integers(0, len(updates)))
+    if 0 < cut < len(updates):
+        grouped = Algorithm().combine(fold(updates[:cut]), fold(updates[cut:]))
+        np.testing.assert_allclose(grouped.sent["w"].numpy(), expected, rtol=1e-12, atol=1e-9)
+
+
+def test_the_mean_of_equal_clients_is_that_client_to_the_bit():
+    tree = {"w": torch.randn(50)}
+    combined = fold([Update(tree, weight) for weight in (3, 1, 7, 2)])
+    assert_same_bits(combined.sent, tree)
+
+
+def test_the_mean_leaves_its_inputs_alone_and_takes_integers_from_the_first():
+    a = {"w": torch.tensor([1.0]), "num_batches_tracked": torch.tensor(3)}
+    b = {"w": torch.tensor([5.0]), "num_batches_tracked": torch.tensor(9)}
+    mean = mean_of_two(a, 3, b, 1)
+    assert mean["w"].item() == 2.0
+    assert mean["num_batches_tracked"].item() == 3 and mean["num_batches_tracked"].dtype == torch.int64
+    assert a["w"].item() == 1.0 and b["w"].item() == 5.0
+
+
+def test_batch_norm_statistics_are_shared_and_averaged_like_parameters():
+    first, second = nn.BatchNorm1d(2), nn.BatchNorm1d(2)
+    first(torch.tensor([[0.0, 1.0], [2.0, 5.0]]))
+    second(torch.tensor([[4.0, 4.0], [8.0, 8.0]]))
+    expected = (first.running_mean + 3 * second.running_mean) / 4
+    combined = Algorithm().combine(Update(first.state_dict(), 1), Update(second.state_dict(), 3))
+    torch.testing.assert_close(combined.sent["running_mean"], expected)
+
+
+def test_loading_a_tree_copies_the_values_and_leaves_the_other_tensors():
+    expert, other = Expert(), Expert()
+    tree = {name: tensor.clone() for name, tensor in other.state_dict().items() if name.startswith("classifier.")}
+    before = {name: tensor.clone() for name, tensor in expert.state_dict().items()}
+    load_tree(expert, tree)
+    assert_same_bits(expert.state_dict(), {**before, **tree})
+    tree["classifier.1.bias"].zero_()
+    assert expert.classifier[1].bias.any()
+    assert all(parameter.requires_grad and parameter.is_leaf for parameter in expert.parameters())
+
+
+def test_a_tensor_of_another_shape_is_refused_even_where_it_would_broadcast():
+    with pytest.raises(MisconfigurationException) as error:
+        load_tree(Expert(), {"classifier.1.bias": torch.zeros(1)})
+    assert str(error.value) == (
+        "`classifier.1.bias` of shape (1,) cannot be loaded into Expert: it has shape (3,) there."
+    )
+
+
+def test_a_tensor_of_an_unknown_name_is_refused():
+    with pytest.raises(MisconfigurationException, match=r"`head.bias` of shape \(3,\) .*: it does not exist there"):
+        load_tree(Expert(), {"head.bias": torch.zeros(3)})
+
+
+def test_changed_gives_copies_of_what_differs_from_the_start_and_what_was_kept_itself():
+    module = nn.Sequential(nn.Linear(1, 1), nn.Linear(1, 1))
+    loaded = {name: tensor.clone() for name, tensor in module.state_dict().items()}
+    kept = {"0.bias": torch.tensor([5.0]), "1.bias": torch.tensor([7.0])}
+    load_tree(module, {**kept, "0.weight": torch.tensor([[3.0]]), "1.bias": torch.tensor([8.0])})
+    different = changed(module, loaded, kept)
+    assert {name: tensor.item() for name, tensor in different.items()} == {"0.weight": 3, "0.bias": 5, "1.bias": 8}
+    assert different["0.bias"] is kept["0.bias"]  # not copied again
+    nn.init.zeros_(module[0].weight)
+    assert different["0.weight"].item() == 3.0
+
+
+def test_nothing_has_changed_in_a_module_with_its_initial_tensors():
+    module = Expert()
+    assert changed(module, dict(module.state_dict()), {}) == {}
+
+
+@pytest.mark.parametrize(
+    ("patterns", "matched"),
+    [
+        ("*", {"global_expert.fc.weight", "global_expert.fc.bias", "gate.weight"}),
+        ("global_expert.*", {"global_expert.fc.weight", "global_expert.fc.bias"}),
+        (["*.bias", "gate.*"], {"global_expert.fc.bias", "gate.weight"}),
+        ("gate", set()),
+        ("GATE.*", set()),
+        ([], set()),
+    ],
+)
+def test_patterns_match_whole_names_with_stars_over_dots(patterns, matched):
+    names = ["global_expert.fc.weight", "global_expert.fc.bias", "gate.weight"]
+    assert {name for name in names if name in Patterns(patterns)} == matched
+    assert {name for name in names if FedAvg(shared=patterns).is_shared(name)} == matched
+    assert {name for name in names if FedAvg(trainable=patterns).is_trainable(name, 0, 0)} == matched
+    assert not any(Local(trainable=patterns).is_shared(name) for name in names)
+
+
+def test_a_pattern_without_a_match_is_refused_in_one_sentence_with_what_there_is():
+    Patterns(["a.*", "b"]).check(iter(["a.c", "b"]), "key")
+    with pytest.raises(MisconfigurationException) as error:
+        Patterns(["a.*", "c.*"]).check(iter(["b.x", "a.y", "a.z"]), "algorithm.init_args.shared")
+    assert str(error.value) == (
+        "algorithm.init_args.shared is 'c.*', which matches no parameter of the model; it has a.*, b.*."
+    )
+
+
+@given(
+    st.lists(st.integers(0, 10**6), min_size=1, max_size=60, unique=True),
+    st.data(),
+    st.integers(0, 2**63),
+    st.integers(0, 10**6),
+)
+@settings(max_examples=100, deadline=None)
+def test_a_cohort_is_a_subset_in_order_that_depends_on_seed_and_round_alone(ids, data, seed, round):
+    size = data.draw(st.integers(1, len(ids)))
+    cohort = sample_cohort(ids, size, seed, round)
+    assert len(set(cohort)) == len(cohort) == size
+    positions = [ids.index(client) for client in cohort]
+    assert positions == sorted(positions)
+    random.seed(size)
+    np.random.seed(size)
+    sample_cohort(ids, size, seed, round + 1)
+    assert sample_cohort(ids, size, seed, round) == cohort
+    assert [ids[i] for i in sample_cohort(range(len(ids)), size, seed, round)] == cohort
+
+
+def test_every_client_and_pair_of_clients_is_drawn_equally_often():
+    rounds, clients, size = 3000, 6, 2
+    cohorts = [sample_cohort(range(clients), size, seed=0, round=round) for round in range(rounds)]
+    pairs = np.zeros((clients, clients))
+    for first, second in cohorts:
+        pairs[first, second] += 1
+    drawn = pairs[np.triu_indices(clients, 1)]  # 15 pairs, 200 each; standard deviation 13.7
+    assert np.abs(drawn - 200).max() < 55
+    assert cohorts != [sample_cohort(range(clients), size, seed=1, round=round) for round in range(rounds)]
+
+
+@pytest.mark.parametrize(
+    ("clients", "clients_per_round", "size"),
+    [(9, None, 9), (100, 7, 7), (100, 1, 1), (100, 1.0, 100), (100, 0.1, 10), (15, 0.1, 1), (4, 0.1, 1), (19, 0.5, 9)],
+)
+def test_cohort_size_takes_a_number_a_fraction_rounded_down_or_everybody(clients, clients_per_round, size):
+    assert cohort_size(clients, clients_per_round) == size
+
+
+def test_derived_seeds_differ_for_every_seed_stream_client_and_round():
+    few = range(9)
+    clients_own = {derive_seed(seed, 0, client, round) for seed in few for client in few for round in few}
+    cohorts = {derive_seed(seed, 1, round) for seed in few for round in few}
+    splits = {derive_seed(seed, 2, client) for seed in few for client in few}
+    assert len(clients_own | cohorts | splits) == 9**3 + 2 * 9**2
+    assert all(0 <= seed < 2**63 for seed in clients_own | cohorts | splits)
+
+
+def test_seed_all_seeds_torch_numpy_and_python_also_with_a_seed_of_63_bits():
+    def draw(seed):
+        seed_all(seed)
+        return torch.rand(1).item(), np.random.rand(), random.random()
+
+    seed = 2**63 - 5
+    first = draw(seed)
+    assert draw(seed) == first
+    assert all(a != b for a, b in zip(draw(seed - 1), first, strict=True))

@@ -1,0 +1,246 @@
+"""Accuracies of the clients' models against scikit-learn and counting by hand, and how they spread."""
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from helpers import Expert, blobs, mixture, phase, run
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from sklearn.metrics import accuracy_score, recall_score
+
+from fedmoe_pl.aggregation import load_tree
+from fedmoe_pl.algorithms import FedAvg, Local, PersonalizedExpert, PFLMoE
+from fedmoe_pl.backends import LEAN_TRAINER, LocalTraining
+from fedmoe_pl.evaluation import METRICS, ClientEvaluation, Evaluation, evaluate_clients, predict
+from fedmoe_pl.models import ConstantGate, FeatureGate
+from fedmoe_pl.phase import Phase
+
+nan = math.nan
+CPU = torch.device("cpu")
+
+
+def training(model, datamodule, algorithm=None) -> LocalTraining:
+    initial = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    trainer = {**LEAN_TRAINER}
+    return LocalTraining(model, initial, algorithm or Local(), datamodule, trainer, None, None, seed=0)
+
+
+def another_model(seed, model) -> dict[str, torch.Tensor]:
+    """The tensors of a model of the same architecture."""
+    generator = torch.Generator().manual_seed(seed)
+    return {
+        name: tensor + 0.5 * torch.randn(tensor.shape, generator=generator, dtype=tensor.dtype)
+        for name, tensor in model.state_dict().items()
+    }
+
+
+def expected_evaluation(model, tensors, datamodule, client) -> dict[str, float]:
+    """All accuracies of one client's model, by scikit-learn."""
+    load_tree(model, tensors)
+    predicted = model(datamodule.x).argmax(1).numpy()
+    labels = datamodule.y.numpy()
+
+    def accuracy(samples):
+        return accuracy_score(labels[samples], predicted[samples]) if len(samples) else nan
+
+    test = datamodule.global_test.numpy()
+    classes = range(datamodule.num_classes)
+    by_class = recall_score(labels[test], predicted[test], labels=classes, average=None, zero_division=0)
+    own = torch.cat((datamodule.train_samples[client], datamodule.validation_samples[client])).numpy()
+    shares = [np.mean(labels[own] == label) for label in classes]
+    return {
+        "local_test": float(np.dot(shares, by_class)),
+        "local_test_held_out": accuracy(datamodule.test_samples[client].numpy()),
+        "global_test": accuracy(test),
+        "validation": accuracy(datamodule.validation_samples[client].numpy()),
+    }
+
+
+@pytest.mark.parametrize(
+    "fractions",
+    [{}, {"test_fraction": 0.3}, {"validation_fraction": 0.3}, {"test_fraction": 0.25, "validation_fraction": 0.25}],
+)
+def test_accuracies_are_those_of_counting_by_hand_for_every_client(fractions):
+    datamodule = blobs((17, 30, 23), **fractions)
+    model = mixture(FeatureGate(6))
+    kept = {client: another_model(client, model) for client in range(3)}
+    evaluations = evaluate_clients(training(model, datamodule), {}, kept, CPU)
+    assert [evaluation.client for evaluation in evaluations] == [0, 1, 2]
+    for client, evaluation in enumerate(evaluations):
+        expected = expected_evaluation(mixture(FeatureGate(6)).eval(), kept[client], datamodule, client)
+        actual = {metric: getattr(evaluation, metric) for metric in METRICS}
+        assert actual == pytest.approx(expected, abs=1e-6, nan_ok=True)
+        assert evaluation.n_train == len(datamodule.train_samples[client])
+    assert len({evaluation.local_test for evaluation in evaluations}) == 3
+    assert all(evaluation.local_test != pytest.approx(evaluation.global_test) for evaluation in evaluations)
+
+
+def test_local_test_weighs_each_classs_accuracy_by_the_clients_share_of_the_class():
+    # A model that always says 1: right on class 1 alone, of which the clients have a quarter and all of it.
+    datamodule = blobs((4, 3))
+    datamodule.y[:7] = torch.tensor([0, 0, 1, 2, 1, 1, 1])
+    counts = datamodule.class_counts()
+    datamodule.class_shares = counts / counts.sum(1, keepdim=True)
+    model = mixture(ConstantGate(1))
+    torch.nn.init.zeros_(model.global_expert.classifier[1].weight)
+    model.global_expert.classifier[1].bias.data = torch.tensor([0.0, 1.0, 0.0]).double()
+    first, second = evaluate_clients(training(model, datamodule), {}, {}, CPU)
+    assert (first.local_test, second.local_test) == (0.25, 1.0)
+    share = (datamodule.y[datamodule.global_test] == 1).double().mean().item()
+    assert first.global_test == second.global_test == pytest.approx(share, abs=1e-6)
+
+
+def test_a_class_that_the_test_set_lacks_and_an_output_without_a_class_count_as_nothing():
+    datamodule = blobs((17, 30))
+    datamodule.global_test = datamodule.global_test[datamodule.y[datamodule.global_test] != 2]
+    model = mixture(ConstantGate(1), Expert(classes=5))
+    evaluations = evaluate_clients(training(model, datamodule), {}, {}, CPU)
+    for client, evaluation in enumerate(evaluations):
+        expected = expected_evaluation(model.eval(), {}, datamodule, client)
+        assert evaluation.local_test == pytest.approx(expected["local_test"], abs=1e-6)
+        assert evaluation.global_test == pytest.approx(expected["global_test"], abs=1e-6)
+
+
+@pytest.mark.parametrize("test_fraction", [0.0, 0.3])
+def test_gate_weights_are_of_the_held_out_samples_or_else_of_the_training_samples(test_fraction):
+    datamodule = blobs((17, 30), test_fraction=test_fraction, validation_fraction=0.2)
+    model = mixture(FeatureGate(6))
+    kept = {1: another_model(1, model)}
+    for client, evaluation in enumerate(evaluate_clients(training(model, datamodule), {}, kept, CPU)):
+        own = (datamodule.test_samples if test_fraction else datamodule.train_samples)[client]
+        module = mixture(FeatureGate(6)).eval()
+        load_tree(module, kept.get(client, {}))
+        expected = module.mix(datamodule.x[own])[1].detach()
+        torch.testing.assert_close(evaluation.gate_weights, expected)
+        assert torch.equal(evaluation.gate_labels, datamodule.y[own])
+        assert evaluation.mean_gate_weight == pytest.approx(expected[:, 0].mean().item())
+        assert 0 < evaluation.mean_gate_weight < 1 and evaluation.mean_gate_weight != 0.5
+
+
+def test_a_constant_gate_has_no_gate_weights():
+    (evaluation,) = evaluate_clients(training(mixture(ConstantGate(0.5)), blobs((5,))), {}, {}, CPU)
+    assert evaluation.gate_weights is None and evaluation.gate_labels is None
+    assert math.isnan(evaluation.mean_gate_weight)
+
+
+class Unshortened(FedAvg):
+    """Sends every client a new copy, so that no two are known to have the same model."""
+
+    def server_send(self, server, client_id):
+        return dict(server)
+
+
+@pytest.mark.parametrize("with_own", [set(), {0, 2}, {1, 2, 4}, {3}])
+def test_clients_are_evaluated_the_same_with_and_without_the_shortcut_for_equal_models(with_own):
+    datamodule = blobs((17, 30, 9, 12, 21), test_fraction=0.25, validation_fraction=0.25)
+    model = mixture(FeatureGate(6))
+    server = {name: t for name, t in another_model(9, model).items() if name.startswith("global_expert.")}
+    kept = {
+        client: {name: t for name, t in another_model(client, model).items() if name.startswith("local_expert.")}
+        for client in with_own
+    }
+    pattern = "global_expert.*"
+    short = evaluate_clients(training(model, datamodule, FedAvg(pattern)), server, kept, CPU)
+    long = evaluate_clients(training(model, datamodule, Unshortened(pattern)), server, kept, CPU)
+    for client, (a, b) in enumerate(zip(short, long, strict=True)):
+        for metric in METRICS:
+            assert getattr(a, metric) == getattr(b, metric)
+        assert torch.equal(a.gate_weights, b.gate_weights)
+        initial = mixture(FeatureGate(6)).eval()
+        expected = expected_evaluation(initial, {**server, **kept.get(client, {})}, datamodule, client)
+        assert {metric: getattr(a, metric) for metric in METRICS} == pytest.approx(expected, abs=1e-6)
+
+
+def test_the_shortcut_evaluates_the_global_test_set_once_for_clients_with_the_same_model(monkeypatch):
+    datamodule, model = blobs((5, 5, 5)), mixture(ConstantGate(1))
+    evaluated = []
+    batches = datamodule.batches
+
+    def recorded(samples, **kwargs):
+        evaluated.append(len(samples))
+        return batches(samples, **kwargs)
+
+    monkeypatch.setattr(datamodule, "batches", recorded)
+    evaluate_clients(training(model, datamodule, FedAvg()), dict(model.state_dict()), {}, CPU)
+    assert evaluated == [30]
+
+
+def test_evaluation_is_in_eval_mode_in_whole_batches_and_changes_neither_model_nor_random_numbers():
+    datamodule, model = blobs((17, 30)), mixture(FeatureGate(6), Expert(dropout=0.5))
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    random_state = torch.get_rng_state()
+    kept = {0: another_model(0, model)}
+    first, again = (evaluate_clients(training(model, datamodule), {}, kept, CPU) for _ in range(2))
+    assert [e.local_test for e in first] == [e.local_test for e in again]
+    assert all(module.training for module in model.modules())
+    assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
+    assert torch.equal(torch.get_rng_state(), random_state)
+
+
+def test_predict_joins_batches_in_the_order_of_the_samples():
+    datamodule = blobs((1500, 700))
+    model = mixture(FeatureGate(6)).eval()
+    samples = torch.randperm(2200)[:2100]
+    logits, weights = predict(model, datamodule, samples)
+    expected_logits, expected_weights = model.mix(datamodule.x[samples])
+    torch.testing.assert_close(logits, expected_logits.detach())
+    torch.testing.assert_close(weights, expected_weights.detach())
+
+
+def test_the_federation_evaluates_each_clients_own_model_and_says_what_it_is(tmp_path):
+    datamodule, model = blobs((20, 27, 31), test_fraction=0.25, validation_fraction=0.25), mixture(FeatureGate(6))
+    phases = [
+        Phase("FedAvg", FedAvg(), rounds=2, gate=ConstantGate(1)),
+        phase("Expert", PersonalizedExpert(gate_fraction=0.25)),
+        Phase("Gate", PFLMoE()),
+        Phase("Local", Local(), gate=ConstantGate(0), clients_per_round=2),
+    ]
+    federation = run(phases, model, datamodule, tmp_path)
+    assert list(federation.results) == ["FedAvg", "Gate", "Local"]
+    facts = {name: (e.method, e.round, e.model, e.moment, e.selection) for name, e in federation.results.items()}
+    assert facts == {
+        "FedAvg": ("FedAvg", 2, "global expert", "after aggregation", "last round"),
+        "Gate": ("Gate", 1, "mixture", "after local training", "last round"),
+        "Local": ("Local", 1, "local expert", "after local training", "last round"),
+    }
+    for name, evaluation in federation.results.items():
+        for client, result in enumerate(evaluation.clients):
+            module = federation.client_module(name, client)
+            expected = expected_evaluation(module, {}, datamodule, client)
+            assert {metric: getattr(result, metric) for metric in METRICS} == pytest.approx(expected, abs=1e-6)
+    gates = [result.mean_gate_weight for result in federation.results["Gate"].clients]
+    assert len(set(gates)) == 3
+
+
+def evaluation(values, metric="local_test"):
+    clients = [
+        ClientEvaluation(client, 10, **{**dict.fromkeys(METRICS, 0.5), metric: value})
+        for client, value in enumerate(values)
+    ]
+    return Evaluation("FedAvg", 1, "mixture", "after aggregation", "last round", clients)
+
+
+@pytest.mark.parametrize(("clients", "worst"), [(1, 1), (9, 1), (10, 1), (11, 2), (20, 2), (21, 3), (100, 10)])
+def test_the_worst_tenth_is_the_mean_of_the_worst_tenth_rounded_up(clients, worst):
+    values = [(client + 1) / 128 for client in np.random.default_rng(0).permutation(clients)]
+    assert evaluation(values).spread("local_test").worst_tenth == pytest.approx((1 + worst) / 2 / 128, rel=1e-12)
+
+
+@given(st.lists(st.floats(0, 1) | st.just(nan), min_size=1, max_size=40), st.sampled_from(METRICS))
+@settings(max_examples=100, deadline=None)
+def test_the_spread_is_that_of_numpy_over_the_clients_that_have_the_metric(values, metric):
+    spread = evaluation(values, metric).spread(metric)
+    have = np.array([value for value in values if not math.isnan(value)])
+    if not len(have):
+        assert all(math.isnan(value) for value in spread)
+        return
+    lowest = np.sort(have)[: math.ceil(len(have) / 10)]
+    assert spread == pytest.approx((have.mean(), have.std(), lowest.mean()), abs=1e-12)
+
+
+@pytest.mark.parametrize("accuracy", [0.1, 1 / 3, 0.7])
+def test_equal_accuracies_have_no_deviation_at_all(accuracy):
+    spread = evaluation([accuracy] * 7).spread("local_test")
+    assert spread == (accuracy, 0.0, accuracy)
