@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import pickle
-import zipfile
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
@@ -58,11 +57,14 @@ class PhaseState:
         self.server, self.kept, self.best_server, self.best_kept = self.best_server, self.best_kept, {}, {}
 
 
-def save_checkpoint(path: Path, states: dict[str, PhaseState], rows: list[dict[str, Any]], seed: int) -> None:
+def save_checkpoint(
+    path: Path, model: Tree, states: dict[str, PhaseState], rows: list[dict[str, Any]], seed: int
+) -> None:
     """Writes a checkpoint beside the old one and then replaces it, so that a kill at any moment leaves a whole one.
 
     Args:
         path: where to write.
+        model: tensors of the initial model.
         states: the phases begun so far, by name.
         rows: the rows of ``rounds.csv`` so far.
         seed: the run's seed.
@@ -73,7 +75,7 @@ def save_checkpoint(path: Path, states: dict[str, PhaseState], rows: list[dict[s
         phases[name] = {item.name: getattr(state, item.name) for item in fields(state)}
         phases[name]["evaluation"] = None if state.evaluation is None else asdict(state.evaluation)
     temporary = path.with_suffix(".tmp")
-    torch.save({"fedmoe_pl": 1, "seed": seed, "phases": phases, "rows": rows}, temporary)
+    torch.save({"fedmoe_pl": 1, "seed": seed, "model": model, "phases": phases, "rows": rows}, temporary)
     os.replace(temporary, path)
 
 
@@ -90,7 +92,7 @@ def load_checkpoint(path: str | Path) -> dict[str, Any]:
         raise MisconfigurationException(f"ckpt_path is '{path}', but there is no such file.")
     try:
         content = torch.load(path, weights_only=True, map_location="cpu")
-    except (pickle.UnpicklingError, RuntimeError, EOFError, zipfile.BadZipFile, ValueError) as error:
+    except (pickle.UnpicklingError, RuntimeError, OSError, EOFError, ValueError) as error:
         raise MisconfigurationException(f"ckpt_path is '{path}', which is damaged or no checkpoint.") from error
     if not isinstance(content, dict) or not ("fedmoe_pl" in content or "state_dict" in content):
         raise MisconfigurationException(f"ckpt_path is '{path}', which is no checkpoint of a federation or of Lightning.")

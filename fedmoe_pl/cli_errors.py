@@ -24,10 +24,10 @@ def one_sentence(message: str) -> str:
         ...              "        Expected a <class 'int'>. Got value: x\\n    - Expected a <class 'NoneType'>")
         "data.init_args.n is 'x', but must be int."
     """
-    key = ".init_args.".join(re.findall(r'Parser key "([^"]+)"', message))
+    key = ".init_args.".join(re.findall(r'Parser key "([^"]+)"', message)).replace("phases.init_args.", "phases.")
     if match := re.search(r"Option '([^']+)' is not accepted", message):
         class_path = re.findall(r"given class_path '([^']+)'", message)[-1]
-        return _unknown_option(".".join(part for part in (key, "init_args" if key else "", match[1]) if part), class_path)
+        return _unknown_option(f"{key}.{'' if key.endswith('phases') else 'init_args.'}{match[1]}", class_path)
     if match := re.search(r"Expected a dot import path string: (\S+)", message):
         similar = difflib.get_close_matches(match[1], _CLASSES, n=1)
         hint = f"; did you mean {similar[0]}?" if similar else "."
@@ -37,7 +37,7 @@ def one_sentence(message: str) -> str:
         value = re.search(r"(?:Got value|Given value): (.+)", message)
         allowed = " or ".join(dict.fromkeys(expected))
         return f"{key} is '{value[1] if value else ''}', but must be {allowed}."
-    return " ".join(line.strip(" -") for line in message.splitlines())
+    return " ".join(line.strip(" -") for line in message.splitlines()).replace('Parser key "', "").replace('":', ":")
 
 
 def cause_of(error: BaseException) -> str:

@@ -11,7 +11,7 @@ from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.loggers import Logger, TensorBoardLogger
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
-from fedmoe_pl.aggregation import load_tree
+from fedmoe_pl.aggregation import Tree, copy_module, load_tree
 from fedmoe_pl.algorithm import Update
 from fedmoe_pl.backends import LEAN_TRAINER, Backend, LocalTraining, TrainerBackend, one_thread, quiet
 from fedmoe_pl.callbacks import ClientCheckpoint, FederationCallback
@@ -101,6 +101,7 @@ class Federation:
         self.enable_checkpointing = enable_checkpointing
         self.seed = seed
         self.hparams: dict[str, Any] = {}
+        self.initial: Tree = {}
         self.states: dict[str, PhaseState] = {}
         self.rows: list[dict[str, Any]] = []
         self.run_dir = self.runs
@@ -124,15 +125,16 @@ class Federation:
         Raises:
             MisconfigurationException: with one sentence, before any training, if something does not fit together.
         """
-        checkpoint = find_checkpoint(ckpt_path, self.runs) if ckpt_path else None
-        if checkpoint:
-            self._load(checkpoint)
+        self.initial, self.states, self.rows = {}, {}, []
+        if ckpt_path:
+            self._load(find_checkpoint(ckpt_path, self.runs))
         self._setup(model, datamodule)
-        if not checkpoint:
+        if not ckpt_path:
             self.run_dir = self.runs / f"version_{max(run_versions(self.runs), default=-1) + 1}"
             self.run_dir.mkdir(parents=True)
             if self.hparams:
                 (self.run_dir / "config.yaml").write_text(yaml.safe_dump(self.hparams, sort_keys=False))
+            self._checkpoint()
         self._start_loggers()
         self._call("on_fit_start")
         for phase in self.phases:
@@ -242,7 +244,9 @@ class Federation:
 
     def _setup(self, model: LightningModule, datamodule: FederatedDataModule) -> None:
         """Everything that can be refused is refused here, before any training."""
-        self.model, self.datamodule = model, datamodule
+        self.model, self.datamodule = copy_module(model), datamodule
+        load_tree(self.model, self.initial)
+        self.initial = {name: tensor.detach().cpu() for name, tensor in self.model.state_dict().items()}
         try:
             with quiet():
                 self.device = Trainer(**self.trainer).strategy.root_device
@@ -279,7 +283,8 @@ class Federation:
             raise MisconfigurationException(
                 f"ckpt_path is '{path}', a run with seed_everything {content['seed']}, but seed_everything is {self.seed}."
             )
-        self.states, self.rows, self.run_dir = content["phases"], content["rows"], path.parent.parent
+        self.initial, self.states, self.rows = content["model"], content["phases"], content["rows"]
+        self.run_dir = path.parent.parent
 
     def _training(self, phase: Phase) -> LocalTraining:
         """What the clients of a phase have in common; begins the phase if it has not begun."""
@@ -368,4 +373,4 @@ class Federation:
 
     def _checkpoint(self) -> None:
         if self.enable_checkpointing:
-            save_checkpoint(self.run_dir / FILE, self.states, self.rows, self.seed)
+            save_checkpoint(self.run_dir / FILE, self.initial, self.states, self.rows, self.seed)

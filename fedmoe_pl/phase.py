@@ -28,7 +28,7 @@ class Phase:
         name: the method's name in tables, logs and files.
         algorithm: what is shared, trained and combined.
         rounds: number of rounds.
-        clients_per_round: how many clients train in a round: an int is a number, a float a fraction, None all clients.
+        clients_per_round: how many clients train in a round: from 1 on a number, below 1 a fraction, None all clients.
         gate: replaces the model's gate in this phase; a ``ConstantGate`` of 1 trains and evaluates the global expert
             alone, of 0 the local expert alone.
         start: name of the earlier phase whose result this one starts from, or ``initial`` for the untrained model;
@@ -48,7 +48,7 @@ class Phase:
     name: str
     algorithm: Algorithm
     rounds: int = 1
-    clients_per_round: int | float | None = None
+    clients_per_round: float | None = None
     gate: Gate | None = None
     start: str | None = None
     max_epochs: int | None = None
@@ -71,9 +71,9 @@ class Phase:
             if value is not None and value < lowest:
                 raise MisconfigurationException(f"{key}: {name} is {value}, but must be at least {lowest}.")
         size = self.clients_per_round
-        if size is not None and (size <= 0 or isinstance(size, float) and size > 1):
+        if size is not None and (size <= 0 or size > 1 and size != int(size)):
             raise MisconfigurationException(
-                f"{key}: clients_per_round is {size}, but must be a number from 1 or a fraction above 0.0 up to 1.0."
+                f"{key}: clients_per_round is {size}, but must be a whole number of clients or a fraction between 0 and 1."
             )
         if self.monitor is not None and self.monitor not in METRICS:
             raise MisconfigurationException(
