@@ -8,7 +8,7 @@ from fnmatch import fnmatchcase
 from typing import TypeVar
 
 import torch
-from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch import Tensor, nn
 
 Module = TypeVar("Module", bound=nn.Module)
@@ -20,7 +20,7 @@ def mean_of_two(a: Mapping[str, Tensor], weight_a: float, b: Mapping[str, Tensor
     """Weighted mean of two trees: ``(weight_a * a + weight_b * b) / (weight_a + weight_b)``.
 
     Applied to one client after another it is the weighted mean of all of them, holding one model in memory.
-    Integer tensors (BatchNorm's ``num_batches_tracked``) are taken from ``a`` (METHODS section 2).
+    Integers (BatchNorm's ``num_batches_tracked``) are taken from ``a`` (METHODS section 2).
 
     Example:
         >>> mean_of_two({"w": torch.tensor(0.0)}, 1, {"w": torch.tensor(4.0)}, 3)
@@ -40,9 +40,9 @@ def load_tree(module: nn.Module, tree: Mapping[str, Tensor]) -> None:
     with torch.no_grad():
         for name, tensor in tree.items():
             if name not in own or own[name].shape != tensor.shape:
-                found = f"has shape {tuple(own[name].shape)} there" if name in own else "does not exist there"
+                found = f"has shape {tuple(own[name].shape)}" if name in own else "does not exist"
                 raise MisconfigurationException(
-                    f"`{name}` of shape {tuple(tensor.shape)} cannot be loaded into {type(module).__name__}: it {found}."
+                    f"`{name}` of shape {tuple(tensor.shape)} cannot be loaded: in {type(module).__name__} it {found}."
                 )
             own[name].copy_(tensor)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import torch
-from lightning.pytorch import __version__
+from lightning import __version__
 
 if TYPE_CHECKING:
     from fedmoe_pl.evaluation import Evaluation
@@ -57,6 +57,10 @@ class ClientCheckpoint(FederationCallback):
         personalized = bool(federation.states[phase.name].kept)
         for client in range(federation.datamodule.num_clients if personalized else 1):
             module = federation.client_module(phase.name, client)
-            checkpoint = {"pytorch-lightning_version": __version__, "state_dict": module.state_dict(), "hyper_parameters": {}}
+            checkpoint = {
+                "pytorch-lightning_version": __version__,
+                "state_dict": module.state_dict(),
+                "hyper_parameters": {},
+            }
             module.on_save_checkpoint(checkpoint)
             torch.save(checkpoint, folder / (f"client_{client:03d}.ckpt" if personalized else "all_clients.ckpt"))

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from lightning.fabric.utilities.exceptions import MisconfigurationException
 
 from fedmoe_pl.aggregation import Tree
 from fedmoe_pl.evaluation import ClientEvaluation, Evaluation
@@ -95,7 +95,9 @@ def load_checkpoint(path: str | Path) -> dict[str, Any]:
     except (pickle.UnpicklingError, RuntimeError, OSError, EOFError, ValueError) as error:
         raise MisconfigurationException(f"ckpt_path is '{path}', which is damaged or no checkpoint.") from error
     if not isinstance(content, dict) or not ("fedmoe_pl" in content or "state_dict" in content):
-        raise MisconfigurationException(f"ckpt_path is '{path}', which is no checkpoint of a federation or of Lightning.")
+        raise MisconfigurationException(
+            f"ckpt_path is '{path}', which is no checkpoint of a federation or of Lightning."
+        )
     for name, state in content.get("phases", {}).items():
         if state["evaluation"] is not None:
             clients = [ClientEvaluation(**client) for client in state["evaluation"].pop("clients")]

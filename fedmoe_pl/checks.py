@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import LightningModule
-from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
 from fedmoe_pl.algorithm import Algorithm
 from fedmoe_pl.backends import has_pure_loss

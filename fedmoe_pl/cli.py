@@ -1,4 +1,4 @@
-"""From YAML to a federation: LightningCLI with a ``federation:`` group beside ``model:``, ``data:`` and ``trainer:``."""
+"""From YAML to a federation: LightningCLI with a group ``federation`` beside ``model``, ``data`` and ``trainer``."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ import sys
 from argparse import ArgumentError
 from typing import Any
 
+from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.cli import ArgsType, LightningArgumentParser, LightningCLI
-from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
 import fedmoe_pl.algorithms
 import fedmoe_pl.models  # noqa: F401  imported so that YAML may use bare class names

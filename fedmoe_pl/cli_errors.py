@@ -7,7 +7,7 @@ import importlib
 import re
 
 from jsonargparse import ArgumentParser
-from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from lightning.fabric.utilities.exceptions import MisconfigurationException
 
 import fedmoe_pl.algorithms
 import fedmoe_pl.data
@@ -17,11 +17,11 @@ _CLASSES = [*fedmoe_pl.algorithms.__all__, *fedmoe_pl.data.__all__, *fedmoe_pl.m
 
 
 def one_sentence(message: str) -> str:
-    """Condenses a message of jsonargparse.
+    r"""Condenses a message of jsonargparse.
 
     Example:
-        >>> one_sentence('Parser key "data":\\n  Errors:\\n    - Parser key "n":\\n'
-        ...              "        Expected a <class 'int'>. Got value: x\\n    - Expected a <class 'NoneType'>")
+        >>> one_sentence('Parser key "data":\n  Errors:\n    - Parser key "n":\n'
+        ...              "        Expected a <class 'int'>. Got value: x\n    - Expected a <class 'NoneType'>")
         "data.init_args.n is 'x', but must be int."
     """
     key = ".init_args.".join(re.findall(r'Parser key "([^"]+)"', message)).replace("phases.init_args.", "phases.")

@@ -97,7 +97,8 @@ class Evaluation:
         Example:
             >>> nan = float("nan")
             >>> clients = [ClientEvaluation(i, 10, a, nan, a, nan) for i, a in enumerate((0.5, 0.7, 0.9))]
-            >>> spread = Evaluation("FedAvg", 1, "global expert", "after aggregation", "last round", clients).spread("local_test")
+            >>> evaluation = Evaluation("FedAvg", 1, "global expert", "after aggregation", "last round", clients)
+            >>> spread = evaluation.spread("local_test")
             >>> round(spread.mean, 3), round(spread.std, 3), spread.worst_tenth
             (0.7, 0.163, 0.5)
         """
@@ -143,9 +144,7 @@ def evaluate_clients(
 
 
 @torch.inference_mode()
-def predict(
-    module: LightningModule, datamodule: FederatedDataModule, samples: Tensor
-) -> tuple[Tensor, Tensor | None]:
+def predict(module: LightningModule, datamodule: FederatedDataModule, samples: Tensor) -> tuple[Tensor, Tensor | None]:
     """Logits and gate weights for the samples of the data module with these indices.
 
     Args:

@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import Any, Literal
 
 import yaml
+from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.loggers import Logger, TensorBoardLogger
-from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
 from fedmoe_pl.aggregation import Tree, copy_module, load_tree
 from fedmoe_pl.algorithm import Update
@@ -81,7 +81,7 @@ class Federation:
         monitoring = [phase.name for phase in phases if phase.monitor]
         if monitoring and not evaluate_every_n_rounds:
             raise MisconfigurationException(
-                f"federation.evaluate_every_n_rounds is 0, but must be at least 1, because '{monitoring[0]}' has a monitor."
+                f"federation.evaluate_every_n_rounds is 0, but '{monitoring[0]}' has a monitor; it must be at least 1."
             )
         self.phases = phases
         self.starts = {phase.name: find_start(phases, index) for index, phase in enumerate(phases)}
@@ -223,7 +223,9 @@ class Federation:
     @property
     def completed_work(self) -> float:
         """The part of ``total_work`` that is done."""
-        done = sum(self.states[phase.name].round * self._work(phase) for phase in self.phases if phase.name in self.states)
+        done = sum(
+            self.states[phase.name].round * self._work(phase) for phase in self.phases if phase.name in self.states
+        )
         return done + self._work_in_round
 
     def _work(self, phase: Phase) -> float:
@@ -266,10 +268,12 @@ class Federation:
 
     def _start_loggers(self) -> None:
         if self.logger is True:
-            resumed = {"purge_step": self.step + 1} if self.step else {}
+            resumed: dict[str, Any] = {"purge_step": self.step + 1} if self.step else {}
             self.loggers = [TensorBoardLogger(self.runs.parent, self.runs.name, self.run_dir.name, **resumed)]
+        elif isinstance(self.logger, Logger):
+            self.loggers = [self.logger]
         else:
-            self.loggers = self.logger if isinstance(self.logger, list) else [self.logger] if self.logger else []
+            self.loggers = self.logger or []
 
     def _load(self, path: Path) -> None:
         content = load_checkpoint(path)
@@ -281,7 +285,7 @@ class Federation:
             )
         if content["seed"] != self.seed:
             raise MisconfigurationException(
-                f"ckpt_path is '{path}', a run with seed_everything {content['seed']}, but seed_everything is {self.seed}."
+                f"ckpt_path is '{path}', a run with seed_everything {content['seed']}, but now it is {self.seed}."
             )
         self.initial, self.states, self.rows = content["model"], content["phases"], content["rows"]
         self.run_dir = path.parent.parent
@@ -347,7 +351,10 @@ class Federation:
     def _evaluate_round(self, phase: Phase, state: PhaseState, training: LocalTraining) -> Evaluation:
         evaluation = self._evaluate(phase, state, training)
         row = round_row(evaluation)
-        if row not in self.rows[-1:]:  # a resumed run evaluates the last round of a phase again
+        key = (evaluation.method, evaluation.round)
+        if key not in [
+            (last["method"], last["round"]) for last in self.rows[-1:]
+        ]:  # a resumed run may do a round again
             self.rows.append(row)
         if phase.monitor and state.round >= phase.monitor_from_round:
             state.remember_best(evaluation.spread(phase.monitor).mean)

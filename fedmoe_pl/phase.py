@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import LightningModule
 from lightning.pytorch.cli import OptimizerCallable
-from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
 from fedmoe_pl.aggregation import Tree, copy_module, load_tree
 from fedmoe_pl.algorithm import Algorithm
@@ -71,9 +71,9 @@ class Phase:
             if value is not None and value < lowest:
                 raise MisconfigurationException(f"{key}: {name} is {value}, but must be at least {lowest}.")
         size = self.clients_per_round
-        if size is not None and (size <= 0 or size > 1 and size != int(size)):
+        if size is not None and (size <= 0 or (size > 1 and size != int(size))):
             raise MisconfigurationException(
-                f"{key}: clients_per_round is {size}, but must be a whole number of clients or a fraction between 0 and 1."
+                f"{key}: clients_per_round is {size}, but must be a whole number or a fraction between 0 and 1."
             )
         if self.monitor is not None and self.monitor not in METRICS:
             raise MisconfigurationException(
@@ -106,7 +106,7 @@ def find_start(phases: Sequence[Phase], index: int) -> str:
     if not followed and type(phase.algorithm).follows is not Algorithm.follows:
         raise MisconfigurationException(
             f"federation.phases '{phase.name}': {type(phase.algorithm).__name__} starts from an earlier phase, but none "
-            f"of {', '.join(names) or 'no phases'} fits; add one before it or name one with `start`."
+            f"of [{', '.join(names)}] fits; add one before it or name one with `start`."
         )
     return followed[-1] if followed else INITIAL
 
@@ -134,8 +134,8 @@ def begin_phase(phase: Phase, module: LightningModule, before: PhaseState | None
         missing = [name for name in server if name not in content["state_dict"]]
         if missing:
             raise MisconfigurationException(
-                f"federation.phases '{phase.name}': ckpt_path is '{phase.ckpt_path}', which has no '{missing[0]}'; it must "
-                "have all shared parameters."
+                f"federation.phases '{phase.name}': ckpt_path is '{phase.ckpt_path}', which has no '{missing[0]}'; it "
+                "must have all shared parameters."
             )
         return PhaseState(initial, server | _only(server, content["state_dict"]), kept, round=phase.rounds)
     if phase.name not in content["phases"]:

@@ -24,8 +24,8 @@ from helpers import (
 )
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import LightningModule
-from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import nn
 
 from fedmoe_pl.aggregation import load_tree
@@ -113,6 +113,23 @@ def test_what_a_user_froze_in_a_module_of_their_own_stays_frozen(tmp_path):
     limit, remains = fixed_point(torch.tensor([0.5, 0.5]).double())
     expected = limit - remains**2 * limit
     torch.testing.assert_close(federation.client_module("FedAvg", 0).weight.detach(), expected, rtol=1e-13, atol=0)
+
+
+def test_a_method_that_a_users_module_holds_as_an_attribute_is_that_of_the_clients_own_copy(tmp_path):
+    class WithMethod(OneWeight):
+        def __init__(self):
+            super().__init__()
+            self.criterion = self.own_loss
+
+        def own_loss(self, x):
+            return quadratic(self.weight, x)
+
+        def training_step(self, batch, batch_idx):
+            return self.criterion(batch[0])
+
+    federation = run([phase("Local", Local())], WithMethod(), two_quadratics(), tmp_path, STEPS)
+    weight = federation.client_module("Local", 1).weight.detach()
+    torch.testing.assert_close(weight, B[1] - REMAINS[1] * B[1], rtol=1e-13, atol=0)
 
 
 SHARED = "global_expert."

@@ -16,6 +16,11 @@ CONFIGS = sorted((REPOSITORY / "configs").glob("*.yaml"))
 QUICKSTART = str(REPOSITORY / "configs/quickstart.yaml")
 
 
+@pytest.fixture(autouse=True)
+def no_arguments_of_pytest(monkeypatch):
+    monkeypatch.setattr("sys.argv", ["fedmoe"])  # LightningCLI warns of arguments beside those that it is given
+
+
 @pytest.fixture
 def fake_images(tmp_path):
     """Arrays in the form of the data sets that cannot be downloaded here, by number of channels."""
@@ -55,13 +60,19 @@ def test_every_configuration_runs_one_round(path, fake_images, capfd):
     short.write_text(yaml.safe_dump(shortened(path, fake_images), sort_keys=False))
     main(["fit", "--config", str(short)])
     out, err = capfd.readouterr()
-    methods = [phase["name"] for phase in yaml.safe_load(path.read_text())["federation"]["phases"] if phase.get("evaluate", True)]
+    methods = [
+        phase["name"]
+        for phase in yaml.safe_load(path.read_text())["federation"]["phases"]
+        if phase.get("evaluate", True)
+    ]
     rows = [line.split("  ")[0] for line in out.splitlines()]
     assert [row for row in rows if row in methods] == methods
     for banner in ("GPU available", "TPU", "stopped", "Warning", "warn", "deprecated"):
         assert banner not in err + out
     (run,) = (fake_images / "runs").glob("*/version_0")
-    assert {"config.yaml", "rounds.csv", "clients.csv", "summary.csv", "checkpoints", "clients"} <= {p.name for p in run.iterdir()}
+    assert {"config.yaml", "rounds.csv", "clients.csv", "summary.csv", "checkpoints", "clients"} <= {
+        p.name for p in run.iterdir()
+    }
 
     main(["fit", "--config", str(run / "config.yaml")])  # the resolved configuration repeats the run
     assert (run.parent / "version_1/clients.csv").read_bytes() == (run / "clients.csv").read_bytes()
@@ -87,7 +98,9 @@ def test_a_user_s_own_module_is_an_expert_by_its_class_path(tmp_path, monkeypatc
     monkeypatch.syspath_prepend(tmp_path)
     config = shortened(Path(QUICKSTART), tmp_path)
     config["model"]["init_args"]["global_expert"] = {"class_path": "mine.Mine", "init_args": {"width": 9}}
-    config["federation"]["phases"] = [phase for phase in config["federation"]["phases"] if phase["name"] in ("Local", "FedAvg")]
+    config["federation"]["phases"] = [
+        phase for phase in config["federation"]["phases"] if phase["name"] in ("Local", "FedAvg")
+    ]
     (tmp_path / "mine.yaml").write_text(yaml.safe_dump(config))
     main(["fit", "--config", str(tmp_path / "mine.yaml")])
     (checkpoint,) = tmp_path.rglob("all_clients.ckpt")
@@ -98,7 +111,11 @@ def test_a_user_s_own_module_is_an_expert_by_its_class_path(tmp_path, monkeypatc
 def test_copies_of_a_module_share_the_command_line_s_optimizer_factory(tmp_path):
     """The factory holds the parser and with it the data; a deep copy of it would copy the data for every client."""
     config = shortened(Path(QUICKSTART), tmp_path)
-    config["federation"] |= {"phases": config["federation"]["phases"][:1], "enable_progress_bar": False, "logger": False}
+    config["federation"] |= {
+        "phases": config["federation"]["phases"][:1],
+        "enable_progress_bar": False,
+        "logger": False,
+    }
     (tmp_path / "one.yaml").write_text(yaml.safe_dump(config))
     module = FederationCLI(["fit", "--config", str(tmp_path / "one.yaml")]).model
     copied = copy_module(module)
@@ -109,11 +126,17 @@ def test_copies_of_a_module_share_the_command_line_s_optimizer_factory(tmp_path)
 
 WRONG = {
     "federation.naem": (["--federation.naem", "x"], "--federation.naem"),
-    "misspelt argument": (["--data.init_args.num_cliets", "3"], "data.init_args.num_cliets is not an argument of Digits"),
+    "misspelt argument": (
+        ["--data.init_args.num_cliets", "3"],
+        "data.init_args.num_cliets is not an argument of Digits",
+    ),
     "suggestion": (["--data.init_args.num_cliets", "3"], "did you mean num_clients?"),
     "wrong type": (["--data.init_args.num_clients", "ten"], "data.init_args.num_clients is 'ten', but must be int"),
     "alpha": (["--data.init_args.partitioner.init_args.alpha", "-1"], "alpha is -1.0, but must be"),
-    "alpha of the wrong type": (["--data.init_args.partitioner.init_args.alpha", "x"], "alpha is 'x', but must be float"),
+    "alpha of the wrong type": (
+        ["--data.init_args.partitioner.init_args.alpha", "x"],
+        "alpha is 'x', but must be float",
+    ),
     "too many clients": (["--data.init_args.num_clients", "5000"], "data.init_args.num_clients is 5000, but"),
     "a client without samples": (
         ["--data.init_args.partitioner.init_args.alpha", "0.001"],
@@ -131,7 +154,10 @@ WRONG = {
     "damaged checkpoint": (["--ckpt_path", __file__], "damaged or no checkpoint"),
     "no config": (["--config", "none.yaml"], "none.yaml"),
     "no data": (["--data", "FashionMNIST", "--data.init_args.root", "nowhere"], "data.init_args.root"),
-    "optimizer": (["--model.init_args.optimizer", "torch.optim.SGD", "--model.init_args.optimizer.lr", "-1"], "learning rate: -1"),
+    "optimizer": (
+        ["--model.init_args.optimizer", "torch.optim.SGD", "--model.init_args.optimizer.lr", "-1"],
+        "learning rate: -1",
+    ),
     "no such evaluation": (["--federation.evaluate_every_n_rounds", "-1"], "evaluate_every_n_rounds is -1"),
 }
 
@@ -152,8 +178,16 @@ def test_what_the_user_can_mend_ends_in_one_sentence(case, tmp_path, capsys, mon
 @pytest.mark.parametrize(
     ("old", "new", "sentence"),
     [
-        ("clients_per_round: 0.5", "clients_pr_round: 0.5", "phases.clients_pr_round is not an argument of Phase; did you mean"),
-        ("shared: global", "shard: global", "phases.algorithm.init_args.shard is not an argument of FedAvg; did you mean shared?"),
+        (
+            "clients_per_round: 0.5",
+            "clients_pr_round: 0.5",
+            "phases.clients_pr_round is not an argument of Phase; did you mean",
+        ),
+        (
+            "shared: global",
+            "shard: global",
+            "phases.algorithm.init_args.shard is not an argument of FedAvg; did you mean shared?",
+        ),
         ("class_path: FedAvg", "class_path: FedAvgg", "did you mean FedAvg?"),
         ("rounds: 20", "rounds: 0", "federation.phases 'FedAvg': rounds is 0, but must be at least 1"),
         ("weight: 1.0", "weight: 1.5", "weight is 1.5, but the global expert's weight must be from 0 to 1"),

@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 import torch
 from helpers import blobs
+from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.loggers import CSVLogger
-from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import nn
 
 from fedmoe_pl import Federation, PersonalizedMoE, Phase
@@ -44,14 +44,26 @@ def phases() -> list[Phase]:
     torch.manual_seed(1)  # as in a configuration, the phases' own gates follow from a seed
     return [
         Phase("Local", Local(), gate=ConstantGate(0.0)),
-        Phase("FedAvg", FedAvg("global_expert.*"), rounds=4, clients_per_round=2, gate=ConstantGate(1.0), monitor="global_test"),
+        Phase(
+            "FedAvg",
+            FedAvg("global_expert.*"),
+            rounds=4,
+            clients_per_round=2,
+            gate=ConstantGate(1.0),
+            monitor="global_test",
+        ),
         Phase("PFL-FB", PersonalizedExpert("local_expert.classifier.*", gate_fraction=0.25), gate=ConstantGate(0.0)),
         Phase("PFL-MF", PFLMoE(), gate=LinearGate(5), max_epochs=3),
     ]
 
 
 def federation(path, phases=None, **kwargs) -> Federation:
-    defaults = {"trainer": {"accelerator": "cpu"}, "default_root_dir": path, "enable_progress_bar": False, "logger": False}
+    defaults = {
+        "trainer": {"accelerator": "cpu"},
+        "default_root_dir": path,
+        "enable_progress_bar": False,
+        "logger": False,
+    }
     return Federation(phases or globals()["phases"](), **{**defaults, **kwargs})
 
 
@@ -75,7 +87,7 @@ def assert_same(a, b):
     elif hasattr(a, "__dataclass_fields__"):
         assert_same(vars(a), vars(b))
     else:
-        assert a == b or a != a and b != b  # nan
+        assert a == b or (a != a and b != b)  # nan
 
 
 class Kill(FederationCallback):
@@ -93,8 +105,10 @@ class Kill(FederationCallback):
 
 @pytest.mark.parametrize(
     ("hook", "n"),
-    [("on_client_end", 2), ("on_client_end", 6), ("on_evaluation_end", 3), ("on_round_end", 3), ("on_phase_end", 2)]
-    + [("on_round_end", 5), ("on_client_end", 15), ("on_phase_end", 3), ("on_fit_end", 1)],
+    [
+        *(("on_client_end", 2), ("on_client_end", 6), ("on_evaluation_end", 3), ("on_round_end", 3)),
+        *(("on_round_end", 5), ("on_client_end", 15), ("on_phase_end", 3), ("on_fit_end", 1)),
+    ],
 )
 def test_a_run_stopped_anywhere_and_resumed_ends_with_the_bits_of_one_that_was_not(tmp_path, hook, n):
     federation(tmp_path / "whole").fit(model(), data())
@@ -104,7 +118,10 @@ def test_a_run_stopped_anywhere_and_resumed_ends_with_the_bits_of_one_that_was_n
     resumed.fit(model(seed=9), data(), ckpt_path="last")
 
     whole = tmp_path / "whole/federation/version_0"
-    content, expected = load_checkpoint(resumed.run_dir / "checkpoints/last.ckpt"), load_checkpoint(whole / "checkpoints/last.ckpt")
+    content, expected = (
+        load_checkpoint(resumed.run_dir / "checkpoints/last.ckpt"),
+        load_checkpoint(whole / "checkpoints/last.ckpt"),
+    )
     assert_same(content, expected)
     for name in ("rounds.csv", "clients.csv", "summary.csv"):
         assert (resumed.run_dir / name).read_bytes() == (whole / name).read_bytes()
@@ -311,7 +328,7 @@ def test_a_checkpoint_of_another_run_is_refused(tmp_path):
         federation(tmp_path, seed=1).fit(model(), data(), ckpt_path="last")
     with pytest.raises(MisconfigurationException, match="holds the phases"):
         federation(tmp_path, phases()[:1]).fit(model(), data(), ckpt_path="last")
-    with pytest.raises(MisconfigurationException, match="no run in .* has a checkpoint"):
+    with pytest.raises(MisconfigurationException, match=r"no run in .* has a checkpoint"):
         federation(tmp_path / "empty").fit(model(), data(), ckpt_path="last")
 
 
@@ -337,5 +354,7 @@ def test_a_callback_of_the_user_takes_the_default_s_place(tmp_path):
     from fedmoe_pl.reporting import GateMonitor
 
     mine = GateMonitor(max_clients=2)
-    monitors = [callback for callback in federation(tmp_path, callbacks=[mine]).callbacks if type(callback) is GateMonitor]
+    monitors = [
+        callback for callback in federation(tmp_path, callbacks=[mine]).callbacks if type(callback) is GateMonitor
+    ]
     assert monitors == [mine]

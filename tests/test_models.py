@@ -10,8 +10,8 @@ import torch.nn.functional as F
 from helpers import Expert, assert_same_bits, mixture
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import LightningModule, Trainer
-from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 

@@ -28,14 +28,16 @@ def test_every_command_runs_in_the_order_of_the_page(tmp_path):
         assert result.returncode == 0, f"{command}: {result.stderr}"
         table = table or result.stdout
     shown = blocks("text")[0].strip().splitlines()
-    assert [line.split("  ")[0] for line in table.strip().splitlines()[: len(shown)]] == [line.split("  ")[0] for line in shown]
+    assert [line.split("  ")[0] for line in table.strip().splitlines()[: len(shown)]] == [
+        line.split("  ")[0] for line in shown
+    ]
 
 
 def test_the_python_example_runs(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     names: dict = {}
     for block in blocks("python"):
-        exec(block, names)  # noqa: S102
+        exec(block, names)
     assert names["logits"].shape == (2, 10)
     assert names["gate_weights"].shape == (2, 2)
     assert "Spread(mean=" in capsys.readouterr().out

@@ -1,4 +1,4 @@
-"""FedAvg: McMahan, Moore, Ramage, Hampson, Aguera y Arcas, AISTATS 2017, Algorithm 1 (https://arxiv.org/abs/1602.05629)."""
+"""FedAvg: McMahan et al., AISTATS 2017, Algorithm 1 (https://arxiv.org/abs/1602.05629)."""
 
 from __future__ import annotations
 

@@ -24,8 +24,8 @@ from __future__ import annotations
 from typing import Any
 
 import torch.nn.functional as F
+from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import LightningModule
-from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor
 
 from fedmoe_pl.aggregation import Patterns, Tree

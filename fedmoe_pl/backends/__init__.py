@@ -3,4 +3,13 @@
 from fedmoe_pl.backends.backend import Backend, GroupUpdate, LocalTraining
 from fedmoe_pl.backends.trainer import LEAN_TRAINER, TrainerBackend, has_pure_loss, one_thread, quiet
 
-__all__ = ["LEAN_TRAINER", "Backend", "GroupUpdate", "LocalTraining", "TrainerBackend", "has_pure_loss", "one_thread", "quiet"]
+__all__ = [
+    "LEAN_TRAINER",
+    "Backend",
+    "GroupUpdate",
+    "LocalTraining",
+    "TrainerBackend",
+    "has_pure_loss",
+    "one_thread",
+    "quiet",
+]

@@ -148,7 +148,9 @@ class _Freezing(Callback):
         for name, parameter in self.module.named_parameters():
             parameter.requires_grad_(self.algorithm.is_trainable(name, self.round, trainer.current_epoch))
         if not self.algorithm.frozen_train_mode:
-            self.frozen = [submodule for submodule in self.module.modules() if submodule.training and _is_frozen(submodule)]
+            self.frozen = [
+                submodule for submodule in self.module.modules() if submodule.training and _is_frozen(submodule)
+            ]
             for submodule in self.frozen:
                 submodule.eval()
 

@@ -8,9 +8,9 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import LightningModule
 from lightning.pytorch.cli import LRSchedulerCallable, OptimizerCallable
-from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor, nn
 from torchmetrics.functional.classification import multiclass_accuracy
 
@@ -59,7 +59,9 @@ class PersonalizedMoE(LightningModule):
         self.gate = ConstantGate(0.5) if gate is None else gate
         self.optimizer = optimizer
         self.lr_scheduler = lr_scheduler
-        if self.gate.reads_features and not (hasattr(global_expert, "extractor") and hasattr(global_expert, "classifier")):
+        if self.gate.reads_features and not (
+            hasattr(global_expert, "extractor") and hasattr(global_expert, "classifier")
+        ):
             raise MisconfigurationException(
                 f"model.init_args.gate is a {type(self.gate).__name__}, which reads features, but the global expert "
                 f"{type(global_expert).__name__} has no `extractor` and `classifier`; LinearGate reads the input."
@@ -83,9 +85,9 @@ class PersonalizedMoE(LightningModule):
             expert = self.global_expert if self.gate.weight else self.local_expert
             return expert(x), self.gate(x)
         if self.gate.reads_features:
-            features = self.global_expert.extractor(x)
+            features = self.global_expert.extractor(x)  # pyright: ignore[reportCallIssue]
             weights = self.gate(features)
-            global_logits = self.global_expert.classifier(features)
+            global_logits = self.global_expert.classifier(features)  # pyright: ignore[reportCallIssue]
         else:
             weights = self.gate(x)
             global_logits = self.global_expert(x)
