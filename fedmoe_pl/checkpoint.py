@@ -106,6 +106,25 @@ def load_checkpoint(path: str | Path) -> dict[str, Any]:
     return content
 
 
+def load_run(path: Path, phases: list[str], seed: int) -> dict[str, Any]:
+    """Reads the checkpoint of a run that had no other phases and the same seed.
+
+    Raises:
+        MisconfigurationException: if it is the checkpoint of something else, or none.
+    """
+    content = load_checkpoint(path)
+    found = list(content.get("phases", {}))
+    if "phases" not in content or not set(found) <= set(phases):
+        raise MisconfigurationException(
+            f"ckpt_path is '{path}', which holds the phases {found}, but federation.phases are {phases}."
+        )
+    if content["seed"] != seed:
+        raise MisconfigurationException(
+            f"ckpt_path is '{path}', a run with seed_everything {content['seed']}, but now it is {seed}."
+        )
+    return content
+
+
 def find_checkpoint(ckpt_path: str, runs: Path) -> Path:
     """The file that ``--ckpt_path`` means: a path, or ``last`` for the newest run's last checkpoint.
 

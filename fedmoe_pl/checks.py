@@ -2,16 +2,60 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Any
+
+import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
-from lightning.pytorch import LightningModule
+from lightning.pytorch import LightningModule, Trainer
 
 from fedmoe_pl.algorithm import Algorithm
-from fedmoe_pl.backends import has_pure_loss
+from fedmoe_pl.backends import has_pure_loss, quiet
 from fedmoe_pl.cohort import cohort_size
 from fedmoe_pl.data import FederatedDataModule
 from fedmoe_pl.evaluation import predict
 from fedmoe_pl.models import PersonalizedMoE
 from fedmoe_pl.phase import Phase
+
+
+def check_phases(phases: Sequence[Phase], evaluate_every_n_rounds: int) -> None:
+    """Refuses phases that cannot be told apart, and a schedule of evaluations that no monitor could use.
+
+    Raises:
+        MisconfigurationException: with one sentence.
+    """
+    names = [phase.name for phase in phases]
+    if not phases or len(set(names)) < len(names):
+        raise MisconfigurationException(
+            f"federation.phases has the names {names}, but needs at least one phase and every name once."
+        )
+    if evaluate_every_n_rounds < 0:
+        raise MisconfigurationException(
+            f"federation.evaluate_every_n_rounds is {evaluate_every_n_rounds}, but must be at least 0."
+        )
+    monitoring = [phase.name for phase in phases if phase.monitor]
+    if monitoring and not evaluate_every_n_rounds:
+        raise MisconfigurationException(
+            f"federation.evaluate_every_n_rounds is 0, but '{monitoring[0]}' has a monitor; it must be at least 1."
+        )
+
+
+def check_trainer(arguments: dict[str, Any]) -> torch.device:
+    """Refuses arguments that make no Trainer; returns the device that it would train on.
+
+    Raises:
+        MisconfigurationException: with one sentence.
+    """
+    max_epochs = arguments["max_epochs"]
+    if not isinstance(max_epochs, int) or max_epochs < 0:
+        raise MisconfigurationException(
+            f"trainer.max_epochs is {max_epochs}, but must be the number of local epochs, at least 0."
+        )
+    try:
+        with quiet():
+            return Trainer(**arguments).strategy.root_device
+    except (MisconfigurationException, TypeError, ValueError) as error:
+        raise MisconfigurationException(f"trainer: {error}") from error
 
 
 def check_phase(phase: Phase, module: LightningModule, datamodule: FederatedDataModule) -> None:

@@ -2,27 +2,26 @@
 
 from __future__ import annotations
 
-import math
 from pathlib import Path
 from typing import Any, Literal
 
 import yaml
 from lightning.fabric.utilities.exceptions import MisconfigurationException
-from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch import LightningModule
 from lightning.pytorch.loggers import Logger, TensorBoardLogger
 
 from fedmoe_pl.aggregation import Tree, copy_module, load_tree
 from fedmoe_pl.algorithm import Update
-from fedmoe_pl.backends import LEAN_TRAINER, Backend, LocalTraining, TrainerBackend, one_thread, quiet
+from fedmoe_pl.backends import LEAN_TRAINER, Backend, LocalTraining, TrainerBackend, one_thread
 from fedmoe_pl.callbacks import ClientCheckpoint, FederationCallback
-from fedmoe_pl.checkpoint import FILE, LAST, PhaseState, find_checkpoint, load_checkpoint, run_versions, save_checkpoint
-from fedmoe_pl.checks import check_phase
+from fedmoe_pl.checkpoint import FILE, LAST, PhaseState, find_checkpoint, load_run, run_versions, save_checkpoint
+from fedmoe_pl.checks import check_phase, check_phases, check_trainer
 from fedmoe_pl.cohort import cohort_size, sample_cohort
 from fedmoe_pl.data import FederatedDataModule, partition_figure, partition_table
 from fedmoe_pl.evaluation import Evaluation, evaluate_clients, predict
-from fedmoe_pl.phase import INITIAL, Phase, begin_phase, evaluated_model, find_start, phase_module
+from fedmoe_pl.phase import INITIAL, Phase, begin_phase, evaluated_model, find_start, phase_module, work_of_round
 from fedmoe_pl.reporting import AccuracyMonitor, GateMonitor, PartitionMonitor, ProgressBar, ResultFiles
-from fedmoe_pl.results import format_table, round_row, write_csv
+from fedmoe_pl.results import format_table, prediction_rows, round_row, write_csv
 from fedmoe_pl.seeds import seed_all
 
 
@@ -69,20 +68,7 @@ class Federation:
         enable_progress_bar: bool = True,
         seed: int = 0,
     ) -> None:
-        names = [phase.name for phase in phases]
-        if not phases or len(set(names)) < len(names):
-            raise MisconfigurationException(
-                f"federation.phases has the names {names}, but needs at least one phase and every name once."
-            )
-        if evaluate_every_n_rounds < 0:
-            raise MisconfigurationException(
-                f"federation.evaluate_every_n_rounds is {evaluate_every_n_rounds}, but must be at least 0."
-            )
-        monitoring = [phase.name for phase in phases if phase.monitor]
-        if monitoring and not evaluate_every_n_rounds:
-            raise MisconfigurationException(
-                f"federation.evaluate_every_n_rounds is 0, but '{monitoring[0]}' has a monitor; it must be at least 1."
-            )
+        check_phases(phases, evaluate_every_n_rounds)
         self.phases = phases
         self.starts = {phase.name: find_start(phases, index) for index, phase in enumerate(phases)}
         self.trainer = {**LEAN_TRAINER, **(trainer or {})}
@@ -170,16 +156,7 @@ class Federation:
             for client, own in enumerate(datamodule.test_samples):
                 samples = own if len(own) else datamodule.global_test
                 logits, weights = predict(self.client_module(phase.name, client), datamodule, samples)
-                columns = {
-                    "sample": samples.tolist(),
-                    "label": datamodule.y[samples].tolist(),
-                    "prediction": logits.argmax(1).tolist(),
-                    "gate_weight": [math.nan] * len(samples) if weights is None else weights[:, 0].tolist(),
-                }
-                rows += [
-                    {"method": phase.name, "client": client, **dict(zip(columns, values, strict=True))}
-                    for values in zip(*columns.values(), strict=True)
-                ]
+                rows += prediction_rows(phase.name, client, samples, datamodule.y[samples], logits, weights)
         write_csv(self.run_dir / "predictions.csv", rows)
         print(f"{len(rows)} predictions: {self.run_dir / 'predictions.csv'}")
 
@@ -217,7 +194,7 @@ class Federation:
 
     @property
     def total_work(self) -> float:
-        """Local epochs of all clients in all rounds of all phases: a measure of how long the run takes."""
+        """Samples that all clients train on in all epochs of all phases: a measure of how long the run takes."""
         return sum(phase.rounds * self._work(phase) for phase in self.phases)
 
     @property
@@ -229,12 +206,9 @@ class Federation:
         return done + self._work_in_round
 
     def _work(self, phase: Phase) -> float:
-        """Local epochs of all clients in one round of the phase."""
-        if phase.ckpt_path:
-            return 0.0
-        return float(cohort_size(self.datamodule.num_clients, phase.clients_per_round) * self._max_epochs(phase))
+        return work_of_round(phase, self.datamodule, self.seed, self._epochs(phase))
 
-    def _max_epochs(self, phase: Phase) -> int:
+    def _epochs(self, phase: Phase) -> int:
         return self.trainer["max_epochs"] if phase.max_epochs is None else phase.max_epochs
 
     def _finished_methods(self) -> list[Phase]:
@@ -249,11 +223,7 @@ class Federation:
         self.model, self.datamodule = copy_module(model), datamodule
         load_tree(self.model, self.initial)
         self.initial = {name: tensor.detach().cpu() for name, tensor in self.model.state_dict().items()}
-        try:
-            with quiet():
-                self.device = Trainer(**self.trainer).strategy.root_device
-        except (MisconfigurationException, TypeError, ValueError) as error:
-            raise MisconfigurationException(f"trainer: {error}") from error
+        self.device = check_trainer(self.trainer)
         datamodule.prepare_data()
         datamodule.setup()
         for phase in self.phases:
@@ -276,17 +246,7 @@ class Federation:
             self.loggers = self.logger or []
 
     def _load(self, path: Path) -> None:
-        content = load_checkpoint(path)
-        names = [phase.name for phase in self.phases]
-        if "phases" not in content or not set(content["phases"]) <= set(names):
-            raise MisconfigurationException(
-                f"ckpt_path is '{path}', which holds the phases {list(content.get('phases', {}))}, but "
-                f"federation.phases are {names}."
-            )
-        if content["seed"] != self.seed:
-            raise MisconfigurationException(
-                f"ckpt_path is '{path}', a run with seed_everything {content['seed']}, but now it is {self.seed}."
-            )
+        content = load_run(path, [phase.name for phase in self.phases], self.seed)
         self.initial, self.states, self.rows = content["model"], content["phases"], content["rows"]
         self.run_dir = path.parent.parent
 
@@ -303,7 +263,7 @@ class Federation:
             initial=initial,
             algorithm=phase.algorithm,
             datamodule=self.datamodule,
-            trainer={**self.trainer, "max_epochs": self._max_epochs(phase)},
+            trainer={**self.trainer, "max_epochs": self._epochs(phase)},
             optimizer=phase.optimizer,
             batch_size=phase.batch_size,
             seed=self.seed,
@@ -330,13 +290,14 @@ class Federation:
         round, algorithm, clients = state.round, phase.algorithm, range(self.datamodule.num_clients)
         self._call("on_round_start", phase, round)
         cohort = sample_cohort(clients, cohort_size(len(clients), phase.clients_per_round), self.seed, round)
+        work = self._work(phase)
         combined: Update | None = None
         kept = dict(state.kept)
         for group in self.backend.train(training, state.server, cohort, state.kept, round):
             combined = group.update if combined is None else algorithm.combine(combined, group.update)
             kept.update({client: tree for client, tree in group.kept.items() if tree})
             for client in group.kept:
-                self._work_in_round += self._max_epochs(phase)
+                self._work_in_round += work / len(cohort)
                 self._call("on_client_end", phase, round, client)
         assert combined is not None, "a cohort has at least one client"
         state.server, state.kept, state.round = algorithm.server_update(state.server, combined), kept, round + 1

@@ -10,8 +10,10 @@ from lightning.pytorch import LightningModule
 from lightning.pytorch.cli import OptimizerCallable
 
 from fedmoe_pl.aggregation import Tree, copy_module, load_tree
-from fedmoe_pl.algorithm import Algorithm
+from fedmoe_pl.algorithm import Algorithm, Client
 from fedmoe_pl.checkpoint import PhaseState, load_checkpoint
+from fedmoe_pl.cohort import cohort_size
+from fedmoe_pl.data import FederatedDataModule
 from fedmoe_pl.evaluation import METRICS
 from fedmoe_pl.models.gates import ConstantGate, Gate
 from fedmoe_pl.models.moe import PersonalizedMoE
@@ -105,8 +107,8 @@ def find_start(phases: Sequence[Phase], index: int) -> str:
     followed = [other.name for other in earlier if phase.algorithm.follows(other.algorithm)]
     if not followed and type(phase.algorithm).follows is not Algorithm.follows:
         raise MisconfigurationException(
-            f"federation.phases '{phase.name}': {type(phase.algorithm).__name__} starts from an earlier phase, but none "
-            f"of [{', '.join(names)}] fits; add one before it or name one with `start`."
+            f"federation.phases '{phase.name}': {type(phase.algorithm).__name__} starts from an earlier phase, but "
+            f"none of [{', '.join(names)}] fits; add one before it or name one with `start`."
         )
     return followed[-1] if followed else INITIAL
 
@@ -165,6 +167,17 @@ def phase_module(model: LightningModule, phase: Phase) -> LightningModule:
             f"{type(model).__name__} and only a PersonalizedMoE has a gate."
         )
     return model.with_gate(phase.gate)
+
+
+def work_of_round(phase: Phase, datamodule: FederatedDataModule, seed: int, epochs: int) -> float:
+    """Samples that the clients train on in all epochs of a round, estimated from the first client's share."""
+    if phase.ckpt_path:
+        return 0.0
+    samples = datamodule.train_samples
+    first = Client(id=0, round=0, seed=seed, module=LightningModule(), samples=samples[0], kept={})
+    share = len(phase.algorithm.client_samples(first)) / len(samples[0])
+    cohort = cohort_size(len(samples), phase.clients_per_round) / len(samples)
+    return epochs * cohort * share * sum(map(len, samples))
 
 
 def evaluated_model(module: LightningModule) -> str:

@@ -92,6 +92,25 @@ def _field(value: object) -> object:
     return "" if math.isnan(value) else repr(float(value))
 
 
+def prediction_rows(
+    method: str, client: int, samples: Tensor, labels: Tensor, logits: Tensor, gate_weights: Tensor | None
+) -> list[dict[str, object]]:
+    """Rows of ``predictions.csv``, one per sample.
+
+    Args:
+        method: name of the phase.
+        client: whose model predicted.
+        samples: indices of the samples in the data module, shape (n,).
+        labels: their classes, shape (n,).
+        logits: shape (n, C).
+        gate_weights: shape (n, experts), of which the global expert's is written; None without a gate.
+    """
+    weights = [math.nan] * len(samples) if gate_weights is None else gate_weights[:, 0].tolist()
+    columns = zip(samples.tolist(), labels.tolist(), logits.argmax(1).tolist(), weights, strict=True)
+    names = ("sample", "label", "prediction", "gate_weight")
+    return [{"method": method, "client": client, **dict(zip(names, values, strict=True))} for values in columns]
+
+
 def percent(fraction: float) -> str:
     """A fraction as percent with two decimals; a dash for nan.
 

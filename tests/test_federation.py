@@ -324,7 +324,7 @@ def test_a_damaged_checkpoint_is_refused_and_the_run_is_kept(tmp_path, damage):
 
 def test_a_checkpoint_of_another_run_is_refused(tmp_path):
     federation(tmp_path).fit(model(), data())
-    with pytest.raises(MisconfigurationException, match="seed_everything 0, but seed_everything is 1"):
+    with pytest.raises(MisconfigurationException, match="seed_everything 0, but now it is 1"):
         federation(tmp_path, seed=1).fit(model(), data(), ckpt_path="last")
     with pytest.raises(MisconfigurationException, match="holds the phases"):
         federation(tmp_path, phases()[:1]).fit(model(), data(), ckpt_path="last")

@@ -1,11 +1,12 @@
 """What the README shows is run as it stands."""
 
 import re
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+
+from fedmoe_pl.cli import main
 
 REPOSITORY = Path(__file__).parent.parent
 README = (REPOSITORY / "README.md").read_text()
@@ -15,18 +16,21 @@ def blocks(language: str) -> list[str]:
     return re.findall(rf"```{language}\n(.*?)```", README, re.DOTALL)
 
 
-def test_every_command_runs_in_the_order_of_the_page(tmp_path):
-    """All of them but the installations and TensorBoard's server."""
+def test_every_command_runs_in_the_order_of_the_page(tmp_path, monkeypatch, capsys):
+    """All of them but the installations and TensorBoard's server; in this process, which spares imports."""
     commands = [line.split(" && ")[-1] for block in blocks("bash") for line in block.splitlines()]
     commands = [command.split("  #")[0].strip() for command in commands if command.startswith("fedmoe ")]
     assert len(commands) == 7
     (tmp_path / "configs").symlink_to(REPOSITORY / "configs")
+    monkeypatch.chdir(tmp_path)
     table = None
     for command in commands:
-        program = [sys.executable, str(REPOSITORY / "cli.py"), *command.split()[1:]]
-        result = subprocess.run(program, cwd=tmp_path, capture_output=True, text=True, check=False)
-        assert result.returncode == 0, f"{command}: {result.stderr}"
-        table = table or result.stdout
+        monkeypatch.setattr(sys, "argv", command.split())
+        try:
+            main()
+        except SystemExit as exit:
+            assert exit.code == 0, f"{command}: {capsys.readouterr().err}"
+        table = table or capsys.readouterr().out
     shown = blocks("text")[0].strip().splitlines()
     assert [line.split("  ")[0] for line in table.strip().splitlines()[: len(shown)]] == [
         line.split("  ")[0] for line in shown
