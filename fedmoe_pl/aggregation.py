@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterable, Mapping
 from fnmatch import fnmatchcase
+from functools import partial
 from typing import TypeVar
 
 import torch
@@ -68,12 +69,12 @@ def changed(module: nn.Module, loaded: Mapping[str, Tensor], kept: Mapping[str, 
 
 
 def copy_module(module: Module) -> Module:
-    """A deep copy of a module that shares the functions which make its optimizers.
+    """A deep copy of a module that shares the functions with which LightningCLI makes optimizers.
 
-    Those that LightningCLI makes hold its parser, and with it all that was configured, the data included.
+    They hold its parser, and with it all that was configured, the data included.
     """
-    factories = (value for part in module.modules() for value in vars(part).values() if callable(value))
-    shared = {id(value): value for value in factories if not isinstance(value, nn.Module)}
+    values = [value for part in module.modules() for value in vars(part).values() if isinstance(value, partial)]
+    shared = {id(value): value for value in values if value.func.__module__.startswith("jsonargparse")}
     return copy.deepcopy(module, shared)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import pickle
+import zlib
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 
 from fedmoe_pl.aggregation import Tree
+from fedmoe_pl.data import FederatedDataModule
 from fedmoe_pl.evaluation import ClientEvaluation, Evaluation
 
 LAST = "last"
@@ -32,6 +34,7 @@ class PhaseState:
         best_round: the round it was reached in, counted from 1.
         best_server: the server's state then.
         best_kept: what clients had kept then.
+        given: where the result comes from another checkpoint, the round it was reached in there (0: unknown).
         evaluation: the final evaluation.
     """
 
@@ -44,6 +47,7 @@ class PhaseState:
     best_round: int = 0
     best_server: Tree = field(default_factory=dict)
     best_kept: dict[int, Tree] = field(default_factory=dict)
+    given: int | None = None
     evaluation: Evaluation | None = None
 
     def remember_best(self, metric: float) -> None:
@@ -58,7 +62,7 @@ class PhaseState:
 
 
 def save_checkpoint(
-    path: Path, model: Tree, states: dict[str, PhaseState], rows: list[dict[str, Any]], seed: int
+    path: Path, model: Tree, states: dict[str, PhaseState], rows: list[dict[str, Any]], seed: int, partition: str
 ) -> None:
     """Writes a checkpoint beside the old one and then replaces it, so that a kill at any moment leaves a whole one.
 
@@ -68,6 +72,7 @@ def save_checkpoint(
         states: the phases begun so far, by name.
         rows: the rows of ``rounds.csv`` so far.
         seed: the run's seed.
+        partition: tells the clients' samples from those of another partition.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     phases = {}
@@ -75,7 +80,8 @@ def save_checkpoint(
         phases[name] = {item.name: getattr(state, item.name) for item in fields(state)}
         phases[name]["evaluation"] = None if state.evaluation is None else asdict(state.evaluation)
     temporary = path.with_suffix(".tmp")
-    torch.save({"fedmoe_pl": 1, "seed": seed, "model": model, "phases": phases, "rows": rows}, temporary)
+    content = {"fedmoe_pl": 1, "seed": seed, "partition": partition, "model": model, "phases": phases, "rows": rows}
+    torch.save(content, temporary)
     os.replace(temporary, path)
 
 
@@ -93,7 +99,9 @@ def load_checkpoint(path: str | Path) -> dict[str, Any]:
     try:
         content = torch.load(path, weights_only=True, map_location="cpu")
     except (pickle.UnpicklingError, RuntimeError, OSError, EOFError, ValueError) as error:
-        raise MisconfigurationException(f"ckpt_path is '{path}', which is damaged or no checkpoint.") from error
+        raise MisconfigurationException(
+            f"ckpt_path is '{path}', which is damaged or no checkpoint of tensors and plain values."
+        ) from error
     if not isinstance(content, dict) or not ("fedmoe_pl" in content or "state_dict" in content):
         raise MisconfigurationException(
             f"ckpt_path is '{path}', which is no checkpoint of a federation or of Lightning."
@@ -106,23 +114,46 @@ def load_checkpoint(path: str | Path) -> dict[str, Any]:
     return content
 
 
-def load_run(path: Path, phases: list[str], seed: int) -> dict[str, Any]:
-    """Reads the checkpoint of a run that had no other phases and the same seed.
+def load_run(path: Path, rounds: dict[str, int], seed: int, partition: str) -> dict[str, Any]:
+    """Reads the checkpoint of a run, to go on with it.
+
+    Args:
+        path: ``checkpoints/last.ckpt`` in the run's folder.
+        rounds: number of rounds of every phase that may be in it, by name.
+        seed: the seed it must have.
+        partition: the partition it must have.
 
     Raises:
         MisconfigurationException: if it is the checkpoint of something else, or none.
     """
     content = load_checkpoint(path)
-    found = list(content.get("phases", {}))
-    if "phases" not in content or not set(found) <= set(phases):
+    states: dict[str, PhaseState] = content.get("phases", {})
+    key = f"ckpt_path is '{path}'"
+    if "phases" not in content or not set(states) <= set(rounds):
         raise MisconfigurationException(
-            f"ckpt_path is '{path}', which holds the phases {found}, but federation.phases are {phases}."
+            f"{key}, which holds the phases {[*states]}, but federation.phases are {[*rounds]}."
         )
+    if path.parent.name != Path(FILE).parent.name:
+        raise MisconfigurationException(f"{key}, but must be {FILE} in the folder of the run that goes on.")
     if content["seed"] != seed:
+        raise MisconfigurationException(f"{key}, a run with seed_everything {content['seed']}, but now it is {seed}.")
+    if content["partition"] != partition:
         raise MisconfigurationException(
-            f"ckpt_path is '{path}', a run with seed_everything {content['seed']}, but now it is {seed}."
+            f"{key}, a run on other data or clients ({content['partition']}, now {partition})."
         )
+    for name, state in states.items():
+        if state.round > rounds[name] or (state.finished and state.round != rounds[name]):
+            raise MisconfigurationException(
+                f"{key}, where '{name}' has had {state.round} rounds, but rounds is {rounds[name]}."
+            )
     return content
+
+
+def fingerprint(datamodule: FederatedDataModule) -> str:
+    """Tells one partition from another: the number of clients, and a checksum of who holds which labels."""
+    owned = torch.cat([*datamodule.train_samples, *datamodule.test_samples])
+    checksum = zlib.crc32(owned.numpy().tobytes(), zlib.crc32(datamodule.y[owned].numpy().tobytes()))
+    return f"{datamodule.num_clients} clients, partition {checksum:08x}"
 
 
 def find_checkpoint(ckpt_path: str, runs: Path) -> Path:

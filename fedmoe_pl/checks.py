@@ -9,8 +9,7 @@ import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import LightningModule, Trainer
 
-from fedmoe_pl.algorithm import Algorithm
-from fedmoe_pl.backends import has_pure_loss, quiet
+from fedmoe_pl.backends import changes_loss, quiet
 from fedmoe_pl.cohort import cohort_size
 from fedmoe_pl.data import FederatedDataModule
 from fedmoe_pl.evaluation import predict
@@ -53,9 +52,19 @@ def check_trainer(arguments: dict[str, Any]) -> torch.device:
         )
     try:
         with quiet():
-            return Trainer(**arguments).strategy.root_device
+            trainer = Trainer(**arguments)
     except (MisconfigurationException, TypeError, ValueError) as error:
         raise MisconfigurationException(f"trainer: {error}") from error
+    if trainer.world_size > 1:
+        raise MisconfigurationException(
+            f"trainer.devices is {arguments['devices']}, but must be 1: a client trains on one device."
+        )
+    if trainer.precision.endswith("-true") and trainer.precision != "32-true":
+        raise MisconfigurationException(
+            f"trainer.precision is '{trainer.precision}', but must be 32-true or mixed, because clients and server "
+            "exchange parameters of the model's own type; call .double() on the model for 64 bits."
+        )
+    return trainer.strategy.root_device
 
 
 def check_phase(phase: Phase, module: LightningModule, datamodule: FederatedDataModule) -> None:
@@ -75,11 +84,12 @@ def check_phase(phase: Phase, module: LightningModule, datamodule: FederatedData
             f"{key}: clients_per_round is {phase.clients_per_round}, but must be at most the number of clients, "
             f"{datamodule.num_clients}."
         )
-    changes_loss = type(phase.algorithm).client_loss is not Algorithm.client_loss
-    if (phase.optimizer or changes_loss) and not has_pure_loss(module):
+    if changes_loss(phase.algorithm) and not (
+        callable(getattr(module, "loss", None)) and module.automatic_optimization
+    ):
         raise MisconfigurationException(
-            f"{key}: {'optimizer' if phase.optimizer else type(phase.algorithm).__name__} needs a model with a method "
-            f"loss(batch) -> (loss, metrics), which {type(module).__name__} has not."
+            f"{key}: {type(phase.algorithm).__name__} has a loss of its own, for which the model must have a method "
+            f"loss(batch) -> (loss, metrics) and automatic optimization; {type(module).__name__} has not."
         )
     phase.algorithm.check(module)
     for metric, samples, source in (
@@ -90,11 +100,11 @@ def check_phase(phase: Phase, module: LightningModule, datamodule: FederatedData
             raise MisconfigurationException(
                 f"{key}: monitor is '{metric}', but data.init_args.{source} is 0, so that no client has such samples."
             )
-    _check_outputs(module, datamodule)
-    optimizer = phase.optimizer or (module.optimizer if isinstance(module, PersonalizedMoE) else None)
-    if optimizer is not None:
+    if phase.evaluate:
+        _check_outputs(module, datamodule)
+    if isinstance(module, PersonalizedMoE):
         try:
-            optimizer(module.parameters())
+            module.configure_optimizers()
         except ValueError as error:
             raise MisconfigurationException(f"{key}: its optimizer refuses its arguments: {error}.") from error
 
@@ -104,7 +114,7 @@ def _check_outputs(module: LightningModule, datamodule: FederatedDataModule) -> 
     shape = tuple(datamodule.x[samples[0]].shape)
     try:
         logits, _ = predict(module.eval(), datamodule, samples)
-    except RuntimeError as error:
+    except (RuntimeError, ValueError, TypeError, IndexError) as error:
         reason = str(error).splitlines()[0]
         raise MisconfigurationException(
             f"model is a {type(module).__name__} that does not accept the data's samples of shape {shape} ({reason})."

@@ -57,7 +57,7 @@ class FederationCLI(LightningCLI):
         """Makes everything that the configuration names; what a constructor refuses is passed on in its own words."""
         try:
             super().instantiate_classes()
-        except (TypeError, ValueError) as error:
+        except ValueError as error:
             raise MisconfigurationException(cause_of(error)) from error
 
     def instantiate_trainer(self, **kwargs: Any) -> Trainer:

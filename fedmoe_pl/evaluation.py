@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, TypeGuard
 
 import torch
 from lightning.pytorch import LightningModule
@@ -13,7 +13,7 @@ from torch import Tensor
 from torchmetrics.functional.classification import multiclass_accuracy
 
 from fedmoe_pl.aggregation import Tree, copy_module, load_tree
-from fedmoe_pl.models.gates import ConstantGate
+from fedmoe_pl.models import ConstantGate, PersonalizedMoE
 
 if TYPE_CHECKING:
     from fedmoe_pl.backends import LocalTraining
@@ -156,11 +156,10 @@ def predict(module: LightningModule, datamodule: FederatedDataModule, samples: T
         Logits (n, C) and, for a module with a gate that is not constant, its weights (n, experts), on the CPU.
     """
     logits, weights = [], []
-    gated = hasattr(module, "gate") and not isinstance(module.gate, ConstantGate)
     for x, _ in datamodule.batches(samples, batch_size=_BATCH_SIZE):
         x = x.to(module.device)
-        if gated:
-            batch_logits, batch_weights = module.mix(x)  # pyright: ignore[reportCallIssue]
+        if _has_trained_gate(module):
+            batch_logits, batch_weights = module.mix(x)
             weights.append(batch_weights.cpu())
         else:
             batch_logits = module(x)
@@ -180,13 +179,14 @@ def _evaluate_client(
     module: LightningModule, datamodule: FederatedDataModule, client: int, class_accuracy: Tensor, global_test: float
 ) -> ClientEvaluation:
     held_out, validation = datamodule.test_samples[client], datamodule.validation_samples[client]
-    gated = hasattr(module, "gate") and not isinstance(module.gate, ConstantGate)
     own = held_out if len(held_out) else datamodule.train_samples[client]
-    logits, gate_weights = predict(module, datamodule, own) if gated or len(held_out) else (None, None)
+    logits, gate_weights = (
+        predict(module, datamodule, own) if _has_trained_gate(module) or len(held_out) else (None, None)
+    )
     return ClientEvaluation(
         client=client,
         n_train=len(datamodule.train_samples[client]),
-        local_test=(datamodule.class_shares[client] * class_accuracy).sum().item(),
+        local_test=_weighted(class_accuracy, datamodule.class_shares[client], datamodule),
         local_test_held_out=_accuracy(logits, datamodule.y[own]) if logits is not None and len(held_out) else math.nan,
         global_test=global_test,
         validation=_accuracy(predict(module, datamodule, validation)[0], datamodule.y[validation])
@@ -195,6 +195,17 @@ def _evaluate_client(
         gate_weights=gate_weights,
         gate_labels=datamodule.y[own] if gate_weights is not None else None,
     )
+
+
+def _weighted(class_accuracy: Tensor, shares: Tensor, datamodule: FederatedDataModule) -> float:
+    """Mean of the accuracies by class with the client's shares of the classes that the global test set has."""
+    tested = datamodule.y[datamodule.global_test].bincount(minlength=datamodule.num_classes) > 0
+    shares = shares * tested
+    return ((shares * class_accuracy).sum() / shares.sum()).item()
+
+
+def _has_trained_gate(module: LightningModule) -> TypeGuard[PersonalizedMoE]:
+    return isinstance(module, PersonalizedMoE) and not isinstance(module.gate, ConstantGate)
 
 
 def _accuracy(logits: Tensor, labels: Tensor) -> float:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Literal
 
@@ -9,12 +10,22 @@ import yaml
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import LightningModule
 from lightning.pytorch.loggers import Logger, TensorBoardLogger
+from torch.nn.parameter import is_lazy
 
 from fedmoe_pl.aggregation import Tree, copy_module, load_tree
 from fedmoe_pl.algorithm import Update
 from fedmoe_pl.backends import LEAN_TRAINER, Backend, LocalTraining, TrainerBackend, one_thread
 from fedmoe_pl.callbacks import ClientCheckpoint, FederationCallback
-from fedmoe_pl.checkpoint import FILE, LAST, PhaseState, find_checkpoint, load_run, run_versions, save_checkpoint
+from fedmoe_pl.checkpoint import (
+    FILE,
+    LAST,
+    PhaseState,
+    find_checkpoint,
+    fingerprint,
+    load_run,
+    run_versions,
+    save_checkpoint,
+)
 from fedmoe_pl.checks import check_phase, check_phases, check_trainer
 from fedmoe_pl.cohort import cohort_size, sample_cohort
 from fedmoe_pl.data import FederatedDataModule, partition_figure, partition_table
@@ -111,10 +122,7 @@ class Federation:
         Raises:
             MisconfigurationException: with one sentence, before any training, if something does not fit together.
         """
-        self.initial, self.states, self.rows = {}, {}, []
-        if ckpt_path:
-            self._load(find_checkpoint(ckpt_path, self.runs))
-        self._setup(model, datamodule)
+        self._setup(model, datamodule, ckpt_path)
         if not ckpt_path:
             self.run_dir = self.runs / f"version_{max(run_versions(self.runs), default=-1) + 1}"
             self.run_dir.mkdir(parents=True)
@@ -133,32 +141,25 @@ class Federation:
 
     def validate(self, model: LightningModule, datamodule: FederatedDataModule, ckpt_path: str = LAST) -> None:
         """Prints the accuracy of every client's model on its validation samples, from a checkpoint."""
-        self._load(find_checkpoint(ckpt_path, self.runs))
-        self._setup(model, datamodule)
+        datamodule.prepare_data()
+        datamodule.setup()
         if not any(len(samples) for samples in datamodule.validation_samples):
             raise MisconfigurationException(
                 "data.init_args.validation_fraction is 0, so that no client has validation samples; it must be above 0."
             )
+        self._setup(model, datamodule, ckpt_path)
         print(format_table(self._evaluate_all(), ["validation"]))
 
     def test(self, model: LightningModule, datamodule: FederatedDataModule, ckpt_path: str = LAST) -> None:
         """Prints the table of test accuracies of every client's model, from a checkpoint."""
-        self._load(find_checkpoint(ckpt_path, self.runs))
-        self._setup(model, datamodule)
+        self._setup(model, datamodule, ckpt_path)
         print(format_table(self._evaluate_all()))
 
     def predict(self, model: LightningModule, datamodule: FederatedDataModule, ckpt_path: str = LAST) -> None:
         """Writes every client's predictions on its own test samples, or the global ones, to ``predictions.csv``."""
-        self._load(find_checkpoint(ckpt_path, self.runs))
-        self._setup(model, datamodule)
-        rows = []
-        for phase in self._finished_methods():
-            for client, own in enumerate(datamodule.test_samples):
-                samples = own if len(own) else datamodule.global_test
-                logits, weights = predict(self.client_module(phase.name, client), datamodule, samples)
-                rows += prediction_rows(phase.name, client, samples, datamodule.y[samples], logits, weights)
-        write_csv(self.run_dir / "predictions.csv", rows)
-        print(f"{len(rows)} predictions: {self.run_dir / 'predictions.csv'}")
+        self._setup(model, datamodule, ckpt_path)
+        path = self.run_dir / "predictions.csv"
+        print(f"{write_csv(path, self._predictions())} predictions: {path}")
 
     def partition(self, model: LightningModule, datamodule: FederatedDataModule) -> None:
         """Prints who holds what, and draws it to ``partition.png``."""
@@ -195,37 +196,51 @@ class Federation:
     @property
     def total_work(self) -> float:
         """Samples that all clients train on in all epochs of all phases: a measure of how long the run takes."""
-        return sum(phase.rounds * self._work(phase) for phase in self.phases)
+        return sum(phase.rounds * self.work[phase.name] for phase in self.phases)
 
     @property
     def completed_work(self) -> float:
         """The part of ``total_work`` that is done."""
-        done = sum(
-            self.states[phase.name].round * self._work(phase) for phase in self.phases if phase.name in self.states
-        )
+        done = sum(state.round * self.work[name] for name, state in self.states.items())
         return done + self._work_in_round
-
-    def _work(self, phase: Phase) -> float:
-        return work_of_round(phase, self.datamodule, self.seed, self._epochs(phase))
 
     def _epochs(self, phase: Phase) -> int:
         return self.trainer["max_epochs"] if phase.max_epochs is None else phase.max_epochs
 
     def _finished_methods(self) -> list[Phase]:
-        return [phase for phase in self.phases if phase.evaluate and phase.name in self.states]
+        return [phase for phase in self.phases if phase.evaluate and phase.name in self.results]
+
+    def _predictions(self) -> Iterator[dict[str, object]]:
+        for phase in self._finished_methods():
+            for client, own in enumerate(self.datamodule.test_samples):
+                samples = own if len(own) else self.datamodule.global_test
+                logits, weights = predict(self.client_module(phase.name, client), self.datamodule, samples)
+                yield from prediction_rows(phase.name, client, samples, self.datamodule.y[samples], logits, weights)
 
     def _call(self, hook: str, *arguments: Any) -> None:
         for callback in self.callbacks:
             getattr(callback, hook)(self, *arguments)
 
-    def _setup(self, model: LightningModule, datamodule: FederatedDataModule) -> None:
+    def _setup(self, model: LightningModule, datamodule: FederatedDataModule, ckpt_path: str | None) -> None:
         """Everything that can be refused is refused here, before any training."""
-        self.model, self.datamodule = copy_module(model), datamodule
-        load_tree(self.model, self.initial)
-        self.initial = {name: tensor.detach().cpu() for name, tensor in self.model.state_dict().items()}
+        self.initial, self.states, self.rows = {}, {}, []
+        checkpoint = find_checkpoint(ckpt_path, self.runs) if ckpt_path else None
         self.device = check_trainer(self.trainer)
         datamodule.prepare_data()
         datamodule.setup()
+        self.datamodule = datamodule
+        self.partition_fingerprint = fingerprint(datamodule)
+        if checkpoint:
+            rounds = {phase.name: phase.rounds for phase in self.phases}
+            content = load_run(checkpoint, rounds, self.seed, self.partition_fingerprint)
+            self.initial, self.states, self.rows = content["model"], content["phases"], content["rows"]
+            self.run_dir = checkpoint.parent.parent
+        self.model = self._sized(copy_module(model))
+        load_tree(self.model, self.initial)
+        self.initial = {name: tensor.detach().cpu() for name, tensor in self.model.state_dict().items()}
+        self.work = {
+            phase.name: work_of_round(phase, datamodule, self.seed, self._epochs(phase)) for phase in self.phases
+        }
         for phase in self.phases:
             module = self._module(phase)
             check_phase(phase, module, datamodule)
@@ -234,21 +249,23 @@ class Federation:
 
     def _module(self, phase: Phase) -> LightningModule:
         seed_all(self.seed)  # a gate of unknown width draws its parameters when the module is made
-        return phase_module(self.model, phase)
+        return self._sized(phase_module(self.model, phase))
+
+    def _sized(self, module: LightningModule) -> LightningModule:
+        """Sizes lazy layers, such as the gate of an expert that does not tell its input's shape."""
+        if any(is_lazy(parameter) for parameter in module.parameters()):
+            seed_all(self.seed)
+            predict(module.eval(), self.datamodule, self.datamodule.train_samples[0][:1])
+        return module.train()
 
     def _start_loggers(self) -> None:
         if self.logger is True:
             resumed: dict[str, Any] = {"purge_step": self.step + 1} if self.step else {}
-            self.loggers = [TensorBoardLogger(self.runs.parent, self.runs.name, self.run_dir.name, **resumed)]
+            self.loggers = [TensorBoardLogger(self.run_dir, name="", version="", **resumed)]
         elif isinstance(self.logger, Logger):
             self.loggers = [self.logger]
         else:
             self.loggers = self.logger or []
-
-    def _load(self, path: Path) -> None:
-        content = load_run(path, [phase.name for phase in self.phases], self.seed)
-        self.initial, self.states, self.rows = content["model"], content["phases"], content["rows"]
-        self.run_dir = path.parent.parent
 
     def _training(self, phase: Phase) -> LocalTraining:
         """What the clients of a phase have in common; begins the phase if it has not begun."""
@@ -264,7 +281,6 @@ class Federation:
             algorithm=phase.algorithm,
             datamodule=self.datamodule,
             trainer={**self.trainer, "max_epochs": self._epochs(phase)},
-            optimizer=phase.optimizer,
             batch_size=phase.batch_size,
             seed=self.seed,
         )
@@ -290,17 +306,17 @@ class Federation:
         round, algorithm, clients = state.round, phase.algorithm, range(self.datamodule.num_clients)
         self._call("on_round_start", phase, round)
         cohort = sample_cohort(clients, cohort_size(len(clients), phase.clients_per_round), self.seed, round)
-        work = self._work(phase)
         combined: Update | None = None
         kept = dict(state.kept)
         for group in self.backend.train(training, state.server, cohort, state.kept, round):
             combined = group.update if combined is None else algorithm.combine(combined, group.update)
-            kept.update({client: tree for client, tree in group.kept.items() if tree})
+            kept.update(group.kept)
             for client in group.kept:
-                self._work_in_round += work / len(cohort)
+                self._work_in_round += self.work[phase.name] / len(cohort)
                 self._call("on_client_end", phase, round, client)
         assert combined is not None, "a cohort has at least one client"
-        state.server, state.kept, state.round = algorithm.server_update(state.server, combined), kept, round + 1
+        state.server, state.round = algorithm.server_update(state.server, combined), round + 1
+        state.kept = {client: tree for client, tree in kept.items() if tree}
         self._work_in_round = 0.0
         every = self.evaluate_every_n_rounds
         evaluates = phase.evaluate and every and (state.round % every == 0 or state.round == phase.rounds)
@@ -323,15 +339,19 @@ class Federation:
         return evaluation
 
     def _evaluate(self, phase: Phase, state: PhaseState, training: LocalTraining) -> Evaluation:
-        selected = state.finished and state.best_round > 0
+        round, selection = state.round, "last round"
+        if state.given is not None:
+            round, selection = state.given, "given checkpoint"
+        elif state.finished and state.best_round:
+            round, selection = state.best_round, f"best round by {phase.monitor}"
         with one_thread():
             clients = evaluate_clients(training, state.server, state.kept, self.device)
         return Evaluation(
             method=phase.name,
-            round=state.best_round if selected else state.round,
+            round=round,
             model=evaluated_model(training.module),
             moment="after aggregation" if phase.algorithm.federated else "after local training",
-            selection=f"best round by {phase.monitor}" if selected else "last round",
+            selection=selection,
             clients=clients,
         )
 
@@ -341,4 +361,5 @@ class Federation:
 
     def _checkpoint(self) -> None:
         if self.enable_checkpointing:
-            save_checkpoint(self.run_dir / FILE, self.initial, self.states, self.rows, self.seed)
+            path, partition = self.run_dir / FILE, self.partition_fingerprint
+            save_checkpoint(path, self.initial, self.states, self.rows, self.seed, partition)

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import LightningModule
-from lightning.pytorch.cli import OptimizerCallable
+from lightning.pytorch.cli import LRSchedulerCallable, OptimizerCallable
 
 from fedmoe_pl.aggregation import Tree, copy_module, load_tree
 from fedmoe_pl.algorithm import Algorithm, Client
@@ -37,7 +38,8 @@ class Phase:
             None takes the last phase that the algorithm follows (personalization follows the federated phase).
         max_epochs: local epochs of a client in a round; None takes the trainer's.
         batch_size: local batch size; None takes the data's.
-        optimizer: local optimizer; None takes the model's.
+        optimizer: local optimizer; None takes the model's. Optimizers and schedulers start anew in every round.
+        lr_scheduler: its scheduler, stepped once per local epoch; None takes the model's.
         monitor: the round with the best mean of this metric (``validation``, ``local_test``, ``local_test_held_out``
             or ``global_test``) is the result; None takes the last round. All but ``validation`` select on test data,
             which tables say.
@@ -56,6 +58,7 @@ class Phase:
     max_epochs: int | None = None
     batch_size: int | None = None
     optimizer: OptimizerCallable | None = None
+    lr_scheduler: LRSchedulerCallable | None = None
     monitor: str | None = None
     monitor_from_round: int = 1
     evaluate: bool = True
@@ -129,24 +132,25 @@ def begin_phase(phase: Phase, module: LightningModule, before: PhaseState | None
         kept = {client: _only(inherited, tree) for client, tree in before.kept.items()}
     load_tree(module, initial)
     server = phase.algorithm.server_init(module)
+    # What the server sends now takes the place of what clients kept of it before.
+    kept = {client: {name: tree[name] for name in tree if name not in server} for client, tree in kept.items()}
     if phase.ckpt_path is None:
         return PhaseState(initial, server, kept)
     content = load_checkpoint(phase.ckpt_path)
+    key = f"federation.phases '{phase.name}': ckpt_path is '{phase.ckpt_path}'"
     if "phases" not in content:  # a checkpoint of Lightning
         missing = [name for name in server if name not in content["state_dict"]]
         if missing:
-            raise MisconfigurationException(
-                f"federation.phases '{phase.name}': ckpt_path is '{phase.ckpt_path}', which has no '{missing[0]}'; it "
-                "must have all shared parameters."
-            )
-        return PhaseState(initial, server | _only(server, content["state_dict"]), kept, round=phase.rounds)
-    if phase.name not in content["phases"]:
-        raise MisconfigurationException(
-            f"federation.phases '{phase.name}': ckpt_path is '{phase.ckpt_path}', which has no phase of this name, but "
-            f"{', '.join(content['phases'])}."
-        )
-    given: PhaseState = content["phases"][phase.name]
-    return PhaseState(initial, given.server, given.kept, round=phase.rounds)
+            raise MisconfigurationException(f"{key}, which has no '{missing[0]}'; it must have all shared parameters.")
+        given = PhaseState({}, _only(server, content["state_dict"]))
+    else:
+        finished = [name for name, state in content["phases"].items() if state.finished]
+        if phase.name not in finished:
+            raise MisconfigurationException(f"{key}, whose finished phases are {finished}; '{phase.name}' must be one.")
+        given = content["phases"][phase.name]
+    load_tree(module, _only(initial, given.server))
+    kept = {**kept, **given.kept}
+    return PhaseState(initial, given.server, kept, round=phase.rounds, given=given.best_round or given.round)
 
 
 def _only(names: Iterable[str], tree: Tree) -> Tree:
@@ -154,19 +158,24 @@ def _only(names: Iterable[str], tree: Tree) -> Tree:
 
 
 def phase_module(model: LightningModule, phase: Phase) -> LightningModule:
-    """A copy of the model, with the phase's gate.
+    """A copy of the model, with the phase's gate, optimizer and scheduler.
 
     Raises:
-        MisconfigurationException: if the phase has a gate and the model is not a ``PersonalizedMoE``.
+        MisconfigurationException: if the phase has one of these and the model is not a ``PersonalizedMoE``.
     """
-    if phase.gate is None:
-        return copy_module(model)
-    if not isinstance(model, PersonalizedMoE):
-        raise MisconfigurationException(
-            f"federation.phases '{phase.name}': gate is a {type(phase.gate).__name__}, but the model is a "
-            f"{type(model).__name__} and only a PersonalizedMoE has a gate."
-        )
-    return model.with_gate(phase.gate)
+    module = copy_module(model)
+    for part in ("gate", "optimizer", "lr_scheduler"):
+        replacement = getattr(phase, part)
+        if replacement is None:
+            continue
+        if not isinstance(module, PersonalizedMoE):
+            raise MisconfigurationException(
+                f"federation.phases '{phase.name}': {part} is given, but the model is a {type(module).__name__} and "
+                "only a PersonalizedMoE lets a phase replace it."
+            )
+        setattr(module, part, copy.deepcopy(replacement) if part == "gate" else replacement)
+        module.check_parts()
+    return module
 
 
 def work_of_round(phase: Phase, datamodule: FederatedDataModule, seed: int, epochs: int) -> float:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import csv
 import math
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import chain
 from pathlib import Path
 
 import torch
@@ -68,22 +69,30 @@ def client_rows(evaluation: Evaluation) -> list[dict[str, object]]:
     ]
 
 
-def write_csv(path: Path, rows: Sequence[Mapping[str, object]]) -> None:
+def write_csv(path: Path, rows: Iterable[Mapping[str, object]]) -> int:
     """Writes the rows under a header of their keys, in one step, so that no reader meets half a file.
 
     Floats are written with all their digits, so that equal results give equal bytes; nan becomes an empty field.
 
     Args:
         path: the file, which is replaced if it exists; its folder must exist.
-        rows: one mapping per row, from column to value.
+        rows: one mapping per row, from column to value, all with the columns of the first.
+
+    Returns:
+        The number of rows.
     """
-    columns = list(dict.fromkeys(column for row in rows for column in row))
+    rows = iter(rows)
+    first = next(rows, {})
+    count = 0
     temporary = path.with_name(path.name + ".tmp")
     with temporary.open("w", newline="", encoding="utf-8") as file:
-        writer = csv.DictWriter(file, columns, lineterminator="\n")
+        writer = csv.DictWriter(file, list(first), lineterminator="\n")
         writer.writeheader()
-        writer.writerows({column: _field(value) for column, value in row.items()} for row in rows)
+        for row in chain([first] if first else [], rows):
+            writer.writerow({column: _field(value) for column, value in row.items()})
+            count += 1
     os.replace(temporary, path)
+    return count
 
 
 def _field(value: object) -> object:
@@ -94,7 +103,7 @@ def _field(value: object) -> object:
 
 def prediction_rows(
     method: str, client: int, samples: Tensor, labels: Tensor, logits: Tensor, gate_weights: Tensor | None
-) -> list[dict[str, object]]:
+) -> Iterator[dict[str, object]]:
     """Rows of ``predictions.csv``, one per sample.
 
     Args:
@@ -108,7 +117,8 @@ def prediction_rows(
     weights = [math.nan] * len(samples) if gate_weights is None else gate_weights[:, 0].tolist()
     columns = zip(samples.tolist(), labels.tolist(), logits.argmax(1).tolist(), weights, strict=True)
     names = ("sample", "label", "prediction", "gate_weight")
-    return [{"method": method, "client": client, **dict(zip(names, values, strict=True))} for values in columns]
+    for values in columns:
+        yield {"method": method, "client": client, **dict(zip(names, values, strict=True))}
 
 
 def percent(fraction: float) -> str:

@@ -1,6 +1,7 @@
 """FedAvg, Local and PFL-MoE against closed forms and bare loops, through the federation and its Trainers."""
 
 import copy
+import math
 from functools import partial
 
 import pytest
@@ -34,6 +35,7 @@ from fedmoe_pl.algorithms import FedAvg, Local, PersonalizedExpert, PFLMoE
 from fedmoe_pl.backends import LEAN_TRAINER, LocalTraining, TrainerBackend
 from fedmoe_pl.cohort import sample_cohort
 from fedmoe_pl.models import ConstantGate, FeatureGate, LinearGate
+from fedmoe_pl.phase import phase_module
 from fedmoe_pl.seeds import derive_seed
 
 A, B = torch.tensor([1.0, 4.0]).double(), torch.tensor([0.0, 5.0]).double()  # losses a/2 (w - b)^2
@@ -240,11 +242,16 @@ def test_expert_and_gate_phases_of_pfl_moe_equal_a_bare_loop(tmp_path, gate):
     federation = run(personalization(), model, datamodule, tmp_path, seed=7)
     for client in range(2):
         gate_samples, expert_samples = hand_split(datamodule, client, 7)
-        module = federation.client_module("FedAvg", client).with_gate(model.gate)
+        module = phase_module(federation.client_module("FedAvg", client), phase("copy", FedAvg(), gate=model.gate))
         module.local_expert = copy.deepcopy(module.global_expert)
 
         batches = datamodule.batches(expert_samples, 3, client_generator(7, client, 0))
-        train_by_hand(module, "local_expert.classifier.", batches, momentum_sgd, max_epochs=3)
+        expert = module.local_expert
+
+        def expert_loss(x, y, expert=expert):  # whatever the gate, stage 2 trains the expert alone
+            return F.cross_entropy(expert(x), y)
+
+        train_by_hand(module, "local_expert.classifier.", batches, momentum_sgd, max_epochs=3, loss=expert_loss)
         stage_2 = federation.client_module("PFL-FB", client)
         torch.testing.assert_close(stage_2.state_dict(), module.state_dict(), rtol=1e-11, atol=1e-13)
 
@@ -282,7 +289,7 @@ def test_the_interleaved_schedule_equals_a_bare_loop_of_expert_and_gate_rounds(t
     federation = run(phases, model, datamodule, tmp_path, seed=7)
     for client in range(2):
         gate_samples, expert_samples = hand_split(datamodule, client, 7)
-        module = federation.client_module("FedAvg", client).with_gate(model.gate)
+        module = phase_module(federation.client_module("FedAvg", client), phase("copy", FedAvg(), gate=model.gate))
         module.local_expert = copy.deepcopy(module.global_expert)
         client_generator(7, client, 0)
         module.gate.reset_parameters()
@@ -342,7 +349,7 @@ def test_gate_and_expert_samples_are_disjoint_complete_and_the_same_in_every_rou
     at = [Client(client, round, seed, LightningModule(), samples, {}) for round in (0, 1, 5)]
     expert = [PersonalizedExpert(gate_fraction=gate_fraction).client_samples(c).tolist() for c in at]
     gate = [PFLMoE(gate_fraction).client_samples(c).tolist() for c in at]
-    assert len(gate[0]) == int(n * gate_fraction)
+    assert len(gate[0]) == max(math.floor(round(n * gate_fraction, 6)), 1 if n > 1 else 0)
     assert sorted(gate[0] + expert[0]) == samples.tolist()
     assert gate[0] == gate[1] == gate[2] and expert[0] == expert[1] == expert[2]
     by_turns = [PFLMoE(gate_fraction, interleaved=True).client_samples(c).tolist() for c in at]
@@ -397,6 +404,19 @@ def test_every_clients_gate_starts_anew_and_forgets_a_gate_trained_before(tmp_pa
     assert len({gate["linear.weight"][0, 0].item() for gate in after_training}) == 3
 
 
+@pytest.mark.parametrize("given", [FeatureGate(6).double(), LinearGate(5).double()])
+def test_a_phase_with_a_gate_of_its_own_starts_with_it_and_one_without_with_the_trained_gate(tmp_path, given):
+    phases = [
+        phase("FedAvg", FedAvg()),
+        phase("Inherited", PersonalizedExpert(), max_epochs=0),
+        phase("Given", PersonalizedExpert(), gate=given, max_epochs=0),
+    ]
+    federation = run(phases, mixture(FeatureGate(6)), blobs(), tmp_path)
+    trained = federation.client_module("FedAvg", 0).gate.state_dict()
+    assert_same_bits(federation.client_module("Inherited", 0).gate.state_dict(), trained)
+    assert_same_bits(federation.client_module("Given", 0).gate.state_dict(), given.state_dict())
+
+
 class Recorder(nn.Module):
     """Remembers in which mode it was called; without parameters, as dropout."""
 
@@ -435,7 +455,7 @@ def test_frozen_modules_are_in_eval_mode_unless_the_official_codes_way_is_asked_
     run([phase("After", algorithm, start="initial")], model, datamodule, tmp_path)
     parts = [f"{expert}.{part}" for expert in ("global_expert", "local_expert") for part in ("extractor", "classifier")]
     expected = {part: {frozen_train_mode or part in trained} for part in parts}
-    if isinstance(algorithm, PFLMoE) and algorithm.interleaved:  # the first round computes the local expert alone
+    if isinstance(algorithm, PersonalizedExpert) or algorithm.interleaved:  # the local expert is trained alone
         expected = {part: modes for part, modes in expected.items() if part.startswith("local_expert.")}
     assert seen == expected
 
@@ -553,7 +573,6 @@ def client_results(cohort, seed=0, round=0, max_epochs=2):
         algorithm=FedAvg(shared="global_expert.*"),
         datamodule=blobs((9, 9, 9)),
         trainer={**LEAN_TRAINER, "max_epochs": max_epochs},
-        optimizer=None,
         batch_size=None,
         seed=seed,
     )

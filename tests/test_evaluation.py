@@ -24,7 +24,7 @@ CPU = torch.device("cpu")
 def training(model, datamodule, algorithm=None) -> LocalTraining:
     initial = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     trainer = {**LEAN_TRAINER}
-    return LocalTraining(model, initial, algorithm or Local(), datamodule, trainer, None, None, seed=0)
+    return LocalTraining(model, initial, algorithm or Local(), datamodule, trainer, None, seed=0)
 
 
 def another_model(seed, model) -> dict[str, torch.Tensor]:

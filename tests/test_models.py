@@ -15,7 +15,9 @@ from lightning.pytorch import LightningModule, Trainer
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
+from fedmoe_pl.algorithms import FedAvg
 from fedmoe_pl.models import VGG16, ConstantGate, FeatureGate, LeNet5, LinearGate, PersonalizedMoE, SmallMLP
+from fedmoe_pl.phase import Phase, phase_module
 
 plain_trainer = pytest.mark.filterwarnings(
     "ignore:.isinstance.treespec, LeafSpec.. is deprecated:FutureWarning",  # lightning 2.6 with torch 2.15
@@ -218,11 +220,17 @@ def test_construction_leaves_batch_norm_statistics_and_train_mode_as_they_are():
     assert all(submodule.training for submodule in module.modules())
 
 
-def test_with_gate_is_a_copy_that_shares_no_tensor():
-    module = mixture(FeatureGate(6), dtype=torch.float32)
-    other = module.with_gate(LinearGate(5))
+def test_a_phase_replaces_gate_and_optimizer_in_a_copy_of_the_model_and_keeps_its_class():
+    class Mine(PersonalizedMoE):
+        pass
+
+    module = Mine(Expert(), gate=FeatureGate(6))
+    adam = partial(torch.optim.Adam, lr=0.5)
+    other = phase_module(module, Phase("phase", FedAvg(), gate=LinearGate(5), optimizer=adam))
+    assert type(other) is Mine
     assert isinstance(other.gate, LinearGate) and isinstance(module.gate, FeatureGate)
-    assert other.optimizer is module.optimizer
+    assert isinstance(other.configure_optimizers(), torch.optim.Adam)
+    assert isinstance(module.configure_optimizers(), torch.optim.SGD)
     for part in ("global_expert", "local_expert"):
         assert_same_bits(getattr(other, part).state_dict(), getattr(module, part).state_dict())
     own = {parameter.data_ptr() for parameter in module.parameters()}

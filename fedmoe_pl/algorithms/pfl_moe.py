@@ -1,7 +1,7 @@
 """PFL-MoE: Guo, Mei, Xiong, Wang, APWeb-WAIM 2021, Algorithms 1 and 2 (https://arxiv.org/abs/2012.15589).
 
-Both halves of the method follow a federated phase and run on every client once, alone. METHODS section 7.1 lists where
-the paper and the official code differ; the defaults are its defaults.
+Both halves of the method follow a federated phase and run on every client once, alone. Where the paper and the official
+code differ (METHODS section 7.1), the configurations in ``configs`` follow the code, with these arguments:
 
 ==================  =======================  ===========================  ==========================================
 topic               paper                    official code                here
@@ -75,6 +75,12 @@ class PersonalizedExpert(Algorithm):
         """Algorithm 1, line 2: every local expert starts as the global one."""
         return _copy_of_global_expert(module)
 
+    def client_loss(
+        self, module: LightningModule, batch: Any, const: dict[str, Any]
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        """Cross-entropy of the local expert alone, whatever the gate (Algorithm 2, line 7)."""
+        return _local_expert_loss(module, batch)
+
     def client_samples(self, client: Client) -> Tensor:
         """The samples that are not the gate's."""
         return _split(client, self.gate_fraction)[1] if self.gate_fraction else client.samples
@@ -89,7 +95,8 @@ class PFLMoE(Algorithm):
         gate_fraction: share of the client's samples that trains the gate, from the same split as the expert's.
         interleaved: the paper's schedule in place of the code's: the phase starts from the federated one itself, even
             rounds train the local expert on its samples, odd rounds the gate on its own. Use as many ``rounds`` as
-            the two have epochs together, with ``max_epochs: 1``.
+            the two have epochs together, with ``max_epochs: 1``. One optimizer serves both and starts anew in every
+            round, which is the paper's plain SGD; momentum would not last from one epoch to the next.
         trainable: glob patterns of the local expert's trained parameters, where ``interleaved``.
         frozen_train_mode: keep frozen modules in train mode.
 
@@ -150,11 +157,15 @@ class PFLMoE(Algorithm):
         """Cross-entropy of the mixture; in the expert's turn of the local expert alone (Algorithm 2, line 7)."""
         if not const["trains_expert"]:
             return super().client_loss(module, batch, const)
-        x, y = batch
-        return F.cross_entropy(module.local_expert(x), y), {}  # pyright: ignore[reportCallIssue]
+        return _local_expert_loss(module, batch)
 
     def _trains_expert(self, round: int) -> bool:
         return self.interleaved and round % 2 == 0
+
+
+def _local_expert_loss(module: LightningModule, batch: Any) -> tuple[Tensor, dict[str, Tensor]]:
+    x, y = batch
+    return F.cross_entropy(module.local_expert(x), y), {}  # pyright: ignore[reportCallIssue]
 
 
 def _check_fraction(gate_fraction: float, lowest: float) -> None:
@@ -164,9 +175,9 @@ def _check_fraction(gate_fraction: float, lowest: float) -> None:
 
 
 def _split(client: Client, gate_fraction: float) -> tuple[Tensor, Tensor]:
-    """The client's samples for the gate (floor(n * gate_fraction) of them) and for the expert."""
+    """The samples for the gate, floor(n * gate_fraction) but at least one where there are two, and for the expert."""
     samples = client.shuffled_samples()
-    size = int(len(samples) * gate_fraction)
+    size = max(int(len(samples) * gate_fraction + 1e-9), min(1, len(samples) - 1))  # 0.29 * 100 is 28.999999999999996
     return samples[:size], samples[size:]
 
 

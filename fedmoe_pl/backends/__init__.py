@@ -1,7 +1,7 @@
 """Backends: where and how clients are trained."""
 
 from fedmoe_pl.backends.backend import Backend, GroupUpdate, LocalTraining
-from fedmoe_pl.backends.trainer import LEAN_TRAINER, TrainerBackend, has_pure_loss, one_thread, quiet
+from fedmoe_pl.backends.trainer import LEAN_TRAINER, TrainerBackend, changes_loss, one_thread, quiet
 
 __all__ = [
     "LEAN_TRAINER",
@@ -9,7 +9,7 @@ __all__ = [
     "GroupUpdate",
     "LocalTraining",
     "TrainerBackend",
-    "has_pure_loss",
+    "changes_loss",
     "one_thread",
     "quiet",
 ]

@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from lightning.pytorch import LightningModule
-from lightning.pytorch.cli import OptimizerCallable
 
 from fedmoe_pl.aggregation import Tree
 from fedmoe_pl.algorithm import Algorithm, Update
@@ -25,7 +24,6 @@ class LocalTraining:
         algorithm: the phase's algorithm.
         datamodule: who holds which data; already set up.
         trainer: arguments of every client's ``Trainer``.
-        optimizer: overrides the module's own optimizer; None keeps it.
         batch_size: overrides the data module's batch size; None keeps it.
         seed: the run's seed.
     """
@@ -35,7 +33,6 @@ class LocalTraining:
     algorithm: Algorithm
     datamodule: FederatedDataModule
     trainer: dict[str, Any]
-    optimizer: OptimizerCallable | None
     batch_size: int | None
     seed: int
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import inspect
 import logging
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
@@ -12,12 +11,13 @@ from typing import Any
 
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
-from lightning.pytorch.cli import OptimizerCallable
 from torch import Generator, Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
 
 from fedmoe_pl.aggregation import Tree, copy_module
 from fedmoe_pl.algorithm import Algorithm, Client
 from fedmoe_pl.backends.backend import Backend, GroupUpdate, LocalTraining
+from fedmoe_pl.models import PersonalizedMoE
 from fedmoe_pl.seeds import derive_seed, seed_all
 
 LEAN_TRAINER: dict[str, Any] = {
@@ -52,10 +52,9 @@ class TrainerBackend(Backend):
             yield group
 
 
-def has_pure_loss(module: LightningModule) -> bool:
-    """Whether the module's class has a method ``loss(batch)``, which algorithms may add terms to."""
-    loss = getattr(type(module), "loss", None)
-    return callable(loss) and list(inspect.signature(loss).parameters)[1:] == ["batch"]
+def changes_loss(algorithm: Algorithm) -> bool:
+    """Whether the algorithm has a local loss of its own, for which the module must have a method ``loss(batch)``."""
+    return type(algorithm).client_loss is not Algorithm.client_loss
 
 
 def _train_client(training: LocalTraining, server: Tree, client_id: int, kept: Tree, round: int) -> GroupUpdate:
@@ -74,36 +73,41 @@ def _train_client(training: LocalTraining, server: Tree, client_id: int, kept: T
         loaded={**training.initial, **sent},
     )
     const = algorithm.client_init(client, sent)
-    if training.trainer["max_epochs"] != 0 and _trains_anything(client, algorithm):
-        _fit(training, client, const, seed)
+    samples = algorithm.client_samples(client)
+    if len(samples) and _trains_anything(client, algorithm, training.trainer["max_epochs"]):
+        _fit(training, client, samples, const, seed)
     update = algorithm.client_final(client, const)
     return GroupUpdate(update, {client_id: update.kept})
 
 
-def _trains_anything(client: Client, algorithm: Algorithm) -> bool:
-    return any(algorithm.is_trainable(name, client.round, 0) for name, _ in client.module.named_parameters())
+def _trains_anything(client: Client, algorithm: Algorithm, max_epochs: int) -> bool:
+    names = [name for name, _ in client.module.named_parameters()]
+    return any(algorithm.is_trainable(name, client.round, epoch) for epoch in range(max_epochs) for name in names)
 
 
-def _fit(training: LocalTraining, client: Client, const: dict[str, Any], seed: int) -> None:
+def _fit(training: LocalTraining, client: Client, samples: Tensor, const: dict[str, Any], seed: int) -> None:
     datamodule = training.datamodule
     batches = datamodule.batches(
-        training.algorithm.client_samples(client),
+        samples,
         batch_size=training.batch_size,
         generator=Generator().manual_seed(seed),
         augment=True,
+        # Batch normalization refuses to train on one sample (METHODS section 2).
+        drop_single=any(isinstance(part, _BatchNorm) for part in client.module.modules()),
     )
     validation = datamodule.validation_samples[client.id]
+    validates = len(validation) and training.trainer["limit_val_batches"]
     trainer_arguments = copy.deepcopy(training.trainer)
     callbacks = trainer_arguments.pop("callbacks", None) or []
     freezing = _Freezing(client.module, training.algorithm, client.round)
     module = client.module
-    if has_pure_loss(module):
-        module = _ClientModule(client.module, training.algorithm, const, training.optimizer)
+    if isinstance(module, PersonalizedMoE) or changes_loss(training.algorithm):
+        module = _ClientModule(client.module, training.algorithm, const)
     with quiet():
         trainer = Trainer(
             callbacks=[freezing, *(callbacks if isinstance(callbacks, list) else [callbacks])], **trainer_arguments
         )
-        trainer.fit(module, batches, datamodule.batches(validation) if len(validation) else None)
+        trainer.fit(module, batches, datamodule.batches(validation) if validates else None)
 
 
 class _ClientModule(LightningModule):
@@ -114,13 +118,11 @@ class _ClientModule(LightningModule):
         module: LightningModule,
         algorithm: Algorithm,
         const: dict[str, Any],
-        optimizer: OptimizerCallable | None,
     ) -> None:
         super().__init__()
         self.module = module
         self.algorithm = algorithm
         self.const = const
-        self.optimizer_callable = optimizer
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         return self.algorithm.client_loss(self.module, batch, self.const)[0]
@@ -130,9 +132,7 @@ class _ClientModule(LightningModule):
         self.log("validation_loss", loss, batch_size=len(batch[-1]))
 
     def configure_optimizers(self) -> Any:
-        if self.optimizer_callable is None:
-            return self.module.configure_optimizers()
-        return self.optimizer_callable(self.module.parameters())
+        return self.module.configure_optimizers()
 
 
 class _Freezing(Callback):
@@ -143,10 +143,12 @@ class _Freezing(Callback):
         self.algorithm = algorithm
         self.round = round
         self.frozen: list[nn.Module] = []
+        self.frozen_by_user = {name for name, parameter in module.named_parameters() if not parameter.requires_grad}
 
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         for name, parameter in self.module.named_parameters():
-            parameter.requires_grad_(self.algorithm.is_trainable(name, self.round, trainer.current_epoch))
+            trainable = self.algorithm.is_trainable(name, self.round, trainer.current_epoch)
+            parameter.requires_grad_(trainable and name not in self.frozen_by_user)
         if not self.algorithm.frozen_train_mode:
             self.frozen = [
                 submodule for submodule in self.module.modules() if submodule.training and _is_frozen(submodule)

@@ -24,6 +24,7 @@ class Batches:
         shuffle: whether every epoch has its own random order.
         generator: source of randomness; None for PyTorch's global one.
         augment: changes samples at random, called with some samples and ``generator``; None to leave them as they are.
+        drop_single: whether a last batch of one sample is left out, where it is not the only batch.
 
     Example:
         >>> batches = Batches(torch.arange(6.0), torch.arange(6), torch.tensor([5, 1, 2]), batch_size=2)
@@ -40,6 +41,7 @@ class Batches:
         shuffle: bool = False,
         generator: Generator | None = None,
         augment: Callable[[Tensor, Generator | None], Tensor] | None = None,
+        drop_single: bool = False,
     ) -> None:
         if batch_size < 1:
             raise MisconfigurationException(f"batch_size is {batch_size}, but must be an integer of at least 1.")
@@ -50,10 +52,12 @@ class Batches:
         self.shuffle = shuffle
         self.generator = generator
         self.augment = augment
+        dropped = drop_single and len(samples) > 1 and len(samples) % batch_size == 1
+        self.length = len(samples) - dropped
 
     def __len__(self) -> int:
         """Return the number of batches of one epoch."""
-        return -(-len(self.samples) // self.batch_size)
+        return -(-self.length // self.batch_size)
 
     def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
         """Iterate over one epoch."""
@@ -62,6 +66,7 @@ class Batches:
             device = self.generator.device if self.generator else None
             order = torch.randperm(len(samples), generator=self.generator, device=device)
             samples = samples[order.to(samples.device)]
+        samples = samples[: self.length]
         at_once = max(_SAMPLES_AT_ONCE // self.batch_size, 1) * self.batch_size
         samples = samples.to(self.x.device)
         for start in range(0, len(samples), at_once):

@@ -183,6 +183,7 @@ class FederatedDataModule(LightningDataModule, ABC):
         batch_size: int | None = None,
         generator: Generator | None = None,
         augment: bool = False,
+        drop_single: bool = False,
     ) -> Batches:
         """Return batches of some samples.
 
@@ -191,6 +192,7 @@ class FederatedDataModule(LightningDataModule, ABC):
             batch_size: samples per batch; None for that of the data module.
             generator: shuffles every epoch, and augments; None for the order of ``samples``.
             augment: whether to augment.
+            drop_single: whether to leave out a last batch of one sample, where it is not the only batch.
         """
         return Batches(
             self.x,
@@ -200,6 +202,7 @@ class FederatedDataModule(LightningDataModule, ABC):
             shuffle=generator is not None,
             generator=generator,
             augment=self.augment if augment and self.augmentation else None,
+            drop_single=drop_single,
         )
 
     def train_dataloader(self) -> Batches:

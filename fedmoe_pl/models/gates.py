@@ -31,7 +31,10 @@ class Gate(nn.Module, ABC):
         """
 
     def reset_parameters(self) -> None:
-        """Draws new initial parameters, as PFL-MoE does for every client."""
+        """Draws new initial parameters of all layers, as PFL-MoE does for every client."""
+        for layer in list(self.modules())[1:]:
+            if callable(reset := getattr(layer, "reset_parameters", None)):
+                reset()
 
 
 class ConstantGate(Gate):
@@ -54,7 +57,9 @@ class ConstantGate(Gate):
 
     def forward(self, x: Tensor) -> Tensor:
         """The same weights (B, 2) for every sample."""
-        return x.new_tensor([self.weight, 1 - self.weight]).expand(len(x), 2)
+        weights = x.new_full((len(x), 2), self.weight)
+        weights[:, 1] = 1 - self.weight
+        return weights
 
 
 class _SigmoidGate(Gate):
@@ -73,10 +78,6 @@ class _SigmoidGate(Gate):
         """Weights (B, 2) = (g, 1 - g), g = sigmoid(linear(x))."""
         logit = self.linear(x.flatten(1))  # (B, 1)
         return torch.cat((logit, -logit), dim=1).sigmoid()  # 1 - sigmoid(z) = sigmoid(-z)
-
-    def reset_parameters(self) -> None:
-        """Draws the linear layer's parameters anew (PyTorch's default)."""
-        self.linear.reset_parameters()
 
 
 class LinearGate(_SigmoidGate):

@@ -59,6 +59,11 @@ class PersonalizedMoE(LightningModule):
         self.gate = ConstantGate(0.5) if gate is None else gate
         self.optimizer = optimizer
         self.lr_scheduler = lr_scheduler
+        self.check_parts()
+
+    def check_parts(self) -> None:
+        """Refuses parts that do not fit together, and sizes a lazy gate where the expert tells its input's shape."""
+        global_expert = self.global_expert
         if self.gate.reads_features and not (
             hasattr(global_expert, "extractor") and hasattr(global_expert, "classifier")
         ):
@@ -67,9 +72,12 @@ class PersonalizedMoE(LightningModule):
                 f"{type(global_expert).__name__} has no `extractor` and `classifier`; LinearGate reads the input."
             )
         input_shape = getattr(global_expert, "input_shape", None)
-        if input_shape is not None:  # sizes a lazy gate, and finds experts that do not fit together
+        if input_shape is not None:
+            self.eval()  # batch normalization cannot train on one sample, and its statistics must stay
             with torch.no_grad():
-                self.mix(torch.zeros(1, *input_shape))
+                parameter = next(self.parameters())
+                self.mix(torch.zeros(1, *input_shape, dtype=parameter.dtype, device=parameter.device))
+            self.train()
 
     def mix(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """The mixture's logits and the gate's weights of every sample.
@@ -147,21 +155,11 @@ class PersonalizedMoE(LightningModule):
             return optimizer
         return {"optimizer": optimizer, "lr_scheduler": self.lr_scheduler(optimizer)}
 
-    def with_gate(self, gate: Gate) -> PersonalizedMoE:
-        """A copy of this module with a copy of another gate."""
-        return PersonalizedMoE(
-            copy.deepcopy(self.global_expert),
-            copy.deepcopy(self.local_expert),
-            copy.deepcopy(gate),
-            self.optimizer,
-            self.lr_scheduler,
-        )
-
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Describes experts and gate in the checkpoint, so that ``load_from_checkpoint(path)`` rebuilds them."""
         parts = {name: _describe(getattr(self, name)) for name in ("global_expert", "local_expert", "gate")}
         checkpoint[self.CHECKPOINT_HYPER_PARAMS_KEY] = {
-            "_class_path": f"{PersonalizedMoE.__module__}.{PersonalizedMoE.__qualname__}",
+            "_class_path": f"{type(self).__module__}.{type(self).__qualname__}",
             "_instantiator": "lightning.pytorch.cli.instantiate_module",
             **{name: part for name, part in parts.items() if part is not None},
         }
@@ -169,6 +167,8 @@ class PersonalizedMoE(LightningModule):
 
 def _describe(module: nn.Module) -> dict[str, Any] | None:
     """Class path and arguments of a module that keeps its constructor's arguments as attributes, else None."""
+    if "<locals>" in type(module).__qualname__:  # nothing could import it again
+        return None
     names = list(inspect.signature(type(module)).parameters)
     arguments = {name: getattr(module, name, inspect.Parameter.empty) for name in names}
     if not all(isinstance(value, (int, float, str, bool, type(None))) for value in arguments.values()):
