@@ -28,7 +28,16 @@ def one_sentence(message: str) -> str:
     if match := re.search(r"Option '([^']+)' is not accepted", message):
         class_path = re.findall(r"given class_path '([^']+)'", message)[-1]
         return _unknown_option(f"{key}.{'' if key.endswith('phases') else 'init_args.'}{match[1]}", class_path)
+    if match := re.search(r"arguments are required: (.+)", message):
+        missing = match[1].strip().replace("fit.", "")
+        return (
+            f"{key}.init_args.{missing} is required, but missing." if key else f"{missing} are required, but missing."
+        )
+    if match := re.search(r"module '(\S+)' has no attribute '(\w+)'", message):
+        return f"{key} is '{match[1]}.{match[2]}', but {match[1]} has no {match[2]}."
     if match := re.search(r"Expected a dot import path string: (\S+)", message):
+        if match[1] in _CLASSES:
+            return f"{key} is '{match[1]}', which is not the kind of class that belongs there."
         similar = difflib.get_close_matches(match[1], _CLASSES, n=1)
         hint = f"; did you mean {similar[0]}?" if similar else "."
         return f"{key} is '{match[1]}', which is neither a class of fedmoe_pl nor an import path{hint}"

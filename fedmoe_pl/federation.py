@@ -125,7 +125,12 @@ class Federation:
         self._setup(model, datamodule, ckpt_path)
         if not ckpt_path:
             self.run_dir = self.runs / f"version_{max(run_versions(self.runs), default=-1) + 1}"
-            self.run_dir.mkdir(parents=True)
+            try:
+                self.run_dir.mkdir(parents=True)
+            except OSError as error:
+                raise MisconfigurationException(
+                    f"federation.default_root_dir: '{self.run_dir}' cannot be made ({error.strerror})."
+                ) from error
             if self.hparams:
                 (self.run_dir / "config.yaml").write_text(yaml.safe_dump(self.hparams, sort_keys=False))
             self._checkpoint()

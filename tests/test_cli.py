@@ -148,6 +148,9 @@ WRONG = {
         "local_expert gives 7 outputs and model.init_args.global_expert 10",
     ),
     "trainer": (["--trainer.accelerator", "gpuu"], "accelerator"),
+    "devices": (["--trainer.devices", "2"], "trainer.devices is 2, but must be 1"),
+    "precision": (["--trainer.precision", "bf16-true"], "trainer.precision is 'bf16-true', but must be"),
+    "no folder": (["--federation.default_root_dir", __file__], "federation.default_root_dir"),
     "abbreviation": (["--trainer.max_epoch", "3"], "--trainer.max_epoch"),
     "no checkpoint": (["--ckpt_path", "none.ckpt"], "ckpt_path is 'none.ckpt', but there is no such file"),
     "no checkpoint at all": (["--ckpt_path", "last"], "has a checkpoint"),
@@ -193,6 +196,10 @@ def test_what_the_user_can_mend_ends_in_one_sentence(case, tmp_path, capsys, mon
         ("weight: 1.0", "weight: 1.5", "weight is 1.5, but the global expert's weight must be from 0 to 1"),
         ("gate_fraction: 0.25", "gate_fraction: 2", "gate_fraction is 2"),
         ("data:", "dat:", "dat"),
+        ("{alpha: 0.5}", "{}", "data.init_args.partitioner.init_args.alpha is required, but missing"),
+        ("torch.optim.SGD", "torch.optim.SGDD", "optimizer is 'torch.optim.SGDD', but torch.optim has no SGDD"),
+        ("class_path: LinearGate", "class_path: SmallMLP", "gate is 'SmallMLP', which is not the kind of class"),
+        ("  max_epochs: 2", "  max_epoch: 2", "max_epoch is not an argument"),
     ],
 )
 def test_a_misspelt_configuration_ends_in_one_sentence(old, new, sentence, tmp_path, capsys):

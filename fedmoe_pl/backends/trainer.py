@@ -108,6 +108,10 @@ def _fit(training: LocalTraining, client: Client, samples: Tensor, const: dict[s
             callbacks=[freezing, *(callbacks if isinstance(callbacks, list) else [callbacks])], **trainer_arguments
         )
         trainer.fit(module, batches, datamodule.batches(validation) if validates else None)
+    # A Trainer is a web of references that waits for the garbage collector; what is large need not wait with it.
+    client.module.zero_grad()
+    for optimizer in trainer.optimizers:
+        optimizer.state.clear()
 
 
 class _ClientModule(LightningModule):
