@@ -9,7 +9,7 @@ import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import LightningModule, Trainer
 
-from fedmoe_pl.backends import changes_loss, quiet
+from fedmoe_pl.backends import changes_loss, has_batch_norm, quiet
 from fedmoe_pl.cohort import cohort_size
 from fedmoe_pl.data import FederatedDataModule
 from fedmoe_pl.evaluation import predict
@@ -100,6 +100,12 @@ def check_phase(phase: Phase, module: LightningModule, datamodule: FederatedData
             raise MisconfigurationException(
                 f"{key}: monitor is '{metric}', but data.init_args.{source} is 0, so that no client has such samples."
             )
+    single = [client for client, samples in enumerate(datamodule.train_samples) if len(samples) == 1]
+    if single and has_batch_norm(module):
+        raise MisconfigurationException(
+            f"{key}: client {single[0]} has one training sample, but batch normalization needs two; lower "
+            "data.init_args.num_clients or change data.init_args.partition_seed."
+        )
     if phase.evaluate:
         _check_outputs(module, datamodule)
     if isinstance(module, PersonalizedMoE):

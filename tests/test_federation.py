@@ -358,3 +358,89 @@ def test_a_callback_of_the_user_takes_the_default_s_place(tmp_path):
         callback for callback in federation(tmp_path, callbacks=[mine]).callbacks if type(callback) is GateMonitor
     ]
     assert monitors == [mine]
+
+
+def test_a_checkpoint_goes_on_only_with_its_own_data_and_rounds(tmp_path):
+    federation(tmp_path).fit(model(), data())
+    for other in (data(sizes=(13, 8, 11, 9)), data(validation_fraction=0.3), data(sizes=(11, 8, 13))):
+        with pytest.raises(MisconfigurationException, match="a run on other data or clients"):
+            federation(tmp_path).test(model(), other)
+    changed = phases()
+    changed[1].rounds = 7
+    with pytest.raises(MisconfigurationException, match="'FedAvg' has had 4 rounds, but rounds is 7"):
+        federation(tmp_path, changed).fit(model(), data(), ckpt_path="last")
+    moved = tmp_path / "moved.ckpt"
+    moved.write_bytes((tmp_path / "federation/version_0/checkpoints/last.ckpt").read_bytes())
+    with pytest.raises(MisconfigurationException, match="in the folder of the run that goes on"):
+        federation(tmp_path).fit(model(), data(), ckpt_path=str(moved))
+
+
+def test_a_result_given_by_a_checkpoint_says_so_and_must_fit_before_any_training(tmp_path):
+    whole = federation(tmp_path / "whole")
+    whole.fit(model(), data())
+    given = phases()
+    given[1].ckpt_path, given[1].rounds = str(whole.run_dir / "checkpoints/last.ckpt"), 1000
+    results = federation(tmp_path / "given", given).fit(model(), data())
+    assert results["FedAvg"].selection == "given checkpoint"
+    assert results["FedAvg"].round == whole.results["FedAvg"].round
+    assert results["FedAvg"].clients == whole.results["FedAvg"].clients or results["FedAvg"].spread("global_test") == (
+        whole.results["FedAvg"].spread("global_test")
+    )
+
+    class Wide(Expert):
+        def __init__(self):
+            super().__init__()
+            self.extractor = nn.Sequential(nn.Linear(5, 9), nn.ReLU())
+            self.classifier = nn.Linear(9, 3)
+
+    with pytest.raises(MisconfigurationException, match="cannot be loaded"):
+        federation(tmp_path / "wide", given).fit(PersonalizedMoE(Wide()), data())
+    assert not (tmp_path / "wide").exists()
+
+
+def test_a_phase_s_scheduler_steps_once_per_local_epoch(tmp_path):
+    def stop(optimizer):
+        return torch.optim.lr_scheduler.StepLR(optimizer, step_size=1, gamma=0.0)
+
+    kept = []
+    for epochs, scheduler in ((1, None), (4, stop), (4, None)):
+        phase = Phase("Local", Local(), max_epochs=epochs, lr_scheduler=scheduler, gate=ConstantGate(0.0))
+        run = federation(tmp_path / str(len(kept)), [phase])
+        torch.manual_seed(0)
+        run.fit(PersonalizedMoE(NoDropout(), optimizer=partial(torch.optim.SGD, lr=0.1)), data())
+        kept.append(run.states["Local"].kept)
+    assert_same(kept[0], kept[1])  # with a rate of 0 from the second epoch on, one epoch is all
+    assert not torch.equal(*(one[0]["local_expert.0.weight"] for one in kept[1:]))
+
+
+class NoDropout(nn.Sequential):
+    def __init__(self):
+        super().__init__(nn.Linear(5, 4), nn.ReLU(), nn.Linear(4, 3))
+
+
+def test_batch_normalization_trains_with_a_last_batch_of_one_sample(tmp_path):
+    class Normalized(nn.Sequential):
+        def __init__(self):
+            super().__init__(nn.Linear(5, 4), nn.BatchNorm1d(4), nn.ReLU(), nn.Linear(4, 3))
+
+    sizes = (13, 9, 1)  # batches of 4: a last one of one sample, which is left out, or only one of one sample
+    phase = Phase("FedAvg", FedAvg(), rounds=2, gate=ConstantGate(1.0))
+    run = federation(tmp_path, [phase])
+    with pytest.raises(MisconfigurationException, match="client 2 has one training sample"):
+        run.fit(PersonalizedMoE(Normalized()), data(sizes=sizes))
+    run = federation(tmp_path, [phase])
+    run.fit(PersonalizedMoE(Normalized()), data(sizes=sizes[:2]))
+    server = run.states["FedAvg"].server
+    assert server["global_expert.1.num_batches_tracked"] == 2 * 3, "three whole batches a round, counted by client 0"
+
+
+def test_gradient_clipping_of_the_trainer_reaches_every_step(tmp_path):
+    trainer = {"accelerator": "cpu", "gradient_clip_val": 1e-3, "gradient_clip_algorithm": "norm"}
+    run = federation(tmp_path, [Phase("Local", Local(), gate=ConstantGate(0.0))], trainer=trainer)
+    torch.manual_seed(0)
+    module = PersonalizedMoE(NoDropout(), optimizer=partial(torch.optim.SGD, lr=1.0))
+    run.fit(module, data())
+    steps = len(data().batches(data().train_samples[0]))
+    before = module.local_expert.state_dict()
+    moved = [run.states["Local"].kept[0][f"local_expert.{name}"] - before[name] for name in before]
+    assert 0 < torch.cat([part.flatten() for part in moved]).norm() <= steps * 1e-3 * 1.001

@@ -1,7 +1,7 @@
 """Backends: where and how clients are trained."""
 
 from fedmoe_pl.backends.backend import Backend, GroupUpdate, LocalTraining
-from fedmoe_pl.backends.trainer import LEAN_TRAINER, TrainerBackend, changes_loss, one_thread, quiet
+from fedmoe_pl.backends.trainer import LEAN_TRAINER, TrainerBackend, changes_loss, has_batch_norm, one_thread, quiet
 
 __all__ = [
     "LEAN_TRAINER",
@@ -10,6 +10,7 @@ __all__ = [
     "LocalTraining",
     "TrainerBackend",
     "changes_loss",
+    "has_batch_norm",
     "one_thread",
     "quiet",
 ]

@@ -57,6 +57,11 @@ def changes_loss(algorithm: Algorithm) -> bool:
     return type(algorithm).client_loss is not Algorithm.client_loss
 
 
+def has_batch_norm(module: LightningModule) -> bool:
+    """Whether the module has batch normalization, which refuses to train on one sample (METHODS section 2)."""
+    return any(isinstance(part, _BatchNorm) for part in module.modules())
+
+
 def _train_client(training: LocalTraining, server: Tree, client_id: int, kept: Tree, round: int) -> GroupUpdate:
     """One client's part of a round: DESIGN section 3."""
     algorithm = training.algorithm
@@ -92,8 +97,7 @@ def _fit(training: LocalTraining, client: Client, samples: Tensor, const: dict[s
         batch_size=training.batch_size,
         generator=Generator().manual_seed(seed),
         augment=True,
-        # Batch normalization refuses to train on one sample (METHODS section 2).
-        drop_single=any(isinstance(part, _BatchNorm) for part in client.module.modules()),
+        drop_single=has_batch_norm(client.module),
     )
     validation = datamodule.validation_samples[client.id]
     validates = len(validation) and training.trainer["limit_val_batches"]
