@@ -139,7 +139,7 @@ def load_run(path: Path, rounds: dict[str, int], seed: int, partition: str) -> d
         raise MisconfigurationException(f"{key}, a run with seed_everything {content['seed']}, but now it is {seed}.")
     if content["partition"] != partition:
         raise MisconfigurationException(
-            f"{key}, a run on other data or clients ({content['partition']}, now {partition})."
+            f"{key}, a run on other data or clients ({content['partition']}, now {partition}); start anew without it."
         )
     for name, state in states.items():
         if state.round > rounds[name] or (state.finished and state.round != rounds[name]):

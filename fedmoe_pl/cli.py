@@ -33,7 +33,11 @@ class FederationCLI(LightningCLI):
             trainer_class=Federation,  # pyright: ignore[reportArgumentType]  its methods are the subcommands
             seed_everything_default=0,
             save_config_callback=None,
-            parser_kwargs={**strict, **dict.fromkeys(self.subcommands(), strict)},
+            parser_kwargs={
+                **strict,
+                "description": "Personalized federated learning with mixtures of experts",
+                **dict.fromkeys(self.subcommands(), strict),
+            },
             auto_configure_optimizers=False,  # they would be built on the template's parameters, not the clients'
             args=args,
         )
@@ -76,7 +80,7 @@ class FederationCLI(LightningCLI):
 
 
 def main(args: ArgsType = None) -> None:
-    """Runs the command line; what the user can mend ends in one sentence on stderr and exit code 2.
+    """Runs the command line; what the user can mend ends in one sentence on stderr and exit code 2, Ctrl-C in 130.
 
     Args:
         args: command line arguments; None takes ``sys.argv``.
@@ -86,3 +90,9 @@ def main(args: ArgsType = None) -> None:
     except (ArgumentError, MisconfigurationException) as error:
         print(f"fedmoe: {cause_of(error)}", file=sys.stderr)
         sys.exit(2)
+    except KeyboardInterrupt:
+        print(
+            "\nfedmoe: interrupted; the same command with --ckpt_path last goes on from its last round.",
+            file=sys.stderr,
+        )
+        sys.exit(130)

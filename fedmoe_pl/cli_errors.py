@@ -31,7 +31,7 @@ def one_sentence(message: str) -> str:
     if match := re.search(r"arguments are required: (.+)", message):
         missing = match[1].strip().replace("fit.", "")
         return (
-            f"{key}.init_args.{missing} is required, but missing." if key else f"{missing} are required, but missing."
+            f"{key}.init_args.{missing} is required, but missing." if key else f"{missing} are missing; give --config."
         )
     if match := re.search(r"module '(\S+)' has no attribute '(\w+)'", message):
         return f"{key} is '{match[1]}.{match[2]}', but {match[1]} has no {match[2]}."

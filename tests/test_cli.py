@@ -1,6 +1,7 @@
 """The command line: YAML in, a table out; what is wrong in one sentence."""
 
 import copy
+import signal
 from pathlib import Path
 
 import pytest
@@ -211,3 +212,19 @@ def test_a_misspelt_configuration_ends_in_one_sentence(old, new, sentence, tmp_p
         main(["fit", "--config", str(wrong), "--federation.default_root_dir", str(tmp_path)])
     assert exit.value.code == 2
     assert sentence in capsys.readouterr().err.strip().splitlines()[-1]
+
+
+@pytest.mark.parametrize("moment", ["in a client's training", "between rounds"])
+def test_ctrl_c_says_how_to_go_on(moment, tmp_path, capsys, monkeypatch):
+    def interrupt(*arguments, **kwargs):
+        raise KeyboardInterrupt
+
+    if moment == "between rounds":
+        monkeypatch.setattr("fedmoe_pl.reporting.ResultFiles.on_evaluation_end", interrupt)
+    else:
+        monkeypatch.setattr("fedmoe_pl.models.PersonalizedMoE.loss", interrupt)
+    with pytest.raises(SystemExit) as exit:
+        main(["fit", "--config", QUICKSTART, "--federation.default_root_dir", str(tmp_path)])
+    assert exit.value.code == 130
+    assert "--ckpt_path last" in capsys.readouterr().err.strip().splitlines()[-1]
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler, "a second Ctrl-C is heard"

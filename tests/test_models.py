@@ -20,7 +20,7 @@ from fedmoe_pl.models import VGG16, ConstantGate, FeatureGate, LeNet5, LinearGat
 from fedmoe_pl.phase import Phase, phase_module
 
 plain_trainer = pytest.mark.filterwarnings(
-    "ignore:.isinstance.treespec, LeafSpec.. is deprecated:FutureWarning",  # lightning 2.6 with torch 2.15
+    "ignore:.isinstance.treespec, LeafSpec.. is deprecated:FutureWarning",  # lightning 2.6 with torch 2.14 and newer
     "ignore:The .* does not have many workers",
     "ignore:You defined a .validation_step. but have no .val_dataloader",
     "ignore:.weights_only. was not set",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import logging
+import signal
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -111,7 +112,13 @@ def _fit(training: LocalTraining, client: Client, samples: Tensor, const: dict[s
         trainer = Trainer(
             callbacks=[freezing, *(callbacks if isinstance(callbacks, list) else [callbacks])], **trainer_arguments
         )
-        trainer.fit(module, batches, datamodule.batches(validation) if validates else None)
+        try:
+            trainer.fit(module, batches, datamodule.batches(validation) if validates else None)
+        except SystemExit as exit:
+            if not trainer.interrupted:
+                raise
+            signal.signal(signal.SIGINT, signal.default_int_handler)  # Lightning ignores it from its exit on
+            raise KeyboardInterrupt from exit
     # A Trainer is a web of references that waits for the garbage collector; what is large need not wait with it.
     client.module.zero_grad()
     for optimizer in trainer.optimizers:
@@ -196,7 +203,7 @@ def quiet() -> Iterator[None]:
         with warnings.catch_warnings():
             # A client without validation samples is not a mistake.
             warnings.filterwarnings("ignore", "You defined a `validation_step` but have no `val_dataloader`")
-            # lightning 2.6 with torch 2.15; nothing that a user could mend.
+            # lightning 2.6 with torch 2.14 and newer; nothing that a user could mend.
             warnings.filterwarnings("ignore", "`isinstance\\(treespec, LeafSpec\\)` is deprecated")
             yield
     finally:

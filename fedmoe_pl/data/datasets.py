@@ -84,18 +84,21 @@ class TorchvisionDataModule(FederatedDataModule):
     def prepare_data(self) -> None:
         """Download what is missing."""
         if self.download:
-            self._read(train=True, download=True)
-            self._read(train=False, download=True)
+            for train in (True, False):
+                self._read(train, download=True)
 
     def load(self) -> Arrays:
         """Read the files."""
-        train = self._read(train=True, download=False)
-        test = self._read(train=False, download=False)
-        return Arrays(*train, *test, mean=self.mean, std=self.std)
+        parts = []
+        for train in (True, False):
+            images, labels = self._read(train, download=False)
+            x = channels_first(images, f"data: the images of {type(self).__name__}")
+            parts += [resize(x, self.image_size), torch.as_tensor(labels)]
+        return Arrays(*parts, mean=self.mean, std=self.std)
 
-    def _read(self, train: bool, download: bool) -> tuple[Tensor, Tensor]:
+    def _read(self, train: bool, download: bool) -> tuple[Any, Any]:
         try:
-            images, labels = self.read(train, download)
+            return self.read(train, download)
         except READ_ERRORS as error:
             where = f"data.init_args.root: {type(self).__name__} is not in '{os.path.abspath(self.root)}'"
             reason = " ".join(str(error).split()) or type(error).__name__
@@ -108,8 +111,6 @@ class TorchvisionDataModule(FederatedDataModule):
                 f"{where} as torchvision keeps it ({reason}); put the files there, or set data.init_args.download "
                 "to true and call prepare_data."
             ) from error
-        x = channels_first(images, f"data: the images of {type(self).__name__}")
-        return resize(x, self.image_size), torch.as_tensor(labels)
 
 
 class MNIST(TorchvisionDataModule):
