@@ -8,7 +8,6 @@ from typing import Any, Literal, get_args
 
 import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
-from torch import Tensor
 from torchvision import datasets
 
 from fedmoe_pl.data.arrays import Arrays
