@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.accelerators import CPUAccelerator
 
-from fedmoe_pl.backends import changes_loss, has_batch_norm, quiet
+from fedmoe_pl.backends import changes_loss, has_batch_norm, overridden_hooks, quiet
 from fedmoe_pl.cohort import cohort_size
 from fedmoe_pl.data import FederatedDataModule
 from fedmoe_pl.evaluation import predict
@@ -39,32 +41,42 @@ def check_phases(phases: Sequence[Phase], evaluate_every_n_rounds: int) -> None:
         )
 
 
-def check_trainer(arguments: dict[str, Any]) -> torch.device:
-    """Refuses arguments that make no Trainer; returns the device that it would train on.
+def check_trainer(arguments: dict[str, Any]) -> list[torch.device]:
+    """Refuses arguments that make no Trainer of a client.
+
+    Returns:
+        The devices to train on, one for each client that is trained at the same time; on a CPU the same several times,
+        with ``devices: auto`` as often as the process may use cores.
 
     Raises:
         MisconfigurationException: with one sentence.
     """
-    max_epochs = arguments["max_epochs"]
+    max_epochs, devices = arguments["max_epochs"], arguments.get("devices", "auto")
     if not isinstance(max_epochs, int) or max_epochs < 0:
         raise MisconfigurationException(
             f"trainer.max_epochs is {max_epochs}, but must be the number of local epochs, at least 0."
         )
     try:
         with quiet():
-            trainer = Trainer(**arguments)
+            trainer = Trainer(**{**arguments, "devices": 1})
+            accelerator = trainer.accelerator
+            if devices == "auto":
+                cores = len(os.sched_getaffinity(0))
+                devices = cores if isinstance(accelerator, CPUAccelerator) else accelerator.auto_device_count()
+            found = accelerator.get_parallel_devices(accelerator.parse_devices(devices))
     except (MisconfigurationException, TypeError, ValueError) as error:
         raise MisconfigurationException(f"trainer: {error}") from error
     if trainer.world_size > 1:
         raise MisconfigurationException(
-            f"trainer.devices is {arguments['devices']}, but must be 1: a client trains on one device."
+            f"trainer.num_nodes is {trainer.num_nodes}, but must be 1: a client trains on one device; RayBackend "
+            "trains clients on several machines."
         )
     if trainer.precision.endswith("-true") and trainer.precision != "32-true":
         raise MisconfigurationException(
             f"trainer.precision is '{trainer.precision}', but must be 32-true or mixed, because clients and server "
             "exchange parameters of the model's own type; call .double() on the model for 64 bits."
         )
-    return trainer.strategy.root_device
+    return found
 
 
 def check_phase(phase: Phase, module: LightningModule, datamodule: FederatedDataModule) -> None:
@@ -90,6 +102,11 @@ def check_phase(phase: Phase, module: LightningModule, datamodule: FederatedData
         raise MisconfigurationException(
             f"{key}: {type(phase.algorithm).__name__} has a loss of its own, for which the model must have a method "
             f"loss(batch) -> (loss, metrics) and automatic optimization; {type(module).__name__} has not."
+        )
+    if changes_loss(phase.algorithm) and overridden_hooks(module):
+        raise MisconfigurationException(
+            f"{key}: {type(module).__name__} has hooks of its own ({', '.join(overridden_hooks(module))}), which the loss "
+            f"of {type(phase.algorithm).__name__} would leave out; move what they do into loss(batch)."
         )
     phase.algorithm.check(module)
     for metric, samples, source in (

@@ -230,7 +230,7 @@ class Federation:
         """Everything that can be refused is refused here, before any training."""
         self.initial, self.states, self.rows = {}, {}, []
         checkpoint = find_checkpoint(ckpt_path, self.runs) if ckpt_path else None
-        self.device = check_trainer(self.trainer)
+        self.devices = check_trainer(self.trainer)
         datamodule.prepare_data()
         datamodule.setup()
         self.datamodule = datamodule
@@ -288,6 +288,8 @@ class Federation:
             trainer={**self.trainer, "max_epochs": self._epochs(phase)},
             batch_size=phase.batch_size,
             seed=self.seed,
+            rounds=phase.rounds,
+            device=self.devices[0],
         )
 
     def _run_phase(self, phase: Phase) -> None:
@@ -350,7 +352,7 @@ class Federation:
         elif state.finished and state.best_round:
             round, selection = state.best_round, f"best round by {phase.monitor}"
         with one_thread():
-            clients = evaluate_clients(training, state.server, state.kept, self.device)
+            clients = evaluate_clients(training, state.server, state.kept, self.devices[0])
         return Evaluation(
             method=phase.name,
             round=round,

@@ -1,7 +1,8 @@
-"""Backends: where and how clients are trained."""
+"""Backends: how and where clients are trained."""
 
 from fedmoe_pl.backends.backend import Backend, GroupUpdate, LocalTraining
-from fedmoe_pl.backends.trainer import LEAN_TRAINER, TrainerBackend, changes_loss, has_batch_norm, one_thread, quiet
+from fedmoe_pl.backends.client import LEAN_TRAINER, changes_loss, has_batch_norm, one_thread, overridden_hooks, quiet
+from fedmoe_pl.backends.trainer import TrainerBackend
 
 __all__ = [
     "LEAN_TRAINER",
@@ -12,5 +13,6 @@ __all__ = [
     "changes_loss",
     "has_batch_norm",
     "one_thread",
+    "overridden_hooks",
     "quiet",
 ]

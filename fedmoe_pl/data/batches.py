@@ -25,6 +25,7 @@ class Batches:
         generator: source of randomness; None for PyTorch's global one.
         augment: changes samples at random, called with some samples and ``generator``; None to leave them as they are.
         drop_single: whether a last batch of one sample is left out, where it is not the only batch.
+        device: where the batches are needed; None leaves them where ``x`` is.
 
     Example:
         >>> batches = Batches(torch.arange(6.0), torch.arange(6), torch.tensor([5, 1, 2]), batch_size=2)
@@ -42,6 +43,7 @@ class Batches:
         generator: Generator | None = None,
         augment: Callable[[Tensor, Generator | None], Tensor] | None = None,
         drop_single: bool = False,
+        device: torch.device | None = None,
     ) -> None:
         if batch_size < 1:
             raise MisconfigurationException(f"batch_size is {batch_size}, but must be an integer of at least 1.")
@@ -52,6 +54,7 @@ class Batches:
         self.shuffle = shuffle
         self.generator = generator
         self.augment = augment
+        self.device = x.device if device is None else device
         dropped = drop_single and len(samples) > 1 and len(samples) % batch_size == 1
         self.length = len(samples) - dropped
 
@@ -71,7 +74,7 @@ class Batches:
         samples = samples.to(self.x.device)
         for start in range(0, len(samples), at_once):
             some = samples[start : start + at_once]
-            x, y = self.x.index_select(0, some), self.y.index_select(0, some)
+            x, y = self.x.index_select(0, some).to(self.device), self.y.index_select(0, some).to(self.device)
             if self.augment is not None:
                 x = self.augment(x, self.generator)
             yield from zip(x.split(self.batch_size), y.split(self.batch_size), strict=True)

@@ -184,6 +184,7 @@ class FederatedDataModule(LightningDataModule, ABC):
         generator: Generator | None = None,
         augment: bool = False,
         drop_single: bool = False,
+        device: torch.device | None = None,
     ) -> Batches:
         """Return batches of some samples.
 
@@ -193,6 +194,7 @@ class FederatedDataModule(LightningDataModule, ABC):
             generator: shuffles every epoch, and augments; None for the order of ``samples``.
             augment: whether to augment.
             drop_single: whether to leave out a last batch of one sample, where it is not the only batch.
+            device: where the batches are needed; None leaves them where the data are.
         """
         return Batches(
             self.x,
@@ -203,6 +205,7 @@ class FederatedDataModule(LightningDataModule, ABC):
             generator=generator,
             augment=self.augment if augment and self.augmentation else None,
             drop_single=drop_single,
+            device=device,
         )
 
     def train_dataloader(self) -> Batches:
