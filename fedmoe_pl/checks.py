@@ -103,10 +103,11 @@ def check_phase(phase: Phase, module: LightningModule, datamodule: FederatedData
             f"{key}: {type(phase.algorithm).__name__} has a loss of its own, for which the model must have a method "
             f"loss(batch) -> (loss, metrics) and automatic optimization; {type(module).__name__} has not."
         )
-    if changes_loss(phase.algorithm) and overridden_hooks(module):
+    hooks = overridden_hooks(module)
+    if changes_loss(phase.algorithm) and hooks:
         raise MisconfigurationException(
-            f"{key}: {type(module).__name__} has hooks of its own ({', '.join(overridden_hooks(module))}), which the loss "
-            f"of {type(phase.algorithm).__name__} would leave out; move what they do into loss(batch)."
+            f"{key}: {type(module).__name__} has hooks of its own ({', '.join(hooks)}), which the loss of "
+            f"{type(phase.algorithm).__name__} would leave out; move what they do into loss(batch)."
         )
     phase.algorithm.check(module)
     for metric, samples, source in (

@@ -10,11 +10,12 @@ import yaml
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import LightningModule
 from lightning.pytorch.loggers import Logger, TensorBoardLogger
+from lightning.pytorch.utilities import rank_zero_info
 from torch.nn.parameter import is_lazy
 
 from fedmoe_pl.aggregation import Tree, copy_module, load_tree
 from fedmoe_pl.algorithm import Update
-from fedmoe_pl.backends import LEAN_TRAINER, Backend, LocalTraining, TrainerBackend, one_thread
+from fedmoe_pl.backends import LEAN_TRAINER, AutoBackend, Backend, LocalTraining, one_thread
 from fedmoe_pl.callbacks import ClientCheckpoint, FederationCallback
 from fedmoe_pl.checkpoint import (
     FILE,
@@ -83,7 +84,7 @@ class Federation:
         self.phases = phases
         self.starts = {phase.name: find_start(phases, index) for index, phase in enumerate(phases)}
         self.trainer = {**LEAN_TRAINER, **(trainer or {})}
-        self.backend = TrainerBackend() if backend == "auto" else backend
+        self.backend = AutoBackend() if backend == "auto" else backend
         self.evaluate_every_n_rounds = evaluate_every_n_rounds
         callbacks = callbacks or []
         defaults = [
@@ -123,6 +124,7 @@ class Federation:
             MisconfigurationException: with one sentence, before any training, if something does not fit together.
         """
         self._setup(model, datamodule, ckpt_path)
+        self._log_backends()
         if not ckpt_path:
             self.run_dir = self.runs / f"version_{max(run_versions(self.runs), default=-1) + 1}"
             try:
@@ -280,6 +282,9 @@ class Federation:
             self.states[phase.name] = begin_phase(phase, module, None if start == INITIAL else self.states[start])
         initial = self.states[phase.name].initial
         load_tree(module, initial)
+        return self._local_training(phase, module, initial)
+
+    def _local_training(self, phase: Phase, module: LightningModule, initial: Tree) -> LocalTraining:
         return LocalTraining(
             module=module,
             initial=initial,
@@ -291,6 +296,21 @@ class Federation:
             rounds=phase.rounds,
             device=self.devices[0],
         )
+
+    def _log_backends(self) -> None:
+        """Says how clients will be trained, and refuses what the backend cannot train."""
+        phases: dict[str, list[str]] = {}
+        for phase in self.phases:
+            if phase.ckpt_path:
+                continue
+            module = self._module(phase)
+            initial = {name: tensor.detach().cpu() for name, tensor in module.state_dict().items()}
+            try:
+                words = self.backend.describe(self._local_training(phase, module, initial))
+            except MisconfigurationException as error:
+                raise MisconfigurationException(f"federation.phases '{phase.name}': {error}") from error
+            phases.setdefault(words, []).append(phase.name)
+        rank_zero_info("backend: " + "; ".join(f"{', '.join(names)}: {words}" for words, names in phases.items()))
 
     def _run_phase(self, phase: Phase) -> None:
         training = self._training(phase)

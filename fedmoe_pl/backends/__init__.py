@@ -1,14 +1,18 @@
 """Backends: how and where clients are trained."""
 
+from fedmoe_pl.backends.auto import AutoBackend
 from fedmoe_pl.backends.backend import Backend, GroupUpdate, LocalTraining
 from fedmoe_pl.backends.client import LEAN_TRAINER, changes_loss, has_batch_norm, one_thread, overridden_hooks, quiet
+from fedmoe_pl.backends.stacked import StackedBackend
 from fedmoe_pl.backends.trainer import TrainerBackend
 
 __all__ = [
     "LEAN_TRAINER",
+    "AutoBackend",
     "Backend",
     "GroupUpdate",
     "LocalTraining",
+    "StackedBackend",
     "TrainerBackend",
     "changes_loss",
     "has_batch_norm",

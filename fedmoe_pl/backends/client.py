@@ -8,7 +8,7 @@ import logging
 import signal
 import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -160,7 +160,7 @@ def needs_every_batch(training: LocalTraining) -> str | None:
 
 def _unusual_optimizer(configured: Any) -> str | None:
     """Why one loop cannot step what ``configure_optimizers`` returned."""
-    optimizer, scheduler = optimizer_and_scheduler(configured)
+    optimizer, _ = optimizer_and_scheduler(configured)
     if optimizer is None:
         return "configure_optimizers returns more than an optimizer and a scheduler stepped once an epoch"
     if inspect.signature(type(optimizer).step).parameters["closure"].default is inspect.Parameter.empty:
@@ -210,9 +210,14 @@ class EpochModule(LightningModule):
         self.clip_val = clip_val
         self.clip_algorithm = clip_algorithm
 
-    def backward_step(self, batch: Any, optimizer: torch.optim.Optimizer) -> None:
-        """Leaves the gradients of a batch in the optimizer's parameters."""
+    def loss(self, batch: Any) -> Tensor:
+        """What is differentiated."""
         raise NotImplementedError
+
+    def differentiate(self, loss: Tensor, optimizer: torch.optim.Optimizer) -> None:
+        """Leaves the gradients in the optimizer's parameters."""
+        optimizer.zero_grad()
+        loss.backward()
 
     def clip(self, optimizer: torch.optim.Optimizer) -> None:
         """Clips the gradients as the Trainer was told to."""
@@ -224,10 +229,13 @@ class EpochModule(LightningModule):
         assert isinstance(optimizer, torch.optim.Optimizer)
         mixed = torch.is_autocast_enabled(self.device.type)
         for batch in batches:
-            self.backward_step(batch, optimizer)
-            if self.clip_val is not None:
-                self.clip(optimizer)
-            optimizer.step()
+            loss = self.loss(batch)
+            # the ordinary way has left autocast before it goes back, too
+            with torch.autocast(self.device.type, enabled=False) if mixed else nullcontext():
+                self.differentiate(loss, optimizer)
+                if self.clip_val is not None:
+                    self.clip(optimizer)
+                optimizer.step()
             if mixed:
                 torch.clear_autocast_cache()  # it holds the parameters in half precision as they were before the step
 

@@ -47,6 +47,8 @@ class ConstantGate(Gate):
         MisconfigurationException: if the weight is not between 0 and 1.
     """
 
+    weights: Tensor
+
     def __init__(self, weight: float = 0.5) -> None:
         super().__init__()
         if not 0 <= weight <= 1:
@@ -54,12 +56,11 @@ class ConstantGate(Gate):
                 f"gate.init_args.weight is {weight}, but the global expert's weight must be from 0 to 1."
             )
         self.weight = weight
+        self.register_buffer("weights", torch.tensor([weight, 1 - weight]), persistent=False)
 
     def forward(self, x: Tensor) -> Tensor:
         """The same weights (B, 2) for every sample."""
-        weights = x.new_full((len(x), 2), self.weight)
-        weights[:, 1] = 1 - self.weight
-        return weights
+        return self.weights.expand(len(x), 2)
 
 
 class _SigmoidGate(Gate):
