@@ -478,13 +478,13 @@ class _StackedModule(EpochModule):
     def differentiate(self, loss: Tensor, optimizer: torch.optim.Optimizer) -> None:
         """Gives every run of clients with a batch its gradients, and the others none, so that they are not stepped."""
         flat = iter(torch.autograd.grad(loss, [leaf for _, leaves in self.leaves for leaf in leaves.values()]))
-        found = [(share.clients, {name: next(flat) for name in leaves}) for share, leaves in self.leaves]
+        # contiguous, because fused optimizers read gradients in the order of memory, whatever their strides
+        found = [(share.clients, {name: next(flat).contiguous() for name in leaves}) for share, leaves in self.leaves]
         active = sum(len(share.y) for share, _ in self.leaves)
         self.gradients = found[0][1]
         if len(found) > 1:
             self.gradients = {
-                name: self.stack.stacked[name].new_empty(active, *gradient.shape[1:])
-                for name, gradient in found[0][1].items()
+                name: gradient.new_empty(active, *gradient.shape[1:]) for name, gradient in found[0][1].items()
             }
             for clients, gradients in found:
                 for name, gradient in gradients.items():
@@ -492,8 +492,7 @@ class _StackedModule(EpochModule):
         for run, view in self.views:
             for name, parameter in view.items():
                 has_batch = run.stop <= active and name in self.gradients
-                # fused optimizers read gradients in the order of memory, whatever their strides
-                parameter.grad = self.gradients[name][run].contiguous() if has_batch else None
+                parameter.grad = self.gradients[name][run] if has_batch else None
 
     def clip(self, optimizer: torch.optim.Optimizer) -> None:
         """Clips every client's gradients by themselves, as ``torch.nn.utils`` does."""
