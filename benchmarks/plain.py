@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -16,14 +16,14 @@ class Work:
     Attributes:
         x: all samples, shape (n, ...).
         y: their classes, shape (n,).
-        samples: indices into ``x``, one tensor per client.
+        samples: indices into ``x``, one tensor per client, by its number.
         batch_size: samples per batch.
         epochs: local epochs of a round.
     """
 
     x: Tensor
     y: Tensor
-    samples: Sequence[Tensor]
+    samples: Sequence[Tensor] | Mapping[int, Tensor]
     batch_size: int
     epochs: int
 

@@ -61,7 +61,7 @@ def federated_round(model: PersonalizedMoE, data: RandomImages, epochs: int) -> 
     with tempfile.TemporaryDirectory() as folder:
         federation = Federation(
             phases=[phase],
-            trainer={"max_epochs": epochs, "accelerator": "cpu"},
+            trainer={"max_epochs": epochs, "accelerator": "cpu", "devices": 1},
             callbacks=[timer],
             logger=False,
             default_root_dir=folder,

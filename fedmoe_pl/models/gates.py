@@ -47,8 +47,6 @@ class ConstantGate(Gate):
         MisconfigurationException: if the weight is not between 0 and 1.
     """
 
-    weights: Tensor
-
     def __init__(self, weight: float = 0.5) -> None:
         super().__init__()
         if not 0 <= weight <= 1:
@@ -56,11 +54,10 @@ class ConstantGate(Gate):
                 f"gate.init_args.weight is {weight}, but the global expert's weight must be from 0 to 1."
             )
         self.weight = weight
-        self.register_buffer("weights", torch.tensor([weight, 1 - weight]), persistent=False)
 
     def forward(self, x: Tensor) -> Tensor:
         """The same weights (B, 2) for every sample."""
-        return self.weights.expand(len(x), 2)
+        return torch.cat((x.new_full((1,), self.weight), x.new_full((1,), 1 - self.weight))).expand(len(x), 2)
 
 
 class _SigmoidGate(Gate):
