@@ -21,7 +21,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from fedmoe_pl.aggregation import Tree
 from fedmoe_pl.algorithm import Algorithm, Client
 from fedmoe_pl.backends.backend import LocalTraining
-from fedmoe_pl.data import Batches
+from fedmoe_pl.data import Batches, FederatedDataModule
 from fedmoe_pl.models import PersonalizedMoE
 from fedmoe_pl.seeds import derive_seed, seed_all
 
@@ -115,6 +115,15 @@ def trainable_names(training: LocalTraining, module: nn.Module, round: int, epoc
         for name, parameter in module.named_parameters()
         if parameter.requires_grad and any(is_trainable(name, round, epoch) for epoch in epochs)
     ]
+
+
+def data_on(datamodule: FederatedDataModule, device: torch.device) -> FederatedDataModule:
+    """The data module with its samples on a GPU, if they fit into half of its free memory; else as it is."""
+    if device.type != "cuda" or datamodule.x.nbytes > torch.cuda.mem_get_info(device)[0] // 2:
+        return datamodule
+    placed = copy.copy(datamodule)
+    placed.x = datamodule.x.to(device)
+    return placed
 
 
 def changes_loss(algorithm: Algorithm) -> bool:

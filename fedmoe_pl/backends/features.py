@@ -218,7 +218,7 @@ class LookedUpBatches:
         """Iterates over one epoch."""
         batches = self.batches
         samples = batches.samples.to(batches.x.device)
-        labels = batches.y[samples].to(batches.device)
+        labels = batches.y[batches.samples.to(batches.y.device)].to(batches.device)
         for places in batches.order().split(batches.batch_size):
             here = places.to(batches.device)
             self.lookup.update({name: rows[here] for name, rows in self.features.rows.items()})

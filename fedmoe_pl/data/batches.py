@@ -73,10 +73,10 @@ class Batches:
         """Iterate over one epoch."""
         samples = self.samples[self.order().to(self.samples.device)]
         at_once = max(_SAMPLES_AT_ONCE // self.batch_size, 1) * self.batch_size
-        samples = samples.to(self.x.device)
         for start in range(0, len(samples), at_once):
             some = samples[start : start + at_once]
-            x, y = self.x.index_select(0, some).to(self.device), self.y.index_select(0, some).to(self.device)
+            x = self.x.index_select(0, some.to(self.x.device)).to(self.device)
+            y = self.y.index_select(0, some.to(self.y.device)).to(self.device)
             if self.augment is not None:
                 x = self.augment(x, self.generator)
             yield from zip(x.split(self.batch_size), y.split(self.batch_size), strict=True)
