@@ -148,7 +148,7 @@ class Federation:
         """Prints the accuracy of every client's model on its validation samples, from a checkpoint."""
         datamodule.prepare_data()
         datamodule.setup()
-        if not any(len(samples) for samples in datamodule.validation_samples):
+        if not len(datamodule.validation_samples.indices):
             raise MisconfigurationException(
                 "data.init_args.validation_fraction is 0, so that no client has validation samples; it must be above 0."
             )

@@ -186,7 +186,7 @@ def work_of_round(phase: Phase, datamodule: FederatedDataModule, seed: int, epoc
     first = Client(id=0, round=0, seed=seed, module=LightningModule(), samples=samples[0], kept={})
     share = len(phase.algorithm.client_samples(first)) / len(samples[0])
     cohort = cohort_size(len(samples), phase.clients_per_round) / len(samples)
-    return epochs * cohort * share * sum(map(len, samples))
+    return epochs * cohort * share * len(samples.indices)
 
 
 def evaluated_model(module: LightningModule) -> str:
