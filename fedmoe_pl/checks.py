@@ -39,6 +39,18 @@ def check_phases(phases: Sequence[Phase], evaluate_every_n_rounds: int) -> None:
         )
 
 
+def check_store(store: str, enable_checkpointing: bool) -> None:
+    """Refuses a place for what clients keep that is unknown or has no folder.
+
+    Raises:
+        MisconfigurationException: with one sentence.
+    """
+    if store not in ("memory", "disk"):
+        raise MisconfigurationException(f"federation.store is '{store}', but must be memory or disk.")
+    if store == "disk" and not enable_checkpointing:
+        raise MisconfigurationException("federation.store is 'disk', which needs enable_checkpointing: true.")
+
+
 def check_trainer(arguments: dict[str, Any]) -> torch.device:
     """Refuses arguments that make no Trainer; returns the device that it would train on.
 

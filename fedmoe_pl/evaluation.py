@@ -145,8 +145,9 @@ def _models(
     """The tensors of every different model, and the clients that have it."""
     shared: Tree = {}
     sharing: list[int] = []
+    keeping = set(kept)  # asked once: on disk it is dearer to ask for each client
     for client in range(training.datamodule.num_clients):
-        sent, own = training.algorithm.server_send(server, client), kept.get(client, {})
+        sent, own = training.algorithm.server_send(server, client), kept[client] if client in keeping else {}
         if own:
             yield {**sent, **own}, [client]
             continue
