@@ -171,6 +171,11 @@ WRONG = {
         ["--model.init_args.optimizer", "torch.optim.SGD", "--model.init_args.optimizer.lr", "-1"],
         "learning rate: -1",
     ),
+    "no such store": (["--federation.store", "cloud"], "federation.store is 'cloud', but must be 'memory' or 'disk'."),
+    "store": (
+        ["--federation.store", "disk", "--federation.enable_checkpointing", "false"],
+        "federation.store is 'disk', which needs enable_checkpointing: true",
+    ),
     "no such evaluation": (["--federation.evaluate_every_n_rounds", "-1"], "evaluate_every_n_rounds is -1"),
 }
 

@@ -111,8 +111,9 @@ class Backend(ABC):
             kept: what clients kept from earlier; a client without an entry has kept nothing.
             round: the round of the phase, counted from 0.
         """
-        for clients in self.groups(training, cohort):
-            yield self.train_group(training, server, clients, kept, round)
+        chosen = self.choose(training)
+        for clients in chosen.groups(training, cohort):
+            yield chosen.train_group(training, server, clients, kept, round)
 
     def choose(self, training: LocalTraining) -> Backend:
         """The backend that trains the groups of this phase: itself, unless it is one that chooses.

@@ -67,15 +67,18 @@ class StackedBackend(Backend):
             )
         self.clients_per_stack = clients_per_stack
         self.features = FeatureCache()
+        self._chosen: tuple[LocalTraining, StackedBackend] | None = None
 
     def choose(self, training: LocalTraining) -> StackedBackend:
-        """Itself, with as many clients per stack as memory holds."""
-        trial = try_to_stack(training)
-        if isinstance(trial, str):
-            raise MisconfigurationException(
-                f"federation.backend is StackedBackend, but {trial}; TrainerBackend trains it."
-            )
-        return self if self.clients_per_stack else StackedBackend(trial.clients_per_stack)
+        """One with as many clients per stack as was asked for, or as memory holds."""
+        if self._chosen is None or self._chosen[0] is not training:
+            trial = try_to_stack(training)
+            if isinstance(trial, str):
+                raise MisconfigurationException(
+                    f"federation.backend is StackedBackend, but {trial}; TrainerBackend trains it."
+                )
+            self._chosen = training, StackedBackend(self.clients_per_stack or trial.clients_per_stack)
+        return self._chosen[1]
 
     def groups(self, training: LocalTraining, cohort: Sequence[int]) -> list[list[int]]:
         """Clients with similar numbers of samples, in groups of similar size."""
