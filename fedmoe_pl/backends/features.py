@@ -236,6 +236,10 @@ class FeatureCache:
         self._training: LocalTraining | None = None
         self._kept: dict[tuple[int, FrozenParts], tuple[Tensor, Rows]] = {}
 
+    def __reduce__(self) -> tuple[type, tuple[()]]:
+        """Empty where a backend is copied or sent to another process."""
+        return FeatureCache, ()
+
     def find(self, training: LocalTraining, client: Client, const: dict[str, Any], samples: Tensor) -> Features | None:
         """The features of a client that begins its local training; None if there are none to look up."""
         if training is not self._training:

@@ -80,6 +80,10 @@ class StackedBackend(Backend):
             self._chosen = training, StackedBackend(self.clients_per_stack or trial.clients_per_stack)
         return self._chosen[1]
 
+    def __reduce__(self) -> tuple[type, tuple[int | None]]:
+        """Without what it holds of a phase, where it is copied or sent to another process."""
+        return StackedBackend, (self.clients_per_stack,)
+
     def groups(self, training: LocalTraining, cohort: Sequence[int]) -> list[list[int]]:
         """Clients with similar numbers of samples, in groups of similar size."""
         samples = training.datamodule.train_samples
