@@ -31,13 +31,15 @@ class Work:
 def shuffled_batches(work: Work, client: int, generator: Generator) -> Iterator[tuple[Tensor, Tensor]]:
     """One epoch of a client's batches, in an order of its own."""
     samples = work.samples[client]
-    for batch in samples[torch.randperm(len(samples), generator=generator)].split(work.batch_size):
+    order = samples[torch.randperm(len(samples), generator=generator)].to(work.x.device)
+    for batch in order.split(work.batch_size):
         yield work.x[batch], work.y[batch]
 
 
 def train_client(model: nn.Module, work: Work, client: int, seed: int) -> None:
     """A client's part of a round, in place: a fresh optimizer, a permutation per epoch."""
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.5)
+    torch.manual_seed(seed)  # dropout
     generator = Generator().manual_seed(seed)
     for _ in range(work.epochs):
         for x, y in shuffled_batches(work, client, generator):

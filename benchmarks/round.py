@@ -1,25 +1,32 @@
 """Seconds and memory of one FedAvg round, against the shortest PyTorch loop that does the same.
 
     taskset -c 1 python benchmarks/round.py --batch-size 10
-    taskset -c 1 python benchmarks/round.py --batch-size 64
+    taskset -c 1 python benchmarks/round.py --batch-size 64 --backends TrainerBackend StackedBackend
+    python benchmarks/round.py --accelerator gpu --clients 100 --expert VGG16
 
-LeNet-5 on random images of shape (3, 32, 32), 500 samples a client, SGD with learning rate 0.01 and momentum 0.5, one
-thread. Loop and federation take turns in one process, so that both see the same machine; the first turn of each is
-dropped. Both shuffle with the same seeds and must end with the same weights, or there is nothing to compare.
-Evaluation, checkpoints and logs are off. Where other processes hold the core, the ratio in CPU seconds says more than
-the one in seconds.
+LeNet-5 or VGG-16 on random images of shape (3, 32, 32), 500 samples a client, SGD with learning rate 0.01 and momentum
+0.5, one thread or one GPU. Loop and federation take turns in one process, so that both see the same machine; the first
+turn of each is dropped. Both shuffle with the same seeds and must end with the same weights, or there is nothing to
+compare. Evaluation, checkpoints and logs are off. Where other processes hold the core, the ratio in CPU seconds says
+more than the one in seconds. The floor of a round is what it computes and moves at least: its operations, and for every
+step of a client the parameters, gradients and momentum that are read and written once.
 """
 
 from __future__ import annotations
 
 import argparse
+import copy
 import statistics
 import tempfile
 import time
 
+import torch
 from plain import Work, bare_round
+from torch.utils.flop_counter import FlopCounterMode
 from workload import RandomImages, make_model, memory, reset_peak_memory, restart_with_environment
 
+import fedmoe_pl.backends
+import fedmoe_pl.models
 from fedmoe_pl.aggregation import Tree
 from fedmoe_pl.algorithms import FedAvg
 from fedmoe_pl.callbacks import FederationCallback
@@ -39,6 +46,8 @@ class Clock:
 
     def read(self) -> tuple[float, float]:
         """Seconds and CPU seconds since then."""
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
         return time.perf_counter() - self.seconds, time.process_time() - self.cpu_seconds
 
 
@@ -54,14 +63,17 @@ class RoundTimer(FederationCallback):
         self.took = self.clock.read()
 
 
-def federated_round(model: PersonalizedMoE, data: RandomImages, epochs: int) -> tuple[tuple[float, float], Tree]:
+def federated_round(
+    model: PersonalizedMoE, data: RandomImages, backend: str, options: argparse.Namespace
+) -> tuple[tuple[float, float], Tree]:
     """The same round by a ``Federation``: its seconds and CPU seconds, and the averaged weights."""
     timer = RoundTimer()
     phase = Phase("FedAvg", FedAvg(shared="global_expert.*"), evaluate=False)
     with tempfile.TemporaryDirectory() as folder:
         federation = Federation(
             phases=[phase],
-            trainer={"max_epochs": epochs, "accelerator": "cpu", "devices": 1},
+            trainer={"max_epochs": options.epochs, "accelerator": options.accelerator, "devices": 1},
+            backend="auto" if backend == "auto" else getattr(fedmoe_pl.backends, backend)(),
             callbacks=[timer],
             logger=False,
             default_root_dir=folder,
@@ -74,41 +86,57 @@ def federated_round(model: PersonalizedMoE, data: RandomImages, epochs: int) -> 
 
 
 def measure(options: argparse.Namespace) -> None:
-    """Let both take turns, and print what they took."""
+    """Let the loop and each backend take turns, and print what they took."""
     data = RandomImages(options.clients, SAMPLES_PER_CLIENT, options.batch_size)
     data.setup()
-    model = make_model(gate_weight=1)
-    work = Work(data.x, data.y, data.train_samples, options.batch_size, options.epochs)
+    model = make_model(1, getattr(fedmoe_pl.models, options.expert))
+    device = torch.device("cuda" if options.accelerator == "gpu" else "cpu")
+    expert = copy.deepcopy(model.global_expert).to(device)
+    work = Work(data.x.to(device), data.y.to(device), data.train_samples, options.batch_size, options.epochs)
     seeds = [derive_seed(0, 0, client, 0) for client in range(options.clients)]  # the federation's of these clients
-    took: dict[str, list[tuple[float, float]]] = {"bare": [], "federation": []}
+    took: dict[str, list[tuple[float, float]]] = {name: [] for name in ("bare", *options.backends)}
     peaks: dict[str, float] = {}
     print(f"{options.clients} clients, {options.epochs} epochs, batch size {options.batch_size}: seconds (CPU) a round")
+    print_floor(expert, work)
     for turn in range(options.repeats + 1):
-        reset_peak_memory()
-        clock = Clock()
-        expected = bare_round(model.global_expert, work, seeds)
-        bare, peaks["bare"] = clock.read(), memory("VmHWM")
-        reset_peak_memory()
-        federated, weights = federated_round(model, data, options.epochs)
-        peaks["federation"] = memory("VmHWM")
-        difference = max((weights[name] - expected[name]).abs().max().item() for name in expected)
-        if difference > 1e-4:
-            raise SystemExit(f"the weights differ by {difference:.1e}: the two did not do the same work")
-        line = f"bare {bare[0]:.3f} ({bare[1]:.3f})  federation {federated[0]:.3f} ({federated[1]:.3f})"
-        print(f"{line}  weights differ by {difference:.0e}{'' if turn else '  warm-up, not counted'}", flush=True)
-        if turn:
-            took["bare"].append(bare)
-            took["federation"].append(federated)
+        for backend in options.backends:
+            reset_peak_memory()
+            clock = Clock()
+            expected = bare_round(expert, work, seeds)
+            bare, peaks["bare"] = clock.read(), memory("VmHWM")
+            reset_peak_memory()
+            federated, weights = federated_round(model, data, backend, options)
+            peaks[backend] = memory("VmHWM")
+            difference = max((weights[name] - expected[name].cpu()).abs().max().item() for name in expected)
+            if difference > options.tolerance:
+                raise SystemExit(f"the weights differ by {difference:.1e}: the two did not do the same work")
+            line = f"bare {bare[0]:.3f} ({bare[1]:.3f})  {backend} {federated[0]:.3f} ({federated[1]:.3f})"
+            print(f"{line}  weights differ by {difference:.0e}{'' if turn else '  warm-up, not counted'}", flush=True)
+            if turn:
+                took["bare"].append(bare)
+                took[backend].append(federated)
     report(took, peaks)
+
+
+def print_floor(expert: torch.nn.Module, work: Work) -> None:
+    """What a round computes and moves at least."""
+    x, y = work.x[: work.batch_size], work.y[: work.batch_size]
+    with FlopCounterMode(display=False) as counter:
+        torch.nn.functional.cross_entropy(expert(x), y).backward()
+    expert.zero_grad()
+    steps = work.epochs * sum(-(-len(work.samples[client]) // work.batch_size) for client in range(len(work.samples)))
+    parameters = sum(parameter.numel() for parameter in expert.parameters())
+    moved = 4 * parameters * 5  # read: parameters, gradients, momentum; written: parameters, momentum
+    operations = counter.get_total_flops() * steps
+    print(f"floor of a round: {steps} client steps, {operations / 1e12:.3f} TFLOP, {steps * moved / 1e9:.1f} GB moved")
 
 
 def report(took: dict[str, list[tuple[float, float]]], peaks: dict[str, float]) -> None:
     """Print medians, their ratios and peak memory."""
     medians = {name: [statistics.median(column) for column in zip(*rows, strict=True)] for name, rows in took.items()}
     for name, (seconds, cpu_seconds) in medians.items():
-        print(f"{name}: median {seconds:.3f} s, {cpu_seconds:.3f} CPU s, peak memory {peaks[name]:.0f} MiB")
-    wall, cpu = (ours / bare for ours, bare in zip(medians["federation"], medians["bare"], strict=True))
-    print(f"ratio of medians: {wall:.3f} in seconds, {cpu:.3f} in CPU seconds")
+        ratios = f"ratio {seconds / medians['bare'][0]:.3f}, {cpu_seconds / medians['bare'][1]:.3f} in CPU seconds"
+        print(f"{name}: median {seconds:.3f} s, {cpu_seconds:.3f} CPU s; {ratios}; peak memory {peaks[name]:.0f} MiB")
 
 
 def main() -> None:
@@ -118,6 +146,10 @@ def main() -> None:
     parser.add_argument("--epochs", type=int, default=5, help="local epochs of a client")
     parser.add_argument("--clients", type=int, default=10)
     parser.add_argument("--repeats", type=int, default=5, help="counted turns of each")
+    parser.add_argument("--accelerator", choices=["cpu", "gpu"], default="cpu")
+    parser.add_argument("--expert", choices=["LeNet5", "VGG16"], default="LeNet5")
+    parser.add_argument("--backends", nargs="+", default=["auto"], help="auto, TrainerBackend, StackedBackend")
+    parser.add_argument("--tolerance", type=float, default=1e-4, help="largest difference of weights")
     options = parser.parse_args()
     restart_with_environment()
     measure(options)

@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 
 from fedmoe_pl.data import IID, Arrays, FederatedDataModule
-from fedmoe_pl.models import ConstantGate, LeNet5, PersonalizedMoE
+from fedmoe_pl.models import VGG16, ConstantGate, LeNet5, PersonalizedMoE
 
 # glibc hands the buffers of large batches back to the system at every step, which costs more than what is compared here
 # and differs from process to process; one thread, because several stall when another process holds a core.
@@ -20,7 +20,6 @@ ENVIRONMENT = {
     "MALLOC_TOP_PAD_": "67108864",
     "OMP_NUM_THREADS": "1",
     "MKL_NUM_THREADS": "1",
-    "CUDA_VISIBLE_DEVICES": "",
 }
 
 
@@ -45,15 +44,16 @@ class RandomImages(FederatedDataModule):
         return Arrays(x, y, x[:1], y[:1])
 
 
-def make_model(gate_weight: float) -> PersonalizedMoE:
-    """Two LeNet-5 for colour images, with the papers' SGD.
+def make_model(gate_weight: float, expert: type[LeNet5 | VGG16] = LeNet5) -> PersonalizedMoE:
+    """Two experts for colour images, with the papers' SGD.
 
     Args:
         gate_weight: weight of the global expert, the same for every sample; 1 leaves the local expert out.
+        expert: the experts' class.
     """
     torch.manual_seed(0)
     optimizer = partial(torch.optim.SGD, lr=0.01, momentum=0.5)
-    return PersonalizedMoE(LeNet5(in_channels=3), gate=ConstantGate(gate_weight), optimizer=optimizer)
+    return PersonalizedMoE(expert(in_channels=3), gate=ConstantGate(gate_weight), optimizer=optimizer)
 
 
 def restart_with_environment() -> None:
