@@ -14,7 +14,15 @@ from torch.nn.parameter import is_lazy
 
 from fedmoe_pl.aggregation import Tree, copy_module, load_tree
 from fedmoe_pl.algorithm import Update
-from fedmoe_pl.backends import LEAN_TRAINER, Backend, LocalTraining, TrainerBackend, one_thread
+from fedmoe_pl.backends import (
+    LEAN_TRAINER,
+    Backend,
+    LocalTraining,
+    PoolBackend,
+    TrainerBackend,
+    WorkersBackend,
+    one_thread,
+)
 from fedmoe_pl.callbacks import ClientCheckpoint, FederationCallback
 from fedmoe_pl.checkpoint import (
     FILE,
@@ -41,7 +49,8 @@ class Federation:
 
     Args:
         phases: what is done, in order; see :class:`Phase`.
-        trainer: arguments of every client's ``Trainer``; what is not given comes from ``LEAN_TRAINER``.
+        trainer: arguments of every client's ``Trainer``; what is not given comes from ``LEAN_TRAINER``. With several
+            ``devices`` as many clients are trained at the same time, each device by a process of its own.
         backend: how clients are trained; ``auto`` takes the fastest right one.
         evaluate_every_n_rounds: evaluate after every n rounds; 0 only at the end of a phase.
         callbacks: more callbacks; progress bar, result files and TensorBoard pictures are there by default, and one of
@@ -123,6 +132,14 @@ class Federation:
             MisconfigurationException: with one sentence, before any training, if something does not fit together.
         """
         self._setup(model, datamodule, ckpt_path)
+        try:
+            self.active_backend.open()
+            self._fit(ckpt_path)
+        finally:
+            self.active_backend.close()
+        return self.results
+
+    def _fit(self, ckpt_path: str | None) -> None:
         if not ckpt_path:
             self.run_dir = self.runs / f"version_{max(run_versions(self.runs), default=-1) + 1}"
             try:
@@ -142,7 +159,6 @@ class Federation:
         self._call("on_fit_end")
         for logger in self.loggers:
             logger.finalize("success")
-        return self.results
 
     def validate(self, model: LightningModule, datamodule: FederatedDataModule, ckpt_path: str = LAST) -> None:
         """Prints the accuracy of every client's model on its validation samples, from a checkpoint."""
@@ -231,6 +247,7 @@ class Federation:
         self.initial, self.states, self.rows = {}, {}, []
         checkpoint = find_checkpoint(ckpt_path, self.runs) if ckpt_path else None
         self.devices = check_trainer(self.trainer)
+        self.active_backend = self._with_workers()
         datamodule.prepare_data()
         datamodule.setup()
         self.datamodule = datamodule
@@ -251,6 +268,14 @@ class Federation:
             check_phase(phase, module, datamodule)
             if phase.ckpt_path:
                 begin_phase(phase, module, None)
+
+    def _with_workers(self) -> Backend:
+        """The backend, with a worker process for each device where there is more than one."""
+        if len(self.devices) == 1 or isinstance(self.backend, WorkersBackend):
+            return self.backend
+        # A process takes seconds to start, which many a run on a CPU does not take itself.
+        lazy = self.devices[0].type == "cpu" and self.trainer.get("devices", "auto") == "auto"
+        return PoolBackend(self.backend, self.devices, lazy)
 
     def _module(self, phase: Phase) -> LightningModule:
         seed_all(self.seed)  # a gate of unknown width draws its parameters when the module is made
@@ -315,7 +340,7 @@ class Federation:
         cohort = sample_cohort(clients, cohort_size(len(clients), phase.clients_per_round), self.seed, round)
         combined: Update | None = None
         kept = dict(state.kept)
-        for group in self.backend.train(training, state.server, cohort, state.kept, round):
+        for group in self.active_backend.train(training, state.server, cohort, state.kept, round):
             combined = group.update if combined is None else algorithm.combine(combined, group.update)
             kept.update(group.kept)
             for client in group.kept:

@@ -2,14 +2,20 @@
 
 from fedmoe_pl.backends.backend import Backend, GroupUpdate, LocalTraining
 from fedmoe_pl.backends.client import LEAN_TRAINER, changes_loss, has_batch_norm, one_thread, overridden_hooks, quiet
+from fedmoe_pl.backends.cluster import RayBackend
+from fedmoe_pl.backends.pool import PoolBackend
 from fedmoe_pl.backends.trainer import TrainerBackend
+from fedmoe_pl.backends.workers import WorkersBackend
 
 __all__ = [
     "LEAN_TRAINER",
     "Backend",
     "GroupUpdate",
     "LocalTraining",
+    "PoolBackend",
+    "RayBackend",
     "TrainerBackend",
+    "WorkersBackend",
     "changes_loss",
     "has_batch_norm",
     "one_thread",

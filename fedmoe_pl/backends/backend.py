@@ -100,7 +100,14 @@ class Backend(ABC):
         """
         return self
 
-    def close(self) -> None:
+    def open(self) -> None:  # noqa: B027  most need nothing
+        """Takes what a run needs, such as a connection to a cluster; called before a run begins.
+
+        Raises:
+            MisconfigurationException: with one sentence, if it cannot be had.
+        """
+
+    def close(self) -> None:  # noqa: B027  most hold nothing
         """Releases what it holds between rounds, such as worker processes; it can be used again."""
 
 
