@@ -92,7 +92,11 @@ class PoolBackend(WorkersBackend):
         """Writes the data to a file that all workers map, and starts them."""
         # A file without a name goes with this process, however it ends.
         self._data = data = tempfile.TemporaryFile()
-        sendable("the data module", lambda: torch.save(datamodule, data, pickle_module=cloudpickle))
+        try:
+            sendable("the data module", lambda: torch.save(datamodule, data, pickle_module=cloudpickle))
+        except MisconfigurationException:
+            self.close()
+            raise
         data.flush()
         return [self._worker(device) for device in self.devices]
 
