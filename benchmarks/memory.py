@@ -43,7 +43,7 @@ def measure(clients: int, samples: int) -> None:
     with tempfile.TemporaryDirectory() as folder:
         federation = Federation(
             phases=[Phase("FedAvg", FedAvg(shared="global_expert.*"), evaluate=False)],
-            trainer={"max_epochs": 1, "accelerator": "cpu"},
+            trainer={"max_epochs": 1, "accelerator": "cpu", "devices": 1},
             logger=False,
             default_root_dir=folder,
             enable_checkpointing=False,

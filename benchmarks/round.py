@@ -17,8 +17,7 @@ import statistics
 import tempfile
 import time
 
-import torch
-from torch import nn
+from plain import Work, bare_round
 from workload import RandomImages, make_model, memory, reset_peak_memory, restart_with_environment
 
 from fedmoe_pl.aggregation import Tree
@@ -30,27 +29,6 @@ from fedmoe_pl.phase import Phase
 from fedmoe_pl.seeds import derive_seed
 
 SAMPLES_PER_CLIENT = 500
-
-
-def bare_round(expert: nn.Module, data: RandomImages, batch_size: int, epochs: int) -> Tree:
-    """One round of FedAvg: a fresh optimizer per client, a permutation per epoch, the mean of the state dicts."""
-    start = {name: tensor.clone() for name, tensor in expert.state_dict().items()}
-    mean = {name: torch.zeros_like(tensor) for name, tensor in start.items()}
-    for client, samples in enumerate(data.train_samples):
-        expert.load_state_dict(start)
-        optimizer = torch.optim.SGD(expert.parameters(), lr=0.01, momentum=0.5)
-        generator = torch.Generator().manual_seed(derive_seed(0, 0, client, 0))  # the federation's seed of this client
-        for _ in range(epochs):
-            order = samples[torch.randperm(len(samples), generator=generator)]
-            for batch in order.split(batch_size):
-                loss = nn.functional.cross_entropy(expert(data.x[batch]), data.y[batch])
-                optimizer.zero_grad()
-                loss.backward()
-                optimizer.step()
-        for name, tensor in expert.state_dict().items():
-            mean[name] += tensor / data.num_clients
-    expert.load_state_dict(start)
-    return mean
 
 
 class Clock:
@@ -83,7 +61,7 @@ def federated_round(model: PersonalizedMoE, data: RandomImages, epochs: int) -> 
     with tempfile.TemporaryDirectory() as folder:
         federation = Federation(
             phases=[phase],
-            trainer={"max_epochs": epochs, "accelerator": "cpu"},
+            trainer={"max_epochs": epochs, "accelerator": "cpu", "devices": 1},
             callbacks=[timer],
             logger=False,
             default_root_dir=folder,
@@ -100,13 +78,15 @@ def measure(options: argparse.Namespace) -> None:
     data = RandomImages(options.clients, SAMPLES_PER_CLIENT, options.batch_size)
     data.setup()
     model = make_model(gate_weight=1)
+    work = Work(data.x, data.y, data.train_samples, options.batch_size, options.epochs)
+    seeds = [derive_seed(0, 0, client, 0) for client in range(options.clients)]  # the federation's of these clients
     took: dict[str, list[tuple[float, float]]] = {"bare": [], "federation": []}
     peaks: dict[str, float] = {}
     print(f"{options.clients} clients, {options.epochs} epochs, batch size {options.batch_size}: seconds (CPU) a round")
     for turn in range(options.repeats + 1):
         reset_peak_memory()
         clock = Clock()
-        expected = bare_round(model.global_expert, data, options.batch_size, options.epochs)
+        expected = bare_round(model.global_expert, work, seeds)
         bare, peaks["bare"] = clock.read(), memory("VmHWM")
         reset_peak_memory()
         federated, weights = federated_round(model, data, options.epochs)

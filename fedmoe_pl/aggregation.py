@@ -21,14 +21,18 @@ def mean_of_two(a: Mapping[str, Tensor], weight_a: float, b: Mapping[str, Tensor
     """Weighted mean of two trees: ``(weight_a * a + weight_b * b) / (weight_a + weight_b)``.
 
     Applied to one client after another it is the weighted mean of all of them, holding one model in memory.
-    Integers (BatchNorm's ``num_batches_tracked``) are taken from ``a`` (METHODS section 2).
+    Integers (BatchNorm's ``num_batches_tracked``) are taken from one client (METHODS section 2), the larger ones, so
+    that the order does not matter.
 
     Example:
         >>> mean_of_two({"w": torch.tensor(0.0)}, 1, {"w": torch.tensor(4.0)}, 3)
         {'w': tensor(3.)}
     """
     share = weight_b / (weight_a + weight_b)
-    return {name: torch.lerp(a[name], b[name], share) if a[name].is_floating_point() else a[name] for name in a}
+    return {
+        name: torch.lerp(tensor, b[name], share) if tensor.is_floating_point() else torch.maximum(tensor, b[name])
+        for name, tensor in a.items()
+    }
 
 
 def load_tree(module: nn.Module, tree: Mapping[str, Tensor]) -> None:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import os
 import pickle
 import zlib
-from dataclasses import asdict, dataclass, field, fields
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +16,11 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from fedmoe_pl.aggregation import Tree
 from fedmoe_pl.data import FederatedDataModule
 from fedmoe_pl.evaluation import ClientEvaluation, Evaluation
+from fedmoe_pl.store import KeptOnDisk, check_kept
 
 LAST = "last"
 FILE = "checkpoints/last.ckpt"
+KEPT = "checkpoints/kept"
 
 
 @dataclass
@@ -27,7 +30,7 @@ class PhaseState:
     Attributes:
         initial: tensors of the phase's module before the first round, by name.
         server: the server's state.
-        kept: what clients kept, by client.
+        kept: what clients kept, by client, in memory or on disk.
         round: number of completed rounds.
         finished: whether the phase's result stands.
         best_metric: best mean of the monitored metric so far.
@@ -40,13 +43,13 @@ class PhaseState:
 
     initial: Tree
     server: Tree
-    kept: dict[int, Tree] = field(default_factory=dict)
+    kept: Mapping[int, Tree] = field(default_factory=dict)
     round: int = 0
     finished: bool = False
     best_metric: float | None = None
     best_round: int = 0
     best_server: Tree = field(default_factory=dict)
-    best_kept: dict[int, Tree] = field(default_factory=dict)
+    best_kept: Mapping[int, Tree] = field(default_factory=dict)
     given: int | None = None
     evaluation: Evaluation | None = None
 
@@ -66,6 +69,8 @@ def save_checkpoint(
 ) -> None:
     """Writes a checkpoint beside the old one and then replaces it, so that a kill at any moment leaves a whole one.
 
+    Finished phases are left to their own files, so that no later round writes them again.
+
     Args:
         path: where to write.
         model: tensors of the initial model.
@@ -74,15 +79,57 @@ def save_checkpoint(
         seed: the run's seed.
         partition: tells the clients' samples from those of another partition.
     """
-    path.parent.mkdir(parents=True, exist_ok=True)
-    phases = {}
-    for name, state in states.items():  # not asdict: it would copy tensors that phases share
-        phases[name] = {item.name: getattr(state, item.name) for item in fields(state)}
-        phases[name]["evaluation"] = None if state.evaluation is None else asdict(state.evaluation)
-    temporary = path.with_suffix(".tmp")
+    phases = {
+        name: None if state.finished and _finished_path(path, name).is_file() else _content(state)
+        for name, state in states.items()
+    }
     content = {"fedmoe_pl": 1, "seed": seed, "partition": partition, "model": model, "phases": phases, "rows": rows}
+    _save(path, content)
+
+
+def save_finished(path: Path, name: str, state: PhaseState) -> None:
+    """Writes a finished phase to a file of its own, before the checkpoint that leaves it out.
+
+    Args:
+        path: the checkpoint.
+        name: the phase's name.
+        state: where it stands for good.
+    """
+    _save(_finished_path(path, name), _content(state))
+
+
+def _finished_path(path: Path, name: str) -> Path:
+    return path.parent / "finished" / f"{name}.ckpt"
+
+
+def _save(path: Path, content: dict[str, Any]) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(path.name + ".tmp")
     torch.save(content, temporary)
     os.replace(temporary, path)
+
+
+def _content(state: PhaseState) -> dict[str, Any]:
+    """The state as dicts; not asdict, which would copy tensors, and cut those that phases share."""
+    content = {item.name: getattr(state, item.name) for item in fields(state)}
+    for name in ("kept", "best_kept"):
+        if isinstance(kept := content[name], KeptOnDisk):
+            content[name] = {"phases": kept.phases, "versions": kept.versions}
+    if state.evaluation is not None:
+        clients = [vars(client) for client in state.evaluation.clients]
+        content["evaluation"] = {**vars(state.evaluation), "clients": clients}
+    return content
+
+
+def _state(path: Path, content: dict[str, Any]) -> PhaseState:
+    """The state that has this content in the checkpoint at ``path``."""
+    for name in ("kept", "best_kept"):
+        if "versions" in (kept := content[name]):
+            content[name] = KeptOnDisk(path.parent / Path(KEPT).name, kept["phases"], kept["versions"])
+    if content["evaluation"] is not None:
+        clients = [ClientEvaluation(**client) for client in content["evaluation"].pop("clients")]
+        content["evaluation"] = Evaluation(**content["evaluation"], clients=clients)
+    return PhaseState(**content)
 
 
 def load_checkpoint(path: str | Path) -> dict[str, Any]:
@@ -92,26 +139,34 @@ def load_checkpoint(path: str | Path) -> dict[str, Any]:
         The file's content; a federation's has ``phases``, a dict of ``PhaseState`` by name.
 
     Raises:
-        MisconfigurationException: if there is no such file, or it is not a checkpoint.
+        MisconfigurationException: if there is no such file, a part of it is missing, or it is not a checkpoint.
     """
-    if not Path(path).is_file():
+    path = Path(path)
+    if not path.is_file():
         raise MisconfigurationException(f"ckpt_path is '{path}', but there is no such file.")
-    try:
-        content = torch.load(path, weights_only=True, map_location="cpu")
-    except (pickle.UnpicklingError, RuntimeError, OSError, EOFError, ValueError) as error:
-        raise MisconfigurationException(
-            f"ckpt_path is '{path}', which is damaged or no checkpoint of tensors and plain values."
-        ) from error
+    content = _load(path)
     if not isinstance(content, dict) or not ("fedmoe_pl" in content or "state_dict" in content):
         raise MisconfigurationException(
             f"ckpt_path is '{path}', which is no checkpoint of a federation or of Lightning."
         )
-    for name, state in content.get("phases", {}).items():
-        if state["evaluation"] is not None:
-            clients = [ClientEvaluation(**client) for client in state["evaluation"].pop("clients")]
-            state["evaluation"] = Evaluation(**state["evaluation"], clients=clients)
-        content["phases"][name] = PhaseState(**state)
+    for name, phase in content.get("phases", {}).items():
+        finished = _finished_path(path, name)
+        if phase is None and not finished.is_file():
+            raise MisconfigurationException(
+                f"ckpt_path is '{path}', which needs '{finished}', but there is no such file; it must be {FILE} in the "
+                "folder of its run."
+            )
+        content["phases"][name] = _state(path, _load(finished) if phase is None else phase)
     return content
+
+
+def _load(path: Path) -> Any:
+    try:
+        return torch.load(path, weights_only=True, map_location="cpu")
+    except (pickle.UnpicklingError, RuntimeError, OSError, EOFError, ValueError) as error:
+        raise MisconfigurationException(
+            f"ckpt_path is '{path}', which is damaged or no checkpoint of tensors and plain values."
+        ) from error
 
 
 def load_run(path: Path, rounds: dict[str, int], seed: int, partition: str) -> dict[str, Any]:
@@ -146,13 +201,15 @@ def load_run(path: Path, rounds: dict[str, int], seed: int, partition: str) -> d
             raise MisconfigurationException(
                 f"{key}, where '{name}' has had {state.round} rounds, but rounds is {rounds[name]}."
             )
+        check_kept(state.kept, state.best_kept)
     return content
 
 
 def fingerprint(datamodule: FederatedDataModule) -> str:
     """Tells one partition from another: the number of clients, and a checksum of who holds which labels."""
-    owned = torch.cat([*datamodule.train_samples, *datamodule.test_samples])
-    checksum = zlib.crc32(owned.numpy().tobytes(), zlib.crc32(datamodule.y[owned].numpy().tobytes()))
+    checksum, owned = 0, (datamodule.train_samples.indices, datamodule.test_samples.indices)
+    for tensor in (*(datamodule.y[samples] for samples in owned), *owned):
+        checksum = zlib.crc32(tensor.numpy().data, checksum)
     return f"{datamodule.num_clients} clients, partition {checksum:08x}"
 
 

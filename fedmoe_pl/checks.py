@@ -41,6 +41,18 @@ def check_phases(phases: Sequence[Phase], evaluate_every_n_rounds: int) -> None:
         )
 
 
+def check_store(store: str, enable_checkpointing: bool) -> None:
+    """Refuses a place for what clients keep that is unknown or has no folder.
+
+    Raises:
+        MisconfigurationException: with one sentence.
+    """
+    if store not in ("memory", "disk"):
+        raise MisconfigurationException(f"federation.store is '{store}', but must be memory or disk.")
+    if store == "disk" and not enable_checkpointing:
+        raise MisconfigurationException("federation.store is 'disk', which needs enable_checkpointing: true.")
+
+
 def check_trainer(arguments: dict[str, Any]) -> list[torch.device]:
     """Refuses arguments that make no Trainer of a client.
 
@@ -103,22 +115,23 @@ def check_phase(phase: Phase, module: LightningModule, datamodule: FederatedData
             f"{key}: {type(phase.algorithm).__name__} has a loss of its own, for which the model must have a method "
             f"loss(batch) -> (loss, metrics) and automatic optimization; {type(module).__name__} has not."
         )
-    if changes_loss(phase.algorithm) and overridden_hooks(module):
+    hooks = overridden_hooks(module)
+    if changes_loss(phase.algorithm) and hooks:
         raise MisconfigurationException(
-            f"{key}: {type(module).__name__} has hooks of its own ({', '.join(overridden_hooks(module))}), which the loss "
-            f"of {type(phase.algorithm).__name__} would leave out; move what they do into loss(batch)."
+            f"{key}: {type(module).__name__} has hooks of its own ({', '.join(hooks)}), which the loss of "
+            f"{type(phase.algorithm).__name__} would leave out; move what they do into loss(batch)."
         )
     phase.algorithm.check(module)
     for metric, samples, source in (
         ("validation", datamodule.validation_samples, "validation_fraction"),
         ("local_test_held_out", datamodule.test_samples, "test_fraction"),
     ):
-        if phase.monitor == metric and not any(len(indices) for indices in samples):
+        if phase.monitor == metric and not len(samples.indices):
             raise MisconfigurationException(
                 f"{key}: monitor is '{metric}', but data.init_args.{source} is 0, so that no client has such samples."
             )
-    single = [client for client, samples in enumerate(datamodule.train_samples) if len(samples) == 1]
-    if single and has_batch_norm(module):
+    single = (datamodule.train_samples.sizes == 1).nonzero().flatten()
+    if len(single) and has_batch_norm(module):
         raise MisconfigurationException(
             f"{key}: client {single[0]} has one training sample, but batch normalization needs two; lower "
             "data.init_args.num_clients or change data.init_args.partition_seed."

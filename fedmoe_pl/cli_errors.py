@@ -43,6 +43,8 @@ def one_sentence(message: str) -> str:
         similar = difflib.get_close_matches(match[1], _CLASSES, n=1)
         hint = f"; did you mean {similar[0]}?" if similar else "."
         return f"{key} is '{match[1]}', which is neither a class of fedmoe_pl nor an import path{hint}"
+    if match := re.search(r"Expected a typing\.Literal\[(.+?)\]\. Got value: (.+)", message):
+        return f"{key} is '{match[2]}', but must be {match[1].replace(', ', ' or ')}."
     expected = [name for name in re.findall(r"Expected a <class '([^']+)'>", message) if name != "NoneType"]
     if expected:
         value = re.search(r"(?:Got value|Given value): (.+)", message)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple, TypeGuard
 
@@ -13,6 +14,7 @@ from torch import Tensor
 from torchmetrics.functional.classification import multiclass_accuracy
 
 from fedmoe_pl.aggregation import Tree, copy_module, load_tree
+from fedmoe_pl.data.parts import Parts
 from fedmoe_pl.models import ConstantGate, PersonalizedMoE
 
 if TYPE_CHECKING:
@@ -117,7 +119,8 @@ def evaluate_clients(
 ) -> list[ClientEvaluation]:
     """Evaluates the model that every client would use now: what the server sends it, and what it kept.
 
-    Clients that were sent the same and kept nothing have the same model, which is evaluated once.
+    Clients that were sent the same and kept nothing have the same model, which is evaluated once, and on the own
+    samples of all of them together.
 
     Args:
         training: the phase's module, algorithm and data.
@@ -128,19 +131,33 @@ def evaluate_clients(
     Returns:
         One entry per client, in the order of their ids.
     """
-    datamodule, algorithm = training.datamodule, training.algorithm
     module = copy_module(training.module).to(device).eval()
-    evaluations = []
-    shared_with_last: Tree | None = None
-    class_accuracy, global_test = torch.empty(0), math.nan
-    for client in range(datamodule.num_clients):
-        sent, own = algorithm.server_send(server, client), kept.get(client, {})
-        if own or sent is not shared_with_last:
-            load_tree(module, {**training.initial, **sent, **own})
-            class_accuracy, global_test = _global_test(module, datamodule)
-        shared_with_last = None if own else sent
-        evaluations.append(_evaluate_client(module, datamodule, client, class_accuracy, global_test))
-    return evaluations
+    evaluations: dict[int, ClientEvaluation] = {}
+    for tensors, clients in _models(training, server, kept):
+        load_tree(module, {**training.initial, **tensors})
+        evaluations.update(zip(clients, _evaluate_model(module, training.datamodule, clients), strict=True))
+    return [evaluations[client] for client in range(training.datamodule.num_clients)]
+
+
+def _models(
+    training: LocalTraining, server: Tree, kept: Mapping[int, Tree]
+) -> Iterator[tuple[Mapping[str, Tensor], list[int]]]:
+    """The tensors of every different model, and the clients that have it."""
+    shared: Tree = {}
+    sharing: list[int] = []
+    keeping = set(kept)  # asked once: on disk it is dearer to ask for each client
+    for client in range(training.datamodule.num_clients):
+        sent, own = training.algorithm.server_send(server, client), kept[client] if client in keeping else {}
+        if own:
+            yield {**sent, **own}, [client]
+            continue
+        if sharing and sent is not shared:
+            yield shared, sharing
+            sharing = []
+        shared = sent
+        sharing.append(client)
+    if sharing:
+        yield shared, sharing
 
 
 @torch.inference_mode()
@@ -155,16 +172,18 @@ def predict(module: LightningModule, datamodule: FederatedDataModule, samples: T
     Returns:
         Logits (n, C) and, for a module with a gate that is not constant, its weights (n, experts), on the CPU.
     """
-    logits, weights = [], []
-    for x, _ in datamodule.batches(samples, batch_size=_BATCH_SIZE):
+    logits, weights, _ = zip(*_outputs(module, datamodule, samples), strict=True)
+    return torch.cat(logits), None if weights[0] is None else torch.cat(weights)
+
+
+def _outputs(
+    module: LightningModule, datamodule: FederatedDataModule, samples: Tensor
+) -> Iterator[tuple[Tensor, Tensor | None, Tensor]]:
+    """Logits (b, C), weights (b, experts) of a gate that is not constant, and labels (b,), by batch, on the CPU."""
+    for x, y in datamodule.batches(samples, batch_size=_BATCH_SIZE):
         x = x.to(module.device)
-        if _has_trained_gate(module):
-            batch_logits, batch_weights = module.mix(x)
-            weights.append(batch_weights.cpu())
-        else:
-            batch_logits = module(x)
-        logits.append(batch_logits.cpu())
-    return torch.cat(logits), torch.cat(weights) if weights else None
+        logits, weights = module.mix(x) if _has_trained_gate(module) else (module(x), None)
+        yield logits.cpu(), None if weights is None else weights.cpu(), y.cpu()
 
 
 def _global_test(module: LightningModule, datamodule: FederatedDataModule) -> tuple[Tensor, float]:
@@ -172,41 +191,65 @@ def _global_test(module: LightningModule, datamodule: FederatedDataModule) -> tu
     logits, _ = predict(module, datamodule, datamodule.global_test)
     labels = datamodule.y[datamodule.global_test]
     by_class = multiclass_accuracy(logits, labels, logits.shape[1], average="none")
-    return by_class[: datamodule.num_classes].double(), _accuracy(logits, labels)
+    overall = multiclass_accuracy(logits, labels, logits.shape[1], average="micro")
+    return by_class[: datamodule.num_classes].double(), overall.item()
 
 
-def _evaluate_client(
-    module: LightningModule, datamodule: FederatedDataModule, client: int, class_accuracy: Tensor, global_test: float
-) -> ClientEvaluation:
-    held_out, validation = datamodule.test_samples[client], datamodule.validation_samples[client]
-    own = held_out if len(held_out) else datamodule.train_samples[client]
-    logits, gate_weights = (
-        predict(module, datamodule, own) if _has_trained_gate(module) or len(held_out) else (None, None)
+def _evaluate_model(
+    module: LightningModule, datamodule: FederatedDataModule, clients: Sequence[int]
+) -> Iterator[ClientEvaluation]:
+    """The evaluations of clients that all have this model."""
+    chosen = torch.tensor(clients)
+    class_accuracy, global_test = _global_test(module, datamodule)
+    held_out, validation = datamodule.test_samples.select(chosen), datamodule.validation_samples.select(chosen)
+    own, gate_labels = held_out, [None] * len(clients)
+    if _has_trained_gate(module):  # else nobody asks for predictions of training samples
+        train = datamodule.train_samples.select(chosen)
+        both = Parts(torch.cat((held_out.indices, train.indices)), torch.cat((held_out.sizes, train.sizes)))
+        own = both.select(torch.arange(len(clients)) + len(clients) * (held_out.sizes == 0))
+        gate_labels = _pieces(datamodule.y[own.indices], own.sizes)
+    own_accuracy, gate_weights = _predict_parts(module, datamodule, own)
+    columns = zip(
+        clients,
+        datamodule.train_samples.sizes[chosen].tolist(),
+        _weighted(class_accuracy, datamodule.class_shares[chosen], datamodule).tolist(),
+        own_accuracy.where(held_out.sizes > 0, math.nan).tolist(),
+        [global_test] * len(clients),
+        _predict_parts(module, datamodule, validation)[0].tolist(),
+        gate_weights or [None] * len(clients),
+        gate_labels,
+        strict=True,
     )
-    return ClientEvaluation(
-        client=client,
-        n_train=len(datamodule.train_samples[client]),
-        local_test=_weighted(class_accuracy, datamodule.class_shares[client], datamodule),
-        local_test_held_out=_accuracy(logits, datamodule.y[own]) if logits is not None and len(held_out) else math.nan,
-        global_test=global_test,
-        validation=_accuracy(predict(module, datamodule, validation)[0], datamodule.y[validation])
-        if len(validation)
-        else math.nan,
-        gate_weights=gate_weights,
-        gate_labels=datamodule.y[own] if gate_weights is not None else None,
-    )
+    return itertools.starmap(ClientEvaluation, columns)
 
 
-def _weighted(class_accuracy: Tensor, shares: Tensor, datamodule: FederatedDataModule) -> float:
-    """Mean of the accuracies by class with the client's shares of the classes that the global test set has."""
+@torch.inference_mode()
+def _predict_parts(
+    module: LightningModule, datamodule: FederatedDataModule, parts: Parts
+) -> tuple[Tensor, list[Tensor]]:
+    """Accuracy of each part, float32 (len(parts),), nan where empty, and of a trained gate each part's weights."""
+    right, weights = [torch.empty(0, dtype=torch.bool)], []
+    for logits, batch_weights, labels in _outputs(module, datamodule, parts.indices):
+        right.append(logits.argmax(1) == labels)
+        if batch_weights is not None:
+            weights.append(batch_weights)
+    ends = parts.sizes.cumsum(0)
+    counts = torch.cat((torch.zeros(1, dtype=torch.int64), torch.cat(right).cumsum(0)))
+    accuracies = (counts[ends] - counts[ends - parts.sizes]).float() / parts.sizes
+    return accuracies, _pieces(torch.cat(weights), parts.sizes) if weights else []
+
+
+def _pieces(tensor: Tensor, sizes: Tensor) -> list[Tensor]:
+    """The tensor cut along its first dimension into copies: a view would be pickled with all of it."""
+    return [piece.clone() for piece in tensor.split(sizes.tolist())]
+
+
+def _weighted(class_accuracy: Tensor, shares: Tensor, datamodule: FederatedDataModule) -> Tensor:
+    """Mean of the accuracies by class (C,) with clients' shares (k, C) of the classes that the global test set has."""
     tested = datamodule.y[datamodule.global_test].bincount(minlength=datamodule.num_classes) > 0
     shares = shares * tested
-    return ((shares * class_accuracy).sum() / shares.sum()).item()
+    return (shares * class_accuracy).sum(dim=1) / shares.sum(dim=1)
 
 
 def _has_trained_gate(module: LightningModule) -> TypeGuard[PersonalizedMoE]:
     return isinstance(module, PersonalizedMoE) and not isinstance(module.gate, ConstantGate)
-
-
-def _accuracy(logits: Tensor, labels: Tensor) -> float:
-    return multiclass_accuracy(logits, labels, logits.shape[1], average="micro").item()

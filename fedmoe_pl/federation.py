@@ -10,22 +10,24 @@ import yaml
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import LightningModule
 from lightning.pytorch.loggers import Logger, TensorBoardLogger
+from lightning.pytorch.utilities import rank_zero_info
 from torch.nn.parameter import is_lazy
 
 from fedmoe_pl.aggregation import Tree, copy_module, load_tree
 from fedmoe_pl.algorithm import Update
 from fedmoe_pl.backends import (
     LEAN_TRAINER,
+    AutoBackend,
     Backend,
     LocalTraining,
     PoolBackend,
-    TrainerBackend,
     WorkersBackend,
     one_thread,
 )
 from fedmoe_pl.callbacks import ClientCheckpoint, FederationCallback
 from fedmoe_pl.checkpoint import (
     FILE,
+    KEPT,
     LAST,
     PhaseState,
     find_checkpoint,
@@ -33,8 +35,9 @@ from fedmoe_pl.checkpoint import (
     load_run,
     run_versions,
     save_checkpoint,
+    save_finished,
 )
-from fedmoe_pl.checks import check_phase, check_phases, check_trainer
+from fedmoe_pl.checks import check_phase, check_phases, check_store, check_trainer
 from fedmoe_pl.cohort import cohort_size, sample_cohort
 from fedmoe_pl.data import FederatedDataModule, partition_figure, partition_table
 from fedmoe_pl.evaluation import Evaluation, evaluate_clients, predict
@@ -42,6 +45,7 @@ from fedmoe_pl.phase import INITIAL, Phase, begin_phase, evaluated_model, find_s
 from fedmoe_pl.reporting import AccuracyMonitor, GateMonitor, PartitionMonitor, ProgressBar, ResultFiles
 from fedmoe_pl.results import format_table, prediction_rows, round_row, write_csv
 from fedmoe_pl.seeds import seed_all
+from fedmoe_pl.store import DiskStore, MemoryStore, Store
 
 
 class Federation:
@@ -60,6 +64,8 @@ class Federation:
         name: folder of this experiment's runs in it.
         enable_checkpointing: write a checkpoint after every round, and the clients' models at the end of a phase.
         enable_progress_bar: show the progress bar.
+        store: where the tensors lie that clients keep between rounds: ``memory``, or ``disk`` for a file per client in
+            the run's folder, where there are too many.
         seed: everything random follows from it; on the command line it is ``seed_everything``.
 
     Attributes:
@@ -86,13 +92,15 @@ class Federation:
         name: str = "federation",
         enable_checkpointing: bool = True,
         enable_progress_bar: bool = True,
+        store: Literal["memory", "disk"] = "memory",
         seed: int = 0,
     ) -> None:
         check_phases(phases, evaluate_every_n_rounds)
+        check_store(store, enable_checkpointing)
         self.phases = phases
         self.starts = {phase.name: find_start(phases, index) for index, phase in enumerate(phases)}
         self.trainer = {**LEAN_TRAINER, **(trainer or {})}
-        self.backend = TrainerBackend() if backend == "auto" else backend
+        self.backend = AutoBackend() if backend == "auto" else backend
         self.evaluate_every_n_rounds = evaluate_every_n_rounds
         callbacks = callbacks or []
         defaults = [
@@ -105,6 +113,7 @@ class Federation:
         self.logger = logger
         self.runs = Path(default_root_dir) / name
         self.enable_checkpointing = enable_checkpointing
+        self.store = store
         self.seed = seed
         self.hparams: dict[str, Any] = {}
         self.initial: Tree = {}
@@ -113,6 +122,7 @@ class Federation:
         self.run_dir = self.runs
         self.loggers: list[Logger] = []
         self._work_in_round = 0.0
+        self._kept: Store = MemoryStore()
 
     def fit(
         self, model: LightningModule, datamodule: FederatedDataModule, ckpt_path: str | None = None
@@ -132,6 +142,7 @@ class Federation:
             MisconfigurationException: with one sentence, before any training, if something does not fit together.
         """
         self._setup(model, datamodule, ckpt_path)
+        self._log_backends()
         try:
             self.active_backend.open()
             self._fit(ckpt_path)
@@ -151,6 +162,13 @@ class Federation:
             if self.hparams:
                 (self.run_dir / "config.yaml").write_text(yaml.safe_dump(self.hparams, sort_keys=False))
             self._checkpoint()
+        in_memory = self.store == "memory"
+        self._kept = MemoryStore() if in_memory else DiskStore(self.run_dir / KEPT, self.datamodule.num_clients)
+        for name, state in self.states.items():
+            if not state.finished:  # the run that goes on may have had the other store
+                state.kept = self._kept.adopt(name, state.round, state.kept)
+                if state.best_round:
+                    state.best_kept = self._kept.adopt(name, state.best_round, state.best_kept)
         self._start_loggers()
         self._call("on_fit_start")
         for phase in self.phases:
@@ -164,7 +182,7 @@ class Federation:
         """Prints the accuracy of every client's model on its validation samples, from a checkpoint."""
         datamodule.prepare_data()
         datamodule.setup()
-        if not any(len(samples) for samples in datamodule.validation_samples):
+        if not len(datamodule.validation_samples.indices):
             raise MisconfigurationException(
                 "data.init_args.validation_fraction is 0, so that no client has validation samples; it must be above 0."
             )
@@ -302,9 +320,14 @@ class Federation:
         module = self._module(phase)
         if phase.name not in self.states:
             start = self.starts[phase.name]
-            self.states[phase.name] = begin_phase(phase, module, None if start == INITIAL else self.states[start])
+            state = begin_phase(phase, module, None if start == INITIAL else self.states[start])
+            state.kept = self._kept.adopt(phase.name, state.round, state.kept)
+            self.states[phase.name] = state
         initial = self.states[phase.name].initial
         load_tree(module, initial)
+        return self._local_training(phase, module, initial)
+
+    def _local_training(self, phase: Phase, module: LightningModule, initial: Tree) -> LocalTraining:
         return LocalTraining(
             module=module,
             initial=initial,
@@ -316,6 +339,21 @@ class Federation:
             rounds=phase.rounds,
             device=self.devices[0],
         )
+
+    def _log_backends(self) -> None:
+        """Says how clients will be trained, and refuses what the backend cannot train."""
+        phases: dict[str, list[str]] = {}
+        for phase in self.phases:
+            if phase.ckpt_path:
+                continue
+            module = self._module(phase)
+            initial = {name: tensor.detach().cpu() for name, tensor in module.state_dict().items()}
+            try:
+                words = self.active_backend.describe(self._local_training(phase, module, initial))
+            except MisconfigurationException as error:
+                raise MisconfigurationException(f"federation.phases '{phase.name}': {error}") from error
+            phases.setdefault(words, []).append(phase.name)
+        rank_zero_info("backend: " + "; ".join(f"{', '.join(names)}: {words}" for words, names in phases.items()))
 
     def _run_phase(self, phase: Phase) -> None:
         training = self._training(phase)
@@ -330,8 +368,11 @@ class Federation:
             state.select_best()
             evaluation = self._evaluate(phase, state, training)
         state.evaluation = evaluation
+        self._call("on_phase_end", phase, state.evaluation)  # before the checkpoint: a run that goes on calls it if not
+        if self.enable_checkpointing:
+            save_finished(self.run_dir / FILE, phase.name, state)
         self._checkpoint()
-        self._call("on_phase_end", phase, state.evaluation)
+        self._kept.remove_rest(phase.name, state.kept)
 
     def _run_round(self, phase: Phase, state: PhaseState, training: LocalTraining) -> Evaluation | None:
         """One round (DESIGN section 3); returns its evaluation, where this round is evaluated."""
@@ -339,21 +380,22 @@ class Federation:
         self._call("on_round_start", phase, round)
         cohort = sample_cohort(clients, cohort_size(len(clients), phase.clients_per_round), self.seed, round)
         combined: Update | None = None
-        kept = dict(state.kept)
+        written: dict[int, Any] = {}
         for group in self.active_backend.train(training, state.server, cohort, state.kept, round):
             combined = group.update if combined is None else algorithm.combine(combined, group.update)
-            kept.update(group.kept)
+            written.update(self._kept.write(phase.name, round + 1, group.kept))
             for client in group.kept:
                 self._work_in_round += self.work[phase.name] / len(cohort)
                 self._call("on_client_end", phase, round, client)
         assert combined is not None, "a cohort has at least one client"
         state.server, state.round = algorithm.server_update(state.server, combined), round + 1
-        state.kept = {client: tree for client, tree in kept.items() if tree}
+        state.kept = self._kept.updated(phase.name, state.kept, written)
         self._work_in_round = 0.0
         every = self.evaluate_every_n_rounds
         evaluates = phase.evaluate and every and (state.round % every == 0 or state.round == phase.rounds)
         evaluation = self._evaluate_round(phase, state, training) if evaluates else None
         self._checkpoint()
+        self._kept.remove_replaced(state.kept, state.best_kept)
         self._call("on_round_end", phase, round)
         return evaluation
 

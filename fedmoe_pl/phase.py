@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections import ChainMap
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
@@ -18,6 +19,7 @@ from fedmoe_pl.data import FederatedDataModule
 from fedmoe_pl.evaluation import METRICS
 from fedmoe_pl.models.gates import ConstantGate, Gate
 from fedmoe_pl.models.moe import PersonalizedMoE
+from fedmoe_pl.store import check_kept, only
 
 INITIAL = "initial"
 """The name of what no phase has trained yet: the model as it was constructed."""
@@ -125,15 +127,13 @@ def begin_phase(phase: Phase, module: LightningModule, before: PhaseState | None
         before: the state of the phase that it starts from; None for the initial model.
     """
     initial = {name: tensor.detach().cpu() for name, tensor in module.state_dict().items()}
-    kept: dict[int, Tree] = {}
+    inherited = [name for name in initial if not (phase.gate and name.startswith("gate."))]
     if before is not None:
-        inherited = [name for name in initial if not (phase.gate and name.startswith("gate."))]
         initial |= _only(inherited, {**before.initial, **before.server})
-        kept = {client: _only(inherited, tree) for client, tree in before.kept.items()}
     load_tree(module, initial)
     server = phase.algorithm.server_init(module)
     # What the server sends now takes the place of what clients kept of it before.
-    kept = {client: {name: tree[name] for name in tree if name not in server} for client, tree in kept.items()}
+    kept = only({} if before is None else before.kept, [name for name in inherited if name not in server])
     if phase.ckpt_path is None:
         return PhaseState(initial, server, kept)
     content = load_checkpoint(phase.ckpt_path)
@@ -149,7 +149,8 @@ def begin_phase(phase: Phase, module: LightningModule, before: PhaseState | None
             raise MisconfigurationException(f"{key}, whose finished phases are {finished}; '{phase.name}' must be one.")
         given = content["phases"][phase.name]
     load_tree(module, _only(initial, given.server))
-    kept = {**kept, **given.kept}
+    check_kept(given.kept)
+    kept = ChainMap(given.kept, kept)  # pyright: ignore[reportArgumentType]  only read; in one dict, it may be too large
     return PhaseState(initial, given.server, kept, round=phase.rounds, given=given.best_round or given.round)
 
 
@@ -186,7 +187,7 @@ def work_of_round(phase: Phase, datamodule: FederatedDataModule, seed: int, epoc
     first = Client(id=0, round=0, seed=seed, module=LightningModule(), samples=samples[0], kept={})
     share = len(phase.algorithm.client_samples(first)) / len(samples[0])
     cohort = cohort_size(len(samples), phase.clients_per_round) / len(samples)
-    return epochs * cohort * share * sum(map(len, samples))
+    return epochs * cohort * share * len(samples.indices)
 
 
 def evaluated_model(module: LightningModule) -> str:

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import torch
 import torch.nn.functional as F
-from lightning.pytorch import LightningModule
+from lightning.pytorch import Callback, LightningModule
 from torch import Generator, Tensor, nn
 
 from fedmoe_pl.algorithm import Algorithm
@@ -125,10 +125,26 @@ def mixture(gate=None, expert=None, dtype=torch.float64, optimizer=momentum_sgd)
     return PersonalizedMoE(expert, local_expert, gate, optimizer).to(dtype)
 
 
-def run(phases: list[Phase], model: LightningModule, datamodule, tmp_path: Path, max_epochs=2, **kwargs) -> Federation:
+class EveryBatch(Callback):
+    """Makes a client's Trainer see every batch, the ordinary way."""
+
+    def on_train_batch_end(self, *arguments):
+        pass
+
+
+def run(
+    phases: list[Phase],
+    model: LightningModule,
+    datamodule,
+    tmp_path: Path,
+    max_epochs=2,
+    every_batch=False,
+    **kwargs,
+) -> Federation:
     """A finished federation with everything off that a test of numbers does not look at."""
     arguments = {"logger": False, "enable_progress_bar": False, "enable_checkpointing": False, **kwargs}
-    federation = Federation(phases, {"max_epochs": max_epochs}, default_root_dir=str(tmp_path), **arguments)
+    trainer = {"max_epochs": max_epochs, "callbacks": [EveryBatch()] if every_batch else None}
+    federation = Federation(phases, trainer, default_root_dir=str(tmp_path), **arguments)
     federation.fit(model, datamodule)
     return federation
 

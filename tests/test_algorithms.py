@@ -375,7 +375,7 @@ def test_both_phases_train_on_the_two_parts_of_one_split(tmp_path, monkeypatch):
         return batches(samples, *args, augment=augment, **kwargs)
 
     monkeypatch.setattr(datamodule, "batches", recorded)
-    run(personalization(), mixture(FeatureGate(6)), datamodule, tmp_path)
+    run(personalization(), mixture(FeatureGate(6)), datamodule, tmp_path, backend=TrainerBackend())
     own = [set(samples.tolist()) for samples in datamodule.train_samples]
     federated, expert, gate = trained[:3], trained[3:6], trained[6:]
     assert federated == own
@@ -452,7 +452,7 @@ def test_frozen_modules_are_in_eval_mode_unless_the_official_codes_way_is_asked_
         for part in ("extractor", "classifier"):
             getattr(getattr(model, expert), part).append(Recorder(f"{expert}.{part}", seen))
     algorithm = stage(frozen_train_mode=frozen_train_mode)
-    run([phase("After", algorithm, start="initial")], model, datamodule, tmp_path)
+    run([phase("After", algorithm, start="initial")], model, datamodule, tmp_path, every_batch=True)
     parts = [f"{expert}.{part}" for expert in ("global_expert", "local_expert") for part in ("extractor", "classifier")]
     expected = {part: {frozen_train_mode or part in trained} for part in parts}
     if isinstance(algorithm, PersonalizedExpert) or algorithm.interleaved:  # the local expert is trained alone
@@ -480,7 +480,7 @@ def test_a_part_that_was_frozen_in_one_epoch_is_back_in_train_mode_when_it_is_tr
     model, datamodule = mixture(ConstantGate(0)), blobs((4, 4))
     model.local_expert.extractor.append(Watched("extractor"))
     model.local_expert.classifier.append(Watched("classifier"))
-    run([phase("A", ByTurns(), clients_per_round=1)], model, datamodule, tmp_path, 3)
+    run([phase("A", ByTurns(), clients_per_round=1)], model, datamodule, tmp_path, 3, every_batch=True)
     assert modes == [
         *(("extractor", True), ("classifier", False)),
         *(("extractor", False), ("classifier", True)),
@@ -600,7 +600,7 @@ def test_another_seed_round_or_client_shuffles_and_drops_differently(tmp_path):
     ]
     assert len({weight[0, 0].item() for weight in weights}) == 4
     model, datamodule = mixture(FeatureGate(6), Expert(dropout=0.5)), blobs((9, 9))
-    datamodule.train_samples[1] = datamodule.train_samples[0]
+    datamodule.train_samples = datamodule.train_samples.select(torch.tensor([0, 0]))  # the same for both clients
     federation = run([phase("Local", Local())], model, datamodule, tmp_path)
     first, second = (federation.client_module("Local", client).state_dict() for client in (0, 1))
     assert any(not torch.equal(first[name], second[name]) for name in first)

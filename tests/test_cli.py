@@ -149,7 +149,16 @@ WRONG = {
         "local_expert gives 7 outputs and model.init_args.global_expert 10",
     ),
     "trainer": (["--trainer.accelerator", "gpuu"], "accelerator"),
-    "devices": (["--trainer.devices", "2"], "trainer.devices is 2, but must be 1"),
+    "devices": (["--trainer.devices", "0"], "trainer: `devices` selected with `CPUAccelerator` should be an int > 0"),
+    "nodes": (["--trainer.num_nodes", "2"], "trainer.num_nodes is 2, but must be 1"),
+    "stacking": (
+        ["--federation.backend", "StackedBackend", "--trainer.accumulate_grad_batches", "2"],
+        "federation.phases 'Local': federation.backend is StackedBackend, but trainer.accumulate_grad_batches is 2",
+    ),
+    "stack": (
+        ["--federation.backend", "StackedBackend", "--federation.backend.clients_per_stack", "0"],
+        "clients_per_stack is 0, but must be at least 1",
+    ),
     "precision": (["--trainer.precision", "bf16-true"], "trainer.precision is 'bf16-true', but must be"),
     "no folder": (["--federation.default_root_dir", __file__], "federation.default_root_dir"),
     "abbreviation": (["--trainer.max_epoch", "3"], "--trainer.max_epoch"),
@@ -161,6 +170,11 @@ WRONG = {
     "optimizer": (
         ["--model.init_args.optimizer", "torch.optim.SGD", "--model.init_args.optimizer.lr", "-1"],
         "learning rate: -1",
+    ),
+    "no such store": (["--federation.store", "cloud"], "federation.store is 'cloud', but must be 'memory' or 'disk'."),
+    "store": (
+        ["--federation.store", "disk", "--federation.enable_checkpointing", "false"],
+        "federation.store is 'disk', which needs enable_checkpointing: true",
     ),
     "no such evaluation": (["--federation.evaluate_every_n_rounds", "-1"], "evaluate_every_n_rounds is -1"),
 }

@@ -1,5 +1,8 @@
 """Partitions, batches, augmentation, normalization, and the data module in a plain Trainer."""
 
+import pickle
+import zlib
+
 import numpy as np
 import pytest
 import torch
@@ -10,6 +13,7 @@ from lightning.pytorch import LightningModule, Trainer
 from torchvision.transforms.functional import to_tensor
 from torchvision.transforms.v2 import functional
 
+from fedmoe_pl.checkpoint import fingerprint
 from fedmoe_pl.data import (
     IID,
     Arrays,
@@ -19,6 +23,7 @@ from fedmoe_pl.data import (
     FederatedDataModule,
     NaturalIds,
     Partitioner,
+    Parts,
     RandomCrop,
     RandomHorizontalFlip,
     partition_figure,
@@ -113,6 +118,58 @@ def test_every_sample_is_held_once_and_every_client_can_train(num_clients, test_
         own = torch.cat((data.train_samples[client], data.validation_samples[client]))
         expected = torch.bincount(data.y[own], minlength=3).double() / len(own)
         torch.testing.assert_close(data.class_shares[client], expected)
+
+
+@given(st.lists(st.integers(0, 5), min_size=1, max_size=20), st.data())
+@settings(max_examples=50, deadline=None)
+def test_parts_are_those_of_a_list_of_tensors(sizes, draw):
+    samples = torch.randperm(sum(sizes))
+    parts, expected = Parts(samples, torch.tensor(sizes)), list(samples.split(sizes))
+
+    def as_lists(tensors):
+        return [tensor.tolist() for tensor in tensors]
+
+    assert len(parts) == len(expected) and as_lists(parts) == as_lists(expected)
+    assert as_lists(parts[i] for i in range(-len(sizes), 0)) == as_lists(expected)
+    assert as_lists(parts[1:-1:2]) == as_lists(expected[1:-1:2])
+    chosen = draw.draw(st.lists(st.integers(0, len(sizes) - 1), max_size=30))
+    selected = parts.select(torch.tensor(chosen, dtype=torch.int64))
+    assert as_lists(selected) == as_lists(expected[i] for i in chosen)
+    assert selected.sizes.tolist() == [sizes[i] for i in chosen]
+    assert parts.indices.data_ptr() == samples.data_ptr()  # nothing is copied
+    with pytest.raises(IndexError):
+        parts[len(sizes)]
+
+
+def test_parts_are_pickled_as_two_tensors():
+    parts = Parts(torch.arange(10_000), torch.ones(10_000, dtype=torch.int64))
+    pickled = pickle.dumps(parts)
+    assert len(pickled) < 2 * 8 * 10_000 + 2000
+    assert [part.tolist() for part in pickle.loads(pickled)] == [[i] for i in range(10_000)]
+
+
+@pytest.mark.parametrize("partitioner", [IID(), Dirichlet(0.9)])
+@pytest.mark.parametrize("fractions", [(0.0, 0.0), (0.3, 0.0), (0.0, 0.25), (0.05, 0.9)])
+def test_every_client_splits_its_samples_by_a_seed_of_its_own(partitioner, fractions):
+    data = Own(vectors(500), num_clients=20, partitioner=partitioner, partition_seed=3)
+    data.test_fraction, data.validation_fraction = fractions
+    data.setup()
+    rng = np.random.default_rng(np.random.SeedSequence(3))
+    for client, part in enumerate(partitioner(data.y[:500].numpy(), 20, rng)):
+        n_test = min(round(len(part) * fractions[0]), len(part) - 1)
+        n_validation = min(round(len(part) * fractions[1]), len(part) - 1 - n_test)
+        if n_test + n_validation:
+            part = np.random.default_rng(np.random.SeedSequence(3, spawn_key=(client,))).permutation(part)
+        held = [data.test_samples[client], data.validation_samples[client], data.train_samples[client]]
+        for own, expected in zip(held, np.split(part, [n_test, n_test + n_validation]), strict=True):
+            assert own.tolist() == expected.tolist()
+
+
+def test_the_fingerprint_is_a_checksum_of_who_holds_which_labels():
+    data = set_up(Own(vectors(50), num_clients=4, partitioner=Dirichlet(0.9), test_fraction=0.3))
+    owned = torch.cat([*data.train_samples, *data.test_samples])
+    checksum = zlib.crc32(data.y[owned].numpy().tobytes() + owned.numpy().tobytes())
+    assert fingerprint(data) == f"4 clients, partition {checksum:08x}"
 
 
 def test_the_partition_depends_on_its_seed_alone():
@@ -352,11 +409,11 @@ def test_data_that_cannot_be_shared_out_are_refused_in_one_sentence(arrays, kwar
     assert str(error.value).endswith(".") and "\n" not in str(error.value)
 
 
-@pytest.mark.parametrize("num_clients", [1, 5, 40, 41, 300])
+@pytest.mark.parametrize("num_clients", [1, 5, 40, 41, 300, 1001])
 def test_the_table_and_the_figure_show_who_holds_what(num_clients, tmp_path):
-    data = set_up(Own(vectors(4000), num_clients=num_clients, test_fraction=0.1, validation_fraction=0.1))
+    data = set_up(Own(vectors(6000), num_clients=num_clients, test_fraction=0.1, validation_fraction=0.1))
     lines = partition_table(data).splitlines()
-    assert lines[0] == f"{num_clients} clients, 3 classes, 4000 training samples, 4 global test samples"
+    assert lines[0] == f"{num_clients} clients, 3 classes, 6000 training samples, 4 global test samples"
     assert len({len(line) for line in lines[2:]}) == 1
     assert len(lines) == 8 + min(num_clients, 41)  # 40 clients and a line of dots
     assert lines[2].split() == ["client", "train", "validation", "test", *"class 0 class 1 class 2".split()]

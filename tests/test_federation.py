@@ -371,7 +371,7 @@ def test_a_checkpoint_goes_on_only_with_its_own_data_and_rounds(tmp_path):
         federation(tmp_path, changed).fit(model(), data(), ckpt_path="last")
     moved = tmp_path / "moved.ckpt"
     moved.write_bytes((tmp_path / "federation/version_0/checkpoints/last.ckpt").read_bytes())
-    with pytest.raises(MisconfigurationException, match="in the folder of the run that goes on"):
+    with pytest.raises(MisconfigurationException, match=r"it must be checkpoints/last\.ckpt in the folder of its run"):
         federation(tmp_path).fit(model(), data(), ckpt_path=str(moved))
 
 

@@ -14,20 +14,29 @@ from pathlib import Path
 
 import pytest
 import torch
-from helpers import OneWeight, two_quadratics
+from helpers import OneWeight, blobs, mixture, two_quadratics
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from test_federation import Kill, assert_same, data, federation, model
 
 import fedmoe_pl.backends.pool
 from fedmoe_pl import Federation, PersonalizedMoE, Phase
 from fedmoe_pl.algorithms import FedAvg
-from fedmoe_pl.backends import LEAN_TRAINER, LocalTraining, PoolBackend, RayBackend, TrainerBackend, WorkersBackend
+from fedmoe_pl.backends import (
+    LEAN_TRAINER,
+    LocalTraining,
+    PoolBackend,
+    RayBackend,
+    StackedBackend,
+    TrainerBackend,
+    WorkersBackend,
+)
 from fedmoe_pl.backends.workers import RemoteWorker, Worker, WorkerDied, dumps, loads
 from fedmoe_pl.cli import FederationCLI
+from fedmoe_pl.models import LinearGate
 
 REPOSITORY = Path(__file__).parent.parent
 CPU = torch.device("cpu")
-TWO = {"accelerator": "cpu", "devices": 2}
+ONE, TWO = ({"accelerator": "cpu", "devices": devices} for devices in (1, 2))
 SIZES = (13, 8, 30, 11)
 
 
@@ -76,8 +85,8 @@ class InThisProcess(RemoteWorker):
 class TwoInThisProcess(WorkersBackend):
     worker = InThisProcess
 
-    def __init__(self):
-        super().__init__(TrainerBackend())
+    def __init__(self, backend=None):
+        super().__init__(backend or TrainerBackend())
         self.log = []
 
     def start(self, datamodule):
@@ -109,6 +118,16 @@ def test_no_update_runs_far_ahead_of_the_first_one_that_is_missing():
     backend = TwoInThisProcess()
     trained(backend, training(datamodule=data(sizes=range(5, 45))))
     assert [entry[2] for entry in backend.log[:2]] == [[15], [14]], "the largest of the first sixteen"
+
+
+def test_stacked_clients_are_handed_out_in_the_stacks_of_one_process():
+    phase = training(mixture(LinearGate(5)), blobs(sizes=SIZES))
+    backend = TwoInThisProcess(StackedBackend(clients_per_stack=2))
+    first, second = trained(backend, phase), trained(backend, phase, round=1)
+    assert [entry[2] for entry in backend.log[:2]] == [[2, 0], [3, 1]]
+    assert_same(first, trained(StackedBackend(clients_per_stack=2), phase))
+    assert_same(second, trained(StackedBackend(clients_per_stack=2), phase, round=1))
+    assert backend.describe(phase) == "StackedBackend"
 
 
 class DiesOnce(InThisProcess):
@@ -219,7 +238,7 @@ def same_runs(one: Federation, other: Federation) -> None:
 @pytest.fixture(scope="module")
 def alone(tmp_path_factory):
     """The run in one process that the others are compared with."""
-    run = federation(tmp_path_factory.mktemp("alone"), trainer={**TWO, "devices": 1})
+    run = federation(tmp_path_factory.mktemp("alone"), trainer=ONE, backend=TrainerBackend())
     run.fit(model(), data(sizes=SIZES))
     return run
 
@@ -231,7 +250,7 @@ def children() -> set[str]:
 
 
 def test_two_workers_give_the_bits_of_one_process_and_are_gone_afterwards(alone, tmp_path):
-    run = federation(tmp_path, trainer=TWO)
+    run = federation(tmp_path, trainer=TWO, backend=TrainerBackend())
     run.fit(model(), data(sizes=SIZES))
     same_runs(run, alone)
     assert not children()
@@ -239,9 +258,11 @@ def test_two_workers_give_the_bits_of_one_process_and_are_gone_afterwards(alone,
 
 def test_a_run_stopped_with_workers_goes_on_without(alone, tmp_path):
     with pytest.raises(KeyboardInterrupt):
-        federation(tmp_path, trainer=TWO, callbacks=[Kill("on_client_end", 7)]).fit(model(), data(sizes=SIZES))
+        federation(tmp_path, trainer=TWO, backend=TrainerBackend(), callbacks=[Kill("on_client_end", 7)]).fit(
+            model(), data(sizes=SIZES)
+        )
     assert not children()
-    resumed = federation(tmp_path, trainer={**TWO, "devices": 1})
+    resumed = federation(tmp_path, trainer=ONE, backend=TrainerBackend())
     resumed.fit(model(), data(sizes=SIZES), ckpt_path="last")
     same_runs(resumed, alone)
 
@@ -268,7 +289,7 @@ def killing_model(file):
 
 def test_a_killed_process_is_replaced_and_the_bits_stay(alone, tmp_path):
     (tmp_path / "kill").touch()
-    run = federation(tmp_path, trainer=TWO)
+    run = federation(tmp_path, trainer=TWO, backend=TrainerBackend())
     run.fit(killing_model(tmp_path / "kill"), data(sizes=SIZES))
     assert not (tmp_path / "kill").exists()
     assert_same(run.states["PFL-MF"].kept, alone.states["PFL-MF"].kept)
@@ -277,7 +298,7 @@ def test_a_killed_process_is_replaced_and_the_bits_stay(alone, tmp_path):
 
 def test_an_exception_in_a_process_reaches_the_user_as_itself(tmp_path):
     phase = Phase("FedAvg", FedAvg(), evaluate=False)
-    run = federation(tmp_path, [phase], trainer=TWO)
+    run = federation(tmp_path, [phase], trainer=TWO, backend=TrainerBackend())
     module = Fails(partial(ZeroDivisionError, "in a client"))
     with pytest.raises(ZeroDivisionError, match="in a client"):
         run.fit(module, two_quadratics())
@@ -357,7 +378,7 @@ def cluster():
 @pytest.mark.slow
 def test_ray_gives_the_bits_of_one_process_and_replaces_a_killed_one(alone, tmp_path, cluster):
     (tmp_path / "kill").touch()
-    run = federation(tmp_path, backend=RayBackend())
+    run = federation(tmp_path, backend=RayBackend(backend=TrainerBackend()))
     run.fit(killing_model(tmp_path / "kill"), data(sizes=SIZES))
     assert not (tmp_path / "kill").exists()
     assert_same(run.states["PFL-MF"].kept, alone.states["PFL-MF"].kept)

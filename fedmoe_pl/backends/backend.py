@@ -5,6 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -45,6 +46,27 @@ class LocalTraining:
     def max_epochs(self) -> int:
         """Local epochs of a client."""
         return self.trainer["max_epochs"]
+
+    @cached_property
+    def frozen(self) -> frozenset[str]:
+        """Names of the parameters and buffers that a client never changes in this phase, and is never sent anew."""
+        trainable = {
+            name
+            for name, parameter in self.module.named_parameters()
+            if parameter.requires_grad
+            and any(
+                self.algorithm.is_trainable(name, round, epoch)
+                for round in range(self.rounds)
+                for epoch in range(self.max_epochs)
+            )
+        }
+        trained_modules = {name.rpartition(".")[0] for name in trainable}  # batch normalization changes its buffers
+        shared = self.algorithm.is_shared if self.rounds > 1 else lambda name: False
+        return frozenset(
+            name
+            for name in self.initial
+            if name not in trainable and name.rpartition(".")[0] not in trained_modules and not shared(name)
+        )
 
 
 @dataclass(frozen=True)
@@ -89,8 +111,9 @@ class Backend(ABC):
             kept: what clients kept from earlier; a client without an entry has kept nothing.
             round: the round of the phase, counted from 0.
         """
-        for clients in self.groups(training, cohort):
-            yield self.train_group(training, server, clients, kept, round)
+        chosen = self.choose(training)
+        for clients in chosen.groups(training, cohort):
+            yield chosen.train_group(training, server, clients, kept, round)
 
     def choose(self, training: LocalTraining) -> Backend:
         """The backend that trains the groups of this phase: itself, unless it is one that chooses.
@@ -100,14 +123,18 @@ class Backend(ABC):
         """
         return self
 
-    def open(self) -> None:  # noqa: B027  most need nothing
+    def open(self) -> None:  # noqa: B027  (most backends need nothing)
         """Takes what a run needs, such as a connection to a cluster; called before a run begins.
 
         Raises:
             MisconfigurationException: with one sentence, if it cannot be had.
         """
 
-    def close(self) -> None:  # noqa: B027  most hold nothing
+    def describe(self, training: LocalTraining) -> str:
+        """What trains this phase, and why, in words for the log; raises what :meth:`choose` raises."""
+        return type(self.choose(training)).__name__
+
+    def close(self) -> None:  # noqa: B027  (most backends hold nothing)
         """Releases what it holds between rounds, such as worker processes; it can be used again."""
 
 

@@ -8,7 +8,7 @@ import logging
 import signal
 import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -21,7 +21,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from fedmoe_pl.aggregation import Tree
 from fedmoe_pl.algorithm import Algorithm, Client
 from fedmoe_pl.backends.backend import LocalTraining
-from fedmoe_pl.data import Batches
+from fedmoe_pl.data import Batches, FederatedDataModule
 from fedmoe_pl.models import PersonalizedMoE
 from fedmoe_pl.seeds import derive_seed, seed_all
 
@@ -117,6 +117,15 @@ def trainable_names(training: LocalTraining, module: nn.Module, round: int, epoc
     ]
 
 
+def data_on(datamodule: FederatedDataModule, device: torch.device) -> FederatedDataModule:
+    """The data module with its samples on a GPU, if they fit into half of its free memory; else as it is."""
+    if device.type != "cuda" or datamodule.x.nbytes > torch.cuda.mem_get_info(device)[0] // 2:
+        return datamodule
+    placed = copy.copy(datamodule)
+    placed.x = datamodule.x.to(device)
+    return placed
+
+
 def changes_loss(algorithm: Algorithm) -> bool:
     """Whether the algorithm has a local loss of its own, for which the module must have a method ``loss(batch)``."""
     return type(algorithm).client_loss is not Algorithm.client_loss
@@ -160,7 +169,7 @@ def needs_every_batch(training: LocalTraining) -> str | None:
 
 def _unusual_optimizer(configured: Any) -> str | None:
     """Why one loop cannot step what ``configure_optimizers`` returned."""
-    optimizer, scheduler = optimizer_and_scheduler(configured)
+    optimizer, _ = optimizer_and_scheduler(configured)
     if optimizer is None:
         return "configure_optimizers returns more than an optimizer and a scheduler stepped once an epoch"
     if inspect.signature(type(optimizer).step).parameters["closure"].default is inspect.Parameter.empty:
@@ -210,9 +219,14 @@ class EpochModule(LightningModule):
         self.clip_val = clip_val
         self.clip_algorithm = clip_algorithm
 
-    def backward_step(self, batch: Any, optimizer: torch.optim.Optimizer) -> None:
-        """Leaves the gradients of a batch in the optimizer's parameters."""
+    def loss(self, batch: Any) -> Tensor:
+        """What is differentiated."""
         raise NotImplementedError
+
+    def differentiate(self, loss: Tensor, optimizer: torch.optim.Optimizer) -> None:
+        """Leaves the gradients in the optimizer's parameters."""
+        optimizer.zero_grad()
+        loss.backward()
 
     def clip(self, optimizer: torch.optim.Optimizer) -> None:
         """Clips the gradients as the Trainer was told to."""
@@ -224,10 +238,13 @@ class EpochModule(LightningModule):
         assert isinstance(optimizer, torch.optim.Optimizer)
         mixed = torch.is_autocast_enabled(self.device.type)
         for batch in batches:
-            self.backward_step(batch, optimizer)
-            if self.clip_val is not None:
-                self.clip(optimizer)
-            optimizer.step()
+            loss = self.loss(batch)
+            # the ordinary way has left autocast before it goes back, too
+            with torch.autocast(self.device.type, enabled=False) if mixed else nullcontext():
+                self.differentiate(loss, optimizer)
+                if self.clip_val is not None:
+                    self.clip(optimizer)
+                optimizer.step()
             if mixed:
                 torch.clear_autocast_cache()  # it holds the parameters in half precision as they were before the step
 

@@ -13,8 +13,8 @@ import numpy as np
 import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 
+from fedmoe_pl.backends.auto import AutoBackend
 from fedmoe_pl.backends.backend import Backend
-from fedmoe_pl.backends.trainer import TrainerBackend
 from fedmoe_pl.backends.workers import (
     WORKER_ENVIRONMENT,
     RemoteWorker,
@@ -56,7 +56,7 @@ class RayBackend(WorkersBackend):
     def __init__(
         self, address: str | None = None, workers: int | None = None, backend: Backend | Literal["auto"] = "auto"
     ) -> None:
-        super().__init__(TrainerBackend() if backend == "auto" else backend)
+        super().__init__(AutoBackend() if backend == "auto" else backend)
         _ray()
         if workers is not None and workers < 1:
             raise MisconfigurationException(f"federation.backend.workers is {workers}, but must be at least 1.")

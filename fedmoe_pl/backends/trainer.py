@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import torch
 from lightning.pytorch import LightningModule
 from torch import Tensor
 
@@ -24,6 +23,7 @@ from fedmoe_pl.backends.client import (
     trainable_names,
     trains_by_loss,
 )
+from fedmoe_pl.backends.features import FeatureCache, Features, LookedUpBatches, looked_up
 
 _MOST_GROUPS = 64  # enough for the last group of a worker not to keep the others waiting
 
@@ -33,8 +33,11 @@ class TrainerBackend(Backend):
 
     Where nothing asks to see every batch (no per-batch callback, accumulation, logger, plugin or ``training_step`` of
     the user's), a client's epochs run under manual optimization, each in one training step: the same bits in nearly the
-    time of a bare loop.
+    time of a bare loop. There, the outputs of frozen parts are computed once.
     """
+
+    def __init__(self) -> None:
+        self.features = FeatureCache()
 
     def groups(self, training: LocalTraining, cohort: Sequence[int]) -> list[list[int]]:
         """Single clients, or as many neighbours as make 64 groups."""
@@ -47,33 +50,42 @@ class TrainerBackend(Backend):
         """Trains one client after another."""
         lean = needs_every_batch(training) is None
         with one_thread():
-            updates = [_train_client(training, server, client, kept, round, lean) for client in clients]
+            updates = [self._train_client(training, server, client, kept, round, lean) for client in clients]
         kept_now = {client: update.kept for client, update in zip(clients, updates, strict=True)}
         return GroupUpdate(fold(training.algorithm, updates), kept_now)
 
+    def _train_client(
+        self, training: LocalTraining, server: Tree, client_id: int, kept: Mapping[int, Tree], round: int, lean: bool
+    ) -> Update:
+        """One client's part of a round: DESIGN section 3."""
+        client, const, samples = begin_client(training, copy_module(training.module), server, client_id, kept, round)
+        if len(samples) and trainable_names(training, client.module, round):
+            if lean:
+                features = self.features.find(training, client, const, samples)
+                _fit_lean(training, client, const, samples, features)
+            else:
+                _fit_every_batch(training, client, const, samples)
+        return training.algorithm.client_final(client, const)
 
-def _train_client(
-    training: LocalTraining, server: Tree, client_id: int, kept: Mapping[int, Tree], round: int, lean: bool
-) -> Update:
-    """One client's part of a round: DESIGN section 3."""
-    client, const, samples = begin_client(training, copy_module(training.module), server, client_id, kept, round)
-    if len(samples) and trainable_names(training, client.module, round):
-        train = _fit_lean if lean else _fit_every_batch
-        train(training, client, samples, const)
-    client.module.cpu()
-    return training.algorithm.client_final(client, const)
 
-
-def _fit_lean(training: LocalTraining, client: Client, samples: Tensor, const: dict[str, Any]) -> None:
+def _fit_lean(
+    training: LocalTraining, client: Client, const: dict[str, Any], samples: Tensor, features: Features | None
+) -> None:
     clip = training.trainer.get("gradient_clip_val"), training.trainer.get("gradient_clip_algorithm")
     module = _LeanClientModule(client.module, training.algorithm, const, *clip)
     freezing = Freezing(training, client.module, client.round)
     batches = client_batches(training, client, samples)
-    fit_epochs(training, module, batches, _validation_batches(training, client), freezing)
+    validation = _validation_batches(training, client)
+    if features is None or validation is not None:  # validation samples have no features
+        fit_epochs(training, module, batches, validation, freezing)
+    else:
+        lookup: Tree = {}
+        with looked_up(client.module, features.parts.names, lookup):
+            fit_epochs(training, module, LookedUpBatches(batches, features, lookup), None, freezing)
     client.module.zero_grad()
 
 
-def _fit_every_batch(training: LocalTraining, client: Client, samples: Tensor, const: dict[str, Any]) -> None:
+def _fit_every_batch(training: LocalTraining, client: Client, const: dict[str, Any], samples: Tensor) -> None:
     module = client.module
     if trains_by_loss(training.algorithm, module):
         module = _ClientModule(client.module, training.algorithm, const)
@@ -136,8 +148,5 @@ class _LeanClientModule(_ClientLoss, EpochModule):
         self.algorithm = algorithm
         self.const = const
 
-    def backward_step(self, batch: Any, optimizer: torch.optim.Optimizer) -> None:
-        loss = self.algorithm.client_loss(self.module, batch, self.const)[0]
-        with torch.autocast(self.device.type, enabled=False):  # the ordinary way leaves it before it goes back
-            optimizer.zero_grad()
-            loss.backward()
+    def loss(self, batch: Any) -> Tensor:
+        return self.algorithm.client_loss(self.module, batch, self.const)[0]

@@ -121,6 +121,10 @@ class WorkersBackend(Backend):
         self.backend.choose(training)
         return self
 
+    def describe(self, training: LocalTraining) -> str:
+        """What the backend of its workers says."""
+        return self.backend.describe(training)
+
     def hand_out(
         self,
         training: LocalTraining,

@@ -8,6 +8,7 @@ from fedmoe_pl.data.datasets import CIFAR10, CIFAR100, EMNIST, MNIST, SVHN, Digi
 from fedmoe_pl.data.files import ImageFolder, NpzFile
 from fedmoe_pl.data.partition import IID, Dirichlet, NaturalIds, Partitioner
 from fedmoe_pl.data.partition_report import partition_figure, partition_table
+from fedmoe_pl.data.parts import Parts
 
 __all__ = [
     "CIFAR10",
@@ -27,6 +28,7 @@ __all__ = [
     "NaturalIds",
     "NpzFile",
     "Partitioner",
+    "Parts",
     "RandomCrop",
     "RandomHorizontalFlip",
     "TorchvisionDataModule",

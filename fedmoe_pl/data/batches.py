@@ -62,19 +62,21 @@ class Batches:
         """Return the number of batches of one epoch."""
         return -(-self.length // self.batch_size)
 
+    def order(self) -> Tensor:
+        """Draw the order of one epoch: positions in ``samples``, shape (n,)."""
+        if not self.shuffle:
+            return torch.arange(self.length)
+        device = self.generator.device if self.generator else None
+        return torch.randperm(len(self.samples), generator=self.generator, device=device)[: self.length]
+
     def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
         """Iterate over one epoch."""
-        samples = self.samples
-        if self.shuffle:
-            device = self.generator.device if self.generator else None
-            order = torch.randperm(len(samples), generator=self.generator, device=device)
-            samples = samples[order.to(samples.device)]
-        samples = samples[: self.length]
+        samples = self.samples[self.order().to(self.samples.device)]
         at_once = max(_SAMPLES_AT_ONCE // self.batch_size, 1) * self.batch_size
-        samples = samples.to(self.x.device)
         for start in range(0, len(samples), at_once):
             some = samples[start : start + at_once]
-            x, y = self.x.index_select(0, some).to(self.device), self.y.index_select(0, some).to(self.device)
+            x = self.x.index_select(0, some.to(self.x.device)).to(self.device)
+            y = self.y.index_select(0, some.to(self.y.device)).to(self.device)
             if self.augment is not None:
                 x = self.augment(x, self.generator)
             yield from zip(x.split(self.batch_size), y.split(self.batch_size), strict=True)

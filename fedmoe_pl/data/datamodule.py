@@ -14,6 +14,7 @@ from fedmoe_pl.data.arrays import Arrays, normalized
 from fedmoe_pl.data.augmentation import Augmentation
 from fedmoe_pl.data.batches import Batches
 from fedmoe_pl.data.partition import IID, NaturalIds, Partitioner, group_by
+from fedmoe_pl.data.parts import Parts
 
 
 class FederatedDataModule(LightningDataModule, ABC):
@@ -36,7 +37,7 @@ class FederatedDataModule(LightningDataModule, ABC):
         y: their classes, int64, shape (m,).
         num_classes: number of classes.
         num_clients: number of clients.
-        train_samples: indices into ``x``, one tensor per client.
+        train_samples: indices into ``x``, one tensor per client, see :class:`Parts`.
         validation_samples: the same, held out for validation; may be empty.
         test_samples: the same, the client's own test samples; may be empty.
         global_test: indices of the global test set.
@@ -54,9 +55,9 @@ class FederatedDataModule(LightningDataModule, ABC):
     black: Tensor
     num_classes: int
     num_clients: int
-    train_samples: list[Tensor]
-    validation_samples: list[Tensor]
-    test_samples: list[Tensor]
+    train_samples: Parts
+    validation_samples: Parts
+    test_samples: Parts
     global_test: Tensor
     class_shares: Tensor
 
@@ -121,37 +122,45 @@ class FederatedDataModule(LightningDataModule, ABC):
         partitioner = self.partitioner or (IID() if arrays.client_train is None else NaturalIds())
         rng = np.random.default_rng(np.random.SeedSequence(self.partition_seed))
         parts = partitioner(self.y[: len(arrays.y_train)].numpy(), self.requested_clients, rng, arrays.client_train)
-        for client, part in enumerate(parts):
-            if len(part) == 0:
-                raise MisconfigurationException(
-                    f"data.init_args.partitioner: {type(partitioner).__name__} leaves client {client} of {len(parts)} "
-                    "without training samples; lower data.init_args.num_clients"
-                    f"{_alpha_advice(partitioner)} or change data.init_args.partition_seed."
-                )
+        sizes = np.array([len(part) for part in parts])
+        if not sizes.all():
+            raise MisconfigurationException(
+                f"data.init_args.partitioner: {type(partitioner).__name__} leaves client {sizes.argmin()} of "
+                f"{len(parts)} without training samples; lower data.init_args.num_clients"
+                f"{_alpha_advice(partitioner)} or change data.init_args.partition_seed."
+            )
         self.num_clients = len(parts)
+        samples = np.concatenate(parts).astype(np.int64, copy=False)
+        del parts  # as large as ``samples``
         natural_test = isinstance(partitioner, NaturalIds) and arrays.client_test is not None
         if natural_test and self.test_fraction > 0:
             raise MisconfigurationException(
                 f"data.init_args.test_fraction is {self.test_fraction}, but must be 0 here: "
                 "the data bring test samples of every client."
             )
-        splits = [self._split(client, part) for client, part in enumerate(parts)]
-        self.train_samples, self.validation_samples, self.test_samples = map(list, zip(*splits, strict=True))
+        self.train_samples, self.validation_samples, self.test_samples = self._split(samples, sizes)
         if natural_test:
-            own = _test_samples_by_id(arrays)
-            self.test_samples = [torch.from_numpy(part + len(arrays.x_train)) for part in own]
+            self.test_samples = _test_samples_by_id(arrays)
         counts = self.class_counts()
         self.class_shares = counts / counts.sum(dim=1, keepdim=True)
 
-    def _split(self, client: int, part: np.ndarray) -> tuple[Tensor, Tensor, Tensor]:
-        """Split a client's samples into training, validation and test, by a seed of its own."""
-        n = len(part)
-        n_test = min(round(n * self.test_fraction), n - 1)  # at least one sample stays for training
-        n_validation = min(round(n * self.validation_fraction), n - 1 - n_test)
-        if n_test + n_validation:
+    def _split(self, samples: np.ndarray, sizes: np.ndarray) -> tuple[Parts, Parts, Parts]:
+        """Split every client's samples into training, validation and test, by a seed of its own.
+
+        Args:
+            samples: the clients' samples one after another, shape (n,); they may be shuffled in place.
+            sizes: how many each client has, shape (num_clients,).
+        """
+        n_test = np.minimum(np.rint(sizes * self.test_fraction), sizes - 1)  # at least one sample stays for training
+        n_validation = np.minimum(np.rint(sizes * self.validation_fraction), sizes - 1 - n_test)
+        ends = np.cumsum(sizes)
+        for client in np.flatnonzero(n_test + n_validation).tolist():
             seed = np.random.SeedSequence(self.partition_seed, spawn_key=(client,))
-            part = np.random.default_rng(seed).permutation(part)
-        test, validation, train = torch.from_numpy(part).split([n_test, n_validation, n - n_test - n_validation])
+            np.random.default_rng(seed).shuffle(samples[ends[client] - sizes[client] : ends[client]])
+        cuts = torch.from_numpy(np.stack((n_test, n_validation, sizes - n_test - n_validation), axis=1)).long()
+        use = torch.arange(3, dtype=torch.uint8).repeat(len(sizes)).repeat_interleave(cuts.flatten())
+        indices = torch.from_numpy(samples)
+        test, validation, train = (Parts(indices[use == i], cuts[:, i].contiguous()) for i in range(3))
         return train, validation, test
 
     def class_counts(self) -> Tensor:
@@ -160,10 +169,11 @@ class FederatedDataModule(LightningDataModule, ABC):
         Returns:
             Counts as float64, shape (num_clients, num_classes).
         """
-        both = [*self.train_samples, *self.validation_samples]
-        owner = torch.arange(self.num_clients).repeat(2).repeat_interleave(torch.tensor([len(part) for part in both]))
-        cells = owner * self.num_classes + self.y[torch.cat(both)]
-        counts = torch.bincount(cells, minlength=self.num_clients * self.num_classes)
+        counts = torch.zeros(self.num_clients * self.num_classes, dtype=torch.int64)
+        for parts in (self.train_samples, self.validation_samples):
+            first_cells = torch.arange(0, len(counts), self.num_classes)
+            cells = first_cells.repeat_interleave(parts.sizes).add_(self.y[parts.indices])
+            counts += torch.bincount(cells, minlength=len(counts))
         return counts.view(self.num_clients, self.num_classes).double()
 
     def augment(self, x: Tensor, generator: Generator | None = None) -> Tensor:
@@ -211,11 +221,11 @@ class FederatedDataModule(LightningDataModule, ABC):
     def train_dataloader(self) -> Batches:
         """Return shuffled, augmented batches of all clients' training samples, for a plain Trainer."""
         augment = self.augment if self.augmentation else None
-        return Batches(self.x, self.y, torch.cat(self.train_samples), self.batch_size, shuffle=True, augment=augment)
+        return Batches(self.x, self.y, self.train_samples.indices, self.batch_size, shuffle=True, augment=augment)
 
     def val_dataloader(self) -> Batches | list[Batches]:
         """Return batches of all clients' validation samples; no loader if none are held out."""
-        samples = torch.cat(self.validation_samples)
+        samples = self.validation_samples.indices
         return self.batches(samples) if len(samples) else []
 
     def test_dataloader(self) -> Batches:
@@ -239,10 +249,12 @@ def _alpha_advice(partitioner: Partitioner) -> str:
     return "" if alpha is None else f", raise data.init_args.partitioner.init_args.alpha above {alpha}"
 
 
-def _test_samples_by_id(arrays: Arrays) -> list[np.ndarray]:
+def _test_samples_by_id(arrays: Arrays) -> Parts:
     """Return the test samples of each natural client; those of clients without training samples are left out."""
     assert arrays.client_train is not None and arrays.client_test is not None
     ids = np.unique(arrays.client_train)
     client = np.searchsorted(ids, arrays.client_test)
     client[ids[np.minimum(client, len(ids) - 1)] != arrays.client_test] = len(ids)
-    return group_by(client, len(ids) + 1)[:-1]
+    own = group_by(client, len(ids) + 1)[:-1]
+    sizes = torch.tensor([len(part) for part in own])
+    return Parts(torch.from_numpy(np.concatenate(own) + len(arrays.x_train)), sizes)

@@ -1,0 +1,23 @@
+"""The bare PyTorch loop as a harness of ``peers.py``: one process, one thread."""
+
+from __future__ import annotations
+
+import sys
+
+import torch
+from peers_harness import Turns, load_task
+from plain import bare_round
+
+
+def main(path: str) -> None:
+    """Run the rounds that are asked for, each from the weights that are asked for."""
+    turns = Turns(path)
+    task = load_task(path)
+    while True:
+        round, start = turns.wait()
+        task.model.load_state_dict(torch.load(start))
+        turns.answer(bare_round(task.model, task.work, task.seeds[round]))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])

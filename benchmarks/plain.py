@@ -1,0 +1,66 @@
+"""FedAvg in plain PyTorch; imports nothing but torch, so that it also serves where another framework is installed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Generator, Tensor, nn
+
+
+@dataclass(frozen=True)
+class Work:
+    """What the clients hold and how they train.
+
+    Attributes:
+        x: all samples, shape (n, ...).
+        y: their classes, shape (n,).
+        samples: indices into ``x``, one tensor per client, by its number.
+        batch_size: samples per batch.
+        epochs: local epochs of a round.
+    """
+
+    x: Tensor
+    y: Tensor
+    samples: Sequence[Tensor] | Mapping[int, Tensor]
+    batch_size: int
+    epochs: int
+
+
+def shuffled_batches(work: Work, client: int, generator: Generator) -> Iterator[tuple[Tensor, Tensor]]:
+    """One epoch of a client's batches, in an order of its own."""
+    samples = work.samples[client]
+    for batch in samples[torch.randperm(len(samples), generator=generator)].split(work.batch_size):
+        yield work.x[batch], work.y[batch]
+
+
+def train_client(model: nn.Module, work: Work, client: int, seed: int) -> None:
+    """A client's part of a round, in place: a fresh optimizer, a permutation per epoch."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.5)
+    generator = Generator().manual_seed(seed)
+    for _ in range(work.epochs):
+        for x, y in shuffled_batches(work, client, generator):
+            loss = nn.functional.cross_entropy(model(x), y)
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+
+
+def bare_round(model: nn.Module, work: Work, seeds: Sequence[int]) -> dict[str, Tensor]:
+    """The mean of the clients' state dicts, each trained from the model as it is; leaves the model unchanged.
+
+    Args:
+        model: the start.
+        work: what the clients hold and how they train.
+        seeds: a seed per client, for its permutations.
+    """
+    start = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    mean = {name: torch.zeros_like(tensor) for name, tensor in start.items()}
+    for client, seed in enumerate(seeds):
+        model.load_state_dict(start)
+        train_client(model, work, client, seed)
+        for name, tensor in model.state_dict().items():
+            mean[name] += tensor / len(seeds)
+    model.load_state_dict(start)
+    return mean

@@ -1,0 +1,258 @@
+"""Where the tensors lie that clients keep between rounds: in memory, or on disk."""
+
+from __future__ import annotations
+
+import os
+import pickle
+from abc import ABC, abstractmethod
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from lightning.fabric.utilities.exceptions import MisconfigurationException
+from torch import Tensor
+
+from fedmoe_pl.aggregation import Tree
+
+
+class KeptOnDisk(Mapping[int, Tree]):
+    """What clients keep, by client; a client's tree is read from its file whenever it is asked for.
+
+    It is never changed, and its files are not written again: what a round adds makes a new one (``DiskStore.updated``),
+    so that the best round and later phases can share it.
+
+    Args:
+        folder: has the file ``<phase>/<client>_<round>.pt`` for what a client kept in a round of a phase.
+        phases: the phases whose files are used, and which tensors of them; None stands for all.
+        versions: index of the phase, and the round, counted from 1, of each client's file, shape (num_clients, 2); the
+            round is -1 where a client keeps nothing.
+    """
+
+    def __init__(self, folder: Path, phases: Sequence[tuple[str, list[str] | None]], versions: Tensor) -> None:
+        self.folder = folder
+        self.phases = phases
+        self.versions = versions
+
+    def __getitem__(self, client: int) -> Tree:
+        path = self.path(client)
+        if path is None:
+            raise KeyError(client)
+        names = self.phases[int(self.versions[client, 0])][1]
+        tree = _read(path, client)
+        return tree if names is None else {name: tree[name] for name in names if name in tree}
+
+    def __contains__(self, client: object) -> bool:
+        return isinstance(client, int) and self.path(client) is not None
+
+    def __iter__(self) -> Iterator[int]:
+        return iter((self.versions[:, 1] >= 0).nonzero().flatten().tolist())
+
+    def __len__(self) -> int:
+        return int((self.versions[:, 1] >= 0).sum())
+
+    def path(self, client: int) -> Path | None:
+        """The file of what a client keeps; None where it keeps nothing."""
+        if not 0 <= client < len(self.versions):
+            return None
+        phase, round = self.versions[client].tolist()
+        return self.folder / self.phases[phase][0] / _name(client, round) if round >= 0 else None
+
+    def only(self, names: Collection[str]) -> KeptOnDisk:
+        """The same files, of which no tensors but these are kept."""
+        phases = [(phase, [name for name in names if shown is None or name in shown]) for phase, shown in self.phases]
+        return KeptOnDisk(self.folder, phases, self.versions)
+
+
+def check_kept(*mappings: Mapping[int, Tree]) -> None:
+    """Refuses what lacks a file, without reading any.
+
+    Args:
+        mappings: what clients keep, in memory or on disk.
+
+    Raises:
+        MisconfigurationException: with one sentence about the first file that is missing.
+    """
+    for kept in mappings:
+        if isinstance(kept, KeptOnDisk):
+            there = [_names(kept.folder / phase) for phase, _ in kept.phases]
+            for client, (phase, round) in enumerate(kept.versions.tolist()):
+                if round >= 0 and _name(client, round) not in there[phase]:
+                    raise _unreadable(kept.folder / kept.phases[phase][0] / _name(client, round), client)
+
+
+def only(kept: Mapping[int, Tree], names: Collection[str]) -> Mapping[int, Tree]:
+    """What clients keep, without the tensors of other names."""
+    if isinstance(kept, KeptOnDisk):
+        return kept.only(names)
+    return {client: {name: tree[name] for name in names if name in tree} for client, tree in kept.items()}
+
+
+class Store(ABC):
+    """Takes what the clients of a run keep."""
+
+    @abstractmethod
+    def write(self, phase: str, round: int, trees: Mapping[int, Tree]) -> Mapping[int, Any]:
+        """Stores what some clients keep after a round.
+
+        Args:
+            phase: name of the phase.
+            round: the round, counted from 1.
+            trees: what they keep, by client; an empty tree where a client keeps nothing.
+
+        Returns:
+            What ``updated`` needs to know of it, by client.
+        """
+
+    @abstractmethod
+    def updated(self, phase: str, kept: Mapping[int, Tree], written: Mapping[int, Any]) -> Mapping[int, Tree]:
+        """What clients keep after a round; ``kept``, what they kept before it, stays as it is.
+
+        Args:
+            phase: name of the phase.
+            kept: what clients kept before.
+            written: all that ``write`` returned in this round.
+        """
+
+    @abstractmethod
+    def adopt(self, phase: str, round: int, kept: Mapping[int, Tree]) -> Mapping[int, Tree]:
+        """What a phase starts with, in this store: shared where it lies there, else copied.
+
+        Args:
+            phase: name of the phase.
+            round: number of its rounds that it stands for.
+            kept: what clients keep, of this run or another, in memory or on disk.
+        """
+
+    @abstractmethod
+    def remove_replaced(self, *needed: Mapping[int, Tree]) -> None:
+        """Frees what earlier rounds of the phase left, once no checkpoint refers to it.
+
+        Args:
+            needed: what the phase still needs.
+        """
+
+    @abstractmethod
+    def remove_rest(self, phase: str, kept: Mapping[int, Tree]) -> None:
+        """Frees all of a finished phase but its result, once no checkpoint refers to it.
+
+        Args:
+            phase: name of the phase.
+            kept: its result.
+        """
+
+
+class MemoryStore(Store):
+    """Keeps everything in memory, in plain dicts."""
+
+    def write(self, phase: str, round: int, trees: Mapping[int, Tree]) -> Mapping[int, Tree]:
+        """Nothing to do; returns the trees."""
+        return trees
+
+    def updated(self, phase: str, kept: Mapping[int, Tree], written: Mapping[int, Any]) -> dict[int, Tree]:
+        """A dict of the trees that are not empty."""
+        return {client: tree for client, tree in {**kept, **written}.items() if tree}
+
+    def adopt(self, phase: str, round: int, kept: Mapping[int, Tree]) -> dict[int, Tree]:
+        """A dict; reads what lies on disk."""
+        return dict(kept)
+
+    def remove_replaced(self, *needed: Mapping[int, Tree]) -> None:
+        """Nothing to do."""
+
+    def remove_rest(self, phase: str, kept: Mapping[int, Tree]) -> None:
+        """Nothing to do."""
+
+
+class DiskStore(Store):
+    """Keeps a file per client: memory and checkpoints do not grow with what clients keep.
+
+    A file has a name of its own for every round and is there in whole or not at all, so that the checkpoint on disk
+    refers to the right files at any moment, whenever the process is killed.
+
+    Args:
+        folder: where to write; made when it is needed.
+        num_clients: number of clients.
+    """
+
+    def __init__(self, folder: Path, num_clients: int) -> None:
+        self.folder = folder
+        self.num_clients = num_clients
+        self._replaced: list[tuple[int, Path]] = []
+
+    def write(self, phase: str, round: int, trees: Mapping[int, Tree]) -> dict[int, int]:
+        """Writes the files; returns the rounds, -1 where a client keeps nothing."""
+        written = {}
+        for client, tree in trees.items():
+            written[client] = round if tree else -1
+            if tree:
+                path = self.folder / phase / _name(client, round)
+                path.parent.mkdir(parents=True, exist_ok=True)
+                temporary = path.with_suffix(".tmp")
+                # clones, because a view would be written with all that it is a view of
+                torch.save({name: tensor.clone() for name, tensor in tree.items()}, temporary)
+                os.replace(temporary, path)
+        return written
+
+    def updated(self, phase: str, kept: Mapping[int, Tree], written: Mapping[int, int]) -> KeptOnDisk:
+        """Refers to the new files."""
+        assert isinstance(kept, KeptOnDisk) and kept.phases[-1] == (phase, None), "the phase began with `adopt`"
+        files = [(client, kept.path(client)) for client in written]
+        self._replaced += [(client, path) for client, path in files if path is not None and path.parent.name == phase]
+        versions = kept.versions.clone()
+        clients = torch.tensor([*written], dtype=torch.int64)
+        versions[clients, 0] = len(kept.phases) - 1
+        versions[clients, 1] = torch.tensor([*written.values()], dtype=torch.int64)
+        return KeptOnDisk(self.folder, kept.phases, versions)
+
+    def adopt(self, phase: str, round: int, kept: Mapping[int, Tree]) -> KeptOnDisk:
+        """Refers to the same files if they are in this folder, else writes files."""
+        if not (isinstance(kept, KeptOnDisk) and kept.folder == self.folder):
+            nothing = torch.tensor([0, -1]).repeat(self.num_clients, 1)
+            return self.updated(
+                phase, KeptOnDisk(self.folder, [(phase, None)], nothing), self.write(phase, round, kept)
+            )
+        phases = kept.phases if kept.phases[-1] == (phase, None) else [*kept.phases, (phase, None)]
+        return KeptOnDisk(self.folder, phases, kept.versions)
+
+    def remove_replaced(self, *needed: Mapping[int, Tree]) -> None:
+        """Removes the files that were replaced in this phase and that none of ``needed`` refers to."""
+        on_disk = [kept for kept in needed if isinstance(kept, KeptOnDisk)]
+        still_needed = []
+        for client, path in self._replaced:
+            if any(kept.path(client) == path for kept in on_disk):
+                still_needed.append((client, path))
+            else:
+                path.unlink(missing_ok=True)
+        self._replaced = still_needed
+
+    def remove_rest(self, phase: str, kept: Mapping[int, Tree]) -> None:
+        """Removes all files of the phase that ``kept`` does not refer to, those that a kill left included."""
+        assert isinstance(kept, KeptOnDisk), "the phase began with `adopt`"
+        own = len(kept.phases) - 1
+        needed = {_name(client, round) for client, (of, round) in enumerate(kept.versions.tolist()) if of == own}
+        for name in _names(self.folder / phase) - needed:
+            (self.folder / phase / name).unlink()
+        self._replaced = []
+
+
+def _name(client: int, round: int) -> str:
+    return f"{client}_{round}.pt"
+
+
+def _names(folder: Path) -> set[str]:
+    return set(os.listdir(folder)) if folder.is_dir() else set()
+
+
+def _read(path: Path, client: int) -> Tree:
+    try:
+        return torch.load(path, weights_only=True, map_location="cpu")
+    except (pickle.UnpicklingError, RuntimeError, OSError, EOFError, ValueError) as error:
+        raise _unreadable(path, client) from error
+
+
+def _unreadable(path: Path, client: int) -> MisconfigurationException:
+    return MisconfigurationException(
+        f"federation.store is 'disk', but '{path}', which holds what client {client} keeps, is missing or damaged; it "
+        "must be as the run wrote it."
+    )

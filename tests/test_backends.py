@@ -1,0 +1,414 @@
+"""Both backends give every client the same result; a lean Trainer gives the bits of an ordinary one."""
+
+import copy
+from functools import partial
+
+import pytest
+import torch
+import torch.nn.functional as F
+from helpers import (
+    EveryBatch,
+    Expert,
+    OneWeight,
+    PureOneWeight,
+    TensorData,
+    assert_same_bits,
+    blobs,
+    mixture,
+    momentum_sgd,
+    two_quadratics,
+)
+from lightning.fabric.utilities.exceptions import MisconfigurationException
+from lightning.pytorch.callbacks import EarlyStopping
+from torch import nn
+
+from fedmoe_pl.algorithm import Algorithm, Update
+from fedmoe_pl.algorithms import FedAvg, Local, PersonalizedExpert, PFLMoE
+from fedmoe_pl.backends import LEAN_TRAINER, AutoBackend, LocalTraining, StackedBackend, TrainerBackend
+from fedmoe_pl.backends.backend import fold
+from fedmoe_pl.backends.client import needs_every_batch
+from fedmoe_pl.data import RandomCrop, RandomHorizontalFlip
+from fedmoe_pl.federation import Federation
+from fedmoe_pl.models import VGG16, ConstantGate, FeatureGate, LeNet5, LinearGate, PersonalizedMoE, SmallMLP
+from fedmoe_pl.phase import Phase
+
+# From 3 to 300 samples: clients of less than a batch, of whole batches, and with a last batch of one sample.
+UNEQUAL = (3, 300, 57, 11, 80, 81, 79, 10)
+FEW = (3, 25, 11, 20)
+
+
+class TwoGroups(PersonalizedMoE):
+    """Two parameter groups with learning rates, momenta and decays of their own, and a schedule."""
+
+    def configure_optimizers(self):
+        groups = [
+            {"params": [*self.global_expert.parameters()], "lr": 0.1, "momentum": 0.9},
+            {"params": [*self.local_expert.parameters(), *self.gate.parameters()], "weight_decay": 0.1},
+        ]
+        optimizer = torch.optim.SGD(groups, lr=0.05)
+        return {"optimizer": optimizer, "lr_scheduler": torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)}
+
+
+class Proximal(FedAvg):
+    """FedProx: a loss of its own with constants that differ from client to client."""
+
+    def client_init(self, client, sent):
+        super().client_init(client, sent)
+        shift = 0.01 * client.id
+        return {"strength": 0.5, "centre": {name: sent[name] + shift for name in ("gate.linear.bias",)}}
+
+    def client_loss(self, module, batch, const):
+        loss, metrics = module.loss(batch)
+        parameters = dict(module.named_parameters())
+        distance = sum(((parameters[name] - centre) ** 2).sum() for name, centre in const["centre"].items())
+        return loss + const["strength"] * distance, metrics
+
+
+class WithBatchNorm(Expert):
+    def __init__(self):
+        super().__init__()
+        self.extractor = nn.Sequential(nn.Linear(5, 6), nn.BatchNorm1d(6), nn.Tanh())
+
+
+class NoClassIgnored(PersonalizedMoE):
+    """A loss that does not know of labels to ignore, so that batches cannot be padded."""
+
+    def loss(self, batch):
+        x, y = batch
+        logits, weights = self.mix(x)
+        return ((logits - F.one_hot(y, 3)) ** 2).mean(), {"logits": logits, "gate_weights": weights}
+
+
+def local_training(module, algorithm, datamodule, max_epochs=2, rounds=1, **trainer) -> LocalTraining:
+    return LocalTraining(
+        module=module,
+        initial={name: tensor.detach().clone() for name, tensor in module.state_dict().items()},
+        algorithm=algorithm,
+        datamodule=datamodule,
+        trainer={**LEAN_TRAINER, "max_epochs": max_epochs, "accelerator": "cpu", **trainer},
+        batch_size=None,
+        seed=0,
+        rounds=rounds,
+    )
+
+
+def train(backend, training: LocalTraining, round=0) -> tuple[Update, dict]:
+    """The folded update of all clients, and what each keeps."""
+    server = training.algorithm.server_init(training.module)
+    groups = list(backend.train(training, server, range(training.datamodule.num_clients), {}, round))
+    kept = {client: tree for group in groups for client, tree in group.kept.items()}
+    return fold(training.algorithm, [group.update for group in groups]), kept
+
+
+def assert_agree(training: LocalTraining, tolerance: float, clients_per_stack=None, round=0):
+    """The backends agree to the tolerance, and something was trained."""
+    update, kept = train(TrainerBackend(), training, round)
+    backend = StackedBackend(clients_per_stack).choose(training)
+    stacked_update, stacked_kept = train(backend, training, round)
+    close = partial(torch.testing.assert_close, rtol=tolerance, atol=tolerance)
+    close(stacked_update.sent, update.sent)
+    assert stacked_update.weight == update.weight
+    assert stacked_kept.keys() == kept.keys()
+    for client in kept:
+        close(stacked_kept[client], kept[client])
+    trees = [update.sent, *kept.values()]
+    moved = [(tree[name] - training.initial[name]).abs().max() for tree in trees for name in tree]
+    assert max(moved) > 1e-3
+
+
+OPTIMIZERS = {
+    "momentum": momentum_sgd,
+    "adam": partial(torch.optim.Adam, lr=0.01),
+    "adamw": partial(torch.optim.AdamW, lr=0.01, weight_decay=0.1),
+    "nesterov with decay": partial(torch.optim.SGD, lr=0.05, momentum=0.9, weight_decay=0.1, nesterov=True),
+    "dampening": partial(torch.optim.SGD, lr=0.05, momentum=0.9, dampening=0.5),
+    "rmsprop": partial(torch.optim.RMSprop, lr=0.01, momentum=0.5),
+    "adagrad": partial(torch.optim.Adagrad, lr=0.01, lr_decay=0.1),
+    "nadam": partial(torch.optim.NAdam, lr=0.01),
+}
+ALGORITHMS = {
+    "FedAvg": (FedAvg(), LinearGate),
+    "FedAvg, uniform": (FedAvg(weighting="uniform"), LinearGate),
+    "FedPer": (FedAvg(shared="*.extractor.*"), LinearGate),
+    "global expert": (FedAvg(shared="global_expert.*"), lambda _: ConstantGate(1)),
+    "Local": (Local(), LinearGate),
+    "PFL-FT": (PersonalizedExpert(), lambda _: ConstantGate(0)),
+    "PFL-FB": (PersonalizedExpert("local_expert.classifier.*", gate_fraction=0.25), lambda _: ConstantGate(0)),
+    "PFL-MF": (PFLMoE(), LinearGate),
+    "PFL-MFE": (PFLMoE(), lambda _: FeatureGate(6)),
+    "own loss": (Proximal(), LinearGate),
+}
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS.values(), ids=OPTIMIZERS)
+def test_backends_agree_for_every_optimizer_on_unequal_clients(optimizer):
+    module = mixture(LinearGate(5), optimizer=optimizer)
+    assert_agree(local_training(module, FedAvg(), blobs(UNEQUAL, batch_size=10)), 1e-10)
+
+
+@pytest.mark.parametrize("name", ALGORITHMS)
+def test_backends_agree_for_every_algorithm_on_unequal_clients(name):
+    algorithm, gate = ALGORITHMS[name]
+    assert_agree(local_training(mixture(gate(5)), algorithm, blobs(UNEQUAL, batch_size=10), max_epochs=3), 1e-10)
+
+
+@pytest.mark.parametrize("optimizer", [momentum_sgd, partial(torch.optim.Adam, lr=0.01, weight_decay=0.01)])
+def test_backends_agree_in_single_precision(optimizer):
+    module = mixture(LinearGate(5), dtype=torch.float32, optimizer=optimizer)
+    assert_agree(local_training(module, FedAvg(), blobs(UNEQUAL, batch_size=10, dtype=torch.float32), 1), 1e-5)
+
+
+def test_backends_agree_with_two_parameter_groups_and_a_schedule():
+    made = mixture(LinearGate(5))
+    module = TwoGroups(made.global_expert, made.local_expert, made.gate).double()
+    assert_agree(local_training(module, FedAvg(), blobs(UNEQUAL, batch_size=10), max_epochs=3), 1e-10)
+
+
+@pytest.mark.parametrize(
+    "clip", [{"gradient_clip_val": 0.1}, {"gradient_clip_val": 0.01, "gradient_clip_algorithm": "value"}]
+)
+def test_backends_agree_with_clipping(clip):
+    assert_agree(local_training(mixture(LinearGate(5)), FedAvg(), blobs(FEW), **clip), 1e-10)
+
+
+def test_backends_agree_with_batch_normalization():
+    module = mixture(expert=WithBatchNorm())
+    training = local_training(module, FedAvg(), blobs(FEW, batch_size=6))
+    assert_agree(training, 1e-10)
+    update, _ = train(StackedBackend(4), training)
+    assert update.sent["global_expert.extractor.1.running_mean"].abs().max() > 0.01
+
+
+def test_backends_agree_where_batches_cannot_be_padded():
+    made = mixture(LinearGate(5))
+    module = NoClassIgnored(made.global_expert, made.local_expert, made.gate, momentum_sgd).double()
+    assert_agree(local_training(module, FedAvg(), blobs(UNEQUAL, batch_size=10)), 1e-10)
+
+
+def test_backends_agree_with_alternating_rounds():
+    algorithm = PFLMoE(interleaved=True)
+    training = local_training(mixture(LinearGate(5)), algorithm, blobs(FEW), max_epochs=1, rounds=2)
+    assert_agree(training, 1e-10, round=0)
+
+
+@pytest.mark.parametrize("expert", [LeNet5(in_channels=1), SmallMLP(1024)], ids=["LeNet5", "SmallMLP"])
+def test_backends_agree_for_models_of_images_with_augmentation(expert, images):
+    module = PersonalizedMoE(expert, optimizer=momentum_sgd).double()
+    assert_agree(local_training(module, FedAvg(), images([RandomCrop(), RandomHorizontalFlip()])), 1e-10)
+
+
+@pytest.mark.slow
+def test_backends_agree_for_vgg16(images):
+    module = PersonalizedMoE(VGG16(in_channels=1, dropout=0.0), optimizer=partial(torch.optim.SGD, lr=0.01)).double()
+    assert_agree(local_training(module, FedAvg(), images([]), max_epochs=1), 1e-10)
+
+
+@pytest.fixture
+def images():
+    def make(augmentation):
+        generator = torch.Generator().manual_seed(0)
+        x = torch.randn(12, 1, 32, 32, generator=generator)
+        y = torch.randint(10, (12,), generator=generator)
+        parts = torch.arange(12).split([7, 5])
+        data = TensorData(x, y, parts, dtype=torch.float64, batch_size=3, augmentation=augmentation)
+        data.setup()
+        return data
+
+    return make
+
+
+def test_any_number_of_clients_per_stack_gives_the_same():
+    training = local_training(mixture(LinearGate(5)), FedAvg(), blobs(UNEQUAL, batch_size=10))
+    expected, _ = train(StackedBackend(8), training)
+    for clients_per_stack in (1, 3):
+        update, _ = train(StackedBackend(clients_per_stack), training)
+        torch.testing.assert_close(update.sent, expected.sent, rtol=1e-12, atol=1e-12)
+
+
+def test_a_stack_trains_the_closed_form():
+    """Ten full-batch steps at 0.05 on a/2 (w - b)^2 leave b + (w - b) (1 - 0.05 a)^10 on each client."""
+    data = two_quadratics()
+    data.setup()
+    training = local_training(PureOneWeight(), ByLoss(), data, max_epochs=10)
+    update, _ = train(StackedBackend(2).choose(training), training)
+    expected = sum(b + (0 - b) * (1 - 0.05 * a) ** 10 for a, b in ((1, 0), (4, 5))) / 2
+    assert update.sent["weight"].item() == pytest.approx(expected, rel=1e-12)
+
+
+class ByLoss(FedAvg):
+    """Makes the clients train by the module's pure loss."""
+
+    def client_loss(self, module, batch, const):
+        return module.loss(batch)
+
+
+REFUSED = {
+    "dropout": (lambda: (mixture(expert=Expert(dropout=0.3)), {}), "random"),
+    "callbacks": (lambda: (mixture(), {"callbacks": [EarlyStopping("validation_loss")]}), "callbacks"),
+    "accumulation": (lambda: (mixture(), {"accumulate_grad_batches": 2}), "accumulate_grad_batches is 2"),
+    "precision": (lambda: (mixture(), {"precision": "16-mixed"}), "precision is 16-mixed"),
+    "optimizer": (
+        lambda: (mixture(dtype=torch.float32, optimizer=torch.optim.Adafactor), {}),
+        "Adafactor may not step every parameter element by element",
+    ),
+    "own training_step": (lambda: (OneWeight(), {}), "OneWeight has a training_step"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_cannot_be_stacked_is_refused_with_a_reason_and_auto_takes_the_other_way(name):
+    make, reason = REFUSED[name]
+    module, trainer = make()
+    training = local_training(module, FedAvg(), blobs(FEW, dtype=next(module.parameters()).dtype), **trainer)
+    with pytest.raises(MisconfigurationException, match=reason):
+        StackedBackend().choose(training)
+    auto = AutoBackend()
+    assert isinstance(auto.choose(training), TrainerBackend)
+    assert reason in auto.describe(training)
+
+
+def test_auto_stacks_linear_layers_and_takes_a_trainer_per_client_for_convolutions_on_a_cpu(images):
+    auto = AutoBackend()
+    assert isinstance(auto.choose(local_training(mixture(), FedAvg(), blobs(FEW))), StackedBackend)
+    convolving = PersonalizedMoE(LeNet5(), optimizer=momentum_sgd).double()
+    assert isinstance(auto.choose(local_training(convolving, FedAvg(), images([]))), TrainerBackend)
+    frozen = PersonalizedExpert("local_expert.classifier.*")  # its extractor's features are computed once
+    assert isinstance(auto.choose(local_training(convolving, frozen, images([]))), StackedBackend)
+
+
+def test_a_federation_refuses_an_explicit_choice_before_training_and_names_the_phase(tmp_path):
+    phases = [Phase("first", FedAvg(), evaluate=False), Phase("second", FedAvg(), evaluate=False)]
+    federation = Federation(phases, backend=StackedBackend(), logger=False, default_root_dir=str(tmp_path))
+    with pytest.raises(MisconfigurationException, match=r"'first'.*StackedBackend.*random"):
+        federation.fit(mixture(expert=Expert(dropout=0.3)), blobs(FEW))
+    assert not list(tmp_path.iterdir())
+
+
+def test_clients_per_stack_is_at_least_one():
+    with pytest.raises(MisconfigurationException, match="clients_per_stack is 0, but must be at least 1"):
+        StackedBackend(0)
+
+
+LEAN = {
+    "plain": {},
+    "clipping": {"gradient_clip_val": 0.1},
+    "clipping by value": {"gradient_clip_val": 0.01, "gradient_clip_algorithm": "value"},
+    "half precision": {"precision": "bf16-mixed"},
+}
+
+
+@pytest.mark.parametrize("name", LEAN)
+@pytest.mark.parametrize("dropout", [0.0, 0.3])
+def test_a_lean_trainer_gives_the_bits_of_an_ordinary_one(name, dropout):
+    made = mixture(LinearGate(5), expert=Expert(dropout=dropout), dtype=torch.float32)
+    module = TwoGroups(made.global_expert, made.local_expert, made.gate)
+    data = blobs(FEW, dtype=torch.float32)
+    lean = local_training(module, FedAvg(), data, 3, **LEAN[name])
+    ordinary = local_training(module, FedAvg(), data, 3, **LEAN[name], callbacks=[EveryBatch()])
+    assert needs_every_batch(lean) is None and needs_every_batch(ordinary)
+    assert_same_bits(train(TrainerBackend(), lean)[0].sent, train(TrainerBackend(), ordinary)[0].sent)
+
+
+def test_a_lean_trainer_stops_early_where_an_ordinary_one_does():
+    data = blobs((40, 40), validation_fraction=0.3)
+    stopping = EarlyStopping("validation_loss", patience=1, min_delta=0.02)
+    arguments = {"limit_val_batches": 1.0, "max_epochs": 30}
+    module = mixture(LinearGate(5))
+    lean = local_training(module, FedAvg(), data, **arguments, callbacks=[stopping])
+    ordinary = local_training(module, FedAvg(), data, **arguments, callbacks=[stopping, EveryBatch()])
+    assert needs_every_batch(lean) is None
+    update = train(TrainerBackend(), lean)[0]
+    assert_same_bits(update.sent, train(TrainerBackend(), ordinary)[0].sent)
+    unstopped = train(TrainerBackend(), local_training(module, FedAvg(), data, max_epochs=30))[0]
+    assert not torch.equal(update.sent["gate.linear.weight"], unstopped.sent["gate.linear.weight"])
+
+
+class Counting(Expert):
+    """Counts how many samples its extractor has seen."""
+
+    seen = 0
+
+    def __init__(self, **kwargs):
+        super().__init__(**kwargs)
+        self.extractor[1].register_forward_hook(lambda part, inputs, output: Counting.count(len(output)))
+
+    @classmethod
+    def count(cls, samples):
+        cls.seen += samples
+
+
+@pytest.mark.parametrize("backend", [TrainerBackend(), StackedBackend(8)])
+def test_a_frozen_extractor_sees_every_sample_once(backend):
+    module = mixture(ConstantGate(0), expert=Counting())
+    training = local_training(module, PersonalizedExpert("local_expert.classifier.*"), blobs(FEW), max_epochs=20)
+    Counting.seen = 0
+    train(backend, training)
+    tried = 12  # samples of a few at a time, to find what is frozen and whether batches can be padded
+    assert sum(FEW) <= Counting.seen <= sum(FEW) + len(FEW) * tried
+
+
+def test_features_give_what_computing_them_in_every_step_gives():
+    data, algorithm = blobs(FEW), PFLMoE()
+    module = mixture(FeatureGate(6))
+    looked_up = train(TrainerBackend(), local_training(module, algorithm, data, 5))[1]
+    computed = train(TrainerBackend(), local_training(module, algorithm, data, 5, callbacks=[EveryBatch()]))[1]
+    for client in computed:
+        torch.testing.assert_close(looked_up[client], computed[client], rtol=1e-12, atol=1e-12)
+
+
+def test_features_are_kept_for_all_rounds_of_a_phase():
+    class Frozen(FedAvg):
+        def is_trainable(self, name, round, epoch):
+            return "classifier" in name
+
+    module = mixture(ConstantGate(0.5), expert=Counting())
+    algorithm = Frozen(shared="*.classifier.*")
+    training = local_training(module, algorithm, blobs(FEW), max_epochs=1, rounds=50)
+    backend = TrainerBackend()
+    train(backend, training)
+    Counting.seen = 0
+    train(backend, training, round=1)
+    assert Counting.seen < 2 * sum(FEW)  # without features: both experts, twice; with them the few that are tried
+
+
+def test_nothing_is_looked_up_behind_augmentation(images):
+    module = PersonalizedMoE(LeNet5(), gate=ConstantGate(0), optimizer=momentum_sgd).double()
+    algorithm = PersonalizedExpert("local_expert.classifier.*")
+    training = local_training(module, algorithm, images([RandomCrop()]), 3)
+    ordinary = local_training(module, algorithm, images([RandomCrop()]), 3, callbacks=[EveryBatch()])
+    expected = train(TrainerBackend(), ordinary)[1]
+    for client, tree in train(TrainerBackend(), training)[1].items():
+        assert_same_bits(tree, expected[client])
+
+
+def test_hooks_of_a_users_module_are_called_or_refused(tmp_path):
+    class Hooked(PersonalizedMoE):
+        called = 0
+
+        def on_train_batch_end(self, *arguments):
+            Hooked.called += 1
+
+    made = mixture()
+    module = Hooked(made.global_expert, copy.deepcopy(made.local_expert), None, momentum_sgd).double()
+    training = local_training(module, FedAvg(), blobs((4, 4), batch_size=4), max_epochs=3)
+    assert "hooks of its own" in str(needs_every_batch(training))
+    train(AutoBackend(), training)
+    assert Hooked.called == 2 * 3
+    federation = Federation([Phase("own loss", PersonalizedExpert(), start="initial")], default_root_dir=str(tmp_path))
+    with pytest.raises(MisconfigurationException, match="on_train_batch_end"):
+        federation.fit(module, blobs((4, 4)))
+
+
+def test_groups_follow_from_the_cohort_alone():
+    training = local_training(mixture(), FedAvg(), blobs(UNEQUAL))
+    assert TrainerBackend().groups(training, [5, 2, 7]) == [[5], [2], [7]]
+    assert StackedBackend(3).groups(training, range(8)) == [[1, 5, 4], [6, 2, 3], [7, 0]]
+    many = TrainerBackend().groups(training, range(1000))
+    assert len(many) <= 64 and [client for group in many for client in group] == list(range(1000))
+
+
+def test_fold_is_the_weighted_mean():
+    updates = [Update({"w": torch.tensor([float(value)])}, weight) for value, weight in ((0, 1), (4, 3), (2, 4))]
+    folded = fold(Algorithm(), updates)
+    assert folded.sent["w"].item() == pytest.approx((0 * 1 + 4 * 3 + 2 * 4) / 8)
+    assert folded.weight == 8
