@@ -10,10 +10,12 @@ from jsonargparse import ArgumentParser
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 
 import fedmoe_pl.algorithms
+import fedmoe_pl.backends
 import fedmoe_pl.data
 import fedmoe_pl.models
 
-_CLASSES = [*fedmoe_pl.algorithms.__all__, *fedmoe_pl.data.__all__, *fedmoe_pl.models.__all__]
+_BACKENDS = [name for name in fedmoe_pl.backends.__all__ if name.endswith("Backend")]
+_CLASSES = [*_BACKENDS, *fedmoe_pl.algorithms.__all__, *fedmoe_pl.data.__all__, *fedmoe_pl.models.__all__]
 
 
 def one_sentence(message: str) -> str:

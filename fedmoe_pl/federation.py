@@ -15,7 +15,15 @@ from torch.nn.parameter import is_lazy
 
 from fedmoe_pl.aggregation import Tree, copy_module, load_tree
 from fedmoe_pl.algorithm import Update
-from fedmoe_pl.backends import LEAN_TRAINER, AutoBackend, Backend, LocalTraining, one_thread
+from fedmoe_pl.backends import (
+    LEAN_TRAINER,
+    AutoBackend,
+    Backend,
+    LocalTraining,
+    PoolBackend,
+    WorkersBackend,
+    one_thread,
+)
 from fedmoe_pl.callbacks import ClientCheckpoint, FederationCallback
 from fedmoe_pl.checkpoint import (
     FILE,
@@ -45,7 +53,8 @@ class Federation:
 
     Args:
         phases: what is done, in order; see :class:`Phase`.
-        trainer: arguments of every client's ``Trainer``; what is not given comes from ``LEAN_TRAINER``.
+        trainer: arguments of every client's ``Trainer``; what is not given comes from ``LEAN_TRAINER``. With several
+            ``devices`` as many clients are trained at the same time, each device by a process of its own.
         backend: how clients are trained; ``auto`` takes the fastest right one.
         evaluate_every_n_rounds: evaluate after every n rounds; 0 only at the end of a phase.
         callbacks: more callbacks; progress bar, result files and TensorBoard pictures are there by default, and one of
@@ -134,6 +143,14 @@ class Federation:
         """
         self._setup(model, datamodule, ckpt_path)
         self._log_backends()
+        try:
+            self.active_backend.open()
+            self._fit(ckpt_path)
+        finally:
+            self.active_backend.close()
+        return self.results
+
+    def _fit(self, ckpt_path: str | None) -> None:
         if not ckpt_path:
             self.run_dir = self.runs / f"version_{max(run_versions(self.runs), default=-1) + 1}"
             try:
@@ -146,7 +163,7 @@ class Federation:
                 (self.run_dir / "config.yaml").write_text(yaml.safe_dump(self.hparams, sort_keys=False))
             self._checkpoint()
         in_memory = self.store == "memory"
-        self._kept = MemoryStore() if in_memory else DiskStore(self.run_dir / KEPT, datamodule.num_clients)
+        self._kept = MemoryStore() if in_memory else DiskStore(self.run_dir / KEPT, self.datamodule.num_clients)
         for name, state in self.states.items():
             if not state.finished:  # the run that goes on may have had the other store
                 state.kept = self._kept.adopt(name, state.round, state.kept)
@@ -160,7 +177,6 @@ class Federation:
         self._call("on_fit_end")
         for logger in self.loggers:
             logger.finalize("success")
-        return self.results
 
     def validate(self, model: LightningModule, datamodule: FederatedDataModule, ckpt_path: str = LAST) -> None:
         """Prints the accuracy of every client's model on its validation samples, from a checkpoint."""
@@ -249,6 +265,7 @@ class Federation:
         self.initial, self.states, self.rows = {}, {}, []
         checkpoint = find_checkpoint(ckpt_path, self.runs) if ckpt_path else None
         self.devices = check_trainer(self.trainer)
+        self.active_backend = self._with_workers()
         datamodule.prepare_data()
         datamodule.setup()
         self.datamodule = datamodule
@@ -269,6 +286,14 @@ class Federation:
             check_phase(phase, module, datamodule)
             if phase.ckpt_path:
                 begin_phase(phase, module, None)
+
+    def _with_workers(self) -> Backend:
+        """The backend, with a worker process for each device where there is more than one."""
+        if len(self.devices) == 1 or isinstance(self.backend, WorkersBackend):
+            return self.backend
+        # A process takes seconds to start, which many a run on a CPU does not take itself.
+        lazy = self.devices[0].type == "cpu" and self.trainer.get("devices", "auto") == "auto"
+        return PoolBackend(self.backend, self.devices, lazy)
 
     def _module(self, phase: Phase) -> LightningModule:
         seed_all(self.seed)  # a gate of unknown width draws its parameters when the module is made
@@ -324,7 +349,7 @@ class Federation:
             module = self._module(phase)
             initial = {name: tensor.detach().cpu() for name, tensor in module.state_dict().items()}
             try:
-                words = self.backend.describe(self._local_training(phase, module, initial))
+                words = self.active_backend.describe(self._local_training(phase, module, initial))
             except MisconfigurationException as error:
                 raise MisconfigurationException(f"federation.phases '{phase.name}': {error}") from error
             phases.setdefault(words, []).append(phase.name)
@@ -356,7 +381,7 @@ class Federation:
         cohort = sample_cohort(clients, cohort_size(len(clients), phase.clients_per_round), self.seed, round)
         combined: Update | None = None
         written: dict[int, Any] = {}
-        for group in self.backend.train(training, state.server, cohort, state.kept, round):
+        for group in self.active_backend.train(training, state.server, cohort, state.kept, round):
             combined = group.update if combined is None else algorithm.combine(combined, group.update)
             written.update(self._kept.write(phase.name, round + 1, group.kept))
             for client in group.kept:

@@ -3,8 +3,11 @@
 from fedmoe_pl.backends.auto import AutoBackend
 from fedmoe_pl.backends.backend import Backend, GroupUpdate, LocalTraining
 from fedmoe_pl.backends.client import LEAN_TRAINER, changes_loss, has_batch_norm, one_thread, overridden_hooks, quiet
+from fedmoe_pl.backends.cluster import RayBackend
+from fedmoe_pl.backends.pool import PoolBackend
 from fedmoe_pl.backends.stacked import StackedBackend
 from fedmoe_pl.backends.trainer import TrainerBackend
+from fedmoe_pl.backends.workers import WorkersBackend
 
 __all__ = [
     "LEAN_TRAINER",
@@ -12,8 +15,11 @@ __all__ = [
     "Backend",
     "GroupUpdate",
     "LocalTraining",
+    "PoolBackend",
+    "RayBackend",
     "StackedBackend",
     "TrainerBackend",
+    "WorkersBackend",
     "changes_loss",
     "has_batch_norm",
     "one_thread",

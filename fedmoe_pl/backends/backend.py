@@ -123,6 +123,13 @@ class Backend(ABC):
         """
         return self
 
+    def open(self) -> None:  # noqa: B027  (most backends need nothing)
+        """Takes what a run needs, such as a connection to a cluster; called before a run begins.
+
+        Raises:
+            MisconfigurationException: with one sentence, if it cannot be had.
+        """
+
     def describe(self, training: LocalTraining) -> str:
         """What trains this phase, and why, in words for the log; raises what :meth:`choose` raises."""
         return type(self.choose(training)).__name__

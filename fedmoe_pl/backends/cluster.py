@@ -1,0 +1,172 @@
+"""Worker processes on the machines of a Ray cluster."""
+
+from __future__ import annotations
+
+import socket
+import sys
+import warnings
+from collections.abc import Sequence
+from concurrent.futures import Future
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from lightning.fabric.utilities.exceptions import MisconfigurationException
+
+from fedmoe_pl.backends.auto import AutoBackend
+from fedmoe_pl.backends.backend import Backend
+from fedmoe_pl.backends.workers import (
+    WORKER_ENVIRONMENT,
+    RemoteWorker,
+    Worker,
+    WorkerDied,
+    WorkersBackend,
+    dumps,
+    loads,
+    sendable,
+)
+from fedmoe_pl.data import FederatedDataModule
+
+_SECONDS_TO_CONNECT = 5.0  # Ray itself tries for five minutes, and then ends the process
+
+
+def _ray() -> Any:
+    """Ray, which takes a second to import, and is an extra."""
+    try:
+        import ray
+    except ImportError as error:
+        raise MisconfigurationException('RayBackend needs Ray: pip install "fedmoe-pl[ray]".') from error
+    return ray
+
+
+class RayBackend(WorkersBackend):
+    """One process per GPU of a Ray cluster, or per CPU where it has no GPU.
+
+    Results have the bits of training in one process where all machines have the same kind of processor.
+
+    Args:
+        address: of the cluster, as ``host:port`` or ``auto``; None starts Ray on this machine.
+        workers: number of processes; None for one per GPU, or per CPU where there is no GPU.
+        backend: how each of them trains its groups; ``auto`` takes the fastest right one.
+
+    Raises:
+        MisconfigurationException: if Ray is not installed or ``workers`` is out of range.
+    """
+
+    def __init__(
+        self, address: str | None = None, workers: int | None = None, backend: Backend | Literal["auto"] = "auto"
+    ) -> None:
+        super().__init__(AutoBackend() if backend == "auto" else backend)
+        _ray()
+        if workers is not None and workers < 1:
+            raise MisconfigurationException(f"federation.backend.workers is {workers}, but must be at least 1.")
+        self.address = address
+        self.num_workers = workers
+        self._connected = False
+        self._data: Any = None
+        self._device = torch.device("cpu")
+
+    def open(self) -> None:
+        """Connects to the cluster, or starts one.
+
+        Raises:
+            MisconfigurationException: with one sentence, if there is none or if it has too few devices.
+        """
+        ray = _ray()
+        if not ray.is_initialized():
+            self._connect()
+            self._connected = True
+        resources = ray.cluster_resources()
+        gpus, cpus = int(resources.get("GPU", 0)), int(resources.get("CPU", 0))
+        self._device = torch.device("cuda", 0) if gpus else torch.device("cpu")  # Ray shows a worker only its own GPU
+        self._size = self.num_workers or gpus or cpus
+        if self._size > (gpus or cpus) or not self._size:
+            raise MisconfigurationException(
+                f"federation.backend.workers is {self.num_workers}, but must be at most {gpus or cpus}, the number of "
+                f"{'GPUs' if gpus else 'CPUs'} of the cluster."
+            )
+
+    def _connect(self) -> None:
+        ray = _ray()
+        host, _, port = (self.address or "").removeprefix("ray://").rpartition(":")
+        try:
+            if host:
+                socket.create_connection((host, int(port)), _SECONDS_TO_CONNECT).close()
+            ray.init(self.address, include_dashboard=False, log_to_driver=False, logging_level="ERROR")
+        except (OSError, ValueError, RuntimeError) as error:  # its ConnectionError is an OSError
+            raise MisconfigurationException(
+                f"federation.backend.address is {self.address!r}, but there is no Ray cluster to connect to "
+                f"({str(error).splitlines()[0]})."
+            ) from error
+
+    def start(self, datamodule: FederatedDataModule) -> list[RemoteWorker]:
+        """Puts the data into the cluster's object store, where the workers of a machine share them."""
+        self.open()
+        buffers: list[np.ndarray] = []
+        pickled = sendable("the data module", lambda: dumps(datamodule, buffer_callback=_append_to(buffers)))
+        self._data = _ray().put((sys.path, pickled, buffers))
+        return [self._worker() for _ in range(self._size)]
+
+    def replacement(self, worker: RemoteWorker) -> RemoteWorker:
+        """Wherever Ray finds a free device."""
+        return self._worker()
+
+    def _worker(self) -> _Actor:
+        return _Actor(self._data, self._device)
+
+    def close(self) -> None:
+        """Ends the workers, and Ray where it was started here."""
+        super().close()
+        self._data = None
+        if self._connected:
+            ray = _ray()
+            ray.shutdown()
+        self._connected = False
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Without what belongs to this process."""
+        return {**super().__getstate__(), "_data": None, "_connected": False}
+
+
+def _append_to(buffers: list[np.ndarray]) -> Any:
+    # Ray shares arrays between processes, and nothing else.
+    return lambda buffer: buffers.append(np.frombuffer(buffer.raw(), np.uint8))
+
+
+class _Actor(RemoteWorker):
+    """A process started by Ray."""
+
+    def __init__(self, data: Any, device: torch.device) -> None:
+        place = _ray().remote(
+            num_cpus=1, num_gpus=int(device.type == "cuda"), runtime_env={"env_vars": WORKER_ENVIRONMENT}
+        )
+        self.actor = place(_RayWorker).remote(data, device)
+
+    def submit(self, phase: bytes | None, server: bytes | None, group: bytes) -> Future[Any]:
+        return self.actor.train_group.remote(phase, server, group).future()
+
+    def result(self, future: Future[Any]) -> bytes:
+        ray = _ray()
+        try:
+            return future.result()
+        except (ray.exceptions.RayActorError, ray.exceptions.OutOfMemoryError) as error:
+            raise WorkerDied(str(error).splitlines()[0]) from error
+        except ray.exceptions.RayTaskError as error:
+            raise error.cause from error
+
+    def end(self) -> None:
+        _ray().kill(self.actor)
+
+
+class _RayWorker:
+    """Makes the worker from what is in the object store."""
+
+    def __init__(self, data: tuple[list[str], bytes, Sequence[np.ndarray]], device: torch.device) -> None:
+        paths, pickled, buffers = data
+        sys.path += [path for path in paths if path not in sys.path]  # where the driver found the user's modules
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "The given NumPy array is not writable")  # shared, and only read
+            self.worker = Worker(loads(pickled, buffers=buffers), device)
+
+    def train_group(self, phase: bytes | None, server: bytes | None, group: bytes) -> bytes:
+        return self.worker.train_group(phase, server, group)

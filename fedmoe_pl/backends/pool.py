@@ -1,0 +1,175 @@
+"""Worker processes on this machine."""
+
+from __future__ import annotations
+
+import os
+import signal
+import tempfile
+import threading
+import time
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import Future
+from typing import IO, Any
+
+import cloudpickle
+import loky
+import torch
+from lightning.fabric.utilities.exceptions import MisconfigurationException
+from loky.process_executor import TerminatedWorkerError
+
+from fedmoe_pl.aggregation import Tree
+from fedmoe_pl.backends.backend import Backend, GroupUpdate, LocalTraining
+from fedmoe_pl.backends.workers import (
+    WORKER_ENVIRONMENT,
+    RemoteWorker,
+    Worker,
+    WorkerDied,
+    WorkersBackend,
+    group_size,
+    sendable,
+)
+from fedmoe_pl.data import FederatedDataModule
+
+# loky replaces a process that has grown by 300 MB since its first call, and what was sent to it would be lost.
+_ENVIRONMENT = {**WORKER_ENVIRONMENT, "LOKY_MAX_MEMORY_LEAK_SIZE": "1e18"}
+_WORTH_STARTING = 10.0  # seconds to gain; starting takes half of them, and the estimate is a rough one
+
+
+class PoolBackend(WorkersBackend):
+    """One process per device of this machine.
+
+    Args:
+        backend: how each of them trains its groups.
+        devices: the device of each; on a CPU the same several times.
+        lazy: whether training begins in this process, and the others start where they are going to shorten the phase by
+            ten seconds or more, at the pace measured so far; the result has the same bits.
+    """
+
+    def __init__(self, backend: Backend, devices: Sequence[torch.device], lazy: bool = False) -> None:
+        super().__init__(backend)
+        self.devices = list(devices)
+        self.lazy = lazy
+        self._data: IO[bytes] | None = None
+        self._timed: LocalTraining | None = None
+        self._paces: list[float] = []
+
+    def train(
+        self, training: LocalTraining, server: Tree, cohort: Sequence[int], kept: Mapping[int, Tree], round: int
+    ) -> Iterator[GroupUpdate]:
+        """As in :class:`WorkersBackend`."""
+        groups = self.groups(training, cohort)
+        begun = 0
+        while begun < len(groups) and not self._takes_over(training, groups, begun, round):
+            start = time.perf_counter()
+            update = self.train_group(training, server, groups[begun], kept, round)
+            self._paces.append((time.perf_counter() - start) / group_size(training, groups[begun]))
+            yield update
+            begun += 1
+        yield from self.hand_out(training, server, groups[begun:], kept, round)
+
+    def _takes_over(self, training: LocalTraining, groups: Sequence[Sequence[int]], begun: int, round: int) -> bool:
+        """Whether the workers train from here on; starts them where that is decided now."""
+        if self.workers or not self.lazy:
+            return True
+        if self._timed is not training:
+            self._timed, self._paces = training, []
+        if len(self._paces) < 2:  # the first group also pays for what is done once
+            return False
+        remaining = sum(group_size(training, clients) for clients in groups[begun:])
+        remaining += (training.rounds - round - 1) * sum(group_size(training, clients) for clients in groups)
+        share = 1 - 1 / min(len(self.devices), len(groups))
+        if min(self._paces) * remaining * share < _WORTH_STARTING:
+            return False
+        try:
+            self.workers = self.start(training.datamodule)
+        except MisconfigurationException as error:
+            warnings.warn(f"Training goes on in one process: {error}", stacklevel=2)
+            self.devices = self.devices[:1]
+        return bool(self.workers)
+
+    def start(self, datamodule: FederatedDataModule) -> list[RemoteWorker]:
+        """Writes the data to a file that all workers map, and starts them."""
+        # A file without a name goes with this process, however it ends.
+        self._data = data = tempfile.TemporaryFile()
+        try:
+            sendable("the data module", lambda: torch.save(datamodule, data, pickle_module=cloudpickle))
+        except MisconfigurationException:
+            self.close()
+            raise
+        data.flush()
+        return [self._worker(device) for device in self.devices]
+
+    def replacement(self, worker: RemoteWorker) -> RemoteWorker:
+        """On the same device."""
+        assert isinstance(worker, _Process)
+        return self._worker(worker.device)
+
+    def _worker(self, device: torch.device) -> _Process:
+        assert self._data is not None
+        return _Process(f"/proc/{os.getpid()}/fd/{self._data.fileno()}", device)
+
+    def close(self) -> None:
+        """Ends the processes and frees the file."""
+        super().close()
+        if self._data is not None:
+            self._data.close()
+        self._data = self._timed = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Without what belongs to this process."""
+        return {**super().__getstate__(), "_data": None, "_timed": None, "_paces": []}
+
+
+class _Process(RemoteWorker):
+    """A process started by loky: a fresh interpreter, which needs no guard in the user's script."""
+
+    def __init__(self, data: str, device: torch.device) -> None:
+        self.data = data
+        self.device = device
+        self.executor = loky.ProcessPoolExecutor(1, env=_ENVIRONMENT, initializer=_end_with, initargs=(os.getpid(),))
+        # Ctrl-C is for the driver, which ends its workers; a process started while the signal is blocked never gets it.
+        mask = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
+        try:
+            self.executor.submit(os.getpid)  # imports what it will need while others start
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+
+    def submit(self, phase: bytes | None, server: bytes | None, group: bytes) -> Future[Any]:
+        try:
+            return self.executor.submit(_train_group, self.data, self.device, phase, server, group)
+        except TerminatedWorkerError as error:  # it died while it was idle
+            future: Future[Any] = Future()
+            future.set_exception(error)
+            return future
+
+    def result(self, future: Future[Any]) -> bytes:
+        try:
+            return future.result()
+        except TerminatedWorkerError as error:
+            raise WorkerDied(str(error).partition("exit codes of the workers are ")[2].splitlines()[0]) from error
+
+    def end(self) -> None:
+        self.executor.shutdown(kill_workers=True)
+
+
+_worker: Worker | None = None  # in a worker process
+
+
+def _train_group(data: str, device: torch.device, phase: bytes | None, server: bytes | None, group: bytes) -> bytes:
+    """Runs in the worker's process."""
+    global _worker
+    if _worker is None:
+        _worker = Worker(torch.load(data, mmap=True, weights_only=False), device)
+    return _worker.train_group(phase, server, group)
+
+
+def _end_with(parent: int) -> None:
+    """Ends this process when its parent has ended in a way that left no time to end it."""
+
+    def watch() -> None:
+        while os.getppid() == parent:
+            time.sleep(1)
+        os._exit(1)
+
+    threading.Thread(target=watch, daemon=True).start()
