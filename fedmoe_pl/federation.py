@@ -22,6 +22,7 @@ from fedmoe_pl.backends import (
     LocalTraining,
     PoolBackend,
     WorkersBackend,
+    data_on,
     one_thread,
 )
 from fedmoe_pl.callbacks import ClientCheckpoint, FederationCallback
@@ -269,6 +270,9 @@ class Federation:
         datamodule.prepare_data()
         datamodule.setup()
         self.datamodule = datamodule
+        self.training_data = datamodule
+        if not isinstance(self.active_backend, WorkersBackend):  # whose workers place them themselves
+            self.training_data = data_on(datamodule, self.devices[0])
         self.partition_fingerprint = fingerprint(datamodule)
         if checkpoint:
             rounds = {phase.name: phase.rounds for phase in self.phases}
@@ -332,7 +336,7 @@ class Federation:
             module=module,
             initial=initial,
             algorithm=phase.algorithm,
-            datamodule=self.datamodule,
+            datamodule=self.training_data,
             trainer={**self.trainer, "max_epochs": self._epochs(phase)},
             batch_size=phase.batch_size,
             seed=self.seed,

@@ -1,6 +1,7 @@
 """Both backends give every client the same result; a lean Trainer gives the bits of an ordinary one."""
 
 import copy
+from dataclasses import replace
 from functools import partial
 
 import pytest
@@ -24,7 +25,7 @@ from torch import nn
 
 from fedmoe_pl.algorithm import Algorithm, Update
 from fedmoe_pl.algorithms import FedAvg, Local, PersonalizedExpert, PFLMoE
-from fedmoe_pl.backends import LEAN_TRAINER, AutoBackend, LocalTraining, StackedBackend, TrainerBackend
+from fedmoe_pl.backends import LEAN_TRAINER, AutoBackend, LocalTraining, StackedBackend, TrainerBackend, data_on
 from fedmoe_pl.backends.backend import fold
 from fedmoe_pl.backends.client import needs_every_batch
 from fedmoe_pl.data import RandomCrop, RandomHorizontalFlip
@@ -215,6 +216,17 @@ def images():
         return data
 
     return make
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("backend", [TrainerBackend(), StackedBackend()])
+def test_a_gpu_gives_what_a_cpu_gives(backend):
+    data = blobs(UNEQUAL, batch_size=10)
+    expected, _ = train(TrainerBackend(), local_training(mixture(LinearGate(5)), FedAvg(), data))
+    training = local_training(mixture(LinearGate(5)), FedAvg(), data, accelerator="gpu")
+    device = torch.device("cuda", 0)
+    update, _ = train(backend, replace(training, device=device, datamodule=data_on(data, device)))
+    torch.testing.assert_close(update.sent, expected.sent, rtol=1e-10, atol=1e-10)
 
 
 def test_any_number_of_clients_per_stack_gives_the_same():

@@ -2,7 +2,15 @@
 
 from fedmoe_pl.backends.auto import AutoBackend
 from fedmoe_pl.backends.backend import Backend, GroupUpdate, LocalTraining
-from fedmoe_pl.backends.client import LEAN_TRAINER, changes_loss, has_batch_norm, one_thread, overridden_hooks, quiet
+from fedmoe_pl.backends.client import (
+    LEAN_TRAINER,
+    changes_loss,
+    data_on,
+    has_batch_norm,
+    one_thread,
+    overridden_hooks,
+    quiet,
+)
 from fedmoe_pl.backends.cluster import RayBackend
 from fedmoe_pl.backends.pool import PoolBackend
 from fedmoe_pl.backends.stacked import StackedBackend
@@ -21,6 +29,7 @@ __all__ = [
     "TrainerBackend",
     "WorkersBackend",
     "changes_loss",
+    "data_on",
     "has_batch_norm",
     "one_thread",
     "overridden_hooks",

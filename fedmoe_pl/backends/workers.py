@@ -19,6 +19,7 @@ from torch import Tensor
 
 from fedmoe_pl.aggregation import Tree
 from fedmoe_pl.backends.backend import Backend, GroupUpdate, LocalTraining
+from fedmoe_pl.backends.client import data_on
 from fedmoe_pl.data import FederatedDataModule
 
 WORKER_ENVIRONMENT = {
@@ -208,7 +209,7 @@ class Worker:
     """
 
     def __init__(self, datamodule: FederatedDataModule, device: torch.device) -> None:
-        self.datamodule = datamodule
+        self.datamodule = data_on(datamodule, device)
         self.device = device
 
     def train_group(self, phase: bytes | None, server: bytes | None, group: bytes) -> bytes:
