@@ -135,7 +135,9 @@ class WorkersBackend(Backend):
         round: int,
     ) -> Iterator[GroupUpdate]:
         """Trains groups in the workers and yields them in order."""
-        if groups and not self.workers:
+        if not groups:
+            return
+        if not self.workers:
             self.workers = self.start(training.datamodule)
         send = _Sender(training, self.backend.choose(training), server, kept, round)
         waiting = sorted(range(len(groups)), key=lambda index: -group_size(training, groups[index]))
