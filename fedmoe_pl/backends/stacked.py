@@ -40,7 +40,8 @@ _ELEMENTWISE = {
     *(torch.optim.RMSprop, torch.optim.Adagrad, torch.optim.Adadelta, torch.optim.ASGD, torch.optim.Rprop),
 }
 _NO_LABEL = -100  # what cross-entropy leaves out of its mean
-_MOST_ON_CPU, _MOST_ON_GPU = 32, 256
+_MOST_ON_CPU, _MOST_ON_GPU = 64, 256
+_CPU_CACHE = 8 * 2**20  # bytes of stacked parameters, beyond which a CPU waits for its memory
 _TRIED_SAMPLES = 4  # of each client in a trial
 
 
@@ -53,7 +54,7 @@ class StackedBackend(Backend):
 
     Args:
         clients_per_stack: how many clients are trained at once; None takes what a quarter of the memory holds, at most
-            32 on a CPU and 256 on a GPU.
+            64 on a CPU, fewer where their parameters would outgrow its cache, and 256 on a GPU.
 
     Raises:
         MisconfigurationException: if ``clients_per_stack`` is below 1; before any training, with the reason, if the
@@ -227,8 +228,8 @@ class _Stack:
     The clients are in descending order of their steps an epoch, so that those who still have batches come first.
 
     Attributes:
-        stacked: tensors that differ between clients or are trained, shape (clients, ...), by name.
-        shared: the others.
+        stacked: tensors that differ between clients or are trained, shape (clients, ...), by name; the module holds the
+            others.
         trained: names of the parameters that are trained in any epoch and that the loss depends on.
     """
 
@@ -284,12 +285,9 @@ class _Stack:
         buffers = [name for name, _ in self.module.named_buffers() if name in states[0]]
         changing = {*self.trained, *(name for name in buffers if name not in self.training.frozen)}
         self.stacked: Tree = {}
-        self.shared: Tree = {}
         for name, tensor in states[0].items():
             if name in changing or any(state[name] is not tensor for state in states):
                 self.stacked[name] = torch.stack([state[name] for state in states]).to(self.training.device)
-            else:
-                self.shared[name] = tensor.to(self.training.device)
 
     def looking_up(self) -> Any:
         """Lets frozen parts be looked up while it is open."""
@@ -331,7 +329,10 @@ class _Stack:
         if bool((sizes < shape[1]).any()):
             beyond = torch.arange(shape[1]) >= sizes[:, None]
             y = y.masked_fill(beyond.to(device), _NO_LABEL)
-        rows = {name: table[flat.to(device)].view(*shape, *table.shape[1:]) for name, table in self.tables.items()}
+        rows = {
+            name: table.index_select(0, flat.to(device)).view(*shape, *table.shape[1:])
+            for name, table in self.tables.items()
+        }
         all_x = self.training.datamodule.x
         if self.parts is not None and not self.parts.reads_input:
             return _Share(clients, no_input(all_x, shape).to(device), y, rows)
@@ -361,12 +362,12 @@ class _Stack:
         const = [leaf[share.clients] if isinstance(leaf, Tensor) else leaf for leaf in self.const]
         mapped = [0 if isinstance(leaf, Tensor) else None for leaf in const]
         module = _Loss(self.training.algorithm, self.module)
-        shared = {f"module.{name}": tensor for name, tensor in self.shared.items()}
 
         def loss(own: Tree, x: Tensor, y: Tensor, rows: Tree, const: list[Any]) -> Tensor:
             self.lookup.update(rows)
-            state = shared | {f"module.{name}": tensor for name, tensor in own.items()}
-            return functional_call(module, state, (x, y, tree_unflatten(const, self.const_spec)))
+            state = {f"module.{name}": tensor for name, tensor in own.items()}
+            arguments = (x, y, tree_unflatten(const, self.const_spec))
+            return functional_call(module, state, arguments, tie_weights=False)
 
         losses = vmap(loss, in_dims=(0, 0, 0, 0, mapped))(trained | others, share.x, share.y, share.rows, const)
         if isinstance(share.clients, Tensor):  # then the others are copies
@@ -430,6 +431,8 @@ class _Stack:
         # parameters, gradients, two states of the optimizer and a temporary one; forward and backward pass
         batch = 2 * sum(saved) // len(self.members) * self.batch_size // _TRIED_SAMPLES
         limit = _memory(self.training.device) // 4 // (5 * own + batch + 1)
+        if self.training.device.type == "cpu":
+            limit = min(limit, max(_CPU_CACHE // (own + 1), 8))
         return Trial(max(1, min(limit, _most_clients(self.training.device))), bool(convolutions))
 
     def runs_of_equal_steps(self) -> Iterator[slice]:

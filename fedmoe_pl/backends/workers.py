@@ -214,7 +214,7 @@ class Worker:
     def __init__(self, datamodule: FederatedDataModule, device: torch.device) -> None:
         self.datamodule = data_on(datamodule, device)
         self.device = device
-        # loky collects garbage after every call; all that was imported need not be looked through: 20 percent of a round
+        # loky collects garbage after every call, and looking through all that was imported took 20 percent of a round
         gc.freeze()
 
     def train_group(self, phase: bytes | None, server: bytes | None, group: bytes) -> bytes:
