@@ -127,7 +127,11 @@ class Algorithm:
         return Update(sent, len(client.samples), {name: kept[name] for name in kept if not self.is_shared(name)})
 
     def combine(self, a: Update, b: Update) -> Update:
-        """Folds two updates into one: here the weighted mean, so that a round holds one model whatever its size."""
+        """Folds two updates into one: here the weighted mean, so that a round holds one model whatever its size.
+
+        Must be associative and commutative: backends group clients in orders of their own. An algorithm that collects
+        updates keeps them by client.
+        """
         return Update(mean_of_two(a.sent, a.weight, b.sent, b.weight), a.weight + b.weight)
 
     def server_update(self, server: Tree, combined: Update) -> Tree:

@@ -293,10 +293,17 @@ class Federation:
 
     def _with_workers(self) -> Backend:
         """The backend, with a worker process for each device where there is more than one."""
-        if len(self.devices) == 1 or isinstance(self.backend, WorkersBackend):
+        devices = self.trainer.get("devices", "auto")
+        if isinstance(self.backend, WorkersBackend):
+            if devices not in ("auto", 1):
+                raise MisconfigurationException(
+                    f"trainer.devices is {devices}, but {type(self.backend).__name__} has workers of its own."
+                )
+            return self.backend
+        if len(self.devices) == 1:
             return self.backend
         # A process takes seconds to start, which many a run on a CPU does not take itself.
-        lazy = self.devices[0].type == "cpu" and self.trainer.get("devices", "auto") == "auto"
+        lazy = self.devices[0].type == "cpu" and devices == "auto"
         return PoolBackend(self.backend, self.devices, lazy)
 
     def _module(self, phase: Phase) -> LightningModule:

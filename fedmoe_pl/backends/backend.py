@@ -48,25 +48,41 @@ class LocalTraining:
         return self.trainer["max_epochs"]
 
     @cached_property
-    def frozen(self) -> frozenset[str]:
-        """Names of the parameters and buffers that a client never changes in this phase, and is never sent anew."""
-        trainable = {
-            name
-            for name, parameter in self.module.named_parameters()
-            if parameter.requires_grad
-            and any(
-                self.algorithm.is_trainable(name, round, epoch)
-                for round in range(self.rounds)
-                for epoch in range(self.max_epochs)
-            )
+    def trainable(self) -> dict[frozenset[str], tuple[int, int]]:
+        """Every set of parameters that are trained together, by name, and the first (round, epoch) it is trained in."""
+        names = [name for name, parameter in self.module.named_parameters() if parameter.requires_grad]
+        is_trainable, found = self.algorithm.is_trainable, {}
+        for round in range(self.rounds):
+            for epoch in range(self.max_epochs):
+                found.setdefault(frozenset(name for name in names if is_trainable(name, round, epoch)), (round, epoch))
+        found.pop(frozenset(), None)
+        return found
+
+    @cached_property
+    def frozen_modules(self) -> frozenset[str]:
+        """Names of the submodules with parameters of which none is trained, or sent anew, in the whole phase.
+
+        They are in eval mode all the time; none are where the algorithm keeps frozen modules in train mode.
+        """
+        if self.algorithm.frozen_train_mode:
+            return frozenset()
+        trained = frozenset().union(*self.trainable)
+        changing = {
+            id(parameter)
+            for name, parameter in self.module.named_parameters(remove_duplicate=False)
+            if name in trained or (self.rounds > 1 and self.algorithm.is_shared(name))
         }
-        trained_modules = {name.rpartition(".")[0] for name in trainable}  # batch normalization changes its buffers
-        shared = self.algorithm.is_shared if self.rounds > 1 else lambda name: False
-        return frozenset(
-            name
-            for name in self.initial
-            if name not in trainable and name.rpartition(".")[0] not in trained_modules and not shared(name)
-        )
+        frozen = set()
+        for name, part in self.module.named_modules():
+            parameters = list(part.parameters())
+            if name and parameters and not any(id(parameter) in changing for parameter in parameters):
+                frozen.add(name)
+        return frozenset(frozen)
+
+    def is_frozen(self, name: str) -> bool:
+        """Whether a parameter or buffer belongs to one of ``frozen_modules``."""
+        parts = name.split(".")
+        return any(".".join(parts[:end]) in self.frozen_modules for end in range(1, len(parts)))
 
 
 @dataclass(frozen=True)

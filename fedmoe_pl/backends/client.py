@@ -164,7 +164,11 @@ def needs_every_batch(training: LocalTraining) -> str | None:
             return f"the callback {type(callback).__name__} sees every batch"
     if not trains_by_loss(training.algorithm, training.module):
         return f"{type(training.module).__name__} has a training_step or hooks of its own"
-    return _unusual_optimizer(training.module.configure_optimizers())
+    try:
+        configured = training.module.configure_optimizers()
+    except Exception as error:  # it may need its Trainer
+        return f"configure_optimizers needs more than the model ({type(error).__name__}: {error})"
+    return _unusual_optimizer(configured)
 
 
 def _unusual_optimizer(configured: Any) -> str | None:
@@ -179,6 +183,10 @@ def _unusual_optimizer(configured: Any) -> str | None:
 
 def optimizer_and_scheduler(configured: Any) -> tuple[torch.optim.Optimizer | None, LRScheduler | None]:
     """The optimizer, and the scheduler stepped once an epoch if any; None for what is more than that."""
+    if isinstance(configured, (list, tuple)) and len(configured) == 1:
+        (configured,) = configured
+    if isinstance(configured, dict) and set(configured) == {"optimizer"}:
+        configured = configured["optimizer"]
     if isinstance(configured, torch.optim.Optimizer):
         return configured, None
     if isinstance(configured, dict) and set(configured) == {"optimizer", "lr_scheduler"}:
@@ -237,6 +245,7 @@ class EpochModule(LightningModule):
         optimizer = self.optimizers(use_pl_optimizer=False)
         assert isinstance(optimizer, torch.optim.Optimizer)
         mixed = torch.is_autocast_enabled(self.device.type)
+        progress = self.trainer.fit_loop.epoch_loop.manual_optimization.optim_step_progress.total
         for batch in batches:
             loss = self.loss(batch)
             # the ordinary way has left autocast before it goes back, too
@@ -245,6 +254,7 @@ class EpochModule(LightningModule):
                 if self.clip_val is not None:
                     self.clip(optimizer)
                 optimizer.step()
+            progress.completed += 1  # what global_step counts
             if mixed:
                 torch.clear_autocast_cache()  # it holds the parameters in half precision as they were before the step
 

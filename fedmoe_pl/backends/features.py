@@ -13,12 +13,15 @@ from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
+from fedmoe_pl.aggregation import Tree
 from fedmoe_pl.algorithm import Client
 from fedmoe_pl.backends.backend import LocalTraining
+from fedmoe_pl.backends.client import trainable_names
 from fedmoe_pl.data import Batches
 
 _BATCH_SIZE = 500
 _TRACED_SAMPLES = 3
+_MOST_BYTES = 4  # of rows, for every byte of the samples: what is kept must not outgrow the data by much
 
 Rows = dict[str, Tensor]
 """Outputs of frozen submodules by their names, one row per sample."""
@@ -53,26 +56,29 @@ def find_frozen_parts(
         there are none, if it would not pay or if the loss does not come out the same with looked-up outputs.
     """
     module, algorithm = client.module, training.algorithm
-    pays = training.max_epochs * training.rounds > 1
-    if not pays or training.datamodule.augmentation or algorithm.frozen_train_mode:
-        return None
-    frozen = {name for name, part in module.named_modules() if name and _is_frozen(part, name, training.frozen)}
-    if not frozen:
-        return None
-    batch = _batch(training, samples[:_TRACED_SAMPLES])
+    samples = samples[:_TRACED_SAMPLES]
+    batch = _batch(training, samples)
+    trainable = set(trainable_names(training, module, client.round))
 
     def loss_and_gradients(x: Tensor) -> list[Tensor]:
         loss = algorithm.client_loss(module, (x, batch[1]), const)[0]
-        trained = [p for name, p in module.named_parameters() if name not in training.frozen and p.requires_grad]
+        trained = [parameter for name, parameter in module.named_parameters() if name in trainable]
         gradients = torch.autograd.grad(loss, trained, allow_unused=True)
         return [loss.detach(), *(gradient for gradient in gradients if gradient is not None)]
 
     with _evaluating(module):
-        names = _called_with_known(module, frozen, batch[0], lambda: algorithm.client_loss(module, batch, const))
+        run = partial(algorithm.client_loss, module, batch, const)
+        names = _called_with_known(module, training.frozen_modules, batch[0], run)
         if not names:
             return None
         expected = loss_and_gradients(batch[0])
-        rows = compute_rows(training, client, const, samples[:_TRACED_SAMPLES], names)
+        try:
+            # one by one, because an output that depends on the rest of its batch cannot be looked up
+            rows = compute_rows(training, client, const, samples, names, batch_size=1)
+        except (RuntimeError, ValueError):
+            return None
+        if sum(table.nbytes for table in rows.values()) > _MOST_BYTES * batch[0].nbytes:
+            return None
         with looked_up(module, names, rows):
             for reads_input in (False, True):
                 x = batch[0] if reads_input else no_input(batch[0], batch[1].shape)
@@ -80,13 +86,29 @@ def find_frozen_parts(
                     found = loss_and_gradients(x)
                 except (RuntimeError, IndexError, ValueError, TypeError):
                     continue  # something needs what is not there
-                if len(found) == len(expected) and all(map(_close, found, expected)):
+                if len(found) == len(expected) and all(map(is_close, found, expected)):
                     return FrozenParts(names, reads_input)
     return None
 
 
+def is_close(a: Tensor | None, b: Tensor | None) -> bool:
+    """Whether two ways to compute the same differ by rounding only; a GPU may round the factors of a convolution."""
+    if a is None or b is None or a.shape != b.shape:
+        return a is b
+    if not a.is_floating_point():
+        return torch.equal(a, b)
+    relative = 1e-2 if a.device.type == "cuda" else 1000 * torch.finfo(a.dtype).eps
+    largest = b.abs().nan_to_num(0, 0).max().item() if b.numel() else 0.0
+    return torch.allclose(a, b, rtol=0, atol=relative * max(largest, 1e-3), equal_nan=True)
+
+
 def compute_rows(
-    training: LocalTraining, client: Client, const: dict[str, Any], samples: Tensor, names: tuple[str, ...]
+    training: LocalTraining,
+    client: Client,
+    const: dict[str, Any],
+    samples: Tensor,
+    names: tuple[str, ...],
+    batch_size: int = _BATCH_SIZE,
 ) -> Rows:
     """Outputs of the named submodules for some samples, in their order."""
     module = client.module
@@ -98,7 +120,7 @@ def compute_rows(
     hooks = [module.get_submodule(name).register_forward_hook(partial(remember, name)) for name in names]
     try:
         with _evaluating(module), torch.no_grad():
-            for some in samples.split(_BATCH_SIZE):
+            for some in samples.split(batch_size):
                 training.algorithm.client_loss(module, _batch(training, some), const)
     finally:
         _remove(hooks)
@@ -127,12 +149,9 @@ def _look_up(lookup: Rows, name: str, *inputs: Tensor) -> Tensor:
     return lookup[name]
 
 
-def _is_frozen(part: nn.Module, name: str, frozen: frozenset[str]) -> bool:
-    names = [f"{name}.{own}" for own in part.state_dict()]
-    return bool(names) and all(own in frozen for own in names)
-
-
-def _called_with_known(module: nn.Module, frozen: set[str], x: Tensor, run: Callable[[], object]) -> tuple[str, ...]:
+def _called_with_known(
+    module: nn.Module, frozen: frozenset[str], x: Tensor, run: Callable[[], object]
+) -> tuple[str, ...]:
     """Names of the frozen submodules that are called once, with the samples or outputs of such submodules alone."""
     known, calls, inside = [x], [], []
 
@@ -176,10 +195,6 @@ def _evaluating(module: LightningModule) -> Iterator[None]:
     finally:
         for part, mode in modes.items():
             part.training = mode
-
-
-def _close(a: Tensor, b: Tensor) -> bool:
-    return a.shape == b.shape and torch.allclose(a, b, rtol=1e-3, atol=1e-6)
 
 
 def _remove(hooks: list[RemovableHandle]) -> None:
@@ -234,7 +249,7 @@ class FeatureCache:
 
     def __init__(self) -> None:
         self._training: LocalTraining | None = None
-        self._kept: dict[tuple[int, FrozenParts], tuple[Tensor, Rows]] = {}
+        self._kept: dict[tuple[int, FrozenParts], tuple[Tree, Tensor, Rows]] = {}
 
     def __reduce__(self) -> tuple[type, tuple[()]]:
         """Empty where a backend is copied or sent to another process."""
@@ -244,15 +259,39 @@ class FeatureCache:
         """The features of a client that begins its local training; None if there are none to look up."""
         if training is not self._training:
             self._training, self._kept = training, {}
-        module = client.module.to(training.device)
-        parts = find_frozen_parts(training, client, const, samples)
-        if parts is None:
-            module.cpu()
+        pays = training.max_epochs * training.rounds > 1
+        if not pays or training.datamodule.augmentation or not training.frozen_modules:
             return None
-        before, rows = self._kept.get((client.id, parts), (None, {}))
-        if before is None or not torch.equal(before, samples):
+        device = training.device
+        half = training.trainer.get("precision") in ("bf16", "bf16-mixed")
+        generators = [device] if device.type == "cuda" else []
+        module = client.module.to(device)
+        try:
+            # as in training; and what a module draws in eval mode must not be missing from the client's numbers
+            with torch.random.fork_rng(generators), torch.autocast(device.type, torch.bfloat16, enabled=half):
+                parts = find_frozen_parts(training, client, const, samples)
+                return None if parts is None else Features(parts, self._rows(training, client, const, samples, parts))
+        finally:
+            module.cpu()
+
+    def _rows(
+        self, training: LocalTraining, client: Client, const: dict[str, Any], samples: Tensor, parts: FrozenParts
+    ) -> Rows:
+        if training.rounds == 1:
+            return compute_rows(training, client, const, samples, parts.names)
+        now = {
+            name: tensor
+            for name, tensor in client.module.state_dict().items()
+            if any(name.startswith(f"{part}.") for part in parts.names)
+        }
+        before, of, rows = self._kept.get((client.id, parts), ({}, samples, {}))
+        same = before.keys() == now.keys() and all(torch.equal(before[name], now[name].cpu()) for name in now)
+        if not same or not torch.equal(of, samples):
             rows = compute_rows(training, client, const, samples, parts.names)
-            if training.rounds > 1:
-                self._kept[client.id, parts] = samples, rows
-        module.cpu()
-        return Features(parts, rows)
+            initial = training.initial
+            state = {
+                name: initial[name] if torch.equal(initial[name], tensor.cpu()) else tensor.detach().cpu().clone()
+                for name, tensor in now.items()
+            }
+            self._kept[client.id, parts] = state, samples, rows
+        return rows

@@ -32,7 +32,7 @@ from fedmoe_pl.backends.client import (
     optimizer_and_scheduler,
     trainable_names,
 )
-from fedmoe_pl.backends.features import FeatureCache, Features, looked_up, no_input
+from fedmoe_pl.backends.features import FeatureCache, Features, is_close, looked_up, no_input
 from fedmoe_pl.data import Batches
 
 _ELEMENTWISE = {
@@ -100,9 +100,9 @@ class StackedBackend(Backend):
         with one_thread():
             module = copy_module(training.module)
             members = _begin_members(training, module, server, clients, kept, round, self.features)
-            trained = [member for member in members if len(member.batches)]
-            if trained and trainable_names(training, module, round):
-                _fit(training, module, trained, round)
+            if trainable_names(training, module, round):
+                for stack in _of_one_kind([member for member in members if len(member.batches)]):
+                    _fit(training, module, stack, round)
             updates = []
             for member in members:
                 load_tree(module, member.state)
@@ -136,23 +136,36 @@ def try_to_stack(training: LocalTraining) -> Trial | str:
     optimizer, _ = optimizer_and_scheduler(training.module.configure_optimizers())
     if type(optimizer) not in _ELEMENTWISE:
         return f"{type(optimizer).__name__} may not step every parameter element by element"
-    module, clients = copy_module(training.module), range(min(2, training.datamodule.num_clients))
+    module, clients = training.module, range(min(2, training.datamodule.num_clients))
+    if len([*module.named_parameters(remove_duplicate=False)]) > len([*module.parameters()]):
+        return "parts of the model share parameters"
     trials = [Trial(_most_clients(training.device), convolves=False)]
     try:
-        for round in range(min(2, training.rounds)):  # what is trained may alternate
-            if not trainable_names(training, module, round):
-                continue
+        for round, epoch in training.trainable.values():
+            module = copy_module(training.module)
             server = training.algorithm.server_init(module)
             members = _begin_members(training, module, server, clients, {}, round, FeatureCache())
-            trials.append(
-                _Stack(training, module, [member for member in members if len(member.batches)], round).trial()
-            )
-    except (RuntimeError, ValueError, TypeError, IndexError, NotImplementedError) as error:
-        reason = str(error).splitlines()[0]
+            members = [member for member in members if len(member.batches)]
+            trials += [_Stack(training, module, stack, round).trial(epoch) for stack in _of_one_kind(members)]
+    except Exception as error:  # whatever a model, an algorithm or PyTorch raises, a Trainer per client may not
+        reason = f"{type(error).__name__}: {error}".splitlines()[0].rstrip(".")
         if "randomness" in reason:
-            reason = "something random, such as dropout, would draw other numbers than in a Trainer per client"
-        return reason.rstrip(".")
+            return "something random, such as dropout, would draw other numbers than in a Trainer per client"
+        return str(error) if isinstance(error, _Different) else f"PyTorch cannot stack it ({reason})"
     return Trial(min(trial.clients_per_stack for trial in trials), any(trial.convolves for trial in trials))
+
+
+class _Different(Exception):
+    """Stacked clients do not compute what they compute alone."""
+
+
+class _NoTrainer:
+    """Stands for the Trainer of a module that is tried: its steps are not those of a client in a stack."""
+
+    current_epoch = 0
+
+    def __getattr__(self, name: str) -> Any:
+        raise _Different(f"the loss reads {name} of its Trainer")
 
 
 @dataclass
@@ -174,6 +187,17 @@ class _Share:
     x: Tensor
     y: Tensor
     rows: Tree
+
+    def cut(self, size: int, unlabelled: int) -> _Share:
+        """The first samples of each client, of which the last ones lose their label."""
+        y = self.y[:, :size].clone()
+        y[:, size - unlabelled :] = _NO_LABEL
+        return _Share(self.clients, self.x[:, :size], y, {name: table[:, :size] for name, table in self.rows.items()})
+
+    def cpu(self) -> _Share:
+        """The same on the CPU."""
+        rows = {name: table.cpu() for name, table in self.rows.items()}
+        return _Share(self.clients, self.x.cpu(), self.y.cpu(), rows)
 
 
 def _begin_members(
@@ -198,6 +222,22 @@ def _begin_members(
         features = cache.find(training, client, const, samples) if len(samples) else None
         members.append(_Member(client, const, state, client_batches(training, client, samples), features))
     return members
+
+
+def _of_one_kind(members: Sequence[_Member]) -> list[list[_Member]]:
+    """Members whose losses have equal constants, tensors aside, and look up the same parts."""
+    kinds: list[tuple[Any, list[_Member]]] = []
+    for member in members:
+        leaves, spec = tree_flatten(member.const)
+        constants = [leaf.shape if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+        kind = spec, constants, member.features and member.features.parts
+        for other, alike in kinds:
+            if other == kind:
+                alike.append(member)
+                break
+        else:
+            kinds.append((kind, [member]))
+    return [alike for _, alike in kinds]
 
 
 def _fit(training: LocalTraining, module: LightningModule, members: list[_Member], round: int) -> None:
@@ -246,11 +286,13 @@ class _Stack:
         self.parts = None if features is None else features.parts
         self.lookup: Tree = {}
         self._collect_data()
-        self._stack_constants()
+        self.const_spec = tree_flatten(self.members[0].const)[1]
+        leaves = zip(*(tree_flatten(member.const)[0] for member in self.members), strict=True)
+        self.const = [
+            torch.stack(values).to(training.device) if isinstance(values[0], Tensor) else values[0] for values in leaves
+        ]
         self.trainable = trainable_names(training, module, round)
-        _, gradients = self.plain_gradients(self.first_share(0))
-        self.trained = [name for name in self.trainable if gradients[name] is not None]
-        self.pads = self._ignores_padding()
+        self._find_trained()
         self._stack_tensors()
 
     def _collect_data(self) -> None:
@@ -268,22 +310,24 @@ class _Stack:
         starts = torch.arange(self.steps[0]) * self.batch_size
         self.sizes = (used[:, None] - starts).clamp(0, self.batch_size)  # (clients, steps)
 
-    def _stack_constants(self) -> None:
-        leaves, specs = zip(*(tree_flatten(member.const) for member in self.members), strict=True)
-        self.const_spec = specs[0]
-        self.const: list[Any] = []
-        for values in zip(*leaves, strict=True):
-            if isinstance(values[0], Tensor):
-                self.const.append(torch.stack(values).to(self.training.device))
-            elif all(value == values[0] for value in values):
-                self.const.append(values[0])
-            else:
-                raise ValueError("the constants of the clients' losses differ")
+    def _find_trained(self) -> None:
+        """Finds what the loss depends on and the optimizer has, and whether batches can be padded."""
+        self.module.eval()  # nothing random
+        _, gradients = self.plain_gradients(self.first_share(0), self.trainable)
+        self.trained = [name for name in self.trainable if gradients[name] is not None]
+        self.pads = self._ignores_padding()
+        self.module.train()
+        optimizer, _ = optimizer_and_scheduler(self.module.configure_optimizers())
+        assert optimizer is not None, "try_to_stack has refused it"
+        stepped = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+        parameters = dict(self.module.named_parameters())
+        self.trained = [name for name in self.trained if id(parameters[name]) in stepped]
 
     def _stack_tensors(self) -> None:
         states = [member.state for member in self.members]
-        buffers = [name for name, _ in self.module.named_buffers() if name in states[0]]
-        changing = {*self.trained, *(name for name in buffers if name not in self.training.frozen)}
+        names = [name for name, _ in self.module.named_buffers() if name in states[0]]
+        self.buffers = [name for name in names if not self.training.is_frozen(name)]
+        changing = {*self.trained, *self.buffers}
         self.stacked: Tree = {}
         for name, tensor in states[0].items():
             if name in changing or any(state[name] is not tensor for state in states):
@@ -300,7 +344,7 @@ class _Stack:
         if self.members[0].batches.augment is not None:
             yield from self._augmented_epoch()
             return
-        places = torch.zeros(len(self.members), self.steps[0] * self.batch_size, dtype=torch.long)
+        places = self.first[:, None].repeat(1, self.steps[0] * self.batch_size)  # padded with a client's own sample
         for member, first, own in zip(self.members, self.first, places, strict=True):
             order = member.batches.order()
             own[: len(order)] = first + order
@@ -346,9 +390,9 @@ class _Stack:
             own = [next(batches[client]) for client in range(int((self.sizes[:, step] > 0).sum()))]
             yield [_stacked_share(own, clients, size) for clients, size in self._cut(step)]
 
-    def first_share(self, client: int) -> _Share:
+    def first_share(self, client: int, size: int = 0) -> _Share:
         """One client's first few samples, neither shuffled nor augmented."""
-        size = min(int(self.sizes[client, 0]), _TRIED_SAMPLES)
+        size = min(int(self.sizes[client, 0]), size or _TRIED_SAMPLES)
         places = self.first[client] + torch.arange(size)
         return self._share(torch.tensor([client]), places[None].to(self.owned.device), torch.tensor([size]))
 
@@ -359,23 +403,25 @@ class _Stack:
         """
         trained = {name: self.stacked[name][share.clients].detach().requires_grad_() for name in names}
         others = {name: tensor[share.clients] for name, tensor in self.stacked.items() if name not in trained}
+        others |= {name: others[name].clone() for name in self.buffers}  # a backward pass may still need the old ones
         const = [leaf[share.clients] if isinstance(leaf, Tensor) else leaf for leaf in self.const]
         mapped = [0 if isinstance(leaf, Tensor) else None for leaf in const]
         module = _Loss(self.training.algorithm, self.module)
 
-        def loss(own: Tree, x: Tensor, y: Tensor, rows: Tree, const: list[Any]) -> Tensor:
+        def loss(own: Tree, x: Tensor, y: Tensor, rows: Tree, const: list[Any]) -> tuple[Tensor, Tree]:
             self.lookup.update(rows)
             state = {f"module.{name}": tensor for name, tensor in own.items()}
             arguments = (x, y, tree_unflatten(const, self.const_spec))
-            return functional_call(module, state, arguments, tie_weights=False)
+            value = functional_call(module, state, arguments, tie_weights=False)
+            return value, {name: state[f"module.{name}"] for name in self.buffers}  # as the module has left them
 
-        losses = vmap(loss, in_dims=(0, 0, 0, 0, mapped))(trained | others, share.x, share.y, share.rows, const)
-        if isinstance(share.clients, Tensor):  # then the others are copies
-            for name, tensor in others.items():
-                self.stacked[name][share.clients] = tensor
+        inputs = trained | others, share.x, share.y, share.rows, const
+        losses, buffers = vmap(loss, in_dims=(0, 0, 0, 0, mapped))(*inputs)
+        for name, tensor in buffers.items():
+            self.stacked[name][share.clients] = tensor.detach()
         return losses, trained
 
-    def plain_gradients(self, share: _Share) -> tuple[Tensor, dict[str, Tensor | None]]:
+    def plain_gradients(self, share: _Share, names: Sequence[str]) -> tuple[Tensor, dict[str, Tensor | None]]:
         """Loss and gradients of a share of one client without stacking; None where the loss does not depend on it."""
         member = self.members[int(share.clients)]  # pyright: ignore[reportArgumentType]
         load_tree(self.module, member.state)
@@ -383,32 +429,44 @@ class _Stack:
         with self.looking_up():
             self.lookup.update({name: rows[0] for name, rows in share.rows.items()})
             loss = self.training.algorithm.client_loss(self.module, (share.x[0], share.y[0]), member.const)[0]
-        gradients = torch.autograd.grad(loss, [parameters[name] for name in self.trainable], allow_unused=True)
-        return loss.detach(), dict(zip(self.trainable, gradients, strict=True))
+        gradients = torch.autograd.grad(loss, [parameters[name] for name in names], allow_unused=True)
+        return loss.detach(), dict(zip(names, gradients, strict=True))
 
     def _ignores_padding(self) -> bool:
         """Whether samples without a label change neither loss nor gradients, so that all batches can have one size."""
-        if has_batch_norm(self.module) or bool((self.sizes[self.sizes > 0] == self.batch_size).all()):
+        if bool((self.sizes[self.sizes > 0] == self.batch_size).all()):
+            return True
+        share = self.first_share(0, 2 * _TRIED_SAMPLES)
+        half = share.y.shape[1] // 2
+        if has_batch_norm(self.module) or not half:
             return False
-        share = self.first_share(0)
-        padded = _padded(share, share.y.shape[1] + 1)
+        # On a CPU, because a label of -100 that a loss uses as an index would end all work on a GPU.
+        self.module.cpu()
         try:
-            (loss, gradients), (expected, expected_gradients) = map(self.plain_gradients, (padded, share))
+            fewer = share.cut(half, unlabelled=0).cpu()
+            padded = share.cut(share.y.shape[1], unlabelled=share.y.shape[1] - half).cpu()
+            with torch.autocast("cpu", enabled=False):
+                (loss, gradients), (expected, expected_gradients) = (
+                    self.plain_gradients(batch, self.trained) for batch in (padded, fewer)
+                )
         except (RuntimeError, IndexError, ValueError):
             return False
-        return _close(loss, expected) and all(
-            _close(gradients[name], expected_gradients[name]) for name in self.trained
-        )
+        finally:
+            self.module.to(self.training.device)
+        pairs = [(loss, expected), *((gradients[name], expected_gradients[name]) for name in self.trained)]
+        return all(a is not None and b is not None and _equal_to_rounding(a, b) for a, b in pairs)
 
-    def trial(self) -> Trial:
-        """Compares the first step of each member with and without stacking.
+    def trial(self, epoch: int) -> Trial:
+        """Compares a step of each member with and without stacking.
 
         Raises:
-            ValueError: if they differ.
+            _Different: if gradients or buffers differ.
         """
-        freezing = Freezing(self.training, self.module, self.round)
-        freezing.freeze(0)
+        Freezing(self.training, self.module, self.round).freeze(epoch)
         skip_idle_dropout(self.module)
+        self.module.trainer = _NoTrainer()  # pyright: ignore[reportAttributeAccessIssue]
+        names = [name for name, parameter in self.module.named_parameters() if parameter.requires_grad]
+        names = [name for name in names if name in self.trained]
         convolutions: list[nn.Module] = []
         saved: list[int] = []
         hooks = [
@@ -419,17 +477,22 @@ class _Stack:
         for client in range(len(self.members)):
             share = self.first_share(client)
             with torch.autograd.graph.saved_tensors_hooks(_remember_size(saved), lambda tensor: tensor):
-                _, expected = self.plain_gradients(share)
+                _, expected = self.plain_gradients(share, names)
+            state = {name: tensor.clone() for name, tensor in self.module.state_dict().items() if name in self.buffers}
             with self.looking_up():
-                losses, trained = self.losses(share, self.trained)
-            for name, gradient in zip(trained, torch.autograd.grad(losses.sum(), [*trained.values()]), strict=True):
-                if not _close(gradient[0], expected[name]):
-                    raise ValueError(f"the gradient of '{name}' comes out different when stacked")
+                losses, trained = self.losses(share, names)
+            found = dict(zip(trained, torch.autograd.grad(losses.sum(), [*trained.values()]), strict=True))
+            for name in names:
+                if not is_close(found[name][0], expected[name]):
+                    raise _Different(f"the gradient of '{name}' comes out different when stacked")
+            for name in self.buffers:
+                if not is_close(self.stacked[name][client], state[name]):
+                    raise _Different(f"the buffer '{name}' comes out different when stacked")
         for hook in hooks:
             hook.remove()
         own = sum(tensor[0].numel() * tensor.element_size() for tensor in self.stacked.values())
         # parameters, gradients, two states of the optimizer and a temporary one; forward and backward pass
-        batch = 2 * sum(saved) // len(self.members) * self.batch_size // _TRIED_SAMPLES
+        batch = 2 * sum(saved) // len(self.members) * self.batch_size // min(self.batch_size, _TRIED_SAMPLES)
         limit = _memory(self.training.device) // 4 // (5 * own + batch + 1)
         if self.training.device.type == "cpu":
             limit = min(limit, max(_CPU_CACHE // (own + 1), 8))
@@ -508,7 +571,7 @@ class _StackedModule(EpochModule):
         """Clips every client's gradients by themselves, as ``torch.nn.utils`` does."""
         if not self.clip_val or self.clip_val < 0:
             return
-        if self.clip_algorithm == "value":
+        if str(self.clip_algorithm).lower().endswith("value"):  # Lightning takes any case, and its enumeration
             for gradient in self.gradients.values():
                 gradient.clamp_(-self.clip_val, self.clip_val)
             return
@@ -552,18 +615,9 @@ def _padded_batch(x: Tensor, y: Tensor, size: int) -> tuple[Tensor, Tensor]:
     return torch.cat((x, x[:1].expand(missing, *x.shape[1:]))), torch.cat((y, y.new_full((missing,), _NO_LABEL)))
 
 
-def _padded(share: _Share, size: int) -> _Share:
-    """The share of one client with more samples, which have no label."""
-    x, y = _padded_batch(share.x[0], share.y[0], size)
-    rows = {name: _padded_batch(table[0], share.y[0], size)[0] for name, table in share.rows.items()}
-    return _Share(share.clients, x[None], y[None], {name: table[None] for name, table in rows.items()})
-
-
-def _close(a: Tensor | None, b: Tensor | None) -> bool:
-    if a is None or b is None:
-        return a is b
-    tolerance = 1e-3 * float(b.abs().max()) + 1e-7
-    return bool(((a - b).abs() <= tolerance).all())
+def _equal_to_rounding(a: Tensor, b: Tensor) -> bool:
+    relative = 100 * torch.finfo(a.dtype).eps
+    return bool(((a - b).abs() <= relative * b.abs().max()).all())
 
 
 def _remember_size(sizes: list[int]) -> Any:
@@ -579,7 +633,7 @@ def _most_clients(device: torch.device) -> int:
 
 
 def _memory(device: torch.device) -> int:
-    """Bytes: free on a GPU; all of the machine's for a CPU."""
+    """Bytes of the device, not those that happen to be free, so that a run that goes on makes the same stacks."""
     if device.type == "cuda":
-        return torch.cuda.mem_get_info(device)[0]
+        return torch.cuda.get_device_properties(device).total_memory
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")

@@ -38,6 +38,11 @@ class TrainerBackend(Backend):
 
     def __init__(self) -> None:
         self.features = FeatureCache()
+        self._lean: tuple[LocalTraining, bool] | None = None
+
+    def __reduce__(self) -> tuple[type, tuple[()]]:
+        """Without what it holds of a phase, where it is copied or sent to another process."""
+        return TrainerBackend, ()
 
     def groups(self, training: LocalTraining, cohort: Sequence[int]) -> list[list[int]]:
         """Single clients, or as many neighbours as make 64 groups."""
@@ -48,7 +53,9 @@ class TrainerBackend(Backend):
         self, training: LocalTraining, server: Tree, clients: Sequence[int], kept: Mapping[int, Tree], round: int
     ) -> GroupUpdate:
         """Trains one client after another."""
-        lean = needs_every_batch(training) is None
+        if self._lean is None or self._lean[0] is not training:
+            self._lean = training, needs_every_batch(training) is None
+        lean = self._lean[1]
         with one_thread():
             updates = [self._train_client(training, server, client, kept, round, lean) for client in clients]
         kept_now = {client: update.kept for client, update in zip(clients, updates, strict=True)}

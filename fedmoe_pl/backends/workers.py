@@ -244,6 +244,9 @@ class Worker:
         self.backend = phase.backend
 
 
+_CUDNN = ("allow_tf32", "benchmark", "deterministic")
+
+
 @dataclass(frozen=True)
 class _Phase:
     """What a worker needs to know of a phase, with the settings of the driver's process that change results."""
@@ -253,11 +256,17 @@ class _Phase:
     default_dtype: torch.dtype = field(default_factory=torch.get_default_dtype)
     matmul_precision: str = field(default_factory=torch.get_float32_matmul_precision)
     deterministic: bool = field(default_factory=torch.are_deterministic_algorithms_enabled)
+    warn_only: bool = field(default_factory=torch.is_deterministic_algorithms_warn_only_enabled)
+    cudnn: dict[str, Any] = field(
+        default_factory=lambda: {name: getattr(torch.backends.cudnn, name) for name in _CUDNN}
+    )
 
     def apply_settings(self) -> None:
         torch.set_default_dtype(self.default_dtype)
         torch.set_float32_matmul_precision(self.matmul_precision)
-        torch.use_deterministic_algorithms(self.deterministic)
+        torch.use_deterministic_algorithms(self.deterministic, warn_only=self.warn_only)
+        for name, value in self.cudnn.items():
+            setattr(torch.backends.cudnn, name, value)
 
 
 class _Sender:
