@@ -40,7 +40,7 @@ _ELEMENTWISE = {
     *(torch.optim.RMSprop, torch.optim.Adagrad, torch.optim.Adadelta, torch.optim.ASGD, torch.optim.Rprop),
 }
 _NO_LABEL = -100  # what cross-entropy leaves out of its mean
-_MOST_ON_CPU, _MOST_ON_GPU = 64, 256
+_MOST_ON_CPU, _MOST_ON_GPU = 32, 256
 _CPU_CACHE = 8 * 2**20  # bytes of stacked parameters, beyond which a CPU waits for its memory
 _TRIED_SAMPLES = 4  # of each client in a trial
 
@@ -54,7 +54,7 @@ class StackedBackend(Backend):
 
     Args:
         clients_per_stack: how many clients are trained at once; None takes what a quarter of the memory holds, at most
-            64 on a CPU, fewer where their parameters would outgrow its cache, and 256 on a GPU.
+            32 on a CPU, fewer where their parameters would outgrow its cache, and 256 on a GPU.
 
     Raises:
         MisconfigurationException: if ``clients_per_stack`` is below 1; before any training, with the reason, if the
