@@ -120,6 +120,7 @@ def assert_agree(training: LocalTraining, tolerance: float, clients_per_stack=No
 OPTIMIZERS = {
     "momentum": momentum_sgd,
     "adam": partial(torch.optim.Adam, lr=0.01),
+    "fused": partial(torch.optim.SGD, lr=0.1, momentum=0.9, fused=True),
     "adamw": partial(torch.optim.AdamW, lr=0.01, weight_decay=0.1),
     "nesterov with decay": partial(torch.optim.SGD, lr=0.05, momentum=0.9, weight_decay=0.1, nesterov=True),
     "dampening": partial(torch.optim.SGD, lr=0.05, momentum=0.9, dampening=0.5),

@@ -532,8 +532,6 @@ class _StackedModule(EpochModule):
         for group in optimizer.param_groups:
             own = [names[parameter] for parameter in group["params"]]
             group["params"] = [view[name] for _, view in self.views for name in own if name in view]
-            if group.get("fused", False) is None and not group.get("foreach"):
-                group["fused"] = True  # one pass over parameters that no longer fit into a cache
         return configured
 
     def on_train_epoch_start(self) -> None:
@@ -551,8 +549,10 @@ class _StackedModule(EpochModule):
     def differentiate(self, loss: Tensor, optimizer: torch.optim.Optimizer) -> None:
         """Gives every run of clients with a batch its gradients, and the others none, so that they are not stepped."""
         flat = iter(torch.autograd.grad(loss, [leaf for _, leaves in self.leaves for leaf in leaves.values()]))
-        # contiguous, because fused optimizers read gradients in the order of memory, whatever their strides
-        found = [(share.clients, {name: next(flat).contiguous() for name in leaves}) for share, leaves in self.leaves]
+        found = [(share.clients, {name: next(flat) for name in leaves}) for share, leaves in self.leaves]
+        if any(group.get("fused") for group in optimizer.param_groups):
+            # a fused step reads gradients in the order of memory, whatever their strides
+            found = [(clients, {name: own[name].contiguous() for name in own}) for clients, own in found]
         active = sum(len(share.y) for share, _ in self.leaves)
         self.gradients = found[0][1]
         if len(found) > 1:
