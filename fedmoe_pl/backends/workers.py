@@ -240,7 +240,8 @@ class Worker:
 
     def _begin_phase(self, phase: _Phase) -> None:
         phase.apply_settings()
-        self.training = replace(phase.training, device=self.device)
+        on_cpu = phase.training.trainer.get("accelerator") == "cpu"  # also where a cluster has GPUs
+        self.training = replace(phase.training, device=torch.device("cpu") if on_cpu else self.device)
         self.backend = phase.backend
 
 
