@@ -233,6 +233,7 @@ def test_ctrl_c_says_how_to_go_on(moment, tmp_path, capsys, monkeypatch):
     def interrupt(*arguments, **kwargs):
         raise KeyboardInterrupt
 
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job has it ignored
     if moment == "between rounds":
         monkeypatch.setattr("fedmoe_pl.reporting.ResultFiles.on_evaluation_end", interrupt)
     else:
@@ -241,4 +242,4 @@ def test_ctrl_c_says_how_to_go_on(moment, tmp_path, capsys, monkeypatch):
         main(["fit", "--config", QUICKSTART, "--federation.default_root_dir", str(tmp_path)])
     assert exit.value.code == 130
     assert "--ckpt_path last" in capsys.readouterr().err.strip().splitlines()[-1]
-    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler, "a second Ctrl-C is heard"
+    assert signal.signal(signal.SIGINT, before) is signal.default_int_handler, "a second Ctrl-C is heard"

@@ -51,4 +51,6 @@ def _decide(training: LocalTraining) -> tuple[Backend, str]:
         return TrainerBackend(), f"a Trainer per client ({trial})"
     if training.device.type == "cpu" and trial.convolves:
         return TrainerBackend(), "a Trainer per client (convolutions gain nothing from stacking on a CPU)"
-    return StackedBackend(trial.clients_per_stack), f"up to {trial.clients_per_stack} clients stacked in one Trainer"
+    most = trial.clients_per_stack
+    why = "no convolution is left to compute" if training.device.type == "cpu" else "they share the launches of kernels"
+    return StackedBackend(most), f"up to {most} clients stacked in one Trainer ({why})"

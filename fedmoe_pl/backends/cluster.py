@@ -14,7 +14,7 @@ import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 
 from fedmoe_pl.backends.auto import AutoBackend
-from fedmoe_pl.backends.backend import Backend
+from fedmoe_pl.backends.backend import Backend, LocalTraining
 from fedmoe_pl.backends.workers import (
     WORKER_ENVIRONMENT,
     RemoteWorker,
@@ -33,7 +33,7 @@ _SECONDS_TO_CONNECT = 5.0  # Ray itself tries for five minutes, and then ends th
 def _ray() -> Any:
     """Ray, which takes a second to import, and is an extra."""
     try:
-        import ray
+        import ray  # pyright: ignore[reportMissingImports]
     except ImportError as error:
         raise MisconfigurationException('RayBackend needs Ray: pip install "fedmoe-pl[ray]".') from error
     return ray
@@ -98,6 +98,10 @@ class RayBackend(WorkersBackend):
                 f"federation.backend.address is {self.address!r}, but there is no Ray cluster to connect to "
                 f"({str(error).splitlines()[0]})."
             ) from error
+
+    def describe(self, training: LocalTraining) -> str:
+        """What the backend of its workers says, and where they are."""
+        return f"{super().describe(training)}, in workers of Ray"
 
     def start(self, datamodule: FederatedDataModule) -> list[RemoteWorker]:
         """Puts the data into the cluster's object store, where the workers of a machine share them."""

@@ -68,8 +68,14 @@ class PoolBackend(WorkersBackend):
             begun += 1
         yield from self.hand_out(training, server, groups[begun:], kept, round)
 
+    def describe(self, training: LocalTraining) -> str:
+        """What the backend of its workers says, and how many there are."""
+        return f"{super().describe(training)}, in {'up to ' if self.lazy else ''}{len(self.devices)} processes"
+
     def _takes_over(self, training: LocalTraining, groups: Sequence[Sequence[int]], begun: int, round: int) -> bool:
         """Whether the workers train from here on; starts them where that is decided now."""
+        if len(groups) == 1 and training.device.type == "cpu":
+            return False  # there is nothing to share
         if self.workers or not self.lazy:
             return True
         if self._timed is not training:
