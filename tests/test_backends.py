@@ -416,6 +416,13 @@ class CountsSamples(Gate):
         return torch.cat((logit, -logit), 1).sigmoid()
 
 
+class Noisy(LinearGate):
+    """Draws whether it trains or not."""
+
+    def forward(self, x):
+        return super().forward(x + torch.randn_like(x))
+
+
 class OnlyGate(PersonalizedMoE):
     """An optimizer that has not got all parameters that are trainable."""
 
@@ -494,6 +501,7 @@ class Teacher(FedAvg):
 
 TRAPS = {
     "an extractor of both experts": (shared_extractor, FedAvg(), {}),
+    "a gate that draws, behind frozen experts": (lambda: mixture(Noisy(5)), PFLMoE(), {}),
     "a buffer that is assigned": (lambda: mixture(CountsSamples()), FedAvg(), {}),
     "an optimizer of some parameters, and clipping": (only_gate, FedAvg(), {"gradient_clip_val": 0.05}),
     "clipping by value in capitals": (

@@ -7,6 +7,7 @@ import inspect
 import logging
 import signal
 import warnings
+from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any
@@ -215,7 +216,7 @@ class _OneStep:
         yield self.batches
 
 
-class EpochModule(LightningModule):
+class EpochModule(LightningModule, ABC):
     """Trains a whole epoch in one training step, by manual optimization: a bare loop inside the Trainer.
 
     A Trainer takes 0.3 ms a step, as much as a step of a small model (DESIGN section 4). Subclasses say what a step is.
@@ -227,9 +228,9 @@ class EpochModule(LightningModule):
         self.clip_val = clip_val
         self.clip_algorithm = clip_algorithm
 
+    @abstractmethod
     def loss(self, batch: Any) -> Tensor:
         """What is differentiated."""
-        raise NotImplementedError
 
     def differentiate(self, loss: Tensor, optimizer: torch.optim.Optimizer) -> None:
         """Leaves the gradients in the optimizer's parameters."""

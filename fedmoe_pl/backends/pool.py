@@ -69,8 +69,8 @@ class PoolBackend(WorkersBackend):
         yield from self.hand_out(training, server, groups[begun:], kept, round)
 
     def describe(self, training: LocalTraining) -> str:
-        """What the backend of its workers says, and how many there are."""
-        return f"{super().describe(training)}, in {'up to ' if self.lazy else ''}{len(self.devices)} processes"
+        """What the backend of its workers says, and how many there are at most."""
+        return f"{super().describe(training)}, in up to {len(self.devices)} processes"
 
     def _takes_over(self, training: LocalTraining, groups: Sequence[Sequence[int]], begun: int, round: int) -> bool:
         """Whether the workers train from here on; starts them where that is decided now."""
