@@ -23,8 +23,8 @@ class FederatedDataModule(LightningDataModule, ABC):
     """A data set in memory and who holds what of it; derive from it and write ``load`` for data of your own.
 
     It also serves a plain Lightning ``Trainer``, with the pooled samples of all clients. The partition and every
-    client's own splits depend on ``partition_seed`` alone, never on the seed of a run. The partitioner may leave samples
-    with nobody; they are not used then.
+    client's own splits depend on ``partition_seed`` alone, never on the seed of a run. Samples that the partitioner
+    leaves with nobody are not used.
 
     Args:
         num_clients: number of clients; None if the data have client ids of their own.

@@ -105,8 +105,8 @@ class BalancedDirichlet(Partitioner):
                 if counts.sum(axis=1).min() >= self.minimum_samples:
                     return deal(labels, counts, rng)
         raise MisconfigurationException(
-            f"{_KEY}.minimum_samples is {self.minimum_samples}, but {_ATTEMPTS} attempts to share {len(labels)} samples "
-            f"among {num_clients} clients gave none with so many for every client; lower it or "
+            f"{_KEY}.minimum_samples is {self.minimum_samples}, but {_ATTEMPTS} attempts to share "
+            f"{len(labels)} samples among {num_clients} clients gave none with so many for every client; lower it or "
             f"data.init_args.num_clients, or raise alpha above {self.alpha}."
         )
 

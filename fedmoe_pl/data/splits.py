@@ -113,8 +113,8 @@ def balanced_subset(samples: Tensor, labels: Tensor, size: int, seed: int) -> Te
         c = int(short[0])
         raise MisconfigurationException(
             f"data.init_args.global_test_size is {size}, which takes {wanted[c]} samples of class {classes[c]}, but "
-            f"the global test set has {counts[c]} of them; {int(counts.min()) * len(classes)} samples have equally many of "
-            "each class."
+            f"the global test set has {counts[c]} of them; {int(counts.min()) * len(classes)} samples are equally many "
+            "of each class."
         )
     rng = np.random.default_rng(np.random.SeedSequence(seed, spawn_key=_GLOBAL_TEST))
     chosen = [

@@ -125,8 +125,8 @@ def _read(root: str, part: str) -> tuple[list[list[str]], Tensor]:
     for number, row in enumerate(rows, start=1):
         if len(row) != 3 or row[0] not in ("1", "2", "3", "4"):
             raise MisconfigurationException(
-                f"{key}: row {number} of '{path}' has {len(row)} columns and begins with '{row[0] if row else ''}', but "
-                "must have three: class (1 to 4), title and description."
+                f"{key}: row {number} of '{path}' has {len(row)} columns and begins with '{row[0] if row else ''}', "
+                "but must have three: class (1 to 4), title and description."
             )
         texts.append(tokenize(f"{row[1]} {row[2]}"))
         labels.append(int(row[0]) - 1)
