@@ -89,11 +89,8 @@ def test_product_pairs_are_the_official_ones_and_an_equal_pair_is_one_class():
     counts = dealt(MajorityClasses(0.6, 10, "product"), np.arange(90) % 3, 4)
     assert counts.tolist() == [[6, 2, 2], [3, 3, 4], [3, 4, 3], [3, 3, 4]]
     counts = dealt(MajorityClasses(1.0, 10, "product"), np.arange(900) % 3, 9)
-    assert counts.tolist() == [[10, 0, 0], [5, 5, 0], [5, 0, 5], [5, 5, 0], [0, 10, 0], [0, 5, 5]] + [
-        [5, 0, 5],
-        [0, 5, 5],
-        [0, 0, 10],
-    ]
+    one_to_three = [[10, 0, 0], [5, 5, 0], [5, 0, 5]]
+    assert counts.tolist() == [*one_to_three, [5, 5, 0], [0, 10, 0], [0, 5, 5], [5, 0, 5], [0, 5, 5], [0, 0, 10]]
 
 
 @pytest.mark.parametrize("share", [0.2, 0.5, 0.9, 1.0])
