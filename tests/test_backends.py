@@ -187,6 +187,24 @@ def test_backends_agree_where_batches_cannot_be_padded():
     assert_agree(local_training(module, FedAvg(), blobs(UNEQUAL, batch_size=10)), 1e-10)
 
 
+class WordExpert(Expert):
+    """Reads three ids of words."""
+
+    def __init__(self):
+        super().__init__(features=4)
+        self.extractor = nn.Sequential(nn.Embedding(20, 4), nn.Flatten(), nn.Linear(12, 6), nn.Tanh())
+
+
+@pytest.mark.parametrize("algorithm", [FedAvg(), PFLMoE(), PersonalizedExpert("local_expert.classifier.*")])
+def test_backends_agree_on_ids_of_words(algorithm):
+    x = torch.randint(20, (46, 3), generator=torch.Generator().manual_seed(0))
+    parts = torch.arange(46).split([25, 7, 11, 3])  # padded, and with a last batch of one sample
+    data = TensorData(x, x[:, 0] % 3, parts, dtype=torch.int64, batch_size=6)
+    data.setup()
+    gate = FeatureGate(6) if isinstance(algorithm, PFLMoE) else ConstantGate(0.5)
+    assert_agree(local_training(mixture(gate, WordExpert()), algorithm, data, max_epochs=3), 1e-10)
+
+
 def test_backends_agree_with_alternating_rounds():
     algorithm = PFLMoE(interleaved=True)
     training = local_training(mixture(LinearGate(5)), algorithm, blobs(FEW), max_epochs=1, rounds=2)

@@ -54,9 +54,7 @@ def _read_folder(root: str, part: str) -> tuple[np.ndarray, np.ndarray, np.ndarr
     paths = [os.path.join(folder, name) for name in sorted(os.listdir(folder))] if os.path.isdir(folder) else []
     paths = [path for path in paths if path.endswith(".json")]
     if not paths:
-        raise MisconfigurationException(
-            f"{key} has no .json files in '{os.path.abspath(folder)}', as LEAF writes them."
-        )
+        raise MisconfigurationException(f"{key} has no .json files of LEAF in '{os.path.abspath(folder)}'.")
     images, labels, writers = [], [], []
     for path in paths:
         try:
