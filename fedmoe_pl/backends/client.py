@@ -23,7 +23,7 @@ from fedmoe_pl.aggregation import Tree
 from fedmoe_pl.algorithm import Algorithm, Client
 from fedmoe_pl.backends.backend import LocalTraining
 from fedmoe_pl.data import Batches, FederatedDataModule
-from fedmoe_pl.models import PersonalizedMoE
+from fedmoe_pl.models import MixtureOfExperts
 from fedmoe_pl.seeds import derive_seed, seed_all
 
 LEAN_TRAINER: dict[str, Any] = {
@@ -90,6 +90,7 @@ def begin_client(
         samples=training.datamodule.train_samples[client_id],
         kept=kept.get(client_id, {}),
         loaded={**training.initial, **sent},
+        datamodule=training.datamodule,
     )
     const = algorithm.client_init(client, sent)
     return client, const, algorithm.client_samples(client)
@@ -136,13 +137,13 @@ def trains_by_loss(algorithm: Algorithm, module: LightningModule) -> bool:
     """Whether clients train by ``Algorithm.client_loss``, in place of the module's own ``training_step``."""
     if changes_loss(algorithm):
         return True
-    return isinstance(module, PersonalizedMoE) and not overridden_hooks(module)
+    return isinstance(module, MixtureOfExperts) and not overridden_hooks(module)
 
 
 def overridden_hooks(module: LightningModule) -> list[str]:
     """Hooks of Lightning that a user's module has and that training by ``client_loss`` would not call."""
-    base = PersonalizedMoE if isinstance(module, PersonalizedMoE) else LightningModule
-    hooks = _MODULE_HOOKS + (("training_step",) if base is PersonalizedMoE else ())
+    base = MixtureOfExperts if isinstance(module, MixtureOfExperts) else LightningModule
+    hooks = _MODULE_HOOKS + (("training_step",) if base is MixtureOfExperts else ())
     return [name for name in hooks if getattr(type(module), name) is not getattr(base, name)]
 
 
