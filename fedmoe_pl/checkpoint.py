@@ -36,7 +36,7 @@ class PhaseState:
         finished: whether the phase's result stands.
         best_metric: best mean of the monitored metric so far; a loss with its sign reversed.
         improved_metric: the same, where it improved by more than ``Phase.min_delta`` for the last time.
-        evaluations_since: number of evaluations since then.
+        improved_round: the round of this improvement.
         stopped: whether the phase ended before its last round.
         best_round: the round it was reached in, counted from 1.
         best_server: the server's state then.
@@ -54,7 +54,7 @@ class PhaseState:
     finished: bool = False
     best_metric: float | None = None
     improved_metric: float | None = None
-    evaluations_since: int = 0
+    improved_round: int = 0
     stopped: bool = False
     best_round: int = 0
     best_server: Tree = field(default_factory=dict)
@@ -71,9 +71,7 @@ class PhaseState:
             min_delta: how much more than the last improvement counts as one.
         """
         if self.improved_metric is None or metric > self.improved_metric + min_delta:
-            self.improved_metric, self.evaluations_since = metric, 0
-        else:
-            self.evaluations_since += 1
+            self.improved_metric, self.improved_round = metric, self.round
         if self.best_metric is None or metric > self.best_metric:
             self.best_metric, self.best_round = metric, self.round
             self.best_server, self.best_kept = self.server, self.kept

@@ -305,14 +305,14 @@ class Federation:
         self.model = self._sized(copy_module(model))
         load_tree(self.model, self.initial)
         self.initial = {name: tensor.detach().cpu() for name, tensor in self.model.state_dict().items()}
-        self.work = {
-            phase.name: work_of_round(phase, datamodule, self.seed, self._epochs(phase)) for phase in self.phases
-        }
         for phase in self.phases:
             module = self._module(phase)
             check_phase(phase, module, datamodule, self.seed)
             if phase.ckpt_path:
                 begin_phase(phase, module, None)
+        self.work = {
+            phase.name: work_of_round(phase, datamodule, self.seed, self._epochs(phase)) for phase in self.phases
+        }
 
     def _with_workers(self) -> Backend:
         """The backend, with a worker process for each device where there is more than one."""
@@ -435,7 +435,8 @@ class Federation:
         every = self._interval(phase)
         evaluates = phase.evaluate and every and (state.round % every == 0 or state.round == phase.rounds)
         evaluation = self._evaluate_round(phase, state, training) if evaluates else None
-        state.stopped = phase.patience is not None and state.evaluations_since >= phase.patience
+        waited = state.round - state.improved_round if state.improved_round else 0
+        state.stopped = phase.patience is not None and waited >= phase.patience * every
         self._checkpoint()
         self._kept.remove_replaced(state.kept, state.best_kept)
         self._call("on_round_end", phase, round)
