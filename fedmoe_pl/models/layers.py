@@ -2,21 +2,8 @@
 
 from __future__ import annotations
 
-from abc import ABC
-
 from lightning.fabric.utilities.exceptions import MisconfigurationException
-from torch import Tensor, nn
-
-
-class SplitNetwork(nn.Module, ABC):
-    """An extractor and a classifier, one after the other; see ``experts.py``."""
-
-    extractor: nn.Module
-    classifier: nn.Module
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Logits of shape (B, num_classes)."""
-        return self.classifier(self.extractor(x))
+from torch import nn
 
 
 class XavierConv2d(nn.Conv2d):

@@ -8,12 +8,12 @@ Convolutions are 5x5 without padding. Layer by layer in METHODS section 3.
 from __future__ import annotations
 
 from lightning.fabric.utilities.exceptions import MisconfigurationException
-from torch import nn
+from torch import Tensor, nn
 
-from fedmoe_pl.models.layers import SmallBiasLinear, SplitNetwork, XavierConv2d, check_dropout, pooled_size
+from fedmoe_pl.models.layers import SmallBiasLinear, XavierConv2d, check_dropout, pooled_size
 
 
-class CNN(SplitNetwork):
+class CNN(nn.Module):
     """CNN-1 to CNN-5 of pFedMoE (Yi et al. 2024, https://arxiv.org/abs/2402.01350; METHODS section 3).
 
     The ``extractor`` gives a representation of 500 values for all five, the ``classifier`` is the header on it.
@@ -54,8 +54,12 @@ class CNN(SplitNetwork):
         )
         self.classifier = nn.Linear(500, num_classes)
 
+    def forward(self, x: Tensor) -> Tensor:
+        """Logits of shape (B, num_classes)."""
+        return self.classifier(self.extractor(x))
 
-class LEAFCNN(SplitNetwork):
+
+class LEAFCNN(nn.Module):
     """CNN of LEAF with dropout (Adaptive Expert Models, Isaksson et al. 2022, Table 1; METHODS section 3).
 
     The default is the paper's global expert for CIFAR-10, with 942,634 parameters; its local expert has 32 and 256
@@ -99,15 +103,7 @@ class LEAFCNN(SplitNetwork):
         self.relu_logits = relu_logits
         self.image_size = image_size
         self.input_shape = (in_channels, image_size, image_size)
-        self.extractor = nn.Sequential(
-            XavierConv2d(in_channels, conv1_channels, 5),
-            nn.ReLU(),
-            nn.MaxPool2d(2),
-            XavierConv2d(conv1_channels, conv2_channels, 5),
-            nn.ReLU(),
-            nn.MaxPool2d(2),
-            nn.Flatten(),  # (B, conv2_channels * size * size)
-        )
+        self.extractor = _two_convolutions(in_channels, conv1_channels, conv2_channels, XavierConv2d)
         self.classifier = nn.Sequential(
             SmallBiasLinear(conv2_channels * size**2, hidden),
             nn.ReLU(),
@@ -116,8 +112,12 @@ class LEAFCNN(SplitNetwork):
             nn.ReLU() if relu_logits else nn.Identity(),
         )
 
+    def forward(self, x: Tensor) -> Tensor:
+        """Logits of shape (B, num_classes)."""
+        return self.classifier(self.extractor(x))
 
-class IFCACNN(SplitNetwork):
+
+class IFCACNN(nn.Module):
     """CNN of IFCA as Adaptive Expert Models has it for rotated CIFAR-10: 798,752 parameters (METHODS section 3).
 
     The last hidden layer has 194 units, as in that paper's official code; the network it goes back to has 192. Initial
@@ -164,8 +164,12 @@ class IFCACNN(SplitNetwork):
             nn.ReLU() if relu_logits else nn.Identity(),
         )
 
+    def forward(self, x: Tensor) -> Tensor:
+        """Logits of shape (B, num_classes)."""
+        return self.classifier(self.extractor(x))
 
-class TwoConvCNN(SplitNetwork):
+
+class TwoConvCNN(nn.Module):
     """LeNet-5 with dropout (Listo Zec et al. 2020, https://arxiv.org/abs/2010.02056; METHODS section 3).
 
     62,006 parameters for CIFAR-10 and 44,426 for Fashion-MNIST. The official code has widths 6, 12, 84 and 42 for
@@ -218,8 +222,12 @@ class TwoConvCNN(SplitNetwork):
             nn.Linear(hidden2, num_classes),
         )
 
+    def forward(self, x: Tensor) -> Tensor:
+        """Logits of shape (B, num_classes)."""
+        return self.classifier(self.extractor(x))
 
-class FedAvgCNN(SplitNetwork):
+
+class FedAvgCNN(nn.Module):
     """Two convolutions and two linear layers, the network taken for FedMoE-DA (Zhan et al. 2024).
 
     That paper gives no widths; these are PFLlib's, and so is the name (METHODS section 3): 878,538 parameters for
@@ -244,13 +252,19 @@ class FedAvgCNN(SplitNetwork):
         self.extractor = _two_convolutions(in_channels, 32, 64)
         self.classifier = nn.Sequential(nn.Linear(64 * size**2, 512), nn.ReLU(), nn.Linear(512, num_classes))
 
+    def forward(self, x: Tensor) -> Tensor:
+        """Logits of shape (B, num_classes)."""
+        return self.classifier(self.extractor(x))
 
-def _two_convolutions(in_channels: int, conv1_channels: int, conv2_channels: int) -> nn.Sequential:
+
+def _two_convolutions(
+    in_channels: int, conv1_channels: int, conv2_channels: int, convolution: type[nn.Conv2d] = nn.Conv2d
+) -> nn.Sequential:
     return nn.Sequential(
-        nn.Conv2d(in_channels, conv1_channels, 5),
+        convolution(in_channels, conv1_channels, 5),
         nn.ReLU(),
         nn.MaxPool2d(2),
-        nn.Conv2d(conv1_channels, conv2_channels, 5),
+        convolution(conv1_channels, conv2_channels, 5),
         nn.ReLU(),
         nn.MaxPool2d(2),
         nn.Flatten(),

@@ -5,10 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from fedmoe_pl.models.layers import SplitNetwork
 
-
-class BiLSTM(SplitNetwork):
+class BiLSTM(nn.Module):
     """Bidirectional LSTM for AG News (Listo Zec et al. 2020; METHODS section 3): 1,085,708 parameters.
 
     Padding is read like any other token. With ``num_classes=1`` it is the paper's gate, in a ``NetworkGate``.
@@ -36,6 +34,10 @@ class BiLSTM(SplitNetwork):
         self.input_shape = (1,)
         self.extractor = _LastStates(vocabulary_size, embedding_dim, hidden)
         self.classifier = nn.Linear(2 * hidden, num_classes)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Logits of shape (B, num_classes) of token ids (B, L)."""
+        return self.classifier(self.extractor(x))
 
 
 class _LastStates(nn.Module):
