@@ -23,7 +23,7 @@ from fedmoe_pl.aggregation import Tree
 from fedmoe_pl.algorithm import Algorithm, Client
 from fedmoe_pl.backends.backend import LocalTraining
 from fedmoe_pl.data import Batches, FederatedDataModule
-from fedmoe_pl.models import MixtureOfExperts
+from fedmoe_pl.models import MixtureOfExperts, SwitchNorm1d
 from fedmoe_pl.seeds import derive_seed, seed_all
 
 LEAN_TRAINER: dict[str, Any] = {
@@ -149,7 +149,7 @@ def overridden_hooks(module: LightningModule) -> list[str]:
 
 def has_batch_norm(module: LightningModule) -> bool:
     """Whether the module has batch normalization, which refuses to train on one sample (METHODS section 2)."""
-    return any(isinstance(part, _BatchNorm) for part in module.modules())
+    return any(isinstance(part, (_BatchNorm, SwitchNorm1d)) for part in module.modules())
 
 
 def needs_every_batch(training: LocalTraining) -> str | None:
