@@ -16,10 +16,11 @@ class Arrays:
     """A data set as it was read, before normalization and partition.
 
     Attributes:
-        x_train: training samples: images as uint8, shape (n, channels, height, width), or floating point of any shape
-            (n, ...), which is taken as it is.
+        x_train: training samples: images as uint8, shape (n, channels, height, width), or as they are taken: floating
+            point of any shape (n, ...), or ids of words as int64, shape (n, length), from 0.
         y_train: their classes, shape (n,), integers from 0.
-        x_test: samples of the global test set, of the same shape and type as ``x_train``.
+        x_test: samples of the global test set, of the same shape and type as ``x_train``; none only where the data
+            module pools all samples.
         y_test: their classes.
         client_train: the client that each training sample comes from, shape (n,), any sortable type; None if unknown.
         client_test: the same for the test samples; those of a client without training samples count for the global test
@@ -39,33 +40,39 @@ class Arrays:
     std: Sequence[float] | None = None
     name: str = "data"
 
-    def check(self) -> None:
+    def check(self, needs_test: bool = True) -> None:
         """Refuse arrays that do not belong together.
+
+        Args:
+            needs_test: whether there must be test samples.
 
         Raises:
             MisconfigurationException: with one sentence about the first problem.
         """
-        for problem in self._problems():
+        for problem in self._problems(needs_test):
             raise MisconfigurationException(f"{self.name}: {problem}.")
         for problem in self._normalization_problems():
             raise MisconfigurationException(f"data.init_args.{problem}.")
 
-    def _problems(self) -> Iterator[str]:
+    def _problems(self, needs_test: bool) -> Iterator[str]:
         for part in ("train", "test"):
             x, y, ids = getattr(self, f"x_{part}"), getattr(self, f"y_{part}"), getattr(self, f"client_{part}")
-            if len(x) == 0:
+            if len(x) == 0 and (needs_test or part == "train"):
                 yield f"x_{part} holds no samples, but at least one is needed"
             if y.shape != (len(x),):
                 yield f"y_{part} has shape {tuple(y.shape)}, but must hold one label for each of the {len(x)} samples"
-            if y.is_floating_point() or y.min() < 0:
+            if len(y) and (y.is_floating_point() or y.min() < 0):
                 yield f"y_{part} holds {y.dtype} numbers from {y.min().item()}, but labels must be integers from 0"
             if ids is not None and ids.shape != y.shape:
                 yield f"client_{part} has shape {ids.shape}, but must hold one id for each of the {len(x)} samples"
-            if not ((x.dtype == torch.uint8 and x.dim() == 4) or x.is_floating_point()):
+            is_image, is_text = x.dtype == torch.uint8 and x.dim() == 4, x.dtype == torch.int64 and x.dim() == 2
+            if not (is_image or is_text or x.is_floating_point()):
                 yield (
                     f"x_{part} is {x.dtype} of shape {tuple(x.shape)}, but must be uint8 images of shape "
-                    "(n, channels, height, width) or floating point"
+                    "(n, channels, height, width), floating point, or int64 ids of words of shape (n, length)"
                 )
+            if is_text and x.numel() and x.min() < 0:
+                yield f"x_{part} holds the id {x.min().item()}, but ids of words must be integers from 0"
             if x.is_floating_point() and not x.isfinite().all():
                 yield f"x_{part} holds values that are not finite"
         if self.x_train.shape[1:] != self.x_test.shape[1:] or self.x_train.dtype != self.x_test.dtype:
@@ -102,8 +109,10 @@ def normalized(arrays: Arrays) -> tuple[Tensor, Tensor]:
 
     Returns:
         All samples as float32, training samples first, and black, shape (channels, 1, 1); for floating-point samples
-        these samples themselves and zero.
+        and ids of words, which stay int64, these samples themselves and zero.
     """
+    if arrays.x_train.dtype == torch.int64:
+        return torch.cat((arrays.x_train, arrays.x_test)), torch.zeros(1, 1, 1)
     n = len(arrays.x_train)
     x = torch.empty(n + len(arrays.x_test), *arrays.x_train.shape[1:])
     x[:n], x[n:] = arrays.x_train, arrays.x_test

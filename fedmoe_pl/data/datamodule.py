@@ -13,15 +13,18 @@ from torch import Generator, Tensor
 from fedmoe_pl.data.arrays import Arrays, normalized
 from fedmoe_pl.data.augmentation import Augmentation
 from fedmoe_pl.data.batches import Batches
-from fedmoe_pl.data.partition import IID, NaturalIds, Partitioner, group_by
+from fedmoe_pl.data.partition import IID, NaturalIds, Partitioner
 from fedmoe_pl.data.parts import Parts
+from fedmoe_pl.data.rotation import check_rotations, rotated
+from fedmoe_pl.data.splits import balanced_subset, natural_test_samples, pooled_ids, split
 
 
 class FederatedDataModule(LightningDataModule, ABC):
     """A data set in memory and who holds what of it; derive from it and write ``load`` for data of your own.
 
     It also serves a plain Lightning ``Trainer``, with the pooled samples of all clients. The partition and every
-    client's own splits depend on ``partition_seed`` alone, never on the seed of a run.
+    client's own splits depend on ``partition_seed`` alone, never on the seed of a run. Samples that the partitioner
+    leaves with nobody are not used.
 
     Args:
         num_clients: number of clients; None if the data have client ids of their own.
@@ -31,9 +34,19 @@ class FederatedDataModule(LightningDataModule, ABC):
         validation_fraction: share of each client's samples that is held out for validation, in [0, 1).
         augmentation: changes of the training images, applied in this order.
         partition_seed: seed of the partition.
+        stratify: whether each class of a client is split by itself into training, validation and test, so that all
+            three have the client's shares of the classes, but for rounding.
+        pool: whether the data's own test samples are shared out among the clients together with the training samples;
+            the global test set is then what all clients hold out as ``test_fraction`` (METHODS 5.6).
+        global_test_size: number of random samples that the global test set is cut to, of each class equally many; None
+            for all (METHODS 6.2).
+        rotations: angles of groups of clients, in degrees: 0, 90, 180 or 270, counterclockwise. Each group shares all
+            images, turned by its angle, among its clients, and the test images likewise as their own test samples; the
+            global test set has each test image in every rotation (METHODS 5.8). None leaves images as they are.
 
     Attributes:
-        x: all samples, normalized, float32, the training samples followed by the global test set, shape (m, ...).
+        x: all samples, the training samples followed by the test samples, shape (m, ...): normalized float32, or int64
+            ids of words.
         y: their classes, int64, shape (m,).
         num_classes: number of classes.
         num_clients: number of clients.
@@ -41,6 +54,7 @@ class FederatedDataModule(LightningDataModule, ABC):
         validation_samples: the same, held out for validation; may be empty.
         test_samples: the same, the client's own test samples; may be empty.
         global_test: indices of the global test set.
+        num_shared: number of samples that were there to be shared out, the first ones of ``x``.
         class_shares: share of each class in each client's training and validation samples, float64,
             shape (num_clients, num_classes).
         black: what a black pixel is in ``x``, shape (channels, 1, 1); 0 for data that came as floating point.
@@ -55,6 +69,7 @@ class FederatedDataModule(LightningDataModule, ABC):
     black: Tensor
     num_classes: int
     num_clients: int
+    num_shared: int
     train_samples: Parts
     validation_samples: Parts
     test_samples: Parts
@@ -70,19 +85,23 @@ class FederatedDataModule(LightningDataModule, ABC):
         validation_fraction: float = 0.0,
         augmentation: list[Augmentation] | None = None,
         partition_seed: int = 0,
+        stratify: bool = False,
+        pool: bool = False,
+        global_test_size: int | None = None,
+        rotations: list[int] | None = None,
     ) -> None:
         super().__init__()
         if num_clients is not None:
             _check_at_least("num_clients", num_clients, 1)
         _check_at_least("batch_size", batch_size, 1)
         _check_at_least("partition_seed", partition_seed, 0)
-        for name, fraction in (("test_fraction", test_fraction), ("validation_fraction", validation_fraction)):
-            if not 0 <= fraction < 1:
-                raise MisconfigurationException(f"data.init_args.{name} is {fraction}, but must be in [0, 1).")
-        if test_fraction + validation_fraction >= 1:
+        _check_fractions(test_fraction, validation_fraction, pool)
+        if global_test_size is not None:
+            _check_at_least("global_test_size", global_test_size, 1)
+        if rotations is not None and not isinstance(partitioner, NaturalIds | None):
             raise MisconfigurationException(
-                f"data.init_args.test_fraction ({test_fraction}) and data.init_args.validation_fraction "
-                f"({validation_fraction}) must add up to less than 1, so that samples remain for training."
+                f"data.init_args.partitioner is {type(partitioner).__name__}, but must be null with "
+                "data.init_args.rotations, which say who gets which images."
             )
         self.requested_clients = num_clients
         self.partitioner = partitioner
@@ -91,6 +110,10 @@ class FederatedDataModule(LightningDataModule, ABC):
         self.validation_fraction = validation_fraction
         self.augmentation = list(augmentation or [])
         self.partition_seed = partition_seed
+        self.stratify = stratify
+        self.pool = pool
+        self.global_test_size = global_test_size
+        self.rotations = check_rotations(rotations)
 
     @abstractmethod
     def load(self) -> Arrays:
@@ -105,23 +128,28 @@ class FederatedDataModule(LightningDataModule, ABC):
         if hasattr(self, "class_shares"):
             return
         arrays = self.load()
-        arrays.check()
+        arrays.check(needs_test=not self.pool)
+        rng = np.random.default_rng(np.random.SeedSequence(self.partition_seed))
+        if self.rotations is not None:
+            arrays = rotated(arrays, self.rotations, self.requested_clients, rng)
         if self.augmentation and arrays.x_train.dim() != 4:
             raise MisconfigurationException(
                 "data.init_args.augmentation needs images of shape (n, channels, height, width), "
                 f"but the samples have shape {tuple(arrays.x_train.shape)}."
             )
-        n = len(arrays.x_train)
         self.x, self.black = normalized(arrays)
         self.y = torch.cat((arrays.y_train, arrays.y_test)).long()
         self.num_classes = int(self.y.max()) + 1
-        self.global_test = torch.arange(n, len(self.x))
-        self._share_out(arrays)
+        self.num_shared = len(self.x) if self.pool else len(arrays.x_train)
+        self._share_out(arrays, rng)
+        self._choose_global_test()
+        counts = self.class_counts()
+        self.class_shares = counts / counts.sum(dim=1, keepdim=True)
 
-    def _share_out(self, arrays: Arrays) -> None:
-        partitioner = self.partitioner or (IID() if arrays.client_train is None else NaturalIds())
-        rng = np.random.default_rng(np.random.SeedSequence(self.partition_seed))
-        parts = partitioner(self.y[: len(arrays.y_train)].numpy(), self.requested_clients, rng, arrays.client_train)
+    def _share_out(self, arrays: Arrays, rng: np.random.Generator) -> None:
+        ids = pooled_ids(arrays) if self.pool else arrays.client_train
+        partitioner = self.partitioner or (IID() if ids is None else NaturalIds())
+        parts = partitioner(self.y[: self.num_shared].numpy(), self.requested_clients, rng, ids)
         sizes = np.array([len(part) for part in parts])
         if not sizes.all():
             raise MisconfigurationException(
@@ -132,36 +160,31 @@ class FederatedDataModule(LightningDataModule, ABC):
         self.num_clients = len(parts)
         samples = np.concatenate(parts).astype(np.int64, copy=False)
         del parts  # as large as ``samples``
-        natural_test = isinstance(partitioner, NaturalIds) and arrays.client_test is not None
+        natural_test = isinstance(partitioner, NaturalIds) and arrays.client_test is not None and not self.pool
         if natural_test and self.test_fraction > 0:
             raise MisconfigurationException(
                 f"data.init_args.test_fraction is {self.test_fraction}, but must be 0 here: "
                 "the data bring test samples of every client."
             )
-        self.train_samples, self.validation_samples, self.test_samples = self._split(samples, sizes)
+        labels = self.y.numpy() if self.stratify else None
+        self.train_samples, self.validation_samples, self.test_samples = split(
+            samples, sizes, self.test_fraction, self.validation_fraction, self.partition_seed, labels
+        )
         if natural_test:
-            self.test_samples = _test_samples_by_id(arrays)
-        counts = self.class_counts()
-        self.class_shares = counts / counts.sum(dim=1, keepdim=True)
+            self.test_samples = natural_test_samples(arrays)
 
-    def _split(self, samples: np.ndarray, sizes: np.ndarray) -> tuple[Parts, Parts, Parts]:
-        """Split every client's samples into training, validation and test, by a seed of its own.
-
-        Args:
-            samples: the clients' samples one after another, shape (n,); they may be shuffled in place.
-            sizes: how many each client has, shape (num_clients,).
-        """
-        n_test = np.minimum(np.rint(sizes * self.test_fraction), sizes - 1)  # at least one sample stays for training
-        n_validation = np.minimum(np.rint(sizes * self.validation_fraction), sizes - 1 - n_test)
-        ends = np.cumsum(sizes)
-        for client in np.flatnonzero(n_test + n_validation).tolist():
-            seed = np.random.SeedSequence(self.partition_seed, spawn_key=(client,))
-            np.random.default_rng(seed).shuffle(samples[ends[client] - sizes[client] : ends[client]])
-        cuts = torch.from_numpy(np.stack((n_test, n_validation, sizes - n_test - n_validation), axis=1)).long()
-        use = torch.arange(3, dtype=torch.uint8).repeat(len(sizes)).repeat_interleave(cuts.flatten())
-        indices = torch.from_numpy(samples)
-        test, validation, train = (Parts(indices[use == i], cuts[:, i].contiguous()) for i in range(3))
-        return train, validation, test
+    def _choose_global_test(self) -> None:
+        self.global_test = torch.arange(self.num_shared, len(self.x))
+        if self.pool:
+            self.global_test = self.test_samples.indices.sort().values
+            if not len(self.global_test):
+                raise MisconfigurationException(
+                    f"data.init_args.test_fraction is {self.test_fraction}, which leaves no client a test sample; "
+                    "raise it or lower data.init_args.num_clients."
+                )
+        if self.global_test_size is not None:
+            labels = self.y[self.global_test]
+            self.global_test = balanced_subset(self.global_test, labels, self.global_test_size, self.partition_seed)
 
     def class_counts(self) -> Tensor:
         """Count each class in each client's training and validation samples.
@@ -244,17 +267,22 @@ def _check_at_least(name: str, value: int, lowest: int) -> None:
         )
 
 
+def _check_fractions(test_fraction: float, validation_fraction: float, pool: bool) -> None:
+    for name, fraction in (("test_fraction", test_fraction), ("validation_fraction", validation_fraction)):
+        if not 0 <= fraction < 1:
+            raise MisconfigurationException(f"data.init_args.{name} is {fraction}, but must be in [0, 1).")
+    if test_fraction + validation_fraction >= 1:
+        raise MisconfigurationException(
+            f"data.init_args.test_fraction ({test_fraction}) and data.init_args.validation_fraction "
+            f"({validation_fraction}) must add up to less than 1, so that samples remain for training."
+        )
+    if pool and test_fraction == 0:
+        raise MisconfigurationException(
+            "data.init_args.pool is true, but data.init_args.test_fraction is 0; it must be above 0, because the "
+            "samples that the clients hold out are the test set."
+        )
+
+
 def _alpha_advice(partitioner: Partitioner) -> str:
     alpha = getattr(partitioner, "alpha", None)
     return "" if alpha is None else f", raise data.init_args.partitioner.init_args.alpha above {alpha}"
-
-
-def _test_samples_by_id(arrays: Arrays) -> Parts:
-    """Return the test samples of each natural client; those of clients without training samples are left out."""
-    assert arrays.client_train is not None and arrays.client_test is not None
-    ids = np.unique(arrays.client_train)
-    client = np.searchsorted(ids, arrays.client_test)
-    client[ids[np.minimum(client, len(ids) - 1)] != arrays.client_test] = len(ids)
-    own = group_by(client, len(ids) + 1)[:-1]
-    sizes = torch.tensor([len(part) for part in own])
-    return Parts(torch.from_numpy(np.concatenate(own) + len(arrays.x_train)), sizes)

@@ -24,7 +24,8 @@ class NpzFile(FederatedDataModule):
     The file holds ``x_train``, ``y_train``, ``x_test`` and ``y_test``, and may hold ``client_train`` and
     ``client_test``, the id of the client that each sample comes from. Images are uint8, of shape (n, height, width),
     (n, height, width, channels) or (n, channels, height, width) with 1 or 3 channels; they are divided by 255 and
-    normalized. Floating-point arrays of any shape (n, ...) are taken as they are.
+    normalized. Floating-point arrays of any shape (n, ...) are taken as they are, and so are integers of shape
+    (n, length), which are ids of words, from 0.
 
     Args:
         path: the file.
@@ -152,7 +153,12 @@ def _to_samples(array: np.ndarray, name: str) -> Tensor:
         return channels_first(array, name)
     if array.dtype.kind == "f" and array.ndim > 0:
         return torch.from_numpy(array.astype(np.float32))
-    raise MisconfigurationException(f"{name} is {array.dtype}, but must be uint8 images or floating point.")
+    if array.dtype.kind in "iu" and array.ndim == 2:
+        return torch.from_numpy(array.astype(np.int64))
+    raise MisconfigurationException(
+        f"{name} is {array.dtype} of shape {array.shape}, but must be uint8 images, floating point, or integer ids of "
+        "words of shape (n, length)."
+    )
 
 
 def _open_folder(folder: str, key: str) -> datasets.ImageFolder:

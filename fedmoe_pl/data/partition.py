@@ -52,7 +52,7 @@ class IID(Partitioner):
         rng: np.random.Generator,
         client_ids: np.ndarray | None = None,
     ) -> list[np.ndarray]:
-        num_clients = _checked_num_clients(num_clients, len(labels), self)
+        num_clients = check_num_clients(num_clients, len(labels), self)
         return np.array_split(rng.permutation(len(labels)), num_clients)
 
 
@@ -85,7 +85,7 @@ class Dirichlet(Partitioner):
         rng: np.random.Generator,
         client_ids: np.ndarray | None = None,
     ) -> list[np.ndarray]:
-        num_clients = _checked_num_clients(num_clients, len(labels), self)
+        num_clients = check_num_clients(num_clients, len(labels), self)
         owners = np.empty(len(labels), dtype=np.int64)
         for samples in group_by(labels, int(labels.max()) + 1):
             shares = rng.dirichlet(np.full(num_clients, self.alpha))
@@ -139,7 +139,34 @@ def group_by(groups: np.ndarray, num_groups: int) -> list[np.ndarray]:
     return [order[start:end] for start, end in zip([0, *ends[:-1].tolist()], ends.tolist(), strict=True)]
 
 
-def _checked_num_clients(num_clients: int | None, num_samples: int, partitioner: Partitioner) -> int:
+def deal(labels: np.ndarray, counts: np.ndarray, rng: np.random.Generator) -> list[np.ndarray]:
+    """Give every client random samples of each class, in given numbers; the others stay with nobody.
+
+    Args:
+        labels: class of every sample, shape (n,), integers from 0.
+        counts: samples of each class that every client gets, shape (num_clients, num_classes); of no class more than
+            there are.
+        rng: source of randomness.
+
+    Example:
+        >>> parts = deal(np.array([0, 1, 1, 1]), np.array([[1, 0], [0, 2]]), np.random.default_rng(0))
+        >>> [len(part) for part in parts], parts[0].tolist()
+        ([1, 2], [0])
+    """
+    num_clients = len(counts)
+    owners = np.full(len(labels), num_clients)
+    for samples, by_client in zip(group_by(labels, counts.shape[1]), counts.T, strict=True):
+        chosen = rng.permutation(samples)[: by_client.sum()]
+        owners[chosen] = np.repeat(np.arange(num_clients), by_client)
+    return group_by(owners, num_clients + 1)[:-1]
+
+
+def check_num_clients(num_clients: int | None, num_samples: int, partitioner: Partitioner) -> int:
+    """Return ``num_clients``, or refuse it.
+
+    Raises:
+        MisconfigurationException: if it is None or not from 1 to the number of samples.
+    """
     name = type(partitioner).__name__
     if num_clients is None:
         raise MisconfigurationException(

@@ -45,11 +45,19 @@ def partition_table(datamodule: FederatedDataModule) -> str:
     lines = ["  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in rows]
     rule = "-" * len(lines[0])
     body = [lines[0], rule, *lines[1:-3], rule, *lines[-3:]]
-    samples = f"{len(datamodule.y) - len(datamodule.global_test)} training samples"
     title = (
-        f"{n} clients, {datamodule.num_classes} classes, {samples}, {len(datamodule.global_test)} global test samples"
+        f"{n} clients, {datamodule.num_classes} classes, {_shared(datamodule)}, "
+        f"{len(datamodule.global_test)} global test samples"
     )
     return "\n".join([title, "", *body])
+
+
+def _shared(datamodule: FederatedDataModule) -> str:
+    """Say how many samples were shared out, and of how many where some stay with nobody."""
+    parts = (datamodule.train_samples, datamodule.validation_samples, datamodule.test_samples)
+    dealt = sum(int((part.indices < datamodule.num_shared).sum()) for part in parts)
+    whole = "" if dealt == datamodule.num_shared else f" of {datamodule.num_shared}"
+    return f"{dealt}{whole} {'pooled' if datamodule.pool else 'training'} samples"
 
 
 def _class_columns(counts: Tensor) -> dict[str, list[int]]:

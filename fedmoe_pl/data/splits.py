@@ -1,0 +1,124 @@
+"""Each client's own split into training, validation and test samples, and the choice of global test samples."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from lightning.fabric.utilities.exceptions import MisconfigurationException
+from torch import Tensor
+
+from fedmoe_pl.data.arrays import Arrays
+from fedmoe_pl.data.partition import group_by
+from fedmoe_pl.data.parts import Parts
+
+_GLOBAL_TEST = (0, 0)  # key of the random numbers that choose global test samples; the clients' own have one number
+
+
+def split(
+    samples: np.ndarray,
+    sizes: np.ndarray,
+    test_fraction: float,
+    validation_fraction: float,
+    seed: int,
+    labels: np.ndarray | None = None,
+) -> tuple[Parts, Parts, Parts]:
+    """Split every client's samples into training, validation and test, by a seed of its own.
+
+    The fractions are rounded to whole samples, and at least one sample stays for training.
+
+    Args:
+        samples: the clients' samples one after another, shape (n,); they may be shuffled in place.
+        sizes: how many each client has, shape (num_clients,).
+        test_fraction: share of the test samples.
+        validation_fraction: share of the validation samples.
+        seed: seed of the partition.
+        labels: the class of every sample of the data set, to split each class of a client by itself, so that a sample
+            of each of its classes stays for training; None to split its samples regardless of class.
+
+    Returns:
+        Training, validation and test samples.
+    """
+    n, ends = len(sizes), np.cumsum(sizes)
+    for client in np.flatnonzero(_cuts(sizes, test_fraction, validation_fraction)[:, :2].any(axis=1)).tolist():
+        rng = np.random.default_rng(np.random.SeedSequence(seed, spawn_key=(client,)))
+        rng.shuffle(samples[ends[client] - sizes[client] : ends[client]])
+    if labels is not None:
+        num_classes = int(labels.max()) + 1
+        cells = np.repeat(np.arange(n) * num_classes, sizes) + labels[samples]  # one for each client and class
+        samples, sizes = samples[np.argsort(cells, kind="stable")], np.bincount(cells, minlength=n * num_classes)
+    cuts = torch.from_numpy(_cuts(sizes, test_fraction, validation_fraction))
+    use = torch.arange(3, dtype=torch.uint8).repeat(len(sizes)).repeat_interleave(cuts.flatten())
+    indices = torch.from_numpy(samples)
+    by_client = cuts.view(n, -1, 3).sum(dim=1)
+    test, validation, train = (Parts(indices[use == i], by_client[:, i].contiguous()) for i in range(3))
+    return train, validation, test
+
+
+def _cuts(sizes: np.ndarray, test_fraction: float, validation_fraction: float) -> np.ndarray:
+    """Return how many samples are for test, validation and training, int64, shape (len(sizes), 3)."""
+    most = np.maximum(sizes - 1, 0)  # at least one sample stays for training
+    n_test = np.minimum(np.rint(sizes * test_fraction), most)
+    n_validation = np.minimum(np.rint(sizes * validation_fraction), most - n_test)
+    return np.stack((n_test, n_validation, sizes - n_test - n_validation), axis=1).astype(np.int64)
+
+
+def pooled_ids(arrays: Arrays) -> np.ndarray | None:
+    """Return the client that each training and then each test sample comes from; None if the data do not say.
+
+    Raises:
+        MisconfigurationException: if they say so of the training samples only.
+    """
+    if arrays.client_train is None:
+        return None
+    if not len(arrays.x_test):
+        return arrays.client_train
+    if arrays.client_test is None:
+        raise MisconfigurationException(
+            "data.init_args.pool is true, but these data say only of the training samples which client they come from; "
+            "provide client_test, or set it to false."
+        )
+    return np.concatenate((arrays.client_train, arrays.client_test))
+
+
+def natural_test_samples(arrays: Arrays) -> Parts:
+    """Return the test samples of each natural client; those of clients without training samples are left out."""
+    assert arrays.client_train is not None and arrays.client_test is not None
+    ids = np.unique(arrays.client_train)
+    client = np.searchsorted(ids, arrays.client_test)
+    client[ids[np.minimum(client, len(ids) - 1)] != arrays.client_test] = len(ids)
+    own = group_by(client, len(ids) + 1)[:-1]
+    sizes = torch.tensor([len(part) for part in own])
+    return Parts(torch.from_numpy(np.concatenate(own) + len(arrays.x_train)), sizes)
+
+
+def balanced_subset(samples: Tensor, labels: Tensor, size: int, seed: int) -> Tensor:
+    """Choose global test samples at random, of every class as many as of any other, up to one (METHODS 6.2).
+
+    Args:
+        samples: indices of all global test samples, shape (n,).
+        labels: their classes, shape (n,).
+        size: how many to choose; the first classes have one more where it cannot be shared evenly.
+        seed: seed of the partition.
+
+    Returns:
+        The chosen indices, ascending.
+
+    Raises:
+        MisconfigurationException: if a class has too few samples.
+    """
+    classes, counts = labels.unique(return_counts=True)
+    wanted = torch.full_like(counts, size // len(classes))
+    wanted[: size % len(classes)] += 1
+    if (short := (counts < wanted).nonzero().flatten()).numel():
+        c = int(short[0])
+        raise MisconfigurationException(
+            f"data.init_args.global_test_size is {size}, which takes {wanted[c]} samples of class {classes[c]}, but "
+            f"the global test set has {counts[c]} of them; {int(counts.min()) * len(classes)} samples are equally many "
+            "of each class."
+        )
+    rng = np.random.default_rng(np.random.SeedSequence(seed, spawn_key=_GLOBAL_TEST))
+    chosen = [
+        rng.permutation(samples[labels == c].numpy())[:n]
+        for c, n in zip(classes.tolist(), wanted.tolist(), strict=True)
+    ]
+    return torch.from_numpy(np.sort(np.concatenate(chosen)))

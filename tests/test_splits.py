@@ -1,0 +1,259 @@
+"""Stratified splits, pooled data, balanced global test sets and rotated clients of the data module."""
+
+import numpy as np
+import pytest
+import torch
+from helpers import GivenParts
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from lightning.fabric.utilities.exceptions import MisconfigurationException
+
+from fedmoe_pl.data import (
+    IID,
+    Arrays,
+    Digits,
+    FederatedDataModule,
+    MajorityClasses,
+    NaturalIds,
+    NpzFile,
+    Pathological,
+    partition_figure,
+    partition_table,
+)
+
+
+class Own(FederatedDataModule):
+    """Arrays that are at hand."""
+
+    def __init__(self, arrays: Arrays, **kwargs):
+        super().__init__(**kwargs)
+        self.arrays = arrays
+
+    def load(self) -> Arrays:
+        return self.arrays
+
+
+def numbered(y_train, y_test=(0, 1), **kwargs) -> Arrays:
+    """Sample i is the number i."""
+    y = torch.tensor([*y_train, *y_test])
+    x, n = torch.arange(float(len(y)))[:, None], len(y_train)
+    return Arrays(x[:n], y[:n], x[n:], y[n:], **kwargs)
+
+
+def set_up(datamodule: FederatedDataModule) -> FederatedDataModule:
+    datamodule.setup()
+    return datamodule
+
+
+def counts(data: FederatedDataModule, parts) -> list[list[int]]:
+    return [torch.bincount(data.y[part], minlength=data.num_classes).tolist() for part in parts]
+
+
+def test_a_stratified_split_rounds_each_class_of_a_client_by_itself():
+    # client 0 has 10 of class 0, 5 of class 1, 1 of class 2; client 1 has 4 of class 1 and 20 of class 2
+    labels = [0] * 10 + [1] * 5 + [2] + [1] * 4 + [2] * 20
+    parts = GivenParts([torch.arange(16).flip(0), torch.arange(16, 40)])
+    arguments = {"partitioner": parts, "test_fraction": 0.2, "validation_fraction": 0.1, "stratify": True}
+    data = set_up(Own(numbered(labels), **arguments))
+    assert counts(data, data.test_samples) == [[2, 1, 0], [0, 1, 4]]
+    assert counts(data, data.validation_samples) == [[1, 0, 0], [0, 0, 2]]  # 0.5 and 0.4 are rounded to 0
+    assert counts(data, data.train_samples) == [[7, 4, 1], [0, 3, 14]]
+    held = torch.cat([*data.train_samples, *data.validation_samples, *data.test_samples])
+    assert held.sort().values.tolist() == list(range(40))
+    assert all(set(own.tolist()) <= set(range(16)) for own in (data.train_samples[0], data.test_samples[0]))
+    other = set_up(Own(numbered(labels), **arguments, partition_seed=1))
+    assert other.test_samples[1].tolist() != data.test_samples[1].tolist()
+
+
+@given(st.integers(1, 10), st.floats(0, 0.99), st.floats(0, 0.99), st.integers(0, 2**40))
+@settings(max_examples=60, deadline=None)
+def test_a_stratified_split_holds_every_sample_once_and_trains_every_class(num_clients, test, validation, seed):
+    if test + validation >= 1:
+        return
+    labels = np.random.default_rng(seed).integers(0, 3, 40)
+    arguments = {"num_clients": num_clients, "test_fraction": test, "validation_fraction": validation}
+    data = set_up(Own(numbered(labels), stratify=True, partition_seed=seed, **arguments))
+    held = torch.cat([*data.train_samples, *data.validation_samples, *data.test_samples])
+    assert held.sort().values.tolist() == list(range(40))
+    dealt = IID()(labels, num_clients, np.random.default_rng(np.random.SeedSequence(seed)))
+    for client, part in enumerate(dealt):
+        own = torch.cat([parts[client] for parts in (data.train_samples, data.validation_samples, data.test_samples)])
+        assert own.sort().values.tolist() == sorted(part.tolist())
+        assert set(data.y[data.train_samples[client]].tolist()) == set(labels[part].tolist())
+
+
+def test_pooled_data_are_all_shared_out_and_tested_on_what_is_held_out():
+    y = np.arange(60) % 10
+    arguments = {"partitioner": Pathological(), "test_fraction": 0.2, "pool": True, "stratify": True}
+    data = set_up(Own(numbered(y[:50], y[50:]), num_clients=5, **arguments))
+    held = torch.cat([*data.train_samples, *data.test_samples])
+    assert held.sort().values.tolist() == list(range(60))  # 5 clients of 2 classes have the 10 classes to themselves
+    classes = data.class_counts() > 0
+    assert classes.sum(dim=1).tolist() == [2] * 5
+    assert counts(data, data.test_samples) == classes.long().tolist()  # 1 of the 6 samples of each of its classes
+    assert data.global_test.tolist() == sorted(data.test_samples.indices.tolist())
+    assert partition_table(data).startswith("5 clients, 10 classes, 60 pooled samples, 10 global test samples")
+
+
+def test_pooled_natural_clients_hold_their_training_and_test_samples():
+    arrays = numbered([0] * 6, [1] * 5, client_train=np.array([*"aabbbb"]), client_test=np.array([*"abbcc"]))
+    data = set_up(Own(arrays, test_fraction=0.5, pool=True))
+    own = [
+        sorted(torch.cat(parts).tolist()) for parts in zip(data.train_samples, data.test_samples, strict=True)
+    ]  # the writer c, without training samples, is a client too
+    assert own == [[0, 1, 6], [2, 3, 4, 5, 7, 8], [9, 10]]
+    assert data.test_samples.sizes.tolist() == [2, 3, 1]  # 1.5 is rounded to the even 2
+    assert len(data.global_test) == 6
+
+
+@pytest.mark.parametrize(("size", "by_class"), [(6, [2, 2, 2]), (7, [3, 2, 2]), (9, [3, 3, 3])])
+def test_the_global_test_set_is_cut_to_equally_many_of_each_class(size, by_class):
+    arrays = numbered([0, 1, 2] * 4, [0] * 3 + [1] * 20 + [2] * 5)
+    data = set_up(Own(arrays, num_clients=2, global_test_size=size))
+    assert counts(data, [data.global_test]) == [by_class]
+    assert data.global_test.min() >= 12 and len(data.global_test.unique()) == size
+    again = set_up(Own(arrays, num_clients=4, partitioner=IID(), global_test_size=size))
+    assert again.global_test.tolist() == data.global_test.tolist()  # whoever the clients are
+    seeds = [set_up(Own(arrays, num_clients=2, global_test_size=size, partition_seed=seed)) for seed in range(5)]
+    assert len({tuple(other.global_test.tolist()) for other in seeds}) > 1
+    whole = set_up(Own(arrays, num_clients=2))
+    assert whole.global_test.tolist() == list(range(12, 40))
+    assert partition_table(data).startswith(f"2 clients, 3 classes, 12 training samples, {size} global test samples")
+
+
+def test_the_table_tells_how_many_samples_stay_with_nobody(tmp_path):
+    data = set_up(Own(numbered(np.arange(100) % 10), num_clients=4, partitioner=MajorityClasses(0.5, 20)))
+    assert partition_table(data).startswith("4 clients, 10 classes, 80 of 100 training samples, 2 global test samples")
+    partition_figure(data).savefig(tmp_path / "figure.png")
+
+
+def images(n=40, n_test=12, size=3) -> Arrays:
+    """Random images of two channels, no two alike and none the same when turned."""
+    x = torch.rand(n + n_test, 2, size, size, generator=torch.Generator().manual_seed(0))
+    y = torch.arange(n + n_test) % 5
+    return Arrays(x[:n], y[:n], x[n:], y[n:])
+
+
+def source(image: torch.Tensor, among: torch.Tensor, angle: int) -> int:
+    """Which of some images this is when turned back: numpy's rotation is the other way for negative numbers."""
+    back = torch.from_numpy(np.rot90(image.numpy(), -(angle // 90), axes=(1, 2)).copy())
+    (match,) = (among == back).flatten(1).all(dim=1).nonzero().flatten().tolist()
+    return match
+
+
+@pytest.mark.parametrize(
+    ("rotations", "num_clients", "groups"),
+    [([0, 180], 4, [0, 0, 180, 180]), ([0, 90, 180, 270], 4, [0, 90, 180, 270]), ([90, 0], 5, [90, 90, 90, 0, 0])],
+)
+def test_each_group_of_clients_shares_all_images_turned_by_its_angle(rotations, num_clients, groups):
+    arrays = images()
+    data = set_up(Own(arrays, num_clients=num_clients, rotations=rotations))
+    assert data.num_clients == num_clients and len(data.x) == 52 * len(rotations)
+    for parts, x, y in (
+        (data.train_samples, arrays.x_train, arrays.y_train),
+        (data.test_samples, arrays.x_test, arrays.y_test),
+    ):
+        for angle in rotations:
+            clients = [client for client in range(num_clients) if groups[client] == angle]
+            found = []
+            for client in clients:
+                for sample in parts[client]:
+                    found.append(source(data.x[sample], x, angle))
+                    assert data.y[sample] == y[found[-1]]
+            assert sorted(found) == list(range(len(x)))  # each image once in each group
+            sizes = [len(parts[client]) for client in clients]
+            assert max(sizes) - min(sizes) <= 1
+    assert data.global_test.tolist() == list(range(40 * len(rotations), 52 * len(rotations)))
+    assert sorted(data.test_samples.indices.tolist()) == data.global_test.tolist()
+
+
+def test_rotation_is_counterclockwise():
+    x = torch.tensor([[[[1.0, 2.0], [3.0, 4.0]]]])
+    data = set_up(Own(Arrays(x, torch.tensor([0]), x, torch.tensor([0])), num_clients=2, rotations=[0, 90]))
+    assert data.x[data.train_samples[1][0]].tolist() == [[[2.0, 4.0], [1.0, 3.0]]]
+
+
+def test_images_of_a_file_can_be_rotated_before_normalization(tmp_path):
+    x = np.random.default_rng(0).integers(0, 256, (12, 4, 4, 3), dtype=np.uint8)
+    y = np.arange(12) % 3
+    np.savez(tmp_path / "own.npz", x_train=x[:8], y_train=y[:8], x_test=x[8:], y_test=y[8:])
+    path = str(tmp_path / "own.npz")
+    plain = set_up(NpzFile(path=path, num_clients=2))
+    data = set_up(NpzFile(path=path, num_clients=2, rotations=[0, 180]))
+    torch.testing.assert_close(data.x[:8], plain.x[:8])
+    torch.testing.assert_close(data.x[8:16], plain.x[:8].flip(2, 3))
+    torch.testing.assert_close(data.x[16:], torch.cat((plain.x[8:], plain.x[8:].flip(2, 3))))
+    other = set_up(NpzFile(path=path, num_clients=2, rotations=[0, 180], partition_seed=1))
+    assert data.train_samples[0].tolist() == other.train_samples[0].tolist() == list(range(8))
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: Digits(pool=True), r"data\.init_args\.pool is true, but data\.init_args\.test_fraction is 0"),
+        (lambda: Digits(global_test_size=0), r"global_test_size is 0, "),
+        (lambda: Digits(rotations=[]), r"rotations is \[\], "),
+        (lambda: Digits(rotations=[0, 45]), r"rotations is \[0, 45\], .* 0, 90, 180 and 270"),
+        (lambda: Digits(rotations=[0, 0]), r"rotations is \[0, 0\], "),
+        (lambda: Digits(rotations=[0], partitioner=IID()), r"partitioner is IID, but must be null with .*rotations"),
+    ],
+)
+def test_bad_arguments_are_refused_at_once(make, message):
+    with pytest.raises(MisconfigurationException, match=message) as error:
+        make()
+    assert str(error.value).startswith("data.init_args.") and str(error.value).endswith(".")
+
+
+IDS = np.array([*"aab"])
+
+
+@pytest.mark.parametrize(
+    ("arrays", "kwargs", "message"),
+    [
+        (
+            numbered([0, 1, 2], [0, 0, 0, 1, 1, 2]),
+            {"num_clients": 1, "global_test_size": 6},
+            r"2 samples of class 2, but the global test set has 1 of them; 3 samples are equally many of each",
+        ),
+        (
+            numbered([0, 1, 2], [0], client_train=IDS),
+            {"pool": True, "test_fraction": 0.5},
+            r"pool is true, but these data say only of the training samples .* provide client_test",
+        ),
+        (
+            numbered([0, 1]),
+            {"num_clients": 4, "pool": True, "test_fraction": 0.5},
+            r"test_fraction is 0\.5, which leaves",
+        ),
+        (images(), {"rotations": [0, 180]}, r"num_clients is None, .*rotations \[0, 180\] need at least"),
+        (images(), {"num_clients": 1, "rotations": [0, 180]}, r"num_clients is 1, .* 2 in all"),
+        (images(), {"num_clients": 26, "rotations": [0, 180]}, r"num_clients is 26, .* 12 test images .* most 24"),
+        (numbered([0, 1]), {"num_clients": 2, "rotations": [0, 180]}, r"samples of shape \(1,\) cannot be rotated"),
+        (
+            numbered([0, 1, 2], client_train=IDS),
+            {"num_clients": 2, "rotations": [0]},
+            r"must be null for data that say which client",
+        ),
+        (
+            images(),
+            {"num_clients": 2, "rotations": [0], "test_fraction": 0.5},
+            r"test_fraction is 0\.5, but must be 0 here",
+        ),
+    ],
+)
+def test_data_that_cannot_be_split_like_this_are_refused_in_one_sentence(arrays, kwargs, message):
+    data = Own(arrays, **kwargs)
+    for _ in range(2):  # a second attempt does not find a half-made data module
+        with pytest.raises(MisconfigurationException, match=message) as error:
+            data.setup()
+        assert str(error.value).startswith("data.init_args.") and str(error.value).endswith(".")
+        assert "\n" not in str(error.value)
+
+
+def test_images_that_are_not_square_can_be_turned_by_180_degrees_only():
+    x = torch.rand(4, 1, 2, 3)
+    arrays = Arrays(x, torch.zeros(4).long(), x, torch.zeros(4).long())
+    data = set_up(Own(arrays, partitioner=NaturalIds(), num_clients=2, rotations=[0, 180]))
+    assert torch.equal(data.x[4:8], x.flip(2, 3))
+    with pytest.raises(MisconfigurationException, match=r"for 90 and 270 degrees they must be square"):
+        Own(arrays, num_clients=2, rotations=[0, 90]).setup()
