@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from lightning.pytorch import LightningModule
@@ -12,6 +13,10 @@ from torch import Tensor
 from fedmoe_pl.aggregation import Tree, changed, load_tree, mean_of_two
 from fedmoe_pl.seeds import derive_seed
 
+if TYPE_CHECKING:
+    from fedmoe_pl.data import Batches, FederatedDataModule
+
+_EVALUATED_AT_ONCE = 1000
 _SPLIT = 2  # tells a client's split of its samples from the stream of random numbers of its training
 
 
@@ -28,6 +33,7 @@ class Client:
         kept: what it kept from earlier rounds and phases.
         loaded: the phase's initial tensors, updated with what the server sent: the same for all clients that were
             sent the same.
+        datamodule: who holds which data; already set up.
     """
 
     id: int
@@ -37,6 +43,16 @@ class Client:
     samples: Tensor
     kept: Tree
     loaded: Tree = field(default_factory=dict)
+    datamodule: FederatedDataModule | None = None
+
+    def batches(self, samples: Tensor) -> Batches:
+        """Large batches of some samples, in their order and not augmented, to evaluate models on.
+
+        Args:
+            samples: indices, such as ``self.samples``, shape (n,).
+        """
+        assert self.datamodule is not None, "backends and evaluations give clients their data"
+        return self.datamodule.batches(samples, batch_size=_EVALUATED_AT_ONCE)
 
     def shuffled_samples(self) -> Tensor:
         """Its training samples in an order that depends on (seed, client) alone: the same in every phase and round."""
@@ -88,6 +104,15 @@ class Algorithm:
         """
         return False
 
+    def participants(self, clients: Sequence[int], seed: int) -> Sequence[int]:
+        """The clients that rounds are sampled from: all of them, unless some opt out.
+
+        Args:
+            clients: ids of all clients.
+            seed: the run's seed.
+        """
+        return clients
+
     def is_shared(self, name: str) -> bool:
         """Whether the parameter or buffer leaves the client."""
         return self.federated
@@ -137,3 +162,30 @@ class Algorithm:
     def server_update(self, server: Tree, combined: Update) -> Tree:
         """The server's next state."""
         return {**server, **combined.sent}
+
+    def exchange(self, server: Tree, kept: Mapping[int, Tree], round: int) -> Iterator[tuple[int, Tree, Tree]]:
+        """What clients send each other at the end of a round, past the server: nothing by default.
+
+        Args:
+            server: the server's state after this round.
+            kept: what every client keeps after its local training.
+            round: the round, counted from 0.
+
+        Yields:
+            A client, what it keeps from now on, and what it received from other clients, which is only counted.
+        """
+        yield from ()
+
+    def personal_tensors(self, client: Client, server: Tree) -> Tree:
+        """The tensors of the model that a client would use now: what the server sends, and what the client kept.
+
+        Args:
+            client: has the phase's module, with its initial tensors, and its data.
+            server: the server's state.
+        """
+        return {**self.server_send(server, client.id), **client.kept}
+
+
+def chooses_model(algorithm: Algorithm) -> bool:
+    """Whether each client has a model of its own choice, whatever it was sent and kept."""
+    return type(algorithm).personal_tensors is not Algorithm.personal_tensors

@@ -17,6 +17,7 @@ from fedmoe_pl.aggregation import Tree
 from fedmoe_pl.data import FederatedDataModule
 from fedmoe_pl.evaluation import ClientEvaluation, Evaluation
 from fedmoe_pl.store import KeptOnDisk, check_kept
+from fedmoe_pl.traffic import no_traffic
 
 LAST = "last"
 FILE = "checkpoints/last.ckpt"
@@ -33,12 +34,17 @@ class PhaseState:
         kept: what clients kept, by client, in memory or on disk.
         round: number of completed rounds.
         finished: whether the phase's result stands.
-        best_metric: best mean of the monitored metric so far.
+        best_metric: best mean of the monitored metric so far; a loss with its sign reversed.
+        improved_metric: the same, where it improved by more than ``Phase.min_delta`` for the last time.
+        improved_round: the round of this improvement.
+        stopped: whether the phase ended before its last round.
         best_round: the round it was reached in, counted from 1.
         best_server: the server's state then.
         best_kept: what clients had kept then.
         given: where the result comes from another checkpoint, the round it was reached in there (0: unknown).
         evaluation: the final evaluation.
+        traffic: what was sent so far: ``parameters`` and ``bytes``, ``_down`` from the server to clients, ``_up`` from
+            clients to the server, ``_between_clients`` past it.
     """
 
     initial: Tree
@@ -47,14 +53,25 @@ class PhaseState:
     round: int = 0
     finished: bool = False
     best_metric: float | None = None
+    improved_metric: float | None = None
+    improved_round: int = 0
+    stopped: bool = False
     best_round: int = 0
     best_server: Tree = field(default_factory=dict)
     best_kept: Mapping[int, Tree] = field(default_factory=dict)
     given: int | None = None
     evaluation: Evaluation | None = None
+    traffic: dict[str, int] = field(default_factory=no_traffic)
 
-    def remember_best(self, metric: float) -> None:
-        """Remembers this round if its metric is the best so far."""
+    def remember_best(self, metric: float, min_delta: float = 0.0) -> None:
+        """Remembers this round if its metric, of which more is better, is the best so far.
+
+        Args:
+            metric: of this round.
+            min_delta: how much more than the last improvement counts as one.
+        """
+        if self.improved_metric is None or metric > self.improved_metric + min_delta:
+            self.improved_metric, self.improved_round = metric, self.round
         if self.best_metric is None or metric > self.best_metric:
             self.best_metric, self.best_round = metric, self.round
             self.best_server, self.best_kept = self.server, self.kept

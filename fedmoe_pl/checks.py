@@ -11,11 +11,12 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.accelerators import CPUAccelerator
 
+from fedmoe_pl.aggregation import copy_module
 from fedmoe_pl.backends import changes_loss, has_batch_norm, overridden_hooks, quiet
 from fedmoe_pl.cohort import cohort_size
 from fedmoe_pl.data import FederatedDataModule
 from fedmoe_pl.evaluation import predict
-from fedmoe_pl.models import PersonalizedMoE
+from fedmoe_pl.models import MixtureOfExperts
 from fedmoe_pl.phase import Phase
 
 
@@ -34,7 +35,7 @@ def check_phases(phases: Sequence[Phase], evaluate_every_n_rounds: int) -> None:
         raise MisconfigurationException(
             f"federation.evaluate_every_n_rounds is {evaluate_every_n_rounds}, but must be at least 0."
         )
-    monitoring = [phase.name for phase in phases if phase.monitor]
+    monitoring = [phase.name for phase in phases if phase.monitor and phase.evaluate_every_n_rounds is None]
     if monitoring and not evaluate_every_n_rounds:
         raise MisconfigurationException(
             f"federation.evaluate_every_n_rounds is 0, but '{monitoring[0]}' has a monitor; it must be at least 1."
@@ -91,22 +92,26 @@ def check_trainer(arguments: dict[str, Any]) -> list[torch.device]:
     return found
 
 
-def check_phase(phase: Phase, module: LightningModule, datamodule: FederatedDataModule) -> None:
+def check_phase(phase: Phase, module: LightningModule, datamodule: FederatedDataModule, seed: int) -> None:
     """Refuses a phase that does not fit its module or the data.
 
     Args:
         phase: the phase.
         module: the phase's module.
         datamodule: who holds which data; already set up.
+        seed: the run's seed.
 
     Raises:
         MisconfigurationException: with one sentence that names the key, the value and what is allowed.
     """
     key = f"federation.phases '{phase.name}'"
-    if cohort_size(datamodule.num_clients, phase.clients_per_round) > datamodule.num_clients:
+    participants = phase.algorithm.participants(range(datamodule.num_clients), seed)
+    size = 1 if phase.clients_per_round is None else cohort_size(datamodule.num_clients, phase.clients_per_round)
+    if size > len(participants):
+        left = "" if len(participants) == datamodule.num_clients else " that take part"
         raise MisconfigurationException(
-            f"{key}: clients_per_round is {phase.clients_per_round}, but must be at most the number of clients, "
-            f"{datamodule.num_clients}."
+            f"{key}: clients_per_round is {phase.clients_per_round}, but must be at most the number of clients{left}, "
+            f"{len(participants)}."
         )
     if changes_loss(phase.algorithm) and not (
         callable(getattr(module, "loss", None)) and module.automatic_optimization
@@ -122,8 +127,10 @@ def check_phase(phase: Phase, module: LightningModule, datamodule: FederatedData
             f"{type(phase.algorithm).__name__} would leave out; move what they do into loss(batch)."
         )
     phase.algorithm.check(module)
+    _check_architectures(key, phase, module, datamodule.num_clients)
     for metric, samples, source in (
         ("validation", datamodule.validation_samples, "validation_fraction"),
+        ("validation_loss", datamodule.validation_samples, "validation_fraction"),
         ("local_test_held_out", datamodule.test_samples, "test_fraction"),
     ):
         if phase.monitor == metric and not len(samples.indices):
@@ -138,11 +145,27 @@ def check_phase(phase: Phase, module: LightningModule, datamodule: FederatedData
         )
     if phase.evaluate:
         _check_outputs(module, datamodule)
-    if isinstance(module, PersonalizedMoE):
+    if isinstance(module, MixtureOfExperts):
         try:
             module.configure_optimizers()
         except ValueError as error:
             raise MisconfigurationException(f"{key}: its optimizer refuses its arguments: {error}.") from error
+
+
+def _check_architectures(key: str, phase: Phase, module: LightningModule, num_clients: int) -> None:
+    """Refuses to share what only clients of some architectures have."""
+    if not isinstance(module, MixtureOfExperts):
+        return
+    shared = {name for name in module.state_dict() if phase.algorithm.is_shared(name)}
+    for architecture in sorted({module.client_architecture(client) for client in range(num_clients)}):
+        own = copy_module(module)
+        own.keep_architecture(architecture)
+        missing = sorted(shared - own.state_dict().keys())
+        if missing:
+            raise MisconfigurationException(
+                f"{key}: {type(phase.algorithm).__name__} shares '{missing[0]}', which clients of architecture "
+                f"{architecture} do not have; only what all clients have can be shared."
+            )
 
 
 def _check_outputs(module: LightningModule, datamodule: FederatedDataModule) -> None:

@@ -4,18 +4,20 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple, TypeGuard
 
 import torch
+import torch.nn.functional as F
 from lightning.pytorch import LightningModule
 from torch import Tensor
 from torchmetrics.functional.classification import multiclass_accuracy
 
 from fedmoe_pl.aggregation import Tree, copy_module, load_tree
+from fedmoe_pl.algorithm import Client, chooses_model
 from fedmoe_pl.data.parts import Parts
-from fedmoe_pl.models import ConstantGate, PersonalizedMoE
+from fedmoe_pl.models import ConstantGate, MixtureOfExperts
 
 if TYPE_CHECKING:
     from fedmoe_pl.backends import LocalTraining
@@ -23,6 +25,7 @@ if TYPE_CHECKING:
 
 _BATCH_SIZE = 1000
 METRICS = ("local_test", "local_test_held_out", "global_test", "validation")
+MONITORS = (*METRICS, "validation_loss")
 
 
 class Spread(NamedTuple):
@@ -53,6 +56,7 @@ class ClientEvaluation:
         gate_weights: weights of the experts, shape (n, experts), on the client's own samples (the held-out ones
             where it has any, else its training samples); None for a model without a gate.
         gate_labels: labels of those samples, shape (n,).
+        validation_loss: mean loss on its validation samples; nan where it has none.
     """
 
     client: int
@@ -63,11 +67,18 @@ class ClientEvaluation:
     validation: float
     gate_weights: Tensor | None = None
     gate_labels: Tensor | None = None
+    validation_loss: float = math.nan
 
     @property
     def mean_gate_weight(self) -> float:
-        """Mean weight of expert 0, the global one, on the client's own samples; nan without a gate."""
-        return math.nan if self.gate_weights is None else self.gate_weights[:, 0].double().mean().item()
+        """Mean weight of the global experts together, on the client's own samples; nan without a gate."""
+        weights = self.global_weights
+        return math.nan if weights is None else weights.double().mean().item()
+
+    @property
+    def global_weights(self) -> Tensor | None:
+        """Weight of the global experts together, all but the last one, shape (n,); None without a gate."""
+        return None if self.gate_weights is None else self.gate_weights[:, :-1].sum(dim=1)
 
 
 @dataclass(frozen=True)
@@ -90,11 +101,12 @@ class Evaluation:
     selection: str
     clients: list[ClientEvaluation]
 
-    def spread(self, metric: str) -> Spread:
+    def spread(self, metric: str, clients: Collection[int] | None = None) -> Spread:
         """Mean, standard deviation and worst tenth over the clients that have the metric.
 
         Args:
-            metric: one of ``METRICS``.
+            metric: one of ``MONITORS``.
+            clients: counts these clients only; None for all.
 
         Example:
             >>> nan = float("nan")
@@ -104,7 +116,9 @@ class Evaluation:
             >>> round(spread.mean, 3), round(spread.std, 3), spread.worst_tenth
             (0.7, 0.163, 0.5)
         """
-        values = torch.tensor([getattr(c, metric) for c in self.clients], dtype=torch.float64)
+        values = torch.tensor(
+            [getattr(c, metric) for c in self.clients if clients is None or c.client in clients], dtype=torch.float64
+        )
         values = values[~values.isnan()].sort().values
         if not len(values):
             return Spread(math.nan, math.nan, math.nan)
@@ -131,26 +145,50 @@ def evaluate_clients(
     Returns:
         One entry per client, in the order of their ids.
     """
-    module = copy_module(training.module).to(device).eval()
     evaluations: dict[int, ClientEvaluation] = {}
-    for tensors, clients in _models(training, server, kept):
-        load_tree(module, {**training.initial, **tensors})
-        evaluations.update(zip(clients, _evaluate_model(module, training.datamodule, clients), strict=True))
+    for alike in training.by_architecture(range(training.datamodule.num_clients)):
+        own = training.of(alike[0])
+        module = copy_module(own.module).to(device).eval()
+        for tensors, clients in _models(own, module, server, kept, alike):
+            load_tree(module, {**own.initial, **tensors})
+            evaluations.update(zip(clients, _evaluate_model(module, training.datamodule, clients), strict=True))
     return [evaluations[client] for client in range(training.datamodule.num_clients)]
 
 
+def personal_tensors(
+    training: LocalTraining, module: LightningModule, server: Tree, client_id: int, kept: Tree, round: int = 0
+) -> Tree:
+    """``Algorithm.personal_tensors`` of a client.
+
+    Args:
+        training: what its architecture's clients have in common.
+        module: a module of that architecture, whose tensors are replaced.
+        server: the server's state.
+        client_id: the client.
+        kept: what it kept.
+        round: the round.
+    """
+    load_tree(module, training.initial)
+    samples = training.datamodule.train_samples[client_id]
+    client = Client(client_id, round, training.seed, module, samples, kept, datamodule=training.datamodule)
+    with torch.inference_mode():
+        return training.algorithm.personal_tensors(client, server)
+
+
 def _models(
-    training: LocalTraining, server: Tree, kept: Mapping[int, Tree]
+    training: LocalTraining, module: LightningModule, server: Tree, kept: Mapping[int, Tree], clients: Sequence[int]
 ) -> Iterator[tuple[Mapping[str, Tensor], list[int]]]:
     """The tensors of every different model, and the clients that have it."""
     shared: Tree = {}
     sharing: list[int] = []
     keeping = set(kept)  # asked once: on disk it is dearer to ask for each client
-    for client in range(training.datamodule.num_clients):
-        sent, own = training.algorithm.server_send(server, client), kept[client] if client in keeping else {}
-        if own:
-            yield {**sent, **own}, [client]
+    chooses = chooses_model(training.algorithm)
+    for client in clients:
+        own = kept[client] if client in keeping else {}
+        if own or chooses:
+            yield personal_tensors(training, module, server, client, own), [client]
             continue
+        sent = training.algorithm.server_send(server, client)
         if sharing and sent is not shared:
             yield shared, sharing
             sharing = []
@@ -208,16 +246,18 @@ def _evaluate_model(
         both = Parts(torch.cat((held_out.indices, train.indices)), torch.cat((held_out.sizes, train.sizes)))
         own = both.select(torch.arange(len(clients)) + len(clients) * (held_out.sizes == 0))
         gate_labels = _pieces(datamodule.y[own.indices], own.sizes)
-    own_accuracy, gate_weights = _predict_parts(module, datamodule, own)
+    own_accuracy, _, gate_weights = _predict_parts(module, datamodule, own)
+    validation_accuracy, validation_loss, _ = _predict_parts(module, datamodule, validation)
     columns = zip(
         clients,
         datamodule.train_samples.sizes[chosen].tolist(),
         _weighted(class_accuracy, datamodule.class_shares[chosen], datamodule).tolist(),
         own_accuracy.where(held_out.sizes > 0, math.nan).tolist(),
         [global_test] * len(clients),
-        _predict_parts(module, datamodule, validation)[0].tolist(),
+        validation_accuracy.tolist(),
         gate_weights or [None] * len(clients),
         gate_labels,
+        validation_loss.tolist(),
         strict=True,
     )
     return itertools.starmap(ClientEvaluation, columns)
@@ -226,17 +266,27 @@ def _evaluate_model(
 @torch.inference_mode()
 def _predict_parts(
     module: LightningModule, datamodule: FederatedDataModule, parts: Parts
-) -> tuple[Tensor, list[Tensor]]:
-    """Accuracy of each part, float32 (len(parts),), nan where empty, and of a trained gate each part's weights."""
-    right, weights = [torch.empty(0, dtype=torch.bool)], []
-    for logits, batch_weights, labels in _outputs(module, datamodule, parts.indices):
-        right.append(logits.argmax(1) == labels)
+) -> tuple[Tensor, Tensor, list[Tensor]]:
+    """Accuracy and mean loss of each part, (len(parts),), nan where empty, and a trained gate's weights by part."""
+    right, losses, weights = [torch.empty(0, dtype=torch.bool)], [torch.empty(0, dtype=torch.float64)], []
+    for scores, batch_weights, labels in _outputs(module, datamodule, parts.indices):
+        right.append(scores.argmax(1) == labels)
+        losses.append(_losses(module, scores, labels))
         if batch_weights is not None:
             weights.append(batch_weights)
     ends = parts.sizes.cumsum(0)
     counts = torch.cat((torch.zeros(1, dtype=torch.int64), torch.cat(right).cumsum(0)))
     accuracies = (counts[ends] - counts[ends - parts.sizes]).float() / parts.sizes
-    return accuracies, _pieces(torch.cat(weights), parts.sizes) if weights else []
+    sums = torch.cat((torch.zeros(1, dtype=torch.float64), torch.cat(losses).cumsum(0)))
+    mean_losses = (sums[ends] - sums[ends - parts.sizes]) / parts.sizes
+    return accuracies, mean_losses, _pieces(torch.cat(weights), parts.sizes) if weights else []
+
+
+def _losses(module: LightningModule, scores: Tensor, labels: Tensor) -> Tensor:
+    """Loss of every sample, float64 (n,): cross-entropy, or what a mixture's own loss makes of its scores."""
+    if isinstance(module, MixtureOfExperts):
+        return module.loss_of(scores, labels, reduction="none").double()
+    return F.cross_entropy(scores, labels, reduction="none").double()
 
 
 def _pieces(tensor: Tensor, sizes: Tensor) -> list[Tensor]:
@@ -251,5 +301,5 @@ def _weighted(class_accuracy: Tensor, shares: Tensor, datamodule: FederatedDataM
     return (shares * class_accuracy).sum(dim=1) / shares.sum(dim=1)
 
 
-def _has_trained_gate(module: LightningModule) -> TypeGuard[PersonalizedMoE]:
-    return isinstance(module, PersonalizedMoE) and not isinstance(module.gate, ConstantGate)
+def _has_trained_gate(module: LightningModule) -> TypeGuard[MixtureOfExperts]:
+    return isinstance(module, MixtureOfExperts) and not isinstance(module.gate, ConstantGate)

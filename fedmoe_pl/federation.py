@@ -39,14 +39,25 @@ from fedmoe_pl.checkpoint import (
     save_finished,
 )
 from fedmoe_pl.checks import check_phase, check_phases, check_store, check_trainer
-from fedmoe_pl.cohort import cohort_size, sample_cohort
 from fedmoe_pl.data import FederatedDataModule, partition_figure, partition_table
-from fedmoe_pl.evaluation import Evaluation, evaluate_clients, predict
-from fedmoe_pl.phase import INITIAL, Phase, begin_phase, evaluated_model, find_start, phase_module, work_of_round
+from fedmoe_pl.evaluation import Evaluation, evaluate_clients, personal_tensors, predict
+from fedmoe_pl.phase import (
+    INITIAL,
+    Phase,
+    begin_phase,
+    evaluated_model,
+    find_start,
+    phase_cohort,
+    phase_module,
+    work_of_round,
+)
 from fedmoe_pl.reporting import AccuracyMonitor, GateMonitor, PartitionMonitor, ProgressBar, ResultFiles
 from fedmoe_pl.results import format_table, prediction_rows, round_row, write_csv
 from fedmoe_pl.seeds import seed_all
 from fedmoe_pl.store import DiskStore, MemoryStore, Store
+from fedmoe_pl.traffic import WAYS, Traffic
+
+_EXCHANGED = 10**9  # tells the files of what clients keep after an exchange from those before it
 
 
 class Federation:
@@ -218,10 +229,12 @@ class Federation:
         """
         phase = next(phase for phase in self.phases if phase.name == method)
         state = self.states[method]
-        module = self._module(phase).eval()
-        sent = phase.algorithm.server_send(state.server, client)
-        load_tree(module, {**state.initial, **sent, **state.kept.get(client, {})})
-        return module
+        module = self._module(phase)
+        load_tree(module, state.initial)
+        own = self._local_training(phase, module, state.initial).of(client)
+        tensors = personal_tensors(own, own.module, state.server, client, state.kept.get(client, {}), state.round)
+        load_tree(own.module, {**own.initial, **tensors})
+        return own.module.eval()
 
     @property
     def results(self) -> dict[str, Evaluation]:
@@ -243,6 +256,13 @@ class Federation:
         """The part of ``total_work`` that is done."""
         done = sum(state.round * self.work[name] for name, state in self.states.items())
         return done + self._work_in_round
+
+    def _client_trainer(self, phase: Phase) -> dict[str, Any]:
+        given = {**self.trainer, **(phase.trainer or {})}
+        if phase.callbacks:
+            common = given.get("callbacks") or []
+            given["callbacks"] = [*(common if isinstance(common, list) else [common]), *phase.callbacks]
+        return given
 
     def _epochs(self, phase: Phase) -> int:
         return self.trainer["max_epochs"] if phase.max_epochs is None else phase.max_epochs
@@ -266,6 +286,9 @@ class Federation:
         self.initial, self.states, self.rows = {}, {}, []
         checkpoint = find_checkpoint(ckpt_path, self.runs) if ckpt_path else None
         self.devices = check_trainer(self.trainer)
+        for phase in self.phases:
+            if phase.trainer:
+                check_trainer(self._client_trainer(phase))
         self.active_backend = self._with_workers()
         datamodule.prepare_data()
         datamodule.setup()
@@ -282,14 +305,14 @@ class Federation:
         self.model = self._sized(copy_module(model))
         load_tree(self.model, self.initial)
         self.initial = {name: tensor.detach().cpu() for name, tensor in self.model.state_dict().items()}
+        for phase in self.phases:
+            module = self._module(phase)
+            check_phase(phase, module, datamodule, self.seed)
+            if phase.ckpt_path:
+                begin_phase(phase, module, None)
         self.work = {
             phase.name: work_of_round(phase, datamodule, self.seed, self._epochs(phase)) for phase in self.phases
         }
-        for phase in self.phases:
-            module = self._module(phase)
-            check_phase(phase, module, datamodule)
-            if phase.ckpt_path:
-                begin_phase(phase, module, None)
 
     def _with_workers(self) -> Backend:
         """The backend, with a worker process for each device where there is more than one."""
@@ -344,7 +367,7 @@ class Federation:
             initial=initial,
             algorithm=phase.algorithm,
             datamodule=self.training_data,
-            trainer={**self.trainer, "max_epochs": self._epochs(phase)},
+            trainer={**self._client_trainer(phase), "max_epochs": self._epochs(phase)},
             batch_size=phase.batch_size,
             seed=self.seed,
             rounds=phase.rounds,
@@ -370,7 +393,7 @@ class Federation:
         training = self._training(phase)
         state = self.states[phase.name]
         evaluation = None
-        while state.round < phase.rounds:
+        while state.round < phase.rounds and not state.stopped:
             evaluation = self._run_round(phase, state, training)
         if phase.evaluate and evaluation is None:  # the last round was not evaluated, or not run just now
             evaluation = self._evaluate_round(phase, state, training)
@@ -387,39 +410,64 @@ class Federation:
 
     def _run_round(self, phase: Phase, state: PhaseState, training: LocalTraining) -> Evaluation | None:
         """One round (DESIGN section 3); returns its evaluation, where this round is evaluated."""
-        round, algorithm, clients = state.round, phase.algorithm, range(self.datamodule.num_clients)
+        round, algorithm = state.round, phase.algorithm
         self._call("on_round_start", phase, round)
-        cohort = sample_cohort(clients, cohort_size(len(clients), phase.clients_per_round), self.seed, round)
+        cohort = phase_cohort(phase, self.datamodule.num_clients, self.seed, round)
         combined: Update | None = None
         written: dict[int, Any] = {}
+        down = sum((Traffic.of(algorithm.server_send(state.server, client)) for client in cohort), Traffic())
+        up = Traffic()
         for group in self.active_backend.train(training, state.server, cohort, state.kept, round):
             combined = group.update if combined is None else algorithm.combine(combined, group.update)
             written.update(self._kept.write(phase.name, round + 1, group.kept))
+            up += group.sent
             for client in group.kept:
                 self._work_in_round += self.work[phase.name] / len(cohort)
                 self._call("on_client_end", phase, round, client)
         assert combined is not None, "a cohort has at least one client"
         state.server, state.round = algorithm.server_update(state.server, combined), round + 1
         state.kept = self._kept.updated(phase.name, state.kept, written)
+        between = self._exchange(phase, state, round)
+        for way, traffic in zip(WAYS, (down, up, between), strict=True):
+            for name, value in traffic._asdict().items():
+                state.traffic[f"{name}_{way}"] += value
         self._work_in_round = 0.0
-        every = self.evaluate_every_n_rounds
+        every = self._interval(phase)
         evaluates = phase.evaluate and every and (state.round % every == 0 or state.round == phase.rounds)
         evaluation = self._evaluate_round(phase, state, training) if evaluates else None
+        waited = state.round - state.improved_round if state.improved_round else 0
+        state.stopped = phase.patience is not None and waited >= phase.patience * every
         self._checkpoint()
         self._kept.remove_replaced(state.kept, state.best_kept)
         self._call("on_round_end", phase, round)
         return evaluation
 
+    def _exchange(self, phase: Phase, state: PhaseState, round: int) -> Traffic:
+        """What clients send each other; all of it is computed from what they kept before it."""
+        received, written = Traffic(), {}
+        for client, kept, from_others in phase.algorithm.exchange(state.server, state.kept, round):
+            written.update(self._kept.write(phase.name, _EXCHANGED + round + 1, {client: kept}))
+            received += Traffic.of(from_others)
+        if written:
+            state.kept = self._kept.updated(phase.name, state.kept, written)
+        return received
+
+    def _interval(self, phase: Phase) -> int:
+        given = phase.evaluate_every_n_rounds
+        return self.evaluate_every_n_rounds if given is None else given
+
     def _evaluate_round(self, phase: Phase, state: PhaseState, training: LocalTraining) -> Evaluation:
         evaluation = self._evaluate(phase, state, training)
-        row = round_row(evaluation)
+        row = round_row(evaluation) | state.traffic
         key = (evaluation.method, evaluation.round)
         if key not in [
             (last["method"], last["round"]) for last in self.rows[-1:]
         ]:  # a resumed run may do a round again
             self.rows.append(row)
         if phase.monitor and state.round >= phase.monitor_from_round:
-            state.remember_best(evaluation.spread(phase.monitor).mean)
+            participants = phase.algorithm.participants(range(self.datamodule.num_clients), self.seed)
+            mean = evaluation.spread(phase.monitor, set(participants)).mean
+            state.remember_best(-mean if phase.monitor == "validation_loss" else mean, phase.min_delta)
         self._call("on_evaluation_end", phase, evaluation)
         return evaluation
 

@@ -6,19 +6,21 @@ import copy
 from collections import ChainMap
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from lightning.fabric.utilities.exceptions import MisconfigurationException
-from lightning.pytorch import LightningModule
+from lightning.pytorch import Callback, LightningModule
 from lightning.pytorch.cli import LRSchedulerCallable, OptimizerCallable
 
 from fedmoe_pl.aggregation import Tree, copy_module, load_tree
 from fedmoe_pl.algorithm import Algorithm, Client
 from fedmoe_pl.checkpoint import PhaseState, load_checkpoint
-from fedmoe_pl.cohort import cohort_size
+from fedmoe_pl.cohort import cohort_size, sample_cohort
 from fedmoe_pl.data import FederatedDataModule
-from fedmoe_pl.evaluation import METRICS
+from fedmoe_pl.evaluation import MONITORS
+from fedmoe_pl.models import MixtureOfExperts
 from fedmoe_pl.models.gates import ConstantGate, Gate
-from fedmoe_pl.models.moe import PersonalizedMoE
+from fedmoe_pl.models.mixture import Mixing
 from fedmoe_pl.store import check_kept, only
 
 INITIAL = "initial"
@@ -36,16 +38,23 @@ class Phase:
         clients_per_round: how many clients train in a round: from 1 on a number, below 1 a fraction, None all clients.
         gate: replaces the model's gate in this phase; a ``ConstantGate`` of 1 trains and evaluates the global expert
             alone, of 0 the local expert alone.
+        mixing: replaces what the model mixes of its experts.
         start: name of the earlier phase whose result this one starts from, or ``initial`` for the untrained model;
             None takes the last phase that the algorithm follows (personalization follows the federated phase).
         max_epochs: local epochs of a client in a round; None takes the trainer's.
         batch_size: local batch size; None takes the data's.
         optimizer: local optimizer; None takes the model's. Optimizers and schedulers start anew in every round.
         lr_scheduler: its scheduler, stepped once per local epoch; None takes the model's.
-        monitor: the round with the best mean of this metric (``validation``, ``local_test``, ``local_test_held_out``
-            or ``global_test``) is the result; None takes the last round. All but ``validation`` select on test data,
-            which tables say.
+        monitor: the round with the best mean of this metric over the participants (``validation``,
+            ``validation_loss``, ``local_test``, ``local_test_held_out`` or ``global_test``) is the result; None takes
+            the last round. All but the first two select on test data, which tables say.
         monitor_from_round: rounds before this one, counted from 1, are not selected.
+        patience: ends the phase after this many evaluations in a row without a better ``monitor``; None never does.
+        min_delta: a monitor counts as better for ``patience`` only by more than this.
+        evaluate_every_n_rounds: evaluate after every n rounds; None takes the federation's.
+        callbacks: Lightning callbacks of each client's Trainer in this phase, such as ``BestEpoch``, beside those of
+            ``trainer``.
+        trainer: arguments of each client's Trainer in this phase, in place of those of ``trainer``.
         evaluate: whether the phase is a method of its own, evaluated and in the table, or only a start for others.
         ckpt_path: takes the phase's result from a federation's checkpoint (its phase of the same name) or from a
             Lightning checkpoint with the same parameter names, in place of training.
@@ -56,6 +65,7 @@ class Phase:
     rounds: int = 1
     clients_per_round: float | None = None
     gate: Gate | None = None
+    mixing: Mixing | None = None
     start: str | None = None
     max_epochs: int | None = None
     batch_size: int | None = None
@@ -63,6 +73,11 @@ class Phase:
     lr_scheduler: LRSchedulerCallable | None = None
     monitor: str | None = None
     monitor_from_round: int = 1
+    patience: int | None = None
+    min_delta: float = 0.0
+    evaluate_every_n_rounds: int | None = None
+    callbacks: list[Callback] | None = None
+    trainer: dict[str, Any] | None = None
     evaluate: bool = True
     ckpt_path: str | None = None
 
@@ -73,7 +88,15 @@ class Phase:
             raise MisconfigurationException(
                 f"{key}: name must not be empty, contain '/' or be '{INITIAL}', because files and logs are named by it."
             )
-        for name, lowest in (("rounds", 1), ("max_epochs", 0), ("batch_size", 1), ("monitor_from_round", 1)):
+        for name, lowest in (
+            ("rounds", 1),
+            ("max_epochs", 0),
+            ("batch_size", 1),
+            ("monitor_from_round", 1),
+            ("patience", 1),
+            ("min_delta", 0),
+            ("evaluate_every_n_rounds", 0),
+        ):
             value = getattr(self, name)
             if value is not None and value < lowest:
                 raise MisconfigurationException(f"{key}: {name} is {value}, but must be at least {lowest}.")
@@ -82,12 +105,20 @@ class Phase:
             raise MisconfigurationException(
                 f"{key}: clients_per_round is {size}, but must be a whole number or a fraction between 0 and 1."
             )
-        if self.monitor is not None and self.monitor not in METRICS:
+        if self.monitor is not None and self.monitor not in MONITORS:
             raise MisconfigurationException(
-                f"{key}: monitor is '{self.monitor}', but must be one of {', '.join(METRICS)}."
+                f"{key}: monitor is '{self.monitor}', but must be one of {', '.join(MONITORS)}."
             )
         if self.monitor and not self.evaluate:
             raise MisconfigurationException(f"{key}: monitor is '{self.monitor}', which needs evaluate: true.")
+        if self.patience and not self.monitor:
+            raise MisconfigurationException(f"{key}: patience is {self.patience}, which needs a monitor.")
+        if self.monitor and self.evaluate_every_n_rounds == 0:
+            raise MisconfigurationException(
+                f"{key}: evaluate_every_n_rounds is 0, but monitor is '{self.monitor}'; it must be at least 1."
+            )
+        if "max_epochs" in (self.trainer or {}):
+            raise MisconfigurationException(f"{key}: trainer has max_epochs, which a phase takes as `max_epochs`.")
         if self.monitor_from_round > self.rounds:
             raise MisconfigurationException(
                 f"{key}: monitor_from_round is {self.monitor_from_round}, but must be at most rounds, {self.rounds}."
@@ -159,20 +190,20 @@ def _only(names: Iterable[str], tree: Tree) -> Tree:
 
 
 def phase_module(model: LightningModule, phase: Phase) -> LightningModule:
-    """A copy of the model, with the phase's gate, optimizer and scheduler.
+    """A copy of the model, with the phase's gate, mixing, optimizer and scheduler.
 
     Raises:
-        MisconfigurationException: if the phase has one of these and the model is not a ``PersonalizedMoE``.
+        MisconfigurationException: if the phase has one of these and the model is not a ``MixtureOfExperts``.
     """
     module = copy_module(model)
-    for part in ("gate", "optimizer", "lr_scheduler"):
+    for part in ("gate", "mixing", "optimizer", "lr_scheduler"):
         replacement = getattr(phase, part)
         if replacement is None:
             continue
-        if not isinstance(module, PersonalizedMoE):
+        if not isinstance(module, MixtureOfExperts):
             raise MisconfigurationException(
                 f"federation.phases '{phase.name}': {part} is given, but the model is a {type(module).__name__} and "
-                "only a PersonalizedMoE lets a phase replace it."
+                "only a MixtureOfExperts lets a phase replace it."
             )
         setattr(module, part, copy.deepcopy(replacement) if part == "gate" else replacement)
         module.check_parts()
@@ -186,14 +217,21 @@ def work_of_round(phase: Phase, datamodule: FederatedDataModule, seed: int, epoc
     samples = datamodule.train_samples
     first = Client(id=0, round=0, seed=seed, module=LightningModule(), samples=samples[0], kept={})
     share = len(phase.algorithm.client_samples(first)) / len(samples[0])
-    cohort = cohort_size(len(samples), phase.clients_per_round) / len(samples)
+    cohort = len(phase_cohort(phase, len(samples), seed, round=0)) / len(samples)
     return epochs * cohort * share * len(samples.indices)
+
+
+def phase_cohort(phase: Phase, num_clients: int, seed: int, round: int) -> list[int]:
+    """The clients of a round: drawn from the participants, as many as if all took part (METHODS section 7.4)."""
+    participants = phase.algorithm.participants(range(num_clients), seed)
+    size = len(participants) if phase.clients_per_round is None else cohort_size(num_clients, phase.clients_per_round)
+    return sample_cohort(participants, size, seed, round)
 
 
 def evaluated_model(module: LightningModule) -> str:
     """What of the module an evaluation evaluates, in the words of ``Evaluation.model``."""
-    if not isinstance(module, PersonalizedMoE):
+    if not isinstance(module, MixtureOfExperts):
         return type(module).__name__
-    if isinstance(module.gate, ConstantGate) and module.gate.weight in (0, 1):
-        return "global expert" if module.gate.weight else "local expert"
+    if isinstance(module.gate, ConstantGate) and len(module.gate.active) == 1:
+        return "local expert" if module.gate.active[0] == len(module.gate.weights) - 1 else "global expert"
     return "mixture"

@@ -223,9 +223,9 @@ class GateMonitor(FederationCallback):
             return
         for writer in _tensorboard_writers(federation):
             for client in evaluation.clients[: self.max_clients]:
-                if client.gate_weights is not None:
+                if client.global_weights is not None:
                     tag = f"gate_weights/{_tag(evaluation)}/client_{client.client:03d}"
-                    weights = client.gate_weights[:, 0].detach().cpu().double().numpy()
+                    weights = client.global_weights.detach().cpu().double().numpy()
                     description = "Weight of the global expert on the client's own samples: one count per sample."
                     _add_summary(writer, _histogram(tag, weights, description), federation.step)
             pixels = figure_pixels(gate_weight_figure(evaluation, federation.datamodule.num_classes))

@@ -33,7 +33,7 @@ def round_row(evaluation: Evaluation) -> dict[str, object]:
         >>> row["round"], row["clients"], row["local_test_mean"], row["global_test_worst_tenth"]
         (3, 'all 1', 0.75, 0.5)
     """
-    row = {
+    row: dict[str, object] = {
         "method": evaluation.method,
         "round": evaluation.round,
         "model": evaluation.model,
@@ -43,7 +43,7 @@ def round_row(evaluation: Evaluation) -> dict[str, object]:
     }
     for metric in METRICS:
         row |= {f"{metric}_{name}": value for name, value in evaluation.spread(metric)._asdict().items()}
-    return row
+    return row | {"validation_loss_mean": evaluation.spread("validation_loss").mean}
 
 
 def summary_row(evaluation: Evaluation) -> dict[str, object]:
@@ -112,9 +112,9 @@ def prediction_rows(
         samples: indices of the samples in the data module, shape (n,).
         labels: their classes, shape (n,).
         logits: shape (n, C).
-        gate_weights: shape (n, experts), of which the global expert's is written; None without a gate.
+        gate_weights: shape (n, experts), of which that of the global experts together is written; None without a gate.
     """
-    weights = [math.nan] * len(samples) if gate_weights is None else gate_weights[:, 0].tolist()
+    weights = [math.nan] * len(samples) if gate_weights is None else gate_weights[:, :-1].sum(dim=1).tolist()
     columns = zip(samples.tolist(), labels.tolist(), logits.argmax(1).tolist(), weights, strict=True)
     names = ("sample", "label", "prediction", "gate_weight")
     for values in columns:
@@ -188,11 +188,11 @@ def mean_gate_weight_by_class(evaluation: Evaluation, num_classes: int) -> Tenso
     """
     rows = []
     for client in evaluation.clients:
-        if client.gate_weights is None or client.gate_labels is None:
+        if client.global_weights is None or client.gate_labels is None:
             rows.append(torch.full((num_classes,), math.nan, dtype=torch.float64))
             continue
         labels = client.gate_labels.cpu()
-        weights = client.gate_weights[:, 0].detach().cpu().double()
+        weights = client.global_weights.detach().cpu().double()
         sums = torch.zeros(num_classes, dtype=torch.float64).index_add(0, labels, weights)
         rows.append(sums / torch.bincount(labels, minlength=num_classes))  # 0 / 0 is nan
     return torch.stack(rows)

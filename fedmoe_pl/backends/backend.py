@@ -4,19 +4,21 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
 from typing import Any
 
 import torch
 from lightning.pytorch import LightningModule
 
-from fedmoe_pl.aggregation import Tree
+from fedmoe_pl.aggregation import Tree, copy_module
 from fedmoe_pl.algorithm import Algorithm, Update
 from fedmoe_pl.data import FederatedDataModule
+from fedmoe_pl.models import MixtureOfExperts
+from fedmoe_pl.traffic import Traffic
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class LocalTraining:
     """All that the clients of one phase have in common.
 
@@ -46,6 +48,44 @@ class LocalTraining:
     def max_epochs(self) -> int:
         """Local epochs of a client."""
         return self.trainer["max_epochs"]
+
+    def architecture(self, client_id: int) -> int:
+        """Which of the module's architectures a client has."""
+        return self.module.client_architecture(client_id) if isinstance(self.module, MixtureOfExperts) else 0
+
+    def by_architecture(self, clients: Sequence[int]) -> list[list[int]]:
+        """The clients, in their order, apart by architecture."""
+        found: dict[int, list[int]] = {}
+        for client in clients:
+            found.setdefault(self.architecture(client), []).append(client)
+        return list(found.values())
+
+    def of(self, client_id: int) -> LocalTraining:
+        """The same for the clients of one architecture: with the parts of the module that they have."""
+        architecture = self.architecture(client_id)
+        if architecture not in self._of_architectures:
+            module = copy_module(self.module)
+            if isinstance(module, MixtureOfExperts):
+                module.keep_architecture(architecture)
+            names = module.state_dict().keys()
+            if names == self.module.state_dict().keys():
+                self._of_architectures[architecture] = self
+            else:
+                initial = {name: self.initial[name] for name in names}
+                self._of_architectures[architecture] = replace(self, module=module, initial=initial)
+        return self._of_architectures[architecture]
+
+    @cached_property
+    def _of_architectures(self) -> dict[int, LocalTraining]:
+        return {}
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Without what can be computed again."""
+        return {name: getattr(self, name) for name in (field.name for field in fields(self))}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Past the frozen attributes."""
+        self.__dict__.update(state)
 
     @cached_property
     def trainable(self) -> dict[frozenset[str], tuple[int, int]]:
@@ -92,10 +132,12 @@ class GroupUpdate:
     Attributes:
         update: the group's updates, folded with ``Algorithm.combine``.
         kept: what each of its clients keeps, by client.
+        sent: how much its clients sent.
     """
 
     update: Update
     kept: dict[int, Tree]
+    sent: Traffic
 
 
 class Backend(ABC):
@@ -160,3 +202,10 @@ def fold(algorithm: Algorithm, updates: Sequence[Update]) -> Update:
     for update in updates[1:]:
         combined = algorithm.combine(combined, update)
     return combined
+
+
+def group_update(algorithm: Algorithm, clients: Sequence[int], updates: Sequence[Update]) -> GroupUpdate:
+    """What comes of a group from the updates of its clients, in their order."""
+    kept = {client: update.kept for client, update in zip(clients, updates, strict=True)}
+    sent = sum((Traffic.of(update.sent) for update in updates), Traffic())
+    return GroupUpdate(fold(algorithm, updates), kept, sent)

@@ -23,7 +23,7 @@ from fedmoe_pl.aggregation import Tree
 from fedmoe_pl.algorithm import Algorithm, Client
 from fedmoe_pl.backends.backend import LocalTraining
 from fedmoe_pl.data import Batches, FederatedDataModule
-from fedmoe_pl.models import PersonalizedMoE
+from fedmoe_pl.models import MixtureOfExperts, SwitchNorm1d
 from fedmoe_pl.seeds import derive_seed, seed_all
 
 LEAN_TRAINER: dict[str, Any] = {
@@ -90,6 +90,7 @@ def begin_client(
         samples=training.datamodule.train_samples[client_id],
         kept=kept.get(client_id, {}),
         loaded={**training.initial, **sent},
+        datamodule=training.datamodule,
     )
     const = algorithm.client_init(client, sent)
     return client, const, algorithm.client_samples(client)
@@ -136,19 +137,19 @@ def trains_by_loss(algorithm: Algorithm, module: LightningModule) -> bool:
     """Whether clients train by ``Algorithm.client_loss``, in place of the module's own ``training_step``."""
     if changes_loss(algorithm):
         return True
-    return isinstance(module, PersonalizedMoE) and not overridden_hooks(module)
+    return isinstance(module, MixtureOfExperts) and not overridden_hooks(module)
 
 
 def overridden_hooks(module: LightningModule) -> list[str]:
     """Hooks of Lightning that a user's module has and that training by ``client_loss`` would not call."""
-    base = PersonalizedMoE if isinstance(module, PersonalizedMoE) else LightningModule
-    hooks = _MODULE_HOOKS + (("training_step",) if base is PersonalizedMoE else ())
+    base = MixtureOfExperts if isinstance(module, MixtureOfExperts) else LightningModule
+    hooks = _MODULE_HOOKS + (("training_step",) if base is MixtureOfExperts else ())
     return [name for name in hooks if getattr(type(module), name) is not getattr(base, name)]
 
 
 def has_batch_norm(module: LightningModule) -> bool:
     """Whether the module has batch normalization, which refuses to train on one sample (METHODS section 2)."""
-    return any(isinstance(part, _BatchNorm) for part in module.modules())
+    return any(isinstance(part, (_BatchNorm, SwitchNorm1d)) for part in module.modules())
 
 
 def needs_every_batch(training: LocalTraining) -> str | None:

@@ -19,7 +19,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from fedmoe_pl.aggregation import Tree, copy_module, load_tree
 from fedmoe_pl.algorithm import Algorithm, Client
-from fedmoe_pl.backends.backend import Backend, GroupUpdate, LocalTraining, fold
+from fedmoe_pl.backends.backend import Backend, GroupUpdate, LocalTraining, group_update
 from fedmoe_pl.backends.client import (
     EpochModule,
     Freezing,
@@ -86,17 +86,20 @@ class StackedBackend(Backend):
         return StackedBackend, (self.clients_per_stack,)
 
     def groups(self, training: LocalTraining, cohort: Sequence[int]) -> list[list[int]]:
-        """Clients with similar numbers of samples, in groups of similar size."""
-        samples = training.datamodule.train_samples
-        ordered = sorted(cohort, key=lambda client: (-len(samples[client]), client))
-        number = -(-len(cohort) // (self.clients_per_stack or len(cohort)))
-        size = -(-len(cohort) // number)
-        return [ordered[start : start + size] for start in range(0, len(ordered), size)]
+        """Clients of one architecture with similar numbers of samples, in groups of similar size."""
+        samples, groups = training.datamodule.train_samples, []
+        for alike in training.by_architecture(cohort):
+            ordered = sorted(alike, key=lambda client: (-len(samples[client]), client))
+            number = -(-len(alike) // (self.clients_per_stack or len(alike)))
+            size = -(-len(alike) // number)
+            groups += [ordered[start : start + size] for start in range(0, len(ordered), size)]
+        return groups
 
     def train_group(
         self, training: LocalTraining, server: Tree, clients: Sequence[int], kept: Mapping[int, Tree], round: int
     ) -> GroupUpdate:
         """Trains a group in one Trainer."""
+        training = training.of(clients[0])
         with one_thread():
             module = copy_module(training.module)
             members = _begin_members(training, module, server, clients, kept, round, self.features)
@@ -107,8 +110,7 @@ class StackedBackend(Backend):
             for member in members:
                 load_tree(module, member.state)
                 updates.append(training.algorithm.client_final(member.client, member.const))
-        kept_now = {client: update.kept for client, update in zip(clients, updates, strict=True)}
-        return GroupUpdate(fold(training.algorithm, updates), kept_now)
+        return group_update(training.algorithm, clients, updates)
 
 
 @dataclass(frozen=True)
@@ -125,18 +127,29 @@ class Trial:
 
 
 def try_to_stack(training: LocalTraining) -> Trial | str:
-    """Computes one step of two clients both ways.
+    """Computes one step of two clients of every architecture both ways.
 
     Returns:
         What it told, or why the phase's clients cannot be stacked.
     """
+    trials = []
+    for alike in training.by_architecture(range(training.datamodule.num_clients)):
+        trial = _try_architecture(training.of(alike[0]), alike[:2])
+        if isinstance(trial, str):
+            return trial
+        trials.append(trial)
+    return Trial(min(trial.clients_per_stack for trial in trials), any(trial.convolves for trial in trials))
+
+
+def _try_architecture(training: LocalTraining, clients: Sequence[int]) -> Trial | str:
+    """The same for two clients of one architecture."""
     reason = needs_every_batch(training)
     if reason or training.trainer.get("callbacks"):
         return reason or "trainer.callbacks belong to a client each"
     optimizer, _ = optimizer_and_scheduler(training.module.configure_optimizers())
     if type(optimizer) not in _ELEMENTWISE:
         return f"{type(optimizer).__name__} may not step every parameter element by element"
-    module, clients = training.module, range(min(2, training.datamodule.num_clients))
+    module = training.module
     if len([*module.named_parameters(remove_duplicate=False)]) > len([*module.parameters()]):
         return "parts of the model share parameters"
     trials = [Trial(_most_clients(training.device), convolves=False)]

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from fedmoe_pl.aggregation import Tree, copy_module
 from fedmoe_pl.algorithm import Algorithm, Client, Update
-from fedmoe_pl.backends.backend import Backend, GroupUpdate, LocalTraining, fold
+from fedmoe_pl.backends.backend import Backend, GroupUpdate, LocalTraining, group_update
 from fedmoe_pl.backends.client import (
     EpochModule,
     Freezing,
@@ -58,13 +58,13 @@ class TrainerBackend(Backend):
         lean = self._lean[1]
         with one_thread():
             updates = [self._train_client(training, server, client, kept, round, lean) for client in clients]
-        kept_now = {client: update.kept for client, update in zip(clients, updates, strict=True)}
-        return GroupUpdate(fold(training.algorithm, updates), kept_now)
+        return group_update(training.algorithm, clients, updates)
 
     def _train_client(
         self, training: LocalTraining, server: Tree, client_id: int, kept: Mapping[int, Tree], round: int, lean: bool
     ) -> Update:
         """One client's part of a round: DESIGN section 3."""
+        training = training.of(client_id)
         client, const, samples = begin_client(training, copy_module(training.module), server, client_id, kept, round)
         if len(samples) and trainable_names(training, client.module, round):
             if lean:

@@ -1,7 +1,7 @@
-"""Gates: for every sample, the weights of the global and of the local expert.
+"""Gates: for every sample, the weights of the global experts and of the local expert.
 
-A gate returns weights of shape (B, 2) that are at least 0 and add up to 1. Index 0 is always the global expert, index 1
-the local one (the papers differ; METHODS section 0, finding 6).
+A gate returns weights of shape (B, experts) that are at least 0 and add up to 1. Global experts always come first, the
+local one is the last (the papers differ; METHODS section 0, finding 6): with two, index 0 is the global expert.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ class Gate(nn.Module, ABC):
 
     @abstractmethod
     def forward(self, x: Tensor) -> Tensor:
-        """Weights of shape (B, 2): (global expert, local expert).
+        """Weights of shape (B, experts), the local expert's last.
 
         Args:
             x: the input (B, ...), or the features (B, F) where ``reads_features`` is set.
@@ -41,23 +41,35 @@ class ConstantGate(Gate):
     """A gate held at one value: 1 is the global expert alone, 0 the local expert alone, 0.5 the equal-weight mixture.
 
     Args:
-        weight: weight of the global expert, from 0 to 1.
+        weight: weight of the global expert, from 0 to 1; where there are more than two experts, a list of all weights,
+            the local expert's last, that add up to 1.
 
     Raises:
-        MisconfigurationException: if the weight is not between 0 and 1.
+        MisconfigurationException: if a weight is not between 0 and 1, or a list does not add up to 1.
     """
 
-    def __init__(self, weight: float = 0.5) -> None:
+    def __init__(self, weight: float | list[float] = 0.5) -> None:
         super().__init__()
-        if not 0 <= weight <= 1:
-            raise MisconfigurationException(
-                f"gate.init_args.weight is {weight}, but the global expert's weight must be from 0 to 1."
+        weights = weight if isinstance(weight, list) else [weight, 1 - weight]
+        if not (weights and all(0 <= value <= 1 for value in weights) and abs(sum(weights) - 1) < 1e-6):
+            allowed = (
+                "weights must be from 0 to 1 and add up to 1"
+                if isinstance(weight, list)
+                else ("the global expert's weight must be from 0 to 1")
             )
+            raise MisconfigurationException(f"gate.init_args.weight is {weight}, but {allowed}.")
         self.weight = weight
+        self.weights = weights
+
+    @property
+    def active(self) -> list[int]:
+        """Indices of the experts whose weight is above 0."""
+        return [index for index, weight in enumerate(self.weights) if weight > 0]
 
     def forward(self, x: Tensor) -> Tensor:
-        """The same weights (B, 2) for every sample."""
-        return torch.cat((x.new_full((1,), self.weight), x.new_full((1,), 1 - self.weight))).expand(len(x), 2)
+        """The same weights (B, experts) for every sample; in the default precision where samples are integers."""
+        dtype = x.dtype if x.is_floating_point() else torch.get_default_dtype()
+        return torch.cat([x.new_full((1,), weight, dtype=dtype) for weight in self.weights]).expand(len(x), -1)
 
 
 class _SigmoidGate(Gate):

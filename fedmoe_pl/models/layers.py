@@ -1,0 +1,65 @@
+"""What the papers' networks have in common."""
+
+from __future__ import annotations
+
+from lightning.fabric.utilities.exceptions import MisconfigurationException
+from torch import nn
+
+
+class XavierConv2d(nn.Conv2d):
+    """A convolution whose weight is drawn from Xavier's uniform distribution, whenever it is drawn anew."""
+
+    def reset_parameters(self) -> None:
+        """Draws weight and bias."""
+        super().reset_parameters()
+        nn.init.xavier_uniform_(self.weight)
+
+
+class SmallBiasLinear(nn.Linear):
+    """A linear layer whose bias starts at 0.01, whenever it is drawn anew."""
+
+    def reset_parameters(self) -> None:
+        """Draws the weight and sets the bias."""
+        super().reset_parameters()
+        nn.init.constant_(self.bias, 0.01)
+
+
+def pooled_size(network: nn.Module, image_size: int, times: int = 2) -> int:
+    """Height and width that 5x5 convolutions without padding, each followed by 2x2 pooling, leave of an image.
+
+    Args:
+        network: named in the error.
+        image_size: height and width of the image in pixels.
+        times: number of convolutions.
+
+    Raises:
+        MisconfigurationException: if nothing is left.
+    """
+    size = image_size
+    for _ in range(times):
+        size = (size - 4) // 2
+    if size < 1:
+        least = 1
+        for _ in range(times):
+            least = 2 * least + 4
+        raise MisconfigurationException(
+            f"{type(network).__name__}'s init_args.image_size is {image_size}, but must be at least {least} pixels "
+            f"for {times} 5x5 convolutions with pooling."
+        )
+    return size
+
+
+def check_dropout(network: nn.Module, dropout: float) -> None:
+    """Refuses a probability that would drop everything or is none.
+
+    Args:
+        network: named in the error.
+        dropout: dropout probability.
+
+    Raises:
+        MisconfigurationException: if it is not at least 0 and below 1.
+    """
+    if not 0 <= dropout < 1:
+        raise MisconfigurationException(
+            f"{type(network).__name__}'s init_args.dropout is {dropout}, but must be at least 0 and below 1."
+        )

@@ -1,0 +1,212 @@
+"""What every mixture of experts is to Lightning and to a federation; how the experts' outputs are mixed."""
+
+from __future__ import annotations
+
+import inspect
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from typing import Any, Literal, get_args
+
+import torch
+import torch.nn.functional as F
+from lightning.fabric.utilities.exceptions import MisconfigurationException
+from lightning.pytorch import LightningModule
+from lightning.pytorch.cli import LRSchedulerCallable, OptimizerCallable
+from torch import Tensor, nn
+from torchmetrics.functional.classification import multiclass_accuracy
+
+Batch = tuple[Tensor, Tensor]
+Mixing = Literal["logits", "probabilities", "log_probabilities", "probabilities_without_log"]
+"""What of the experts is mixed (METHODS sections 0, 7.3 and 7.4).
+
+``logits``: cross-entropy of the weighted sum of logits (PFL-MoE). ``probabilities``: negative logarithm of the
+weighted sum of probabilities (adaptive expert models; the mixture with opt-out, in its paper). ``log_probabilities``:
+the weighted sum of log-probabilities, not normalized again, and ``probabilities_without_log``: minus the probability,
+both as in the latter's code.
+"""
+
+
+class MixtureOfExperts(LightningModule, ABC):
+    """A model of which a gate weighs the parts for every sample; derive from it and write ``mix`` for one of your own.
+
+    Works in any ``Trainer``; a federation decides which parts a client shares.
+
+    Args:
+        optimizer: makes the optimizer from the parameters.
+        lr_scheduler: makes a scheduler, stepped once an epoch, from the optimizer; None for a constant rate.
+        mixing: what is mixed, see :data:`Mixing`.
+
+    Attributes:
+        gate: what weighs the parts.
+
+    Raises:
+        MisconfigurationException: if ``mixing`` is none of the four.
+    """
+
+    gate: nn.Module
+
+    def __init__(
+        self,
+        optimizer: OptimizerCallable = torch.optim.SGD,
+        lr_scheduler: LRSchedulerCallable | None = None,
+        mixing: Mixing = "logits",
+    ) -> None:
+        super().__init__()
+        if mixing not in get_args(Mixing):
+            raise MisconfigurationException(
+                f"model.init_args.mixing is '{mixing}', but must be one of {', '.join(get_args(Mixing))}."
+            )
+        self.optimizer = optimizer
+        self.lr_scheduler = lr_scheduler
+        self.mixing: Mixing = mixing
+
+    @abstractmethod
+    def mix(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """The mixture's scores and the gate's weights of every sample.
+
+        Args:
+            x: inputs (B, ...).
+
+        Returns:
+            Scores (B, C), the largest of which is the predicted class: logits where logits are mixed, else
+            log-probabilities; and weights (B, experts), the global experts first, the local one last.
+        """
+
+    def check_parts(self) -> None:
+        """Refuses parts that do not fit together."""
+
+    def client_architecture(self, client_id: int) -> int:
+        """Which of its architectures a client has; 0 where all clients have the same."""
+        return 0
+
+    def keep_architecture(self, architecture: int) -> None:
+        """Removes, in place, the parts that clients of this architecture do not have; the others keep their names."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """The mixture's scores (B, C) for inputs (B, ...)."""
+        return self.mix(x)[0]
+
+    def loss(self, batch: Batch) -> tuple[Tensor, dict[str, Tensor]]:
+        """The mixture's loss: pure, so that it can be differentiated and vmapped.
+
+        Args:
+            batch: inputs (B, ...) and labels (B,).
+
+        Returns:
+            The mean loss, and ``logits`` (B, C) and ``gate_weights`` (B, experts).
+        """
+        x, y = batch
+        scores, weights = self.mix(x)
+        return self.loss_of(scores, y), {"logits": scores, "gate_weights": weights}
+
+    def loss_of(self, scores: Tensor, y: Tensor, reduction: Literal["mean", "none"] = "mean") -> Tensor:
+        """The loss of scores (B, C) as ``mix`` returns them, with labels (B,): their mean, without the label -100."""
+        if self.mixing == "logits":
+            return F.cross_entropy(scores, y, reduction=reduction)
+        scores = scores.exp() if self.mixing == "probabilities_without_log" else scores
+        return F.nll_loss(scores, y, reduction=reduction)
+
+    def scores_of(self, logits: Tensor) -> Tensor:
+        """The scores (B, C) of one expert alone, from its logits (B, C)."""
+        return logits if self.mixing == "logits" else logits.log_softmax(1)
+
+    def _step(self, batch: Batch, stage: str) -> Tensor:
+        loss, metrics = self.loss(batch)
+        accuracy = multiclass_accuracy(metrics["logits"], batch[1], metrics["logits"].shape[1], average="micro")
+        values = {"loss": loss, "accuracy": accuracy, "gate/global_expert": metrics["gate_weights"][:, 0].mean()}
+        self.log_dict({f"{stage}_{name}": value for name, value in values.items()}, batch_size=len(batch[1]))
+        return loss
+
+    def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
+        """Logs ``train_loss``, ``train_accuracy`` and ``train_gate/global_expert``; returns the loss."""
+        return self._step(batch, "train")
+
+    def validation_step(self, batch: Batch, batch_idx: int) -> Tensor:
+        """Logs the same with ``validation_``."""
+        return self._step(batch, "validation")
+
+    def test_step(self, batch: Batch, batch_idx: int) -> Tensor:
+        """Logs the same with ``test_``."""
+        return self._step(batch, "test")
+
+    def predict_step(self, batch: Batch | Tensor, batch_idx: int) -> dict[str, Tensor]:
+        """``logits`` (B, C) and ``gate_weights`` (B, experts) of a batch of inputs, with or without labels."""
+        scores, weights = self.mix(batch if isinstance(batch, Tensor) else batch[0])
+        return {"logits": scores, "gate_weights": weights}
+
+    def configure_optimizers(self) -> Any:
+        """The optimizer over all parameters (those without a gradient are skipped), and the scheduler if any."""
+        optimizer = self.optimizer(self.parameters())
+        if self.lr_scheduler is None:
+            return optimizer
+        return {"optimizer": optimizer, "lr_scheduler": self.lr_scheduler(optimizer)}
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Describes the constructor's arguments, so that ``load_from_checkpoint(path)`` rebuilds the mixture."""
+        names = [name for name in inspect.signature(type(self)).parameters if name not in ("optimizer", "lr_scheduler")]
+        arguments = {name: _describe(getattr(self, name)) for name in names}
+        checkpoint[self.CHECKPOINT_HYPER_PARAMS_KEY] = {
+            "_class_path": f"{type(self).__module__}.{type(self).__qualname__}",
+            "_instantiator": "lightning.pytorch.cli.instantiate_module",
+            **{name: argument for name, argument in arguments.items() if argument is not None},
+        }
+
+
+def mix_outputs(outputs: Sequence[Tensor], weights: Tensor, mixing: Mixing) -> Tensor:
+    """Mixes the experts' outputs.
+
+    Args:
+        outputs: logits (B, C) of every expert.
+        weights: weights (B, experts), which add up to 1.
+        mixing: what is mixed, see :data:`Mixing`.
+
+    Returns:
+        Logits (B, C) of the mixture where logits are mixed, else log-probabilities.
+
+    Example:
+        >>> outputs = [torch.zeros(1, 2), torch.tensor([[3.0, 1.0]]).log()]  # probabilities 1/2, 1/2 and 3/4, 1/4
+        >>> mix_outputs(outputs, torch.tensor([[0.5, 0.5]]), "probabilities").exp()
+        tensor([[0.6250, 0.3750]])
+    """
+    if mixing == "logits":
+        terms = [weights[:, index : index + 1] * logits for index, logits in enumerate(outputs)]
+        return sum(terms[1:], terms[0])
+    log_probabilities = torch.stack([logits.log_softmax(1) for logits in outputs], dim=1)  # (B, experts, C)
+    if mixing == "log_probabilities":
+        return (weights.unsqueeze(2) * log_probabilities).sum(1)
+    smallest = torch.finfo(weights.dtype).tiny  # the logarithm of 0 has no gradient
+    return (weights.clamp_min(smallest).log().unsqueeze(2) + log_probabilities).logsumexp(1)
+
+
+def run_once(module: MixtureOfExperts, expert: nn.Module) -> None:
+    """Mixes one sample of zeros, where an expert tells its input's shape: sizes lazy layers, shows what cannot work.
+
+    Args:
+        module: the mixture.
+        expert: may have ``input_shape``, and ``input_dtype`` where its input is not floating point.
+    """
+    input_shape = getattr(expert, "input_shape", None)
+    if input_shape is None:
+        return
+    module.eval()  # batch normalization cannot train on one sample, and its statistics must stay
+    parameter = next(module.parameters())
+    with torch.no_grad():
+        dtype = getattr(expert, "input_dtype", parameter.dtype)
+        module.mix(torch.zeros(1, *input_shape, dtype=dtype, device=parameter.device))
+    module.train()
+
+
+def _describe(value: Any) -> Any:
+    """A plain value as it is, a module as class path and arguments if it keeps these as attributes; else None."""
+    if isinstance(value, (int, float, str, bool)):
+        return value
+    if isinstance(value, (list, tuple, nn.ModuleList)):
+        described = [_describe(part) for part in value]
+        return None if None in described else described
+    if not isinstance(value, nn.Module) or "<locals>" in type(value).__qualname__:  # nothing could import it again
+        return None
+    arguments = {name: getattr(value, name, None) for name in inspect.signature(type(value)).parameters}
+    described = {name: _describe(argument) for name, argument in arguments.items() if argument is not None}
+    if None in described.values() or not all(hasattr(value, name) for name in arguments):
+        return None
+    return {"class_path": f"{type(value).__module__}.{type(value).__qualname__}", "init_args": described}

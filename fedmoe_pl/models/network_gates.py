@@ -1,0 +1,133 @@
+"""Gates that are networks: of Listo Zec et al., of Adaptive Expert Models and of pFedMoE (METHODS section 4).
+
+The weights' last index is the local expert; the global experts come before it, in their order.
+"""
+
+from __future__ import annotations
+
+import torch
+from lightning.fabric.utilities.exceptions import MisconfigurationException
+from torch import Tensor, nn
+
+from fedmoe_pl.models.gates import Gate
+from fedmoe_pl.models.layers import SmallBiasLinear, XavierConv2d, check_dropout, pooled_size
+from fedmoe_pl.models.normalization import SwitchNorm1d
+
+
+class NetworkGate(Gate):
+    """A whole network on the input as gate.
+
+    A network with one output is the gate of two experts: its sigmoid is the weight of the **local** expert (Listo Zec
+    et al. 2020; Isaksson et al. 2022 for two experts). One with more outputs is the gate of as many experts, by
+    a softmax (Isaksson et al. 2022).
+
+    Args:
+        network: maps inputs (B, ...) to (B, 1), or to (B, experts) with the local expert last.
+    """
+
+    def __init__(self, network: nn.Module) -> None:
+        super().__init__()
+        self.network = network
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Weights (B, experts); (B, 2) for a network with one output."""
+        logits = self.network(x)
+        if logits.shape[1] == 1:
+            return torch.cat((-logits, logits), dim=1).sigmoid()  # 1 - sigmoid(z) = sigmoid(-z)
+        return logits.softmax(dim=1)
+
+
+class GateCNN(nn.Module):
+    """Network of the gate of Adaptive Expert Models (Isaksson et al. 2022, Table 1), to be put in a ``NetworkGate``.
+
+    6,995 parameters as it is. Initial parameters as in :class:`~fedmoe_pl.models.networks.LEAFCNN`.
+
+    Args:
+        in_channels: channels of the input, shape (B, in_channels, image_size, image_size).
+        num_experts: number of global experts and the local one, at least 2; two need a single output.
+        conv1_channels: width of the first convolution.
+        conv2_channels: width of the second convolution; 0 leaves it out.
+        hidden: width of the hidden linear layer.
+        dropout: probability of dropping a channel of the second convolution, and a hidden unit.
+        relu_logits: whether logits below 0 become 0, as in the official code but not in the paper.
+        image_size: height and width of the input in pixels.
+
+    Raises:
+        MisconfigurationException: if there are fewer than 2 experts, the image is too small, or dropout is no
+            probability below 1.
+    """
+
+    def __init__(
+        self,
+        in_channels: int = 3,
+        num_experts: int = 7,
+        conv1_channels: int = 12,
+        conv2_channels: int = 12,
+        hidden: int = 8,
+        dropout: float = 0.78,
+        relu_logits: bool = False,
+        image_size: int = 32,
+    ) -> None:
+        super().__init__()
+        if num_experts < 2:
+            raise MisconfigurationException(
+                f"GateCNN's init_args.num_experts is {num_experts}, but must be at least 2, the local expert included."
+            )
+        check_dropout(self, dropout)
+        size = pooled_size(self, image_size, times=2 if conv2_channels else 1)
+        self.in_channels = in_channels
+        self.num_experts = num_experts
+        self.conv1_channels = conv1_channels
+        self.conv2_channels = conv2_channels
+        self.hidden = hidden
+        self.dropout = dropout
+        self.relu_logits = relu_logits
+        self.image_size = image_size
+        self.input_shape = (in_channels, image_size, image_size)
+        layers: list[nn.Module] = [XavierConv2d(in_channels, conv1_channels, 5), nn.ReLU(), nn.MaxPool2d(2)]
+        if conv2_channels:
+            second = XavierConv2d(conv1_channels, conv2_channels, 5)
+            layers += [second, nn.Dropout2d(dropout), nn.ReLU(), nn.MaxPool2d(2)]
+        layers += [nn.Flatten(), SmallBiasLinear((conv2_channels or conv1_channels) * size**2, hidden), nn.ReLU()]
+        layers += [nn.Dropout(dropout), SmallBiasLinear(hidden, 1 if num_experts == 2 else num_experts)]
+        self.layers = nn.Sequential(*layers, nn.ReLU() if relu_logits else nn.Identity())
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Logits (B, num_experts), or (B, 1) for two experts."""
+        return self.layers(x)
+
+
+class SwitchNormGate(Gate):
+    """Gate of pFedMoE (Yi et al. 2024, https://arxiv.org/abs/2402.01350): 160,004 parameters as it is.
+
+    Its weights, of the global and of the local expert, are for their representations in that paper. Batch statistics
+    make a sample's weights in train mode depend on its batch, which must have more than one sample.
+
+    Args:
+        in_features: number of values per input.
+        hidden: width of the hidden layer; the paper's is not known (METHODS section 4).
+        momentum: of the ``SwitchNorm1d``, the share of its old running statistics in the new ones.
+
+    Raises:
+        MisconfigurationException: if ``in_features`` is below 2, or the momentum is not between 0 and 1.
+    """
+
+    def __init__(self, in_features: int = 3072, hidden: int = 50, momentum: float = 0.9) -> None:
+        super().__init__()
+        self.in_features = in_features
+        self.hidden = hidden
+        self.momentum = momentum
+        self.layers = nn.Sequential(
+            nn.Flatten(),  # (B, in_features)
+            SwitchNorm1d(in_features, momentum),
+            nn.Linear(in_features, hidden),
+            nn.BatchNorm1d(hidden),
+            nn.Sigmoid(),
+            nn.Linear(hidden, 2),
+            nn.BatchNorm1d(2),
+            nn.Softmax(dim=1),
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Weights (B, 2) = (global expert, local expert) of inputs (B, ...)."""
+        return self.layers(x)

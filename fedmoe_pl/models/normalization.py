@@ -1,0 +1,91 @@
+"""Switchable normalization, which the gate of pFedMoE begins with."""
+
+from __future__ import annotations
+
+import torch
+from lightning.fabric.utilities.exceptions import MisconfigurationException
+from torch import Tensor, nn
+
+
+class SwitchNorm1d(nn.Module):
+    """Normalizes by a learned mixture of layer and batch statistics (Luo et al. 2019, https://arxiv.org/abs/1806.10779).
+
+    The official implementation for 2-D input (METHODS section 4): ``(x - mean) / sqrt(var + eps) * weight + bias``,
+    where mean and variance are each mixed, by a softmax of two weights of their own, from that of a sample over its
+    features (index 0) and that of a feature over the batch (index 1). Variances are unbiased. In eval mode running
+    statistics take the batch's place; they start at 0, the variance too, so that many steps pass before they are right.
+
+    Args:
+        num_features: number of features D of inputs (B, D), at least 2.
+        momentum: share of the old running statistics in the new ones, from 0 to 1 (``nn.BatchNorm1d`` counts the new);
+            0.997 in the official implementation, with which 5% of the start are left after 1000 steps.
+        eps: added to the variance.
+
+    Raises:
+        MisconfigurationException: if there are fewer than 2 features, or the momentum is not between 0 and 1.
+    """
+
+    running_mean: Tensor
+    running_var: Tensor
+
+    def __init__(self, num_features: int, momentum: float = 0.9, eps: float = 1e-5) -> None:
+        super().__init__()
+        if num_features < 2:
+            raise MisconfigurationException(
+                f"SwitchNorm1d's init_args.num_features is {num_features}, but must be at least 2 for a variance."
+            )
+        if not 0 <= momentum <= 1:
+            raise MisconfigurationException(
+                f"SwitchNorm1d's init_args.momentum is {momentum}, but the share of the old running statistics must be "
+                "from 0 to 1."
+            )
+        self.num_features = num_features
+        self.momentum = momentum
+        self.eps = eps
+        self.weight = nn.Parameter(torch.empty(num_features))
+        self.bias = nn.Parameter(torch.empty(num_features))
+        self.mean_weight = nn.Parameter(torch.empty(2))
+        self.var_weight = nn.Parameter(torch.empty(2))
+        self.register_buffer("running_mean", torch.empty(num_features))
+        self.register_buffer("running_var", torch.empty(num_features))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Puts parameters and running statistics to where they start."""
+        for parameter in (self.weight, self.mean_weight, self.var_weight):
+            nn.init.ones_(parameter)
+        nn.init.zeros_(self.bias)
+        self.running_mean.zero_()
+        self.running_var.zero_()
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Normalized values (B, D) of inputs (B, D).
+
+        Raises:
+            ValueError: if the input is not 2-D, or a batch of one sample in train mode, which has no variance.
+        """
+        if x.dim() != 2:
+            raise ValueError(f"expected 2D input (got {x.dim()}D input)")
+        if self.training:
+            batch_mean, batch_var = self._batch_statistics(x)
+        else:
+            batch_mean, batch_var = self.running_mean, self.running_var
+        of_mean, of_var = self.mean_weight.softmax(0), self.var_weight.softmax(0)
+        mean = of_mean[0] * x.mean(1, keepdim=True) + of_mean[1] * batch_mean  # (B, D)
+        var = of_var[0] * x.var(1, keepdim=True) + of_var[1] * batch_var
+        return (x - mean) / (var + self.eps).sqrt() * self.weight + self.bias
+
+    def _batch_statistics(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """Mean and variance (D,) of every feature over the batch, which move the running ones."""
+        if len(x) < 2:
+            raise ValueError(f"Expected more than 1 value per channel when training, got input size {tuple(x.shape)}")
+        mean, var = x.mean(0), x.var(0)
+        with torch.no_grad():
+            # in place, as nn.BatchNorm1d does, so that whoever lent the buffers has the new values
+            self.running_mean.mul_(self.momentum).add_((1 - self.momentum) * mean)
+            self.running_var.mul_(self.momentum).add_((1 - self.momentum) * var)
+        return mean, var
+
+    def extra_repr(self) -> str:
+        """What ``print`` shows."""
+        return f"{self.num_features}, momentum={self.momentum}, eps={self.eps}"

@@ -1,0 +1,43 @@
+"""How much clients and server send each other."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from fedmoe_pl.aggregation import Tree
+
+WAYS = ("down", "up", "between_clients")
+"""From the server to clients, from clients to the server, and past it."""
+
+
+class Traffic(NamedTuple):
+    """How much was sent.
+
+    Attributes:
+        parameters: number of values.
+        bytes: their size in the type that they were sent in.
+
+    Example:
+        >>> import torch
+        >>> Traffic.of({"w": torch.zeros(2, 3)}) + Traffic.of({"b": torch.zeros(1, dtype=torch.float64)})
+        Traffic(parameters=7, bytes=32)
+    """
+
+    parameters: int = 0
+    bytes: int = 0
+
+    @classmethod
+    def of(cls, tree: Tree) -> Traffic:
+        """What it takes to send a tree once."""
+        return cls(sum(tensor.numel() for tensor in tree.values()), sum(tensor.nbytes for tensor in tree.values()))
+
+    def __add__(self, other: object) -> Traffic:
+        """Both together."""
+        if not isinstance(other, Traffic):
+            return NotImplemented
+        return Traffic(self.parameters + other.parameters, self.bytes + other.bytes)
+
+
+def no_traffic() -> dict[str, int]:
+    """Zero parameters and bytes each way, by the columns of ``rounds.csv``."""
+    return {f"{name}_{way}": 0 for way in WAYS for name in Traffic._fields}
