@@ -35,7 +35,8 @@ class FederatedDataModule(LightningDataModule, ABC):
         augmentation: changes of the training images, applied in this order.
         partition_seed: seed of the partition.
         stratify: whether each class of a client is split by itself into training, validation and test, so that all
-            three have the client's shares of the classes, but for rounding.
+            three have the client's shares of the classes, but for rounding: at 0.2 a class of one or two samples is for
+            training only.
         pool: whether the data's own test samples are shared out among the clients together with the training samples;
             the global test set is then what all clients hold out as ``test_fraction`` (METHODS 5.6).
         global_test_size: number of random samples that the global test set is cut to, of each class equally many; None
