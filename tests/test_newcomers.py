@@ -115,7 +115,7 @@ def test_newcomers_are_refused_without_what_they_need(tmp_path):
     later = federation(tmp_path / "later", [fedavg(rounds=1)])
     with pytest.raises(MisconfigurationException, match="rounds is 0, but must be at least 1"):
         later.personalize(mixture(), new_data(), str(checkpoint), rounds=0)
-    with pytest.raises(MisconfigurationException, match="'last', but no run in .* has a checkpoint"):
+    with pytest.raises(MisconfigurationException, match=r"'last', but no run in .* has a checkpoint"):
         later.personalize(mixture(), new_data())
     with pytest.raises(MisconfigurationException, match="must be the checkpoint of a federation"):
         later.personalize(mixture(), new_data(), str(run.run_dir / "clients/FedAvg/all_clients.ckpt"))
@@ -125,7 +125,7 @@ def test_newcomers_are_refused_without_what_they_need(tmp_path):
     ):
         other.personalize(mixture(), new_data(), str(checkpoint))
     local = federation(tmp_path / "local", [Phase("Local", Local())])
-    with pytest.raises(MisconfigurationException, match="none of federation.phases is federated"):
+    with pytest.raises(MisconfigurationException, match=r"none of federation\.phases is federated"):
         local.personalize(mixture(), new_data(), str(checkpoint))
     assert not (tmp_path / "other").exists()
 
