@@ -82,7 +82,11 @@ class PhaseState:
 
 
 def save_checkpoint(
-    path: Path, model: Tree, states: dict[str, PhaseState], rows: list[dict[str, Any]], seed: int, partition: str
+    path: Path,
+    model: Tree,
+    states: dict[str, PhaseState],
+    rows: list[dict[str, Any]],
+    identity: dict[str, Any],
 ) -> None:
     """Writes a checkpoint beside the old one and then replaces it, so that a kill at any moment leaves a whole one.
 
@@ -93,15 +97,13 @@ def save_checkpoint(
         model: tensors of the initial model.
         states: the phases begun so far, by name.
         rows: the rows of ``rounds.csv`` so far.
-        seed: the run's seed.
-        partition: tells the clients' samples from those of another partition.
+        identity: what tells this run from others, see :func:`identify`.
     """
     phases = {
         name: None if state.finished and _finished_path(path, name).is_file() else _content(state)
         for name, state in states.items()
     }
-    content = {"fedmoe_pl": 1, "seed": seed, "partition": partition, "model": model, "phases": phases, "rows": rows}
-    _save(path, content)
+    _save(path, {"fedmoe_pl": 1, **identity, "model": model, "phases": phases, "rows": rows})
 
 
 def save_finished(path: Path, name: str, state: PhaseState) -> None:
@@ -186,14 +188,13 @@ def _load(path: Path) -> Any:
         ) from error
 
 
-def load_run(path: Path, rounds: dict[str, int], seed: int, partition: str) -> dict[str, Any]:
+def load_run(path: Path, rounds: dict[str, int], identity: dict[str, Any]) -> dict[str, Any]:
     """Reads the checkpoint of a run, to go on with it.
 
     Args:
         path: ``checkpoints/last.ckpt`` in the run's folder.
         rounds: number of rounds of every phase that may be in it, by name.
-        seed: the seed it must have.
-        partition: the partition it must have.
+        identity: what it must have of :func:`identify`.
 
     Raises:
         MisconfigurationException: if it is the checkpoint of something else, or none.
@@ -207,6 +208,7 @@ def load_run(path: Path, rounds: dict[str, int], seed: int, partition: str) -> d
         )
     if path.parent.name != Path(FILE).parent.name:
         raise MisconfigurationException(f"{key}, but must be {FILE} in the folder of the run that goes on.")
+    seed, partition = identity["seed"], identity["partition"]
     if content["seed"] != seed:
         raise MisconfigurationException(f"{key}, a run with seed_everything {content['seed']}, but now it is {seed}.")
     if content["partition"] != partition:
@@ -214,12 +216,17 @@ def load_run(path: Path, rounds: dict[str, int], seed: int, partition: str) -> d
             f"{key}, a run on other data or clients ({content['partition']}, now {partition}); start anew without it."
         )
     for name, state in states.items():
-        if state.round > rounds[name] or (state.finished and state.round != rounds[name]):
+        if state.round > rounds[name] or (state.finished and not state.stopped and state.round != rounds[name]):
             raise MisconfigurationException(
                 f"{key}, where '{name}' has had {state.round} rounds, but rounds is {rounds[name]}."
             )
         check_kept(state.kept, state.best_kept)
     return content
+
+
+def identify(seed: int, datamodule: FederatedDataModule) -> dict[str, Any]:
+    """What tells a run from others: its seed, who holds which data, and how images are normalized."""
+    return {"seed": seed, "partition": fingerprint(datamodule), "normalization": datamodule.normalization}
 
 
 def fingerprint(datamodule: FederatedDataModule) -> str:

@@ -45,7 +45,9 @@ class FederationCLI(LightningCLI):
     @staticmethod
     def subcommands() -> dict[str, set[str]]:
         """The methods of Federation that are subcommands, and their arguments that come from the configuration."""
-        return {name: {"model", "datamodule"} for name in ("fit", "validate", "test", "predict", "partition")}
+        return {
+            name: {"model", "datamodule"} for name in ("fit", "personalize", "validate", "test", "predict", "partition")
+        }
 
     def add_core_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
         """Adds the groups ``trainer``, ``model``, ``data`` and ``federation``."""

@@ -32,7 +32,8 @@ from fedmoe_pl.checkpoint import (
     LAST,
     PhaseState,
     find_checkpoint,
-    fingerprint,
+    identify,
+    load_checkpoint,
     load_run,
     run_versions,
     save_checkpoint,
@@ -47,6 +48,7 @@ from fedmoe_pl.phase import (
     begin_phase,
     evaluated_model,
     find_start,
+    for_newcomers,
     phase_cohort,
     phase_module,
     work_of_round,
@@ -133,6 +135,7 @@ class Federation:
         self.rows: list[dict[str, Any]] = []
         self.run_dir = self.runs
         self.loggers: list[Logger] = []
+        self.newcomers = False
         self._work_in_round = 0.0
         self._kept: Store = MemoryStore()
 
@@ -189,6 +192,44 @@ class Federation:
         self._call("on_fit_end")
         for logger in self.loggers:
             logger.finalize("success")
+
+    def personalize(
+        self, model: LightningModule, datamodule: FederatedDataModule, ckpt_path: str = LAST, rounds: int = 10
+    ) -> dict[str, Evaluation]:
+        """Gives clients that were not in the federation their personalized models, from its checkpoint and their data.
+
+        Federated phases are taken from the checkpoint; what clients do not share there, the new ones train in local
+        rounds, of which the server learns nothing. Phases that clients do alone are done by the new ones. Clients of
+        several architectures are given theirs by their numbers in the new data. Images are normalized as the
+        federation's.
+
+        Args:
+            model: the federation's model.
+            datamodule: who of the new clients holds which data.
+            ckpt_path: the federation's checkpoint; ``last`` is the newest of this experiment.
+            rounds: local rounds of a federated phase whose clients keep parameters.
+
+        Returns:
+            The final evaluation of every evaluated phase, on the new clients, by its name.
+
+        Raises:
+            MisconfigurationException: with one sentence, before any training, if something does not fit together.
+        """
+        if rounds < 1:
+            raise MisconfigurationException(f"rounds is {rounds}, but must be at least 1.")
+        path = find_checkpoint(ckpt_path, self.runs)
+        content = load_checkpoint(path)
+        if "phases" not in content:
+            raise MisconfigurationException(f"ckpt_path is '{path}', but must be the checkpoint of a federation.")
+        if not any(phase.algorithm.federated for phase in self.phases):
+            raise MisconfigurationException(
+                "personalize needs a federated phase, whose result newcomers start from, but none of federation.phases "
+                "is federated; fit trains clients alone."
+            )
+        self.phases = [for_newcomers(phase, str(path), rounds) for phase in self.phases]
+        self.newcomers = True
+        datamodule.normalization = content["normalization"]
+        return self.fit(model, datamodule)
 
     def validate(self, model: LightningModule, datamodule: FederatedDataModule, ckpt_path: str = LAST) -> None:
         """Prints the accuracy of every client's model on its validation samples, from a checkpoint."""
@@ -254,7 +295,10 @@ class Federation:
     @property
     def completed_work(self) -> float:
         """The part of ``total_work`` that is done."""
-        done = sum(state.round * self.work[name] for name, state in self.states.items())
+        rounds = {phase.name: phase.rounds for phase in self.phases}
+        done = sum(
+            (rounds[name] if state.stopped else state.round) * self.work[name] for name, state in self.states.items()
+        )
         return done + self._work_in_round
 
     def _client_trainer(self, phase: Phase) -> dict[str, Any]:
@@ -296,10 +340,12 @@ class Federation:
         self.training_data = datamodule
         if not isinstance(self.active_backend, WorkersBackend):  # whose workers place them themselves
             self.training_data = data_on(datamodule, self.devices[0])
-        self.partition_fingerprint = fingerprint(datamodule)
+        self.identity = identify(self.seed, datamodule)
+        if self.newcomers:
+            self.initial = load_checkpoint(next(phase.ckpt_path for phase in self.phases if phase.ckpt_path))["model"]
         if checkpoint:
             rounds = {phase.name: phase.rounds for phase in self.phases}
-            content = load_run(checkpoint, rounds, self.seed, self.partition_fingerprint)
+            content = load_run(checkpoint, rounds, self.identity)
             self.initial, self.states, self.rows = content["model"], content["phases"], content["rows"]
             self.run_dir = checkpoint.parent.parent
         self.model = self._sized(copy_module(model))
@@ -309,7 +355,7 @@ class Federation:
             module = self._module(phase)
             check_phase(phase, module, datamodule, self.seed)
             if phase.ckpt_path:
-                begin_phase(phase, module, None)
+                begin_phase(phase, module, None, self.newcomers)
         self.work = {
             phase.name: work_of_round(phase, datamodule, self.seed, self._epochs(phase)) for phase in self.phases
         }
@@ -354,7 +400,7 @@ class Federation:
         module = self._module(phase)
         if phase.name not in self.states:
             start = self.starts[phase.name]
-            state = begin_phase(phase, module, None if start == INITIAL else self.states[start])
+            state = begin_phase(phase, module, None if start == INITIAL else self.states[start], self.newcomers)
             state.kept = self._kept.adopt(phase.name, state.round, state.kept)
             self.states[phase.name] = state
         initial = self.states[phase.name].initial
@@ -412,7 +458,9 @@ class Federation:
         """One round (DESIGN section 3); returns its evaluation, where this round is evaluated."""
         round, algorithm = state.round, phase.algorithm
         self._call("on_round_start", phase, round)
-        cohort = phase_cohort(phase, self.datamodule.num_clients, self.seed, round)
+        cohort = [*range(self.datamodule.num_clients)]
+        if not self.newcomers:
+            cohort = phase_cohort(phase, len(cohort), self.seed, round)
         combined: Update | None = None
         written: dict[int, Any] = {}
         down = sum((Traffic.of(algorithm.server_send(state.server, client)) for client in cohort), Traffic())
@@ -425,9 +473,12 @@ class Federation:
                 self._work_in_round += self.work[phase.name] / len(cohort)
                 self._call("on_client_end", phase, round, client)
         assert combined is not None, "a cohort has at least one client"
-        state.server, state.round = algorithm.server_update(state.server, combined), round + 1
+        state.round = round + 1
         state.kept = self._kept.updated(phase.name, state.kept, written)
-        between = self._exchange(phase, state, round)
+        between = Traffic()
+        if not self.newcomers:
+            state.server = algorithm.server_update(state.server, combined)
+            between = self._exchange(phase, state, round)
         for way, traffic in zip(WAYS, (down, up, between), strict=True):
             for name, value in traffic._asdict().items():
                 state.traffic[f"{name}_{way}"] += value
@@ -437,6 +488,8 @@ class Federation:
         evaluation = self._evaluate_round(phase, state, training) if evaluates else None
         waited = state.round - state.improved_round if state.improved_round else 0
         state.stopped = phase.patience is not None and waited >= phase.patience * every
+        if self.newcomers and phase.algorithm.federated and not state.kept:
+            state.stopped = True  # what they trained is shared: further rounds would change nothing either
         self._checkpoint()
         self._kept.remove_replaced(state.kept, state.best_kept)
         self._call("on_round_end", phase, round)
@@ -494,5 +547,5 @@ class Federation:
 
     def _checkpoint(self) -> None:
         if self.enable_checkpointing:
-            path, partition = self.run_dir / FILE, self.partition_fingerprint
-            save_checkpoint(path, self.initial, self.states, self.rows, self.seed, partition)
+            path = self.run_dir / FILE
+            save_checkpoint(path, self.initial, self.states, self.rows, self.identity)

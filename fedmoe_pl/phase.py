@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 from collections import ChainMap
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from lightning.fabric.utilities.exceptions import MisconfigurationException
@@ -149,13 +149,17 @@ def find_start(phases: Sequence[Phase], index: int) -> str:
     return followed[-1] if followed else INITIAL
 
 
-def begin_phase(phase: Phase, module: LightningModule, before: PhaseState | None) -> PhaseState:
+def begin_phase(
+    phase: Phase, module: LightningModule, before: PhaseState | None, newcomers: bool = False
+) -> PhaseState:
     """The phase's state before its first round; loads its initial tensors into the module.
 
     Args:
         phase: the phase.
         module: the phase's module.
         before: the state of the phase that it starts from; None for the initial model.
+        newcomers: whether the clients are others than those of the phase's checkpoint: what these kept is not theirs,
+            and what clients do not share they train themselves.
     """
     initial = {name: tensor.detach().cpu() for name, tensor in module.state_dict().items()}
     inherited = [name for name in initial if not (phase.gate and name.startswith("gate."))]
@@ -180,9 +184,41 @@ def begin_phase(phase: Phase, module: LightningModule, before: PhaseState | None
             raise MisconfigurationException(f"{key}, whose finished phases are {finished}; '{phase.name}' must be one.")
         given = content["phases"][phase.name]
     load_tree(module, _only(initial, given.server))
+    if newcomers:
+        round = 0 if keeps_parameters(phase, module) else phase.rounds
+        return PhaseState(initial, given.server, kept, round=round, given=given.best_round or given.round)
     check_kept(given.kept)
     kept = ChainMap(given.kept, kept)  # pyright: ignore[reportArgumentType]  only read; in one dict, it may be too large
     return PhaseState(initial, given.server, kept, round=phase.rounds, given=given.best_round or given.round)
+
+
+def keeps_parameters(phase: Phase, module: LightningModule) -> bool:
+    """Whether clients train parameters in this phase that they do not share."""
+    return any(
+        parameter.requires_grad and phase.algorithm.is_trainable(name, 0, 0) and not phase.algorithm.is_shared(name)
+        for name, parameter in module.named_parameters()
+    )
+
+
+def for_newcomers(phase: Phase, ckpt_path: str, rounds: int) -> Phase:
+    """The phase as clients go through it that were not in the federation.
+
+    Args:
+        phase: the federation's phase.
+        ckpt_path: the federation's checkpoint.
+        rounds: local rounds of a federated phase, in which they train what clients keep.
+    """
+    if not phase.algorithm.federated:
+        return replace(phase, ckpt_path=None)
+    return replace(
+        phase,
+        ckpt_path=ckpt_path,
+        rounds=rounds,
+        clients_per_round=None,
+        monitor=None,
+        monitor_from_round=1,
+        patience=None,
+    )
 
 
 def _only(names: Iterable[str], tree: Tree) -> Tree:

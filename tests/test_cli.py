@@ -82,7 +82,7 @@ def test_every_configuration_runs_one_round(path, fake_images, capfd):
 def test_cifar_and_fashion_configurations_name_data_that_exist():
     cli = FederationCLI.__new__(FederationCLI)
     assert FashionMNIST.__name__ in (REPOSITORY / "configs/pfl_moe_fmnist_lenet5.yaml").read_text()
-    assert set(cli.subcommands()) == {"fit", "validate", "test", "predict", "partition"}
+    assert set(cli.subcommands()) == {"fit", "personalize", "validate", "test", "predict", "partition"}
 
 
 def test_partition_prints_and_draws_who_holds_what(tmp_path, capsys):
@@ -243,3 +243,19 @@ def test_ctrl_c_says_how_to_go_on(moment, tmp_path, capsys, monkeypatch):
     assert exit.value.code == 130
     assert "--ckpt_path last" in capsys.readouterr().err.strip().splitlines()[-1]
     assert signal.signal(signal.SIGINT, before) is signal.default_int_handler, "a second Ctrl-C is heard"
+
+
+def test_newcomers_are_personalized_from_the_command_line(tmp_path, capsys):
+    command = ["--config", QUICKSTART, "--federation.default_root_dir", str(tmp_path)]
+    quick = tmp_path / "quick.yaml"
+    config = yaml.safe_load(Path(QUICKSTART).read_text())
+    for phase in config["federation"]["phases"]:
+        phase |= {"rounds": 1, "max_epochs": 1}
+    quick.write_text(yaml.safe_dump(config))
+    command[1] = str(quick)
+    main(["fit", *command])
+    main(["personalize", *command, "--data.init_args.num_clients", "3", "--data.init_args.partition_seed", "5"])
+    table = capsys.readouterr().out
+    assert "over all 3 clients" in table and "FedAvg: global expert, after aggregation, given checkpoint" in table
+    checkpoints = {path.parent.name for path in (tmp_path / "quickstart/version_1/clients").rglob("*.ckpt")}
+    assert checkpoints == {phase["name"] for phase in config["federation"]["phases"]}

@@ -40,6 +40,16 @@ class Arrays:
     std: Sequence[float] | None = None
     name: str = "data"
 
+    @property
+    def is_images(self) -> bool:
+        """Whether samples are images with pixels from 0 to 255, which are normalized."""
+        return self.x_train.dtype == torch.uint8
+
+    def compute_normalization(self) -> None:
+        """Sets mean and standard deviation to those of the training images."""
+        mean, std = _mean_and_std(self.x_train)
+        self.mean, self.std = mean.tolist(), std.tolist()
+
     def check(self, needs_test: bool = True) -> None:
         """Refuse arrays that do not belong together.
 
@@ -118,11 +128,8 @@ def normalized(arrays: Arrays) -> tuple[Tensor, Tensor]:
     x[:n], x[n:] = arrays.x_train, arrays.x_test
     if arrays.x_train.dtype != torch.uint8:
         return x, torch.zeros(1, 1, 1)
-    if arrays.mean is None or arrays.std is None:
-        mean, std = _mean_and_std(arrays.x_train)
-    else:
-        mean, std = torch.tensor(arrays.mean), torch.tensor(arrays.std)
-    mean, std = mean.float().view(-1, 1, 1), std.float().view(-1, 1, 1)
+    assert arrays.mean is not None and arrays.std is not None, "images have been given both"
+    mean, std = (torch.tensor(values).float().view(-1, 1, 1) for values in (arrays.mean, arrays.std))
     return x.div_(255).sub_(mean).div_(std), -mean / std
 
 

@@ -58,6 +58,8 @@ class FederatedDataModule(LightningDataModule, ABC):
         num_shared: number of samples that were there to be shared out, the first ones of ``x``.
         class_shares: share of each class in each client's training and validation samples, float64,
             shape (num_clients, num_classes).
+        normalization: mean and standard deviation of each channel that images are normalized with; set it before
+            ``setup`` to those of another federation's data, where the data's own are not given. None for other data.
         black: what a black pixel is in ``x``, shape (channels, 1, 1); 0 for data that came as floating point.
 
     Raises:
@@ -115,6 +117,7 @@ class FederatedDataModule(LightningDataModule, ABC):
         self.pool = pool
         self.global_test_size = global_test_size
         self.rotations = check_rotations(rotations)
+        self.normalization: tuple[list[float], list[float]] | None = None
 
     @abstractmethod
     def load(self) -> Arrays:
@@ -138,6 +141,13 @@ class FederatedDataModule(LightningDataModule, ABC):
                 "data.init_args.augmentation needs images of shape (n, channels, height, width), "
                 f"but the samples have shape {tuple(arrays.x_train.shape)}."
             )
+        if arrays.is_images and arrays.mean is None:
+            if self.normalization is None:
+                arrays.compute_normalization()
+            else:
+                arrays.mean, arrays.std = self.normalization
+        if arrays.mean is not None and arrays.std is not None:
+            self.normalization = list(arrays.mean), list(arrays.std)
         self.x, self.black = normalized(arrays)
         self.y = torch.cat((arrays.y_train, arrays.y_test)).long()
         self.num_classes = int(self.y.max()) + 1
