@@ -34,6 +34,7 @@ class Client:
         loaded: the phase's initial tensors, updated with what the server sent: the same for all clients that were
             sent the same.
         datamodule: who holds which data; already set up.
+        steps: number of optimizer steps of its local training, once that is done.
     """
 
     id: int
@@ -44,6 +45,7 @@ class Client:
     kept: Tree
     loaded: Tree = field(default_factory=dict)
     datamodule: FederatedDataModule | None = None
+    steps: int = 0
 
     def batches(self, samples: Tensor) -> Batches:
         """Large batches of some samples, in their order and not augmented, to evaluate models on.

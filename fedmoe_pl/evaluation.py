@@ -185,17 +185,25 @@ def _models(
     chooses = chooses_model(training.algorithm)
     for client in clients:
         own = kept[client] if client in keeping else {}
-        if own or chooses:
-            yield personal_tensors(training, module, server, client, own), [client]
-            continue
-        sent = training.algorithm.server_send(server, client)
-        if sharing and sent is not shared:
+        if chooses:
+            tensors = personal_tensors(training, module, server, client, own)
+        else:
+            sent = training.algorithm.server_send(server, client)
+            tensors = {**sent, **own} if own else sent
+        if sharing and not _same_tensors(tensors, shared):
+            if own:
+                yield tensors, [client]  # those who kept nothing may go on sharing
+                continue
             yield shared, sharing
             sharing = []
-        shared = sent
+        shared = tensors
         sharing.append(client)
     if sharing:
         yield shared, sharing
+
+
+def _same_tensors(a: Tree, b: Tree) -> bool:
+    return a is b or (a.keys() == b.keys() and all(a[name] is b[name] for name in a))
 
 
 @torch.inference_mode()

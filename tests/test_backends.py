@@ -24,7 +24,7 @@ from lightning.pytorch.callbacks import EarlyStopping
 from torch import nn
 
 from fedmoe_pl.algorithm import Algorithm, Update
-from fedmoe_pl.algorithms import FedAvg, Local, PersonalizedExpert, PFLMoE
+from fedmoe_pl.algorithms import FedAvg, FedProx, Local, PersonalizedExpert, PFLMoE, Scaffold
 from fedmoe_pl.backends import LEAN_TRAINER, AutoBackend, LocalTraining, StackedBackend, TrainerBackend, data_on
 from fedmoe_pl.backends.backend import fold
 from fedmoe_pl.backends.client import needs_every_batch
@@ -139,6 +139,7 @@ ALGORITHMS = {
     "PFL-MF": (PFLMoE(), LinearGate),
     "PFL-MFE": (PFLMoE(), lambda _: FeatureGate(6)),
     "own loss": (Proximal(), LinearGate),
+    "FedProx": (FedProx(0.5), LinearGate),
 }
 
 
@@ -612,3 +613,8 @@ def test_fold_is_the_weighted_mean():
     folded = fold(Algorithm(), updates)
     assert folded.sent["w"].item() == pytest.approx((0 * 1 + 4 * 3 + 2 * 4) / 8)
     assert folded.weight == 8
+
+
+def test_backends_agree_on_scaffold_and_its_steps():
+    module = mixture(LinearGate(5), optimizer=partial(torch.optim.SGD, lr=0.1))
+    assert_agree(local_training(module, Scaffold(), blobs(UNEQUAL, batch_size=10), max_epochs=3), 1e-10)

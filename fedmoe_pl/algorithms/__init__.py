@@ -1,7 +1,9 @@
 """Federated algorithms: one paper, one file."""
 
 from fedmoe_pl.algorithms.fedavg import FedAvg
+from fedmoe_pl.algorithms.fedprox import FedProx
 from fedmoe_pl.algorithms.local import Local
 from fedmoe_pl.algorithms.pfl_moe import PersonalizedExpert, PFLMoE
+from fedmoe_pl.algorithms.scaffold import Scaffold
 
-__all__ = ["FedAvg", "Local", "PFLMoE", "PersonalizedExpert"]
+__all__ = ["FedAvg", "FedProx", "Local", "PFLMoE", "PersonalizedExpert", "Scaffold"]

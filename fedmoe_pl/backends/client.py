@@ -273,10 +273,10 @@ def fit_epochs(
     batches: Iterable[Any],
     validation: Batches | None,
     freezing: Callback,
-) -> None:
+) -> Trainer:
     """Fits with a lean Trainer."""
     given = {"gradient_clip_val": None, "gradient_clip_algorithm": None}  # manual optimization refuses them
-    fit(training, module, _OneStep(batches), validation, freezing, **given)
+    return fit(training, module, _OneStep(batches), validation, freezing, **given)
 
 
 def fit(

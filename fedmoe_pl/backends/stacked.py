@@ -258,6 +258,8 @@ def _fit(training: LocalTraining, module: LightningModule, members: list[_Member
     stack = _Stack(training, module, members, round)
     with stack.looking_up():
         fit_epochs(training, _StackedModule(stack), _StackedBatches(stack), None, Freezing(training, module, round))
+    for member in stack.members:
+        member.client.steps = training.max_epochs * len(member.batches)
     for name, tensor in stack.stacked.items():
         for member, own in zip(stack.members, tensor.cpu(), strict=True):
             member.state[name] = own

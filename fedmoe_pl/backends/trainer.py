@@ -84,11 +84,12 @@ def _fit_lean(
     batches = client_batches(training, client, samples)
     validation = _validation_batches(training, client)
     if features is None or validation is not None:  # validation samples have no features
-        fit_epochs(training, module, batches, validation, freezing)
+        trainer = fit_epochs(training, module, batches, validation, freezing)
     else:
         lookup: Tree = {}
         with looked_up(client.module, features.parts.names, lookup):
-            fit_epochs(training, module, LookedUpBatches(batches, features, lookup), None, freezing)
+            trainer = fit_epochs(training, module, LookedUpBatches(batches, features, lookup), None, freezing)
+    client.steps = trainer.global_step
     client.module.zero_grad()
 
 
@@ -99,6 +100,7 @@ def _fit_every_batch(training: LocalTraining, client: Client, const: dict[str, A
     freezing = Freezing(training, client.module, client.round)
     batches = client_batches(training, client, samples)
     trainer = fit(training, module, batches, _validation_batches(training, client), freezing)
+    client.steps = trainer.global_step
     # A Trainer is a web of references that waits for the garbage collector; what is large need not wait with it.
     client.module.zero_grad()
     for optimizer in trainer.optimizers:

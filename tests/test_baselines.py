@@ -1,0 +1,118 @@
+"""FedProx and SCAFFOLD against closed forms and a simulation in plain numbers (DESIGN section 6, METHODS section 8)."""
+
+from functools import partial
+
+import pytest
+import torch
+from helpers import OneWeight, PureOneWeight, blobs, mixture, phase, run, two_quadratics
+from lightning.fabric.utilities.exceptions import MisconfigurationException
+
+from fedmoe_pl.algorithms import FedAvg, FedProx, Scaffold
+from fedmoe_pl.cohort import sample_cohort
+from fedmoe_pl.phase import Phase
+
+LOSSES = [(1.0, 0.0), (4.0, 5.0)]  # a/2 (w - b)^2
+STEPS, RATE = 10, 0.05
+
+
+def weight_of(federation, name, client=0):
+    return federation.client_module(name, client).weight.item()
+
+
+@pytest.mark.parametrize("mu", [0.0, 0.5, 20.0])
+def test_fedprox_on_two_quadratics_is_at_the_closed_form_after_a_round(mu, tmp_path):
+    start = 2.0
+    federation = run([phase("FedProx", FedProx(mu))], PureOneWeight(start=start), two_quadratics(), tmp_path, STEPS)
+    ends = []
+    for a, b in LOSSES:  # gradient a (w - b) + mu (w - start): a quadratic of curvature a + mu around its own minimum
+        minimum = (a * b + mu * start) / (a + mu)
+        ends.append(minimum + (1 - RATE * (a + mu)) ** STEPS * (start - minimum))
+    assert weight_of(federation, "FedProx") == pytest.approx(sum(ends) / 2, rel=1e-13)
+
+
+def test_fedprox_with_mu_0_is_fedavg_to_the_bit(tmp_path):
+    weights = [
+        run([phase("it", algorithm, rounds=3)], PureOneWeight(), two_quadratics(), tmp_path, STEPS)
+        for algorithm in (FedProx(0.0), FedAvg())
+    ]
+    assert weight_of(weights[0], "it") == weight_of(weights[1], "it")
+
+
+def simulate_scaffold(rounds, cohorts, server_lr):
+    """Algorithm 1 in plain numbers: x, c and the c_i."""
+    x, c, own = 0.0, 0.0, [0.0, 0.0]
+    for round in range(rounds):
+        moves, changes = [], []
+        for client in cohorts[round]:
+            a, b = LOSSES[client]
+            y = x
+            for _ in range(STEPS):
+                y -= RATE * (a * (y - b) - own[client] + c)
+            new = own[client] - c + (x - y) / (STEPS * RATE)
+            moves.append(y - x)
+            changes.append(new - own[client])
+            own[client] = new
+        x += server_lr * sum(moves) / len(moves)
+        c += sum(changes) / len(LOSSES)
+    return x, c, own
+
+
+@pytest.mark.parametrize("server_lr", [1.0, 0.5])
+@pytest.mark.parametrize("clients_per_round", [None, 1])
+def test_scaffold_takes_the_steps_of_its_algorithm(clients_per_round, server_lr, tmp_path):
+    scaffold = phase("Scaffold", Scaffold(server_lr=server_lr), rounds=6, clients_per_round=clients_per_round)
+    federation = run([scaffold], PureOneWeight(), two_quadratics(), tmp_path, STEPS, seed=3)
+    cohorts = [sample_cohort(range(2), clients_per_round or 2, 3, round) for round in range(6)]
+    assert clients_per_round is None or {client for cohort in cohorts for client in cohort} == {0, 1}
+    x, c, own = simulate_scaffold(6, cohorts, server_lr)
+    state = federation.states["Scaffold"]
+    assert weight_of(federation, "Scaffold") == pytest.approx(x, rel=1e-12)
+    assert state.server["control.weight"].item() == pytest.approx(c, rel=1e-11)
+    assert [state.kept[i]["control.weight"].item() for i in (0, 1)] == pytest.approx(own, rel=1e-11)
+
+
+def test_scaffold_ends_at_the_optimum_where_fedavg_does_not(tmp_path):
+    scaffold = phase("Scaffold", Scaffold(), rounds=300)
+    federation = run([scaffold], PureOneWeight(), two_quadratics(), tmp_path, STEPS)
+    assert weight_of(federation, "Scaffold") == pytest.approx(4.0, abs=1e-9)
+
+
+def test_scaffold_with_two_epochs_of_several_batches_counts_every_step(tmp_path):
+    """All clients alike: the corrections cancel, and the server's c is the mean gradient along the way."""
+    data = blobs(sizes=(8, 8), batch_size=4)
+    model = mixture(optimizer=partial(torch.optim.SGD, lr=RATE))
+    federation = run([phase("Scaffold", Scaffold())], model, data, tmp_path, 2)
+    state = federation.states["Scaffold"]
+    name = "global_expert.classifier.1.weight"
+    moved = state.server[name] - model.state_dict()[name]
+    torch.testing.assert_close(state.server["control." + name], -moved / (4 * RATE), rtol=1e-10, atol=1e-14)
+
+
+def test_a_scaffold_run_is_evaluated_with_the_server_s_model(tmp_path):
+    federation = run(
+        [Phase("Scaffold", Scaffold(), rounds=2)],
+        mixture(optimizer=partial(torch.optim.SGD, lr=0.1)),
+        blobs(),
+        tmp_path,
+    )
+    accuracies = {client.global_test for client in federation.results["Scaffold"].clients}
+    assert len(accuracies) == 1 and federation.states["Scaffold"].kept
+
+
+@pytest.mark.parametrize(
+    ("made", "sentence"),
+    [
+        (lambda: FedProx(-1.0), "algorithm.init_args.mu is -1.0, but must be at least 0"),
+        (lambda: Scaffold(server_lr=0), "algorithm.init_args.server_lr is 0, but must be above 0"),
+        (lambda: Scaffold().check(mixture()), "optimizer.init_args.momentum is 0.9, not 0"),
+        (
+            lambda: Scaffold().check(mixture(optimizer=partial(torch.optim.Adam, lr=0.1))),
+            "needs torch.optim.SGD with one rate and no scheduler, but the optimizer is Adam",
+        ),
+        (lambda: Scaffold("nothing.*").check(OneWeight()), "which matches no parameter"),
+    ],
+)
+def test_what_they_cannot_train_is_refused(made, sentence):
+    with pytest.raises(MisconfigurationException) as error:
+        made()
+    assert sentence in str(error.value)
