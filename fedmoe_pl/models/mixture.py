@@ -43,7 +43,7 @@ class MixtureOfExperts(LightningModule, ABC):
         MisconfigurationException: if ``mixing`` is none of the four.
     """
 
-    gate: nn.Module
+    gate: Any
 
     def __init__(
         self,

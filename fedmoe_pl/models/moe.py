@@ -41,6 +41,8 @@ class PersonalizedMoE(MixtureOfExperts):
         (torch.Size([4, 10]), torch.Size([4, 2]))
     """
 
+    gate: Gate
+
     def __init__(
         self,
         global_expert: nn.Module,
