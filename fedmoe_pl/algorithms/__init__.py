@@ -3,7 +3,17 @@
 from fedmoe_pl.algorithms.fedavg import FedAvg
 from fedmoe_pl.algorithms.fedprox import FedProx
 from fedmoe_pl.algorithms.local import Local
+from fedmoe_pl.algorithms.opt_out import OptInFedAvg, SpecialistMixture
 from fedmoe_pl.algorithms.pfl_moe import PersonalizedExpert, PFLMoE
 from fedmoe_pl.algorithms.scaffold import Scaffold
 
-__all__ = ["FedAvg", "FedProx", "Local", "PFLMoE", "PersonalizedExpert", "Scaffold"]
+__all__ = [
+    "FedAvg",
+    "FedProx",
+    "Local",
+    "OptInFedAvg",
+    "PFLMoE",
+    "PersonalizedExpert",
+    "Scaffold",
+    "SpecialistMixture",
+]

@@ -30,6 +30,7 @@ from torch import Tensor
 
 from fedmoe_pl.aggregation import Patterns, Tree
 from fedmoe_pl.algorithm import Algorithm, Client
+from fedmoe_pl.models import MixtureOfExperts
 
 
 class PersonalizedExpert(Algorithm):
@@ -164,8 +165,12 @@ class PFLMoE(Algorithm):
 
 
 def _local_expert_loss(module: LightningModule, batch: Any) -> tuple[Tensor, dict[str, Tensor]]:
+    """Cross-entropy, but where the model mixes probabilities without a logarithm: minus the probability, as there."""
     x, y = batch
-    return F.cross_entropy(module.local_expert(x), y), {}  # pyright: ignore[reportCallIssue]
+    logits = module.local_expert(x)  # pyright: ignore[reportCallIssue]
+    if isinstance(module, MixtureOfExperts):
+        return module.loss_of(module.scores_of(logits), y), {}
+    return F.cross_entropy(logits, y), {}
 
 
 def _check_fraction(gate_fraction: float, lowest: float) -> None:
