@@ -16,7 +16,7 @@ from fedmoe_pl.seeds import derive_seed
 if TYPE_CHECKING:
     from fedmoe_pl.data import Batches, FederatedDataModule
 
-_EVALUATED_AT_ONCE = 1000
+EVALUATED_AT_ONCE = 1000  # samples in a batch where nothing is trained
 _SPLIT = 2  # tells a client's split of its samples from the stream of random numbers of its training
 
 
@@ -54,7 +54,7 @@ class Client:
             samples: indices, such as ``self.samples``, shape (n,).
         """
         assert self.datamodule is not None, "backends and evaluations give clients their data"
-        return self.datamodule.batches(samples, batch_size=_EVALUATED_AT_ONCE)
+        return self.datamodule.batches(samples, batch_size=EVALUATED_AT_ONCE)
 
     def shuffled_samples(self) -> Tensor:
         """Its training samples in an order that depends on (seed, client) alone: the same in every phase and round."""

@@ -15,7 +15,7 @@ from torch import Tensor
 from torchmetrics.functional.classification import multiclass_accuracy
 
 from fedmoe_pl.aggregation import Tree, copy_module, load_tree
-from fedmoe_pl.algorithm import Client, chooses_model
+from fedmoe_pl.algorithm import EVALUATED_AT_ONCE, Client, chooses_model
 from fedmoe_pl.data.parts import Parts
 from fedmoe_pl.models import ConstantGate, MixtureOfExperts
 
@@ -23,7 +23,6 @@ if TYPE_CHECKING:
     from fedmoe_pl.backends import LocalTraining
     from fedmoe_pl.data import FederatedDataModule
 
-_BATCH_SIZE = 1000
 METRICS = ("local_test", "local_test_held_out", "global_test", "validation")
 MONITORS = (*METRICS, "validation_loss")
 
@@ -226,7 +225,7 @@ def _outputs(
     module: LightningModule, datamodule: FederatedDataModule, samples: Tensor
 ) -> Iterator[tuple[Tensor, Tensor | None, Tensor]]:
     """Logits (b, C), weights (b, experts) of a gate that is not constant, and labels (b,), by batch, on the CPU."""
-    for x, y in datamodule.batches(samples, batch_size=_BATCH_SIZE):
+    for x, y in datamodule.batches(samples, batch_size=EVALUATED_AT_ONCE):
         x = x.to(module.device)
         logits, weights = module.mix(x) if _has_trained_gate(module) else (module(x), None)
         yield logits.cpu(), None if weights is None else weights.cpu(), y.cpu()

@@ -9,7 +9,7 @@ from lightning.pytorch import LightningModule
 from torch import Tensor
 
 from fedmoe_pl.aggregation import Tree, copy_module
-from fedmoe_pl.algorithm import Algorithm, Client, Update
+from fedmoe_pl.algorithm import EVALUATED_AT_ONCE, Algorithm, Client, Update
 from fedmoe_pl.backends.backend import Backend, GroupUpdate, LocalTraining, group_update
 from fedmoe_pl.backends.client import (
     EpochModule,
@@ -110,7 +110,8 @@ def _fit_every_batch(training: LocalTraining, client: Client, const: dict[str, A
 def _validation_batches(training: LocalTraining, client: Client) -> Any:
     samples = training.datamodule.validation_samples[client.id]
     validates = len(samples) and training.trainer["limit_val_batches"]
-    return training.datamodule.batches(samples) if validates else None
+    # large ones, as evaluations have: what is logged is the mean over samples
+    return training.datamodule.batches(samples, batch_size=EVALUATED_AT_ONCE) if validates else None
 
 
 class _ClientLoss(LightningModule):
