@@ -27,8 +27,6 @@ from torch import nn
 from fedmoe_pl.algorithm import Client
 from fedmoe_pl.algorithms import FedAvg, Local, OptInFedAvg, PersonalizedExpert, PFLMoE, SpecialistMixture
 from fedmoe_pl.backends import TrainerBackend
-from fedmoe_pl.callbacks import BestEpoch, FederationCallback
-from fedmoe_pl.federation import Federation
 from fedmoe_pl.models import BiLSTM, ConstantGate, LinearGate, NetworkGate, PersonalizedMoE
 from fedmoe_pl.phase import Phase, phase_cohort
 
@@ -260,6 +258,21 @@ def loss_by_hand(module, mixing, x, y):
     return torch.stack(losses).mean()
 
 
+@pytest.mark.parametrize("mixing", MIXINGS)
+def test_validation_loss_is_the_mean_loss_of_the_mixture_by_hand(tmp_path, mixing):
+    datamodule = blobs(SIZES[:4], validation_fraction=0.4)
+    model = mixture(gate())
+    model.mixing = mixing
+    phases = three_phases(0.0)
+    phases[2].evaluate = True
+    federation = run(phases, model, datamodule, tmp_path)
+    for client, evaluated in enumerate(federation.results["Mixture"].clients):
+        samples = datamodule.validation_samples[client]
+        module = federation.client_module("Mixture", client)
+        expected = loss_by_hand(module, mixing, datamodule.x[samples], datamodule.y[samples])
+        assert evaluated.validation_loss == pytest.approx(expected.item(), rel=1e-10)
+
+
 def test_every_clients_gate_starts_anew_and_only_before_the_first_round(tmp_path):
     gates = []
     for rounds, epochs in ((1, 0), (2, 0), (2, 1)):
@@ -352,209 +365,3 @@ def test_bilstms_are_experts_and_gate_of_texts_and_their_results_are_those_of_a_
         for name in ("Mixture", "gate alone"):
             actual, expected = (one.client_module(name, client).state_dict() for one in (federation, every))
             torch.testing.assert_close(actual, expected, rtol=1e-10, atol=1e-12)
-
-
-# Early stopping of clients and of a phase
-
-
-def validated_losses(module, datamodule, client, seed, names, optimizer, epochs, every, loss):
-    """Parameters and validation loss after every so many epochs of a bare loop."""
-    generator = client_generator(seed, client, 0)
-    batches = datamodule.batches(datamodule.train_samples[client], generator=generator)
-    parameters = [parameter for name, parameter in module.named_parameters() if name.startswith(names)]
-    optimizer = optimizer(parameters)
-    validation = datamodule.validation_samples[client]
-    x, y = datamodule.x[validation], datamodule.y[validation]
-    checks = []
-    for epoch in range(1, epochs + 1):
-        for batch in batches:
-            optimizer.zero_grad()
-            loss(module, *batch).backward()
-            optimizer.step()
-        if epoch % every == 0 and len(y):
-            with torch.no_grad():
-                checks.append((loss(module, x, y).item(), copy.deepcopy(module.state_dict())))
-    return checks
-
-
-def stopped_by_hand(checks, patience, min_delta):
-    """The best check, by rule: only a loss lower by more than ``min_delta`` counts; and how many checks there were."""
-    best, waited = 0, 0
-    for number in range(1, len(checks)):
-        better = checks[number][0] < checks[best][0] - min_delta
-        best, waited = (number, 0) if better else (best, waited + 1)
-        if waited == patience:
-            return best, number + 1
-    return best, len(checks)
-
-
-@pytest.mark.parametrize("stage", ["Fine-tuned", "Mixture"])
-def test_a_client_keeps_its_best_validated_epoch_and_one_without_validation_samples_trains_to_the_end(tmp_path, stage):
-    patience, min_delta, every, epochs = 2, 0.02, 2, 40
-    sizes = (40, 30, 1, 36)  # one sample of a client stays for training, so that client 2 has none to validate
-    datamodule = blobs(sizes, validation_fraction=0.4)
-    phases = three_phases(0.0, clients_per_round=None)
-    for personal in phases[1:]:
-        personal.max_epochs = epochs if personal.name == stage else 1
-    stopping = next(personal for personal in phases if personal.name == stage)
-    stopping.callbacks = [BestEpoch(min_delta=min_delta, patience=patience)]
-    stopping.trainer = {"limit_val_batches": 1.0, "check_val_every_n_epoch": every}
-    federation = run(phases, mixture(gate()), datamodule, tmp_path)
-    kinds = set()
-    for client in range(4):
-        module = federation.client_module("FedAvg" if stage == "Fine-tuned" else "Fine-tuned", client)
-        loss = lambda module, x, y: F.cross_entropy(module(x), y)  # noqa: E731
-        names = ("local_expert.", "gate.")
-        if stage == "Fine-tuned":
-            module.local_expert = copy.deepcopy(module.global_expert)
-            names = ("local_expert.",)
-            loss = lambda module, x, y: F.cross_entropy(module.local_expert(x), y)  # noqa: E731
-        else:
-            module.gate = gate()
-            client_generator(0, client, 0)
-            module.gate.reset_parameters()
-        checks = validated_losses(module, datamodule, client, 0, names, momentum_sgd, epochs, every, loss)
-        actual = tensors(federation.client_module(stage, client), names)
-        if not checks:
-            torch.testing.assert_close(actual, tensors(module, names), rtol=1e-9, atol=1e-12)
-            kinds.add("none")
-            continue
-        best, number = stopped_by_hand(checks, patience, min_delta)
-        kinds |= {"stopped"} if number < len(checks) else set()
-        kinds |= {"earlier"} if best < number - 1 else set()
-        expected = {name: tensor for name, tensor in checks[best][1].items() if name.startswith(names)}
-        torch.testing.assert_close(actual, expected, rtol=1e-9, atol=1e-12)
-    assert kinds == {"none", "stopped", "earlier"}, "the test would show nothing"
-
-
-def losses_by_hand(datamodule, expert, clients):
-    """Mean over clients of the mean negative log-likelihood of their validation samples."""
-    means = []
-    for client in clients:
-        samples = datamodule.validation_samples[client]
-        terms = [-torch.log(expert(datamodule.x[i][None]).softmax(1)[0, datamodule.y[i]]) for i in samples.tolist()]
-        means.append(sum(terms) / len(terms))
-    return (sum(means) / len(means)).item()
-
-
-def stopping_phase(**kwargs) -> Phase:
-    defaults = {"rounds": 40, "monitor": "validation_loss", "patience": 2, "evaluate_every_n_rounds": 3}
-    algorithm = OptInFedAvg("global_expert.*", 0.4)
-    return Phase("FedAvg", algorithm, gate=ConstantGate(1), clients_per_round=3, **{**defaults, **kwargs})
-
-
-def test_patience_ends_a_phase_whose_result_is_the_best_validated_round_of_the_participants(tmp_path):
-    datamodule, min_delta = blobs(SIZES, validation_fraction=0.4), 0.002
-    federation = run([stopping_phase(min_delta=min_delta)], mixture(), datamodule, tmp_path, seed=1)
-    clients = OptInFedAvg(opt_out_clients=0.4).participants(range(10), 1)
-    losses, everybody, servers = [], [], []
-    for rounds in range(3, 41, 3):
-        alone = run(
-            [phase("FedAvg", stopping_phase().algorithm, gate=ConstantGate(1), clients_per_round=3, rounds=rounds)],
-            *(mixture(), datamodule, tmp_path / str(rounds)),
-            seed=1,
-        )
-        module = alone.client_module("FedAvg", 0)
-        losses.append(losses_by_hand(datamodule, module.global_expert, clients))
-        everybody.append(losses_by_hand(datamodule, module.global_expert, range(10)))
-        servers.append(alone.states["FedAvg"].server)
-    checks = [(loss, None) for loss in losses]
-    last_improvement, number = stopped_by_hand(checks, patience=2, min_delta=min_delta)
-    assert 2 < number < len(losses), "the test would show nothing if the phase ran to its end"
-    rounds = [row["round"] for row in federation.rows]
-    assert rounds == list(range(3, 3 * number + 1, 3))
-    best = losses.index(min(losses[:number]))
-    assert best < number - 1 and last_improvement <= best
-    assert losses != pytest.approx(everybody, abs=1e-3), "those who opt out must not count"
-    assert federation.results["FedAvg"].round == 3 * (best + 1)
-    assert federation.results["FedAvg"].selection == "best round by validation_loss"
-    assert_same_bits(federation.states["FedAvg"].server, servers[best])
-    measured = federation.results["FedAvg"].spread("validation_loss", set(clients)).mean
-    assert measured == pytest.approx(losses[best], rel=1e-12)
-
-
-def test_the_best_round_is_a_copy_and_personalization_starts_from_it(tmp_path):
-    datamodule = blobs(SIZES, validation_fraction=0.4)
-    phases = [stopping_phase(), phase("Fine-tuned", PersonalizedExpert(), max_epochs=0)]
-    federation = run(phases, mixture(), datamodule, tmp_path, seed=1)
-    assert federation.results["FedAvg"].round < federation.rows[-1]["round"]
-    server = federation.states["FedAvg"].server
-    for client in range(10):
-        module = federation.client_module("Fine-tuned", client)
-        for name, tensor in server.items():
-            for expert in ("global_expert.", "local_expert."):
-                assert torch.equal(module.state_dict()[name.replace("global_expert.", expert)], tensor)
-
-
-@pytest.mark.parametrize("mixing", MIXINGS)
-def test_validation_loss_is_the_mean_loss_of_the_mixture_by_hand(tmp_path, mixing):
-    datamodule = blobs(SIZES[:4], validation_fraction=0.4)
-    model = mixture(gate())
-    model.mixing = mixing
-    phases = three_phases(0.0)
-    phases[2].evaluate = True
-    federation = run(phases, model, datamodule, tmp_path)
-    for client, evaluated in enumerate(federation.results["Mixture"].clients):
-        samples = datamodule.validation_samples[client]
-        module = federation.client_module("Mixture", client)
-        expected = loss_by_hand(module, mixing, datamodule.x[samples], datamodule.y[samples])
-        assert evaluated.validation_loss == pytest.approx(expected.item(), rel=1e-10)
-
-
-class Stop(FederationCallback):
-    """Stops the run behind the n-th round."""
-
-    def __init__(self, n):
-        self.n = n
-
-    def on_round_end(self, *arguments):
-        self.n -= 1
-        if not self.n:
-            raise KeyboardInterrupt
-
-
-@pytest.mark.parametrize("after", [2, 4, 7])
-def test_a_run_stopped_within_a_phase_that_ends_early_and_resumed_gives_the_same_bits(tmp_path, after):
-    datamodule = blobs(SIZES, validation_fraction=0.4)
-    personal = Phase("Mixture", SpecialistMixture(), max_epochs=4)
-    personal.callbacks = [BestEpoch(patience=1)]
-    personal.trainer = {"limit_val_batches": 1.0}
-
-    def phases():
-        return [stopping_phase(), phase("Fine-tuned", PersonalizedExpert(), max_epochs=1), copy.deepcopy(personal)]
-
-    kwargs = {"enable_checkpointing": True, "seed": 1}
-    whole = run(phases(), mixture(gate()), datamodule, tmp_path / "whole", **kwargs)
-    assert 7 < whole.rows[-2]["round"] < 40, "the federated phase ends early, after the stops of this test"
-    with pytest.raises(KeyboardInterrupt):
-        run(phases(), mixture(gate()), datamodule, tmp_path / "stopped", callbacks=[Stop(after)], **kwargs)
-    settings = {"default_root_dir": str(tmp_path / "stopped"), "enable_progress_bar": False, "logger": False}
-    resumed = Federation(phases(), {"max_epochs": 2}, seed=1, **settings)
-    resumed.fit(mixture(gate()), datamodule, ckpt_path="last")
-    for name, state in whole.states.items():
-        again = resumed.states[name]
-        assert_same_bits(again.server, state.server)
-        assert (again.round, again.best_round, again.stopped) == (state.round, state.best_round, state.stopped)
-        assert again.kept.keys() == state.kept.keys()
-        for client in state.kept:
-            assert_same_bits(again.kept[client], state.kept[client])
-    assert (resumed.run_dir / "rounds.csv").read_bytes() == (whole.run_dir / "rounds.csv").read_bytes()
-
-
-@pytest.mark.parametrize(
-    ("arguments", "sentence"),
-    [
-        ({"patience": 3}, "patience is 3, which needs a monitor"),
-        ({"patience": 0, "monitor": "validation_loss"}, "patience is 0, but must be at least 1"),
-        ({"min_delta": -0.1}, "min_delta is -0.1, but must be at least 0"),
-        ({"monitor": "validation_loss", "evaluate_every_n_rounds": 0}, "evaluate_every_n_rounds is 0, but monitor is"),
-        ({"monitor": "validation_loss", "evaluate": False}, "monitor is 'validation_loss', which needs evaluate: true"),
-        ({"trainer": {"max_epochs": 3}}, "trainer has max_epochs, which a phase takes as `max_epochs`"),
-        ({"trainer": {"limit_val_batchs": 1.0}}, "unexpected keyword argument 'limit_val_batchs'"),
-        ({"monitor": "validation_loss"}, "monitor is 'validation_loss', but data.init_args.validation_fraction is 0"),
-    ],
-)
-def test_a_schedule_that_cannot_be_followed_is_refused_before_training(tmp_path, arguments, sentence):
-    with pytest.raises(MisconfigurationException, match=sentence):
-        run([Phase("FedAvg", OptInFedAvg(), **arguments)], mixture(), blobs(), tmp_path)
-    assert not list(tmp_path.rglob("version_*"))
