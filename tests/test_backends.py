@@ -24,13 +24,33 @@ from lightning.pytorch.callbacks import EarlyStopping
 from torch import nn
 
 from fedmoe_pl.algorithm import Algorithm, Update
-from fedmoe_pl.algorithms import FedAvg, FedProx, Local, PersonalizedExpert, PFLMoE, Scaffold
+from fedmoe_pl.algorithms import (
+    FedAvg,
+    FedProx,
+    Local,
+    OptInFedAvg,
+    PersonalizedExpert,
+    PFLMoE,
+    Scaffold,
+    SpecialistMixture,
+)
 from fedmoe_pl.backends import LEAN_TRAINER, AutoBackend, LocalTraining, StackedBackend, TrainerBackend, data_on
 from fedmoe_pl.backends.backend import fold
 from fedmoe_pl.backends.client import needs_every_batch
+from fedmoe_pl.callbacks import BestEpoch
 from fedmoe_pl.data import RandomCrop, RandomHorizontalFlip
 from fedmoe_pl.federation import Federation
-from fedmoe_pl.models import VGG16, ConstantGate, FeatureGate, Gate, LeNet5, LinearGate, PersonalizedMoE, SmallMLP
+from fedmoe_pl.models import (
+    VGG16,
+    ConstantGate,
+    FeatureGate,
+    Gate,
+    LeNet5,
+    LinearGate,
+    NetworkGate,
+    PersonalizedMoE,
+    SmallMLP,
+)
 from fedmoe_pl.phase import Phase
 
 # From 3 to 300 samples: clients of less than a batch, of whole batches, and with a last batch of one sample.
@@ -138,6 +158,8 @@ ALGORITHMS = {
     "PFL-FB": (PersonalizedExpert("local_expert.classifier.*", gate_fraction=0.25), lambda _: ConstantGate(0)),
     "PFL-MF": (PFLMoE(), LinearGate),
     "PFL-MFE": (PFLMoE(), lambda _: FeatureGate(6)),
+    "opt-out": (OptInFedAvg(opt_out_data=0.3), LinearGate),
+    "specialist and gate": (SpecialistMixture(), lambda features: NetworkGate(nn.Linear(features, 1))),
     "own loss": (Proximal(), LinearGate),
     "FedProx": (FedProx(0.5), LinearGate),
 }
@@ -153,6 +175,15 @@ def test_backends_agree_for_every_optimizer_on_unequal_clients(optimizer):
 def test_backends_agree_for_every_algorithm_on_unequal_clients(name):
     algorithm, gate = ALGORITHMS[name]
     assert_agree(local_training(mixture(gate(5)), algorithm, blobs(UNEQUAL, batch_size=10), max_epochs=3), 1e-10)
+
+
+@pytest.mark.parametrize("mixing", ["probabilities", "log_probabilities", "probabilities_without_log"])
+@pytest.mark.parametrize("name", ["PFL-FT", "specialist and gate"])
+def test_backends_agree_whatever_is_mixed(name, mixing):
+    algorithm, gate = ALGORITHMS[name]
+    module = mixture(gate(5))
+    module.mixing = mixing
+    assert_agree(local_training(module, algorithm, blobs(UNEQUAL, batch_size=10), max_epochs=3), 1e-10)
 
 
 @pytest.mark.parametrize("optimizer", [momentum_sgd, partial(torch.optim.Adam, lr=0.01, weight_decay=0.01)])
@@ -277,6 +308,7 @@ class ByLoss(FedAvg):
 REFUSED = {
     "dropout": (lambda: (mixture(expert=Expert(dropout=0.3)), {}), "random"),
     "callbacks": (lambda: (mixture(), {"callbacks": [EarlyStopping("validation_loss")]}), "callbacks"),
+    "best epoch": (lambda: (mixture(), {"callbacks": [BestEpoch()]}), "callbacks"),
     "accumulation": (lambda: (mixture(), {"accumulate_grad_batches": 2}), "accumulate_grad_batches is 2"),
     "precision": (lambda: (mixture(), {"precision": "16-mixed"}), "precision is 16-mixed"),
     "optimizer": (

@@ -32,6 +32,8 @@ def fake_images(tmp_path):
         arrays = {"x_train": rng.integers(0, 256, (60, *shape), np.uint8), "y_train": rng.integers(0, 10, 60)}
         arrays |= {"x_test": rng.integers(0, 256, (40, *shape), np.uint8), "y_test": np.arange(40) % 10}
         np.savez(tmp_path / f"{channels}.npz", **arrays)
+    arrays = {"x_train": rng.integers(0, 50, (60, 6)), "y_train": rng.integers(0, 4, 60)}
+    np.savez(tmp_path / "texts.npz", **arrays, x_test=rng.integers(0, 50, (40, 6)), y_test=np.arange(40) % 4)
     return tmp_path
 
 
@@ -40,9 +42,13 @@ def shortened(path: Path, folder: Path) -> dict:
     config = yaml.safe_load(path.read_text())
     data, federation = config["data"], config["federation"]
     if data["class_path"] != "Digits":
-        channels = config["model"]["init_args"]["global_expert"]["init_args"]["in_channels"]
+        expert = config["model"]["init_args"]["global_expert"].get("init_args", {})
+        file, size = expert.get("in_channels", "texts"), expert.get("image_size", 32)
         data["class_path"] = "NpzFile"
-        data["init_args"] |= {"path": str(folder / f"{channels}.npz"), "image_size": 32, "partitioner": "IID"}
+        data["init_args"] |= {"path": str(folder / f"{file}.npz"), "partitioner": "IID"}
+        data["init_args"] |= {"image_size": size} if file != "texts" else {}
+        if "global_test_size" in data["init_args"]:
+            data["init_args"]["global_test_size"] = 20
     data["init_args"]["num_clients"] = 4
     for phase in federation["phases"]:
         phase["rounds"] = 1

@@ -59,9 +59,7 @@ class OptInFedAvg(Algorithm):
         MisconfigurationException: if a share is not at least 0 and below 1.
     """
 
-    def __init__(
-        self, shared: str | list[str] = "*", opt_out_clients: float = 0.0, opt_out_data: float = 0.0
-    ) -> None:
+    def __init__(self, shared: str | list[str] = "*", opt_out_clients: float = 0.0, opt_out_data: float = 0.0) -> None:
         for name, share in (("opt_out_clients", opt_out_clients), ("opt_out_data", opt_out_data)):
             if not 0 <= share < 1:
                 raise MisconfigurationException(

@@ -1,0 +1,229 @@
+"""Phases and clients that end when their validation stops getting better, against bare loops."""
+
+import copy
+from functools import partial
+
+import pytest
+import torch
+import torch.nn.functional as F
+from helpers import (
+    assert_same_bits,
+    blobs,
+    client_generator,
+    mixture,
+    momentum_sgd,
+    phase,
+    run,
+    tensors,
+)
+from lightning.fabric.utilities.exceptions import MisconfigurationException
+
+from fedmoe_pl.algorithms import OptInFedAvg, PersonalizedExpert, SpecialistMixture
+from fedmoe_pl.callbacks import BestEpoch, FederationCallback
+from fedmoe_pl.federation import Federation
+from fedmoe_pl.models import ConstantGate, LinearGate
+from fedmoe_pl.phase import Phase
+
+SIZES = (9, 4, 12, 7, 5, 8, 6, 10, 11, 4)
+
+
+def validated_losses(module, datamodule, client, seed, names, optimizer, epochs, every, loss):
+    """Parameters and validation loss after every so many epochs of a bare loop."""
+    generator = client_generator(seed, client, 0)
+    batches = datamodule.batches(datamodule.train_samples[client], generator=generator)
+    parameters = [parameter for name, parameter in module.named_parameters() if name.startswith(names)]
+    optimizer = optimizer(parameters)
+    validation = datamodule.validation_samples[client]
+    x, y = datamodule.x[validation], datamodule.y[validation]
+    checks = []
+    for epoch in range(1, epochs + 1):
+        for batch in batches:
+            optimizer.zero_grad()
+            loss(module, *batch).backward()
+            optimizer.step()
+        if epoch % every == 0 and len(y):
+            with torch.no_grad():
+                checks.append((loss(module, x, y).item(), copy.deepcopy(module.state_dict())))
+    return checks
+
+
+def stopped_by_hand(checks, patience, min_delta):
+    """The best check, by rule: only a loss lower by more than ``min_delta`` counts; and how many checks there were."""
+    best, waited = 0, 0
+    for number in range(1, len(checks)):
+        better = checks[number][0] < checks[best][0] - min_delta
+        best, waited = (number, 0) if better else (best, waited + 1)
+        if waited == patience:
+            return best, number + 1
+    return best, len(checks)
+
+
+@pytest.mark.parametrize("stage", ["Fine-tuned", "Mixture"])
+def test_a_client_keeps_its_best_validated_epoch_and_one_without_validation_samples_trains_to_the_end(tmp_path, stage):
+    patience, min_delta, every, epochs = 2, 0.02, 2, 40
+    sizes = (40, 30, 1, 36)  # one sample of a client stays for training, so that client 2 has none to validate
+    datamodule = blobs(sizes, validation_fraction=0.4)
+    phases = [
+        phase("FedAvg", OptInFedAvg("global_expert.*"), gate=ConstantGate(1), rounds=3),
+        phase("Fine-tuned", PersonalizedExpert(), gate=ConstantGate(0), max_epochs=1),
+        phase("Mixture", SpecialistMixture(), max_epochs=1),
+    ]
+    (stopping,) = (personal for personal in phases if personal.name == stage)
+    stopping.max_epochs = epochs
+    stopping.callbacks = [BestEpoch(min_delta=min_delta, patience=patience)]
+    stopping.trainer = {"limit_val_batches": 1.0, "check_val_every_n_epoch": every}
+    federation = run(phases, mixture(LinearGate(5)), datamodule, tmp_path)
+    kinds = set()
+    for client in range(4):
+        module = federation.client_module("FedAvg" if stage == "Fine-tuned" else "Fine-tuned", client)
+        loss = lambda module, x, y: F.cross_entropy(module(x), y)  # noqa: E731
+        names = ("local_expert.", "gate.")
+        if stage == "Fine-tuned":
+            module.local_expert = copy.deepcopy(module.global_expert)
+            names = ("local_expert.",)
+            loss = lambda module, x, y: F.cross_entropy(module.local_expert(x), y)  # noqa: E731
+        else:
+            module.gate = LinearGate(5).double()
+            client_generator(0, client, 0)
+            module.gate.reset_parameters()
+        checks = validated_losses(module, datamodule, client, 0, names, momentum_sgd, epochs, every, loss)
+        actual = tensors(federation.client_module(stage, client), names)
+        if not checks:
+            torch.testing.assert_close(actual, tensors(module, names), rtol=1e-9, atol=1e-12)
+            kinds.add("none")
+            continue
+        best, number = stopped_by_hand(checks, patience, min_delta)
+        kinds |= {"stopped"} if number < len(checks) else set()
+        kinds |= {"earlier"} if best < number - 1 else set()
+        expected = {name: tensor for name, tensor in checks[best][1].items() if name.startswith(names)}
+        torch.testing.assert_close(actual, expected, rtol=1e-9, atol=1e-12)
+    assert kinds == {"none", "stopped", "earlier"}, "the test would show nothing"
+
+
+def losses_by_hand(datamodule, expert, clients):
+    """Mean over clients of the mean negative log-likelihood of their validation samples."""
+    means = []
+    for client in clients:
+        samples = datamodule.validation_samples[client]
+        terms = [-torch.log(expert(datamodule.x[i][None]).softmax(1)[0, datamodule.y[i]]) for i in samples.tolist()]
+        means.append(sum(terms) / len(terms))
+    return (sum(means) / len(means)).item()
+
+
+def stopping_phase(**kwargs) -> Phase:
+    """Big steps, with which the validation loss goes up and down."""
+    defaults = {"rounds": 20, "monitor": "validation_loss", "patience": 2, "evaluate_every_n_rounds": 2}
+    defaults |= {"gate": ConstantGate(1), "clients_per_round": 3, "optimizer": BIG_STEPS}
+    return Phase("FedAvg", OptInFedAvg("global_expert.*", 0.4), **{**defaults, **kwargs})
+
+
+BIG_STEPS = partial(torch.optim.SGD, lr=0.6, momentum=0.9)
+
+
+class Servers(FederationCallback):
+    """Copies the server's state behind every round."""
+
+    def __init__(self):
+        self.after = {}
+
+    def on_round_end(self, federation, phase, round):
+        server = federation.states[phase.name].server
+        self.after[round + 1] = {name: tensor.clone() for name, tensor in server.items()}
+
+
+def test_patience_ends_a_phase_whose_result_is_the_best_validated_round_of_the_participants(tmp_path):
+    datamodule, min_delta = blobs(SIZES, validation_fraction=0.4), 0.02
+    federation = run([stopping_phase(min_delta=min_delta)], mixture(), datamodule, tmp_path, seed=5)
+    clients = OptInFedAvg(opt_out_clients=0.4).participants(range(10), 5)
+    unstopped = stopping_phase(monitor=None, patience=None, evaluate=False)
+    servers = Servers()
+    run([unstopped], mixture(), datamodule, tmp_path / "unstopped", seed=5, callbacks=[servers])
+    losses, everybody = [], []
+    for round in range(2, 21, 2):
+        module = mixture()
+        module.load_state_dict(servers.after[round], strict=False)
+        losses.append(losses_by_hand(datamodule, module.global_expert, clients))
+        everybody.append(losses_by_hand(datamodule, module.global_expert, range(10)))
+    _, number = stopped_by_hand([(loss, None) for loss in losses], patience=2, min_delta=min_delta)
+    assert 2 < number < len(losses), "the test would show nothing if the phase ran to its end"
+    assert [row["round"] for row in federation.rows] == list(range(2, 2 * number + 1, 2))
+    best = losses.index(min(losses[:number]))
+    assert 0 < best < number - 1
+    assert losses != pytest.approx(everybody, abs=1e-3), "those who opt out must not count"
+    assert federation.results["FedAvg"].round == 2 * (best + 1)
+    assert federation.results["FedAvg"].selection == "best round by validation_loss"
+    assert_same_bits(federation.states["FedAvg"].server, servers.after[2 * (best + 1)])
+    measured = federation.results["FedAvg"].spread("validation_loss", set(clients)).mean
+    assert measured == pytest.approx(losses[best], rel=1e-12)
+
+
+def test_the_best_round_is_a_copy_and_personalization_starts_from_it(tmp_path):
+    datamodule = blobs(SIZES, validation_fraction=0.4)
+    phases = [stopping_phase(), phase("Fine-tuned", PersonalizedExpert(), max_epochs=0)]
+    federation = run(phases, mixture(), datamodule, tmp_path, seed=2)
+    assert federation.results["FedAvg"].round < federation.rows[-1]["round"]
+    server = federation.states["FedAvg"].server
+    for client in range(10):
+        module = federation.client_module("Fine-tuned", client)
+        for name, tensor in server.items():
+            for expert in ("global_expert.", "local_expert."):
+                assert torch.equal(module.state_dict()[name.replace("global_expert.", expert)], tensor)
+
+
+class Stop(FederationCallback):
+    """Stops the run behind the n-th round."""
+
+    def __init__(self, n):
+        self.n = n
+
+    def on_round_end(self, *arguments):
+        self.n -= 1
+        if not self.n:
+            raise KeyboardInterrupt
+
+
+@pytest.mark.parametrize("after", [1, 5])
+def test_a_run_stopped_within_a_phase_that_ends_early_and_resumed_gives_the_same_bits(tmp_path, after):
+    datamodule = blobs(SIZES, validation_fraction=0.4)
+    personal = Phase("Mixture", SpecialistMixture(), max_epochs=4)
+    personal.callbacks = [BestEpoch(patience=1)]
+    personal.trainer = {"limit_val_batches": 1.0}
+
+    def phases():
+        return [stopping_phase(), phase("Fine-tuned", PersonalizedExpert(), max_epochs=1), copy.deepcopy(personal)]
+
+    kwargs = {"enable_checkpointing": True, "seed": 2}
+    whole = run(phases(), mixture(LinearGate(5)), datamodule, tmp_path / "whole", **kwargs)
+    assert 5 < whole.rows[-2]["round"] < 20, "the federated phase ends early, after the stops of this test"
+    with pytest.raises(KeyboardInterrupt):
+        run(phases(), mixture(LinearGate(5)), datamodule, tmp_path / "stopped", callbacks=[Stop(after)], **kwargs)
+    settings = {"default_root_dir": str(tmp_path / "stopped"), "enable_progress_bar": False, "logger": False}
+    resumed = Federation(phases(), {"max_epochs": 2}, seed=2, **settings)
+    resumed.fit(mixture(LinearGate(5)), datamodule, ckpt_path="last")
+    for name, state in whole.states.items():
+        again = resumed.states[name]
+        assert_same_bits(again.server, state.server)
+        assert (again.round, again.best_round, again.stopped) == (state.round, state.best_round, state.stopped)
+        assert again.kept.keys() == state.kept.keys()
+        for client in state.kept:
+            assert_same_bits(again.kept[client], state.kept[client])
+    assert (resumed.run_dir / "rounds.csv").read_bytes() == (whole.run_dir / "rounds.csv").read_bytes()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        ({"patience": 3}, "patience is 3, which needs a monitor"),
+        ({"patience": 0, "monitor": "validation_loss"}, "patience is 0, but must be at least 1"),
+        ({"min_delta": -0.1}, "min_delta is -0.1, but must be at least 0"),
+        ({"monitor": "validation_loss", "evaluate_every_n_rounds": 0}, "evaluate_every_n_rounds is 0, but monitor is"),
+        ({"monitor": "validation_loss", "evaluate": False}, "monitor is 'validation_loss', which needs evaluate: true"),
+        ({"trainer": {"max_epochs": 3}}, "trainer has max_epochs, which a phase takes as `max_epochs`"),
+        ({"trainer": {"limit_val_batchs": 1.0}}, "unexpected keyword argument 'limit_val_batchs'"),
+        ({"monitor": "validation_loss"}, "monitor is 'validation_loss', but data.init_args.validation_fraction is 0"),
+    ],
+)
+def test_a_schedule_that_cannot_be_followed_is_refused_before_training(tmp_path, arguments, sentence):
+    with pytest.raises(MisconfigurationException, match=sentence):
+        run([Phase("FedAvg", OptInFedAvg(), **arguments)], mixture(), blobs(), tmp_path)
+    assert not list(tmp_path.rglob("version_*"))

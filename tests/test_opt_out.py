@@ -1,0 +1,367 @@
+"""Federated learning using a mixture of experts (Listo Zec et al. 2020), against bare loops and sums by hand."""
+
+import copy
+from functools import partial
+
+import pytest
+import torch
+import torch.nn.functional as F
+from helpers import (
+    OneWeight,
+    TensorData,
+    assert_same_bits,
+    blobs,
+    client_generator,
+    mixture,
+    momentum_sgd,
+    phase,
+    run,
+    tensors,
+    train_by_hand,
+    two_quadratics,
+)
+from lightning.fabric.utilities.exceptions import MisconfigurationException
+from lightning.pytorch import LightningModule
+from torch import nn
+
+from fedmoe_pl.algorithm import Client
+from fedmoe_pl.algorithms import FedAvg, Local, OptInFedAvg, PersonalizedExpert, PFLMoE, SpecialistMixture
+from fedmoe_pl.backends import TrainerBackend
+from fedmoe_pl.models import BiLSTM, ConstantGate, LinearGate, NetworkGate, PersonalizedMoE
+from fedmoe_pl.phase import Phase, phase_cohort
+
+MIXINGS = ("logits", "probabilities", "log_probabilities", "probabilities_without_log")
+SIZES = (9, 4, 12, 7, 5, 8, 6, 10, 11, 4)
+
+
+def a_client(samples, id=0, seed=0, round=0):
+    return Client(id, round, seed, LightningModule(), torch.as_tensor(samples), {})
+
+
+def gate(dtype=torch.float64):
+    return NetworkGate(nn.Linear(5, 1).to(dtype))
+
+
+def three_phases(out=0.3, clients_per_round: float | None = 4, epochs=2) -> list[Phase]:
+    federated = OptInFedAvg("global_expert.*", out)
+    return [
+        phase("FedAvg", federated, gate=ConstantGate(1), rounds=3, clients_per_round=clients_per_round),
+        phase("Fine-tuned", PersonalizedExpert(), gate=ConstantGate(0), max_epochs=epochs),
+        phase("Mixture", SpecialistMixture(), max_epochs=epochs),
+    ]
+
+
+# Who takes part
+
+
+def test_floor_of_the_share_of_clients_opts_out_whatever_the_round_and_other_seeds_choose_others():
+    algorithm = OptInFedAvg(opt_out_clients=0.29)
+    chosen = [tuple(algorithm.participants(range(100), seed)) for seed in range(20)]
+    assert {len(set(ids)) for ids in chosen} == {71}, "0.29 * 100 is 28.999999999999996, but 29 of 100 opt out"
+    assert len(set(chosen)) == 20
+    assert list(chosen[3]) == sorted(chosen[3]) == list(algorithm.participants(range(100), 3))
+    assert len(OptInFedAvg(opt_out_clients=0.39).participants(range(10), 0)) == 7, "floor(3.9) opt out"
+    out = torch.zeros(10)
+    for seed in range(500):
+        out += torch.ones(10).index_fill(
+            0, torch.tensor(OptInFedAvg(opt_out_clients=0.3).participants(range(10), seed)), 0
+        )
+    assert out.sum() == 1500 and (out - 150).abs().max() < 5 * (500 * 0.3 * 0.7) ** 0.5, "every client as likely"
+
+
+def test_a_round_has_as_many_clients_as_if_all_took_part_and_none_that_opts_out():
+    federated = phase("FedAvg", OptInFedAvg(opt_out_clients=0.5), clients_per_round=0.4)
+    opted_in = set(federated.algorithm.participants(range(10), 7))
+    cohorts = [phase_cohort(federated, 10, 7, round) for round in range(40)]
+    assert {len(cohort) for cohort in cohorts} == {4}, "0.4 of ten clients, not of the five that take part"
+    assert set().union(*cohorts) == opted_in and len(opted_in) == 5
+    federated.clients_per_round = None
+    assert set(phase_cohort(federated, 10, 7, 0)) == opted_in
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        ({"opt_out_clients": 1.0}, "opt_out_clients is 1.0, but must be at least 0 and below 1"),
+        ({"opt_out_data": 1.0}, "opt_out_data is 1.0, but must be at least 0 and below 1"),
+        ({"opt_out_clients": -0.1}, "opt_out_clients is -0.1, but"),
+        ({"opt_out_data": float("nan")}, "opt_out_data is nan, but"),
+    ],
+)
+def test_opting_out_of_everybody_is_refused(arguments, sentence):
+    with pytest.raises(MisconfigurationException, match=f"algorithm.init_args.{sentence}"):
+        OptInFedAvg(**arguments)
+
+
+def test_more_clients_per_round_than_take_part_are_refused_before_training(tmp_path):
+    phases = [phase("FedAvg", OptInFedAvg(opt_out_clients=0.5), clients_per_round=6)]
+    with pytest.raises(MisconfigurationException, match="number of clients that take part, 5"):
+        run(phases, mixture(), blobs(SIZES), tmp_path)
+
+
+def test_a_misspelt_pattern_and_a_model_without_parts_are_refused(tmp_path):
+    with pytest.raises(MisconfigurationException, match=r"algorithm.init_args.shared is 'global.\*', which matches no"):
+        run([phase("FedAvg", OptInFedAvg("global.*"))], mixture(), blobs(), tmp_path)
+    phases = [phase("Mixture", SpecialistMixture(), start="initial")]
+    with pytest.raises(MisconfigurationException, match="model is a OneWeight, but SpecialistMixture trains"):
+        run(phases, OneWeight(), two_quadratics(), tmp_path)
+
+
+def test_with_nobody_out_it_is_fedavg_to_the_bit(tmp_path):
+    def phases(algorithm):
+        federated = Phase("FedAvg", algorithm, rounds=4, clients_per_round=4, gate=ConstantGate(1))
+        return [federated, phase("Fine-tuned", PersonalizedExpert())]
+
+    runs = [
+        run(phases(kind("global_expert.*")), mixture(LinearGate(5)), blobs(SIZES), tmp_path / kind.__name__)
+        for kind in (FedAvg, OptInFedAvg)
+    ]
+    for name in ("FedAvg", "Fine-tuned"):
+        states = [federation.states[name] for federation in runs]
+        assert_same_bits(states[1].server, states[0].server)
+        assert states[1].kept.keys() == states[0].kept.keys()
+        for client in states[0].kept:
+            assert_same_bits(states[1].kept[client], states[0].kept[client])
+    other = run(phases(OptInFedAvg("global_expert.*", 0.3)), mixture(LinearGate(5)), blobs(SIZES), tmp_path / "other")
+    assert not torch.equal(
+        *(one.states["FedAvg"].server["global_expert.classifier.1.weight"] for one in (runs[0], other))
+    )
+
+
+def test_the_mean_of_three_clients_is_weighted_by_opt_in_samples(tmp_path):
+    """Client i has a_i / 2 (w - b_i)^2 for all its samples: a step from 0 gives rate * a_i * b_i."""
+    a, b, n = torch.tensor([1.0, 4.0, 2.0]), torch.tensor([1.0, 5.0, -3.0]), (4, 7, 10)
+    owner = torch.arange(3).repeat_interleave(torch.tensor(n))
+    x = torch.stack((a, b), dim=1)[owner]
+    data = TensorData(x, owner, torch.arange(21).split(n), dtype=torch.float64, batch_size=100)
+    federation = run([phase("FedAvg", OptInFedAvg(opt_out_data=0.3))], OneWeight(), data, tmp_path, max_epochs=1)
+    weights = torch.tensor([4 - 1, 7 - 2, 10 - 3]).double()  # floor(1.2), floor(2.1) and 3 samples are out
+    expected = (weights * 0.05 * (a * b).double()).sum() / weights.sum()
+    assert federation.states["FedAvg"].server["weight"].item() == pytest.approx(expected.item(), rel=1e-14)
+
+
+@pytest.mark.parametrize("n", [1, 2, 10, 33])
+def test_a_clients_opt_in_samples_are_the_rest_of_a_split_by_seed_and_client_alone(n):
+    algorithm = OptInFedAvg(opt_out_data=0.4)
+    samples = torch.arange(100, 100 + n)
+    chosen = algorithm.client_samples(a_client(samples, id=3, seed=5))
+    assert len(chosen.unique()) == len(chosen) == n - int(0.4 * n) and set(chosen.tolist()) <= set(samples.tolist())
+    again = OptInFedAvg(opt_out_data=0.4).client_samples(a_client(samples, id=3, seed=5, round=9))
+    assert torch.equal(chosen, again)
+    if n == 33:
+        others = [algorithm.client_samples(a_client(samples, **other)) for other in ({"id": 4}, {"id": 3, "seed": 6})]
+        assert all(set(other.tolist()) != set(chosen.tolist()) for other in others)
+
+
+class Seen(nn.Module):
+    """An expert that reads one feature, which tells the sample, and remembers whom it has seen while training."""
+
+    ids: set[int] = set()  # noqa: RUF012  (shared by all copies on purpose)
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(1, 2)
+
+    def forward(self, x):
+        if torch.is_grad_enabled():
+            Seen.ids.update(x.flatten().int().tolist())
+        return self.linear(x / 100)
+
+
+def test_no_opted_out_sample_is_seen_before_personalization_which_sees_all(tmp_path):
+    sizes = (10, 20, 15, 5)
+    x = torch.arange(50.0)[:, None]
+
+    def seen(phases, folder):
+        Seen.ids = set()
+        data = TensorData(x, torch.arange(50) % 2, torch.arange(50).split(sizes), batch_size=4)
+        module = PersonalizedMoE(Seen(), optimizer=partial(torch.optim.SGD, lr=0.1))
+        federation = run(phases, module, data, tmp_path / folder, backend=TrainerBackend(), seed=2)
+        return Seen.ids, federation
+
+    algorithm = OptInFedAvg("global_expert.*", opt_out_clients=0.25, opt_out_data=0.4)
+    federated = phase("FedAvg", algorithm, gate=ConstantGate(1), rounds=3)
+    ids, federation = seen([federated], "federated")
+    (out,) = set(range(4)) - set(algorithm.participants(range(4), 2))
+    samples = federation.datamodule.train_samples
+    for client in range(4):
+        own = set(samples[client].tolist())
+        assert len(ids & own) == (0 if client == out else len(own) - int(0.4 * len(own)))
+    assert federation.states["FedAvg"].kept.keys() <= set(range(4)) - {out}
+
+    personal = [phase("Fine-tuned", PersonalizedExpert(), gate=ConstantGate(0)), phase("Mixture", SpecialistMixture())]
+    for number in (1, 2):
+        ids, federation = seen([federated, *personal[:number]], str(number))
+        assert ids == set(range(50)), "specialists are trained on all samples, those of opted-out clients included"
+        assert set(federation.states[personal[number - 1].name].kept) == set(range(4))
+
+
+# Specialist and gate
+
+
+def test_fine_tuning_and_the_joint_training_of_specialist_and_gate_equal_a_bare_loop_in_every_space(tmp_path):
+    phases = three_phases(0.4, clients_per_round=None, epochs=3)
+    phases[2].optimizer = adam
+    for mixing in MIXINGS:
+        datamodule, model = blobs((13, 9, 8)), mixture(gate())
+        model.mixing = mixing
+        federation = run(phases, model, datamodule, tmp_path / mixing, seed=4)
+        for client in range(3):
+            module = copy.deepcopy(federation.client_module("FedAvg", client))
+            module.gate, module.local_expert = copy.deepcopy(model.gate), copy.deepcopy(module.global_expert)
+            samples = datamodule.train_samples[client]
+            batches = datamodule.batches(samples, generator=client_generator(4, client, 0))
+            specialist = module.local_expert
+
+            def alone(x, y, expert=specialist, mixing=mixing):
+                if mixing == "probabilities_without_log":
+                    return -expert(x).softmax(1)[torch.arange(len(y)), y].mean()
+                return F.cross_entropy(expert(x), y)
+
+            train_by_hand(module, "local_expert.", batches, momentum_sgd, max_epochs=3, loss=alone)
+            stage = federation.client_module("Fine-tuned", client)
+            torch.testing.assert_close(tensors(stage, "local_"), tensors(module, "local_"), rtol=1e-12, atol=1e-12)
+
+            generator = client_generator(4, client, 0)  # also seeds what the gate draws from
+            module.gate.reset_parameters()
+            batches = datamodule.batches(samples, generator=generator)
+            by_hand = partial(loss_by_hand, module, mixing)
+            train_by_hand(module, ("local_expert.", "gate."), batches, adam, max_epochs=3, loss=by_hand)
+            actual = federation.client_module("Mixture", client).state_dict()
+            torch.testing.assert_close(actual, module.state_dict(), rtol=1e-12, atol=1e-12)
+            assert_same_bits(
+                tensors(federation.client_module("Mixture", client), "global_"),
+                tensors(federation.client_module("FedAvg", client), "global_"),
+            )
+
+
+def adam(parameters):
+    return torch.optim.Adam(parameters, lr=0.01)
+
+
+def loss_by_hand(module, mixing, x, y):
+    """METHODS 7.4: h weighs the specialist, 1 - h the global expert; sample by sample."""
+    losses = []
+    for sample, label in zip(x, y, strict=True):
+        h = 1 / (1 + torch.exp(-(module.gate.network.weight[0] @ sample + module.gate.network.bias[0])))
+        specialist, federated = module.local_expert(sample[None])[0], module.global_expert(sample[None])[0]
+        p, q = specialist.exp() / specialist.exp().sum(), federated.exp() / federated.exp().sum()
+        if mixing == "logits":
+            mixed = (h * specialist + (1 - h) * federated).exp()
+            losses.append(-torch.log(mixed[label] / mixed.sum()))
+        elif mixing == "probabilities":
+            losses.append(-torch.log(h * p[label] + (1 - h) * q[label]))
+        elif mixing == "log_probabilities":
+            losses.append(-(h * torch.log(p[label]) + (1 - h) * torch.log(q[label])))
+        else:
+            losses.append(-(h * p[label] + (1 - h) * q[label]))
+    return torch.stack(losses).mean()
+
+
+@pytest.mark.parametrize("mixing", MIXINGS)
+def test_validation_loss_is_the_mean_loss_of_the_mixture_by_hand(tmp_path, mixing):
+    datamodule = blobs(SIZES[:4], validation_fraction=0.4)
+    model = mixture(gate())
+    model.mixing = mixing
+    phases = three_phases(0.0)
+    phases[2].evaluate = True
+    federation = run(phases, model, datamodule, tmp_path)
+    for client, evaluated in enumerate(federation.results["Mixture"].clients):
+        samples = datamodule.validation_samples[client]
+        module = federation.client_module("Mixture", client)
+        expected = loss_by_hand(module, mixing, datamodule.x[samples], datamodule.y[samples])
+        assert evaluated.validation_loss == pytest.approx(expected.item(), rel=1e-10)
+
+
+def test_every_clients_gate_starts_anew_and_only_before_the_first_round(tmp_path):
+    gates = []
+    for rounds, epochs in ((1, 0), (2, 0), (2, 1)):
+        phases = [*three_phases()[:2], phase("Mixture", SpecialistMixture(), rounds=rounds, max_epochs=epochs)]
+        federation = run(phases, mixture(gate()), blobs(SIZES), tmp_path / f"{rounds}{epochs}")
+        gates.append([tensors(federation.client_module("Mixture", client), "gate.") for client in range(10)])
+    assert len({own["gate.network.weight"].sum().item() for own in gates[0]}) == 10
+    for client in range(10):
+        assert_same_bits(gates[1][client], gates[0][client])
+        fresh = gate()
+        client_generator(0, client, 0)  # seeds what the gate draws from
+        fresh.reset_parameters()
+        assert_same_bits(gates[0][client], {f"gate.{name}": tensor for name, tensor in fresh.state_dict().items()})
+    assert not torch.equal(gates[2][0]["gate.network.weight"], gates[1][0]["gate.network.weight"])
+
+
+@pytest.mark.parametrize(("weight", "expert"), [(1.0, "global_expert"), (0.0, "local_expert")])
+@pytest.mark.parametrize("mixing", MIXINGS)
+def test_a_gate_held_at_one_expert_gives_exactly_this_expert(tmp_path, weight, expert, mixing):
+    phases = [
+        *three_phases()[:2],
+        Phase("held", SpecialistMixture(), gate=ConstantGate(weight), mixing=mixing, max_epochs=0),
+        Phase("the expert", SpecialistMixture(), max_epochs=0, mixing="logits"),
+    ]
+    datamodule = blobs(SIZES, validation_fraction=0.3)
+    federation = run(phases, mixture(gate()), datamodule, tmp_path)
+    x = datamodule.x
+    for client, evaluated in enumerate(federation.results["held"].clients):
+        alone = getattr(federation.client_module("the expert", client), expert)
+        scores = federation.client_module("held", client)(x)
+        expected = alone(x) if mixing == "logits" else alone(x).log_softmax(1)
+        assert torch.equal(scores, expected)
+        right = alone(x)[datamodule.global_test].argmax(1) == datamodule.y[datamodule.global_test]
+        assert evaluated.global_test == pytest.approx(right.double().mean().item(), abs=1e-6)
+
+
+def test_the_mixture_follows_specialists_on_all_samples_and_not_those_of_a_part():
+    assert SpecialistMixture().follows(PersonalizedExpert())
+    assert not SpecialistMixture().follows(PersonalizedExpert(gate_fraction=0.25))
+    assert not any(SpecialistMixture().follows(other) for other in (FedAvg(), OptInFedAvg(), Local(), PFLMoE()))
+    assert PersonalizedExpert().follows(OptInFedAvg())
+
+
+# Texts
+
+
+class LastToken(TensorData):
+    """Two classes of texts of five tokens, told apart by the last one."""
+
+    def __init__(self, **kwargs):
+        generator = torch.Generator().manual_seed(0)
+        x = torch.randint(2, 20, (60, 5), generator=generator)
+        super().__init__(x, x[:, -1] % 2, torch.arange(60).split([25, 20, 15]), dtype=torch.int64, **kwargs)
+
+
+def bilstm_mixture(dtype=torch.float64):
+    torch.manual_seed(3)
+    network = BiLSTM(vocabulary_size=20, embedding_dim=6, hidden=4, num_classes=1)
+    expert = BiLSTM(vocabulary_size=20, embedding_dim=6, hidden=4, num_classes=2)
+    optimizer = partial(torch.optim.Adam, lr=0.02)
+    return PersonalizedMoE(expert, gate=NetworkGate(network), optimizer=optimizer, mixing="probabilities").to(dtype)
+
+
+def test_bilstms_are_experts_and_gate_of_texts_and_their_results_are_those_of_a_bare_loop(tmp_path):
+    datamodule = LastToken(batch_size=5)
+    phases = [
+        Phase("FedAvg", OptInFedAvg("global_expert.*", 0.34), rounds=2, gate=ConstantGate(1)),
+        Phase("Fine-tuned", PersonalizedExpert(), gate=ConstantGate(0)),
+        Phase("Mixture", SpecialistMixture()),
+        Phase("gate alone", PFLMoE(0.5), start="Fine-tuned"),  # with both experts frozen, these are looked up
+    ]
+    model = bilstm_mixture()
+    federation = run(phases, model, datamodule, tmp_path)
+    for client in range(3):
+        module = copy.deepcopy(federation.client_module("Fine-tuned", client))
+        module.gate = copy.deepcopy(model.gate)
+        generator = client_generator(0, client, 0)
+        module.gate.reset_parameters()
+        batches = datamodule.batches(datamodule.train_samples[client], generator=generator)
+        names = ("local_expert.", "gate.")
+        train_by_hand(module, names, batches, model.optimizer, 2, lambda x, y, m=module: m.loss((x, y))[0])
+        actual = federation.client_module("Mixture", client)
+        torch.testing.assert_close(actual.state_dict(), module.state_dict(), rtol=1e-10, atol=1e-12)
+        evaluated = federation.results["Mixture"].clients[client]
+        weights = actual.mix(datamodule.x[datamodule.train_samples[client]])[1][:, 0]
+        assert evaluated.mean_gate_weight == pytest.approx(weights.mean().item(), abs=1e-12)
+
+    every = run(phases, model, LastToken(batch_size=5), tmp_path / "every", every_batch=True)
+    for client in range(3):  # a Trainer that sees every batch looks nothing up
+        for name in ("Mixture", "gate alone"):
+            actual, expected = (one.client_module(name, client).state_dict() for one in (federation, every))
+            torch.testing.assert_close(actual, expected, rtol=1e-10, atol=1e-12)
