@@ -274,7 +274,9 @@ class Federation:
         for phase in self._finished_methods():
             for client, own in enumerate(self.datamodule.test_samples):
                 samples = own if len(own) else self.datamodule.global_test
-                logits, weights = predict(self.client_module(phase.name, client), self.datamodule, samples)
+                module = self.client_module(phase.name, client)
+                logits, weights = predict(module, self.datamodule, samples)
+                weights = weights if getattr(module, "has_global_expert", True) else None
                 yield from prediction_rows(phase.name, client, samples, self.datamodule.y[samples], logits, weights)
 
     def _call(self, hook: str, *arguments: Any) -> None:

@@ -1,7 +1,8 @@
 """Federated algorithms: one paper, one file."""
 
 from fedmoe_pl.algorithms.fedavg import FedAvg
+from fedmoe_pl.algorithms.fedmoe_da import FedMoEDA
 from fedmoe_pl.algorithms.local import Local
 from fedmoe_pl.algorithms.pfl_moe import PersonalizedExpert, PFLMoE
 
-__all__ = ["FedAvg", "Local", "PFLMoE", "PersonalizedExpert"]
+__all__ = ["FedAvg", "FedMoEDA", "Local", "PFLMoE", "PersonalizedExpert"]

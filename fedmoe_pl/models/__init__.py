@@ -5,9 +5,10 @@ from fedmoe_pl.models.gates import ConstantGate, FeatureGate, Gate, LinearGate
 from fedmoe_pl.models.mixture import MixtureOfExperts
 from fedmoe_pl.models.moe import PersonalizedMoE
 from fedmoe_pl.models.network_gates import GateCNN, NetworkGate, SwitchNormGate
-from fedmoe_pl.models.networks import CNN, IFCACNN, LEAFCNN, FedAvgCNN, TwoConvCNN
+from fedmoe_pl.models.networks import CNN, IFCACNN, LEAFCNN, ConvBlock, ConvExpert, FedAvgCNN, TwoConvCNN
 from fedmoe_pl.models.normalization import SwitchNorm1d
 from fedmoe_pl.models.recurrent import BiLSTM
+from fedmoe_pl.models.sparse import ProxyGate, SparseMoE
 
 __all__ = [
     "CNN",
@@ -16,6 +17,8 @@ __all__ = [
     "VGG16",
     "BiLSTM",
     "ConstantGate",
+    "ConvBlock",
+    "ConvExpert",
     "FeatureGate",
     "FedAvgCNN",
     "Gate",
@@ -25,7 +28,9 @@ __all__ = [
     "MixtureOfExperts",
     "NetworkGate",
     "PersonalizedMoE",
+    "ProxyGate",
     "SmallMLP",
+    "SparseMoE",
     "SwitchNorm1d",
     "SwitchNormGate",
     "TwoConvCNN",
