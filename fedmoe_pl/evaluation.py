@@ -73,13 +73,13 @@ class ClientEvaluation:
 
     @property
     def mean_gate_weight(self) -> float:
-        """Mean weight of the global experts together, on the client's own samples; nan without a gate or such experts."""
+        """Mean weight of the global experts together, on the client's own samples; nan without such weights."""
         weights = self.global_weights
         return math.nan if weights is None else weights.double().mean().item()
 
     @property
     def global_weights(self) -> Tensor | None:
-        """Weight of the global experts together, all but the last one, shape (n,); None without a gate or such experts."""
+        """Weight of the global experts together, all but the last one, shape (n,); None without such weights."""
         if self.gate_weights is None or not self.has_global_expert:
             return None
         return self.gate_weights[:, :-1].sum(dim=1)

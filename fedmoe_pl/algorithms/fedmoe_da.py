@@ -1,6 +1,6 @@
-"""FedMoE-DA: Zhan et al. 2024, "Federated Mixture of Experts via Domain Aware Fine-grained Aggregation".
+"""FedMoE-DA: Zhan, Zhao, Li, Liu, Zhang, Tan, Wu, Guo, Chen 2024 (https://arxiv.org/abs/2411.02115).
 
-https://arxiv.org/abs/2411.02115. No code of the authors is known; what the paper leaves open is fixed as in METHODS
+No code of the authors is known; what the paper leaves open is fixed as in METHODS
 section 7.5:
 
 ====================  ==============================================  ===========================================
@@ -198,7 +198,7 @@ class FedMoEDA(Algorithm):
 def aggregation_rows(
     proxies: Tensor, top_p: int | Literal["all"], temperature: float = 1.0, owners: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Which experts each expert is averaged with, and with what weights (FedMoE-DA, Eq. 7 to 9; METHODS section 7.5).
+    """Which experts each expert is averaged with, and with what weights (FedMoE-DA, Eq. 9; METHODS section 7.5).
 
     Args:
         proxies: one row per expert, shape (experts, features).
