@@ -41,6 +41,7 @@ from fedmoe_pl.checkpoint import (
 from fedmoe_pl.checks import check_phase, check_phases, check_store, check_trainer
 from fedmoe_pl.data import FederatedDataModule, partition_figure, partition_table
 from fedmoe_pl.evaluation import Evaluation, evaluate_clients, personal_tensors, predict
+from fedmoe_pl.expert_monitor import ExpertMonitor
 from fedmoe_pl.phase import (
     INITIAL,
     Phase,
@@ -117,7 +118,7 @@ class Federation:
         callbacks = callbacks or []
         defaults = [
             *([ProgressBar()] if enable_progress_bar else []),
-            *(PartitionMonitor(), AccuracyMonitor(), GateMonitor(), ResultFiles()),
+            *(PartitionMonitor(), AccuracyMonitor(), GateMonitor(), ExpertMonitor(), ResultFiles()),
             *([ClientCheckpoint()] if enable_checkpointing else []),
         ]
         given = {type(callback) for callback in callbacks}

@@ -228,6 +228,22 @@ def aggregation_rows(
     return neighbours, (cosine.gather(1, neighbours) / temperature).softmax(dim=1).to(proxies.dtype)
 
 
+def aggregation_matrix(server: Tree) -> tuple[Tensor, Tensor] | None:
+    """The server's newest matrix; None where it has none.
+
+    Args:
+        server: the server's state.
+
+    Returns:
+        Weights of every expert's mean, (experts, experts), and the client of each expert, (experts,).
+    """
+    if _LATEST + _OWNERS not in server:
+        return None
+    neighbours, weights = server[_LATEST + _NEIGHBOURS], server[_LATEST + _WEIGHTS]
+    matrix = weights.new_zeros(len(weights), len(weights)).scatter(1, neighbours, weights)
+    return matrix, server[_LATEST + _OWNERS][:, 0]
+
+
 def _expert(tree: Tree, index: int) -> Tree:
     """An expert's tensors by their names within it."""
     prefix = f"experts.{index}."
