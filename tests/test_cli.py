@@ -40,9 +40,11 @@ def shortened(path: Path, folder: Path) -> dict:
     config = yaml.safe_load(path.read_text())
     data, federation = config["data"], config["federation"]
     if data["class_path"] != "Digits":
-        channels = config["model"]["init_args"]["global_expert"]["init_args"]["in_channels"]
+        parts = config["model"]["init_args"]
+        network = parts.get("global_expert", parts.get("embedding")).get("init_args", {})
+        path, size = folder / f"{network.get('in_channels', 3)}.npz", network.get("image_size", 32)
         data["class_path"] = "NpzFile"
-        data["init_args"] |= {"path": str(folder / f"{channels}.npz"), "image_size": 32, "partitioner": "IID"}
+        data["init_args"] |= {"path": str(path), "image_size": size, "partitioner": "IID"}
     data["init_args"]["num_clients"] = 4
     for phase in federation["phases"]:
         phase["rounds"] = 1

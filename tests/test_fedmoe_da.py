@@ -8,15 +8,18 @@ import torch
 import torch.nn.functional as F
 from helpers import assert_same_bits, blobs, momentum_sgd, phase, run, sparse_mixture, tensors
 from lightning.fabric.utilities.exceptions import MisconfigurationException
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from test_federation import Kill, assert_same
 from torch import nn
 
 from fedmoe_pl import Federation, PersonalizedMoE, Phase
 from fedmoe_pl.algorithm import Update
 from fedmoe_pl.algorithms import FedAvg, FedMoEDA, Local
-from fedmoe_pl.algorithms.fedmoe_da import aggregation_rows
+from fedmoe_pl.algorithms.fedmoe_da import aggregation_matrix, aggregation_rows
 from fedmoe_pl.checkpoint import load_checkpoint
+from fedmoe_pl.evaluation import ClientEvaluation, Evaluation
 from fedmoe_pl.models import ConstantGate, LinearGate
+from fedmoe_pl.results import expert_usage
 
 N = 3  # clients of blobs()
 EMBEDDING, EXPERT, PROXY = 5 * 6 + 6, 6 * 4 + 4 + 4 * 3 + 3, 6  # parameters
@@ -428,3 +431,35 @@ def test_experts_that_are_alike_have_no_weight_of_a_global_expert(tmp_path):
     federation.predict(sparse_mixture([3, 2]), blobs())
     rows = (federation.run_dir / "predictions.csv").read_text().splitlines()
     assert all(row.endswith(",") for row in rows[1:]), "no gate weight"
+
+
+def test_the_matrix_of_the_server_is_dense_again_and_its_rows_add_up_to_1():
+    algorithm = FedMoEDA(1, interval=1)
+    assert aggregation_matrix({"embedding.w": torch.zeros(1)}) is None
+    proxies = {"proxies.1": torch.tensor([[0.0, 1.0]]), "proxies.0": torch.tensor([[1.0, 0.0], [1.0, 0.0]])}
+    found = aggregation_matrix(algorithm.server_update({}, Update(proxies, 2)))
+    assert found is not None
+    other = 1 / (1 + E)
+    torch.testing.assert_close(found[0], torch.tensor([[0.5, 0.5, 0], [0.5, 0.5, 0], [other, 0, 1 - other]]))
+    assert found[1].tolist() == [0, 0, 1]
+
+
+def test_shares_of_samples_by_expert_leave_out_experts_that_a_client_does_not_have():
+    rows = [[[0.6, 0.3, 0.1], [0.2, 0.5, 0.3], [0.7, 0.2, 0.1], [0.1, 0.1, 0.8]], [[0.1, 0.9]]]
+    clients = [
+        ClientEvaluation(client, 4, 0.5, math.nan, 0.5, math.nan, torch.tensor(own), has_global_expert=False)
+        for client, own in enumerate(rows)
+    ]
+    usage = expert_usage(Evaluation("DA", 1, "mixture", "after aggregation", "last round", clients))
+    expected = torch.tensor([[0.5, 0.25, 0.25], [0, 1, math.nan]], dtype=torch.float64)
+    torch.testing.assert_close(usage, expected, equal_nan=True)
+
+
+def test_tensorboard_shows_the_first_and_the_last_matrix_and_the_use_of_experts(tmp_path):
+    federation = fitted(tmp_path, "memory", logger=True)
+    log = EventAccumulator(str(federation.run_dir))
+    log.Reload()
+    tags = [tag for tag in log.Tags()["images"] if tag.startswith("experts/")]
+    assert sorted(tags) == ["experts/DA/aggregation_matrix", "experts/DA/used_by_client"]
+    assert [image.step for image in log.Images("experts/DA/aggregation_matrix")] == [1, 4]
+    assert not any("gate" in tag for tag in [*log.Tags()["images"], *log.Tags()["tensors"]])

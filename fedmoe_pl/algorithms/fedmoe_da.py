@@ -77,7 +77,7 @@ class FedMoEDA(Algorithm):
             raise MisconfigurationException(f"algorithm.init_args.interval is {interval}, but must be at least 1.")
         if temperature <= 0:
             raise MisconfigurationException(f"algorithm.init_args.temperature is {temperature}, but must be above 0.")
-        self.top_p = top_p
+        self.top_p: int | Literal["all"] = top_p
         self.interval = interval
         self.temperature = temperature
         self.sync_matrix = sync_matrix
