@@ -87,9 +87,11 @@ class Algorithm:
         federated: whether clients share anything; False for training that every client does alone.
         frozen_train_mode: whether modules without a trainable parameter stay in train mode (dropout active), as in
             the official codes, rather than in eval mode (METHODS section 2).
+        needs_all_clients: whether all clients must train in every round.
     """
 
     federated: bool = True
+    needs_all_clients: bool = False
     frozen_train_mode: bool = False
 
     def check(self, module: LightningModule) -> None:

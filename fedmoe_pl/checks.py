@@ -113,6 +113,11 @@ def check_phase(phase: Phase, module: LightningModule, datamodule: FederatedData
             f"{key}: clients_per_round is {phase.clients_per_round}, but must be at most the number of clients{left}, "
             f"{len(participants)}."
         )
+    if phase.algorithm.needs_all_clients and phase.clients_per_round is not None and size < datamodule.num_clients:
+        raise MisconfigurationException(
+            f"{key}: clients_per_round is {phase.clients_per_round}, but must be null, because "
+            f"{type(phase.algorithm).__name__} needs all clients in every round."
+        )
     if changes_loss(phase.algorithm) and not (
         callable(getattr(module, "loss", None)) and module.automatic_optimization
     ):

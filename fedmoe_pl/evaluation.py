@@ -56,6 +56,7 @@ class ClientEvaluation:
             where it has any, else its training samples); None for a model without a gate.
         gate_labels: labels of those samples, shape (n,).
         validation_loss: mean loss on its validation samples; nan where it has none.
+        has_global_expert: whether all experts but the last one are global.
     """
 
     client: int
@@ -67,17 +68,20 @@ class ClientEvaluation:
     gate_weights: Tensor | None = None
     gate_labels: Tensor | None = None
     validation_loss: float = math.nan
+    has_global_expert: bool = True
 
     @property
     def mean_gate_weight(self) -> float:
-        """Mean weight of the global experts together, on the client's own samples; nan without a gate."""
+        """Mean weight of the global experts together, on the client's own samples; nan without such weights."""
         weights = self.global_weights
         return math.nan if weights is None else weights.double().mean().item()
 
     @property
     def global_weights(self) -> Tensor | None:
-        """Weight of the global experts together, all but the last one, shape (n,); None without a gate."""
-        return None if self.gate_weights is None else self.gate_weights[:, :-1].sum(dim=1)
+        """Weight of the global experts together, all but the last one, shape (n,); None without such weights."""
+        if self.gate_weights is None or not self.has_global_expert:
+            return None
+        return self.gate_weights[:, :-1].sum(dim=1)
 
 
 @dataclass(frozen=True)
@@ -265,6 +269,7 @@ def _evaluate_model(
         gate_weights or [None] * len(clients),
         gate_labels,
         validation_loss.tolist(),
+        [getattr(module, "has_global_expert", True)] * len(clients),
         strict=True,
     )
     return itertools.starmap(ClientEvaluation, columns)

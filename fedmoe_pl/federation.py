@@ -42,6 +42,7 @@ from fedmoe_pl.checkpoint import (
 from fedmoe_pl.checks import check_phase, check_phases, check_store, check_trainer
 from fedmoe_pl.data import FederatedDataModule, partition_figure, partition_table
 from fedmoe_pl.evaluation import Evaluation, evaluate_clients, personal_tensors, predict
+from fedmoe_pl.expert_monitor import ExpertMonitor
 from fedmoe_pl.phase import (
     INITIAL,
     Phase,
@@ -119,7 +120,7 @@ class Federation:
         callbacks = callbacks or []
         defaults = [
             *([ProgressBar()] if enable_progress_bar else []),
-            *(PartitionMonitor(), AccuracyMonitor(), GateMonitor(), ResultFiles()),
+            *(PartitionMonitor(), AccuracyMonitor(), GateMonitor(), ExpertMonitor(), ResultFiles()),
             *([ClientCheckpoint()] if enable_checkpointing else []),
         ]
         given = {type(callback) for callback in callbacks}
@@ -318,7 +319,9 @@ class Federation:
         for phase in self._finished_methods():
             for client, own in enumerate(self.datamodule.test_samples):
                 samples = own if len(own) else self.datamodule.global_test
-                logits, weights = predict(self.client_module(phase.name, client), self.datamodule, samples)
+                module = self.client_module(phase.name, client)
+                logits, weights = predict(module, self.datamodule, samples)
+                weights = weights if getattr(module, "has_global_expert", True) else None
                 yield from prediction_rows(phase.name, client, samples, self.datamodule.y[samples], logits, weights)
 
     def _call(self, hook: str, *arguments: Any) -> None:

@@ -8,9 +8,10 @@ import numpy as np
 from matplotlib import colormaps
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
+from torch import Tensor
 
 from fedmoe_pl.evaluation import Evaluation
-from fedmoe_pl.results import mean_gate_weight_by_class, present_metrics
+from fedmoe_pl.results import expert_usage, mean_gate_weight_by_class, present_metrics
 
 COLORS = ("#0072B2", "#E69F00", "#009E73", "#D55E00", "#CC79A7", "#56B4E9", "#000000")
 """Okabe and Ito's colours, which colour-blind readers can tell apart."""
@@ -44,6 +45,50 @@ def gate_weight_figure(evaluation: Evaluation, num_classes: int) -> Figure:
             if not np.isnan(weight):
                 color = "white" if weight < 0.6 else "black"
                 axes.text(column, row, f"{weight:.2f}", ha="center", va="center", fontsize=8, color=color)
+    return figure
+
+
+def expert_usage_figure(evaluation: Evaluation) -> Figure:
+    """Share of each client's own samples (row) that its gate sends to each expert (column); blank for none such.
+
+    Args:
+        evaluation: an evaluation of a mixture that sends every sample to one expert.
+    """
+    shares = expert_usage(evaluation).numpy()
+    figure = _figure(height=min(1.3 + 0.26 * max(len(shares), 6), 9.0))
+    axes = figure.subplots()
+    colormap = colormaps["viridis"].with_extremes(bad="white")
+    image = axes.imshow(
+        np.ma.masked_invalid(shares), cmap=colormap, vmin=0.0, vmax=1.0, aspect="auto", interpolation="nearest"
+    )
+    figure.colorbar(image, fraction=0.06, label="share of the client's own samples")
+    axes.set(xlabel="expert", ylabel="client", title=f"{evaluation.method}: which expert serves whom")
+    axes.set_xticks(range(shares.shape[1]))
+    return figure
+
+
+def aggregation_figure(matrix: Tensor, owners: Tensor, method: str) -> Figure:
+    """What weight each expert (row) gives each expert (column) in its mean; white lines part the clients.
+
+    Args:
+        matrix: weights (experts, experts), of which every row adds up to 1.
+        owners: client of each expert, ascending, shape (experts,).
+        method: named in the title.
+    """
+    figure = _figure(height=4.4)
+    axes = figure.subplots()
+    image = axes.imshow(matrix.numpy(), cmap="viridis", vmin=0.0, interpolation="nearest")
+    figure.colorbar(image, fraction=0.06, label="weight in the mean")
+    starts = (owners.diff() > 0).nonzero().flatten().add(1).tolist()
+    if len(starts) < 30:
+        for start in starts:
+            axes.axhline(start - 0.5, color="white", lw=0.5)
+            axes.axvline(start - 0.5, color="white", lw=0.5)
+    axes.set(xlabel="expert of (by client)", ylabel="expert (by client)", title=f"{method}: who is averaged with whom")
+    places = [0, *starts]
+    shown = places[:: -(-len(places) // 20)]
+    for axis in (axes.xaxis, axes.yaxis):
+        axis.set_ticks(shown, [str(int(owners[place])) for place in shown])
     return figure
 
 

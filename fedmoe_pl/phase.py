@@ -269,5 +269,7 @@ def evaluated_model(module: LightningModule) -> str:
     if not isinstance(module, MixtureOfExperts):
         return type(module).__name__
     if isinstance(module.gate, ConstantGate) and len(module.gate.active) == 1:
+        if not module.has_global_expert:
+            return "one expert"
         return "local expert" if module.gate.active[0] == len(module.gate.weights) - 1 else "global expert"
     return "mixture"

@@ -219,7 +219,7 @@ class GateMonitor(FederationCallback):
 
     def on_phase_end(self, federation: Federation, phase: Phase, evaluation: Evaluation | None) -> None:
         """Logs the weights of single samples, and their means by client and class."""
-        if evaluation is None or all(client.gate_weights is None for client in evaluation.clients):
+        if evaluation is None or all(client.global_weights is None for client in evaluation.clients):
             return
         for writer in _tensorboard_writers(federation):
             for client in evaluation.clients[: self.max_clients]:

@@ -196,3 +196,21 @@ def mean_gate_weight_by_class(evaluation: Evaluation, num_classes: int) -> Tenso
         sums = torch.zeros(num_classes, dtype=torch.float64).index_add(0, labels, weights)
         rows.append(sums / torch.bincount(labels, minlength=num_classes))  # 0 / 0 is nan
     return torch.stack(rows)
+
+
+def expert_usage(evaluation: Evaluation) -> Tensor:
+    """Share of each client's own samples whose largest gate weight is that of each expert.
+
+    Args:
+        evaluation: an evaluation of a model with a gate.
+
+    Returns:
+        Float64 tensor of shape (clients, experts); nan for experts that a client does not have.
+    """
+    weights = [client.gate_weights for client in evaluation.clients]
+    most = max(own.shape[1] for own in weights if own is not None)
+    shares = torch.full((len(weights), most), math.nan, dtype=torch.float64)
+    for row, own in zip(shares, weights, strict=True):
+        if own is not None:
+            row[: own.shape[1]] = own.argmax(dim=1).bincount(minlength=own.shape[1]).double() / len(own)
+    return shares

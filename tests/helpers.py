@@ -11,7 +11,7 @@ from torch import Generator, Tensor, nn
 from fedmoe_pl.algorithm import Algorithm
 from fedmoe_pl.data import Arrays, FederatedDataModule, Partitioner
 from fedmoe_pl.federation import Federation
-from fedmoe_pl.models import PersonalizedMoE
+from fedmoe_pl.models import PersonalizedMoE, SparseMoE
 from fedmoe_pl.phase import Phase
 from fedmoe_pl.seeds import derive_seed
 
@@ -123,6 +123,33 @@ def mixture(gate=None, expert=None, dtype=torch.float64, optimizer=momentum_sgd)
     if gate is not None:
         gate.reset_parameters()
     return PersonalizedMoE(expert, local_expert, gate, optimizer).to(dtype)
+
+
+class Embedding(nn.Module):
+    """5 values to 6, with 36 parameters; tells its input's shape."""
+
+    input_shape = (5,)
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(5, 6), nn.Sigmoid())
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layers(x)
+
+
+def small_expert() -> nn.Sequential:
+    """6 values to 3, with 43 parameters."""
+    return nn.Sequential(nn.Linear(6, 4), nn.Tanh(), nn.Linear(4, 3))
+
+
+def sparse_mixture(num_experts=2, optimizer=momentum_sgd, dtype=torch.float64, **kwargs) -> SparseMoE:
+    """A sparse mixture of small experts with proxies of their own, the same at every call."""
+    torch.manual_seed(3)
+    module = SparseMoE(Embedding(), small_expert(), num_experts, optimizer=optimizer, **kwargs).to(dtype)
+    for proxy in module.gate.proxies:
+        nn.init.normal_(proxy.weight)
+    return module
 
 
 class EveryBatch(Callback):

@@ -17,6 +17,7 @@ from helpers import (
     blobs,
     mixture,
     momentum_sgd,
+    sparse_mixture,
     two_quadratics,
 )
 from lightning.fabric.utilities.exceptions import MisconfigurationException
@@ -26,6 +27,7 @@ from torch import nn
 from fedmoe_pl.algorithm import Algorithm, Update
 from fedmoe_pl.algorithms import (
     FedAvg,
+    FedMoEDA,
     FedProx,
     Local,
     OptInFedAvg,
@@ -133,7 +135,9 @@ def assert_agree(training: LocalTraining, tolerance: float, clients_per_stack=No
     for client in kept:
         close(stacked_kept[client], kept[client])
     trees = [update.sent, *kept.values()]
-    moved = [(tree[name] - training.initial.get(name, 0)).abs().max() for tree in trees for name in tree]
+    moved = [
+        (tree[name] - training.initial[name]).abs().max() for tree in trees for name in tree if name in training.initial
+    ]
     assert max(moved) > 1e-3
 
 
@@ -184,6 +188,28 @@ def test_backends_agree_whatever_is_mixed(name, mixing):
     module = mixture(gate(5))
     module.mixing = mixing
     assert_agree(local_training(module, algorithm, blobs(UNEQUAL, batch_size=10), max_epochs=3), 1e-10)
+
+
+@pytest.mark.parametrize("num_experts", [3, [2, 3, 1]], ids=str)
+@pytest.mark.parametrize("algorithm", [FedMoEDA(), FedMoEDA(trainable=["gate.*", "experts.*"])], ids=["all", "frozen"])
+@pytest.mark.parametrize("optimizer", ["momentum", "adamw", "nesterov with decay"])
+def test_backends_agree_for_sparse_experts(optimizer, algorithm, num_experts):
+    module = sparse_mixture(num_experts, OPTIMIZERS[optimizer], load_balancing=0.1)
+    assert_agree(local_training(module, algorithm, blobs(UNEQUAL, batch_size=10), max_epochs=3), 1e-10)
+
+
+def test_backends_agree_for_an_expert_that_no_sample_is_sent_to():
+    """Its weight decay is that of the closed form: (1 - 0.1 * 0.5) in each of 2 epochs of 2 steps."""
+    module = sparse_mixture(3, partial(torch.optim.SGD, lr=0.1, weight_decay=0.5))
+    for index, proxy in enumerate(module.gate.proxies):  # of an embedding whose values are above 0
+        torch.nn.init.constant_(proxy.weight, -9.0 if index == 1 else 1.0)
+    training = local_training(module, FedMoEDA(), blobs((7, 8), batch_size=4))
+    assert_agree(training, 1e-10)
+    for backend in (TrainerBackend(), StackedBackend(2)):
+        _, kept = train(backend, training)
+        expected = module.experts[1][0].weight.detach() * 0.95**4
+        for client in (0, 1):
+            torch.testing.assert_close(kept[client]["experts.1.0.weight"], expected, rtol=1e-12, atol=0)
 
 
 @pytest.mark.parametrize("optimizer", [momentum_sgd, partial(torch.optim.Adam, lr=0.01, weight_decay=0.01)])

@@ -1,6 +1,7 @@
 """Federated algorithms: one paper, one file."""
 
 from fedmoe_pl.algorithms.fedavg import FedAvg
+from fedmoe_pl.algorithms.fedmoe_da import FedMoEDA
 from fedmoe_pl.algorithms.fedprox import FedProx
 from fedmoe_pl.algorithms.local import Local
 from fedmoe_pl.algorithms.opt_out import OptInFedAvg, SpecialistMixture
@@ -9,6 +10,7 @@ from fedmoe_pl.algorithms.scaffold import Scaffold
 
 __all__ = [
     "FedAvg",
+    "FedMoEDA",
     "FedProx",
     "Local",
     "OptInFedAvg",

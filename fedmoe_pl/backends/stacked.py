@@ -34,6 +34,7 @@ from fedmoe_pl.backends.client import (
 )
 from fedmoe_pl.backends.features import FeatureCache, Features, is_close, looked_up, no_input
 from fedmoe_pl.data import Batches
+from fedmoe_pl.models.sparse import dense_experts
 
 _ELEMENTWISE = {
     *(torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW, torch.optim.Adamax, torch.optim.NAdam, torch.optim.RAdam),
@@ -431,7 +432,8 @@ class _Stack:
             return value, {name: state[f"module.{name}"] for name in self.buffers}  # as the module has left them
 
         inputs = trained | others, share.x, share.y, share.rows, const
-        losses, buffers = vmap(loss, in_dims=(0, 0, 0, 0, mapped))(*inputs)
+        with dense_experts():
+            losses, buffers = vmap(loss, in_dims=(0, 0, 0, 0, mapped))(*inputs)
         for name, tensor in buffers.items():
             self.stacked[name][share.clients] = tensor.detach()
         return losses, trained

@@ -1,5 +1,6 @@
 """Experts, gates and the personalized mixture; nothing here knows of federations."""
 
+from fedmoe_pl.models.blocks import ConvBlock, ConvExpert
 from fedmoe_pl.models.experts import VGG16, LeNet5, SmallMLP
 from fedmoe_pl.models.gates import ConstantGate, FeatureGate, Gate, LinearGate
 from fedmoe_pl.models.mixture import MixtureOfExperts
@@ -8,6 +9,7 @@ from fedmoe_pl.models.network_gates import GateCNN, NetworkGate, SwitchNormGate
 from fedmoe_pl.models.networks import CNN, IFCACNN, LEAFCNN, FedAvgCNN, TwoConvCNN
 from fedmoe_pl.models.normalization import SwitchNorm1d
 from fedmoe_pl.models.recurrent import BiLSTM
+from fedmoe_pl.models.sparse import ProxyGate, SparseMoE
 
 __all__ = [
     "CNN",
@@ -16,6 +18,8 @@ __all__ = [
     "VGG16",
     "BiLSTM",
     "ConstantGate",
+    "ConvBlock",
+    "ConvExpert",
     "FeatureGate",
     "FedAvgCNN",
     "Gate",
@@ -25,7 +29,9 @@ __all__ = [
     "MixtureOfExperts",
     "NetworkGate",
     "PersonalizedMoE",
+    "ProxyGate",
     "SmallMLP",
+    "SparseMoE",
     "SwitchNorm1d",
     "SwitchNormGate",
     "TwoConvCNN",

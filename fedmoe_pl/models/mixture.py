@@ -38,12 +38,15 @@ class MixtureOfExperts(LightningModule, ABC):
 
     Attributes:
         gate: what weighs the parts.
+        has_global_expert: whether all experts but the last one are global, so that their weight together tells how
+            personalized a client's model is; else the experts are alike.
 
     Raises:
         MisconfigurationException: if ``mixing`` is none of the four.
     """
 
     gate: Any
+    has_global_expert: bool = True
 
     def __init__(
         self,
@@ -69,7 +72,7 @@ class MixtureOfExperts(LightningModule, ABC):
 
         Returns:
             Scores (B, C), the largest of which is the predicted class: logits where logits are mixed, else
-            log-probabilities; and weights (B, experts), the global experts first, the local one last.
+            log-probabilities; and weights (B, experts), where there are global experts these first, the local one last.
         """
 
     def check_parts(self) -> None:
@@ -113,12 +116,14 @@ class MixtureOfExperts(LightningModule, ABC):
     def _step(self, batch: Batch, stage: str) -> Tensor:
         loss, metrics = self.loss(batch)
         accuracy = multiclass_accuracy(metrics["logits"], batch[1], metrics["logits"].shape[1], average="micro")
-        values = {"loss": loss, "accuracy": accuracy, "gate/global_expert": metrics["gate_weights"][:, 0].mean()}
+        values = {"loss": loss, "accuracy": accuracy}
+        if self.has_global_expert:
+            values["gate/global_expert"] = metrics["gate_weights"][:, 0].mean()
         self.log_dict({f"{stage}_{name}": value for name, value in values.items()}, batch_size=len(batch[1]))
         return loss
 
     def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
-        """Logs ``train_loss``, ``train_accuracy`` and ``train_gate/global_expert``; returns the loss."""
+        """Logs ``train_loss``, ``train_accuracy`` and any ``train_gate/global_expert``; returns the loss."""
         return self._step(batch, "train")
 
     def validation_step(self, batch: Batch, batch_idx: int) -> Tensor:

@@ -1,0 +1,75 @@
+"""The parts of FedMoE-DA's network: a common embedding, and experts behind it (METHODS sections 3 and 7.5)."""
+
+from __future__ import annotations
+
+from torch import Tensor, nn
+
+from fedmoe_pl.models.layers import pooled_size
+
+
+class ConvBlock(nn.Module):
+    """The first block of ``FedAvgCNN``: convolution 5x5, ReLU, pooling 2x2; the embedding of FedMoE-DA.
+
+    2,432 parameters for CIFAR-10 (METHODS section 7.5). Its ``output_shape`` is what an expert reads.
+
+    Args:
+        in_channels: channels of the input, shape (B, in_channels, image_size, image_size).
+        out_channels: channels of the output.
+        image_size: height and width of the input in pixels.
+
+    Raises:
+        MisconfigurationException: if the image is too small.
+    """
+
+    def __init__(self, in_channels: int = 3, out_channels: int = 32, image_size: int = 32) -> None:
+        super().__init__()
+        size = pooled_size(self, image_size, times=1)
+        self.in_channels = in_channels
+        self.out_channels = out_channels
+        self.image_size = image_size
+        self.input_shape = (in_channels, image_size, image_size)
+        self.output_shape = (out_channels, size, size)
+        self.layers = nn.Sequential(nn.Conv2d(in_channels, out_channels, 5), nn.ReLU(), nn.MaxPool2d(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Values (B, *output_shape)."""
+        return self.layers(x)
+
+
+class ConvExpert(nn.Module):
+    """The rest of ``FedAvgCNN`` behind a :class:`ConvBlock`: an expert of FedMoE-DA (METHODS section 7.5).
+
+    876,106 parameters for CIFAR-10. ``extractor`` is the second block, ``classifier`` the two linear layers.
+
+    Args:
+        in_channels: channels of the input, shape (B, in_channels, image_size, image_size).
+        num_classes: number of outputs.
+        image_size: height and width of the input: 14 behind a ``ConvBlock`` of 32 pixels, 12 behind one of 28.
+        channels: channels of the convolution.
+        hidden: width of the hidden linear layer.
+
+    Raises:
+        MisconfigurationException: if the input is too small.
+    """
+
+    def __init__(
+        self, in_channels: int = 32, num_classes: int = 10, image_size: int = 14, channels: int = 64, hidden: int = 512
+    ) -> None:
+        super().__init__()
+        self.in_channels = in_channels
+        self.num_classes = num_classes
+        self.image_size = image_size
+        self.channels = channels
+        self.hidden = hidden
+        self.input_shape = (in_channels, image_size, image_size)
+        size = pooled_size(self, image_size, times=1)
+        self.extractor = nn.Sequential(
+            nn.Conv2d(in_channels, channels, 5), nn.ReLU(), nn.MaxPool2d(2), nn.Flatten()
+        )  # (B, channels * size * size)
+        self.classifier = nn.Sequential(
+            nn.Linear(channels * size**2, hidden), nn.ReLU(), nn.Linear(hidden, num_classes)
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Logits of shape (B, num_classes)."""
+        return self.classifier(self.extractor(x))

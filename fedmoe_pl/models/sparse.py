@@ -1,0 +1,253 @@
+"""A mixture whose gate sends every sample to one of several experts behind a common embedding."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+
+import torch
+from lightning.fabric.utilities.exceptions import MisconfigurationException
+from lightning.pytorch.cli import LRSchedulerCallable, OptimizerCallable
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.parameter import is_lazy
+
+from fedmoe_pl.models.gates import ConstantGate, Gate
+from fedmoe_pl.models.mixture import Batch, MixtureOfExperts, mix_outputs, run_once
+from fedmoe_pl.models.normalization import SwitchNorm1d
+
+_DENSE: ContextVar[bool] = ContextVar("dense", default=False)
+
+
+@contextmanager
+def dense_experts() -> Iterator[None]:
+    """Lets every expert compute all samples while it is open, of which those that it was not sent are left out.
+
+    The result and its gradients are the same. ``vmap`` needs it, because which samples an expert is sent depends on
+    the data.
+    """
+    token = _DENSE.set(True)
+    try:
+        yield
+    finally:
+        _DENSE.reset(token)
+
+
+class ProxyGate(Gate):
+    """Gate of FedMoE-DA (Zhan et al. 2024, Eq. 1): a softmax over one proxy per expert, without bias.
+
+    The proxy of an expert is its column of the linear layer's matrix; here, row ``gate.proxies.<expert>.weight``.
+    Initial values are those of ``torch.nn.Linear``.
+
+    Args:
+        num_experts: number of experts.
+        in_features: number of values per sample; None takes it from the first input.
+    """
+
+    def __init__(self, num_experts: int = 4, in_features: int | None = None) -> None:
+        super().__init__()
+
+        def proxy() -> nn.Linear:
+            return nn.LazyLinear(1, bias=False) if in_features is None else nn.Linear(in_features, 1, bias=False)
+
+        self.proxies = nn.ModuleList(proxy() for _ in range(num_experts))
+
+    @property
+    def num_experts(self) -> int:
+        """Number of experts."""
+        return len(self.proxies)
+
+    @property
+    def in_features(self) -> int | None:
+        """Number of values the gate reads per sample; None until a lazy gate has seen its first input."""
+        return self.proxies[0].in_features or None  # pyright: ignore[reportReturnType]
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Weights (B, experts) of inputs (B, ...)."""
+        x = x.flatten(1)
+        return torch.cat([proxy(x) for proxy in self.proxies], dim=1).softmax(dim=1)
+
+
+class SparseMoE(MixtureOfExperts):
+    """Sends every sample to the one expert that a gate weighs most, and scales its logits with that weight.
+
+    ``y = G_k(z) * expert_k(z)`` with ``z = embedding(x)`` and ``k = argmax G(z)``, the model of FedMoE-DA (Zhan et al.
+    2024; METHODS section 7.5). The weight is not divided by itself: a weight of 1 would leave the gate without
+    a gradient. Each expert computes its own samples only. One that a batch sends none has gradients of zero, not none,
+    so that an optimizer's momentum and weight decay go on as if it had computed all samples and been weighed by 0.
+
+    In a phase of a federation, ``gate: ConstantGate`` with one weight per expert makes it a dense model: ``[1, 0]`` is
+    embedding and first expert alone, ``[0.5, 0.5]`` mixes both equally.
+
+    Args:
+        embedding: maps inputs (B, ...) to what gate and experts read, (B, ...).
+        expert: maps that to logits (B, C). The others are copies of it that draw initial parameters of their own, by
+            ``reset_parameters`` of its layers.
+        num_experts: number of experts. A list gives client i of a federation the i-th number, and begins anew after
+            the last; a client with fewer experts has the first ones.
+        load_balancing: weight of Switch Transformer's balancing loss (Fedus et al. 2022, Eq. 4; FedMoE-DA has none).
+        optimizer: makes the optimizer from the parameters.
+        lr_scheduler: makes a scheduler, stepped once an epoch, from the optimizer; None for a constant rate.
+
+    Raises:
+        MisconfigurationException: if an argument is out of range, ``expert`` cannot be drawn anew or normalizes over
+            the batch, or embedding, gate and expert do not fit together.
+
+    Example:
+        >>> import torch
+        >>> from fedmoe_pl.models import ConvBlock, ConvExpert, SparseMoE
+        >>> logits, gate_weights = SparseMoE(ConvBlock(), ConvExpert()).mix(torch.zeros(2, 3, 32, 32))
+        >>> logits.shape, gate_weights.shape
+        (torch.Size([2, 10]), torch.Size([2, 4]))
+    """
+
+    has_global_expert = False
+
+    def __init__(
+        self,
+        embedding: nn.Module,
+        expert: nn.Module,
+        num_experts: int | list[int] = 4,
+        load_balancing: float = 0.0,
+        optimizer: OptimizerCallable = torch.optim.SGD,
+        lr_scheduler: LRSchedulerCallable | None = None,
+    ) -> None:
+        super().__init__(optimizer, lr_scheduler)
+        numbers = num_experts if isinstance(num_experts, list) else [num_experts]
+        if not numbers or min(numbers) < 1:
+            raise MisconfigurationException(
+                f"model.init_args.num_experts is {num_experts}, but must be at least 1, or a list of such numbers."
+            )
+        if load_balancing < 0:
+            raise MisconfigurationException(
+                f"model.init_args.load_balancing is {load_balancing}, but must be at least 0."
+            )
+        _check_expert(expert)
+        self.num_experts = num_experts
+        self.load_balancing = load_balancing
+        self.embedding = embedding
+        self.experts = nn.ModuleList([expert, *(_drawn_anew(expert) for _ in range(max(numbers) - 1))])
+        self.gate = ProxyGate(max(numbers))
+        self.check_parts()
+
+    @property
+    def expert(self) -> nn.Module:
+        """The first expert."""
+        return self.experts[0]
+
+    def check_parts(self) -> None:
+        """Refuses parts that do not fit together, and sizes the gate where the embedding tells its input's shape."""
+        if self.mixing != "logits":
+            raise MisconfigurationException(f"mixing is '{self.mixing}', but a SparseMoE mixes logits only.")
+        given, read = getattr(self.embedding, "output_shape", None), getattr(self.expert, "input_shape", None)
+        if given is not None and read is not None and given != read:
+            raise MisconfigurationException(
+                f"model.init_args.expert reads values of shape {read}, but model.init_args.embedding gives {given}."
+            )
+        run_once(self, self.embedding)
+
+    def client_architecture(self, client_id: int) -> int:
+        """The client's number of experts."""
+        numbers = self.num_experts if isinstance(self.num_experts, list) else [self.num_experts]
+        return numbers[client_id % len(numbers)]
+
+    def keep_architecture(self, architecture: int) -> None:
+        """Keeps the first experts, as many as ``architecture`` says, and their part of the gate."""
+        self.num_experts = architecture
+        self.experts = self.experts[:architecture]  # pyright: ignore[reportAttributeAccessIssue]
+        if isinstance(self.gate, ProxyGate):
+            self.gate.proxies = self.gate.proxies[:architecture]  # pyright: ignore[reportAttributeAccessIssue]
+        elif isinstance(self.gate, ConstantGate):
+            weights = self.gate.weights[:architecture]
+            self.gate = ConstantGate([weight / (sum(weights) or 1) for weight in weights])
+
+    def mix(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """The scaled logits of each sample's expert, and the gate's weights.
+
+        Args:
+            x: inputs (B, ...).
+
+        Returns:
+            Logits (B, C) and weights (B, experts), which add up to 1 over all experts.
+        """
+        z = self.embedding(x)
+        weights = self.gate(z)
+        if weights.shape[1] != len(self.experts):
+            raise MisconfigurationException(
+                f"gate is a {type(self.gate).__name__} of {weights.shape[1]} experts, but the SparseMoE has "
+                f"{len(self.experts)}; a ConstantGate needs a list of as many weights."
+            )
+        if isinstance(self.gate, ConstantGate):
+            active = self.gate.active
+            return mix_outputs([self.experts[index](z) for index in active], weights[:, active], "logits"), weights
+        weight, chosen = weights.max(dim=1, keepdim=True)  # (B, 1)
+        logits = self._all_experts(z, chosen) if _DENSE.get() else self._own_expert(z, chosen.flatten())
+        return weight * logits, weights
+
+    def loss(self, batch: Batch) -> tuple[Tensor, dict[str, Tensor]]:
+        """Cross-entropy of the scaled logits, and the balancing loss if any: pure.
+
+        Args:
+            batch: inputs (B, ...) and labels (B,).
+
+        Returns:
+            The mean loss, and ``logits`` (B, C) and ``gate_weights`` (B, experts).
+        """
+        loss, metrics = super().loss(batch)
+        if not self.load_balancing:
+            return loss, metrics
+        weights = metrics["gate_weights"]
+        indices = torch.arange(weights.shape[1], device=weights.device)
+        sent = (weights.argmax(dim=1, keepdim=True) == indices).to(weights.dtype).mean(dim=0)  # (experts,)
+        balance = weights.shape[1] * (sent * weights.mean(dim=0)).sum()
+        return loss + self.load_balancing * balance, metrics
+
+    def _own_expert(self, z: Tensor, chosen: Tensor) -> Tensor:
+        """Logits (B, C) of each sample's expert (B,), which computes its own samples only."""
+        places = [(chosen == index).nonzero().flatten() for index in range(len(self.experts))]
+        outputs = [expert(z[own]) for expert, own in zip(self.experts, places, strict=True) if len(own)]
+        logits = torch.cat(outputs)[torch.cat(places).argsort()]
+        if torch.is_grad_enabled():
+            for expert, own in zip(self.experts, places, strict=True):
+                if not len(own):
+                    logits = logits + _zero(expert)
+        return logits
+
+    def _all_experts(self, z: Tensor, chosen: Tensor) -> Tensor:
+        """The same where every expert computes all samples; ``chosen`` has shape (B, 1)."""
+        outputs = torch.stack([expert(z) for expert in self.experts], dim=1)  # (B, experts, C)
+        own = chosen == torch.arange(len(self.experts), device=chosen.device)  # (B, experts)
+        return torch.where(own.unsqueeze(2), outputs, 0).sum(dim=1)
+
+
+def _zero(expert: nn.Module) -> Tensor | float:
+    """Zero as a function of all trained parameters, whose gradients are zero."""
+    return sum((parameter.flatten()[0] * 0 for parameter in expert.parameters() if parameter.requires_grad), 0.0)
+
+
+def _drawn_anew(expert: nn.Module) -> nn.Module:
+    expert = copy.deepcopy(expert)
+    for layer in expert.modules():
+        if callable(reset := getattr(layer, "reset_parameters", None)):
+            reset()
+    return expert
+
+
+def _check_expert(expert: nn.Module) -> None:
+    """Refuses what cannot be drawn anew, and what a sample's result depends on but the sample."""
+    key = f"model.init_args.expert is a {type(expert).__name__}, but"
+    for layer in expert.modules():
+        name = type(layer).__name__
+        if isinstance(layer, (_BatchNorm, SwitchNorm1d)):
+            raise MisconfigurationException(
+                f"{key} must not have batch normalization ({name}), because each expert is sent a part of a batch."
+            )
+        own = list(layer.parameters(recurse=False))
+        if any(is_lazy(parameter) for parameter in own):
+            raise MisconfigurationException(f"{key} must not have layers of unknown width ({name}).")
+        if own and not callable(getattr(layer, "reset_parameters", None)):
+            raise MisconfigurationException(
+                f"{key} {name} has parameters and no reset_parameters(), which must draw them anew for every expert."
+            )

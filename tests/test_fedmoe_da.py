@@ -1,0 +1,465 @@
+"""FedMoE-DA: what clients send the server and each other, by hand."""
+
+import copy
+import math
+
+import pytest
+import torch
+import torch.nn.functional as F
+from helpers import assert_same_bits, blobs, momentum_sgd, phase, run, sparse_mixture, tensors
+from lightning.fabric.utilities.exceptions import MisconfigurationException
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from test_federation import Kill, assert_same
+from torch import nn
+
+from fedmoe_pl import Federation, PersonalizedMoE, Phase
+from fedmoe_pl.algorithm import Update
+from fedmoe_pl.algorithms import FedAvg, FedMoEDA, Local
+from fedmoe_pl.algorithms.fedmoe_da import aggregation_matrix, aggregation_rows
+from fedmoe_pl.checkpoint import load_checkpoint
+from fedmoe_pl.evaluation import ClientEvaluation, Evaluation
+from fedmoe_pl.models import ConstantGate, LinearGate
+from fedmoe_pl.results import expert_usage
+
+N = 3  # clients of blobs()
+EMBEDDING, EXPERT, PROXY = 5 * 6 + 6, 6 * 4 + 4 + 4 * 3 + 3, 6  # parameters
+E = math.e
+
+
+# The matrix, by hand
+
+
+def test_an_expert_is_averaged_with_the_most_alike_by_a_softmax_of_cosines():
+    proxies = torch.tensor([[2.0, 0.0], [0.0, 1.0], [3.0, 3.0]], dtype=torch.float64)
+    c = math.sqrt(0.5)  # cosine of 45 degrees; rows 0 and 1 are at right angles
+    neighbours, weights = aggregation_rows(proxies, top_p=1)
+    assert neighbours.tolist() == [[0, 2], [1, 2], [2, 0]]
+    expected = torch.tensor([E, math.exp(c)], dtype=torch.float64) / (E + math.exp(c))
+    torch.testing.assert_close(weights, expected.expand(3, 2), rtol=1e-11, atol=0)
+    neighbours, weights = aggregation_rows(proxies, "all", temperature=0.5)
+    assert neighbours.tolist() == [[0, 2, 1], [1, 2, 0], [2, 0, 1]]
+    first = torch.tensor([E**2, math.exp(2 * c), 1], dtype=torch.float64)
+    last = torch.tensor([E**2, math.exp(2 * c), math.exp(2 * c)], dtype=torch.float64)
+    torch.testing.assert_close(weights, torch.stack([r / r.sum() for r in (first, first, last)]), rtol=1e-11, atol=0)
+
+
+def test_of_equal_cosines_the_first_are_taken_and_the_expert_itself_comes_first():
+    """Four clients with the same two proxies: rows 0, 2, 4, 6 are equal, and so are 1, 3, 5, 7."""
+    proxies = torch.randn(2, 50).repeat(4, 1)
+    neighbours, weights = aggregation_rows(proxies, top_p=2)
+    assert neighbours.tolist() == [
+        [0, 2, 4],
+        [1, 3, 5],
+        [2, 0, 4],
+        [3, 1, 5],
+        [4, 0, 2],
+        [5, 1, 3],
+        [6, 0, 2],
+        [7, 1, 3],
+    ]
+    torch.testing.assert_close(weights, torch.full((8, 3), 1 / 3))
+
+
+def test_no_others_is_the_identity_and_more_than_there_are_is_all():
+    proxies = torch.randn(4, 6)
+    neighbours, weights = aggregation_rows(proxies, top_p=0)
+    assert neighbours.tolist() == [[0], [1], [2], [3]] and weights.tolist() == [[1.0]] * 4
+    assert all(map(torch.equal, aggregation_rows(proxies, 9), aggregation_rows(proxies, "all")))
+
+
+def test_other_experts_of_the_own_client_can_be_left_out():
+    proxies = torch.tensor(
+        [[1.0, 0.0], [1.0, 0.0], [0.0, 1.0]], dtype=torch.float64
+    )  # two of client 0, one of client 1
+    neighbours, weights = aggregation_rows(proxies, "all", owners=torch.tensor([0, 0, 1]))
+    dense = torch.zeros(3, 3, dtype=torch.float64).scatter(1, neighbours, weights)
+    other = 1 / (1 + E)
+    expected = [[1 - other, 0, other], [0, 1 - other, other], [1 / (2 + E), 1 / (2 + E), E / (2 + E)]]
+    torch.testing.assert_close(dense, torch.tensor(expected, dtype=torch.float64))
+    assert aggregation_rows(proxies, 1)[0][0].tolist() == [0, 1]
+    assert aggregation_rows(proxies, 1, owners=torch.tensor([0, 0, 1]))[0][0].tolist() == [0, 2]
+
+
+def values(*numbers) -> dict:
+    """What clients keep, one expert of one parameter each."""
+    return {client: {"experts.0.w": torch.tensor([float(number)])} for client, number in enumerate(numbers)}
+
+
+def exchanged(algorithm, server, kept, round) -> dict:
+    return {
+        client: (own["experts.0.w"].item(), {name: tensor.item() for name, tensor in received.items()})
+        for client, own, received in algorithm.exchange(server, kept, round)
+    }
+
+
+@pytest.mark.parametrize("sync", [False, True])
+def test_a_round_mixes_by_the_matrix_of_the_update_round_before_it_or_by_its_own(sync):
+    """I = 2: proxies come in rounds 0 and 2; at right angles a neighbour weighs 1/(1+e), in line 1/2."""
+    algorithm = FedMoEDA(top_p=1, interval=2, sync_matrix=sync)
+    right_angle = {"proxies.0": torch.tensor([[1.0, 0.0]]), "proxies.1": torch.tensor([[0.0, 1.0]])}
+    in_line = {"proxies.0": torch.tensor([[1.0, 0.0]]), "proxies.1": torch.tensor([[2.0, 0.0]])}
+    server, kept = {"embedding.w": torch.zeros(1)}, values(0, 8)
+    found = []
+    for round, proxies in enumerate([right_angle, {}, in_line, {}]):
+        server = algorithm.server_update(server, Update({"embedding.w": torch.full((1,), float(round)), **proxies}, 2))
+        assert server["embedding.w"].item() == round
+        found.append(exchanged(algorithm, server, kept, round))
+        sent = algorithm.server_send(server, 1)
+        assert len(sent) == (3 if proxies else 1), "clients get their rows after an update round"
+    a = 8 / (1 + E)
+    distant = {0: (a, {"1.0.w": 8.0}), 1: (8 - a, {"0.0.w": 0.0})}
+    alike = {0: (4.0, {"1.0.w": 8.0}), 1: (4.0, {"0.0.w": 0.0})}
+    expected = [distant, distant, alike, alike] if sync else [{}, distant, distant, alike]
+    for one, other in zip(found, expected, strict=True):
+        assert one.keys() == other.keys()
+        for client in one:
+            assert one[client][0] == pytest.approx(other[client][0], rel=1e-6)
+            assert one[client][1] == other[client][1]
+    assert kept[0]["experts.0.w"].item() == 0.0, "what clients kept before is left alone"
+
+
+def test_updates_are_the_uniform_mean_of_embeddings_and_keep_proxies_apart():
+    algorithm = FedMoEDA()
+    updates = [
+        Update({"embedding.w": torch.tensor([value]), f"proxies.{client}": torch.full((client + 1, 2), value)}, 1)
+        for client, value in enumerate((0.0, 3.0, 9.0))
+    ]
+    combined = algorithm.combine(algorithm.combine(updates[2], updates[0]), updates[1])
+    assert combined.sent["embedding.w"].item() == pytest.approx(4.0)
+    assert {name: tensor.shape[0] for name, tensor in combined.sent.items() if "proxies" in name} == {
+        "proxies.0": 1,
+        "proxies.1": 2,
+        "proxies.2": 3,
+    }
+
+
+# Whole federations
+
+
+def federation_by_hand(module, data, rounds, interval, top_p, temperature=1.0, sync=False, exclude=False):
+    """FedMoE-DA written again in plain PyTorch, with a dense matrix; every epoch is one step on all samples."""
+    clients = []
+    for client in range(N):
+        own = copy.deepcopy(module)
+        own.keep_architecture(module.client_architecture(client))
+        clients.append(own)
+    places = [(own, index) for own in clients for index in range(len(own.experts))]
+    held = torch.eye(len(places), dtype=torch.float64)
+    for t in range(1, rounds + 1):
+        for own, samples in zip(clients, data.train_samples, strict=True):
+            optimizer = own.configure_optimizers()
+            for _ in range(2):
+                optimizer.zero_grad()
+                F.cross_entropy(own(data.x[samples]), data.y[samples]).backward()
+                optimizer.step()
+        new = None
+        if (t - 1) % interval == 0:
+            new = torch.zeros(len(places), len(places), dtype=torch.float64)
+            proxies = [own.gate.proxies[index].weight.detach()[0] for own, index in places]
+            for i, (mine, _) in enumerate(places):
+                cosines = {
+                    j: F.cosine_similarity(proxies[i], proxies[j], dim=0).item()
+                    for j, (other, _) in enumerate(places)
+                    if j != i and not (exclude and other is mine)
+                }
+                nearest = sorted(cosines, key=lambda j: -cosines[j])[: None if top_p == "all" else top_p]
+                shares = {i: math.exp(1 / temperature), **{j: math.exp(cosines[j] / temperature) for j in nearest}}
+                for j, share in shares.items():
+                    new[i, j] = share / sum(shares.values())
+        used = new if sync and new is not None else held
+        with torch.no_grad():
+            flat = torch.stack([nn.utils.parameters_to_vector(own.experts[i].parameters()) for own, i in places])
+            for (own, i), mixed in zip(places, used @ flat, strict=True):
+                nn.utils.vector_to_parameters(mixed, own.experts[i].parameters())
+            mean = torch.stack([nn.utils.parameters_to_vector(own.embedding.parameters()) for own in clients]).mean(0)
+            for own in clients:
+                nn.utils.vector_to_parameters(mean.clone(), own.embedding.parameters())
+        held = held if new is None else new
+    return clients
+
+
+BY_HAND = {
+    "stale": {"interval": 2, "top_p": 2},
+    "every round": {"interval": 1, "top_p": 1},
+    "sync": {"interval": 2, "top_p": 3, "sync": True},
+    "cold": {"interval": 2, "top_p": 2, "temperature": 0.1},
+    "others only": {"interval": 2, "top_p": 2, "exclude": True},
+    "all": {"interval": 3, "top_p": "all"},
+    "all others": {"interval": 1, "top_p": "all", "exclude": True},
+}
+
+
+@pytest.mark.parametrize("num_experts", [2, [1, 3, 2]], ids=str)
+@pytest.mark.parametrize("name", BY_HAND)
+def test_a_federation_gives_what_it_gives_by_hand(name, num_experts, tmp_path):
+    given = BY_HAND[name]
+    data = blobs(batch_size=100)
+    expected = federation_by_hand(sparse_mixture(num_experts), data, rounds=4, **given)
+    arguments = {{"sync": "sync_matrix", "exclude": "exclude_own_client"}.get(key, key): given[key] for key in given}
+    federation = run([phase("DA", FedMoEDA(**arguments), rounds=4)], sparse_mixture(num_experts), data, tmp_path)
+    for client in range(N):
+        found = tensors(federation.client_module("DA", client))
+        torch.testing.assert_close(found, tensors(expected[client]), rtol=1e-10, atol=1e-10)
+    started = tensors(sparse_mixture(num_experts))
+    assert (found["experts.0.0.weight"] - started["experts.0.0.weight"]).abs().max() > 0.01
+
+
+def test_one_expert_and_no_others_is_fedper_on_the_dense_network(tmp_path):
+    sparse = sparse_mixture(1)
+    network = nn.Sequential(copy.deepcopy(sparse.embedding), copy.deepcopy(sparse.expert))
+    dense = PersonalizedMoE(network, gate=ConstantGate(1.0), optimizer=momentum_sgd)
+    da = run([phase("DA", FedMoEDA(top_p=0), rounds=3)], sparse, blobs(), tmp_path / "da")
+    fedper = FedAvg("global_expert.0.*", "global_expert.*", weighting="uniform")
+    per = run([phase("FedPer", fedper, rounds=3)], dense, blobs(), tmp_path / "per")
+    for client in range(N):
+        found, expected = da.client_module("DA", client), per.client_module("FedPer", client).global_expert
+        torch.testing.assert_close(tensors(found.embedding), tensors(expected[0]), rtol=1e-12, atol=1e-12)
+        torch.testing.assert_close(tensors(found.expert), tensors(expected[1]), rtol=1e-12, atol=1e-12)
+
+
+def test_all_others_and_equal_gates_are_the_plain_mean_of_all_experts(tmp_path):
+    """Gates are equal and not trained, so that every cosine is 1, and the first exchange leaves one mean."""
+    module = sparse_mixture(2)
+    for proxy in module.gate.proxies:
+        nn.init.constant_(proxy.weight, 1.0)
+    algorithm = FedMoEDA("all", interval=1, trainable=["embedding.*", "experts.*"])
+    one = run([phase("DA", algorithm, rounds=1)], copy.deepcopy(module), blobs(), tmp_path / "one")
+    assert not torch.equal(*(one.states["DA"].kept[client]["experts.0.0.weight"] for client in (0, 1)))
+    kept = one.states["DA"].kept
+    state = one.states["DA"].server
+    after = {client: own for client, own, _ in algorithm.exchange({**state, **latest_as_before(state)}, kept, 1)}
+    mean = sum(kept[client][f"experts.{index}.0.weight"] for client in range(N) for index in range(2)) / (2 * N)
+    for client in range(N):
+        for index in range(2):
+            torch.testing.assert_close(after[client][f"experts.{index}.0.weight"], mean, rtol=1e-12, atol=1e-12)
+
+
+def latest_as_before(server):
+    return {
+        name.replace("aggregation.", "aggregation_before."): server[name] for name in server if "aggregation." in name
+    }
+
+
+def traffic(tmp_path, algorithm, num_experts, rounds, **kwargs):
+    federation = run([phase("DA", algorithm, rounds=rounds)], sparse_mixture(num_experts), blobs(), tmp_path, **kwargs)
+    return federation.states["DA"].traffic
+
+
+def test_traffic_is_what_it_is_by_hand(tmp_path):
+    """K = 2, all others: updates in rounds 1 and 3, rows of 6 experts sent in 2 and 4, experts mixed from 2 on."""
+    found = traffic(tmp_path, FedMoEDA("all", interval=2), 2, rounds=4)
+    rows = 2 * (2 * N) * 2  # of a client: an index and a weight for each of 6 experts, for 2 experts
+    parameters = {
+        "down": N * (4 * EMBEDDING + 2 * rows),
+        "up": N * (4 * EMBEDDING + 2 * 2 * PROXY),
+        "between_clients": 3 * N * 2 * (N - 1) * EXPERT,  # 3 rounds, of each of 2 clients both experts
+    }
+    assert found == {f"{unit}_{way}": size * n for way, n in parameters.items() for unit, size in SIZES.items()}
+
+
+SIZES = {"parameters": 1, "bytes": 8}
+
+
+def test_traffic_between_clients_is_p_k_experts_where_all_are_others_and_different(tmp_path):
+    """One expert per client, so that K = 1: P = 1 other expert in each of the rounds 2 to 5."""
+    found = traffic(tmp_path, FedMoEDA(1, interval=5), 1, rounds=5)
+    assert found["parameters_between_clients"] == N * 4 * 1 * 1 * EXPERT
+    assert found["parameters_up"] == N * (5 * EMBEDDING + PROXY)
+    assert found["parameters_down"] == N * (5 * EMBEDDING + 2 * 2)  # a row of 2 indices and 2 weights, once
+
+
+def test_an_expert_that_two_rows_need_is_received_once_and_the_own_ones_never():
+    """Client 0 has both experts of proxy (1, 0), client 1 one: each of the former takes the latter."""
+    algorithm = FedMoEDA("all", interval=1)
+    line = torch.tensor([[1.0, 0.0]])
+    server = algorithm.server_update({}, Update({"proxies.0": line.repeat(2, 1), "proxies.1": line}, 2))
+    server = algorithm.server_update(server, Update({"proxies.0": line.repeat(2, 1), "proxies.1": line}, 2))
+    kept = {0: {"experts.0.w": torch.zeros(1), "experts.1.w": torch.ones(1)}, 1: {"experts.0.w": torch.full((1,), 5.0)}}
+    received = {client: sorted(got) for client, _, got in algorithm.exchange(server, kept, 1)}
+    assert received == {0: ["1.0.w"], 1: ["0.0.w", "0.1.w"]}
+
+
+def test_a_frozen_embedding_from_a_checkpoint_keeps_its_bits_and_is_not_sent(tmp_path):
+    pretrained = sparse_mixture(2)
+    with torch.no_grad():
+        for parameter in pretrained.parameters():
+            parameter.add_(1.0)
+    given = tmp_path / "embedding.ckpt"
+    torch.save({"state_dict": tensors(pretrained, "embedding."), "pytorch-lightning_version": "2.5.0"}, given)
+    phases = [
+        phase("pretrained", FedAvg("embedding.*"), ckpt_path=str(given)),
+        phase("DA", FedMoEDA(1, 2, trainable=["gate.*", "experts.*"]), rounds=3, start="pretrained"),
+    ]
+    federation = run(phases, sparse_mixture(2), blobs(), tmp_path)
+    state = federation.states["DA"]
+    for client in range(N):
+        own = tensors(federation.client_module("DA", client))
+        assert_same_bits({n: own[n] for n in own if n.startswith("embedding.")}, tensors(pretrained, "embedding."))
+        assert not any(name.startswith("embedding.") for name in state.kept[client])
+        assert (own["experts.0.0.weight"] - pretrained.experts[0][0].weight).abs().max() > 0.5, "not from there"
+    assert state.traffic["parameters_up"] == N * 2 * 2 * PROXY  # gates in rounds 1 and 3
+    assert state.traffic["parameters_down"] == N * 2 * 2 * 2  # rows in round 2
+
+
+def test_a_given_embedding_that_is_trained_starts_from_the_given_one(tmp_path):
+    pretrained = sparse_mixture(2)
+    with torch.no_grad():
+        for parameter in pretrained.parameters():
+            parameter.add_(1.0)
+    given = tmp_path / "embedding.ckpt"
+    torch.save({"state_dict": tensors(pretrained, "embedding."), "pytorch-lightning_version": "2.5.0"}, given)
+    phases = [
+        phase("pretrained", FedAvg("embedding.*"), ckpt_path=str(given)),
+        phase("DA", FedMoEDA(1, 2), rounds=1, max_epochs=0, start="pretrained"),
+        phase("trained", FedMoEDA(1, 2), rounds=1, start="pretrained"),
+    ]
+    states = run(phases, sparse_mixture(2), blobs(), tmp_path).states
+    expected = tensors(pretrained, "embedding.")
+    assert_same_bits({name: states["DA"].server[name] for name in expected}, expected)
+    assert (states["trained"].server["embedding.layers.0.weight"] - 1).abs().max() > 0.01
+    assert not torch.equal(states["trained"].server["embedding.layers.0.bias"], expected["embedding.layers.0.bias"])
+
+
+@pytest.mark.parametrize("shared_init", [True, False])
+def test_clients_start_from_the_same_gate_and_experts_unless_they_draw_their_own(shared_init, tmp_path):
+    algorithm = FedMoEDA(shared_init=shared_init)
+    federation = run([phase("DA", algorithm, max_epochs=0)], sparse_mixture(2), blobs(), tmp_path)
+    first, second = (tensors(federation.client_module("DA", client)) for client in (0, 1))
+    for name in first:
+        same = shared_init or name.startswith("embedding.")
+        assert torch.equal(first[name], second[name]) == same
+    if shared_init:
+        assert_same_bits(first, tensors(sparse_mixture(2)))
+
+
+def test_experts_that_were_never_trained_are_mixed_all_the_same(tmp_path):
+    """Without an epoch all clients have the initial experts, and their means are means of these two."""
+    algorithm = FedMoEDA("all", interval=1, temperature=1e9)
+    federation = run([phase("DA", algorithm, rounds=2, max_epochs=0)], sparse_mixture(2), blobs(), tmp_path)
+    started = sparse_mixture(2)
+    mean = (started.experts[0][0].weight + started.experts[1][0].weight).detach() / 2
+    for client in range(N):
+        found = federation.client_module("DA", client).experts[0][0].weight
+        torch.testing.assert_close(found.detach(), mean, rtol=1e-8, atol=1e-8)
+
+
+def test_a_part_of_the_clients_is_refused(tmp_path):
+    for size in (2, 0.5):
+        with pytest.raises(MisconfigurationException, match=rf"'DA': clients_per_round is {size}, but must be null"):
+            run([phase("DA", FedMoEDA(), clients_per_round=size)], sparse_mixture(), blobs(), tmp_path)
+    run([phase("DA", FedMoEDA(), clients_per_round=3)], sparse_mixture(), blobs(), tmp_path)
+
+
+WRONG = {
+    "top_p is -1, but must be a number of at least 0 or 'all'": {"top_p": -1},
+    "interval is 0, but must be at least 1": {"interval": 0},
+    "temperature is 0, but must be above 0": {"temperature": 0},
+}
+
+
+@pytest.mark.parametrize("sentence", WRONG)
+def test_arguments_out_of_range_are_refused(sentence):
+    with pytest.raises(MisconfigurationException, match=sentence):
+        FedMoEDA(**WRONG[sentence])
+
+
+def test_a_model_without_proxies_and_patterns_that_match_nothing_are_refused():
+    with pytest.raises(MisconfigurationException, match="model is a PersonalizedMoE, but FedMoEDA needs a SparseMoE"):
+        FedMoEDA().check(PersonalizedMoE(nn.Linear(5, 3)))
+    for gate, name in ((ConstantGate([0.5, 0.5]), "ConstantGate"), (LinearGate(6), "LinearGate")):
+        module = sparse_mixture()
+        module.gate = gate
+        with pytest.raises(MisconfigurationException, match=f"a SparseMoE with a {name}, but FedMoEDA needs"):
+            FedMoEDA().check(module)
+    with pytest.raises(MisconfigurationException, match=r"trainable is 'expert\.\*', which matches no parameter"):
+        FedMoEDA(trainable="expert.*").check(sparse_mixture())
+
+
+def test_mixing_and_gates_that_do_not_fit_are_refused(tmp_path):
+    with pytest.raises(MisconfigurationException, match="mixing is 'probabilities', but a SparseMoE mixes logits only"):
+        run([phase("Local", Local(), mixing="probabilities")], sparse_mixture(), blobs(), tmp_path)
+    wrong = phase("Local", Local(), gate=ConstantGate(1.0))
+    with pytest.raises(MisconfigurationException, match="ConstantGate of 2 experts, but the SparseMoE has 3"):
+        run([wrong], sparse_mixture(3), blobs(), tmp_path)
+
+
+# Resumed, in workers, evaluated
+
+
+def fitted(path, store, callbacks=None, ckpt_path=None, **kwargs):
+    phases = [
+        Phase("DA", FedMoEDA(2, interval=2), rounds=4, monitor="local_test", max_epochs=1),
+        Phase("equal", Local(), start="DA", gate=ConstantGate([0.5, 0.25, 0.25]), max_epochs=0),
+    ]
+    arguments = {"logger": False, "enable_progress_bar": False, "store": store, "callbacks": callbacks, **kwargs}
+    federation = Federation(phases, default_root_dir=str(path), **{"trainer": {"accelerator": "cpu"}, **arguments})
+    federation.fit(sparse_mixture([3, 2]), blobs(), ckpt_path=ckpt_path)
+    return federation
+
+
+@pytest.mark.parametrize("store", ["memory", "disk"])
+@pytest.mark.parametrize("moment", [("on_client_end", 5), ("on_evaluation_end", 2), ("on_round_end", 3)])
+def test_a_run_stopped_anywhere_and_resumed_ends_with_the_same_bits(store, moment, tmp_path):
+    whole = fitted(tmp_path / "whole", store)
+    with pytest.raises(KeyboardInterrupt):
+        fitted(tmp_path / "stopped", store, [Kill(*moment)])
+    resumed = fitted(tmp_path / "stopped", store, ckpt_path="last")
+    for name in ("rounds.csv", "clients.csv", "summary.csv"):
+        assert (resumed.run_dir / name).read_bytes() == (whole.run_dir / name).read_bytes()
+    contents = [load_checkpoint(run.run_dir / "checkpoints/last.ckpt") for run in (whole, resumed)]
+    assert_same(*(content["phases"]["DA"].server for content in contents))
+    for client in range(N):
+        assert_same(*(run.states["DA"].kept[client] for run in (whole, resumed)))
+        assert_same(*(tensors(run.client_module("equal", client)) for run in (whole, resumed)))
+
+
+def test_both_stores_and_worker_processes_give_the_same_bits(tmp_path):
+    memory, disk = fitted(tmp_path / "memory", "memory"), fitted(tmp_path / "disk", "disk")
+    workers = fitted(tmp_path / "workers", "memory", trainer={"accelerator": "cpu", "devices": 2})
+    for other in (disk, workers):
+        assert (other.run_dir / "rounds.csv").read_bytes() == (memory.run_dir / "rounds.csv").read_bytes()
+        for client in range(N):
+            assert_same(other.states["DA"].kept[client], memory.states["DA"].kept[client])
+
+
+def test_experts_that_are_alike_have_no_weight_of_a_global_expert(tmp_path):
+    federation = fitted(tmp_path, "memory")
+    clients = federation.results["DA"].clients
+    assert [client.gate_weights.shape[1] for client in clients] == [3, 2, 3]
+    assert all(math.isnan(client.mean_gate_weight) for client in clients)
+    assert federation.results["DA"].model == "mixture"
+    federation.predict(sparse_mixture([3, 2]), blobs())
+    rows = (federation.run_dir / "predictions.csv").read_text().splitlines()
+    assert all(row.endswith(",") for row in rows[1:]), "no gate weight"
+
+
+def test_the_matrix_of_the_server_is_dense_again_and_its_rows_add_up_to_1():
+    algorithm = FedMoEDA(1, interval=1)
+    assert aggregation_matrix({"embedding.w": torch.zeros(1)}) is None
+    proxies = {"proxies.1": torch.tensor([[0.0, 1.0]]), "proxies.0": torch.tensor([[1.0, 0.0], [1.0, 0.0]])}
+    found = aggregation_matrix(algorithm.server_update({}, Update(proxies, 2)))
+    assert found is not None
+    other = 1 / (1 + E)
+    torch.testing.assert_close(found[0], torch.tensor([[0.5, 0.5, 0], [0.5, 0.5, 0], [other, 0, 1 - other]]))
+    assert found[1].tolist() == [0, 0, 1]
+
+
+def test_shares_of_samples_by_expert_leave_out_experts_that_a_client_does_not_have():
+    rows = [[[0.6, 0.3, 0.1], [0.2, 0.5, 0.3], [0.7, 0.2, 0.1], [0.1, 0.1, 0.8]], [[0.1, 0.9]]]
+    clients = [
+        ClientEvaluation(client, 4, 0.5, math.nan, 0.5, math.nan, torch.tensor(own), has_global_expert=False)
+        for client, own in enumerate(rows)
+    ]
+    usage = expert_usage(Evaluation("DA", 1, "mixture", "after aggregation", "last round", clients))
+    expected = torch.tensor([[0.5, 0.25, 0.25], [0, 1, math.nan]], dtype=torch.float64)
+    torch.testing.assert_close(usage, expected, equal_nan=True)
+
+
+def test_tensorboard_shows_the_first_and_the_last_matrix_and_the_use_of_experts(tmp_path):
+    federation = fitted(tmp_path, "memory", logger=True)
+    log = EventAccumulator(str(federation.run_dir))
+    log.Reload()
+    tags = [tag for tag in log.Tags()["images"] if tag.startswith("experts/")]
+    assert sorted(tags) == ["experts/DA/aggregation_matrix", "experts/DA/used_by_client"]
+    assert [image.step for image in log.Images("experts/DA/aggregation_matrix")] == [1, 4]
+    assert not any("gate" in tag for tag in [*log.Tags()["images"], *log.Tags()["tensors"]])

@@ -1,0 +1,209 @@
+"""The sparse mixture: what it computes, what it refuses."""
+
+import copy
+import math
+from functools import partial
+
+import pytest
+import torch
+import torch.nn.functional as F
+from helpers import Embedding, assert_same_bits, blobs, momentum_sgd, phase, run, small_expert, sparse_mixture, tensors
+from lightning.fabric.utilities.exceptions import MisconfigurationException
+from lightning.pytorch import Trainer
+from torch import nn
+from torch.nn.parameter import UninitializedParameter
+
+from fedmoe_pl.algorithms import FedMoEDA
+from fedmoe_pl.models import ConstantGate, ConvBlock, ConvExpert, FedAvgCNN, SparseMoE
+from fedmoe_pl.models.sparse import dense_experts
+
+
+@torch.no_grad()
+def test_a_sample_gets_the_scaled_logits_of_the_expert_with_the_largest_weight():
+    module = sparse_mixture(3)
+    x = torch.randn(20, 5, dtype=torch.float64)
+    proxies = torch.cat([proxy.weight for proxy in module.gate.proxies])  # (3, 6)
+    scores, weights = module.mix(x)
+    used = set()
+    for sample, score, weight in zip(x, scores, weights, strict=True):
+        z = module.embedding(sample[None])[0]
+        exponentials = [math.exp(float(proxy @ z)) for proxy in proxies]
+        shares = [value / sum(exponentials) for value in exponentials]
+        chosen = shares.index(max(shares))
+        used.add(chosen)
+        torch.testing.assert_close(weight, torch.tensor(shares, dtype=torch.float64))
+        torch.testing.assert_close(score, shares[chosen] * module.experts[chosen](z))
+    assert len(used) > 1, "else the test could not tell experts apart"
+
+
+def test_each_expert_computes_its_own_samples_only():
+    module = sparse_mixture(3)
+    x = torch.randn(20, 5, dtype=torch.float64)
+    computed = []
+    for expert in module.experts:
+        expert.register_forward_pre_hook(lambda _, arguments: computed.append(len(arguments[0])))
+    weights = module.mix(x)[1]
+    assert computed == [n for n in weights.argmax(1).bincount(minlength=3).tolist() if n]
+    computed.clear()
+    with dense_experts():
+        module.mix(x)
+    assert computed == [20, 20, 20]
+
+
+STEPPED = {
+    "momentum and decay": partial(torch.optim.SGD, lr=0.1, momentum=0.9, weight_decay=0.1),
+    "adam": partial(torch.optim.Adam, lr=0.01, weight_decay=0.01),
+    "adamw": partial(torch.optim.AdamW, lr=0.01, weight_decay=0.1),
+}
+
+
+@pytest.mark.parametrize("optimizer", STEPPED.values(), ids=STEPPED)
+@pytest.mark.parametrize("load_balancing", [0.0, 0.5])
+def test_sparse_and_dense_experts_make_the_same_steps_with_experts_that_some_batches_leave_out(
+    optimizer, load_balancing
+):
+    sparse = sparse_mixture(4, optimizer, load_balancing=load_balancing)
+    dense = copy.deepcopy(sparse)
+    steps = sparse.configure_optimizers(), dense.configure_optimizers()
+    left_out = set()
+    for _ in range(12):
+        batch = torch.randn(3, 5, dtype=torch.float64), torch.randint(3, (3,))
+        left_out |= {0, 1, 2, 3} - set(sparse.mix(batch[0])[1].argmax(1).tolist())
+        loss, metrics = sparse.loss(batch)
+        with dense_experts():
+            expected, expected_metrics = dense.loss(batch)
+        torch.testing.assert_close(metrics, expected_metrics, rtol=1e-12, atol=1e-12)
+        torch.testing.assert_close(loss, expected, rtol=1e-12, atol=1e-12)
+        for step, value in zip(steps, (loss, expected), strict=True):
+            step.zero_grad()
+            value.backward()
+        for one, other in zip(sparse.parameters(), dense.parameters(), strict=True):
+            torch.testing.assert_close(one.grad, other.grad, rtol=1e-12, atol=1e-12)
+        for step in steps:
+            step.step()
+        torch.testing.assert_close(tensors(sparse), tensors(dense), rtol=1e-12, atol=1e-12)
+    assert len(left_out) > 1
+
+
+def test_a_frozen_expert_without_samples_stays_without_a_gradient():
+    module = sparse_mixture(4)
+    for parameter in module.experts.parameters():
+        parameter.requires_grad_(False)
+    module.loss((torch.randn(1, 5, dtype=torch.float64), torch.tensor([0])))[0].backward()
+    assert all(parameter.grad is None for parameter in module.experts.parameters())
+
+
+def test_the_balancing_loss_is_the_number_of_experts_times_shares_times_mean_weights():
+    batch = torch.randn(9, 5, dtype=torch.float64), torch.randint(3, (9,))
+    plain, balanced = sparse_mixture(3), sparse_mixture(3, load_balancing=0.5)
+    weights = plain.mix(batch[0])[1]
+    shares = [float((weights.argmax(1) == k).sum()) / 9 for k in range(3)]
+    balance = 3 * sum(share * weights[:, k].mean().item() for k, share in enumerate(shares))
+    assert (balanced.loss(batch)[0] - plain.loss(batch)[0]).item() == pytest.approx(0.5 * balance, rel=1e-12)
+
+
+def test_experts_are_drawn_independently_and_proxies_as_a_linear_layer():
+    module = SparseMoE(ConvBlock(), ConvExpert(hidden=8), num_experts=3)
+    first, second, third = (torch.cat([p.flatten() for p in expert.parameters()]) for expert in module.experts)
+    for a, b in ((first, second), (first, third), (second, third)):
+        assert not (a == b).any()
+        assert abs(F.cosine_similarity(a, b, dim=0)) < 0.05
+        assert 0.95 < a.std() / b.std() < 1.05
+    for proxy in module.gate.proxies:
+        assert 0.95 < proxy.weight.abs().max() * math.sqrt(6272) <= 1  # uniform up to 1 / sqrt(fan in)
+
+
+def test_one_expert_and_its_embedding_are_the_paper_s_network():
+    for channels, size in ((3, 32), (1, 28)):
+        block = ConvBlock(channels, image_size=size)
+        module = SparseMoE(block, ConvExpert(image_size=block.output_shape[1]), num_experts=1)
+        network = FedAvgCNN(channels, image_size=size)
+        for own, part in ((block, network.extractor[0]), (module.expert.extractor, network.extractor[3])):
+            next(layer for layer in own.modules() if isinstance(layer, nn.Conv2d)).load_state_dict(part.state_dict())
+        module.expert.classifier.load_state_dict(network.classifier.state_dict())
+        x = torch.randn(2, channels, size, size)
+        torch.testing.assert_close(module(x), network(x))  # one expert has a weight of 1
+        gate = math.prod(block.output_shape)
+        total = sum(parameter.numel() for parameter in module.parameters())
+        assert total - gate == sum(parameter.numel() for parameter in network.parameters())
+    assert sum(parameter.numel() for parameter in FedAvgCNN().parameters()) == 878_538
+
+
+def test_a_constant_gate_holds_one_expert_or_mixes_some():
+    module = sparse_mixture(3)
+    x = torch.randn(4, 5, dtype=torch.float64)
+    outputs = [expert(module.embedding(x)) for expert in module.experts]
+    module.gate = ConstantGate([0.0, 1.0, 0.0])
+    torch.testing.assert_close(module(x), outputs[1])
+    module.gate = ConstantGate([0.25, 0.0, 0.75])
+    torch.testing.assert_close(module(x), 0.25 * outputs[0] + 0.75 * outputs[2])
+    module.keep_architecture(1)
+    torch.testing.assert_close(module(x), outputs[0])
+
+
+def test_a_client_with_fewer_experts_keeps_the_first_ones_under_their_names():
+    module = sparse_mixture([1, 3])
+    whole = tensors(module)
+    assert [module.client_architecture(client) for client in range(5)] == [1, 3, 1, 3, 1]
+    module.keep_architecture(1)
+    state = tensors(module)
+    assert_same_bits(state, {name: whole[name] for name in state})
+    assert {name for name in whole if name not in state} == {
+        name for name in whole if name.startswith(("experts.1.", "experts.2.", "gate.proxies.1.", "gate.proxies.2."))
+    }
+    assert module.client_architecture(1) == 1
+
+
+def test_a_checkpoint_rebuilds_the_mixture(tmp_path):
+    module = SparseMoE(ConvBlock(1, 2, 16), ConvExpert(2, image_size=6, channels=3, hidden=4), [2, 1])
+    trainer = Trainer(logger=False, max_epochs=0, accelerator="cpu", default_root_dir=tmp_path)
+    trainer.strategy.connect(module)
+    trainer.save_checkpoint(tmp_path / "model.ckpt")
+    loaded = SparseMoE.load_from_checkpoint(tmp_path / "model.ckpt")
+    assert_same_bits(tensors(loaded), tensors(module))
+    assert loaded.num_experts == [2, 1]
+
+
+class NoReset(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(6, 3))
+
+    def forward(self, x):
+        return x @ self.weight
+
+
+class OtherShape(Embedding):
+    output_shape = (7,)
+
+
+class SixValues(nn.Linear):
+    input_shape = (6,)
+
+
+REFUSED = {
+    "num_experts is 0, but must be at least 1": {"num_experts": 0},
+    r"num_experts is \[\], but must be at least 1": {"num_experts": []},
+    r"num_experts is \[2, 0\], but": {"num_experts": [2, 0]},
+    "load_balancing is -1, but must be at least 0": {"load_balancing": -1},
+    "NoReset has parameters and no reset_parameters": {"expert": NoReset()},
+    "must not have batch normalization": {"expert": nn.Sequential(nn.BatchNorm1d(6), nn.Linear(6, 3))},
+    "must not have layers of unknown width": {"expert": nn.LazyLinear(3)},
+    r"expert reads values of shape \(6,\), but model.init_args.embedding gives \(7,\)": {
+        "embedding": OtherShape(),
+        "expert": SixValues(6, 3),
+    },
+}
+
+
+@pytest.mark.parametrize("sentence", REFUSED)
+def test_a_sparse_mixture_refuses(sentence):
+    with pytest.raises(MisconfigurationException, match=sentence):
+        SparseMoE(**{"embedding": Embedding(), "expert": small_expert(), **REFUSED[sentence]})
+
+
+def test_the_gate_of_an_embedding_that_tells_no_shape_is_sized_by_the_data(tmp_path):
+    module = SparseMoE(nn.Sequential(nn.Linear(5, 6)), small_expert(), optimizer=momentum_sgd)
+    assert isinstance(module.gate.proxies[0].weight, UninitializedParameter)
+    federation = run([phase("DA", FedMoEDA(top_p=1))], module, blobs(dtype=torch.float32), tmp_path)
+    assert federation.client_module("DA", 0).gate.in_features == 6
