@@ -483,7 +483,7 @@ class Federation:
             method=phase.name,
             round=round,
             model=evaluated_model(training.module),
-            moment="after aggregation" if phase.algorithm.federated else "after local training",
+            moment=phase.algorithm.moment,
             selection=selection,
             clients=clients,
         )

@@ -1,6 +1,6 @@
 """Experts, gates and the personalized mixture; nothing here knows of federations."""
 
-from fedmoe_pl.models.experts import VGG16, LeNet5, SmallMLP
+from fedmoe_pl.models.experts import VGG16, LeNet5, RepresentationMLP, SmallMLP
 from fedmoe_pl.models.gates import ConstantGate, FeatureGate, Gate, LinearGate
 from fedmoe_pl.models.mixture import MixtureOfExperts
 from fedmoe_pl.models.moe import PersonalizedMoE
@@ -8,6 +8,7 @@ from fedmoe_pl.models.network_gates import GateCNN, NetworkGate, SwitchNormGate
 from fedmoe_pl.models.networks import CNN, IFCACNN, LEAFCNN, FedAvgCNN, TwoConvCNN
 from fedmoe_pl.models.normalization import SwitchNorm1d
 from fedmoe_pl.models.recurrent import BiLSTM
+from fedmoe_pl.models.representation import RepresentationMoE
 
 __all__ = [
     "CNN",
@@ -25,6 +26,8 @@ __all__ = [
     "MixtureOfExperts",
     "NetworkGate",
     "PersonalizedMoE",
+    "RepresentationMLP",
+    "RepresentationMoE",
     "SmallMLP",
     "SwitchNorm1d",
     "SwitchNormGate",
