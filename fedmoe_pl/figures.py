@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping
 import numpy as np
 from matplotlib import colormaps
 from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.collections import PathCollection
 from matplotlib.figure import Figure
 
 from fedmoe_pl.evaluation import Evaluation
@@ -99,7 +100,7 @@ def representation_figure(
     handles, labels = panels[0].get_legend_handles_labels()
     legend = figure.legend(handles, labels, loc="outside lower center", ncols=3, frameon=False)
     for handle in legend.legend_handles:
-        if handle is not None:
+        if isinstance(handle, PathCollection):
             handle.set_color("black")  # a client's samples have the colours of their classes
     return figure
 

@@ -150,7 +150,9 @@ class AccuracyMonitor(FederationCallback):
     def on_fit_end(self, federation: Federation) -> None:
         """Logs the hyperparameters with the final accuracies."""
         results = federation.results.values()
-        final = {f"final/{method_tag(e)}/{metric}": e.spread(metric).mean for e in results for metric in present_metrics([e])}
+        final = {
+            f"final/{method_tag(e)}/{metric}": e.spread(metric).mean for e in results for metric in present_metrics([e])
+        }
         hparams = flat_hparams(federation.hparams)
         for logger in federation.loggers:
             if isinstance(logger, TensorBoardLogger):  # the only one that takes metrics

@@ -40,9 +40,12 @@ def shortened(path: Path, folder: Path) -> dict:
     config = yaml.safe_load(path.read_text())
     data, federation = config["data"], config["federation"]
     if data["class_path"] != "Digits":
-        channels = config["model"]["init_args"]["global_expert"]["init_args"]["in_channels"]
+        expert = config["model"]["init_args"].get("global_expert", {"init_args": {}})
+        channels = expert["init_args"].get("in_channels", 3)
         data["class_path"] = "NpzFile"
         data["init_args"] |= {"path": str(folder / f"{channels}.npz"), "image_size": 32, "partitioner": "IID"}
+        if "global_test_size" in data["init_args"]:
+            data["init_args"]["global_test_size"] = 10
     data["init_args"]["num_clients"] = 4
     for phase in federation["phases"]:
         phase["rounds"] = 1

@@ -76,9 +76,9 @@ class RepresentationMoE(MixtureOfExperts):
         architectures: list[int] | None = None,
     ) -> None:
         super().__init__(optimizer, lr_scheduler)
-        if header is None:
-            header = next((expert.classifier for expert in local_experts if hasattr(expert, "classifier")), None)
-        if not isinstance(header, nn.Module):
+        classifiers = (getattr(expert, "classifier", None) for expert in local_experts)
+        header = next((part for part in (header, *classifiers) if part is not None), None)
+        if header is None or not local_experts:
             raise MisconfigurationException(
                 f"model.init_args.header is missing; it must be given where none of the {len(local_experts)} "
                 "model.init_args.local_experts has a `classifier`."
