@@ -110,7 +110,7 @@ def test_counting_changes_no_result_and_draws_nothing(tmp_path, monkeypatch):
 
 
 def test_rounds_csv_has_traffic_and_operations_of_all_rounds_so_far(tmp_path):
-    """Each round sends the shared extractor, Linear(5, 2) and Linear(2, 2) in 8 bytes a value, to two clients and back."""
+    """A round sends the shared extractor, Linear(5, 2) and Linear(2, 2), in 8 bytes a value to two clients and back."""
     phases = [Phase("pFedMoE", PFedMoE(), rounds=3, clients_per_round=2)]
     fed = run(phases, model(), blobs((7, 7, 7, 7, 7, 7)), tmp_path)
     size = (5 * 2 + 2) + (2 * 2 + 2)
@@ -215,7 +215,7 @@ def test_representations_are_those_of_the_clients_own_models_and_shown_in_tensor
 def test_other_models_have_no_representations_and_unknown_clients_are_refused(tmp_path):
     fed = run([Phase("p", Local())], mixture(), blobs(), tmp_path, callbacks=[RepresentationMonitor()], logger=True)
     assert not list(fed.run_dir.glob("projector*"))
-    with pytest.raises(MisconfigurationException, match="clients has 7, but must be ids below data.init_args.num_cl"):
+    with pytest.raises(MisconfigurationException, match="clients has 7, but must be ids below"):
         run([Phase("p", Local())], mixture(), blobs(), tmp_path, callbacks=[RepresentationMonitor([0, 7])])
 
 

@@ -153,7 +153,7 @@ def test_bad_arguments_are_refused_in_one_sentence(name):
 
 def test_widths_that_no_shape_of_the_input_tells_are_refused_at_the_first_batch():
     module = RepresentationMoE(nn.Linear(5, 2), [nn.Linear(5, 3)], header=nn.Linear(2, 3))
-    with pytest.raises(MisconfigurationException, match=r"shape \(3,\).*shape \(2,\)"):
+    with pytest.raises(MisconfigurationException, match=r"shape \(3,\).*of \(2,\)"):
         module.mix(torch.zeros(2, 5))
 
 

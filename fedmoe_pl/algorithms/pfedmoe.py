@@ -9,7 +9,7 @@ topic                paper                       authors' other code            
 ===================  ==========================  ===============================  ====================================
 weights              n_k / n                     all of a client's samples        its training samples
 evaluated extractor  not said                    own copy, before aggregation     ``eval_extractor``
-evaluated clients    all                         those of the round               all; ``monitor`` selects the best round
+evaluated clients    all                         those of the round               all; ``monitor`` for the best round
 optimizer            SGD                         one for all clients, momentum    anew for every client and round
                                                  leaks from client to client
 gradient clipping    not mentioned               norm 50, of each module          ``trainer.gradient_clip_val: 50``, of

@@ -148,7 +148,7 @@ class MixtureOfExperts(LightningModule, ABC):
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Describes the constructor's arguments, so that ``load_from_checkpoint(path)`` rebuilds the mixture."""
         names = [name for name in inspect.signature(type(self)).parameters if name not in ("optimizer", "lr_scheduler")]
-        arguments = {name: _describe(getattr(self, name)) for name in names}
+        arguments = {name: _describe(getattr(self, name, None)) for name in names}
         checkpoint[self.CHECKPOINT_HYPER_PARAMS_KEY] = {
             "_class_path": f"{type(self).__module__}.{type(self).__qualname__}",
             "_instantiator": "lightning.pytorch.cli.instantiate_module",

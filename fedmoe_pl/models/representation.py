@@ -40,7 +40,7 @@ class RepresentationMoE(MixtureOfExperts):
 
     An expert is cut before its ``classifier``: what is left of it is its ``extractor``. The header is one module of
     one shape, private in pFedMoE and all that is shared in LG-FedAvg (``FedAvg(shared="header.*")``). With a
-    ``ConstantGate`` of 0 the local expert is trained and used alone (Standalone), and the shared extractor not computed.
+    ``ConstantGate`` of 0 the local expert is trained and used alone (Standalone); the shared one is not computed.
 
     Args:
         shared_extractor: maps inputs to representations (B, F), or an expert with ``extractor`` and ``classifier``.
@@ -175,7 +175,7 @@ class RepresentationMoE(MixtureOfExperts):
         if shared.shape != local.shape:
             raise MisconfigurationException(
                 f"model.init_args.local_experts has representations of shape {tuple(local.shape[1:])} and "
-                f"model.init_args.shared_extractor of shape {tuple(shared.shape[1:])}; they are added, so must be equal."
+                f"model.init_args.shared_extractor of {tuple(shared.shape[1:])}; they are added, so must be equal."
             )
         weights = self.gate(shared if self.gate.reads_features else x)  # (B, 2)
         if weights.shape[1] != 2:
@@ -185,7 +185,7 @@ class RepresentationMoE(MixtureOfExperts):
         return self.header(mix_outputs((shared, local), weights, "logits")), weights
 
     def representations(self, x: Tensor) -> Representations:
-        """The representations (B, F) of inputs (B, ...): mixed as the gate says, of the shared and of the local extractor.
+        """The representations (B, F) of inputs: mixed as the gate says, of the shared and of the local extractor.
 
         Args:
             x: inputs (B, ...).
