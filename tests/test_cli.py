@@ -44,8 +44,7 @@ def shortened(path: Path, folder: Path) -> dict:
         channels = expert["init_args"].get("in_channels", 3)
         data["class_path"] = "NpzFile"
         data["init_args"] |= {"path": str(folder / f"{channels}.npz"), "image_size": 32, "partitioner": "IID"}
-        if "global_test_size" in data["init_args"]:
-            data["init_args"]["global_test_size"] = 10
+        data["init_args"].pop("global_test_size", None)
     data["init_args"]["num_clients"] = 4
     for phase in federation["phases"]:
         phase["rounds"] = 1
