@@ -94,6 +94,11 @@ class Algorithm:
     needs_all_clients: bool = False
     frozen_train_mode: bool = False
 
+    @property
+    def moment(self) -> str:
+        """The moment of a round that the evaluated models are of, as tables say it."""
+        return "after aggregation" if self.federated else "after local training"
+
     def check(self, module: LightningModule) -> None:
         """Refuses, before any training, a module that the algorithm cannot train.
 

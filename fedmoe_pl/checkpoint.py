@@ -45,6 +45,7 @@ class PhaseState:
         evaluation: the final evaluation.
         traffic: what was sent so far: ``parameters`` and ``bytes``, ``_down`` from the server to clients, ``_up`` from
             clients to the server, ``_between_clients`` past it.
+        flops: floating-point operations of local training so far (``flops.FlopCounter``); nan where not countable.
     """
 
     initial: Tree
@@ -62,6 +63,7 @@ class PhaseState:
     given: int | None = None
     evaluation: Evaluation | None = None
     traffic: dict[str, int] = field(default_factory=no_traffic)
+    flops: float = 0
 
     def remember_best(self, metric: float, min_delta: float = 0.0) -> None:
         """Remembers this round if its metric, of which more is better, is the best so far.
@@ -75,6 +77,10 @@ class PhaseState:
         if self.best_metric is None or metric > self.best_metric:
             self.best_metric, self.best_round = metric, self.round
             self.best_server, self.best_kept = self.server, self.kept
+
+    def costs(self) -> dict[str, float]:
+        """Traffic and operations so far, by the columns of ``rounds.csv``."""
+        return {**self.traffic, "flops": self.flops}
 
     def select_best(self) -> None:
         """Goes back to the best round, and forgets the last one."""

@@ -43,6 +43,7 @@ from fedmoe_pl.checks import check_phase, check_phases, check_store, check_train
 from fedmoe_pl.data import FederatedDataModule, partition_figure, partition_table
 from fedmoe_pl.evaluation import Evaluation, evaluate_clients, personal_tensors, predict
 from fedmoe_pl.expert_monitor import ExpertMonitor
+from fedmoe_pl.flops import FlopCounter
 from fedmoe_pl.phase import (
     INITIAL,
     Phase,
@@ -441,9 +442,9 @@ class Federation:
     def _run_phase(self, phase: Phase) -> None:
         training = self._training(phase)
         state = self.states[phase.name]
-        evaluation = None
+        evaluation, counter = None, FlopCounter(training)
         while state.round < phase.rounds and not state.stopped:
-            evaluation = self._run_round(phase, state, training)
+            evaluation = self._run_round(phase, state, training, counter)
         if phase.evaluate and evaluation is None:  # the last round was not evaluated, or not run just now
             evaluation = self._evaluate_round(phase, state, training)
         state.finished = True
@@ -457,13 +458,16 @@ class Federation:
         self._checkpoint()
         self._kept.remove_rest(phase.name, state.kept)
 
-    def _run_round(self, phase: Phase, state: PhaseState, training: LocalTraining) -> Evaluation | None:
+    def _run_round(
+        self, phase: Phase, state: PhaseState, training: LocalTraining, counter: FlopCounter
+    ) -> Evaluation | None:
         """One round (DESIGN section 3); returns its evaluation, where this round is evaluated."""
         round, algorithm = state.round, phase.algorithm
         self._call("on_round_start", phase, round)
         cohort = [*range(self.datamodule.num_clients)]
         if not self.newcomers:
             cohort = phase_cohort(phase, len(cohort), self.seed, round)
+        operations = counter.of_round(state.server, cohort, state.kept, round)
         combined: Update | None = None
         written: dict[int, Any] = {}
         down = sum((Traffic.of(algorithm.server_send(state.server, client)) for client in cohort), Traffic())
@@ -485,6 +489,7 @@ class Federation:
         for way, traffic in zip(WAYS, (down, up, between), strict=True):
             for name, value in traffic._asdict().items():
                 state.traffic[f"{name}_{way}"] += value
+        state.flops += operations
         self._work_in_round = 0.0
         every = self._interval(phase)
         evaluates = phase.evaluate and every and (state.round % every == 0 or state.round == phase.rounds)
@@ -514,7 +519,7 @@ class Federation:
 
     def _evaluate_round(self, phase: Phase, state: PhaseState, training: LocalTraining) -> Evaluation:
         evaluation = self._evaluate(phase, state, training)
-        row = round_row(evaluation) | state.traffic
+        row = round_row(evaluation) | state.costs()
         key = (evaluation.method, evaluation.round)
         if key not in [
             (last["method"], last["round"]) for last in self.rows[-1:]
@@ -539,7 +544,7 @@ class Federation:
             method=phase.name,
             round=round,
             model=evaluated_model(training.module),
-            moment="after aggregation" if phase.algorithm.federated else "after local training",
+            moment=phase.algorithm.moment,
             selection=selection,
             clients=clients,
         )

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 import numpy as np
 from matplotlib import colormaps
 from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.collections import PathCollection
 from matplotlib.figure import Figure
 from torch import Tensor
 
@@ -17,6 +18,7 @@ COLORS = ("#0072B2", "#E69F00", "#009E73", "#D55E00", "#CC79A7", "#56B4E9", "#00
 """Okabe and Ito's colours, which colour-blind readers can tell apart."""
 
 LINE_STYLES = ("-", "--", ":")
+MARKERS = ("o", "s", "^", "D", "v", "P", "X", "*")
 
 
 def gate_weight_figure(evaluation: Evaluation, num_classes: int) -> Figure:
@@ -116,6 +118,35 @@ def sorted_accuracy_figure(evaluations: Iterable[Evaluation]) -> Figure:
     panels[-1].set_xlabel("share of clients with at most this accuracy")
     handles, labels = panels[0].get_legend_handles_labels()
     figure.legend(handles, labels, loc="outside lower center", ncols=3, frameon=False)
+    return figure
+
+
+def representation_figure(
+    method: str, points: Mapping[str, np.ndarray], classes: np.ndarray, clients: np.ndarray
+) -> Figure:
+    """Representations as points in the plane: a panel for each kind, colours for classes, markers for clients.
+
+    Args:
+        method: names the model.
+        points: points (n, 2) by kind of representation.
+        classes: classes of the samples, shape (n,).
+        clients: whose sample each one is, shape (n,).
+    """
+    figure = _figure(height=0.9 + 2.6 * len(points))
+    panels = figure.subplots(len(points), 1, squeeze=False)[:, 0]
+    colormap = colormaps["tab10" if classes.max() < 10 else "nipy_spectral"]
+    colors = colormap(classes if classes.max() < 10 else classes / classes.max())
+    for axes, (name, places) in zip(panels, points.items(), strict=True):
+        for i, client in enumerate(np.unique(clients)):
+            own = clients == client
+            x, y = places[own].T
+            axes.scatter(x, y, c=colors[own], marker=MARKERS[i % len(MARKERS)], s=16, lw=0, label=f"client {client}")
+        axes.set(title=f"{method}: {name} representations, t-SNE", xticks=[], yticks=[])
+    handles, labels = panels[0].get_legend_handles_labels()
+    legend = figure.legend(handles, labels, loc="outside lower center", ncols=3, frameon=False)
+    for handle in legend.legend_handles:
+        if isinstance(handle, PathCollection):
+            handle.set_color("black")  # a client's samples have the colours of their classes
     return figure
 
 

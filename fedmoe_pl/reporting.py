@@ -120,32 +120,39 @@ class AccuracyMonitor(FederationCallback):
     """Sends accuracies to the run's loggers.
 
     Every logger gets a scalar per evaluated round, such as ``FedAvg/global_test/mean``, over the number of rounds
-    completed in the run. TensorBoard also gets the accuracies of all clients as sorted curves, the table, and a page
+    completed in the run, and what was sent and computed so far in the phase, such as ``FedAvg/traffic/bytes_up`` and
+    ``FedAvg/flops``. TensorBoard also gets the accuracies of all clients as sorted curves, the table, and a page
     of hyperparameters with the final means over the clients.
     """
 
     def on_evaluation_end(self, federation: Federation, phase: Phase, evaluation: Evaluation) -> None:
-        """Logs mean, standard deviation and worst tenth of each accuracy, as fractions."""
+        """Logs mean, standard deviation and worst tenth of each accuracy, as fractions, and the costs so far."""
         values = {
-            f"{_tag(evaluation)}/{metric}/{name}": value
+            f"{method_tag(evaluation)}/{metric}/{name}": value
             for metric in METRICS
             for name, value in evaluation.spread(metric)._asdict().items()
             if not math.isnan(value)
         }
+        state = federation.states[phase.name]
+        values |= {f"{method_tag(evaluation)}/traffic/{name}": float(value) for name, value in state.traffic.items()}
+        if not math.isnan(state.flops):
+            values[f"{method_tag(evaluation)}/flops"] = float(state.flops)
         for logger in federation.loggers:
             logger.log_metrics(values, step=federation.step)
 
     def on_phase_end(self, federation: Federation, phase: Phase, evaluation: Evaluation | None) -> None:
         """Draws the accuracies of all clients, of all methods so far."""
         if evaluation is not None:
-            for writer in _tensorboard_writers(federation):
+            for writer in tensorboard_writers(federation):
                 pixels = figure_pixels(sorted_accuracy_figure(federation.results.values()))
                 writer.add_image("accuracy_of_all_clients/sorted", pixels, federation.step, dataformats="HWC")
 
     def on_fit_end(self, federation: Federation) -> None:
         """Logs the hyperparameters with the final accuracies."""
         results = federation.results.values()
-        final = {f"final/{_tag(e)}/{metric}": e.spread(metric).mean for e in results for metric in present_metrics([e])}
+        final = {
+            f"final/{method_tag(e)}/{metric}": e.spread(metric).mean for e in results for metric in present_metrics([e])
+        }
         hparams = flat_hparams(federation.hparams)
         for logger in federation.loggers:
             if isinstance(logger, TensorBoardLogger):  # the only one that takes metrics
@@ -154,7 +161,7 @@ class AccuracyMonitor(FederationCallback):
                 logger.log_metrics(final, step=federation.step)
                 logger.log_hyperparams(hparams)
         if results:
-            for writer in _tensorboard_writers(federation):
+            for writer in tensorboard_writers(federation):
                 writer.add_text("table", _preformatted(format_table(results)), federation.step)
         for logger in federation.loggers:
             logger.save()
@@ -204,32 +211,32 @@ class GateMonitor(FederationCallback):
         if not len(means):
             return
         scalars = {
-            f"{_tag(evaluation)}/mean_gate_weight/mean": means.mean().item(),
-            f"{_tag(evaluation)}/mean_gate_weight/std": means.std().item(),
+            f"{method_tag(evaluation)}/mean_gate_weight/mean": means.mean().item(),
+            f"{method_tag(evaluation)}/mean_gate_weight/std": means.std().item(),
         }
         for logger in federation.loggers:
             logger.log_metrics(scalars, step=federation.step)
         summary = _histogram(
-            f"mean_gate_weight/{_tag(evaluation)}/over_clients",
+            f"mean_gate_weight/{method_tag(evaluation)}/over_clients",
             means,
             "Each client's mean weight of the global expert on its own samples: one count per client.",
         )
-        for writer in _tensorboard_writers(federation):
+        for writer in tensorboard_writers(federation):
             _add_summary(writer, summary, federation.step)
 
     def on_phase_end(self, federation: Federation, phase: Phase, evaluation: Evaluation | None) -> None:
         """Logs the weights of single samples, and their means by client and class."""
         if evaluation is None or all(client.global_weights is None for client in evaluation.clients):
             return
-        for writer in _tensorboard_writers(federation):
+        for writer in tensorboard_writers(federation):
             for client in evaluation.clients[: self.max_clients]:
                 if client.global_weights is not None:
-                    tag = f"gate_weights/{_tag(evaluation)}/client_{client.client:03d}"
+                    tag = f"gate_weights/{method_tag(evaluation)}/client_{client.client:03d}"
                     weights = client.global_weights.detach().cpu().double().numpy()
                     description = "Weight of the global expert on the client's own samples: one count per sample."
                     _add_summary(writer, _histogram(tag, weights, description), federation.step)
             pixels = figure_pixels(gate_weight_figure(evaluation, federation.datamodule.num_classes))
-            tag = f"gate_weights/{_tag(evaluation)}/by_client_and_class"
+            tag = f"gate_weights/{method_tag(evaluation)}/by_client_and_class"
             writer.add_image(tag, pixels, federation.step, dataformats="HWC")
 
 
@@ -240,17 +247,18 @@ class PartitionMonitor(FederationCallback):
         """Draws the partition and writes it as a table."""
         if federation.step:
             return  # a resumed run has shown it
-        for writer in _tensorboard_writers(federation):
+        for writer in tensorboard_writers(federation):
             pixels = figure_pixels(partition_figure(federation.datamodule))
             writer.add_image("partition", pixels, federation.step, dataformats="HWC")
             writer.add_text("partition", _preformatted(partition_table(federation.datamodule)), federation.step)
 
 
-def _tensorboard_writers(federation: Federation) -> list[SummaryWriter]:
+def tensorboard_writers(federation: Federation) -> list[SummaryWriter]:
+    """What writes into the run's TensorBoard; none where it has no such logger."""
     return [logger.experiment for logger in federation.loggers if isinstance(logger, TensorBoardLogger)]
 
 
-def _tag(evaluation: Evaluation) -> str:
+def method_tag(evaluation: Evaluation) -> str:
     """The method's name as part of a tag, with the characters that TensorBoard would replace already replaced."""
     return re.sub(r"[^-/\w.]", "_", evaluation.method)
 

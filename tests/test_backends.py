@@ -39,6 +39,7 @@ from fedmoe_pl.algorithms import (
 from fedmoe_pl.backends import LEAN_TRAINER, AutoBackend, LocalTraining, StackedBackend, TrainerBackend, data_on
 from fedmoe_pl.backends.backend import fold
 from fedmoe_pl.backends.client import needs_every_batch
+from fedmoe_pl.backends.features import is_close, largest_value
 from fedmoe_pl.callbacks import BestEpoch
 from fedmoe_pl.data import RandomCrop, RandomHorizontalFlip
 from fedmoe_pl.federation import Federation
@@ -656,6 +657,18 @@ def test_hooks_of_a_users_module_are_called_or_refused(tmp_path):
     federation = Federation([Phase("own loss", PersonalizedExpert(), start="initial")], default_root_dir=str(tmp_path))
     with pytest.raises(MisconfigurationException, match="on_train_batch_end"):
         federation.fit(module, blobs((4, 4)))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_what_rounding_leaves_of_zero_is_close_to_zero_and_a_difference_is_not(dtype):
+    """A sum of n values of size v is off by about n eps v; any more is a difference, as it is without larger values."""
+    eps = torch.finfo(dtype).eps
+    zero, rounding = torch.zeros(3, dtype=dtype), torch.tensor([0, 40 * eps, -90 * eps], dtype=dtype)
+    assert is_close(rounding, zero, largest_of_all=1.0)
+    assert not is_close(2 * rounding, zero, largest_of_all=1.0)
+    assert not is_close(rounding, zero)
+    assert not is_close(torch.ones(3, dtype=dtype), 1 + 2000 * rounding, largest_of_all=1.0)
+    assert largest_value([None, zero, torch.tensor([-3.0, float("nan")]), torch.empty(0)]) == 3
 
 
 def test_groups_follow_from_the_cohort_alone():

@@ -11,6 +11,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from tensorboard.util.tensor_util import make_ndarray
 
 from fedmoe_pl import reporting
+from fedmoe_pl.checkpoint import PhaseState
 from fedmoe_pl.evaluation import ClientEvaluation, Evaluation
 from fedmoe_pl.figures import figure_pixels, gate_weight_figure, sorted_accuracy_figure
 from fedmoe_pl.reporting import AccuracyMonitor, GateMonitor, PartitionMonitor, ProgressBar, ResultFiles
@@ -85,6 +86,7 @@ def federation(tmp_path):
         ],
         datamodule=SimpleNamespace(num_classes=4),
         rows=[],
+        states={"FedAvg": PhaseState({}, {}, flops=2.5e9), "PFL MFE": PhaseState({}, {}, flops=nan)},
         results={},
         step=0,
         hparams={"seed_everything": 3, "model": {"class_path": "PersonalizedMoE", "init_args": {"lr": 0.1}}},
@@ -270,6 +272,7 @@ def test_result_files(federation, capsys):
 
 
 def test_accuracies_in_tensorboard_and_in_other_loggers(federation):
+    federation.states["FedAvg"].traffic["bytes_up"] = 70
     federation.run(AccuracyMonitor())
     log = events(federation)
     scalars = {tag: [(e.step, round(e.value, 6)) for e in log.Scalars(tag)] for tag in log.Tags()["scalars"]}
@@ -278,6 +281,9 @@ def test_accuracies_in_tensorboard_and_in_other_loggers(federation):
     assert scalars["PFL_MFE/local_test/mean"] == [(3, 0.9)]
     assert scalars["final/PFL_MFE/global_test"] == [(3, 0.6)]
     assert not any("validation" in tag or "held_out" in tag for tag in scalars)
+    assert scalars["FedAvg/flops"] == [(1, 2.5e9), (2, 2.5e9)]
+    assert scalars["FedAvg/traffic/bytes_up"] == [(1, 70), (2, 70)]
+    assert "PFL_MFE/flops" not in scalars, "nobody could count them"
     assert [e.step for e in log.Images("accuracy_of_all_clients/sorted")] == [2, 3]
     table = make_ndarray(log.Tensors("table/text_summary")[0].tensor_proto).item().decode()
     assert table == f"```\n{format_table(federation.results.values())}\n```"

@@ -273,9 +273,10 @@ class KillsItsProcess(PersonalizedMoE):
     def __init__(self, *args, file, **kwargs):
         super().__init__(*args, **kwargs)
         self.file = str(file)
+        self.driver = os.getpid()
 
     def loss(self, batch):
-        if os.path.exists(self.file):
+        if os.path.exists(self.file) and os.getpid() != self.driver:
             os.unlink(self.file)
             os.kill(os.getpid(), signal.SIGKILL)
         return super().loss(batch)

@@ -5,6 +5,7 @@ from fedmoe_pl.algorithms.fedmoe_da import FedMoEDA
 from fedmoe_pl.algorithms.fedprox import FedProx
 from fedmoe_pl.algorithms.local import Local
 from fedmoe_pl.algorithms.opt_out import OptInFedAvg, SpecialistMixture
+from fedmoe_pl.algorithms.pfedmoe import PFedMoE
 from fedmoe_pl.algorithms.pfl_moe import PersonalizedExpert, PFLMoE
 from fedmoe_pl.algorithms.scaffold import Scaffold
 
@@ -15,6 +16,7 @@ __all__ = [
     "Local",
     "OptInFedAvg",
     "PFLMoE",
+    "PFedMoE",
     "PersonalizedExpert",
     "Scaffold",
     "SpecialistMixture",

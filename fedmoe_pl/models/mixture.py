@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, Literal, get_args
 
 import torch
@@ -139,9 +139,13 @@ class MixtureOfExperts(LightningModule, ABC):
         scores, weights = self.mix(batch if isinstance(batch, Tensor) else batch[0])
         return {"logits": scores, "gate_weights": weights}
 
+    def parameter_groups(self) -> Iterable[Any]:
+        """What the optimizer is made from: all parameters in one group, or groups with arguments of their own."""
+        return self.parameters()
+
     def configure_optimizers(self) -> Any:
         """The optimizer over all parameters (those without a gradient are skipped), and the scheduler if any."""
-        optimizer = self.optimizer(self.parameters())
+        optimizer = self.optimizer(self.parameter_groups())
         if self.lr_scheduler is None:
             return optimizer
         return {"optimizer": optimizer, "lr_scheduler": self.lr_scheduler(optimizer)}
@@ -149,7 +153,7 @@ class MixtureOfExperts(LightningModule, ABC):
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Describes the constructor's arguments, so that ``load_from_checkpoint(path)`` rebuilds the mixture."""
         names = [name for name in inspect.signature(type(self)).parameters if name not in ("optimizer", "lr_scheduler")]
-        arguments = {name: _describe(getattr(self, name)) for name in names}
+        arguments = {name: _describe(getattr(self, name, None)) for name in names}
         checkpoint[self.CHECKPOINT_HYPER_PARAMS_KEY] = {
             "_class_path": f"{type(self).__module__}.{type(self).__qualname__}",
             "_instantiator": "lightning.pytorch.cli.instantiate_module",

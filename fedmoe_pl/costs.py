@@ -1,0 +1,105 @@
+"""What it took every method to reach an accuracy (pFedMoE's comparison of costs; METHODS section 6.4)."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from typing import TYPE_CHECKING, Any
+
+from lightning.fabric.utilities.exceptions import MisconfigurationException
+
+from fedmoe_pl.callbacks import FederationCallback
+from fedmoe_pl.evaluation import METRICS
+from fedmoe_pl.results import percent, write_csv
+from fedmoe_pl.traffic import WAYS
+
+if TYPE_CHECKING:
+    from fedmoe_pl.evaluation import Evaluation
+    from fedmoe_pl.federation import Federation, Phase
+
+
+class CostToTarget(FederationCallback):
+    """Writes ``target.csv``: rounds, parameters, bytes and operations until the clients' mean first reached a target.
+
+    Parameters and bytes are those of all clients and all ways together, operations (FLOPs) those of all local training;
+    what an earlier phase took that a method starts from is not counted. Rounds that are not evaluated cannot be seen to
+    reach anything. Columns are empty where the target was never reached; the best accuracy of any evaluated round
+    ("maximum over rounds") and its round are there for every method.
+
+    Args:
+        target: accuracy to reach, a fraction above 0 and at most 1.
+        metric: whose mean over the clients: ``local_test_held_out``, ``local_test``, ``global_test`` or
+            ``validation``.
+
+    Raises:
+        MisconfigurationException: if the target is out of range, or there is no such metric.
+    """
+
+    def __init__(self, target: float, metric: str = "local_test_held_out") -> None:
+        if not 0 < target <= 1:
+            raise MisconfigurationException(
+                f"CostToTarget's init_args.target is {target}, but must be a fraction above 0 and at most 1."
+            )
+        if metric not in METRICS:
+            raise MisconfigurationException(
+                f"CostToTarget's init_args.metric is '{metric}', but must be one of {', '.join(METRICS)}."
+            )
+        self.target = target
+        self.metric = metric
+
+    def on_phase_end(self, federation: Federation, phase: Phase, evaluation: Evaluation | None) -> None:
+        """Writes the rows of all methods so far."""
+        if rows := target_rows(federation.rows, self.metric, self.target):
+            write_csv(federation.run_dir / "target.csv", rows)
+
+    def on_fit_end(self, federation: Federation) -> None:
+        """Prints them."""
+        rows = target_rows(federation.rows, self.metric, self.target)
+        if rows:
+            print(f"\n{_table(rows)}", flush=True)
+
+
+def target_rows(rounds: Iterable[Mapping[str, Any]], metric: str, target: float) -> list[dict[str, Any]]:
+    """The rows of ``target.csv``, one for each method.
+
+    Args:
+        rounds: the rows of ``rounds.csv``.
+        metric: name of an accuracy.
+        target: its mean to reach, a fraction.
+    """
+    methods: dict[str, list[Mapping[str, Any]]] = {}
+    for row in rounds:
+        methods.setdefault(row["method"], []).append(row)
+    return [_target_row(method, own, metric, target) for method, own in methods.items()]
+
+
+def _target_row(method: str, rounds: list[Mapping[str, Any]], metric: str, target: float) -> dict[str, Any]:
+    column = f"{metric}_mean"
+    found: dict[str, Any] = {"method": method, "metric": metric, "target": target}
+    reached = next((row for row in rounds if row[column] >= target), None)
+    if reached is None:
+        found |= dict.fromkeys(("rounds", "parameters", "bytes", "flops"), math.nan)
+    else:
+        found["rounds"] = reached["round"]
+        found |= {name: sum(reached[f"{name}_{way}"] for way in WAYS) for name in ("parameters", "bytes")}
+        found["flops"] = reached["flops"]
+    measured = [row for row in rounds if not math.isnan(row[column])]
+    best = max(measured, key=lambda row: row[column], default={column: math.nan, "round": math.nan})
+    return found | {"best": best[column], "best_round": best["round"]}
+
+
+def _table(rows: list[dict[str, Any]]) -> str:
+    width = max(len("method"), *(len(row["method"]) for row in rows))
+    columns = "".join(f"   {name:>10}" for name in ("rounds", "parameters", "bytes", "FLOPs", "best", "in round"))
+    of = f"{rows[0]['metric'].replace('_', ' ')} of {percent(rows[0]['target'])} percent, and the best of all rounds:"
+    lines = [f"Cost until the mean over the clients first reached a {of}", f"{'method':<{width}}{columns}"]
+    for row in rows:
+        costs = "".join(f"   {_number(row[name]):>10}" for name in ("rounds", "parameters", "bytes", "flops"))
+        lines.append(f"{row['method']:<{width}}{costs}   {percent(row['best']):>10}   {_number(row['best_round']):>10}")
+    return "\n".join(lines)
+
+
+def _number(value: float) -> str:
+    if math.isnan(value):
+        return "-"
+    return str(value) if value < 1e6 else f"{value:.3e}"

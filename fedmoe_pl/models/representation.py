@@ -1,0 +1,212 @@
+"""A mixture of representations: pFedMoE's model, in which the clients' local networks may differ."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterable
+from typing import Any, NamedTuple
+
+import torch
+from lightning.fabric.utilities.exceptions import MisconfigurationException
+from lightning.pytorch.cli import LRSchedulerCallable, OptimizerCallable
+from torch import Tensor, nn
+
+from fedmoe_pl.models.gates import ConstantGate, Gate
+from fedmoe_pl.models.mixture import MixtureOfExperts, mix_outputs, run_once
+
+
+class Representations(NamedTuple):
+    """What the header and its two sources make of some inputs, each of shape (B, F)."""
+
+    mixed: Tensor
+    shared: Tensor
+    local: Tensor
+
+
+class Absent(nn.Module):
+    """Stands in the list of local experts for one that a client does not have."""
+
+    def __init__(self) -> None:  # without arguments, so that a checkpoint can make it again
+        super().__init__()
+
+
+class RepresentationMoE(MixtureOfExperts):
+    """Mixes the representations of a shared and of a local extractor; a header makes logits of the mixture.
+
+    ``y = header(a_G(x) * shared_extractor(x) + a_F(x) * local_expert(x))`` (pFedMoE, Yi et al. 2024, section 4;
+    https://arxiv.org/abs/2402.01350; METHODS section 7.2). It is always the representations that are mixed, never
+    logits or probabilities, so that there is no ``mixing`` to choose. Each client has one of the ``local_experts``,
+    of which the others hold neither copy nor parameters; in a plain ``Trainer`` it is the first.
+
+    An expert is cut before its ``classifier``: what is left of it is its ``extractor``. The header is one module of
+    one shape, private in pFedMoE and all that is shared in LG-FedAvg (``FedAvg(shared="header.*")``). With a
+    ``ConstantGate`` of 0 the local expert is trained and used alone (Standalone); the shared one is not computed.
+
+    Args:
+        shared_extractor: maps inputs to representations (B, F), or an expert with ``extractor`` and ``classifier``.
+        local_experts: the clients' architectures, each like ``shared_extractor`` and with the same F.
+        header: maps representations (B, F) to logits (B, C); None takes the first local expert's ``classifier``.
+        gate: gives every sample two weights, of the shared and of the local extractor; None for ``ConstantGate(0.5)``.
+        optimizer: makes the optimizer from the parameters.
+        lr_scheduler: makes a scheduler, stepped once an epoch, from the optimizer; None for a constant rate.
+        gate_lr: the gate's learning rate; None takes the optimizer's.
+        architectures: index of each client's local expert; None gives client k number ``k % len(local_experts)``.
+
+    Raises:
+        MisconfigurationException: if there is no local expert or no header, widths of representations differ, or
+            ``architectures`` or ``gate_lr`` is out of range.
+
+    Example:
+        >>> from fedmoe_pl.models import CNN, SwitchNormGate
+        >>> module = RepresentationMoE(CNN(5), [CNN(1), CNN(2)], gate=SwitchNormGate())
+        >>> logits, gate_weights = module.mix(torch.zeros(4, 3, 32, 32))
+        >>> logits.shape, gate_weights.shape, module.client_architecture(7)
+        (torch.Size([4, 10]), torch.Size([4, 2]), 1)
+    """
+
+    def __init__(
+        self,
+        shared_extractor: nn.Module,
+        local_experts: list[nn.Module],
+        header: nn.Module | None = None,
+        gate: Gate | None = None,
+        optimizer: OptimizerCallable = torch.optim.SGD,
+        lr_scheduler: LRSchedulerCallable | None = None,
+        gate_lr: float | None = None,
+        architectures: list[int] | None = None,
+    ) -> None:
+        super().__init__(optimizer, lr_scheduler)
+        classifiers = (getattr(expert, "classifier", None) for expert in local_experts)
+        header = next((part for part in (header, *classifiers) if part is not None), None)
+        if header is None or not local_experts:
+            raise MisconfigurationException(
+                f"model.init_args.header is missing; it must be given where none of the {len(local_experts)} "
+                "model.init_args.local_experts has a `classifier`."
+            )
+        if gate_lr is not None and gate_lr < 0:
+            raise MisconfigurationException(f"model.init_args.gate_lr is {gate_lr}, but must be at least 0.")
+        outside = [index for index in architectures or [] if not 0 <= index < len(local_experts)]
+        if outside:
+            raise MisconfigurationException(
+                f"model.init_args.architectures has {outside[0]}, but must have indices of the {len(local_experts)} "
+                f"local_experts, from 0 to {len(local_experts) - 1}."
+            )
+        self.shared_extractor = _without_classifier(shared_extractor)
+        self.local_experts = nn.ModuleList(_without_classifier(expert) for expert in local_experts)
+        self.header = copy.deepcopy(header)
+        self.gate = ConstantGate(0.5) if gate is None else gate
+        self.gate_lr = gate_lr
+        self.architectures = architectures
+        self.check_parts()
+
+    def check_parts(self) -> None:
+        """Refuses parts that do not fit together, and sizes a lazy gate where the extractor tells its input's shape."""
+        if self.mixing != "logits":
+            raise MisconfigurationException(
+                f"mixing is '{self.mixing}', but must be left out: a RepresentationMoE mixes representations."
+            )
+        shape = getattr(self.shared_extractor, "input_shape", None)
+        if shape is not None:
+            self._check_widths(torch.zeros(1, *shape, dtype=next(self.parameters()).dtype, device=self.device))
+        try:
+            run_once(self, self.shared_extractor)
+        except RuntimeError as error:
+            raise MisconfigurationException(
+                f"model.init_args.gate is a {type(self.gate).__name__} and model.init_args.header a "
+                f"{type(self.header).__name__} that do not fit inputs of shape {tuple(shape or ())} and their "
+                f"representations ({str(error).splitlines()[0]})."
+            ) from error
+
+    def _check_widths(self, x: Tensor) -> None:
+        modes = {part: part.training for part in self.modules()}
+        self.eval()  # batch normalization cannot train on one sample, and nothing may be drawn
+        with torch.no_grad():
+            width = self.shared_extractor(x).shape[1:]
+            local = {index: expert(x).shape[1:] for index, expert in self._present().items()}
+        for part, mode in modes.items():
+            part.training = mode
+        for index, own in local.items():
+            if own != width:
+                raise MisconfigurationException(
+                    f"model.init_args.local_experts: number {index} gives representations of shape {tuple(own)} and "
+                    f"model.init_args.shared_extractor of shape {tuple(width)}; they are added, so must be equal."
+                )
+
+    def _present(self) -> dict[int, nn.Module]:
+        """The local experts that this module has: all of them in a template, one in a client's module."""
+        return {index: part for index, part in enumerate(self.local_experts) if not isinstance(part, Absent)}
+
+    def client_architecture(self, client_id: int) -> int:
+        """Index of the client's local expert.
+
+        Raises:
+            MisconfigurationException: if ``architectures`` has no entry for the client.
+        """
+        if self.architectures is None:
+            return client_id % len(self.local_experts)
+        if client_id >= len(self.architectures):
+            raise MisconfigurationException(
+                f"model.init_args.architectures has {len(self.architectures)} entries, but must have one for every "
+                f"client, and there is a client {client_id}."
+            )
+        return self.architectures[client_id]
+
+    def keep_architecture(self, architecture: int) -> None:
+        """Removes all local experts but this one, which keeps its name ``local_experts.<architecture>``."""
+        for index in range(len(self.local_experts)):
+            if index != architecture:
+                self.local_experts[index] = Absent()
+
+    def mix(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """The logits of the mixed representation, and the gate's weights of every sample.
+
+        Args:
+            x: inputs (B, ...).
+
+        Returns:
+            Logits (B, C) and weights (B, 2), index 0 for the shared, 1 for the local extractor. An extractor whose
+            weight a ``ConstantGate`` holds at 0 is not computed.
+        """
+        local_expert = next(iter(self._present().values()))
+        if isinstance(self.gate, ConstantGate) and len(self.gate.active) == 1:
+            extractor = local_expert if self.gate.active[0] else self.shared_extractor
+            return self.header(extractor(x)), self.gate(x)
+        shared, local = self.shared_extractor(x), local_expert(x)  # (B, F)
+        if shared.shape != local.shape:
+            raise MisconfigurationException(
+                f"model.init_args.local_experts has representations of shape {tuple(local.shape[1:])} and "
+                f"model.init_args.shared_extractor of {tuple(shared.shape[1:])}; they are added, so must be equal."
+            )
+        weights = self.gate(shared if self.gate.reads_features else x)  # (B, 2)
+        if weights.shape[1] != 2:
+            raise MisconfigurationException(
+                f"model.init_args.gate weighs {weights.shape[1]} experts, but a RepresentationMoE has 2 extractors."
+            )
+        return self.header(mix_outputs((shared, local), weights, "logits")), weights
+
+    def representations(self, x: Tensor) -> Representations:
+        """The representations (B, F) of inputs: mixed as the gate says, of the shared and of the local extractor.
+
+        Args:
+            x: inputs (B, ...).
+        """
+        shared, local = self.shared_extractor(x), next(iter(self._present().values()))(x)
+        weights = self.gate(shared if self.gate.reads_features else x)
+        return Representations(mix_outputs((shared, local), weights, "logits"), shared, local)
+
+    def parameter_groups(self) -> Iterable[Any]:
+        """All parameters; the gate's in a group of their own where it has a learning rate of its own."""
+        gate = [*self.gate.parameters()]
+        if self.gate_lr is None or not gate:
+            return super().parameter_groups()
+        of_gate = {id(parameter) for parameter in gate}
+        others = [parameter for parameter in self.parameters() if id(parameter) not in of_gate]
+        return [{"params": others}, {"params": gate, "lr": self.gate_lr}]
+
+
+def _without_classifier(expert: nn.Module) -> nn.Module:
+    """A copy of an expert whose output is that of its extractor; anything without a classifier is an extractor."""
+    extractor = copy.deepcopy(expert)
+    if hasattr(extractor, "extractor") and hasattr(extractor, "classifier"):
+        extractor.classifier = nn.Identity()
+    return extractor

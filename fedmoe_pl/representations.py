@@ -1,0 +1,104 @@
+"""Pictures of what the extractors of a ``RepresentationMoE`` make of the clients' samples (pFedMoE's t-SNE figures)."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+from lightning.fabric.utilities.exceptions import MisconfigurationException
+from torch import Tensor
+
+from fedmoe_pl.callbacks import FederationCallback
+from fedmoe_pl.figures import figure_pixels, representation_figure
+from fedmoe_pl.models.representation import RepresentationMoE, Representations
+from fedmoe_pl.reporting import method_tag, tensorboard_writers
+
+if TYPE_CHECKING:
+    from fedmoe_pl.evaluation import Evaluation
+    from fedmoe_pl.federation import Federation, Phase
+
+
+class RepresentationMonitor(FederationCallback):
+    """Shows in TensorBoard, at the end of a phase, where its clients' models put their own samples.
+
+    A picture of t-SNE (scikit-learn) of the representations, of the shared extractor, of the local one and mixed by the
+    gate, and the mixed ones in the projector, with class and client of every sample. A client's samples are its
+    held-out ones, or training samples where it has none. Phases whose model is no ``RepresentationMoE`` have none.
+
+    Args:
+        clients: ids of the clients that are shown.
+        samples_per_client: at most so many samples of each, the first ones.
+
+    Raises:
+        MisconfigurationException: if there is no client, or no sample of one.
+    """
+
+    def __init__(self, clients: list[int] | None = None, samples_per_client: int = 100) -> None:
+        self.clients = [0, 1, 2] if clients is None else clients
+        if not self.clients or min(self.clients) < 0 or samples_per_client < 1:
+            raise MisconfigurationException(
+                f"RepresentationMonitor's init_args.clients is {clients} and init_args.samples_per_client "
+                f"{samples_per_client}, but there must be at least one of each, and ids from 0 on."
+            )
+        self.samples_per_client = samples_per_client
+
+    def on_fit_start(self, federation: Federation) -> None:
+        """Refuses clients that there are not."""
+        if max(self.clients) >= federation.datamodule.num_clients:
+            raise MisconfigurationException(
+                f"RepresentationMonitor's init_args.clients has {max(self.clients)}, but must be ids below "
+                f"data.init_args.num_clients, {federation.datamodule.num_clients}."
+            )
+
+    def on_phase_end(self, federation: Federation, phase: Phase, evaluation: Evaluation | None) -> None:
+        """Computes the representations, and shows them."""
+        writers = tensorboard_writers(federation)
+        if evaluation is None or not writers or not isinstance(federation.model, RepresentationMoE):
+            return
+        found, classes, owners = self.compute(federation, phase.name)
+        points = {name: embed(values, federation.seed) for name, values in found._asdict().items()}
+        pixels = figure_pixels(representation_figure(phase.name, points, classes.numpy(), owners.numpy()))
+        tag = f"representations/{method_tag(evaluation)}"
+        metadata = [list(row) for row in zip(classes.tolist(), owners.tolist(), strict=True)]
+        for writer in writers:
+            writer.add_image(tag, pixels, federation.step, dataformats="HWC")
+            writer.add_embedding(
+                found.mixed,
+                metadata=metadata,
+                metadata_header=["class", "client"],
+                global_step=federation.step,
+                tag=method_tag(evaluation),
+            )
+
+    def compute(self, federation: Federation, method: str) -> tuple[Representations, Tensor, Tensor]:
+        """The representations of the clients' samples by their own models.
+
+        Args:
+            federation: has run the phase.
+            method: the phase's name.
+
+        Returns:
+            Representations, each of shape (n, F); the samples' classes and their clients, shape (n,).
+        """
+        datamodule, parts = federation.datamodule, []
+        for client in self.clients:
+            held_out = datamodule.test_samples[client]
+            samples = (held_out if len(held_out) else datamodule.train_samples[client])[: self.samples_per_client]
+            module = federation.client_module(method, client)
+            assert isinstance(module, RepresentationMoE), "phases have the federation's model"
+            (x, y), *_ = datamodule.batches(samples, batch_size=len(samples))
+            with torch.inference_mode():
+                parts.append((*module.representations(x.cpu()), y.cpu(), torch.full_like(y.cpu(), client)))
+        columns = [torch.cat(column) for column in zip(*parts, strict=True)]
+        return Representations(*columns[:3]), columns[3], columns[4]
+
+
+def embed(representations: Tensor, seed: int) -> np.ndarray:
+    """Points (n, 2) of t-SNE for representations (n, F), n at least 3; the same at every call."""
+    from sklearn.manifold import TSNE  # slow to import, and only needed here
+
+    neighbours = min(30.0, (len(representations) - 1) / 3)
+    return TSNE(perplexity=neighbours, init="random", random_state=seed % 2**32).fit_transform(
+        representations.double().numpy()
+    )

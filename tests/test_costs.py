@@ -1,0 +1,230 @@
+"""Traffic, operations and the cost of reaching an accuracy, counted by hand."""
+
+import csv
+import math
+from functools import partial
+
+import pytest
+import torch
+from helpers import Expert, OneWeight, blobs, mixture, phase, run, two_quadratics
+from lightning.fabric.utilities.exceptions import MisconfigurationException
+from lightning.pytorch.loggers import TensorBoardLogger
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from test_backends import WithBatchNorm, local_training
+from test_federation import assert_same
+from test_pfedmoe import model
+from torch import nn
+
+from fedmoe_pl import Phase
+from fedmoe_pl.algorithms import FedAvg, Local, PersonalizedExpert, PFedMoE, PFLMoE
+from fedmoe_pl.costs import CostToTarget, target_rows
+from fedmoe_pl.flops import FlopCounter
+from fedmoe_pl.models import ConstantGate, LinearGate, PersonalizedMoE
+from fedmoe_pl.representations import RepresentationMonitor, embed
+
+SGD = partial(torch.optim.SGD, lr=0.1)
+SIZES = (13, 8, 11, 9)
+
+
+def linear(inputs: int, outputs: int, passes: int) -> int:
+    """Operations of a linear layer for one sample: a product for the output, one for the weight's gradient, one for the
+    input's, which a network's first layer has not."""
+    return passes * 2 * inputs * outputs
+
+
+def of_round(training, cohort=None, round=0) -> float:
+    server = training.algorithm.server_init(training.module)
+    return FlopCounter(training).of_round(server, cohort or range(training.datamodule.num_clients), {}, round)
+
+
+def test_a_linear_model_takes_two_passes_and_no_gradient_of_its_input():
+    module = PersonalizedMoE(nn.Linear(5, 3), nn.Linear(5, 3), ConstantGate(1), SGD).double()
+    training = local_training(module, FedAvg("global_expert.*"), blobs(SIZES), max_epochs=3)
+    assert of_round(training) == 3 * sum(SIZES) * linear(5, 3, passes=2)
+    assert of_round(training, cohort=[1]) == 3 * 8 * linear(5, 3, passes=2)
+
+
+def test_a_frozen_expert_has_a_forward_pass_alone():
+    """PFL-MF trains the gate, on a quarter of the samples; the two frozen experts are Linear(5, 6), Linear(6, 3)."""
+    training = local_training(mixture(LinearGate(5)), PFLMoE(), blobs((16, 8)), max_epochs=5)
+    experts = 2 * (linear(5, 6, passes=1) + linear(6, 3, passes=1))
+    assert of_round(training) == 5 * (4 + 2) * (experts + linear(5, 1, passes=2))
+    head = PersonalizedExpert("local_expert.classifier.*")
+    training = local_training(mixture(), head, blobs((16, 8)), max_epochs=5)
+    assert of_round(training) == 5 * 24 * (linear(5, 6, passes=1) + linear(6, 3, passes=2))
+
+
+def test_rounds_that_train_other_parts_take_other_operations():
+    training = local_training(mixture(LinearGate(5)), PFLMoE(interleaved=True), blobs((16, 8)), 1, rounds=2)
+    counter = FlopCounter(training)
+    server = training.algorithm.server_init(training.module)
+    expert = (12 + 6) * (linear(5, 6, passes=1) + linear(6, 3, passes=2))
+    gate = (4 + 2) * (2 * (linear(5, 6, passes=1) + linear(6, 3, passes=1)) + linear(5, 1, passes=2))
+    assert [counter.of_round(server, [0, 1], {}, round) for round in (0, 1, 0)] == [expert, gate, expert]
+
+
+def test_clients_of_several_architectures_take_their_own_operations():
+    """Hidden widths 2 (shared) and 6, 4, 3 by turns; the header 2 to 3 and the gate 5 to 1 are everybody's."""
+
+    def extractor(hidden):
+        return linear(5, hidden, passes=2) + linear(hidden, 2, passes=3)
+
+    common = extractor(2) + linear(2, 3, passes=3) + linear(5, 1, passes=2)
+    expected = sum(n * (common + extractor(h)) for n, h in zip(SIZES, (6, 4, 3, 6), strict=True))
+    assert of_round(local_training(model(), PFedMoE(), blobs(SIZES), max_epochs=2)) == 2 * expected
+    alone = local_training(model(ConstantGate(0)), Local(), blobs(SIZES), max_epochs=1)
+    head = linear(2, 3, passes=3)
+    assert of_round(alone) == sum(n * (head + extractor(h)) for n, h in zip(SIZES, (6, 4, 3, 6), strict=True))
+
+
+def test_a_sample_that_makes_no_batch_is_not_counted():
+    """Batches of 4 and batch normalization: 13 samples leave one, 8 and 11 leave none."""
+    training = local_training(mixture(ConstantGate(1), WithBatchNorm()), FedAvg(), blobs((13, 8, 11)), max_epochs=1)
+    assert of_round(training) == (12 + 8 + 11) * (linear(5, 6, passes=2) + linear(6, 3, passes=3))
+
+
+def test_a_module_that_needs_its_trainer_is_not_counted_and_the_column_is_empty(tmp_path):
+    fed = run([phase("FedAvg", FedAvg())], OneWeight(), two_quadratics(), tmp_path)
+    assert math.isnan(fed.states["FedAvg"].flops)
+
+
+def test_counting_changes_no_result_and_draws_nothing(tmp_path, monkeypatch):
+    """Dropout draws in every batch, the counted one included."""
+
+    def states():
+        phases = [phase("FedAvg", FedAvg(), rounds=3, clients_per_round=2)]
+        module = mixture(LinearGate(5), Expert(dropout=0.5))
+        return run(phases, module, blobs(SIZES), tmp_path).states["FedAvg"]
+
+    counted = states()
+    torch.manual_seed(5)
+    before = torch.get_rng_state()
+    module = mixture(LinearGate(5), Expert(dropout=0.5))
+    torch.set_rng_state(before)
+    of_round(local_training(module, FedAvg(), blobs(SIZES)))
+    assert torch.equal(torch.get_rng_state(), before)
+    monkeypatch.setattr(FlopCounter, "of_round", lambda *arguments: 0)
+    plain = states()
+    assert counted.flops > 0 == plain.flops
+    assert_same(counted.server, plain.server)
+
+
+def test_rounds_csv_has_traffic_and_operations_of_all_rounds_so_far(tmp_path):
+    """A round sends the shared extractor, Linear(5, 2) and Linear(2, 2), in 8 bytes a value to two clients and back."""
+    phases = [Phase("pFedMoE", PFedMoE(), rounds=3, clients_per_round=2)]
+    fed = run(phases, model(), blobs((7, 7, 7, 7, 7, 7)), tmp_path)
+    size = (5 * 2 + 2) + (2 * 2 + 2)
+    for row in fed.rows:
+        values = {name: row[name] for name in fed.states["pFedMoE"].traffic}
+        sent = 2 * row["round"] * size
+        assert values == {
+            **{"parameters_down": sent, "parameters_up": sent, "parameters_between_clients": 0},
+            **{"bytes_down": 8 * sent, "bytes_up": 8 * sent, "bytes_between_clients": 0},
+        }
+    flops = [row["flops"] for row in fed.rows]
+    assert [row["round"] for row in fed.rows] == [1, 2, 3] and flops == sorted(flops) and flops[0] > 0
+    with (fed.run_dir / "rounds.csv").open(newline="") as file:
+        assert [int(row["flops"]) for row in csv.DictReader(file)] == flops
+
+
+# --- cost to a target ---
+
+
+def rows(method, accuracies, step=(10, 40, 1000)):
+    parameters, size, flops = step
+    for i, accuracy in enumerate(accuracies, start=1):
+        traffic = {f"parameters_{way}": parameters * i for way in ("down", "up", "between_clients")}
+        traffic |= {f"bytes_{way}": size * i for way in ("down", "up", "between_clients")}
+        yield {"method": method, "round": 2 * i, "local_test_mean": accuracy, **traffic, "flops": flops * i}
+
+
+def test_the_cost_is_that_of_the_first_round_that_reaches_the_target_and_the_best_is_of_all_rounds():
+    found = target_rows(
+        [*rows("A", [0.1, 0.5, 0.4, 0.9, 0.9]), *rows("B", [0.2, 0.3]), *rows("C", [math.nan])], "local_test", 0.5
+    )
+    common = {"metric": "local_test", "target": 0.5}
+    never = dict.fromkeys(("rounds", "parameters", "bytes", "flops"), math.nan)
+    reached = {"rounds": 4, "parameters": 60, "bytes": 240, "flops": 2000}  # the second row: 3 ways of 20 and 80
+    assert_same(found[0], {"method": "A", **common, **reached, "best": 0.9, "best_round": 8})
+    assert_same(found[1], {"method": "B", **common, **never, "best": 0.3, "best_round": 4})
+    assert_same(found[2], {"method": "C", **common, **never, "best": math.nan, "best_round": math.nan})
+
+
+def test_a_run_writes_and_prints_what_reaching_the_target_took(tmp_path, capsys):
+    phases = [Phase("pFedMoE", PFedMoE(), rounds=2), Phase("Standalone", Local(), gate=ConstantGate(0))]
+    callbacks = [CostToTarget(1.0, "global_test"), CostToTarget(0.01, "local_test")]
+    fed = run(phases, model(), blobs(SIZES), tmp_path, callbacks=callbacks[1:])
+    with (fed.run_dir / "target.csv").open(newline="") as file:
+        first, second = csv.DictReader(file)
+    row = fed.rows[0]
+    assert (first["method"], first["rounds"]) == ("pFedMoE", "1")
+    assert (int(first["parameters"]), int(first["bytes"])) == (4 * 2 * 18, 4 * 2 * 18 * 8)
+    assert int(first["flops"]) == row["flops"]
+    assert float(first["best"]) == max(row["local_test_mean"] for row in fed.rows[:2])
+    assert (second["method"], second["bytes"]) == ("Standalone", "0")
+    assert "local test of 1.00 percent" in capsys.readouterr().out
+    run(phases, model(), blobs(SIZES), tmp_path, callbacks=callbacks[:1])
+    (line,) = (line for line in capsys.readouterr().out.splitlines() if line.startswith("pFedMoE  ") and " - " in line)
+    assert line.split()[1:5] == ["-"] * 4
+
+
+@pytest.mark.parametrize(
+    ("make", "sentence"),
+    [
+        (lambda: CostToTarget(90), "target is 90, but must be a fraction above 0 and at most 1"),
+        (lambda: CostToTarget(0.9, "accuracy"), "metric is 'accuracy', but must be one of local_test"),
+        (lambda: RepresentationMonitor([]), "there must be at least one of each"),
+        (lambda: RepresentationMonitor(samples_per_client=0), "there must be at least one of each"),
+    ],
+)
+def test_bad_arguments_of_callbacks_are_refused_in_one_sentence(make, sentence):
+    with pytest.raises(MisconfigurationException, match=sentence):
+        make()
+
+
+# --- pictures of representations ---
+
+
+def test_representations_are_those_of_the_clients_own_models_and_shown_in_tensorboard(tmp_path):
+    """Client 0 has no held-out sample where the share is too small; the others show what they hold out."""
+    monitor = RepresentationMonitor([0, 3], samples_per_client=3)
+    phases = [Phase("p FedMoE", PFedMoE(), max_epochs=1)]
+    datamodule = blobs((30, 20, 20, 20), test_fraction=0.2, dtype=torch.float32)
+    fed = run(phases, model(dtype=torch.float32), datamodule, tmp_path, callbacks=[monitor], logger=True)
+    found, classes, clients = monitor.compute(fed, "p FedMoE")
+    assert clients.tolist() == [0, 0, 0, 3, 3, 3]
+    for client, own in ((0, slice(0, 3)), (3, slice(3, 6))):
+        samples = datamodule.test_samples[client][:3]
+        module, x = fed.client_module("p FedMoE", client), datamodule.x[samples]
+        assert torch.equal(classes[own], datamodule.y[samples])
+        g = module.gate(x)
+        shared, local = module.shared_extractor(x), module.local_experts[0](x)
+        torch.testing.assert_close(found.shared[own], shared)
+        torch.testing.assert_close(found.local[own], local)
+        torch.testing.assert_close(found.mixed[own], g[:, :1] * shared + g[:, 1:] * local)
+    assert isinstance(fed.loggers[0], TensorBoardLogger)
+    log = EventAccumulator(str(fed.run_dir), size_guidance={"images": 0}).Reload()
+    (image,) = log.Images("representations/p_FedMoE")
+    assert image.width == 700
+    (folder,) = fed.run_dir.glob("00001/p_FedMoE")
+    lines = (folder / "metadata.tsv").read_text().splitlines()
+    assert lines == ["class\tclient", *(f"{c}\t{k}" for c, k in zip(classes.tolist(), clients.tolist(), strict=True))]
+    assert "p_FedMoE" in (fed.run_dir / "projector_config.pbtxt").read_text()
+
+
+def test_other_models_have_no_representations_and_unknown_clients_are_refused(tmp_path):
+    fed = run([Phase("p", Local())], mixture(), blobs(), tmp_path, callbacks=[RepresentationMonitor()], logger=True)
+    assert not list(fed.run_dir.glob("projector*"))
+    with pytest.raises(MisconfigurationException, match="clients has 7, but must be ids below"):
+        run([Phase("p", Local())], mixture(), blobs(), tmp_path, callbacks=[RepresentationMonitor([0, 7])])
+
+
+def test_groups_far_apart_stay_apart_in_the_plane_and_nothing_is_drawn():
+    generator = torch.Generator().manual_seed(0)
+    points = torch.randn(40, 8, generator=generator) + 50 * (torch.arange(40) % 2)[:, None]
+    state = torch.get_rng_state()
+    found = torch.from_numpy(embed(points, seed=0)).double()
+    assert torch.equal(found, torch.from_numpy(embed(points, seed=0)).double())
+    assert torch.equal(state, torch.get_rng_state())
+    distances = torch.cdist(found, found).fill_diagonal_(math.inf)
+    assert (distances.argmin(1) % 2 == torch.arange(40) % 2).all(), "everybody's neighbour is of the own group"

@@ -1,0 +1,383 @@
+"""pFedMoE: what is shared, trained, kept and evaluated, over several architectures."""
+
+import copy
+from functools import partial
+
+import pytest
+import torch
+import torch.nn.functional as F
+from helpers import blobs, client_generator, run, tensors
+from lightning.fabric.utilities.exceptions import MisconfigurationException
+from test_backends import assert_agree, local_training, train
+from test_federation import Kill, assert_same, federation
+from torch import nn
+
+from fedmoe_pl import Client, Phase
+from fedmoe_pl.algorithms import FedAvg, Local, PFedMoE
+from fedmoe_pl.backends import StackedBackend, TrainerBackend
+from fedmoe_pl.models import CNN, ConstantGate, FeatureGate, LinearGate, RepresentationMLP, RepresentationMoE
+from fedmoe_pl.models.network_gates import SwitchNormGate
+
+SGD = partial(torch.optim.SGD, lr=0.1, momentum=0.9)
+WIDTHS = (6, 4, 3)  # hidden widths of the local architectures, in which the representation has two values
+
+
+def network(hidden: int) -> RepresentationMLP:
+    return RepresentationMLP(5, hidden, 2, 3)
+
+
+def model(gate=None, dtype=torch.float64, **kwargs) -> RepresentationMoE:
+    """Three architectures, the same parameters at every call."""
+    torch.manual_seed(3)
+    shared, *experts = [network(hidden) for hidden in (2, *WIDTHS)]
+    gate = LinearGate(5) if gate is None else gate
+    gate.reset_parameters()
+    return RepresentationMoE(shared, experts, gate=gate, **{"optimizer": SGD, **kwargs}).to(dtype)
+
+
+def narrow(architecture: int, **kwargs) -> RepresentationMoE:
+    module = model(**kwargs)
+    module.keep_architecture(architecture)
+    return module
+
+
+# --- the model ---
+
+
+def by_hand(module: RepresentationMoE, x, weights, architecture=0):
+    """The mixture written down layer by layer."""
+    parameters = module.state_dict()
+
+    def extractor(prefix):
+        hidden = F.relu(x @ parameters[f"{prefix}.extractor.1.weight"].T + parameters[f"{prefix}.extractor.1.bias"])
+        return F.relu(hidden @ parameters[f"{prefix}.extractor.3.weight"].T + parameters[f"{prefix}.extractor.3.bias"])
+
+    shared, local = extractor("shared_extractor"), extractor(f"local_experts.{architecture}")
+    mixed = weights[:, :1] * shared + weights[:, 1:] * local
+    return mixed @ parameters["header.weight"].T + parameters["header.bias"]
+
+
+@pytest.mark.parametrize("architecture", [0, 1, 2])
+def test_the_header_reads_the_weighted_sum_of_both_representations(architecture):
+    module = narrow(architecture)
+    x = torch.randn(7, 5, dtype=torch.float64)
+    logits, weights = module.mix(x)
+    g = torch.sigmoid(x @ module.gate.linear.weight[0] + module.gate.linear.bias)
+    torch.testing.assert_close(weights, torch.stack((g, 1 - g), dim=1))
+    torch.testing.assert_close(logits, by_hand(module, x, weights, architecture))
+    mixed, shared, local = module.representations(x)
+    torch.testing.assert_close(mixed, g[:, None] * shared + (1 - g[:, None]) * local)
+    torch.testing.assert_close(module.header(mixed), logits)
+
+
+class Counts(nn.Module):
+    """Counts its calls."""
+
+    def __init__(self, part):
+        super().__init__()
+        self.part, self.calls = part, 0
+
+    def forward(self, x):
+        self.calls += 1
+        return self.part(x)
+
+
+@pytest.mark.parametrize(("weight", "calls"), [(1.0, (1, 0)), (0.0, (0, 1)), (0.5, (1, 1)), ([0.0, 1.0], (0, 1))])
+def test_a_constant_gate_of_0_or_1_is_one_extractor_and_the_other_is_not_computed(weight, calls):
+    module = model(ConstantGate(weight))
+    x = torch.randn(4, 5, dtype=torch.float64)
+    alone = {1.0: module.shared_extractor(x), 0.0: module.local_experts[0](x)}
+    module.shared_extractor, module.local_experts[0] = Counts(module.shared_extractor), Counts(module.local_experts[0])
+    logits, weights = module.mix(x)
+    assert (module.shared_extractor.calls, module.local_experts[0].calls) == calls
+    expected = by_hand(model(), x, weights)
+    torch.testing.assert_close(logits, expected, rtol=1e-12, atol=1e-12)
+    if calls != (1, 1):
+        assert torch.equal(logits, module.header(alone[float(weights[0, 0])]))
+
+
+def test_a_gate_that_reads_features_reads_the_shared_representation():
+    module = model(FeatureGate(2))
+    x = torch.randn(4, 5, dtype=torch.float64)
+    shared = module.shared_extractor(x)
+    assert torch.equal(module.mix(x)[1], module.gate(shared))
+
+
+def test_clients_have_architectures_in_turn_or_as_given_and_nothing_of_the_others():
+    module = model()
+    assert [module.client_architecture(client) for client in range(5)] == [0, 1, 2, 0, 1]
+    given = model(architectures=[2, 2, 0])
+    assert [given.client_architecture(client) for client in range(3)] == [2, 2, 0]
+    own = narrow(1)
+    assert {name.split(".")[1] for name in own.state_dict() if name.startswith("local")} == {"1"}
+    sizes = sum(p.numel() for p in own.parameters())
+    assert sizes == (5 * 2 + 2 + 2 * 2 + 2) + (5 * 4 + 4 + 4 * 2 + 2) + (2 * 3 + 3) + (5 + 1)  # G, F, header, gate
+
+
+def test_pfedmoes_networks_have_its_papers_sizes():
+    """METHODS section 3: the networks without a header of 5010 parameters, the header, and a gate of 160,004."""
+    module = RepresentationMoE(CNN(5), [CNN(variant) for variant in (1, 2, 3, 4, 5)], gate=SwitchNormGate())
+    for architecture, size in enumerate((2621558, 1815142, 1320558, 1060358, 670058)):
+        own = copy.deepcopy(module)
+        own.keep_architecture(architecture)
+        assert sum(p.numel() for p in own.parameters()) == (670058 - 5010) + size + 160004
+
+
+def test_experts_given_are_not_changed_and_not_shared():
+    expert = network(4)
+    module = RepresentationMoE(expert, [expert, expert])
+    assert isinstance(expert.classifier, nn.Linear)
+    parts = (module.shared_extractor, *module.local_experts, module.header)
+    assert len({id(p) for part in parts for p in part.parameters()}) == 4 * 3 + 2
+
+
+BAD = {
+    "widths": (lambda: RepresentationMoE(network(2), [network(4), RepresentationMLP(5, 4, 7, 3)]), "number 1 gives"),
+    "header": (lambda: RepresentationMoE(nn.Linear(5, 2), [nn.Linear(5, 2)]), "header is missing"),
+    "no expert": (lambda: RepresentationMoE(network(2), []), "header is missing"),
+    "gate": (lambda: model(LinearGate(4)), "do not fit inputs of shape"),
+    "gate_lr": (lambda: model(gate_lr=-0.1), "gate_lr is -0.1, but must be at least 0"),
+    "architectures": (lambda: model(architectures=[0, 3]), "architectures has 3, but must have indices of the 3"),
+    "no architecture of a client": (lambda: model(architectures=[0]).client_architecture(1), "has 1 entries, but must"),
+    "algorithm": (lambda: PFedMoE(eval_extractor="both"), "eval_extractor is 'both', but must be 'own' or 'global'"),
+    "patterns": (lambda: PFedMoE("global_expert.*").check(model()), "matches no parameter of the model"),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_bad_arguments_are_refused_in_one_sentence(name):
+    make, sentence = BAD[name]
+    with pytest.raises(MisconfigurationException, match=sentence):
+        make()
+
+
+def test_widths_that_no_shape_of_the_input_tells_are_refused_at_the_first_batch():
+    module = RepresentationMoE(nn.Linear(5, 2), [nn.Linear(5, 3)], header=nn.Linear(2, 3))
+    with pytest.raises(MisconfigurationException, match=r"shape \(3,\).*of \(2,\)"):
+        module.mix(torch.zeros(2, 5))
+
+
+def test_another_mixing_and_sharing_of_private_parts_are_refused(tmp_path):
+    phase = Phase("p", PFedMoE(), mixing="probabilities")
+    with pytest.raises(MisconfigurationException, match="mixing is 'probabilities', but must be left out"):
+        federation(tmp_path, [phase]).fit(model(dtype=torch.float32), blobs(dtype=torch.float32))
+    with pytest.raises(MisconfigurationException, match="clients of architecture 0 do not have"):
+        phases = [Phase("p", FedAvg("*_experts.1.*"))]
+        federation(tmp_path, phases).fit(model(dtype=torch.float32), blobs(dtype=torch.float32))
+
+
+# --- the algorithm ---
+
+SIZES = (13, 8, 11, 9)
+
+
+def trained_by_hand(client: int, round: int, start: dict, data, gate_lr: float | None = None) -> dict:
+    """A client's tensors after an epoch of plain PyTorch, everything stepped at once; not with Lightning."""
+    generator = client_generator(0, client, round)
+    module = narrow(client % 3)
+    module.load_state_dict({name: start[name] for name in module.state_dict()})
+    groups = [
+        {"params": [p for name, p in module.named_parameters() if not name.startswith("gate.")], "lr": 0.1},
+        {"params": [*module.gate.parameters()], "lr": 0.1 if gate_lr is None else gate_lr},
+    ]
+    optimizer = torch.optim.SGD(groups, momentum=0.9)
+    samples = data.train_samples[client]
+    for own in samples[torch.randperm(len(samples), generator=generator)].split(4):
+        optimizer.zero_grad()
+        x, y = data.x[own], data.y[own]
+        g = torch.sigmoid(x @ module.gate.linear.weight.T + module.gate.linear.bias)
+        mixed = g * module.shared_extractor(x) + (1 - g) * module.local_experts[client % 3](x)
+        logits = mixed @ module.header.weight.T + module.header.bias
+        F.cross_entropy(logits, y).backward()
+        optimizer.step()
+    return {name: tensor.detach().clone() for name, tensor in module.state_dict().items()}
+
+
+@pytest.mark.parametrize("gate_lr", [None, 0.7])
+def test_two_rounds_over_three_architectures_are_those_of_bare_pytorch(tmp_path, gate_lr):
+    """Everything is trained at the same time; the extractor alone is averaged, by numbers of samples."""
+    data = blobs(SIZES)
+    phase = Phase("pFedMoE", PFedMoE(), rounds=2, max_epochs=1, evaluate=False)
+    fed = run([phase], model(gate_lr=gate_lr), data, tmp_path, backend=TrainerBackend())
+    start = model().state_dict()
+    server = {name: tensor for name, tensor in start.items() if name.startswith("shared_extractor.")}
+    own = [start] * 4
+    for round in range(2):
+        own = [trained_by_hand(client, round, {**own[client], **server}, data, gate_lr) for client in range(4)]
+        server = {name: sum(n * one[name] for n, one in zip(SIZES, own, strict=True)) / sum(SIZES) for name in server}
+    state = fed.states["pFedMoE"]
+    torch.testing.assert_close(state.server, server, rtol=1e-12, atol=1e-12)
+    for client in range(4):
+        torch.testing.assert_close(dict(state.kept[client]), own[client], rtol=1e-12, atol=1e-12)
+        moved = {name.split(".")[0] for name in own[client] if not torch.equal(own[client][name], start[name])}
+        assert moved == {"shared_extractor", "local_experts", "header", "gate"}
+        assert not any(f"local_experts.{other}" in name for name in own[client] for other in {0, 1, 2} - {client % 3})
+
+
+def test_the_mean_of_two_clients_of_different_architectures():
+    algorithm = PFedMoE()
+    training = local_training(model(), algorithm, blobs((6, 2)))
+    groups = list(TrainerBackend().train(training, algorithm.server_init(training.module), [0, 1], {}, 0))
+    (a, b), name = (group.update.sent for group in groups), "shared_extractor.extractor.1.weight"
+    assert set(a) == set(b) == {name for name in training.initial if name.startswith("shared_extractor.")}
+    combined = algorithm.combine(groups[0].update, groups[1].update)
+    torch.testing.assert_close(combined.sent[name], (6 * a[name] + 2 * b[name]) / 8, rtol=1e-14, atol=1e-14)
+    assert not torch.equal(a[name], b[name])
+
+
+@pytest.mark.parametrize(
+    ("eval_extractor", "moment"), [("own", "after local training"), ("global", "after aggregation")]
+)
+def test_a_client_is_evaluated_with_its_own_copy_or_the_servers_extractor(tmp_path, eval_extractor, moment):
+    phase = Phase("p", PFedMoE(eval_extractor=eval_extractor), rounds=1, max_epochs=2, clients_per_round=2)
+    fed = run([phase], model(), blobs(SIZES), tmp_path, backend=TrainerBackend())
+    state, data = fed.states["p"], fed.datamodule
+    trained = sorted(state.kept)
+    assert len(trained) == 2
+    seen = []
+    for client in range(4):
+        module, kept = fed.client_module("p", client), state.kept.get(client, {})
+        extractor = {n: t for n, t in kept.items() if n.startswith("shared_extractor.")}
+        assert bool(extractor) == (client in trained and eval_extractor == "own")
+        expected = {**state.initial, **state.server, **kept}
+        own = tensors(module)
+        torch.testing.assert_close(own, {name: expected[name] for name in own}, rtol=0, atol=0)
+        is_servers = all(torch.equal(own[name], state.server[name]) for name in state.server)
+        assert is_servers == (eval_extractor == "global" or client not in trained)
+        right = (module(data.x[data.global_test]).argmax(1) == data.y[data.global_test]).double().mean().item()
+        assert fed.results["p"].clients[client].global_test == pytest.approx(right, abs=1e-6)
+        seen.append(right)
+    assert len(set(seen)) > 1
+    assert fed.results["p"].moment == moment
+
+
+def test_training_goes_on_from_what_the_server_sends_and_not_from_the_own_copy():
+    algorithm, module = PFedMoE(), narrow(0)
+    sent = {name: torch.ones_like(t) for name, t in module.state_dict().items() if algorithm.is_shared(name)}
+    kept = {name: torch.full_like(t, 2.0) for name, t in module.state_dict().items()}
+    algorithm.client_init(Client(0, 1, 0, module, torch.arange(3), kept), sent)
+    for name, tensor in module.state_dict().items():
+        assert (tensor == (1 if name.startswith("shared_extractor.") else 2)).all()
+
+
+def test_standalone_and_lg_fedavg_are_configurations(tmp_path):
+    """Standalone trains local expert and header alone; LG-FedAvg averages the one header of all architectures."""
+    phases = [
+        Phase("Standalone", Local(), gate=ConstantGate(0), max_epochs=1),
+        Phase("LG-FedAvg", FedAvg("header.*"), gate=ConstantGate(0), max_epochs=1),
+    ]
+    fed = run(phases, model(), blobs(SIZES), tmp_path, backend=TrainerBackend())
+    alone, lg = fed.states["Standalone"], fed.states["LG-FedAvg"]
+    for client in range(4):
+        assert {name.split(".")[0] for name in alone.kept[client]} == {"local_experts", "header"}
+        assert {".".join(name.split(".")[:2]) for name in lg.kept[client]} == {f"local_experts.{client % 3}"}
+    for name in ("header.weight", "header.bias"):
+        mean = sum(n * alone.kept[client][name] for client, n in enumerate(SIZES)) / sum(SIZES)
+        torch.testing.assert_close(lg.server[name], mean, rtol=1e-12, atol=1e-12)
+    assert fed.results["Standalone"].model == "local expert"
+
+
+# --- backends, workers, store, checkpoint ---
+
+AGREE = {
+    "linear gate": (PFedMoE(), lambda: model()),
+    "gate learning rate": (PFedMoE(), lambda: model(gate_lr=0.5)),
+    "equal weights": (PFedMoE(), lambda: model(ConstantGate(0.5))),
+    "Standalone": (Local(), lambda: model(ConstantGate(0))),
+    "LG-FedAvg": (FedAvg("header.*"), lambda: model(ConstantGate(0))),
+    "given architectures": (PFedMoE(), lambda: model(architectures=[0, 0, 2, 2, 1, 1])),
+}
+MIXED = (3, 30, 11, 20, 21, 10)  # batches of 10: less than a batch, whole ones, and last ones of a single sample
+
+
+@pytest.mark.parametrize("name", AGREE)
+def test_backends_agree_with_several_architectures(name):
+    algorithm, make = AGREE[name]
+    assert_agree(local_training(make(), algorithm, blobs(MIXED, batch_size=10), max_epochs=2), 1e-10)
+
+
+def test_backends_agree_with_pfedmoes_gate_and_last_batches_of_one_sample():
+    """Gradients of biases before a normalization are 0 but for rounding, which the trial must not find different.
+
+    What rounding moves one way may stay where it was the other way, and is then not kept: both have a value.
+    """
+    training = local_training(model(SwitchNormGate(5, 4)), PFedMoE(), blobs(MIXED, batch_size=10))
+    (_, kept), (_, stacked) = (train(b, training) for b in (TrainerBackend(), StackedBackend().choose(training)))
+    for client in range(len(MIXED)):
+        actual, expected = ({**training.of(client).initial, **tree[client]} for tree in (stacked, kept))
+        torch.testing.assert_close(actual, expected, rtol=1e-9, atol=1e-9)
+        assert (expected["gate.layers.2.weight"] - training.initial["gate.layers.2.weight"]).abs().max() > 1e-4
+
+
+def test_groups_are_of_one_architecture():
+    training = local_training(model(), PFedMoE(), blobs(MIXED))
+    for group in StackedBackend(2).groups(training, range(6)):
+        assert len({client % 3 for client in group}) == 1
+
+
+def test_a_second_round_agrees_where_clients_come_back_with_copies_of_their_own():
+    training = local_training(model(), PFedMoE(), blobs(MIXED, batch_size=10), rounds=2)
+    update, kept = train(TrainerBackend(), training)
+    results = []
+    for backend in (TrainerBackend(), StackedBackend().choose(training)):
+        groups = list(backend.train(training, update.sent, range(6), kept, 1))
+        results.append({client: tree for group in groups for client, tree in group.kept.items()})
+    for client in range(6):
+        torch.testing.assert_close(results[0][client], results[1][client], rtol=1e-9, atol=1e-9)
+
+
+def phases() -> list[Phase]:
+    torch.manual_seed(1)
+    return [
+        Phase("Standalone", Local(), gate=ConstantGate(0), rounds=2),
+        Phase("pFedMoE", PFedMoE(), rounds=3, clients_per_round=3, monitor="global_test"),
+    ]
+
+
+def data(**kwargs):
+    return blobs((13, 8, 11, 9, 12), dtype=torch.float32, **kwargs)
+
+
+def fit(path, ckpt_path=None, seed=3, **kwargs):
+    fed = federation(path, phases(), **kwargs)
+    fed.fit(model(SwitchNormGate(5, 4), torch.float32), data(), ckpt_path=ckpt_path)
+    return fed
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+    return fit(tmp_path_factory.mktemp("whole"), trainer={"accelerator": "cpu", "devices": 1})
+
+
+def assert_same_run(one, other):
+    for name, state in one.states.items():
+        assert_same(state.server, other.states[name].server)
+        assert_same(
+            {k: dict(v) for k, v in state.kept.items()}, {k: dict(v) for k, v in other.states[name].kept.items()}
+        )
+    for name in ("rounds.csv", "clients.csv", "summary.csv"):
+        assert (one.run_dir / name).read_bytes() == (other.run_dir / name).read_bytes()
+
+
+def test_two_workers_give_the_bits_of_one_process(whole, tmp_path):
+    assert_same_run(fit(tmp_path, trainer={"accelerator": "cpu", "devices": 2}), whole)
+
+
+@pytest.mark.parametrize("store", ["memory", "disk"])
+def test_a_run_stopped_and_resumed_in_either_store_ends_with_the_same_bits(whole, tmp_path, store):
+    arguments = {"trainer": {"accelerator": "cpu", "devices": 1}, "store": store}
+    with pytest.raises(KeyboardInterrupt):
+        fit(tmp_path, callbacks=[Kill("on_round_end", 4)], **arguments)
+    assert_same_run(fit(tmp_path, ckpt_path="last", **arguments), whole)
+
+
+def test_a_clients_checkpoint_holds_its_architecture_alone_and_loads_without_arguments(whole):
+    x = torch.randn(6, 5)
+    for client in range(5):
+        path = whole.run_dir / f"clients/pFedMoE/client_{client:03d}.ckpt"
+        module = RepresentationMoE.load_from_checkpoint(path).eval()
+        expected = whole.client_module("pFedMoE", client)
+        assert_same(dict(module.state_dict()), dict(expected.state_dict()))
+        assert torch.equal(module(x), expected(x))
+        present = {name.split(".")[1] for name in module.state_dict() if name.startswith("local_experts.")}
+        assert present == {str(client % 3)}
