@@ -8,6 +8,7 @@ import numpy as np
 from matplotlib import colormaps
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
+from torch import Tensor
 
 from fedmoe_pl.evaluation import Evaluation
 from fedmoe_pl.results import mean_gate_weight_by_class, present_metrics
@@ -71,6 +72,24 @@ def sorted_accuracy_figure(evaluations: Iterable[Evaluation]) -> Figure:
     panels[-1].set_xlabel("share of clients with at most this accuracy")
     handles, labels = panels[0].get_legend_handles_labels()
     figure.legend(handles, labels, loc="outside lower center", ncols=3, frameon=False)
+    return figure
+
+
+def cluster_picks_figure(method: str, picks: Tensor) -> Figure:
+    """How many clients picked each cluster (row) in each round (column).
+
+    Args:
+        method: name of the phase.
+        picks: numbers of clients, shape (rounds, clusters).
+    """
+    figure = _figure(height=min(1.5 + 0.3 * picks.shape[1], 9.0))
+    axes = figure.subplots()
+    edges = (0.5, len(picks) + 0.5, picks.shape[1] - 0.5, -0.5)  # rounds count from 1, clusters from 0
+    image = axes.imshow(picks.T.numpy(), vmin=0, aspect="auto", interpolation="nearest", extent=edges)
+    figure.colorbar(image, fraction=0.06, label="clients")
+    axes.set(xlabel="round", ylabel="cluster", title=f"{method}: how many clients picked each cluster")
+    axes.xaxis.get_major_locator().set_params(integer=True)
+    axes.set_yticks(range(picks.shape[1]))
     return figure
 
 

@@ -1,5 +1,6 @@
 """Experts, gates and the personalized mixture; nothing here knows of federations."""
 
+from fedmoe_pl.models.clustered import ClusteredMoE
 from fedmoe_pl.models.experts import VGG16, LeNet5, SmallMLP
 from fedmoe_pl.models.gates import ConstantGate, FeatureGate, Gate, LinearGate
 from fedmoe_pl.models.mixture import MixtureOfExperts
@@ -15,6 +16,7 @@ __all__ = [
     "LEAFCNN",
     "VGG16",
     "BiLSTM",
+    "ClusteredMoE",
     "ConstantGate",
     "FeatureGate",
     "FedAvgCNN",
