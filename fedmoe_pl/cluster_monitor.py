@@ -44,4 +44,4 @@ class ClusterMonitor(FederationCallback):
 
 def _tag(phase: Phase) -> str:
     """The beginning of the phase's tags, with the characters that TensorBoard would replace already replaced."""
-    return f"clusters/{re.sub(r'[^-/\w.]', '_', phase.name)}"
+    return "clusters/" + re.sub(r"[^-/\w.]", "_", phase.name)

@@ -8,6 +8,7 @@ import numpy as np
 from matplotlib import colormaps
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator
 from torch import Tensor
 
 from fedmoe_pl.evaluation import Evaluation
@@ -88,7 +89,7 @@ def cluster_picks_figure(method: str, picks: Tensor) -> Figure:
     image = axes.imshow(picks.T.numpy(), vmin=0, aspect="auto", interpolation="nearest", extent=edges)
     figure.colorbar(image, fraction=0.06, label="clients")
     axes.set(xlabel="round", ylabel="cluster", title=f"{method}: how many clients picked each cluster")
-    axes.xaxis.get_major_locator().set_params(integer=True)
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     axes.set_yticks(range(picks.shape[1]))
     return figure
 

@@ -135,11 +135,27 @@ class EpsilonGreedyIFCA(Algorithm):
             cluster = active[int(torch.randint(len(active), (), generator=generator))]
         else:
             cluster = best_cluster(client, active, generator)
-        validations = torch.zeros(2, dtype=torch.float64)  # sum of losses, and how many
-        if self.patience:
-            validations = _validate(client, cluster, due=(client.round + 1) % self.check_every_n_rounds == 0)
+        validations = self._validated(client, cluster)
         load_tree(client.module, moved(sent, cluster, 0))
         return {"cluster": torch.tensor(cluster), "validations": validations}
+
+    def _validated(self, client: Client, cluster: int) -> Tensor:
+        """The mean loss of a cluster on the client's validation samples, and 1; twice 0 for none: float64 (2,)."""
+        none = torch.zeros(2, dtype=torch.float64)
+        if not self.patience:
+            return none
+        assert client.datamodule is not None
+        validation = client.datamodule.validation_samples
+        if not len(validation.indices):  # no hook before the first round knows the data
+            raise MisconfigurationException(
+                f"algorithm.init_args.patience is {self.patience}, but data.init_args.validation_fraction is 0, so "
+                "that no client has validation samples; it must be above 0."
+            )
+        samples = validation[client.id]
+        if (client.round + 1) % self.check_every_n_rounds or not len(samples):
+            return none
+        loss = _mean_loss(client.module, cluster, client.batches(samples))
+        return torch.stack((loss, torch.ones_like(loss)))
 
     def client_final(self, client: Client, const: dict[str, Any]) -> Update:
         """Sends the trained model under its cluster's name, and what the server counts."""
@@ -254,22 +270,6 @@ def best_cluster(client: Client, clusters: Sequence[int], generator: Generator) 
     losses = losses.where(~losses.isnan(), math.inf)
     lowest = (losses == losses.min()).nonzero().flatten()
     return clusters[int(lowest[torch.randint(len(lowest), (), generator=generator)])]
-
-
-def _validate(client: Client, cluster: int, due: bool) -> Tensor:
-    """The mean loss of a cluster on the client's validation samples, and 1; twice 0 if there is none: float64 (2,)."""
-    assert client.datamodule is not None
-    validation = client.datamodule.validation_samples
-    if not len(validation.indices):  # no hook before the first round knows the data
-        raise MisconfigurationException(
-            "algorithm.init_args.patience of EpsilonGreedyIFCA is set, but data.init_args.validation_fraction is 0, so "
-            "that no client has validation samples; it must be above 0."
-        )
-    samples = validation[client.id]
-    if not due or not len(samples):
-        return torch.zeros(2, dtype=torch.float64)
-    loss = _mean_loss(client.module, cluster, client.batches(samples))
-    return torch.stack((loss, torch.ones_like(loss)))
 
 
 @torch.no_grad()
