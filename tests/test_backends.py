@@ -24,13 +24,32 @@ from lightning.pytorch.callbacks import EarlyStopping
 from torch import nn
 
 from fedmoe_pl.algorithm import Algorithm, Update
-from fedmoe_pl.algorithms import FedAvg, Local, PersonalizedExpert, PFLMoE
+from fedmoe_pl.algorithms import (
+    ClusterMixture,
+    EpsilonGreedyIFCA,
+    FedAvg,
+    FineTunedCluster,
+    Local,
+    PersonalizedExpert,
+    PFLMoE,
+)
 from fedmoe_pl.backends import LEAN_TRAINER, AutoBackend, LocalTraining, StackedBackend, TrainerBackend, data_on
 from fedmoe_pl.backends.backend import fold
 from fedmoe_pl.backends.client import needs_every_batch
 from fedmoe_pl.data import RandomCrop, RandomHorizontalFlip
 from fedmoe_pl.federation import Federation
-from fedmoe_pl.models import VGG16, ConstantGate, FeatureGate, Gate, LeNet5, LinearGate, PersonalizedMoE, SmallMLP
+from fedmoe_pl.models import (
+    VGG16,
+    ClusteredMoE,
+    ConstantGate,
+    FeatureGate,
+    Gate,
+    LeNet5,
+    LinearGate,
+    NetworkGate,
+    PersonalizedMoE,
+    SmallMLP,
+)
 from fedmoe_pl.phase import Phase
 
 # From 3 to 300 samples: clients of less than a batch, of whole batches, and with a last batch of one sample.
@@ -113,7 +132,8 @@ def assert_agree(training: LocalTraining, tolerance: float, clients_per_stack=No
     for client in kept:
         close(stacked_kept[client], kept[client])
     trees = [update.sent, *kept.values()]
-    moved = [(tree[name] - training.initial[name]).abs().max() for tree in trees for name in tree]
+    parameters = [(tree, name) for tree in trees for name in tree if name in training.initial]
+    moved = [(tree[name] - training.initial[name]).abs().max() for tree, name in parameters]
     assert max(moved) > 1e-3
 
 
@@ -152,6 +172,27 @@ def test_backends_agree_for_every_optimizer_on_unequal_clients(optimizer):
 def test_backends_agree_for_every_algorithm_on_unequal_clients(name):
     algorithm, gate = ALGORITHMS[name]
     assert_agree(local_training(mixture(gate(5)), algorithm, blobs(UNEQUAL, batch_size=10), max_epochs=3), 1e-10)
+
+
+CLUSTERED = {
+    "IFCA": (EpsilonGreedyIFCA(epsilon=0.0), lambda: ConstantGate([1.0, 0.0, 0.0])),
+    "IFCA, epsilon-greedy": (EpsilonGreedyIFCA(0.5, patience=1), lambda: ConstantGate([1.0, 0.0, 0.0])),
+    "fine-tuned cluster": (FineTunedCluster(), lambda: ConstantGate([1.0, 0.0, 0.0])),
+    "mixture of clusters": (ClusterMixture(["gate.*", "local_expert.*"]), lambda: NetworkGate(nn.Linear(5, 3))),
+    "mixture of clusters, whole": (ClusterMixture("*"), lambda: NetworkGate(nn.Linear(5, 3))),
+}
+
+
+@pytest.mark.parametrize("name", CLUSTERED)
+def test_backends_agree_for_clusters_of_which_each_client_trains_another(name):
+    algorithm, gate = CLUSTERED[name]
+    torch.manual_seed(2)
+    module = ClusteredMoE(Expert(), 2, gate=gate(), optimizer=momentum_sgd).double()
+    data = blobs(UNEQUAL, batch_size=10, validation_fraction=0.2)
+    assert_agree(local_training(module, algorithm, data, max_epochs=3), 1e-10, round=9)
+    if isinstance(algorithm, EpsilonGreedyIFCA):
+        tallies = {name for name in train(TrainerBackend(), local_training(module, algorithm, data))[0].sent}
+        assert {"clusters/tally/0", "clusters/tally/1"} <= tallies, "one cluster alone would prove little"
 
 
 @pytest.mark.parametrize("optimizer", [momentum_sgd, partial(torch.optim.Adam, lr=0.01, weight_decay=0.01)])

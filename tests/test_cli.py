@@ -40,9 +40,14 @@ def shortened(path: Path, folder: Path) -> dict:
     config = yaml.safe_load(path.read_text())
     data, federation = config["data"], config["federation"]
     if data["class_path"] != "Digits":
-        channels = config["model"]["init_args"]["global_expert"]["init_args"]["in_channels"]
+        expert = config["model"]["init_args"]["global_expert"].get("init_args", {})
         data["class_path"] = "NpzFile"
-        data["init_args"] |= {"path": str(folder / f"{channels}.npz"), "image_size": 32, "partitioner": "IID"}
+        for name in ("root", "pool"):
+            data["init_args"].pop(name, None)
+        path = str(folder / f"{expert.get('in_channels', 3)}.npz")
+        data["init_args"] |= {"path": path, "image_size": expert.get("image_size", 32)}
+        if "rotations" not in data["init_args"]:  # which say themselves who holds what
+            data["init_args"]["partitioner"] = "IID"
     data["init_args"]["num_clients"] = 4
     for phase in federation["phases"]:
         phase["rounds"] = 1
