@@ -41,6 +41,9 @@ def shortened(path: Path, folder: Path) -> dict:
     data, federation = config["data"], config["federation"]
     if data["class_path"] != "Digits":
         expert = config["model"]["init_args"]["global_expert"].get("init_args", {})
+        for part in ("global_expert", "local_expert"):  # several clusters of wide networks take long to write
+            if config["model"]["init_args"].get(part, {}).get("class_path") == "LEAFCNN":
+                config["model"]["init_args"][part]["init_args"] |= {"conv1_channels": 4, "hidden": 16}
         data["class_path"] = "NpzFile"
         for name in ("root", "pool"):
             data["init_args"].pop(name, None)
