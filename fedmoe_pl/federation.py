@@ -40,6 +40,7 @@ from fedmoe_pl.checkpoint import (
     save_finished,
 )
 from fedmoe_pl.checks import check_phase, check_phases, check_store, check_trainer
+from fedmoe_pl.cluster_monitor import ClusterMonitor
 from fedmoe_pl.data import FederatedDataModule, partition_figure, partition_table
 from fedmoe_pl.evaluation import Evaluation, evaluate_clients, personal_tensors, predict
 from fedmoe_pl.expert_monitor import ExpertMonitor
@@ -121,7 +122,7 @@ class Federation:
         callbacks = callbacks or []
         defaults = [
             *([ProgressBar()] if enable_progress_bar else []),
-            *(PartitionMonitor(), AccuracyMonitor(), GateMonitor(), ExpertMonitor(), ResultFiles()),
+            *(PartitionMonitor(), AccuracyMonitor(), GateMonitor(), ExpertMonitor(), ClusterMonitor(), ResultFiles()),
             *([ClientCheckpoint()] if enable_checkpointing else []),
         ]
         given = {type(callback) for callback in callbacks}

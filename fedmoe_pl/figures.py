@@ -9,6 +9,7 @@ from matplotlib import colormaps
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.collections import PathCollection
 from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator
 from torch import Tensor
 
 from fedmoe_pl.evaluation import Evaluation
@@ -147,6 +148,24 @@ def representation_figure(
     for handle in legend.legend_handles:
         if isinstance(handle, PathCollection):
             handle.set_color("black")  # a client's samples have the colours of their classes
+    return figure
+
+
+def cluster_picks_figure(method: str, picks: Tensor) -> Figure:
+    """How many clients picked each cluster (row) in each round (column).
+
+    Args:
+        method: name of the phase.
+        picks: numbers of clients, shape (rounds, clusters).
+    """
+    figure = _figure(height=min(1.5 + 0.3 * picks.shape[1], 9.0))
+    axes = figure.subplots()
+    edges = (0.5, len(picks) + 0.5, picks.shape[1] - 0.5, -0.5)  # rounds count from 1, clusters from 0
+    image = axes.imshow(picks.T.numpy(), vmin=0, aspect="auto", interpolation="nearest", extent=edges)
+    figure.colorbar(image, fraction=0.06, label="clients")
+    axes.set(xlabel="round", ylabel="cluster", title=f"{method}: how many clients picked each cluster")
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+    axes.set_yticks(range(picks.shape[1]))
     return figure
 
 

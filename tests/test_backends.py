@@ -26,9 +26,12 @@ from torch import nn
 
 from fedmoe_pl.algorithm import Algorithm, Update
 from fedmoe_pl.algorithms import (
+    ClusterMixture,
+    EpsilonGreedyIFCA,
     FedAvg,
     FedMoEDA,
     FedProx,
+    FineTunedCluster,
     Local,
     OptInFedAvg,
     PersonalizedExpert,
@@ -45,6 +48,7 @@ from fedmoe_pl.data import RandomCrop, RandomHorizontalFlip
 from fedmoe_pl.federation import Federation
 from fedmoe_pl.models import (
     VGG16,
+    ClusteredMoE,
     ConstantGate,
     FeatureGate,
     Gate,
@@ -136,9 +140,8 @@ def assert_agree(training: LocalTraining, tolerance: float, clients_per_stack=No
     for client in kept:
         close(stacked_kept[client], kept[client])
     trees = [update.sent, *kept.values()]
-    moved = [
-        (tree[name] - training.initial[name]).abs().max() for tree in trees for name in tree if name in training.initial
-    ]
+    parameters = [(tree, name) for tree in trees for name in tree if name in training.initial]
+    moved = [(tree[name] - training.initial[name]).abs().max() for tree, name in parameters]
     assert max(moved) > 1e-3
 
 
@@ -211,6 +214,27 @@ def test_backends_agree_for_an_expert_that_no_sample_is_sent_to():
         expected = module.experts[1][0].weight.detach() * 0.95**4
         for client in (0, 1):
             torch.testing.assert_close(kept[client]["experts.1.0.weight"], expected, rtol=1e-12, atol=0)
+
+
+CLUSTERED = {
+    "IFCA": (EpsilonGreedyIFCA(epsilon=0.0), lambda: ConstantGate([1.0, 0.0, 0.0])),
+    "IFCA, epsilon-greedy": (EpsilonGreedyIFCA(0.5, patience=1), lambda: ConstantGate([1.0, 0.0, 0.0])),
+    "fine-tuned cluster": (FineTunedCluster(), lambda: ConstantGate([1.0, 0.0, 0.0])),
+    "mixture of clusters": (ClusterMixture(["gate.*", "local_expert.*"]), lambda: NetworkGate(nn.Linear(5, 3))),
+    "mixture of clusters, whole": (ClusterMixture("*"), lambda: NetworkGate(nn.Linear(5, 3))),
+}
+
+
+@pytest.mark.parametrize("name", CLUSTERED)
+def test_backends_agree_for_clusters_of_which_each_client_trains_another(name):
+    algorithm, gate = CLUSTERED[name]
+    torch.manual_seed(2)
+    module = ClusteredMoE(Expert(), 2, gate=gate(), optimizer=momentum_sgd).double()
+    data = blobs(UNEQUAL, batch_size=10, validation_fraction=0.2)
+    assert_agree(local_training(module, algorithm, data, max_epochs=3), 1e-10, round=9)
+    if isinstance(algorithm, EpsilonGreedyIFCA):
+        tallies = {name for name in train(TrainerBackend(), local_training(module, algorithm, data))[0].sent}
+        assert {"clusters/tally/0", "clusters/tally/1"} <= tallies, "one cluster alone would prove little"
 
 
 @pytest.mark.parametrize("optimizer", [momentum_sgd, partial(torch.optim.Adam, lr=0.01, weight_decay=0.01)])

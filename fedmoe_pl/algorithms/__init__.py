@@ -1,8 +1,10 @@
 """Federated algorithms: one paper, one file."""
 
+from fedmoe_pl.algorithms.adaptive_experts import ClusterMixture, FineTunedCluster
 from fedmoe_pl.algorithms.fedavg import FedAvg
 from fedmoe_pl.algorithms.fedmoe_da import FedMoEDA
 from fedmoe_pl.algorithms.fedprox import FedProx
+from fedmoe_pl.algorithms.ifca import EpsilonGreedyIFCA
 from fedmoe_pl.algorithms.local import Local
 from fedmoe_pl.algorithms.opt_out import OptInFedAvg, SpecialistMixture
 from fedmoe_pl.algorithms.pfedmoe import PFedMoE
@@ -10,9 +12,12 @@ from fedmoe_pl.algorithms.pfl_moe import PersonalizedExpert, PFLMoE
 from fedmoe_pl.algorithms.scaffold import Scaffold
 
 __all__ = [
+    "ClusterMixture",
+    "EpsilonGreedyIFCA",
     "FedAvg",
     "FedMoEDA",
     "FedProx",
+    "FineTunedCluster",
     "Local",
     "OptInFedAvg",
     "PFLMoE",

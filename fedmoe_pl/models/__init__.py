@@ -1,6 +1,7 @@
 """Experts, gates and the personalized mixture; nothing here knows of federations."""
 
 from fedmoe_pl.models.blocks import ConvBlock, ConvExpert
+from fedmoe_pl.models.clustered import ClusteredMoE
 from fedmoe_pl.models.experts import VGG16, LeNet5, RepresentationMLP, SmallMLP
 from fedmoe_pl.models.gates import ConstantGate, FeatureGate, Gate, LinearGate
 from fedmoe_pl.models.mixture import MixtureOfExperts
@@ -18,6 +19,7 @@ __all__ = [
     "LEAFCNN",
     "VGG16",
     "BiLSTM",
+    "ClusteredMoE",
     "ConstantGate",
     "ConvBlock",
     "ConvExpert",

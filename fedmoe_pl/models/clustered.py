@@ -1,0 +1,129 @@
+"""A client's mixture of the models of several clusters and a local model, as a LightningModule."""
+
+from __future__ import annotations
+
+import copy
+
+import torch
+from lightning.fabric.utilities.exceptions import MisconfigurationException
+from lightning.pytorch.cli import LRSchedulerCallable, OptimizerCallable
+from torch import Tensor, nn
+
+from fedmoe_pl.models.gates import ConstantGate, Gate
+from fedmoe_pl.models.mixture import Mixing, MixtureOfExperts, mix_outputs, run_once
+
+
+class ClusteredMoE(MixtureOfExperts):
+    """Mixes the models of several clusters of clients and a local expert with the weights that a gate gives a sample.
+
+    ``p(x) = sum_j g_j(x) p_j(x) + g_local(x) p_local(x)`` over probabilities, or what ``mixing`` says (Isaksson et al.
+    2022, https://arxiv.org/abs/2206.07832; METHODS section 7.3). All initial experts are drawn independently; in the
+    official code those of the clusters share the weights of their linear layers.
+
+    Args:
+        global_expert: architecture of the clusters' models; maps inputs (B, ...) to logits (B, C). Its layers are drawn
+            anew for every cluster by their ``reset_parameters``.
+        num_clusters: number of clusters, J.
+        local_expert: maps the same inputs to logits of the same shape; None takes the clusters' architecture.
+        gate: weighs the experts, the local one last; None is the equal-weight mixture.
+        mixing: what is mixed, see :data:`fedmoe_pl.models.mixture.Mixing`.
+        optimizer: makes the optimizer from the parameters.
+        lr_scheduler: makes a scheduler, stepped once an epoch, from the optimizer; None for a constant rate.
+
+    Attributes:
+        global_experts: the clusters' models, in their order.
+        local_expert: the client's own model.
+
+    Raises:
+        MisconfigurationException: if there is no cluster, a layer cannot be drawn anew, the gate reads features or
+            weighs another number of experts, or the experts differ in their number of outputs.
+
+    Example:
+        >>> import torch
+        >>> from fedmoe_pl.models import ClusteredMoE, GateCNN, LeNet5, NetworkGate
+        >>> gate = NetworkGate(GateCNN(in_channels=1, num_experts=4))
+        >>> scores, gate_weights = ClusteredMoE(LeNet5(), num_clusters=3, gate=gate).mix(torch.zeros(5, 1, 32, 32))
+        >>> scores.shape, gate_weights.shape
+        (torch.Size([5, 10]), torch.Size([5, 4]))
+    """
+
+    def __init__(
+        self,
+        global_expert: nn.Module,
+        num_clusters: int = 6,
+        local_expert: nn.Module | None = None,
+        gate: Gate | None = None,
+        mixing: Mixing = "probabilities",
+        optimizer: OptimizerCallable = torch.optim.SGD,
+        lr_scheduler: LRSchedulerCallable | None = None,
+    ) -> None:
+        super().__init__(optimizer, lr_scheduler, mixing)
+        if num_clusters < 1:
+            raise MisconfigurationException(f"model.init_args.num_clusters is {num_clusters}, but must be at least 1.")
+        self.num_clusters = num_clusters
+        self.global_experts = nn.ModuleList(_drawn_anew(global_expert) for _ in range(num_clusters))
+        self.local_expert = _drawn_anew(global_expert) if local_expert is None else local_expert
+        self.gate = ConstantGate([1 / (num_clusters + 1)] * (num_clusters + 1)) if gate is None else gate
+        self.check_parts()
+
+    @property
+    def global_expert(self) -> nn.Module:
+        """The first cluster's model, which tells the architecture of all."""
+        return self.global_experts[0]
+
+    def check_parts(self) -> None:
+        """Refuses parts that do not fit together, where the expert tells its input's shape."""
+        if self.gate.reads_features:
+            raise MisconfigurationException(
+                f"model.init_args.gate is a {type(self.gate).__name__}, which reads features, but each cluster's model "
+                "has features of its own; it must read the input, as a NetworkGate does."
+            )
+        if isinstance(self.gate, ConstantGate):
+            self._check_gate(len(self.gate.weights))
+        run_once(self, self.global_expert)
+
+    def mix(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """The mixture's scores and the gate's weights of every sample.
+
+        Args:
+            x: inputs (B, ...).
+
+        Returns:
+            Scores (B, C) and weights (B, J + 1), the clusters' in their order and the local expert's last. Experts
+            whose weight a ``ConstantGate`` holds at 0 are not computed.
+        """
+        weights = self.gate(x)
+        self._check_gate(weights.shape[1])
+        experts = [*self.global_experts, self.local_expert]
+        active = self.gate.active if isinstance(self.gate, ConstantGate) else [*range(len(experts))]
+        outputs = [experts[index](x) for index in active]
+        if len(active) == 1:
+            return self.scores_of(outputs[0]), weights
+        if len({output.shape for output in outputs}) > 1:
+            raise MisconfigurationException(
+                f"model.init_args.local_expert gives {outputs[-1].shape[-1]} outputs and "
+                f"model.init_args.global_expert {outputs[0].shape[-1]}; both must give one output per class."
+            )
+        used = weights if len(active) == len(experts) else weights[:, active]
+        return mix_outputs(outputs, used, self.mixing), weights
+
+    def _check_gate(self, width: int) -> None:
+        if width != self.num_clusters + 1:
+            raise MisconfigurationException(
+                f"model.init_args.gate weighs {width} experts, but a ClusteredMoE of {self.num_clusters} clusters has "
+                f"{self.num_clusters + 1}, the local one last."
+            )
+
+
+def _drawn_anew(expert: nn.Module) -> nn.Module:
+    """A copy of the expert with initial parameters of its own."""
+    drawn = copy.deepcopy(expert)
+    for layer in drawn.modules():
+        if callable(reset := getattr(layer, "reset_parameters", None)):
+            reset()
+        elif next(layer.parameters(recurse=False), None) is not None:
+            raise MisconfigurationException(
+                f"model.init_args.global_expert has a {type(layer).__name__}, which cannot be drawn anew for every "
+                "cluster; it must have a method reset_parameters."
+            )
+    return drawn
