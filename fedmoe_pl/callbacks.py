@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Literal
 
 import torch
 from lightning import __version__
+from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import EarlyStopping
 from torch import Tensor
@@ -89,11 +90,30 @@ class ClientCheckpoint(FederationCallback):
 
     ``PersonalizedMoE.load_from_checkpoint("<run>/clients/<method>/client_007.ckpt")`` loads one. A method whose clients
     all have the same model is written once, as ``all_clients.ckpt``.
+
+    Args:
+        methods: names of the methods to write; None for all. Many clients with large models take much room.
     """
+
+    def __init__(self, methods: list[str] | None = None) -> None:
+        self.methods = methods
+
+    def on_fit_start(self, federation: Federation) -> None:
+        """Refuses a method that there is not.
+
+        Raises:
+            MisconfigurationException: with one sentence.
+        """
+        names = [phase.name for phase in federation.phases]
+        for method in self.methods or []:
+            if method not in names:
+                raise MisconfigurationException(
+                    f"ClientCheckpoint's init_args.methods has '{method}', but federation.phases are {names}."
+                )
 
     def on_phase_end(self, federation: Federation, phase: Phase, evaluation: Evaluation | None) -> None:
         """Writes the clients' models of an evaluated phase."""
-        if evaluation is None:
+        if evaluation is None or (self.methods is not None and phase.name not in self.methods):
             return
         folder = federation.run_dir / "clients" / phase.name
         folder.mkdir(parents=True, exist_ok=True)

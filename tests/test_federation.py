@@ -18,7 +18,7 @@ from torch import nn
 
 from fedmoe_pl import Federation, PersonalizedMoE, Phase
 from fedmoe_pl.algorithms import FedAvg, Local, PersonalizedExpert, PFLMoE
-from fedmoe_pl.callbacks import FederationCallback
+from fedmoe_pl.callbacks import ClientCheckpoint, FederationCallback
 from fedmoe_pl.checkpoint import load_checkpoint
 from fedmoe_pl.models import ConstantGate, LinearGate
 
@@ -444,3 +444,12 @@ def test_gradient_clipping_of_the_trainer_reaches_every_step(tmp_path):
     before = module.local_expert.state_dict()
     moved = [run.states["Local"].kept[0][f"local_expert.{name}"] - before[name] for name in before]
     assert 0 < torch.cat([part.flatten() for part in moved]).norm() <= steps * 1e-3 * 1.001
+
+
+def test_only_the_named_methods_clients_are_written(tmp_path):
+    run = federation(tmp_path, callbacks=[ClientCheckpoint(["PFL-FB"])])
+    run.fit(model(), data())
+    assert [path.name for path in (run.run_dir / "clients").iterdir()] == ["PFL-FB"]
+    wrong = federation(tmp_path / "wrong", callbacks=[ClientCheckpoint(["PFL-FT"])])
+    with pytest.raises(MisconfigurationException, match="methods has 'PFL-FT', but federation.phases are"):
+        wrong.fit(model(), data())
