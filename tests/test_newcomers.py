@@ -4,13 +4,32 @@ from functools import partial
 
 import pytest
 import torch
-from helpers import TensorData, assert_same_bits, blobs, client_generator, mixture, tensors, train_by_hand
+from helpers import (
+    TensorData,
+    assert_same_bits,
+    blobs,
+    client_generator,
+    mixture,
+    sparse_mixture,
+    tensors,
+    train_by_hand,
+)
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch import Generator
 
-from fedmoe_pl.algorithms import FedAvg, Local, PersonalizedExpert
+from fedmoe_pl.algorithms import (
+    ClusterMixture,
+    EpsilonGreedyIFCA,
+    FedAvg,
+    FedMoEDA,
+    Local,
+    OptInFedAvg,
+    PersonalizedExpert,
+    PFedMoE,
+    SpecialistMixture,
+)
 from fedmoe_pl.federation import Federation
-from fedmoe_pl.models import ConstantGate
+from fedmoe_pl.models import ClusteredMoE, ConstantGate, LinearGate, NetworkGate, RepresentationMLP, RepresentationMoE
 from fedmoe_pl.phase import Phase
 
 sgd = partial(torch.optim.SGD, lr=0.1)
@@ -136,3 +155,115 @@ def test_newcomers_train_nothing_twice_that_they_do_not_keep(tmp_path):
     later = federation(tmp_path / "later", [everything_trainable])
     later.personalize(mixture(optimizer=sgd), new_data(), str(checkpoint), rounds=50)
     assert later.states["FedAvg"].round == 1 and not later.states["FedAvg"].kept
+
+
+def alone(module, shared, server, data, client, rounds, keeps_own_copy=False):
+    """What a newcomer has after its local rounds: a bare loop that begins every round with what the server sends."""
+    for round in range(rounds):
+        module.load_state_dict({**module.state_dict(), **{name: server[name] for name in shared}})
+        optimizer = sgd(module.parameters())
+        batches = data.batches(data.train_samples[client], generator=client_generator(0, client, round))
+        for _ in range(2):
+            for batch in batches:
+                optimizer.zero_grad()
+                module.loss(batch)[0].backward()
+                optimizer.step()
+    if not keeps_own_copy:
+        module.load_state_dict({**module.state_dict(), **{name: server[name] for name in shared}})
+    return tensors(module)
+
+
+def personalized(tmp_path, model, phases, data, later_data, rounds):
+    """A federation, and a later one of newcomers from its checkpoint."""
+    run = federation(tmp_path, phases)
+    run.fit(model, data)
+    later = federation(tmp_path / "later", phases)
+    later.personalize(model, later_data, str(run.run_dir / "checkpoints/last.ckpt"), rounds)
+    return run, later
+
+
+def test_a_newcomer_of_fedmoe_da_trains_its_own_experts_behind_the_server_s_embedding(tmp_path):
+    phases = [Phase("DA", FedMoEDA(top_p=2, interval=1), rounds=3)]
+    model, data = sparse_mixture(2, optimizer=sgd), new_data()
+    run, later = personalized(tmp_path, model, phases, blobs(), data, 2)
+    server = run.states["DA"].server
+    shared = [name for name in model.state_dict() if name.startswith("embedding.")]
+    for client in (0, 1):
+        expected = alone(sparse_mixture(2, optimizer=sgd), shared, server, data, client, 2)
+        actual = tensors(later.client_module("DA", client))
+        torch.testing.assert_close(actual, expected, rtol=0, atol=1e-12)
+    assert later.states["DA"].traffic["bytes_between_clients"] == 0
+
+
+def test_a_newcomer_of_pfedmoe_has_the_architecture_of_its_number(tmp_path):
+    def model():
+        torch.manual_seed(3)
+        networks = [RepresentationMLP(5, hidden, 2, 3) for hidden in (2, 6, 4)]
+        return RepresentationMoE(networks[0], networks[1:], gate=LinearGate(5), optimizer=sgd).double()
+
+    data = new_data()
+    run, later = personalized(tmp_path, model(), [Phase("pFedMoE", PFedMoE(), rounds=2)], blobs(), data, 3)
+    server = run.states["pFedMoE"].server
+    for client in (0, 1):
+        module = model()
+        module.keep_architecture(client)
+        expected = alone(module, [*server], server, data, client, 3, keeps_own_copy=True)
+        torch.testing.assert_close(tensors(later.client_module("pFedMoE", client)), expected, rtol=0, atol=1e-12)
+
+
+def test_a_newcomer_finds_the_cluster_of_its_kind_and_mixes_it_with_its_own_expert(tmp_path):
+    """Two kinds of clients, whose labels contradict each other; the newcomers are one of each."""
+
+    def kinds(sizes, seed):
+        generator = Generator().manual_seed(seed)
+        x = torch.randn(sum(sizes), 5, generator=generator)
+        owner = torch.arange(len(sizes)).repeat_interleave(torch.tensor(sizes))
+        y = (x[:, 0] > 0).long() ^ (owner % 2)
+        data = TensorData(x, y, torch.arange(sum(sizes)).split(list(sizes)), dtype=torch.float64, batch_size=10)
+        data.setup()
+        return data
+
+    torch.manual_seed(0)
+    gate = NetworkGate(torch.nn.Linear(5, 3))
+    model = ClusteredMoE(torch.nn.Linear(5, 2), 2, gate=gate, optimizer=partial(torch.optim.SGD, lr=0.5)).double()
+    first = ConstantGate([1.0, 0.0, 0.0])
+    phases = [
+        Phase("Local", Local("local_expert.*"), gate=ConstantGate([0.0, 0.0, 1.0])),
+        Phase("IFCA", EpsilonGreedyIFCA(epsilon=0.3), rounds=10, gate=first, start="Local"),
+        Phase("MoE", ClusterMixture()),
+    ]
+    run, later = personalized(tmp_path, model, phases, kinds((40, 40, 40, 40), 1), kinds((20, 20), 2), 1)
+    server = run.states["IFCA"].server
+    newcomers = later.datamodule
+    for client in (0, 1):
+        x, y = newcomers.x[newcomers.train_samples[client]], newcomers.y[newcomers.train_samples[client]]
+        experts = [(server[f"global_experts.{j}.weight"], server[f"global_experts.{j}.bias"]) for j in (0, 1)]
+        accuracies = [((x @ weight.T + bias).argmax(1) == y).double().mean() for weight, bias in experts]
+        assert max(accuracies) > 0.8 > 0.5 > min(accuracies), "the federation has found both kinds"
+        best = accuracies.index(max(accuracies))
+        chosen = later.client_module("IFCA", client).global_experts[0]
+        assert_same_bits(dict(chosen.state_dict()), {"weight": experts[best][0], "bias": experts[best][1]})
+        mixture = later.client_module("MoE", client)
+        for j in (0, 1):
+            assert_same_bits(
+                dict(mixture.global_experts[j].state_dict()), {"weight": experts[j][0], "bias": experts[j][1]}
+            )
+        local = later.client_module("Local", client).local_expert.state_dict()
+        assert_same_bits(dict(mixture.local_expert.state_dict()), dict(local))
+        assert not torch.equal(local["weight"], model.local_expert.weight)
+
+
+def test_newcomers_of_a_federation_with_opt_out_are_personalized_like_others(tmp_path):
+    phases = [
+        Phase("FedAvg", OptInFedAvg("global_expert.*", opt_out_clients=0.4), rounds=2, gate=ConstantGate(1.0)),
+        Phase("Fine-tuned", PersonalizedExpert(), gate=ConstantGate(0.0)),
+        Phase("Mixture", SpecialistMixture()),
+    ]
+    model = mixture(LinearGate(5), optimizer=sgd)
+    run, later = personalized(tmp_path, model, phases, blobs(), new_data(), 1)
+    for client in (0, 1):
+        module = later.client_module("Mixture", client)
+        known = {name.removeprefix("global_expert."): tensor for name, tensor in run.states["FedAvg"].server.items()}
+        assert_same_bits(dict(module.global_expert.state_dict()), known)
+        specialist = later.client_module("Fine-tuned", client).local_expert.state_dict()
+        assert not torch.equal(module.local_expert.classifier[1].weight, specialist["classifier.1.weight"])
