@@ -15,7 +15,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from fedmoe_pl.aggregation import Tree, copy_module
 from fedmoe_pl.algorithm import Client
 from fedmoe_pl.backends import LocalTraining, has_batch_norm
-from fedmoe_pl.backends.client import begin_client, trainable_names, trains_by_loss
+from fedmoe_pl.backends.client import Freezing, begin_client, trainable_names, trains_by_loss
 
 
 class FlopCounter:
@@ -50,11 +50,12 @@ class FlopCounter:
             samples = {client: _samples(own, client, round) for client in clients}
             epochs = [frozenset(trainable_names(own, own.module, round, epoch)) for epoch in range(own.max_epochs)]
             for trained, times in Counter(epochs).items():
+                epoch = epochs.index(trained)
                 if not trained or not any(samples.values()):
                     continue
                 key = self.training.architecture(clients[0]), trained
                 if key not in self._counted:
-                    self._counted[key] = _of_one_batch(own, trained, server, self._first(key[0], round), kept, round)
+                    self._counted[key] = _of_one_batch(own, server, self._first(key[0], round), kept, round, epoch)
                 operations, of_samples = self._counted[key]
                 if math.isnan(operations):
                     return math.nan
@@ -77,12 +78,7 @@ def _samples(training: LocalTraining, client_id: int, round: int) -> int:
 
 
 def _of_one_batch(
-    training: LocalTraining,
-    trained: frozenset[str],
-    server: Tree,
-    client_id: int,
-    kept: Mapping[int, Tree],
-    round: int,
+    training: LocalTraining, server: Tree, client_id: int, kept: Mapping[int, Tree], round: int, epoch: int
 ) -> tuple[float, int]:
     """Operations of a forward and a backward pass, on the CPU, and the number of samples that they were counted for."""
     if not trains_by_loss(training.algorithm, training.module):
@@ -91,8 +87,7 @@ def _of_one_batch(
     with _same_random_numbers():
         try:
             client, const, samples = begin_client(training, module, server, client_id, kept, round)
-            for name, parameter in module.named_parameters():
-                parameter.requires_grad_(name in trained)
+            Freezing(training, module, round).freeze(epoch)
             x, y = next(iter(training.datamodule.batches(samples, batch_size=training.batch_size)))
             with FlopCounterMode(display=False) as counter:
                 training.algorithm.client_loss(client.module, (x.cpu(), y.cpu()), const)[0].backward()
