@@ -231,8 +231,9 @@ def load_run(path: Path, rounds: dict[str, int], identity: dict[str, Any]) -> di
 
 
 def identify(seed: int, datamodule: FederatedDataModule) -> dict[str, Any]:
-    """What tells a run from others: its seed, who holds which data, and how images are normalized."""
-    return {"seed": seed, "partition": fingerprint(datamodule), "normalization": datamodule.normalization}
+    """What tells a run from others: its seed, who holds which data, how images are normalized, and words' ids."""
+    read = {"normalization": datamodule.normalization, "vocabulary": datamodule.vocabulary}
+    return {"seed": seed, "partition": fingerprint(datamodule), **read}
 
 
 def fingerprint(datamodule: FederatedDataModule) -> str:

@@ -204,7 +204,7 @@ class Federation:
         Federated phases are taken from the checkpoint; what clients do not share there, the new ones train in local
         rounds, of which the server learns nothing. Phases that clients do alone are done by the new ones. Clients of
         several architectures are given theirs by their numbers in the new data. Images are normalized as the
-        federation's.
+        federation's, and words have its ids.
 
         Args:
             model: the federation's model.
@@ -231,7 +231,7 @@ class Federation:
             )
         self.phases = [for_newcomers(phase, str(path), rounds) for phase in self.phases]
         self.newcomers = True
-        datamodule.normalization = content["normalization"]
+        datamodule.normalization, datamodule.vocabulary = content["normalization"], content["vocabulary"]
         return self.fit(model, datamodule)
 
     def validate(self, model: LightningModule, datamodule: FederatedDataModule, ckpt_path: str = LAST) -> None:
