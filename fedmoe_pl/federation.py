@@ -471,7 +471,8 @@ class Federation:
         operations = counter.of_round(state.server, cohort, state.kept, round)
         combined: Update | None = None
         written: dict[int, Any] = {}
-        down = sum((Traffic.of(algorithm.server_send(state.server, client)) for client in cohort), Traffic())
+        receiving = cohort if algorithm.federated else []  # alone, a client goes on from what it has
+        down = sum((Traffic.of(algorithm.server_send(state.server, client)) for client in receiving), Traffic())
         up = Traffic()
         for group in self.active_backend.train(training, state.server, cohort, state.kept, round):
             combined = group.update if combined is None else algorithm.combine(combined, group.update)

@@ -142,6 +142,18 @@ def test_rounds_csv_has_traffic_and_operations_of_all_rounds_so_far(tmp_path):
         assert [int(row["flops"]) for row in csv.DictReader(file)] == flops
 
 
+def test_clients_that_train_alone_send_and_receive_nothing(tmp_path):
+    phases = [
+        phase("FedAvg", FedAvg("global_expert.*"), gate=ConstantGate(1)),
+        phase("Fine-tuned", PersonalizedExpert()),
+        phase("PFL-MF", PFLMoE(interleaved=True), rounds=4),
+    ]
+    states = run(phases, mixture(LinearGate(5)), blobs(SIZES), tmp_path).states
+    assert states["FedAvg"].traffic["parameters_down"] == 4 * (5 * 6 + 6 + 6 * 3 + 3)
+    for name in ("Fine-tuned", "PFL-MF"):
+        assert set(states[name].traffic.values()) == {0}
+
+
 # --- cost to a target ---
 
 
