@@ -50,7 +50,7 @@ class AGNews(FederatedDataModule):
         self.length = length
 
     def load(self) -> Arrays:
-        """Read the files, count the words of the training texts, unless there is a vocabulary, and look up their ids."""
+        """Read the files, count the words unless there is a vocabulary, and look up their ids."""
         (train, y_train), (test, y_test) = (_read(self.root, part) for part in ("train", "test"))
         if self.vocabulary is None:
             self.vocabulary = [*vocabulary(train, self.vocabulary_size)]
