@@ -39,7 +39,7 @@ from fedmoe_pl.checkpoint import (
     save_checkpoint,
     save_finished,
 )
-from fedmoe_pl.checks import check_phase, check_phases, check_store, check_trainer
+from fedmoe_pl.checks import check_best_epoch, check_phase, check_phases, check_store, check_trainer
 from fedmoe_pl.cluster_monitor import ClusterMonitor
 from fedmoe_pl.data import FederatedDataModule, partition_figure, partition_table
 from fedmoe_pl.evaluation import Evaluation, evaluate_clients, personal_tensors, predict
@@ -359,6 +359,7 @@ class Federation:
         for phase in self.phases:
             module = self._module(phase)
             check_phase(phase, module, datamodule, self.seed)
+            check_best_epoch(phase, self._client_trainer(phase), datamodule)
             if phase.ckpt_path:
                 begin_phase(phase, module, None, self.newcomers)
         self.work = {

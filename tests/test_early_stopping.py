@@ -220,6 +220,11 @@ def test_a_run_stopped_within_a_phase_that_ends_early_and_resumed_gives_the_same
         ({"monitor": "validation_loss", "evaluate": False}, "monitor is 'validation_loss', which needs evaluate: true"),
         ({"trainer": {"max_epochs": 3}}, "trainer has max_epochs, which a phase takes as `max_epochs`"),
         ({"trainer": {"limit_val_batchs": 1.0}}, "unexpected keyword argument 'limit_val_batchs'"),
+        ({"callbacks": [BestEpoch()]}, r"callbacks has a BestEpoch, but limit_val_batches .* is 0; it must be above 0"),
+        (
+            {"callbacks": [BestEpoch()], "trainer": {"limit_val_batches": 1.0}},
+            r"callbacks has a BestEpoch, but data\.init_args\.validation_fraction is 0",
+        ),
         ({"monitor": "validation_loss"}, "monitor is 'validation_loss', but data.init_args.validation_fraction is 0"),
     ],
 )
