@@ -171,6 +171,11 @@ def check_phase(phase: Phase, module: LightningModule, datamodule: FederatedData
             raise MisconfigurationException(
                 f"{key}: monitor is '{metric}', but data.init_args.{source} is 0, so that no client has such samples."
             )
+    if phase.algorithm.needs_validation and not len(datamodule.validation_samples.indices):
+        raise MisconfigurationException(
+            f"{key}: {type(phase.algorithm).__name__} with these arguments validates, but "
+            "data.init_args.validation_fraction is 0, so that no client has validation samples; it must be above 0."
+        )
     single = (datamodule.train_samples.sizes == 1).nonzero().flatten()
     if len(single) and has_batch_norm(module):
         raise MisconfigurationException(
