@@ -16,7 +16,16 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from fedmoe_pl.algorithms import FedAvg
-from fedmoe_pl.models import VGG16, ConstantGate, FeatureGate, LeNet5, LinearGate, PersonalizedMoE, SmallMLP
+from fedmoe_pl.models import (
+    VGG16,
+    ConstantGate,
+    FeatureGate,
+    LeNet5,
+    LinearGate,
+    PersonalizedMoE,
+    RepresentationMoE,
+    SmallMLP,
+)
 from fedmoe_pl.phase import Phase, phase_module
 
 plain_trainer = pytest.mark.filterwarnings(
@@ -379,3 +388,12 @@ class _Loss(LightningModule):
 
     def forward(self, batch):
         return self.module.loss(batch)
+
+
+@pytest.mark.parametrize("weights", [[1.0], [0.0, 0.0, 1.0]])
+def test_a_constant_gate_of_another_number_of_experts_is_refused(weights):
+    gate = ConstantGate(weights)
+    with pytest.raises(MisconfigurationException, match=f"weighs {len(weights)} experts, but a PersonalizedMoE has 2"):
+        PersonalizedMoE(SmallMLP(), gate=gate)
+    with pytest.raises(MisconfigurationException, match=f"weighs {len(weights)} experts, but a RepresentationMoE has"):
+        RepresentationMoE(SmallMLP(), [SmallMLP()], gate=gate)
