@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import pickle
 import zlib
@@ -66,12 +67,14 @@ class PhaseState:
     flops: float = 0
 
     def remember_best(self, metric: float, min_delta: float = 0.0) -> None:
-        """Remembers this round if its metric, of which more is better, is the best so far.
+        """Remembers this round if its metric, of which more is better and nan is never any, is the best so far.
 
         Args:
             metric: of this round.
             min_delta: how much more than the last improvement counts as one.
         """
+        if math.isnan(metric):
+            return  # nothing would ever compare as better
         if self.improved_metric is None or metric > self.improved_metric + min_delta:
             self.improved_metric, self.improved_round = metric, self.round
         if self.best_metric is None or metric > self.best_metric:
