@@ -88,10 +88,12 @@ class Algorithm:
         frozen_train_mode: whether modules without a trainable parameter stay in train mode (dropout active), as in
             the official codes, rather than in eval mode (METHODS section 2).
         needs_all_clients: whether all clients must train in every round.
+        needs_validation: whether clients must have validation samples.
     """
 
     federated: bool = True
     needs_all_clients: bool = False
+    needs_validation: bool = False
     frozen_train_mode: bool = False
 
     @property

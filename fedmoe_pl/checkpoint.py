@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import pickle
 import zlib
@@ -66,12 +67,14 @@ class PhaseState:
     flops: float = 0
 
     def remember_best(self, metric: float, min_delta: float = 0.0) -> None:
-        """Remembers this round if its metric, of which more is better, is the best so far.
+        """Remembers this round if its metric, of which more is better and nan is never any, is the best so far.
 
         Args:
             metric: of this round.
             min_delta: how much more than the last improvement counts as one.
         """
+        if math.isnan(metric):
+            return  # nothing would ever compare as better
         if self.improved_metric is None or metric > self.improved_metric + min_delta:
             self.improved_metric, self.improved_round = metric, self.round
         if self.best_metric is None or metric > self.best_metric:
@@ -231,8 +234,9 @@ def load_run(path: Path, rounds: dict[str, int], identity: dict[str, Any]) -> di
 
 
 def identify(seed: int, datamodule: FederatedDataModule) -> dict[str, Any]:
-    """What tells a run from others: its seed, who holds which data, and how images are normalized."""
-    return {"seed": seed, "partition": fingerprint(datamodule), "normalization": datamodule.normalization}
+    """What tells a run from others: its seed, who holds which data, how images are normalized, and words' ids."""
+    read = {"normalization": datamodule.normalization, "vocabulary": datamodule.vocabulary}
+    return {"seed": seed, "partition": fingerprint(datamodule), **read}
 
 
 def fingerprint(datamodule: FederatedDataModule) -> str:

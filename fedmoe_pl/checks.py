@@ -13,6 +13,7 @@ from lightning.pytorch.accelerators import CPUAccelerator
 
 from fedmoe_pl.aggregation import copy_module
 from fedmoe_pl.backends import changes_loss, has_batch_norm, overridden_hooks, quiet
+from fedmoe_pl.callbacks import BestEpoch
 from fedmoe_pl.cohort import cohort_size
 from fedmoe_pl.data import FederatedDataModule
 from fedmoe_pl.evaluation import predict
@@ -92,6 +93,34 @@ def check_trainer(arguments: dict[str, Any]) -> list[torch.device]:
     return found
 
 
+def check_best_epoch(phase: Phase, trainer: dict[str, Any], datamodule: FederatedDataModule) -> None:
+    """Refuses a ``BestEpoch`` where no client ever validates, which would train all epochs without a word.
+
+    Args:
+        phase: the phase.
+        trainer: arguments of its clients' Trainers.
+        datamodule: who holds which data; already set up.
+
+    Raises:
+        MisconfigurationException: with one sentence.
+    """
+    callbacks = trainer.get("callbacks") or []
+    callbacks = callbacks if isinstance(callbacks, list) else [callbacks]
+    if not any(isinstance(callback, BestEpoch) for callback in callbacks):
+        return
+    key = f"federation.phases '{phase.name}': callbacks has a BestEpoch"
+    if not trainer["limit_val_batches"]:
+        raise MisconfigurationException(
+            f"{key}, but limit_val_batches of the phase's trainer is {trainer['limit_val_batches']}; it must be above "
+            "0, such as 1.0, so that clients validate."
+        )
+    if not len(datamodule.validation_samples.indices):
+        raise MisconfigurationException(
+            f"{key}, but data.init_args.validation_fraction is 0, so that no client has validation samples; it must be "
+            "above 0."
+        )
+
+
 def check_phase(phase: Phase, module: LightningModule, datamodule: FederatedDataModule, seed: int) -> None:
     """Refuses a phase that does not fit its module or the data.
 
@@ -142,6 +171,11 @@ def check_phase(phase: Phase, module: LightningModule, datamodule: FederatedData
             raise MisconfigurationException(
                 f"{key}: monitor is '{metric}', but data.init_args.{source} is 0, so that no client has such samples."
             )
+    if phase.algorithm.needs_validation and not len(datamodule.validation_samples.indices):
+        raise MisconfigurationException(
+            f"{key}: {type(phase.algorithm).__name__} with these arguments validates, but "
+            "data.init_args.validation_fraction is 0, so that no client has validation samples; it must be above 0."
+        )
     single = (datamodule.train_samples.sizes == 1).nonzero().flatten()
     if len(single) and has_batch_norm(module):
         raise MisconfigurationException(

@@ -39,7 +39,7 @@ from fedmoe_pl.checkpoint import (
     save_checkpoint,
     save_finished,
 )
-from fedmoe_pl.checks import check_phase, check_phases, check_store, check_trainer
+from fedmoe_pl.checks import check_best_epoch, check_phase, check_phases, check_store, check_trainer
 from fedmoe_pl.cluster_monitor import ClusterMonitor
 from fedmoe_pl.data import FederatedDataModule, partition_figure, partition_table
 from fedmoe_pl.evaluation import Evaluation, evaluate_clients, personal_tensors, predict
@@ -204,7 +204,7 @@ class Federation:
         Federated phases are taken from the checkpoint; what clients do not share there, the new ones train in local
         rounds, of which the server learns nothing. Phases that clients do alone are done by the new ones. Clients of
         several architectures are given theirs by their numbers in the new data. Images are normalized as the
-        federation's.
+        federation's, and words have its ids.
 
         Args:
             model: the federation's model.
@@ -231,7 +231,7 @@ class Federation:
             )
         self.phases = [for_newcomers(phase, str(path), rounds) for phase in self.phases]
         self.newcomers = True
-        datamodule.normalization = content["normalization"]
+        datamodule.normalization, datamodule.vocabulary = content["normalization"], content["vocabulary"]
         return self.fit(model, datamodule)
 
     def validate(self, model: LightningModule, datamodule: FederatedDataModule, ckpt_path: str = LAST) -> None:
@@ -359,6 +359,7 @@ class Federation:
         for phase in self.phases:
             module = self._module(phase)
             check_phase(phase, module, datamodule, self.seed)
+            check_best_epoch(phase, self._client_trainer(phase), datamodule)
             if phase.ckpt_path:
                 begin_phase(phase, module, None, self.newcomers)
         self.work = {
@@ -471,7 +472,8 @@ class Federation:
         operations = counter.of_round(state.server, cohort, state.kept, round)
         combined: Update | None = None
         written: dict[int, Any] = {}
-        down = sum((Traffic.of(algorithm.server_send(state.server, client)) for client in cohort), Traffic())
+        receiving = cohort if algorithm.federated else []  # alone, a client goes on from what it has
+        down = sum((Traffic.of(algorithm.server_send(state.server, client)) for client in receiving), Traffic())
         up = Traffic()
         for group in self.active_backend.train(training, state.server, cohort, state.kept, round):
             combined = group.update if combined is None else algorithm.combine(combined, group.update)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import random
+import warnings
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -84,12 +85,14 @@ def _of_one_batch(
     if not trains_by_loss(training.algorithm, training.module):
         return math.nan, 1
     module = copy_module(training.module)
-    with _same_random_numbers():
+    with _same_random_numbers(), warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "TF32 acceleration on top of oneDNN")  # of a CPU's build, when flags are set
         try:
             client, const, samples = begin_client(training, module, server, client_id, kept, round)
             Freezing(training, module, round).freeze(epoch)
             x, y = next(iter(training.datamodule.batches(samples, batch_size=training.batch_size)))
-            with FlopCounterMode(display=False) as counter:
+            # oneDNN's LSTM is one operation, of which the counter knows nothing; without it, it is matrix products
+            with torch.backends.mkldnn.flags(enabled=False), FlopCounterMode(display=False) as counter:
                 training.algorithm.client_loss(client.module, (x.cpu(), y.cpu()), const)[0].backward()
         except Exception:  # a loss may need its Trainer, or the whole run; training itself says what is wrong with it
             return math.nan, 1

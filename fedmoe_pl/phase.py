@@ -54,7 +54,7 @@ class Phase:
         evaluate_every_n_rounds: evaluate after every n rounds; None takes the federation's.
         callbacks: Lightning callbacks of each client's Trainer in this phase, such as ``BestEpoch``, beside those of
             ``trainer``.
-        trainer: arguments of each client's Trainer in this phase, in place of those of ``trainer``.
+        trainer: arguments of each client's Trainer in this phase, in place of those of ``trainer``; not its devices.
         evaluate: whether the phase is a method of its own, evaluated and in the table, or only a start for others.
         ckpt_path: takes the phase's result from a federation's checkpoint (its phase of the same name) or from a
             Lightning checkpoint with the same parameter names, in place of training.
@@ -117,6 +117,11 @@ class Phase:
             raise MisconfigurationException(
                 f"{key}: evaluate_every_n_rounds is 0, but monitor is '{self.monitor}'; it must be at least 1."
             )
+        for name in ("accelerator", "devices", "num_nodes"):
+            if name in (self.trainer or {}):
+                raise MisconfigurationException(
+                    f"{key}: trainer has {name}, which is the same for all phases; it belongs to the section trainer."
+                )
         if "max_epochs" in (self.trainer or {}):
             raise MisconfigurationException(f"{key}: trainer has max_epochs, which a phase takes as `max_epochs`.")
         if self.monitor_from_round > self.rounds:
@@ -174,10 +179,11 @@ def begin_phase(
     content = load_checkpoint(phase.ckpt_path)
     key = f"federation.phases '{phase.name}': ckpt_path is '{phase.ckpt_path}'"
     if "phases" not in content:  # a checkpoint of Lightning
-        missing = [name for name in server if name not in content["state_dict"]]
+        shared = [name for name in server if name in initial]  # the rest is what the algorithm itself keeps count of
+        missing = [name for name in shared if name not in content["state_dict"]]
         if missing:
             raise MisconfigurationException(f"{key}, which has no '{missing[0]}'; it must have all shared parameters.")
-        given = PhaseState({}, _only(server, content["state_dict"]))
+        given = PhaseState({}, {**server, **_only(shared, content["state_dict"])})
     else:
         finished = [name for name, state in content["phases"].items() if state.finished]
         if phase.name not in finished:

@@ -177,7 +177,7 @@ def _legend(evaluations: list[Evaluation], metrics: Sequence[str]) -> list[str]:
 
 
 def mean_gate_weight_by_class(evaluation: Evaluation, num_classes: int) -> Tensor:
-    """Mean weight of the global expert (expert 0) on each client's own samples of each class.
+    """Mean weight of the global experts together on each client's own samples of each class.
 
     Args:
         evaluation: an evaluation of a model with a gate.

@@ -6,7 +6,7 @@ from functools import partial
 
 import pytest
 import torch
-from helpers import Expert, OneWeight, blobs, mixture, phase, run, two_quadratics
+from helpers import Expert, OneWeight, TensorData, blobs, mixture, phase, run, two_quadratics
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.loggers import TensorBoardLogger
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
@@ -19,7 +19,7 @@ from fedmoe_pl import Phase
 from fedmoe_pl.algorithms import FedAvg, Local, PersonalizedExpert, PFedMoE, PFLMoE
 from fedmoe_pl.costs import CostToTarget, target_rows
 from fedmoe_pl.flops import FlopCounter
-from fedmoe_pl.models import ConstantGate, LinearGate, PersonalizedMoE
+from fedmoe_pl.models import BiLSTM, ConstantGate, LinearGate, PersonalizedMoE
 from fedmoe_pl.representations import RepresentationMonitor, embed
 
 SGD = partial(torch.optim.SGD, lr=0.1)
@@ -83,6 +83,21 @@ def test_a_sample_that_makes_no_batch_is_not_counted():
     assert of_round(training) == (12 + 8 + 11) * (linear(5, 6, passes=2) + linear(6, 3, passes=3))
 
 
+def test_an_lstm_takes_the_matrix_products_of_its_gates():
+    """Texts of 10 words, embedded in 8 numbers, 16 units each way: 4 gates of (8 + 16) products a word and direction.
+
+    Nothing asks for the gradient of the first state; the embedding, a look-up, asks for that of its rows.
+    """
+    module = PersonalizedMoE(BiLSTM(50, 8, 16), gate=ConstantGate(1), optimizer=SGD)
+    x, y = torch.arange(60).view(6, 10) % 50, torch.arange(6) % 4
+    data = TensorData(x, y, [torch.arange(6)], dtype=torch.int64, batch_size=3)
+    data.setup()
+    training = local_training(module, FedAvg("global_expert.*"), data, max_epochs=1)
+    of_words = 10 * 2 * (linear(8, 4 * 16, passes=3) + linear(16, 4 * 16, passes=3))
+    of_first_state = 2 * linear(16, 4 * 16, passes=1)
+    assert of_round(training) == 6 * (of_words - of_first_state + linear(32, 4, passes=3))
+
+
 def test_a_module_that_needs_its_trainer_is_not_counted_and_the_column_is_empty(tmp_path):
     fed = run([phase("FedAvg", FedAvg())], OneWeight(), two_quadratics(), tmp_path)
     assert math.isnan(fed.states["FedAvg"].flops)
@@ -125,6 +140,18 @@ def test_rounds_csv_has_traffic_and_operations_of_all_rounds_so_far(tmp_path):
     assert [row["round"] for row in fed.rows] == [1, 2, 3] and flops == sorted(flops) and flops[0] > 0
     with (fed.run_dir / "rounds.csv").open(newline="") as file:
         assert [int(row["flops"]) for row in csv.DictReader(file)] == flops
+
+
+def test_clients_that_train_alone_send_and_receive_nothing(tmp_path):
+    phases = [
+        phase("FedAvg", FedAvg("global_expert.*"), gate=ConstantGate(1)),
+        phase("Fine-tuned", PersonalizedExpert()),
+        phase("PFL-MF", PFLMoE(interleaved=True), rounds=4),
+    ]
+    states = run(phases, mixture(LinearGate(5)), blobs(SIZES), tmp_path).states
+    assert states["FedAvg"].traffic["parameters_down"] == 4 * (5 * 6 + 6 + 6 * 3 + 3)
+    for name in ("Fine-tuned", "PFL-MF"):
+        assert set(states[name].traffic.values()) == {0}
 
 
 # --- cost to a target ---

@@ -1,6 +1,7 @@
 """Phases and clients that end when their validation stops getting better, against bare loops."""
 
 import copy
+import math
 from functools import partial
 
 import pytest
@@ -20,6 +21,7 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 
 from fedmoe_pl.algorithms import OptInFedAvg, PersonalizedExpert, SpecialistMixture
 from fedmoe_pl.callbacks import BestEpoch, FederationCallback
+from fedmoe_pl.checkpoint import PhaseState
 from fedmoe_pl.federation import Federation
 from fedmoe_pl.models import ConstantGate, LinearGate
 from fedmoe_pl.phase import Phase
@@ -218,8 +220,14 @@ def test_a_run_stopped_within_a_phase_that_ends_early_and_resumed_gives_the_same
         ({"min_delta": -0.1}, "min_delta is -0.1, but must be at least 0"),
         ({"monitor": "validation_loss", "evaluate_every_n_rounds": 0}, "evaluate_every_n_rounds is 0, but monitor is"),
         ({"monitor": "validation_loss", "evaluate": False}, "monitor is 'validation_loss', which needs evaluate: true"),
+        ({"trainer": {"devices": 2}}, "trainer has devices, which is the same for all phases"),
         ({"trainer": {"max_epochs": 3}}, "trainer has max_epochs, which a phase takes as `max_epochs`"),
         ({"trainer": {"limit_val_batchs": 1.0}}, "unexpected keyword argument 'limit_val_batchs'"),
+        ({"callbacks": [BestEpoch()]}, r"callbacks has a BestEpoch, but limit_val_batches .* is 0; it must be above 0"),
+        (
+            {"callbacks": [BestEpoch()], "trainer": {"limit_val_batches": 1.0}},
+            r"callbacks has a BestEpoch, but data\.init_args\.validation_fraction is 0",
+        ),
         ({"monitor": "validation_loss"}, "monitor is 'validation_loss', but data.init_args.validation_fraction is 0"),
     ],
 )
@@ -227,3 +235,10 @@ def test_a_schedule_that_cannot_be_followed_is_refused_before_training(tmp_path,
     with pytest.raises(MisconfigurationException, match=sentence):
         run([Phase("FedAvg", OptInFedAvg(), **arguments)], mixture(), blobs(), tmp_path)
     assert not list(tmp_path.rglob("version_*"))
+
+
+def test_a_round_without_a_number_is_never_the_best():
+    state = PhaseState({}, {})
+    for state.round, metric in enumerate((math.nan, 0.5, math.nan, 0.7, 0.6), start=1):
+        state.remember_best(metric)
+    assert (state.best_round, state.best_metric, state.improved_round) == (4, 0.7, 4)

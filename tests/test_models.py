@@ -16,7 +16,17 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from fedmoe_pl.algorithms import FedAvg
-from fedmoe_pl.models import VGG16, ConstantGate, FeatureGate, LeNet5, LinearGate, PersonalizedMoE, SmallMLP
+from fedmoe_pl.models import (
+    VGG16,
+    ClusteredMoE,
+    ConstantGate,
+    FeatureGate,
+    LeNet5,
+    LinearGate,
+    PersonalizedMoE,
+    RepresentationMoE,
+    SmallMLP,
+)
 from fedmoe_pl.phase import Phase, phase_module
 
 plain_trainer = pytest.mark.filterwarnings(
@@ -379,3 +389,29 @@ class _Loss(LightningModule):
 
     def forward(self, batch):
         return self.module.loss(batch)
+
+
+@pytest.mark.parametrize("weights", [[1.0], [0.0, 0.0, 1.0]])
+def test_a_constant_gate_of_another_number_of_experts_is_refused(weights):
+    gate = ConstantGate(weights)
+    with pytest.raises(MisconfigurationException, match=f"weighs {len(weights)} experts, but a PersonalizedMoE has 2"):
+        PersonalizedMoE(SmallMLP(), gate=gate)
+    with pytest.raises(MisconfigurationException, match=f"weighs {len(weights)} experts, but a RepresentationMoE has"):
+        RepresentationMoE(SmallMLP(), [SmallMLP()], gate=gate)
+
+
+def test_clusters_of_vgg16_are_drawn_as_it_is():
+    """N(0, sqrt(2 / (9 * 512))) for the last convolution, of 2.4 million weights, and biases of 0."""
+    for expert in ClusteredMoE(VGG16(), 2).global_experts:
+        last = [part for part in expert.modules() if isinstance(part, nn.Conv2d)][-1]
+        assert last.weight.std().item() == pytest.approx((2 / (9 * 512)) ** 0.5, rel=0.01)
+        assert not last.bias.any()
+
+
+def test_the_logged_weight_of_the_global_experts_is_that_of_all_of_them(tmp_path):
+    gate = ConstantGate([0.2, 0.3, 0.5])
+    module = ClusteredMoE(SmallMLP(5, 4, 3), 2, gate=gate)
+    trainer = Trainer(max_epochs=1, logger=False, enable_checkpointing=False, default_root_dir=tmp_path)
+    data = DataLoader(TensorDataset(torch.zeros(4, 5), torch.zeros(4, dtype=torch.int64)))
+    (found,) = trainer.test(module, data, verbose=False)
+    assert found["test_gate/global_expert"] == pytest.approx(0.5)

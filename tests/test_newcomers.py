@@ -28,8 +28,18 @@ from fedmoe_pl.algorithms import (
     PFedMoE,
     SpecialistMixture,
 )
+from fedmoe_pl.data import IID, AGNews
 from fedmoe_pl.federation import Federation
-from fedmoe_pl.models import ClusteredMoE, ConstantGate, LinearGate, NetworkGate, RepresentationMLP, RepresentationMoE
+from fedmoe_pl.models import (
+    BiLSTM,
+    ClusteredMoE,
+    ConstantGate,
+    LinearGate,
+    NetworkGate,
+    PersonalizedMoE,
+    RepresentationMLP,
+    RepresentationMoE,
+)
 from fedmoe_pl.phase import Phase
 
 sgd = partial(torch.optim.SGD, lr=0.1)
@@ -127,6 +137,30 @@ def test_images_of_newcomers_are_normalized_as_the_federation_s(tmp_path):
     expected = (second.arrays.x_train.double() / 255 - mean) / std
     torch.testing.assert_close(second.x[:12].double(), expected, rtol=0, atol=1e-5)
     assert abs(second.x.mean()) > 1, "with a normalization of its own it would be 0"
+
+
+def test_words_of_newcomers_have_the_federation_s_ids(tmp_path):
+    """The newcomers' texts have the same words, the rarest first, and one that the federation does not know."""
+    topics = ["war peace", "ball goal", "bank money", "chip code"]
+    files = {"old": [1, 2, 3, 4] * 6 + [1, 1, 1], "new": [4, 3, 2, 1] * 6 + [4, 4, 4]}
+    for folder, labels in files.items():
+        (tmp_path / folder).mkdir()
+        rows = [f'"{label}","{topics[label - 1]}","{"new " if folder == "new" else ""}"\n' for label in labels]
+        for part in ("train", "test"):
+            (tmp_path / folder / f"{part}.csv").write_text("".join(rows))
+
+    def data(folder):
+        return AGNews(str(tmp_path / folder), vocabulary_size=9, length=3, num_clients=2, partitioner=IID())
+
+    model = PersonalizedMoE(BiLSTM(11, 8, 8), optimizer=partial(torch.optim.SGD, lr=0.1))
+    run = federation(tmp_path, [fedavg(rounds=1)])
+    run.fit(model, data("old"))
+    later = federation(tmp_path / "later", [fedavg(rounds=1)])
+    newcomers = data("new")
+    later.personalize(model, newcomers, str(run.run_dir / "checkpoints/last.ckpt"))
+    # ids go by falling frequency, then by alphabet: peace, war, ball, bank, chip, code, goal, money from 2 on
+    expected = {1: [3, 2, 1], 2: [4, 8, 1], 3: [5, 9, 1], 4: [6, 7, 1]}
+    assert newcomers.x.tolist() == 2 * [expected[label] for label in files["new"]]
 
 
 def test_newcomers_are_refused_without_what_they_need(tmp_path):

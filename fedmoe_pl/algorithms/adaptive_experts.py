@@ -49,6 +49,7 @@ class FineTunedCluster(Algorithm):
     """
 
     federated = False
+    needs_all_clients = True  # one that is left out in the first round would never choose
 
     def __init__(self, trainable: str | list[str] = "global_experts.0.*") -> None:
         self.trainable = Patterns(trainable)

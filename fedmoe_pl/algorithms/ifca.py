@@ -82,6 +82,7 @@ class EpsilonGreedyIFCA(Algorithm):
         self.decay_rounds = decay_rounds
         self.weighting = weighting
         self.patience = patience
+        self.needs_validation = patience is not None
         self.check_every_n_rounds = check_every_n_rounds
 
     def check(self, module: LightningModule) -> None:
@@ -145,13 +146,7 @@ class EpsilonGreedyIFCA(Algorithm):
         if not self.patience:
             return none
         assert client.datamodule is not None
-        validation = client.datamodule.validation_samples
-        if not len(validation.indices):  # no hook before the first round knows the data
-            raise MisconfigurationException(
-                f"algorithm.init_args.patience is {self.patience}, but data.init_args.validation_fraction is 0, so "
-                "that no client has validation samples; it must be above 0."
-            )
-        samples = validation[client.id]
+        samples = client.datamodule.validation_samples[client.id]
         if (client.round + 1) % self.check_every_n_rounds or not len(samples):
             return none
         loss = _mean_loss(client.module, cluster, client.batches(samples))

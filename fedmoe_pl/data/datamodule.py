@@ -60,6 +60,8 @@ class FederatedDataModule(LightningDataModule, ABC):
             shape (num_clients, num_classes).
         normalization: mean and standard deviation of each channel that images are normalized with; set it before
             ``setup`` to those of another federation's data, where the data's own are not given. None for other data.
+        vocabulary: words in the order of their ids, where the data are texts that are split into words; set it before
+            ``setup`` to that of another federation's data. None for other data.
         black: what a black pixel is in ``x``, shape (channels, 1, 1); 0 for data that came as floating point.
 
     Raises:
@@ -118,6 +120,7 @@ class FederatedDataModule(LightningDataModule, ABC):
         self.global_test_size = global_test_size
         self.rotations = check_rotations(rotations)
         self.normalization: tuple[list[float], list[float]] | None = None
+        self.vocabulary: list[str] | None = None
 
     @abstractmethod
     def load(self) -> Arrays:

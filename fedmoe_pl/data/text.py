@@ -50,9 +50,11 @@ class AGNews(FederatedDataModule):
         self.length = length
 
     def load(self) -> Arrays:
-        """Read the files, count the words of the training texts and look up their ids."""
+        """Read the files, count the words unless there is a vocabulary, and look up their ids."""
         (train, y_train), (test, y_test) = (_read(self.root, part) for part in ("train", "test"))
-        ids = vocabulary(train, self.vocabulary_size)
+        if self.vocabulary is None:
+            self.vocabulary = [*vocabulary(train, self.vocabulary_size)]
+        ids = {word: i for i, word in enumerate(self.vocabulary, start=_FIRST_WORD)}
         return Arrays(to_ids(train, ids, self.length), y_train, to_ids(test, ids, self.length), y_test)
 
 

@@ -10,6 +10,8 @@ from __future__ import annotations
 
 from torch import Tensor, nn
 
+from fedmoe_pl.models.layers import FanOutConv2d
+
 
 class LeNet5(nn.Module):
     """LeNet-5 with ReLU and max pooling (PFL-MoE; METHODS section 3): 61,706 parameters with one channel.
@@ -71,10 +73,7 @@ class VGG16(nn.Module):
             if isinstance(width, str):
                 layers.append(nn.MaxPool2d(2))
             else:
-                convolution = nn.Conv2d(channels, width, 3, padding=1)
-                nn.init.normal_(convolution.weight, 0, (2 / (9 * width)) ** 0.5)
-                nn.init.zeros_(convolution.bias)  # pyright: ignore[reportArgumentType]
-                layers += [convolution, nn.ReLU(inplace=True)]
+                layers += [FanOutConv2d(channels, width, 3, padding=1), nn.ReLU(inplace=True)]
                 channels = width
         self.extractor = nn.Sequential(*layers, nn.Flatten())  # (B, 512)
         self.classifier = nn.Sequential(

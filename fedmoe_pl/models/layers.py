@@ -15,6 +15,16 @@ class XavierConv2d(nn.Conv2d):
         nn.init.xavier_uniform_(self.weight)
 
 
+class FanOutConv2d(nn.Conv2d):
+    """A convolution with weights from N(0, sqrt(2 / (k * k * out_channels))) and bias 0, whenever it is drawn anew."""
+
+    def reset_parameters(self) -> None:
+        """Draws the weight and sets the bias to 0."""
+        super().reset_parameters()
+        nn.init.normal_(self.weight, 0, (2 / (self.kernel_size[0] * self.kernel_size[1] * self.out_channels)) ** 0.5)
+        nn.init.zeros_(self.bias)  # pyright: ignore[reportArgumentType]
+
+
 class SmallBiasLinear(nn.Linear):
     """A linear layer whose bias starts at 0.01, whenever it is drawn anew."""
 

@@ -118,7 +118,7 @@ class MixtureOfExperts(LightningModule, ABC):
         accuracy = multiclass_accuracy(metrics["logits"], batch[1], metrics["logits"].shape[1], average="micro")
         values = {"loss": loss, "accuracy": accuracy}
         if self.has_global_expert:
-            values["gate/global_expert"] = metrics["gate_weights"][:, 0].mean()
+            values["gate/global_expert"] = metrics["gate_weights"][:, :-1].sum(dim=1).mean()
         self.log_dict({f"{stage}_{name}": value for name, value in values.items()}, batch_size=len(batch[1]))
         return loss
 

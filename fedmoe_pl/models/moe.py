@@ -68,6 +68,8 @@ class PersonalizedMoE(MixtureOfExperts):
                 f"model.init_args.gate is a {type(self.gate).__name__}, which reads features, but the global expert "
                 f"{type(global_expert).__name__} has no `extractor` and `classifier`; LinearGate reads the input."
             )
+        if isinstance(self.gate, ConstantGate):
+            self._check_gate(len(self.gate.weights))
         run_once(self, global_expert)
 
     def mix(self, x: Tensor) -> tuple[Tensor, Tensor]:
@@ -96,8 +98,11 @@ class PersonalizedMoE(MixtureOfExperts):
                 f"model.init_args.local_expert gives {local_logits.shape[-1]} outputs and "
                 f"model.init_args.global_expert {global_logits.shape[-1]}; both must give one output per class."
             )
-        if weights.shape[1] != 2:
-            raise MisconfigurationException(
-                f"model.init_args.gate weighs {weights.shape[1]} experts, but a PersonalizedMoE has 2."
-            )
+        self._check_gate(weights.shape[1])
         return mix_outputs((global_logits, local_logits), weights, self.mixing), weights
+
+    def _check_gate(self, width: int) -> None:
+        if width != 2:
+            raise MisconfigurationException(
+                f"model.init_args.gate weighs {width} experts, but a PersonalizedMoE has 2."
+            )

@@ -105,6 +105,8 @@ class RepresentationMoE(MixtureOfExperts):
             raise MisconfigurationException(
                 f"mixing is '{self.mixing}', but must be left out: a RepresentationMoE mixes representations."
             )
+        if isinstance(self.gate, ConstantGate):
+            self._check_gate(len(self.gate.weights))
         shape = getattr(self.shared_extractor, "input_shape", None)
         if shape is not None:
             self._check_widths(torch.zeros(1, *shape, dtype=next(self.parameters()).dtype, device=self.device))
@@ -178,11 +180,14 @@ class RepresentationMoE(MixtureOfExperts):
                 f"model.init_args.shared_extractor of {tuple(shared.shape[1:])}; they are added, so must be equal."
             )
         weights = self.gate(shared if self.gate.reads_features else x)  # (B, 2)
-        if weights.shape[1] != 2:
-            raise MisconfigurationException(
-                f"model.init_args.gate weighs {weights.shape[1]} experts, but a RepresentationMoE has 2 extractors."
-            )
+        self._check_gate(weights.shape[1])
         return self.header(mix_outputs((shared, local), weights, "logits")), weights
+
+    def _check_gate(self, width: int) -> None:
+        if width != 2:
+            raise MisconfigurationException(
+                f"model.init_args.gate weighs {width} experts, but a RepresentationMoE has 2 extractors."
+            )
 
     def representations(self, x: Tensor) -> Representations:
         """The representations (B, F) of inputs: mixed as the gate says, of the shared and of the local extractor.
