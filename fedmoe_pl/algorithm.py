@@ -89,11 +89,13 @@ class Algorithm:
             the official codes, rather than in eval mode (METHODS section 2).
         needs_all_clients: whether all clients must train in every round.
         needs_validation: whether clients must have validation samples.
+        needs_plain_steps: whether steps must be those of the optimizer alone, without clipped gradients.
     """
 
     federated: bool = True
     needs_all_clients: bool = False
     needs_validation: bool = False
+    needs_plain_steps: bool = False
     frozen_train_mode: bool = False
 
     @property

@@ -93,8 +93,8 @@ def check_trainer(arguments: dict[str, Any]) -> list[torch.device]:
     return found
 
 
-def check_best_epoch(phase: Phase, trainer: dict[str, Any], datamodule: FederatedDataModule) -> None:
-    """Refuses a ``BestEpoch`` where no client ever validates, which would train all epochs without a word.
+def check_client_trainer(phase: Phase, trainer: dict[str, Any], datamodule: FederatedDataModule) -> None:
+    """Refuses a ``BestEpoch`` where no client ever validates, and clipping that would break an algorithm's formulas.
 
     Args:
         phase: the phase.
@@ -104,6 +104,11 @@ def check_best_epoch(phase: Phase, trainer: dict[str, Any], datamodule: Federate
     Raises:
         MisconfigurationException: with one sentence.
     """
+    if phase.algorithm.needs_plain_steps and trainer.get("gradient_clip_val"):
+        raise MisconfigurationException(
+            f"federation.phases '{phase.name}': gradient_clip_val of the trainer is {trainer['gradient_clip_val']}, "
+            f"but must be null, because {type(phase.algorithm).__name__} computes with the steps of plain SGD."
+        )
     callbacks = trainer.get("callbacks") or []
     callbacks = callbacks if isinstance(callbacks, list) else [callbacks]
     if not any(isinstance(callback, BestEpoch) for callback in callbacks):

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import re
 from typing import TYPE_CHECKING
-
-from lightning.pytorch.loggers import TensorBoardLogger
 
 from fedmoe_pl.algorithms.ifca import PICKS
 from fedmoe_pl.callbacks import FederationCallback
 from fedmoe_pl.figures import cluster_picks_figure, figure_pixels
+from fedmoe_pl.reporting import method_tag, tensorboard_writers
 
 if TYPE_CHECKING:
     from fedmoe_pl.evaluation import Evaluation
@@ -28,7 +26,8 @@ class ClusterMonitor(FederationCallback):
         server = federation.states[phase.name].server
         if PICKS in server:
             picks = server[PICKS][-1].tolist()
-            scalars = {f"{_tag(phase)}/picked_{cluster}": float(number) for cluster, number in enumerate(picks)}
+            tag = f"clusters/{method_tag(phase.name)}/picked"
+            scalars = {f"{tag}_{cluster}": float(number) for cluster, number in enumerate(picks)}
             for logger in federation.loggers:
                 logger.log_metrics(scalars, step=federation.step)
 
@@ -36,12 +35,7 @@ class ClusterMonitor(FederationCallback):
         """Draws the picks of all rounds up to the result."""
         server = federation.states[phase.name].server
         if PICKS in server and len(server[PICKS]):
-            for logger in federation.loggers:
-                if isinstance(logger, TensorBoardLogger):
-                    pixels = figure_pixels(cluster_picks_figure(phase.name, server[PICKS]))
-                    logger.experiment.add_image(f"{_tag(phase)}/picks", pixels, federation.step, dataformats="HWC")
-
-
-def _tag(phase: Phase) -> str:
-    """The beginning of the phase's tags, with the characters that TensorBoard would replace already replaced."""
-    return "clusters/" + re.sub(r"[^-/\w.]", "_", phase.name)
+            pixels = figure_pixels(cluster_picks_figure(phase.name, server[PICKS]))
+            for writer in tensorboard_writers(federation):
+                tag = f"clusters/{method_tag(phase.name)}/picks"
+                writer.add_image(tag, pixels, federation.step, dataformats="HWC")

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from lightning.pytorch.loggers import TensorBoardLogger
-
 from fedmoe_pl.algorithms.fedmoe_da import aggregation_matrix
 from fedmoe_pl.callbacks import FederationCallback
 from fedmoe_pl.evaluation import Evaluation
 from fedmoe_pl.figures import aggregation_figure, expert_usage_figure, figure_pixels
+from fedmoe_pl.reporting import method_tag, tensorboard_writers
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -36,16 +35,15 @@ class ExpertMonitor(FederationCallback):
             return
         clients = evaluation.clients
         if any(client.gate_weights is not None and not client.has_global_expert for client in clients):
-            _add_figure(federation, f"experts/{phase.name}/used_by_client", expert_usage_figure(evaluation))
+            _add_figure(federation, f"experts/{method_tag(phase.name)}/used_by_client", expert_usage_figure(evaluation))
 
     def _draw_matrix(self, federation: Federation, phase: Phase) -> None:
         found = aggregation_matrix(federation.states[phase.name].server)
         if found is not None:
-            _add_figure(federation, f"experts/{phase.name}/aggregation_matrix", aggregation_figure(*found, phase.name))
+            tag = f"experts/{method_tag(phase.name)}/aggregation_matrix"
+            _add_figure(federation, tag, aggregation_figure(*found, phase.name))
 
 
 def _add_figure(federation: Federation, tag: str, figure: Figure) -> None:
-    for logger in federation.loggers:
-        if isinstance(logger, TensorBoardLogger):
-            pixels = figure_pixels(figure)
-            logger.experiment.add_image(tag.replace(" ", "_"), pixels, federation.step, dataformats="HWC")
+    for writer in tensorboard_writers(federation):
+        writer.add_image(tag, figure_pixels(figure), federation.step, dataformats="HWC")

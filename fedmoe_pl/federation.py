@@ -39,7 +39,7 @@ from fedmoe_pl.checkpoint import (
     save_checkpoint,
     save_finished,
 )
-from fedmoe_pl.checks import check_best_epoch, check_phase, check_phases, check_store, check_trainer
+from fedmoe_pl.checks import check_client_trainer, check_phase, check_phases, check_store, check_trainer
 from fedmoe_pl.cluster_monitor import ClusterMonitor
 from fedmoe_pl.data import FederatedDataModule, partition_figure, partition_table
 from fedmoe_pl.evaluation import Evaluation, evaluate_clients, personal_tensors, predict
@@ -52,6 +52,7 @@ from fedmoe_pl.phase import (
     evaluated_model,
     find_start,
     for_newcomers,
+    keeps_parameters,
     phase_cohort,
     phase_module,
     work_of_round,
@@ -359,7 +360,7 @@ class Federation:
         for phase in self.phases:
             module = self._module(phase)
             check_phase(phase, module, datamodule, self.seed)
-            check_best_epoch(phase, self._client_trainer(phase), datamodule)
+            check_client_trainer(phase, self._client_trainer(phase), datamodule)
             if phase.ckpt_path:
                 begin_phase(phase, module, None, self.newcomers)
         self.work = {
@@ -430,16 +431,18 @@ class Federation:
         """Says how clients will be trained, and refuses what the backend cannot train."""
         phases: dict[str, list[str]] = {}
         for phase in self.phases:
-            if phase.ckpt_path:
-                continue
             module = self._module(phase)
+            if phase.ckpt_path and not (self.newcomers and keeps_parameters(phase, module)):
+                continue
             initial = {name: tensor.detach().cpu() for name, tensor in module.state_dict().items()}
             try:
                 words = self.active_backend.describe(self._local_training(phase, module, initial))
             except MisconfigurationException as error:
                 raise MisconfigurationException(f"federation.phases '{phase.name}': {error}") from error
             phases.setdefault(words, []).append(phase.name)
-        rank_zero_info("backend: " + "; ".join(f"{', '.join(names)}: {words}" for words, names in phases.items()))
+        if phases:
+            said = [f"{', '.join(names)}: {words}" for words, names in phases.items()]
+            rank_zero_info("backend: " + "; ".join(said))
 
     def _run_phase(self, phase: Phase) -> None:
         training = self._training(phase)
@@ -489,6 +492,8 @@ class Federation:
         if not self.newcomers:
             state.server = algorithm.server_update(state.server, combined)
             between = self._exchange(phase, state, round)
+        if self.newcomers:  # they receive the result once
+            down, up = down if round == 0 else Traffic(), Traffic()
         for way, traffic in zip(WAYS, (down, up, between), strict=True):
             for name, value in traffic._asdict().items():
                 state.traffic[f"{name}_{way}"] += value

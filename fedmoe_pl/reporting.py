@@ -128,15 +128,17 @@ class AccuracyMonitor(FederationCallback):
     def on_evaluation_end(self, federation: Federation, phase: Phase, evaluation: Evaluation) -> None:
         """Logs mean, standard deviation and worst tenth of each accuracy, as fractions, and the costs so far."""
         values = {
-            f"{method_tag(evaluation)}/{metric}/{name}": value
+            f"{method_tag(evaluation.method)}/{metric}/{name}": value
             for metric in METRICS
             for name, value in evaluation.spread(metric)._asdict().items()
             if not math.isnan(value)
         }
         state = federation.states[phase.name]
-        values |= {f"{method_tag(evaluation)}/traffic/{name}": float(value) for name, value in state.traffic.items()}
+        values |= {
+            f"{method_tag(evaluation.method)}/traffic/{name}": float(value) for name, value in state.traffic.items()
+        }
         if not math.isnan(state.flops):
-            values[f"{method_tag(evaluation)}/flops"] = float(state.flops)
+            values[f"{method_tag(evaluation.method)}/flops"] = float(state.flops)
         for logger in federation.loggers:
             logger.log_metrics(values, step=federation.step)
 
@@ -151,7 +153,9 @@ class AccuracyMonitor(FederationCallback):
         """Logs the hyperparameters with the final accuracies."""
         results = federation.results.values()
         final = {
-            f"final/{method_tag(e)}/{metric}": e.spread(metric).mean for e in results for metric in present_metrics([e])
+            f"final/{method_tag(e.method)}/{metric}": e.spread(metric).mean
+            for e in results
+            for metric in present_metrics([e])
         }
         hparams = flat_hparams(federation.hparams)
         for logger in federation.loggers:
@@ -211,13 +215,13 @@ class GateMonitor(FederationCallback):
         if not len(means):
             return
         scalars = {
-            f"{method_tag(evaluation)}/mean_gate_weight/mean": means.mean().item(),
-            f"{method_tag(evaluation)}/mean_gate_weight/std": means.std().item(),
+            f"{method_tag(evaluation.method)}/mean_gate_weight/mean": means.mean().item(),
+            f"{method_tag(evaluation.method)}/mean_gate_weight/std": means.std().item(),
         }
         for logger in federation.loggers:
             logger.log_metrics(scalars, step=federation.step)
         summary = _histogram(
-            f"mean_gate_weight/{method_tag(evaluation)}/over_clients",
+            f"mean_gate_weight/{method_tag(evaluation.method)}/over_clients",
             means,
             "Each client's mean weight of the global expert on its own samples: one count per client.",
         )
@@ -231,12 +235,12 @@ class GateMonitor(FederationCallback):
         for writer in tensorboard_writers(federation):
             for client in evaluation.clients[: self.max_clients]:
                 if client.global_weights is not None:
-                    tag = f"gate_weights/{method_tag(evaluation)}/client_{client.client:03d}"
+                    tag = f"gate_weights/{method_tag(evaluation.method)}/client_{client.client:03d}"
                     weights = client.global_weights.detach().cpu().double().numpy()
                     description = "Weight of the global expert on the client's own samples: one count per sample."
                     _add_summary(writer, _histogram(tag, weights, description), federation.step)
             pixels = figure_pixels(gate_weight_figure(evaluation, federation.datamodule.num_classes))
-            tag = f"gate_weights/{method_tag(evaluation)}/by_client_and_class"
+            tag = f"gate_weights/{method_tag(evaluation.method)}/by_client_and_class"
             writer.add_image(tag, pixels, federation.step, dataformats="HWC")
 
 
@@ -258,9 +262,9 @@ def tensorboard_writers(federation: Federation) -> list[SummaryWriter]:
     return [logger.experiment for logger in federation.loggers if isinstance(logger, TensorBoardLogger)]
 
 
-def method_tag(evaluation: Evaluation) -> str:
+def method_tag(method: str) -> str:
     """The method's name as part of a tag, with the characters that TensorBoard would replace already replaced."""
-    return re.sub(r"[^-/\w.]", "_", evaluation.method)
+    return re.sub(r"[^-/\w.]", "_", method)
 
 
 def _preformatted(text: str) -> str:

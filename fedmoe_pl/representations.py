@@ -59,7 +59,7 @@ class RepresentationMonitor(FederationCallback):
         found, classes, owners = self.compute(federation, phase.name)
         points = {name: embed(values, federation.seed) for name, values in found._asdict().items()}
         pixels = figure_pixels(representation_figure(phase.name, points, classes.numpy(), owners.numpy()))
-        tag = f"representations/{method_tag(evaluation)}"
+        tag = f"representations/{method_tag(evaluation.method)}"
         metadata = [list(row) for row in zip(classes.tolist(), owners.tolist(), strict=True)]
         for writer in writers:
             writer.add_image(tag, pixels, federation.step, dataformats="HWC")
@@ -68,7 +68,7 @@ class RepresentationMonitor(FederationCallback):
                 metadata=metadata,
                 metadata_header=["class", "client"],
                 global_step=federation.step,
-                tag=method_tag(evaluation),
+                tag=method_tag(evaluation.method),
             )
 
     def compute(self, federation: Federation, method: str) -> tuple[Representations, Tensor, Tensor]:

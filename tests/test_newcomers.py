@@ -301,3 +301,15 @@ def test_newcomers_of_a_federation_with_opt_out_are_personalized_like_others(tmp
         assert_same_bits(dict(module.global_expert.state_dict()), known)
         specialist = later.client_module("Fine-tuned", client).local_expert.state_dict()
         assert not torch.equal(module.local_expert.classifier[1].weight, specialist["classifier.1.weight"])
+
+
+def test_another_method_s_result_is_refused_in_one_sentence(tmp_path):
+    """IFCA keeps books that FedAvg's checkpoint does not have."""
+    torch.manual_seed(0)
+    model = ClusteredMoE(torch.nn.Linear(5, 3), 2, optimizer=sgd).double()
+    first = ConstantGate([1.0, 0.0, 0.0])
+    run = federation(tmp_path, [Phase("it", FedAvg("global_experts.*"), gate=first)])
+    run.fit(model, blobs())
+    later = federation(tmp_path / "later", [Phase("it", EpsilonGreedyIFCA(), gate=first)])
+    with pytest.raises(MisconfigurationException, match=r"where 'it' was another method: it has no 'clusters/"):
+        later.personalize(model, new_data(), str(run.run_dir / "checkpoints/last.ckpt"))

@@ -28,6 +28,7 @@ from torch import Tensor
 from fedmoe_pl.aggregation import Patterns, Tree, load_tree, mean_of_two
 from fedmoe_pl.algorithm import Algorithm, Client, Update
 from fedmoe_pl.models import ProxyGate, SparseMoE
+from fedmoe_pl.models.layers import draw_anew
 
 _PROXIES = "proxies."  # what clients send in update rounds, by client
 _LATEST, _BEFORE = "aggregation.", "aggregation_before."
@@ -114,9 +115,7 @@ class FedMoEDA(Algorithm):
         """Step 1: loads the embedding and what the client kept; draws its own initial experts where asked for."""
         if client.round == 0 and not self.shared_init:
             client.module.gate.reset_parameters()  # pyright: ignore[reportCallIssue, reportAttributeAccessIssue]
-            for layer in client.module.experts.modules():  # pyright: ignore[reportAttributeAccessIssue]
-                if callable(reset := getattr(layer, "reset_parameters", None)):
-                    reset()
+            draw_anew(client.module.experts)  # pyright: ignore[reportArgumentType]
         load_tree(client.module, self._parameters(sent, client))
         return {}
 

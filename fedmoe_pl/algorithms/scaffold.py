@@ -30,6 +30,8 @@ class Scaffold(Algorithm):
         MisconfigurationException: if ``server_lr`` is not above 0.
     """
 
+    needs_plain_steps = True
+
     def __init__(self, shared: str | list[str] = "*", server_lr: float = 1.0) -> None:
         if not server_lr > 0:
             raise MisconfigurationException(f"algorithm.init_args.server_lr is {server_lr}, but must be above 0.")

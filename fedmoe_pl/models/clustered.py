@@ -10,6 +10,7 @@ from lightning.pytorch.cli import LRSchedulerCallable, OptimizerCallable
 from torch import Tensor, nn
 
 from fedmoe_pl.models.gates import ConstantGate, Gate
+from fedmoe_pl.models.layers import draw_anew
 from fedmoe_pl.models.mixture import Mixing, MixtureOfExperts, mix_outputs, run_once
 
 
@@ -119,11 +120,11 @@ def _drawn_anew(expert: nn.Module) -> nn.Module:
     """A copy of the expert with initial parameters of its own."""
     drawn = copy.deepcopy(expert)
     for layer in drawn.modules():
-        if callable(reset := getattr(layer, "reset_parameters", None)):
-            reset()
-        elif next(layer.parameters(recurse=False), None) is not None:
+        has_parameters = next(layer.parameters(recurse=False), None) is not None
+        if has_parameters and not callable(getattr(layer, "reset_parameters", None)):
             raise MisconfigurationException(
                 f"model.init_args.global_expert has a {type(layer).__name__}, which cannot be drawn anew for every "
                 "cluster; it must have a method reset_parameters."
             )
+    draw_anew(drawn)
     return drawn

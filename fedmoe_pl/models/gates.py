@@ -12,6 +12,8 @@ import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch import Tensor, nn
 
+from fedmoe_pl.models.layers import draw_anew
+
 
 class Gate(nn.Module, ABC):
     """What weighs the experts.
@@ -32,9 +34,8 @@ class Gate(nn.Module, ABC):
 
     def reset_parameters(self) -> None:
         """Draws new initial parameters of all layers, as PFL-MoE does for every client."""
-        for layer in list(self.modules())[1:]:
-            if callable(reset := getattr(layer, "reset_parameters", None)):
-                reset()
+        for part in self.children():
+            draw_anew(part)
 
 
 class ConstantGate(Gate):

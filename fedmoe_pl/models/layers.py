@@ -6,6 +6,13 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch import nn
 
 
+def draw_anew(module: nn.Module) -> None:
+    """Draws new initial parameters, in place, by the ``reset_parameters`` of every layer that has one."""
+    for layer in module.modules():
+        if callable(reset := getattr(layer, "reset_parameters", None)):
+            reset()
+
+
 class XavierConv2d(nn.Conv2d):
     """A convolution whose weight is drawn from Xavier's uniform distribution, whenever it is drawn anew."""
 

@@ -15,6 +15,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parameter import is_lazy
 
 from fedmoe_pl.models.gates import ConstantGate, Gate
+from fedmoe_pl.models.layers import draw_anew
 from fedmoe_pl.models.mixture import Batch, MixtureOfExperts, mix_outputs, run_once
 from fedmoe_pl.models.normalization import SwitchNorm1d
 
@@ -128,7 +129,8 @@ class SparseMoE(MixtureOfExperts):
         self.num_experts = num_experts
         self.load_balancing = load_balancing
         self.embedding = embedding
-        self.experts = nn.ModuleList([expert, *(_drawn_anew(expert) for _ in range(max(numbers) - 1))])
+        self.experts = nn.ModuleList([expert, *(copy.deepcopy(expert) for _ in range(max(numbers) - 1))])
+        draw_anew(self.experts[1:])
         self.gate = ProxyGate(max(numbers))
         self.check_parts()
 
@@ -225,14 +227,6 @@ class SparseMoE(MixtureOfExperts):
 def _zero(expert: nn.Module) -> Tensor | float:
     """Zero as a function of all trained parameters, whose gradients are zero."""
     return sum((parameter.flatten()[0] * 0 for parameter in expert.parameters() if parameter.requires_grad), 0.0)
-
-
-def _drawn_anew(expert: nn.Module) -> nn.Module:
-    expert = copy.deepcopy(expert)
-    for layer in expert.modules():
-        if callable(reset := getattr(layer, "reset_parameters", None)):
-            reset()
-    return expert
 
 
 def _check_expert(expert: nn.Module) -> None:
