@@ -49,7 +49,7 @@ def shortened(path: Path, folder: Path) -> dict:
             if part.get("class_path") == "LEAFCNN":  # several clusters of wide networks take long to write
                 part["init_args"] |= {"conv1_channels": 4, "hidden": 16}
         data["class_path"] = "NpzFile"
-        for name in ("root", "pool", "global_test_size"):
+        for name in ("root", "pool", "global_test_size", "split"):
             data["init_args"].pop(name, None)
         if parts.get("global_expert", {}).get("class_path") == "BiLSTM":
             data["init_args"]["path"] = str(folder / "texts.npz")
