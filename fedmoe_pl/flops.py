@@ -64,9 +64,11 @@ class FlopCounter:
         return total
 
     def _first(self, architecture: int, round: int) -> int:
-        """The first client of an architecture that has samples: the same whenever a run that goes on counts anew."""
+        """The first client of an architecture that takes part: the same whenever a run that goes on counts anew."""
         own = self.training
-        alike = (client for client in range(own.datamodule.num_clients) if own.architecture(client) == architecture)
+        clients = range(own.datamodule.num_clients)
+        first = [*own.algorithm.participants(clients, own.seed), *clients]  # newcomers have not opted out
+        alike = (client for client in first if own.architecture(client) == architecture)
         return next(client for client in alike if _samples(own.of(client), client, round))
 
 

@@ -189,12 +189,12 @@ def begin_phase(
         if phase.name not in finished:
             raise MisconfigurationException(f"{key}, whose finished phases are {finished}; '{phase.name}' must be one.")
         given = content["phases"][phase.name]
-        missing = [name for name in server if name not in given.server]
-        if missing:
-            raise MisconfigurationException(
-                f"{key}, where '{phase.name}' was another method: it has no '{missing[0]}'."
-            )
     load_tree(module, _only(initial, given.server))
+    missing = [name for name in server if name not in given.server]
+    if missing:
+        raise MisconfigurationException(
+            f"{key}, where '{phase.name}' was another method or model: it has no '{missing[0]}'."
+        )
     if newcomers:
         round = 0 if keeps_parameters(phase, module) else phase.rounds
         return PhaseState(initial, given.server, kept, round=round, given=given.best_round or given.round)

@@ -311,5 +311,7 @@ def test_another_method_s_result_is_refused_in_one_sentence(tmp_path):
     run = federation(tmp_path, [Phase("it", FedAvg("global_experts.*"), gate=first)])
     run.fit(model, blobs())
     later = federation(tmp_path / "later", [Phase("it", EpsilonGreedyIFCA(), gate=first)])
-    with pytest.raises(MisconfigurationException, match=r"where 'it' was another method: it has no 'clusters/"):
+    with pytest.raises(
+        MisconfigurationException, match=r"where 'it' was another method or model: it has no 'clusters/"
+    ):
         later.personalize(model, new_data(), str(run.run_dir / "checkpoints/last.ckpt"))
