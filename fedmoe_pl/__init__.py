@@ -2,7 +2,18 @@
 
 from fedmoe_pl.algorithm import Algorithm, Client, Update
 from fedmoe_pl.federation import Federation
-from fedmoe_pl.models import MixtureOfExperts, PersonalizedMoE
+from fedmoe_pl.models import ClusteredMoE, MixtureOfExperts, PersonalizedMoE, RepresentationMoE, SparseMoE
 from fedmoe_pl.phase import Phase
 
-__all__ = ["Algorithm", "Client", "Federation", "MixtureOfExperts", "PersonalizedMoE", "Phase", "Update"]
+__all__ = [
+    "Algorithm",
+    "Client",
+    "ClusteredMoE",
+    "Federation",
+    "MixtureOfExperts",
+    "PersonalizedMoE",
+    "Phase",
+    "RepresentationMoE",
+    "SparseMoE",
+    "Update",
+]

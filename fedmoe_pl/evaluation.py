@@ -93,7 +93,8 @@ class Evaluation:
         round: number of rounds the phase had completed.
         model: what was evaluated: "global expert", "local expert", "mixture", or the class of a user's module.
         moment: "after aggregation" or "after local training".
-        selection: "last round", or "best round by ..." with the metric that selected it.
+        selection: "last round", "this round" where others followed, "best round by ..." with the metric that selected
+            it, or "given checkpoint".
         clients: one entry per client, in the order of their ids.
     """
 

@@ -205,7 +205,7 @@ class Federation:
         Federated phases are taken from the checkpoint; what clients do not share there, the new ones train in local
         rounds, of which the server learns nothing. Phases that clients do alone are done by the new ones. Clients of
         several architectures are given theirs by their numbers in the new data. Images are normalized as the
-        federation's, and words have its ids.
+        federation's, and words have its ids. Their runs are in the folder ``newcomers`` beside the federation's.
 
         Args:
             model: the federation's model.
@@ -231,7 +231,7 @@ class Federation:
                 "is federated; fit trains clients alone."
             )
         self.phases = [for_newcomers(phase, str(path), rounds) for phase in self.phases]
-        self.newcomers = True
+        self.newcomers, self.runs = True, self.runs / "newcomers"  # so that `last` stays the federation's own run
         datamodule.normalization, datamodule.vocabulary = content["normalization"], content["vocabulary"]
         return self.fit(model, datamodule)
 
@@ -541,7 +541,8 @@ class Federation:
         return evaluation
 
     def _evaluate(self, phase: Phase, state: PhaseState, training: LocalTraining) -> Evaluation:
-        round, selection = state.round, "last round"
+        last = state.finished or state.stopped or state.round == phase.rounds
+        round, selection = state.round, "last round" if last else "this round"
         if state.given is not None:
             round, selection = state.given, "given checkpoint"
         elif state.finished and state.best_round:

@@ -274,5 +274,5 @@ def test_newcomers_are_personalized_from_the_command_line(tmp_path, capsys):
     main(["personalize", *command, "--data.init_args.num_clients", "3", "--data.init_args.partition_seed", "5"])
     table = capsys.readouterr().out
     assert "over all 3 clients" in table and "FedAvg: global expert, after aggregation, given checkpoint" in table
-    checkpoints = {path.parent.name for path in (tmp_path / "quickstart/version_1/clients").rglob("*.ckpt")}
+    checkpoints = {path.parent.name for path in (tmp_path / "quickstart/newcomers/version_0/clients").rglob("*.ckpt")}
     assert checkpoints == {phase["name"] for phase in config["federation"]["phases"]}
