@@ -71,7 +71,24 @@ def shortened(path: Path, folder: Path) -> dict:
     return config
 
 
-@pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
+ALIKE = {  # those that differ from a faster one in their data or widths alone
+    *("adaptive_experts_cifar10", "adaptive_experts_rotated_cifar10", "fedmoe_da_emnist", "fedmoe_da_mnist"),
+    *("fedmoe_da_svhn", "opt_out_cifar10", "pfedmoe_cifar100"),
+}
+
+
+@pytest.mark.parametrize("name", sorted(ALIKE))
+def test_configurations_that_are_not_run_name_what_there_is(name, capsys):
+    with pytest.raises(SystemExit) as exit:
+        main(["fit", "--config", str(REPOSITORY / f"configs/{name}.yaml"), "--print_config"])
+    assert exit.value.code == 0 and "federation:" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    "path",
+    [pytest.param(path, marks=[pytest.mark.slow] if path.stem in ALIKE else []) for path in CONFIGS],
+    ids=lambda path: path.stem,
+)
 def test_every_configuration_runs_one_round(path, fake_images, capfd):
     short = fake_images / "short.yaml"
     short.write_text(yaml.safe_dump(shortened(path, fake_images), sort_keys=False))
