@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -124,6 +124,25 @@ def check_client_trainer(phase: Phase, trainer: dict[str, Any], datamodule: Fede
             f"{key}, but data.init_args.validation_fraction is 0, so that no client has validation samples; it must be "
             "above 0."
         )
+
+
+def check_newcomers(path: str, content: Mapping[str, Any], identity: Mapping[str, Any]) -> None:
+    """Refuses newcomers' data that the federation's models would not understand.
+
+    Args:
+        path: the federation's checkpoint.
+        content: what is in it.
+        identity: what the newcomers' data are.
+
+    Raises:
+        MisconfigurationException: with one sentence.
+    """
+    for name, what in (("normalization", "images are normalized"), ("vocabulary", "words are numbered")):
+        if content[name] != identity[name]:
+            raise MisconfigurationException(
+                f"ckpt_path is '{path}', a federation whose {what} otherwise than the newcomers' data are; leave out "
+                "data.init_args.mean and std or give the federation's, and set the data up only in personalize."
+            )
 
 
 def check_phase(phase: Phase, module: LightningModule, datamodule: FederatedDataModule, seed: int) -> None:

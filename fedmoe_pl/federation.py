@@ -39,7 +39,14 @@ from fedmoe_pl.checkpoint import (
     save_checkpoint,
     save_finished,
 )
-from fedmoe_pl.checks import check_client_trainer, check_phase, check_phases, check_store, check_trainer
+from fedmoe_pl.checks import (
+    check_client_trainer,
+    check_newcomers,
+    check_phase,
+    check_phases,
+    check_store,
+    check_trainer,
+)
 from fedmoe_pl.cluster_monitor import ClusterMonitor
 from fedmoe_pl.data import FederatedDataModule, partition_figure, partition_table
 from fedmoe_pl.evaluation import Evaluation, evaluate_clients, personal_tensors, predict
@@ -232,7 +239,8 @@ class Federation:
             )
         self.phases = [for_newcomers(phase, str(path), rounds) for phase in self.phases]
         self.newcomers, self.runs = True, self.runs / "newcomers"  # so that `last` stays the federation's own run
-        datamodule.normalization, datamodule.vocabulary = content["normalization"], content["vocabulary"]
+        if not hasattr(datamodule, "class_shares"):  # data that were set up keep what they were read with
+            datamodule.normalization, datamodule.vocabulary = content["normalization"], content["vocabulary"]
         return self.fit(model, datamodule)
 
     def validate(self, model: LightningModule, datamodule: FederatedDataModule, ckpt_path: str = LAST) -> None:
@@ -348,7 +356,10 @@ class Federation:
             self.training_data = data_on(datamodule, self.devices[0])
         self.identity = identify(self.seed, datamodule)
         if self.newcomers:
-            self.initial = load_checkpoint(next(phase.ckpt_path for phase in self.phases if phase.ckpt_path))["model"]
+            path = next(phase.ckpt_path for phase in self.phases if phase.ckpt_path)
+            content = load_checkpoint(path)
+            check_newcomers(path, content, self.identity)
+            self.initial = content["model"]
         if checkpoint:
             rounds = {phase.name: phase.rounds for phase in self.phases}
             content = load_run(checkpoint, rounds, self.identity)
@@ -489,11 +500,11 @@ class Federation:
         state.round = round + 1
         state.kept = self._kept.updated(phase.name, state.kept, written)
         between = Traffic()
-        if not self.newcomers:
-            state.server = algorithm.server_update(state.server, combined)
-            between = self._exchange(phase, state, round)
         if self.newcomers:  # they receive the result once
             down, up = down if round == 0 else Traffic(), Traffic()
+        else:
+            state.server = algorithm.server_update(state.server, combined)
+            between = self._exchange(phase, state, round)
         for way, traffic in zip(WAYS, (down, up, between), strict=True):
             for name, value in traffic._asdict().items():
                 state.traffic[f"{name}_{way}"] += value

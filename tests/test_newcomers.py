@@ -315,3 +315,24 @@ def test_another_method_s_result_is_refused_in_one_sentence(tmp_path):
         MisconfigurationException, match=r"where 'it' was another method or model: it has no 'clusters/"
     ):
         later.personalize(model, new_data(), str(run.run_dir / "checkpoints/last.ckpt"))
+
+
+def test_newcomers_images_that_were_normalized_by_themselves_are_refused(tmp_path):
+    """Data that were set up before would be seen otherwise than the federation's, in silence."""
+
+    def images(low, high):
+        x = torch.randint(low, high, (12, 1, 2, 2), generator=Generator().manual_seed(low), dtype=torch.uint8)
+        return TensorData(x, torch.arange(12) % 3, [range(6), range(6, 12)], batch_size=4)
+
+    model = mixture(expert=torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(4, 3)), dtype=torch.float32)
+    run = federation(tmp_path, [fedavg(rounds=1)])
+    run.fit(model, images(0, 100))
+    checkpoint = str(run.run_dir / "checkpoints/last.ckpt")
+    before = images(100, 256)
+    before.setup()
+    later = federation(tmp_path / "later", [fedavg(rounds=1)])
+    with pytest.raises(MisconfigurationException, match="images are normalized otherwise than the newcomers' data are"):
+        later.personalize(model, before, checkpoint)
+    same = images(0, 100)
+    same.setup()
+    federation(tmp_path / "same", [fedavg(rounds=1)]).personalize(model, same, checkpoint)

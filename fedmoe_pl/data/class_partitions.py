@@ -9,11 +9,10 @@ from typing import Literal, get_args
 import numpy as np
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 
-from fedmoe_pl.data.partition import Partitioner, check_num_clients, deal
+from fedmoe_pl.data.partition import KEY, Partitioner, check_num_clients, check_samples_per_client, deal
 
 Pairs = Literal["random", "product"]
 Share = Literal["uniform", "dirichlet"]
-_KEY = "data.init_args.partitioner.init_args"
 
 
 class MajorityClasses(Partitioner):
@@ -42,8 +41,8 @@ class MajorityClasses(Partitioner):
 
     def __init__(self, majority_share: float, samples_per_client: int | None = None, pairs: Pairs = "random") -> None:
         if not 0 < majority_share <= 1:
-            raise MisconfigurationException(f"{_KEY}.majority_share is {majority_share}, but must be in (0, 1].")
-        _check_samples_per_client(samples_per_client)
+            raise MisconfigurationException(f"{KEY}.majority_share is {majority_share}, but must be in (0, 1].")
+        check_samples_per_client(samples_per_client)
         _check_choice("pairs", pairs, get_args(Pairs))
         self.majority_share = majority_share
         self.samples_per_client = samples_per_client
@@ -71,7 +70,7 @@ class MajorityClasses(Partitioner):
         needed = 2 if self.majority_share == 1 else 3
         if num_classes < needed:
             raise MisconfigurationException(
-                f"{_KEY}.majority_share is {self.majority_share}, but the data have {num_classes} classes, and two "
+                f"{KEY}.majority_share is {self.majority_share}, but the data have {num_classes} classes, and two "
                 f"majority classes{' and others' if needed == 3 else ''} need at least {needed}."
             )
         if self.pairs == "random":
@@ -117,10 +116,10 @@ class TwoClasses(Partitioner):
     """
 
     def __init__(self, samples_per_client: int = 500, balance: float = 0.5) -> None:
-        _check_samples_per_client(samples_per_client)
+        check_samples_per_client(samples_per_client)
         if not (0 < balance < 1 and 0 < round(samples_per_client * balance) < samples_per_client):
             raise MisconfigurationException(
-                f"{_KEY}.balance is {balance}, but must be in (0, 1) and leave each of the two classes at least one of "
+                f"{KEY}.balance is {balance}, but must be in (0, 1) and leave each of the two classes at least one of "
                 f"the {samples_per_client} samples per client."
             )
         self.samples_per_client = samples_per_client
@@ -162,7 +161,7 @@ class Shards(Partitioner):
     def __init__(self, shards_per_client: int = 2) -> None:
         if shards_per_client < 1:
             raise MisconfigurationException(
-                f"{_KEY}.shards_per_client is {shards_per_client}, but must be an integer of at least 1."
+                f"{KEY}.shards_per_client is {shards_per_client}, but must be an integer of at least 1."
             )
         self.shards_per_client = shards_per_client
 
@@ -177,7 +176,7 @@ class Shards(Partitioner):
         num_shards = num_clients * self.shards_per_client
         if num_shards > len(labels):
             raise MisconfigurationException(
-                f"{_KEY}.shards_per_client is {self.shards_per_client}, but {num_clients} clients would need "
+                f"{KEY}.shards_per_client is {self.shards_per_client}, but {num_clients} clients would need "
                 f"{num_shards} shards, and there are {len(labels)} training samples."
             )
         shards = np.array_split(np.argsort(labels, kind="stable"), num_shards)
@@ -206,12 +205,12 @@ class Pathological(Partitioner):
     def __init__(self, classes_per_client: int = 2, share: Share = "uniform", concentration: float = 1.0) -> None:
         if classes_per_client < 1:
             raise MisconfigurationException(
-                f"{_KEY}.classes_per_client is {classes_per_client}, but must be an integer of at least 1."
+                f"{KEY}.classes_per_client is {classes_per_client}, but must be an integer of at least 1."
             )
         _check_choice("share", share, get_args(Share))
         if not 0 < concentration < math.inf:
             raise MisconfigurationException(
-                f"{_KEY}.concentration is {concentration}, but must be a finite number above 0."
+                f"{KEY}.concentration is {concentration}, but must be a finite number above 0."
             )
         self.classes_per_client = classes_per_client
         self.share = share
@@ -277,20 +276,13 @@ def _possible_counts(
     most = counts(possible) if samples_per_client is None and possible else None
     if most is None:
         raise MisconfigurationException(
-            f"{_KEY}.samples_per_client is {'null' if samples_per_client is None else samples_per_client}, but the "
+            f"{KEY}.samples_per_client is {'null' if samples_per_client is None else samples_per_client}, but the "
             f"classes have only enough training samples for {possible} per client; lower it or "
             "data.init_args.num_clients."
         )
     return most
 
 
-def _check_samples_per_client(samples_per_client: int | None) -> None:
-    if samples_per_client is not None and samples_per_client < 1:
-        raise MisconfigurationException(
-            f"{_KEY}.samples_per_client is {samples_per_client}, but must be an integer of at least 1."
-        )
-
-
 def _check_choice(name: str, value: str, choices: tuple[str, ...]) -> None:
     if value not in choices:
-        raise MisconfigurationException(f"{_KEY}.{name} is '{value}', but must be one of {', '.join(choices)}.")
+        raise MisconfigurationException(f"{KEY}.{name} is '{value}', but must be one of {', '.join(choices)}.")

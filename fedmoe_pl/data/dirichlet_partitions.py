@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import math
-
 import numpy as np
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 
-from fedmoe_pl.data.partition import Partitioner, check_num_clients, deal
+from fedmoe_pl.data.partition import KEY, Partitioner, check_alpha, check_num_clients, check_samples_per_client, deal
 
-_KEY = "data.init_args.partitioner.init_args"
 _ATTEMPTS = 1000  # of BalancedDirichlet, before it gives up
 
 
@@ -29,11 +26,8 @@ class ClientDirichlet(Partitioner):
     """
 
     def __init__(self, alpha: float, samples_per_client: int) -> None:
-        _check_alpha(alpha)
-        if samples_per_client < 1:
-            raise MisconfigurationException(
-                f"{_KEY}.samples_per_client is {samples_per_client}, but must be an integer of at least 1."
-            )
+        check_alpha(alpha)
+        check_samples_per_client(samples_per_client)
         self.alpha = alpha
         self.samples_per_client = samples_per_client
 
@@ -47,7 +41,7 @@ class ClientDirichlet(Partitioner):
         num_clients = check_num_clients(num_clients, len(labels), self)
         if self.samples_per_client * num_clients > len(labels):
             raise MisconfigurationException(
-                f"{_KEY}.samples_per_client is {self.samples_per_client}, but {len(labels)} training samples have only "
+                f"{KEY}.samples_per_client is {self.samples_per_client}, but {len(labels)} training samples have only "
                 f"{len(labels) // num_clients} for each of {num_clients} clients."
             )
         left = np.bincount(labels)
@@ -82,10 +76,10 @@ class BalancedDirichlet(Partitioner):
     """
 
     def __init__(self, alpha: float, minimum_samples: int = 10) -> None:
-        _check_alpha(alpha)
+        check_alpha(alpha)
         if minimum_samples < 1:
             raise MisconfigurationException(
-                f"{_KEY}.minimum_samples is {minimum_samples}, but must be an integer of at least 1."
+                f"{KEY}.minimum_samples is {minimum_samples}, but must be an integer of at least 1."
             )
         self.alpha = alpha
         self.minimum_samples = minimum_samples
@@ -105,7 +99,7 @@ class BalancedDirichlet(Partitioner):
                 if counts.sum(axis=1).min() >= self.minimum_samples:
                     return deal(labels, counts, rng)
         raise MisconfigurationException(
-            f"{_KEY}.minimum_samples is {self.minimum_samples}, but {_ATTEMPTS} attempts to share "
+            f"{KEY}.minimum_samples is {self.minimum_samples}, but {_ATTEMPTS} attempts to share "
             f"{len(labels)} samples among {num_clients} clients gave none with so many for every client; lower it or "
             f"data.init_args.num_clients, or raise alpha above {self.alpha}."
         )
@@ -121,8 +115,3 @@ class BalancedDirichlet(Partitioner):
                 cuts = np.rint(np.cumsum(shares[:-1]) * size).astype(np.int64)
                 counts[takers, c] = np.diff(cuts, prepend=0, append=size)
         return counts
-
-
-def _check_alpha(alpha: float) -> None:
-    if not 0 < alpha < math.inf:
-        raise MisconfigurationException(f"{_KEY}.alpha is {alpha}, but must be a finite number above 0.")

@@ -8,6 +8,9 @@ from abc import ABC, abstractmethod
 import numpy as np
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 
+KEY = "data.init_args.partitioner.init_args"
+"""Where a partitioner's arguments stand in a configuration."""
+
 
 class Partitioner(ABC):
     """Deals the training samples to the clients; write one for a partition of your own.
@@ -72,10 +75,7 @@ class Dirichlet(Partitioner):
     """
 
     def __init__(self, alpha: float) -> None:
-        if not 0 < alpha < math.inf:
-            raise MisconfigurationException(
-                f"data.init_args.partitioner.init_args.alpha is {alpha}, but must be a finite number above 0."
-            )
+        check_alpha(alpha)
         self.alpha = alpha
 
     def __call__(  # noqa: D102  (described in the base class)
@@ -159,6 +159,28 @@ def deal(labels: np.ndarray, counts: np.ndarray, rng: np.random.Generator) -> li
         chosen = rng.permutation(samples)[: by_client.sum()]
         owners[chosen] = np.repeat(np.arange(num_clients), by_client)
     return group_by(owners, num_clients + 1)[:-1]
+
+
+def check_alpha(alpha: float) -> None:
+    """Refuse a concentration that is not a finite number above 0.
+
+    Raises:
+        MisconfigurationException: with one sentence.
+    """
+    if not 0 < alpha < math.inf:
+        raise MisconfigurationException(f"{KEY}.alpha is {alpha}, but must be a finite number above 0.")
+
+
+def check_samples_per_client(samples_per_client: int | None) -> None:
+    """Refuse a number of samples below 1; None leaves it to the data.
+
+    Raises:
+        MisconfigurationException: with one sentence.
+    """
+    if samples_per_client is not None and samples_per_client < 1:
+        raise MisconfigurationException(
+            f"{KEY}.samples_per_client is {samples_per_client}, but must be an integer of at least 1."
+        )
 
 
 def check_num_clients(num_clients: int | None, num_samples: int, partitioner: Partitioner) -> int:
