@@ -12,7 +12,7 @@ from fedmoe_pl import backends
 from fedmoe_pl.algorithms import FedAvg
 from fedmoe_pl.callbacks import FederationCallback
 from fedmoe_pl.federation import Federation
-from fedmoe_pl.phase import Phase
+from fedmoe_pl.rounds.phase import Phase
 
 PARTS = {"global_expert.extractor": "0", "global_expert.classifier": "1"}  # as the task's model names them
 

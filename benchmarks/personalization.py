@@ -28,13 +28,13 @@ from round import RoundTimer
 from torch import Generator, Tensor
 from workload import restart_with_environment
 
-from fedmoe_pl.algorithm import Client
 from fedmoe_pl.algorithms import PersonalizedExpert, PFLMoE
+from fedmoe_pl.algorithms.algorithm import Client
 from fedmoe_pl.callbacks import FederationCallback
 from fedmoe_pl.data import Arrays, Dirichlet, FederatedDataModule
 from fedmoe_pl.federation import Federation
 from fedmoe_pl.models import ConstantGate, FeatureGate, LeNet5, LinearGate, PersonalizedMoE
-from fedmoe_pl.phase import Phase
+from fedmoe_pl.rounds.phase import Phase
 from fedmoe_pl.seeds import derive_seed
 
 BATCH_SIZE = 64

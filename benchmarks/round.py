@@ -27,13 +27,13 @@ from workload import RandomImages, make_model, memory, reset_peak_memory, restar
 
 import fedmoe_pl.backends
 import fedmoe_pl.models
-from fedmoe_pl.aggregation import Tree
 from fedmoe_pl.algorithms import FedAvg
 from fedmoe_pl.callbacks import FederationCallback
 from fedmoe_pl.federation import Federation
 from fedmoe_pl.models import PersonalizedMoE
-from fedmoe_pl.phase import Phase
+from fedmoe_pl.rounds.phase import Phase
 from fedmoe_pl.seeds import derive_seed
+from fedmoe_pl.trees import Tree
 
 SAMPLES_PER_CLIENT = 500
 

@@ -21,11 +21,11 @@ from typing import Any
 import torch
 from workload import RandomImages, make_model, restart_with_environment
 
-from fedmoe_pl.aggregation import Tree
 from fedmoe_pl.algorithms import FedAvg
 from fedmoe_pl.backends import GroupUpdate, LocalTraining, PoolBackend, TrainerBackend, workers
 from fedmoe_pl.federation import Federation
-from fedmoe_pl.phase import Phase
+from fedmoe_pl.rounds.phase import Phase
+from fedmoe_pl.trees import Tree
 
 SAMPLES_PER_CLIENT = 500
 

@@ -13,8 +13,7 @@ from lightning.pytorch.loggers import Logger, TensorBoardLogger
 from lightning.pytorch.utilities import rank_zero_info
 from torch.nn.parameter import is_lazy
 
-from fedmoe_pl.aggregation import Tree, copy_module, load_tree
-from fedmoe_pl.algorithm import Update
+from fedmoe_pl.algorithms.algorithm import Update
 from fedmoe_pl.backends import (
     LEAN_TRAINER,
     AutoBackend,
@@ -25,8 +24,20 @@ from fedmoe_pl.backends import (
     data_on,
     one_thread,
 )
-from fedmoe_pl.callbacks import ClientCheckpoint, FederationCallback
-from fedmoe_pl.checkpoint import (
+from fedmoe_pl.backends.traffic import WAYS, Traffic
+from fedmoe_pl.callbacks import (
+    AccuracyMonitor,
+    ClientCheckpoint,
+    ClusterMonitor,
+    ExpertMonitor,
+    FederationCallback,
+    GateMonitor,
+    PartitionMonitor,
+    ProgressBar,
+    ResultFiles,
+)
+from fedmoe_pl.data import FederatedDataModule, partition_figure, partition_table
+from fedmoe_pl.rounds.checkpoint import (
     FILE,
     KEPT,
     LAST,
@@ -39,7 +50,7 @@ from fedmoe_pl.checkpoint import (
     save_checkpoint,
     save_finished,
 )
-from fedmoe_pl.checks import (
+from fedmoe_pl.rounds.checks import (
     check_client_trainer,
     check_newcomers,
     check_phase,
@@ -47,12 +58,9 @@ from fedmoe_pl.checks import (
     check_store,
     check_trainer,
 )
-from fedmoe_pl.cluster_monitor import ClusterMonitor
-from fedmoe_pl.data import FederatedDataModule, partition_figure, partition_table
-from fedmoe_pl.evaluation import Evaluation, evaluate_clients, personal_tensors, predict
-from fedmoe_pl.expert_monitor import ExpertMonitor
-from fedmoe_pl.flops import FlopCounter
-from fedmoe_pl.phase import (
+from fedmoe_pl.rounds.evaluation import Evaluation, evaluate_clients, personal_tensors, predict
+from fedmoe_pl.rounds.flops import FlopCounter
+from fedmoe_pl.rounds.phase import (
     INITIAL,
     Phase,
     begin_phase,
@@ -64,11 +72,10 @@ from fedmoe_pl.phase import (
     phase_module,
     work_of_round,
 )
-from fedmoe_pl.reporting import AccuracyMonitor, GateMonitor, PartitionMonitor, ProgressBar, ResultFiles
-from fedmoe_pl.results import format_table, prediction_rows, round_row, write_csv
+from fedmoe_pl.rounds.results import format_table, prediction_rows, round_row, write_csv
+from fedmoe_pl.rounds.store import DiskStore, MemoryStore, Store
 from fedmoe_pl.seeds import seed_all
-from fedmoe_pl.store import DiskStore, MemoryStore, Store
-from fedmoe_pl.traffic import WAYS, Traffic
+from fedmoe_pl.trees import Tree, copy_module, load_tree
 
 _EXCHANGED = 10**9  # tells the files of what clients keep after an exchange from those before it
 

@@ -8,11 +8,11 @@ import torch.nn.functional as F
 from lightning.pytorch import Callback, LightningModule
 from torch import Generator, Tensor, nn
 
-from fedmoe_pl.algorithm import Algorithm
+from fedmoe_pl.algorithms.algorithm import Algorithm
 from fedmoe_pl.data import Arrays, FederatedDataModule, Partitioner
 from fedmoe_pl.federation import Federation
 from fedmoe_pl.models import PersonalizedMoE, SparseMoE
-from fedmoe_pl.phase import Phase
+from fedmoe_pl.rounds.phase import Phase
 from fedmoe_pl.seeds import derive_seed
 
 

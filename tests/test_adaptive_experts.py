@@ -14,17 +14,17 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from torch import nn
 
 from fedmoe_pl import Federation, Phase
-from fedmoe_pl.aggregation import copy_module
-from fedmoe_pl.algorithm import Update
 from fedmoe_pl.algorithms import ClusterMixture, EpsilonGreedyIFCA, FedAvg, FineTunedCluster, Local
+from fedmoe_pl.algorithms.algorithm import Update
 from fedmoe_pl.algorithms.ifca import PICKS
 from fedmoe_pl.backends import LEAN_TRAINER, LocalTraining
 from fedmoe_pl.backends.client import begin_client
 from fedmoe_pl.callbacks import FederationCallback
-from fedmoe_pl.checkpoint import load_checkpoint
 from fedmoe_pl.data import Digits, MajorityClasses
-from fedmoe_pl.evaluation import predict
 from fedmoe_pl.models import ClusteredMoE, ConstantGate, FeatureGate, NetworkGate, SmallMLP
+from fedmoe_pl.rounds.checkpoint import load_checkpoint
+from fedmoe_pl.rounds.evaluation import predict
+from fedmoe_pl.trees import copy_module
 
 FIRST = {2: [1.0, 0.0, 0.0], 3: [1.0, 0.0, 0.0, 0.0]}
 

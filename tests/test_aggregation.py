@@ -11,11 +11,11 @@ from hypothesis import strategies as st
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch import nn
 
-from fedmoe_pl.aggregation import Patterns, changed, load_tree, mean_of_two
-from fedmoe_pl.algorithm import Algorithm, Update
 from fedmoe_pl.algorithms import FedAvg, Local
-from fedmoe_pl.cohort import cohort_size, sample_cohort
+from fedmoe_pl.algorithms.algorithm import Algorithm, Update
+from fedmoe_pl.rounds.cohort import cohort_size, sample_cohort
 from fedmoe_pl.seeds import derive_seed, seed_all
+from fedmoe_pl.trees import Patterns, changed, load_tree, mean_of_two
 
 numbers = st.floats(-1e3, 1e3)
 client = st.tuples(st.lists(numbers, min_size=3, max_size=3), st.integers(1, 10_000))  # values and weight

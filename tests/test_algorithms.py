@@ -29,14 +29,14 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import LightningModule
 from torch import nn
 
-from fedmoe_pl.aggregation import load_tree
-from fedmoe_pl.algorithm import Client
 from fedmoe_pl.algorithms import FedAvg, Local, PersonalizedExpert, PFLMoE
+from fedmoe_pl.algorithms.algorithm import Client
 from fedmoe_pl.backends import LEAN_TRAINER, LocalTraining, TrainerBackend
-from fedmoe_pl.cohort import sample_cohort
 from fedmoe_pl.models import ConstantGate, FeatureGate, LinearGate
-from fedmoe_pl.phase import phase_module
+from fedmoe_pl.rounds.cohort import sample_cohort
+from fedmoe_pl.rounds.phase import phase_module
 from fedmoe_pl.seeds import derive_seed
+from fedmoe_pl.trees import load_tree
 
 A, B = torch.tensor([1.0, 4.0]).double(), torch.tensor([0.0, 5.0]).double()  # losses a/2 (w - b)^2
 STEPS, RATE = 10, 0.05

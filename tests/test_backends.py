@@ -24,7 +24,6 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.callbacks import EarlyStopping
 from torch import nn
 
-from fedmoe_pl.algorithm import Algorithm, Update
 from fedmoe_pl.algorithms import (
     ClusterMixture,
     EpsilonGreedyIFCA,
@@ -39,6 +38,7 @@ from fedmoe_pl.algorithms import (
     Scaffold,
     SpecialistMixture,
 )
+from fedmoe_pl.algorithms.algorithm import Algorithm, Update
 from fedmoe_pl.backends import LEAN_TRAINER, AutoBackend, LocalTraining, StackedBackend, TrainerBackend, data_on
 from fedmoe_pl.backends.backend import fold
 from fedmoe_pl.backends.client import needs_every_batch
@@ -58,7 +58,7 @@ from fedmoe_pl.models import (
     PersonalizedMoE,
     SmallMLP,
 )
-from fedmoe_pl.phase import Phase
+from fedmoe_pl.rounds.phase import Phase
 
 # From 3 to 300 samples: clients of less than a batch, of whole batches, and with a last batch of one sample.
 UNEQUAL = (3, 300, 57, 11, 80, 81, 79, 10)

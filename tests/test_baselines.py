@@ -8,8 +8,8 @@ from helpers import OneWeight, PureOneWeight, blobs, mixture, phase, run, two_qu
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 
 from fedmoe_pl.algorithms import FedAvg, FedProx, Scaffold
-from fedmoe_pl.cohort import sample_cohort
-from fedmoe_pl.phase import Phase
+from fedmoe_pl.rounds.cohort import sample_cohort
+from fedmoe_pl.rounds.phase import Phase
 
 LOSSES = [(1.0, 0.0), (4.0, 5.0)]  # a/2 (w - b)^2
 STEPS, RATE = 10, 0.05

@@ -8,9 +8,9 @@ import pytest
 import torch
 import yaml
 
-from fedmoe_pl.aggregation import copy_module
 from fedmoe_pl.cli import FederationCLI, main
 from fedmoe_pl.data import FashionMNIST
+from fedmoe_pl.trees import copy_module
 
 REPOSITORY = Path(__file__).parent.parent
 CONFIGS = sorted((REPOSITORY / "configs").glob("*.yaml"))
@@ -269,7 +269,7 @@ def test_ctrl_c_says_how_to_go_on(moment, tmp_path, capsys, monkeypatch):
 
     before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job has it ignored
     if moment == "between rounds":
-        monkeypatch.setattr("fedmoe_pl.reporting.ResultFiles.on_evaluation_end", interrupt)
+        monkeypatch.setattr("fedmoe_pl.callbacks.ResultFiles.on_evaluation_end", interrupt)
     else:
         monkeypatch.setattr("fedmoe_pl.models.PersonalizedMoE.loss", interrupt)
     with pytest.raises(SystemExit) as exit:

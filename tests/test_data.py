@@ -13,7 +13,6 @@ from lightning.pytorch import LightningModule, Trainer
 from torchvision.transforms.functional import to_tensor
 from torchvision.transforms.v2 import functional
 
-from fedmoe_pl.checkpoint import fingerprint
 from fedmoe_pl.data import (
     IID,
     Arrays,
@@ -29,6 +28,7 @@ from fedmoe_pl.data import (
     partition_figure,
     partition_table,
 )
+from fedmoe_pl.rounds.checkpoint import fingerprint
 
 
 class Own(FederatedDataModule):

@@ -21,10 +21,10 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 
 from fedmoe_pl.algorithms import OptInFedAvg, PersonalizedExpert, SpecialistMixture
 from fedmoe_pl.callbacks import BestEpoch, FederationCallback
-from fedmoe_pl.checkpoint import PhaseState
 from fedmoe_pl.federation import Federation
 from fedmoe_pl.models import ConstantGate, LinearGate
-from fedmoe_pl.phase import Phase
+from fedmoe_pl.rounds.checkpoint import PhaseState
+from fedmoe_pl.rounds.phase import Phase
 
 SIZES = (9, 4, 12, 7, 5, 8, 6, 10, 11, 4)
 

@@ -10,12 +10,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from sklearn.metrics import accuracy_score, recall_score
 
-from fedmoe_pl.aggregation import load_tree
 from fedmoe_pl.algorithms import FedAvg, Local, PersonalizedExpert, PFLMoE
 from fedmoe_pl.backends import LEAN_TRAINER, LocalTraining
-from fedmoe_pl.evaluation import METRICS, ClientEvaluation, Evaluation, evaluate_clients, predict
 from fedmoe_pl.models import ConstantGate, FeatureGate
-from fedmoe_pl.phase import Phase
+from fedmoe_pl.rounds.evaluation import METRICS, ClientEvaluation, Evaluation, evaluate_clients, predict
+from fedmoe_pl.rounds.phase import Phase
+from fedmoe_pl.trees import load_tree
 
 nan = math.nan
 CPU = torch.device("cpu")

@@ -19,8 +19,8 @@ from torch import nn
 from fedmoe_pl import Federation, PersonalizedMoE, Phase
 from fedmoe_pl.algorithms import FedAvg, Local, PersonalizedExpert, PFLMoE
 from fedmoe_pl.callbacks import ClientCheckpoint, FederationCallback
-from fedmoe_pl.checkpoint import load_checkpoint
 from fedmoe_pl.models import ConstantGate, LinearGate
+from fedmoe_pl.rounds.checkpoint import load_checkpoint
 
 REPOSITORY = Path(__file__).parent.parent
 
@@ -351,7 +351,7 @@ def test_a_model_that_does_not_fit_the_data_is_refused(tmp_path):
 
 
 def test_a_callback_of_the_user_takes_the_default_s_place(tmp_path):
-    from fedmoe_pl.reporting import GateMonitor
+    from fedmoe_pl.callbacks import GateMonitor
 
     mine = GateMonitor(max_clients=2)
     monitors = [

@@ -13,13 +13,13 @@ from test_federation import Kill, assert_same
 from torch import nn
 
 from fedmoe_pl import Federation, PersonalizedMoE, Phase
-from fedmoe_pl.algorithm import Update
 from fedmoe_pl.algorithms import FedAvg, FedMoEDA, Local
+from fedmoe_pl.algorithms.algorithm import Update
 from fedmoe_pl.algorithms.fedmoe_da import aggregation_matrix, aggregation_rows
-from fedmoe_pl.checkpoint import load_checkpoint
-from fedmoe_pl.evaluation import ClientEvaluation, Evaluation
 from fedmoe_pl.models import ConstantGate, LinearGate
-from fedmoe_pl.results import expert_usage
+from fedmoe_pl.rounds.checkpoint import load_checkpoint
+from fedmoe_pl.rounds.evaluation import ClientEvaluation, Evaluation
+from fedmoe_pl.rounds.results import expert_usage
 
 N = 3  # clients of blobs()
 EMBEDDING, EXPERT, PROXY = 5 * 6 + 6, 6 * 4 + 4 + 4 * 3 + 3, 6  # parameters

@@ -40,7 +40,7 @@ from fedmoe_pl.models import (
     RepresentationMLP,
     RepresentationMoE,
 )
-from fedmoe_pl.phase import Phase
+from fedmoe_pl.rounds.phase import Phase
 
 sgd = partial(torch.optim.SGD, lr=0.1)
 FEDPER = "global_expert.extractor.*"

@@ -24,11 +24,11 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import LightningModule
 from torch import nn
 
-from fedmoe_pl.algorithm import Client
 from fedmoe_pl.algorithms import FedAvg, Local, OptInFedAvg, PersonalizedExpert, PFLMoE, SpecialistMixture
+from fedmoe_pl.algorithms.algorithm import Client
 from fedmoe_pl.backends import TrainerBackend
 from fedmoe_pl.models import BiLSTM, ConstantGate, LinearGate, NetworkGate, PersonalizedMoE
-from fedmoe_pl.phase import Phase, phase_cohort
+from fedmoe_pl.rounds.phase import Phase, phase_cohort
 
 MIXINGS = ("logits", "probabilities", "log_probabilities", "probabilities_without_log")
 SIZES = (9, 4, 12, 7, 5, 8, 6, 10, 11, 4)

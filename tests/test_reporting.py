@@ -1,6 +1,7 @@
 import csv
 import io
 import math
+import sys
 from types import SimpleNamespace
 
 import numpy as np
@@ -10,12 +11,11 @@ from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from tensorboard.util.tensor_util import make_ndarray
 
-from fedmoe_pl import reporting
-from fedmoe_pl.checkpoint import PhaseState
-from fedmoe_pl.evaluation import ClientEvaluation, Evaluation
-from fedmoe_pl.figures import figure_pixels, gate_weight_figure, sorted_accuracy_figure
-from fedmoe_pl.reporting import AccuracyMonitor, GateMonitor, PartitionMonitor, ProgressBar, ResultFiles
-from fedmoe_pl.results import (
+from fedmoe_pl.callbacks import AccuracyMonitor, GateMonitor, PartitionMonitor, ProgressBar, ResultFiles, partition
+from fedmoe_pl.callbacks.figures import figure_pixels, gate_weight_figure, sorted_accuracy_figure
+from fedmoe_pl.rounds.checkpoint import PhaseState
+from fedmoe_pl.rounds.evaluation import ClientEvaluation, Evaluation
+from fedmoe_pl.rounds.results import (
     client_rows,
     format_table,
     mean_gate_weight_by_class,
@@ -236,7 +236,7 @@ def test_progress_bar_counts_work(federation, monkeypatch):
     assert seen == [(n, 40.0) for n in (5.0, 10.0, 15.0, 20.0, 30.0, 40.0)]
     assert bar._bar.desc == "PFL MFE round 1/1"
     assert bar._bar.postfix == "PFL MFE: local 90.00 %, global 60.00 %"
-    assert "100%" in reporting.sys.stderr.getvalue()
+    assert "100%" in sys.stderr.getvalue()
 
 
 def test_progress_bar_of_a_resumed_run_starts_where_it_stopped(federation, monkeypatch):
@@ -329,8 +329,8 @@ def test_gate_weights_in_tensorboard(federation):
 
 
 def test_partition_in_tensorboard_once(federation, monkeypatch):
-    monkeypatch.setattr(reporting, "partition_figure", lambda datamodule: sorted_accuracy_figure([evaluation()]))
-    monkeypatch.setattr(reporting, "partition_table", lambda datamodule: f"{datamodule.num_classes} classes")
+    monkeypatch.setattr(partition, "partition_figure", lambda datamodule: sorted_accuracy_figure([evaluation()]))
+    monkeypatch.setattr(partition, "partition_table", lambda datamodule: f"{datamodule.num_classes} classes")
     PartitionMonitor().on_fit_start(federation)
     federation.step = 2
     PartitionMonitor().on_fit_start(federation)

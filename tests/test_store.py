@@ -11,9 +11,9 @@ from test_federation import Kill, assert_same, federation, model
 
 from fedmoe_pl import Federation, Phase
 from fedmoe_pl.algorithms import FedAvg, Local, PersonalizedExpert, PFLMoE
-from fedmoe_pl.checkpoint import KEPT, PhaseState, load_checkpoint
 from fedmoe_pl.models import ConstantGate, LinearGate
-from fedmoe_pl.store import DiskStore, KeptOnDisk
+from fedmoe_pl.rounds.checkpoint import KEPT, PhaseState, load_checkpoint
+from fedmoe_pl.rounds.store import DiskStore, KeptOnDisk
 
 
 def data(**kwargs):

@@ -27,8 +27,7 @@ from typing import Any
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import LightningModule
 
-from fedmoe_pl.aggregation import Patterns, Tree, load_tree
-from fedmoe_pl.algorithm import Algorithm, Client, Update
+from fedmoe_pl.algorithms.algorithm import Algorithm, Client, Update
 from fedmoe_pl.algorithms.ifca import (
     EpsilonGreedyIFCA,
     best_cluster,
@@ -38,6 +37,7 @@ from fedmoe_pl.algorithms.ifca import (
     moved,
 )
 from fedmoe_pl.models import ConstantGate
+from fedmoe_pl.trees import Patterns, Tree, load_tree
 
 
 class FineTunedCluster(Algorithm):

@@ -6,8 +6,8 @@ from typing import Any, Literal
 
 from lightning.pytorch import LightningModule
 
-from fedmoe_pl.aggregation import Patterns
-from fedmoe_pl.algorithm import Algorithm, Client, Update
+from fedmoe_pl.algorithms.algorithm import Algorithm, Client, Update
+from fedmoe_pl.trees import Patterns
 
 
 class FedAvg(Algorithm):

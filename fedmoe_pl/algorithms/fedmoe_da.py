@@ -25,10 +25,10 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import LightningModule
 from torch import Tensor
 
-from fedmoe_pl.aggregation import Patterns, Tree, load_tree, mean_of_two
-from fedmoe_pl.algorithm import Algorithm, Client, Update
+from fedmoe_pl.algorithms.algorithm import Algorithm, Client, Update
 from fedmoe_pl.models import ProxyGate, SparseMoE
 from fedmoe_pl.models.layers import draw_anew
+from fedmoe_pl.trees import Patterns, Tree, load_tree, mean_of_two
 
 _PROXIES = "proxies."  # what clients send in update rounds, by client
 _LATEST, _BEFORE = "aggregation.", "aggregation_before."

@@ -8,8 +8,8 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import LightningModule
 from torch import Tensor
 
-from fedmoe_pl.aggregation import Patterns, Tree
-from fedmoe_pl.algorithm import Algorithm, Client
+from fedmoe_pl.algorithms.algorithm import Algorithm, Client
+from fedmoe_pl.trees import Patterns, Tree
 
 
 class FedProx(Algorithm):

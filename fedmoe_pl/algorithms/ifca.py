@@ -15,11 +15,11 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import LightningModule
 from torch import Generator, Tensor
 
-from fedmoe_pl.aggregation import Tree, changed, copy_module, load_tree, mean_of_two
-from fedmoe_pl.algorithm import Algorithm, Client, Update
+from fedmoe_pl.algorithms.algorithm import Algorithm, Client, Update
 from fedmoe_pl.data import Batches
 from fedmoe_pl.models import ClusteredMoE, ConstantGate
 from fedmoe_pl.seeds import derive_seed
+from fedmoe_pl.trees import Tree, changed, copy_module, load_tree, mean_of_two
 
 Schedule = Literal["constant", "inverse", "power", "by_clusters"]
 """How epsilon changes with the round t, counted from 0 (METHODS section 7.3): not at all, ``1 / (t + 1)``,

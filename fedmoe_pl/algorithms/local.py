@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from lightning.pytorch import LightningModule
 
-from fedmoe_pl.aggregation import Patterns
-from fedmoe_pl.algorithm import Algorithm
+from fedmoe_pl.algorithms.algorithm import Algorithm
+from fedmoe_pl.trees import Patterns
 
 
 class Local(Algorithm):

@@ -33,11 +33,11 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import LightningModule
 from torch import Tensor
 
-from fedmoe_pl.aggregation import Patterns, Tree
-from fedmoe_pl.algorithm import Algorithm, Client, Update
+from fedmoe_pl.algorithms.algorithm import Algorithm, Client, Update
 from fedmoe_pl.algorithms.pfl_moe import PersonalizedExpert
 from fedmoe_pl.models import MixtureOfExperts
 from fedmoe_pl.seeds import derive_seed
+from fedmoe_pl.trees import Patterns, Tree
 
 _OPT_OUT = 7  # tells the stream that draws who opts out from those of clients, cohorts and splits
 

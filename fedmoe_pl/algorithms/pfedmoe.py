@@ -28,8 +28,8 @@ from typing import Any, Literal, get_args
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import LightningModule
 
-from fedmoe_pl.aggregation import Patterns, Tree, load_tree
-from fedmoe_pl.algorithm import Algorithm, Client, Update
+from fedmoe_pl.algorithms.algorithm import Algorithm, Client, Update
+from fedmoe_pl.trees import Patterns, Tree, load_tree
 
 EvaluatedExtractor = Literal["own", "global"]
 

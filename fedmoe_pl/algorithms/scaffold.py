@@ -9,8 +9,8 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import LightningModule
 from torch import Tensor
 
-from fedmoe_pl.aggregation import Patterns, Tree, load_tree
-from fedmoe_pl.algorithm import Algorithm, Client, Update
+from fedmoe_pl.algorithms.algorithm import Algorithm, Client, Update
+from fedmoe_pl.trees import Patterns, Tree, load_tree
 
 _CONTROL = "control."
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from fedmoe_pl.aggregation import Tree
 from fedmoe_pl.backends.backend import Backend, GroupUpdate, LocalTraining
 from fedmoe_pl.backends.stacked import StackedBackend, try_to_stack
 from fedmoe_pl.backends.trainer import TrainerBackend
+from fedmoe_pl.trees import Tree
 
 
 class AutoBackend(Backend):

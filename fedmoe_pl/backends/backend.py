@@ -11,11 +11,11 @@ from typing import Any
 import torch
 from lightning.pytorch import LightningModule
 
-from fedmoe_pl.aggregation import Tree, copy_module
-from fedmoe_pl.algorithm import Algorithm, Update
+from fedmoe_pl.algorithms.algorithm import Algorithm, Update
+from fedmoe_pl.backends.traffic import Traffic
 from fedmoe_pl.data import FederatedDataModule
 from fedmoe_pl.models import MixtureOfExperts
-from fedmoe_pl.traffic import Traffic
+from fedmoe_pl.trees import Tree, copy_module
 
 
 @dataclass(frozen=True, eq=False)

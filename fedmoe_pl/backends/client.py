@@ -19,12 +19,12 @@ from torch import Generator, Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.optim.lr_scheduler import LRScheduler
 
-from fedmoe_pl.aggregation import Tree
-from fedmoe_pl.algorithm import Algorithm, Client
+from fedmoe_pl.algorithms.algorithm import Algorithm, Client
 from fedmoe_pl.backends.backend import LocalTraining
 from fedmoe_pl.data import Batches, FederatedDataModule
 from fedmoe_pl.models import MixtureOfExperts, SwitchNorm1d
 from fedmoe_pl.seeds import derive_seed, seed_all
+from fedmoe_pl.trees import Tree
 
 LEAN_TRAINER: dict[str, Any] = {
     "max_epochs": 1,

@@ -13,11 +13,11 @@ from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from fedmoe_pl.aggregation import Tree
-from fedmoe_pl.algorithm import Client
+from fedmoe_pl.algorithms.algorithm import Client
 from fedmoe_pl.backends.backend import LocalTraining
 from fedmoe_pl.backends.client import trainable_names
 from fedmoe_pl.data import Batches
+from fedmoe_pl.trees import Tree
 
 _BATCH_SIZE = 500
 _TRACED_SAMPLES = 3

@@ -18,7 +18,6 @@ import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from loky.process_executor import TerminatedWorkerError
 
-from fedmoe_pl.aggregation import Tree
 from fedmoe_pl.backends.backend import Backend, GroupUpdate, LocalTraining
 from fedmoe_pl.backends.workers import (
     WORKER_ENVIRONMENT,
@@ -30,6 +29,7 @@ from fedmoe_pl.backends.workers import (
     sendable,
 )
 from fedmoe_pl.data import FederatedDataModule
+from fedmoe_pl.trees import Tree
 
 # loky replaces a process that has grown by 300 MB since its first call, and what was sent to it would be lost.
 _ENVIRONMENT = {**WORKER_ENVIRONMENT, "LOKY_MAX_MEMORY_LEAK_SIZE": "1e18"}

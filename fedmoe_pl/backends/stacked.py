@@ -17,8 +17,7 @@ from torch.nn.modules.conv import _ConvNd
 from torch.nn.modules.dropout import _DropoutNd
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from fedmoe_pl.aggregation import Tree, copy_module, load_tree
-from fedmoe_pl.algorithm import Algorithm, Client
+from fedmoe_pl.algorithms.algorithm import Algorithm, Client
 from fedmoe_pl.backends.backend import Backend, GroupUpdate, LocalTraining, group_update
 from fedmoe_pl.backends.client import (
     EpochModule,
@@ -35,6 +34,7 @@ from fedmoe_pl.backends.client import (
 from fedmoe_pl.backends.features import FeatureCache, Features, is_close, largest_value, looked_up, no_input
 from fedmoe_pl.data import Batches
 from fedmoe_pl.models.sparse import dense_experts
+from fedmoe_pl.trees import Tree, copy_module, load_tree
 
 _ELEMENTWISE = {
     *(torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW, torch.optim.Adamax, torch.optim.NAdam, torch.optim.RAdam),

@@ -8,8 +8,7 @@ from typing import Any
 from lightning.pytorch import LightningModule
 from torch import Tensor
 
-from fedmoe_pl.aggregation import Tree, copy_module
-from fedmoe_pl.algorithm import EVALUATED_AT_ONCE, Algorithm, Client, Update
+from fedmoe_pl.algorithms.algorithm import EVALUATED_AT_ONCE, Algorithm, Client, Update
 from fedmoe_pl.backends.backend import Backend, GroupUpdate, LocalTraining, group_update
 from fedmoe_pl.backends.client import (
     EpochModule,
@@ -24,6 +23,7 @@ from fedmoe_pl.backends.client import (
     trains_by_loss,
 )
 from fedmoe_pl.backends.features import FeatureCache, Features, LookedUpBatches, looked_up
+from fedmoe_pl.trees import Tree, copy_module
 
 _MOST_GROUPS = 64  # enough for the last group of a worker not to keep the others waiting
 

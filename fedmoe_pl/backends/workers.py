@@ -18,10 +18,10 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.cli import LightningCLI
 from torch import Tensor
 
-from fedmoe_pl.aggregation import Tree
 from fedmoe_pl.backends.backend import Backend, GroupUpdate, LocalTraining
 from fedmoe_pl.backends.client import data_on
 from fedmoe_pl.data import FederatedDataModule
+from fedmoe_pl.trees import Tree
 
 WORKER_ENVIRONMENT = {
     "OMP_NUM_THREADS": "1",

@@ -5,13 +5,13 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from fedmoe_pl.algorithms.ifca import PICKS
-from fedmoe_pl.callbacks import FederationCallback
-from fedmoe_pl.figures import cluster_picks_figure, figure_pixels
-from fedmoe_pl.reporting import method_tag, tensorboard_writers
+from fedmoe_pl.callbacks.callback import FederationCallback
+from fedmoe_pl.callbacks.figures import cluster_picks_figure, figure_pixels
+from fedmoe_pl.callbacks.tensorboard import method_tag, tensorboard_writers
 
 if TYPE_CHECKING:
-    from fedmoe_pl.evaluation import Evaluation
     from fedmoe_pl.federation import Federation, Phase
+    from fedmoe_pl.rounds.evaluation import Evaluation
 
 
 class ClusterMonitor(FederationCallback):

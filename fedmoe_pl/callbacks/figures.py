@@ -12,8 +12,8 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 from torch import Tensor
 
-from fedmoe_pl.evaluation import Evaluation
-from fedmoe_pl.results import expert_usage, mean_gate_weight_by_class, present_metrics
+from fedmoe_pl.rounds.evaluation import Evaluation
+from fedmoe_pl.rounds.results import expert_usage, mean_gate_weight_by_class, present_metrics
 
 COLORS = ("#0072B2", "#E69F00", "#009E73", "#D55E00", "#CC79A7", "#56B4E9", "#000000")
 """Okabe and Ito's colours, which colour-blind readers can tell apart."""

@@ -9,14 +9,14 @@ import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch import Tensor
 
-from fedmoe_pl.callbacks import FederationCallback
-from fedmoe_pl.figures import figure_pixels, representation_figure
+from fedmoe_pl.callbacks.callback import FederationCallback
+from fedmoe_pl.callbacks.figures import figure_pixels, representation_figure
+from fedmoe_pl.callbacks.tensorboard import method_tag, tensorboard_writers
 from fedmoe_pl.models.representation import RepresentationMoE, Representations
-from fedmoe_pl.reporting import method_tag, tensorboard_writers
 
 if TYPE_CHECKING:
-    from fedmoe_pl.evaluation import Evaluation
     from fedmoe_pl.federation import Federation, Phase
+    from fedmoe_pl.rounds.evaluation import Evaluation
 
 
 class RepresentationMonitor(FederationCallback):

@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from fedmoe_pl.evaluation import METRICS, Evaluation, Spread
+from fedmoe_pl.rounds.evaluation import METRICS, Evaluation, Spread
 
 DESCRIPTIONS = {
     "local_test": "accuracy per class on the global test set, weighted with the client's class shares",
@@ -27,7 +27,7 @@ def round_row(evaluation: Evaluation) -> dict[str, object]:
     """One row of ``rounds.csv``: what was evaluated, then each accuracy (a fraction) over the clients.
 
     Example:
-        >>> from fedmoe_pl.evaluation import ClientEvaluation
+        >>> from fedmoe_pl.rounds.evaluation import ClientEvaluation
         >>> clients = [ClientEvaluation(0, 10, 0.75, float("nan"), 0.5, float("nan"))]
         >>> row = round_row(Evaluation("FedAvg", 3, "global expert", "after aggregation", "last round", clients))
         >>> row["round"], row["clients"], row["local_test_mean"], row["global_test_worst_tenth"]

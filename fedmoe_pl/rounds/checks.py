@@ -11,14 +11,14 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.accelerators import CPUAccelerator
 
-from fedmoe_pl.aggregation import copy_module
 from fedmoe_pl.backends import changes_loss, has_batch_norm, overridden_hooks, quiet
-from fedmoe_pl.callbacks import BestEpoch
-from fedmoe_pl.cohort import cohort_size
+from fedmoe_pl.backends.best_epoch import BestEpoch
 from fedmoe_pl.data import FederatedDataModule
-from fedmoe_pl.evaluation import predict
 from fedmoe_pl.models import MixtureOfExperts
-from fedmoe_pl.phase import Phase
+from fedmoe_pl.rounds.cohort import cohort_size
+from fedmoe_pl.rounds.evaluation import predict
+from fedmoe_pl.rounds.phase import Phase
+from fedmoe_pl.trees import copy_module
 
 
 def check_phases(phases: Sequence[Phase], evaluate_every_n_rounds: int) -> None:

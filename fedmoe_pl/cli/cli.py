@@ -10,12 +10,8 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.cli import ArgsType, LightningArgumentParser, LightningCLI
 
-import fedmoe_pl.algorithms
-import fedmoe_pl.costs
-import fedmoe_pl.models
-import fedmoe_pl.representations  # noqa: F401  imported so that YAML may use bare class names
 from fedmoe_pl.backends import LEAN_TRAINER
-from fedmoe_pl.cli_errors import cause_of
+from fedmoe_pl.cli.errors import cause_of
 from fedmoe_pl.data import FederatedDataModule
 from fedmoe_pl.federation import Federation
 

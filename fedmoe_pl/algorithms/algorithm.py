@@ -10,8 +10,8 @@ import torch
 from lightning.pytorch import LightningModule
 from torch import Tensor
 
-from fedmoe_pl.aggregation import Tree, changed, load_tree, mean_of_two
 from fedmoe_pl.seeds import derive_seed
+from fedmoe_pl.trees import Tree, changed, load_tree, mean_of_two
 
 if TYPE_CHECKING:
     from fedmoe_pl.data import Batches, FederatedDataModule

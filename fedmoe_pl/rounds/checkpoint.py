@@ -14,11 +14,11 @@ from typing import Any
 import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 
-from fedmoe_pl.aggregation import Tree
+from fedmoe_pl.backends.traffic import no_traffic
 from fedmoe_pl.data import FederatedDataModule
-from fedmoe_pl.evaluation import ClientEvaluation, Evaluation
-from fedmoe_pl.store import KeptOnDisk, check_kept
-from fedmoe_pl.traffic import no_traffic
+from fedmoe_pl.rounds.evaluation import ClientEvaluation, Evaluation
+from fedmoe_pl.rounds.store import KeptOnDisk, check_kept
+from fedmoe_pl.trees import Tree
 
 LAST = "last"
 FILE = "checkpoints/last.ckpt"

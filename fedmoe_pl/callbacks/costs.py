@@ -8,14 +8,14 @@ from typing import TYPE_CHECKING, Any
 
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 
-from fedmoe_pl.callbacks import FederationCallback
-from fedmoe_pl.evaluation import METRICS
-from fedmoe_pl.results import percent, write_csv
-from fedmoe_pl.traffic import WAYS
+from fedmoe_pl.backends.traffic import WAYS
+from fedmoe_pl.callbacks.callback import FederationCallback
+from fedmoe_pl.rounds.evaluation import METRICS
+from fedmoe_pl.rounds.results import percent, write_csv
 
 if TYPE_CHECKING:
-    from fedmoe_pl.evaluation import Evaluation
     from fedmoe_pl.federation import Federation, Phase
+    from fedmoe_pl.rounds.evaluation import Evaluation
 
 
 class CostToTarget(FederationCallback):

@@ -12,16 +12,16 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import Callback, LightningModule
 from lightning.pytorch.cli import LRSchedulerCallable, OptimizerCallable
 
-from fedmoe_pl.aggregation import Tree, copy_module, load_tree
-from fedmoe_pl.algorithm import Algorithm, Client
-from fedmoe_pl.checkpoint import PhaseState, load_checkpoint
-from fedmoe_pl.cohort import cohort_size, sample_cohort
+from fedmoe_pl.algorithms.algorithm import Algorithm, Client
 from fedmoe_pl.data import FederatedDataModule
-from fedmoe_pl.evaluation import MONITORS
 from fedmoe_pl.models import MixtureOfExperts
 from fedmoe_pl.models.gates import ConstantGate, Gate
 from fedmoe_pl.models.mixture import Mixing
-from fedmoe_pl.store import check_kept, only
+from fedmoe_pl.rounds.checkpoint import PhaseState, load_checkpoint
+from fedmoe_pl.rounds.cohort import cohort_size, sample_cohort
+from fedmoe_pl.rounds.evaluation import MONITORS
+from fedmoe_pl.rounds.store import check_kept, only
+from fedmoe_pl.trees import Tree, copy_module, load_tree
 
 INITIAL = "initial"
 """The name of what no phase has trained yet: the model as it was constructed."""

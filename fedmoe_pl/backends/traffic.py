@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from fedmoe_pl.aggregation import Tree
+from fedmoe_pl.trees import Tree
 
 WAYS = ("down", "up", "between_clients")
 """From the server to clients, from clients to the server, and past it."""

@@ -5,10 +5,10 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from fedmoe_pl.algorithms.fedmoe_da import aggregation_matrix
-from fedmoe_pl.callbacks import FederationCallback
-from fedmoe_pl.evaluation import Evaluation
-from fedmoe_pl.figures import aggregation_figure, expert_usage_figure, figure_pixels
-from fedmoe_pl.reporting import method_tag, tensorboard_writers
+from fedmoe_pl.callbacks.callback import FederationCallback
+from fedmoe_pl.callbacks.figures import aggregation_figure, expert_usage_figure, figure_pixels
+from fedmoe_pl.callbacks.tensorboard import method_tag, tensorboard_writers
+from fedmoe_pl.rounds.evaluation import Evaluation
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

@@ -13,7 +13,7 @@ import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch import Tensor
 
-from fedmoe_pl.aggregation import Tree
+from fedmoe_pl.trees import Tree
 
 
 class KeptOnDisk(Mapping[int, Tree]):

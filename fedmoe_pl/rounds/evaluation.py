@@ -14,10 +14,10 @@ from lightning.pytorch import LightningModule
 from torch import Tensor
 from torchmetrics.functional.classification import multiclass_accuracy
 
-from fedmoe_pl.aggregation import Tree, copy_module, load_tree
-from fedmoe_pl.algorithm import EVALUATED_AT_ONCE, Client, chooses_model
+from fedmoe_pl.algorithms.algorithm import EVALUATED_AT_ONCE, Client, chooses_model
 from fedmoe_pl.data.parts import Parts
 from fedmoe_pl.models import ConstantGate, MixtureOfExperts
+from fedmoe_pl.trees import Tree, copy_module, load_tree
 
 if TYPE_CHECKING:
     from fedmoe_pl.backends import LocalTraining

@@ -1,0 +1,28 @@
+"""Callbacks: what may be hooked into a federation between the rounds, and into a client's training."""
+
+from fedmoe_pl.backends.best_epoch import BestEpoch
+from fedmoe_pl.callbacks.accuracies import AccuracyMonitor
+from fedmoe_pl.callbacks.callback import FederationCallback
+from fedmoe_pl.callbacks.clusters import ClusterMonitor
+from fedmoe_pl.callbacks.costs import CostToTarget
+from fedmoe_pl.callbacks.experts import ExpertMonitor
+from fedmoe_pl.callbacks.files import ClientCheckpoint, ResultFiles
+from fedmoe_pl.callbacks.gates import GateMonitor
+from fedmoe_pl.callbacks.partition import PartitionMonitor
+from fedmoe_pl.callbacks.progress_bar import ProgressBar
+from fedmoe_pl.callbacks.representations import RepresentationMonitor
+
+__all__ = [
+    "AccuracyMonitor",
+    "BestEpoch",
+    "ClientCheckpoint",
+    "ClusterMonitor",
+    "CostToTarget",
+    "ExpertMonitor",
+    "FederationCallback",
+    "GateMonitor",
+    "PartitionMonitor",
+    "ProgressBar",
+    "RepresentationMonitor",
+    "ResultFiles",
+]

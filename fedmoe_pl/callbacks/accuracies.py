@@ -1,0 +1,97 @@
+"""Accuracies, costs and hyperparameters in the run's loggers."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING
+
+from lightning.pytorch.loggers import TensorBoardLogger
+
+from fedmoe_pl.callbacks.callback import FederationCallback
+from fedmoe_pl.callbacks.figures import figure_pixels, sorted_accuracy_figure
+from fedmoe_pl.callbacks.tensorboard import method_tag, preformatted, tensorboard_writers
+from fedmoe_pl.rounds.evaluation import METRICS
+from fedmoe_pl.rounds.results import format_table, present_metrics
+
+if TYPE_CHECKING:
+    from fedmoe_pl.federation import Federation
+    from fedmoe_pl.rounds.evaluation import Evaluation
+    from fedmoe_pl.rounds.phase import Phase
+
+
+class AccuracyMonitor(FederationCallback):
+    """Sends accuracies to the run's loggers.
+
+    Every logger gets a scalar per evaluated round, such as ``FedAvg/global_test/mean``, over the number of rounds
+    completed in the run, and what was sent and computed so far in the phase, such as ``FedAvg/traffic/bytes_up`` and
+    ``FedAvg/flops``. TensorBoard also gets the accuracies of all clients as sorted curves, the table, and a page
+    of hyperparameters with the final means over the clients.
+    """
+
+    def on_evaluation_end(self, federation: Federation, phase: Phase, evaluation: Evaluation) -> None:
+        """Logs mean, standard deviation and worst tenth of each accuracy, as fractions, and the costs so far."""
+        values = {
+            f"{method_tag(evaluation.method)}/{metric}/{name}": value
+            for metric in METRICS
+            for name, value in evaluation.spread(metric)._asdict().items()
+            if not math.isnan(value)
+        }
+        state = federation.states[phase.name]
+        values |= {
+            f"{method_tag(evaluation.method)}/traffic/{name}": float(value) for name, value in state.traffic.items()
+        }
+        if not math.isnan(state.flops):
+            values[f"{method_tag(evaluation.method)}/flops"] = float(state.flops)
+        for logger in federation.loggers:
+            logger.log_metrics(values, step=federation.step)
+
+    def on_phase_end(self, federation: Federation, phase: Phase, evaluation: Evaluation | None) -> None:
+        """Draws the accuracies of all clients, of all methods so far."""
+        if evaluation is not None:
+            for writer in tensorboard_writers(federation):
+                pixels = figure_pixels(sorted_accuracy_figure(federation.results.values()))
+                writer.add_image("accuracy_of_all_clients/sorted", pixels, federation.step, dataformats="HWC")
+
+    def on_fit_end(self, federation: Federation) -> None:
+        """Logs the hyperparameters with the final accuracies."""
+        results = federation.results.values()
+        final = {
+            f"final/{method_tag(e.method)}/{metric}": e.spread(metric).mean
+            for e in results
+            for metric in present_metrics([e])
+        }
+        hparams = flat_hparams(federation.hparams)
+        for logger in federation.loggers:
+            if isinstance(logger, TensorBoardLogger):  # the only one that takes metrics
+                logger.log_hyperparams(hparams, metrics=final, step=federation.step)
+            else:
+                logger.log_metrics(final, step=federation.step)
+                logger.log_hyperparams(hparams)
+        if results:
+            for writer in tensorboard_writers(federation):
+                writer.add_text("table", preformatted(format_table(results)), federation.step)
+        for logger in federation.loggers:
+            logger.save()
+
+
+def flat_hparams(value: object, name: str = "") -> dict[str, object]:
+    """A nested configuration as a flat one, with names short enough for a table; settings that are None are left out.
+
+    Args:
+        value: a configuration as LightningCLI parses it, of nested dicts and lists.
+        name: the name under which ``value`` stands.
+
+    Example:
+        >>> gate = {"class_path": "FeatureGate", "init_args": {"hidden": 64, "bias": None}}
+        >>> flat_hparams({"model": {"gate": gate}, "phases": [{"name": "FedAvg", "rounds": 9}], "seeds": [0, 1]})
+        {'model/gate': 'FeatureGate', 'model/gate/hidden': 64, 'phases/FedAvg/rounds': 9, 'seeds': [0, 1]}
+    """
+    if isinstance(value, list) and value and all(isinstance(item, dict) for item in value):
+        names = [str(item.get("name", i)) for i, item in enumerate(value)]
+        value = {n: {k: v for k, v in item.items() if k != "name"} for n, item in zip(names, value, strict=True)}
+    if not isinstance(value, dict):
+        return {} if value is None else {name: value}
+    flat = {}
+    for key, item in value.items():
+        flat |= flat_hparams(item, name if key in ("class_path", "init_args") else f"{name}/{key}".lstrip("/"))
+    return flat

@@ -1,0 +1,83 @@
+"""One progress bar for the whole run."""
+
+from __future__ import annotations
+
+import sys
+import time
+from typing import TYPE_CHECKING
+
+from tqdm import tqdm
+
+from fedmoe_pl.callbacks.callback import FederationCallback
+from fedmoe_pl.rounds.results import percent
+
+if TYPE_CHECKING:
+    from fedmoe_pl.federation import Federation
+    from fedmoe_pl.rounds.evaluation import Evaluation
+    from fedmoe_pl.rounds.phase import Phase
+
+
+class ProgressBar(FederationCallback):
+    """One bar on stderr for the whole run: phase, round, time left and the newest mean accuracies.
+
+    Progress is counted in local epochs times clients (``Federation.completed_work`` of ``Federation.total_work``),
+    so that a phase of 200 epochs in one round weighs what it costs. Where stderr is no terminal (a batch job, a log
+    file) one short line per phase is written instead.
+    """
+
+    _bar: tqdm
+    _start_time: float
+    _start_work: float
+
+    def on_fit_start(self, federation: Federation) -> None:
+        """Opens the bar, at the work done so far if the run is resumed."""
+        self._start_time = time.monotonic()
+        self._start_work = federation.completed_work
+        self._bar = tqdm(
+            total=federation.total_work,
+            initial=federation.completed_work,
+            file=sys.stderr,
+            disable=not sys.stderr.isatty(),
+            dynamic_ncols=True,
+            mininterval=0.5,
+            # The time left follows the speed of the last ten seconds or, with slow clients, of the last 20 clients.
+            smoothing=0.05,
+            bar_format="{desc} {percentage:3.0f}%|{bar}| {elapsed}<{remaining}{postfix}",
+        )
+
+    def on_round_start(self, federation: Federation, phase: Phase, round: int) -> None:
+        """Names phase and round."""
+        self._bar.set_description_str(f"{phase.name} round {round + 1}/{phase.rounds}")
+
+    def on_client_end(self, federation: Federation, phase: Phase, round: int, client: int) -> None:
+        """Moves the bar to the work done so far."""
+        self._bar.update(federation.completed_work - self._bar.n)
+
+    def on_evaluation_end(self, federation: Federation, phase: Phase, evaluation: Evaluation) -> None:
+        """Shows the newest accuracies."""
+        self._bar.set_postfix_str(f"{evaluation.method}: {_accuracies(evaluation)}")
+
+    def on_phase_end(self, federation: Federation, phase: Phase, evaluation: Evaluation | None) -> None:
+        """Writes one line where there is no terminal."""
+        if self._bar.disable:
+            rounds = "1 round" if phase.rounds == 1 else f"{phase.rounds} rounds"
+            accuracies = "" if evaluation is None else f", {_accuracies(evaluation)}"
+            print(f"{self._time(federation)} {phase.name}: {rounds}{accuracies}", file=sys.stderr, flush=True)
+
+    def on_fit_end(self, federation: Federation) -> None:
+        """Leaves the full bar behind."""
+        self._bar.close()
+
+    def _time(self, federation: Federation) -> str:
+        """Share done, elapsed and remaining time, as in the bar: ``[ 71% 02:10<00:53]``."""
+        done, total = federation.completed_work, federation.total_work
+        share = done / total if total else 1.0  # no work where every phase is read from a checkpoint
+        elapsed = time.monotonic() - self._start_time
+        work = done - self._start_work
+        remaining = tqdm.format_interval(elapsed * (total - done) / work) if work else "?"
+        return f"[{100 * share:3.0f}% {tqdm.format_interval(elapsed)}<{remaining}]"
+
+
+def _accuracies(evaluation: Evaluation) -> str:
+    local, overall = (percent(evaluation.spread(metric).mean) for metric in ("local_test", "global_test"))
+    return f"local {local} %, global {overall} %"

@@ -1,0 +1,1 @@
+"""Phases and their rounds: what a run is in the middle of."""
