@@ -11,96 +11,18 @@ from pathlib import Path
 
 import pytest
 import torch
-from helpers import blobs
+from helpers.runs import Kill, WithDropout, assert_same, data, federation, model, phases
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.loggers import CSVLogger
 from torch import nn
 
-from fedmoe_pl import Federation, PersonalizedMoE, Phase
+from fedmoe_pl import PersonalizedMoE, Phase
 from fedmoe_pl.algorithms import FedAvg, Local, PersonalizedExpert, PFLMoE
-from fedmoe_pl.callbacks import ClientCheckpoint, FederationCallback
-from fedmoe_pl.models import ConstantGate, LinearGate
+from fedmoe_pl.callbacks import ClientCheckpoint
+from fedmoe_pl.models import ConstantGate
 from fedmoe_pl.rounds.checkpoint import load_checkpoint
 
 REPOSITORY = Path(__file__).parent.parent
-
-
-class Expert(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.extractor = nn.Sequential(nn.Linear(5, 4), nn.ReLU())
-        self.classifier = nn.Sequential(nn.Dropout(0.2), nn.Linear(4, 3))
-
-    def forward(self, x):
-        return self.classifier(self.extractor(x))
-
-
-def model(seed=0) -> PersonalizedMoE:
-    torch.manual_seed(seed)
-    return PersonalizedMoE(Expert(), optimizer=partial(torch.optim.SGD, lr=0.1, momentum=0.5))
-
-
-def phases() -> list[Phase]:
-    torch.manual_seed(1)  # as in a configuration, the phases' own gates follow from a seed
-    return [
-        Phase("Local", Local(), gate=ConstantGate(0.0)),
-        Phase(
-            "FedAvg",
-            FedAvg("global_expert.*"),
-            rounds=4,
-            clients_per_round=2,
-            gate=ConstantGate(1.0),
-            monitor="global_test",
-        ),
-        Phase("PFL-FB", PersonalizedExpert("local_expert.classifier.*", gate_fraction=0.25), gate=ConstantGate(0.0)),
-        Phase("PFL-MF", PFLMoE(), gate=LinearGate(5), max_epochs=3),
-    ]
-
-
-def federation(path, phases=None, **kwargs) -> Federation:
-    defaults = {
-        "trainer": {"accelerator": "cpu"},
-        "default_root_dir": path,
-        "enable_progress_bar": False,
-        "logger": False,
-    }
-    return Federation(phases or globals()["phases"](), **{**defaults, **kwargs})
-
-
-def data(**kwargs):
-    return blobs(dtype=torch.float32, **kwargs)
-
-
-def assert_same(a, b):
-    """Equal to the last bit, through dicts, lists, dataclasses and tensors."""
-    assert type(a) is type(b)
-    if isinstance(a, torch.Tensor):
-        assert torch.equal(a, b)
-    elif isinstance(a, dict):
-        assert a.keys() == b.keys()
-        for key in a:
-            assert_same(a[key], b[key])
-    elif isinstance(a, list):
-        assert len(a) == len(b)
-        for one, other in zip(a, b, strict=True):
-            assert_same(one, other)
-    elif hasattr(a, "__dataclass_fields__"):
-        assert_same(vars(a), vars(b))
-    else:
-        assert a == b or (a != a and b != b)  # nan
-
-
-class Kill(FederationCallback):
-    """Stops the run at the n-th call of a hook."""
-
-    def __init__(self, hook, n):
-        setattr(self, hook, self.count)
-        self.n = n
-
-    def count(self, *arguments):
-        self.n -= 1
-        if self.n == 0:
-            raise KeyboardInterrupt
 
 
 @pytest.mark.parametrize(
@@ -217,7 +139,9 @@ def test_every_client_s_checkpoint_loads_as_a_lightning_module(tmp_path):
     x = data().x[:7]
     for method, file in (("PFL-MF", "client_002.ckpt"), ("FedAvg", "all_clients.ckpt")):
         path = run.run_dir / "clients" / method / file
-        module = PersonalizedMoE.load_from_checkpoint(path, global_expert=Expert(), local_expert=Expert()).eval()
+        module = PersonalizedMoE.load_from_checkpoint(
+            path, global_expert=WithDropout(), local_expert=WithDropout()
+        ).eval()
         assert torch.equal(module(x), run.client_module(method, 2)(x))
 
 
@@ -333,12 +257,12 @@ def test_a_checkpoint_of_another_run_is_refused(tmp_path):
 
 
 def test_a_model_that_does_not_fit_the_data_is_refused(tmp_path):
-    class TooFew(Expert):
+    class TooFew(WithDropout):
         def __init__(self):
             super().__init__()
             self.classifier = nn.Linear(4, 2)
 
-    class Wide(Expert):
+    class Wide(WithDropout):
         def __init__(self):
             super().__init__()
             self.extractor = nn.Linear(50, 4)
@@ -387,7 +311,7 @@ def test_a_result_given_by_a_checkpoint_says_so_and_must_fit_before_any_training
         whole.results["FedAvg"].spread("global_test")
     )
 
-    class Wide(Expert):
+    class Wide(WithDropout):
         def __init__(self):
             super().__init__()
             self.extractor = nn.Sequential(nn.Linear(5, 9), nn.ReLU())

@@ -20,6 +20,7 @@ from helpers import (
     sparse_mixture,
     two_quadratics,
 )
+from helpers.backends import FEW, UNEQUAL, WithBatchNorm, assert_agree, local_training, train
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.callbacks import EarlyStopping
 from torch import nn
@@ -39,7 +40,7 @@ from fedmoe_pl.algorithms import (
     SpecialistMixture,
 )
 from fedmoe_pl.algorithms.algorithm import Algorithm, Update
-from fedmoe_pl.backends import LEAN_TRAINER, AutoBackend, LocalTraining, StackedBackend, TrainerBackend, data_on
+from fedmoe_pl.backends import AutoBackend, StackedBackend, TrainerBackend, data_on
 from fedmoe_pl.backends.backend import fold
 from fedmoe_pl.backends.client import needs_every_batch
 from fedmoe_pl.backends.features import is_close, largest_value
@@ -59,10 +60,6 @@ from fedmoe_pl.models import (
     SmallMLP,
 )
 from fedmoe_pl.rounds.phase import Phase
-
-# From 3 to 300 samples: clients of less than a batch, of whole batches, and with a last batch of one sample.
-UNEQUAL = (3, 300, 57, 11, 80, 81, 79, 10)
-FEW = (3, 25, 11, 20)
 
 
 class TwoGroups(PersonalizedMoE):
@@ -92,12 +89,6 @@ class Proximal(FedAvg):
         return loss + const["strength"] * distance, metrics
 
 
-class WithBatchNorm(Expert):
-    def __init__(self):
-        super().__init__()
-        self.extractor = nn.Sequential(nn.Linear(5, 6), nn.BatchNorm1d(6), nn.Tanh())
-
-
 class NoClassIgnored(PersonalizedMoE):
     """A loss that does not know of labels to ignore, so that batches cannot be padded."""
 
@@ -105,44 +96,6 @@ class NoClassIgnored(PersonalizedMoE):
         x, y = batch
         logits, weights = self.mix(x)
         return ((logits - F.one_hot(y, 3)) ** 2).mean(), {"logits": logits, "gate_weights": weights}
-
-
-def local_training(module, algorithm, datamodule, max_epochs=2, rounds=1, **trainer) -> LocalTraining:
-    return LocalTraining(
-        module=module,
-        initial={name: tensor.detach().clone() for name, tensor in module.state_dict().items()},
-        algorithm=algorithm,
-        datamodule=datamodule,
-        trainer={**LEAN_TRAINER, "max_epochs": max_epochs, "accelerator": "cpu", **trainer},
-        batch_size=None,
-        seed=0,
-        rounds=rounds,
-    )
-
-
-def train(backend, training: LocalTraining, round=0) -> tuple[Update, dict]:
-    """The folded update of all clients, and what each keeps."""
-    server = training.algorithm.server_init(training.module)
-    groups = list(backend.train(training, server, range(training.datamodule.num_clients), {}, round))
-    kept = {client: tree for group in groups for client, tree in group.kept.items()}
-    return fold(training.algorithm, [group.update for group in groups]), kept
-
-
-def assert_agree(training: LocalTraining, tolerance: float, clients_per_stack=None, round=0):
-    """The backends agree to the tolerance, and something was trained."""
-    update, kept = train(TrainerBackend(), training, round)
-    backend = StackedBackend(clients_per_stack).choose(training)
-    stacked_update, stacked_kept = train(backend, training, round)
-    close = partial(torch.testing.assert_close, rtol=tolerance, atol=tolerance)
-    close(stacked_update.sent, update.sent)
-    assert stacked_update.weight == update.weight
-    assert stacked_kept.keys() == kept.keys()
-    for client in kept:
-        close(stacked_kept[client], kept[client])
-    trees = [update.sent, *kept.values()]
-    parameters = [(tree, name) for tree in trees for name in tree if name in training.initial]
-    moved = [(tree[name] - training.initial[name]).abs().max() for tree, name in parameters]
-    assert max(moved) > 1e-3
 
 
 OPTIMIZERS = {

@@ -15,8 +15,8 @@ from pathlib import Path
 import pytest
 import torch
 from helpers import OneWeight, blobs, mixture, two_quadratics
+from helpers.runs import Kill, assert_same, data, federation, model
 from lightning.fabric.utilities.exceptions import MisconfigurationException
-from test_federation import Kill, assert_same, data, federation, model
 
 import fedmoe_pl.backends.pool
 from fedmoe_pl import Federation, PersonalizedMoE, Phase
@@ -34,7 +34,7 @@ from fedmoe_pl.backends.workers import RemoteWorker, Worker, WorkerDied, dumps, 
 from fedmoe_pl.cli import FederationCLI
 from fedmoe_pl.models import LinearGate
 
-REPOSITORY = Path(__file__).parent.parent
+REPOSITORY = Path(__file__).parents[2]
 CPU = torch.device("cpu")
 ONE, TWO = ({"accelerator": "cpu", "devices": devices} for devices in (1, 2))
 SIZES = (13, 8, 30, 11)

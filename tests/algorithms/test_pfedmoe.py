@@ -1,15 +1,15 @@
 """pFedMoE: what is shared, trained, kept and evaluated, over several architectures."""
 
 import copy
-from functools import partial
 
 import pytest
 import torch
 import torch.nn.functional as F
 from helpers import blobs, client_generator, run, tensors
+from helpers.backends import assert_agree, local_training, train
+from helpers.pfedmoe import model, network
+from helpers.runs import Kill, assert_same, federation
 from lightning.fabric.utilities.exceptions import MisconfigurationException
-from test_backends import assert_agree, local_training, train
-from test_federation import Kill, assert_same, federation
 from torch import nn
 
 from fedmoe_pl import Client, Phase
@@ -17,22 +17,6 @@ from fedmoe_pl.algorithms import FedAvg, Local, PFedMoE
 from fedmoe_pl.backends import StackedBackend, TrainerBackend
 from fedmoe_pl.models import CNN, ConstantGate, FeatureGate, LinearGate, RepresentationMLP, RepresentationMoE
 from fedmoe_pl.models.network_gates import SwitchNormGate
-
-SGD = partial(torch.optim.SGD, lr=0.1, momentum=0.9)
-WIDTHS = (6, 4, 3)  # hidden widths of the local architectures, in which the representation has two values
-
-
-def network(hidden: int) -> RepresentationMLP:
-    return RepresentationMLP(5, hidden, 2, 3)
-
-
-def model(gate=None, dtype=torch.float64, **kwargs) -> RepresentationMoE:
-    """Three architectures, the same parameters at every call."""
-    torch.manual_seed(3)
-    shared, *experts = [network(hidden) for hidden in (2, *WIDTHS)]
-    gate = LinearGate(5) if gate is None else gate
-    gate.reset_parameters()
-    return RepresentationMoE(shared, experts, gate=gate, **{"optimizer": SGD, **kwargs}).to(dtype)
 
 
 def narrow(architecture: int, **kwargs) -> RepresentationMoE:

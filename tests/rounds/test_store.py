@@ -6,8 +6,8 @@ import shutil
 import pytest
 import torch
 from helpers import blobs
+from helpers.runs import Kill, assert_same, federation, model
 from lightning.fabric.utilities.exceptions import MisconfigurationException
-from test_federation import Kill, assert_same, federation, model
 
 from fedmoe_pl import Federation, Phase
 from fedmoe_pl.algorithms import FedAvg, Local, PersonalizedExpert, PFLMoE

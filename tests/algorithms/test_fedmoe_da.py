@@ -7,9 +7,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 from helpers import assert_same_bits, blobs, momentum_sgd, phase, run, sparse_mixture, tensors
+from helpers.runs import Kill, assert_same
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-from test_federation import Kill, assert_same
 from torch import nn
 
 from fedmoe_pl import Federation, PersonalizedMoE, Phase

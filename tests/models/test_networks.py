@@ -9,9 +9,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 from helpers import TensorData, assert_same_bits, blobs, mixture, momentum_sgd
+from helpers.backends import FEW, UNEQUAL, assert_agree, local_training, train
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import Trainer
-from test_backends import FEW, UNEQUAL, assert_agree, local_training, train
 from torch import nn
 from torch.func import functional_call
 

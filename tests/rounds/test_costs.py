@@ -7,12 +7,12 @@ from functools import partial
 import pytest
 import torch
 from helpers import Expert, OneWeight, TensorData, blobs, mixture, phase, run, two_quadratics
+from helpers.backends import WithBatchNorm, local_training
+from helpers.pfedmoe import model
+from helpers.runs import assert_same
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.loggers import TensorBoardLogger
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-from test_backends import WithBatchNorm, local_training
-from test_federation import assert_same
-from test_pfedmoe import model
 from torch import nn
 
 from fedmoe_pl import Phase

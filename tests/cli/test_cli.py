@@ -12,7 +12,7 @@ from fedmoe_pl.cli import FederationCLI, main
 from fedmoe_pl.data import FashionMNIST
 from fedmoe_pl.trees import copy_module
 
-REPOSITORY = Path(__file__).parent.parent
+REPOSITORY = Path(__file__).parents[2]
 CONFIGS = sorted((REPOSITORY / "configs").glob("*.yaml"))
 QUICKSTART = str(REPOSITORY / "configs/quickstart.yaml")
 
