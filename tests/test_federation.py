@@ -215,7 +215,7 @@ REFUSED = {
     "clients_per_round is 1.5": {"clients_per_round": 1.5},
     "rounds is 0, but must be at least 1": {"rounds": 0},
     "monitor is 'accuracy', but must be one of local_test": {"monitor": "accuracy"},
-    "monitor is 'validation', but data.init_args.validation_fraction is 0": {"monitor": "validation"},
+    "monitor is 'validation', but validation_fraction is 0": {"monitor": "validation"},
     "monitor_from_round is 3, but must be at most rounds, 1": {"monitor_from_round": 3},
     "start is 'Fed', but must be 'initial' or an earlier phase": {"start": "Fed"},
     "PFLMoE starts from an earlier phase, but none": {"algorithm": PFLMoE()},

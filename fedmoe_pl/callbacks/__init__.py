@@ -2,7 +2,6 @@
 
 from fedmoe_pl.backends.best_epoch import BestEpoch
 from fedmoe_pl.callbacks.accuracies import AccuracyMonitor
-from fedmoe_pl.callbacks.callback import FederationCallback
 from fedmoe_pl.callbacks.clusters import ClusterMonitor
 from fedmoe_pl.callbacks.costs import CostToTarget
 from fedmoe_pl.callbacks.experts import ExpertMonitor
@@ -11,6 +10,7 @@ from fedmoe_pl.callbacks.gates import GateMonitor
 from fedmoe_pl.callbacks.partition import PartitionMonitor
 from fedmoe_pl.callbacks.progress_bar import ProgressBar
 from fedmoe_pl.callbacks.representations import RepresentationMonitor
+from fedmoe_pl.rounds.run import FederationCallback
 
 __all__ = [
     "AccuracyMonitor",

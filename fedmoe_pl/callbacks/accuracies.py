@@ -3,20 +3,15 @@
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING
 
 from lightning.pytorch.loggers import TensorBoardLogger
 
-from fedmoe_pl.callbacks.callback import FederationCallback
 from fedmoe_pl.callbacks.figures import figure_pixels, sorted_accuracy_figure
 from fedmoe_pl.callbacks.tensorboard import method_tag, preformatted, tensorboard_writers
-from fedmoe_pl.rounds.evaluation import METRICS
+from fedmoe_pl.rounds.evaluation import METRICS, Evaluation
+from fedmoe_pl.rounds.phase import Phase
 from fedmoe_pl.rounds.results import format_table, present_metrics
-
-if TYPE_CHECKING:
-    from fedmoe_pl.federation import Federation
-    from fedmoe_pl.rounds.evaluation import Evaluation
-    from fedmoe_pl.rounds.phase import Phase
+from fedmoe_pl.rounds.run import FederationCallback, Run
 
 
 class AccuracyMonitor(FederationCallback):
@@ -28,7 +23,7 @@ class AccuracyMonitor(FederationCallback):
     of hyperparameters with the final means over the clients.
     """
 
-    def on_evaluation_end(self, federation: Federation, phase: Phase, evaluation: Evaluation) -> None:
+    def on_evaluation_end(self, run: Run, phase: Phase, evaluation: Evaluation) -> None:
         """Logs mean, standard deviation and worst tenth of each accuracy, as fractions, and the costs so far."""
         values = {
             f"{method_tag(evaluation.method)}/{metric}/{name}": value
@@ -36,41 +31,41 @@ class AccuracyMonitor(FederationCallback):
             for name, value in evaluation.spread(metric)._asdict().items()
             if not math.isnan(value)
         }
-        state = federation.states[phase.name]
+        state = run.states[phase.name]
         values |= {
             f"{method_tag(evaluation.method)}/traffic/{name}": float(value) for name, value in state.traffic.items()
         }
         if not math.isnan(state.flops):
             values[f"{method_tag(evaluation.method)}/flops"] = float(state.flops)
-        for logger in federation.loggers:
-            logger.log_metrics(values, step=federation.step)
+        for logger in run.loggers:
+            logger.log_metrics(values, step=run.step)
 
-    def on_phase_end(self, federation: Federation, phase: Phase, evaluation: Evaluation | None) -> None:
+    def on_phase_end(self, run: Run, phase: Phase, evaluation: Evaluation | None) -> None:
         """Draws the accuracies of all clients, of all methods so far."""
         if evaluation is not None:
-            for writer in tensorboard_writers(federation):
-                pixels = figure_pixels(sorted_accuracy_figure(federation.results.values()))
-                writer.add_image("accuracy_of_all_clients/sorted", pixels, federation.step, dataformats="HWC")
+            for writer in tensorboard_writers(run):
+                pixels = figure_pixels(sorted_accuracy_figure(run.results.values()))
+                writer.add_image("accuracy_of_all_clients/sorted", pixels, run.step, dataformats="HWC")
 
-    def on_fit_end(self, federation: Federation) -> None:
+    def on_fit_end(self, run: Run) -> None:
         """Logs the hyperparameters with the final accuracies."""
-        results = federation.results.values()
+        results = run.results.values()
         final = {
             f"final/{method_tag(e.method)}/{metric}": e.spread(metric).mean
             for e in results
             for metric in present_metrics([e])
         }
-        hparams = flat_hparams(federation.hparams)
-        for logger in federation.loggers:
+        hparams = flat_hparams(run.hparams)
+        for logger in run.loggers:
             if isinstance(logger, TensorBoardLogger):  # the only one that takes metrics
-                logger.log_hyperparams(hparams, metrics=final, step=federation.step)
+                logger.log_hyperparams(hparams, metrics=final, step=run.step)
             else:
-                logger.log_metrics(final, step=federation.step)
+                logger.log_metrics(final, step=run.step)
                 logger.log_hyperparams(hparams)
         if results:
-            for writer in tensorboard_writers(federation):
-                writer.add_text("table", preformatted(format_table(results)), federation.step)
-        for logger in federation.loggers:
+            for writer in tensorboard_writers(run):
+                writer.add_text("table", preformatted(format_table(results)), run.step)
+        for logger in run.loggers:
             logger.save()
 
 

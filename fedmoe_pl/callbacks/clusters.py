@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from fedmoe_pl.algorithms.ifca import PICKS
-from fedmoe_pl.callbacks.callback import FederationCallback
 from fedmoe_pl.callbacks.figures import cluster_picks_figure, figure_pixels
 from fedmoe_pl.callbacks.tensorboard import method_tag, tensorboard_writers
-
-if TYPE_CHECKING:
-    from fedmoe_pl.federation import Federation, Phase
-    from fedmoe_pl.rounds.evaluation import Evaluation
+from fedmoe_pl.rounds.evaluation import Evaluation
+from fedmoe_pl.rounds.phase import Phase
+from fedmoe_pl.rounds.run import FederationCallback, Run
 
 
 class ClusterMonitor(FederationCallback):
@@ -21,21 +17,21 @@ class ClusterMonitor(FederationCallback):
     all rounds at the end of the phase.
     """
 
-    def on_round_end(self, federation: Federation, phase: Phase, round: int) -> None:
+    def on_round_end(self, run: Run, phase: Phase, round: int) -> None:
         """Logs the picks of the round."""
-        server = federation.states[phase.name].server
+        server = run.states[phase.name].server
         if PICKS in server:
             picks = server[PICKS][-1].tolist()
             tag = f"clusters/{method_tag(phase.name)}/picked"
             scalars = {f"{tag}_{cluster}": float(number) for cluster, number in enumerate(picks)}
-            for logger in federation.loggers:
-                logger.log_metrics(scalars, step=federation.step)
+            for logger in run.loggers:
+                logger.log_metrics(scalars, step=run.step)
 
-    def on_phase_end(self, federation: Federation, phase: Phase, evaluation: Evaluation | None) -> None:
+    def on_phase_end(self, run: Run, phase: Phase, evaluation: Evaluation | None) -> None:
         """Draws the picks of all rounds up to the result."""
-        server = federation.states[phase.name].server
+        server = run.states[phase.name].server
         if PICKS in server and len(server[PICKS]):
             pixels = figure_pixels(cluster_picks_figure(phase.name, server[PICKS]))
-            for writer in tensorboard_writers(federation):
+            for writer in tensorboard_writers(run):
                 tag = f"clusters/{method_tag(phase.name)}/picks"
-                writer.add_image(tag, pixels, federation.step, dataformats="HWC")
+                writer.add_image(tag, pixels, run.step, dataformats="HWC")

@@ -1,21 +1,18 @@
-"""What it took every method to reach an accuracy (pFedMoE's comparison of costs; METHODS section 6.4)."""
+"""What it took every method to reach an accuracy, as in pFedMoE's comparison of costs (Yi et al. 2024)."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 
 from fedmoe_pl.backends.traffic import WAYS
-from fedmoe_pl.callbacks.callback import FederationCallback
-from fedmoe_pl.rounds.evaluation import METRICS
+from fedmoe_pl.rounds.evaluation import METRICS, Evaluation
+from fedmoe_pl.rounds.phase import Phase
 from fedmoe_pl.rounds.results import percent, write_csv
-
-if TYPE_CHECKING:
-    from fedmoe_pl.federation import Federation, Phase
-    from fedmoe_pl.rounds.evaluation import Evaluation
+from fedmoe_pl.rounds.run import FederationCallback, Run
 
 
 class CostToTarget(FederationCallback):
@@ -38,23 +35,23 @@ class CostToTarget(FederationCallback):
     def __init__(self, target: float, metric: str = "local_test_held_out") -> None:
         if not 0 < target <= 1:
             raise MisconfigurationException(
-                f"CostToTarget's init_args.target is {target}, but must be a fraction above 0 and at most 1."
+                f"CostToTarget: target is {target}, but must be a fraction above 0 and at most 1."
             )
         if metric not in METRICS:
             raise MisconfigurationException(
-                f"CostToTarget's init_args.metric is '{metric}', but must be one of {', '.join(METRICS)}."
+                f"CostToTarget: metric is '{metric}', but must be one of {', '.join(METRICS)}."
             )
         self.target = target
         self.metric = metric
 
-    def on_phase_end(self, federation: Federation, phase: Phase, evaluation: Evaluation | None) -> None:
+    def on_phase_end(self, run: Run, phase: Phase, evaluation: Evaluation | None) -> None:
         """Writes the rows of all methods so far."""
-        if rows := target_rows(federation.rows, self.metric, self.target):
-            write_csv(federation.run_dir / "target.csv", rows)
+        if rows := target_rows(run.rows, self.metric, self.target):
+            write_csv(run.folder / "target.csv", rows)
 
-    def on_fit_end(self, federation: Federation) -> None:
+    def on_fit_end(self, run: Run) -> None:
         """Prints them."""
-        rows = target_rows(federation.rows, self.metric, self.target)
+        rows = target_rows(run.rows, self.metric, self.target)
         if rows:
             print(f"\n{_table(rows)}", flush=True)
 
@@ -70,22 +67,22 @@ def target_rows(rounds: Iterable[Mapping[str, Any]], metric: str, target: float)
     methods: dict[str, list[Mapping[str, Any]]] = {}
     for row in rounds:
         methods.setdefault(row["method"], []).append(row)
-    return [_target_row(method, own, metric, target) for method, own in methods.items()]
+    return [_target_row(method, rows, metric, target) for method, rows in methods.items()]
 
 
 def _target_row(method: str, rounds: list[Mapping[str, Any]], metric: str, target: float) -> dict[str, Any]:
     column = f"{metric}_mean"
-    found: dict[str, Any] = {"method": method, "metric": metric, "target": target}
+    columns: dict[str, Any] = {"method": method, "metric": metric, "target": target}
     reached = next((row for row in rounds if row[column] >= target), None)
     if reached is None:
-        found |= dict.fromkeys(("rounds", "parameters", "bytes", "flops"), math.nan)
+        columns |= dict.fromkeys(("rounds", "parameters", "bytes", "flops"), math.nan)
     else:
-        found["rounds"] = reached["round"]
-        found |= {name: sum(reached[f"{name}_{way}"] for way in WAYS) for name in ("parameters", "bytes")}
-        found["flops"] = reached["flops"]
+        columns["rounds"] = reached["round"]
+        columns |= {name: sum(reached[f"{name}_{way}"] for way in WAYS) for name in ("parameters", "bytes")}
+        columns["flops"] = reached["flops"]
     measured = [row for row in rounds if not math.isnan(row[column])]
     best = max(measured, key=lambda row: row[column], default={column: math.nan, "round": math.nan})
-    return found | {"best": best[column], "best_round": best["round"]}
+    return columns | {"best": best[column], "best_round": best["round"]}
 
 
 def _table(rows: list[dict[str, Any]]) -> str:

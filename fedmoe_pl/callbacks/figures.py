@@ -52,7 +52,9 @@ def gate_weight_figure(evaluation: Evaluation, num_classes: int) -> Figure:
 
 
 def expert_usage_figure(evaluation: Evaluation) -> Figure:
-    """Share of each client's own samples (row) that its gate sends to each expert (column); blank for none such.
+    """Share of each client's own samples (row) that its gate sends to each expert (column).
+
+    A cell is blank where the client has no such expert.
 
     Args:
         evaluation: an evaluation of a mixture that sends every sample to one expert.
@@ -139,9 +141,11 @@ def representation_figure(
     colors = colormap(classes if classes.max() < 10 else classes / classes.max())
     for axes, (name, places) in zip(panels, points.items(), strict=True):
         for i, client in enumerate(np.unique(clients)):
-            own = clients == client
-            x, y = places[own].T
-            axes.scatter(x, y, c=colors[own], marker=MARKERS[i % len(MARKERS)], s=16, lw=0, label=f"client {client}")
+            of_client = clients == client
+            x, y = places[of_client].T
+            axes.scatter(
+                x, y, c=colors[of_client], marker=MARKERS[i % len(MARKERS)], s=16, lw=0, label=f"client {client}"
+            )
         axes.set(title=f"{method}: {name} representations, t-SNE", xticks=[], yticks=[])
     handles, labels = panels[0].get_legend_handles_labels()
     legend = figure.legend(handles, labels, loc="outside lower center", ncols=3, frameon=False)

@@ -2,40 +2,35 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
 from lightning import __version__
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 
 from fedmoe_pl.algorithms.algorithm import chooses_model
-from fedmoe_pl.callbacks.callback import FederationCallback
+from fedmoe_pl.rounds.evaluation import Evaluation
+from fedmoe_pl.rounds.phase import Phase
 from fedmoe_pl.rounds.results import client_rows, format_table, summary_row, write_csv
-
-if TYPE_CHECKING:
-    from fedmoe_pl.federation import Federation
-    from fedmoe_pl.rounds.evaluation import Evaluation
-    from fedmoe_pl.rounds.phase import Phase
+from fedmoe_pl.rounds.run import FederationCallback, Run
 
 
 class ResultFiles(FederationCallback):
     """Writes ``rounds.csv``, ``clients.csv``, ``summary.csv`` into the run folder and prints the table at the end."""
 
-    def on_evaluation_end(self, federation: Federation, phase: Phase, evaluation: Evaluation) -> None:
+    def on_evaluation_end(self, run: Run, phase: Phase, evaluation: Evaluation) -> None:
         """Writes the rows of all rounds so far."""
-        write_csv(federation.run_dir / "rounds.csv", federation.rows)
+        write_csv(run.folder / "rounds.csv", run.rows)
 
-    def on_phase_end(self, federation: Federation, phase: Phase, evaluation: Evaluation | None) -> None:
+    def on_phase_end(self, run: Run, phase: Phase, evaluation: Evaluation | None) -> None:
         """Writes the results of all methods so far."""
-        results = federation.results.values()
+        results = run.results.values()
         if results:
-            write_csv(federation.run_dir / "clients.csv", [row for result in results for row in client_rows(result)])
-            write_csv(federation.run_dir / "summary.csv", [summary_row(result) for result in results])
+            write_csv(run.folder / "clients.csv", [row for result in results for row in client_rows(result)])
+            write_csv(run.folder / "summary.csv", [summary_row(result) for result in results])
 
-    def on_fit_end(self, federation: Federation) -> None:
+    def on_fit_end(self, run: Run) -> None:
         """Prints the table."""
-        if federation.results:
-            print(f"\n{format_table(federation.results.values())}\n\nFiles: {federation.run_dir}", flush=True)
+        if run.results:
+            print(f"\n{format_table(run.results.values())}\n\nFiles: {run.folder}", flush=True)
 
 
 class ClientCheckpoint(FederationCallback):
@@ -51,28 +46,28 @@ class ClientCheckpoint(FederationCallback):
     def __init__(self, methods: list[str] | None = None) -> None:
         self.methods = methods
 
-    def on_fit_start(self, federation: Federation) -> None:
-        """Refuses a method that there is not.
+    def on_fit_start(self, run: Run) -> None:
+        """Refuses the name of a method that is not run.
 
         Raises:
-            MisconfigurationException: with one sentence.
+            MisconfigurationException: if there is such a name.
         """
-        names = [phase.name for phase in federation.phases]
+        names = [phase.name for phase in run.phases]
         for method in self.methods or []:
             if method not in names:
                 raise MisconfigurationException(
-                    f"ClientCheckpoint's init_args.methods has '{method}', but federation.phases are {names}."
+                    f"ClientCheckpoint: methods has '{method}', but must be names of phases, {names}."
                 )
 
-    def on_phase_end(self, federation: Federation, phase: Phase, evaluation: Evaluation | None) -> None:
+    def on_phase_end(self, run: Run, phase: Phase, evaluation: Evaluation | None) -> None:
         """Writes the clients' models of an evaluated phase."""
         if evaluation is None or (self.methods is not None and phase.name not in self.methods):
             return
-        folder = federation.run_dir / "clients" / phase.name
+        folder = run.folder / "clients" / phase.name
         folder.mkdir(parents=True, exist_ok=True)
-        personalized = bool(federation.states[phase.name].kept) or chooses_model(phase.algorithm)
-        for client in range(federation.datamodule.num_clients if personalized else 1):
-            module = federation.client_module(phase.name, client)
+        personalized = bool(run.states[phase.name].kept) or chooses_model(phase.algorithm)
+        for client in range(run.datamodule.num_clients if personalized else 1):
+            module = run.client_module(phase.name, client)
             checkpoint = {
                 "pytorch-lightning_version": __version__,
                 "state_dict": module.state_dict(),

@@ -2,18 +2,13 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import numpy as np
 
-from fedmoe_pl.callbacks.callback import FederationCallback
 from fedmoe_pl.callbacks.figures import figure_pixels, gate_weight_figure
 from fedmoe_pl.callbacks.tensorboard import add_summary, histogram, method_tag, tensorboard_writers
-
-if TYPE_CHECKING:
-    from fedmoe_pl.federation import Federation
-    from fedmoe_pl.rounds.evaluation import Evaluation
-    from fedmoe_pl.rounds.phase import Phase
+from fedmoe_pl.rounds.evaluation import Evaluation
+from fedmoe_pl.rounds.phase import Phase
+from fedmoe_pl.rounds.run import FederationCallback, Run
 
 
 class GateMonitor(FederationCallback):
@@ -30,7 +25,7 @@ class GateMonitor(FederationCallback):
     def __init__(self, max_clients: int = 50) -> None:
         self.max_clients = max_clients
 
-    def on_evaluation_end(self, federation: Federation, phase: Phase, evaluation: Evaluation) -> None:
+    def on_evaluation_end(self, run: Run, phase: Phase, evaluation: Evaluation) -> None:
         """Logs the mean weights of all clients."""
         means = np.array([client.mean_gate_weight for client in evaluation.clients])
         means = means[~np.isnan(means)]
@@ -40,27 +35,27 @@ class GateMonitor(FederationCallback):
             f"{method_tag(evaluation.method)}/mean_gate_weight/mean": means.mean().item(),
             f"{method_tag(evaluation.method)}/mean_gate_weight/std": means.std().item(),
         }
-        for logger in federation.loggers:
-            logger.log_metrics(scalars, step=federation.step)
+        for logger in run.loggers:
+            logger.log_metrics(scalars, step=run.step)
         summary = histogram(
             f"mean_gate_weight/{method_tag(evaluation.method)}/over_clients",
             means,
             "Each client's mean weight of the global expert on its own samples: one count per client.",
         )
-        for writer in tensorboard_writers(federation):
-            add_summary(writer, summary, federation.step)
+        for writer in tensorboard_writers(run):
+            add_summary(writer, summary, run.step)
 
-    def on_phase_end(self, federation: Federation, phase: Phase, evaluation: Evaluation | None) -> None:
+    def on_phase_end(self, run: Run, phase: Phase, evaluation: Evaluation | None) -> None:
         """Logs the weights of single samples, and their means by client and class."""
         if evaluation is None or all(client.global_weights is None for client in evaluation.clients):
             return
-        for writer in tensorboard_writers(federation):
+        for writer in tensorboard_writers(run):
             for client in evaluation.clients[: self.max_clients]:
                 if client.global_weights is not None:
                     tag = f"gate_weights/{method_tag(evaluation.method)}/client_{client.client:03d}"
                     weights = client.global_weights.detach().cpu().double().numpy()
                     description = "Weight of the global expert on the client's own samples: one count per sample."
-                    add_summary(writer, histogram(tag, weights, description), federation.step)
-            pixels = figure_pixels(gate_weight_figure(evaluation, federation.datamodule.num_classes))
+                    add_summary(writer, histogram(tag, weights, description), run.step)
+            pixels = figure_pixels(gate_weight_figure(evaluation, run.datamodule.num_classes))
             tag = f"gate_weights/{method_tag(evaluation.method)}/by_client_and_class"
-            writer.add_image(tag, pixels, federation.step, dataformats="HWC")
+            writer.add_image(tag, pixels, run.step, dataformats="HWC")

@@ -2,25 +2,20 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
-from fedmoe_pl.callbacks.callback import FederationCallback
 from fedmoe_pl.callbacks.figures import figure_pixels
 from fedmoe_pl.callbacks.tensorboard import preformatted, tensorboard_writers
 from fedmoe_pl.data import partition_figure, partition_table
-
-if TYPE_CHECKING:
-    from fedmoe_pl.federation import Federation
+from fedmoe_pl.rounds.run import FederationCallback, Run
 
 
 class PartitionMonitor(FederationCallback):
     """Shows in TensorBoard, before the first round, which client holds how much of which class."""
 
-    def on_fit_start(self, federation: Federation) -> None:
+    def on_fit_start(self, run: Run) -> None:
         """Draws the partition and writes it as a table."""
-        if federation.step:
+        if run.step:
             return  # a resumed run has shown it
-        for writer in tensorboard_writers(federation):
-            pixels = figure_pixels(partition_figure(federation.datamodule))
-            writer.add_image("partition", pixels, federation.step, dataformats="HWC")
-            writer.add_text("partition", preformatted(partition_table(federation.datamodule)), federation.step)
+        for writer in tensorboard_writers(run):
+            pixels = figure_pixels(partition_figure(run.datamodule))
+            writer.add_image("partition", pixels, run.step, dataformats="HWC")
+            writer.add_text("partition", preformatted(partition_table(run.datamodule)), run.step)

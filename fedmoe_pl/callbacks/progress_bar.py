@@ -4,23 +4,19 @@ from __future__ import annotations
 
 import sys
 import time
-from typing import TYPE_CHECKING
 
 from tqdm import tqdm
 
-from fedmoe_pl.callbacks.callback import FederationCallback
+from fedmoe_pl.rounds.evaluation import Evaluation
+from fedmoe_pl.rounds.phase import Phase
 from fedmoe_pl.rounds.results import percent
-
-if TYPE_CHECKING:
-    from fedmoe_pl.federation import Federation
-    from fedmoe_pl.rounds.evaluation import Evaluation
-    from fedmoe_pl.rounds.phase import Phase
+from fedmoe_pl.rounds.run import FederationCallback, Run
 
 
 class ProgressBar(FederationCallback):
     """One bar on stderr for the whole run: phase, round, time left and the newest mean accuracies.
 
-    Progress is counted in local epochs times clients (``Federation.completed_work`` of ``Federation.total_work``),
+    Progress is counted in local epochs times clients (``Run.progress``),
     so that a phase of 200 epochs in one round weighs what it costs. Where stderr is no terminal (a batch job, a log
     file) one short line per phase is written instead.
     """
@@ -29,13 +25,13 @@ class ProgressBar(FederationCallback):
     _start_time: float
     _start_work: float
 
-    def on_fit_start(self, federation: Federation) -> None:
+    def on_fit_start(self, run: Run) -> None:
         """Opens the bar, at the work done so far if the run is resumed."""
         self._start_time = time.monotonic()
-        self._start_work = federation.completed_work
+        self._start_work = run.progress.completed(run.states)
         self._bar = tqdm(
-            total=federation.total_work,
-            initial=federation.completed_work,
+            total=run.progress.total,
+            initial=run.progress.completed(run.states),
             file=sys.stderr,
             disable=not sys.stderr.isatty(),
             dynamic_ncols=True,
@@ -45,32 +41,32 @@ class ProgressBar(FederationCallback):
             bar_format="{desc} {percentage:3.0f}%|{bar}| {elapsed}<{remaining}{postfix}",
         )
 
-    def on_round_start(self, federation: Federation, phase: Phase, round: int) -> None:
+    def on_round_start(self, run: Run, phase: Phase, round: int) -> None:
         """Names phase and round."""
         self._bar.set_description_str(f"{phase.name} round {round + 1}/{phase.rounds}")
 
-    def on_client_end(self, federation: Federation, phase: Phase, round: int, client: int) -> None:
+    def on_client_end(self, run: Run, phase: Phase, round: int, client: int) -> None:
         """Moves the bar to the work done so far."""
-        self._bar.update(federation.completed_work - self._bar.n)
+        self._bar.update(run.progress.completed(run.states) - self._bar.n)
 
-    def on_evaluation_end(self, federation: Federation, phase: Phase, evaluation: Evaluation) -> None:
+    def on_evaluation_end(self, run: Run, phase: Phase, evaluation: Evaluation) -> None:
         """Shows the newest accuracies."""
         self._bar.set_postfix_str(f"{evaluation.method}: {_accuracies(evaluation)}")
 
-    def on_phase_end(self, federation: Federation, phase: Phase, evaluation: Evaluation | None) -> None:
+    def on_phase_end(self, run: Run, phase: Phase, evaluation: Evaluation | None) -> None:
         """Writes one line where there is no terminal."""
         if self._bar.disable:
             rounds = "1 round" if phase.rounds == 1 else f"{phase.rounds} rounds"
             accuracies = "" if evaluation is None else f", {_accuracies(evaluation)}"
-            print(f"{self._time(federation)} {phase.name}: {rounds}{accuracies}", file=sys.stderr, flush=True)
+            print(f"{self._time(run)} {phase.name}: {rounds}{accuracies}", file=sys.stderr, flush=True)
 
-    def on_fit_end(self, federation: Federation) -> None:
+    def on_fit_end(self, run: Run) -> None:
         """Leaves the full bar behind."""
         self._bar.close()
 
-    def _time(self, federation: Federation) -> str:
+    def _time(self, run: Run) -> str:
         """Share done, elapsed and remaining time, as in the bar: ``[ 71% 02:10<00:53]``."""
-        done, total = federation.completed_work, federation.total_work
+        done, total = run.progress.completed(run.states), run.progress.total
         share = done / total if total else 1.0  # no work where every phase is read from a checkpoint
         elapsed = time.monotonic() - self._start_time
         work = done - self._start_work

@@ -2,21 +2,17 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import numpy as np
 import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch import Tensor
 
-from fedmoe_pl.callbacks.callback import FederationCallback
 from fedmoe_pl.callbacks.figures import figure_pixels, representation_figure
 from fedmoe_pl.callbacks.tensorboard import method_tag, tensorboard_writers
 from fedmoe_pl.models.representation import RepresentationMoE, Representations
-
-if TYPE_CHECKING:
-    from fedmoe_pl.federation import Federation, Phase
-    from fedmoe_pl.rounds.evaluation import Evaluation
+from fedmoe_pl.rounds.evaluation import Evaluation
+from fedmoe_pl.rounds.phase import Phase
+from fedmoe_pl.rounds.run import FederationCallback, Run
 
 
 class RepresentationMonitor(FederationCallback):
@@ -38,54 +34,58 @@ class RepresentationMonitor(FederationCallback):
         self.clients = [0, 1, 2] if clients is None else clients
         if not self.clients or min(self.clients) < 0 or samples_per_client < 1:
             raise MisconfigurationException(
-                f"RepresentationMonitor's init_args.clients is {clients} and init_args.samples_per_client "
-                f"{samples_per_client}, but there must be at least one of each, and ids from 0 on."
+                f"RepresentationMonitor: clients is {clients} and samples_per_client {samples_per_client}, but there "
+                "must be at least one of each, and ids from 0 on."
             )
         self.samples_per_client = samples_per_client
 
-    def on_fit_start(self, federation: Federation) -> None:
-        """Refuses clients that there are not."""
-        if max(self.clients) >= federation.datamodule.num_clients:
+    def on_fit_start(self, run: Run) -> None:
+        """Refuses ids that no client has.
+
+        Raises:
+            MisconfigurationException: if there is such an id.
+        """
+        if max(self.clients) >= run.datamodule.num_clients:
             raise MisconfigurationException(
-                f"RepresentationMonitor's init_args.clients has {max(self.clients)}, but must be ids below "
-                f"data.init_args.num_clients, {federation.datamodule.num_clients}."
+                f"RepresentationMonitor: clients has {max(self.clients)}, but must be ids below num_clients, "
+                f"{run.datamodule.num_clients}."
             )
 
-    def on_phase_end(self, federation: Federation, phase: Phase, evaluation: Evaluation | None) -> None:
+    def on_phase_end(self, run: Run, phase: Phase, evaluation: Evaluation | None) -> None:
         """Computes the representations, and shows them."""
-        writers = tensorboard_writers(federation)
-        if evaluation is None or not writers or not isinstance(federation.model, RepresentationMoE):
+        writers = tensorboard_writers(run)
+        if evaluation is None or not writers or not isinstance(run.model, RepresentationMoE):
             return
-        found, classes, owners = self.compute(federation, phase.name)
-        points = {name: embed(values, federation.seed) for name, values in found._asdict().items()}
+        representations, classes, owners = self.compute(run, phase.name)
+        points = {name: embed(values, run.seed) for name, values in representations._asdict().items()}
         pixels = figure_pixels(representation_figure(phase.name, points, classes.numpy(), owners.numpy()))
         tag = f"representations/{method_tag(evaluation.method)}"
         metadata = [list(row) for row in zip(classes.tolist(), owners.tolist(), strict=True)]
         for writer in writers:
-            writer.add_image(tag, pixels, federation.step, dataformats="HWC")
+            writer.add_image(tag, pixels, run.step, dataformats="HWC")
             writer.add_embedding(
-                found.mixed,
+                representations.mixed,
                 metadata=metadata,
                 metadata_header=["class", "client"],
-                global_step=federation.step,
+                global_step=run.step,
                 tag=method_tag(evaluation.method),
             )
 
-    def compute(self, federation: Federation, method: str) -> tuple[Representations, Tensor, Tensor]:
+    def compute(self, run: Run, method: str) -> tuple[Representations, Tensor, Tensor]:
         """The representations of the clients' samples by their own models.
 
         Args:
-            federation: has run the phase.
+            run: has run the phase.
             method: the phase's name.
 
         Returns:
             Representations, each of shape (n, F); the samples' classes and their clients, shape (n,).
         """
-        datamodule, parts = federation.datamodule, []
+        datamodule, parts = run.datamodule, []
         for client in self.clients:
             held_out = datamodule.test_samples[client]
             samples = (held_out if len(held_out) else datamodule.train_samples[client])[: self.samples_per_client]
-            module = federation.client_module(method, client)
+            module = run.client_module(method, client)
             assert isinstance(module, RepresentationMoE), "phases have the federation's model"
             (x, y), *_ = datamodule.batches(samples, batch_size=len(samples))
             with torch.inference_mode():

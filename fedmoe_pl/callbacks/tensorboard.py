@@ -11,18 +11,18 @@ from tensorboard.compat.proto.summary_pb2 import Summary  # pyright: ignore[repo
 from tensorboard.plugins.histogram.metadata import create_summary_metadata
 from tensorboard.util.tensor_util import make_tensor_proto
 
+from fedmoe_pl.rounds.run import Run
+
 if TYPE_CHECKING:
     from torch.utils.tensorboard import SummaryWriter
-
-    from fedmoe_pl.federation import Federation
 
 HISTOGRAM_BINS = 30
 """TensorBoard shows 30 bins, whatever is written."""
 
 
-def tensorboard_writers(federation: Federation) -> list[SummaryWriter]:
+def tensorboard_writers(run: Run) -> list[SummaryWriter]:
     """What writes into the run's TensorBoard; none where it has no such logger."""
-    return [logger.experiment for logger in federation.loggers if isinstance(logger, TensorBoardLogger)]
+    return [logger.experiment for logger in run.loggers if isinstance(logger, TensorBoardLogger)]
 
 
 def method_tag(method: str) -> str:

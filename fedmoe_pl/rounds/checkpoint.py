@@ -2,92 +2,27 @@
 
 from __future__ import annotations
 
-import math
 import os
 import pickle
 import zlib
-from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
+from collections.abc import Sequence
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
 import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 
-from fedmoe_pl.backends.traffic import no_traffic
 from fedmoe_pl.data import FederatedDataModule
 from fedmoe_pl.rounds.evaluation import ClientEvaluation, Evaluation
+from fedmoe_pl.rounds.phase import Phase
+from fedmoe_pl.rounds.state import PhaseState
 from fedmoe_pl.rounds.store import KeptOnDisk, check_kept
 from fedmoe_pl.trees import Tree
 
 LAST = "last"
 FILE = "checkpoints/last.ckpt"
 KEPT = "checkpoints/kept"
-
-
-@dataclass
-class PhaseState:
-    """Where a phase stands; tensors are never changed in place, so that states may share them.
-
-    Attributes:
-        initial: tensors of the phase's module before the first round, by name.
-        server: the server's state.
-        kept: what clients kept, by client, in memory or on disk.
-        round: number of completed rounds.
-        finished: whether the phase's result stands.
-        best_metric: best mean of the monitored metric so far; a loss with its sign reversed.
-        improved_metric: the same, where it improved by more than ``Phase.min_delta`` for the last time.
-        improved_round: the round of this improvement.
-        stopped: whether the phase ended before its last round.
-        best_round: the round it was reached in, counted from 1.
-        best_server: the server's state then.
-        best_kept: what clients had kept then.
-        given: where the result comes from another checkpoint, the round it was reached in there (0: unknown).
-        evaluation: the final evaluation.
-        traffic: what was sent so far: ``parameters`` and ``bytes``, ``_down`` from the server to clients, ``_up`` from
-            clients to the server, ``_between_clients`` past it.
-        flops: floating-point operations of local training so far (``flops.FlopCounter``); nan where not countable.
-    """
-
-    initial: Tree
-    server: Tree
-    kept: Mapping[int, Tree] = field(default_factory=dict)
-    round: int = 0
-    finished: bool = False
-    best_metric: float | None = None
-    improved_metric: float | None = None
-    improved_round: int = 0
-    stopped: bool = False
-    best_round: int = 0
-    best_server: Tree = field(default_factory=dict)
-    best_kept: Mapping[int, Tree] = field(default_factory=dict)
-    given: int | None = None
-    evaluation: Evaluation | None = None
-    traffic: dict[str, int] = field(default_factory=no_traffic)
-    flops: float = 0
-
-    def remember_best(self, metric: float, min_delta: float = 0.0) -> None:
-        """Remembers this round if its metric, of which more is better and nan is never any, is the best so far.
-
-        Args:
-            metric: of this round.
-            min_delta: how much more than the last improvement counts as one.
-        """
-        if math.isnan(metric):
-            return  # nothing would ever compare as better
-        if self.improved_metric is None or metric > self.improved_metric + min_delta:
-            self.improved_metric, self.improved_round = metric, self.round
-        if self.best_metric is None or metric > self.best_metric:
-            self.best_metric, self.best_round = metric, self.round
-            self.best_server, self.best_kept = self.server, self.kept
-
-    def costs(self) -> dict[str, float]:
-        """Traffic and operations so far, by the columns of ``rounds.csv``."""
-        return {**self.traffic, "flops": self.flops}
-
-    def select_best(self) -> None:
-        """Goes back to the best round, and forgets the last one."""
-        self.server, self.kept, self.best_server, self.best_kept = self.best_server, self.best_kept, {}, {}
 
 
 def save_checkpoint(
@@ -197,23 +132,36 @@ def _load(path: Path) -> Any:
         ) from error
 
 
-def load_run(path: Path, rounds: dict[str, int], identity: dict[str, Any]) -> dict[str, Any]:
-    """Reads the checkpoint of a run, to go on with it.
+def load_federation(path: Path) -> dict[str, Any]:
+    """Reads a checkpoint of a federation.
+
+    Raises:
+        MisconfigurationException: if it is not one.
+    """
+    content = load_checkpoint(path)
+    if "phases" not in content:
+        raise MisconfigurationException(f"ckpt_path is '{path}', but must be the checkpoint of a federation.")
+    return content
+
+
+def load_run(path: Path, phases: Sequence[Phase], identity: dict[str, Any]) -> dict[str, Any]:
+    """Reads the checkpoint of a run, to continue it.
 
     Args:
         path: ``checkpoints/last.ckpt`` in the run's folder.
-        rounds: number of rounds of every phase that may be in it, by name.
+        phases: the phases that may be in it.
         identity: what it must have of :func:`identify`.
 
     Raises:
         MisconfigurationException: if it is the checkpoint of something else, or none.
     """
+    rounds = {phase.name: phase.rounds for phase in phases}
     content = load_checkpoint(path)
     states: dict[str, PhaseState] = content.get("phases", {})
     key = f"ckpt_path is '{path}'"
     if "phases" not in content or not set(states) <= set(rounds):
         raise MisconfigurationException(
-            f"{key}, which holds the phases {[*states]}, but federation.phases are {[*rounds]}."
+            f"{key}, which holds the phases {[*states]}, but the federation's phases are {[*rounds]}."
         )
     if path.parent.name != Path(FILE).parent.name:
         raise MisconfigurationException(f"{key}, but must be {FILE} in the folder of the run that goes on.")
@@ -263,6 +211,11 @@ def find_checkpoint(ckpt_path: str, runs: Path) -> Path:
         if (path := runs / f"version_{version}" / FILE).is_file():
             return path
     raise MisconfigurationException(f"ckpt_path is '{LAST}', but no run in '{runs}' has a checkpoint.")
+
+
+def next_folder(runs: Path) -> Path:
+    """The folder of the next run, ``version_N``."""
+    return runs / f"version_{max(run_versions(runs), default=-1) + 1}"
 
 
 def run_versions(runs: Path) -> list[int]:

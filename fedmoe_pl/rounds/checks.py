@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -15,55 +15,75 @@ from fedmoe_pl.backends import changes_loss, has_batch_norm, overridden_hooks, q
 from fedmoe_pl.backends.best_epoch import BestEpoch
 from fedmoe_pl.data import FederatedDataModule
 from fedmoe_pl.models import MixtureOfExperts
+from fedmoe_pl.rounds.begin import given_result
 from fedmoe_pl.rounds.cohort import cohort_size
-from fedmoe_pl.rounds.evaluation import predict
+from fedmoe_pl.rounds.evaluate import predict
 from fedmoe_pl.rounds.phase import Phase
+from fedmoe_pl.rounds.run import Run
 from fedmoe_pl.trees import copy_module
 
 
-def check_phases(phases: Sequence[Phase], evaluate_every_n_rounds: int) -> None:
-    """Refuses phases that cannot be told apart, and a schedule of evaluations that no monitor could use.
+def check_run(run: Run) -> None:
+    """Refuses a run before any training, and reads the results that checkpoints give.
 
     Raises:
-        MisconfigurationException: with one sentence.
+        MisconfigurationException: if a phase does not fit its Trainer, its module or the data.
+    """
+    for phase in run.phases:
+        trainer = phase.client_trainer(run.trainer)
+        if phase.trainer:
+            check_trainer(trainer)
+        module = run.module(phase)
+        check_phase(phase, module, run.datamodule, run.seed)
+        check_client_trainer(phase, trainer, run.datamodule)
+        result = given_result(phase, module)
+        if result is not None:
+            run.given[phase.name] = result
+
+
+def check_phases(phases: Sequence[Phase], evaluate_every_n_rounds: int) -> None:
+    """Refuses phases that share a name, and an interval of evaluations that a monitor cannot use.
+
+    Raises:
+        MisconfigurationException: if there are such phases or there is none, or if the interval is negative.
     """
     names = [phase.name for phase in phases]
     if not phases or len(set(names)) < len(names):
         raise MisconfigurationException(
-            f"federation.phases has the names {names}, but needs at least one phase and every name once."
+            f"Federation: phases has the names {names}, but needs at least one phase and every name once."
         )
     if evaluate_every_n_rounds < 0:
         raise MisconfigurationException(
-            f"federation.evaluate_every_n_rounds is {evaluate_every_n_rounds}, but must be at least 0."
+            f"Federation: evaluate_every_n_rounds is {evaluate_every_n_rounds}, but must be at least 0."
         )
     monitoring = [phase.name for phase in phases if phase.monitor and phase.evaluate_every_n_rounds is None]
     if monitoring and not evaluate_every_n_rounds:
         raise MisconfigurationException(
-            f"federation.evaluate_every_n_rounds is 0, but '{monitoring[0]}' has a monitor; it must be at least 1."
+            f"Federation: evaluate_every_n_rounds is 0, but '{monitoring[0]}' has a monitor; it must be at least 1."
         )
 
 
 def check_store(store: str, enable_checkpointing: bool) -> None:
-    """Refuses a place for what clients keep that is unknown or has no folder.
+    """Refuses a store that is unknown or has no folder.
 
     Raises:
-        MisconfigurationException: with one sentence.
+        MisconfigurationException: if it is neither ``memory`` nor ``disk``, or ``disk`` without checkpoints.
     """
     if store not in ("memory", "disk"):
-        raise MisconfigurationException(f"federation.store is '{store}', but must be memory or disk.")
+        raise MisconfigurationException(f"Federation: store is '{store}', but must be memory or disk.")
     if store == "disk" and not enable_checkpointing:
-        raise MisconfigurationException("federation.store is 'disk', which needs enable_checkpointing: true.")
+        raise MisconfigurationException("Federation: store is 'disk', which needs enable_checkpointing: true.")
 
 
 def check_trainer(arguments: dict[str, Any]) -> list[torch.device]:
-    """Refuses arguments that make no Trainer of a client.
+    """Refuses arguments from which no client's Trainer can be made.
 
     Returns:
         The devices to train on, one for each client that is trained at the same time; on a CPU the same several times,
         with ``devices: auto`` as often as the process may use cores.
 
     Raises:
-        MisconfigurationException: with one sentence.
+        MisconfigurationException: if Lightning refuses them, or they ask for several nodes or a true half precision.
     """
     max_epochs, devices = arguments["max_epochs"], arguments.get("devices", "auto")
     if not isinstance(max_epochs, int) or max_epochs < 0:
@@ -77,7 +97,7 @@ def check_trainer(arguments: dict[str, Any]) -> list[torch.device]:
             if devices == "auto":
                 cores = len(os.sched_getaffinity(0))
                 devices = cores if isinstance(accelerator, CPUAccelerator) else accelerator.auto_device_count()
-            found = accelerator.get_parallel_devices(accelerator.parse_devices(devices))
+            parallel_devices = accelerator.get_parallel_devices(accelerator.parse_devices(devices))
     except (MisconfigurationException, TypeError, ValueError) as error:
         raise MisconfigurationException(f"trainer: {error}") from error
     if trainer.world_size > 1:
@@ -90,7 +110,7 @@ def check_trainer(arguments: dict[str, Any]) -> list[torch.device]:
             f"trainer.precision is '{trainer.precision}', but must be 32-true or mixed, because clients and server "
             "exchange parameters of the model's own type; call .double() on the model for 64 bits."
         )
-    return found
+    return parallel_devices
 
 
 def check_client_trainer(phase: Phase, trainer: dict[str, Any], datamodule: FederatedDataModule) -> None:
@@ -102,47 +122,27 @@ def check_client_trainer(phase: Phase, trainer: dict[str, Any], datamodule: Fede
         datamodule: who holds which data; already set up.
 
     Raises:
-        MisconfigurationException: with one sentence.
+        MisconfigurationException: if there is such a callback, or such clipping.
     """
     if phase.algorithm.needs_plain_steps and trainer.get("gradient_clip_val"):
         raise MisconfigurationException(
-            f"federation.phases '{phase.name}': gradient_clip_val of the trainer is {trainer['gradient_clip_val']}, "
+            f"{phase}: gradient_clip_val of the trainer is {trainer['gradient_clip_val']}, "
             f"but must be null, because {type(phase.algorithm).__name__} computes with the steps of plain SGD."
         )
     callbacks = trainer.get("callbacks") or []
     callbacks = callbacks if isinstance(callbacks, list) else [callbacks]
     if not any(isinstance(callback, BestEpoch) for callback in callbacks):
         return
-    key = f"federation.phases '{phase.name}': callbacks has a BestEpoch"
+    prefix = f"{phase}: callbacks has a BestEpoch"
     if not trainer["limit_val_batches"]:
         raise MisconfigurationException(
-            f"{key}, but limit_val_batches of the phase's trainer is {trainer['limit_val_batches']}; it must be above "
-            "0, such as 1.0, so that clients validate."
+            f"{prefix}, but limit_val_batches of the phase's trainer is {trainer['limit_val_batches']}; it must be "
+            "above 0, such as 1.0, so that clients validate."
         )
     if not len(datamodule.validation_samples.indices):
         raise MisconfigurationException(
-            f"{key}, but data.init_args.validation_fraction is 0, so that no client has validation samples; it must be "
-            "above 0."
+            f"{prefix}, but validation_fraction is 0, so that no client has validation samples; it must be above 0."
         )
-
-
-def check_newcomers(path: str, content: Mapping[str, Any], identity: Mapping[str, Any]) -> None:
-    """Refuses newcomers' data that the federation's models would not understand.
-
-    Args:
-        path: the federation's checkpoint.
-        content: what is in it.
-        identity: what the newcomers' data are.
-
-    Raises:
-        MisconfigurationException: with one sentence.
-    """
-    for name, what in (("normalization", "images are normalized"), ("vocabulary", "words are numbered")):
-        if content[name] != identity[name]:
-            raise MisconfigurationException(
-                f"ckpt_path is '{path}', a federation whose {what} otherwise than the newcomers' data are; leave out "
-                "data.init_args.mean and std or give the federation's, and set the data up only in personalize."
-            )
 
 
 def check_phase(phase: Phase, module: LightningModule, datamodule: FederatedDataModule, seed: int) -> None:
@@ -155,83 +155,98 @@ def check_phase(phase: Phase, module: LightningModule, datamodule: FederatedData
         seed: the run's seed.
 
     Raises:
-        MisconfigurationException: with one sentence that names the key, the value and what is allowed.
+        MisconfigurationException: if its cohort, algorithm, module, monitor or optimizer cannot work here.
     """
-    key = f"federation.phases '{phase.name}'"
-    participants = phase.algorithm.participants(range(datamodule.num_clients), seed)
-    size = 1 if phase.clients_per_round is None else cohort_size(datamodule.num_clients, phase.clients_per_round)
-    if size > len(participants):
-        left = "" if len(participants) == datamodule.num_clients else " that take part"
-        raise MisconfigurationException(
-            f"{key}: clients_per_round is {phase.clients_per_round}, but must be at most the number of clients{left}, "
-            f"{len(participants)}."
-        )
-    if phase.algorithm.needs_all_clients and phase.clients_per_round is not None and size < datamodule.num_clients:
-        raise MisconfigurationException(
-            f"{key}: clients_per_round is {phase.clients_per_round}, but must be null, because "
-            f"{type(phase.algorithm).__name__} needs all clients in every round."
-        )
-    if changes_loss(phase.algorithm) and not (
-        callable(getattr(module, "loss", None)) and module.automatic_optimization
-    ):
-        raise MisconfigurationException(
-            f"{key}: {type(phase.algorithm).__name__} has a loss of its own, for which the model must have a method "
-            f"loss(batch) -> (loss, metrics) and automatic optimization; {type(module).__name__} has not."
-        )
-    hooks = overridden_hooks(module)
-    if changes_loss(phase.algorithm) and hooks:
-        raise MisconfigurationException(
-            f"{key}: {type(module).__name__} has hooks of its own ({', '.join(hooks)}), which the loss of "
-            f"{type(phase.algorithm).__name__} would leave out; move what they do into loss(batch)."
-        )
+    _check_cohort(phase, datamodule.num_clients, seed)
+    _check_loss(phase, module)
     phase.algorithm.check(module)
-    _check_architectures(key, phase, module, datamodule.num_clients)
-    for metric, samples, source in (
-        ("validation", datamodule.validation_samples, "validation_fraction"),
-        ("validation_loss", datamodule.validation_samples, "validation_fraction"),
-        ("local_test_held_out", datamodule.test_samples, "test_fraction"),
-    ):
-        if phase.monitor == metric and not len(samples.indices):
-            raise MisconfigurationException(
-                f"{key}: monitor is '{metric}', but data.init_args.{source} is 0, so that no client has such samples."
-            )
-    if phase.algorithm.needs_validation and not len(datamodule.validation_samples.indices):
-        raise MisconfigurationException(
-            f"{key}: {type(phase.algorithm).__name__} with these arguments validates, but "
-            "data.init_args.validation_fraction is 0, so that no client has validation samples; it must be above 0."
-        )
-    single = (datamodule.train_samples.sizes == 1).nonzero().flatten()
-    if len(single) and has_batch_norm(module):
-        raise MisconfigurationException(
-            f"{key}: client {single[0]} has one training sample, but batch normalization needs two; lower "
-            "data.init_args.num_clients or change data.init_args.partition_seed."
-        )
+    _check_architectures(phase, module, datamodule.num_clients)
+    _check_samples(phase, module, datamodule)
     if phase.evaluate:
         _check_outputs(module, datamodule)
     if isinstance(module, MixtureOfExperts):
         try:
             module.configure_optimizers()
         except ValueError as error:
-            raise MisconfigurationException(f"{key}: its optimizer refuses its arguments: {error}.") from error
+            raise MisconfigurationException(f"{phase}: its optimizer refuses its arguments: {error}.") from error
 
 
-def _check_architectures(key: str, phase: Phase, module: LightningModule, num_clients: int) -> None:
+def _check_cohort(phase: Phase, num_clients: int, seed: int) -> None:
+    """Refuses cohorts that are larger than the clients that take part, or smaller than the algorithm needs."""
+    participants = phase.algorithm.participants(range(num_clients), seed)
+    size = 1 if phase.clients_per_round is None else cohort_size(num_clients, phase.clients_per_round)
+    if size > len(participants):
+        who = "clients" if len(participants) == num_clients else "clients that take part"
+        raise MisconfigurationException(
+            f"{phase}: clients_per_round is {phase.clients_per_round}, but must be at most the number of {who}, "
+            f"{len(participants)}."
+        )
+    if phase.algorithm.needs_all_clients and phase.clients_per_round is not None and size < num_clients:
+        raise MisconfigurationException(
+            f"{phase}: clients_per_round is {phase.clients_per_round}, but must be null, because "
+            f"{type(phase.algorithm).__name__} needs all clients in every round."
+        )
+
+
+def _check_loss(phase: Phase, module: LightningModule) -> None:
+    """Refuses modules that an algorithm with a loss of its own cannot train."""
+    if not changes_loss(phase.algorithm):
+        return
+    algorithm = type(phase.algorithm).__name__
+    if not (callable(getattr(module, "loss", None)) and module.automatic_optimization):
+        raise MisconfigurationException(
+            f"{phase}: {algorithm} has a loss of its own, for which the model must have a method "
+            f"loss(batch) -> (loss, metrics) and automatic optimization; {type(module).__name__} has not."
+        )
+    if hooks := overridden_hooks(module):
+        raise MisconfigurationException(
+            f"{phase}: {type(module).__name__} has hooks of its own ({', '.join(hooks)}), which the loss of "
+            f"{algorithm} would leave out; move what they do into loss(batch)."
+        )
+
+
+def _check_architectures(phase: Phase, module: LightningModule, num_clients: int) -> None:
     """Refuses to share what only clients of some architectures have."""
     if not isinstance(module, MixtureOfExperts):
         return
     shared = {name for name in module.state_dict() if phase.algorithm.is_shared(name)}
     for architecture in sorted({module.client_architecture(client) for client in range(num_clients)}):
-        own = copy_module(module)
-        own.keep_architecture(architecture)
-        missing = sorted(shared - own.state_dict().keys())
+        client_module = copy_module(module)
+        client_module.keep_architecture(architecture)
+        missing = sorted(shared - client_module.state_dict().keys())
         if missing:
             raise MisconfigurationException(
-                f"{key}: {type(phase.algorithm).__name__} shares '{missing[0]}', which clients of architecture "
+                f"{phase}: {type(phase.algorithm).__name__} shares '{missing[0]}', which clients of architecture "
                 f"{architecture} do not have; only what all clients have can be shared."
             )
 
 
+def _check_samples(phase: Phase, module: LightningModule, datamodule: FederatedDataModule) -> None:
+    """Refuses data that lack the samples that a phase monitors, validates on, or normalizes over."""
+    for metric, samples, fraction in (
+        ("validation", datamodule.validation_samples, "validation_fraction"),
+        ("validation_loss", datamodule.validation_samples, "validation_fraction"),
+        ("local_test_held_out", datamodule.test_samples, "test_fraction"),
+    ):
+        if phase.monitor == metric and not len(samples.indices):
+            raise MisconfigurationException(
+                f"{phase}: monitor is '{metric}', but {fraction} is 0, so that no client has such samples."
+            )
+    if phase.algorithm.needs_validation and not len(datamodule.validation_samples.indices):
+        raise MisconfigurationException(
+            f"{phase}: {type(phase.algorithm).__name__} with these arguments validates, but validation_fraction is 0, "
+            "so that no client has validation samples; it must be above 0."
+        )
+    single = (datamodule.train_samples.sizes == 1).nonzero().flatten()
+    if len(single) and has_batch_norm(module):
+        raise MisconfigurationException(
+            f"{phase}: client {single[0]} has one training sample, but batch normalization needs two; lower "
+            "num_clients or change partition_seed."
+        )
+
+
 def _check_outputs(module: LightningModule, datamodule: FederatedDataModule) -> None:
+    """Refuses a module that the samples do not fit, or that has too few outputs."""
     samples = datamodule.train_samples[0][:1]
     shape = tuple(datamodule.x[samples[0]].shape)
     try:

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from fedmoe_pl.rounds.phase import Phase
 from fedmoe_pl.seeds import derive_seed
 
 _COHORT = 1  # tells the cohorts' stream of random numbers from the clients' own
@@ -46,3 +47,17 @@ def sample_cohort(ids: Sequence[int], size: int, seed: int, round: int) -> list[
     rng = np.random.default_rng(derive_seed(seed, _COHORT, round))
     chosen = np.sort(rng.choice(len(ids), size, replace=False))
     return [ids[i] for i in chosen]
+
+
+def phase_cohort(phase: Phase, num_clients: int, seed: int, round: int) -> list[int]:
+    """The clients of a round: drawn from those that take part, as many as if all clients did.
+
+    Args:
+        phase: the phase.
+        num_clients: number of all clients.
+        seed: the run's seed.
+        round: the round of the phase, counted from 0.
+    """
+    participants = phase.algorithm.participants(range(num_clients), seed)
+    size = len(participants) if phase.clients_per_round is None else cohort_size(num_clients, phase.clients_per_round)
+    return sample_cohort(participants, size, seed, round)

@@ -1,4 +1,4 @@
-"""Floating-point operations of local training, counted for one batch of each kind of client (METHODS section 6.4)."""
+"""Floating-point operations of local training, counted on one batch of each kind of client."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ class FlopCounter:
     """Counts what the forward and backward passes of local training take: a measure of work that no machine changes.
 
     One batch of a client's real loss is run under PyTorch's ``FlopCounterMode`` for every architecture and set of
-    trained parameters, and multiplied with samples and epochs. Matrix products, convolutions and attention count, a
+    trained parameters, and multiplied by samples and epochs. Matrix products, convolutions and attention count, a
     multiplication and an addition as two; activations, normalization and optimizer do not. What is frozen has no
-    backward pass; that its outputs may be looked up in place of being computed is a trick of the backends and does not
-    count. Neither do a client's preparations before its training, nor that it may stop early.
+    backward pass. Frozen outputs count as computed in every step, even where a backend looks them up. What a client
+    does before its training does not count, and early stopping is ignored.
 
     Args:
         training: what the clients of the phase have in common.
@@ -47,16 +47,19 @@ class FlopCounter:
         """
         total = 0
         for clients in self.training.by_architecture(cohort):
-            own = self.training.of(clients[0])
-            samples = {client: _samples(own, client, round) for client in clients}
-            epochs = [frozenset(trainable_names(own, own.module, round, epoch)) for epoch in range(own.max_epochs)]
+            training = self.training.of(clients[0])
+            samples = {client: _samples(training, client, round) for client in clients}
+            epochs = [
+                frozenset(trainable_names(training, training.module, round, epoch))
+                for epoch in range(training.max_epochs)
+            ]
             for trained, times in Counter(epochs).items():
                 epoch = epochs.index(trained)
                 if not trained or not any(samples.values()):
                     continue
                 key = self.training.architecture(clients[0]), trained
                 if key not in self._counted:
-                    self._counted[key] = _of_one_batch(own, server, self._first(key[0], round), kept, round, epoch)
+                    self._counted[key] = _of_one_batch(training, server, self._first(key[0], round), kept, round, epoch)
                 operations, of_samples = self._counted[key]
                 if math.isnan(operations):
                     return math.nan
@@ -64,18 +67,19 @@ class FlopCounter:
         return total
 
     def _first(self, architecture: int, round: int) -> int:
-        """The first client of an architecture that takes part: the same whenever a run that goes on counts anew."""
-        own = self.training
-        clients = range(own.datamodule.num_clients)
-        first = [*own.algorithm.participants(clients, own.seed), *clients]  # newcomers have not opted out
-        alike = (client for client in first if own.architecture(client) == architecture)
-        return next(client for client in alike if _samples(own.of(client), client, round))
+        """The first client of an architecture that takes part, so that a resumed run counts the same."""
+        training = self.training
+        clients = range(training.datamodule.num_clients)
+        ordered = [*training.algorithm.participants(clients, training.seed), *clients]  # newcomers have not opted out
+        candidates = (client for client in ordered if training.architecture(client) == architecture)
+        return next(client for client in candidates if _samples(training.of(client), client, round))
 
 
 def _samples(training: LocalTraining, client_id: int, round: int) -> int:
-    """Number of samples that a client trains on in an epoch, without one that makes no batch."""
-    own, datamodule = training.datamodule.train_samples[client_id], training.datamodule
-    client = Client(client_id, round, training.seed, training.module, own, {}, datamodule=datamodule)
+    """Number of samples that a client trains on in an epoch, without a last one that is dropped."""
+    datamodule = training.datamodule
+    held = datamodule.train_samples[client_id]
+    client = Client(client_id, round, training.seed, training.module, held, {}, datamodule=datamodule)
     samples, drops = training.algorithm.client_samples(client), has_batch_norm(training.module)
     return datamodule.batches(samples, batch_size=training.batch_size, drop_single=drops).length
 
@@ -96,14 +100,14 @@ def _of_one_batch(
             # oneDNN's LSTM is one operation, of which the counter knows nothing; without it, it is matrix products
             with torch.backends.mkldnn.flags(enabled=False), FlopCounterMode(display=False) as counter:
                 training.algorithm.client_loss(client.module, (x.cpu(), y.cpu()), const)[0].backward()
-        except Exception:  # a loss may need its Trainer, or the whole run; training itself says what is wrong with it
+        except Exception:  # a loss may need its Trainer, or the whole run; training itself reports what is wrong
             return math.nan, 1
     return counter.get_total_flops(), len(y)
 
 
 @contextmanager
 def _same_random_numbers() -> Iterator[None]:
-    """Puts the generators back to where they were, so that counting changes no result."""
+    """Restores the states of all generators, so that counting changes no result."""
     numpy_state, python_state = np.random.get_state(), random.getstate()
     with torch.random.fork_rng(devices=[]):
         yield

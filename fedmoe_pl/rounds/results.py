@@ -20,7 +20,7 @@ DESCRIPTIONS = {
     "global_test": "accuracy on the global test set, the same for all clients",
     "validation": "accuracy on the client's validation samples",
 }
-"""What the accuracies are (METHODS 6.1), in the order of the table's columns."""
+"""What the accuracies are in the order of the table's columns."""
 
 
 def round_row(evaluation: Evaluation) -> dict[str, object]:
@@ -208,9 +208,10 @@ def expert_usage(evaluation: Evaluation) -> Tensor:
         Float64 tensor of shape (clients, experts); nan for experts that a client does not have.
     """
     weights = [client.gate_weights for client in evaluation.clients]
-    most = max(own.shape[1] for own in weights if own is not None)
+    most = max(client_weights.shape[1] for client_weights in weights if client_weights is not None)
     shares = torch.full((len(weights), most), math.nan, dtype=torch.float64)
-    for row, own in zip(shares, weights, strict=True):
-        if own is not None:
-            row[: own.shape[1]] = own.argmax(dim=1).bincount(minlength=own.shape[1]).double() / len(own)
+    for row, client_weights in zip(shares, weights, strict=True):
+        if client_weights is not None:
+            samples, experts = client_weights.shape
+            row[:experts] = client_weights.argmax(dim=1).bincount(minlength=experts).double() / samples
     return shares

@@ -59,19 +59,19 @@ class KeptOnDisk(Mapping[int, Tree]):
         return self.folder / self.phases[phase][0] / _name(client, round) if round >= 0 else None
 
     def only(self, names: Collection[str]) -> KeptOnDisk:
-        """The same files, of which no tensors but these are kept."""
+        """The same files, of which only these tensors are kept."""
         phases = [(phase, [name for name in names if shown is None or name in shown]) for phase, shown in self.phases]
         return KeptOnDisk(self.folder, phases, self.versions)
 
 
 def check_kept(*mappings: Mapping[int, Tree]) -> None:
-    """Refuses what lacks a file, without reading any.
+    """Refuses what has lost a file, without reading any.
 
     Args:
         mappings: what clients keep, in memory or on disk.
 
     Raises:
-        MisconfigurationException: with one sentence about the first file that is missing.
+        MisconfigurationException: if a file is missing; names the first one.
     """
     for kept in mappings:
         if isinstance(kept, KeptOnDisk):
@@ -229,8 +229,8 @@ class DiskStore(Store):
     def remove_rest(self, phase: str, kept: Mapping[int, Tree]) -> None:
         """Removes all files of the phase that ``kept`` does not refer to, those that a kill left included."""
         assert isinstance(kept, KeptOnDisk), "the phase began with `adopt`"
-        own = len(kept.phases) - 1
-        needed = {_name(client, round) for client, (of, round) in enumerate(kept.versions.tolist()) if of == own}
+        last = len(kept.phases) - 1
+        needed = {_name(client, round) for client, (index, round) in enumerate(kept.versions.tolist()) if index == last}
         for name in _names(self.folder / phase) - needed:
             (self.folder / phase / name).unlink()
         self._replaced = []
@@ -253,6 +253,6 @@ def _read(path: Path, client: int) -> Tree:
 
 def _unreadable(path: Path, client: int) -> MisconfigurationException:
     return MisconfigurationException(
-        f"federation.store is 'disk', but '{path}', which holds what client {client} keeps, is missing or damaged; it "
+        f"Federation: store is 'disk', but '{path}', which holds what client {client} keeps, is missing or damaged; it "
         "must be as the run wrote it."
     )

@@ -23,7 +23,7 @@ from fedmoe_pl.callbacks import FederationCallback
 from fedmoe_pl.data import Digits, MajorityClasses
 from fedmoe_pl.models import ClusteredMoE, ConstantGate, FeatureGate, NetworkGate, SmallMLP
 from fedmoe_pl.rounds.checkpoint import load_checkpoint
-from fedmoe_pl.rounds.evaluation import predict
+from fedmoe_pl.rounds.evaluate import predict
 from fedmoe_pl.trees import copy_module
 
 FIRST = {2: [1.0, 0.0, 0.0], 3: [1.0, 0.0, 0.0, 0.0]}

@@ -33,8 +33,8 @@ from fedmoe_pl.algorithms import FedAvg, Local, PersonalizedExpert, PFLMoE
 from fedmoe_pl.algorithms.algorithm import Client
 from fedmoe_pl.backends import LEAN_TRAINER, LocalTraining, TrainerBackend
 from fedmoe_pl.models import ConstantGate, FeatureGate, LinearGate
+from fedmoe_pl.rounds.begin import phase_module
 from fedmoe_pl.rounds.cohort import sample_cohort
-from fedmoe_pl.rounds.phase import phase_module
 from fedmoe_pl.seeds import derive_seed
 from fedmoe_pl.trees import load_tree
 

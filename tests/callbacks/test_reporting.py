@@ -13,7 +13,6 @@ from tensorboard.util.tensor_util import make_ndarray
 
 from fedmoe_pl.callbacks import AccuracyMonitor, GateMonitor, PartitionMonitor, ProgressBar, ResultFiles, partition
 from fedmoe_pl.callbacks.figures import figure_pixels, gate_weight_figure, sorted_accuracy_figure
-from fedmoe_pl.rounds.checkpoint import PhaseState
 from fedmoe_pl.rounds.evaluation import ClientEvaluation, Evaluation
 from fedmoe_pl.rounds.results import (
     client_rows,
@@ -23,6 +22,7 @@ from fedmoe_pl.rounds.results import (
     summary_row,
     write_csv,
 )
+from fedmoe_pl.rounds.state import PhaseState
 
 nan = math.nan
 

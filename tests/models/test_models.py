@@ -27,7 +27,8 @@ from fedmoe_pl.models import (
     RepresentationMoE,
     SmallMLP,
 )
-from fedmoe_pl.rounds.phase import Phase, phase_module
+from fedmoe_pl.rounds.begin import phase_module
+from fedmoe_pl.rounds.phase import Phase
 
 plain_trainer = pytest.mark.filterwarnings(
     "ignore:.isinstance.treespec, LeafSpec.. is deprecated:FutureWarning",  # lightning 2.6 with torch 2.14 and newer

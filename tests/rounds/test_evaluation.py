@@ -13,7 +13,8 @@ from sklearn.metrics import accuracy_score, recall_score
 from fedmoe_pl.algorithms import FedAvg, Local, PersonalizedExpert, PFLMoE
 from fedmoe_pl.backends import LEAN_TRAINER, LocalTraining
 from fedmoe_pl.models import ConstantGate, FeatureGate
-from fedmoe_pl.rounds.evaluation import METRICS, ClientEvaluation, Evaluation, evaluate_clients, predict
+from fedmoe_pl.rounds.evaluate import evaluate_clients, predict
+from fedmoe_pl.rounds.evaluation import METRICS, ClientEvaluation, Evaluation
 from fedmoe_pl.rounds.phase import Phase
 from fedmoe_pl.trees import load_tree
 

@@ -222,7 +222,7 @@ def test_a_missing_or_damaged_file_ends_in_one_sentence(tmp_path, damage):
             with pytest.raises(MisconfigurationException) as error:
                 run.fit(model(), data(), ckpt_path=ckpt_path)
             sentence = str(error.value)
-            assert sentence.startswith(f"federation.store is 'disk', but '{path}', which holds what client ")
+            assert sentence.startswith(f"Federation: store is 'disk', but '{path}', which holds what client ")
             assert sentence.endswith(".") and "\n" not in sentence
     assert damage != "missing" or not (tmp_path / "new").exists(), "refused before any training"
 

@@ -1,0 +1,136 @@
+"""How a phase begins: from the initial model, from an earlier phase, or from a result that a checkpoint gives."""
+
+from __future__ import annotations
+
+import copy
+from collections import ChainMap
+from collections.abc import Iterable
+
+from lightning.fabric.utilities.exceptions import MisconfigurationException
+from lightning.pytorch import LightningModule
+
+from fedmoe_pl.models import MixtureOfExperts
+from fedmoe_pl.rounds.checkpoint import load_checkpoint
+from fedmoe_pl.rounds.phase import Phase
+from fedmoe_pl.rounds.state import PhaseState
+from fedmoe_pl.rounds.store import check_kept, only
+from fedmoe_pl.trees import Tree, copy_module, load_tree
+
+
+def phase_module(model: LightningModule, phase: Phase) -> LightningModule:
+    """A copy of the model, with the phase's gate, mixing, optimizer and scheduler.
+
+    Raises:
+        MisconfigurationException: if the phase has one of these and the model is not a ``MixtureOfExperts``.
+    """
+    module = copy_module(model)
+    for part in ("gate", "mixing", "optimizer", "lr_scheduler"):
+        replacement = getattr(phase, part)
+        if replacement is None:
+            continue
+        if not isinstance(module, MixtureOfExperts):
+            raise MisconfigurationException(
+                f"{phase}: {part} is given, but the model is a {type(module).__name__} and only a MixtureOfExperts "
+                "lets a phase replace it."
+            )
+        setattr(module, part, copy.deepcopy(replacement) if part == "gate" else replacement)
+        module.check_parts()
+    return module
+
+
+def begin_phase(
+    phase: Phase, module: LightningModule, before: PhaseState | None, given: PhaseState | None
+) -> PhaseState:
+    """The phase's state before its first round, or its given result; loads its initial tensors into the module.
+
+    Args:
+        phase: the phase.
+        module: the phase's module.
+        before: the state of the phase that it starts from; None for the initial model.
+        given: its result, see :func:`given_result`; None where the phase is to be trained.
+    """
+    state = _from_start(phase, module, before)
+    if given is None:
+        return state
+    kept = ChainMap(given.kept, state.kept)  # pyright: ignore[reportArgumentType]  only read; as one dict too large
+    return PhaseState(state.initial, given.server, kept, round=phase.rounds, given=given.best_round or given.round)
+
+
+def begin_phase_of_newcomers(
+    phase: Phase, module: LightningModule, before: PhaseState | None, given: PhaseState | None
+) -> PhaseState:
+    """The same for clients that were not in the federation.
+
+    What the federation's clients kept is not theirs. They train what clients do not share in rounds of their own, from
+    which the server learns nothing; where everything is shared, there are none.
+    """
+    state = _from_start(phase, module, before)
+    if given is None:
+        return state
+    round = 0 if _keeps_parameters(phase, module) else phase.rounds
+    return PhaseState(state.initial, given.server, state.kept, round=round, given=given.best_round or given.round)
+
+
+def given_result(phase: Phase, module: LightningModule) -> PhaseState | None:
+    """The phase's result in ``phase.ckpt_path``, once it is known to fit; None where no checkpoint is named.
+
+    Args:
+        phase: the phase.
+        module: the phase's module; its tensors may be replaced.
+
+    Raises:
+        MisconfigurationException: if the checkpoint cannot be read, has no such phase, or is that of another model or
+            algorithm.
+    """
+    if phase.ckpt_path is None:
+        return None
+    state, content = _from_start(phase, module, None), load_checkpoint(phase.ckpt_path)
+    prefix = f"{phase}: ckpt_path is '{phase.ckpt_path}'"
+    if "phases" in content:
+        finished = [name for name, saved in content["phases"].items() if saved.finished]
+        if phase.name not in finished:
+            raise MisconfigurationException(
+                f"{prefix}, whose finished phases are {finished}; '{phase.name}' must be one of them."
+            )
+        result = content["phases"][phase.name]
+    else:  # a checkpoint of Lightning
+        parameters = [name for name in state.server if name in state.initial]  # the rest is the algorithm's own
+        missing = [name for name in parameters if name not in content["state_dict"]]
+        if missing:
+            raise MisconfigurationException(
+                f"{prefix}, which has no '{missing[0]}'; it must have all shared parameters."
+            )
+        result = PhaseState({}, {**state.server, **_selected(parameters, content["state_dict"])})
+    load_tree(module, _selected(state.initial, result.server))
+    missing = [name for name in state.server if name not in result.server]
+    if missing:
+        raise MisconfigurationException(
+            f"{prefix}, where '{phase.name}' was another method or model: it has no '{missing[0]}'."
+        )
+    check_kept(result.kept)
+    return result
+
+
+def _from_start(phase: Phase, module: LightningModule, before: PhaseState | None) -> PhaseState:
+    """The state before the first round, as the phase's start leaves it."""
+    initial = {name: tensor.detach().cpu() for name, tensor in module.state_dict().items()}
+    inherited = [name for name in initial if not (phase.gate and name.startswith("gate."))]
+    if before is not None:
+        initial |= _selected(inherited, {**before.initial, **before.server})
+    load_tree(module, initial)
+    server = phase.algorithm.server_init(module)
+    # What the server sends now takes the place of what clients kept of it before.
+    kept = only({} if before is None else before.kept, [name for name in inherited if name not in server])
+    return PhaseState(initial, server, kept)
+
+
+def _keeps_parameters(phase: Phase, module: LightningModule) -> bool:
+    """Whether clients train parameters in this phase that they do not share."""
+    return any(
+        parameter.requires_grad and phase.algorithm.is_trainable(name, 0, 0) and not phase.algorithm.is_shared(name)
+        for name, parameter in module.named_parameters()
+    )
+
+
+def _selected(names: Iterable[str], tree: Tree) -> Tree:
+    return {name: tree[name] for name in names if name in tree}

@@ -1,0 +1,219 @@
+"""Evaluates the model of every client."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from typing import TypeGuard
+
+import torch
+import torch.nn.functional as F
+from lightning.pytorch import LightningModule
+from torch import Tensor
+from torchmetrics.functional.classification import multiclass_accuracy
+
+from fedmoe_pl.algorithms.algorithm import EVALUATED_AT_ONCE, Client, chooses_model
+from fedmoe_pl.backends import LocalTraining
+from fedmoe_pl.data import FederatedDataModule
+from fedmoe_pl.data.parts import Parts
+from fedmoe_pl.models import ConstantGate, MixtureOfExperts
+from fedmoe_pl.rounds.evaluation import ClientEvaluation
+from fedmoe_pl.trees import Tree, copy_module, load_tree
+
+
+def evaluate_clients(
+    training: LocalTraining, server: Tree, kept: Mapping[int, Tree], device: torch.device
+) -> list[ClientEvaluation]:
+    """Evaluates the model that every client would use now: what the server sends it, and what it kept.
+
+    Clients that were sent the same and kept nothing have the same model. It is evaluated once, on the samples of all of
+    them together.
+
+    Args:
+        training: the phase's module, algorithm and data.
+        server: the server's state.
+        kept: what clients kept, by client.
+        device: where to compute.
+
+    Returns:
+        One entry per client, in the order of their ids.
+    """
+    evaluations: dict[int, ClientEvaluation] = {}
+    for group in training.by_architecture(range(training.datamodule.num_clients)):
+        group_training = training.of(group[0])
+        module = copy_module(group_training.module).to(device).eval()
+        for tensors, clients in _models(group_training, module, server, kept, group):
+            load_tree(module, {**group_training.initial, **tensors})
+            evaluations.update(zip(clients, _evaluate_model(module, training.datamodule, clients), strict=True))
+    return [evaluations[client] for client in range(training.datamodule.num_clients)]
+
+
+def evaluated_model(module: LightningModule) -> str:
+    """What of the module an evaluation evaluates, in the words of ``Evaluation.model``."""
+    if not isinstance(module, MixtureOfExperts):
+        return type(module).__name__
+    if isinstance(module.gate, ConstantGate) and len(module.gate.active) == 1:
+        if not module.has_global_expert:
+            return "one expert"
+        return "local expert" if module.gate.active[0] == len(module.gate.weights) - 1 else "global expert"
+    return "mixture"
+
+
+def personal_tensors(
+    training: LocalTraining, module: LightningModule, server: Tree, client_id: int, kept: Tree, round: int = 0
+) -> Tree:
+    """``Algorithm.personal_tensors`` of a client.
+
+    Args:
+        training: what its architecture's clients have in common.
+        module: a module of that architecture, whose tensors are replaced.
+        server: the server's state.
+        client_id: the client.
+        kept: what it kept.
+        round: the round.
+    """
+    load_tree(module, training.initial)
+    samples = training.datamodule.train_samples[client_id]
+    client = Client(client_id, round, training.seed, module, samples, kept, datamodule=training.datamodule)
+    with torch.inference_mode():
+        return training.algorithm.personal_tensors(client, server)
+
+
+def _models(
+    training: LocalTraining, module: LightningModule, server: Tree, kept: Mapping[int, Tree], clients: Sequence[int]
+) -> Iterator[tuple[Mapping[str, Tensor], list[int]]]:
+    """The tensors of every different model, and the clients that have it."""
+    shared: Tree = {}
+    sharing: list[int] = []
+    keeping = set(kept)  # once, because on disk every look-up costs
+    chooses = chooses_model(training.algorithm)
+    for client in clients:
+        kept_tensors = kept[client] if client in keeping else {}
+        if chooses:
+            tensors = personal_tensors(training, module, server, client, kept_tensors)
+        else:
+            sent = training.algorithm.server_send(server, client)
+            tensors = {**sent, **kept_tensors} if kept_tensors else sent
+        if sharing and not _same_tensors(tensors, shared):
+            if kept_tensors:
+                yield tensors, [client]  # those who kept nothing may go on sharing
+                continue
+            yield shared, sharing
+            sharing = []
+        shared = tensors
+        sharing.append(client)
+    if sharing:
+        yield shared, sharing
+
+
+def _same_tensors(a: Tree, b: Tree) -> bool:
+    return a is b or (a.keys() == b.keys() and all(a[name] is b[name] for name in a))
+
+
+@torch.inference_mode()
+def predict(module: LightningModule, datamodule: FederatedDataModule, samples: Tensor) -> tuple[Tensor, Tensor | None]:
+    """Logits and gate weights for the samples of the data module with these indices.
+
+    Args:
+        module: in eval mode, on any device.
+        datamodule: holds the samples.
+        samples: indices (n,).
+
+    Returns:
+        Logits (n, C) and, for a module with a gate that is not constant, its weights (n, experts), on the CPU.
+    """
+    logits, weights, _ = zip(*_outputs(module, datamodule, samples), strict=True)
+    return torch.cat(logits), None if weights[0] is None else torch.cat(weights)
+
+
+def _outputs(
+    module: LightningModule, datamodule: FederatedDataModule, samples: Tensor
+) -> Iterator[tuple[Tensor, Tensor | None, Tensor]]:
+    """Logits (b, C), weights (b, experts) of a gate that is not constant, and labels (b,), by batch, on the CPU."""
+    for x, y in datamodule.batches(samples, batch_size=EVALUATED_AT_ONCE):
+        x = x.to(module.device)
+        logits, weights = module.mix(x) if _has_trained_gate(module) else (module(x), None)
+        yield logits.cpu(), None if weights is None else weights.cpu(), y.cpu()
+
+
+def _global_test(module: LightningModule, datamodule: FederatedDataModule) -> tuple[Tensor, float]:
+    """Accuracy by class (C,) and over all samples of the global test set."""
+    logits, _ = predict(module, datamodule, datamodule.global_test)
+    labels = datamodule.y[datamodule.global_test]
+    by_class = multiclass_accuracy(logits, labels, logits.shape[1], average="none")
+    overall = multiclass_accuracy(logits, labels, logits.shape[1], average="micro")
+    return by_class[: datamodule.num_classes].double(), overall.item()
+
+
+def _evaluate_model(
+    module: LightningModule, datamodule: FederatedDataModule, clients: Sequence[int]
+) -> Iterator[ClientEvaluation]:
+    """The evaluations of clients that all have this model."""
+    chosen = torch.tensor(clients)
+    class_accuracy, global_test = _global_test(module, datamodule)
+    held_out, validation = datamodule.test_samples.select(chosen), datamodule.validation_samples.select(chosen)
+    samples, gate_labels = held_out, [None] * len(clients)
+    if _has_trained_gate(module):  # otherwise no predictions of training samples are needed
+        train = datamodule.train_samples.select(chosen)
+        both = Parts(torch.cat((held_out.indices, train.indices)), torch.cat((held_out.sizes, train.sizes)))
+        samples = both.select(torch.arange(len(clients)) + len(clients) * (held_out.sizes == 0))
+        gate_labels = _pieces(datamodule.y[samples.indices], samples.sizes)
+    own_accuracy, _, gate_weights = _predict_parts(module, datamodule, samples)
+    validation_accuracy, validation_loss, _ = _predict_parts(module, datamodule, validation)
+    columns = zip(
+        clients,
+        datamodule.train_samples.sizes[chosen].tolist(),
+        _weighted(class_accuracy, datamodule.class_shares[chosen], datamodule).tolist(),
+        own_accuracy.where(held_out.sizes > 0, math.nan).tolist(),
+        [global_test] * len(clients),
+        validation_accuracy.tolist(),
+        gate_weights or [None] * len(clients),
+        gate_labels,
+        validation_loss.tolist(),
+        [getattr(module, "has_global_expert", True)] * len(clients),
+        strict=True,
+    )
+    return itertools.starmap(ClientEvaluation, columns)
+
+
+@torch.inference_mode()
+def _predict_parts(
+    module: LightningModule, datamodule: FederatedDataModule, parts: Parts
+) -> tuple[Tensor, Tensor, list[Tensor]]:
+    """Accuracy and mean loss of each part, (len(parts),), nan where empty, and a trained gate's weights by part."""
+    right, losses, weights = [torch.empty(0, dtype=torch.bool)], [torch.empty(0, dtype=torch.float64)], []
+    for scores, batch_weights, labels in _outputs(module, datamodule, parts.indices):
+        right.append(scores.argmax(1) == labels)
+        losses.append(_losses(module, scores, labels))
+        if batch_weights is not None:
+            weights.append(batch_weights)
+    ends = parts.sizes.cumsum(0)
+    counts = torch.cat((torch.zeros(1, dtype=torch.int64), torch.cat(right).cumsum(0)))
+    accuracies = (counts[ends] - counts[ends - parts.sizes]).float() / parts.sizes
+    sums = torch.cat((torch.zeros(1, dtype=torch.float64), torch.cat(losses).cumsum(0)))
+    mean_losses = (sums[ends] - sums[ends - parts.sizes]) / parts.sizes
+    return accuracies, mean_losses, _pieces(torch.cat(weights), parts.sizes) if weights else []
+
+
+def _losses(module: LightningModule, scores: Tensor, labels: Tensor) -> Tensor:
+    """Loss of every sample, float64 (n,): cross-entropy, or what a mixture's own loss makes of its scores."""
+    if isinstance(module, MixtureOfExperts):
+        return module.loss_of(scores, labels, reduction="none").double()
+    return F.cross_entropy(scores, labels, reduction="none").double()
+
+
+def _pieces(tensor: Tensor, sizes: Tensor) -> list[Tensor]:
+    """The tensor cut along its first dimension into copies: a view would be pickled with all of it."""
+    return [piece.clone() for piece in tensor.split(sizes.tolist())]
+
+
+def _weighted(class_accuracy: Tensor, shares: Tensor, datamodule: FederatedDataModule) -> Tensor:
+    """Mean of the accuracies by class (C,) with clients' shares (k, C) of the classes that the global test set has."""
+    tested = datamodule.y[datamodule.global_test].bincount(minlength=datamodule.num_classes) > 0
+    shares = shares * tested
+    return (shares * class_accuracy).sum(dim=1) / shares.sum(dim=1)
+
+
+def _has_trained_gate(module: LightningModule) -> TypeGuard[MixtureOfExperts]:
+    return isinstance(module, MixtureOfExperts) and not isinstance(module.gate, ConstantGate)

@@ -1,0 +1,66 @@
+"""Clients that were not in the federation, and come after it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from lightning.fabric.utilities.exceptions import MisconfigurationException
+
+from fedmoe_pl.rounds.phase import Phase
+
+
+def phases_of_newcomers(phases: Sequence[Phase], ckpt_path: Path, rounds: int) -> list[Phase]:
+    """The federation's phases as newcomers go through them.
+
+    Args:
+        phases: the federation's phases.
+        ckpt_path: the federation's checkpoint, which gives the results of its federated phases.
+        rounds: local rounds of a federated phase, in which newcomers train what clients keep.
+
+    Raises:
+        MisconfigurationException: if ``rounds`` is below 1, or no phase is federated.
+    """
+    if rounds < 1:
+        raise MisconfigurationException(f"rounds is {rounds}, but must be at least 1.")
+    if not any(phase.algorithm.federated for phase in phases):
+        raise MisconfigurationException(
+            "personalize needs a federated phase, whose result newcomers start from, but Federation's phases have "
+            "none; fit trains clients alone."
+        )
+    return [_phase_of_newcomers(phase, ckpt_path, rounds) for phase in phases]
+
+
+def _phase_of_newcomers(phase: Phase, ckpt_path: Path, rounds: int) -> Phase:
+    if not phase.algorithm.federated:
+        return replace(phase, ckpt_path=None)
+    return replace(
+        phase,
+        ckpt_path=str(ckpt_path),
+        rounds=rounds,
+        clients_per_round=None,
+        monitor=None,
+        monitor_from_round=1,
+        patience=None,
+    )
+
+
+def check_newcomers(path: Path, content: Mapping[str, Any], identity: Mapping[str, Any]) -> None:
+    """Refuses newcomers' data that the federation's models would misread.
+
+    Args:
+        path: the federation's checkpoint.
+        content: what is in it.
+        identity: what identifies the newcomers' data (``checkpoint.identify``).
+
+    Raises:
+        MisconfigurationException: if images are normalized, or words numbered, in another way.
+    """
+    for name, what in (("normalization", "images are normalized"), ("vocabulary", "words are numbered")):
+        if content[name] != identity[name]:
+            raise MisconfigurationException(
+                f"ckpt_path is '{path}', a federation whose {what} in another way than the newcomers' data; leave mean "
+                "and std out or give the federation's, and let personalize set the data up."
+            )

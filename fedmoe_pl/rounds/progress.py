@@ -1,0 +1,66 @@
+"""How much of a run is done."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from lightning.pytorch import LightningModule
+
+from fedmoe_pl.algorithms.algorithm import Client
+from fedmoe_pl.data import FederatedDataModule
+from fedmoe_pl.rounds.cohort import phase_cohort
+from fedmoe_pl.rounds.phase import Phase
+from fedmoe_pl.rounds.state import PhaseState
+
+
+class Progress:
+    """Counts the samples that clients train on, in all epochs of all rounds: a measure of how long a run takes.
+
+    Args:
+        phases: the phases of the run.
+        trainer: arguments of all clients' Trainers.
+        datamodule: who holds which data; already set up.
+        seed: the run's seed.
+
+    Attributes:
+        total: samples of the whole run.
+    """
+
+    def __init__(
+        self, phases: Sequence[Phase], trainer: dict[str, Any], datamodule: FederatedDataModule, seed: int
+    ) -> None:
+        self._rounds = {phase.name: phase.rounds for phase in phases}
+        self._per_round = {
+            phase.name: _samples_of_round(phase, datamodule, seed, phase.epochs(trainer)) for phase in phases
+        }
+        self._in_round = 0.0
+        self.total = sum(rounds * self._per_round[name] for name, rounds in self._rounds.items())
+
+    def completed(self, states: Mapping[str, PhaseState]) -> float:
+        """Samples so far.
+
+        Args:
+            states: where each phase begun so far stands, by name.
+        """
+        rounds = {name: self._rounds[name] if state.stopped else state.round for name, state in states.items()}
+        return sum(count * self._per_round[name] for name, count in rounds.items()) + self._in_round
+
+    def add_client(self, phase: Phase, cohort_size: int) -> None:
+        """Counts one client of the round that is being trained."""
+        self._in_round += self._per_round[phase.name] / cohort_size
+
+    def end_round(self) -> None:
+        """The clients counted since the last round are part of a completed one from now on."""
+        self._in_round = 0.0
+
+
+def _samples_of_round(phase: Phase, datamodule: FederatedDataModule, seed: int, epochs: int) -> float:
+    """Samples that clients train on in all epochs of a round, estimated from the first client's share."""
+    if phase.ckpt_path:
+        return 0.0
+    samples = datamodule.train_samples
+    first = Client(id=0, round=0, seed=seed, module=LightningModule(), samples=samples[0], kept={})
+    share = len(phase.algorithm.client_samples(first)) / len(samples[0])
+    cohort = len(phase_cohort(phase, len(samples), seed, round=0)) / len(samples)
+    return epochs * cohort * share * len(samples.indices)

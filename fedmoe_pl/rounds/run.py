@@ -1,0 +1,239 @@
+"""What a run is in the middle of, and what callbacks see of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+from lightning.pytorch import LightningModule
+from lightning.pytorch.loggers import Logger
+from torch.nn.parameter import is_lazy
+
+from fedmoe_pl.backends import Backend, LocalTraining, Plan, one_thread
+from fedmoe_pl.data import FederatedDataModule
+from fedmoe_pl.rounds.begin import begin_phase, phase_module
+from fedmoe_pl.rounds.checkpoint import FILE, save_checkpoint
+from fedmoe_pl.rounds.evaluate import evaluate_clients, evaluated_model, personal_tensors, predict
+from fedmoe_pl.rounds.evaluation import Evaluation
+from fedmoe_pl.rounds.phase import INITIAL, Phase
+from fedmoe_pl.rounds.progress import Progress
+from fedmoe_pl.rounds.state import PhaseState
+from fedmoe_pl.rounds.store import MemoryStore, Store
+from fedmoe_pl.seeds import seed_all
+from fedmoe_pl.trees import Tree, load_tree
+
+
+class FederationCallback:
+    """Hooks of a federation; each does nothing by default.
+
+    A Lightning ``Callback`` in the ``trainer:`` section sees one client's training; a ``FederationCallback`` sees
+    what happens between the rounds. What it may read is in the attributes of :class:`Run`.
+    """
+
+    def on_fit_start(self, run: Run) -> None:
+        """Called once, after every check and before the first round."""
+
+    def on_round_start(self, run: Run, phase: Phase, round: int) -> None:
+        """Called before the clients of a round train; ``round`` counts from 0 in every phase."""
+
+    def on_client_end(self, run: Run, phase: Phase, round: int, client: int) -> None:
+        """Called when a client has finished its local training."""
+
+    def on_evaluation_end(self, run: Run, phase: Phase, evaluation: Evaluation) -> None:
+        """Called after every evaluated round."""
+
+    def on_round_end(self, run: Run, phase: Phase, round: int) -> None:
+        """Called after aggregation, evaluation and checkpoint of a round."""
+
+    def on_phase_end(self, run: Run, phase: Phase, evaluation: Evaluation | None) -> None:
+        """Called with the final evaluation of the phase; None where the phase is not evaluated."""
+
+    def on_fit_end(self, run: Run) -> None:
+        """Called once, after the last phase."""
+
+
+@dataclass(eq=False, kw_only=True)
+class Run:
+    """One run of a federation: what it was asked for, and where it stands.
+
+    Attributes:
+        phases: what is done, in order.
+        starts: name of the phase that each phase starts from, or ``initial``, by name.
+        trainer: arguments of all clients' Trainers.
+        backend: how clients are trained.
+        devices: where, one for each client that is trained at the same time.
+        callbacks: what is told of every step.
+        seed: everything random follows from it.
+        evaluate_every_n_rounds: evaluate after every n rounds; 0 only at the end of a phase.
+        enable_checkpointing: whether to write checkpoints.
+        hparams: the resolved configuration, where there is one.
+        model: the initial model.
+        initial: its tensors, by name.
+        datamodule: who holds which data; already set up.
+        training_data: the same with its samples where clients train.
+        identity: what tells this run's data from others (``checkpoint.identify``).
+        folder: the run's folder, ``default_root_dir/name/version_N``.
+        begin: makes a phase's state before its first round, see ``begin.begin_phase``.
+        loggers: the run's loggers.
+        store: where the tensors lie that clients keep between rounds.
+        given: results that checkpoints give in place of training, by name of the phase, until it begins.
+        plans: how the clients of each phase that is still to be trained are trained, by name.
+        states: where each phase begun so far stands, by name.
+        rows: the rows of ``rounds.csv``.
+    """
+
+    phases: Sequence[Phase]
+    starts: dict[str, str]
+    trainer: dict[str, Any]
+    backend: Backend
+    devices: list[torch.device]
+    callbacks: Sequence[FederationCallback]
+    seed: int
+    evaluate_every_n_rounds: int
+    enable_checkpointing: bool
+    hparams: dict[str, Any]
+    model: LightningModule
+    initial: Tree
+    datamodule: FederatedDataModule
+    training_data: FederatedDataModule
+    identity: dict[str, Any]
+    folder: Path
+    begin: Callable[[Phase, LightningModule, PhaseState | None, PhaseState | None], PhaseState] = begin_phase
+    loggers: list[Logger] = field(default_factory=list)
+    store: Store = field(default_factory=MemoryStore)
+    given: dict[str, PhaseState] = field(default_factory=dict)
+    plans: dict[str, Plan] = field(default_factory=dict)
+    states: dict[str, PhaseState] = field(default_factory=dict)
+    rows: list[dict[str, Any]] = field(default_factory=list)
+
+    @cached_property
+    def progress(self) -> Progress:
+        """How much of the run is done."""
+        return Progress(self.phases, self.trainer, self.datamodule, self.seed)
+
+    @property
+    def results(self) -> dict[str, Evaluation]:
+        """The final evaluation of every finished phase that is evaluated, by its name."""
+        return {name: state.evaluation for name, state in self.states.items() if state.evaluation is not None}
+
+    @property
+    def step(self) -> int:
+        """Number of completed rounds of all phases; the x axis of logs."""
+        return sum(state.round for state in self.states.values())
+
+    def client_module(self, method: str, client: int) -> LightningModule:
+        """A client's personalized model, on the CPU and in eval mode.
+
+        Args:
+            method: name of a phase that has begun.
+            client: the client's id.
+        """
+        phase = next(phase for phase in self.phases if phase.name == method)
+        state = self.states[method]
+        training = self.training(phase).of(client)
+        kept = state.kept.get(client, {})
+        tensors = personal_tensors(training, training.module, state.server, client, kept, state.round)
+        load_tree(training.module, {**training.initial, **tensors})
+        return training.module.eval()
+
+    def call(self, hook: str, *arguments: Any) -> None:
+        """Calls a hook of all callbacks."""
+        for callback in self.callbacks:
+            getattr(callback, hook)(self, *arguments)
+
+    def module(self, phase: Phase) -> LightningModule:
+        """The phase's module, with its own gate and optimizer; its tensors are those of the initial model."""
+        seed_all(self.seed)  # a gate of unknown width draws its parameters when the module is made
+        return sized(phase_module(self.model, phase), self.datamodule, self.seed)
+
+    def begun(self, phase: Phase) -> PhaseState:
+        """The phase's state; begins it if it has not begun."""
+        if phase.name not in self.states:
+            start = self.starts[phase.name]
+            before = None if start == INITIAL else self.states[start]
+            state = self.begin(phase, self.module(phase), before, self.given.pop(phase.name, None))
+            state.kept = self.store.adopt(phase.name, state.round, state.kept)
+            self.states[phase.name] = state
+        return self.states[phase.name]
+
+    def training(self, phase: Phase) -> LocalTraining:
+        """What the clients of a phase that has begun have in common."""
+        return self.local_training(phase, self.module(phase), self.states[phase.name].initial)
+
+    def local_training(self, phase: Phase, module: LightningModule, initial: Tree) -> LocalTraining:
+        """What the clients of a phase have in common, whose module starts with these tensors."""
+        load_tree(module, initial)
+        return LocalTraining(
+            module=module,
+            initial=initial,
+            algorithm=phase.algorithm,
+            datamodule=self.training_data,
+            trainer=phase.client_trainer(self.trainer),
+            batch_size=phase.batch_size,
+            seed=self.seed,
+            rounds=phase.rounds,
+            device=self.devices[0],
+        )
+
+    def evaluate(self, phase: Phase, training: LocalTraining) -> Evaluation:
+        """Evaluates the model that every client would use now.
+
+        Args:
+            phase: a phase that has begun.
+            training: what its clients have in common.
+        """
+        state = self.states[phase.name]
+        with one_thread():
+            clients = evaluate_clients(training, state.server, state.kept, self.devices[0])
+        round, selection = _round_and_selection(phase, state)
+        return Evaluation(
+            method=phase.name,
+            round=round,
+            model=evaluated_model(training.module),
+            moment=phase.algorithm.moment,
+            selection=selection,
+            clients=clients,
+        )
+
+    def evaluates_after(self, phase: Phase, round: int) -> bool:
+        """Whether the phase is evaluated once this many rounds are completed."""
+        every = self.evaluation_interval(phase)
+        return bool(phase.evaluate and every and (round % every == 0 or round == phase.rounds))
+
+    def evaluation_interval(self, phase: Phase) -> int:
+        """Rounds from one evaluation of the phase to the next; 0 if only its end is evaluated."""
+        every = phase.evaluate_every_n_rounds
+        return self.evaluate_every_n_rounds if every is None else every
+
+    def save(self) -> None:
+        """Writes the checkpoint, if there is to be one."""
+        if self.enable_checkpointing:
+            save_checkpoint(self.folder / FILE, self.initial, self.states, self.rows, self.identity)
+
+
+def sized(module: LightningModule, datamodule: FederatedDataModule, seed: int) -> LightningModule:
+    """The module in train mode, with lazy layers sized, such as the gate of an expert that does not tell its input.
+
+    Args:
+        module: the module, which is changed.
+        datamodule: gives a sample.
+        seed: the run's seed.
+    """
+    if any(is_lazy(parameter) for parameter in module.parameters()):
+        seed_all(seed)
+        predict(module.eval(), datamodule, datamodule.train_samples[0][:1])
+    return module.train()
+
+
+def _round_and_selection(phase: Phase, state: PhaseState) -> tuple[int, str]:
+    """The round that an evaluation now is of, and why that one, in the words of ``Evaluation.selection``."""
+    if state.given is not None:
+        return state.given, "given checkpoint"
+    if state.finished and state.best_round:
+        return state.best_round, f"best round by {phase.monitor}"
+    last = state.finished or state.stopped or state.round == phase.rounds
+    return state.round, "last round" if last else "this round"

@@ -1,0 +1,116 @@
+"""What is done once before the rounds of a run: workers, plans for its phases, its folder, store and loggers."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import yaml
+from lightning.fabric.utilities.exceptions import MisconfigurationException
+from lightning.pytorch.loggers import Logger, TensorBoardLogger
+from lightning.pytorch.utilities import rank_zero_info
+
+from fedmoe_pl.backends import Backend, PoolBackend, WorkersBackend, data_on
+from fedmoe_pl.data import FederatedDataModule
+from fedmoe_pl.rounds.checkpoint import KEPT
+from fedmoe_pl.rounds.run import Run
+from fedmoe_pl.rounds.store import DiskStore, MemoryStore
+
+
+def with_workers(backend: Backend, trainer: dict[str, Any], devices: Sequence[torch.device]) -> Backend:
+    """The backend, with a worker process for each device where there is more than one.
+
+    Args:
+        backend: how clients are trained.
+        trainer: arguments of all clients' Trainers.
+        devices: where, one for each client that is trained at the same time.
+
+    Raises:
+        MisconfigurationException: if several devices are asked for and the backend has workers of its own.
+    """
+    requested = trainer.get("devices", "auto")
+    if isinstance(backend, WorkersBackend):
+        if requested not in ("auto", 1):
+            raise MisconfigurationException(
+                f"trainer.devices is {requested}, but {type(backend).__name__} has workers of its own."
+            )
+        return backend
+    if len(devices) == 1:
+        return backend
+    # A process takes seconds to start, which many a run on a CPU does not take itself.
+    lazy = devices[0].type == "cpu" and requested == "auto"
+    return PoolBackend(backend, devices, lazy)
+
+
+def place_data(datamodule: FederatedDataModule, backend: Backend, device: torch.device) -> FederatedDataModule:
+    """The data module with its samples where clients train; workers place them themselves."""
+    return datamodule if isinstance(backend, WorkersBackend) else data_on(datamodule, device)
+
+
+def plan_phases(run: Run) -> None:
+    """Plans how clients are trained in every phase that is to be trained, and says it in the log.
+
+    Raises:
+        MisconfigurationException: if the backend cannot train a phase.
+    """
+    phases: dict[str, list[str]] = {}
+    for phase in run.phases:
+        module = run.module(phase)
+        state = run.states.get(phase.name) or run.begin(phase, module, None, run.given.get(phase.name))
+        if state.finished or state.round == phase.rounds:
+            continue
+        try:
+            plan = run.backend.plan(run.local_training(phase, module, state.initial))
+        except MisconfigurationException as error:
+            raise MisconfigurationException(f"{phase}: {error}") from error
+        run.plans[phase.name] = plan
+        phases.setdefault(plan.description, []).append(phase.name)
+    if phases:
+        sentences = [f"{', '.join(names)}: {description}" for description, names in phases.items()]
+        rank_zero_info("backend: " + "; ".join(sentences))
+
+
+def open_run(run: Run, store: str, logger: bool | Logger | list[Logger]) -> None:
+    """Makes the run's folder, unless it goes on in its own, its store and its loggers.
+
+    Args:
+        run: the run.
+        store: ``memory`` or ``disk``.
+        logger: True for TensorBoard, False for none, or any loggers.
+
+    Raises:
+        MisconfigurationException: if the folder cannot be made.
+    """
+    if not run.folder.exists():
+        _make_folder(run.folder)
+        if run.hparams:
+            (run.folder / "config.yaml").write_text(yaml.safe_dump(run.hparams, sort_keys=False))
+        run.save()
+    run.store = MemoryStore() if store == "memory" else DiskStore(run.folder / KEPT, run.datamodule.num_clients)
+    for name, state in run.states.items():
+        if not state.finished:  # the run that goes on may have had the other store
+            state.kept = run.store.adopt(name, state.round, state.kept)
+            if state.best_round:
+                state.best_kept = run.store.adopt(name, state.best_round, state.best_kept)
+    run.loggers = _loggers(run, logger)
+
+
+def _make_folder(folder: Path) -> None:
+    try:
+        folder.mkdir(parents=True)
+    except OSError as error:
+        raise MisconfigurationException(
+            f"Federation: default_root_dir is '{folder.parents[1]}', but must be a folder in which '{folder}' can be "
+            f"made ({error.strerror})."
+        ) from error
+
+
+def _loggers(run: Run, logger: bool | Logger | list[Logger]) -> list[Logger]:
+    if logger is True:
+        resumed: dict[str, Any] = {"purge_step": run.step + 1} if run.step else {}
+        return [TensorBoardLogger(run.folder, name="", version="", **resumed)]
+    if isinstance(logger, Logger):
+        return [logger]
+    return logger or []
