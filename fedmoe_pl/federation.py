@@ -19,6 +19,7 @@ from fedmoe_pl.backends import (
     AutoBackend,
     Backend,
     LocalTraining,
+    Plan,
     PoolBackend,
     WorkersBackend,
     data_on,
@@ -155,6 +156,7 @@ class Federation:
         self.loggers: list[Logger] = []
         self.newcomers = False
         self._work_in_round = 0.0
+        self._plans: dict[str, Plan] = {}
         self._kept: Store = MemoryStore()
 
     def fit(
@@ -448,16 +450,18 @@ class Federation:
     def _log_backends(self) -> None:
         """Says how clients will be trained, and refuses what the backend cannot train."""
         phases: dict[str, list[str]] = {}
+        self._plans = {}
         for phase in self.phases:
             module = self._module(phase)
             if phase.ckpt_path and not (self.newcomers and keeps_parameters(phase, module)):
                 continue
             initial = {name: tensor.detach().cpu() for name, tensor in module.state_dict().items()}
             try:
-                words = self.active_backend.describe(self._local_training(phase, module, initial))
+                plan = self.active_backend.plan(self._local_training(phase, module, initial))
             except MisconfigurationException as error:
                 raise MisconfigurationException(f"federation.phases '{phase.name}': {error}") from error
-            phases.setdefault(words, []).append(phase.name)
+            self._plans[phase.name] = plan
+            phases.setdefault(plan.description, []).append(phase.name)
         if phases:
             said = [f"{', '.join(names)}: {words}" for words, names in phases.items()]
             rank_zero_info("backend: " + "; ".join(said))
@@ -466,8 +470,11 @@ class Federation:
         training = self._training(phase)
         state = self.states[phase.name]
         evaluation, counter = None, FlopCounter(training)
+        if phase.name in self._plans:
+            self._plans[phase.name] = self._plans[phase.name].begin(training)
         while state.round < phase.rounds and not state.stopped:
             evaluation = self._run_round(phase, state, training, counter)
+        self._plans.pop(phase.name, None)
         if phase.evaluate and evaluation is None:  # the last round was not evaluated, or not run just now
             evaluation = self._evaluate_round(phase, state, training)
         state.finished = True
@@ -496,7 +503,7 @@ class Federation:
         receiving = cohort if algorithm.federated else []  # alone, a client goes on from what it has
         down = sum((Traffic.of(algorithm.server_send(state.server, client)) for client in receiving), Traffic())
         up = Traffic()
-        for group in self.active_backend.train(training, state.server, cohort, state.kept, round):
+        for group in self._plans[phase.name].train(state.server, cohort, state.kept, round):
             combined = group.update if combined is None else algorithm.combine(combined, group.update)
             written.update(self._kept.write(phase.name, round + 1, group.kept))
             up += group.sent
