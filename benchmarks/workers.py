@@ -22,7 +22,7 @@ import torch
 from workload import RandomImages, make_model, restart_with_environment
 
 from fedmoe_pl.algorithms import FedAvg
-from fedmoe_pl.backends import GroupUpdate, LocalTraining, PoolBackend, TrainerBackend, workers
+from fedmoe_pl.backends import Backend, GroupUpdate, LocalTraining, Plan, PoolBackend, TrainerBackend, workers
 from fedmoe_pl.federation import Federation
 from fedmoe_pl.rounds.phase import Phase
 from fedmoe_pl.trees import Tree
@@ -30,25 +30,17 @@ from fedmoe_pl.trees import Tree
 SAMPLES_PER_CLIENT = 500
 
 
-class Timed(PoolBackend):
-    """Keeps the seconds of each round, and what was pickled for the workers."""
+class Timed(Backend):
+    """Keeps the seconds of each round that another backend trains."""
 
     def __init__(self, devices: int) -> None:
-        super().__init__(TrainerBackend(), devices * [torch.device("cpu")])
+        trainer = TrainerBackend()
+        self.backend = trainer if devices == 1 else PoolBackend(trainer, devices * [torch.device("cpu")])
         self.rounds: list[float] = []
 
-    def train(
-        self, training: LocalTraining, server: Tree, cohort: Sequence[int], kept: Mapping[int, Tree], round: int
-    ) -> Iterator[GroupUpdate]:
-        """Time the round."""
-        start = time.perf_counter()
-        if len(self.devices) == 1:
-            yield from (
-                self.train_group(training, server, group, kept, round) for group in self.groups(training, cohort)
-            )
-        else:
-            yield from super().train(training, server, cohort, kept, round)
-        self.rounds.append(time.perf_counter() - start)
+    def plan(self, training: LocalTraining) -> TimedPlan:
+        """The other backend's plan, timed."""
+        return TimedPlan(self.backend.plan(training), self.rounds)
 
     def close(self) -> None:
         """Look at the workers' memory before they end."""
@@ -57,7 +49,34 @@ class Timed(PoolBackend):
             fields = Path(f"/proc/{pid}/status").read_text().splitlines()
             sizes = [line.split()[:2] for line in fields if line.startswith(("VmHWM", "RssAnon", "RssFile"))]
             print("  worker", ", ".join(f"{name} {int(size) / 1024:.0f} MiB" for name, size in sizes))
-        super().close()
+        self.backend.close()
+
+
+class TimedPlan(Plan):
+    """Appends the seconds of each round of another plan to a list."""
+
+    def __init__(self, plan: Plan, rounds: list[float]) -> None:
+        super().__init__(plan.training, plan.description)
+        self.plan = plan
+        self.rounds = rounds
+
+    def begin(self, training: LocalTraining) -> TimedPlan:
+        """The same for the phase as it begins."""
+        return TimedPlan(self.plan.begin(training), self.rounds)
+
+    def groups(self, cohort: Sequence[int]) -> list[list[int]]:
+        """Those of the other plan."""
+        return self.plan.groups(cohort)
+
+    def train_group(self, server: Tree, clients: Sequence[int], kept: Mapping[int, Tree], round: int) -> GroupUpdate:
+        """Train a group as the other plan does."""
+        return self.plan.train_group(server, clients, kept, round)
+
+    def train(self, server: Tree, cohort: Sequence[int], kept: Mapping[int, Tree], round: int) -> Iterator[GroupUpdate]:
+        """Time the round."""
+        start = time.perf_counter()
+        yield from self.plan.train(server, cohort, kept, round)
+        self.rounds.append(time.perf_counter() - start)
 
 
 def measure(devices: int, options: argparse.Namespace) -> tuple[float, Tree]:

@@ -1,7 +1,7 @@
 """Backends: how and where clients are trained."""
 
 from fedmoe_pl.backends.auto import AutoBackend
-from fedmoe_pl.backends.backend import Backend, GroupUpdate, LocalTraining
+from fedmoe_pl.backends.backend import Backend, GroupUpdate, LocalTraining, Plan
 from fedmoe_pl.backends.client import (
     LEAN_TRAINER,
     changes_loss,
@@ -23,6 +23,7 @@ __all__ = [
     "Backend",
     "GroupUpdate",
     "LocalTraining",
+    "Plan",
     "PoolBackend",
     "RayBackend",
     "StackedBackend",

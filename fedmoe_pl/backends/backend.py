@@ -140,11 +140,31 @@ class GroupUpdate:
     sent: Traffic
 
 
-class Backend(ABC):
-    """Trains the clients of a round."""
+class Plan(ABC):
+    """How the clients of one phase are trained: all that a backend finds out about the phase, made once and passed on.
+
+    Attributes:
+        training: what all clients of the phase have in common.
+        description: what trains the phase, and why, in words for the log.
+    """
+
+    def __init__(self, training: LocalTraining, description: str) -> None:
+        self.training = training
+        self.description = description
 
     @abstractmethod
-    def groups(self, training: LocalTraining, cohort: Sequence[int]) -> list[list[int]]:
+    def begin(self, training: LocalTraining) -> Plan:
+        """The same decisions for the phase as it begins, of which nothing is found out again.
+
+        Args:
+            training: the phase that was planned, with its true initial tensors, or for another device.
+
+        Returns:
+            A plan that keeps what can be reused from round to round, such as features.
+        """
+
+    @abstractmethod
+    def groups(self, cohort: Sequence[int]) -> list[list[int]]:
         """Divides a cohort into the groups that are trained and folded together.
 
         Sums of floating-point numbers depend on their order, so that a result has the same bits wherever it is
@@ -152,45 +172,42 @@ class Backend(ABC):
         """
 
     @abstractmethod
-    def train_group(
-        self, training: LocalTraining, server: Tree, clients: Sequence[int], kept: Mapping[int, Tree], round: int
-    ) -> GroupUpdate:
-        """Trains one group; arguments as in :meth:`train`."""
+    def train_group(self, server: Tree, clients: Sequence[int], kept: Mapping[int, Tree], round: int) -> GroupUpdate:
+        """Trains one group in this process; arguments as in :meth:`train`."""
 
-    def train(
-        self, training: LocalTraining, server: Tree, cohort: Sequence[int], kept: Mapping[int, Tree], round: int
-    ) -> Iterator[GroupUpdate]:
+    def train(self, server: Tree, cohort: Sequence[int], kept: Mapping[int, Tree], round: int) -> Iterator[GroupUpdate]:
         """Trains the cohort and yields its groups in order.
 
         Args:
-            training: what all clients of the phase have in common.
             server: the server's state.
             cohort: ids of the clients to train.
-            kept: what clients kept from earlier; a client without an entry has kept nothing.
+            kept: what clients kept from earlier rounds; a client without an entry has kept nothing.
             round: the round of the phase, counted from 0.
         """
-        chosen = self.choose(training)
-        for clients in chosen.groups(training, cohort):
-            yield chosen.train_group(training, server, clients, kept, round)
+        for clients in self.groups(cohort):
+            yield self.train_group(server, clients, kept, round)
 
-    def choose(self, training: LocalTraining) -> Backend:
-        """The backend that trains the groups of this phase: itself, unless it is one that chooses.
+
+class Backend(ABC):
+    """How clients are trained: settings, and connections to workers if any, but nothing about a phase."""
+
+    @abstractmethod
+    def plan(self, training: LocalTraining) -> Plan:
+        """Looks at a phase once and decides how to train it.
+
+        Args:
+            training: what all clients of the phase have in common; its tensors may be those of the untrained model.
 
         Raises:
-            MisconfigurationException: with one sentence, if the phase cannot be trained this way.
+            MisconfigurationException: if the phase cannot be trained this way.
         """
-        return self
 
     def open(self) -> None:  # noqa: B027  (most backends need nothing)
         """Takes what a run needs, such as a connection to a cluster; called before a run begins.
 
         Raises:
-            MisconfigurationException: with one sentence, if it cannot be had.
+            MisconfigurationException: if it cannot be had.
         """
-
-    def describe(self, training: LocalTraining) -> str:
-        """What trains this phase, and why, in words for the log; raises what :meth:`choose` raises."""
-        return type(self.choose(training)).__name__
 
     def close(self) -> None:  # noqa: B027  (most backends hold nothing)
         """Releases what it holds between rounds, such as worker processes; it can be used again."""

@@ -18,6 +18,7 @@ from lightning.pytorch.callbacks import EarlyStopping
 from torch import Generator, Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.optim.lr_scheduler import LRScheduler
+from torch.utils._pytree import tree_map
 
 from fedmoe_pl.algorithms.algorithm import Algorithm, Client
 from fedmoe_pl.backends.backend import LocalTraining
@@ -77,7 +78,8 @@ def begin_client(
     """Seeds the client's random numbers and loads its state into a module with the phase's initial tensors.
 
     Returns:
-        The client, the constants for its loss, and the indices of the samples that it trains on.
+        The client, the constants for its loss as the algorithm made them, and the indices of the samples that it
+        trains on.
     """
     algorithm = training.algorithm
     seed_all(client_seed(training, client_id, round))
@@ -94,6 +96,11 @@ def begin_client(
     )
     const = algorithm.client_init(client, sent)
     return client, const, algorithm.client_samples(client)
+
+
+def on_device(const: dict[str, Any], device: torch.device) -> dict[str, Any]:
+    """The constants of a client's loss with all tensors, however nested, on the device where it trains."""
+    return tree_map(lambda leaf: leaf.to(device) if isinstance(leaf, Tensor) else leaf, const)
 
 
 def client_batches(training: LocalTraining, client: Client, samples: Tensor) -> Batches:

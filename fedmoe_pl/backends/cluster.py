@@ -21,6 +21,7 @@ from fedmoe_pl.backends.workers import (
     Worker,
     WorkerDied,
     WorkersBackend,
+    WorkersPlan,
     dumps,
     loads,
     sendable,
@@ -99,9 +100,10 @@ class RayBackend(WorkersBackend):
                 f"({str(error).splitlines()[0]})."
             ) from error
 
-    def describe(self, training: LocalTraining) -> str:
-        """What the backend of its workers says, and where they are."""
-        return f"{super().describe(training)}, in workers of Ray"
+    def plan(self, training: LocalTraining) -> WorkersPlan:
+        """The plan of the workers' backend, whose groups are handed out."""
+        plan = self.backend.plan(training)
+        return WorkersPlan(self, plan, f"{plan.description}, in workers of Ray")
 
     def start(self, datamodule: FederatedDataModule) -> list[RemoteWorker]:
         """Puts the data into the cluster's object store, where the workers of a machine share them."""

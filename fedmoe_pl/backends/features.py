@@ -15,7 +15,7 @@ from torch.utils.hooks import RemovableHandle
 
 from fedmoe_pl.algorithms.algorithm import Client
 from fedmoe_pl.backends.backend import LocalTraining
-from fedmoe_pl.backends.client import trainable_names
+from fedmoe_pl.backends.client import on_device, trainable_names
 from fedmoe_pl.data import Batches
 from fedmoe_pl.trees import Tree
 
@@ -260,27 +260,27 @@ class LookedUpBatches:
 
 
 class FeatureCache:
-    """Finds the clients' features, and keeps them from round to round of a phase."""
+    """Finds the features of one phase's clients, and keeps them from round to round."""
 
     def __init__(self) -> None:
-        self._training: LocalTraining | None = None
         self._kept: dict[tuple[int, FrozenParts], tuple[Tree, Tensor, Rows]] = {}
 
-    def __reduce__(self) -> tuple[type, tuple[()]]:
-        """Empty where a backend is copied or sent to another process."""
-        return FeatureCache, ()
-
     def find(self, training: LocalTraining, client: Client, const: dict[str, Any], samples: Tensor) -> Features | None:
-        """The features of a client that begins its local training; None if there are none to look up."""
-        if training is not self._training:
-            self._training, self._kept = training, {}
+        """The features of a client that begins its local training; None if there are none to look up.
+
+        Args:
+            training: what all clients of the phase and of this client's architecture have in common.
+            client: the client.
+            const: the constants of its loss.
+            samples: indices of the samples that it trains on.
+        """
         pays = training.max_epochs * training.rounds > 1
         if not pays or training.datamodule.augmentation or not training.frozen_modules:
             return None
         device = training.device
         half = training.trainer.get("precision") in ("bf16", "bf16-mixed")
         generators = [device] if device.type == "cuda" else []
-        module = client.module.to(device)
+        module, const = client.module.to(device), on_device(const, device)
         try:
             # as in training; and what a module draws in eval mode must not be missing from the client's numbers
             with torch.random.fork_rng(generators), torch.autocast(device.type, torch.bfloat16, enabled=half):

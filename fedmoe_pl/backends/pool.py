@@ -18,7 +18,7 @@ import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from loky.process_executor import TerminatedWorkerError
 
-from fedmoe_pl.backends.backend import Backend, GroupUpdate, LocalTraining
+from fedmoe_pl.backends.backend import Backend, GroupUpdate, LocalTraining, Plan
 from fedmoe_pl.backends.workers import (
     WORKER_ENVIRONMENT,
     RemoteWorker,
@@ -51,47 +51,21 @@ class PoolBackend(WorkersBackend):
         self.devices = list(devices)
         self.lazy = lazy
         self._data: IO[bytes] | None = None
-        self._timed: LocalTraining | None = None
-        self._paces: list[float] = []
+        self._alone = False
 
-    def train(
-        self, training: LocalTraining, server: Tree, cohort: Sequence[int], kept: Mapping[int, Tree], round: int
-    ) -> Iterator[GroupUpdate]:
-        """As in :class:`WorkersBackend`."""
-        groups = self.groups(training, cohort)
-        begun = 0
-        while begun < len(groups) and not self._takes_over(training, groups, begun, round):
-            start = time.perf_counter()
-            update = self.train_group(training, server, groups[begun], kept, round)
-            self._paces.append((time.perf_counter() - start) / group_size(training, groups[begun]))
-            yield update
-            begun += 1
-        yield from self.hand_out(training, server, groups[begun:], kept, round)
+    def plan(self, training: LocalTraining) -> PoolPlan:
+        """The plan of the processes' backend, whose groups are handed out."""
+        plan = self.backend.plan(training)
+        return PoolPlan(self, plan, f"{plan.description}, in up to {len(self.devices)} processes")
 
-    def describe(self, training: LocalTraining) -> str:
-        """What the backend of its workers says, and how many there are at most."""
-        return f"{super().describe(training)}, in up to {len(self.devices)} processes"
-
-    def _takes_over(self, training: LocalTraining, groups: Sequence[Sequence[int]], begun: int, round: int) -> bool:
-        """Whether the workers train from here on; starts them where that is decided now."""
-        if len(groups) == 1 and training.device.type == "cpu":
-            return False  # there is nothing to share
-        if self.workers or not self.lazy:
-            return True
-        if self._timed is not training:
-            self._timed, self._paces = training, []
-        if len(self._paces) < 2:  # the first group also pays for what is done once
-            return False
-        remaining = sum(group_size(training, clients) for clients in groups[begun:])
-        remaining += (training.rounds - round - 1) * sum(group_size(training, clients) for clients in groups)
-        share = 1 - 1 / min(len(self.devices), len(groups))
-        if min(self._paces) * remaining * share < _WORTH_STARTING:
-            return False
-        try:
-            self.workers = self.start(training.datamodule)
-        except MisconfigurationException as error:
-            warnings.warn(f"Training goes on in one process: {error}", stacklevel=2)
-            self.devices = self.devices[:1]
+    def starts(self, datamodule: FederatedDataModule) -> bool:
+        """Starts all workers, or warns, once, that they cannot be started; returns whether they are there."""
+        if not self.workers and not self._alone:
+            try:
+                self.workers = self.start(datamodule)
+            except MisconfigurationException as error:
+                warnings.warn(f"Training goes on in one process: {error}", stacklevel=2)
+                self._alone = True
         return bool(self.workers)
 
     def start(self, datamodule: FederatedDataModule) -> list[RemoteWorker]:
@@ -120,11 +94,70 @@ class PoolBackend(WorkersBackend):
         super().close()
         if self._data is not None:
             self._data.close()
-        self._data = self._timed = None
+        self._data = None
+        self._alone = False
 
     def __getstate__(self) -> dict[str, Any]:
         """Without what belongs to this process."""
-        return {**super().__getstate__(), "_data": None, "_timed": None, "_paces": []}
+        return {**super().__getstate__(), "_data": None}
+
+
+class PoolPlan(Plan):
+    """Hands out the groups of another plan, from the moment on where that is worth starting processes.
+
+    Args:
+        backend: has the processes, and says whether they start late.
+        plan: how each of them trains its groups.
+        description: what trains the phase, and why, in words for the log.
+    """
+
+    def __init__(self, backend: PoolBackend, plan: Plan, description: str) -> None:
+        super().__init__(plan.training, description)
+        self.backend = backend
+        self.plan = plan
+        self.paces: list[float] = []  # seconds per training sample, of the groups trained in this process
+
+    def begin(self, training: LocalTraining) -> PoolPlan:
+        """The same with the other plan begun."""
+        return PoolPlan(self.backend, self.plan.begin(training), self.description)
+
+    def groups(self, cohort: Sequence[int]) -> list[list[int]]:
+        """Those of the other plan."""
+        return self.plan.groups(cohort)
+
+    def train_group(self, server: Tree, clients: Sequence[int], kept: Mapping[int, Tree], round: int) -> GroupUpdate:
+        """Trains one group in this process."""
+        start = time.perf_counter()
+        update = self.plan.train_group(server, clients, kept, round)
+        self.paces.append((time.perf_counter() - start) / group_size(self.training, clients))
+        return update
+
+    def train(self, server: Tree, cohort: Sequence[int], kept: Mapping[int, Tree], round: int) -> Iterator[GroupUpdate]:
+        """Trains in this process first, and the rest in the others where that is worth it.
+
+        Raises:
+            MisconfigurationException: as :meth:`WorkersBackend.hand_out`.
+        """
+        groups = self.groups(cohort)
+        begun = 0
+        while begun < len(groups) and not self._hands_out(groups, begun, round):
+            yield self.train_group(server, groups[begun], kept, round)
+            begun += 1
+        yield from self.backend.hand_out(self.plan, server, groups[begun:], kept, round)
+
+    def _hands_out(self, groups: Sequence[Sequence[int]], begun: int, round: int) -> bool:
+        """Whether the processes train from here on; starts them where that is decided now."""
+        training, backend = self.training, self.backend
+        if len(groups) == 1 and training.device.type == "cpu":
+            return False  # there is nothing to share
+        if backend.workers or not backend.lazy:
+            return True
+        if len(self.paces) < 2:  # the first group also pays for what is done once
+            return False
+        remaining = sum(group_size(training, clients) for clients in groups[begun:])
+        remaining += (training.rounds - round - 1) * sum(group_size(training, clients) for clients in groups)
+        share = 1 - 1 / min(len(backend.devices), len(groups))
+        return min(self.paces) * remaining * share >= _WORTH_STARTING and backend.starts(training.datamodule)
 
 
 class _Process(RemoteWorker):

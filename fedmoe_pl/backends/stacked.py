@@ -18,7 +18,7 @@ from torch.nn.modules.dropout import _DropoutNd
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from fedmoe_pl.algorithms.algorithm import Algorithm, Client
-from fedmoe_pl.backends.backend import Backend, GroupUpdate, LocalTraining, group_update
+from fedmoe_pl.backends.backend import Backend, GroupUpdate, LocalTraining, Plan, group_update
 from fedmoe_pl.backends.client import (
     EpochModule,
     Freezing,
@@ -27,6 +27,7 @@ from fedmoe_pl.backends.client import (
     fit_epochs,
     has_batch_norm,
     needs_every_batch,
+    on_device,
     one_thread,
     optimizer_and_scheduler,
     trainable_names,
@@ -65,42 +66,53 @@ class StackedBackend(Backend):
     def __init__(self, clients_per_stack: int | None = None) -> None:
         if clients_per_stack is not None and clients_per_stack < 1:
             raise MisconfigurationException(
-                f"federation.backend.init_args.clients_per_stack is {clients_per_stack}, but must be at least 1."
+                f"StackedBackend: clients_per_stack is {clients_per_stack}, but must be at least 1."
             )
         self.clients_per_stack = clients_per_stack
+
+    def plan(self, training: LocalTraining) -> StackedPlan:
+        """Stacks as many clients as was asked for, or as memory holds."""
+        trial = try_to_stack(training)
+        if isinstance(trial, str):
+            raise MisconfigurationException(f"StackedBackend cannot stack the clients: {trial}; TrainerBackend can.")
+        return StackedPlan(training, type(self).__name__, self.clients_per_stack or trial.clients_per_stack)
+
+
+class StackedPlan(Plan):
+    """The plan of :class:`StackedBackend`.
+
+    Args:
+        training: what all clients of the phase have in common.
+        description: what trains the phase, and why, in words for the log.
+        clients_per_stack: how many clients are trained at once.
+    """
+
+    def __init__(self, training: LocalTraining, description: str, clients_per_stack: int) -> None:
+        super().__init__(training, description)
+        self.clients_per_stack = clients_per_stack
         self.features = FeatureCache()
-        self._chosen: tuple[LocalTraining, StackedBackend] | None = None
 
-    def choose(self, training: LocalTraining) -> StackedBackend:
-        """One with as many clients per stack as was asked for, or as memory holds."""
-        if self._chosen is None or self._chosen[0] is not training:
-            trial = try_to_stack(training)
-            if isinstance(trial, str):
-                raise MisconfigurationException(
-                    f"federation.backend is StackedBackend, but {trial}; TrainerBackend trains it."
-                )
-            self._chosen = training, StackedBackend(self.clients_per_stack or trial.clients_per_stack)
-        return self._chosen[1]
+    def __reduce__(self) -> tuple[type, tuple[LocalTraining, str, int]]:
+        """Without features, where it is sent to another process."""
+        return StackedPlan, (self.training, self.description, self.clients_per_stack)
 
-    def __reduce__(self) -> tuple[type, tuple[int | None]]:
-        """Without what it holds of a phase, where it is copied or sent to another process."""
-        return StackedBackend, (self.clients_per_stack,)
+    def begin(self, training: LocalTraining) -> StackedPlan:
+        """With as many clients per stack as was planned, without features yet."""
+        return StackedPlan(training, self.description, self.clients_per_stack)
 
-    def groups(self, training: LocalTraining, cohort: Sequence[int]) -> list[list[int]]:
+    def groups(self, cohort: Sequence[int]) -> list[list[int]]:
         """Clients of one architecture with similar numbers of samples, in groups of similar size."""
-        samples, groups = training.datamodule.train_samples, []
-        for alike in training.by_architecture(cohort):
-            ordered = sorted(alike, key=lambda client: (-len(samples[client]), client))
-            number = -(-len(alike) // (self.clients_per_stack or len(alike)))
-            size = -(-len(alike) // number)
+        samples, groups = self.training.datamodule.train_samples, []
+        for clients in self.training.by_architecture(cohort):
+            ordered = sorted(clients, key=lambda client: (-len(samples[client]), client))
+            number = -(-len(clients) // self.clients_per_stack)
+            size = -(-len(clients) // number)
             groups += [ordered[start : start + size] for start in range(0, len(ordered), size)]
         return groups
 
-    def train_group(
-        self, training: LocalTraining, server: Tree, clients: Sequence[int], kept: Mapping[int, Tree], round: int
-    ) -> GroupUpdate:
+    def train_group(self, server: Tree, clients: Sequence[int], kept: Mapping[int, Tree], round: int) -> GroupUpdate:
         """Trains a group in one Trainer."""
-        training = training.of(clients[0])
+        training = self.training.of(clients[0])
         with one_thread():
             module = copy_module(training.module)
             members = _begin_members(training, module, server, clients, kept, round, self.features)
@@ -184,7 +196,15 @@ class _NoTrainer:
 
 @dataclass
 class _Member:
-    """A client of a stack, with the tensors of its module and its batches."""
+    """A client of a stack, with the tensors of its module and its batches.
+
+    Attributes:
+        client: the client.
+        const: the constants of its loss, as the algorithm made them.
+        state: the tensors of its module.
+        batches: its training batches of this round.
+        features: what its steps look up; None for nothing.
+    """
 
     client: Client
     const: dict[str, Any]
@@ -442,10 +462,11 @@ class _Stack:
         """Loss and gradients of a share of one client without stacking; None where the loss does not depend on it."""
         member = self.members[int(share.clients)]  # pyright: ignore[reportArgumentType]
         load_tree(self.module, member.state)
+        const = on_device(member.const, share.y.device)
         parameters = dict(self.module.named_parameters())
         with self.looking_up():
             self.lookup.update({name: rows[0] for name, rows in share.rows.items()})
-            loss = self.training.algorithm.client_loss(self.module, (share.x[0], share.y[0]), member.const)[0]
+            loss = self.training.algorithm.client_loss(self.module, (share.x[0], share.y[0]), const)[0]
         gradients = torch.autograd.grad(loss, [parameters[name] for name in names], allow_unused=True)
         return loss.detach(), dict(zip(names, gradients, strict=True))
 

@@ -9,7 +9,7 @@ from lightning.pytorch import LightningModule
 from torch import Tensor
 
 from fedmoe_pl.algorithms.algorithm import EVALUATED_AT_ONCE, Algorithm, Client, Update
-from fedmoe_pl.backends.backend import Backend, GroupUpdate, LocalTraining, group_update
+from fedmoe_pl.backends.backend import Backend, GroupUpdate, LocalTraining, Plan, group_update
 from fedmoe_pl.backends.client import (
     EpochModule,
     Freezing,
@@ -18,6 +18,7 @@ from fedmoe_pl.backends.client import (
     fit,
     fit_epochs,
     needs_every_batch,
+    on_device,
     one_thread,
     trainable_names,
     trains_by_loss,
@@ -36,42 +37,54 @@ class TrainerBackend(Backend):
     time of a bare loop. There, the outputs of frozen parts are computed once.
     """
 
-    def __init__(self) -> None:
+    def plan(self, training: LocalTraining) -> TrainerPlan:
+        """Finds out whether a client's epochs can run in one training step each."""
+        return TrainerPlan(training, type(self).__name__, needs_every_batch(training) is None)
+
+
+class TrainerPlan(Plan):
+    """The plan of :class:`TrainerBackend`.
+
+    Args:
+        training: what all clients of the phase have in common.
+        description: what trains the phase, and why, in words for the log.
+        lean: whether a client's epochs run in one training step each.
+    """
+
+    def __init__(self, training: LocalTraining, description: str, lean: bool) -> None:
+        super().__init__(training, description)
+        self.lean = lean
         self.features = FeatureCache()
-        self._lean: tuple[LocalTraining, bool] | None = None
 
-    def __reduce__(self) -> tuple[type, tuple[()]]:
-        """Without what it holds of a phase, where it is copied or sent to another process."""
-        return TrainerBackend, ()
+    def __reduce__(self) -> tuple[type, tuple[LocalTraining, str, bool]]:
+        """Without features, where it is sent to another process."""
+        return TrainerPlan, (self.training, self.description, self.lean)
 
-    def groups(self, training: LocalTraining, cohort: Sequence[int]) -> list[list[int]]:
+    def begin(self, training: LocalTraining) -> TrainerPlan:
+        """As lean as was planned, without features yet."""
+        return TrainerPlan(training, self.description, self.lean)
+
+    def groups(self, cohort: Sequence[int]) -> list[list[int]]:
         """Single clients, or as many neighbours as make 64 groups."""
         size = -(-len(cohort) // _MOST_GROUPS)
         return [list(cohort[start : start + size]) for start in range(0, len(cohort), size)]
 
-    def train_group(
-        self, training: LocalTraining, server: Tree, clients: Sequence[int], kept: Mapping[int, Tree], round: int
-    ) -> GroupUpdate:
+    def train_group(self, server: Tree, clients: Sequence[int], kept: Mapping[int, Tree], round: int) -> GroupUpdate:
         """Trains one client after another."""
-        if self._lean is None or self._lean[0] is not training:
-            self._lean = training, needs_every_batch(training) is None
-        lean = self._lean[1]
         with one_thread():
-            updates = [self._train_client(training, server, client, kept, round, lean) for client in clients]
-        return group_update(training.algorithm, clients, updates)
+            updates = [self._train_client(server, client, kept, round) for client in clients]
+        return group_update(self.training.algorithm, clients, updates)
 
-    def _train_client(
-        self, training: LocalTraining, server: Tree, client_id: int, kept: Mapping[int, Tree], round: int, lean: bool
-    ) -> Update:
-        """One client's part of a round: DESIGN section 3."""
-        training = training.of(client_id)
+    def _train_client(self, server: Tree, client_id: int, kept: Mapping[int, Tree], round: int) -> Update:
+        """One client's part of a round."""
+        training = self.training.of(client_id)
         client, const, samples = begin_client(training, copy_module(training.module), server, client_id, kept, round)
         if len(samples) and trainable_names(training, client.module, round):
-            if lean:
-                features = self.features.find(training, client, const, samples)
-                _fit_lean(training, client, const, samples, features)
+            placed = on_device(const, training.device)
+            if self.lean:
+                _fit_lean(training, client, placed, samples, self.features.find(training, client, placed, samples))
             else:
-                _fit_every_batch(training, client, const, samples)
+                _fit_every_batch(training, client, placed, samples)
         return training.algorithm.client_final(client, const)
 
 

@@ -18,7 +18,7 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.cli import LightningCLI
 from torch import Tensor
 
-from fedmoe_pl.backends.backend import Backend, GroupUpdate, LocalTraining
+from fedmoe_pl.backends.backend import Backend, GroupUpdate, LocalTraining, Plan
 from fedmoe_pl.backends.client import data_on
 from fedmoe_pl.data import FederatedDataModule
 from fedmoe_pl.trees import Tree
@@ -45,11 +45,11 @@ class RemoteWorker(ABC):
     """The driver's end of a worker.
 
     Attributes:
-        training: the phase that the worker has been told of.
-        server: the server's state that the worker has, pickled.
+        plan: the plan of the phase that the worker was sent last.
+        server: the server's state that it was sent last, pickled.
     """
 
-    training: LocalTraining | None = None
+    plan: Plan | None = None
     server: bytes | None = None
 
     @abstractmethod
@@ -73,9 +73,9 @@ class WorkersBackend(Backend):
     """Hands groups of clients out to workers, largest first, and yields their updates in order.
 
     Groups and their order are those of training in one process, and so are the bits of the result, whatever the number
-    of workers and whoever answers first. Workers are sent what they have not got: the phase, the server's state, and
-    what the group's clients have kept. They hold nothing else, so that one that dies is replaced and its group is
-    trained again.
+    of workers and whoever answers first. Workers are sent only what they lack: the phase, the server's state, and what
+    the group's clients have kept. They hold nothing else, so that one that dies is replaced and its group is trained
+    again.
 
     Args:
         backend: how each worker trains its groups.
@@ -90,58 +90,40 @@ class WorkersBackend(Backend):
         """Starts all workers.
 
         Raises:
-            MisconfigurationException: with one sentence, if they cannot be started or sent the data.
+            MisconfigurationException: if they cannot be started or sent the data.
         """
 
     @abstractmethod
     def replacement(self, worker: RemoteWorker) -> RemoteWorker:
         """Starts a worker in the place of one that died."""
 
-    def groups(self, training: LocalTraining, cohort: Sequence[int]) -> list[list[int]]:
-        """Those of the backend that trains the phase."""
-        return self.backend.choose(training).groups(training, cohort)
-
-    def train_group(
-        self, training: LocalTraining, server: Tree, clients: Sequence[int], kept: Mapping[int, Tree], round: int
-    ) -> GroupUpdate:
-        """Trains one group in this process."""
-        return self.backend.choose(training).train_group(training, server, clients, kept, round)
-
-    def train(
-        self, training: LocalTraining, server: Tree, cohort: Sequence[int], kept: Mapping[int, Tree], round: int
-    ) -> Iterator[GroupUpdate]:
-        """Trains the cohort and yields its groups in order; arguments as in :meth:`Backend.train`.
-
-        Raises:
-            MisconfigurationException: with one sentence, if something cannot be sent to a worker process, or if a group
-                ends its worker every time; what training itself raises is raised as it is.
-        """
-        yield from self.hand_out(training, server, self.groups(training, cohort), kept, round)
-
-    def choose(self, training: LocalTraining) -> Backend:
-        """Itself, after a look at what the backend of its workers says."""
-        self.backend.choose(training)
-        return self
-
-    def describe(self, training: LocalTraining) -> str:
-        """What the backend of its workers says."""
-        return self.backend.describe(training)
+    def plan(self, training: LocalTraining) -> Plan:
+        """The plan of the workers' backend, whose groups are handed out."""
+        plan = self.backend.plan(training)
+        return WorkersPlan(self, plan, plan.description)
 
     def hand_out(
-        self,
-        training: LocalTraining,
-        server: Tree,
-        groups: Sequence[Sequence[int]],
-        kept: Mapping[int, Tree],
-        round: int,
+        self, plan: Plan, server: Tree, groups: Sequence[Sequence[int]], kept: Mapping[int, Tree], round: int
     ) -> Iterator[GroupUpdate]:
-        """Trains groups in the workers and yields them in order."""
+        """Trains groups in the workers and yields them in order.
+
+        Args:
+            plan: how each worker trains its groups.
+            server: the server's state.
+            groups: the groups, in the order in which they are yielded.
+            kept: what clients kept from earlier rounds.
+            round: the round of the phase, counted from 0.
+
+        Raises:
+            MisconfigurationException: if something cannot be sent to a worker process, or if a group ends its worker
+                every time; what training itself raises is raised as it is.
+        """
         if not groups:
             return
         if not self.workers:
-            self.workers = self.start(training.datamodule)
-        send = _Sender(training, self.backend.choose(training), server, kept, round)
-        waiting = sorted(range(len(groups)), key=lambda index: -group_size(training, groups[index]))
+            self.workers = self.start(plan.training.datamodule)
+        send = _Sender(plan, server, kept, round)
+        waiting = sorted(range(len(groups)), key=lambda index: -group_size(plan.training, groups[index]))
         idle, busy = list(self.workers), dict[Future[Any], tuple[RemoteWorker, int]]()
         done: dict[int, bytes] = {}
         deaths: Counter[int] = Counter()
@@ -190,6 +172,37 @@ class WorkersBackend(Backend):
         return {**vars(self), "workers": []}
 
 
+class WorkersPlan(Plan):
+    """Hands out the groups of another plan.
+
+    Args:
+        backend: has the workers.
+        plan: how each of them trains its groups.
+        description: what trains the phase, and why, in words for the log.
+    """
+
+    def __init__(self, backend: WorkersBackend, plan: Plan, description: str) -> None:
+        super().__init__(plan.training, description)
+        self.backend = backend
+        self.plan = plan
+
+    def begin(self, training: LocalTraining) -> WorkersPlan:
+        """The same with the other plan begun."""
+        return WorkersPlan(self.backend, self.plan.begin(training), self.description)
+
+    def groups(self, cohort: Sequence[int]) -> list[list[int]]:
+        """Those of the other plan."""
+        return self.plan.groups(cohort)
+
+    def train_group(self, server: Tree, clients: Sequence[int], kept: Mapping[int, Tree], round: int) -> GroupUpdate:
+        """Trains one group in this process."""
+        return self.plan.train_group(server, clients, kept, round)
+
+    def train(self, server: Tree, cohort: Sequence[int], kept: Mapping[int, Tree], round: int) -> Iterator[GroupUpdate]:
+        """As :meth:`Plan.train`, in the workers; raises what :meth:`WorkersBackend.hand_out` raises."""
+        yield from self.backend.hand_out(self.plan, server, self.groups(cohort), kept, round)
+
+
 def group_size(training: LocalTraining, clients: Sequence[int]) -> int:
     """Training samples of a group: a measure of how long it takes."""
     return sum(len(training.datamodule.train_samples[client]) for client in clients)
@@ -233,16 +246,16 @@ class Worker:
                 self._begin_phase(loads(phase, self.datamodule))
             if server is not None:
                 self.server = pickle.loads(server)
-            update = self.backend.train_group(self.training, self.server, *pickle.loads(group))
+            update = self.plan.train_group(self.server, *pickle.loads(group))
             return dumps(update)
         except Exception as error:
             raise _portable(error) from error
 
     def _begin_phase(self, phase: _Phase) -> None:
         phase.apply_settings()
-        on_cpu = phase.training.trainer.get("accelerator") == "cpu"  # also where a cluster has GPUs
-        self.training = replace(phase.training, device=torch.device("cpu") if on_cpu else self.device)
-        self.backend = phase.backend
+        training = phase.plan.training
+        on_cpu = training.trainer.get("accelerator") == "cpu"  # also where a cluster has GPUs
+        self.plan = phase.plan.begin(replace(training, device=torch.device("cpu") if on_cpu else self.device))
 
 
 _CUDNN = ("allow_tf32", "benchmark", "deterministic")
@@ -252,8 +265,7 @@ _CUDNN = ("allow_tf32", "benchmark", "deterministic")
 class _Phase:
     """What a worker needs to know of a phase, with the settings of the driver's process that change results."""
 
-    training: LocalTraining
-    backend: Backend
+    plan: Plan
     default_dtype: torch.dtype = field(default_factory=torch.get_default_dtype)
     matmul_precision: str = field(default_factory=torch.get_float32_matmul_precision)
     deterministic: bool = field(default_factory=torch.are_deterministic_algorithms_enabled)
@@ -271,13 +283,10 @@ class _Phase:
 
 
 class _Sender:
-    """Sends a round's groups; everything is pickled once, and only where a worker has not got it."""
+    """Sends a round's groups; everything is pickled once, and only where a worker lacks it."""
 
-    def __init__(
-        self, training: LocalTraining, backend: Backend, server: Tree, kept: Mapping[int, Tree], round: int
-    ) -> None:
-        self.training = training
-        self.backend = backend
+    def __init__(self, plan: Plan, server: Tree, kept: Mapping[int, Tree], round: int) -> None:
+        self.plan = plan
         self.kept = kept
         self.round = round
         self.server = dumps(server)
@@ -285,17 +294,17 @@ class _Sender:
 
     def __call__(self, worker: RemoteWorker, clients: Sequence[int]) -> Future[Any]:
         phase = server = None
-        if worker.training is not self.training:
+        if worker.plan is not self.plan:
             phase = self.phase = self.phase or self._pickled_phase()
-            worker.training = self.training
+            worker.plan = self.plan
         if worker.server is not self.server:
             server = worker.server = self.server
         kept = {client: self.kept[client] for client in clients if client in self.kept}
         return worker.submit(phase, server, dumps((list(clients), kept, self.round)))
 
     def _pickled_phase(self) -> bytes:
-        phase = _Phase(self.training, self.backend)
-        return sendable("the model or its algorithm", lambda: dumps(phase, self.training.datamodule))
+        phase = _Phase(self.plan)
+        return sendable("the model or its algorithm", lambda: dumps(phase, self.plan.training.datamodule))
 
 
 def sendable(what: str, pickled: Callable[[], Any]) -> Any:

@@ -578,7 +578,7 @@ def client_results(cohort, seed=0, round=0, max_epochs=2):
     )
     before = copy.deepcopy(model.state_dict())
     server = training.algorithm.server_init(model)
-    groups = list(TrainerBackend().train(training, server, cohort, {}, round))
+    groups = list(TrainerBackend().plan(training).train(server, cohort, {}, round))
     assert_same_bits(model.state_dict(), before)  # the template is never trained
     assert [list(group.kept) for group in groups] == [[client] for client in cohort]
     return {client: {**group.update.sent, **group.update.kept} for group in groups for client in group.kept}

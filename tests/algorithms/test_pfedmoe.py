@@ -201,7 +201,7 @@ def test_two_rounds_over_three_architectures_are_those_of_bare_pytorch(tmp_path,
 def test_the_mean_of_two_clients_of_different_architectures():
     algorithm = PFedMoE()
     training = local_training(model(), algorithm, blobs((6, 2)))
-    groups = list(TrainerBackend().train(training, algorithm.server_init(training.module), [0, 1], {}, 0))
+    groups = list(TrainerBackend().plan(training).train(algorithm.server_init(training.module), [0, 1], {}, 0))
     (a, b), name = (group.update.sent for group in groups), "shared_extractor.extractor.1.weight"
     assert set(a) == set(b) == {name for name in training.initial if name.startswith("shared_extractor.")}
     combined = algorithm.combine(groups[0].update, groups[1].update)
@@ -286,7 +286,7 @@ def test_backends_agree_with_pfedmoes_gate_and_last_batches_of_one_sample():
     What rounding moves one way may stay where it was the other way, and is then not kept: both have a value.
     """
     training = local_training(model(SwitchNormGate(5, 4)), PFedMoE(), blobs(MIXED, batch_size=10))
-    (_, kept), (_, stacked) = (train(b, training) for b in (TrainerBackend(), StackedBackend().choose(training)))
+    (_, kept), (_, stacked) = (train(b, training) for b in (TrainerBackend(), StackedBackend()))
     for client in range(len(MIXED)):
         actual, expected = ({**training.of(client).initial, **tree[client]} for tree in (stacked, kept))
         torch.testing.assert_close(actual, expected, rtol=1e-9, atol=1e-9)
@@ -295,7 +295,7 @@ def test_backends_agree_with_pfedmoes_gate_and_last_batches_of_one_sample():
 
 def test_groups_are_of_one_architecture():
     training = local_training(model(), PFedMoE(), blobs(MIXED))
-    for group in StackedBackend(2).groups(training, range(6)):
+    for group in StackedBackend(2).plan(training).groups(range(6)):
         assert len({client % 3 for client in group}) == 1
 
 
@@ -303,8 +303,8 @@ def test_a_second_round_agrees_where_clients_come_back_with_copies_of_their_own(
     training = local_training(model(), PFedMoE(), blobs(MIXED, batch_size=10), rounds=2)
     update, kept = train(TrainerBackend(), training)
     results = []
-    for backend in (TrainerBackend(), StackedBackend().choose(training)):
-        groups = list(backend.train(training, update.sent, range(6), kept, 1))
+    for backend in (TrainerBackend(), StackedBackend()):
+        groups = list(backend.plan(training).train(update.sent, range(6), kept, 1))
         results.append({client: tree for group in groups for client, tree in group.kept.items()})
     for client in range(6):
         torch.testing.assert_close(results[0][client], results[1][client], rtol=1e-9, atol=1e-9)

@@ -20,7 +20,7 @@ from helpers import (
     sparse_mixture,
     two_quadratics,
 )
-from helpers.backends import FEW, UNEQUAL, WithBatchNorm, assert_agree, local_training, train
+from helpers.backends import FEW, UNEQUAL, WithBatchNorm, assert_agree, begin, local_training, train, train_clients
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.callbacks import EarlyStopping
 from torch import nn
@@ -44,6 +44,8 @@ from fedmoe_pl.backends import AutoBackend, StackedBackend, TrainerBackend, data
 from fedmoe_pl.backends.backend import fold
 from fedmoe_pl.backends.client import needs_every_batch
 from fedmoe_pl.backends.features import is_close, largest_value
+from fedmoe_pl.backends.stacked import StackedPlan
+from fedmoe_pl.backends.trainer import TrainerPlan
 from fedmoe_pl.callbacks import BestEpoch
 from fedmoe_pl.data import RandomCrop, RandomHorizontalFlip
 from fedmoe_pl.federation import Federation
@@ -297,7 +299,7 @@ def test_a_stack_trains_the_closed_form():
     data = two_quadratics()
     data.setup()
     training = local_training(PureOneWeight(), ByLoss(), data, max_epochs=10)
-    update, _ = train(StackedBackend(2).choose(training), training)
+    update, _ = train(StackedBackend(2), training)
     expected = sum(b + (0 - b) * (1 - 0.05 * a) ** 10 for a, b in ((1, 0), (4, 5))) / 2
     assert update.sent["weight"].item() == pytest.approx(expected, rel=1e-12)
 
@@ -329,19 +331,19 @@ def test_what_cannot_be_stacked_is_refused_with_a_reason_and_auto_takes_the_othe
     module, trainer = make()
     training = local_training(module, FedAvg(), blobs(FEW, dtype=next(module.parameters()).dtype), **trainer)
     with pytest.raises(MisconfigurationException, match=reason):
-        StackedBackend().choose(training)
-    auto = AutoBackend()
-    assert isinstance(auto.choose(training), TrainerBackend)
-    assert reason in auto.describe(training)
+        StackedBackend().plan(training)
+    plan = AutoBackend().plan(training)
+    assert isinstance(plan, TrainerPlan)
+    assert reason in plan.description
 
 
 def test_auto_stacks_linear_layers_and_takes_a_trainer_per_client_for_convolutions_on_a_cpu(images):
     auto = AutoBackend()
-    assert isinstance(auto.choose(local_training(mixture(), FedAvg(), blobs(FEW))), StackedBackend)
+    assert isinstance(auto.plan(local_training(mixture(), FedAvg(), blobs(FEW))), StackedPlan)
     convolving = PersonalizedMoE(LeNet5(), optimizer=momentum_sgd).double()
-    assert isinstance(auto.choose(local_training(convolving, FedAvg(), images([]))), TrainerBackend)
+    assert isinstance(auto.plan(local_training(convolving, FedAvg(), images([]))), TrainerPlan)
     frozen = PersonalizedExpert("local_expert.classifier.*")  # its extractor's features are computed once
-    assert isinstance(auto.choose(local_training(convolving, frozen, images([]))), StackedBackend)
+    assert isinstance(auto.plan(local_training(convolving, frozen, images([]))), StackedPlan)
 
 
 def test_a_federation_refuses_an_explicit_choice_before_training_and_names_the_phase(tmp_path):
@@ -434,10 +436,10 @@ def test_features_are_kept_for_all_rounds_of_a_phase():
     module = mixture(ConstantGate(0.5), expert=Counting())
     algorithm = Frozen(shared="*.classifier.*")
     training = local_training(module, algorithm, blobs((200, 300)), max_epochs=1, rounds=50)
-    backend = TrainerBackend()
-    train(backend, training)
+    plan = begin(TrainerBackend(), training)
+    train_clients(plan)
     Counting.seen = 0
-    train(backend, training, round=1)
+    train_clients(plan, round=1)
     assert Counting.seen < 500  # the few samples that are traced, in place of two experts on 500
 
 
@@ -596,9 +598,9 @@ def test_whatever_auto_takes_gives_what_an_ordinary_trainer_gives(name):
 def test_features_are_computed_anew_when_what_computes_them_has_changed(backend):
     def rounds(backend, **arguments):
         training = local_training(mixture(LinearGate(5)), Teacher(), blobs((13, 9)), 1, rounds=3, **arguments)
-        kept = {}
+        plan, kept = begin(backend, training), {}
         for round in range(3):
-            for group in backend.train(training, {}, [0, 1], dict(kept), round):
+            for group in plan.train({}, [0, 1], dict(kept), round):
                 kept |= group.kept
         return kept
 
@@ -650,9 +652,10 @@ def test_what_rounding_leaves_of_zero_is_close_to_zero_and_a_difference_is_not(d
 
 def test_groups_follow_from_the_cohort_alone():
     training = local_training(mixture(), FedAvg(), blobs(UNEQUAL))
-    assert TrainerBackend().groups(training, [5, 2, 7]) == [[5], [2], [7]]
-    assert StackedBackend(3).groups(training, range(8)) == [[1, 5, 4], [6, 2, 3], [7, 0]]
-    many = TrainerBackend().groups(training, range(1000))
+    plan = TrainerBackend().plan(training)
+    assert plan.groups([5, 2, 7]) == [[5], [2], [7]]
+    assert StackedBackend(3).plan(training).groups(range(8)) == [[1, 5, 4], [6, 2, 3], [7, 0]]
+    many = plan.groups(range(1000))
     assert len(many) <= 64 and [client for group in many for client in group] == list(range(1000))
 
 

@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 import torch
 from helpers import OneWeight, blobs, mixture, two_quadratics
+from helpers.backends import begin
 from helpers.runs import Kill, assert_same, data, federation, model
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 
@@ -52,10 +53,14 @@ def training(module=None, datamodule=None, **kwargs) -> LocalTraining:
     )
 
 
-def trained(backend, training, server=None, kept=None, round=0) -> list:
-    server = training.algorithm.server_init(training.module) if server is None else server
-    cohort = range(training.datamodule.num_clients)
-    return list(backend.train(training, server, list(cohort), kept or {}, round))
+def trained(backend, training, kept=None) -> list:
+    """The groups of a phase's first round."""
+    return trained_round(begin(backend, training), kept)
+
+
+def trained_round(plan, kept=None, round=0) -> list:
+    server = plan.training.algorithm.server_init(plan.training.module)
+    return list(plan.train(server, list(range(plan.training.datamodule.num_clients)), kept or {}, round))
 
 
 class InThisProcess(RemoteWorker):
@@ -100,7 +105,8 @@ class TwoInThisProcess(WorkersBackend):
 def test_what_is_sent_is_what_a_worker_has_not_got_largest_groups_first():
     phase, backend = training(), TwoInThisProcess()
     kept = {1: {"local_expert.classifier.1.bias": torch.ones(3)}}
-    first, second = trained(backend, phase, kept=kept), trained(backend, phase, round=1)
+    plan = begin(backend, phase)
+    first, second = trained_round(plan, kept), trained_round(plan, round=1)
     other = trained(backend, replace(phase, seed=1))
     assert [entry[2] for entry in backend.log[:4]] == [[2], [0], [3], [1]]
     assert [list(group.kept) for group in first] == [[0], [1], [2], [3]], "yielded in order"
@@ -108,10 +114,10 @@ def test_what_is_sent_is_what_a_worker_has_not_got_largest_groups_first():
     sent = [new_phase, new_phase, nothing, nothing, new_round, new_round, nothing, nothing]
     assert [entry[:2] for entry in backend.log] == [*sent, new_phase, new_phase, nothing, nothing]
     assert [entry[3] for entry in backend.log[:4]] == [[], [], [], [1]]
-    one = TrainerBackend()
-    assert_same(first, trained(one, phase, kept=kept))
-    assert_same(second, trained(one, phase, round=1))
-    assert_same(other, trained(one, replace(phase, seed=1)))
+    one = begin(TrainerBackend(), phase)
+    assert_same(first, trained_round(one, kept))
+    assert_same(second, trained_round(one, round=1))
+    assert_same(other, trained(TrainerBackend(), replace(phase, seed=1)))
 
 
 def test_no_update_runs_far_ahead_of_the_first_one_that_is_missing():
@@ -123,11 +129,13 @@ def test_no_update_runs_far_ahead_of_the_first_one_that_is_missing():
 def test_stacked_clients_are_handed_out_in_the_stacks_of_one_process():
     phase = training(mixture(LinearGate(5)), blobs(sizes=SIZES))
     backend = TwoInThisProcess(StackedBackend(clients_per_stack=2))
-    first, second = trained(backend, phase), trained(backend, phase, round=1)
+    plan = begin(backend, phase)
+    first, second = trained_round(plan), trained_round(plan, round=1)
     assert [entry[2] for entry in backend.log[:2]] == [[2, 0], [3, 1]]
-    assert_same(first, trained(StackedBackend(clients_per_stack=2), phase))
-    assert_same(second, trained(StackedBackend(clients_per_stack=2), phase, round=1))
-    assert backend.describe(phase) == "StackedBackend"
+    one = begin(StackedBackend(clients_per_stack=2), phase)
+    assert_same(first, trained_round(one))
+    assert_same(second, trained_round(one, round=1))
+    assert plan.description == "StackedBackend"
 
 
 class DiesOnce(InThisProcess):

@@ -187,7 +187,7 @@ WRONG = {
     "nodes": (["--trainer.num_nodes", "2"], "trainer.num_nodes is 2, but must be 1"),
     "stacking": (
         ["--federation.backend", "StackedBackend", "--trainer.accumulate_grad_batches", "2"],
-        "federation.phases 'Local': federation.backend is StackedBackend, but trainer.accumulate_grad_batches is 2",
+        "federation.phases 'Local': StackedBackend cannot stack the clients: trainer.accumulate_grad_batches is 2",
     ),
     "stack": (
         ["--federation.backend", "StackedBackend", "--federation.backend.clients_per_stack", "0"],

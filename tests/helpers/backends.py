@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 from fedmoe_pl.algorithms.algorithm import Update
-from fedmoe_pl.backends import LEAN_TRAINER, LocalTraining, StackedBackend, TrainerBackend
+from fedmoe_pl.backends import LEAN_TRAINER, LocalTraining, Plan, StackedBackend, TrainerBackend
 from fedmoe_pl.backends.backend import fold
 from helpers import Expert
 
@@ -34,10 +34,21 @@ def local_training(module, algorithm, datamodule, max_epochs=2, rounds=1, **trai
     )
 
 
+def begin(backend, training: LocalTraining) -> Plan:
+    """The backend's plan of the phase, which begins with the tensors that it was planned with."""
+    return backend.plan(training).begin(training)
+
+
 def train(backend, training: LocalTraining, round=0) -> tuple[Update, dict]:
     """The folded update of all clients, and what each keeps."""
+    return train_clients(begin(backend, training), round)
+
+
+def train_clients(plan: Plan, round=0) -> tuple[Update, dict]:
+    """The same with a plan that has begun, and may have trained other rounds."""
+    training = plan.training
     server = training.algorithm.server_init(training.module)
-    groups = list(backend.train(training, server, range(training.datamodule.num_clients), {}, round))
+    groups = list(plan.train(server, range(training.datamodule.num_clients), {}, round))
     kept = {client: tree for group in groups for client, tree in group.kept.items()}
     return fold(training.algorithm, [group.update for group in groups]), kept
 
@@ -45,8 +56,7 @@ def train(backend, training: LocalTraining, round=0) -> tuple[Update, dict]:
 def assert_agree(training: LocalTraining, tolerance: float, clients_per_stack=None, round=0):
     """The backends agree to the tolerance, and something was trained."""
     update, kept = train(TrainerBackend(), training, round)
-    backend = StackedBackend(clients_per_stack).choose(training)
-    stacked_update, stacked_kept = train(backend, training, round)
+    stacked_update, stacked_kept = train(StackedBackend(clients_per_stack), training, round)
     close = partial(torch.testing.assert_close, rtol=tolerance, atol=tolerance)
     close(stacked_update.sent, update.sent)
     assert stacked_update.weight == update.weight
