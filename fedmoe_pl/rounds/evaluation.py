@@ -16,7 +16,7 @@ from torchmetrics.functional.classification import multiclass_accuracy
 
 from fedmoe_pl.algorithms.algorithm import EVALUATED_AT_ONCE, Client, chooses_model
 from fedmoe_pl.data.parts import Parts
-from fedmoe_pl.models import ConstantGate, MixtureOfExperts
+from fedmoe_pl.models import FixedGate, MixtureOfExperts
 from fedmoe_pl.trees import Tree, copy_module, load_tree
 
 if TYPE_CHECKING:
@@ -315,4 +315,4 @@ def _weighted(class_accuracy: Tensor, shares: Tensor, datamodule: FederatedDataM
 
 
 def _has_trained_gate(module: LightningModule) -> TypeGuard[MixtureOfExperts]:
-    return isinstance(module, MixtureOfExperts) and not isinstance(module.gate, ConstantGate)
+    return isinstance(module, MixtureOfExperts) and not isinstance(module.gate, FixedGate)

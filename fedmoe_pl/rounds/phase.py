@@ -15,7 +15,7 @@ from lightning.pytorch.cli import LRSchedulerCallable, OptimizerCallable
 from fedmoe_pl.algorithms.algorithm import Algorithm, Client
 from fedmoe_pl.data import FederatedDataModule
 from fedmoe_pl.models import MixtureOfExperts
-from fedmoe_pl.models.gates import ConstantGate, Gate
+from fedmoe_pl.models.gates import FixedGate, Gate
 from fedmoe_pl.models.mixture import Mixing
 from fedmoe_pl.rounds.checkpoint import PhaseState, load_checkpoint
 from fedmoe_pl.rounds.cohort import cohort_size, sample_cohort
@@ -36,8 +36,8 @@ class Phase:
         algorithm: what is shared, trained and combined.
         rounds: number of rounds.
         clients_per_round: how many clients train in a round: from 1 on a number, below 1 a fraction, None all clients.
-        gate: replaces the model's gate in this phase; a ``ConstantGate`` of 1 trains and evaluates the global expert
-            alone, of 0 the local expert alone.
+        gate: replaces the model's gate in this phase; ``GlobalOnly`` trains and evaluates the global expert alone,
+            ``LocalOnly`` the local expert alone.
         mixing: replaces what the model mixes of its experts.
         start: name of the earlier phase whose result this one starts from, or ``initial`` for the untrained model;
             None takes the last phase that the algorithm follows (personalization follows the federated phase).
@@ -279,7 +279,7 @@ def evaluated_model(module: LightningModule) -> str:
     """What of the module an evaluation evaluates, in the words of ``Evaluation.model``."""
     if not isinstance(module, MixtureOfExperts):
         return type(module).__name__
-    if isinstance(module.gate, ConstantGate) and len(module.gate.active) == 1:
+    if isinstance(module.gate, FixedGate) and len(module.gate.active) == 1:
         if not module.has_global_expert:
             return "one expert"
         return "local expert" if module.gate.active[0] == len(module.gate.weights) - 1 else "global expert"
