@@ -36,7 +36,7 @@ from fedmoe_pl.algorithms.ifca import (
     experts_of,
     moved,
 )
-from fedmoe_pl.models import ConstantGate
+from fedmoe_pl.models import FixedGate
 from fedmoe_pl.trees import Patterns, Tree, load_tree
 
 
@@ -119,7 +119,7 @@ class ClusterMixture(Algorithm):
         """
         update = super().client_final(client, const)
         gate = client.module.gate
-        unused = isinstance(gate, ConstantGate) and len(gate.weights) - 1 not in gate.active
+        unused = isinstance(gate, FixedGate) and len(gate.weights) - 1 not in gate.active
         if not unused and not any(name.startswith("local_expert.") for name in update.kept):
             raise MisconfigurationException(
                 "federation.phases has a ClusterMixture whose local experts nobody has trained; the EpsilonGreedyIFCA "

@@ -17,7 +17,7 @@ from torch import Generator, Tensor
 
 from fedmoe_pl.algorithms.algorithm import Algorithm, Client, Update
 from fedmoe_pl.data import Batches
-from fedmoe_pl.models import ClusteredMoE, ConstantGate
+from fedmoe_pl.models import ClusteredMoE, FixedGate
 from fedmoe_pl.seeds import derive_seed
 from fedmoe_pl.trees import Tree, changed, copy_module, load_tree, mean_of_two
 
@@ -227,12 +227,12 @@ def check_first_place(algorithm: Algorithm, module: LightningModule) -> None:
     Raises:
         MisconfigurationException: with one sentence.
     """
-    clusters = len(experts_of(module))
+    experts_of(module)
     gate = module.gate
-    if not (isinstance(gate, ConstantGate) and gate.active == [0]):
+    if not (isinstance(gate, FixedGate) and gate.active == [0]):
         raise MisconfigurationException(
             f"gate is a {type(gate).__name__}, but {type(algorithm).__name__} uses one cluster's model at a time; it "
-            f"must be a ConstantGate with weight {[1, *[0] * clusters]}."
+            "must be GlobalOnly."
         )
 
 

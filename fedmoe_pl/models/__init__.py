@@ -3,7 +3,16 @@
 from fedmoe_pl.models.blocks import ConvBlock, ConvExpert
 from fedmoe_pl.models.clustered import ClusteredMoE
 from fedmoe_pl.models.experts import VGG16, LeNet5, RepresentationMLP, SmallMLP
-from fedmoe_pl.models.gates import ConstantGate, FeatureGate, Gate, LinearGate
+from fedmoe_pl.models.gates import (
+    ConstantGate,
+    EqualWeights,
+    FeatureGate,
+    FixedGate,
+    Gate,
+    GlobalOnly,
+    LinearGate,
+    LocalOnly,
+)
 from fedmoe_pl.models.mixture import MixtureOfExperts
 from fedmoe_pl.models.moe import PersonalizedMoE
 from fedmoe_pl.models.network_gates import GateCNN, NetworkGate, SwitchNormGate
@@ -23,12 +32,16 @@ __all__ = [
     "ConstantGate",
     "ConvBlock",
     "ConvExpert",
+    "EqualWeights",
     "FeatureGate",
     "FedAvgCNN",
+    "FixedGate",
     "Gate",
     "GateCNN",
+    "GlobalOnly",
     "LeNet5",
     "LinearGate",
+    "LocalOnly",
     "MixtureOfExperts",
     "NetworkGate",
     "PersonalizedMoE",

@@ -9,7 +9,7 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.cli import LRSchedulerCallable, OptimizerCallable
 from torch import Tensor, nn
 
-from fedmoe_pl.models.gates import ConstantGate, Gate
+from fedmoe_pl.models.gates import EqualWeights, FixedGate, Gate
 from fedmoe_pl.models.layers import draw_anew
 from fedmoe_pl.models.mixture import Mixing, MixtureOfExperts, mix_outputs, run_once
 
@@ -64,7 +64,8 @@ class ClusteredMoE(MixtureOfExperts):
         self.num_clusters = num_clusters
         self.global_experts = nn.ModuleList(_drawn_anew(global_expert) for _ in range(num_clusters))
         self.local_expert = _drawn_anew(global_expert) if local_expert is None else local_expert
-        self.gate = ConstantGate([1 / (num_clusters + 1)] * (num_clusters + 1)) if gate is None else gate
+        self.gate_width = num_clusters + 1  # the clusters' models and the local expert
+        self.gate = EqualWeights() if gate is None else gate
         self.check_parts()
 
     @property
@@ -79,8 +80,7 @@ class ClusteredMoE(MixtureOfExperts):
                 f"model.init_args.gate is a {type(self.gate).__name__}, which reads features, but each cluster's model "
                 "has features of its own; it must read the input, as a NetworkGate does."
             )
-        if isinstance(self.gate, ConstantGate):
-            self._check_gate(len(self.gate.weights))
+        super().check_parts()
         run_once(self, self.global_expert)
 
     def mix(self, x: Tensor) -> tuple[Tensor, Tensor]:
@@ -91,12 +91,12 @@ class ClusteredMoE(MixtureOfExperts):
 
         Returns:
             Scores (B, C) and weights (B, J + 1), the clusters' in their order and the local expert's last. Experts
-            whose weight a ``ConstantGate`` holds at 0 are not computed.
+            whose weight a ``FixedGate`` holds at 0 are not computed.
         """
         weights = self.gate(x)
-        self._check_gate(weights.shape[1])
+        self.check_gate_width(weights.shape[1])
         experts = [*self.global_experts, self.local_expert]
-        active = self.gate.active if isinstance(self.gate, ConstantGate) else [*range(len(experts))]
+        active = self.gate.active if isinstance(self.gate, FixedGate) else [*range(len(experts))]
         outputs = [experts[index](x) for index in active]
         if len(active) == 1:
             return self.scores_of(outputs[0]), weights
@@ -107,13 +107,6 @@ class ClusteredMoE(MixtureOfExperts):
             )
         used = weights if len(active) == len(experts) else weights[:, active]
         return mix_outputs(outputs, used, self.mixing), weights
-
-    def _check_gate(self, width: int) -> None:
-        if width != self.num_clusters + 1:
-            raise MisconfigurationException(
-                f"model.init_args.gate weighs {width} experts, but a ClusteredMoE of {self.num_clusters} clusters has "
-                f"{self.num_clusters + 1}, the local one last."
-            )
 
 
 def _drawn_anew(expert: nn.Module) -> nn.Module:

@@ -38,8 +38,81 @@ class Gate(nn.Module, ABC):
             draw_anew(part)
 
 
-class ConstantGate(Gate):
-    """A gate held at one value: 1 is the global expert alone, 0 the local expert alone, 0.5 the equal-weight mixture.
+class FixedGate(Gate):
+    """A gate that gives every sample the same weights and is never trained.
+
+    Attributes:
+        weights: the weight of each expert, from 0 to 1; they add up to 1.
+    """
+
+    weights: list[float]
+
+    @abstractmethod
+    def fit_to(self, num_experts: int) -> None:
+        """Takes the number of experts from the mixture, unless the gate was given a weight for each.
+
+        Args:
+            num_experts: number of experts of the mixture.
+        """
+
+    @property
+    def active(self) -> list[int]:
+        """Indices of the experts whose weight is above 0."""
+        return [index for index, weight in enumerate(self.weights) if weight > 0]
+
+    def forward(self, x: Tensor) -> Tensor:
+        """The same weights (B, experts) for every sample; in the default precision where samples are integers."""
+        dtype = x.dtype if x.is_floating_point() else torch.get_default_dtype()
+        return torch.cat([x.new_full((1,), weight, dtype=dtype) for weight in self.weights]).expand(len(x), -1)
+
+
+class GlobalOnly(FixedGate):
+    """The first expert alone: the global one, of several clusters the first.
+
+    The number of experts is that of the mixture; 2 before the gate is in one.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fit_to(2)
+
+    def fit_to(self, num_experts: int) -> None:
+        """Gives the first of so many experts the weight 1."""
+        self.weights = [1.0] + [0.0] * (num_experts - 1)
+
+
+class LocalOnly(FixedGate):
+    """The last expert alone, which is the local one where there is one.
+
+    The number of experts is that of the mixture; 2 before the gate is in one.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fit_to(2)
+
+    def fit_to(self, num_experts: int) -> None:
+        """Gives the last of so many experts the weight 1."""
+        self.weights = [0.0] * (num_experts - 1) + [1.0]
+
+
+class EqualWeights(FixedGate):
+    """The mean of all experts.
+
+    The number of experts is that of the mixture; 2 before the gate is in one.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fit_to(2)
+
+    def fit_to(self, num_experts: int) -> None:
+        """Gives each of so many experts the same weight."""
+        self.weights = [1 / num_experts] * num_experts
+
+
+class ConstantGate(FixedGate):
+    """A gate held at given weights. :class:`GlobalOnly`, :class:`LocalOnly` and :class:`EqualWeights` need none.
 
     Args:
         weight: weight of the global expert, from 0 to 1; where there are more than two experts, a list of all weights,
@@ -51,7 +124,7 @@ class ConstantGate(Gate):
 
     def __init__(self, weight: float | list[float] = 0.5) -> None:
         super().__init__()
-        weights = weight if isinstance(weight, list) else [weight, 1 - weight]
+        weights: list[float] = weight if isinstance(weight, list) else [weight, 1 - weight]
         if not (weights and all(0 <= value <= 1 for value in weights) and abs(sum(weights) - 1) < 1e-6):
             allowed = (
                 "weights must be from 0 to 1 and add up to 1"
@@ -62,15 +135,8 @@ class ConstantGate(Gate):
         self.weight = weight
         self.weights = weights
 
-    @property
-    def active(self) -> list[int]:
-        """Indices of the experts whose weight is above 0."""
-        return [index for index, weight in enumerate(self.weights) if weight > 0]
-
-    def forward(self, x: Tensor) -> Tensor:
-        """The same weights (B, experts) for every sample; in the default precision where samples are integers."""
-        dtype = x.dtype if x.is_floating_point() else torch.get_default_dtype()
-        return torch.cat([x.new_full((1,), weight, dtype=dtype) for weight in self.weights]).expand(len(x), -1)
+    def fit_to(self, num_experts: int) -> None:
+        """Keeps the weights: the mixture refuses them where it has another number of experts."""
 
 
 class _SigmoidGate(Gate):

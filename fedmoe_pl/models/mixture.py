@@ -15,6 +15,8 @@ from lightning.pytorch.cli import LRSchedulerCallable, OptimizerCallable
 from torch import Tensor, nn
 from torchmetrics.functional.classification import multiclass_accuracy
 
+from fedmoe_pl.models.gates import FixedGate
+
 Batch = tuple[Tensor, Tensor]
 Mixing = Literal["logits", "probabilities", "log_probabilities", "probabilities_without_log"]
 """What of the experts is mixed (METHODS sections 0, 7.3 and 7.4).
@@ -38,6 +40,7 @@ class MixtureOfExperts(LightningModule, ABC):
 
     Attributes:
         gate: what weighs the parts.
+        gate_width: number of experts that the gate weighs; None, of a mixture of your own, leaves the gate as it is.
         has_global_expert: whether all experts but the last one are global, so that their weight together tells how
             personalized a client's model is; else the experts are alike.
 
@@ -46,6 +49,7 @@ class MixtureOfExperts(LightningModule, ABC):
     """
 
     gate: Any
+    gate_width: int | None = None
     has_global_expert: bool = True
 
     def __init__(
@@ -76,7 +80,23 @@ class MixtureOfExperts(LightningModule, ABC):
         """
 
     def check_parts(self) -> None:
-        """Refuses parts that do not fit together."""
+        """Refuses parts that do not fit together, and tells a fixed gate the number of experts."""
+        if isinstance(self.gate, FixedGate) and self.gate_width is not None:
+            self.gate.fit_to(self.gate_width)
+            self.check_gate_width(len(self.gate.weights))
+
+    def check_gate_width(self, width: int) -> None:
+        """Refuses a gate that weighs another number of experts than the mixture has.
+
+        Args:
+            width: number of experts that the gate weighs.
+        """
+        if width != self.gate_width:
+            order = ", the local expert last" if self.has_global_expert else ""
+            raise MisconfigurationException(
+                f"{type(self).__name__}: gate is a {type(self.gate).__name__} that weighs {width} experts, but must "
+                f"weigh {self.gate_width}{order}."
+            )
 
     def client_architecture(self, client_id: int) -> int:
         """Which of its architectures a client has; 0 where all clients have the same."""

@@ -9,7 +9,7 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.cli import LRSchedulerCallable, OptimizerCallable
 from torch import Tensor, nn
 
-from fedmoe_pl.models.gates import ConstantGate, Gate
+from fedmoe_pl.models.gates import EqualWeights, FixedGate, Gate
 from fedmoe_pl.models.mixture import Mixing, MixtureOfExperts, mix_outputs, run_once
 
 
@@ -23,7 +23,7 @@ class PersonalizedMoE(MixtureOfExperts):
     Args:
         global_expert: maps a batch of inputs to logits (B, C).
         local_expert: maps the same inputs to logits of the same shape; None takes a copy of the global expert.
-        gate: weighs the experts; None is the equal-weight mixture ``ConstantGate(0.5)``.
+        gate: weighs the experts; None is the equal-weight mixture.
         optimizer: makes the optimizer from the parameters.
         lr_scheduler: makes a scheduler, stepped once an epoch, from the optimizer; None for a constant rate.
         mixing: what is mixed, see :data:`fedmoe_pl.models.mixture.Mixing`.
@@ -42,6 +42,7 @@ class PersonalizedMoE(MixtureOfExperts):
     """
 
     gate: Gate
+    gate_width = 2
 
     def __init__(
         self,
@@ -55,7 +56,7 @@ class PersonalizedMoE(MixtureOfExperts):
         super().__init__(optimizer, lr_scheduler, mixing)
         self.global_expert = global_expert
         self.local_expert = copy.deepcopy(global_expert) if local_expert is None else local_expert
-        self.gate = ConstantGate(0.5) if gate is None else gate
+        self.gate = EqualWeights() if gate is None else gate
         self.check_parts()
 
     def check_parts(self) -> None:
@@ -68,8 +69,7 @@ class PersonalizedMoE(MixtureOfExperts):
                 f"model.init_args.gate is a {type(self.gate).__name__}, which reads features, but the global expert "
                 f"{type(global_expert).__name__} has no `extractor` and `classifier`; LinearGate reads the input."
             )
-        if isinstance(self.gate, ConstantGate):
-            self._check_gate(len(self.gate.weights))
+        super().check_parts()
         run_once(self, global_expert)
 
     def mix(self, x: Tensor) -> tuple[Tensor, Tensor]:
@@ -80,9 +80,9 @@ class PersonalizedMoE(MixtureOfExperts):
 
         Returns:
             Scores (B, C) and weights (B, 2), index 0 for the global, 1 for the local expert. An expert whose weight a
-            ``ConstantGate`` holds at 0 is not computed.
+            ``FixedGate`` holds at 0 is not computed.
         """
-        if isinstance(self.gate, ConstantGate) and len(self.gate.active) == 1:
+        if isinstance(self.gate, FixedGate) and len(self.gate.active) == 1:
             expert = self.local_expert if self.gate.active[0] else self.global_expert
             return self.scores_of(expert(x)), self.gate(x)
         if self.gate.reads_features:
@@ -98,11 +98,5 @@ class PersonalizedMoE(MixtureOfExperts):
                 f"model.init_args.local_expert gives {local_logits.shape[-1]} outputs and "
                 f"model.init_args.global_expert {global_logits.shape[-1]}; both must give one output per class."
             )
-        self._check_gate(weights.shape[1])
+        self.check_gate_width(weights.shape[1])
         return mix_outputs((global_logits, local_logits), weights, self.mixing), weights
-
-    def _check_gate(self, width: int) -> None:
-        if width != 2:
-            raise MisconfigurationException(
-                f"model.init_args.gate weighs {width} experts, but a PersonalizedMoE has 2."
-            )

@@ -11,7 +11,7 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.cli import LRSchedulerCallable, OptimizerCallable
 from torch import Tensor, nn
 
-from fedmoe_pl.models.gates import ConstantGate, Gate
+from fedmoe_pl.models.gates import EqualWeights, FixedGate, Gate
 from fedmoe_pl.models.mixture import MixtureOfExperts, mix_outputs, run_once
 
 
@@ -40,13 +40,13 @@ class RepresentationMoE(MixtureOfExperts):
 
     An expert is cut before its ``classifier``: what is left of it is its ``extractor``. The header is one module of
     one shape, private in pFedMoE and all that is shared in LG-FedAvg (``FedAvg(shared="header.*")``). With a
-    ``ConstantGate`` of 0 the local expert is trained and used alone (Standalone); the shared one is not computed.
+    ``LocalOnly`` gate the local expert is trained and used alone (Standalone); the shared one is not computed.
 
     Args:
         shared_extractor: maps inputs to representations (B, F), or an expert with ``extractor`` and ``classifier``.
         local_experts: the clients' architectures, each like ``shared_extractor`` and with the same F.
         header: maps representations (B, F) to logits (B, C); None takes the first local expert's ``classifier``.
-        gate: gives every sample two weights, of the shared and of the local extractor; None for ``ConstantGate(0.5)``.
+        gate: gives every sample two weights, of the shared and of the local extractor; None weighs both equally.
         optimizer: makes the optimizer from the parameters.
         lr_scheduler: makes a scheduler, stepped once an epoch, from the optimizer; None for a constant rate.
         gate_lr: the gate's learning rate; None takes the optimizer's.
@@ -63,6 +63,8 @@ class RepresentationMoE(MixtureOfExperts):
         >>> logits.shape, gate_weights.shape, module.client_architecture(7)
         (torch.Size([4, 10]), torch.Size([4, 2]), 1)
     """
+
+    gate_width = 2
 
     def __init__(
         self,
@@ -94,7 +96,7 @@ class RepresentationMoE(MixtureOfExperts):
         self.shared_extractor = _without_classifier(shared_extractor)
         self.local_experts = nn.ModuleList(_without_classifier(expert) for expert in local_experts)
         self.header = copy.deepcopy(header)
-        self.gate = ConstantGate(0.5) if gate is None else gate
+        self.gate = EqualWeights() if gate is None else gate
         self.gate_lr = gate_lr
         self.architectures = architectures
         self.check_parts()
@@ -105,8 +107,7 @@ class RepresentationMoE(MixtureOfExperts):
             raise MisconfigurationException(
                 f"mixing is '{self.mixing}', but must be left out: a RepresentationMoE mixes representations."
             )
-        if isinstance(self.gate, ConstantGate):
-            self._check_gate(len(self.gate.weights))
+        super().check_parts()
         shape = getattr(self.shared_extractor, "input_shape", None)
         if shape is not None:
             self._check_widths(torch.zeros(1, *shape, dtype=next(self.parameters()).dtype, device=self.device))
@@ -167,10 +168,10 @@ class RepresentationMoE(MixtureOfExperts):
 
         Returns:
             Logits (B, C) and weights (B, 2), index 0 for the shared, 1 for the local extractor. An extractor whose
-            weight a ``ConstantGate`` holds at 0 is not computed.
+            weight a ``FixedGate`` holds at 0 is not computed.
         """
         local_expert = next(iter(self._present().values()))
-        if isinstance(self.gate, ConstantGate) and len(self.gate.active) == 1:
+        if isinstance(self.gate, FixedGate) and len(self.gate.active) == 1:
             extractor = local_expert if self.gate.active[0] else self.shared_extractor
             return self.header(extractor(x)), self.gate(x)
         shared, local = self.shared_extractor(x), local_expert(x)  # (B, F)
@@ -180,14 +181,8 @@ class RepresentationMoE(MixtureOfExperts):
                 f"model.init_args.shared_extractor of {tuple(shared.shape[1:])}; they are added, so must be equal."
             )
         weights = self.gate(shared if self.gate.reads_features else x)  # (B, 2)
-        self._check_gate(weights.shape[1])
+        self.check_gate_width(weights.shape[1])
         return self.header(mix_outputs((shared, local), weights, "logits")), weights
-
-    def _check_gate(self, width: int) -> None:
-        if width != 2:
-            raise MisconfigurationException(
-                f"model.init_args.gate weighs {width} experts, but a RepresentationMoE has 2 extractors."
-            )
 
     def representations(self, x: Tensor) -> Representations:
         """The representations (B, F) of inputs: mixed as the gate says, of the shared and of the local extractor.

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parameter import is_lazy
 
-from fedmoe_pl.models.gates import ConstantGate, Gate
+from fedmoe_pl.models.gates import ConstantGate, FixedGate, Gate
 from fedmoe_pl.models.layers import draw_anew
 from fedmoe_pl.models.mixture import Batch, MixtureOfExperts, mix_outputs, run_once
 from fedmoe_pl.models.normalization import SwitchNorm1d
@@ -79,8 +79,8 @@ class SparseMoE(MixtureOfExperts):
     a gradient. Each expert computes its own samples only. One that a batch sends none has gradients of zero, not none,
     so that an optimizer's momentum and weight decay go on as if it had computed all samples and been weighed by 0.
 
-    In a phase of a federation, ``gate: ConstantGate`` with one weight per expert makes it a dense model: ``[1, 0]`` is
-    embedding and first expert alone, ``[0.5, 0.5]`` mixes both equally.
+    In a phase of a federation, a ``FixedGate`` makes it a dense model: ``GlobalOnly`` is embedding and first expert
+    alone, ``EqualWeights`` the mean of all experts.
 
     Args:
         embedding: maps inputs (B, ...) to what gate and experts read, (B, ...).
@@ -131,7 +131,8 @@ class SparseMoE(MixtureOfExperts):
         self.embedding = embedding
         self.experts = nn.ModuleList([expert, *(copy.deepcopy(expert) for _ in range(max(numbers) - 1))])
         draw_anew(self.experts[1:])
-        self.gate = ProxyGate(max(numbers))
+        self.gate_width = max(numbers)
+        self.gate = ProxyGate(self.gate_width)
         self.check_parts()
 
     @property
@@ -148,6 +149,7 @@ class SparseMoE(MixtureOfExperts):
             raise MisconfigurationException(
                 f"model.init_args.expert reads values of shape {read}, but model.init_args.embedding gives {given}."
             )
+        super().check_parts()
         run_once(self, self.embedding)
 
     def client_architecture(self, client_id: int) -> int:
@@ -157,13 +159,15 @@ class SparseMoE(MixtureOfExperts):
 
     def keep_architecture(self, architecture: int) -> None:
         """Keeps the first experts, as many as ``architecture`` says, and their part of the gate."""
-        self.num_experts = architecture
+        self.num_experts = self.gate_width = architecture
         self.experts = self.experts[:architecture]  # pyright: ignore[reportAttributeAccessIssue]
         if isinstance(self.gate, ProxyGate):
             self.gate.proxies = self.gate.proxies[:architecture]  # pyright: ignore[reportAttributeAccessIssue]
         elif isinstance(self.gate, ConstantGate):
             weights = self.gate.weights[:architecture]
             self.gate = ConstantGate([weight / (sum(weights) or 1) for weight in weights])
+        elif isinstance(self.gate, FixedGate):
+            self.gate.fit_to(architecture)
 
     def mix(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """The scaled logits of each sample's expert, and the gate's weights.
@@ -176,12 +180,8 @@ class SparseMoE(MixtureOfExperts):
         """
         z = self.embedding(x)
         weights = self.gate(z)
-        if weights.shape[1] != len(self.experts):
-            raise MisconfigurationException(
-                f"gate is a {type(self.gate).__name__} of {weights.shape[1]} experts, but the SparseMoE has "
-                f"{len(self.experts)}; a ConstantGate needs a list of as many weights."
-            )
-        if isinstance(self.gate, ConstantGate):
+        self.check_gate_width(weights.shape[1])
+        if isinstance(self.gate, FixedGate):
             active = self.gate.active
             return mix_outputs([self.experts[index](z) for index in active], weights[:, active], "logits"), weights
         weight, chosen = weights.max(dim=1, keepdim=True)  # (B, 1)

@@ -17,7 +17,7 @@ from fedmoe_pl.algorithms.algorithm import EVALUATED_AT_ONCE, Client, chooses_mo
 from fedmoe_pl.backends import LocalTraining
 from fedmoe_pl.data import FederatedDataModule
 from fedmoe_pl.data.parts import Parts
-from fedmoe_pl.models import ConstantGate, MixtureOfExperts
+from fedmoe_pl.models import FixedGate, MixtureOfExperts
 from fedmoe_pl.rounds.evaluation import ClientEvaluation
 from fedmoe_pl.trees import Tree, copy_module, load_tree
 
@@ -53,7 +53,7 @@ def evaluated_model(module: LightningModule) -> str:
     """What of the module an evaluation evaluates, in the words of ``Evaluation.model``."""
     if not isinstance(module, MixtureOfExperts):
         return type(module).__name__
-    if isinstance(module.gate, ConstantGate) and len(module.gate.active) == 1:
+    if isinstance(module.gate, FixedGate) and len(module.gate.active) == 1:
         if not module.has_global_expert:
             return "one expert"
         return "local expert" if module.gate.active[0] == len(module.gate.weights) - 1 else "global expert"
@@ -216,4 +216,4 @@ def _weighted(class_accuracy: Tensor, shares: Tensor, datamodule: FederatedDataM
 
 
 def _has_trained_gate(module: LightningModule) -> TypeGuard[MixtureOfExperts]:
-    return isinstance(module, MixtureOfExperts) and not isinstance(module.gate, ConstantGate)
+    return isinstance(module, MixtureOfExperts) and not isinstance(module.gate, FixedGate)

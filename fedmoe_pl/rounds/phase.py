@@ -28,8 +28,8 @@ class Phase:
         algorithm: what is shared, trained and combined.
         rounds: number of rounds.
         clients_per_round: how many clients train in a round: from 1 on a number, below 1 a fraction, None all clients.
-        gate: replaces the model's gate in this phase; a ``ConstantGate`` of 1 trains and evaluates the global expert
-            alone, of 0 the local expert alone.
+        gate: replaces the model's gate in this phase; ``GlobalOnly`` trains and evaluates the global expert alone,
+            ``LocalOnly`` the local expert alone.
         mixing: replaces what the model mixes of its experts.
         start: name of the earlier phase whose result this one starts from, or ``initial`` for the untrained model;
             None takes the last phase that the algorithm follows (personalization follows the federated phase).

@@ -34,7 +34,7 @@ def run_phase(run: Run, phase: Phase) -> None:
     state, training = run.begun(phase), run.training(phase)
     evaluation = None
     if state.round < phase.rounds:
-        plan, counter = run.plans[phase.name].begin(training), FlopCounter(training)
+        plan, counter = run.plans.pop(phase.name).begin(training), FlopCounter(training)
         while state.round < phase.rounds and not state.stopped:
             evaluation = run_round(run, phase, plan, counter)
     if phase.evaluate and evaluation is None:  # the last round was not evaluated, or run earlier

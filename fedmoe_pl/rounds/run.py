@@ -81,7 +81,7 @@ class Run:
         loggers: the run's loggers.
         store: where the tensors lie that clients keep between rounds.
         given: results that checkpoints give in place of training, by name of the phase, until it begins.
-        plans: how the clients of each phase that is still to be trained are trained, by name.
+        plans: how the clients of each phase are trained, by name, until it begins.
         states: where each phase begun so far stands, by name.
         rows: the rows of ``rounds.csv``.
     """

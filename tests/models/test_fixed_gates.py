@@ -1,0 +1,233 @@
+"""Gates of fixed weights that take their width from the mixture, in every kind of mixture."""
+
+import copy
+import pickle
+
+import pytest
+import torch
+from helpers import assert_same_bits, blobs, phase, run, sparse_mixture, tensors
+from jsonargparse import ArgumentParser
+from lightning.fabric.utilities.exceptions import MisconfigurationException
+from lightning.pytorch import Trainer
+from torch import nn
+
+from fedmoe_pl.algorithms import FedAvg, PersonalizedExpert
+from fedmoe_pl.models import (
+    ClusteredMoE,
+    ConstantGate,
+    EqualWeights,
+    FixedGate,
+    Gate,
+    GlobalOnly,
+    LocalOnly,
+    MixtureOfExperts,
+    PersonalizedMoE,
+    RepresentationMLP,
+    RepresentationMoE,
+    SmallMLP,
+    SparseMoE,
+)
+from fedmoe_pl.models.mixture import mix_outputs
+from fedmoe_pl.rounds.phase import Phase, evaluated_model, phase_module
+
+
+class ThreeExperts(MixtureOfExperts):
+    """A user's own mixture, of three experts."""
+
+    gate_width = 3
+
+    def __init__(self, gate: Gate | None = None) -> None:
+        super().__init__()
+        self.experts = nn.ModuleList(nn.Linear(5, 3) for _ in range(3))
+        self.gate = EqualWeights() if gate is None else gate
+        self.check_parts()
+
+    def mix(self, x):
+        weights = self.gate(x)
+        return mix_outputs([expert(x) for expert in self.experts], weights, "logits"), weights
+
+
+def personalized() -> PersonalizedMoE:
+    return PersonalizedMoE(SmallMLP(5, 4, 3), SmallMLP(5, 6, 3))
+
+
+def clustered(num_clusters=3) -> ClusteredMoE:
+    return ClusteredMoE(SmallMLP(5, 4, 3), num_clusters, SmallMLP(5, 6, 3))
+
+
+def representation() -> RepresentationMoE:
+    return RepresentationMoE(RepresentationMLP(5, 4, 2, 3), [RepresentationMLP(5, 6, 2, 3)])
+
+
+def sparse() -> SparseMoE:
+    return sparse_mixture(4, dtype=torch.float32)
+
+
+MIXTURES = {
+    "personalized": (personalized, 2),
+    "clustered": (clustered, 4),
+    "representation": (representation, 2),
+    "sparse": (sparse, 4),
+    "own": (ThreeExperts, 3),
+}
+IN_EVERY_MIXTURE = pytest.mark.parametrize(("make", "width"), MIXTURES.values(), ids=MIXTURES)
+FIXED = [GlobalOnly, LocalOnly, EqualWeights]
+
+
+def weights_of(gate: type[FixedGate], width: int) -> list[float]:
+    first, last, equal = [1.0] + [0.0] * (width - 1), [0.0] * (width - 1) + [1.0], [1 / width] * width
+    return {GlobalOnly: first, LocalOnly: last, EqualWeights: equal}[gate]
+
+
+def replaced(module: MixtureOfExperts, gate: Gate) -> MixtureOfExperts:
+    """The module with the gate of a phase."""
+    other = phase_module(module, Phase("phase", FedAvg(), gate=gate))
+    assert isinstance(other, MixtureOfExperts)
+    return other
+
+
+@IN_EVERY_MIXTURE
+@pytest.mark.parametrize("gate", FIXED)
+def test_a_fixed_gate_takes_the_mixtures_width_and_gives_the_bits_of_its_weights_spelled_out(make, width, gate):
+    module, x = make().eval(), torch.randn(4, 5)
+    expected = replaced(module, ConstantGate(weights_of(gate, width))).mix(x)
+    actual = replaced(module, gate()).mix(x)
+    assert actual[1].tolist() == torch.tensor([weights_of(gate, width)] * 4).tolist()
+    for value, constant in zip(actual, expected, strict=True):
+        assert torch.equal(value, constant)
+
+
+@pytest.mark.parametrize("make", [personalized, representation])
+@pytest.mark.parametrize(("gate", "weight"), [(GlobalOnly, 1.0), (LocalOnly, 0.0), (EqualWeights, 0.5)])
+def test_of_two_experts_a_fixed_gate_gives_the_bits_of_a_constant_weight(make, gate, weight):
+    module, x = make().eval(), torch.randn(4, 5)
+    for actual, expected in zip(
+        replaced(module, gate()).mix(x), replaced(module, ConstantGate(weight)).mix(x), strict=True
+    ):
+        assert torch.equal(actual, expected)
+
+
+@pytest.mark.parametrize("integers", [False, True])
+@pytest.mark.parametrize("gate", FIXED)
+def test_before_it_is_in_a_mixture_a_fixed_gate_weighs_two_experts(gate, integers):
+    x = torch.zeros(3, 5, dtype=torch.int64 if integers else torch.float64)
+    weights = gate()(x)
+    assert weights.dtype == (torch.float32 if integers else torch.float64)
+    assert weights.tolist() == [weights_of(gate, 2)] * 3
+
+
+def test_of_the_fixed_gates_each_tells_which_experts_are_active():
+    module = clustered()
+    active = [replaced(module, gate()).gate.active for gate in (GlobalOnly, LocalOnly, EqualWeights)]
+    assert active == [[0], [3], [0, 1, 2, 3]]
+
+
+@pytest.mark.parametrize("make", [personalized, clustered, representation])
+def test_without_a_gate_a_mixture_has_equal_weights(make):
+    assert isinstance(make().gate, EqualWeights)
+
+
+@IN_EVERY_MIXTURE
+def test_a_constant_gate_of_another_width_is_refused(make, width):
+    weights = [0.0] * width + [1.0]
+    name = type(make()).__name__
+    message = f"{name}: gate is a ConstantGate that weighs {width + 1} experts, but must weigh {width}"
+    with pytest.raises(MisconfigurationException, match=message):
+        replaced(make(), ConstantGate(weights))
+
+
+@pytest.mark.parametrize("gate", FIXED)
+def test_a_gate_moved_to_a_mixture_of_another_width_takes_that_one(gate):
+    moved = gate()
+    for module, width in ((clustered(5), 6), (personalized(), 2), (sparse(), 4), (clustered(2), 3)):
+        in_phase = replaced(module, moved)
+        assert in_phase.gate.weights == weights_of(gate, width)
+        module.gate = moved
+        module.check_parts()
+        assert moved.weights == weights_of(gate, width)
+    assert in_phase.gate is not moved
+
+
+@IN_EVERY_MIXTURE
+@pytest.mark.parametrize("gate", FIXED)
+def test_copies_and_pickled_mixtures_keep_the_width(make, width, gate):
+    module, x = replaced(make(), gate()).eval(), torch.randn(4, 5)
+    for other in (copy.deepcopy(module), pickle.loads(pickle.dumps(module))):
+        assert other.gate.weights == weights_of(gate, width)
+        assert torch.equal(other(x), module(x))
+
+
+@pytest.mark.filterwarnings("ignore::jsonargparse._deprecated.JsonargparseDeprecationWarning")  # lightning 2.6
+@pytest.mark.parametrize("gate", FIXED)
+@pytest.mark.parametrize("name", ["personalized", "clustered", "representation", "own"])
+def test_a_checkpoint_rebuilds_the_mixture_with_its_fixed_gate(tmp_path, name, gate):
+    """A ``SparseMoE`` has no gate among its arguments."""
+    x, (make, width) = torch.randn(4, 5), MIXTURES[name]
+    module = replaced(make(), gate()).eval()
+    trainer = Trainer(logger=False, max_epochs=0, accelerator="cpu", default_root_dir=tmp_path)
+    trainer.strategy.connect(module)
+    trainer.save_checkpoint(tmp_path / "mixture.ckpt", weights_only=True)
+    loaded = type(module).load_from_checkpoint(tmp_path / "mixture.ckpt", weights_only=True).eval()
+    assert type(loaded.gate) is gate and loaded.gate.weights == weights_of(gate, width)
+    assert torch.equal(loaded(x), module(x))
+
+
+@pytest.mark.parametrize("gate", FIXED)
+@pytest.mark.parametrize("kept", [1, 2, 3, 4])
+def test_a_client_with_fewer_experts_has_a_gate_as_wide(gate, kept):
+    module = replaced(sparse_mixture([4, kept]), gate())
+    module.keep_architecture(kept)
+    assert module.gate.weights == weights_of(gate, kept)
+    x = torch.randn(4, 5, dtype=torch.float64)
+    outputs = [expert(module.embedding(x)) for expert in module.experts]
+    expected = {GlobalOnly: outputs[0], LocalOnly: outputs[-1], EqualWeights: sum(outputs) / kept}[gate]
+    torch.testing.assert_close(module(x), expected)
+
+
+@pytest.mark.parametrize("gate", [*FIXED, ConstantGate])
+def test_a_bare_class_name_is_a_gate_in_yaml(gate):
+    parser = ArgumentParser(exit_on_error=False)
+    parser.add_argument("--gate", type=Gate)
+    assert type(parser.instantiate_classes(parser.parse_object({"gate": gate.__name__})).gate) is gate
+
+
+def test_clients_with_different_numbers_of_experts_train_the_mean_of_their_own(tmp_path):
+    gate = EqualWeights()
+    module = sparse_mixture([1, 2, 3])
+    algorithm = FedAvg(shared="embedding.*")
+    fixed = run([phase("Dense", algorithm, rounds=2, gate=gate)], module, blobs(), tmp_path / "fixed")
+    constant = ConstantGate([1 / 3] * 3)
+    expected = run([phase("Dense", algorithm, rounds=2, gate=constant)], module, blobs(), tmp_path / "constant")
+    for client in range(3):
+        trained = fixed.client_module("Dense", client)
+        assert trained.gate.weights == weights_of(EqualWeights, client + 1)
+        torch.testing.assert_close(tensors(trained), tensors(expected.client_module("Dense", client)))
+    assert gate.weights == [0.5, 0.5], "a phase puts a copy of its gate into the model"
+
+
+@pytest.mark.parametrize(
+    ("gate", "evaluated"), [(GlobalOnly, "global expert"), (LocalOnly, "local expert"), (EqualWeights, "mixture")]
+)
+def test_a_table_names_what_a_fixed_gate_evaluates(gate, evaluated):
+    for module in (personalized(), clustered(), representation()):
+        assert evaluated_model(replaced(module, gate())) == evaluated
+    assert evaluated_model(replaced(sparse(), gate())) == ("mixture" if gate is EqualWeights else "one expert")
+
+
+def test_a_federation_with_fixed_gates_gives_the_bits_of_one_with_constant_gates(tmp_path):
+    def trained(*gates):
+        torch.manual_seed(0)
+        phases = [
+            Phase("FedAvg", FedAvg(shared="global_expert.*"), rounds=2, gate=gates[0]),
+            Phase("Fine-tuned", PersonalizedExpert(), gate=gates[1]),
+            Phase("Both", FedAvg(shared="global_expert.*"), gate=gates[2], start="Fine-tuned"),
+        ]
+        return run(
+            phases, PersonalizedMoE(SmallMLP(5, 4, 3)), blobs(dtype=torch.float32), tmp_path / type(gates[0]).__name__
+        )
+
+    fixed = trained(GlobalOnly(), LocalOnly(), EqualWeights())
+    constant = trained(ConstantGate(1.0), ConstantGate(0.0), ConstantGate(0.5))
+    for name in ("FedAvg", "Fine-tuned", "Both"):
+        for client in range(3):
+            assert_same_bits(tensors(fixed.client_module(name, client)), tensors(constant.client_module(name, client)))
