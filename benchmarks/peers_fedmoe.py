@@ -13,6 +13,7 @@ from fedmoe_pl.algorithms import FedAvg
 from fedmoe_pl.callbacks import FederationCallback
 from fedmoe_pl.federation import Federation
 from fedmoe_pl.rounds.phase import Phase
+from fedmoe_pl.rounds.run import Run
 
 PARTS = {"global_expert.extractor": "0", "global_expert.classifier": "1"}  # as the task's model names them
 
@@ -23,14 +24,14 @@ class Held(FederationCallback):
     def __init__(self, turns: Turns) -> None:
         self.turns = turns
 
-    def on_round_start(self, federation: Federation, phase: Phase, round: int) -> None:
+    def on_round_start(self, run: Run, phase: Phase, round: int) -> None:
         """Wait for the driver."""
         self.turns.wait()
 
-    def on_round_end(self, federation: Federation, phase: Phase, round: int) -> None:
+    def on_round_end(self, run: Run, phase: Phase, round: int) -> None:
         """Tell the driver."""
         weights = {}
-        for name, tensor in federation.states[phase.name].server.items():
+        for name, tensor in run.states[phase.name].server.items():
             part = next(part for part in PARTS if name.startswith(part))
             weights[PARTS[part] + name.removeprefix(part)] = tensor
         self.turns.answer(weights)

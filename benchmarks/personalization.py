@@ -35,6 +35,7 @@ from fedmoe_pl.data import Arrays, Dirichlet, FederatedDataModule
 from fedmoe_pl.federation import Federation
 from fedmoe_pl.models import ConstantGate, FeatureGate, LeNet5, LinearGate, PersonalizedMoE
 from fedmoe_pl.rounds.phase import Phase
+from fedmoe_pl.rounds.run import Run
 from fedmoe_pl.seeds import derive_seed
 
 BATCH_SIZE = 64
@@ -63,7 +64,7 @@ class PhaseTimer(RoundTimer):
     def __init__(self) -> None:
         self.seconds: dict[str, float] = {}
 
-    def on_round_end(self, federation: Federation, phase: Phase, round: int) -> None:
+    def on_round_end(self, run: Run, phase: Phase, round: int) -> None:
         """Stops the clock."""
         self.seconds[phase.name] = self.clock.read()[0]
 

@@ -32,6 +32,7 @@ from fedmoe_pl.callbacks import FederationCallback
 from fedmoe_pl.federation import Federation
 from fedmoe_pl.models import PersonalizedMoE
 from fedmoe_pl.rounds.phase import Phase
+from fedmoe_pl.rounds.run import Run
 from fedmoe_pl.seeds import derive_seed
 from fedmoe_pl.trees import Tree
 
@@ -54,11 +55,11 @@ class Clock:
 class RoundTimer(FederationCallback):
     """What a round takes from its start to its end."""
 
-    def on_round_start(self, federation: Federation, phase: Phase, round: int) -> None:
+    def on_round_start(self, run: Run, phase: Phase, round: int) -> None:
         """Start the clock."""
         self.clock = Clock()
 
-    def on_round_end(self, federation: Federation, phase: Phase, round: int) -> None:
+    def on_round_end(self, run: Run, phase: Phase, round: int) -> None:
         """Stop the clock."""
         self.took = self.clock.read()
 
@@ -81,7 +82,7 @@ def federated_round(
             enable_progress_bar=False,
         )
         federation.fit(model, data)
-    server = federation.states["FedAvg"].server
+    server = federation.run.states["FedAvg"].server
     return timer.took, {name.removeprefix("global_expert."): tensor for name, tensor in server.items()}
 
 

@@ -29,6 +29,7 @@ from fedmoe_pl.data import IID, Arrays, Dirichlet, FederatedDataModule, NaturalI
 from fedmoe_pl.federation import Federation
 from fedmoe_pl.models import ConstantGate, PersonalizedMoE
 from fedmoe_pl.rounds.phase import Phase
+from fedmoe_pl.rounds.run import Run
 
 SAMPLES_PER_CLIENT = 10
 ROUNDS = ("clients", "store", "start-up s", "round s", "last s", "peak MiB", "data MiB", "kept MiB", "last.ckpt MiB")
@@ -70,14 +71,14 @@ class Clock(FederationCallback):
         self.seconds: list[float] = []
         self.checkpoint = 0
 
-    def on_round_start(self, federation: Federation, phase: Phase, round: int) -> None:
+    def on_round_start(self, run: Run, phase: Phase, round: int) -> None:
         """Note the start."""
         self.starts.append(time.perf_counter())
 
-    def on_round_end(self, federation: Federation, phase: Phase, round: int) -> None:
+    def on_round_end(self, run: Run, phase: Phase, round: int) -> None:
         """Note the end, after the checkpoint."""
         self.seconds.append(time.perf_counter() - self.starts[-1])
-        self.checkpoint = (federation.run_dir / "checkpoints/last.ckpt").stat().st_size
+        self.checkpoint = (run.folder / "checkpoints/last.ckpt").stat().st_size
 
 
 def measure_rounds(clients: int, store: str, rounds: int) -> None:
@@ -104,7 +105,7 @@ def measure_rounds(clients: int, store: str, rounds: int) -> None:
         start = time.perf_counter()
         federation.fit(model, data)
         peak = memory("VmHWM") - before
-        kept = federation.states["FedAvg"].kept
+        kept = federation.run.states["FedAvg"].kept
         size = sum(tensor.nbytes for tree in kept.values() for tensor in tree.values())
     first, end = statistics.median(clock.seconds[:10]), statistics.median(clock.seconds[-10:])
     tensors = (data.x, data.y, data.train_samples.indices, data.train_samples.sizes, data.class_shares)

@@ -109,7 +109,7 @@ def measure(devices: int, options: argparse.Namespace) -> tuple[float, Tree]:
     if sent:
         size, seconds = (sum(column) / len(backend.rounds) for column in zip(*sent, strict=True))
         print(f"  pickled by the driver per round: {size / 1e6:.3f} MB in {1e3 * seconds:.1f} ms")
-    return statistics.median(rounds), federation.states["FedAvg"].server
+    return statistics.median(rounds), federation.run.states["FedAvg"].server
 
 
 def main() -> None:

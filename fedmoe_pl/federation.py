@@ -11,17 +11,8 @@ from lightning.pytorch import LightningModule
 from lightning.pytorch.loggers import Logger
 
 from fedmoe_pl.backends import LEAN_TRAINER, AutoBackend, Backend
-from fedmoe_pl.callbacks import (
-    AccuracyMonitor,
-    ClientCheckpoint,
-    ClusterMonitor,
-    ExpertMonitor,
-    FederationCallback,
-    GateMonitor,
-    PartitionMonitor,
-    ProgressBar,
-    ResultFiles,
-)
+from fedmoe_pl.callbacks import FederationCallback
+from fedmoe_pl.callbacks.defaults import with_defaults
 from fedmoe_pl.data import FederatedDataModule, partition_figure, partition_table
 from fedmoe_pl.rounds.begin import begin_phase_of_newcomers
 from fedmoe_pl.rounds.checkpoint import LAST, find_checkpoint, identify, load_federation, load_run, next_folder
@@ -90,7 +81,7 @@ class Federation:
         self.trainer = {**LEAN_TRAINER, **(trainer or {})}
         self.backend = AutoBackend() if backend == "auto" else backend
         self.evaluate_every_n_rounds = evaluate_every_n_rounds
-        self.callbacks = _with_defaults(callbacks or [], enable_progress_bar, enable_checkpointing)
+        self.callbacks = with_defaults(callbacks or [], enable_progress_bar, enable_checkpointing)
         self.logger = logger
         self.runs = Path(default_root_dir) / name
         self.enable_checkpointing = enable_checkpointing
@@ -286,19 +277,6 @@ class Federation:
         for logger in run.loggers:
             logger.finalize("success")
         return run.results
-
-
-def _with_defaults(
-    callbacks: list[FederationCallback], enable_progress_bar: bool, enable_checkpointing: bool
-) -> list[FederationCallback]:
-    """The callbacks, after those that are there by default and of which they have none."""
-    defaults = [
-        *([ProgressBar()] if enable_progress_bar else []),
-        *(PartitionMonitor(), AccuracyMonitor(), GateMonitor(), ExpertMonitor(), ClusterMonitor(), ResultFiles()),
-        *([ClientCheckpoint()] if enable_checkpointing else []),
-    ]
-    replaced = {type(callback) for callback in callbacks}
-    return [*(callback for callback in defaults if type(callback) not in replaced), *callbacks]
 
 
 def _evaluated_phases(run: Run) -> list[Phase]:

@@ -99,7 +99,7 @@ def test_the_monitored_round_is_the_result_and_the_next_phase_starts_from_it(tmp
     federated = Phase("FedAvg", FedAvg("global_expert.*"), rounds=6, gate=ConstantGate(1.0), monitor="global_test")
     run = federation(tmp_path, [federated, Phase("PFL-FT", PersonalizedExpert(), max_epochs=0)])
     results = run.fit(model(), data())
-    accuracies = [row["global_test_mean"] for row in run.rows[:6]]
+    accuracies = [row["global_test_mean"] for row in run.run.rows[:6]]
     best = accuracies.index(max(accuracies)) + 1
     assert best < 6, "the test shows nothing if the last round is the best"
     assert (results["FedAvg"].round, results["FedAvg"].selection) == (best, "best round by global_test")
@@ -130,7 +130,7 @@ def test_a_checkpoint_given_in_place_of_fedavg_gives_the_same_personalized_model
     given[1].ckpt_path = str(path)
     run = federation(tmp_path / "given", given)
     run.fit(model(), data())
-    assert_same(run.states["PFL-MF"].kept, whole.states["PFL-MF"].kept)
+    assert_same(run.run.states["PFL-MF"].kept, whole.run.states["PFL-MF"].kept)
 
 
 def test_every_client_s_checkpoint_loads_as_a_lightning_module(tmp_path):
@@ -332,7 +332,7 @@ def test_a_phase_s_scheduler_steps_once_per_local_epoch(tmp_path):
         run = federation(tmp_path / str(len(kept)), [phase])
         torch.manual_seed(0)
         run.fit(PersonalizedMoE(NoDropout(), optimizer=partial(torch.optim.SGD, lr=0.1)), data())
-        kept.append(run.states["Local"].kept)
+        kept.append(run.run.states["Local"].kept)
     assert_same(kept[0], kept[1])  # with a rate of 0 from the second epoch on, one epoch is all
     assert not torch.equal(*(one[0]["local_expert.0.weight"] for one in kept[1:]))
 
@@ -354,7 +354,7 @@ def test_batch_normalization_trains_with_a_last_batch_of_one_sample(tmp_path):
         run.fit(PersonalizedMoE(Normalized()), data(sizes=sizes))
     run = federation(tmp_path, [phase])
     run.fit(PersonalizedMoE(Normalized()), data(sizes=sizes[:2]))
-    server = run.states["FedAvg"].server
+    server = run.run.states["FedAvg"].server
     assert server["global_expert.1.num_batches_tracked"] == 2 * 3, "three whole batches a round, counted by client 0"
 
 
@@ -366,7 +366,7 @@ def test_gradient_clipping_of_the_trainer_reaches_every_step(tmp_path):
     run.fit(module, data())
     steps = len(data().batches(data().train_samples[0]))
     before = module.local_expert.state_dict()
-    moved = [run.states["Local"].kept[0][f"local_expert.{name}"] - before[name] for name in before]
+    moved = [run.run.states["Local"].kept[0][f"local_expert.{name}"] - before[name] for name in before]
     assert 0 < torch.cat([part.flatten() for part in moved]).norm() <= steps * 1e-3 * 1.001
 
 

@@ -100,7 +100,7 @@ def test_an_lstm_takes_the_matrix_products_of_its_gates():
 
 def test_a_module_that_needs_its_trainer_is_not_counted_and_the_column_is_empty(tmp_path):
     fed = run([phase("FedAvg", FedAvg())], OneWeight(), two_quadratics(), tmp_path)
-    assert math.isnan(fed.states["FedAvg"].flops)
+    assert math.isnan(fed.run.states["FedAvg"].flops)
 
 
 def test_counting_changes_no_result_and_draws_nothing(tmp_path, monkeypatch):
@@ -129,15 +129,15 @@ def test_rounds_csv_has_traffic_and_operations_of_all_rounds_so_far(tmp_path):
     phases = [Phase("pFedMoE", PFedMoE(), rounds=3, clients_per_round=2)]
     fed = run(phases, model(), blobs((7, 7, 7, 7, 7, 7)), tmp_path)
     size = (5 * 2 + 2) + (2 * 2 + 2)
-    for row in fed.rows:
-        values = {name: row[name] for name in fed.states["pFedMoE"].traffic}
+    for row in fed.run.rows:
+        values = {name: row[name] for name in fed.run.states["pFedMoE"].traffic}
         sent = 2 * row["round"] * size
         assert values == {
             **{"parameters_down": sent, "parameters_up": sent, "parameters_between_clients": 0},
             **{"bytes_down": 8 * sent, "bytes_up": 8 * sent, "bytes_between_clients": 0},
         }
-    flops = [row["flops"] for row in fed.rows]
-    assert [row["round"] for row in fed.rows] == [1, 2, 3] and flops == sorted(flops) and flops[0] > 0
+    flops = [row["flops"] for row in fed.run.rows]
+    assert [row["round"] for row in fed.run.rows] == [1, 2, 3] and flops == sorted(flops) and flops[0] > 0
     with (fed.run_dir / "rounds.csv").open(newline="") as file:
         assert [int(row["flops"]) for row in csv.DictReader(file)] == flops
 
@@ -183,11 +183,11 @@ def test_a_run_writes_and_prints_what_reaching_the_target_took(tmp_path, capsys)
     fed = run(phases, model(), blobs(SIZES), tmp_path, callbacks=callbacks[1:])
     with (fed.run_dir / "target.csv").open(newline="") as file:
         first, second = csv.DictReader(file)
-    row = fed.rows[0]
+    row = fed.run.rows[0]
     assert (first["method"], first["rounds"]) == ("pFedMoE", "1")
     assert (int(first["parameters"]), int(first["bytes"])) == (4 * 2 * 18, 4 * 2 * 18 * 8)
     assert int(first["flops"]) == row["flops"]
-    assert float(first["best"]) == max(row["local_test_mean"] for row in fed.rows[:2])
+    assert float(first["best"]) == max(row["local_test_mean"] for row in fed.run.rows[:2])
     assert (second["method"], second["bytes"]) == ("Standalone", "0")
     assert "local test of 1.00 percent" in capsys.readouterr().out
     run(phases, model(), blobs(SIZES), tmp_path, callbacks=callbacks[:1])
@@ -229,7 +229,7 @@ def test_representations_are_those_of_the_clients_own_models_and_shown_in_tensor
         torch.testing.assert_close(found.shared[own], shared)
         torch.testing.assert_close(found.local[own], local)
         torch.testing.assert_close(found.mixed[own], g[:, :1] * shared + g[:, 1:] * local)
-    assert isinstance(fed.loggers[0], TensorBoardLogger)
+    assert isinstance(fed.run.loggers[0], TensorBoardLogger)
     log = EventAccumulator(str(fed.run_dir), size_guidance={"images": 0}).Reload()
     (image,) = log.Images("representations/p_FedMoE")
     assert image.width == 700

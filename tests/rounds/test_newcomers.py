@@ -97,10 +97,10 @@ def test_a_newcomer_trains_what_clients_keep_and_leaves_the_server_as_it_is(tmp_
     data, start = new_data(), mixture(optimizer=sgd)
     later.personalize(start, data, str(checkpoint), rounds=2)
 
-    assert_same_bits(later.states["FedAvg"].server, run.states["FedAvg"].server)
+    assert_same_bits(later.run.states["FedAvg"].server, run.run.states["FedAvg"].server)
     for client in (0, 1):
         module = mixture(ConstantGate(1.0), optimizer=sgd)
-        shared = run.states["FedAvg"].server
+        shared = run.run.states["FedAvg"].server
         for round in range(2):  # the extractor of every round is the federation's, the classifier goes on
             module.load_state_dict({**module.state_dict(), **shared})
             batches = data.batches(data.train_samples[client], generator=client_generator(0, client, round))
@@ -114,7 +114,7 @@ def test_what_old_clients_kept_reaches_no_newcomer(tmp_path):
     _, checkpoint = trained(tmp_path, Phase("Local", Local(), max_epochs=3), fedavg(FEDPER, rounds=2))
     later = federation(tmp_path / "later", [Phase("Local", Local(), max_epochs=0), fedavg(FEDPER, max_epochs=0)])
     later.personalize(mixture(optimizer=sgd), new_data(), str(checkpoint), rounds=1)
-    assert not any(later.states[name].kept for name in ("Local", "FedAvg"))
+    assert not any(later.run.states[name].kept for name in ("Local", "FedAvg"))
 
 
 def test_images_of_newcomers_are_normalized_as_the_federation_s(tmp_path):
@@ -188,7 +188,7 @@ def test_newcomers_train_nothing_twice_that_they_do_not_keep(tmp_path):
     _, checkpoint = trained(tmp_path, everything_trainable)
     later = federation(tmp_path / "later", [everything_trainable])
     later.personalize(mixture(optimizer=sgd), new_data(), str(checkpoint), rounds=50)
-    assert later.states["FedAvg"].round == 1 and not later.states["FedAvg"].kept
+    assert later.run.states["FedAvg"].round == 1 and not later.run.states["FedAvg"].kept
 
 
 def alone(module, shared, server, data, client, rounds, keeps_own_copy=False):
@@ -220,13 +220,13 @@ def test_a_newcomer_of_fedmoe_da_trains_its_own_experts_behind_the_server_s_embe
     phases = [Phase("DA", FedMoEDA(top_p=2, interval=1), rounds=3)]
     model, data = sparse_mixture(2, optimizer=sgd), new_data()
     run, later = personalized(tmp_path, model, phases, blobs(), data, 2)
-    server = run.states["DA"].server
+    server = run.run.states["DA"].server
     shared = [name for name in model.state_dict() if name.startswith("embedding.")]
     for client in (0, 1):
         expected = alone(sparse_mixture(2, optimizer=sgd), shared, server, data, client, 2)
         actual = tensors(later.client_module("DA", client))
         torch.testing.assert_close(actual, expected, rtol=0, atol=1e-12)
-    assert later.states["DA"].traffic["bytes_between_clients"] == 0
+    assert later.run.states["DA"].traffic["bytes_between_clients"] == 0
 
 
 def test_a_newcomer_of_pfedmoe_has_the_architecture_of_its_number(tmp_path):
@@ -237,7 +237,7 @@ def test_a_newcomer_of_pfedmoe_has_the_architecture_of_its_number(tmp_path):
 
     data = new_data()
     run, later = personalized(tmp_path, model(), [Phase("pFedMoE", PFedMoE(), rounds=2)], blobs(), data, 3)
-    server = run.states["pFedMoE"].server
+    server = run.run.states["pFedMoE"].server
     for client in (0, 1):
         module = model()
         module.keep_architecture(client)
@@ -267,8 +267,8 @@ def test_a_newcomer_finds_the_cluster_of_its_kind_and_mixes_it_with_its_own_expe
         Phase("MoE", ClusterMixture()),
     ]
     run, later = personalized(tmp_path, model, phases, kinds((40, 40, 40, 40), 1), kinds((20, 20), 2), 1)
-    server = run.states["IFCA"].server
-    newcomers = later.datamodule
+    server = run.run.states["IFCA"].server
+    newcomers = later.run.datamodule
     for client in (0, 1):
         x, y = newcomers.x[newcomers.train_samples[client]], newcomers.y[newcomers.train_samples[client]]
         experts = [(server[f"global_experts.{j}.weight"], server[f"global_experts.{j}.bias"]) for j in (0, 1)]
@@ -297,7 +297,7 @@ def test_newcomers_of_a_federation_with_opt_out_are_personalized_like_others(tmp
     run, later = personalized(tmp_path, model, phases, blobs(), new_data(), 1)
     for client in (0, 1):
         module = later.client_module("Mixture", client)
-        known = {name.removeprefix("global_expert."): tensor for name, tensor in run.states["FedAvg"].server.items()}
+        known = {name.removeprefix("global_expert."): tensor for name, tensor in run.run.states["FedAvg"].server.items()}
         assert_same_bits(dict(module.global_expert.state_dict()), known)
         specialist = later.client_module("Fine-tuned", client).local_expert.state_dict()
         assert not torch.equal(module.local_expert.classifier[1].weight, specialist["classifier.1.weight"])

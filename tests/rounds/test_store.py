@@ -43,10 +43,10 @@ def in_memory(state: PhaseState) -> dict:
 
 def assert_same_run(actual: Federation, expected: Federation) -> None:
     """Equal to the last bit: what is in memory, what was written, and what both checkpoints hold."""
-    assert [*actual.states] == [*expected.states]
+    assert [*actual.run.states] == [*expected.run.states]
     content, other = (load_checkpoint(run.run_dir / "checkpoints/last.ckpt") for run in (actual, expected))
-    for name in expected.states:
-        assert_same(in_memory(actual.states[name]), in_memory(expected.states[name]))
+    for name in expected.run.states:
+        assert_same(in_memory(actual.run.states[name]), in_memory(expected.run.states[name]))
         assert_same(in_memory(content["phases"][name]), in_memory(other["phases"][name]))
     assert_same({**content, "phases": None}, {**other, "phases": None})
     for path in (path for path in expected.run_dir.rglob("*") if path.is_file() and "checkpoints" not in path.parts):
@@ -58,7 +58,7 @@ def files(run: Federation) -> set[str]:
 
 
 def needed_files(run: Federation) -> set[str]:
-    kept = [kept for state in run.states.values() for kept in (state.kept, state.best_kept) if kept]
+    kept = [kept for state in run.run.states.values() for kept in (state.kept, state.best_kept) if kept]
     return {one.path(client).relative_to(run.run_dir / KEPT).as_posix() for one in kept for client in one}
 
 
@@ -67,16 +67,16 @@ def whole(tmp_path_factory) -> Federation:
     run = federation(tmp_path_factory.mktemp("whole"), phases())
     run.fit(model(), data())
     assert run.results["FedPer"].round < 4, "the test shows nothing if the last round is the best"
-    assert 2 <= len(run.states["FedPer"].kept) and all(run.states["FedPer"].kept.values())
+    assert 2 <= len(run.run.states["FedPer"].kept) and all(run.run.states["FedPer"].kept.values())
     return run
 
 
 def test_a_run_that_keeps_on_disk_is_the_run_that_keeps_in_memory(whole, tmp_path):
     run = on_disk(tmp_path)
     run.fit(model(), data())
-    assert all(isinstance(state.kept, KeptOnDisk) for state in run.states.values())
+    assert all(isinstance(state.kept, KeptOnDisk) for state in run.run.states.values())
     assert_same_run(run, whole)
-    for name in run.states:
+    for name in run.run.states:
         for client in range(4):
             assert_same(*(dict(one.client_module(name, client).state_dict()) for one in (run, whole)))
     assert files(run) == needed_files(run)
@@ -131,14 +131,14 @@ def test_a_kill_at_any_write_or_removal_leaves_a_checkpoint_with_all_its_files(
 def test_a_phase_that_starts_from_another_shares_its_files(whole, tmp_path):
     run = on_disk(tmp_path, phases()[:2])
     run.fit(model(), data())
-    kept = run.states["again"].kept
+    kept = run.run.states["again"].kept
     inherited = [client for client in kept if kept.path(client).parent.name == "FedPer"]
     assert inherited and len(inherited) < len(kept)
     for client in inherited:
-        assert kept.path(client) == run.states["FedPer"].kept.path(client)
-        assert_same(kept[client], whole.states["again"].kept[client])
+        assert kept.path(client) == run.run.states["FedPer"].kept.path(client)
+        assert_same(kept[client], whole.run.states["again"].kept[client])
         assert not any(".classifier." in name for name in kept[client])  # comes from the server in this phase
-        assert any(".classifier." in name for name in run.states["FedPer"].kept[client])
+        assert any(".classifier." in name for name in run.run.states["FedPer"].kept[client])
 
 
 def test_the_checkpoint_does_not_grow_with_what_clients_keep_nor_with_finished_phases(whole, tmp_path):
@@ -195,7 +195,7 @@ def test_a_result_of_another_run_is_taken_from_either_store(whole, tmp_path, giv
     run = on_disk(tmp_path, mine, store=store)
     run.fit(model(), data())
     for name in ("FedPer", "again", "PFL-FB"):
-        assert_same(dict(run.states[name].kept), dict(whole.states[name].kept))
+        assert_same(dict(run.run.states[name].kept), dict(whole.run.states[name].kept))
     if store == "disk":
         assert files(run) == needed_files(run), "what is kept is this run's own"
 

@@ -1,0 +1,31 @@
+"""The callbacks that a federation has without asking for them."""
+
+from __future__ import annotations
+
+from fedmoe_pl.callbacks.accuracies import AccuracyMonitor
+from fedmoe_pl.callbacks.clusters import ClusterMonitor
+from fedmoe_pl.callbacks.experts import ExpertMonitor
+from fedmoe_pl.callbacks.files import ClientCheckpoint, ResultFiles
+from fedmoe_pl.callbacks.gates import GateMonitor
+from fedmoe_pl.callbacks.partition import PartitionMonitor
+from fedmoe_pl.callbacks.progress_bar import ProgressBar
+from fedmoe_pl.rounds.run import FederationCallback
+
+
+def with_defaults(
+    callbacks: list[FederationCallback], enable_progress_bar: bool, enable_checkpointing: bool
+) -> list[FederationCallback]:
+    """The default callbacks, then those that were asked for.
+
+    Args:
+        callbacks: what was asked for; one of the same class takes a default's place.
+        enable_progress_bar: whether the progress bar is a default.
+        enable_checkpointing: whether writing the clients' models is one.
+    """
+    defaults = [
+        *([ProgressBar()] if enable_progress_bar else []),
+        *(PartitionMonitor(), AccuracyMonitor(), GateMonitor(), ExpertMonitor(), ClusterMonitor(), ResultFiles()),
+        *([ClientCheckpoint()] if enable_checkpointing else []),
+    ]
+    replaced = {type(callback) for callback in callbacks}
+    return [*(callback for callback in defaults if type(callback) not in replaced), *callbacks]
