@@ -183,9 +183,7 @@ class Federation:
             MisconfigurationException: if there was none.
         """
         if self._run is None:
-            raise MisconfigurationException(
-                "Federation: run is what a command leaves; call fit, test or predict first."
-            )
+            raise MisconfigurationException("Federation: run is missing; it is there after fit, test or predict.")
         return self._run
 
     @property

@@ -27,8 +27,8 @@ def phases_of_newcomers(phases: Sequence[Phase], ckpt_path: Path, rounds: int) -
         raise MisconfigurationException(f"rounds is {rounds}, but must be at least 1.")
     if not any(phase.algorithm.federated for phase in phases):
         raise MisconfigurationException(
-            "personalize needs a federated phase, whose result newcomers start from, but Federation's phases have "
-            "none; fit trains clients alone."
+            "personalize needs a federated phase, whose result newcomers start from, but none of the phases is "
+            "federated; fit trains clients alone."
         )
     return [_phase_of_newcomers(phase, ckpt_path, rounds) for phase in phases]
 

@@ -147,8 +147,8 @@ def test_the_checkpoint_does_not_grow_with_what_clients_keep_nor_with_finished_p
             super().__init__("on_round_end", -1)
             self.written = {}
 
-        def count(self, federation, phase, round):
-            self.written[phase.name] = (federation.run_dir / "checkpoints/last.ckpt").stat().st_size
+        def count(self, run, phase, round):
+            self.written[phase.name] = (run.folder / "checkpoints/last.ckpt").stat().st_size
 
     sizes, few = Sizes(), Sizes()
     everybody = [Phase(name, Local(), gate=ConstantGate(0.0)) for name in ("one", "two", "three")]

@@ -4,21 +4,15 @@ import csv
 import math
 from functools import partial
 
-import pytest
 import torch
 from helpers import Expert, OneWeight, TensorData, blobs, mixture, phase, run, two_quadratics
 from helpers.backends import WithBatchNorm, local_training
 from helpers.pfedmoe import model
 from helpers.runs import assert_same
-from lightning.fabric.utilities.exceptions import MisconfigurationException
-from lightning.pytorch.loggers import TensorBoardLogger
-from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from torch import nn
 
 from fedmoe_pl import Phase
 from fedmoe_pl.algorithms import FedAvg, Local, PersonalizedExpert, PFedMoE, PFLMoE
-from fedmoe_pl.callbacks.costs import CostToTarget, target_rows
-from fedmoe_pl.callbacks.representations import RepresentationMonitor, embed
 from fedmoe_pl.models import BiLSTM, ConstantGate, LinearGate, PersonalizedMoE
 from fedmoe_pl.rounds.flops import FlopCounter
 
@@ -152,106 +146,3 @@ def test_clients_that_train_alone_send_and_receive_nothing(tmp_path):
     assert states["FedAvg"].traffic["parameters_down"] == 4 * (5 * 6 + 6 + 6 * 3 + 3)
     for name in ("Fine-tuned", "PFL-MF"):
         assert set(states[name].traffic.values()) == {0}
-
-
-# --- cost to a target ---
-
-
-def rows(method, accuracies, step=(10, 40, 1000)):
-    parameters, size, flops = step
-    for i, accuracy in enumerate(accuracies, start=1):
-        traffic = {f"parameters_{way}": parameters * i for way in ("down", "up", "between_clients")}
-        traffic |= {f"bytes_{way}": size * i for way in ("down", "up", "between_clients")}
-        yield {"method": method, "round": 2 * i, "local_test_mean": accuracy, **traffic, "flops": flops * i}
-
-
-def test_the_cost_is_that_of_the_first_round_that_reaches_the_target_and_the_best_is_of_all_rounds():
-    found = target_rows(
-        [*rows("A", [0.1, 0.5, 0.4, 0.9, 0.9]), *rows("B", [0.2, 0.3]), *rows("C", [math.nan])], "local_test", 0.5
-    )
-    common = {"metric": "local_test", "target": 0.5}
-    never = dict.fromkeys(("rounds", "parameters", "bytes", "flops"), math.nan)
-    reached = {"rounds": 4, "parameters": 60, "bytes": 240, "flops": 2000}  # the second row: 3 ways of 20 and 80
-    assert_same(found[0], {"method": "A", **common, **reached, "best": 0.9, "best_round": 8})
-    assert_same(found[1], {"method": "B", **common, **never, "best": 0.3, "best_round": 4})
-    assert_same(found[2], {"method": "C", **common, **never, "best": math.nan, "best_round": math.nan})
-
-
-def test_a_run_writes_and_prints_what_reaching_the_target_took(tmp_path, capsys):
-    phases = [Phase("pFedMoE", PFedMoE(), rounds=2), Phase("Standalone", Local(), gate=ConstantGate(0))]
-    callbacks = [CostToTarget(1.0, "global_test"), CostToTarget(0.01, "local_test")]
-    fed = run(phases, model(), blobs(SIZES), tmp_path, callbacks=callbacks[1:])
-    with (fed.run_dir / "target.csv").open(newline="") as file:
-        first, second = csv.DictReader(file)
-    row = fed.run.rows[0]
-    assert (first["method"], first["rounds"]) == ("pFedMoE", "1")
-    assert (int(first["parameters"]), int(first["bytes"])) == (4 * 2 * 18, 4 * 2 * 18 * 8)
-    assert int(first["flops"]) == row["flops"]
-    assert float(first["best"]) == max(row["local_test_mean"] for row in fed.run.rows[:2])
-    assert (second["method"], second["bytes"]) == ("Standalone", "0")
-    assert "local test of 1.00 percent" in capsys.readouterr().out
-    run(phases, model(), blobs(SIZES), tmp_path, callbacks=callbacks[:1])
-    (line,) = (line for line in capsys.readouterr().out.splitlines() if line.startswith("pFedMoE  ") and " - " in line)
-    assert line.split()[1:5] == ["-"] * 4
-
-
-@pytest.mark.parametrize(
-    ("make", "sentence"),
-    [
-        (lambda: CostToTarget(90), "target is 90, but must be a fraction above 0 and at most 1"),
-        (lambda: CostToTarget(0.9, "accuracy"), "metric is 'accuracy', but must be one of local_test"),
-        (lambda: RepresentationMonitor([]), "there must be at least one of each"),
-        (lambda: RepresentationMonitor(samples_per_client=0), "there must be at least one of each"),
-    ],
-)
-def test_bad_arguments_of_callbacks_are_refused_in_one_sentence(make, sentence):
-    with pytest.raises(MisconfigurationException, match=sentence):
-        make()
-
-
-# --- pictures of representations ---
-
-
-def test_representations_are_those_of_the_clients_own_models_and_shown_in_tensorboard(tmp_path):
-    """Client 0 has no held-out sample where the share is too small; the others show what they hold out."""
-    monitor = RepresentationMonitor([0, 3], samples_per_client=3)
-    phases = [Phase("p FedMoE", PFedMoE(), max_epochs=1)]
-    datamodule = blobs((30, 20, 20, 20), test_fraction=0.2, dtype=torch.float32)
-    fed = run(phases, model(dtype=torch.float32), datamodule, tmp_path, callbacks=[monitor], logger=True)
-    found, classes, clients = monitor.compute(fed, "p FedMoE")
-    assert clients.tolist() == [0, 0, 0, 3, 3, 3]
-    for client, own in ((0, slice(0, 3)), (3, slice(3, 6))):
-        samples = datamodule.test_samples[client][:3]
-        module, x = fed.client_module("p FedMoE", client), datamodule.x[samples]
-        assert torch.equal(classes[own], datamodule.y[samples])
-        g = module.gate(x)
-        shared, local = module.shared_extractor(x), module.local_experts[0](x)
-        torch.testing.assert_close(found.shared[own], shared)
-        torch.testing.assert_close(found.local[own], local)
-        torch.testing.assert_close(found.mixed[own], g[:, :1] * shared + g[:, 1:] * local)
-    assert isinstance(fed.run.loggers[0], TensorBoardLogger)
-    log = EventAccumulator(str(fed.run_dir), size_guidance={"images": 0}).Reload()
-    (image,) = log.Images("representations/p_FedMoE")
-    assert image.width == 700
-    (folder,) = fed.run_dir.glob("00001/p_FedMoE")
-    lines = (folder / "metadata.tsv").read_text().splitlines()
-    assert lines == ["class\tclient", *(f"{c}\t{k}" for c, k in zip(classes.tolist(), clients.tolist(), strict=True))]
-    assert "p_FedMoE" in (fed.run_dir / "projector_config.pbtxt").read_text()
-
-
-def test_other_models_have_no_representations_and_unknown_clients_are_refused(tmp_path):
-    fed = run([Phase("p", Local())], mixture(), blobs(), tmp_path, callbacks=[RepresentationMonitor()], logger=True)
-    assert not list(fed.run_dir.glob("projector*"))
-    with pytest.raises(MisconfigurationException, match="clients has 7, but must be ids below"):
-        run([Phase("p", Local())], mixture(), blobs(), tmp_path, callbacks=[RepresentationMonitor([0, 7])])
-
-
-def test_groups_far_apart_stay_apart_in_the_plane_and_nothing_is_drawn():
-    generator = torch.Generator().manual_seed(0)
-    points = torch.randn(40, 8, generator=generator) + 50 * (torch.arange(40) % 2)[:, None]
-    state = torch.get_rng_state()
-    found = torch.from_numpy(embed(points, seed=0)).double()
-    assert torch.equal(found, torch.from_numpy(embed(points, seed=0)).double())
-    assert torch.equal(state, torch.get_rng_state())
-    distances = torch.cdist(found, found).fill_diagonal_(math.inf)
-    assert (distances.argmin(1) % 2 == torch.arange(40) % 2).all(), "everybody's neighbour is of the own group"

@@ -1,0 +1,70 @@
+"""What it took to reach an accuracy."""
+
+import csv
+import math
+
+import pytest
+from helpers import blobs, run
+from helpers.pfedmoe import model
+from helpers.runs import assert_same
+from lightning.fabric.utilities.exceptions import MisconfigurationException
+
+from fedmoe_pl import Phase
+from fedmoe_pl.algorithms import Local, PFedMoE
+from fedmoe_pl.callbacks.costs import CostToTarget, target_rows
+from fedmoe_pl.callbacks.representations import RepresentationMonitor
+from fedmoe_pl.models import ConstantGate
+
+SIZES = (13, 8, 11, 9)
+
+
+def rows(method, accuracies, step=(10, 40, 1000)):
+    parameters, size, flops = step
+    for i, accuracy in enumerate(accuracies, start=1):
+        traffic = {f"parameters_{way}": parameters * i for way in ("down", "up", "between_clients")}
+        traffic |= {f"bytes_{way}": size * i for way in ("down", "up", "between_clients")}
+        yield {"method": method, "round": 2 * i, "local_test_mean": accuracy, **traffic, "flops": flops * i}
+
+
+def test_the_cost_is_that_of_the_first_round_that_reaches_the_target_and_the_best_is_of_all_rounds():
+    found = target_rows(
+        [*rows("A", [0.1, 0.5, 0.4, 0.9, 0.9]), *rows("B", [0.2, 0.3]), *rows("C", [math.nan])], "local_test", 0.5
+    )
+    common = {"metric": "local_test", "target": 0.5}
+    never = dict.fromkeys(("rounds", "parameters", "bytes", "flops"), math.nan)
+    reached = {"rounds": 4, "parameters": 60, "bytes": 240, "flops": 2000}  # the second row: 3 ways of 20 and 80
+    assert_same(found[0], {"method": "A", **common, **reached, "best": 0.9, "best_round": 8})
+    assert_same(found[1], {"method": "B", **common, **never, "best": 0.3, "best_round": 4})
+    assert_same(found[2], {"method": "C", **common, **never, "best": math.nan, "best_round": math.nan})
+
+
+def test_a_run_writes_and_prints_what_reaching_the_target_took(tmp_path, capsys):
+    phases = [Phase("pFedMoE", PFedMoE(), rounds=2), Phase("Standalone", Local(), gate=ConstantGate(0))]
+    callbacks = [CostToTarget(1.0, "global_test"), CostToTarget(0.01, "local_test")]
+    fed = run(phases, model(), blobs(SIZES), tmp_path, callbacks=callbacks[1:])
+    with (fed.run_dir / "target.csv").open(newline="") as file:
+        first, second = csv.DictReader(file)
+    row = fed.run.rows[0]
+    assert (first["method"], first["rounds"]) == ("pFedMoE", "1")
+    assert (int(first["parameters"]), int(first["bytes"])) == (4 * 2 * 18, 4 * 2 * 18 * 8)
+    assert int(first["flops"]) == row["flops"]
+    assert float(first["best"]) == max(row["local_test_mean"] for row in fed.run.rows[:2])
+    assert (second["method"], second["bytes"]) == ("Standalone", "0")
+    assert "local test of 1.00 percent" in capsys.readouterr().out
+    run(phases, model(), blobs(SIZES), tmp_path, callbacks=callbacks[:1])
+    (line,) = (line for line in capsys.readouterr().out.splitlines() if line.startswith("pFedMoE  ") and " - " in line)
+    assert line.split()[1:5] == ["-"] * 4
+
+
+@pytest.mark.parametrize(
+    ("make", "sentence"),
+    [
+        (lambda: CostToTarget(90), "target is 90, but must be a fraction above 0 and at most 1"),
+        (lambda: CostToTarget(0.9, "accuracy"), "metric is 'accuracy', but must be one of local_test"),
+        (lambda: RepresentationMonitor([]), "there must be at least one of each"),
+        (lambda: RepresentationMonitor(samples_per_client=0), "there must be at least one of each"),
+    ],
+)
+def test_bad_arguments_of_callbacks_are_refused_in_one_sentence(make, sentence):
+    with pytest.raises(MisconfigurationException, match=sentence):
+        make()

@@ -1,0 +1,62 @@
+"""Pictures of representations."""
+
+import math
+
+import pytest
+import torch
+from helpers import blobs, mixture, run
+from helpers.pfedmoe import model
+from lightning.fabric.utilities.exceptions import MisconfigurationException
+from lightning.pytorch.loggers import TensorBoardLogger
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+from fedmoe_pl import Phase
+from fedmoe_pl.algorithms import Local, PFedMoE
+from fedmoe_pl.callbacks.representations import RepresentationMonitor, embed
+
+SIZES = (13, 8, 11, 9)
+
+
+def test_representations_are_those_of_the_clients_own_models_and_shown_in_tensorboard(tmp_path):
+    """Client 0 has no held-out sample where the share is too small; the others show what they hold out."""
+    monitor = RepresentationMonitor([0, 3], samples_per_client=3)
+    phases = [Phase("p FedMoE", PFedMoE(), max_epochs=1)]
+    datamodule = blobs((30, 20, 20, 20), test_fraction=0.2, dtype=torch.float32)
+    fed = run(phases, model(dtype=torch.float32), datamodule, tmp_path, callbacks=[monitor], logger=True)
+    found, classes, clients = monitor.compute(fed, "p FedMoE")
+    assert clients.tolist() == [0, 0, 0, 3, 3, 3]
+    for client, own in ((0, slice(0, 3)), (3, slice(3, 6))):
+        samples = datamodule.test_samples[client][:3]
+        module, x = fed.client_module("p FedMoE", client), datamodule.x[samples]
+        assert torch.equal(classes[own], datamodule.y[samples])
+        g = module.gate(x)
+        shared, local = module.shared_extractor(x), module.local_experts[0](x)
+        torch.testing.assert_close(found.shared[own], shared)
+        torch.testing.assert_close(found.local[own], local)
+        torch.testing.assert_close(found.mixed[own], g[:, :1] * shared + g[:, 1:] * local)
+    assert isinstance(fed.run.loggers[0], TensorBoardLogger)
+    log = EventAccumulator(str(fed.run_dir), size_guidance={"images": 0}).Reload()
+    (image,) = log.Images("representations/p_FedMoE")
+    assert image.width == 700
+    (folder,) = fed.run_dir.glob("00001/p_FedMoE")
+    lines = (folder / "metadata.tsv").read_text().splitlines()
+    assert lines == ["class\tclient", *(f"{c}\t{k}" for c, k in zip(classes.tolist(), clients.tolist(), strict=True))]
+    assert "p_FedMoE" in (fed.run_dir / "projector_config.pbtxt").read_text()
+
+
+def test_other_models_have_no_representations_and_unknown_clients_are_refused(tmp_path):
+    fed = run([Phase("p", Local())], mixture(), blobs(), tmp_path, callbacks=[RepresentationMonitor()], logger=True)
+    assert not list(fed.run_dir.glob("projector*"))
+    with pytest.raises(MisconfigurationException, match="clients has 7, but must be ids below"):
+        run([Phase("p", Local())], mixture(), blobs(), tmp_path, callbacks=[RepresentationMonitor([0, 7])])
+
+
+def test_groups_far_apart_stay_apart_in_the_plane_and_nothing_is_drawn():
+    generator = torch.Generator().manual_seed(0)
+    points = torch.randn(40, 8, generator=generator) + 50 * (torch.arange(40) % 2)[:, None]
+    state = torch.get_rng_state()
+    found = torch.from_numpy(embed(points, seed=0)).double()
+    assert torch.equal(found, torch.from_numpy(embed(points, seed=0)).double())
+    assert torch.equal(state, torch.get_rng_state())
+    distances = torch.cdist(found, found).fill_diagonal_(math.inf)
+    assert (distances.argmin(1) % 2 == torch.arange(40) % 2).all(), "everybody's neighbour is of the own group"

@@ -1,0 +1,89 @@
+"""What a phase starts from: an earlier phase, its best round, or a checkpoint."""
+
+import pytest
+import torch
+from helpers.runs import WithDropout, assert_same, data, federation, model, phases
+from lightning.fabric.utilities.exceptions import MisconfigurationException
+from torch import nn
+
+from fedmoe_pl import PersonalizedMoE, Phase
+from fedmoe_pl.algorithms import FedAvg, PersonalizedExpert
+from fedmoe_pl.models import ConstantGate
+
+
+def test_one_federated_phase_serves_all_personalized_ones_and_local_ignores_it(tmp_path):
+    run = federation(tmp_path, phases()[1:] + phases()[:1])
+    assert run.starts == {"FedAvg": "initial", "PFL-FB": "FedAvg", "PFL-MF": "PFL-FB", "Local": "initial"}
+    run.fit(model(), data())
+    fedavg = run.client_module("FedAvg", 0).state_dict()
+    for method in ("PFL-FB", "PFL-MF"):
+        for client in range(3):
+            state = run.client_module(method, client).state_dict()
+            for name, tensor in state.items():
+                if name.startswith("global_expert."):
+                    assert torch.equal(tensor, fedavg[name])
+                if name.startswith("local_expert.extractor."):
+                    assert torch.equal(tensor, fedavg[name.replace("local_expert", "global_expert")])
+    experts = [run.client_module(method, 1).local_expert.state_dict() for method in ("PFL-FB", "PFL-MF")]
+    assert_same(dict(experts[0]), dict(experts[1]))
+
+
+def test_the_monitored_round_is_the_result_and_the_next_phase_starts_from_it(tmp_path):
+    federated = Phase("FedAvg", FedAvg("global_expert.*"), rounds=6, gate=ConstantGate(1.0), monitor="global_test")
+    run = federation(tmp_path, [federated, Phase("PFL-FT", PersonalizedExpert(), max_epochs=0)])
+    results = run.fit(model(), data())
+    accuracies = [row["global_test_mean"] for row in run.run.rows[:6]]
+    best = accuracies.index(max(accuracies)) + 1
+    assert best < 6, "the test shows nothing if the last round is the best"
+    assert (results["FedAvg"].round, results["FedAvg"].selection) == (best, "best round by global_test")
+    assert results["FedAvg"].spread("global_test").mean == max(accuracies)
+
+    short = Phase("FedAvg", FedAvg("global_expert.*"), rounds=best, gate=ConstantGate(1.0))
+    expected = federation(tmp_path / "short", [short])
+    expected.fit(model(), data())
+    state = run.client_module("PFL-FT", 0).global_expert.state_dict()
+    assert_same(dict(state), dict(expected.client_module("FedAvg", 0).global_expert.state_dict()))
+
+
+def test_rounds_before_monitor_from_round_are_not_selected(tmp_path):
+    phase = Phase("FedAvg", FedAvg("global_expert.*"), rounds=6, gate=ConstantGate(1.0), monitor="global_test")
+    phase.monitor_from_round = 6
+    assert federation(tmp_path, [phase]).fit(model(), data())["FedAvg"].round == 6
+
+
+@pytest.mark.parametrize("kind", ["federation", "lightning"])
+def test_a_checkpoint_given_in_place_of_fedavg_gives_the_same_personalized_models(tmp_path, kind):
+    whole = federation(tmp_path / "whole")
+    whole.fit(model(), data())
+    if kind == "federation":
+        path = whole.run_dir / "checkpoints/last.ckpt"
+    else:
+        path = whole.run_dir / "clients/FedAvg/all_clients.ckpt"
+    given = phases()
+    given[1].ckpt_path = str(path)
+    run = federation(tmp_path / "given", given)
+    run.fit(model(), data())
+    assert_same(run.run.states["PFL-MF"].kept, whole.run.states["PFL-MF"].kept)
+
+
+def test_a_result_given_by_a_checkpoint_says_so_and_must_fit_before_any_training(tmp_path):
+    whole = federation(tmp_path / "whole")
+    whole.fit(model(), data())
+    given = phases()
+    given[1].ckpt_path, given[1].rounds = str(whole.run_dir / "checkpoints/last.ckpt"), 1000
+    results = federation(tmp_path / "given", given).fit(model(), data())
+    assert results["FedAvg"].selection == "given checkpoint"
+    assert results["FedAvg"].round == whole.results["FedAvg"].round
+    assert results["FedAvg"].clients == whole.results["FedAvg"].clients or results["FedAvg"].spread("global_test") == (
+        whole.results["FedAvg"].spread("global_test")
+    )
+
+    class Wide(WithDropout):
+        def __init__(self):
+            super().__init__()
+            self.extractor = nn.Sequential(nn.Linear(5, 9), nn.ReLU())
+            self.classifier = nn.Linear(9, 3)
+
+    with pytest.raises(MisconfigurationException, match="cannot be loaded"):
+        federation(tmp_path / "wide", given).fit(PersonalizedMoE(Wide()), data())
+    assert not (tmp_path / "wide").exists()

@@ -1,0 +1,52 @@
+"""What is refused before any training."""
+
+from functools import partial
+
+import pytest
+import torch
+from helpers.runs import WithDropout, data, federation, model, phases
+from lightning.fabric.utilities.exceptions import MisconfigurationException
+from torch import nn
+
+from fedmoe_pl import PersonalizedMoE, Phase
+from fedmoe_pl.algorithms import FedAvg, Local, PFLMoE
+
+REFUSED = {
+    "clients_per_round is 4, but must be at most the number of clients, 3": {"clients_per_round": 4},
+    "clients_per_round is 1.5": {"clients_per_round": 1.5},
+    "rounds is 0, but must be at least 1": {"rounds": 0},
+    "monitor is 'accuracy', but must be one of local_test": {"monitor": "accuracy"},
+    "monitor is 'validation', but validation_fraction is 0": {"monitor": "validation"},
+    "monitor_from_round is 3, but must be at most rounds, 1": {"monitor_from_round": 3},
+    "start is 'Fed', but must be 'initial' or an earlier phase": {"start": "Fed"},
+    "PFLMoE starts from an earlier phase, but none": {"algorithm": PFLMoE()},
+    "shared is 'global_exprt.*', which matches no parameter": {"algorithm": FedAvg("global_exprt.*")},
+    "Invalid learning rate: -1": {"optimizer": partial(torch.optim.SGD, lr=-1)},
+    "ckpt_path is 'none.ckpt', but there is no such file": {"ckpt_path": "none.ckpt"},
+}
+
+
+@pytest.mark.parametrize("sentence", REFUSED)
+def test_a_phase_that_cannot_run_is_refused_before_any_training(tmp_path, sentence):
+    with pytest.raises(MisconfigurationException, match=sentence.replace("*", r"\*")):
+        phase = Phase(**{"name": "FedAvg", "algorithm": FedAvg(), **REFUSED[sentence]})
+        federation(tmp_path, [Phase("Local", Local(), evaluate=False), phase]).fit(model(), data())
+    assert not list(tmp_path.rglob("version_*"))
+
+
+def test_a_model_that_does_not_fit_the_data_is_refused(tmp_path):
+    class TooFew(WithDropout):
+        def __init__(self):
+            super().__init__()
+            self.classifier = nn.Linear(4, 2)
+
+    class Wide(WithDropout):
+        def __init__(self):
+            super().__init__()
+            self.extractor = nn.Linear(50, 4)
+
+    for expert, sentence in ((TooFew(), "have 3 classes"), (Wide(), r"samples of shape \(5,\)")):
+        with pytest.raises(MisconfigurationException, match=sentence):
+            federation(tmp_path).fit(PersonalizedMoE(expert), data())
+    with pytest.raises(MisconfigurationException, match="at least one phase and every name once"):
+        federation(tmp_path, [phases()[0], phases()[0]])

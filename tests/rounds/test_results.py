@@ -1,0 +1,106 @@
+"""Evaluations as rows of files and as the table that ends a run."""
+
+import csv
+import math
+
+import pytest
+import torch
+from helpers.evaluations import evaluation, mixture, nan
+
+from fedmoe_pl.rounds.results import (
+    client_rows,
+    format_table,
+    mean_gate_weight_by_class,
+    round_row,
+    summary_row,
+    write_csv,
+)
+
+
+def test_round_row_names_what_was_evaluated_and_spreads_over_clients():
+    row = round_row(evaluation(selection="best round by global_test"))
+    assert {k: row[k] for k in ("method", "round", "model", "clients", "moment", "selection")} == {
+        "method": "FedAvg",
+        "round": 4,
+        "model": "global expert",
+        "clients": "all 3",
+        "moment": "after aggregation",
+        "selection": "best round by global_test",
+    }
+    assert row["local_test_mean"] == pytest.approx(0.7)
+    assert row["local_test_std"] == pytest.approx(math.sqrt(0.08 / 3))
+    assert row["local_test_worst_tenth"] == 0.5
+    assert math.isnan(row["validation_mean"])
+
+
+def test_client_rows_and_summary_row_have_the_mean_gate_weight():
+    rows = client_rows(mixture())
+    assert [row["mean_gate_weight"] for row in rows] == pytest.approx([0.4375, 0.75, 0.15])
+    assert [row["n_train"] for row in rows] == [10, 11, 12]
+    assert summary_row(mixture())["mean_gate_weight_mean"] == pytest.approx((0.4375 + 0.75 + 0.15) / 3)
+    assert math.isnan(summary_row(evaluation())["mean_gate_weight_mean"])
+
+
+def test_csv_keeps_every_digit_and_leaves_nan_empty(tmp_path):
+    rows = [{"method": "a, b", "round": 1, "x": 1 / 3}, {"method": "c", "round": 2, "x": nan}]
+    write_csv(tmp_path / "a.csv", rows)
+    write_csv(tmp_path / "b.csv", rows)
+    assert (tmp_path / "a.csv").read_bytes() == (tmp_path / "b.csv").read_bytes()
+    with (tmp_path / "a.csv").open(newline="") as file:
+        read = list(csv.DictReader(file))
+    assert float(read[0]["x"]) == 1 / 3
+    assert read[0]["method"] == "a, b"
+    assert read[1] == {"method": "c", "round": "2", "x": ""}
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["a.csv", "b.csv"]
+
+
+def test_failed_csv_leaves_the_old_file(tmp_path):
+    write_csv(tmp_path / "a.csv", [{"x": 1}])
+
+    class Unprintable:
+        def __str__(self):
+            raise RuntimeError("no text")
+
+    with pytest.raises(RuntimeError):
+        write_csv(tmp_path / "a.csv", [{"x": Unprintable()}])
+    assert (tmp_path / "a.csv").read_text() == "x\n1\n"
+
+
+def test_table():
+    evaluations = [evaluation(), mixture(round=1, local=(0.91, 0.93, 1.0))]
+    expected = """\
+                  local test                    global test
+method       mean     std worst tenth      mean     std worst tenth
+-------------------------------------------------------------------
+FedAvg      70.00   16.33       50.00     60.00    0.00       60.00
+PFL-MFE     94.67    3.86       91.00     60.00    0.00       60.00
+
+Accuracy in percent over all 3 clients: mean, standard deviation, mean of the worst tenth.
+local test: accuracy per class on the global test set, weighted with the client's class shares
+global test: accuracy on the global test set, the same for all clients
+FedAvg: global expert, after aggregation, last round (round 4)
+PFL-MFE: mixture, after local training, last round (round 1)"""
+    assert format_table(evaluations) == expected
+
+
+def test_table_has_held_out_columns_only_where_present():
+    assert "held out" not in format_table([evaluation()])
+    table = format_table([evaluation(held_out=0.25), evaluation("Local")])
+    lines = table.splitlines()
+    assert "local test held out" in lines[0]
+    assert lines[3].split()[4:7] == ["25.00", "0.00", "25.00"]
+    assert lines[4].split()[4:7] == ["-", "-", "-"]
+    assert "FedAvg, Local: global expert, after aggregation, last round (round 4)" in lines
+
+
+def test_table_of_given_metrics():
+    table = format_table([evaluation()], ["validation"])
+    assert "global test:" not in table
+    assert "validation: accuracy on the client's validation samples" in table
+
+
+def test_mean_gate_weight_by_class():
+    weights = mean_gate_weight_by_class(mixture(), num_classes=4)
+    expected = torch.tensor([[0.25, 0.625, nan, nan], [nan, nan, 0.75, nan], [nan, 0.15, nan, nan]])
+    torch.testing.assert_close(weights, expected.double(), equal_nan=True, atol=1e-7, rtol=0)
+    assert mean_gate_weight_by_class(evaluation(), num_classes=4).isnan().all()

@@ -1,0 +1,120 @@
+"""A run that was stopped anywhere ends with the bits of one that was not."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from helpers.runs import Kill, assert_same, data, federation, model, phases
+from lightning.fabric.utilities.exceptions import MisconfigurationException
+
+from fedmoe_pl import Federation
+from fedmoe_pl.cli import main
+from fedmoe_pl.rounds.checkpoint import load_checkpoint
+
+REPOSITORY = Path(__file__).parents[2]
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory) -> Federation:
+    """A run that nothing stopped."""
+    run = federation(tmp_path_factory.mktemp("whole"))
+    run.fit(model(), data())
+    return run
+
+
+@pytest.mark.parametrize(
+    ("hook", "n"),
+    [
+        *(("on_client_end", 2), ("on_client_end", 6), ("on_evaluation_end", 3), ("on_round_end", 3)),
+        *(("on_round_end", 5), ("on_client_end", 15), ("on_phase_end", 3), ("on_fit_end", 1)),
+    ],
+)
+def test_a_run_stopped_anywhere_and_resumed_ends_with_the_bits_of_one_that_was_not(whole, tmp_path, hook, n):
+    with pytest.raises(KeyboardInterrupt):
+        federation(tmp_path / "stopped", callbacks=[Kill(hook, n)]).fit(model(), data())
+    resumed = federation(tmp_path / "stopped")
+    resumed.fit(model(seed=9), data(), ckpt_path="last")
+
+    content, expected = (load_checkpoint(run.run_dir / "checkpoints/last.ckpt") for run in (resumed, whole))
+    assert_same(content, expected)
+    for name in ("rounds.csv", "clients.csv", "summary.csv"):
+        assert (resumed.run_dir / name).read_bytes() == (whole.run_dir / name).read_bytes()
+
+
+def test_a_process_killed_by_the_system_is_continued_from_the_command_line(tmp_path, monkeypatch):
+    monkeypatch.setattr("sys.argv", ["fedmoe"])  # LightningCLI warns of arguments beside those that it is given
+    command = ["fit", "--config", str(REPOSITORY / "configs/quickstart.yaml"), "--federation.phases", PHASES]
+    command += [
+        "--data.init_args.num_clients",
+        "4",
+        "--data.init_args.partitioner",
+        "IID",
+        "--data.init_args.batch_size",
+        "100",
+        "--federation.name",
+        "run",
+    ]
+
+    def arguments(folder):
+        return [*command, "--federation.default_root_dir", str(tmp_path / folder)]
+
+    rounds = tmp_path / "killed/run/version_0/rounds.csv"
+    killed = [sys.executable, "cli.py", *arguments("killed")]
+    with subprocess.Popen(killed, cwd=REPOSITORY, stderr=subprocess.DEVNULL) as process:
+        deadline = time.monotonic() + 120
+        while (not rounds.is_file() or len(rounds.read_text().splitlines()) < 4) and time.monotonic() < deadline:
+            with pytest.raises(subprocess.TimeoutExpired):  # it has not ended
+                process.wait(0.1)
+        os.kill(process.pid, signal.SIGKILL)
+    assert len(rounds.read_text().splitlines()) < 26
+    main([*arguments("killed"), "--ckpt_path", "last"])
+    main(arguments("whole"))
+    content, expected = (
+        load_checkpoint(tmp_path / folder / "run/version_0/checkpoints/last.ckpt") for folder in ("killed", "whole")
+    )
+    assert_same(content, expected)
+    assert rounds.read_bytes() == (tmp_path / "whole/run/version_0/rounds.csv").read_bytes()
+
+
+PHASES = """[
+  {name: FedAvg, algorithm: {class_path: FedAvg, init_args: {shared: global_expert.*}}, rounds: 25, gate: {class_path:
+   ConstantGate, init_args: {weight: 1.0}}},
+  {name: PFL-FT, algorithm: {class_path: PersonalizedExpert}}]"""
+
+
+@pytest.mark.parametrize("damage", [b"", b"no checkpoint", None])
+def test_a_damaged_checkpoint_is_refused_and_the_run_is_kept(whole, tmp_path, damage):
+    path = whole.run_dir / "checkpoints/last.ckpt"
+    damaged = tmp_path / "damaged.ckpt"
+    damaged.write_bytes(path.read_bytes()[:-2000] if damage is None else damage)
+    files = {file: file.read_bytes() for file in whole.run_dir.rglob("*") if file.is_file()}
+    with pytest.raises(MisconfigurationException, match="damaged or no checkpoint"):
+        federation(whole.runs.parent).fit(model(), data(), ckpt_path=str(damaged))
+    assert {file: file.read_bytes() for file in whole.run_dir.rglob("*") if file.is_file()} == files
+
+
+def test_a_checkpoint_of_another_run_is_refused(whole, tmp_path):
+    with pytest.raises(MisconfigurationException, match="seed_everything 0, but now it is 1"):
+        federation(whole.runs.parent, seed=1).fit(model(), data(), ckpt_path="last")
+    with pytest.raises(MisconfigurationException, match="holds the phases"):
+        federation(whole.runs.parent, phases()[:1]).fit(model(), data(), ckpt_path="last")
+    with pytest.raises(MisconfigurationException, match=r"no run in .* has a checkpoint"):
+        federation(tmp_path / "empty").fit(model(), data(), ckpt_path="last")
+
+
+def test_a_checkpoint_goes_on_only_with_its_own_data_and_rounds(whole, tmp_path):
+    for other in (data(sizes=(13, 8, 11, 9)), data(validation_fraction=0.3), data(sizes=(11, 8, 13))):
+        with pytest.raises(MisconfigurationException, match="a run on other data or clients"):
+            federation(whole.runs.parent).test(model(), other)
+    changed = phases()
+    changed[1].rounds = 7
+    with pytest.raises(MisconfigurationException, match="'FedAvg' has had 4 rounds, but rounds is 7"):
+        federation(whole.runs.parent, changed).fit(model(), data(), ckpt_path="last")
+    moved = tmp_path / "moved.ckpt"
+    moved.write_bytes((whole.run_dir / "checkpoints/last.ckpt").read_bytes())
+    with pytest.raises(MisconfigurationException, match=r"it must be checkpoints/last\.ckpt in the folder of its run"):
+        federation(tmp_path).fit(model(), data(), ckpt_path=str(moved))
