@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from fedmoe_pl.algorithms.ifca import PICKS
+from fedmoe_pl.algorithms.ifca import cluster_picks
 from fedmoe_pl.callbacks.callback import FederationCallback
 from fedmoe_pl.callbacks.figures import cluster_picks_figure, figure_pixels
 from fedmoe_pl.callbacks.tensorboard import method_tag, tensorboard_writers
@@ -23,19 +23,18 @@ class ClusterMonitor(FederationCallback):
 
     def on_round_end(self, federation: Federation, phase: Phase, round: int) -> None:
         """Logs the picks of the round."""
-        server = federation.states[phase.name].server
-        if PICKS in server:
-            picks = server[PICKS][-1].tolist()
+        picks = cluster_picks(federation.states[phase.name].server)
+        if picks is not None:
             tag = f"clusters/{method_tag(phase.name)}/picked"
-            scalars = {f"{tag}_{cluster}": float(number) for cluster, number in enumerate(picks)}
+            scalars = {f"{tag}_{cluster}": float(number) for cluster, number in enumerate(picks[-1].tolist())}
             for logger in federation.loggers:
                 logger.log_metrics(scalars, step=federation.step)
 
     def on_phase_end(self, federation: Federation, phase: Phase, evaluation: Evaluation | None) -> None:
         """Draws the picks of all rounds up to the result."""
-        server = federation.states[phase.name].server
-        if PICKS in server and len(server[PICKS]):
-            pixels = figure_pixels(cluster_picks_figure(phase.name, server[PICKS]))
+        picks = cluster_picks(federation.states[phase.name].server)
+        if picks is not None and len(picks):
+            pixels = figure_pixels(cluster_picks_figure(phase.name, picks))
             for writer in tensorboard_writers(federation):
                 tag = f"clusters/{method_tag(phase.name)}/picks"
                 writer.add_image(tag, pixels, federation.step, dataformats="HWC")

@@ -17,7 +17,7 @@ from torchmetrics.functional.classification import multiclass_accuracy
 from fedmoe_pl.algorithms.algorithm import EVALUATED_AT_ONCE, Client, chooses_model
 from fedmoe_pl.data.parts import Parts
 from fedmoe_pl.models import ConstantGate, MixtureOfExperts
-from fedmoe_pl.trees import Tree, copy_module, load_tree
+from fedmoe_pl.trees import Tree, copy_module, load_tree, of_module
 
 if TYPE_CHECKING:
     from fedmoe_pl.backends import LocalTraining
@@ -192,8 +192,7 @@ def _models(
         if chooses:
             tensors = personal_tensors(training, module, server, client, own)
         else:
-            sent = training.algorithm.server_send(server, client)
-            tensors = {**sent, **own} if own else sent
+            tensors = of_module({**training.algorithm.server_send(server, client), **own})
         if sharing and not _same_tensors(tensors, shared):
             if own:
                 yield tensors, [client]  # those who kept nothing may go on sharing
