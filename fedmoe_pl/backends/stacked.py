@@ -34,7 +34,7 @@ from fedmoe_pl.backends.client import (
 )
 from fedmoe_pl.backends.features import FeatureCache, Features, is_close, largest_value, looked_up, no_input
 from fedmoe_pl.data import Batches
-from fedmoe_pl.models.sparse import dense_experts
+from fedmoe_pl.models.mixtures.sparse import dense_experts
 from fedmoe_pl.trees import Tree, copy_module, load_tree
 
 _ELEMENTWISE = {

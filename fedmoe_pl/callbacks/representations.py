@@ -9,7 +9,7 @@ from torch import Tensor
 
 from fedmoe_pl.callbacks.figures import figure_pixels, representation_figure
 from fedmoe_pl.callbacks.tensorboard import method_tag, tensorboard_writers
-from fedmoe_pl.models.representation import RepresentationMoE, Representations
+from fedmoe_pl.models.mixtures.representation import RepresentationMoE, Representations
 from fedmoe_pl.rounds.evaluation import Evaluation
 from fedmoe_pl.rounds.phase import Phase
 from fedmoe_pl.rounds.run import FederationCallback, Run

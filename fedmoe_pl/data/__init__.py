@@ -3,16 +3,28 @@
 from fedmoe_pl.data.arrays import Arrays
 from fedmoe_pl.data.augmentation import Augmentation, RandomCrop, RandomHorizontalFlip
 from fedmoe_pl.data.batches import Batches
-from fedmoe_pl.data.class_partitions import MajorityClasses, Pathological, Shards, TwoClasses
 from fedmoe_pl.data.datamodule import FederatedDataModule
-from fedmoe_pl.data.datasets import CIFAR10, CIFAR100, EMNIST, MNIST, SVHN, Digits, FashionMNIST, TorchvisionDataModule
-from fedmoe_pl.data.dirichlet_partitions import BalancedDirichlet, ClientDirichlet
-from fedmoe_pl.data.files import ImageFolder, NpzFile
-from fedmoe_pl.data.leaf import FEMNIST
-from fedmoe_pl.data.partition import IID, Dirichlet, NaturalIds, Partitioner
+from fedmoe_pl.data.datasets.ag_news import AGNews
+from fedmoe_pl.data.datasets.digits import Digits
+from fedmoe_pl.data.datasets.femnist import FEMNIST
+from fedmoe_pl.data.datasets.image_folder import ImageFolder
+from fedmoe_pl.data.datasets.npz import NpzFile
+from fedmoe_pl.data.datasets.torchvision import (
+    CIFAR10,
+    CIFAR100,
+    EMNIST,
+    MNIST,
+    SVHN,
+    FashionMNIST,
+    TorchvisionDataModule,
+)
 from fedmoe_pl.data.partition_report import partition_figure, partition_table
+from fedmoe_pl.data.partitioners.classes import MajorityClasses, Pathological, Shards, TwoClasses
+from fedmoe_pl.data.partitioners.dirichlet import BalancedDirichlet, ClientDirichlet, Dirichlet
+from fedmoe_pl.data.partitioners.iid import IID
+from fedmoe_pl.data.partitioners.natural_ids import NaturalIds
+from fedmoe_pl.data.partitioners.partitioner import Partitioner
 from fedmoe_pl.data.parts import Parts
-from fedmoe_pl.data.text import AGNews
 
 __all__ = [
     "CIFAR10",

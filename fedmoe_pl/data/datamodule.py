@@ -13,7 +13,9 @@ from torch import Generator, Tensor
 from fedmoe_pl.data.arrays import Arrays, normalized
 from fedmoe_pl.data.augmentation import Augmentation
 from fedmoe_pl.data.batches import Batches
-from fedmoe_pl.data.partition import IID, NaturalIds, Partitioner
+from fedmoe_pl.data.partitioners.iid import IID
+from fedmoe_pl.data.partitioners.natural_ids import NaturalIds
+from fedmoe_pl.data.partitioners.partitioner import Partitioner
 from fedmoe_pl.data.parts import Parts
 from fedmoe_pl.data.rotation import check_rotations, rotated
 from fedmoe_pl.data.splits import balanced_subset, natural_test_samples, pooled_ids, split

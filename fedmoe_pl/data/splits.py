@@ -8,7 +8,7 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch import Tensor
 
 from fedmoe_pl.data.arrays import Arrays
-from fedmoe_pl.data.partition import group_by
+from fedmoe_pl.data.partitioners.partitioner import group_by
 from fedmoe_pl.data.parts import Parts
 
 _GLOBAL_TEST = (0, 0)  # key of the random numbers that choose global test samples; the clients' own have one number

@@ -1,26 +1,26 @@
 """Experts, gates and the personalized mixture; nothing here knows of federations."""
 
-from fedmoe_pl.models.blocks import ConvBlock, ConvExpert
-from fedmoe_pl.models.clustered import ClusteredMoE
-from fedmoe_pl.models.experts import VGG16, LeNet5, RepresentationMLP, SmallMLP
-from fedmoe_pl.models.gates import (
-    ConstantGate,
-    EqualWeights,
-    FeatureGate,
-    FixedGate,
-    Gate,
-    GlobalOnly,
-    LinearGate,
-    LocalOnly,
-)
-from fedmoe_pl.models.mixture import MixtureOfExperts
-from fedmoe_pl.models.moe import PersonalizedMoE
-from fedmoe_pl.models.network_gates import GateCNN, NetworkGate, SwitchNormGate
-from fedmoe_pl.models.networks import CNN, IFCACNN, LEAFCNN, FedAvgCNN, TwoConvCNN
+from fedmoe_pl.models.experts.bilstm import BiLSTM
+from fedmoe_pl.models.experts.cnn import CNN
+from fedmoe_pl.models.experts.fedavg_cnn import ConvBlock, ConvExpert, FedAvgCNN
+from fedmoe_pl.models.experts.ifca_cnn import IFCACNN
+from fedmoe_pl.models.experts.leaf_cnn import LEAFCNN
+from fedmoe_pl.models.experts.lenet5 import LeNet5
+from fedmoe_pl.models.experts.mlp import RepresentationMLP, SmallMLP
+from fedmoe_pl.models.experts.two_conv_cnn import TwoConvCNN
+from fedmoe_pl.models.experts.vgg16 import VGG16
+from fedmoe_pl.models.gates.fixed import ConstantGate, EqualWeights, FixedGate, GlobalOnly, LocalOnly
+from fedmoe_pl.models.gates.gate import Gate
+from fedmoe_pl.models.gates.linear import FeatureGate, LinearGate
+from fedmoe_pl.models.gates.network import GateCNN, NetworkGate
+from fedmoe_pl.models.gates.proxy import ProxyGate
+from fedmoe_pl.models.gates.switch_norm import SwitchNormGate
+from fedmoe_pl.models.mixtures.clustered import ClusteredMoE
+from fedmoe_pl.models.mixtures.mixture import MixtureOfExperts
+from fedmoe_pl.models.mixtures.personalized import PersonalizedMoE
+from fedmoe_pl.models.mixtures.representation import RepresentationMoE
+from fedmoe_pl.models.mixtures.sparse import SparseMoE
 from fedmoe_pl.models.normalization import SwitchNorm1d
-from fedmoe_pl.models.recurrent import BiLSTM
-from fedmoe_pl.models.representation import RepresentationMoE
-from fedmoe_pl.models.sparse import ProxyGate, SparseMoE
 
 __all__ = [
     "CNN",

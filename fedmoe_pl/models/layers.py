@@ -80,3 +80,25 @@ def check_dropout(network: nn.Module, dropout: float) -> None:
         raise MisconfigurationException(
             f"{type(network).__name__}'s init_args.dropout is {dropout}, but must be at least 0 and below 1."
         )
+
+
+def two_convolutions(
+    in_channels: int, conv1_channels: int, conv2_channels: int, convolution: type[nn.Conv2d] = nn.Conv2d
+) -> nn.Sequential:
+    """Two 5x5 convolutions, each with ReLU and 2x2 pooling, and flattening.
+
+    Args:
+        in_channels: channels of the input.
+        conv1_channels: width of the first convolution.
+        conv2_channels: width of the second convolution.
+        convolution: class of both convolutions, which draws their initial parameters.
+    """
+    return nn.Sequential(
+        convolution(in_channels, conv1_channels, 5),
+        nn.ReLU(),
+        nn.MaxPool2d(2),
+        convolution(conv1_channels, conv2_channels, 5),
+        nn.ReLU(),
+        nn.MaxPool2d(2),
+        nn.Flatten(),
+    )

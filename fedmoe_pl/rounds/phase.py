@@ -11,8 +11,8 @@ from lightning.pytorch import Callback
 from lightning.pytorch.cli import LRSchedulerCallable, OptimizerCallable
 
 from fedmoe_pl.algorithms.algorithm import Algorithm
-from fedmoe_pl.models.gates import Gate
-from fedmoe_pl.models.mixture import Mixing
+from fedmoe_pl.models import Gate
+from fedmoe_pl.models.mixtures.mixture import Mixing
 from fedmoe_pl.rounds.evaluation import MONITORS
 
 INITIAL = "initial"

@@ -16,7 +16,7 @@ from fedmoe_pl import Client, Phase
 from fedmoe_pl.algorithms import FedAvg, Local, PFedMoE
 from fedmoe_pl.backends import StackedBackend, TrainerBackend
 from fedmoe_pl.models import CNN, ConstantGate, FeatureGate, LinearGate, RepresentationMLP, RepresentationMoE
-from fedmoe_pl.models.network_gates import SwitchNormGate
+from fedmoe_pl.models.gates.switch_norm import SwitchNormGate
 
 
 def narrow(architecture: int, **kwargs) -> RepresentationMoE:

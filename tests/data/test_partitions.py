@@ -15,7 +15,7 @@ from fedmoe_pl.data import (
     Shards,
     TwoClasses,
 )
-from fedmoe_pl.data.class_partitions import draw_classes
+from fedmoe_pl.data.partitioners.classes import draw_classes
 
 CIFAR10_LABELS = np.arange(50_000) % 10
 

@@ -12,7 +12,7 @@ from lightning.pytorch import LightningModule
 from lightning.pytorch.cli import LightningCLI
 
 from fedmoe_pl.data import FEMNIST, AGNews, Arrays, FederatedDataModule, NpzFile, RandomCrop
-from fedmoe_pl.data.text import to_ids, tokenize, vocabulary
+from fedmoe_pl.data.datasets.ag_news import to_ids, tokenize, vocabulary
 
 
 def set_up(datamodule):

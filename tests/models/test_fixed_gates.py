@@ -27,8 +27,10 @@ from fedmoe_pl.models import (
     SmallMLP,
     SparseMoE,
 )
-from fedmoe_pl.models.mixture import mix_outputs
-from fedmoe_pl.rounds.phase import Phase, evaluated_model, phase_module
+from fedmoe_pl.models.mixtures.mixture import mix_outputs
+from fedmoe_pl.rounds.begin import phase_module
+from fedmoe_pl.rounds.evaluate import evaluated_model
+from fedmoe_pl.rounds.phase import Phase
 
 
 class ThreeExperts(MixtureOfExperts):

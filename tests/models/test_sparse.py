@@ -15,7 +15,7 @@ from torch.nn.parameter import UninitializedParameter
 
 from fedmoe_pl.algorithms import FedMoEDA
 from fedmoe_pl.models import ConstantGate, ConvBlock, ConvExpert, FedAvgCNN, SparseMoE
-from fedmoe_pl.models.sparse import dense_experts
+from fedmoe_pl.models.mixtures.sparse import dense_experts
 
 
 @torch.no_grad()

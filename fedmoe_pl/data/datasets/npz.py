@@ -1,4 +1,4 @@
-"""Data sets of a user's own: arrays in a file, images in folders."""
+"""A user's own arrays in a file."""
 
 from __future__ import annotations
 
@@ -9,13 +9,10 @@ import numpy as np
 import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch import Tensor
-from torchvision import datasets
-from torchvision.datasets.folder import default_loader
-from torchvision.transforms.v2 import functional
 
 from fedmoe_pl.data.arrays import Arrays
 from fedmoe_pl.data.datamodule import FederatedDataModule
-from fedmoe_pl.data.images import READ_ERRORS, channels_first, checked_image_size, resize
+from fedmoe_pl.data.datasets.images import READ_ERRORS, channels_first, checked_image_size, resize
 
 
 class NpzFile(FederatedDataModule):
@@ -72,61 +69,6 @@ class NpzFile(FederatedDataModule):
         )
 
 
-class ImageFolder(FederatedDataModule):
-    """A user's own images, one folder per class, such as ``train/cat/1.png`` and ``test/cat/2.png``.
-
-    Images are read as RGB. Classes are numbered by the sorted names of the folders in ``train_dir``.
-
-    Args:
-        train_dir: folder of the training images.
-        test_dir: folder of the images of the global test set; its classes must be among those of ``train_dir``.
-        image_size: the shorter side of every image is resized to this and its square centre is cut out; None leaves
-            the images as they are, which must then all have the same size.
-        mean: mean of each channel of the images in [0, 1]; None to compute it from the training images.
-        std: standard deviation of each channel, likewise.
-        **kwargs: arguments of ``FederatedDataModule``.
-    """
-
-    def __init__(
-        self,
-        train_dir: str,
-        test_dir: str,
-        image_size: int | None = None,
-        mean: tuple[float, ...] | None = None,
-        std: tuple[float, ...] | None = None,
-        **kwargs: Any,
-    ) -> None:
-        super().__init__(**kwargs)
-        self.train_dir = train_dir
-        self.test_dir = test_dir
-        self.image_size = checked_image_size(image_size)
-        self.mean = mean
-        self.std = std
-
-    def load(self) -> Arrays:
-        """Read all images."""
-        train = _open_folder(self.train_dir, "data.init_args.train_dir")
-        test = _open_folder(self.test_dir, "data.init_args.test_dir")
-        unknown = sorted(set(test.classes) - set(train.classes))
-        if unknown:
-            raise MisconfigurationException(
-                f"data.init_args.test_dir: '{self.test_dir}' has the class '{unknown[0]}', which "
-                f"data.init_args.train_dir, '{self.train_dir}', does not have."
-            )
-        # by name: the test folder may lack a class, and then numbers its classes otherwise
-        y_test = [train.class_to_idx[test.classes[target]] for target in test.targets]
-        x_train = _read_images([path for path, _ in train.samples], self.image_size, "data.init_args.train_dir")
-        x_test = _read_images([path for path, _ in test.samples], self.image_size, "data.init_args.test_dir")
-        return Arrays(
-            x_train,
-            torch.tensor(train.targets),
-            x_test,
-            torch.tensor(y_test),
-            mean=self.mean,
-            std=self.std,
-        )
-
-
 def _read_npz(path: str, name: str) -> dict[str, np.ndarray]:
     """Return the arrays of the file that a data set needs, and the client ids if it has them."""
     if not os.path.isfile(path):
@@ -159,31 +101,3 @@ def _to_samples(array: np.ndarray, name: str) -> Tensor:
         f"{name} is {array.dtype} of shape {array.shape}, but must be uint8 images, floating point, or integer ids of "
         "words of shape (n, length)."
     )
-
-
-def _open_folder(folder: str, key: str) -> datasets.ImageFolder:
-    if not os.path.isdir(folder):
-        raise MisconfigurationException(f"{key}: there is no such folder ('{os.path.abspath(folder)}').")
-    try:
-        return datasets.ImageFolder(folder)
-    except OSError as error:
-        raise MisconfigurationException(
-            f"{key}: '{folder}' must hold one folder of images per class ({error})."
-        ) from error
-
-
-def _read_images(paths: list[str], image_size: int | None, key: str) -> Tensor:
-    images: list[Tensor] = []
-    for path in paths:
-        try:
-            image = functional.pil_to_tensor(default_loader(path))
-        except READ_ERRORS as error:
-            raise MisconfigurationException(f"{key}: '{path}' cannot be read as an image ({error}).") from error
-        images.append(resize(image.unsqueeze(0), image_size)[0])
-        if image.shape != images[0].shape and image_size is None:
-            (_, height, width), (_, first_height, first_width) = image.shape, images[0].shape
-            raise MisconfigurationException(
-                f"data.init_args.image_size must be set: '{path}' has {height} x {width} pixels, but '{paths[0]}' has "
-                f"{first_height} x {first_width}."
-            )
-    return torch.stack(images)

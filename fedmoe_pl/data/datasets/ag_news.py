@@ -16,7 +16,7 @@ from torch import Tensor
 
 from fedmoe_pl.data.arrays import Arrays
 from fedmoe_pl.data.datamodule import FederatedDataModule
-from fedmoe_pl.data.images import READ_ERRORS
+from fedmoe_pl.data.datasets.images import READ_ERRORS
 
 PAD, UNKNOWN = 0, 1  # ids of what fills up short texts, and of words outside the vocabulary
 _FIRST_WORD = 2

@@ -9,9 +9,10 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.cli import LRSchedulerCallable, OptimizerCallable
 from torch import Tensor, nn
 
-from fedmoe_pl.models.gates import EqualWeights, FixedGate, Gate
+from fedmoe_pl.models.gates.fixed import EqualWeights, FixedGate
+from fedmoe_pl.models.gates.gate import Gate
 from fedmoe_pl.models.layers import draw_anew
-from fedmoe_pl.models.mixture import Mixing, MixtureOfExperts, mix_outputs, run_once
+from fedmoe_pl.models.mixtures.mixture import Mixing, MixtureOfExperts, mix_outputs, run_once
 
 
 class ClusteredMoE(MixtureOfExperts):
@@ -27,7 +28,7 @@ class ClusteredMoE(MixtureOfExperts):
         num_clusters: number of clusters, J.
         local_expert: maps the same inputs to logits of the same shape; None takes the clusters' architecture.
         gate: weighs the experts, the local one last; None is the equal-weight mixture.
-        mixing: what is mixed, see :data:`fedmoe_pl.models.mixture.Mixing`.
+        mixing: what is mixed, see :data:`fedmoe_pl.models.mixtures.mixture.Mixing`.
         optimizer: makes the optimizer from the parameters.
         lr_scheduler: makes a scheduler, stepped once an epoch, from the optimizer; None for a constant rate.
 

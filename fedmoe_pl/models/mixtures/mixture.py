@@ -15,7 +15,7 @@ from lightning.pytorch.cli import LRSchedulerCallable, OptimizerCallable
 from torch import Tensor, nn
 from torchmetrics.functional.classification import multiclass_accuracy
 
-from fedmoe_pl.models.gates import FixedGate
+from fedmoe_pl.models.gates.fixed import FixedGate
 
 Batch = tuple[Tensor, Tensor]
 Mixing = Literal["logits", "probabilities", "log_probabilities", "probabilities_without_log"]

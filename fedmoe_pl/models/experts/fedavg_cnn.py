@@ -1,10 +1,40 @@
-"""The parts of FedMoE-DA's network: a common embedding, and experts behind it (METHODS sections 3 and 7.5)."""
+"""The network of FedMoE-DA, whole and in two parts."""
 
 from __future__ import annotations
 
 from torch import Tensor, nn
 
-from fedmoe_pl.models.layers import pooled_size
+from fedmoe_pl.models.layers import pooled_size, two_convolutions
+
+
+class FedAvgCNN(nn.Module):
+    """Two convolutions and two linear layers, the network taken for FedMoE-DA (Zhan et al. 2024).
+
+    That paper gives no widths; these are PFLlib's, and so is the name (METHODS section 3): 878,538 parameters for
+    CIFAR-10, 582,026 for images of 1x28x28.
+
+    Args:
+        in_channels: channels of the input, shape (B, in_channels, image_size, image_size).
+        num_classes: number of outputs.
+        image_size: height and width of the input in pixels.
+
+    Raises:
+        MisconfigurationException: if the image is too small.
+    """
+
+    def __init__(self, in_channels: int = 3, num_classes: int = 10, image_size: int = 32) -> None:
+        super().__init__()
+        size = pooled_size(self, image_size)
+        self.in_channels = in_channels
+        self.num_classes = num_classes
+        self.image_size = image_size
+        self.input_shape = (in_channels, image_size, image_size)
+        self.extractor = two_convolutions(in_channels, 32, 64)
+        self.classifier = nn.Sequential(nn.Linear(64 * size**2, 512), nn.ReLU(), nn.Linear(512, num_classes))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Logits of shape (B, num_classes)."""
+        return self.classifier(self.extractor(x))
 
 
 class ConvBlock(nn.Module):

@@ -12,7 +12,7 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 
 from fedmoe_pl.data.arrays import Arrays
 from fedmoe_pl.data.datamodule import FederatedDataModule
-from fedmoe_pl.data.images import READ_ERRORS
+from fedmoe_pl.data.datasets.images import READ_ERRORS
 
 
 class FEMNIST(FederatedDataModule):

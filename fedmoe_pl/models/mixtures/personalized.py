@@ -9,8 +9,9 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.cli import LRSchedulerCallable, OptimizerCallable
 from torch import Tensor, nn
 
-from fedmoe_pl.models.gates import EqualWeights, FixedGate, Gate
-from fedmoe_pl.models.mixture import Mixing, MixtureOfExperts, mix_outputs, run_once
+from fedmoe_pl.models.gates.fixed import EqualWeights, FixedGate
+from fedmoe_pl.models.gates.gate import Gate
+from fedmoe_pl.models.mixtures.mixture import Mixing, MixtureOfExperts, mix_outputs, run_once
 
 
 class PersonalizedMoE(MixtureOfExperts):
@@ -26,7 +27,7 @@ class PersonalizedMoE(MixtureOfExperts):
         gate: weighs the experts; None is the equal-weight mixture.
         optimizer: makes the optimizer from the parameters.
         lr_scheduler: makes a scheduler, stepped once an epoch, from the optimizer; None for a constant rate.
-        mixing: what is mixed, see :data:`fedmoe_pl.models.mixture.Mixing`.
+        mixing: what is mixed, see :data:`fedmoe_pl.models.mixtures.mixture.Mixing`.
 
     Raises:
         MisconfigurationException: if the gate reads features and the global expert has no ``extractor`` and

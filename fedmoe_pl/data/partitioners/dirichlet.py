@@ -5,9 +5,53 @@ from __future__ import annotations
 import numpy as np
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 
-from fedmoe_pl.data.partition import KEY, Partitioner, check_alpha, check_num_clients, check_samples_per_client, deal
+from fedmoe_pl.data.partitioners.partitioner import (
+    KEY,
+    Partitioner,
+    check_alpha,
+    check_num_clients,
+    check_samples_per_client,
+    deal,
+    group_by,
+)
 
 _ATTEMPTS = 1000  # of BalancedDirichlet, before it gives up
+
+
+class Dirichlet(Partitioner):
+    """Splits every class over the clients by shares drawn from a symmetric Dirichlet distribution.
+
+    For each class, shares q ~ Dir(alpha 1_N) are drawn, and the shuffled samples of the class are cut at the
+    cumulative shares, in the order of the clients (PFL-MoE, Guo et al. 2021; METHODS 5.1). The sizes of the clients
+    are unequal. PFL-MoE's code rounds every share down or up by itself and drops the few samples that are left over
+    (up to 23 of 50,000); here every sample goes to a client.
+
+    Args:
+        alpha: concentration; small values give each client few classes, large ones approach IID.
+
+    Raises:
+        MisconfigurationException: if ``alpha`` is not a finite number above 0.
+    """
+
+    def __init__(self, alpha: float) -> None:
+        check_alpha(alpha)
+        self.alpha = alpha
+
+    def __call__(  # noqa: D102  (described in the base class)
+        self,
+        labels: np.ndarray,
+        num_clients: int | None,
+        rng: np.random.Generator,
+        client_ids: np.ndarray | None = None,
+    ) -> list[np.ndarray]:
+        num_clients = check_num_clients(num_clients, len(labels), self)
+        owners = np.empty(len(labels), dtype=np.int64)
+        for samples in group_by(labels, int(labels.max()) + 1):
+            shares = rng.dirichlet(np.full(num_clients, self.alpha))
+            cuts = np.rint(np.cumsum(shares[:-1]) * len(samples)).astype(np.int64)
+            counts = np.diff(cuts, prepend=0, append=len(samples))
+            owners[rng.permutation(samples)] = np.repeat(np.arange(num_clients), counts)
+        return group_by(owners, num_clients)
 
 
 class ClientDirichlet(Partitioner):

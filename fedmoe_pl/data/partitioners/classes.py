@@ -9,7 +9,7 @@ from typing import Literal, get_args
 import numpy as np
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 
-from fedmoe_pl.data.partition import KEY, Partitioner, check_num_clients, check_samples_per_client, deal
+from fedmoe_pl.data.partitioners.partitioner import KEY, Partitioner, check_num_clients, check_samples_per_client, deal
 
 Pairs = Literal["random", "product"]
 Share = Literal["uniform", "dirichlet"]

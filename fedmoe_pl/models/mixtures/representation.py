@@ -11,8 +11,9 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.cli import LRSchedulerCallable, OptimizerCallable
 from torch import Tensor, nn
 
-from fedmoe_pl.models.gates import EqualWeights, FixedGate, Gate
-from fedmoe_pl.models.mixture import MixtureOfExperts, mix_outputs, run_once
+from fedmoe_pl.models.gates.fixed import EqualWeights, FixedGate
+from fedmoe_pl.models.gates.gate import Gate
+from fedmoe_pl.models.mixtures.mixture import MixtureOfExperts, mix_outputs, run_once
 
 
 class Representations(NamedTuple):

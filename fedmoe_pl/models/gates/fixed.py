@@ -1,41 +1,14 @@
-"""Gates: for every sample, the weights of the global experts and of the local expert.
-
-A gate returns weights of shape (B, experts) that are at least 0 and add up to 1. Global experts always come first, the
-local one is the last (the papers differ; METHODS section 0, finding 6): with two, index 0 is the global expert.
-"""
+"""Gates whose weights are the same for every sample."""
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 
 import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
-from torch import Tensor, nn
+from torch import Tensor
 
-from fedmoe_pl.models.layers import draw_anew
-
-
-class Gate(nn.Module, ABC):
-    """What weighs the experts.
-
-    Attributes:
-        reads_features: whether the gate is given the features of the global expert's extractor in place of the input.
-    """
-
-    reads_features: bool = False
-
-    @abstractmethod
-    def forward(self, x: Tensor) -> Tensor:
-        """Weights of shape (B, experts), the local expert's last.
-
-        Args:
-            x: the input (B, ...), or the features (B, F) where ``reads_features`` is set.
-        """
-
-    def reset_parameters(self) -> None:
-        """Draws new initial parameters of all layers, as PFL-MoE does for every client."""
-        for part in self.children():
-            draw_anew(part)
+from fedmoe_pl.models.gates.gate import Gate
 
 
 class FixedGate(Gate):
@@ -137,45 +110,3 @@ class ConstantGate(FixedGate):
 
     def fit_to(self, num_experts: int) -> None:
         """Keeps the weights: the mixture refuses them where it has another number of experts."""
-
-
-class _SigmoidGate(Gate):
-    """One linear layer and a sigmoid; the layer's width follows from the first input where it is not given."""
-
-    def __init__(self, in_features: int | None) -> None:
-        super().__init__()
-        self.linear = nn.LazyLinear(1) if in_features is None else nn.Linear(in_features, 1)
-
-    @property
-    def in_features(self) -> int | None:
-        """Number of values the gate reads per sample; None until a lazy gate has seen its first input."""
-        return self.linear.in_features or None
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Weights (B, 2) = (g, 1 - g), g = sigmoid(linear(x))."""
-        logit = self.linear(x.flatten(1))  # (B, 1)
-        return torch.cat((logit, -logit), dim=1).sigmoid()  # 1 - sigmoid(z) = sigmoid(-z)
-
-
-class LinearGate(_SigmoidGate):
-    """Gate of PFL-MF: a linear layer on the flattened input (PFL-MoE, section III; METHODS section 4).
-
-    Args:
-        in_features: number of values per input; None takes it from the first input.
-    """
-
-    def __init__(self, in_features: int | None = None) -> None:
-        super().__init__(in_features)
-
-
-class FeatureGate(_SigmoidGate):
-    """Gate of PFL-MFE: a linear layer on the features of the global expert's extractor (PFL-MoE, section III).
-
-    Args:
-        in_features: number of features; None takes it from the first input.
-    """
-
-    reads_features = True
-
-    def __init__(self, in_features: int | None = None) -> None:
-        super().__init__(in_features)

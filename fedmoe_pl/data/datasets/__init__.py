@@ -1,0 +1,1 @@
+"""Data sets, each a data module."""

@@ -1,0 +1,35 @@
+"""The clients that the data themselves name."""
+
+from __future__ import annotations
+
+import numpy as np
+from lightning.fabric.utilities.exceptions import MisconfigurationException
+
+from fedmoe_pl.data.partitioners.partitioner import Partitioner, group_by
+
+
+class NaturalIds(Partitioner):
+    """Gives every client the samples that the data set marks as its own, such as one writer's images.
+
+    The clients are numbered in the sorted order of their ids.
+    """
+
+    def __call__(  # noqa: D102  (described in the base class)
+        self,
+        labels: np.ndarray,
+        num_clients: int | None,
+        rng: np.random.Generator,
+        client_ids: np.ndarray | None = None,
+    ) -> list[np.ndarray]:
+        if client_ids is None:
+            raise MisconfigurationException(
+                "data.init_args.partitioner is NaturalIds, but these data do not say which client a sample comes "
+                "from; use IID or Dirichlet, or provide client_train."
+            )
+        ids, owners = np.unique(client_ids, return_inverse=True)
+        if num_clients not in (None, len(ids)):
+            raise MisconfigurationException(
+                f"data.init_args.num_clients is {num_clients}, but the data have {len(ids)} natural clients; "
+                "leave it out or choose another data.init_args.partitioner."
+            )
+        return group_by(owners, len(ids))

@@ -1,0 +1,52 @@
+"""The five networks of pFedMoE."""
+
+from __future__ import annotations
+
+from lightning.fabric.utilities.exceptions import MisconfigurationException
+from torch import Tensor, nn
+
+
+class CNN(nn.Module):
+    """CNN-1 to CNN-5 of pFedMoE (Yi et al. 2024, https://arxiv.org/abs/2402.01350; METHODS section 3).
+
+    The ``extractor`` gives a representation of 500 values for all five, the ``classifier`` is the header on it.
+    CNN-4 has the widths in the paper, which do not fit the model size printed beside them.
+
+    Args:
+        variant: 1 to 5 for CNN-1 to CNN-5; 2,621,558, 1,815,142, 1,320,558, 1,060,358 and 670,058 parameters.
+        in_channels: channels of the input, shape (B, in_channels, 32, 32).
+        num_classes: number of outputs.
+
+    Raises:
+        MisconfigurationException: if there is no such variant.
+    """
+
+    _WIDTHS = ((32, 2000), (16, 2000), (32, 1000), (32, 800), (32, 500))  # of conv2 and fc1
+
+    def __init__(self, variant: int = 1, in_channels: int = 3, num_classes: int = 10) -> None:
+        super().__init__()
+        if variant not in (1, 2, 3, 4, 5):
+            raise MisconfigurationException(f"CNN's init_args.variant is {variant}, but must be 1, 2, 3, 4 or 5.")
+        self.variant = variant
+        self.in_channels = in_channels
+        self.num_classes = num_classes
+        self.input_shape = (in_channels, 32, 32)
+        channels, hidden = self._WIDTHS[variant - 1]
+        self.extractor = nn.Sequential(
+            nn.Conv2d(in_channels, 16, 5),  # (B, 16, 28, 28)
+            nn.ReLU(),
+            nn.MaxPool2d(2),
+            nn.Conv2d(16, channels, 5),  # (B, channels, 10, 10)
+            nn.ReLU(),
+            nn.MaxPool2d(2),
+            nn.Flatten(),  # (B, channels * 25)
+            nn.Linear(channels * 25, hidden),
+            nn.ReLU(),
+            nn.Linear(hidden, 500),
+            nn.ReLU(),
+        )
+        self.classifier = nn.Linear(500, num_classes)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Logits of shape (B, num_classes)."""
+        return self.classifier(self.extractor(x))

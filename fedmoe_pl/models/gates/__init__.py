@@ -1,0 +1,1 @@
+"""What weighs the experts for every sample."""

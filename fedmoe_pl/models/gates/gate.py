@@ -1,0 +1,36 @@
+"""Gates: for every sample, the weights of the global experts and of the local expert.
+
+A gate returns weights of shape (B, experts) that are at least 0 and add up to 1. Global experts always come first, the
+local one is the last (the papers differ; METHODS section 0, finding 6): with two, index 0 is the global expert.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+
+from torch import Tensor, nn
+
+from fedmoe_pl.models.layers import draw_anew
+
+
+class Gate(nn.Module, ABC):
+    """What weighs the experts.
+
+    Attributes:
+        reads_features: whether the gate is given the features of the global expert's extractor in place of the input.
+    """
+
+    reads_features: bool = False
+
+    @abstractmethod
+    def forward(self, x: Tensor) -> Tensor:
+        """Weights of shape (B, experts), the local expert's last.
+
+        Args:
+            x: the input (B, ...), or the features (B, F) where ``reads_features`` is set.
+        """
+
+    def reset_parameters(self) -> None:
+        """Draws new initial parameters of all layers, as PFL-MoE does for every client."""
+        for part in self.children():
+            draw_anew(part)

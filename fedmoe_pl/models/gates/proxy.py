@@ -1,0 +1,43 @@
+"""The gate of FedMoE-DA."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from fedmoe_pl.models.gates.gate import Gate
+
+
+class ProxyGate(Gate):
+    """Gate of FedMoE-DA (Zhan et al. 2024, Eq. 1): a softmax over one proxy per expert, without bias.
+
+    The proxy of an expert is its column of the linear layer's matrix; here, row ``gate.proxies.<expert>.weight``.
+    Initial values are those of ``torch.nn.Linear``.
+
+    Args:
+        num_experts: number of experts.
+        in_features: number of values per sample; None takes it from the first input.
+    """
+
+    def __init__(self, num_experts: int = 4, in_features: int | None = None) -> None:
+        super().__init__()
+
+        def proxy() -> nn.Linear:
+            return nn.LazyLinear(1, bias=False) if in_features is None else nn.Linear(in_features, 1, bias=False)
+
+        self.proxies = nn.ModuleList(proxy() for _ in range(num_experts))
+
+    @property
+    def num_experts(self) -> int:
+        """Number of experts."""
+        return len(self.proxies)
+
+    @property
+    def in_features(self) -> int | None:
+        """Number of values the gate reads per sample; None until a lazy gate has seen its first input."""
+        return self.proxies[0].in_features or None  # pyright: ignore[reportReturnType]
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Weights (B, experts) of inputs (B, ...)."""
+        x = x.flatten(1)
+        return torch.cat([proxy(x) for proxy in self.proxies], dim=1).softmax(dim=1)

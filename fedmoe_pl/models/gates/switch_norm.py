@@ -1,0 +1,44 @@
+"""The gate of pFedMoE."""
+
+from __future__ import annotations
+
+from torch import Tensor, nn
+
+from fedmoe_pl.models.gates.gate import Gate
+from fedmoe_pl.models.normalization import SwitchNorm1d
+
+
+class SwitchNormGate(Gate):
+    """Gate of pFedMoE (Yi et al. 2024, https://arxiv.org/abs/2402.01350): 160,004 parameters as it is.
+
+    Its weights, of the global and of the local expert, are for their representations in that paper. Batch statistics
+    make a sample's weights in train mode depend on its batch, which must have more than one sample.
+
+    Args:
+        in_features: number of values per input.
+        hidden: width of the hidden layer; the paper's is not known (METHODS section 4).
+        momentum: of the ``SwitchNorm1d``, the share of its old running statistics in the new ones.
+
+    Raises:
+        MisconfigurationException: if ``in_features`` is below 2, or the momentum is not between 0 and 1.
+    """
+
+    def __init__(self, in_features: int = 3072, hidden: int = 50, momentum: float = 0.9) -> None:
+        super().__init__()
+        self.in_features = in_features
+        self.hidden = hidden
+        self.momentum = momentum
+        self.layers = nn.Sequential(
+            nn.Flatten(),  # (B, in_features)
+            SwitchNorm1d(in_features, momentum),
+            nn.Linear(in_features, hidden),
+            nn.BatchNorm1d(hidden),
+            nn.Sigmoid(),
+            nn.Linear(hidden, 2),
+            nn.BatchNorm1d(2),
+            nn.Softmax(dim=1),
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Weights (B, 2) = (global expert, local expert) of inputs (B, ...)."""
+        return self.layers(x)

@@ -1,0 +1,1 @@
+"""Models of several experts and a gate."""
