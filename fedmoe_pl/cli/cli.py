@@ -11,7 +11,7 @@ from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.cli import ArgsType, LightningArgumentParser, LightningCLI
 
 from fedmoe_pl.backends import LEAN_TRAINER
-from fedmoe_pl.cli.errors import cause_of
+from fedmoe_pl.cli.errors import cause_of, with_key
 from fedmoe_pl.data import FederatedDataModule
 from fedmoe_pl.federation import Federation
 
@@ -24,21 +24,27 @@ class FederationCLI(LightningCLI):
     """
 
     def __init__(self, args: ArgsType = None) -> None:
-        strict = {"exit_on_error": False, "allow_abbrev": False}  # main() says in one sentence what is wrong
-        super().__init__(
-            datamodule_class=FederatedDataModule,
-            subclass_mode_data=True,
-            trainer_class=Federation,  # pyright: ignore[reportArgumentType]  its methods are the subcommands
-            seed_everything_default=0,
-            save_config_callback=None,
-            parser_kwargs={
-                **strict,
-                "description": "Personalized federated learning with mixtures of experts",
-                **dict.fromkeys(self.subcommands(), strict),
-            },
-            auto_configure_optimizers=False,  # they would be built on the template's parameters, not the clients'
-            args=args,
-        )
+        strict = {"exit_on_error": False, "allow_abbrev": False}  # main() prints one line that says what is wrong
+        try:
+            super().__init__(
+                datamodule_class=FederatedDataModule,
+                subclass_mode_data=True,
+                trainer_class=Federation,  # pyright: ignore[reportArgumentType]  its methods are the subcommands
+                seed_everything_default=0,
+                save_config_callback=None,
+                parser_kwargs={
+                    **strict,
+                    "description": "Personalized federated learning with mixtures of experts",
+                    **dict.fromkeys(self.subcommands(), strict),
+                },
+                auto_configure_optimizers=False,  # they would be built on the template's parameters, not the clients'
+                args=args,
+            )
+        except MisconfigurationException as error:
+            if not hasattr(self, "config"):  # refused while it was parsed
+                raise
+            configuration = self.config.get(str(self.subcommand), self.config).as_dict()
+            raise MisconfigurationException(with_key(cause_of(error), configuration)) from error
 
     @staticmethod
     def subcommands() -> dict[str, set[str]]:
@@ -58,7 +64,7 @@ class FederationCLI(LightningCLI):
         )
 
     def instantiate_classes(self) -> None:
-        """Makes everything that the configuration names; what a constructor refuses is passed on in its own words."""
+        """Makes everything that the configuration names; the message of a constructor that refuses is passed on."""
         try:
             super().instantiate_classes()
         except ValueError as error:
@@ -80,7 +86,9 @@ class FederationCLI(LightningCLI):
 
 
 def main(args: ArgsType = None) -> None:
-    """Runs the command line; what the user can mend ends in one sentence on stderr and exit code 2, Ctrl-C in 130.
+    """Runs the command line.
+
+    An error that the user can fix is one line on stderr, with exit code 2. Ctrl-C exits with 130.
 
     Args:
         args: command line arguments; None takes ``sys.argv``.
@@ -92,7 +100,7 @@ def main(args: ArgsType = None) -> None:
         sys.exit(2)
     except KeyboardInterrupt:
         print(
-            "\nfedmoe: interrupted; the same command with --ckpt_path last goes on from its last round.",
+            "\nfedmoe: interrupted; the same command with --ckpt_path last continues after its last round.",
             file=sys.stderr,
         )
         sys.exit(130)

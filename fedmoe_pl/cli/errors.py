@@ -1,10 +1,12 @@
-"""What jsonargparse says in a tree of lines, in one sentence that names the key, the value and what is allowed."""
+"""Error messages of the command line: one line each, with the key of the configuration that is wrong."""
 
 from __future__ import annotations
 
 import difflib
 import importlib
 import re
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, NamedTuple
 
 from jsonargparse import ArgumentParser
 from lightning.fabric.utilities.exceptions import MisconfigurationException
@@ -16,10 +18,14 @@ import fedmoe_pl.models
 
 _BACKENDS = [name for name in fedmoe_pl.backends.__all__ if name.endswith("Backend")]
 _CLASSES = [*_BACKENDS, *fedmoe_pl.algorithms.__all__, *fedmoe_pl.data.__all__, *fedmoe_pl.models.__all__]
+_REFUSAL = re.compile(
+    r"(?:Phase '(?P<phase>.*?)': )?(?:(?P<owner>\w+): )?"
+    r"(?P<argument>\w+) (?:is|has|gives|weighs|reads|must) (?P<rest>.+)"
+)
 
 
 def one_sentence(message: str) -> str:
-    r"""Condenses a message of jsonargparse.
+    r"""Condenses a message of jsonargparse, which is a tree of lines.
 
     Example:
         >>> one_sentence('Parser key "data":\n  Errors:\n    - Parser key "n":\n'
@@ -54,11 +60,87 @@ def one_sentence(message: str) -> str:
 
 
 def cause_of(error: BaseException) -> str:
-    """The sentence of the refusal that an exception was raised from, else the exception's own message, condensed."""
+    """The message of the refusal that led to an exception; without one, the exception's own message, condensed."""
     cause: BaseException | None = error
     while cause is not None and not isinstance(cause, MisconfigurationException):
         cause = cause.__cause__ or cause.__context__
-    return str(cause) if cause is not None else one_sentence(str(error))
+    return " ".join(str(cause).split()) if cause is not None else one_sentence(str(error))
+
+
+def with_key(message: str, configuration: Mapping[str, Any]) -> str:
+    """Completes an argument to its key in the configuration, where exactly one key can be meant.
+
+    Classes do not know where in a configuration they stand. They name an argument of their own or of another class, as
+    in ``Dirichlet: alpha is -1.0, but ...``, ``Phase 'FedAvg': rounds is 0, but ...`` or ``num_clients is 0, but ...``.
+
+    Args:
+        message: what a class or a check says.
+        configuration: the parsed configuration.
+
+    Returns:
+        The message with the key in the argument's place, or as it was where no key or several could be meant.
+
+    Example:
+        >>> partitioner = {"class_path": "fedmoe_pl.data.Dirichlet", "init_args": {"alpha": -1.0}}
+        >>> with_key("Dirichlet: alpha is -1.0, but must be above 0.", {"data": {"partitioner": partitioner}})
+        'Dirichlet: data.partitioner.init_args.alpha is -1.0, but must be above 0.'
+    """
+    match = _REFUSAL.fullmatch(message)
+    if match is None:
+        return message
+    phase, owner, argument, rest = match.group("phase", "owner", "argument", "rest")
+    candidates = [place for place in _places(configuration) if place.argument == argument]
+    narrower: list[Callable[[_Place], bool]] = [
+        lambda place: phase is None or place.phase == phase,
+        lambda place: owner is None or place.owner == owner,
+        lambda place: _is_shown(place.value, rest),
+    ]
+    for fits in narrower:
+        candidates = [place for place in candidates if fits(place)] or candidates
+    if len(candidates) != 1:
+        return message
+    start = match.start("argument")
+    return message[:start] + candidates[0].key + message[start + len(argument) :]
+
+
+class _Place(NamedTuple):
+    """An argument of the configuration: its key, its value, and the class and the phase that it belongs to."""
+
+    key: str
+    argument: str
+    value: Any
+    owner: str | None
+    phase: str | None
+
+
+def _places(node: Any, key: str = "", owner: str | None = None, phase: str | None = None) -> Iterator[_Place]:
+    """Yields every argument in a part of the configuration."""
+    if isinstance(node, list):
+        are_phases = key == "federation.phases"
+        for index, item in enumerate(node):
+            named = item["name"] if are_phases else phase
+            yield from _places(item, f"{key}[{index}]", "Phase" if are_phases else None, named)
+    elif isinstance(node, Mapping):
+        for name, value in node.items():
+            child = f"{key}.{name}" if key else name
+            if name == "init_args" and "class_path" in node:
+                yield from _places(value, child, node["class_path"].rsplit(".", 1)[-1], phase)
+                continue
+            yield _Place(child, name, value, owner, phase)
+            yield from _places(value, child, "Federation" if child == "federation" else None, phase)
+
+
+def _is_shown(value: Any, rest: str) -> bool:
+    """Whether what a message says of an argument begins with the value, or with the name of its class."""
+    texts = [str(value), repr(value)]
+    if value is None:
+        texts += ["null", "not set"]
+    elif isinstance(value, bool):
+        texts.append(str(value).lower())
+    elif isinstance(value, Mapping) and "class_path" in value:
+        name = value["class_path"].rsplit(".", 1)[-1]
+        texts += [name, f"a {name}", f"an {name}"]
+    return any(re.match(rf"{re.escape(text)}(?:[,;: ]|\.$)", rest) for text in texts)
 
 
 def _unknown_option(key: str, class_path: str) -> str:
