@@ -1,38 +1,43 @@
 """Backends: how and where clients are trained."""
 
 from fedmoe_pl.backends.auto import AutoBackend
-from fedmoe_pl.backends.backend import Backend, GroupUpdate, LocalTraining, Plan
-from fedmoe_pl.backends.client import (
-    LEAN_TRAINER,
-    changes_loss,
-    data_on,
-    has_batch_norm,
-    one_thread,
-    overridden_hooks,
-    quiet,
-)
-from fedmoe_pl.backends.cluster import RayBackend
-from fedmoe_pl.backends.pool import PoolBackend
+from fedmoe_pl.backends.backend import Backend, GroupUpdate, Plan
+from fedmoe_pl.backends.best_epoch import BestEpoch
+from fedmoe_pl.backends.client import begin_client, data_on, has_batch_norm, on_device, trainable_names
+from fedmoe_pl.backends.fitting import LEAN_TRAINER, one_thread, quiet
+from fedmoe_pl.backends.freezing import Freezing
+from fedmoe_pl.backends.hooks import changes_loss, overridden_hooks, trains_by_loss
 from fedmoe_pl.backends.stacked import StackedBackend
+from fedmoe_pl.backends.traffic import WAYS, Traffic, no_traffic
 from fedmoe_pl.backends.trainer import TrainerBackend
-from fedmoe_pl.backends.workers import WorkersBackend
+from fedmoe_pl.backends.training import LocalTraining
+from fedmoe_pl.backends.workers import PoolBackend, RayBackend, WorkersBackend
 
 __all__ = [
     "LEAN_TRAINER",
+    "WAYS",
     "AutoBackend",
     "Backend",
+    "BestEpoch",
+    "Freezing",
     "GroupUpdate",
     "LocalTraining",
     "Plan",
     "PoolBackend",
     "RayBackend",
     "StackedBackend",
+    "Traffic",
     "TrainerBackend",
     "WorkersBackend",
+    "begin_client",
     "changes_loss",
     "data_on",
     "has_batch_norm",
+    "no_traffic",
+    "on_device",
     "one_thread",
     "overridden_hooks",
     "quiet",
+    "trainable_names",
+    "trains_by_loss",
 ]

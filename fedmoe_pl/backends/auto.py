@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from fedmoe_pl.backends.backend import Backend, LocalTraining, Plan
-from fedmoe_pl.backends.client import needs_every_batch
+from fedmoe_pl.backends.backend import Backend, Plan
+from fedmoe_pl.backends.lean import needs_every_batch
 from fedmoe_pl.backends.stacked import StackedPlan, try_to_stack
 from fedmoe_pl.backends.trainer import TrainerPlan
+from fedmoe_pl.backends.training import LocalTraining
 
 
 class AutoBackend(Backend):

@@ -4,125 +4,12 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
-from functools import cached_property
-from typing import Any
-
-import torch
-from lightning.pytorch import LightningModule
+from dataclasses import dataclass
 
 from fedmoe_pl.algorithms.algorithm import Algorithm, Update
 from fedmoe_pl.backends.traffic import Traffic
-from fedmoe_pl.data import FederatedDataModule
-from fedmoe_pl.models import MixtureOfExperts
-from fedmoe_pl.trees import Tree, copy_module
-
-
-@dataclass(frozen=True, eq=False)
-class LocalTraining:
-    """All that the clients of one phase have in common.
-
-    Attributes:
-        module: the phase's module with its initial tensors; never trained itself.
-        initial: those tensors by name, on the CPU.
-        algorithm: the phase's algorithm.
-        datamodule: who holds which data; already set up.
-        trainer: arguments of every client's ``Trainer``, but for its devices.
-        batch_size: overrides the data module's batch size; None keeps it.
-        seed: the run's seed.
-        rounds: number of rounds of the phase.
-        device: where clients train.
-    """
-
-    module: LightningModule
-    initial: Tree
-    algorithm: Algorithm
-    datamodule: FederatedDataModule
-    trainer: dict[str, Any]
-    batch_size: int | None
-    seed: int
-    rounds: int = 1
-    device: torch.device = field(default_factory=lambda: torch.device("cpu"))
-
-    @property
-    def max_epochs(self) -> int:
-        """Local epochs of a client."""
-        return self.trainer["max_epochs"]
-
-    def architecture(self, client_id: int) -> int:
-        """Which of the module's architectures a client has."""
-        return self.module.client_architecture(client_id) if isinstance(self.module, MixtureOfExperts) else 0
-
-    def by_architecture(self, clients: Sequence[int]) -> list[list[int]]:
-        """The clients, in their order, apart by architecture."""
-        found: dict[int, list[int]] = {}
-        for client in clients:
-            found.setdefault(self.architecture(client), []).append(client)
-        return list(found.values())
-
-    def of(self, client_id: int) -> LocalTraining:
-        """The same for the clients of one architecture: with the parts of the module that they have."""
-        architecture = self.architecture(client_id)
-        if architecture not in self._of_architectures:
-            module = copy_module(self.module)
-            if isinstance(module, MixtureOfExperts):
-                module.keep_architecture(architecture)
-            names = module.state_dict().keys()
-            if names == self.module.state_dict().keys():
-                self._of_architectures[architecture] = self
-            else:
-                initial = {name: self.initial[name] for name in names}
-                self._of_architectures[architecture] = replace(self, module=module, initial=initial)
-        return self._of_architectures[architecture]
-
-    @cached_property
-    def _of_architectures(self) -> dict[int, LocalTraining]:
-        return {}
-
-    def __getstate__(self) -> dict[str, Any]:
-        """Without what can be computed again."""
-        return {name: getattr(self, name) for name in (field.name for field in fields(self))}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        """Past the frozen attributes."""
-        self.__dict__.update(state)
-
-    @cached_property
-    def trainable(self) -> dict[frozenset[str], tuple[int, int]]:
-        """Every set of parameters that are trained together, by name, and the first (round, epoch) it is trained in."""
-        names = [name for name, parameter in self.module.named_parameters() if parameter.requires_grad]
-        is_trainable, found = self.algorithm.is_trainable, {}
-        for round in range(self.rounds):
-            for epoch in range(self.max_epochs):
-                found.setdefault(frozenset(name for name in names if is_trainable(name, round, epoch)), (round, epoch))
-        found.pop(frozenset(), None)
-        return found
-
-    @cached_property
-    def frozen_modules(self) -> frozenset[str]:
-        """Names of the submodules with parameters of which none is trained, or sent anew, in the whole phase.
-
-        They are in eval mode all the time; none are where the algorithm keeps frozen modules in train mode.
-        """
-        if self.algorithm.frozen_train_mode:
-            return frozenset()
-        trained = frozenset().union(*self.trainable)
-        changing = {
-            id(parameter)
-            for name, parameter in self.module.named_parameters(remove_duplicate=False)
-            if name in trained or (self.rounds > 1 and self.algorithm.is_shared(name))
-        }
-        frozen = set()
-        for name, part in self.module.named_modules():
-            parameters = list(part.parameters())
-            if name and parameters and not any(id(parameter) in changing for parameter in parameters):
-                frozen.add(name)
-        return frozenset(frozen)
-
-    def is_frozen(self, name: str) -> bool:
-        """Whether a parameter or buffer belongs to one of ``frozen_modules``."""
-        parts = name.split(".")
-        return any(".".join(parts[:end]) in self.frozen_modules for end in range(1, len(parts)))
+from fedmoe_pl.backends.training import LocalTraining
+from fedmoe_pl.trees import Tree
 
 
 @dataclass(frozen=True)

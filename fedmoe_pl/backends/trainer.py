@@ -9,21 +9,15 @@ from lightning.pytorch import LightningModule
 from torch import Tensor
 
 from fedmoe_pl.algorithms.algorithm import EVALUATED_AT_ONCE, Algorithm, Client, Update
-from fedmoe_pl.backends.backend import Backend, GroupUpdate, LocalTraining, Plan, group_update
-from fedmoe_pl.backends.client import (
-    EpochModule,
-    Freezing,
-    begin_client,
-    client_batches,
-    fit,
-    fit_epochs,
-    needs_every_batch,
-    on_device,
-    one_thread,
-    trainable_names,
-    trains_by_loss,
-)
-from fedmoe_pl.backends.features import FeatureCache, Features, LookedUpBatches, looked_up
+from fedmoe_pl.backends.backend import Backend, GroupUpdate, Plan, group_update
+from fedmoe_pl.backends.client import begin_client, client_batches, on_device, trainable_names
+from fedmoe_pl.backends.features import FeatureCache, Features, LookedUpBatches
+from fedmoe_pl.backends.fitting import fit, one_thread
+from fedmoe_pl.backends.freezing import Freezing
+from fedmoe_pl.backends.frozen_parts import looked_up
+from fedmoe_pl.backends.hooks import trains_by_loss
+from fedmoe_pl.backends.lean import EpochModule, fit_epochs, needs_every_batch
+from fedmoe_pl.backends.training import LocalTraining
 from fedmoe_pl.trees import Tree, copy_module
 
 _MOST_GROUPS = 64  # enough for the last group of a worker not to keep the others waiting

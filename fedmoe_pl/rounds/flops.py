@@ -14,8 +14,14 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from fedmoe_pl.algorithms.algorithm import Client
-from fedmoe_pl.backends import LocalTraining, has_batch_norm
-from fedmoe_pl.backends.client import Freezing, begin_client, trainable_names, trains_by_loss
+from fedmoe_pl.backends import (
+    Freezing,
+    LocalTraining,
+    begin_client,
+    has_batch_norm,
+    trainable_names,
+    trains_by_loss,
+)
 from fedmoe_pl.trees import Tree, copy_module
 
 

@@ -42,8 +42,8 @@ from fedmoe_pl.algorithms import (
 from fedmoe_pl.algorithms.algorithm import Algorithm, Update
 from fedmoe_pl.backends import AutoBackend, StackedBackend, TrainerBackend, data_on
 from fedmoe_pl.backends.backend import fold
-from fedmoe_pl.backends.client import needs_every_batch
-from fedmoe_pl.backends.features import is_close, largest_value
+from fedmoe_pl.backends.lean import needs_every_batch
+from fedmoe_pl.backends.rounding import is_close, largest_value
 from fedmoe_pl.backends.stacked import StackedPlan
 from fedmoe_pl.backends.trainer import TrainerPlan
 from fedmoe_pl.callbacks import BestEpoch

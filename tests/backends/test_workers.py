@@ -19,7 +19,7 @@ from helpers.backends import begin
 from helpers.runs import Kill, assert_same, data, federation, model
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 
-import fedmoe_pl.backends.pool
+import fedmoe_pl.backends.workers.pool
 from fedmoe_pl import Federation, PersonalizedMoE, Phase
 from fedmoe_pl.algorithms import FedAvg
 from fedmoe_pl.backends import (
@@ -31,7 +31,9 @@ from fedmoe_pl.backends import (
     TrainerBackend,
     WorkersBackend,
 )
-from fedmoe_pl.backends.workers import RemoteWorker, Worker, WorkerDied, dumps, loads
+from fedmoe_pl.backends.workers.backend import RemoteWorker, WorkerDied
+from fedmoe_pl.backends.workers.pickling import dumps, loads
+from fedmoe_pl.backends.workers.worker import Worker
 from fedmoe_pl.cli import FederationCLI
 from fedmoe_pl.models import LinearGate
 
@@ -204,7 +206,7 @@ def test_what_cannot_be_sent_is_refused_and_a_lazy_pool_goes_on_without(monkeypa
         MisconfigurationException, match="devices must be 1 here, because the data module cannot be sent"
     ):
         trained(PoolBackend(TrainerBackend(), [CPU, CPU]), phase)
-    monkeypatch.setattr(fedmoe_pl.backends.pool, "_WORTH_STARTING", 0)
+    monkeypatch.setattr(fedmoe_pl.backends.workers.pool, "_WORTH_STARTING", 0)
     with pytest.warns(UserWarning, match="Training goes on in one process: trainer.devices must be 1"):
         updates = trained(PoolBackend(TrainerBackend(), [CPU, CPU], lazy=True), phase)
     assert_same(updates, trained(TrainerBackend(), phase))
@@ -378,7 +380,7 @@ def test_workers_end_with_their_driver(tmp_path, how):
 def test_a_cluster_that_is_not_there_is_refused_before_anything_is_started(address, tmp_path):
     ray = pytest.importorskip("ray")
     assert not ray.is_initialized()
-    with pytest.raises(MisconfigurationException, match=f"federation.backend.address is '{address}', but there is no"):
+    with pytest.raises(MisconfigurationException, match=f"RayBackend: address is '{address}', but there is no"):
         federation(tmp_path, backend=RayBackend(address)).fit(model(), data())
     assert not list(tmp_path.rglob("version_*"))
 

@@ -18,16 +18,11 @@ import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from loky.process_executor import TerminatedWorkerError
 
-from fedmoe_pl.backends.backend import Backend, GroupUpdate, LocalTraining, Plan
-from fedmoe_pl.backends.workers import (
-    WORKER_ENVIRONMENT,
-    RemoteWorker,
-    Worker,
-    WorkerDied,
-    WorkersBackend,
-    group_size,
-    sendable,
-)
+from fedmoe_pl.backends.backend import Backend, GroupUpdate, Plan
+from fedmoe_pl.backends.training import LocalTraining
+from fedmoe_pl.backends.workers.backend import RemoteWorker, WorkerDied, WorkersBackend, group_size
+from fedmoe_pl.backends.workers.pickling import sendable
+from fedmoe_pl.backends.workers.worker import WORKER_ENVIRONMENT, Worker
 from fedmoe_pl.data import FederatedDataModule
 from fedmoe_pl.trees import Tree
 

@@ -14,18 +14,11 @@ import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 
 from fedmoe_pl.backends.auto import AutoBackend
-from fedmoe_pl.backends.backend import Backend, LocalTraining
-from fedmoe_pl.backends.workers import (
-    WORKER_ENVIRONMENT,
-    RemoteWorker,
-    Worker,
-    WorkerDied,
-    WorkersBackend,
-    WorkersPlan,
-    dumps,
-    loads,
-    sendable,
-)
+from fedmoe_pl.backends.backend import Backend
+from fedmoe_pl.backends.training import LocalTraining
+from fedmoe_pl.backends.workers.backend import RemoteWorker, WorkerDied, WorkersBackend, WorkersPlan
+from fedmoe_pl.backends.workers.pickling import dumps, loads, sendable
+from fedmoe_pl.backends.workers.worker import WORKER_ENVIRONMENT, Worker
 from fedmoe_pl.data import FederatedDataModule
 
 _SECONDS_TO_CONNECT = 5.0  # Ray itself tries for five minutes, and then ends the process
@@ -60,7 +53,7 @@ class RayBackend(WorkersBackend):
         super().__init__(AutoBackend() if backend == "auto" else backend)
         _ray()
         if workers is not None and workers < 1:
-            raise MisconfigurationException(f"federation.backend.workers is {workers}, but must be at least 1.")
+            raise MisconfigurationException(f"RayBackend: workers is {workers}, but must be at least 1.")
         self.address = address
         self.num_workers = workers
         self._connected = False
@@ -83,7 +76,7 @@ class RayBackend(WorkersBackend):
         self._size = self.num_workers or gpus or cpus
         if self._size > (gpus or cpus) or not self._size:
             raise MisconfigurationException(
-                f"federation.backend.workers is {self.num_workers}, but must be at most {gpus or cpus}, the number of "
+                f"RayBackend: workers is {self.num_workers}, but must be at most {gpus or cpus}, the number of "
                 f"{'GPUs' if gpus else 'CPUs'} of the cluster."
             )
 
@@ -96,7 +89,7 @@ class RayBackend(WorkersBackend):
             ray.init(self.address, include_dashboard=False, log_to_driver=False, logging_level="ERROR")
         except (OSError, ValueError, RuntimeError) as error:  # its ConnectionError is an OSError
             raise MisconfigurationException(
-                f"federation.backend.address is {self.address!r}, but there is no Ray cluster to connect to "
+                f"RayBackend: address is {self.address!r}, but there is no Ray cluster to connect to "
                 f"({str(error).splitlines()[0]})."
             ) from error
 

@@ -1,0 +1,45 @@
+"""Freezes what is not trained in a local epoch."""
+
+from __future__ import annotations
+
+from lightning.pytorch import Callback, LightningModule, Trainer
+from torch import nn
+
+from fedmoe_pl.backends.training import LocalTraining
+
+
+class Freezing(Callback):
+    """Trains what the algorithm says is trainable in this epoch, and freezes the rest."""
+
+    def __init__(self, training: LocalTraining, module: LightningModule, round: int) -> None:
+        self.training = training
+        self.module = module
+        self.round = round
+        self.frozen: list[nn.Module] = []
+        self.frozen_by_user = {name for name, parameter in module.named_parameters() if not parameter.requires_grad}
+
+    def freeze(self, epoch: int) -> None:
+        """Freezes what is not trained in an epoch."""
+        for name, parameter in self.module.named_parameters():
+            trainable = self.training.algorithm.is_trainable(name, self.round, epoch)
+            parameter.requires_grad_(trainable and name not in self.frozen_by_user)
+        if not self.training.algorithm.frozen_train_mode:
+            self.frozen = [
+                submodule for submodule in self.module.modules() if submodule.training and _is_frozen(submodule)
+            ]
+            for submodule in self.frozen:
+                submodule.eval()
+
+    def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Freezes."""
+        self.freeze(trainer.current_epoch)
+
+    def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Puts frozen modules back into train mode, because other parts may be frozen in the next epoch."""
+        for submodule in self.frozen:
+            submodule.train()
+
+
+def _is_frozen(module: nn.Module) -> bool:
+    parameters = list(module.parameters())
+    return bool(parameters) and not any(parameter.requires_grad for parameter in parameters)

@@ -1,0 +1,190 @@
+"""Frozen parts of a model whose outputs depend on the sample alone, so that they need to be computed only once."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from lightning.pytorch import LightningModule
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
+
+from fedmoe_pl.algorithms.algorithm import Client
+from fedmoe_pl.backends.client import trainable_names
+from fedmoe_pl.backends.rounding import is_close
+from fedmoe_pl.backends.training import LocalTraining
+
+_BATCH_SIZE = 500
+_TRACED_SAMPLES = 3
+_MOST_BYTES = 4  # of rows, for every byte of the samples: what is kept must not outgrow the data by much
+
+Rows = dict[str, Tensor]
+"""Outputs of frozen submodules by their names, one row per sample."""
+
+
+@dataclass(frozen=True)
+class FrozenParts:
+    """Submodules whose outputs can be looked up in place of being computed in every step.
+
+    Attributes:
+        names: of the submodules.
+        reads_input: whether anything else reads the samples themselves.
+    """
+
+    names: tuple[str, ...]
+    reads_input: bool
+
+
+def find_frozen_parts(
+    training: LocalTraining, client: Client, const: dict[str, Any], samples: Tensor
+) -> FrozenParts | None:
+    """Finds what a phase trains nothing below and nothing random happens before, by tracing one loss.
+
+    Args:
+        training: what all clients of the phase have in common.
+        client: any client, as it begins its local training.
+        const: the constants of its loss.
+        samples: indices of the samples that it trains on.
+
+    Returns:
+        The outermost frozen submodules that are called with the samples, or with outputs of such submodules; None if
+        there are none, if it would not pay or if the loss does not come out the same with looked-up outputs.
+    """
+    module, algorithm = client.module, training.algorithm
+    samples = samples[:_TRACED_SAMPLES]
+    batch = _batch(training, samples)
+    trainable = set(trainable_names(training, module, client.round))
+
+    def loss_and_gradients(x: Tensor) -> list[Tensor]:
+        loss = algorithm.client_loss(module, (x, batch[1]), const)[0]
+        trained = [parameter for name, parameter in module.named_parameters() if name in trainable]
+        gradients = torch.autograd.grad(loss, trained, allow_unused=True)
+        return [loss.detach(), *(gradient for gradient in gradients if gradient is not None)]
+
+    with _evaluating(module):
+        run = partial(algorithm.client_loss, module, batch, const)
+        names = _called_with_known(module, training.frozen_modules, batch[0], run)
+        if not names:
+            return None
+        expected = loss_and_gradients(batch[0])
+        try:
+            # one by one, because an output that depends on the rest of its batch cannot be looked up
+            rows = compute_rows(training, client, const, samples, names, batch_size=1)
+        except (RuntimeError, ValueError):
+            return None
+        if sum(table.nbytes for table in rows.values()) > _MOST_BYTES * batch[0].nbytes:
+            return None
+        with looked_up(module, names, rows):
+            for reads_input in (False, True):
+                x = batch[0] if reads_input else no_input(batch[0], batch[1].shape)
+                try:
+                    found = loss_and_gradients(x)
+                except (RuntimeError, IndexError, ValueError, TypeError):
+                    continue  # something needs what is not there
+                if len(found) == len(expected) and all(map(is_close, found, expected)):
+                    return FrozenParts(names, reads_input)
+    return None
+
+
+def compute_rows(
+    training: LocalTraining,
+    client: Client,
+    const: dict[str, Any],
+    samples: Tensor,
+    names: tuple[str, ...],
+    batch_size: int = _BATCH_SIZE,
+) -> Rows:
+    """Outputs of the named submodules for some samples, in their order."""
+    module = client.module
+    rows: dict[str, list[Tensor]] = {name: [] for name in names}
+
+    def remember(name: str, part: nn.Module, arguments: tuple[Any, ...], output: Tensor) -> None:
+        rows[name].append(output.detach())
+
+    hooks = [module.get_submodule(name).register_forward_hook(partial(remember, name)) for name in names]
+    try:
+        with _evaluating(module), torch.no_grad():
+            for some in samples.split(batch_size):
+                training.algorithm.client_loss(module, _batch(training, some), const)
+    finally:
+        _remove(hooks)
+    return {name: torch.cat(outputs) for name, outputs in rows.items()}
+
+
+@contextmanager
+def looked_up(module: nn.Module, names: tuple[str, ...], lookup: Rows) -> Iterator[None]:
+    """Lets the named submodules return what is in ``lookup`` under their name, whatever they are called with."""
+    parts = [module.get_submodule(name) for name in names]
+    for name, part in zip(names, parts, strict=True):
+        part.forward = partial(_look_up, lookup, name)
+    try:
+        yield
+    finally:
+        for part in parts:
+            del part.forward
+
+
+def no_input(x: Tensor, shape: Sequence[int]) -> Tensor:
+    """Stands for samples that nothing reads: of their type, shape (*shape, 0)."""
+    return x.new_empty(*shape, 0)
+
+
+def _look_up(lookup: Rows, name: str, *inputs: Tensor) -> Tensor:
+    return lookup[name]
+
+
+def _called_with_known(
+    module: nn.Module, frozen: frozenset[str], x: Tensor, run: Callable[[], object]
+) -> tuple[str, ...]:
+    """Names of the frozen submodules that are called once, with the samples or outputs of such submodules alone."""
+    known, calls, inside = [x], [], []
+
+    def before(name: str, part: nn.Module, arguments: tuple[Any, ...]) -> None:
+        if not inside and all(any(argument is tensor for tensor in known) for argument in arguments):
+            inside.append(name)
+
+    def after(name: str, part: nn.Module, arguments: tuple[Any, ...], output: Any) -> None:
+        if inside == [name]:
+            inside.clear()
+            if isinstance(output, Tensor) and len(output) == len(x):
+                known.append(output)
+                calls.append(name)
+
+    hooks: list[RemovableHandle] = []
+    for name in frozen:
+        part = module.get_submodule(name)
+        hooks += [
+            part.register_forward_pre_hook(partial(before, name)),
+            part.register_forward_hook(partial(after, name)),
+        ]
+    try:
+        run()
+    finally:
+        _remove(hooks)
+    return tuple(name for name in calls if calls.count(name) == 1)
+
+
+def _batch(training: LocalTraining, samples: Tensor) -> tuple[Tensor, Tensor]:
+    (batch,) = training.datamodule.batches(samples, batch_size=len(samples), device=training.device)
+    return batch
+
+
+@contextmanager
+def _evaluating(module: LightningModule) -> Iterator[None]:
+    """Switches off what is random, which would draw from the client's random numbers."""
+    modes = {part: part.training for part in module.modules()}
+    module.eval()
+    try:
+        yield
+    finally:
+        for part, mode in modes.items():
+            part.training = mode
+
+
+def _remove(hooks: list[RemovableHandle]) -> None:
+    for hook in hooks:
+        hook.remove()

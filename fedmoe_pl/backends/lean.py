@@ -1,0 +1,156 @@
+"""A client's epochs inside one training step each: a bare loop in the Trainer."""
+
+from __future__ import annotations
+
+import inspect
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Iterator
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.callbacks import EarlyStopping
+from torch import Tensor
+from torch.optim.lr_scheduler import LRScheduler
+
+from fedmoe_pl.backends.fitting import LEAN_TRAINER, client_callbacks, fit
+from fedmoe_pl.backends.hooks import BATCH_HOOKS, trains_by_loss
+from fedmoe_pl.backends.training import LocalTraining
+from fedmoe_pl.data import Batches
+
+# What a lean Trainer honours, or what changes nothing in a step; any other argument must have its default.
+_LEAN_ARGUMENTS = {
+    *("accelerator", "devices", "max_epochs", "precision", "gradient_clip_val", "gradient_clip_algorithm", "callbacks"),
+    *("enable_model_summary", "num_sanity_val_steps", "limit_val_batches", "check_val_every_n_epoch"),
+    *(
+        "log_every_n_steps",
+        "deterministic",
+        "benchmark",
+        "inference_mode",
+        "default_root_dir",
+        "enable_autolog_hparams",
+    ),
+}
+
+
+def needs_every_batch(training: LocalTraining) -> str | None:
+    """Why a client's Trainer must see every batch by itself; None if its epochs can run inside one training step."""
+    defaults = {name: parameter.default for name, parameter in inspect.signature(Trainer).parameters.items()}
+    for name, value in training.trainer.items():
+        lean = name in _LEAN_ARGUMENTS or value == LEAN_TRAINER.get(name, defaults[name])
+        if not lean or (name == "precision" and value not in (None, 32, "32", "32-true", "bf16", "bf16-mixed")):
+            return f"trainer.{name} is {value}"
+    for callback in client_callbacks(training):
+        hooks = [hook for hook in BATCH_HOOKS if getattr(type(callback), hook) is not getattr(Callback, hook)]
+        from_lightning = type(callback).__module__.startswith("lightning.") and not isinstance(callback, EarlyStopping)
+        if hooks or from_lightning:
+            return f"the callback {type(callback).__name__} sees every batch"
+    if not trains_by_loss(training.algorithm, training.module):
+        return f"{type(training.module).__name__} has a training_step or hooks of its own"
+    try:
+        configured = training.module.configure_optimizers()
+    except Exception as error:  # it may need its Trainer
+        return f"configure_optimizers needs more than the model ({type(error).__name__}: {error})"
+    return _unusual_optimizer(configured)
+
+
+def _unusual_optimizer(configured: Any) -> str | None:
+    """Why one loop cannot step what ``configure_optimizers`` returned."""
+    optimizer, _ = optimizer_and_scheduler(configured)
+    if optimizer is None:
+        return "configure_optimizers returns more than an optimizer and a scheduler stepped once an epoch"
+    if inspect.signature(type(optimizer).step).parameters["closure"].default is inspect.Parameter.empty:
+        return f"{type(optimizer).__name__} needs a closure"
+    return None
+
+
+def optimizer_and_scheduler(configured: Any) -> tuple[torch.optim.Optimizer | None, LRScheduler | None]:
+    """The optimizer, and the scheduler stepped once an epoch if any; None for what is more than that."""
+    if isinstance(configured, (list, tuple)) and len(configured) == 1:
+        (configured,) = configured
+    if isinstance(configured, dict) and set(configured) == {"optimizer"}:
+        configured = configured["optimizer"]
+    if isinstance(configured, torch.optim.Optimizer):
+        return configured, None
+    if isinstance(configured, dict) and set(configured) == {"optimizer", "lr_scheduler"}:
+        scheduler = configured["lr_scheduler"]
+        plateau = isinstance(scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau)
+        if isinstance(scheduler, LRScheduler) and not plateau:
+            return configured["optimizer"], scheduler
+    return None, None
+
+
+class _OneStep:
+    """A loader of a single item, the batches of an epoch; a list would be taken for a list of loaders."""
+
+    def __init__(self, batches: Iterable[Any]) -> None:
+        self.batches = batches
+
+    def __len__(self) -> int:
+        return 1
+
+    def __iter__(self) -> Iterator[Iterable[Any]]:
+        yield self.batches
+
+
+class EpochModule(LightningModule, ABC):
+    """Trains a whole epoch in one training step, by manual optimization: a bare loop inside the Trainer.
+
+    A Trainer takes 0.3 ms a step, as much as a step of a small model (DESIGN section 4). Subclasses say what a step is.
+    """
+
+    def __init__(self, clip_val: float | None, clip_algorithm: str | None) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+        self.clip_val = clip_val
+        self.clip_algorithm = clip_algorithm
+
+    @abstractmethod
+    def loss(self, batch: Any) -> Tensor:
+        """What is differentiated."""
+
+    def differentiate(self, loss: Tensor, optimizer: torch.optim.Optimizer) -> None:
+        """Leaves the gradients in the optimizer's parameters."""
+        optimizer.zero_grad()
+        loss.backward()
+
+    def clip(self, optimizer: torch.optim.Optimizer) -> None:
+        """Clips the gradients as the Trainer was told to."""
+        self.clip_gradients(optimizer, self.clip_val, self.clip_algorithm)
+
+    def training_step(self, batches: Iterable[Any], batch_idx: int) -> None:
+        """One epoch."""
+        optimizer = self.optimizers(use_pl_optimizer=False)
+        assert isinstance(optimizer, torch.optim.Optimizer)
+        mixed = torch.is_autocast_enabled(self.device.type)
+        progress = self.trainer.fit_loop.epoch_loop.manual_optimization.optim_step_progress.total
+        for batch in batches:
+            loss = self.loss(batch)
+            # the ordinary way has left autocast before it goes back, too
+            with torch.autocast(self.device.type, enabled=False) if mixed else nullcontext():
+                self.differentiate(loss, optimizer)
+                if self.clip_val is not None:
+                    self.clip(optimizer)
+                optimizer.step()
+            progress.completed += 1  # what global_step counts
+            if mixed:
+                torch.clear_autocast_cache()  # it holds the parameters in half precision as they were before the step
+
+    def on_train_epoch_end(self) -> None:
+        """Steps the scheduler, which the Trainer leaves to manual optimization."""
+        scheduler = self.lr_schedulers()
+        if scheduler is not None:
+            scheduler.step()  # pyright: ignore[reportAttributeAccessIssue, reportCallIssue]
+
+
+def fit_epochs(
+    training: LocalTraining,
+    module: EpochModule,
+    batches: Iterable[Any],
+    validation: Batches | None,
+    freezing: Callback,
+) -> Trainer:
+    """Fits with a lean Trainer."""
+    given = {"gradient_clip_val": None, "gradient_clip_algorithm": None}  # manual optimization refuses them
+    return fit(training, module, _OneStep(batches), validation, freezing, **given)

@@ -1,0 +1,112 @@
+"""Many clients at once in one Trainer."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from lightning.fabric.utilities.exceptions import MisconfigurationException
+from lightning.pytorch import LightningModule
+
+from fedmoe_pl.backends.backend import Backend, GroupUpdate, Plan, group_update
+from fedmoe_pl.backends.client import trainable_names
+from fedmoe_pl.backends.features import FeatureCache
+from fedmoe_pl.backends.fitting import one_thread
+from fedmoe_pl.backends.freezing import Freezing
+from fedmoe_pl.backends.lean import fit_epochs
+from fedmoe_pl.backends.stacked.batches import StackedBatches
+from fedmoe_pl.backends.stacked.members import Member, begin_members, stackable_groups
+from fedmoe_pl.backends.stacked.module import StackedModule
+from fedmoe_pl.backends.stacked.stack import Stack
+from fedmoe_pl.backends.stacked.trial import try_to_stack
+from fedmoe_pl.backends.training import LocalTraining
+from fedmoe_pl.trees import Tree, copy_module, load_tree
+
+
+class StackedBackend(Backend):
+    """Trains many clients at once in one ``Trainer``.
+
+    Their parameters are stacked along a client axis, the pure loss is mapped over them, and the clients' own optimizer
+    steps the stacked parameters, element by element, as it would step each client's. What is frozen and the same for
+    all clients is not stacked.
+
+    Args:
+        clients_per_stack: how many clients are trained at once; None takes what a quarter of the memory holds, at most
+            32 on a CPU, fewer where their parameters would outgrow its cache, and 256 on a GPU.
+
+    Raises:
+        MisconfigurationException: if ``clients_per_stack`` is below 1; before any training, with the reason, if the
+            clients of a phase cannot be stacked with the result of a ``Trainer`` per client.
+    """
+
+    def __init__(self, clients_per_stack: int | None = None) -> None:
+        if clients_per_stack is not None and clients_per_stack < 1:
+            raise MisconfigurationException(
+                f"StackedBackend: clients_per_stack is {clients_per_stack}, but must be at least 1."
+            )
+        self.clients_per_stack = clients_per_stack
+
+    def plan(self, training: LocalTraining) -> StackedPlan:
+        """Stacks as many clients as was asked for, or as memory holds."""
+        trial = try_to_stack(training)
+        if isinstance(trial, str):
+            raise MisconfigurationException(f"StackedBackend cannot stack the clients: {trial}; TrainerBackend can.")
+        return StackedPlan(training, type(self).__name__, self.clients_per_stack or trial.clients_per_stack)
+
+
+class StackedPlan(Plan):
+    """The plan of :class:`StackedBackend`.
+
+    Args:
+        training: what all clients of the phase have in common.
+        description: what trains the phase, and why, in words for the log.
+        clients_per_stack: how many clients are trained at once.
+    """
+
+    def __init__(self, training: LocalTraining, description: str, clients_per_stack: int) -> None:
+        super().__init__(training, description)
+        self.clients_per_stack = clients_per_stack
+        self.features = FeatureCache()
+
+    def __reduce__(self) -> tuple[type, tuple[LocalTraining, str, int]]:
+        """Without features, where it is sent to another process."""
+        return StackedPlan, (self.training, self.description, self.clients_per_stack)
+
+    def begin(self, training: LocalTraining) -> StackedPlan:
+        """With as many clients per stack as was planned, without features yet."""
+        return StackedPlan(training, self.description, self.clients_per_stack)
+
+    def groups(self, cohort: Sequence[int]) -> list[list[int]]:
+        """Clients of one architecture with similar numbers of samples, in groups of similar size."""
+        samples, groups = self.training.datamodule.train_samples, []
+        for clients in self.training.by_architecture(cohort):
+            ordered = sorted(clients, key=lambda client: (-len(samples[client]), client))
+            number = -(-len(clients) // self.clients_per_stack)
+            size = -(-len(clients) // number)
+            groups += [ordered[start : start + size] for start in range(0, len(ordered), size)]
+        return groups
+
+    def train_group(self, server: Tree, clients: Sequence[int], kept: Mapping[int, Tree], round: int) -> GroupUpdate:
+        """Trains a group in one Trainer."""
+        training = self.training.of(clients[0])
+        with one_thread():
+            module = copy_module(training.module)
+            members = begin_members(training, module, server, clients, kept, round, self.features)
+            if trainable_names(training, module, round):
+                for group in stackable_groups(members):
+                    _fit(training, module, group, round)
+            updates = []
+            for member in members:
+                load_tree(module, member.state)
+                updates.append(training.algorithm.client_final(member.client, member.const))
+        return group_update(training.algorithm, clients, updates)
+
+
+def _fit(training: LocalTraining, module: LightningModule, members: list[Member], round: int) -> None:
+    """Trains the members in one Trainer, and puts the result into their states."""
+    stack = Stack(training, module, members, round)
+    batches = StackedBatches(stack.data, stack.members, stack.pads)
+    with stack.looking_up():
+        fit_epochs(training, StackedModule(stack), batches, None, Freezing(training, module, round))
+    for member in stack.members:
+        member.client.steps = training.max_epochs * len(member.batches)
+    stack.unstack()

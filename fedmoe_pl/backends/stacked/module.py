@@ -1,0 +1,117 @@
+"""A stack of clients as a LightningModule, which one Trainer fits."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.dropout import _DropoutNd
+
+from fedmoe_pl.backends.lean import EpochModule, optimizer_and_scheduler
+from fedmoe_pl.backends.stacked.batches import Share
+from fedmoe_pl.backends.stacked.stack import Stack
+from fedmoe_pl.trees import Tree
+
+
+class StackedModule(EpochModule):
+    """A stack as a LightningModule, whose optimizer steps the stacked parameters.
+
+    Clients that make as many steps an epoch as each other are neighbours, and share a parameter: a view of their part
+    of the stacked one, because an optimizer counts the steps of each parameter.
+
+    Args:
+        stack: the clients' tensors and losses.
+    """
+
+    def __init__(self, stack: Stack) -> None:
+        arguments = stack.training.trainer
+        super().__init__(arguments.get("gradient_clip_val"), arguments.get("gradient_clip_algorithm"))
+        self.stack = stack
+        self.module = stack.module
+        self.names: list[str] = []
+        self.leaves: list[tuple[Share, Tree]] = []
+        self.gradients: Tree = {}
+        self.views = [
+            (run, {name: nn.Parameter(stack.stacked[name][run]) for name in stack.trained})
+            for run in _runs_of_equal_steps(stack.data.steps)
+        ]
+
+    def configure_optimizers(self) -> Any:
+        """The client's own optimizer, with views of the stacked parameters in place of the client's."""
+        configured = self.module.configure_optimizers()
+        optimizer, _ = optimizer_and_scheduler(configured)
+        assert optimizer is not None, "try_to_stack has refused it"
+        names = {parameter: name for name, parameter in self.module.named_parameters()}
+        for group in optimizer.param_groups:
+            stepped = [names[parameter] for parameter in group["params"]]
+            group["params"] = [view[name] for _, view in self.views for name in stepped if name in view]
+        return configured
+
+    def on_train_epoch_start(self) -> None:
+        """Called after ``Freezing``."""
+        skip_idle_dropout(self.module)
+        parameters = dict(self.module.named_parameters())
+        self.names = [name for name in self.stack.trained if parameters[name].requires_grad]
+
+    def loss(self, batch: list[Share]) -> Tensor:
+        """Sum of the clients' losses, none of which depends on another client's parameters."""
+        of_shares = [self.stack.losses(share, self.names) for share in batch]
+        self.leaves = [(share, trained) for share, (_, trained) in zip(batch, of_shares, strict=True)]
+        return torch.stack([losses.sum() for losses, _ in of_shares]).sum()
+
+    def differentiate(self, loss: Tensor, optimizer: torch.optim.Optimizer) -> None:
+        """Gives every run of clients with a batch its gradients, and the others none, so that they are not stepped."""
+        gradients = iter(torch.autograd.grad(loss, [leaf for _, leaves in self.leaves for leaf in leaves.values()]))
+        of_shares = [(share.clients, {name: next(gradients) for name in leaves}) for share, leaves in self.leaves]
+        if any(group.get("fused") for group in optimizer.param_groups):
+            # a fused step reads gradients in the order of memory, whatever their strides
+            of_shares = [(clients, {name: tree[name].contiguous() for name in tree}) for clients, tree in of_shares]
+        active = sum(len(share.y) for share, _ in self.leaves)
+        self.gradients = of_shares[0][1] if len(of_shares) == 1 else _in_one(of_shares, active)
+        for run, view in self.views:
+            for name, parameter in view.items():
+                has_batch = run.stop <= active and name in self.gradients
+                parameter.grad = self.gradients[name][run] if has_batch else None
+
+    def clip(self, optimizer: torch.optim.Optimizer) -> None:
+        """Clips every client's gradients by themselves, as ``torch.nn.utils`` does."""
+        if not self.clip_val or self.clip_val < 0:
+            return
+        if str(self.clip_algorithm).lower().endswith("value"):  # Lightning takes any case, and its enumeration
+            for gradient in self.gradients.values():
+                gradient.clamp_(-self.clip_val, self.clip_val)
+            return
+        norms = [
+            torch.linalg.vector_norm(gradient.reshape(len(gradient), -1), dim=1) for gradient in self.gradients.values()
+        ]
+        norm = torch.linalg.vector_norm(torch.stack(norms), dim=0)  # (clients,)
+        factor = (self.clip_val / (norm + 1e-6)).clamp(max=1)
+        for gradient in self.gradients.values():
+            gradient.mul_(factor.view(-1, *[1] * (gradient.dim() - 1)))
+
+
+def _in_one(of_shares: list[tuple[slice | Tensor, Tree]], active: int) -> Tree:
+    """The gradients of several shares as one tree; each tensor has shape (active clients, ...)."""
+    whole = {name: gradient.new_empty(active, *gradient.shape[1:]) for name, gradient in of_shares[0][1].items()}
+    for clients, gradients in of_shares:
+        for name, gradient in gradients.items():
+            whole[name][clients] = gradient
+    return whole
+
+
+def _runs_of_equal_steps(steps: Sequence[int]) -> Iterator[slice]:
+    """Neighbours that make as many steps an epoch as each other, and so can share an optimizer's count of them."""
+    start = 0
+    for client in range(1, len(steps) + 1):
+        if client == len(steps) or steps[client] != steps[start]:
+            yield slice(start, client)
+            start = client
+
+
+def skip_idle_dropout(module: nn.Module) -> None:
+    """Puts dropout that drops nothing into eval mode, because vmap takes every call of it for a random one."""
+    for part in module.modules():
+        if isinstance(part, _DropoutNd) and part.p == 0:
+            part.eval()

@@ -1,0 +1,136 @@
+"""The tensors of some clients, stacked along a client axis, and the loss mapped over them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+from lightning.pytorch import LightningModule
+from torch import Tensor, nn
+from torch.func import functional_call, vmap
+from torch.utils._pytree import tree_flatten, tree_unflatten
+
+from fedmoe_pl.algorithms.algorithm import Algorithm
+from fedmoe_pl.backends.client import trainable_names
+from fedmoe_pl.backends.frozen_parts import looked_up
+from fedmoe_pl.backends.lean import optimizer_and_scheduler
+from fedmoe_pl.backends.stacked.alone import ignores_padding, plain_gradients
+from fedmoe_pl.backends.stacked.batches import Share, StackedData
+from fedmoe_pl.backends.stacked.members import Member
+from fedmoe_pl.backends.training import LocalTraining
+from fedmoe_pl.models.mixtures.sparse import dense_experts
+from fedmoe_pl.trees import Tree
+
+
+class Stack:
+    """The tensors of some clients and their losses.
+
+    Args:
+        training: what all clients of the phase have in common.
+        module: a copy of the phase's module, which holds the tensors that are not stacked.
+        members: the clients, all with batches, that can share a stack.
+        round: the round of the phase, counted from 0.
+
+    Attributes:
+        members: the clients in descending order of their steps an epoch, so that those who still have batches come
+            first.
+        data: their training samples.
+        trained: names of the parameters that are trained in any epoch and that the loss depends on.
+        pads: whether short batches may be padded with samples without a label.
+        buffers: names of the buffers that are not frozen.
+        stacked: tensors that differ between clients or are trained, shape (clients, ...), by name.
+    """
+
+    def __init__(self, training: LocalTraining, module: LightningModule, members: Sequence[Member], round: int) -> None:
+        self.training = training
+        self.module = module.to(training.device)
+        self.members = sorted(members, key=lambda member: -len(member.batches))
+        self.data = StackedData(training, self.members)
+        features = self.members[0].features
+        self._parts = () if features is None else features.parts.names
+        self._lookup: Tree = {}
+        self._stack_constants()
+        self._find_trained(trainable_names(training, module, round))
+        self._stack_tensors()
+
+    def _stack_constants(self) -> None:
+        self._const_spec = tree_flatten(self.members[0].const)[1]
+        leaves = zip(*(tree_flatten(member.const)[0] for member in self.members), strict=True)
+        device = self.training.device
+        self._const = [
+            torch.stack(values).to(device) if isinstance(values[0], Tensor) else values[0] for values in leaves
+        ]
+
+    def _find_trained(self, trainable: list[str]) -> None:
+        """Finds what the loss depends on and the optimizer steps, and whether batches can be padded."""
+        training, module, first = self.training, self.module, self.members[0]
+        module.eval()  # nothing random
+        _, gradients = plain_gradients(training, module, first, self.data.first_share(0), trainable)
+        used = [name for name in trainable if gradients[name] is not None]
+        self.pads = ignores_padding(training, module, first, self.data, used)
+        module.train()
+        optimizer, _ = optimizer_and_scheduler(module.configure_optimizers())
+        assert optimizer is not None, "try_to_stack has refused it"
+        stepped = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+        parameters = dict(module.named_parameters())
+        self.trained = [name for name in used if id(parameters[name]) in stepped]
+
+    def _stack_tensors(self) -> None:
+        states = [member.state for member in self.members]
+        names = [name for name, _ in self.module.named_buffers() if name in states[0]]
+        self.buffers = [name for name in names if not self.training.is_frozen(name)]
+        changing = {*self.trained, *self.buffers}
+        self.stacked: Tree = {}
+        for name, tensor in states[0].items():
+            if name in changing or any(state[name] is not tensor for state in states):
+                self.stacked[name] = torch.stack([state[name] for state in states]).to(self.training.device)
+
+    def looking_up(self) -> AbstractContextManager[None]:
+        """Lets frozen parts be looked up while it is open."""
+        return looked_up(self.module, self._parts, self._lookup)
+
+    def losses(self, share: Share, names: Sequence[str]) -> tuple[Tensor, Tree]:
+        """The loss of every client of a share, shape (clients,), and the tensors to differentiate it by.
+
+        Buffers that the module changes, such as the statistics of batch normalization, are changed in ``stacked``.
+        """
+        trained = {name: self.stacked[name][share.clients].detach().requires_grad_() for name in names}
+        others = {name: tensor[share.clients] for name, tensor in self.stacked.items() if name not in trained}
+        others |= {name: others[name].clone() for name in self.buffers}  # a backward pass may still need the old ones
+        const = [leaf[share.clients] if isinstance(leaf, Tensor) else leaf for leaf in self._const]
+        mapped = [0 if isinstance(leaf, Tensor) else None for leaf in const]
+        module = _Loss(self.training.algorithm, self.module)
+
+        def loss(tensors: Tree, x: Tensor, y: Tensor, rows: Tree, const: list[Any]) -> tuple[Tensor, Tree]:
+            self._lookup.update(rows)
+            state = {f"module.{name}": tensor for name, tensor in tensors.items()}
+            arguments = (x, y, tree_unflatten(const, self._const_spec))
+            value = functional_call(module, state, arguments, tie_weights=False)
+            return value, {name: state[f"module.{name}"] for name in self.buffers}  # as the module has left them
+
+        inputs = trained | others, share.x, share.y, share.rows, const
+        with dense_experts():
+            losses, buffers = vmap(loss, in_dims=(0, 0, 0, 0, mapped))(*inputs)
+        for name, tensor in buffers.items():
+            self.stacked[name][share.clients] = tensor.detach()
+        return losses, trained
+
+    def unstack(self) -> None:
+        """Puts the stacked tensors into the members' states."""
+        for name, tensor in self.stacked.items():
+            for member, value in zip(self.members, tensor.cpu(), strict=True):
+                member.state[name] = value
+
+
+class _Loss(nn.Module):
+    """The algorithm's loss as a module, whose parameters ``functional_call`` can replace."""
+
+    def __init__(self, algorithm: Algorithm, module: LightningModule) -> None:
+        super().__init__()
+        self.algorithm = algorithm
+        self.module = module
+
+    def forward(self, x: Tensor, y: Tensor, const: dict[str, Any]) -> Tensor:
+        return self.algorithm.client_loss(self.module, (x, y), const)[0]

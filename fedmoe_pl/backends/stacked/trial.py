@@ -1,0 +1,191 @@
+"""Whether the clients of a phase may be stacked: a trial step of two of them, both ways."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from lightning.pytorch import LightningModule
+from torch import Tensor, nn
+from torch.nn.modules.conv import _ConvNd
+
+from fedmoe_pl.backends.features import FeatureCache
+from fedmoe_pl.backends.freezing import Freezing
+from fedmoe_pl.backends.lean import needs_every_batch, optimizer_and_scheduler
+from fedmoe_pl.backends.rounding import is_close, largest_value
+from fedmoe_pl.backends.stacked.alone import plain_gradients
+from fedmoe_pl.backends.stacked.batches import TRIED_SAMPLES
+from fedmoe_pl.backends.stacked.members import begin_members, stackable_groups
+from fedmoe_pl.backends.stacked.module import skip_idle_dropout
+from fedmoe_pl.backends.stacked.stack import Stack
+from fedmoe_pl.backends.training import LocalTraining
+from fedmoe_pl.trees import copy_module
+
+_ELEMENTWISE = {
+    *(torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW, torch.optim.Adamax, torch.optim.NAdam, torch.optim.RAdam),
+    *(torch.optim.RMSprop, torch.optim.Adagrad, torch.optim.Adadelta, torch.optim.ASGD, torch.optim.Rprop),
+}
+_MOST_ON_CPU, _MOST_ON_GPU = 32, 256
+_CPU_CACHE = 8 * 2**20  # bytes of stacked parameters, beyond which a CPU waits for its memory
+
+
+@dataclass(frozen=True)
+class Trial:
+    """What a stacked step of two clients told.
+
+    Attributes:
+        clients_per_stack: how many clients a quarter of the memory holds.
+        convolves: whether a step computes a convolution.
+    """
+
+    clients_per_stack: int
+    convolves: bool
+
+
+def try_to_stack(training: LocalTraining) -> Trial | str:
+    """Computes one step of two clients of every architecture both ways.
+
+    Returns:
+        What it told, or why the phase's clients cannot be stacked.
+    """
+    trials = []
+    for clients in training.by_architecture(range(training.datamodule.num_clients)):
+        of_clients = training.of(clients[0])
+        reason = _why_not(of_clients)
+        trial = reason or _try_architecture(of_clients, clients[:2])
+        if isinstance(trial, str):
+            return trial
+        trials.append(trial)
+    return _of_all(trials)
+
+
+def _why_not(training: LocalTraining) -> str | None:
+    """Why clients cannot be stacked whatever a trial would tell; None if nothing is against it."""
+    reason = needs_every_batch(training)
+    if reason or training.trainer.get("callbacks"):
+        return reason or "trainer.callbacks belong to a client each"
+    optimizer, _ = optimizer_and_scheduler(training.module.configure_optimizers())
+    if type(optimizer) not in _ELEMENTWISE:
+        return f"{type(optimizer).__name__} may not step every parameter element by element"
+    module = training.module
+    if len([*module.named_parameters(remove_duplicate=False)]) > len([*module.parameters()]):
+        return "parts of the model share parameters"
+    return None
+
+
+def _try_architecture(training: LocalTraining, clients: Sequence[int]) -> Trial | str:
+    """Tries every set of parameters that are trained together."""
+    trials = [Trial(_most_clients(training.device), convolves=False)]
+    try:
+        for round, epoch in training.trainable.values():
+            module = copy_module(training.module)
+            server = training.algorithm.server_init(module)
+            members = begin_members(training, module, server, clients, {}, round, FeatureCache())
+            for group in stackable_groups(members):
+                stack = Stack(training, module, group, round)
+                Freezing(training, module, round).freeze(epoch)
+                trials.append(_try_stack(stack))
+    except Exception as error:  # whatever a model, an algorithm or PyTorch raises, a Trainer per client may not
+        reason = f"{type(error).__name__}: {error}".splitlines()[0].rstrip(".")
+        if "randomness" in reason:
+            return "something random, such as dropout, would draw other numbers than in a Trainer per client"
+        return str(error) if isinstance(error, _Different) else f"PyTorch cannot stack it ({reason})"
+    return _of_all(trials)
+
+
+def _of_all(trials: Sequence[Trial]) -> Trial:
+    return Trial(min(trial.clients_per_stack for trial in trials), any(trial.convolves for trial in trials))
+
+
+class _Different(Exception):
+    """Stacked clients do not compute what they compute alone."""
+
+
+class _NoTrainer:
+    """Stands for the Trainer of a module that is tried: its steps are not those of a client in a stack."""
+
+    current_epoch = 0
+
+    def __getattr__(self, name: str) -> Any:
+        raise _Different(f"the loss reads {name} of its Trainer")
+
+
+def _try_stack(stack: Stack) -> Trial:
+    """Compares a step of each member with and without stacking.
+
+    Args:
+        stack: the members; what is not trained in the epoch that is tried is frozen.
+
+    Raises:
+        _Different: if gradients or buffers differ.
+    """
+    skip_idle_dropout(stack.module)
+    stack.module.trainer = _NoTrainer()  # pyright: ignore[reportAttributeAccessIssue]
+    names = [name for name, parameter in stack.module.named_parameters() if parameter.requires_grad]
+    names = [name for name in names if name in stack.trained]
+    saved: list[int] = []
+    with _convolutions(stack.module) as convolutions:
+        for client in range(len(stack.members)):
+            _try_member(stack, client, names, saved)
+    device, batch_size = stack.training.device, stack.data.batch_size
+    per_client = sum(tensor[0].numel() * tensor.element_size() for tensor in stack.stacked.values())
+    # parameters, gradients, two states of the optimizer and a temporary one; forward and backward pass
+    batch = 2 * sum(saved) // len(stack.members) * batch_size // min(batch_size, TRIED_SAMPLES)
+    limit = _memory(device) // 4 // (5 * per_client + batch + 1)
+    if device.type == "cpu":
+        limit = min(limit, max(_CPU_CACHE // (per_client + 1), 8))
+    return Trial(max(1, min(limit, _most_clients(device))), bool(convolutions))
+
+
+def _try_member(stack: Stack, client: int, names: Sequence[str], saved: list[int]) -> None:
+    """Compares a step of one member; appends the bytes of each tensor that its backward pass needs."""
+    module, share = stack.module, stack.data.first_share(client)
+
+    def remember_size(tensor: Tensor) -> Tensor:
+        saved.append(tensor.numel() * tensor.element_size())
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(remember_size, lambda tensor: tensor):
+        _, expected = plain_gradients(stack.training, module, stack.members[client], share, names)
+    buffers = {name: tensor.clone() for name, tensor in module.state_dict().items() if name in stack.buffers}
+    with stack.looking_up():
+        losses, trained = stack.losses(share, names)
+    gradients = dict(zip(trained, torch.autograd.grad(losses.sum(), [*trained.values()]), strict=True))
+    largest = largest_value(expected.values())
+    for name in names:
+        if not is_close(gradients[name][0], expected[name], largest):
+            raise _Different(f"the gradient of '{name}' comes out different when stacked")
+    for name in stack.buffers:
+        if not is_close(stack.stacked[name][client], buffers[name]):
+            raise _Different(f"the buffer '{name}' comes out different when stacked")
+
+
+@contextmanager
+def _convolutions(module: LightningModule) -> Iterator[list[nn.Module]]:
+    """Yields a list that gets each convolution of the module that is called while it is open."""
+    called: list[nn.Module] = []
+    hooks = [
+        part.register_forward_pre_hook(lambda part, arguments: called.append(part))
+        for part in module.modules()
+        if isinstance(part, _ConvNd)
+    ]
+    try:
+        yield called
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+def _most_clients(device: torch.device) -> int:
+    return _MOST_ON_CPU if device.type == "cpu" else _MOST_ON_GPU
+
+
+def _memory(device: torch.device) -> int:
+    """Bytes of the device, not those that happen to be free, so that a run that goes on makes the same stacks."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_properties(device).total_memory
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")

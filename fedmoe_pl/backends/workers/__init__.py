@@ -1,0 +1,7 @@
+"""Groups of clients handed out to worker processes, on this machine or on those of a Ray cluster."""
+
+from fedmoe_pl.backends.workers.backend import WorkersBackend, WorkersPlan
+from fedmoe_pl.backends.workers.pool import PoolBackend
+from fedmoe_pl.backends.workers.ray import RayBackend
+
+__all__ = ["PoolBackend", "RayBackend", "WorkersBackend", "WorkersPlan"]

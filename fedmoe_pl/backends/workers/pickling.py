@@ -1,0 +1,112 @@
+"""What travels between the driver and its workers, pickled by value."""
+
+from __future__ import annotations
+
+import io
+import pickle
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import cloudpickle
+import torch
+from lightning.fabric.utilities.exceptions import MisconfigurationException
+from lightning.pytorch.cli import LightningCLI
+from torch import Tensor
+
+from fedmoe_pl.data import FederatedDataModule
+
+
+def sendable(what: str, pickle_it: Callable[[], Any]) -> Any:
+    """Pickles something that a worker needs, and returns what ``pickle_it`` returns.
+
+    Args:
+        what: its name in the message.
+        pickle_it: pickles it.
+
+    Raises:
+        MisconfigurationException: if it cannot be pickled.
+    """
+    try:
+        return pickle_it()
+    except (pickle.PicklingError, TypeError, AttributeError, NotImplementedError, RuntimeError) as error:
+        raise MisconfigurationException(
+            f"trainer.devices must be 1 here, because {what} cannot be sent to a worker process "
+            f"({str(error).splitlines()[0]})."
+        ) from error
+
+
+class _Pickler(cloudpickle.Pickler):
+    """Pickles by value, with classes of ``__main__`` and lambdas, and leaves out what the worker has or cannot use.
+
+    Optimizer factories of LightningCLI hold the CLI, and with it everything that was configured.
+    """
+
+    def __init__(
+        self,
+        file: io.BytesIO,
+        datamodule: FederatedDataModule | None,
+        buffer_callback: Callable[[pickle.PickleBuffer], Any] | None,
+    ) -> None:
+        super().__init__(file, protocol=5, buffer_callback=buffer_callback)
+        self.datamodule = datamodule
+
+    def persistent_id(self, obj: Any) -> str | None:
+        if obj is self.datamodule and obj is not None:
+            return "datamodule"
+        return "cli" if isinstance(obj, LightningCLI) else None
+
+    def reducer_override(self, obj: Any) -> Any:
+        # As an array, because a tensor that is a view is pickled with all that it is a view of.
+        if type(obj) is Tensor and obj.device.type == "cpu" and not obj.requires_grad and obj.dtype in _NUMPY_DTYPES:
+            return _from_numpy, (obj.numpy(),)
+        return super().reducer_override(obj)
+
+
+_NUMPY_DTYPES = {
+    *(torch.float16, torch.float32, torch.float64, torch.bool),
+    *(torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64),
+}
+
+
+def _from_numpy(array: Any) -> Tensor:
+    return torch.from_numpy(array)
+
+
+class _Unpickler(pickle.Unpickler):
+    def __init__(self, pickled: bytes, datamodule: FederatedDataModule | None, buffers: Sequence[Any] | None) -> None:
+        super().__init__(io.BytesIO(pickled), buffers=buffers)
+        self.datamodule = datamodule
+
+    def persistent_load(self, pid: str) -> Any:
+        return self.datamodule if pid == "datamodule" else None
+
+
+def dumps(
+    obj: Any,
+    datamodule: FederatedDataModule | None = None,
+    buffer_callback: Callable[[pickle.PickleBuffer], Any] | None = None,
+) -> bytes:
+    """Pickles an object by value.
+
+    Args:
+        obj: the object.
+        datamodule: what is left out, because the worker has it.
+        buffer_callback: takes the large arrays, which are then left out, too.
+    """
+    file = io.BytesIO()
+    _Pickler(file, datamodule, buffer_callback).dump(obj)
+    return file.getvalue()
+
+
+def loads(pickled: bytes, datamodule: FederatedDataModule | None = None, buffers: Sequence[Any] | None = None) -> Any:
+    """The object that was pickled; arguments as in :func:`dumps`."""
+    return _Unpickler(pickled, datamodule, buffers).load()
+
+
+def portable(error: Exception) -> Exception:
+    """The exception, or one with its text where it could not be unpickled in the driver."""
+    try:
+        pickle.loads(dumps(error))
+    except Exception:
+        return RuntimeError(f"{type(error).__name__}: {error}")
+    return error
