@@ -1,4 +1,4 @@
-"""Functions on trees of tensors: what is averaged, loaded and told apart between rounds."""
+"""Functions on trees, which are dicts of tensors: how they are averaged, compared, loaded and divided by name."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from torch import Tensor, nn
 
 Module = TypeVar("Module", bound=nn.Module)
 Tree = dict[str, Tensor]
-"""Tensors by parameter or buffer name, as in a state dict."""
+"""Tensors by name: those of a module as in its state dict, those of an algorithm under names that contain a "/"."""
 
 
 def mean_of_two(a: Mapping[str, Tensor], weight_a: float, b: Mapping[str, Tensor], weight_b: float) -> Tree:
     """Weighted mean of two trees: ``(weight_a * a + weight_b * b) / (weight_a + weight_b)``.
 
     Applied to one client after another it is the weighted mean of all of them, holding one model in memory.
-    Integers (BatchNorm's ``num_batches_tracked``) are taken from one client (METHODS section 2), the larger ones, so
-    that the order does not matter.
+    Integers, such as ``num_batches_tracked`` of batch normalization, are not averaged: the larger one is taken, so that
+    the order of the clients does not matter.
 
     Example:
         >>> mean_of_two({"w": torch.tensor(0.0)}, 1, {"w": torch.tensor(4.0)}, 3)
@@ -35,33 +35,98 @@ def mean_of_two(a: Mapping[str, Tensor], weight_a: float, b: Mapping[str, Tensor
     }
 
 
+def difference(a: Mapping[str, Tensor], b: Mapping[str, Tensor]) -> Tree:
+    """``a - b`` for every name in ``a``; ``b`` may have more names.
+
+    Example:
+        >>> difference({"w": torch.tensor(3.0)}, {"w": torch.tensor(1.0), "v": torch.tensor(9.0)})
+        {'w': tensor(2.)}
+    """
+    return {name: tensor - b[name] for name, tensor in a.items()}
+
+
+def inner_product(a: Mapping[str, Tensor], b: Mapping[str, Tensor]) -> Tensor | int:
+    """Sum of all products of elements of ``a`` and ``b``, of shape (); 0 for an empty ``a``.
+
+    Args:
+        a: one tree.
+        b: another one, which may have more names.
+
+    Example:
+        >>> inner_product({"w": torch.tensor([1.0, 2.0])}, {"w": torch.tensor([3.0, 4.0])})
+        tensor(11.)
+    """
+    return sum((b[name] * tensor).sum() for name, tensor in a.items())
+
+
+def squared_distance(a: Mapping[str, Tensor], b: Mapping[str, Tensor]) -> Tensor | int:
+    """Sum of all squared differences of elements of ``a`` and ``b``, of shape (); 0 for an empty ``a``.
+
+    Args:
+        a: one tree.
+        b: another one, which may have more names.
+
+    Example:
+        >>> squared_distance({"w": torch.tensor([1.0, 2.0])}, {"w": torch.tensor([3.0, 5.0])})
+        tensor(13.)
+    """
+    return sum(((b[name] - tensor) ** 2).sum() for name, tensor in a.items())
+
+
+def subtree(tree: Mapping[str, Tensor], prefix: str) -> Tree:
+    """The tensors whose names start with a prefix, under their names without it.
+
+    Example:
+        >>> subtree({"gate.bias": torch.tensor(1.0), "head.bias": torch.tensor(2.0)}, "gate.")
+        {'bias': tensor(1.)}
+    """
+    return {name.removeprefix(prefix): tensor for name, tensor in tree.items() if name.startswith(prefix)}
+
+
+def with_prefix(tree: Mapping[str, Tensor], prefix: str) -> Tree:
+    """The same tensors, with a prefix before their names.
+
+    Example:
+        >>> with_prefix({"bias": torch.tensor(1.0)}, "gate.")
+        {'gate.bias': tensor(1.)}
+    """
+    return {prefix + name: tensor for name, tensor in tree.items()}
+
+
+def of_module(tree: Mapping[str, Tensor]) -> Tree:
+    """The tensors of a module: those whose names do not contain a "/"."""
+    return {name: tensor for name, tensor in tree.items() if "/" not in name}
+
+
+def of_algorithm(tree: Mapping[str, Tensor]) -> Tree:
+    """The tensors of an algorithm: those whose names contain a "/"."""
+    return {name: tensor for name, tensor in tree.items() if "/" in name}
+
+
 def load_tree(module: nn.Module, tree: Mapping[str, Tensor]) -> None:
     """Copies the tensors of ``tree`` into the parameters and buffers of the same name.
 
     Raises:
         MisconfigurationException: if a name is unknown to the module or a shape differs.
     """
-    own = module.state_dict()
+    state = module.state_dict()
     with torch.no_grad():
         for name, tensor in tree.items():
-            if name not in own or own[name].shape != tensor.shape:
-                found = f"has shape {tuple(own[name].shape)}" if name in own else "does not exist"
+            if name not in state or state[name].shape != tensor.shape:
+                reason = f"has shape {tuple(state[name].shape)}" if name in state else "does not exist"
                 raise MisconfigurationException(
-                    f"`{name}` of shape {tuple(tensor.shape)} cannot be loaded: in {type(module).__name__} it {found}."
+                    f"`{name}` of shape {tuple(tensor.shape)} cannot be loaded: in {type(module).__name__} it {reason}."
                 )
-            own[name].copy_(tensor)
+            state[name].copy_(tensor)
 
 
 def changed(module: nn.Module, loaded: Mapping[str, Tensor], kept: Mapping[str, Tensor]) -> Tree:
-    """The tensors of a module that differ from what every client starts with.
+    """The tensors of a module that differ from what every client starts with: all that a client needs to keep.
 
     Args:
         module: a client's module after training.
         loaded: what every client starts with, by name.
-        kept: what this client had kept before; a tensor that still has this value is returned as it is, not copied.
-
-    Returns:
-        Copies of the tensors that differ from ``loaded``: all that a client needs to keep.
+        kept: what this client kept before. A tensor that still has the kept value is the kept one itself, not a copy.
     """
     different = {}
     for name, tensor in module.state_dict().items():
@@ -73,9 +138,9 @@ def changed(module: nn.Module, loaded: Mapping[str, Tensor], kept: Mapping[str, 
 
 
 def copy_module(module: Module) -> Module:
-    """A deep copy of a module that shares the functions with which LightningCLI makes optimizers.
+    """A deep copy of a module, except for the functions with which LightningCLI makes optimizers, which are shared.
 
-    They hold its parser, and with it all that was configured, the data included.
+    A copy of such a function would copy the command line's parser and all that was configured, the data included.
     """
     values = [value for part in module.modules() for value in vars(part).values() if isinstance(value, partial)]
     shared = {id(value): value for value in values if value.func.__module__.startswith("jsonargparse")}
@@ -100,12 +165,12 @@ class Patterns:
         """Whether one of the patterns matches the name."""
         return any(fnmatchcase(name, pattern) for pattern in self.patterns)
 
-    def check(self, names: Iterable[str], key: str) -> None:
+    def check(self, names: Iterable[str], argument: str) -> None:
         """Refuses a pattern that matches nothing, which is a misspelt one.
 
         Args:
             names: the names of the module's tensors.
-            key: the key in the configuration, for the message.
+            argument: what the message calls the patterns, such as ``FedAvg: shared``.
 
         Raises:
             MisconfigurationException: if a pattern matches no name.
@@ -115,5 +180,5 @@ class Patterns:
             if not any(fnmatchcase(name, pattern) for name in names):
                 tops = ", ".join(sorted({f"{name.split('.')[0]}.*" for name in names}))
                 raise MisconfigurationException(
-                    f"{key} is '{pattern}', which matches no parameter of the model; it has {tops}."
+                    f"{argument} is '{pattern}', which matches no parameter of the model; it has {tops}."
                 )

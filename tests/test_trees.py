@@ -129,10 +129,8 @@ def test_patterns_match_whole_names_with_stars_over_dots(patterns, matched):
 def test_a_pattern_without_a_match_is_refused_in_one_sentence_with_what_there_is():
     Patterns(["a.*", "b"]).check(iter(["a.c", "b"]), "key")
     with pytest.raises(MisconfigurationException) as error:
-        Patterns(["a.*", "c.*"]).check(iter(["b.x", "a.y", "a.z"]), "algorithm.init_args.shared")
-    assert str(error.value) == (
-        "algorithm.init_args.shared is 'c.*', which matches no parameter of the model; it has a.*, b.*."
-    )
+        Patterns(["a.*", "c.*"]).check(iter(["b.x", "a.y", "a.z"]), "FedAvg: shared")
+    assert str(error.value) == ("FedAvg: shared is 'c.*', which matches no parameter of the model; it has a.*, b.*.")
 
 
 @given(

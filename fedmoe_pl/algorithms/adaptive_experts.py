@@ -1,23 +1,22 @@
 """Adaptive Expert Models: Isaksson, Listo Zec, Coster, Gillblad, Girdzijauskas 2022 (https://arxiv.org/abs/2206.07832).
 
 Cluster models by IFCA (Ghosh et al., NeurIPS 2020, Algorithm 1, https://arxiv.org/abs/2006.04088) with epsilon-greedy
-exploration, then on every client a mixture of all of them and a local expert (METHODS section 7.3). For a
-``ClusteredMoE`` of J clusters, the phases are
+exploration, then on every client a mixture of all of them and a local expert. For a ``ClusteredMoE`` of J clusters, the
+phases are
 
 ======================  ==========================================  ============================  ===================
 method                  algorithm                                   gate                          starts from
 ======================  ==========================================  ============================  ===================
-Local                   ``Local("local_expert.*")``                 constant, 1 for the last      ``initial``
-IFCA, with exploration  ``EpsilonGreedyIFCA``                       constant, 1 for the first     ``start: Local``
-Fine-tuned              ``FineTunedCluster``                        constant, 1 for the first     IFCA
-Ensemble                ``ClusterMixture``, 0 epochs                constant, all equal           IFCA
+Local                   ``Local("local_expert.*")``                 ``LocalOnly``                 ``initial``
+IFCA, with exploration  ``EpsilonGreedyIFCA``                       ``GlobalOnly``                ``start: Local``
+Fine-tuned              ``FineTunedCluster``                        ``GlobalOnly``                IFCA
+Ensemble                ``ClusterMixture``, 0 epochs                ``EqualWeights``              IFCA
 the mixture             ``ClusterMixture``                          a network, J + 1 outputs      IFCA
 ======================  ==========================================  ============================  ===================
 
-so that clients keep their local expert through the federated phase. Local may come after it, too, with
-``start: IFCA``; the ensemble and the mixture then have ``start: Local``. Where the paper and the official code differ
-(METHODS section 9, 9 to 16), the paper is followed, and early stopping looks at validation samples, never at test
-samples.
+so that clients keep their local expert through the federated phase. Local may also come after it, with
+``start: IFCA``; the ensemble and the mixture then have ``start: Local``. Where the paper and the official code differ,
+this follows the paper. Early stopping looks at validation samples, never at test samples.
 """
 
 from __future__ import annotations
@@ -27,45 +26,35 @@ from typing import Any
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import LightningModule
 
-from fedmoe_pl.algorithms.algorithm import Algorithm, Client, Update
-from fedmoe_pl.algorithms.ifca import (
-    EpsilonGreedyIFCA,
-    best_cluster,
-    check_first_place,
-    choice_generator,
-    experts_of,
-    moved,
-)
+from fedmoe_pl.algorithms.algorithm import Algorithm, Client, Update, check_names
+from fedmoe_pl.algorithms.clusters import best_cluster, check_first_place, choice_generator, experts_of, moved
+from fedmoe_pl.algorithms.ifca import EpsilonGreedyIFCA
 from fedmoe_pl.models import FixedGate
-from fedmoe_pl.trees import Patterns, Tree, load_tree
+from fedmoe_pl.trees import Tree, load_tree
 
 
 class FineTunedCluster(Algorithm):
-    """Every client goes on alone from the cluster with the lowest loss on its training samples (METHODS section 7.3).
+    """Every client fine-tunes the model of the cluster with the lowest loss on its training samples.
 
     Args:
-        trainable: glob patterns of the parameters that are trained; the client's model is in the place of
+        trainable: glob patterns of the parameters that are trained; the chosen model takes the place of
             ``global_experts.0``.
     """
 
     federated = False
-    needs_all_clients = True  # one that is left out in the first round would never choose
+    needs_all_clients = True  # a client that is left out of the first round would never choose
 
     def __init__(self, trainable: str | list[str] = "global_experts.0.*") -> None:
-        self.trainable = Patterns(trainable)
+        super().__init__(trainable=trainable)
 
     def follows(self, earlier: Algorithm) -> bool:
         """Starts from the cluster models."""
         return isinstance(earlier, EpsilonGreedyIFCA)
 
     def check(self, module: LightningModule) -> None:
-        """Refuses another model, a gate that is not held at the first place, and patterns that match nothing."""
+        """Refuses other models, gates that use more than the first expert, and patterns that match nothing."""
         check_first_place(self, module)
-        self.trainable.check(module.state_dict(), "algorithm.init_args.trainable")
-
-    def is_trainable(self, name: str, round: int, epoch: int) -> bool:
-        """Whether ``trainable`` matches the name."""
-        return name in self.trainable
+        super().check(module)
 
     def client_init(self, client: Client, sent: Tree) -> dict[str, Any]:
         """Chooses the cluster before the first round."""
@@ -79,50 +68,41 @@ class FineTunedCluster(Algorithm):
 class ClusterMixture(Algorithm):
     """Every client's gate learns to weigh the frozen models of all clusters and its local expert.
 
-    Starts from a phase in which there are both (see the table above). Every client's gate starts anew.
+    It starts from a phase that has both (see the table above). Every client's gate starts anew.
 
     Args:
-        trainable: glob patterns of the parameters that are trained: the gate alone, or ``"*"`` for the experts, too, as
-            in a part of the official configurations (METHODS section 9, 11).
+        trainable: glob patterns of the parameters that are trained: the gate alone, or ``"*"`` for gate and experts, as
+            in some of the official configurations.
     """
 
     federated = False
+    gate_starts_anew = True
 
     def __init__(self, trainable: str | list[str] = "gate.*") -> None:
-        self.trainable = Patterns(trainable)
+        super().__init__(trainable=trainable)
 
     def follows(self, earlier: Algorithm) -> bool:
         """Starts from the cluster models, and from what clients kept through their training."""
         return isinstance(earlier, EpsilonGreedyIFCA)
 
     def check(self, module: LightningModule) -> None:
-        """Refuses another model, and patterns that match nothing."""
+        """Refuses other models, and patterns that match nothing."""
         experts_of(module)
-        self.trainable.check([*module.state_dict(), "gate."], "algorithm.init_args.trainable")  # it may be constant
-
-    def is_trainable(self, name: str, round: int, epoch: int) -> bool:
-        """Whether ``trainable`` matches the name."""
-        return name in self.trainable
-
-    def client_init(self, client: Client, sent: Tree) -> dict[str, Any]:
-        """Draws the client's own initial gate before the first round."""
-        super().client_init(client, sent)
-        if client.round == 0:
-            client.module.gate.reset_parameters()  # pyright: ignore[reportCallIssue, reportAttributeAccessIssue]
-        return {}
+        check_names(module)
+        self.trainable.check([*module.state_dict(), "gate."], "ClusterMixture: trainable")  # the gate may be fixed
 
     def client_final(self, client: Client, const: dict[str, Any]) -> Update:
         """Keeps the gate.
 
         Raises:
-            MisconfigurationException: if the local expert, though weighed, is still as it was initialized.
+            MisconfigurationException: if the gate uses the local expert, but nobody has trained it.
         """
         update = super().client_final(client, const)
         gate = client.module.gate
         unused = isinstance(gate, FixedGate) and len(gate.weights) - 1 not in gate.active
         if not unused and not any(name.startswith("local_expert.") for name in update.kept):
             raise MisconfigurationException(
-                "federation.phases has a ClusterMixture whose local experts nobody has trained; the EpsilonGreedyIFCA "
-                "phase that it starts from must have the phase of Local as `start`."
+                "ClusterMixture: nobody has trained the local experts; the EpsilonGreedyIFCA phase that it starts from "
+                "must have the phase of Local as `start`."
             )
         return update

@@ -1,23 +1,28 @@
-"""The hooks of a federated algorithm; their defaults are FedAvg."""
+"""The hooks of a federated algorithm; their defaults are FedAvg.
+
+The trees that hooks exchange hold tensors of two kinds. Those of the module have the names of its state dict. Those of
+the algorithm itself, such as control variates or prototypes, have names that contain a "/", for instance
+``control/fc.weight``, which no name in a module may. Both kinds are sent, combined, kept and stored alike, but only
+those of the module are loaded into a module.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
+from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import LightningModule
 from torch import Tensor
 
+from fedmoe_pl.data import Batches, FederatedDataModule
 from fedmoe_pl.seeds import derive_seed
-from fedmoe_pl.trees import Tree, changed, load_tree, mean_of_two
-
-if TYPE_CHECKING:
-    from fedmoe_pl.data import Batches, FederatedDataModule
+from fedmoe_pl.trees import Patterns, Tree, changed, load_tree, mean_of_two, of_algorithm, of_module
 
 EVALUATED_AT_ONCE = 1000  # samples in a batch where nothing is trained
-_SPLIT = 2  # tells a client's split of its samples from the stream of random numbers of its training
+_SPLIT = 2  # tells the split of a client's samples from the random numbers of its training
 
 
 @dataclass
@@ -31,10 +36,10 @@ class Client:
         module: the client's own copy of the phase's module.
         samples: indices of its training samples, shape (n,).
         kept: what it kept from earlier rounds and phases.
-        loaded: the phase's initial tensors, updated with what the server sent: the same for all clients that were
-            sent the same.
-        datamodule: who holds which data; already set up.
-        steps: number of optimizer steps of its local training, once that is done.
+        loaded: the phase's initial tensors and, in their place, what the server sent: the same for all clients that
+            were sent the same.
+        datamodule: the data of all clients; already set up.
+        steps: number of optimizer steps in its local training; 0 before it.
     """
 
     id: int
@@ -48,28 +53,28 @@ class Client:
     steps: int = 0
 
     def batches(self, samples: Tensor) -> Batches:
-        """Large batches of some samples, in their order and not augmented, to evaluate models on.
+        """Large batches of some samples to evaluate models on: in the given order and not augmented.
 
         Args:
             samples: indices, such as ``self.samples``, shape (n,).
         """
-        assert self.datamodule is not None, "backends and evaluations give clients their data"
+        assert self.datamodule is not None, "only a client that has its data can make batches"
         return self.datamodule.batches(samples, batch_size=EVALUATED_AT_ONCE)
 
     def shuffled_samples(self) -> Tensor:
-        """Its training samples in an order that depends on (seed, client) alone: the same in every phase and round."""
+        """Its training samples in an order that depends on seed and client alone: the same in every phase and round."""
         generator = torch.Generator().manual_seed(derive_seed(self.seed, _SPLIT, self.id))
         return self.samples[torch.randperm(len(self.samples), generator=generator)]
 
 
 @dataclass
 class Update:
-    """What comes of one client's local training, or of several clients' after ``Algorithm.combine``.
+    """The result of one client's local training or, after ``Algorithm.combine``, of several clients' training.
 
     Attributes:
-        sent: leaves the client.
-        weight: counts in the aggregation.
-        kept: stays on the client until it is trained next; empty after ``combine``.
+        sent: what leaves the client.
+        weight: its weight in the aggregation.
+        kept: what stays on the client until it is trained again; empty after ``combine``.
     """
 
     sent: Tree
@@ -83,42 +88,56 @@ class Algorithm:
     State goes in and out by value: nothing that must survive a round may be stored on ``self``, on a module or on a
     worker. Only ``client_loss`` is differentiated; it must be pure (no logging, no ``.item()``).
 
+    Args:
+        shared: glob patterns of the parameters and buffers that leave the clients.
+        trainable: glob patterns of the parameters that are trained.
+
     Attributes:
-        federated: whether clients share anything; False for training that every client does alone.
-        frozen_train_mode: whether modules without a trainable parameter stay in train mode (dropout active), as in
-            the official codes, rather than in eval mode (METHODS section 2).
+        federated: whether clients share anything; False where every client trains alone.
+        gate_starts_anew: whether every client draws its initial gate in the first round.
+        frozen_train_mode: whether modules without a trainable parameter stay in train mode, with active dropout, as in
+            some official codes. Otherwise they are in eval mode.
         needs_all_clients: whether all clients must train in every round.
         needs_validation: whether clients must have validation samples.
         needs_plain_steps: whether steps must be those of the optimizer alone, without clipped gradients.
     """
 
     federated: bool = True
+    gate_starts_anew: bool = False
+    frozen_train_mode: bool = False
     needs_all_clients: bool = False
     needs_validation: bool = False
     needs_plain_steps: bool = False
-    frozen_train_mode: bool = False
+
+    def __init__(self, shared: str | list[str] = "*", trainable: str | list[str] = "*") -> None:
+        self.shared = Patterns(shared)
+        self.trainable = Patterns(trainable)
 
     @property
     def moment(self) -> str:
-        """The moment of a round that the evaluated models are of, as tables say it."""
+        """The moment of a round at which models are evaluated, in the words of the tables."""
         return "after aggregation" if self.federated else "after local training"
 
     def check(self, module: LightningModule) -> None:
         """Refuses, before any training, a module that the algorithm cannot train.
 
         Raises:
-            MisconfigurationException: with one sentence that names the key, the value and what is allowed.
+            MisconfigurationException: if a pattern of ``shared`` or ``trainable`` matches no tensor of the module, or
+                the name of a tensor contains a "/".
         """
+        check_names(module)
+        self.shared.check(module.state_dict(), f"{type(self).__name__}: shared")
+        self.trainable.check(module.state_dict(), f"{type(self).__name__}: trainable")
 
     def follows(self, earlier: Algorithm) -> bool:
-        """Whether a phase of this algorithm starts from the result of an earlier one, when nothing else is asked for.
+        """Whether a phase of this algorithm starts from the result of an earlier phase, unless it names its ``start``.
 
-        An algorithm that overrides this needs such a phase; one that does not starts from the initial model.
+        An algorithm that overrides this needs such a phase. All others start from the initial model.
         """
         return False
 
     def participants(self, clients: Sequence[int], seed: int) -> Sequence[int]:
-        """The clients that rounds are sampled from: all of them, unless some opt out.
+        """The clients from which each round draws its own: all of them, unless some opt out.
 
         Args:
             clients: ids of all clients.
@@ -127,19 +146,19 @@ class Algorithm:
         return clients
 
     def is_shared(self, name: str) -> bool:
-        """Whether the parameter or buffer leaves the client."""
-        return self.federated
+        """Whether the parameter or buffer leaves the client: ``shared`` matches its name."""
+        return self.federated and name in self.shared
 
     def is_trainable(self, name: str, round: int, epoch: int) -> bool:
-        """Whether the parameter is trained in this local epoch (both counted from 0)."""
-        return True
+        """Whether the parameter is trained in a local epoch of a round, both counted from 0."""
+        return name in self.trainable
 
     def server_init(self, module: LightningModule) -> Tree:
         """The server's state before the first round, from the phase's module."""
         return {name: tensor.detach().clone() for name, tensor in module.state_dict().items() if self.is_shared(name)}
 
     def server_send(self, server: Tree, client_id: int) -> Tree:
-        """What a client receives, by parameter name."""
+        """What a client receives."""
         return server
 
     def client_samples(self, client: Client) -> Tensor:
@@ -147,28 +166,43 @@ class Algorithm:
         return client.samples
 
     def client_init(self, client: Client, sent: Tree) -> dict[str, Any]:
-        """Loads what was sent and what the client kept; returns constants for the loss."""
-        load_tree(client.module, {**sent, **client.kept})
+        """Loads what was sent and what the client kept, and draws the gate if it starts anew.
+
+        Returns:
+            Constants for the loss, with tensors on the CPU. Backends move them to the device of the training.
+        """
+        load_tree(client.module, of_module({**sent, **client.kept}))
+        if self.gate_starts_anew and client.round == 0:
+            client.module.gate.reset_parameters()  # pyright: ignore[reportCallIssue, reportAttributeAccessIssue]
         return {}
 
     def client_loss(
         self, module: LightningModule, batch: Any, const: dict[str, Any]
     ) -> tuple[Tensor, dict[str, Tensor]]:
-        """The local loss and what else it computed: by default the module's own ``loss(batch)``."""
+        """The local loss and further values by name: by default those of the module's own ``loss(batch)``."""
         return module.loss(batch)  # pyright: ignore[reportCallIssue]
 
     def client_final(self, client: Client, const: dict[str, Any]) -> Update:
-        """What the client sends, its weight (here its number of samples), and what it keeps."""
+        """What the client sends, its weight, by default its number of samples, and what it keeps.
+
+        Args:
+            client: the client after its training.
+            const: what ``client_init`` returned, with tensors on the CPU.
+        """
         state = client.module.state_dict()
         sent = {name: tensor.detach().cpu().clone() for name, tensor in state.items() if self.is_shared(name)}
+        return Update(sent, len(client.samples), self.private_tensors(client))
+
+    def private_tensors(self, client: Client) -> Tree:
+        """What a client keeps by default: what it does not share and has changed, and the algorithm's own tensors."""
         kept = changed(client.module, client.loaded, client.kept)
-        return Update(sent, len(client.samples), {name: kept[name] for name in kept if not self.is_shared(name)})
+        return {name: kept[name] for name in kept if not self.is_shared(name)} | of_algorithm(client.kept)
 
     def combine(self, a: Update, b: Update) -> Update:
-        """Folds two updates into one: here the weighted mean, so that a round holds one model whatever its size.
+        """Folds two updates into one: by default their weighted mean, so that a round of any size holds one model.
 
-        Must be associative and commutative: backends group clients in orders of their own. An algorithm that collects
-        updates keeps them by client.
+        It must be associative and commutative, because backends choose the groups and their order. An algorithm that
+        needs the updates one by one collects them by client.
         """
         return Update(mean_of_two(a.sent, a.weight, b.sent, b.weight), a.weight + b.weight)
 
@@ -177,7 +211,7 @@ class Algorithm:
         return {**server, **combined.sent}
 
     def exchange(self, server: Tree, kept: Mapping[int, Tree], round: int) -> Iterator[tuple[int, Tree, Tree]]:
-        """What clients send each other at the end of a round, past the server: nothing by default.
+        """What clients send each other at the end of a round, not through the server: nothing by default.
 
         Args:
             server: the server's state after this round.
@@ -185,20 +219,34 @@ class Algorithm:
             round: the round, counted from 0.
 
         Yields:
-            A client, what it keeps from now on, and what it received from other clients, which is only counted.
+            A client, what it keeps from now on, and what it received from other clients, which only counts as traffic.
         """
         yield from ()
 
     def personal_tensors(self, client: Client, server: Tree) -> Tree:
-        """The tensors of the model that a client would use now: what the server sends, and what the client kept.
+        """The tensors of the model that a client would use now: what it kept and, for the rest, what the server sends.
 
         Args:
-            client: has the phase's module, with its initial tensors, and its data.
+            client: has its data and the phase's module with its initial tensors.
             server: the server's state.
         """
-        return {**self.server_send(server, client.id), **client.kept}
+        return of_module({**self.server_send(server, client.id), **client.kept})
 
 
 def chooses_model(algorithm: Algorithm) -> bool:
-    """Whether each client has a model of its own choice, whatever it was sent and kept."""
+    """Whether a client's model may differ from the others' although it was sent the same and kept nothing."""
     return type(algorithm).personal_tensors is not Algorithm.personal_tensors
+
+
+def check_names(module: LightningModule) -> None:
+    """Refuses a module with the name of a tensor that could be an algorithm's own.
+
+    Raises:
+        MisconfigurationException: if a name contains a "/".
+    """
+    for name in module.state_dict():
+        if "/" in name:
+            raise MisconfigurationException(
+                f"{type(module).__name__}: a tensor's name is '{name}', but must not contain '/', which marks the "
+                "tensors of algorithms."
+            )

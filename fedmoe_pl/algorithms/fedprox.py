@@ -1,4 +1,4 @@
-"""FedProx: Li et al., MLSys 2020, Algorithm 2 (https://arxiv.org/abs/1812.06127); METHODS section 8."""
+"""FedProx: Li et al., MLSys 2020, Algorithm 2 (https://arxiv.org/abs/1812.06127)."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from lightning.pytorch import LightningModule
 from torch import Tensor
 
 from fedmoe_pl.algorithms.algorithm import Algorithm, Client
-from fedmoe_pl.trees import Patterns, Tree
+from fedmoe_pl.trees import Tree, squared_distance
 
 
 class FedProx(Algorithm):
-    """FedAvg whose clients are drawn to what they received: the local loss has a term ``mu / 2 ||w - w_t||^2``.
+    """FedAvg with a proximal term ``mu / 2 ||w - w_t||^2`` in the local loss, where ``w_t`` is what was received.
 
     Args:
         mu: weight of the term; 0 is FedAvg.
-        shared: glob patterns of the parameters and buffers that are averaged, and whose parameters the term draws.
+        shared: glob patterns of the parameters and buffers that are averaged. The term is over these parameters.
 
     Raises:
         MisconfigurationException: if ``mu`` is below 0.
@@ -25,29 +25,18 @@ class FedProx(Algorithm):
 
     def __init__(self, mu: float = 0.001, shared: str | list[str] = "*") -> None:
         if not mu >= 0:
-            raise MisconfigurationException(f"algorithm.init_args.mu is {mu}, but must be at least 0.")
+            raise MisconfigurationException(f"FedProx: mu is {mu}, but must be at least 0.")
+        super().__init__(shared)
         self.mu = mu
-        self.shared = Patterns(shared)
-
-    def check(self, module: LightningModule) -> None:
-        """Refuses patterns that match nothing."""
-        self.shared.check(module.state_dict(), "algorithm.init_args.shared")
-
-    def is_shared(self, name: str) -> bool:
-        """Whether ``shared`` matches the name."""
-        return name in self.shared
 
     def client_init(self, client: Client, sent: Tree) -> dict[str, Any]:
-        """Loads, and hands the received parameters to the loss."""
+        """Loads, and gives the loss the received parameters."""
         super().client_init(client, sent)
-        parameters = dict(client.module.named_parameters())
-        return {"received": {name: tensor for name, tensor in sent.items() if name in parameters}}
+        return {"received": {name: sent[name] for name, _ in client.module.named_parameters() if name in sent}}
 
     def client_loss(
         self, module: LightningModule, batch: Any, const: dict[str, Any]
     ) -> tuple[Tensor, dict[str, Tensor]]:
         """The module's loss and the proximal term."""
         loss, metrics = super().client_loss(module, batch, const)
-        parameters = dict(module.named_parameters())
-        distances = [((parameters[name] - tensor.to(loss)) ** 2).sum() for name, tensor in const["received"].items()]
-        return loss + self.mu / 2 * sum(distances), metrics
+        return loss + self.mu / 2 * squared_distance(const["received"], dict(module.named_parameters())), metrics

@@ -1,15 +1,12 @@
-"""Local (Standalone): every client trains alone; the baseline of all five papers (METHODS section 8)."""
+"""Local training, also called Standalone: the baseline of every paper here."""
 
 from __future__ import annotations
 
-from lightning.pytorch import LightningModule
-
 from fedmoe_pl.algorithms.algorithm import Algorithm
-from fedmoe_pl.trees import Patterns
 
 
 class Local(Algorithm):
-    """Nothing is shared: every client trains from the same initial model, and keeps the result.
+    """Every client trains alone, from the same initial model, and keeps its result.
 
     Args:
         trainable: glob patterns of the parameters that are trained.
@@ -18,12 +15,4 @@ class Local(Algorithm):
     federated = False
 
     def __init__(self, trainable: str | list[str] = "*") -> None:
-        self.trainable = Patterns(trainable)
-
-    def check(self, module: LightningModule) -> None:
-        """Refuses patterns that match nothing."""
-        self.trainable.check(module.state_dict(), "algorithm.init_args.trainable")
-
-    def is_trainable(self, name: str, round: int, epoch: int) -> bool:
-        """Whether ``trainable`` matches the name."""
-        return name in self.trainable
+        super().__init__(trainable=trainable)

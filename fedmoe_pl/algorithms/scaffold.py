@@ -1,4 +1,4 @@
-"""SCAFFOLD: Karimireddy et al., ICML 2020, Algorithm 1 with option II (https://arxiv.org/abs/1910.06378); METHODS 8."""
+"""SCAFFOLD: Karimireddy et al., ICML 2020, Algorithm 1 with option II (https://arxiv.org/abs/1910.06378)."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ from lightning.pytorch import LightningModule
 from torch import Tensor
 
 from fedmoe_pl.algorithms.algorithm import Algorithm, Client, Update
-from fedmoe_pl.trees import Patterns, Tree, load_tree
+from fedmoe_pl.trees import Tree, difference, inner_product, of_algorithm, subtree, with_prefix
 
-_CONTROL = "control."
+_CONTROL = "control/"  # before a parameter's name: its control variate, c on the server and c_i on a client
 
 
 class Scaffold(Algorithm):
     """FedAvg whose local steps are corrected by control variates: ``y - lr (g(y) - c_i + c)``.
 
-    The correction is the gradient of a term of the loss, ``<c - c_i, y>``. The server holds the parameters and ``c``, a
-    client keeps ``c_i``; both start at 0. Clients count alike in the means. It needs plain SGD with a constant rate:
-    momentum or weight decay would break the formula of ``c_i``.
+    The correction is the gradient of the term ``<c - c_i, y>`` in the loss. The server holds the parameters x and
+    ``c``, a client keeps ``c_i``; both start at 0. All clients have the same weight. The formula of ``c_i`` holds for
+    plain SGD with a constant rate only, without momentum and weight decay.
 
     Args:
         shared: glob patterns of the parameters and buffers that are averaged.
@@ -34,58 +34,47 @@ class Scaffold(Algorithm):
 
     def __init__(self, shared: str | list[str] = "*", server_lr: float = 1.0) -> None:
         if not server_lr > 0:
-            raise MisconfigurationException(f"algorithm.init_args.server_lr is {server_lr}, but must be above 0.")
-        self.shared = Patterns(shared)
+            raise MisconfigurationException(f"Scaffold: server_lr is {server_lr}, but must be above 0.")
+        super().__init__(shared)
         self.server_lr = server_lr
 
     def check(self, module: LightningModule) -> None:
         """Refuses patterns that match nothing, and optimizers other than plain SGD."""
-        self.shared.check(module.state_dict(), "algorithm.init_args.shared")
+        super().check(module)
         _learning_rate(module)
-
-    def is_shared(self, name: str) -> bool:
-        """Whether ``shared`` matches the name."""
-        return name in self.shared
 
     def server_init(self, module: LightningModule) -> Tree:
         """The shared tensors, and ``c = 0`` for the parameters among them."""
         server = super().server_init(module)
-        names = [name for name, _ in module.named_parameters() if name in server]
-        return {**server, **{_CONTROL + name: torch.zeros_like(server[name]) for name in names}}
+        zeros = {name: torch.zeros_like(server[name]) for name, _ in module.named_parameters() if name in server}
+        return {**server, **with_prefix(zeros, _CONTROL)}
 
     def client_init(self, client: Client, sent: Tree) -> dict[str, Any]:
         """Line 5: receives x and c."""
-        received = {name: tensor for name, tensor in {**sent, **client.kept}.items() if not name.startswith(_CONTROL)}
-        load_tree(client.module, received)
-        controls = {name: tensor for name, tensor in sent.items() if name.startswith(_CONTROL)}
-        own = {name: client.kept.get(name, torch.zeros_like(tensor)) for name, tensor in controls.items()}
-        correction = {name.removeprefix(_CONTROL): controls[name] - own[name] for name in controls}
-        return {"correction": correction}
+        super().client_init(client, sent)
+        correction = {name: c - client.kept.get(name, torch.zeros_like(c)) for name, c in of_algorithm(sent).items()}
+        return {"correction": subtree(correction, _CONTROL)}
 
     def client_loss(
         self, module: LightningModule, batch: Any, const: dict[str, Any]
     ) -> tuple[Tensor, dict[str, Tensor]]:
         """Line 10: the gradient is ``g(y) - c_i + c``."""
         loss, metrics = super().client_loss(module, batch, const)
-        parameters = dict(module.named_parameters())
-        terms = [(parameters[name] * tensor.to(loss)).sum() for name, tensor in const["correction"].items()]
-        return loss + sum(terms), metrics
+        return loss + inner_product(const["correction"], dict(module.named_parameters())), metrics
 
     def client_final(self, client: Client, const: dict[str, Any]) -> Update:
-        """Lines 12 to 14: ``c_i+ = c_i - c + (x - y) / (K lr)``; sends what y and, over all clients, c_i changed by."""
+        """Lines 12 to 14: ``c_i+ = c_i - c + (x - y) / (K lr)``; sends ``y - x`` and its share of the change of c."""
+        assert client.datamodule is not None, "a client that was trained has its data"
         update = super().client_final(client, const)
-        sent = {name: tensor - client.loaded[name] for name, tensor in update.sent.items()}
-        assert client.datamodule is not None, "backends give clients their data"
+        sent = difference(update.sent, client.loaded)
         scale = 1 / (max(client.steps, 1) * _learning_rate(client.module))
-        kept = {name: tensor for name, tensor in update.kept.items() if not name.startswith(_CONTROL)}
         for name, correction in const["correction"].items():
-            # c_i+ - c_i = (x - y) / (K lr) - c; a client without a step keeps its own
-            change = (
-                -sent[name] * scale - client.loaded[_CONTROL + name] if client.steps else torch.zeros_like(correction)
-            )
-            kept[_CONTROL + name] = client.loaded[_CONTROL + name] - correction + change
+            c = client.loaded[_CONTROL + name]
+            # c_i+ - c_i; a client that took no step keeps its c_i
+            change = -sent[name] * scale - c if client.steps else torch.zeros_like(c)
+            update.kept[_CONTROL + name] = c - correction + change
             sent[_CONTROL + name] = change / client.datamodule.num_clients
-        return Update(sent, 1, kept)
+        return Update(sent, 1, update.kept)
 
     def server_update(self, server: Tree, combined: Update) -> Tree:
         """Lines 16 and 17: ``x + lr_g mean(dy)``, ``c + |S| / N mean(dc)``."""
@@ -95,14 +84,9 @@ class Scaffold(Algorithm):
             new[name] = server[name] + step * mean if mean.is_floating_point() else server[name] + mean
         return new
 
-    def personal_tensors(self, client: Client, server: Tree) -> Tree:
-        """The model without control variates."""
-        tensors = super().personal_tensors(client, server)
-        return {name: tensor for name, tensor in tensors.items() if not name.startswith(_CONTROL)}
-
 
 def _learning_rate(module: LightningModule) -> float:
-    """The rate of plain SGD.
+    """The learning rate of plain SGD.
 
     Raises:
         MisconfigurationException: if the module has another optimizer.
@@ -110,13 +94,11 @@ def _learning_rate(module: LightningModule) -> float:
     optimizer = module.configure_optimizers()
     if not isinstance(optimizer, torch.optim.SGD) or len(optimizer.param_groups) > 1:
         raise MisconfigurationException(
-            f"algorithm is Scaffold, which needs torch.optim.SGD with one rate and no scheduler, but the optimizer is "
-            f"{type(optimizer).__name__}."
+            f"Scaffold: optimizer is {type(optimizer).__name__}, but must be torch.optim.SGD with one learning rate "
+            "and no scheduler."
         )
     group = optimizer.param_groups[0]
     for name in ("momentum", "weight_decay"):
         if group[name]:
-            raise MisconfigurationException(
-                f"algorithm is Scaffold, which needs plain SGD, but optimizer.init_args.{name} is {group[name]}, not 0."
-            )
+            raise MisconfigurationException(f"Scaffold: {name} of the optimizer is {group[name]}, but must be 0.")
     return group["lr"]

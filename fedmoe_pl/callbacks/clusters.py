@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from fedmoe_pl.algorithms.ifca import PICKS
+from fedmoe_pl.algorithms.ifca import cluster_picks
 from fedmoe_pl.callbacks.figures import cluster_picks_figure, figure_pixels
 from fedmoe_pl.callbacks.tensorboard import method_tag, tensorboard_writers
 from fedmoe_pl.rounds.evaluation import Evaluation
@@ -19,19 +19,18 @@ class ClusterMonitor(FederationCallback):
 
     def on_round_end(self, run: Run, phase: Phase, round: int) -> None:
         """Logs the picks of the round."""
-        server = run.states[phase.name].server
-        if PICKS in server:
-            picks = server[PICKS][-1].tolist()
+        picks = cluster_picks(run.states[phase.name].server)
+        if picks is not None:
             tag = f"clusters/{method_tag(phase.name)}/picked"
-            scalars = {f"{tag}_{cluster}": float(number) for cluster, number in enumerate(picks)}
+            scalars = {f"{tag}_{cluster}": float(number) for cluster, number in enumerate(picks[-1].tolist())}
             for logger in run.loggers:
                 logger.log_metrics(scalars, step=run.step)
 
     def on_phase_end(self, run: Run, phase: Phase, evaluation: Evaluation | None) -> None:
         """Draws the picks of all rounds up to the result."""
-        server = run.states[phase.name].server
-        if PICKS in server and len(server[PICKS]):
-            pixels = figure_pixels(cluster_picks_figure(phase.name, server[PICKS]))
+        picks = cluster_picks(run.states[phase.name].server)
+        if picks is not None and len(picks):
+            pixels = figure_pixels(cluster_picks_figure(phase.name, picks))
             for writer in tensorboard_writers(run):
                 tag = f"clusters/{method_tag(phase.name)}/picks"
                 writer.add_image(tag, pixels, run.step, dataformats="HWC")

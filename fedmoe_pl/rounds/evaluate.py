@@ -19,7 +19,7 @@ from fedmoe_pl.data import FederatedDataModule
 from fedmoe_pl.data.parts import Parts
 from fedmoe_pl.models import FixedGate, MixtureOfExperts
 from fedmoe_pl.rounds.evaluation import ClientEvaluation
-from fedmoe_pl.trees import Tree, copy_module, load_tree
+from fedmoe_pl.trees import Tree, copy_module, load_tree, of_module
 
 
 def evaluate_clients(
@@ -93,8 +93,7 @@ def _models(
         if chooses:
             tensors = personal_tensors(training, module, server, client, kept_tensors)
         else:
-            sent = training.algorithm.server_send(server, client)
-            tensors = {**sent, **kept_tensors} if kept_tensors else sent
+            tensors = of_module({**training.algorithm.server_send(server, client), **kept_tensors})
         if sharing and not _same_tensors(tensors, shared):
             if kept_tensors:
                 yield tensors, [client]  # those who kept nothing may go on sharing

@@ -67,8 +67,8 @@ def test_scaffold_takes_the_steps_of_its_algorithm(clients_per_round, server_lr,
     x, c, own = simulate_scaffold(6, cohorts, server_lr)
     state = federation.states["Scaffold"]
     assert weight_of(federation, "Scaffold") == pytest.approx(x, rel=1e-12)
-    assert state.server["control.weight"].item() == pytest.approx(c, rel=1e-11)
-    assert [state.kept[i]["control.weight"].item() for i in (0, 1)] == pytest.approx(own, rel=1e-11)
+    assert state.server["control/weight"].item() == pytest.approx(c, rel=1e-11)
+    assert [state.kept[i]["control/weight"].item() for i in (0, 1)] == pytest.approx(own, rel=1e-11)
 
 
 def test_scaffold_ends_at_the_optimum_where_fedavg_does_not(tmp_path):
@@ -85,7 +85,7 @@ def test_scaffold_with_two_epochs_of_several_batches_counts_every_step(tmp_path)
     state = federation.states["Scaffold"]
     name = "global_expert.classifier.1.weight"
     moved = state.server[name] - model.state_dict()[name]
-    torch.testing.assert_close(state.server["control." + name], -moved / (4 * RATE), rtol=1e-10, atol=1e-14)
+    torch.testing.assert_close(state.server["control/" + name], -moved / (4 * RATE), rtol=1e-10, atol=1e-14)
 
 
 def test_a_scaffold_run_is_evaluated_with_the_server_s_model(tmp_path):
@@ -102,12 +102,12 @@ def test_a_scaffold_run_is_evaluated_with_the_server_s_model(tmp_path):
 @pytest.mark.parametrize(
     ("made", "sentence"),
     [
-        (lambda: FedProx(-1.0), "algorithm.init_args.mu is -1.0, but must be at least 0"),
-        (lambda: Scaffold(server_lr=0), "algorithm.init_args.server_lr is 0, but must be above 0"),
-        (lambda: Scaffold().check(mixture()), "optimizer.init_args.momentum is 0.9, not 0"),
+        (lambda: FedProx(-1.0), "FedProx: mu is -1.0, but must be at least 0"),
+        (lambda: Scaffold(server_lr=0), "Scaffold: server_lr is 0, but must be above 0"),
+        (lambda: Scaffold().check(mixture()), "Scaffold: momentum of the optimizer is 0.9, but must be 0"),
         (
             lambda: Scaffold().check(mixture(optimizer=partial(torch.optim.Adam, lr=0.1))),
-            "needs torch.optim.SGD with one rate and no scheduler, but the optimizer is Adam",
+            "optimizer is Adam, but must be torch.optim.SGD with one learning rate and no scheduler",
         ),
         (lambda: Scaffold("nothing.*").check(OneWeight()), "which matches no parameter"),
     ],
@@ -125,7 +125,7 @@ def test_scaffold_takes_its_parameters_from_a_checkpoint_of_lightning_and_contro
     module = mixture(optimizer=partial(torch.optim.SGD, lr=0.1))
     server = run([given], module, blobs(), tmp_path).states["Scaffold"].server
     for name, tensor in state.items():
-        assert torch.equal(server[name], tensor + 1) and not server[f"control.{name}"].any()
+        assert torch.equal(server[name], tensor + 1) and not server[f"control/{name}"].any()
 
 
 def test_scaffold_refuses_clipped_gradients_before_any_training(tmp_path):

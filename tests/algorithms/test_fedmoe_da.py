@@ -96,8 +96,8 @@ def exchanged(algorithm, server, kept, round) -> dict:
 def test_a_round_mixes_by_the_matrix_of_the_update_round_before_it_or_by_its_own(sync):
     """I = 2: proxies come in rounds 0 and 2; at right angles a neighbour weighs 1/(1+e), in line 1/2."""
     algorithm = FedMoEDA(top_p=1, interval=2, sync_matrix=sync)
-    right_angle = {"proxies.0": torch.tensor([[1.0, 0.0]]), "proxies.1": torch.tensor([[0.0, 1.0]])}
-    in_line = {"proxies.0": torch.tensor([[1.0, 0.0]]), "proxies.1": torch.tensor([[2.0, 0.0]])}
+    right_angle = {"proxies/0": torch.tensor([[1.0, 0.0]]), "proxies/1": torch.tensor([[0.0, 1.0]])}
+    in_line = {"proxies/0": torch.tensor([[1.0, 0.0]]), "proxies/1": torch.tensor([[2.0, 0.0]])}
     server, kept = {"embedding.w": torch.zeros(1)}, values(0, 8)
     found = []
     for round, proxies in enumerate([right_angle, {}, in_line, {}]):
@@ -121,15 +121,15 @@ def test_a_round_mixes_by_the_matrix_of_the_update_round_before_it_or_by_its_own
 def test_updates_are_the_uniform_mean_of_embeddings_and_keep_proxies_apart():
     algorithm = FedMoEDA()
     updates = [
-        Update({"embedding.w": torch.tensor([value]), f"proxies.{client}": torch.full((client + 1, 2), value)}, 1)
+        Update({"embedding.w": torch.tensor([value]), f"proxies/{client}": torch.full((client + 1, 2), value)}, 1)
         for client, value in enumerate((0.0, 3.0, 9.0))
     ]
     combined = algorithm.combine(algorithm.combine(updates[2], updates[0]), updates[1])
     assert combined.sent["embedding.w"].item() == pytest.approx(4.0)
     assert {name: tensor.shape[0] for name, tensor in combined.sent.items() if "proxies" in name} == {
-        "proxies.0": 1,
-        "proxies.1": 2,
-        "proxies.2": 3,
+        "proxies/0": 1,
+        "proxies/1": 2,
+        "proxies/2": 3,
     }
 
 
@@ -236,7 +236,7 @@ def test_all_others_and_equal_gates_are_the_plain_mean_of_all_experts(tmp_path):
 
 def latest_as_before(server):
     return {
-        name.replace("aggregation.", "aggregation_before."): server[name] for name in server if "aggregation." in name
+        name.replace("aggregation/", "aggregation_before/"): server[name] for name in server if "aggregation/" in name
     }
 
 
@@ -272,8 +272,8 @@ def test_an_expert_that_two_rows_need_is_received_once_and_the_own_ones_never():
     """Client 0 has both experts of proxy (1, 0), client 1 one: each of the former takes the latter."""
     algorithm = FedMoEDA("all", interval=1)
     line = torch.tensor([[1.0, 0.0]])
-    server = algorithm.server_update({}, Update({"proxies.0": line.repeat(2, 1), "proxies.1": line}, 2))
-    server = algorithm.server_update(server, Update({"proxies.0": line.repeat(2, 1), "proxies.1": line}, 2))
+    server = algorithm.server_update({}, Update({"proxies/0": line.repeat(2, 1), "proxies/1": line}, 2))
+    server = algorithm.server_update(server, Update({"proxies/0": line.repeat(2, 1), "proxies/1": line}, 2))
     kept = {0: {"experts.0.w": torch.zeros(1), "experts.1.w": torch.ones(1)}, 1: {"experts.0.w": torch.full((1,), 5.0)}}
     received = {client: sorted(got) for client, _, got in algorithm.exchange(server, kept, 1)}
     assert received == {0: ["1.0.w"], 1: ["0.0.w", "0.1.w"]}
@@ -364,12 +364,14 @@ def test_arguments_out_of_range_are_refused(sentence):
 
 
 def test_a_model_without_proxies_and_patterns_that_match_nothing_are_refused():
-    with pytest.raises(MisconfigurationException, match="model is a PersonalizedMoE, but FedMoEDA needs a SparseMoE"):
+    with pytest.raises(
+        MisconfigurationException, match="FedMoEDA: model is a PersonalizedMoE, but must be a SparseMoE"
+    ):
         FedMoEDA().check(PersonalizedMoE(nn.Linear(5, 3)))
     for gate, name in ((ConstantGate([0.5, 0.5]), "ConstantGate"), (LinearGate(6), "LinearGate")):
         module = sparse_mixture()
         module.gate = gate
-        with pytest.raises(MisconfigurationException, match=f"a SparseMoE with a {name}, but FedMoEDA needs"):
+        with pytest.raises(MisconfigurationException, match=f"a SparseMoE with a {name}, but must be"):
             FedMoEDA().check(module)
     with pytest.raises(MisconfigurationException, match=r"trainable is 'expert\.\*', which matches no parameter"):
         FedMoEDA(trainable="expert.*").check(sparse_mixture())
@@ -436,7 +438,7 @@ def test_experts_that_are_alike_have_no_weight_of_a_global_expert(tmp_path):
 def test_the_matrix_of_the_server_is_dense_again_and_its_rows_add_up_to_1():
     algorithm = FedMoEDA(1, interval=1)
     assert aggregation_matrix({"embedding.w": torch.zeros(1)}) is None
-    proxies = {"proxies.1": torch.tensor([[0.0, 1.0]]), "proxies.0": torch.tensor([[1.0, 0.0], [1.0, 0.0]])}
+    proxies = {"proxies/1": torch.tensor([[0.0, 1.0]]), "proxies/0": torch.tensor([[1.0, 0.0], [1.0, 0.0]])}
     found = aggregation_matrix(algorithm.server_update({}, Update(proxies, 2)))
     assert found is not None
     other = 1 / (1 + E)

@@ -90,7 +90,7 @@ def test_a_round_has_as_many_clients_as_if_all_took_part_and_none_that_opts_out(
     ],
 )
 def test_opting_out_of_everybody_is_refused(arguments, sentence):
-    with pytest.raises(MisconfigurationException, match=f"algorithm.init_args.{sentence}"):
+    with pytest.raises(MisconfigurationException, match=f"OptInFedAvg: {sentence}"):
         OptInFedAvg(**arguments)
 
 
@@ -101,10 +101,12 @@ def test_more_clients_per_round_than_take_part_are_refused_before_training(tmp_p
 
 
 def test_a_misspelt_pattern_and_a_model_without_parts_are_refused(tmp_path):
-    with pytest.raises(MisconfigurationException, match=r"algorithm.init_args.shared is 'global.\*', which matches no"):
+    with pytest.raises(MisconfigurationException, match=r"OptInFedAvg: shared is 'global.\*', which matches no"):
         run([phase("FedAvg", OptInFedAvg("global.*"))], mixture(), blobs(), tmp_path)
     phases = [phase("Mixture", SpecialistMixture(), start="initial")]
-    with pytest.raises(MisconfigurationException, match="model is a OneWeight, but SpecialistMixture trains"):
+    with pytest.raises(
+        MisconfigurationException, match="SpecialistMixture: model is a OneWeight, but must be a MixtureOfExperts"
+    ):
         run(phases, OneWeight(), two_quadratics(), tmp_path)
 
 

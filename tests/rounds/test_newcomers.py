@@ -297,7 +297,9 @@ def test_newcomers_of_a_federation_with_opt_out_are_personalized_like_others(tmp
     run, later = personalized(tmp_path, model, phases, blobs(), new_data(), 1)
     for client in (0, 1):
         module = later.client_module("Mixture", client)
-        known = {name.removeprefix("global_expert."): tensor for name, tensor in run.run.states["FedAvg"].server.items()}
+        known = {
+            name.removeprefix("global_expert."): tensor for name, tensor in run.run.states["FedAvg"].server.items()
+        }
         assert_same_bits(dict(module.global_expert.state_dict()), known)
         specialist = later.client_module("Fine-tuned", client).local_expert.state_dict()
         assert not torch.equal(module.local_expert.classifier[1].weight, specialist["classifier.1.weight"])

@@ -1,0 +1,83 @@
+"""The clusters of a ``ClusteredMoE``: their models, and which of them fits a client."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+
+import torch
+from lightning.fabric.utilities.exceptions import MisconfigurationException
+from lightning.pytorch import LightningModule
+from torch import Generator, Tensor, nn
+
+from fedmoe_pl.algorithms.algorithm import Algorithm, Client
+from fedmoe_pl.data import Batches
+from fedmoe_pl.models import ClusteredMoE, FixedGate
+from fedmoe_pl.seeds import derive_seed
+from fedmoe_pl.trees import Tree, copy_module, subtree, with_prefix
+
+_CHOICE = 73  # tells a client's choice of a cluster from its other random numbers
+
+
+def experts_of(module: LightningModule) -> Sequence[nn.Module]:
+    """The models of the clusters.
+
+    Raises:
+        MisconfigurationException: if the module is not a ``ClusteredMoE``.
+    """
+    if not isinstance(module, ClusteredMoE):
+        raise MisconfigurationException(f"model is a {type(module).__name__}, but must be a ClusteredMoE.")
+    return [*module.global_experts]
+
+
+def check_first_place(algorithm: Algorithm, module: LightningModule) -> None:
+    """Refuses a module that uses other experts than ``global_experts.0``.
+
+    Raises:
+        MisconfigurationException: if it is not a ``ClusteredMoE``, or its gate does not use that expert alone.
+    """
+    experts_of(module)
+    gate = module.gate
+    if not (isinstance(gate, FixedGate) and gate.active == [0]):
+        raise MisconfigurationException(
+            f"{type(algorithm).__name__}: gate is a {type(gate).__name__}, but must be GlobalOnly, because a client "
+            "uses one cluster's model at a time."
+        )
+
+
+def cluster_of(name: str) -> int:
+    """The cluster of a tensor ``global_experts.<cluster>...``."""
+    return int(name.split(".")[1])
+
+
+def moved(tree: Mapping[str, Tensor], source: int | str, target: int | str) -> Tree:
+    """The tensors of one cluster under the names of another one."""
+    return with_prefix(subtree(tree, f"global_experts.{source}."), f"global_experts.{target}.")
+
+
+def choice_generator(client: Client) -> Generator:
+    """Random numbers of their own for the choice, so that the client's dropout and batches do not depend on it."""
+    return Generator().manual_seed(derive_seed(client.seed, _CHOICE, client.id, client.round))
+
+
+def best_cluster(client: Client, clusters: Sequence[int], generator: Generator) -> int:
+    """The cluster with the lowest mean loss on the client's training samples.
+
+    Of equal losses one is drawn; nan counts as infinite.
+    """
+    if len(clusters) == 1:
+        return clusters[0]
+    batches = client.batches(client.samples)
+    losses = torch.stack([mean_loss(client.module, cluster, batches) for cluster in clusters])
+    losses = losses.where(~losses.isnan(), math.inf)
+    lowest = (losses == losses.min()).nonzero().flatten()
+    return clusters[int(lowest[torch.randint(len(lowest), (), generator=generator)])]
+
+
+@torch.no_grad()
+def mean_loss(module: LightningModule, cluster: int, batches: Batches) -> Tensor:
+    """Mean loss of a cluster's model in eval mode: float64 (), on the CPU. It is computed where the data are."""
+    assert isinstance(module, ClusteredMoE)
+    expert = copy_module(module.global_experts[cluster]).to(batches.x.device).eval()
+    sums = [module.loss_of(module.scores_of(expert(x)), y, reduction="none").double().sum() for x, y in batches]
+    return torch.stack(sums).sum().cpu() / len(batches.samples)
