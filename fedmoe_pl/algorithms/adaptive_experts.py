@@ -7,10 +7,10 @@ phases are
 ======================  ==========================================  ============================  ===================
 method                  algorithm                                   gate                          starts from
 ======================  ==========================================  ============================  ===================
-Local                   ``Local("local_expert.*")``                 constant, 1 for the last      ``initial``
-IFCA, with exploration  ``EpsilonGreedyIFCA``                       constant, 1 for the first     ``start: Local``
-Fine-tuned              ``FineTunedCluster``                        constant, 1 for the first     IFCA
-Ensemble                ``ClusterMixture``, 0 epochs                constant, all equal           IFCA
+Local                   ``Local("local_expert.*")``                 ``LocalOnly``                 ``initial``
+IFCA, with exploration  ``EpsilonGreedyIFCA``                       ``GlobalOnly``                ``start: Local``
+Fine-tuned              ``FineTunedCluster``                        ``GlobalOnly``                IFCA
+Ensemble                ``ClusterMixture``, 0 epochs                ``EqualWeights``              IFCA
 the mixture             ``ClusterMixture``                          a network, J + 1 outputs      IFCA
 ======================  ==========================================  ============================  ===================
 
@@ -89,7 +89,7 @@ class ClusterMixture(Algorithm):
         """Refuses other models, and patterns that match nothing."""
         experts_of(module)
         check_names(module)
-        self.trainable.check([*module.state_dict(), "gate."], "ClusterMixture: trainable")  # the gate may be constant
+        self.trainable.check([*module.state_dict(), "gate."], "ClusterMixture: trainable")  # the gate may be fixed
 
     def client_final(self, client: Client, const: dict[str, Any]) -> Update:
         """Keeps the gate.

@@ -34,7 +34,7 @@ def check_first_place(algorithm: Algorithm, module: LightningModule) -> None:
     """Refuses a module that uses other experts than ``global_experts.0``.
 
     Raises:
-        MisconfigurationException: if it is not a ``ClusteredMoE``, or its gate is not fixed at that expert alone.
+        MisconfigurationException: if it is not a ``ClusteredMoE``, or its gate does not use that expert alone.
     """
     experts_of(module)
     gate = module.gate

@@ -18,7 +18,7 @@ gate learning rate   one of its own              the same                       
 gate hidden width    not said                    -                                ``hidden`` of ``SwitchNormGate``, 50
 ===================  ==========================  ===============================  ====================================
 
-Standalone is ``Local`` with ``ConstantGate(0)``; LG-FedAvg is ``FedAvg(shared="header.*")`` with the same gate.
+Standalone is ``Local`` with ``LocalOnly``; LG-FedAvg is ``FedAvg(shared="header.*")`` with the same gate.
 """
 
 from __future__ import annotations
