@@ -91,7 +91,7 @@ def bare_personalization(
     seconds = dict.fromkeys(("PFL-FB", *GATES), 0.0)
     found = []
     for client in range(clients):
-        seen = Client(client, 0, 0, model, data.train_samples[client], {})
+        seen = Client(client, 0, 0, model, data.train_samples[client], {}, data)
         samples = {"expert": PersonalizedExpert(gate_fraction=GATE_FRACTION), "gate": PFLMoE(GATE_FRACTION)}
         work = {
             name: Work(data.x, data.y, {client: algorithm.client_samples(seen)}, BATCH_SIZE, epochs)

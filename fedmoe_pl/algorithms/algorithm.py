@@ -36,9 +36,9 @@ class Client:
         module: the client's own copy of the phase's module.
         samples: indices of its training samples, shape (n,).
         kept: what it kept from earlier rounds and phases.
+        datamodule: the data of all clients; already set up.
         loaded: the phase's initial tensors and, in their place, what the server sent: the same for all clients that
             were sent the same.
-        datamodule: the data of all clients; already set up.
         steps: number of optimizer steps in its local training; 0 before it.
     """
 
@@ -48,8 +48,8 @@ class Client:
     module: LightningModule
     samples: Tensor
     kept: Tree
+    datamodule: FederatedDataModule
     loaded: Tree = field(default_factory=dict)
-    datamodule: FederatedDataModule | None = None
     steps: int = 0
 
     def batches(self, samples: Tensor) -> Batches:
@@ -58,7 +58,6 @@ class Client:
         Args:
             samples: indices, such as ``self.samples``, shape (n,).
         """
-        assert self.datamodule is not None, "only a client that has its data can make batches"
         return self.datamodule.batches(samples, batch_size=EVALUATED_AT_ONCE)
 
     def shuffled_samples(self) -> Tensor:

@@ -148,7 +148,6 @@ class EpsilonGreedyIFCA(Algorithm):
         none = torch.zeros(2, dtype=torch.float64)
         if not self.patience:
             return none
-        assert client.datamodule is not None, "a client that is trained has its data"
         samples = client.datamodule.validation_samples[client.id]
         if (client.round + 1) % self.check_every_n_rounds or not len(samples):
             return none

@@ -63,15 +63,16 @@ class Scaffold(Algorithm):
         return loss + inner_product(const["correction"], dict(module.named_parameters())), metrics
 
     def client_final(self, client: Client, const: dict[str, Any]) -> Update:
-        """Lines 12 to 14: ``c_i+ = c_i - c + (x - y) / (K lr)``; sends ``y - x`` and its share of the change of c."""
-        assert client.datamodule is not None, "a client that was trained has its data"
+        """Lines 12 to 14: ``c_i+ = c_i - c + (x - y) / (K lr)``; sends ``y - x`` and its share of the change of c.
+
+        A client that took no step keeps its ``c_i``.
+        """
         update = super().client_final(client, const)
         sent = difference(update.sent, client.loaded)
         scale = 1 / (max(client.steps, 1) * _learning_rate(client.module))
         for name, correction in const["correction"].items():
             c = client.loaded[_CONTROL + name]
-            # c_i+ - c_i; a client that took no step keeps its c_i
-            change = -sent[name] * scale - c if client.steps else torch.zeros_like(c)
+            change = -sent[name] * scale - c if client.steps else torch.zeros_like(c)  # c_i+ - c_i
             update.kept[_CONTROL + name] = c - correction + change
             sent[_CONTROL + name] = change / client.datamodule.num_clients
         return Update(sent, 1, update.kept)
@@ -91,12 +92,9 @@ def _learning_rate(module: LightningModule) -> float:
     Raises:
         MisconfigurationException: if the module has another optimizer.
     """
-    optimizer = module.configure_optimizers()
+    optimizer, allowed = module.configure_optimizers(), "torch.optim.SGD with one learning rate and no scheduler"
     if not isinstance(optimizer, torch.optim.SGD) or len(optimizer.param_groups) > 1:
-        raise MisconfigurationException(
-            f"Scaffold: optimizer is {type(optimizer).__name__}, but must be torch.optim.SGD with one learning rate "
-            "and no scheduler."
-        )
+        raise MisconfigurationException(f"Scaffold: optimizer is {type(optimizer).__name__}, but must be {allowed}.")
     group = optimizer.param_groups[0]
     for name in ("momentum", "weight_decay"):
         if group[name]:

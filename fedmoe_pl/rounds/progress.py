@@ -60,7 +60,9 @@ def _samples_of_round(phase: Phase, datamodule: FederatedDataModule, seed: int, 
     if phase.ckpt_path:
         return 0.0
     samples = datamodule.train_samples
-    first = Client(id=0, round=0, seed=seed, module=LightningModule(), samples=samples[0], kept={})
+    first = Client(
+        id=0, round=0, seed=seed, module=LightningModule(), samples=samples[0], kept={}, datamodule=datamodule
+    )
     share = len(phase.algorithm.client_samples(first)) / len(samples[0])
     cohort = len(phase_cohort(phase, len(samples), seed, round=0)) / len(samples)
     return epochs * cohort * share * len(samples.indices)

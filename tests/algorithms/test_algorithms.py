@@ -346,7 +346,7 @@ def test_local_starts_all_clients_from_the_initial_model_whatever_was_federated_
 @settings(max_examples=60, deadline=None)
 def test_gate_and_expert_samples_are_disjoint_complete_and_the_same_in_every_round(n, gate_fraction, client, seed):
     samples = torch.arange(100, 100 + n)
-    at = [Client(client, round, seed, LightningModule(), samples, {}) for round in (0, 1, 5)]
+    at = [Client(client, round, seed, LightningModule(), samples, {}, None) for round in (0, 1, 5)]
     expert = [PersonalizedExpert(gate_fraction=gate_fraction).client_samples(c).tolist() for c in at]
     gate = [PFLMoE(gate_fraction).client_samples(c).tolist() for c in at]
     assert len(gate[0]) == max(math.floor(round(n * gate_fraction, 6)), 1 if n > 1 else 0)
@@ -358,7 +358,7 @@ def test_gate_and_expert_samples_are_disjoint_complete_and_the_same_in_every_rou
 
 def test_the_split_is_shuffled_and_differs_between_clients_and_seeds():
     def split(client, seed):
-        return PFLMoE().client_samples(Client(client, 0, seed, LightningModule(), torch.arange(40), {})).tolist()
+        return PFLMoE().client_samples(Client(client, 0, seed, LightningModule(), torch.arange(40), {}, None)).tolist()
 
     assert split(0, 0) != list(range(10))
     assert len({tuple(split(client, seed)) for client in range(3) for seed in range(3)}) == 9

@@ -36,7 +36,7 @@ SIZES = (9, 4, 12, 7, 5, 8, 6, 10, 11, 4)
 
 
 def a_client(samples, id=0, seed=0, round=0):
-    return Client(id, round, seed, LightningModule(), torch.as_tensor(samples), {})
+    return Client(id, round, seed, LightningModule(), torch.as_tensor(samples), {}, None)
 
 
 def gate(dtype=torch.float64):

@@ -239,7 +239,7 @@ def test_training_goes_on_from_what_the_server_sends_and_not_from_the_own_copy()
     algorithm, module = PFedMoE(), narrow(0)
     sent = {name: torch.ones_like(t) for name, t in module.state_dict().items() if algorithm.is_shared(name)}
     kept = {name: torch.full_like(t, 2.0) for name, t in module.state_dict().items()}
-    algorithm.client_init(Client(0, 1, 0, module, torch.arange(3), kept), sent)
+    algorithm.client_init(Client(0, 1, 0, module, torch.arange(3), kept, None), sent)
     for name, tensor in module.state_dict().items():
         assert (tensor == (1 if name.startswith("shared_extractor.") else 2)).all()
 
