@@ -1,4 +1,4 @@
-"""Experts, gates and the personalized mixture; nothing here knows of federations."""
+"""Mixtures of experts, gates and experts; nothing here knows of federations."""
 
 from fedmoe_pl.models.experts.bilstm import BiLSTM
 from fedmoe_pl.models.experts.cnn import CNN

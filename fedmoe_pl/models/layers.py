@@ -1,4 +1,4 @@
-"""What the papers' networks have in common."""
+"""Layers, initial parameters and checks that several networks share."""
 
 from __future__ import annotations
 
@@ -13,17 +13,26 @@ def draw_anew(module: nn.Module) -> None:
             reset()
 
 
+def layer_without_reset(module: nn.Module) -> nn.Module | None:
+    """The first layer that has parameters but no ``reset_parameters``; None if all parameters can be drawn anew."""
+    for layer in module.modules():
+        has_parameters = next(layer.parameters(recurse=False), None) is not None
+        if has_parameters and not callable(getattr(layer, "reset_parameters", None)):
+            return layer
+    return None
+
+
 class XavierConv2d(nn.Conv2d):
-    """A convolution whose weight is drawn from Xavier's uniform distribution, whenever it is drawn anew."""
+    """A convolution whose initial weight comes from Xavier's uniform distribution."""
 
     def reset_parameters(self) -> None:
-        """Draws weight and bias."""
+        """Draws the weight and the bias."""
         super().reset_parameters()
         nn.init.xavier_uniform_(self.weight)
 
 
 class FanOutConv2d(nn.Conv2d):
-    """A convolution with weights from N(0, sqrt(2 / (k * k * out_channels))) and bias 0, whenever it is drawn anew."""
+    """A convolution whose initial weights come from N(0, sqrt(2 / (k * k * out_channels))), with bias 0."""
 
     def reset_parameters(self) -> None:
         """Draws the weight and sets the bias to 0."""
@@ -33,7 +42,7 @@ class FanOutConv2d(nn.Conv2d):
 
 
 class SmallBiasLinear(nn.Linear):
-    """A linear layer whose bias starts at 0.01, whenever it is drawn anew."""
+    """A linear layer whose bias starts at 0.01."""
 
     def reset_parameters(self) -> None:
         """Draws the weight and sets the bias."""
@@ -42,15 +51,15 @@ class SmallBiasLinear(nn.Linear):
 
 
 def pooled_size(network: nn.Module, image_size: int, times: int = 2) -> int:
-    """Height and width that 5x5 convolutions without padding, each followed by 2x2 pooling, leave of an image.
+    """Height and width of an image after 5x5 convolutions without padding, each followed by 2x2 pooling.
 
     Args:
-        network: named in the error.
+        network: named in the message.
         image_size: height and width of the image in pixels.
         times: number of convolutions.
 
     Raises:
-        MisconfigurationException: if nothing is left.
+        MisconfigurationException: if the image is too small.
     """
     size = image_size
     for _ in range(times):
@@ -60,17 +69,17 @@ def pooled_size(network: nn.Module, image_size: int, times: int = 2) -> int:
         for _ in range(times):
             least = 2 * least + 4
         raise MisconfigurationException(
-            f"{type(network).__name__}'s init_args.image_size is {image_size}, but must be at least {least} pixels "
-            f"for {times} 5x5 convolutions with pooling."
+            f"{type(network).__name__}: image_size is {image_size}, but must be at least {least} pixels for {times} "
+            "5x5 convolutions with pooling."
         )
     return size
 
 
 def check_dropout(network: nn.Module, dropout: float) -> None:
-    """Refuses a probability that would drop everything or is none.
+    """Refuses a dropout probability outside [0, 1).
 
     Args:
-        network: named in the error.
+        network: named in the message.
         dropout: dropout probability.
 
     Raises:
@@ -78,7 +87,7 @@ def check_dropout(network: nn.Module, dropout: float) -> None:
     """
     if not 0 <= dropout < 1:
         raise MisconfigurationException(
-            f"{type(network).__name__}'s init_args.dropout is {dropout}, but must be at least 0 and below 1."
+            f"{type(network).__name__}: dropout is {dropout}, but must be at least 0 and below 1."
         )
 
 

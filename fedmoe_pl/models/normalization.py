@@ -1,4 +1,4 @@
-"""Switchable normalization, which the gate of pFedMoE begins with."""
+"""Switchable normalization, the first layer of pFedMoE's gate."""
 
 from __future__ import annotations
 
@@ -10,15 +10,17 @@ from torch import Tensor, nn
 class SwitchNorm1d(nn.Module):
     """Normalizes by a learned mixture of layer and batch statistics (Luo et al. 2019, https://arxiv.org/abs/1806.10779).
 
-    The official implementation for 2-D input (METHODS section 4): ``(x - mean) / sqrt(var + eps) * weight + bias``,
-    where mean and variance are each mixed, by a softmax of two weights of their own, from that of a sample over its
-    features (index 0) and that of a feature over the batch (index 1). Variances are unbiased. In eval mode running
-    statistics take the batch's place; they start at 0, the variance too, so that many steps pass before they are right.
+    The official implementation for 2-D input: ``(x - mean) / sqrt(var + eps) * weight + bias``. The mean is a mixture
+    of a sample's mean over its features (index 0) and of a feature's mean over the batch (index 1), weighed by the
+    softmax of ``mean_weight``; the variance likewise, by ``var_weight``. Variances are unbiased. In eval mode running
+    statistics replace those of the batch. They start at 0, the variance too, so it takes many steps until they are
+    right.
 
     Args:
         num_features: number of features D of inputs (B, D), at least 2.
-        momentum: share of the old running statistics in the new ones, from 0 to 1 (``nn.BatchNorm1d`` counts the new);
-            0.997 in the official implementation, with which 5% of the start are left after 1000 steps.
+        momentum: share of the old running statistics in the new ones, from 0 to 1; ``nn.BatchNorm1d`` calls the share
+            of the new ones momentum. The official implementation has 0.997: after 1000 steps, 5% of the initial value
+            is left.
         eps: added to the variance.
 
     Raises:
@@ -32,12 +34,11 @@ class SwitchNorm1d(nn.Module):
         super().__init__()
         if num_features < 2:
             raise MisconfigurationException(
-                f"SwitchNorm1d's init_args.num_features is {num_features}, but must be at least 2 for a variance."
+                f"SwitchNorm1d: num_features is {num_features}, but must be at least 2 for a variance."
             )
         if not 0 <= momentum <= 1:
             raise MisconfigurationException(
-                f"SwitchNorm1d's init_args.momentum is {momentum}, but the share of the old running statistics must be "
-                "from 0 to 1."
+                f"SwitchNorm1d: momentum is {momentum}, but must be from 0 to 1, the share of the old statistics."
             )
         self.num_features = num_features
         self.momentum = momentum
@@ -51,7 +52,7 @@ class SwitchNorm1d(nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Puts parameters and running statistics to where they start."""
+        """Sets parameters and running statistics to their initial values."""
         for parameter in (self.weight, self.mean_weight, self.var_weight):
             nn.init.ones_(parameter)
         nn.init.zeros_(self.bias)
@@ -62,7 +63,7 @@ class SwitchNorm1d(nn.Module):
         """Normalized values (B, D) of inputs (B, D).
 
         Raises:
-            ValueError: if the input is not 2-D, or a batch of one sample in train mode, which has no variance.
+            ValueError: if the input is not 2-D, or has one sample in train mode, which has no variance.
         """
         if x.dim() != 2:
             raise ValueError(f"expected 2D input (got {x.dim()}D input)")
@@ -76,16 +77,16 @@ class SwitchNorm1d(nn.Module):
         return (x - mean) / (var + self.eps).sqrt() * self.weight + self.bias
 
     def _batch_statistics(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """Mean and variance (D,) of every feature over the batch, which move the running ones."""
+        """Mean and variance (D,) of every feature over the batch; updates the running statistics."""
         if len(x) < 2:
             raise ValueError(f"Expected more than 1 value per channel when training, got input size {tuple(x.shape)}")
         mean, var = x.mean(0), x.var(0)
         with torch.no_grad():
-            # in place, as nn.BatchNorm1d does, so that whoever lent the buffers has the new values
+            # in place, as in nn.BatchNorm1d: under functional_call the buffers belong to the caller
             self.running_mean.mul_(self.momentum).add_((1 - self.momentum) * mean)
             self.running_var.mul_(self.momentum).add_((1 - self.momentum) * var)
         return mean, var
 
     def extra_repr(self) -> str:
-        """What ``print`` shows."""
+        """The arguments, as ``print`` shows them."""
         return f"{self.num_features}, momentum={self.momentum}, eps={self.eps}"

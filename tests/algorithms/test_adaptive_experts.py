@@ -135,8 +135,11 @@ WRONG_MODELS = {
         "weighs 2 experts, but must weigh 3, the local expert last",
     ),
     "features": (lambda: ClusteredMoE(Expert(), 1, gate=FeatureGate(6)), "FeatureGate, which reads features"),
-    "layer": (lambda: ClusteredMoE(Scale(), 2), "Scale, which cannot be drawn anew"),
-    "outputs": (lambda: ClusteredMoE(SmallMLP(), 2, SmallMLP(num_classes=7)), "7 outputs and .*global_expert 10"),
+    "layer": (lambda: ClusteredMoE(Scale(), 2), "Scale, which must have a method reset_parameters"),
+    "outputs": (
+        lambda: ClusteredMoE(SmallMLP(), 2, SmallMLP(num_classes=7)),
+        "7 outputs, but must give 10, as many as global_expert",
+    ),
     "network": (
         lambda: ClusteredMoE(SmallMLP(5), 2, gate=NetworkGate(GateNet(5))),
         "weighs 5 experts, but must weigh 3",

@@ -378,7 +378,7 @@ def test_a_model_without_proxies_and_patterns_that_match_nothing_are_refused():
 
 
 def test_mixing_and_gates_that_do_not_fit_are_refused(tmp_path):
-    with pytest.raises(MisconfigurationException, match="mixing is 'probabilities', but a SparseMoE mixes logits only"):
+    with pytest.raises(MisconfigurationException, match="SparseMoE: mixing is 'probabilities', but must be logits"):
         run([phase("Local", Local(), mixing="probabilities")], sparse_mixture(), blobs(), tmp_path)
     wrong = phase("Local", Local(), gate=ConstantGate(1.0))
     with pytest.raises(MisconfigurationException, match="ConstantGate that weighs 2 experts, but must weigh 3"):

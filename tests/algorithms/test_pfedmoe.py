@@ -116,10 +116,10 @@ def test_experts_given_are_not_changed_and_not_shared():
 
 
 BAD = {
-    "widths": (lambda: RepresentationMoE(network(2), [network(4), RepresentationMLP(5, 4, 7, 3)]), "number 1 gives"),
-    "header": (lambda: RepresentationMoE(nn.Linear(5, 2), [nn.Linear(5, 2)]), "header is missing"),
-    "no expert": (lambda: RepresentationMoE(network(2), []), "header is missing"),
-    "gate": (lambda: model(LinearGate(4)), "do not fit inputs of shape"),
+    "widths": (lambda: RepresentationMoE(network(2), [network(4), RepresentationMLP(5, 4, 7, 3)]), "number 1, whose"),
+    "header": (lambda: RepresentationMoE(nn.Linear(5, 2), [nn.Linear(5, 2)]), "header is None, but must be given"),
+    "no expert": (lambda: RepresentationMoE(network(2), []), "header is None, but must be given"),
+    "gate": (lambda: model(LinearGate(4)), "does not fit inputs of shape"),
     "gate_lr": (lambda: model(gate_lr=-0.1), "gate_lr is -0.1, but must be at least 0"),
     "architectures": (lambda: model(architectures=[0, 3]), "architectures has 3, but must have indices of the 3"),
     "no architecture of a client": (lambda: model(architectures=[0]).client_architecture(1), "has 1 entries, but must"),
@@ -137,7 +137,7 @@ def test_bad_arguments_are_refused_in_one_sentence(name):
 
 def test_widths_that_no_shape_of_the_input_tells_are_refused_at_the_first_batch():
     module = RepresentationMoE(nn.Linear(5, 2), [nn.Linear(5, 3)], header=nn.Linear(2, 3))
-    with pytest.raises(MisconfigurationException, match=r"shape \(3,\).*of \(2,\)"):
+    with pytest.raises(MisconfigurationException, match=r"number 0, .* shape \(3,\), but must be \(2,\)"):
         module.mix(torch.zeros(2, 5))
 
 

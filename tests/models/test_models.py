@@ -185,12 +185,14 @@ def test_reset_parameters_draws_the_gate_anew():
 
 @pytest.mark.parametrize("weight", [-0.1, 1.1, math.nan])
 def test_a_constant_weight_outside_0_to_1_is_refused(weight):
-    with pytest.raises(MisconfigurationException, match=rf"weight is {weight}, but .* must be from 0 to 1"):
+    with pytest.raises(MisconfigurationException, match=rf"ConstantGate: weight is {weight}, but must be from 0 to 1"):
         ConstantGate(weight)
 
 
 def test_experts_with_different_numbers_of_outputs_are_refused_when_they_tell_their_input():
-    with pytest.raises(MisconfigurationException, match=r"local_expert gives 7 outputs and .*global_expert 10"):
+    with pytest.raises(
+        MisconfigurationException, match=r"local_expert gives 7 outputs, but must give 10, as many as global_expert"
+    ):
         PersonalizedMoE(SmallMLP(), SmallMLP(num_classes=7))
 
 

@@ -527,19 +527,19 @@ def save(module, folder):
 
 
 REFUSED = {
-    "variant": (lambda: CNN(6), "CNN's init_args.variant is 6, but must be 1, 2, 3, 4 or 5"),
-    "dropout of 1": (lambda: LEAFCNN(dropout=1.0), r"LEAFCNN's init_args.dropout is 1.0, but must be at least 0 and"),
-    "dropout below 0": (lambda: IFCACNN(dropout=-0.1), "IFCACNN's init_args.dropout is -0.1, but"),
-    "dropout that is no number": (lambda: TwoConvCNN(dropout=math.nan), "TwoConvCNN's init_args.dropout is nan, but"),
-    "a gate's dropout": (lambda: GateCNN(dropout=1.5), "GateCNN's init_args.dropout is 1.5, but"),
-    "small image of LEAF": (lambda: LEAFCNN(image_size=15), "LEAFCNN's init_args.image_size is 15, but .* least 16 "),
-    "small image": (lambda: TwoConvCNN(image_size=15), "TwoConvCNN's init_args.image_size is 15, but .* least 16 "),
-    "no image": (lambda: FedAvgCNN(image_size=0), "FedAvgCNN's init_args.image_size is 0, but .* at least 16 pixels"),
-    "a gate's small image": (lambda: GateCNN(image_size=15), "GateCNN's init_args.image_size is 15, .* least 16 "),
+    "variant": (lambda: CNN(6), "CNN: variant is 6, but must be 1, 2, 3, 4 or 5"),
+    "dropout of 1": (lambda: LEAFCNN(dropout=1.0), r"LEAFCNN: dropout is 1.0, but must be at least 0 and"),
+    "dropout below 0": (lambda: IFCACNN(dropout=-0.1), "IFCACNN: dropout is -0.1, but"),
+    "dropout that is no number": (lambda: TwoConvCNN(dropout=math.nan), "TwoConvCNN: dropout is nan, but"),
+    "a gate's dropout": (lambda: GateCNN(dropout=1.5), "GateCNN: dropout is 1.5, but"),
+    "small image of LEAF": (lambda: LEAFCNN(image_size=15), "LEAFCNN: image_size is 15, but .* least 16 "),
+    "small image": (lambda: TwoConvCNN(image_size=15), "TwoConvCNN: image_size is 15, but .* least 16 "),
+    "no image": (lambda: FedAvgCNN(image_size=0), "FedAvgCNN: image_size is 0, but .* at least 16 pixels"),
+    "a gate's small image": (lambda: GateCNN(image_size=15), "GateCNN: image_size is 15, .* least 16 "),
     "one convolution": (lambda: GateCNN(conv2_channels=0, image_size=5), "image_size is 5, but must be at least 6 "),
-    "one expert": (lambda: GateCNN(num_experts=1), "GateCNN's init_args.num_experts is 1, but must be at least 2"),
+    "one expert": (lambda: GateCNN(num_experts=1), "GateCNN: num_experts is 1, but must be at least 2"),
     "one feature": (lambda: SwitchNormGate(1), "num_features is 1, but must be at least 2"),
-    "momentum": (lambda: SwitchNormGate(momentum=1.1), "momentum is 1.1, but .* must be from 0 to 1"),
+    "momentum": (lambda: SwitchNormGate(momentum=1.1), "momentum is 1.1, but must be from 0 to 1"),
 }
 
 

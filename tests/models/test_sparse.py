@@ -186,10 +186,10 @@ REFUSED = {
     r"num_experts is \[\], but must be at least 1": {"num_experts": []},
     r"num_experts is \[2, 0\], but": {"num_experts": [2, 0]},
     "load_balancing is -1, but must be at least 0": {"load_balancing": -1},
-    "NoReset has parameters and no reset_parameters": {"expert": NoReset()},
+    "NoReset has no method reset_parameters": {"expert": NoReset()},
     "must not have batch normalization": {"expert": nn.Sequential(nn.BatchNorm1d(6), nn.Linear(6, 3))},
     "must not have layers of unknown width": {"expert": nn.LazyLinear(3)},
-    r"expert reads values of shape \(6,\), but model.init_args.embedding gives \(7,\)": {
+    r"expert reads values of shape \(6,\), but must read those of embedding, \(7,\)": {
         "embedding": OtherShape(),
         "expert": SixValues(6, 3),
     },

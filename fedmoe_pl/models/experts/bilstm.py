@@ -1,4 +1,4 @@
-"""The recurrent expert of Listo Zec et al."""
+"""The recurrent network of Listo Zec et al."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from torch import Tensor, nn
 
 
 class BiLSTM(nn.Module):
-    """Bidirectional LSTM for AG News (Listo Zec et al. 2020; METHODS section 3): 1,085,708 parameters.
+    """Bidirectional LSTM for AG News (Listo Zec et al. 2020); 1,085,708 parameters.
 
-    Padding is read like any other token. With ``num_classes=1`` it is the paper's gate, in a ``NetworkGate``.
+    It reads padding like any other token. With ``num_classes=1``, in a ``NetworkGate``, it is the paper's gate.
 
     Args:
-        vocabulary_size: number of token ids, those for unknown words and padding among them.
+        vocabulary_size: number of token ids, including those for unknown words and padding.
         embedding_dim: size of a token's embedding.
         hidden: units of the LSTM in each direction; the extractor gives twice as many features.
         num_classes: number of outputs.
@@ -41,7 +41,7 @@ class BiLSTM(nn.Module):
 
 
 class _LastStates(nn.Module):
-    """The state of an LSTM behind the last token, and of one that reads backwards behind the first."""
+    """The states of a bidirectional LSTM: forwards after the last token, backwards after the first."""
 
     def __init__(self, vocabulary_size: int, embedding_dim: int, hidden: int) -> None:
         super().__init__()

@@ -7,10 +7,10 @@ from torch import Tensor, nn
 
 
 class CNN(nn.Module):
-    """CNN-1 to CNN-5 of pFedMoE (Yi et al. 2024, https://arxiv.org/abs/2402.01350; METHODS section 3).
+    """CNN-1 to CNN-5 of pFedMoE (Yi et al. 2024, https://arxiv.org/abs/2402.01350).
 
-    The ``extractor`` gives a representation of 500 values for all five, the ``classifier`` is the header on it.
-    CNN-4 has the widths in the paper, which do not fit the model size printed beside them.
+    In all five the ``extractor`` gives a representation of 500 values, and the ``classifier`` is pFedMoE's header.
+    CNN-4 has the widths of the paper, which do not fit the model size that the paper prints.
 
     Args:
         variant: 1 to 5 for CNN-1 to CNN-5; 2,621,558, 1,815,142, 1,320,558, 1,060,358 and 670,058 parameters.
@@ -26,7 +26,7 @@ class CNN(nn.Module):
     def __init__(self, variant: int = 1, in_channels: int = 3, num_classes: int = 10) -> None:
         super().__init__()
         if variant not in (1, 2, 3, 4, 5):
-            raise MisconfigurationException(f"CNN's init_args.variant is {variant}, but must be 1, 2, 3, 4 or 5.")
+            raise MisconfigurationException(f"CNN: variant is {variant}, but must be 1, 2, 3, 4 or 5.")
         self.variant = variant
         self.in_channels = in_channels
         self.num_classes = num_classes

@@ -8,10 +8,10 @@ from fedmoe_pl.models.layers import pooled_size, two_convolutions
 
 
 class FedAvgCNN(nn.Module):
-    """Two convolutions and two linear layers, the network taken for FedMoE-DA (Zhan et al. 2024).
+    """Two convolutions and two linear layers, the network used here for FedMoE-DA (Zhan et al. 2024).
 
-    That paper gives no widths; these are PFLlib's, and so is the name (METHODS section 3): 878,538 parameters for
-    CIFAR-10, 582,026 for images of 1x28x28.
+    The paper gives no widths. Those of this network, and its name, are PFLlib's. It has 878,538 parameters for CIFAR-10
+    and 582,026 for images of 1x28x28.
 
     Args:
         in_channels: channels of the input, shape (B, in_channels, image_size, image_size).
@@ -40,7 +40,7 @@ class FedAvgCNN(nn.Module):
 class ConvBlock(nn.Module):
     """The first block of ``FedAvgCNN``: convolution 5x5, ReLU, pooling 2x2; the embedding of FedMoE-DA.
 
-    2,432 parameters for CIFAR-10 (METHODS section 7.5). Its ``output_shape`` is what an expert reads.
+    It has 2,432 parameters for CIFAR-10. Its ``output_shape`` is the ``input_shape`` of the experts.
 
     Args:
         in_channels: channels of the input, shape (B, in_channels, image_size, image_size).
@@ -67,14 +67,15 @@ class ConvBlock(nn.Module):
 
 
 class ConvExpert(nn.Module):
-    """The rest of ``FedAvgCNN`` behind a :class:`ConvBlock`: an expert of FedMoE-DA (METHODS section 7.5).
+    """The rest of ``FedAvgCNN`` after a :class:`ConvBlock`: an expert of FedMoE-DA.
 
-    876,106 parameters for CIFAR-10. ``extractor`` is the second block, ``classifier`` the two linear layers.
+    It has 876,106 parameters for CIFAR-10. Its ``extractor`` is the second block, its ``classifier`` the two linear
+    layers.
 
     Args:
         in_channels: channels of the input, shape (B, in_channels, image_size, image_size).
         num_classes: number of outputs.
-        image_size: height and width of the input: 14 behind a ``ConvBlock`` of 32 pixels, 12 behind one of 28.
+        image_size: height and width of the input: 14 after a ``ConvBlock`` for 32 pixels, 12 after one for 28.
         channels: channels of the convolution.
         hidden: width of the hidden linear layer.
 

@@ -8,19 +8,19 @@ from fedmoe_pl.models.layers import SmallBiasLinear, XavierConv2d, check_dropout
 
 
 class IFCACNN(nn.Module):
-    """CNN of IFCA as Adaptive Expert Models has it for rotated CIFAR-10: 798,752 parameters (METHODS section 3).
+    """CNN of IFCA as in Adaptive Expert Models (Isaksson et al. 2022), for rotated CIFAR-10; 798,752 parameters.
 
-    The last hidden layer has 194 units, as in that paper's official code; the network it goes back to has 192. Initial
-    parameters as in :class:`LEAFCNN`.
+    The last hidden layer has 194 units, as in that paper's official code; the original network has 192. Initial
+    parameters are as in :class:`~fedmoe_pl.models.experts.leaf_cnn.LEAFCNN`.
 
     Args:
         in_channels: channels of the input, shape (B, in_channels, 32, 32).
         num_classes: number of outputs.
-        dropout: dropout probability behind the first linear layer.
-        relu_logits: whether logits below 0 become 0, as in the official code but not in the paper.
+        dropout: dropout probability after the first linear layer.
+        relu_logits: whether negative logits become 0, as in the official code but not in the paper.
 
     Raises:
-        MisconfigurationException: if dropout is no probability below 1.
+        MisconfigurationException: if ``dropout`` is not in [0, 1).
     """
 
     def __init__(

@@ -8,7 +8,7 @@ from fedmoe_pl.models.layers import SmallBiasLinear, XavierConv2d, check_dropout
 
 
 class LEAFCNN(nn.Module):
-    """CNN of LEAF with dropout (Adaptive Expert Models, Isaksson et al. 2022, Table 1; METHODS section 3).
+    """CNN of LEAF with dropout (Adaptive Expert Models, Isaksson et al. 2022, Table 1).
 
     The default is the paper's global expert for CIFAR-10, with 942,634 parameters; its local expert has 32 and 256
     channels, 256 hidden units and dropout 0.76. Convolutions start from Xavier's uniform distribution, biases of
@@ -20,12 +20,12 @@ class LEAFCNN(nn.Module):
         conv1_channels: width of the first convolution.
         conv2_channels: width of the second convolution.
         hidden: width of the hidden linear layer.
-        dropout: dropout probability behind the hidden layer.
-        relu_logits: whether logits below 0 become 0, as in the official code but not in the paper.
+        dropout: dropout probability after the hidden layer.
+        relu_logits: whether negative logits become 0, as in the official code but not in the paper.
         image_size: height and width of the input in pixels; 28 for FEMNIST.
 
     Raises:
-        MisconfigurationException: if the image is too small, or dropout is no probability below 1.
+        MisconfigurationException: if the image is too small, or ``dropout`` is not in [0, 1).
     """
 
     def __init__(

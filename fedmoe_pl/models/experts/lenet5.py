@@ -6,7 +6,7 @@ from torch import Tensor, nn
 
 
 class LeNet5(nn.Module):
-    """LeNet-5 with ReLU and max pooling (PFL-MoE; METHODS section 3): 61,706 parameters with one channel.
+    """LeNet-5 with ReLU and max pooling (PFL-MoE); 61,706 parameters with one input channel.
 
     Args:
         in_channels: channels of the input, shape (B, in_channels, 32, 32).

@@ -10,7 +10,7 @@ class SmallMLP(nn.Module):
 
     Args:
         in_features: number of input values per sample; inputs of shape (B, ...) are flattened.
-        hidden_features: width of both hidden layers; the first one's output are the features.
+        hidden_features: width of both hidden layers; the first one's outputs are the features.
         num_classes: number of outputs.
     """
 
@@ -31,11 +31,11 @@ class SmallMLP(nn.Module):
 
 
 class RepresentationMLP(nn.Module):
-    """A perceptron whose representation has a width of its own, as pFedMoE's experts have, for inputs such as digits.
+    """A perceptron for small inputs whose representation may differ in width from its hidden layer, as in pFedMoE.
 
     Args:
         in_features: number of input values per sample; inputs of shape (B, ...) are flattened.
-        hidden_features: width of the hidden layer, in which architectures may differ.
+        hidden_features: width of the hidden layer, which may differ between architectures.
         representation_features: width of the representation, the same for all experts of a mixture.
         num_classes: number of outputs.
     """

@@ -8,23 +8,23 @@ from fedmoe_pl.models.layers import check_dropout, pooled_size, two_convolutions
 
 
 class TwoConvCNN(nn.Module):
-    """LeNet-5 with dropout (Listo Zec et al. 2020, https://arxiv.org/abs/2010.02056; METHODS section 3).
+    """LeNet-5 with dropout (Listo Zec et al. 2020, https://arxiv.org/abs/2010.02056).
 
-    62,006 parameters for CIFAR-10 and 44,426 for Fashion-MNIST. The official code has widths 6, 12, 84 and 42 for
-    Fashion-MNIST. With ``num_classes=1`` it is the paper's gate, in a ``NetworkGate``.
+    It has 62,006 parameters for CIFAR-10 and 44,426 for Fashion-MNIST, for which the official code has the widths 6,
+    12, 84 and 42. With ``num_classes=1``, in a ``NetworkGate``, it is the paper's gate.
 
     Args:
         in_channels: channels of the input, shape (B, in_channels, image_size, image_size).
         num_classes: number of outputs.
         image_size: height and width of the input in pixels; 28 for Fashion-MNIST.
-        dropout: dropout probability behind the first linear layer, in the official code but not in the paper.
+        dropout: dropout probability after the first linear layer, in the official code but not in the paper.
         conv1_channels: width of the first convolution.
         conv2_channels: width of the second convolution.
         hidden1: width of the first linear layer.
         hidden2: width of the second linear layer.
 
     Raises:
-        MisconfigurationException: if the image is too small, or dropout is no probability below 1.
+        MisconfigurationException: if the image is too small, or ``dropout`` is not in [0, 1).
     """
 
     def __init__(

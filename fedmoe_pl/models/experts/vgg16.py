@@ -8,14 +8,14 @@ from fedmoe_pl.models.layers import FanOutConv2d
 
 
 class VGG16(nn.Module):
-    """VGG-16 "D" without batch normalization for 32x32 images (PFL-MoE; METHODS section 3): 15,245,130 parameters.
+    """VGG-16 "D" without batch normalization for 32x32 images (PFL-MoE); 15,245,130 parameters.
 
-    Convolution weights are drawn from N(0, sqrt(2 / (k * k * out_channels))), their biases are 0.
+    Initial convolution weights come from N(0, sqrt(2 / (k * k * out_channels))); biases start at 0.
 
     Args:
         in_channels: channels of the input, shape (B, in_channels, 32, 32).
         num_classes: number of outputs.
-        dropout: dropout probability in front of the first two linear layers.
+        dropout: dropout probability before each of the first two linear layers.
     """
 
     _WIDTHS = (64, 64, "M", 128, 128, "M", 256, 256, 256, "M", 512, 512, 512, "M", 512, 512, 512, "M")

@@ -22,7 +22,7 @@ class FixedGate(Gate):
 
     @abstractmethod
     def fit_to(self, num_experts: int) -> None:
-        """Takes the number of experts from the mixture, unless the gate was given a weight for each.
+        """Sets the weights for a mixture of so many experts, unless the gate was given a weight for each.
 
         Args:
             num_experts: number of experts of the mixture.
@@ -85,11 +85,11 @@ class EqualWeights(FixedGate):
 
 
 class ConstantGate(FixedGate):
-    """A gate held at given weights. :class:`GlobalOnly`, :class:`LocalOnly` and :class:`EqualWeights` need none.
+    """A gate with given weights; see :class:`GlobalOnly`, :class:`LocalOnly` and :class:`EqualWeights` for usual ones.
 
     Args:
-        weight: weight of the global expert, from 0 to 1; where there are more than two experts, a list of all weights,
-            the local expert's last, that add up to 1.
+        weight: weight of the global expert, from 0 to 1, where there are two experts; or a list of all weights, the
+            local expert's last, that add up to 1.
 
     Raises:
         MisconfigurationException: if a weight is not between 0 and 1, or a list does not add up to 1.
@@ -99,14 +99,10 @@ class ConstantGate(FixedGate):
         super().__init__()
         weights: list[float] = weight if isinstance(weight, list) else [weight, 1 - weight]
         if not (weights and all(0 <= value <= 1 for value in weights) and abs(sum(weights) - 1) < 1e-6):
-            allowed = (
-                "weights must be from 0 to 1 and add up to 1"
-                if isinstance(weight, list)
-                else ("the global expert's weight must be from 0 to 1")
-            )
-            raise MisconfigurationException(f"gate.init_args.weight is {weight}, but {allowed}.")
+            sum_to_1 = " and add up to 1" if isinstance(weight, list) else ""
+            raise MisconfigurationException(f"ConstantGate: weight is {weight}, but must be from 0 to 1{sum_to_1}.")
         self.weight = weight
         self.weights = weights
 
     def fit_to(self, num_experts: int) -> None:
-        """Keeps the weights: the mixture refuses them where it has another number of experts."""
+        """Keeps the weights; a mixture of another number of experts refuses the gate."""

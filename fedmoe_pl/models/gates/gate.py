@@ -1,7 +1,7 @@
 """Gates: for every sample, the weights of the global experts and of the local expert.
 
-A gate returns weights of shape (B, experts) that are at least 0 and add up to 1. Global experts always come first, the
-local one is the last (the papers differ; METHODS section 0, finding 6): with two, index 0 is the global expert.
+A gate returns weights of shape (B, experts) that are at least 0 and add up to 1. Global experts always come first and
+the local one last, whatever a paper's own order is: of two experts, index 0 is the global one.
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ from fedmoe_pl.models.layers import draw_anew
 
 
 class Gate(nn.Module, ABC):
-    """What weighs the experts.
+    """The base of all gates.
 
     Attributes:
-        reads_features: whether the gate is given the features of the global expert's extractor in place of the input.
+        reads_features: whether the gate reads the features of the global expert's extractor instead of the input.
     """
 
     reads_features: bool = False
@@ -31,6 +31,6 @@ class Gate(nn.Module, ABC):
         """
 
     def reset_parameters(self) -> None:
-        """Draws new initial parameters of all layers, as PFL-MoE does for every client."""
+        """Draws new initial parameters for all layers, as PFL-MoE does for every client."""
         for part in self.children():
             draw_anew(part)

@@ -9,7 +9,7 @@ from fedmoe_pl.models.gates.gate import Gate
 
 
 class _SigmoidGate(Gate):
-    """One linear layer and a sigmoid; the layer's width follows from the first input where it is not given."""
+    """A linear layer and a sigmoid; where the layer's width is not given, the first input sets it."""
 
     def __init__(self, in_features: int | None) -> None:
         super().__init__()
@@ -27,7 +27,7 @@ class _SigmoidGate(Gate):
 
 
 class LinearGate(_SigmoidGate):
-    """Gate of PFL-MF: a linear layer on the flattened input (PFL-MoE, section III; METHODS section 4).
+    """Gate of PFL-MF: a linear layer on the flattened input (PFL-MoE, section III).
 
     Args:
         in_features: number of values per input; None takes it from the first input.

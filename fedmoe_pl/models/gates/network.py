@@ -11,10 +11,10 @@ from fedmoe_pl.models.layers import SmallBiasLinear, XavierConv2d, check_dropout
 
 
 class NetworkGate(Gate):
-    """A whole network on the input as gate.
+    """A network that reads the input.
 
-    A network with one output is the gate of two experts: its sigmoid is the weight of the **local** expert (Listo Zec
-    et al. 2020; Isaksson et al. 2022 for two experts). One with more outputs is the gate of as many experts, by
+    With one output the network is the gate of two experts: its sigmoid is the weight of the **local** expert (Listo Zec
+    et al. 2020; Isaksson et al. 2022 for two experts). With more outputs it is the gate of as many experts, by
     a softmax (Isaksson et al. 2022).
 
     Args:
@@ -36,21 +36,22 @@ class NetworkGate(Gate):
 class GateCNN(nn.Module):
     """Network of the gate of Adaptive Expert Models (Isaksson et al. 2022, Table 1), to be put in a ``NetworkGate``.
 
-    6,995 parameters as it is. Initial parameters as in :class:`~fedmoe_pl.models.experts.leaf_cnn.LEAFCNN`.
+    It has 6,995 parameters with the default arguments, and initial parameters as in
+    :class:`~fedmoe_pl.models.experts.leaf_cnn.LEAFCNN`.
 
     Args:
         in_channels: channels of the input, shape (B, in_channels, image_size, image_size).
-        num_experts: number of global experts and the local one, at least 2; two need a single output.
+        num_experts: number of experts, the local one included, at least 2; for two the network has a single output.
         conv1_channels: width of the first convolution.
-        conv2_channels: width of the second convolution; 0 leaves it out.
+        conv2_channels: width of the second convolution; 0 for none.
         hidden: width of the hidden linear layer.
         dropout: probability of dropping a channel of the second convolution, and a hidden unit.
-        relu_logits: whether logits below 0 become 0, as in the official code but not in the paper.
+        relu_logits: whether negative logits become 0, as in the official code but not in the paper.
         image_size: height and width of the input in pixels.
 
     Raises:
-        MisconfigurationException: if there are fewer than 2 experts, the image is too small, or dropout is no
-            probability below 1.
+        MisconfigurationException: if there are fewer than 2 experts, the image is too small, or ``dropout`` is not in
+            [0, 1).
     """
 
     def __init__(
@@ -67,7 +68,7 @@ class GateCNN(nn.Module):
         super().__init__()
         if num_experts < 2:
             raise MisconfigurationException(
-                f"GateCNN's init_args.num_experts is {num_experts}, but must be at least 2, the local expert included."
+                f"GateCNN: num_experts is {num_experts}, but must be at least 2, the local expert included."
             )
         check_dropout(self, dropout)
         size = pooled_size(self, image_size, times=2 if conv2_channels else 1)

@@ -9,14 +9,14 @@ from fedmoe_pl.models.gates.gate import Gate
 
 
 class ProxyGate(Gate):
-    """Gate of FedMoE-DA (Zhan et al. 2024, Eq. 1): a softmax over one proxy per expert, without bias.
+    """Gate of FedMoE-DA (Zhan et al. 2024, Eq. 1): a linear layer without bias and a softmax.
 
-    The proxy of an expert is its column of the linear layer's matrix; here, row ``gate.proxies.<expert>.weight``.
-    Initial values are those of ``torch.nn.Linear``.
+    The paper calls an expert's column of the layer's matrix its proxy. Here each proxy is a layer of its own,
+    ``gate.proxies.<expert>``, with the initial values of ``torch.nn.Linear``.
 
     Args:
         num_experts: number of experts.
-        in_features: number of values per sample; None takes it from the first input.
+        in_features: number of values per sample; None to take it from the first input.
     """
 
     def __init__(self, num_experts: int = 4, in_features: int | None = None) -> None:

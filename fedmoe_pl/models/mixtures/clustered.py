@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from fedmoe_pl.models.gates.fixed import EqualWeights, FixedGate
 from fedmoe_pl.models.gates.gate import Gate
-from fedmoe_pl.models.layers import draw_anew
+from fedmoe_pl.models.layers import draw_anew, layer_without_reset
 from fedmoe_pl.models.mixtures.mixture import Mixing, MixtureOfExperts, mix_outputs, run_once
 
 
@@ -19,16 +19,16 @@ class ClusteredMoE(MixtureOfExperts):
     """Mixes the models of several clusters of clients and a local expert with the weights that a gate gives a sample.
 
     ``p(x) = sum_j g_j(x) p_j(x) + g_local(x) p_local(x)`` over probabilities, or what ``mixing`` says (Isaksson et al.
-    2022, https://arxiv.org/abs/2206.07832; METHODS section 7.3). All initial experts are drawn independently; in the
-    official code those of the clusters share the weights of their linear layers.
+    2022, https://arxiv.org/abs/2206.07832). The initial parameters of all experts are drawn independently. In the
+    official code the clusters' models start with the same weights in their linear layers.
 
     Args:
-        global_expert: architecture of the clusters' models; maps inputs (B, ...) to logits (B, C). Its layers are drawn
-            anew for every cluster by their ``reset_parameters``.
+        global_expert: architecture of the clusters' models; maps inputs (B, ...) to logits (B, C). Each cluster draws
+            initial parameters of its own, by the layers' ``reset_parameters``.
         num_clusters: number of clusters, J.
-        local_expert: maps the same inputs to logits of the same shape; None takes the clusters' architecture.
-        gate: weighs the experts, the local one last; None is the equal-weight mixture.
-        mixing: what is mixed, see :data:`fedmoe_pl.models.mixtures.mixture.Mixing`.
+        local_expert: maps the same inputs to logits of the same shape; None for the clusters' architecture.
+        gate: weighs the experts, the local one last; None for ``EqualWeights``.
+        mixing: what is mixed, see :data:`~fedmoe_pl.models.mixtures.mixture.Mixing`.
         optimizer: makes the optimizer from the parameters.
         lr_scheduler: makes a scheduler, stepped once an epoch, from the optimizer; None for a constant rate.
 
@@ -37,8 +37,8 @@ class ClusteredMoE(MixtureOfExperts):
         local_expert: the client's own model.
 
     Raises:
-        MisconfigurationException: if there is no cluster, a layer cannot be drawn anew, the gate reads features or
-            weighs another number of experts, or the experts differ in their number of outputs.
+        MisconfigurationException: if there is no cluster, a layer with parameters has no ``reset_parameters``, the
+            gate reads features or weighs another number of experts, or the experts differ in their number of outputs.
 
     Example:
         >>> import torch
@@ -61,7 +61,7 @@ class ClusteredMoE(MixtureOfExperts):
     ) -> None:
         super().__init__(optimizer, lr_scheduler, mixing)
         if num_clusters < 1:
-            raise MisconfigurationException(f"model.init_args.num_clusters is {num_clusters}, but must be at least 1.")
+            raise MisconfigurationException(f"ClusteredMoE: num_clusters is {num_clusters}, but must be at least 1.")
         self.num_clusters = num_clusters
         self.global_experts = nn.ModuleList(_drawn_anew(global_expert) for _ in range(num_clusters))
         self.local_expert = _drawn_anew(global_expert) if local_expert is None else local_expert
@@ -71,15 +71,15 @@ class ClusteredMoE(MixtureOfExperts):
 
     @property
     def global_expert(self) -> nn.Module:
-        """The first cluster's model, which tells the architecture of all."""
+        """The first cluster's model; all clusters have its architecture."""
         return self.global_experts[0]
 
     def check_parts(self) -> None:
-        """Refuses parts that do not fit together, where the expert tells its input's shape."""
+        """Refuses parts that do not fit together; some are only found where the expert tells its input's shape."""
         if self.gate.reads_features:
             raise MisconfigurationException(
-                f"model.init_args.gate is a {type(self.gate).__name__}, which reads features, but each cluster's model "
-                "has features of its own; it must read the input, as a NetworkGate does."
+                f"ClusteredMoE: gate is a {type(self.gate).__name__}, which reads features, but must read the input as "
+                "a NetworkGate does, because each cluster's model has features of its own."
             )
         super().check_parts()
         run_once(self, self.global_expert)
@@ -101,24 +101,18 @@ class ClusteredMoE(MixtureOfExperts):
         outputs = [experts[index](x) for index in active]
         if len(active) == 1:
             return self.scores_of(outputs[0]), weights
-        if len({output.shape for output in outputs}) > 1:
-            raise MisconfigurationException(
-                f"model.init_args.local_expert gives {outputs[-1].shape[-1]} outputs and "
-                f"model.init_args.global_expert {outputs[0].shape[-1]}; both must give one output per class."
-            )
+        self.check_outputs(outputs)  # the clusters' models have one architecture
         used = weights if len(active) == len(experts) else weights[:, active]
         return mix_outputs(outputs, used, self.mixing), weights
 
 
 def _drawn_anew(expert: nn.Module) -> nn.Module:
     """A copy of the expert with initial parameters of its own."""
+    if (layer := layer_without_reset(expert)) is not None:
+        raise MisconfigurationException(
+            f"ClusteredMoE: global_expert has a {type(layer).__name__}, which must have a method reset_parameters, "
+            "because each cluster draws initial parameters of its own."
+        )
     drawn = copy.deepcopy(expert)
-    for layer in drawn.modules():
-        has_parameters = next(layer.parameters(recurse=False), None) is not None
-        if has_parameters and not callable(getattr(layer, "reset_parameters", None)):
-            raise MisconfigurationException(
-                f"model.init_args.global_expert has a {type(layer).__name__}, which cannot be drawn anew for every "
-                "cluster; it must have a method reset_parameters."
-            )
     draw_anew(drawn)
     return drawn

@@ -1,4 +1,4 @@
-"""What every mixture of experts is to Lightning and to a federation; how the experts' outputs are mixed."""
+"""The base of all mixtures of experts, and how the experts' outputs are mixed."""
 
 from __future__ import annotations
 
@@ -19,19 +19,20 @@ from fedmoe_pl.models.gates.fixed import FixedGate
 
 Batch = tuple[Tensor, Tensor]
 Mixing = Literal["logits", "probabilities", "log_probabilities", "probabilities_without_log"]
-"""What of the experts is mixed (METHODS sections 0, 7.3 and 7.4).
+"""Which of the experts' outputs are mixed.
 
 ``logits``: cross-entropy of the weighted sum of logits (PFL-MoE). ``probabilities``: negative logarithm of the
-weighted sum of probabilities (adaptive expert models; the mixture with opt-out, in its paper). ``log_probabilities``:
-the weighted sum of log-probabilities, not normalized again, and ``probabilities_without_log``: minus the probability,
-both as in the latter's code.
+weighted sum of probabilities (adaptive expert models; the mixture with opt-out, in its paper). The official code of
+the mixture with opt-out has two other losses. ``log_probabilities``: the weighted sum of log-probabilities, which is
+not normalized again. ``probabilities_without_log``: minus the weighted sum of probabilities.
 """
 
 
 class MixtureOfExperts(LightningModule, ABC):
-    """A model of which a gate weighs the parts for every sample; derive from it and write ``mix`` for one of your own.
+    """A model with several experts and a gate that weighs them for every sample.
 
-    Works in any ``Trainer``; a federation decides which parts a client shares.
+    It works in any ``Trainer``; a federation decides which parts a client shares. To write a mixture of your own,
+    derive from this class and implement ``mix``.
 
     Args:
         optimizer: makes the optimizer from the parameters.
@@ -39,10 +40,10 @@ class MixtureOfExperts(LightningModule, ABC):
         mixing: what is mixed, see :data:`Mixing`.
 
     Attributes:
-        gate: what weighs the parts.
-        gate_width: number of experts that the gate weighs; None, of a mixture of your own, leaves the gate as it is.
-        has_global_expert: whether all experts but the last one are global, so that their weight together tells how
-            personalized a client's model is; else the experts are alike.
+        gate: weighs the experts.
+        gate_width: number of experts that the gate weighs; None in a mixture of your own that does not tell it.
+        has_global_expert: whether all experts except the last are global. The sum of their weights then tells how
+            personalized a client's model is. Otherwise all experts have the same role.
 
     Raises:
         MisconfigurationException: if ``mixing`` is none of the four.
@@ -61,7 +62,7 @@ class MixtureOfExperts(LightningModule, ABC):
         super().__init__()
         if mixing not in get_args(Mixing):
             raise MisconfigurationException(
-                f"model.init_args.mixing is '{mixing}', but must be one of {', '.join(get_args(Mixing))}."
+                f"{type(self).__name__}: mixing is '{mixing}', but must be one of {', '.join(get_args(Mixing))}."
             )
         self.optimizer = optimizer
         self.lr_scheduler = lr_scheduler
@@ -75,12 +76,19 @@ class MixtureOfExperts(LightningModule, ABC):
             x: inputs (B, ...).
 
         Returns:
-            Scores (B, C), the largest of which is the predicted class: logits where logits are mixed, else
-            log-probabilities; and weights (B, experts), where there are global experts these first, the local one last.
+            Scores (B, C) and weights (B, experts). The scores are logits where logits are mixed, else
+            log-probabilities; the largest one is the predicted class. The weights of any global experts come first,
+            the local expert's last.
         """
 
     def check_parts(self) -> None:
-        """Refuses parts that do not fit together, and tells a fixed gate the number of experts."""
+        """Refuses parts that do not fit together, and tells a fixed gate the number of experts.
+
+        Called by the constructor, and again when a phase of a federation has replaced the gate or the mixing.
+
+        Raises:
+            MisconfigurationException: if the gate weighs another number of experts.
+        """
         if isinstance(self.gate, FixedGate) and self.gate_width is not None:
             self.gate.fit_to(self.gate_width)
             self.check_gate_width(len(self.gate.weights))
@@ -90,6 +98,9 @@ class MixtureOfExperts(LightningModule, ABC):
 
         Args:
             width: number of experts that the gate weighs.
+
+        Raises:
+            MisconfigurationException: if it is not ``gate_width``.
         """
         if width != self.gate_width:
             order = ", the local expert last" if self.has_global_expert else ""
@@ -98,8 +109,24 @@ class MixtureOfExperts(LightningModule, ABC):
                 f"weigh {self.gate_width}{order}."
             )
 
+    def check_outputs(self, outputs: Sequence[Tensor]) -> None:
+        """Refuses a local expert that has another number of outputs than the global ones.
+
+        Args:
+            outputs: logits of the experts, each of shape (B, C), the local expert's last.
+
+        Raises:
+            MisconfigurationException: if their shapes differ.
+        """
+        first, last = outputs[0], outputs[-1]
+        if first.shape != last.shape:
+            raise MisconfigurationException(
+                f"{type(self).__name__}: local_expert gives {last.shape[-1]} outputs, but must give {first.shape[-1]}, "
+                "as many as global_expert."
+            )
+
     def client_architecture(self, client_id: int) -> int:
-        """Which of its architectures a client has; 0 where all clients have the same."""
+        """The number of the client's architecture; 0 where all clients have the same one."""
         return 0
 
     def keep_architecture(self, architecture: int) -> None:
@@ -110,7 +137,7 @@ class MixtureOfExperts(LightningModule, ABC):
         return self.mix(x)[0]
 
     def loss(self, batch: Batch) -> tuple[Tensor, dict[str, Tensor]]:
-        """The mixture's loss: pure, so that it can be differentiated and vmapped.
+        """The mixture's loss. It is a pure function, so that it can be differentiated and vmapped.
 
         Args:
             batch: inputs (B, ...) and labels (B,).
@@ -123,7 +150,13 @@ class MixtureOfExperts(LightningModule, ABC):
         return self.loss_of(scores, y), {"logits": scores, "gate_weights": weights}
 
     def loss_of(self, scores: Tensor, y: Tensor, reduction: Literal["mean", "none"] = "mean") -> Tensor:
-        """The loss of scores (B, C) as ``mix`` returns them, with labels (B,): their mean, without the label -100."""
+        """The loss of scores as ``mix`` returns them.
+
+        Args:
+            scores: shape (B, C).
+            y: labels, shape (B,); samples with the label -100 do not count.
+            reduction: "mean" over the samples, or "none" for the loss of each, shape (B,).
+        """
         if self.mixing == "logits":
             return F.cross_entropy(scores, y, reduction=reduction)
         scores = scores.exp() if self.mixing == "probabilities_without_log" else scores
@@ -143,7 +176,7 @@ class MixtureOfExperts(LightningModule, ABC):
         return loss
 
     def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
-        """Logs ``train_loss``, ``train_accuracy`` and any ``train_gate/global_expert``; returns the loss."""
+        """Returns the loss; logs ``train_loss``, ``train_accuracy`` and the weight ``train_gate/global_expert``."""
         return self._step(batch, "train")
 
     def validation_step(self, batch: Batch, batch_idx: int) -> Tensor:
@@ -164,14 +197,14 @@ class MixtureOfExperts(LightningModule, ABC):
         return self.parameters()
 
     def configure_optimizers(self) -> Any:
-        """The optimizer over all parameters (those without a gradient are skipped), and the scheduler if any."""
+        """The optimizer of all parameters, and the scheduler if there is one."""
         optimizer = self.optimizer(self.parameter_groups())
         if self.lr_scheduler is None:
             return optimizer
         return {"optimizer": optimizer, "lr_scheduler": self.lr_scheduler(optimizer)}
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Describes the constructor's arguments, so that ``load_from_checkpoint(path)`` rebuilds the mixture."""
+        """Adds the constructor's arguments, so that ``load_from_checkpoint(path)`` can rebuild the mixture."""
         names = [name for name in inspect.signature(type(self)).parameters if name not in ("optimizer", "lr_scheduler")]
         arguments = {name: _describe(getattr(self, name, None)) for name in names}
         checkpoint[self.CHECKPOINT_HYPER_PARAMS_KEY] = {
@@ -208,11 +241,12 @@ def mix_outputs(outputs: Sequence[Tensor], weights: Tensor, mixing: Mixing) -> T
 
 
 def run_once(module: MixtureOfExperts, expert: nn.Module) -> None:
-    """Mixes one sample of zeros, where an expert tells its input's shape: sizes lazy layers, shows what cannot work.
+    """Mixes one sample of zeros, which sizes lazy layers and shows whether the parts fit together.
 
     Args:
         module: the mixture.
-        expert: may have ``input_shape``, and ``input_dtype`` where its input is not floating point.
+        expert: its ``input_shape`` is the sample's; without one, nothing happens. Has ``input_dtype`` where its input
+            is not floating point.
     """
     input_shape = getattr(expert, "input_shape", None)
     if input_shape is None:
@@ -226,7 +260,11 @@ def run_once(module: MixtureOfExperts, expert: nn.Module) -> None:
 
 
 def _describe(value: Any) -> Any:
-    """A plain value as it is, a module as class path and arguments if it keeps these as attributes; else None."""
+    """A description that can be saved, or None where there is none.
+
+    A plain value describes itself. A module is described by its class path and its arguments, if it keeps these as
+    attributes of the same names.
+    """
     if isinstance(value, (int, float, str, bool)):
         return value
     if isinstance(value, (list, tuple, nn.ModuleList)):

@@ -18,20 +18,19 @@ class PersonalizedMoE(MixtureOfExperts):
     """Mixes a global and a local expert with the weights that a gate gives every sample.
 
     ``y = g(x) * global_expert(x) + (1 - g(x)) * local_expert(x)`` (PFL-MoE, Guo et al. 2021, Algorithm 2;
-    https://arxiv.org/abs/2012.15589), where ``y`` are logits, or what ``mixing`` says. Works in any ``Trainer``; a
-    federation decides which parts a client shares.
+    https://arxiv.org/abs/2012.15589), where ``y`` are logits or what ``mixing`` says.
 
     Args:
         global_expert: maps a batch of inputs to logits (B, C).
-        local_expert: maps the same inputs to logits of the same shape; None takes a copy of the global expert.
-        gate: weighs the experts; None is the equal-weight mixture.
+        local_expert: maps the same inputs to logits of the same shape; None for a copy of the global expert.
+        gate: weighs the experts; None for ``EqualWeights``.
         optimizer: makes the optimizer from the parameters.
         lr_scheduler: makes a scheduler, stepped once an epoch, from the optimizer; None for a constant rate.
-        mixing: what is mixed, see :data:`fedmoe_pl.models.mixtures.mixture.Mixing`.
+        mixing: what is mixed, see :data:`~fedmoe_pl.models.mixtures.mixture.Mixing`.
 
     Raises:
         MisconfigurationException: if the gate reads features and the global expert has no ``extractor`` and
-            ``classifier``, or if the experts differ in their number of outputs.
+            ``classifier``, if the gate does not weigh two experts, or if the experts differ in their number of outputs.
 
     Example:
         >>> import torch
@@ -61,13 +60,13 @@ class PersonalizedMoE(MixtureOfExperts):
         self.check_parts()
 
     def check_parts(self) -> None:
-        """Refuses parts that do not fit together, and sizes a lazy gate where the expert tells its input's shape."""
+        """Refuses parts that do not fit together; sizes a lazy gate where the expert tells its input's shape."""
         global_expert = self.global_expert
         if self.gate.reads_features and not (
             hasattr(global_expert, "extractor") and hasattr(global_expert, "classifier")
         ):
             raise MisconfigurationException(
-                f"model.init_args.gate is a {type(self.gate).__name__}, which reads features, but the global expert "
+                f"PersonalizedMoE: gate is a {type(self.gate).__name__}, which reads features, but the global expert "
                 f"{type(global_expert).__name__} has no `extractor` and `classifier`; LinearGate reads the input."
             )
         super().check_parts()
@@ -94,10 +93,6 @@ class PersonalizedMoE(MixtureOfExperts):
             weights = self.gate(x)
             global_logits = self.global_expert(x)
         local_logits = self.local_expert(x)
-        if global_logits.shape != local_logits.shape:
-            raise MisconfigurationException(
-                f"model.init_args.local_expert gives {local_logits.shape[-1]} outputs and "
-                f"model.init_args.global_expert {global_logits.shape[-1]}; both must give one output per class."
-            )
+        self.check_outputs((global_logits, local_logits))
         self.check_gate_width(weights.shape[1])
         return mix_outputs((global_logits, local_logits), weights, self.mixing), weights

@@ -1,4 +1,4 @@
-"""A mixture of representations: pFedMoE's model, in which the clients' local networks may differ."""
+"""pFedMoE's model: a mixture of representations, in which the clients' local networks may differ."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from fedmoe_pl.models.mixtures.mixture import MixtureOfExperts, mix_outputs, run
 
 
 class Representations(NamedTuple):
-    """What the header and its two sources make of some inputs, each of shape (B, F)."""
+    """The representations of some inputs, each of shape (B, F): mixed, of the shared and of the local extractor."""
 
     mixed: Tensor
     shared: Tensor
@@ -25,7 +25,7 @@ class Representations(NamedTuple):
 
 
 class Absent(nn.Module):
-    """Stands in the list of local experts for one that a client does not have."""
+    """Takes the place of a local expert that a client does not have."""
 
     def __init__(self) -> None:  # without arguments, so that a checkpoint can make it again
         super().__init__()
@@ -35,27 +35,27 @@ class RepresentationMoE(MixtureOfExperts):
     """Mixes the representations of a shared and of a local extractor; a header makes logits of the mixture.
 
     ``y = header(a_G(x) * shared_extractor(x) + a_F(x) * local_expert(x))`` (pFedMoE, Yi et al. 2024, section 4;
-    https://arxiv.org/abs/2402.01350; METHODS section 7.2). It is always the representations that are mixed, never
-    logits or probabilities, so that there is no ``mixing`` to choose. Each client has one of the ``local_experts``,
-    of which the others hold neither copy nor parameters; in a plain ``Trainer`` it is the first.
+    https://arxiv.org/abs/2402.01350). Only representations are mixed, never logits or probabilities, so there is no
+    ``mixing`` to choose. Each client holds the parameters of one of the ``local_experts`` and none of the others. In
+    a plain ``Trainer`` the first one is used.
 
-    An expert is cut before its ``classifier``: what is left of it is its ``extractor``. The header is one module of
-    one shape, private in pFedMoE and all that is shared in LG-FedAvg (``FedAvg(shared="header.*")``). With a
+    An expert's ``classifier`` is removed, which leaves its ``extractor``. The header has the same shape for all
+    clients. It is private in pFedMoE and all that is shared in LG-FedAvg (``FedAvg(shared="header.*")``). With a
     ``LocalOnly`` gate the local expert is trained and used alone (Standalone); the shared one is not computed.
 
     Args:
         shared_extractor: maps inputs to representations (B, F), or an expert with ``extractor`` and ``classifier``.
         local_experts: the clients' architectures, each like ``shared_extractor`` and with the same F.
-        header: maps representations (B, F) to logits (B, C); None takes the first local expert's ``classifier``.
-        gate: gives every sample two weights, of the shared and of the local extractor; None weighs both equally.
+        header: maps representations (B, F) to logits (B, C); None for the first ``classifier`` of a local expert.
+        gate: gives every sample two weights, of the shared and of the local extractor; None for ``EqualWeights``.
         optimizer: makes the optimizer from the parameters.
         lr_scheduler: makes a scheduler, stepped once an epoch, from the optimizer; None for a constant rate.
-        gate_lr: the gate's learning rate; None takes the optimizer's.
+        gate_lr: the gate's learning rate; None for the optimizer's.
         architectures: index of each client's local expert; None gives client k number ``k % len(local_experts)``.
 
     Raises:
-        MisconfigurationException: if there is no local expert or no header, widths of representations differ, or
-            ``architectures`` or ``gate_lr`` is out of range.
+        MisconfigurationException: if there is no local expert or no header, the representations differ in width,
+            the gate does not weigh two extractors, or ``architectures`` or ``gate_lr`` is out of range.
 
     Example:
         >>> from fedmoe_pl.models import CNN, SwitchNormGate
@@ -83,16 +83,16 @@ class RepresentationMoE(MixtureOfExperts):
         header = next((part for part in (header, *classifiers) if part is not None), None)
         if header is None or not local_experts:
             raise MisconfigurationException(
-                f"model.init_args.header is missing; it must be given where none of the {len(local_experts)} "
-                "model.init_args.local_experts has a `classifier`."
+                f"RepresentationMoE: header is None, but must be given, because none of the {len(local_experts)} "
+                "local_experts has a `classifier`."
             )
         if gate_lr is not None and gate_lr < 0:
-            raise MisconfigurationException(f"model.init_args.gate_lr is {gate_lr}, but must be at least 0.")
+            raise MisconfigurationException(f"RepresentationMoE: gate_lr is {gate_lr}, but must be at least 0.")
         outside = [index for index in architectures or [] if not 0 <= index < len(local_experts)]
         if outside:
             raise MisconfigurationException(
-                f"model.init_args.architectures has {outside[0]}, but must have indices of the {len(local_experts)} "
-                f"local_experts, from 0 to {len(local_experts) - 1}."
+                f"RepresentationMoE: architectures has {outside[0]}, but must have indices of the "
+                f"{len(local_experts)} local_experts, from 0 to {len(local_experts) - 1}."
             )
         self.shared_extractor = _without_classifier(shared_extractor)
         self.local_experts = nn.ModuleList(_without_classifier(expert) for expert in local_experts)
@@ -103,10 +103,10 @@ class RepresentationMoE(MixtureOfExperts):
         self.check_parts()
 
     def check_parts(self) -> None:
-        """Refuses parts that do not fit together, and sizes a lazy gate where the extractor tells its input's shape."""
+        """Refuses parts that do not fit together; sizes a lazy gate where the extractor tells its input's shape."""
         if self.mixing != "logits":
             raise MisconfigurationException(
-                f"mixing is '{self.mixing}', but must be left out: a RepresentationMoE mixes representations."
+                f"RepresentationMoE: mixing is '{self.mixing}', but must be left out: representations are mixed."
             )
         super().check_parts()
         shape = getattr(self.shared_extractor, "input_shape", None)
@@ -116,28 +116,25 @@ class RepresentationMoE(MixtureOfExperts):
             run_once(self, self.shared_extractor)
         except RuntimeError as error:
             raise MisconfigurationException(
-                f"model.init_args.gate is a {type(self.gate).__name__} and model.init_args.header a "
-                f"{type(self.header).__name__} that do not fit inputs of shape {tuple(shape or ())} and their "
-                f"representations ({str(error).splitlines()[0]})."
+                f"RepresentationMoE: gate is a {type(self.gate).__name__} and header a {type(self.header).__name__}, "
+                f"but one of them does not fit inputs of shape {tuple(shape or ())} or their representations "
+                f"({str(error).splitlines()[0]})."
             ) from error
 
     def _check_widths(self, x: Tensor) -> None:
+        """Refuses local experts whose representations of inputs (1, ...) are not as wide as the shared extractor's."""
         modes = {part: part.training for part in self.modules()}
         self.eval()  # batch normalization cannot train on one sample, and nothing may be drawn
         with torch.no_grad():
-            width = self.shared_extractor(x).shape[1:]
-            local = {index: expert(x).shape[1:] for index, expert in self._present().items()}
+            shared = self.shared_extractor(x)
+            local = {index: expert(x) for index, expert in self._present().items()}
         for part, mode in modes.items():
             part.training = mode
-        for index, own in local.items():
-            if own != width:
-                raise MisconfigurationException(
-                    f"model.init_args.local_experts: number {index} gives representations of shape {tuple(own)} and "
-                    f"model.init_args.shared_extractor of shape {tuple(width)}; they are added, so must be equal."
-                )
+        for index, representation in local.items():
+            _check_width(index, representation, shared)
 
     def _present(self) -> dict[int, nn.Module]:
-        """The local experts that this module has: all of them in a template, one in a client's module."""
+        """The local experts of this module by index: all of them in a template, one in a client's module."""
         return {index: part for index, part in enumerate(self.local_experts) if not isinstance(part, Absent)}
 
     def client_architecture(self, client_id: int) -> int:
@@ -150,7 +147,7 @@ class RepresentationMoE(MixtureOfExperts):
             return client_id % len(self.local_experts)
         if client_id >= len(self.architectures):
             raise MisconfigurationException(
-                f"model.init_args.architectures has {len(self.architectures)} entries, but must have one for every "
+                f"RepresentationMoE: architectures has {len(self.architectures)} entries, but must have one for every "
                 f"client, and there is a client {client_id}."
             )
         return self.architectures[client_id]
@@ -171,22 +168,18 @@ class RepresentationMoE(MixtureOfExperts):
             Logits (B, C) and weights (B, 2), index 0 for the shared, 1 for the local extractor. An extractor whose
             weight a ``FixedGate`` holds at 0 is not computed.
         """
-        local_expert = next(iter(self._present().values()))
+        index, local_expert = next(iter(self._present().items()))
         if isinstance(self.gate, FixedGate) and len(self.gate.active) == 1:
             extractor = local_expert if self.gate.active[0] else self.shared_extractor
             return self.header(extractor(x)), self.gate(x)
         shared, local = self.shared_extractor(x), local_expert(x)  # (B, F)
-        if shared.shape != local.shape:
-            raise MisconfigurationException(
-                f"model.init_args.local_experts has representations of shape {tuple(local.shape[1:])} and "
-                f"model.init_args.shared_extractor of {tuple(shared.shape[1:])}; they are added, so must be equal."
-            )
+        _check_width(index, local, shared)
         weights = self.gate(shared if self.gate.reads_features else x)  # (B, 2)
         self.check_gate_width(weights.shape[1])
         return self.header(mix_outputs((shared, local), weights, "logits")), weights
 
     def representations(self, x: Tensor) -> Representations:
-        """The representations (B, F) of inputs: mixed as the gate says, of the shared and of the local extractor.
+        """The representations of inputs, mixed with the gate's weights and those of both extractors.
 
         Args:
             x: inputs (B, ...).
@@ -196,18 +189,27 @@ class RepresentationMoE(MixtureOfExperts):
         return Representations(mix_outputs((shared, local), weights, "logits"), shared, local)
 
     def parameter_groups(self) -> Iterable[Any]:
-        """All parameters; the gate's in a group of their own where it has a learning rate of its own."""
+        """All parameters; where there is a ``gate_lr``, the gate's are a group of their own."""
         gate = [*self.gate.parameters()]
         if self.gate_lr is None or not gate:
             return super().parameter_groups()
-        of_gate = {id(parameter) for parameter in gate}
-        others = [parameter for parameter in self.parameters() if id(parameter) not in of_gate]
+        gate_ids = {id(parameter) for parameter in gate}
+        others = [parameter for parameter in self.parameters() if id(parameter) not in gate_ids]
         return [{"params": others}, {"params": gate, "lr": self.gate_lr}]
 
 
 def _without_classifier(expert: nn.Module) -> nn.Module:
-    """A copy of an expert whose output is that of its extractor; anything without a classifier is an extractor."""
+    """A copy of an expert that gives its extractor's output; a module without a classifier is an extractor already."""
     extractor = copy.deepcopy(expert)
     if hasattr(extractor, "extractor") and hasattr(extractor, "classifier"):
         extractor.classifier = nn.Identity()
     return extractor
+
+
+def _check_width(index: int, local: Tensor, shared: Tensor) -> None:
+    """Refuses representations (B, F) of local expert ``index`` that have another shape than the shared ones."""
+    if local.shape != shared.shape:
+        raise MisconfigurationException(
+            f"RepresentationMoE: local_experts has an expert, number {index}, whose representations have shape "
+            f"{tuple(local.shape[1:])}, but must be {tuple(shared.shape[1:])}, as those of shared_extractor."
+        )

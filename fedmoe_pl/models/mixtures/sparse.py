@@ -1,4 +1,4 @@
-"""A mixture whose gate sends every sample to one of several experts behind a common embedding."""
+"""FedMoE-DA's model: a gate sends every sample to one of several experts behind a common embedding."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from torch.nn.parameter import is_lazy
 
 from fedmoe_pl.models.gates.fixed import ConstantGate, FixedGate
 from fedmoe_pl.models.gates.proxy import ProxyGate
-from fedmoe_pl.models.layers import draw_anew
+from fedmoe_pl.models.layers import draw_anew, layer_without_reset
 from fedmoe_pl.models.mixtures.mixture import Batch, MixtureOfExperts, mix_outputs, run_once
 from fedmoe_pl.models.normalization import SwitchNorm1d
 
@@ -25,9 +25,9 @@ _DENSE: ContextVar[bool] = ContextVar("dense", default=False)
 
 @contextmanager
 def dense_experts() -> Iterator[None]:
-    """Lets every expert compute all samples while it is open, of which those that it was not sent are left out.
+    """Within this context every expert computes all samples, and the outputs for samples not sent to it are dropped.
 
-    The result and its gradients are the same. ``vmap`` needs it, because which samples an expert is sent depends on
+    The result and its gradients are the same. ``vmap`` needs this, because which samples an expert is sent depends on
     the data.
     """
     token = _DENSE.set(True)
@@ -41,26 +41,27 @@ class SparseMoE(MixtureOfExperts):
     """Sends every sample to the one expert that a gate weighs most, and scales its logits with that weight.
 
     ``y = G_k(z) * expert_k(z)`` with ``z = embedding(x)`` and ``k = argmax G(z)``, the model of FedMoE-DA (Zhan et al.
-    2024; METHODS section 7.5). The weight is not divided by itself: a weight of 1 would leave the gate without
-    a gradient. Each expert computes its own samples only. One that a batch sends none has gradients of zero, not none,
-    so that an optimizer's momentum and weight decay go on as if it had computed all samples and been weighed by 0.
+    2024). The chosen expert's weight is not normalized to 1, which would leave the gate without a gradient. Each
+    expert computes only the samples that it is sent. An expert without samples in a batch has gradients of zero instead
+    of none, so that the optimizer's momentum and weight decay still act on it.
 
     In a phase of a federation, a ``FixedGate`` makes it a dense model: ``GlobalOnly`` is embedding and first expert
     alone, ``EqualWeights`` the mean of all experts.
 
     Args:
         embedding: maps inputs (B, ...) to what gate and experts read, (B, ...).
-        expert: maps that to logits (B, C). The others are copies of it that draw initial parameters of their own, by
-            ``reset_parameters`` of its layers.
-        num_experts: number of experts. A list gives client i of a federation the i-th number, and begins anew after
-            the last; a client with fewer experts has the first ones.
-        load_balancing: weight of Switch Transformer's balancing loss (Fedus et al. 2022, Eq. 4; FedMoE-DA has none).
+        expert: the first expert, which maps that to logits (B, C). The others are copies of it with initial parameters
+            of their own, drawn by the layers' ``reset_parameters``.
+        num_experts: number of experts. A list gives client i of a federation its i-th number, and starts again after
+            the last one; a client with fewer experts has the first ones.
+        load_balancing: weight of the balancing loss of the Switch Transformer (Fedus et al. 2022, Eq. 4); FedMoE-DA has
+            no such loss.
         optimizer: makes the optimizer from the parameters.
         lr_scheduler: makes a scheduler, stepped once an epoch, from the optimizer; None for a constant rate.
 
     Raises:
-        MisconfigurationException: if an argument is out of range, ``expert`` cannot be drawn anew or normalizes over
-            the batch, or embedding, gate and expert do not fit together.
+        MisconfigurationException: if an argument is out of range, ``expert`` has batch normalization or a layer
+            without ``reset_parameters``, or embedding, gate and expert do not fit together.
 
     Example:
         >>> import torch
@@ -85,12 +86,10 @@ class SparseMoE(MixtureOfExperts):
         numbers = num_experts if isinstance(num_experts, list) else [num_experts]
         if not numbers or min(numbers) < 1:
             raise MisconfigurationException(
-                f"model.init_args.num_experts is {num_experts}, but must be at least 1, or a list of such numbers."
+                f"SparseMoE: num_experts is {num_experts}, but must be at least 1, or a list of such numbers."
             )
         if load_balancing < 0:
-            raise MisconfigurationException(
-                f"model.init_args.load_balancing is {load_balancing}, but must be at least 0."
-            )
+            raise MisconfigurationException(f"SparseMoE: load_balancing is {load_balancing}, but must be at least 0.")
         _check_expert(expert)
         self.num_experts = num_experts
         self.load_balancing = load_balancing
@@ -107,13 +106,13 @@ class SparseMoE(MixtureOfExperts):
         return self.experts[0]
 
     def check_parts(self) -> None:
-        """Refuses parts that do not fit together, and sizes the gate where the embedding tells its input's shape."""
+        """Refuses parts that do not fit together; sizes the gate where the embedding tells its input's shape."""
         if self.mixing != "logits":
-            raise MisconfigurationException(f"mixing is '{self.mixing}', but a SparseMoE mixes logits only.")
-        given, read = getattr(self.embedding, "output_shape", None), getattr(self.expert, "input_shape", None)
-        if given is not None and read is not None and given != read:
+            raise MisconfigurationException(f"SparseMoE: mixing is '{self.mixing}', but must be logits.")
+        embedded, expected = getattr(self.embedding, "output_shape", None), getattr(self.expert, "input_shape", None)
+        if embedded is not None and expected is not None and embedded != expected:
             raise MisconfigurationException(
-                f"model.init_args.expert reads values of shape {read}, but model.init_args.embedding gives {given}."
+                f"SparseMoE: expert reads values of shape {expected}, but must read those of embedding, {embedded}."
             )
         super().check_parts()
         run_once(self, self.embedding)
@@ -136,13 +135,13 @@ class SparseMoE(MixtureOfExperts):
             self.gate.fit_to(architecture)
 
     def mix(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """The scaled logits of each sample's expert, and the gate's weights.
+        """The logits of each sample's expert, scaled with its weight, and the gate's weights.
 
         Args:
             x: inputs (B, ...).
 
         Returns:
-            Logits (B, C) and weights (B, experts), which add up to 1 over all experts.
+            Logits (B, C) and weights (B, experts), which add up to 1.
         """
         z = self.embedding(x)
         weights = self.gate(z)
@@ -151,11 +150,11 @@ class SparseMoE(MixtureOfExperts):
             active = self.gate.active
             return mix_outputs([self.experts[index](z) for index in active], weights[:, active], "logits"), weights
         weight, chosen = weights.max(dim=1, keepdim=True)  # (B, 1)
-        logits = self._all_experts(z, chosen) if _DENSE.get() else self._own_expert(z, chosen.flatten())
+        logits = self._all_experts(z, chosen) if _DENSE.get() else self._chosen_experts(z, chosen.flatten())
         return weight * logits, weights
 
     def loss(self, batch: Batch) -> tuple[Tensor, dict[str, Tensor]]:
-        """Cross-entropy of the scaled logits, and the balancing loss if any: pure.
+        """Cross-entropy of the scaled logits, plus the balancing loss if there is one. It is a pure function.
 
         Args:
             batch: inputs (B, ...) and labels (B,).
@@ -172,42 +171,42 @@ class SparseMoE(MixtureOfExperts):
         balance = weights.shape[1] * (sent * weights.mean(dim=0)).sum()
         return loss + self.load_balancing * balance, metrics
 
-    def _own_expert(self, z: Tensor, chosen: Tensor) -> Tensor:
-        """Logits (B, C) of each sample's expert (B,), which computes its own samples only."""
-        places = [(chosen == index).nonzero().flatten() for index in range(len(self.experts))]
-        outputs = [expert(z[own]) for expert, own in zip(self.experts, places, strict=True) if len(own)]
-        logits = torch.cat(outputs)[torch.cat(places).argsort()]
+    def _chosen_experts(self, z: Tensor, chosen: Tensor) -> Tensor:
+        """Logits (B, C) of each sample's expert, given by index (B,); an expert computes only its own samples."""
+        samples = [(chosen == index).nonzero().flatten() for index in range(len(self.experts))]
+        outputs = [expert(z[sent]) for expert, sent in zip(self.experts, samples, strict=True) if len(sent)]
+        logits = torch.cat(outputs)[torch.cat(samples).argsort()]
         if torch.is_grad_enabled():
-            for expert, own in zip(self.experts, places, strict=True):
-                if not len(own):
+            for expert, sent in zip(self.experts, samples, strict=True):
+                if not len(sent):
                     logits = logits + _zero(expert)
         return logits
 
     def _all_experts(self, z: Tensor, chosen: Tensor) -> Tensor:
         """The same where every expert computes all samples; ``chosen`` has shape (B, 1)."""
         outputs = torch.stack([expert(z) for expert in self.experts], dim=1)  # (B, experts, C)
-        own = chosen == torch.arange(len(self.experts), device=chosen.device)  # (B, experts)
-        return torch.where(own.unsqueeze(2), outputs, 0).sum(dim=1)
+        is_chosen = chosen == torch.arange(len(self.experts), device=chosen.device)  # (B, experts)
+        return torch.where(is_chosen.unsqueeze(2), outputs, 0).sum(dim=1)
 
 
 def _zero(expert: nn.Module) -> Tensor | float:
-    """Zero as a function of all trained parameters, whose gradients are zero."""
+    """Zero, computed from all trained parameters so that they have gradients of zero."""
     return sum((parameter.flatten()[0] * 0 for parameter in expert.parameters() if parameter.requires_grad), 0.0)
 
 
 def _check_expert(expert: nn.Module) -> None:
-    """Refuses what cannot be drawn anew, and what a sample's result depends on but the sample."""
-    key = f"model.init_args.expert is a {type(expert).__name__}, but"
+    """Refuses an expert whose parameters cannot be drawn anew, or whose outputs depend on the rest of the batch."""
+    problem = f"SparseMoE: expert is a {type(expert).__name__}, but"
     for layer in expert.modules():
         name = type(layer).__name__
         if isinstance(layer, (_BatchNorm, SwitchNorm1d)):
             raise MisconfigurationException(
-                f"{key} must not have batch normalization ({name}), because each expert is sent a part of a batch."
+                f"{problem} must not have batch normalization ({name}), because each expert is sent a part of a batch."
             )
-        own = list(layer.parameters(recurse=False))
-        if any(is_lazy(parameter) for parameter in own):
-            raise MisconfigurationException(f"{key} must not have layers of unknown width ({name}).")
-        if own and not callable(getattr(layer, "reset_parameters", None)):
-            raise MisconfigurationException(
-                f"{key} {name} has parameters and no reset_parameters(), which must draw them anew for every expert."
-            )
+        if any(is_lazy(parameter) for parameter in layer.parameters(recurse=False)):
+            raise MisconfigurationException(f"{problem} must not have layers of unknown width ({name}).")
+    if (layer := layer_without_reset(expert)) is not None:
+        raise MisconfigurationException(
+            f"{problem} {type(layer).__name__} has no method reset_parameters, which must draw its parameters anew for "
+            "every expert."
+        )
