@@ -1,6 +1,4 @@
-"""Means of trees, loading, what changed, patterns, cohorts and seeds."""
-
-import random
+"""Means of trees, sums over them, parts of them, loading, what changed, and patterns."""
 
 import numpy as np
 import pytest
@@ -13,9 +11,19 @@ from torch import nn
 
 from fedmoe_pl.algorithms import FedAvg, Local
 from fedmoe_pl.algorithms.algorithm import Algorithm, Update
-from fedmoe_pl.rounds.cohort import cohort_size, sample_cohort
-from fedmoe_pl.seeds import derive_seed, seed_all
-from fedmoe_pl.trees import Patterns, changed, load_tree, mean_of_two
+from fedmoe_pl.trees import (
+    Patterns,
+    changed,
+    difference,
+    inner_product,
+    load_tree,
+    mean_of_two,
+    of_algorithm,
+    of_module,
+    squared_distance,
+    subtree,
+    with_prefix,
+)
 
 numbers = st.floats(-1e3, 1e3)
 client = st.tuples(st.lists(numbers, min_size=3, max_size=3), st.integers(1, 10_000))  # values and weight
@@ -66,6 +74,29 @@ def test_batch_norm_statistics_are_shared_and_averaged_like_parameters():
     expected = (first.running_mean + 3 * second.running_mean) / 4
     combined = Algorithm().combine(Update(first.state_dict(), 1), Update(second.state_dict(), 3))
     torch.testing.assert_close(combined.sent["running_mean"], expected)
+
+
+def test_sums_over_two_trees_are_those_of_their_flat_vectors_and_the_second_may_have_more_names():
+    a = {"w": torch.randn(3, 2, dtype=torch.float64), "b": torch.randn((), dtype=torch.float64)}
+    b = {"more": torch.ones(7), "b": torch.randn((), dtype=torch.float64), "w": torch.randn(3, 2, dtype=torch.float64)}
+    flat_a, flat_b = (torch.cat([tree[name].flatten() for name in ("w", "b")]) for tree in (a, b))
+    torch.testing.assert_close(inner_product(a, b), flat_a @ flat_b)
+    torch.testing.assert_close(squared_distance(a, b), ((flat_a - flat_b) ** 2).sum())
+    assert_same_bits(difference(a, b), {"w": a["w"] - b["w"], "b": a["b"] - b["b"]})
+    assert inner_product({}, b) == squared_distance({}, b) == 0
+
+
+def test_a_part_of_a_tree_loses_its_prefix_and_gets_another_one():
+    tree = {name: torch.tensor(float(i)) for i, name in enumerate(("gate.w", "gate.gate.w", "gateway.w", "a.gate.w"))}
+    part = subtree(tree, "gate.")
+    assert {name: tensor.item() for name, tensor in part.items()} == {"w": 0, "gate.w": 1}
+    assert_same_bits(with_prefix(part, "gate."), {name: tree[name] for name in ("gate.w", "gate.gate.w")})
+
+
+def test_a_slash_in_the_name_tells_an_algorithm_s_tensors_from_a_module_s():
+    tree = {name: torch.zeros(1) for name in ("control.weight", "control/weight", "clusters/best/a.b", "weight")}
+    assert list(of_module(tree)) == ["control.weight", "weight"]
+    assert list(of_algorithm(tree)) == ["control/weight", "clusters/best/a.b"]
 
 
 def test_loading_a_tree_copies_the_values_and_leaves_the_other_tensors():
@@ -131,72 +162,3 @@ def test_a_pattern_without_a_match_is_refused_in_one_sentence_with_what_there_is
     with pytest.raises(MisconfigurationException) as error:
         Patterns(["a.*", "c.*"]).check(iter(["b.x", "a.y", "a.z"]), "FedAvg: shared")
     assert str(error.value) == ("FedAvg: shared is 'c.*', which matches no parameter of the model; it has a.*, b.*.")
-
-
-@given(
-    st.lists(st.integers(0, 10**6), min_size=1, max_size=60, unique=True),
-    st.data(),
-    st.integers(0, 2**63),
-    st.integers(0, 10**6),
-)
-@settings(max_examples=100, deadline=None)
-def test_a_cohort_is_a_subset_in_order_that_depends_on_seed_and_round_alone(ids, data, seed, round):
-    size = data.draw(st.integers(1, len(ids)))
-    cohort = sample_cohort(ids, size, seed, round)
-    assert len(set(cohort)) == len(cohort) == size
-    positions = [ids.index(client) for client in cohort]
-    assert positions == sorted(positions)
-    random.seed(size)
-    np.random.seed(size)
-    sample_cohort(ids, size, seed, round + 1)
-    assert sample_cohort(ids, size, seed, round) == cohort
-    assert [ids[i] for i in sample_cohort(range(len(ids)), size, seed, round)] == cohort
-
-
-def test_every_client_and_pair_of_clients_is_drawn_equally_often():
-    rounds, clients, size = 3000, 6, 2
-    cohorts = [sample_cohort(range(clients), size, seed=0, round=round) for round in range(rounds)]
-    pairs = np.zeros((clients, clients))
-    for first, second in cohorts:
-        pairs[first, second] += 1
-    drawn = pairs[np.triu_indices(clients, 1)]  # 15 pairs, 200 each; standard deviation 13.7
-    assert np.abs(drawn - 200).max() < 55
-    assert cohorts != [sample_cohort(range(clients), size, seed=1, round=round) for round in range(rounds)]
-
-
-@pytest.mark.parametrize(
-    ("clients", "clients_per_round", "size"),
-    [
-        (9, None, 9),
-        (100, 7, 7),
-        (100, 1, 1),
-        (100, 7.0, 7),
-        (100, 0.29, 29),
-        (100, 0.1, 10),
-        (15, 0.1, 1),
-        (4, 0.1, 1),
-        (19, 0.5, 9),
-    ],
-)
-def test_cohort_size_takes_a_number_a_fraction_rounded_down_or_everybody(clients, clients_per_round, size):
-    assert cohort_size(clients, clients_per_round) == size
-
-
-def test_derived_seeds_differ_for_every_seed_stream_client_and_round():
-    few = range(9)
-    clients_own = {derive_seed(seed, 0, client, round) for seed in few for client in few for round in few}
-    cohorts = {derive_seed(seed, 1, round) for seed in few for round in few}
-    splits = {derive_seed(seed, 2, client) for seed in few for client in few}
-    assert len(clients_own | cohorts | splits) == 9**3 + 2 * 9**2
-    assert all(0 <= seed < 2**63 for seed in clients_own | cohorts | splits)
-
-
-def test_seed_all_seeds_torch_numpy_and_python_also_with_a_seed_of_63_bits():
-    def draw(seed):
-        seed_all(seed)
-        return torch.rand(1).item(), np.random.rand(), random.random()
-
-    seed = 2**63 - 5
-    first = draw(seed)
-    assert draw(seed) == first
-    assert all(a != b for a, b in zip(draw(seed - 1), first, strict=True))

@@ -1,16 +1,26 @@
-"""The base: tensors that belong to the algorithm alone."""
+"""The base: patterns, frozen parts, tensors of its own, and results that follow from seed, client and round alone."""
 
 import copy
+from functools import partial
 
 import pytest
 import torch
-from helpers import assert_same_bits, blobs, mixture, run, tensors
+from helpers import (
+    Expert,
+    assert_same_bits,
+    blobs,
+    mixture,
+    phase,
+    run,
+    tensors,
+)
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import LightningModule
 from torch import nn
 
 from fedmoe_pl import Phase
 from fedmoe_pl.algorithms import ClusterMixture, FedAvg, FedProx, Local, PersonalizedExpert, PFLMoE, Scaffold
+from fedmoe_pl.backends import LEAN_TRAINER, LocalTraining, TrainerBackend
 from fedmoe_pl.models import ClusteredMoE, ConstantGate, FeatureGate, LinearGate
 
 SIZES = (13, 8, 11)
@@ -134,3 +144,201 @@ def test_a_module_with_a_slash_in_the_name_of_a_tensor_is_refused():
     clustered.local_expert.add_module("a/b", nn.Linear(3, 3))
     with pytest.raises(MisconfigurationException, match=r"'local_expert\.a/b\.weight', but must not contain '/'"):
         ClusterMixture().check(clustered)
+
+
+@pytest.mark.parametrize(
+    ("stage", "trained"),
+    [
+        (PersonalizedExpert("local_expert.classifier.*", 0.25), "local_expert.classifier."),
+        (PersonalizedExpert(), "local_expert."),
+        (PFLMoE(), "gate."),
+        (FedAvg(trainable="global_expert.*"), "global_expert."),
+        (Local(trainable=["local_expert.extractor.*", "gate.*"]), ("local_expert.extractor.", "gate.")),
+    ],
+)
+def test_only_what_is_trainable_changes_and_the_rest_is_the_same_to_the_bit(tmp_path, stage, trained):
+    datamodule, model = blobs(), mixture(FeatureGate(6))
+    phases = [phase("FedAvg", FedAvg()), phase("Before", PersonalizedExpert(gate_fraction=0.25), max_epochs=0)]
+    decaying = partial(torch.optim.AdamW, lr=0.01, weight_decay=0.1)  # would change frozen parameters, too
+    federation = run([*phases, phase("After", stage, start="Before", optimizer=decaying)], model, datamodule, tmp_path)
+    for client in range(3):
+        before = federation.client_module("Before", client).state_dict()
+        after = federation.client_module("After", client).state_dict()
+        assert {name for name in after if not torch.equal(after[name], before[name])} == {
+            name for name in after if name.startswith(trained)
+        }
+
+
+class Recorder(nn.Module):
+    """Remembers in which mode it was called; without parameters, as dropout."""
+
+    def __init__(self, name, seen):
+        super().__init__()
+        self.name, self.seen = name, seen
+
+    def __deepcopy__(self, memo):
+        return Recorder(self.name, self.seen)  # of what copies see, too
+
+    def forward(self, x):
+        if len(x) > 1 or self.training:  # not the sample that checks the model's outputs
+            self.seen.setdefault(self.name, set()).add(self.training)
+        return x
+
+
+@pytest.mark.parametrize("frozen_train_mode", [False, True])
+@pytest.mark.parametrize(
+    ("stage", "trained"),
+    [
+        (partial(PersonalizedExpert, "local_expert.classifier.*", 0.25), {"local_expert.classifier"}),
+        (partial(PersonalizedExpert, gate_fraction=0.25), {"local_expert.extractor", "local_expert.classifier"}),
+        (PFLMoE, set()),
+        (partial(PFLMoE, interleaved=True), {"local_expert.classifier"}),
+    ],
+)
+def test_frozen_modules_are_in_eval_mode_unless_the_official_codes_way_is_asked_for(
+    tmp_path, stage, trained, frozen_train_mode
+):
+    seen: dict[str, set[bool]] = {}
+    datamodule, model = blobs(), mixture(LinearGate(5))
+    for expert in ("global_expert", "local_expert"):
+        for part in ("extractor", "classifier"):
+            getattr(getattr(model, expert), part).append(Recorder(f"{expert}.{part}", seen))
+    algorithm = stage(frozen_train_mode=frozen_train_mode)
+    run([phase("After", algorithm, start="initial")], model, datamodule, tmp_path, every_batch=True)
+    parts = [f"{expert}.{part}" for expert in ("global_expert", "local_expert") for part in ("extractor", "classifier")]
+    expected = {part: {frozen_train_mode or part in trained} for part in parts}
+    if isinstance(algorithm, PersonalizedExpert) or algorithm.interleaved:  # the local expert is trained alone
+        expected = {part: modes for part, modes in expected.items() if part.startswith("local_expert.")}
+    assert seen == expected
+
+
+def test_a_part_that_was_frozen_in_one_epoch_is_back_in_train_mode_when_it_is_trained(tmp_path):
+    class ByTurns(Local):
+        def is_trainable(self, name, round, epoch):
+            return name.startswith("local_expert.extractor." if epoch % 2 == 0 else "local_expert.classifier.")
+
+    modes = []
+
+    class Watched(nn.Module):
+        def __init__(self, name):
+            super().__init__()
+            self.name = name
+
+        def forward(self, x):
+            if torch.is_grad_enabled():
+                modes.append((self.name, self.training))
+            return x
+
+    model, datamodule = mixture(ConstantGate(0)), blobs((4, 4))
+    model.local_expert.extractor.append(Watched("extractor"))
+    model.local_expert.classifier.append(Watched("classifier"))
+    run([phase("A", ByTurns(), clients_per_round=1)], model, datamodule, tmp_path, 3, every_batch=True)
+    assert modes[-6:] == [  # before them, a batch of each kind had its operations counted
+        *(("extractor", True), ("classifier", False)),
+        *(("extractor", False), ("classifier", True)),
+        *(("extractor", True), ("classifier", False)),
+    ]
+
+
+def test_dropout_of_the_trained_part_is_active_and_that_of_the_frozen_part_as_asked(tmp_path):
+    datamodule = blobs()
+    results = {}
+    for dropout, frozen_train_mode in ((0.0, False), (0.5, False), (0.5, True)):
+        model = mixture(LinearGate(5), Expert(dropout=dropout))
+        phases = [
+            phase("Expert", PersonalizedExpert(gate_fraction=0.25), start="initial", max_epochs=0),
+            phase("Gate", PFLMoE(frozen_train_mode=frozen_train_mode)),
+            phase("FB", PersonalizedExpert("local_expert.classifier.*"), start="initial"),
+        ]
+        federation = run(phases, model, datamodule, tmp_path)
+        results[dropout, frozen_train_mode] = [
+            federation.client_module("Gate", 0).gate.linear.weight,
+            federation.client_module("FB", 0).local_expert.classifier[1].weight,
+        ]
+    without, frozen_eval, frozen_train = results.values()
+    assert torch.equal(without[0], frozen_eval[0])  # the gate's phase freezes both experts, so none drops anything
+    assert not torch.equal(without[0], frozen_train[0])
+    assert not torch.equal(without[1], frozen_eval[1])  # the classifier is trained, with dropout
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "key", "pattern"),
+    [
+        (FedAvg(shared="global_exprt.*"), "shared", "global_exprt.*"),
+        (FedAvg(trainable=["global_expert.*", "heads.*"]), "trainable", "heads.*"),
+        (Local(trainable="classifier.*"), "trainable", "classifier.*"),
+        (PersonalizedExpert("local_expert.clasifier.*"), "trainable", "local_expert.clasifier.*"),
+        (PFLMoE(interleaved=True, trainable="local.*"), "trainable", "local.*"),
+    ],
+)
+def test_a_misspelt_pattern_is_refused_before_training_with_what_the_model_has(algorithm, key, pattern, tmp_path):
+    with pytest.raises(MisconfigurationException) as error:
+        run([phase("A", algorithm, start="initial")], mixture(LinearGate(5)), blobs(), tmp_path)
+    assert str(error.value) == (
+        f"{type(algorithm).__name__}: {key} is '{pattern}', which matches no parameter of the model; it has gate.*, "
+        "global_expert.*, local_expert.*."
+    )
+
+
+# A client's result depends on the seed, the client and the round alone
+
+
+def client_results(cohort, seed=0, round=0, max_epochs=2):
+    """What each client of the cohort sends and keeps, by client; with dropout, so that all randomness is at work."""
+    model = mixture(FeatureGate(6), Expert(dropout=0.5))
+    training = LocalTraining(
+        module=model,
+        initial=copy.deepcopy(model.state_dict()),
+        algorithm=FedAvg(shared="global_expert.*"),
+        datamodule=blobs((9, 9, 9)),
+        trainer={**LEAN_TRAINER, "max_epochs": max_epochs},
+        batch_size=None,
+        seed=seed,
+    )
+    before = copy.deepcopy(model.state_dict())
+    server = training.algorithm.server_init(model)
+    groups = list(TrainerBackend().plan(training).train(server, cohort, {}, round))
+    assert_same_bits(model.state_dict(), before)  # the template is never trained
+    assert [list(group.kept) for group in groups] == [[client] for client in cohort]
+    return {client: {**group.update.sent, **group.update.kept} for group in groups for client in group.kept}
+
+
+def test_training_clients_in_another_order_or_subset_gives_the_same_bits():
+    everybody = client_results([0, 1, 2])
+    for cohort in ([2, 0, 1], [1], [2, 1]):
+        torch.manual_seed(123)  # what ran before is of no consequence
+        torch.rand(7)
+        for client, result in client_results(cohort).items():
+            assert_same_bits(result, everybody[client])
+
+
+def test_another_seed_round_or_client_shuffles_and_drops_differently(tmp_path):
+    weights = [
+        client_results([1], seed=seed, round=round)[1]["local_expert.classifier.1.weight"]
+        for seed, round in ((0, 0), (0, 1), (1, 0), (1, 1))
+    ]
+    assert len({weight[0, 0].item() for weight in weights}) == 4
+    model, datamodule = mixture(FeatureGate(6), Expert(dropout=0.5)), blobs((9, 9))
+    datamodule.train_samples = datamodule.train_samples.select(torch.tensor([0, 0]))  # the same for both clients
+    federation = run([phase("Local", Local())], model, datamodule, tmp_path)
+    first, second = (federation.client_module("Local", client).state_dict() for client in (0, 1))
+    assert any(not torch.equal(first[name], second[name]) for name in first)
+
+
+def test_the_same_seed_gives_a_whole_run_of_the_same_bits_and_another_seed_another_run(tmp_path):
+    def whole(seed):
+        model, datamodule = mixture(FeatureGate(6), Expert(dropout=0.5)), blobs((9, 12, 7, 8))
+        phases = [
+            phase("FedAvg", FedAvg(), rounds=3, clients_per_round=2, gate=ConstantGate(1)),
+            phase("Expert", PersonalizedExpert(gate_fraction=0.25)),
+            phase("Gate", PFLMoE()),
+        ]
+        federation = run(phases, model, datamodule, tmp_path, seed=seed)
+        return [federation.client_module("Gate", client).state_dict() for client in range(4)]
+
+    first = whole(0)
+    torch.manual_seed(99)  # what ran before is of no consequence
+    for client, (again, other) in enumerate(zip(whole(0), whole(1), strict=True)):
+        assert_same_bits(again, first[client])
+        for part in ("global_expert.extractor.1", "local_expert.classifier.1", "gate.linear"):
+            assert not torch.equal(other[f"{part}.weight"], first[client][f"{part}.weight"])

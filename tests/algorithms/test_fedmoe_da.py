@@ -15,69 +15,17 @@ from torch import nn
 from fedmoe_pl import Federation, PersonalizedMoE, Phase
 from fedmoe_pl.algorithms import FedAvg, FedMoEDA, Local
 from fedmoe_pl.algorithms.algorithm import Update
-from fedmoe_pl.algorithms.fedmoe_da import aggregation_matrix, aggregation_rows
+from fedmoe_pl.algorithms.fedmoe_da import aggregation_matrix
 from fedmoe_pl.models import ConstantGate, LinearGate
 from fedmoe_pl.rounds.checkpoint import load_checkpoint
-from fedmoe_pl.rounds.evaluation import ClientEvaluation, Evaluation
-from fedmoe_pl.rounds.results import expert_usage
 
 N = 3  # clients of blobs()
+
+
 EMBEDDING, EXPERT, PROXY = 5 * 6 + 6, 6 * 4 + 4 + 4 * 3 + 3, 6  # parameters
+
+
 E = math.e
-
-
-# The matrix, by hand
-
-
-def test_an_expert_is_averaged_with_the_most_alike_by_a_softmax_of_cosines():
-    proxies = torch.tensor([[2.0, 0.0], [0.0, 1.0], [3.0, 3.0]], dtype=torch.float64)
-    c = math.sqrt(0.5)  # cosine of 45 degrees; rows 0 and 1 are at right angles
-    neighbours, weights = aggregation_rows(proxies, top_p=1)
-    assert neighbours.tolist() == [[0, 2], [1, 2], [2, 0]]
-    expected = torch.tensor([E, math.exp(c)], dtype=torch.float64) / (E + math.exp(c))
-    torch.testing.assert_close(weights, expected.expand(3, 2), rtol=1e-11, atol=0)
-    neighbours, weights = aggregation_rows(proxies, "all", temperature=0.5)
-    assert neighbours.tolist() == [[0, 2, 1], [1, 2, 0], [2, 0, 1]]
-    first = torch.tensor([E**2, math.exp(2 * c), 1], dtype=torch.float64)
-    last = torch.tensor([E**2, math.exp(2 * c), math.exp(2 * c)], dtype=torch.float64)
-    torch.testing.assert_close(weights, torch.stack([r / r.sum() for r in (first, first, last)]), rtol=1e-11, atol=0)
-
-
-def test_of_equal_cosines_the_first_are_taken_and_the_expert_itself_comes_first():
-    """Four clients with the same two proxies: rows 0, 2, 4, 6 are equal, and so are 1, 3, 5, 7."""
-    proxies = torch.randn(2, 50).repeat(4, 1)
-    neighbours, weights = aggregation_rows(proxies, top_p=2)
-    assert neighbours.tolist() == [
-        [0, 2, 4],
-        [1, 3, 5],
-        [2, 0, 4],
-        [3, 1, 5],
-        [4, 0, 2],
-        [5, 1, 3],
-        [6, 0, 2],
-        [7, 1, 3],
-    ]
-    torch.testing.assert_close(weights, torch.full((8, 3), 1 / 3))
-
-
-def test_no_others_is_the_identity_and_more_than_there_are_is_all():
-    proxies = torch.randn(4, 6)
-    neighbours, weights = aggregation_rows(proxies, top_p=0)
-    assert neighbours.tolist() == [[0], [1], [2], [3]] and weights.tolist() == [[1.0]] * 4
-    assert all(map(torch.equal, aggregation_rows(proxies, 9), aggregation_rows(proxies, "all")))
-
-
-def test_other_experts_of_the_own_client_can_be_left_out():
-    proxies = torch.tensor(
-        [[1.0, 0.0], [1.0, 0.0], [0.0, 1.0]], dtype=torch.float64
-    )  # two of client 0, one of client 1
-    neighbours, weights = aggregation_rows(proxies, "all", owners=torch.tensor([0, 0, 1]))
-    dense = torch.zeros(3, 3, dtype=torch.float64).scatter(1, neighbours, weights)
-    other = 1 / (1 + E)
-    expected = [[1 - other, 0, other], [0, 1 - other, other], [1 / (2 + E), 1 / (2 + E), E / (2 + E)]]
-    torch.testing.assert_close(dense, torch.tensor(expected, dtype=torch.float64))
-    assert aggregation_rows(proxies, 1)[0][0].tolist() == [0, 1]
-    assert aggregation_rows(proxies, 1, owners=torch.tensor([0, 0, 1]))[0][0].tolist() == [0, 2]
 
 
 def values(*numbers) -> dict:
@@ -131,9 +79,6 @@ def test_updates_are_the_uniform_mean_of_embeddings_and_keep_proxies_apart():
         "proxies/1": 2,
         "proxies/2": 3,
     }
-
-
-# Whole federations
 
 
 def federation_by_hand(module, data, rounds, interval, top_p, temperature=1.0, sync=False, exclude=False):
@@ -385,9 +330,6 @@ def test_mixing_and_gates_that_do_not_fit_are_refused(tmp_path):
         run([wrong], sparse_mixture(3), blobs(), tmp_path)
 
 
-# Resumed, in workers, evaluated
-
-
 def fitted(path, store, callbacks=None, ckpt_path=None, **kwargs):
     phases = [
         Phase("DA", FedMoEDA(2, interval=2), rounds=4, monitor="local_test", max_epochs=1),
@@ -399,24 +341,30 @@ def fitted(path, store, callbacks=None, ckpt_path=None, **kwargs):
     return federation
 
 
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory) -> dict[str, Federation]:
+    """A run that nothing stopped, with its logs, for each store."""
+    return {store: fitted(tmp_path_factory.mktemp(store), store, logger=True) for store in ("memory", "disk")}
+
+
 @pytest.mark.parametrize("store", ["memory", "disk"])
 @pytest.mark.parametrize("moment", [("on_client_end", 5), ("on_evaluation_end", 2), ("on_round_end", 3)])
-def test_a_run_stopped_anywhere_and_resumed_ends_with_the_same_bits(store, moment, tmp_path):
-    whole = fitted(tmp_path / "whole", store)
+def test_a_run_stopped_anywhere_and_resumed_ends_with_the_same_bits(store, moment, whole, tmp_path):
+    expected = whole[store]
     with pytest.raises(KeyboardInterrupt):
         fitted(tmp_path / "stopped", store, [Kill(*moment)])
     resumed = fitted(tmp_path / "stopped", store, ckpt_path="last")
     for name in ("rounds.csv", "clients.csv", "summary.csv"):
-        assert (resumed.run_dir / name).read_bytes() == (whole.run_dir / name).read_bytes()
-    contents = [load_checkpoint(run.run_dir / "checkpoints/last.ckpt") for run in (whole, resumed)]
+        assert (resumed.run_dir / name).read_bytes() == (expected.run_dir / name).read_bytes()
+    contents = [load_checkpoint(run.run_dir / "checkpoints/last.ckpt") for run in (expected, resumed)]
     assert_same(*(content["phases"]["DA"].server for content in contents))
     for client in range(N):
-        assert_same(*(run.states["DA"].kept[client] for run in (whole, resumed)))
-        assert_same(*(tensors(run.client_module("equal", client)) for run in (whole, resumed)))
+        assert_same(*(run.states["DA"].kept[client] for run in (expected, resumed)))
+        assert_same(*(tensors(run.client_module("equal", client)) for run in (expected, resumed)))
 
 
-def test_both_stores_and_worker_processes_give_the_same_bits(tmp_path):
-    memory, disk = fitted(tmp_path / "memory", "memory"), fitted(tmp_path / "disk", "disk")
+def test_both_stores_and_worker_processes_give_the_same_bits(whole, tmp_path):
+    memory, disk = whole["memory"], whole["disk"]
     workers = fitted(tmp_path / "workers", "memory", trainer={"accelerator": "cpu", "devices": 2})
     for other in (disk, workers):
         assert (other.run_dir / "rounds.csv").read_bytes() == (memory.run_dir / "rounds.csv").read_bytes()
@@ -424,8 +372,8 @@ def test_both_stores_and_worker_processes_give_the_same_bits(tmp_path):
             assert_same(other.states["DA"].kept[client], memory.states["DA"].kept[client])
 
 
-def test_experts_that_are_alike_have_no_weight_of_a_global_expert(tmp_path):
-    federation = fitted(tmp_path, "memory")
+def test_experts_that_are_alike_have_no_weight_of_a_global_expert(whole):
+    federation = whole["memory"]
     clients = federation.results["DA"].clients
     assert [client.gate_weights.shape[1] for client in clients] == [3, 2, 3]
     assert all(math.isnan(client.mean_gate_weight) for client in clients)
@@ -446,19 +394,8 @@ def test_the_matrix_of_the_server_is_dense_again_and_its_rows_add_up_to_1():
     assert found[1].tolist() == [0, 0, 1]
 
 
-def test_shares_of_samples_by_expert_leave_out_experts_that_a_client_does_not_have():
-    rows = [[[0.6, 0.3, 0.1], [0.2, 0.5, 0.3], [0.7, 0.2, 0.1], [0.1, 0.1, 0.8]], [[0.1, 0.9]]]
-    clients = [
-        ClientEvaluation(client, 4, 0.5, math.nan, 0.5, math.nan, torch.tensor(own), has_global_expert=False)
-        for client, own in enumerate(rows)
-    ]
-    usage = expert_usage(Evaluation("DA", 1, "mixture", "after aggregation", "last round", clients))
-    expected = torch.tensor([[0.5, 0.25, 0.25], [0, 1, math.nan]], dtype=torch.float64)
-    torch.testing.assert_close(usage, expected, equal_nan=True)
-
-
-def test_tensorboard_shows_the_first_and_the_last_matrix_and_the_use_of_experts(tmp_path):
-    federation = fitted(tmp_path, "memory", logger=True)
+def test_tensorboard_shows_the_first_and_the_last_matrix_and_the_use_of_experts(whole):
+    federation = whole["memory"]
     log = EventAccumulator(str(federation.run_dir))
     log.Reload()
     tags = [tag for tag in log.Tags()["images"] if tag.startswith("experts/")]

@@ -243,7 +243,7 @@ def adam(parameters):
 
 
 def loss_by_hand(module, mixing, x, y):
-    """METHODS 7.4: h weighs the specialist, 1 - h the global expert; sample by sample."""
+    """h weighs the specialist, 1 - h the global expert; sample by sample."""
     losses = []
     for sample, label in zip(x, y, strict=True):
         h = 1 / (1 + torch.exp(-(module.gate.network.weight[0] @ sample + module.gate.network.bias[0])))

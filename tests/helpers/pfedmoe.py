@@ -21,3 +21,10 @@ def model(gate=None, dtype=torch.float64, **kwargs) -> RepresentationMoE:
     gate = LinearGate(5) if gate is None else gate
     gate.reset_parameters()
     return RepresentationMoE(shared, experts, gate=gate, **{"optimizer": SGD, **kwargs}).to(dtype)
+
+
+def narrow(architecture: int, **kwargs) -> RepresentationMoE:
+    """What clients of one architecture have of it."""
+    module = model(**kwargs)
+    module.keep_architecture(architecture)
+    return module

@@ -7,8 +7,10 @@ import pytest
 import torch
 from helpers.evaluations import evaluation, mixture, nan
 
+from fedmoe_pl.rounds.evaluation import ClientEvaluation, Evaluation
 from fedmoe_pl.rounds.results import (
     client_rows,
+    expert_usage,
     format_table,
     mean_gate_weight_by_class,
     round_row,
@@ -104,3 +106,14 @@ def test_mean_gate_weight_by_class():
     expected = torch.tensor([[0.25, 0.625, nan, nan], [nan, nan, 0.75, nan], [nan, 0.15, nan, nan]])
     torch.testing.assert_close(weights, expected.double(), equal_nan=True, atol=1e-7, rtol=0)
     assert mean_gate_weight_by_class(evaluation(), num_classes=4).isnan().all()
+
+
+def test_shares_of_samples_by_expert_leave_out_experts_that_a_client_does_not_have():
+    rows = [[[0.6, 0.3, 0.1], [0.2, 0.5, 0.3], [0.7, 0.2, 0.1], [0.1, 0.1, 0.8]], [[0.1, 0.9]]]
+    clients = [
+        ClientEvaluation(client, 4, 0.5, math.nan, 0.5, math.nan, torch.tensor(own), has_global_expert=False)
+        for client, own in enumerate(rows)
+    ]
+    usage = expert_usage(Evaluation("DA", 1, "mixture", "after aggregation", "last round", clients))
+    expected = torch.tensor([[0.5, 0.25, 0.25], [0, 1, math.nan]], dtype=torch.float64)
+    torch.testing.assert_close(usage, expected, equal_nan=True)

@@ -1,0 +1,338 @@
+"""IFCA with exploration: which clusters clients choose, how these are averaged, and when they go out of play."""
+
+import itertools
+import math
+from collections import Counter
+
+import pytest
+import torch
+import torch.nn.functional as F
+from helpers import Expert, TensorData, assert_same_bits, blobs, phase, run
+from helpers.clusters import (
+    FIRST,
+    GateNet,
+    chosen,
+    cluster,
+    clustered,
+    local_training,
+    losses_by_hand,
+    only,
+    tensors_of,
+)
+from lightning.fabric.utilities.exceptions import MisconfigurationException
+from torch import nn
+
+from fedmoe_pl import Federation, Phase
+from fedmoe_pl.algorithms import ClusterMixture, EpsilonGreedyIFCA, FedAvg, Local
+from fedmoe_pl.algorithms.algorithm import Update
+from fedmoe_pl.algorithms.ifca import cluster_picks
+from fedmoe_pl.backends.client import begin_client
+from fedmoe_pl.callbacks import FederationCallback
+from fedmoe_pl.models import ConstantGate, NetworkGate
+from fedmoe_pl.rounds.checkpoint import load_checkpoint
+from fedmoe_pl.trees import copy_module
+
+WRONG_ARGUMENTS = {
+    "epsilon": ({"epsilon": 1.5}, "epsilon is 1.5, but must be from 0 to 1"),
+    "schedule": ({"schedule": "cosine"}, "schedule is 'cosine', but must be one of constant, inverse"),
+    "power": ({"schedule": "power"}, "decay_rounds None; epsilon must be above 0 and decay_rounds at least 1"),
+    "patience": ({"patience": 0}, "patience is 0, but must be at least 1"),
+    "checks": ({"check_every_n_rounds": 0}, "check_every_n_rounds is 0, but must be at least 1"),
+}
+
+
+@pytest.mark.parametrize("name", WRONG_ARGUMENTS)
+def test_arguments_out_of_range_are_refused(name):
+    arguments, sentence = WRONG_ARGUMENTS[name]
+    with pytest.raises(MisconfigurationException, match=sentence):
+        EpsilonGreedyIFCA(**arguments)
+
+
+def test_phases_that_cannot_run_are_refused_before_any_training(tmp_path):
+    data = blobs()
+    for algorithm, gate, sentence in (
+        (EpsilonGreedyIFCA(), None, "must be GlobalOnly"),
+        (EpsilonGreedyIFCA(), only(1), "must be GlobalOnly"),
+        (
+            EpsilonGreedyIFCA(patience=1),
+            only(0),
+            r"EpsilonGreedyIFCA with these arguments validates, but .*validation_fraction is 0",
+        ),
+    ):
+        with pytest.raises(MisconfigurationException, match=sentence):
+            run([phase("IFCA", algorithm, gate=gate, rounds=20)], clustered(), data, tmp_path)
+
+
+# The choice
+
+
+def test_without_exploration_every_client_picks_the_lowest_loss_on_its_training_samples():
+    data = blobs((13, 8, 11, 30, 25), validation_fraction=0.2)
+    picked = set()
+    for seed in range(8):
+        module = clustered(seed=seed, expert=Expert(dropout=0.5))  # evaluated in eval mode
+        training = local_training(module, EpsilonGreedyIFCA(epsilon=0.0), data)
+        for client in range(5):
+            losses = losses_by_hand(copy_module(module), data, client)
+            assert chosen(training, client) == min(range(3), key=losses.__getitem__)
+            picked.add(chosen(training, client))
+    assert picked == {0, 1, 2}
+
+
+@pytest.mark.parametrize("epsilon", [0.4, 1.0])
+def test_with_exploration_every_cluster_is_picked_with_the_probability_of_epsilon_greedy(epsilon):
+    module = clustered()
+    data = blobs()
+    training = local_training(module, EpsilonGreedyIFCA(epsilon=epsilon), data)
+    losses = losses_by_hand(module, data, 1)
+    best = min(range(3), key=losses.__getitem__)
+    n, server, own = 600, training.algorithm.server_init(module), copy_module(module)
+    counts = Counter(chosen(training, 1, round, server, own) for round in range(n))
+    for index in range(3):
+        p = epsilon / 3 + (1 - epsilon) * (index == best)
+        assert abs(counts[index] - n * p) < 4 * math.sqrt(n * p * (1 - p))
+
+
+def test_the_draw_depends_on_seed_client_and_round_alone():
+    module, data, rounds = clustered(), blobs(), range(40)
+
+    def draws(seed, client):
+        training = local_training(module, EpsilonGreedyIFCA(epsilon=1.0), data, seed)
+        return [chosen(training, client, round) for round in rounds]
+
+    first = draws(0, 0)
+    assert draws(0, 0) == first
+    assert len(set(first)) == 3
+    assert draws(1, 0) != first and draws(0, 1) != first
+
+
+def test_ties_are_drawn_and_nan_is_never_the_lowest():
+    module = clustered()
+    for index, expert in enumerate(module.global_experts):
+        expert.load_state_dict(module.global_experts[0].state_dict())
+        if index == 1:
+            nn.init.constant_(expert.classifier[1].bias, math.nan)
+    training = local_training(module, EpsilonGreedyIFCA(epsilon=0.0), blobs())
+    counts = Counter(chosen(training, 0, round) for round in range(100))
+    assert set(counts) == {0, 2} and min(counts.values()) > 25
+    nn.init.constant_(module.global_experts[0].classifier[1].bias, math.nan)
+    training = local_training(module, EpsilonGreedyIFCA(epsilon=0.0), blobs())
+    assert {chosen(training, 0, round) for round in range(20)} == {2}
+
+
+def test_epsilon_follows_its_schedule():
+    def epsilons(rounds, **arguments):
+        algorithm = EpsilonGreedyIFCA(**arguments)
+        return [algorithm.epsilon_of(round, num_clusters=4) for round in rounds]
+
+    assert epsilons([0, 9], epsilon=0.3) == [0.3, 0.3]
+    assert epsilons([0, 1, 4], schedule="inverse") == pytest.approx([1, 1 / 2, 1 / 5])
+    assert epsilons([0, 3, 8], schedule="by_clusters") == pytest.approx([1, 1 / 2, 1 / 3])  # 1 / sqrt(t + 1)
+    # 1 / (t + 1)^b is 1/4 for t = 15 with b = 1/2
+    power = {"schedule": "power", "epsilon": 0.25, "decay_rounds": 15}
+    assert epsilons([0, 3, 15, 99], **power) == pytest.approx([1, 1 / 2, 1 / 4, 1 / 10])
+
+
+# Aggregation
+
+
+def test_each_cluster_is_the_weighted_mean_of_those_who_picked_it_and_others_stay(tmp_path):
+    """Clients 0 and 2 train copies of cluster 1, client 1 of cluster 2; nobody of cluster 0."""
+    data = blobs((13, 8, 11))
+    module = clustered()
+    algorithm = EpsilonGreedyIFCA()
+    server = algorithm.server_init(module)
+    training = local_training(module, algorithm, data)
+    updates, trained = [], []
+    for client_id, index in ((0, 1), (1, 2), (2, 1)):
+        own = copy_module(module)
+        client, const, _ = begin_client(training, own, server, client_id, {}, 0)
+        const["cluster"] = torch.tensor(index)
+        with torch.no_grad():
+            for parameter in own.global_experts[0].parameters():
+                parameter.fill_(10.0 + client_id)
+        update = algorithm.client_final(client, const)
+        assert cluster(update.sent, index) and not cluster(update.sent, 0)
+        assert not update.kept
+        updates.append(update)
+        trained.append(10.0 + client_id)
+    a, b, c = updates
+    combined = algorithm.combine(algorithm.combine(a, b), c)
+    new = algorithm.server_update(server, combined)
+    assert_same_bits(cluster(new, 0), cluster(server, 0))
+    for tensor in cluster(new, 1).values():  # (13 * 10 + 11 * 12) / 24
+        torch.testing.assert_close(tensor, torch.full_like(tensor, 262 / 24))
+    for tensor in cluster(new, 2).values():
+        assert torch.equal(tensor, torch.full_like(tensor, 11.0))
+    assert cluster_picks(new).tolist() == [[0, 2, 1]]
+    for order in ((c, algorithm.combine(a, b)), (algorithm.combine(b, c), a), (b, algorithm.combine(c, a))):
+        other = algorithm.combine(*order)
+        torch.testing.assert_close(other.sent, combined.sent)
+        assert other.weight == combined.weight
+
+
+def test_uniform_weighting_counts_clients():
+    algorithm = EpsilonGreedyIFCA(weighting="uniform")
+    data, module = blobs((13, 3)), clustered(1, gate=ConstantGate(1.0))
+    training, server = local_training(module, algorithm, data), algorithm.server_init(module)
+    updates = []
+    for client_id in (0, 1):
+        own = copy_module(module)
+        client, const, _ = begin_client(training, own, server, client_id, {}, 0)
+        nn.init.constant_(own.global_experts[0].classifier[1].bias, float(client_id))
+        updates.append(algorithm.client_final(client, const))
+    new = algorithm.server_update(server, algorithm.combine(*updates))
+    assert new["global_experts.0.classifier.1.bias"].tolist() == [0.5] * 3
+
+
+# Separation
+
+
+def conflicting(**kwargs) -> TensorData:
+    """Six clients with the same kind of points; the labels of clients 3 to 5 are swapped."""
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(240, 5, generator=generator)
+    y = (x[:, 0] > 0).long()
+    y[120:] = 1 - y[120:]
+    parts = torch.arange(240).split(40)
+    data = TensorData(x, y, parts, dtype=torch.float64, batch_size=10, **kwargs)
+    data.setup()
+    return data
+
+
+def test_two_groups_with_conflicting_labels_end_at_clusters_of_their_own(tmp_path):
+    data = conflicting(test_fraction=0.25)
+    federated = Phase("IFCA", EpsilonGreedyIFCA(epsilon=0.0), rounds=8, gate=ConstantGate(FIRST[2]))
+    alone = Phase("FedAvg", FedAvg("global_experts.*", "global_experts.0.*"), rounds=8, gate=ConstantGate(FIRST[2]))
+    module = clustered(2, expert=Expert(classes=2))
+    federation = run([federated, alone], module, data, tmp_path)
+    assert cluster_picks(federation.states["IFCA"].server)[-1].tolist() == [3, 3]
+    weights = [federation.client_module("IFCA", client).global_experts[0].classifier[1].weight for client in range(6)]
+    for client in range(6):
+        assert torch.equal(weights[client], weights[0]) == (client < 3)
+    assert federation.results["IFCA"].spread("local_test_held_out").mean > 0.9
+    assert federation.results["FedAvg"].spread("local_test_held_out").mean < 0.7
+
+
+# Early stopping by cluster
+
+
+def stopping_update(cluster_index: int, value: float, loss: float, shape) -> Update:
+    """What one client sends: the model with this value everywhere, and the loss of the model that it received."""
+    sent = {name: torch.full(size, value, dtype=torch.float64) for name, size in shape(cluster_index).items()}
+    sent[f"clusters/tally/{cluster_index}"] = torch.tensor([10.0, 1.0, loss, 1.0], dtype=torch.float64)
+    return Update(sent, 10)
+
+
+def test_a_cluster_goes_out_of_play_with_its_best_weights_as_they_were_validated():
+    module = clustered(2, gate=ConstantGate(FIRST[2]))
+    algorithm = EpsilonGreedyIFCA(patience=2, check_every_n_rounds=1)
+    server = algorithm.server_init(module)
+
+    def shape(index):
+        return {name: tensor.shape for name, tensor in cluster(server, index).items()}
+
+    def value(index):
+        return {tensor.flatten()[0].item() for tensor in cluster(server, index).values()}
+
+    sent_all = len(algorithm.server_send(server, 0))
+    # Round t validates what round t - 1 left: values 0 (initial), 1, 2, 3 with losses 0.9, 0.5, 0.6, 0.7.
+    for loss, trained in ((0.9, 1.0), (0.5, 2.0), (0.6, 3.0), (0.7, 4.0)):
+        assert server["clusters/active"].tolist() == [True, True]
+        server = algorithm.server_update(server, stopping_update(0, trained, loss, shape))
+    assert server["clusters/active"].tolist() == [False, True]
+    assert value(0) == {1.0}, "the model of loss 0.5, not the one that round made of it"
+    sent = algorithm.server_send(server, 0)
+    assert len(sent) == sent_all / 2 and not cluster(sent, 0)
+
+    training = local_training(module, EpsilonGreedyIFCA(epsilon=1.0, patience=2, check_every_n_rounds=1), validated())
+    assert {chosen(training, 0, round, server) for round in range(20)} == {1}
+
+
+def validated(**kwargs) -> TensorData:
+    return blobs((40, 30, 50), validation_fraction=0.3, **kwargs)
+
+
+class Watch(FederationCallback):
+    """Records the server's state after every round."""
+
+    def __init__(self):
+        self.servers = []
+
+    def on_round_end(self, federation, phase, round):
+        self.servers.append(dict(federation.states[phase.name].server))
+
+
+def stopping_phase(rounds, patience=2, **kwargs) -> Phase:
+    algorithm = EpsilonGreedyIFCA(epsilon=0.3, patience=patience, check_every_n_rounds=2)
+    return Phase("IFCA", algorithm, rounds=rounds, gate=only(0), max_epochs=6, **kwargs)
+
+
+def test_traffic_shrinks_with_every_cluster_out_of_play_and_nothing_is_trained_without_any(tmp_path):
+    watch = Watch()
+    federation = run([stopping_phase(24, patience=1)], clustered(), validated(), tmp_path, callbacks=[watch])
+    per_cluster = sum(tensor.numel() for tensor in cluster(watch.servers[0], 0).values())
+    active = [3] + [int(server["clusters/active"].sum()) for server in watch.servers]
+    assert active[-1] == 0 and set(active) >= {3, 0} and active == sorted(active, reverse=True)
+    rows = federation.rows
+    down = [rows[0]["parameters_down"]] + [
+        b["parameters_down"] - a["parameters_down"] for a, b in itertools.pairwise(rows)
+    ]
+    assert down == [3 * per_cluster * number for number in active[:-1]]
+    up = [rows[0]["parameters_up"]] + [b["parameters_up"] - a["parameters_up"] for a, b in itertools.pairwise(rows)]
+    assert up == [3 * (per_cluster + 4) if number else 0 for number in active[:-1]]
+    for before, after in itertools.pairwise(watch.servers[active.index(0) :]):
+        assert_same_bits(tensors_of(after), tensors_of(before))
+    assert cluster_picks(federation.states["IFCA"].server).sum(1).tolist() == [
+        3 if number else 0 for number in active[:-1]
+    ]
+    assert federation.results["IFCA"].spread("validation").mean > 0.6
+
+
+def test_a_participant_validates_the_cluster_that_it_picked_as_it_received_it():
+    module, data = clustered(), validated()
+    algorithm = EpsilonGreedyIFCA(epsilon=0.0, patience=2, check_every_n_rounds=2)
+    training = local_training(module, algorithm, data)
+    server = algorithm.server_init(module)
+    for round, due in ((0, False), (1, True), (2, False), (3, True)):
+        _, const, _ = begin_client(training, copy_module(module), server, 1, {}, round)
+        samples = data.validation_samples[1]
+        expert = module.global_experts[int(const["cluster"])]
+        expected = F.cross_entropy(expert(data.x[samples]), data.y[samples]).item()
+        assert const["validation"].tolist() == pytest.approx([expected, 1] if due else [0, 0])
+
+
+class Stop(FederationCallback):
+    def __init__(self, round):
+        self.round = round
+
+    def on_round_end(self, federation, phase, round):
+        if phase.name == "IFCA" and round == self.round:
+            raise KeyboardInterrupt
+
+
+def test_a_run_that_goes_on_ends_with_the_bits_of_one_that_never_stopped(tmp_path):
+    def federation(path, callbacks):
+        torch.manual_seed(5)
+        phases = [
+            phase("Local", Local("local_expert.*"), gate=only(3)),
+            stopping_phase(8, patience=1, start="Local", evaluate_every_n_rounds=4),
+            Phase("mixture", ClusterMixture(), gate=NetworkGate(GateNet(4)).double()),
+        ]
+        arguments = {"logger": False, "enable_progress_bar": False, "callbacks": callbacks}
+        return Federation(phases, {"max_epochs": 2}, default_root_dir=str(tmp_path / path), **arguments)
+
+    whole = federation("whole", [])
+    whole.fit(clustered(), validated())
+    with pytest.raises(KeyboardInterrupt):
+        federation("parts", [Stop(round=5)]).fit(clustered(), validated())
+    resumed = federation("parts", [])
+    resumed.fit(clustered(), validated(), ckpt_path="last")
+    assert set(whole.states["IFCA"].server["clusters/active"].tolist()) == {False, True}, "nothing was at stake"
+    assert_same_bits(resumed.states["IFCA"].server, whole.states["IFCA"].server)
+    saved = load_checkpoint(resumed.run_dir / "checkpoints/last.ckpt")["phases"]["IFCA"].server
+    assert_same_bits(saved, whole.states["IFCA"].server)
+    for client in range(3):
+        modules = (f.client_module("mixture", client) for f in (resumed, whole))
+        assert_same_bits(*(module.state_dict() for module in modules))
+    assert repr(resumed.rows) == repr(whole.rows)  # nan is not equal to itself

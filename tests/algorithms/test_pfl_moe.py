@@ -1,0 +1,251 @@
+"""PFL-MoE against bare loops: splits, stages, schedules and frozen parts."""
+
+import copy
+import math
+
+import pytest
+import torch
+import torch.nn.functional as F
+from helpers import (
+    Expert,
+    assert_same_bits,
+    blobs,
+    client_generator,
+    mixture,
+    momentum_sgd,
+    phase,
+    run,
+    train_by_hand,
+)
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from lightning.fabric.utilities.exceptions import MisconfigurationException
+from lightning.pytorch import LightningModule
+from torch import nn
+
+from fedmoe_pl.algorithms import FedAvg, Local, PersonalizedExpert, PFLMoE
+from fedmoe_pl.algorithms.algorithm import Client
+from fedmoe_pl.backends import TrainerBackend
+from fedmoe_pl.models import ConstantGate, FeatureGate, LinearGate
+from fedmoe_pl.rounds.begin import phase_module
+from fedmoe_pl.seeds import derive_seed
+
+
+def hand_split(datamodule, client, seed, gate_fraction=0.25):
+    """The gate's samples and the expert's: the first quarter of one shuffle of the client's samples, and the rest."""
+    samples = datamodule.train_samples[client]
+    generator = torch.Generator().manual_seed(derive_seed(seed, 2, client))
+    samples = samples[torch.randperm(len(samples), generator=generator)]
+    return samples.split([int(gate_fraction * len(samples)), len(samples) - int(gate_fraction * len(samples))])
+
+
+def adam(parameters):
+    return torch.optim.Adam(parameters, lr=0.02, weight_decay=5e-4)
+
+
+def personalization(gate=None, **stage_3):
+    """PFL-MFE in the official code's schedule, on a federated model that every client has trained once."""
+    return [
+        phase("FedAvg", FedAvg(), gate=ConstantGate(1)),
+        phase("PFL-FB", PersonalizedExpert("local_expert.classifier.*", 0.25), max_epochs=3, batch_size=3),
+        phase("PFL-MFE", PFLMoE(0.25), gate=gate, max_epochs=4, batch_size=2, optimizer=adam, **stage_3),
+    ]
+
+
+@pytest.mark.parametrize("gate", [FeatureGate(6), LinearGate(5)])
+def test_expert_and_gate_phases_of_pfl_moe_equal_a_bare_loop(tmp_path, gate):
+    datamodule, model = blobs((13, 22)), mixture(gate)
+    federation = run(personalization(), model, datamodule, tmp_path, seed=7)
+    for client in range(2):
+        gate_samples, expert_samples = hand_split(datamodule, client, 7)
+        module = phase_module(federation.client_module("FedAvg", client), phase("copy", FedAvg(), gate=model.gate))
+        module.local_expert = copy.deepcopy(module.global_expert)
+
+        batches = datamodule.batches(expert_samples, 3, client_generator(7, client, 0))
+        expert = module.local_expert
+
+        def expert_loss(x, y, expert=expert):  # whatever the gate, stage 2 trains the expert alone
+            return F.cross_entropy(expert(x), y)
+
+        train_by_hand(module, "local_expert.classifier.", batches, momentum_sgd, max_epochs=3, loss=expert_loss)
+        stage_2 = federation.client_module("PFL-FB", client)
+        torch.testing.assert_close(stage_2.state_dict(), module.state_dict(), rtol=1e-11, atol=1e-13)
+
+        generator = client_generator(7, client, 0)  # also seeds what the gate draws from
+        module.gate.reset_parameters()
+        train_by_hand(module, "gate.", datamodule.batches(gate_samples, 2, generator), adam, max_epochs=4)
+        stage_3 = federation.client_module("PFL-MFE", client)
+        torch.testing.assert_close(stage_3.state_dict(), module.state_dict(), rtol=1e-9, atol=1e-12)
+
+
+def test_a_local_expert_phase_with_the_constant_gate_0_trains_the_local_expert_alone(tmp_path):
+    datamodule, model = blobs((13, 22)), mixture(FeatureGate(6))
+    phases = [
+        phase("FedAvg", FedAvg(), gate=ConstantGate(1)),
+        phase("PFL-FT", PersonalizedExpert(), gate=ConstantGate(0)),
+    ]
+    federation = run(phases, model, datamodule, tmp_path)
+    for client in range(2):
+        module = federation.client_module("FedAvg", client).train()
+        module.local_expert = copy.deepcopy(module.global_expert)
+        batches = datamodule.batches(datamodule.train_samples[client], generator=client_generator(0, client, 0))
+
+        def loss(x, y, expert=module.local_expert):
+            return F.cross_entropy(expert(x), y)
+
+        train_by_hand(module, "local_expert.", batches, momentum_sgd, max_epochs=2, loss=loss)
+        actual = federation.client_module("PFL-FT", client).state_dict()
+        torch.testing.assert_close(actual, module.state_dict(), rtol=1e-11, atol=1e-13)
+
+
+def test_the_interleaved_schedule_equals_a_bare_loop_of_expert_and_gate_rounds(tmp_path):
+    datamodule, model = blobs((13, 22)), mixture(FeatureGate(6))
+    interleaved = PFLMoE(0.25, interleaved=True)
+    phases = [phase("FedAvg", FedAvg(), gate=ConstantGate(1)), phase("PFL-MFE", interleaved, rounds=4, max_epochs=1)]
+    federation = run(phases, model, datamodule, tmp_path, seed=7)
+    for client in range(2):
+        gate_samples, expert_samples = hand_split(datamodule, client, 7)
+        module = phase_module(federation.client_module("FedAvg", client), phase("copy", FedAvg(), gate=model.gate))
+        module.local_expert = copy.deepcopy(module.global_expert)
+        client_generator(7, client, 0)
+        module.gate.reset_parameters()
+
+        def expert_loss(x, y, expert=module.local_expert):
+            return F.cross_entropy(expert(x), y)
+
+        for round in range(4):
+            samples = gate_samples if round % 2 else expert_samples
+            batches = datamodule.batches(samples, generator=client_generator(7, client, round))
+            names = "gate." if round % 2 else "local_expert.classifier."
+            train_by_hand(module, names, batches, momentum_sgd, 1, loss=None if round % 2 else expert_loss)
+        actual = federation.client_module("PFL-MFE", client).state_dict()
+        torch.testing.assert_close(actual, module.state_dict(), rtol=1e-11, atol=1e-13)
+
+
+def test_the_personal_expert_starts_as_the_global_one_even_where_a_client_had_one_of_its_own(tmp_path):
+    datamodule, model = blobs(), mixture(ConstantGate(0.5))
+    for algorithm in (PersonalizedExpert(), PFLMoE(interleaved=True)):
+        phases = [phase("FedAvg", FedAvg(shared="global_expert.*")), phase("Stage 2", algorithm, max_epochs=0)]
+        federation = run(phases, model, datamodule, tmp_path)
+        module = federation.client_module("Stage 2", 1)
+        assert_same_bits(module.local_expert.state_dict(), module.global_expert.state_dict())
+
+
+@pytest.mark.parametrize("gate", [LinearGate, FeatureGate])
+def test_a_gate_without_a_width_is_federated_with_an_expert_that_does_not_tell_its_input(gate, tmp_path):
+    datamodule = blobs(dtype=torch.float32)
+    phases = [
+        phase("FedAvg", FedAvg(), gate=ConstantGate(1)),
+        phase("Expert", PersonalizedExpert(gate_fraction=0.25)),
+        phase("Gate", PFLMoE(), gate=gate()),
+    ]
+    federation = run(phases, mixture(gate(), dtype=torch.float32), datamodule, tmp_path)
+    assert federation.client_module("Gate", 0).gate.in_features == (5 if gate is LinearGate else 6)
+
+
+@given(st.integers(1, 200), st.sampled_from([0.1, 0.25, 0.5, 0.9]), st.integers(0, 5), st.integers(0, 2**40))
+@settings(max_examples=60, deadline=None)
+def test_gate_and_expert_samples_are_disjoint_complete_and_the_same_in_every_round(n, gate_fraction, client, seed):
+    samples = torch.arange(100, 100 + n)
+    at = [Client(client, round, seed, LightningModule(), samples, {}, None) for round in (0, 1, 5)]
+    expert = [PersonalizedExpert(gate_fraction=gate_fraction).client_samples(c).tolist() for c in at]
+    gate = [PFLMoE(gate_fraction).client_samples(c).tolist() for c in at]
+    assert len(gate[0]) == max(math.floor(round(n * gate_fraction, 6)), 1 if n > 1 else 0)
+    assert sorted(gate[0] + expert[0]) == samples.tolist()
+    assert gate[0] == gate[1] == gate[2] and expert[0] == expert[1] == expert[2]
+    by_turns = [PFLMoE(gate_fraction, interleaved=True).client_samples(c).tolist() for c in at]
+    assert by_turns == [expert[0], gate[0], gate[0]]
+
+
+def test_the_split_is_shuffled_and_differs_between_clients_and_seeds():
+    def split(client, seed):
+        return PFLMoE().client_samples(Client(client, 0, seed, LightningModule(), torch.arange(40), {}, None)).tolist()
+
+    assert split(0, 0) != list(range(10))
+    assert len({tuple(split(client, seed)) for client in range(3) for seed in range(3)}) == 9
+
+
+def test_both_phases_train_on_the_two_parts_of_one_split(tmp_path, monkeypatch):
+    datamodule = blobs()
+    trained = []
+    batches = datamodule.batches
+
+    def recorded(samples, *args, augment=False, **kwargs):
+        if augment:  # only batches for training are augmented
+            trained.append(set(samples.tolist()))
+        return batches(samples, *args, augment=augment, **kwargs)
+
+    monkeypatch.setattr(datamodule, "batches", recorded)
+    run(personalization(), mixture(FeatureGate(6)), datamodule, tmp_path, backend=TrainerBackend())
+    own = [set(samples.tolist()) for samples in datamodule.train_samples]
+    federated, expert, gate = trained[:3], trained[3:6], trained[6:]
+    assert federated == own
+    for client in range(3):
+        assert len(gate[client]) == len(own[client]) // 4
+        assert gate[client] == own[client] - expert[client] and expert[client] < own[client]
+
+
+def test_every_clients_gate_starts_anew_and_forgets_a_gate_trained_before(tmp_path):
+    datamodule, model = blobs(), mixture(FeatureGate(6))
+
+    def gates(max_epochs):
+        phases = [
+            phase("FedAvg", FedAvg(), max_epochs=max_epochs),
+            phase("Expert", PersonalizedExpert(["local_expert.*", "gate.*"], 0.25), max_epochs=max_epochs),
+            phase("Gate", PFLMoE(), max_epochs=0),
+        ]
+        federation = run(phases, model, datamodule, tmp_path)
+        return [federation.client_module("Gate", client).gate.state_dict() for client in range(3)]
+
+    after_training = gates(max_epochs=2)
+    for client, gate in enumerate(gates(max_epochs=0)):
+        assert_same_bits(gate, after_training[client])
+        client_generator(0, client, 0)
+        torch.testing.assert_close(gate, nn.ModuleDict({"linear": nn.Linear(6, 1, dtype=torch.float64)}).state_dict())
+    assert len({gate["linear.weight"][0, 0].item() for gate in after_training}) == 3
+
+
+@pytest.mark.parametrize("given", [FeatureGate(6).double(), LinearGate(5).double()])
+def test_a_phase_with_a_gate_of_its_own_starts_with_it_and_one_without_with_the_trained_gate(tmp_path, given):
+    phases = [
+        phase("FedAvg", FedAvg()),
+        phase("Inherited", PersonalizedExpert(), max_epochs=0),
+        phase("Given", PersonalizedExpert(), gate=given, max_epochs=0),
+    ]
+    federation = run(phases, mixture(FeatureGate(6)), blobs(), tmp_path)
+    trained = federation.client_module("FedAvg", 0).gate.state_dict()
+    assert_same_bits(federation.client_module("Inherited", 0).gate.state_dict(), trained)
+    assert_same_bits(federation.client_module("Given", 0).gate.state_dict(), given.state_dict())
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: PersonalizedExpert(gate_fraction=1), "gate_fraction is 1, but must be at least 0 and below 1"),
+        (lambda: PersonalizedExpert(gate_fraction=-0.1), "gate_fraction is -0.1, but must be at least 0 and below 1"),
+        (lambda: PFLMoE(0), "gate_fraction is 0, but must be above 0 and below 1"),
+        (lambda: PFLMoE(1.0), "gate_fraction is 1.0, but must be above 0 and below 1"),
+    ],
+)
+def test_a_gate_fraction_outside_its_range_is_refused(make, message):
+    with pytest.raises(MisconfigurationException, match=message):
+        make()
+
+
+@pytest.mark.parametrize("algorithm", [PersonalizedExpert(), PFLMoE(), PFLMoE(interleaved=True)])
+def test_experts_of_different_architectures_are_refused_by_pfl_moe(algorithm):
+    model = mixture(LinearGate(5))
+    algorithm.check(model)
+    for other in (Expert(hidden=7), nn.Linear(5, 3)):
+        model.local_expert = other
+        with pytest.raises(MisconfigurationException, match="but must have the architecture of"):
+            algorithm.check(model)
+
+
+def test_personalization_follows_the_federated_phase_and_the_gate_the_expert_of_its_own_split():
+    expert = PersonalizedExpert(gate_fraction=0.25)
+    assert expert.follows(FedAvg()) and not expert.follows(Local()) and not expert.follows(expert)
+    assert PFLMoE(0.25).follows(expert)
+    assert not PFLMoE(0.25).follows(PersonalizedExpert()) and not PFLMoE(0.25).follows(FedAvg())
+    assert PFLMoE(interleaved=True).follows(FedAvg()) and not PFLMoE(interleaved=True).follows(expert)
+    assert not FedAvg().follows(FedAvg()) and not Local().follows(FedAvg())

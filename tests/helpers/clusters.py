@@ -1,0 +1,70 @@
+"""Small clustered mixtures, the phases of Adaptive Expert Models, and what clients choose by hand."""
+
+import torch
+from torch import nn
+
+from fedmoe_pl import Phase
+from fedmoe_pl.algorithms import ClusterMixture, EpsilonGreedyIFCA, FineTunedCluster, Local
+from fedmoe_pl.backends import LEAN_TRAINER, LocalTraining
+from fedmoe_pl.backends.client import begin_client
+from fedmoe_pl.models import ClusteredMoE, ConstantGate, NetworkGate
+from fedmoe_pl.trees import copy_module
+from helpers import Expert, momentum_sgd
+
+FIRST = {2: [1.0, 0.0, 0.0], 3: [1.0, 0.0, 0.0, 0.0]}
+
+
+class GateNet(nn.Sequential):
+    """A gate's network for points."""
+
+    def __init__(self, outputs):
+        super().__init__(nn.Linear(5, outputs))
+
+
+def clustered(num_clusters=3, gate=None, optimizer=momentum_sgd, expert=None, seed=0, **kwargs) -> ClusteredMoE:
+    torch.manual_seed(seed)
+    return ClusteredMoE(expert or Expert(), num_clusters, gate=gate, optimizer=optimizer, **kwargs).double()
+
+
+def only(index, experts=4) -> ConstantGate:
+    """The gate that is held at one of the experts."""
+    return ConstantGate([float(i == index) for i in range(experts)])
+
+
+def all_phases(rounds=3) -> list[Phase]:
+    torch.manual_seed(5)
+    return [
+        Phase("Local", Local("local_expert.*"), gate=only(3), max_epochs=3),
+        Phase("IFCA", EpsilonGreedyIFCA(0.3), rounds=rounds, clients_per_round=2, gate=only(0), start="Local"),
+        Phase("Fine-tuned", FineTunedCluster(), gate=only(0)),
+        Phase("Ensemble", ClusterMixture(), gate=ConstantGate([0.25] * 4), mixing="logits", max_epochs=0),
+        Phase("mixture", ClusterMixture(), gate=NetworkGate(GateNet(4)).double(), max_epochs=4),
+    ]
+
+
+def local_training(module, algorithm, datamodule, seed=0) -> LocalTraining:
+    initial = {name: tensor.detach().clone() for name, tensor in module.state_dict().items()}
+    trainer = {**LEAN_TRAINER, "accelerator": "cpu"}
+    return LocalTraining(module, initial, algorithm, datamodule, trainer, batch_size=None, seed=seed)
+
+
+def chosen(training, client=0, round=0, server=None, module=None) -> int:
+    """The cluster that a client picks; a given module is changed, but all that was sent is loaded into it again."""
+    server = training.algorithm.server_init(training.module) if server is None else server
+    module = copy_module(training.module) if module is None else module
+    _, const, _ = begin_client(training, module, server, client, {}, round)
+    return int(const["cluster"])
+
+
+def losses_by_hand(module, data, client) -> list[float]:
+    samples = data.train_samples[client]
+    x, y = data.x[samples], data.y[samples]
+    return [-expert.eval()(x).log_softmax(1)[range(len(y)), y].mean().item() for expert in module.global_experts]
+
+
+def cluster(tree, index) -> dict:
+    return {name: tensor for name, tensor in tree.items() if name.startswith(f"global_experts.{index}.")}
+
+
+def tensors_of(server) -> dict:
+    return {name: tensor for name, tensor in server.items() if name.startswith("global_experts.")}

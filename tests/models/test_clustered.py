@@ -1,0 +1,98 @@
+"""Mixtures of the models of several clusters and a local expert."""
+
+from collections import Counter
+
+import pytest
+import torch
+import torch.nn.functional as F
+from helpers import Expert
+from helpers.clusters import (
+    GateNet,
+    clustered,
+    only,
+)
+from lightning.fabric.utilities.exceptions import MisconfigurationException
+from torch import nn
+
+from fedmoe_pl.models import ClusteredMoE, ConstantGate, FeatureGate, NetworkGate, SmallMLP
+
+
+def test_the_mixture_is_the_weighted_sum_of_probabilities_with_the_local_expert_last():
+    module = clustered(2, gate=NetworkGate(GateNet(3)))
+    x = torch.randn(7, 5, dtype=torch.float64)
+    scores, weights = module.mix(x)
+    expected_weights = F.softmax(module.gate.network(x), dim=1)
+    experts = [*module.global_experts, module.local_expert]
+    expected = sum(expected_weights[:, [i]] * F.softmax(expert(x), dim=1) for i, expert in enumerate(experts))
+    torch.testing.assert_close(weights, expected_weights)
+    torch.testing.assert_close(scores.exp(), expected)
+
+
+def test_all_experts_are_drawn_independently():
+    module = clustered(3)
+    experts = [*module.global_experts, module.local_expert]
+    for name in ("extractor.1.weight", "extractor.1.bias", "classifier.1.weight", "classifier.1.bias"):
+        values = torch.cat([expert.get_parameter(name).flatten() for expert in experts])
+        assert len(values.unique()) == len(values), name
+
+
+def test_a_gate_held_at_one_expert_gives_exactly_it_and_computes_no_other():
+    module = clustered(3, mixing="logits")
+    x = torch.randn(4, 5, dtype=torch.float64)
+    alone = [expert(x) for expert in (*module.global_experts, module.local_expert)]
+    calls = Counter()
+    for index, expert in enumerate((*module.global_experts, module.local_expert)):
+        expert.register_forward_hook(lambda *_, index=index: calls.update([index]))
+    for index in range(4):
+        module.gate = only(index)
+        assert torch.equal(module(x), alone[index])
+    assert calls == {0: 1, 1: 1, 2: 1, 3: 1}
+    module.gate = ConstantGate([0.25, 0.0, 0.75, 0.0])
+    torch.testing.assert_close(module(x), 0.25 * alone[0] + 0.75 * alone[2])
+    assert calls == {0: 2, 1: 1, 2: 2, 3: 1}
+
+
+def test_the_ensemble_predicts_the_argmax_of_the_sum_of_logits():
+    module = clustered(3, mixing="logits")
+    x = torch.randn(50, 5, dtype=torch.float64)
+    total = sum(expert(x) for expert in (*module.global_experts, module.local_expert))
+    assert torch.equal(module(x).argmax(1), total.argmax(1))
+    probabilities = sum(expert(x).softmax(1) for expert in (*module.global_experts, module.local_expert))
+    assert not torch.equal(total.argmax(1), probabilities.argmax(1)), "the test could not tell them apart"
+
+
+class Scale(nn.Module):
+    """Has a parameter of its own and no way to draw it anew."""
+
+    def __init__(self):
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(3))
+
+    def forward(self, x):
+        return self.scale * x[:, :3]
+
+
+WRONG_MODELS = {
+    "clusters": (lambda: ClusteredMoE(Expert(), 0), "num_clusters is 0, but must be at least 1"),
+    "width": (
+        lambda: ClusteredMoE(Expert(), 2, gate=ConstantGate(0.5)),
+        "weighs 2 experts, but must weigh 3, the local expert last",
+    ),
+    "features": (lambda: ClusteredMoE(Expert(), 1, gate=FeatureGate(6)), "FeatureGate, which reads features"),
+    "layer": (lambda: ClusteredMoE(Scale(), 2), "Scale, which must have a method reset_parameters"),
+    "outputs": (
+        lambda: ClusteredMoE(SmallMLP(), 2, SmallMLP(num_classes=7)),
+        "7 outputs, but must give 10, as many as global_expert",
+    ),
+    "network": (
+        lambda: ClusteredMoE(SmallMLP(5), 2, gate=NetworkGate(GateNet(5))),
+        "weighs 5 experts, but must weigh 3",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", WRONG_MODELS)
+def test_parts_that_do_not_fit_are_refused(name):
+    make, sentence = WRONG_MODELS[name]
+    with pytest.raises(MisconfigurationException, match=sentence):
+        make()
