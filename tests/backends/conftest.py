@@ -1,8 +1,12 @@
-"""Data that several test modules share."""
+"""Data and finished runs that several test modules share."""
 
 import pytest
 import torch
 from helpers import TensorData
+from helpers.runs import data, federation, model
+from helpers.workers import SIZES
+
+from fedmoe_pl.backends import TrainerBackend
 
 
 @pytest.fixture
@@ -17,3 +21,13 @@ def images():
         return data
 
     return make
+
+
+@pytest.fixture(scope="session")
+def alone(tmp_path_factory):
+    """A run in one process that runs with workers are compared with."""
+    run = federation(
+        tmp_path_factory.mktemp("alone"), trainer={"accelerator": "cpu", "devices": 1}, backend=TrainerBackend()
+    )
+    run.fit(model(), data(sizes=SIZES))
+    return run
