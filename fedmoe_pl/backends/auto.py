@@ -10,14 +10,14 @@ from fedmoe_pl.backends.training import LocalTraining
 
 
 class AutoBackend(Backend):
-    """Stacks clients where that gives the result of a ``Trainer`` per client sooner, by a rule, not by a clock.
+    """Stacks clients where that gives the result of a ``Trainer`` per client sooner; it decides by rule, untimed.
 
-    On a GPU stacked clients share the launches of kernels. On a CPU they share the calls of PyTorch, on which small
-    linear layers spend their time; convolutions gain nothing there.
+    On a GPU stacked clients share kernel launches. On a CPU they share the overhead of calls into PyTorch, which
+    dominates in small linear layers; convolutions gain nothing there.
     """
 
     def plan(self, training: LocalTraining) -> Plan:
-        """Chooses by what one stacked step of two clients tells."""
+        """Chooses by the trial of one stacked step of two clients."""
         on_cpu = training.device.type == "cpu"
         trial = try_to_stack(training)
         if isinstance(trial, str):

@@ -14,11 +14,11 @@ from fedmoe_pl.trees import Tree
 
 @dataclass(frozen=True)
 class GroupUpdate:
-    """What comes of training a group of clients.
+    """The result of training a group of clients.
 
     Attributes:
-        update: the group's updates, folded with ``Algorithm.combine``.
-        kept: what each of its clients keeps, by client.
+        update: the updates of its clients, folded with ``Algorithm.combine``.
+        kept: what each client keeps, by client.
         sent: how much its clients sent.
     """
 
@@ -28,7 +28,7 @@ class GroupUpdate:
 
 
 class Plan(ABC):
-    """How the clients of one phase are trained: all that a backend finds out about the phase, made once and passed on.
+    """How the clients of one phase are trained: everything that a backend finds out about the phase, and finds once.
 
     Attributes:
         training: what all clients of the phase have in common.
@@ -41,21 +41,24 @@ class Plan(ABC):
 
     @abstractmethod
     def begin(self, training: LocalTraining) -> Plan:
-        """The same decisions for the phase as it begins, of which nothing is found out again.
+        """The same decisions for the phase as it begins; they are not made again.
+
+        All phases are planned before any training, with the untrained model; a phase begins with the tensors that
+        earlier phases have left.
 
         Args:
-            training: the phase that was planned, with its true initial tensors, or for another device.
+            training: the phase that was planned, with its true initial tensors, or on another device.
 
         Returns:
-            A plan that keeps what can be reused from round to round, such as features.
+            A new plan, which keeps what rounds can reuse, such as features.
         """
 
     @abstractmethod
     def groups(self, cohort: Sequence[int]) -> list[list[int]]:
         """Divides a cohort into the groups that are trained and folded together.
 
-        Sums of floating-point numbers depend on their order, so that a result has the same bits wherever it is
-        computed only if the groups follow from the phase and the cohort, never from what is free or done.
+        A sum of floating-point numbers depends on its order. So the groups follow from the phase and the cohort alone,
+        never from which device is free, and a result has the same bits wherever it is computed.
         """
 
     @abstractmethod
@@ -76,7 +79,7 @@ class Plan(ABC):
 
 
 class Backend(ABC):
-    """How clients are trained: settings, and connections to workers if any, but nothing about a phase."""
+    """How clients are trained: settings, and perhaps connections to workers, but nothing about a phase."""
 
     @abstractmethod
     def plan(self, training: LocalTraining) -> Plan:
@@ -90,14 +93,14 @@ class Backend(ABC):
         """
 
     def open(self) -> None:  # noqa: B027  (most backends need nothing)
-        """Takes what a run needs, such as a connection to a cluster; called before a run begins.
+        """Acquires what a run needs, such as a connection to a cluster; called before a run begins.
 
         Raises:
-            MisconfigurationException: if it cannot be had.
+            MisconfigurationException: if that fails.
         """
 
     def close(self) -> None:  # noqa: B027  (most backends hold nothing)
-        """Releases what it holds between rounds, such as worker processes; it can be used again."""
+        """Releases what it holds between rounds, such as worker processes; the backend can be used again."""
 
 
 def fold(algorithm: Algorithm, updates: Sequence[Update]) -> Update:
@@ -109,7 +112,7 @@ def fold(algorithm: Algorithm, updates: Sequence[Update]) -> Update:
 
 
 def group_update(algorithm: Algorithm, clients: Sequence[int], updates: Sequence[Update]) -> GroupUpdate:
-    """What comes of a group from the updates of its clients, in their order."""
+    """The result of a group, from the updates of its clients in their order."""
     kept = {client: update.kept for client, update in zip(clients, updates, strict=True)}
     sent = sum((Traffic.of(update.sent) for update in updates), Traffic())
     return GroupUpdate(fold(algorithm, updates), kept, sent)

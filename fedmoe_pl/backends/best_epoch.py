@@ -12,15 +12,15 @@ from torch import Tensor
 class BestEpoch(EarlyStopping):
     """Ends a client's training when its validation stops getting better, and goes back to its best epoch.
 
-    A true copy of the best parameters is kept (METHODS section 0, finding 8). For ``Phase.callbacks``; the phase's
-    ``trainer`` says how often clients validate: ``{limit_val_batches: 1.0, check_val_every_n_epoch: 5}``. A client
-    without validation samples trains all epochs.
+    It belongs in ``Phase.callbacks``. The phase's ``trainer`` says how often clients validate, for example
+    ``{limit_val_batches: 1.0, check_val_every_n_epoch: 5}``. The best parameters are copied, because training goes on
+    changing those of the module. A client without validation samples trains all epochs.
 
     Args:
-        monitor: what the clients' modules log on their validation samples.
-        min_delta: less is no improvement.
-        patience: number of checks in a row without an improvement, after which training ends.
-        mode: ``min`` where less is better, ``max`` where more is.
+        monitor: a metric that the clients' modules log on their validation samples.
+        min_delta: a smaller change is no improvement.
+        patience: training ends after this many checks in a row without an improvement.
+        mode: ``min`` if less is better, ``max`` if more is.
     """
 
     def __init__(

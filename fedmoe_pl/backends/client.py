@@ -19,7 +19,7 @@ from fedmoe_pl.models import SwitchNorm1d
 from fedmoe_pl.seeds import derive_seed, seed_all
 from fedmoe_pl.trees import Tree
 
-_CLIENT = 0  # tells a client's stream of random numbers from those of cohorts and splits
+_CLIENT = 0  # keeps a client's random numbers apart from those of cohorts and splits
 
 
 def client_seed(training: LocalTraining, client_id: int, round: int) -> int:
@@ -30,7 +30,15 @@ def client_seed(training: LocalTraining, client_id: int, round: int) -> int:
 def begin_client(
     training: LocalTraining, module: LightningModule, server: Tree, client_id: int, kept: Mapping[int, Tree], round: int
 ) -> tuple[Client, dict[str, Any], Tensor]:
-    """Seeds the client's random numbers and loads its state into a module with the phase's initial tensors.
+    """Seeds the client's random numbers and loads its state into a module.
+
+    Args:
+        training: what all clients of the phase have in common.
+        module: a copy of the phase's module, with its initial tensors.
+        server: the server's state.
+        client_id: the client.
+        kept: what clients kept from earlier rounds, by client.
+        round: the round of the phase, counted from 0.
 
     Returns:
         The client, the constants for its loss as the algorithm made them, and the indices of the samples that it
@@ -54,12 +62,12 @@ def begin_client(
 
 
 def on_device(const: dict[str, Any], device: torch.device) -> dict[str, Any]:
-    """The constants of a client's loss with all tensors, however nested, on the device where it trains."""
+    """The constants of a client's loss with all their tensors, however nested, on a device."""
     return tree_map(lambda leaf: leaf.to(device) if isinstance(leaf, Tensor) else leaf, const)
 
 
 def client_batches(training: LocalTraining, client: Client, samples: Tensor) -> Batches:
-    """The client's training batches of this round: shuffled and augmented by a generator of its own."""
+    """The client's training batches of this round, shuffled and augmented by the client's own generator."""
     return training.datamodule.batches(
         samples,
         batch_size=training.batch_size,
@@ -71,7 +79,7 @@ def client_batches(training: LocalTraining, client: Client, samples: Tensor) -> 
 
 
 def trainable_names(training: LocalTraining, module: nn.Module, round: int, epoch: int | None = None) -> list[str]:
-    """Names of the parameters that are trained in a local epoch, or in any of them (None)."""
+    """Names of the parameters that are trained in a local epoch, or in any epoch of the round if it is None."""
     epochs = range(training.max_epochs) if epoch is None else [epoch]
     is_trainable = training.algorithm.is_trainable
     return [
@@ -82,7 +90,7 @@ def trainable_names(training: LocalTraining, module: nn.Module, round: int, epoc
 
 
 def data_on(datamodule: FederatedDataModule, device: torch.device) -> FederatedDataModule:
-    """The data module with its samples on a GPU, if they fit into half of its free memory; else as it is."""
+    """The data module with its samples on a GPU if they fit into half of its free memory; otherwise unchanged."""
     if device.type != "cuda" or datamodule.x.nbytes > torch.cuda.mem_get_info(device)[0] // 2:
         return datamodule
     placed = copy.copy(datamodule)
@@ -91,5 +99,5 @@ def data_on(datamodule: FederatedDataModule, device: torch.device) -> FederatedD
 
 
 def has_batch_norm(module: LightningModule) -> bool:
-    """Whether the module has batch normalization, which refuses to train on one sample (METHODS section 2)."""
+    """Whether the module has batch normalization, which cannot be trained on a batch of one sample."""
     return any(isinstance(part, (_BatchNorm, SwitchNorm1d)) for part in module.modules())

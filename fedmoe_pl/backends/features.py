@@ -1,4 +1,4 @@
-"""Looks up the outputs of frozen parts in place of computing them in every step."""
+"""Outputs of frozen parts, looked up in every step rather than computed."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from fedmoe_pl.trees import Tree
 
 @dataclass(frozen=True)
 class Features:
-    """What a client's steps look up in place of computing it.
+    """What a client's steps look up rather than compute.
 
     Attributes:
         parts: the frozen submodules.
@@ -31,12 +31,12 @@ class Features:
 
 
 class LookedUpBatches:
-    """A client's batches in which the frozen parts' outputs are looked up: an epoch each time it is iterated.
+    """A client's batches, for which the outputs of frozen parts are looked up: one epoch each time it is iterated.
 
     Args:
         batches: the client's batches, not augmented.
-        features: what is looked up, one row per sample of the client.
-        lookup: where the frozen parts look for it.
+        features: the outputs, one row per sample of the client.
+        lookup: gets the rows of each batch before the batch is yielded; see :func:`looked_up`.
     """
 
     def __init__(self, batches: Batches, features: Features, lookup: Rows) -> None:
@@ -82,7 +82,7 @@ class FeatureCache:
         generators = [device] if device.type == "cuda" else []
         module, const = client.module.to(device), on_device(const, device)
         try:
-            # as in training; and what a module draws in eval mode must not be missing from the client's numbers
+            # as in training; and if a module draws random numbers even in eval mode, the client's must not change
             with torch.random.fork_rng(generators), torch.autocast(device.type, torch.bfloat16, enabled=half):
                 parts = find_frozen_parts(training, client, const, samples)
                 return None if parts is None else Features(parts, self._rows(training, client, const, samples, parts))
@@ -92,6 +92,7 @@ class FeatureCache:
     def _rows(
         self, training: LocalTraining, client: Client, const: dict[str, Any], samples: Tensor, parts: FrozenParts
     ) -> Rows:
+        """The rows of a client, computed again only if the frozen parts or the samples have changed."""
         if training.rounds == 1:
             return compute_rows(training, client, const, samples, parts.names)
         now = {
@@ -99,9 +100,9 @@ class FeatureCache:
             for name, tensor in client.module.state_dict().items()
             if any(name.startswith(f"{part}.") for part in parts.names)
         }
-        before, of, rows = self._kept.get((client.id, parts), ({}, samples, {}))
+        before, samples_before, rows = self._kept.get((client.id, parts), ({}, samples, {}))
         same = before.keys() == now.keys() and all(torch.equal(before[name], now[name].cpu()) for name in now)
-        if not same or not torch.equal(of, samples):
+        if not same or not torch.equal(samples_before, samples):
             rows = compute_rows(training, client, const, samples, parts.names)
             initial = training.initial
             state = {

@@ -25,7 +25,7 @@ LEAN_TRAINER: dict[str, Any] = {
     "num_sanity_val_steps": 0,
     "limit_val_batches": 0,
 }
-"""Defaults of a client's Trainer: what costs time for every client and belongs to the federation is off."""
+"""Defaults of a client's Trainer: loggers, bars and checkpoints, which belong to the federation, are off."""
 
 
 def fit(
@@ -36,44 +36,49 @@ def fit(
     freezing: Callback,
     **arguments: Any,
 ) -> Trainer:
-    """Fits with a Trainer of its own: one serves one fit, and making it takes a few milliseconds.
+    """Fits with a new Trainer. A Trainer serves one fit; making one takes a few milliseconds.
 
     Args:
-        training: has the Trainer's arguments.
+        training: has the Trainer's arguments and the device.
         module: what to fit.
         batches: training batches.
         validation: validation batches; None for none.
         freezing: the callback that freezes what is not trained.
-        arguments: arguments of the Trainer that take the place of those in ``training``.
+        arguments: arguments of the Trainer that override those in ``training``.
+
+    Returns:
+        The Trainer, after the fit.
     """
-    given = copy.deepcopy(training.trainer) | arguments
-    callbacks = given.pop("callbacks", None) or []
-    callbacks = [freezing, *(callbacks if isinstance(callbacks, list) else [callbacks])]
-    given["devices"] = [training.device.index or 0] if training.device.type == "cuda" else 1
+    settings = copy.deepcopy(training.trainer) | arguments
+    callbacks = [freezing, *_as_list(settings.pop("callbacks", None))]
+    settings["devices"] = [training.device.index or 0] if training.device.type == "cuda" else 1
     with quiet():
-        trainer = Trainer(callbacks=callbacks, **given)
+        trainer = Trainer(callbacks=callbacks, **settings)
         try:
             trainer.fit(module, batches, validation)
         except SystemExit as exit:
             if not trainer.interrupted:
                 raise
-            signal.signal(signal.SIGINT, signal.default_int_handler)  # Lightning ignores it from its exit on
+            signal.signal(signal.SIGINT, signal.default_int_handler)  # Lightning has set it to be ignored
             raise KeyboardInterrupt from exit
     return trainer
 
 
 def client_callbacks(training: LocalTraining) -> Sequence[Callback]:
     """The Lightning callbacks of each client's Trainer."""
-    callbacks = training.trainer.get("callbacks") or []
-    return callbacks if isinstance(callbacks, list) else [callbacks]
+    return _as_list(training.trainer.get("callbacks"))
+
+
+def _as_list(callbacks: Callback | list[Callback] | None) -> list[Callback]:
+    return callbacks if isinstance(callbacks, list) else [callbacks] if callbacks else []
 
 
 @contextmanager
 def one_thread() -> Iterator[None]:
     """Computes with one CPU thread.
 
-    Small models gain little from more and stall when another process holds a core, and results do not depend on the
-    machine's number of cores.
+    Small models gain little from more threads, and stall when another process holds a core. With one thread, results
+    do not depend on the machine's number of cores.
     """
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
@@ -92,9 +97,9 @@ def quiet() -> Iterator[None]:
         logger.setLevel(logging.WARNING)
     try:
         with warnings.catch_warnings():
-            # A client without validation samples is not a mistake.
+            # a client without validation samples is not a mistake
             warnings.filterwarnings("ignore", "You defined a `validation_step` but have no `val_dataloader`")
-            # lightning 2.6 with torch 2.14 and newer; nothing that a user could mend.
+            # lightning 2.6 with torch 2.14 and newer; nothing that a user could fix
             warnings.filterwarnings("ignore", "`isinstance\\(treespec, LeafSpec\\)` is deprecated")
             yield
     finally:

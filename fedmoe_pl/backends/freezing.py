@@ -9,7 +9,15 @@ from fedmoe_pl.backends.training import LocalTraining
 
 
 class Freezing(Callback):
-    """Trains what the algorithm says is trainable in this epoch, and freezes the rest."""
+    """Trains what the algorithm says is trainable in a local epoch, and freezes the rest.
+
+    Modules without a trainable parameter are put into eval mode, unless the algorithm keeps them in train mode.
+
+    Args:
+        training: what all clients of the phase have in common.
+        module: the client's module; parameters that need no gradient already stay frozen.
+        round: the round of the phase, counted from 0.
+    """
 
     def __init__(self, training: LocalTraining, module: LightningModule, round: int) -> None:
         self.training = training
@@ -31,7 +39,7 @@ class Freezing(Callback):
                 submodule.eval()
 
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Freezes."""
+        """Freezes what is not trained in this epoch."""
         self.freeze(trainer.current_epoch)
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:

@@ -1,4 +1,4 @@
-"""Frozen parts of a model whose outputs depend on the sample alone, so that they need to be computed only once."""
+"""Frozen parts of a model whose outputs depend on the sample alone, and so need to be computed only once."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from fedmoe_pl.backends.training import LocalTraining
 
 _BATCH_SIZE = 500
 _TRACED_SAMPLES = 3
-_MOST_BYTES = 4  # of rows, for every byte of the samples: what is kept must not outgrow the data by much
+_MOST_BYTES = 4  # bytes of rows per byte of samples, so that rows do not outgrow the data by much
 
 Rows = dict[str, Tensor]
 """Outputs of frozen submodules by their names, one row per sample."""
@@ -28,11 +28,11 @@ Rows = dict[str, Tensor]
 
 @dataclass(frozen=True)
 class FrozenParts:
-    """Submodules whose outputs can be looked up in place of being computed in every step.
+    """Submodules whose outputs can be looked up in every step rather than computed.
 
     Attributes:
-        names: of the submodules.
-        reads_input: whether anything else reads the samples themselves.
+        names: names of the submodules.
+        reads_input: whether other parts of the model read the samples themselves.
     """
 
     names: tuple[str, ...]
@@ -42,7 +42,7 @@ class FrozenParts:
 def find_frozen_parts(
     training: LocalTraining, client: Client, const: dict[str, Any], samples: Tensor
 ) -> FrozenParts | None:
-    """Finds what a phase trains nothing below and nothing random happens before, by tracing one loss.
+    """Finds the parts by tracing one loss: nothing below them is trained, and nothing random happens before them.
 
     Args:
         training: what all clients of the phase have in common.
@@ -52,25 +52,17 @@ def find_frozen_parts(
 
     Returns:
         The outermost frozen submodules that are called with the samples, or with outputs of such submodules; None if
-        there are none, if it would not pay or if the loss does not come out the same with looked-up outputs.
+        there are none, if looking them up would not pay, or if it would change the loss.
     """
-    module, algorithm = client.module, training.algorithm
+    module = client.module
     samples = samples[:_TRACED_SAMPLES]
     batch = _batch(training, samples)
-    trainable = set(trainable_names(training, module, client.round))
-
-    def loss_and_gradients(x: Tensor) -> list[Tensor]:
-        loss = algorithm.client_loss(module, (x, batch[1]), const)[0]
-        trained = [parameter for name, parameter in module.named_parameters() if name in trainable]
-        gradients = torch.autograd.grad(loss, trained, allow_unused=True)
-        return [loss.detach(), *(gradient for gradient in gradients if gradient is not None)]
-
     with _evaluating(module):
-        run = partial(algorithm.client_loss, module, batch, const)
+        run = partial(training.algorithm.client_loss, module, batch, const)
         names = _called_with_known(module, training.frozen_modules, batch[0], run)
         if not names:
             return None
-        expected = loss_and_gradients(batch[0])
+        expected = _loss_and_gradients(training, client, const, batch)
         try:
             # one by one, because an output that depends on the rest of its batch cannot be looked up
             rows = compute_rows(training, client, const, samples, names, batch_size=1)
@@ -82,12 +74,23 @@ def find_frozen_parts(
             for reads_input in (False, True):
                 x = batch[0] if reads_input else no_input(batch[0], batch[1].shape)
                 try:
-                    found = loss_and_gradients(x)
+                    actual = _loss_and_gradients(training, client, const, (x, batch[1]))
                 except (RuntimeError, IndexError, ValueError, TypeError):
-                    continue  # something needs what is not there
-                if len(found) == len(expected) and all(map(is_close, found, expected)):
+                    continue  # something needs the samples
+                if len(actual) == len(expected) and all(map(is_close, actual, expected)):
                     return FrozenParts(names, reads_input)
     return None
+
+
+def _loss_and_gradients(
+    training: LocalTraining, client: Client, const: dict[str, Any], batch: tuple[Tensor, Tensor]
+) -> list[Tensor]:
+    """The loss of a batch, and its gradients by what is trained and what it depends on."""
+    loss = training.algorithm.client_loss(client.module, batch, const)[0]
+    names = set(trainable_names(training, client.module, client.round))
+    trained = [parameter for name, parameter in client.module.named_parameters() if name in names]
+    gradients = torch.autograd.grad(loss, trained, allow_unused=True)
+    return [loss.detach(), *(gradient for gradient in gradients if gradient is not None)]
 
 
 def compute_rows(
@@ -98,7 +101,7 @@ def compute_rows(
     names: tuple[str, ...],
     batch_size: int = _BATCH_SIZE,
 ) -> Rows:
-    """Outputs of the named submodules for some samples, in their order."""
+    """Outputs of the named submodules for some samples, in the order of the samples."""
     module = client.module
     rows: dict[str, list[Tensor]] = {name: [] for name in names}
 
@@ -117,7 +120,7 @@ def compute_rows(
 
 @contextmanager
 def looked_up(module: nn.Module, names: tuple[str, ...], lookup: Rows) -> Iterator[None]:
-    """Lets the named submodules return what is in ``lookup`` under their name, whatever they are called with."""
+    """While it is open, the named submodules return what ``lookup`` has under their name, whatever their input."""
     parts = [module.get_submodule(name) for name in names]
     for name, part in zip(names, parts, strict=True):
         part.forward = partial(_look_up, lookup, name)
@@ -129,7 +132,7 @@ def looked_up(module: nn.Module, names: tuple[str, ...], lookup: Rows) -> Iterat
 
 
 def no_input(x: Tensor, shape: Sequence[int]) -> Tensor:
-    """Stands for samples that nothing reads: of their type, shape (*shape, 0)."""
+    """An empty tensor that stands for samples that nothing reads: of their type, shape (*shape, 0)."""
     return x.new_empty(*shape, 0)
 
 
@@ -175,7 +178,7 @@ def _batch(training: LocalTraining, samples: Tensor) -> tuple[Tensor, Tensor]:
 
 @contextmanager
 def _evaluating(module: LightningModule) -> Iterator[None]:
-    """Switches off what is random, which would draw from the client's random numbers."""
+    """Puts the module into eval mode while it is open, so that nothing draws from the client's random numbers."""
     modes = {part: part.training for part in module.modules()}
     module.eval()
     try:

@@ -24,19 +24,19 @@ _MODULE_HOOKS = (
 
 
 def changes_loss(algorithm: Algorithm) -> bool:
-    """Whether the algorithm has a local loss of its own, for which the module must have a method ``loss(batch)``."""
+    """Whether the algorithm has its own local loss, for which the module must have a method ``loss(batch)``."""
     return type(algorithm).client_loss is not Algorithm.client_loss
 
 
 def trains_by_loss(algorithm: Algorithm, module: LightningModule) -> bool:
-    """Whether clients train by ``Algorithm.client_loss``, in place of the module's own ``training_step``."""
+    """Whether clients train by ``Algorithm.client_loss`` rather than by the module's ``training_step``."""
     if changes_loss(algorithm):
         return True
     return isinstance(module, MixtureOfExperts) and not overridden_hooks(module)
 
 
 def overridden_hooks(module: LightningModule) -> list[str]:
-    """Hooks of Lightning that a user's module has and that training by ``client_loss`` would not call."""
+    """Lightning hooks that a user's module overrides and that training by ``client_loss`` would not call."""
     base = MixtureOfExperts if isinstance(module, MixtureOfExperts) else LightningModule
     hooks = _MODULE_HOOKS + (("training_step",) if base is MixtureOfExperts else ())
     return [name for name in hooks if getattr(type(module), name) is not getattr(base, name)]

@@ -19,23 +19,17 @@ from fedmoe_pl.backends.hooks import BATCH_HOOKS, trains_by_loss
 from fedmoe_pl.backends.training import LocalTraining
 from fedmoe_pl.data import Batches
 
-# What a lean Trainer honours, or what changes nothing in a step; any other argument must have its default.
+# What a lean Trainer respects, or what changes nothing in a step; any other argument must have its default.
 _LEAN_ARGUMENTS = {
     *("accelerator", "devices", "max_epochs", "precision", "gradient_clip_val", "gradient_clip_algorithm", "callbacks"),
     *("enable_model_summary", "num_sanity_val_steps", "limit_val_batches", "check_val_every_n_epoch"),
-    *(
-        "log_every_n_steps",
-        "deterministic",
-        "benchmark",
-        "inference_mode",
-        "default_root_dir",
-        "enable_autolog_hparams",
-    ),
+    *("log_every_n_steps", "deterministic", "benchmark", "inference_mode", "default_root_dir"),
+    "enable_autolog_hparams",
 }
 
 
 def needs_every_batch(training: LocalTraining) -> str | None:
-    """Why a client's Trainer must see every batch by itself; None if its epochs can run inside one training step."""
+    """Why a client's Trainer must see every batch; None if each local epoch can run inside one training step."""
     defaults = {name: parameter.default for name, parameter in inspect.signature(Trainer).parameters.items()}
     for name, value in training.trainer.items():
         lean = name in _LEAN_ARGUMENTS or value == LEAN_TRAINER.get(name, defaults[name])
@@ -66,7 +60,12 @@ def _unusual_optimizer(configured: Any) -> str | None:
 
 
 def optimizer_and_scheduler(configured: Any) -> tuple[torch.optim.Optimizer | None, LRScheduler | None]:
-    """The optimizer, and the scheduler stepped once an epoch if any; None for what is more than that."""
+    """What ``configure_optimizers`` returned, as an optimizer and a scheduler that is stepped once an epoch.
+
+    Returns:
+        The optimizer, None if there is more than one or more than a plain scheduler; and the scheduler, None if there
+        is none.
+    """
     if isinstance(configured, (list, tuple)) and len(configured) == 1:
         (configured,) = configured
     if isinstance(configured, dict) and set(configured) == {"optimizer"}:
@@ -82,7 +81,7 @@ def optimizer_and_scheduler(configured: Any) -> tuple[torch.optim.Optimizer | No
 
 
 class _OneStep:
-    """A loader of a single item, the batches of an epoch; a list would be taken for a list of loaders."""
+    """A loader of a single item, the batches of an epoch. The Trainer would take a list for a list of loaders."""
 
     def __init__(self, batches: Iterable[Any]) -> None:
         self.batches = batches
@@ -97,7 +96,12 @@ class _OneStep:
 class EpochModule(LightningModule, ABC):
     """Trains a whole epoch in one training step, by manual optimization: a bare loop inside the Trainer.
 
-    A Trainer takes 0.3 ms a step, as much as a step of a small model (DESIGN section 4). Subclasses say what a step is.
+    A Trainer adds 0.3 ms to each training step, as much as a step of a small model takes. Subclasses say what a step
+    of the loop computes.
+
+    Args:
+        clip_val: the Trainer's ``gradient_clip_val``.
+        clip_algorithm: the Trainer's ``gradient_clip_algorithm``.
     """
 
     def __init__(self, clip_val: float | None, clip_algorithm: str | None) -> None:
@@ -108,7 +112,7 @@ class EpochModule(LightningModule, ABC):
 
     @abstractmethod
     def loss(self, batch: Any) -> Tensor:
-        """What is differentiated."""
+        """The loss of a batch, which is differentiated."""
 
     def differentiate(self, loss: Tensor, optimizer: torch.optim.Optimizer) -> None:
         """Leaves the gradients in the optimizer's parameters."""
@@ -127,7 +131,7 @@ class EpochModule(LightningModule, ABC):
         progress = self.trainer.fit_loop.epoch_loop.manual_optimization.optim_step_progress.total
         for batch in batches:
             loss = self.loss(batch)
-            # the ordinary way has left autocast before it goes back, too
+            # automatic optimization, too, leaves autocast before the backward pass
             with torch.autocast(self.device.type, enabled=False) if mixed else nullcontext():
                 self.differentiate(loss, optimizer)
                 if self.clip_val is not None:
@@ -135,7 +139,7 @@ class EpochModule(LightningModule, ABC):
                 optimizer.step()
             progress.completed += 1  # what global_step counts
             if mixed:
-                torch.clear_autocast_cache()  # it holds the parameters in half precision as they were before the step
+                torch.clear_autocast_cache()  # it holds half-precision copies of the parameters before the step
 
     def on_train_epoch_end(self) -> None:
         """Steps the scheduler, which the Trainer leaves to manual optimization."""
@@ -151,6 +155,6 @@ def fit_epochs(
     validation: Batches | None,
     freezing: Callback,
 ) -> Trainer:
-    """Fits with a lean Trainer."""
-    given = {"gradient_clip_val": None, "gradient_clip_algorithm": None}  # manual optimization refuses them
-    return fit(training, module, _OneStep(batches), validation, freezing, **given)
+    """Fits with one training step per epoch; arguments as in :func:`fit`."""
+    no_clipping = {"gradient_clip_val": None, "gradient_clip_algorithm": None}  # manual optimization refuses to clip
+    return fit(training, module, _OneStep(batches), validation, freezing, **no_clipping)

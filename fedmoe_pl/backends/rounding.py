@@ -11,13 +11,16 @@ _NOISE = 100  # roundings of the largest value that a sum of such values may be 
 
 
 def is_close(a: Tensor | None, b: Tensor | None, largest_of_all: float = 0.0) -> bool:
-    """Whether two ways to compute the same differ by rounding only; a GPU may round the factors of a convolution.
+    """Whether two ways to compute the same differ by rounding only.
+
+    A GPU may round the factors of a convolution, so that more is allowed there.
 
     Args:
         a: one result.
         b: the other.
-        largest_of_all: the largest absolute value that was computed with them. Where a sum of such values is zero,
-            all of ``a`` and ``b`` is what rounding left of it, as in the gradient of a bias before a normalization.
+        largest_of_all: the largest absolute value that was computed along with them. Where the exact result is zero,
+            such as the gradient of a bias before a normalization, ``a`` and ``b`` are only what rounding such values
+            has left.
     """
     if a is None or b is None or a.shape != b.shape:
         return a is b
@@ -30,7 +33,7 @@ def is_close(a: Tensor | None, b: Tensor | None, largest_of_all: float = 0.0) ->
 
 
 def largest_value(tensors: Iterable[Tensor | None]) -> float:
-    """The largest finite absolute value of some tensors; 0 where there is none."""
+    """The largest finite absolute value in some tensors; 0 if there is none."""
     values = [tensor.abs().nan_to_num(0, 0).max().item() for tensor in tensors if tensor is not None and tensor.numel()]
     return max(values, default=0.0)
 

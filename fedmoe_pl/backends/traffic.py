@@ -7,7 +7,7 @@ from typing import NamedTuple
 from fedmoe_pl.trees import Tree
 
 WAYS = ("down", "up", "between_clients")
-"""From the server to clients, from clients to the server, and past it."""
+"""From the server to clients, from clients to the server, and from client to client."""
 
 
 class Traffic(NamedTuple):
@@ -15,7 +15,7 @@ class Traffic(NamedTuple):
 
     Attributes:
         parameters: number of values.
-        bytes: their size in the type that they were sent in.
+        bytes: their size, in the type in which they were sent.
 
     Example:
         >>> import torch
@@ -28,11 +28,11 @@ class Traffic(NamedTuple):
 
     @classmethod
     def of(cls, tree: Tree) -> Traffic:
-        """What it takes to send a tree once."""
+        """The traffic of sending a tree once."""
         return cls(sum(tensor.numel() for tensor in tree.values()), sum(tensor.nbytes for tensor in tree.values()))
 
     def __add__(self, other: object) -> Traffic:
-        """Both together."""
+        """The sum of both."""
         if not isinstance(other, Traffic):
             return NotImplemented
         return Traffic(self.parameters + other.parameters, self.bytes + other.bytes)

@@ -20,19 +20,20 @@ from fedmoe_pl.backends.lean import EpochModule, fit_epochs, needs_every_batch
 from fedmoe_pl.backends.training import LocalTraining
 from fedmoe_pl.trees import Tree, copy_module
 
-_MOST_GROUPS = 64  # enough for the last group of a worker not to keep the others waiting
+_MOST_GROUPS = 64  # enough that workers do not wait long for the last group
 
 
 class TrainerBackend(Backend):
     """A ``Trainer`` per client and round.
 
-    Where nothing asks to see every batch (no per-batch callback, accumulation, logger, plugin or ``training_step`` of
-    the user's), a client's epochs run under manual optimization, each in one training step: the same bits in nearly the
-    time of a bare loop. There, the outputs of frozen parts are computed once.
+    A client's local epochs run under manual optimization, each in one training step: the same bits in nearly the time
+    of a bare loop, and the outputs of frozen parts are computed once. Where something must see every batch (a
+    per-batch callback, gradient accumulation, a logger, a plugin or a user's ``training_step``), each batch is a
+    training step.
     """
 
     def plan(self, training: LocalTraining) -> TrainerPlan:
-        """Finds out whether a client's epochs can run in one training step each."""
+        """Finds out whether each local epoch can run in one training step."""
         return TrainerPlan(training, type(self).__name__, needs_every_batch(training) is None)
 
 
@@ -42,7 +43,7 @@ class TrainerPlan(Plan):
     Args:
         training: what all clients of the phase have in common.
         description: what trains the phase, and why, in words for the log.
-        lean: whether a client's epochs run in one training step each.
+        lean: whether each local epoch runs in one training step.
     """
 
     def __init__(self, training: LocalTraining, description: str, lean: bool) -> None:
@@ -51,15 +52,15 @@ class TrainerPlan(Plan):
         self.features = FeatureCache()
 
     def __reduce__(self) -> tuple[type, tuple[LocalTraining, str, bool]]:
-        """Without features, where it is sent to another process."""
+        """Leaves out features when it is sent to another process."""
         return TrainerPlan, (self.training, self.description, self.lean)
 
     def begin(self, training: LocalTraining) -> TrainerPlan:
-        """As lean as was planned, without features yet."""
+        """The same decision, and no features yet."""
         return TrainerPlan(training, self.description, self.lean)
 
     def groups(self, cohort: Sequence[int]) -> list[list[int]]:
-        """Single clients, or as many neighbours as make 64 groups."""
+        """Single clients, or in a large cohort 64 groups of neighbours."""
         size = -(-len(cohort) // _MOST_GROUPS)
         return [list(cohort[start : start + size]) for start in range(0, len(cohort), size)]
 
@@ -108,7 +109,7 @@ def _fit_every_batch(training: LocalTraining, client: Client, const: dict[str, A
     batches = client_batches(training, client, samples)
     trainer = fit(training, module, batches, _validation_batches(training, client), freezing)
     client.steps = trainer.global_step
-    # A Trainer is a web of references that waits for the garbage collector; what is large need not wait with it.
+    # A Trainer's references form cycles, so it waits for the garbage collector; what is large need not wait with it.
     client.module.zero_grad()
     for optimizer in trainer.optimizers:
         optimizer.state.clear()
@@ -117,12 +118,12 @@ def _fit_every_batch(training: LocalTraining, client: Client, const: dict[str, A
 def _validation_batches(training: LocalTraining, client: Client) -> Any:
     samples = training.datamodule.validation_samples[client.id]
     validates = len(samples) and training.trainer["limit_val_batches"]
-    # large ones, as evaluations have: what is logged is the mean over samples
+    # as large as in evaluations, because the logged loss is a mean over samples
     return training.datamodule.batches(samples, batch_size=EVALUATED_AT_ONCE) if validates else None
 
 
 class _ClientLoss(LightningModule):
-    """What both client modules share: the loss as the algorithm sees it; nothing is logged in the training step."""
+    """What both client modules below share: validation by the algorithm's loss, and the user's optimizer."""
 
     module: LightningModule
     algorithm: Algorithm

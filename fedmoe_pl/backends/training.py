@@ -52,14 +52,14 @@ class LocalTraining:
         return self.module.client_architecture(client_id) if isinstance(self.module, MixtureOfExperts) else 0
 
     def by_architecture(self, clients: Sequence[int]) -> list[list[int]]:
-        """The clients, in their order, apart by architecture."""
-        found: dict[int, list[int]] = {}
+        """Groups clients by architecture, in their order."""
+        groups: dict[int, list[int]] = {}
         for client in clients:
-            found.setdefault(self.architecture(client), []).append(client)
-        return list(found.values())
+            groups.setdefault(self.architecture(client), []).append(client)
+        return list(groups.values())
 
     def of(self, client_id: int) -> LocalTraining:
-        """The same for the clients of one architecture: with the parts of the module that they have."""
+        """The same for clients of this client's architecture: its module has only the parts that they have."""
         architecture = self.architecture(client_id)
         if architecture not in self._of_architectures:
             module = copy_module(self.module)
@@ -78,29 +78,32 @@ class LocalTraining:
         return {}
 
     def __getstate__(self) -> dict[str, Any]:
-        """Without what can be computed again."""
+        """Leaves out what can be computed again."""
         return {name: getattr(self, name) for name in (field.name for field in fields(self))}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """Past the frozen attributes."""
+        """Sets the attributes, which a frozen dataclass otherwise refuses."""
         self.__dict__.update(state)
 
     @cached_property
     def trainable(self) -> dict[frozenset[str], tuple[int, int]]:
-        """Every set of parameters that are trained together, by name, and the first (round, epoch) it is trained in."""
+        """Every set of parameters that are trained together, by name, and the first (round, epoch) it is trained in.
+
+        A set is of names; the empty one is left out.
+        """
         names = [name for name, parameter in self.module.named_parameters() if parameter.requires_grad]
-        is_trainable, found = self.algorithm.is_trainable, {}
+        is_trainable, first = self.algorithm.is_trainable, {}
         for round in range(self.rounds):
             for epoch in range(self.max_epochs):
-                found.setdefault(frozenset(name for name in names if is_trainable(name, round, epoch)), (round, epoch))
-        found.pop(frozenset(), None)
-        return found
+                first.setdefault(frozenset(name for name in names if is_trainable(name, round, epoch)), (round, epoch))
+        first.pop(frozenset(), None)
+        return first
 
     @cached_property
     def frozen_modules(self) -> frozenset[str]:
-        """Names of the submodules with parameters of which none is trained, or sent anew, in the whole phase.
+        """Names of the submodules whose parameters all stay the same in the whole phase: neither trained nor received.
 
-        They are in eval mode all the time; none are where the algorithm keeps frozen modules in train mode.
+        They stay in eval mode. Where the algorithm keeps frozen modules in train mode, there are none.
         """
         if self.algorithm.frozen_train_mode:
             return frozenset()

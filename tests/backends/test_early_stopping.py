@@ -7,16 +7,7 @@ from functools import partial
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers import (
-    assert_same_bits,
-    blobs,
-    client_generator,
-    mixture,
-    momentum_sgd,
-    phase,
-    run,
-    tensors,
-)
+from helpers import assert_same_bits, blobs, client_generator, mixture, momentum_sgd, phase, run, tensors
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 
 from fedmoe_pl.algorithms import OptInFedAvg, PersonalizedExpert, SpecialistMixture

@@ -8,10 +8,11 @@ from torch import nn
 from fedmoe_pl.algorithms.algorithm import Update
 from fedmoe_pl.backends import LEAN_TRAINER, LocalTraining, Plan, StackedBackend, TrainerBackend
 from fedmoe_pl.backends.backend import fold
+from fedmoe_pl.models import PersonalizedMoE
 from helpers import Expert
 
-# From 3 to 300 samples: clients of less than a batch, of whole batches, and with a last batch of one sample.
-UNEQUAL = (3, 300, 57, 11, 80, 81, 79, 10)
+# From 3 to 100 samples, in batches of 10: less than a batch, whole batches, and a last batch of one sample.
+UNEQUAL = (3, 100, 37, 11, 40, 41, 39, 10)
 FEW = (3, 25, 11, 20)
 
 
@@ -19,6 +20,18 @@ class WithBatchNorm(Expert):
     def __init__(self):
         super().__init__()
         self.extractor = nn.Sequential(nn.Linear(5, 6), nn.BatchNorm1d(6), nn.Tanh())
+
+
+class TwoGroups(PersonalizedMoE):
+    """Two parameter groups with learning rates, momenta and decays of their own, and a schedule."""
+
+    def configure_optimizers(self):
+        groups = [
+            {"params": [*self.global_expert.parameters()], "lr": 0.1, "momentum": 0.9},
+            {"params": [*self.local_expert.parameters(), *self.gate.parameters()], "weight_decay": 0.1},
+        ]
+        optimizer = torch.optim.SGD(groups, lr=0.05)
+        return {"optimizer": optimizer, "lr_scheduler": torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)}
 
 
 def local_training(module, algorithm, datamodule, max_epochs=2, rounds=1, **trainer) -> LocalTraining:

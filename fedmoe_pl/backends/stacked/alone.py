@@ -1,4 +1,4 @@
-"""What one client of a stack computes without stacking, which stacking must not change."""
+"""Loss and gradients of one client without stacking, which stacking must not change."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def plain_gradients(
 
     Args:
         training: what all clients of the phase have in common.
-        module: is given the client's tensors; on the device of the share.
+        module: the client's tensors are loaded into it; on the device of the share.
         member: the client.
         share: a share of this client alone.
         names: the parameters to differentiate by.
@@ -59,7 +59,7 @@ def ignores_padding(
     half = share.y.shape[1] // 2
     if has_batch_norm(module) or not half:
         return False
-    # On a CPU, because a label of -100 that a loss uses as an index would end all work on a GPU.
+    # on a CPU, because a GPU is unusable after a loss that has used the label -100 as an index
     module.cpu()
     try:
         fewer = share.cut(half, unlabelled=0).cpu()

@@ -25,17 +25,16 @@ from fedmoe_pl.trees import Tree, copy_module, load_tree
 class StackedBackend(Backend):
     """Trains many clients at once in one ``Trainer``.
 
-    Their parameters are stacked along a client axis, the pure loss is mapped over them, and the clients' own optimizer
-    steps the stacked parameters, element by element, as it would step each client's. What is frozen and the same for
-    all clients is not stacked.
+    Their parameters are stacked along a client axis and the pure loss is mapped over them. The model's own optimizer
+    steps the stacked parameters; because it works element by element, each client gets the steps that it would get
+    alone. What is frozen and the same for all clients is not stacked.
 
     Args:
-        clients_per_stack: how many clients are trained at once; None takes what a quarter of the memory holds, at most
-            32 on a CPU, fewer where their parameters would outgrow its cache, and 256 on a GPU.
+        clients_per_stack: how many clients are trained at once. None takes as many as a quarter of the memory holds:
+            on a CPU at most 32, fewer if their parameters would outgrow its cache; on a GPU at most 256.
 
     Raises:
-        MisconfigurationException: if ``clients_per_stack`` is below 1; before any training, with the reason, if the
-            clients of a phase cannot be stacked with the result of a ``Trainer`` per client.
+        MisconfigurationException: if ``clients_per_stack`` is below 1.
     """
 
     def __init__(self, clients_per_stack: int | None = None) -> None:
@@ -46,7 +45,11 @@ class StackedBackend(Backend):
         self.clients_per_stack = clients_per_stack
 
     def plan(self, training: LocalTraining) -> StackedPlan:
-        """Stacks as many clients as was asked for, or as memory holds."""
+        """Tries to stack the phase's clients.
+
+        Raises:
+            MisconfigurationException: if stacked clients would not get the result of a ``Trainer`` per client.
+        """
         trial = try_to_stack(training)
         if isinstance(trial, str):
             raise MisconfigurationException(f"StackedBackend cannot stack the clients: {trial}; TrainerBackend can.")
@@ -68,11 +71,11 @@ class StackedPlan(Plan):
         self.features = FeatureCache()
 
     def __reduce__(self) -> tuple[type, tuple[LocalTraining, str, int]]:
-        """Without features, where it is sent to another process."""
+        """Leaves out features when it is sent to another process."""
         return StackedPlan, (self.training, self.description, self.clients_per_stack)
 
     def begin(self, training: LocalTraining) -> StackedPlan:
-        """With as many clients per stack as was planned, without features yet."""
+        """The same number of clients per stack, and no features yet."""
         return StackedPlan(training, self.description, self.clients_per_stack)
 
     def groups(self, cohort: Sequence[int]) -> list[list[int]]:
@@ -102,7 +105,7 @@ class StackedPlan(Plan):
 
 
 def _fit(training: LocalTraining, module: LightningModule, members: list[Member], round: int) -> None:
-    """Trains the members in one Trainer, and puts the result into their states."""
+    """Trains the members in one Trainer; their states get the result."""
     stack = Stack(training, module, members, round)
     batches = StackedBatches(stack.data, stack.members, stack.pads)
     with stack.looking_up():

@@ -134,7 +134,7 @@ class StackedBatches:
 
     def _epoch(self) -> Iterator[list[Share]]:
         data = self.data
-        # padded with a client's own sample
+        # padded with the first sample of the same client
         places = data.first[:, None].repeat(1, data.steps[0] * data.batch_size)
         for member, first, row in zip(self.members, data.first, places, strict=True):
             order = member.batches.order()
@@ -147,7 +147,7 @@ class StackedBatches:
             ]
 
     def _augmented_epoch(self) -> Iterator[list[Share]]:
-        """The same from the members' own batches, each augmented by its own generator."""
+        """The same from the batches of each member, which are augmented by the member's own generator."""
         iterators = [iter(member.batches) for member in self.members]
         for step in range(self.data.steps[0]):
             batches = [next(iterators[client]) for client in range(int((self.data.sizes[:, step] > 0).sum()))]
@@ -164,7 +164,7 @@ class StackedBatches:
 
 
 def _stacked_share(batches: list[tuple[Tensor, Tensor]], clients: slice | Tensor, size: int) -> Share:
-    """Batches of some clients as one share, shorter ones padded with samples that have no label."""
+    """Batches of some clients as one share; shorter ones are padded with samples that have no label."""
     chosen = batches[clients] if isinstance(clients, slice) else [batches[client] for client in clients]
     padded = [_padded_batch(x, y, size) for x, y in chosen]
     return Share(clients, torch.stack([x for x, _ in padded]), torch.stack([y for _, y in padded]), {})

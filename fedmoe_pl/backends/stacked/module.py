@@ -18,8 +18,8 @@ from fedmoe_pl.trees import Tree
 class StackedModule(EpochModule):
     """A stack as a LightningModule, whose optimizer steps the stacked parameters.
 
-    Clients that make as many steps an epoch as each other are neighbours, and share a parameter: a view of their part
-    of the stacked one, because an optimizer counts the steps of each parameter.
+    An optimizer counts the steps of each parameter. So clients with equal numbers of steps an epoch, which are
+    neighbours, share parameters of their own: views of their part of the stacked ones.
 
     Args:
         stack: the clients' tensors and losses.
@@ -39,7 +39,7 @@ class StackedModule(EpochModule):
         ]
 
     def configure_optimizers(self) -> Any:
-        """The client's own optimizer, with views of the stacked parameters in place of the client's."""
+        """The optimizer of the client's module, with views of the stacked parameters in place of the module's."""
         configured = self.module.configure_optimizers()
         optimizer, _ = optimizer_and_scheduler(configured)
         assert optimizer is not None, "try_to_stack has refused it"
@@ -50,7 +50,7 @@ class StackedModule(EpochModule):
         return configured
 
     def on_train_epoch_start(self) -> None:
-        """Called after ``Freezing``."""
+        """Looks at what is trained in this epoch; ``Freezing`` has been called before."""
         skip_idle_dropout(self.module)
         parameters = dict(self.module.named_parameters())
         self.names = [name for name in self.stack.trained if parameters[name].requires_grad]
@@ -62,7 +62,7 @@ class StackedModule(EpochModule):
         return torch.stack([losses.sum() for losses, _ in of_shares]).sum()
 
     def differentiate(self, loss: Tensor, optimizer: torch.optim.Optimizer) -> None:
-        """Gives every run of clients with a batch its gradients, and the others none, so that they are not stepped."""
+        """Gives gradients to the clients that have a batch, and none to the others, so that they are not stepped."""
         gradients = iter(torch.autograd.grad(loss, [leaf for _, leaves in self.leaves for leaf in leaves.values()]))
         of_shares = [(share.clients, {name: next(gradients) for name in leaves}) for share, leaves in self.leaves]
         if any(group.get("fused") for group in optimizer.param_groups):
@@ -76,7 +76,7 @@ class StackedModule(EpochModule):
                 parameter.grad = self.gradients[name][run] if has_batch else None
 
     def clip(self, optimizer: torch.optim.Optimizer) -> None:
-        """Clips every client's gradients by themselves, as ``torch.nn.utils`` does."""
+        """Clips each client's gradients by the client's own norm, as ``torch.nn.utils`` does."""
         if not self.clip_val or self.clip_val < 0:
             return
         if str(self.clip_algorithm).lower().endswith("value"):  # Lightning takes any case, and its enumeration
@@ -102,7 +102,7 @@ def _in_one(of_shares: list[tuple[slice | Tensor, Tree]], active: int) -> Tree:
 
 
 def _runs_of_equal_steps(steps: Sequence[int]) -> Iterator[slice]:
-    """Neighbours that make as many steps an epoch as each other, and so can share an optimizer's count of them."""
+    """Neighbours with equal numbers of steps an epoch, as slices."""
     start = 0
     for client in range(1, len(steps) + 1):
         if client == len(steps) or steps[client] != steps[start]:
@@ -111,7 +111,7 @@ def _runs_of_equal_steps(steps: Sequence[int]) -> Iterator[slice]:
 
 
 def skip_idle_dropout(module: nn.Module) -> None:
-    """Puts dropout that drops nothing into eval mode, because vmap takes every call of it for a random one."""
+    """Puts dropout of probability 0 into eval mode, because vmap counts every call of dropout as random."""
     for part in module.modules():
         if isinstance(part, _DropoutNd) and part.p == 0:
             part.eval()

@@ -30,12 +30,12 @@ _ELEMENTWISE = {
     *(torch.optim.RMSprop, torch.optim.Adagrad, torch.optim.Adadelta, torch.optim.ASGD, torch.optim.Rprop),
 }
 _MOST_ON_CPU, _MOST_ON_GPU = 32, 256
-_CPU_CACHE = 8 * 2**20  # bytes of stacked parameters, beyond which a CPU waits for its memory
+_CPU_CACHE = 8 * 2**20  # bytes; with more stacked parameters, a CPU waits for its memory
 
 
 @dataclass(frozen=True)
 class Trial:
-    """What a stacked step of two clients told.
+    """What a stacked step of two clients has shown.
 
     Attributes:
         clients_per_stack: how many clients a quarter of the memory holds.
@@ -50,7 +50,7 @@ def try_to_stack(training: LocalTraining) -> Trial | str:
     """Computes one step of two clients of every architecture both ways.
 
     Returns:
-        What it told, or why the phase's clients cannot be stacked.
+        What it has shown, or why the phase's clients cannot be stacked.
     """
     trials = []
     for clients in training.by_architecture(range(training.datamodule.num_clients)):
@@ -64,7 +64,7 @@ def try_to_stack(training: LocalTraining) -> Trial | str:
 
 
 def _why_not(training: LocalTraining) -> str | None:
-    """Why clients cannot be stacked whatever a trial would tell; None if nothing is against it."""
+    """Why clients cannot be stacked, as far as can be seen without a trial; None if a trial has to show it."""
     reason = needs_every_batch(training)
     if reason or training.trainer.get("callbacks"):
         return reason or "trainer.callbacks belong to a client each"
@@ -78,7 +78,7 @@ def _why_not(training: LocalTraining) -> str | None:
 
 
 def _try_architecture(training: LocalTraining, clients: Sequence[int]) -> Trial | str:
-    """Tries every set of parameters that are trained together."""
+    """Tries, for two clients of one architecture, every set of parameters that are trained together."""
     trials = [Trial(_most_clients(training.device), convolves=False)]
     try:
         for round, epoch in training.trainable.values():
@@ -89,7 +89,7 @@ def _try_architecture(training: LocalTraining, clients: Sequence[int]) -> Trial 
                 stack = Stack(training, module, group, round)
                 Freezing(training, module, round).freeze(epoch)
                 trials.append(_try_stack(stack))
-    except Exception as error:  # whatever a model, an algorithm or PyTorch raises, a Trainer per client may not
+    except Exception as error:  # of the model, the algorithm or PyTorch; training without stacking may still work
         reason = f"{type(error).__name__}: {error}".splitlines()[0].rstrip(".")
         if "randomness" in reason:
             return "something random, such as dropout, would draw other numbers than in a Trainer per client"
@@ -106,7 +106,7 @@ class _Different(Exception):
 
 
 class _NoTrainer:
-    """Stands for the Trainer of a module that is tried: its steps are not those of a client in a stack."""
+    """Stands for the Trainer of a module in a trial, whose step count and the like differ from those of a client."""
 
     current_epoch = 0
 
@@ -166,7 +166,7 @@ def _try_member(stack: Stack, client: int, names: Sequence[str], saved: list[int
 
 @contextmanager
 def _convolutions(module: LightningModule) -> Iterator[list[nn.Module]]:
-    """Yields a list that gets each convolution of the module that is called while it is open."""
+    """Yields a list that each convolution of the module is added to when it is called."""
     called: list[nn.Module] = []
     hooks = [
         part.register_forward_pre_hook(lambda part, arguments: called.append(part))
@@ -185,7 +185,7 @@ def _most_clients(device: torch.device) -> int:
 
 
 def _memory(device: torch.device) -> int:
-    """Bytes of the device, not those that happen to be free, so that a run that goes on makes the same stacks."""
+    """Bytes of all the device's memory, not of what is free now, so that a resumed run makes the same stacks."""
     if device.type == "cuda":
         return torch.cuda.get_device_properties(device).total_memory
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")

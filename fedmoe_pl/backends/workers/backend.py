@@ -18,20 +18,20 @@ from fedmoe_pl.backends.workers.worker import PhaseMessage
 from fedmoe_pl.data import FederatedDataModule
 from fedmoe_pl.trees import Tree
 
-_TRIES = 3  # one death may be another process's fault, three of the same clients are not
-_AHEAD = 8  # updates per worker that may wait for an earlier one, which bounds the memory that they take
+_TRIES = 3  # another process may cause one death, but hardly three over the same clients
+_AHEAD = 8  # how many updates per worker may wait for an earlier one, which bounds their memory
 
 
 class WorkerDied(Exception):
-    """The process of a worker has ended before it answered; its message says how."""
+    """The process of a worker has ended before it answered; the message says how."""
 
 
 class RemoteWorker(ABC):
     """The driver's end of a worker.
 
     Attributes:
-        plan: the plan of the phase that the worker was sent last.
-        server: the server's state that it was sent last, pickled.
+        plan: the plan that was sent to the worker last.
+        server: the server's state that was sent to it last, pickled.
     """
 
     plan: Plan | None = None
@@ -43,10 +43,10 @@ class RemoteWorker(ABC):
 
     @abstractmethod
     def result(self, future: Future[Any]) -> bytes:
-        """What the finished call has returned.
+        """The result of a finished call.
 
         Raises:
-            WorkerDied: if the process has ended; what the call itself has raised is raised as it is.
+            WorkerDied: if the process has ended. What the call has raised is raised unchanged.
         """
 
     @abstractmethod
@@ -57,9 +57,9 @@ class RemoteWorker(ABC):
 class WorkersBackend(Backend):
     """Hands groups of clients out to workers, largest first, and yields their updates in order.
 
-    Groups and their order are those of training in one process, and so are the bits of the result, whatever the number
-    of workers and whoever answers first. Workers are sent only what they lack: the phase, the server's state, and what
-    the group's clients have kept. They hold nothing else, so that one that dies is replaced and its group is trained
+    Groups and their order are those of training in one process. So are the bits of the result, whatever the number of
+    workers and whichever answers first. Workers are sent only what they lack: the phase, the server's state, and what
+    the group's clients have kept. They hold nothing else, so a worker that dies is replaced and its group is trained
     again.
 
     Args:
@@ -80,7 +80,7 @@ class WorkersBackend(Backend):
 
     @abstractmethod
     def replacement(self, worker: RemoteWorker) -> RemoteWorker:
-        """Starts a worker in the place of one that died."""
+        """Starts a worker that replaces one that died."""
 
     def plan(self, training: LocalTraining) -> Plan:
         """The plan of the workers' backend, whose groups are handed out."""
@@ -95,13 +95,13 @@ class WorkersBackend(Backend):
         Args:
             plan: how each worker trains its groups.
             server: the server's state.
-            groups: the groups, in the order in which they are yielded.
-            kept: what clients kept from earlier rounds.
+            groups: the groups, in the order in which their updates are yielded.
+            kept: what clients kept from earlier rounds, by client.
             round: the round of the phase, counted from 0.
 
         Raises:
-            MisconfigurationException: if something cannot be sent to a worker process, or if a group ends its worker
-                every time; what training itself raises is raised as it is.
+            MisconfigurationException: if something cannot be sent to a worker process, or if its worker dies three
+                times over one group. What training raises is raised unchanged.
         """
         if not groups:
             return
@@ -111,7 +111,7 @@ class WorkersBackend(Backend):
         try:
             yield from handed_out.updates()
         finally:
-            if handed_out.busy:  # after an exception nobody waits for these
+            if handed_out.busy:  # after an exception, nobody waits for their answers
                 self.close()
 
     def replace(self, worker: RemoteWorker) -> RemoteWorker:
@@ -128,7 +128,7 @@ class WorkersBackend(Backend):
         self.workers = []
 
     def __getstate__(self) -> dict[str, Any]:
-        """Without the workers, where a configuration that holds this backend is copied or sent to one of them."""
+        """Leaves out the workers when a configuration that holds this backend is copied, or sent to one of them."""
         return {**vars(self), "workers": []}
 
 
@@ -147,7 +147,7 @@ class WorkersPlan(Plan):
         self.plan = plan
 
     def begin(self, training: LocalTraining) -> WorkersPlan:
-        """The same with the other plan begun."""
+        """Begins the other plan."""
         return WorkersPlan(self.backend, self.plan.begin(training), self.description)
 
     def groups(self, cohort: Sequence[int]) -> list[list[int]]:
@@ -159,12 +159,12 @@ class WorkersPlan(Plan):
         return self.plan.train_group(server, clients, kept, round)
 
     def train(self, server: Tree, cohort: Sequence[int], kept: Mapping[int, Tree], round: int) -> Iterator[GroupUpdate]:
-        """As :meth:`Plan.train`, in the workers; raises what :meth:`WorkersBackend.hand_out` raises."""
+        """Trains the cohort in the workers; see :meth:`WorkersBackend.hand_out`."""
         yield from self.backend.hand_out(self.plan, server, self.groups(cohort), kept, round)
 
 
 def group_size(training: LocalTraining, clients: Sequence[int]) -> int:
-    """Training samples of a group: a measure of how long it takes."""
+    """Number of training samples of a group: a measure of how long it takes."""
     return sum(len(training.datamodule.train_samples[client]) for client in clients)
 
 
@@ -172,15 +172,21 @@ def _dead(clients: Sequence[int], death: WorkerDied) -> str:
     some = ", ".join(map(str, clients[:5])) + (", ..." if len(clients) > 5 else "")
     return (
         f"The worker process that trains client {some} has ended {_TRIES} times ({death}), probably for lack of "
-        "memory; use fewer workers (trainer.devices), or smaller batches or models."
+        "memory; use fewer workers, or smaller batches or models."
     )
 
 
 class _HandedOut:
-    """The groups of a round in the workers' hands.
+    """The groups of a round that are handed out.
+
+    A group is known by its index, the workers by their ends in this process.
 
     Attributes:
-        busy: the worker and the group's place of every call that is under way.
+        waiting: the groups that no worker has, in the order in which they are handed out.
+        idle: workers without a group.
+        busy: worker and group of every call that is under way.
+        done: pickled updates that wait for those of earlier groups.
+        deaths: how many workers have died over each group.
     """
 
     def __init__(
@@ -202,7 +208,7 @@ class _HandedOut:
         self.deaths: Counter[int] = Counter()
 
     def updates(self) -> Iterator[GroupUpdate]:
-        """The groups' updates in order."""
+        """Yields the groups' updates in order."""
         ready = 0
         while ready < len(self.groups):
             self._send_some(ready)
@@ -214,7 +220,7 @@ class _HandedOut:
                     self._take(future)
 
     def _send_some(self, ready: int) -> None:
-        """Gives every idle worker the largest group that is not too far ahead of the first one that is missing."""
+        """Gives idle workers the largest groups that are not too far ahead of the first missing one, ``ready``."""
         within = [index for index in self.waiting if index < ready + _AHEAD * len(self.backend.workers)]
         for index, worker in zip(within, list(self.idle), strict=False):
             self.idle.remove(worker)
@@ -236,7 +242,7 @@ class _HandedOut:
 
 
 class _Sender:
-    """Sends a round's groups; everything is pickled once, and only where a worker lacks it."""
+    """Sends a round's groups; phase and server's state are pickled once, and sent to workers that lack them."""
 
     def __init__(self, plan: Plan, server: Tree, kept: Mapping[int, Tree], round: int) -> None:
         self.plan = plan

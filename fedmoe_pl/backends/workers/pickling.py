@@ -36,9 +36,10 @@ def sendable(what: str, pickle_it: Callable[[], Any]) -> Any:
 
 
 class _Pickler(cloudpickle.Pickler):
-    """Pickles by value, with classes of ``__main__`` and lambdas, and leaves out what the worker has or cannot use.
+    """Pickles by value, with classes of ``__main__`` and lambdas; leaves out what the worker has or cannot use.
 
-    Optimizer factories of LightningCLI hold the CLI, and with it everything that was configured.
+    It leaves out the data module, and the CLI, which optimizer factories of LightningCLI hold and which holds
+    everything that was configured.
     """
 
     def __init__(
@@ -56,7 +57,7 @@ class _Pickler(cloudpickle.Pickler):
         return "cli" if isinstance(obj, LightningCLI) else None
 
     def reducer_override(self, obj: Any) -> Any:
-        # As an array, because a tensor that is a view is pickled with all that it is a view of.
+        # as an array, because a view of a tensor would be pickled with the whole tensor
         if type(obj) is Tensor and obj.device.type == "cpu" and not obj.requires_grad and obj.dtype in _NUMPY_DTYPES:
             return _from_numpy, (obj.numpy(),)
         return super().reducer_override(obj)
@@ -90,8 +91,8 @@ def dumps(
 
     Args:
         obj: the object.
-        datamodule: what is left out, because the worker has it.
-        buffer_callback: takes the large arrays, which are then left out, too.
+        datamodule: left out, because the worker has it.
+        buffer_callback: takes large arrays, which are then left out, too.
     """
     file = io.BytesIO()
     _Pickler(file, datamodule, buffer_callback).dump(obj)
@@ -99,7 +100,13 @@ def dumps(
 
 
 def loads(pickled: bytes, datamodule: FederatedDataModule | None = None, buffers: Sequence[Any] | None = None) -> Any:
-    """The object that was pickled; arguments as in :func:`dumps`."""
+    """Unpickles an object.
+
+    Args:
+        pickled: what :func:`dumps` returned.
+        datamodule: the data module in this process.
+        buffers: the large arrays, if they were left out.
+    """
     return _Unpickler(pickled, datamodule, buffers).load()
 
 

@@ -26,9 +26,9 @@ from fedmoe_pl.backends.workers.worker import WORKER_ENVIRONMENT, Worker
 from fedmoe_pl.data import FederatedDataModule
 from fedmoe_pl.trees import Tree
 
-# loky replaces a process that has grown by 300 MB since its first call, and what was sent to it would be lost.
+# loky would replace a process that has grown by 300 MB since its first call, and lose what was sent to it
 _ENVIRONMENT = {**WORKER_ENVIRONMENT, "LOKY_MAX_MEMORY_LEAK_SIZE": "1e18"}
-_WORTH_STARTING = 10.0  # seconds to gain; starting takes half of them, and the estimate is a rough one
+_WORTH_STARTING = 10.0  # seconds to gain; starting takes about half of them, and the estimate is rough
 
 
 class PoolBackend(WorkersBackend):
@@ -36,9 +36,9 @@ class PoolBackend(WorkersBackend):
 
     Args:
         backend: how each of them trains its groups.
-        devices: the device of each; on a CPU the same several times.
-        lazy: whether training begins in this process, and the others start where they are going to shorten the phase by
-            ten seconds or more, at the pace measured so far; the result has the same bits.
+        devices: the device of each process; on a CPU the same device several times.
+        lazy: whether training begins in this process. The others start once they are expected, at the pace measured so
+            far, to shorten the phase by ten seconds or more. The result has the same bits.
     """
 
     def __init__(self, backend: Backend, devices: Sequence[torch.device], lazy: bool = False) -> None:
@@ -54,7 +54,7 @@ class PoolBackend(WorkersBackend):
         return PoolPlan(self, plan, f"{plan.description}, in up to {len(self.devices)} processes")
 
     def starts(self, datamodule: FederatedDataModule) -> bool:
-        """Starts all workers, or warns, once, that they cannot be started; returns whether they are there."""
+        """Starts all workers unless they run, and returns whether they run; warns once if they cannot be started."""
         if not self.workers and not self._alone:
             try:
                 self.workers = self.start(datamodule)
@@ -65,7 +65,7 @@ class PoolBackend(WorkersBackend):
 
     def start(self, datamodule: FederatedDataModule) -> list[RemoteWorker]:
         """Writes the data to a file that all workers map, and starts them."""
-        # A file without a name goes with this process, however it ends.
+        # a file without a name is deleted when this process ends, however it ends
         self._data = data = tempfile.TemporaryFile()
         try:
             sendable("the data module", lambda: torch.save(datamodule, data, pickle_module=cloudpickle))
@@ -76,7 +76,7 @@ class PoolBackend(WorkersBackend):
         return [self._worker(device) for device in self.devices]
 
     def replacement(self, worker: RemoteWorker) -> RemoteWorker:
-        """On the same device."""
+        """Starts a process on the device of the one that died."""
         assert isinstance(worker, _Process)
         return self._worker(worker.device)
 
@@ -93,12 +93,12 @@ class PoolBackend(WorkersBackend):
         self._alone = False
 
     def __getstate__(self) -> dict[str, Any]:
-        """Without what belongs to this process."""
+        """Leaves out what belongs to this process."""
         return {**super().__getstate__(), "_data": None}
 
 
 class PoolPlan(Plan):
-    """Hands out the groups of another plan, from the moment on where that is worth starting processes.
+    """Hands out the groups of another plan as soon as it is worth starting processes.
 
     Args:
         backend: has the processes, and says whether they start late.
@@ -113,7 +113,7 @@ class PoolPlan(Plan):
         self.paces: list[float] = []  # seconds per training sample, of the groups trained in this process
 
     def begin(self, training: LocalTraining) -> PoolPlan:
-        """The same with the other plan begun."""
+        """Begins the other plan."""
         return PoolPlan(self.backend, self.plan.begin(training), self.description)
 
     def groups(self, cohort: Sequence[int]) -> list[list[int]]:
@@ -128,11 +128,7 @@ class PoolPlan(Plan):
         return update
 
     def train(self, server: Tree, cohort: Sequence[int], kept: Mapping[int, Tree], round: int) -> Iterator[GroupUpdate]:
-        """Trains in this process first, and the rest in the others where that is worth it.
-
-        Raises:
-            MisconfigurationException: as :meth:`WorkersBackend.hand_out`.
-        """
+        """Trains groups in this process until others take over; see :meth:`WorkersBackend.hand_out`."""
         groups = self.groups(cohort)
         begun = 0
         while begun < len(groups) and not self._hands_out(groups, begun, round):
@@ -141,13 +137,13 @@ class PoolPlan(Plan):
         yield from self.backend.hand_out(self.plan, server, groups[begun:], kept, round)
 
     def _hands_out(self, groups: Sequence[Sequence[int]], begun: int, round: int) -> bool:
-        """Whether the processes train from here on; starts them where that is decided now."""
+        """Whether the other processes train the remaining groups; starts them if that is decided now."""
         training, backend = self.training, self.backend
         if len(groups) == 1 and training.device.type == "cpu":
-            return False  # there is nothing to share
+            return False  # there is nothing to divide
         if backend.workers or not backend.lazy:
             return True
-        if len(self.paces) < 2:  # the first group also pays for what is done once
+        if len(self.paces) < 2:  # the first group takes longer, because some things are done once
             return False
         remaining = sum(group_size(training, clients) for clients in groups[begun:])
         remaining += (training.rounds - round - 1) * sum(group_size(training, clients) for clients in groups)
@@ -156,16 +152,16 @@ class PoolPlan(Plan):
 
 
 class _Process(RemoteWorker):
-    """A process started by loky: a fresh interpreter, which needs no guard in the user's script."""
+    """A process started by loky: a new interpreter, so that the user's script needs no ``__main__`` guard."""
 
     def __init__(self, data: str, device: torch.device) -> None:
         self.data = data
         self.device = device
         self.executor = loky.ProcessPoolExecutor(1, env=_ENVIRONMENT, initializer=_end_with, initargs=(os.getpid(),))
-        # Ctrl-C is for the driver, which ends its workers; a process started while the signal is blocked never gets it.
+        # Ctrl-C is for the driver, which ends its workers; a process that starts while it is blocked never gets it
         mask = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
         try:
-            self.executor.submit(os.getpid)  # imports what it will need while others start
+            self.executor.submit(os.getpid)  # it imports what it needs while others start
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, mask)
 

@@ -21,11 +21,11 @@ from fedmoe_pl.backends.workers.pickling import dumps, loads, sendable
 from fedmoe_pl.backends.workers.worker import WORKER_ENVIRONMENT, Worker
 from fedmoe_pl.data import FederatedDataModule
 
-_SECONDS_TO_CONNECT = 5.0  # Ray itself tries for five minutes, and then ends the process
+_SECONDS_TO_CONNECT = 5.0  # Ray itself tries for five minutes and then ends the process
 
 
 def _ray() -> Any:
-    """Ray, which takes a second to import, and is an extra."""
+    """Ray, which is an optional dependency and takes a second to import."""
     try:
         import ray  # pyright: ignore[reportMissingImports]
     except ImportError as error:
@@ -36,7 +36,7 @@ def _ray() -> Any:
 class RayBackend(WorkersBackend):
     """One process per GPU of a Ray cluster, or per CPU where it has no GPU.
 
-    Results have the bits of training in one process where all machines have the same kind of processor.
+    Results have the same bits as training in one process if all machines have the same kind of processor.
 
     Args:
         address: of the cluster, as ``host:port`` or ``auto``; None starts Ray on this machine.
@@ -64,7 +64,7 @@ class RayBackend(WorkersBackend):
         """Connects to the cluster, or starts one.
 
         Raises:
-            MisconfigurationException: with one sentence, if there is none or if it has too few devices.
+            MisconfigurationException: if there is none, or if it has too few devices.
         """
         ray = _ray()
         if not ray.is_initialized():
@@ -99,7 +99,7 @@ class RayBackend(WorkersBackend):
         return WorkersPlan(self, plan, f"{plan.description}, in workers of Ray")
 
     def start(self, datamodule: FederatedDataModule) -> list[RemoteWorker]:
-        """Puts the data into the cluster's object store, where the workers of a machine share them."""
+        """Puts the data into the cluster's object store, which the workers of a machine share, and starts them."""
         self.open()
         buffers: list[np.ndarray] = []
         pickled = sendable("the data module", lambda: dumps(datamodule, buffer_callback=_append_to(buffers)))
@@ -107,7 +107,7 @@ class RayBackend(WorkersBackend):
         return [self._worker() for _ in range(self._size)]
 
     def replacement(self, worker: RemoteWorker) -> RemoteWorker:
-        """Wherever Ray finds a free device."""
+        """Starts a worker wherever Ray finds a free device."""
         return self._worker()
 
     def _worker(self) -> _Actor:
@@ -123,12 +123,12 @@ class RayBackend(WorkersBackend):
         self._connected = False
 
     def __getstate__(self) -> dict[str, Any]:
-        """Without what belongs to this process."""
+        """Leaves out what belongs to this process."""
         return {**super().__getstate__(), "_data": None, "_connected": False}
 
 
 def _append_to(buffers: list[np.ndarray]) -> Any:
-    # Ray shares arrays between processes, and nothing else.
+    # Ray shares only arrays between processes
     return lambda buffer: buffers.append(np.frombuffer(buffer.raw(), np.uint8))
 
 
@@ -158,7 +158,7 @@ class _Actor(RemoteWorker):
 
 
 class _RayWorker:
-    """Makes the worker from what is in the object store."""
+    """Makes a worker from what is in the object store."""
 
     def __init__(self, data: tuple[list[str], bytes, Sequence[np.ndarray]], device: torch.device) -> None:
         paths, pickled, buffers = data

@@ -22,14 +22,14 @@ WORKER_ENVIRONMENT = {
     "MALLOC_TRIM_THRESHOLD_": "1073741824",
     "MALLOC_TOP_PAD_": "67108864",
 }
-"""Environment of a worker process, which libraries read when they are loaded."""
+"""Environment of a worker process; libraries read it when they are loaded."""
 
 _CUDNN = ("allow_tf32", "benchmark", "deterministic")
 
 
 @dataclass(frozen=True)
 class PhaseMessage:
-    """What a worker needs to know of a phase, with the settings of the driver's process that change results."""
+    """What a worker is told of a phase: the plan, and the settings of the driver's process that change results."""
 
     plan: Plan
     default_dtype: torch.dtype = field(default_factory=torch.get_default_dtype)
@@ -50,26 +50,26 @@ class PhaseMessage:
 
 
 class Worker:
-    """What lives in a worker process.
+    """Trains groups in a worker process.
 
     Args:
         datamodule: who holds which data.
-        device: where it trains.
+        device: where it trains, unless the phase trains on the CPU.
     """
 
     def __init__(self, datamodule: FederatedDataModule, device: torch.device) -> None:
         self.datamodule = data_on(datamodule, device)
         self.device = device
-        # loky collects garbage after every call, and looking through all that was imported took 20 percent of a round
+        # loky collects garbage after every call; with everything that was imported, that took 20 percent of a round
         gc.freeze()
 
     def train_group(self, phase: bytes | None, server: bytes | None, group: bytes) -> bytes:
         """Trains a group and folds its updates.
 
         Args:
-            phase: the pickled :class:`PhaseMessage`; None for the last one.
-            server: the pickled state of the server; None for the last one.
-            group: the pickled clients, what they have kept, and the round.
+            phase: the pickled :class:`PhaseMessage`; None if it is the same as before.
+            server: the pickled state of the server; None if it is the same as before.
+            group: the clients, what they have kept, and the round, pickled.
 
         Returns:
             The pickled ``GroupUpdate``.

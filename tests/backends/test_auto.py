@@ -1,0 +1,188 @@
+"""What auto takes gives the result of an ordinary Trainer per client, also for models that set traps."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from helpers import EveryBatch, Expert, blobs, mixture, momentum_sgd
+from helpers.backends import FEW, begin, local_training, train, train_clients
+from torch import nn
+
+import fedmoe_pl.backends.auto
+import fedmoe_pl.backends.stacked.backend
+from fedmoe_pl.algorithms import FedAvg, PersonalizedExpert, PFLMoE
+from fedmoe_pl.backends import AutoBackend, TrainerBackend
+from fedmoe_pl.backends.stacked import StackedPlan
+from fedmoe_pl.backends.trainer import TrainerPlan
+from fedmoe_pl.models import Gate, LeNet5, LinearGate, PersonalizedMoE
+
+
+def test_auto_stacks_linear_layers_and_takes_a_trainer_per_client_for_convolutions_on_a_cpu(images):
+    auto = AutoBackend()
+    assert isinstance(auto.plan(local_training(mixture(), FedAvg(), blobs(FEW))), StackedPlan)
+    convolving = PersonalizedMoE(LeNet5(), optimizer=momentum_sgd).double()
+    assert isinstance(auto.plan(local_training(convolving, FedAvg(), images([]))), TrainerPlan)
+    frozen = PersonalizedExpert("local_expert.classifier.*")  # its extractor's features are computed once
+    assert isinstance(auto.plan(local_training(convolving, frozen, images([]))), StackedPlan)
+
+
+def shared_extractor():
+    module = mixture()
+    module.local_expert.extractor = module.global_expert.extractor
+    return module
+
+
+class CountsSamples(Gate):
+    """A running load, assigned rather than changed in place, which the loss depends on."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(5, 1)
+        self.register_buffer("load", torch.zeros(()))
+
+    def forward(self, x):
+        self.load = 0.9 * self.load + 0.1 * x.detach().abs().mean()
+        logit = self.linear(x) + self.load
+        return torch.cat((logit, -logit), 1).sigmoid()
+
+
+class Noisy(LinearGate):
+    """Draws whether it trains or not."""
+
+    def forward(self, x):
+        return super().forward(x + torch.randn_like(x))
+
+
+class OnlyGate(PersonalizedMoE):
+    """An optimizer that has not got all parameters that are trainable."""
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.gate.parameters(), lr=0.5)
+
+
+def only_gate():
+    made = mixture(LinearGate(5))
+    return OnlyGate(made.global_expert, made.local_expert, made.gate).double()
+
+
+class BatchMean(PersonalizedMoE):
+    """A small term that depends on the whole batch, labels or not."""
+
+    def loss(self, batch):
+        loss, metrics = super().loss(batch)
+        return loss + 1e-5 * metrics["logits"].mean(0).square().sum(), metrics
+
+
+def batch_mean():
+    made = mixture(LinearGate(5))
+    return BatchMean(made.global_expert, made.local_expert, made.gate, momentum_sgd).double()
+
+
+class StepCounting(PersonalizedMoE):
+    def loss(self, batch):
+        loss, metrics = super().loss(batch)
+        return loss * (1 + self.global_step), metrics
+
+
+def step_counting():
+    made = mixture(LinearGate(5))
+    return StepCounting(made.global_expert, made.local_expert, made.gate, momentum_sgd).double()
+
+
+def with_first(layer):
+    """Both experts with a layer without parameters in front."""
+    expert = Expert()
+    expert.extractor = nn.Sequential(layer, *expert.extractor[1:])
+    return mixture(expert=expert)
+
+
+class Late(FedAvg):
+    """Constants that differ from the third client on."""
+
+    def client_init(self, client, sent):
+        return super().client_init(client, sent) | {"late": client.id > 1}
+
+    def client_loss(self, module, batch, const):
+        loss, metrics = module.loss(batch)
+        return loss * (2 if const["late"] else 1), metrics
+
+
+class ByTurns(FedAvg):
+    def is_trainable(self, name, round, epoch):
+        return ("classifier" if epoch % 2 else "extractor") in name
+
+
+TRAPS = {
+    "a buffer that is assigned": (lambda: mixture(CountsSamples()), FedAvg(), {}),
+    "an optimizer of some parameters, and clipping": (only_gate, FedAvg(), {"gradient_clip_val": 0.05}),
+    "clipping by value in capitals": (
+        lambda: mixture(LinearGate(5)),
+        FedAvg(),
+        {"gradient_clip_val": 0.01, "gradient_clip_algorithm": "VALUE"},
+    ),
+    "a small term of the whole batch": (batch_mean, FedAvg(), {}),
+    "statistics without parameters": (lambda: with_first(nn.BatchNorm1d(5, affine=False)), FedAvg(), {}),
+    "frozen statistics of every batch": (
+        lambda: with_first(nn.BatchNorm1d(5, track_running_stats=False)),
+        PersonalizedExpert("local_expert.classifier.*"),
+        {},
+    ),
+    "constants that differ late": (lambda: mixture(LinearGate(5)), Late(), {}),
+    "parts trained by turns": (lambda: mixture(LinearGate(5)), ByTurns(), {}),
+}
+
+
+REFUSED = {
+    "an extractor of both experts": (shared_extractor, FedAvg(), "parts of the model share parameters"),
+    "a gate that draws, behind frozen experts": (lambda: mixture(Noisy(5)), PFLMoE(), "something random"),
+    "a loss that counts steps": (step_counting, FedAvg(), "the loss reads global_step of its Trainer"),
+}
+
+
+SIZES = (30, 25, 11, 20)
+
+
+def assert_what_an_ordinary_trainer_gives(plans, make, algorithm, data, **arguments):
+    ordinary = local_training(make(), algorithm, data, **arguments, callbacks=[EveryBatch()])
+    expected, expected_kept = train(TrainerBackend(), ordinary)
+    for plan in plans:
+        update, kept = train_clients(plan)
+        torch.testing.assert_close(update.sent, expected.sent, rtol=1e-10, atol=1e-10)
+        assert kept.keys() == expected_kept.keys()
+        for client in kept:
+            torch.testing.assert_close(kept[client], expected_kept[client], rtol=1e-10, atol=1e-10)
+
+
+@pytest.mark.parametrize("name", TRAPS)
+def test_auto_stacks_where_that_gives_what_an_ordinary_trainer_gives(name):
+    make, algorithm, arguments = TRAPS[name]
+    data = blobs(SIZES, batch_size=4)
+    training = local_training(make(), algorithm, data, **arguments)
+    plans = [begin(backend, training) for backend in (TrainerBackend(), AutoBackend())]
+    assert isinstance(plans[1], StackedPlan)
+    assert_what_an_ordinary_trainer_gives(plans, make, algorithm, data, **arguments)
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_auto_does_not_stack_where_that_would_give_something_else(name):
+    make, algorithm, reason = REFUSED[name]
+    data = blobs(SIZES, batch_size=4)
+    training = local_training(make(), algorithm, data)
+    plan = AutoBackend().plan(training)
+    assert isinstance(plan, TrainerPlan)
+    assert plan.lean
+    assert reason in plan.description
+    assert_what_an_ordinary_trainer_gives([plan.begin(training)], make, algorithm, data)
+
+
+def test_the_trial_of_stacking_runs_once_for_a_phase(monkeypatch):
+    training = local_training(mixture(), FedAvg(), blobs(FEW))
+    plan = AutoBackend().plan(training)
+    for backend in (fedmoe_pl.backends.auto, fedmoe_pl.backends.stacked.backend):
+        monkeypatch.setattr(backend, "try_to_stack", lambda training: pytest.fail("a second trial"))
+    begun = plan.begin(replace(training, rounds=3))
+    assert isinstance(begun, StackedPlan)
+    assert begun.training.rounds == 3
+    assert begun.description == plan.description
+    train_clients(begun)
+    train_clients(begun, round=1)

@@ -1,0 +1,103 @@
+"""Outputs of frozen parts are computed once, and give what computing them in every step gives."""
+
+import pytest
+import torch
+from helpers import EveryBatch, Expert, assert_same_bits, blobs, mixture, momentum_sgd
+from helpers.backends import FEW, begin, local_training, train, train_clients
+
+from fedmoe_pl.algorithms import FedAvg, PersonalizedExpert, PFLMoE
+from fedmoe_pl.backends import StackedBackend, TrainerBackend
+from fedmoe_pl.data import RandomCrop
+from fedmoe_pl.models import ConstantGate, FeatureGate, LeNet5, LinearGate, PersonalizedMoE
+
+
+class Counting(Expert):
+    """Counts how many samples its extractor has seen."""
+
+    seen = 0
+
+    def __init__(self, **kwargs):
+        super().__init__(**kwargs)
+        self.extractor[1].register_forward_hook(lambda part, inputs, output: Counting.count(len(output)))
+
+    @classmethod
+    def count(cls, samples):
+        cls.seen += samples
+
+
+@pytest.mark.parametrize("backend", [TrainerBackend(), StackedBackend(8)])
+def test_a_frozen_extractor_sees_every_sample_once(backend):
+    def seen(max_epochs):
+        module = mixture(ConstantGate(0), expert=Counting())
+        algorithm = PersonalizedExpert("local_expert.classifier.*")
+        Counting.seen = 0
+        train(backend, local_training(module, algorithm, blobs(FEW), max_epochs))
+        return Counting.seen
+
+    assert seen(50) == seen(5) < 5 * sum(FEW)
+
+
+def test_features_give_what_computing_them_in_every_step_gives():
+    data, algorithm = blobs(FEW), PFLMoE()
+    module = mixture(FeatureGate(6))
+    looked_up = train(TrainerBackend(), local_training(module, algorithm, data, 5))[1]
+    computed = train(TrainerBackend(), local_training(module, algorithm, data, 5, callbacks=[EveryBatch()]))[1]
+    for client in computed:
+        torch.testing.assert_close(looked_up[client], computed[client], rtol=1e-12, atol=1e-12)
+
+
+def test_features_are_kept_for_all_rounds_of_a_phase():
+    class Frozen(FedAvg):
+        def is_trainable(self, name, round, epoch):
+            return "classifier" in name
+
+    module = mixture(ConstantGate(0.5), expert=Counting())
+    algorithm = Frozen(shared="*.classifier.*")
+    training = local_training(module, algorithm, blobs((200, 300)), max_epochs=1, rounds=50)
+    plan = begin(TrainerBackend(), training)
+    train_clients(plan)
+    Counting.seen = 0
+    train_clients(plan, round=1)
+    assert Counting.seen < 500  # the few samples that are traced, in place of two experts on 500
+
+
+def test_nothing_is_looked_up_behind_augmentation(images):
+    module = PersonalizedMoE(LeNet5(), gate=ConstantGate(0), optimizer=momentum_sgd).double()
+    algorithm = PersonalizedExpert("local_expert.classifier.*")
+    training = local_training(module, algorithm, images([RandomCrop()]), 3)
+    ordinary = local_training(module, algorithm, images([RandomCrop()]), 3, callbacks=[EveryBatch()])
+    expected = train(TrainerBackend(), ordinary)[1]
+    for client, tree in train(TrainerBackend(), training)[1].items():
+        assert_same_bits(tree, expected[client])
+
+
+class Teacher(FedAvg):
+    """The global expert is never trained or shared, but drawn nearer to the local one after every round, and kept."""
+
+    def is_trainable(self, name, round, epoch):
+        return name.startswith("local_expert.")
+
+    def is_shared(self, name):
+        return False
+
+    def client_final(self, client, const):
+        state = client.module.state_dict()
+        with torch.no_grad():
+            for name in [name for name in state if name.startswith("global_expert.")]:
+                state[name].lerp_(state[name.replace("global", "local")], 0.5)
+        return super().client_final(client, const)
+
+
+@pytest.mark.parametrize("backend", [TrainerBackend(), StackedBackend(4)])
+def test_features_are_computed_anew_when_what_computes_them_has_changed(backend):
+    def rounds(backend, **arguments):
+        training = local_training(mixture(LinearGate(5)), Teacher(), blobs((13, 9)), 1, rounds=3, **arguments)
+        plan, kept = begin(backend, training), {}
+        for round in range(3):
+            for group in plan.train({}, [0, 1], dict(kept), round):
+                kept |= group.kept
+        return kept
+
+    expected = rounds(TrainerBackend(), callbacks=[EveryBatch()])
+    for client, tree in rounds(backend).items():
+        torch.testing.assert_close(tree, expected[client], rtol=1e-10, atol=1e-10)

@@ -1,0 +1,69 @@
+"""A lean Trainer gives the bits of an ordinary one."""
+
+import copy
+
+import pytest
+import torch
+from helpers import EveryBatch, Expert, assert_same_bits, blobs, mixture, momentum_sgd
+from helpers.backends import FEW, TwoGroups, local_training, train
+from lightning.fabric.utilities.exceptions import MisconfigurationException
+from lightning.pytorch.callbacks import EarlyStopping
+
+from fedmoe_pl.algorithms import FedAvg, PersonalizedExpert
+from fedmoe_pl.backends import AutoBackend, TrainerBackend
+from fedmoe_pl.backends.lean import needs_every_batch
+from fedmoe_pl.federation import Federation
+from fedmoe_pl.models import LinearGate, PersonalizedMoE
+from fedmoe_pl.rounds.phase import Phase
+
+LEAN = {
+    "plain": {},
+    "clipping": {"gradient_clip_val": 0.1},
+    "clipping by value": {"gradient_clip_val": 0.01, "gradient_clip_algorithm": "value"},
+    "half precision": {"precision": "bf16-mixed"},
+}
+
+
+@pytest.mark.parametrize("name", LEAN)
+@pytest.mark.parametrize("dropout", [0.0, 0.3])
+def test_a_lean_trainer_gives_the_bits_of_an_ordinary_one(name, dropout):
+    made = mixture(LinearGate(5), expert=Expert(dropout=dropout), dtype=torch.float32)
+    module = TwoGroups(made.global_expert, made.local_expert, made.gate)
+    data = blobs(FEW, dtype=torch.float32)
+    lean = local_training(module, FedAvg(), data, 3, **LEAN[name])
+    ordinary = local_training(module, FedAvg(), data, 3, **LEAN[name], callbacks=[EveryBatch()])
+    assert needs_every_batch(lean) is None
+    assert needs_every_batch(ordinary)
+    assert_same_bits(train(TrainerBackend(), lean)[0].sent, train(TrainerBackend(), ordinary)[0].sent)
+
+
+def test_a_lean_trainer_stops_early_where_an_ordinary_one_does():
+    data = blobs((40, 40), validation_fraction=0.3)
+    stopping = EarlyStopping("validation_loss", patience=1, min_delta=0.02)
+    arguments = {"limit_val_batches": 1.0, "max_epochs": 30}
+    module = mixture(LinearGate(5))
+    lean = local_training(module, FedAvg(), data, **arguments, callbacks=[stopping])
+    ordinary = local_training(module, FedAvg(), data, **arguments, callbacks=[stopping, EveryBatch()])
+    assert needs_every_batch(lean) is None
+    update = train(TrainerBackend(), lean)[0]
+    assert_same_bits(update.sent, train(TrainerBackend(), ordinary)[0].sent)
+    unstopped = train(TrainerBackend(), local_training(module, FedAvg(), data, max_epochs=30))[0]
+    assert not torch.equal(update.sent["gate.linear.weight"], unstopped.sent["gate.linear.weight"])
+
+
+def test_hooks_of_a_users_module_are_called_or_refused(tmp_path):
+    class Hooked(PersonalizedMoE):
+        called = 0
+
+        def on_train_batch_end(self, *arguments):
+            Hooked.called += 1
+
+    made = mixture()
+    module = Hooked(made.global_expert, copy.deepcopy(made.local_expert), None, momentum_sgd).double()
+    training = local_training(module, FedAvg(), blobs((4, 4), batch_size=4), max_epochs=3)
+    assert "hooks of its own" in str(needs_every_batch(training))
+    train(AutoBackend(), training)
+    assert Hooked.called == 2 * 3
+    federation = Federation([Phase("own loss", PersonalizedExpert(), start="initial")], default_root_dir=str(tmp_path))
+    with pytest.raises(MisconfigurationException, match="on_train_batch_end"):
+        federation.fit(module, blobs((4, 4)))

@@ -1,0 +1,168 @@
+"""Processes of this machine give the bits of one process, whatever happens to them."""
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from functools import partial
+from pathlib import Path
+
+import pytest
+from helpers.runs import Kill, assert_same, data, federation, model
+from helpers.workers import CPU, SIZES, Fails, InThisProcess, killing_model, trained, training
+from lightning.fabric.utilities.exceptions import MisconfigurationException
+
+import fedmoe_pl.backends.workers.pool
+from fedmoe_pl import Federation, Phase
+from fedmoe_pl.algorithms import FedAvg
+from fedmoe_pl.backends import PoolBackend, TrainerBackend
+
+
+def test_what_cannot_be_sent_is_refused_and_a_lazy_pool_goes_on_without(monkeypatch):
+    datamodule = data(sizes=SIZES)
+    datamodule.lock = threading.Lock()
+    phase = training(datamodule=datamodule)
+    with pytest.raises(
+        MisconfigurationException, match="devices must be 1 here, because the data module cannot be sent"
+    ):
+        trained(PoolBackend(TrainerBackend(), [CPU, CPU]), phase)
+    monkeypatch.setattr(fedmoe_pl.backends.workers.pool, "_WORTH_STARTING", 0)
+    with pytest.warns(UserWarning, match="Training goes on in one process: trainer.devices must be 1"):
+        updates = trained(PoolBackend(TrainerBackend(), [CPU, CPU], lazy=True), phase)
+    assert_same(updates, trained(TrainerBackend(), phase))
+
+
+@pytest.mark.parametrize(("rounds", "starts"), [(2, False), (10**4, True)])
+def test_a_lazy_pool_starts_only_where_it_shortens_the_phase(rounds, starts, monkeypatch):
+    pool, phase, log = PoolBackend(TrainerBackend(), [CPU, CPU], lazy=True), training(rounds=rounds), []
+    monkeypatch.setattr(pool, "start", lambda datamodule: [InThisProcess(datamodule, log) for _ in range(2)])
+    assert_same(trained(pool, phase), trained(TrainerBackend(), phase))
+    assert [entry[2] for entry in log] == ([[2], [3]] if starts else []), "two groups are measured first"
+
+
+class SharedPool(PoolBackend):
+    """Two processes that several runs share: closing is only counted, and the fixture ends them."""
+
+    def __init__(self):
+        super().__init__(TrainerBackend(), [CPU, CPU])
+        self.closed = 0
+
+    def close(self):
+        self.closed += 1
+
+
+@pytest.fixture(scope="module")
+def pool():
+    backend = SharedPool()
+    yield backend
+    PoolBackend.close(backend)
+    assert not children()
+
+
+def same_runs(one: Federation, other: Federation) -> None:
+    assert_same(one.states, other.states)
+    for name in ("rounds.csv", "clients.csv", "summary.csv"):
+        assert (one.run_dir / name).read_bytes() == (other.run_dir / name).read_bytes()
+
+
+def children() -> set[str]:
+    """Command lines of this process's worker processes."""
+    listed = subprocess.run(["ps", "-o", "args=", "--ppid", str(os.getpid())], capture_output=True, text=True)
+    return {line for line in listed.stdout.splitlines() if "LokyProcess" in line}
+
+
+def test_two_workers_give_the_bits_of_one_process_and_are_gone_afterwards(alone, tmp_path):
+    before = children()
+    run = federation(tmp_path, trainer={"accelerator": "cpu", "devices": 2}, backend=TrainerBackend())
+    run.fit(model(), data(sizes=SIZES))
+    same_runs(run, alone)
+    assert children() == before
+
+
+def test_a_run_stopped_with_workers_closes_them_and_goes_on_without(alone, pool, tmp_path):
+    closed, stopped = pool.closed, federation(tmp_path, backend=pool, callbacks=[Kill("on_client_end", 7)])
+    with pytest.raises(KeyboardInterrupt):
+        stopped.fit(model(), data(sizes=SIZES))
+    assert pool.closed > closed
+    resumed = federation(tmp_path, trainer={"accelerator": "cpu", "devices": 1}, backend=TrainerBackend())
+    resumed.fit(model(), data(sizes=SIZES), ckpt_path="last")
+    same_runs(resumed, alone)
+
+
+def test_a_killed_process_is_replaced_and_the_bits_stay(alone, pool, tmp_path):
+    (tmp_path / "kill").touch()
+    run = federation(tmp_path, backend=pool)
+    run.fit(killing_model(tmp_path / "kill"), data(sizes=SIZES))
+    assert not (tmp_path / "kill").exists()
+    assert_same(run.states["PFL-MF"].kept, alone.states["PFL-MF"].kept)
+    assert_same(run.states["FedAvg"].server, alone.states["FedAvg"].server)
+
+
+def test_an_exception_in_a_process_reaches_the_user_as_itself_and_closes_the_workers(pool, tmp_path):
+    closed = pool.closed
+    run = federation(tmp_path, [Phase("FedAvg", FedAvg(), evaluate=False)], backend=pool)
+    with pytest.raises(ZeroDivisionError, match="in a client"):
+        run.fit(Fails(partial(ZeroDivisionError, "in a client")), data(sizes=SIZES))
+    assert pool.closed > closed
+
+
+SCRIPT = """
+import os, sys, time
+import torch
+from fedmoe_pl import Federation, PersonalizedMoE, Phase
+from fedmoe_pl.algorithms import FedAvg
+from fedmoe_pl.data import Digits
+
+class Expert(torch.nn.Linear):
+    def __init__(self):
+        super().__init__(64, 10)
+    def forward(self, x):
+        if len(sys.argv) > 3 and os.getpid() != driver:
+            print(os.getpid(), flush=True)
+            time.sleep(60)
+        return super().forward(x.flatten(1))
+
+class MyAverage(FedAvg):
+    pass
+
+driver = os.getpid()
+torch.manual_seed(0)
+federation = Federation(
+    [Phase("mine", MyAverage("global_expert.*"), rounds=2)],
+    trainer={"accelerator": "cpu", "devices": int(sys.argv[2])},
+    logger=False, default_root_dir=sys.argv[1], enable_progress_bar=False,
+)
+federation.fit(PersonalizedMoE(Expert(), optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.1)),
+               Digits(num_clients=3))
+"""
+
+
+@pytest.mark.slow
+def test_a_script_needs_no_guard_and_its_classes_travel(tmp_path):
+    (tmp_path / "script.py").write_text(SCRIPT)
+    results = []
+    for devices in "12":
+        command = [sys.executable, "-W", "error", "-W", "ignore::FutureWarning", "script.py", devices, devices]
+        finished = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
+        assert finished.returncode == 0, finished.stderr
+        accuracies = (tmp_path / devices / "federation/version_0/clients.csv").read_bytes()
+        results.append((finished.stderr, accuracies))
+    assert results[0] == results[1], "the same bits, and nothing more is said"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGTERM, signal.SIGINT])
+def test_workers_end_with_their_driver(tmp_path, how):
+    (tmp_path / "script.py").write_text(SCRIPT)
+    command = [sys.executable, "script.py", "out", "2", "sleep"]
+    with subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        workers = [int(process.stdout.readline()) for _ in range(2)]
+        process.send_signal(how)
+        process.wait(10)
+        deadline = time.monotonic() + 10
+        while any(Path(f"/proc/{worker}").exists() for worker in workers):
+            assert time.monotonic() < deadline
+            time.sleep(0.1)

@@ -1,0 +1,274 @@
+"""Stacked clients get the result of a Trainer per client."""
+
+from functools import partial
+
+import pytest
+import torch
+import torch.nn.functional as F
+from helpers import Expert, PureOneWeight, TensorData, blobs, mixture, momentum_sgd, sparse_mixture, two_quadratics
+from helpers.backends import FEW, UNEQUAL, TwoGroups, WithBatchNorm, assert_agree, local_training, train
+from lightning.fabric.utilities.exceptions import MisconfigurationException
+from torch import nn
+
+from fedmoe_pl.algorithms import (
+    ClusterMixture,
+    EpsilonGreedyIFCA,
+    FedAvg,
+    FedMoEDA,
+    FedProx,
+    FineTunedCluster,
+    Local,
+    OptInFedAvg,
+    PersonalizedExpert,
+    PFLMoE,
+    Scaffold,
+    SpecialistMixture,
+)
+from fedmoe_pl.backends import StackedBackend, TrainerBackend
+from fedmoe_pl.data import RandomCrop, RandomHorizontalFlip
+from fedmoe_pl.models import (
+    VGG16,
+    ClusteredMoE,
+    ConstantGate,
+    FeatureGate,
+    LeNet5,
+    LinearGate,
+    NetworkGate,
+    PersonalizedMoE,
+    SmallMLP,
+)
+
+
+class Proximal(FedAvg):
+    """FedProx: a loss of its own with constants that differ from client to client."""
+
+    def client_init(self, client, sent):
+        super().client_init(client, sent)
+        shift = 0.01 * client.id
+        return {"strength": 0.5, "centre": {name: sent[name] + shift for name in ("gate.linear.bias",)}}
+
+    def client_loss(self, module, batch, const):
+        loss, metrics = module.loss(batch)
+        parameters = dict(module.named_parameters())
+        distance = sum(((parameters[name] - centre) ** 2).sum() for name, centre in const["centre"].items())
+        return loss + const["strength"] * distance, metrics
+
+
+class NoClassIgnored(PersonalizedMoE):
+    """A loss that does not know of labels to ignore, so that batches cannot be padded."""
+
+    def loss(self, batch):
+        x, y = batch
+        logits, weights = self.mix(x)
+        return ((logits - F.one_hot(y, 3)) ** 2).mean(), {"logits": logits, "gate_weights": weights}
+
+
+OPTIMIZERS = {
+    "momentum": momentum_sgd,
+    "adam": partial(torch.optim.Adam, lr=0.01),
+    "fused": partial(torch.optim.SGD, lr=0.1, momentum=0.9, fused=True),
+    "adamw": partial(torch.optim.AdamW, lr=0.01, weight_decay=0.1),
+    "nesterov with decay": partial(torch.optim.SGD, lr=0.05, momentum=0.9, weight_decay=0.1, nesterov=True),
+    "dampening": partial(torch.optim.SGD, lr=0.05, momentum=0.9, dampening=0.5),
+    "rmsprop": partial(torch.optim.RMSprop, lr=0.01, momentum=0.5),
+    "adagrad": partial(torch.optim.Adagrad, lr=0.01, lr_decay=0.1),
+    "nadam": partial(torch.optim.NAdam, lr=0.01),
+}
+
+
+ALGORITHMS = {
+    "FedAvg": (FedAvg(), LinearGate),
+    "FedAvg, uniform": (FedAvg(weighting="uniform"), LinearGate),
+    "FedPer": (FedAvg(shared="*.extractor.*"), LinearGate),
+    "global expert": (FedAvg(shared="global_expert.*"), lambda _: ConstantGate(1)),
+    "Local": (Local(), LinearGate),
+    "PFL-FT": (PersonalizedExpert(), lambda _: ConstantGate(0)),
+    "PFL-FB": (PersonalizedExpert("local_expert.classifier.*", gate_fraction=0.25), lambda _: ConstantGate(0)),
+    "PFL-MF": (PFLMoE(), LinearGate),
+    "PFL-MFE": (PFLMoE(), lambda _: FeatureGate(6)),
+    "opt-out": (OptInFedAvg(opt_out_data=0.3), LinearGate),
+    "specialist and gate": (SpecialistMixture(), lambda features: NetworkGate(nn.Linear(features, 1))),
+    "own loss": (Proximal(), LinearGate),
+    "FedProx": (FedProx(0.5), LinearGate),
+}
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS.values(), ids=OPTIMIZERS)
+def test_backends_agree_for_every_optimizer_on_unequal_clients(optimizer):
+    module = mixture(LinearGate(5), optimizer=optimizer)
+    assert_agree(local_training(module, FedAvg(), blobs(UNEQUAL, batch_size=10)), 1e-10)
+
+
+@pytest.mark.parametrize("name", ALGORITHMS)
+def test_backends_agree_for_every_algorithm_on_unequal_clients(name):
+    algorithm, gate = ALGORITHMS[name]
+    assert_agree(local_training(mixture(gate(5)), algorithm, blobs(UNEQUAL, batch_size=10), max_epochs=3), 1e-10)
+
+
+@pytest.mark.parametrize("mixing", ["probabilities", "log_probabilities", "probabilities_without_log"])
+@pytest.mark.parametrize("name", ["PFL-FT", "specialist and gate"])
+def test_backends_agree_whatever_is_mixed(name, mixing):
+    algorithm, gate = ALGORITHMS[name]
+    module = mixture(gate(5))
+    module.mixing = mixing
+    assert_agree(local_training(module, algorithm, blobs(UNEQUAL, batch_size=10), max_epochs=3), 1e-10)
+
+
+@pytest.mark.parametrize("num_experts", [3, [2, 3, 1]], ids=str)
+@pytest.mark.parametrize("algorithm", [FedMoEDA(), FedMoEDA(trainable=["gate.*", "experts.*"])], ids=["all", "frozen"])
+@pytest.mark.parametrize("optimizer", ["momentum", "adamw", "nesterov with decay"])
+def test_backends_agree_for_sparse_experts(optimizer, algorithm, num_experts):
+    module = sparse_mixture(num_experts, OPTIMIZERS[optimizer], load_balancing=0.1)
+    assert_agree(local_training(module, algorithm, blobs(UNEQUAL, batch_size=10), max_epochs=3), 1e-10)
+
+
+def test_backends_agree_for_an_expert_that_no_sample_is_sent_to():
+    """Its weight decay is that of the closed form: (1 - 0.1 * 0.5) in each of 2 epochs of 2 steps."""
+    module = sparse_mixture(3, partial(torch.optim.SGD, lr=0.1, weight_decay=0.5))
+    for index, proxy in enumerate(module.gate.proxies):  # of an embedding whose values are above 0
+        torch.nn.init.constant_(proxy.weight, -9.0 if index == 1 else 1.0)
+    training = local_training(module, FedMoEDA(), blobs((7, 8), batch_size=4))
+    assert_agree(training, 1e-10)
+    for backend in (TrainerBackend(), StackedBackend(2)):
+        _, kept = train(backend, training)
+        expected = module.experts[1][0].weight.detach() * 0.95**4
+        for client in (0, 1):
+            torch.testing.assert_close(kept[client]["experts.1.0.weight"], expected, rtol=1e-12, atol=0)
+
+
+CLUSTERED = {
+    "IFCA": (EpsilonGreedyIFCA(epsilon=0.0), lambda: ConstantGate([1.0, 0.0, 0.0])),
+    "IFCA, epsilon-greedy": (EpsilonGreedyIFCA(0.5, patience=1), lambda: ConstantGate([1.0, 0.0, 0.0])),
+    "fine-tuned cluster": (FineTunedCluster(), lambda: ConstantGate([1.0, 0.0, 0.0])),
+    "mixture of clusters": (ClusterMixture(["gate.*", "local_expert.*"]), lambda: NetworkGate(nn.Linear(5, 3))),
+    "mixture of clusters, whole": (ClusterMixture("*"), lambda: NetworkGate(nn.Linear(5, 3))),
+}
+
+
+@pytest.mark.parametrize("name", CLUSTERED)
+def test_backends_agree_for_clusters_of_which_each_client_trains_another(name):
+    algorithm, gate = CLUSTERED[name]
+    torch.manual_seed(2)
+    module = ClusteredMoE(Expert(), 2, gate=gate(), optimizer=momentum_sgd).double()
+    data = blobs(UNEQUAL, batch_size=10, validation_fraction=0.2)
+    assert_agree(local_training(module, algorithm, data, max_epochs=3), 1e-10, round=9)
+    if isinstance(algorithm, EpsilonGreedyIFCA):
+        tallies = {name for name in train(TrainerBackend(), local_training(module, algorithm, data))[0].sent}
+        assert {"clusters/tally/0", "clusters/tally/1"} <= tallies, "one cluster alone would prove little"
+
+
+def test_backends_agree_on_scaffold_and_its_steps():
+    module = mixture(LinearGate(5), optimizer=partial(torch.optim.SGD, lr=0.1))
+    assert_agree(local_training(module, Scaffold(), blobs(UNEQUAL, batch_size=10), max_epochs=3), 1e-10)
+
+
+@pytest.mark.parametrize("optimizer", [momentum_sgd, partial(torch.optim.Adam, lr=0.01, weight_decay=0.01)])
+def test_backends_agree_in_single_precision(optimizer):
+    module = mixture(LinearGate(5), dtype=torch.float32, optimizer=optimizer)
+    assert_agree(local_training(module, FedAvg(), blobs(UNEQUAL, batch_size=10, dtype=torch.float32), 1), 1e-5)
+
+
+def test_backends_agree_with_two_parameter_groups_and_a_schedule():
+    made = mixture(LinearGate(5))
+    module = TwoGroups(made.global_expert, made.local_expert, made.gate).double()
+    assert_agree(local_training(module, FedAvg(), blobs(UNEQUAL, batch_size=10), max_epochs=3), 1e-10)
+
+
+@pytest.mark.parametrize(
+    "clip", [{"gradient_clip_val": 0.1}, {"gradient_clip_val": 0.01, "gradient_clip_algorithm": "value"}]
+)
+def test_backends_agree_with_clipping(clip):
+    assert_agree(local_training(mixture(LinearGate(5)), FedAvg(), blobs(FEW), **clip), 1e-10)
+
+
+def test_backends_agree_with_batch_normalization():
+    module = mixture(expert=WithBatchNorm())
+    training = local_training(module, FedAvg(), blobs(FEW, batch_size=6))
+    assert_agree(training, 1e-10)
+    update, _ = train(StackedBackend(4), training)
+    assert update.sent["global_expert.extractor.1.running_mean"].abs().max() > 0.01
+
+
+def test_backends_agree_where_batches_cannot_be_padded():
+    made = mixture(LinearGate(5))
+    module = NoClassIgnored(made.global_expert, made.local_expert, made.gate, momentum_sgd).double()
+    assert_agree(local_training(module, FedAvg(), blobs(UNEQUAL, batch_size=10)), 1e-10)
+
+
+class WordExpert(Expert):
+    """Reads three ids of words."""
+
+    def __init__(self):
+        super().__init__(features=4)
+        self.extractor = nn.Sequential(nn.Embedding(20, 4), nn.Flatten(), nn.Linear(12, 6), nn.Tanh())
+
+
+@pytest.mark.parametrize("algorithm", [FedAvg(), PFLMoE(), PersonalizedExpert("local_expert.classifier.*")])
+def test_backends_agree_on_ids_of_words(algorithm):
+    x = torch.randint(20, (46, 3), generator=torch.Generator().manual_seed(0))
+    parts = torch.arange(46).split([25, 7, 11, 3])  # padded, and with a last batch of one sample
+    data = TensorData(x, x[:, 0] % 3, parts, dtype=torch.int64, batch_size=6)
+    data.setup()
+    gate = FeatureGate(6) if isinstance(algorithm, PFLMoE) else ConstantGate(0.5)
+    assert_agree(local_training(mixture(gate, WordExpert()), algorithm, data, max_epochs=3), 1e-10)
+
+
+def test_backends_agree_with_alternating_rounds():
+    algorithm = PFLMoE(interleaved=True)
+    training = local_training(mixture(LinearGate(5)), algorithm, blobs(FEW), max_epochs=1, rounds=2)
+    assert_agree(training, 1e-10, round=0)
+
+
+@pytest.mark.parametrize("expert", [LeNet5(in_channels=1), SmallMLP(1024)], ids=["LeNet5", "SmallMLP"])
+def test_backends_agree_for_models_of_images_with_augmentation(expert, images):
+    module = PersonalizedMoE(expert, optimizer=momentum_sgd).double()
+    assert_agree(local_training(module, FedAvg(), images([RandomCrop(), RandomHorizontalFlip()])), 1e-10)
+
+
+@pytest.mark.slow
+def test_backends_agree_for_vgg16(images):
+    module = PersonalizedMoE(VGG16(in_channels=1, dropout=0.0), optimizer=partial(torch.optim.SGD, lr=0.01)).double()
+    assert_agree(local_training(module, FedAvg(), images([]), max_epochs=1), 1e-10)
+
+
+def test_any_number_of_clients_per_stack_gives_the_same():
+    training = local_training(mixture(LinearGate(5)), FedAvg(), blobs(UNEQUAL, batch_size=10))
+    expected, _ = train(StackedBackend(8), training)
+    for clients_per_stack in (1, 3):
+        update, _ = train(StackedBackend(clients_per_stack), training)
+        torch.testing.assert_close(update.sent, expected.sent, rtol=1e-12, atol=1e-12)
+
+
+def test_a_stack_trains_the_closed_form():
+    """Ten full-batch steps at 0.05 on a/2 (w - b)^2 leave b + (w - b) (1 - 0.05 a)^10 on each client."""
+    data = two_quadratics()
+    data.setup()
+    training = local_training(PureOneWeight(), ByLoss(), data, max_epochs=10)
+    update, _ = train(StackedBackend(2), training)
+    expected = sum(b + (0 - b) * (1 - 0.05 * a) ** 10 for a, b in ((1, 0), (4, 5))) / 2
+    assert update.sent["weight"].item() == pytest.approx(expected, rel=1e-12)
+
+
+class ByLoss(FedAvg):
+    """Makes the clients train by the module's pure loss."""
+
+    def client_loss(self, module, batch, const):
+        return module.loss(batch)
+
+
+def test_a_client_with_a_sample_that_is_no_number_spoils_no_other():
+    data = blobs((13, 9, 11))
+    data.x[data.train_samples[1][0]] = torch.nan
+    module = mixture(ConstantGate(0))
+    training = local_training(module, PersonalizedExpert("local_expert.classifier.*"), data, 3)
+    expected = train(TrainerBackend(), training)[1]
+    kept = train(StackedBackend(3), training)[1]
+    for client in (0, 2):
+        torch.testing.assert_close(kept[client], expected[client], rtol=1e-10, atol=1e-10)
+
+
+def test_clients_per_stack_is_at_least_one():
+    with pytest.raises(
+        MisconfigurationException, match="StackedBackend: clients_per_stack is 0, but must be at least 1"
+    ):
+        StackedBackend(0)

@@ -1,0 +1,117 @@
+"""Workers in this process, and models that fail or end their worker."""
+
+import os
+import pickle
+import signal
+from concurrent.futures import Future
+from functools import partial
+
+import torch
+
+from fedmoe_pl import PersonalizedMoE
+from fedmoe_pl.algorithms import FedAvg
+from fedmoe_pl.backends import LEAN_TRAINER, LocalTraining, TrainerBackend, WorkersBackend
+from fedmoe_pl.backends.workers.backend import RemoteWorker
+from fedmoe_pl.backends.workers.worker import Worker
+from helpers import OneWeight
+from helpers.backends import begin
+from helpers.runs import data, model
+
+CPU = torch.device("cpu")
+SIZES = (13, 8, 30, 11)
+
+
+def training(module=None, datamodule=None, **kwargs) -> LocalTraining:
+    module, datamodule = module or model(), datamodule or data(sizes=SIZES)
+    datamodule.setup()
+    return LocalTraining(
+        module=module,
+        initial={name: tensor.clone() for name, tensor in module.state_dict().items()},
+        algorithm=FedAvg("global_expert.*") if isinstance(module, PersonalizedMoE) else FedAvg(),
+        datamodule=datamodule,
+        **{"trainer": {**LEAN_TRAINER, "accelerator": "cpu"}, "batch_size": None, "seed": 0, **kwargs},
+    )
+
+
+def trained(backend, training, kept=None) -> list:
+    """The groups of a phase's first round."""
+    return trained_round(begin(backend, training), kept)
+
+
+def trained_round(plan, kept=None, round=0) -> list:
+    server = plan.training.algorithm.server_init(plan.training.module)
+    return list(plan.train(server, list(range(plan.training.datamodule.num_clients)), kept or {}, round))
+
+
+class InThisProcess(RemoteWorker):
+    """A worker in this process, which answers in an order of its own and says what it was sent."""
+
+    def __init__(self, datamodule, log):
+        self.worker = Worker(datamodule, CPU)
+        self.log = log
+
+    def submit(self, phase, server, group):
+        clients, kept, _ = pickle.loads(group)
+        self.log.append((phase is not None, server is not None, clients, sorted(kept)))
+        future = Future()
+        try:
+            future.set_result(self.worker.train_group(phase, server, group))
+        except Exception as error:
+            future.set_exception(error)
+        return future
+
+    def result(self, future):
+        return future.result()
+
+    def end(self):
+        self.log.append("end")
+
+
+class TwoInThisProcess(WorkersBackend):
+    worker = InThisProcess
+
+    def __init__(self, backend=None):
+        super().__init__(backend or TrainerBackend())
+        self.log = []
+
+    def start(self, datamodule):
+        self.datamodule = datamodule
+        return [self.worker(datamodule, self.log) for _ in range(2)]
+
+    def replacement(self, worker):
+        return self.worker(self.datamodule, self.log)
+
+
+class TwoArgumentsError(Exception):
+    def __init__(self, one, two):
+        super().__init__(f"{one} and {two}")
+
+
+class Fails(OneWeight):
+    def __init__(self, error):
+        super().__init__()
+        self.error = error
+
+    def training_step(self, batch, batch_idx):
+        raise self.error()
+
+
+class KillsItsProcess(PersonalizedMoE):
+    """Ends its process in the middle of a client's training, where it is a worker and the file is there."""
+
+    def __init__(self, *args, file, **kwargs):
+        super().__init__(*args, **kwargs)
+        self.file = str(file)
+        self.driver = os.getpid()
+
+    def loss(self, batch):
+        if os.path.exists(self.file) and os.getpid() != self.driver:
+            os.unlink(self.file)
+            os.kill(os.getpid(), signal.SIGKILL)
+        return super().loss(batch)
+
+
+def killing_model(file):
+    torch.manual_seed(0)
+    expert = model().global_expert
+    return KillsItsProcess(expert, optimizer=partial(torch.optim.SGD, lr=0.1, momentum=0.5), file=file)
