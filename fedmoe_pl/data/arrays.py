@@ -1,4 +1,4 @@
-"""A data set as arrays: what may be in it, and how it is normalized."""
+"""A data set as arrays: what they may hold, and how images are normalized."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ class Arrays:
     """A data set as it was read, before normalization and partition.
 
     Attributes:
-        x_train: training samples: images as uint8, shape (n, channels, height, width), or as they are taken: floating
-            point of any shape (n, ...), or ids of words as int64, shape (n, length), from 0.
+        x_train: training samples: images as uint8, shape (n, channels, height, width), which are normalized; floating
+            point of any shape (n, ...); or ids of words from 0 as int64, shape (n, length).
         y_train: their classes, shape (n,), integers from 0.
-        x_test: samples of the global test set, of the same shape and type as ``x_train``; none only where the data
-            module pools all samples.
+        x_test: samples of the global test set, of the same shape and type as ``x_train``; may be empty only where the
+            data module pools all samples.
         y_test: their classes.
         client_train: the client that each training sample comes from, shape (n,), any sortable type; None if unknown.
-        client_test: the same for the test samples; those of a client without training samples count for the global test
-            only.
+        client_test: the same for the test samples; those of a client without training samples are in the global test
+            set only.
         mean: mean of each channel of the images in [0, 1], for normalization; None to compute it from ``x_train``.
         std: standard deviation of each channel, likewise.
-        name: what errors call these data.
+        name: what messages call these data.
     """
 
     x_train: Tensor
@@ -38,7 +38,7 @@ class Arrays:
     client_test: np.ndarray | None = None
     mean: Sequence[float] | None = None
     std: Sequence[float] | None = None
-    name: str = "data"
+    name: str = "Arrays"
 
     @property
     def is_images(self) -> bool:
@@ -51,18 +51,18 @@ class Arrays:
         self.mean, self.std = mean.tolist(), std.tolist()
 
     def check(self, needs_test: bool = True) -> None:
-        """Refuse arrays that do not belong together.
+        """Refuses arrays that do not fit together.
 
         Args:
             needs_test: whether there must be test samples.
 
         Raises:
-            MisconfigurationException: with one sentence about the first problem.
+            MisconfigurationException: for the first problem that is found.
         """
         for problem in self._problems(needs_test):
             raise MisconfigurationException(f"{self.name}: {problem}.")
         for problem in self._normalization_problems():
-            raise MisconfigurationException(f"data.init_args.{problem}.")
+            raise MisconfigurationException(f"{problem}.")
 
     def _problems(self, needs_test: bool) -> Iterator[str]:
         for part in ("train", "test"):
@@ -88,38 +88,42 @@ class Arrays:
         if self.x_train.shape[1:] != self.x_test.shape[1:] or self.x_train.dtype != self.x_test.dtype:
             yield (
                 f"x_train holds {self.x_train.dtype} samples of shape {tuple(self.x_train.shape[1:])} and x_test "
-                f"{self.x_test.dtype} samples of shape {tuple(self.x_test.shape[1:])}, but they must be alike"
+                f"{self.x_test.dtype} samples of shape {tuple(self.x_test.shape[1:])}, but both must be the same"
             )
         if self.client_test is not None and self.client_train is None:
-            yield "client_test is of no use without client_train"
+            yield "client_train is None, but must be given where client_test is"
 
     def _normalization_problems(self) -> Iterator[str]:
         if (self.mean is None) != (self.std is None):
             yield (
-                f"mean is {self.mean} and data.init_args.std is {self.std}, but both must be given, or none of them "
-                "to compute them"
+                f"mean is {self.mean} and std is {self.std}, but both must be given, or neither, to compute them from "
+                "the images"
             )
         if self.mean is None or self.std is None:
             return
         if self.x_train.dtype != torch.uint8:
-            yield f"mean is for uint8 images, but the samples are {self.x_train.dtype}, which are taken as they are"
+            samples = f"{self.x_train.dtype} samples"
+            yield f"mean is {list(self.mean)}, but must be None for {samples}; only uint8 images are normalized"
         channels = self.x_train.shape[1]
         if len(self.mean) != channels or len(self.std) != channels or min(self.std) <= 0:
             yield (
-                f"mean is {list(self.mean)} and data.init_args.std {list(self.std)}, but each must have one number for "
-                f"each of the {channels} channels, and std only numbers above 0"
+                f"mean is {list(self.mean)} and std is {list(self.std)}, but each must have one number for each of the "
+                f"{channels} channels, and std only numbers above 0"
             )
 
 
 def normalized(arrays: Arrays) -> tuple[Tensor, Tensor]:
-    """Return the samples as a model sees them, and the value that black pixels take.
+    """Returns the samples as a model reads them, and the value of black pixels.
 
     Images of type uint8 are divided by 255, then the mean of each channel is subtracted and the result divided by the
-    standard deviation (METHODS 5.10), with the same operations as torchvision's ``ToTensor`` and ``Normalize``.
+    standard deviation, with the same operations as torchvision's ``ToTensor`` and ``Normalize``.
+
+    Args:
+        arrays: the data set; where it holds uint8 images, with mean and standard deviation.
 
     Returns:
-        All samples as float32, training samples first, and black, shape (channels, 1, 1); for floating-point samples
-        and ids of words, which stay int64, these samples themselves and zero.
+        All samples, training samples first, and black, shape (channels, 1, 1). Images and floating-point samples are
+        float32, ids of words int64; black is 0 where samples are not normalized.
     """
     if arrays.x_train.dtype == torch.int64:
         return torch.cat((arrays.x_train, arrays.x_test)), torch.zeros(1, 1, 1)
@@ -128,15 +132,15 @@ def normalized(arrays: Arrays) -> tuple[Tensor, Tensor]:
     x[:n], x[n:] = arrays.x_train, arrays.x_test
     if arrays.x_train.dtype != torch.uint8:
         return x, torch.zeros(1, 1, 1)
-    assert arrays.mean is not None and arrays.std is not None, "images have been given both"
+    assert arrays.mean is not None and arrays.std is not None
     mean, std = (torch.tensor(values).float().view(-1, 1, 1) for values in (arrays.mean, arrays.std))
     return x.div_(255).sub_(mean).div_(std), -mean / std
 
 
 def _mean_and_std(images: Tensor) -> tuple[Tensor, Tensor]:
-    """Compute mean and standard deviation of each channel of uint8 images, from exact counts of the 256 values."""
+    """Computes mean and standard deviation of each channel of uint8 images, from exact counts of the 256 values."""
     counts = torch.stack([images[:, c].flatten().bincount(minlength=256) for c in range(images.shape[1])]).double()
     shares, values = counts / counts.sum(dim=1, keepdim=True), torch.arange(256, dtype=torch.float64) / 255
     mean = shares @ values
     std = (shares @ values**2 - mean**2).clamp(min=0).sqrt()
-    return mean, std.where(std > 0, 1.0)  # a channel of one single value becomes 0, not nan
+    return mean, std.where(std > 0, 1.0)  # a channel with a single value becomes 0, not nan

@@ -1,4 +1,4 @@
-"""Random changes of training images, drawn per sample and computed on whole batches."""
+"""Random changes of training images, drawn for each image and computed on whole batches."""
 
 from __future__ import annotations
 
@@ -8,18 +8,20 @@ import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch import Generator, Tensor
 
+from fedmoe_pl.data.checks import check_at_least
+
 
 class Augmentation(ABC):
     """Changes a batch of normalized images at random; derive from it for an augmentation of your own."""
 
     @abstractmethod
     def __call__(self, x: Tensor, generator: Generator | None = None, black: Tensor | None = None) -> Tensor:
-        """Return changed images and leave ``x`` as it is.
+        """Returns changed images; ``x`` stays as it is.
 
         Args:
             x: normalized images, shape (n, channels, height, width).
             generator: source of randomness, on any device; None for PyTorch's global one.
-            black: what a black pixel has become by normalization, shape (channels, 1, 1); None for 0.
+            black: value of a black pixel after normalization, shape (channels, 1, 1); None for 0.
 
         Returns:
             Images of the same shape, type and device.
@@ -27,7 +29,7 @@ class Augmentation(ABC):
 
 
 class RandomCrop(Augmentation):
-    """Shifts every image by up to ``padding`` pixels each way; what enters the image is black.
+    """Shifts every image by up to ``padding`` pixels in each direction and fills the border with black.
 
     The same as torchvision's ``RandomCrop(size, padding)`` before normalization.
 
@@ -39,10 +41,7 @@ class RandomCrop(Augmentation):
     """
 
     def __init__(self, padding: int = 4) -> None:
-        if padding < 1:
-            raise MisconfigurationException(
-                f"data.init_args.augmentation: padding of RandomCrop is {padding}, but must be at least 1."
-            )
+        check_at_least(self, "padding", padding, 1)
         self.padding = padding
 
     def __call__(self, x: Tensor, generator: Generator | None = None, black: Tensor | None = None) -> Tensor:  # noqa: D102
@@ -56,7 +55,7 @@ class RandomCrop(Augmentation):
         top, left = torch.randint(2 * p + 1, (2, n), generator=generator, device=device).to(x.device)
         per_image, per_channel, per_row, _ = padded.stride()
         first_pixel = torch.arange(n, device=x.device) * per_image + top * per_row + left
-        # A view of the window that starts at each pixel: 2 to 4 times as fast as indexing rows and columns.
+        # A view with the window that starts at each pixel: 2 to 4 times as fast as indexing rows and columns.
         last = (channels - 1) * per_channel + (height - 1) * per_row + width - 1
         windows = padded.as_strided((padded.numel() - last, channels, height, width), (1, per_channel, per_row, 1))
         return windows.index_select(0, first_pixel)
@@ -74,9 +73,7 @@ class RandomHorizontalFlip(Augmentation):
 
     def __init__(self, p: float = 0.5) -> None:
         if not 0 <= p <= 1:
-            raise MisconfigurationException(
-                f"data.init_args.augmentation: p of RandomHorizontalFlip is {p}, but must be in [0, 1]."
-            )
+            raise MisconfigurationException(f"RandomHorizontalFlip: p is {p}, but must be in [0, 1].")
         self.p = p
 
     def __call__(self, x: Tensor, generator: Generator | None = None, black: Tensor | None = None) -> Tensor:  # noqa: D102

@@ -1,4 +1,4 @@
-"""Batches of tensors in memory, by index."""
+"""Batches of samples that are in memory."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch import Generator, Tensor
 
-_SAMPLES_AT_ONCE = 128  # samples gathered and augmented by one call: cheaper than batch by batch, and still in cache
+_SAMPLES_AT_ONCE = 128  # gathered and augmented by one call: cheaper than batch by batch, and still in the cache
 
 
 class Batches:
-    """The batches of some samples, as an iterable: one epoch each time it is iterated.
+    """An iterable of the batches of some samples; each iteration is one epoch.
 
     A batch is a tuple of samples, shape (b, ...), and classes, shape (b,); the last batch may be shorter.
 
@@ -23,7 +23,7 @@ class Batches:
         batch_size: samples per batch.
         shuffle: whether every epoch has its own random order.
         generator: source of randomness; None for PyTorch's global one.
-        augment: changes samples at random, called with some samples and ``generator``; None to leave them as they are.
+        augment: changes samples at random, called with some samples and ``generator``; None for no change.
         drop_single: whether a last batch of one sample is left out, where it is not the only batch.
         device: where the batches are needed; None leaves them where ``x`` is.
 
@@ -59,18 +59,18 @@ class Batches:
         self.length = len(samples) - dropped
 
     def __len__(self) -> int:
-        """Return the number of batches of one epoch."""
+        """Returns the number of batches of an epoch."""
         return -(-self.length // self.batch_size)
 
     def order(self) -> Tensor:
-        """Draw the order of one epoch: positions in ``samples``, shape (n,)."""
+        """Draws the order of an epoch: positions in ``samples``, shape (n,)."""
         if not self.shuffle:
             return torch.arange(self.length)
         device = self.generator.device if self.generator else None
         return torch.randperm(len(self.samples), generator=self.generator, device=device)[: self.length]
 
     def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
-        """Iterate over one epoch."""
+        """Iterates over one epoch."""
         samples = self.samples[self.order().to(self.samples.device)]
         at_once = max(_SAMPLES_AT_ONCE // self.batch_size, 1) * self.batch_size
         for start in range(0, len(samples), at_once):

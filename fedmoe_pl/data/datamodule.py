@@ -1,4 +1,4 @@
-"""Who holds which samples of a data set in memory, as a LightningDataModule."""
+"""The base of all data modules: a data set in memory, shared out among clients."""
 
 from __future__ import annotations
 
@@ -13,6 +13,8 @@ from torch import Generator, Tensor
 from fedmoe_pl.data.arrays import Arrays, normalized
 from fedmoe_pl.data.augmentation import Augmentation
 from fedmoe_pl.data.batches import Batches
+from fedmoe_pl.data.checks import check_at_least
+from fedmoe_pl.data.partitioners.dirichlet import Dirichlet
 from fedmoe_pl.data.partitioners.iid import IID
 from fedmoe_pl.data.partitioners.natural_ids import NaturalIds
 from fedmoe_pl.data.partitioners.partitioner import Partitioner
@@ -22,30 +24,30 @@ from fedmoe_pl.data.splits import balanced_subset, natural_test_samples, pooled_
 
 
 class FederatedDataModule(LightningDataModule, ABC):
-    """A data set in memory and who holds what of it; derive from it and write ``load`` for data of your own.
+    """A data set in memory and its partition; derive from it and write ``load`` for data of your own.
 
-    It also serves a plain Lightning ``Trainer``, with the pooled samples of all clients. The partition and every
+    It also works in a plain Lightning ``Trainer``, with the samples of all clients together. The partition and every
     client's own splits depend on ``partition_seed`` alone, never on the seed of a run. Samples that the partitioner
-    leaves with nobody are not used.
+    gives to nobody are not used.
 
     Args:
         num_clients: number of clients; None if the data have client ids of their own.
-        partitioner: who gets which training samples; None for ``NaturalIds`` if the data have ids, else ``IID``.
+        partitioner: deals the training samples; None for ``NaturalIds`` if the data have client ids, else ``IID``.
         batch_size: samples per batch.
         test_fraction: share of each client's samples that is held out as its own local test set, in [0, 1).
         validation_fraction: share of each client's samples that is held out for validation, in [0, 1).
         augmentation: changes of the training images, applied in this order.
         partition_seed: seed of the partition.
-        stratify: whether each class of a client is split by itself into training, validation and test, so that all
-            three have the client's shares of the classes, but for rounding: at 0.2 a class of one or two samples is for
-            training only.
-        pool: whether the data's own test samples are shared out among the clients together with the training samples;
-            the global test set is then what all clients hold out as ``test_fraction`` (METHODS 5.6).
-        global_test_size: number of random samples that the global test set is cut to, of each class equally many; None
-            for all (METHODS 6.2).
-        rotations: angles of groups of clients, in degrees: 0, 90, 180 or 270, counterclockwise. Each group shares all
-            images, turned by its angle, among its clients, and the test images likewise as their own test samples; the
-            global test set has each test image in every rotation (METHODS 5.8). None leaves images as they are.
+        stratify: whether each class of a client is split separately into training, validation and test, so that all
+            three have the client's shares of the classes, up to rounding. At a fraction of 0.2, a class with one or two
+            samples is for training only.
+        pool: whether the data's own test samples are dealt to the clients together with the training samples; the
+            global test set is then all that the clients hold out as ``test_fraction``.
+        global_test_size: number of samples of the global test set, chosen at random, of each class equally many; None
+            for all.
+        rotations: one angle for each group of clients, in degrees: 0, 90, 180 or 270, counterclockwise. Each group
+            shares all training images, rotated by its angle, and all test images as its clients' own test samples; the
+            global test set has each test image in every rotation. None for no rotations.
 
     Attributes:
         x: all samples, the training samples followed by the test samples, shape (m, ...): normalized float32, or int64
@@ -57,18 +59,18 @@ class FederatedDataModule(LightningDataModule, ABC):
         validation_samples: the same, held out for validation; may be empty.
         test_samples: the same, the client's own test samples; may be empty.
         global_test: indices of the global test set.
-        num_shared: number of samples that were there to be shared out, the first ones of ``x``.
+        num_shared: number of samples that the partitioner could deal, the first ones of ``x``.
         class_shares: share of each class in each client's training and validation samples, float64,
             shape (num_clients, num_classes).
-        normalization: mean and standard deviation of each channel that images are normalized with; set it before
-            ``setup`` to those of another federation's data, where the data's own are not given. None for other data.
-        vocabulary: words in the order of their ids, where the data are texts that are split into words; set it before
-            ``setup`` to that of another federation's data. None for other data.
-        black: what a black pixel is in ``x``, shape (channels, 1, 1); 0 for data that came as floating point.
+        normalization: mean and standard deviation of each channel of the images. To use those of another federation's
+            data where none are given, set it before ``setup``. None for other data.
+        vocabulary: words in the order of their ids, for data that are texts. To use that of another federation's data,
+            set it before ``setup``. None for other data.
+        black: value of a black pixel in ``x``, shape (channels, 1, 1); 0 for data that are not normalized.
 
     Raises:
-        MisconfigurationException: for arguments outside their range; in ``setup`` for data that cannot be read or
-            cannot be shared out like this.
+        MisconfigurationException: for arguments outside their range; in ``setup`` if the data cannot be read or cannot
+            be dealt as the arguments ask for.
     """
 
     x: Tensor
@@ -98,17 +100,15 @@ class FederatedDataModule(LightningDataModule, ABC):
         rotations: list[int] | None = None,
     ) -> None:
         super().__init__()
-        if num_clients is not None:
-            _check_at_least("num_clients", num_clients, 1)
-        _check_at_least("batch_size", batch_size, 1)
-        _check_at_least("partition_seed", partition_seed, 0)
-        _check_fractions(test_fraction, validation_fraction, pool)
-        if global_test_size is not None:
-            _check_at_least("global_test_size", global_test_size, 1)
+        check_at_least(self, "num_clients", num_clients, 1)
+        check_at_least(self, "batch_size", batch_size, 1)
+        check_at_least(self, "partition_seed", partition_seed, 0)
+        self._check_fractions(test_fraction, validation_fraction, pool)
+        check_at_least(self, "global_test_size", global_test_size, 1)
         if rotations is not None and not isinstance(partitioner, NaturalIds | None):
             raise MisconfigurationException(
-                f"data.init_args.partitioner is {type(partitioner).__name__}, but must be null with "
-                "data.init_args.rotations, which say who gets which images."
+                f"{type(self).__name__}: partitioner is {type(partitioner).__name__}, but must be None with rotations, "
+                "which decide who holds which images."
             )
         self.requested_clients = num_clients
         self.partitioner = partitioner
@@ -126,10 +126,10 @@ class FederatedDataModule(LightningDataModule, ABC):
 
     @abstractmethod
     def load(self) -> Arrays:
-        """Read the data set from disk; downloads belong into ``prepare_data``."""
+        """Reads the data set from disk; downloads belong in ``prepare_data``."""
 
     def setup(self, stage: str | None = None) -> None:
-        """Read, normalize and share out the data; a second call does nothing.
+        """Reads, normalizes and deals the data; a second call does nothing.
 
         Args:
             stage: ignored; Lightning passes the kind of run.
@@ -143,9 +143,21 @@ class FederatedDataModule(LightningDataModule, ABC):
             arrays = rotated(arrays, self.rotations, self.requested_clients, rng)
         if self.augmentation and arrays.x_train.dim() != 4:
             raise MisconfigurationException(
-                "data.init_args.augmentation needs images of shape (n, channels, height, width), "
-                f"but the samples have shape {tuple(arrays.x_train.shape)}."
+                f"{type(self).__name__}: augmentation must be left out for samples of shape "
+                f"{tuple(arrays.x_train.shape)}; it needs images of shape (n, channels, height, width)."
             )
+        self._choose_normalization(arrays)
+        self.x, self.black = normalized(arrays)
+        self.y = torch.cat((arrays.y_train, arrays.y_test)).long()
+        self.num_classes = int(self.y.max()) + 1
+        self.num_shared = len(self.x) if self.pool else len(arrays.x_train)
+        self._deal(arrays, rng)
+        self._choose_global_test()
+        counts = self.class_counts()
+        self.class_shares = counts / counts.sum(dim=1, keepdim=True)
+
+    def _choose_normalization(self, arrays: Arrays) -> None:
+        """Sets mean and standard deviation of images: the given ones, those of other data, or their own."""
         if arrays.is_images and arrays.mean is None:
             if self.normalization is None:
                 arrays.compute_normalization()
@@ -153,25 +165,18 @@ class FederatedDataModule(LightningDataModule, ABC):
                 arrays.mean, arrays.std = self.normalization
         if arrays.mean is not None and arrays.std is not None:
             self.normalization = list(arrays.mean), list(arrays.std)
-        self.x, self.black = normalized(arrays)
-        self.y = torch.cat((arrays.y_train, arrays.y_test)).long()
-        self.num_classes = int(self.y.max()) + 1
-        self.num_shared = len(self.x) if self.pool else len(arrays.x_train)
-        self._share_out(arrays, rng)
-        self._choose_global_test()
-        counts = self.class_counts()
-        self.class_shares = counts / counts.sum(dim=1, keepdim=True)
 
-    def _share_out(self, arrays: Arrays, rng: np.random.Generator) -> None:
+    def _deal(self, arrays: Arrays, rng: np.random.Generator) -> None:
+        """Deals the samples to the clients and splits each client's own."""
         ids = pooled_ids(arrays) if self.pool else arrays.client_train
         partitioner = self.partitioner or (IID() if ids is None else NaturalIds())
         parts = partitioner(self.y[: self.num_shared].numpy(), self.requested_clients, rng, ids)
         sizes = np.array([len(part) for part in parts])
         if not sizes.all():
+            advice = f", raise alpha above {partitioner.alpha}" if isinstance(partitioner, Dirichlet) else ""
             raise MisconfigurationException(
-                f"data.init_args.partitioner: {type(partitioner).__name__} leaves client {sizes.argmin()} of "
-                f"{len(parts)} without training samples; lower data.init_args.num_clients"
-                f"{_alpha_advice(partitioner)} or change data.init_args.partition_seed."
+                f"{type(partitioner).__name__} leaves client {sizes.argmin()} of {len(parts)} without training "
+                f"samples; lower num_clients{advice} or change partition_seed."
             )
         self.num_clients = len(parts)
         samples = np.concatenate(parts).astype(np.int64, copy=False)
@@ -179,8 +184,8 @@ class FederatedDataModule(LightningDataModule, ABC):
         natural_test = isinstance(partitioner, NaturalIds) and arrays.client_test is not None and not self.pool
         if natural_test and self.test_fraction > 0:
             raise MisconfigurationException(
-                f"data.init_args.test_fraction is {self.test_fraction}, but must be 0 here: "
-                "the data bring test samples of every client."
+                f"{type(self).__name__}: test_fraction is {self.test_fraction}, but must be 0, because the data have "
+                "test samples of every client."
             )
         labels = self.y.numpy() if self.stratify else None
         self.train_samples, self.validation_samples, self.test_samples = split(
@@ -190,20 +195,21 @@ class FederatedDataModule(LightningDataModule, ABC):
             self.test_samples = natural_test_samples(arrays)
 
     def _choose_global_test(self) -> None:
+        """Sets the global test set."""
         self.global_test = torch.arange(self.num_shared, len(self.x))
         if self.pool:
             self.global_test = self.test_samples.indices.sort().values
             if not len(self.global_test):
                 raise MisconfigurationException(
-                    f"data.init_args.test_fraction is {self.test_fraction}, which leaves no client a test sample; "
-                    "raise it or lower data.init_args.num_clients."
+                    f"{type(self).__name__}: test_fraction is {self.test_fraction}, which gives no client a test "
+                    "sample; raise test_fraction or lower num_clients."
                 )
         if self.global_test_size is not None:
             labels = self.y[self.global_test]
             self.global_test = balanced_subset(self.global_test, labels, self.global_test_size, self.partition_seed)
 
     def class_counts(self) -> Tensor:
-        """Count each class in each client's training and validation samples.
+        """Counts each class in each client's training and validation samples.
 
         Returns:
             Counts as float64, shape (num_clients, num_classes).
@@ -216,7 +222,7 @@ class FederatedDataModule(LightningDataModule, ABC):
         return counts.view(self.num_clients, self.num_classes).double()
 
     def augment(self, x: Tensor, generator: Generator | None = None) -> Tensor:
-        """Apply the augmentations, in their order, to normalized samples.
+        """Applies the augmentations, in their order, to normalized samples.
 
         Args:
             x: samples, shape (n, channels, height, width).
@@ -235,12 +241,12 @@ class FederatedDataModule(LightningDataModule, ABC):
         drop_single: bool = False,
         device: torch.device | None = None,
     ) -> Batches:
-        """Return batches of some samples.
+        """Returns batches of some samples.
 
         Args:
             samples: indices into ``x``.
             batch_size: samples per batch; None for that of the data module.
-            generator: shuffles every epoch, and augments; None for the order of ``samples``.
+            generator: for shuffling every epoch and for augmentation; None for the order of ``samples``.
             augment: whether to augment.
             drop_single: whether to leave out a last batch of one sample, where it is not the only batch.
             device: where the batches are needed; None leaves them where the data are.
@@ -258,47 +264,35 @@ class FederatedDataModule(LightningDataModule, ABC):
         )
 
     def train_dataloader(self) -> Batches:
-        """Return shuffled, augmented batches of all clients' training samples, for a plain Trainer."""
+        """Returns shuffled, augmented batches of all clients' training samples, for a plain Trainer."""
         augment = self.augment if self.augmentation else None
         return Batches(self.x, self.y, self.train_samples.indices, self.batch_size, shuffle=True, augment=augment)
 
     def val_dataloader(self) -> Batches | list[Batches]:
-        """Return batches of all clients' validation samples; no loader if none are held out."""
+        """Returns batches of all clients' validation samples; an empty list if none are held out."""
         samples = self.validation_samples.indices
         return self.batches(samples) if len(samples) else []
 
     def test_dataloader(self) -> Batches:
-        """Return batches of the global test set."""
+        """Returns batches of the global test set."""
         return self.batches(self.global_test)
 
     def predict_dataloader(self) -> Batches:
-        """Return batches of the global test set."""
+        """Returns batches of the global test set."""
         return self.batches(self.global_test)
 
-
-def _check_at_least(name: str, value: int, lowest: int) -> None:
-    if value < lowest:
-        raise MisconfigurationException(
-            f"data.init_args.{name} is {value}, but must be an integer of at least {lowest}."
-        )
-
-
-def _check_fractions(test_fraction: float, validation_fraction: float, pool: bool) -> None:
-    for name, fraction in (("test_fraction", test_fraction), ("validation_fraction", validation_fraction)):
-        if not 0 <= fraction < 1:
-            raise MisconfigurationException(f"data.init_args.{name} is {fraction}, but must be in [0, 1).")
-    if test_fraction + validation_fraction >= 1:
-        raise MisconfigurationException(
-            f"data.init_args.test_fraction ({test_fraction}) and data.init_args.validation_fraction "
-            f"({validation_fraction}) must add up to less than 1, so that samples remain for training."
-        )
-    if pool and test_fraction == 0:
-        raise MisconfigurationException(
-            "data.init_args.pool is true, but data.init_args.test_fraction is 0; it must be above 0, because the "
-            "samples that the clients hold out are the test set."
-        )
-
-
-def _alpha_advice(partitioner: Partitioner) -> str:
-    alpha = getattr(partitioner, "alpha", None)
-    return "" if alpha is None else f", raise data.init_args.partitioner.init_args.alpha above {alpha}"
+    def _check_fractions(self, test_fraction: float, validation_fraction: float, pool: bool) -> None:
+        name = type(self).__name__
+        for argument, fraction in (("test_fraction", test_fraction), ("validation_fraction", validation_fraction)):
+            if not 0 <= fraction < 1:
+                raise MisconfigurationException(f"{name}: {argument} is {fraction}, but must be in [0, 1).")
+        if test_fraction + validation_fraction >= 1:
+            raise MisconfigurationException(
+                f"{name}: test_fraction is {test_fraction} and validation_fraction is {validation_fraction}, but they "
+                "must add up to less than 1, so that samples remain for training."
+            )
+        if pool and test_fraction == 0:
+            raise MisconfigurationException(
+                f"{name}: test_fraction is {test_fraction}, but must be above 0 where pool is true, because the global "
+                "test set is what the clients hold out."
+            )

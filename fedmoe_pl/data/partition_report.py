@@ -1,4 +1,4 @@
-"""Who holds what: the samples of every client by class, as a table and as a picture."""
+"""The samples of every client by class, as a table and as a figure."""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-_MOST_CLIENTS = 40  # listed one by one in the table
+_MOST_CLIENTS = 40  # in the table; of more, some are left out
 _MOST_CLASSES = 20  # with a column of their own in the table
-_MOST_NUMBERS = 200  # cells of the picture with their count written into them
-_MOST_UNSORTED = 200  # clients of the picture in the order of their ids
-_MOST_COLUMNS = 1000  # clients of the picture that are at least one pixel wide
+_MOST_NUMBERS = 200  # cells of the figure with their count written into them
+_MOST_UNSORTED = 200  # clients of the figure in the order of their ids
+_MOST_COLUMNS = 1000  # of the figure, each at least one pixel wide
 
 
 def partition_table(datamodule: FederatedDataModule) -> str:
-    """Return a table of the samples of every client.
+    """Returns a table of the samples of every client.
 
-    Each line has the sizes of a client's training, validation and own test sets and its training and validation
-    samples of each class; with more than 20 classes the number of classes that it holds and the largest instead. Of
-    more than 40 clients the first 30 and the last 10 are listed. The last lines are the mean, least and greatest value
-    of each column over all clients.
+    A line has the sizes of a client's training, validation and own test sets, and its training and validation samples
+    of each class. With more than 20 classes it has the number of the client's classes and its largest class instead. Of
+    more than 40 clients the first 30 and the last 10 are listed. The last lines have the mean, the least and the
+    greatest value of each column over all clients.
 
     Args:
         datamodule: a data module after ``setup``.
@@ -53,7 +53,7 @@ def partition_table(datamodule: FederatedDataModule) -> str:
 
 
 def _shared(datamodule: FederatedDataModule) -> str:
-    """Say how many samples were shared out, and of how many where some stay with nobody."""
+    """Returns how many samples the clients hold, and of how many, where some are held by nobody."""
     parts = (datamodule.train_samples, datamodule.validation_samples, datamodule.test_samples)
     dealt = sum(int((part.indices < datamodule.num_shared).sum()) for part in parts)
     whole = "" if dealt == datamodule.num_shared else f" of {datamodule.num_shared}"
@@ -72,9 +72,9 @@ def _class_columns(counts: Tensor) -> dict[str, list[int]]:
 
 
 def partition_figure(datamodule: FederatedDataModule) -> Figure:
-    """Return a picture of the samples of every client: by class as colours, and their number below.
+    """Returns a figure of the samples of every client: by class as colours, and their number below.
 
-    More than 200 clients are sorted by their largest class, so that the picture shows how far each is devoted to it.
+    More than 200 clients are sorted by their largest class and its share.
 
     Args:
         datamodule: a data module after ``setup``.
@@ -84,14 +84,11 @@ def partition_figure(datamodule: FederatedDataModule) -> Figure:
 
     counts = datamodule.class_counts()  # (num_clients, num_classes)
     n, num_classes = counts.shape
-    order = list(range(n))
-    if n > _MOST_UNSORTED:
-        largest, shares = counts.argmax(dim=1).tolist(), datamodule.class_shares.max(dim=1).values.tolist()
-        order.sort(key=lambda client: (largest[client], -shares[client]))
+    order = _order(datamodule, counts)
     width, height = min(max(6.0, 2.5 + n * 0.25), 14.0), min(max(5.0, 3.0 + num_classes * 0.25), 10.0)
     figure = Figure(figsize=(width, height), layout="constrained")
     cells, sizes = figure.subplots(2, 1, sharex=True, height_ratios=[3, 1])
-    # where clients are narrower than a pixel, neighbours are averaged: faster than drawing all, and none is left out
+    # clients narrower than a pixel are averaged with their neighbours: faster than to draw all, and none is left out
     edges = np.linspace(0, n, min(n, _MOST_COLUMNS) + 1).astype(int)
     extent = (-0.5, n - 0.5, num_classes - 0.5, -0.5)
     image = cells.imshow(
@@ -120,8 +117,17 @@ def partition_figure(datamodule: FederatedDataModule) -> Figure:
     return figure
 
 
+def _order(datamodule: FederatedDataModule, counts: Tensor) -> list[int]:
+    """Returns the clients in the order of the figure."""
+    order = list(range(datamodule.num_clients))
+    if len(order) > _MOST_UNSORTED:
+        largest, shares = counts.argmax(dim=1).tolist(), datamodule.class_shares.max(dim=1).values.tolist()
+        order.sort(key=lambda client: (largest[client], -shares[client]))
+    return order
+
+
 def _averaged(values: np.ndarray, edges: np.ndarray) -> np.ndarray:
-    """Return the means of ``values``, shape (n, ...), from each edge to the next, shape (len(edges) - 1, ...)."""
+    """Returns the means of ``values``, shape (n, ...), from each edge to the next, shape (len(edges) - 1, ...)."""
     return (np.add.reduceat(values, edges[:-1]).T / np.diff(edges)).T
 
 
@@ -133,7 +139,7 @@ def _write_numbers(cells: Axes, counts: Tensor) -> None:
 
 
 def _sizes(datamodule: FederatedDataModule) -> dict[str, list[int]]:
-    """Return the clients' numbers of training, validation and own test samples, the last two if there are any."""
+    """Returns the clients' numbers of training, validation and own test samples; without the kinds that nobody has."""
     parts = {
         "train": datamodule.train_samples,
         "validation": datamodule.validation_samples,

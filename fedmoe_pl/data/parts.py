@@ -10,13 +10,13 @@ from torch import Tensor
 
 
 class Parts(Sequence[Tensor]):
-    """The sample indices of every client: one tensor and how it is cut, in place of a tensor per client.
+    """The sample indices of every client, kept in one tensor instead of one tensor per client.
 
-    ``parts[client]`` is a view. Pickled by itself a view takes the indices of all clients along; clone it before.
+    ``parts[client]`` is a view. A view is pickled with the indices of all clients; clone it first.
 
     Args:
         indices: the clients' samples one after another, int64, shape (n,).
-        sizes: how many of them each client has, int64, shape (num_clients,), n in all.
+        sizes: number of samples of each client, int64, shape (num_clients,); their sum is n.
 
     Example:
         >>> parts = Parts(torch.tensor([5, 1, 2]), torch.tensor([2, 0, 1]))
@@ -30,7 +30,7 @@ class Parts(Sequence[Tensor]):
         self._ends = sizes.cumsum(0)
 
     def __len__(self) -> int:
-        """Return the number of clients."""
+        """Returns the number of clients."""
         return len(self.sizes)
 
     @overload
@@ -38,7 +38,7 @@ class Parts(Sequence[Tensor]):
     @overload
     def __getitem__(self, client: slice) -> Parts: ...
     def __getitem__(self, client: int | slice) -> Tensor | Parts:
-        """Return one client's samples as a view, or those of several clients as parts of their own."""
+        """Returns one client's samples as a view, or those of several clients as new ``Parts``."""
         chosen = range(len(self))[client]  # counts from the end where negative, and raises IndexError
         if isinstance(chosen, range):
             return self.select(torch.tensor(chosen, dtype=torch.int64))
@@ -49,11 +49,11 @@ class Parts(Sequence[Tensor]):
         return Parts, (self.indices, self.sizes)
 
     def select(self, clients: Tensor) -> Parts:
-        """Return the parts of some clients, in their order.
+        """Returns the parts of some clients, in the order given.
 
         Args:
             clients: int64, shape (k,).
         """
         sizes = self.sizes[clients]
-        moved = self._ends[clients] - sizes.cumsum(0)  # how far each client's samples stand from their new place
-        return Parts(self.indices[torch.arange(int(sizes.sum())) + moved.repeat_interleave(sizes)], sizes)
+        offsets = self._ends[clients] - sizes.cumsum(0)  # from the new to the old position of each client's samples
+        return Parts(self.indices[torch.arange(int(sizes.sum())) + offsets.repeat_interleave(sizes)], sizes)

@@ -1,4 +1,4 @@
-"""Clients whose images are rotated, group by group (METHODS 5.8)."""
+"""Groups of clients whose images are rotated."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from fedmoe_pl.data.arrays import Arrays
 
 
 def rotated(arrays: Arrays, rotations: Sequence[int], num_clients: int | None, rng: np.random.Generator) -> Arrays:
-    """Copy all images once per rotation, and share out each rotation among a group of clients of its own.
+    """Copies all images once per rotation and deals each copy to a group of clients.
 
-    The clients are cut into groups of equal size, up to one, in the order of their numbers and of ``rotations``. Within
-    a group all training images are dealt at random in equal parts, and all test images likewise, so that a client's own
-    test samples are of its rotation. An image is thus held once in each group. Every rotation of all test images makes
-    up the global test set (Ghosh et al. 2020; Isaksson et al. 2022).
+    The groups are consecutive clients, in the order of ``rotations``, and differ in size by at most one. Within a group
+    all training images are dealt at random in equal parts, and so are all test images. Each image is thus held once in
+    each group, and a client's own test samples have its rotation. The global test set holds all test images in every
+    rotation (Ghosh et al. 2020; Isaksson et al. 2022).
 
     Args:
         arrays: images of shape (n, channels, height, width), without client ids.
@@ -28,22 +28,23 @@ def rotated(arrays: Arrays, rotations: Sequence[int], num_clients: int | None, r
         rng: source of randomness.
 
     Returns:
-        Images with client ids from 0, those of the first rotation first; memory is needed for all the copies.
+        Images with client ids from 0, those of the first rotation first; all copies are in memory.
 
     Raises:
-        MisconfigurationException: for data without square images or with clients of their own, and for too few clients.
+        MisconfigurationException: if the samples are no images that can be rotated, the data have client ids, or there
+            are too few or too many clients.
     """
     _check(arrays, rotations, num_clients)
     assert num_clients is not None
     groups = np.array_split(np.arange(num_clients), len(rotations))
-    made = {"train": arrays.x_train, "test": arrays.x_test}
-    for part, x in made.items():
+    images = {"train": arrays.x_train, "test": arrays.x_test}
+    for part, x in images.items():
         if len(x) < len(groups[0]):
             raise MisconfigurationException(
-                f"data.init_args.num_clients is {num_clients}, but {len(groups[0])} of them would share the {len(x)} "
-                f"{part} images of one rotation; at most {len(x) * len(rotations)} clients are possible."
+                f"num_clients is {num_clients}, but {len(groups[0])} of them would share the {len(x)} {part} images of "
+                f"one rotation; at most {len(x) * len(rotations)} clients are possible."
             )
-    clients = {part: np.concatenate([_deal(len(x), group, rng) for group in groups]) for part, x in made.items()}
+    clients = {part: np.concatenate([_deal(len(x), group, rng) for group in groups]) for part, x in images.items()}
     return replace(
         arrays,
         x_train=_copies(arrays.x_train, rotations),
@@ -56,17 +57,20 @@ def rotated(arrays: Arrays, rotations: Sequence[int], num_clients: int | None, r
 
 
 def check_rotations(rotations: Sequence[int] | None) -> list[int] | None:
-    """Return ``rotations`` as a list, or refuse them.
+    """Returns ``rotations`` as a list, or refuses them.
+
+    Args:
+        rotations: angles in degrees; None for no rotations.
 
     Raises:
-        MisconfigurationException: if there are none, two are the same or one is no multiple of 90 from 0 to 270.
+        MisconfigurationException: if the list is empty, has an angle twice, or has another one than 0, 90, 180 and 270.
     """
     if rotations is None:
         return None
     chosen = list(rotations)
     if not chosen or len(set(chosen)) < len(chosen) or not set(chosen) <= {0, 90, 180, 270}:
         raise MisconfigurationException(
-            f"data.init_args.rotations is {chosen}, but must be null or different angles among 0, 90, 180 and 270."
+            f"rotations is {chosen}, but must be None or different angles among 0, 90, 180 and 270."
         )
     return chosen
 
@@ -74,19 +78,18 @@ def check_rotations(rotations: Sequence[int] | None) -> list[int] | None:
 def _check(arrays: Arrays, rotations: Sequence[int], num_clients: int | None) -> None:
     if num_clients is None or num_clients < len(rotations):
         raise MisconfigurationException(
-            f"data.init_args.num_clients is {num_clients}, but data.init_args.rotations {list(rotations)} need "
-            f"at least one client each, {len(rotations)} in all."
+            f"num_clients is {num_clients}, but must be at least {len(rotations)}, one for each of the rotations "
+            f"{list(rotations)}."
         )
     if arrays.client_train is not None:
         raise MisconfigurationException(
-            f"data.init_args.rotations is {list(rotations)}, but must be null for data that say which client a sample "
-            "comes from."
+            f"rotations is {list(rotations)}, but must be None for data that say which client a sample comes from."
         )
     shape = tuple(arrays.x_train.shape)
     if len(shape) != 4 or (shape[2] != shape[3] and any(angle % 180 for angle in rotations)):
         raise MisconfigurationException(
-            f"data.init_args.rotations is {list(rotations)}, but samples of shape {shape[1:]} cannot be rotated like "
-            "this: images have shape (channels, height, width), and for 90 and 270 degrees they must be square."
+            f"rotations is {list(rotations)}, but samples of shape {shape[1:]} cannot be rotated by them: images have "
+            "shape (channels, height, width), and for 90 and 270 degrees they must be square."
         )
 
 
@@ -95,5 +98,5 @@ def _copies(x: Tensor, rotations: Sequence[int]) -> Tensor:
 
 
 def _deal(n: int, group: np.ndarray, rng: np.random.Generator) -> np.ndarray:
-    """Return the client of each of n samples: equal parts at random."""
+    """Returns the client of each of n samples, in equal parts at random."""
     return rng.permutation(np.resize(group, n))

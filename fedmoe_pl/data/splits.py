@@ -11,7 +11,7 @@ from fedmoe_pl.data.arrays import Arrays
 from fedmoe_pl.data.partitioners.partitioner import group_by
 from fedmoe_pl.data.parts import Parts
 
-_GLOBAL_TEST = (0, 0)  # key of the random numbers that choose global test samples; the clients' own have one number
+_GLOBAL_TEST = (0, 0)  # spawn key of the random numbers for the global test set; a client's key has one number
 
 
 def split(
@@ -22,18 +22,18 @@ def split(
     seed: int,
     labels: np.ndarray | None = None,
 ) -> tuple[Parts, Parts, Parts]:
-    """Split every client's samples into training, validation and test, by a seed of its own.
+    """Splits every client's samples into training, validation and test, with random numbers of its own.
 
     The fractions are rounded to whole samples, and at least one sample stays for training.
 
     Args:
         samples: the clients' samples one after another, shape (n,); they may be shuffled in place.
-        sizes: how many each client has, shape (num_clients,).
+        sizes: number of samples of each client, shape (num_clients,).
         test_fraction: share of the test samples.
         validation_fraction: share of the validation samples.
         seed: seed of the partition.
-        labels: the class of every sample of the data set, to split each class of a client by itself, so that a sample
-            of each of its classes stays for training; None to split its samples regardless of class.
+        labels: the class of every sample of the data set, to split each class of a client separately, so that at
+            least one sample of each of its classes stays for training; None to split regardless of class.
 
     Returns:
         Training, validation and test samples.
@@ -55,7 +55,7 @@ def split(
 
 
 def _cuts(sizes: np.ndarray, test_fraction: float, validation_fraction: float) -> np.ndarray:
-    """Return how many samples are for test, validation and training, int64, shape (len(sizes), 3)."""
+    """Returns how many samples are for test, validation and training, int64, shape (len(sizes), 3)."""
     most = np.maximum(sizes - 1, 0)  # at least one sample stays for training
     n_test = np.minimum(np.rint(sizes * test_fraction), most)
     n_validation = np.minimum(np.rint(sizes * validation_fraction), most - n_test)
@@ -63,10 +63,13 @@ def _cuts(sizes: np.ndarray, test_fraction: float, validation_fraction: float) -
 
 
 def pooled_ids(arrays: Arrays) -> np.ndarray | None:
-    """Return the client that each training and then each test sample comes from; None if the data do not say.
+    """Returns the client that each sample comes from, training samples first; None if the data do not say.
+
+    Args:
+        arrays: the data set.
 
     Raises:
-        MisconfigurationException: if they say so of the training samples only.
+        MisconfigurationException: if only the training samples have client ids.
     """
     if arrays.client_train is None:
         return None
@@ -74,30 +77,29 @@ def pooled_ids(arrays: Arrays) -> np.ndarray | None:
         return arrays.client_train
     if arrays.client_test is None:
         raise MisconfigurationException(
-            "data.init_args.pool is true, but these data say only of the training samples which client they come from; "
-            "provide client_test, or set it to false."
+            "pool is true, but only the training samples have client ids; provide client_test or set pool to false."
         )
     return np.concatenate((arrays.client_train, arrays.client_test))
 
 
 def natural_test_samples(arrays: Arrays) -> Parts:
-    """Return the test samples of each natural client; those of clients without training samples are left out."""
+    """Returns the test samples of each natural client that has training samples."""
     assert arrays.client_train is not None and arrays.client_test is not None
     ids = np.unique(arrays.client_train)
     client = np.searchsorted(ids, arrays.client_test)
     client[ids[np.minimum(client, len(ids) - 1)] != arrays.client_test] = len(ids)
-    own = group_by(client, len(ids) + 1)[:-1]
-    sizes = torch.tensor([len(part) for part in own])
-    return Parts(torch.from_numpy(np.concatenate(own) + len(arrays.x_train)), sizes)
+    parts = group_by(client, len(ids) + 1)[:-1]
+    sizes = torch.tensor([len(part) for part in parts])
+    return Parts(torch.from_numpy(np.concatenate(parts) + len(arrays.x_train)), sizes)
 
 
 def balanced_subset(samples: Tensor, labels: Tensor, size: int, seed: int) -> Tensor:
-    """Choose global test samples at random, of every class as many as of any other, up to one (METHODS 6.2).
+    """Chooses global test samples at random, of every class as many as of any other, up to one.
 
     Args:
         samples: indices of all global test samples, shape (n,).
         labels: their classes, shape (n,).
-        size: how many to choose; the first classes have one more where it cannot be shared evenly.
+        size: number of samples to choose; where the classes cannot have equally many, the first ones have one more.
         seed: seed of the partition.
 
     Returns:
@@ -112,9 +114,9 @@ def balanced_subset(samples: Tensor, labels: Tensor, size: int, seed: int) -> Te
     if (short := (counts < wanted).nonzero().flatten()).numel():
         c = int(short[0])
         raise MisconfigurationException(
-            f"data.init_args.global_test_size is {size}, which takes {wanted[c]} samples of class {classes[c]}, but "
-            f"the global test set has {counts[c]} of them; {int(counts.min()) * len(classes)} samples are equally many "
-            "of each class."
+            f"global_test_size is {size}, which takes {wanted[c]} samples of class {classes[c]}, but the global test "
+            f"set has {counts[c]} of them; {int(counts.min()) * len(classes)} samples would be equally many of each "
+            "class."
         )
     rng = np.random.default_rng(np.random.SeedSequence(seed, spawn_key=_GLOBAL_TEST))
     chosen = [

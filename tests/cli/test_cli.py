@@ -180,7 +180,7 @@ WRONG = {
     "unknown class": (["--model.init_args.global_expert", "Lenet5"], "did you mean LeNet5?"),
     "outputs": (
         ["--model.init_args.local_expert", "SmallMLP", "--model.init_args.local_expert.init_args.num_classes", "7"],
-        "local_expert gives 7 outputs and model.init_args.global_expert 10",
+        "model.init_args.local_expert gives 7 outputs, but must give 10, as many as global_expert",
     ),
     "trainer": (["--trainer.accelerator", "gpuu"], "accelerator"),
     "devices": (["--trainer.devices", "0"], "trainer: `devices` selected with `CPUAccelerator` should be an int > 0"),

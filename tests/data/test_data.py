@@ -90,7 +90,7 @@ def test_natural_ids_keep_every_sample_with_its_client(ids):
 
 @pytest.mark.parametrize(("alpha", "largest_share"), [(0.5, 0.38), (0.9, 0.31), (2, 0.22)])
 def test_dirichlet_is_as_skewed_as_the_official_partition(alpha, largest_share):
-    # METHODS 5.1: the mean share of a client's largest class, CIFAR-10's labels, 100 clients
+    # computed with the official code: the mean share of a client's largest class, CIFAR-10's labels, 100 clients
     labels = np.arange(50_000) % 10
     parts = Dirichlet(alpha)(labels, 100, np.random.default_rng(0))
     shares = [np.bincount(labels[part], minlength=10).max() / len(part) for part in parts]
@@ -343,17 +343,17 @@ def test_there_is_no_validation_loader_without_validation_samples():
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: Dirichlet(0), r"data\.init_args\.partitioner\.init_args\.alpha is 0, "),
+        (lambda: Dirichlet(0), r"Dirichlet: alpha is 0, "),
         (lambda: Dirichlet(float("nan")), r"alpha is nan, "),
-        (lambda: RandomCrop(0), r"padding of RandomCrop is 0, "),
-        (lambda: RandomHorizontalFlip(1.5), r"p of RandomHorizontalFlip is 1\.5, "),
-        (lambda: Digits(num_clients=0), r"data\.init_args\.num_clients is 0, "),
-        (lambda: Digits(batch_size=0), r"data\.init_args\.batch_size is 0, "),
-        (lambda: Digits(partition_seed=-1), r"data\.init_args\.partition_seed is -1, "),
-        (lambda: Digits(image_size=0), r"data\.init_args\.image_size is 0, "),
-        (lambda: Digits(test_fraction=1), r"data\.init_args\.test_fraction is 1, "),
-        (lambda: Digits(validation_fraction=-0.1), r"data\.init_args\.validation_fraction is -0\.1, "),
-        (lambda: Digits(test_fraction=0.5, validation_fraction=0.5), r"test_fraction \(0\.5\) and "),
+        (lambda: RandomCrop(0), r"RandomCrop: padding is 0, "),
+        (lambda: RandomHorizontalFlip(1.5), r"RandomHorizontalFlip: p is 1\.5, "),
+        (lambda: Digits(num_clients=0), r"Digits: num_clients is 0, "),
+        (lambda: Digits(batch_size=0), r"Digits: batch_size is 0, "),
+        (lambda: Digits(partition_seed=-1), r"Digits: partition_seed is -1, "),
+        (lambda: Digits(image_size=0), r"Digits: image_size is 0, "),
+        (lambda: Digits(test_fraction=1), r"Digits: test_fraction is 1, "),
+        (lambda: Digits(validation_fraction=-0.1), r"Digits: validation_fraction is -0\.1, "),
+        (lambda: Digits(test_fraction=0.5, validation_fraction=0.5), r"test_fraction is 0\.5 and "),
         (lambda: Batches(torch.ones(1), torch.ones(1), torch.arange(1), 0), r"batch_size is 0, "),
     ],
 )
@@ -372,35 +372,47 @@ y = torch.zeros(6, dtype=torch.long)
 @pytest.mark.parametrize(
     ("arrays", "kwargs", "message"),
     [
-        (vectors(6), {}, r"data\.init_args\.num_clients is not set, .* IID"),
-        (vectors(6), {"num_clients": 7}, r"data\.init_args\.num_clients is 7, .* 6 training samples"),
+        (vectors(6), {}, r"num_clients is not set, .* IID"),
+        (vectors(6), {"num_clients": 7}, r"num_clients is 7, .* 6 training samples"),
         (
             vectors(6),
             {"num_clients": 5, "partitioner": Dirichlet(1e-3)},
-            r"client \d of 5 without training samples; lower data\.init_args\.num_clients, raise .*alpha above 0\.001",
+            r"client \d of 5 without training samples; lower num_clients, raise alpha above 0\.001",
         ),
-        (vectors(6), {"partitioner": NaturalIds()}, r"data\.init_args\.partitioner is NaturalIds, but"),
+        (vectors(6), {"partitioner": NaturalIds()}, r"partitioner is NaturalIds, but"),
         (vectors(6, client_train=ids), {"num_clients": 2}, r"num_clients is 2, but the data have 3 natural clients"),
         (
             vectors(6, client_train=ids, client_test=ids[:4]),
             {"test_fraction": 0.1},
-            r"data\.init_args\.test_fraction is 0\.1, but must be 0 here",
+            r"Own: test_fraction is 0\.1, but must be 0, because",
         ),
-        (vectors(6), {"num_clients": 1, "augmentation": [RandomCrop()]}, r"data\.init_args\.augmentation needs images"),
-        (vectors(6, client_train=ids[:5]), {}, r"data: client_train has shape \(5,\)"),
-        (vectors(6, client_test=ids[:4]), {"num_clients": 1}, r"client_test is of no use"),
+        (
+            vectors(6),
+            {"num_clients": 1, "augmentation": [RandomCrop()]},
+            r"Own: augmentation must be left out for samples of shape",
+        ),
+        (vectors(6, client_train=ids[:5]), {}, r"Arrays: client_train has shape \(5,\)"),
+        (
+            vectors(6, client_test=ids[:4]),
+            {"num_clients": 1},
+            r"client_train is None, but must be given where client_test is",
+        ),
         (vectors(0), {"num_clients": 1}, r"x_train holds no samples"),
         (vectors(6, n_test=0), {"num_clients": 1}, r"x_test holds no samples"),
         (Arrays(nan, y, nan, y), {"num_clients": 1}, r"x_train holds values that are not finite"),
         (Arrays(images, y - 1, images, y), {"num_clients": 1}, r"y_train holds torch\.int64 numbers from -1"),
         (Arrays(images, y.float(), images, y), {"num_clients": 1}, r"labels must be integers"),
         (Arrays(images, y[:5], images, y), {"num_clients": 1}, r"y_train has shape \(5,\), .* 6 samples"),
-        (Arrays(images, y, images[..., :3], y), {"num_clients": 1}, r"must be alike"),
+        (Arrays(images, y, images[..., :3], y), {"num_clients": 1}, r"but both must be the same"),
         (Arrays(images[0], y[:3], images[0], y[:3]), {"num_clients": 1}, r"must be uint8 images"),
-        (Arrays(images, y, images, y, mean=[0.5]), {"num_clients": 1}, r"data\.init_args\.mean is \[0\.5\] and"),
+        (Arrays(images, y, images, y, mean=[0.5]), {"num_clients": 1}, r"mean is \[0\.5\] and std is None"),
         (Arrays(images, y, images, y, mean=[0.5], std=[0.5]), {"num_clients": 1}, r"each of the 3 channels"),
         (Arrays(images, y, images, y, mean=[0] * 3, std=[0] * 3), {"num_clients": 1}, r"std only numbers above 0"),
-        (vectors(6, mean=[0.5], std=[0.5]), {"num_clients": 1}, r"data\.init_args\.mean is for uint8 images"),
+        (
+            vectors(6, mean=[0.5], std=[0.5]),
+            {"num_clients": 1},
+            r"mean is \[0\.5\], but must be None for torch\.float32 samples",
+        ),
     ],
 )
 def test_data_that_cannot_be_shared_out_are_refused_in_one_sentence(arrays, kwargs, message):

@@ -138,23 +138,21 @@ def test_a_failed_download_is_one_sentence(kind, tmp_path, monkeypatch):
     monkeypatch.setattr(getattr(datasets, kind.__name__), "download", fail)
     with pytest.raises(MisconfigurationException, match="could not be downloaded") as error:
         kind(root=str(tmp_path)).prepare_data()
-    message = str(error.value)
-    assert message.startswith(
-        f"data.init_args.root: {kind.__name__} is not in '{tmp_path}' and could not be downloaded"
-    )
+    message, name = str(error.value), kind.__name__
+    assert message.startswith(f"{name}: root is '{tmp_path}', but {name} is not in '{tmp_path}' and could not be")
     assert "\n" not in message and "network" in message
 
 
 def test_missing_and_damaged_files_are_one_sentence(tmp_path):
     data = MNIST(root=str(tmp_path), download=False, num_clients=2)
     data.prepare_data()
-    with pytest.raises(MisconfigurationException, match=r"data\.init_args\.root: MNIST is not in"):
+    with pytest.raises(MisconfigurationException, match=r"MNIST: root is .*, but MNIST is not in"):
         data.setup()
     write_mnist(tmp_path / "MNIST" / "raw")
     (tmp_path / "MNIST" / "raw" / "train-images-idx3-ubyte").write_bytes(b"\0\0\x08\x03damaged")
-    with pytest.raises(MisconfigurationException, match=r"data\.init_args\.root: MNIST is not in"):
+    with pytest.raises(MisconfigurationException, match=r"MNIST: root is .*, but MNIST is not in"):
         data.setup()
-    with pytest.raises(MisconfigurationException, match=r"data\.init_args\.split is 'all', but must be one of byclass"):
+    with pytest.raises(MisconfigurationException, match=r"EMNIST: split is 'all', but must be one of byclass"):
         EMNIST(split="all")  # pyright: ignore[reportArgumentType]
 
 
@@ -214,12 +212,12 @@ def test_bad_npz_files_are_refused_in_one_sentence(changes, message, tmp_path):
     np.savez(path, **{key: value for key, value in (GOOD | changes).items() if value is not None})
     with pytest.raises(MisconfigurationException, match=message) as error:
         NpzFile(path=str(path), num_clients=1).setup()
-    assert str(error.value).startswith(f"data.init_args.path: '{path}': ") and "\n" not in str(error.value)
+    assert str(error.value).startswith(f"NpzFile: path is '{path}'") and "\n" not in str(error.value)
 
 
 def test_missing_and_damaged_npz_files_are_refused_in_one_sentence(tmp_path):
     path = tmp_path / "own.npz"
-    with pytest.raises(MisconfigurationException, match=r"data\.init_args\.path: .* there is no such file"):
+    with pytest.raises(MisconfigurationException, match=r"NpzFile: path is .*, but there is no such file"):
         NpzFile(path=str(path), num_clients=1).setup()
     np.savez_compressed(path, **GOOD)
     content = path.read_bytes()
@@ -263,16 +261,16 @@ def test_bad_image_folders_are_refused_in_one_sentence(tmp_path):
             ImageFolder(train_dir=str(train), test_dir=str(test), num_clients=1, **kwargs).setup()
         assert "\n" not in str(error.value)
 
-    refused(r"data\.init_args\.train_dir: there is no such folder")
+    refused(r"ImageFolder: train_dir is .*, but there is no such folder")
     train.mkdir()
-    refused(r"data\.init_args\.train_dir: .* one folder of images per class")
+    refused(r"ImageFolder: train_dir is .* one folder of images per class")
     write_images(train, {"cat/1.png": (6, 4), "cat/2.png": (5, 4)})
     write_images(test, {"cat/1.png": (6, 4)})
-    refused(r"data\.init_args\.image_size must be set: .* 5 x 4 pixels, .* 6 x 4")
+    refused(r"image_size is None, but must be set, .* 5 x 4 pixels .* 6 x 4")
     (train / "cat" / "2.png").write_bytes(b"no image")
-    refused(r"data\.init_args\.train_dir: .*2\.png' cannot be read as an image", image_size=4)
+    refused(r"ImageFolder: train_dir is .*2\.png' cannot be read as an image", image_size=4)
     write_images(test, {"dog/1.png": (6, 4)})
-    refused(r"data\.init_args\.test_dir: .* has the class 'dog'")
+    refused(r"ImageFolder: test_dir is .* has the class 'dog'")
 
 
 YAML = """

@@ -68,8 +68,8 @@ def test_ag_news_files_become_ids_of_the_most_frequent_training_words(compressed
 @pytest.mark.parametrize(
     ("rows", "message"),
     [
-        (None, r"holds neither train\.csv nor train\.csv\.gz"),
-        ([(5, "a", "b")], r"row 1 of '.*train\.csv' has 3 columns and begins with '5', but must have three"),
+        (None, r"has neither train\.csv nor train\.csv\.gz"),
+        ([(5, "a", "b")], r"row 1 of '.*train\.csv' has 3 columns and begins with '5'; it must have three"),
         ([*TRAIN, (1, "a")], r"row 4 of '.*train\.csv' has 2 columns"),
         ([("label", "title", "description")], r"begins with 'label'"),
         ([()], r"row 1 of .* has 0 columns and begins with ''"),
@@ -83,7 +83,7 @@ def test_bad_ag_news_files_are_refused_in_one_sentence(rows, message, tmp_path):
     with pytest.raises(MisconfigurationException, match=message) as error:
         AGNews(root=str(tmp_path), num_clients=1).setup()
     assert str(error.value).endswith(".") and "\n" not in str(error.value)
-    assert str(error.value).startswith(f"data.init_args.root: '{tmp_path}'") or rows == []
+    assert str(error.value).startswith(f"AGNews: root is '{tmp_path}', but") or rows == []
 
 
 def test_damaged_files_and_bad_arguments_of_ag_news_are_refused(tmp_path):
@@ -94,7 +94,7 @@ def test_damaged_files_and_bad_arguments_of_ag_news_are_refused(tmp_path):
     with pytest.raises(MisconfigurationException, match=r"train\.csv' cannot be read as a CSV file"):
         AGNews(root=str(tmp_path), num_clients=1).setup()
     for name in ("vocabulary_size", "length"):
-        with pytest.raises(MisconfigurationException, match=rf"data\.init_args\.{name} is 0, "):
+        with pytest.raises(MisconfigurationException, match=rf"AGNews: {name} is 0, "):
             AGNews(**{name: 0})
 
 
@@ -135,8 +135,8 @@ WORDS, LABELS = torch.ones(4, 3, dtype=torch.int64), torch.zeros(4, dtype=torch.
 @pytest.mark.parametrize(
     ("x", "kwargs", "message"),
     [
-        (WORDS, {"augmentation": [RandomCrop()]}, r"data\.init_args\.augmentation needs images"),
-        (WORDS, {"rotations": [0, 180]}, r"data\.init_args\.rotations is \[0, 180\], but samples of shape \(3,\)"),
+        (WORDS, {"augmentation": [RandomCrop()]}, r"augmentation must be left out for samples of shape"),
+        (WORDS, {"rotations": [0, 180]}, r"rotations is \[0, 180\], but samples of shape \(3,\)"),
         (-WORDS, {}, r"x_train holds the id -1, but ids of words must be integers from 0"),
         (WORDS.int(), {}, r"x_train is torch\.int32 of shape \(4, 3\), but must be"),
         (WORDS[:, None], {}, r"x_train is torch\.int64 of shape \(4, 1, 3\), but must be"),
@@ -151,7 +151,9 @@ def test_what_does_not_go_with_words_is_refused_in_one_sentence(x, kwargs, messa
 def test_words_have_neither_a_mean_nor_a_size(tmp_path):
     path = str(tmp_path / "own.npz")
     np.savez(path, x_train=WORDS, y_train=LABELS, x_test=WORDS, y_test=LABELS)
-    with pytest.raises(MisconfigurationException, match=r"mean is for uint8 images, but the samples are torch\.int64"):
+    with pytest.raises(
+        MisconfigurationException, match=r"mean is \[0\.5\], but must be None for torch\.int64 samples; only uint8"
+    ):
         NpzFile(path=path, num_clients=1, mean=(0.5,), std=(0.5,)).setup()
     with pytest.raises(MisconfigurationException, match=r"image_size is 4, but samples of shape \(4, 3\) cannot be"):
         NpzFile(path=path, num_clients=1, image_size=4).setup()
@@ -195,19 +197,22 @@ def test_bad_leaf_folders_are_refused_in_one_sentence(tmp_path):
     def refused(message, **kwargs):
         with pytest.raises(MisconfigurationException, match=message) as error:
             FEMNIST(root=str(tmp_path), **kwargs).setup()
-        assert str(error.value).startswith(f"data.init_args.root: '{tmp_path}'")
+        assert str(error.value).startswith(f"FEMNIST: root is '{tmp_path}', ")
         assert str(error.value).endswith(".") and "\n" not in str(error.value)
 
-    refused(r"has no folder test, so that data\.init_args\.pool must be true and")
-    refused(r"has no \.json files of LEAF in '.*train'", pool=True, test_fraction=0.5)
+    refused(r"has no folder test; set pool to true and")
+    refused(r"train' has no \.json files of LEAF", pool=True, test_fraction=0.5)
     write_leaf(tmp_path / "train", a=[(0.5, 1)])
     (tmp_path / "test").mkdir()
-    refused(r"has no \.json files of LEAF in '.*test'")
+    refused(r"test' has no \.json files of LEAF")
     for content, message in (
-        ("{", "is not as LEAF writes FEMNIST"),
-        ("[]", "is not as LEAF writes FEMNIST"),
+        ("{", "is not a file of FEMNIST as LEAF writes it"),
+        ("[]", "is not a file of FEMNIST as LEAF writes it"),
         ('{"users": ["a"]}', r"\(no 'user_data'\)"),
-        ('{"users": ["a"], "user_data": {"a": {"x": [[0, 1]], "y": [1]}}}', "is not as LEAF writes FEMNIST"),
+        (
+            '{"users": ["a"], "user_data": {"a": {"x": [[0, 1]], "y": [1]}}}',
+            "is not a file of FEMNIST as LEAF writes it",
+        ),
         (json.dumps({"users": ["a"], "user_data": {"a": {"x": [[0] * 784], "y": []}}}), "1 images and 0 labels"),
     ):
         (tmp_path / "test" / "bad.json").write_text(content)

@@ -1,4 +1,4 @@
-"""The small data set of digits that comes with scikit-learn."""
+"""The handwritten digits that come with scikit-learn."""
 
 from __future__ import annotations
 
@@ -7,26 +7,28 @@ from typing import Any
 import torch
 
 from fedmoe_pl.data.arrays import Arrays
+from fedmoe_pl.data.checks import check_at_least
 from fedmoe_pl.data.datamodule import FederatedDataModule
-from fedmoe_pl.data.datasets.images import checked_image_size, resize
+from fedmoe_pl.data.datasets.images import resize
 
 
 class Digits(FederatedDataModule):
     """The 1,797 handwritten digits, 8 x 8 pixels, that come with scikit-learn; needs no download.
 
-    Pixels are divided by 16. Every fifth sample of a class belongs to the global test set, the others are for training.
+    Pixels are divided by 16. Every fifth sample of a class is in the global test set, the others are for training.
 
     Args:
-        image_size: height and width that the images are resized to; None leaves them at 8.
+        image_size: height and width that the images are resized to; None for 8.
         **kwargs: arguments of ``FederatedDataModule``.
     """
 
     def __init__(self, image_size: int | None = None, **kwargs: Any) -> None:
         super().__init__(**kwargs)
-        self.image_size = checked_image_size(image_size)
+        check_at_least(self, "image_size", image_size, 1)
+        self.image_size = image_size
 
     def load(self) -> Arrays:
-        """Read the images and split them into training and test."""
+        """Reads the images and splits them into training and test."""
         from sklearn.datasets import load_digits  # only this data set needs scikit-learn
 
         pixels, labels = load_digits(return_X_y=True)  # pixels: (1797, 64), from 0 to 16

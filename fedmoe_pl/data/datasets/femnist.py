@@ -18,13 +18,12 @@ from fedmoe_pl.data.datasets.images import READ_ERRORS
 class FEMNIST(FederatedDataModule):
     """FEMNIST: handwritten digits and letters, 28 x 28 pixels, 62 classes, each client one writer (Caldas et al. 2018).
 
-    Read from the JSON files that LEAF's ``preprocess.sh`` writes into ``root/train`` and ``root/test``. Pixels are as
-    LEAF has them, from 0 (ink) to 1 (background), without normalization. Where there is no ``root/test``, or to split
-    anew what LEAF has split, set ``pool`` and ``test_fraction``, which hold out a share of each writer's images
-    (METHODS 5.9).
+    It is read from the JSON files that LEAF's ``preprocess.sh`` writes into ``root/train`` and ``root/test``. Pixels go
+    from 0 (ink) to 1 (background), as in LEAF, without normalization. If there is no ``root/test``, or for another
+    split than LEAF's, set ``pool`` and ``test_fraction``, which hold out a share of each writer's images.
 
     Args:
-        root: folder that holds the folders train and test.
+        root: folder with the folders train and test.
         **kwargs: arguments of ``FederatedDataModule``.
     """
 
@@ -33,41 +32,41 @@ class FEMNIST(FederatedDataModule):
         self.root = root
 
     def load(self) -> Arrays:
-        """Read all files."""
+        """Reads all files."""
         has_test = os.path.isdir(os.path.join(self.root, "test"))
         if not has_test and not self.pool:
             raise MisconfigurationException(
-                f"data.init_args.root: '{self.root}' has no folder test, so that data.init_args.pool must be true and "
-                "data.init_args.test_fraction above 0, which holds out test images of every writer."
+                f"FEMNIST: root is '{self.root}', which has no folder test; set pool to true and test_fraction above 0 "
+                "to hold out test images of every writer."
             )
         x, y, writers = _read_folder(self.root, "train")
         x_test, y_test, test_writers = _read_folder(self.root, "test") if has_test else (x[:0], y[:0], writers[:0])
         arrays = (torch.from_numpy(array) for array in (x, y, x_test, y_test))
-        return Arrays(
-            *arrays, client_train=writers, client_test=test_writers, name=f"data.init_args.root: '{self.root}'"
-        )
+        return Arrays(*arrays, client_train=writers, client_test=test_writers, name=f"FEMNIST: root is '{self.root}'")
 
 
 def _read_folder(root: str, part: str) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Return images (n, 1, 28, 28) as float32, classes and writers of all JSON files of a folder."""
-    key, folder = f"data.init_args.root: '{root}'", os.path.join(root, part)
+    """Returns images (n, 1, 28, 28) as float32, classes and writers of all JSON files of a folder."""
+    problem, folder = f"FEMNIST: root is '{root}', but", os.path.join(root, part)
     paths = [os.path.join(folder, name) for name in sorted(os.listdir(folder))] if os.path.isdir(folder) else []
     paths = [path for path in paths if path.endswith(".json")]
     if not paths:
-        raise MisconfigurationException(f"{key} has no .json files of LEAF in '{os.path.abspath(folder)}'.")
+        raise MisconfigurationException(f"{problem} '{os.path.abspath(folder)}' has no .json files of LEAF.")
     images, labels, writers = [], [], []
     for path in paths:
         try:
             with open(path, encoding="utf-8") as file:
                 content = json.load(file)
             for writer in content["users"]:
-                own = content["user_data"][writer]
-                images.append(np.array(own["x"], dtype=np.float32).reshape(-1, 1, 28, 28))
-                labels.append(np.array(own["y"], dtype=np.int64))
+                samples = content["user_data"][writer]
+                images.append(np.array(samples["x"], dtype=np.float32).reshape(-1, 1, 28, 28))
+                labels.append(np.array(samples["y"], dtype=np.int64))
                 writers += [writer] * len(labels[-1])
                 if len(images[-1]) != len(labels[-1]):
                     raise ValueError(f"writer {writer} has {len(images[-1])} images and {len(labels[-1])} labels")
         except (*READ_ERRORS, TypeError) as error:
             reason = f"no {error}" if isinstance(error, KeyError) else error
-            raise MisconfigurationException(f"{key}: '{path}' is not as LEAF writes FEMNIST ({reason}).") from error
+            raise MisconfigurationException(
+                f"{problem} '{path}' is not a file of FEMNIST as LEAF writes it ({reason})."
+            ) from error
     return np.concatenate(images), np.concatenate(labels), np.array(writers)

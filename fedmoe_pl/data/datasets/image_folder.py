@@ -13,8 +13,9 @@ from torchvision.datasets.folder import default_loader
 from torchvision.transforms.v2 import functional
 
 from fedmoe_pl.data.arrays import Arrays
+from fedmoe_pl.data.checks import check_at_least
 from fedmoe_pl.data.datamodule import FederatedDataModule
-from fedmoe_pl.data.datasets.images import READ_ERRORS, checked_image_size, resize
+from fedmoe_pl.data.datasets.images import READ_ERRORS, resize
 
 
 class ImageFolder(FederatedDataModule):
@@ -25,8 +26,8 @@ class ImageFolder(FederatedDataModule):
     Args:
         train_dir: folder of the training images.
         test_dir: folder of the images of the global test set; its classes must be among those of ``train_dir``.
-        image_size: the shorter side of every image is resized to this and its square centre is cut out; None leaves
-            the images as they are, which must then all have the same size.
+        image_size: the shorter side of every image is resized to this and its square centre is cut out; None for
+            images that all have the same size.
         mean: mean of each channel of the images in [0, 1]; None to compute it from the training images.
         std: standard deviation of each channel, likewise.
         **kwargs: arguments of ``FederatedDataModule``.
@@ -44,57 +45,59 @@ class ImageFolder(FederatedDataModule):
         super().__init__(**kwargs)
         self.train_dir = train_dir
         self.test_dir = test_dir
-        self.image_size = checked_image_size(image_size)
+        check_at_least(self, "image_size", image_size, 1)
+        self.image_size = image_size
         self.mean = mean
         self.std = std
 
     def load(self) -> Arrays:
-        """Read all images."""
-        train = _open_folder(self.train_dir, "data.init_args.train_dir")
-        test = _open_folder(self.test_dir, "data.init_args.test_dir")
+        """Reads all images."""
+        train = _open_folder(self.train_dir, "train_dir")
+        test = _open_folder(self.test_dir, "test_dir")
         unknown = sorted(set(test.classes) - set(train.classes))
         if unknown:
             raise MisconfigurationException(
-                f"data.init_args.test_dir: '{self.test_dir}' has the class '{unknown[0]}', which "
-                f"data.init_args.train_dir, '{self.train_dir}', does not have."
+                f"ImageFolder: test_dir is '{self.test_dir}', but it has the class '{unknown[0]}', which train_dir, "
+                f"'{self.train_dir}', does not have."
             )
-        # by name: the test folder may lack a class, and then numbers its classes otherwise
+        # by name: a test folder without some of the classes numbers the others differently
         y_test = [train.class_to_idx[test.classes[target]] for target in test.targets]
-        x_train = _read_images([path for path, _ in train.samples], self.image_size, "data.init_args.train_dir")
-        x_test = _read_images([path for path, _ in test.samples], self.image_size, "data.init_args.test_dir")
         return Arrays(
-            x_train,
+            _read_images(train, self.image_size, "train_dir"),
             torch.tensor(train.targets),
-            x_test,
+            _read_images(test, self.image_size, "test_dir"),
             torch.tensor(y_test),
             mean=self.mean,
             std=self.std,
         )
 
 
-def _open_folder(folder: str, key: str) -> datasets.ImageFolder:
+def _open_folder(folder: str, argument: str) -> datasets.ImageFolder:
+    """Returns torchvision's list of the images in a folder, which is the value of the argument."""
+    problem = f"ImageFolder: {argument} is '{folder}', but"
     if not os.path.isdir(folder):
-        raise MisconfigurationException(f"{key}: there is no such folder ('{os.path.abspath(folder)}').")
+        raise MisconfigurationException(f"{problem} there is no such folder ('{os.path.abspath(folder)}').")
     try:
         return datasets.ImageFolder(folder)
     except OSError as error:
-        raise MisconfigurationException(
-            f"{key}: '{folder}' must hold one folder of images per class ({error})."
-        ) from error
+        raise MisconfigurationException(f"{problem} must hold one folder of images per class ({error}).") from error
 
 
-def _read_images(paths: list[str], image_size: int | None, key: str) -> Tensor:
+def _read_images(folder: datasets.ImageFolder, image_size: int | None, argument: str) -> Tensor:
+    """Returns all images of a folder, which is the value of the argument."""
     images: list[Tensor] = []
-    for path in paths:
+    for path, _ in folder.samples:
         try:
             image = functional.pil_to_tensor(default_loader(path))
         except READ_ERRORS as error:
-            raise MisconfigurationException(f"{key}: '{path}' cannot be read as an image ({error}).") from error
+            raise MisconfigurationException(
+                f"ImageFolder: {argument} is '{folder.root}', but '{path}' cannot be read as an image ({error})."
+            ) from error
         images.append(resize(image.unsqueeze(0), image_size)[0])
         if image.shape != images[0].shape and image_size is None:
             (_, height, width), (_, first_height, first_width) = image.shape, images[0].shape
             raise MisconfigurationException(
-                f"data.init_args.image_size must be set: '{path}' has {height} x {width} pixels, but '{paths[0]}' has "
-                f"{first_height} x {first_width}."
+                f"ImageFolder: image_size is None, but must be set, because '{path}' has {height} x {width} pixels and "
+                f"'{folder.samples[0][0]}' has {first_height} x {first_width}."
             )
     return torch.stack(images)

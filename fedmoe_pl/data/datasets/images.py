@@ -1,4 +1,4 @@
-"""From stored images to tensors of shape (n, channels, height, width)."""
+"""What data sets of images share: reading errors, shapes and sizes."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from torchvision.transforms.v2 import functional
 
 _IMAGES_AT_ONCE = 4096
 
-# What reading a missing, cut off or damaged file raises, in numpy, zipfile, PIL or torchvision.
+# Raised by numpy, zipfile, PIL or torchvision for a file that is missing, incomplete or damaged.
 READ_ERRORS = (
     OSError,
     EOFError,
@@ -32,26 +32,13 @@ READ_ERRORS = (
 )
 
 
-def checked_image_size(image_size: int | None) -> int | None:
-    """Return ``image_size``, or refuse it.
-
-    Raises:
-        MisconfigurationException: if it is below 1.
-    """
-    if image_size is not None and image_size < 1:
-        raise MisconfigurationException(
-            f"data.init_args.image_size is {image_size}, but must be an integer of at least 1, or null."
-        )
-    return image_size
-
-
 def channels_first(images: np.ndarray | Tensor, name: str) -> Tensor:
-    """Return uint8 images as a tensor of shape (n, channels, height, width).
+    """Returns uint8 images as a tensor of shape (n, channels, height, width).
 
     Args:
         images: shape (n, height, width), or (n, channels, height, width) or (n, height, width, channels) with 1 or 3
             channels.
-        name: what an error calls them.
+        name: what the message calls them.
 
     Raises:
         MisconfigurationException: if the images have another shape.
@@ -70,11 +57,11 @@ def channels_first(images: np.ndarray | Tensor, name: str) -> Tensor:
 
 
 def resize(images: Tensor, image_size: int | None) -> Tensor:
-    """Resize the shorter side to ``image_size`` (bilinear, with antialiasing) and cut out the square centre.
+    """Resizes the shorter side to ``image_size`` (bilinear, with antialiasing) and cuts out the square centre.
 
     Args:
         images: shape (n, channels, height, width), uint8 or floating point.
-        image_size: height and width of the result; None returns ``images``.
+        image_size: height and width of the result; None for the images as they are.
 
     Raises:
         MisconfigurationException: if the samples are no images.
@@ -83,11 +70,11 @@ def resize(images: Tensor, image_size: int | None) -> Tensor:
         return images
     if images.dim() != 4:
         raise MisconfigurationException(
-            f"data.init_args.image_size is {image_size}, but samples of shape {tuple(images.shape)} cannot be resized: "
-            "images have shape (n, channels, height, width)."
+            f"image_size is {image_size}, but samples of shape {tuple(images.shape)} cannot be resized: images have "
+            "shape (n, channels, height, width)."
         )
     resized = images.new_empty(*images.shape[:2], image_size, image_size)
     for out, some in zip(resized.split(_IMAGES_AT_ONCE), images.split(_IMAGES_AT_ONCE), strict=True):
-        # copies: torchvision's fast path for uint8 wants them dense
+        # contiguous, because torchvision's fast path for uint8 needs it
         out.copy_(functional.center_crop(functional.resize(some.contiguous(), [image_size]), [image_size]))
     return resized

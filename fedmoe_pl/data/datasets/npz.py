@@ -11,8 +11,9 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch import Tensor
 
 from fedmoe_pl.data.arrays import Arrays
+from fedmoe_pl.data.checks import check_at_least
 from fedmoe_pl.data.datamodule import FederatedDataModule
-from fedmoe_pl.data.datasets.images import READ_ERRORS, channels_first, checked_image_size, resize
+from fedmoe_pl.data.datasets.images import READ_ERRORS, channels_first, resize
 
 
 class NpzFile(FederatedDataModule):
@@ -21,12 +22,12 @@ class NpzFile(FederatedDataModule):
     The file holds ``x_train``, ``y_train``, ``x_test`` and ``y_test``, and may hold ``client_train`` and
     ``client_test``, the id of the client that each sample comes from. Images are uint8, of shape (n, height, width),
     (n, height, width, channels) or (n, channels, height, width) with 1 or 3 channels; they are divided by 255 and
-    normalized. Floating-point arrays of any shape (n, ...) are taken as they are, and so are integers of shape
-    (n, length), which are ids of words, from 0.
+    normalized. Floating-point arrays of any shape (n, ...) stay as they are, and so do integers of shape (n, length),
+    which are ids of words from 0.
 
     Args:
         path: the file.
-        image_size: height and width that images are resized to; None leaves them as they are.
+        image_size: height and width that images are resized to; None for their own.
         mean: mean of each channel of the images in [0, 1]; None to compute it from the training images.
         std: standard deviation of each channel, likewise.
         **kwargs: arguments of ``FederatedDataModule``.
@@ -42,13 +43,14 @@ class NpzFile(FederatedDataModule):
     ) -> None:
         super().__init__(**kwargs)
         self.path = path
-        self.image_size = checked_image_size(image_size)
+        check_at_least(self, "image_size", image_size, 1)
+        self.image_size = image_size
         self.mean = mean
         self.std = std
 
     def load(self) -> Arrays:
-        """Read the file."""
-        name = f"data.init_args.path: '{self.path}'"
+        """Reads the file."""
+        name = f"NpzFile: path is '{self.path}'"
         arrays = _read_npz(self.path, name)
         labels = {}
         for key in ("y_train", "y_test"):
@@ -70,9 +72,9 @@ class NpzFile(FederatedDataModule):
 
 
 def _read_npz(path: str, name: str) -> dict[str, np.ndarray]:
-    """Return the arrays of the file that a data set needs, and the client ids if it has them."""
+    """Returns the arrays of a data set, and the client ids if the file has them."""
     if not os.path.isfile(path):
-        raise MisconfigurationException(f"{name}: there is no such file ('{os.path.abspath(path)}').")
+        raise MisconfigurationException(f"{name}, but there is no such file ('{os.path.abspath(path)}').")
     needed, optional = ("x_train", "y_train", "x_test", "y_test"), ("client_train", "client_test")
     try:
         with open(path, "rb") as opened, np.load(opened) as file:
@@ -80,17 +82,18 @@ def _read_npz(path: str, name: str) -> dict[str, np.ndarray]:
             arrays = {key: file[key] for key in (*needed, *optional) if key in file}
     except (*READ_ERRORS, TypeError, AttributeError) as error:  # the last two for a file of another type
         raise MisconfigurationException(
-            f"{name}: the file is damaged or no .npz file of plain arrays ({error or type(error).__name__})."
+            f"{name}, but the file is damaged or no .npz file of plain arrays ({error or type(error).__name__})."
         ) from error
     if missing:
         raise MisconfigurationException(
-            f"{name}: the file lacks {', '.join(missing)}; it must hold {', '.join(needed)}, and may hold "
+            f"{name}, but the file lacks {', '.join(missing)}; it must hold {', '.join(needed)}, and may hold "
             f"{' and '.join(optional)}."
         )
     return arrays
 
 
 def _to_samples(array: np.ndarray, name: str) -> Tensor:
+    """Returns an array of samples as a tensor: images as uint8, other samples as float32 or int64."""
     if array.dtype == np.uint8:
         return channels_first(array, name)
     if array.dtype.kind == "f" and array.ndim > 0:

@@ -11,19 +11,20 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torchvision import datasets
 
 from fedmoe_pl.data.arrays import Arrays
+from fedmoe_pl.data.checks import check_at_least, check_choice
 from fedmoe_pl.data.datamodule import FederatedDataModule
-from fedmoe_pl.data.datasets.images import READ_ERRORS, channels_first, checked_image_size, resize
+from fedmoe_pl.data.datasets.images import READ_ERRORS, channels_first, resize
 
 EMNISTSplit = Literal["byclass", "bymerge", "balanced", "letters", "digits", "mnist"]
 
 
 class TorchvisionDataModule(FederatedDataModule):
-    """A data set of torchvision, wholly in memory.
+    """The base of torchvision's data sets, which are read into memory as a whole.
 
     Args:
-        root: folder that holds the files, or that they are downloaded into.
-        download: whether ``prepare_data`` downloads files that are not there.
-        image_size: height and width that the images are resized to, once; None leaves them as they are.
+        root: folder with the files; missing ones are downloaded into it.
+        download: whether ``prepare_data`` downloads missing files.
+        image_size: height and width that the images are resized to when they are read; None for their own.
         mean: mean of each channel of the images in [0, 1]; None to compute it from the training images.
         std: standard deviation of each channel, likewise.
         **kwargs: arguments of ``FederatedDataModule``.
@@ -41,31 +42,35 @@ class TorchvisionDataModule(FederatedDataModule):
         super().__init__(**kwargs)
         self.root = root
         self.download = download
-        self.image_size = checked_image_size(image_size)
+        check_at_least(self, "image_size", image_size, 1)
+        self.image_size = image_size
         self.mean = mean
         self.std = std
 
     @abstractmethod
     def read(self, train: bool, download: bool) -> tuple[Any, Any]:
-        """Return images (uint8, channels first, last or none) and classes of torchvision's data set.
+        """Reads one part of torchvision's data set.
 
         Args:
-            train: whether to return the training part or the test part.
+            train: whether to read the training part or the test part.
             download: whether to download missing files first.
+
+        Returns:
+            Images, uint8, with channels first, last or not at all, and their classes.
         """
 
     def prepare_data(self) -> None:
-        """Download what is missing."""
+        """Downloads missing files."""
         if self.download:
             for train in (True, False):
                 self._read(train, download=True)
 
     def load(self) -> Arrays:
-        """Read the files."""
+        """Reads the files."""
         parts = []
         for train in (True, False):
             images, labels = self._read(train, download=False)
-            x = channels_first(images, f"data: the images of {type(self).__name__}")
+            x = channels_first(images, f"{type(self).__name__}: the array of images")
             parts += [resize(x, self.image_size), torch.as_tensor(labels)]
         return Arrays(*parts, mean=self.mean, std=self.std)
 
@@ -73,16 +78,16 @@ class TorchvisionDataModule(FederatedDataModule):
         try:
             return self.read(train, download)
         except READ_ERRORS as error:
-            where = f"data.init_args.root: {type(self).__name__} is not in '{os.path.abspath(self.root)}'"
-            reason = " ".join(str(error).split()) or type(error).__name__
+            name, reason = type(self).__name__, " ".join(str(error).split()) or type(error).__name__
+            missing = f"{name}: root is '{self.root}', but {name} is not in '{os.path.abspath(self.root)}'"
             if download:
                 raise MisconfigurationException(
-                    f"{where} and could not be downloaded ({reason}); check the network, or put torchvision's files "
-                    "there and set data.init_args.download to false."
+                    f"{missing} and could not be downloaded ({reason}); check the network, or put torchvision's files "
+                    "there and set download to false."
                 ) from error
             raise MisconfigurationException(
-                f"{where} as torchvision keeps it ({reason}); put the files there, or set data.init_args.download "
-                "to true and call prepare_data."
+                f"{missing} as torchvision stores it ({reason}); put the files there, or set download to true and call "
+                "prepare_data."
             ) from error
 
 
@@ -101,7 +106,7 @@ class MNIST(TorchvisionDataModule):
         super().__init__(mean=mean, std=std, **kwargs)
 
     def read(self, train: bool, download: bool) -> tuple[Any, Any]:
-        """Read one part."""
+        """Reads one part."""
         data = datasets.MNIST(self.root, train=train, download=download)
         return data.data, data.targets
 
@@ -109,7 +114,7 @@ class MNIST(TorchvisionDataModule):
 class FashionMNIST(TorchvisionDataModule):
     """Fashion-MNIST: 60,000 and 10,000 images of clothes, 28 x 28 pixels, 10 classes.
 
-    The default constants are those of MNIST, as in PFL-MoE (METHODS 5.10).
+    It is normalized by default with the constants of MNIST, as in PFL-MoE.
 
     Args:
         mean: mean of the images in [0, 1].
@@ -123,13 +128,13 @@ class FashionMNIST(TorchvisionDataModule):
         super().__init__(mean=mean, std=std, **kwargs)
 
     def read(self, train: bool, download: bool) -> tuple[Any, Any]:
-        """Read one part."""
+        """Reads one part."""
         data = datasets.FashionMNIST(self.root, train=train, download=download)
         return data.data, data.targets
 
 
 class EMNIST(TorchvisionDataModule):
-    """EMNIST: handwritten letters and digits, 28 x 28 pixels, upright (torchvision keeps them transposed).
+    """EMNIST: handwritten letters and digits, 28 x 28 pixels, upright (torchvision stores them transposed).
 
     Args:
         split: "byclass" (62 classes), "bymerge" or "balanced" (47), "letters" (26), "digits" or "mnist" (10).
@@ -138,23 +143,20 @@ class EMNIST(TorchvisionDataModule):
 
     def __init__(self, split: EMNISTSplit = "balanced", **kwargs: Any) -> None:
         super().__init__(**kwargs)
-        if split not in get_args(EMNISTSplit):
-            raise MisconfigurationException(
-                f"data.init_args.split is '{split}', but must be one of {', '.join(get_args(EMNISTSplit))}."
-            )
+        check_choice(self, "split", split, get_args(EMNISTSplit))
         self.split = split
 
     def read(self, train: bool, download: bool) -> tuple[Any, Any]:
-        """Read one part."""
+        """Reads one part."""
         data = datasets.EMNIST(self.root, split=self.split, train=train, download=download)
-        first = 1 if self.split == "letters" else 0  # its classes count from 1
+        first = 1 if self.split == "letters" else 0  # its classes start at 1
         return data.data.transpose(1, 2), data.targets - first
 
 
 class CIFAR10(TorchvisionDataModule):
     """CIFAR-10: 50,000 and 10,000 colour images, 32 x 32 pixels, 10 classes.
 
-    The default constants are those of PFL-MoE (METHODS 5.10).
+    It is normalized by default with the constants of PFL-MoE.
 
     Args:
         mean: mean of each channel of the images in [0, 1].
@@ -171,7 +173,7 @@ class CIFAR10(TorchvisionDataModule):
         super().__init__(mean=mean, std=std, **kwargs)
 
     def read(self, train: bool, download: bool) -> tuple[Any, Any]:
-        """Read one part."""
+        """Reads one part."""
         data = datasets.CIFAR10(self.root, train=train, download=download)
         return data.data, data.targets
 
@@ -180,7 +182,7 @@ class CIFAR100(TorchvisionDataModule):
     """CIFAR-100: 50,000 and 10,000 colour images, 32 x 32 pixels, 100 classes."""
 
     def read(self, train: bool, download: bool) -> tuple[Any, Any]:
-        """Read one part."""
+        """Reads one part."""
         data = datasets.CIFAR100(self.root, train=train, download=download)
         return data.data, data.targets
 
@@ -189,6 +191,6 @@ class SVHN(TorchvisionDataModule):
     """SVHN: 73,257 and 26,032 colour images of house numbers, 32 x 32 pixels, classes 0 to 9; needs scipy."""
 
     def read(self, train: bool, download: bool) -> tuple[Any, Any]:
-        """Read one part."""
+        """Reads one part."""
         data = datasets.SVHN(self.root, split="train" if train else "test", download=download)
         return data.data, data.labels

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import numpy as np
 
-from fedmoe_pl.data.partitioners.partitioner import Partitioner, check_num_clients
+from fedmoe_pl.data.partitioners.partitioner import LabelPartitioner
 
 
-class IID(Partitioner):
-    """Shuffles the samples and cuts them into parts whose sizes differ by one at most.
+class IID(LabelPartitioner):
+    """Shuffles the samples and cuts them into parts whose sizes differ by at most one.
 
     Example:
         >>> parts = IID()(np.zeros(10, dtype=int), 3, np.random.default_rng(0))
@@ -16,12 +16,5 @@ class IID(Partitioner):
         [4, 3, 3]
     """
 
-    def __call__(  # noqa: D102  (described in the base class)
-        self,
-        labels: np.ndarray,
-        num_clients: int | None,
-        rng: np.random.Generator,
-        client_ids: np.ndarray | None = None,
-    ) -> list[np.ndarray]:
-        num_clients = check_num_clients(num_clients, len(labels), self)
+    def partition(self, labels: np.ndarray, num_clients: int, rng: np.random.Generator) -> list[np.ndarray]:  # noqa: D102
         return np.array_split(rng.permutation(len(labels)), num_clients)

@@ -23,13 +23,13 @@ class NaturalIds(Partitioner):
     ) -> list[np.ndarray]:
         if client_ids is None:
             raise MisconfigurationException(
-                "data.init_args.partitioner is NaturalIds, but these data do not say which client a sample comes "
-                "from; use IID or Dirichlet, or provide client_train."
+                "partitioner is NaturalIds, but these data do not say which client a sample comes from; use IID or "
+                "Dirichlet, or provide client_train."
             )
         ids, owners = np.unique(client_ids, return_inverse=True)
         if num_clients not in (None, len(ids)):
             raise MisconfigurationException(
-                f"data.init_args.num_clients is {num_clients}, but the data have {len(ids)} natural clients; "
-                "leave it out or choose another data.init_args.partitioner."
+                f"num_clients is {num_clients}, but the data have {len(ids)} natural clients; leave num_clients out or "
+                "choose another partitioner."
             )
         return group_by(owners, len(ids))
