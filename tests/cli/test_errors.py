@@ -14,6 +14,7 @@ from fedmoe_pl.backends import LEAN_TRAINER, StackedBackend
 from fedmoe_pl.cli import FederationCLI
 from fedmoe_pl.cli.errors import cause_of, with_key
 from fedmoe_pl.data import Digits, Dirichlet
+from fedmoe_pl.models import ConstantGate
 from fedmoe_pl.rounds.checks import check_trainer
 
 
@@ -105,6 +106,7 @@ CLASSES = {  # what a class refuses, and the key that the command line must name
     "federation.phases[1].rounds": (0, lambda: Phase("FedAvg", FedAvg(), rounds=0)),
     "federation.phases[1].clients_per_round": (-1, lambda: Phase("FedAvg", FedAvg(), clients_per_round=-1)),
     "federation.phases[2].algorithm.init_args.gate_fraction": (2.0, lambda: PersonalizedExpert(gate_fraction=2.0)),
+    "federation.phases[4].gate.init_args.weight": (1.5, lambda: ConstantGate(1.5)),
     "federation.store": ("cloud", lambda: Federation([Phase("FedAvg", FedAvg())], store="cloud")),  # pyright: ignore
     "federation.evaluate_every_n_rounds": (
         -1,
