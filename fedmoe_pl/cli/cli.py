@@ -78,7 +78,8 @@ class FederationCLI(LightningCLI):
             seed=self._get(self.config, "seed_everything"),
         )
         self._dump_config()
-        federation.hparams = self.config_dump
+        # without ckpt_path, so that every command can be run with the configuration that a run leaves
+        federation.hparams = {key: value for key, value in self.config_dump.items() if key != "ckpt_path"}
         return federation  # pyright: ignore[reportReturnType]
 
     def _parse_ckpt_path(self) -> None:

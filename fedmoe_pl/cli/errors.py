@@ -23,6 +23,8 @@ _REFUSAL = re.compile(
     r"(?P<argument>\w+) (?:is|has|gives|weighs|reads|must) (?P<rest>.+)"
 )
 
+_OVERLAY = "an overlay needs the --config that it changes before it"
+
 
 def one_sentence(message: str) -> str:
     r"""Condenses a message of jsonargparse, which is a tree of lines.
@@ -38,9 +40,9 @@ def one_sentence(message: str) -> str:
         return _unknown_option(f"{key}.{'' if key.endswith('phases') else 'init_args.'}{match[1]}", class_path)
     if match := re.search(r"arguments are required: (.+)", message):
         missing = match[1].strip().replace("fit.", "")
-        return (
-            f"{key}.init_args.{missing} is required, but missing." if key else f"{missing} are missing; give --config."
-        )
+        if key:
+            return f"{key}.init_args.{missing} is required, but missing."
+        return f"no --config has {missing.replace(', ', ' and ')}; {_OVERLAY}."
     if match := re.search(r"module '(\S+)' has no attribute '(\w+)'", message):
         return f"{key} is '{match[1]}.{match[2]}', but {match[1]} has no {match[2]}."
     if match := re.search(r"Expected a dot import path string: (\S+)", message):
@@ -147,6 +149,8 @@ def _unknown_option(key: str, class_path: str) -> str:
     module, name = class_path.rsplit(".", 1)
     parser = ArgumentParser(exit_on_error=False)
     parser.add_class_arguments(getattr(importlib.import_module(module), name), fail_untyped=False)
+    if name == "LightningModule":  # not yet the class of a model
+        return f"{key} is given, but model has no class_path; {_OVERLAY}."
     allowed = sorted({option.split(".")[0] for option in parser.get_defaults().keys()})
     similar = difflib.get_close_matches(key.rsplit(".", 1)[-1], allowed, n=1)
     hint = f"did you mean {similar[0]}?" if similar else f"it has {', '.join(allowed)}."

@@ -1,0 +1,30 @@
+"""Every configuration of digits runs a round of each phase."""
+
+import pytest
+import yaml
+from helpers.configurations import CONFIGURATIONS, QUICKSTART, run_short
+
+from fedmoe_pl.cli import main
+
+DIGITS = [path for path in CONFIGURATIONS if yaml.safe_load(path.read_text())["data"]["class_path"] == "Digits"]
+
+
+@pytest.mark.parametrize("path", [path for path in DIGITS if str(path) != QUICKSTART], ids=lambda path: path.stem)
+def test_every_configuration_of_digits_runs_one_round(path, tmp_path, capfd):
+    run = run_short(path, tmp_path, capfd)
+    assert {"checkpoints", "clients"} <= {file.name for file in run.iterdir()}
+
+
+def test_the_quickstart_runs_repeats_itself_and_serves_newcomers(tmp_path, capfd):
+    (path,) = (path for path in DIGITS if str(path) == QUICKSTART)
+    run = run_short(path, tmp_path, capfd)
+    assert {"checkpoints", "clients"} <= {file.name for file in run.iterdir()}
+    resolved = str(run / "config.yaml")
+    main(["fit", "--config", resolved])
+    assert (run.parent / "version_1/clients.csv").read_bytes() == (run / "clients.csv").read_bytes()
+    newcomers = ["--data.init_args.num_clients", "3", "--data.init_args.partition_seed", "5", "--rounds", "1"]
+    main(["personalize", "--config", resolved, *newcomers])
+    table = capfd.readouterr().out
+    assert "over all 3 clients" in table and "FedAvg: global expert, after aggregation, given checkpoint" in table
+    checkpoints = {path.parent.name for path in (run.parent / "newcomers/version_0/clients").rglob("*.ckpt")}
+    assert checkpoints == {phase["name"] for phase in yaml.safe_load(path.read_text())["federation"]["phases"]}

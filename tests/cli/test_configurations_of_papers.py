@@ -1,0 +1,40 @@
+"""Every configuration of a paper's data set names what there is and, shortened, runs a round of each phase."""
+
+import re
+
+import pytest
+import yaml
+from helpers.configurations import CONFIGURATIONS, files_of, printed, run_short
+
+PAPERS = [path for path in CONFIGURATIONS if yaml.safe_load(path.read_text())["data"]["class_path"] != "Digits"]
+# These differ from a faster one in their data or widths alone.
+SIMILAR = {
+    *("adaptive_experts_cifar10", "adaptive_experts_rotated_cifar10", "fedmoe_da_emnist", "fedmoe_da_mnist"),
+    *("fedmoe_da_svhn", "opt_out_cifar10", "pfedmoe_cifar100"),
+}
+
+
+@pytest.mark.parametrize("path", [path for path in PAPERS if path.stem in SIMILAR], ids=lambda path: path.stem)
+def test_configurations_that_are_not_run_name_what_there_is(path):
+    config = printed(path)
+    assert config["federation"]["name"] == path.stem
+    assert config["federation"]["phases"] and config["model"]["class_path"].startswith("fedmoe_pl.")
+
+
+@pytest.mark.parametrize(
+    "path",
+    [pytest.param(path, marks=[pytest.mark.slow] if path.stem in SIMILAR else []) for path in PAPERS],
+    ids=lambda path: path.stem,
+)
+def test_every_configuration_of_a_paper_runs_one_round(path, tmp_path, capfd):
+    run_short(path, tmp_path, capfd)
+
+
+@pytest.mark.parametrize("path", CONFIGURATIONS, ids=lambda path: path.stem)
+def test_every_configuration_is_readable(path):
+    text = path.read_text()
+    assert files_of(path)[-1] == str(path), "the command at the top runs this file"
+    assert max(len(line) for line in text.splitlines()) <= 120
+    anchors, aliases = re.findall(r"[ -]&(\w+)", text), re.findall(r"\*(\w+)", text)
+    assert set(anchors) <= set(aliases), "every anchor is used"
+    assert re.search(r"https://arxiv\.org/abs/\d{4}\.\d{5}", text), "the paper has a link"
