@@ -9,7 +9,7 @@ update rounds         ``t mod I == 1``, never true for I = 1          ``(t - 1) 
 rounds before one     not mentioned                                   no expert is mixed
 equal similarities    all that are not below the P+1-th largest       the expert itself, then the first P
 initial parameters    not mentioned                                   the same for all clients, ``shared_init``
-matrix of a round     the last round's, or the round's own            the last; the own one with ``sync_matrix``
+matrix of a round     the last round's, or the round's own            the last; with ``sync_matrix`` its own
 ====================  ==============================================  ===========================================
 """
 

@@ -15,7 +15,7 @@ optimizer            SGD                         one for all clients, with the  
 gradient clipping    not mentioned               norm 50, of each module          ``trainer.gradient_clip_val: 50``, of
                                                                                   all parameters together
 gate learning rate   one of its own              the same                         ``gate_lr`` of ``RepresentationMoE``
-gate hidden width    not said                    -                                ``hidden`` of ``SwitchNormGate``, 50
+gate hidden width    unknown                     -                                ``hidden`` of ``SwitchNormGate``, 50
 ===================  ==========================  ===============================  ====================================
 
 Standalone is ``Local`` with ``LocalOnly``; LG-FedAvg is ``FedAvg(shared="header.*")`` with the same gate.

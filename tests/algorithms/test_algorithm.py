@@ -49,8 +49,7 @@ ONES = torch.ones(3, dtype=torch.float64)
 EXPECTED_SAMPLES = sum(size**2 for size in SIZES) / sum(SIZES)  # the mean of n, weighted by n
 
 
-@pytest.mark.parametrize("store", ["memory", "disk"])
-@pytest.mark.parametrize("every_batch", [False, True])
+@pytest.mark.parametrize(("store", "every_batch"), [("memory", False), ("disk", True)])
 def test_an_algorithm_s_own_tensors_are_sent_averaged_kept_and_stored_but_never_loaded(store, every_batch, tmp_path):
     plain, counted = (
         run(

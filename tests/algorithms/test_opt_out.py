@@ -261,19 +261,17 @@ def loss_by_hand(module, mixing, x, y):
     return torch.stack(losses).mean()
 
 
-@pytest.mark.parametrize("mixing", MIXINGS)
-def test_validation_loss_is_the_mean_loss_of_the_mixture_by_hand(tmp_path, mixing):
+def test_validation_loss_is_the_mean_loss_of_the_mixture_by_hand(tmp_path):
     datamodule = blobs(SIZES[:4], validation_fraction=0.4)
-    model = mixture(gate())
-    model.mixing = mixing
-    phases = three_phases(0.0)
-    phases[2].evaluate = True
-    federation = run(phases, model, datamodule, tmp_path)
-    for client, evaluated in enumerate(federation.results["Mixture"].clients):
-        samples = datamodule.validation_samples[client]
-        module = federation.client_module("Mixture", client)
-        expected = loss_by_hand(module, mixing, datamodule.x[samples], datamodule.y[samples])
-        assert evaluated.validation_loss == pytest.approx(expected.item(), rel=1e-10)
+    mixtures = [Phase(mixing, SpecialistMixture(), mixing=mixing, start="Fine-tuned") for mixing in MIXINGS]
+    federation = run([*three_phases(0.0)[:2], *mixtures], mixture(gate()), datamodule, tmp_path)
+    for mixing in MIXINGS:
+        for client, evaluated in enumerate(federation.results[mixing].clients):
+            samples = datamodule.validation_samples[client]
+            module = federation.client_module(mixing, client)
+            assert module.mixing == mixing
+            expected = loss_by_hand(module, mixing, datamodule.x[samples], datamodule.y[samples])
+            assert evaluated.validation_loss == pytest.approx(expected.item(), rel=1e-10)
 
 
 def test_every_clients_gate_starts_anew_and_only_before_the_first_round(tmp_path):
@@ -292,24 +290,27 @@ def test_every_clients_gate_starts_anew_and_only_before_the_first_round(tmp_path
     assert not torch.equal(gates[2][0]["gate.network.weight"], gates[1][0]["gate.network.weight"])
 
 
-@pytest.mark.parametrize(("weight", "expert"), [(1.0, "global_expert"), (0.0, "local_expert")])
-@pytest.mark.parametrize("mixing", MIXINGS)
-def test_a_gate_held_at_one_expert_gives_exactly_this_expert(tmp_path, weight, expert, mixing):
-    phases = [
-        *three_phases()[:2],
-        Phase("held", SpecialistMixture(), gate=ConstantGate(weight), mixing=mixing, max_epochs=0),
-        Phase("the expert", SpecialistMixture(), max_epochs=0, mixing="logits"),
-    ]
+def test_a_gate_held_at_one_expert_gives_exactly_this_expert(tmp_path):
+    held = {
+        f"{expert} in {mixing}": Phase(
+            f"{expert} in {mixing}", SpecialistMixture(), gate=ConstantGate(weight), mixing=mixing, max_epochs=0
+        )
+        for weight, expert in ((1.0, "global_expert"), (0.0, "local_expert"))
+        for mixing in MIXINGS
+    }
+    phases = [*three_phases()[:2], *held.values(), Phase("the expert", SpecialistMixture(), max_epochs=0)]
     datamodule = blobs(SIZES, validation_fraction=0.3)
     federation = run(phases, mixture(gate()), datamodule, tmp_path)
     x = datamodule.x
-    for client, evaluated in enumerate(federation.results["held"].clients):
-        alone = getattr(federation.client_module("the expert", client), expert)
-        scores = federation.client_module("held", client)(x)
-        expected = alone(x) if mixing == "logits" else alone(x).log_softmax(1)
-        assert torch.equal(scores, expected)
-        right = alone(x)[datamodule.global_test].argmax(1) == datamodule.y[datamodule.global_test]
-        assert evaluated.global_test == pytest.approx(right.double().mean().item(), abs=1e-6)
+    for name in held:
+        expert, mixing = name.split(" in ")
+        for client, evaluated in enumerate(federation.results[name].clients):
+            alone = getattr(federation.client_module("the expert", client), expert)
+            scores = federation.client_module(name, client)(x)
+            expected = alone(x) if mixing == "logits" else alone(x).log_softmax(1)
+            assert torch.equal(scores, expected)
+            right = alone(x)[datamodule.global_test].argmax(1) == datamodule.y[datamodule.global_test]
+            assert evaluated.global_test == pytest.approx(right.double().mean().item(), abs=1e-6)
 
 
 def test_the_mixture_follows_specialists_on_all_samples_and_not_those_of_a_part():
