@@ -2,11 +2,17 @@
 
 from pathlib import Path
 
+import pytest
 import torch
+from helpers import blobs, mixture
+from helpers.backends import begin, local_training, train_clients
 from helpers.runs import assert_same
 
+from fedmoe_pl.algorithms import PersonalizedExpert
+from fedmoe_pl.backends import StackedBackend, TrainerBackend
 from fedmoe_pl.backends.workers.pickling import dumps, loads
 from fedmoe_pl.cli import FederationCLI
+from fedmoe_pl.models import ConstantGate
 
 REPOSITORY = Path(__file__).parents[2]
 
@@ -28,3 +34,16 @@ def test_a_model_of_the_command_line_travels_without_its_configuration(tmp_path,
     assert len(pickled) < 100_000
     optimizer = loads(pickled).optimizer([torch.nn.Parameter(torch.zeros(1))])
     assert optimizer.defaults["momentum"] == 0.5
+
+
+@pytest.mark.parametrize("backend", [TrainerBackend(), StackedBackend(2)])
+def test_a_plan_travels_without_the_features_that_it_has_computed(backend):
+    algorithm = PersonalizedExpert("local_expert.classifier.*")
+    training = local_training(mixture(ConstantGate(0)), algorithm, blobs((500, 400)), max_epochs=1, rounds=2)
+    plan = begin(backend, training)
+    before = len(dumps(plan, training.datamodule))
+    expected, _ = train_clients(plan)
+    after = dumps(plan, training.datamodule)
+    assert len(after) == before
+    update, _ = train_clients(loads(after, training.datamodule))
+    assert_same(update, expected)

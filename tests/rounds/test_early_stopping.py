@@ -1,13 +1,12 @@
-"""Phases and clients that end when their validation stops getting better, against bare loops."""
+"""Phases that end when their validation stops getting better, against bare loops."""
 
-import copy
 import math
 from functools import partial
 
 import pytest
 import torch
-import torch.nn.functional as F
-from helpers import assert_same_bits, blobs, client_generator, mixture, momentum_sgd, phase, run, tensors
+from helpers import assert_same_bits, blobs, mixture, phase, run
+from helpers.early_stopping import stopped_by_hand
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 
 from fedmoe_pl.algorithms import OptInFedAvg, PersonalizedExpert, SpecialistMixture
@@ -18,79 +17,6 @@ from fedmoe_pl.rounds.phase import Phase
 from fedmoe_pl.rounds.state import PhaseState
 
 SIZES = (9, 4, 12, 7, 5, 8, 6, 10, 11, 4)
-
-
-def validated_losses(module, datamodule, client, seed, names, optimizer, epochs, every, loss):
-    """Parameters and validation loss after every so many epochs of a bare loop."""
-    generator = client_generator(seed, client, 0)
-    batches = datamodule.batches(datamodule.train_samples[client], generator=generator)
-    parameters = [parameter for name, parameter in module.named_parameters() if name.startswith(names)]
-    optimizer = optimizer(parameters)
-    validation = datamodule.validation_samples[client]
-    x, y = datamodule.x[validation], datamodule.y[validation]
-    checks = []
-    for epoch in range(1, epochs + 1):
-        for batch in batches:
-            optimizer.zero_grad()
-            loss(module, *batch).backward()
-            optimizer.step()
-        if epoch % every == 0 and len(y):
-            with torch.no_grad():
-                checks.append((loss(module, x, y).item(), copy.deepcopy(module.state_dict())))
-    return checks
-
-
-def stopped_by_hand(checks, patience, min_delta):
-    """The best check, by rule: only a loss lower by more than ``min_delta`` counts; and how many checks there were."""
-    best, waited = 0, 0
-    for number in range(1, len(checks)):
-        better = checks[number][0] < checks[best][0] - min_delta
-        best, waited = (number, 0) if better else (best, waited + 1)
-        if waited == patience:
-            return best, number + 1
-    return best, len(checks)
-
-
-@pytest.mark.parametrize("stage", ["Fine-tuned", "Mixture"])
-def test_a_client_keeps_its_best_validated_epoch_and_one_without_validation_samples_trains_to_the_end(tmp_path, stage):
-    patience, min_delta, every, epochs = 2, 0.02, 2, 40
-    sizes = (40, 30, 1, 36)  # one sample of a client stays for training, so that client 2 has none to validate
-    datamodule = blobs(sizes, validation_fraction=0.4)
-    phases = [
-        phase("FedAvg", OptInFedAvg("global_expert.*"), gate=ConstantGate(1), rounds=3),
-        phase("Fine-tuned", PersonalizedExpert(), gate=ConstantGate(0), max_epochs=1),
-        phase("Mixture", SpecialistMixture(), max_epochs=1),
-    ]
-    (stopping,) = (personal for personal in phases if personal.name == stage)
-    stopping.max_epochs = epochs
-    stopping.callbacks = [BestEpoch(min_delta=min_delta, patience=patience)]
-    stopping.trainer = {"limit_val_batches": 1.0, "check_val_every_n_epoch": every}
-    federation = run(phases, mixture(LinearGate(5)), datamodule, tmp_path)
-    kinds = set()
-    for client in range(4):
-        module = federation.client_module("FedAvg" if stage == "Fine-tuned" else "Fine-tuned", client)
-        loss = lambda module, x, y: F.cross_entropy(module(x), y)  # noqa: E731
-        names = ("local_expert.", "gate.")
-        if stage == "Fine-tuned":
-            module.local_expert = copy.deepcopy(module.global_expert)
-            names = ("local_expert.",)
-            loss = lambda module, x, y: F.cross_entropy(module.local_expert(x), y)  # noqa: E731
-        else:
-            module.gate = LinearGate(5).double()
-            client_generator(0, client, 0)
-            module.gate.reset_parameters()
-        checks = validated_losses(module, datamodule, client, 0, names, momentum_sgd, epochs, every, loss)
-        actual = tensors(federation.client_module(stage, client), names)
-        if not checks:
-            torch.testing.assert_close(actual, tensors(module, names), rtol=1e-9, atol=1e-12)
-            kinds.add("none")
-            continue
-        best, number = stopped_by_hand(checks, patience, min_delta)
-        kinds |= {"stopped"} if number < len(checks) else set()
-        kinds |= {"earlier"} if best < number - 1 else set()
-        expected = {name: tensor for name, tensor in checks[best][1].items() if name.startswith(names)}
-        torch.testing.assert_close(actual, expected, rtol=1e-9, atol=1e-12)
-    assert kinds == {"none", "stopped", "earlier"}, "the test would show nothing"
 
 
 def losses_by_hand(datamodule, expert, clients):
@@ -175,24 +101,35 @@ class Stop(FederationCallback):
             raise KeyboardInterrupt
 
 
-@pytest.mark.parametrize("after", [1, 5])
-def test_a_run_stopped_within_a_phase_that_ends_early_and_resumed_gives_the_same_bits(tmp_path, after):
+def early_phases() -> list[Phase]:
+    stopping = {"callbacks": [BestEpoch(patience=1)], "trainer": {"limit_val_batches": 1.0}}
+    return [
+        stopping_phase(),
+        phase("Fine-tuned", PersonalizedExpert(), max_epochs=1),
+        Phase("Mixture", SpecialistMixture(), max_epochs=4, **stopping),
+    ]
+
+
+def run_early_phases(path, **kwargs) -> Federation:
     datamodule = blobs(SIZES, validation_fraction=0.4)
-    personal = Phase("Mixture", SpecialistMixture(), max_epochs=4)
-    personal.callbacks = [BestEpoch(patience=1)]
-    personal.trainer = {"limit_val_batches": 1.0}
+    return run(early_phases(), mixture(LinearGate(5)), datamodule, path, enable_checkpointing=True, seed=2, **kwargs)
 
-    def phases():
-        return [stopping_phase(), phase("Fine-tuned", PersonalizedExpert(), max_epochs=1), copy.deepcopy(personal)]
 
-    kwargs = {"enable_checkpointing": True, "seed": 2}
-    whole = run(phases(), mixture(LinearGate(5)), datamodule, tmp_path / "whole", **kwargs)
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+    """The run that never stopped."""
+    torch.manual_seed(0)
+    return run_early_phases(tmp_path_factory.mktemp("whole"))
+
+
+@pytest.mark.parametrize("after", [1, 5])
+def test_a_run_stopped_within_a_phase_that_ends_early_and_resumed_gives_the_same_bits(whole, tmp_path, after):
     assert 5 < whole.rows[-2]["round"] < 20, "the federated phase ends early, after the stops of this test"
     with pytest.raises(KeyboardInterrupt):
-        run(phases(), mixture(LinearGate(5)), datamodule, tmp_path / "stopped", callbacks=[Stop(after)], **kwargs)
-    settings = {"default_root_dir": str(tmp_path / "stopped"), "enable_progress_bar": False, "logger": False}
-    resumed = Federation(phases(), {"max_epochs": 2}, seed=2, **settings)
-    resumed.fit(mixture(LinearGate(5)), datamodule, ckpt_path="last")
+        run_early_phases(tmp_path, callbacks=[Stop(after)])
+    settings = {"default_root_dir": str(tmp_path), "enable_progress_bar": False, "logger": False}
+    resumed = Federation(early_phases(), {"max_epochs": 2}, seed=2, **settings)
+    resumed.fit(mixture(LinearGate(5)), blobs(SIZES, validation_fraction=0.4), ckpt_path="last")
     for name, state in whole.states.items():
         again = resumed.states[name]
         assert_same_bits(again.server, state.server)

@@ -1,0 +1,75 @@
+"""Clients that end when their validation stops getting better, against bare loops."""
+
+import copy
+
+import pytest
+import torch
+import torch.nn.functional as F
+from helpers import blobs, client_generator, mixture, momentum_sgd, phase, run, tensors
+from helpers.early_stopping import stopped_by_hand
+
+from fedmoe_pl.algorithms import OptInFedAvg, PersonalizedExpert, SpecialistMixture
+from fedmoe_pl.callbacks import BestEpoch
+from fedmoe_pl.models import ConstantGate, LinearGate
+
+
+def validated_losses(module, datamodule, client, seed, names, optimizer, epochs, every, loss):
+    """Parameters and validation loss after every so many epochs of a bare loop."""
+    generator = client_generator(seed, client, 0)
+    batches = datamodule.batches(datamodule.train_samples[client], generator=generator)
+    parameters = [parameter for name, parameter in module.named_parameters() if name.startswith(names)]
+    optimizer = optimizer(parameters)
+    validation = datamodule.validation_samples[client]
+    x, y = datamodule.x[validation], datamodule.y[validation]
+    checks = []
+    for epoch in range(1, epochs + 1):
+        for batch in batches:
+            optimizer.zero_grad()
+            loss(module, *batch).backward()
+            optimizer.step()
+        if epoch % every == 0 and len(y):
+            with torch.no_grad():
+                checks.append((loss(module, x, y).item(), copy.deepcopy(module.state_dict())))
+    return checks
+
+
+@pytest.mark.parametrize("stage", ["Fine-tuned", "Mixture"])
+def test_a_client_keeps_its_best_validated_epoch_and_one_without_validation_samples_trains_to_the_end(tmp_path, stage):
+    patience, min_delta, every, epochs = 2, 0.02, 2, 40
+    sizes = (40, 30, 1, 36)  # one sample of a client stays for training, so that client 2 has none to validate
+    datamodule = blobs(sizes, validation_fraction=0.4)
+    phases = [
+        phase("FedAvg", OptInFedAvg("global_expert.*"), gate=ConstantGate(1), rounds=3),
+        phase("Fine-tuned", PersonalizedExpert(), gate=ConstantGate(0), max_epochs=1),
+        phase("Mixture", SpecialistMixture(), max_epochs=1),
+    ]
+    (stopping,) = (personal for personal in phases if personal.name == stage)
+    stopping.max_epochs = epochs
+    stopping.callbacks = [BestEpoch(min_delta=min_delta, patience=patience)]
+    stopping.trainer = {"limit_val_batches": 1.0, "check_val_every_n_epoch": every}
+    federation = run(phases, mixture(LinearGate(5)), datamodule, tmp_path)
+    kinds = set()
+    for client in range(4):
+        module = federation.client_module("FedAvg" if stage == "Fine-tuned" else "Fine-tuned", client)
+        loss = lambda module, x, y: F.cross_entropy(module(x), y)  # noqa: E731
+        names = ("local_expert.", "gate.")
+        if stage == "Fine-tuned":
+            module.local_expert = copy.deepcopy(module.global_expert)
+            names = ("local_expert.",)
+            loss = lambda module, x, y: F.cross_entropy(module.local_expert(x), y)  # noqa: E731
+        else:
+            module.gate = LinearGate(5).double()
+            client_generator(0, client, 0)
+            module.gate.reset_parameters()
+        checks = validated_losses(module, datamodule, client, 0, names, momentum_sgd, epochs, every, loss)
+        actual = tensors(federation.client_module(stage, client), names)
+        if not checks:
+            torch.testing.assert_close(actual, tensors(module, names), rtol=1e-9, atol=1e-12)
+            kinds.add("none")
+            continue
+        best, number = stopped_by_hand(checks, patience, min_delta)
+        kinds |= {"stopped"} if number < len(checks) else set()
+        kinds |= {"earlier"} if best < number - 1 else set()
+        expected = {name: tensor for name, tensor in checks[best][1].items() if name.startswith(names)}
+        torch.testing.assert_close(actual, expected, rtol=1e-9, atol=1e-12)
+    assert kinds == {"none", "stopped", "earlier"}, "the test would show nothing"
