@@ -1,53 +1,20 @@
-"""Stratified splits, pooled data, balanced global test sets and rotated clients of the data module."""
+"""Stratified splits, pooled data, balanced global test sets, and what is refused."""
 
 import numpy as np
 import pytest
 import torch
 from helpers import GivenParts
-from helpers.data import assert_names_an_argument
+from helpers.data import Own, assert_names_an_argument, counts, numbered, random_images, set_up
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 
 from fedmoe_pl.data import (
     IID,
-    Arrays,
     Digits,
-    FederatedDataModule,
-    MajorityClasses,
-    NaturalIds,
-    NpzFile,
     Pathological,
-    partition_figure,
     partition_table,
 )
-
-
-class Own(FederatedDataModule):
-    """Arrays that are at hand."""
-
-    def __init__(self, arrays: Arrays, **kwargs):
-        super().__init__(**kwargs)
-        self.arrays = arrays
-
-    def load(self) -> Arrays:
-        return self.arrays
-
-
-def numbered(y_train, y_test=(0, 1), **kwargs) -> Arrays:
-    """Sample i is the number i."""
-    y = torch.tensor([*y_train, *y_test])
-    x, n = torch.arange(float(len(y)))[:, None], len(y_train)
-    return Arrays(x[:n], y[:n], x[n:], y[n:], **kwargs)
-
-
-def set_up(datamodule: FederatedDataModule) -> FederatedDataModule:
-    datamodule.setup()
-    return datamodule
-
-
-def counts(data: FederatedDataModule, parts) -> list[list[int]]:
-    return [torch.bincount(data.y[part], minlength=data.num_classes).tolist() for part in parts]
 
 
 def test_a_stratified_split_rounds_each_class_of_a_client_by_itself():
@@ -122,72 +89,6 @@ def test_the_global_test_set_is_cut_to_equally_many_of_each_class(size, by_class
     assert partition_table(data).startswith(f"2 clients, 3 classes, 12 training samples, {size} global test samples")
 
 
-def test_the_table_tells_how_many_samples_stay_with_nobody(tmp_path):
-    data = set_up(Own(numbered(np.arange(100) % 10), num_clients=4, partitioner=MajorityClasses(0.5, 20)))
-    assert partition_table(data).startswith("4 clients, 10 classes, 80 of 100 training samples, 2 global test samples")
-    partition_figure(data).savefig(tmp_path / "figure.png")
-
-
-def images(n=40, n_test=12, size=3) -> Arrays:
-    """Random images of two channels, no two alike and none the same when turned."""
-    x = torch.rand(n + n_test, 2, size, size, generator=torch.Generator().manual_seed(0))
-    y = torch.arange(n + n_test) % 5
-    return Arrays(x[:n], y[:n], x[n:], y[n:])
-
-
-def source(image: torch.Tensor, among: torch.Tensor, angle: int) -> int:
-    """Which of some images this is when turned back: numpy's rotation is the other way for negative numbers."""
-    back = torch.from_numpy(np.rot90(image.numpy(), -(angle // 90), axes=(1, 2)).copy())
-    (match,) = (among == back).flatten(1).all(dim=1).nonzero().flatten().tolist()
-    return match
-
-
-@pytest.mark.parametrize(
-    ("rotations", "num_clients", "groups"),
-    [([0, 180], 4, [0, 0, 180, 180]), ([0, 90, 180, 270], 4, [0, 90, 180, 270]), ([90, 0], 5, [90, 90, 90, 0, 0])],
-)
-def test_each_group_of_clients_shares_all_images_turned_by_its_angle(rotations, num_clients, groups):
-    arrays = images()
-    data = set_up(Own(arrays, num_clients=num_clients, rotations=rotations))
-    assert data.num_clients == num_clients and len(data.x) == 52 * len(rotations)
-    for parts, x, y in (
-        (data.train_samples, arrays.x_train, arrays.y_train),
-        (data.test_samples, arrays.x_test, arrays.y_test),
-    ):
-        for angle in rotations:
-            clients = [client for client in range(num_clients) if groups[client] == angle]
-            found = []
-            for client in clients:
-                for sample in parts[client]:
-                    found.append(source(data.x[sample], x, angle))
-                    assert data.y[sample] == y[found[-1]]
-            assert sorted(found) == list(range(len(x)))  # each image once in each group
-            sizes = [len(parts[client]) for client in clients]
-            assert max(sizes) - min(sizes) <= 1
-    assert data.global_test.tolist() == list(range(40 * len(rotations), 52 * len(rotations)))
-    assert sorted(data.test_samples.indices.tolist()) == data.global_test.tolist()
-
-
-def test_rotation_is_counterclockwise():
-    x = torch.tensor([[[[1.0, 2.0], [3.0, 4.0]]]])
-    data = set_up(Own(Arrays(x, torch.tensor([0]), x, torch.tensor([0])), num_clients=2, rotations=[0, 90]))
-    assert data.x[data.train_samples[1][0]].tolist() == [[[2.0, 4.0], [1.0, 3.0]]]
-
-
-def test_images_of_a_file_can_be_rotated_before_normalization(tmp_path):
-    x = np.random.default_rng(0).integers(0, 256, (12, 4, 4, 3), dtype=np.uint8)
-    y = np.arange(12) % 3
-    np.savez(tmp_path / "own.npz", x_train=x[:8], y_train=y[:8], x_test=x[8:], y_test=y[8:])
-    path = str(tmp_path / "own.npz")
-    plain = set_up(NpzFile(path=path, num_clients=2))
-    data = set_up(NpzFile(path=path, num_clients=2, rotations=[0, 180]))
-    torch.testing.assert_close(data.x[:8], plain.x[:8])
-    torch.testing.assert_close(data.x[8:16], plain.x[:8].flip(2, 3))
-    torch.testing.assert_close(data.x[16:], torch.cat((plain.x[8:], plain.x[8:].flip(2, 3))))
-    other = set_up(NpzFile(path=path, num_clients=2, rotations=[0, 180], partition_seed=1))
-    assert data.train_samples[0].tolist() == other.train_samples[0].tolist() == list(range(8))
-
-
 @pytest.mark.parametrize(
     ("make", "message"),
     [
@@ -226,9 +127,17 @@ IDS = np.array([*"aab"])
             {"num_clients": 4, "pool": True, "test_fraction": 0.5},
             r"test_fraction is 0\.5, which gives no client a test sample",
         ),
-        (images(), {"rotations": [0, 180]}, r"num_clients is None, but must be at least 2, .* rotations \[0, 180\]"),
-        (images(), {"num_clients": 1, "rotations": [0, 180]}, r"num_clients is 1, but must be at least 2"),
-        (images(), {"num_clients": 26, "rotations": [0, 180]}, r"num_clients is 26, .* 12 test images .* most 24"),
+        (
+            random_images(),
+            {"rotations": [0, 180]},
+            r"num_clients is None, but must be at least 2, .* rotations \[0, 180\]",
+        ),
+        (random_images(), {"num_clients": 1, "rotations": [0, 180]}, r"num_clients is 1, but must be at least 2"),
+        (
+            random_images(),
+            {"num_clients": 26, "rotations": [0, 180]},
+            r"num_clients is 26, .* 12 test images .* most 24",
+        ),
         (numbered([0, 1]), {"num_clients": 2, "rotations": [0, 180]}, r"samples of shape \(1,\) cannot be rotated"),
         (
             numbered([0, 1, 2], client_train=IDS),
@@ -236,7 +145,7 @@ IDS = np.array([*"aab"])
             r"must be None for data that say which client",
         ),
         (
-            images(),
+            random_images(),
             {"num_clients": 2, "rotations": [0], "test_fraction": 0.5},
             r"test_fraction is 0\.5, but must be 0, because the data have",
         ),
@@ -248,12 +157,3 @@ def test_data_that_cannot_be_split_like_this_are_refused_in_one_sentence(arrays,
         with pytest.raises(MisconfigurationException, match=message) as error:
             data.setup()
         assert_names_an_argument(str(error.value))
-
-
-def test_images_that_are_not_square_can_be_turned_by_180_degrees_only():
-    x = torch.rand(4, 1, 2, 3)
-    arrays = Arrays(x, torch.zeros(4).long(), x, torch.zeros(4).long())
-    data = set_up(Own(arrays, partitioner=NaturalIds(), num_clients=2, rotations=[0, 180]))
-    assert torch.equal(data.x[4:8], x.flip(2, 3))
-    with pytest.raises(MisconfigurationException, match=r"for 90 and 270 degrees they must be square"):
-        Own(arrays, num_clients=2, rotations=[0, 90]).setup()

@@ -1,8 +1,11 @@
-"""Data modules that tests of the data set up, and what every refusal must be like."""
+"""Arrays and data modules that tests of the data set up, and what every refusal must be like."""
 
 import re
 
-from fedmoe_pl.data import Arrays, FederatedDataModule
+import numpy as np
+import torch
+
+from fedmoe_pl.data import Arrays, FederatedDataModule, Partitioner
 
 
 class Own(FederatedDataModule):
@@ -26,3 +29,46 @@ def assert_names_an_argument(message: str) -> None:
     """One sentence that begins with the argument, or with its class and the argument; the command line adds the key."""
     assert re.match(r"(?:\w+: )?\w+ (?:is|has|gives|reads|must) \S", message), message
     assert message.endswith(".") and "\n" not in message, message
+
+
+def vectors(n: int, num_classes: int = 3, n_test: int = 4, **kwargs) -> Arrays:
+    """Sample i is the number i."""
+    y = torch.arange(n + n_test) % num_classes
+    x = torch.arange(float(n + n_test))[:, None]
+    return Arrays(x[:n], y[:n], x[n:], y[n:], **kwargs)
+
+
+def numbered(y_train, y_test=(0, 1), **kwargs) -> Arrays:
+    """Sample i is the number i."""
+    y = torch.tensor([*y_train, *y_test])
+    x, n = torch.arange(float(len(y)))[:, None], len(y_train)
+    return Arrays(x[:n], y[:n], x[n:], y[n:], **kwargs)
+
+
+def random_images(n=40, n_test=12, size=3) -> Arrays:
+    """Random images of two channels, no two alike and none the same when rotated."""
+    x = torch.rand(n + n_test, 2, size, size, generator=torch.Generator().manual_seed(0))
+    y = torch.arange(n + n_test) % 5
+    return Arrays(x[:n], y[:n], x[n:], y[n:])
+
+
+def counts(data: FederatedDataModule, parts) -> list[list[int]]:
+    return [torch.bincount(data.y[part], minlength=data.num_classes).tolist() for part in parts]
+
+
+def dealt(partitioner: Partitioner, labels: np.ndarray, num_clients: int | None, seed=0) -> np.ndarray:
+    """Samples of each class that each client holds, (num_clients, num_classes); none may be held twice."""
+    parts = partitioner(labels, num_clients, np.random.default_rng(seed))
+    held = np.concatenate(parts)
+    assert len(np.unique(held)) == len(held)
+    return np.stack([np.bincount(labels[part], minlength=labels.max() + 1) for part in parts])
+
+
+CIFAR10_LABELS = np.arange(50_000) % 10
+
+
+rng = np.random.default_rng(0)
+
+
+def pixels(*shape):
+    return rng.integers(0, 256, shape, dtype=np.uint8)

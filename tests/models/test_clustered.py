@@ -12,9 +12,11 @@ from helpers.clusters import (
     only,
 )
 from lightning.fabric.utilities.exceptions import MisconfigurationException
+from lightning.pytorch import Trainer
 from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
 
-from fedmoe_pl.models import ClusteredMoE, ConstantGate, FeatureGate, NetworkGate, SmallMLP
+from fedmoe_pl.models import VGG16, ClusteredMoE, ConstantGate, FeatureGate, LeNet5, NetworkGate, SmallMLP
 
 
 def test_the_mixture_is_the_weighted_sum_of_probabilities_with_the_local_expert_last():
@@ -96,3 +98,20 @@ def test_parts_that_do_not_fit_are_refused(name):
     make, sentence = WRONG_MODELS[name]
     with pytest.raises(MisconfigurationException, match=sentence):
         make()
+
+
+def test_clusters_of_vgg16_are_drawn_as_it_is():
+    """N(0, sqrt(2 / (9 * 512))) for the last convolution, of 2.4 million weights, and biases of 0."""
+    for expert in ClusteredMoE(VGG16(), 2, local_expert=LeNet5(3)).global_experts:
+        last = [part for part in expert.modules() if isinstance(part, nn.Conv2d)][-1]
+        assert last.weight.std().item() == pytest.approx((2 / (9 * 512)) ** 0.5, rel=0.01)
+        assert not last.bias.any()
+
+
+def test_the_logged_weight_of_the_global_experts_is_that_of_all_of_them(tmp_path):
+    gate = ConstantGate([0.2, 0.3, 0.5])
+    module = ClusteredMoE(SmallMLP(5, 4, 3), 2, gate=gate)
+    trainer = Trainer(max_epochs=1, logger=False, enable_checkpointing=False, default_root_dir=tmp_path)
+    data = DataLoader(TensorDataset(torch.zeros(4, 5), torch.zeros(4, dtype=torch.int64)))
+    (found,) = trainer.test(module, data, verbose=False)
+    assert found["test_gate/global_expert"] == pytest.approx(0.5)

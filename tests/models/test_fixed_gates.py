@@ -197,9 +197,9 @@ def test_clients_with_different_numbers_of_experts_train_the_mean_of_their_own(t
     gate = EqualWeights()
     module = sparse_mixture([1, 2, 3])
     algorithm = FedAvg(shared="embedding.*")
-    fixed = run([phase("Dense", algorithm, rounds=2, gate=gate)], module, blobs(), tmp_path / "fixed")
+    fixed = run([phase("Dense", algorithm, gate=gate)], module, blobs(), tmp_path / "fixed")
     constant = ConstantGate([1 / 3] * 3)
-    expected = run([phase("Dense", algorithm, rounds=2, gate=constant)], module, blobs(), tmp_path / "constant")
+    expected = run([phase("Dense", algorithm, gate=constant)], module, blobs(), tmp_path / "constant")
     for client in range(3):
         trained = fixed.client_module("Dense", client)
         assert trained.gate.weights == weights_of(EqualWeights, client + 1)
@@ -220,7 +220,7 @@ def test_a_federation_with_fixed_gates_gives_the_bits_of_one_with_constant_gates
     def trained(*gates):
         torch.manual_seed(0)
         phases = [
-            Phase("FedAvg", FedAvg(shared="global_expert.*"), rounds=2, gate=gates[0]),
+            Phase("FedAvg", FedAvg(shared="global_expert.*"), gate=gates[0]),
             Phase("Fine-tuned", PersonalizedExpert(), gate=gates[1]),
             Phase("Both", FedAvg(shared="global_expert.*"), gate=gates[2], start="Fine-tuned"),
         ]

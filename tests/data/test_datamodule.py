@@ -1,17 +1,15 @@
-"""Partitions, batches, augmentation, normalization, and the data module in a plain Trainer."""
+"""The data module: what it holds, how it is seeded, in a plain Trainer, and what it refuses."""
 
-import pickle
 import zlib
 
 import numpy as np
 import pytest
 import torch
+from helpers.data import Own, set_up, vectors
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import LightningModule, Trainer
-from torchvision.transforms.functional import to_tensor
-from torchvision.transforms.v2 import functional
 
 from fedmoe_pl.data import (
     IID,
@@ -19,88 +17,11 @@ from fedmoe_pl.data import (
     Batches,
     Digits,
     Dirichlet,
-    FederatedDataModule,
     NaturalIds,
-    Partitioner,
-    Parts,
     RandomCrop,
     RandomHorizontalFlip,
-    partition_figure,
-    partition_table,
 )
 from fedmoe_pl.rounds.checkpoint import fingerprint
-
-
-class Own(FederatedDataModule):
-    """Arrays that are at hand."""
-
-    def __init__(self, arrays: Arrays, **kwargs):
-        super().__init__(**kwargs)
-        self.arrays = arrays
-
-    def load(self) -> Arrays:
-        return self.arrays
-
-
-def vectors(n: int, num_classes: int = 3, n_test: int = 4, **kwargs) -> Arrays:
-    """Sample i is the number i."""
-    y = torch.arange(n + n_test) % num_classes
-    x = torch.arange(float(n + n_test))[:, None]
-    return Arrays(x[:n], y[:n], x[n:], y[n:], **kwargs)
-
-
-def set_up(datamodule: FederatedDataModule) -> FederatedDataModule:
-    datamodule.setup()
-    return datamodule
-
-
-sizes = st.tuples(st.integers(1, 200), st.integers(1, 12), st.integers(1, 6), st.integers(0, 2**32)).filter(
-    lambda size: size[1] <= size[0]
-)
-
-
-@given(sizes, st.sampled_from([IID(), Dirichlet(0.001), Dirichlet(0.5), Dirichlet(1e6)]))
-@settings(max_examples=100, deadline=None)
-def test_partition_is_disjoint_complete_and_reproducible(size, partitioner: Partitioner):
-    n, num_clients, num_classes, seed = size
-    labels = np.random.default_rng(seed).integers(0, num_classes, n)
-    parts = partitioner(labels, num_clients, np.random.default_rng(seed))
-    assert len(parts) == num_clients
-    assert sorted(np.concatenate(parts).tolist()) == list(range(n))
-    again = partitioner(labels, num_clients, np.random.default_rng(seed))
-    assert all(np.array_equal(a, b) for a, b in zip(parts, again, strict=True))
-
-
-@given(st.integers(1, 300), st.integers(1, 20))
-@settings(max_examples=50, deadline=None)
-def test_iid_parts_differ_by_one_sample_at_most(n, num_clients):
-    if num_clients <= n:
-        parts = IID()(np.zeros(n, dtype=np.int64), num_clients, np.random.default_rng(0))
-        assert max(map(len, parts)) - min(map(len, parts)) <= 1
-
-
-@given(st.lists(st.sampled_from(["f1", "a9", "z"]), min_size=1, max_size=50))
-@settings(max_examples=50, deadline=None)
-def test_natural_ids_keep_every_sample_with_its_client(ids):
-    parts = NaturalIds()(np.zeros(len(ids)), None, np.random.default_rng(0), np.array(ids))
-    assert sorted(np.concatenate(parts).tolist()) == list(range(len(ids)))
-    for name, part in zip(sorted(set(ids)), parts, strict=True):
-        assert {ids[i] for i in part} == {name}
-
-
-@pytest.mark.parametrize(("alpha", "largest_share"), [(0.5, 0.38), (0.9, 0.31), (2, 0.22)])
-def test_dirichlet_is_as_skewed_as_the_official_partition(alpha, largest_share):
-    # computed with the official code: the mean share of a client's largest class, CIFAR-10's labels, 100 clients
-    labels = np.arange(50_000) % 10
-    parts = Dirichlet(alpha)(labels, 100, np.random.default_rng(0))
-    shares = [np.bincount(labels[part], minlength=10).max() / len(part) for part in parts]
-    assert np.mean(shares) == pytest.approx(largest_share, abs=0.02)
-
-
-def test_a_huge_alpha_gives_every_client_the_same_share_of_every_class():
-    labels = np.arange(1000) % 5
-    for part in Dirichlet(1e12)(labels, 10, np.random.default_rng(0)):
-        assert np.bincount(labels[part]).tolist() == [20] * 5
 
 
 @given(st.integers(1, 12), st.floats(0, 0.99), st.floats(0, 0.99), st.integers(0, 2**40))
@@ -118,34 +39,6 @@ def test_every_sample_is_held_once_and_every_client_can_train(num_clients, test_
         own = torch.cat((data.train_samples[client], data.validation_samples[client]))
         expected = torch.bincount(data.y[own], minlength=3).double() / len(own)
         torch.testing.assert_close(data.class_shares[client], expected)
-
-
-@given(st.lists(st.integers(0, 5), min_size=1, max_size=20), st.data())
-@settings(max_examples=50, deadline=None)
-def test_parts_are_those_of_a_list_of_tensors(sizes, draw):
-    samples = torch.randperm(sum(sizes))
-    parts, expected = Parts(samples, torch.tensor(sizes)), list(samples.split(sizes))
-
-    def as_lists(tensors):
-        return [tensor.tolist() for tensor in tensors]
-
-    assert len(parts) == len(expected) and as_lists(parts) == as_lists(expected)
-    assert as_lists(parts[i] for i in range(-len(sizes), 0)) == as_lists(expected)
-    assert as_lists(parts[1:-1:2]) == as_lists(expected[1:-1:2])
-    chosen = draw.draw(st.lists(st.integers(0, len(sizes) - 1), max_size=30))
-    selected = parts.select(torch.tensor(chosen, dtype=torch.int64))
-    assert as_lists(selected) == as_lists(expected[i] for i in chosen)
-    assert selected.sizes.tolist() == [sizes[i] for i in chosen]
-    assert parts.indices.data_ptr() == samples.data_ptr()  # nothing is copied
-    with pytest.raises(IndexError):
-        parts[len(sizes)]
-
-
-def test_parts_are_pickled_as_two_tensors():
-    parts = Parts(torch.arange(10_000), torch.ones(10_000, dtype=torch.int64))
-    pickled = pickle.dumps(parts)
-    assert len(pickled) < 2 * 8 * 10_000 + 2000
-    assert [part.tolist() for part in pickle.loads(pickled)] == [[i] for i in range(10_000)]
 
 
 @pytest.mark.parametrize("partitioner", [IID(), Dirichlet(0.9)])
@@ -198,92 +91,6 @@ def test_natural_clients_are_the_default_and_own_their_test_samples():
     assert [part.tolist() for part in data.test_samples] == [[6], [3, 5]]
     dealt = set_up(Own(arrays, num_clients=2, partitioner=IID()))
     assert [len(part) for part in dealt.test_samples] == [0, 0]
-
-
-def test_images_are_normalized_like_torchvision():
-    torch.manual_seed(0)
-    x = torch.randint(0, 256, (7, 3, 4, 5), dtype=torch.uint8)
-    mean, std = [0.4914, 0.4822, 0.4465], [0.2023, 0.1994, 0.2010]
-    data = set_up(
-        Own(Arrays(x[:5], torch.zeros(5).long(), x[5:], torch.ones(2).long(), mean=mean, std=std), num_clients=1)
-    )
-    for i in range(7):
-        expected = functional.normalize(to_tensor(x[i].permute(1, 2, 0).numpy()), mean, std)
-        assert torch.equal(data.x[i], expected)
-    assert data.x.dtype == torch.float32 and data.y.dtype == torch.int64
-    black = functional.normalize(torch.zeros(3, 1, 1), mean, std)
-    assert torch.equal(data.black, black)
-
-
-def test_without_constants_the_training_images_have_mean_zero_and_deviation_one():
-    torch.manual_seed(0)
-    x = torch.randint(0, 256, (50, 2, 4, 4), dtype=torch.uint8)
-    x[:, 1] = 7  # of one single value: no division by zero
-    data = set_up(Own(Arrays(x[:40], torch.zeros(40).long(), x[40:], torch.ones(10).long()), num_clients=1))
-    train = data.x[:40].double()
-    torch.testing.assert_close(train.mean((0, 2, 3)), torch.zeros(2).double(), atol=1e-6, rtol=0)
-    torch.testing.assert_close(train.std((0, 2, 3), correction=0), torch.tensor([1.0, 0.0]).double(), atol=1e-6, rtol=0)
-
-
-def test_crop_is_torchvisions_crop_of_the_image_padded_with_black():
-    x = torch.randn(20, 3, 6, 5)
-    black = torch.tensor([-1.0, 2.0, 0.5]).view(3, 1, 1)
-    cropped = RandomCrop(2)(x, torch.Generator().manual_seed(3), black)
-    top, left = torch.randint(5, (2, 20), generator=torch.Generator().manual_seed(3)).tolist()
-    for i in range(20):
-        # cropping before normalization pads with 0, which normalization then turns into black
-        padded = functional.pad(x[i] - black, [2])
-        expected = functional.crop(padded, top[i], left[i], 6, 5) + black
-        torch.testing.assert_close(cropped[i], expected)
-    assert len({*top}) == len({*left}) == 5
-
-
-def test_flip_mirrors_each_image_by_itself():
-    x = torch.randn(200, 1, 3, 4)
-    before = x.clone()
-    flipped = RandomHorizontalFlip()(x, torch.Generator().manual_seed(0))
-    mirrored = (flipped == x.flip(-1)).flatten(1).all(1)
-    same = (flipped == x).flatten(1).all(1)
-    assert torch.all(mirrored ^ same) and 70 < mirrored.sum() < 130
-    assert torch.equal(x, before)
-    assert torch.equal(RandomHorizontalFlip(0)(x), x)
-    assert torch.equal(RandomHorizontalFlip(1)(x), x.flip(-1))
-
-
-@given(st.integers(0, 600), st.integers(1, 300))
-@settings(max_examples=50, deadline=None)
-def test_batches_hold_every_sample_once(n, batch_size):
-    x = torch.arange(1000.0)
-    samples = torch.arange(1000)[-n:] if n else torch.arange(0)
-    for shuffle in (False, True):
-        batches = Batches(x, x.long(), samples, batch_size, shuffle=shuffle)
-        seen = list(batches)
-        assert len(seen) == len(batches)
-        assert all(len(y) == batch_size for _, y in seen[:-1])
-        assert all(torch.equal(a.long(), b) for a, b in seen)
-        ys = [label for _, y in seen for label in y.tolist()]
-        assert (sorted(ys) if shuffle else ys) == samples.tolist()
-
-
-def test_a_generator_repeats_the_epochs_and_no_generator_follows_the_global_seed():
-    data = set_up(Digits(num_clients=2, augmentation=[RandomCrop(1), RandomHorizontalFlip()]))
-
-    def two_epochs(batches):
-        return torch.cat([x for _ in range(2) for x, _ in batches])
-
-    def seeded(seed):
-        return two_epochs(data.batches(data.train_samples[0], 7, torch.Generator().manual_seed(seed), augment=True))
-
-    assert torch.equal(seeded(1), seeded(1)) and not torch.equal(seeded(1), seeded(2))
-    first, second = seeded(1).chunk(2)
-    assert not torch.equal(first, second)
-    pooled = []
-    for seed in (1, 1, 2):
-        torch.manual_seed(seed)
-        pooled.append(two_epochs(data.train_dataloader()))
-    assert torch.equal(pooled[0], pooled[1]) and not torch.equal(pooled[0], pooled[2])
-    plain = torch.cat([x for x, _ in data.batches(data.train_samples[0], 7)])
-    assert torch.equal(plain, data.x[data.train_samples[0]])
 
 
 class Linear(LightningModule):
@@ -364,8 +171,14 @@ def test_bad_arguments_are_refused_at_once(make, message):
 
 
 ids = np.array([0, 0, 1, 1, 2, 2])
+
+
 nan = torch.full((6, 1), float("nan"))
+
+
 images = torch.zeros(6, 3, 4, 4, dtype=torch.uint8)
+
+
 y = torch.zeros(6, dtype=torch.long)
 
 
@@ -419,25 +232,3 @@ def test_data_that_cannot_be_shared_out_are_refused_in_one_sentence(arrays, kwar
     with pytest.raises(MisconfigurationException, match=message) as error:
         Own(arrays, **kwargs).setup()
     assert str(error.value).endswith(".") and "\n" not in str(error.value)
-
-
-@pytest.mark.parametrize("num_clients", [1, 5, 40, 41, 300, 1001])
-def test_the_table_and_the_figure_show_who_holds_what(num_clients, tmp_path):
-    data = set_up(Own(vectors(6000), num_clients=num_clients, test_fraction=0.1, validation_fraction=0.1))
-    lines = partition_table(data).splitlines()
-    assert lines[0] == f"{num_clients} clients, 3 classes, 6000 training samples, 4 global test samples"
-    assert len({len(line) for line in lines[2:]}) == 1
-    assert len(lines) == 8 + min(num_clients, 41)  # 40 clients and a line of dots
-    assert lines[2].split() == ["client", "train", "validation", "test", *"class 0 class 1 class 2".split()]
-    first = [int(cell) for cell in lines[4].split()]
-    assert first == [
-        0,
-        *(len(part[0]) for part in (data.train_samples, data.validation_samples, data.test_samples)),
-    ] + [int(count) for count in data.class_counts()[0]]
-    partition_figure(data).savefig(tmp_path / "figure.png")
-
-
-def test_many_classes_are_summed_up_in_the_table():
-    data = set_up(Own(vectors(100, num_classes=62), num_clients=2))
-    header = partition_table(data).splitlines()[2]
-    assert header.split() == ["client", "train", "classes", "largest", "class", "its", "samples"]

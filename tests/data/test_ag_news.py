@@ -1,0 +1,91 @@
+"""AG News: words, vocabulary and files that the tests write."""
+
+import csv
+import gzip
+
+import pytest
+import torch
+from helpers.data import set_up
+from lightning.fabric.utilities.exceptions import MisconfigurationException
+
+from fedmoe_pl.data import AGNews
+from fedmoe_pl.data.datasets.ag_news import to_ids, tokenize, vocabulary
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("You can now install TorchText using pip!", "you can now install torchtext using pip !"),  # torchtext's own
+        ("Fed's  \tmove (again), at U.S. rates?", "fed ' s move ( again ) , at u . s . rates ?"),
+        ('He said: "No"; then left...', "he said no then left . . ."),
+        ("AP - 3.5% #39;s a-b &lt;b&gt;", "ap - 3 . 5% #39 s a-b &lt b&gt"),
+        ("", ""),
+        (" ;:", ""),
+    ],
+)
+def test_texts_are_split_into_words_like_basic_english(text, words):
+    assert tokenize(text) == words.split()
+
+
+def test_the_vocabulary_is_what_is_most_frequent_and_equally_frequent_words_go_by_alphabet():
+    texts = [tokenize(text) for text in ("b a b", "c a b", "d c")]
+    assert vocabulary(texts, 10) == {"b": 2, "a": 3, "c": 4, "d": 5}
+    assert vocabulary(texts, 2) == {"b": 2, "a": 3}
+    assert to_ids(texts, vocabulary(texts, 2), 2).tolist() == [[2, 3], [1, 3], [1, 1]]
+    assert to_ids(texts, vocabulary(texts, 3), 4).tolist() == [[2, 3, 2, 0], [4, 3, 2, 0], [1, 4, 0, 0]]
+
+
+def write_csv(path, rows, opened=open):
+    with opened(path, "wt", encoding="utf-8", newline="") as file:
+        csv.writer(file, quoting=csv.QUOTE_ALL).writerows(rows)
+
+
+TRAIN = [(3, "Oil up", "Oil, again"), (1, "Talks", "oil talks"), (4, "Ünder", "the sea")]
+
+
+TEST = [(2, "Oil", 'the "goal"')]
+
+
+@pytest.mark.parametrize("compressed", [False, True])
+def test_ag_news_files_become_ids_of_the_most_frequent_training_words(compressed, tmp_path):
+    for part, rows in (("train", TRAIN), ("test", TEST)):
+        name = f"{part}.csv.gz" if compressed else f"{part}.csv"
+        write_csv(tmp_path / name, rows, gzip.open if compressed else open)
+    data = set_up(AGNews(root=str(tmp_path), vocabulary_size=3, length=4, num_clients=2))
+    # oil 3 times, talks 2 times, and of the words that are there once "," comes first
+    assert data.x.tolist() == [[2, 1, 2, 4], [3, 2, 3, 0], [1, 1, 1, 0], [2, 1, 1, 0]]
+    assert data.x.dtype == torch.int64 and data.y.tolist() == [2, 0, 3, 1]
+    assert data.global_test.tolist() == [3] and data.num_classes == 4
+
+
+@pytest.mark.parametrize(
+    ("rows", "message"),
+    [
+        (None, r"has neither train\.csv nor train\.csv\.gz"),
+        ([(5, "a", "b")], r"row 1 of '.*train\.csv' has 3 columns and begins with '5'; it must have three"),
+        ([*TRAIN, (1, "a")], r"row 4 of '.*train\.csv' has 2 columns"),
+        ([("label", "title", "description")], r"begins with 'label'"),
+        ([()], r"row 1 of .* has 0 columns and begins with ''"),
+        ([], r"x_train holds no samples"),
+    ],
+)
+def test_bad_ag_news_files_are_refused_in_one_sentence(rows, message, tmp_path):
+    write_csv(tmp_path / "test.csv", TEST)
+    if rows is not None:
+        write_csv(tmp_path / "train.csv", rows)
+    with pytest.raises(MisconfigurationException, match=message) as error:
+        AGNews(root=str(tmp_path), num_clients=1).setup()
+    assert str(error.value).endswith(".") and "\n" not in str(error.value)
+    assert str(error.value).startswith(f"AGNews: root is '{tmp_path}', but") or rows == []
+
+
+def test_damaged_files_and_bad_arguments_of_ag_news_are_refused(tmp_path):
+    (tmp_path / "train.csv.gz").write_bytes(b"no gzip")
+    with pytest.raises(MisconfigurationException, match=r"train\.csv\.gz' cannot be read as a CSV file"):
+        AGNews(root=str(tmp_path), num_clients=1).setup()
+    (tmp_path / "train.csv").write_bytes(b"\xff\xfe")
+    with pytest.raises(MisconfigurationException, match=r"train\.csv' cannot be read as a CSV file"):
+        AGNews(root=str(tmp_path), num_clients=1).setup()
+    for name in ("vocabulary_size", "length"):
+        with pytest.raises(MisconfigurationException, match=rf"AGNews: {name} is 0, "):
+            AGNews(**{name: 0})

@@ -1,0 +1,52 @@
+"""Batches: every sample once, and what their order depends on."""
+
+import torch
+from helpers.data import set_up
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from fedmoe_pl.data import (
+    Batches,
+    Digits,
+    RandomCrop,
+    RandomHorizontalFlip,
+)
+
+
+@given(st.integers(0, 600), st.integers(1, 300))
+@settings(max_examples=50, deadline=None)
+def test_batches_hold_every_sample_once(n, batch_size):
+    x = torch.arange(1000.0)
+    samples = torch.arange(1000)[-n:] if n else torch.arange(0)
+    for shuffle in (False, True):
+        batches = Batches(x, x.long(), samples, batch_size, shuffle=shuffle)
+        seen = list(batches)
+        assert len(seen) == len(batches)
+        assert all(len(y) == batch_size for _, y in seen[:-1])
+        assert all(torch.equal(a.long(), b) for a, b in seen)
+        ys = [label for _, y in seen for label in y.tolist()]
+        assert (sorted(ys) if shuffle else ys) == samples.tolist()
+
+
+def test_a_generator_repeats_the_epochs_and_no_generator_follows_the_global_seed():
+    data = set_up(Digits(num_clients=2, augmentation=[RandomCrop(1), RandomHorizontalFlip()]))
+
+    def two_epochs(batches):
+        return torch.cat([x for _ in range(2) for x, _ in batches])
+
+    def seeded(seed):
+        return two_epochs(data.batches(data.train_samples[0], 7, torch.Generator().manual_seed(seed), augment=True))
+
+    assert torch.equal(seeded(1), seeded(1)) and not torch.equal(seeded(1), seeded(2))
+    first, second = seeded(1).chunk(2)
+    assert not torch.equal(first, second)
+    pooled = []
+    for seed in (1, 1, 2):
+        torch.manual_seed(seed)
+        pooled.append(two_epochs(data.train_dataloader()))
+    assert torch.equal(pooled[0], pooled[1]) and not torch.equal(pooled[0], pooled[2])
+    plain = torch.cat([x for x, _ in data.batches(data.train_samples[0], 7)])
+    assert torch.equal(plain, data.x[data.train_samples[0]])
+
+
+y = torch.zeros(6, dtype=torch.long)

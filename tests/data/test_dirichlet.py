@@ -1,0 +1,65 @@
+"""Partitions by Dirichlet distributions: their skew, sizes and minimum."""
+
+import numpy as np
+import pytest
+from helpers.data import CIFAR10_LABELS, dealt
+
+from fedmoe_pl.data import (
+    BalancedDirichlet,
+    ClientDirichlet,
+    Dirichlet,
+)
+
+
+@pytest.mark.parametrize(("alpha", "largest_share"), [(0.5, 0.38), (0.9, 0.31), (2, 0.22)])
+def test_dirichlet_is_as_skewed_as_the_official_partition(alpha, largest_share):
+    # computed with the official code: the mean share of a client's largest class, CIFAR-10's labels, 100 clients
+    labels = np.arange(50_000) % 10
+    parts = Dirichlet(alpha)(labels, 100, np.random.default_rng(0))
+    shares = [np.bincount(labels[part], minlength=10).max() / len(part) for part in parts]
+    assert np.mean(shares) == pytest.approx(largest_share, abs=0.02)
+
+
+def test_a_huge_alpha_gives_every_client_the_same_share_of_every_class():
+    labels = np.arange(1000) % 5
+    for part in Dirichlet(1e12)(labels, 10, np.random.default_rng(0)):
+        assert np.bincount(labels[part]).tolist() == [20] * 5
+
+
+def test_client_dirichlet_fixes_the_size_and_alpha_the_skew():
+    alike = dealt(ClientDirichlet(1e9, 400), CIFAR10_LABELS, 100)
+    assert (alike.sum(axis=1) == 400).all()
+    # multinomial counts of 400 with p = 0.1: variance 36
+    assert alike.var() == pytest.approx(36, rel=0.15)
+    skewed = dealt(ClientDirichlet(0.5, 100), CIFAR10_LABELS, 100)
+    # of shares q ~ Dir(a 1_C) the sum of squares has the expectation (a + 1) / (C a + 1) = 1.5 / 6; with counts of n
+    # samples it is that times (n - 1) / n plus 1 / n
+    expected = 1.5 / 6 * 99 / 100 + 1 / 100
+    assert ((skewed / 100) ** 2).sum(axis=1).mean() == pytest.approx(expected, rel=0.1)
+
+
+@pytest.mark.parametrize("alpha", [1e-3, 0.5, 1e6])
+def test_client_dirichlet_draws_from_the_other_classes_where_one_is_used_up(alpha):
+    labels = np.repeat([0, 1, 2], [5, 100, 15])
+    counts = dealt(ClientDirichlet(alpha, 12), labels, 10)
+    assert counts.sum(axis=0).tolist() == [5, 100, 15] and (counts.sum(axis=1) == 12).all()
+
+
+def test_balanced_dirichlet_gives_no_further_class_to_a_client_that_has_its_share():
+    labels = np.arange(1200) % 10
+    reached = 0
+    for seed in range(20):
+        sizes = np.cumsum(counts := dealt(BalancedDirichlet(0.3), labels, 10, seed), axis=1)
+        assert sizes[:, -1].sum() == 1200 and sizes[:, -1].min() >= 10
+        full = sizes[:, :-1] >= 120  # after each class
+        assert not counts[:, 1:][full].any()
+        reached += full.any(axis=1).sum()
+    assert reached > 20
+
+
+def test_balanced_dirichlet_tries_until_every_client_has_the_minimum():
+    labels = np.arange(600) % 3
+    least = [dealt(BalancedDirichlet(0.5, minimum_samples=1), labels, 10, seed).sum(axis=1).min() for seed in range(20)]
+    assert min(least) < 30  # by itself a client may have less
+    for seed in range(20):
+        assert dealt(BalancedDirichlet(0.5, minimum_samples=30), labels, 10, seed).sum(axis=1).min() >= 30

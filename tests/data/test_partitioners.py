@@ -1,0 +1,153 @@
+"""What holds for all partitioners: nothing is held twice, seeds repeat, and what is refused."""
+
+import numpy as np
+import pytest
+from helpers.data import assert_names_an_argument
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from lightning.fabric.utilities.exceptions import MisconfigurationException
+
+from fedmoe_pl.data import (
+    IID,
+    BalancedDirichlet,
+    ClientDirichlet,
+    Dirichlet,
+    MajorityClasses,
+    NaturalIds,
+    Partitioner,
+    Pathological,
+    Shards,
+    TwoClasses,
+)
+
+sizes = st.tuples(st.integers(1, 200), st.integers(1, 12), st.integers(1, 6), st.integers(0, 2**32)).filter(
+    lambda size: size[1] <= size[0]
+)
+
+
+@given(sizes, st.sampled_from([IID(), Dirichlet(0.001), Dirichlet(0.5), Dirichlet(1e6)]))
+@settings(max_examples=100, deadline=None)
+def test_partition_is_disjoint_complete_and_reproducible(size, partitioner: Partitioner):
+    n, num_clients, num_classes, seed = size
+    labels = np.random.default_rng(seed).integers(0, num_classes, n)
+    parts = partitioner(labels, num_clients, np.random.default_rng(seed))
+    assert len(parts) == num_clients
+    assert sorted(np.concatenate(parts).tolist()) == list(range(n))
+    again = partitioner(labels, num_clients, np.random.default_rng(seed))
+    assert all(np.array_equal(a, b) for a, b in zip(parts, again, strict=True))
+
+
+@given(st.integers(1, 300), st.integers(1, 20))
+@settings(max_examples=50, deadline=None)
+def test_iid_parts_differ_by_one_sample_at_most(n, num_clients):
+    if num_clients <= n:
+        parts = IID()(np.zeros(n, dtype=np.int64), num_clients, np.random.default_rng(0))
+        assert max(map(len, parts)) - min(map(len, parts)) <= 1
+
+
+@given(st.lists(st.sampled_from(["f1", "a9", "z"]), min_size=1, max_size=50))
+@settings(max_examples=50, deadline=None)
+def test_natural_ids_keep_every_sample_with_its_client(ids):
+    parts = NaturalIds()(np.zeros(len(ids)), None, np.random.default_rng(0), np.array(ids))
+    assert sorted(np.concatenate(parts).tolist()) == list(range(len(ids)))
+    for name, part in zip(sorted(set(ids)), parts, strict=True):
+        assert {ids[i] for i in part} == {name}
+
+
+ids = np.array([0, 0, 1, 1, 2, 2])
+
+
+PARTITIONERS = st.one_of(
+    st.builds(
+        MajorityClasses, st.floats(0.01, 1), st.none() | st.integers(1, 20), st.sampled_from(["random", "product"])
+    ),
+    st.builds(TwoClasses, st.integers(2, 20), st.just(0.5)),
+    st.builds(Shards, st.integers(1, 3)),
+    st.builds(Pathological, st.integers(1, 3), st.sampled_from(["uniform", "dirichlet"]), st.floats(0.1, 10)),
+    st.builds(ClientDirichlet, st.floats(0.001, 100), st.integers(1, 20)),
+    st.builds(BalancedDirichlet, st.floats(0.1, 100), st.integers(1, 5)),
+)
+
+
+@given(PARTITIONERS, st.integers(1, 300), st.integers(1, 12), st.integers(1, 7), st.integers(0, 2**32))
+@settings(max_examples=300, deadline=None)
+def test_every_partition_is_disjoint_and_reproducible_or_refused(partitioner, n, num_clients, num_classes, seed):
+    labels = np.random.default_rng(seed).integers(0, num_classes, n)
+    try:
+        parts = partitioner(labels, num_clients, np.random.default_rng(seed))
+    except MisconfigurationException as error:
+        assert_names_an_argument(str(error))
+        return
+    assert len(parts) == num_clients
+    held = np.concatenate(parts)
+    assert len(np.unique(held)) == len(held) and set(held) <= set(range(n))
+    if isinstance(partitioner, Shards | BalancedDirichlet):
+        assert len(held) == n  # nothing is left over
+    if isinstance(partitioner, MajorityClasses | TwoClasses | ClientDirichlet):
+        assert {len(part) for part in parts} == {partitioner.samples_per_client or len(parts[0])}
+    if isinstance(partitioner, BalancedDirichlet):
+        assert min(map(len, parts)) >= partitioner.minimum_samples
+    again = partitioner(labels, num_clients, np.random.default_rng(seed))
+    assert all(np.array_equal(a, b) for a, b in zip(parts, again, strict=True))
+
+
+@pytest.mark.parametrize("partitioner", [MajorityClasses(1.0, 10, "product"), BalancedDirichlet(1e9)])
+def test_which_samples_of_a_class_a_client_gets_is_random(partitioner):
+    labels = np.arange(400) % 2
+    firsts = [[part[0] for part in partitioner(labels, 4, np.random.default_rng(seed))] for seed in range(10)]
+    assert all(len(set(of_client)) > 3 for of_client in zip(*firsts, strict=True))
+
+
+TEN = np.arange(100) % 10
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: MajorityClasses(0), r"majority_share is 0, but must be in \(0, 1\]"),
+        (lambda: MajorityClasses(1.1), r"majority_share is 1\.1, "),
+        (lambda: MajorityClasses(0.5, 0), r"samples_per_client is 0, "),
+        (lambda: MajorityClasses(0.5, pairs="all"), r"pairs is 'all', but must be one of random, product"),  # pyright: ignore
+        (lambda: MajorityClasses(0.5, 1)(TEN, None, np.random.default_rng()), r"num_clients is not set, "),
+        (lambda: MajorityClasses(0.5, 1)(TEN % 2, 3, np.random.default_rng()), r"majority_share is 0\.5, .* 2 classes"),
+        (lambda: MajorityClasses(1.0, 1)(TEN % 1, 3, np.random.default_rng()), r"majority_share is 1\.0, .* 1 classes"),
+        (
+            lambda: MajorityClasses(0.5, 1, "product")(TEN % 3, 10, np.random.default_rng()),
+            r"num_clients is 10, but must be at most 9 .* pairs 'product', because 3 classes",
+        ),
+        (
+            lambda: MajorityClasses(1.0, None, "product")(np.array([0, 1, 1, 1]), 2, np.random.default_rng()),
+            r"samples_per_client is None, .* for 0 per client",  # both clients want the one sample of class 0
+        ),
+        (lambda: TwoClasses(0), r"samples_per_client is 0, "),
+        (lambda: TwoClasses(500, 1.0), r"balance is 1\.0, but must be in \(0, 1\)"),
+        (lambda: TwoClasses(4, 0.01), r"balance is 0\.01, .* at least one of the 4 samples"),
+        (lambda: TwoClasses(2)(TEN % 1, 2, np.random.default_rng()), r"2 different classes, but the data have 1"),
+        (lambda: Shards(0), r"shards_per_client is 0, "),
+        (
+            lambda: Shards(3)(TEN, 50, np.random.default_rng()),
+            r"shards_per_client is 3, .* 150 shards, .* 100 training",
+        ),
+        (lambda: Pathological(0), r"classes_per_client is 0, "),
+        (lambda: Pathological(share="beta"), r"share is 'beta', but must be one of uniform, dirichlet"),  # pyright: ignore
+        (lambda: Pathological(concentration=0), r"concentration is 0, "),
+        (lambda: Pathological(11)(TEN, 2, np.random.default_rng()), r"11 different classes, but the data have 10"),
+        (lambda: ClientDirichlet(0, 5), r"alpha is 0, "),
+        (lambda: ClientDirichlet(1, 0), r"samples_per_client is 0, "),
+        (
+            lambda: ClientDirichlet(1, 21)(TEN, 5, np.random.default_rng()),
+            r"samples_per_client is 21, but must be at most 20 for 5 clients",
+        ),
+        (lambda: BalancedDirichlet(float("inf")), r"alpha is inf, "),
+        (lambda: BalancedDirichlet(1, 0), r"minimum_samples is 0, "),
+        (
+            lambda: BalancedDirichlet(1, 21)(TEN, 5, np.random.default_rng()),
+            r"minimum_samples is 21, but in 1000 attempts",
+        ),
+        (lambda: BalancedDirichlet(1e-3, 1)(TEN % 1, 5, np.random.default_rng()), r"raise alpha above 0\.001"),
+    ],
+)
+def test_bad_arguments_are_refused_in_one_sentence(make, message):
+    with pytest.raises(MisconfigurationException, match=message) as error:
+        make()
+    assert_names_an_argument(str(error.value))

@@ -1,0 +1,32 @@
+"""What tests of models share."""
+
+import pytest
+import torch
+from lightning.pytorch import Trainer
+from torch import nn
+
+plain_trainer = pytest.mark.filterwarnings(
+    "ignore:.isinstance.treespec, LeafSpec.. is deprecated:FutureWarning",  # lightning 2.6 with torch 2.14 and newer
+    "ignore:The .* does not have many workers",
+    "ignore:You defined a .validation_step. but have no .val_dataloader",
+    "ignore:.weights_only. was not set",
+    "ignore::jsonargparse._deprecated.JsonargparseDeprecationWarning",  # lightning 2.6 with jsonargparse 4.53
+)
+
+
+def count(module: nn.Module) -> int:
+    return sum(parameter.numel() for parameter in module.parameters())
+
+
+def samples(n=12, features=5, classes=3, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(n, features, generator=generator), torch.arange(n) % classes
+
+
+def trainer(tmp_path, **kwargs) -> Trainer:
+    off = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False, "enable_checkpointing": False}
+    return Trainer(default_root_dir=tmp_path, accelerator="cpu", **(off | kwargs))
+
+
+def small_images(n=4, channels=1, size=16, seed=0):
+    return torch.randn(n, channels, size, size, generator=torch.Generator().manual_seed(seed))

@@ -1,0 +1,257 @@
+"""The papers' networks: sizes, and layers against definitions written out again."""
+
+import copy
+import math
+
+import pytest
+import torch
+import torch.nn.functional as F
+from helpers import TensorData, momentum_sgd
+from helpers.backends import assert_agree, local_training
+from helpers.models import count, small_images
+from torch import nn
+
+from fedmoe_pl.algorithms import FedAvg
+from fedmoe_pl.models import (
+    CNN,
+    IFCACNN,
+    LEAFCNN,
+    VGG16,
+    BiLSTM,
+    FedAvgCNN,
+    GateCNN,
+    LeNet5,
+    NetworkGate,
+    PersonalizedMoE,
+    SmallMLP,
+    TwoConvCNN,
+)
+
+
+@pytest.mark.parametrize(("in_channels", "parameters"), [(1, 61_706), (3, 62_006)])
+def test_lenet5_has_the_papers_number_of_parameters_and_400_features(in_channels, parameters):
+    expert = LeNet5(in_channels)
+    x = torch.randn(2, in_channels, 32, 32)
+    assert count(expert) == parameters
+    assert expert.extractor(x).shape == (2, 400)
+    assert torch.equal(expert(x), expert.classifier(expert.extractor(x)))
+
+
+def test_vgg16_has_the_papers_number_of_parameters_and_initial_convolutions():
+    expert = VGG16()
+    assert count(expert) == 15_245_130
+    assert count(expert.extractor) == 14_714_688
+    convolutions = [layer for layer in expert.extractor if isinstance(layer, nn.Conv2d)]
+    assert len(convolutions) == 13
+    for convolution in convolutions:
+        expected = math.sqrt(2 / (9 * convolution.out_channels))
+        standard_error = expected / math.sqrt(2 * convolution.weight.numel())
+        assert abs(convolution.weight.std().item() - expected) < 5 * standard_error
+        assert not convolution.bias.any()
+    assert [layer.p for layer in expert.classifier if isinstance(layer, nn.Dropout)] == [0.5, 0.5]
+    assert expert.extractor(torch.zeros(1, 3, 32, 32)).shape == (1, 512)
+
+
+def test_small_mlp_flattens_images_and_gives_features_of_its_hidden_width():
+    expert = SmallMLP(64, 20, 7)
+    x = torch.randn(3, 1, 8, 8)
+    assert expert.extractor(x).shape == (3, 20)
+    assert torch.equal(expert(x), expert.classifier(expert.extractor(x.flatten(1))))
+    assert expert(x).shape == (3, 7)
+
+
+SIZES = [
+    (CNN(1), 2_621_558, 500),
+    (CNN(2), 1_815_142, 500),
+    (CNN(3), 1_320_558, 500),
+    (CNN(4), 1_060_358, 500),
+    (CNN(5), 670_058, 500),
+    (LEAFCNN(), 942_634, 800),
+    (LEAFCNN(3, 10, 32, 256, 256, 0.76), 1_848_714, 6400),
+    # 1 * 25 * 32 + 32, 32 * 25 * 64 + 64, (64 * 16) * 2048 + 2048, 2048 * 62 + 62
+    (LEAFCNN(1, 62, 32, 64, 2048, image_size=28), 832 + 51_264 + 2_099_200 + 127_038, 1024),
+    (IFCACNN(), 798_752, 1600),
+    (TwoConvCNN(), 62_006, 400),
+    (TwoConvCNN(1, 10, 28), 44_426, 256),
+    (TwoConvCNN(1, 10, 28, 0.5, 6, 12, 84, 42), 22_180, 192),
+    (FedAvgCNN(), 878_538, 1600),
+    (FedAvgCNN(1, 10, 28), 582_026, 1024),
+]
+
+
+@pytest.mark.parametrize(("expert", "parameters", "features"), SIZES, ids=lambda value: type(value).__name__)
+def test_an_expert_has_the_papers_number_of_parameters_and_is_its_classifier_on_its_extractor(
+    expert, parameters, features
+):
+    expert = copy.deepcopy(expert).eval()
+    x = torch.randn(2, *expert.input_shape)
+    assert count(expert) == parameters
+    assert expert.extractor(x).shape == (2, features)
+    assert expert(x).shape == (2, expert.num_classes)
+    assert torch.equal(expert(x), expert.classifier(expert.extractor(x)))
+
+
+@pytest.mark.parametrize("variant", [1, 2, 3, 4, 5])
+def test_pfedmoes_extractor_is_its_network_without_the_header_of_5010_parameters(variant):
+    expert = CNN(variant)
+    assert count(expert) - count(expert.extractor) == count(expert.classifier) == 5010
+    assert count(CNN(variant, num_classes=100).classifier) == 50_100
+
+
+def test_bilstm_has_the_papers_number_of_parameters_and_reads_texts_of_any_length():
+    expert = BiLSTM()
+    assert count(expert) == 1_085_708
+    assert expert.input_dtype == torch.int64
+    for shape in ((3, 7), (2, *expert.input_shape)):
+        x = torch.randint(10_002, shape, dtype=expert.input_dtype)
+        assert expert.extractor(x).shape == (len(x), 128)
+        assert torch.equal(expert(x), expert.classifier(expert.extractor(x)))
+        assert expert(x).shape == (len(x), 4)
+
+
+def conv(p, name, x):
+    return F.conv2d(x, p[f"{name}.weight"], p[f"{name}.bias"])
+
+
+def fc(p, name, x):
+    return F.linear(x, p[f"{name}.weight"], p[f"{name}.bias"])
+
+
+def pool_relu(x):
+    return F.max_pool2d(F.relu(x), 2)
+
+
+def pfedmoe(p, x, training):
+    x = pool_relu(conv(p, "extractor.3", pool_relu(conv(p, "extractor.0", x)))).flatten(1)
+    return fc(p, "classifier", F.relu(fc(p, "extractor.9", F.relu(fc(p, "extractor.7", x)))))
+
+
+def leaf(p, x, training):
+    x = pool_relu(conv(p, "extractor.3", pool_relu(conv(p, "extractor.0", x)))).flatten(1)
+    return fc(p, "classifier.3", F.dropout(F.relu(fc(p, "classifier.0", x)), 0.8, training))
+
+
+def ifca(p, x, training):
+    x = lrn(pool_relu(conv(p, "extractor.0", x)))
+    x = F.max_pool2d(lrn(F.relu(conv(p, "extractor.4", x))), 2).flatten(1)
+    x = F.dropout(F.relu(fc(p, "classifier.0", x)), 0.5, training)
+    return fc(p, "classifier.5", F.relu(fc(p, "classifier.3", x)))
+
+
+def lrn(x):
+    """A channel's window is itself, the two before it and the one after it."""
+    squares = F.pad(x**2, (0, 0, 0, 0, 2, 1))
+    window = sum(squares[:, i : i + x.shape[1]] for i in range(4))
+    return x / (1 + 0.001 / 9 / 4 * window) ** 0.75
+
+
+def two_conv(p, x, training):
+    x = pool_relu(conv(p, "extractor.3", pool_relu(conv(p, "extractor.0", x)))).flatten(1)
+    x = F.dropout(F.relu(fc(p, "classifier.0", x)), 0.5, training)
+    return fc(p, "classifier.5", F.relu(fc(p, "classifier.3", x)))
+
+
+def fedavg(p, x, training):
+    x = pool_relu(conv(p, "extractor.3", pool_relu(conv(p, "extractor.0", x)))).flatten(1)
+    return fc(p, "classifier.2", F.relu(fc(p, "classifier.0", x)))
+
+
+def gate_cnn(p, x, training):
+    x = conv(p, "layers.3", pool_relu(conv(p, "layers.0", x)))
+    x = pool_relu(F.dropout2d(x, 0.78, training)).flatten(1)
+    return fc(p, "layers.11", F.dropout(F.relu(fc(p, "layers.8", x)), 0.78, training))
+
+
+def gate_cnn_of_one_convolution(p, x, training):
+    x = F.relu(fc(p, "layers.4", pool_relu(conv(p, "layers.0", x)).flatten(1)))
+    return fc(p, "layers.7", F.dropout(x, 0.78, training))
+
+
+LAYERS = {
+    "CNN": (CNN(5), pfedmoe),
+    "LEAFCNN": (LEAFCNN(conv1_channels=4, hidden=16), leaf),
+    "IFCACNN": (IFCACNN(), ifca),
+    "TwoConvCNN": (TwoConvCNN(), two_conv),
+    "FedAvgCNN": (FedAvgCNN(), fedavg),
+    "GateCNN": (GateCNN(), gate_cnn),
+    "GateCNN with one convolution": (GateCNN(conv2_channels=0), gate_cnn_of_one_convolution),
+}
+
+
+@pytest.mark.parametrize("training", [False, True])
+@pytest.mark.parametrize("name", LAYERS)
+def test_a_network_is_its_papers_layers_in_their_order(name, training):
+    network, by_hand = LAYERS[name]
+    network = copy.deepcopy(network).double().train(training)
+    x = 3 * torch.randn(8, *network.input_shape, dtype=torch.float64)
+    torch.manual_seed(5)
+    actual = network(x)
+    torch.manual_seed(5)
+    expected = by_hand(dict(network.named_parameters()), x, training)
+    torch.testing.assert_close(actual, expected)
+
+
+def test_bilstm_joins_the_states_behind_the_last_token_and_backwards_behind_the_first():
+    expert = BiLSTM(20, 3, 4, 2).double()
+    x = torch.randint(20, (5, 6))
+    embedded = expert.extractor.embedding.weight[x]
+
+    def last_state(suffix, steps):
+        p = {name: getattr(expert.extractor.lstm, f"{name}_l0{suffix}") for name in ("weight_ih", "weight_hh")}
+        b = sum(getattr(expert.extractor.lstm, f"{name}_l0{suffix}") for name in ("bias_ih", "bias_hh"))
+        h = c = torch.zeros(5, 4, dtype=torch.float64)
+        for t in steps:
+            i, f, g, o = (embedded[:, t] @ p["weight_ih"].T + h @ p["weight_hh"].T + b).chunk(4, dim=1)
+            c = f.sigmoid() * c + i.sigmoid() * g.tanh()
+            h = o.sigmoid() * c.tanh()
+        return h
+
+    expected = torch.cat((last_state("", range(6)), last_state("_reverse", reversed(range(6)))), dim=1)
+    torch.testing.assert_close(expert.extractor(x), expected)
+    torch.testing.assert_close(expert(x), expected @ expert.classifier.weight.T + expert.classifier.bias)
+
+
+@pytest.mark.parametrize("make", [LEAFCNN, IFCACNN, GateCNN])
+def test_relu_logits_are_the_logits_without_those_below_0(make):
+    torch.manual_seed(0)
+    network, plain = make(relu_logits=True).eval(), make().eval()
+    plain.load_state_dict(network.state_dict())
+    x = 5 * torch.randn(8, 3, 32, 32)
+    logits = plain(x)
+    assert (logits < 0).any() and (logits > 0).any()
+    assert torch.equal(network(x), logits.clamp(min=0))
+
+
+@pytest.mark.parametrize("make", [LEAFCNN, IFCACNN, GateCNN])
+def test_initial_parameters_of_adaptive_expert_models_survive_drawing_all_layers_anew(make):
+    network = make()
+    before = copy.deepcopy(network.state_dict())
+    for redrawn in (False, True):
+        if redrawn:
+            for layer in network.modules():
+                if callable(reset := getattr(layer, "reset_parameters", None)):
+                    reset()
+        for name, layer in network.named_modules():
+            if isinstance(layer, nn.Linear):
+                assert (layer.bias == 0.01).all()
+            if isinstance(layer, nn.Conv2d):
+                bound = math.sqrt(6 / (25 * (layer.in_channels + layer.out_channels)))
+                assert 0.95 * bound < layer.weight.abs().max() <= bound * (1 + 1e-6)
+                assert layer.weight.var().item() == pytest.approx(bound**2 / 3, rel=0.15)
+            if isinstance(layer, (nn.Conv2d, nn.Linear)):
+                assert torch.equal(layer.weight, before[f"{name}.weight"]) is not redrawn
+
+
+@pytest.mark.parametrize("expert", [LEAFCNN(1, 3, 2, 2, 4, 0.0, image_size=16), TwoConvCNN(1, 3, 16, 0.0, 2, 2, 4, 4)])
+def test_backends_agree_for_convolutional_experts_without_dropout(expert):
+    x, y = small_images(12), torch.arange(12) % 3
+    data = TensorData(x, y, torch.arange(12).split([7, 5]), dtype=torch.float64, batch_size=3)
+    data.setup()
+    gate = NetworkGate(GateCNN(1, 2, 2, 2, 4, 0.0, image_size=16))
+    module = PersonalizedMoE(copy.deepcopy(expert), gate=gate, optimizer=momentum_sgd).double()
+    assert_agree(local_training(module, FedAvg(), data), 1e-10)
+
+
+def test_the_smallest_images_leave_one_pixel():
+    assert TwoConvCNN(1, 3, 16).extractor(small_images(2, size=16)).shape == (2, 16)
+    assert GateCNN(1, 3, 5, 0, image_size=6)(small_images(2, size=6)).shape == (2, 3)

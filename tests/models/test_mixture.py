@@ -1,0 +1,164 @@
+"""Mixtures in a plain Trainer, from checkpoints and under vmap."""
+
+import copy
+from functools import partial
+
+import pytest
+import torch
+import torch.nn.functional as F
+from helpers import Expert, assert_same_bits, mixture
+from helpers.models import plain_trainer, samples, trainer
+from lightning.pytorch import LightningModule
+from torch.utils.data import DataLoader, TensorDataset
+
+from fedmoe_pl.models import (
+    ConstantGate,
+    FeatureGate,
+    LinearGate,
+    PersonalizedMoE,
+    SmallMLP,
+)
+
+
+@plain_trainer
+def test_a_plain_trainer_fits_validates_tests_and_predicts_with_an_ordinary_dataloader(tmp_path):
+    x, y = samples()
+    loader = DataLoader(TensorDataset(x, y), batch_size=4)
+    module = mixture(FeatureGate(6), dtype=torch.float32)
+    by_hand = copy.deepcopy(module)
+    optimizer = torch.optim.SGD(by_hand.parameters(), lr=0.1, momentum=0.9)
+    for _ in range(3):
+        for batch_x, batch_y in loader:
+            optimizer.zero_grad()
+            F.cross_entropy(by_hand(batch_x), batch_y).backward()
+            optimizer.step()
+
+    plain = trainer(tmp_path, max_epochs=3)
+    plain.fit(module, loader, loader)
+    torch.testing.assert_close(module.state_dict(), by_hand.state_dict())
+
+    logits, weights = by_hand.eval().mix(x)
+    expected = {
+        "loss": F.cross_entropy(logits, y).item(),
+        "accuracy": (logits.argmax(1) == y).double().mean().item(),
+        "gate/global_expert": weights[:, 0].mean().item(),
+    }
+    assert 0 < expected["accuracy"] < 1
+    whole = DataLoader(TensorDataset(x, y), batch_size=5)  # the last batch is shorter
+    assert plain.validate(module, whole, verbose=False)[0] == pytest.approx(
+        {f"validation_{name}": value for name, value in expected.items()}, rel=1e-5
+    )
+    assert plain.test(module, whole, verbose=False)[0] == pytest.approx(
+        {f"test_{name}": value for name, value in expected.items()}, rel=1e-5
+    )
+    for predicted in (plain.predict(module, whole), plain.predict(module, DataLoader(x, batch_size=5))):
+        torch.testing.assert_close(torch.cat([batch["logits"] for batch in predicted]), logits)
+        torch.testing.assert_close(torch.cat([batch["gate_weights"] for batch in predicted]), weights)
+
+
+@plain_trainer
+def test_a_learning_rate_schedule_steps_once_an_epoch(tmp_path):
+    x, y = samples()
+    rates = []
+
+    class Recorded(PersonalizedMoE):
+        def on_train_batch_start(self, batch, batch_idx):
+            rates.append(self.trainer.optimizers[0].param_groups[0]["lr"])
+
+    module = Recorded(
+        Expert(),
+        optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.1),
+        lr_scheduler=lambda optimizer: torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5),
+    )
+    trainer(tmp_path, max_epochs=2).fit(module, DataLoader(TensorDataset(x, y), batch_size=6))
+    assert rates == [0.1, 0.1, 0.05, 0.05]
+
+
+@plain_trainer
+@pytest.mark.parametrize("gate", [LinearGate(), FeatureGate(), ConstantGate(0.3), None])
+def test_a_checkpoint_is_loaded_in_one_line_to_the_same_bits(tmp_path, gate):
+    x, y = samples(features=8)
+    module = PersonalizedMoE(SmallMLP(8, 6, 3), SmallMLP(8, 9, 3), gate, lambda p: torch.optim.SGD(p, lr=0.1))
+    plain = trainer(tmp_path, max_epochs=1)
+    plain.fit(module, DataLoader(TensorDataset(x, y), batch_size=4))
+    plain.save_checkpoint(tmp_path / "mixture.ckpt")
+
+    loaded = PersonalizedMoE.load_from_checkpoint(tmp_path / "mixture.ckpt")
+    assert_same_bits(loaded.state_dict(), module.state_dict())
+    assert type(loaded.gate) is type(module.gate)
+    for loaded_output, output in zip(loaded.eval().mix(x), module.eval().mix(x), strict=True):
+        assert torch.equal(loaded_output, output)
+
+
+class Undescribed(Expert):
+    """A user's own expert that does not keep its constructor's arguments as attributes."""
+
+    def __init__(self, features):
+        super().__init__(features)
+
+
+@plain_trainer
+def test_a_checkpoint_of_a_users_own_expert_is_loaded_by_giving_the_expert(tmp_path):
+    x, y = samples()
+    module = PersonalizedMoE(Undescribed(5), gate=FeatureGate())
+    plain = trainer(tmp_path, max_epochs=1)
+    plain.fit(module, DataLoader(TensorDataset(x, y), batch_size=4))
+    plain.save_checkpoint(tmp_path / "mixture.ckpt")
+
+    loaded = PersonalizedMoE.load_from_checkpoint(tmp_path / "mixture.ckpt", global_expert=Undescribed(5))
+    assert_same_bits(loaded.state_dict(), module.state_dict())
+    assert torch.equal(loaded.eval()(x), module.eval()(x))
+
+
+@plain_trainer
+def test_a_checkpoint_of_an_expert_defined_inside_a_function_is_loaded_by_giving_the_expert(tmp_path):
+    class Inner(Expert):
+        def __init__(self):  # no arguments, so that nothing is missing to describe it but an importable name
+            super().__init__()
+
+    x, y = samples()
+    module = PersonalizedMoE(Inner(), gate=ConstantGate(0.3))
+    plain = trainer(tmp_path, max_epochs=1)
+    plain.fit(module, DataLoader(TensorDataset(x, y), batch_size=4))
+    plain.save_checkpoint(tmp_path / "mixture.ckpt")
+
+    loaded = PersonalizedMoE.load_from_checkpoint(tmp_path / "mixture.ckpt", global_expert=Inner())
+    assert torch.equal(loaded.eval()(x), module.eval()(x))
+
+
+@pytest.mark.parametrize(
+    "gate", [partial(LinearGate, 5), partial(FeatureGate, 6), partial(ConstantGate, 0.5), partial(ConstantGate, 1)]
+)
+def test_the_loss_and_its_gradients_under_vmap_are_those_of_one_client_at_a_time(gate):
+    torch.manual_seed(2)
+    clients = [PersonalizedMoE(Expert(), Expert(), gate()).double() for _ in range(4)]
+    batches = [samples(seed=seed) for seed in range(4)]
+    x, y = torch.stack([x.double() for x, _ in batches]), torch.stack([y for _, y in batches])
+    template = clients[0]
+    stacked, _ = torch.func.stack_module_state(clients)
+
+    def loss(parameters, x, y):
+        call = {f"module.{name}": parameter for name, parameter in parameters.items()}
+        return torch.func.functional_call(_Loss(template), call, ((x, y),))
+
+    gradients, (losses, metrics) = torch.vmap(torch.func.grad_and_value(loss, has_aux=True))(stacked, x, y)
+    for i, client in enumerate(clients):
+        expected, expected_metrics = client.loss((x[i], y[i]))
+        expected.backward()
+        assert expected.item() == pytest.approx(F.cross_entropy(client(x[i]), y[i]).item(), rel=1e-12)
+        torch.testing.assert_close(losses[i], expected)
+        torch.testing.assert_close({name: value[i] for name, value in metrics.items()}, expected_metrics)
+        for name, parameter in client.named_parameters():
+            expected_gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+            torch.testing.assert_close(gradients[name][i], expected_gradient)
+
+
+class _Loss(LightningModule):
+    """Calls the loss as a module's forward, because ``functional_call`` calls a module."""
+
+    def __init__(self, module):
+        super().__init__()
+        self.module = module
+
+    def forward(self, batch):
+        return self.module.loss(batch)

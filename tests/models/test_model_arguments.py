@@ -1,0 +1,110 @@
+"""Arguments of experts and gates: kept for checkpoints, or refused."""
+
+import copy
+import inspect
+import math
+
+import pytest
+import torch
+from helpers import assert_same_bits
+from lightning.fabric.utilities.exceptions import MisconfigurationException
+from lightning.pytorch import Trainer
+
+from fedmoe_pl.models import (
+    CNN,
+    IFCACNN,
+    LEAFCNN,
+    BiLSTM,
+    ConstantGate,
+    FedAvgCNN,
+    GateCNN,
+    NetworkGate,
+    PersonalizedMoE,
+    SwitchNorm1d,
+    SwitchNormGate,
+    TwoConvCNN,
+)
+
+ARGUMENTS = [
+    (CNN, {"variant": 2, "in_channels": 1, "num_classes": 7}),
+    (LEAFCNN, dict(zip(inspect.signature(LEAFCNN).parameters, (1, 7, 2, 3, 4, 0.1, True, 20), strict=True))),
+    (IFCACNN, {"in_channels": 1, "num_classes": 7, "dropout": 0.1, "relu_logits": True}),
+    (TwoConvCNN, dict(zip(inspect.signature(TwoConvCNN).parameters, (1, 7, 20, 0.1, 2, 3, 4, 5), strict=True))),
+    (FedAvgCNN, {"in_channels": 1, "num_classes": 7, "image_size": 20}),
+    (BiLSTM, {"vocabulary_size": 9, "embedding_dim": 2, "hidden": 3, "num_classes": 7}),
+    (GateCNN, dict(zip(inspect.signature(GateCNN).parameters, (1, 3, 2, 0, 4, 0.1, True, 20), strict=True))),
+    (SwitchNormGate, {"in_features": 6, "hidden": 4, "momentum": 0.5}),
+    (SwitchNorm1d, {"num_features": 6, "momentum": 0.5, "eps": 0.1}),
+]
+
+
+@pytest.mark.parametrize(("make", "arguments"), ARGUMENTS, ids=lambda value: getattr(value, "__name__", ""))
+def test_all_arguments_are_kept_as_plain_attributes_of_their_name(make, arguments):
+    module = make(**arguments)
+    assert list(arguments) == list(inspect.signature(make).parameters)
+    assert {name: getattr(module, name) for name in arguments} == arguments
+
+
+checkpoint_warnings = pytest.mark.filterwarnings("ignore:.weights_only. was not set")
+
+
+@checkpoint_warnings
+@pytest.mark.parametrize(
+    ("expert", "gate"),
+    [
+        (LEAFCNN(1, 3, 2, 2, 4, relu_logits=True, image_size=16), SwitchNormGate(256, 4, 0.5)),
+        (TwoConvCNN(1, 3, 16, 0.1, 2, 2, 4, 4), ConstantGate(0.3)),
+        (FedAvgCNN(1, 3, 16), None),
+        (CNN(5, 1, 3), None),
+        (IFCACNN(1, 3), None),
+    ],
+    ids=lambda value: type(value).__name__,
+)
+def test_a_checkpoint_rebuilds_experts_and_gate(tmp_path, expert, gate):
+    module = PersonalizedMoE(copy.deepcopy(expert), gate=copy.deepcopy(gate))
+    loaded = PersonalizedMoE.load_from_checkpoint(save_weights(module, tmp_path))
+    assert_same_bits(loaded.state_dict(), module.state_dict())
+    x = torch.randn(2, *expert.input_shape)
+    assert torch.equal(loaded.eval()(x), module.eval()(x))
+
+
+@checkpoint_warnings
+def test_a_checkpoint_with_a_network_as_gate_is_loaded_by_giving_the_gate(tmp_path):
+    def gate():
+        return NetworkGate(GateCNN(1, 2, 2, 2, 4, image_size=16))
+
+    module = PersonalizedMoE(FedAvgCNN(1, 3, 16), gate=gate())
+    loaded = PersonalizedMoE.load_from_checkpoint(save_weights(module, tmp_path), gate=gate())
+    assert_same_bits(loaded.state_dict(), module.state_dict())
+
+
+def save_weights(module, folder):
+    trainer = Trainer(accelerator="cpu", logger=False, enable_checkpointing=False, default_root_dir=folder)
+    trainer.strategy.connect(module)
+    trainer.save_checkpoint(folder / "mixture.ckpt")
+    return folder / "mixture.ckpt"
+
+
+REFUSED = {
+    "variant": (lambda: CNN(6), "CNN: variant is 6, but must be 1, 2, 3, 4 or 5"),
+    "dropout of 1": (lambda: LEAFCNN(dropout=1.0), r"LEAFCNN: dropout is 1.0, but must be at least 0 and"),
+    "dropout below 0": (lambda: IFCACNN(dropout=-0.1), "IFCACNN: dropout is -0.1, but"),
+    "dropout that is no number": (lambda: TwoConvCNN(dropout=math.nan), "TwoConvCNN: dropout is nan, but"),
+    "a gate's dropout": (lambda: GateCNN(dropout=1.5), "GateCNN: dropout is 1.5, but"),
+    "small image of LEAF": (lambda: LEAFCNN(image_size=15), "LEAFCNN: image_size is 15, but .* least 16 "),
+    "small image": (lambda: TwoConvCNN(image_size=15), "TwoConvCNN: image_size is 15, but .* least 16 "),
+    "no image": (lambda: FedAvgCNN(image_size=0), "FedAvgCNN: image_size is 0, but .* at least 16 pixels"),
+    "a gate's small image": (lambda: GateCNN(image_size=15), "GateCNN: image_size is 15, .* least 16 "),
+    "one convolution": (lambda: GateCNN(conv2_channels=0, image_size=5), "image_size is 5, but must be at least 6 "),
+    "one expert": (lambda: GateCNN(num_experts=1), "GateCNN: num_experts is 1, but must be at least 2"),
+    "one feature": (lambda: SwitchNormGate(1), "num_features is 1, but must be at least 2"),
+    "momentum": (lambda: SwitchNormGate(momentum=1.1), "momentum is 1.1, but must be from 0 to 1"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_bad_arguments_are_refused_in_one_sentence(name):
+    make, message = REFUSED[name]
+    with pytest.raises(MisconfigurationException, match=message) as caught:
+        make()
+    assert str(caught.value).endswith(".") and ". " not in str(caught.value)

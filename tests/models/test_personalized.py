@@ -1,0 +1,105 @@
+"""The personalized mixture: what it computes, what it refuses, and what a phase replaces."""
+
+from functools import partial
+
+import pytest
+import torch
+import torch.nn.functional as F
+from helpers import Expert, assert_same_bits, mixture
+from helpers.models import samples
+from lightning.fabric.utilities.exceptions import MisconfigurationException
+from torch import nn
+
+from fedmoe_pl.algorithms import FedAvg
+from fedmoe_pl.models import (
+    FeatureGate,
+    LinearGate,
+    PersonalizedMoE,
+    SmallMLP,
+)
+from fedmoe_pl.rounds.begin import phase_module
+from fedmoe_pl.rounds.phase import Phase
+
+
+def test_mixture_weighs_the_global_experts_logits_by_the_first_weight():
+    x, _ = samples()
+    module = mixture(LinearGate(5), dtype=torch.float64)
+    g = torch.sigmoid(x.double() @ module.gate.linear.weight[0] + module.gate.linear.bias)[:, None]
+    expected = g * module.global_expert(x.double()) + (1 - g) * module.local_expert(x.double())
+    logits, weights = module.mix(x.double())
+    torch.testing.assert_close(logits, expected)
+    torch.testing.assert_close(weights, torch.cat((g, 1 - g), dim=1))
+    assert torch.equal(module(x.double()), logits)
+
+
+def test_feature_gate_reads_the_global_experts_features():
+    x, _ = samples()
+    module = mixture(FeatureGate(6), dtype=torch.float32)
+    logits, weights = module.mix(x)
+    features = module.global_expert.extractor(x)
+    g = torch.sigmoid(F.linear(features, module.gate.linear.weight, module.gate.linear.bias))
+    torch.testing.assert_close(weights[:, :1], g)
+    torch.testing.assert_close(logits, g * module.global_expert(x) + (1 - g) * module.local_expert(x))
+    nn.init.zeros_(module.local_expert.extractor[1].weight)
+    assert torch.equal(module.mix(x)[1], weights)
+
+
+def test_experts_with_different_numbers_of_outputs_are_refused_when_they_tell_their_input():
+    with pytest.raises(
+        MisconfigurationException, match=r"local_expert gives 7 outputs, but must give 10, as many as global_expert"
+    ):
+        PersonalizedMoE(SmallMLP(), SmallMLP(num_classes=7))
+
+
+def test_experts_with_different_numbers_of_outputs_are_refused_at_the_first_batch():
+    with pytest.raises(MisconfigurationException, match="local_expert gives 1 outputs"):  # would broadcast
+        PersonalizedMoE(Expert(), Expert(classes=1))(samples()[0])
+
+
+def test_a_feature_gate_is_refused_for_a_global_expert_without_extractor():
+    message = "FeatureGate, which reads features, but the global expert Linear has no `extractor`"
+    with pytest.raises(MisconfigurationException, match=message):
+        PersonalizedMoE(nn.Linear(5, 3), gate=FeatureGate())
+    assert PersonalizedMoE(nn.Linear(5, 3), gate=LinearGate())(samples()[0]).shape == (12, 3)
+
+
+def test_without_a_local_expert_it_is_a_copy_of_the_global_one():
+    module = PersonalizedMoE(Expert())
+    assert_same_bits(module.local_expert.state_dict(), module.global_expert.state_dict())
+    nn.init.zeros_(module.local_expert.extractor[1].weight)
+    assert module.global_expert.extractor[1].weight.any()
+
+
+class WithBatchNorm(nn.Module):
+    """An expert that tells its input and cannot be run on a batch of one in train mode."""
+
+    def __init__(self):
+        super().__init__()
+        self.input_shape = (5,)
+        self.net = nn.Sequential(nn.Linear(5, 6), nn.BatchNorm1d(6), nn.Linear(6, 3))
+
+    def forward(self, x):
+        return self.net(x)
+
+
+def test_construction_leaves_batch_norm_statistics_and_train_mode_as_they_are():
+    module = PersonalizedMoE(WithBatchNorm(), gate=LinearGate())
+    assert module.global_expert.net[1].num_batches_tracked == 0
+    assert all(submodule.training for submodule in module.modules())
+
+
+def test_a_phase_replaces_gate_and_optimizer_in_a_copy_of_the_model_and_keeps_its_class():
+    class Mine(PersonalizedMoE):
+        pass
+
+    module = Mine(Expert(), gate=FeatureGate(6))
+    adam = partial(torch.optim.Adam, lr=0.5)
+    other = phase_module(module, Phase("phase", FedAvg(), gate=LinearGate(5), optimizer=adam))
+    assert type(other) is Mine
+    assert isinstance(other.gate, LinearGate) and isinstance(module.gate, FeatureGate)
+    assert isinstance(other.configure_optimizers(), torch.optim.Adam)
+    assert isinstance(module.configure_optimizers(), torch.optim.SGD)
+    for part in ("global_expert", "local_expert"):
+        assert_same_bits(getattr(other, part).state_dict(), getattr(module, part).state_dict())
+    own = {parameter.data_ptr() for parameter in module.parameters()}
+    assert not own & {parameter.data_ptr() for parameter in other.parameters()}
