@@ -6,11 +6,12 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import yaml
+from helpers.configurations import QUICKSTART, REPOSITORY, shortened
 
 from fedmoe_pl.cli import main
 from fedmoe_pl.data import Digits
 
-REPOSITORY = Path(__file__).parent.parent
 README = (REPOSITORY / "README.md").read_text()
 
 
@@ -52,7 +53,7 @@ def test_every_command_runs_in_the_order_of_the_page(tmp_path, monkeypatch, caps
     ]
 
 
-def test_the_python_example_runs(tmp_path, monkeypatch, capsys):
+def test_the_python_examples_run(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     names: dict = {}
     for block in blocks("python"):
@@ -60,6 +61,20 @@ def test_the_python_example_runs(tmp_path, monkeypatch, capsys):
     assert names["logits"].shape == (2, 10)
     assert names["gate_weights"].shape == (2, 2)
     assert "Spread(mean=" in capsys.readouterr().out
+    names["test_half_a_step_per_round"](tmp_path)
+
+
+def test_the_algorithm_runs_from_yaml_by_its_import_path(tmp_path, monkeypatch, capsys):
+    (algorithm,) = (block for block in blocks("python") if "class ServerStep" in block)
+    (phase,) = (block for block in blocks("yaml") if "ServerStep" in block)
+    (tmp_path / "my_algorithms.py").write_text(algorithm)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(sys, "argv", ["fedmoe"])
+    config = yaml.safe_load(Path(QUICKSTART).read_text())
+    config["federation"] |= {"phases": yaml.safe_load(phase), "logger": False}
+    (tmp_path / "half.yaml").write_text(yaml.safe_dump(shortened(config, tmp_path)))
+    main(["fit", "--config", str(tmp_path / "half.yaml")])
+    assert "half: global expert, after aggregation, last round (round 1)" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("path", sorted((REPOSITORY / "configs").glob("*.yaml")), ids=lambda path: path.stem)
