@@ -196,11 +196,6 @@ class Federation:
         """The final evaluation of every phase of the last run that is evaluated, by its name."""
         return self.run.results
 
-    def __getattr__(self, name: str) -> Any:
-        if name in ("states", "rows", "datamodule", "model", "loggers"):
-            return getattr(self.run, name)
-        raise AttributeError(name)
-
     def client_module(self, method: str, client: int) -> LightningModule:
         """A client's personalized model after the last run, on the CPU and in eval mode.
 

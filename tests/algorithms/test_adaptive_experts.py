@@ -45,9 +45,13 @@ def test_one_cluster_without_exploration_is_fedavg_with_a_mixture_on_top(tmp_pat
         module = clustered(1, gate=ConstantGate(0.5), expert=expert)
         results.append(run(mixture_phases(federated, 1), module, blobs(), tmp_path))
     ours, expected = results
-    assert_same_bits(cluster(ours.states["federated"].server, 0), cluster(expected.states["federated"].server, 0))
+    assert_same_bits(
+        cluster(ours.run.states["federated"].server, 0), cluster(expected.run.states["federated"].server, 0)
+    )
     for client in range(3):
-        assert_same_bits(dict(ours.states["mixture"].kept[client]), dict(expected.states["mixture"].kept[client]))
+        assert_same_bits(
+            dict(ours.run.states["mixture"].kept[client]), dict(expected.run.states["mixture"].kept[client])
+        )
     for name in ("federated", "mixture"):
         assert ours.results[name].spread("global_test") == expected.results[name].spread("global_test")
 
@@ -59,7 +63,7 @@ def finished(tmp_path_factory) -> Federation:
 
 
 def test_the_mixture_has_all_clusters_and_the_client_s_local_expert_and_trains_the_gate_alone(finished):
-    server = finished.states["IFCA"].server
+    server = finished.run.states["IFCA"].server
     clusters = {name: tensor for name, tensor in server.items() if name.startswith("global_experts.")}
     gates = []
     for client in range(3):
@@ -69,7 +73,7 @@ def test_the_mixture_has_all_clusters_and_the_client_s_local_expert_and_trains_t
             local = tensors(finished.client_module("Local", client), "local_expert.")
             assert_same_bits(tensors(module, "local_expert."), local)
         gates.append(finished.client_module("mixture", client).gate.network[0].weight)
-        assert set(finished.states["mixture"].kept[client]) <= {
+        assert set(finished.run.states["mixture"].kept[client]) <= {
             name for name in module.state_dict() if name.startswith(("gate.", "local_expert."))
         }
     assert not torch.equal(gates[0], gates[1])
@@ -94,8 +98,8 @@ def test_a_client_is_evaluated_with_and_fine_tunes_the_cluster_of_its_lowest_tra
     phases[2].max_epochs = 0
     tuned = Phase("tuned", FineTunedCluster(), gate=only(0), max_epochs=5, start="IFCA")
     federation = run([*phases, tuned], clustered(), data, tmp_path)
-    trained = copy_module(federation.model)
-    trained.load_state_dict({**trained.state_dict(), **tensors_of(federation.states["IFCA"].server)})
+    trained = copy_module(federation.run.model)
+    trained.load_state_dict({**trained.state_dict(), **tensors_of(federation.run.states["IFCA"].server)})
     for client in range(5):
         losses = losses_by_hand(trained, data, client)
         best = trained.global_experts[min(range(3), key=losses.__getitem__)]
@@ -133,18 +137,18 @@ def test_experts_are_trained_with_the_gate_where_asked_for(tmp_path):
     phases = all_phases()
     phases[-1].algorithm = ClusterMixture("*")
     federation = run(phases, clustered(), blobs(), tmp_path)
-    kept = federation.states["mixture"].kept[0]
+    kept = federation.run.states["mixture"].kept[0]
     assert {".".join(name.split(".")[:2]) for name in kept if name.startswith("global_experts")} == {
         "global_experts.0",
         "global_experts.1",
         "global_experts.2",
     }
-    assert set(cluster(federation.states["IFCA"].server, 1)) <= set(kept)
+    assert set(cluster(federation.run.states["IFCA"].server, 1)) <= set(kept)
 
 
 def test_tensorboard_shows_how_often_each_cluster_was_picked(finished):
     events = EventAccumulator(str(finished.run_dir)).Reload()
-    picks = cluster_picks(finished.states["IFCA"].server)
+    picks = cluster_picks(finished.run.states["IFCA"].server)
     assert picks.shape == (3, 3) and picks.sum(1).tolist() == [2, 2, 2]
     for index in range(3):
         logged = events.Scalars(f"clusters/IFCA/picked_{index}")

@@ -63,7 +63,7 @@ def test_an_algorithm_s_own_tensors_are_sent_averaged_kept_and_stored_but_never_
         )
         for algorithm in (FedAvg("global_expert.*"), Bookkeeping("global_expert.*"))
     )
-    state, expected = counted.states["it"], plain.states["it"]
+    state, expected = counted.run.states["it"], plain.run.states["it"]
     assert state.server["book/samples"].tolist() == pytest.approx([EXPECTED_SAMPLES] * 2)
     assert torch.equal(state.server["book/local_expert.classifier.1.bias"], ONES)
     for client in range(3):
@@ -72,8 +72,8 @@ def test_an_algorithm_s_own_tensors_are_sent_averaged_kept_and_stored_but_never_
         assert_same_bits(kept, dict(expected.kept[client]))
         assert_same_bits(tensors(counted.client_module("it", client)), tensors(plain.client_module("it", client)))
     assert counted.results["it"].spread("global_test") == plain.results["it"].spread("global_test")
-    up = [federation.states["it"].traffic["parameters_up"] for federation in (counted, plain)]
-    down = [federation.states["it"].traffic["parameters_down"] for federation in (counted, plain)]
+    up = [federation.run.states["it"].traffic["parameters_up"] for federation in (counted, plain)]
+    down = [federation.run.states["it"].traffic["parameters_down"] for federation in (counted, plain)]
     assert (up[0] - up[1], down[0] - down[1]) == (3 * 3 * 2, 3 * 3 * (2 + 3)), "they count as traffic"
 
 
@@ -87,10 +87,10 @@ def test_a_run_with_own_tensors_goes_on_from_its_checkpoint_and_a_later_phase_do
     given[0].ckpt_path = str(whole.run_dir / "checkpoints/last.ckpt")
     again = run(given, mixture(FeatureGate(6)), blobs(SIZES), tmp_path / "again")
     for name, rounds in (("it", 2), ("after", 1)):
-        assert_same_bits(again.states[name].server, whole.states[name].server)
+        assert_same_bits(again.run.states[name].server, whole.run.states[name].server)
         for client in range(3):
-            assert_same_bits(dict(again.states[name].kept[client]), dict(whole.states[name].kept[client]))
-            assert whole.states[name].kept[client]["book/rounds"].item() == rounds
+            assert_same_bits(dict(again.run.states[name].kept[client]), dict(whole.run.states[name].kept[client]))
+            assert whole.run.states[name].kept[client]["book/rounds"].item() == rounds
 
 
 class WithControl(LightningModule):
@@ -119,10 +119,12 @@ def test_a_part_of_the_model_may_be_named_control_under_scaffold(tmp_path):
     found = []
     for part in ("control", "layer"):
         federation = run([Phase("it", Scaffold(), rounds=3)], WithControl(part), blobs(SIZES), tmp_path / part)
-        assert set(federation.states["it"].server) == {
+        assert set(federation.run.states["it"].server) == {
             *(f"{part}.weight", f"{part}.bias", f"control/{part}.weight", f"control/{part}.bias")
         }
-        found.append({name.replace(f"{part}.", ""): tensor for name, tensor in federation.states["it"].server.items()})
+        found.append(
+            {name.replace(f"{part}.", ""): tensor for name, tensor in federation.run.states["it"].server.items()}
+        )
     assert_same_bits(*found)
     assert found[0]["control/weight"].any()
 

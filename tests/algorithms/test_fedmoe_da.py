@@ -169,9 +169,9 @@ def test_all_others_and_equal_gates_are_the_plain_mean_of_all_experts(tmp_path):
         nn.init.constant_(proxy.weight, 1.0)
     algorithm = FedMoEDA("all", interval=1, trainable=["embedding.*", "experts.*"])
     one = run([phase("DA", algorithm, rounds=1)], copy.deepcopy(module), blobs(), tmp_path / "one")
-    assert not torch.equal(*(one.states["DA"].kept[client]["experts.0.0.weight"] for client in (0, 1)))
-    kept = one.states["DA"].kept
-    state = one.states["DA"].server
+    assert not torch.equal(*(one.run.states["DA"].kept[client]["experts.0.0.weight"] for client in (0, 1)))
+    kept = one.run.states["DA"].kept
+    state = one.run.states["DA"].server
     after = {client: own for client, own, _ in algorithm.exchange({**state, **latest_as_before(state)}, kept, 1)}
     mean = sum(kept[client][f"experts.{index}.0.weight"] for client in range(N) for index in range(2)) / (2 * N)
     for client in range(N):
@@ -187,7 +187,7 @@ def latest_as_before(server):
 
 def traffic(tmp_path, algorithm, num_experts, rounds, **kwargs):
     federation = run([phase("DA", algorithm, rounds=rounds)], sparse_mixture(num_experts), blobs(), tmp_path, **kwargs)
-    return federation.states["DA"].traffic
+    return federation.run.states["DA"].traffic
 
 
 def test_traffic_is_what_it_is_by_hand(tmp_path):
@@ -236,7 +236,7 @@ def test_a_frozen_embedding_from_a_checkpoint_keeps_its_bits_and_is_not_sent(tmp
         phase("DA", FedMoEDA(1, 2, trainable=["gate.*", "experts.*"]), rounds=3, start="pretrained"),
     ]
     federation = run(phases, sparse_mixture(2), blobs(), tmp_path)
-    state = federation.states["DA"]
+    state = federation.run.states["DA"]
     for client in range(N):
         own = tensors(federation.client_module("DA", client))
         assert_same_bits({n: own[n] for n in own if n.startswith("embedding.")}, tensors(pretrained, "embedding."))
@@ -258,7 +258,7 @@ def test_a_given_embedding_that_is_trained_starts_from_the_given_one(tmp_path):
         phase("DA", FedMoEDA(1, 2), rounds=1, max_epochs=0, start="pretrained"),
         phase("trained", FedMoEDA(1, 2), rounds=1, start="pretrained"),
     ]
-    states = run(phases, sparse_mixture(2), blobs(), tmp_path).states
+    states = run(phases, sparse_mixture(2), blobs(), tmp_path).run.states
     expected = tensors(pretrained, "embedding.")
     assert_same_bits({name: states["DA"].server[name] for name in expected}, expected)
     assert (states["trained"].server["embedding.layers.0.weight"] - 1).abs().max() > 0.01
@@ -359,7 +359,7 @@ def test_a_run_stopped_anywhere_and_resumed_ends_with_the_same_bits(store, momen
     contents = [load_checkpoint(run.run_dir / "checkpoints/last.ckpt") for run in (expected, resumed)]
     assert_same(*(content["phases"]["DA"].server for content in contents))
     for client in range(N):
-        assert_same(*(run.states["DA"].kept[client] for run in (expected, resumed)))
+        assert_same(*(run.run.states["DA"].kept[client] for run in (expected, resumed)))
         assert_same(*(tensors(run.client_module("equal", client)) for run in (expected, resumed)))
 
 
@@ -369,7 +369,7 @@ def test_both_stores_and_worker_processes_give_the_same_bits(whole, tmp_path):
     for other in (disk, workers):
         assert (other.run_dir / "rounds.csv").read_bytes() == (memory.run_dir / "rounds.csv").read_bytes()
         for client in range(N):
-            assert_same(other.states["DA"].kept[client], memory.states["DA"].kept[client])
+            assert_same(other.run.states["DA"].kept[client], memory.run.states["DA"].kept[client])
 
 
 def test_experts_that_are_alike_have_no_weight_of_a_global_expert(whole):

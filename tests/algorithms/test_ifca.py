@@ -206,7 +206,7 @@ def test_two_groups_with_conflicting_labels_end_at_clusters_of_their_own(tmp_pat
     alone = Phase("FedAvg", FedAvg("global_experts.*", "global_experts.0.*"), rounds=8, gate=ConstantGate(FIRST[2]))
     module = clustered(2, expert=Expert(classes=2))
     federation = run([federated, alone], module, data, tmp_path)
-    assert cluster_picks(federation.states["IFCA"].server)[-1].tolist() == [3, 3]
+    assert cluster_picks(federation.run.states["IFCA"].server)[-1].tolist() == [3, 3]
     weights = [federation.client_module("IFCA", client).global_experts[0].classifier[1].weight for client in range(6)]
     for client in range(6):
         assert torch.equal(weights[client], weights[0]) == (client < 3)
@@ -259,8 +259,8 @@ class Watch(FederationCallback):
     def __init__(self):
         self.servers = []
 
-    def on_round_end(self, federation, phase, round):
-        self.servers.append(dict(federation.states[phase.name].server))
+    def on_round_end(self, run, phase, round):
+        self.servers.append(dict(run.states[phase.name].server))
 
 
 def stopping_phase(rounds, patience=2, **kwargs) -> Phase:
@@ -274,7 +274,7 @@ def test_traffic_shrinks_with_every_cluster_out_of_play_and_nothing_is_trained_w
     per_cluster = sum(tensor.numel() for tensor in cluster(watch.servers[0], 0).values())
     active = [3] + [int(server["clusters/active"].sum()) for server in watch.servers]
     assert active[-1] == 0 and set(active) >= {3, 0} and active == sorted(active, reverse=True)
-    rows = federation.rows
+    rows = federation.run.rows
     down = [rows[0]["parameters_down"]] + [
         b["parameters_down"] - a["parameters_down"] for a, b in itertools.pairwise(rows)
     ]
@@ -283,7 +283,7 @@ def test_traffic_shrinks_with_every_cluster_out_of_play_and_nothing_is_trained_w
     assert up == [3 * (per_cluster + 4) if number else 0 for number in active[:-1]]
     for before, after in itertools.pairwise(watch.servers[active.index(0) :]):
         assert_same_bits(tensors_of(after), tensors_of(before))
-    assert cluster_picks(federation.states["IFCA"].server).sum(1).tolist() == [
+    assert cluster_picks(federation.run.states["IFCA"].server).sum(1).tolist() == [
         3 if number else 0 for number in active[:-1]
     ]
     assert federation.results["IFCA"].spread("validation").mean > 0.6
@@ -306,7 +306,7 @@ class Stop(FederationCallback):
     def __init__(self, round):
         self.round = round
 
-    def on_round_end(self, federation, phase, round):
+    def on_round_end(self, run, phase, round):
         if phase.name == "IFCA" and round == self.round:
             raise KeyboardInterrupt
 
@@ -328,11 +328,11 @@ def test_a_run_that_goes_on_ends_with_the_bits_of_one_that_never_stopped(tmp_pat
         federation("parts", [Stop(round=5)]).fit(clustered(), validated())
     resumed = federation("parts", [])
     resumed.fit(clustered(), validated(), ckpt_path="last")
-    assert set(whole.states["IFCA"].server["clusters/active"].tolist()) == {False, True}, "nothing was at stake"
-    assert_same_bits(resumed.states["IFCA"].server, whole.states["IFCA"].server)
+    assert set(whole.run.states["IFCA"].server["clusters/active"].tolist()) == {False, True}, "nothing was at stake"
+    assert_same_bits(resumed.run.states["IFCA"].server, whole.run.states["IFCA"].server)
     saved = load_checkpoint(resumed.run_dir / "checkpoints/last.ckpt")["phases"]["IFCA"].server
-    assert_same_bits(saved, whole.states["IFCA"].server)
+    assert_same_bits(saved, whole.run.states["IFCA"].server)
     for client in range(3):
         modules = (f.client_module("mixture", client) for f in (resumed, whole))
         assert_same_bits(*(module.state_dict() for module in modules))
-    assert repr(resumed.rows) == repr(whole.rows)  # nan is not equal to itself
+    assert repr(resumed.run.rows) == repr(whole.run.rows)  # nan is not equal to itself

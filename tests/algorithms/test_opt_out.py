@@ -120,14 +120,14 @@ def test_with_nobody_out_it_is_fedavg_to_the_bit(tmp_path):
         for kind in (FedAvg, OptInFedAvg)
     ]
     for name in ("FedAvg", "Fine-tuned"):
-        states = [federation.states[name] for federation in runs]
+        states = [federation.run.states[name] for federation in runs]
         assert_same_bits(states[1].server, states[0].server)
         assert states[1].kept.keys() == states[0].kept.keys()
         for client in states[0].kept:
             assert_same_bits(states[1].kept[client], states[0].kept[client])
     other = run(phases(OptInFedAvg("global_expert.*", 0.3)), mixture(LinearGate(5)), blobs(SIZES), tmp_path / "other")
     assert not torch.equal(
-        *(one.states["FedAvg"].server["global_expert.classifier.1.weight"] for one in (runs[0], other))
+        *(one.run.states["FedAvg"].server["global_expert.classifier.1.weight"] for one in (runs[0], other))
     )
 
 
@@ -140,7 +140,7 @@ def test_the_mean_of_three_clients_is_weighted_by_opt_in_samples(tmp_path):
     federation = run([phase("FedAvg", OptInFedAvg(opt_out_data=0.3))], OneWeight(), data, tmp_path, max_epochs=1)
     weights = torch.tensor([4 - 1, 7 - 2, 10 - 3]).double()  # floor(1.2), floor(2.1) and 3 samples are out
     expected = (weights * 0.05 * (a * b).double()).sum() / weights.sum()
-    assert federation.states["FedAvg"].server["weight"].item() == pytest.approx(expected.item(), rel=1e-14)
+    assert federation.run.states["FedAvg"].server["weight"].item() == pytest.approx(expected.item(), rel=1e-14)
 
 
 @pytest.mark.parametrize("n", [1, 2, 10, 33])
@@ -186,17 +186,17 @@ def test_no_opted_out_sample_is_seen_before_personalization_which_sees_all(tmp_p
     federated = phase("FedAvg", algorithm, gate=ConstantGate(1), rounds=3)
     ids, federation = seen([federated], "federated")
     (out,) = set(range(4)) - set(algorithm.participants(range(4), 2))
-    samples = federation.datamodule.train_samples
+    samples = federation.run.datamodule.train_samples
     for client in range(4):
         own = set(samples[client].tolist())
         assert len(ids & own) == (0 if client == out else len(own) - int(0.4 * len(own)))
-    assert federation.states["FedAvg"].kept.keys() <= set(range(4)) - {out}
+    assert federation.run.states["FedAvg"].kept.keys() <= set(range(4)) - {out}
 
     personal = [phase("Fine-tuned", PersonalizedExpert(), gate=ConstantGate(0)), phase("Mixture", SpecialistMixture())]
     for number in (1, 2):
         ids, federation = seen([federated, *personal[:number]], str(number))
         assert ids == set(range(50)), "specialists are trained on all samples, those of opted-out clients included"
-        assert set(federation.states[personal[number - 1].name].kept) == set(range(4))
+        assert set(federation.run.states[personal[number - 1].name].kept) == set(range(4))
 
 
 # Specialist and gate

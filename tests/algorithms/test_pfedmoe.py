@@ -74,7 +74,7 @@ def test_two_rounds_over_three_architectures_are_those_of_bare_pytorch(tmp_path,
     for round in range(2):
         own = [trained_by_hand(client, round, {**own[client], **server}, data, gate_lr) for client in range(4)]
         server = {name: sum(n * one[name] for n, one in zip(SIZES, own, strict=True)) / sum(SIZES) for name in server}
-    state = fed.states["pFedMoE"]
+    state = fed.run.states["pFedMoE"]
     torch.testing.assert_close(state.server, server, rtol=1e-12, atol=1e-12)
     for client in range(4):
         torch.testing.assert_close(dict(state.kept[client]), own[client], rtol=1e-12, atol=1e-12)
@@ -100,7 +100,7 @@ def test_the_mean_of_two_clients_of_different_architectures():
 def test_a_client_is_evaluated_with_its_own_copy_or_the_servers_extractor(tmp_path, eval_extractor, moment):
     phase = Phase("p", PFedMoE(eval_extractor=eval_extractor), rounds=1, max_epochs=2, clients_per_round=2)
     fed = run([phase], model(), blobs(SIZES), tmp_path, backend=TrainerBackend())
-    state, data = fed.states["p"], fed.datamodule
+    state, data = fed.run.states["p"], fed.run.datamodule
     trained = sorted(state.kept)
     assert len(trained) == 2
     seen = []
@@ -136,7 +136,7 @@ def test_standalone_and_lg_fedavg_are_configurations(tmp_path):
         Phase("LG-FedAvg", FedAvg("header.*"), gate=ConstantGate(0), max_epochs=1),
     ]
     fed = run(phases, model(), blobs(SIZES), tmp_path, backend=TrainerBackend())
-    alone, lg = fed.states["Standalone"], fed.states["LG-FedAvg"]
+    alone, lg = fed.run.states["Standalone"], fed.run.states["LG-FedAvg"]
     for client in range(4):
         assert {name.split(".")[0] for name in alone.kept[client]} == {"local_experts", "header"}
         assert {".".join(name.split(".")[:2]) for name in lg.kept[client]} == {f"local_experts.{client % 3}"}
@@ -219,10 +219,10 @@ def whole(tmp_path_factory):
 
 
 def assert_same_run(one, other):
-    for name, state in one.states.items():
-        assert_same(state.server, other.states[name].server)
+    for name, state in one.run.states.items():
+        assert_same(state.server, other.run.states[name].server)
         assert_same(
-            {k: dict(v) for k, v in state.kept.items()}, {k: dict(v) for k, v in other.states[name].kept.items()}
+            {k: dict(v) for k, v in state.kept.items()}, {k: dict(v) for k, v in other.run.states[name].kept.items()}
         )
     for name in ("rounds.csv", "clients.csv", "summary.csv"):
         assert (one.run_dir / name).read_bytes() == (other.run_dir / name).read_bytes()

@@ -40,7 +40,7 @@ def test_scaffold_takes_the_steps_of_its_algorithm(clients_per_round, server_lr,
     cohorts = [sample_cohort(range(2), clients_per_round or 2, 3, round) for round in range(6)]
     assert clients_per_round is None or {client for cohort in cohorts for client in cohort} == {0, 1}
     x, c, own = simulate_scaffold(6, cohorts, server_lr)
-    state = federation.states["Scaffold"]
+    state = federation.run.states["Scaffold"]
     assert weight_of(federation, "Scaffold") == pytest.approx(x, rel=1e-12)
     assert state.server["control/weight"].item() == pytest.approx(c, rel=1e-11)
     assert [state.kept[i]["control/weight"].item() for i in (0, 1)] == pytest.approx(own, rel=1e-11)
@@ -57,7 +57,7 @@ def test_scaffold_with_two_epochs_of_several_batches_counts_every_step(tmp_path)
     data = blobs(sizes=(8, 8), batch_size=4)
     model = mixture(optimizer=partial(torch.optim.SGD, lr=RATE))
     federation = run([phase("Scaffold", Scaffold())], model, data, tmp_path, 2)
-    state = federation.states["Scaffold"]
+    state = federation.run.states["Scaffold"]
     name = "global_expert.classifier.1.weight"
     moved = state.server[name] - model.state_dict()[name]
     torch.testing.assert_close(state.server["control/" + name], -moved / (4 * RATE), rtol=1e-10, atol=1e-14)
@@ -71,7 +71,7 @@ def test_a_scaffold_run_is_evaluated_with_the_server_s_model(tmp_path):
         tmp_path,
     )
     accuracies = {client.global_test for client in federation.results["Scaffold"].clients}
-    assert len(accuracies) == 1 and federation.states["Scaffold"].kept
+    assert len(accuracies) == 1 and federation.run.states["Scaffold"].kept
 
 
 @pytest.mark.parametrize(

@@ -62,7 +62,7 @@ def pool():
 
 
 def same_runs(one: Federation, other: Federation) -> None:
-    assert_same(one.states, other.states)
+    assert_same(one.run.states, other.run.states)
     for name in ("rounds.csv", "clients.csv", "summary.csv"):
         assert (one.run_dir / name).read_bytes() == (other.run_dir / name).read_bytes()
 
@@ -96,8 +96,8 @@ def test_a_killed_process_is_replaced_and_the_bits_stay(alone, pool, tmp_path):
     run = federation(tmp_path, backend=pool)
     run.fit(killing_model(tmp_path / "kill"), data(sizes=SIZES))
     assert not (tmp_path / "kill").exists()
-    assert_same(run.states["PFL-MF"].kept, alone.states["PFL-MF"].kept)
-    assert_same(run.states["FedAvg"].server, alone.states["FedAvg"].server)
+    assert_same(run.run.states["PFL-MF"].kept, alone.run.states["PFL-MF"].kept)
+    assert_same(run.run.states["FedAvg"].server, alone.run.states["FedAvg"].server)
 
 
 def test_an_exception_in_a_process_reaches_the_user_as_itself_and_closes_the_workers(pool, tmp_path):

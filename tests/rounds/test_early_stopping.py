@@ -45,8 +45,8 @@ class Servers(FederationCallback):
     def __init__(self):
         self.after = {}
 
-    def on_round_end(self, federation, phase, round):
-        server = federation.states[phase.name].server
+    def on_round_end(self, run, phase, round):
+        server = run.states[phase.name].server
         self.after[round + 1] = {name: tensor.clone() for name, tensor in server.items()}
 
 
@@ -65,13 +65,13 @@ def test_patience_ends_a_phase_whose_result_is_the_best_validated_round_of_the_p
         everybody.append(losses_by_hand(datamodule, module.global_expert, range(10)))
     _, number = stopped_by_hand([(loss, None) for loss in losses], patience=2, min_delta=min_delta)
     assert 2 < number < len(losses), "the test would show nothing if the phase ran to its end"
-    assert [row["round"] for row in federation.rows] == list(range(2, 2 * number + 1, 2))
+    assert [row["round"] for row in federation.run.rows] == list(range(2, 2 * number + 1, 2))
     best = losses.index(min(losses[:number]))
     assert 0 < best < number - 1
     assert losses != pytest.approx(everybody, abs=1e-3), "those who opt out must not count"
     assert federation.results["FedAvg"].round == 2 * (best + 1)
     assert federation.results["FedAvg"].selection == "best round by validation_loss"
-    assert_same_bits(federation.states["FedAvg"].server, servers.after[2 * (best + 1)])
+    assert_same_bits(federation.run.states["FedAvg"].server, servers.after[2 * (best + 1)])
     measured = federation.results["FedAvg"].spread("validation_loss", set(clients)).mean
     assert measured == pytest.approx(losses[best], rel=1e-12)
 
@@ -80,8 +80,8 @@ def test_the_best_round_is_a_copy_and_personalization_starts_from_it(tmp_path):
     datamodule = blobs(SIZES, validation_fraction=0.4)
     phases = [stopping_phase(), phase("Fine-tuned", PersonalizedExpert(), max_epochs=0)]
     federation = run(phases, mixture(), datamodule, tmp_path, seed=2)
-    assert federation.results["FedAvg"].round < federation.rows[-1]["round"]
-    server = federation.states["FedAvg"].server
+    assert federation.results["FedAvg"].round < federation.run.rows[-1]["round"]
+    server = federation.run.states["FedAvg"].server
     for client in range(10):
         module = federation.client_module("Fine-tuned", client)
         for name, tensor in server.items():
@@ -124,14 +124,14 @@ def whole(tmp_path_factory):
 
 @pytest.mark.parametrize("after", [1, 5])
 def test_a_run_stopped_within_a_phase_that_ends_early_and_resumed_gives_the_same_bits(whole, tmp_path, after):
-    assert 5 < whole.rows[-2]["round"] < 20, "the federated phase ends early, after the stops of this test"
+    assert 5 < whole.run.rows[-2]["round"] < 20, "the federated phase ends early, after the stops of this test"
     with pytest.raises(KeyboardInterrupt):
         run_early_phases(tmp_path, callbacks=[Stop(after)])
     settings = {"default_root_dir": str(tmp_path), "enable_progress_bar": False, "logger": False}
     resumed = Federation(early_phases(), {"max_epochs": 2}, seed=2, **settings)
     resumed.fit(mixture(LinearGate(5)), blobs(SIZES, validation_fraction=0.4), ckpt_path="last")
-    for name, state in whole.states.items():
-        again = resumed.states[name]
+    for name, state in whole.run.states.items():
+        again = resumed.run.states[name]
         assert_same_bits(again.server, state.server)
         assert (again.round, again.best_round, again.stopped) == (state.round, state.best_round, state.stopped)
         assert again.kept.keys() == state.kept.keys()
