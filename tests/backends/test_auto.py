@@ -54,7 +54,7 @@ class Noisy(LinearGate):
 
 
 class OnlyGate(PersonalizedMoE):
-    """An optimizer that has not got all parameters that are trainable."""
+    """An optimizer of only some of the trainable parameters."""
 
     def configure_optimizers(self):
         return torch.optim.SGD(self.gate.parameters(), lr=0.5)

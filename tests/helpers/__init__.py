@@ -90,7 +90,7 @@ def quadratic(weight: Tensor, x: Tensor) -> Tensor:
 
 
 def two_quadratics(sizes=(1, 1)) -> TensorData:
-    """DESIGN section 6: client 0 has (a, b) = (1, 0), client 1 has (4, 5), each ``sizes[i]`` times."""
+    """Client 0 has (a, b) = (1, 0), client 1 has (4, 5), each ``sizes[i]`` times."""
     owner = torch.tensor([0, 1]).repeat_interleave(torch.tensor(sizes))
     x = torch.tensor([[1.0, 0.0], [4.0, 5.0]])[owner]
     return TensorData(x, owner, torch.arange(sum(sizes)).split(list(sizes)), dtype=torch.float64, batch_size=100)

@@ -52,7 +52,9 @@ class StackedBackend(Backend):
         """
         trial = try_to_stack(training)
         if isinstance(trial, str):
-            raise MisconfigurationException(f"StackedBackend cannot stack the clients: {trial}; TrainerBackend can.")
+            raise MisconfigurationException(
+                f"StackedBackend cannot stack the clients: {trial}; TrainerBackend can train them."
+            )
         return StackedPlan(training, type(self).__name__, self.clients_per_stack or trial.clients_per_stack)
 
 
