@@ -97,7 +97,7 @@ def test_scaffold_takes_its_parameters_from_a_checkpoint_of_lightning_and_contro
     torch.save({"state_dict": {name: tensor + 1 for name, tensor in state.items()}}, tmp_path / "given.ckpt")
     given = phase("Scaffold", Scaffold(), ckpt_path=str(tmp_path / "given.ckpt"))
     module = mixture(optimizer=partial(torch.optim.SGD, lr=0.1))
-    server = run([given], module, blobs(), tmp_path).states["Scaffold"].server
+    server = run([given], module, blobs(), tmp_path).run.states["Scaffold"].server
     for name, tensor in state.items():
         assert torch.equal(server[name], tensor + 1) and not server[f"control/{name}"].any()
 

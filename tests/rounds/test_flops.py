@@ -103,7 +103,7 @@ def test_counting_changes_no_result_and_draws_nothing(tmp_path, monkeypatch):
     def states():
         phases = [phase("FedAvg", FedAvg(), rounds=3, clients_per_round=2)]
         module = mixture(LinearGate(5), Expert(dropout=0.5))
-        return run(phases, module, blobs(SIZES), tmp_path).states["FedAvg"]
+        return run(phases, module, blobs(SIZES), tmp_path).run.states["FedAvg"]
 
     counted = states()
     torch.manual_seed(5)
@@ -142,7 +142,7 @@ def test_clients_that_train_alone_send_and_receive_nothing(tmp_path):
         phase("Fine-tuned", PersonalizedExpert()),
         phase("PFL-MF", PFLMoE(interleaved=True), rounds=4),
     ]
-    states = run(phases, mixture(LinearGate(5)), blobs(SIZES), tmp_path).states
+    states = run(phases, mixture(LinearGate(5)), blobs(SIZES), tmp_path).run.states
     assert states["FedAvg"].traffic["parameters_down"] == 4 * (5 * 6 + 6 + 6 * 3 + 3)
     for name in ("Fine-tuned", "PFL-MF"):
         assert set(states[name].traffic.values()) == {0}
