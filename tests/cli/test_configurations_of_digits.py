@@ -22,7 +22,14 @@ def test_the_quickstart_runs_repeats_itself_and_serves_newcomers(tmp_path, capfd
     resolved = str(run / "config.yaml")
     main(["fit", "--config", resolved])
     assert (run.parent / "version_1/clients.csv").read_bytes() == (run / "clients.csv").read_bytes()
-    newcomers = ["--data.init_args.num_clients", "3", "--data.init_args.partition_seed", "5", "--rounds", "1"]
+    newcomers = [
+        "--data.init_args.num_clients",
+        "3",
+        "--data.init_args.partition_seed",
+        "5",
+        "--federation.logger",
+        "false",
+    ]
     main(["personalize", "--config", resolved, *newcomers])
     table = capfd.readouterr().out
     assert "over all 3 clients" in table and "FedAvg: global expert, after aggregation, given checkpoint" in table
