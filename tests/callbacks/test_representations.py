@@ -23,7 +23,7 @@ def test_representations_are_those_of_the_clients_own_models_and_shown_in_tensor
     phases = [Phase("p FedMoE", PFedMoE(), max_epochs=1)]
     datamodule = blobs((30, 20, 20, 20), test_fraction=0.2, dtype=torch.float32)
     fed = run(phases, model(dtype=torch.float32), datamodule, tmp_path, callbacks=[monitor], logger=True)
-    found, classes, clients = monitor.compute(fed, "p FedMoE")
+    found, classes, clients = monitor.compute(fed.run, "p FedMoE")
     assert clients.tolist() == [0, 0, 0, 3, 3, 3]
     for client, own in ((0, slice(0, 3)), (3, slice(3, 6))):
         samples = datamodule.test_samples[client][:3]
