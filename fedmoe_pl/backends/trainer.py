@@ -123,14 +123,14 @@ def _validation_batches(training: LocalTraining, client: Client) -> Any:
 
 
 class _ClientLoss(LightningModule):
-    """What both client modules below share: validation by the algorithm's loss, and the user's optimizer."""
+    """What both client modules below share: validation by the module's own loss, and the user's optimizer."""
 
     module: LightningModule
     algorithm: Algorithm
     const: dict[str, Any]
 
     def validation_step(self, batch: Any, batch_idx: int) -> None:
-        loss = self.algorithm.client_loss(self.module, batch, self.const)[0]
+        loss = self.module.loss(batch)[0]  # pyright: ignore[reportCallIssue]  without terms of the algorithm
         self.log("validation_loss", loss, batch_size=len(batch[-1]))
 
     def configure_optimizers(self) -> Any:

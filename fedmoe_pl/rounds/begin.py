@@ -6,6 +6,7 @@ import copy
 from collections import ChainMap
 from collections.abc import Iterable
 
+import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import LightningModule
 
@@ -33,9 +34,15 @@ def phase_module(model: LightningModule, phase: Phase) -> LightningModule:
                 f"{phase}: {part} is given, but the model is a {type(module).__name__} and only a MixtureOfExperts "
                 "lets a phase replace it."
             )
-        setattr(module, part, copy.deepcopy(replacement) if part == "gate" else replacement)
+        setattr(module, part, copy.deepcopy(replacement).to(_dtype(model)) if part == "gate" else replacement)
         module.check_parts()
     return module
+
+
+def _dtype(module: LightningModule) -> torch.dtype:
+    """The floating-point type of the module's parameters."""
+    dtypes = (parameter.dtype for parameter in module.parameters())
+    return next((dtype for dtype in dtypes if dtype.is_floating_point), torch.get_default_dtype())
 
 
 def begin_phase(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,7 +27,8 @@ class Phase:
         name: the method's name in tables, logs and files.
         algorithm: what is shared, trained and combined.
         rounds: number of rounds.
-        clients_per_round: how many clients train in a round: from 1 on a number, below 1 a fraction, None all clients.
+        clients_per_round: how many clients train in a round: an integer is their number; a float is their share of all
+            clients, above 0 and at most 1, rounded down but to at least one client; None stands for all.
         gate: replaces the model's gate in this phase; ``GlobalOnly`` trains and evaluates the global expert alone,
             ``LocalOnly`` the local expert alone.
         mixing: replaces what the model mixes of its experts.
@@ -55,7 +56,7 @@ class Phase:
     name: str
     algorithm: Algorithm
     rounds: int = 1
-    clients_per_round: float | None = None
+    clients_per_round: int | float | None = None
     gate: Gate | None = None
     mixing: Mixing | None = None
     start: str | None = None
@@ -126,9 +127,10 @@ class Phase:
             if value is not None and value < lowest:
                 raise MisconfigurationException(f"{self}: {name} is {value}, but must be at least {lowest}.")
         size = self.clients_per_round
-        if size is not None and (size <= 0 or (size > 1 and size != int(size))):
+        if size is not None and (size <= 0 or (isinstance(size, float) and size > 1)):
             raise MisconfigurationException(
-                f"{self}: clients_per_round is {size}, but must be a whole number or a fraction between 0 and 1."
+                f"{self}: clients_per_round is {size}, but must be an integer of at least 1, or a share with a decimal "
+                "point, above 0 and at most 1.0."
             )
 
     def _check_monitor(self) -> None:
@@ -163,21 +165,39 @@ def find_start(phases: Sequence[Phase], index: int) -> str:
     """Name of the phase that a phase starts from, or ``initial``.
 
     Raises:
-        MisconfigurationException: if the named phase does not come before, or none does that the algorithm needs.
+        MisconfigurationException: if the named phase does not come before, if none does that the algorithm needs, or
+            if the named one does not go back to such a phase.
     """
     phase, earlier = phases[index], phases[:index]
     names = [other.name for other in earlier]
-    if phase.start is not None:
-        if phase.start not in (INITIAL, *names):
+    needed = [other.name for other in earlier if phase.algorithm.follows(other.algorithm)]
+    if phase.start is None:
+        if not needed and _follows_others(phase):
             raise MisconfigurationException(
-                f"{phase}: start is '{phase.start}', but must be '{INITIAL}' or an earlier "
-                f"phase{': ' + ', '.join(names) if names else ', and there is none'}."
+                f"{phase}: {type(phase.algorithm).__name__} starts from an earlier phase, but "
+                f"none of [{', '.join(names)}] fits; add one before it."
             )
-        return phase.start
-    followed = [other.name for other in earlier if phase.algorithm.follows(other.algorithm)]
-    if not followed and type(phase.algorithm).follows is not Algorithm.follows:
+        return needed[-1] if needed else INITIAL
+    if phase.start not in (INITIAL, *names):
         raise MisconfigurationException(
-            f"{phase}: {type(phase.algorithm).__name__} starts from an earlier phase, but "
-            f"none of [{', '.join(names)}] fits; add one before it or name one with `start`."
+            f"{phase}: start is '{phase.start}', but must be '{INITIAL}' or an earlier "
+            f"phase{': ' + ', '.join(names) if names else ', and there is none'}."
         )
-    return followed[-1] if followed else INITIAL
+    if _follows_others(phase) and not set(_chain(phases, names, phase.start)) & set(needed):
+        allowed = f"lead back to {' or '.join(needed)}" if needed else "come after a phase that fits, and there is none"
+        raise MisconfigurationException(
+            f"{phase}: start is '{phase.start}', but {type(phase.algorithm).__name__} uses what another phase has "
+            f"trained; it must {allowed}."
+        )
+    return phase.start
+
+
+def _follows_others(phase: Phase) -> bool:
+    return type(phase.algorithm).follows is not Algorithm.follows
+
+
+def _chain(phases: Sequence[Phase], names: Sequence[str], start: str) -> Iterator[str]:
+    """The names of a start, of the phase that it starts from, and so on."""
+    while start != INITIAL:
+        yield start
+        start = find_start(phases, names.index(start))

@@ -1,14 +1,16 @@
 """Clients that end when their validation stops getting better, against bare loops."""
 
 import copy
+from functools import partial
 
 import pytest
 import torch
 import torch.nn.functional as F
 from helpers import blobs, client_generator, mixture, momentum_sgd, phase, run, tensors
 from helpers.early_stopping import stopped_by_hand
+from lightning.pytorch import Callback
 
-from fedmoe_pl.algorithms import OptInFedAvg, PersonalizedExpert, SpecialistMixture
+from fedmoe_pl.algorithms import FedProx, OptInFedAvg, PersonalizedExpert, Scaffold, SpecialistMixture
 from fedmoe_pl.callbacks import BestEpoch
 from fedmoe_pl.models import ConstantGate, LinearGate
 
@@ -73,3 +75,27 @@ def test_a_client_keeps_its_best_validated_epoch_and_one_without_validation_samp
         expected = {name: tensor for name, tensor in checks[best][1].items() if name.startswith(names)}
         torch.testing.assert_close(actual, expected, rtol=1e-9, atol=1e-12)
     assert kinds == {"none", "stopped", "earlier"}, "the test would show nothing"
+
+
+@pytest.mark.parametrize("algorithm", [FedProx(mu=5.0), Scaffold()], ids=["FedProx", "SCAFFOLD"])
+@pytest.mark.parametrize("every_batch", [False, True])
+def test_the_validation_loss_is_the_module_s_without_terms_of_the_algorithm(tmp_path, algorithm, every_batch):
+    seen = []
+
+    class Seen(Callback):
+        def on_validation_end(self, trainer, pl_module):
+            state = {name: tensor.clone() for name, tensor in pl_module.module.state_dict().items()}
+            seen.append((float(trainer.callback_metrics["validation_loss"]), state))
+
+    datamodule = blobs((20, 20), validation_fraction=0.4)
+    plain = partial(torch.optim.SGD, lr=0.1)
+    trainer = {"limit_val_batches": 1.0}
+    federated = phase("it", algorithm, rounds=2, callbacks=[Seen()], trainer=trainer)
+    run([federated], mixture(LinearGate(5), optimizer=plain), datamodule, tmp_path, every_batch=every_batch)
+    assert len(seen) == 8  # two rounds of two epochs of two clients
+    for (logged, state), client in zip(seen, (0, 0, 1, 1, 0, 0, 1, 1), strict=True):
+        module = mixture(LinearGate(5))
+        module.load_state_dict(state)
+        samples = datamodule.validation_samples[client]
+        expected = F.cross_entropy(module(datamodule.x[samples]), datamodule.y[samples]).item()
+        assert logged == pytest.approx(expected, rel=1e-6)

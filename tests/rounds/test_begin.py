@@ -2,13 +2,15 @@
 
 import pytest
 import torch
+from helpers import mixture
 from helpers.runs import WithDropout, assert_same, data, federation, model, phases
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch import nn
 
-from fedmoe_pl import PersonalizedMoE, Phase
-from fedmoe_pl.algorithms import FedAvg, PersonalizedExpert
-from fedmoe_pl.models import ConstantGate
+from fedmoe_pl import Federation, PersonalizedMoE, Phase
+from fedmoe_pl.algorithms import ClusterMixture, FedAvg, PersonalizedExpert, PFLMoE, SpecialistMixture
+from fedmoe_pl.models import ConstantGate, FeatureGate, LinearGate
+from fedmoe_pl.rounds.begin import phase_module
 
 
 def test_one_federated_phase_serves_all_personalized_ones_and_local_ignores_it(tmp_path):
@@ -87,3 +89,53 @@ def test_a_result_given_by_a_checkpoint_says_so_and_must_fit_before_any_training
     with pytest.raises(MisconfigurationException, match="cannot be loaded"):
         federation(tmp_path / "wide", given).fit(PersonalizedMoE(Wide()), data())
     assert not (tmp_path / "wide").exists()
+
+
+UNTRAINED = {
+    "a gate over an expert that only FedAvg's phase has seen": (
+        [Phase("F", FedAvg("global_expert.*")), Phase("G", PFLMoE(), gate=LinearGate(5), start="F")],
+        r"Phase 'G': start is 'F', but PFLMoE uses what another phase has trained; it must come after a phase",
+    ),
+    "an expert that has seen the gate's samples": (
+        [
+            Phase("F", FedAvg("global_expert.*")),
+            Phase("P", PersonalizedExpert(gate_fraction=0)),
+            Phase("G", PFLMoE(gate_fraction=0.25), gate=LinearGate(5), start="P"),
+        ],
+        "Phase 'G': start is 'P', but PFLMoE",
+    ),
+    "a specialist that nobody has trained": (
+        [
+            Phase("F", FedAvg("global_expert.*")),
+            Phase("P", PersonalizedExpert()),
+            Phase("G", SpecialistMixture(), gate=LinearGate(5), start="F"),
+        ],
+        "Phase 'G': start is 'F', but SpecialistMixture uses what another phase has trained; it must lead back to P",
+    ),
+    "a mixture of untrained clusters": (
+        [Phase("G", ClusterMixture(), start="initial")],
+        "Phase 'G': start is 'initial', but ClusterMixture",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", UNTRAINED)
+def test_a_start_that_does_not_lead_back_to_what_the_algorithm_needs_is_refused(case):
+    refused, sentence = UNTRAINED[case]
+    with pytest.raises(MisconfigurationException, match=sentence):
+        Federation(refused)
+
+
+def test_a_start_may_lead_back_through_other_phases():
+    gate = Phase("G", PFLMoE(0.25), gate=LinearGate(5))
+    again = Phase("again", PFLMoE(0.25), gate=LinearGate(5), start="G")
+    chain = [Phase("F", FedAvg("global_expert.*")), Phase("P", PersonalizedExpert(gate_fraction=0.25)), gate, again]
+    assert Federation(chain).starts == {"F": "initial", "P": "F", "G": "P", "again": "G"}
+
+
+@pytest.mark.parametrize("gate", [LinearGate(5), FeatureGate(), LinearGate()], ids=["given", "features", "lazy"])
+def test_a_phase_s_gate_takes_the_model_s_floating_point_type(gate):
+    module = phase_module(mixture(dtype=torch.float64), Phase("G", PFLMoE(), gate=gate))
+    module.mix(torch.zeros(2, 5, dtype=torch.float64))
+    assert {parameter.dtype for parameter in module.parameters()} == {torch.float64}
+    assert all(parameter.dtype != torch.float64 for parameter in gate.parameters()), "the phase's own stays as it was"
