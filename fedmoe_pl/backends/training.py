@@ -24,7 +24,7 @@ class LocalTraining:
         module: the phase's module with its initial tensors; never trained itself.
         initial: those tensors by name, on the CPU.
         algorithm: the phase's algorithm.
-        datamodule: who holds which data; already set up.
+        datamodule: the data and the clients that hold them; already set up.
         trainer: arguments of every client's ``Trainer``, but for its devices.
         batch_size: overrides the data module's batch size; None keeps it.
         seed: the run's seed.

@@ -53,7 +53,7 @@ class Worker:
     """Trains groups in a worker process.
 
     Args:
-        datamodule: who holds which data.
+        datamodule: the data and the clients that hold them.
         device: where it trains, unless the phase trains on the CPU.
     """
 
