@@ -31,8 +31,8 @@ class Plan(ABC):
     """How the clients of one phase are trained: everything that a backend finds out about the phase, and finds once.
 
     Attributes:
-        training: what all clients of the phase have in common.
-        description: what trains the phase, and why, in words for the log.
+        training: the local training of the phase's clients.
+        description: how the phase is trained, and why; for the log.
     """
 
     def __init__(self, training: LocalTraining, description: str) -> None:
@@ -86,7 +86,7 @@ class Backend(ABC):
         """Looks at a phase once and decides how to train it.
 
         Args:
-            training: what all clients of the phase have in common; its tensors may be those of the untrained model.
+            training: the local training of the phase's clients; its tensors may be those of the untrained model.
 
         Raises:
             MisconfigurationException: if the phase cannot be trained this way.

@@ -33,11 +33,11 @@ def begin_client(
     """Seeds the client's random numbers and loads its state into a module.
 
     Args:
-        training: what all clients of the phase have in common.
+        training: the local training of the phase's clients.
         module: a copy of the phase's module, with its initial tensors.
         server: the server's state.
         client_id: the client.
-        kept: what clients kept from earlier rounds, by client.
+        kept: the tensors that clients kept from earlier rounds, by client.
         round: the round of the phase, counted from 0.
 
     Returns:

@@ -14,7 +14,7 @@ class Freezing(Callback):
     Modules without a trainable parameter are put into eval mode, unless the algorithm keeps them in train mode.
 
     Args:
-        training: what all clients of the phase have in common.
+        training: the local training of the phase's clients.
         module: the client's module; parameters that need no gradient already stay frozen.
         round: the round of the phase, counted from 0.
     """

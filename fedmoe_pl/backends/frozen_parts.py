@@ -45,7 +45,7 @@ def find_frozen_parts(
     """Finds the parts by tracing one loss: nothing below them is trained, and nothing random happens before them.
 
     Args:
-        training: what all clients of the phase have in common.
+        training: the local training of the phase's clients.
         client: any client, as it begins its local training.
         const: the constants of its loss.
         samples: indices of the samples that it trains on.

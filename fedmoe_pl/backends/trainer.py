@@ -41,8 +41,8 @@ class TrainerPlan(Plan):
     """The plan of :class:`TrainerBackend`.
 
     Args:
-        training: what all clients of the phase have in common.
-        description: what trains the phase, and why, in words for the log.
+        training: the local training of the phase's clients.
+        description: how the phase is trained, and why; for the log.
         lean: whether each local epoch runs in one training step.
     """
 

@@ -23,7 +23,7 @@ def plain_gradients(
     """Loss and gradients of one client's share.
 
     Args:
-        training: what all clients of the phase have in common.
+        training: the local training of the phase's clients.
         module: the client's tensors are loaded into it; on the device of the share.
         member: the client.
         share: a share of this client alone.
@@ -47,7 +47,7 @@ def ignores_padding(
     """Whether samples without a label change neither loss nor gradients, so that all batches can have one size.
 
     Args:
-        training: what all clients of the phase have in common.
+        training: the local training of the phase's clients.
         module: in eval mode, on the training's device.
         member: the first client of the stack.
         data: the samples of the stack's clients.

@@ -62,8 +62,8 @@ class StackedPlan(Plan):
     """The plan of :class:`StackedBackend`.
 
     Args:
-        training: what all clients of the phase have in common.
-        description: what trains the phase, and why, in words for the log.
+        training: the local training of the phase's clients.
+        description: how the phase is trained, and why; for the log.
         clients_per_stack: how many clients are trained at once.
     """
 

@@ -52,7 +52,7 @@ class StackedData:
     Places count all clients' samples, one client's after another's.
 
     Args:
-        training: what all clients of the phase have in common.
+        training: the local training of the phase's clients.
         members: the clients, in descending order of their steps an epoch.
 
     Attributes:

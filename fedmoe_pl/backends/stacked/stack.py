@@ -28,7 +28,7 @@ class Stack:
     """The tensors of some clients and their losses.
 
     Args:
-        training: what all clients of the phase have in common.
+        training: the local training of the phase's clients.
         module: a copy of the phase's module, which holds the tensors that are not stacked.
         members: the clients, all with batches, that can share a stack.
         round: the round of the phase, counted from 0.

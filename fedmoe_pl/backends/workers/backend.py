@@ -96,7 +96,7 @@ class WorkersBackend(Backend):
             plan: how each worker trains its groups.
             server: the server's state.
             groups: the groups, in the order in which their updates are yielded.
-            kept: what clients kept from earlier rounds, by client.
+            kept: the tensors that clients kept from earlier rounds, by client.
             round: the round of the phase, counted from 0.
 
         Raises:
@@ -138,7 +138,7 @@ class WorkersPlan(Plan):
     Args:
         backend: has the workers.
         plan: how each of them trains its groups.
-        description: what trains the phase, and why, in words for the log.
+        description: how the phase is trained, and why; for the log.
     """
 
     def __init__(self, backend: WorkersBackend, plan: Plan, description: str) -> None:

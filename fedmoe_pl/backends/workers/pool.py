@@ -103,7 +103,7 @@ class PoolPlan(Plan):
     Args:
         backend: has the processes, and says whether they start late.
         plan: how each of them trains its groups.
-        description: what trains the phase, and why, in words for the log.
+        description: how the phase is trained, and why; for the log.
     """
 
     def __init__(self, backend: PoolBackend, plan: Plan, description: str) -> None:
