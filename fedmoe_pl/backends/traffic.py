@@ -1,4 +1,4 @@
-"""How much clients and server send each other."""
+"""Counts what clients and server send each other."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import NamedTuple
 from fedmoe_pl.trees import Tree
 
 WAYS = ("down", "up", "between_clients")
-"""From the server to clients, from clients to the server, and from client to client."""
+"""Directions: from the server to clients, from clients to the server, and from client to client."""
 
 
 class Traffic(NamedTuple):
@@ -15,7 +15,7 @@ class Traffic(NamedTuple):
 
     Attributes:
         parameters: number of values.
-        bytes: their size, in the type in which they were sent.
+        bytes: their size, in the data type in which they were sent.
 
     Example:
         >>> import torch
@@ -39,5 +39,5 @@ class Traffic(NamedTuple):
 
 
 def no_traffic() -> dict[str, int]:
-    """Zero parameters and bytes each way, by the columns of ``rounds.csv``."""
+    """Zero parameters and bytes in every direction, by column of ``rounds.csv``."""
     return {f"{name}_{way}": 0 for way in WAYS for name in Traffic._fields}

@@ -1,4 +1,4 @@
-"""How a phase begins: from the initial model, from an earlier phase, or from a result that a checkpoint gives."""
+"""How a phase begins: from the initial model, from an earlier phase, or with a result from a checkpoint."""
 
 from __future__ import annotations
 
@@ -41,18 +41,21 @@ def phase_module(model: LightningModule, phase: Phase) -> LightningModule:
 def begin_phase(
     phase: Phase, module: LightningModule, before: PhaseState | None, given: PhaseState | None
 ) -> PhaseState:
-    """The phase's state before its first round, or its given result; loads its initial tensors into the module.
+    """The phase's state before its first round, or its result from a checkpoint.
+
+    The initial tensors are loaded into the module.
 
     Args:
         phase: the phase.
         module: the phase's module.
         before: the state of the phase that it starts from; None for the initial model.
-        given: its result, see :func:`given_result`; None where the phase is to be trained.
+        given: the phase's result from a checkpoint, see :func:`given_result`; None if the phase is to be trained.
     """
     state = _from_start(phase, module, before)
     if given is None:
         return state
-    kept = ChainMap(given.kept, state.kept)  # pyright: ignore[reportArgumentType]  only read; as one dict too large
+    # A ChainMap, because one dict of both could be too large. It is only read.
+    kept = ChainMap(given.kept, state.kept)  # pyright: ignore[reportArgumentType]
     return PhaseState(state.initial, given.server, kept, round=phase.rounds, given=given.best_round or given.round)
 
 
@@ -61,8 +64,8 @@ def begin_phase_of_newcomers(
 ) -> PhaseState:
     """The same for clients that were not in the federation.
 
-    What the federation's clients kept is not theirs. They train what clients do not share in rounds of their own, from
-    which the server learns nothing; where everything is shared, there are none.
+    They do not get what the federation's clients kept. They train the parameters that clients do not share, in local
+    rounds that leave the server's state unchanged. If clients share all parameters, there are no such rounds.
     """
     state = _from_start(phase, module, before)
     if given is None:
@@ -72,14 +75,14 @@ def begin_phase_of_newcomers(
 
 
 def given_result(phase: Phase, module: LightningModule) -> PhaseState | None:
-    """The phase's result in ``phase.ckpt_path``, once it is known to fit; None where no checkpoint is named.
+    """Reads the phase's result from ``phase.ckpt_path`` and checks that it fits; None without a ``ckpt_path``.
 
     Args:
         phase: the phase.
         module: the phase's module; its tensors may be replaced.
 
     Raises:
-        MisconfigurationException: if the checkpoint cannot be read, has no such phase, or is that of another model or
+        MisconfigurationException: if the checkpoint cannot be read, has no such phase, or belongs to another model or
             algorithm.
     """
     if phase.ckpt_path is None:
@@ -112,20 +115,20 @@ def given_result(phase: Phase, module: LightningModule) -> PhaseState | None:
 
 
 def _from_start(phase: Phase, module: LightningModule, before: PhaseState | None) -> PhaseState:
-    """The state before the first round, as the phase's start leaves it."""
+    """The phase's state before its first round, from the phase that it starts from or the initial model."""
     initial = {name: tensor.detach().cpu() for name, tensor in module.state_dict().items()}
     inherited = [name for name in initial if not (phase.gate and name.startswith("gate."))]
     if before is not None:
         initial |= _selected(inherited, {**before.initial, **before.server})
     load_tree(module, initial)
     server = phase.algorithm.server_init(module)
-    # What the server sends now takes the place of what clients kept of it before.
+    # What the server sends now replaces what clients kept under the same names.
     kept = only({} if before is None else before.kept, [name for name in inherited if name not in server])
     return PhaseState(initial, server, kept)
 
 
 def _keeps_parameters(phase: Phase, module: LightningModule) -> bool:
-    """Whether clients train parameters in this phase that they do not share."""
+    """Whether the clients of this phase train parameters that they do not share."""
     return any(
         parameter.requires_grad and phase.algorithm.is_trainable(name, 0, 0) and not phase.algorithm.is_shared(name)
         for name, parameter in module.named_parameters()

@@ -29,7 +29,7 @@ def test_what_cannot_be_sent_is_refused_and_a_lazy_pool_goes_on_without(monkeypa
     ):
         trained(PoolBackend(TrainerBackend(), [CPU, CPU]), phase)
     monkeypatch.setattr(fedmoe_pl.backends.workers.pool, "_WORTH_STARTING", 0)
-    with pytest.warns(UserWarning, match="Training goes on in one process: trainer.devices must be 1"):
+    with pytest.warns(UserWarning, match="Training continues in one process: trainer.devices must be 1"):
         updates = trained(PoolBackend(TrainerBackend(), [CPU, CPU], lazy=True), phase)
     assert_same(updates, trained(TrainerBackend(), phase))
 

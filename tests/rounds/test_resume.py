@@ -92,7 +92,7 @@ def test_a_damaged_checkpoint_is_refused_and_the_run_is_kept(whole, tmp_path, da
     damaged = tmp_path / "damaged.ckpt"
     damaged.write_bytes(path.read_bytes()[:-2000] if damage is None else damage)
     files = {file: file.read_bytes() for file in whole.run_dir.rglob("*") if file.is_file()}
-    with pytest.raises(MisconfigurationException, match="damaged or no checkpoint"):
+    with pytest.raises(MisconfigurationException, match="damaged or not a checkpoint"):
         federation(whole.runs.parent).fit(model(), data(), ckpt_path=str(damaged))
     assert {file: file.read_bytes() for file in whole.run_dir.rglob("*") if file.is_file()} == files
 
