@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -14,8 +14,8 @@ from fedmoe_pl.backends import LEAN_TRAINER, AutoBackend, Backend
 from fedmoe_pl.callbacks import FederationCallback
 from fedmoe_pl.callbacks.defaults import with_defaults
 from fedmoe_pl.data import FederatedDataModule, partition_figure, partition_table
-from fedmoe_pl.rounds.begin import begin_phase_of_newcomers
-from fedmoe_pl.rounds.checkpoint import LAST, find_checkpoint, identify, load_federation, load_run, next_folder
+from fedmoe_pl.rounds.begin import read_result, read_result_for_newcomers
+from fedmoe_pl.rounds.checkpoint import LAST, find_checkpoint, identify, load_federation, load_run
 from fedmoe_pl.rounds.checks import check_phases, check_run, check_store, check_trainer
 from fedmoe_pl.rounds.evaluate import predict
 from fedmoe_pl.rounds.evaluation import Evaluation
@@ -25,6 +25,7 @@ from fedmoe_pl.rounds.results import format_table, prediction_rows, write_csv
 from fedmoe_pl.rounds.rounds import fit
 from fedmoe_pl.rounds.run import Run, sized
 from fedmoe_pl.rounds.start import open_run, place_data, plan_phases, with_workers
+from fedmoe_pl.rounds.state import PhaseState
 from fedmoe_pl.trees import Tree, copy_module, load_tree
 
 
@@ -109,7 +110,7 @@ class Federation:
         """
         if ckpt_path:
             return self._fit(self._resume(model, datamodule, ckpt_path))
-        return self._fit(self._set_up(model, datamodule, self.phases, next_folder(self.runs)))
+        return self._fit(self._set_up(model, datamodule, self.phases, self.runs), self.runs)
 
     def personalize(
         self, model: LightningModule, datamodule: FederatedDataModule, ckpt_path: str = LAST, rounds: int = 10
@@ -141,9 +142,9 @@ class Federation:
         datamodule.prepare_data()
         datamodule.setup()
         check_newcomers(path, content, identify(self.seed, datamodule))
-        run = self._set_up(model, datamodule, phases, next_folder(self.runs / "newcomers"), content["model"])
-        run.begin = begin_phase_of_newcomers
-        return self._fit(run)
+        runs = self.runs / "newcomers"
+        initial, read_result = content["model"], read_result_for_newcomers
+        return self._fit(self._set_up(model, datamodule, phases, runs, initial, read_result=read_result), runs)
 
     def validate(self, model: LightningModule, datamodule: FederatedDataModule, ckpt_path: str = LAST) -> None:
         """Prints the accuracy of every client's model on its validation samples, from a checkpoint."""
@@ -211,9 +212,8 @@ class Federation:
         datamodule.prepare_data()
         datamodule.setup()
         content = load_run(checkpoint, self.phases, identify(self.seed, datamodule))
-        run = self._set_up(model, datamodule, self.phases, checkpoint.parent.parent, content["model"])
-        run.states, run.rows = content["phases"], content["rows"]
-        return run
+        folder, progress = checkpoint.parent.parent, {"states": content["phases"], "rows": content["rows"]}
+        return self._set_up(model, datamodule, self.phases, folder, content["model"], **progress)
 
     def _set_up(
         self,
@@ -222,6 +222,9 @@ class Federation:
         phases: Sequence[Phase],
         folder: Path,
         initial: Tree | None = None,
+        states: dict[str, PhaseState] | None = None,
+        rows: list[dict[str, Any]] | None = None,
+        read_result: Callable[[Phase, LightningModule], PhaseState] = read_result,
     ) -> Run:
         """Makes a run and makes all its checks, before any training.
 
@@ -229,16 +232,20 @@ class Federation:
             model: the initial model.
             datamodule: the data and the clients that hold them.
             phases: the phases, in order.
-            folder: the run's folder.
+            folder: the run's folder, or that of all runs if its own is still to be made.
             initial: tensors that replace the model's, by name.
+            states: of a resumed run, the state of each phase that has begun, by name.
+            rows: of a resumed run, the rows of ``rounds.csv``.
+            read_result: reads the result of a phase that takes it from a checkpoint.
         """
+        self._run = None  # frees what it holds on a GPU
         devices = check_trainer(self.trainer)
         backend = with_workers(self.backend, self.trainer, devices)
         datamodule.prepare_data()
         datamodule.setup()
         model = sized(copy_module(model), datamodule, self.seed)
         load_tree(model, initial or {})
-        self._run = Run(
+        run = Run(
             phases=phases,
             starts=self.starts,
             trainer=self.trainer,
@@ -255,15 +262,18 @@ class Federation:
             training_data=place_data(datamodule, backend, devices[0]),
             identity=identify(self.seed, datamodule),
             folder=folder,
+            states=states or {},
+            rows=rows or [],
         )
-        check_run(self._run)
-        return self._run
+        check_run(run, read_result)
+        self._run = run
+        return run
 
-    def _fit(self, run: Run) -> dict[str, Evaluation]:
+    def _fit(self, run: Run, runs: Path | None = None) -> dict[str, Evaluation]:
         plan_phases(run)
         try:
             run.backend.open()
-            open_run(run, self.store, self.logger)
+            open_run(run, runs, self.store, self.logger)
             fit(run)
         finally:
             run.backend.close()

@@ -6,9 +6,6 @@ from typing import NamedTuple
 
 from fedmoe_pl.trees import Tree
 
-WAYS = ("down", "up", "between_clients")
-"""Directions: from the server to clients, from clients to the server, and from client to client."""
-
 
 class Traffic(NamedTuple):
     """How much was sent.
@@ -36,8 +33,3 @@ class Traffic(NamedTuple):
         if not isinstance(other, Traffic):
             return NotImplemented
         return Traffic(self.parameters + other.parameters, self.bytes + other.bytes)
-
-
-def no_traffic() -> dict[str, int]:
-    """Zero parameters and bytes in every direction, by column of ``rounds.csv``."""
-    return {f"{name}_{way}": 0 for way in WAYS for name in Traffic._fields}

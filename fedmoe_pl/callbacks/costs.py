@@ -8,11 +8,11 @@ from typing import Any
 
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 
-from fedmoe_pl.backends.traffic import WAYS
 from fedmoe_pl.rounds.evaluation import METRICS, Evaluation
 from fedmoe_pl.rounds.phase import Phase
 from fedmoe_pl.rounds.results import percent, write_csv
 from fedmoe_pl.rounds.run import FederationCallback, Run
+from fedmoe_pl.rounds.state import WAYS
 
 
 class CostToTarget(FederationCallback):

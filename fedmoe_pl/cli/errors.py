@@ -99,7 +99,7 @@ def with_key(message: str, configuration: Mapping[str, Any]) -> str:
     ]
     for fits in narrower:
         candidates = [place for place in candidates if fits(place)] or candidates
-    if len(candidates) != 1:
+    if len(candidates) != 1 or not (owner in (None, candidates[0].owner) or _is_shown(candidates[0].value, rest)):
         return message
     start = match.start("argument")
     return message[:start] + candidates[0].key + message[start + len(argument) :]

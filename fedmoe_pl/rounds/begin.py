@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections import ChainMap
 from collections.abc import Iterable
+from dataclasses import replace
 
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import LightningModule
@@ -39,7 +40,7 @@ def phase_module(model: LightningModule, phase: Phase) -> LightningModule:
 
 
 def begin_phase(
-    phase: Phase, module: LightningModule, before: PhaseState | None, given: PhaseState | None
+    phase: Phase, module: LightningModule, before: PhaseState | None, result: PhaseState | None
 ) -> PhaseState:
     """The phase's state before its first round, or its result from a checkpoint.
 
@@ -49,69 +50,74 @@ def begin_phase(
         phase: the phase.
         module: the phase's module.
         before: the state of the phase that it starts from; None for the initial model.
-        given: the phase's result from a checkpoint, see :func:`given_result`; None if the phase is to be trained.
+        result: the phase's result, see :func:`read_result`; None if the phase is to be trained.
     """
     state = _from_start(phase, module, before)
-    if given is None:
+    if result is None:
         return state
-    # A ChainMap, because one dict of both could be too large. It is only read.
-    kept = ChainMap(given.kept, state.kept)  # pyright: ignore[reportArgumentType]
-    return PhaseState(state.initial, given.server, kept, round=phase.rounds, given=given.best_round or given.round)
+    kept = state.kept
+    if result.kept:  # a ChainMap, because one dict of both could be too large; it is only read
+        kept = ChainMap(result.kept, state.kept)  # pyright: ignore[reportArgumentType]
+    return replace(result, initial=state.initial, server={**state.server, **result.server}, kept=kept)
 
 
-def begin_phase_of_newcomers(
-    phase: Phase, module: LightningModule, before: PhaseState | None, given: PhaseState | None
-) -> PhaseState:
+def read_result(phase: Phase, module: LightningModule) -> PhaseState:
+    """Reads the phase's result from ``phase.ckpt_path`` and checks that it fits.
+
+    Args:
+        phase: a phase with a ``ckpt_path``.
+        module: the phase's module; its tensors are replaced.
+
+    Returns:
+        A state after the last round, without initial tensors.
+
+    Raises:
+        MisconfigurationException: if the checkpoint or a file that it needs cannot be read, if it has no such phase, or
+            if it belongs to another model or algorithm.
+    """
+    saved = _read(phase, module)
+    check_kept(saved.kept)
+    return PhaseState({}, saved.server, saved.kept, round=phase.rounds, given_round=saved.best_round or saved.round)
+
+
+def read_result_for_newcomers(phase: Phase, module: LightningModule) -> PhaseState:
     """The same for clients that were not in the federation.
 
     They do not get what the federation's clients kept. They train the parameters that clients do not share, in local
     rounds that leave the server's state unchanged. If clients share all parameters, there are no such rounds.
     """
-    state = _from_start(phase, module, before)
-    if given is None:
-        return state
+    saved = _read(phase, module)
     round = 0 if _keeps_parameters(phase, module) else phase.rounds
-    return PhaseState(state.initial, given.server, state.kept, round=round, given=given.best_round or given.round)
+    return PhaseState({}, saved.server, round=round, given_round=saved.best_round or saved.round)
 
 
-def given_result(phase: Phase, module: LightningModule) -> PhaseState | None:
-    """Reads the phase's result from ``phase.ckpt_path`` and checks that it fits; None without a ``ckpt_path``.
-
-    Args:
-        phase: the phase.
-        module: the phase's module; its tensors may be replaced.
-
-    Raises:
-        MisconfigurationException: if the checkpoint cannot be read, has no such phase, or belongs to another model or
-            algorithm.
-    """
-    if phase.ckpt_path is None:
-        return None
-    state, content = _from_start(phase, module, None), load_checkpoint(phase.ckpt_path)
+def _read(phase: Phase, module: LightningModule) -> PhaseState:
+    """The saved state of the phase; of a checkpoint of Lightning, one with the server's parameters alone."""
+    state, content = _from_start(phase, module, None), load_checkpoint(phase.ckpt_path or "")
     prefix = f"{phase}: ckpt_path is '{phase.ckpt_path}'"
-    if "phases" in content:
-        finished = [name for name, saved in content["phases"].items() if saved.finished]
-        if phase.name not in finished:
-            raise MisconfigurationException(
-                f"{prefix}, whose finished phases are {finished}; '{phase.name}' must be one of them."
-            )
-        result = content["phases"][phase.name]
-    else:  # a checkpoint of Lightning
+    if "phases" not in content:
         parameters = [name for name in state.server if name in state.initial]  # the rest is the algorithm's own
         missing = [name for name in parameters if name not in content["state_dict"]]
         if missing:
             raise MisconfigurationException(
                 f"{prefix}, which has no '{missing[0]}'; it must have all shared parameters."
             )
-        result = PhaseState({}, {**state.server, **_selected(parameters, content["state_dict"])})
-    load_tree(module, _selected(state.initial, result.server))
-    missing = [name for name in state.server if name not in result.server]
+        saved = PhaseState({}, _selected(parameters, content["state_dict"]))
+        load_tree(module, saved.server)
+        return saved
+    finished = [name for name, other in content["phases"].items() if other.finished]
+    if phase.name not in finished:
+        raise MisconfigurationException(
+            f"{prefix}, whose finished phases are {finished}; '{phase.name}' must be one of them."
+        )
+    saved = content["phases"][phase.name]
+    load_tree(module, _selected(state.initial, saved.server))
+    missing = [name for name in state.server if name not in saved.server]
     if missing:
         raise MisconfigurationException(
             f"{prefix}, where '{phase.name}' was another method or model: it has no '{missing[0]}'."
         )
-    check_kept(result.kept)
-    return result
+    return saved
 
 
 def _from_start(phase: Phase, module: LightningModule, before: PhaseState | None) -> PhaseState:

@@ -23,6 +23,7 @@ from fedmoe_pl.trees import Tree
 LAST = "last"
 FILE = "checkpoints/last.ckpt"
 KEPT = "checkpoints/kept"
+_FORMAT = 2  # of a checkpoint; 1 had other names for the tensors of algorithms
 
 
 def save_checkpoint(
@@ -47,7 +48,7 @@ def save_checkpoint(
         name: None if state.finished and _finished_path(path, name).is_file() else _content(state)
         for name, state in states.items()
     }
-    _save(path, {"fedmoe_pl": 1, **identity, "model": model, "phases": phases, "rows": rows})
+    _save(path, {"fedmoe_pl": _FORMAT, **identity, "model": model, "phases": phases, "rows": rows})
 
 
 def save_finished(path: Path, name: str, state: PhaseState) -> None:
@@ -112,6 +113,11 @@ def load_checkpoint(path: str | Path) -> dict[str, Any]:
         raise MisconfigurationException(
             f"ckpt_path is '{path}', which is not a checkpoint of a federation or of Lightning."
         )
+    if content.get("fedmoe_pl", _FORMAT) != _FORMAT:
+        raise MisconfigurationException(
+            f"ckpt_path is '{path}', a checkpoint of format {content['fedmoe_pl']}, but it must be of format {_FORMAT}, as "
+            "this version writes it."
+        )
     for name, phase in content.get("phases", {}).items():
         finished = _finished_path(path, name)
         if phase is None and not finished.is_file():
@@ -167,7 +173,7 @@ def load_run(path: Path, phases: Sequence[Phase], identity: dict[str, Any]) -> d
         raise MisconfigurationException(f"{key}, but must be {FILE} in the folder of the run to resume.")
     seed, partition = identity["seed"], identity["partition"]
     if content["seed"] != seed:
-        raise MisconfigurationException(f"{key}, a run with seed_everything {content['seed']}, but now it is {seed}.")
+        raise MisconfigurationException(f"{key}, a run with the seed {content['seed']}, but now it is {seed}.")
     if content["partition"] != partition:
         raise MisconfigurationException(
             f"{key}, a run on other data or clients ({content['partition']}, now {partition}); leave ckpt_path out to "

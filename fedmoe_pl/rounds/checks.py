@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -15,16 +15,20 @@ from fedmoe_pl.backends import changes_loss, has_batch_norm, overridden_hooks, q
 from fedmoe_pl.backends.best_epoch import BestEpoch
 from fedmoe_pl.data import FederatedDataModule
 from fedmoe_pl.models import MixtureOfExperts
-from fedmoe_pl.rounds.begin import given_result
 from fedmoe_pl.rounds.cohort import cohort_size
 from fedmoe_pl.rounds.evaluate import predict
 from fedmoe_pl.rounds.phase import Phase
 from fedmoe_pl.rounds.run import Run
+from fedmoe_pl.rounds.state import PhaseState
 from fedmoe_pl.trees import copy_module
 
 
-def check_run(run: Run) -> None:
+def check_run(run: Run, read_result: Callable[[Phase, LightningModule], PhaseState]) -> None:
     """Checks a run before any training, and reads the results of phases that take theirs from a checkpoint.
+
+    Args:
+        run: the run; phases in its ``states`` have begun.
+        read_result: reads a phase's result, see ``begin.read_result``.
 
     Raises:
         MisconfigurationException: if a phase does not fit its Trainer, its module or the data.
@@ -36,9 +40,8 @@ def check_run(run: Run) -> None:
         module = run.module(phase)
         check_phase(phase, module, run.datamodule, run.seed)
         check_client_trainer(phase, trainer, run.datamodule)
-        result = given_result(phase, module)
-        if result is not None:
-            run.given[phase.name] = result
+        if phase.ckpt_path and phase.name not in run.states:
+            run.given_results[phase.name] = read_result(phase, module)
 
 
 def check_phases(phases: Sequence[Phase], evaluate_every_n_rounds: int) -> None:
@@ -73,7 +76,7 @@ def check_store(store: str, enable_checkpointing: bool) -> None:
     if store not in ("memory", "disk"):
         raise MisconfigurationException(f"Federation: store is '{store}', but must be memory or disk.")
     if store == "disk" and not enable_checkpointing:
-        raise MisconfigurationException("Federation: store is 'disk', which needs enable_checkpointing: true.")
+        raise MisconfigurationException("Federation: store is 'disk', which needs enable_checkpointing to be true.")
 
 
 def check_trainer(arguments: dict[str, Any]) -> list[torch.device]:
@@ -129,7 +132,7 @@ def check_client_trainer(phase: Phase, trainer: dict[str, Any], datamodule: Fede
     if phase.algorithm.needs_plain_steps and trainer.get("gradient_clip_val"):
         raise MisconfigurationException(
             f"{phase}: gradient_clip_val of the trainer is {trainer['gradient_clip_val']}, "
-            f"but must be null, because {type(phase.algorithm).__name__} computes with the steps of plain SGD."
+            f"but must be left out, because {type(phase.algorithm).__name__} computes with the steps of plain SGD."
         )
     callbacks = trainer.get("callbacks") or []
     callbacks = callbacks if isinstance(callbacks, list) else [callbacks]
@@ -185,7 +188,7 @@ def _check_cohort(phase: Phase, num_clients: int, seed: int) -> None:
         )
     if phase.algorithm.needs_all_clients and phase.clients_per_round is not None and size < num_clients:
         raise MisconfigurationException(
-            f"{phase}: clients_per_round is {phase.clients_per_round}, but must be null, because "
+            f"{phase}: clients_per_round is {phase.clients_per_round}, but must be left out, because "
             f"{type(phase.algorithm).__name__} needs all clients in every round."
         )
 

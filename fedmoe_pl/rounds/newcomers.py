@@ -34,13 +34,13 @@ def phases_of_newcomers(phases: Sequence[Phase], ckpt_path: Path, rounds: int) -
 
 
 def _phase_of_newcomers(phase: Phase, ckpt_path: Path, rounds: int) -> Phase:
+    phase = replace(phase, clients_per_round=None, ckpt_path=None)
     if not phase.algorithm.federated:
-        return replace(phase, ckpt_path=None)
+        return phase
     return replace(
         phase,
         ckpt_path=str(ckpt_path),
         rounds=rounds,
-        clients_per_round=None,
         monitor=None,
         monitor_from_round=1,
         patience=None,

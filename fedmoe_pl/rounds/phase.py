@@ -138,7 +138,7 @@ class Phase:
                 f"{self}: monitor is '{self.monitor}', but must be one of {', '.join(MONITORS)}."
             )
         if self.monitor and not self.evaluate:
-            raise MisconfigurationException(f"{self}: monitor is '{self.monitor}', which needs evaluate: true.")
+            raise MisconfigurationException(f"{self}: monitor is '{self.monitor}', which needs evaluate to be true.")
         if self.patience and not self.monitor:
             raise MisconfigurationException(f"{self}: patience is {self.patience}, which needs a monitor.")
         if self.monitor and self.evaluate_every_n_rounds == 0:

@@ -31,7 +31,9 @@ def fit(run: Run) -> None:
 
 def run_phase(run: Run, phase: Phase) -> None:
     """Runs the remaining rounds of a phase and determines its result."""
-    state, training = run.begun(phase), run.training(phase)
+    module = run.module(phase)
+    state = run.state_of(phase, module)
+    training = run.local_training(phase, module, state.initial)
     evaluation = None
     if state.round < phase.rounds:
         plan, counter = run.plans.pop(phase.name).begin(training), FlopCounter(training)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -77,10 +77,9 @@ class Run:
         training_data: the same, with the samples on the device that clients train on.
         identity: the run's seed and data (``checkpoint.identify``).
         folder: the run's folder, ``default_root_dir/name/version_N``.
-        begin: makes a phase's state before its first round, see ``begin.begin_phase``.
         loggers: the run's loggers.
         store: holds the tensors that clients keep between rounds.
-        given: results from checkpoints, by phase name, until the phase begins.
+        given_results: results from checkpoints, by phase name, until the phase begins.
         plans: how the clients of each phase are trained, by phase name, until the phase begins.
         states: the state of each phase that has begun, by name.
         rows: the rows of ``rounds.csv``.
@@ -102,10 +101,9 @@ class Run:
     training_data: FederatedDataModule
     identity: dict[str, Any]
     folder: Path
-    begin: Callable[[Phase, LightningModule, PhaseState | None, PhaseState | None], PhaseState] = begin_phase
     loggers: list[Logger] = field(default_factory=list)
     store: Store = field(default_factory=MemoryStore)
-    given: dict[str, PhaseState] = field(default_factory=dict)
+    given_results: dict[str, PhaseState] = field(default_factory=dict)
     plans: dict[str, Plan] = field(default_factory=dict)
     states: dict[str, PhaseState] = field(default_factory=dict)
     rows: list[dict[str, Any]] = field(default_factory=list)
@@ -150,12 +148,17 @@ class Run:
         seed_all(self.seed)  # a gate of unknown width draws its parameters here
         return sized(phase_module(self.model, phase), self.datamodule, self.seed)
 
-    def begun(self, phase: Phase) -> PhaseState:
-        """The phase's state; begins the phase if it has not begun."""
+    def state_of(self, phase: Phase, module: LightningModule) -> PhaseState:
+        """The phase's state; begins the phase if it has not begun.
+
+        Args:
+            phase: the phase.
+            module: the phase's module.
+        """
         if phase.name not in self.states:
             start = self.starts[phase.name]
             before = None if start == INITIAL else self.states[start]
-            state = self.begin(phase, self.module(phase), before, self.given.pop(phase.name, None))
+            state = begin_phase(phase, module, before, self.given_results.pop(phase.name, None))
             state.kept = self.store.adopt(phase.name, state.round, state.kept)
             self.states[phase.name] = state
         return self.states[phase.name]
@@ -237,8 +240,8 @@ def sized(module: LightningModule, datamodule: FederatedDataModule, seed: int) -
 
 def _round_and_selection(phase: Phase, state: PhaseState) -> tuple[int, str]:
     """The round that is evaluated now, and why it was selected, in the words of ``Evaluation.selection``."""
-    if state.given is not None:
-        return state.given, "given checkpoint"
+    if state.given_round is not None:
+        return state.given_round, "given checkpoint"
     if state.finished and state.best_round:
         return state.best_round, f"best round by {phase.monitor}"
     last = state.finished or state.stopped or state.round == phase.rounds

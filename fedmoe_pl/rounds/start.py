@@ -14,7 +14,7 @@ from lightning.pytorch.utilities import rank_zero_info
 
 from fedmoe_pl.backends import Backend, PoolBackend, WorkersBackend, data_on
 from fedmoe_pl.data import FederatedDataModule
-from fedmoe_pl.rounds.checkpoint import KEPT
+from fedmoe_pl.rounds.checkpoint import KEPT, next_folder
 from fedmoe_pl.rounds.run import Run
 from fedmoe_pl.rounds.store import DiskStore, MemoryStore
 
@@ -58,12 +58,14 @@ def plan_phases(run: Run) -> None:
     """
     phases: dict[str, list[str]] = {}
     for phase in run.phases:
-        module = run.module(phase)
-        state = run.states.get(phase.name) or run.begin(phase, module, None, run.given.get(phase.name))
-        if state.finished or state.round == phase.rounds:
+        state = run.states.get(phase.name) or run.given_results.get(phase.name)
+        if state is not None and (state.finished or state.round == phase.rounds):
             continue
+        module = run.module(phase)
+        # the untrained tensors, also in a resumed run, so that its plans are those of the whole run
+        initial = {name: tensor.detach().cpu() for name, tensor in module.state_dict().items()}
         try:
-            plan = run.backend.plan(run.local_training(phase, module, state.initial))
+            plan = run.backend.plan(run.local_training(phase, module, initial))
         except MisconfigurationException as error:
             raise MisconfigurationException(f"{phase}: {error}") from error
         run.plans[phase.name] = plan
@@ -73,18 +75,20 @@ def plan_phases(run: Run) -> None:
         rank_zero_info("backend: " + "; ".join(sentences))
 
 
-def open_run(run: Run, store: str, logger: bool | Logger | list[Logger]) -> None:
-    """Makes the run's folder (a resumed run has one), its store and its loggers.
+def open_run(run: Run, runs: Path | None, store: str, logger: bool | Logger | list[Logger]) -> None:
+    """Makes the run's folder, its store and its loggers.
 
     Args:
         run: the run.
+        runs: the folder in which to make the run's own; None for a resumed run, which has one.
         store: ``memory`` or ``disk``.
         logger: True for TensorBoard, False for none, or any loggers.
 
     Raises:
         MisconfigurationException: if the folder cannot be made.
     """
-    if not run.folder.exists():
+    if runs is not None:
+        run.folder = next_folder(runs)
         _make_folder(run.folder)
         if run.hparams:
             (run.folder / "config.yaml").write_text(yaml.safe_dump(run.hparams, sort_keys=False))
@@ -103,8 +107,7 @@ def _make_folder(folder: Path) -> None:
         folder.mkdir(parents=True)
     except OSError as error:
         raise MisconfigurationException(
-            f"Federation: default_root_dir is '{folder.parents[1]}', but must be a folder in which '{folder}' can be "
-            f"made ({error.strerror})."
+            f"Federation: default_root_dir must be a folder in which '{folder}' can be made ({error.strerror})."
         ) from error
 
 

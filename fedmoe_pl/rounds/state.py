@@ -6,9 +6,17 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from fedmoe_pl.backends.traffic import Traffic, no_traffic
+from fedmoe_pl.backends.traffic import Traffic
 from fedmoe_pl.rounds.evaluation import Evaluation
 from fedmoe_pl.trees import Tree
+
+WAYS = ("down", "up", "between_clients")
+"""The ways of traffic: from the server to clients, from clients to the server, and between clients."""
+
+
+def no_traffic() -> dict[str, int]:
+    """Zero parameters and bytes each way, by the columns of ``rounds.csv``."""
+    return {f"{quantity}_{way}": 0 for way in WAYS for quantity in Traffic._fields}
 
 
 @dataclass
@@ -28,8 +36,8 @@ class PhaseState:
         best_round: the round of ``best_metric``, counted from 1; 0 if there is none.
         best_server: the server's state after that round.
         best_kept: the tensors that clients had kept after that round.
-        given: the round of a result that comes from another checkpoint (0: unknown); None for a phase that is trained.
-            The server's state stays as given, even if clients train.
+        given_round: the round of a result that comes from another checkpoint (0: unknown). The server's state then
+            stays as it is, even if clients train. None for a phase that is trained.
         evaluation: the final evaluation.
         traffic: what was sent so far: ``parameters`` and ``bytes``, each with ``_down`` (from the server to clients),
             ``_up`` (from clients to the server) and ``_between_clients``.
@@ -48,7 +56,7 @@ class PhaseState:
     best_round: int = 0
     best_server: Tree = field(default_factory=dict)
     best_kept: Mapping[int, Tree] = field(default_factory=dict)
-    given: int | None = None
+    given_round: int | None = None
     evaluation: Evaluation | None = None
     traffic: dict[str, int] = field(default_factory=no_traffic)
     flops: float = 0
@@ -56,7 +64,7 @@ class PhaseState:
     @property
     def server_learns(self) -> bool:
         """Whether rounds change the server's state; False if the phase's result came from a checkpoint."""
-        return self.given is None
+        return self.given_round is None
 
     def remember_best(self, metric: float, min_delta: float = 0.0) -> None:
         """Remembers this round if its metric is the best so far.

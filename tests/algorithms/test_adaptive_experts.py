@@ -185,6 +185,6 @@ def test_fine_tuning_some_clients_is_refused_because_the_others_would_never_choo
         phase("IFCA", EpsilonGreedyIFCA(0.0), gate=first),
         phase("Fine-tuned", FineTunedCluster(), gate=first, clients_per_round=1),
     ]
-    with pytest.raises(MisconfigurationException, match="clients_per_round is 1, but must be null, because FineTuned"):
+    with pytest.raises(MisconfigurationException, match="clients_per_round is 1, but must be left out, because Fine"):
         run(phases, ClusteredMoE(Expert(), 2).double(), blobs(), tmp_path)
     assert not list(tmp_path.rglob("version_*"))

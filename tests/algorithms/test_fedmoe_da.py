@@ -290,7 +290,9 @@ def test_experts_that_were_never_trained_are_mixed_all_the_same(tmp_path):
 
 def test_a_part_of_the_clients_is_refused(tmp_path):
     for size in (2, 0.5):
-        with pytest.raises(MisconfigurationException, match=rf"'DA': clients_per_round is {size}, but must be null"):
+        with pytest.raises(
+            MisconfigurationException, match=rf"'DA': clients_per_round is {size}, but must be left out"
+        ):
             run([phase("DA", FedMoEDA(), clients_per_round=size)], sparse_mixture(), blobs(), tmp_path)
     run([phase("DA", FedMoEDA(), clients_per_round=3)], sparse_mixture(), blobs(), tmp_path)
 
