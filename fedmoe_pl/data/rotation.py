@@ -82,9 +82,7 @@ def _check(arrays: Arrays, rotations: Sequence[int], num_clients: int | None) ->
             f"{list(rotations)}."
         )
     if arrays.client_train is not None:
-        raise MisconfigurationException(
-            f"rotations is {list(rotations)}, but must be None for data with client ids."
-        )
+        raise MisconfigurationException(f"rotations is {list(rotations)}, but must be None for data with client ids.")
     shape = tuple(arrays.x_train.shape)
     if len(shape) != 4 or (shape[2] != shape[3] and any(angle % 180 for angle in rotations)):
         raise MisconfigurationException(
