@@ -115,7 +115,8 @@ IDS = np.array([*"aab"])
         (
             numbered([0, 1, 2], [0, 0, 0, 1, 1, 2]),
             {"num_clients": 1, "global_test_size": 6},
-            r"2 samples of class 2, but the global test set has 1 of them; at most 3 samples can be chosen",
+            r"2 samples of class 2, but the global test set has 1 of them; at most 3 samples can be chosen with "
+            "equally many of each",
         ),
         (
             numbered([0, 1, 2], [0], client_train=IDS),
