@@ -1,4 +1,4 @@
-"""Equally many samples for every client, at random."""
+"""A partition at random into equal parts."""
 
 from __future__ import annotations
 
