@@ -44,7 +44,8 @@ class RandomCrop(Augmentation):
         check_at_least(self, "padding", padding, 1)
         self.padding = padding
 
-    def __call__(self, x: Tensor, generator: Generator | None = None, black: Tensor | None = None) -> Tensor:  # noqa: D102
+    def __call__(self, x: Tensor, generator: Generator | None = None, black: Tensor | None = None) -> Tensor:
+        """Changes the images, see :class:`Augmentation`."""
         n, channels, height, width = x.shape
         p = self.padding
         padded = x.new_zeros(n, channels, height + 2 * p, width + 2 * p)
@@ -76,7 +77,8 @@ class RandomHorizontalFlip(Augmentation):
             raise MisconfigurationException(f"RandomHorizontalFlip: p is {p}, but must be in [0, 1].")
         self.p = p
 
-    def __call__(self, x: Tensor, generator: Generator | None = None, black: Tensor | None = None) -> Tensor:  # noqa: D102
+    def __call__(self, x: Tensor, generator: Generator | None = None, black: Tensor | None = None) -> Tensor:
+        """Changes the images, see :class:`Augmentation`."""
         device = generator.device if generator else None
         flip = torch.rand(len(x), 1, 1, 1, generator=generator, device=device) < self.p
         return torch.where(flip.to(x.device), x.flip(-1), x)

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 
 class SwitchNorm1d(nn.Module):
-    """Normalizes by a learned mixture of layer and batch statistics (Luo et al. 2019, https://arxiv.org/abs/1806.10779).
+    """Normalizes by a learned mixture of layer and batch statistics (Luo et al., https://arxiv.org/abs/1806.10779).
 
     As in the official implementation for 2-D input, the output is ``(x - mean) / sqrt(var + eps) * weight + bias``.
     The mean is a mixture of the sample's mean over its features (index 0) and the feature's mean over the batch (index

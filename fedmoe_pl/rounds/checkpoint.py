@@ -115,8 +115,8 @@ def load_checkpoint(path: str | Path) -> dict[str, Any]:
         )
     if content.get("fedmoe_pl", _FORMAT) != _FORMAT:
         raise MisconfigurationException(
-            f"ckpt_path is '{path}', a checkpoint of format {content['fedmoe_pl']}, but this version needs one of format "
-            f"{_FORMAT}."
+            f"ckpt_path is '{path}', a checkpoint of format {content['fedmoe_pl']}, but this version needs one of "
+            f"format {_FORMAT}."
         )
     for name, phase in content.get("phases", {}).items():
         finished = _finished_path(path, name)

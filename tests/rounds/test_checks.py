@@ -58,7 +58,7 @@ def test_a_backend_that_cannot_train_a_phase_names_it(tmp_path):
     run = federation(tmp_path, phases()[1:2], trainer=trainer, backend=StackedBackend())
     with pytest.raises(
         MisconfigurationException,
-        match="Phase 'FedAvg': StackedBackend cannot stack the clients: trainer.accumulate_grad_batches is 2",
+        match=r"Phase 'FedAvg': StackedBackend cannot stack the clients: trainer\.accumulate_grad_batches is 2",
     ):
         run.fit(model(), data())
     assert not list(tmp_path.rglob("version_*"))

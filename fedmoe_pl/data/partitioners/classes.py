@@ -50,7 +50,8 @@ class MajorityClasses(LabelPartitioner):
         self.samples_per_client = samples_per_client
         self.pairs = pairs
 
-    def partition(self, labels: np.ndarray, num_clients: int, rng: np.random.Generator) -> list[np.ndarray]:  # noqa: D102
+    def partition(self, labels: np.ndarray, num_clients: int, rng: np.random.Generator) -> list[np.ndarray]:
+        """Deals the samples, see :meth:`LabelPartitioner.partition`."""
         available = np.bincount(labels)
         pairs = self._pairs(num_clients, len(available), rng)
         priority = rng.random((num_clients, len(available)))  # decides between classes with equally many samples left
@@ -120,7 +121,8 @@ class TwoClasses(LabelPartitioner):
         self.samples_per_client = samples_per_client
         self.balance = balance
 
-    def partition(self, labels: np.ndarray, num_clients: int, rng: np.random.Generator) -> list[np.ndarray]:  # noqa: D102
+    def partition(self, labels: np.ndarray, num_clients: int, rng: np.random.Generator) -> list[np.ndarray]:
+        """Deals the samples, see :meth:`LabelPartitioner.partition`."""
         available = np.bincount(labels)
         pairs = draw_classes(num_clients, 2, len(available), rng)
 
@@ -150,7 +152,8 @@ class Shards(LabelPartitioner):
         check_at_least(self, "shards_per_client", shards_per_client, 1)
         self.shards_per_client = shards_per_client
 
-    def partition(self, labels: np.ndarray, num_clients: int, rng: np.random.Generator) -> list[np.ndarray]:  # noqa: D102
+    def partition(self, labels: np.ndarray, num_clients: int, rng: np.random.Generator) -> list[np.ndarray]:
+        """Deals the samples, see :meth:`LabelPartitioner.partition`."""
         num_shards = num_clients * self.shards_per_client
         if num_shards > len(labels):
             raise MisconfigurationException(
@@ -188,7 +191,8 @@ class Pathological(LabelPartitioner):
         self.share = share
         self.concentration = concentration
 
-    def partition(self, labels: np.ndarray, num_clients: int, rng: np.random.Generator) -> list[np.ndarray]:  # noqa: D102
+    def partition(self, labels: np.ndarray, num_clients: int, rng: np.random.Generator) -> list[np.ndarray]:
+        """Deals the samples, see :meth:`LabelPartitioner.partition`."""
         available = np.bincount(labels)
         classes = draw_classes(num_clients, self.classes_per_client, len(available), rng)
         counts = np.zeros((num_clients, len(available)), dtype=np.int64)

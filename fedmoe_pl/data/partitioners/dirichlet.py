@@ -30,7 +30,8 @@ class Dirichlet(LabelPartitioner):
         check_concentration(self, "alpha", alpha)
         self.alpha = alpha
 
-    def partition(self, labels: np.ndarray, num_clients: int, rng: np.random.Generator) -> list[np.ndarray]:  # noqa: D102
+    def partition(self, labels: np.ndarray, num_clients: int, rng: np.random.Generator) -> list[np.ndarray]:
+        """Deals the samples, see :meth:`LabelPartitioner.partition`."""
         owners = np.empty(len(labels), dtype=np.int64)
         for samples in group_by(labels, int(labels.max()) + 1):
             shares = rng.dirichlet(np.full(num_clients, self.alpha))
@@ -61,7 +62,8 @@ class ClientDirichlet(LabelPartitioner):
         self.alpha = alpha
         self.samples_per_client = samples_per_client
 
-    def partition(self, labels: np.ndarray, num_clients: int, rng: np.random.Generator) -> list[np.ndarray]:  # noqa: D102
+    def partition(self, labels: np.ndarray, num_clients: int, rng: np.random.Generator) -> list[np.ndarray]:
+        """Deals the samples, see :meth:`LabelPartitioner.partition`."""
         if self.samples_per_client * num_clients > len(labels):
             raise MisconfigurationException(
                 f"ClientDirichlet: samples_per_client is {self.samples_per_client}, but must be at most "
@@ -104,7 +106,8 @@ class BalancedDirichlet(LabelPartitioner):
         self.alpha = alpha
         self.minimum_samples = minimum_samples
 
-    def partition(self, labels: np.ndarray, num_clients: int, rng: np.random.Generator) -> list[np.ndarray]:  # noqa: D102
+    def partition(self, labels: np.ndarray, num_clients: int, rng: np.random.Generator) -> list[np.ndarray]:
+        """Deals the samples, see :meth:`LabelPartitioner.partition`."""
         available = np.bincount(labels)
         if self.minimum_samples * num_clients <= len(labels):
             for _ in range(_ATTEMPTS):

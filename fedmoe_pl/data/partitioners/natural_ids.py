@@ -14,7 +14,7 @@ class NaturalIds(Partitioner):
     The clients are numbered in the sorted order of their ids.
     """
 
-    def __call__(  # noqa: D102  (described in the base class)
+    def __call__(  # noqa: D102
         self,
         labels: np.ndarray,
         num_clients: int | None,

@@ -41,7 +41,7 @@ class Partitioner(ABC):
 class LabelPartitioner(Partitioner):
     """A partitioner that uses only the labels and the number of clients."""
 
-    def __call__(  # noqa: D102  (described in the base class)
+    def __call__(  # noqa: D102
         self,
         labels: np.ndarray,
         num_clients: int | None,
