@@ -1,8 +1,8 @@
-"""A federation: what a configuration can set, and the commands."""
+"""The federation: its settings and its commands."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -14,8 +14,8 @@ from fedmoe_pl.backends import LEAN_TRAINER, AutoBackend, Backend
 from fedmoe_pl.callbacks import FederationCallback
 from fedmoe_pl.callbacks.defaults import with_defaults
 from fedmoe_pl.data import FederatedDataModule, partition_figure, partition_table
-from fedmoe_pl.rounds.begin import begin_phase_of_newcomers
-from fedmoe_pl.rounds.checkpoint import LAST, find_checkpoint, identify, load_federation, load_run, next_folder
+from fedmoe_pl.rounds.begin import read_result, read_result_for_newcomers
+from fedmoe_pl.rounds.checkpoint import LAST, find_checkpoint, identify, load_federation, load_run
 from fedmoe_pl.rounds.checks import check_phases, check_run, check_store, check_trainer
 from fedmoe_pl.rounds.evaluate import predict
 from fedmoe_pl.rounds.evaluation import Evaluation
@@ -25,38 +25,39 @@ from fedmoe_pl.rounds.results import format_table, prediction_rows, write_csv
 from fedmoe_pl.rounds.rounds import fit
 from fedmoe_pl.rounds.run import Run, sized
 from fedmoe_pl.rounds.start import open_run, place_data, plan_phases, with_workers
+from fedmoe_pl.rounds.state import PhaseState
 from fedmoe_pl.trees import Tree, copy_module, load_tree
 
 
 class Federation:
-    """Cycles the clients through Lightning Trainers and aggregates what they send.
+    """Trains the clients with Lightning Trainers and aggregates what they send.
 
-    It holds settings and the commands that use them; what a command does is in a :class:`Run` of its own, so that a
-    command gives the same result however often it is called.
+    It holds the settings and the commands that use them. Each command makes a new :class:`Run`, so that it gives the
+    same result however often it is called.
 
     Args:
-        phases: what is done, in order; see :class:`Phase`.
-        trainer: arguments of every client's ``Trainer``; what is left out comes from ``LEAN_TRAINER``. With several
-            ``devices`` as many clients are trained at the same time, each device by a process of its own.
-        backend: how clients are trained; ``auto`` takes the fastest right one.
+        phases: the phases, in order; see :class:`Phase`.
+        trainer: arguments of every client's ``Trainer``; those left out come from ``LEAN_TRAINER``. With several
+            ``devices``, as many clients are trained at the same time, in one process per device.
+        backend: how clients are trained; ``auto`` takes the fastest one that gives the right result.
         evaluate_every_n_rounds: evaluate after every n rounds; 0 only at the end of a phase.
-        callbacks: more callbacks; progress bar, result files and TensorBoard pictures are there by default, and a
-            callback of the same class takes the default's place.
+        callbacks: callbacks in addition to the default ones for the progress bar, result files and TensorBoard figures;
+            a callback of a default's class replaces it.
         logger: True for TensorBoard, False for none, or any Lightning loggers.
         default_root_dir: folder of all runs.
-        name: folder of this experiment's runs in it.
+        name: name of the folder in it for this experiment's runs.
         enable_checkpointing: write a checkpoint after every round, and the clients' models at the end of a phase.
         enable_progress_bar: show the progress bar.
-        store: where the tensors lie that clients keep between rounds: ``memory``, or ``disk`` for a file per client in
-            the run's folder, where there are too many.
-        seed: everything random follows from it; on the command line it is ``seed_everything``.
+        store: where to hold the tensors that clients keep between rounds: ``memory``, or ``disk`` for a file per client
+            in the run's folder if memory does not suffice.
+        seed: the seed of all random numbers; ``seed_everything`` on the command line.
 
     Attributes:
         runs: folder of this experiment's runs, ``default_root_dir/name``.
-        hparams: the resolved configuration, where there is one.
+        hparams: the resolved configuration of the command line; empty without one.
 
     Raises:
-        MisconfigurationException: if an argument is out of range, or phases do not go together.
+        MisconfigurationException: if an argument is out of range, or phases do not fit together.
     """
 
     def __init__(
@@ -93,57 +94,57 @@ class Federation:
     def fit(
         self, model: LightningModule, datamodule: FederatedDataModule, ckpt_path: str | None = None
     ) -> dict[str, Evaluation]:
-        """Runs all phases on the clients of the data module, and reports.
+        """Runs all phases on the clients of the data module.
 
         Args:
             model: the initial model; it is not changed.
-            datamodule: who holds which data.
-            ckpt_path: continues the run of this checkpoint, to the same bits as if it had never stopped; ``last`` is
-                the newest checkpoint of this experiment.
+            datamodule: the data and the clients that hold them.
+            ckpt_path: checkpoint of a run to resume; the result is the same, bit for bit, as without the interruption.
+                ``last`` is the newest checkpoint of this experiment.
 
         Returns:
-            The final evaluation of every evaluated phase, by its name.
+            The final evaluation of every evaluated phase, by name.
 
         Raises:
-            MisconfigurationException: before any training, if something does not fit together.
+            MisconfigurationException: before any training, if model, data, phases and trainer do not fit together.
         """
         if ckpt_path:
             return self._fit(self._resume(model, datamodule, ckpt_path))
-        return self._fit(self._set_up(model, datamodule, self.phases, next_folder(self.runs)))
+        return self._fit(self._set_up(model, datamodule, self.phases, self.runs), self.runs)
 
     def personalize(
         self, model: LightningModule, datamodule: FederatedDataModule, ckpt_path: str = LAST, rounds: int = 10
     ) -> dict[str, Evaluation]:
-        """Gives clients that were not in the federation their personalized models, from its checkpoint and their data.
+        """Makes personalized models for new clients, from the federation's checkpoint and the new clients' data.
 
-        Federated phases are taken from the checkpoint; what clients do not share there, the new ones train in local
-        rounds, of which the server learns nothing. Phases that clients do alone are done by the new ones. Clients of
-        several architectures get theirs by their numbers in the new data. Images are normalized as the federation's,
-        and words have its ids. Their runs are in the folder ``newcomers`` beside the federation's.
+        The results of federated phases come from the checkpoint. In local rounds, which leave the server's state
+        unchanged, the new clients train the parameters that are not shared. They also run the phases in which clients
+        train alone. A new client's architecture follows from its id, as in the federation. Images are normalized, and
+        words numbered, as in the federation. These runs are in the folder ``newcomers`` beside the federation's.
 
         Args:
             model: the federation's model.
-            datamodule: who of the new clients holds which data.
+            datamodule: the new clients and their data.
             ckpt_path: the federation's checkpoint; ``last`` is the newest of this experiment.
             rounds: local rounds of a federated phase whose clients keep parameters.
 
         Returns:
-            The final evaluation of every evaluated phase, on the new clients, by its name.
+            The final evaluation of every evaluated phase, on the new clients, by name.
 
         Raises:
-            MisconfigurationException: before any training, if something does not fit together.
+            MisconfigurationException: before any training, if model, data, checkpoint and phases do not fit together.
         """
         path = find_checkpoint(ckpt_path, self.runs)
         content = load_federation(path)
         phases = phases_of_newcomers(self.phases, path, rounds)
-        if not hasattr(datamodule, "class_shares"):  # data that were set up stay as they were read
+        if not hasattr(datamodule, "class_shares"):  # data that are already set up are not changed
             datamodule.normalization, datamodule.vocabulary = content["normalization"], content["vocabulary"]
         datamodule.prepare_data()
         datamodule.setup()
         check_newcomers(path, content, identify(self.seed, datamodule))
-        run = self._set_up(model, datamodule, phases, next_folder(self.runs / "newcomers"), content["model"])
-        run.begin = begin_phase_of_newcomers
-        return self._fit(run)
+        runs = self.runs / "newcomers"
+        initial, read_result = content["model"], read_result_for_newcomers
+        return self._fit(self._set_up(model, datamodule, phases, runs, initial, read_result=read_result), runs)
 
     def validate(self, model: LightningModule, datamodule: FederatedDataModule, ckpt_path: str = LAST) -> None:
         """Prints the accuracy of every client's model on its validation samples, from a checkpoint."""
@@ -162,13 +163,13 @@ class Federation:
         print(format_table(_evaluate_all(self._resume(model, datamodule, ckpt_path))))
 
     def predict(self, model: LightningModule, datamodule: FederatedDataModule, ckpt_path: str = LAST) -> None:
-        """Writes every client's predictions on its own test samples, or the global ones, to ``predictions.csv``."""
+        """Writes predictions of every client's model to ``predictions.csv``, on its own or the global test samples."""
         run = self._resume(model, datamodule, ckpt_path)
         path = run.folder / "predictions.csv"
         print(f"{write_csv(path, _predictions(run))} predictions: {path}")
 
     def partition(self, model: LightningModule, datamodule: FederatedDataModule) -> None:
-        """Prints who holds what, and draws it to ``partition.png``."""
+        """Prints how the samples are divided among the clients, and draws it to ``partition.png``."""
         datamodule.prepare_data()
         datamodule.setup()
         self.runs.mkdir(parents=True, exist_ok=True)
@@ -183,7 +184,7 @@ class Federation:
             MisconfigurationException: if there was none.
         """
         if self._run is None:
-            raise MisconfigurationException("Federation: run is missing; it is there after fit, test or predict.")
+            raise MisconfigurationException("Federation: run is missing; it exists after fit, test or predict.")
         return self._run
 
     @property
@@ -193,7 +194,7 @@ class Federation:
 
     @property
     def results(self) -> dict[str, Evaluation]:
-        """The final evaluation of every phase of the last run that is evaluated, by its name."""
+        """The final evaluation of every evaluated phase of the last run, by name."""
         return self.run.results
 
     def client_module(self, method: str, client: int) -> LightningModule:
@@ -206,14 +207,13 @@ class Federation:
         return self.run.client_module(method, client)
 
     def _resume(self, model: LightningModule, datamodule: FederatedDataModule, ckpt_path: str) -> Run:
-        """The run of a checkpoint, where it stood."""
+        """The run of a checkpoint, in the state in which it was saved."""
         checkpoint = find_checkpoint(ckpt_path, self.runs)
         datamodule.prepare_data()
         datamodule.setup()
         content = load_run(checkpoint, self.phases, identify(self.seed, datamodule))
-        run = self._set_up(model, datamodule, self.phases, checkpoint.parent.parent, content["model"])
-        run.states, run.rows = content["phases"], content["rows"]
-        return run
+        folder, progress = checkpoint.parent.parent, {"states": content["phases"], "rows": content["rows"]}
+        return self._set_up(model, datamodule, self.phases, folder, content["model"], **progress)
 
     def _set_up(
         self,
@@ -222,23 +222,30 @@ class Federation:
         phases: Sequence[Phase],
         folder: Path,
         initial: Tree | None = None,
+        states: dict[str, PhaseState] | None = None,
+        rows: list[dict[str, Any]] | None = None,
+        read_result: Callable[[Phase, LightningModule], PhaseState] = read_result,
     ) -> Run:
-        """Makes a run; everything that can be refused is refused here, before any training.
+        """Makes a run and makes all its checks, before any training.
 
         Args:
             model: the initial model.
-            datamodule: who holds which data.
-            phases: what is done, in order.
-            folder: the run's folder.
-            initial: tensors that take the place of the model's, by name.
+            datamodule: the data and the clients that hold them.
+            phases: the phases, in order.
+            folder: the run's folder, or that of all runs if its own is still to be made.
+            initial: tensors that replace the model's, by name.
+            states: of a resumed run, the state of each phase that has begun, by name.
+            rows: of a resumed run, the rows of ``rounds.csv``.
+            read_result: reads the result of a phase that takes it from a checkpoint.
         """
+        self._run = None  # frees what it holds on a GPU
         devices = check_trainer(self.trainer)
         backend = with_workers(self.backend, self.trainer, devices)
         datamodule.prepare_data()
         datamodule.setup()
         model = sized(copy_module(model), datamodule, self.seed)
         load_tree(model, initial or {})
-        self._run = Run(
+        run = Run(
             phases=phases,
             starts=self.starts,
             trainer=self.trainer,
@@ -255,15 +262,18 @@ class Federation:
             training_data=place_data(datamodule, backend, devices[0]),
             identity=identify(self.seed, datamodule),
             folder=folder,
+            states=states or {},
+            rows=rows or [],
         )
-        check_run(self._run)
-        return self._run
+        check_run(run, read_result)
+        self._run = run
+        return run
 
-    def _fit(self, run: Run) -> dict[str, Evaluation]:
+    def _fit(self, run: Run, runs: Path | None = None) -> dict[str, Evaluation]:
         plan_phases(run)
         try:
             run.backend.open()
-            open_run(run, self.store, self.logger)
+            open_run(run, runs, self.store, self.logger)
             fit(run)
         finally:
             run.backend.close()

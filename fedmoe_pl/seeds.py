@@ -1,4 +1,4 @@
-"""Randomness that depends on what it is for, never on what ran before."""
+"""Seeds that depend on their purpose only, never on what ran before."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 
 
 def derive_seed(seed: int, *keys: int) -> int:
-    """A seed of 63 bits from a run's seed and any number of non-negative keys, such as (client, round).
+    """Derives a 63-bit seed from a run's seed and any number of non-negative keys, such as (client, round).
 
     Example:
         >>> derive_seed(0, 3, 1) == derive_seed(0, 3, 1) != derive_seed(0, 1, 3)

@@ -1,4 +1,4 @@
-"""Functions on trees, which are dicts of tensors: how they are averaged, compared, loaded and divided by name."""
+"""Functions that average, compare, load and split trees (dicts of tensors)."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from torch import Tensor, nn
 
 Module = TypeVar("Module", bound=nn.Module)
 Tree = dict[str, Tensor]
-"""Tensors by name: those of a module as in its state dict, those of an algorithm under names that contain a "/"."""
+"""Tensors by name. A module's have the names of its state dict; an algorithm's have a "/" in their names."""
 
 
 def mean_of_two(a: Mapping[str, Tensor], weight_a: float, b: Mapping[str, Tensor], weight_b: float) -> Tree:
     """Weighted mean of two trees: ``(weight_a * a + weight_b * b) / (weight_a + weight_b)``.
 
-    Applied to one client after another it is the weighted mean of all of them, holding one model in memory.
+    Applied to one client after another, it gives the weighted mean of all of them with a single model in memory.
     Integers, such as ``num_batches_tracked`` of batch normalization, are not averaged: the larger one is taken, so that
     the order of the clients does not matter.
 
@@ -74,7 +74,7 @@ def squared_distance(a: Mapping[str, Tensor], b: Mapping[str, Tensor]) -> Tensor
 
 
 def subtree(tree: Mapping[str, Tensor], prefix: str) -> Tree:
-    """The tensors whose names start with a prefix, under their names without it.
+    """The tensors whose names start with a prefix; their new names lack it.
 
     Example:
         >>> subtree({"gate.bias": torch.tensor(1.0), "head.bias": torch.tensor(2.0)}, "gate.")
@@ -94,12 +94,12 @@ def with_prefix(tree: Mapping[str, Tensor], prefix: str) -> Tree:
 
 
 def of_module(tree: Mapping[str, Tensor]) -> Tree:
-    """The tensors of a module: those whose names do not contain a "/"."""
+    """The module's tensors: those without a "/" in their names."""
     return {name: tensor for name, tensor in tree.items() if "/" not in name}
 
 
 def of_algorithm(tree: Mapping[str, Tensor]) -> Tree:
-    """The tensors of an algorithm: those whose names contain a "/"."""
+    """The algorithm's tensors: those with a "/" in their names."""
     return {name: tensor for name, tensor in tree.items() if "/" in name}
 
 
@@ -107,7 +107,7 @@ def load_tree(module: nn.Module, tree: Mapping[str, Tensor]) -> None:
     """Copies the tensors of ``tree`` into the parameters and buffers of the same name.
 
     Raises:
-        MisconfigurationException: if a name is unknown to the module or a shape differs.
+        MisconfigurationException: if the module lacks a name, or a shape differs.
     """
     state = module.state_dict()
     with torch.no_grad():
@@ -121,12 +121,12 @@ def load_tree(module: nn.Module, tree: Mapping[str, Tensor]) -> None:
 
 
 def changed(module: nn.Module, loaded: Mapping[str, Tensor], kept: Mapping[str, Tensor]) -> Tree:
-    """The tensors of a module that differ from what every client starts with: all that a client needs to keep.
+    """The tensors of a module that differ from those every client starts with: all that a client needs to keep.
 
     Args:
         module: a client's module after training.
-        loaded: what every client starts with, by name.
-        kept: what this client kept before. A tensor that still has the kept value is the kept one itself, not a copy.
+        loaded: the tensors that every client starts with.
+        kept: the tensors that this client kept before. Those that have not changed are returned without a copy.
     """
     different = {}
     for name, tensor in module.state_dict().items():
@@ -138,9 +138,9 @@ def changed(module: nn.Module, loaded: Mapping[str, Tensor], kept: Mapping[str, 
 
 
 def copy_module(module: Module) -> Module:
-    """A deep copy of a module, except for the functions with which LightningCLI makes optimizers, which are shared.
+    """A deep copy of a module that shares the functions with which LightningCLI creates optimizers.
 
-    A copy of such a function would copy the command line's parser and all that was configured, the data included.
+    A copy of such a function would copy the command line's parser and everything it configured, including the data.
     """
     values = [value for part in module.modules() for value in vars(part).values() if isinstance(value, partial)]
     shared = {id(value): value for value in values if value.func.__module__.startswith("jsonargparse")}
@@ -166,11 +166,11 @@ class Patterns:
         return any(fnmatchcase(name, pattern) for pattern in self.patterns)
 
     def check(self, names: Iterable[str], argument: str) -> None:
-        """Refuses a pattern that matches nothing, which is a misspelt one.
+        """Refuses a pattern that matches nothing, because it is probably misspelt.
 
         Args:
             names: the names of the module's tensors.
-            argument: what the message calls the patterns, such as ``FedAvg: shared``.
+            argument: the patterns' name in the message, such as ``FedAvg: shared``.
 
         Raises:
             MisconfigurationException: if a pattern matches no name.

@@ -176,5 +176,5 @@ def test_fitting_twice_gives_the_same_run_twice(tmp_path):
 
 
 def test_a_federation_without_a_run_says_so(tmp_path):
-    with pytest.raises(MisconfigurationException, match="it is there after fit, test or predict"):
+    with pytest.raises(MisconfigurationException, match="it exists after fit, test or predict"):
         federation(tmp_path).client_module("FedAvg", 0)

@@ -1,4 +1,4 @@
-"""Federated algorithms: one paper, one file."""
+"""Federated algorithms, one file per paper."""
 
 from fedmoe_pl.algorithms.adaptive_experts import ClusterMixture, FineTunedCluster
 from fedmoe_pl.algorithms.fedavg import FedAvg

@@ -1,8 +1,8 @@
 """Adaptive Expert Models: Isaksson, Listo Zec, Coster, Gillblad, Girdzijauskas 2022 (https://arxiv.org/abs/2206.07832).
 
-Cluster models by IFCA (Ghosh et al., NeurIPS 2020, Algorithm 1, https://arxiv.org/abs/2006.04088) with epsilon-greedy
-exploration, then on every client a mixture of all of them and a local expert. For a ``ClusteredMoE`` of J clusters, the
-phases are
+IFCA (Ghosh et al., NeurIPS 2020, Algorithm 1, https://arxiv.org/abs/2006.04088) with epsilon-greedy exploration trains
+one model per cluster. Every client then mixes all of these models and its local expert. For a ``ClusteredMoE`` of J
+clusters, the phases are
 
 ======================  ==========================================  ============================  ===================
 method                  algorithm                                   gate                          starts from
@@ -14,9 +14,9 @@ Ensemble                ``ClusterMixture``, 0 epochs                ``EqualWeigh
 the mixture             ``ClusterMixture``                          a network, J + 1 outputs      IFCA
 ======================  ==========================================  ============================  ===================
 
-so that clients keep their local expert through the federated phase. Local may also come after it, with
+so that clients keep their local experts through the federated phase. Local may also come after it, with
 ``start: IFCA``; the ensemble and the mixture then have ``start: Local``. Where the paper and the official code differ,
-this follows the paper. Early stopping looks at validation samples, never at test samples.
+this module follows the paper. Early stopping uses validation samples, never test samples.
 """
 
 from __future__ import annotations
@@ -37,12 +37,11 @@ class FineTunedCluster(Algorithm):
     """Every client fine-tunes the model of the cluster with the lowest loss on its training samples.
 
     Args:
-        trainable: glob patterns of the parameters that are trained; the chosen model takes the place of
-            ``global_experts.0``.
+        trainable: glob patterns of the parameters that are trained; the chosen model replaces ``global_experts.0``.
     """
 
     federated = False
-    needs_all_clients = True  # a client that is left out of the first round would never choose
+    needs_all_clients = True  # a client that misses the first round would never choose a cluster
 
     def __init__(self, trainable: str | list[str] = "global_experts.0.*") -> None:
         super().__init__(trainable=trainable)
@@ -68,11 +67,11 @@ class FineTunedCluster(Algorithm):
 class ClusterMixture(Algorithm):
     """Every client's gate learns to weigh the frozen models of all clusters and its local expert.
 
-    It starts from a phase that has both (see the table above). Every client's gate starts anew.
+    It starts from a phase that has both (see the table above). Every client draws a new gate.
 
     Args:
-        trainable: glob patterns of the parameters that are trained: the gate alone, or ``"*"`` for gate and experts, as
-            in some of the official configurations.
+        trainable: glob patterns of the parameters that are trained: only the gate by default; ``"*"`` for gate and
+            experts, as in some of the official configurations.
     """
 
     federated = False
@@ -82,7 +81,7 @@ class ClusterMixture(Algorithm):
         super().__init__(trainable=trainable)
 
     def follows(self, earlier: Algorithm) -> bool:
-        """Starts from the cluster models, and from what clients kept through their training."""
+        """Starts from the cluster models, and from the local experts that clients kept."""
         return isinstance(earlier, EpsilonGreedyIFCA)
 
     def check(self, module: LightningModule) -> None:
@@ -95,14 +94,14 @@ class ClusterMixture(Algorithm):
         """Keeps the gate.
 
         Raises:
-            MisconfigurationException: if the gate uses the local expert, but nobody has trained it.
+            MisconfigurationException: if the gate uses the local expert, but no phase has trained it.
         """
         update = super().client_final(client, const)
         gate = client.module.gate
         unused = isinstance(gate, FixedGate) and len(gate.weights) - 1 not in gate.active
         if not unused and not any(name.startswith("local_expert.") for name in update.kept):
             raise MisconfigurationException(
-                "ClusterMixture: nobody has trained the local experts; the EpsilonGreedyIFCA phase that it starts from "
-                "must have the phase of Local as `start`."
+                "ClusterMixture: no phase has trained the local experts; the EpsilonGreedyIFCA phase that it starts "
+                "from must have the phase of Local as `start`."
             )
         return update

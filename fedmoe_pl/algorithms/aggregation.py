@@ -1,4 +1,4 @@
-"""Which experts are averaged with each other: the aggregation matrix of FedMoE-DA, by rows."""
+"""The aggregation matrix of FedMoE-DA, which says which experts are averaged together."""
 
 from __future__ import annotations
 
@@ -12,17 +12,18 @@ from torch import Tensor
 def aggregation_rows(
     proxies: Tensor, top_p: int | Literal["all"], temperature: float = 1.0, owners: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Which experts each expert is averaged with, and with what weights (FedMoE-DA, Eq. 9).
+    """Computes the experts that each expert is averaged with, and their weights (FedMoE-DA, Eq. 9).
 
     Args:
         proxies: one row per expert, shape (experts, features).
-        top_p: number P of other experts: those whose proxies have the largest cosine, of equal ones the first.
-        temperature: divides the cosines before the softmax over the chosen ones.
-        owners: client of every expert, shape (experts,), none of whose other experts are chosen; None for no limit.
+        top_p: number P of other experts, chosen by the largest cosine of their proxies; of equal ones, the first.
+        temperature: divides the cosines before the softmax over the chosen experts.
+        owners: client of every expert, shape (experts,), to exclude other experts of the same client; None to exclude
+            none.
 
     Returns:
-        Indices and weights, both of shape (experts, P + 1), each expert itself first. The weights add up to 1; they are
-        0 where there are not enough other experts.
+        Indices and weights, both of shape (experts, P + 1); each expert itself comes first. The weights add up to 1;
+        they are 0 if there are too few other experts.
 
     Example:
         >>> aggregation_rows(torch.tensor([[1.0, 0.0], [0.0, 2.0], [3.0, 0.0]]), top_p=1)[0]

@@ -1,9 +1,9 @@
 """The hooks of a federated algorithm; their defaults are FedAvg.
 
-The trees that hooks exchange hold tensors of two kinds. Those of the module have the names of its state dict. Those of
-the algorithm itself, such as control variates or prototypes, have names that contain a "/", for instance
-``control/fc.weight``, which no name in a module may. Both kinds are sent, combined, kept and stored alike, but only
-those of the module are loaded into a module.
+The trees that hooks exchange hold tensors of two kinds. The module's tensors have the names of its state dict. The
+algorithm's own tensors, such as control variates or prototypes, have names with a "/", for instance
+``control/fc.weight``, which are not allowed in a module. Both kinds are sent, combined, kept and stored in the same
+way, but only the module's tensors are loaded into a module.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from fedmoe_pl.data import Batches, FederatedDataModule
 from fedmoe_pl.seeds import derive_seed
 from fedmoe_pl.trees import Patterns, Tree, changed, load_tree, mean_of_two, of_algorithm, of_module
 
-EVALUATED_AT_ONCE = 1000  # samples in a batch where nothing is trained
-_SPLIT = 2  # tells the split of a client's samples from the random numbers of its training
+EVALUATED_AT_ONCE = 1000  # samples in a batch for evaluation
+_SPLIT = 2  # separates the random numbers of a client's split from those of its training
 
 
 @dataclass
@@ -30,15 +30,15 @@ class Client:
     """One client in one round, as the hooks see it.
 
     Attributes:
-        id: the client's number.
+        id: the client's id.
         round: the round of the phase, counted from 0.
         seed: the run's seed.
         module: the client's own copy of the phase's module.
         samples: indices of its training samples, shape (n,).
-        kept: what it kept from earlier rounds and phases.
+        kept: the tensors that it kept from earlier rounds and phases.
         datamodule: the data of all clients; already set up.
-        loaded: the phase's initial tensors and, in their place, what the server sent: the same for all clients that
-            were sent the same.
+        loaded: the phase's initial tensors, replaced by those that the server sent; the same for all clients that
+            received the same tensors.
         steps: number of optimizer steps in its local training; 0 before it.
     """
 
@@ -53,7 +53,7 @@ class Client:
     steps: int = 0
 
     def batches(self, samples: Tensor) -> Batches:
-        """Large batches of some samples to evaluate models on: in the given order and not augmented.
+        """Large batches for the evaluation of models: in the order of ``samples`` and not augmented.
 
         Args:
             samples: indices, such as ``self.samples``, shape (n,).
@@ -61,7 +61,7 @@ class Client:
         return self.datamodule.batches(samples, batch_size=EVALUATED_AT_ONCE)
 
     def shuffled_samples(self) -> Tensor:
-        """Its training samples in an order that depends on seed and client alone: the same in every phase and round."""
+        """Its training samples in an order that depends on seed and client only: the same in every phase and round."""
         generator = torch.Generator().manual_seed(derive_seed(self.seed, _SPLIT, self.id))
         return self.samples[torch.randperm(len(self.samples), generator=generator)]
 
@@ -71,9 +71,9 @@ class Update:
     """The result of one client's local training or, after ``Algorithm.combine``, of several clients' training.
 
     Attributes:
-        sent: what leaves the client.
+        sent: the tensors that the client sends to the server.
         weight: its weight in the aggregation.
-        kept: what stays on the client until it is trained again; empty after ``combine``.
+        kept: the tensors that the client keeps until it is trained again; empty after ``combine``.
     """
 
     sent: Tree
@@ -82,23 +82,23 @@ class Update:
 
 
 class Algorithm:
-    """What leaves a client, what comes back and how it is combined; the defaults are FedAvg.
+    """What clients and server send each other, and how it is trained and combined; the defaults are FedAvg.
 
     State goes in and out by value: nothing that must survive a round may be stored on ``self``, on a module or on a
     worker. Only ``client_loss`` is differentiated; it must be pure (no logging, no ``.item()``).
 
     Args:
-        shared: glob patterns of the parameters and buffers that leave the clients.
+        shared: glob patterns of the parameters and buffers that clients send to the server.
         trainable: glob patterns of the parameters that are trained.
 
     Attributes:
-        federated: whether clients share anything; False where every client trains alone.
-        gate_starts_anew: whether every client draws its initial gate in the first round.
+        federated: whether clients share anything; False if every client trains alone.
+        gate_starts_anew: whether every client draws a new gate in the first round.
         frozen_train_mode: whether modules without a trainable parameter stay in train mode, with active dropout, as in
             some official codes. Otherwise they are in eval mode.
         needs_all_clients: whether all clients must train in every round.
         needs_validation: whether clients must have validation samples.
-        needs_plain_steps: whether steps must be those of the optimizer alone, without clipped gradients.
+        needs_plain_steps: whether gradients must not be clipped, because the algorithm computes with plain SGD steps.
     """
 
     federated: bool = True
@@ -114,29 +114,29 @@ class Algorithm:
 
     @property
     def moment(self) -> str:
-        """The moment of a round at which models are evaluated, in the words of the tables."""
+        """The moment of a round at which models are evaluated, as tables call it."""
         return "after aggregation" if self.federated else "after local training"
 
     def check(self, module: LightningModule) -> None:
-        """Refuses, before any training, a module that the algorithm cannot train.
+        """Refuses a module that the algorithm cannot train; called before any training.
 
         Raises:
             MisconfigurationException: if a pattern of ``shared`` or ``trainable`` matches no tensor of the module, or
-                the name of a tensor contains a "/".
+                a tensor's name contains a "/".
         """
         check_names(module)
         self.shared.check(module.state_dict(), f"{type(self).__name__}: shared")
         self.trainable.check(module.state_dict(), f"{type(self).__name__}: trainable")
 
     def follows(self, earlier: Algorithm) -> bool:
-        """Whether a phase of this algorithm starts from the result of an earlier phase, unless it names its ``start``.
+        """Whether a phase of this algorithm starts from a phase of the algorithm ``earlier``, if it names no ``start``.
 
         An algorithm that overrides this needs such a phase. All others start from the initial model.
         """
         return False
 
     def participants(self, clients: Sequence[int], seed: int) -> Sequence[int]:
-        """The clients from which each round draws its own: all of them, unless some opt out.
+        """The clients from which the cohort of each round is drawn: all of them by default.
 
         Args:
             clients: ids of all clients.
@@ -145,7 +145,7 @@ class Algorithm:
         return clients
 
     def is_shared(self, name: str) -> bool:
-        """Whether the parameter or buffer leaves the client: ``shared`` matches its name."""
+        """Whether clients send the parameter or buffer to the server: ``shared`` matches its name."""
         return self.federated and name in self.shared
 
     def is_trainable(self, name: str, round: int, epoch: int) -> bool:
@@ -157,7 +157,7 @@ class Algorithm:
         return {name: tensor.detach().clone() for name, tensor in module.state_dict().items() if self.is_shared(name)}
 
     def server_send(self, server: Tree, client_id: int) -> Tree:
-        """What a client receives."""
+        """The tensors that a client receives."""
         return server
 
     def client_samples(self, client: Client) -> Tensor:
@@ -165,10 +165,10 @@ class Algorithm:
         return client.samples
 
     def client_init(self, client: Client, sent: Tree) -> dict[str, Any]:
-        """Loads what was sent and what the client kept, and draws the gate if it starts anew.
+        """Loads the tensors that were sent and kept, and draws a new gate if ``gate_starts_anew``.
 
         Returns:
-            Constants for the loss, with tensors on the CPU. Backends move them to the device of the training.
+            Constants for the loss, with tensors on the CPU. Backends move them to the training's device.
         """
         load_tree(client.module, of_module({**sent, **client.kept}))
         if self.gate_starts_anew and client.round == 0:
@@ -178,11 +178,11 @@ class Algorithm:
     def client_loss(
         self, module: LightningModule, batch: Any, const: dict[str, Any]
     ) -> tuple[Tensor, dict[str, Tensor]]:
-        """The local loss and further values by name: by default those of the module's own ``loss(batch)``."""
+        """The local loss, and other values by name; by default those of the module's ``loss(batch)``."""
         return module.loss(batch)  # pyright: ignore[reportCallIssue]
 
     def client_final(self, client: Client, const: dict[str, Any]) -> Update:
-        """What the client sends, its weight, by default its number of samples, and what it keeps.
+        """The tensors that the client sends and keeps, and its weight: by default, its number of samples.
 
         Args:
             client: the client after its training.
@@ -193,15 +193,15 @@ class Algorithm:
         return Update(sent, len(client.samples), self.private_tensors(client))
 
     def private_tensors(self, client: Client) -> Tree:
-        """What a client keeps by default: what it does not share and has changed, and the algorithm's own tensors."""
+        """The tensors that a client keeps by default: the changed ones that it does not share, and the algorithm's."""
         kept = changed(client.module, client.loaded, client.kept)
         return {name: kept[name] for name in kept if not self.is_shared(name)} | of_algorithm(client.kept)
 
     def combine(self, a: Update, b: Update) -> Update:
-        """Folds two updates into one: by default their weighted mean, so that a round of any size holds one model.
+        """Folds two updates into one; by default, their weighted mean, so that only one model is in memory.
 
         It must be associative and commutative, because backends choose the groups and their order. An algorithm that
-        needs the updates one by one collects them by client.
+        needs each client's update collects them by client.
         """
         return Update(mean_of_two(a.sent, a.weight, b.sent, b.weight), a.weight + b.weight)
 
@@ -210,35 +210,36 @@ class Algorithm:
         return {**server, **combined.sent}
 
     def exchange(self, server: Tree, kept: Mapping[int, Tree], round: int) -> Iterator[tuple[int, Tree, Tree]]:
-        """What clients send each other at the end of a round, not through the server: nothing by default.
+        """Lets clients send each other tensors at the end of a round, not through the server; none by default.
 
         Args:
             server: the server's state after this round.
-            kept: what every client keeps after its local training.
+            kept: the tensors that clients keep after their local training, by client.
             round: the round, counted from 0.
 
         Yields:
-            A client, what it keeps from now on, and what it received from other clients, which only counts as traffic.
+            A client, the tensors that it keeps from now on, and those that it received from other clients, which are
+            only counted as traffic.
         """
         yield from ()
 
     def personal_tensors(self, client: Client, server: Tree) -> Tree:
-        """The tensors of the model that a client would use now: what it kept and, for the rest, what the server sends.
+        """The tensors of the model that a client would use now: those that it kept, and the others from the server.
 
         Args:
-            client: has its data and the phase's module with its initial tensors.
+            client: the client, with the phase's module and its initial tensors.
             server: the server's state.
         """
         return of_module({**self.server_send(server, client.id), **client.kept})
 
 
 def chooses_model(algorithm: Algorithm) -> bool:
-    """Whether a client's model may differ from the others' although it was sent the same and kept nothing."""
+    """Whether clients' models may differ although all received the same tensors and kept none."""
     return type(algorithm).personal_tensors is not Algorithm.personal_tensors
 
 
 def check_names(module: LightningModule) -> None:
-    """Refuses a module with the name of a tensor that could be an algorithm's own.
+    """Refuses a module in which a tensor's name looks like that of an algorithm's tensor.
 
     Raises:
         MisconfigurationException: if a name contains a "/".

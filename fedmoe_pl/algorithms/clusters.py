@@ -1,4 +1,4 @@
-"""The clusters of a ``ClusteredMoE``: their models, and which of them fits a client."""
+"""The clusters of a ``ClusteredMoE``: their models, and the choice of one for a client."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from fedmoe_pl.models import ClusteredMoE, FixedGate
 from fedmoe_pl.seeds import derive_seed
 from fedmoe_pl.trees import Tree, copy_module, subtree, with_prefix
 
-_CHOICE = 73  # tells a client's choice of a cluster from its other random numbers
+_CHOICE = 73  # separates the random numbers of a client's choice of a cluster from its others
 
 
 def experts_of(module: LightningModule) -> Sequence[nn.Module]:
@@ -31,10 +31,10 @@ def experts_of(module: LightningModule) -> Sequence[nn.Module]:
 
 
 def check_first_place(algorithm: Algorithm, module: LightningModule) -> None:
-    """Refuses a module that uses other experts than ``global_experts.0``.
+    """Refuses a module that uses experts other than ``global_experts.0``.
 
     Raises:
-        MisconfigurationException: if it is not a ``ClusteredMoE``, or its gate does not use that expert alone.
+        MisconfigurationException: if it is not a ``ClusteredMoE``, or its gate uses another expert.
     """
     experts_of(module)
     gate = module.gate
@@ -51,19 +51,19 @@ def cluster_of(name: str) -> int:
 
 
 def moved(tree: Mapping[str, Tensor], source: int | str, target: int | str) -> Tree:
-    """The tensors of one cluster under the names of another one."""
+    """The tensors of one cluster under the names of another."""
     return with_prefix(subtree(tree, f"global_experts.{source}."), f"global_experts.{target}.")
 
 
 def choice_generator(client: Client) -> Generator:
-    """Random numbers of their own for the choice, so that the client's dropout and batches do not depend on it."""
+    """A separate generator for the choice, so that the client's dropout and batches do not depend on it."""
     return Generator().manual_seed(derive_seed(client.seed, _CHOICE, client.id, client.round))
 
 
 def best_cluster(client: Client, clusters: Sequence[int], generator: Generator) -> int:
     """The cluster with the lowest mean loss on the client's training samples.
 
-    Of equal losses one is drawn; nan counts as infinite.
+    If several losses are lowest, one is drawn; nan counts as infinite.
     """
     if len(clusters) == 1:
         return clusters[0]
@@ -76,7 +76,7 @@ def best_cluster(client: Client, clusters: Sequence[int], generator: Generator) 
 
 @torch.no_grad()
 def mean_loss(module: LightningModule, cluster: int, batches: Batches) -> Tensor:
-    """Mean loss of a cluster's model in eval mode: float64 (), on the CPU. It is computed where the data are."""
+    """Mean loss of a cluster's model in eval mode: float64 (), on the CPU. It is computed on the data's device."""
     assert isinstance(module, ClusteredMoE)
     expert = copy_module(module.global_experts[cluster]).to(batches.x.device).eval()
     sums = [module.loss_of(module.scores_of(expert(x)), y, reduction="none").double().sum() for x, y in batches]

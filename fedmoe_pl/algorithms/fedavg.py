@@ -8,13 +8,13 @@ from fedmoe_pl.algorithms.algorithm import Algorithm, Client, Update
 
 
 class FedAvg(Algorithm):
-    """Averages the shared parameters; the others stay on their client, as in FedPer, LG-FedAvg and FedBN.
+    """Averages the shared parameters; each client keeps its others, as in FedPer, LG-FedAvg and FedBN.
 
     Args:
         shared: glob patterns of the parameters and buffers that are averaged.
         trainable: glob patterns of the parameters that are trained.
-        weighting: ``samples`` weighs a client by its number of training samples, as FedAvg does; ``uniform`` gives all
-            clients the same weight, as Eq. (1) and the code of PFL-MoE do.
+        weighting: ``samples`` weighs a client by its number of training samples, as in FedAvg; ``uniform`` gives all
+            clients the same weight, as in Eq. (1) and the code of PFL-MoE.
 
     Example:
         >>> FedAvg(shared="global_expert.*").is_shared("local_expert.classifier.0.weight")
@@ -31,6 +31,6 @@ class FedAvg(Algorithm):
         self.weighting = weighting
 
     def client_final(self, client: Client, const: dict[str, Any]) -> Update:
-        """Weighs the update as configured."""
+        """Weighs the update as ``weighting`` says."""
         update = super().client_final(client, const)
         return update if self.weighting == "samples" else Update(update.sent, 1, update.kept)

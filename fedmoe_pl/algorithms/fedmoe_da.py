@@ -1,15 +1,15 @@
 """FedMoE-DA: Zhan, Zhao, Li, Liu, Zhang, Tan, Wu, Guo, Chen 2024 (https://arxiv.org/abs/2411.02115).
 
-No code of the authors is known. What the paper leaves open is decided here as follows:
+No code by the authors is known. Where the paper is unclear, this module does the following:
 
 ====================  ==============================================  ===========================================
 topic                 paper                                           here
 ====================  ==============================================  ===========================================
 update rounds         ``t mod I == 1``, never true for I = 1          ``(t - 1) mod I == 0``, t counted from 1
 rounds before one     not mentioned                                   no expert is mixed
-equal similarities    all that are not below the P+1-th largest       the expert itself, then the first P
+equal similarities    all that are not below the (P+1)-th largest     the expert itself, then the first P
 initial parameters    not mentioned                                   the same for all clients, ``shared_init``
-matrix of a round     the last round's, or the round's own            the last; with ``sync_matrix`` its own
+matrix of a round     the previous one, or the round's own            the previous; its own with ``sync_matrix``
 ====================  ==============================================  ===========================================
 """
 
@@ -29,10 +29,10 @@ from fedmoe_pl.models import ProxyGate, SparseMoE
 from fedmoe_pl.models.layers import draw_anew
 from fedmoe_pl.trees import Tree, mean_of_two, of_algorithm, of_module, subtree, with_prefix
 
-_PROXIES = "proxies/"  # before a client: the proxies that it sends in an update round, (experts, features)
-# The server's matrices, of the last update round and of the one before it, have a row per expert of all clients. It
-# holds the experts with a weight in each row and the weights, both (rows, P + 1), and, of the newest matrix, the client
-# and the expert of each row, (rows, 2).
+_PROXIES = "proxies/"  # prefix of a client's id: the proxies that it sends in an update round, (experts, features)
+# The server holds the matrices of the last update round and of the one before. A matrix has one row per expert of each
+# client. It consists of the indices of the experts in each row's mean and of their weights, both (rows, P + 1). For the
+# latest matrix, the server also holds the client and the index of each row's expert, (rows, 2).
 _LATEST, _BEFORE = "aggregation/", "aggregation_before/"
 _NEIGHBOURS, _WEIGHTS, _OWNERS = "neighbours", "weights", "owners"
 
@@ -40,18 +40,19 @@ _NEIGHBOURS, _WEIGHTS, _OWNERS = "neighbours", "weights", "owners"
 class FedMoEDA(Algorithm):
     """The server averages the embedding; each expert is averaged with experts of all clients that see similar samples.
 
-    The similarity of two experts is the cosine of their proxies in the clients' gates, which clients send to the server
-    in every ``interval``-th round, the update rounds. Clients send experts to each other, not through the server; gates
-    are never averaged. A round averages the experts by the matrix that clients received before it, which is that of the
-    previous update round. All clients train in every round.
+    The similarity of two experts is the cosine of their proxies in the clients' gates. Every ``interval``-th round is
+    an update round, in which clients send the proxies to the server. Clients send experts to each other directly, not
+    through the server; gates are never averaged. A round averages the experts with the matrix that clients received
+    before it: that of the previous update round. All clients train in every round.
 
     Args:
-        top_p: number of other experts that an expert is averaged with, at most all that there are; 0 for none.
+        top_p: number of other experts that an expert is averaged with; "all" for all, 0 for none.
         interval: number of rounds from one update round to the next.
         temperature: divides the cosines before the softmax over an expert and those that it is averaged with.
-        sync_matrix: whether an update round averages by its own matrix in place of the previous one.
-        exclude_own_client: whether an expert is never averaged with others of its own client.
-        shared_init: whether gates and experts start the same on all clients; else every client draws its own.
+        sync_matrix: whether an update round uses its own matrix in place of the previous one.
+        exclude_own_client: whether an expert is never averaged with other experts of its own client.
+        shared_init: whether gates and experts start with the same parameters on all clients; otherwise every client
+            draws its own.
         trainable: glob patterns of the parameters that are trained. An embedding that is not trained is not sent.
 
     Raises:
@@ -98,7 +99,7 @@ class FedMoEDA(Algorithm):
         return name.startswith("embedding.") and name in self.trainable
 
     def server_send(self, server: Tree, client_id: int) -> Tree:
-        """The embedding; after an update round also the client's rows of the matrix."""
+        """The embedding; after an update round, also the client's rows of the matrix."""
         sent = {name: tensor for name, tensor in server.items() if self.is_shared(name)}
         if _BEFORE + _NEIGHBOURS in server:
             rows = server[_LATEST + _OWNERS][:, 0] == client_id
@@ -106,14 +107,14 @@ class FedMoEDA(Algorithm):
         return sent
 
     def client_init(self, client: Client, sent: Tree) -> dict[str, Any]:
-        """Step 1: loads the embedding and what the client kept; may draw its own initial gate and experts."""
+        """Step 1: loads the embedding and the tensors that the client kept; may draw its initial gate and experts."""
         if client.round == 0 and not self.shared_init:
             client.module.gate.reset_parameters()  # pyright: ignore[reportCallIssue, reportAttributeAccessIssue]
             draw_anew(client.module.experts)  # pyright: ignore[reportArgumentType]
         return super().client_init(client, sent)
 
     def client_final(self, client: Client, const: dict[str, Any]) -> Update:
-        """Step 2: sends the embedding, in update rounds also the proxies; keeps gate and experts, trained or not."""
+        """Step 2: sends the embedding, and in update rounds the proxies; keeps gate and experts, trained or not."""
         update = super().client_final(client, const)
         state = client.module.state_dict()
         unchanged = [name for name in state if name.startswith(("gate.", "experts.")) and name not in update.kept]
@@ -129,7 +130,7 @@ class FedMoEDA(Algorithm):
         return Update({**mean, **of_algorithm(a.sent), **of_algorithm(b.sent)}, a.weight + b.weight)
 
     def server_update(self, server: Tree, combined: Update) -> Tree:
-        """Step 4: the new embedding; in update rounds also a new matrix, and the one before for the round's experts."""
+        """Step 4: the new embedding; in update rounds, also a new matrix besides the previous one."""
         new = {name: tensor for name, tensor in server.items() if not name.startswith(_BEFORE)}
         new |= of_module(combined.sent)
         proxies = {int(client): tensor for client, tensor in subtree(combined.sent, _PROXIES).items()}
@@ -153,7 +154,7 @@ class FedMoEDA(Algorithm):
         """Step 3: every expert becomes the weighted mean of experts as they are after this round's training.
 
         Yields:
-            A client, what it keeps from now on, and each expert that it received from another client, once.
+            A client, the tensors that it keeps from now on, and each expert that it received from other clients, once.
         """
         held = _BEFORE if _BEFORE + _NEIGHBOURS in server and not self.sync_matrix else _LATEST
         if held + _NEIGHBOURS not in server or server[held + _NEIGHBOURS].shape[1] == 1:
@@ -196,7 +197,7 @@ def aggregation_matrix(server: Tree) -> tuple[Tensor, Tensor] | None:
 
 
 def _expert(tree: Tree, index: int) -> Tree:
-    """An expert's tensors by their names within it."""
+    """An expert's tensors by their names within the expert."""
     return subtree(tree, f"experts.{index}.")
 
 
@@ -204,7 +205,7 @@ def _mean_expert(trees: Mapping[int, Tree], client: int, expert: int, terms: lis
     """An expert's floating-point tensors as the weighted mean of experts, under their names in the client's module.
 
     Args:
-        trees: what clients keep, by client.
+        trees: the tensors that clients keep, by client.
         client: the client of the expert that becomes the mean.
         expert: that expert's index.
         terms: client, index and weight of each expert in the mean.

@@ -13,7 +13,7 @@ from fedmoe_pl.trees import Tree, squared_distance
 
 
 class FedProx(Algorithm):
-    """FedAvg with a proximal term ``mu / 2 ||w - w_t||^2`` in the local loss, where ``w_t`` is what was received.
+    """FedAvg with a proximal term ``mu / 2 ||w - w_t||^2`` in the local loss; ``w_t`` are the received parameters.
 
     Args:
         mu: weight of the term; 0 is FedAvg.
@@ -30,7 +30,7 @@ class FedProx(Algorithm):
         self.mu = mu
 
     def client_init(self, client: Client, sent: Tree) -> dict[str, Any]:
-        """Loads, and gives the loss the received parameters."""
+        """Loads the tensors; returns the received parameters for the loss."""
         super().client_init(client, sent)
         return {"received": {name: sent[name] for name, _ in client.module.named_parameters() if name in sent}}
 

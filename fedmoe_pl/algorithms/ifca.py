@@ -1,4 +1,4 @@
-"""IFCA, with epsilon-greedy exploration: a model for every cluster of clients.
+"""IFCA with epsilon-greedy exploration: a model for every cluster of clients.
 
 IFCA: Ghosh, Chung, Yin, Ramchandran, NeurIPS 2020, Algorithm 1 with model averaging (https://arxiv.org/abs/2006.04088).
 Exploration and early stopping by cluster: Isaksson et al. 2022 (https://arxiv.org/abs/2206.07832).
@@ -27,38 +27,37 @@ from fedmoe_pl.algorithms.clusters import (
 from fedmoe_pl.trees import Tree, load_tree, mean_of_two, of_module, subtree
 
 Schedule = Literal["constant", "inverse", "power", "by_clusters"]
-"""How epsilon changes with the round t, counted from 0, with J clusters: not at all, ``1 / (t + 1)``, ``1 / (t + 1)^b``
-with the b that reaches epsilon after ``decay_rounds``, and ``1 / (t + 1)^(2 / J)``."""
+"""The epsilon of round t, counted from 0, with J clusters: constant, ``1 / (t + 1)``, ``1 / (t + 1)^b`` with the b that
+reaches epsilon after ``decay_rounds``, or ``1 / (t + 1)^(2 / J)``."""
 
-# What the server holds of each cluster beside its model: its picks in each round, int64 (rounds so far, J); whether it
-# is in play, bool (J,); its lowest validation loss, float64 (J,), and the number of checks since then, int64 (J,).
+# The server holds the cluster models and, for each cluster, its picks in each round, int64 (rounds so far, J); whether
+# it is active, bool (J,); its lowest validation loss, float64 (J,); and the number of checks since then, int64 (J,).
 _PICKS, _ACTIVE = "clusters/picks", "clusters/active"
 _BEST_LOSS, _WAITED = "clusters/best_loss", "clusters/checks_without_improvement"
-_BEST = "clusters/best/"  # before a tensor's name: the tensor as it was when its cluster validated best
-_TALLY = (
-    "clusters/tally/"  # before a cluster: its samples, picks, sum of validation losses and validations, float64 (4,)
-)
+_BEST = "clusters/best/"  # prefix of a tensor's name: the tensor when its cluster had the lowest validation loss
+# Prefix of a cluster's number: its weight, its picks, its sum of validation losses and their number, float64 (4,).
+_TALLY = "clusters/tally/"
 
 
 class EpsilonGreedyIFCA(Algorithm):
-    """Each client trains the model of one cluster, usually the one that fits its data best, sometimes a random one.
+    """Each client trains the model of one cluster: usually the one that fits its data best, sometimes a random one.
 
-    The chosen model takes the place of ``global_experts.0``, the only expert that is trained and that the phase's gate
-    uses. A client is evaluated with the model that fits its training data best. A cluster that nobody picked stays as
-    it is.
+    The chosen model replaces ``global_experts.0``, the only expert that is trained and that the phase's gate uses. A
+    client is evaluated with the model that fits its training data best. The model of a cluster that no client picked
+    does not change.
 
     Args:
-        epsilon: probability of a random choice; 0 is IFCA, without its redrawing of initial models.
+        epsilon: probability of a random choice; 0 is IFCA, but without its new draws of initial models.
         schedule: how epsilon changes from round to round, see :data:`Schedule`.
         decay_rounds: round, counted from 0, in which ``power`` reaches epsilon; in the official code an eighth of all
             rounds.
         weighting: ``samples`` weighs a client by its number of training samples; ``uniform`` gives all clients the
-            same weight, as IFCA does.
-        patience: number of checks without a lower validation loss after which a cluster is out of play: it goes back
-            to its best weights, and is no longer sent or picked. None never takes one out. Once all are out, nothing
-            is trained.
-        check_every_n_rounds: number of rounds from one check to the next. In a check, each participant validates the
-            model that it picked as it received it.
+            same weight, as in IFCA.
+        patience: number of checks without a lower validation loss after which a cluster stops: its best parameters are
+            restored, and it is no longer sent or picked. Once all clusters have stopped, nothing is trained. None never
+            stops a cluster.
+        check_every_n_rounds: number of rounds from one check to the next. In a check, each client of the round
+            validates the model that it picked, before training it.
 
     Raises:
         MisconfigurationException: if an argument is out of range.
@@ -98,7 +97,7 @@ class EpsilonGreedyIFCA(Algorithm):
         self.check_every_n_rounds = check_every_n_rounds
 
     def check(self, module: LightningModule) -> None:
-        """Refuses other models, and gates that use more than the expert that is trained."""
+        """Refuses other models, and gates that use more than the first expert."""
         check_first_place(self, module)
         super().check(module)
 
@@ -112,7 +111,7 @@ class EpsilonGreedyIFCA(Algorithm):
         return (round + 1) ** -exponent
 
     def server_init(self, module: LightningModule) -> Tree:
-        """The models of the clusters, none of them picked or validated yet."""
+        """The models of the clusters; no cluster is picked or validated yet."""
         clusters = len(experts_of(module))
         return super().server_init(module) | {
             _PICKS: torch.zeros(0, clusters, dtype=torch.int64),
@@ -122,12 +121,12 @@ class EpsilonGreedyIFCA(Algorithm):
         }
 
     def server_send(self, server: Tree, client_id: int) -> Tree:
-        """The models of all clusters in play."""
+        """The models of all active clusters."""
         active = server[_ACTIVE].tolist()
         return {name: tensor for name, tensor in of_module(server).items() if active[cluster_of(name)]}
 
     def client_init(self, client: Client, sent: Tree) -> dict[str, Any]:
-        """Picks a cluster, validates its model in a round of checks, and loads it into the first place."""
+        """Picks a cluster, validates its model if the round has a check, and loads it as ``global_experts.0``."""
         super().client_init(client, sent)
         active = sorted({cluster_of(name) for name in sent})
         if not active:
@@ -144,7 +143,7 @@ class EpsilonGreedyIFCA(Algorithm):
         return {"cluster": torch.tensor(cluster), "validation": validation}
 
     def _validation(self, client: Client, cluster: int) -> Tensor:
-        """A cluster's mean loss on the client's validation samples, and 1; two zeros without a check: float64 (2,)."""
+        """A cluster's mean loss on the client's validation samples and 1; two zeros without a check. Float64 (2,)."""
         none = torch.zeros(2, dtype=torch.float64)
         if not self.patience:
             return none
@@ -157,7 +156,7 @@ class EpsilonGreedyIFCA(Algorithm):
     def client_final(self, client: Client, const: dict[str, Any]) -> Update:
         """Sends the trained model under its cluster's name, and the client's part of the tally."""
         kept = self.private_tensors(client)
-        if not const:  # all clusters are out of play
+        if not const:  # all clusters have stopped
             return Update({}, 0, kept)
         cluster = int(const["cluster"])
         trained = moved(client.module.state_dict(), 0, cluster)
@@ -178,7 +177,7 @@ class EpsilonGreedyIFCA(Algorithm):
         return Update(sent, a.weight + b.weight)
 
     def server_update(self, server: Tree, combined: Update) -> Tree:
-        """Replaces the models that were trained, counts the picks, and takes clusters out of play."""
+        """Replaces the trained models, counts the picks, and stops clusters."""
         tally = torch.zeros(len(server[_ACTIVE]), 4, dtype=torch.float64)
         for cluster, values in subtree(combined.sent, _TALLY).items():
             tally[int(cluster)] = values
@@ -187,7 +186,7 @@ class EpsilonGreedyIFCA(Algorithm):
         return updated if self.patience is None else _stop_clusters(server, updated, tally, self.patience)
 
     def personal_tensors(self, client: Client, server: Tree) -> Tree:
-        """The cluster with the lowest loss on the client's training samples changes places with the first one."""
+        """Swaps the first cluster's model and the one with the lowest loss on the client's training samples."""
         models = of_module(server)
         load_tree(client.module, models)
         best = best_cluster(client, range(len(server[_ACTIVE])), choice_generator(client))
@@ -195,7 +194,7 @@ class EpsilonGreedyIFCA(Algorithm):
 
 
 def cluster_picks(server: Tree) -> Tensor | None:
-    """How many clients picked each cluster, int64 (rounds so far, J); None if the server of a phase has no clusters.
+    """How many clients picked each cluster, int64 (rounds so far, J); None if the server has no clusters.
 
     Args:
         server: the server's state.
@@ -204,7 +203,7 @@ def cluster_picks(server: Tree) -> Tensor | None:
 
 
 def _stop_clusters(server: Tree, updated: Tree, tally: Tensor, patience: int) -> Tree:
-    """Takes clusters that no longer improve out of play, with the weights that validated best.
+    """Stops clusters that no longer improve, and restores their best parameters.
 
     Args:
         server: the server's state before the round, with the models that clients validated.

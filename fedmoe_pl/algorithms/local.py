@@ -1,4 +1,4 @@
-"""Local training, also called Standalone: the baseline of every paper here."""
+"""Local training, also called Standalone: a baseline of every paper here."""
 
 from __future__ import annotations
 

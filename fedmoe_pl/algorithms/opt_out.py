@@ -1,9 +1,9 @@
 """Federated learning using a mixture of experts: Listo Zec et al. 2020 (https://arxiv.org/abs/2010.02056).
 
-Clients may keep all or a part of their data out of the federated training. Every client then fine-tunes the global
-model on all its data, and trains this specialist together with a gate. The paper's tables come from four phases:
-``Local``, :class:`OptInFedAvg`, :class:`~fedmoe_pl.algorithms.PersonalizedExpert` and :class:`SpecialistMixture`. Where
-paper and official code differ, the configurations in ``configs`` use what is marked with *:
+Clients may keep all or part of their data out of the federated training. Every client then fine-tunes the global model
+on all its data, and trains this specialist together with a gate. The paper's tables come from four phases: ``Local``,
+:class:`OptInFedAvg`, :class:`~fedmoe_pl.algorithms.PersonalizedExpert` and :class:`SpecialistMixture`. Where the paper
+and the official code differ, an asterisk marks what the configurations in ``configs`` use:
 
 ===================  ==========================  ================================  ===================================
 topic                paper                       official code                     here
@@ -11,7 +11,7 @@ topic                paper                       official code                  
 what is mixed        softmax outputs *           log-softmax; FMNIST: softmax      ``mixing`` of the model
                                                  without logarithm in the loss
 FedAvg's result      best validated round *      last client at that validation    ``monitor: validation_loss``
-best epoch           best epoch *                last epoch, by mistake            ``BestEpoch``
+early stopping       best epoch *                last epoch, by mistake            ``BestEpoch``
 dropout              not mentioned               0.5 *                             ``dropout`` of ``TwoConvCNN``
 FMNIST's widths      6, 16, 120, 84 *            6, 12, 84, 42                     ``conv2_channels``, ``hidden1``, ...
 rate of fine-tuning  1e-5 *                      5e-5                              ``optimizer`` of its phase
@@ -19,8 +19,8 @@ validation           every 50 rounds *           every 40 rounds                
 frozen dropout       not mentioned               active                            ``frozen_train_mode``
 ===================  ==========================  ================================  ===================================
 
-Here the federated model is validated after aggregation, on all participants; the code validates the clients' models
-before aggregation, on the clients of the round, and keeps the model of one client, which is not offered here.
+Here the federated model is validated after aggregation, on all participants. The official code validates the clients'
+models before aggregation, on the clients of the round, and keeps the model of one client; that is not offered here.
 """
 
 from __future__ import annotations
@@ -38,22 +38,22 @@ from fedmoe_pl.algorithms.pfl_moe import PersonalizedExpert
 from fedmoe_pl.models import MixtureOfExperts
 from fedmoe_pl.seeds import derive_seed
 
-_OPT_OUT = 7  # tells the draw of who opts out from the random numbers of clients, cohorts and splits
+_OPT_OUT = 7  # separates the random numbers of the opt-out from those of clients, cohorts and splits
 
 
 class OptInFedAvg(Algorithm):
-    """FedAvg in which clients, or a share of every client's samples, do not take part.
+    """FedAvg in which some clients, or a share of every client's samples, do not take part.
 
     Clients that opt out receive the model and are personalized like the others. A round has as many clients as if all
-    took part. With both fractions 0 the results are those of FedAvg to the bit.
+    took part. If both shares are 0, the results are those of FedAvg, bit for bit.
 
     Args:
         shared: glob patterns of the parameters and buffers that are averaged, weighted by the numbers of samples that
             opt in.
-        opt_out_clients: share q of the clients that opt out with all their data: floor(q N) of N clients, drawn by the
-            run's seed alone.
-        opt_out_data: share of its training samples that every client keeps out, rounded down, drawn by the run's seed
-            and the client alone.
+        opt_out_clients: share q of the clients that opt out with all their data: floor(q N) of N clients. The draw
+            depends on the run's seed only.
+        opt_out_data: share of its training samples that every client keeps out, rounded down. The draw depends on the
+            run's seed and the client only.
 
     Raises:
         MisconfigurationException: if a share is not at least 0 and below 1.
@@ -63,14 +63,14 @@ class OptInFedAvg(Algorithm):
         for name, share in (("opt_out_clients", opt_out_clients), ("opt_out_data", opt_out_data)):
             if not 0 <= share < 1:
                 raise MisconfigurationException(
-                    f"OptInFedAvg: {name} is {share}, but must be at least 0 and below 1, so that somebody takes part."
+                    f"OptInFedAvg: {name} is {share}, but must be at least 0 and below 1, so that some take part."
                 )
         super().__init__(shared)
         self.opt_out_clients = opt_out_clients
         self.opt_out_data = opt_out_data
 
     def participants(self, clients: Sequence[int], seed: int) -> Sequence[int]:
-        """The clients that opt in, in the given order."""
+        """The clients that opt in, in the order of ``clients``."""
         number = _floor(self.opt_out_clients, len(clients))
         rng = np.random.default_rng(derive_seed(seed, _OPT_OUT))
         out = set(rng.choice(len(clients), number, replace=False).tolist())
@@ -88,9 +88,9 @@ class OptInFedAvg(Algorithm):
 
 
 class SpecialistMixture(Algorithm):
-    """Every client trains its specialist and its gate together; the global expert stays as it is.
+    """Every client trains its specialist and its gate together; the global expert is frozen.
 
-    It starts from a ``PersonalizedExpert`` phase on all of the client's samples. Every client's gate starts anew.
+    It starts from a ``PersonalizedExpert`` phase on all of the client's samples. Every client draws a new gate.
 
     Args:
         frozen_train_mode: whether the global expert stays in train mode, with active dropout, as in the official code.

@@ -1,8 +1,8 @@
 """pFedMoE: Yi, Yu, Shi, Wang, Liu, 2024, Algorithm 1 (https://arxiv.org/abs/2402.01350).
 
-FedAvg of a small extractor that all clients have; a large extractor, the header and the gate never leave their client.
-All of them are trained at the same time, by one loss. No official code is known. What the paper leaves open follows the
-other repositories of its authors:
+FedAvg averages a small extractor that all clients have. A large extractor, the header and the gate never leave their
+client. All are trained at the same time, with one loss. No official code is known. Where the paper is unclear, other
+repositories of its authors were the guide:
 
 ===================  ==========================  ===============================  ====================================
 topic                paper                       authors' other code              here
@@ -34,19 +34,19 @@ EvaluatedExtractor = Literal["own", "global"]
 
 
 class PFedMoE(Algorithm):
-    """FedAvg of the shared extractor, of which each client also keeps the copy that it trained last.
+    """FedAvg of the shared extractor; each client also keeps the copy that it trained last.
 
-    The client's model has that copy, because its local parts were trained together with it. The next training starts
-    from what the server sends. A client that was never trained uses what the server sends.
+    The client's model uses that copy, because its local parts were trained together with it. The next training starts
+    with the tensors that the server sends. So does the model of a client that has not been trained.
 
     Args:
         shared: glob patterns of the parameters and buffers that are averaged, weighted by the clients' numbers of
             samples.
-        eval_extractor: ``own`` evaluates a client with its own copy of what is shared, ``global`` with the server's,
-            as ``FedAvg(shared)`` does.
+        eval_extractor: ``own`` evaluates a client with its own copy of the shared tensors; ``global`` with the
+            server's, as in ``FedAvg(shared)``.
 
     Raises:
-        MisconfigurationException: if ``eval_extractor`` is neither.
+        MisconfigurationException: if ``eval_extractor`` is neither of these.
     """
 
     def __init__(
@@ -61,16 +61,16 @@ class PFedMoE(Algorithm):
 
     @property
     def moment(self) -> str:
-        """A client's own copy is from before the aggregation."""
+        """After local training for a client's own copy, which has not been aggregated."""
         return "after local training" if self.eval_extractor == "own" else super().moment
 
     def client_init(self, client: Client, sent: Tree) -> dict[str, Any]:
-        """Algorithm 1, line 4: what was sent replaces the client's own copy."""
+        """Algorithm 1, line 4: the server's tensors replace the client's own copy."""
         load_tree(client.module, {**client.kept, **sent})
         return {}
 
     def client_final(self, client: Client, const: dict[str, Any]) -> Update:
-        """Also keeps a copy of what is sent, if that is evaluated."""
+        """Also keeps a copy of the sent tensors, if they are to be evaluated."""
         update = super().client_final(client, const)
-        copy = update.sent if self.eval_extractor == "own" else {}
-        return Update(update.sent, update.weight, {**update.kept, **copy})
+        own_copy = update.sent if self.eval_extractor == "own" else {}
+        return Update(update.sent, update.weight, {**update.kept, **own_copy})

@@ -1,7 +1,7 @@
 """PFL-MoE: Guo, Mei, Xiong, Wang, APWeb-WAIM 2021, Algorithms 1 and 2 (https://arxiv.org/abs/2012.15589).
 
-Both stages follow a federated phase and run once on every client alone. Where the paper and the official code differ,
-the configurations in ``configs`` follow the code, with these arguments:
+Both stages follow a federated phase and run once, on each client separately. Where the paper and the official code
+differ, the configurations in ``configs`` follow the code, with these arguments:
 
 ==================  =======================  ===========================  ==========================================
 topic               paper                    official code                here
@@ -34,12 +34,12 @@ from fedmoe_pl.trees import Tree, subtree, with_prefix
 
 
 class PersonalizedExpert(Algorithm):
-    """Stage 2: the local expert starts as a copy of the global one and is fine-tuned, all of it or a part.
+    """Stage 2: the local expert starts as a copy of the global one and is fine-tuned, in whole or in part.
 
     Args:
         trainable: glob patterns of the parameters that are trained: ``local_expert.*`` is PFL-FT,
             ``local_expert.classifier.*`` is PFL-FB.
-        gate_fraction: share of the client's samples that is left for the gate; 0 trains on all of them.
+        gate_fraction: share of the client's samples that is set aside for the gate; 0 trains on all of them.
         frozen_train_mode: whether frozen modules stay in train mode.
 
     Raises:
@@ -72,32 +72,32 @@ class PersonalizedExpert(Algorithm):
         super().check(module)
 
     def server_init(self, module: LightningModule) -> Tree:
-        """Algorithm 1, line 2: every local expert starts as the global one."""
+        """Algorithm 1, line 2: every local expert starts as a copy of the global one."""
         return _copy_of_global_expert(module)
 
     def client_loss(
         self, module: LightningModule, batch: Any, const: dict[str, Any]
     ) -> tuple[Tensor, dict[str, Tensor]]:
-        """Cross-entropy of the local expert alone, whatever the gate (Algorithm 2, line 7)."""
+        """Cross-entropy of the local expert only, whatever the gate (Algorithm 2, line 7)."""
         return _local_expert_loss(module, batch)
 
     def client_samples(self, client: Client) -> Tensor:
-        """The samples that are not the gate's."""
+        """The samples that are not set aside for the gate."""
         return _split(client, self.gate_fraction)[1] if self.gate_fraction else client.samples
 
 
 class PFLMoE(Algorithm):
     """Stage 3: the gate learns to weigh the frozen experts: PFL-MF with ``LinearGate``, PFL-MFE with ``FeatureGate``.
 
-    It starts from a ``PersonalizedExpert`` phase with the same ``gate_fraction``. Every client's gate starts anew.
+    It starts from a ``PersonalizedExpert`` phase with the same ``gate_fraction``. Every client draws a new gate.
 
     Args:
         gate_fraction: share of the client's samples that trains the gate; the samples are split as in
             ``PersonalizedExpert``.
-        interleaved: use the paper's schedule in place of the code's. The phase then starts from the federated phase.
-            Even rounds train the local expert on its samples, odd rounds the gate on its own. Use ``max_epochs: 1``
-            and as many ``rounds`` as expert and gate have epochs together. One optimizer serves both and starts anew
-            in every round, as the paper's plain SGD may; momentum would not last from one epoch to the next.
+        interleaved: whether to use the paper's schedule in place of the code's. The phase then starts from the
+            federated phase. Even rounds train the local expert on its samples, odd rounds the gate on the others. Use
+            ``max_epochs: 1`` and as many ``rounds`` as expert and gate have epochs together. Every round has a new
+            optimizer, which makes no difference to the paper's plain SGD; momentum would be lost after every epoch.
         trainable: glob patterns of the local expert's parameters that are trained if ``interleaved``.
         frozen_train_mode: whether frozen modules stay in train mode.
 
@@ -125,7 +125,7 @@ class PFLMoE(Algorithm):
         self.frozen_train_mode = frozen_train_mode
 
     def follows(self, earlier: Algorithm) -> bool:
-        """Starts from the personalized experts, if interleaved from the federated model."""
+        """Starts from the personalized experts, or, if interleaved, from the federated model."""
         if self.interleaved:
             return earlier.federated
         return isinstance(earlier, PersonalizedExpert) and earlier.gate_fraction == self.gate_fraction
@@ -140,23 +140,23 @@ class PFLMoE(Algorithm):
         return name in self.trainable if self._trains_expert(round) else name.startswith("gate.")
 
     def server_init(self, module: LightningModule) -> Tree:
-        """Algorithm 1, line 2, if the schedule is interleaved; else the phase before did this."""
+        """Algorithm 1, line 2, if the schedule is interleaved; otherwise the earlier phase has done it."""
         return _copy_of_global_expert(module) if self.interleaved else {}
 
     def client_samples(self, client: Client) -> Tensor:
-        """The gate's samples; in the expert's turn, the expert's."""
+        """The gate's samples, or the expert's in rounds that train the expert."""
         gate_samples, expert_samples = _split(client, self.gate_fraction)
         return expert_samples if self._trains_expert(client.round) else gate_samples
 
     def client_init(self, client: Client, sent: Tree) -> dict[str, Any]:
-        """Loads, and tells the loss whose turn it is."""
+        """Loads the tensors, and tells the loss whether the round trains the expert."""
         super().client_init(client, sent)
         return {"trains_expert": self._trains_expert(client.round)}
 
     def client_loss(
         self, module: LightningModule, batch: Any, const: dict[str, Any]
     ) -> tuple[Tensor, dict[str, Tensor]]:
-        """Cross-entropy of the mixture; in the expert's turn of the local expert alone (Algorithm 2, line 7)."""
+        """Cross-entropy of the mixture; in rounds that train the expert, of the expert only (Algorithm 2, line 7)."""
         if not const["trains_expert"]:
             return super().client_loss(module, batch, const)
         return _local_expert_loss(module, batch)
@@ -166,7 +166,7 @@ class PFLMoE(Algorithm):
 
 
 def _local_expert_loss(module: LightningModule, batch: Any) -> tuple[Tensor, dict[str, Tensor]]:
-    """Cross-entropy of the local expert, or the loss of its mixture, which may be another function of the scores."""
+    """Cross-entropy of the local expert, or the loss that its mixture defines for such scores."""
     x, y = batch
     logits = module.local_expert(x)  # pyright: ignore[reportCallIssue]
     if isinstance(module, MixtureOfExperts):
@@ -175,7 +175,7 @@ def _local_expert_loss(module: LightningModule, batch: Any) -> tuple[Tensor, dic
 
 
 def _split(client: Client, gate_fraction: float) -> tuple[Tensor, Tensor]:
-    """The gate's samples, floor(n * gate_fraction) but at least one of two or more, and the expert's, all others."""
+    """The gate's samples, floor(n * gate_fraction) but at least one if there are two, and the expert's: all others."""
     samples = client.shuffled_samples()
     size = max(int(len(samples) * gate_fraction + 1e-9), min(1, len(samples) - 1))  # 0.29 * 100 is 28.999999999999996
     return samples[:size], samples[size:]
@@ -185,7 +185,7 @@ def _copy_of_global_expert(module: LightningModule) -> Tree:
     """The global expert's tensors under the local expert's names.
 
     Raises:
-        MisconfigurationException: if the module does not have these two experts, of one architecture.
+        MisconfigurationException: if the module lacks these experts, or their architectures differ.
     """
     state = {name: tensor.detach() for name, tensor in module.state_dict().items()}
     source, target = (subtree(state, prefix) for prefix in ("global_expert.", "local_expert."))
@@ -194,6 +194,6 @@ def _copy_of_global_expert(module: LightningModule) -> Tree:
         local_expert = type(module.local_expert).__name__ if target else "missing"
         raise MisconfigurationException(
             f"{type(module).__name__}: local_expert is {local_expert}, but must have the architecture of "
-            "global_expert, because PFL-MoE starts it as a copy of the global one; leave it out to get that."
+            "global_expert, because PFL-MoE starts it as a copy of global_expert; leave local_expert out to get this."
         )
     return with_prefix(source, "local_expert.")

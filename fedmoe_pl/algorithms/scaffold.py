@@ -12,15 +12,15 @@ from torch import Tensor
 from fedmoe_pl.algorithms.algorithm import Algorithm, Client, Update
 from fedmoe_pl.trees import Tree, difference, inner_product, of_algorithm, subtree, with_prefix
 
-_CONTROL = "control/"  # before a parameter's name: its control variate, c on the server and c_i on a client
+_CONTROL = "control/"  # prefix of a parameter's name: its control variate, c on the server and c_i on a client
 
 
 class Scaffold(Algorithm):
     """FedAvg whose local steps are corrected by control variates: ``y - lr (g(y) - c_i + c)``.
 
-    The correction is the gradient of the term ``<c - c_i, y>`` in the loss. The server holds the parameters x and
-    ``c``, a client keeps ``c_i``; both start at 0. All clients have the same weight. The formula of ``c_i`` holds for
-    plain SGD with a constant rate only, without momentum and weight decay.
+    The correction is the gradient of the term ``<c - c_i, y>`` in the loss. The server holds the parameters ``x`` and
+    ``c``, a client keeps ``c_i``; ``c`` and ``c_i`` start at 0. All clients have the same weight. The formula of
+    ``c_i`` holds only for plain SGD with a constant learning rate, without momentum and weight decay.
 
     Args:
         shared: glob patterns of the parameters and buffers that are averaged.
@@ -50,7 +50,7 @@ class Scaffold(Algorithm):
         return {**server, **with_prefix(zeros, _CONTROL)}
 
     def client_init(self, client: Client, sent: Tree) -> dict[str, Any]:
-        """Line 5: receives x and c."""
+        """Line 5: receives ``x`` and ``c``."""
         super().client_init(client, sent)
         correction = {name: c - client.kept.get(name, torch.zeros_like(c)) for name, c in of_algorithm(sent).items()}
         return {"correction": subtree(correction, _CONTROL)}
@@ -63,9 +63,9 @@ class Scaffold(Algorithm):
         return loss + inner_product(const["correction"], dict(module.named_parameters())), metrics
 
     def client_final(self, client: Client, const: dict[str, Any]) -> Update:
-        """Lines 12 to 14: ``c_i+ = c_i - c + (x - y) / (K lr)``; sends ``y - x`` and its share of the change of c.
+        """Lines 12 to 14: ``c_i+ = c_i - c + (x - y) / (K lr)``; sends ``y - x`` and its part of the change of ``c``.
 
-        A client that took no step keeps its ``c_i``.
+        A client that took no steps keeps its ``c_i``.
         """
         update = super().client_final(client, const)
         sent = difference(update.sent, client.loaded)

@@ -8,14 +8,13 @@ from fedmoe_pl.backends.fitting import LEAN_TRAINER, one_thread, quiet
 from fedmoe_pl.backends.freezing import Freezing
 from fedmoe_pl.backends.hooks import changes_loss, overridden_hooks, trains_by_loss
 from fedmoe_pl.backends.stacked import StackedBackend
-from fedmoe_pl.backends.traffic import WAYS, Traffic, no_traffic
+from fedmoe_pl.backends.traffic import Traffic
 from fedmoe_pl.backends.trainer import TrainerBackend
 from fedmoe_pl.backends.training import LocalTraining
 from fedmoe_pl.backends.workers import PoolBackend, RayBackend, WorkersBackend
 
 __all__ = [
     "LEAN_TRAINER",
-    "WAYS",
     "AutoBackend",
     "Backend",
     "BestEpoch",
@@ -33,7 +32,6 @@ __all__ = [
     "changes_loss",
     "data_on",
     "has_batch_norm",
-    "no_traffic",
     "on_device",
     "one_thread",
     "overridden_hooks",

@@ -1,4 +1,4 @@
-"""The fastest right backend for a phase."""
+"""Chooses the fastest backend that gives the right result for a phase."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from fedmoe_pl.backends.training import LocalTraining
 
 
 class AutoBackend(Backend):
-    """Stacks clients where that gives the result of a ``Trainer`` per client sooner; it decides by rule, untimed.
+    """Stacks clients if that gives the same result as a ``Trainer`` per client, only faster; else uses such Trainers.
 
-    On a GPU stacked clients share kernel launches. On a CPU they share the overhead of calls into PyTorch, which
-    dominates in small linear layers; convolutions gain nothing there.
+    The choice follows rules, not measured times. On a GPU stacked clients share kernel launches. On a CPU they share
+    the overhead of calls into PyTorch, which dominates in small linear layers; convolutions gain nothing there.
     """
 
     def plan(self, training: LocalTraining) -> Plan:
-        """Chooses by the trial of one stacked step of two clients."""
+        """Chooses after a trial step of two stacked clients."""
         on_cpu = training.device.type == "cpu"
         trial = try_to_stack(training)
         if isinstance(trial, str):

@@ -18,7 +18,7 @@ class GroupUpdate:
 
     Attributes:
         update: the updates of its clients, folded with ``Algorithm.combine``.
-        kept: what each client keeps, by client.
+        kept: the tensors that each client keeps, by client.
         sent: how much its clients sent.
     """
 
@@ -28,11 +28,11 @@ class GroupUpdate:
 
 
 class Plan(ABC):
-    """How the clients of one phase are trained: everything that a backend finds out about the phase, and finds once.
+    """How the clients of one phase are trained: all that a backend decides about a phase, once.
 
     Attributes:
-        training: what all clients of the phase have in common.
-        description: what trains the phase, and why, in words for the log.
+        training: the local training of the phase's clients.
+        description: how the phase is trained, and why; for the log.
     """
 
     def __init__(self, training: LocalTraining, description: str) -> None:
@@ -41,24 +41,24 @@ class Plan(ABC):
 
     @abstractmethod
     def begin(self, training: LocalTraining) -> Plan:
-        """The same decisions for the phase as it begins; they are not made again.
+        """A plan with the same decisions for the start of the phase.
 
-        All phases are planned before any training, with the untrained model; a phase begins with the tensors that
-        earlier phases have left.
+        All phases are planned before any training, with the untrained model. When a phase begins, its initial tensors
+        come from earlier phases.
 
         Args:
-            training: the phase that was planned, with its true initial tensors, or on another device.
+            training: the planned training, now with its initial tensors, or on another device.
 
         Returns:
-            A new plan, which keeps what rounds can reuse, such as features.
+            A new plan, which holds what rounds can reuse, such as features.
         """
 
     @abstractmethod
     def groups(self, cohort: Sequence[int]) -> list[list[int]]:
         """Divides a cohort into the groups that are trained and folded together.
 
-        A sum of floating-point numbers depends on its order. So the groups follow from the phase and the cohort alone,
-        never from which device is free, and a result has the same bits wherever it is computed.
+        A sum of floating-point numbers depends on its order. Therefore the groups depend on the phase and the cohort
+        only, not on which device is free, and the result has the same bits wherever it is computed.
         """
 
     @abstractmethod
@@ -71,7 +71,7 @@ class Plan(ABC):
         Args:
             server: the server's state.
             cohort: ids of the clients to train.
-            kept: what clients kept from earlier rounds; a client without an entry has kept nothing.
+            kept: the tensors that clients kept from earlier rounds; a client without an entry has kept none.
             round: the round of the phase, counted from 0.
         """
         for clients in self.groups(cohort):
@@ -79,28 +79,28 @@ class Plan(ABC):
 
 
 class Backend(ABC):
-    """How clients are trained: settings, and perhaps connections to workers, but nothing about a phase."""
+    """How clients are trained. It holds settings and perhaps connections to workers, but nothing about a phase."""
 
     @abstractmethod
     def plan(self, training: LocalTraining) -> Plan:
-        """Looks at a phase once and decides how to train it.
+        """Decides once how to train a phase.
 
         Args:
-            training: what all clients of the phase have in common; its tensors may be those of the untrained model.
+            training: the local training of the phase's clients; its tensors may be those of the untrained model.
 
         Raises:
-            MisconfigurationException: if the phase cannot be trained this way.
+            MisconfigurationException: if this backend cannot train the phase.
         """
 
     def open(self) -> None:  # noqa: B027  (most backends need nothing)
         """Acquires what a run needs, such as a connection to a cluster; called before a run begins.
 
         Raises:
-            MisconfigurationException: if that fails.
+            MisconfigurationException: if the run's needs cannot be met, for example because there is no cluster.
         """
 
     def close(self) -> None:  # noqa: B027  (most backends hold nothing)
-        """Releases what it holds between rounds, such as worker processes; the backend can be used again."""
+        """Releases what the backend holds between rounds, such as worker processes; it can be used again."""
 
 
 def fold(algorithm: Algorithm, updates: Sequence[Update]) -> Update:

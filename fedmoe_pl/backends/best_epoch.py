@@ -1,4 +1,4 @@
-"""Early stopping of a client that goes back to its best epoch."""
+"""Early stopping of a client at its best epoch."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ from torch import Tensor
 
 
 class BestEpoch(EarlyStopping):
-    """Ends a client's training when its validation stops getting better, and goes back to its best epoch.
+    """Ends a client's training when its validation metric stops improving, and restores its best epoch.
 
     It belongs in ``Phase.callbacks``. The phase's ``trainer`` says how often clients validate, for example
-    ``{limit_val_batches: 1.0, check_val_every_n_epoch: 5}``. The best parameters are copied, because training goes on
-    changing those of the module. A client without validation samples trains all epochs.
+    ``{limit_val_batches: 1.0, check_val_every_n_epoch: 5}``. The best tensors are copied, because training changes
+    the module's. A client without validation samples trains all epochs.
 
     Args:
         monitor: a metric that the clients' modules log on their validation samples.
-        min_delta: a smaller change is no improvement.
-        patience: training ends after this many checks in a row without an improvement.
-        mode: ``min`` if less is better, ``max`` if more is.
+        min_delta: a smaller change does not count as an improvement.
+        patience: training ends after this many validations in a row without an improvement.
+        mode: ``min`` if a lower metric is better, ``max`` if a higher one is.
     """
 
     def __init__(
@@ -34,14 +34,14 @@ class BestEpoch(EarlyStopping):
         self._best: dict[str, Tensor] = {}
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Copies the parameters if they are the best so far."""
+        """Copies the module's tensors if they are the best so far."""
         before = self.best_score
         super().on_validation_end(trainer, pl_module)
         if self.best_score is not before:
             self._best = {name: tensor.detach().clone() for name, tensor in pl_module.state_dict().items()}
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Goes back to the best epoch."""
+        """Restores the best epoch."""
         if self._best:
             pl_module.load_state_dict(self._best)
             self._best = {}

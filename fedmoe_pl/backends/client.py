@@ -1,4 +1,4 @@
-"""What every backend does for a client before its local training."""
+"""Prepares a client for its local training, in the same way in every backend."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from fedmoe_pl.models import SwitchNorm1d
 from fedmoe_pl.seeds import derive_seed, seed_all
 from fedmoe_pl.trees import Tree
 
-_CLIENT = 0  # keeps a client's random numbers apart from those of cohorts and splits
+_CLIENT = 0  # separates the random numbers of clients from those of cohorts and splits
 
 
 def client_seed(training: LocalTraining, client_id: int, round: int) -> int:
-    """The seed of everything that a client draws in a round."""
+    """The seed of all random numbers of a client in a round."""
     return derive_seed(training.seed, _CLIENT, client_id, round)
 
 
@@ -33,11 +33,11 @@ def begin_client(
     """Seeds the client's random numbers and loads its state into a module.
 
     Args:
-        training: what all clients of the phase have in common.
+        training: the local training of the phase's clients.
         module: a copy of the phase's module, with its initial tensors.
         server: the server's state.
-        client_id: the client.
-        kept: what clients kept from earlier rounds, by client.
+        client_id: the client's id.
+        kept: the tensors that clients kept from earlier rounds, by client.
         round: the round of the phase, counted from 0.
 
     Returns:
@@ -62,7 +62,7 @@ def begin_client(
 
 
 def on_device(const: dict[str, Any], device: torch.device) -> dict[str, Any]:
-    """The constants of a client's loss with all their tensors, however nested, on a device."""
+    """The constants of a client's loss, with all tensors in them (also nested ones) on a device."""
     return tree_map(lambda leaf: leaf.to(device) if isinstance(leaf, Tensor) else leaf, const)
 
 
@@ -79,7 +79,7 @@ def client_batches(training: LocalTraining, client: Client, samples: Tensor) -> 
 
 
 def trainable_names(training: LocalTraining, module: nn.Module, round: int, epoch: int | None = None) -> list[str]:
-    """Names of the parameters that are trained in a local epoch, or in any epoch of the round if it is None."""
+    """Names of the parameters that are trained in a local epoch, or in any epoch of the round if ``epoch`` is None."""
     epochs = range(training.max_epochs) if epoch is None else [epoch]
     is_trainable = training.algorithm.is_trainable
     return [

@@ -1,4 +1,4 @@
-"""Outputs of frozen parts, looked up in every step rather than computed."""
+"""Features: outputs of frozen parts, which steps look up instead of computing them."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from fedmoe_pl.trees import Tree
 
 @dataclass(frozen=True)
 class Features:
-    """What a client's steps look up rather than compute.
+    """The outputs of frozen parts that a client's steps look up.
 
     Attributes:
         parts: the frozen submodules.
-        rows: their outputs for the client's samples, on the training's device.
+        rows: their outputs, one row per sample of the client, on the training's device.
     """
 
     parts: FrozenParts
@@ -31,12 +31,12 @@ class Features:
 
 
 class LookedUpBatches:
-    """A client's batches, for which the outputs of frozen parts are looked up: one epoch each time it is iterated.
+    """A client's batches, with the frozen parts' outputs for each; every iteration is one epoch.
 
     Args:
         batches: the client's batches, not augmented.
-        features: the outputs, one row per sample of the client.
-        lookup: gets the rows of each batch before the batch is yielded; see :func:`looked_up`.
+        features: the outputs of the frozen parts.
+        lookup: receives the rows of each batch before the batch is yielded; see :func:`looked_up`.
     """
 
     def __init__(self, batches: Batches, features: Features, lookup: Rows) -> None:
@@ -50,17 +50,17 @@ class LookedUpBatches:
         samples = batches.samples.to(batches.x.device)
         labels = batches.y[batches.samples.to(batches.y.device)].to(batches.device)
         for places in batches.order().split(batches.batch_size):
-            here = places.to(batches.device)
-            self.lookup.update({name: rows[here] for name, rows in self.features.rows.items()})
+            indices = places.to(batches.device)
+            self.lookup.update({name: rows[indices] for name, rows in self.features.rows.items()})
             if self.features.parts.reads_input:
                 x = batches.x[samples[places.to(samples.device)]].to(batches.device)
             else:
-                x = no_input(batches.x, here.shape).to(batches.device)
-            yield x, labels[here]
+                x = no_input(batches.x, indices.shape).to(batches.device)
+            yield x, labels[indices]
 
 
 class FeatureCache:
-    """Finds the features of one phase's clients, and keeps them from round to round."""
+    """Computes the features of one phase's clients, and keeps them for later rounds."""
 
     def __init__(self) -> None:
         self._kept: dict[tuple[int, FrozenParts], tuple[Tree, Tensor, Rows]] = {}
@@ -69,7 +69,7 @@ class FeatureCache:
         """The features of a client that begins its local training; None if there are none to look up.
 
         Args:
-            training: what all clients of the phase and of this client's architecture have in common.
+            training: the local training of the phase's clients of this architecture.
             client: the client.
             const: the constants of its loss.
             samples: indices of the samples that it trains on.
@@ -82,7 +82,7 @@ class FeatureCache:
         generators = [device] if device.type == "cuda" else []
         module, const = client.module.to(device), on_device(const, device)
         try:
-            # as in training; and if a module draws random numbers even in eval mode, the client's must not change
+            # Autocast as in training. A module that draws numbers even in eval mode must not change the client's.
             with torch.random.fork_rng(generators), torch.autocast(device.type, torch.bfloat16, enabled=half):
                 parts = find_frozen_parts(training, client, const, samples)
                 return None if parts is None else Features(parts, self._rows(training, client, const, samples, parts))
@@ -92,22 +92,24 @@ class FeatureCache:
     def _rows(
         self, training: LocalTraining, client: Client, const: dict[str, Any], samples: Tensor, parts: FrozenParts
     ) -> Rows:
-        """The rows of a client, computed again only if the frozen parts or the samples have changed."""
+        """The rows of a client; computed again only if the frozen parts or the samples have changed."""
         if training.rounds == 1:
             return compute_rows(training, client, const, samples, parts.names)
-        now = {
+        frozen_state = {
             name: tensor
             for name, tensor in client.module.state_dict().items()
             if any(name.startswith(f"{part}.") for part in parts.names)
         }
-        before, samples_before, rows = self._kept.get((client.id, parts), ({}, samples, {}))
-        same = before.keys() == now.keys() and all(torch.equal(before[name], now[name].cpu()) for name in now)
-        if not same or not torch.equal(samples_before, samples):
+        kept_state, kept_samples, rows = self._kept.get((client.id, parts), ({}, samples, {}))
+        same_state = kept_state.keys() == frozen_state.keys() and all(
+            torch.equal(kept_state[name], tensor.cpu()) for name, tensor in frozen_state.items()
+        )
+        if not same_state or not torch.equal(kept_samples, samples):
             rows = compute_rows(training, client, const, samples, parts.names)
             initial = training.initial
             state = {
                 name: initial[name] if torch.equal(initial[name], tensor.cpu()) else tensor.detach().cpu().clone()
-                for name, tensor in now.items()
+                for name, tensor in frozen_state.items()
             }
             self._kept[client.id, parts] = state, samples, rows
         return rows

@@ -1,4 +1,4 @@
-"""One fit of a Lightning Trainer."""
+"""Fits a module with a Lightning Trainer."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ LEAN_TRAINER: dict[str, Any] = {
     "num_sanity_val_steps": 0,
     "limit_val_batches": 0,
 }
-"""Defaults of a client's Trainer: loggers, bars and checkpoints, which belong to the federation, are off."""
+"""Defaults of a client's Trainer. Loggers, progress bars and checkpoints are off; the federation has its own."""
 
 
 def fit(
@@ -36,14 +36,14 @@ def fit(
     freezing: Callback,
     **arguments: Any,
 ) -> Trainer:
-    """Fits with a new Trainer. A Trainer serves one fit; making one takes a few milliseconds.
+    """Fits a module with a new Trainer, which takes a few milliseconds to make.
 
     Args:
-        training: has the Trainer's arguments and the device.
-        module: what to fit.
+        training: holds the Trainer's arguments and the device.
+        module: the module to fit.
         batches: training batches.
         validation: validation batches; None for none.
-        freezing: the callback that freezes what is not trained.
+        freezing: the callback that freezes the parameters that are not trained.
         arguments: arguments of the Trainer that override those in ``training``.
 
     Returns:
@@ -59,7 +59,7 @@ def fit(
         except SystemExit as exit:
             if not trainer.interrupted:
                 raise
-            signal.signal(signal.SIGINT, signal.default_int_handler)  # Lightning has set it to be ignored
+            signal.signal(signal.SIGINT, signal.default_int_handler)  # because Lightning ignores it from now on
             raise KeyboardInterrupt from exit
     return trainer
 
@@ -77,8 +77,8 @@ def _as_list(callbacks: Callback | list[Callback] | None) -> list[Callback]:
 def one_thread() -> Iterator[None]:
     """Computes with one CPU thread.
 
-    Small models gain little from more threads, and stall when another process holds a core. With one thread, results
-    do not depend on the machine's number of cores.
+    Small models gain little from more threads, and they stall when another process occupies a core. With one thread,
+    results do not depend on the machine's number of cores.
     """
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
@@ -90,7 +90,7 @@ def one_thread() -> Iterator[None]:
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """Keeps what Lightning says at every fit ("GPU available: ...") out of the federation's output."""
+    """Suppresses what Lightning prints in every fit ("GPU available: ...")."""
     loggers = [logging.getLogger(name) for name in ("lightning.pytorch", "lightning.fabric")]
     levels = [logger.level for logger in loggers]
     for logger in loggers:

@@ -1,4 +1,4 @@
-"""Freezes what is not trained in a local epoch."""
+"""Freezes the parameters that are not trained in a local epoch."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from fedmoe_pl.backends.training import LocalTraining
 
 
 class Freezing(Callback):
-    """Trains what the algorithm says is trainable in a local epoch, and freezes the rest.
+    """Freezes the parameters that the algorithm does not train in a local epoch.
 
     Modules without a trainable parameter are put into eval mode, unless the algorithm keeps them in train mode.
 
     Args:
-        training: what all clients of the phase have in common.
+        training: the local training of the phase's clients.
         module: the client's module; parameters that need no gradient already stay frozen.
         round: the round of the phase, counted from 0.
     """
@@ -27,7 +27,7 @@ class Freezing(Callback):
         self.frozen_by_user = {name for name, parameter in module.named_parameters() if not parameter.requires_grad}
 
     def freeze(self, epoch: int) -> None:
-        """Freezes what is not trained in an epoch."""
+        """Freezes the parameters that are not trained in an epoch."""
         for name, parameter in self.module.named_parameters():
             trainable = self.training.algorithm.is_trainable(name, self.round, epoch)
             parameter.requires_grad_(trainable and name not in self.frozen_by_user)
@@ -39,7 +39,7 @@ class Freezing(Callback):
                 submodule.eval()
 
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Freezes what is not trained in this epoch."""
+        """Freezes the parameters that are not trained in this epoch."""
         self.freeze(trainer.current_epoch)
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:

@@ -1,4 +1,4 @@
-"""Frozen parts of a model whose outputs depend on the sample alone, and so need to be computed only once."""
+"""Frozen parts of a model whose outputs depend on the sample only, so that they need to be computed only once."""
 
 from __future__ import annotations
 
@@ -20,19 +20,19 @@ from fedmoe_pl.backends.training import LocalTraining
 
 _BATCH_SIZE = 500
 _TRACED_SAMPLES = 3
-_MOST_BYTES = 4  # bytes of rows per byte of samples, so that rows do not outgrow the data by much
+_MOST_BYTES = 4  # most bytes of rows per byte of samples, so that rows do not need much more memory than the data
 
 Rows = dict[str, Tensor]
-"""Outputs of frozen submodules by their names, one row per sample."""
+"""Outputs of frozen submodules by name, one row per sample."""
 
 
 @dataclass(frozen=True)
 class FrozenParts:
-    """Submodules whose outputs can be looked up in every step rather than computed.
+    """Submodules whose outputs can be looked up in every step instead of being computed.
 
     Attributes:
         names: names of the submodules.
-        reads_input: whether other parts of the model read the samples themselves.
+        reads_input: whether other parts of the model read the samples, too.
     """
 
     names: tuple[str, ...]
@@ -42,17 +42,17 @@ class FrozenParts:
 def find_frozen_parts(
     training: LocalTraining, client: Client, const: dict[str, Any], samples: Tensor
 ) -> FrozenParts | None:
-    """Finds the parts by tracing one loss: nothing below them is trained, and nothing random happens before them.
+    """Finds the frozen parts whose outputs depend on the sample only, by tracing the computation of one loss.
 
     Args:
-        training: what all clients of the phase have in common.
-        client: any client, as it begins its local training.
+        training: the local training of the phase's clients.
+        client: any client, before its local training.
         const: the constants of its loss.
         samples: indices of the samples that it trains on.
 
     Returns:
-        The outermost frozen submodules that are called with the samples, or with outputs of such submodules; None if
-        there are none, if looking them up would not pay, or if it would change the loss.
+        The outermost frozen submodules whose inputs are the samples or outputs of other such submodules; None if there
+        are none, if their outputs are too large, or if looking them up would change the loss or its gradients.
     """
     module = client.module
     samples = samples[:_TRACED_SAMPLES]
@@ -64,7 +64,7 @@ def find_frozen_parts(
             return None
         expected = _loss_and_gradients(training, client, const, batch)
         try:
-            # one by one, because an output that depends on the rest of its batch cannot be looked up
+            # one sample at a time, because an output that depends on other samples of the batch cannot be looked up
             rows = compute_rows(training, client, const, samples, names, batch_size=1)
         except (RuntimeError, ValueError):
             return None
@@ -76,7 +76,7 @@ def find_frozen_parts(
                 try:
                     actual = _loss_and_gradients(training, client, const, (x, batch[1]))
                 except (RuntimeError, IndexError, ValueError, TypeError):
-                    continue  # something needs the samples
+                    continue  # another part needs the samples
                 if len(actual) == len(expected) and all(map(is_close, actual, expected)):
                     return FrozenParts(names, reads_input)
     return None
@@ -85,7 +85,7 @@ def find_frozen_parts(
 def _loss_and_gradients(
     training: LocalTraining, client: Client, const: dict[str, Any], batch: tuple[Tensor, Tensor]
 ) -> list[Tensor]:
-    """The loss of a batch, and its gradients by what is trained and what it depends on."""
+    """The loss of a batch, and its gradients by the trained parameters that it depends on."""
     loss = training.algorithm.client_loss(client.module, batch, const)[0]
     names = set(trainable_names(training, client.module, client.round))
     trained = [parameter for name, parameter in client.module.named_parameters() if name in names]
@@ -111,8 +111,8 @@ def compute_rows(
     hooks = [module.get_submodule(name).register_forward_hook(partial(remember, name)) for name in names]
     try:
         with _evaluating(module), torch.no_grad():
-            for some in samples.split(batch_size):
-                training.algorithm.client_loss(module, _batch(training, some), const)
+            for batch_samples in samples.split(batch_size):
+                training.algorithm.client_loss(module, _batch(training, batch_samples), const)
     finally:
         _remove(hooks)
     return {name: torch.cat(outputs) for name, outputs in rows.items()}
@@ -120,7 +120,7 @@ def compute_rows(
 
 @contextmanager
 def looked_up(module: nn.Module, names: tuple[str, ...], lookup: Rows) -> Iterator[None]:
-    """While it is open, the named submodules return what ``lookup`` has under their name, whatever their input."""
+    """In this context, each named submodule returns the tensor under its name in ``lookup``, whatever its input."""
     parts = [module.get_submodule(name) for name in names]
     for name, part in zip(names, parts, strict=True):
         part.forward = partial(_look_up, lookup, name)
@@ -132,7 +132,7 @@ def looked_up(module: nn.Module, names: tuple[str, ...], lookup: Rows) -> Iterat
 
 
 def no_input(x: Tensor, shape: Sequence[int]) -> Tensor:
-    """An empty tensor that stands for samples that nothing reads: of their type, shape (*shape, 0)."""
+    """An empty tensor in place of samples that no part reads: of their type, shape (*shape, 0)."""
     return x.new_empty(*shape, 0)
 
 
@@ -143,7 +143,7 @@ def _look_up(lookup: Rows, name: str, *inputs: Tensor) -> Tensor:
 def _called_with_known(
     module: nn.Module, frozen: frozenset[str], x: Tensor, run: Callable[[], object]
 ) -> tuple[str, ...]:
-    """Names of the frozen submodules that are called once, with the samples or outputs of such submodules alone."""
+    """Names of the frozen submodules called once, whose inputs are the samples or outputs of such submodules only."""
     known, calls, inside = [x], [], []
 
     def before(name: str, part: nn.Module, arguments: tuple[Any, ...]) -> None:
@@ -178,7 +178,7 @@ def _batch(training: LocalTraining, samples: Tensor) -> tuple[Tensor, Tensor]:
 
 @contextmanager
 def _evaluating(module: LightningModule) -> Iterator[None]:
-    """Puts the module into eval mode while it is open, so that nothing draws from the client's random numbers."""
+    """In this context, the module is in eval mode, so that it draws no random numbers of the client."""
     modes = {part: part.training for part in module.modules()}
     module.eval()
     try:

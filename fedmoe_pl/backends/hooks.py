@@ -1,4 +1,4 @@
-"""Whether clients train by the algorithm's loss or by the hooks of the user's module."""
+"""Decides whether clients train with the algorithm's loss or with the hooks of the user's module."""
 
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ def changes_loss(algorithm: Algorithm) -> bool:
 
 
 def trains_by_loss(algorithm: Algorithm, module: LightningModule) -> bool:
-    """Whether clients train by ``Algorithm.client_loss`` rather than by the module's ``training_step``."""
+    """Whether clients train with ``Algorithm.client_loss`` and not with the module's ``training_step``."""
     if changes_loss(algorithm):
         return True
     return isinstance(module, MixtureOfExperts) and not overridden_hooks(module)
 
 
 def overridden_hooks(module: LightningModule) -> list[str]:
-    """Lightning hooks that a user's module overrides and that training by ``client_loss`` would not call."""
+    """The Lightning hooks that a user's module overrides and that training with ``client_loss`` would not call."""
     base = MixtureOfExperts if isinstance(module, MixtureOfExperts) else LightningModule
     hooks = _MODULE_HOOKS + (("training_step",) if base is MixtureOfExperts else ())
     return [name for name in hooks if getattr(type(module), name) is not getattr(base, name)]

@@ -1,4 +1,4 @@
-"""A client's epochs inside one training step each: a bare loop in the Trainer."""
+"""Runs each local epoch as a bare loop inside one training step of the Trainer."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from fedmoe_pl.backends.hooks import BATCH_HOOKS, trains_by_loss
 from fedmoe_pl.backends.training import LocalTraining
 from fedmoe_pl.data import Batches
 
-# What a lean Trainer respects, or what changes nothing in a step; any other argument must have its default.
+# Arguments that the bare loop respects or that do not matter in a step. Any other argument must have its default.
 _LEAN_ARGUMENTS = {
     *("accelerator", "devices", "max_epochs", "precision", "gradient_clip_val", "gradient_clip_algorithm", "callbacks"),
     *("enable_model_summary", "num_sanity_val_steps", "limit_val_batches", "check_val_every_n_epoch"),
@@ -29,7 +29,7 @@ _LEAN_ARGUMENTS = {
 
 
 def needs_every_batch(training: LocalTraining) -> str | None:
-    """Why a client's Trainer must see every batch; None if each local epoch can run inside one training step."""
+    """The reason why a client's Trainer must see every batch; None if each epoch can run in one training step."""
     defaults = {name: parameter.default for name, parameter in inspect.signature(Trainer).parameters.items()}
     for name, value in training.trainer.items():
         lean = name in _LEAN_ARGUMENTS or value == LEAN_TRAINER.get(name, defaults[name])
@@ -50,7 +50,7 @@ def needs_every_batch(training: LocalTraining) -> str | None:
 
 
 def _unusual_optimizer(configured: Any) -> str | None:
-    """Why one loop cannot step what ``configure_optimizers`` returned."""
+    """The reason why the bare loop cannot use what ``configure_optimizers`` returned; None if it can."""
     optimizer, _ = optimizer_and_scheduler(configured)
     if optimizer is None:
         return "configure_optimizers returns more than an optimizer and a scheduler stepped once an epoch"
@@ -60,11 +60,11 @@ def _unusual_optimizer(configured: Any) -> str | None:
 
 
 def optimizer_and_scheduler(configured: Any) -> tuple[torch.optim.Optimizer | None, LRScheduler | None]:
-    """What ``configure_optimizers`` returned, as an optimizer and a scheduler that is stepped once an epoch.
+    """Finds the optimizer, and the scheduler that is stepped once an epoch, in what ``configure_optimizers`` returned.
 
     Returns:
-        The optimizer, None if there is more than one or more than a plain scheduler; and the scheduler, None if there
-        is none.
+        The optimizer, or None if there are several optimizers or anything but a plain scheduler; and the scheduler, or
+        None if there is none.
     """
     if isinstance(configured, (list, tuple)) and len(configured) == 1:
         (configured,) = configured
@@ -81,7 +81,7 @@ def optimizer_and_scheduler(configured: Any) -> tuple[torch.optim.Optimizer | No
 
 
 class _OneStep:
-    """A loader of a single item, the batches of an epoch. The Trainer would take a list for a list of loaders."""
+    """A loader with one item: the batches of an epoch. It is not a list, which would mean several loaders."""
 
     def __init__(self, batches: Iterable[Any]) -> None:
         self.batches = batches
@@ -96,8 +96,8 @@ class _OneStep:
 class EpochModule(LightningModule, ABC):
     """Trains a whole epoch in one training step, by manual optimization: a bare loop inside the Trainer.
 
-    A Trainer adds 0.3 ms to each training step, as much as a step of a small model takes. Subclasses say what a step
-    of the loop computes.
+    A Trainer adds 0.3 ms to each training step, as much as a step of a small model takes. Subclasses define a step of
+    the loop.
 
     Args:
         clip_val: the Trainer's ``gradient_clip_val``.
@@ -112,37 +112,37 @@ class EpochModule(LightningModule, ABC):
 
     @abstractmethod
     def loss(self, batch: Any) -> Tensor:
-        """The loss of a batch, which is differentiated."""
+        """The loss of a batch, to be differentiated."""
 
     def differentiate(self, loss: Tensor, optimizer: torch.optim.Optimizer) -> None:
-        """Leaves the gradients in the optimizer's parameters."""
+        """Computes the gradients of the optimizer's parameters."""
         optimizer.zero_grad()
         loss.backward()
 
     def clip(self, optimizer: torch.optim.Optimizer) -> None:
-        """Clips the gradients as the Trainer was told to."""
+        """Clips the gradients as the Trainer's arguments say."""
         self.clip_gradients(optimizer, self.clip_val, self.clip_algorithm)
 
     def training_step(self, batches: Iterable[Any], batch_idx: int) -> None:
-        """One epoch."""
+        """Trains one epoch."""
         optimizer = self.optimizers(use_pl_optimizer=False)
         assert isinstance(optimizer, torch.optim.Optimizer)
         mixed = torch.is_autocast_enabled(self.device.type)
         progress = self.trainer.fit_loop.epoch_loop.manual_optimization.optim_step_progress.total
         for batch in batches:
             loss = self.loss(batch)
-            # automatic optimization, too, leaves autocast before the backward pass
+            # automatic optimization also leaves autocast before the backward pass
             with torch.autocast(self.device.type, enabled=False) if mixed else nullcontext():
                 self.differentiate(loss, optimizer)
                 if self.clip_val is not None:
                     self.clip(optimizer)
                 optimizer.step()
-            progress.completed += 1  # what global_step counts
+            progress.completed += 1  # global_step counts it
             if mixed:
                 torch.clear_autocast_cache()  # it holds half-precision copies of the parameters before the step
 
     def on_train_epoch_end(self) -> None:
-        """Steps the scheduler, which the Trainer leaves to manual optimization."""
+        """Steps the scheduler, because the Trainer does not in manual optimization."""
         scheduler = self.lr_schedulers()
         if scheduler is not None:
             scheduler.step()  # pyright: ignore[reportAttributeAccessIssue, reportCallIssue]

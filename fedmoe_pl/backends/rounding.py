@@ -1,4 +1,4 @@
-"""Whether two ways to compute the same differ by rounding only."""
+"""Decides whether two results differ by rounding errors only."""
 
 from __future__ import annotations
 
@@ -7,20 +7,19 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
-_NOISE = 100  # roundings of the largest value that a sum of such values may be off by
+_NOISE = 100  # largest error of a sum, in rounding errors of its largest value
 
 
 def is_close(a: Tensor | None, b: Tensor | None, largest_of_all: float = 0.0) -> bool:
-    """Whether two ways to compute the same differ by rounding only.
+    """Whether two results of the same computation, done in two ways, differ by rounding errors only.
 
-    A GPU may round the factors of a convolution, so that more is allowed there.
+    The tolerance is larger on a GPU, which may round the factors of a convolution.
 
     Args:
         a: one result.
         b: the other.
-        largest_of_all: the largest absolute value that was computed along with them. Where the exact result is zero,
-            such as the gradient of a bias before a normalization, ``a`` and ``b`` are only what rounding such values
-            has left.
+        largest_of_all: the largest absolute value in the same computation. If the exact result is zero, such as the
+            gradient of a bias before a normalization, ``a`` and ``b`` consist of rounding errors of such values.
     """
     if a is None or b is None or a.shape != b.shape:
         return a is b
@@ -39,6 +38,6 @@ def largest_value(tensors: Iterable[Tensor | None]) -> float:
 
 
 def equal_to_rounding(a: Tensor, b: Tensor) -> bool:
-    """Whether one result differs from another of the same operations by a few roundings of its largest value."""
+    """Whether two results of the same operations differ by at most a few rounding errors of the largest value."""
     relative = 100 * torch.finfo(a.dtype).eps
     return bool(((a - b).abs() <= relative * b.abs().max()).all())

@@ -1,4 +1,4 @@
-"""How much clients and server send each other."""
+"""Counts what clients and server send each other."""
 
 from __future__ import annotations
 
@@ -6,16 +6,13 @@ from typing import NamedTuple
 
 from fedmoe_pl.trees import Tree
 
-WAYS = ("down", "up", "between_clients")
-"""From the server to clients, from clients to the server, and from client to client."""
-
 
 class Traffic(NamedTuple):
     """How much was sent.
 
     Attributes:
         parameters: number of values.
-        bytes: their size, in the type in which they were sent.
+        bytes: their size, in the data type in which they were sent.
 
     Example:
         >>> import torch
@@ -36,8 +33,3 @@ class Traffic(NamedTuple):
         if not isinstance(other, Traffic):
             return NotImplemented
         return Traffic(self.parameters + other.parameters, self.bytes + other.bytes)
-
-
-def no_traffic() -> dict[str, int]:
-    """Zero parameters and bytes each way, by the columns of ``rounds.csv``."""
-    return {f"{name}_{way}": 0 for way in WAYS for name in Traffic._fields}

@@ -1,4 +1,4 @@
-"""A Lightning Trainer per client, one after another."""
+"""Trains one client after another, each in its own Lightning Trainer."""
 
 from __future__ import annotations
 
@@ -20,20 +20,19 @@ from fedmoe_pl.backends.lean import EpochModule, fit_epochs, needs_every_batch
 from fedmoe_pl.backends.training import LocalTraining
 from fedmoe_pl.trees import Tree, copy_module
 
-_MOST_GROUPS = 64  # enough that workers do not wait long for the last group
+_MOST_GROUPS = 64  # so many that workers do not wait long for the last group
 
 
 class TrainerBackend(Backend):
     """A ``Trainer`` per client and round.
 
-    A client's local epochs run under manual optimization, each in one training step: the same bits in nearly the time
-    of a bare loop, and the outputs of frozen parts are computed once. Where something must see every batch (a
-    per-batch callback, gradient accumulation, a logger, a plugin or a user's ``training_step``), each batch is a
-    training step.
+    Each local epoch runs in one training step, under manual optimization. That gives the same bits, takes little longer
+    than a bare loop, and computes the outputs of frozen parts only once. If something must see every batch (a per-batch
+    callback, gradient accumulation, a logger, a plugin or a user's ``training_step``), each batch is a training step.
     """
 
     def plan(self, training: LocalTraining) -> TrainerPlan:
-        """Finds out whether each local epoch can run in one training step."""
+        """Decides whether each local epoch can run in one training step."""
         return TrainerPlan(training, type(self).__name__, needs_every_batch(training) is None)
 
 
@@ -41,8 +40,8 @@ class TrainerPlan(Plan):
     """The plan of :class:`TrainerBackend`.
 
     Args:
-        training: what all clients of the phase have in common.
-        description: what trains the phase, and why, in words for the log.
+        training: the local training of the phase's clients.
+        description: how the phase is trained, and why; for the log.
         lean: whether each local epoch runs in one training step.
     """
 
@@ -52,15 +51,15 @@ class TrainerPlan(Plan):
         self.features = FeatureCache()
 
     def __reduce__(self) -> tuple[type, tuple[LocalTraining, str, bool]]:
-        """Leaves out features when it is sent to another process."""
+        """Leaves out the features when the plan is sent to another process."""
         return TrainerPlan, (self.training, self.description, self.lean)
 
     def begin(self, training: LocalTraining) -> TrainerPlan:
-        """The same decision, and no features yet."""
+        """A plan with the same decision and no features yet."""
         return TrainerPlan(training, self.description, self.lean)
 
     def groups(self, cohort: Sequence[int]) -> list[list[int]]:
-        """Single clients, or in a large cohort 64 groups of neighbours."""
+        """One client per group; in a large cohort, at most 64 groups of neighbours."""
         size = -(-len(cohort) // _MOST_GROUPS)
         return [list(cohort[start : start + size]) for start in range(0, len(cohort), size)]
 
@@ -109,7 +108,7 @@ def _fit_every_batch(training: LocalTraining, client: Client, const: dict[str, A
     batches = client_batches(training, client, samples)
     trainer = fit(training, module, batches, _validation_batches(training, client), freezing)
     client.steps = trainer.global_step
-    # A Trainer's references form cycles, so it waits for the garbage collector; what is large need not wait with it.
+    # A Trainer waits for the garbage collector, because its references form cycles. Large tensors are freed now.
     client.module.zero_grad()
     for optimizer in trainer.optimizers:
         optimizer.state.clear()
@@ -118,12 +117,12 @@ def _fit_every_batch(training: LocalTraining, client: Client, const: dict[str, A
 def _validation_batches(training: LocalTraining, client: Client) -> Any:
     samples = training.datamodule.validation_samples[client.id]
     validates = len(samples) and training.trainer["limit_val_batches"]
-    # as large as in evaluations, because the logged loss is a mean over samples
+    # batches as large as in evaluations, because the logged loss is a mean over samples
     return training.datamodule.batches(samples, batch_size=EVALUATED_AT_ONCE) if validates else None
 
 
 class _ClientLoss(LightningModule):
-    """What both client modules below share: validation by the module's own loss, and the user's optimizer."""
+    """Base of both client modules below: it validates with the module's own loss and uses the user's optimizer."""
 
     module: LightningModule
     algorithm: Algorithm
@@ -151,7 +150,7 @@ class _ClientModule(_ClientLoss):
 
 
 class _LeanClientModule(_ClientLoss, EpochModule):
-    """The client's module in a lean Trainer."""
+    """The client's module in a Trainer that runs each epoch in one training step."""
 
     def __init__(
         self,

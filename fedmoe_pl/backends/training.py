@@ -1,4 +1,4 @@
-"""What the clients of a phase have in common."""
+"""The local training of a phase: what is the same for all of its clients."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ from fedmoe_pl.trees import Tree, copy_module
 
 @dataclass(frozen=True, eq=False)
 class LocalTraining:
-    """All that the clients of one phase have in common.
+    """The local training of a phase: everything that is the same for all of its clients.
 
     Attributes:
-        module: the phase's module with its initial tensors; never trained itself.
+        module: the phase's module with its initial tensors; clients train copies of it.
         initial: those tensors by name, on the CPU.
         algorithm: the phase's algorithm.
-        datamodule: who holds which data; already set up.
-        trainer: arguments of every client's ``Trainer``, but for its devices.
+        datamodule: the data and the clients that hold them; already set up.
+        trainer: arguments of every client's ``Trainer``, except its devices.
         batch_size: overrides the data module's batch size; None keeps it.
         seed: the run's seed.
         rounds: number of rounds of the phase.
-        device: where clients train.
+        device: the device that clients train on.
     """
 
     module: LightningModule
@@ -48,7 +48,7 @@ class LocalTraining:
         return self.trainer["max_epochs"]
 
     def architecture(self, client_id: int) -> int:
-        """Which of the module's architectures a client has."""
+        """The number of a client's architecture; 0 for modules with only one."""
         return self.module.client_architecture(client_id) if isinstance(self.module, MixtureOfExperts) else 0
 
     def by_architecture(self, clients: Sequence[int]) -> list[list[int]]:
@@ -59,7 +59,7 @@ class LocalTraining:
         return list(groups.values())
 
     def of(self, client_id: int) -> LocalTraining:
-        """The same for clients of this client's architecture: its module has only the parts that they have."""
+        """The training of this client's architecture, whose module has only that architecture's parts."""
         architecture = self.architecture(client_id)
         if architecture not in self._of_architectures:
             module = copy_module(self.module)
@@ -78,18 +78,18 @@ class LocalTraining:
         return {}
 
     def __getstate__(self) -> dict[str, Any]:
-        """Leaves out what can be computed again."""
+        """Leaves out cached values, which can be computed again."""
         return {name: getattr(self, name) for name in (field.name for field in fields(self))}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """Sets the attributes, which a frozen dataclass otherwise refuses."""
+        """Sets the attributes directly, because a frozen dataclass refuses assignments."""
         self.__dict__.update(state)
 
     @cached_property
     def trainable(self) -> dict[frozenset[str], tuple[int, int]]:
-        """Every set of parameters that are trained together, by name, and the first (round, epoch) it is trained in.
+        """Every set of parameter names that are trained together, with the first (round, epoch) in which they are.
 
-        A set is of names; the empty one is left out.
+        The empty set is left out.
         """
         names = [name for name, parameter in self.module.named_parameters() if parameter.requires_grad]
         is_trainable, first = self.algorithm.is_trainable, {}
@@ -101,9 +101,9 @@ class LocalTraining:
 
     @cached_property
     def frozen_modules(self) -> frozenset[str]:
-        """Names of the submodules whose parameters all stay the same in the whole phase: neither trained nor received.
+        """Names of the submodules whose parameters never change in the phase: neither trained nor received anew.
 
-        They stay in eval mode. Where the algorithm keeps frozen modules in train mode, there are none.
+        They stay in eval mode. If the algorithm keeps frozen modules in train mode, there are none.
         """
         if self.algorithm.frozen_train_mode:
             return frozenset()

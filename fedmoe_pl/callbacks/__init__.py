@@ -1,4 +1,4 @@
-"""Callbacks: what may be hooked into a federation between the rounds, and into a client's training."""
+"""Callbacks of a federation, called between the rounds, and of a client's training."""
 
 from fedmoe_pl.backends.best_epoch import BestEpoch
 from fedmoe_pl.callbacks.accuracies import AccuracyMonitor

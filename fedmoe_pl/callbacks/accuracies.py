@@ -17,9 +17,9 @@ from fedmoe_pl.rounds.run import FederationCallback, Run
 class AccuracyMonitor(FederationCallback):
     """Sends accuracies to the run's loggers.
 
-    Every logger gets a scalar per evaluated round, such as ``FedAvg/global_test/mean``, over the number of rounds
-    completed in the run, and what was sent and computed so far in the phase, such as ``FedAvg/traffic/bytes_up`` and
-    ``FedAvg/flops``. TensorBoard also gets the accuracies of all clients as sorted curves, the table, and a page
+    In every evaluated round, every logger gets scalars of the accuracies, such as ``FedAvg/global_test/mean``, and of
+    the phase's costs so far, such as ``FedAvg/traffic/bytes_up`` and ``FedAvg/flops``. Their step is the number of
+    rounds completed in the run. TensorBoard also gets sorted curves of all clients' accuracies, the table, and a page
     of hyperparameters with the final means over the clients.
     """
 
@@ -41,7 +41,7 @@ class AccuracyMonitor(FederationCallback):
             logger.log_metrics(values, step=run.step)
 
     def on_phase_end(self, run: Run, phase: Phase, evaluation: Evaluation | None) -> None:
-        """Draws the accuracies of all clients, of all methods so far."""
+        """Draws the accuracies of all clients for all methods so far."""
         if evaluation is not None:
             for writer in tensorboard_writers(run):
                 pixels = figure_pixels(sorted_accuracy_figure(run.results.values()))
@@ -70,11 +70,11 @@ class AccuracyMonitor(FederationCallback):
 
 
 def flat_hparams(value: object, name: str = "") -> dict[str, object]:
-    """A nested configuration as a flat one, with names short enough for a table; settings that are None are left out.
+    """Flattens a nested configuration, with names short enough for a table; settings that are None are left out.
 
     Args:
         value: a configuration as LightningCLI parses it, of nested dicts and lists.
-        name: the name under which ``value`` stands.
+        name: the name of ``value`` in the configuration.
 
     Example:
         >>> gate = {"class_path": "FeatureGate", "init_args": {"hidden": 64, "bias": None}}

@@ -1,4 +1,4 @@
-"""Which clusters the clients of a federation picked."""
+"""The clusters that clients pick."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from fedmoe_pl.rounds.run import FederationCallback, Run
 
 
 class ClusterMonitor(FederationCallback):
-    """Shows how many clients picked each cluster, in phases in which they do (``EpsilonGreedyIFCA``).
+    """Shows how many clients picked each cluster, in phases in which clients pick one (``EpsilonGreedyIFCA``).
 
-    Every logger gets a scalar per round and cluster, such as ``clusters/IFCA/picked_0``; TensorBoard gets a picture of
+    Every logger gets a scalar per round and cluster, such as ``clusters/IFCA/picked_0``; TensorBoard gets a figure of
     all rounds at the end of the phase.
     """
 
@@ -27,7 +27,7 @@ class ClusterMonitor(FederationCallback):
                 logger.log_metrics(scalars, step=run.step)
 
     def on_phase_end(self, run: Run, phase: Phase, evaluation: Evaluation | None) -> None:
-        """Draws the picks of all rounds up to the result."""
+        """Draws the picks of all rounds that led to the result."""
         picks = cluster_picks(run.states[phase.name].server)
         if picks is not None and len(picks):
             pixels = figure_pixels(cluster_picks_figure(phase.name, picks))

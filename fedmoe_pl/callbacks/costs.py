@@ -1,4 +1,4 @@
-"""What it took every method to reach an accuracy, as in pFedMoE's comparison of costs (Yi et al. 2024)."""
+"""What each method spent to reach an accuracy, as in pFedMoE's comparison of costs (Yi et al. 2024)."""
 
 from __future__ import annotations
 
@@ -8,28 +8,26 @@ from typing import Any
 
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 
-from fedmoe_pl.backends.traffic import WAYS
 from fedmoe_pl.rounds.evaluation import METRICS, Evaluation
 from fedmoe_pl.rounds.phase import Phase
 from fedmoe_pl.rounds.results import percent, write_csv
 from fedmoe_pl.rounds.run import FederationCallback, Run
+from fedmoe_pl.rounds.state import WAYS
 
 
 class CostToTarget(FederationCallback):
     """Writes ``target.csv``: rounds, parameters, bytes and operations until the clients' mean first reached a target.
 
-    Parameters and bytes are those of all clients and all ways together, operations (FLOPs) those of all local training;
-    what an earlier phase took that a method starts from is not counted. Rounds that are not evaluated cannot be seen to
-    reach anything. Columns are empty where the target was never reached; the best accuracy of any evaluated round
-    ("maximum over rounds") and its round are there for every method.
+    Parameters and bytes count everything that was sent by or to any client, operations (FLOPs) all local training. The
+    costs of an earlier phase that a method starts from are not counted. Only evaluated rounds can reach the target.
+    These columns are empty if none did; the best accuracy of all evaluated rounds and its round are always there.
 
     Args:
         target: accuracy to reach, a fraction above 0 and at most 1.
-        metric: whose mean over the clients: ``local_test_held_out``, ``local_test``, ``global_test`` or
-            ``validation``.
+        metric: the accuracy: ``local_test_held_out``, ``local_test``, ``global_test`` or ``validation``.
 
     Raises:
-        MisconfigurationException: if the target is out of range, or there is no such metric.
+        MisconfigurationException: if the target is out of range, or the metric is unknown.
     """
 
     def __init__(self, target: float, metric: str = "local_test_held_out") -> None:
@@ -50,7 +48,7 @@ class CostToTarget(FederationCallback):
             write_csv(run.folder / "target.csv", rows)
 
     def on_fit_end(self, run: Run) -> None:
-        """Prints them."""
+        """Prints the rows."""
         rows = target_rows(run.rows, self.metric, self.target)
         if rows:
             print(f"\n{_table(rows)}", flush=True)
@@ -62,7 +60,7 @@ def target_rows(rounds: Iterable[Mapping[str, Any]], metric: str, target: float)
     Args:
         rounds: the rows of ``rounds.csv``.
         metric: name of an accuracy.
-        target: its mean to reach, a fraction.
+        target: the mean over the clients to reach, a fraction.
     """
     methods: dict[str, list[Mapping[str, Any]]] = {}
     for row in rounds:

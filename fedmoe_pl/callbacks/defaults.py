@@ -1,4 +1,4 @@
-"""The callbacks that a federation has without asking for them."""
+"""The default callbacks of a federation."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from fedmoe_pl.rounds.run import FederationCallback
 def with_defaults(
     callbacks: list[FederationCallback], enable_progress_bar: bool, enable_checkpointing: bool
 ) -> list[FederationCallback]:
-    """The default callbacks, then those that were asked for.
+    """The default callbacks, then the user's.
 
     Args:
-        callbacks: what was asked for; one of the same class takes a default's place.
+        callbacks: the user's callbacks; each replaces a default of the same class.
         enable_progress_bar: whether the progress bar is a default.
-        enable_checkpointing: whether writing the clients' models is one.
+        enable_checkpointing: whether ``ClientCheckpoint`` is a default.
     """
     defaults = [
         *([ProgressBar()] if enable_progress_bar else []),

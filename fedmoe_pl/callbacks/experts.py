@@ -1,4 +1,4 @@
-"""Pictures of experts that clients exchange: who uses them, and which are averaged."""
+"""Figures of experts that clients exchange: who uses them, and which are averaged."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ if TYPE_CHECKING:
 
 
 class ExpertMonitor(FederationCallback):
-    """Shows in TensorBoard which experts are averaged with which, and which of a client's experts serve its samples.
+    """Shows in TensorBoard which experts are averaged together, and which experts each client uses.
 
-    The aggregation matrix is drawn after the first round and at the end of a phase, if the server has one; the use of
-    the experts at the end of a phase, if a gate chooses among experts none of which is global.
+    The aggregation matrix is drawn after the first round and at the end of a phase, if the server has one. The use of
+    the experts is drawn at the end of a phase, if a gate chooses among experts none of which is global.
     """
 
     def on_round_end(self, run: Run, phase: Phase, round: int) -> None:

@@ -1,4 +1,4 @@
-"""Pictures of evaluations, drawn without pyplot: nothing global, no window, nothing to close."""
+"""Figures of evaluations, drawn without pyplot, so that there is no global state and no window to close."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ MARKERS = ("o", "s", "^", "D", "v", "P", "X", "*")
 
 
 def gate_weight_figure(evaluation: Evaluation, num_classes: int) -> Figure:
-    """Mean weight of the global expert by client (row) and class (column); blank where a client lacks the class.
+    """Mean weight of the global expert by client (row) and class (column); blank if the client lacks the class.
 
-    The colours always span 0 (local expert alone) to 1 (global expert alone), so that pictures can be compared.
+    The colours always span 0 (local expert alone) to 1 (global expert alone), so that figures can be compared.
 
     Args:
         evaluation: an evaluation of a model with a gate.
@@ -54,7 +54,7 @@ def gate_weight_figure(evaluation: Evaluation, num_classes: int) -> Figure:
 def expert_usage_figure(evaluation: Evaluation) -> Figure:
     """Share of each client's own samples (row) that its gate sends to each expert (column).
 
-    A cell is blank where the client has no such expert.
+    A cell is blank if the client lacks the expert.
 
     Args:
         evaluation: an evaluation of a mixture that sends every sample to one expert.
@@ -73,12 +73,12 @@ def expert_usage_figure(evaluation: Evaluation) -> Figure:
 
 
 def aggregation_figure(matrix: Tensor, owners: Tensor, method: str) -> Figure:
-    """What weight each expert (row) gives each expert (column) in its mean; white lines part the clients.
+    """The weight that each expert (row) gives each expert (column) in its mean; white lines separate the clients.
 
     Args:
-        matrix: weights (experts, experts), of which every row adds up to 1.
+        matrix: weights (experts, experts); every row adds up to 1.
         owners: client of each expert, ascending, shape (experts,).
-        method: named in the title.
+        method: the method's name, for the title.
     """
     figure = _figure(height=4.4)
     axes = figure.subplots()
@@ -100,10 +100,10 @@ def aggregation_figure(matrix: Tensor, owners: Tensor, method: str) -> Figure:
 def sorted_accuracy_figure(evaluations: Iterable[Evaluation]) -> Figure:
     """The clients' accuracies in ascending order (their cumulative distribution), one line per method.
 
-    A line through (0.1, 50 %) says that the worst tenth of the clients has an accuracy of at most 50 %.
+    A line through (0.1, 50 %) means that the worst tenth of the clients have accuracies of at most 50 %.
 
     Args:
-        evaluations: at least one; each accuracy that is present gets a panel.
+        evaluations: at least one; each accuracy that a client has gets a panel.
     """
     evaluations = list(evaluations)
     metrics = present_metrics(evaluations)
@@ -130,10 +130,10 @@ def representation_figure(
     """Representations as points in the plane: a panel for each kind, colours for classes, markers for clients.
 
     Args:
-        method: names the model.
+        method: the method's name, for the titles.
         points: points (n, 2) by kind of representation.
         classes: classes of the samples, shape (n,).
-        clients: whose sample each one is, shape (n,).
+        clients: clients of the samples, shape (n,).
     """
     figure = _figure(height=0.9 + 2.6 * len(points))
     panels = figure.subplots(len(points), 1, squeeze=False)[:, 0]
@@ -174,9 +174,10 @@ def cluster_picks_figure(method: str, picks: Tensor) -> Figure:
 
 
 def _figure(height: float) -> Figure:
-    """An empty figure, 700 pixels wide: TensorBoard shrinks pictures to 350 by leaving out pixels.
+    """An empty figure, 700 pixels wide.
 
-    At 144 dots per inch one point is two pixels, so lines of one point survive.
+    TensorBoard shrinks figures to 350 pixels by leaving out pixels. At 144 dots per inch one point is two pixels, so
+    lines of one point survive.
 
     Args:
         height: in inches.

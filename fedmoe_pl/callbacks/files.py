@@ -14,7 +14,7 @@ from fedmoe_pl.rounds.run import FederationCallback, Run
 
 
 class ResultFiles(FederationCallback):
-    """Writes ``rounds.csv``, ``clients.csv``, ``summary.csv`` into the run folder and prints the table at the end."""
+    """Writes ``rounds.csv``, ``clients.csv`` and ``summary.csv`` into the run's folder, and prints the table."""
 
     def on_evaluation_end(self, run: Run, phase: Phase, evaluation: Evaluation) -> None:
         """Writes the rows of all rounds so far."""
@@ -40,14 +40,14 @@ class ClientCheckpoint(FederationCallback):
     all have the same model is written once, as ``all_clients.ckpt``.
 
     Args:
-        methods: names of the methods to write; None for all. Many clients with large models take much room.
+        methods: names of the methods to write; None for all. Many clients with large models need much disk space.
     """
 
     def __init__(self, methods: list[str] | None = None) -> None:
         self.methods = methods
 
     def on_fit_start(self, run: Run) -> None:
-        """Refuses the name of a method that is not run.
+        """Refuses names that no phase has.
 
         Raises:
             MisconfigurationException: if there is such a name.

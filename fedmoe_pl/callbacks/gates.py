@@ -14,12 +14,12 @@ from fedmoe_pl.rounds.run import FederationCallback, Run
 class GateMonitor(FederationCallback):
     """Shows in TensorBoard how each client's gate weighs the global expert, 1, against the local expert, 0.
 
-    After every evaluated round the clients' mean weights, as a histogram over clients (and as scalars in every
-    logger); at the end of a phase the weights of each client's own samples, as a histogram per client, and a picture
-    of the mean weight by client and class.
+    After every evaluated round, it shows a histogram of the clients' mean weights, whose mean and standard deviation go
+    to every logger. At the end of a phase, it shows a histogram of the weights of each client's own samples, and a
+    figure of the mean weight by client and class.
 
     Args:
-        max_clients: number of clients, lowest ids first, that get a histogram of their own.
+        max_clients: number of clients, lowest ids first, that get a histogram of their weights.
     """
 
     def __init__(self, max_clients: int = 50) -> None:

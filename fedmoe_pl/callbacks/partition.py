@@ -1,4 +1,4 @@
-"""Who holds which data, in TensorBoard."""
+"""The partition of the data, in TensorBoard."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from fedmoe_pl.rounds.run import FederationCallback, Run
 
 
 class PartitionMonitor(FederationCallback):
-    """Shows in TensorBoard, before the first round, which client holds how much of which class."""
+    """Shows in TensorBoard, before the first round, how many samples of each class each client has."""
 
     def on_fit_start(self, run: Run) -> None:
         """Draws the partition and writes it as a table."""
         if run.step:
-            return  # a resumed run has shown it
+            return  # a resumed run has already shown it
         for writer in tensorboard_writers(run):
             pixels = figure_pixels(partition_figure(run.datamodule))
             writer.add_image("partition", pixels, run.step, dataformats="HWC")

@@ -16,9 +16,8 @@ from fedmoe_pl.rounds.run import FederationCallback, Run
 class ProgressBar(FederationCallback):
     """One bar on stderr for the whole run: phase, round, time left and the newest mean accuracies.
 
-    Progress is counted in local epochs times clients (``Run.progress``),
-    so that a phase of 200 epochs in one round weighs what it costs. Where stderr is no terminal (a batch job, a log
-    file) one short line per phase is written instead.
+    Progress is counted in training samples (``Run.progress``), so that a round of 200 local epochs counts as much as it
+    costs. If stderr is not a terminal (a batch job, a log file), one short line per phase is written instead.
     """
 
     _bar: tqdm
@@ -26,7 +25,7 @@ class ProgressBar(FederationCallback):
     _start_work: float
 
     def on_fit_start(self, run: Run) -> None:
-        """Opens the bar, at the work done so far if the run is resumed."""
+        """Opens the bar; a resumed run's bar starts at the work already done."""
         self._start_time = time.monotonic()
         self._start_work = run.progress.completed(run.states)
         self._bar = tqdm(
@@ -42,7 +41,7 @@ class ProgressBar(FederationCallback):
         )
 
     def on_round_start(self, run: Run, phase: Phase, round: int) -> None:
-        """Names phase and round."""
+        """Shows phase and round."""
         self._bar.set_description_str(f"{phase.name} round {round + 1}/{phase.rounds}")
 
     def on_client_end(self, run: Run, phase: Phase, round: int, client: int) -> None:
@@ -54,20 +53,20 @@ class ProgressBar(FederationCallback):
         self._bar.set_postfix_str(f"{evaluation.method}: {_accuracies(evaluation)}")
 
     def on_phase_end(self, run: Run, phase: Phase, evaluation: Evaluation | None) -> None:
-        """Writes one line where there is no terminal."""
+        """Writes one line if there is no terminal."""
         if self._bar.disable:
             rounds = "1 round" if phase.rounds == 1 else f"{phase.rounds} rounds"
             accuracies = "" if evaluation is None else f", {_accuracies(evaluation)}"
             print(f"{self._time(run)} {phase.name}: {rounds}{accuracies}", file=sys.stderr, flush=True)
 
     def on_fit_end(self, run: Run) -> None:
-        """Leaves the full bar behind."""
+        """Closes the bar, which stays visible."""
         self._bar.close()
 
     def _time(self, run: Run) -> str:
         """Share done, elapsed and remaining time, as in the bar: ``[ 71% 02:10<00:53]``."""
         done, total = run.progress.completed(run.states), run.progress.total
-        share = done / total if total else 1.0  # no work where every phase is read from a checkpoint
+        share = done / total if total else 1.0  # there is no work if every phase is read from a checkpoint
         elapsed = time.monotonic() - self._start_time
         work = done - self._start_work
         remaining = tqdm.format_interval(elapsed * (total - done) / work) if work else "?"

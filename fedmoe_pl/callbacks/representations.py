@@ -1,4 +1,4 @@
-"""Pictures of what the extractors of a ``RepresentationMoE`` make of the clients' samples (pFedMoE's t-SNE figures)."""
+"""Figures of the representations that a ``RepresentationMoE`` computes (pFedMoE's t-SNE figures)."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ from fedmoe_pl.rounds.run import FederationCallback, Run
 
 
 class RepresentationMonitor(FederationCallback):
-    """Shows in TensorBoard, at the end of a phase, where its clients' models put their own samples.
+    """Shows in TensorBoard, at the end of a phase, the representations of some clients' samples by their own models.
 
-    A picture of t-SNE (scikit-learn) of the representations, of the shared extractor, of the local one and mixed by the
-    gate, and the mixed ones in the projector, with class and client of every sample. A client's samples are its
-    held-out ones, or training samples where it has none. Phases whose model is no ``RepresentationMoE`` have none.
+    A t-SNE figure (scikit-learn) shows the representations of the shared extractor, of the local one, and mixed by the
+    gate. The projector shows the mixed ones with class and client of every sample. A client's samples are its held-out
+    ones, or training samples if it has none. Models other than ``RepresentationMoE`` are skipped.
 
     Args:
-        clients: ids of the clients that are shown.
-        samples_per_client: at most so many samples of each, the first ones.
+        clients: ids of the clients that are shown; None for 0, 1 and 2.
+        samples_per_client: the largest number of samples of each client; its first ones are shown.
 
     Raises:
-        MisconfigurationException: if there is no client, or no sample of one.
+        MisconfigurationException: if there is no client, an id is negative, or ``samples_per_client`` is below 1.
     """
 
     def __init__(self, clients: list[int] | None = None, samples_per_client: int = 100) -> None:
@@ -52,7 +52,7 @@ class RepresentationMonitor(FederationCallback):
             )
 
     def on_phase_end(self, run: Run, phase: Phase, evaluation: Evaluation | None) -> None:
-        """Computes the representations, and shows them."""
+        """Computes and shows the representations."""
         writers = tensorboard_writers(run)
         if evaluation is None or not writers or not isinstance(run.model, RepresentationMoE):
             return
@@ -75,7 +75,7 @@ class RepresentationMonitor(FederationCallback):
         """The representations of the clients' samples by their own models.
 
         Args:
-            run: has run the phase.
+            run: a run that has finished the phase.
             method: the phase's name.
 
         Returns:
@@ -95,7 +95,7 @@ class RepresentationMonitor(FederationCallback):
 
 
 def embed(representations: Tensor, seed: int) -> np.ndarray:
-    """Points (n, 2) of t-SNE for representations (n, F), n at least 3; the same at every call."""
+    """Points (n, 2) of t-SNE for representations (n, F), n at least 3; the same in every call."""
     from sklearn.manifold import TSNE  # slow to import, and only needed here
 
     neighbours = min(30.0, (len(representations) - 1) / 3)

@@ -1,4 +1,4 @@
-"""What the callbacks that write to TensorBoard share."""
+"""Functions of the callbacks that write to TensorBoard."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ if TYPE_CHECKING:
     from torch.utils.tensorboard import SummaryWriter
 
 HISTOGRAM_BINS = 30
-"""TensorBoard shows 30 bins, whatever is written."""
+"""TensorBoard always shows 30 bins."""
 
 
 def tensorboard_writers(run: Run) -> list[SummaryWriter]:
-    """What writes into the run's TensorBoard; none where it has no such logger."""
+    """The writers of the run's TensorBoard loggers."""
     return [logger.experiment for logger in run.loggers if isinstance(logger, TensorBoardLogger)]
 
 
@@ -31,14 +31,14 @@ def method_tag(method: str) -> str:
 
 
 def preformatted(text: str) -> str:
-    """Markdown that keeps spaces and line breaks."""
+    """The text as Markdown that keeps spaces and line breaks."""
     return f"```\n{text}\n```"
 
 
 def histogram(tag: str, weights: np.ndarray, description: str) -> Summary:
     """A histogram whose axis is 0 to 1 for all clients.
 
-    ``SummaryWriter.addhistogram`` drops empty bins at the ends, which gives every client an axis of its own.
+    ``SummaryWriter.add_histogram`` drops empty bins at the ends, which would give every client a different axis.
     """
     counts, edges = np.histogram(weights, bins=HISTOGRAM_BINS, range=(0.0, 1.0))
     buckets = np.stack([edges[:-1], edges[1:], counts], axis=1)  # (bins, 3): left, right, count

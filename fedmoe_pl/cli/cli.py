@@ -1,4 +1,4 @@
-"""From YAML to a federation: LightningCLI with a group ``federation`` beside ``model``, ``data`` and ``trainer``."""
+"""The command line: LightningCLI with a group ``federation`` beside ``model``, ``data`` and ``trainer``."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class FederationCLI(LightningCLI):
     """
 
     def __init__(self, args: ArgsType = None) -> None:
-        strict = {"exit_on_error": False, "allow_abbrev": False}  # main() prints one line that says what is wrong
+        strict = {"exit_on_error": False, "allow_abbrev": False}  # main() prints errors, one line each
         try:
             super().__init__(
                 datamodule_class=FederatedDataModule,
@@ -37,18 +37,18 @@ class FederationCLI(LightningCLI):
                     "description": "Personalized federated learning with mixtures of experts",
                     **dict.fromkeys(self.subcommands(), strict),
                 },
-                auto_configure_optimizers=False,  # they would be built on the template's parameters, not the clients'
+                auto_configure_optimizers=False,  # they would get the initial model's parameters, not the clients'
                 args=args,
             )
         except MisconfigurationException as error:
-            if not hasattr(self, "config"):  # refused while it was parsed
+            if not hasattr(self, "config"):  # the error arose in parsing
                 raise
             configuration = self.config.get(str(self.subcommand), self.config).as_dict()
             raise MisconfigurationException(with_key(cause_of(error), configuration)) from error
 
     @staticmethod
     def subcommands() -> dict[str, set[str]]:
-        """The methods of Federation that are subcommands, and their arguments that come from the configuration."""
+        """The methods of Federation that are subcommands, with the arguments that the configuration provides."""
         return {
             name: {"model", "datamodule"} for name in ("fit", "personalize", "validate", "test", "predict", "partition")
         }
@@ -64,7 +64,7 @@ class FederationCLI(LightningCLI):
         )
 
     def instantiate_classes(self) -> None:
-        """Makes everything that the configuration names; the message of a constructor that refuses is passed on."""
+        """Makes everything that the configuration names, and passes on the message of a constructor that refuses."""
         try:
             super().instantiate_classes()
         except ValueError as error:
@@ -78,18 +78,18 @@ class FederationCLI(LightningCLI):
             seed=self._get(self.config, "seed_everything"),
         )
         self._dump_config()
-        # without ckpt_path, so that every command can be run with the configuration that a run leaves
+        # without ckpt_path, so that every command can use the configuration in a run's folder
         federation.hparams = {key: value for key, value in self.config_dump.items() if key != "ckpt_path"}
         return federation  # pyright: ignore[reportReturnType]
 
     def _parse_ckpt_path(self) -> None:
-        """A federation's checkpoint holds no hyperparameters of the model; Federation reads it itself."""
+        """Does nothing: a federation's checkpoint holds no hyperparameters of the model, and Federation reads it."""
 
 
 def main(args: ArgsType = None) -> None:
     """Runs the command line.
 
-    An error that the user can fix is one line on stderr, with exit code 2. Ctrl-C exits with 130.
+    An error that the user can fix is printed as one line on stderr, with exit code 2. Ctrl-C exits with code 130.
 
     Args:
         args: command line arguments; None takes ``sys.argv``.
@@ -101,7 +101,7 @@ def main(args: ArgsType = None) -> None:
         sys.exit(2)
     except KeyboardInterrupt:
         print(
-            "\nfedmoe: interrupted; the same command with --ckpt_path last continues after its last round.",
+            "\nfedmoe: interrupted; the same command with --ckpt_path last resumes after the last completed round.",
             file=sys.stderr,
         )
         sys.exit(130)

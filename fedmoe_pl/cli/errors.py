@@ -1,4 +1,4 @@
-"""Error messages of the command line: one line each, with the key of the configuration that is wrong."""
+"""Error messages of the command line: one line each, with the configuration key that is wrong."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _OVERLAY = "an overlay needs the --config that it changes before it"
 
 
 def one_sentence(message: str) -> str:
-    r"""Condenses a message of jsonargparse, which is a tree of lines.
+    r"""Condenses a message of jsonargparse, which has many nested lines, to one sentence.
 
     Example:
         >>> one_sentence('Parser key "data":\n  Errors:\n    - Parser key "n":\n'
@@ -62,7 +62,7 @@ def one_sentence(message: str) -> str:
 
 
 def cause_of(error: BaseException) -> str:
-    """The message of the refusal that led to an exception; without one, the exception's own message, condensed."""
+    """The message of the ``MisconfigurationException`` behind an exception, else the exception's message, condensed."""
     cause: BaseException | None = error
     while cause is not None and not isinstance(cause, MisconfigurationException):
         cause = cause.__cause__ or cause.__context__
@@ -70,17 +70,17 @@ def cause_of(error: BaseException) -> str:
 
 
 def with_key(message: str, configuration: Mapping[str, Any]) -> str:
-    """Completes an argument to its key in the configuration, where exactly one key can be meant.
+    """Replaces an argument's name in a message by its key in the configuration, if exactly one key fits.
 
-    Classes do not know where in a configuration they stand. They name an argument of their own or of another class, as
-    in ``Dirichlet: alpha is -1.0, but ...``, ``Phase 'FedAvg': rounds is 0, but ...`` or ``num_clients is 0, but ...``.
+    Classes do not know their place in a configuration. They name one of their arguments or another class's, as in
+    ``Dirichlet: alpha is -1.0, but ...``, ``Phase 'FedAvg': rounds is 0, but ...`` or ``num_clients is 0, but ...``.
 
     Args:
-        message: what a class or a check says.
+        message: the message of a class or a check.
         configuration: the parsed configuration.
 
     Returns:
-        The message with the key in the argument's place, or as it was where no key or several could be meant.
+        The message with the key in place of the argument, or unchanged if no key or several fit.
 
     Example:
         >>> partitioner = {"class_path": "fedmoe_pl.data.Dirichlet", "init_args": {"alpha": -1.0}}
@@ -99,7 +99,7 @@ def with_key(message: str, configuration: Mapping[str, Any]) -> str:
     ]
     for fits in narrower:
         candidates = [place for place in candidates if fits(place)] or candidates
-    if len(candidates) != 1:
+    if len(candidates) != 1 or not (owner in (None, candidates[0].owner) or _is_shown(candidates[0].value, rest)):
         return message
     start = match.start("argument")
     return message[:start] + candidates[0].key + message[start + len(argument) :]
@@ -120,8 +120,8 @@ def _places(node: Any, key: str = "", owner: str | None = None, phase: str | Non
     if isinstance(node, list):
         are_phases = key == "federation.phases"
         for index, item in enumerate(node):
-            named = item["name"] if are_phases else phase
-            yield from _places(item, f"{key}[{index}]", "Phase" if are_phases else None, named)
+            phase_name = item["name"] if are_phases else phase
+            yield from _places(item, f"{key}[{index}]", "Phase" if are_phases else None, phase_name)
     elif isinstance(node, Mapping):
         for name, value in node.items():
             child = f"{key}.{name}" if key else name
@@ -133,7 +133,7 @@ def _places(node: Any, key: str = "", owner: str | None = None, phase: str | Non
 
 
 def _is_shown(value: Any, rest: str) -> bool:
-    """Whether what a message says of an argument begins with the value, or with the name of its class."""
+    """Whether the rest of a message begins with the argument's value, or with the name of the value's class."""
     texts = [str(value), repr(value)]
     if value is None:
         texts += ["null", "not set"]
@@ -149,7 +149,7 @@ def _unknown_option(key: str, class_path: str) -> str:
     module, name = class_path.rsplit(".", 1)
     parser = ArgumentParser(exit_on_error=False)
     parser.add_class_arguments(getattr(importlib.import_module(module), name), fail_untyped=False)
-    if name == "LightningModule":  # not yet the class of a model
+    if name == "LightningModule":  # the base class, while the model's class is unknown
         return f"{key} is given, but model has no class_path; {_OVERLAY}."
     allowed = sorted({option.split(".")[0] for option in parser.get_defaults().keys()})
     similar = difflib.get_close_matches(key.rsplit(".", 1)[-1], allowed, n=1)

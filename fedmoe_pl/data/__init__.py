@@ -1,4 +1,4 @@
-"""Data sets, partitions over clients, and batches."""
+"""Data sets, their partition among clients, and batches."""
 
 from fedmoe_pl.data.arrays import Arrays
 from fedmoe_pl.data.augmentation import Augmentation, RandomCrop, RandomHorizontalFlip

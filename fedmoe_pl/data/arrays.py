@@ -1,4 +1,4 @@
-"""A data set as arrays: what they may hold, and how images are normalized."""
+"""A data set as arrays, with their checks and the normalization of images."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ class Arrays:
     """A data set as it was read, before normalization and partition.
 
     Attributes:
-        x_train: training samples: images as uint8, shape (n, channels, height, width), which are normalized; floating
-            point of any shape (n, ...); or ids of words from 0 as int64, shape (n, length).
+        x_train: training samples: uint8 images, shape (n, channels, height, width), which are normalized; floating
+            point of any shape (n, ...); or int64 ids of words, from 0, shape (n, length).
         y_train: their classes, shape (n,), integers from 0.
-        x_test: samples of the global test set, of the same shape and type as ``x_train``; may be empty only where the
+        x_test: samples of the global test set, of the same shape and type as ``x_train``; may be empty only if the
             data module pools all samples.
         y_test: their classes.
         client_train: the client that each training sample comes from, shape (n,), any sortable type; None if unknown.
         client_test: the same for the test samples; those of a client without training samples are in the global test
             set only.
         mean: mean of each channel of the images in [0, 1], for normalization; None to compute it from ``x_train``.
-        std: standard deviation of each channel, likewise.
-        name: what messages call these data.
+        std: standard deviation of each channel; None to compute it.
+        name: the data's name in messages.
     """
 
     x_train: Tensor
@@ -57,7 +57,7 @@ class Arrays:
             needs_test: whether there must be test samples.
 
         Raises:
-            MisconfigurationException: for the first problem that is found.
+            MisconfigurationException: if there is a problem; the message describes the first one.
         """
         for problem in self._problems(needs_test):
             raise MisconfigurationException(f"{self.name}: {problem}.")
@@ -96,8 +96,8 @@ class Arrays:
     def _normalization_problems(self) -> Iterator[str]:
         if (self.mean is None) != (self.std is None):
             yield (
-                f"mean is {self.mean} and std is {self.std}, but both must be given, or neither, to compute them from "
-                "the images"
+                f"mean is {self.mean} and std is {self.std}, but either both must be given, or neither, to compute "
+                "them from the images"
             )
         if self.mean is None or self.std is None:
             return
@@ -119,11 +119,11 @@ def normalized(arrays: Arrays) -> tuple[Tensor, Tensor]:
     standard deviation, with the same operations as torchvision's ``ToTensor`` and ``Normalize``.
 
     Args:
-        arrays: the data set; where it holds uint8 images, with mean and standard deviation.
+        arrays: the data set; uint8 images need mean and standard deviation.
 
     Returns:
         All samples, training samples first, and black, shape (channels, 1, 1). Images and floating-point samples are
-        float32, ids of words int64; black is 0 where samples are not normalized.
+        float32, ids of words int64; black is 0 if samples are not normalized.
     """
     if arrays.x_train.dtype == torch.int64:
         return torch.cat((arrays.x_train, arrays.x_test)), torch.zeros(1, 1, 1)

@@ -12,11 +12,11 @@ from fedmoe_pl.data.checks import check_at_least
 
 
 class Augmentation(ABC):
-    """Changes a batch of normalized images at random; derive from it for an augmentation of your own."""
+    """Changes a batch of normalized images at random; derive from it to write your own augmentation."""
 
     @abstractmethod
     def __call__(self, x: Tensor, generator: Generator | None = None, black: Tensor | None = None) -> Tensor:
-        """Returns changed images; ``x`` stays as it is.
+        """Returns changed images; ``x`` itself is not changed.
 
         Args:
             x: normalized images, shape (n, channels, height, width).
@@ -31,7 +31,7 @@ class Augmentation(ABC):
 class RandomCrop(Augmentation):
     """Shifts every image by up to ``padding`` pixels in each direction and fills the border with black.
 
-    The same as torchvision's ``RandomCrop(size, padding)`` before normalization.
+    It does the same as torchvision's ``RandomCrop(size, padding)`` before normalization.
 
     Args:
         padding: largest shift, in pixels.
@@ -44,7 +44,8 @@ class RandomCrop(Augmentation):
         check_at_least(self, "padding", padding, 1)
         self.padding = padding
 
-    def __call__(self, x: Tensor, generator: Generator | None = None, black: Tensor | None = None) -> Tensor:  # noqa: D102
+    def __call__(self, x: Tensor, generator: Generator | None = None, black: Tensor | None = None) -> Tensor:
+        """Changes the images, see :class:`Augmentation`."""
         n, channels, height, width = x.shape
         p = self.padding
         padded = x.new_zeros(n, channels, height + 2 * p, width + 2 * p)
@@ -55,7 +56,7 @@ class RandomCrop(Augmentation):
         top, left = torch.randint(2 * p + 1, (2, n), generator=generator, device=device).to(x.device)
         per_image, per_channel, per_row, _ = padded.stride()
         first_pixel = torch.arange(n, device=x.device) * per_image + top * per_row + left
-        # A view with the window that starts at each pixel: 2 to 4 times as fast as indexing rows and columns.
+        # A view of the windows that start at each pixel: 2 to 4 times as fast as indexing rows and columns.
         last = (channels - 1) * per_channel + (height - 1) * per_row + width - 1
         windows = padded.as_strided((padded.numel() - last, channels, height, width), (1, per_channel, per_row, 1))
         return windows.index_select(0, first_pixel)
@@ -76,7 +77,8 @@ class RandomHorizontalFlip(Augmentation):
             raise MisconfigurationException(f"RandomHorizontalFlip: p is {p}, but must be in [0, 1].")
         self.p = p
 
-    def __call__(self, x: Tensor, generator: Generator | None = None, black: Tensor | None = None) -> Tensor:  # noqa: D102
+    def __call__(self, x: Tensor, generator: Generator | None = None, black: Tensor | None = None) -> Tensor:
+        """Changes the images, see :class:`Augmentation`."""
         device = generator.device if generator else None
         flip = torch.rand(len(x), 1, 1, 1, generator=generator, device=device) < self.p
         return torch.where(flip.to(x.device), x.flip(-1), x)

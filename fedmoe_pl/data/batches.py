@@ -1,4 +1,4 @@
-"""Batches of samples that are in memory."""
+"""Batches of samples in memory."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch import Generator, Tensor
 
-_SAMPLES_AT_ONCE = 128  # gathered and augmented by one call: cheaper than batch by batch, and still in the cache
+_SAMPLES_AT_ONCE = 128  # samples gathered and augmented in one call: cheaper than batch by batch, and fits the cache
 
 
 class Batches:
@@ -21,11 +21,11 @@ class Batches:
         y: their classes.
         samples: indices of the samples to iterate over.
         batch_size: samples per batch.
-        shuffle: whether every epoch has its own random order.
+        shuffle: whether every epoch has a new random order.
         generator: source of randomness; None for PyTorch's global one.
         augment: changes samples at random, called with some samples and ``generator``; None for no change.
-        drop_single: whether a last batch of one sample is left out, where it is not the only batch.
-        device: where the batches are needed; None leaves them where ``x`` is.
+        drop_single: whether a last batch of one sample is left out, if it is not the only batch.
+        device: the device of the batches; None for that of ``x``.
 
     Example:
         >>> batches = Batches(torch.arange(6.0), torch.arange(6), torch.tensor([5, 1, 2]), batch_size=2)
@@ -74,9 +74,9 @@ class Batches:
         samples = self.samples[self.order().to(self.samples.device)]
         at_once = max(_SAMPLES_AT_ONCE // self.batch_size, 1) * self.batch_size
         for start in range(0, len(samples), at_once):
-            some = samples[start : start + at_once]
-            x = self.x.index_select(0, some.to(self.x.device)).to(self.device)
-            y = self.y.index_select(0, some.to(self.y.device)).to(self.device)
+            indices = samples[start : start + at_once]
+            x = self.x.index_select(0, indices.to(self.x.device)).to(self.device)
+            y = self.y.index_select(0, indices.to(self.y.device)).to(self.device)
             if self.augment is not None:
                 x = self.augment(x, self.generator)
             yield from zip(x.split(self.batch_size), y.split(self.batch_size), strict=True)

@@ -1,4 +1,4 @@
-"""Checks of arguments that data modules, partitioners and augmentations share."""
+"""Checks of arguments of data modules, partitioners and augmentations."""
 
 from __future__ import annotations
 

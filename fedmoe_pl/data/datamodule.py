@@ -1,4 +1,4 @@
-"""The base of all data modules: a data set in memory, shared out among clients."""
+"""The base of all data modules: a data set in memory, divided among clients."""
 
 from __future__ import annotations
 
@@ -24,30 +24,30 @@ from fedmoe_pl.data.splits import balanced_subset, natural_test_samples, pooled_
 
 
 class FederatedDataModule(LightningDataModule, ABC):
-    """A data set in memory and its partition; derive from it and write ``load`` for data of your own.
+    """A data set in memory and its partition among clients; derive from it and write ``load`` to use your own data.
 
-    It also works in a plain Lightning ``Trainer``, with the samples of all clients together. The partition and every
-    client's own splits depend on ``partition_seed`` alone, never on the seed of a run. Samples that the partitioner
-    gives to nobody are not used.
+    It also works in a plain Lightning ``Trainer``, with the samples of all clients together. The partition and each
+    client's split depend only on ``partition_seed``, not on the seed of a run. Samples that the partitioner gives to no
+    client are not used.
 
     Args:
-        num_clients: number of clients; None if the data have client ids of their own.
+        num_clients: number of clients; None if the data have client ids.
         partitioner: deals the training samples; None for ``NaturalIds`` if the data have client ids, else ``IID``.
         batch_size: samples per batch.
-        test_fraction: share of each client's samples that is held out as its own local test set, in [0, 1).
+        test_fraction: share of each client's samples that is held out as its local test set, in [0, 1).
         validation_fraction: share of each client's samples that is held out for validation, in [0, 1).
         augmentation: changes of the training images, applied in this order.
         partition_seed: seed of the partition.
         stratify: whether each class of a client is split separately into training, validation and test, so that all
-            three have the client's shares of the classes, up to rounding. At a fraction of 0.2, a class with one or two
-            samples is for training only.
+            three have the client's shares of the classes, up to rounding. With a fraction of 0.2, a class with one or
+            two samples is used for training only.
         pool: whether the data's own test samples are dealt to the clients together with the training samples; the
-            global test set is then all that the clients hold out as ``test_fraction``.
-        global_test_size: number of samples of the global test set, chosen at random, of each class equally many; None
+            global test set then consists of all samples that the clients hold out as ``test_fraction``.
+        global_test_size: number of samples of the global test set, chosen at random, equally many of each class; None
             for all.
         rotations: one angle for each group of clients, in degrees: 0, 90, 180 or 270, counterclockwise. Each group
-            shares all training images, rotated by its angle, and all test images as its clients' own test samples; the
-            global test set has each test image in every rotation. None for no rotations.
+            divides among its clients all training images, and all test images as local test samples, rotated by its
+            angle. The global test set has each test image in every rotation. None for no rotations.
 
     Attributes:
         x: all samples, the training samples followed by the test samples, shape (m, ...): normalized float32, or int64
@@ -57,20 +57,20 @@ class FederatedDataModule(LightningDataModule, ABC):
         num_clients: number of clients.
         train_samples: indices into ``x``, one tensor per client, see :class:`Parts`.
         validation_samples: the same, held out for validation; may be empty.
-        test_samples: the same, the client's own test samples; may be empty.
+        test_samples: the same, each client's local test set; may be empty.
         global_test: indices of the global test set.
         num_shared: number of samples that the partitioner could deal, the first ones of ``x``.
         class_shares: share of each class in each client's training and validation samples, float64,
             shape (num_clients, num_classes).
-        normalization: mean and standard deviation of each channel of the images. To use those of another federation's
-            data where none are given, set it before ``setup``. None for other data.
-        vocabulary: words in the order of their ids, for data that are texts. To use that of another federation's data,
-            set it before ``setup``. None for other data.
+        normalization: mean and standard deviation of each channel of images; None for other data. If ``load`` gives
+            none, set it before ``setup`` to use another federation's.
+        vocabulary: words of texts in the order of their ids; None for other data. Set it before ``setup`` to use
+            another federation's.
         black: value of a black pixel in ``x``, shape (channels, 1, 1); 0 for data that are not normalized.
 
     Raises:
-        MisconfigurationException: for arguments outside their range; in ``setup`` if the data cannot be read or cannot
-            be dealt as the arguments ask for.
+        MisconfigurationException: if an argument is out of range; in ``setup``, if the data cannot be read or cannot be
+            dealt as the arguments ask.
     """
 
     x: Tensor
@@ -108,7 +108,7 @@ class FederatedDataModule(LightningDataModule, ABC):
         if rotations is not None and not isinstance(partitioner, NaturalIds | None):
             raise MisconfigurationException(
                 f"{type(self).__name__}: partitioner is {type(partitioner).__name__}, but must be None with rotations, "
-                "which decide who holds which images."
+                "which decide which client holds which images."
             )
         self.requested_clients = num_clients
         self.partitioner = partitioner
@@ -132,7 +132,7 @@ class FederatedDataModule(LightningDataModule, ABC):
         """Reads, normalizes and deals the data; a second call does nothing.
 
         Args:
-            stage: ignored; Lightning passes the kind of run.
+            stage: ignored; Lightning passes the type of run.
         """
         if hasattr(self, "class_shares"):
             return
@@ -157,7 +157,7 @@ class FederatedDataModule(LightningDataModule, ABC):
         self.class_shares = counts / counts.sum(dim=1, keepdim=True)
 
     def _choose_normalization(self, arrays: Arrays) -> None:
-        """Sets mean and standard deviation of images: the given ones, those of other data, or their own."""
+        """Sets mean and standard deviation of images: from ``load``, another federation, or the images."""
         if arrays.is_images and arrays.mean is None:
             if self.normalization is None:
                 arrays.compute_normalization()
@@ -167,7 +167,7 @@ class FederatedDataModule(LightningDataModule, ABC):
             self.normalization = list(arrays.mean), list(arrays.std)
 
     def _deal(self, arrays: Arrays, rng: np.random.Generator) -> None:
-        """Deals the samples to the clients and splits each client's own."""
+        """Deals the samples to the clients and splits each client's samples."""
         ids = pooled_ids(arrays) if self.pool else arrays.client_train
         partitioner = self.partitioner or (IID() if ids is None else NaturalIds())
         parts = partitioner(self.y[: self.num_shared].numpy(), self.requested_clients, rng, ids)
@@ -248,8 +248,8 @@ class FederatedDataModule(LightningDataModule, ABC):
             batch_size: samples per batch; None for that of the data module.
             generator: for shuffling every epoch and for augmentation; None for the order of ``samples``.
             augment: whether to augment.
-            drop_single: whether to leave out a last batch of one sample, where it is not the only batch.
-            device: where the batches are needed; None leaves them where the data are.
+            drop_single: whether to leave out a last batch of one sample, if it is not the only batch.
+            device: the device of the batches; None for that of the data.
         """
         return Batches(
             self.x,
@@ -293,6 +293,6 @@ class FederatedDataModule(LightningDataModule, ABC):
             )
         if pool and test_fraction == 0:
             raise MisconfigurationException(
-                f"{name}: test_fraction is {test_fraction}, but must be above 0 where pool is true, because the global "
+                f"{name}: test_fraction is {test_fraction}, but must be above 0 if pool is true, because the global "
                 "test set is what the clients hold out."
             )

@@ -13,20 +13,20 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-_MOST_CLIENTS = 40  # in the table; of more, some are left out
-_MOST_CLASSES = 20  # with a column of their own in the table
-_MOST_NUMBERS = 200  # cells of the figure with their count written into them
+_MOST_CLIENTS = 40  # clients in the table; if there are more, some are left out
+_MOST_CLASSES = 20  # classes with a column in the table
+_MOST_NUMBERS = 200  # cells of the figure that show their counts
 _MOST_UNSORTED = 200  # clients of the figure in the order of their ids
-_MOST_COLUMNS = 1000  # of the figure, each at least one pixel wide
+_MOST_COLUMNS = 1000  # columns of the figure, each at least one pixel wide
 
 
 def partition_table(datamodule: FederatedDataModule) -> str:
     """Returns a table of the samples of every client.
 
-    A line has the sizes of a client's training, validation and own test sets, and its training and validation samples
-    of each class. With more than 20 classes it has the number of the client's classes and its largest class instead. Of
-    more than 40 clients the first 30 and the last 10 are listed. The last lines have the mean, the least and the
-    greatest value of each column over all clients.
+    A row has the sizes of a client's training, validation and local test sets, and its number of training and
+    validation samples of each class. If there are more than 20 classes, it has the number of the client's classes and
+    its largest class instead. If there are more than 40 clients, the first 30 and the last 10 are listed. The last rows
+    have the mean, the smallest and the largest value of each column over all clients.
 
     Args:
         datamodule: a data module after ``setup``.
@@ -53,7 +53,7 @@ def partition_table(datamodule: FederatedDataModule) -> str:
 
 
 def _shared(datamodule: FederatedDataModule) -> str:
-    """Returns how many samples the clients hold, and of how many, where some are held by nobody."""
+    """Returns in words how many samples the clients hold, and of how many if some are not used."""
     parts = (datamodule.train_samples, datamodule.validation_samples, datamodule.test_samples)
     dealt = sum(int((part.indices < datamodule.num_shared).sum()) for part in parts)
     whole = "" if dealt == datamodule.num_shared else f" of {datamodule.num_shared}"
@@ -72,7 +72,7 @@ def _class_columns(counts: Tensor) -> dict[str, list[int]]:
 
 
 def partition_figure(datamodule: FederatedDataModule) -> Figure:
-    """Returns a figure of the samples of every client: by class as colours, and their number below.
+    """Returns a figure of every client's samples: above, by class in colours; below, their number.
 
     More than 200 clients are sorted by their largest class and its share.
 
@@ -88,7 +88,7 @@ def partition_figure(datamodule: FederatedDataModule) -> Figure:
     width, height = min(max(6.0, 2.5 + n * 0.25), 14.0), min(max(5.0, 3.0 + num_classes * 0.25), 10.0)
     figure = Figure(figsize=(width, height), layout="constrained")
     cells, sizes = figure.subplots(2, 1, sharex=True, height_ratios=[3, 1])
-    # clients narrower than a pixel are averaged with their neighbours: faster than to draw all, and none is left out
+    # clients narrower than a pixel are averaged with their neighbours: faster than drawing all, and none is left out
     edges = np.linspace(0, n, min(n, _MOST_COLUMNS) + 1).astype(int)
     extent = (-0.5, n - 0.5, num_classes - 0.5, -0.5)
     image = cells.imshow(
@@ -105,7 +105,7 @@ def partition_figure(datamodule: FederatedDataModule) -> Figure:
     below = np.zeros(len(edges) - 1)
     for name, part in _sizes(datamodule).items():
         top = below + _averaged(np.array(part)[order], edges)
-        sizes.stairs(top, edges - 0.5, baseline=below, fill=True, label=name)  # one shape, faster than bars
+        sizes.stairs(top, edges - 0.5, baseline=below, fill=True, label=name)  # one shape is faster than bars
         below = top
     figure.legend(loc="outside lower center", ncols=3, frameon=False)
     cells.set_ylabel("class")
@@ -139,7 +139,7 @@ def _write_numbers(cells: Axes, counts: Tensor) -> None:
 
 
 def _sizes(datamodule: FederatedDataModule) -> dict[str, list[int]]:
-    """Returns the clients' numbers of training, validation and own test samples; without the kinds that nobody has."""
+    """Returns each client's numbers of training, validation and local test samples, without sets that are all empty."""
     parts = {
         "train": datamodule.train_samples,
         "validation": datamodule.validation_samples,

@@ -1,4 +1,4 @@
-"""The samples of every client, as one tensor."""
+"""The samples of all clients, as one tensor."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from torch import Tensor
 
 
 class Parts(Sequence[Tensor]):
-    """The sample indices of every client, kept in one tensor instead of one tensor per client.
+    """The sample indices of all clients in one tensor, instead of one tensor per client.
 
-    ``parts[client]`` is a view. A view is pickled with the indices of all clients; clone it first.
+    ``parts[client]`` is a view. Clone it before pickling, because a view is pickled with the indices of all clients.
 
     Args:
         indices: the clients' samples one after another, int64, shape (n,).
@@ -39,7 +39,7 @@ class Parts(Sequence[Tensor]):
     def __getitem__(self, client: slice) -> Parts: ...
     def __getitem__(self, client: int | slice) -> Tensor | Parts:
         """Returns one client's samples as a view, or those of several clients as new ``Parts``."""
-        chosen = range(len(self))[client]  # counts from the end where negative, and raises IndexError
+        chosen = range(len(self))[client]  # counts from the end if negative, and raises IndexError
         if isinstance(chosen, range):
             return self.select(torch.tensor(chosen, dtype=torch.int64))
         size = int(self.sizes[chosen])
@@ -49,7 +49,7 @@ class Parts(Sequence[Tensor]):
         return Parts, (self.indices, self.sizes)
 
     def select(self, clients: Tensor) -> Parts:
-        """Returns the parts of some clients, in the order given.
+        """Returns the parts of some clients, in their order in ``clients``.
 
         Args:
             clients: int64, shape (k,).

@@ -16,9 +16,9 @@ from fedmoe_pl.data.arrays import Arrays
 def rotated(arrays: Arrays, rotations: Sequence[int], num_clients: int | None, rng: np.random.Generator) -> Arrays:
     """Copies all images once per rotation and deals each copy to a group of clients.
 
-    The groups are consecutive clients, in the order of ``rotations``, and differ in size by at most one. Within a group
-    all training images are dealt at random in equal parts, and so are all test images. Each image is thus held once in
-    each group, and a client's own test samples have its rotation. The global test set holds all test images in every
+    The groups are consecutive clients, in the order of ``rotations``, and differ in size by at most one. In each group,
+    all training images are dealt at random in equal parts, and so are all test images. Each group therefore holds each
+    image once, and a client's local test samples have its rotation. The global test set holds all test images in every
     rotation (Ghosh et al. 2020; Isaksson et al. 2022).
 
     Args:
@@ -31,8 +31,8 @@ def rotated(arrays: Arrays, rotations: Sequence[int], num_clients: int | None, r
         Images with client ids from 0, those of the first rotation first; all copies are in memory.
 
     Raises:
-        MisconfigurationException: if the samples are no images that can be rotated, the data have client ids, or there
-            are too few or too many clients.
+        MisconfigurationException: if the samples cannot be rotated, the data have client ids, or there are too few or
+            too many clients.
     """
     _check(arrays, rotations, num_clients)
     assert num_clients is not None
@@ -57,13 +57,13 @@ def rotated(arrays: Arrays, rotations: Sequence[int], num_clients: int | None, r
 
 
 def check_rotations(rotations: Sequence[int] | None) -> list[int] | None:
-    """Returns ``rotations`` as a list, or refuses them.
+    """Checks ``rotations`` and returns them as a list.
 
     Args:
         rotations: angles in degrees; None for no rotations.
 
     Raises:
-        MisconfigurationException: if the list is empty, has an angle twice, or has another one than 0, 90, 180 and 270.
+        MisconfigurationException: if the list is empty, has an angle twice, or one other than 0, 90, 180 and 270.
     """
     if rotations is None:
         return None
@@ -82,9 +82,7 @@ def _check(arrays: Arrays, rotations: Sequence[int], num_clients: int | None) ->
             f"{list(rotations)}."
         )
     if arrays.client_train is not None:
-        raise MisconfigurationException(
-            f"rotations is {list(rotations)}, but must be None for data that say which client a sample comes from."
-        )
+        raise MisconfigurationException(f"rotations is {list(rotations)}, but must be None for data with client ids.")
     shape = tuple(arrays.x_train.shape)
     if len(shape) != 4 or (shape[2] != shape[3] and any(angle % 180 for angle in rotations)):
         raise MisconfigurationException(

@@ -1,4 +1,4 @@
-"""Each client's own split into training, validation and test samples, and the choice of global test samples."""
+"""Splits each client's samples into training, validation and test, and chooses the global test samples."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from fedmoe_pl.data.arrays import Arrays
 from fedmoe_pl.data.partitioners.partitioner import group_by
 from fedmoe_pl.data.parts import Parts
 
-_GLOBAL_TEST = (0, 0)  # spawn key of the random numbers for the global test set; a client's key has one number
+_GLOBAL_TEST = (0, 0)  # spawn key of the random numbers for the global test set; clients' keys have one number
 
 
 def split(
@@ -22,9 +22,9 @@ def split(
     seed: int,
     labels: np.ndarray | None = None,
 ) -> tuple[Parts, Parts, Parts]:
-    """Splits every client's samples into training, validation and test, with random numbers of its own.
+    """Splits every client's samples into training, validation and test; each client has its own random numbers.
 
-    The fractions are rounded to whole samples, and at least one sample stays for training.
+    The fractions are rounded to whole samples, and at least one sample is left for training.
 
     Args:
         samples: the clients' samples one after another, shape (n,); they may be shuffled in place.
@@ -33,7 +33,7 @@ def split(
         validation_fraction: share of the validation samples.
         seed: seed of the partition.
         labels: the class of every sample of the data set, to split each class of a client separately, so that at
-            least one sample of each of its classes stays for training; None to split regardless of class.
+            least one sample of each of its classes is left for training; None to split regardless of class.
 
     Returns:
         Training, validation and test samples.
@@ -56,7 +56,7 @@ def split(
 
 def _cuts(sizes: np.ndarray, test_fraction: float, validation_fraction: float) -> np.ndarray:
     """Returns how many samples are for test, validation and training, int64, shape (len(sizes), 3)."""
-    most = np.maximum(sizes - 1, 0)  # at least one sample stays for training
+    most = np.maximum(sizes - 1, 0)  # at least one sample is left for training
     n_test = np.minimum(np.rint(sizes * test_fraction), most)
     n_validation = np.minimum(np.rint(sizes * validation_fraction), most - n_test)
     return np.stack((n_test, n_validation, sizes - n_test - n_validation), axis=1).astype(np.int64)
@@ -94,12 +94,12 @@ def natural_test_samples(arrays: Arrays) -> Parts:
 
 
 def balanced_subset(samples: Tensor, labels: Tensor, size: int, seed: int) -> Tensor:
-    """Chooses global test samples at random, of every class as many as of any other, up to one.
+    """Chooses global test samples at random; the numbers of samples per class differ by at most one.
 
     Args:
         samples: indices of all global test samples, shape (n,).
         labels: their classes, shape (n,).
-        size: number of samples to choose; where the classes cannot have equally many, the first ones have one more.
+        size: number of samples to choose; if it cannot be divided equally, the first classes have one more.
         seed: seed of the partition.
 
     Returns:
@@ -115,8 +115,8 @@ def balanced_subset(samples: Tensor, labels: Tensor, size: int, seed: int) -> Te
         c = int(short[0])
         raise MisconfigurationException(
             f"global_test_size is {size}, which takes {wanted[c]} samples of class {classes[c]}, but the global test "
-            f"set has {counts[c]} of them; {int(counts.min()) * len(classes)} samples would be equally many of each "
-            "class."
+            f"set has {counts[c]} of them; at most {int(counts.min()) * len(classes)} samples can be chosen with "
+            "equally many of each class."
         )
     rng = np.random.default_rng(np.random.SeedSequence(seed, spawn_key=_GLOBAL_TEST))
     chosen = [

@@ -1,4 +1,4 @@
-"""Mixtures of experts, gates and experts; nothing here knows of federations."""
+"""Mixtures of experts, gates and experts; they do not depend on the federation."""
 
 from fedmoe_pl.models.experts.bilstm import BiLSTM
 from fedmoe_pl.models.experts.cnn import CNN

@@ -1,4 +1,4 @@
-"""Layers, initial parameters and checks that several networks share."""
+"""Layers, initial parameters and checks for several networks."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from torch import nn
 
 
 def draw_anew(module: nn.Module) -> None:
-    """Draws new initial parameters, in place, by the ``reset_parameters`` of every layer that has one."""
+    """Draws new initial parameters in place, with the ``reset_parameters`` of every layer that has this method."""
     for layer in module.modules():
         if callable(reset := getattr(layer, "reset_parameters", None)):
             reset()
@@ -54,7 +54,7 @@ def pooled_size(network: nn.Module, image_size: int, times: int = 2) -> int:
     """Height and width of an image after 5x5 convolutions without padding, each followed by 2x2 pooling.
 
     Args:
-        network: named in the message.
+        network: the network that the message names.
         image_size: height and width of the image in pixels.
         times: number of convolutions.
 
@@ -79,11 +79,11 @@ def check_dropout(network: nn.Module, dropout: float) -> None:
     """Refuses a dropout probability outside [0, 1).
 
     Args:
-        network: named in the message.
+        network: the network that the message names.
         dropout: dropout probability.
 
     Raises:
-        MisconfigurationException: if it is not at least 0 and below 1.
+        MisconfigurationException: if it is outside [0, 1).
     """
     if not 0 <= dropout < 1:
         raise MisconfigurationException(
@@ -94,7 +94,7 @@ def check_dropout(network: nn.Module, dropout: float) -> None:
 def two_convolutions(
     in_channels: int, conv1_channels: int, conv2_channels: int, convolution: type[nn.Conv2d] = nn.Conv2d
 ) -> nn.Sequential:
-    """Two 5x5 convolutions, each with ReLU and 2x2 pooling, and flattening.
+    """Two 5x5 convolutions, each followed by ReLU and 2x2 pooling, then flattening.
 
     Args:
         in_channels: channels of the input.

@@ -8,19 +8,19 @@ from torch import Tensor, nn
 
 
 class SwitchNorm1d(nn.Module):
-    """Normalizes by a learned mixture of layer and batch statistics (Luo et al. 2019, https://arxiv.org/abs/1806.10779).
+    """Normalizes by a learned mixture of layer and batch statistics (Luo et al., https://arxiv.org/abs/1806.10779).
 
-    The official implementation for 2-D input: ``(x - mean) / sqrt(var + eps) * weight + bias``. The mean is a mixture
-    of a sample's mean over its features (index 0) and of a feature's mean over the batch (index 1), weighed by the
-    softmax of ``mean_weight``; the variance likewise, by ``var_weight``. Variances are unbiased. In eval mode running
-    statistics replace those of the batch. They start at 0, the variance too, so it takes many steps until they are
-    right.
+    As in the official implementation for 2-D input, the output is ``(x - mean) / sqrt(var + eps) * weight + bias``.
+    The mean is a mixture of the sample's mean over its features (index 0) and the feature's mean over the batch (index
+    1), weighted with the softmax of ``mean_weight``. The variance is mixed in the same way, with ``var_weight``.
+    Variances are unbiased. In eval mode, running statistics replace those of the batch. Both start at 0, even the
+    variance, so that they need many steps to become right.
 
     Args:
         num_features: number of features D of inputs (B, D), at least 2.
-        momentum: share of the old running statistics in the new ones, from 0 to 1; ``nn.BatchNorm1d`` calls the share
-            of the new ones momentum. The official implementation has 0.997: after 1000 steps, 5% of the initial value
-            is left.
+        momentum: share of the old running statistics in the new ones, from 0 to 1; in ``nn.BatchNorm1d``, momentum is
+            the share of the new statistics. The official implementation has 0.997: after 1000 steps, 5% of the initial
+            value is left.
         eps: added to the variance.
 
     Raises:
@@ -63,7 +63,7 @@ class SwitchNorm1d(nn.Module):
         """Normalized values (B, D) of inputs (B, D).
 
         Raises:
-            ValueError: if the input is not 2-D, or has one sample in train mode, which has no variance.
+            ValueError: if the input is not 2-D, or has only one sample in train mode, so that there is no variance.
         """
         if x.dim() != 2:
             raise ValueError(f"expected 2D input (got {x.dim()}D input)")
@@ -82,7 +82,7 @@ class SwitchNorm1d(nn.Module):
             raise ValueError(f"Expected more than 1 value per channel when training, got input size {tuple(x.shape)}")
         mean, var = x.mean(0), x.var(0)
         with torch.no_grad():
-            # in place, as in nn.BatchNorm1d: under functional_call the buffers belong to the caller
+            # in place, as in nn.BatchNorm1d, because under functional_call the buffers belong to the caller
             self.running_mean.mul_(self.momentum).add_((1 - self.momentum) * mean)
             self.running_var.mul_(self.momentum).add_((1 - self.momentum) * var)
         return mean, var

@@ -1,1 +1,1 @@
-"""Phases and their rounds: what a run is in the middle of."""
+"""Phases, their rounds, and the state of a run."""

@@ -1,10 +1,11 @@
-"""How a phase begins: from the initial model, from an earlier phase, or from a result that a checkpoint gives."""
+"""How a phase begins: from the initial model, from an earlier phase, or with a result from a checkpoint."""
 
 from __future__ import annotations
 
 import copy
 from collections import ChainMap
 from collections.abc import Iterable
+from dataclasses import replace
 
 import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
@@ -46,93 +47,101 @@ def _dtype(module: LightningModule) -> torch.dtype:
 
 
 def begin_phase(
-    phase: Phase, module: LightningModule, before: PhaseState | None, given: PhaseState | None
+    phase: Phase, module: LightningModule, before: PhaseState | None, result: PhaseState | None
 ) -> PhaseState:
-    """The phase's state before its first round, or its given result; loads its initial tensors into the module.
+    """The phase's state before its first round, or its result from a checkpoint.
+
+    The initial tensors are loaded into the module.
 
     Args:
         phase: the phase.
         module: the phase's module.
         before: the state of the phase that it starts from; None for the initial model.
-        given: its result, see :func:`given_result`; None where the phase is to be trained.
+        result: the phase's result, see :func:`read_result`; None if the phase is to be trained.
     """
     state = _from_start(phase, module, before)
-    if given is None:
+    if result is None:
         return state
-    kept = ChainMap(given.kept, state.kept)  # pyright: ignore[reportArgumentType]  only read; as one dict too large
-    return PhaseState(state.initial, given.server, kept, round=phase.rounds, given=given.best_round or given.round)
+    kept = state.kept
+    if result.kept:  # a ChainMap, because one dict of both could be too large; it is only read
+        kept = ChainMap(result.kept, state.kept)  # pyright: ignore[reportArgumentType]
+    return replace(result, initial=state.initial, server={**state.server, **result.server}, kept=kept)
 
 
-def begin_phase_of_newcomers(
-    phase: Phase, module: LightningModule, before: PhaseState | None, given: PhaseState | None
-) -> PhaseState:
-    """The same for clients that were not in the federation.
-
-    What the federation's clients kept is not theirs. They train what clients do not share in rounds of their own, from
-    which the server learns nothing; where everything is shared, there are none.
-    """
-    state = _from_start(phase, module, before)
-    if given is None:
-        return state
-    round = 0 if _keeps_parameters(phase, module) else phase.rounds
-    return PhaseState(state.initial, given.server, state.kept, round=round, given=given.best_round or given.round)
-
-
-def given_result(phase: Phase, module: LightningModule) -> PhaseState | None:
-    """The phase's result in ``phase.ckpt_path``, once it is known to fit; None where no checkpoint is named.
+def read_result(phase: Phase, module: LightningModule) -> PhaseState:
+    """Reads the phase's result from ``phase.ckpt_path`` and checks that it fits.
 
     Args:
-        phase: the phase.
-        module: the phase's module; its tensors may be replaced.
+        phase: a phase with a ``ckpt_path``.
+        module: the phase's module; its tensors are replaced.
+
+    Returns:
+        A state after the last round, without initial tensors.
 
     Raises:
-        MisconfigurationException: if the checkpoint cannot be read, has no such phase, or is that of another model or
-            algorithm.
+        MisconfigurationException: if the checkpoint or a file that it needs cannot be read, if it has no such phase, or
+            if it belongs to another model or algorithm.
     """
-    if phase.ckpt_path is None:
-        return None
-    state, content = _from_start(phase, module, None), load_checkpoint(phase.ckpt_path)
+    saved = _read(phase, module)
+    check_kept(saved.kept)
+    return PhaseState({}, saved.server, saved.kept, round=phase.rounds, given_round=saved.best_round or saved.round)
+
+
+def read_result_for_newcomers(phase: Phase, module: LightningModule) -> PhaseState:
+    """The same for clients that were not in the federation.
+
+    They do not get what the federation's clients kept. They train the parameters that clients do not share, in local
+    rounds that leave the server's state unchanged. If clients share all parameters, there are no such rounds.
+    """
+    saved = _read(phase, module)
+    round = 0 if _keeps_parameters(phase, module) else phase.rounds
+    return PhaseState({}, saved.server, round=round, given_round=saved.best_round or saved.round)
+
+
+def _read(phase: Phase, module: LightningModule) -> PhaseState:
+    """The saved state of the phase; of a checkpoint of Lightning, one with the server's parameters alone."""
+    state, content = _from_start(phase, module, None), load_checkpoint(phase.ckpt_path or "")
     prefix = f"{phase}: ckpt_path is '{phase.ckpt_path}'"
-    if "phases" in content:
-        finished = [name for name, saved in content["phases"].items() if saved.finished]
-        if phase.name not in finished:
-            raise MisconfigurationException(
-                f"{prefix}, whose finished phases are {finished}; '{phase.name}' must be one of them."
-            )
-        result = content["phases"][phase.name]
-    else:  # a checkpoint of Lightning
+    if "phases" not in content:
         parameters = [name for name in state.server if name in state.initial]  # the rest is the algorithm's own
         missing = [name for name in parameters if name not in content["state_dict"]]
         if missing:
             raise MisconfigurationException(
                 f"{prefix}, which has no '{missing[0]}'; it must have all shared parameters."
             )
-        result = PhaseState({}, {**state.server, **_selected(parameters, content["state_dict"])})
-    load_tree(module, _selected(state.initial, result.server))
-    missing = [name for name in state.server if name not in result.server]
+        saved = PhaseState({}, _selected(parameters, content["state_dict"]))
+        load_tree(module, saved.server)
+        return saved
+    finished = [name for name, other in content["phases"].items() if other.finished]
+    if phase.name not in finished:
+        raise MisconfigurationException(
+            f"{prefix}, whose finished phases are {finished}; '{phase.name}' must be one of them."
+        )
+    saved = content["phases"][phase.name]
+    load_tree(module, _selected(state.initial, saved.server))
+    missing = [name for name in state.server if name not in saved.server]
     if missing:
         raise MisconfigurationException(
             f"{prefix}, where '{phase.name}' was another method or model: it has no '{missing[0]}'."
         )
-    check_kept(result.kept)
-    return result
+    return saved
 
 
 def _from_start(phase: Phase, module: LightningModule, before: PhaseState | None) -> PhaseState:
-    """The state before the first round, as the phase's start leaves it."""
+    """The phase's state before its first round, from the phase that it starts from or the initial model."""
     initial = {name: tensor.detach().cpu() for name, tensor in module.state_dict().items()}
     inherited = [name for name in initial if not (phase.gate and name.startswith("gate."))]
     if before is not None:
         initial |= _selected(inherited, {**before.initial, **before.server})
     load_tree(module, initial)
     server = phase.algorithm.server_init(module)
-    # What the server sends now takes the place of what clients kept of it before.
+    # What the server sends now replaces what clients kept under the same names.
     kept = only({} if before is None else before.kept, [name for name in inherited if name not in server])
     return PhaseState(initial, server, kept)
 
 
 def _keeps_parameters(phase: Phase, module: LightningModule) -> bool:
-    """Whether clients train parameters in this phase that they do not share."""
+    """Whether the clients of this phase train parameters that they do not share."""
     return any(
         parameter.requires_grad and phase.algorithm.is_trainable(name, 0, 0) and not phase.algorithm.is_shared(name)
         for name, parameter in module.named_parameters()

@@ -1,4 +1,4 @@
-"""The state of a federation on disk: tensors and plain values only, readable with ``weights_only=True``."""
+"""Checkpoints of a federation: tensors and plain values only, readable with ``weights_only=True``."""
 
 from __future__ import annotations
 
@@ -23,6 +23,7 @@ from fedmoe_pl.trees import Tree
 LAST = "last"
 FILE = "checkpoints/last.ckpt"
 KEPT = "checkpoints/kept"
+_FORMAT = 2  # of a checkpoint; 1 had other names for the tensors of algorithms
 
 
 def save_checkpoint(
@@ -32,31 +33,31 @@ def save_checkpoint(
     rows: list[dict[str, Any]],
     identity: dict[str, Any],
 ) -> None:
-    """Writes a checkpoint beside the old one and then replaces it, so that a kill at any moment leaves a whole one.
+    """Writes a checkpoint beside the old one, then replaces the old one: a kill at any moment leaves a complete file.
 
-    Finished phases are left to their own files, so that no later round writes them again.
+    Finished phases are in their own files (:func:`save_finished`), so that later rounds do not write them again.
 
     Args:
         path: where to write.
         model: tensors of the initial model.
         states: the phases begun so far, by name.
         rows: the rows of ``rounds.csv`` so far.
-        identity: what tells this run from others, see :func:`identify`.
+        identity: the run's seed and data, see :func:`identify`.
     """
     phases = {
         name: None if state.finished and _finished_path(path, name).is_file() else _content(state)
         for name, state in states.items()
     }
-    _save(path, {"fedmoe_pl": 1, **identity, "model": model, "phases": phases, "rows": rows})
+    _save(path, {"fedmoe_pl": _FORMAT, **identity, "model": model, "phases": phases, "rows": rows})
 
 
 def save_finished(path: Path, name: str, state: PhaseState) -> None:
-    """Writes a finished phase to a file of its own, before the checkpoint that leaves it out.
+    """Writes a finished phase to its own file, before the checkpoint that leaves it out.
 
     Args:
         path: the checkpoint.
         name: the phase's name.
-        state: where it stands for good.
+        state: the phase's final state.
     """
     _save(_finished_path(path, name), _content(state))
 
@@ -73,7 +74,7 @@ def _save(path: Path, content: dict[str, Any]) -> None:
 
 
 def _content(state: PhaseState) -> dict[str, Any]:
-    """The state as dicts; not asdict, which would copy tensors, and cut those that phases share."""
+    """The state as dicts; not by ``asdict``, which would copy the tensors, even those that phases share."""
     content = {item.name: getattr(state, item.name) for item in fields(state)}
     for name in ("kept", "best_kept"):
         if isinstance(kept := content[name], KeptOnDisk):
@@ -85,7 +86,7 @@ def _content(state: PhaseState) -> dict[str, Any]:
 
 
 def _state(path: Path, content: dict[str, Any]) -> PhaseState:
-    """The state that has this content in the checkpoint at ``path``."""
+    """The state from its content in the checkpoint at ``path``; the inverse of ``_content``."""
     for name in ("kept", "best_kept"):
         if "versions" in (kept := content[name]):
             content[name] = KeptOnDisk(path.parent / Path(KEPT).name, kept["phases"], kept["versions"])
@@ -99,10 +100,10 @@ def load_checkpoint(path: str | Path) -> dict[str, Any]:
     """Reads a checkpoint of a federation or of Lightning.
 
     Returns:
-        The file's content; a federation's has ``phases``, a dict of ``PhaseState`` by name.
+        The file's content; for a federation, ``phases`` is a dict of ``PhaseState`` by name.
 
     Raises:
-        MisconfigurationException: if there is no such file, a part of it is missing, or it is not a checkpoint.
+        MisconfigurationException: if the file or a finished phase's file is missing, or is not a checkpoint.
     """
     path = Path(path)
     if not path.is_file():
@@ -110,7 +111,12 @@ def load_checkpoint(path: str | Path) -> dict[str, Any]:
     content = _load(path)
     if not isinstance(content, dict) or not ("fedmoe_pl" in content or "state_dict" in content):
         raise MisconfigurationException(
-            f"ckpt_path is '{path}', which is no checkpoint of a federation or of Lightning."
+            f"ckpt_path is '{path}', which is not a checkpoint of a federation or of Lightning."
+        )
+    if content.get("fedmoe_pl", _FORMAT) != _FORMAT:
+        raise MisconfigurationException(
+            f"ckpt_path is '{path}', a checkpoint of format {content['fedmoe_pl']}, but this version needs one of "
+            f"format {_FORMAT}."
         )
     for name, phase in content.get("phases", {}).items():
         finished = _finished_path(path, name)
@@ -128,7 +134,7 @@ def _load(path: Path) -> Any:
         return torch.load(path, weights_only=True, map_location="cpu")
     except (pickle.UnpicklingError, RuntimeError, OSError, EOFError, ValueError) as error:
         raise MisconfigurationException(
-            f"ckpt_path is '{path}', which is damaged or no checkpoint of tensors and plain values."
+            f"ckpt_path is '{path}', which is damaged or not a checkpoint of tensors and plain values."
         ) from error
 
 
@@ -136,7 +142,7 @@ def load_federation(path: Path) -> dict[str, Any]:
     """Reads a checkpoint of a federation.
 
     Raises:
-        MisconfigurationException: if it is not one.
+        MisconfigurationException: if the file is not a federation's checkpoint.
     """
     content = load_checkpoint(path)
     if "phases" not in content:
@@ -149,11 +155,11 @@ def load_run(path: Path, phases: Sequence[Phase], identity: dict[str, Any]) -> d
 
     Args:
         path: ``checkpoints/last.ckpt`` in the run's folder.
-        phases: the phases that may be in it.
-        identity: what it must have of :func:`identify`.
+        phases: the phases of the federation.
+        identity: the seed and data that the run must have had, see :func:`identify`.
 
     Raises:
-        MisconfigurationException: if it is the checkpoint of something else, or none.
+        MisconfigurationException: if it is not a checkpoint of such a run.
     """
     rounds = {phase.name: phase.rounds for phase in phases}
     content = load_checkpoint(path)
@@ -164,13 +170,14 @@ def load_run(path: Path, phases: Sequence[Phase], identity: dict[str, Any]) -> d
             f"{key}, which holds the phases {[*states]}, but the federation's phases are {[*rounds]}."
         )
     if path.parent.name != Path(FILE).parent.name:
-        raise MisconfigurationException(f"{key}, but must be {FILE} in the folder of the run that goes on.")
+        raise MisconfigurationException(f"{key}, but must be {FILE} in the folder of the run to resume.")
     seed, partition = identity["seed"], identity["partition"]
     if content["seed"] != seed:
-        raise MisconfigurationException(f"{key}, a run with seed_everything {content['seed']}, but now it is {seed}.")
+        raise MisconfigurationException(f"{key}, a run with the seed {content['seed']}, but now it is {seed}.")
     if content["partition"] != partition:
         raise MisconfigurationException(
-            f"{key}, a run on other data or clients ({content['partition']}, now {partition}); start anew without it."
+            f"{key}, a run on other data or clients ({content['partition']}, now {partition}); leave ckpt_path out to "
+            "start a new run."
         )
     for name, state in states.items():
         if state.round > rounds[name] or (state.finished and not state.stopped and state.round != rounds[name]):
@@ -182,13 +189,13 @@ def load_run(path: Path, phases: Sequence[Phase], identity: dict[str, Any]) -> d
 
 
 def identify(seed: int, datamodule: FederatedDataModule) -> dict[str, Any]:
-    """What tells a run from others: its seed, who holds which data, how images are normalized, and words' ids."""
+    """The seed, partition, image normalization and vocabulary of a run, by which another run's are told apart."""
     read = {"normalization": datamodule.normalization, "vocabulary": datamodule.vocabulary}
     return {"seed": seed, "partition": fingerprint(datamodule), **read}
 
 
 def fingerprint(datamodule: FederatedDataModule) -> str:
-    """Tells one partition from another: the number of clients, and a checksum of who holds which labels."""
+    """Identifies a partition by the number of clients and a checksum of each client's samples and labels."""
     checksum, owned = 0, (datamodule.train_samples.indices, datamodule.test_samples.indices)
     for tensor in (*(datamodule.y[samples] for samples in owned), *owned):
         checksum = zlib.crc32(tensor.numpy().data, checksum)
@@ -203,7 +210,7 @@ def find_checkpoint(ckpt_path: str, runs: Path) -> Path:
         runs: the folder that holds the runs ``version_0``, ``version_1`` ...
 
     Raises:
-        MisconfigurationException: if no run has a checkpoint.
+        MisconfigurationException: if ``last`` is asked for and no run has a checkpoint.
     """
     if ckpt_path != LAST:
         return Path(ckpt_path)
@@ -219,6 +226,6 @@ def next_folder(runs: Path) -> Path:
 
 
 def run_versions(runs: Path) -> list[int]:
-    """Numbers of the runs in a folder."""
+    """The version numbers of the runs in a folder."""
     names = [path.name.removeprefix("version_") for path in runs.glob("version_*")]
     return [int(name) for name in names if name.isdigit()]

@@ -1,9 +1,9 @@
-"""What is refused before any training."""
+"""Checks of a run before any training."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -15,16 +15,20 @@ from fedmoe_pl.backends import changes_loss, has_batch_norm, overridden_hooks, q
 from fedmoe_pl.backends.best_epoch import BestEpoch
 from fedmoe_pl.data import FederatedDataModule
 from fedmoe_pl.models import MixtureOfExperts
-from fedmoe_pl.rounds.begin import given_result
 from fedmoe_pl.rounds.cohort import cohort_size
 from fedmoe_pl.rounds.evaluate import predict
 from fedmoe_pl.rounds.phase import Phase
 from fedmoe_pl.rounds.run import Run
+from fedmoe_pl.rounds.state import PhaseState
 from fedmoe_pl.trees import copy_module
 
 
-def check_run(run: Run) -> None:
-    """Refuses a run before any training, and reads the results that checkpoints give.
+def check_run(run: Run, read_result: Callable[[Phase, LightningModule], PhaseState]) -> None:
+    """Checks a run before any training, and reads the results of phases that take theirs from a checkpoint.
+
+    Args:
+        run: the run; phases in its ``states`` have begun.
+        read_result: reads a phase's result, see ``begin.read_result``.
 
     Raises:
         MisconfigurationException: if a phase does not fit its Trainer, its module or the data.
@@ -36,16 +40,16 @@ def check_run(run: Run) -> None:
         module = run.module(phase)
         check_phase(phase, module, run.datamodule, run.seed)
         check_client_trainer(phase, trainer, run.datamodule)
-        result = given_result(phase, module)
-        if result is not None:
-            run.given[phase.name] = result
+        if phase.ckpt_path and phase.name not in run.states:
+            run.given_results[phase.name] = read_result(phase, module)
 
 
 def check_phases(phases: Sequence[Phase], evaluate_every_n_rounds: int) -> None:
-    """Refuses phases that share a name, and an interval of evaluations that a monitor cannot use.
+    """Checks the phases' names, and that a phase with a monitor is evaluated.
 
     Raises:
-        MisconfigurationException: if there are such phases or there is none, or if the interval is negative.
+        MisconfigurationException: if there are no phases, two have the same name, the evaluation interval is negative,
+            or it is 0 for a phase with a monitor.
     """
     names = [phase.name for phase in phases]
     if not phases or len(set(names)) < len(names):
@@ -64,26 +68,27 @@ def check_phases(phases: Sequence[Phase], evaluate_every_n_rounds: int) -> None:
 
 
 def check_store(store: str, enable_checkpointing: bool) -> None:
-    """Refuses a store that is unknown or has no folder.
+    """Refuses an unknown store, and ``disk`` without checkpoints.
 
     Raises:
-        MisconfigurationException: if it is neither ``memory`` nor ``disk``, or ``disk`` without checkpoints.
+        MisconfigurationException: if it is one of these.
     """
     if store not in ("memory", "disk"):
         raise MisconfigurationException(f"Federation: store is '{store}', but must be memory or disk.")
     if store == "disk" and not enable_checkpointing:
-        raise MisconfigurationException("Federation: store is 'disk', which needs enable_checkpointing: true.")
+        raise MisconfigurationException("Federation: store is 'disk', which needs enable_checkpointing to be true.")
 
 
 def check_trainer(arguments: dict[str, Any]) -> list[torch.device]:
-    """Refuses arguments from which no client's Trainer can be made.
+    """Refuses arguments from which a client's Trainer cannot be made.
 
     Returns:
-        The devices to train on, one for each client that is trained at the same time; on a CPU the same several times,
-        with ``devices: auto`` as often as the process may use cores.
+        The devices to train on, one for each client that is trained at the same time. A CPU is repeated; with
+        ``devices: auto`` there is one entry for every core that the process may use.
 
     Raises:
-        MisconfigurationException: if Lightning refuses them, or they ask for several nodes or a true half precision.
+        MisconfigurationException: if Lightning refuses the arguments, or they ask for several nodes or a true precision
+            other than 32 bits.
     """
     max_epochs, devices = arguments["max_epochs"], arguments.get("devices", "auto")
     if not isinstance(max_epochs, int) or max_epochs < 0:
@@ -114,20 +119,20 @@ def check_trainer(arguments: dict[str, Any]) -> list[torch.device]:
 
 
 def check_client_trainer(phase: Phase, trainer: dict[str, Any], datamodule: FederatedDataModule) -> None:
-    """Refuses a ``BestEpoch`` where no client ever validates, and clipping that would break an algorithm's formulas.
+    """Refuses a ``BestEpoch`` if no client validates, and gradient clipping that would break an algorithm's formulas.
 
     Args:
         phase: the phase.
         trainer: arguments of its clients' Trainers.
-        datamodule: who holds which data; already set up.
+        datamodule: the data and the clients that hold them; already set up.
 
     Raises:
-        MisconfigurationException: if there is such a callback, or such clipping.
+        MisconfigurationException: if there is such a callback or such clipping.
     """
     if phase.algorithm.needs_plain_steps and trainer.get("gradient_clip_val"):
         raise MisconfigurationException(
             f"{phase}: gradient_clip_val of the trainer is {trainer['gradient_clip_val']}, "
-            f"but must be null, because {type(phase.algorithm).__name__} computes with the steps of plain SGD."
+            f"but must be left out, because {type(phase.algorithm).__name__} computes with the steps of plain SGD."
         )
     callbacks = trainer.get("callbacks") or []
     callbacks = callbacks if isinstance(callbacks, list) else [callbacks]
@@ -151,11 +156,11 @@ def check_phase(phase: Phase, module: LightningModule, datamodule: FederatedData
     Args:
         phase: the phase.
         module: the phase's module.
-        datamodule: who holds which data; already set up.
+        datamodule: the data and the clients that hold them; already set up.
         seed: the run's seed.
 
     Raises:
-        MisconfigurationException: if its cohort, algorithm, module, monitor or optimizer cannot work here.
+        MisconfigurationException: if its cohort, algorithm, module, monitor or optimizer does not fit.
     """
     _check_cohort(phase, datamodule.num_clients, seed)
     _check_loss(phase, module)
@@ -172,7 +177,7 @@ def check_phase(phase: Phase, module: LightningModule, datamodule: FederatedData
 
 
 def _check_cohort(phase: Phase, num_clients: int, seed: int) -> None:
-    """Refuses cohorts that are larger than the clients that take part, or smaller than the algorithm needs."""
+    """Refuses a cohort larger than the number of participants, or smaller than the algorithm needs."""
     participants = phase.algorithm.participants(range(num_clients), seed)
     size = 1 if phase.clients_per_round is None else cohort_size(num_clients, phase.clients_per_round)
     if size > len(participants):
@@ -183,30 +188,30 @@ def _check_cohort(phase: Phase, num_clients: int, seed: int) -> None:
         )
     if phase.algorithm.needs_all_clients and phase.clients_per_round is not None and size < num_clients:
         raise MisconfigurationException(
-            f"{phase}: clients_per_round is {phase.clients_per_round}, but must be null, because "
+            f"{phase}: clients_per_round is {phase.clients_per_round}, but must be left out, because "
             f"{type(phase.algorithm).__name__} needs all clients in every round."
         )
 
 
 def _check_loss(phase: Phase, module: LightningModule) -> None:
-    """Refuses modules that an algorithm with a loss of its own cannot train."""
+    """Refuses modules that an algorithm with its own loss cannot train."""
     if not changes_loss(phase.algorithm):
         return
     algorithm = type(phase.algorithm).__name__
     if not (callable(getattr(module, "loss", None)) and module.automatic_optimization):
         raise MisconfigurationException(
-            f"{phase}: {algorithm} has a loss of its own, for which the model must have a method "
-            f"loss(batch) -> (loss, metrics) and automatic optimization; {type(module).__name__} has not."
+            f"{phase}: {algorithm} has its own loss, so the model must have a method loss(batch) -> (loss, metrics) "
+            f"and automatic optimization, which {type(module).__name__} lacks."
         )
     if hooks := overridden_hooks(module):
         raise MisconfigurationException(
-            f"{phase}: {type(module).__name__} has hooks of its own ({', '.join(hooks)}), which the loss of "
-            f"{algorithm} would leave out; move what they do into loss(batch)."
+            f"{phase}: {type(module).__name__} has its own hooks ({', '.join(hooks)}), which {algorithm} would skip, "
+            "because it calls the loss itself; move their work into loss(batch)."
         )
 
 
 def _check_architectures(phase: Phase, module: LightningModule, num_clients: int) -> None:
-    """Refuses to share what only clients of some architectures have."""
+    """Refuses to share tensors that clients of some architectures do not have."""
     if not isinstance(module, MixtureOfExperts):
         return
     shared = {name for name in module.state_dict() if phase.algorithm.is_shared(name)}
@@ -217,12 +222,12 @@ def _check_architectures(phase: Phase, module: LightningModule, num_clients: int
         if missing:
             raise MisconfigurationException(
                 f"{phase}: {type(phase.algorithm).__name__} shares '{missing[0]}', which clients of architecture "
-                f"{architecture} do not have; only what all clients have can be shared."
+                f"{architecture} do not have; only tensors that all clients have can be shared."
             )
 
 
 def _check_samples(phase: Phase, module: LightningModule, datamodule: FederatedDataModule) -> None:
-    """Refuses data that lack the samples that a phase monitors, validates on, or normalizes over."""
+    """Refuses data without the samples that the phase's monitor, algorithm or batch normalization needs."""
     for metric, samples, fraction in (
         ("validation", datamodule.validation_samples, "validation_fraction"),
         ("validation_loss", datamodule.validation_samples, "validation_fraction"),
@@ -246,7 +251,7 @@ def _check_samples(phase: Phase, module: LightningModule, datamodule: FederatedD
 
 
 def _check_outputs(module: LightningModule, datamodule: FederatedDataModule) -> None:
-    """Refuses a module that the samples do not fit, or that has too few outputs."""
+    """Refuses a module that does not accept the samples, or that has too few outputs."""
     samples = datamodule.train_samples[0][:1]
     shape = tuple(datamodule.x[samples[0]].shape)
     try:

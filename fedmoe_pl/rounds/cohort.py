@@ -9,7 +9,7 @@ import numpy as np
 from fedmoe_pl.rounds.phase import Phase
 from fedmoe_pl.seeds import derive_seed
 
-_COHORT = 1  # tells the cohorts' stream of random numbers from the clients' own
+_COHORT = 1  # separates the random numbers of cohorts from those of clients
 
 
 def cohort_size(num_clients: int, clients_per_round: int | float | None) -> int:
@@ -27,7 +27,7 @@ def cohort_size(num_clients: int, clients_per_round: int | float | None) -> int:
 
 
 def sample_cohort(ids: Sequence[int], size: int, seed: int, round: int) -> list[int]:
-    """Draws ``size`` clients uniformly without replacement; depends on (seed, round) alone.
+    """Draws ``size`` clients uniformly without replacement; the random numbers depend on (seed, round) only.
 
     Args:
         ids: the clients to draw from.
@@ -50,7 +50,9 @@ def sample_cohort(ids: Sequence[int], size: int, seed: int, round: int) -> list[
 
 
 def phase_cohort(phase: Phase, num_clients: int, seed: int, round: int) -> list[int]:
-    """The clients of a round: drawn from those that take part, as many as if all clients did.
+    """Draws the clients of a round from the participants.
+
+    A fraction ``clients_per_round`` counts all clients, not only the participants.
 
     Args:
         phase: the phase.

@@ -25,16 +25,16 @@ from fedmoe_pl.trees import Tree, copy_module, load_tree, of_module
 def evaluate_clients(
     training: LocalTraining, server: Tree, kept: Mapping[int, Tree], device: torch.device
 ) -> list[ClientEvaluation]:
-    """Evaluates the model that every client would use now: what the server sends it, and what it kept.
+    """Evaluates the model that every client would use now, made of the tensors that the server sends and its own.
 
-    Clients that were sent the same and kept nothing have the same model. It is evaluated once, on the samples of all of
-    them together.
+    Clients that receive the same tensors and kept none have the same model. It is evaluated once, on the samples of all
+    of them together.
 
     Args:
         training: the phase's module, algorithm and data.
         server: the server's state.
-        kept: what clients kept, by client.
-        device: where to compute.
+        kept: the tensors that clients kept, by client.
+        device: the device to compute on.
 
     Returns:
         One entry per client, in the order of their ids.
@@ -50,7 +50,7 @@ def evaluate_clients(
 
 
 def evaluated_model(module: LightningModule) -> str:
-    """What of the module an evaluation evaluates, in the words of ``Evaluation.model``."""
+    """The part of the module that is evaluated, in the words of ``Evaluation.model``."""
     if not isinstance(module, MixtureOfExperts):
         return type(module).__name__
     if isinstance(module.gate, FixedGate) and len(module.gate.active) == 1:
@@ -66,11 +66,11 @@ def personal_tensors(
     """``Algorithm.personal_tensors`` of a client.
 
     Args:
-        training: what its architecture's clients have in common.
+        training: the training of the clients of its architecture.
         module: a module of that architecture, whose tensors are replaced.
         server: the server's state.
         client_id: the client.
-        kept: what it kept.
+        kept: the tensors that it kept.
         round: the round.
     """
     load_tree(module, training.initial)
@@ -83,10 +83,10 @@ def personal_tensors(
 def _models(
     training: LocalTraining, module: LightningModule, server: Tree, kept: Mapping[int, Tree], clients: Sequence[int]
 ) -> Iterator[tuple[Mapping[str, Tensor], list[int]]]:
-    """The tensors of every different model, and the clients that have it."""
+    """The tensors of every distinct model, and the clients that have it."""
     shared: Tree = {}
     sharing: list[int] = []
-    keeping = set(kept)  # once, because on disk every look-up costs
+    keeping = set(kept)  # made once, because every look-up on disk takes time
     chooses = chooses_model(training.algorithm)
     for client in clients:
         kept_tensors = kept[client] if client in keeping else {}
@@ -96,7 +96,7 @@ def _models(
             tensors = of_module({**training.algorithm.server_send(server, client), **kept_tensors})
         if sharing and not _same_tensors(tensors, shared):
             if kept_tensors:
-                yield tensors, [client]  # those who kept nothing may go on sharing
+                yield tensors, [client]  # the next clients that kept nothing may still share a model
                 continue
             yield shared, sharing
             sharing = []
@@ -112,12 +112,12 @@ def _same_tensors(a: Tree, b: Tree) -> bool:
 
 @torch.inference_mode()
 def predict(module: LightningModule, datamodule: FederatedDataModule, samples: Tensor) -> tuple[Tensor, Tensor | None]:
-    """Logits and gate weights for the samples of the data module with these indices.
+    """Logits and gate weights for some samples of the data module.
 
     Args:
-        module: in eval mode, on any device.
-        datamodule: holds the samples.
-        samples: indices (n,).
+        module: a module in eval mode, on any device.
+        datamodule: the data module.
+        samples: indices of the samples, shape (n,).
 
     Returns:
         Logits (n, C) and, for a module with a gate that is not constant, its weights (n, experts), on the CPU.
@@ -129,7 +129,7 @@ def predict(module: LightningModule, datamodule: FederatedDataModule, samples: T
 def _outputs(
     module: LightningModule, datamodule: FederatedDataModule, samples: Tensor
 ) -> Iterator[tuple[Tensor, Tensor | None, Tensor]]:
-    """Logits (b, C), weights (b, experts) of a gate that is not constant, and labels (b,), by batch, on the CPU."""
+    """For each batch: logits (b, C), weights (b, experts) of a gate that is not constant, labels (b,), on the CPU."""
     for x, y in datamodule.batches(samples, batch_size=EVALUATED_AT_ONCE):
         x = x.to(module.device)
         logits, weights = module.mix(x) if _has_trained_gate(module) else (module(x), None)
@@ -137,7 +137,7 @@ def _outputs(
 
 
 def _global_test(module: LightningModule, datamodule: FederatedDataModule) -> tuple[Tensor, float]:
-    """Accuracy by class (C,) and over all samples of the global test set."""
+    """Accuracy on the global test set: of each class (C,), and over all samples."""
     logits, _ = predict(module, datamodule, datamodule.global_test)
     labels = datamodule.y[datamodule.global_test]
     by_class = multiclass_accuracy(logits, labels, logits.shape[1], average="none")
@@ -180,7 +180,7 @@ def _evaluate_model(
 def _predict_parts(
     module: LightningModule, datamodule: FederatedDataModule, parts: Parts
 ) -> tuple[Tensor, Tensor, list[Tensor]]:
-    """Accuracy and mean loss of each part, (len(parts),), nan where empty, and a trained gate's weights by part."""
+    """Accuracy and mean loss of each part, shape (len(parts),), nan for an empty one, and a trained gate's weights."""
     right, losses, weights = [torch.empty(0, dtype=torch.bool)], [torch.empty(0, dtype=torch.float64)], []
     for scores, batch_weights, labels in _outputs(module, datamodule, parts.indices):
         right.append(scores.argmax(1) == labels)
@@ -196,19 +196,19 @@ def _predict_parts(
 
 
 def _losses(module: LightningModule, scores: Tensor, labels: Tensor) -> Tensor:
-    """Loss of every sample, float64 (n,): cross-entropy, or what a mixture's own loss makes of its scores."""
+    """Loss of every sample, float64 (n,): the mixture's own loss, or cross-entropy for another module."""
     if isinstance(module, MixtureOfExperts):
         return module.loss_of(scores, labels, reduction="none").double()
     return F.cross_entropy(scores, labels, reduction="none").double()
 
 
 def _pieces(tensor: Tensor, sizes: Tensor) -> list[Tensor]:
-    """The tensor cut along its first dimension into copies: a view would be pickled with all of it."""
+    """Splits a tensor along its first dimension into copies, because a view would be pickled with the whole tensor."""
     return [piece.clone() for piece in tensor.split(sizes.tolist())]
 
 
 def _weighted(class_accuracy: Tensor, shares: Tensor, datamodule: FederatedDataModule) -> Tensor:
-    """Mean of the accuracies by class (C,) with clients' shares (k, C) of the classes that the global test set has."""
+    """Mean of the class accuracies (C,), weighted with the clients' shares (k, C) of the classes in the test set."""
     tested = datamodule.y[datamodule.global_test].bincount(minlength=datamodule.num_classes) > 0
     shares = shares * tested
     return (shares * class_accuracy).sum(dim=1) / shares.sum(dim=1)

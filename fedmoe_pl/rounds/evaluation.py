@@ -15,7 +15,7 @@ MONITORS = (*METRICS, "validation_loss")
 
 
 class Spread(NamedTuple):
-    """How one accuracy spreads over the clients.
+    """The spread of one metric over the clients.
 
     Attributes:
         mean: unweighted mean over the clients.
@@ -36,13 +36,13 @@ class ClientEvaluation:
         client: the client's id.
         n_train: number of its training samples.
         local_test: accuracy per class on the global test set, weighted with the client's class shares.
-        local_test_held_out: accuracy on held-out samples of the client itself; nan where none are held out.
+        local_test_held_out: accuracy on the client's held-out samples; nan if it has none.
         global_test: accuracy on the global test set.
-        validation: accuracy on the client's validation samples; nan where it has none.
+        validation: accuracy on the client's validation samples; nan if it has none.
         gate_weights: weights of the experts, shape (n, experts), on the client's own samples (the held-out ones
-            where it has any, else its training samples); None for a model without a gate.
+            if it has any, else its training samples); None for a model without a trained gate.
         gate_labels: labels of those samples, shape (n,).
-        validation_loss: mean loss on its validation samples; nan where it has none.
+        validation_loss: mean loss on its validation samples; nan if it has none.
         has_global_expert: whether all experts but the last one are global.
     """
 
@@ -59,13 +59,13 @@ class ClientEvaluation:
 
     @property
     def mean_gate_weight(self) -> float:
-        """Mean weight of the global experts together, on the client's own samples; nan without such weights."""
+        """Mean of the global experts' total weight over the client's own samples; nan without such weights."""
         weights = self.global_weights
         return math.nan if weights is None else weights.double().mean().item()
 
     @property
     def global_weights(self) -> Tensor | None:
-        """Weight of the global experts together, all but the last one, shape (n,); None without such weights."""
+        """Total weight of the global experts (all but the last one), shape (n,); None without such weights."""
         if self.gate_weights is None or not self.has_global_expert:
             return None
         return self.gate_weights[:, :-1].sum(dim=1)
@@ -73,15 +73,16 @@ class ClientEvaluation:
 
 @dataclass(frozen=True)
 class Evaluation:
-    """The evaluation of one method on all clients, and the answer to "what is that accuracy?".
+    """The evaluation of one method on all clients, with all that is needed to name its accuracies.
 
     Attributes:
         method: name of the phase.
-        round: number of rounds the phase had completed.
-        model: what was evaluated: "global expert", "local expert", "mixture", or the class of a user's module.
+        round: number of rounds that the phase had completed.
+        model: the evaluated model: "global expert", "local expert", "one expert", "mixture", or the class of a user's
+            module.
         moment: "after aggregation" or "after local training".
-        selection: "last round", "this round" where others followed, "best round by ..." with the metric that selected
-            it, or "given checkpoint".
+        selection: "last round", "this round" for an earlier one, "best round by ..." with the metric that selected it,
+            or "given checkpoint".
         clients: one entry per client, in the order of their ids.
     """
 
@@ -97,7 +98,7 @@ class Evaluation:
 
         Args:
             metric: one of ``MONITORS``.
-            clients: counts these clients only; None for all.
+            clients: the clients to count; None for all.
 
         Example:
             >>> nan = float("nan")
@@ -113,7 +114,7 @@ class Evaluation:
         values = values[~values.isnan()].sort().values
         if not len(values):
             return Spread(math.nan, math.nan, math.nan)
-        lowest = values[0]  # taken off and put back, so that equal accuracies have a deviation of exactly 0
+        lowest = values[0]  # subtracted and added back, so that equal accuracies have a deviation of exactly 0
         above = values - lowest
         worst = above[: math.ceil(len(values) / 10)]
         return Spread((lowest + above.mean()).item(), above.std(correction=0).item(), (lowest + worst.mean()).item())

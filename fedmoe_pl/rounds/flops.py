@@ -1,4 +1,4 @@
-"""Floating-point operations of local training, counted on one batch of each kind of client."""
+"""Counts the floating-point operations of local training, from one batch per kind of client."""
 
 from __future__ import annotations
 
@@ -26,16 +26,16 @@ from fedmoe_pl.trees import Tree, copy_module
 
 
 class FlopCounter:
-    """Counts what the forward and backward passes of local training take: a measure of work that no machine changes.
+    """Counts the operations of forward and backward passes: a measure of work that is the same on every machine.
 
-    One batch of a client's real loss is run under PyTorch's ``FlopCounterMode`` for every architecture and set of
-    trained parameters, and multiplied by samples and epochs. Matrix products, convolutions and attention count, a
-    multiplication and an addition as two; activations, normalization and optimizer do not. What is frozen has no
-    backward pass. Frozen outputs count as computed in every step, even where a backend looks them up. What a client
-    does before its training does not count, and early stopping is ignored.
+    For every architecture and set of trained parameters, the algorithm's loss of one batch is run under PyTorch's
+    ``FlopCounterMode`` and its operations are multiplied by samples and epochs. Matrix products, convolutions and
+    attention count, with a multiplication and an addition as two operations; activations, normalization and optimizers
+    do not. Frozen parts have no backward pass. Their forward pass counts in every step, even if a backend looks the
+    outputs up. A client's work before its training does not count, and early stopping is ignored.
 
     Args:
-        training: what the clients of the phase have in common.
+        training: the training of the phase's clients.
     """
 
     def __init__(self, training: LocalTraining) -> None:
@@ -43,12 +43,12 @@ class FlopCounter:
         self._counted: dict[tuple[int, frozenset[str]], tuple[float, int]] = {}
 
     def of_round(self, server: Tree, cohort: Sequence[int], kept: Mapping[int, Tree], round: int) -> float:
-        """Operations of all local training of a round: an integer, or nan where a module only runs in its Trainer.
+        """Operations of all local training in a round: an integer, or nan for a module that only runs in its Trainer.
 
         Args:
             server: the server's state before the round.
             cohort: the clients that train in it.
-            kept: what clients kept before it, by client.
+            kept: the tensors that clients kept before the round, by client.
             round: the round, counted from 0.
         """
         total = 0
@@ -73,7 +73,7 @@ class FlopCounter:
         return total
 
     def _first(self, architecture: int, round: int) -> int:
-        """The first client of an architecture that takes part, so that a resumed run counts the same."""
+        """The first participant of an architecture with samples: the same one in a resumed run."""
         training = self.training
         clients = range(training.datamodule.num_clients)
         ordered = [*training.algorithm.participants(clients, training.seed), *clients]  # newcomers have not opted out
@@ -82,7 +82,7 @@ class FlopCounter:
 
 
 def _samples(training: LocalTraining, client_id: int, round: int) -> int:
-    """Number of samples that a client trains on in an epoch, without a last one that is dropped."""
+    """Number of samples that a client trains on in an epoch, without a dropped last one."""
     datamodule = training.datamodule
     held = datamodule.train_samples[client_id]
     client = Client(client_id, round, training.seed, training.module, held, {}, datamodule=datamodule)
@@ -93,27 +93,27 @@ def _samples(training: LocalTraining, client_id: int, round: int) -> int:
 def _of_one_batch(
     training: LocalTraining, server: Tree, client_id: int, kept: Mapping[int, Tree], round: int, epoch: int
 ) -> tuple[float, int]:
-    """Operations of a forward and a backward pass, on the CPU, and the number of samples that they were counted for."""
+    """Operations of the forward and backward pass of one batch, counted on the CPU, and the batch's samples."""
     if not trains_by_loss(training.algorithm, training.module):
         return math.nan, 1
     module = copy_module(training.module)
     with _same_random_numbers(), warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "TF32 acceleration on top of oneDNN")  # of a CPU's build, when flags are set
+        warnings.filterwarnings("ignore", "TF32 acceleration on top of oneDNN")  # PyTorch warns when flags are set
         try:
             client, const, samples = begin_client(training, module, server, client_id, kept, round)
             Freezing(training, module, round).freeze(epoch)
             x, y = next(iter(training.datamodule.batches(samples, batch_size=training.batch_size)))
-            # oneDNN's LSTM is one operation, of which the counter knows nothing; without it, it is matrix products
+            # oneDNN's LSTM is one operation that the counter does not know; without oneDNN, it is matrix products
             with torch.backends.mkldnn.flags(enabled=False), FlopCounterMode(display=False) as counter:
                 training.algorithm.client_loss(client.module, (x.cpu(), y.cpu()), const)[0].backward()
-        except Exception:  # a loss may need its Trainer, or the whole run; training itself reports what is wrong
+        except Exception:  # a loss may need its Trainer or the whole run; training reports other errors
             return math.nan, 1
     return counter.get_total_flops(), len(y)
 
 
 @contextmanager
 def _same_random_numbers() -> Iterator[None]:
-    """Restores the states of all generators, so that counting changes no result."""
+    """Restores the states of all random generators, so that counting changes no results."""
     numpy_state, python_state = np.random.get_state(), random.getstate()
     with torch.random.fork_rng(devices=[]):
         yield

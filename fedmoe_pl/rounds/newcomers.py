@@ -1,4 +1,4 @@
-"""Clients that were not in the federation, and come after it."""
+"""Clients that join after the federation's training."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from fedmoe_pl.rounds.phase import Phase
 
 
 def phases_of_newcomers(phases: Sequence[Phase], ckpt_path: Path, rounds: int) -> list[Phase]:
-    """The federation's phases as newcomers go through them.
+    """The phases for newcomers: federated ones take their results from the checkpoint, the others are trained.
 
     Args:
         phases: the federation's phases.
-        ckpt_path: the federation's checkpoint, which gives the results of its federated phases.
-        rounds: local rounds of a federated phase, in which newcomers train what clients keep.
+        ckpt_path: the federation's checkpoint.
+        rounds: local rounds in a federated phase, in which newcomers train the parameters that clients keep.
 
     Raises:
         MisconfigurationException: if ``rounds`` is below 1, or no phase is federated.
@@ -27,20 +27,20 @@ def phases_of_newcomers(phases: Sequence[Phase], ckpt_path: Path, rounds: int) -
         raise MisconfigurationException(f"rounds is {rounds}, but must be at least 1.")
     if not any(phase.algorithm.federated for phase in phases):
         raise MisconfigurationException(
-            "personalize needs a federated phase, whose result newcomers start from, but none of the phases is "
-            "federated; fit trains clients alone."
+            "personalize needs a federated phase, from whose result newcomers start, but none of the phases is "
+            "federated; use fit to train clients alone."
         )
     return [_phase_of_newcomers(phase, ckpt_path, rounds) for phase in phases]
 
 
 def _phase_of_newcomers(phase: Phase, ckpt_path: Path, rounds: int) -> Phase:
+    phase = replace(phase, clients_per_round=None, ckpt_path=None)
     if not phase.algorithm.federated:
-        return replace(phase, ckpt_path=None)
+        return phase
     return replace(
         phase,
         ckpt_path=str(ckpt_path),
         rounds=rounds,
-        clients_per_round=None,
         monitor=None,
         monitor_from_round=1,
         patience=None,
@@ -48,12 +48,12 @@ def _phase_of_newcomers(phase: Phase, ckpt_path: Path, rounds: int) -> Phase:
 
 
 def check_newcomers(path: Path, content: Mapping[str, Any], identity: Mapping[str, Any]) -> None:
-    """Refuses newcomers' data that the federation's models would misread.
+    """Refuses newcomers' data that do not mean the same to the model as the federation's.
 
     Args:
         path: the federation's checkpoint.
-        content: what is in it.
-        identity: what identifies the newcomers' data (``checkpoint.identify``).
+        content: its content.
+        identity: normalization and vocabulary of the newcomers' data (``checkpoint.identify``).
 
     Raises:
         MisconfigurationException: if images are normalized, or words numbered, in another way.

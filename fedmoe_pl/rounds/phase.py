@@ -1,4 +1,4 @@
-"""A phase of a federation: one algorithm, for some rounds, from a start that it names."""
+"""A phase of a federation: one algorithm for a number of rounds."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from fedmoe_pl.models.mixtures.mixture import Mixing
 from fedmoe_pl.rounds.evaluation import MONITORS
 
 INITIAL = "initial"
-"""The name of what no phase has trained yet: the model as it was constructed."""
+"""The ``start`` of a phase that begins with the untrained model."""
 
 
 @dataclass
@@ -25,32 +25,33 @@ class Phase:
 
     Args:
         name: the method's name in tables, logs and files.
-        algorithm: what is shared, trained and combined.
+        algorithm: says what is shared, how clients train, and how their results are combined.
         rounds: number of rounds.
         clients_per_round: how many clients train in a round: an integer is their number; a float is their share of all
             clients, above 0 and at most 1, rounded down but to at least one client; None stands for all.
         gate: replaces the model's gate in this phase; ``GlobalOnly`` trains and evaluates the global expert alone,
             ``LocalOnly`` the local expert alone.
-        mixing: replaces what the model mixes of its experts.
+        mixing: replaces the model's ``mixing``, which says what it mixes: logits or probabilities.
         start: name of the earlier phase whose result this one starts from, or ``initial`` for the untrained model;
-            None takes the last phase that the algorithm follows (personalization follows the federated phase).
-        max_epochs: local epochs of a client in a round; None takes the trainer's.
-        batch_size: local batch size; None takes the data's.
-        optimizer: local optimizer; None takes the model's. Optimizers and schedulers start anew in every round.
-        lr_scheduler: its scheduler, stepped once per local epoch; None takes the model's.
-        monitor: the round with the best mean of this metric over the participants (``validation``,
-            ``validation_loss``, ``local_test``, ``local_test_held_out`` or ``global_test``) is the result; None takes
-            the last round. All but the first two select on test data, which tables say.
-        monitor_from_round: rounds before this one, counted from 1, are not selected.
+            None means the last phase that the algorithm follows (personalization follows the federated phase).
+        max_epochs: local epochs of a client in a round; None means the trainer's.
+        batch_size: local batch size; None means the data module's.
+        optimizer: local optimizer; None means the model's. Every round has a new optimizer and scheduler.
+        lr_scheduler: its scheduler, stepped once per local epoch; None means the model's.
+        monitor: metric that selects the result: the round with its best mean over the participants. One of
+            ``validation``, ``validation_loss``, ``local_test``, ``local_test_held_out`` and ``global_test``; None means
+            the last round. All but the first two select on test data, and tables say so.
+        monitor_from_round: first round that may be selected, counted from 1.
         patience: ends the phase after this many evaluations in a row without a better ``monitor``; None never does.
-        min_delta: a monitor counts as better for ``patience`` only by more than this.
-        evaluate_every_n_rounds: evaluate after every n rounds; None takes the federation's.
-        callbacks: Lightning callbacks of each client's Trainer in this phase, such as ``BestEpoch``, beside those of
-            ``trainer``.
-        trainer: arguments of each client's Trainer in this phase, in place of those of ``trainer``; not its devices.
-        evaluate: whether the phase is a method of its own, evaluated and in the table, or only a start for others.
-        ckpt_path: takes the phase's result from a federation's checkpoint (its phase of the same name) or from a
-            Lightning checkpoint with the same parameter names, in place of training.
+        min_delta: for ``patience``, a metric is better only if it improves by more than this.
+        evaluate_every_n_rounds: evaluate after every n rounds; None means the federation's.
+        callbacks: Lightning callbacks of each client's Trainer in this phase, such as ``BestEpoch``, in addition to the
+            federation's.
+        trainer: arguments of each client's Trainer in this phase, in place of the federation's; ``accelerator``,
+            ``devices`` and ``num_nodes`` are the same in all phases.
+        evaluate: whether the phase is evaluated and has a row in the table; False if it is only a start for others.
+        ckpt_path: a checkpoint to take the phase's result from, in place of training: a federation's (its phase of the
+            same name), or Lightning's with the same parameter names.
     """
 
     name: str
@@ -75,22 +76,22 @@ class Phase:
     ckpt_path: str | None = None
 
     def __post_init__(self) -> None:
-        """Refuses values that no federation could run.
+        """Checks the arguments.
 
         Raises:
-            MisconfigurationException: if a value is out of range, or two do not go together.
+            MisconfigurationException: if a value is out of range, or two contradict each other.
         """
         if not self.name or "/" in self.name or self.name == INITIAL:
             raise MisconfigurationException(
                 f"{self}: name must not be empty, contain '/' or be '{INITIAL}', because files and logs are "
-                "named by it."
+                "named after it."
             )
         self._check_numbers()
         self._check_monitor()
         self._check_trainer()
 
     def __str__(self) -> str:
-        """The phase as messages name it."""
+        """The phase's name in messages."""
         return f"Phase '{self.name}'"
 
     def epochs(self, trainer: dict[str, Any]) -> int:
@@ -139,7 +140,7 @@ class Phase:
                 f"{self}: monitor is '{self.monitor}', but must be one of {', '.join(MONITORS)}."
             )
         if self.monitor and not self.evaluate:
-            raise MisconfigurationException(f"{self}: monitor is '{self.monitor}', which needs evaluate: true.")
+            raise MisconfigurationException(f"{self}: monitor is '{self.monitor}', which needs evaluate to be true.")
         if self.patience and not self.monitor:
             raise MisconfigurationException(f"{self}: patience is {self.patience}, which needs a monitor.")
         if self.monitor and self.evaluate_every_n_rounds == 0:
@@ -155,10 +156,13 @@ class Phase:
         for name in ("accelerator", "devices", "num_nodes"):
             if name in (self.trainer or {}):
                 raise MisconfigurationException(
-                    f"{self}: trainer has {name}, which is the same for all phases; it belongs to the section trainer."
+                    f"{self}: trainer has {name}, which is the same for all phases; it belongs in the federation's "
+                    "trainer."
                 )
         if "max_epochs" in (self.trainer or {}):
-            raise MisconfigurationException(f"{self}: trainer has max_epochs, which a phase takes as `max_epochs`.")
+            raise MisconfigurationException(
+                f"{self}: trainer has max_epochs, which is an argument of the phase itself; set it there."
+            )
 
 
 def find_start(phases: Sequence[Phase], index: int) -> str:

@@ -1,4 +1,4 @@
-"""How much of a run is done."""
+"""The progress of a run."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class Progress:
     Args:
         phases: the phases of the run.
         trainer: arguments of all clients' Trainers.
-        datamodule: who holds which data; already set up.
+        datamodule: the data and the clients that hold them; already set up.
         seed: the run's seed.
 
     Attributes:
@@ -41,7 +41,7 @@ class Progress:
         """Samples so far.
 
         Args:
-            states: where each phase begun so far stands, by name.
+            states: the state of each phase that has begun, by name.
         """
         rounds = {name: self._rounds[name] if state.stopped else state.round for name, state in states.items()}
         return sum(count * self._per_round[name] for name, count in rounds.items()) + self._in_round
@@ -51,12 +51,12 @@ class Progress:
         self._in_round += self._per_round[phase.name] / cohort_size
 
     def end_round(self) -> None:
-        """The clients counted since the last round are part of a completed one from now on."""
+        """Forgets the clients counted since the last round: ``completed`` counts their round from now on."""
         self._in_round = 0.0
 
 
 def _samples_of_round(phase: Phase, datamodule: FederatedDataModule, seed: int, epochs: int) -> float:
-    """Samples that clients train on in all epochs of a round, estimated from the first client's share."""
+    """Samples that clients train on in all epochs of a round, estimated from the share that the first client uses."""
     if phase.ckpt_path:
         return 0.0
     samples = datamodule.train_samples

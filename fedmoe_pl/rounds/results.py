@@ -1,4 +1,4 @@
-"""Evaluations as rows of files and as the table that ends a run."""
+"""Writes evaluations as rows of files and as the table at the end of a run."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ from fedmoe_pl.rounds.evaluation import METRICS, Evaluation, Spread
 
 DESCRIPTIONS = {
     "local_test": "accuracy per class on the global test set, weighted with the client's class shares",
-    "local_test_held_out": "accuracy on held-out samples of the client itself",
+    "local_test_held_out": "accuracy on the client's held-out samples",
     "global_test": "accuracy on the global test set, the same for all clients",
     "validation": "accuracy on the client's validation samples",
 }
-"""What the accuracies are in the order of the table's columns."""
+"""What each accuracy means, in the order of the table's columns."""
 
 
 def round_row(evaluation: Evaluation) -> dict[str, object]:
-    """One row of ``rounds.csv``: what was evaluated, then each accuracy (a fraction) over the clients.
+    """One row of ``rounds.csv``: what was evaluated, then the spread of each accuracy (a fraction) over the clients.
 
     Example:
         >>> from fedmoe_pl.rounds.evaluation import ClientEvaluation
@@ -47,12 +47,12 @@ def round_row(evaluation: Evaluation) -> dict[str, object]:
 
 
 def summary_row(evaluation: Evaluation) -> dict[str, object]:
-    """One row of ``summary.csv``: as in ``rounds.csv``, and the mean over clients of their mean gate weight."""
+    """One row of ``summary.csv``: that of ``rounds.csv``, and the mean over clients of their mean gate weight."""
     return round_row(evaluation) | {"mean_gate_weight_mean": evaluation.spread("mean_gate_weight").mean}
 
 
 def client_rows(evaluation: Evaluation) -> list[dict[str, object]]:
-    """The rows of ``clients.csv`` of one method, one per client; accuracies and gate weights are fractions."""
+    """One method's rows of ``clients.csv``, one per client; accuracies and gate weights are fractions."""
     return [
         {
             "method": evaluation.method,
@@ -70,13 +70,13 @@ def client_rows(evaluation: Evaluation) -> list[dict[str, object]]:
 
 
 def write_csv(path: Path, rows: Iterable[Mapping[str, object]]) -> int:
-    """Writes the rows under a header of their keys, in one step, so that no reader meets half a file.
+    """Writes the rows under a header of their keys; a reader never sees half a file.
 
     Floats are written with all their digits, so that equal results give equal bytes; nan becomes an empty field.
 
     Args:
         path: the file, which is replaced if it exists; its folder must exist.
-        rows: one mapping per row, from column to value, all with the columns of the first.
+        rows: one mapping per row, from column to value, all with the same columns as the first.
 
     Returns:
         The number of rows.
@@ -108,11 +108,11 @@ def prediction_rows(
 
     Args:
         method: name of the phase.
-        client: whose model predicted.
+        client: the client whose model predicted.
         samples: indices of the samples in the data module, shape (n,).
         labels: their classes, shape (n,).
         logits: shape (n, C).
-        gate_weights: shape (n, experts), of which that of the global experts together is written; None without a gate.
+        gate_weights: shape (n, experts); the global experts' total weight is written. None without a gate.
     """
     weights = [math.nan] * len(samples) if gate_weights is None else gate_weights[:, :-1].sum(dim=1).tolist()
     columns = zip(samples.tolist(), labels.tolist(), logits.argmax(1).tolist(), weights, strict=True)
@@ -132,7 +132,7 @@ def percent(fraction: float) -> str:
 
 
 def format_table(evaluations: Iterable[Evaluation], metrics: Sequence[str] | None = None) -> str:
-    """The table that ends a run: one row per method, accuracies in percent, and a legend beneath.
+    """The table at the end of a run: one row per method, accuracies in percent, and a legend below.
 
     Args:
         evaluations: the final evaluation of each method, at least one, in the order of the rows.
@@ -166,7 +166,7 @@ def _cells(spread: Spread) -> str:
 
 
 def _legend(evaluations: list[Evaluation], metrics: Sequence[str]) -> list[str]:
-    """What the numbers are; methods that share a description share a line."""
+    """Lines that explain the numbers; methods with the same description share a line."""
     clients = " or ".join(sorted({str(len(e.clients)) for e in evaluations}, key=int))
     lines = [f"Accuracy in percent over all {clients} clients: mean, standard deviation, mean of the worst tenth."]
     lines += [f"{metric.replace('_', ' ')}: {DESCRIPTIONS[metric]}" for metric in metrics]
@@ -177,7 +177,7 @@ def _legend(evaluations: list[Evaluation], metrics: Sequence[str]) -> list[str]:
 
 
 def mean_gate_weight_by_class(evaluation: Evaluation, num_classes: int) -> Tensor:
-    """Mean weight of the global experts together on each client's own samples of each class.
+    """Mean total weight of the global experts on each client's own samples of each class.
 
     Args:
         evaluation: an evaluation of a model with a gate.
@@ -199,13 +199,13 @@ def mean_gate_weight_by_class(evaluation: Evaluation, num_classes: int) -> Tenso
 
 
 def expert_usage(evaluation: Evaluation) -> Tensor:
-    """Share of each client's own samples whose largest gate weight is that of each expert.
+    """For each client and expert, the share of the client's own samples whose largest gate weight is that expert's.
 
     Args:
         evaluation: an evaluation of a model with a gate.
 
     Returns:
-        Float64 tensor of shape (clients, experts); nan for experts that a client does not have.
+        Float64 tensor of shape (clients, experts); nan for experts that a client lacks.
     """
     weights = [client.gate_weights for client in evaluation.clients]
     most = max(client_weights.shape[1] for client_weights in weights if client_weights is not None)

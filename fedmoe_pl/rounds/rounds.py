@@ -1,4 +1,4 @@
-"""The loop of a federation: phases, their rounds, and what a round consists of."""
+"""The loop of a federation: phases, their rounds, and the steps of a round."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from fedmoe_pl.rounds.results import round_row
 from fedmoe_pl.rounds.run import Run
 from fedmoe_pl.rounds.state import PhaseState
 
-_EXCHANGED = 10**9  # tells the files of what clients keep after an exchange from those before it
+_EXCHANGED = 10**9  # added to the round in the names of files that are written after an exchange
 
 
 def fit(run: Run) -> None:
@@ -30,21 +30,23 @@ def fit(run: Run) -> None:
 
 
 def run_phase(run: Run, phase: Phase) -> None:
-    """Runs the rounds of a phase that are not completed, and settles its result."""
-    state, training = run.begun(phase), run.training(phase)
+    """Runs the remaining rounds of a phase and determines its result."""
+    module = run.module(phase)
+    state = run.state_of(phase, module)
+    training = run.local_training(phase, module, state.initial)
     evaluation = None
     if state.round < phase.rounds:
         plan, counter = run.plans.pop(phase.name).begin(training), FlopCounter(training)
         while state.round < phase.rounds and not state.stopped:
             evaluation = run_round(run, phase, plan, counter)
-    if phase.evaluate and evaluation is None:  # the last round was not evaluated, or run earlier
+    if phase.evaluate and evaluation is None:  # the last round was not evaluated, or was run before a resume
         evaluation = _evaluate_round(run, phase, training)
     state.finished = True
     if state.best_round:
         state.select_best()
         evaluation = run.evaluate(phase, training)
     state.evaluation = evaluation
-    run.call("on_phase_end", phase, evaluation)  # before the checkpoint, so that a kill in between repeats it
+    run.call("on_phase_end", phase, evaluation)  # before the checkpoint: after a kill in between, it is called again
     if run.enable_checkpointing:
         save_finished(run.folder / FILE, phase.name, state)
     run.save()
@@ -56,7 +58,7 @@ def run_round(run: Run, phase: Phase, plan: Plan, counter: FlopCounter) -> Evalu
 
     Args:
         run: the run.
-        phase: the phase, which has begun.
+        phase: a phase that has begun.
         plan: how its clients are trained.
         counter: counts the operations of their training.
     """
@@ -83,13 +85,13 @@ def run_round(run: Run, phase: Phase, plan: Plan, counter: FlopCounter) -> Evalu
 
 
 def _cohort(run: Run, phase: Phase, state: PhaseState) -> list[int]:
-    """The clients of the round; all of them where they only train what they keep."""
+    """The clients of the round; all clients if they only train the parameters that they keep."""
     num_clients = run.datamodule.num_clients
     return phase_cohort(phase, num_clients, run.seed, state.round) if state.server_learns else [*range(num_clients)]
 
 
 def _sent_down(algorithm: Algorithm, state: PhaseState, cohort: Sequence[int]) -> Traffic:
-    """What the server sends in this round: a given result only once, and nothing to clients that train alone."""
+    """What the server sends in this round: a checkpoint's result only once, and nothing to clients that train alone."""
     if not algorithm.federated or (not state.server_learns and state.round > 0):
         return Traffic()
     return sum((Traffic.of(algorithm.server_send(state.server, client)) for client in cohort), Traffic())
@@ -99,7 +101,7 @@ def _train(run: Run, phase: Phase, plan: Plan, cohort: Sequence[int]) -> tuple[U
     """Trains the clients of the round.
 
     Returns:
-        Their combined update, what all clients keep now, by client, and how much was sent to the server.
+        Their combined update, the tensors that all clients keep now, by client, and the traffic to the server.
     """
     state, round = run.states[phase.name], run.states[phase.name].round
     combined: Update | None = None
@@ -117,7 +119,7 @@ def _train(run: Run, phase: Phase, plan: Plan, cohort: Sequence[int]) -> tuple[U
 
 
 def _exchange(run: Run, phase: Phase, state: PhaseState, round: int) -> Traffic:
-    """What clients send each other; all of it is computed from what they kept before the exchange."""
+    """Lets clients send each other tensors, all computed from those they kept before; returns the traffic."""
     received, written = Traffic(), dict[int, Any]()
     for client, kept, from_others in phase.algorithm.exchange(state.server, state.kept, round):
         written.update(run.store.write(phase.name, _EXCHANGED + round + 1, {client: kept}))
@@ -128,7 +130,7 @@ def _exchange(run: Run, phase: Phase, state: PhaseState, round: int) -> Traffic:
 
 
 def _evaluate_round(run: Run, phase: Phase, training: LocalTraining) -> Evaluation:
-    """Evaluates the round, writes down its row, and remembers it if it is the best so far."""
+    """Evaluates the round, adds its row, and remembers it if it is the best so far."""
     state = run.states[phase.name]
     evaluation = run.evaluate(phase, training)
     last = run.rows[-1] if run.rows else {"method": None, "round": None}
@@ -143,7 +145,7 @@ def _evaluate_round(run: Run, phase: Phase, training: LocalTraining) -> Evaluati
 
 
 def _is_over(run: Run, phase: Phase, state: PhaseState) -> bool:
-    """Whether the phase ends before its last round: nothing gets better, or nothing would change."""
+    """Whether the phase ends early: its monitor has stopped improving, or more rounds would change nothing."""
     waited = state.round - state.improved_round if state.improved_round else 0
     if phase.patience is not None and waited >= phase.patience * run.evaluation_interval(phase):
         return True

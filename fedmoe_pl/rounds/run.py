@@ -1,8 +1,8 @@
-"""What a run is in the middle of, and what callbacks see of it."""
+"""The state of a run, and the callbacks that can read it."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -31,7 +31,7 @@ class FederationCallback:
     """Hooks of a federation; each does nothing by default.
 
     A Lightning ``Callback`` in the ``trainer:`` section sees one client's training; a ``FederationCallback`` sees
-    what happens between the rounds. What it may read is in the attributes of :class:`Run`.
+    what happens between the rounds. It may read the attributes of :class:`Run`.
     """
 
     def on_fit_start(self, run: Run) -> None:
@@ -58,31 +58,30 @@ class FederationCallback:
 
 @dataclass(eq=False, kw_only=True)
 class Run:
-    """One run of a federation: what it was asked for, and where it stands.
+    """One run of a federation: its settings and its state.
 
     Attributes:
-        phases: what is done, in order.
-        starts: name of the phase that each phase starts from, or ``initial``, by name.
+        phases: the phases, in order.
+        starts: for each phase, the name of the phase that it starts from, or ``initial``.
         trainer: arguments of all clients' Trainers.
         backend: how clients are trained.
-        devices: where, one for each client that is trained at the same time.
-        callbacks: what is told of every step.
-        seed: everything random follows from it.
+        devices: the devices to train on, one for each client that is trained at the same time.
+        callbacks: the federation's callbacks.
+        seed: the seed of all random numbers.
         evaluate_every_n_rounds: evaluate after every n rounds; 0 only at the end of a phase.
         enable_checkpointing: whether to write checkpoints.
-        hparams: the resolved configuration, where there is one.
+        hparams: the resolved configuration of the command line; empty without one.
         model: the initial model.
         initial: its tensors, by name.
-        datamodule: who holds which data; already set up.
-        training_data: the same with its samples where clients train.
-        identity: what tells this run's data from others (``checkpoint.identify``).
+        datamodule: the data and the clients that hold them; already set up.
+        training_data: the same, with the samples on the device that clients train on.
+        identity: the run's seed and data (``checkpoint.identify``).
         folder: the run's folder, ``default_root_dir/name/version_N``.
-        begin: makes a phase's state before its first round, see ``begin.begin_phase``.
         loggers: the run's loggers.
-        store: where the tensors lie that clients keep between rounds.
-        given: results that checkpoints give in place of training, by name of the phase, until it begins.
-        plans: how the clients of each phase are trained, by name, until it begins.
-        states: where each phase begun so far stands, by name.
+        store: holds the tensors that clients keep between rounds.
+        given_results: results from checkpoints, by phase name, until the phase begins.
+        plans: how the clients of each phase are trained, by phase name, until the phase begins.
+        states: the state of each phase that has begun, by name.
         rows: the rows of ``rounds.csv``.
     """
 
@@ -102,22 +101,21 @@ class Run:
     training_data: FederatedDataModule
     identity: dict[str, Any]
     folder: Path
-    begin: Callable[[Phase, LightningModule, PhaseState | None, PhaseState | None], PhaseState] = begin_phase
     loggers: list[Logger] = field(default_factory=list)
     store: Store = field(default_factory=MemoryStore)
-    given: dict[str, PhaseState] = field(default_factory=dict)
+    given_results: dict[str, PhaseState] = field(default_factory=dict)
     plans: dict[str, Plan] = field(default_factory=dict)
     states: dict[str, PhaseState] = field(default_factory=dict)
     rows: list[dict[str, Any]] = field(default_factory=list)
 
     @cached_property
     def progress(self) -> Progress:
-        """How much of the run is done."""
+        """The progress of the run."""
         return Progress(self.phases, self.trainer, self.datamodule, self.seed)
 
     @property
     def results(self) -> dict[str, Evaluation]:
-        """The final evaluation of every finished phase that is evaluated, by its name."""
+        """The final evaluation of every finished phase that is evaluated, by name."""
         return {name: state.evaluation for name, state in self.states.items() if state.evaluation is not None}
 
     @property
@@ -147,25 +145,36 @@ class Run:
 
     def module(self, phase: Phase) -> LightningModule:
         """The phase's module, with its own gate and optimizer; its tensors are those of the initial model."""
-        seed_all(self.seed)  # a gate of unknown width draws its parameters when the module is made
+        seed_all(self.seed)  # a gate of unknown width draws its parameters here
         return sized(phase_module(self.model, phase), self.datamodule, self.seed)
 
-    def begun(self, phase: Phase) -> PhaseState:
-        """The phase's state; begins it if it has not begun."""
+    def state_of(self, phase: Phase, module: LightningModule) -> PhaseState:
+        """The phase's state; begins the phase if it has not begun.
+
+        Args:
+            phase: the phase.
+            module: the phase's module.
+        """
         if phase.name not in self.states:
             start = self.starts[phase.name]
             before = None if start == INITIAL else self.states[start]
-            state = self.begin(phase, self.module(phase), before, self.given.pop(phase.name, None))
+            state = begin_phase(phase, module, before, self.given_results.pop(phase.name, None))
             state.kept = self.store.adopt(phase.name, state.round, state.kept)
             self.states[phase.name] = state
         return self.states[phase.name]
 
     def training(self, phase: Phase) -> LocalTraining:
-        """What the clients of a phase that has begun have in common."""
+        """The local training of a phase that has begun."""
         return self.local_training(phase, self.module(phase), self.states[phase.name].initial)
 
     def local_training(self, phase: Phase, module: LightningModule, initial: Tree) -> LocalTraining:
-        """What the clients of a phase have in common, whose module starts with these tensors."""
+        """The local training of a phase.
+
+        Args:
+            phase: the phase.
+            module: the phase's module; the initial tensors are loaded into it.
+            initial: the tensors that the module starts with.
+        """
         load_tree(module, initial)
         return LocalTraining(
             module=module,
@@ -184,7 +193,7 @@ class Run:
 
         Args:
             phase: a phase that has begun.
-            training: what its clients have in common.
+            training: the phase's local training.
         """
         state = self.states[phase.name]
         with one_thread():
@@ -200,27 +209,27 @@ class Run:
         )
 
     def evaluates_after(self, phase: Phase, round: int) -> bool:
-        """Whether the phase is evaluated once this many rounds are completed."""
+        """Whether the phase is evaluated after this many completed rounds."""
         every = self.evaluation_interval(phase)
         return bool(phase.evaluate and every and (round % every == 0 or round == phase.rounds))
 
     def evaluation_interval(self, phase: Phase) -> int:
-        """Rounds from one evaluation of the phase to the next; 0 if only its end is evaluated."""
+        """Rounds between two evaluations of the phase; 0 if it is evaluated at its end only."""
         every = phase.evaluate_every_n_rounds
         return self.evaluate_every_n_rounds if every is None else every
 
     def save(self) -> None:
-        """Writes the checkpoint, if there is to be one."""
+        """Writes the checkpoint, unless checkpoints are disabled."""
         if self.enable_checkpointing:
             save_checkpoint(self.folder / FILE, self.initial, self.states, self.rows, self.identity)
 
 
 def sized(module: LightningModule, datamodule: FederatedDataModule, seed: int) -> LightningModule:
-    """The module in train mode, with lazy layers sized, such as the gate of an expert that does not tell its input.
+    """The module in train mode, its lazy layers sized by a sample, such as a gate whose input width is unknown.
 
     Args:
         module: the module, which is changed.
-        datamodule: gives a sample.
+        datamodule: provides the sample.
         seed: the run's seed.
     """
     if any(is_lazy(parameter) for parameter in module.parameters()):
@@ -230,9 +239,9 @@ def sized(module: LightningModule, datamodule: FederatedDataModule, seed: int) -
 
 
 def _round_and_selection(phase: Phase, state: PhaseState) -> tuple[int, str]:
-    """The round that an evaluation now is of, and why that one, in the words of ``Evaluation.selection``."""
-    if state.given is not None:
-        return state.given, "given checkpoint"
+    """The round that is evaluated now, and why it was selected, in the words of ``Evaluation.selection``."""
+    if state.given_round is not None:
+        return state.given_round, "given checkpoint"
     if state.finished and state.best_round:
         return state.best_round, f"best round by {phase.monitor}"
     last = state.finished or state.stopped or state.round == phase.rounds

@@ -1,4 +1,4 @@
-"""What is done once before the rounds of a run: workers, plans for its phases, its folder, store and loggers."""
+"""Prepares a run before its rounds: workers, plans for the phases, folder, store and loggers."""
 
 from __future__ import annotations
 
@@ -14,55 +14,58 @@ from lightning.pytorch.utilities import rank_zero_info
 
 from fedmoe_pl.backends import Backend, PoolBackend, WorkersBackend, data_on
 from fedmoe_pl.data import FederatedDataModule
-from fedmoe_pl.rounds.checkpoint import KEPT
+from fedmoe_pl.rounds.checkpoint import KEPT, next_folder
 from fedmoe_pl.rounds.run import Run
 from fedmoe_pl.rounds.store import DiskStore, MemoryStore
 
 
 def with_workers(backend: Backend, trainer: dict[str, Any], devices: Sequence[torch.device]) -> Backend:
-    """The backend, with a worker process for each device where there is more than one.
+    """The backend; with a worker process for each device if there are several.
 
     Args:
         backend: how clients are trained.
         trainer: arguments of all clients' Trainers.
-        devices: where, one for each client that is trained at the same time.
+        devices: the devices to train on, one for each client that is trained at the same time.
 
     Raises:
-        MisconfigurationException: if several devices are asked for and the backend has workers of its own.
+        MisconfigurationException: if the trainer asks for several devices and the backend has its own workers.
     """
     requested = trainer.get("devices", "auto")
     if isinstance(backend, WorkersBackend):
         if requested not in ("auto", 1):
             raise MisconfigurationException(
-                f"trainer.devices is {requested}, but {type(backend).__name__} has workers of its own."
+                f"trainer.devices is {requested}, but must be left out, because {type(backend).__name__} has its own "
+                "workers."
             )
         return backend
     if len(devices) == 1:
         return backend
-    # A process takes seconds to start, which many a run on a CPU does not take itself.
+    # A process takes seconds to start, often longer than a whole run on a CPU.
     lazy = devices[0].type == "cpu" and requested == "auto"
     return PoolBackend(backend, devices, lazy)
 
 
 def place_data(datamodule: FederatedDataModule, backend: Backend, device: torch.device) -> FederatedDataModule:
-    """The data module with its samples where clients train; workers place them themselves."""
+    """The data module with its samples on the device; workers place them themselves."""
     return datamodule if isinstance(backend, WorkersBackend) else data_on(datamodule, device)
 
 
 def plan_phases(run: Run) -> None:
-    """Plans how clients are trained in every phase that is to be trained, and says it in the log.
+    """Plans the training of every phase that has rounds left, and logs the plans.
 
     Raises:
         MisconfigurationException: if the backend cannot train a phase.
     """
     phases: dict[str, list[str]] = {}
     for phase in run.phases:
-        module = run.module(phase)
-        state = run.states.get(phase.name) or run.begin(phase, module, None, run.given.get(phase.name))
-        if state.finished or state.round == phase.rounds:
+        state = run.states.get(phase.name) or run.given_results.get(phase.name)
+        if state is not None and (state.finished or state.round == phase.rounds):
             continue
+        module = run.module(phase)
+        # the untrained tensors, also in a resumed run, so that its plans are those of the whole run
+        initial = {name: tensor.detach().cpu() for name, tensor in module.state_dict().items()}
         try:
-            plan = run.backend.plan(run.local_training(phase, module, state.initial))
+            plan = run.backend.plan(run.local_training(phase, module, initial))
         except MisconfigurationException as error:
             raise MisconfigurationException(f"{phase}: {error}") from error
         run.plans[phase.name] = plan
@@ -72,25 +75,27 @@ def plan_phases(run: Run) -> None:
         rank_zero_info("backend: " + "; ".join(sentences))
 
 
-def open_run(run: Run, store: str, logger: bool | Logger | list[Logger]) -> None:
-    """Makes the run's folder, unless it goes on in its own, its store and its loggers.
+def open_run(run: Run, runs: Path | None, store: str, logger: bool | Logger | list[Logger]) -> None:
+    """Makes the run's folder, its store and its loggers.
 
     Args:
         run: the run.
+        runs: the folder in which to make the run's own; None for a resumed run, which has one.
         store: ``memory`` or ``disk``.
         logger: True for TensorBoard, False for none, or any loggers.
 
     Raises:
         MisconfigurationException: if the folder cannot be made.
     """
-    if not run.folder.exists():
+    if runs is not None:
+        run.folder = next_folder(runs)
         _make_folder(run.folder)
         if run.hparams:
             (run.folder / "config.yaml").write_text(yaml.safe_dump(run.hparams, sort_keys=False))
         run.save()
     run.store = MemoryStore() if store == "memory" else DiskStore(run.folder / KEPT, run.datamodule.num_clients)
     for name, state in run.states.items():
-        if not state.finished:  # the run that goes on may have had the other store
+        if not state.finished:  # a resumed run may have had the other store
             state.kept = run.store.adopt(name, state.round, state.kept)
             if state.best_round:
                 state.best_kept = run.store.adopt(name, state.best_round, state.best_kept)
@@ -102,8 +107,7 @@ def _make_folder(folder: Path) -> None:
         folder.mkdir(parents=True)
     except OSError as error:
         raise MisconfigurationException(
-            f"Federation: default_root_dir is '{folder.parents[1]}', but must be a folder in which '{folder}' can be "
-            f"made ({error.strerror})."
+            f"Federation: default_root_dir must be a folder in which '{folder}' can be made ({error.strerror})."
         ) from error
 
 

@@ -1,4 +1,4 @@
-"""Where a phase of a run stands."""
+"""The state of a phase."""
 
 from __future__ import annotations
 
@@ -6,34 +6,42 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from fedmoe_pl.backends.traffic import Traffic, no_traffic
+from fedmoe_pl.backends.traffic import Traffic
 from fedmoe_pl.rounds.evaluation import Evaluation
 from fedmoe_pl.trees import Tree
+
+WAYS = ("down", "up", "between_clients")
+"""The ways of traffic: from the server to clients, from clients to the server, and between clients."""
+
+
+def no_traffic() -> dict[str, int]:
+    """Zero parameters and bytes each way, by the columns of ``rounds.csv``."""
+    return {f"{quantity}_{way}": 0 for way in WAYS for quantity in Traffic._fields}
 
 
 @dataclass
 class PhaseState:
-    """Where a phase stands; tensors are never changed in place, so that states may share them.
+    """The state of a phase; its tensors are never changed in place, so that states may share them.
 
     Attributes:
         initial: tensors of the phase's module before the first round, by name.
         server: the server's state.
-        kept: what clients kept, by client, in memory or on disk.
+        kept: the tensors that clients kept, by client, in memory or on disk.
         round: number of completed rounds.
         finished: whether the phase's result is final.
         best_metric: best mean of the monitored metric so far; a loss with its sign reversed.
         improved_metric: the mean at the last improvement by more than ``Phase.min_delta``.
         improved_round: the round of that improvement.
         stopped: whether the phase ended before its last round.
-        best_round: the round of ``best_metric``, counted from 1.
-        best_server: the server's state then.
-        best_kept: what clients had kept then.
-        given: where the result comes from another checkpoint, the round in which it was reached there (0: unknown).
-            Whatever clients train from then on, the server learns nothing.
+        best_round: the round of ``best_metric``, counted from 1; 0 if there is none.
+        best_server: the server's state after that round.
+        best_kept: the tensors that clients had kept after that round.
+        given_round: the round of a result that comes from another checkpoint (0: unknown). The server's state then
+            stays as it is, even if clients train. None for a phase that is trained.
         evaluation: the final evaluation.
         traffic: what was sent so far: ``parameters`` and ``bytes``, each with ``_down`` (from the server to clients),
             ``_up`` (from clients to the server) and ``_between_clients``.
-        flops: floating-point operations of local training so far (``flops.FlopCounter``); nan where not countable.
+        flops: floating-point operations of local training so far (``flops.FlopCounter``); nan if not countable.
     """
 
     initial: Tree
@@ -48,25 +56,25 @@ class PhaseState:
     best_round: int = 0
     best_server: Tree = field(default_factory=dict)
     best_kept: Mapping[int, Tree] = field(default_factory=dict)
-    given: int | None = None
+    given_round: int | None = None
     evaluation: Evaluation | None = None
     traffic: dict[str, int] = field(default_factory=no_traffic)
     flops: float = 0
 
     @property
     def server_learns(self) -> bool:
-        """Whether rounds change the server's state; not where the phase's result was given."""
-        return self.given is None
+        """Whether rounds change the server's state; False if the phase's result came from a checkpoint."""
+        return self.given_round is None
 
     def remember_best(self, metric: float, min_delta: float = 0.0) -> None:
         """Remembers this round if its metric is the best so far.
 
         Args:
-            metric: of this round; more is better, and nan is never better.
-            min_delta: how far the metric must exceed that of the last improvement to count as another one.
+            metric: the metric of this round; more is better, and nan is never better.
+            min_delta: how far the metric must exceed that of the last improvement to count as an improvement.
         """
         if math.isnan(metric):
-            return  # nothing would ever compare as better
+            return  # as the best metric, nan would never be exceeded
         if self.improved_metric is None or metric > self.improved_metric + min_delta:
             self.improved_metric, self.improved_round = metric, self.round
         if self.best_metric is None or metric > self.best_metric:
@@ -74,14 +82,14 @@ class PhaseState:
             self.best_server, self.best_kept = self.server, self.kept
 
     def select_best(self) -> None:
-        """Goes back to the best round, and forgets the last one."""
+        """Returns to the state after the best round and forgets the last one."""
         self.server, self.kept, self.best_server, self.best_kept = self.best_server, self.best_kept, {}, {}
 
     def add_traffic(self, way: str, traffic: Traffic) -> None:
-        """Counts what was sent one way: ``down``, ``up`` or ``between_clients``."""
+        """Adds what was sent one way: ``down``, ``up`` or ``between_clients``."""
         for quantity, value in traffic._asdict().items():
             self.traffic[f"{quantity}_{way}"] += value
 
     def costs(self) -> dict[str, float]:
-        """Traffic and operations so far, by the columns of ``rounds.csv``."""
+        """Traffic and operations so far, by column of ``rounds.csv``."""
         return {**self.traffic, "flops": self.flops}

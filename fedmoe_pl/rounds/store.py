@@ -1,4 +1,4 @@
-"""Where the tensors lie that clients keep between rounds: in memory, or on disk."""
+"""Stores the tensors that clients keep between rounds, in memory or on disk."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ from fedmoe_pl.trees import Tree
 
 
 class KeptOnDisk(Mapping[int, Tree]):
-    """What clients keep, by client; a client's tree is read from its file whenever it is asked for.
+    """The tensors that clients keep, by client; every access reads the client's file.
 
-    It is never changed, and its files are not written again: what a round adds makes a new one (``DiskStore.updated``),
-    so that the best round and later phases can share it.
+    The mapping and its files never change. A round makes a new mapping (``DiskStore.updated``), so that the best round
+    and later phases can share the old one.
 
     Args:
-        folder: has the file ``<phase>/<client>_<round>.pt`` for what a client kept in a round of a phase.
-        phases: the phases whose files are used, and which tensors of them; None stands for all.
+        folder: holds the file ``<phase>/<client>_<round>.pt`` for every tree that a client kept.
+        phases: the phases whose files are used, each with the names of the tensors to use; None for all.
         versions: index of the phase, and the round, counted from 1, of each client's file, shape (num_clients, 2); the
-            round is -1 where a client keeps nothing.
+            round is -1 for a client that keeps nothing.
     """
 
     def __init__(self, folder: Path, phases: Sequence[tuple[str, list[str] | None]], versions: Tensor) -> None:
@@ -52,93 +52,93 @@ class KeptOnDisk(Mapping[int, Tree]):
         return int((self.versions[:, 1] >= 0).sum())
 
     def path(self, client: int) -> Path | None:
-        """The file of what a client keeps; None where it keeps nothing."""
+        """The file of the tensors that a client keeps; None if it keeps nothing."""
         if not 0 <= client < len(self.versions):
             return None
         phase, round = self.versions[client].tolist()
         return self.folder / self.phases[phase][0] / _name(client, round) if round >= 0 else None
 
     def only(self, names: Collection[str]) -> KeptOnDisk:
-        """The same files, of which only these tensors are kept."""
+        """The same files, restricted to these tensors."""
         phases = [(phase, [name for name in names if shown is None or name in shown]) for phase, shown in self.phases]
         return KeptOnDisk(self.folder, phases, self.versions)
 
 
 def check_kept(*mappings: Mapping[int, Tree]) -> None:
-    """Refuses what has lost a file, without reading any.
+    """Checks that all files are there, without reading them.
 
     Args:
-        mappings: what clients keep, in memory or on disk.
+        mappings: the tensors that clients keep, in memory or on disk.
 
     Raises:
-        MisconfigurationException: if a file is missing; names the first one.
+        MisconfigurationException: if a file is missing; the message names the first one.
     """
     for kept in mappings:
         if isinstance(kept, KeptOnDisk):
-            there = [_names(kept.folder / phase) for phase, _ in kept.phases]
+            file_names = [_names(kept.folder / phase) for phase, _ in kept.phases]
             for client, (phase, round) in enumerate(kept.versions.tolist()):
-                if round >= 0 and _name(client, round) not in there[phase]:
+                if round >= 0 and _name(client, round) not in file_names[phase]:
                     raise _unreadable(kept.folder / kept.phases[phase][0] / _name(client, round), client)
 
 
 def only(kept: Mapping[int, Tree], names: Collection[str]) -> Mapping[int, Tree]:
-    """What clients keep, without the tensors of other names."""
+    """The tensors with these names that clients keep."""
     if isinstance(kept, KeptOnDisk):
         return kept.only(names)
     return {client: {name: tree[name] for name in names if name in tree} for client, tree in kept.items()}
 
 
 class Store(ABC):
-    """Takes what the clients of a run keep."""
+    """Stores the tensors that clients keep between rounds."""
 
     @abstractmethod
     def write(self, phase: str, round: int, trees: Mapping[int, Tree]) -> Mapping[int, Any]:
-        """Stores what some clients keep after a round.
+        """Stores the tensors that some clients keep after a round.
 
         Args:
             phase: name of the phase.
             round: the round, counted from 1.
-            trees: what they keep, by client; an empty tree where a client keeps nothing.
+            trees: the tensors, by client; an empty tree for a client that keeps nothing.
 
         Returns:
-            What ``updated`` needs to know of it, by client.
+            By client, what ``updated`` needs to know.
         """
 
     @abstractmethod
     def updated(self, phase: str, kept: Mapping[int, Tree], written: Mapping[int, Any]) -> Mapping[int, Tree]:
-        """What clients keep after a round; ``kept``, what they kept before it, stays as it is.
+        """The tensors that clients keep after a round; ``kept`` is not changed.
 
         Args:
             phase: name of the phase.
-            kept: what clients kept before.
-            written: all that ``write`` returned in this round.
+            kept: the tensors that clients kept before the round.
+            written: everything that ``write`` returned in this round.
         """
 
     @abstractmethod
     def adopt(self, phase: str, round: int, kept: Mapping[int, Tree]) -> Mapping[int, Tree]:
-        """What a phase starts with, in this store: shared where it lies there, else copied.
+        """The tensors that clients keep when a phase starts: shared if this store holds them, else copied into it.
 
         Args:
             phase: name of the phase.
-            round: number of its rounds that it stands for.
-            kept: what clients keep, of this run or another, in memory or on disk.
+            round: number of completed rounds of the phase.
+            kept: the tensors that clients keep, of this run or another, in memory or on disk.
         """
 
     @abstractmethod
     def remove_replaced(self, *needed: Mapping[int, Tree]) -> None:
-        """Frees what earlier rounds of the phase left, once no checkpoint refers to it.
+        """Frees the replaced tensors of earlier rounds, once no checkpoint refers to them.
 
         Args:
-            needed: what the phase still needs.
+            needed: the tensors that the phase still needs.
         """
 
     @abstractmethod
     def remove_rest(self, phase: str, kept: Mapping[int, Tree]) -> None:
-        """Frees all of a finished phase but its result, once no checkpoint refers to it.
+        """Frees everything of a finished phase except its result, once no checkpoint refers to it.
 
         Args:
             phase: name of the phase.
-            kept: its result.
+            kept: the tensors that clients keep in its result.
         """
 
 
@@ -146,15 +146,15 @@ class MemoryStore(Store):
     """Keeps everything in memory, in plain dicts."""
 
     def write(self, phase: str, round: int, trees: Mapping[int, Tree]) -> Mapping[int, Tree]:
-        """Nothing to do; returns the trees."""
+        """Returns the trees; there is nothing to write."""
         return trees
 
     def updated(self, phase: str, kept: Mapping[int, Tree], written: Mapping[int, Any]) -> dict[int, Tree]:
-        """A dict of the trees that are not empty."""
+        """A new dict of all trees that are not empty."""
         return {client: tree for client, tree in {**kept, **written}.items() if tree}
 
     def adopt(self, phase: str, round: int, kept: Mapping[int, Tree]) -> dict[int, Tree]:
-        """A dict; reads what lies on disk."""
+        """A dict; reads the files of another store."""
         return dict(kept)
 
     def remove_replaced(self, *needed: Mapping[int, Tree]) -> None:
@@ -165,13 +165,13 @@ class MemoryStore(Store):
 
 
 class DiskStore(Store):
-    """Keeps a file per client: memory and checkpoints do not grow with what clients keep.
+    """Writes a file per client, so that memory and checkpoints do not grow with the tensors that clients keep.
 
-    A file has a name of its own for every round and is there in whole or not at all, so that the checkpoint on disk
-    refers to the right files at any moment, whenever the process is killed.
+    Every round writes new files, each complete or not at all. Whenever the process is killed, the checkpoint on disk
+    refers to the right files.
 
     Args:
-        folder: where to write; made when it is needed.
+        folder: the folder to write to; made when it is needed.
         num_clients: number of clients.
     """
 
@@ -181,7 +181,7 @@ class DiskStore(Store):
         self._replaced: list[tuple[int, Path]] = []
 
     def write(self, phase: str, round: int, trees: Mapping[int, Tree]) -> dict[int, int]:
-        """Writes the files; returns the rounds, -1 where a client keeps nothing."""
+        """Writes the files; returns the round of each client's file, -1 if the client keeps nothing."""
         written = {}
         for client, tree in trees.items():
             written[client] = round if tree else -1
@@ -189,7 +189,7 @@ class DiskStore(Store):
                 path = self.folder / phase / _name(client, round)
                 path.parent.mkdir(parents=True, exist_ok=True)
                 temporary = path.with_suffix(".tmp")
-                # clones, because a view would be written with all that it is a view of
+                # clones, because a view would be written with the whole tensor that it belongs to
                 torch.save({name: tensor.clone() for name, tensor in tree.items()}, temporary)
                 os.replace(temporary, path)
         return written
@@ -206,7 +206,7 @@ class DiskStore(Store):
         return KeptOnDisk(self.folder, kept.phases, versions)
 
     def adopt(self, phase: str, round: int, kept: Mapping[int, Tree]) -> KeptOnDisk:
-        """Refers to the same files if they are in this folder, else writes files."""
+        """Refers to the same files if they are in this store's folder, else writes new ones."""
         if not (isinstance(kept, KeptOnDisk) and kept.folder == self.folder):
             nothing = torch.tensor([0, -1]).repeat(self.num_clients, 1)
             return self.updated(
@@ -227,7 +227,7 @@ class DiskStore(Store):
         self._replaced = still_needed
 
     def remove_rest(self, phase: str, kept: Mapping[int, Tree]) -> None:
-        """Removes all files of the phase that ``kept`` does not refer to, those that a kill left included."""
+        """Removes all files of the phase that ``kept`` does not refer to, including those left by a kill."""
         assert isinstance(kept, KeptOnDisk), "the phase began with `adopt`"
         last = len(kept.phases) - 1
         needed = {_name(client, round) for client, (index, round) in enumerate(kept.versions.tolist()) if index == last}

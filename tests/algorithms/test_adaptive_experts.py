@@ -117,7 +117,7 @@ def test_a_client_is_evaluated_with_and_fine_tunes_the_cluster_of_its_lowest_tra
 def test_a_mixture_of_local_experts_that_nobody_trained_is_refused(tmp_path):
     phases = all_phases()
     phases[1].start = "initial"
-    with pytest.raises(MisconfigurationException, match=r"nobody has trained the local experts.*Local as `start`"):
+    with pytest.raises(MisconfigurationException, match=r"no phase has trained the local experts.*Local as `start`"):
         run(phases, clustered(), blobs(), tmp_path)
 
 
@@ -185,6 +185,6 @@ def test_fine_tuning_some_clients_is_refused_because_the_others_would_never_choo
         phase("IFCA", EpsilonGreedyIFCA(0.0), gate=first),
         phase("Fine-tuned", FineTunedCluster(), gate=first, clients_per_round=1),
     ]
-    with pytest.raises(MisconfigurationException, match="clients_per_round is 1, but must be null, because FineTuned"):
+    with pytest.raises(MisconfigurationException, match="clients_per_round is 1, but must be left out, because Fine"):
         run(phases, ClusteredMoE(Expert(), 2).double(), blobs(), tmp_path)
     assert not list(tmp_path.rglob("version_*"))

@@ -4,7 +4,9 @@ import math
 
 import torch
 
-from fedmoe_pl.algorithms.fedmoe_da import aggregation_rows
+from fedmoe_pl import Update
+from fedmoe_pl.algorithms import FedMoEDA
+from fedmoe_pl.algorithms.fedmoe_da import aggregation_matrix, aggregation_rows
 
 E = math.e
 
@@ -58,3 +60,14 @@ def test_other_experts_of_the_own_client_can_be_left_out():
     torch.testing.assert_close(dense, torch.tensor(expected, dtype=torch.float64))
     assert aggregation_rows(proxies, 1)[0][0].tolist() == [0, 1]
     assert aggregation_rows(proxies, 1, owners=torch.tensor([0, 0, 1]))[0][0].tolist() == [0, 2]
+
+
+def test_the_matrix_of_the_server_is_dense_again_and_its_rows_add_up_to_1():
+    algorithm = FedMoEDA(1, interval=1)
+    assert aggregation_matrix({"embedding.w": torch.zeros(1)}) is None
+    proxies = {"proxies/1": torch.tensor([[0.0, 1.0]]), "proxies/0": torch.tensor([[1.0, 0.0], [1.0, 0.0]])}
+    found = aggregation_matrix(algorithm.server_update({}, Update(proxies, 2)))
+    assert found is not None
+    other = 1 / (1 + E)
+    torch.testing.assert_close(found[0], torch.tensor([[0.5, 0.5, 0], [0.5, 0.5, 0], [other, 0, 1 - other]]))
+    assert found[1].tolist() == [0, 0, 1]

@@ -104,5 +104,7 @@ def test_scaffold_takes_its_parameters_from_a_checkpoint_of_lightning_and_contro
 
 def test_scaffold_refuses_clipped_gradients_before_any_training(tmp_path):
     scaffold = Phase("Scaffold", Scaffold(), trainer={"gradient_clip_val": 1.0})
-    with pytest.raises(MisconfigurationException, match=r"gradient_clip_val of the trainer is 1\.0, but must be null"):
+    with pytest.raises(
+        MisconfigurationException, match=r"gradient_clip_val of the trainer is 1\.0, but must be left out"
+    ):
         run([scaffold], mixture(optimizer=partial(torch.optim.SGD, lr=0.1)), blobs(), tmp_path)

@@ -134,7 +134,7 @@ TRAPS = {
 
 REFUSED = {
     "an extractor of both experts": (shared_extractor, FedAvg(), "parts of the model share parameters"),
-    "a gate that draws, behind frozen experts": (lambda: mixture(Noisy(5)), PFLMoE(), "something random"),
+    "a gate that draws, behind frozen experts": (lambda: mixture(Noisy(5)), PFLMoE(), "random operations"),
     "a loss that counts steps": (step_counting, FedAvg(), "the loss reads global_step of its Trainer"),
 }
 

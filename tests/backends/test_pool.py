@@ -29,7 +29,7 @@ def test_what_cannot_be_sent_is_refused_and_a_lazy_pool_goes_on_without(monkeypa
     ):
         trained(PoolBackend(TrainerBackend(), [CPU, CPU]), phase)
     monkeypatch.setattr(fedmoe_pl.backends.workers.pool, "_WORTH_STARTING", 0)
-    with pytest.warns(UserWarning, match="Training goes on in one process: trainer.devices must be 1"):
+    with pytest.warns(UserWarning, match="Training continues in one process: trainer.devices must be 1"):
         updates = trained(PoolBackend(TrainerBackend(), [CPU, CPU], lazy=True), phase)
     assert_same(updates, trained(TrainerBackend(), phase))
 
@@ -81,11 +81,12 @@ def test_two_workers_give_the_bits_of_one_process_and_are_gone_afterwards(alone,
     assert children() == before
 
 
-def test_a_run_stopped_with_workers_closes_them_and_goes_on_without(alone, pool, tmp_path):
-    closed, stopped = pool.closed, federation(tmp_path, backend=pool, callbacks=[Kill("on_client_end", 7)])
+def test_a_run_stopped_with_workers_closes_them_and_goes_on_without(alone, tmp_path):
+    before, two = children(), {"accelerator": "cpu", "devices": 2}
+    stopped = federation(tmp_path, trainer=two, backend=TrainerBackend(), callbacks=[Kill("on_client_end", 7)])
     with pytest.raises(KeyboardInterrupt):
         stopped.fit(model(), data(sizes=SIZES))
-    assert pool.closed > closed
+    assert children() == before
     resumed = federation(tmp_path, trainer={"accelerator": "cpu", "devices": 1}, backend=TrainerBackend())
     resumed.fit(model(), data(sizes=SIZES), ckpt_path="last")
     same_runs(resumed, alone)
@@ -100,12 +101,12 @@ def test_a_killed_process_is_replaced_and_the_bits_stay(alone, pool, tmp_path):
     assert_same(run.run.states["FedAvg"].server, alone.run.states["FedAvg"].server)
 
 
-def test_an_exception_in_a_process_reaches_the_user_as_itself_and_closes_the_workers(pool, tmp_path):
-    closed = pool.closed
-    run = federation(tmp_path, [Phase("FedAvg", FedAvg(), evaluate=False)], backend=pool)
+def test_an_exception_in_a_process_reaches_the_user_as_itself_and_closes_the_workers(tmp_path):
+    before, two = children(), {"accelerator": "cpu", "devices": 2}
+    run = federation(tmp_path, [Phase("FedAvg", FedAvg(), evaluate=False)], trainer=two, backend=TrainerBackend())
     with pytest.raises(ZeroDivisionError, match="in a client"):
         run.fit(Fails(partial(ZeroDivisionError, "in a client")), data(sizes=SIZES))
-    assert pool.closed > closed
+    assert children() == before
 
 
 SCRIPT = """

@@ -55,7 +55,7 @@ GOOD = {"x_train": pixels(3, 2, 2), "y_train": [0, 1, 0], "x_test": pixels(2, 2,
         ({"y_train": [0, 1]}, r"y_train has shape \(2,\), but must hold one label for each of the 3 samples"),
         ({"y_train": [0.0, 1.0, 0.5]}, r"y_train is float64, but labels must be integers"),
         ({"y_test": [0, -1]}, r"y_test holds torch\.int64 numbers from -1"),
-        ({"y_test": np.array(["a", {}], dtype=object)}, r"the file is damaged or no \.npz file of plain arrays"),
+        ({"y_test": np.array(["a", {}], dtype=object)}, r"the file is damaged or not an \.npz file of plain arrays"),
         (
             {"x_train": np.zeros((3, 2, 2), dtype=np.int32)},
             r"x_train is int32 of shape \(3, 2, 2\), but must be uint8 images",

@@ -107,7 +107,7 @@ TEN = np.arange(100) % 10
         (lambda: MajorityClasses(0), r"majority_share is 0, but must be in \(0, 1\]"),
         (lambda: MajorityClasses(1.1), r"majority_share is 1\.1, "),
         (lambda: MajorityClasses(0.5, 0), r"samples_per_client is 0, "),
-        (lambda: MajorityClasses(0.5, pairs="all"), r"pairs is 'all', but must be one of random, product"),  # pyright: ignore
+        (lambda: MajorityClasses(0.5, pairs="all"), r"pairs is 'all', but must be one of random, product"),
         (lambda: MajorityClasses(0.5, 1)(TEN, None, np.random.default_rng()), r"num_clients is not set, "),
         (lambda: MajorityClasses(0.5, 1)(TEN % 2, 3, np.random.default_rng()), r"majority_share is 0\.5, .* 2 classes"),
         (lambda: MajorityClasses(1.0, 1)(TEN % 1, 3, np.random.default_rng()), r"majority_share is 1\.0, .* 1 classes"),
@@ -129,7 +129,7 @@ TEN = np.arange(100) % 10
             r"shards_per_client is 3, .* 150 shards, .* 100 training",
         ),
         (lambda: Pathological(0), r"classes_per_client is 0, "),
-        (lambda: Pathological(share="beta"), r"share is 'beta', but must be one of uniform, dirichlet"),  # pyright: ignore
+        (lambda: Pathological(share="beta"), r"share is 'beta', but must be one of uniform, dirichlet"),
         (lambda: Pathological(concentration=0), r"concentration is 0, "),
         (lambda: Pathological(11)(TEN, 2, np.random.default_rng()), r"11 different classes, but the data have 10"),
         (lambda: ClientDirichlet(0, 5), r"alpha is 0, "),

@@ -92,7 +92,7 @@ def test_the_global_test_set_is_cut_to_equally_many_of_each_class(size, by_class
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: Digits(pool=True), r"Digits: test_fraction is 0\.0, but must be above 0 where pool is true"),
+        (lambda: Digits(pool=True), r"Digits: test_fraction is 0\.0, but must be above 0 if pool is true"),
         (lambda: Digits(global_test_size=0), r"global_test_size is 0, "),
         (lambda: Digits(rotations=[]), r"rotations is \[\], "),
         (lambda: Digits(rotations=[0, 45]), r"rotations is \[0, 45\], .* 0, 90, 180 and 270"),
@@ -115,7 +115,8 @@ IDS = np.array([*"aab"])
         (
             numbered([0, 1, 2], [0, 0, 0, 1, 1, 2]),
             {"num_clients": 1, "global_test_size": 6},
-            r"2 samples of class 2, but the global test set has 1 of them; 3 samples would be equally many of each",
+            r"2 samples of class 2, but the global test set has 1 of them; at most 3 samples can be chosen with "
+            "equally many of each",
         ),
         (
             numbered([0, 1, 2], [0], client_train=IDS),
@@ -142,7 +143,7 @@ IDS = np.array([*"aab"])
         (
             numbered([0, 1, 2], client_train=IDS),
             {"num_clients": 2, "rotations": [0]},
-            r"must be None for data that say which client",
+            r"must be None for data with client ids",
         ),
         (
             random_images(),

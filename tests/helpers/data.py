@@ -28,7 +28,7 @@ def set_up(datamodule: FederatedDataModule) -> FederatedDataModule:
 def assert_names_an_argument(message: str) -> None:
     """One sentence that begins with the argument, or with its class and the argument; the command line adds the key."""
     assert re.match(r"(?:\w+: )?\w+ (?:is|has|gives|reads|must) \S", message), message
-    assert message.endswith(".") and "\n" not in message, message
+    assert message.endswith(".") and ". " not in message and "\n" not in message, message
 
 
 def vectors(n: int, num_classes: int = 3, n_test: int = 4, **kwargs) -> Arrays:

@@ -16,7 +16,7 @@ from lightning.pytorch import Trainer
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from fedmoe_pl.models import VGG16, ClusteredMoE, ConstantGate, FeatureGate, LeNet5, NetworkGate, SmallMLP
+from fedmoe_pl.models import VGG16, ClusteredMoE, ConstantGate, FeatureGate, NetworkGate, SmallMLP
 
 
 def test_the_mixture_is_the_weighted_sum_of_probabilities_with_the_local_expert_last():
@@ -102,7 +102,8 @@ def test_parts_that_do_not_fit_are_refused(name):
 
 def test_clusters_of_vgg16_are_drawn_as_it_is():
     """N(0, sqrt(2 / (9 * 512))) for the last convolution, of 2.4 million weights, and biases of 0."""
-    for expert in ClusteredMoE(VGG16(), 2, local_expert=LeNet5(3)).global_experts:
+    module = ClusteredMoE(VGG16(), 2)
+    for expert in (*module.global_experts, module.local_expert):
         last = [part for part in expert.modules() if isinstance(part, nn.Conv2d)][-1]
         assert last.weight.std().item() == pytest.approx((2 / (9 * 512)) ** 0.5, rel=0.01)
         assert not last.bias.any()

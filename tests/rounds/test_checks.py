@@ -10,6 +10,7 @@ from torch import nn
 
 from fedmoe_pl import PersonalizedMoE, Phase
 from fedmoe_pl.algorithms import FedAvg, Local, PFLMoE
+from fedmoe_pl.backends import StackedBackend
 
 REFUSED = {
     "clients_per_round is 4, but must be at most the number of clients, 3": {"clients_per_round": 4},
@@ -50,3 +51,14 @@ def test_a_model_that_does_not_fit_the_data_is_refused(tmp_path):
             federation(tmp_path).fit(PersonalizedMoE(expert), data())
     with pytest.raises(MisconfigurationException, match="at least one phase and every name once"):
         federation(tmp_path, [phases()[0], phases()[0]])
+
+
+def test_a_backend_that_cannot_train_a_phase_names_it(tmp_path):
+    trainer = {"accelerator": "cpu", "accumulate_grad_batches": 2}
+    run = federation(tmp_path, phases()[1:2], trainer=trainer, backend=StackedBackend())
+    with pytest.raises(
+        MisconfigurationException,
+        match=r"Phase 'FedAvg': StackedBackend cannot stack the clients: trainer\.accumulate_grad_batches is 2",
+    ):
+        run.fit(model(), data())
+    assert not list(tmp_path.rglob("version_*"))

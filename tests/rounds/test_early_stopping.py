@@ -147,9 +147,12 @@ def test_a_run_stopped_within_a_phase_that_ends_early_and_resumed_gives_the_same
         ({"patience": 0, "monitor": "validation_loss"}, "patience is 0, but must be at least 1"),
         ({"min_delta": -0.1}, "min_delta is -0.1, but must be at least 0"),
         ({"monitor": "validation_loss", "evaluate_every_n_rounds": 0}, "evaluate_every_n_rounds is 0, but monitor is"),
-        ({"monitor": "validation_loss", "evaluate": False}, "monitor is 'validation_loss', which needs evaluate: true"),
+        (
+            {"monitor": "validation_loss", "evaluate": False},
+            "monitor is 'validation_loss', which needs evaluate to be true",
+        ),
         ({"trainer": {"devices": 2}}, "trainer has devices, which is the same for all phases"),
-        ({"trainer": {"max_epochs": 3}}, "trainer has max_epochs, which a phase takes as `max_epochs`"),
+        ({"trainer": {"max_epochs": 3}}, "trainer has max_epochs, which is an argument of the phase itself"),
         ({"trainer": {"limit_val_batchs": 1.0}}, "unexpected keyword argument 'limit_val_batchs'"),
         ({"callbacks": [BestEpoch()]}, r"callbacks has a BestEpoch, but limit_val_batches .* is 0; it must be above 0"),
         (

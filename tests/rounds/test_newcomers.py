@@ -1,5 +1,6 @@
 """Clients that were not in the federation get their models from its checkpoint and their own data alone."""
 
+import shutil
 from functools import partial
 
 import pytest
@@ -353,3 +354,20 @@ def test_personalizing_twice_gives_the_same_models_twice(tmp_path):
     for client in (0, 1):
         assert_same_bits(states[0][client], states[1][client])
     assert later.run_dir.name == "version_1"
+
+
+def test_newcomers_need_no_files_of_the_federation_s_clients(tmp_path):
+    run = federation(tmp_path, [fedavg(FEDPER, rounds=2)], store="disk")
+    run.fit(mixture(optimizer=sgd), blobs())
+    shutil.rmtree(run.run_dir / "checkpoints/kept")
+    later = federation(tmp_path / "later", [fedavg(FEDPER, rounds=2)])
+    later.personalize(mixture(optimizer=sgd), new_data(), str(run.run_dir / "checkpoints/last.ckpt"), rounds=1)
+    assert set(later.run.states["FedAvg"].kept) == {0, 1}
+
+
+def test_all_newcomers_train_alone_whatever_the_federation_s_cohort(tmp_path):
+    local = Phase("Local", Local(), clients_per_round=1)
+    _, checkpoint = trained(tmp_path, fedavg(rounds=1), local)
+    later = federation(tmp_path / "later", [fedavg(rounds=1), local])
+    later.personalize(mixture(optimizer=sgd), new_data(), str(checkpoint))
+    assert set(later.run.states["Local"].kept) == {0, 1}

@@ -8,6 +8,7 @@ import time
 from pathlib import Path
 
 import pytest
+import torch
 from helpers.runs import Kill, assert_same, data, federation, model, phases
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 
@@ -71,7 +72,7 @@ def test_a_process_killed_by_the_system_is_continued_from_the_command_line(tmp_p
                 process.wait(0.1)
         os.kill(process.pid, signal.SIGKILL)
     assert len(rounds.read_text().splitlines()) < 26
-    main([*arguments("killed"), "--ckpt_path", "last"])
+    subprocess.run([*killed, "--ckpt_path", "last"], cwd=REPOSITORY, check=True, capture_output=True)
     main(arguments("whole"))
     content, expected = (
         load_checkpoint(tmp_path / folder / "run/version_0/checkpoints/last.ckpt") for folder in ("killed", "whole")
@@ -92,13 +93,13 @@ def test_a_damaged_checkpoint_is_refused_and_the_run_is_kept(whole, tmp_path, da
     damaged = tmp_path / "damaged.ckpt"
     damaged.write_bytes(path.read_bytes()[:-2000] if damage is None else damage)
     files = {file: file.read_bytes() for file in whole.run_dir.rglob("*") if file.is_file()}
-    with pytest.raises(MisconfigurationException, match="damaged or no checkpoint"):
+    with pytest.raises(MisconfigurationException, match="damaged or not a checkpoint"):
         federation(whole.runs.parent).fit(model(), data(), ckpt_path=str(damaged))
     assert {file: file.read_bytes() for file in whole.run_dir.rglob("*") if file.is_file()} == files
 
 
 def test_a_checkpoint_of_another_run_is_refused(whole, tmp_path):
-    with pytest.raises(MisconfigurationException, match="seed_everything 0, but now it is 1"):
+    with pytest.raises(MisconfigurationException, match="the seed 0, but now it is 1"):
         federation(whole.runs.parent, seed=1).fit(model(), data(), ckpt_path="last")
     with pytest.raises(MisconfigurationException, match="holds the phases"):
         federation(whole.runs.parent, phases()[:1]).fit(model(), data(), ckpt_path="last")
@@ -118,3 +119,26 @@ def test_a_checkpoint_goes_on_only_with_its_own_data_and_rounds(whole, tmp_path)
     moved.write_bytes((whole.run_dir / "checkpoints/last.ckpt").read_bytes())
     with pytest.raises(MisconfigurationException, match=r"it must be checkpoints/last\.ckpt in the folder of its run"):
         federation(tmp_path).fit(model(), data(), ckpt_path=str(moved))
+
+
+def test_a_checkpoint_of_another_format_is_refused(whole, tmp_path):
+    content = torch.load(whole.run_dir / "checkpoints/last.ckpt", weights_only=True)
+    old = tmp_path / "version_0/checkpoints/last.ckpt"
+    old.parent.mkdir(parents=True)
+    torch.save({**content, "fedmoe_pl": 1}, old)
+    with pytest.raises(MisconfigurationException, match="of format 1, but this version needs one of format 2"):
+        federation(tmp_path).fit(model(), data(), ckpt_path=str(old))
+
+
+def test_two_runs_that_are_set_up_at_the_same_time_have_folders_of_their_own(tmp_path):
+    """The number of a run is chosen when its folder is made, not while its data are read."""
+
+    class Later(type(data())):
+        def prepare_data(self):
+            federation(tmp_path).fit(model(), data())
+
+    slow = data()
+    slow.__class__ = Later
+    run = federation(tmp_path)
+    run.fit(model(), slow)
+    assert run.run_dir.name == "version_1" and (tmp_path / "federation/version_0/summary.csv").is_file()

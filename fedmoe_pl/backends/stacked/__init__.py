@@ -1,4 +1,4 @@
-"""Many clients in one Trainer: their parameters are stacked and the loss is mapped over them."""
+"""Trains many clients in one Trainer: their parameters are stacked and the loss is mapped over them."""
 
 from fedmoe_pl.backends.stacked.backend import StackedBackend, StackedPlan
 from fedmoe_pl.backends.stacked.trial import Trial, try_to_stack

@@ -1,4 +1,4 @@
-"""Loss and gradients of one client without stacking, which stacking must not change."""
+"""Loss and gradients of one client without stacking, for comparison with the stacked ones."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ def plain_gradients(
     """Loss and gradients of one client's share.
 
     Args:
-        training: what all clients of the phase have in common.
-        module: the client's tensors are loaded into it; on the device of the share.
+        training: the local training of the phase's clients.
+        module: a module on the device of the share; the client's tensors are loaded into it.
         member: the client.
-        share: a share of this client alone.
+        share: a share of this client only.
         names: the parameters to differentiate by.
 
     Returns:
-        The loss, and the gradients by name, None where the loss does not depend on the parameter.
+        The loss, and the gradients by name; None if the loss does not depend on the parameter.
     """
     load_tree(module, member.state)
     const = on_device(member.const, share.y.device)
@@ -47,8 +47,8 @@ def ignores_padding(
     """Whether samples without a label change neither loss nor gradients, so that all batches can have one size.
 
     Args:
-        training: what all clients of the phase have in common.
-        module: in eval mode, on the training's device.
+        training: the local training of the phase's clients.
+        module: a module in eval mode, on the training's device.
         member: the first client of the stack.
         data: the samples of the stack's clients.
         names: the parameters that the loss depends on.
@@ -59,7 +59,7 @@ def ignores_padding(
     half = share.y.shape[1] // 2
     if has_batch_norm(module) or not half:
         return False
-    # on a CPU, because a GPU is unusable after a loss that has used the label -100 as an index
+    # on a CPU, because a GPU becomes unusable if a loss uses the label -100 as an index
     module.cpu()
     try:
         fewer = share.cut(half, unlabelled=0).cpu()

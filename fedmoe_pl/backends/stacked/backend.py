@@ -1,4 +1,4 @@
-"""Many clients at once in one Trainer."""
+"""Trains many clients at once in one Trainer."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ class StackedBackend(Backend):
     """Trains many clients at once in one ``Trainer``.
 
     Their parameters are stacked along a client axis and the pure loss is mapped over them. The model's own optimizer
-    steps the stacked parameters; because it works element by element, each client gets the steps that it would get
-    alone. What is frozen and the same for all clients is not stacked.
+    steps the stacked parameters. It works element by element, so that each client gets the same steps as alone. Frozen
+    tensors that are the same for all clients are not stacked.
 
     Args:
-        clients_per_stack: how many clients are trained at once. None takes as many as a quarter of the memory holds:
-            on a CPU at most 32, fewer if their parameters would outgrow its cache; on a GPU at most 256.
+        clients_per_stack: how many clients are trained at once. None means as many as fit into a quarter of the memory:
+            on a CPU at most 32, fewer if their parameters exceed its cache; on a GPU at most 256.
 
     Raises:
         MisconfigurationException: if ``clients_per_stack`` is below 1.
@@ -48,7 +48,7 @@ class StackedBackend(Backend):
         """Tries to stack the phase's clients.
 
         Raises:
-            MisconfigurationException: if stacked clients would not get the result of a ``Trainer`` per client.
+            MisconfigurationException: if stacking would change the result.
         """
         trial = try_to_stack(training)
         if isinstance(trial, str):
@@ -62,8 +62,8 @@ class StackedPlan(Plan):
     """The plan of :class:`StackedBackend`.
 
     Args:
-        training: what all clients of the phase have in common.
-        description: what trains the phase, and why, in words for the log.
+        training: the local training of the phase's clients.
+        description: how the phase is trained, and why; for the log.
         clients_per_stack: how many clients are trained at once.
     """
 
@@ -73,15 +73,15 @@ class StackedPlan(Plan):
         self.features = FeatureCache()
 
     def __reduce__(self) -> tuple[type, tuple[LocalTraining, str, int]]:
-        """Leaves out features when it is sent to another process."""
+        """Leaves out the features when the plan is sent to another process."""
         return StackedPlan, (self.training, self.description, self.clients_per_stack)
 
     def begin(self, training: LocalTraining) -> StackedPlan:
-        """The same number of clients per stack, and no features yet."""
+        """A plan with the same number of clients per stack and no features yet."""
         return StackedPlan(training, self.description, self.clients_per_stack)
 
     def groups(self, cohort: Sequence[int]) -> list[list[int]]:
-        """Clients of one architecture with similar numbers of samples, in groups of similar size."""
+        """Groups of similar size, each with clients of one architecture and similar numbers of samples."""
         samples, groups = self.training.datamodule.train_samples, []
         for clients in self.training.by_architecture(cohort):
             ordered = sorted(clients, key=lambda client: (-len(samples[client]), client))
@@ -107,7 +107,7 @@ class StackedPlan(Plan):
 
 
 def _fit(training: LocalTraining, module: LightningModule, members: list[Member], round: int) -> None:
-    """Trains the members in one Trainer; their states get the result."""
+    """Trains the members in one Trainer and puts the result into their states."""
     stack = Stack(training, module, members, round)
     batches = StackedBatches(stack.data, stack.members, stack.pads)
     with stack.looking_up():

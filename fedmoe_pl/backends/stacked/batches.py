@@ -15,18 +15,18 @@ from fedmoe_pl.trees import Tree
 
 TRIED_SAMPLES = 4
 """Samples of each client in a trial."""
-_NO_LABEL = -100  # what cross-entropy leaves out of its mean
+_NO_LABEL = -100  # the label of samples that cross-entropy leaves out of its mean
 
 
 @dataclass
 class Share:
-    """One batch of each of some clients of a stack, all of one size.
+    """One batch of each of some clients of a stack; all batches have the same size.
 
     Attributes:
-        clients: their places in the stack.
+        clients: the clients' positions in the stack.
         x: samples, shape (clients, batch, ...).
         y: labels, shape (clients, batch).
-        rows: outputs of frozen parts that are looked up, each of shape (clients, batch, ...), by the part's name.
+        rows: looked-up outputs of frozen parts, each of shape (clients, batch, ...), by the part's name.
     """
 
     clients: slice | Tensor
@@ -35,13 +35,13 @@ class Share:
     rows: Tree
 
     def cut(self, size: int, unlabelled: int) -> Share:
-        """The first ``size`` samples of each client, the last ``unlabelled`` of them without their label."""
+        """The first ``size`` samples of each client; the last ``unlabelled`` of these lose their labels."""
         y = self.y[:, :size].clone()
         y[:, size - unlabelled :] = _NO_LABEL
         return Share(self.clients, self.x[:, :size], y, {name: table[:, :size] for name, table in self.rows.items()})
 
     def cpu(self) -> Share:
-        """The same on the CPU."""
+        """The share on the CPU."""
         rows = {name: table.cpu() for name, table in self.rows.items()}
         return Share(self.clients, self.x.cpu(), self.y.cpu(), rows)
 
@@ -49,18 +49,18 @@ class Share:
 class StackedData:
     """The training samples of a stack's clients.
 
-    Places count all clients' samples, one client's after another's.
+    The samples of all clients are numbered, one client after another; a sample's number is called its place.
 
     Args:
-        training: what all clients of the phase have in common.
-        members: the clients, in descending order of their steps an epoch.
+        training: the local training of the phase's clients.
+        members: the clients, in descending order of their steps per epoch.
 
     Attributes:
         batch_size: samples in the largest batch.
-        steps: each client's steps an epoch.
-        sizes: size of each client's batch in each step, shape (clients, steps); 0 where it has no more batches.
+        steps: each client's steps per epoch.
+        sizes: size of each client's batch in each step, shape (clients, steps); 0 if the client has no more batches.
         first: the place of each client's first sample, shape (clients,).
-        owned: index in the data set of the sample at each place.
+        indices: index in the data set of the sample at each place.
     """
 
     def __init__(self, training: LocalTraining, members: Sequence[Member]) -> None:
@@ -72,22 +72,22 @@ class StackedData:
         self.sizes = (used[:, None] - starts).clamp(0, self.batch_size)
         lengths = torch.tensor([len(member.batches.samples) for member in members])
         self.first = lengths.cumsum(0) - lengths
-        owned = torch.cat([member.batches.samples for member in members])
+        indices = torch.cat([member.batches.samples for member in members])
         datamodule, features = training.datamodule, members[0].features
-        self.owned = owned.to(datamodule.x.device)
-        self._labels = datamodule.y[owned.to(datamodule.y.device)].to(training.device)
+        self.indices = indices.to(datamodule.x.device)
+        self._labels = datamodule.y[indices.to(datamodule.y.device)].to(training.device)
         self._reads_input = features is None or features.parts.reads_input
         self._tables: Tree = {}
         for name in features.parts.names if features else ():
             self._tables[name] = torch.cat([member.features.rows[name] for member in members if member.features])
 
     def share(self, clients: slice | Tensor, places: Tensor, sizes: Tensor) -> Share:
-        """Gathers a batch of each of some clients.
+        """Gathers one batch of each of some clients.
 
         Args:
-            clients: their places in the stack.
-            places: the places of their samples, shape (clients, batch), on the device of ``owned``.
-            sizes: how many of them each client has, shape (clients,); the others have no label.
+            clients: the clients' positions in the stack.
+            places: the places of their samples, shape (clients, batch), on the device of ``indices``.
+            sizes: size of each client's batch, shape (clients,); later samples lose their labels.
         """
         device, shape = self.training.device, places.shape
         flat = places.reshape(-1)
@@ -102,20 +102,20 @@ class StackedData:
         all_x = self.training.datamodule.x
         if not self._reads_input:
             return Share(clients, no_input(all_x, shape).to(device), y, rows)
-        x = all_x.index_select(0, self.owned[flat]).to(device)
+        x = all_x.index_select(0, self.indices[flat]).to(device)
         return Share(clients, x.view(*shape, *x.shape[1:]), y, rows)
 
     def first_share(self, client: int, size: int = TRIED_SAMPLES) -> Share:
         """One client's first few samples, neither shuffled nor augmented."""
         size = min(int(self.sizes[client, 0]), size)
         places = self.first[client] + torch.arange(size)
-        return self.share(torch.tensor([client]), places[None].to(self.owned.device), torch.tensor([size]))
+        return self.share(torch.tensor([client]), places[None].to(self.indices.device), torch.tensor([size]))
 
 
 class StackedBatches:
-    """The batches of a stack: one epoch each time it is iterated.
+    """The batches of a stack; every iteration is one epoch.
 
-    A step has one share of all clients that still have batches, or one share for each size of batch.
+    A step has one share of all clients that still have batches, or one share for each batch size.
 
     Args:
         data: the clients' samples.
@@ -129,32 +129,33 @@ class StackedBatches:
         self.pads = pads
 
     def __iter__(self) -> Iterator[list[Share]]:
-        """Iterates over one epoch, step by step."""
+        """Iterates over the steps of one epoch."""
         return self._augmented_epoch() if self.members[0].batches.augment is not None else self._epoch()
 
     def _epoch(self) -> Iterator[list[Share]]:
         data = self.data
-        # padded with the first sample of the same client
+        # short batches are padded with the client's first sample
         places = data.first[:, None].repeat(1, data.steps[0] * data.batch_size)
         for member, first, row in zip(self.members, data.first, places, strict=True):
             order = member.batches.order()
             row[: len(order)] = first + order
-        places = places.to(data.owned.device)
+        places = places.to(data.indices.device)
         for step in range(data.steps[0]):
-            now = places[:, step * data.batch_size : (step + 1) * data.batch_size]
+            step_places = places[:, step * data.batch_size : (step + 1) * data.batch_size]
             yield [
-                data.share(clients, now[clients, :size], data.sizes[clients, step]) for clients, size in self._cut(step)
+                data.share(clients, step_places[clients, :size], data.sizes[clients, step])
+                for clients, size in self._cut(step)
             ]
 
     def _augmented_epoch(self) -> Iterator[list[Share]]:
-        """The same from the batches of each member, which are augmented by the member's own generator."""
+        """The same for augmented batches, which each member augments with its own generator."""
         iterators = [iter(member.batches) for member in self.members]
         for step in range(self.data.steps[0]):
             batches = [next(iterators[client]) for client in range(int((self.data.sizes[:, step] > 0).sum()))]
             yield [_stacked_share(batches, clients, size) for clients, size in self._cut(step)]
 
     def _cut(self, step: int) -> list[tuple[slice | Tensor, int]]:
-        """The clients that have a batch in this step, by size of their batches; padded, they are one slice."""
+        """The clients that have a batch in this step, grouped by batch size; with padding, they are one slice."""
         sizes = self.data.sizes[:, step]
         active = int((sizes > 0).sum())
         largest = int(sizes.max())
@@ -164,7 +165,7 @@ class StackedBatches:
 
 
 def _stacked_share(batches: list[tuple[Tensor, Tensor]], clients: slice | Tensor, size: int) -> Share:
-    """Batches of some clients as one share; shorter ones are padded with samples that have no label."""
+    """The batches of some clients as one share; short ones are padded with samples without a label."""
     chosen = batches[clients] if isinstance(clients, slice) else [batches[client] for client in clients]
     padded = [_padded_batch(x, y, size) for x, y in chosen]
     return Share(clients, torch.stack([x for x, _ in padded]), torch.stack([y for _, y in padded]), {})

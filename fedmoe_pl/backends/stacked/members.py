@@ -1,4 +1,4 @@
-"""The clients of a stack as they begin their local training."""
+"""The clients of a stack, before their local training."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Member:
         const: the constants of its loss, as the algorithm made them.
         state: the tensors of its module, by name.
         batches: its training batches of this round.
-        features: what its steps look up; None for nothing.
+        features: the outputs of frozen parts that its steps look up; None if there are none.
     """
 
     client: Client
@@ -47,9 +47,9 @@ def begin_members(
     round: int,
     cache: FeatureCache,
 ) -> list[Member]:
-    """Lets one client after another begin in the same module, and remembers the tensors of each.
+    """Prepares one client after another in the same module, and keeps the tensors of each.
 
-    Tensors that equal the first member's are the same object, so that what all clients share exists once.
+    Tensors that equal the first member's are the same object, so that tensors that all clients share exist once.
     """
     members: list[Member] = []
     for client_id in clients:
@@ -66,10 +66,10 @@ def begin_members(
 
 
 def stackable_groups(members: Sequence[Member]) -> list[list[Member]]:
-    """Groups the members with batches that can share a stack.
+    """Groups the members that have batches into those that can share a stack.
 
-    Those of a group look up the same parts, and their losses have constants of the same structure, with tensors of
-    the same shapes and other values equal.
+    The members of a group look up the same parts. The constants of their losses have the same structure: tensors have
+    equal shapes, and other values are equal.
     """
     groups: list[tuple[Any, list[Member]]] = []
     for member in members:

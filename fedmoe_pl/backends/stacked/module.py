@@ -1,4 +1,4 @@
-"""A stack of clients as a LightningModule, which one Trainer fits."""
+"""A stack of clients as a LightningModule, for one Trainer."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from fedmoe_pl.trees import Tree
 class StackedModule(EpochModule):
     """A stack as a LightningModule, whose optimizer steps the stacked parameters.
 
-    An optimizer counts the steps of each parameter. So clients with equal numbers of steps an epoch, which are
-    neighbours, share parameters of their own: views of their part of the stacked ones.
+    An optimizer counts the steps of each parameter. Therefore each run of neighbours with equal numbers of steps per
+    epoch has its own parameters: views of its part of the stacked ones.
 
     Args:
         stack: the clients' tensors and losses.
@@ -39,7 +39,7 @@ class StackedModule(EpochModule):
         ]
 
     def configure_optimizers(self) -> Any:
-        """The optimizer of the client's module, with views of the stacked parameters in place of the module's."""
+        """The optimizer of the clients' module, with views of the stacked parameters in place of the module's."""
         configured = self.module.configure_optimizers()
         optimizer, _ = optimizer_and_scheduler(configured)
         assert optimizer is not None, "try_to_stack has refused it"
@@ -50,23 +50,23 @@ class StackedModule(EpochModule):
         return configured
 
     def on_train_epoch_start(self) -> None:
-        """Looks at what is trained in this epoch; ``Freezing`` has been called before."""
+        """Finds the parameters that are trained in this epoch, which ``Freezing`` has already set."""
         skip_idle_dropout(self.module)
         parameters = dict(self.module.named_parameters())
         self.names = [name for name in self.stack.trained if parameters[name].requires_grad]
 
     def loss(self, batch: list[Share]) -> Tensor:
-        """Sum of the clients' losses, none of which depends on another client's parameters."""
+        """The sum of the clients' losses; each depends on its own client's parameters only."""
         of_shares = [self.stack.losses(share, self.names) for share in batch]
         self.leaves = [(share, trained) for share, (_, trained) in zip(batch, of_shares, strict=True)]
         return torch.stack([losses.sum() for losses, _ in of_shares]).sum()
 
     def differentiate(self, loss: Tensor, optimizer: torch.optim.Optimizer) -> None:
-        """Gives gradients to the clients that have a batch, and none to the others, so that they are not stepped."""
+        """Sets the gradients of clients that have a batch; the others get None and are not stepped."""
         gradients = iter(torch.autograd.grad(loss, [leaf for _, leaves in self.leaves for leaf in leaves.values()]))
         of_shares = [(share.clients, {name: next(gradients) for name in leaves}) for share, leaves in self.leaves]
         if any(group.get("fused") for group in optimizer.param_groups):
-            # a fused step reads gradients in the order of memory, whatever their strides
+            # a fused step reads gradients in memory order, whatever their strides
             of_shares = [(clients, {name: tree[name].contiguous() for name in tree}) for clients, tree in of_shares]
         active = sum(len(share.y) for share, _ in self.leaves)
         self.gradients = of_shares[0][1] if len(of_shares) == 1 else _in_one(of_shares, active)
@@ -76,10 +76,10 @@ class StackedModule(EpochModule):
                 parameter.grad = self.gradients[name][run] if has_batch else None
 
     def clip(self, optimizer: torch.optim.Optimizer) -> None:
-        """Clips each client's gradients by the client's own norm, as ``torch.nn.utils`` does."""
+        """Clips each client's gradients by their norm or value, as ``torch.nn.utils`` does."""
         if not self.clip_val or self.clip_val < 0:
             return
-        if str(self.clip_algorithm).lower().endswith("value"):  # Lightning takes any case, and its enumeration
+        if str(self.clip_algorithm).lower().endswith("value"):  # Lightning accepts any case, and its own enumeration
             for gradient in self.gradients.values():
                 gradient.clamp_(-self.clip_val, self.clip_val)
             return
@@ -102,7 +102,7 @@ def _in_one(of_shares: list[tuple[slice | Tensor, Tree]], active: int) -> Tree:
 
 
 def _runs_of_equal_steps(steps: Sequence[int]) -> Iterator[slice]:
-    """Neighbours with equal numbers of steps an epoch, as slices."""
+    """Slices of neighbours with equal numbers of steps per epoch."""
     start = 0
     for client in range(1, len(steps) + 1):
         if client == len(steps) or steps[client] != steps[start]:

@@ -28,14 +28,14 @@ class Stack:
     """The tensors of some clients and their losses.
 
     Args:
-        training: what all clients of the phase have in common.
+        training: the local training of the phase's clients.
         module: a copy of the phase's module, which holds the tensors that are not stacked.
-        members: the clients, all with batches, that can share a stack.
+        members: clients that have batches and can share a stack.
         round: the round of the phase, counted from 0.
 
     Attributes:
-        members: the clients in descending order of their steps an epoch, so that those who still have batches come
-            first.
+        members: the clients in descending order of their steps per epoch, so that in every step those that still have
+            batches come first.
         data: their training samples.
         trained: names of the parameters that are trained in any epoch and that the loss depends on.
         pads: whether short batches may be padded with samples without a label.
@@ -64,9 +64,9 @@ class Stack:
         ]
 
     def _find_trained(self, trainable: list[str]) -> None:
-        """Finds what the loss depends on and the optimizer steps, and whether batches can be padded."""
+        """Finds the parameters that the optimizer steps and the loss depends on, and whether batches can be padded."""
         training, module, first = self.training, self.module, self.members[0]
-        module.eval()  # nothing random
+        module.eval()  # so that no random numbers are drawn
         _, gradients = plain_gradients(training, module, first, self.data.first_share(0), trainable)
         used = [name for name in trainable if gradients[name] is not None]
         self.pads = ignores_padding(training, module, first, self.data, used)
@@ -88,7 +88,7 @@ class Stack:
                 self.stacked[name] = torch.stack([state[name] for state in states]).to(self.training.device)
 
     def looking_up(self) -> AbstractContextManager[None]:
-        """Lets frozen parts be looked up while it is open."""
+        """In this context, the outputs of frozen parts are looked up."""
         return looked_up(self.module, self._parts, self._lookup)
 
     def losses(self, share: Share, names: Sequence[str]) -> tuple[Tensor, Tree]:
@@ -108,7 +108,7 @@ class Stack:
             state = {f"module.{name}": tensor for name, tensor in tensors.items()}
             arguments = (x, y, tree_unflatten(const, self._const_spec))
             value = functional_call(module, state, arguments, tie_weights=False)
-            return value, {name: state[f"module.{name}"] for name in self.buffers}  # as the module has left them
+            return value, {name: state[f"module.{name}"] for name in self.buffers}  # buffers after the forward pass
 
         inputs = trained | others, share.x, share.y, share.rows, const
         with dense_experts():
@@ -125,7 +125,7 @@ class Stack:
 
 
 class _Loss(nn.Module):
-    """The algorithm's loss as a module, whose parameters ``functional_call`` can replace."""
+    """The algorithm's loss as a module, so that ``functional_call`` can replace the parameters."""
 
     def __init__(self, algorithm: Algorithm, module: LightningModule) -> None:
         super().__init__()

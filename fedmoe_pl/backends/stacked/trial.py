@@ -1,4 +1,4 @@
-"""Whether the clients of a phase may be stacked: a trial step of two of them, both ways."""
+"""Decides whether the clients of a phase can be stacked, by a trial step of two clients with and without stacking."""
 
 from __future__ import annotations
 
@@ -30,15 +30,15 @@ _ELEMENTWISE = {
     *(torch.optim.RMSprop, torch.optim.Adagrad, torch.optim.Adadelta, torch.optim.ASGD, torch.optim.Rprop),
 }
 _MOST_ON_CPU, _MOST_ON_GPU = 32, 256
-_CPU_CACHE = 8 * 2**20  # bytes; with more stacked parameters, a CPU waits for its memory
+_CPU_CACHE = 8 * 2**20  # bytes; if the stacked parameters are larger, a CPU waits for its memory
 
 
 @dataclass(frozen=True)
 class Trial:
-    """What a stacked step of two clients has shown.
+    """The result of a stacked step of two clients.
 
     Attributes:
-        clients_per_stack: how many clients a quarter of the memory holds.
+        clients_per_stack: how many clients fit into a quarter of the memory.
         convolves: whether a step computes a convolution.
     """
 
@@ -47,10 +47,10 @@ class Trial:
 
 
 def try_to_stack(training: LocalTraining) -> Trial | str:
-    """Computes one step of two clients of every architecture both ways.
+    """Computes one step of two clients of every architecture with and without stacking.
 
     Returns:
-        What it has shown, or why the phase's clients cannot be stacked.
+        The result, or the reason why the phase's clients cannot be stacked.
     """
     trials = []
     for clients in training.by_architecture(range(training.datamodule.num_clients)):
@@ -64,10 +64,10 @@ def try_to_stack(training: LocalTraining) -> Trial | str:
 
 
 def _why_not(training: LocalTraining) -> str | None:
-    """Why clients cannot be stacked, as far as can be seen without a trial; None if a trial has to show it."""
+    """A reason why clients cannot be stacked that is known without a trial; None if only a trial can tell."""
     reason = needs_every_batch(training)
     if reason or training.trainer.get("callbacks"):
-        return reason or "trainer.callbacks belong to a client each"
+        return reason or "each client needs its own copy of trainer.callbacks"
     optimizer, _ = optimizer_and_scheduler(training.module.configure_optimizers())
     if type(optimizer) not in _ELEMENTWISE:
         return f"{type(optimizer).__name__} may not step every parameter element by element"
@@ -89,10 +89,10 @@ def _try_architecture(training: LocalTraining, clients: Sequence[int]) -> Trial 
                 stack = Stack(training, module, group, round)
                 Freezing(training, module, round).freeze(epoch)
                 trials.append(_try_stack(stack))
-    except Exception as error:  # of the model, the algorithm or PyTorch; training without stacking may still work
+    except Exception as error:  # from the model, the algorithm or PyTorch; training without stacking may still work
         reason = f"{type(error).__name__}: {error}".splitlines()[0].rstrip(".")
         if "randomness" in reason:
-            return "something random, such as dropout, would draw other numbers than in a Trainer per client"
+            return "random operations, such as dropout, would draw other numbers than in a Trainer per client"
         return str(error) if isinstance(error, _Different) else f"PyTorch cannot stack it ({reason})"
     return _of_all(trials)
 
@@ -102,11 +102,11 @@ def _of_all(trials: Sequence[Trial]) -> Trial:
 
 
 class _Different(Exception):
-    """Stacked clients do not compute what they compute alone."""
+    """Stacking changes what clients compute."""
 
 
 class _NoTrainer:
-    """Stands for the Trainer of a module in a trial, whose step count and the like differ from those of a client."""
+    """Replaces the module's Trainer in a trial and refuses access, because its step counts would not be a client's."""
 
     current_epoch = 0
 
@@ -118,7 +118,7 @@ def _try_stack(stack: Stack) -> Trial:
     """Compares a step of each member with and without stacking.
 
     Args:
-        stack: the members; what is not trained in the epoch that is tried is frozen.
+        stack: the members; parameters that are not trained in the epoch of the trial are frozen.
 
     Raises:
         _Different: if gradients or buffers differ.
@@ -158,15 +158,15 @@ def _try_member(stack: Stack, client: int, names: Sequence[str], saved: list[int
     largest = largest_value(expected.values())
     for name in names:
         if not is_close(gradients[name][0], expected[name], largest):
-            raise _Different(f"the gradient of '{name}' comes out different when stacked")
+            raise _Different(f"stacking changes the gradient of '{name}'")
     for name in stack.buffers:
         if not is_close(stack.stacked[name][client], buffers[name]):
-            raise _Different(f"the buffer '{name}' comes out different when stacked")
+            raise _Different(f"stacking changes the buffer '{name}'")
 
 
 @contextmanager
 def _convolutions(module: LightningModule) -> Iterator[list[nn.Module]]:
-    """Yields a list that each convolution of the module is added to when it is called."""
+    """Yields a list to which each convolution of the module is added when it is called."""
     called: list[nn.Module] = []
     hooks = [
         part.register_forward_pre_hook(lambda part, arguments: called.append(part))
@@ -185,7 +185,7 @@ def _most_clients(device: torch.device) -> int:
 
 
 def _memory(device: torch.device) -> int:
-    """Bytes of all the device's memory, not of what is free now, so that a resumed run makes the same stacks."""
+    """The device's total memory in bytes, not the free memory, so that a resumed run makes the same stacks."""
     if device.type == "cuda":
         return torch.cuda.get_device_properties(device).total_memory
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")

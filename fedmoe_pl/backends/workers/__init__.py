@@ -1,4 +1,4 @@
-"""Groups of clients handed out to worker processes, on this machine or on those of a Ray cluster."""
+"""Trains groups of clients in worker processes, on this machine or in a Ray cluster."""
 
 from fedmoe_pl.backends.workers.backend import WorkersBackend, WorkersPlan
 from fedmoe_pl.backends.workers.pool import PoolBackend

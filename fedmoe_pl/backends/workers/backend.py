@@ -1,4 +1,4 @@
-"""Groups of clients handed out to worker processes, whatever starts these processes."""
+"""Hands out groups of clients to worker processes; subclasses start the processes."""
 
 from __future__ import annotations
 
@@ -18,20 +18,20 @@ from fedmoe_pl.backends.workers.worker import PhaseMessage
 from fedmoe_pl.data import FederatedDataModule
 from fedmoe_pl.trees import Tree
 
-_TRIES = 3  # another process may cause one death, but hardly three over the same clients
-_AHEAD = 8  # how many updates per worker may wait for an earlier one, which bounds their memory
+_TRIES = 3  # another process may cause one death, but hardly three with the same clients
+_AHEAD = 8  # how many updates per worker may wait for an earlier one; limits their memory
 
 
 class WorkerDied(Exception):
-    """The process of a worker has ended before it answered; the message says how."""
+    """A worker's process ended before it answered; the message says how."""
 
 
 class RemoteWorker(ABC):
-    """The driver's end of a worker.
+    """The driver's handle of a worker.
 
     Attributes:
-        plan: the plan that was sent to the worker last.
-        server: the server's state that was sent to it last, pickled.
+        plan: the last plan that was sent to the worker.
+        server: the last server state that was sent to it, pickled.
     """
 
     plan: Plan | None = None
@@ -46,7 +46,7 @@ class RemoteWorker(ABC):
         """The result of a finished call.
 
         Raises:
-            WorkerDied: if the process has ended. What the call has raised is raised unchanged.
+            WorkerDied: if the process has ended. Exceptions of the call itself are raised unchanged.
         """
 
     @abstractmethod
@@ -55,12 +55,12 @@ class RemoteWorker(ABC):
 
 
 class WorkersBackend(Backend):
-    """Hands groups of clients out to workers, largest first, and yields their updates in order.
+    """Hands out groups of clients to workers, largest first, and yields their updates in order.
 
-    Groups and their order are those of training in one process. So are the bits of the result, whatever the number of
-    workers and whichever answers first. Workers are sent only what they lack: the phase, the server's state, and what
-    the group's clients have kept. They hold nothing else, so a worker that dies is replaced and its group is trained
-    again.
+    Groups and their order are the same as in one process, and so are the bits of the result, however many workers there
+    are and whichever answers first. A worker is sent only what it lacks: the phase, the server's state, and the tensors
+    that the group's clients have kept. It holds nothing else, so that a dead worker can be replaced and its group
+    trained again.
 
     Args:
         backend: how each worker trains its groups.
@@ -75,12 +75,12 @@ class WorkersBackend(Backend):
         """Starts all workers.
 
         Raises:
-            MisconfigurationException: if they cannot be started or sent the data.
+            MisconfigurationException: if they cannot be started, or the data cannot be sent to them.
         """
 
     @abstractmethod
     def replacement(self, worker: RemoteWorker) -> RemoteWorker:
-        """Starts a worker that replaces one that died."""
+        """Starts a worker in place of one that died."""
 
     def plan(self, training: LocalTraining) -> Plan:
         """The plan of the workers' backend, whose groups are handed out."""
@@ -96,12 +96,12 @@ class WorkersBackend(Backend):
             plan: how each worker trains its groups.
             server: the server's state.
             groups: the groups, in the order in which their updates are yielded.
-            kept: what clients kept from earlier rounds, by client.
+            kept: the tensors that clients kept from earlier rounds, by client.
             round: the round of the phase, counted from 0.
 
         Raises:
-            MisconfigurationException: if something cannot be sent to a worker process, or if its worker dies three
-                times over one group. What training raises is raised unchanged.
+            MisconfigurationException: if model or data cannot be sent to a worker process, or if a worker dies three
+                times with the same group. Exceptions of the training are raised unchanged.
         """
         if not groups:
             return
@@ -111,11 +111,11 @@ class WorkersBackend(Backend):
         try:
             yield from handed_out.updates()
         finally:
-            if handed_out.busy:  # after an exception, nobody waits for their answers
+            if handed_out.busy:  # there was an exception, and nobody waits for the other answers
                 self.close()
 
     def replace(self, worker: RemoteWorker) -> RemoteWorker:
-        """Ends a worker that died, and starts another in its place."""
+        """Cleans up after a worker that died, and starts another in its place."""
         worker.end()
         new = self.replacement(worker)
         self.workers[self.workers.index(worker)] = new
@@ -128,7 +128,7 @@ class WorkersBackend(Backend):
         self.workers = []
 
     def __getstate__(self) -> dict[str, Any]:
-        """Leaves out the workers when a configuration that holds this backend is copied, or sent to one of them."""
+        """Leaves out the workers when the backend is copied or sent to one of them."""
         return {**vars(self), "workers": []}
 
 
@@ -136,9 +136,9 @@ class WorkersPlan(Plan):
     """Hands out the groups of another plan.
 
     Args:
-        backend: has the workers.
+        backend: the backend that has the workers.
         plan: how each of them trains its groups.
-        description: what trains the phase, and why, in words for the log.
+        description: how the phase is trained, and why; for the log.
     """
 
     def __init__(self, backend: WorkersBackend, plan: Plan, description: str) -> None:
@@ -151,7 +151,7 @@ class WorkersPlan(Plan):
         return WorkersPlan(self.backend, self.plan.begin(training), self.description)
 
     def groups(self, cohort: Sequence[int]) -> list[list[int]]:
-        """Those of the other plan."""
+        """The groups of the other plan."""
         return self.plan.groups(cohort)
 
     def train_group(self, server: Tree, clients: Sequence[int], kept: Mapping[int, Tree], round: int) -> GroupUpdate:
@@ -164,14 +164,14 @@ class WorkersPlan(Plan):
 
 
 def group_size(training: LocalTraining, clients: Sequence[int]) -> int:
-    """Number of training samples of a group: a measure of how long it takes."""
+    """Number of training samples of a group, as a measure of its training time."""
     return sum(len(training.datamodule.train_samples[client]) for client in clients)
 
 
 def _dead(clients: Sequence[int], death: WorkerDied) -> str:
-    some = ", ".join(map(str, clients[:5])) + (", ..." if len(clients) > 5 else "")
+    ids = ", ".join(map(str, clients[:5])) + (", ..." if len(clients) > 5 else "")
     return (
-        f"The worker process that trains client {some} has ended {_TRIES} times ({death}), probably for lack of "
+        f"The worker process that trains client {ids} has ended {_TRIES} times ({death}), probably for lack of "
         "memory; use fewer workers, or smaller batches or models."
     )
 
@@ -179,14 +179,14 @@ def _dead(clients: Sequence[int], death: WorkerDied) -> str:
 class _HandedOut:
     """The groups of a round that are handed out.
 
-    A group is known by its index, the workers by their ends in this process.
+    Groups are identified by index.
 
     Attributes:
-        waiting: the groups that no worker has, in the order in which they are handed out.
+        waiting: groups that are not handed out, in the order in which they will be.
         idle: workers without a group.
-        busy: worker and group of every call that is under way.
+        busy: worker and group of every call in progress.
         done: pickled updates that wait for those of earlier groups.
-        deaths: how many workers have died over each group.
+        deaths: how many workers have died with each group.
     """
 
     def __init__(
@@ -220,7 +220,7 @@ class _HandedOut:
                     self._take(future)
 
     def _send_some(self, ready: int) -> None:
-        """Gives idle workers the largest groups that are not too far ahead of the first missing one, ``ready``."""
+        """Gives idle workers the largest groups that are not too far ahead of ``ready``, the first missing one."""
         within = [index for index in self.waiting if index < ready + _AHEAD * len(self.backend.workers)]
         for index, worker in zip(within, list(self.idle), strict=False):
             self.idle.remove(worker)
@@ -228,7 +228,7 @@ class _HandedOut:
             self.busy[self.send(worker, self.groups[index])] = worker, index
 
     def _take(self, future: Future[Any]) -> None:
-        """Takes what a worker has answered, or replaces one that died."""
+        """Takes a worker's answer, or replaces a worker that died."""
         worker, index = self.busy.pop(future)
         try:
             self.done[index] = worker.result(future)
@@ -242,7 +242,7 @@ class _HandedOut:
 
 
 class _Sender:
-    """Sends a round's groups; phase and server's state are pickled once, and sent to workers that lack them."""
+    """Sends a round's groups; the phase and the server's state are pickled once and sent to workers that lack them."""
 
     def __init__(self, plan: Plan, server: Tree, kept: Mapping[int, Tree], round: int) -> None:
         self.plan = plan

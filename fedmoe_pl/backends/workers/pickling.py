@@ -1,4 +1,4 @@
-"""What travels between the driver and its workers, pickled by value."""
+"""Pickles by value what the driver and its workers send each other."""
 
 from __future__ import annotations
 
@@ -17,14 +17,17 @@ from fedmoe_pl.data import FederatedDataModule
 
 
 def sendable(what: str, pickle_it: Callable[[], Any]) -> Any:
-    """Pickles something that a worker needs, and returns what ``pickle_it`` returns.
+    """Calls a function that pickles something for a worker, and explains its failure.
 
     Args:
-        what: its name in the message.
-        pickle_it: pickles it.
+        what: the name of the pickled thing in the message.
+        pickle_it: the function.
+
+    Returns:
+        The function's result.
 
     Raises:
-        MisconfigurationException: if it cannot be pickled.
+        MisconfigurationException: if pickling fails.
     """
     try:
         return pickle_it()
@@ -36,10 +39,10 @@ def sendable(what: str, pickle_it: Callable[[], Any]) -> Any:
 
 
 class _Pickler(cloudpickle.Pickler):
-    """Pickles by value, with classes of ``__main__`` and lambdas; leaves out what the worker has or cannot use.
+    """Pickles by value, including lambdas and classes of ``__main__``.
 
-    It leaves out the data module, and the CLI, which optimizer factories of LightningCLI hold and which holds
-    everything that was configured.
+    It leaves out the data module, which the worker has, and the CLI, which LightningCLI's optimizer factories refer to
+    and which holds everything that was configured.
     """
 
     def __init__(
@@ -91,8 +94,8 @@ def dumps(
 
     Args:
         obj: the object.
-        datamodule: left out, because the worker has it.
-        buffer_callback: takes large arrays, which are then left out, too.
+        datamodule: the data module to leave out, because the worker has it.
+        buffer_callback: receives large arrays, which are then left out, too.
     """
     file = io.BytesIO()
     _Pickler(file, datamodule, buffer_callback).dump(obj)
@@ -111,7 +114,7 @@ def loads(pickled: bytes, datamodule: FederatedDataModule | None = None, buffers
 
 
 def portable(error: Exception) -> Exception:
-    """The exception, or one with its text where it could not be unpickled in the driver."""
+    """The exception, or one with the same text if the driver could not unpickle it."""
     try:
         pickle.loads(dumps(error))
     except Exception:

@@ -26,7 +26,7 @@ from fedmoe_pl.backends.workers.worker import WORKER_ENVIRONMENT, Worker
 from fedmoe_pl.data import FederatedDataModule
 from fedmoe_pl.trees import Tree
 
-# loky would replace a process that has grown by 300 MB since its first call, and lose what was sent to it
+# otherwise loky replaces a process that has grown by 300 MB since its first call, and loses what was sent to it
 _ENVIRONMENT = {**WORKER_ENVIRONMENT, "LOKY_MAX_MEMORY_LEAK_SIZE": "1e18"}
 _WORTH_STARTING = 10.0  # seconds to gain; starting takes about half of them, and the estimate is rough
 
@@ -37,8 +37,8 @@ class PoolBackend(WorkersBackend):
     Args:
         backend: how each of them trains its groups.
         devices: the device of each process; on a CPU the same device several times.
-        lazy: whether training begins in this process. The others start once they are expected, at the pace measured so
-            far, to shorten the phase by ten seconds or more. The result has the same bits.
+        lazy: whether training begins in this process. The others start when, at the pace measured so far, they are
+            expected to shorten the phase by at least ten seconds. The result has the same bits.
     """
 
     def __init__(self, backend: Backend, devices: Sequence[torch.device], lazy: bool = False) -> None:
@@ -54,18 +54,18 @@ class PoolBackend(WorkersBackend):
         return PoolPlan(self, plan, f"{plan.description}, in up to {len(self.devices)} processes")
 
     def starts(self, datamodule: FederatedDataModule) -> bool:
-        """Starts all workers unless they run, and returns whether they run; warns once if they cannot be started."""
+        """Starts all workers if they are not running; returns whether they run, and warns once if they cannot start."""
         if not self.workers and not self._alone:
             try:
                 self.workers = self.start(datamodule)
             except MisconfigurationException as error:
-                warnings.warn(f"Training goes on in one process: {error}", stacklevel=2)
+                warnings.warn(f"Training continues in one process: {error}", stacklevel=2)
                 self._alone = True
         return bool(self.workers)
 
     def start(self, datamodule: FederatedDataModule) -> list[RemoteWorker]:
         """Writes the data to a file that all workers map, and starts them."""
-        # a file without a name is deleted when this process ends, however it ends
+        # a file without a name, because it is deleted however this process ends
         self._data = data = tempfile.TemporaryFile()
         try:
             sendable("the data module", lambda: torch.save(datamodule, data, pickle_module=cloudpickle))
@@ -93,17 +93,17 @@ class PoolBackend(WorkersBackend):
         self._alone = False
 
     def __getstate__(self) -> dict[str, Any]:
-        """Leaves out what belongs to this process."""
+        """Leaves out the file, which belongs to this process."""
         return {**super().__getstate__(), "_data": None}
 
 
 class PoolPlan(Plan):
-    """Hands out the groups of another plan as soon as it is worth starting processes.
+    """Hands out the groups of another plan as soon as starting processes is worth the time.
 
     Args:
-        backend: has the processes, and says whether they start late.
+        backend: the backend that has the processes.
         plan: how each of them trains its groups.
-        description: what trains the phase, and why, in words for the log.
+        description: how the phase is trained, and why; for the log.
     """
 
     def __init__(self, backend: PoolBackend, plan: Plan, description: str) -> None:
@@ -117,7 +117,7 @@ class PoolPlan(Plan):
         return PoolPlan(self.backend, self.plan.begin(training), self.description)
 
     def groups(self, cohort: Sequence[int]) -> list[list[int]]:
-        """Those of the other plan."""
+        """The groups of the other plan."""
         return self.plan.groups(cohort)
 
     def train_group(self, server: Tree, clients: Sequence[int], kept: Mapping[int, Tree], round: int) -> GroupUpdate:
@@ -128,7 +128,7 @@ class PoolPlan(Plan):
         return update
 
     def train(self, server: Tree, cohort: Sequence[int], kept: Mapping[int, Tree], round: int) -> Iterator[GroupUpdate]:
-        """Trains groups in this process until others take over; see :meth:`WorkersBackend.hand_out`."""
+        """Trains groups in this process until the others take over; see :meth:`WorkersBackend.hand_out`."""
         groups = self.groups(cohort)
         begun = 0
         while begun < len(groups) and not self._hands_out(groups, begun, round):
@@ -137,7 +137,7 @@ class PoolPlan(Plan):
         yield from self.backend.hand_out(self.plan, server, groups[begun:], kept, round)
 
     def _hands_out(self, groups: Sequence[Sequence[int]], begun: int, round: int) -> bool:
-        """Whether the other processes train the remaining groups; starts them if that is decided now."""
+        """Whether the other processes train the remaining groups; starts them if they are worth it."""
         training, backend = self.training, self.backend
         if len(groups) == 1 and training.device.type == "cpu":
             return False  # there is nothing to divide
@@ -158,17 +158,17 @@ class _Process(RemoteWorker):
         self.data = data
         self.device = device
         self.executor = loky.ProcessPoolExecutor(1, env=_ENVIRONMENT, initializer=_end_with, initargs=(os.getpid(),))
-        # Ctrl-C is for the driver, which ends its workers; a process that starts while it is blocked never gets it
+        # Ctrl-C is for the driver, which ends its workers. A process started while the signal is blocked never gets it.
         mask = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
         try:
-            self.executor.submit(os.getpid)  # it imports what it needs while others start
+            self.executor.submit(os.getpid)  # so that it imports modules while others start
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, mask)
 
     def submit(self, phase: bytes | None, server: bytes | None, group: bytes) -> Future[Any]:
         try:
             return self.executor.submit(_train_group, self.data, self.device, phase, server, group)
-        except TerminatedWorkerError as error:  # it died while it was idle
+        except TerminatedWorkerError as error:  # the process died while it was idle
             future: Future[Any] = Future()
             future.set_exception(error)
             return future
@@ -187,7 +187,7 @@ _worker: Worker | None = None  # in a worker process
 
 
 def _train_group(data: str, device: torch.device, phase: bytes | None, server: bytes | None, group: bytes) -> bytes:
-    """Runs in the worker's process."""
+    """Trains a group; runs in the worker's process."""
     global _worker
     if _worker is None:
         _worker = Worker(torch.load(data, mmap=True, weights_only=False), device)
@@ -195,7 +195,7 @@ def _train_group(data: str, device: torch.device, phase: bytes | None, server: b
 
 
 def _end_with(parent: int) -> None:
-    """Ends this process when its parent has ended in a way that left no time to end it."""
+    """Ends this process when its parent has ended, in case the parent could not do so."""
 
     def watch() -> None:
         while os.getppid() == parent:

@@ -1,4 +1,4 @@
-"""Worker processes on the machines of a Ray cluster."""
+"""Worker processes in a Ray cluster."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from fedmoe_pl.backends.workers.pickling import dumps, loads, sendable
 from fedmoe_pl.backends.workers.worker import WORKER_ENVIRONMENT, Worker
 from fedmoe_pl.data import FederatedDataModule
 
-_SECONDS_TO_CONNECT = 5.0  # Ray itself tries for five minutes and then ends the process
+_SECONDS_TO_CONNECT = 5.0  # Ray itself would try for five minutes and then end this process
 
 
 def _ray() -> Any:
@@ -34,14 +34,14 @@ def _ray() -> Any:
 
 
 class RayBackend(WorkersBackend):
-    """One process per GPU of a Ray cluster, or per CPU where it has no GPU.
+    """One process per GPU of a Ray cluster, or per CPU if it has no GPU.
 
     Results have the same bits as training in one process if all machines have the same kind of processor.
 
     Args:
-        address: of the cluster, as ``host:port`` or ``auto``; None starts Ray on this machine.
-        workers: number of processes; None for one per GPU, or per CPU where there is no GPU.
-        backend: how each of them trains its groups; ``auto`` takes the fastest right one.
+        address: the cluster's address, as ``host:port`` or ``auto``; None starts Ray on this machine.
+        workers: number of processes; None for one per GPU, or per CPU if there is no GPU.
+        backend: how each of them trains its groups; ``auto`` takes the fastest one that gives the right result.
 
     Raises:
         MisconfigurationException: if Ray is not installed or ``workers`` is out of range.
@@ -64,7 +64,7 @@ class RayBackend(WorkersBackend):
         """Connects to the cluster, or starts one.
 
         Raises:
-            MisconfigurationException: if there is none, or if it has too few devices.
+            MisconfigurationException: if there is no cluster, or it has too few devices.
         """
         ray = _ray()
         if not ray.is_initialized():
@@ -99,7 +99,7 @@ class RayBackend(WorkersBackend):
         return WorkersPlan(self, plan, f"{plan.description}, in workers of Ray")
 
     def start(self, datamodule: FederatedDataModule) -> list[RemoteWorker]:
-        """Puts the data into the cluster's object store, which the workers of a machine share, and starts them."""
+        """Puts the data into the cluster's object store, which workers on one machine share, and starts the workers."""
         self.open()
         buffers: list[np.ndarray] = []
         pickled = sendable("the data module", lambda: dumps(datamodule, buffer_callback=_append_to(buffers)))
@@ -107,14 +107,14 @@ class RayBackend(WorkersBackend):
         return [self._worker() for _ in range(self._size)]
 
     def replacement(self, worker: RemoteWorker) -> RemoteWorker:
-        """Starts a worker wherever Ray finds a free device."""
+        """Starts a worker on a device that Ray chooses."""
         return self._worker()
 
     def _worker(self) -> _Actor:
         return _Actor(self._data, self._device)
 
     def close(self) -> None:
-        """Ends the workers, and Ray where it was started here."""
+        """Ends the workers, and Ray if it was started here."""
         super().close()
         self._data = None
         if self._connected:
@@ -123,7 +123,7 @@ class RayBackend(WorkersBackend):
         self._connected = False
 
     def __getstate__(self) -> dict[str, Any]:
-        """Leaves out what belongs to this process."""
+        """Leaves out the data and the connection, which belong to this process."""
         return {**super().__getstate__(), "_data": None, "_connected": False}
 
 
@@ -158,13 +158,13 @@ class _Actor(RemoteWorker):
 
 
 class _RayWorker:
-    """Makes a worker from what is in the object store."""
+    """Makes a worker from the data in the object store."""
 
     def __init__(self, data: tuple[list[str], bytes, Sequence[np.ndarray]], device: torch.device) -> None:
         paths, pickled, buffers = data
         sys.path += [path for path in paths if path not in sys.path]  # where the driver found the user's modules
         with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", "The given NumPy array is not writable")  # shared, and only read
+            warnings.filterwarnings("ignore", "The given NumPy array is not writable")  # it is shared and only read
             self.worker = Worker(loads(pickled, buffers=buffers), device)
 
     def train_group(self, phase: bytes | None, server: bytes | None, group: bytes) -> bytes:

@@ -1,4 +1,4 @@
-"""What lives in a worker process."""
+"""The code that runs in a worker process."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ from fedmoe_pl.data import FederatedDataModule
 WORKER_ENVIRONMENT = {
     "OMP_NUM_THREADS": "1",
     "MKL_NUM_THREADS": "1",
-    # glibc hands the buffers of large batches back to the system at every step: 15 to 35 percent of a step on a CPU
+    # otherwise glibc returns the buffers of large batches to the system in every step: 15 to 35 percent of its time
     "MALLOC_MMAP_THRESHOLD_": "268435456",
     "MALLOC_TRIM_THRESHOLD_": "1073741824",
     "MALLOC_TOP_PAD_": "67108864",
 }
-"""Environment of a worker process; libraries read it when they are loaded."""
+"""Environment of a worker process, which libraries read when they are loaded."""
 
 _CUDNN = ("allow_tf32", "benchmark", "deterministic")
 
 
 @dataclass(frozen=True)
 class PhaseMessage:
-    """What a worker is told of a phase: the plan, and the settings of the driver's process that change results."""
+    """A phase as it is sent to a worker: the plan, and the settings of the driver's process that affect results."""
 
     plan: Plan
     default_dtype: torch.dtype = field(default_factory=torch.get_default_dtype)
@@ -41,7 +41,7 @@ class PhaseMessage:
     )
 
     def apply_settings(self) -> None:
-        """Gives this process the driver's settings."""
+        """Applies the driver's settings in this process."""
         torch.set_default_dtype(self.default_dtype)
         torch.set_float32_matmul_precision(self.matmul_precision)
         torch.use_deterministic_algorithms(self.deterministic, warn_only=self.warn_only)
@@ -53,14 +53,14 @@ class Worker:
     """Trains groups in a worker process.
 
     Args:
-        datamodule: who holds which data.
-        device: where it trains, unless the phase trains on the CPU.
+        datamodule: the data and the clients that hold them.
+        device: the device to train on, unless the phase trains on the CPU.
     """
 
     def __init__(self, datamodule: FederatedDataModule, device: torch.device) -> None:
         self.datamodule = data_on(datamodule, device)
         self.device = device
-        # loky collects garbage after every call; with everything that was imported, that took 20 percent of a round
+        # loky collects garbage after every call; over all imported objects, that took 20 percent of a round
         gc.freeze()
 
     def train_group(self, phase: bytes | None, server: bytes | None, group: bytes) -> bytes:
@@ -69,7 +69,7 @@ class Worker:
         Args:
             phase: the pickled :class:`PhaseMessage`; None if it is the same as before.
             server: the pickled state of the server; None if it is the same as before.
-            group: the clients, what they have kept, and the round, pickled.
+            group: the clients, the tensors that they have kept, and the round, pickled.
 
         Returns:
             The pickled ``GroupUpdate``.
@@ -87,5 +87,5 @@ class Worker:
     def _begin_phase(self, phase: PhaseMessage) -> None:
         phase.apply_settings()
         training = phase.plan.training
-        on_cpu = training.trainer.get("accelerator") == "cpu"  # also where a cluster has GPUs
+        on_cpu = training.trainer.get("accelerator") == "cpu"  # even if the cluster has GPUs
         self.plan = phase.plan.begin(replace(training, device=torch.device("cpu") if on_cpu else self.device))

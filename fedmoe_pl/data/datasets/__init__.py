@@ -1,1 +1,1 @@
-"""Data sets, each a data module."""
+"""Data sets, each as a data module."""

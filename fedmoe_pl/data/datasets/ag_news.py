@@ -1,4 +1,4 @@
-"""AG News, and how texts become ids of words."""
+"""AG News, and functions that turn texts into ids of words."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ _SPACES = str.maketrans(";:", "  ", '"')
 
 
 class AGNews(FederatedDataModule):
-    """AG News: 120,000 and 7,600 news texts in 4 classes: world, sports, business, science (Zhang et al. 2015).
+    """AG News: 120,000 training and 7,600 test texts; classes world, sports, business, science (Zhang et al. 2015).
 
-    It is read from the official ``train.csv`` and ``test.csv``, or from ``train.csv.gz`` and ``test.csv.gz``, which
-    have no header and the columns class (1 to 4), title and description. A text is its title followed by its
-    description. Samples are ids of words, int64: 0 is padding, 1 any word outside the vocabulary, and the words of the
-    vocabulary follow, the most frequent first. An embedding thus needs ``vocabulary_size + 2`` rows.
+    It is read from the official ``train.csv`` and ``test.csv``, or from ``train.csv.gz`` and ``test.csv.gz``. These
+    have no header, and the columns are class (1 to 4), title and description. A text is its title followed by its
+    description. Samples are int64 ids of words: 0 is padding, 1 is any word outside the vocabulary, and the words of
+    the vocabulary follow, the most frequent first. An embedding therefore needs ``vocabulary_size + 2`` rows.
 
     Args:
         root: folder with the files.
@@ -57,7 +57,7 @@ class AGNews(FederatedDataModule):
 
 
 def tokenize(text: str) -> list[str]:
-    """Splits a text into words in lower case; the signs . , ( ) ! ? and ' are words of their own.
+    """Splits a text into words in lower case; each of the characters . , ( ) ! ? and ' counts as a word.
 
     Quotation marks are removed; semicolons and colons become spaces. Except for "<br />", it does the same as
     torchtext's ``basic_english``.
@@ -70,7 +70,7 @@ def tokenize(text: str) -> list[str]:
 
 
 def vocabulary(texts: Iterable[list[str]], size: int) -> dict[str, int]:
-    """Returns the ids of the most frequent words, from 2, the most frequent first and equal ones by alphabet.
+    """Returns the ids, from 2, of the most frequent words by frequency; ties are in alphabetical order.
 
     Args:
         texts: words of each text.
@@ -86,7 +86,7 @@ def vocabulary(texts: Iterable[list[str]], size: int) -> dict[str, int]:
 
 
 def to_ids(texts: list[list[str]], ids: dict[str, int], length: int) -> Tensor:
-    """Looks up the words of each text, which is cut or padded to a length.
+    """Looks up the ids of each text's words, cut or padded to a length.
 
     Args:
         texts: words of each text.

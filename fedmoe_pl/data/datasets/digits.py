@@ -15,7 +15,7 @@ from fedmoe_pl.data.datasets.images import resize
 class Digits(FederatedDataModule):
     """The 1,797 handwritten digits, 8 x 8 pixels, that come with scikit-learn; needs no download.
 
-    Pixels are divided by 16. Every fifth sample of a class is in the global test set, the others are for training.
+    Pixels are divided by 16. Every fifth sample of a class is in the global test set; the others are for training.
 
     Args:
         image_size: height and width that the images are resized to; None for 8.

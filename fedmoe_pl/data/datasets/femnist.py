@@ -1,4 +1,4 @@
-"""Handwriting by writer, as LEAF prepares it."""
+"""FEMNIST: handwriting by writer, from LEAF's files."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from fedmoe_pl.data.datasets.images import READ_ERRORS
 
 
 class FEMNIST(FederatedDataModule):
-    """FEMNIST: handwritten digits and letters, 28 x 28 pixels, 62 classes, each client one writer (Caldas et al. 2018).
+    """FEMNIST: handwritten digits and letters, 28 x 28 pixels, 62 classes; a client is a writer (Caldas et al. 2018).
 
     It is read from the JSON files that LEAF's ``preprocess.sh`` writes into ``root/train`` and ``root/test``. Pixels go
-    from 0 (ink) to 1 (background), as in LEAF, without normalization. If there is no ``root/test``, or for another
-    split than LEAF's, set ``pool`` and ``test_fraction``, which hold out a share of each writer's images.
+    from 0 (ink) to 1 (background), as in LEAF, without normalization. If there is no ``root/test``, or to replace
+    LEAF's split, set ``pool`` and ``test_fraction`` to hold out a share of each writer's images.
 
     Args:
         root: folder with the folders train and test.

@@ -26,10 +26,10 @@ class ImageFolder(FederatedDataModule):
     Args:
         train_dir: folder of the training images.
         test_dir: folder of the images of the global test set; its classes must be among those of ``train_dir``.
-        image_size: the shorter side of every image is resized to this and its square centre is cut out; None for
-            images that all have the same size.
+        image_size: length to which the shorter side of every image is resized, before its square centre is cut out;
+            None for images that all have the same size.
         mean: mean of each channel of the images in [0, 1]; None to compute it from the training images.
-        std: standard deviation of each channel, likewise.
+        std: standard deviation of each channel; None to compute it.
         **kwargs: arguments of ``FederatedDataModule``.
     """
 
@@ -60,7 +60,7 @@ class ImageFolder(FederatedDataModule):
                 f"ImageFolder: test_dir is '{self.test_dir}', but it has the class '{unknown[0]}', which train_dir, "
                 f"'{self.train_dir}', does not have."
             )
-        # by name: a test folder without some of the classes numbers the others differently
+        # by name, because a test folder without some of the classes numbers the others differently
         y_test = [train.class_to_idx[test.classes[target]] for target in test.targets]
         return Arrays(
             _read_images(train, self.image_size, "train_dir"),

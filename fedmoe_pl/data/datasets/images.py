@@ -1,4 +1,4 @@
-"""What data sets of images share: reading errors, shapes and sizes."""
+"""Reading errors, shapes and sizes of image data sets."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def channels_first(images: np.ndarray | Tensor, name: str) -> Tensor:
     Args:
         images: shape (n, height, width), or (n, channels, height, width) or (n, height, width, channels) with 1 or 3
             channels.
-        name: what the message calls them.
+        name: the images' name in the message.
 
     Raises:
         MisconfigurationException: if the images have another shape.
@@ -61,10 +61,10 @@ def resize(images: Tensor, image_size: int | None) -> Tensor:
 
     Args:
         images: shape (n, channels, height, width), uint8 or floating point.
-        image_size: height and width of the result; None for the images as they are.
+        image_size: height and width of the result; None to return the images unchanged.
 
     Raises:
-        MisconfigurationException: if the samples are no images.
+        MisconfigurationException: if the samples are not images.
     """
     if image_size is None:
         return images
@@ -74,7 +74,7 @@ def resize(images: Tensor, image_size: int | None) -> Tensor:
             "shape (n, channels, height, width)."
         )
     resized = images.new_empty(*images.shape[:2], image_size, image_size)
-    for out, some in zip(resized.split(_IMAGES_AT_ONCE), images.split(_IMAGES_AT_ONCE), strict=True):
+    for out, chunk in zip(resized.split(_IMAGES_AT_ONCE), images.split(_IMAGES_AT_ONCE), strict=True):
         # contiguous, because torchvision's fast path for uint8 needs it
-        out.copy_(functional.center_crop(functional.resize(some.contiguous(), [image_size]), [image_size]))
+        out.copy_(functional.center_crop(functional.resize(chunk.contiguous(), [image_size]), [image_size]))
     return resized

@@ -22,14 +22,14 @@ class NpzFile(FederatedDataModule):
     The file holds ``x_train``, ``y_train``, ``x_test`` and ``y_test``, and may hold ``client_train`` and
     ``client_test``, the id of the client that each sample comes from. Images are uint8, of shape (n, height, width),
     (n, height, width, channels) or (n, channels, height, width) with 1 or 3 channels; they are divided by 255 and
-    normalized. Floating-point arrays of any shape (n, ...) stay as they are, and so do integers of shape (n, length),
+    normalized. Floating-point arrays of any shape (n, ...) are not changed, nor are integers of shape (n, length),
     which are ids of words from 0.
 
     Args:
         path: the file.
-        image_size: height and width that images are resized to; None for their own.
+        image_size: height and width that images are resized to; None to keep their size.
         mean: mean of each channel of the images in [0, 1]; None to compute it from the training images.
-        std: standard deviation of each channel, likewise.
+        std: standard deviation of each channel; None to compute it.
         **kwargs: arguments of ``FederatedDataModule``.
     """
 
@@ -82,7 +82,7 @@ def _read_npz(path: str, name: str) -> dict[str, np.ndarray]:
             arrays = {key: file[key] for key in (*needed, *optional) if key in file}
     except (*READ_ERRORS, TypeError, AttributeError) as error:  # the last two for a file of another type
         raise MisconfigurationException(
-            f"{name}, but the file is damaged or no .npz file of plain arrays ({error or type(error).__name__})."
+            f"{name}, but the file is damaged or not an .npz file of plain arrays ({error or type(error).__name__})."
         ) from error
     if missing:
         raise MisconfigurationException(

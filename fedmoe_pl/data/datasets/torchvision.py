@@ -24,9 +24,9 @@ class TorchvisionDataModule(FederatedDataModule):
     Args:
         root: folder with the files; missing ones are downloaded into it.
         download: whether ``prepare_data`` downloads missing files.
-        image_size: height and width that the images are resized to when they are read; None for their own.
+        image_size: height and width that the images are resized to when they are read; None to keep their size.
         mean: mean of each channel of the images in [0, 1]; None to compute it from the training images.
-        std: standard deviation of each channel, likewise.
+        std: standard deviation of each channel; None to compute it.
         **kwargs: arguments of ``FederatedDataModule``.
     """
 
@@ -92,7 +92,7 @@ class TorchvisionDataModule(FederatedDataModule):
 
 
 class MNIST(TorchvisionDataModule):
-    """MNIST: 60,000 and 10,000 handwritten digits, 28 x 28 pixels, 10 classes.
+    """MNIST: 60,000 training and 10,000 test images of handwritten digits, 28 x 28 pixels, 10 classes.
 
     Args:
         mean: mean of the images in [0, 1].
@@ -112,7 +112,7 @@ class MNIST(TorchvisionDataModule):
 
 
 class FashionMNIST(TorchvisionDataModule):
-    """Fashion-MNIST: 60,000 and 10,000 images of clothes, 28 x 28 pixels, 10 classes.
+    """Fashion-MNIST: 60,000 training and 10,000 test images of clothes, 28 x 28 pixels, 10 classes.
 
     It is normalized by default with the constants of MNIST, as in PFL-MoE.
 
@@ -134,7 +134,7 @@ class FashionMNIST(TorchvisionDataModule):
 
 
 class EMNIST(TorchvisionDataModule):
-    """EMNIST: handwritten letters and digits, 28 x 28 pixels, upright (torchvision stores them transposed).
+    """EMNIST: handwritten letters and digits, 28 x 28 pixels, upright, although torchvision stores them transposed.
 
     Args:
         split: "byclass" (62 classes), "bymerge" or "balanced" (47), "letters" (26), "digits" or "mnist" (10).
@@ -154,7 +154,7 @@ class EMNIST(TorchvisionDataModule):
 
 
 class CIFAR10(TorchvisionDataModule):
-    """CIFAR-10: 50,000 and 10,000 colour images, 32 x 32 pixels, 10 classes.
+    """CIFAR-10: 50,000 training and 10,000 test images in colour, 32 x 32 pixels, 10 classes.
 
     It is normalized by default with the constants of PFL-MoE.
 
@@ -179,7 +179,7 @@ class CIFAR10(TorchvisionDataModule):
 
 
 class CIFAR100(TorchvisionDataModule):
-    """CIFAR-100: 50,000 and 10,000 colour images, 32 x 32 pixels, 100 classes."""
+    """CIFAR-100: 50,000 training and 10,000 test images in colour, 32 x 32 pixels, 100 classes."""
 
     def read(self, train: bool, download: bool) -> tuple[Any, Any]:
         """Reads one part."""
@@ -188,7 +188,7 @@ class CIFAR100(TorchvisionDataModule):
 
 
 class SVHN(TorchvisionDataModule):
-    """SVHN: 73,257 and 26,032 colour images of house numbers, 32 x 32 pixels, classes 0 to 9; needs scipy."""
+    """SVHN: 73,257 training and 26,032 test images of house numbers, 32 x 32 pixels, 10 classes; needs scipy."""
 
     def read(self, train: bool, download: bool) -> tuple[Any, Any]:
         """Reads one part."""

@@ -1,1 +1,1 @@
-"""Who holds which samples."""
+"""Partitioners, which decide which client holds which samples."""

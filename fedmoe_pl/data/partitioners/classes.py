@@ -1,4 +1,4 @@
-"""Partitions that give every client few classes, or many samples of few classes."""
+"""Partitions that give every client only a few classes, or most of its samples from a few classes."""
 
 from __future__ import annotations
 
@@ -16,22 +16,22 @@ Share = Literal["uniform", "dirichlet"]
 
 
 class MajorityClasses(LabelPartitioner):
-    """Gives every client two majority classes that together make up a share of its samples.
+    """Gives every client two majority classes, which together make up a given share of its samples.
 
-    The rest comes in equal numbers from the other classes, as far as whole samples allow; the remainder comes from the
-    classes of which most samples are left. With 10 classes a share of 0.2 is IID, and a share of 1 leaves only the two
-    majority classes (Listo Zec et al. 2020; Isaksson et al. 2022). In the official code a sample may have two owners,
-    and a class with more images left gives more of the rest.
+    The other samples come in equal numbers from the other classes; if they cannot be divided equally, one more comes
+    from each of those classes that have most samples left. With 10 classes, a share of 0.2 is IID, and a share of 1
+    means only the two majority classes (Listo Zec et al. 2020; Isaksson et al. 2022). In the official code, two clients
+    may hold the same sample, and a class with more images left gives more of the other samples.
 
     Args:
         majority_share: share p of the two majority classes together, in (0, 1].
         samples_per_client: samples of every client; None for as many as the data allow.
-        pairs: "random" draws two different classes per client, each class as often as any other; "product" is the
-            official order, (client // classes, client % classes), for at most classes**2 clients; where both classes
-            are the same, the whole share comes from that class.
+        pairs: "random" draws two different classes per client, all classes equally often, up to one; "product" is the
+            official order, (client // classes, client % classes), for at most classes**2 clients. If both classes are
+            the same, the whole share comes from that class.
 
     Raises:
-        MisconfigurationException: for arguments outside their range; in the call where the samples do not suffice.
+        MisconfigurationException: if an argument is out of range, or, in the call, if there are too few samples.
 
     Example:
         >>> parts = MajorityClasses(0.5, 8, pairs="product")(np.arange(60) % 3, 2, np.random.default_rng(0))
@@ -50,7 +50,8 @@ class MajorityClasses(LabelPartitioner):
         self.samples_per_client = samples_per_client
         self.pairs = pairs
 
-    def partition(self, labels: np.ndarray, num_clients: int, rng: np.random.Generator) -> list[np.ndarray]:  # noqa: D102
+    def partition(self, labels: np.ndarray, num_clients: int, rng: np.random.Generator) -> list[np.ndarray]:
+        """Deals the samples, see :meth:`LabelPartitioner.partition`."""
         available = np.bincount(labels)
         pairs = self._pairs(num_clients, len(available), rng)
         priority = rng.random((num_clients, len(available)))  # decides between classes with equally many samples left
@@ -83,7 +84,7 @@ class MajorityClasses(LabelPartitioner):
         majority = round(n * self.majority_share)
         is_other = np.ones_like(priority, dtype=bool)
         is_other[clients[:, None], pairs] = False
-        others = np.maximum(is_other.sum(axis=1), 1)  # 1 where there are none, to divide by; majority is then n
+        others = np.maximum(is_other.sum(axis=1), 1)  # a divisor, so 1 if there are none; majority is then n
         counts = np.where(is_other, ((n - majority) // others)[:, None], 0)
         counts[clients, pairs[:, 0]] += majority - majority // 2
         counts[clients, pairs[:, 1]] += majority // 2
@@ -99,15 +100,15 @@ class MajorityClasses(LabelPartitioner):
 class TwoClasses(LabelPartitioner):
     """Gives every client two different classes, in equal or unequal numbers (LotteryFL, Li et al. 2020).
 
-    Every class goes to as many clients as any other, up to one. In FedMoE-DA's balanced case a client has 250 samples
-    of each class, in its unbalanced case 375 and 125.
+    The numbers of clients per class differ by at most one. In FedMoE-DA's balanced case, a client has 250 samples of
+    each class; in its unbalanced case, 375 and 125.
 
     Args:
         samples_per_client: samples of every client.
         balance: share of the first class, in (0, 1): 0.5 is balanced, 0.75 unbalanced.
 
     Raises:
-        MisconfigurationException: for arguments outside their range; in the call where the samples do not suffice.
+        MisconfigurationException: if an argument is out of range, or, in the call, if there are too few samples.
     """
 
     def __init__(self, samples_per_client: int = 500, balance: float = 0.5) -> None:
@@ -120,7 +121,8 @@ class TwoClasses(LabelPartitioner):
         self.samples_per_client = samples_per_client
         self.balance = balance
 
-    def partition(self, labels: np.ndarray, num_clients: int, rng: np.random.Generator) -> list[np.ndarray]:  # noqa: D102
+    def partition(self, labels: np.ndarray, num_clients: int, rng: np.random.Generator) -> list[np.ndarray]:
+        """Deals the samples, see :meth:`LabelPartitioner.partition`."""
         available = np.bincount(labels)
         pairs = draw_classes(num_clients, 2, len(available), rng)
 
@@ -136,13 +138,13 @@ class TwoClasses(LabelPartitioner):
 class Shards(LabelPartitioner):
     """Sorts the samples by class, cuts them into equal shards and gives every client some at random.
 
-    The sizes of the shards differ by at most one. Two shards of a client may be of one class (McMahan et al. 2017).
+    The sizes of the shards differ by at most one. Two shards of a client may have the same class (McMahan et al. 2017).
 
     Args:
         shards_per_client: shards of every client.
 
     Raises:
-        MisconfigurationException: if ``shards_per_client`` is below 1; in the call if there are fewer samples than
+        MisconfigurationException: if ``shards_per_client`` is below 1, or, in the call, if there are fewer samples than
             shards.
     """
 
@@ -150,7 +152,8 @@ class Shards(LabelPartitioner):
         check_at_least(self, "shards_per_client", shards_per_client, 1)
         self.shards_per_client = shards_per_client
 
-    def partition(self, labels: np.ndarray, num_clients: int, rng: np.random.Generator) -> list[np.ndarray]:  # noqa: D102
+    def partition(self, labels: np.ndarray, num_clients: int, rng: np.random.Generator) -> list[np.ndarray]:
+        """Deals the samples, see :meth:`LabelPartitioner.partition`."""
         num_shards = num_clients * self.shards_per_client
         if num_shards > len(labels):
             raise MisconfigurationException(
@@ -163,12 +166,12 @@ class Shards(LabelPartitioner):
 
 
 class Pathological(LabelPartitioner):
-    """Gives every client a few classes, and splits each class by random shares over its clients.
+    """Gives every client a few classes, and divides each class among its clients by random shares.
 
-    Every class has as many clients as any other, up to one. Their shares come from U(0.4, 0.6) and are divided by their
-    sum, as in the code of pFedHN, which the authors of pFedMoE (Yi et al. 2024) use in other works; or they come from
-    a Dirichlet distribution, which pFedMoE names. Unlike in that code, the classes of a client are different, and all
-    samples of a class that has a client are dealt.
+    The numbers of clients per class differ by at most one. The shares either come from U(0.4, 0.6) and are divided by
+    their sum, as in the code of pFedHN, which the authors of pFedMoE (Yi et al. 2024) use in other works; or they come
+    from a Dirichlet distribution, which pFedMoE names. Unlike in that code, a client's classes are always different,
+    and all samples of a class that has a client are dealt.
 
     Args:
         classes_per_client: classes of every client.
@@ -176,7 +179,7 @@ class Pathological(LabelPartitioner):
         concentration: concentration of the Dirichlet distribution.
 
     Raises:
-        MisconfigurationException: for arguments outside their range; in the call if there are fewer classes than
+        MisconfigurationException: if an argument is out of range, or, in the call, if there are fewer classes than
             ``classes_per_client``.
     """
 
@@ -188,7 +191,8 @@ class Pathological(LabelPartitioner):
         self.share = share
         self.concentration = concentration
 
-    def partition(self, labels: np.ndarray, num_clients: int, rng: np.random.Generator) -> list[np.ndarray]:  # noqa: D102
+    def partition(self, labels: np.ndarray, num_clients: int, rng: np.random.Generator) -> list[np.ndarray]:
+        """Deals the samples, see :meth:`LabelPartitioner.partition`."""
         available = np.bincount(labels)
         classes = draw_classes(num_clients, self.classes_per_client, len(available), rng)
         counts = np.zeros((num_clients, len(available)), dtype=np.int64)
@@ -204,13 +208,13 @@ class Pathological(LabelPartitioner):
 
 
 def draw_classes(num_clients: int, per_client: int, num_classes: int, rng: np.random.Generator) -> np.ndarray:
-    """Draws different classes for every client, each class as often as any other, up to one.
+    """Draws different classes for every client; the numbers of draws per class differ by at most one.
 
-    A client draws among the classes that have been drawn least.
+    A client draws from the classes that have been drawn least.
 
     Args:
         num_clients: number of clients.
-        per_client: number of classes that each of them draws.
+        per_client: number of classes of each client.
         num_classes: number of classes.
         rng: source of randomness.
 
@@ -235,13 +239,13 @@ def draw_classes(num_clients: int, per_client: int, num_classes: int, rng: np.ra
 def _possible_counts(
     partitioner: MajorityClasses | TwoClasses, counts: Callable[[int], np.ndarray | None], highest: int
 ) -> np.ndarray:
-    """Returns the counts for ``samples_per_client``, or, where that is None, for the highest possible number.
+    """Returns the counts for ``samples_per_client``, or for the highest possible number if that is None.
 
     Args:
-        partitioner: has ``samples_per_client``.
-        counts: returns, for a number of samples per client, how many of each class every client gets, shape
-            (num_clients, num_classes); None if the data have too few.
-        highest: a number of samples per client that is not too low.
+        partitioner: provides ``samples_per_client``.
+        counts: a function from a number of samples per client to the number of samples of each class that every client
+            gets, shape (num_clients, num_classes); None if the data have too few.
+        highest: an upper bound on the possible number of samples per client.
 
     Raises:
         MisconfigurationException: if the data have too few samples.

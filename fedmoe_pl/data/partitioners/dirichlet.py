@@ -8,15 +8,15 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from fedmoe_pl.data.checks import check_at_least, check_concentration
 from fedmoe_pl.data.partitioners.partitioner import LabelPartitioner, deal, group_by
 
-_ATTEMPTS = 1000  # of BalancedDirichlet, before it gives up
+_ATTEMPTS = 1000  # attempts of BalancedDirichlet before it gives up
 
 
 class Dirichlet(LabelPartitioner):
-    """Splits every class over the clients by shares drawn from a symmetric Dirichlet distribution.
+    """Divides every class among the clients by shares from a symmetric Dirichlet distribution.
 
     For each class, shares q ~ Dir(alpha 1_N) are drawn, and the shuffled samples of the class are cut at the
     cumulative shares, in the order of the clients (PFL-MoE, Guo et al. 2021). The clients differ in size. PFL-MoE's
-    code rounds every share by itself and drops the few samples that are left over (up to 23 of 50,000); here every
+    code rounds every share separately and drops the few samples that are left over (up to 23 of 50,000); here every
     sample goes to a client.
 
     Args:
@@ -30,7 +30,8 @@ class Dirichlet(LabelPartitioner):
         check_concentration(self, "alpha", alpha)
         self.alpha = alpha
 
-    def partition(self, labels: np.ndarray, num_clients: int, rng: np.random.Generator) -> list[np.ndarray]:  # noqa: D102
+    def partition(self, labels: np.ndarray, num_clients: int, rng: np.random.Generator) -> list[np.ndarray]:
+        """Deals the samples, see :meth:`LabelPartitioner.partition`."""
         owners = np.empty(len(labels), dtype=np.int64)
         for samples in group_by(labels, int(labels.max()) + 1):
             shares = rng.dirichlet(np.full(num_clients, self.alpha))
@@ -41,18 +42,18 @@ class Dirichlet(LabelPartitioner):
 
 
 class ClientDirichlet(LabelPartitioner):
-    """Gives every client equally many samples, of classes drawn from a prior of its own.
+    """Gives every client equally many samples, with class shares that each client draws for itself.
 
-    Each client draws its shares of the classes q ~ Dir(alpha 1_C) and then its samples from q (Hsu et al. 2019). If
-    a class has too few samples left, the missing ones are drawn from the other classes, by their shares; if these are
-    all 0, the client draws new shares of the classes that are left.
+    Each client draws its class shares q ~ Dir(alpha 1_C), and then its samples by q (Hsu et al. 2019). If a class has
+    too few samples left, the missing ones are drawn from the other classes, by their shares. If these are all 0, the
+    client draws new shares for the classes that still have samples.
 
     Args:
         alpha: concentration; small values give each client few classes, large ones all classes equally.
         samples_per_client: samples of every client.
 
     Raises:
-        MisconfigurationException: for arguments outside their range; in the call if there are too few samples.
+        MisconfigurationException: if an argument is out of range, or, in the call, if there are too few samples.
     """
 
     def __init__(self, alpha: float, samples_per_client: int) -> None:
@@ -61,7 +62,8 @@ class ClientDirichlet(LabelPartitioner):
         self.alpha = alpha
         self.samples_per_client = samples_per_client
 
-    def partition(self, labels: np.ndarray, num_clients: int, rng: np.random.Generator) -> list[np.ndarray]:  # noqa: D102
+    def partition(self, labels: np.ndarray, num_clients: int, rng: np.random.Generator) -> list[np.ndarray]:
+        """Deals the samples, see :meth:`LabelPartitioner.partition`."""
         if self.samples_per_client * num_clients > len(labels):
             raise MisconfigurationException(
                 f"ClientDirichlet: samples_per_client is {self.samples_per_client}, but must be at most "
@@ -82,19 +84,19 @@ class ClientDirichlet(LabelPartitioner):
 
 
 class BalancedDirichlet(LabelPartitioner):
-    """Splits every class over the clients by Dirichlet shares, until a client has its N-th part of the samples.
+    """Divides every class by Dirichlet shares among those of the N clients that hold less than 1/N of all samples.
 
-    For each class in turn, shares are drawn from Dir(alpha 1) over the clients that hold less than the N-th part of all
-    samples; the others get none of that class. All of this is repeated until every client holds ``minimum_samples``
-    (FedAPEN's partition, which pFedMoE's practical case uses). FedAPEN draws shares for all clients, sets some to 0 and
-    divides by the sum, which is the same distribution.
+    For each class in turn, shares are drawn from Dir(alpha 1) for these clients; the others get none of that class. All
+    of this is repeated until every client holds ``minimum_samples`` (FedAPEN's partition, which pFedMoE's practical
+    case uses). FedAPEN draws shares for all clients, sets some to 0 and divides by the sum, which gives the same
+    distribution.
 
     Args:
         alpha: concentration; small values give each client few classes, large ones approach IID.
-        minimum_samples: least number of samples of a client.
+        minimum_samples: smallest number of samples of a client.
 
     Raises:
-        MisconfigurationException: for arguments outside their range; in the call if there are too few samples, or if
+        MisconfigurationException: if an argument is out of range, or, in the call, if there are too few samples or
             1,000 attempts give no partition with this minimum.
     """
 
@@ -104,7 +106,8 @@ class BalancedDirichlet(LabelPartitioner):
         self.alpha = alpha
         self.minimum_samples = minimum_samples
 
-    def partition(self, labels: np.ndarray, num_clients: int, rng: np.random.Generator) -> list[np.ndarray]:  # noqa: D102
+    def partition(self, labels: np.ndarray, num_clients: int, rng: np.random.Generator) -> list[np.ndarray]:
+        """Deals the samples, see :meth:`LabelPartitioner.partition`."""
         available = np.bincount(labels)
         if self.minimum_samples * num_clients <= len(labels):
             for _ in range(_ATTEMPTS):
@@ -121,7 +124,7 @@ class BalancedDirichlet(LabelPartitioner):
         """Returns how many samples of each class every client gets, shape (num_clients, num_classes)."""
         counts = np.zeros((num_clients, len(available)), dtype=np.int64)
         for c, size in enumerate(available.tolist()):
-            # not empty: if every client had its N-th part, no samples would be left
+            # never empty: if every client held 1/N of the samples, none would be left
             takers = np.flatnonzero(counts.sum(axis=1) * num_clients < available.sum())
             if size:
                 shares = rng.dirichlet(np.full(len(takers), self.alpha))

@@ -1,4 +1,4 @@
-"""Equally many samples for every client, at random."""
+"""A partition at random into equal parts."""
 
 from __future__ import annotations
 
@@ -16,5 +16,6 @@ class IID(LabelPartitioner):
         [4, 3, 3]
     """
 
-    def partition(self, labels: np.ndarray, num_clients: int, rng: np.random.Generator) -> list[np.ndarray]:  # noqa: D102
+    def partition(self, labels: np.ndarray, num_clients: int, rng: np.random.Generator) -> list[np.ndarray]:
+        """Deals the samples, see :meth:`LabelPartitioner.partition`."""
         return np.array_split(rng.permutation(len(labels)), num_clients)

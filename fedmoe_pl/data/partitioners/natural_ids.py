@@ -1,4 +1,4 @@
-"""The clients that the data themselves name."""
+"""A partition by the client ids of the data."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from fedmoe_pl.data.partitioners.partitioner import Partitioner, group_by
 
 
 class NaturalIds(Partitioner):
-    """Gives every client the samples that the data set marks as its own, such as one writer's images.
+    """Gives every client the samples with its id in the data set, such as one writer's images.
 
     The clients are numbered in the sorted order of their ids.
     """
 
-    def __call__(  # noqa: D102  (described in the base class)
+    def __call__(  # noqa: D102
         self,
         labels: np.ndarray,
         num_clients: int | None,
@@ -23,8 +23,8 @@ class NaturalIds(Partitioner):
     ) -> list[np.ndarray]:
         if client_ids is None:
             raise MisconfigurationException(
-                "partitioner is NaturalIds, but these data do not say which client a sample comes from; use IID or "
-                "Dirichlet, or provide client_train."
+                "partitioner is NaturalIds, but these data have no client ids; use IID or Dirichlet, or provide "
+                "client_train."
             )
         ids, owners = np.unique(client_ids, return_inverse=True)
         if num_clients not in (None, len(ids)):

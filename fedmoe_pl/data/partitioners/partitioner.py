@@ -1,4 +1,4 @@
-"""The base of all partitioners, and the functions that they share."""
+"""The base of all partitioners, and functions for several of them."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 
 
 class Partitioner(ABC):
-    """Deals the training samples to the clients; derive from it for a partition of your own.
+    """Deals the training samples to the clients; derive from it to write your own partition.
 
-    No sample may be in two of the returned lists, and the lists may depend only on the arguments of the call.
+    No sample may be in two of the returned arrays, and these may depend only on the arguments of the call.
     """
 
     @abstractmethod
@@ -26,22 +26,22 @@ class Partitioner(ABC):
 
         Args:
             labels: class of every training sample, shape (n,), integers from 0.
-            num_clients: number of clients; None where the data decide it.
+            num_clients: number of clients; None if the data determine it.
             rng: the only source of randomness.
-            client_ids: the client that every sample comes from, shape (n,); None if the data do not say.
+            client_ids: the client that every sample comes from, shape (n,); None if unknown.
 
         Returns:
             One array of indices into ``labels`` per client.
 
         Raises:
-            MisconfigurationException: if the samples cannot be dealt as the arguments ask for.
+            MisconfigurationException: if the samples cannot be dealt as the arguments ask.
         """
 
 
 class LabelPartitioner(Partitioner):
-    """A partitioner that needs to know the labels and the number of clients, and nothing else."""
+    """A partitioner that uses only the labels and the number of clients."""
 
-    def __call__(  # noqa: D102  (described in the base class)
+    def __call__(  # noqa: D102
         self,
         labels: np.ndarray,
         num_clients: int | None,
@@ -53,7 +53,7 @@ class LabelPartitioner(Partitioner):
             raise MisconfigurationException(f"num_clients is not set, but must be an integer of at least 1 for {name}.")
         if not 1 <= num_clients <= len(labels):
             raise MisconfigurationException(
-                f"num_clients is {num_clients}, but must be from 1 to {len(labels)} for {name}, which shares out "
+                f"num_clients is {num_clients}, but must be from 1 to {len(labels)} for {name}, which divides "
                 f"{len(labels)} training samples."
             )
         return self.partition(labels, num_clients, rng)
@@ -87,12 +87,12 @@ def group_by(groups: np.ndarray, num_groups: int) -> list[np.ndarray]:
 
 
 def deal(labels: np.ndarray, counts: np.ndarray, rng: np.random.Generator) -> list[np.ndarray]:
-    """Gives every client random samples of each class, in given numbers. The remaining samples go to nobody.
+    """Gives every client a given number of random samples of each class. The remaining samples go to no client.
 
     Args:
         labels: class of every sample, shape (n,), integers from 0.
-        counts: samples of each class that every client gets, shape (num_clients, num_classes); in all no more of a
-            class than there are.
+        counts: number of samples of each class that every client gets, shape (num_clients, num_classes); their sum over
+            clients must not exceed the number of samples of the class.
         rng: source of randomness.
 
     Example:

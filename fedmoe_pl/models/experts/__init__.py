@@ -1,7 +1,7 @@
-"""Networks of the papers, each split in an ``extractor`` and a ``classifier``.
+"""Networks of the papers, each split into an ``extractor`` and a ``classifier``.
 
-The split is a convention, not a base class: any ``nn.Module`` is an expert, and one with these two attributes and
-``forward(x) == classifier(extractor(x))`` can also be personalized by its classifier (PFL-FB) and give its features to
-a gate (PFL-MFE). Constructor arguments are kept as attributes of the same name, so that a checkpoint can rebuild the
-expert; ``input_shape`` lets a gate size itself.
+The split is a convention, not a base class. Any ``nn.Module`` can be an expert. If it has these two attributes and
+``forward(x) == classifier(extractor(x))``, its classifier can be personalized alone (PFL-FB), and a gate can read its
+features (PFL-MFE). Constructor arguments are kept as attributes of the same names, so that a checkpoint can rebuild the
+expert; a mixture uses ``input_shape`` to size lazy gates.
 """

@@ -41,7 +41,7 @@ class BiLSTM(nn.Module):
 
 
 class _LastStates(nn.Module):
-    """The states of a bidirectional LSTM: forwards after the last token, backwards after the first."""
+    """A bidirectional LSTM's final states: the forward one after the last token, the backward one after the first."""
 
     def __init__(self, vocabulary_size: int, embedding_dim: int, hidden: int) -> None:
         super().__init__()

@@ -9,11 +9,11 @@ from torch import Tensor, nn
 class CNN(nn.Module):
     """CNN-1 to CNN-5 of pFedMoE (Yi et al. 2024, https://arxiv.org/abs/2402.01350).
 
-    In all five the ``extractor`` gives a representation of 500 values, and the ``classifier`` is pFedMoE's header.
-    CNN-4 has the widths of the paper, which do not fit the model size that the paper prints.
+    In all five, the ``extractor`` gives a representation of 500 values, and the ``classifier`` is pFedMoE's header.
+    CNN-4 has the paper's widths, although they do not match the model size in the paper.
 
     Args:
-        variant: 1 to 5 for CNN-1 to CNN-5; 2,621,558, 1,815,142, 1,320,558, 1,060,358 and 670,058 parameters.
+        variant: 1 to 5 for CNN-1 to CNN-5, with 2,621,558, 1,815,142, 1,320,558, 1,060,358 and 670,058 parameters.
         in_channels: channels of the input, shape (B, in_channels, 32, 32).
         num_classes: number of outputs.
 

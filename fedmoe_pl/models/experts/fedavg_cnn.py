@@ -10,8 +10,8 @@ from fedmoe_pl.models.layers import pooled_size, two_convolutions
 class FedAvgCNN(nn.Module):
     """Two convolutions and two linear layers, the network used here for FedMoE-DA (Zhan et al. 2024).
 
-    The paper gives no widths. Those of this network, and its name, are PFLlib's. It has 878,538 parameters for CIFAR-10
-    and 582,026 for images of 1x28x28.
+    The paper gives no widths. The widths and the name of this network come from PFLlib. It has 878,538 parameters for
+    CIFAR-10 and 582,026 for images of shape 1x28x28.
 
     Args:
         in_channels: channels of the input, shape (B, in_channels, image_size, image_size).
@@ -38,7 +38,7 @@ class FedAvgCNN(nn.Module):
 
 
 class ConvBlock(nn.Module):
-    """The first block of ``FedAvgCNN``: convolution 5x5, ReLU, pooling 2x2; the embedding of FedMoE-DA.
+    """The first block of ``FedAvgCNN``: 5x5 convolution, ReLU, 2x2 pooling; the embedding of FedMoE-DA.
 
     It has 2,432 parameters for CIFAR-10. Its ``output_shape`` is the ``input_shape`` of the experts.
 
@@ -67,7 +67,7 @@ class ConvBlock(nn.Module):
 
 
 class ConvExpert(nn.Module):
-    """The rest of ``FedAvgCNN`` after a :class:`ConvBlock`: an expert of FedMoE-DA.
+    """The part of ``FedAvgCNN`` after the :class:`ConvBlock`: an expert of FedMoE-DA.
 
     It has 876,106 parameters for CIFAR-10. Its ``extractor`` is the second block, its ``classifier`` the two linear
     layers.

@@ -11,7 +11,7 @@ class IFCACNN(nn.Module):
     """CNN of IFCA as in Adaptive Expert Models (Isaksson et al. 2022), for rotated CIFAR-10; 798,752 parameters.
 
     The last hidden layer has 194 units, as in that paper's official code; the original network has 192. Initial
-    parameters are as in :class:`~fedmoe_pl.models.experts.leaf_cnn.LEAFCNN`.
+    parameters are drawn as in :class:`~fedmoe_pl.models.experts.leaf_cnn.LEAFCNN`.
 
     Args:
         in_channels: channels of the input, shape (B, in_channels, 32, 32).

@@ -11,8 +11,8 @@ class LEAFCNN(nn.Module):
     """CNN of LEAF with dropout (Adaptive Expert Models, Isaksson et al. 2022, Table 1).
 
     The default is the paper's global expert for CIFAR-10, with 942,634 parameters; its local expert has 32 and 256
-    channels, 256 hidden units and dropout 0.76. Convolutions start from Xavier's uniform distribution, biases of
-    linear layers at 0.01, as in the official code.
+    channels, 256 hidden units and dropout 0.76. As in the official code, initial weights of convolutions come from
+    Xavier's uniform distribution, and biases of linear layers start at 0.01.
 
     Args:
         in_channels: channels of the input, shape (B, in_channels, image_size, image_size).

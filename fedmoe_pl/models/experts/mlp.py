@@ -31,7 +31,7 @@ class SmallMLP(nn.Module):
 
 
 class RepresentationMLP(nn.Module):
-    """A perceptron for small inputs whose representation may differ in width from its hidden layer, as in pFedMoE.
+    """A perceptron for small inputs; its representation and its hidden layer may differ in width, as in pFedMoE.
 
     Args:
         in_features: number of input values per sample; inputs of shape (B, ...) are flattened.

@@ -10,8 +10,8 @@ from fedmoe_pl.models.layers import check_dropout, pooled_size, two_convolutions
 class TwoConvCNN(nn.Module):
     """LeNet-5 with dropout (Listo Zec et al. 2020, https://arxiv.org/abs/2010.02056).
 
-    It has 62,006 parameters for CIFAR-10 and 44,426 for Fashion-MNIST, for which the official code has the widths 6,
-    12, 84 and 42. With ``num_classes=1``, in a ``NetworkGate``, it is the paper's gate.
+    It has 62,006 parameters for CIFAR-10 and 44,426 for Fashion-MNIST; there, the official code has the widths 6, 12,
+    84 and 42. With ``num_classes=1``, in a ``NetworkGate``, it is the paper's gate.
 
     Args:
         in_channels: channels of the input, shape (B, in_channels, image_size, image_size).

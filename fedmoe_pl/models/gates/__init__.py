@@ -1,1 +1,1 @@
-"""What weighs the experts for every sample."""
+"""Gates, which weigh the experts for every sample."""

@@ -22,7 +22,7 @@ class FixedGate(Gate):
 
     @abstractmethod
     def fit_to(self, num_experts: int) -> None:
-        """Sets the weights for a mixture of so many experts, unless the gate was given a weight for each.
+        """Sets the weights for a number of experts, unless the gate was constructed with its weights.
 
         Args:
             num_experts: number of experts of the mixture.
@@ -34,15 +34,15 @@ class FixedGate(Gate):
         return [index for index, weight in enumerate(self.weights) if weight > 0]
 
     def forward(self, x: Tensor) -> Tensor:
-        """The same weights (B, experts) for every sample; in the default precision where samples are integers."""
+        """The same weights (B, experts) for every sample; in the default precision if samples are integers."""
         dtype = x.dtype if x.is_floating_point() else torch.get_default_dtype()
         return torch.cat([x.new_full((1,), weight, dtype=dtype) for weight in self.weights]).expand(len(x), -1)
 
 
 class GlobalOnly(FixedGate):
-    """The first expert alone: the global one, of several clusters the first.
+    """Uses only the first expert: the global one, or the first cluster's.
 
-    The number of experts is that of the mixture; 2 before the gate is in one.
+    The mixture sets the number of experts; until then it is 2.
     """
 
     def __init__(self) -> None:
@@ -50,14 +50,14 @@ class GlobalOnly(FixedGate):
         self.fit_to(2)
 
     def fit_to(self, num_experts: int) -> None:
-        """Gives the first of so many experts the weight 1."""
+        """Gives the first expert the weight 1."""
         self.weights = [1.0] + [0.0] * (num_experts - 1)
 
 
 class LocalOnly(FixedGate):
-    """The last expert alone, which is the local one where there is one.
+    """Uses only the last expert, which is the local one if there is one.
 
-    The number of experts is that of the mixture; 2 before the gate is in one.
+    The mixture sets the number of experts; until then it is 2.
     """
 
     def __init__(self) -> None:
@@ -65,14 +65,14 @@ class LocalOnly(FixedGate):
         self.fit_to(2)
 
     def fit_to(self, num_experts: int) -> None:
-        """Gives the last of so many experts the weight 1."""
+        """Gives the last expert the weight 1."""
         self.weights = [0.0] * (num_experts - 1) + [1.0]
 
 
 class EqualWeights(FixedGate):
-    """The mean of all experts.
+    """Gives all experts the same weight.
 
-    The number of experts is that of the mixture; 2 before the gate is in one.
+    The mixture sets the number of experts; until then it is 2.
     """
 
     def __init__(self) -> None:
@@ -80,16 +80,16 @@ class EqualWeights(FixedGate):
         self.fit_to(2)
 
     def fit_to(self, num_experts: int) -> None:
-        """Gives each of so many experts the same weight."""
+        """Gives each expert the same weight."""
         self.weights = [1 / num_experts] * num_experts
 
 
 class ConstantGate(FixedGate):
-    """A gate with given weights; see :class:`GlobalOnly`, :class:`LocalOnly` and :class:`EqualWeights` for usual ones.
+    """A gate with any constant weights; common cases are ``GlobalOnly``, ``LocalOnly`` and ``EqualWeights``.
 
     Args:
-        weight: weight of the global expert, from 0 to 1, where there are two experts; or a list of all weights, the
-            local expert's last, that add up to 1.
+        weight: for two experts, the weight of the global one, from 0 to 1; or a list of all weights, which add up to 1,
+            the local expert's last.
 
     Raises:
         MisconfigurationException: if a weight is not between 0 and 1, or a list does not add up to 1.
@@ -105,4 +105,4 @@ class ConstantGate(FixedGate):
         self.weights = weights
 
     def fit_to(self, num_experts: int) -> None:
-        """Keeps the weights; a mixture of another number of experts refuses the gate."""
+        """Keeps the weights; a mixture with another number of experts refuses the gate."""

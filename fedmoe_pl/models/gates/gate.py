@@ -1,7 +1,7 @@
-"""Gates: for every sample, the weights of the global experts and of the local expert.
+"""The base of all gates: for every sample, a gate computes the weights of the experts.
 
 A gate returns weights of shape (B, experts) that are at least 0 and add up to 1. Global experts always come first and
-the local one last, whatever a paper's own order is: of two experts, index 0 is the global one.
+the local one last, whatever the order in a paper: of two experts, index 0 is the global one.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class Gate(nn.Module, ABC):
         """Weights of shape (B, experts), the local expert's last.
 
         Args:
-            x: the input (B, ...), or the features (B, F) where ``reads_features`` is set.
+            x: the input (B, ...), or the features (B, F) if ``reads_features`` is set.
         """
 
     def reset_parameters(self) -> None:

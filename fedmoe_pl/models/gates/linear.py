@@ -9,7 +9,7 @@ from fedmoe_pl.models.gates.gate import Gate
 
 
 class _SigmoidGate(Gate):
-    """A linear layer and a sigmoid; where the layer's width is not given, the first input sets it."""
+    """A linear layer and a sigmoid; if the layer's width is None, the first input sets it."""
 
     def __init__(self, in_features: int | None) -> None:
         super().__init__()
@@ -17,7 +17,7 @@ class _SigmoidGate(Gate):
 
     @property
     def in_features(self) -> int | None:
-        """Number of values the gate reads per sample; None until a lazy gate has seen its first input."""
+        """Number of values that the gate reads per sample; None until a lazy gate has read its first input."""
         return self.linear.in_features or None
 
     def forward(self, x: Tensor) -> Tensor:
@@ -30,7 +30,7 @@ class LinearGate(_SigmoidGate):
     """Gate of PFL-MF: a linear layer on the flattened input (PFL-MoE, section III).
 
     Args:
-        in_features: number of values per input; None takes it from the first input.
+        in_features: number of values per input; None to take it from the first input.
     """
 
     def __init__(self, in_features: int | None = None) -> None:
@@ -41,7 +41,7 @@ class FeatureGate(_SigmoidGate):
     """Gate of PFL-MFE: a linear layer on the features of the global expert's extractor (PFL-MoE, section III).
 
     Args:
-        in_features: number of features; None takes it from the first input.
+        in_features: number of features; None to take it from the first input.
     """
 
     reads_features = True

@@ -1,4 +1,4 @@
-"""Gates that are networks: of Listo Zec et al. and of Adaptive Expert Models."""
+"""Gates that are networks, as in Listo Zec et al. and Adaptive Expert Models."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from fedmoe_pl.models.layers import SmallBiasLinear, XavierConv2d, check_dropout
 class NetworkGate(Gate):
     """A network that reads the input.
 
-    With one output the network is the gate of two experts: its sigmoid is the weight of the **local** expert (Listo Zec
-    et al. 2020; Isaksson et al. 2022 for two experts). With more outputs it is the gate of as many experts, by
-    a softmax (Isaksson et al. 2022).
+    A network with one output is the gate of two experts: its sigmoid is the weight of the **local** expert (Listo Zec
+    et al. 2020; Isaksson et al. 2022 for two experts). With more outputs, their softmax gives the weights of as many
+    experts (Isaksson et al. 2022).
 
     Args:
         network: maps inputs (B, ...) to (B, 1), or to (B, experts) with the local expert last.
@@ -34,14 +34,14 @@ class NetworkGate(Gate):
 
 
 class GateCNN(nn.Module):
-    """Network of the gate of Adaptive Expert Models (Isaksson et al. 2022, Table 1), to be put in a ``NetworkGate``.
+    """Gate network of Adaptive Expert Models (Isaksson et al. 2022, Table 1), for use in a ``NetworkGate``.
 
-    It has 6,995 parameters with the default arguments, and initial parameters as in
+    With the default arguments it has 6,995 parameters. Initial parameters are drawn as in
     :class:`~fedmoe_pl.models.experts.leaf_cnn.LEAFCNN`.
 
     Args:
         in_channels: channels of the input, shape (B, in_channels, image_size, image_size).
-        num_experts: number of experts, the local one included, at least 2; for two the network has a single output.
+        num_experts: number of experts, including the local one, at least 2; for two, the network has a single output.
         conv1_channels: width of the first convolution.
         conv2_channels: width of the second convolution; 0 for none.
         hidden: width of the hidden linear layer.
@@ -68,7 +68,7 @@ class GateCNN(nn.Module):
         super().__init__()
         if num_experts < 2:
             raise MisconfigurationException(
-                f"GateCNN: num_experts is {num_experts}, but must be at least 2, the local expert included."
+                f"GateCNN: num_experts is {num_experts}, but must be at least 2, including the local expert."
             )
         check_dropout(self, dropout)
         size = pooled_size(self, image_size, times=2 if conv2_channels else 1)

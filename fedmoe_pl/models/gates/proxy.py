@@ -11,7 +11,7 @@ from fedmoe_pl.models.gates.gate import Gate
 class ProxyGate(Gate):
     """Gate of FedMoE-DA (Zhan et al. 2024, Eq. 1): a linear layer without bias and a softmax.
 
-    The paper calls an expert's column of the layer's matrix its proxy. Here each proxy is a layer of its own,
+    An expert's proxy is its column of the layer's matrix in the paper. Here each proxy is a separate layer,
     ``gate.proxies.<expert>``, with the initial values of ``torch.nn.Linear``.
 
     Args:
@@ -34,7 +34,7 @@ class ProxyGate(Gate):
 
     @property
     def in_features(self) -> int | None:
-        """Number of values the gate reads per sample; None until a lazy gate has seen its first input."""
+        """Number of values that the gate reads per sample; None until a lazy gate has read its first input."""
         return self.proxies[0].in_features or None  # pyright: ignore[reportReturnType]
 
     def forward(self, x: Tensor) -> Tensor:

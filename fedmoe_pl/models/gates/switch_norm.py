@@ -11,13 +11,13 @@ from fedmoe_pl.models.normalization import SwitchNorm1d
 class SwitchNormGate(Gate):
     """Gate of pFedMoE (Yi et al. 2024, https://arxiv.org/abs/2402.01350); 160,004 parameters by default.
 
-    In that paper it weighs the representations of the global and of the local expert. Because of its batch statistics,
-    a sample's weights in train mode depend on its batch, which must have more than one sample.
+    In that paper it weighs the representations of the global and the local expert. In train mode it uses batch
+    statistics: a sample's weights depend on its batch, which must have more than one sample.
 
     Args:
         in_features: number of values per input.
         hidden: width of the hidden layer, which the paper does not give.
-        momentum: share of the old running statistics in the new ones, of the ``SwitchNorm1d``.
+        momentum: share of the old running statistics in the new ones in ``SwitchNorm1d``.
 
     Raises:
         MisconfigurationException: if ``in_features`` is below 2, or the momentum is not between 0 and 1.

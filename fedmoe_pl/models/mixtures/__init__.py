@@ -1,1 +1,1 @@
-"""Models of several experts and a gate."""
+"""Mixtures: models with several experts and a gate."""

@@ -1,4 +1,4 @@
-"""A client's mixture of the models of several clusters and a local model, as a LightningModule."""
+"""A mixture of several clusters' models and a local expert, as a LightningModule."""
 
 from __future__ import annotations
 
@@ -16,21 +16,21 @@ from fedmoe_pl.models.mixtures.mixture import Mixing, MixtureOfExperts, mix_outp
 
 
 class ClusteredMoE(MixtureOfExperts):
-    """Mixes the models of several clusters of clients and a local expert with the weights that a gate gives a sample.
+    """Mixes the models of several clusters of clients and a local expert; a gate weighs them for every sample.
 
-    ``p(x) = sum_j g_j(x) p_j(x) + g_local(x) p_local(x)`` over probabilities, or what ``mixing`` says (Isaksson et al.
-    2022, https://arxiv.org/abs/2206.07832). The initial parameters of all experts are drawn independently. In the
-    official code the clusters' models start with the same weights in their linear layers.
+    The output is ``p(x) = sum_j g_j(x) p_j(x) + g_local(x) p_local(x)`` with probabilities ``p``, or what ``mixing``
+    says (Isaksson et al. 2022, https://arxiv.org/abs/2206.07832). The initial parameters of all experts are drawn
+    independently. In the official code, the linear layers of the clusters' models start with the same weights.
 
     Args:
-        global_expert: architecture of the clusters' models; maps inputs (B, ...) to logits (B, C). Each cluster draws
-            initial parameters of its own, by the layers' ``reset_parameters``.
+        global_expert: architecture of the clusters' models; maps inputs (B, ...) to logits (B, C). Initial parameters
+            are drawn for each cluster, with the layers' ``reset_parameters``.
         num_clusters: number of clusters, J.
         local_expert: maps the same inputs to logits of the same shape; None for the clusters' architecture.
         gate: weighs the experts, the local one last; None for ``EqualWeights``.
         mixing: what is mixed, see :data:`~fedmoe_pl.models.mixtures.mixture.Mixing`.
         optimizer: makes the optimizer from the parameters.
-        lr_scheduler: makes a scheduler, stepped once an epoch, from the optimizer; None for a constant rate.
+        lr_scheduler: makes a scheduler, stepped once per epoch, from the optimizer; None for a constant rate.
 
     Attributes:
         global_experts: the clusters' models, in their order.
@@ -75,11 +75,11 @@ class ClusteredMoE(MixtureOfExperts):
         return self.global_experts[0]
 
     def check_parts(self) -> None:
-        """Refuses parts that do not fit together; some are only found where the expert tells its input's shape."""
+        """Refuses parts that do not fit together; some misfits are found only if the expert has an ``input_shape``."""
         if self.gate.reads_features:
             raise MisconfigurationException(
                 f"ClusteredMoE: gate is a {type(self.gate).__name__}, which reads features, but must read the input as "
-                "a NetworkGate does, because each cluster's model has features of its own."
+                "a NetworkGate does, because each cluster's model has its own features."
             )
         super().check_parts()
         run_once(self, self.global_expert)
@@ -91,8 +91,8 @@ class ClusteredMoE(MixtureOfExperts):
             x: inputs (B, ...).
 
         Returns:
-            Scores (B, C) and weights (B, J + 1), the clusters' in their order and the local expert's last. Experts
-            whose weight a ``FixedGate`` holds at 0 are not computed.
+            Scores (B, C) and weights (B, J + 1), the clusters' in their order and the local expert's last. Experts to
+            which a ``FixedGate`` gives the weight 0 are not computed.
         """
         weights = self.gate(x)
         self.check_gate_width(weights.shape[1])
@@ -101,17 +101,17 @@ class ClusteredMoE(MixtureOfExperts):
         outputs = [experts[index](x) for index in active]
         if len(active) == 1:
             return self.scores_of(outputs[0]), weights
-        self.check_outputs(outputs)  # the clusters' models have one architecture
+        self.check_outputs(outputs)  # compares the first and the last; all clusters' models have one architecture
         used = weights if len(active) == len(experts) else weights[:, active]
         return mix_outputs(outputs, used, self.mixing), weights
 
 
 def _drawn_anew(expert: nn.Module) -> nn.Module:
-    """A copy of the expert with initial parameters of its own."""
+    """A copy of the expert with newly drawn initial parameters."""
     if (layer := layer_without_reset(expert)) is not None:
         raise MisconfigurationException(
             f"ClusteredMoE: global_expert has a {type(layer).__name__}, which must have a method reset_parameters, "
-            "because each cluster draws initial parameters of its own."
+            "because initial parameters are drawn for each cluster."
         )
     drawn = copy.deepcopy(expert)
     draw_anew(drawn)

@@ -1,4 +1,4 @@
-"""The base of all mixtures of experts, and how the experts' outputs are mixed."""
+"""The base of all mixtures of experts, and functions that mix the experts' outputs."""
 
 from __future__ import annotations
 
@@ -19,34 +19,34 @@ from fedmoe_pl.models.gates.fixed import FixedGate
 
 Batch = tuple[Tensor, Tensor]
 Mixing = Literal["logits", "probabilities", "log_probabilities", "probabilities_without_log"]
-"""Which of the experts' outputs are mixed.
+"""What is mixed, and the loss of a sample.
 
 ``logits``: cross-entropy of the weighted sum of logits (PFL-MoE). ``probabilities``: negative logarithm of the
-weighted sum of probabilities (adaptive expert models; the mixture with opt-out, in its paper). The official code of
-the mixture with opt-out has two other losses. ``log_probabilities``: the weighted sum of log-probabilities, which is
-not normalized again. ``probabilities_without_log``: minus the weighted sum of probabilities.
+weighted sum of probabilities (Adaptive Expert Models; the paper of the mixture with opt-out). The other two are in the
+official code of the mixture with opt-out. ``log_probabilities``: the negative weighted sum of log-probabilities, which
+is not normalized again. ``probabilities_without_log``: the negative weighted sum of probabilities.
 """
 
 
 class MixtureOfExperts(LightningModule, ABC):
     """A model with several experts and a gate that weighs them for every sample.
 
-    It works in any ``Trainer``; a federation decides which parts a client shares. To write a mixture of your own,
-    derive from this class and implement ``mix``.
+    It works in any ``Trainer``; a federation decides which parts a client shares. To write your own mixture, derive
+    from this class and implement ``mix``.
 
     Args:
         optimizer: makes the optimizer from the parameters.
-        lr_scheduler: makes a scheduler, stepped once an epoch, from the optimizer; None for a constant rate.
+        lr_scheduler: makes a scheduler, stepped once per epoch, from the optimizer; None for a constant rate.
         mixing: what is mixed, see :data:`Mixing`.
 
     Attributes:
         gate: weighs the experts.
-        gate_width: number of experts that the gate weighs; None in a mixture of your own that does not tell it.
-        has_global_expert: whether all experts except the last are global. The sum of their weights then tells how
+        gate_width: number of experts that the gate weighs; None if a subclass does not set it.
+        has_global_expert: whether all experts except the last are global. The sum of their weights then shows how
             personalized a client's model is. Otherwise all experts have the same role.
 
     Raises:
-        MisconfigurationException: if ``mixing`` is none of the four.
+        MisconfigurationException: if ``mixing`` is not one of the four.
     """
 
     gate: Any
@@ -76,9 +76,9 @@ class MixtureOfExperts(LightningModule, ABC):
             x: inputs (B, ...).
 
         Returns:
-            Scores (B, C) and weights (B, experts). The scores are logits where logits are mixed, else
-            log-probabilities; the largest one is the predicted class. The weights of any global experts come first,
-            the local expert's last.
+            Scores (B, C) and weights (B, experts). The scores are logits if logits are mixed, else log-probabilities;
+            the class with the largest one is the prediction. The weights of global experts come first, the local
+            expert's last.
         """
 
     def check_parts(self) -> None:
@@ -110,7 +110,7 @@ class MixtureOfExperts(LightningModule, ABC):
             )
 
     def check_outputs(self, outputs: Sequence[Tensor]) -> None:
-        """Refuses a local expert that has another number of outputs than the global ones.
+        """Refuses a local expert with another number of outputs than the global ones.
 
         Args:
             outputs: logits of the experts, each of shape (B, C), the local expert's last.
@@ -126,18 +126,18 @@ class MixtureOfExperts(LightningModule, ABC):
             )
 
     def client_architecture(self, client_id: int) -> int:
-        """The number of the client's architecture; 0 where all clients have the same one."""
+        """The number of the client's architecture; 0 if all clients have the same one."""
         return 0
 
     def keep_architecture(self, architecture: int) -> None:
-        """Removes, in place, the parts that clients of this architecture do not have; the others keep their names."""
+        """Removes the parts that clients of this architecture lack, in place; the others keep their names."""
 
     def forward(self, x: Tensor) -> Tensor:
         """The mixture's scores (B, C) for inputs (B, ...)."""
         return self.mix(x)[0]
 
     def loss(self, batch: Batch) -> tuple[Tensor, dict[str, Tensor]]:
-        """The mixture's loss. It is a pure function, so that it can be differentiated and vmapped.
+        """The mixture's loss, a pure function that can be differentiated and used with ``vmap``.
 
         Args:
             batch: inputs (B, ...) and labels (B,).
@@ -150,7 +150,7 @@ class MixtureOfExperts(LightningModule, ABC):
         return self.loss_of(scores, y), {"logits": scores, "gate_weights": weights}
 
     def loss_of(self, scores: Tensor, y: Tensor, reduction: Literal["mean", "none"] = "mean") -> Tensor:
-        """The loss of scores as ``mix`` returns them.
+        """The loss of the scores that ``mix`` returns.
 
         Args:
             scores: shape (B, C).
@@ -163,7 +163,7 @@ class MixtureOfExperts(LightningModule, ABC):
         return F.nll_loss(scores, y, reduction=reduction)
 
     def scores_of(self, logits: Tensor) -> Tensor:
-        """The scores (B, C) of one expert alone, from its logits (B, C)."""
+        """The scores (B, C) of a single expert, from its logits (B, C)."""
         return logits if self.mixing == "logits" else logits.log_softmax(1)
 
     def _step(self, batch: Batch, stage: str) -> Tensor:
@@ -180,11 +180,11 @@ class MixtureOfExperts(LightningModule, ABC):
         return self._step(batch, "train")
 
     def validation_step(self, batch: Batch, batch_idx: int) -> Tensor:
-        """Logs the same with ``validation_``."""
+        """Logs the same values with the prefix ``validation_``."""
         return self._step(batch, "validation")
 
     def test_step(self, batch: Batch, batch_idx: int) -> Tensor:
-        """Logs the same with ``test_``."""
+        """Logs the same values with the prefix ``test_``."""
         return self._step(batch, "test")
 
     def predict_step(self, batch: Batch | Tensor, batch_idx: int) -> dict[str, Tensor]:
@@ -193,7 +193,7 @@ class MixtureOfExperts(LightningModule, ABC):
         return {"logits": scores, "gate_weights": weights}
 
     def parameter_groups(self) -> Iterable[Any]:
-        """What the optimizer is made from: all parameters in one group, or groups with arguments of their own."""
+        """The parameters for the optimizer, in one group; a subclass may return groups with different arguments."""
         return self.parameters()
 
     def configure_optimizers(self) -> Any:
@@ -223,7 +223,7 @@ def mix_outputs(outputs: Sequence[Tensor], weights: Tensor, mixing: Mixing) -> T
         mixing: what is mixed, see :data:`Mixing`.
 
     Returns:
-        Logits (B, C) of the mixture where logits are mixed, else log-probabilities.
+        Logits (B, C) of the mixture if logits are mixed, else log-probabilities.
 
     Example:
         >>> outputs = [torch.zeros(1, 2), torch.tensor([[3.0, 1.0]]).log()]  # probabilities 1/2, 1/2 and 3/4, 1/4
@@ -241,17 +241,17 @@ def mix_outputs(outputs: Sequence[Tensor], weights: Tensor, mixing: Mixing) -> T
 
 
 def run_once(module: MixtureOfExperts, expert: nn.Module) -> None:
-    """Mixes one sample of zeros, which sizes lazy layers and shows whether the parts fit together.
+    """Mixes one sample of zeros, to size lazy layers and to check that the parts fit together.
 
     Args:
         module: the mixture.
-        expert: its ``input_shape`` is the sample's; without one, nothing happens. Has ``input_dtype`` where its input
-            is not floating point.
+        expert: provides the sample's ``input_shape``, and its ``input_dtype`` if that is not floating point. Without an
+            ``input_shape``, nothing happens.
     """
     input_shape = getattr(expert, "input_shape", None)
     if input_shape is None:
         return
-    module.eval()  # batch normalization cannot train on one sample, and its statistics must stay
+    module.eval()  # batch normalization cannot train on one sample, and its statistics must not change
     parameter = next(module.parameters())
     with torch.no_grad():
         dtype = getattr(expert, "input_dtype", parameter.dtype)
@@ -260,9 +260,9 @@ def run_once(module: MixtureOfExperts, expert: nn.Module) -> None:
 
 
 def _describe(value: Any) -> Any:
-    """A description that can be saved, or None where there is none.
+    """A description of a value for a checkpoint; None if there is none.
 
-    A plain value describes itself. A module is described by its class path and its arguments, if it keeps these as
+    A plain value describes itself. A module is described by its class path and its arguments, if it keeps them as
     attributes of the same names.
     """
     if isinstance(value, (int, float, str, bool)):
@@ -270,7 +270,7 @@ def _describe(value: Any) -> Any:
     if isinstance(value, (list, tuple, nn.ModuleList)):
         described = [_describe(part) for part in value]
         return None if None in described else described
-    if not isinstance(value, nn.Module) or "<locals>" in type(value).__qualname__:  # nothing could import it again
+    if not isinstance(value, nn.Module) or "<locals>" in type(value).__qualname__:  # it could not be imported again
         return None
     arguments = {name: getattr(value, name, None) for name in inspect.signature(type(value)).parameters}
     described = {name: _describe(argument) for name, argument in arguments.items() if argument is not None}

@@ -15,17 +15,17 @@ from fedmoe_pl.models.mixtures.mixture import Mixing, MixtureOfExperts, mix_outp
 
 
 class PersonalizedMoE(MixtureOfExperts):
-    """Mixes a global and a local expert with the weights that a gate gives every sample.
+    """Mixes a global and a local expert, which a gate weighs for every sample.
 
-    ``y = g(x) * global_expert(x) + (1 - g(x)) * local_expert(x)`` (PFL-MoE, Guo et al. 2021, Algorithm 2;
-    https://arxiv.org/abs/2012.15589), where ``y`` are logits or what ``mixing`` says.
+    The output is ``y = g(x) * global_expert(x) + (1 - g(x)) * local_expert(x)`` with logits, or what ``mixing`` says
+    (PFL-MoE, Guo et al. 2021, Algorithm 2; https://arxiv.org/abs/2012.15589).
 
     Args:
         global_expert: maps a batch of inputs to logits (B, C).
         local_expert: maps the same inputs to logits of the same shape; None for a copy of the global expert.
         gate: weighs the experts; None for ``EqualWeights``.
         optimizer: makes the optimizer from the parameters.
-        lr_scheduler: makes a scheduler, stepped once an epoch, from the optimizer; None for a constant rate.
+        lr_scheduler: makes a scheduler, stepped once per epoch, from the optimizer; None for a constant rate.
         mixing: what is mixed, see :data:`~fedmoe_pl.models.mixtures.mixture.Mixing`.
 
     Raises:
@@ -60,7 +60,7 @@ class PersonalizedMoE(MixtureOfExperts):
         self.check_parts()
 
     def check_parts(self) -> None:
-        """Refuses parts that do not fit together; sizes a lazy gate where the expert tells its input's shape."""
+        """Refuses parts that do not fit together; sizes a lazy gate if the expert has an ``input_shape``."""
         global_expert = self.global_expert
         if self.gate.reads_features and not (
             hasattr(global_expert, "extractor") and hasattr(global_expert, "classifier")
@@ -79,8 +79,8 @@ class PersonalizedMoE(MixtureOfExperts):
             x: inputs (B, ...).
 
         Returns:
-            Scores (B, C) and weights (B, 2), index 0 for the global, 1 for the local expert. An expert whose weight a
-            ``FixedGate`` holds at 0 is not computed.
+            Scores (B, C) and weights (B, 2), index 0 for the global, 1 for the local expert. An expert to which a
+            ``FixedGate`` gives the weight 0 is not computed.
         """
         if isinstance(self.gate, FixedGate) and len(self.gate.active) == 1:
             expert = self.local_expert if self.gate.active[0] else self.global_expert

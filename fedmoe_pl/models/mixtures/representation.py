@@ -1,4 +1,4 @@
-"""pFedMoE's model: a mixture of representations, in which the clients' local networks may differ."""
+"""pFedMoE's model: a mixture of representations; clients' local networks may differ in architecture."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from fedmoe_pl.models.mixtures.mixture import MixtureOfExperts, mix_outputs, run
 
 
 class Representations(NamedTuple):
-    """The representations of some inputs, each of shape (B, F): mixed, of the shared and of the local extractor."""
+    """The representations of some inputs, each (B, F): the mixed one, the shared and the local extractor's."""
 
     mixed: Tensor
     shared: Tensor
@@ -25,33 +25,33 @@ class Representations(NamedTuple):
 
 
 class Absent(nn.Module):
-    """Takes the place of a local expert that a client does not have."""
+    """Stands in for a local expert that a client does not have."""
 
-    def __init__(self) -> None:  # without arguments, so that a checkpoint can make it again
+    def __init__(self) -> None:  # without arguments, so that a checkpoint can rebuild it
         super().__init__()
 
 
 class RepresentationMoE(MixtureOfExperts):
-    """Mixes the representations of a shared and of a local extractor; a header makes logits of the mixture.
+    """Mixes the representations of a shared and a local extractor; a header computes logits from the mixture.
 
-    ``y = header(a_G(x) * shared_extractor(x) + a_F(x) * local_expert(x))`` (pFedMoE, Yi et al. 2024, section 4;
-    https://arxiv.org/abs/2402.01350). Only representations are mixed, never logits or probabilities, so there is no
-    ``mixing`` to choose. Each client holds the parameters of one of the ``local_experts`` and none of the others. In
-    a plain ``Trainer`` the first one is used.
+    The output is ``y = header(a_G(x) * shared_extractor(x) + a_F(x) * local_expert(x))`` (pFedMoE, Yi et al. 2024,
+    section 4; https://arxiv.org/abs/2402.01350). Only representations are mixed, never logits or probabilities, so that
+    there is no argument ``mixing``. Each client holds the parameters of only one of the ``local_experts``. A plain
+    ``Trainer`` uses the first one.
 
-    An expert's ``classifier`` is removed, which leaves its ``extractor``. The header has the same shape for all
-    clients. It is private in pFedMoE and all that is shared in LG-FedAvg (``FedAvg(shared="header.*")``). With a
-    ``LocalOnly`` gate the local expert is trained and used alone (Standalone); the shared one is not computed.
+    An expert's ``classifier`` is removed, so that its ``extractor`` is left. The header has the same shape for all
+    clients. In pFedMoE it is private; in LG-FedAvg only the header is shared (``FedAvg(shared="header.*")``). With a
+    ``LocalOnly`` gate, only the local expert is computed and trained (Standalone).
 
     Args:
         shared_extractor: maps inputs to representations (B, F), or an expert with ``extractor`` and ``classifier``.
         local_experts: the clients' architectures, each like ``shared_extractor`` and with the same F.
         header: maps representations (B, F) to logits (B, C); None for the first ``classifier`` of a local expert.
-        gate: gives every sample two weights, of the shared and of the local extractor; None for ``EqualWeights``.
+        gate: gives every sample two weights, for the shared and the local extractor; None for ``EqualWeights``.
         optimizer: makes the optimizer from the parameters.
-        lr_scheduler: makes a scheduler, stepped once an epoch, from the optimizer; None for a constant rate.
+        lr_scheduler: makes a scheduler, stepped once per epoch, from the optimizer; None for a constant rate.
         gate_lr: the gate's learning rate; None for the optimizer's.
-        architectures: index of each client's local expert; None gives client k number ``k % len(local_experts)``.
+        architectures: index of each client's local expert; None gives client k the index ``k % len(local_experts)``.
 
     Raises:
         MisconfigurationException: if there is no local expert or no header, the representations differ in width,
@@ -103,7 +103,7 @@ class RepresentationMoE(MixtureOfExperts):
         self.check_parts()
 
     def check_parts(self) -> None:
-        """Refuses parts that do not fit together; sizes a lazy gate where the extractor tells its input's shape."""
+        """Refuses parts that do not fit together; sizes a lazy gate if the extractor has an ``input_shape``."""
         if self.mixing != "logits":
             raise MisconfigurationException(
                 f"RepresentationMoE: mixing is '{self.mixing}', but must be left out: representations are mixed."
@@ -124,7 +124,7 @@ class RepresentationMoE(MixtureOfExperts):
     def _check_widths(self, x: Tensor) -> None:
         """Refuses local experts whose representations of inputs (1, ...) are not as wide as the shared extractor's."""
         modes = {part: part.training for part in self.modules()}
-        self.eval()  # batch normalization cannot train on one sample, and nothing may be drawn
+        self.eval()  # batch normalization cannot train on one sample, and no random numbers may be drawn
         with torch.no_grad():
             shared = self.shared_extractor(x)
             local = {index: expert(x) for index, expert in self._present().items()}
@@ -134,7 +134,7 @@ class RepresentationMoE(MixtureOfExperts):
             _check_width(index, representation, shared)
 
     def _present(self) -> dict[int, nn.Module]:
-        """The local experts of this module by index: all of them in a template, one in a client's module."""
+        """The local experts of this module by index: all of them in the initial model, one in a client's module."""
         return {index: part for index, part in enumerate(self.local_experts) if not isinstance(part, Absent)}
 
     def client_architecture(self, client_id: int) -> int:
@@ -153,7 +153,7 @@ class RepresentationMoE(MixtureOfExperts):
         return self.architectures[client_id]
 
     def keep_architecture(self, architecture: int) -> None:
-        """Removes all local experts but this one, which keeps its name ``local_experts.<architecture>``."""
+        """Removes all local experts except this one, which keeps its name ``local_experts.<architecture>``."""
         for index in range(len(self.local_experts)):
             if index != architecture:
                 self.local_experts[index] = Absent()
@@ -165,8 +165,8 @@ class RepresentationMoE(MixtureOfExperts):
             x: inputs (B, ...).
 
         Returns:
-            Logits (B, C) and weights (B, 2), index 0 for the shared, 1 for the local extractor. An extractor whose
-            weight a ``FixedGate`` holds at 0 is not computed.
+            Logits (B, C) and weights (B, 2), index 0 for the shared, 1 for the local extractor. An extractor to which a
+            ``FixedGate`` gives the weight 0 is not computed.
         """
         index, local_expert = next(iter(self._present().items()))
         if isinstance(self.gate, FixedGate) and len(self.gate.active) == 1:
@@ -179,7 +179,7 @@ class RepresentationMoE(MixtureOfExperts):
         return self.header(mix_outputs((shared, local), weights, "logits")), weights
 
     def representations(self, x: Tensor) -> Representations:
-        """The representations of inputs, mixed with the gate's weights and those of both extractors.
+        """The representations of both extractors, and those mixed with the gate's weights.
 
         Args:
             x: inputs (B, ...).
@@ -189,7 +189,7 @@ class RepresentationMoE(MixtureOfExperts):
         return Representations(mix_outputs((shared, local), weights, "logits"), shared, local)
 
     def parameter_groups(self) -> Iterable[Any]:
-        """All parameters; where there is a ``gate_lr``, the gate's are a group of their own."""
+        """All parameters; with a ``gate_lr``, the gate's are a separate group."""
         gate = [*self.gate.parameters()]
         if self.gate_lr is None or not gate:
             return super().parameter_groups()
@@ -199,7 +199,7 @@ class RepresentationMoE(MixtureOfExperts):
 
 
 def _without_classifier(expert: nn.Module) -> nn.Module:
-    """A copy of an expert that gives its extractor's output; a module without a classifier is an extractor already."""
+    """A copy of an expert that returns its extractor's output; a module without a classifier is only copied."""
     extractor = copy.deepcopy(expert)
     if hasattr(extractor, "extractor") and hasattr(extractor, "classifier"):
         extractor.classifier = nn.Identity()
@@ -207,7 +207,7 @@ def _without_classifier(expert: nn.Module) -> nn.Module:
 
 
 def _check_width(index: int, local: Tensor, shared: Tensor) -> None:
-    """Refuses representations (B, F) of local expert ``index`` that have another shape than the shared ones."""
+    """Refuses representations (B, F) of the local expert ``index`` if the shared ones have another shape."""
     if local.shape != shared.shape:
         raise MisconfigurationException(
             f"RepresentationMoE: local_experts has an expert, number {index}, whose representations have shape "

@@ -1,4 +1,4 @@
-"""FedMoE-DA's model: a gate sends every sample to one of several experts behind a common embedding."""
+"""FedMoE-DA's model: a gate sends every sample to one of several experts after a common embedding."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ _DENSE: ContextVar[bool] = ContextVar("dense", default=False)
 
 @contextmanager
 def dense_experts() -> Iterator[None]:
-    """Within this context every expert computes all samples, and the outputs for samples not sent to it are dropped.
+    """In this context, every expert computes all samples; its outputs for samples of other experts are dropped.
 
-    The result and its gradients are the same. ``vmap`` needs this, because which samples an expert is sent depends on
-    the data.
+    The result and its gradients are the same. ``vmap`` needs this, because it depends on the data which samples an
+    expert receives.
     """
     token = _DENSE.set(True)
     try:
@@ -38,26 +38,26 @@ def dense_experts() -> Iterator[None]:
 
 
 class SparseMoE(MixtureOfExperts):
-    """Sends every sample to the one expert that a gate weighs most, and scales its logits with that weight.
+    """Sends every sample to the expert with the largest gate weight, and multiplies its logits by that weight.
 
-    ``y = G_k(z) * expert_k(z)`` with ``z = embedding(x)`` and ``k = argmax G(z)``, the model of FedMoE-DA (Zhan et al.
-    2024). The chosen expert's weight is not normalized to 1, which would leave the gate without a gradient. Each
-    expert computes only the samples that it is sent. An expert without samples in a batch has gradients of zero instead
-    of none, so that the optimizer's momentum and weight decay still act on it.
+    The output is ``y = G_k(z) * expert_k(z)`` with ``z = embedding(x)`` and ``k = argmax G(z)``, as in FedMoE-DA (Zhan
+    et al. 2024). The chosen expert's weight is not normalized to 1; otherwise the gate would have no gradient. Each
+    expert computes only the samples that it receives. An expert without samples in a batch has gradients of zero, not
+    None, so that the optimizer's momentum and weight decay still act on it.
 
-    In a phase of a federation, a ``FixedGate`` makes it a dense model: ``GlobalOnly`` is embedding and first expert
-    alone, ``EqualWeights`` the mean of all experts.
+    In a phase of a federation, a ``FixedGate`` makes it a dense model: ``GlobalOnly`` uses only the first expert after
+    the embedding, ``EqualWeights`` the mean of all experts.
 
     Args:
-        embedding: maps inputs (B, ...) to what gate and experts read, (B, ...).
-        expert: the first expert, which maps that to logits (B, C). The others are copies of it with initial parameters
-            of their own, drawn by the layers' ``reset_parameters``.
-        num_experts: number of experts. A list gives client i of a federation its i-th number, and starts again after
-            the last one; a client with fewer experts has the first ones.
+        embedding: maps inputs (B, ...) to values (B, ...) for the gate and the experts.
+        expert: the first expert, which maps these values to logits (B, C). The others are copies of it with newly drawn
+            parameters, by the layers' ``reset_parameters``.
+        num_experts: number of experts. In a list, client i of a federation has the i-th number; the list repeats if it
+            is too short. A client with fewer experts has the first ones.
         load_balancing: weight of the balancing loss of the Switch Transformer (Fedus et al. 2022, Eq. 4); FedMoE-DA has
             no such loss.
         optimizer: makes the optimizer from the parameters.
-        lr_scheduler: makes a scheduler, stepped once an epoch, from the optimizer; None for a constant rate.
+        lr_scheduler: makes a scheduler, stepped once per epoch, from the optimizer; None for a constant rate.
 
     Raises:
         MisconfigurationException: if an argument is out of range, ``expert`` has batch normalization or a layer
@@ -106,7 +106,7 @@ class SparseMoE(MixtureOfExperts):
         return self.experts[0]
 
     def check_parts(self) -> None:
-        """Refuses parts that do not fit together; sizes the gate where the embedding tells its input's shape."""
+        """Refuses parts that do not fit together; sizes the gate if the embedding has an ``input_shape``."""
         if self.mixing != "logits":
             raise MisconfigurationException(f"SparseMoE: mixing is '{self.mixing}', but must be logits.")
         embedded, expected = getattr(self.embedding, "output_shape", None), getattr(self.expert, "input_shape", None)
@@ -123,7 +123,7 @@ class SparseMoE(MixtureOfExperts):
         return numbers[client_id % len(numbers)]
 
     def keep_architecture(self, architecture: int) -> None:
-        """Keeps the first experts, as many as ``architecture`` says, and their part of the gate."""
+        """Keeps only the first experts and their part of the gate; ``architecture`` is their number."""
         self.num_experts = self.gate_width = architecture
         self.experts = self.experts[:architecture]  # pyright: ignore[reportAttributeAccessIssue]
         if isinstance(self.gate, ProxyGate):
@@ -135,7 +135,7 @@ class SparseMoE(MixtureOfExperts):
             self.gate.fit_to(architecture)
 
     def mix(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """The logits of each sample's expert, scaled with its weight, and the gate's weights.
+        """The logits of each sample's expert, multiplied by its weight, and the gate's weights.
 
         Args:
             x: inputs (B, ...).
@@ -154,7 +154,7 @@ class SparseMoE(MixtureOfExperts):
         return weight * logits, weights
 
     def loss(self, batch: Batch) -> tuple[Tensor, dict[str, Tensor]]:
-        """Cross-entropy of the scaled logits, plus the balancing loss if there is one. It is a pure function.
+        """Cross-entropy of the weighted logits, plus the balancing loss if there is one. It is a pure function.
 
         Args:
             batch: inputs (B, ...) and labels (B,).
@@ -172,7 +172,7 @@ class SparseMoE(MixtureOfExperts):
         return loss + self.load_balancing * balance, metrics
 
     def _chosen_experts(self, z: Tensor, chosen: Tensor) -> Tensor:
-        """Logits (B, C) of each sample's expert, given by index (B,); an expert computes only its own samples."""
+        """Logits (B, C) of each sample's chosen expert, an index (B,); experts compute only their own samples."""
         samples = [(chosen == index).nonzero().flatten() for index in range(len(self.experts))]
         outputs = [expert(z[sent]) for expert, sent in zip(self.experts, samples, strict=True) if len(sent)]
         logits = torch.cat(outputs)[torch.cat(samples).argsort()]
@@ -183,25 +183,25 @@ class SparseMoE(MixtureOfExperts):
         return logits
 
     def _all_experts(self, z: Tensor, chosen: Tensor) -> Tensor:
-        """The same where every expert computes all samples; ``chosen`` has shape (B, 1)."""
+        """The same, but every expert computes all samples; ``chosen`` has shape (B, 1)."""
         outputs = torch.stack([expert(z) for expert in self.experts], dim=1)  # (B, experts, C)
         is_chosen = chosen == torch.arange(len(self.experts), device=chosen.device)  # (B, experts)
         return torch.where(is_chosen.unsqueeze(2), outputs, 0).sum(dim=1)
 
 
 def _zero(expert: nn.Module) -> Tensor | float:
-    """Zero, computed from all trained parameters so that they have gradients of zero."""
+    """Zero, computed from all trained parameters, so that their gradients are zero and not None."""
     return sum((parameter.flatten()[0] * 0 for parameter in expert.parameters() if parameter.requires_grad), 0.0)
 
 
 def _check_expert(expert: nn.Module) -> None:
-    """Refuses an expert whose parameters cannot be drawn anew, or whose outputs depend on the rest of the batch."""
+    """Refuses an expert whose parameters cannot be redrawn, or whose outputs depend on other samples of the batch."""
     problem = f"SparseMoE: expert is a {type(expert).__name__}, but"
     for layer in expert.modules():
         name = type(layer).__name__
         if isinstance(layer, (_BatchNorm, SwitchNorm1d)):
             raise MisconfigurationException(
-                f"{problem} must not have batch normalization ({name}), because each expert is sent a part of a batch."
+                f"{problem} must not have batch normalization ({name}), because each expert gets a part of a batch."
             )
         if any(is_lazy(parameter) for parameter in layer.parameters(recurse=False)):
             raise MisconfigurationException(f"{problem} must not have layers of unknown width ({name}).")
