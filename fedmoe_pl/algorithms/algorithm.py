@@ -209,6 +209,18 @@ class Algorithm:
         """The server's next state."""
         return {**server, **combined.sent}
 
+    def is_over(self, server: Tree) -> bool:
+        """Whether the phase ends before its last round: no, by default.
+
+        Args:
+            server: the server's state after a round.
+        """
+        return False
+
+    def server_final(self, server: Tree) -> Tree:
+        """The server's state as the phase's result: after its last round, by default unchanged."""
+        return server
+
     def exchange(self, server: Tree, kept: Mapping[int, Tree], round: int) -> Iterator[tuple[int, Tree, Tree]]:
         """Lets clients send each other tensors at the end of a round, not through the server; none by default.
 

@@ -47,54 +47,52 @@ class EpsilonGreedyIFCA(Algorithm):
     does not change.
 
     Args:
-        epsilon: probability of a random choice; 0 is IFCA, but without its new draws of initial models.
+        epsilon: probability of a random choice; 0 is IFCA, but without its new draws of initial models. None means 0.33
+            where ``schedule`` uses it: ``constant`` and ``power``.
         schedule: how epsilon changes from round to round, see :data:`Schedule`.
         decay_rounds: round, counted from 0, in which ``power`` reaches epsilon; in the official code an eighth of all
-            rounds.
+            rounds. None for the other schedules.
         weighting: ``samples`` weighs a client by its number of training samples; ``uniform`` gives all clients the
             same weight, as in IFCA.
         patience: number of checks without a lower validation loss after which a cluster stops: its best parameters are
-            restored, and it is no longer sent or picked. Once all clusters have stopped, nothing is trained. None never
-            stops a cluster.
-        check_every_n_rounds: number of rounds from one check to the next. In a check, each client of the round
-            validates the model that it picked, before training it.
+            restored, and it is no longer sent or picked. Once all clusters have stopped, the phase ends. Clusters that
+            have not stopped by the last round get their best parameters then. None never stops a cluster.
+        check_every_n_rounds: number of rounds from one check to the next, with ``patience``; None means 10. In a check,
+            each client of the round validates the model that it picked, before training it.
 
     Raises:
-        MisconfigurationException: if an argument is out of range.
+        MisconfigurationException: if an argument is out of range, or belongs to another schedule.
     """
 
     def __init__(
         self,
-        epsilon: float = 0.33,
+        epsilon: float | None = None,
         schedule: Schedule = "constant",
         decay_rounds: int | None = None,
         weighting: Literal["samples", "uniform"] = "samples",
         patience: int | None = None,
-        check_every_n_rounds: int = 10,
+        check_every_n_rounds: int | None = None,
     ) -> None:
-        if not 0 <= epsilon <= 1:
-            raise MisconfigurationException(f"EpsilonGreedyIFCA: epsilon is {epsilon}, but must be from 0 to 1.")
-        if schedule not in get_args(Schedule):
-            allowed = ", ".join(get_args(Schedule))
+        _check_schedule(schedule, epsilon, decay_rounds)
+        if weighting not in ("samples", "uniform"):
             raise MisconfigurationException(
-                f"EpsilonGreedyIFCA: schedule is '{schedule}', but must be one of {allowed}."
-            )
-        if schedule == "power" and (not epsilon or decay_rounds is None or decay_rounds < 1):
-            raise MisconfigurationException(
-                f"EpsilonGreedyIFCA: schedule is 'power', but epsilon is {epsilon} and decay_rounds {decay_rounds}; "
-                "epsilon must be above 0 and decay_rounds at least 1."
+                f"EpsilonGreedyIFCA: weighting is '{weighting}', but must be samples or uniform."
             )
         for name, value in (("patience", patience), ("check_every_n_rounds", check_every_n_rounds)):
             if value is not None and value < 1:
                 raise MisconfigurationException(f"EpsilonGreedyIFCA: {name} is {value}, but must be at least 1.")
+        if check_every_n_rounds is not None and patience is None:
+            raise MisconfigurationException(
+                f"EpsilonGreedyIFCA: check_every_n_rounds is {check_every_n_rounds}, but must be left out without patience."
+            )
         super().__init__("global_experts.*", "global_experts.0.*")
-        self.epsilon = epsilon
+        self.epsilon = 0.33 if epsilon is None else epsilon
         self.schedule = schedule
         self.decay_rounds = decay_rounds
         self.weighting = weighting
         self.patience = patience
         self.needs_validation = patience is not None
-        self.check_every_n_rounds = check_every_n_rounds
+        self.check_every_n_rounds = check_every_n_rounds or 10
 
     def check(self, module: LightningModule) -> None:
         """Refuses other models, and gates that use more than the first expert."""
@@ -185,12 +183,41 @@ class EpsilonGreedyIFCA(Algorithm):
         updated = {**server, **of_module(combined.sent), _PICKS: picks}
         return updated if self.patience is None else _stop_clusters(server, updated, tally, self.patience)
 
+    def is_over(self, server: Tree) -> bool:
+        """Whether all clusters have stopped."""
+        return not server[_ACTIVE].any()
+
+    def server_final(self, server: Tree) -> Tree:
+        """Restores the best parameters of clusters that have not stopped, if any were validated."""
+        return {**server, **{name: server.get(_BEST + name, tensor) for name, tensor in of_module(server).items()}}
+
     def personal_tensors(self, client: Client, server: Tree) -> Tree:
         """Swaps the first cluster's model and the one with the lowest loss on the client's training samples."""
         models = of_module(server)
         load_tree(client.module, models)
         best = best_cluster(client, range(len(server[_ACTIVE])), choice_generator(client))
         return {**models, **moved(models, 0, best), **moved(models, best, 0), **of_module(client.kept)}
+
+
+def _check_schedule(schedule: str, epsilon: float | None, decay_rounds: int | None) -> None:
+    if schedule not in get_args(Schedule):
+        allowed = ", ".join(get_args(Schedule))
+        raise MisconfigurationException(f"EpsilonGreedyIFCA: schedule is '{schedule}', but must be one of {allowed}.")
+    if epsilon is not None and not 0 <= epsilon <= 1:
+        raise MisconfigurationException(f"EpsilonGreedyIFCA: epsilon is {epsilon}, but must be from 0 to 1.")
+    if epsilon is not None and schedule in ("inverse", "by_clusters"):
+        raise MisconfigurationException(
+            f"EpsilonGreedyIFCA: epsilon is {epsilon}, but must be left out with the schedule '{schedule}'."
+        )
+    if schedule == "power" and (epsilon == 0 or decay_rounds is None or decay_rounds < 1):
+        raise MisconfigurationException(
+            f"EpsilonGreedyIFCA: schedule is 'power', but epsilon is {epsilon} and decay_rounds {decay_rounds}; "
+            "epsilon must be above 0 and decay_rounds at least 1."
+        )
+    if schedule != "power" and decay_rounds is not None:
+        raise MisconfigurationException(
+            f"EpsilonGreedyIFCA: decay_rounds is {decay_rounds}, but must be left out with the schedule '{schedule}'."
+        )
 
 
 def cluster_picks(server: Tree) -> Tensor | None:

@@ -18,7 +18,8 @@ class BestEpoch(EarlyStopping):
 
     Args:
         monitor: a metric that the clients' modules log on their validation samples.
-        min_delta: a smaller change does not count as an improvement.
+        min_delta: for ``patience``, a metric is better only if it improves by more than this; the best epoch is the one
+            with the best metric, however small its lead.
         patience: training ends after this many validations in a row without an improvement.
         mode: ``min`` if a lower metric is better, ``max`` if a higher one is.
     """
@@ -31,17 +32,21 @@ class BestEpoch(EarlyStopping):
         mode: Literal["min", "max"] = "min",
     ) -> None:
         super().__init__(monitor, min_delta=min_delta, patience=patience, mode=mode, check_on_train_epoch_end=False)
+        self._best_metric: Tensor | None = None
         self._best: dict[str, Tensor] = {}
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Copies the module's tensors if they are the best so far."""
-        before = self.best_score
         super().on_validation_end(trainer, pl_module)
-        if self.best_score is not before:
+        metric = trainer.callback_metrics.get(self.monitor)
+        if trainer.sanity_checking or metric is None or metric.isnan():
+            return
+        if self._best_metric is None or self.monitor_op(metric, self._best_metric):
+            self._best_metric = metric.detach().clone()
             self._best = {name: tensor.detach().clone() for name, tensor in pl_module.state_dict().items()}
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Restores the best epoch."""
         if self._best:
             pl_module.load_state_dict(self._best)
-            self._best = {}
+        self._best_metric, self._best = None, {}

@@ -237,6 +237,11 @@ def _check_samples(phase: Phase, module: LightningModule, datamodule: FederatedD
             raise MisconfigurationException(
                 f"{phase}: monitor is '{metric}', but {fraction} is 0, so that no client has such samples."
             )
+    if phase.monitor == "local_test" and datamodule.rotations is not None:
+        raise MisconfigurationException(
+            f"{phase}: monitor is 'local_test', which rotated images do not have; it must be another one, such as "
+            "local_test_held_out."
+        )
     if phase.algorithm.needs_validation and not len(datamodule.validation_samples.indices):
         raise MisconfigurationException(
             f"{phase}: {type(phase.algorithm).__name__} with these arguments validates, but validation_fraction is 0, "

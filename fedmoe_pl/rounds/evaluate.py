@@ -208,7 +208,12 @@ def _pieces(tensor: Tensor, sizes: Tensor) -> list[Tensor]:
 
 
 def _weighted(class_accuracy: Tensor, shares: Tensor, datamodule: FederatedDataModule) -> Tensor:
-    """Mean of the class accuracies (C,), weighted with the clients' shares (k, C) of the classes in the test set."""
+    """Mean of the class accuracies (C,), weighted with the clients' shares (k, C) of the classes in the test set.
+
+    nan for rotated images: the global test set has them in all rotations, which class shares know nothing of.
+    """
+    if datamodule.rotations is not None:
+        return shares.new_full((len(shares),), math.nan)
     tested = datamodule.y[datamodule.global_test].bincount(minlength=datamodule.num_classes) > 0
     shares = shares * tested
     return (shares * class_accuracy).sum(dim=1) / shares.sum(dim=1)

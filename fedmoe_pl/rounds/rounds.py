@@ -73,6 +73,8 @@ def run_round(run: Run, phase: Phase, plan: Plan, counter: FlopCounter) -> Evalu
     state.add_traffic("down", down)
     if state.server_learns:
         state.server = algorithm.server_update(state.server, combined)
+        if state.round == phase.rounds or algorithm.is_over(state.server):
+            state.server = algorithm.server_final(state.server)
         state.add_traffic("up", up)
         state.add_traffic("between_clients", _exchange(run, phase, state, round))
     run.progress.end_round()
@@ -145,8 +147,8 @@ def _evaluate_round(run: Run, phase: Phase, training: LocalTraining) -> Evaluati
 
 
 def _is_over(run: Run, phase: Phase, state: PhaseState) -> bool:
-    """Whether the phase ends early: its monitor has stopped improving, or more rounds would change nothing."""
+    """Whether the phase ends early: its monitor or algorithm says so, or more rounds would change nothing."""
     waited = state.round - state.improved_round if state.improved_round else 0
     if phase.patience is not None and waited >= phase.patience * run.evaluation_interval(phase):
         return True
-    return not state.server_learns and not state.kept
+    return phase.algorithm.is_over(state.server) if state.server_learns else not state.kept

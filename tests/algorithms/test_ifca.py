@@ -38,6 +38,14 @@ WRONG_ARGUMENTS = {
     "power": ({"schedule": "power"}, "decay_rounds None; epsilon must be above 0 and decay_rounds at least 1"),
     "patience": ({"patience": 0}, "patience is 0, but must be at least 1"),
     "checks": ({"check_every_n_rounds": 0}, "check_every_n_rounds is 0, but must be at least 1"),
+    "checks of nothing": ({"check_every_n_rounds": 3}, "check_every_n_rounds is 3, but must be left out without patience"),
+    "epsilon of no use": (
+        {"schedule": "inverse", "epsilon": 0.0},
+        "epsilon is 0.0, but must be left out with the schedule 'inverse'",
+    ),
+    "epsilon by clusters": ({"schedule": "by_clusters", "epsilon": 0.3}, "must be left out with the schedule 'by_clust"),
+    "decay of nothing": ({"decay_rounds": 5}, "decay_rounds is 5, but must be left out with the schedule 'constant'"),
+    "weighting": ({"weighting": "sampels"}, "weighting is 'sampels', but must be samples or uniform"),
 }
 
 
@@ -268,7 +276,7 @@ def stopping_phase(rounds, patience=2, **kwargs) -> Phase:
     return Phase("IFCA", algorithm, rounds=rounds, gate=only(0), max_epochs=6, **kwargs)
 
 
-def test_traffic_shrinks_with_every_cluster_out_of_play_and_nothing_is_trained_without_any(tmp_path):
+def test_traffic_shrinks_with_every_cluster_out_of_play_and_the_phase_ends_with_the_last_one(tmp_path):
     watch = Watch()
     federation = run([stopping_phase(24, patience=1)], clustered(), validated(), tmp_path, callbacks=[watch])
     per_cluster = sum(tensor.numel() for tensor in cluster(watch.servers[0], 0).values())
@@ -281,12 +289,26 @@ def test_traffic_shrinks_with_every_cluster_out_of_play_and_nothing_is_trained_w
     assert down == [3 * per_cluster * number for number in active[:-1]]
     up = [rows[0]["parameters_up"]] + [b["parameters_up"] - a["parameters_up"] for a, b in itertools.pairwise(rows)]
     assert up == [3 * (per_cluster + 4) if number else 0 for number in active[:-1]]
-    for before, after in itertools.pairwise(watch.servers[active.index(0) :]):
-        assert_same_bits(tensors_of(after), tensors_of(before))
+    assert active.count(0) == 1 and len(rows) < 24, "the phase ends with its last cluster"
     assert cluster_picks(federation.run.states["IFCA"].server).sum(1).tolist() == [
         3 if number else 0 for number in active[:-1]
     ]
     assert federation.results["IFCA"].spread("validation").mean > 0.6
+
+
+def test_clusters_in_play_at_the_end_get_their_best_weights(tmp_path):
+    """With a patience that never runs out, every validated cluster ends with the weights that validated best."""
+    watch = Watch()
+    federation = run([stopping_phase(8, patience=99)], clustered(), validated(), tmp_path, callbacks=[watch])
+    server, last = federation.run.states["IFCA"].server, watch.servers[-2]
+    assert server["clusters/active"].all()
+    restored = 0
+    for number in range(3):
+        best = {name: tensor for name, tensor in server.items() if name.startswith(f"clusters/best/global_experts.{number}.")}
+        for name, tensor in best.items():
+            assert torch.equal(server[name.removeprefix("clusters/best/")], tensor)
+        restored += any(not torch.equal(last[name.removeprefix("clusters/best/")], tensor) for name, tensor in best.items())
+    assert restored, "the test would show nothing if the last weights were the best"
 
 
 def test_a_participant_validates_the_cluster_that_it_picked_as_it_received_it():

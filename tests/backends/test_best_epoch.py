@@ -2,6 +2,7 @@
 
 import copy
 from functools import partial
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -9,6 +10,7 @@ import torch.nn.functional as F
 from helpers import blobs, client_generator, mixture, momentum_sgd, phase, run, tensors
 from helpers.early_stopping import stopped_by_hand
 from lightning.pytorch import Callback
+from lightning.pytorch.trainer.states import TrainerFn
 
 from fedmoe_pl.algorithms import FedProx, OptInFedAvg, PersonalizedExpert, Scaffold, SpecialistMixture
 from fedmoe_pl.callbacks import BestEpoch
@@ -99,3 +101,22 @@ def test_the_validation_loss_is_the_module_s_without_terms_of_the_algorithm(tmp_
         samples = datamodule.validation_samples[client]
         expected = F.cross_entropy(module(datamodule.x[samples]), datamodule.y[samples]).item()
         assert logged == pytest.approx(expected, rel=1e-6)
+
+
+def test_the_best_epoch_is_the_best_however_small_its_lead():
+    """Losses 1.0, 0.9, 0.85 with a min_delta of 0.2: nothing counts as an improvement, and the third epoch is the best."""
+    module, stop = mixture(), BestEpoch(min_delta=0.2, patience=2)
+    trainer = SimpleNamespace(
+        state=SimpleNamespace(fn=TrainerFn.FITTING), sanity_checking=False, fast_dev_run=False, should_stop=False,
+        strategy=SimpleNamespace(reduce_boolean_decision=lambda decision, **kwargs: decision), current_epoch=0,
+    )  # fmt: skip
+    for loss in (1.0, 0.9, 0.85):
+        with torch.no_grad():
+            next(iter(module.parameters())).fill_(loss)
+        trainer.callback_metrics = {"validation_loss": torch.tensor(loss)}
+        stop.on_validation_end(trainer, module)
+    assert trainer.should_stop
+    with torch.no_grad():
+        next(iter(module.parameters())).fill_(7.0)
+    stop.on_train_end(trainer, module)
+    assert next(iter(module.parameters())).flatten()[0].item() == 0.85

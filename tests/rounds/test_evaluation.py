@@ -8,11 +8,13 @@ import torch
 from helpers import Expert, blobs, mixture, phase, run
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from lightning.fabric.utilities.exceptions import MisconfigurationException
 from sklearn.metrics import accuracy_score, recall_score
 
 from fedmoe_pl.algorithms import FedAvg, Local, PersonalizedExpert, PFLMoE
 from fedmoe_pl.backends import LEAN_TRAINER, LocalTraining
-from fedmoe_pl.models import ConstantGate, FeatureGate
+from fedmoe_pl.data import Digits
+from fedmoe_pl.models import ConstantGate, FeatureGate, GlobalOnly, PersonalizedMoE, SmallMLP
 from fedmoe_pl.rounds.evaluate import evaluate_clients, predict
 from fedmoe_pl.rounds.evaluation import METRICS, ClientEvaluation, Evaluation
 from fedmoe_pl.rounds.phase import Phase
@@ -251,3 +253,14 @@ def test_the_spread_is_that_of_numpy_over_the_clients_that_have_the_metric(value
 def test_equal_accuracies_have_no_deviation_at_all(accuracy):
     spread = evaluation([accuracy] * 7).spread("local_test")
     assert spread == (accuracy, 0.0, accuracy)
+
+
+def test_rotated_images_have_no_accuracy_by_class_shares(tmp_path):
+    """A client that knows only upright images would get half of it, another the same, whatever their own images are."""
+    data = Digits(num_clients=2, rotations=[0, 180], batch_size=100)
+    module = PersonalizedMoE(SmallMLP(), gate=GlobalOnly())
+    federation = run([Phase("FedAvg", FedAvg("global_expert.*"))], module, data, tmp_path, max_epochs=1)
+    clients = federation.results["FedAvg"].clients
+    assert all(math.isnan(client.local_test) and client.local_test_held_out > 0 for client in clients)
+    with pytest.raises(MisconfigurationException, match="monitor is 'local_test', which rotated images do not have"):
+        run([Phase("FedAvg", FedAvg("global_expert.*"), monitor="local_test")], module, data, tmp_path)
