@@ -83,7 +83,8 @@ class EpsilonGreedyIFCA(Algorithm):
                 raise MisconfigurationException(f"EpsilonGreedyIFCA: {name} is {value}, but must be at least 1.")
         if check_every_n_rounds is not None and patience is None:
             raise MisconfigurationException(
-                f"EpsilonGreedyIFCA: check_every_n_rounds is {check_every_n_rounds}, but must be left out without patience."
+                f"EpsilonGreedyIFCA: check_every_n_rounds is {check_every_n_rounds}, but must be left out without "
+                "patience."
             )
         super().__init__("global_experts.*", "global_experts.0.*")
         self.epsilon = 0.33 if epsilon is None else epsilon

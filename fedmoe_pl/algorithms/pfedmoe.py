@@ -14,7 +14,7 @@ optimizer            SGD                         one for all clients, with the  
                                                  momentum of the client before
 gradient clipping    not mentioned               norm 50, of each module          ``trainer.gradient_clip_val: 50``, of
                                                                                   all parameters together
-gate learning rate   one of its own              the same                         ``gate_lr`` of ``RepresentationMoE``
+gate learning rate   separate                    the same as the rest             ``gate_lr`` of ``RepresentationMoE``
 gate hidden width    unknown                     -                                ``hidden`` of ``SwitchNormGate``, 50
 ===================  ==========================  ===============================  ====================================
 

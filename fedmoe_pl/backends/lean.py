@@ -41,7 +41,7 @@ def needs_every_batch(training: LocalTraining) -> str | None:
         if hooks or from_lightning:
             return f"the callback {type(callback).__name__} sees every batch"
     if not trains_by_loss(training.algorithm, training.module):
-        return f"{type(training.module).__name__} has a training_step or hooks of its own"
+        return f"{type(training.module).__name__} has its own training_step or hooks"
     try:
         configured = training.module.configure_optimizers()
     except Exception as error:  # it may need its Trainer
@@ -53,14 +53,14 @@ def _unusual_optimizer(configured: Any) -> str | None:
     """The reason why the bare loop cannot use what ``configure_optimizers`` returned; None if it can."""
     optimizer, _ = optimizer_and_scheduler(configured)
     if optimizer is None:
-        return "configure_optimizers returns more than an optimizer and a scheduler stepped once an epoch"
+        return "configure_optimizers returns more than an optimizer and a scheduler stepped once per epoch"
     if inspect.signature(type(optimizer).step).parameters["closure"].default is inspect.Parameter.empty:
         return f"{type(optimizer).__name__} needs a closure"
     return None
 
 
 def optimizer_and_scheduler(configured: Any) -> tuple[torch.optim.Optimizer | None, LRScheduler | None]:
-    """Finds the optimizer, and the scheduler that is stepped once an epoch, in what ``configure_optimizers`` returned.
+    """Finds the optimizer and the scheduler, stepped once per epoch, in what ``configure_optimizers`` returned.
 
     Returns:
         The optimizer, or None if there are several optimizers or anything but a plain scheduler; and the scheduler, or

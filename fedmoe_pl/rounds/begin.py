@@ -88,7 +88,7 @@ def read_result(phase: Phase, module: LightningModule) -> PhaseState:
 
 
 def read_result_for_newcomers(phase: Phase, module: LightningModule) -> PhaseState:
-    """The same for clients that were not in the federation.
+    """Reads the phase's result for clients that were not in the federation.
 
     They do not get what the federation's clients kept. They train the parameters that clients do not share, in local
     rounds that leave the server's state unchanged. If clients share all parameters, there are no such rounds.
@@ -99,7 +99,7 @@ def read_result_for_newcomers(phase: Phase, module: LightningModule) -> PhaseSta
 
 
 def _read(phase: Phase, module: LightningModule) -> PhaseState:
-    """The saved state of the phase; of a checkpoint of Lightning, one with the server's parameters alone."""
+    """The phase's saved state; from a checkpoint of Lightning, a state with only the server's parameters."""
     state, content = _from_start(phase, module, None), load_checkpoint(phase.ckpt_path or "")
     prefix = f"{phase}: ckpt_path is '{phase.ckpt_path}'"
     if "phases" not in content:

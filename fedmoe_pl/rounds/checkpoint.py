@@ -23,7 +23,7 @@ from fedmoe_pl.trees import Tree
 LAST = "last"
 FILE = "checkpoints/last.ckpt"
 KEPT = "checkpoints/kept"
-_FORMAT = 2  # of a checkpoint; 1 had other names for the tensors of algorithms
+_FORMAT = 2  # the version of the checkpoint format; version 1 had other names for the tensors of algorithms
 
 
 def save_checkpoint(

@@ -35,8 +35,8 @@ class ClientEvaluation:
     Attributes:
         client: the client's id.
         n_train: number of its training samples.
-        local_test: accuracy per class on the global test set, weighted with the client's class shares; nan for images in
-            several rotations.
+        local_test: accuracy per class on the global test set, weighted with the client's class shares; nan for
+            rotated images.
         local_test_held_out: accuracy on the client's held-out samples; nan if it has none.
         global_test: accuracy on the global test set.
         validation: accuracy on the client's validation samples; nan if it has none.

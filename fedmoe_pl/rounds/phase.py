@@ -29,8 +29,8 @@ class Phase:
         rounds: number of rounds.
         clients_per_round: how many clients train in a round: an integer is their number; a float is their share of all
             clients, above 0 and at most 1, rounded down but to at least one client; None stands for all.
-        gate: replaces the model's gate in this phase; ``GlobalOnly`` trains and evaluates the global expert alone,
-            ``LocalOnly`` the local expert alone.
+        gate: replaces the model's gate in this phase; ``GlobalOnly`` trains and evaluates only the global expert,
+            ``LocalOnly`` only the local expert.
         mixing: replaces the model's ``mixing``, which says what it mixes: logits or probabilities.
         start: name of the earlier phase whose result this one starts from, or ``initial`` for the untrained model;
             None means the last phase that the algorithm follows (personalization follows the federated phase).

@@ -11,11 +11,11 @@ from fedmoe_pl.rounds.evaluation import Evaluation
 from fedmoe_pl.trees import Tree
 
 WAYS = ("down", "up", "between_clients")
-"""The ways of traffic: from the server to clients, from clients to the server, and between clients."""
+"""Directions of traffic: from the server to clients, from clients to the server, and between clients."""
 
 
 def no_traffic() -> dict[str, int]:
-    """Zero parameters and bytes each way, by the columns of ``rounds.csv``."""
+    """Zero parameters and bytes in every direction, by column of ``rounds.csv``."""
     return {f"{quantity}_{way}": 0 for way in WAYS for quantity in Traffic._fields}
 
 

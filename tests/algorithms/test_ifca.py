@@ -17,7 +17,6 @@ from helpers.clusters import (
     local_training,
     losses_by_hand,
     only,
-    tensors_of,
 )
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch import nn
@@ -38,12 +37,18 @@ WRONG_ARGUMENTS = {
     "power": ({"schedule": "power"}, "decay_rounds None; epsilon must be above 0 and decay_rounds at least 1"),
     "patience": ({"patience": 0}, "patience is 0, but must be at least 1"),
     "checks": ({"check_every_n_rounds": 0}, "check_every_n_rounds is 0, but must be at least 1"),
-    "checks of nothing": ({"check_every_n_rounds": 3}, "check_every_n_rounds is 3, but must be left out without patience"),
+    "checks of nothing": (
+        {"check_every_n_rounds": 3},
+        "check_every_n_rounds is 3, but must be left out without patience",
+    ),
     "epsilon of no use": (
         {"schedule": "inverse", "epsilon": 0.0},
         "epsilon is 0.0, but must be left out with the schedule 'inverse'",
     ),
-    "epsilon by clusters": ({"schedule": "by_clusters", "epsilon": 0.3}, "must be left out with the schedule 'by_clust"),
+    "epsilon by clusters": (
+        {"schedule": "by_clusters", "epsilon": 0.3},
+        "must be left out with the schedule 'by_clust",
+    ),
     "decay of nothing": ({"decay_rounds": 5}, "decay_rounds is 5, but must be left out with the schedule 'constant'"),
     "weighting": ({"weighting": "sampels"}, "weighting is 'sampels', but must be samples or uniform"),
 }
@@ -304,10 +309,16 @@ def test_clusters_in_play_at_the_end_get_their_best_weights(tmp_path):
     assert server["clusters/active"].all()
     restored = 0
     for number in range(3):
-        best = {name: tensor for name, tensor in server.items() if name.startswith(f"clusters/best/global_experts.{number}.")}
+        best = {
+            name: tensor
+            for name, tensor in server.items()
+            if name.startswith(f"clusters/best/global_experts.{number}.")
+        }
         for name, tensor in best.items():
             assert torch.equal(server[name.removeprefix("clusters/best/")], tensor)
-        restored += any(not torch.equal(last[name.removeprefix("clusters/best/")], tensor) for name, tensor in best.items())
+        restored += any(
+            not torch.equal(last[name.removeprefix("clusters/best/")], tensor) for name, tensor in best.items()
+        )
     assert restored, "the test would show nothing if the last weights were the best"
 
 

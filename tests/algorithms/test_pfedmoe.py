@@ -7,6 +7,7 @@ from helpers import blobs, client_generator, run, tensors
 from helpers.backends import assert_agree, local_training, train
 from helpers.pfedmoe import model, narrow
 from helpers.runs import Kill, assert_same, federation
+from helpers.workers import children
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 
 from fedmoe_pl import Client, Phase
@@ -228,8 +229,10 @@ def assert_same_run(one, other):
         assert (one.run_dir / name).read_bytes() == (other.run_dir / name).read_bytes()
 
 
-def test_two_workers_give_the_bits_of_one_process(whole, tmp_path):
+def test_two_workers_give_the_bits_of_one_process_and_are_gone_afterwards(whole, tmp_path):
+    before = children()
     assert_same_run(fit(tmp_path, trainer={"accelerator": "cpu", "devices": 2}), whole)
+    assert children() == before
 
 
 @pytest.mark.parametrize("store", ["memory", "disk"])

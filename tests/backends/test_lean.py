@@ -61,7 +61,7 @@ def test_hooks_of_a_users_module_are_called_or_refused(tmp_path):
     made = mixture()
     module = Hooked(made.global_expert, copy.deepcopy(made.local_expert), None, momentum_sgd).double()
     training = local_training(module, FedAvg(), blobs((4, 4), batch_size=4), max_epochs=3)
-    assert "hooks of its own" in str(needs_every_batch(training))
+    assert "its own training_step or hooks" in str(needs_every_batch(training))
     train(AutoBackend(), training)
     assert Hooked.called == 2 * 3
     federation = Federation([Phase("own loss", PersonalizedExpert(), start="initial")], default_root_dir=str(tmp_path))

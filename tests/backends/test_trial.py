@@ -24,7 +24,7 @@ REFUSED = {
         lambda: (mixture(dtype=torch.float32, optimizer=torch.optim.Adafactor), {}),
         "Adafactor may not step every parameter element by element",
     ),
-    "own training_step": (lambda: (OneWeight(), {}), "OneWeight has a training_step"),
+    "own training_step": (lambda: (OneWeight(), {}), "OneWeight has its own training_step"),
 }
 
 
