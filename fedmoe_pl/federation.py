@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -17,11 +17,11 @@ from fedmoe_pl.data import FederatedDataModule, partition_figure, partition_tabl
 from fedmoe_pl.rounds.begin import read_result, read_result_for_newcomers
 from fedmoe_pl.rounds.checkpoint import LAST, find_checkpoint, identify, load_federation, load_run
 from fedmoe_pl.rounds.checks import check_phases, check_run, check_store, check_trainer
-from fedmoe_pl.rounds.evaluate import predict
 from fedmoe_pl.rounds.evaluation import Evaluation
 from fedmoe_pl.rounds.newcomers import check_newcomers, phases_of_newcomers
 from fedmoe_pl.rounds.phase import Phase, find_start
-from fedmoe_pl.rounds.results import format_table, prediction_rows, write_csv
+from fedmoe_pl.rounds.predictions import evaluate_all, predictions
+from fedmoe_pl.rounds.results import format_table, write_csv
 from fedmoe_pl.rounds.rounds import fit
 from fedmoe_pl.rounds.run import Run, sized
 from fedmoe_pl.rounds.start import open_run, place_data, plan_phases, with_workers
@@ -156,17 +156,17 @@ class Federation:
                 "client has validation samples; it must be above 0."
             )
         run = self._resume(model, datamodule, ckpt_path)
-        print(format_table(_evaluate_all(run), ["validation"]))
+        print(format_table(evaluate_all(run), ["validation"]))
 
     def test(self, model: LightningModule, datamodule: FederatedDataModule, ckpt_path: str = LAST) -> None:
         """Prints the table of test accuracies of every client's model, from a checkpoint."""
-        print(format_table(_evaluate_all(self._resume(model, datamodule, ckpt_path))))
+        print(format_table(evaluate_all(self._resume(model, datamodule, ckpt_path))))
 
     def predict(self, model: LightningModule, datamodule: FederatedDataModule, ckpt_path: str = LAST) -> None:
         """Writes predictions of every client's model to ``predictions.csv``, on its own or the global test samples."""
         run = self._resume(model, datamodule, ckpt_path)
         path = run.folder / "predictions.csv"
-        print(f"{write_csv(path, _predictions(run))} predictions: {path}")
+        print(f"{write_csv(path, predictions(run))} predictions: {path}")
 
     def partition(self, model: LightningModule, datamodule: FederatedDataModule) -> None:
         """Prints how the samples are divided among the clients, and draws it to ``partition.png``."""
@@ -222,21 +222,13 @@ class Federation:
         phases: Sequence[Phase],
         folder: Path,
         initial: Tree | None = None,
-        states: dict[str, PhaseState] | None = None,
-        rows: list[dict[str, Any]] | None = None,
         read_result: Callable[[Phase, LightningModule], PhaseState] = read_result,
+        **progress: Any,
     ) -> Run:
         """Makes a run and makes all its checks, before any training.
 
-        Args:
-            model: the initial model.
-            datamodule: the data and the clients that hold them.
-            phases: the phases, in order.
-            folder: the run's folder, or that of all runs if its own is still to be made.
-            initial: tensors that replace the model's, by name.
-            states: of a resumed run, the state of each phase that has begun, by name.
-            rows: of a resumed run, the rows of ``rounds.csv``.
-            read_result: reads the result of a phase that takes it from a checkpoint.
+        ``folder`` is the run's, or that of all runs if its own is still to be made. ``initial`` has tensors that replace
+        the model's, by name; ``progress`` has the ``states`` and ``rows`` of a resumed run.
         """
         self._run = None  # frees what it holds on a GPU
         devices = check_trainer(self.trainer)
@@ -257,13 +249,11 @@ class Federation:
             enable_checkpointing=self.enable_checkpointing,
             hparams=self.hparams,
             model=model,
-            initial={name: tensor.detach().cpu() for name, tensor in model.state_dict().items()},
             datamodule=datamodule,
             training_data=place_data(datamodule, backend, devices[0]),
             identity=identify(self.seed, datamodule),
             folder=folder,
-            states=states or {},
-            rows=rows or [],
+            **progress,
         )
         check_run(run, read_result)
         self._run = run
@@ -280,22 +270,3 @@ class Federation:
         for logger in run.loggers:
             logger.finalize("success")
         return run.results
-
-
-def _evaluated_phases(run: Run) -> list[Phase]:
-    return [phase for phase in run.phases if phase.evaluate and phase.name in run.results]
-
-
-def _evaluate_all(run: Run) -> list[Evaluation]:
-    return [run.evaluate(phase, run.training(phase)) for phase in _evaluated_phases(run)]
-
-
-def _predictions(run: Run) -> Iterator[dict[str, object]]:
-    datamodule = run.datamodule
-    for phase in _evaluated_phases(run):
-        for client, test_samples in enumerate(datamodule.test_samples):
-            samples = test_samples if len(test_samples) else datamodule.global_test
-            module = run.client_module(phase.name, client)
-            logits, weights = predict(module, datamodule, samples)
-            weights = weights if getattr(module, "has_global_expert", True) else None
-            yield from prediction_rows(phase.name, client, samples, datamodule.y[samples], logits, weights)

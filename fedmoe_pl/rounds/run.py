@@ -72,7 +72,6 @@ class Run:
         enable_checkpointing: whether to write checkpoints.
         hparams: the resolved configuration of the command line; empty without one.
         model: the initial model.
-        initial: its tensors, by name.
         datamodule: the data and the clients that hold them; already set up.
         training_data: the same, with the samples on the device that clients train on.
         identity: the run's seed and data (``checkpoint.identify``).
@@ -96,7 +95,6 @@ class Run:
     enable_checkpointing: bool
     hparams: dict[str, Any]
     model: LightningModule
-    initial: Tree
     datamodule: FederatedDataModule
     training_data: FederatedDataModule
     identity: dict[str, Any]
@@ -107,6 +105,11 @@ class Run:
     plans: dict[str, Plan] = field(default_factory=dict)
     states: dict[str, PhaseState] = field(default_factory=dict)
     rows: list[dict[str, Any]] = field(default_factory=list)
+
+    @cached_property
+    def initial(self) -> Tree:
+        """The tensors of the initial model, by name."""
+        return {name: tensor.detach().cpu() for name, tensor in self.model.state_dict().items()}
 
     @cached_property
     def progress(self) -> Progress:

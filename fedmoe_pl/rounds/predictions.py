@@ -1,0 +1,32 @@
+"""What the models of a finished run say: their accuracies, and the class of each sample."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from fedmoe_pl.rounds.evaluate import predict
+from fedmoe_pl.rounds.evaluation import Evaluation
+from fedmoe_pl.rounds.phase import Phase
+from fedmoe_pl.rounds.results import prediction_rows
+from fedmoe_pl.rounds.run import Run
+
+
+def _evaluated_phases(run: Run) -> list[Phase]:
+    return [phase for phase in run.phases if phase.evaluate and phase.name in run.results]
+
+
+def evaluate_all(run: Run) -> list[Evaluation]:
+    """Evaluates the results of all methods of a run."""
+    return [run.evaluate(phase, run.training(phase)) for phase in _evaluated_phases(run)]
+
+
+def predictions(run: Run) -> Iterator[dict[str, object]]:
+    """The rows of ``predictions.csv``: for each method and client, its test samples, or else the global ones."""
+    datamodule = run.datamodule
+    for phase in _evaluated_phases(run):
+        for client, test_samples in enumerate(datamodule.test_samples):
+            samples = test_samples if len(test_samples) else datamodule.global_test
+            module = run.client_module(phase.name, client)
+            logits, weights = predict(module, datamodule, samples)
+            weights = weights if getattr(module, "has_global_expert", True) else None
+            yield from prediction_rows(phase.name, client, samples, datamodule.y[samples], logits, weights)
