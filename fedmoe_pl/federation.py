@@ -227,8 +227,8 @@ class Federation:
     ) -> Run:
         """Makes a run and makes all its checks, before any training.
 
-        ``folder`` is the run's, or that of all runs if its own is still to be made. ``initial`` has tensors that replace
-        the model's, by name; ``progress`` has the ``states`` and ``rows`` of a resumed run.
+        ``folder`` is the run's, or that of all runs if its own is still to be made. ``initial`` has tensors that
+        replace the model's, by name; ``progress`` has the ``states`` and ``rows`` of a resumed run.
         """
         self._run = None  # frees what it holds on a GPU
         devices = check_trainer(self.trainer)
