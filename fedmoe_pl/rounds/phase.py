@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -169,39 +169,22 @@ def find_start(phases: Sequence[Phase], index: int) -> str:
     """Name of the phase that a phase starts from, or ``initial``.
 
     Raises:
-        MisconfigurationException: if the named phase does not come before, if none does that the algorithm needs, or
-            if the named one does not go back to such a phase.
+        MisconfigurationException: if ``start`` is not an earlier phase, or the algorithm needs an earlier phase and
+            none fits.
     """
     phase, earlier = phases[index], phases[:index]
     names = [other.name for other in earlier]
-    needed = [other.name for other in earlier if phase.algorithm.follows(other.algorithm)]
-    if phase.start is None:
-        if not needed and _follows_others(phase):
+    if phase.start is not None:
+        if phase.start not in (INITIAL, *names):
             raise MisconfigurationException(
-                f"{phase}: {type(phase.algorithm).__name__} starts from an earlier phase, but "
-                f"none of [{', '.join(names)}] fits; add one before it."
+                f"{phase}: start is '{phase.start}', but must be '{INITIAL}' or an earlier "
+                f"phase{': ' + ', '.join(names) if names else ', and there is none'}."
             )
-        return needed[-1] if needed else INITIAL
-    if phase.start not in (INITIAL, *names):
+        return phase.start
+    followed = [other.name for other in earlier if phase.algorithm.follows(other.algorithm)]
+    if not followed and type(phase.algorithm).follows is not Algorithm.follows:
         raise MisconfigurationException(
-            f"{phase}: start is '{phase.start}', but must be '{INITIAL}' or an earlier "
-            f"phase{': ' + ', '.join(names) if names else ', and there is none'}."
+            f"{phase}: {type(phase.algorithm).__name__} starts from an earlier phase, but "
+            f"none of [{', '.join(names)}] fits; add one before it or name one with `start`."
         )
-    if _follows_others(phase) and not set(_chain(phases, names, phase.start)) & set(needed):
-        allowed = f"lead back to {' or '.join(needed)}" if needed else "come after a phase that fits, and there is none"
-        raise MisconfigurationException(
-            f"{phase}: start is '{phase.start}', but {type(phase.algorithm).__name__} uses what another phase has "
-            f"trained; it must {allowed}."
-        )
-    return phase.start
-
-
-def _follows_others(phase: Phase) -> bool:
-    return type(phase.algorithm).follows is not Algorithm.follows
-
-
-def _chain(phases: Sequence[Phase], names: Sequence[str], start: str) -> Iterator[str]:
-    """The names of a start, of the phase that it starts from, and so on."""
-    while start != INITIAL:
-        yield start
-        start = find_start(phases, names.index(start))
+    return followed[-1] if followed else INITIAL

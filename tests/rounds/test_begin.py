@@ -7,8 +7,8 @@ from helpers.runs import WithDropout, assert_same, data, federation, model, phas
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch import nn
 
-from fedmoe_pl import Federation, PersonalizedMoE, Phase
-from fedmoe_pl.algorithms import ClusterMixture, FedAvg, PersonalizedExpert, PFLMoE, SpecialistMixture
+from fedmoe_pl import PersonalizedMoE, Phase
+from fedmoe_pl.algorithms import FedAvg, PersonalizedExpert, PFLMoE
 from fedmoe_pl.models import ConstantGate, FeatureGate, LinearGate
 from fedmoe_pl.rounds.begin import phase_module
 
@@ -89,48 +89,6 @@ def test_a_result_given_by_a_checkpoint_says_so_and_must_fit_before_any_training
     with pytest.raises(MisconfigurationException, match="cannot be loaded"):
         federation(tmp_path / "wide", given).fit(PersonalizedMoE(Wide()), data())
     assert not (tmp_path / "wide").exists()
-
-
-UNTRAINED = {
-    "a gate over an expert that only FedAvg's phase has seen": (
-        [Phase("F", FedAvg("global_expert.*")), Phase("G", PFLMoE(), gate=LinearGate(5), start="F")],
-        r"Phase 'G': start is 'F', but PFLMoE uses what another phase has trained; it must come after a phase",
-    ),
-    "an expert that has seen the gate's samples": (
-        [
-            Phase("F", FedAvg("global_expert.*")),
-            Phase("P", PersonalizedExpert(gate_fraction=0)),
-            Phase("G", PFLMoE(gate_fraction=0.25), gate=LinearGate(5), start="P"),
-        ],
-        "Phase 'G': start is 'P', but PFLMoE",
-    ),
-    "a specialist that nobody has trained": (
-        [
-            Phase("F", FedAvg("global_expert.*")),
-            Phase("P", PersonalizedExpert()),
-            Phase("G", SpecialistMixture(), gate=LinearGate(5), start="F"),
-        ],
-        "Phase 'G': start is 'F', but SpecialistMixture uses what another phase has trained; it must lead back to P",
-    ),
-    "a mixture of untrained clusters": (
-        [Phase("G", ClusterMixture(), start="initial")],
-        "Phase 'G': start is 'initial', but ClusterMixture",
-    ),
-}
-
-
-@pytest.mark.parametrize("case", UNTRAINED)
-def test_a_start_that_does_not_lead_back_to_what_the_algorithm_needs_is_refused(case):
-    refused, sentence = UNTRAINED[case]
-    with pytest.raises(MisconfigurationException, match=sentence):
-        Federation(refused)
-
-
-def test_a_start_may_lead_back_through_other_phases():
-    gate = Phase("G", PFLMoE(0.25), gate=LinearGate(5))
-    again = Phase("again", PFLMoE(0.25), gate=LinearGate(5), start="G")
-    chain = [Phase("F", FedAvg("global_expert.*")), Phase("P", PersonalizedExpert(gate_fraction=0.25)), gate, again]
-    assert Federation(chain).starts == {"F": "initial", "P": "F", "G": "P", "again": "G"}
 
 
 @pytest.mark.parametrize("gate", [LinearGate(5), FeatureGate(), LinearGate()], ids=["given", "features", "lazy"])
