@@ -12,17 +12,20 @@ from fedmoe_pl.seeds import derive_seed
 _COHORT = 1  # separates the random numbers of cohorts from those of clients
 
 
-def cohort_size(num_clients: int, clients_per_round: int | float | None) -> int:
-    """Number of clients in a round: an integer as it is, a share rounded down to at least 1, None for all clients.
+def cohort_size(num_clients: int, clients_per_round: float | None) -> int:
+    """Number of clients in a round.
+
+    From 1 on, ``clients_per_round`` is a number; below 1, a fraction C of N clients, ``max(int(C * N), 1)``; None means
+    all clients.
 
     Example:
-        >>> cohort_size(100, 0.1), cohort_size(100, 7), cohort_size(100, None), cohort_size(4, 0.1), cohort_size(9, 1.0)
-        (10, 7, 100, 1, 9)
+        >>> cohort_size(100, 0.1), cohort_size(100, 7), cohort_size(100, None), cohort_size(4, 0.1)
+        (10, 7, 100, 1)
     """
     if clients_per_round is None:
         return num_clients
-    if isinstance(clients_per_round, int):
-        return clients_per_round
+    if clients_per_round >= 1:
+        return int(clients_per_round)
     return max(int(clients_per_round * num_clients + 1e-9), 1)  # 0.29 * 100 is 28.999999999999996
 
 

@@ -27,8 +27,7 @@ class Phase:
         name: the method's name in tables, logs and files.
         algorithm: says what is shared, how clients train, and how their results are combined.
         rounds: number of rounds.
-        clients_per_round: how many clients train in a round: an integer is their number; a float is their share of all
-            clients, above 0 and at most 1, rounded down but to at least one client; None stands for all.
+        clients_per_round: how many clients train in a round: a number from 1 on, a fraction below 1, None for all.
         gate: replaces the model's gate in this phase; ``GlobalOnly`` trains and evaluates only the global expert,
             ``LocalOnly`` only the local expert.
         mixing: replaces the model's ``mixing``, which says what it mixes: logits or probabilities.
@@ -57,7 +56,7 @@ class Phase:
     name: str
     algorithm: Algorithm
     rounds: int = 1
-    clients_per_round: int | float | None = None
+    clients_per_round: float | None = None
     gate: Gate | None = None
     mixing: Mixing | None = None
     start: str | None = None
@@ -128,10 +127,9 @@ class Phase:
             if value is not None and value < lowest:
                 raise MisconfigurationException(f"{self}: {name} is {value}, but must be at least {lowest}.")
         size = self.clients_per_round
-        if size is not None and (size <= 0 or (isinstance(size, float) and size > 1)):
+        if size is not None and (size <= 0 or (size > 1 and size != int(size))):
             raise MisconfigurationException(
-                f"{self}: clients_per_round is {size}, but must be an integer of at least 1, or a share with a decimal "
-                "point, above 0 and at most 1.0."
+                f"{self}: clients_per_round is {size}, but must be a whole number or a fraction between 0 and 1."
             )
 
     def _check_monitor(self) -> None:
