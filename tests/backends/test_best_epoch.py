@@ -106,10 +106,9 @@ def test_the_validation_loss_is_the_module_s_without_terms_of_the_algorithm(tmp_
 def test_the_best_epoch_is_the_best_however_small_its_lead():
     """Losses 1.0, 0.9, 0.85 with a min_delta of 0.2: nothing is an improvement, and the third epoch is the best."""
     module, stop = mixture(), BestEpoch(min_delta=0.2, patience=2)
-    trainer = SimpleNamespace(
-        state=SimpleNamespace(fn=TrainerFn.FITTING), sanity_checking=False, fast_dev_run=False, should_stop=False,
-        strategy=SimpleNamespace(reduce_boolean_decision=lambda decision, **kwargs: decision), current_epoch=0,
-    )  # fmt: skip
+    trainer = SimpleNamespace(state=SimpleNamespace(fn=TrainerFn.FITTING), should_stop=False, current_epoch=0)
+    trainer.sanity_checking = trainer.fast_dev_run = False
+    trainer.strategy = SimpleNamespace(reduce_boolean_decision=lambda decision, **kwargs: decision)
     for loss in (1.0, 0.9, 0.85):
         with torch.no_grad():
             next(iter(module.parameters())).fill_(loss)
