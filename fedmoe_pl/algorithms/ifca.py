@@ -128,9 +128,6 @@ class EpsilonGreedyIFCA(Algorithm):
         """Picks a cluster, validates its model if the round has a check, and loads it as ``global_experts.0``."""
         super().client_init(client, sent)
         active = sorted({cluster_of(name) for name in sent})
-        if not active:
-            client.samples = client.samples[:0]
-            return {}
         generator = choice_generator(client)
         epsilon = self.epsilon_of(client.round, len(experts_of(client.module)))
         if torch.rand((), generator=generator).item() < epsilon:
@@ -155,8 +152,6 @@ class EpsilonGreedyIFCA(Algorithm):
     def client_final(self, client: Client, const: dict[str, Any]) -> Update:
         """Sends the trained model under its cluster's name, and the client's part of the tally."""
         kept = self.private_tensors(client)
-        if not const:  # all clusters have stopped
-            return Update({}, 0, kept)
         cluster = int(const["cluster"])
         trained = moved(client.module.state_dict(), 0, cluster)
         sent = {name: tensor.detach().cpu().clone() for name, tensor in trained.items()}
