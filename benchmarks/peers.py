@@ -192,7 +192,7 @@ def write_task(folder: Path, options: argparse.Namespace) -> None:
     model = nn.Sequential(expert.get_submodule("extractor"), expert.get_submodule("classifier"))
     # The federation's seeds of these clients; one round more than are run, so that nobody packs up while others run.
     rounds = range(max(options.repeats + 1, MEMORY_ROUNDS) + 1)
-    seeds = [[derive_seed(0, 0, client, round) for client in range(options.clients)] for round in rounds]
+    seeds = [[derive_seed(0, 3, client, round) for client in range(options.clients)] for round in rounds]
     work = Work(data.x, data.y, list(data.train_samples), options.batch_size, options.epochs)
     torch.save(Task(work, model, seeds, options.workers), folder / TASK)
     torch.save(model.state_dict(), folder / START)

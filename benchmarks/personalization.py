@@ -69,12 +69,12 @@ class PhaseTimer(RoundTimer):
         self.seconds[phase.name] = self.clock.read()[0]
 
 
-def train(module: PersonalizedMoE, trained: str, make_optimizer: Callable, work: Work, client: int, seed: int) -> None:
+def train(module: PersonalizedMoE, trained: str, make_optimizer: Callable, work: Work, client: int, round: int) -> None:
     """A client's local training of the parameters under a prefix, in plain PyTorch."""
     for name, parameter in module.named_parameters():
         parameter.requires_grad_(name.startswith(trained))
     optimizer = make_optimizer([parameter for parameter in module.parameters() if parameter.requires_grad])
-    generator = Generator().manual_seed(seed)
+    generator = Generator().manual_seed(derive_seed(0, 3, client, round))  # as the federation shuffles
     forward = module if trained.startswith("gate") else module.local_expert
     for _ in range(work.epochs):
         for x, y in shuffled_batches(work, client, generator):
@@ -97,18 +97,17 @@ def bare_personalization(
             name: Work(data.x, data.y, {client: algorithm.client_samples(seen)}, BATCH_SIZE, epochs)
             for name, algorithm in samples.items()
         }
-        seed = derive_seed(0, 0, client, 0)  # the federation's of this client
         start = time.perf_counter()
         personalized = copy.deepcopy(model)
         personalized.local_expert.load_state_dict(model.global_expert.state_dict())
-        train(personalized, "local_expert.classifier", EXPERT_OPTIMIZER, work["expert"], client, seed)
+        train(personalized, "local_expert.classifier", EXPERT_OPTIMIZER, work["expert"], client, round=0)
         seconds["PFL-FB"] += time.perf_counter() - start
         for name, gate in GATES.items():
             start = time.perf_counter()
             module = PersonalizedMoE(copy.deepcopy(personalized.global_expert), personalized.local_expert, gate())
-            torch.manual_seed(seed)
+            torch.manual_seed(derive_seed(0, 0, client, 1))  # the federation's after the round of PFL-FB
             module.gate.reset_parameters()
-            train(module, "gate", GATE_OPTIMIZER, work["gate"], client, seed)
+            train(module, "gate", GATE_OPTIMIZER, work["gate"], client, round=1)
             seconds[name] += time.perf_counter() - start
             found.append(copy.deepcopy(module.state_dict()))
     return seconds, found

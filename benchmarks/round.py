@@ -94,7 +94,7 @@ def measure(options: argparse.Namespace) -> None:
     device = torch.device("cuda" if options.accelerator == "gpu" else "cpu")
     expert = copy.deepcopy(model.global_expert).to(device)
     work = Work(data.x.to(device), data.y.to(device), data.train_samples, options.batch_size, options.epochs)
-    seeds = [derive_seed(0, 0, client, 0) for client in range(options.clients)]  # the federation's of these clients
+    seeds = [derive_seed(0, 3, client, 0) for client in range(options.clients)]  # the federation's of these clients
     took: dict[str, list[tuple[float, float]]] = {name: [] for name in ("bare", *options.backends)}
     peaks: dict[str, float] = {}
     print(f"{options.clients} clients, {options.epochs} epochs, batch size {options.batch_size}: seconds (CPU) a round")

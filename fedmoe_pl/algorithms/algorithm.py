@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import LightningModule
-from torch import Tensor
+from torch import Generator, Tensor
 
 from fedmoe_pl.data import Batches, FederatedDataModule
 from fedmoe_pl.seeds import derive_seed
@@ -40,6 +40,8 @@ class Client:
         loaded: the phase's initial tensors, replaced by those that the server sent; the same for all clients that
             received the same tensors.
         steps: number of optimizer steps in its local training; 0 before it.
+        rounds: the phase's number of rounds.
+        rounds_before: the number of rounds of the phases that this one goes on from.
     """
 
     id: int
@@ -51,6 +53,8 @@ class Client:
     datamodule: FederatedDataModule
     loaded: Tree = field(default_factory=dict)
     steps: int = 0
+    rounds: int = 1
+    rounds_before: int = 0
 
     def batches(self, samples: Tensor) -> Batches:
         """Large batches for the evaluation of models: in the order of ``samples`` and not augmented.
@@ -60,10 +64,22 @@ class Client:
         """
         return self.datamodule.batches(samples, batch_size=EVALUATED_AT_ONCE)
 
-    def shuffled_samples(self) -> Tensor:
-        """Its training samples in an order that depends on seed and client only: the same in every phase and round."""
-        generator = torch.Generator().manual_seed(derive_seed(self.seed, _SPLIT, self.id))
+    def shuffled_samples(self, purpose: int) -> Tensor:
+        """Its training samples in an order that is the same in every phase and round.
+
+        Args:
+            purpose: a number that tells one use from others, so that two splits are independent of each other.
+        """
+        generator = Generator().manual_seed(derive_seed(self.seed, _SPLIT, self.id, purpose))
         return self.samples[torch.randperm(len(self.samples), generator=generator)]
+
+    def generator(self, purpose: int) -> Generator:
+        """Random numbers of the round for one purpose, so that training does not depend on how many were drawn.
+
+        Args:
+            purpose: a number from 10 on that tells one use from others.
+        """
+        return Generator().manual_seed(derive_seed(self.seed, purpose, self.id, self.rounds_before + self.round))
 
 
 @dataclass

@@ -13,7 +13,6 @@ from torch import Generator, Tensor, nn
 from fedmoe_pl.algorithms.algorithm import Algorithm, Client
 from fedmoe_pl.data import Batches
 from fedmoe_pl.models import ClusteredMoE, FixedGate
-from fedmoe_pl.seeds import derive_seed
 from fedmoe_pl.trees import Tree, copy_module, subtree, with_prefix
 
 _CHOICE = 73  # separates the random numbers of a client's choice of a cluster from its others
@@ -57,7 +56,7 @@ def moved(tree: Mapping[str, Tensor], source: int | str, target: int | str) -> T
 
 def choice_generator(client: Client) -> Generator:
     """A separate generator for the choice, so that the client's dropout and batches do not depend on it."""
-    return Generator().manual_seed(derive_seed(client.seed, _CHOICE, client.id, client.round))
+    return client.generator(_CHOICE)
 
 
 def best_cluster(client: Client, clusters: Sequence[int], generator: Generator) -> int:

@@ -79,7 +79,7 @@ class OptInFedAvg(Algorithm):
     def client_samples(self, client: Client) -> Tensor:
         """The samples that opt in."""
         number = _floor(self.opt_out_data, len(client.samples))
-        return client.shuffled_samples()[number:] if number else client.samples
+        return client.shuffled_samples(_OPT_OUT)[number:] if number else client.samples
 
     def client_final(self, client: Client, const: dict[str, Any]) -> Update:
         """Weighs the update by the number of opt-in samples."""

@@ -32,6 +32,8 @@ from fedmoe_pl.algorithms.algorithm import Algorithm, Client
 from fedmoe_pl.models import MixtureOfExperts
 from fedmoe_pl.trees import Tree, subtree, with_prefix
 
+_GATE = 1  # separates the gate's share of a client's samples from other shares of them
+
 
 class PersonalizedExpert(Algorithm):
     """Stage 2: the local expert starts as a copy of the global one and is fine-tuned, in whole or in part.
@@ -176,7 +178,7 @@ def _local_expert_loss(module: LightningModule, batch: Any) -> tuple[Tensor, dic
 
 def _split(client: Client, gate_fraction: float) -> tuple[Tensor, Tensor]:
     """The gate's samples, floor(n * gate_fraction) but at least one if there are two, and the expert's: all others."""
-    samples = client.shuffled_samples()
+    samples = client.shuffled_samples(_GATE)
     size = max(int(len(samples) * gate_fraction + 1e-9), min(1, len(samples) - 1))  # 0.29 * 100 is 28.999999999999996
     return samples[:size], samples[size:]
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 from lightning.pytorch import LightningModule
-from torch import Generator, Tensor, nn
+from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils._pytree import tree_map
 
@@ -19,12 +19,7 @@ from fedmoe_pl.models import SwitchNorm1d
 from fedmoe_pl.seeds import derive_seed, seed_all
 from fedmoe_pl.trees import Tree
 
-_CLIENT = 0  # separates the random numbers of clients from those of cohorts and splits
-
-
-def client_seed(training: LocalTraining, client_id: int, round: int) -> int:
-    """The seed of all random numbers of a client in a round."""
-    return derive_seed(training.seed, _CLIENT, client_id, round)
+_TRAINING, _BATCHES = 0, 3  # separate the random numbers of a client's model and batches from each other and others
 
 
 def begin_client(
@@ -45,7 +40,7 @@ def begin_client(
         trains on.
     """
     algorithm = training.algorithm
-    seed_all(client_seed(training, client_id, round))
+    seed_all(derive_seed(training.seed, _TRAINING, client_id, training.rounds_before + round))
     sent = algorithm.server_send(server, client_id)
     client = Client(
         id=client_id,
@@ -56,6 +51,8 @@ def begin_client(
         kept=kept.get(client_id, {}),
         loaded={**training.initial, **sent},
         datamodule=training.datamodule,
+        rounds=training.rounds,
+        rounds_before=training.rounds_before,
     )
     const = algorithm.client_init(client, sent)
     return client, const, algorithm.client_samples(client)
@@ -71,7 +68,7 @@ def client_batches(training: LocalTraining, client: Client, samples: Tensor) -> 
     return training.datamodule.batches(
         samples,
         batch_size=training.batch_size,
-        generator=Generator().manual_seed(client_seed(training, client.id, client.round)),
+        generator=client.generator(_BATCHES),
         augment=True,
         drop_single=has_batch_norm(client.module),
         device=training.device,

@@ -29,6 +29,8 @@ class LocalTraining:
         batch_size: overrides the data module's batch size; None keeps it.
         seed: the run's seed.
         rounds: number of rounds of the phase.
+        rounds_before: number of rounds of the phases that this one goes on from; random numbers depend on the sum of
+            both counts, so that a phase does not repeat those of the phase that it starts from.
         device: the device that clients train on.
     """
 
@@ -40,6 +42,7 @@ class LocalTraining:
     batch_size: int | None
     seed: int
     rounds: int = 1
+    rounds_before: int = 0
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
 
     @property

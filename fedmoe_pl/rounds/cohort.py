@@ -61,7 +61,7 @@ def phase_cohort(phase: Phase, num_clients: int, seed: int, round: int) -> list[
         phase: the phase.
         num_clients: number of all clients.
         seed: the run's seed.
-        round: the round of the phase, counted from 0.
+        round: the round, counted from 0 along the chain of phases that start from one another.
     """
     participants = phase.algorithm.participants(range(num_clients), seed)
     size = len(participants) if phase.clients_per_round is None else cohort_size(num_clients, phase.clients_per_round)

@@ -89,7 +89,9 @@ def run_round(run: Run, phase: Phase, plan: Plan, counter: FlopCounter) -> Evalu
 def _cohort(run: Run, phase: Phase, state: PhaseState) -> list[int]:
     """The clients of the round; all clients if they only train the parameters that they keep."""
     num_clients = run.datamodule.num_clients
-    return phase_cohort(phase, num_clients, run.seed, state.round) if state.server_learns else [*range(num_clients)]
+    if not state.server_learns:
+        return [*range(num_clients)]
+    return phase_cohort(phase, num_clients, run.seed, run.rounds_before(phase) + state.round)
 
 
 def _sent_down(algorithm: Algorithm, state: PhaseState, cohort: Sequence[int]) -> Traffic:

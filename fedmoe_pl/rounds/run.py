@@ -126,6 +126,11 @@ class Run:
         """Number of completed rounds of all phases; the x axis of logs."""
         return sum(state.round for state in self.states.values())
 
+    def rounds_before(self, phase: Phase) -> int:
+        """Number of rounds of the phases that this one goes on from: its start, the start's start, and so on."""
+        before = next((other for other in self.phases if other.name == self.starts[phase.name]), None)
+        return 0 if before is None else self.rounds_before(before) + before.rounds
+
     def client_module(self, method: str, client: int) -> LightningModule:
         """A client's personalized model, on the CPU and in eval mode.
 
@@ -188,6 +193,7 @@ class Run:
             batch_size=phase.batch_size,
             seed=self.seed,
             rounds=phase.rounds,
+            rounds_before=self.rounds_before(phase),
             device=self.devices[0],
         )
 

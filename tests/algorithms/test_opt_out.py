@@ -213,7 +213,7 @@ def test_fine_tuning_and_the_joint_training_of_specialist_and_gate_equal_a_bare_
             module = copy.deepcopy(federation.client_module("FedAvg", client))
             module.gate, module.local_expert = copy.deepcopy(model.gate), copy.deepcopy(module.global_expert)
             samples = datamodule.train_samples[client]
-            batches = datamodule.batches(samples, generator=client_generator(4, client, 0))
+            batches = datamodule.batches(samples, generator=client_generator(4, client, 3))
             specialist = module.local_expert
 
             def alone(x, y, expert=specialist, mixing=mixing):
@@ -225,7 +225,7 @@ def test_fine_tuning_and_the_joint_training_of_specialist_and_gate_equal_a_bare_
             stage = federation.client_module("Fine-tuned", client)
             torch.testing.assert_close(tensors(stage, "local_"), tensors(module, "local_"), rtol=1e-12, atol=1e-12)
 
-            generator = client_generator(4, client, 0)  # also seeds what the gate draws from
+            generator = client_generator(4, client, 4)  # also seeds what the gate draws from
             module.gate.reset_parameters()
             batches = datamodule.batches(samples, generator=generator)
             by_hand = partial(loss_by_hand, module, mixing)
@@ -284,7 +284,7 @@ def test_every_clients_gate_starts_anew_and_only_before_the_first_round(tmp_path
     for client in range(10):
         assert_same_bits(gates[1][client], gates[0][client])
         fresh = gate()
-        client_generator(0, client, 0)  # seeds what the gate draws from
+        client_generator(0, client, 4)  # seeds what the gate draws from
         fresh.reset_parameters()
         assert_same_bits(gates[0][client], {f"gate.{name}": tensor for name, tensor in fresh.state_dict().items()})
     assert not torch.equal(gates[2][0]["gate.network.weight"], gates[1][0]["gate.network.weight"])
@@ -353,7 +353,7 @@ def test_bilstms_are_experts_and_gate_of_texts_and_their_results_are_those_of_a_
     for client in range(3):
         module = copy.deepcopy(federation.client_module("Fine-tuned", client))
         module.gate = copy.deepcopy(model.gate)
-        generator = client_generator(0, client, 0)
+        generator = client_generator(0, client, 3)
         module.gate.reset_parameters()
         batches = datamodule.batches(datamodule.train_samples[client], generator=generator)
         names = ("local_expert.", "gate.")

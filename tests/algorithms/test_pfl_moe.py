@@ -34,7 +34,7 @@ from fedmoe_pl.seeds import derive_seed
 def hand_split(datamodule, client, seed, gate_fraction=0.25):
     """The gate's samples and the expert's: the first quarter of one shuffle of the client's samples, and the rest."""
     samples = datamodule.train_samples[client]
-    generator = torch.Generator().manual_seed(derive_seed(seed, 2, client))
+    generator = torch.Generator().manual_seed(derive_seed(seed, 2, client, 1))
     samples = samples[torch.randperm(len(samples), generator=generator)]
     return samples.split([int(gate_fraction * len(samples)), len(samples) - int(gate_fraction * len(samples))])
 
@@ -61,7 +61,7 @@ def test_expert_and_gate_phases_of_pfl_moe_equal_a_bare_loop(tmp_path, gate):
         module = phase_module(federation.client_module("FedAvg", client), phase("copy", FedAvg(), gate=model.gate))
         module.local_expert = copy.deepcopy(module.global_expert)
 
-        batches = datamodule.batches(expert_samples, 3, client_generator(7, client, 0))
+        batches = datamodule.batches(expert_samples, 3, client_generator(7, client, 1))
         expert = module.local_expert
 
         def expert_loss(x, y, expert=expert):  # whatever the gate, stage 2 trains the expert alone
@@ -71,7 +71,7 @@ def test_expert_and_gate_phases_of_pfl_moe_equal_a_bare_loop(tmp_path, gate):
         stage_2 = federation.client_module("PFL-FB", client)
         torch.testing.assert_close(stage_2.state_dict(), module.state_dict(), rtol=1e-11, atol=1e-13)
 
-        generator = client_generator(7, client, 0)  # also seeds what the gate draws from
+        generator = client_generator(7, client, 2)  # also seeds what the gate draws from
         module.gate.reset_parameters()
         train_by_hand(module, "gate.", datamodule.batches(gate_samples, 2, generator), adam, max_epochs=4)
         stage_3 = federation.client_module("PFL-MFE", client)
@@ -88,7 +88,7 @@ def test_a_local_expert_phase_with_the_constant_gate_0_trains_the_local_expert_a
     for client in range(2):
         module = federation.client_module("FedAvg", client).train()
         module.local_expert = copy.deepcopy(module.global_expert)
-        batches = datamodule.batches(datamodule.train_samples[client], generator=client_generator(0, client, 0))
+        batches = datamodule.batches(datamodule.train_samples[client], generator=client_generator(0, client, 1))
 
         def loss(x, y, expert=module.local_expert):
             return F.cross_entropy(expert(x), y)
@@ -107,7 +107,7 @@ def test_the_interleaved_schedule_equals_a_bare_loop_of_expert_and_gate_rounds(t
         gate_samples, expert_samples = hand_split(datamodule, client, 7)
         module = phase_module(federation.client_module("FedAvg", client), phase("copy", FedAvg(), gate=model.gate))
         module.local_expert = copy.deepcopy(module.global_expert)
-        client_generator(7, client, 0)
+        client_generator(7, client, 1)
         module.gate.reset_parameters()
 
         def expert_loss(x, y, expert=module.local_expert):
@@ -115,7 +115,7 @@ def test_the_interleaved_schedule_equals_a_bare_loop_of_expert_and_gate_rounds(t
 
         for round in range(4):
             samples = gate_samples if round % 2 else expert_samples
-            batches = datamodule.batches(samples, generator=client_generator(7, client, round))
+            batches = datamodule.batches(samples, generator=client_generator(7, client, 1 + round))
             names = "gate." if round % 2 else "local_expert.classifier."
             train_by_hand(module, names, batches, momentum_sgd, 1, loss=None if round % 2 else expert_loss)
         actual = federation.client_module("PFL-MFE", client).state_dict()
@@ -200,7 +200,7 @@ def test_every_clients_gate_starts_anew_and_forgets_a_gate_trained_before(tmp_pa
     after_training = gates(max_epochs=2)
     for client, gate in enumerate(gates(max_epochs=0)):
         assert_same_bits(gate, after_training[client])
-        client_generator(0, client, 0)
+        client_generator(0, client, 2)
         torch.testing.assert_close(gate, nn.ModuleDict({"linear": nn.Linear(6, 1, dtype=torch.float64)}).state_dict())
     assert len({gate["linear.weight"][0, 0].item() for gate in after_training}) == 3
 

@@ -17,9 +17,9 @@ from fedmoe_pl.callbacks import BestEpoch
 from fedmoe_pl.models import ConstantGate, LinearGate
 
 
-def validated_losses(module, datamodule, client, seed, names, optimizer, epochs, every, loss):
+def validated_losses(module, datamodule, client, seed, round, names, optimizer, epochs, every, loss):
     """Parameters and validation loss after every so many epochs of a bare loop."""
-    generator = client_generator(seed, client, 0)
+    generator = client_generator(seed, client, round)
     batches = datamodule.batches(datamodule.train_samples[client], generator=generator)
     parameters = [parameter for name, parameter in module.named_parameters() if name.startswith(names)]
     optimizer = optimizer(parameters)
@@ -63,9 +63,10 @@ def test_a_client_keeps_its_best_validated_epoch_and_one_without_validation_samp
             loss = lambda module, x, y: F.cross_entropy(module.local_expert(x), y)  # noqa: E731
         else:
             module.gate = LinearGate(5).double()
-            client_generator(0, client, 0)
+            client_generator(0, client, 4)
             module.gate.reset_parameters()
-        checks = validated_losses(module, datamodule, client, 0, names, momentum_sgd, epochs, every, loss)
+        round = 3 if stage == "Fine-tuned" else 4  # after the three rounds of FedAvg
+        checks = validated_losses(module, datamodule, client, 0, round, names, momentum_sgd, epochs, every, loss)
         actual = tensors(federation.client_module(stage, client), names)
         if not checks:
             torch.testing.assert_close(actual, tensors(module, names), rtol=1e-9, atol=1e-12)

@@ -182,10 +182,12 @@ def phase(name: str, algorithm: Algorithm, **kwargs) -> Phase:
 
 
 def client_generator(seed: int, client: int, round: int) -> Generator:
-    """The generator that shuffles a client's batches; seeds torch's global one as a client's training begins."""
-    derived = derive_seed(seed, 0, client, round)
-    torch.manual_seed(derived)
-    return Generator().manual_seed(derived)
+    """The generator that shuffles a client's batches; seeds torch's global one as a client's training begins.
+
+    `round` counts on from the phases that a phase starts from.
+    """
+    torch.manual_seed(derive_seed(seed, 0, client, round))
+    return Generator().manual_seed(derive_seed(seed, 3, client, round))
 
 
 def train_by_hand(module: PersonalizedMoE, names, batches, optimizer, max_epochs: int, loss=None) -> None:

@@ -32,7 +32,7 @@ def test_one_federated_phase_serves_all_personalized_ones_and_local_ignores_it(t
 
 def test_the_monitored_round_is_the_result_and_the_next_phase_starts_from_it(tmp_path):
     federated = Phase("FedAvg", FedAvg("global_expert.*"), rounds=6, gate=ConstantGate(1.0), monitor="global_test")
-    run = federation(tmp_path, [federated, Phase("PFL-FT", PersonalizedExpert(), max_epochs=0)])
+    run = federation(tmp_path, [federated, Phase("PFL-FT", PersonalizedExpert(), max_epochs=0)], seed=5)
     results = run.fit(model(), data())
     accuracies = [row["global_test_mean"] for row in run.run.rows[:6]]
     best = accuracies.index(max(accuracies)) + 1
@@ -41,7 +41,7 @@ def test_the_monitored_round_is_the_result_and_the_next_phase_starts_from_it(tmp
     assert results["FedAvg"].spread("global_test").mean == max(accuracies)
 
     short = Phase("FedAvg", FedAvg("global_expert.*"), rounds=best, gate=ConstantGate(1.0))
-    expected = federation(tmp_path / "short", [short])
+    expected = federation(tmp_path / "short", [short], seed=5)
     expected.fit(model(), data())
     state = run.client_module("PFL-FT", 0).global_expert.state_dict()
     assert_same(dict(state), dict(expected.client_module("FedAvg", 0).global_expert.state_dict()))

@@ -85,7 +85,8 @@ def test_a_newcomer_fine_tunes_the_federation_s_model_on_its_own_data(tmp_path, 
         known = run.client_module("FedAvg", 0).global_expert.state_dict()
         module.global_expert.load_state_dict(known)
         module.local_expert.load_state_dict(known)
-        batches = data.batches(data.train_samples[client], generator=client_generator(0, client, 0))
+        generator = client_generator(0, client, rounds)  # FedAvg's local rounds come before
+        batches = data.batches(data.train_samples[client], generator=generator)
         train_by_hand(module, "local_expert.", batches, sgd, 2)
         actual = later.client_module("Fine-tuned", client).state_dict()
         torch.testing.assert_close(dict(actual), dict(module.state_dict()), rtol=0, atol=1e-12)

@@ -1,0 +1,56 @@
+"""Random numbers follow from the seed, the client and the rounds since the beginning of a chain of phases."""
+
+import torch
+from helpers import assert_same_bits, blobs
+from helpers.backends import local_training
+from helpers.runs import data, federation, model
+
+from fedmoe_pl import Phase
+from fedmoe_pl.algorithms import FedAvg, OptInFedAvg, PFLMoE
+from fedmoe_pl.algorithms.algorithm import Client
+from fedmoe_pl.backends.client import begin_client, client_batches
+from fedmoe_pl.models import GlobalOnly
+from fedmoe_pl.trees import copy_module
+
+
+def fedavg(name, rounds, **kwargs) -> Phase:
+    return Phase(name, FedAvg("global_expert.*"), rounds, clients_per_round=2, gate=GlobalOnly(), **kwargs)
+
+
+def test_a_phase_that_goes_on_from_another_does_not_repeat_its_cohorts_orders_and_dropout(tmp_path):
+    whole = federation(tmp_path / "whole", [fedavg("all", 5)])
+    whole.fit(model(), data())
+    parts = federation(
+        tmp_path / "parts",
+        [fedavg("first", 2), fedavg("rest", 2, start="first"), fedavg("last", 1, start="rest"), fedavg("alone", 1)],
+    )
+    parts.fit(model(), data())
+    assert_same_bits(parts.run.states["last"].server, whole.run.states["all"].server)
+    assert [parts.run.rounds_before(phase) for phase in parts.phases] == [0, 2, 4, 0]
+
+
+def test_alternatives_of_one_another_draw_the_same(tmp_path):
+    phases = [fedavg("first", 3), fedavg("one", 2, start="first"), fedavg("other", 2, start="first")]
+    run = federation(tmp_path, phases)
+    run.fit(model(), data())
+    assert_same_bits(run.run.states["one"].server, run.run.states["other"].server)
+
+
+def test_the_samples_that_opt_out_and_those_of_the_gate_are_drawn_independently():
+    datamodule = blobs((4000,))
+    client = Client(0, 0, 3, model(), datamodule.train_samples[0], {}, datamodule)
+    everyone = set(client.samples.tolist())
+    out = everyone - set(OptInFedAvg(opt_out_data=0.5).client_samples(client).tolist())
+    gate = set(PFLMoE(gate_fraction=0.5).client_samples(client).tolist())
+    assert len(out) == len(gate) == 2000
+    # hypergeometric: 1000 of the 2000 on average, with a standard deviation of sqrt(4000) / 4 = 16
+    assert abs(len(out & gate) - 1000) < 80
+
+
+def test_a_client_s_batches_and_its_model_draw_from_different_streams():
+    training = local_training(model(), FedAvg(), data())
+    server = training.algorithm.server_init(training.module)
+    client, _, samples = begin_client(training, copy_module(training.module), server, 1, {}, 0)
+    generator = client_batches(training, client, samples).generator
+    assert generator is not None
+    assert not torch.equal(torch.rand(8), torch.rand(8, generator=generator))
