@@ -19,7 +19,7 @@ from fedmoe_pl.rounds.checkpoint import LAST, find_checkpoint, identify, load_fe
 from fedmoe_pl.rounds.checks import check_phases, check_run, check_store, check_trainer
 from fedmoe_pl.rounds.evaluation import Evaluation
 from fedmoe_pl.rounds.newcomers import check_newcomers, phases_of_newcomers
-from fedmoe_pl.rounds.phase import Phase, find_start
+from fedmoe_pl.rounds.phase import Phase, find_starts
 from fedmoe_pl.rounds.predictions import evaluate_all, predictions
 from fedmoe_pl.rounds.results import format_table, write_csv
 from fedmoe_pl.rounds.rounds import fit
@@ -78,7 +78,7 @@ class Federation:
         check_phases(phases, evaluate_every_n_rounds)
         check_store(store, enable_checkpointing)
         self.phases = phases
-        self.starts = {phase.name: find_start(phases, index) for index, phase in enumerate(phases)}
+        self.starts = find_starts(phases)
         self.trainer = {**LEAN_TRAINER, **(trainer or {})}
         self.backend = AutoBackend() if backend == "auto" else backend
         self.evaluate_every_n_rounds = evaluate_every_n_rounds

@@ -72,13 +72,15 @@ class ClusterMixture(Algorithm):
     Args:
         trainable: glob patterns of the parameters that are trained: only the gate by default; ``"*"`` for gate and
             experts, as in some of the official configurations.
+        frozen_train_mode: whether frozen modules stay in train mode, with active dropout, as in the official code.
     """
 
     federated = False
     gate_starts_anew = True
 
-    def __init__(self, trainable: str | list[str] = "gate.*") -> None:
+    def __init__(self, trainable: str | list[str] = "gate.*", frozen_train_mode: bool = False) -> None:
         super().__init__(trainable=trainable)
+        self.frozen_train_mode = frozen_train_mode
 
     def follows(self, earlier: Algorithm) -> bool:
         """Starts from the cluster models, and from the local experts that clients kept."""

@@ -151,6 +151,20 @@ class Algorithm:
         """
         return False
 
+    def missing_start(self, earlier: Sequence[Algorithm]) -> str:
+        """What a phase of this algorithm should start from, if ``earlier`` lacks it; empty if nothing is missing.
+
+        Called if the phase names an earlier phase as its ``start``.
+
+        Args:
+            earlier: the algorithm of the phase that ``start`` names, of the one which that phase starts from, and so
+                on, at least one.
+
+        Returns:
+            Words for the refusal, such as "a phase of Local".
+        """
+        return ""
+
     def participants(self, clients: Sequence[int], seed: int) -> Sequence[int]:
         """The clients from which the cohort of each round is drawn: all of them by default.
 

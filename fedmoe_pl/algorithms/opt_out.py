@@ -34,7 +34,7 @@ from lightning.pytorch import LightningModule
 from torch import Tensor
 
 from fedmoe_pl.algorithms.algorithm import Algorithm, Client, Update
-from fedmoe_pl.algorithms.pfl_moe import PersonalizedExpert
+from fedmoe_pl.algorithms.pfl_moe import PersonalizedExpert, missing_expert
 from fedmoe_pl.models import MixtureOfExperts
 from fedmoe_pl.seeds import derive_seed
 
@@ -106,6 +106,10 @@ class SpecialistMixture(Algorithm):
     def follows(self, earlier: Algorithm) -> bool:
         """Starts from the specialists that were fine-tuned on all samples."""
         return isinstance(earlier, PersonalizedExpert) and not earlier.gate_fraction
+
+    def missing_start(self, earlier: Sequence[Algorithm]) -> str:
+        """The specialists that were fine-tuned on all samples."""
+        return missing_expert(self, earlier, 0)
 
     def check(self, module: LightningModule) -> None:
         """Refuses a module without a local expert and a gate."""

@@ -21,6 +21,7 @@ PFL-FB's data       not mentioned            3/4                          ``gate
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch.nn.functional as F
@@ -132,6 +133,10 @@ class PFLMoE(Algorithm):
             return earlier.federated
         return isinstance(earlier, PersonalizedExpert) and earlier.gate_fraction == self.gate_fraction
 
+    def missing_start(self, earlier: Sequence[Algorithm]) -> str:
+        """The personalized experts, which must not have seen the gate's samples; none if interleaved."""
+        return "" if self.interleaved else missing_expert(self, earlier, self.gate_fraction)
+
     def check(self, module: LightningModule) -> None:
         """Refuses a module without two experts of one architecture, and patterns that match nothing."""
         _copy_of_global_expert(module)
@@ -165,6 +170,20 @@ class PFLMoE(Algorithm):
 
     def _trains_expert(self, round: int) -> bool:
         return self.interleaved and round % 2 == 0
+
+
+def missing_expert(algorithm: Algorithm, earlier: Sequence[Algorithm], gate_fraction: float) -> str:
+    """The personalized experts that an algorithm needs, if the last ones before it are others; empty if it has them.
+
+    Args:
+        algorithm: an algorithm that mixes personalized experts.
+        earlier: the algorithms before it, the last one first.
+        gate_fraction: the share of samples that its experts must not have been trained on.
+    """
+    experts = [other for other in earlier if isinstance(other, PersonalizedExpert)]
+    if experts and algorithm.follows(experts[0]):
+        return ""
+    return f"a phase of PersonalizedExpert with gate_fraction {gate_fraction:g}"
 
 
 def _local_expert_loss(module: LightningModule, batch: Any) -> tuple[Tensor, dict[str, Tensor]]:

@@ -4,7 +4,17 @@ import csv
 
 import pytest
 import torch
-from helpers import Expert, assert_same_bits, blobs, momentum_sgd, phase, run, tensors
+from helpers import (
+    Expert,
+    assert_same_bits,
+    blobs,
+    client_generator,
+    momentum_sgd,
+    phase,
+    run,
+    tensors,
+    train_by_hand,
+)
 from helpers.clusters import (
     GateNet,
     all_phases,
@@ -151,6 +161,27 @@ def test_experts_are_trained_with_the_gate_where_asked_for(tmp_path):
         "global_experts.2",
     }
     assert set(cluster(federation.run.states["IFCA"].server, 1)) <= set(kept)
+
+
+@pytest.mark.parametrize("frozen_train_mode", [False, True])
+def test_dropout_of_frozen_clusters_is_active_only_if_asked_for(tmp_path, frozen_train_mode):
+    """Without dropout, the gate would get the same weights; a bare loop repeats what the clients draw."""
+    torch.manual_seed(5)
+    gate, data = NetworkGate(GateNet(4)).double(), blobs()
+    module = clustered(gate=gate, expert=Expert(dropout=0.5))
+    algorithm = ClusterMixture(frozen_train_mode=frozen_train_mode)
+    phases = [phase("Local", Local("local_expert.*")), phase("mixture", algorithm, start="Local")]
+    federation = run(phases, module, data, tmp_path)
+    for client in range(3):
+        expected = copy_module(federation.client_module("Local", client))
+        generator = client_generator(0, client, 0)
+        expected.gate.reset_parameters()
+        for expert in (*expected.global_experts, expected.local_expert):
+            expert.train(frozen_train_mode)
+        batches = data.batches(data.train_samples[client], generator=generator)
+        train_by_hand(expected, "gate.", batches, momentum_sgd, 2, lambda x, y, m=expected: m.loss((x, y))[0])
+        actual = federation.client_module("mixture", client)
+        torch.testing.assert_close(actual.state_dict(), expected.state_dict(), rtol=1e-10, atol=1e-12)
 
 
 def test_tensorboard_shows_how_often_each_cluster_was_picked(finished):

@@ -346,7 +346,8 @@ def test_bilstms_are_experts_and_gate_of_texts_and_their_results_are_those_of_a_
         Phase("FedAvg", OptInFedAvg("global_expert.*", 0.34), rounds=2, gate=ConstantGate(1)),
         Phase("Fine-tuned", PersonalizedExpert(), gate=ConstantGate(0)),
         Phase("Mixture", SpecialistMixture()),
-        Phase("gate alone", PFLMoE(0.5), start="Fine-tuned"),  # with both experts frozen, these are looked up
+        Phase("half", PersonalizedExpert(gate_fraction=0.5), gate=ConstantGate(0)),
+        Phase("gate alone", PFLMoE(0.5)),  # with both experts frozen, these are looked up
     ]
     model = bilstm_mixture()
     federation = run(phases, model, datamodule, tmp_path)

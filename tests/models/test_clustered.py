@@ -16,7 +16,7 @@ from lightning.pytorch import Trainer
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from fedmoe_pl.models import VGG16, ClusteredMoE, ConstantGate, FeatureGate, NetworkGate, SmallMLP
+from fedmoe_pl.models import LEAFCNN, VGG16, ClusteredMoE, ConstantGate, FeatureGate, NetworkGate, SmallMLP
 
 
 def test_the_mixture_is_the_weighted_sum_of_probabilities_with_the_local_expert_last():
@@ -36,6 +36,20 @@ def test_all_experts_are_drawn_independently():
     for name in ("extractor.1.weight", "extractor.1.bias", "classifier.1.weight", "classifier.1.bias"):
         values = torch.cat([expert.get_parameter(name).flatten() for expert in experts])
         assert len(values.unique()) == len(values), name
+
+
+def test_clusters_that_share_fc_are_equal_except_for_the_weights_of_convolutions():
+    torch.manual_seed(0)
+    module = ClusteredMoE(LEAFCNN(), 3, clusters_share_fc=True)
+    for name, first in module.global_experts[0].named_parameters():
+        others = [expert.get_parameter(name) for expert in module.global_experts[1:]]
+        drawn = name in ("extractor.0.weight", "extractor.3.weight")
+        assert [torch.equal(first, other) for other in others] == [not drawn] * 2, name
+        assert not drawn or not torch.equal(*others)
+    first, local = module.global_experts[0].classifier, module.local_expert.classifier
+    assert not torch.equal(first[3].weight, local[3].weight), "the local expert is drawn by itself"
+    shared = [tensor.data_ptr() for expert in module.global_experts for tensor in expert.parameters()]
+    assert len(set(shared)) == len(shared), "they are copies, which training may tell apart"
 
 
 def test_a_gate_held_at_one_expert_gives_exactly_it_and_computes_no_other():
@@ -81,6 +95,14 @@ WRONG_MODELS = {
         "weighs 2 experts, but must weigh 3, the local expert last",
     ),
     "features": (lambda: ClusteredMoE(Expert(), 1, gate=FeatureGate(6)), "FeatureGate, which reads features"),
+    "one cluster that shares": (
+        lambda: ClusteredMoE(LEAFCNN(), 1, clusters_share_fc=True),
+        "clusters_share_fc is True, but must be False for num_clusters 1",
+    ),
+    "nothing but shared": (
+        lambda: ClusteredMoE(Expert(), 2, clusters_share_fc=True),
+        "clusters_share_fc is True, but must be False for num_clusters 2 and this Expert; it needs two clusters that",
+    ),
     "layer": (lambda: ClusteredMoE(Scale(), 2), "Scale, which must have a method reset_parameters"),
     "outputs": (
         lambda: ClusteredMoE(SmallMLP(), 2, SmallMLP(num_classes=7)),

@@ -8,6 +8,7 @@ import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.cli import LRSchedulerCallable, OptimizerCallable
 from torch import Tensor, nn
+from torch.nn.modules.conv import _ConvNd
 
 from fedmoe_pl.models.gates.fixed import EqualWeights, FixedGate
 from fedmoe_pl.models.gates.gate import Gate
@@ -20,7 +21,7 @@ class ClusteredMoE(MixtureOfExperts):
 
     The output is ``p(x) = sum_j g_j(x) p_j(x) + g_local(x) p_local(x)`` with probabilities ``p``, or what ``mixing``
     says (Isaksson et al. 2022, https://arxiv.org/abs/2206.07832). The initial parameters of all experts are drawn
-    independently. In the official code, the linear layers of the clusters' models start with the same weights.
+    independently, unless ``clusters_share_fc``.
 
     Args:
         global_expert: architecture of the clusters' models; maps inputs (B, ...) to logits (B, C). Initial parameters
@@ -31,6 +32,8 @@ class ClusteredMoE(MixtureOfExperts):
         mixing: what is mixed, see :data:`~fedmoe_pl.models.mixtures.mixture.Mixing`.
         optimizer: makes the optimizer from the parameters.
         lr_scheduler: makes a scheduler, stepped once per epoch, from the optimizer; None for a constant rate.
+        clusters_share_fc: whether the clusters' models start with the same linear layers, as in the official code: they
+            are equal except for the weights of convolutions.
 
     Attributes:
         global_experts: the clusters' models, in their order.
@@ -38,7 +41,8 @@ class ClusteredMoE(MixtureOfExperts):
 
     Raises:
         MisconfigurationException: if there is no cluster, a layer with parameters has no ``reset_parameters``, the
-            gate reads features or weighs another number of experts, or the experts differ in their number of outputs.
+            gate reads features or weighs another number of experts, the experts differ in their number of outputs, or
+            all clusters would start equal.
 
     Example:
         >>> import torch
@@ -58,13 +62,24 @@ class ClusteredMoE(MixtureOfExperts):
         mixing: Mixing = "probabilities",
         optimizer: OptimizerCallable = torch.optim.SGD,
         lr_scheduler: LRSchedulerCallable | None = None,
+        clusters_share_fc: bool = False,
     ) -> None:
         super().__init__(optimizer, lr_scheduler, mixing)
         if num_clusters < 1:
             raise MisconfigurationException(f"ClusteredMoE: num_clusters is {num_clusters}, but must be at least 1.")
+        _check_layers(global_expert)
+        if clusters_share_fc and (num_clusters == 1 or not _convolutions(global_expert)):
+            raise MisconfigurationException(
+                f"ClusteredMoE: clusters_share_fc is True, but must be False for num_clusters {num_clusters} and this "
+                f"{type(global_expert).__name__}; it needs two clusters that differ in the weights of convolutions."
+            )
         self.num_clusters = num_clusters
-        self.global_experts = nn.ModuleList(_drawn_anew(global_expert) for _ in range(num_clusters))
-        self.local_expert = _drawn_anew(global_expert) if local_expert is None else local_expert
+        self.clusters_share_fc = clusters_share_fc
+        self.global_experts = nn.ModuleList(copy.deepcopy(global_expert) for _ in range(num_clusters))
+        self.draw_clusters()
+        if local_expert is None:
+            draw_anew(local_expert := copy.deepcopy(global_expert))
+        self.local_expert = local_expert
         self.gate_width = num_clusters + 1  # the clusters' models and the local expert
         self.gate = EqualWeights() if gate is None else gate
         self.check_parts()
@@ -73,6 +88,15 @@ class ClusteredMoE(MixtureOfExperts):
     def global_expert(self) -> nn.Module:
         """The first cluster's model; all clusters have its architecture."""
         return self.global_experts[0]
+
+    def draw_clusters(self) -> None:
+        """Draws new initial parameters of the clusters' models, in place."""
+        draw_anew(self.global_experts)
+        if self.clusters_share_fc:
+            drawn = {f"{name}.weight" for name in _convolutions(self.global_expert)}
+            shared = {name: tensor for name, tensor in self.global_expert.state_dict().items() if name not in drawn}
+            for expert in self.global_experts[1:]:
+                expert.load_state_dict(shared, strict=False)
 
     def check_parts(self) -> None:
         """Refuses parts that do not fit together; some misfits are found only if the expert has an ``input_shape``."""
@@ -106,13 +130,14 @@ class ClusteredMoE(MixtureOfExperts):
         return mix_outputs(outputs, used, self.mixing), weights
 
 
-def _drawn_anew(expert: nn.Module) -> nn.Module:
-    """A copy of the expert with newly drawn initial parameters."""
+def _check_layers(expert: nn.Module) -> None:
     if (layer := layer_without_reset(expert)) is not None:
         raise MisconfigurationException(
             f"ClusteredMoE: global_expert has a {type(layer).__name__}, which must have a method reset_parameters, "
             "because initial parameters are drawn for each cluster."
         )
-    drawn = copy.deepcopy(expert)
-    draw_anew(drawn)
-    return drawn
+
+
+def _convolutions(expert: nn.Module) -> list[str]:
+    """Names of the expert's convolutions."""
+    return [name for name, layer in expert.named_modules() if isinstance(layer, _ConvNd)]
