@@ -68,7 +68,8 @@ def test_the_algorithm_runs_from_yaml_by_its_import_path(tmp_path, monkeypatch, 
     (algorithm,) = (block for block in blocks("python") if "class ServerStep" in block)
     (phase,) = (block for block in blocks("yaml") if "ServerStep" in block)
     (tmp_path / "my_algorithms.py").write_text(algorithm)
-    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [*sys.path])  # the command line adds the current folder
     monkeypatch.setattr(sys, "argv", ["fedmoe"])
     config = yaml.safe_load(Path(QUICKSTART).read_text())
     config["federation"] |= {"phases": yaml.safe_load(phase), "logger": False}

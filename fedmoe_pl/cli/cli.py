@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from argparse import ArgumentError
 from typing import Any
@@ -89,11 +90,14 @@ class FederationCLI(LightningCLI):
 def main(args: ArgsType = None) -> None:
     """Runs the command line.
 
+    Modules in the current folder can be imported, as with ``python -m``; worker processes get the same ``sys.path``.
     An error that the user can fix is printed as one line on stderr, with exit code 2. Ctrl-C exits with code 130.
 
     Args:
         args: command line arguments; None takes ``sys.argv``.
     """
+    if os.getcwd() not in sys.path:
+        sys.path.insert(0, os.getcwd())
     try:
         FederationCLI(args)
     except (ArgumentError, MisconfigurationException) as error:

@@ -19,7 +19,7 @@ from fedmoe_pl.rounds.begin import begin_phase, phase_module
 from fedmoe_pl.rounds.checkpoint import FILE, save_checkpoint
 from fedmoe_pl.rounds.evaluate import evaluate_clients, evaluated_model, personal_tensors, predict
 from fedmoe_pl.rounds.evaluation import Evaluation
-from fedmoe_pl.rounds.phase import INITIAL, Phase
+from fedmoe_pl.rounds.phase import INITIAL, Phase, chain_of_starts
 from fedmoe_pl.rounds.progress import Progress
 from fedmoe_pl.rounds.state import PhaseState
 from fedmoe_pl.rounds.store import MemoryStore, Store
@@ -128,8 +128,8 @@ class Run:
 
     def rounds_before(self, phase: Phase) -> int:
         """Number of rounds of the phases that this one goes on from: its start, the start's start, and so on."""
-        before = next((other for other in self.phases if other.name == self.starts[phase.name]), None)
-        return 0 if before is None else self.rounds_before(before) + before.rounds
+        chain = chain_of_starts(self.phases, self.starts, self.starts[phase.name])
+        return sum(before.rounds for before in chain)
 
     def client_module(self, method: str, client: int) -> LightningModule:
         """A client's personalized model, on the CPU and in eval mode.

@@ -1,0 +1,47 @@
+"""``fedmoe``, started as a user starts it, in a folder that has a module of the user's own."""
+
+import subprocess
+import sysconfig
+from pathlib import Path
+
+import pytest
+import torch
+
+MODEL = """
+import torch
+from lightning.pytorch import LightningModule
+
+
+class MyModel(LightningModule):
+    def __init__(self, width: int = 4):
+        super().__init__()
+        self.net = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(64, width), torch.nn.Linear(width, 10))
+
+    def forward(self, x):
+        return self.net(x)
+
+    def training_step(self, batch, batch_idx):
+        return torch.nn.functional.cross_entropy(self(batch[0]), batch[1])
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+"""
+
+CONFIGURATION = """
+model: {class_path: my_project.model.MyModel, init_args: {width: 7}}
+data: {class_path: Digits, init_args: {num_clients: 2, partitioner: IID, batch_size: 300}}
+trainer: {accelerator: cpu}
+federation: {phases: [{name: FedAvg, algorithm: FedAvg}], logger: false}
+"""
+
+
+@pytest.mark.parametrize("devices", [1, pytest.param(2, marks=pytest.mark.slow)])
+def test_modules_in_the_current_folder_can_be_imported_also_by_workers(devices, tmp_path):
+    (tmp_path / "my_project").mkdir()
+    (tmp_path / "my_project/model.py").write_text(MODEL)
+    (tmp_path / "own.yaml").write_text(CONFIGURATION)
+    command = [Path(sysconfig.get_path("scripts")) / "fedmoe", "fit", "--config", "own.yaml", "--trainer.devices"]
+    result = subprocess.run([*command, str(devices)], cwd=tmp_path, capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr
+    (checkpoint,) = tmp_path.rglob("all_clients.ckpt")
+    assert torch.load(checkpoint, weights_only=True)["state_dict"]["net.1.weight"].shape == (7, 64)
