@@ -29,7 +29,7 @@ from torch import Generator, Tensor
 from workload import restart_with_environment
 
 from fedmoe_pl.algorithms import PersonalizedExpert, PFLMoE
-from fedmoe_pl.algorithms.algorithm import Client
+from fedmoe_pl.algorithms.client import Client
 from fedmoe_pl.callbacks import FederationCallback
 from fedmoe_pl.data import Arrays, Dirichlet, FederatedDataModule
 from fedmoe_pl.federation import Federation

@@ -1,6 +1,7 @@
 """Personalized federated learning with mixtures of experts, as ordinary PyTorch Lightning."""
 
-from fedmoe_pl.algorithms.algorithm import Algorithm, Client, Update
+from fedmoe_pl.algorithms.algorithm import Algorithm
+from fedmoe_pl.algorithms.client import Client, Update
 from fedmoe_pl.federation import Federation
 from fedmoe_pl.models import ClusteredMoE, MixtureOfExperts, PersonalizedMoE, RepresentationMoE, SparseMoE
 from fedmoe_pl.rounds.phase import Phase

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -14,18 +14,20 @@ from fedmoe_pl.backends import LEAN_TRAINER, AutoBackend, Backend
 from fedmoe_pl.callbacks import FederationCallback
 from fedmoe_pl.callbacks.defaults import with_defaults
 from fedmoe_pl.data import FederatedDataModule, partition_figure, partition_table
-from fedmoe_pl.rounds.begin import read_result, read_result_for_newcomers
+from fedmoe_pl.rounds.begin import read_result, read_result_for_newcomers, sized
 from fedmoe_pl.rounds.checkpoint import LAST, find_checkpoint, identify, load_federation, load_run
-from fedmoe_pl.rounds.checks import check_phases, check_run, check_store, check_trainer
+from fedmoe_pl.rounds.checks import check_phases, check_run, check_store
 from fedmoe_pl.rounds.evaluation import Evaluation
 from fedmoe_pl.rounds.newcomers import check_newcomers, phases_of_newcomers
-from fedmoe_pl.rounds.phase import Phase, find_starts
+from fedmoe_pl.rounds.phase import INITIAL, Phase
 from fedmoe_pl.rounds.predictions import evaluate_all, predictions
 from fedmoe_pl.rounds.results import format_table, write_csv
 from fedmoe_pl.rounds.rounds import fit
-from fedmoe_pl.rounds.run import Run, sized
+from fedmoe_pl.rounds.run import Run
 from fedmoe_pl.rounds.start import open_run, place_data, plan_phases, with_workers
+from fedmoe_pl.rounds.starts import find_starts
 from fedmoe_pl.rounds.state import PhaseState
+from fedmoe_pl.rounds.trainer_checks import check_trainer
 from fedmoe_pl.trees import Tree, copy_module, load_tree
 
 
@@ -143,7 +145,7 @@ class Federation:
         datamodule.setup()
         check_newcomers(path, content, identify(self.seed, datamodule))
         runs = self.runs / "newcomers"
-        initial, read_result = content["model"], read_result_for_newcomers
+        initial, read_result = content["models"], read_result_for_newcomers
         return self._fit(self._set_up(model, datamodule, phases, runs, initial, read_result=read_result), runs)
 
     def validate(self, model: LightningModule, datamodule: FederatedDataModule, ckpt_path: str = LAST) -> None:
@@ -213,7 +215,7 @@ class Federation:
         datamodule.setup()
         content = load_run(checkpoint, self.phases, identify(self.seed, datamodule))
         folder, progress = checkpoint.parent.parent, {"states": content["phases"], "rows": content["rows"]}
-        return self._set_up(model, datamodule, self.phases, folder, content["model"], **progress)
+        return self._set_up(model, datamodule, self.phases, folder, content["models"], **progress)
 
     def _set_up(
         self,
@@ -221,22 +223,24 @@ class Federation:
         datamodule: FederatedDataModule,
         phases: Sequence[Phase],
         folder: Path,
-        initial: Tree | None = None,
+        initial: Mapping[str, Tree] | None = None,
         read_result: Callable[[Phase, LightningModule], PhaseState] = read_result,
         **progress: Any,
     ) -> Run:
         """Makes a run and makes all its checks, before any training.
 
         ``folder`` is the run's, or that of all runs if its own is still to be made. ``initial`` has tensors that
-        replace the model's, by name; ``progress`` has the ``states`` and ``rows`` of a resumed run.
+        replace those of the models; ``progress`` has the ``states`` and ``rows`` of a resumed run.
         """
         self._run = None  # frees what it holds on a GPU
         devices = check_trainer(self.trainer)
         backend = with_workers(self.backend, self.trainer, devices)
         datamodule.prepare_data()
         datamodule.setup()
-        model = sized(copy_module(model), datamodule, self.seed)
-        load_tree(model, initial or {})
+        given = {INITIAL: model} | {phase.name: phase.model for phase in phases if phase.model is not None}
+        models = {name: sized(copy_module(module), datamodule, self.seed) for name, module in given.items()}
+        for name, module in models.items():
+            load_tree(module, (initial or {}).get(name, {}))
         run = Run(
             phases=phases,
             starts=self.starts,
@@ -248,7 +252,7 @@ class Federation:
             evaluate_every_n_rounds=self.evaluate_every_n_rounds,
             enable_checkpointing=self.enable_checkpointing,
             hparams=self.hparams,
-            model=model,
+            models=models,
             datamodule=datamodule,
             training_data=place_data(datamodule, backend, devices[0]),
             identity=identify(self.seed, datamodule),

@@ -8,93 +8,18 @@ way, but only the module's tensors are loaded into a module.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, Literal
 
-import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import LightningModule
-from torch import Generator, Tensor
+from torch import Tensor
 
-from fedmoe_pl.data import Batches, FederatedDataModule
-from fedmoe_pl.seeds import derive_seed
+from fedmoe_pl.algorithms.client import Client, Update
 from fedmoe_pl.trees import Patterns, Tree, changed, load_tree, mean_of_two, of_algorithm, of_module
 
-EVALUATED_AT_ONCE = 1000  # samples in a batch for evaluation
-_SPLIT = 2  # separates the random numbers of a client's split from those of its training
-
-
-@dataclass
-class Client:
-    """One client in one round, as the hooks see it.
-
-    Attributes:
-        id: the client's id.
-        round: the round of the phase, counted from 0.
-        seed: the run's seed.
-        module: the client's own copy of the phase's module.
-        samples: indices of its training samples, shape (n,).
-        kept: the tensors that it kept from earlier rounds and phases.
-        datamodule: the data of all clients; already set up.
-        loaded: the phase's initial tensors, replaced by those that the server sent; the same for all clients that
-            received the same tensors.
-        steps: number of optimizer steps in its local training; 0 before it.
-        rounds: the phase's number of rounds.
-        rounds_before: the number of rounds of the phases that this one goes on from.
-    """
-
-    id: int
-    round: int
-    seed: int
-    module: LightningModule
-    samples: Tensor
-    kept: Tree
-    datamodule: FederatedDataModule
-    loaded: Tree = field(default_factory=dict)
-    steps: int = 0
-    rounds: int = 1
-    rounds_before: int = 0
-
-    def batches(self, samples: Tensor) -> Batches:
-        """Large batches for the evaluation of models: in the order of ``samples`` and not augmented.
-
-        Args:
-            samples: indices, such as ``self.samples``, shape (n,).
-        """
-        return self.datamodule.batches(samples, batch_size=EVALUATED_AT_ONCE)
-
-    def shuffled_samples(self, purpose: int) -> Tensor:
-        """Its training samples in an order that is the same in every phase and round.
-
-        Args:
-            purpose: a number that tells one use from others, so that two splits are independent of each other.
-        """
-        generator = Generator().manual_seed(derive_seed(self.seed, _SPLIT, self.id, purpose))
-        return self.samples[torch.randperm(len(self.samples), generator=generator)]
-
-    def generator(self, purpose: int) -> Generator:
-        """Random numbers of the round for one purpose, so that training does not depend on how many were drawn.
-
-        Args:
-            purpose: a number from 10 on that tells one use from others.
-        """
-        return Generator().manual_seed(derive_seed(self.seed, purpose, self.id, self.rounds_before + self.round))
-
-
-@dataclass
-class Update:
-    """The result of one client's local training or, after ``Algorithm.combine``, of several clients' training.
-
-    Attributes:
-        sent: the tensors that the client sends to the server.
-        weight: its weight in the aggregation.
-        kept: the tensors that the client keeps until it is trained again; empty after ``combine``.
-    """
-
-    sent: Tree
-    weight: float
-    kept: Tree = field(default_factory=dict)
+Moment = Literal["local_training", "aggregation"]
+"""A moment of a round, after which clients' models are evaluated."""
 
 
 class Algorithm:
@@ -109,6 +34,8 @@ class Algorithm:
 
     Attributes:
         federated: whether clients share anything; False if every client trains alone.
+        evaluated_after: the moment of a round after which the paper evaluates clients' models, and so does a phase that
+            does not say otherwise. Without aggregation, it is always their local training.
         gate_starts_anew: whether every client draws a new gate in the first round.
         frozen_train_mode: whether modules without a trainable parameter stay in train mode, with active dropout, as in
             some official codes. Otherwise they are in eval mode.
@@ -118,6 +45,7 @@ class Algorithm:
     """
 
     federated: bool = True
+    evaluated_after: Moment = "aggregation"
     gate_starts_anew: bool = False
     frozen_train_mode: bool = False
     needs_all_clients: bool = False
@@ -127,11 +55,6 @@ class Algorithm:
     def __init__(self, shared: str | list[str] = "*", trainable: str | list[str] = "*") -> None:
         self.shared = Patterns(shared)
         self.trainable = Patterns(trainable)
-
-    @property
-    def moment(self) -> str:
-        """The moment of a round at which models are evaluated, as tables call it."""
-        return "after aggregation" if self.federated else "after local training"
 
     def check(self, module: LightningModule) -> None:
         """Refuses a module that the algorithm cannot train; called before any training.
@@ -186,8 +109,23 @@ class Algorithm:
         """The server's state before the first round, from the phase's module."""
         return {name: tensor.detach().clone() for name, tensor in module.state_dict().items() if self.is_shared(name)}
 
-    def server_send(self, server: Tree, client_id: int) -> Tree:
-        """The tensors that a client receives."""
+    def client_request(self, client_id: int, kept: Tree) -> Tree:
+        """What a client sends to ask for tensors, such as the numbers of some experts; by default nothing.
+
+        Args:
+            client_id: the client's id.
+            kept: the tensors that it kept.
+        """
+        return {}
+
+    def server_send(self, server: Tree, client_id: int, request: Tree) -> Tree:
+        """The tensors that a client receives: by default the server's whole state.
+
+        Args:
+            server: the server's state.
+            client_id: the client's id.
+            request: what the client asked for, from ``client_request``.
+        """
         return server
 
     def client_samples(self, client: Client) -> Tensor:
@@ -251,6 +189,24 @@ class Algorithm:
         """The server's state as the phase's result: after its last round, by default unchanged."""
         return server
 
+    def server_of_newcomers(self, server: Tree) -> Tree:
+        """The server's final state for clients that were not in the federation: by default the same.
+
+        Without what belongs to single clients, because newcomers have ids of their own.
+        """
+        return server
+
+    def client_after_aggregation(self, client: Client, sent: Tree) -> Tree:
+        """The tensors that a client of the round keeps after a step of its own on the new server's state.
+
+        By default, it takes no such step. If this is overridden, the client receives the server's state once more.
+
+        Args:
+            client: the client, with the model that it would use now, on the CPU.
+            sent: the tensors that the server sent after aggregation.
+        """
+        return client.kept
+
     def exchange(self, server: Tree, kept: Mapping[int, Tree], round: int) -> Iterator[tuple[int, Tree, Tree]]:
         """Lets clients send each other tensors at the end of a round, not through the server; none by default.
 
@@ -272,12 +228,38 @@ class Algorithm:
             client: the client, with the phase's module and its initial tensors.
             server: the server's state.
         """
-        return of_module({**self.server_send(server, client.id), **client.kept})
+        return of_module({**self.received(server, client.id, client.kept), **client.kept})
+
+    def predictor(self, client: Client, server: Tree) -> Callable[[Tensor], Tensor]:
+        """How a client predicts, from samples (n, ...) to scores (n, C); by default its module's forward pass.
+
+        Another one may for instance find the nearest prototype. It is evaluated without gradients.
+
+        Args:
+            client: the client; its module has the tensors that it would use now, in eval mode, on the device of the
+                samples. Other tensors are on the CPU.
+            server: the server's state.
+        """
+        return client.module
+
+    def received(self, server: Tree, client_id: int, kept: Tree) -> Tree:
+        """The tensors that a client receives in answer to its request."""
+        return self.server_send(server, client_id, self.client_request(client_id, kept))
+
+
+def overrides(algorithm: Algorithm, hook: str) -> bool:
+    """Whether the algorithm has a hook of its own."""
+    return getattr(type(algorithm), hook) is not getattr(Algorithm, hook)
+
+
+def changes_kept(algorithm: Algorithm) -> bool:
+    """Whether what clients keep may change after their local training."""
+    return overrides(algorithm, "exchange") or overrides(algorithm, "client_after_aggregation")
 
 
 def chooses_model(algorithm: Algorithm) -> bool:
     """Whether clients' models may differ although all received the same tensors and kept none."""
-    return type(algorithm).personal_tensors is not Algorithm.personal_tensors
+    return overrides(algorithm, "personal_tensors")
 
 
 def check_names(module: LightningModule) -> None:

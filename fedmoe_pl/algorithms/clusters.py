@@ -10,7 +10,8 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import LightningModule
 from torch import Generator, Tensor, nn
 
-from fedmoe_pl.algorithms.algorithm import Algorithm, Client
+from fedmoe_pl.algorithms.algorithm import Algorithm
+from fedmoe_pl.algorithms.client import Client
 from fedmoe_pl.data import Batches
 from fedmoe_pl.models import ClusteredMoE, FixedGate
 from fedmoe_pl.trees import Tree, copy_module, subtree, with_prefix

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
-from fedmoe_pl.algorithms.algorithm import Algorithm, Client, Update
+from fedmoe_pl.algorithms.algorithm import Algorithm
+from fedmoe_pl.algorithms.client import Client, Update
 
 
 class FedAvg(Algorithm):

@@ -24,7 +24,8 @@ from lightning.pytorch import LightningModule
 from torch import Tensor
 
 from fedmoe_pl.algorithms.aggregation import aggregation_rows
-from fedmoe_pl.algorithms.algorithm import Algorithm, Client, Update
+from fedmoe_pl.algorithms.algorithm import Algorithm
+from fedmoe_pl.algorithms.client import Client, Update
 from fedmoe_pl.models import ProxyGate, SparseMoE
 from fedmoe_pl.models.layers import draw_anew
 from fedmoe_pl.trees import Tree, mean_of_two, of_algorithm, of_module, subtree, with_prefix
@@ -98,7 +99,7 @@ class FedMoEDA(Algorithm):
         """The embedding, unless it is frozen."""
         return name.startswith("embedding.") and name in self.trainable
 
-    def server_send(self, server: Tree, client_id: int) -> Tree:
+    def server_send(self, server: Tree, client_id: int, request: Tree) -> Tree:
         """The embedding; after an update round, also the client's rows of the matrix."""
         sent = {name: tensor for name, tensor in server.items() if self.is_shared(name)}
         if _BEFORE + _NEIGHBOURS in server:
@@ -149,6 +150,10 @@ class FedMoEDA(Algorithm):
         before = {_NEIGHBOURS: before[_NEIGHBOURS], _WEIGHTS: before[_WEIGHTS]}
         latest = {_NEIGHBOURS: neighbours, _WEIGHTS: weights, _OWNERS: owners}
         return new | with_prefix(before, _BEFORE) | with_prefix(latest, _LATEST)
+
+    def server_of_newcomers(self, server: Tree) -> Tree:
+        """The embedding: the rows of the matrix belong to the federation's clients."""
+        return of_module(server)
 
     def exchange(self, server: Tree, kept: Mapping[int, Tree], round: int) -> Iterator[tuple[int, Tree, Tree]]:
         """Step 3: every expert becomes the weighted mean of experts as they are after this round's training.

@@ -14,7 +14,8 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import LightningModule
 from torch import Tensor
 
-from fedmoe_pl.algorithms.algorithm import Algorithm, Client, Update
+from fedmoe_pl.algorithms.algorithm import Algorithm
+from fedmoe_pl.algorithms.client import Client, Update
 from fedmoe_pl.algorithms.clusters import (
     best_cluster,
     check_first_place,
@@ -119,7 +120,7 @@ class EpsilonGreedyIFCA(Algorithm):
             _WAITED: torch.zeros(clusters, dtype=torch.int64),
         }
 
-    def server_send(self, server: Tree, client_id: int) -> Tree:
+    def server_send(self, server: Tree, client_id: int, request: Tree) -> Tree:
         """The models of all active clusters."""
         active = server[_ACTIVE].tolist()
         return {name: tensor for name, tensor in of_module(server).items() if active[cluster_of(name)]}

@@ -33,7 +33,8 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import LightningModule
 from torch import Tensor
 
-from fedmoe_pl.algorithms.algorithm import Algorithm, Client, Update
+from fedmoe_pl.algorithms.algorithm import Algorithm
+from fedmoe_pl.algorithms.client import Client, Update
 from fedmoe_pl.algorithms.pfl_moe import PersonalizedExpert, missing_expert
 from fedmoe_pl.models import MixtureOfExperts
 from fedmoe_pl.seeds import derive_seed

@@ -23,54 +23,22 @@ Standalone is ``Local`` with ``LocalOnly``; LG-FedAvg is ``FedAvg(shared="header
 
 from __future__ import annotations
 
-from typing import Any, Literal, get_args
-
-from lightning.fabric.utilities.exceptions import MisconfigurationException
-
-from fedmoe_pl.algorithms.algorithm import Algorithm, Client, Update
-from fedmoe_pl.trees import Tree, load_tree
-
-EvaluatedExtractor = Literal["own", "global"]
+from fedmoe_pl.algorithms.algorithm import Algorithm
 
 
 class PFedMoE(Algorithm):
-    """FedAvg of the shared extractor; each client also keeps the copy that it trained last.
+    """FedAvg of the shared extractor, evaluated after local training.
 
-    The client's model uses that copy, because its local parts were trained together with it. The next training starts
-    with the tensors that the server sends. So does the model of a client that has not been trained.
+    Before aggregation, a client's model has the extractor that was trained together with its local parts. A client
+    outside the cohort is evaluated with the model that it trained last, and one that was never trained with the
+    server's extractor. Training always starts with the tensors that the server sends.
 
     Args:
         shared: glob patterns of the parameters and buffers that are averaged, weighted by the clients' numbers of
             samples.
-        eval_extractor: ``own`` evaluates a client with its own copy of the shared tensors; ``global`` with the
-            server's, as in ``FedAvg(shared)``.
-
-    Raises:
-        MisconfigurationException: if ``eval_extractor`` is neither of these.
     """
 
-    def __init__(
-        self, shared: str | list[str] = "shared_extractor.*", eval_extractor: EvaluatedExtractor = "own"
-    ) -> None:
-        if eval_extractor not in get_args(EvaluatedExtractor):
-            raise MisconfigurationException(
-                f"PFedMoE: eval_extractor is '{eval_extractor}', but must be 'own' or 'global'."
-            )
+    evaluated_after = "local_training"
+
+    def __init__(self, shared: str | list[str] = "shared_extractor.*") -> None:
         super().__init__(shared)
-        self.eval_extractor = eval_extractor
-
-    @property
-    def moment(self) -> str:
-        """After local training for a client's own copy, which has not been aggregated."""
-        return "after local training" if self.eval_extractor == "own" else super().moment
-
-    def client_init(self, client: Client, sent: Tree) -> dict[str, Any]:
-        """Algorithm 1, line 4: the server's tensors replace the client's own copy."""
-        load_tree(client.module, {**client.kept, **sent})
-        return {}
-
-    def client_final(self, client: Client, const: dict[str, Any]) -> Update:
-        """Also keeps a copy of the sent tensors, if they are to be evaluated."""
-        update = super().client_final(client, const)
-        own_copy = update.sent if self.eval_extractor == "own" else {}
-        return Update(update.sent, update.weight, {**update.kept, **own_copy})

@@ -29,7 +29,8 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import LightningModule
 from torch import Tensor
 
-from fedmoe_pl.algorithms.algorithm import Algorithm, Client
+from fedmoe_pl.algorithms.algorithm import Algorithm
+from fedmoe_pl.algorithms.client import Client
 from fedmoe_pl.models import MixtureOfExperts
 from fedmoe_pl.trees import Tree, subtree, with_prefix
 

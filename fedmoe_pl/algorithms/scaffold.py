@@ -9,7 +9,8 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import LightningModule
 from torch import Tensor
 
-from fedmoe_pl.algorithms.algorithm import Algorithm, Client, Update
+from fedmoe_pl.algorithms.algorithm import Algorithm
+from fedmoe_pl.algorithms.client import Client, Update
 from fedmoe_pl.trees import Tree, difference, inner_product, of_algorithm, subtree, with_prefix
 
 _CONTROL = "control/"  # prefix of a parameter's name: its control variate, c on the server and c_i on a client

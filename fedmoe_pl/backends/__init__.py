@@ -3,7 +3,16 @@
 from fedmoe_pl.backends.auto import AutoBackend
 from fedmoe_pl.backends.backend import Backend, GroupUpdate, Plan
 from fedmoe_pl.backends.best_epoch import BestEpoch
-from fedmoe_pl.backends.client import begin_client, data_on, has_batch_norm, on_device, trainable_names
+from fedmoe_pl.backends.client import (
+    TRAINED,
+    begin_client,
+    client_of,
+    data_on,
+    has_batch_norm,
+    on_device,
+    step_after_aggregation,
+    trainable_names,
+)
 from fedmoe_pl.backends.fitting import LEAN_TRAINER, one_thread, quiet
 from fedmoe_pl.backends.freezing import Freezing
 from fedmoe_pl.backends.hooks import changes_loss, overridden_hooks, trains_by_loss
@@ -15,6 +24,7 @@ from fedmoe_pl.backends.workers import PoolBackend, RayBackend, WorkersBackend
 
 __all__ = [
     "LEAN_TRAINER",
+    "TRAINED",
     "AutoBackend",
     "Backend",
     "BestEpoch",
@@ -30,12 +40,14 @@ __all__ = [
     "WorkersBackend",
     "begin_client",
     "changes_loss",
+    "client_of",
     "data_on",
     "has_batch_norm",
     "on_device",
     "one_thread",
     "overridden_hooks",
     "quiet",
+    "step_after_aggregation",
     "trainable_names",
     "trains_by_loss",
 ]

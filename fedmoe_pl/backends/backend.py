@@ -6,7 +6,8 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from fedmoe_pl.algorithms.algorithm import Algorithm, Update
+from fedmoe_pl.algorithms.algorithm import Algorithm
+from fedmoe_pl.algorithms.client import Update
 from fedmoe_pl.backends.traffic import Traffic
 from fedmoe_pl.backends.training import LocalTraining
 from fedmoe_pl.trees import Tree

@@ -12,14 +12,19 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils._pytree import tree_map
 
-from fedmoe_pl.algorithms.algorithm import Client
+from fedmoe_pl.algorithms.algorithm import changes_kept
+from fedmoe_pl.algorithms.client import Client, Update
+from fedmoe_pl.backends.optimizers import set_optimizer
 from fedmoe_pl.backends.training import LocalTraining
 from fedmoe_pl.data import Batches, FederatedDataModule
 from fedmoe_pl.models import SwitchNorm1d
 from fedmoe_pl.seeds import derive_seed, seed_all
-from fedmoe_pl.trees import Tree
+from fedmoe_pl.trees import Tree, changed, copy_module, load_tree, with_prefix
 
-_TRAINING, _BATCHES = 0, 3  # separate the random numbers of a client's model and batches from each other and others
+TRAINED = "trained/"
+"""Prefix of a tensor's name: the tensor as it was after the client's local training, before aggregation."""
+# separate the random numbers of a client's training, batches and step after aggregation from each other and others
+_TRAINING, _BATCHES, _AFTER_AGGREGATION = 0, 3, 4
 
 
 def begin_client(
@@ -41,21 +46,70 @@ def begin_client(
     """
     algorithm = training.algorithm
     seed_all(derive_seed(training.seed, _TRAINING, client_id, training.rounds_before + round))
-    sent = algorithm.server_send(server, client_id)
-    client = Client(
+    client = client_of(training, module, client_id, kept.get(client_id, {}), round)
+    sent = algorithm.received(server, client_id, client.kept)
+    client.loaded = {**training.initial, **sent}
+    set_optimizer(module, training.learning_rates(round), client.kept)
+    const = algorithm.client_init(client, sent)
+    return client, const, algorithm.client_samples(client)
+
+
+def client_of(training: LocalTraining, module: LightningModule, client_id: int, kept: Tree, round: int) -> Client:
+    """The client as hooks see it, before it received anything.
+
+    Args:
+        training: the local training of the phase's clients.
+        module: the client's module.
+        client_id: the client's id.
+        kept: the tensors that it kept.
+        round: the round of the phase, counted from 0.
+    """
+    return Client(
         id=client_id,
         round=round,
         seed=training.seed,
         module=module,
         samples=training.datamodule.train_samples[client_id],
-        kept=kept.get(client_id, {}),
-        loaded={**training.initial, **sent},
+        kept=kept,
         datamodule=training.datamodule,
+        loaded=training.initial,
         rounds=training.rounds,
         rounds_before=training.rounds_before,
     )
-    const = algorithm.client_init(client, sent)
-    return client, const, algorithm.client_samples(client)
+
+
+def end_client(training: LocalTraining, client: Client, const: dict[str, Any], optimizer: Tree | None = None) -> Update:
+    """The client's update after its training.
+
+    Args:
+        training: the local training of the phase's clients.
+        client: the client; its module is trained.
+        const: the constants of its loss, as the algorithm made them.
+        optimizer: the state of its optimizer that it keeps; None for none.
+    """
+    algorithm = training.algorithm
+    update = algorithm.client_final(client, const)
+    kept = {**update.kept, **(optimizer or {})}
+    if training.keep_trained:
+        kept_as_trained = () if changes_kept(algorithm) else update.kept
+        different = changed(client.module, training.initial, {})
+        trained = {name: tensor for name, tensor in different.items() if name not in kept_as_trained}
+        kept |= with_prefix(trained, TRAINED)
+    return Update(update.sent, update.weight, kept)
+
+
+def step_after_aggregation(
+    training: LocalTraining, server: Tree, client_id: int, kept: Mapping[int, Tree], round: int
+) -> Tree:
+    """What a client keeps after ``Algorithm.client_after_aggregation``; arguments as in :func:`begin_client`."""
+    training = training.of(client_id)
+    algorithm, module = training.algorithm, copy_module(training.module)
+    seed_all(derive_seed(training.seed, _AFTER_AGGREGATION, client_id, training.rounds_before + round))
+    client = client_of(training, module, client_id, kept.get(client_id, {}), round)
+    sent = algorithm.received(server, client_id, client.kept)
+    client.loaded = {**training.initial, **sent}
+    load_tree(module, algorithm.personal_tensors(client, server))
+    return algorithm.client_after_aggregation(client, sent)
 
 
 def on_device(const: dict[str, Any], device: torch.device) -> dict[str, Any]:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fedmoe_pl.algorithms.algorithm import Client
+from fedmoe_pl.algorithms.client import Client
 from fedmoe_pl.backends.client import on_device
 from fedmoe_pl.backends.frozen_parts import FrozenParts, Rows, compute_rows, find_frozen_parts, no_input
 from fedmoe_pl.backends.training import LocalTraining

@@ -13,7 +13,7 @@ from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from fedmoe_pl.algorithms.algorithm import Client
+from fedmoe_pl.algorithms.client import Client
 from fedmoe_pl.backends.client import trainable_names
 from fedmoe_pl.backends.rounding import is_close
 from fedmoe_pl.backends.training import LocalTraining

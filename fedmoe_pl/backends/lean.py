@@ -12,10 +12,10 @@ import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import EarlyStopping
 from torch import Tensor
-from torch.optim.lr_scheduler import LRScheduler
 
 from fedmoe_pl.backends.fitting import LEAN_TRAINER, client_callbacks, fit
 from fedmoe_pl.backends.hooks import BATCH_HOOKS, trains_by_loss
+from fedmoe_pl.backends.optimizers import optimizer_and_scheduler
 from fedmoe_pl.backends.training import LocalTraining
 from fedmoe_pl.data import Batches
 
@@ -57,27 +57,6 @@ def _unusual_optimizer(configured: Any) -> str | None:
     if inspect.signature(type(optimizer).step).parameters["closure"].default is inspect.Parameter.empty:
         return f"{type(optimizer).__name__} needs a closure"
     return None
-
-
-def optimizer_and_scheduler(configured: Any) -> tuple[torch.optim.Optimizer | None, LRScheduler | None]:
-    """Finds the optimizer and the scheduler, stepped once per epoch, in what ``configure_optimizers`` returned.
-
-    Returns:
-        The optimizer, or None if there are several optimizers or anything but a plain scheduler; and the scheduler, or
-        None if there is none.
-    """
-    if isinstance(configured, (list, tuple)) and len(configured) == 1:
-        (configured,) = configured
-    if isinstance(configured, dict) and set(configured) == {"optimizer"}:
-        configured = configured["optimizer"]
-    if isinstance(configured, torch.optim.Optimizer):
-        return configured, None
-    if isinstance(configured, dict) and set(configured) == {"optimizer", "lr_scheduler"}:
-        scheduler = configured["lr_scheduler"]
-        plateau = isinstance(scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau)
-        if isinstance(scheduler, LRScheduler) and not plateau:
-            return configured["optimizer"], scheduler
-    return None, None
 
 
 class _OneStep:

@@ -5,18 +5,20 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from lightning.pytorch import LightningModule
+from lightning.pytorch import LightningModule, Trainer
 from torch import Tensor
 
-from fedmoe_pl.algorithms.algorithm import EVALUATED_AT_ONCE, Algorithm, Client, Update
+from fedmoe_pl.algorithms.algorithm import Algorithm
+from fedmoe_pl.algorithms.client import EVALUATED_AT_ONCE, Client, Update
 from fedmoe_pl.backends.backend import Backend, GroupUpdate, Plan, group_update
-from fedmoe_pl.backends.client import begin_client, client_batches, on_device, trainable_names
+from fedmoe_pl.backends.client import begin_client, client_batches, end_client, on_device, trainable_names
 from fedmoe_pl.backends.features import FeatureCache, Features, LookedUpBatches
 from fedmoe_pl.backends.fitting import fit, one_thread
 from fedmoe_pl.backends.freezing import Freezing
 from fedmoe_pl.backends.frozen_parts import looked_up
 from fedmoe_pl.backends.hooks import trains_by_loss
 from fedmoe_pl.backends.lean import EpochModule, fit_epochs, needs_every_batch
+from fedmoe_pl.backends.optimizers import optimizer_state
 from fedmoe_pl.backends.training import LocalTraining
 from fedmoe_pl.trees import Tree, copy_module
 
@@ -73,45 +75,51 @@ class TrainerPlan(Plan):
         """One client's part of a round."""
         training = self.training.of(client_id)
         client, const, samples = begin_client(training, copy_module(training.module), server, client_id, kept, round)
+        optimizer: Tree = {}
         if len(samples) and trainable_names(training, client.module, round):
             placed = on_device(const, training.device)
             if self.lean:
-                _fit_lean(training, client, placed, samples, self.features.find(training, client, placed, samples))
+                features = self.features.find(training, client, placed, samples)
+                trainer = _fit_lean(training, client, placed, samples, features)
             else:
-                _fit_every_batch(training, client, placed, samples)
-        return training.algorithm.client_final(client, const)
+                trainer = _fit_every_batch(training, client, placed, samples)
+            optimizer = _end_fit(training, client, trainer)
+        return end_client(training, client, const, optimizer)
 
 
 def _fit_lean(
     training: LocalTraining, client: Client, const: dict[str, Any], samples: Tensor, features: Features | None
-) -> None:
+) -> Trainer:
     clip = training.trainer.get("gradient_clip_val"), training.trainer.get("gradient_clip_algorithm")
     module = _LeanClientModule(client.module, training.algorithm, const, *clip)
     freezing = Freezing(training, client.module, client.round)
     batches = client_batches(training, client, samples)
     validation = _validation_batches(training, client)
     if features is None or validation is not None:  # validation samples have no features
-        trainer = fit_epochs(training, module, batches, validation, freezing)
-    else:
-        lookup: Tree = {}
-        with looked_up(client.module, features.parts.names, lookup):
-            trainer = fit_epochs(training, module, LookedUpBatches(batches, features, lookup), None, freezing)
-    client.steps = trainer.global_step
-    client.module.zero_grad()
+        return fit_epochs(training, module, batches, validation, freezing)
+    lookup: Tree = {}
+    with looked_up(client.module, features.parts.names, lookup):
+        return fit_epochs(training, module, LookedUpBatches(batches, features, lookup), None, freezing)
 
 
-def _fit_every_batch(training: LocalTraining, client: Client, const: dict[str, Any], samples: Tensor) -> None:
+def _fit_every_batch(training: LocalTraining, client: Client, const: dict[str, Any], samples: Tensor) -> Trainer:
     module = client.module
     if trains_by_loss(training.algorithm, module):
         module = _ClientModule(client.module, training.algorithm, const)
     freezing = Freezing(training, client.module, client.round)
     batches = client_batches(training, client, samples)
-    trainer = fit(training, module, batches, _validation_batches(training, client), freezing)
+    return fit(training, module, batches, _validation_batches(training, client), freezing)
+
+
+def _end_fit(training: LocalTraining, client: Client, trainer: Trainer) -> Tree:
+    """Notes the client's steps; returns the state of its optimizer, if clients keep it."""
     client.steps = trainer.global_step
+    kept = optimizer_state(client.module, trainer.optimizers[0]) if training.keep_optimizer else {}
     # A Trainer waits for the garbage collector, because its references form cycles. Large tensors are freed now.
     client.module.zero_grad()
     for optimizer in trainer.optimizers:
         optimizer.state.clear()
+    return kept
 
 
 def _validation_batches(training: LocalTraining, client: Client) -> Any:

@@ -9,8 +9,10 @@ from typing import Any
 
 import torch
 from lightning.pytorch import LightningModule
+from lightning.pytorch.cli import LRSchedulerCallable
 
 from fedmoe_pl.algorithms.algorithm import Algorithm
+from fedmoe_pl.backends.optimizers import learning_rates
 from fedmoe_pl.data import FederatedDataModule
 from fedmoe_pl.models import MixtureOfExperts
 from fedmoe_pl.trees import Tree, copy_module
@@ -31,6 +33,9 @@ class LocalTraining:
         rounds: number of rounds of the phase.
         rounds_before: number of rounds of the phases that this one goes on from; random numbers depend on the sum of
             both counts, so that a phase does not repeat those of the phase that it starts from.
+        round_lr_scheduler: makes a scheduler of the learning rate that is stepped once per round; None for none.
+        keep_optimizer: whether clients keep the state of their optimizer for their next round.
+        keep_trained: whether clients keep a copy of what they trained, for an evaluation before aggregation.
         device: the device that clients train on.
     """
 
@@ -43,12 +48,27 @@ class LocalTraining:
     seed: int
     rounds: int = 1
     rounds_before: int = 0
+    round_lr_scheduler: LRSchedulerCallable | None = None
+    keep_optimizer: bool = False
+    keep_trained: bool = False
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
 
     @property
     def max_epochs(self) -> int:
         """Local epochs of a client."""
         return self.trainer["max_epochs"]
+
+    def learning_rates(self, round: int) -> list[float] | None:
+        """The learning rate of each parameter group in a round, counted from 0; None without a schedule over rounds."""
+        if self.round_lr_scheduler is None:
+            return None
+        if round not in self._learning_rates:
+            self._learning_rates[round] = learning_rates(self.module, self.round_lr_scheduler, round)
+        return self._learning_rates[round]
+
+    @cached_property
+    def _learning_rates(self) -> dict[int, list[float]]:
+        return {}
 
     def architecture(self, client_id: int) -> int:
         """The number of a client's architecture; 0 for modules with only one."""

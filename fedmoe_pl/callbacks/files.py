@@ -63,11 +63,15 @@ class ClientCheckpoint(FederationCallback):
         """Writes the clients' models of an evaluated phase."""
         if evaluation is None or (self.methods is not None and phase.name not in self.methods):
             return
-        folder = run.folder / "clients" / phase.name
+        for moment in phase.moments:
+            self._write_models(run, phase, phase.method(moment))
+
+    def _write_models(self, run: Run, phase: Phase, method: str) -> None:
+        folder = run.folder / "clients" / method
         folder.mkdir(parents=True, exist_ok=True)
         personalized = bool(run.states[phase.name].kept) or chooses_model(phase.algorithm)
         for client in range(run.datamodule.num_clients if personalized else 1):
-            module = run.client_module(phase.name, client)
+            module = run.client_module(method, client)
             checkpoint = {
                 "pytorch-lightning_version": __version__,
                 "state_dict": module.state_dict(),

@@ -10,12 +10,16 @@ from dataclasses import replace
 import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import LightningModule
+from torch.nn.parameter import is_lazy
 
+from fedmoe_pl.data import FederatedDataModule
 from fedmoe_pl.models import MixtureOfExperts
 from fedmoe_pl.rounds.checkpoint import load_checkpoint
+from fedmoe_pl.rounds.evaluate import predict
 from fedmoe_pl.rounds.phase import Phase
 from fedmoe_pl.rounds.state import PhaseState
 from fedmoe_pl.rounds.store import check_kept, only
+from fedmoe_pl.seeds import seed_all
 from fedmoe_pl.trees import Tree, copy_module, load_tree
 
 
@@ -38,6 +42,20 @@ def phase_module(model: LightningModule, phase: Phase) -> LightningModule:
         setattr(module, part, copy.deepcopy(replacement).to(_dtype(model)) if part == "gate" else replacement)
         module.check_parts()
     return module
+
+
+def sized(module: LightningModule, datamodule: FederatedDataModule, seed: int) -> LightningModule:
+    """The module in train mode, its lazy layers sized by a sample, such as a gate whose input width is unknown.
+
+    Args:
+        module: the module, which is changed.
+        datamodule: provides the sample.
+        seed: the run's seed.
+    """
+    if any(is_lazy(parameter) for parameter in module.parameters()):
+        seed_all(seed)
+        predict(module.eval(), datamodule, datamodule.train_samples[0][:1])
+    return module.train()
 
 
 def _dtype(module: LightningModule) -> torch.dtype:
@@ -95,7 +113,8 @@ def read_result_for_newcomers(phase: Phase, module: LightningModule) -> PhaseSta
     """
     saved = _read(phase, module)
     round = 0 if _keeps_parameters(phase, module) else phase.rounds
-    return PhaseState({}, saved.server, round=round, given_round=saved.best_round or saved.round)
+    server = phase.algorithm.server_of_newcomers(saved.server)
+    return PhaseState({}, server, round=round, given_round=saved.best_round or saved.round)
 
 
 def _read(phase: Phase, module: LightningModule) -> PhaseState:

@@ -23,12 +23,12 @@ from fedmoe_pl.trees import Tree
 LAST = "last"
 FILE = "checkpoints/last.ckpt"
 KEPT = "checkpoints/kept"
-_FORMAT = 2  # the version of the checkpoint format; version 1 had other names for the tensors of algorithms
+_FORMAT = 3  # the version of the checkpoint format; older versions had one model and one evaluation per phase
 
 
 def save_checkpoint(
     path: Path,
-    model: Tree,
+    models: dict[str, Tree],
     states: dict[str, PhaseState],
     rows: list[dict[str, Any]],
     identity: dict[str, Any],
@@ -39,7 +39,7 @@ def save_checkpoint(
 
     Args:
         path: where to write.
-        model: tensors of the initial model.
+        models: tensors of the initial models, by the name of the phase that has it, or ``initial``.
         states: the phases begun so far, by name.
         rows: the rows of ``rounds.csv`` so far.
         identity: the run's seed and data, see :func:`identify`.
@@ -48,7 +48,7 @@ def save_checkpoint(
         name: None if state.finished and _finished_path(path, name).is_file() else _content(state)
         for name, state in states.items()
     }
-    _save(path, {"fedmoe_pl": _FORMAT, **identity, "model": model, "phases": phases, "rows": rows})
+    _save(path, {"fedmoe_pl": _FORMAT, **identity, "models": models, "phases": phases, "rows": rows})
 
 
 def save_finished(path: Path, name: str, state: PhaseState) -> None:
@@ -79,9 +79,10 @@ def _content(state: PhaseState) -> dict[str, Any]:
     for name in ("kept", "best_kept"):
         if isinstance(kept := content[name], KeptOnDisk):
             content[name] = {"phases": kept.phases, "versions": kept.versions}
-    if state.evaluation is not None:
-        clients = [vars(client) for client in state.evaluation.clients]
-        content["evaluation"] = {**vars(state.evaluation), "clients": clients}
+    content["evaluations"] = [
+        {**vars(evaluation), "clients": [vars(client) for client in evaluation.clients]}
+        for evaluation in state.evaluations
+    ]
     return content
 
 
@@ -90,9 +91,9 @@ def _state(path: Path, content: dict[str, Any]) -> PhaseState:
     for name in ("kept", "best_kept"):
         if "versions" in (kept := content[name]):
             content[name] = KeptOnDisk(path.parent / Path(KEPT).name, kept["phases"], kept["versions"])
-    if content["evaluation"] is not None:
-        clients = [ClientEvaluation(**client) for client in content["evaluation"].pop("clients")]
-        content["evaluation"] = Evaluation(**content["evaluation"], clients=clients)
+    for index, evaluation in enumerate(content["evaluations"]):
+        clients = [ClientEvaluation(**client) for client in evaluation.pop("clients")]
+        content["evaluations"][index] = Evaluation(**evaluation, clients=clients)
     return PhaseState(**content)
 
 

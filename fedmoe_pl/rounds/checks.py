@@ -2,24 +2,21 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Sequence
-from typing import Any
 
-import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
-from lightning.pytorch import LightningModule, Trainer
-from lightning.pytorch.accelerators import CPUAccelerator
+from lightning.pytorch import LightningModule
 
-from fedmoe_pl.backends import changes_loss, has_batch_norm, overridden_hooks, quiet
-from fedmoe_pl.backends.best_epoch import BestEpoch
+from fedmoe_pl.backends import changes_loss, has_batch_norm, overridden_hooks
+from fedmoe_pl.backends.optimizers import learning_rates, optimizer_and_scheduler
 from fedmoe_pl.data import FederatedDataModule
 from fedmoe_pl.models import MixtureOfExperts
 from fedmoe_pl.rounds.cohort import cohort_size
 from fedmoe_pl.rounds.evaluate import predict
-from fedmoe_pl.rounds.phase import Phase
+from fedmoe_pl.rounds.phase import INITIAL, Phase
 from fedmoe_pl.rounds.run import Run
 from fedmoe_pl.rounds.state import PhaseState
+from fedmoe_pl.rounds.trainer_checks import check_client_trainer, check_trainer
 from fedmoe_pl.trees import copy_module
 
 
@@ -38,10 +35,28 @@ def check_run(run: Run, read_result: Callable[[Phase, LightningModule], PhaseSta
         if phase.trainer:
             check_trainer(trainer)
         module = run.module(phase)
+        _check_model(run, phase, module)
         check_phase(phase, module, run.datamodule, run.seed)
         check_client_trainer(phase, trainer, run.datamodule)
         if phase.ckpt_path and phase.name not in run.states:
             run.given_results[phase.name] = read_result(phase, module)
+
+
+def _check_model(run: Run, phase: Phase, module: LightningModule) -> None:
+    """Refuses a start whose tensors do not fit the phase's own model."""
+    start = run.starts[phase.name]
+    if phase.model is None or start == INITIAL:
+        return
+    before = run.module(next(other for other in run.phases if other.name == start))
+    shapes = [
+        {name: tuple(tensor.shape) for name, tensor in part.state_dict().items() if not name.startswith("gate.")}
+        for part in (module, before)
+    ]
+    if different := sorted(dict(shapes[0].items() ^ shapes[1].items())):
+        raise MisconfigurationException(
+            f"{phase}: start is '{start}', whose model differs from the phase's own model in '{different[0]}'; it must "
+            f"be '{INITIAL}' or a phase whose model has the same tensors."
+        )
 
 
 def check_phases(phases: Sequence[Phase], evaluate_every_n_rounds: int) -> None:
@@ -51,7 +66,7 @@ def check_phases(phases: Sequence[Phase], evaluate_every_n_rounds: int) -> None:
         MisconfigurationException: if there are no phases, two have the same name, the evaluation interval is negative,
             or it is 0 for a phase with a monitor.
     """
-    names = [phase.name for phase in phases]
+    names = [phase.method(moment) for phase in phases for moment in phase.moments]
     if not phases or len(set(names)) < len(names):
         raise MisconfigurationException(
             f"Federation: phases has the names {names}, but needs at least one phase and every name once."
@@ -79,77 +94,6 @@ def check_store(store: str, enable_checkpointing: bool) -> None:
         raise MisconfigurationException("Federation: store is 'disk', which needs enable_checkpointing to be true.")
 
 
-def check_trainer(arguments: dict[str, Any]) -> list[torch.device]:
-    """Refuses arguments from which a client's Trainer cannot be made.
-
-    Returns:
-        The devices to train on, one for each client that is trained at the same time. A CPU is repeated; with
-        ``devices: auto`` there is one entry for every core that the process may use.
-
-    Raises:
-        MisconfigurationException: if Lightning refuses the arguments, or they ask for several nodes or a true precision
-            other than 32 bits.
-    """
-    max_epochs, devices = arguments["max_epochs"], arguments.get("devices", "auto")
-    if not isinstance(max_epochs, int) or max_epochs < 0:
-        raise MisconfigurationException(
-            f"trainer.max_epochs is {max_epochs}, but must be the number of local epochs, at least 0."
-        )
-    try:
-        with quiet():
-            trainer = Trainer(**{**arguments, "devices": 1})
-            accelerator = trainer.accelerator
-            if devices == "auto":
-                cores = len(os.sched_getaffinity(0))
-                devices = cores if isinstance(accelerator, CPUAccelerator) else accelerator.auto_device_count()
-            parallel_devices = accelerator.get_parallel_devices(accelerator.parse_devices(devices))
-    except (MisconfigurationException, TypeError, ValueError) as error:
-        raise MisconfigurationException(f"trainer: {error}") from error
-    if trainer.world_size > 1:
-        raise MisconfigurationException(
-            f"trainer.num_nodes is {trainer.num_nodes}, but must be 1: a client trains on one device; RayBackend "
-            "trains clients on several machines."
-        )
-    if trainer.precision.endswith("-true") and trainer.precision != "32-true":
-        raise MisconfigurationException(
-            f"trainer.precision is '{trainer.precision}', but must be 32-true or mixed, because clients and server "
-            "exchange parameters of the model's own type; call .double() on the model for 64 bits."
-        )
-    return parallel_devices
-
-
-def check_client_trainer(phase: Phase, trainer: dict[str, Any], datamodule: FederatedDataModule) -> None:
-    """Refuses a ``BestEpoch`` if no client validates, and gradient clipping that would break an algorithm's formulas.
-
-    Args:
-        phase: the phase.
-        trainer: arguments of its clients' Trainers.
-        datamodule: the data and the clients that hold them; already set up.
-
-    Raises:
-        MisconfigurationException: if there is such a callback or such clipping.
-    """
-    if phase.algorithm.needs_plain_steps and trainer.get("gradient_clip_val"):
-        raise MisconfigurationException(
-            f"{phase}: gradient_clip_val of the trainer is {trainer['gradient_clip_val']}, "
-            f"but must be left out, because {type(phase.algorithm).__name__} computes with the steps of plain SGD."
-        )
-    callbacks = trainer.get("callbacks") or []
-    callbacks = callbacks if isinstance(callbacks, list) else [callbacks]
-    if not any(isinstance(callback, BestEpoch) for callback in callbacks):
-        return
-    prefix = f"{phase}: callbacks has a BestEpoch"
-    if not trainer["limit_val_batches"]:
-        raise MisconfigurationException(
-            f"{prefix}, but limit_val_batches of the phase's trainer is {trainer['limit_val_batches']}; it must be "
-            "above 0, such as 1.0, so that clients validate."
-        )
-    if not len(datamodule.validation_samples.indices):
-        raise MisconfigurationException(
-            f"{prefix}, but validation_fraction is 0, so that no client has validation samples; it must be above 0."
-        )
-
-
 def check_phase(phase: Phase, module: LightningModule, datamodule: FederatedDataModule, seed: int) -> None:
     """Refuses a phase that does not fit its module or the data.
 
@@ -169,11 +113,30 @@ def check_phase(phase: Phase, module: LightningModule, datamodule: FederatedData
     _check_samples(phase, module, datamodule)
     if phase.evaluate:
         _check_outputs(module, datamodule)
+    _check_optimizer(phase, module)
+
+
+def _check_optimizer(phase: Phase, module: LightningModule) -> None:
+    """Refuses arguments that the optimizer refuses, and options that need one optimizer if there are others."""
     if isinstance(module, MixtureOfExperts):
         try:
             module.configure_optimizers()
         except ValueError as error:
             raise MisconfigurationException(f"{phase}: its optimizer refuses its arguments: {error}.") from error
+    for option in ("round_lr_scheduler", "keep_optimizer"):
+        if getattr(phase, option) and optimizer_and_scheduler(module.configure_optimizers())[0] is None:
+            raise MisconfigurationException(
+                f"{phase}: {option} is given, but configure_optimizers of {type(module).__name__} returns more than an "
+                "optimizer and a scheduler that is stepped once per epoch."
+            )
+    if phase.round_lr_scheduler is None:
+        return
+    try:
+        learning_rates(module, phase.round_lr_scheduler, phase.rounds - 1)
+    except (TypeError, ValueError) as error:
+        raise MisconfigurationException(
+            f"{phase}: round_lr_scheduler cannot be stepped once per round, without a metric: {error}."
+        ) from error
 
 
 def _check_cohort(phase: Phase, num_clients: int, seed: int) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TypeGuard
 
 import torch
@@ -13,17 +13,23 @@ from lightning.pytorch import LightningModule
 from torch import Tensor
 from torchmetrics.functional.classification import multiclass_accuracy
 
-from fedmoe_pl.algorithms.algorithm import EVALUATED_AT_ONCE, Client, chooses_model
-from fedmoe_pl.backends import LocalTraining
+from fedmoe_pl.algorithms.algorithm import Moment, chooses_model, overrides
+from fedmoe_pl.algorithms.client import EVALUATED_AT_ONCE
+from fedmoe_pl.backends import TRAINED, LocalTraining, client_of
 from fedmoe_pl.data import FederatedDataModule
 from fedmoe_pl.data.parts import Parts
 from fedmoe_pl.models import FixedGate, MixtureOfExperts
 from fedmoe_pl.rounds.evaluation import ClientEvaluation
-from fedmoe_pl.trees import Tree, copy_module, load_tree, of_module
+from fedmoe_pl.trees import Tree, copy_module, load_tree, of_module, subtree
 
 
 def evaluate_clients(
-    training: LocalTraining, server: Tree, kept: Mapping[int, Tree], device: torch.device
+    training: LocalTraining,
+    server: Tree,
+    kept: Mapping[int, Tree],
+    device: torch.device,
+    round: int,
+    moment: Moment,
 ) -> list[ClientEvaluation]:
     """Evaluates the model that every client would use now, made of the tensors that the server sends and its own.
 
@@ -35,6 +41,8 @@ def evaluate_clients(
         server: the server's state.
         kept: the tensors that clients kept, by client.
         device: the device to compute on.
+        round: number of completed rounds.
+        moment: the moment of the last round, after which models are evaluated.
 
     Returns:
         One entry per client, in the order of their ids.
@@ -43,9 +51,12 @@ def evaluate_clients(
     for group in training.by_architecture(range(training.datamodule.num_clients)):
         group_training = training.of(group[0])
         module = copy_module(group_training.module).to(device).eval()
-        for tensors, clients in _models(group_training, module, server, kept, group):
+        for tensors, clients in _models(group_training, module, server, kept, group, round, moment):
             load_tree(module, {**group_training.initial, **tensors})
-            evaluations.update(zip(clients, _evaluate_model(module, training.datamodule, clients), strict=True))
+            alike = [[client] for client in clients] if overrides(training.algorithm, "predictor") else [clients]
+            for some in alike:
+                predictor = client_predictor(group_training, module, server, some[0], kept, round)
+                evaluations.update(zip(some, _evaluate_model(predictor, training.datamodule, some), strict=True))
     return [evaluations[client] for client in range(training.datamodule.num_clients)]
 
 
@@ -61,9 +72,18 @@ def evaluated_model(module: LightningModule) -> str:
 
 
 def personal_tensors(
-    training: LocalTraining, module: LightningModule, server: Tree, client_id: int, kept: Tree, round: int = 0
+    training: LocalTraining,
+    module: LightningModule,
+    server: Tree,
+    client_id: int,
+    kept: Tree,
+    round: int,
+    moment: Moment,
 ) -> Tree:
-    """``Algorithm.personal_tensors`` of a client.
+    """The tensors of the model that a client uses after a moment of the last round.
+
+    After local training, these are the ones that it trained last; a client that was never trained has none, and uses
+    the same model as after aggregation, ``Algorithm.personal_tensors``.
 
     Args:
         training: the training of the clients of its architecture.
@@ -71,29 +91,72 @@ def personal_tensors(
         server: the server's state.
         client_id: the client.
         kept: the tensors that it kept.
-        round: the round.
+        round: number of completed rounds.
+        moment: the moment of the last round.
     """
-    load_tree(module, training.initial)
-    samples = training.datamodule.train_samples[client_id]
-    client = Client(client_id, round, training.seed, module, samples, kept, datamodule=training.datamodule)
+    trained = subtree(kept, TRAINED)
+    if moment == "local_training" and trained:
+        return {**of_module(kept), **trained}
+    if chooses_model(training.algorithm):
+        load_tree(module, training.initial)
     with torch.inference_mode():
-        return training.algorithm.personal_tensors(client, server)
+        return training.algorithm.personal_tensors(client_of(training, module, client_id, kept, round), server)
+
+
+def client_predictor(
+    training: LocalTraining,
+    module: LightningModule,
+    server: Tree,
+    client_id: int,
+    kept: Mapping[int, Tree],
+    round: int,
+) -> LightningModule:
+    """What a client predicts with: its module, or another one that calls ``Algorithm.predictor``.
+
+    Args:
+        training: the training of the clients of its architecture.
+        module: the client's module, in eval mode.
+        server: the server's state.
+        client_id: the client.
+        kept: the tensors that clients kept, by client.
+        round: number of completed rounds.
+    """
+    if not overrides(training.algorithm, "predictor"):
+        return module
+    client = client_of(training, module, client_id, kept.get(client_id, {}), round)
+    with torch.inference_mode():
+        return _Predictor(module, training.algorithm.predictor(client, server))
+
+
+class _Predictor(LightningModule):
+    """A client's module that predicts in the algorithm's way; it has no gate weights."""
+
+    def __init__(self, module: LightningModule, predict: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.module = module
+        self.predict = predict
+        self.to(module.device)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.predict(x)
 
 
 def _models(
-    training: LocalTraining, module: LightningModule, server: Tree, kept: Mapping[int, Tree], clients: Sequence[int]
+    training: LocalTraining,
+    module: LightningModule,
+    server: Tree,
+    kept: Mapping[int, Tree],
+    clients: Sequence[int],
+    round: int,
+    moment: Moment,
 ) -> Iterator[tuple[Mapping[str, Tensor], list[int]]]:
     """The tensors of every distinct model, and the clients that have it."""
     shared: Tree = {}
     sharing: list[int] = []
     keeping = set(kept)  # made once, because every look-up on disk takes time
-    chooses = chooses_model(training.algorithm)
     for client in clients:
         kept_tensors = kept[client] if client in keeping else {}
-        if chooses:
-            tensors = personal_tensors(training, module, server, client, kept_tensors)
-        else:
-            tensors = of_module({**training.algorithm.server_send(server, client), **kept_tensors})
+        tensors = personal_tensors(training, module, server, client, kept_tensors, round, moment)
         if sharing and not _same_tensors(tensors, shared):
             if kept_tensors:
                 yield tensors, [client]  # the next clients that kept nothing may still share a model

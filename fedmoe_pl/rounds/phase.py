@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal, get_args
 
 from lightning.fabric.utilities.exceptions import MisconfigurationException
-from lightning.pytorch import Callback
+from lightning.pytorch import Callback, LightningModule
 from lightning.pytorch.cli import LRSchedulerCallable, OptimizerCallable
 
-from fedmoe_pl.algorithms.algorithm import Algorithm
+from fedmoe_pl.algorithms.algorithm import Algorithm, Moment
 from fedmoe_pl.models import Gate
 from fedmoe_pl.models.mixtures.mixture import Mixing
 from fedmoe_pl.rounds.evaluation import MONITORS
@@ -28,6 +27,9 @@ class Phase:
         algorithm: says what is shared, how clients train, and how their results are combined.
         rounds: number of rounds.
         clients_per_round: how many clients train in a round: a number from 1 on, a fraction below 1, None for all.
+        model: replaces the federation's model in this phase and in the phases that start from it, so that one run can
+            compare methods with different models. A phase with a model of its own can start only from ``initial`` or
+            from a phase whose model has the same tensors.
         gate: replaces the model's gate in this phase; ``GlobalOnly`` trains and evaluates only the global expert,
             ``LocalOnly`` only the local expert.
         mixing: replaces the model's ``mixing``, which says what it mixes: logits or probabilities.
@@ -37,6 +39,10 @@ class Phase:
         batch_size: local batch size; None means the data module's.
         optimizer: local optimizer; None means the model's. Every round has a new optimizer and scheduler.
         lr_scheduler: its scheduler, stepped once per local epoch; None means the model's.
+        round_lr_scheduler: scheduler of the learning rate over rounds: any of PyTorch's that needs no metric, stepped
+            once per round. A scheduler over epochs starts from the round's learning rate.
+        keep_optimizer: whether a client keeps the state of its optimizer, such as momentum, for its next round in this
+            phase.
         monitor: metric that selects the result: the round with its best mean over the participants. One of
             ``validation``, ``validation_loss``, ``local_test``, ``local_test_held_out`` and ``global_test``; None means
             the last round. All but the first two select on test data, and tables say so.
@@ -48,6 +54,11 @@ class Phase:
             federation's.
         trainer: arguments of each client's Trainer in this phase, in place of the federation's; ``accelerator``,
             ``devices`` and ``num_nodes`` are the same in all phases.
+        evaluate_after: the moment of a round after which clients' models are evaluated: ``local_training``, with the
+            parameters that each client trained last, ``aggregation``, which includes an exchange between clients, or
+            ``both``; None means the paper's. With ``both``, the table has two rows; the paper's moment comes first,
+            ``monitor`` reads it, and the other row's name says its moment. Phases without aggregation have only
+            ``local_training``.
         evaluate: whether the phase is evaluated and has a row in the table; False if it is only a start for others.
         ckpt_path: a checkpoint to take the phase's result from, in place of training: a federation's (its phase of the
             same name), or Lightning's with the same parameter names.
@@ -57,6 +68,7 @@ class Phase:
     algorithm: Algorithm
     rounds: int = 1
     clients_per_round: float | None = None
+    model: LightningModule | None = None
     gate: Gate | None = None
     mixing: Mixing | None = None
     start: str | None = None
@@ -64,6 +76,8 @@ class Phase:
     batch_size: int | None = None
     optimizer: OptimizerCallable | None = None
     lr_scheduler: LRSchedulerCallable | None = None
+    round_lr_scheduler: LRSchedulerCallable | None = None
+    keep_optimizer: bool = False
     monitor: str | None = None
     monitor_from_round: int = 1
     patience: int | None = None
@@ -71,6 +85,7 @@ class Phase:
     evaluate_every_n_rounds: int | None = None
     callbacks: list[Callback] | None = None
     trainer: dict[str, Any] | None = None
+    evaluate_after: Moment | Literal["both"] | None = None
     evaluate: bool = True
     ckpt_path: str | None = None
 
@@ -92,6 +107,18 @@ class Phase:
     def __str__(self) -> str:
         """The phase's name in messages."""
         return f"Phase '{self.name}'"
+
+    @property
+    def moments(self) -> list[Moment]:
+        """The moments of a round after which the phase is evaluated; ``monitor`` reads the first one."""
+        usual: Moment = self.algorithm.evaluated_after if self.algorithm.federated else "local_training"
+        if self.evaluate_after == "both":
+            return sorted(get_args(Moment), key=lambda moment: moment != usual)
+        return [self.evaluate_after or usual]
+
+    def method(self, moment: Moment) -> str:
+        """The name in tables, logs and files of the phase's evaluation after one of its ``moments``."""
+        return self.name if moment == self.moments[0] else f"{self.name} after {moment.replace('_', ' ')}"
 
     def epochs(self, trainer: dict[str, Any]) -> int:
         """Local epochs of a client in a round.
@@ -137,6 +164,17 @@ class Phase:
             raise MisconfigurationException(
                 f"{self}: monitor is '{self.monitor}', but must be one of {', '.join(MONITORS)}."
             )
+        allowed = (None, *get_args(Moment), "both") if self.algorithm.federated else (None, "local_training")
+        if self.evaluate_after not in allowed:
+            reason = "" if self.algorithm.federated else f", because {type(self.algorithm).__name__} aggregates nothing"
+            raise MisconfigurationException(
+                f"{self}: evaluate_after is '{self.evaluate_after}', but must be "
+                f"{' or '.join(str(moment) for moment in allowed[1:])}{reason}."
+            )
+        if self.evaluate_after and not self.evaluate:
+            raise MisconfigurationException(
+                f"{self}: evaluate_after is '{self.evaluate_after}', which needs evaluate to be true."
+            )
         if self.monitor and not self.evaluate:
             raise MisconfigurationException(f"{self}: monitor is '{self.monitor}', which needs evaluate to be true.")
         if self.patience and not self.monitor:
@@ -161,61 +199,3 @@ class Phase:
             raise MisconfigurationException(
                 f"{self}: trainer has max_epochs, which is an argument of the phase itself; set it there."
             )
-
-
-def find_starts(phases: Sequence[Phase]) -> dict[str, str]:
-    """The name of the phase that each phase starts from, or ``initial``, by the phase's name.
-
-    Args:
-        phases: all phases, whose names differ.
-
-    Raises:
-        MisconfigurationException: if ``start`` is not an earlier phase, or one whose result lacks what the algorithm
-            needs, or if the algorithm needs an earlier phase and none fits.
-    """
-    starts: dict[str, str] = {}
-    for index, phase in enumerate(phases):
-        starts[phase.name] = _find_start(phase, phases[:index], starts)
-    return starts
-
-
-def chain_of_starts(phases: Sequence[Phase], starts: Mapping[str, str], name: str) -> list[Phase]:
-    """The phases whose training is in a phase's result, the last one first.
-
-    Args:
-        phases: all phases, or those up to this one.
-        starts: what each of them starts from, see :func:`find_starts`.
-        name: the phase's name, or ``initial``.
-
-    Returns:
-        The phase itself, the one that it starts from, and so on; nothing for ``initial``.
-    """
-    by_name = {phase.name: phase for phase in phases}
-    chain = []
-    while name != INITIAL:
-        chain.append(by_name[name])
-        name = starts[name]
-    return chain
-
-
-def _find_start(phase: Phase, earlier: Sequence[Phase], starts: Mapping[str, str]) -> str:
-    names = [other.name for other in earlier]
-    if phase.start is not None:
-        if phase.start not in (INITIAL, *names):
-            raise MisconfigurationException(
-                f"{phase}: start is '{phase.start}', but must be '{INITIAL}' or an earlier "
-                f"phase{': ' + ', '.join(names) if names else ', and there is none'}."
-            )
-        chain = [other.algorithm for other in chain_of_starts(earlier, starts, phase.start)]
-        if chain and (needed := phase.algorithm.missing_start(chain)):
-            raise MisconfigurationException(
-                f"{phase}: start is '{phase.start}', but must be {needed}, or a phase that goes back to one."
-            )
-        return phase.start
-    followed = [other.name for other in earlier if phase.algorithm.follows(other.algorithm)]
-    if not followed and type(phase.algorithm).follows is not Algorithm.follows:
-        raise MisconfigurationException(
-            f"{phase}: {type(phase.algorithm).__name__} starts from an earlier phase, but "
-            f"none of [{', '.join(names)}] fits; add one before it or name one with `start`."
-        )
-    return followed[-1] if followed else INITIAL

@@ -12,21 +12,24 @@ from fedmoe_pl.rounds.run import Run
 
 
 def _evaluated_phases(run: Run) -> list[Phase]:
-    return [phase for phase in run.phases if phase.evaluate and phase.name in run.results]
+    return [phase for phase in run.phases if phase.name in run.states and run.states[phase.name].evaluations]
 
 
 def evaluate_all(run: Run) -> list[Evaluation]:
     """Evaluates the results of all methods of a run."""
-    return [run.evaluate(phase, run.training(phase)) for phase in _evaluated_phases(run)]
+    return [evaluation for phase in _evaluated_phases(run) for evaluation in run.evaluate(phase, run.training(phase))]
 
 
 def predictions(run: Run) -> Iterator[dict[str, object]]:
-    """The rows of ``predictions.csv``: for each method and client, its test samples, or else the global ones."""
+    """The rows of ``predictions.csv``: for each method and client, its test samples, or else the global ones.
+
+    A phase that is evaluated after several moments predicts after the first one.
+    """
     datamodule = run.datamodule
     for phase in _evaluated_phases(run):
         for client, test_samples in enumerate(datamodule.test_samples):
             samples = test_samples if len(test_samples) else datamodule.global_test
-            module = run.client_module(phase.name, client)
+            module = run.client_predictor(phase.name, client)
             logits, weights = predict(module, datamodule, samples)
             weights = weights if getattr(module, "has_global_expert", True) else None
             yield from prediction_rows(phase.name, client, samples, datamodule.y[samples], logits, weights)

@@ -7,7 +7,7 @@ from typing import Any
 
 from lightning.pytorch import LightningModule
 
-from fedmoe_pl.algorithms.algorithm import Client
+from fedmoe_pl.algorithms.client import Client
 from fedmoe_pl.data import FederatedDataModule
 from fedmoe_pl.rounds.cohort import phase_cohort
 from fedmoe_pl.rounds.phase import Phase

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from fedmoe_pl.algorithms.algorithm import Algorithm, Update
-from fedmoe_pl.backends import LocalTraining, Plan
+from fedmoe_pl.algorithms.algorithm import Algorithm, overrides
+from fedmoe_pl.algorithms.client import Update
+from fedmoe_pl.backends import LocalTraining, Plan, one_thread, step_after_aggregation
 from fedmoe_pl.backends.traffic import Traffic
 from fedmoe_pl.rounds.checkpoint import FILE, save_finished
 from fedmoe_pl.rounds.cohort import phase_cohort
@@ -17,7 +18,8 @@ from fedmoe_pl.rounds.results import round_row
 from fedmoe_pl.rounds.run import Run
 from fedmoe_pl.rounds.state import PhaseState
 
-_EXCHANGED = 10**9  # added to the round in the names of files that are written after an exchange
+# added to the round in the names of files that are written after an exchange, or after clients' own steps
+_EXCHANGED, _STEPPED = 10**9, 2 * 10**9
 
 
 def fit(run: Run) -> None:
@@ -34,27 +36,29 @@ def run_phase(run: Run, phase: Phase) -> None:
     module = run.module(phase)
     state = run.state_of(phase, module)
     training = run.local_training(phase, module, state.initial)
-    evaluation = None
+    evaluations: list[Evaluation] = []
     if state.round < phase.rounds:
         plan, counter = run.plans.pop(phase.name).begin(training), FlopCounter(training)
         while state.round < phase.rounds and not state.stopped:
-            evaluation = run_round(run, phase, plan, counter)
-    if phase.evaluate and evaluation is None:  # the last round was not evaluated, or was run before a resume
-        evaluation = _evaluate_round(run, phase, training)
+            evaluations = run_round(run, phase, plan, counter)
+    if phase.evaluate and not evaluations:  # the last round was not evaluated, or was run before a resume
+        evaluations = _evaluate_round(run, phase, training)
     state.finished = True
     if state.best_round:
         state.select_best()
-        evaluation = run.evaluate(phase, training)
-    state.evaluation = evaluation
-    run.call("on_phase_end", phase, evaluation)  # before the checkpoint: after a kill in between, it is called again
+        evaluations = run.evaluate(phase, training)
+    state.evaluations = evaluations
+    run.call(
+        "on_phase_end", phase, evaluations[0] if evaluations else None
+    )  # before the checkpoint: after a kill in between, it is called again
     if run.enable_checkpointing:
         save_finished(run.folder / FILE, phase.name, state)
     run.save()
     run.store.remove_rest(phase.name, state.kept)
 
 
-def run_round(run: Run, phase: Phase, plan: Plan, counter: FlopCounter) -> Evaluation | None:
-    """Runs one round; returns its evaluation, if it is evaluated.
+def run_round(run: Run, phase: Phase, plan: Plan, counter: FlopCounter) -> list[Evaluation]:
+    """Runs one round; returns its evaluations, one for each of ``Phase.moments``, if it is evaluated.
 
     Args:
         run: the run.
@@ -66,24 +70,27 @@ def run_round(run: Run, phase: Phase, plan: Plan, counter: FlopCounter) -> Evalu
     round = state.round
     run.call("on_round_start", phase, round)
     cohort = _cohort(run, phase, state)
-    down = _sent_down(algorithm, state, cohort)
+    asked, down = _asked_and_sent(algorithm, state, cohort)
     operations = counter.of_round(state.server, cohort, state.kept, round)
     combined, kept, up = _train(run, phase, plan, cohort)
     state.round, state.kept, state.flops = round + 1, kept, state.flops + operations
+    state.add_traffic("up", asked)
     state.add_traffic("down", down)
     if state.server_learns:
         state.server = algorithm.server_update(state.server, combined)
         if state.round == phase.rounds or algorithm.is_over(state.server):
             state.server = algorithm.server_final(state.server)
         state.add_traffic("up", up)
+    _after_aggregation(run, phase, plan.training, cohort, round)
+    if state.server_learns:
         state.add_traffic("between_clients", _exchange(run, phase, state, round))
     run.progress.end_round()
-    evaluation = _evaluate_round(run, phase, plan.training) if run.evaluates_after(phase, state.round) else None
+    evaluations = _evaluate_round(run, phase, plan.training) if run.evaluates_after(phase, state.round) else []
     state.stopped = _is_over(run, phase, state)
     run.save()
     run.store.remove_replaced(state.kept, state.best_kept)
     run.call("on_round_end", phase, round)
-    return evaluation
+    return evaluations
 
 
 def _cohort(run: Run, phase: Phase, state: PhaseState) -> list[int]:
@@ -94,11 +101,17 @@ def _cohort(run: Run, phase: Phase, state: PhaseState) -> list[int]:
     return phase_cohort(phase, num_clients, run.seed, run.rounds_before(phase) + state.round)
 
 
-def _sent_down(algorithm: Algorithm, state: PhaseState, cohort: Sequence[int]) -> Traffic:
-    """What the server sends in this round: a checkpoint's result only once, and nothing to clients that train alone."""
+def _asked_and_sent(algorithm: Algorithm, state: PhaseState, cohort: Sequence[int]) -> tuple[Traffic, Traffic]:
+    """The clients' requests and what the server sends: nothing if clients train alone, a checkpoint's result once."""
+    asked, sent = Traffic(), Traffic()
     if not algorithm.federated or (not state.server_learns and state.round > 0):
-        return Traffic()
-    return sum((Traffic.of(algorithm.server_send(state.server, client)) for client in cohort), Traffic())
+        return asked, sent
+    asks = overrides(algorithm, "client_request")  # otherwise what clients keep, perhaps on disk, need not be read
+    for client in cohort:
+        request = algorithm.client_request(client, state.kept.get(client, {})) if asks else {}
+        asked += Traffic.of(request)
+        sent += Traffic.of(algorithm.server_send(state.server, client, request))
+    return asked, sent
 
 
 def _train(run: Run, phase: Phase, plan: Plan, cohort: Sequence[int]) -> tuple[Update, Any, Traffic]:
@@ -122,6 +135,21 @@ def _train(run: Run, phase: Phase, plan: Plan, cohort: Sequence[int]) -> tuple[U
     return combined, run.store.updated(phase.name, state.kept, written), up
 
 
+def _after_aggregation(run: Run, phase: Phase, training: LocalTraining, cohort: Sequence[int], round: int) -> None:
+    """Lets the clients of the round take their step on the new server's state, which they receive for it."""
+    if not overrides(phase.algorithm, "client_after_aggregation"):
+        return
+    state, written = run.states[phase.name], dict[int, Any]()
+    asked, sent = _asked_and_sent(phase.algorithm, state, cohort)
+    state.add_traffic("up", asked)
+    state.add_traffic("down", sent)
+    with one_thread():
+        for client in cohort:
+            kept = step_after_aggregation(training, state.server, client, state.kept, round)
+            written.update(run.store.write(phase.name, _STEPPED + round + 1, {client: kept}))
+    state.kept = run.store.updated(phase.name, state.kept, written)
+
+
 def _exchange(run: Run, phase: Phase, state: PhaseState, round: int) -> Traffic:
     """Lets clients send each other tensors, all computed from those they kept before; returns the traffic."""
     received, written = Traffic(), dict[int, Any]()
@@ -133,19 +161,21 @@ def _exchange(run: Run, phase: Phase, state: PhaseState, round: int) -> Traffic:
     return received
 
 
-def _evaluate_round(run: Run, phase: Phase, training: LocalTraining) -> Evaluation:
-    """Evaluates the round, adds its row, and remembers it if it is the best so far."""
+def _evaluate_round(run: Run, phase: Phase, training: LocalTraining) -> list[Evaluation]:
+    """Evaluates the round, adds its rows, and remembers it if it is the best so far."""
     state = run.states[phase.name]
-    evaluation = run.evaluate(phase, training)
-    last = run.rows[-1] if run.rows else {"method": None, "round": None}
-    if (evaluation.method, evaluation.round) != (last["method"], last["round"]):  # a resumed run may repeat a round
-        run.rows.append(round_row(evaluation) | state.costs())
+    evaluations = run.evaluate(phase, training)
+    recorded = {(row["method"], row["round"]) for row in run.rows[-len(evaluations) :]}
+    for evaluation in evaluations:
+        if (evaluation.method, evaluation.round) not in recorded:  # a resumed run may repeat a round
+            run.rows.append(round_row(evaluation) | state.costs())
     if phase.monitor and state.round >= phase.monitor_from_round:
         participants = phase.algorithm.participants(range(run.datamodule.num_clients), run.seed)
-        mean = evaluation.spread(phase.monitor, set(participants)).mean
+        mean = evaluations[0].spread(phase.monitor, set(participants)).mean
         state.remember_best(-mean if phase.monitor == "validation_loss" else mean, phase.min_delta)
-    run.call("on_evaluation_end", phase, evaluation)
-    return evaluation
+    for evaluation in evaluations:
+        run.call("on_evaluation_end", phase, evaluation)
+    return evaluations
 
 
 def _is_over(run: Run, phase: Phase, state: PhaseState) -> bool:

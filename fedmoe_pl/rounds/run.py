@@ -11,16 +11,22 @@ from typing import Any
 import torch
 from lightning.pytorch import LightningModule
 from lightning.pytorch.loggers import Logger
-from torch.nn.parameter import is_lazy
 
+from fedmoe_pl.algorithms.algorithm import Moment
 from fedmoe_pl.backends import Backend, LocalTraining, Plan, one_thread
 from fedmoe_pl.data import FederatedDataModule
-from fedmoe_pl.rounds.begin import begin_phase, phase_module
+from fedmoe_pl.rounds.begin import begin_phase, phase_module, sized
 from fedmoe_pl.rounds.checkpoint import FILE, save_checkpoint
-from fedmoe_pl.rounds.evaluate import evaluate_clients, evaluated_model, personal_tensors, predict
+from fedmoe_pl.rounds.evaluate import (
+    client_predictor,
+    evaluate_clients,
+    evaluated_model,
+    personal_tensors,
+)
 from fedmoe_pl.rounds.evaluation import Evaluation
-from fedmoe_pl.rounds.phase import INITIAL, Phase, chain_of_starts
+from fedmoe_pl.rounds.phase import INITIAL, Phase
 from fedmoe_pl.rounds.progress import Progress
+from fedmoe_pl.rounds.starts import chain_of_starts
 from fedmoe_pl.rounds.state import PhaseState
 from fedmoe_pl.rounds.store import MemoryStore, Store
 from fedmoe_pl.seeds import seed_all
@@ -71,7 +77,8 @@ class Run:
         evaluate_every_n_rounds: evaluate after every n rounds; 0 only at the end of a phase.
         enable_checkpointing: whether to write checkpoints.
         hparams: the resolved configuration of the command line; empty without one.
-        model: the initial model.
+        models: the initial models: that of each phase which has its own, by the phase's name, and the federation's, by
+            ``initial``.
         datamodule: the data and the clients that hold them; already set up.
         training_data: the same, with the samples on the device that clients train on.
         identity: the run's seed and data (``checkpoint.identify``).
@@ -94,7 +101,7 @@ class Run:
     evaluate_every_n_rounds: int
     enable_checkpointing: bool
     hparams: dict[str, Any]
-    model: LightningModule
+    models: dict[str, LightningModule]
     datamodule: FederatedDataModule
     training_data: FederatedDataModule
     identity: dict[str, Any]
@@ -106,10 +113,18 @@ class Run:
     states: dict[str, PhaseState] = field(default_factory=dict)
     rows: list[dict[str, Any]] = field(default_factory=list)
 
+    @property
+    def model(self) -> LightningModule:
+        """The federation's initial model."""
+        return self.models[INITIAL]
+
     @cached_property
-    def initial(self) -> Tree:
-        """The tensors of the initial model, by name."""
-        return {name: tensor.detach().cpu() for name, tensor in self.model.state_dict().items()}
+    def initial(self) -> dict[str, Tree]:
+        """The tensors of the initial models; keys as in ``models``."""
+        return {
+            key: {name: tensor.detach().cpu() for name, tensor in model.state_dict().items()}
+            for key, model in self.models.items()
+        }
 
     @cached_property
     def progress(self) -> Progress:
@@ -119,7 +134,8 @@ class Run:
     @property
     def results(self) -> dict[str, Evaluation]:
         """The final evaluation of every finished phase that is evaluated, by name."""
-        return {name: state.evaluation for name, state in self.states.items() if state.evaluation is not None}
+        evaluations = [evaluation for state in self.states.values() for evaluation in state.evaluations]
+        return {evaluation.method: evaluation for evaluation in evaluations}
 
     @property
     def step(self) -> int:
@@ -135,16 +151,37 @@ class Run:
         """A client's personalized model, on the CPU and in eval mode.
 
         Args:
-            method: name of a phase that has begun.
+            method: name of a phase that has begun, or of its row in the table.
             client: the client's id.
         """
-        phase = next(phase for phase in self.phases if phase.name == method)
-        state = self.states[method]
-        training = self.training(phase).of(client)
+        phase, moment = self.phase_and_moment(method)
+        return self._client_module(self.training(phase).of(client), phase, moment, client)
+
+    def client_predictor(self, method: str, client: int) -> LightningModule:
+        """What a client predicts with: its model, unless the algorithm has another way (``Algorithm.predictor``).
+
+        Args:
+            method: name of a phase that has begun, or of its row in the table.
+            client: the client's id.
+        """
+        phase, moment = self.phase_and_moment(method)
+        state, training = self.states[phase.name], self.training(phase).of(client)
+        module = self._client_module(training, phase, moment, client)
+        return client_predictor(training, module, state.server, client, state.kept, state.round)
+
+    def _client_module(self, training: LocalTraining, phase: Phase, moment: Moment, client: int) -> LightningModule:
+        state = self.states[phase.name]
         kept = state.kept.get(client, {})
-        tensors = personal_tensors(training, training.module, state.server, client, kept, state.round)
+        tensors = personal_tensors(training, training.module, state.server, client, kept, state.round, moment)
         load_tree(training.module, {**training.initial, **tensors})
         return training.module.eval()
+
+    def phase_and_moment(self, method: str) -> tuple[Phase, Moment]:
+        """The phase and the moment of its rounds that a row of the table is about."""
+        rows: dict[str, tuple[Phase, Moment]] = {
+            phase.method(moment): (phase, moment) for phase in self.phases for moment in phase.moments
+        }
+        return rows[method]
 
     def call(self, hook: str, *arguments: Any) -> None:
         """Calls a hook of all callbacks."""
@@ -154,7 +191,9 @@ class Run:
     def module(self, phase: Phase) -> LightningModule:
         """The phase's module, with its own gate and optimizer; its tensors are those of the initial model."""
         seed_all(self.seed)  # a gate of unknown width draws its parameters here
-        return sized(phase_module(self.model, phase), self.datamodule, self.seed)
+        chain = chain_of_starts(self.phases, self.starts, phase.name)
+        owner = next((other.name for other in chain if other.model is not None), INITIAL)
+        return sized(phase_module(self.models[owner], phase), self.datamodule, self.seed)
 
     def state_of(self, phase: Phase, module: LightningModule) -> PhaseState:
         """The phase's state; begins the phase if it has not begun.
@@ -194,28 +233,35 @@ class Run:
             seed=self.seed,
             rounds=phase.rounds,
             rounds_before=self.rounds_before(phase),
+            round_lr_scheduler=phase.round_lr_scheduler,
+            keep_optimizer=phase.keep_optimizer,
+            keep_trained=phase.algorithm.federated and phase.evaluate and "local_training" in phase.moments,
             device=self.devices[0],
         )
 
-    def evaluate(self, phase: Phase, training: LocalTraining) -> Evaluation:
-        """Evaluates the model that every client would use now.
+    def evaluate(self, phase: Phase, training: LocalTraining) -> list[Evaluation]:
+        """Evaluates the model that every client would use now, after each of ``Phase.moments``.
 
         Args:
             phase: a phase that has begun.
             training: the phase's local training.
         """
-        state = self.states[phase.name]
-        with one_thread():
-            clients = evaluate_clients(training, state.server, state.kept, self.devices[0])
+        state, evaluations = self.states[phase.name], []
         round, selection = _round_and_selection(phase, state)
-        return Evaluation(
-            method=phase.name,
-            round=round,
-            model=evaluated_model(training.module),
-            moment=phase.algorithm.moment,
-            selection=selection,
-            clients=clients,
-        )
+        for moment in phase.moments:
+            with one_thread():
+                clients = evaluate_clients(training, state.server, state.kept, self.devices[0], state.round, moment)
+            evaluations.append(
+                Evaluation(
+                    method=phase.method(moment),
+                    round=round,
+                    model=evaluated_model(training.module),
+                    moment=f"after {moment.replace('_', ' ')}",
+                    selection=selection,
+                    clients=clients,
+                )
+            )
+        return evaluations
 
     def evaluates_after(self, phase: Phase, round: int) -> bool:
         """Whether the phase is evaluated after this many completed rounds."""
@@ -231,20 +277,6 @@ class Run:
         """Writes the checkpoint, unless checkpoints are disabled."""
         if self.enable_checkpointing:
             save_checkpoint(self.folder / FILE, self.initial, self.states, self.rows, self.identity)
-
-
-def sized(module: LightningModule, datamodule: FederatedDataModule, seed: int) -> LightningModule:
-    """The module in train mode, its lazy layers sized by a sample, such as a gate whose input width is unknown.
-
-    Args:
-        module: the module, which is changed.
-        datamodule: provides the sample.
-        seed: the run's seed.
-    """
-    if any(is_lazy(parameter) for parameter in module.parameters()):
-        seed_all(seed)
-        predict(module.eval(), datamodule, datamodule.train_samples[0][:1])
-    return module.train()
 
 
 def _round_and_selection(phase: Phase, state: PhaseState) -> tuple[int, str]:

@@ -38,7 +38,7 @@ class PhaseState:
         best_kept: the tensors that clients had kept after that round.
         given_round: the round of a result that comes from another checkpoint (0: unknown). The server's state then
             stays as it is, even if clients train. None for a phase that is trained.
-        evaluation: the final evaluation.
+        evaluations: the final evaluations, one for each moment of ``Phase.moments``; none before the end.
         traffic: what was sent so far: ``parameters`` and ``bytes``, each with ``_down`` (from the server to clients),
             ``_up`` (from clients to the server) and ``_between_clients``.
         flops: floating-point operations of local training so far (``flops.FlopCounter``); nan if not countable.
@@ -57,7 +57,7 @@ class PhaseState:
     best_server: Tree = field(default_factory=dict)
     best_kept: Mapping[int, Tree] = field(default_factory=dict)
     given_round: int | None = None
-    evaluation: Evaluation | None = None
+    evaluations: list[Evaluation] = field(default_factory=list)
     traffic: dict[str, int] = field(default_factory=no_traffic)
     flops: float = 0
 

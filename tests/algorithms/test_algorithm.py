@@ -72,9 +72,12 @@ def test_an_algorithm_s_own_tensors_are_sent_averaged_kept_and_stored_but_never_
         assert_same_bits(kept, dict(expected.kept[client]))
         assert_same_bits(tensors(counted.client_module("it", client)), tensors(plain.client_module("it", client)))
     assert counted.results["it"].spread("global_test") == plain.results["it"].spread("global_test")
-    up = [federation.run.states["it"].traffic["parameters_up"] for federation in (counted, plain)]
-    down = [federation.run.states["it"].traffic["parameters_down"] for federation in (counted, plain)]
-    assert (up[0] - up[1], down[0] - down[1]) == (3 * 3 * 2, 3 * 3 * (2 + 3)), "they count as traffic"
+    counts, none = (federation.run.states["it"].traffic for federation in (counted, plain))
+    added = {name: counts[name] - none[name] for name in counts}
+    up, down = 2 * 4, 2 * 4 + 3 * 8  # two float32; three float64 that the server alone sends
+    # 3 clients in 3 rounds
+    assert (added["bytes_up"], added["bytes_down"]) == (3 * 3 * up, 3 * 3 * down), "they count as traffic"
+    assert added["parameters_up"] == added["parameters_down"] == 0, "they are no parameters"
 
 
 def test_a_run_with_own_tensors_goes_on_from_its_checkpoint_and_a_later_phase_does_not_see_them(tmp_path):

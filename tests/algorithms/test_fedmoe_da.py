@@ -14,7 +14,7 @@ from torch import nn
 
 from fedmoe_pl import Federation, PersonalizedMoE, Phase
 from fedmoe_pl.algorithms import FedAvg, FedMoEDA, Local
-from fedmoe_pl.algorithms.algorithm import Update
+from fedmoe_pl.algorithms.client import Update
 from fedmoe_pl.models import ConstantGate, LinearGate
 from fedmoe_pl.rounds.checkpoint import load_checkpoint
 
@@ -51,7 +51,7 @@ def test_a_round_mixes_by_the_matrix_of_the_update_round_before_it_or_by_its_own
         server = algorithm.server_update(server, Update({"embedding.w": torch.full((1,), float(round)), **proxies}, 2))
         assert server["embedding.w"].item() == round
         found.append(exchanged(algorithm, server, kept, round))
-        sent = algorithm.server_send(server, 1)
+        sent = algorithm.server_send(server, 1, {})
         assert len(sent) == (3 if proxies else 1), "clients get their rows after an update round"
     a = 8 / (1 + E)
     distant = {0: (a, {"1.0.w": 8.0}), 1: (8 - a, {"0.0.w": 0.0})}
@@ -193,23 +193,22 @@ def test_traffic_is_what_it_is_by_hand(tmp_path):
     """K = 2, all others: updates in rounds 1 and 3, rows of 6 experts sent in 2 and 4, experts mixed from 2 on."""
     found = traffic(tmp_path, FedMoEDA("all", interval=2), 2, rounds=4)
     rows = 2 * (2 * N) * 2  # of a client: an index and a weight for each of 6 experts, for 2 experts
-    parameters = {
-        "down": N * (4 * EMBEDDING + 2 * rows),
-        "up": N * (4 * EMBEDDING + 2 * 2 * PROXY),
-        "between_clients": 3 * N * 2 * (N - 1) * EXPERT,  # 3 rounds, of each of 2 clients both experts
+    experts = 3 * N * 2 * (N - 1) * EXPERT  # 3 rounds, of each of 2 clients both experts
+    parameters = {"down": N * 4 * EMBEDDING, "up": N * 4 * EMBEDDING, "between_clients": experts}
+    values = {"down": N * 2 * rows, "up": N * 2 * 2 * PROXY, "between_clients": 0}  # of the algorithm, not the model
+    assert found == {
+        **{f"parameters_{way}": n for way, n in parameters.items()},
+        **{f"bytes_{way}": 8 * (n + values[way]) for way, n in parameters.items()},
     }
-    assert found == {f"{unit}_{way}": size * n for way, n in parameters.items() for unit, size in SIZES.items()}
-
-
-SIZES = {"parameters": 1, "bytes": 8}
 
 
 def test_traffic_between_clients_is_p_k_experts_where_all_are_others_and_different(tmp_path):
     """One expert per client, so that K = 1: P = 1 other expert in each of the rounds 2 to 5."""
     found = traffic(tmp_path, FedMoEDA(1, interval=5), 1, rounds=5)
     assert found["parameters_between_clients"] == N * 4 * 1 * 1 * EXPERT
-    assert found["parameters_up"] == N * (5 * EMBEDDING + PROXY)
-    assert found["parameters_down"] == N * (5 * EMBEDDING + 2 * 2)  # a row of 2 indices and 2 weights, once
+    assert found["parameters_up"] == found["parameters_down"] == N * 5 * EMBEDDING
+    assert found["bytes_up"] == 8 * N * (5 * EMBEDDING + PROXY)
+    assert found["bytes_down"] == 8 * N * (5 * EMBEDDING + 2 * 2)  # a row of 2 indices and 2 weights, once
 
 
 def test_an_expert_that_two_rows_need_is_received_once_and_the_own_ones_never():
@@ -241,8 +240,9 @@ def test_a_frozen_embedding_from_a_checkpoint_keeps_its_bits_and_is_not_sent(tmp
         assert_same_bits({n: own[n] for n in own if n.startswith("embedding.")}, tensors(pretrained, "embedding."))
         assert not any(name.startswith("embedding.") for name in state.kept[client])
         assert (own["experts.0.0.weight"] - pretrained.experts[0][0].weight).abs().max() > 0.5, "not from there"
-    assert state.traffic["parameters_up"] == N * 2 * 2 * PROXY  # gates in rounds 1 and 3
-    assert state.traffic["parameters_down"] == N * 2 * 2 * 2  # rows in round 2
+    assert state.traffic["bytes_up"] == 8 * N * 2 * 2 * PROXY  # gates in rounds 1 and 3
+    assert state.traffic["bytes_down"] == 8 * N * 2 * 2 * 2  # rows in round 2
+    assert state.traffic["parameters_up"] == state.traffic["parameters_down"] == 0
 
 
 def test_a_given_embedding_that_is_trained_starts_from_the_given_one(tmp_path):

@@ -23,7 +23,7 @@ from torch import nn
 
 from fedmoe_pl import Federation, Phase
 from fedmoe_pl.algorithms import ClusterMixture, EpsilonGreedyIFCA, FedAvg, Local
-from fedmoe_pl.algorithms.algorithm import Update
+from fedmoe_pl.algorithms.client import Update
 from fedmoe_pl.algorithms.ifca import cluster_picks
 from fedmoe_pl.backends.client import begin_client
 from fedmoe_pl.callbacks import FederationCallback
@@ -248,14 +248,14 @@ def test_a_cluster_goes_out_of_play_with_its_best_weights_as_they_were_validated
     def value(index):
         return {tensor.flatten()[0].item() for tensor in cluster(server, index).values()}
 
-    sent_all = len(algorithm.server_send(server, 0))
+    sent_all = len(algorithm.server_send(server, 0, {}))
     # Round t validates what round t - 1 left: values 0 (initial), 1, 2, 3 with losses 0.9, 0.5, 0.6, 0.7.
     for loss, trained in ((0.9, 1.0), (0.5, 2.0), (0.6, 3.0), (0.7, 4.0)):
         assert server["clusters/active"].tolist() == [True, True]
         server = algorithm.server_update(server, stopping_update(0, trained, loss, shape))
     assert server["clusters/active"].tolist() == [False, True]
     assert value(0) == {1.0}, "the model of loss 0.5, not the one that round made of it"
-    sent = algorithm.server_send(server, 0)
+    sent = algorithm.server_send(server, 0, {})
     assert len(sent) == sent_all / 2 and not cluster(sent, 0)
 
     training = local_training(module, EpsilonGreedyIFCA(epsilon=1.0, patience=2, check_every_n_rounds=1), validated())
@@ -293,7 +293,9 @@ def test_traffic_shrinks_with_every_cluster_out_of_play_and_the_phase_ends_with_
     ]
     assert down == [3 * per_cluster * number for number in active[:-1]]
     up = [rows[0]["parameters_up"]] + [b["parameters_up"] - a["parameters_up"] for a, b in itertools.pairwise(rows)]
-    assert up == [3 * (per_cluster + 4) if number else 0 for number in active[:-1]]
+    assert up == [3 * per_cluster if number else 0 for number in active[:-1]]
+    sizes = [row["bytes_up"] - row["parameters_up"] * 8 for row in rows]
+    assert sizes[0] == 3 * 4 * 8, "a client's message to the server is no parameter, but four numbers of 8 bytes"
     assert active.count(0) == 1 and len(rows) < 24, "the phase ends with its last cluster"
     assert cluster_picks(federation.run.states["IFCA"].server).sum(1).tolist() == [
         3 if number else 0 for number in active[:-1]

@@ -25,7 +25,7 @@ from lightning.pytorch import LightningModule
 from torch import nn
 
 from fedmoe_pl.algorithms import FedAvg, Local, OptInFedAvg, PersonalizedExpert, PFLMoE, SpecialistMixture
-from fedmoe_pl.algorithms.algorithm import Client
+from fedmoe_pl.algorithms.client import Client
 from fedmoe_pl.backends import TrainerBackend
 from fedmoe_pl.models import BiLSTM, ConstantGate, LinearGate, NetworkGate, PersonalizedMoE
 from fedmoe_pl.rounds.cohort import phase_cohort

@@ -15,9 +15,9 @@ from fedmoe_pl.algorithms import FedAvg, Local, PFedMoE
 from fedmoe_pl.backends import StackedBackend, TrainerBackend
 from fedmoe_pl.models import ConstantGate, RepresentationMoE
 from fedmoe_pl.models.gates.switch_norm import SwitchNormGate
+from fedmoe_pl.trees import subtree
 
 REFUSED = {
-    "extractor": (lambda: PFedMoE(eval_extractor="both"), "eval_extractor is 'both', but must be 'own' or 'global'"),
     "patterns": (lambda: PFedMoE("global_expert.*").check(model()), "matches no parameter of the model"),
 }
 
@@ -78,7 +78,8 @@ def test_two_rounds_over_three_architectures_are_those_of_bare_pytorch(tmp_path,
     state = fed.run.states["pFedMoE"]
     torch.testing.assert_close(state.server, server, rtol=1e-12, atol=1e-12)
     for client in range(4):
-        torch.testing.assert_close(dict(state.kept[client]), own[client], rtol=1e-12, atol=1e-12)
+        kept = {name: tensor for name, tensor in own[client].items() if name not in server}
+        torch.testing.assert_close(dict(state.kept[client]), kept, rtol=1e-12, atol=1e-12)
         moved = {name.split(".")[0] for name in own[client] if not torch.equal(own[client][name], start[name])}
         assert moved == {"shared_extractor", "local_experts", "header", "gate"}
         assert not any(f"local_experts.{other}" in name for name in own[client] for other in {0, 1, 2} - {client % 3})
@@ -95,11 +96,10 @@ def test_the_mean_of_two_clients_of_different_architectures():
     assert not torch.equal(a[name], b[name])
 
 
-@pytest.mark.parametrize(
-    ("eval_extractor", "moment"), [("own", "after local training"), ("global", "after aggregation")]
-)
-def test_a_client_is_evaluated_with_its_own_copy_or_the_servers_extractor(tmp_path, eval_extractor, moment):
-    phase = Phase("p", PFedMoE(eval_extractor=eval_extractor), rounds=1, max_epochs=2, clients_per_round=2)
+@pytest.mark.parametrize("evaluate_after", [None, "local_training", "aggregation"])
+def test_a_client_is_evaluated_with_the_extractor_that_it_trained_or_the_servers(tmp_path, evaluate_after):
+    own_copy = evaluate_after != "aggregation"
+    phase = Phase("p", PFedMoE(), max_epochs=2, clients_per_round=2, evaluate_after=evaluate_after)
     fed = run([phase], model(), blobs(SIZES), tmp_path, backend=TrainerBackend())
     state, data = fed.run.states["p"], fed.run.datamodule
     trained = sorted(state.kept)
@@ -107,24 +107,29 @@ def test_a_client_is_evaluated_with_its_own_copy_or_the_servers_extractor(tmp_pa
     seen = []
     for client in range(4):
         module, kept = fed.client_module("p", client), state.kept.get(client, {})
-        extractor = {n: t for n, t in kept.items() if n.startswith("shared_extractor.")}
-        assert bool(extractor) == (client in trained and eval_extractor == "own")
-        expected = {**state.initial, **state.server, **kept}
+        extractor = subtree(kept, "trained/")
+        assert {name.split(".")[0] for name in extractor} == (
+            {"shared_extractor"} if client in trained and own_copy else set()
+        )
+        expected = {**state.initial, **state.server, **kept, **extractor}
         own = tensors(module)
         torch.testing.assert_close(own, {name: expected[name] for name in own}, rtol=0, atol=0)
         is_servers = all(torch.equal(own[name], state.server[name]) for name in state.server)
-        assert is_servers == (eval_extractor == "global" or client not in trained)
+        assert is_servers == (not own_copy or client not in trained)
         right = (module(data.x[data.global_test]).argmax(1) == data.y[data.global_test]).double().mean().item()
         assert fed.results["p"].clients[client].global_test == pytest.approx(right, abs=1e-6)
         seen.append(right)
     assert len(set(seen)) > 1
-    assert fed.results["p"].moment == moment
+    assert fed.results["p"].moment == ("after local training" if own_copy else "after aggregation")
 
 
 def test_training_goes_on_from_what_the_server_sends_and_not_from_the_own_copy():
     algorithm, module = PFedMoE(), narrow(0)
     sent = {name: torch.ones_like(t) for name, t in module.state_dict().items() if algorithm.is_shared(name)}
-    kept = {name: torch.full_like(t, 2.0) for name, t in module.state_dict().items()}
+    kept = {
+        f"trained/{name}" if algorithm.is_shared(name) else name: torch.full_like(t, 2.0)
+        for name, t in module.state_dict().items()
+    }
     algorithm.client_init(Client(0, 1, 0, module, torch.arange(3), kept, None), sent)
     for name, tensor in module.state_dict().items():
         assert (tensor == (1 if name.startswith("shared_extractor.") else 2)).all()

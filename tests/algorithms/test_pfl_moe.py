@@ -24,7 +24,7 @@ from lightning.pytorch import LightningModule
 from torch import nn
 
 from fedmoe_pl.algorithms import FedAvg, Local, PersonalizedExpert, PFLMoE
-from fedmoe_pl.algorithms.algorithm import Client
+from fedmoe_pl.algorithms.client import Client
 from fedmoe_pl.backends import TrainerBackend
 from fedmoe_pl.models import ConstantGate, FeatureGate, LinearGate
 from fedmoe_pl.rounds.begin import phase_module

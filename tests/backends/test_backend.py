@@ -6,7 +6,8 @@ from helpers import blobs, mixture
 from helpers.backends import UNEQUAL, local_training
 
 from fedmoe_pl.algorithms import FedAvg
-from fedmoe_pl.algorithms.algorithm import Algorithm, Update
+from fedmoe_pl.algorithms.algorithm import Algorithm
+from fedmoe_pl.algorithms.client import Update
 from fedmoe_pl.backends import StackedBackend, TrainerBackend
 from fedmoe_pl.backends.backend import fold
 

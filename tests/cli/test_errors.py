@@ -15,7 +15,7 @@ from fedmoe_pl.cli import FederationCLI
 from fedmoe_pl.cli.errors import cause_of, with_key
 from fedmoe_pl.data import Digits, Dirichlet
 from fedmoe_pl.models import ConstantGate
-from fedmoe_pl.rounds.checks import check_trainer
+from fedmoe_pl.rounds.trainer_checks import check_trainer
 
 
 class Parser(Exception):

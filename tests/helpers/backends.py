@@ -5,7 +5,7 @@ from functools import partial
 import torch
 from torch import nn
 
-from fedmoe_pl.algorithms.algorithm import Update
+from fedmoe_pl.algorithms.client import Update
 from fedmoe_pl.backends import LEAN_TRAINER, LocalTraining, Plan, StackedBackend, TrainerBackend
 from fedmoe_pl.backends.backend import fold
 from fedmoe_pl.models import PersonalizedMoE

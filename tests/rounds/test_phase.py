@@ -6,7 +6,7 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from fedmoe_pl import Phase
 from fedmoe_pl.algorithms import FedAvg, Local, PersonalizedExpert, PFLMoE, SpecialistMixture
 from fedmoe_pl.models import LinearGate
-from fedmoe_pl.rounds.phase import chain_of_starts, find_starts
+from fedmoe_pl.rounds.starts import chain_of_starts, find_starts
 
 FEDERATED = Phase("F", FedAvg("global_expert.*"))
 QUARTER = Phase("quarter", PersonalizedExpert(gate_fraction=0.25))

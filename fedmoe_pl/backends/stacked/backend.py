@@ -8,7 +8,7 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import LightningModule
 
 from fedmoe_pl.backends.backend import Backend, GroupUpdate, Plan, group_update
-from fedmoe_pl.backends.client import trainable_names
+from fedmoe_pl.backends.client import end_client, trainable_names
 from fedmoe_pl.backends.features import FeatureCache
 from fedmoe_pl.backends.fitting import one_thread
 from fedmoe_pl.backends.freezing import Freezing
@@ -102,7 +102,7 @@ class StackedPlan(Plan):
             updates = []
             for member in members:
                 load_tree(module, member.state)
-                updates.append(training.algorithm.client_final(member.client, member.const))
+                updates.append(end_client(training, member.client, member.const))
         return group_update(training.algorithm, clients, updates)
 
 

@@ -11,7 +11,7 @@ from lightning.pytorch import LightningModule
 from torch import Tensor
 from torch.utils._pytree import tree_flatten
 
-from fedmoe_pl.algorithms.algorithm import Client
+from fedmoe_pl.algorithms.client import Client
 from fedmoe_pl.backends.client import begin_client, client_batches
 from fedmoe_pl.backends.features import FeatureCache, Features
 from fedmoe_pl.backends.training import LocalTraining

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.dropout import _DropoutNd
 
-from fedmoe_pl.backends.lean import EpochModule, optimizer_and_scheduler
+from fedmoe_pl.backends.lean import EpochModule
+from fedmoe_pl.backends.optimizers import optimizer_and_scheduler
 from fedmoe_pl.backends.stacked.batches import Share
 from fedmoe_pl.backends.stacked.stack import Stack
 from fedmoe_pl.trees import Tree

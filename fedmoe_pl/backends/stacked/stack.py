@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 from fedmoe_pl.algorithms.algorithm import Algorithm
 from fedmoe_pl.backends.client import trainable_names
 from fedmoe_pl.backends.frozen_parts import looked_up
-from fedmoe_pl.backends.lean import optimizer_and_scheduler
+from fedmoe_pl.backends.optimizers import optimizer_and_scheduler
 from fedmoe_pl.backends.stacked.alone import ignores_padding, plain_gradients
 from fedmoe_pl.backends.stacked.batches import Share, StackedData
 from fedmoe_pl.backends.stacked.members import Member

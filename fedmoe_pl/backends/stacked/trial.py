@@ -15,7 +15,8 @@ from torch.nn.modules.conv import _ConvNd
 
 from fedmoe_pl.backends.features import FeatureCache
 from fedmoe_pl.backends.freezing import Freezing
-from fedmoe_pl.backends.lean import needs_every_batch, optimizer_and_scheduler
+from fedmoe_pl.backends.lean import needs_every_batch
+from fedmoe_pl.backends.optimizers import optimizer_and_scheduler
 from fedmoe_pl.backends.rounding import is_close, largest_value
 from fedmoe_pl.backends.stacked.alone import plain_gradients
 from fedmoe_pl.backends.stacked.batches import TRIED_SAMPLES
@@ -68,6 +69,8 @@ def _why_not(training: LocalTraining) -> str | None:
     reason = needs_every_batch(training)
     if reason or training.trainer.get("callbacks"):
         return reason or "each client needs its own copy of trainer.callbacks"
+    if training.keep_optimizer:
+        return "each client keeps the state of its optimizer"
     optimizer, _ = optimizer_and_scheduler(training.module.configure_optimizers())
     if type(optimizer) not in _ELEMENTWISE:
         return f"{type(optimizer).__name__} may not step every parameter element by element"

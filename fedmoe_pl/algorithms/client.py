@@ -1,0 +1,88 @@
+"""A client as an algorithm's hooks see it, and its update."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+from lightning.pytorch import LightningModule
+from torch import Generator, Tensor
+
+from fedmoe_pl.data import Batches, FederatedDataModule
+from fedmoe_pl.seeds import derive_seed
+from fedmoe_pl.trees import Tree
+
+EVALUATED_AT_ONCE = 1000  # samples in a batch for evaluation
+_SPLIT = 2  # separates the random numbers of a client's split from those of its training
+
+
+@dataclass
+class Client:
+    """One client in one round, as the hooks see it.
+
+    Attributes:
+        id: the client's id.
+        round: the round of the phase, counted from 0.
+        seed: the run's seed.
+        module: the client's own copy of the phase's module.
+        samples: indices of its training samples, shape (n,).
+        kept: the tensors that it kept from earlier rounds and phases.
+        datamodule: the data of all clients; already set up.
+        loaded: the phase's initial tensors, replaced by those that the server sent; the same for all clients that
+            received the same tensors.
+        steps: number of optimizer steps in its local training; 0 before it.
+        rounds: the phase's number of rounds.
+        rounds_before: the number of rounds of the phases that this one goes on from.
+    """
+
+    id: int
+    round: int
+    seed: int
+    module: LightningModule
+    samples: Tensor
+    kept: Tree
+    datamodule: FederatedDataModule
+    loaded: Tree = field(default_factory=dict)
+    steps: int = 0
+    rounds: int = 1
+    rounds_before: int = 0
+
+    def batches(self, samples: Tensor) -> Batches:
+        """Large batches for the evaluation of models: in the order of ``samples`` and not augmented.
+
+        Args:
+            samples: indices, such as ``self.samples``, shape (n,).
+        """
+        return self.datamodule.batches(samples, batch_size=EVALUATED_AT_ONCE)
+
+    def shuffled_samples(self, purpose: int) -> Tensor:
+        """Its training samples in an order that is the same in every phase and round.
+
+        Args:
+            purpose: a number that tells one use from others, so that two splits are independent of each other.
+        """
+        generator = Generator().manual_seed(derive_seed(self.seed, _SPLIT, self.id, purpose))
+        return self.samples[torch.randperm(len(self.samples), generator=generator)]
+
+    def generator(self, purpose: int) -> Generator:
+        """Random numbers of the round for one purpose, so that training does not depend on how many were drawn.
+
+        Args:
+            purpose: a number from 10 on that tells one use from others.
+        """
+        return Generator().manual_seed(derive_seed(self.seed, purpose, self.id, self.rounds_before + self.round))
+
+
+@dataclass
+class Update:
+    """The result of one client's local training or, after ``Algorithm.combine``, of several clients' training.
+
+    Attributes:
+        sent: the tensors that the client sends to the server.
+        weight: its weight in the aggregation.
+        kept: the tensors that the client keeps until it is trained again; empty after ``combine``.
+    """
+
+    sent: Tree
+    weight: float
+    kept: Tree = field(default_factory=dict)

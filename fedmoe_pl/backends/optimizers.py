@@ -1,0 +1,131 @@
+"""The optimizer of a client in a round: its learning rate by the round, and the state that the client kept."""
+
+from __future__ import annotations
+
+import types
+from typing import Any
+
+import torch
+from lightning.fabric.utilities.exceptions import MisconfigurationException
+from lightning.pytorch import LightningModule
+from lightning.pytorch.cli import LRSchedulerCallable
+from torch import Tensor, nn
+from torch.optim.lr_scheduler import LRScheduler
+
+from fedmoe_pl.trees import Tree, subtree
+
+_STATE = "optimizer/"  # prefix of a tensor's name: "optimizer/<parameter>/<state>", such as "optimizer/fc.bias/exp_avg"
+
+
+def optimizer_and_scheduler(configured: Any) -> tuple[torch.optim.Optimizer | None, LRScheduler | None]:
+    """Finds the optimizer and the scheduler, stepped once per epoch, in what ``configure_optimizers`` returned.
+
+    Returns:
+        The optimizer, or None if there are several optimizers or anything but a plain scheduler; and the scheduler, or
+        None if there is none.
+    """
+    if isinstance(configured, (list, tuple)) and len(configured) == 1:
+        (configured,) = configured
+    if isinstance(configured, dict) and set(configured) == {"optimizer"}:
+        configured = configured["optimizer"]
+    if isinstance(configured, torch.optim.Optimizer):
+        return configured, None
+    if isinstance(configured, dict) and set(configured) == {"optimizer", "lr_scheduler"}:
+        scheduler = configured["lr_scheduler"]
+        plateau = isinstance(scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau)
+        if isinstance(scheduler, LRScheduler) and not plateau:
+            return configured["optimizer"], scheduler
+    return None, None
+
+
+def set_optimizer(module: LightningModule, rates: list[float] | None, kept: Tree) -> None:
+    """Makes a client's module configure its optimizer with the round's learning rates and the state that it kept.
+
+    Every caller of ``configure_optimizers`` then gets this optimizer: a Trainer, a stack, an algorithm.
+
+    Args:
+        module: the client's module, which configures one optimizer, if there are rates or a state.
+        rates: the learning rate of each parameter group; None to leave them.
+        kept: the tensors that the client kept, among them perhaps an optimizer's state.
+    """
+    vars(module).pop("configure_optimizers", None)  # a stack prepares one client after another in the same module
+    state = subtree(kept, _STATE)
+    if rates is None and not state:
+        return
+
+    def configure_optimizers(module: LightningModule) -> Any:
+        configured = type(module).configure_optimizers(module)
+        optimizer, scheduler = optimizer_and_scheduler(configured)
+        assert optimizer is not None, "check_optimizer has refused it"
+        if state:
+            _load_state(module, optimizer, state)
+        if rates is not None:
+            _set_learning_rates(optimizer, scheduler, rates)
+        return configured
+
+    module.configure_optimizers = types.MethodType(configure_optimizers, module)  # a copy of the module gets its own
+
+
+def optimizer_state(module: nn.Module, optimizer: torch.optim.Optimizer) -> Tree:
+    """The optimizer's state as a client keeps it, on the CPU.
+
+    Raises:
+        MisconfigurationException: if it has other values than tensors.
+    """
+    names: dict[Tensor, str] = {parameter: name for name, parameter in module.named_parameters()}
+    kept: Tree = {}
+    for parameter, state in optimizer.state.items():
+        for key, value in state.items():
+            if value is None:
+                continue
+            if not isinstance(value, Tensor):
+                raise MisconfigurationException(
+                    f"Phase: keep_optimizer is True, but {type(optimizer).__name__} has {key}, a "
+                    f"{type(value).__name__}; only tensors can be kept, as those of SGD and Adam."
+                )
+            kept[f"{_STATE}{names[parameter]}/{key}"] = value.detach().cpu().clone()
+    return kept
+
+
+def learning_rates(module: LightningModule, factory: LRSchedulerCallable, round: int) -> list[float]:
+    """The learning rate of each parameter group in a round, by a scheduler that is stepped once per round.
+
+    Args:
+        module: a module that configures one optimizer.
+        factory: makes the scheduler.
+        round: the round of the phase, counted from 0.
+    """
+    optimizer, _ = optimizer_and_scheduler(module.configure_optimizers())
+    assert optimizer is not None, "check_optimizer has refused it"
+    groups = [
+        {"params": [nn.Parameter(torch.zeros(1))], "lr": _initial_rate(group)} for group in optimizer.param_groups
+    ]
+    imitation = torch.optim.SGD(groups, lr=0.0)  # has the learning rates, and no gradients
+    scheduler = factory(imitation)
+    for _ in range(round):
+        imitation.step()
+        scheduler.step()  # pyright: ignore[reportCallIssue]  ReduceLROnPlateau is refused
+    return [group["lr"] for group in imitation.param_groups]
+
+
+def _initial_rate(group: dict[str, Any]) -> float:
+    return group.get("initial_lr", group["lr"])  # a scheduler over epochs may have changed the rate already
+
+
+def _set_learning_rates(optimizer: torch.optim.Optimizer, scheduler: LRScheduler | None, rates: list[float]) -> None:
+    """Scales the rates of the optimizer, and of its scheduler over epochs, to those of the round."""
+    for group, rate in zip(optimizer.param_groups, rates, strict=True):
+        group["lr"] = rate * (group["lr"] / _initial_rate(group)) if _initial_rate(group) else rate
+        group["initial_lr"] = rate
+    for part in (scheduler, *getattr(scheduler, "_schedulers", ())):  # SequentialLR and ChainedScheduler have parts
+        if isinstance(part, LRScheduler) and hasattr(part, "base_lrs"):
+            part.base_lrs = [*rates]
+
+
+def _load_state(module: nn.Module, optimizer: torch.optim.Optimizer, state: Tree) -> None:
+    names: dict[Tensor, str] = {parameter: name for name, parameter in module.named_parameters()}
+    stepped = [names[parameter] for group in optimizer.param_groups for parameter in group["params"]]
+    indices = [index for group in optimizer.state_dict()["param_groups"] for index in group["params"]]
+    by_index = {index: subtree(state, f"{name}/") for index, name in zip(indices, stepped, strict=True)}
+    loaded = {index: tensors for index, tensors in by_index.items() if tensors}
+    optimizer.load_state_dict({"state": loaded, "param_groups": optimizer.state_dict()["param_groups"]})

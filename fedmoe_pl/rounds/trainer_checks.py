@@ -1,0 +1,87 @@
+"""Checks of the arguments of clients' Trainers."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import torch
+from lightning.fabric.utilities.exceptions import MisconfigurationException
+from lightning.pytorch import Trainer
+from lightning.pytorch.accelerators import CPUAccelerator
+
+from fedmoe_pl.backends import quiet
+from fedmoe_pl.backends.best_epoch import BestEpoch
+from fedmoe_pl.data import FederatedDataModule
+from fedmoe_pl.rounds.phase import Phase
+
+
+def check_trainer(arguments: dict[str, Any]) -> list[torch.device]:
+    """Refuses arguments from which a client's Trainer cannot be made.
+
+    Returns:
+        The devices to train on, one for each client that is trained at the same time. A CPU is repeated; with
+        ``devices: auto`` there is one entry for every core that the process may use.
+
+    Raises:
+        MisconfigurationException: if Lightning refuses the arguments, or they ask for several nodes or a true precision
+            other than 32 bits.
+    """
+    max_epochs, devices = arguments["max_epochs"], arguments.get("devices", "auto")
+    if not isinstance(max_epochs, int) or max_epochs < 0:
+        raise MisconfigurationException(
+            f"trainer.max_epochs is {max_epochs}, but must be the number of local epochs, at least 0."
+        )
+    try:
+        with quiet():
+            trainer = Trainer(**{**arguments, "devices": 1})
+            accelerator = trainer.accelerator
+            if devices == "auto":
+                cores = len(os.sched_getaffinity(0))
+                devices = cores if isinstance(accelerator, CPUAccelerator) else accelerator.auto_device_count()
+            parallel_devices = accelerator.get_parallel_devices(accelerator.parse_devices(devices))
+    except (MisconfigurationException, TypeError, ValueError) as error:
+        raise MisconfigurationException(f"trainer: {error}") from error
+    if trainer.world_size > 1:
+        raise MisconfigurationException(
+            f"trainer.num_nodes is {trainer.num_nodes}, but must be 1: a client trains on one device; RayBackend "
+            "trains clients on several machines."
+        )
+    if trainer.precision.endswith("-true") and trainer.precision != "32-true":
+        raise MisconfigurationException(
+            f"trainer.precision is '{trainer.precision}', but must be 32-true or mixed, because clients and server "
+            "exchange parameters of the model's own type; call .double() on the model for 64 bits."
+        )
+    return parallel_devices
+
+
+def check_client_trainer(phase: Phase, trainer: dict[str, Any], datamodule: FederatedDataModule) -> None:
+    """Refuses a ``BestEpoch`` if no client validates, and gradient clipping that would break an algorithm's formulas.
+
+    Args:
+        phase: the phase.
+        trainer: arguments of its clients' Trainers.
+        datamodule: the data and the clients that hold them; already set up.
+
+    Raises:
+        MisconfigurationException: if there is such a callback or such clipping.
+    """
+    if phase.algorithm.needs_plain_steps and trainer.get("gradient_clip_val"):
+        raise MisconfigurationException(
+            f"{phase}: gradient_clip_val of the trainer is {trainer['gradient_clip_val']}, "
+            f"but must be left out, because {type(phase.algorithm).__name__} computes with the steps of plain SGD."
+        )
+    callbacks = trainer.get("callbacks") or []
+    callbacks = callbacks if isinstance(callbacks, list) else [callbacks]
+    if not any(isinstance(callback, BestEpoch) for callback in callbacks):
+        return
+    prefix = f"{phase}: callbacks has a BestEpoch"
+    if not trainer["limit_val_batches"]:
+        raise MisconfigurationException(
+            f"{prefix}, but limit_val_batches of the phase's trainer is {trainer['limit_val_batches']}; it must be "
+            "above 0, such as 1.0, so that clients validate."
+        )
+    if not len(datamodule.validation_samples.indices):
+        raise MisconfigurationException(
+            f"{prefix}, but validation_fraction is 0, so that no client has validation samples; it must be above 0."
+        )
