@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import io
+from typing import Any
+
 import torch
 from lightning import __version__
 from lightning.fabric.utilities.exceptions import MisconfigurationException
+from lightning.pytorch import LightningModule
+from lightning.pytorch.utilities import rank_zero_warn
 
 from fedmoe_pl.algorithms.algorithm import chooses_model
 from fedmoe_pl.rounds.evaluation import Evaluation
@@ -37,7 +42,9 @@ class ClientCheckpoint(FederationCallback):
     """Writes the model of every client of every method as a Lightning checkpoint.
 
     ``PersonalizedMoE.load_from_checkpoint("<run>/clients/<method>/client_007.ckpt")`` loads one. A method whose clients
-    all have the same model is written once, as ``all_clients.ckpt``.
+    all have the same model is written once, as ``all_clients.ckpt``. Your own module is built again with what it gave
+    to ``save_hyperparameters()``. A hyperparameter that ``torch.load`` only loads with ``weights_only=False``, such as
+    a module, is left out with a warning; pass it to ``load_from_checkpoint``.
 
     Args:
         methods: names of the methods to write; None for all. Many clients with large models need much disk space.
@@ -70,12 +77,48 @@ class ClientCheckpoint(FederationCallback):
         folder = run.folder / "clients" / method
         folder.mkdir(parents=True, exist_ok=True)
         personalized = bool(run.states[phase.name].kept) or chooses_model(phase.algorithm)
+        left_out: list[str] = []
         for client in range(run.datamodule.num_clients if personalized else 1):
             module = run.client_module(method, client)
-            checkpoint = {
-                "pytorch-lightning_version": __version__,
-                "state_dict": module.state_dict(),
-                "hyper_parameters": {},
-            }
-            module.on_save_checkpoint(checkpoint)
+            checkpoint = _checkpoint(module)
+            hyperparameters = checkpoint[module.CHECKPOINT_HYPER_PARAMS_KEY]
+            if client == 0:  # all clients' modules have the same ones
+                left_out = [name for name, value in hyperparameters.items() if not _is_loadable(value)]
+                _warn_of(left_out, module)
+            for name in left_out:
+                del hyperparameters[name]
             torch.save(checkpoint, folder / (f"client_{client:03d}.ckpt" if personalized else "all_clients.ckpt"))
+
+
+def _checkpoint(module: LightningModule) -> dict[str, Any]:
+    """What ``Trainer.save_checkpoint`` writes of a module: its tensors and its hyperparameters."""
+    checkpoint = {
+        "pytorch-lightning_version": __version__,
+        "state_dict": module.state_dict(),
+        module.CHECKPOINT_HYPER_PARAMS_KEY: dict(module.hparams),
+    }
+    if module.hparams:  # the name of the constructor's argument that holds all of them, if there is one
+        checkpoint[module.CHECKPOINT_HYPER_PARAMS_NAME] = getattr(module, "_hparams_name", None)
+    module.on_save_checkpoint(checkpoint)
+    return checkpoint
+
+
+def _is_loadable(value: object) -> bool:
+    """Whether ``load_from_checkpoint`` loads the value without ``weights_only=False``."""
+    file = io.BytesIO()
+    try:
+        torch.save(value, file)
+        file.seek(0)
+        torch.load(file, weights_only=True)
+    except Exception:  # a class decides how it is pickled, and may raise anything
+        return False
+    return True
+
+
+def _warn_of(left_out: list[str], module: LightningModule) -> None:
+    if left_out:
+        name = type(module).__name__
+        rank_zero_warn(
+            f"ClientCheckpoint: the checkpoints lack hyperparameters of {name} that are no plain values or tensors: "
+            f"{', '.join(left_out)}. Pass them to {name}.load_from_checkpoint."
+        )

@@ -9,9 +9,10 @@ from typing import Any
 
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import LightningModule, Trainer
-from lightning.pytorch.cli import ArgsType, LightningArgumentParser, LightningCLI
+from lightning.pytorch.cli import ArgsType, LightningArgumentParser, LightningCLI, _InstantiatorFn
 
 from fedmoe_pl.backends import LEAN_TRAINER
+from fedmoe_pl.cli.constructing import Constructor, Failure, describe_failure
 from fedmoe_pl.cli.errors import cause_of, with_key
 from fedmoe_pl.data import FederatedDataModule
 from fedmoe_pl.federation import Federation
@@ -44,8 +45,7 @@ class FederationCLI(LightningCLI):
         except MisconfigurationException as error:
             if not hasattr(self, "config"):  # the error arose in parsing
                 raise
-            configuration = self.config.get(str(self.subcommand), self.config).as_dict()
-            raise MisconfigurationException(with_key(cause_of(error), configuration)) from error
+            raise MisconfigurationException(with_key(cause_of(error), self._configuration())) from error
 
     @staticmethod
     def subcommands() -> dict[str, set[str]]:
@@ -64,12 +64,36 @@ class FederationCLI(LightningCLI):
             Federation, "federation", skip={"trainer", "seed"}, instantiate=False, sub_configs=True, fail_untyped=False
         )
 
+    def _add_instantiators(self) -> None:
+        """Registers what constructs model and data, with Lightning's record of their arguments, and all other objects.
+
+        The signature is LightningCLI's.
+        """
+        self._failures: list[Failure] = []
+        for key, base in (("model", LightningModule), ("data", FederatedDataModule), (None, object)):
+            construct = None if key is None else _InstantiatorFn(cli=self, key=key)
+            self.parser.add_instantiator(Constructor(self._failures, construct), base)
+
     def instantiate_classes(self) -> None:
-        """Makes everything that the configuration names, and passes on the message of a constructor that refuses."""
+        """Makes everything that the configuration names, and passes on what a constructor raises.
+
+        Raises:
+            MisconfigurationException: if a constructor refuses its arguments, or a value may have several types and
+                the constructor of its class fails.
+        """
         try:
             super().instantiate_classes()
         except ValueError as error:
-            raise MisconfigurationException(cause_of(error)) from error
+            if not self._failures:
+                raise MisconfigurationException(cause_of(error)) from error
+            failure = self._failures[-1]
+            if isinstance(failure.error, MisconfigurationException):
+                raise failure.error from error
+            raise MisconfigurationException(describe_failure(failure, self._configuration())) from failure.error
+
+    def _configuration(self) -> dict[str, Any]:
+        """The parsed configuration of the command."""
+        return self.config.get(str(self.subcommand), self.config).as_dict()
 
     def instantiate_trainer(self, **kwargs: Any) -> Trainer:
         """Makes the Federation, with the arguments of the clients' Trainers and the run's seed."""

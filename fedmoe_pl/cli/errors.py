@@ -22,7 +22,7 @@ _REFUSAL = re.compile(
     r"(?:Phase '(?P<phase>.*?)': )?(?:(?P<owner>\w+): )?"
     r"(?P<argument>\w+) (?:is|has|gives|weighs|reads|must) (?P<rest>.+)"
 )
-
+_OF_PARSER = ("Expected ", "Parser key ", "Problem with ", "Does not validate ")  # how jsonargparse's reasons begin
 _OVERLAY = "an overlay needs the --config that it changes before it"
 
 
@@ -45,6 +45,8 @@ def one_sentence(message: str) -> str:
         return f"no --config has {missing.replace(', ', ' and ')}; {_OVERLAY}."
     if match := re.search(r"module '(\S+)' has no attribute '(\w+)'", message):
         return f"{key} is '{match[1]}.{match[2]}', but {match[1]} has no {match[2]}."
+    if match := re.search(r"class_path '([^']+)':\s+(No module named '[^']+')", message):
+        return f"{key} is '{match[1]}', which cannot be imported: {match[2]}."
     if match := re.search(r"Expected a dot import path string: (\S+)", message):
         if match[1] in _CLASSES:
             return f"{key} is '{match[1]}', which is not the kind of class that belongs there."
@@ -53,9 +55,12 @@ def one_sentence(message: str) -> str:
         return f"{key} is '{match[1]}', which is neither a class of fedmoe_pl nor an import path{hint}"
     if match := re.search(r"Expected a typing\.Literal\[(.+?)\]\. Got value: (.+)", message):
         return f"{key} is '{match[2]}', but must be {match[1].replace(', ', ' or ')}."
+    value = re.search(r"(?:Got value|Given value): (.+)", message)
+    others = [line for line in re.findall(r"^ *- (.+)$", message, re.MULTILINE) if not line.startswith(_OF_PARSER)]
+    if value and others:  # what importing the class raised, or a class of another kind
+        return f"{key} is '{value[1]}', which cannot be used: {'; '.join(dict.fromkeys(others))}."
     expected = [name for name in re.findall(r"Expected a <class '([^']+)'>", message) if name != "NoneType"]
     if expected:
-        value = re.search(r"(?:Got value|Given value): (.+)", message)
         allowed = " or ".join(dict.fromkeys(expected))
         return f"{key} is '{value[1] if value else ''}', but must be {allowed}."
     return " ".join(line.strip(" -") for line in message.splitlines()).replace('Parser key "', "").replace('":', ":")

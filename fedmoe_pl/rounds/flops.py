@@ -8,9 +8,12 @@ import warnings
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
+from torch.utils._pytree import tree_map
 from torch.utils.flop_counter import FlopCounterMode
 
 from fedmoe_pl.algorithms.client import Client
@@ -18,6 +21,7 @@ from fedmoe_pl.backends import (
     Freezing,
     LocalTraining,
     begin_client,
+    changes_loss,
     has_batch_norm,
     trainable_names,
     trains_by_loss,
@@ -29,10 +33,13 @@ class FlopCounter:
     """Counts the operations of forward and backward passes: a measure of work that is the same on every machine.
 
     For every architecture and set of trained parameters, the algorithm's loss of one batch is run under PyTorch's
-    ``FlopCounterMode`` and its operations are multiplied by samples and epochs. Matrix products, convolutions and
-    attention count, with a multiplication and an addition as two operations; activations, normalization and optimizers
-    do not. Frozen parts have no backward pass. Their forward pass counts in every step, even if a backend looks the
-    outputs up. A client's work before its training does not count, and early stopping is ignored.
+    ``FlopCounterMode`` and its operations are multiplied by samples and epochs. An algorithm with its own loss may
+    do other work in every round. Its loss is run again whenever the constants for it differ in anything but the
+    values of tensors; they are those of the cohort's first client of the architecture, and stand for all of them.
+    Matrix products, convolutions and attention count, with a multiplication and an addition as two operations;
+    activations, normalization and optimizers do not. Frozen parts have no backward pass. Their forward pass counts
+    in every step, even if a backend looks the outputs up. A client's work before its training does not count, and
+    early stopping is ignored.
 
     Args:
         training: the training of the phase's clients.
@@ -40,7 +47,7 @@ class FlopCounter:
 
     def __init__(self, training: LocalTraining) -> None:
         self.training = training
-        self._counted: dict[tuple[int, frozenset[str]], tuple[float, int]] = {}
+        self._counted: dict[tuple[int, frozenset[str], str], tuple[float, int]] = {}
 
     def of_round(self, server: Tree, cohort: Sequence[int], kept: Mapping[int, Tree], round: int) -> float:
         """Operations of all local training in a round: an integer, or nan for a module that only runs in its Trainer.
@@ -51,25 +58,35 @@ class FlopCounter:
             kept: the tensors that clients kept before the round, by client.
             round: the round, counted from 0.
         """
+        groups = self.training.by_architecture(cohort)
+        return sum(self._of_architecture(server, clients, kept, round) for clients in groups)
+
+    def _of_architecture(self, server: Tree, clients: Sequence[int], kept: Mapping[int, Tree], round: int) -> float:
+        """Operations of all local training of the cohort's clients that have one architecture."""
+        training, architecture = self.training.of(clients[0]), self.training.architecture(clients[0])
+        samples = {client: _samples(training, client, round) for client in clients}
+        if not any(samples.values()):
+            return 0
+        if changes_loss(training.algorithm):
+            first = next(client for client in clients if samples[client])
+            constants = _constants(training, server, first, kept, round)
+        else:
+            first, constants = self._first(architecture, round), ""
+        epochs = [
+            frozenset(trainable_names(training, training.module, round, epoch)) for epoch in range(training.max_epochs)
+        ]
         total = 0
-        for clients in self.training.by_architecture(cohort):
-            training = self.training.of(clients[0])
-            samples = {client: _samples(training, client, round) for client in clients}
-            epochs = [
-                frozenset(trainable_names(training, training.module, round, epoch))
-                for epoch in range(training.max_epochs)
-            ]
-            for trained, times in Counter(epochs).items():
+        for trained, times in Counter(epochs).items():
+            if not trained:
+                continue
+            key = architecture, trained, constants
+            if key not in self._counted:
                 epoch = epochs.index(trained)
-                if not trained or not any(samples.values()):
-                    continue
-                key = self.training.architecture(clients[0]), trained
-                if key not in self._counted:
-                    self._counted[key] = _of_one_batch(training, server, self._first(key[0], round), kept, round, epoch)
-                operations, of_samples = self._counted[key]
-                if math.isnan(operations):
-                    return math.nan
-                total += times * int(operations) * sum(samples.values()) // of_samples
+                self._counted[key] = _of_one_batch(training, server, first, kept, round, epoch)
+            operations, of_samples = self._counted[key]
+            if math.isnan(operations):
+                return math.nan
+            total += times * int(operations) * sum(samples.values()) // of_samples
         return total
 
     def _first(self, architecture: int, round: int) -> int:
@@ -85,9 +102,37 @@ def _samples(training: LocalTraining, client_id: int, round: int) -> int:
     """Number of samples that a client trains on in an epoch, without a dropped last one."""
     datamodule = training.datamodule
     held = datamodule.train_samples[client_id]
-    client = Client(client_id, round, training.seed, training.module, held, {}, datamodule=datamodule)
+    client = Client(
+        id=client_id,
+        round=round,
+        seed=training.seed,
+        module=training.module,
+        samples=held,
+        kept={},
+        datamodule=datamodule,
+        rounds=training.rounds,
+        rounds_before=training.rounds_before,
+    )
     samples, drops = training.algorithm.client_samples(client), has_batch_norm(training.module)
     return datamodule.batches(samples, batch_size=training.batch_size, drop_single=drops).length
+
+
+def _constants(training: LocalTraining, server: Tree, client_id: int, kept: Mapping[int, Tree], round: int) -> str:
+    """Describes all that an algorithm's own loss of one batch may depend on, but for the values of tensors.
+
+    The batch's size belongs to it, so that a resumed run counts the same operations.
+    """
+    with _same_random_numbers():
+        try:
+            _, const, samples = begin_client(training, copy_module(training.module), server, client_id, kept, round)
+        except Exception:  # the hooks of a user may raise anything; training reports it
+            return ""
+    size = min(len(samples), training.datamodule.batches(samples, batch_size=training.batch_size).batch_size)
+    return f"{size} samples, {tree_map(_description, const)}"
+
+
+def _description(leaf: Any) -> str:
+    return f"{leaf.dtype} {tuple(leaf.shape)}" if isinstance(leaf, Tensor) else repr(leaf)
 
 
 def _of_one_batch(

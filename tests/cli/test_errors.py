@@ -57,6 +57,12 @@ NOT_PARSED = {
     "--trainer.max_epoch": ["--trainer.max_epoch", "3"],  # no abbreviations
     "none.yaml": ["--config", "none.yaml"],
     "federation.store is 'cloud', but must be 'memory' or 'disk'.": ["--federation.store", "cloud"],
+    "federation.logger is 'nothing.X', which cannot be imported: No module named 'nothing'.": (
+        ["--federation.logger", "nothing.X"]
+    ),
+    "federation.logger is 'torch.nn.Linear', which cannot be used: Import path does not correspond to a subclass of": (
+        ["--federation.logger", "torch.nn.Linear"]
+    ),
 }
 
 

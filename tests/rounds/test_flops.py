@@ -4,11 +4,12 @@ import csv
 import math
 from functools import partial
 
+import pytest
 import torch
 from helpers import Expert, OneWeight, TensorData, blobs, mixture, phase, run, two_quadratics
 from helpers.backends import WithBatchNorm, local_training
 from helpers.pfedmoe import model
-from helpers.runs import assert_same
+from helpers.runs import Kill, assert_same, federation
 from torch import nn
 
 from fedmoe_pl import Phase
@@ -55,6 +56,68 @@ def test_rounds_that_train_other_parts_take_other_operations():
     expert = (12 + 6) * (linear(5, 6, passes=1) + linear(6, 3, passes=2))
     gate = (4 + 2) * (2 * (linear(5, 6, passes=1) + linear(6, 3, passes=1)) + linear(5, 1, passes=2))
     assert [counter.of_round(server, [0, 1], {}, round) for round in (0, 1, 0)] == [expert, gate, expert]
+
+
+class Staged(FedAvg):
+    """A loss of as many forward passes, and of a product as wide, as the constants of the round say."""
+
+    losses = 0
+
+    def __init__(self, views, widths):
+        super().__init__("global_expert.*")
+        self.views, self.widths = views, widths
+
+    def client_init(self, client, sent):
+        super().client_init(client, sent)
+        width = torch.ones(3, self.widths[client.round], dtype=torch.float64) * client.round
+        return {"views": self.views[client.round], "nested": [{"width": width}]}
+
+    def client_loss(self, module, batch, const):
+        type(self).losses += 1
+        loss = sum(module.loss(batch)[0] for _ in range(const["views"]))
+        return loss + (module(batch[0]) @ const["nested"][0]["width"]).sum(), {}
+
+
+def test_a_loss_that_changes_between_rounds_is_counted_when_its_constants_differ():
+    """Linear(5, 3) ``views + 1`` times, and a product of its 3 outputs, whose other factor needs no gradient."""
+    views, widths = (1, 1, 2, 2, 1), (4, 4, 4, 7, 4)
+    module = PersonalizedMoE(nn.Linear(5, 3), nn.Linear(5, 3), ConstantGate(1), SGD).double()
+    training = local_training(module, Staged(views, widths), blobs((12, 8)), max_epochs=3, rounds=5)
+    counter, server = FlopCounter(training), training.algorithm.server_init(module)
+    Staged.losses = 0
+    for round in range(5):
+        one = (views[round] + 1) * linear(5, 3, passes=2) + linear(3, widths[round], passes=2)
+        assert counter.of_round(server, [0, 1], {}, round) == 3 * (12 + 8) * one
+    assert Staged.losses == 3, "the values of tensors make no difference"
+
+
+def test_the_operations_of_a_changing_loss_are_in_the_results_also_of_a_resumed_run(tmp_path):
+    def module():
+        return PersonalizedMoE(nn.Linear(5, 3), nn.Linear(5, 3), ConstantGate(1), SGD).double()
+
+    phases = [Phase("staged", Staged((1, 2, 1), (4, 4, 5)), rounds=3)]
+    stopped = federation(tmp_path, phases, callbacks=[Kill("on_round_end", 2)])
+    with pytest.raises(KeyboardInterrupt):
+        stopped.fit(module(), blobs((8, 3)))
+    resumed = federation(tmp_path, phases)
+    resumed.fit(module(), blobs((8, 3)), ckpt_path="last")
+    once = linear(5, 3, passes=2)
+    rounds = (2 * once + linear(3, 4, 2), 3 * once + linear(3, 4, 2), 2 * once + linear(3, 5, 2))
+    assert [row["flops"] for row in resumed.run.rows] == [11 * sum(rounds[: last + 1]) for last in range(3)]
+
+
+def test_a_loss_that_a_client_s_own_state_decides_is_that_of_the_cohort_s_first():
+    class OwnStage(Staged):
+        def client_init(self, client, sent):
+            const = super().client_init(client, sent)
+            return {**const, "views": len(client.kept) + 1}
+
+    module = PersonalizedMoE(nn.Linear(5, 3), nn.Linear(5, 3), ConstantGate(1), SGD).double()
+    training = local_training(module, OwnStage((1,), (4,)), blobs((12, 8)), max_epochs=1)
+    server, kept = training.algorithm.server_init(module), {1: {"own/a": torch.zeros(1), "own/b": torch.zeros(1)}}
+    product = linear(3, 4, passes=2)
+    assert FlopCounter(training).of_round(server, [0], kept, 0) == 12 * (2 * linear(5, 3, passes=2) + product)
+    assert FlopCounter(training).of_round(server, [1], kept, 0) == 8 * (4 * linear(5, 3, passes=2) + product)
 
 
 def test_clients_of_several_architectures_take_their_own_operations():

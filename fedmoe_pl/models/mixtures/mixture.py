@@ -205,8 +205,11 @@ class MixtureOfExperts(LightningModule, ABC):
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Adds the constructor's arguments, so that ``load_from_checkpoint(path)`` can rebuild the mixture."""
-        names = [name for name in inspect.signature(type(self)).parameters if name not in ("optimizer", "lr_scheduler")]
-        arguments = {name: _describe(getattr(self, name, None)) for name in names}
+        # the constructor's arguments that a subclass gave to save_hyperparameters, also those among its **kwargs
+        saved = self.hparams if getattr(self, "_hparams_name", None) == "kwargs" else {}
+        names = {*inspect.signature(type(self)).parameters, *saved} - {"optimizer", "lr_scheduler"}
+        arguments = {name: _describe(getattr(self, name, saved.get(name))) for name in sorted(names)}
+        checkpoint.pop(self.CHECKPOINT_HYPER_PARAMS_NAME, None)  # each argument has its own name
         checkpoint[self.CHECKPOINT_HYPER_PARAMS_KEY] = {
             "_class_path": f"{type(self).__module__}.{type(self).__qualname__}",
             "_instantiator": "lightning.pytorch.cli.instantiate_module",

@@ -1,0 +1,151 @@
+"""Clients' checkpoints of a user's own modules, which ``load_from_checkpoint`` builds again without arguments."""
+
+import sys
+from collections.abc import Callable
+from functools import partial
+
+import pytest
+import torch
+import torch.nn.functional as F
+from helpers import phase, run
+from helpers.runs import data
+from lightning.pytorch import LightningModule
+from torch import nn
+
+from fedmoe_pl import PersonalizedMoE
+from fedmoe_pl.algorithms import FedAvg, Local
+from fedmoe_pl.cli import main
+
+
+class Classifier(LightningModule):
+    def forward(self, x):
+        return self.layers(x)
+
+    def training_step(self, batch, batch_idx):
+        return F.cross_entropy(self(batch[0]), batch[1])
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=self.hparams["lr"])
+
+
+class Own(Classifier):
+    """A classifier of 5 numbers whose shape and optimizer follow from its hyperparameters."""
+
+    def __init__(self, hidden: int = 4, lr: float = 0.5, sizes: tuple = (1,), activation: Callable | None = None):
+        super().__init__()
+        self.save_hyperparameters()
+        self.layers = nn.Sequential(nn.Linear(5, hidden), (activation or nn.Tanh)(), nn.Linear(hidden, 3))
+
+
+class OfOneArgument(Classifier):
+    """Keeps its settings as one dict."""
+
+    def __init__(self, settings: dict):
+        super().__init__()
+        self.save_hyperparameters(settings)
+        self.layers = nn.Sequential(nn.Linear(5, settings["hidden"]), nn.Linear(settings["hidden"], 3))
+
+
+class OwnMixture(PersonalizedMoE):
+    """Neither ``hidden`` nor ``note`` is an attribute; ``mixing`` is one of the other arguments."""
+
+    def __init__(self, hidden: int = 4, note: str = "none", **kwargs):
+        super().__init__(nn.Linear(5, 3) if hidden == 4 else nn.Sequential(nn.Linear(5, hidden), nn.Linear(hidden, 3)))
+        self.mixing = kwargs.get("mixing", self.mixing)
+        self.save_hyperparameters()
+
+
+def checkpoints(module, tmp_path) -> list:
+    """A client's personalized model and one that is all clients', each with the path of its checkpoint."""
+    phases = [phase("Local", Local(), evaluate=True), phase("FedAvg", FedAvg(), evaluate=True)]
+    finished = run(phases, module, data(), tmp_path, max_epochs=1, enable_checkpointing=True)
+    files = {"Local": "client_001.ckpt", "FedAvg": "all_clients.ckpt"}
+    return [
+        (finished.client_module(method, 1), finished.run_dir / "clients" / method / file)
+        for method, file in files.items()
+    ]
+
+
+@pytest.mark.parametrize(
+    ("module", "hyperparameters"),
+    [
+        (lambda: Own(hidden=16, lr=0.25), {"hidden": 16, "lr": 0.25, "sizes": (1,), "activation": None}),
+        (lambda: OfOneArgument({"hidden": 7, "lr": 0.125}), {"hidden": 7, "lr": 0.125}),
+    ],
+)
+def test_an_own_module_is_loaded_with_its_hyperparameters(module, hyperparameters, tmp_path):
+    for client_module, path in checkpoints(module(), tmp_path):
+        loaded = type(client_module).load_from_checkpoint(path).eval()
+        assert dict(loaded.hparams.get("settings", loaded.hparams)) == hyperparameters
+        assert torch.equal(loaded(data().x), client_module(data().x))
+
+
+def test_hyperparameters_that_cannot_be_loaded_safely_are_left_out_and_named(tmp_path):
+    slope = partial(nn.LeakyReLU, 0.3)
+    with pytest.warns(match="lack hyperparameters of Own .*: activation. Pass them to Own.load_from_checkpoint"):
+        files = checkpoints(Own(hidden=16, activation=slope), tmp_path)
+    for client_module, path in files:
+        loaded = Own.load_from_checkpoint(path, activation=slope).eval()
+        assert loaded.hparams["hidden"] == 16
+        assert torch.equal(loaded(data().x), client_module(data().x))
+
+
+def test_a_subclass_of_a_mixture_is_loaded_with_its_hyperparameters(tmp_path):
+    module = OwnMixture(hidden=6, note="mine", mixing="probabilities")
+    for client_module, path in checkpoints(module, tmp_path):
+        loaded = OwnMixture.load_from_checkpoint(path).eval()
+        assert (loaded.hparams["hidden"], loaded.hparams["note"], loaded.mixing) == (6, "mine", "probabilities")
+        assert torch.equal(loaded(data().x), client_module(data().x))
+
+
+MODULE = """
+import torch
+from lightning.pytorch import LightningModule
+from lightning.pytorch.cli import OptimizerCallable
+
+
+class OnTheCommandLine(LightningModule):
+    def __init__(self, body: torch.nn.Module, channels: int = 4, optimizer: OptimizerCallable = torch.optim.Adam):
+        super().__init__()
+        self.save_hyperparameters()
+        self.net = torch.nn.Sequential(torch.nn.Flatten(), body, torch.nn.Linear(channels, 10))
+        self.optimizer = optimizer
+
+    def forward(self, x):
+        return self.net(x)
+
+    def training_step(self, batch, batch_idx):
+        return torch.nn.functional.cross_entropy(self(batch[0]), batch[1])
+
+    def configure_optimizers(self):
+        return self.optimizer(self.parameters())
+"""
+
+CONFIGURATION = """
+model:
+  class_path: on_the_command_line.OnTheCommandLine
+  init_args:
+    body: {class_path: torch.nn.Linear, init_args: {in_features: 64, out_features: 16}}
+    channels: 16
+    optimizer: {class_path: torch.optim.SGD, init_args: {lr: 0.25}}
+data: {class_path: Digits, init_args: {num_clients: 2, partitioner: IID, batch_size: 300}}
+trainer: {accelerator: cpu}
+federation: {phases: [{name: FedAvg, algorithm: FedAvg}], logger: false, enable_progress_bar: false}
+"""
+
+
+@pytest.mark.filterwarnings("ignore:Attribute .* is an instance of `nn.Module`")  # of Lightning, when it is loaded
+def test_a_module_of_a_configuration_is_loaded_with_its_parts(tmp_path, monkeypatch):
+    (tmp_path / "on_the_command_line.py").write_text(MODULE)
+    (tmp_path / "own.yaml").write_text(CONFIGURATION)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [*sys.path])  # the command line adds the current folder
+    monkeypatch.setattr(sys, "argv", ["fedmoe"])
+    main(["fit", "--config", "own.yaml"])
+    (path,) = tmp_path.rglob("all_clients.ckpt")
+    loaded = sys.modules["on_the_command_line"].OnTheCommandLine.load_from_checkpoint(path)
+    tensors = torch.load(path, weights_only=True)["state_dict"]
+    assert all(torch.equal(tensor, tensors[name]) for name, tensor in loaded.state_dict().items())
+    assert loaded.net[1].out_features == loaded.hparams["channels"] == 16
+    (group,) = loaded.configure_optimizers().param_groups
+    assert group["lr"] == 0.25 and "momentum" in group
