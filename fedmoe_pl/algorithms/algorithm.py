@@ -175,7 +175,7 @@ class Algorithm:
         return clients
 
     def opted_in(self, client_id: int, samples: Tensor, seed: int, validation: bool = False) -> Tensor:
-        """Training or validation samples of a participant that may influence what leaves it; by default, all of them."""
+        """Training or validation samples of a participant that may influence what leaves it; by default, all."""
         return samples
 
     def is_shared(self, name: str) -> bool:
