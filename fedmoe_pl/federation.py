@@ -19,6 +19,7 @@ from fedmoe_pl.rounds.checkpoint import LAST, find_checkpoint, identify, load_fe
 from fedmoe_pl.rounds.checks import check_phases, check_run, check_store
 from fedmoe_pl.rounds.evaluation import Evaluation
 from fedmoe_pl.rounds.newcomers import check_newcomers, phases_of_newcomers
+from fedmoe_pl.rounds.opt_in import set_up
 from fedmoe_pl.rounds.phase import INITIAL, Phase
 from fedmoe_pl.rounds.predictions import evaluate_all, predictions
 from fedmoe_pl.rounds.results import format_table, write_csv
@@ -139,10 +140,9 @@ class Federation:
         path = find_checkpoint(ckpt_path, self.runs)
         content = load_federation(path)
         phases = phases_of_newcomers(self.phases, path, rounds)
-        if not hasattr(datamodule, "class_shares"):  # data that are already set up are not changed
+        if not datamodule.is_set_up:  # data that are already set up are not changed
             datamodule.normalization, datamodule.vocabulary = content["normalization"], content["vocabulary"]
-        datamodule.prepare_data()
-        datamodule.setup()
+        set_up(datamodule, phases, self.seed)
         check_newcomers(path, content, identify(self.seed, datamodule))
         runs = self.runs / "newcomers"
         initial, read_result = content["models"], read_result_for_newcomers
@@ -150,8 +150,7 @@ class Federation:
 
     def validate(self, model: LightningModule, datamodule: FederatedDataModule, ckpt_path: str = LAST) -> None:
         """Prints the accuracy of every client's model on its validation samples, from a checkpoint."""
-        datamodule.prepare_data()
-        datamodule.setup()
+        set_up(datamodule, self.phases, self.seed)
         if not len(datamodule.validation_samples.indices):
             raise MisconfigurationException(
                 f"{type(datamodule).__name__}: validation_fraction is {datamodule.validation_fraction}, so that no "
@@ -172,8 +171,7 @@ class Federation:
 
     def partition(self, model: LightningModule, datamodule: FederatedDataModule) -> None:
         """Prints how the samples are divided among the clients, and draws it to ``partition.png``."""
-        datamodule.prepare_data()
-        datamodule.setup()
+        set_up(datamodule, self.phases, self.seed)
         self.runs.mkdir(parents=True, exist_ok=True)
         partition_figure(datamodule).savefig(self.runs / "partition.png")
         print(f"{partition_table(datamodule)}\n\nPicture: {self.runs / 'partition.png'}")
@@ -211,8 +209,7 @@ class Federation:
     def _resume(self, model: LightningModule, datamodule: FederatedDataModule, ckpt_path: str) -> Run:
         """The run of a checkpoint, in the state in which it was saved."""
         checkpoint = find_checkpoint(ckpt_path, self.runs)
-        datamodule.prepare_data()
-        datamodule.setup()
+        set_up(datamodule, self.phases, self.seed)
         content = load_run(checkpoint, self.phases, identify(self.seed, datamodule))
         folder, progress = checkpoint.parent.parent, {"states": content["phases"], "rows": content["rows"]}
         return self._set_up(model, datamodule, self.phases, folder, content["models"], **progress)
@@ -235,8 +232,7 @@ class Federation:
         self._run = None  # frees what it holds on a GPU
         devices = check_trainer(self.trainer)
         backend = with_workers(self.backend, self.trainer, devices)
-        datamodule.prepare_data()
-        datamodule.setup()
+        set_up(datamodule, phases, self.seed)
         given = {INITIAL: model} | {phase.name: phase.model for phase in phases if phase.model is not None}
         models = {name: sized(copy_module(module), datamodule, self.seed) for name, module in given.items()}
         for name, module in models.items():

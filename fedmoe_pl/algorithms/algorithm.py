@@ -97,6 +97,10 @@ class Algorithm:
         """
         return clients
 
+    def opted_in(self, client_id: int, samples: Tensor, seed: int, validation: bool = False) -> Tensor:
+        """Training or validation samples of a participant that may influence what leaves it; by default, all."""
+        return samples
+
     def is_shared(self, name: str) -> bool:
         """Whether clients send the parameter or buffer to the server: ``shared`` matches its name."""
         return self.federated and name in self.shared

@@ -29,9 +29,10 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
+import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import LightningModule
-from torch import Tensor
+from torch import Generator, Tensor
 
 from fedmoe_pl.algorithms.algorithm import Algorithm
 from fedmoe_pl.algorithms.client import Client, Update
@@ -40,6 +41,7 @@ from fedmoe_pl.models import MixtureOfExperts
 from fedmoe_pl.seeds import derive_seed
 
 _OPT_OUT = 7  # separates the random numbers of the opt-out from those of clients, cohorts and splits
+_TRAINING, _VALIDATION = 1, 2  # separate the draws of a client's training and validation samples
 
 
 class OptInFedAvg(Algorithm):
@@ -48,13 +50,17 @@ class OptInFedAvg(Algorithm):
     Clients that opt out receive the model and are personalized like the others. A round has as many clients as if all
     took part. If both shares are 0, the results are those of FedAvg, bit for bit.
 
+    Training and validation samples that opt out influence nothing that leaves a client: neither its model, nor the
+    mean and standard deviation of images or the vocabulary, nor the round that ``monitor`` selects. Test samples
+    never opt out; a ``monitor`` on them selects on test data.
+
     Args:
         shared: glob patterns of the parameters and buffers that are averaged, weighted by the numbers of samples that
             opt in.
         opt_out_clients: share q of the clients that opt out with all their data: floor(q N) of N clients. The draw
             depends on the run's seed only.
-        opt_out_data: share of its training samples that every client keeps out, rounded down. The draw depends on the
-            run's seed and the client only.
+        opt_out_data: share of its training samples, and of its validation samples, that every client keeps out; both
+            numbers are rounded down. The draws depend on the run's seed and the client only.
 
     Raises:
         MisconfigurationException: if a share is not at least 0 and below 1.
@@ -77,10 +83,18 @@ class OptInFedAvg(Algorithm):
         out = set(rng.choice(len(clients), number, replace=False).tolist())
         return [client for place, client in enumerate(clients) if place not in out]
 
+    def opted_in(self, client_id: int, samples: Tensor, seed: int, validation: bool = False) -> Tensor:
+        """The samples that opt in; training and validation samples have random numbers of their own."""
+        number = _floor(self.opt_out_data, len(samples))
+        if number <= 0:
+            return samples
+        purpose = _VALIDATION if validation else _TRAINING
+        generator = Generator().manual_seed(derive_seed(seed, _OPT_OUT, client_id, purpose))
+        return samples[torch.randperm(len(samples), generator=generator)[number:]]
+
     def client_samples(self, client: Client) -> Tensor:
-        """The samples that opt in."""
-        number = _floor(self.opt_out_data, len(client.samples))
-        return client.shuffled_samples(_OPT_OUT)[number:] if number else client.samples
+        """The training samples that opt in."""
+        return self.opted_in(client.id, client.samples, client.seed)
 
     def client_final(self, client: Client, const: dict[str, Any]) -> Update:
         """Weighs the update by the number of opt-in samples."""

@@ -124,6 +124,7 @@ def _end_fit(training: LocalTraining, client: Client, trainer: Trainer) -> Tree:
 
 def _validation_batches(training: LocalTraining, client: Client) -> Any:
     samples = training.datamodule.validation_samples[client.id]
+    samples = training.algorithm.opted_in(client.id, samples, training.seed, validation=True)
     validates = len(samples) and training.trainer["limit_val_batches"]
     # batches as large as in evaluations, because the logged loss is a mean over samples
     return training.datamodule.batches(samples, batch_size=EVALUATED_AT_ONCE) if validates else None

@@ -45,9 +45,13 @@ class Arrays:
         """Whether samples are images with pixels from 0 to 255, which are normalized."""
         return self.x_train.dtype == torch.uint8
 
-    def compute_normalization(self) -> None:
-        """Sets mean and standard deviation to those of the training images."""
-        mean, std = _mean_and_std(self.x_train)
+    def compute_normalization(self, samples: Tensor | None = None) -> None:
+        """Sets mean and standard deviation to those of training images.
+
+        Args:
+            samples: indices of the images to use, shape (n,); None for all.
+        """
+        mean, std = _mean_and_std(self.x_train if samples is None else self.x_train[samples])
         self.mean, self.std = mean.tolist(), std.tolist()
 
     def check(self, needs_test: bool = True) -> None:

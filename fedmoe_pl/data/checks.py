@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 from lightning.fabric.utilities.exceptions import MisconfigurationException
+from torch import Tensor
 
 
 def check_at_least(owner: object, name: str, value: int | None, lowest: int) -> None:
@@ -57,4 +59,50 @@ def check_choice(owner: object, name: str, value: str, choices: tuple[str, ...])
     if value not in choices:
         raise MisconfigurationException(
             f"{type(owner).__name__}: {name} is '{value}', but must be one of {', '.join(choices)}."
+        )
+
+
+def check_fractions(owner: object, test_fraction: float, validation_fraction: float, pool: bool) -> None:
+    """Refuses shares of held-out samples that leave none for training, or no global test set.
+
+    Args:
+        owner: the data module; the message names its class.
+        test_fraction: share of each client's samples that is its local test set.
+        validation_fraction: share that is for validation.
+        pool: whether the global test set is what clients hold out.
+
+    Raises:
+        MisconfigurationException: if a share is outside [0, 1), both together reach 1, or ``pool`` needs test samples.
+    """
+    name = type(owner).__name__
+    for argument, fraction in (("test_fraction", test_fraction), ("validation_fraction", validation_fraction)):
+        if not 0 <= fraction < 1:
+            raise MisconfigurationException(f"{name}: {argument} is {fraction}, but must be in [0, 1).")
+    if test_fraction + validation_fraction >= 1:
+        raise MisconfigurationException(
+            f"{name}: test_fraction is {test_fraction} and validation_fraction is {validation_fraction}, but they "
+            "must add up to less than 1, so that samples remain for training."
+        )
+    if pool and test_fraction == 0:
+        raise MisconfigurationException(
+            f"{name}: test_fraction is {test_fraction}, but must be above 0 if pool is true, because the global "
+            "test set is what the clients hold out."
+        )
+
+
+def check_augmentation(owner: object, augmentation: Sequence[object], x: Tensor) -> None:
+    """Refuses to augment samples that are not images.
+
+    Args:
+        owner: the data module; the message names its class.
+        augmentation: the augmentations.
+        x: the samples, shape (n, ...).
+
+    Raises:
+        MisconfigurationException: if there are augmentations and the samples are not images.
+    """
+    if augmentation and x.dim() != 4:
+        raise MisconfigurationException(
+            f"{type(owner).__name__}: augmentation must be left out for samples of shape {tuple(x.shape)}; it needs "
+            "images of shape (n, channels, height, width)."
         )

@@ -13,7 +13,7 @@ from torch import Generator, Tensor
 from fedmoe_pl.data.arrays import Arrays, normalized
 from fedmoe_pl.data.augmentation import Augmentation
 from fedmoe_pl.data.batches import Batches
-from fedmoe_pl.data.checks import check_at_least
+from fedmoe_pl.data.checks import check_at_least, check_augmentation, check_fractions
 from fedmoe_pl.data.partitioners.dirichlet import Dirichlet
 from fedmoe_pl.data.partitioners.iid import IID
 from fedmoe_pl.data.partitioners.natural_ids import NaturalIds
@@ -66,6 +66,10 @@ class FederatedDataModule(LightningDataModule, ABC):
             none, set it before ``setup`` to use another federation's.
         vocabulary: words of texts in the order of their ids; None for other data. Set it before ``setup`` to use
             another federation's.
+        learn_from: the training samples that normalization and vocabulary are computed from, shape (n,); None for all.
+            A federation with data that opt out sets it between ``deal`` and ``setup``.
+        has_learned: whether one of them was computed from training samples.
+        is_set_up: whether ``setup`` was called.
         black: value of a black pixel in ``x``, shape (channels, 1, 1); 0 for data that are not normalized.
 
     Raises:
@@ -84,6 +88,7 @@ class FederatedDataModule(LightningDataModule, ABC):
     test_samples: Parts
     global_test: Tensor
     class_shares: Tensor
+    _arrays: Arrays  # between ``deal`` and ``setup``
 
     def __init__(
         self,
@@ -103,13 +108,8 @@ class FederatedDataModule(LightningDataModule, ABC):
         check_at_least(self, "num_clients", num_clients, 1)
         check_at_least(self, "batch_size", batch_size, 1)
         check_at_least(self, "partition_seed", partition_seed, 0)
-        self._check_fractions(test_fraction, validation_fraction, pool)
+        check_fractions(self, test_fraction, validation_fraction, pool)
         check_at_least(self, "global_test_size", global_test_size, 1)
-        if rotations is not None and not isinstance(partitioner, NaturalIds | None):
-            raise MisconfigurationException(
-                f"{type(self).__name__}: partitioner is {type(partitioner).__name__}, but must be None with rotations, "
-                "which decide which client holds which images."
-            )
         self.requested_clients = num_clients
         self.partitioner = partitioner
         self.batch_size = batch_size
@@ -120,20 +120,18 @@ class FederatedDataModule(LightningDataModule, ABC):
         self.stratify = stratify
         self.pool = pool
         self.global_test_size = global_test_size
-        self.rotations = check_rotations(rotations)
+        self.rotations = check_rotations(self, rotations, partitioner)
         self.normalization: tuple[list[float], list[float]] | None = None
         self.vocabulary: list[str] | None = None
+        self.learn_from: Tensor | None = None
+        self.has_learned = self.is_set_up = False
 
     @abstractmethod
     def load(self) -> Arrays:
         """Reads the data set from disk; downloads belong in ``prepare_data``."""
 
-    def setup(self, stage: str | None = None) -> None:
-        """Reads, normalizes and deals the data; a second call does nothing.
-
-        Args:
-            stage: ignored; Lightning passes the type of run.
-        """
+    def deal(self) -> None:
+        """Reads the data set and divides it among the clients, the first step of ``setup``; may be called before it."""
         if hasattr(self, "class_shares"):
             return
         arrays = self.load()
@@ -141,30 +139,48 @@ class FederatedDataModule(LightningDataModule, ABC):
         rng = np.random.default_rng(np.random.SeedSequence(self.partition_seed))
         if self.rotations is not None:
             arrays = rotated(arrays, self.rotations, self.requested_clients, rng)
-        if self.augmentation and arrays.x_train.dim() != 4:
-            raise MisconfigurationException(
-                f"{type(self).__name__}: augmentation must be left out for samples of shape "
-                f"{tuple(arrays.x_train.shape)}; it needs images of shape (n, channels, height, width)."
-            )
-        self._choose_normalization(arrays)
-        self.x, self.black = normalized(arrays)
+        check_augmentation(self, self.augmentation, arrays.x_train)
         self.y = torch.cat((arrays.y_train, arrays.y_test)).long()
         self.num_classes = int(self.y.max()) + 1
-        self.num_shared = len(self.x) if self.pool else len(arrays.x_train)
+        self.num_shared = len(self.y) if self.pool else len(arrays.y_train)
         self._deal(arrays, rng)
         self._choose_global_test()
-        counts = self.class_counts()
+        self._arrays, counts = arrays, self.class_counts()
         self.class_shares = counts / counts.sum(dim=1, keepdim=True)
 
-    def _choose_normalization(self, arrays: Arrays) -> None:
-        """Sets mean and standard deviation of images: from ``load``, another federation, or the images."""
-        if arrays.is_images and arrays.mean is None:
-            if self.normalization is None:
-                arrays.compute_normalization()
-            else:
-                arrays.mean, arrays.std = self.normalization
-        if arrays.mean is not None and arrays.std is not None:
-            self.normalization = list(arrays.mean), list(arrays.std)
+    def setup(self, stage: str | None = None) -> None:
+        """Reads, deals and normalizes the data; a second call does nothing.
+
+        Args:
+            stage: ignored; Lightning passes the type of run.
+        """
+        if self.is_set_up:
+            return
+        self.deal()
+        arrays, samples = self._arrays, self.learn_from
+        self.learn(arrays, None if samples is None else samples[samples < len(arrays.x_train)])
+        self.x, self.black = normalized(arrays)
+        del self._arrays
+        self.is_set_up = True
+
+    def learn(self, arrays: Arrays, samples: Tensor | None) -> None:
+        """Completes the data by what is computed from training samples: mean and standard deviation of images.
+
+        They come from ``load``, another federation or the images, in this order.
+
+        Args:
+            arrays: the data set, which is changed.
+            samples: indices of the training samples that may be used, shape (n,); None for all.
+        """
+        if not arrays.is_images:
+            return
+        if arrays.mean is None and self.normalization is not None:
+            arrays.mean, arrays.std = self.normalization
+        elif arrays.mean is None:
+            arrays.compute_normalization(samples)
+            self.has_learned = True
+        assert arrays.mean is not None and arrays.std is not None
+        self.normalization = list(arrays.mean), list(arrays.std)
 
     def _deal(self, arrays: Arrays, rng: np.random.Generator) -> None:
         """Deals the samples to the clients and splits each client's samples."""
@@ -196,7 +212,7 @@ class FederatedDataModule(LightningDataModule, ABC):
 
     def _choose_global_test(self) -> None:
         """Sets the global test set."""
-        self.global_test = torch.arange(self.num_shared, len(self.x))
+        self.global_test = torch.arange(self.num_shared, len(self.y))
         if self.pool:
             self.global_test = self.test_samples.indices.sort().values
             if not len(self.global_test):
@@ -280,19 +296,3 @@ class FederatedDataModule(LightningDataModule, ABC):
     def predict_dataloader(self) -> Batches:
         """Returns batches of the global test set."""
         return self.batches(self.global_test)
-
-    def _check_fractions(self, test_fraction: float, validation_fraction: float, pool: bool) -> None:
-        name = type(self).__name__
-        for argument, fraction in (("test_fraction", test_fraction), ("validation_fraction", validation_fraction)):
-            if not 0 <= fraction < 1:
-                raise MisconfigurationException(f"{name}: {argument} is {fraction}, but must be in [0, 1).")
-        if test_fraction + validation_fraction >= 1:
-            raise MisconfigurationException(
-                f"{name}: test_fraction is {test_fraction} and validation_fraction is {validation_fraction}, but they "
-                "must add up to less than 1, so that samples remain for training."
-            )
-        if pool and test_fraction == 0:
-            raise MisconfigurationException(
-                f"{name}: test_fraction is {test_fraction}, but must be above 0 if pool is true, because the global "
-                "test set is what the clients hold out."
-            )

@@ -11,6 +11,8 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch import Tensor
 
 from fedmoe_pl.data.arrays import Arrays
+from fedmoe_pl.data.partitioners.natural_ids import NaturalIds
+from fedmoe_pl.data.partitioners.partitioner import Partitioner
 
 
 def rotated(arrays: Arrays, rotations: Sequence[int], num_clients: int | None, rng: np.random.Generator) -> Arrays:
@@ -56,17 +58,27 @@ def rotated(arrays: Arrays, rotations: Sequence[int], num_clients: int | None, r
     )
 
 
-def check_rotations(rotations: Sequence[int] | None) -> list[int] | None:
+def check_rotations(
+    owner: object, rotations: Sequence[int] | None, partitioner: Partitioner | None
+) -> list[int] | None:
     """Checks ``rotations`` and returns them as a list.
 
     Args:
+        owner: the data module; the message names its class.
         rotations: angles in degrees; None for no rotations.
+        partitioner: the data module's partitioner.
 
     Raises:
-        MisconfigurationException: if the list is empty, has an angle twice, or one other than 0, 90, 180 and 270.
+        MisconfigurationException: if the list is empty, has an angle twice, or one other than 0, 90, 180 and 270, or
+            there is a partitioner, too.
     """
     if rotations is None:
         return None
+    if not isinstance(partitioner, NaturalIds | None):
+        raise MisconfigurationException(
+            f"{type(owner).__name__}: partitioner is {type(partitioner).__name__}, but must be None with rotations, "
+            "which decide which client holds which images."
+        )
     chosen = list(rotations)
     if not chosen or len(set(chosen)) < len(chosen) or not set(chosen) <= {0, 90, 180, 270}:
         raise MisconfigurationException(

@@ -180,6 +180,11 @@ def load_run(path: Path, phases: Sequence[Phase], identity: dict[str, Any]) -> d
             f"{key}, a run on other data or clients ({content['partition']}, now {partition}); leave ckpt_path out to "
             "start a new run."
         )
+    if any(content[name] != identity[name] for name in ("normalization", "vocabulary")):
+        raise MisconfigurationException(
+            f"{key}, a run whose images are normalized, or words numbered, in another way than now; leave ckpt_path "
+            "out to start a new run."
+        )
     for name, state in states.items():
         if state.round > rounds[name] or (state.finished and not state.stopped and state.round != rounds[name]):
             raise MisconfigurationException(

@@ -13,6 +13,7 @@ from fedmoe_pl.data import FederatedDataModule
 from fedmoe_pl.models import MixtureOfExperts
 from fedmoe_pl.rounds.cohort import cohort_size
 from fedmoe_pl.rounds.evaluate import predict
+from fedmoe_pl.rounds.opt_in import opted_in
 from fedmoe_pl.rounds.phase import INITIAL, Phase
 from fedmoe_pl.rounds.run import Run
 from fedmoe_pl.rounds.state import PhaseState
@@ -110,7 +111,7 @@ def check_phase(phase: Phase, module: LightningModule, datamodule: FederatedData
     _check_loss(phase, module)
     phase.algorithm.check(module)
     _check_architectures(phase, module, datamodule.num_clients)
-    _check_samples(phase, module, datamodule)
+    _check_samples(phase, module, datamodule, seed)
     if phase.evaluate:
         _check_outputs(module, datamodule)
     _check_optimizer(phase, module)
@@ -189,7 +190,7 @@ def _check_architectures(phase: Phase, module: LightningModule, num_clients: int
             )
 
 
-def _check_samples(phase: Phase, module: LightningModule, datamodule: FederatedDataModule) -> None:
+def _check_samples(phase: Phase, module: LightningModule, datamodule: FederatedDataModule, seed: int) -> None:
     """Refuses data without the samples that the phase's monitor, algorithm or batch normalization needs."""
     for metric, samples, fraction in (
         ("validation", datamodule.validation_samples, "validation_fraction"),
@@ -205,12 +206,19 @@ def _check_samples(phase: Phase, module: LightningModule, datamodule: FederatedD
             f"{phase}: monitor is 'local_test', which rotated images do not have; it must be another one, such as "
             "local_test_held_out."
         )
+    train = datamodule.train_samples
+    sizes = opted_in(phase.algorithm, train, seed).sizes
+    if phase.monitor == "local_test" and ((sizes > 0) & (sizes < train.sizes)).any():
+        raise MisconfigurationException(
+            f"{phase}: monitor is 'local_test', which depends on the classes of all of a client's samples, but must be "
+            "one that does not count those that opt out, such as validation."
+        )
     if phase.algorithm.needs_validation and not len(datamodule.validation_samples.indices):
         raise MisconfigurationException(
             f"{phase}: {type(phase.algorithm).__name__} with these arguments validates, but validation_fraction is 0, "
             "so that no client has validation samples; it must be above 0."
         )
-    single = (datamodule.train_samples.sizes == 1).nonzero().flatten()
+    single = (train.sizes == 1).nonzero().flatten()
     if len(single) and has_batch_norm(module):
         raise MisconfigurationException(
             f"{phase}: client {single[0]} has one training sample, but batch normalization needs two; lower "

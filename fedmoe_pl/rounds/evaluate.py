@@ -20,6 +20,7 @@ from fedmoe_pl.data import FederatedDataModule
 from fedmoe_pl.data.parts import Parts
 from fedmoe_pl.models import FixedGate, MixtureOfExperts
 from fedmoe_pl.rounds.evaluation import ClientEvaluation
+from fedmoe_pl.rounds.opt_in import opted_in
 from fedmoe_pl.trees import Tree, copy_module, load_tree, of_module, subtree
 
 
@@ -34,7 +35,7 @@ def evaluate_clients(
     """Evaluates the model that every client would use now, made of the tensors that the server sends and its own.
 
     Clients that receive the same tensors and kept none have the same model. It is evaluated once, on the samples of all
-    of them together.
+    of them together. Only validation samples that opt in count.
 
     Args:
         training: the phase's module, algorithm and data.
@@ -47,6 +48,7 @@ def evaluate_clients(
     Returns:
         One entry per client, in the order of their ids.
     """
+    validation = opted_in(training.algorithm, training.datamodule.validation_samples, training.seed, validation=True)
     evaluations: dict[int, ClientEvaluation] = {}
     for group in training.by_architecture(range(training.datamodule.num_clients)):
         group_training = training.of(group[0])
@@ -56,7 +58,8 @@ def evaluate_clients(
             alike = [[client] for client in clients] if overrides(training.algorithm, "predictor") else [clients]
             for some in alike:
                 predictor = client_predictor(group_training, module, server, some[0], kept, round)
-                evaluations.update(zip(some, _evaluate_model(predictor, training.datamodule, some), strict=True))
+                evaluated = _evaluate_model(predictor, training.datamodule, some, validation)
+                evaluations.update(zip(some, evaluated, strict=True))
     return [evaluations[client] for client in range(training.datamodule.num_clients)]
 
 
@@ -209,12 +212,12 @@ def _global_test(module: LightningModule, datamodule: FederatedDataModule) -> tu
 
 
 def _evaluate_model(
-    module: LightningModule, datamodule: FederatedDataModule, clients: Sequence[int]
+    module: LightningModule, datamodule: FederatedDataModule, clients: Sequence[int], validation: Parts
 ) -> Iterator[ClientEvaluation]:
-    """The evaluations of clients that all have this model."""
+    """The evaluations of clients that all have this model; ``validation`` has the validation samples of all clients."""
     chosen = torch.tensor(clients)
     class_accuracy, global_test = _global_test(module, datamodule)
-    held_out, validation = datamodule.test_samples.select(chosen), datamodule.validation_samples.select(chosen)
+    held_out, validation = datamodule.test_samples.select(chosen), validation.select(chosen)
     samples, gate_labels = held_out, [None] * len(clients)
     if _has_trained_gate(module):  # otherwise no predictions of training samples are needed
         train = datamodule.train_samples.select(chosen)

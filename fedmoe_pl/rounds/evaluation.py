@@ -39,11 +39,12 @@ class ClientEvaluation:
             rotated images.
         local_test_held_out: accuracy on the client's held-out samples; nan if it has none.
         global_test: accuracy on the global test set.
-        validation: accuracy on the client's validation samples; nan if it has none.
+        validation: accuracy on the client's validation samples, in a phase with opt-out on those that opt in; nan if
+            there are none.
         gate_weights: weights of the experts, shape (n, experts), on the client's own samples (the held-out ones
             if it has any, else its training samples); None for a model without a trained gate.
         gate_labels: labels of those samples, shape (n,).
-        validation_loss: mean loss on its validation samples; nan if it has none.
+        validation_loss: mean loss on the same validation samples; nan if there are none.
         has_global_expert: whether all experts but the last one are global.
     """
 

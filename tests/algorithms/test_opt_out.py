@@ -156,6 +156,17 @@ def test_a_clients_opt_in_samples_are_the_rest_of_a_split_by_seed_and_client_alo
         assert all(set(other.tolist()) != set(chosen.tolist()) for other in others)
 
 
+def test_training_and_validation_samples_opt_out_by_draws_of_their_own():
+    algorithm, samples = OptInFedAvg(opt_out_data=0.29), torch.arange(100)
+    training, validation = (algorithm.opted_in(3, samples, 5, validation) for validation in (False, True))
+    assert torch.equal(training, algorithm.client_samples(a_client(samples, id=3, seed=5)))
+    for chosen in (training, validation):
+        assert len(chosen.unique()) == len(chosen) == 71, "0.29 * 100 is 28.999999999999996, but 29 of 100 opt out"
+    both = len(set(training.tolist()) & set(validation.tolist()))
+    assert abs(both - 71 * 71 / 100) < 5 * (71 * 71 * 29 * 29 / 100**2 / 99) ** 0.5, "as independent draws"
+    assert algorithm.opted_in(3, samples[:0], 5, validation=True).tolist() == []
+
+
 class Seen(nn.Module):
     """An expert that reads one feature, which tells the sample, and remembers whom it has seen while training."""
 

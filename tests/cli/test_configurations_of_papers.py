@@ -1,10 +1,16 @@
 """Every configuration of a paper's data set names what there is and, shortened, runs a round of each phase."""
 
+import copy
 import re
 
 import pytest
+import torch
 import yaml
-from helpers.configurations import CONFIGURATIONS, files_of, printed, run_short
+from helpers.configurations import CONFIGURATIONS, REPOSITORY, files_of, printed, run_short
+
+from fedmoe_pl import Federation
+from fedmoe_pl.cli import main
+from fedmoe_pl.data import CIFAR10, AGNews, Arrays, FashionMNIST
 
 PAPERS = [path for path in CONFIGURATIONS if yaml.safe_load(path.read_text())["data"]["class_path"] != "Digits"]
 # These differ from a faster one in their data or widths alone.
@@ -38,3 +44,31 @@ def test_every_configuration_is_readable(path):
     anchors, aliases = re.findall(r"[ -]&(\w+)", text), re.findall(r"\*(\w+)", text)
     assert set(anchors) <= set(aliases), "every anchor is used"
     assert re.search(r"https://arxiv\.org/abs/\d{4}\.\d{5}", text), "the paper has a link"
+
+
+@pytest.mark.parametrize(
+    ("stem", "data", "classes", "size", "for_training", "columns"),
+    [
+        ("opt_out_cifar10", CIFAR10, 10, 50_000, 100, (0.3, 0.6, 0.7, 0.8, 1.0)),
+        ("opt_out_fmnist", FashionMNIST, 10, 60_000, 100, (0.3, 0.6, 0.7, 0.8, 1.0)),
+        ("opt_out_agnews", AGNews, 4, 120_000, 100, (0.5, 0.7, 0.8, 0.9, 1.0)),
+    ],
+)
+def test_majority_samples_have_their_share_of_every_clients_training_samples(
+    stem, data, classes, size, for_training, columns, monkeypatch
+):
+    """On arrays with as many samples and classes as the data set, with each p of the paper's tables."""
+    y = torch.arange(size) % classes
+    monkeypatch.setattr(data, "load", lambda self: Arrays(y[:, None], y, y[:1000, None], y[:1000]))
+    caught = []
+    monkeypatch.setattr(Federation, "partition", lambda self, model, datamodule: caught.append(datamodule))
+    main(["partition", *(f"--config={name}" for name in files_of(REPOSITORY / f"configs/{stem}.yaml"))])
+    assert caught[0].partitioner.majority_share in columns
+    for share in columns:
+        datamodule = copy.deepcopy(caught[0])
+        datamodule.partitioner.majority_share = share
+        datamodule.deal()
+        for samples in datamodule.train_samples:
+            counts = datamodule.y[samples].bincount(minlength=classes).sort(descending=True).values
+            assert counts[:2].sum() == round(share * for_training)
+            assert 0 <= len(samples) - for_training <= 2

@@ -46,14 +46,29 @@ class AGNews(FederatedDataModule):
         self.root = root
         self.vocabulary_size = vocabulary_size
         self.length = length
+        self._texts: tuple[list[list[str]], list[list[str]]] = [], []  # of training and test, until they have ids
 
     def load(self) -> Arrays:
-        """Reads the files, makes the vocabulary unless there is one, and looks up the words' ids."""
+        """Reads the files; ``learn`` looks up the ids of the words when the vocabulary is known."""
         (train, y_train), (test, y_test) = (_read(self.root, part) for part in ("train", "test"))
+        self._texts = train, test
+        return Arrays(to_ids(train, {}, 0), y_train, to_ids(test, {}, 0), y_test)
+
+    def learn(self, arrays: Arrays, samples: Tensor | None) -> None:
+        """Makes the vocabulary unless there is one, and looks up the words' ids.
+
+        Args:
+            arrays: the data set, which is changed.
+            samples: indices of the training texts that may be counted, shape (n,); None for all.
+        """
+        train, test = self._texts
         if self.vocabulary is None:
-            self.vocabulary = [*vocabulary(train, self.vocabulary_size)]
+            counted = train if samples is None else [train[i] for i in samples.tolist()]
+            self.vocabulary = [*vocabulary(counted, self.vocabulary_size)]
+            self.has_learned = True
         ids = {word: i for i, word in enumerate(self.vocabulary, start=_FIRST_WORD)}
-        return Arrays(to_ids(train, ids, self.length), y_train, to_ids(test, ids, self.length), y_test)
+        arrays.x_train, arrays.x_test = (to_ids(texts, ids, self.length) for texts in (train, test))
+        self._texts = [], []
 
 
 def tokenize(text: str) -> list[str]:

@@ -1,0 +1,85 @@
+"""The samples that may influence what leaves their clients, in preprocessing and in validation."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from lightning.fabric.utilities.exceptions import MisconfigurationException
+from torch import Tensor
+
+from fedmoe_pl.algorithms.algorithm import Algorithm
+from fedmoe_pl.data import FederatedDataModule
+from fedmoe_pl.data.parts import Parts
+from fedmoe_pl.rounds.phase import Phase
+
+
+def opted_in(algorithm: Algorithm, parts: Parts, seed: int, validation: bool = False) -> Parts:
+    """The samples of each client that opt in: none of a client that does not take part.
+
+    Args:
+        algorithm: the algorithm, which decides.
+        parts: the training or the validation samples of all clients.
+        seed: the run's seed.
+        validation: whether they are validation samples.
+    """
+    kind = type(algorithm)
+    if kind.opted_in is Algorithm.opted_in and kind.participants is Algorithm.participants:
+        return parts
+    participants = set(algorithm.participants(range(len(parts)), seed))
+    chosen = [
+        algorithm.opted_in(client, samples, seed, validation) if client in participants else samples[:0]
+        for client, samples in enumerate(parts)
+    ]
+    return Parts(torch.cat(chosen), torch.tensor([len(samples) for samples in chosen]))
+
+
+def set_up(datamodule: FederatedDataModule, phases: Sequence[Phase], seed: int) -> None:
+    """Sets the data up so that preprocessing learns only from training samples that opt in in every phase.
+
+    If nothing opts out, it learns from all training samples of the data set, as without a federation.
+
+    Args:
+        datamodule: the data; nothing changes if they are already set up.
+        phases: the federation's phases.
+        seed: the run's seed.
+
+    Raises:
+        MisconfigurationException: if preprocessing has learned from other samples, or there are none to learn from.
+    """
+    datamodule.prepare_data()
+    datamodule.deal()
+    samples = _opted_in_everywhere(datamodule, phases, seed)
+    if not datamodule.is_set_up:
+        datamodule.learn_from = samples
+    datamodule.setup()
+    if not datamodule.has_learned or samples is None:
+        return
+    learned_from = datamodule.learn_from
+    is_text = datamodule.normalization is None
+    what, remedy = ("vocabulary", "") if is_text else ("normalization", "give mean and std, or ")
+    if not len(samples):
+        raise MisconfigurationException(
+            f"{type(datamodule).__name__}: {what} must be computed from samples that opt in in every phase, but there "
+            f"are none; {remedy}run these phases in federations of their own."
+        )
+    if learned_from is None or not torch.isin(learned_from, samples).all():
+        raise MisconfigurationException(
+            f"{type(datamodule).__name__}: {what} was computed from samples that opt out, because setup was called "
+            f"before the federation; {remedy}leave setup to the federation."
+        )
+
+
+def _opted_in_everywhere(datamodule: FederatedDataModule, phases: Sequence[Phase], seed: int) -> Tensor | None:
+    """The training samples that opt in in every phase, shape (n,); None if no sample opts out of any phase.
+
+    A phase whose result comes from a checkpoint does not count: nothing leaves its clients.
+    """
+    train, validation = datamodule.train_samples, datamodule.validation_samples
+    samples, number = train.indices, len(train.indices) + len(validation.indices)
+    all_opt_in = True
+    for algorithm in (phase.algorithm for phase in phases if not phase.ckpt_path):
+        chosen = opted_in(algorithm, train, seed).indices
+        if len(chosen) + len(opted_in(algorithm, validation, seed, validation=True).indices) < number:
+            samples, all_opt_in = samples[torch.isin(samples, chosen)], False
+    return None if all_opt_in else samples

@@ -1,0 +1,288 @@
+"""What opts out influences nothing that leaves a client: preprocessing, validation and the selected round."""
+
+import csv
+import math
+from collections import Counter
+from dataclasses import replace
+from functools import partial
+
+import numpy as np
+import pytest
+import torch
+from helpers import TensorData, assert_same_bits, mixture, phase, run
+from lightning.fabric.utilities.exceptions import MisconfigurationException
+from torch import nn
+
+from fedmoe_pl import Federation, Phase
+from fedmoe_pl.algorithms import FedAvg, OptInFedAvg
+from fedmoe_pl.backends import TrainerBackend
+from fedmoe_pl.callbacks import BestEpoch
+from fedmoe_pl.data import AGNews, Arrays
+from fedmoe_pl.data.datasets.ag_news import tokenize
+from fedmoe_pl.models import BiLSTM, GlobalOnly, PersonalizedMoE
+
+SIZES = (30, 24, 36, 20)
+SEED = 3
+ALGORITHMS = [
+    pytest.param(OptInFedAvg("global_expert.*", opt_out_clients=0.5), id="clients"),
+    pytest.param(OptInFedAvg("global_expert.*", opt_out_data=0.7), id="data"),
+    pytest.param(OptInFedAvg("global_expert.*", 0.25, 0.7), id="both"),
+]
+
+
+def images() -> Arrays:
+    """Dark, grey and light images, so that a few rounds learn to tell them apart."""
+    n, generator = sum(SIZES) + 12, torch.Generator().manual_seed(0)
+    y = torch.arange(n) % 3
+    x = (torch.randint(60, (n, 2, 3, 3), generator=generator) + 80 * y[:, None, None, None]).to(torch.uint8)
+    return Arrays(x[:-12], y[:-12], x[-12:], y[-12:])
+
+
+def image_data(arrays: Arrays, mean=None, std=None) -> TensorData:
+    parts = torch.arange(sum(SIZES)).split(list(SIZES))
+    data = TensorData(arrays.x_train, arrays.y_train, parts, batch_size=5, validation_fraction=0.3)
+    data.arrays = replace(arrays, mean=mean, std=std)
+    return data
+
+
+def split_by_choice(data, algorithm) -> dict[str, torch.Tensor]:
+    """Training and validation samples that are in and out, by the algorithm's hooks."""
+    data.deal()
+    participants = algorithm.participants(range(len(SIZES)), SEED)
+    chosen = {}
+    for name, parts, validation in (
+        ("training", data.train_samples, False),
+        ("validation", data.validation_samples, True),
+    ):
+        inside = [algorithm.opted_in(client, parts[client], SEED, validation) for client in participants]
+        chosen[f"{name} in"] = torch.cat(inside)
+        chosen[f"{name} out"] = parts.indices[~torch.isin(parts.indices, chosen[f"{name} in"])]
+    return chosen
+
+
+def trained(data, algorithm, tmp_path, monitor="validation_loss", **kwargs):
+    """Four rounds in which clients and server select by validation samples."""
+    expert = nn.Sequential(nn.Flatten(), nn.Linear(18, 3))
+    arguments = {"trainer": {"limit_val_batches": 1.0}, "callbacks": [BestEpoch()], "gate": GlobalOnly(), **kwargs}
+    phases = [Phase("FedAvg", algorithm, rounds=4, monitor=monitor, **arguments)]
+    model = mixture(expert=expert, dtype=torch.float32, optimizer=partial(torch.optim.SGD, lr=0.05))
+    federation = run(phases, model, data, tmp_path, max_epochs=3, backend=TrainerBackend(), seed=SEED)
+    return federation.run.states["FedAvg"].server, federation.results["FedAvg"]
+
+
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+def test_images_that_opt_out_change_no_bit_of_what_the_server_has_and_of_the_round_it_selects(algorithm, tmp_path):
+    chosen = split_by_choice(image_data(images()), algorithm)
+    assert all(len(samples) for samples in chosen.values())
+
+    def result(folder, **changes):
+        arrays = images()
+        for name, (pixels, labels) in changes.items():
+            samples = chosen[name.replace("_", " ")]
+            arrays.x_train[samples] = pixels(arrays.x_train[samples])
+            arrays.y_train[samples] = labels(arrays.y_train[samples])
+        return trained(image_data(arrays), algorithm, tmp_path / folder)
+
+    def inverted(x):
+        return 255 - x
+
+    def same(y):
+        return y
+
+    def another(y):
+        return (y + 1) % 3
+
+    server, evaluation = result("as they are")
+    for number, name in enumerate(("training_out", "validation_out")):
+        changed_server, changed = result(str(number), **{name: (inverted, another)})
+        assert_same_bits(changed_server, server)
+        assert changed.round == evaluation.round
+        assert_same_losses(changed, evaluation)
+    assert not torch.equal(
+        *(tree["global_expert.1.weight"] for tree in (server, result("a", training_in=(inverted, same))[0]))
+    )
+    other_server, other = result("b", validation_in=(same, another))
+    assert other.round != evaluation.round, "with wrong labels for validation, learning looks like forgetting"
+    assert not torch.equal(other_server["global_expert.1.weight"], server["global_expert.1.weight"])
+
+
+def assert_same_losses(a, b):
+    pairs = [(x.validation_loss, y.validation_loss) for x, y in zip(a.clients, b.clients, strict=True)]
+    assert all(x == y or (math.isnan(x) and math.isnan(y)) for x, y in pairs)
+
+
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+def test_images_are_normalized_by_those_that_opt_in(algorithm, tmp_path):
+    data = image_data(images())
+    trained(data, algorithm, tmp_path)
+    chosen = split_by_choice(image_data(images()), algorithm)["training in"]
+    assert_normalized_by(images().x_train[chosen], data)
+
+
+@pytest.mark.parametrize("algorithm", [FedAvg("global_expert.*"), OptInFedAvg("global_expert.*")])
+def test_without_opt_out_images_are_normalized_by_all_training_images(algorithm, tmp_path):
+    data = image_data(images())
+    trained(data, algorithm, tmp_path)
+    assert_normalized_by(images().x_train, data)
+
+
+def assert_normalized_by(chosen, data):
+    pixels, every = chosen.numpy() / 255, images()
+    mean, std = pixels.mean(axis=(0, 2, 3)), pixels.std(axis=(0, 2, 3))
+    assert np.allclose(data.normalization, (mean, std), rtol=1e-12, atol=0)
+    expected = torch.from_numpy(
+        (torch.cat((every.x_train, every.x_test)).numpy() / 255 - mean[:, None, None]) / std[:, None, None]
+    )
+    torch.testing.assert_close(data.x[: sum(SIZES)].double(), expected[: sum(SIZES)], rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+def test_validation_is_that_of_samples_that_opt_in_and_nan_without_any(algorithm, tmp_path):
+    data = image_data(images())
+    server, evaluation = trained(data, algorithm, tmp_path)
+    inside = set(split_by_choice(image_data(images()), algorithm)["validation in"].tolist())
+    for client, evaluated in enumerate(evaluation.clients):
+        samples = [i for i in data.validation_samples[client].tolist() if i in inside]
+        if client not in algorithm.participants(range(len(SIZES)), SEED):
+            assert not samples and math.isnan(evaluated.validation) and math.isnan(evaluated.validation_loss)
+            continue
+        logits = data.x[samples].flatten(1) @ server["global_expert.1.weight"].T + server["global_expert.1.bias"]
+        right = (logits.argmax(1) == data.y[samples]).double().mean()
+        assert evaluated.validation == pytest.approx(right.item(), abs=1e-6)
+        losses = torch.logsumexp(logits, 1) - logits[torch.arange(len(samples)), data.y[samples]]
+        assert evaluated.validation_loss == pytest.approx(losses.mean().item(), rel=1e-5)
+
+
+# Texts
+
+WORDS = ("goal match team", "shares profit market", "court vote law", "chip software robot")
+
+
+def write_texts(folder, changed=()):
+    """Sixty texts, each of three words of its class; those in ``changed`` are about something else."""
+    folder.mkdir(exist_ok=True)
+    rng = np.random.default_rng(0)
+    rows = [(1 + i % 4, "", " ".join(rng.choice(WORDS[i % 4].split(), 3))) for i in range(60)]
+    for i in changed:
+        rows[i] = (1 + (i + 1) % 4, "", "sea sand sun")
+    for part, written in (("train", rows), ("test", rows[:8])):
+        with (folder / f"{part}.csv").open("w", encoding="utf-8", newline="") as file:
+            csv.writer(file).writerows(written)
+    return rows
+
+
+def text_data(folder):
+    return AGNews(root=str(folder), vocabulary_size=8, length=4, num_clients=len(SIZES), validation_fraction=0.2)
+
+
+def expected_vocabulary(rows, samples):
+    counts = Counter(word for i in samples for word in tokenize(rows[i][2]))
+    return sorted(counts, key=lambda word: (-counts[word], word))[:8]
+
+
+def trained_texts(data, algorithm, tmp_path):
+    torch.manual_seed(0)
+    expert = BiLSTM(vocabulary_size=10, embedding_dim=3, hidden=2, num_classes=4)
+    model = PersonalizedMoE(expert, optimizer=partial(torch.optim.SGD, lr=0.5))
+    phases = [phase("FedAvg", algorithm, rounds=2, gate=GlobalOnly())]
+    federation = run(phases, model, data, tmp_path / "run", backend=TrainerBackend(), seed=SEED)
+    return federation.run.states["FedAvg"].server
+
+
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+def test_texts_that_opt_out_change_neither_the_vocabulary_nor_a_bit_of_what_the_server_has(algorithm, tmp_path):
+    rows = write_texts(tmp_path / "data")
+    chosen = split_by_choice(text_data(tmp_path / "data"), algorithm)
+    data = text_data(tmp_path / "data")
+    server = trained_texts(data, algorithm, tmp_path)
+    assert data.vocabulary == expected_vocabulary(rows, chosen["training in"].tolist())
+
+    write_texts(tmp_path / "data", torch.cat((chosen["training out"], chosen["validation out"])).tolist())
+    changed = text_data(tmp_path / "data")
+    assert_same_bits(trained_texts(changed, algorithm, tmp_path), server)
+    assert changed.vocabulary == data.vocabulary
+
+    write_texts(tmp_path / "data", chosen["training in"][:8].tolist())
+    other = text_data(tmp_path / "data")
+    other_server = trained_texts(other, algorithm, tmp_path)
+    assert other.vocabulary != data.vocabulary
+    assert not torch.equal(other_server["global_expert.classifier.weight"], server["global_expert.classifier.weight"])
+
+
+def test_without_opt_out_the_vocabulary_is_that_of_all_training_texts(tmp_path):
+    rows = write_texts(tmp_path / "data", changed=range(7))
+    data = text_data(tmp_path / "data")
+    trained_texts(data, FedAvg("global_expert.*"), tmp_path)
+    assert data.vocabulary == expected_vocabulary(rows, range(60))
+
+
+# Refusals
+
+
+def test_statistics_of_samples_that_opt_out_are_refused(tmp_path):
+    algorithm = OptInFedAvg("global_expert.*", opt_out_data=0.4)
+    data = image_data(images())
+    data.setup()
+    message = "TensorData: normalization was computed from samples that opt out, because setup was called before"
+    with pytest.raises(MisconfigurationException, match=message):
+        trained(data, algorithm, tmp_path)
+    given = image_data(images(), mean=(0.5, 0.5), std=(0.2, 0.2))
+    given.setup()
+    trained(given, algorithm, tmp_path)
+
+    rows = write_texts(tmp_path / "data")
+    texts = text_data(tmp_path / "data")
+    texts.setup()
+    assert texts.vocabulary == expected_vocabulary(rows, range(60))
+    with pytest.raises(MisconfigurationException, match=r"AGNews: vocabulary was computed from .* leave setup to the"):
+        trained_texts(texts, algorithm, tmp_path)
+
+
+def test_a_seed_with_other_participants_needs_other_statistics(tmp_path):
+    algorithm, data = OptInFedAvg("global_expert.*", opt_out_clients=0.5), image_data(images())
+    trained(data, algorithm, tmp_path)
+    trained(data, algorithm, tmp_path)
+    other = next(
+        seed for seed in range(9) if algorithm.participants(range(4), seed) != algorithm.participants(range(4), 3)
+    )
+    with pytest.raises(MisconfigurationException, match="give mean and std, or leave setup to the federation"):
+        run([phase("FedAvg", algorithm)], mixture(), data, tmp_path, seed=other)
+
+
+class Last(OptInFedAvg):
+    """Only the last client takes part."""
+
+    def participants(self, clients, seed):
+        return clients[-1:]
+
+
+class First(OptInFedAvg):
+    """Only the first client takes part."""
+
+    def participants(self, clients, seed):
+        return clients[:1]
+
+
+def test_phases_that_have_no_sample_in_common_are_refused(tmp_path):
+    phases = [phase("first", First("global_expert.*")), phase("last", Last("global_expert.*"))]
+    with pytest.raises(MisconfigurationException, match=r"normalization must be computed from .* but there are none"):
+        run(phases, mixture(), image_data(images()), tmp_path)
+
+
+def test_a_monitor_that_depends_on_the_classes_of_samples_that_opt_out_is_refused(tmp_path):
+    message = "Phase 'FedAvg': monitor is 'local_test', which depends on the classes of all of a client's samples"
+    with pytest.raises(MisconfigurationException, match=message):
+        trained(image_data(images()), OptInFedAvg("global_expert.*", opt_out_data=0.4), tmp_path, "local_test")
+    trained(image_data(images()), OptInFedAvg("global_expert.*", opt_out_clients=0.5), tmp_path, "local_test")
+
+
+def test_a_run_does_not_go_on_with_other_statistics(tmp_path):
+    """A phase that is added in between, in which clients opt out, would change how images are normalized."""
+    torch.manual_seed(0)
+    first = phase("FedAvg", FedAvg("global_expert.*"))
+    model = mixture(expert=nn.Sequential(nn.Flatten(), nn.Linear(18, 3)), dtype=torch.float32)
+    finished = run([first], model, image_data(images()), tmp_path, enable_checkpointing=True)
+    added = phase("opt-out", OptInFedAvg("global_expert.*", opt_out_clients=0.5))
+    longer = Federation([first, added], {"max_epochs": 1}, logger=False, enable_progress_bar=False)
+    with pytest.raises(MisconfigurationException, match="a run whose images are normalized, or words numbered, in ano"):
+        longer.fit(model, image_data(images()), str(finished.run_dir / "checkpoints/last.ckpt"))
