@@ -8,7 +8,7 @@ way, but only the module's tensors are loaded into a module.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -185,6 +185,18 @@ class Algorithm:
     def server_init(self, module: LightningModule) -> Tree:
         """The server's state before the first round, from the phase's module."""
         return {name: tensor.detach().clone() for name, tensor in module.state_dict().items() if self.is_shared(name)}
+
+    def server_begin(self, server: Tree, clients: Iterable[Client]) -> Tree:
+        """The server's state before the first round, now that clients can be asked; by default unchanged.
+
+        What is sent and computed for it is not counted.
+
+        Args:
+            server: what ``server_init`` returned.
+            clients: the clients of the first round. Clients of one architecture have the same module, with the phase's
+                initial tensors; it may be changed.
+        """
+        return server
 
     def server_send(self, server: Tree, client_id: int) -> Tree:
         """The tensors that a client receives."""
