@@ -174,7 +174,7 @@ def test_dropout_of_frozen_clusters_is_active_only_if_asked_for(tmp_path, frozen
     federation = run(phases, module, data, tmp_path)
     for client in range(3):
         expected = copy_module(federation.client_module("Local", client))
-        generator = client_generator(0, client, 0)
+        generator = client_generator(0, client, 1)
         expected.gate.reset_parameters()
         for expert in (*expected.global_experts, expected.local_expert):
             expert.train(frozen_train_mode)
