@@ -119,7 +119,10 @@ def check_trainer(arguments: dict[str, Any]) -> list[torch.device]:
 
 
 def check_client_trainer(phase: Phase, trainer: dict[str, Any], datamodule: FederatedDataModule) -> None:
-    """Refuses a ``BestEpoch`` if no client validates, and gradient clipping that would break an algorithm's formulas.
+    """Refuses arguments that have no effect or a wrong one on the clients' training.
+
+    These are arguments of a training of 0 epochs, a ``BestEpoch`` if no client validates, and gradient clipping that
+    would break an algorithm's formulas.
 
     Args:
         phase: the phase.
@@ -127,8 +130,11 @@ def check_client_trainer(phase: Phase, trainer: dict[str, Any], datamodule: Fede
         datamodule: the data and the clients that hold them; already set up.
 
     Raises:
-        MisconfigurationException: if there is such a callback or such clipping.
+        MisconfigurationException: if there is such an argument, such a callback or such clipping.
     """
+    for name in ("batch_size", "optimizer", "lr_scheduler", "callbacks", "trainer"):
+        if not trainer["max_epochs"] and getattr(phase, name) is not None:
+            raise MisconfigurationException(f"{phase}: {name} is given, but must be left out, because max_epochs is 0.")
     if phase.algorithm.needs_plain_steps and trainer.get("gradient_clip_val"):
         raise MisconfigurationException(
             f"{phase}: gradient_clip_val of the trainer is {trainer['gradient_clip_val']}, "
@@ -228,20 +234,7 @@ def _check_architectures(phase: Phase, module: LightningModule, num_clients: int
 
 def _check_samples(phase: Phase, module: LightningModule, datamodule: FederatedDataModule) -> None:
     """Refuses data without the samples that the phase's monitor, algorithm or batch normalization needs."""
-    for metric, samples, fraction in (
-        ("validation", datamodule.validation_samples, "validation_fraction"),
-        ("validation_loss", datamodule.validation_samples, "validation_fraction"),
-        ("local_test_held_out", datamodule.test_samples, "test_fraction"),
-    ):
-        if phase.monitor == metric and not len(samples.indices):
-            raise MisconfigurationException(
-                f"{phase}: monitor is '{metric}', but {fraction} is 0, so that no client has such samples."
-            )
-    if phase.monitor == "local_test" and datamodule.rotations is not None:
-        raise MisconfigurationException(
-            f"{phase}: monitor is 'local_test', which rotated images do not have; it must be another one, such as "
-            "local_test_held_out."
-        )
+    check_metric(f"{phase}: monitor", phase.monitor, datamodule)
     if phase.algorithm.needs_validation and not len(datamodule.validation_samples.indices):
         raise MisconfigurationException(
             f"{phase}: {type(phase.algorithm).__name__} with these arguments validates, but validation_fraction is 0, "
@@ -252,6 +245,33 @@ def _check_samples(phase: Phase, module: LightningModule, datamodule: FederatedD
         raise MisconfigurationException(
             f"{phase}: client {single[0]} has one training sample, but batch normalization needs two; lower "
             "num_clients or change partition_seed."
+        )
+
+
+def check_metric(argument: str, metric: str | None, datamodule: FederatedDataModule) -> None:
+    """Refuses a metric that would be nan for all clients.
+
+    Args:
+        argument: the argument that names the metric, for the message, such as ``CostToTarget: metric``.
+        metric: the metric; None passes.
+        datamodule: the data and the clients that hold them; already set up.
+
+    Raises:
+        MisconfigurationException: if no client has samples for it, or images are rotated.
+    """
+    for name, samples, fraction in (
+        ("validation", datamodule.validation_samples, "validation_fraction"),
+        ("validation_loss", datamodule.validation_samples, "validation_fraction"),
+        ("local_test_held_out", datamodule.test_samples, "test_fraction"),
+    ):
+        if metric == name and not len(samples.indices):
+            raise MisconfigurationException(
+                f"{argument} is '{metric}', but {fraction} is 0, so that no client has such samples."
+            )
+    if metric == "local_test" and datamodule.rotations is not None:
+        raise MisconfigurationException(
+            f"{argument} is 'local_test', which rotated images do not have; it must be another one, such as "
+            "local_test_held_out."
         )
 
 
