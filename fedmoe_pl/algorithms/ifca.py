@@ -7,6 +7,7 @@ Exploration and early stopping by cluster: Isaksson et al. 2022 (https://arxiv.o
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from typing import Any, Literal, get_args
 
 import torch
@@ -17,14 +18,17 @@ from torch import Tensor
 from fedmoe_pl.algorithms.algorithm import Algorithm
 from fedmoe_pl.algorithms.client import Client, Update
 from fedmoe_pl.algorithms.clusters import (
+    DRAWS,
     best_cluster,
     check_first_place,
     choice_generator,
+    chosen_models,
     cluster_of,
     experts_of,
     mean_loss,
     moved,
 )
+from fedmoe_pl.algorithms.fedavg import Weighting, check_weighting
 from fedmoe_pl.trees import Tree, load_tree, mean_of_two, of_module, subtree
 
 Schedule = Literal["constant", "inverse", "power", "by_clusters"]
@@ -48,11 +52,11 @@ class EpsilonGreedyIFCA(Algorithm):
     does not change.
 
     Args:
-        epsilon: probability of a random choice; 0 is IFCA, but without its new draws of initial models. None means 0.33
+        epsilon: probability of a random choice; 0 is IFCA, with ``good_init`` as in its code. None means 0.33
             where ``schedule`` uses it: ``constant`` and ``power``.
         schedule: how epsilon changes from round to round, see :data:`Schedule`.
-        decay_rounds: round, counted from 0, in which ``power`` reaches epsilon; in the official code an eighth of all
-            rounds. None for the other schedules.
+        decay_rounds: round, counted from 0, in which ``power`` reaches epsilon; None means an eighth of the phase's
+            rounds, as in the official code, and is the only value for other schedules.
         weighting: ``samples`` weighs a client by its number of training samples; ``uniform`` gives all clients the
             same weight, as in IFCA.
         patience: number of checks without a lower validation loss after which a cluster stops: its best parameters are
@@ -60,6 +64,9 @@ class EpsilonGreedyIFCA(Algorithm):
             have not stopped by the last round get their best parameters then. None never stops a cluster.
         check_every_n_rounds: number of rounds from one check to the next, with ``patience``; None means 10. In a check,
             each client of the round validates the model that it picked, before training it.
+        good_init: smallest share of the first round's clients that must choose each initial model. All models are drawn
+            anew until this holds, at most 1000 times. IFCA's code has 0.35 for two clusters and 0.1 for four, and draws
+            other clients each time. None never draws anew.
 
     Raises:
         MisconfigurationException: if an argument is out of range, or belongs to another schedule.
@@ -70,15 +77,13 @@ class EpsilonGreedyIFCA(Algorithm):
         epsilon: float | None = None,
         schedule: Schedule = "constant",
         decay_rounds: int | None = None,
-        weighting: Literal["samples", "uniform"] = "samples",
+        weighting: Weighting = "samples",
         patience: int | None = None,
         check_every_n_rounds: int | None = None,
+        good_init: float | None = None,
     ) -> None:
         _check_schedule(schedule, epsilon, decay_rounds)
-        if weighting not in ("samples", "uniform"):
-            raise MisconfigurationException(
-                f"EpsilonGreedyIFCA: weighting is '{weighting}', but must be samples or uniform."
-            )
+        check_weighting(self, weighting)
         for name, value in (("patience", patience), ("check_every_n_rounds", check_every_n_rounds)):
             if value is not None and value < 1:
                 raise MisconfigurationException(f"EpsilonGreedyIFCA: {name} is {value}, but must be at least 1.")
@@ -86,6 +91,10 @@ class EpsilonGreedyIFCA(Algorithm):
             raise MisconfigurationException(
                 f"EpsilonGreedyIFCA: check_every_n_rounds is {check_every_n_rounds}, but must be left out without "
                 "patience."
+            )
+        if good_init is not None and not 0 < good_init <= 1:
+            raise MisconfigurationException(
+                f"EpsilonGreedyIFCA: good_init is {good_init}, but must be above 0 and at most 1."
             )
         super().__init__("global_experts.*", "global_experts.0.*")
         self.epsilon = 0.33 if epsilon is None else epsilon
@@ -95,19 +104,33 @@ class EpsilonGreedyIFCA(Algorithm):
         self.patience = patience
         self.needs_validation = patience is not None
         self.check_every_n_rounds = check_every_n_rounds or 10
+        self.good_init = good_init
 
     def check(self, module: LightningModule) -> None:
-        """Refuses other models, and gates that use more than the first expert."""
+        """Refuses other models, gates that use more than the first expert, and a ``good_init`` that cannot be."""
         check_first_place(self, module)
         super().check(module)
+        clusters = len(experts_of(module))
+        if self.good_init is not None and self.good_init * clusters > 1:
+            raise MisconfigurationException(
+                f"EpsilonGreedyIFCA: good_init is {self.good_init}, but must be at most 1 / {clusters} for {clusters} "
+                "clusters."
+            )
 
-    def epsilon_of(self, round: int, num_clusters: int) -> float:
-        """Probability of a random choice in a round, counted from 0."""
+    def epsilon_of(self, round: int, num_clusters: int, rounds: int) -> float:
+        """Probability of a random choice in a round.
+
+        Args:
+            round: the round of the phase, counted from 0.
+            num_clusters: number of clusters.
+            rounds: the phase's number of rounds.
+        """
         if self.schedule == "constant":
             return self.epsilon
         exponent = 1.0 if self.schedule == "inverse" else 2 / num_clusters
-        if self.decay_rounds is not None and self.schedule == "power":
-            exponent = -math.log(self.epsilon) / math.log(self.decay_rounds + 1)
+        if self.schedule == "power":
+            decay_rounds = rounds / 8 if self.decay_rounds is None else self.decay_rounds
+            exponent = -math.log(self.epsilon) / math.log(decay_rounds + 1)
         return (round + 1) ** -exponent
 
     def server_init(self, module: LightningModule) -> Tree:
@@ -120,6 +143,22 @@ class EpsilonGreedyIFCA(Algorithm):
             _WAITED: torch.zeros(clusters, dtype=torch.int64),
         }
 
+    def server_begin(self, server: Tree, clients: Iterable[Client]) -> Tree:
+        """Draws initial models anew until each is chosen by the share ``good_init`` of the clients.
+
+        Raises:
+            MisconfigurationException: if no draw gives such models.
+        """
+        if self.good_init is None:
+            return server
+        models = chosen_models([*clients], self.good_init)
+        if models is None:
+            raise MisconfigurationException(
+                f"EpsilonGreedyIFCA: good_init is {self.good_init}, but must be lower for these data: in none of "
+                f"{DRAWS} draws was every cluster chosen by this share of the first round's clients."
+            )
+        return {**server, **models}
+
     def server_send(self, server: Tree, client_id: int, request: Tree) -> Tree:
         """The models of all active clusters."""
         active = server[_ACTIVE].tolist()
@@ -130,7 +169,7 @@ class EpsilonGreedyIFCA(Algorithm):
         super().client_init(client, sent)
         active = sorted({cluster_of(name) for name in sent})
         generator = choice_generator(client)
-        epsilon = self.epsilon_of(client.round, len(experts_of(client.module)))
+        epsilon = self.epsilon_of(client.round, len(experts_of(client.module)), client.rounds)
         if torch.rand((), generator=generator).item() < epsilon:
             cluster = active[int(torch.randint(len(active), (), generator=generator))]
         else:
@@ -206,11 +245,12 @@ def _check_schedule(schedule: str, epsilon: float | None, decay_rounds: int | No
         raise MisconfigurationException(
             f"EpsilonGreedyIFCA: epsilon is {epsilon}, but must be left out with the schedule '{schedule}'."
         )
-    if schedule == "power" and (epsilon == 0 or decay_rounds is None or decay_rounds < 1):
+    if schedule == "power" and epsilon == 0:
         raise MisconfigurationException(
-            f"EpsilonGreedyIFCA: schedule is 'power', but epsilon is {epsilon} and decay_rounds {decay_rounds}; "
-            "epsilon must be above 0 and decay_rounds at least 1."
+            f"EpsilonGreedyIFCA: epsilon is {epsilon}, but must be above 0 with the schedule 'power'."
         )
+    if decay_rounds is not None and decay_rounds < 1:
+        raise MisconfigurationException(f"EpsilonGreedyIFCA: decay_rounds is {decay_rounds}, but must be at least 1.")
     if schedule != "power" and decay_rounds is not None:
         raise MisconfigurationException(
             f"EpsilonGreedyIFCA: decay_rounds is {decay_rounds}, but must be left out with the schedule '{schedule}'."

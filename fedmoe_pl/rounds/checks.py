@@ -192,20 +192,7 @@ def _check_architectures(phase: Phase, module: LightningModule, num_clients: int
 
 def _check_samples(phase: Phase, module: LightningModule, datamodule: FederatedDataModule, seed: int) -> None:
     """Refuses data without the samples that the phase's monitor, algorithm or batch normalization needs."""
-    for metric, samples, fraction in (
-        ("validation", datamodule.validation_samples, "validation_fraction"),
-        ("validation_loss", datamodule.validation_samples, "validation_fraction"),
-        ("local_test_held_out", datamodule.test_samples, "test_fraction"),
-    ):
-        if phase.monitor == metric and not len(samples.indices):
-            raise MisconfigurationException(
-                f"{phase}: monitor is '{metric}', but {fraction} is 0, so that no client has such samples."
-            )
-    if phase.monitor == "local_test" and datamodule.rotations is not None:
-        raise MisconfigurationException(
-            f"{phase}: monitor is 'local_test', which rotated images do not have; it must be another one, such as "
-            "local_test_held_out."
-        )
+    check_metric(f"{phase}: monitor", phase.monitor, datamodule)
     train = datamodule.train_samples
     sizes = opted_in(phase.algorithm, train, seed).sizes
     if phase.monitor == "local_test" and ((sizes > 0) & (sizes < train.sizes)).any():
@@ -223,6 +210,33 @@ def _check_samples(phase: Phase, module: LightningModule, datamodule: FederatedD
         raise MisconfigurationException(
             f"{phase}: client {single[0]} has one training sample, but batch normalization needs two; lower "
             "num_clients or change partition_seed."
+        )
+
+
+def check_metric(argument: str, metric: str | None, datamodule: FederatedDataModule) -> None:
+    """Refuses a metric that would be nan for all clients.
+
+    Args:
+        argument: the argument that names the metric, for the message, such as ``CostToTarget: metric``.
+        metric: the metric; None passes.
+        datamodule: the data and the clients that hold them; already set up.
+
+    Raises:
+        MisconfigurationException: if no client has samples for it, or images are rotated.
+    """
+    for name, samples, fraction in (
+        ("validation", datamodule.validation_samples, "validation_fraction"),
+        ("validation_loss", datamodule.validation_samples, "validation_fraction"),
+        ("local_test_held_out", datamodule.test_samples, "test_fraction"),
+    ):
+        if metric == name and not len(samples.indices):
+            raise MisconfigurationException(
+                f"{argument} is '{metric}', but {fraction} is 0, so that no client has such samples."
+            )
+    if metric == "local_test" and datamodule.rotations is not None:
+        raise MisconfigurationException(
+            f"{argument} is 'local_test', which rotated images do not have; it must be another one, such as "
+            "local_test_held_out."
         )
 
 

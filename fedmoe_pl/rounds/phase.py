@@ -187,6 +187,16 @@ class Phase:
             raise MisconfigurationException(
                 f"{self}: monitor_from_round is {self.monitor_from_round}, but must be at most rounds, {self.rounds}."
             )
+        if self.monitor_from_round > 1 and not self.monitor:
+            raise MisconfigurationException(
+                f"{self}: monitor_from_round is {self.monitor_from_round}, which needs a monitor."
+            )
+        if self.min_delta and not self.patience:
+            raise MisconfigurationException(f"{self}: min_delta is {self.min_delta}, which needs a patience.")
+        if self.evaluate_every_n_rounds is not None and not self.evaluate:
+            raise MisconfigurationException(
+                f"{self}: evaluate_every_n_rounds is {self.evaluate_every_n_rounds}, which needs evaluate to be true."
+            )
 
     def _check_trainer(self) -> None:
         for name in ("accelerator", "devices", "num_nodes"):

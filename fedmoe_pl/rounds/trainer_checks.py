@@ -56,7 +56,10 @@ def check_trainer(arguments: dict[str, Any]) -> list[torch.device]:
 
 
 def check_client_trainer(phase: Phase, trainer: dict[str, Any], datamodule: FederatedDataModule) -> None:
-    """Refuses a ``BestEpoch`` if no client validates, and gradient clipping that would break an algorithm's formulas.
+    """Refuses arguments that have no effect or a wrong one on the clients' training.
+
+    These are arguments of a training of 0 epochs, a ``BestEpoch`` if no client validates, and gradient clipping that
+    would break an algorithm's formulas.
 
     Args:
         phase: the phase.
@@ -64,8 +67,11 @@ def check_client_trainer(phase: Phase, trainer: dict[str, Any], datamodule: Fede
         datamodule: the data and the clients that hold them; already set up.
 
     Raises:
-        MisconfigurationException: if there is such a callback or such clipping.
+        MisconfigurationException: if there is such an argument, such a callback or such clipping.
     """
+    for name in ("batch_size", "optimizer", "lr_scheduler", "callbacks", "trainer"):
+        if not trainer["max_epochs"] and getattr(phase, name) is not None:
+            raise MisconfigurationException(f"{phase}: {name} is given, but must be left out, because max_epochs is 0.")
     if phase.algorithm.needs_plain_steps and trainer.get("gradient_clip_val"):
         raise MisconfigurationException(
             f"{phase}: gradient_clip_val of the trainer is {trainer['gradient_clip_val']}, "

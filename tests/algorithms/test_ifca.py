@@ -3,6 +3,7 @@
 import itertools
 import math
 from collections import Counter
+from dataclasses import replace
 
 import pytest
 import torch
@@ -11,9 +12,11 @@ from helpers import Expert, TensorData, assert_same_bits, blobs, phase, run
 from helpers.clusters import (
     FIRST,
     GateNet,
+    Watch,
     chosen,
     cluster,
     clustered,
+    conflicting,
     local_training,
     losses_by_hand,
     only,
@@ -34,7 +37,8 @@ from fedmoe_pl.trees import copy_module
 WRONG_ARGUMENTS = {
     "epsilon": ({"epsilon": 1.5}, "epsilon is 1.5, but must be from 0 to 1"),
     "schedule": ({"schedule": "cosine"}, "schedule is 'cosine', but must be one of constant, inverse"),
-    "power": ({"schedule": "power"}, "decay_rounds None; epsilon must be above 0 and decay_rounds at least 1"),
+    "power of 0": ({"schedule": "power", "epsilon": 0.0}, "epsilon is 0.0, but must be above 0 with the schedule 'pow"),
+    "no decay": ({"schedule": "power", "decay_rounds": 0}, "decay_rounds is 0, but must be at least 1"),
     "patience": ({"patience": 0}, "patience is 0, but must be at least 1"),
     "checks": ({"check_every_n_rounds": 0}, "check_every_n_rounds is 0, but must be at least 1"),
     "checks of nothing": (
@@ -50,6 +54,7 @@ WRONG_ARGUMENTS = {
         "must be left out with the schedule 'by_clust",
     ),
     "decay of nothing": ({"decay_rounds": 5}, "decay_rounds is 5, but must be left out with the schedule 'constant'"),
+    "good_init": ({"good_init": 0.0}, "good_init is 0.0, but must be above 0 and at most 1"),
     "weighting": ({"weighting": "sampels"}, "weighting is 'sampels', but must be samples or uniform"),
 }
 
@@ -134,9 +139,9 @@ def test_ties_are_drawn_and_nan_is_never_the_lowest():
 
 
 def test_epsilon_follows_its_schedule():
-    def epsilons(rounds, **arguments):
+    def epsilons(of, rounds=100, **arguments):
         algorithm = EpsilonGreedyIFCA(**arguments)
-        return [algorithm.epsilon_of(round, num_clusters=4) for round in rounds]
+        return [algorithm.epsilon_of(round, num_clusters=4, rounds=rounds) for round in of]
 
     assert epsilons([0, 9], epsilon=0.3) == [0.3, 0.3]
     assert epsilons([0, 1, 4], schedule="inverse") == pytest.approx([1, 1 / 2, 1 / 5])
@@ -144,6 +149,23 @@ def test_epsilon_follows_its_schedule():
     # 1 / (t + 1)^b is 1/4 for t = 15 with b = 1/2
     power = {"schedule": "power", "epsilon": 0.25, "decay_rounds": 15}
     assert epsilons([0, 3, 15, 99], **power) == pytest.approx([1, 1 / 2, 1 / 4, 1 / 10])
+    # without decay_rounds, round T / 8 has the epsilon: 1/4 for t = 15 of 120, and in between two rounds of 100
+    power = {"schedule": "power", "epsilon": 0.25}
+    assert epsilons([0, 3, 15, 99], 120, **power) == pytest.approx([1, 1 / 2, 1 / 4, 1 / 10])
+    below, above = epsilons([12, 13], 100, **power)
+    assert above < 0.25 < below
+
+
+def test_a_client_s_epsilon_is_that_of_its_phase_s_number_of_rounds():
+    """Round 15 of 120 has epsilon 1/4; with 3 clusters, the best is picked with 1 - 2/3 of it."""
+    module, data = clustered(), blobs()
+    training = replace(local_training(module, EpsilonGreedyIFCA(0.25, "power"), data), rounds=120)
+    losses = losses_by_hand(module, data, 1)
+    best = min(range(3), key=losses.__getitem__)
+    n, server, own = 600, training.algorithm.server_init(module), copy_module(module)
+    seeds = (replace(training, seed=seed) for seed in range(n))
+    others = sum(chosen(of_seed, 1, 15, server, own) != best for of_seed in seeds)
+    assert abs(others - n / 6) < 4 * math.sqrt(n * 1 / 6 * 5 / 6)
 
 
 # Aggregation
@@ -201,18 +223,6 @@ def test_uniform_weighting_counts_clients():
 # Separation
 
 
-def conflicting(**kwargs) -> TensorData:
-    """Six clients with the same kind of points; the labels of clients 3 to 5 are swapped."""
-    generator = torch.Generator().manual_seed(0)
-    x = torch.randn(240, 5, generator=generator)
-    y = (x[:, 0] > 0).long()
-    y[120:] = 1 - y[120:]
-    parts = torch.arange(240).split(40)
-    data = TensorData(x, y, parts, dtype=torch.float64, batch_size=10, **kwargs)
-    data.setup()
-    return data
-
-
 def test_two_groups_with_conflicting_labels_end_at_clusters_of_their_own(tmp_path):
     data = conflicting(test_fraction=0.25)
     federated = Phase("IFCA", EpsilonGreedyIFCA(epsilon=0.0), rounds=8, gate=ConstantGate(FIRST[2]))
@@ -264,16 +274,6 @@ def test_a_cluster_goes_out_of_play_with_its_best_weights_as_they_were_validated
 
 def validated(**kwargs) -> TensorData:
     return blobs((40, 30, 50), validation_fraction=0.3, **kwargs)
-
-
-class Watch(FederationCallback):
-    """Records the server's state after every round."""
-
-    def __init__(self):
-        self.servers = []
-
-    def on_round_end(self, run, phase, round):
-        self.servers.append(dict(run.states[phase.name].server))
 
 
 def stopping_phase(rounds, patience=2, **kwargs) -> Phase:
