@@ -133,7 +133,7 @@ def _check_optimizer(phase: Phase, module: LightningModule) -> None:
     if phase.round_lr_scheduler is None:
         return
     try:
-        learning_rates(module, phase.round_lr_scheduler, phase.rounds - 1)
+        learning_rates(module, phase.round_lr_scheduler, max(phase.rounds - 1, 1))
     except (TypeError, ValueError) as error:
         raise MisconfigurationException(
             f"{phase}: round_lr_scheduler cannot be stepped once per round, without a metric: {error}."

@@ -13,17 +13,17 @@ from fedmoe_pl.rounds.cohort import sample_cohort
 from fedmoe_pl.rounds.phase import Phase
 
 
-def simulate_scaffold(rounds, cohorts, server_lr):
+def simulate_scaffold(rounds, cohorts, server_lr, decay=1.0):
     """Algorithm 1 in plain numbers: x, c and the c_i."""
     x, c, own = 0.0, 0.0, [0.0, 0.0]
     for round in range(rounds):
-        moves, changes = [], []
+        rate, moves, changes = RATE * decay**round, [], []
         for client in cohorts[round]:
             a, b = LOSSES[client]
             y = x
             for _ in range(STEPS):
-                y -= RATE * (a * (y - b) - own[client] + c)
-            new = own[client] - c + (x - y) / (STEPS * RATE)
+                y -= rate * (a * (y - b) - own[client] + c)
+            new = own[client] - c + (x - y) / (STEPS * rate)
             moves.append(y - x)
             changes.append(new - own[client])
             own[client] = new
@@ -44,6 +44,17 @@ def test_scaffold_takes_the_steps_of_its_algorithm(clients_per_round, server_lr,
     assert weight_of(federation, "Scaffold") == pytest.approx(x, rel=1e-12)
     assert state.server["control/weight"].item() == pytest.approx(c, rel=1e-11)
     assert [state.kept[i]["control/weight"].item() for i in (0, 1)] == pytest.approx(own, rel=1e-11)
+
+
+def test_scaffold_follows_a_learning_rate_that_falls_from_round_to_round(tmp_path):
+    schedule = partial(torch.optim.lr_scheduler.ExponentialLR, gamma=0.6)
+    scaffold = phase("Scaffold", Scaffold(), rounds=4, round_lr_scheduler=schedule)
+    federation = run([scaffold], PureOneWeight(), two_quadratics(), tmp_path, STEPS)
+    x, c, own = simulate_scaffold(4, [[0, 1]] * 4, 1.0, decay=0.6)
+    state = federation.run.states["Scaffold"]
+    assert weight_of(federation, "Scaffold") == pytest.approx(x, rel=1e-12)
+    assert state.server["control/weight"].item() == pytest.approx(c, rel=1e-10)
+    assert [state.kept[i]["control/weight"].item() for i in (0, 1)] == pytest.approx(own, rel=1e-10)
 
 
 def test_scaffold_ends_at_the_optimum_where_fedavg_does_not(tmp_path):

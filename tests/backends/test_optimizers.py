@@ -1,0 +1,189 @@
+"""A learning rate by the round, and an optimizer whose state a client keeps, against plain numbers."""
+
+import copy
+from functools import partial
+
+import pytest
+import torch
+from helpers import OneWeight, PureOneWeight, blobs, mixture, momentum_sgd, phase, run, two_quadratics
+from helpers.quadratics import LOSSES, RATE, weight_of
+from helpers.runs import Kill, assert_same
+from lightning.fabric.utilities.exceptions import MisconfigurationException
+from torch.optim import lr_scheduler
+
+from fedmoe_pl import Federation
+from fedmoe_pl.algorithms import FedAvg, FedProx, PFLMoE
+from fedmoe_pl.backends import AutoBackend, StackedBackend, TrainerBackend
+from fedmoe_pl.models import LinearGate
+
+EPOCHS = 10
+SCHEDULES = {
+    "falls": (partial(lr_scheduler.ExponentialLR, gamma=0.5), [1, 0.5, 0.25, 0.125]),
+    "steps": (partial(lr_scheduler.MultiStepLR, milestones=[1, 3], gamma=0.1), [1, 0.1, 0.1, 0.01]),
+    "warms up": (partial(lr_scheduler.LinearLR, start_factor=0.25, total_iters=3), [0.25, 0.5, 0.75, 1]),
+    "is given": (partial(lr_scheduler.LambdaLR, lr_lambda=lambda round: 1 / (round + 1)), [1, 1 / 2, 1 / 3, 1 / 4]),
+}
+
+
+class WithEpochSchedule(PureOneWeight):
+    """Its rate is also multiplied by 0.9 after each epoch."""
+
+    def configure_optimizers(self):
+        optimizer = torch.optim.SGD(self.parameters(), lr=self.lr)
+        return {"optimizer": optimizer, "lr_scheduler": lr_scheduler.LambdaLR(optimizer, lambda epoch: 0.9**epoch)}
+
+
+class WithMomentum(PureOneWeight):
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=self.lr, momentum=0.9)
+
+
+def descent(factors, per_epoch=1.0):
+    """FedAvg of both clients, each of which takes gradient steps with the round's rate."""
+    x = 0.0
+    for factor in factors:
+        ends = []
+        for a, b in LOSSES:
+            y = x
+            for epoch in range(EPOCHS):
+                y -= RATE * factor * per_epoch**epoch * a * (y - b)
+            ends.append(y)
+        x = sum(ends) / 2
+    return x
+
+
+@pytest.mark.parametrize("backend", [TrainerBackend(), StackedBackend()])
+@pytest.mark.parametrize("name", SCHEDULES)
+@pytest.mark.parametrize(("model", "per_epoch"), [(PureOneWeight, 1.0), (WithEpochSchedule, 0.9)])
+def test_every_round_has_its_learning_rate(tmp_path, name, backend, model, per_epoch):
+    schedule, factors = SCHEDULES[name]
+    algorithm = FedProx(mu=0.0)  # FedAvg, by the module's loss and so without its training_step, which no stack calls
+    it = phase("it", algorithm, rounds=4, round_lr_scheduler=schedule)
+    federation = run([it], model(lr=RATE), two_quadratics(), tmp_path, EPOCHS, backend=backend)
+    assert weight_of(federation, "it") == pytest.approx(descent(factors, per_epoch), rel=1e-12)
+
+
+def test_a_users_own_training_step_has_the_round_s_learning_rate_in_several_processes_too(tmp_path):
+    schedule, factors = partial(lr_scheduler.ExponentialLR, gamma=0.5), [1, 0.5]
+    it = phase("it", FedAvg(), rounds=2, round_lr_scheduler=schedule)
+    arguments = {"logger": False, "enable_progress_bar": False, "default_root_dir": str(tmp_path)}
+    federation = Federation([it], {"max_epochs": EPOCHS, "accelerator": "cpu", "devices": 2}, **arguments)
+    federation.fit(OneWeight(lr=RATE), two_quadratics())
+    assert weight_of(federation, "it") == pytest.approx(descent(factors), rel=1e-12)
+
+
+def with_momentum(rounds, keep):
+    """The server's weight, and each client's velocity, after rounds in which clients keep their velocity or do not."""
+    x, velocities = 0.0, [0.0, 0.0]
+    for _ in range(rounds):
+        ends = []
+        for client, (a, b) in enumerate(LOSSES):
+            y, v = x, velocities[client] if keep else 0.0
+            for _ in range(EPOCHS):
+                v = 0.9 * v + a * (y - b)
+                y -= RATE * v
+            ends.append(y)
+            velocities[client] = v
+        x = sum(ends) / 2
+    return x, velocities
+
+
+@pytest.mark.parametrize("keep", [True, False])
+@pytest.mark.parametrize("every_batch", [True, False])
+def test_a_client_keeps_its_momentum_only_if_asked_to(tmp_path, keep, every_batch):
+    it = phase("it", FedAvg(), rounds=3, keep_optimizer=keep)
+    federation = run([it], WithMomentum(lr=RATE), two_quadratics(), tmp_path, EPOCHS, every_batch=every_batch)
+    x, velocities = with_momentum(3, keep)
+    assert weight_of(federation, "it") == pytest.approx(x, rel=1e-12)
+    kept = [federation.run.states["it"].kept.get(client, {}) for client in (0, 1)]
+    names = {"optimizer/weight/momentum_buffer"} if keep else set()
+    assert [set(tree) for tree in kept] == [names, names]
+    if keep:
+        assert [tree["optimizer/weight/momentum_buffer"].item() for tree in kept] == pytest.approx(
+            velocities, rel=1e-12
+        )
+
+
+def test_adam_s_moments_of_expert_and_gate_are_kept_through_rounds_that_train_the_other(tmp_path):
+    """Interleaved PFL-MoE in rounds of one epoch is then plain Adam over the epochs of each part, also after a kill."""
+    adam = partial(torch.optim.Adam, lr=0.01)
+    arguments = {"enable_checkpointing": True, "store": "disk", "backend": AutoBackend()}
+
+    def phases(rounds):
+        first = phase("FedAvg", FedAvg(), max_epochs=0)
+        interleaved = PFLMoE(interleaved=True, trainable="local_expert.*")
+        return [first, phase("it", interleaved, rounds=rounds, max_epochs=1, optimizer=adam, keep_optimizer=True)]
+
+    whole = run(phases(4), mixture(LinearGate(5)), blobs(), tmp_path / "whole", **arguments)
+    kept = whole.run.states["it"].kept[0]
+    steps = {name.split("/")[1].split(".")[0]: kept[name].item() for name in kept if name.endswith("/step")}
+    size = len(whole.run.datamodule.train_samples[0])
+    batches = {"gate": -(-(size // 4) // 4), "local_expert": -(-(size - size // 4) // 4)}
+    assert steps == {part: 2 * number for part, number in batches.items()}, "two rounds of each part"
+    with pytest.raises(KeyboardInterrupt):
+        run(
+            phases(4),
+            mixture(LinearGate(5)),
+            blobs(),
+            tmp_path / "killed",
+            callbacks=[Kill("on_round_start", 4)],
+            **arguments,
+        )
+    again = Federation(
+        phases(4), {"max_epochs": 2}, default_root_dir=str(tmp_path / "killed"), logger=False, store="disk"
+    )
+    again.fit(mixture(LinearGate(5)), blobs(), ckpt_path="last")
+    for client in range(3):
+        assert_same(dict(again.run.states["it"].kept[client]), dict(whole.run.states["it"].kept[client]))
+
+
+class TwoOptimizers(OneWeight):
+    def __init__(self):
+        super().__init__()
+        self.automatic_optimization = False
+
+    def configure_optimizers(self):
+        return [torch.optim.SGD([self.weight], lr=0.1), torch.optim.Adam([self.weight], lr=0.1)]
+
+
+REFUSED = {
+    "metric": ({"round_lr_scheduler": lr_scheduler.ReduceLROnPlateau}, PureOneWeight(), "without a metric"),
+    "rounds": (
+        {"round_lr_scheduler": partial(lr_scheduler.OneCycleLR, max_lr=0.1, total_steps=2), "rounds": 4},
+        PureOneWeight(),
+        "Phase 'it': round_lr_scheduler cannot be stepped once per round",
+    ),
+    "two": ({"keep_optimizer": True}, TwoOptimizers(), "returns more than an optimizer"),
+    "stack": ({"keep_optimizer": True}, PureOneWeight(), "each client keeps the state of its optimizer"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_cannot_be_scheduled_or_kept_is_refused_before_any_training(tmp_path, name):
+    options, model, sentence = REFUSED[name]
+    backend = StackedBackend() if name == "stack" else TrainerBackend()
+    with pytest.raises(MisconfigurationException, match=sentence):
+        run(
+            [phase("it", FedProx(0.0) if name == "stack" else FedAvg(), **options)],
+            model,
+            two_quadratics(),
+            tmp_path,
+            backend=backend,
+        )
+
+
+def test_a_copy_of_a_client_s_module_configures_an_optimizer_of_its_own(tmp_path):
+    copies = []
+
+    class Copies(FedAvg):
+        def client_final(self, client, const):
+            copies.append((client.module, copy.deepcopy(client.module)))
+            return super().client_final(client, const)
+
+    schedule = partial(lr_scheduler.ExponentialLR, gamma=0.5)
+    it = phase("it", Copies(), rounds=2, round_lr_scheduler=schedule)
+    run([it], mixture(optimizer=momentum_sgd), blobs(), tmp_path, backend=TrainerBackend())
+    module, other = copies[-1]
+    parameters = [*other.configure_optimizers().param_groups[0]["params"]]
+    assert [id(p) for p in parameters] == [id(p) for p in other.parameters()]
+    assert other.configure_optimizers().param_groups[0]["lr"] == module.configure_optimizers().param_groups[0]["lr"]
