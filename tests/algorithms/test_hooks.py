@@ -1,0 +1,188 @@
+"""Hooks that FedAvg leaves alone, each shown by an algorithm made for it."""
+
+import csv
+
+import pytest
+import torch
+from helpers import PureOneWeight, assert_same_bits, blobs, mixture, phase, run, two_quadratics
+from helpers.quadratics import LOSSES, RATE, REMAINS, STEPS, weight_of
+from helpers.runs import Kill, federation
+from lightning.pytorch import LightningModule
+from torch import nn
+
+from fedmoe_pl import Phase
+from fedmoe_pl.algorithms import FedAvg, Local
+from fedmoe_pl.backends import TrainerBackend
+from fedmoe_pl.models import FeatureGate, GlobalOnly
+
+
+class Bank(LightningModule):
+    """Three weights, of which a client uses the first two; loss a/2 (w_i - b)^2, summed over them."""
+
+    def __init__(self):
+        super().__init__()
+        self.experts = nn.ParameterList([nn.Parameter(torch.tensor(float(i), dtype=torch.float64)) for i in range(3)])
+
+    def loss(self, batch):
+        a, b = batch[0].T
+        return sum((a / 2 * (weight - b) ** 2).mean() for weight in self.experts), {}
+
+    def training_step(self, batch, batch_idx):
+        return self.loss(batch)[0]
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=RATE)
+
+
+class OnRequest(FedAvg):
+    """A client asks for the experts that it wants in the next round: at first the one of its number, then the next."""
+
+    def client_request(self, client_id, kept):
+        return {"request/experts": kept.get("wanted/experts", torch.tensor([client_id]))}
+
+    def server_send(self, server, client_id, request):
+        return {f"experts.{i}": server[f"experts.{i}"] for i in request["request/experts"].tolist()}
+
+    def client_final(self, client, const):
+        update = super().client_final(client, const)
+        asked = self.client_request(client.id, client.kept)["request/experts"].tolist()
+        update.sent = {f"experts.{i}": update.sent[f"experts.{i}"] for i in asked}
+        update.kept = {"wanted/experts": torch.tensor([i + 1 for i in asked])}
+        return update
+
+    def combine(self, a, b):
+        a.sent.update(b.sent)  # here no two clients train the same expert
+        return a
+
+
+def test_a_client_is_sent_what_it_asks_for_and_its_request_is_traffic(tmp_path):
+    it = phase("it", OnRequest(), rounds=2)
+    federation = run([it], Bank(), two_quadratics(), tmp_path, STEPS, backend=TrainerBackend())
+    server = federation.run.states["it"].server
+    (_, b0), (_, b1) = LOSSES
+    r0, r1 = REMAINS.tolist()
+    once = b1 + r1 * (1 - b1)  # expert 1 by client 1 in the first round, then by client 0
+    expected = [b0 + r0 * (0 - b0), b0 + r0 * (once - b0), b1 + r1 * (2 - b1)]
+    assert [server[f"experts.{i}"].item() for i in range(3)] == pytest.approx(expected, rel=1e-12)
+    clients_and_rounds, number = 2 * 2, 8
+    traffic = federation.run.states["it"].traffic
+    assert traffic["parameters_down"] == traffic["parameters_up"] == clients_and_rounds
+    assert traffic["bytes_down"] == clients_and_rounds * number
+    assert traffic["bytes_up"] == clients_and_rounds * (number + number), "an index and a weight"
+
+
+class Lessening(FedAvg):
+    """The loss of round t of T is weighed by 1 - t / T."""
+
+    def client_init(self, client, sent):
+        super().client_init(client, sent)
+        return {"weight": torch.tensor(1 - client.round / client.rounds, dtype=torch.float64)}
+
+    def client_loss(self, module, batch, const):
+        loss, metrics = super().client_loss(module, batch, const)
+        return const["weight"] * loss, metrics
+
+
+def test_an_algorithm_knows_the_number_of_rounds(tmp_path):
+    federation = run([phase("it", Lessening(), rounds=4)], PureOneWeight(), two_quadratics(), tmp_path, STEPS)
+    x = 0.0
+    for round in range(4):
+        rate = RATE * (1 - round / 4)
+        x = sum(b + (1 - rate * a) ** STEPS * (x - b) for a, b in LOSSES) / 2
+    assert weight_of(federation, "it") == pytest.approx(x, rel=1e-12)
+
+
+class KeepsHalfWay(FedAvg):
+    """After aggregation, a client of the round keeps the point half way from the new weight to its last such point."""
+
+    def client_after_aggregation(self, client, sent):
+        assert client.module.weight.item() == sent["weight"].item(), "the module has what was sent"
+        half = (client.kept.get("half/weight", torch.zeros_like(sent["weight"])) + sent["weight"]) / 2
+        return {**client.kept, "half/weight": half, "half/round": torch.tensor(client.round)}
+
+
+@pytest.mark.parametrize("store", ["memory", "disk"])
+def test_a_client_takes_a_step_after_aggregation_and_receives_the_new_weight_for_it(tmp_path, store):
+    def phases():
+        return [phase("it", KeepsHalfWay(), rounds=4, clients_per_round=1)]
+
+    arguments = {"enable_checkpointing": True, "store": store}
+    whole = run(phases(), PureOneWeight(), two_quadratics(), tmp_path / "whole", STEPS, seed=3, **arguments)
+    plain = phase("it", FedAvg(), rounds=4, clients_per_round=1)
+    alone = run([plain], PureOneWeight(), two_quadratics(), tmp_path / "alone", STEPS, seed=3)
+    assert_same_bits(whole.run.states["it"].server, alone.run.states["it"].server)
+    steps = [
+        run([phase("it", FedAvg(), rounds=rounds, clients_per_round=1)], PureOneWeight(), two_quadratics(),
+            tmp_path / f"{rounds}", STEPS, seed=3)
+        for rounds in range(1, 5)
+    ]  # fmt: skip
+    weights = [weight_of(step, "it") for step in steps]
+    halves, rounds = {}, {}
+    for round, weight in enumerate(weights):
+        before = 0.0 if round == 0 else weights[round - 1]
+        # the mean of one client is that client's own descent, which tells who it was
+        (client,) = [i for i, (_, b) in enumerate(LOSSES) if abs(b + REMAINS[i].item() * (before - b) - weight) < 1e-12]
+        halves[client], rounds[client] = (halves.get(client, 0.0) + weight) / 2, round
+    assert set(halves) == {0, 1}, "both took part"
+    kept = whole.run.states["it"].kept
+    assert {i: kept[i]["half/weight"].item() for i in kept} == pytest.approx(halves, rel=1e-12)
+    assert {i: kept[i]["half/round"].item() for i in kept} == rounds
+    assert whole.run.states["it"].traffic["bytes_down"] == 2 * alone.run.states["it"].traffic["bytes_down"]
+
+    trainer = {"max_epochs": STEPS, "accelerator": "cpu"}
+    killed = federation(tmp_path / "killed", phases(), trainer=trainer, seed=3, store=store, callbacks=[
+        Kill("on_round_start", 3)
+    ])  # fmt: skip
+    with pytest.raises(KeyboardInterrupt):
+        killed.fit(PureOneWeight(), two_quadratics())
+    again = federation(tmp_path / "killed", phases(), trainer=trainer, seed=3, store=store)
+    again.fit(PureOneWeight(), two_quadratics(), ckpt_path="last")
+    for client in kept:
+        assert_same_bits(dict(again.run.states["it"].kept[client]), dict(kept[client]))
+
+
+class NearestMean(FedAvg):
+    """Predicts the class whose mean training sample is nearest; the means are each client's own."""
+
+    def predictor(self, client, server):
+        data, classes = client.datamodule, client.datamodule.num_classes
+        x, y = data.x[client.samples], data.y[client.samples]
+        means = torch.stack(
+            [x[y == c].mean(0) if (y == c).any() else torch.full_like(x[0], 1e6) for c in range(classes)]
+        )
+        return lambda samples: -torch.cdist(samples, means)
+
+
+@pytest.mark.parametrize("federated", [True, False])
+def test_clients_predict_in_the_algorithm_s_way_where_it_has_one(tmp_path, federated):
+    class Alone(Local):
+        predictor = NearestMean.predictor
+
+    algorithm = NearestMean("global_expert.*") if federated else Alone()
+    data = blobs(validation_fraction=0.2, test_fraction=0.3)
+    method = Phase("nearest", algorithm, gate=GlobalOnly() if federated else None)
+    fed = run([method], mixture(FeatureGate(6)), data, tmp_path, enable_checkpointing=True)
+    tested = {"local_test_held_out": data.test_samples, "validation": data.validation_samples}
+    accuracies = set()
+    for client in range(3):
+        samples = data.train_samples[client]
+        centers = {c: data.x[samples][data.y[samples] == c].mean(0) for c in data.y[samples].unique().tolist()}
+
+        def nearest(samples, centers=centers):
+            distances = {c: ((data.x[samples] - center) ** 2).sum(1) for c, center in centers.items()}
+            return torch.tensor([*distances])[torch.stack([*distances.values()]).argmin(0)]
+
+        evaluated = fed.results["nearest"].clients[client]
+        for metric, parts in tested.items():
+            right = (nearest(parts[client]) == data.y[parts[client]]).double().mean().item()
+            assert getattr(evaluated, metric) == pytest.approx(right, abs=1e-6)
+        right = (nearest(data.global_test) == data.y[data.global_test]).double().mean().item()
+        assert evaluated.global_test == pytest.approx(right, abs=1e-6)
+        assert evaluated.gate_weights is None, "the gate has no part in it"
+        accuracies.add(right)
+    assert len(accuracies) > 1, "each client has means of its own"
+    fed.predict(mixture(FeatureGate(6)), blobs(validation_fraction=0.2, test_fraction=0.3))
+    with (fed.run_dir / "predictions.csv").open() as file:
+        rows = [row for row in csv.DictReader(file) if row["client"] == "2"]
+    assert [int(row["prediction"]) for row in rows] == nearest(data.test_samples[2]).tolist()
+    assert {row["gate_weight"] for row in rows} == {""}
