@@ -1,0 +1,160 @@
+"""The moment of a round after which clients are evaluated."""
+
+import csv
+
+import pytest
+import torch
+from helpers import (
+    assert_same_bits,
+    blobs,
+    client_generator,
+    mixture,
+    momentum_sgd,
+    phase,
+    sparse_mixture,
+    tensors,
+    train_by_hand,
+)
+from helpers import run as finished
+from helpers.runs import Kill, assert_same, data, federation, model
+from lightning.fabric.utilities.exceptions import MisconfigurationException
+
+from fedmoe_pl import Phase
+from fedmoe_pl.algorithms import FedAvg, FedMoEDA, Local, PFedMoE
+from fedmoe_pl.models import GlobalOnly
+from fedmoe_pl.trees import of_module, subtree
+
+LOCAL, OTHER = "after local training", "after aggregation"
+
+
+def test_both_moments_of_a_round_are_those_of_a_bare_loop(tmp_path):
+    datamodule, start = blobs(), mixture()
+    both = Phase("it", FedAvg("global_expert.*"), rounds=2, gate=GlobalOnly(), evaluate_after="both")
+    run = finished([both], start, datamodule, tmp_path)
+    server = tensors(start, "global_expert.")
+    for round in range(2):
+        ends = []
+        for client in range(3):
+            module = mixture(GlobalOnly())
+            module.load_state_dict({**module.state_dict(), **server})
+            generator = client_generator(0, client, round)
+            batches = datamodule.batches(datamodule.train_samples[client], generator=generator)
+            train_by_hand(module, "global_expert.", batches, momentum_sgd, 2)
+            ends.append(module)
+        sizes = [len(samples) for samples in datamodule.train_samples]
+        server = {
+            name: sum(n * tensors(end)[name] for n, end in zip(sizes, ends, strict=True)) / sum(sizes)
+            for name in server
+        }
+    x, y = datamodule.x[datamodule.global_test], datamodule.y[datamodule.global_test]
+    for client, end in enumerate(ends):
+        local = run.client_module(f"it {LOCAL}", client)
+        torch.testing.assert_close(tensors(local, "global_"), tensors(end, "global_"), rtol=1e-11, atol=1e-13)
+        right = (end(x).argmax(1) == y).double().mean().item()
+        assert run.results[f"it {LOCAL}"].clients[client].global_test == pytest.approx(right, abs=1e-6)
+        aggregated = run.client_module("it", client)
+        torch.testing.assert_close(tensors(aggregated, "global_"), server, rtol=1e-11, atol=1e-13)
+    assert {name: result.moment for name, result in run.results.items()} == {"it": OTHER, f"it {LOCAL}": LOCAL}
+
+
+def test_every_file_and_table_names_the_moment(tmp_path, capsys):
+    both = Phase("it", FedAvg("global_expert.*"), rounds=2, gate=GlobalOnly(), evaluate_after="both")
+    run = federation(tmp_path, [Phase("Local", Local()), both])
+    run.fit(model(), data())
+    printed = capsys.readouterr().out
+    for name, moment in (("it", OTHER), (f"it {LOCAL}", LOCAL)):
+        assert f"\n{name}  " in printed and f"{name}: global expert, {moment}, last round (round 2)" in printed
+        assert len(list((run.run_dir / "clients" / name).iterdir())) == 3
+    for file, rows in (("rounds.csv", 2), ("clients.csv", 3), ("summary.csv", 1)):
+        with (run.run_dir / file).open() as lines:
+            found = [(row["method"], row["moment"]) for row in csv.DictReader(lines)]
+        assert found.count(("it", OTHER)) == found.count((f"it {LOCAL}", LOCAL)) == rows
+        assert set(found) == {("Local", LOCAL), ("it", OTHER), (f"it {LOCAL}", LOCAL)}
+    capsys.readouterr()
+    run.test(model(), data())
+    assert capsys.readouterr().out.strip() in printed, "the same table from the checkpoint"
+
+
+@pytest.mark.parametrize("evaluate_after", ["local_training", "both"])
+def test_the_moment_changes_nothing_but_the_evaluation(tmp_path, evaluate_after):
+    runs = [
+        finished([phase("it", FedAvg("global_expert.*"), rounds=3, clients_per_round=2, evaluate=True, **options)],
+                 mixture(), blobs(), tmp_path / str(index))
+        for index, options in enumerate(({}, {"evaluate_after": evaluate_after}))
+    ]  # fmt: skip
+    states = [run.run.states["it"] for run in runs]
+    assert_same_bits(states[1].server, states[0].server)
+    for client, kept in states[0].kept.items():
+        assert_same_bits(of_module(states[1].kept[client]), kept)
+        assert set(subtree(states[1].kept[client], "trained/")) == set(tensors(mixture(), "global_expert."))
+    assert states[0].traffic == states[1].traffic, "what a client keeps is not sent"
+
+
+def test_before_an_exchange_a_client_has_the_experts_that_it_trained(tmp_path):
+    algorithm = FedMoEDA(top_p="all", interval=1)
+    both = Phase("DA", algorithm, rounds=3, evaluate_after="both")
+    run = finished([both], sparse_mixture(2), blobs(), tmp_path)
+    kept = run.run.states["DA"].kept
+    trained = {client: subtree(kept[client], "trained/") for client in kept}
+    exchanged = {client: got for client, got, _ in algorithm.exchange(run.run.states["DA"].server, trained, 2)}
+    for client in range(3):
+        names = [name for name in trained[client] if name.startswith("experts.")]
+        before = tensors(run.client_module(f"DA {LOCAL}", client), "experts.")
+        assert_same_bits(before, {name: trained[client][name] for name in names})
+        after = tensors(run.client_module("DA", client), "experts.")
+        assert_same_bits(after, {name: exchanged[client][name] for name in names})
+        assert not torch.equal(after[names[0]], trained[client][names[0]])
+
+
+def test_the_monitored_moment_is_the_papers_and_a_killed_run_goes_on_to_the_same_bits(tmp_path):
+    def phases():
+        return [
+            Phase("it", FedAvg("global_expert.*"), rounds=4, gate=GlobalOnly(), monitor="global_test", **BOTH),
+            Phase("tuned", FedAvg("global_expert.*"), start="it", rounds=2, gate=GlobalOnly(), **BOTH),
+        ]
+
+    whole = federation(tmp_path / "whole", phases(), seed=2)
+    results = whole.fit(model(), data())
+    rows = [row for row in whole.run.rows if row["method"] == "it"]
+    means = [row["global_test_mean"] for row in rows]
+    assert results["it"].round == results[f"it {LOCAL}"].round == 1 + means.index(max(means))
+    killed = federation(tmp_path / "killed", phases(), seed=2, callbacks=[Kill("on_evaluation_end", 6)], store="disk")
+    with pytest.raises(KeyboardInterrupt):
+        killed.fit(model(), data())
+    again = federation(tmp_path / "killed", phases(), seed=2, store="disk")
+    assert_same(again.fit(model(), data(), ckpt_path="last"), results)
+    assert_same(again.run.rows, whole.run.rows)
+
+
+BOTH = {"evaluate_after": "both"}
+
+
+def test_each_algorithm_has_its_papers_moment():
+    moments = {algorithm: Phase("it", algorithm()).moments for algorithm in (FedAvg, FedMoEDA, PFedMoE, Local)}
+    assert moments == {
+        FedAvg: ["aggregation"],
+        FedMoEDA: ["aggregation"],
+        PFedMoE: ["local_training"],
+        Local: ["local_training"],
+    }
+    assert Phase("it", PFedMoE(), evaluate_after="both").moments == ["local_training", "aggregation"]
+
+
+REFUSED = {
+    "nothing aggregated": (lambda: Phase("it", Local(), evaluate_after="both"), "Local aggregates nothing"),
+    "misspelt": (lambda: Phase("it", FedAvg(), evaluate_after="training"), "must be local_training or aggregation or"),
+    "not evaluated": (lambda: Phase("it", FedAvg(), evaluate=False, **BOTH), "which needs evaluate to be true"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_moments_that_a_phase_does_not_have_are_refused(name):
+    make, sentence = REFUSED[name]
+    with pytest.raises(MisconfigurationException, match=sentence):
+        make()
+
+
+def test_rows_of_the_table_have_names_of_their_own(tmp_path):
+    phases = [Phase("it", FedAvg(), **BOTH), Phase(f"it {LOCAL}", FedAvg())]
+    with pytest.raises(MisconfigurationException, match="every name once"):
+        federation(tmp_path, phases)
