@@ -228,7 +228,10 @@ def test_a_newcomer_of_fedmoe_da_trains_its_own_experts_behind_the_server_s_embe
         expected = alone(sparse_mixture(2, optimizer=sgd), shared, server, data, client, 2)
         actual = tensors(later.client_module("DA", client))
         torch.testing.assert_close(actual, expected, rtol=0, atol=1e-12)
-    assert later.run.states["DA"].traffic["bytes_between_clients"] == 0
+    traffic = later.run.states["DA"].traffic
+    assert traffic["bytes_between_clients"] == 0
+    embedding = sum(server[name].nbytes for name in shared)
+    assert traffic["bytes_down"] == 2 * embedding, "a newcomer is sent no rows of the matrix, which are of others"
 
 
 def test_a_newcomer_of_pfedmoe_has_the_architecture_of_its_number(tmp_path):

@@ -1,0 +1,81 @@
+"""A phase with a model of its own."""
+
+import pytest
+import torch
+from helpers import Expert, assert_same_bits, mixture, tensors
+from helpers.runs import Kill, assert_same, data, federation
+from lightning.fabric.utilities.exceptions import MisconfigurationException
+
+from fedmoe_pl import Phase
+from fedmoe_pl.algorithms import FedAvg, PersonalizedExpert, PFLMoE
+from fedmoe_pl.models import ConstantGate, GlobalOnly, LinearGate
+
+
+def wide(seed=4, hidden=9):
+    module = mixture(ConstantGate(0.5), Expert(hidden=hidden), dtype=torch.float32)
+    torch.manual_seed(seed)
+    torch.nn.init.normal_(module.global_expert.classifier[1].weight)
+    return module
+
+
+def narrow():
+    return mixture(LinearGate(5), dtype=torch.float32)
+
+
+def phases(own=wide) -> list[Phase]:
+    return [
+        Phase("FedAvg", FedAvg("global_expert.*"), 2, gate=GlobalOnly()),
+        Phase("wide", FedAvg("global_expert.*"), 2, model=own(), gate=GlobalOnly(), start="initial"),
+        Phase("wide tuned", PersonalizedExpert(), start="wide"),
+        Phase("tuned", PersonalizedExpert(gate_fraction=0.25), start="FedAvg", gate=GlobalOnly()),
+        Phase("gate", PFLMoE(), start="tuned"),
+    ]
+
+
+def test_methods_with_different_models_give_the_bits_of_federations_of_their_own(tmp_path):
+    both = federation(tmp_path / "both", phases())
+    both.fit(narrow(), data())
+    of_narrow = federation(tmp_path / "narrow", [phases()[0], *phases()[3:]])
+    of_narrow.fit(narrow(), data())
+    of_wide = federation(
+        tmp_path / "wide",
+        [Phase("wide", FedAvg("global_expert.*"), 2, gate=GlobalOnly()), Phase("wide tuned", PersonalizedExpert())],
+    )
+    of_wide.fit(wide(), data())
+    for alone, names in ((of_narrow, ("FedAvg", "tuned", "gate")), (of_wide, ("wide", "wide tuned"))):
+        for name in names:
+            assert_same(both.results[name], alone.results[name])
+            for client in range(3):
+                modules = [run.client_module(name, client) for run in (both, alone)]
+                assert_same_bits(tensors(modules[0]), tensors(modules[1]))
+    assert both.client_module("wide tuned", 0).local_expert.classifier[1].in_features == 9
+    assert both.client_module("gate", 0).local_expert.classifier[1].in_features == 6
+
+
+def test_a_killed_run_goes_on_with_the_models_that_it_began_with(tmp_path):
+    whole = federation(tmp_path / "whole", phases())
+    results = whole.fit(narrow(), data())
+    killed = federation(tmp_path / "killed", phases(), callbacks=[Kill("on_round_start", 2)])
+    with pytest.raises(KeyboardInterrupt):
+        killed.fit(narrow(), data())
+    again = federation(tmp_path / "killed", phases(own=lambda: wide(seed=99)))
+    assert_same(again.fit(narrow(), data(), ckpt_path="last"), results)
+
+    newcomers = [
+        federation(tmp_path / "whole", phases(own=lambda seed=seed: wide(seed))).personalize(narrow(), data(), rounds=1)
+        for seed in (4, 99)
+    ]
+    assert_same(*newcomers)
+
+
+def test_a_start_whose_tensors_do_not_fit_the_own_model_is_refused(tmp_path):
+    other = Phase("other", FedAvg("global_expert.*"), model=wide(hidden=7), start="FedAvg")
+    with pytest.raises(MisconfigurationException, match=r"Phase 'other': start is 'FedAvg', whose model differs .* in"):
+        federation(tmp_path, [phases()[0], other]).fit(narrow(), data())
+
+
+def test_a_start_whose_tensors_fit_is_what_the_own_model_begins_with(tmp_path):
+    same = Phase("same", FedAvg("global_expert.*"), model=wide(seed=1), start="wide", max_epochs=0, gate=GlobalOnly())
+    run = federation(tmp_path, [phases()[1], same])
+    run.fit(narrow(), data())
+    assert_same_bits(run.run.states["same"].server, run.run.states["wide"].server)
