@@ -113,7 +113,9 @@ def load_tree(module: nn.Module, tree: Mapping[str, Tensor]) -> None:
     with torch.no_grad():
         for name, tensor in tree.items():
             if name not in state or state[name].shape != tensor.shape:
-                reason = f"has shape {tuple(state[name].shape)}" if name in state else "does not exist"
+                reason = 'does not exist; a tensor of an algorithm\'s own needs a "/" in its name'
+                if name in state:
+                    reason = f"has shape {tuple(state[name].shape)}"
                 raise MisconfigurationException(
                     f"`{name}` of shape {tuple(tensor.shape)} cannot be loaded: in {type(module).__name__} it {reason}."
                 )

@@ -118,8 +118,11 @@ def test_a_tensor_of_another_shape_is_refused_even_where_it_would_broadcast():
 
 
 def test_a_tensor_of_an_unknown_name_is_refused():
-    with pytest.raises(MisconfigurationException, match=r"`head.bias` of shape \(3,\) .*: in Expert it does not exist"):
+    with pytest.raises(
+        MisconfigurationException, match=r"`head.bias` of shape \(3,\) .*: in Expert it does not exist"
+    ) as e:
         load_tree(Expert(), {"head.bias": torch.zeros(3)})
+    assert str(e.value).endswith('; a tensor of an algorithm\'s own needs a "/" in its name.')
 
 
 def test_changed_gives_copies_of_what_differs_from_the_start_and_what_was_kept_itself():

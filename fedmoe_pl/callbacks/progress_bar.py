@@ -21,11 +21,13 @@ class ProgressBar(FederationCallback):
     """
 
     _bar: tqdm
+    _begun: str | None
     _start_time: float
     _start_work: float
 
     def on_fit_start(self, run: Run) -> None:
         """Opens the bar; a resumed run's bar starts at the work already done."""
+        self._begun = None
         self._start_time = time.monotonic()
         self._start_work = run.progress.completed(run.states)
         self._bar = tqdm(
@@ -42,6 +44,7 @@ class ProgressBar(FederationCallback):
 
     def on_round_start(self, run: Run, phase: Phase, round: int) -> None:
         """Shows phase and round."""
+        self._begun = phase.name
         self._bar.set_description_str(f"{phase.name} round {round + 1}/{phase.rounds}")
 
     def on_client_end(self, run: Run, phase: Phase, round: int, client: int) -> None:
@@ -55,13 +58,21 @@ class ProgressBar(FederationCallback):
     def on_phase_end(self, run: Run, phase: Phase, evaluation: Evaluation | None) -> None:
         """Writes one line if there is no terminal."""
         if self._bar.disable:
-            rounds = "1 round" if phase.rounds == 1 else f"{phase.rounds} rounds"
             accuracies = "" if evaluation is None else f", {_accuracies(evaluation)}"
-            print(f"{self._time(run)} {phase.name}: {rounds}{accuracies}", file=sys.stderr, flush=True)
+            print(
+                f"{self._time(run)} {phase.name}: {self._rounds(run, phase)}{accuracies}", file=sys.stderr, flush=True
+            )
 
     def on_fit_end(self, run: Run) -> None:
         """Closes the bar, which stays visible."""
         self._bar.close()
+
+    def _rounds(self, run: Run, phase: Phase) -> str:
+        """How many rounds the phase had, which may be fewer than ``phase.rounds``, or that it had none."""
+        state = run.states[phase.name]
+        if state.given_round is not None and self._begun != phase.name:
+            return "given checkpoint"  # as in the table
+        return "1 round" if state.round == 1 else f"{state.round} rounds"
 
     def _time(self, run: Run) -> str:
         """Share done, elapsed and remaining time, as in the bar: ``[ 71% 02:10<00:53]``."""

@@ -7,13 +7,14 @@ import sys
 from argparse import ArgumentError
 from typing import Any
 
+from jsonargparse import ArgumentParser
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.cli import ArgsType, LightningArgumentParser, LightningCLI, _InstantiatorFn
 
 from fedmoe_pl.backends import LEAN_TRAINER
 from fedmoe_pl.cli.constructing import Constructor, Failure, describe_failure
-from fedmoe_pl.cli.errors import cause_of, with_key
+from fedmoe_pl.cli.errors import cause_of, phase_error, with_key
 from fedmoe_pl.data import FederatedDataModule
 from fedmoe_pl.federation import Federation
 
@@ -60,9 +61,27 @@ class FederationCLI(LightningCLI):
         parser.set_defaults({f"trainer.{name}": value for name, value in LEAN_TRAINER.items()})
         parser.add_lightning_class_args(LightningModule, "model", subclass_mode=True)
         parser.add_lightning_class_args(FederatedDataModule, "data", subclass_mode=True)
-        parser.add_class_arguments(
-            Federation, "federation", skip={"trainer", "seed"}, instantiate=False, sub_configs=True, fail_untyped=False
-        )
+        _add_federation(parser)
+
+    def parse_arguments(self, parser: LightningArgumentParser, args: ArgsType) -> None:
+        """Parses the arguments; an error in a phase names the phase.
+
+        Raises:
+            ArgumentError: if an argument is wrong, also in a file.
+            MisconfigurationException: if an argument of a phase is wrong.
+        """
+        try:
+            super().parse_arguments(parser, args)
+        except ArgumentError as error:
+            arguments = sys.argv[1:] if args is None else args
+            if "federation.phases" not in str(error) or not isinstance(arguments, list):
+                raise
+            of_federation = ArgumentParser(exit_on_error=False)
+            _add_federation(of_federation)
+            sentence = phase_error(arguments, of_federation)
+            if sentence is None:
+                raise
+            raise MisconfigurationException(sentence) from error
 
     def _add_instantiators(self) -> None:
         """Registers what constructs model and data, with Lightning's record of their arguments, and all other objects.
@@ -109,6 +128,12 @@ class FederationCLI(LightningCLI):
 
     def _parse_ckpt_path(self) -> None:
         """Does nothing: a federation's checkpoint holds no hyperparameters of the model, and Federation reads it."""
+
+
+def _add_federation(parser: ArgumentParser) -> None:
+    parser.add_class_arguments(
+        Federation, "federation", skip={"trainer", "seed"}, instantiate=False, sub_configs=True, fail_untyped=False
+    )
 
 
 def main(args: ArgsType = None) -> None:

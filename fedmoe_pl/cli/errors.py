@@ -5,9 +5,12 @@ from __future__ import annotations
 import difflib
 import importlib
 import re
-from collections.abc import Callable, Iterator, Mapping
+from argparse import ArgumentError
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any, NamedTuple
 
+import yaml
 from jsonargparse import ArgumentParser
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 
@@ -36,12 +39,13 @@ def one_sentence(message: str) -> str:
     """
     key = ".init_args.".join(re.findall(r'Parser key "([^"]+)"', message)).replace("phases.init_args.", "phases.")
     if match := re.search(r"Option '([^']+)' is not accepted", message):
-        class_path = re.findall(r"given class_path '([^']+)'", message)[-1]
+        # a class that is only made later, such as an optimizer, is in the value
+        class_path = re.findall(r"(?:given class_path |Namespace\(class_path=)'([^']+)'", message)[-1]
         return _unknown_option(f"{key}.{'' if key.endswith('phases') else 'init_args.'}{match[1]}", class_path)
     if match := re.search(r"arguments are required: (.+)", message):
         missing = match[1].strip().replace("fit.", "")
         if key:
-            return f"{key}.init_args.{missing} is required, but missing."
+            return f"{key}.{'' if key.endswith('phases') else 'init_args.'}{missing} is required, but missing."
         return f"no --config has {missing.replace(', ', ' and ')}; {_OVERLAY}."
     if match := re.search(r"module '(\S+)' has no attribute '(\w+)'", message):
         return f"{key} is '{match[1]}.{match[2]}', but {match[1]} has no {match[2]}."
@@ -53,9 +57,9 @@ def one_sentence(message: str) -> str:
         similar = difflib.get_close_matches(match[1], _CLASSES, n=1)
         hint = f"; did you mean {similar[0]}?" if similar else "."
         return f"{key} is '{match[1]}', which is neither a class of fedmoe_pl nor an import path{hint}"
-    if match := re.search(r"Expected a typing\.Literal\[(.+?)\]\. Got value: (.+)", message):
-        return f"{key} is '{match[2]}', but must be {match[1].replace(', ', ' or ')}."
     value = re.search(r"(?:Got value|Given value): (.+)", message)
+    if value and (match := re.search(r"Expected a typing\.Literal\[(.+?)\]", message)):
+        return f"{key} is '{value[1]}', but must be {match[1].replace(', ', ' or ')}."
     others = [line for line in re.findall(r"^ *- (.+)$", message, re.MULTILINE) if not line.startswith(_OF_PARSER)]
     if value and others:  # what importing the class raised, or a class of another kind
         return f"{key} is '{value[1]}', which cannot be used: {'; '.join(dict.fromkeys(others))}."
@@ -64,6 +68,27 @@ def one_sentence(message: str) -> str:
         allowed = " or ".join(dict.fromkeys(expected))
         return f"{key} is '{value[1] if value else ''}', but must be {allowed}."
     return " ".join(line.strip(" -") for line in message.splitlines()).replace('Parser key "', "").replace('":', ":")
+
+
+def phase_error(arguments: Sequence[str], parser: ArgumentParser) -> str | None:
+    """Says which phase of a configuration file cannot be parsed, which jsonargparse does not tell of a list.
+
+    Args:
+        arguments: the arguments of the command line.
+        parser: a parser of nothing but the group ``federation``; it tries each phase by itself.
+
+    Returns:
+        The sentence, with a key such as ``federation.phases[2].roundz``; None if each phase can be parsed.
+    """
+    for file in re.findall(r"^(?:--config|-c)[=\n](.+)$", "\n".join(arguments), re.MULTILINE):
+        federation = (yaml.safe_load(Path(file).read_text()) or {}).get("federation")
+        phases = federation.get("phases") if isinstance(federation, dict) else None
+        for index, phase in enumerate(phases if isinstance(phases, list) else []):
+            try:
+                parser.parse_object({"federation": {"phases": [phase]}})
+            except ArgumentError as error:
+                return one_sentence(str(error)).replace("federation.phases", f"federation.phases[{index}]", 1)
+    return None
 
 
 def cause_of(error: BaseException) -> str:

@@ -11,7 +11,7 @@ from fedmoe_pl.backends import changes_loss, has_batch_norm, overridden_hooks
 from fedmoe_pl.backends.optimizers import learning_rates, optimizer_and_scheduler
 from fedmoe_pl.data import FederatedDataModule
 from fedmoe_pl.models import MixtureOfExperts
-from fedmoe_pl.rounds.cohort import cohort_size
+from fedmoe_pl.rounds.cohort import cohort_size, takes_all
 from fedmoe_pl.rounds.evaluate import predict
 from fedmoe_pl.rounds.opt_in import opted_in
 from fedmoe_pl.rounds.phase import INITIAL, Phase
@@ -143,14 +143,15 @@ def _check_optimizer(phase: Phase, module: LightningModule) -> None:
 def _check_cohort(phase: Phase, num_clients: int, seed: int) -> None:
     """Refuses a cohort larger than the number of participants, or smaller than the algorithm needs."""
     participants = phase.algorithm.participants(range(num_clients), seed)
-    size = 1 if phase.clients_per_round is None else cohort_size(num_clients, phase.clients_per_round)
+    all_of_them = takes_all(phase.clients_per_round)
+    size = 1 if all_of_them else cohort_size(num_clients, phase.clients_per_round)
     if size > len(participants):
         who = "clients" if len(participants) == num_clients else "clients that take part"
         raise MisconfigurationException(
             f"{phase}: clients_per_round is {phase.clients_per_round}, but must be at most the number of {who}, "
             f"{len(participants)}."
         )
-    if phase.algorithm.needs_all_clients and phase.clients_per_round is not None and size < num_clients:
+    if phase.algorithm.needs_all_clients and not all_of_them and size < num_clients:
         raise MisconfigurationException(
             f"{phase}: clients_per_round is {phase.clients_per_round}, but must be left out, because "
             f"{type(phase.algorithm).__name__} needs all clients in every round."

@@ -12,21 +12,28 @@ from fedmoe_pl.seeds import derive_seed
 _COHORT = 1  # separates the random numbers of cohorts from those of clients
 
 
-def cohort_size(num_clients: int, clients_per_round: float | None) -> int:
+def cohort_size(num_clients: int, clients_per_round: int | float | None) -> int:
     """Number of clients in a round.
 
-    From 1 on, ``clients_per_round`` is a number; below 1, a fraction C of N clients, ``max(int(C * N), 1)``; None means
-    all clients.
+    Args:
+        num_clients: number of all clients, N.
+        clients_per_round: an int is the number itself. A float is a share C, ``max(int(C * N), 1)``, as most papers
+            round it; where a paper rounds up, give the number. None is all clients, as 1.0 is.
 
     Example:
-        >>> cohort_size(100, 0.1), cohort_size(100, 7), cohort_size(100, None), cohort_size(4, 0.1)
-        (10, 7, 100, 1)
+        >>> cohort_size(100, 0.1), cohort_size(100, 7), cohort_size(100, 1), cohort_size(100, 1.0), cohort_size(4, 0.1)
+        (10, 7, 1, 100, 1)
     """
     if clients_per_round is None:
         return num_clients
-    if clients_per_round >= 1:
-        return int(clients_per_round)
-    return max(int(clients_per_round * num_clients + 1e-9), 1)  # 0.29 * 100 is 28.999999999999996
+    if isinstance(clients_per_round, float):
+        return max(int(clients_per_round * num_clients + 1e-9), 1)  # 0.29 * 100 is 28.999999999999996
+    return clients_per_round
+
+
+def takes_all(clients_per_round: int | float | None) -> bool:
+    """Whether all clients that take part train in every round: None or a share of 1."""
+    return clients_per_round is None or (isinstance(clients_per_round, float) and clients_per_round == 1)
 
 
 def sample_cohort(ids: Sequence[int], size: int, seed: int, round: int) -> list[int]:
@@ -55,7 +62,7 @@ def sample_cohort(ids: Sequence[int], size: int, seed: int, round: int) -> list[
 def phase_cohort(phase: Phase, num_clients: int, seed: int, round: int) -> list[int]:
     """Draws the clients of a round from the participants.
 
-    A fraction ``clients_per_round`` counts all clients, not only the participants.
+    A share below 1 counts all clients, not only the participants.
 
     Args:
         phase: the phase.
@@ -64,5 +71,6 @@ def phase_cohort(phase: Phase, num_clients: int, seed: int, round: int) -> list[
         round: the round, counted from 0 along the chain of phases that start from one another.
     """
     participants = phase.algorithm.participants(range(num_clients), seed)
-    size = len(participants) if phase.clients_per_round is None else cohort_size(num_clients, phase.clients_per_round)
+    all_of_them = takes_all(phase.clients_per_round)
+    size = len(participants) if all_of_them else cohort_size(num_clients, phase.clients_per_round)
     return sample_cohort(participants, size, seed, round)

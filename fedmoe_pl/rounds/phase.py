@@ -26,7 +26,8 @@ class Phase:
         name: the method's name in tables, logs and files.
         algorithm: says what is shared, how clients train, and how their results are combined.
         rounds: number of rounds.
-        clients_per_round: how many clients train in a round: a number from 1 on, a fraction below 1, None for all.
+        clients_per_round: how many clients train in a round: an int is a number of clients, a float a share of all N
+            clients, ``max(int(share * N), 1)``. 1.0 and None are all that take part.
         model: replaces the federation's model in this phase and in the phases that start from it, so that one run can
             compare methods with different models. A phase with a model of its own can start only from ``initial`` or
             from a phase whose model has the same tensors.
@@ -67,7 +68,7 @@ class Phase:
     name: str
     algorithm: Algorithm
     rounds: int = 1
-    clients_per_round: float | None = None
+    clients_per_round: int | float | None = 1.0  # with None as default, jsonargparse would make floats of integers
     model: LightningModule | None = None
     gate: Gate | None = None
     mixing: Mixing | None = None
@@ -154,9 +155,11 @@ class Phase:
             if value is not None and value < lowest:
                 raise MisconfigurationException(f"{self}: {name} is {value}, but must be at least {lowest}.")
         size = self.clients_per_round
-        if size is not None and (size <= 0 or (size > 1 and size != int(size))):
+        in_range = size is None or (0 < size <= 1 if isinstance(size, float) else size >= 1)
+        if isinstance(size, bool) or not in_range:
             raise MisconfigurationException(
-                f"{self}: clients_per_round is {size}, but must be a whole number or a fraction between 0 and 1."
+                f"{self}: clients_per_round is {size}, but must be an integer of at least 1, which is a number of "
+                "clients, or a float above 0 and at most 1, which is a share of them."
             )
 
     def _check_monitor(self) -> None:

@@ -41,6 +41,7 @@ class FakeRun(SimpleNamespace):
                     self.progress.done += phase.work / 2
                     call("on_client_end", phase, round, client)
                 self.step += 1
+                self.states[phase.name].round = round + 1
                 self.rows.append(round_row(phase.evaluation))
                 call("on_evaluation_end", phase, phase.evaluation)
                 call("on_round_end", phase, round)
@@ -114,6 +115,21 @@ def test_progress_without_a_terminal_is_one_line_per_phase(run, capsys):
         "[ 50% 00:00<00:00] FedAvg: 2 rounds, local 70.00 %, global 60.00 %\n"
         "[100% 00:00<00:00] PFL MFE: 1 round, local 90.00 %, global 60.00 %\n"
     )
+
+
+def test_progress_says_how_many_rounds_a_phase_had(run, capsys):
+    """FedAvg may have two rounds and ends after one; the other phase's result comes from a checkpoint."""
+    bar, (fedavg, given) = ProgressBar(), run.phases
+    bar.on_fit_start(run)
+    bar.on_round_start(run, fedavg, 0)
+    run.states["FedAvg"].round, run.states["FedAvg"].stopped = 1, True
+    bar.on_phase_end(run, fedavg, None)
+    run.states["PFL MFE"].round, run.states["PFL MFE"].given_round = 1, 7
+    bar.on_phase_end(run, given, None)
+    bar.on_round_start(run, given, 0)  # newcomers train what clients keep, beside a given server
+    bar.on_phase_end(run, given, None)
+    lines = [line.split("] ")[1] for line in capsys.readouterr().err.splitlines()]
+    assert lines == ["FedAvg: 1 round", "PFL MFE: given checkpoint", "PFL MFE: 1 round"]
 
 
 def test_result_files(run, capsys):

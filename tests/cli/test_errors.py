@@ -2,9 +2,11 @@
 
 import copy
 import re
+from argparse import ArgumentError
 from pathlib import Path
 
 import pytest
+import yaml
 from helpers.configurations import QUICKSTART, REPOSITORY
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 
@@ -97,6 +99,37 @@ def test_a_misspelt_configuration_is_named(old, new, sentence, parser, tmp_path)
     assert old in text
     (tmp_path / "wrong.yaml").write_text(text.replace(old, new))
     assert sentence in refusal(parser, "--config", str(tmp_path / "wrong.yaml"))
+
+
+PHASE_ERRORS = {
+    "federation.phases[2].roundz is not an argument of Phase; did you mean rounds?": (2, "roundz", 3),
+    "federation.phases[1].rounds is 'x', but must be int.": (1, "rounds", "x"),
+    "federation.phases[4].optimizer.init_args.lrr is not an argument of Adam; did you mean lr?": (
+        *(4, "optimizer"),
+        {"class_path": "torch.optim.Adam", "init_args": {"lrr": 0.1}},
+    ),
+    "federation.phases[3].mixing is 'both', but must be 'logits' or 'probabilities' or": (3, "mixing", "both"),
+    "federation.phases[0].algorithm is 'nothing.X', which cannot be imported: No module named 'nothing'.": (
+        *(0, "algorithm"),
+        "nothing.X",
+    ),
+}
+
+
+@pytest.mark.parametrize("sentence", PHASE_ERRORS)
+def test_an_error_in_a_phase_has_the_number_of_the_phase(sentence, tmp_path, monkeypatch):
+    index, argument, value = PHASE_ERRORS[sentence]
+    config = yaml.safe_load(Path(QUICKSTART).read_text())
+    config["federation"]["phases"][index][argument] = value
+    (tmp_path / "wrong.yaml").write_text(yaml.safe_dump(config))
+    with pytest.raises(MisconfigurationException, match=f"^{re.escape(sentence)}"):
+        FederationCLI(["fit", f"--config={tmp_path / 'wrong.yaml'}"])
+
+
+def test_an_error_in_a_phase_of_the_command_line_is_told_without_its_number():
+    with pytest.raises(ArgumentError) as error:
+        FederationCLI(["fit", "--config", QUICKSTART, "--federation.phases+={name: A, roundz: 2}"])
+    assert "roundz is not an argument of Phase" in cause_of(error.value)
 
 
 def test_an_overlay_without_its_base_says_so(parser):

@@ -6,8 +6,11 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from lightning.fabric.utilities.exceptions import MisconfigurationException
 
-from fedmoe_pl.rounds.cohort import cohort_size, sample_cohort
+from fedmoe_pl import Phase
+from fedmoe_pl.algorithms import FedAvg, OptInFedAvg
+from fedmoe_pl.rounds.cohort import cohort_size, phase_cohort, sample_cohort
 
 
 @given(
@@ -47,13 +50,38 @@ def test_every_client_and_pair_of_clients_is_drawn_equally_often():
         (9, None, 9),
         (100, 7, 7),
         (100, 1, 1),
-        (100, 7.0, 7),
+        (100, 1.0, 100),
+        (3, 1.0, 3),
+        (100, 0.07, 7),
         (100, 0.29, 29),
         (100, 0.1, 10),
+        (182, 0.03, 5),
         (15, 0.1, 1),
         (4, 0.1, 1),
         (19, 0.5, 9),
     ],
 )
-def test_cohort_size_takes_a_number_a_fraction_rounded_down_or_everybody(clients, clients_per_round, size):
+def test_cohort_size_takes_a_number_a_share_rounded_down_or_everybody(clients, clients_per_round, size):
     assert cohort_size(clients, clients_per_round) == size
+
+
+@pytest.mark.parametrize(
+    "clients_per_round", [0, -1, True, False, 0.0, -0.5, 1.5, 2.0, 7.0, float("nan"), float("inf")]
+)
+def test_other_numbers_are_refused(clients_per_round):
+    with pytest.raises(MisconfigurationException, match=f"Phase 'A': clients_per_round is {clients_per_round}, but"):
+        Phase("A", FedAvg(), clients_per_round=clients_per_round)
+
+
+def test_everybody_means_those_who_take_part_and_a_share_counts_all():
+    """Of 10 clients, opt_out_clients = 0.5 leaves five."""
+    algorithm = OptInFedAvg(opt_out_clients=0.5)
+    participants = list(algorithm.participants(range(10), 0))
+    assert len(participants) == 5
+    sizes = {}
+    for clients_per_round in (None, 1.0, 0.4, 1, 3):
+        cohort = phase_cohort(Phase("A", algorithm, clients_per_round=clients_per_round), 10, seed=0, round=0)
+        assert set(cohort) <= set(participants)
+        sizes[str(clients_per_round)] = len(cohort)
+    assert sizes == {"None": 5, "1.0": 5, "0.4": 4, "1": 1, "3": 3}
+    assert phase_cohort(Phase("A", algorithm), 10, seed=0, round=0) == participants

@@ -96,7 +96,9 @@ def _try_architecture(training: LocalTraining, clients: Sequence[int]) -> Trial 
         reason = f"{type(error).__name__}: {error}".splitlines()[0].rstrip(".")
         if "randomness" in reason:
             return "random operations, such as dropout, would draw other numbers than in a Trainer per client"
-        return str(error) if isinstance(error, _Different) else f"PyTorch cannot stack it ({reason})"
+        return (
+            str(error) if isinstance(error, _Different) else f"a trial step of two stacked clients failed with {reason}"
+        )
     return _of_all(trials)
 
 
