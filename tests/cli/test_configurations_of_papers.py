@@ -8,9 +8,7 @@ import torch
 import yaml
 from helpers.configurations import CONFIGURATIONS, REPOSITORY, files_of, printed, run_short, runs_on_digits
 
-from fedmoe_pl import Federation
-from fedmoe_pl.cli import main
-from fedmoe_pl.data import CIFAR10, AGNews, Arrays, FashionMNIST
+from fedmoe_pl import data
 
 PAPERS = [path for path in CONFIGURATIONS if not runs_on_digits(path)]
 # These differ from a faster one in their data, shares or widths alone.
@@ -47,30 +45,31 @@ def test_every_configuration_is_readable(path):
     assert re.search(r"https://arxiv\.org/abs/\d{4}\.\d{5}", text), "the paper has a link"
 
 
-def configured(stem, data, size, classes, monkeypatch):
-    """Federation and data of a configuration, on arrays with as many samples and classes as the data set."""
+def configured(config, size, classes, monkeypatch):
+    """The data module of a configuration, on arrays with as many samples and classes as the data set."""
+    kind = getattr(data, config["data"]["class_path"].split(".")[-1])
+    arguments = config["data"]["init_args"]
+    partitioner = arguments.pop("partitioner")
+    make = getattr(data, partitioner["class_path"].split(".")[-1])
     y, n = torch.arange(size) % classes, 5 * size // 6
-    monkeypatch.setattr(data, "load", lambda self: Arrays(y[:n, None], y[:n], y[n:, None], y[n:]))
-    caught = []
-    monkeypatch.setattr(Federation, "partition", lambda self, model, datamodule: caught.extend((self, datamodule)))
-    main(["partition", *(f"--config={name}" for name in files_of(REPOSITORY / f"configs/{stem}.yaml"))])
-    return caught
+    monkeypatch.setattr(kind, "load", lambda self: data.Arrays(y[:n, None], y[:n], y[n:, None], y[n:]))
+    return kind(partitioner=make(**partitioner["init_args"]), **arguments)
 
 
 @pytest.mark.parametrize(
-    ("stem", "data", "classes", "size", "for_training", "columns"),
+    ("stem", "classes", "size", "for_training", "columns"),
     [
-        ("opt_out_cifar10", CIFAR10, 10, 60_000, 100, (0.3, 0.6, 0.7, 0.8, 1.0)),
-        ("opt_out_fmnist", FashionMNIST, 10, 72_000, 100, (0.3, 0.6, 0.7, 0.8, 1.0)),
-        ("opt_out_agnews", AGNews, 4, 144_000, 100, (0.5, 0.7, 0.8, 0.9, 1.0)),
-        ("adaptive_experts_cifar10", CIFAR10, 10, 60_000, 500, (0.2, 0.4, 0.6, 0.8, 1.0)),
+        ("opt_out_cifar10", 10, 60_000, 100, (0.3, 0.6, 0.7, 0.8, 1.0)),
+        ("opt_out_fmnist", 10, 72_000, 100, (0.3, 0.6, 0.7, 0.8, 1.0)),
+        ("opt_out_agnews", 4, 144_000, 100, (0.5, 0.7, 0.8, 0.9, 1.0)),
+        ("adaptive_experts_cifar10", 10, 60_000, 500, (0.2, 0.4, 0.6, 0.8, 1.0)),
     ],
 )
 def test_majority_samples_have_their_share_of_every_clients_training_samples(
-    stem, data, classes, size, for_training, columns, monkeypatch
+    stem, classes, size, for_training, columns, monkeypatch
 ):
     """With each p of the paper's tables; other samples are as many as rounding per class leaves."""
-    _, original = configured(stem, data, size, classes, monkeypatch)
+    original = configured(printed(REPOSITORY / f"configs/{stem}.yaml"), size, classes, monkeypatch)
     assert original.partitioner.majority_share in columns
     for share in columns:
         datamodule = copy.deepcopy(original)
@@ -84,13 +83,14 @@ def test_majority_samples_have_their_share_of_every_clients_training_samples(
 
 @pytest.mark.parametrize("stem", ["pfedmoe_cifar10", "pfedmoe_practical"])
 def test_pfedmoe_has_the_papers_numbers_of_clients_of_which_ten_train_in_a_round(stem, monkeypatch):
-    federation, original = configured(stem, CIFAR10, 60_000, 10, monkeypatch)
+    config = printed(REPOSITORY / f"configs/{stem}.yaml")
+    original = configured(config, 60_000, 10, monkeypatch)
     for num_clients, share in ((10, 1.0), (50, 0.2), (100, 0.1)):
         datamodule = copy.deepcopy(original)
         datamodule.requested_clients = num_clients
         datamodule.deal()
         assert datamodule.num_clients == num_clients
-        assert {phase.clients_per_round for phase in federation.phases} == {share * num_clients}
+        assert {phase["clients_per_round"] for phase in config["federation"]["phases"]} == {share * num_clients}
         held = sum(len(samples) for samples in datamodule.train_samples)
         assert abs(held - 0.8 * 60_000) <= 10 * num_clients / 2, "8 of 10 samples, rounded in every class"
         classes = {len(datamodule.y[samples].unique()) for samples in datamodule.train_samples}

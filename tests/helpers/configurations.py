@@ -1,6 +1,8 @@
 """The configurations of the repository, shortened so that each runs in a few seconds on data that are here."""
 
 import contextlib
+import copy
+import functools
 import io
 import re
 from pathlib import Path
@@ -28,6 +30,11 @@ def runs_on_digits(path: Path) -> bool:
 
 def printed(path: Path) -> dict:
     """What ``--print_config`` prints of a configuration: all files together, with all defaults."""
+    return copy.deepcopy(_printed(path))
+
+
+@functools.cache
+def _printed(path: Path) -> dict:
     out = io.StringIO()
     options = [option for name in files_of(path) for option in ("--config", name)]
     with contextlib.redirect_stdout(out), contextlib.suppress(SystemExit):
