@@ -2,11 +2,11 @@
 
 import pytest
 import yaml
-from helpers.configurations import CONFIGURATIONS, QUICKSTART, run_short
+from helpers.configurations import CONFIGURATIONS, QUICKSTART, run_short, runs_on_digits
 
 from fedmoe_pl.cli import main
 
-DIGITS = [path for path in CONFIGURATIONS if yaml.safe_load(path.read_text())["data"]["class_path"] == "Digits"]
+DIGITS = [path for path in CONFIGURATIONS if runs_on_digits(path)]
 
 
 @pytest.mark.parametrize("path", [path for path in DIGITS if str(path) != QUICKSTART], ids=lambda path: path.stem)

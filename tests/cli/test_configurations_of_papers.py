@@ -6,17 +6,16 @@ import re
 import pytest
 import torch
 import yaml
-from helpers.configurations import CONFIGURATIONS, REPOSITORY, files_of, printed, run_short
+from helpers.configurations import CONFIGURATIONS, REPOSITORY, files_of, printed, run_short, runs_on_digits
 
-from fedmoe_pl import Federation
-from fedmoe_pl.cli import main
-from fedmoe_pl.data import CIFAR10, AGNews, Arrays, FashionMNIST
+from fedmoe_pl import data
 
-PAPERS = [path for path in CONFIGURATIONS if yaml.safe_load(path.read_text())["data"]["class_path"] != "Digits"]
-# These differ from a faster one in their data or widths alone.
+PAPERS = [path for path in CONFIGURATIONS if not runs_on_digits(path)]
+# These differ from a faster one in their data, shares or widths alone.
 SIMILAR = {
     *("adaptive_experts_cifar10", "adaptive_experts_rotated_cifar10", "fedmoe_da_emnist", "fedmoe_da_mnist"),
-    *("fedmoe_da_svhn", "opt_out_cifar10", "pfedmoe_cifar100"),
+    *("fedmoe_da_svhn", "opt_out_cifar10", "opt_out_dirichlet", "opt_out_shares", "pfedmoe_cifar100"),
+    *("pfedmoe_practical", "pfl_moe_cifar10_vgg16"),
 }
 
 
@@ -46,32 +45,66 @@ def test_every_configuration_is_readable(path):
     assert re.search(r"https://arxiv\.org/abs/\d{4}\.\d{5}", text), "the paper has a link"
 
 
+def configured(config, size, classes, monkeypatch):
+    """The data module of a configuration, on arrays with as many samples and classes as the data set."""
+    kind = getattr(data, config["data"]["class_path"].split(".")[-1])
+    arguments = config["data"]["init_args"]
+    partitioner = arguments.pop("partitioner")
+    make = getattr(data, partitioner["class_path"].split(".")[-1])
+    y, n = torch.arange(size) % classes, 5 * size // 6
+    monkeypatch.setattr(kind, "load", lambda self: data.Arrays(y[:n, None], y[:n], y[n:, None], y[n:]))
+    return kind(partitioner=make(**partitioner["init_args"]), **arguments)
+
+
 @pytest.mark.parametrize(
-    ("stem", "data", "classes", "size", "for_training", "columns"),
+    ("stem", "classes", "size", "for_training", "columns"),
     [
-        ("opt_out_cifar10", CIFAR10, 10, 50_000, 100, (0.3, 0.6, 0.7, 0.8, 1.0)),
-        ("opt_out_fmnist", FashionMNIST, 10, 60_000, 100, (0.3, 0.6, 0.7, 0.8, 1.0)),
-        ("opt_out_agnews", AGNews, 4, 120_000, 100, (0.5, 0.7, 0.8, 0.9, 1.0)),
+        ("opt_out_cifar10", 10, 60_000, 100, (0.3, 0.6, 0.7, 0.8, 1.0)),
+        ("opt_out_fmnist", 10, 72_000, 100, (0.3, 0.6, 0.7, 0.8, 1.0)),
+        ("opt_out_agnews", 4, 144_000, 100, (0.5, 0.7, 0.8, 0.9, 1.0)),
+        ("adaptive_experts_cifar10", 10, 60_000, 500, (0.2, 0.4, 0.6, 0.8, 1.0)),
     ],
 )
 def test_majority_samples_have_their_share_of_every_clients_training_samples(
-    stem, data, classes, size, for_training, columns, monkeypatch
+    stem, classes, size, for_training, columns, monkeypatch
 ):
-    """On arrays with as many samples and classes as the data set, with each p of the paper's tables."""
-    y = torch.arange(size) % classes
-    monkeypatch.setattr(data, "load", lambda self: Arrays(y[:, None], y, y[:1000, None], y[:1000]))
-    caught = []
-    monkeypatch.setattr(Federation, "partition", lambda self, model, datamodule: caught.append(datamodule))
-    main(["partition", *(f"--config={name}" for name in files_of(REPOSITORY / f"configs/{stem}.yaml"))])
-    assert caught[0].partitioner.majority_share in columns
+    """With each p of the paper's tables; other samples are as many as rounding per class leaves."""
+    original = configured(printed(REPOSITORY / f"configs/{stem}.yaml"), size, classes, monkeypatch)
+    assert original.partitioner.majority_share in columns
     for share in columns:
-        datamodule = copy.deepcopy(caught[0])
+        datamodule = copy.deepcopy(original)
         datamodule.partitioner.majority_share = share
         datamodule.deal()
         for samples in datamodule.train_samples:
             counts = datamodule.y[samples].bincount(minlength=classes).sort(descending=True).values
             assert counts[:2].sum() == round(share * for_training)
-            assert 0 <= len(samples) - for_training <= 2
+            assert abs(len(samples) - for_training) <= 4
+
+
+@pytest.mark.parametrize("stem", ["pfedmoe_cifar10", "pfedmoe_practical"])
+def test_pfedmoe_has_the_papers_numbers_of_clients_of_which_ten_train_in_a_round(stem, monkeypatch):
+    config = printed(REPOSITORY / f"configs/{stem}.yaml")
+    original = configured(config, 60_000, 10, monkeypatch)
+    for num_clients, share in ((10, 1.0), (50, 0.2), (100, 0.1)):
+        datamodule = copy.deepcopy(original)
+        datamodule.requested_clients = num_clients
+        datamodule.deal()
+        assert datamodule.num_clients == num_clients
+        assert {phase["clients_per_round"] for phase in config["federation"]["phases"]} == {share * num_clients}
+        held = sum(len(samples) for samples in datamodule.train_samples)
+        assert abs(held - 0.8 * 60_000) <= 10 * num_clients / 2, "8 of 10 samples, rounded in every class"
+        classes = {len(datamodule.y[samples].unique()) for samples in datamodule.train_samples}
+        assert (classes == {2}) == (stem == "pfedmoe_cifar10")
+
+
+def test_pfl_moe_with_vgg16_differs_in_one_rate():
+    """An overlay replaces the whole list of phases."""
+    paths = [REPOSITORY / f"configs/pfl_moe_cifar10_{network}.yaml" for network in ("lenet5", "vgg16")]
+    lenet5, vgg16 = (
+        {phase["name"]: phase for phase in yaml.safe_load(path.read_text())["federation"]["phases"]} for path in paths
+    )
+    rates = [phases["PFL-FB"]["optimizer"]["init_args"].pop("lr") for phases in (lenet5, vgg16)]
+    assert rates == [0.001, 0.005] and lenet5 == vgg16
 
 
 @pytest.mark.parametrize("stem", ["pfl_moe_cifar10_lenet5", "pfl_moe_fmnist_lenet5"])
