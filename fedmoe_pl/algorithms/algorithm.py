@@ -8,7 +8,7 @@ way, but only the module's tensors are loaded into a module.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Literal
 
 from lightning.fabric.utilities.exceptions import MisconfigurationException
@@ -112,6 +112,18 @@ class Algorithm:
     def server_init(self, module: LightningModule) -> Tree:
         """The server's state before the first round, from the phase's module."""
         return {name: tensor.detach().clone() for name, tensor in module.state_dict().items() if self.is_shared(name)}
+
+    def server_begin(self, server: Tree, clients: Iterable[Client]) -> Tree:
+        """The server's state before the first round, now that clients can be asked; by default unchanged.
+
+        What is sent and computed for it is not counted.
+
+        Args:
+            server: what ``server_init`` returned.
+            clients: the clients of the first round. Clients of one architecture have the same module, with the phase's
+                initial tensors; it may be changed.
+        """
+        return server
 
     def client_request(self, client_id: int, kept: Tree) -> Tree:
         """What a client sends to ask for tensors, such as the numbers of some experts; by default nothing.

@@ -16,7 +16,10 @@ from fedmoe_pl.data import Batches
 from fedmoe_pl.models import ClusteredMoE, FixedGate
 from fedmoe_pl.trees import Tree, copy_module, subtree, with_prefix
 
+DRAWS = 1000
+"""How often initial models are drawn before ``good_init`` is given up."""
 _CHOICE = 73  # separates the random numbers of a client's choice of a cluster from its others
+_DRAW = 74  # separates those of the initial models that are drawn anew
 
 
 def experts_of(module: LightningModule) -> Sequence[nn.Module]:
@@ -28,6 +31,31 @@ def experts_of(module: LightningModule) -> Sequence[nn.Module]:
     if not isinstance(module, ClusteredMoE):
         raise MisconfigurationException(f"model is a {type(module).__name__}, but must be a ClusteredMoE.")
     return [*module.global_experts]
+
+
+def chosen_models(clients: Sequence[Client], share: float) -> Tree | None:
+    """Initial models of the clusters, drawn anew until each is chosen by a share of the clients.
+
+    Args:
+        clients: clients with the same ``ClusteredMoE``, whose initial models are the first draw.
+        share: smallest share of the clients that must choose each model.
+
+    Returns:
+        The models' tensors by name; None after 1000 draws without such models.
+    """
+    module = clients[0].module
+    assert isinstance(module, ClusteredMoE)
+    clusters = range(len(module.global_experts))
+    for draw in range(DRAWS):
+        if draw:
+            with torch.random.fork_rng(devices=[]):
+                torch.manual_seed(derive_seed(clients[0].seed, _DRAW, draw))
+                module.draw_clusters()
+        chosen = [best_cluster(client, clusters, choice_generator(client)) for client in clients]
+        if min(chosen.count(cluster) for cluster in clusters) >= share * len(clients) - 1e-9:
+            state = {name: tensor.clone() for name, tensor in module.global_experts.state_dict().items()}
+            return with_prefix(state, "global_experts.")
+    return None
 
 
 def check_first_place(algorithm: Algorithm, module: LightningModule) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections import ChainMap
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 
 import torch
@@ -12,6 +12,8 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import LightningModule
 from torch.nn.parameter import is_lazy
 
+from fedmoe_pl.algorithms.client import Client
+from fedmoe_pl.backends import LocalTraining
 from fedmoe_pl.data import FederatedDataModule
 from fedmoe_pl.models import MixtureOfExperts
 from fedmoe_pl.rounds.checkpoint import load_checkpoint
@@ -84,6 +86,31 @@ def begin_phase(
     if result.kept:  # a ChainMap, because one dict of both could be too large; it is only read
         kept = ChainMap(result.kept, state.kept)  # pyright: ignore[reportArgumentType]
     return replace(result, initial=state.initial, server={**state.server, **result.server}, kept=kept)
+
+
+def first_clients(training: LocalTraining, cohort: Sequence[int], kept: Mapping[int, Tree]) -> Iterator[Client]:
+    """The clients of a phase's first round as ``Algorithm.server_begin`` sees them, before anything is sent to them.
+
+    Args:
+        training: the phase's local training.
+        cohort: ids of the clients.
+        kept: the tensors that clients kept from earlier phases.
+    """
+    modules: dict[int, LightningModule] = {}
+    for client_id in cohort:
+        own_training, architecture = training.of(client_id), training.architecture(client_id)
+        if architecture not in modules:
+            modules[architecture] = copy_module(own_training.module)
+        yield Client(
+            id=client_id,
+            round=0,
+            seed=training.seed,
+            module=modules[architecture],
+            samples=training.datamodule.train_samples[client_id],
+            kept=kept.get(client_id, {}),
+            datamodule=training.datamodule,
+            loaded=own_training.initial,
+        )
 
 
 def read_result(phase: Phase, module: LightningModule) -> PhaseState:

@@ -9,6 +9,7 @@ from fedmoe_pl.algorithms.algorithm import Algorithm, overrides
 from fedmoe_pl.algorithms.client import Update
 from fedmoe_pl.backends import LocalTraining, Plan, one_thread, step_after_aggregation
 from fedmoe_pl.backends.traffic import Traffic
+from fedmoe_pl.rounds.begin import first_clients
 from fedmoe_pl.rounds.checkpoint import FILE, save_finished
 from fedmoe_pl.rounds.cohort import phase_cohort
 from fedmoe_pl.rounds.evaluation import Evaluation
@@ -38,6 +39,9 @@ def run_phase(run: Run, phase: Phase) -> None:
     training = run.local_training(phase, module, state.initial)
     evaluations: list[Evaluation] = []
     if state.round < phase.rounds:
+        if state.round == 0 and state.server_learns:
+            clients = first_clients(training, _cohort(run, phase, state), state.kept)
+            state.server = phase.algorithm.server_begin(state.server, clients)
         plan, counter = run.plans.pop(phase.name).begin(training), FlopCounter(training)
         while state.round < phase.rounds and not state.stopped:
             evaluations = run_round(run, phase, plan, counter)

@@ -11,9 +11,11 @@ from helpers import Expert, TensorData, assert_same_bits, blobs, phase, run
 from helpers.clusters import (
     FIRST,
     GateNet,
+    Watch,
     chosen,
     cluster,
     clustered,
+    conflicting,
     local_training,
     losses_by_hand,
     only,
@@ -50,6 +52,7 @@ WRONG_ARGUMENTS = {
         "must be left out with the schedule 'by_clust",
     ),
     "decay of nothing": ({"decay_rounds": 5}, "decay_rounds is 5, but must be left out with the schedule 'constant'"),
+    "good_init": ({"good_init": 0.0}, "good_init is 0.0, but must be above 0 and at most 1"),
     "weighting": ({"weighting": "sampels"}, "weighting is 'sampels', but must be samples or uniform"),
 }
 
@@ -201,18 +204,6 @@ def test_uniform_weighting_counts_clients():
 # Separation
 
 
-def conflicting(**kwargs) -> TensorData:
-    """Six clients with the same kind of points; the labels of clients 3 to 5 are swapped."""
-    generator = torch.Generator().manual_seed(0)
-    x = torch.randn(240, 5, generator=generator)
-    y = (x[:, 0] > 0).long()
-    y[120:] = 1 - y[120:]
-    parts = torch.arange(240).split(40)
-    data = TensorData(x, y, parts, dtype=torch.float64, batch_size=10, **kwargs)
-    data.setup()
-    return data
-
-
 def test_two_groups_with_conflicting_labels_end_at_clusters_of_their_own(tmp_path):
     data = conflicting(test_fraction=0.25)
     federated = Phase("IFCA", EpsilonGreedyIFCA(epsilon=0.0), rounds=8, gate=ConstantGate(FIRST[2]))
@@ -264,16 +255,6 @@ def test_a_cluster_goes_out_of_play_with_its_best_weights_as_they_were_validated
 
 def validated(**kwargs) -> TensorData:
     return blobs((40, 30, 50), validation_fraction=0.3, **kwargs)
-
-
-class Watch(FederationCallback):
-    """Records the server's state after every round."""
-
-    def __init__(self):
-        self.servers = []
-
-    def on_round_end(self, run, phase, round):
-        self.servers.append(dict(run.states[phase.name].server))
 
 
 def stopping_phase(rounds, patience=2, **kwargs) -> Phase:

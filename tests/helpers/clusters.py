@@ -7,9 +7,10 @@ from fedmoe_pl import Phase
 from fedmoe_pl.algorithms import ClusterMixture, EpsilonGreedyIFCA, FineTunedCluster, Local
 from fedmoe_pl.backends import LEAN_TRAINER, LocalTraining
 from fedmoe_pl.backends.client import begin_client
+from fedmoe_pl.callbacks import FederationCallback
 from fedmoe_pl.models import ClusteredMoE, ConstantGate, NetworkGate
 from fedmoe_pl.trees import copy_module
-from helpers import Expert, momentum_sgd
+from helpers import Expert, TensorData, momentum_sgd
 
 FIRST = {2: [1.0, 0.0, 0.0], 3: [1.0, 0.0, 0.0, 0.0]}
 
@@ -68,3 +69,25 @@ def cluster(tree, index) -> dict:
 
 def tensors_of(server) -> dict:
     return {name: tensor for name, tensor in server.items() if name.startswith("global_experts.")}
+
+
+def conflicting(**kwargs) -> TensorData:
+    """Six clients with the same kind of points; the labels of clients 3 to 5 are swapped."""
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(240, 5, generator=generator)
+    y = (x[:, 0] > 0).long()
+    y[120:] = 1 - y[120:]
+    parts = torch.arange(240).split(40)
+    data = TensorData(x, y, parts, dtype=torch.float64, batch_size=10, **kwargs)
+    data.setup()
+    return data
+
+
+class Watch(FederationCallback):
+    """Records the server's state after every round."""
+
+    def __init__(self):
+        self.servers = []
+
+    def on_round_end(self, run, phase, round):
+        self.servers.append(dict(run.states[phase.name].server))
