@@ -14,6 +14,7 @@ from fedmoe_pl.algorithms.algorithm import Algorithm
 from fedmoe_pl.algorithms.client import Client
 from fedmoe_pl.data import Batches
 from fedmoe_pl.models import ClusteredMoE, FixedGate
+from fedmoe_pl.seeds import derive_seed
 from fedmoe_pl.trees import Tree, copy_module, subtree, with_prefix
 
 DRAWS = 1000

@@ -54,8 +54,8 @@ class EpsilonGreedyIFCA(Algorithm):
         epsilon: probability of a random choice; 0 is IFCA, with ``good_init`` as in its code. None means 0.33
             where ``schedule`` uses it: ``constant`` and ``power``.
         schedule: how epsilon changes from round to round, see :data:`Schedule`.
-        decay_rounds: round, counted from 0, in which ``power`` reaches epsilon; in the official code an eighth of all
-            rounds. None for the other schedules.
+        decay_rounds: round, counted from 0, in which ``power`` reaches epsilon; None means an eighth of the phase's
+            rounds, as in the official code, and is the only value for other schedules.
         weighting: ``samples`` weighs a client by its number of training samples; ``uniform`` gives all clients the
             same weight, as in IFCA.
         patience: number of checks without a lower validation loss after which a cluster stops: its best parameters are
@@ -119,13 +119,20 @@ class EpsilonGreedyIFCA(Algorithm):
                 "clusters."
             )
 
-    def epsilon_of(self, round: int, num_clusters: int) -> float:
-        """Probability of a random choice in a round, counted from 0."""
+    def epsilon_of(self, round: int, num_clusters: int, rounds: int) -> float:
+        """Probability of a random choice in a round.
+
+        Args:
+            round: the round of the phase, counted from 0.
+            num_clusters: number of clusters.
+            rounds: the phase's number of rounds.
+        """
         if self.schedule == "constant":
             return self.epsilon
         exponent = 1.0 if self.schedule == "inverse" else 2 / num_clusters
-        if self.decay_rounds is not None and self.schedule == "power":
-            exponent = -math.log(self.epsilon) / math.log(self.decay_rounds + 1)
+        if self.schedule == "power":
+            decay_rounds = rounds / 8 if self.decay_rounds is None else self.decay_rounds
+            exponent = -math.log(self.epsilon) / math.log(decay_rounds + 1)
         return (round + 1) ** -exponent
 
     def server_init(self, module: LightningModule) -> Tree:
@@ -164,7 +171,7 @@ class EpsilonGreedyIFCA(Algorithm):
         super().client_init(client, sent)
         active = sorted({cluster_of(name) for name in sent})
         generator = choice_generator(client)
-        epsilon = self.epsilon_of(client.round, len(experts_of(client.module)))
+        epsilon = self.epsilon_of(client.round, len(experts_of(client.module)), client.rounds)
         if torch.rand((), generator=generator).item() < epsilon:
             cluster = active[int(torch.randint(len(active), (), generator=generator))]
         else:
@@ -240,11 +247,12 @@ def _check_schedule(schedule: str, epsilon: float | None, decay_rounds: int | No
         raise MisconfigurationException(
             f"EpsilonGreedyIFCA: epsilon is {epsilon}, but must be left out with the schedule '{schedule}'."
         )
-    if schedule == "power" and (epsilon == 0 or decay_rounds is None or decay_rounds < 1):
+    if schedule == "power" and epsilon == 0:
         raise MisconfigurationException(
-            f"EpsilonGreedyIFCA: schedule is 'power', but epsilon is {epsilon} and decay_rounds {decay_rounds}; "
-            "epsilon must be above 0 and decay_rounds at least 1."
+            f"EpsilonGreedyIFCA: epsilon is {epsilon}, but must be above 0 with the schedule 'power'."
         )
+    if decay_rounds is not None and decay_rounds < 1:
+        raise MisconfigurationException(f"EpsilonGreedyIFCA: decay_rounds is {decay_rounds}, but must be at least 1.")
     if schedule != "power" and decay_rounds is not None:
         raise MisconfigurationException(
             f"EpsilonGreedyIFCA: decay_rounds is {decay_rounds}, but must be left out with the schedule '{schedule}'."

@@ -110,6 +110,8 @@ def first_clients(training: LocalTraining, cohort: Sequence[int], kept: Mapping[
             kept=kept.get(client_id, {}),
             datamodule=training.datamodule,
             loaded=own_training.initial,
+            rounds=training.rounds,
+            rounds_before=training.rounds_before,
         )
 
 

@@ -3,6 +3,7 @@
 import itertools
 import math
 from collections import Counter
+from dataclasses import replace
 
 import pytest
 import torch
@@ -36,7 +37,8 @@ from fedmoe_pl.trees import copy_module
 WRONG_ARGUMENTS = {
     "epsilon": ({"epsilon": 1.5}, "epsilon is 1.5, but must be from 0 to 1"),
     "schedule": ({"schedule": "cosine"}, "schedule is 'cosine', but must be one of constant, inverse"),
-    "power": ({"schedule": "power"}, "decay_rounds None; epsilon must be above 0 and decay_rounds at least 1"),
+    "power of 0": ({"schedule": "power", "epsilon": 0.0}, "epsilon is 0.0, but must be above 0 with the schedule 'pow"),
+    "no decay": ({"schedule": "power", "decay_rounds": 0}, "decay_rounds is 0, but must be at least 1"),
     "patience": ({"patience": 0}, "patience is 0, but must be at least 1"),
     "checks": ({"check_every_n_rounds": 0}, "check_every_n_rounds is 0, but must be at least 1"),
     "checks of nothing": (
@@ -137,9 +139,9 @@ def test_ties_are_drawn_and_nan_is_never_the_lowest():
 
 
 def test_epsilon_follows_its_schedule():
-    def epsilons(rounds, **arguments):
+    def epsilons(of, rounds=100, **arguments):
         algorithm = EpsilonGreedyIFCA(**arguments)
-        return [algorithm.epsilon_of(round, num_clusters=4) for round in rounds]
+        return [algorithm.epsilon_of(round, num_clusters=4, rounds=rounds) for round in of]
 
     assert epsilons([0, 9], epsilon=0.3) == [0.3, 0.3]
     assert epsilons([0, 1, 4], schedule="inverse") == pytest.approx([1, 1 / 2, 1 / 5])
@@ -147,6 +149,23 @@ def test_epsilon_follows_its_schedule():
     # 1 / (t + 1)^b is 1/4 for t = 15 with b = 1/2
     power = {"schedule": "power", "epsilon": 0.25, "decay_rounds": 15}
     assert epsilons([0, 3, 15, 99], **power) == pytest.approx([1, 1 / 2, 1 / 4, 1 / 10])
+    # without decay_rounds, round T / 8 has the epsilon: 1/4 for t = 15 of 120, and in between two rounds of 100
+    power = {"schedule": "power", "epsilon": 0.25}
+    assert epsilons([0, 3, 15, 99], 120, **power) == pytest.approx([1, 1 / 2, 1 / 4, 1 / 10])
+    below, above = epsilons([12, 13], 100, **power)
+    assert above < 0.25 < below
+
+
+def test_a_client_s_epsilon_is_that_of_its_phase_s_number_of_rounds():
+    """Round 15 of 120 has epsilon 1/4; with 3 clusters, the best is picked with 1 - 2/3 of it."""
+    module, data = clustered(), blobs()
+    training = replace(local_training(module, EpsilonGreedyIFCA(0.25, "power"), data), rounds=120)
+    losses = losses_by_hand(module, data, 1)
+    best = min(range(3), key=losses.__getitem__)
+    n, server, own = 600, training.algorithm.server_init(module), copy_module(module)
+    seeds = (replace(training, seed=seed) for seed in range(n))
+    others = sum(chosen(of_seed, 1, 15, server, own) != best for of_seed in seeds)
+    assert abs(others - n / 6) < 4 * math.sqrt(n * 1 / 6 * 5 / 6)
 
 
 # Aggregation
