@@ -8,7 +8,7 @@ topic               paper                    official code                here
 ==================  =======================  ===========================  ==========================================
 gate data           "divide"                 1/4 gate, 3/4 expert         ``gate_fraction=0.25``
 gate optimizer      SGD, 0.001               Adam, 0.001, decay 5e-4      ``optimizer`` of the gate's phase
-schedule            expert and gate by turns expert first, then gate      ``interleaved``
+schedule            expert and gate by turns expert first, then gate      ``interleaved``; ``gate_lr`` of the model
 FedAvg weights      uniform                  uniform                      ``FedAvg(weighting="uniform")``
 augmentation        not mentioned            crop and flip, always        ``augmentation`` of the data
 Local               300 epochs, SGD or Adam  Adam                         ``optimizer`` of Local's phase
@@ -24,15 +24,17 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import torch
 import torch.nn.functional as F
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import LightningModule
 from torch import Tensor
 
 from fedmoe_pl.algorithms.algorithm import Algorithm
-from fedmoe_pl.algorithms.client import Client
+from fedmoe_pl.algorithms.client import Client, Update
+from fedmoe_pl.data import Batches
 from fedmoe_pl.models import MixtureOfExperts
-from fedmoe_pl.trees import Tree, subtree, with_prefix
+from fedmoe_pl.trees import Tree, copy_module, load_tree, subtree, with_prefix
 
 _GATE = 1  # separates the gate's share of a client's samples from other shares of them
 
@@ -45,6 +47,9 @@ class PersonalizedExpert(Algorithm):
             ``local_expert.classifier.*`` is PFL-FB.
         gate_fraction: share of the client's samples that is set aside for the gate; 0 trains on all of them.
         frozen_train_mode: whether frozen modules stay in train mode.
+        keep_better: whether a client whose fine-tuned expert has no lower loss on its validation samples than the
+            global one takes the global one in its place, after every round (Wang et al. 2019,
+            https://arxiv.org/abs/1910.10252).
 
     Raises:
         MisconfigurationException: if ``gate_fraction`` is not at least 0 and below 1.
@@ -57,6 +62,7 @@ class PersonalizedExpert(Algorithm):
         trainable: str | list[str] = "local_expert.*",
         gate_fraction: float = 0.0,
         frozen_train_mode: bool = False,
+        keep_better: bool = False,
     ) -> None:
         if not 0 <= gate_fraction < 1:
             raise MisconfigurationException(
@@ -65,6 +71,7 @@ class PersonalizedExpert(Algorithm):
         super().__init__(trainable=trainable)
         self.gate_fraction = gate_fraction
         self.frozen_train_mode = frozen_train_mode
+        self.keep_better = self.needs_validation = keep_better
 
     def follows(self, earlier: Algorithm) -> bool:
         """Starts from the federated model."""
@@ -83,11 +90,19 @@ class PersonalizedExpert(Algorithm):
         self, module: LightningModule, batch: Any, const: dict[str, Any]
     ) -> tuple[Tensor, dict[str, Tensor]]:
         """Cross-entropy of the local expert only, whatever the gate (Algorithm 2, line 7)."""
-        return _local_expert_loss(module, batch)
+        return _expert_loss(module, "local_expert", batch)
 
     def client_samples(self, client: Client) -> Tensor:
         """The samples that are not set aside for the gate."""
         return _split(client, self.gate_fraction)[1] if self.gate_fraction else client.samples
+
+    def client_final(self, client: Client, const: dict[str, Any]) -> Update:
+        """Keeps the fine-tuned expert or, if ``keep_better`` finds it no better, another copy of the global one."""
+        if self.keep_better and len(samples := client.datamodule.validation_samples[client.id]):
+            batches = client.batches(samples)
+            if not _mean_loss(client, "local_expert", batches) < _mean_loss(client, "global_expert", batches):
+                load_tree(client.module, _copy_of_global_expert(client.module))
+        return super().client_final(client, const)
 
 
 class PFLMoE(Algorithm):
@@ -101,12 +116,15 @@ class PFLMoE(Algorithm):
         interleaved: whether to use the paper's schedule in place of the code's. The phase then starts from the
             federated phase. Even rounds train the local expert on its samples, odd rounds the gate on the others. Use
             ``max_epochs: 1`` and as many ``rounds`` as expert and gate have epochs together. Every round has a new
-            optimizer, which makes no difference to the paper's plain SGD; momentum would be lost after every epoch.
-        trainable: glob patterns of the local expert's parameters that are trained if ``interleaved``.
+            optimizer, which makes no difference to the paper's plain SGD; momentum would be lost after every epoch. The
+            gate's learning rate may be another one: ``gate_lr`` of ``PersonalizedMoE``.
+        trainable: glob patterns of the local expert's parameters that are trained if ``interleaved``; None for its
+            classifier.
         frozen_train_mode: whether frozen modules stay in train mode.
 
     Raises:
-        MisconfigurationException: if ``gate_fraction`` is not above 0 and below 1.
+        MisconfigurationException: if ``gate_fraction`` is not above 0 and below 1, or ``trainable`` is given without
+            ``interleaved``.
     """
 
     federated = False
@@ -116,14 +134,21 @@ class PFLMoE(Algorithm):
         self,
         gate_fraction: float = 0.25,
         interleaved: bool = False,
-        trainable: str | list[str] = "local_expert.classifier.*",
+        trainable: str | list[str] | None = None,
         frozen_train_mode: bool = False,
     ) -> None:
         if not 1e-9 <= gate_fraction < 1:
             raise MisconfigurationException(
                 f"PFLMoE: gate_fraction is {gate_fraction}, but must be above 0 and below 1."
             )
-        super().__init__(trainable=trainable if interleaved else "*")  # else only the gate is trained
+        if trainable is not None and not interleaved:
+            raise MisconfigurationException(
+                f"PFLMoE: trainable is {trainable!r}, but must be left out unless interleaved, because only the gate "
+                "is trained."
+            )
+        if trainable is None:
+            trainable = "local_expert.classifier.*" if interleaved else "*"
+        super().__init__(trainable=trainable)
         self.gate_fraction = gate_fraction
         self.interleaved = interleaved
         self.frozen_train_mode = frozen_train_mode
@@ -167,7 +192,7 @@ class PFLMoE(Algorithm):
         """Cross-entropy of the mixture; in rounds that train the expert, of the expert only (Algorithm 2, line 7)."""
         if not const["trains_expert"]:
             return super().client_loss(module, batch, const)
-        return _local_expert_loss(module, batch)
+        return _expert_loss(module, "local_expert", batch)
 
     def _trains_expert(self, round: int) -> bool:
         return self.interleaved and round % 2 == 0
@@ -187,13 +212,21 @@ def missing_expert(algorithm: Algorithm, earlier: Sequence[Algorithm], gate_frac
     return f"a phase of PersonalizedExpert with gate_fraction {gate_fraction:g}"
 
 
-def _local_expert_loss(module: LightningModule, batch: Any) -> tuple[Tensor, dict[str, Tensor]]:
-    """Cross-entropy of the local expert, or the loss that its mixture defines for such scores."""
+def _expert_loss(module: LightningModule, expert: str, batch: Any) -> tuple[Tensor, dict[str, Tensor]]:
+    """Cross-entropy of one expert, or the loss that its mixture defines for such scores."""
     x, y = batch
-    logits = module.local_expert(x)  # pyright: ignore[reportCallIssue]
+    logits = module.get_submodule(expert)(x)
     if isinstance(module, MixtureOfExperts):
         return module.loss_of(module.scores_of(logits), y), {}
     return F.cross_entropy(logits, y), {}
+
+
+@torch.no_grad()
+def _mean_loss(client: Client, expert: str, batches: Batches) -> float:
+    """Mean loss of one of the client's experts in eval mode, computed on the data's device."""
+    module = copy_module(client.module).to(batches.x.device).eval()
+    total = sum(_expert_loss(module, expert, batch)[0].item() * len(batch[1]) for batch in batches)
+    return total / len(batches.samples)
 
 
 def _split(client: Client, gate_fraction: float) -> tuple[Tensor, Tensor]:

@@ -2,6 +2,7 @@
 
 import copy
 import math
+from functools import partial
 
 import pytest
 import torch
@@ -17,6 +18,7 @@ from helpers import (
     run,
     train_by_hand,
 )
+from helpers.backends import UNEQUAL, assert_agree, local_training, train
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from lightning.fabric.utilities.exceptions import MisconfigurationException
@@ -98,8 +100,61 @@ def test_a_local_expert_phase_with_the_constant_gate_0_trains_the_local_expert_a
         torch.testing.assert_close(actual, module.state_dict(), rtol=1e-11, atol=1e-13)
 
 
-def test_the_interleaved_schedule_equals_a_bare_loop_of_expert_and_gate_rounds(tmp_path):
+def validation_loss(expert, datamodule, client) -> float:
+    samples = datamodule.validation_samples[client]
+    return F.cross_entropy(expert(datamodule.x[samples]), datamodule.y[samples]).item()
+
+
+def test_the_better_of_the_global_and_the_fine_tuned_expert_is_kept_where_asked_for(tmp_path):
+    datamodule, model = blobs((10, 12, 30, 25, 14, 40), validation_fraction=0.4), mixture(ConstantGate(0.5))
+    phases = [
+        phase("FedAvg", FedAvg(shared="global_expert.*"), rounds=3, gate=ConstantGate(1), max_epochs=10),
+        phase("always", PersonalizedExpert(), max_epochs=20),
+        phase("better", PersonalizedExpert(keep_better=True), max_epochs=20),
+    ]
+    federation = run(phases, model, datamodule, tmp_path)
+    kept_global = []
+    for client in range(6):
+        tuned = federation.client_module("always", client)
+        losses = [validation_loss(expert, datamodule, client) for expert in (tuned.global_expert, tuned.local_expert)]
+        kept_global.append(losses[0] <= losses[1])
+        better = tuned.global_expert if kept_global[-1] else tuned.local_expert
+        actual = federation.client_module("better", client)
+        assert_same_bits(actual.local_expert.state_dict(), better.state_dict())
+        assert_same_bits(actual.global_expert.state_dict(), tuned.global_expert.state_dict())
+    assert set(kept_global) == {True, False}, "the test could not tell the option from its absence"
+
+
+def test_backends_agree_on_the_better_expert():
+    data = blobs(UNEQUAL, batch_size=10, validation_fraction=0.4)
+    large_steps = mixture(ConstantGate(0), optimizer=partial(torch.optim.SGD, lr=4.0))  # with which some get worse
+    training = local_training(large_steps, PersonalizedExpert(keep_better=True), data, max_epochs=3)
+    assert_agree(training, 1e-10)
+    kept = train(TrainerBackend(), training)[1]
+    assert {any(name.startswith("local_expert.") for name in tree) for tree in kept.values()} == {True, False}
+
+
+@pytest.mark.parametrize("algorithm", [FedAvg(), PFLMoE()])  # with experts and gate, with the gate alone
+def test_backends_agree_on_a_gate_s_own_learning_rate(algorithm):
+    module = mixture(FeatureGate(6))
+    module.gate_lr = 0.7
+    assert_agree(local_training(module, algorithm, blobs(UNEQUAL, batch_size=10)), 1e-10)
+
+
+def test_keeping_the_better_expert_needs_validation_samples(tmp_path):
+    phases = [phase("PFL-FT", PersonalizedExpert(keep_better=True), start="initial")]
+    with pytest.raises(MisconfigurationException, match="PersonalizedExpert with these arguments validates, but valid"):
+        run(phases, mixture(ConstantGate(0.5)), blobs(), tmp_path)
+
+
+@pytest.mark.parametrize("gate_lr", [None, 0.7])
+def test_the_interleaved_schedule_equals_a_bare_loop_of_expert_and_gate_rounds(tmp_path, gate_lr):
     datamodule, model = blobs((13, 22)), mixture(FeatureGate(6))
+    model.gate_lr = gate_lr
+
+    def optimizer(parameters):  # of the expert in even and of the gate in odd rounds
+        return torch.optim.SGD(parameters, lr=gate_lr if gate_lr and round % 2 else 0.1, momentum=0.9)
+
     interleaved = PFLMoE(0.25, interleaved=True)
     phases = [phase("FedAvg", FedAvg(), gate=ConstantGate(1)), phase("PFL-MFE", interleaved, rounds=4, max_epochs=1)]
     federation = run(phases, model, datamodule, tmp_path, seed=7)
@@ -117,7 +172,7 @@ def test_the_interleaved_schedule_equals_a_bare_loop_of_expert_and_gate_rounds(t
             samples = gate_samples if round % 2 else expert_samples
             batches = datamodule.batches(samples, generator=client_generator(7, client, 1 + round))
             names = "gate." if round % 2 else "local_expert.classifier."
-            train_by_hand(module, names, batches, momentum_sgd, 1, loss=None if round % 2 else expert_loss)
+            train_by_hand(module, names, batches, optimizer, 1, loss=None if round % 2 else expert_loss)
         actual = federation.client_module("PFL-MFE", client).state_dict()
         torch.testing.assert_close(actual, module.state_dict(), rtol=1e-11, atol=1e-13)
 
@@ -225,9 +280,13 @@ def test_a_phase_with_a_gate_of_its_own_starts_with_it_and_one_without_with_the_
         (lambda: PersonalizedExpert(gate_fraction=-0.1), "gate_fraction is -0.1, but must be at least 0 and below 1"),
         (lambda: PFLMoE(0), "gate_fraction is 0, but must be above 0 and below 1"),
         (lambda: PFLMoE(1.0), "gate_fraction is 1.0, but must be above 0 and below 1"),
+        (
+            lambda: PFLMoE(trainable="local_expert.*"),
+            "trainable is 'local_expert.*', but must be left out unless interleaved",
+        ),
     ],
 )
-def test_a_gate_fraction_outside_its_range_is_refused(make, message):
+def test_arguments_out_of_range_are_refused(make, message):
     with pytest.raises(MisconfigurationException, match=message):
         make()
 

@@ -103,3 +103,13 @@ def test_a_phase_replaces_gate_and_optimizer_in_a_copy_of_the_model_and_keeps_it
         assert_same_bits(getattr(other, part).state_dict(), getattr(module, part).state_dict())
     own = {parameter.data_ptr() for parameter in module.parameters()}
     assert not own & {parameter.data_ptr() for parameter in other.parameters()}
+
+
+def test_a_gate_s_own_learning_rate_goes_with_any_optimizer_and_must_not_be_negative():
+    module = PersonalizedMoE(Expert(), gate=FeatureGate(6), optimizer=partial(torch.optim.Adam, lr=0.5), gate_lr=0.01)
+    groups = module.configure_optimizers().param_groups
+    rates = {id(parameter): group["lr"] for group in groups for parameter in group["params"]}
+    expected = {id(p): 0.01 if name.startswith("gate.") else 0.5 for name, p in module.named_parameters()}
+    assert rates == expected
+    with pytest.raises(MisconfigurationException, match="PersonalizedMoE: gate_lr is -1, but must be at least 0"):
+        PersonalizedMoE(Expert(), gate_lr=-1)

@@ -38,6 +38,7 @@ class MixtureOfExperts(LightningModule, ABC):
         optimizer: makes the optimizer from the parameters.
         lr_scheduler: makes a scheduler, stepped once per epoch, from the optimizer; None for a constant rate.
         mixing: what is mixed, see :data:`Mixing`.
+        gate_lr: the gate's learning rate; None for the optimizer's.
 
     Attributes:
         gate: weighs the experts.
@@ -46,7 +47,7 @@ class MixtureOfExperts(LightningModule, ABC):
             personalized a client's model is. Otherwise all experts have the same role.
 
     Raises:
-        MisconfigurationException: if ``mixing`` is not one of the four.
+        MisconfigurationException: if ``mixing`` is not one of the four, or ``gate_lr`` is below 0.
     """
 
     gate: Any
@@ -58,15 +59,19 @@ class MixtureOfExperts(LightningModule, ABC):
         optimizer: OptimizerCallable = torch.optim.SGD,
         lr_scheduler: LRSchedulerCallable | None = None,
         mixing: Mixing = "logits",
+        gate_lr: float | None = None,
     ) -> None:
         super().__init__()
         if mixing not in get_args(Mixing):
             raise MisconfigurationException(
                 f"{type(self).__name__}: mixing is '{mixing}', but must be one of {', '.join(get_args(Mixing))}."
             )
+        if gate_lr is not None and not gate_lr >= 0:
+            raise MisconfigurationException(f"{type(self).__name__}: gate_lr is {gate_lr}, but must be at least 0.")
         self.optimizer = optimizer
         self.lr_scheduler = lr_scheduler
         self.mixing: Mixing = mixing
+        self.gate_lr = gate_lr
 
     @abstractmethod
     def mix(self, x: Tensor) -> tuple[Tensor, Tensor]:
@@ -193,8 +198,12 @@ class MixtureOfExperts(LightningModule, ABC):
         return {"logits": scores, "gate_weights": weights}
 
     def parameter_groups(self) -> Iterable[Any]:
-        """The parameters for the optimizer, in one group; a subclass may return groups with different arguments."""
-        return self.parameters()
+        """All parameters for the optimizer; with a ``gate_lr``, the gate's are a separate group."""
+        if self.gate_lr is None or not (gate := [*self.gate.parameters()]):
+            return self.parameters()
+        gate_ids = {id(parameter) for parameter in gate}
+        others = [parameter for parameter in self.parameters() if id(parameter) not in gate_ids]
+        return [{"params": others}, {"params": gate, "lr": self.gate_lr}]
 
     def configure_optimizers(self) -> Any:
         """The optimizer of all parameters, and the scheduler if there is one."""

@@ -27,10 +27,12 @@ class PersonalizedMoE(MixtureOfExperts):
         optimizer: makes the optimizer from the parameters.
         lr_scheduler: makes a scheduler, stepped once per epoch, from the optimizer; None for a constant rate.
         mixing: what is mixed, see :data:`~fedmoe_pl.models.mixtures.mixture.Mixing`.
+        gate_lr: the gate's learning rate, also with the optimizer of a phase; None for the optimizer's.
 
     Raises:
         MisconfigurationException: if the gate reads features and the global expert has no ``extractor`` and
-            ``classifier``, if the gate does not weigh two experts, or if the experts differ in their number of outputs.
+            ``classifier``, if the gate does not weigh two experts, if the experts differ in their number of outputs, or
+            if ``gate_lr`` is below 0.
 
     Example:
         >>> import torch
@@ -52,8 +54,9 @@ class PersonalizedMoE(MixtureOfExperts):
         optimizer: OptimizerCallable = torch.optim.SGD,
         lr_scheduler: LRSchedulerCallable | None = None,
         mixing: Mixing = "logits",
+        gate_lr: float | None = None,
     ) -> None:
-        super().__init__(optimizer, lr_scheduler, mixing)
+        super().__init__(optimizer, lr_scheduler, mixing, gate_lr)
         self.global_expert = global_expert
         self.local_expert = copy.deepcopy(global_expert) if local_expert is None else local_expert
         self.gate = EqualWeights() if gate is None else gate

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
@@ -78,7 +77,7 @@ class RepresentationMoE(MixtureOfExperts):
         gate_lr: float | None = None,
         architectures: list[int] | None = None,
     ) -> None:
-        super().__init__(optimizer, lr_scheduler)
+        super().__init__(optimizer, lr_scheduler, gate_lr=gate_lr)
         classifiers = (getattr(expert, "classifier", None) for expert in local_experts)
         header = next((part for part in (header, *classifiers) if part is not None), None)
         if header is None or not local_experts:
@@ -86,8 +85,6 @@ class RepresentationMoE(MixtureOfExperts):
                 f"RepresentationMoE: header is None, but must be given, because none of the {len(local_experts)} "
                 "local_experts has a `classifier`."
             )
-        if gate_lr is not None and gate_lr < 0:
-            raise MisconfigurationException(f"RepresentationMoE: gate_lr is {gate_lr}, but must be at least 0.")
         outside = [index for index in architectures or [] if not 0 <= index < len(local_experts)]
         if outside:
             raise MisconfigurationException(
@@ -98,7 +95,6 @@ class RepresentationMoE(MixtureOfExperts):
         self.local_experts = nn.ModuleList(_without_classifier(expert) for expert in local_experts)
         self.header = copy.deepcopy(header)
         self.gate = EqualWeights() if gate is None else gate
-        self.gate_lr = gate_lr
         self.architectures = architectures
         self.check_parts()
 
@@ -187,15 +183,6 @@ class RepresentationMoE(MixtureOfExperts):
         shared, local = self.shared_extractor(x), next(iter(self._present().values()))(x)
         weights = self.gate(shared if self.gate.reads_features else x)
         return Representations(mix_outputs((shared, local), weights, "logits"), shared, local)
-
-    def parameter_groups(self) -> Iterable[Any]:
-        """All parameters; with a ``gate_lr``, the gate's are a separate group."""
-        gate = [*self.gate.parameters()]
-        if self.gate_lr is None or not gate:
-            return super().parameter_groups()
-        gate_ids = {id(parameter) for parameter in gate}
-        others = [parameter for parameter in self.parameters() if id(parameter) not in gate_ids]
-        return [{"params": others}, {"params": gate, "lr": self.gate_lr}]
 
 
 def _without_classifier(expert: nn.Module) -> nn.Module:
