@@ -11,7 +11,7 @@ gate optimizer      SGD, 0.001               Adam, 0.001, decay 5e-4      ``opti
 schedule            expert and gate by turns expert first, then gate      ``interleaved``; ``gate_lr`` of the model
 FedAvg weights      uniform                  uniform                      ``FedAvg(weighting="uniform")``
 augmentation        not mentioned            crop and flip, always        ``augmentation`` of the data
-Local               300 epochs, SGD or Adam  Adam                         ``optimizer`` of Local's phase
+Local               300 epochs, SGD or Adam  Adam                         two phases; the better row counts
 gate's input        samples or features      flags swapped in README      ``LinearGate`` is MF, ``FeatureGate`` is MFE
 frozen dropout      not mentioned            active                       ``frozen_train_mode``
 FedAvg's round      best on the test set     best on the test set         ``monitor: global_test`` of FedAvg's phase

@@ -72,3 +72,17 @@ def test_majority_samples_have_their_share_of_every_clients_training_samples(
             counts = datamodule.y[samples].bincount(minlength=classes).sort(descending=True).values
             assert counts[:2].sum() == round(share * for_training)
             assert 0 <= len(samples) - for_training <= 2
+
+
+@pytest.mark.parametrize("stem", ["pfl_moe_cifar10_lenet5", "pfl_moe_fmnist_lenet5"])
+def test_pfl_moe_trains_local_with_sgd_and_with_adam(stem):
+    """The paper prints the better of 300 epochs of SGD, whose rate falls to a tenth every 100, and of Adam."""
+    phases = printed(next(path for path in PAPERS if path.stem == stem))["federation"]["phases"]
+    sgd, adam = [phase for phase in phases if phase["algorithm"]["class_path"].endswith(".Local")]
+    assert sgd["max_epochs"] == adam["max_epochs"] == 300
+    assert (sgd["optimizer"]["class_path"], adam["optimizer"]["class_path"]) == ("torch.optim.SGD", "torch.optim.Adam")
+    expected = {"lr": 0.1, "momentum": 0.9, "weight_decay": 5e-4}
+    assert {name: sgd["optimizer"]["init_args"][name] for name in expected} == expected
+    assert sgd["lr_scheduler"]["class_path"] == "torch.optim.lr_scheduler.StepLR"
+    steps = sgd["lr_scheduler"]["init_args"]
+    assert (steps["step_size"], steps["gamma"]) == (100, 0.1)
