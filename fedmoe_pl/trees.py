@@ -165,12 +165,13 @@ class Patterns:
         """Whether one of the patterns matches the name."""
         return any(fnmatchcase(name, pattern) for pattern in self.patterns)
 
-    def check(self, names: Iterable[str], argument: str) -> None:
+    def check(self, names: Iterable[str], argument: str, owner: str = "the model") -> None:
         """Refuses a pattern that matches nothing, because it is probably misspelt.
 
         Args:
-            names: the names of the module's tensors.
+            names: the names of the module's tensors, or of those that may be chosen.
             argument: the patterns' name in the message, such as ``FedAvg: shared``.
+            owner: what has these tensors, in the message.
 
         Raises:
             MisconfigurationException: if a pattern matches no name.
@@ -180,5 +181,5 @@ class Patterns:
             if not any(fnmatchcase(name, pattern) for name in names):
                 tops = ", ".join(sorted({f"{name.split('.')[0]}.*" for name in names}))
                 raise MisconfigurationException(
-                    f"{argument} is '{pattern}', which matches no parameter of the model; it has {tops}."
+                    f"{argument} is '{pattern}', which matches no parameter of {owner}; it has {tops}."
                 )

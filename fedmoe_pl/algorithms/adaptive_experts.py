@@ -52,9 +52,11 @@ class FineTunedCluster(Algorithm):
         return isinstance(earlier, EpsilonGreedyIFCA)
 
     def check(self, module: LightningModule) -> None:
-        """Refuses other models, gates that use more than the first expert, and patterns that match nothing."""
+        """Refuses other models, gates that use more than the first expert, and patterns that match nothing of it."""
         check_first_place(self, module)
         super().check(module)
+        names = [name for name in module.state_dict() if name.startswith("global_experts.0.")]
+        self.trainable.check(names, "FineTunedCluster: trainable", "the chosen cluster's model, global_experts.0")
 
     def client_init(self, client: Client, sent: Tree) -> dict[str, Any]:
         """Chooses the cluster before the first round."""

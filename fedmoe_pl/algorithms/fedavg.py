@@ -2,10 +2,26 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Any, Literal, get_args
+
+from lightning.fabric.utilities.exceptions import MisconfigurationException
 
 from fedmoe_pl.algorithms.algorithm import Algorithm
 from fedmoe_pl.algorithms.client import Client, Update
+
+Weighting = Literal["samples", "uniform"]
+
+
+def check_weighting(algorithm: Algorithm, weighting: str) -> None:
+    """Refuses an unknown weighting, which would count as uniform.
+
+    Raises:
+        MisconfigurationException: if it is neither ``samples`` nor ``uniform``.
+    """
+    if weighting not in get_args(Weighting):
+        raise MisconfigurationException(
+            f"{type(algorithm).__name__}: weighting is '{weighting}', but must be samples or uniform."
+        )
 
 
 class FedAvg(Algorithm):
@@ -17,6 +33,9 @@ class FedAvg(Algorithm):
         weighting: ``samples`` weighs a client by its number of training samples, as in FedAvg; ``uniform`` gives all
             clients the same weight, as in Eq. (1) and the code of PFL-MoE.
 
+    Raises:
+        MisconfigurationException: if ``weighting`` is neither of these.
+
     Example:
         >>> FedAvg(shared="global_expert.*").is_shared("local_expert.classifier.0.weight")
         False
@@ -26,8 +45,9 @@ class FedAvg(Algorithm):
         self,
         shared: str | list[str] = "*",
         trainable: str | list[str] = "*",
-        weighting: Literal["samples", "uniform"] = "samples",
+        weighting: Weighting = "samples",
     ) -> None:
+        check_weighting(self, weighting)
         super().__init__(shared, trainable)
         self.weighting = weighting
 

@@ -57,7 +57,8 @@ class FedMoEDA(Algorithm):
         trainable: glob patterns of the parameters that are trained. An embedding that is not trained is not sent.
 
     Raises:
-        MisconfigurationException: if ``top_p``, ``interval`` or ``temperature`` is out of range.
+        MisconfigurationException: if ``top_p``, ``interval`` or ``temperature`` is out of range, or an argument has no
+            effect because ``top_p`` is 0.
     """
 
     needs_all_clients = True
@@ -78,6 +79,15 @@ class FedMoEDA(Algorithm):
             raise MisconfigurationException(f"FedMoEDA: interval is {interval}, but must be at least 1.")
         if temperature <= 0:
             raise MisconfigurationException(f"FedMoEDA: temperature is {temperature}, but must be above 0.")
+        for name, value, default in (
+            ("temperature", temperature, 1),
+            ("sync_matrix", sync_matrix, False),
+            ("exclude_own_client", exclude_own_client, False),
+        ):
+            if top_p == 0 and value != default:
+                raise MisconfigurationException(
+                    f"FedMoEDA: {name} is {value}, but must be left out with top_p 0, because no experts are averaged."
+                )
         super().__init__(trainable=trainable)
         self.top_p: int | Literal["all"] = top_p
         self.interval = interval

@@ -28,6 +28,7 @@ from fedmoe_pl.algorithms.clusters import (
     mean_loss,
     moved,
 )
+from fedmoe_pl.algorithms.fedavg import Weighting, check_weighting
 from fedmoe_pl.trees import Tree, load_tree, mean_of_two, of_module, subtree
 
 Schedule = Literal["constant", "inverse", "power", "by_clusters"]
@@ -76,16 +77,13 @@ class EpsilonGreedyIFCA(Algorithm):
         epsilon: float | None = None,
         schedule: Schedule = "constant",
         decay_rounds: int | None = None,
-        weighting: Literal["samples", "uniform"] = "samples",
+        weighting: Weighting = "samples",
         patience: int | None = None,
         check_every_n_rounds: int | None = None,
         good_init: float | None = None,
     ) -> None:
         _check_schedule(schedule, epsilon, decay_rounds)
-        if weighting not in ("samples", "uniform"):
-            raise MisconfigurationException(
-                f"EpsilonGreedyIFCA: weighting is '{weighting}', but must be samples or uniform."
-            )
+        check_weighting(self, weighting)
         for name, value in (("patience", patience), ("check_every_n_rounds", check_every_n_rounds)):
             if value is not None and value < 1:
                 raise MisconfigurationException(f"EpsilonGreedyIFCA: {name} is {value}, but must be at least 1.")

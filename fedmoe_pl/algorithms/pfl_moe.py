@@ -78,9 +78,10 @@ class PersonalizedExpert(Algorithm):
         return earlier.federated
 
     def check(self, module: LightningModule) -> None:
-        """Refuses a module without two experts of one architecture, and patterns that match nothing."""
+        """Refuses a module without two experts of one architecture, and patterns that match nothing of the local."""
         _copy_of_global_expert(module)
         super().check(module)
+        _check_patterns(self, module)
 
     def server_init(self, module: LightningModule) -> Tree:
         """Algorithm 1, line 2: every local expert starts as a copy of the global one."""
@@ -164,9 +165,10 @@ class PFLMoE(Algorithm):
         return "" if self.interleaved else missing_expert(self, earlier, self.gate_fraction)
 
     def check(self, module: LightningModule) -> None:
-        """Refuses a module without two experts of one architecture, and patterns that match nothing."""
+        """Refuses a module without two experts of one architecture, and patterns that match nothing of the local."""
         _copy_of_global_expert(module)
         super().check(module)
+        _check_patterns(self, module)
 
     def is_trainable(self, name: str, round: int, epoch: int) -> bool:
         """The gate; in even rounds of the interleaved schedule, the local expert."""
@@ -210,6 +212,12 @@ def missing_expert(algorithm: Algorithm, earlier: Sequence[Algorithm], gate_frac
     if experts and algorithm.follows(experts[0]):
         return ""
     return f"a phase of PersonalizedExpert with gate_fraction {gate_fraction:g}"
+
+
+def _check_patterns(algorithm: Algorithm, module: LightningModule) -> None:
+    """Refuses to train parts that are not in the local expert's loss."""
+    names = [name for name in module.state_dict() if name.startswith("local_expert.")]
+    algorithm.trainable.check(names, f"{type(algorithm).__name__}: trainable", "the local expert")
 
 
 def _expert_loss(module: LightningModule, expert: str, batch: Any) -> tuple[Tensor, dict[str, Tensor]]:

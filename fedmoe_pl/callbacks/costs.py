@@ -8,6 +8,7 @@ from typing import Any
 
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 
+from fedmoe_pl.rounds.checks import check_metric
 from fedmoe_pl.rounds.evaluation import METRICS, Evaluation
 from fedmoe_pl.rounds.phase import Phase
 from fedmoe_pl.rounds.results import percent, write_csv
@@ -41,6 +42,14 @@ class CostToTarget(FederationCallback):
             )
         self.target = target
         self.metric = metric
+
+    def on_fit_start(self, run: Run) -> None:
+        """Refuses a metric that no client has.
+
+        Raises:
+            MisconfigurationException: if the clients have no samples for it.
+        """
+        check_metric("CostToTarget: metric", self.metric, run.datamodule)
 
     def on_phase_end(self, run: Run, phase: Phase, evaluation: Evaluation | None) -> None:
         """Writes the rows of all methods so far."""

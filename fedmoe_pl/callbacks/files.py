@@ -54,16 +54,17 @@ class ClientCheckpoint(FederationCallback):
         self.methods = methods
 
     def on_fit_start(self, run: Run) -> None:
-        """Refuses names that no phase has.
+        """Refuses names that no evaluated phase has.
 
         Raises:
             MisconfigurationException: if there is such a name.
         """
-        names = [phase.name for phase in run.phases]
+        names = [phase.name for phase in run.phases if phase.evaluate]
         for method in self.methods or []:
             if method not in names:
                 raise MisconfigurationException(
-                    f"ClientCheckpoint: methods has '{method}', but must be names of phases, {names}."
+                    f"ClientCheckpoint: methods has '{method}', but must be names of phases, {names}, which are "
+                    "evaluated."
                 )
 
     def on_phase_end(self, run: Run, phase: Phase, evaluation: Evaluation | None) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import numpy as np
+from lightning.fabric.utilities.exceptions import MisconfigurationException
 
 from fedmoe_pl.callbacks.figures import figure_pixels, gate_weight_figure
 from fedmoe_pl.callbacks.tensorboard import add_summary, histogram, method_tag, tensorboard_writers
@@ -19,11 +20,28 @@ class GateMonitor(FederationCallback):
     figure of the mean weight by client and class.
 
     Args:
-        max_clients: number of clients, lowest ids first, that get a histogram of their weights.
+        max_clients: number of clients, lowest ids first, that get a histogram of their weights, which needs a
+            TensorBoard logger; None means 50.
+
+    Raises:
+        MisconfigurationException: if ``max_clients`` is below 0.
     """
 
-    def __init__(self, max_clients: int = 50) -> None:
+    def __init__(self, max_clients: int | None = None) -> None:
+        if max_clients is not None and max_clients < 0:
+            raise MisconfigurationException(f"GateMonitor: max_clients is {max_clients}, but must be at least 0.")
         self.max_clients = max_clients
+
+    def on_fit_start(self, run: Run) -> None:
+        """Refuses ``max_clients`` without a TensorBoard logger.
+
+        Raises:
+            MisconfigurationException: if there is none.
+        """
+        if self.max_clients is not None and not tensorboard_writers(run):
+            raise MisconfigurationException(
+                f"GateMonitor: max_clients is {self.max_clients}, but must be left out without a TensorBoard logger."
+            )
 
     def on_evaluation_end(self, run: Run, phase: Phase, evaluation: Evaluation) -> None:
         """Logs the mean weights of all clients."""
@@ -50,7 +68,7 @@ class GateMonitor(FederationCallback):
         if evaluation is None or all(client.global_weights is None for client in evaluation.clients):
             return
         for writer in tensorboard_writers(run):
-            for client in evaluation.clients[: self.max_clients]:
+            for client in evaluation.clients[: 50 if self.max_clients is None else self.max_clients]:
                 if client.global_weights is not None:
                     tag = f"gate_weights/{method_tag(evaluation.method)}/client_{client.client:03d}"
                     weights = client.global_weights.detach().cpu().double().numpy()

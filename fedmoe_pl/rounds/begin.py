@@ -13,7 +13,7 @@ from lightning.pytorch import LightningModule
 from torch.nn.parameter import is_lazy
 
 from fedmoe_pl.algorithms.client import Client
-from fedmoe_pl.backends import LocalTraining
+from fedmoe_pl.backends import LocalTraining, client_of
 from fedmoe_pl.data import FederatedDataModule
 from fedmoe_pl.models import MixtureOfExperts
 from fedmoe_pl.rounds.checkpoint import load_checkpoint
@@ -101,18 +101,7 @@ def first_clients(training: LocalTraining, cohort: Sequence[int], kept: Mapping[
         own_training, architecture = training.of(client_id), training.architecture(client_id)
         if architecture not in modules:
             modules[architecture] = copy_module(own_training.module)
-        yield Client(
-            id=client_id,
-            round=0,
-            seed=training.seed,
-            module=modules[architecture],
-            samples=training.datamodule.train_samples[client_id],
-            kept=kept.get(client_id, {}),
-            datamodule=training.datamodule,
-            loaded=own_training.initial,
-            rounds=training.rounds,
-            rounds_before=training.rounds_before,
-        )
+        yield client_of(own_training, modules[architecture], client_id, kept.get(client_id, {}), 0)
 
 
 def read_result(phase: Phase, module: LightningModule) -> PhaseState:

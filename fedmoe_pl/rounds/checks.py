@@ -17,7 +17,7 @@ from fedmoe_pl.rounds.opt_in import opted_in
 from fedmoe_pl.rounds.phase import INITIAL, Phase
 from fedmoe_pl.rounds.run import Run
 from fedmoe_pl.rounds.state import PhaseState
-from fedmoe_pl.rounds.trainer_checks import check_client_trainer, check_trainer
+from fedmoe_pl.rounds.trainer_checks import check_client_trainer, check_trained, check_trainer
 from fedmoe_pl.trees import copy_module
 
 
@@ -39,6 +39,7 @@ def check_run(run: Run, read_result: Callable[[Phase, LightningModule], PhaseSta
         _check_model(run, phase, module)
         check_phase(phase, module, run.datamodule, run.seed)
         check_client_trainer(phase, trainer, run.datamodule)
+        check_trained(phase, module, trainer["max_epochs"])
         if phase.ckpt_path and phase.name not in run.states:
             run.given_results[phase.name] = read_result(phase, module)
 
@@ -192,20 +193,7 @@ def _check_architectures(phase: Phase, module: LightningModule, num_clients: int
 
 def _check_samples(phase: Phase, module: LightningModule, datamodule: FederatedDataModule, seed: int) -> None:
     """Refuses data without the samples that the phase's monitor, algorithm or batch normalization needs."""
-    for metric, samples, fraction in (
-        ("validation", datamodule.validation_samples, "validation_fraction"),
-        ("validation_loss", datamodule.validation_samples, "validation_fraction"),
-        ("local_test_held_out", datamodule.test_samples, "test_fraction"),
-    ):
-        if phase.monitor == metric and not len(samples.indices):
-            raise MisconfigurationException(
-                f"{phase}: monitor is '{metric}', but {fraction} is 0, so that no client has such samples."
-            )
-    if phase.monitor == "local_test" and datamodule.rotations is not None:
-        raise MisconfigurationException(
-            f"{phase}: monitor is 'local_test', which rotated images do not have; it must be another one, such as "
-            "local_test_held_out."
-        )
+    check_metric(f"{phase}: monitor", phase.monitor, datamodule)
     train = datamodule.train_samples
     sizes = opted_in(phase.algorithm, train, seed).sizes
     if phase.monitor == "local_test" and ((sizes > 0) & (sizes < train.sizes)).any():
@@ -223,6 +211,33 @@ def _check_samples(phase: Phase, module: LightningModule, datamodule: FederatedD
         raise MisconfigurationException(
             f"{phase}: client {single[0]} has one training sample, but batch normalization needs two; lower "
             "num_clients or change partition_seed."
+        )
+
+
+def check_metric(argument: str, metric: str | None, datamodule: FederatedDataModule) -> None:
+    """Refuses a metric that would be nan for all clients.
+
+    Args:
+        argument: the argument that names the metric, for the message, such as ``CostToTarget: metric``.
+        metric: the metric; None passes.
+        datamodule: the data and the clients that hold them; already set up.
+
+    Raises:
+        MisconfigurationException: if no client has samples for it, or images are rotated.
+    """
+    for name, samples, fraction in (
+        ("validation", datamodule.validation_samples, "validation_fraction"),
+        ("validation_loss", datamodule.validation_samples, "validation_fraction"),
+        ("local_test_held_out", datamodule.test_samples, "test_fraction"),
+    ):
+        if metric == name and not len(samples.indices):
+            raise MisconfigurationException(
+                f"{argument} is '{metric}', but {fraction} is 0, so that no client has such samples."
+            )
+    if metric == "local_test" and datamodule.rotations is not None:
+        raise MisconfigurationException(
+            f"{argument} is 'local_test', which rotated images do not have; it must be another one, such as "
+            "local_test_held_out."
         )
 
 

@@ -153,6 +153,10 @@ class Phase:
             value = getattr(self, name)
             if value is not None and value < lowest:
                 raise MisconfigurationException(f"{self}: {name} is {value}, but must be at least {lowest}.")
+        if self.keep_optimizer and self.rounds == 1:
+            raise MisconfigurationException(
+                f"{self}: keep_optimizer is True, but must be False for rounds 1, because no round follows."
+            )
         size = self.clients_per_round
         if size is not None and (size <= 0 or (size > 1 and size != int(size))):
             raise MisconfigurationException(
@@ -186,6 +190,16 @@ class Phase:
         if self.monitor_from_round > self.rounds:
             raise MisconfigurationException(
                 f"{self}: monitor_from_round is {self.monitor_from_round}, but must be at most rounds, {self.rounds}."
+            )
+        if self.monitor_from_round > 1 and not self.monitor:
+            raise MisconfigurationException(
+                f"{self}: monitor_from_round is {self.monitor_from_round}, which needs a monitor."
+            )
+        if self.min_delta and not self.patience:
+            raise MisconfigurationException(f"{self}: min_delta is {self.min_delta}, which needs a patience.")
+        if self.evaluate_every_n_rounds is not None and not self.evaluate:
+            raise MisconfigurationException(
+                f"{self}: evaluate_every_n_rounds is {self.evaluate_every_n_rounds}, which needs evaluate to be true."
             )
 
     def _check_trainer(self) -> None:

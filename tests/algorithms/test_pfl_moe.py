@@ -246,7 +246,7 @@ def test_every_clients_gate_starts_anew_and_forgets_a_gate_trained_before(tmp_pa
     def gates(max_epochs):
         phases = [
             phase("FedAvg", FedAvg(), max_epochs=max_epochs),
-            phase("Expert", PersonalizedExpert(["local_expert.*", "gate.*"], 0.25), max_epochs=max_epochs),
+            phase("Expert", PersonalizedExpert(gate_fraction=0.25), max_epochs=max_epochs),
             phase("Gate", PFLMoE(), max_epochs=0),
         ]
         federation = run(phases, model, datamodule, tmp_path)

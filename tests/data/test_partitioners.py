@@ -63,7 +63,8 @@ PARTITIONERS = st.one_of(
     ),
     st.builds(TwoClasses, st.integers(2, 20), st.just(0.5)),
     st.builds(Shards, st.integers(1, 3)),
-    st.builds(Pathological, st.integers(1, 3), st.sampled_from(["uniform", "dirichlet"]), st.floats(0.1, 10)),
+    st.builds(Pathological, st.integers(1, 3)),
+    st.builds(Pathological, st.integers(1, 3), st.just("dirichlet"), st.floats(0.1, 10)),
     st.builds(ClientDirichlet, st.floats(0.001, 100), st.integers(1, 20)),
     st.builds(BalancedDirichlet, st.floats(0.1, 100), st.integers(1, 5)),
 )
@@ -130,7 +131,7 @@ TEN = np.arange(100) % 10
         ),
         (lambda: Pathological(0), r"classes_per_client is 0, "),
         (lambda: Pathological(share="beta"), r"share is 'beta', but must be one of uniform, dirichlet"),
-        (lambda: Pathological(concentration=0), r"concentration is 0, "),
+        (lambda: Pathological(share="dirichlet", concentration=0), r"concentration is 0, "),
         (lambda: Pathological(11)(TEN, 2, np.random.default_rng()), r"11 different classes, but the data have 10"),
         (lambda: ClientDirichlet(0, 5), r"alpha is 0, "),
         (lambda: ClientDirichlet(1, 0), r"samples_per_client is 0, "),

@@ -54,7 +54,7 @@ def test_patience_ends_a_phase_whose_result_is_the_best_validated_round_of_the_p
     datamodule, min_delta = blobs(SIZES, validation_fraction=0.4), 0.02
     federation = run([stopping_phase(min_delta=min_delta)], mixture(), datamodule, tmp_path, seed=5)
     clients = OptInFedAvg(opt_out_clients=0.4).participants(range(10), 5)
-    unstopped = stopping_phase(monitor=None, patience=None, evaluate=False)
+    unstopped = stopping_phase(monitor=None, patience=None, evaluate=False, evaluate_every_n_rounds=None)
     servers = Servers()
     run([unstopped], mixture(), datamodule, tmp_path / "unstopped", seed=5, callbacks=[servers])
     losses, everybody = [], []

@@ -176,20 +176,26 @@ class Pathological(LabelPartitioner):
     Args:
         classes_per_client: classes of every client.
         share: "uniform" for shares from U(0.4, 0.6), "dirichlet" for a symmetric Dirichlet distribution.
-        concentration: concentration of the Dirichlet distribution.
+        concentration: concentration of the Dirichlet distribution, for ``share="dirichlet"``; None means 1.
 
     Raises:
         MisconfigurationException: if an argument is out of range, or, in the call, if there are fewer classes than
             ``classes_per_client``.
     """
 
-    def __init__(self, classes_per_client: int = 2, share: Share = "uniform", concentration: float = 1.0) -> None:
+    def __init__(
+        self, classes_per_client: int = 2, share: Share = "uniform", concentration: float | None = None
+    ) -> None:
         check_at_least(self, "classes_per_client", classes_per_client, 1)
         check_choice(self, "share", share, get_args(Share))
-        check_concentration(self, "concentration", concentration)
+        if concentration is not None and share != "dirichlet":
+            raise MisconfigurationException(
+                f"Pathological: concentration is {concentration}, but must be left out with the share '{share}'."
+            )
         self.classes_per_client = classes_per_client
         self.share = share
-        self.concentration = concentration
+        self.concentration = 1.0 if concentration is None else concentration
+        check_concentration(self, "concentration", self.concentration)
 
     def partition(self, labels: np.ndarray, num_clients: int, rng: np.random.Generator) -> list[np.ndarray]:
         """Deals the samples, see :meth:`LabelPartitioner.partition`."""
