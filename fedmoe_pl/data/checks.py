@@ -62,17 +62,21 @@ def check_choice(owner: object, name: str, value: str, choices: tuple[str, ...])
         )
 
 
-def check_fractions(owner: object, test_fraction: float, validation_fraction: float, pool: bool) -> None:
-    """Refuses shares of held-out samples that leave none for training, or no global test set.
+def check_fractions(
+    owner: object, test_fraction: float, validation_fraction: float, pool: bool, stratify: bool
+) -> None:
+    """Refuses shares of held-out samples that leave none for training, or no global test set, or nothing to stratify.
 
     Args:
         owner: the data module; the message names its class.
         test_fraction: share of each client's samples that is its local test set.
         validation_fraction: share that is for validation.
         pool: whether the global test set is what clients hold out.
+        stratify: whether each class is split separately.
 
     Raises:
-        MisconfigurationException: if a share is outside [0, 1), both together reach 1, or ``pool`` needs test samples.
+        MisconfigurationException: if a share is outside [0, 1), both together reach 1, ``pool`` needs test samples, or
+            ``stratify`` has nothing to split.
     """
     name = type(owner).__name__
     for argument, fraction in (("test_fraction", test_fraction), ("validation_fraction", validation_fraction)):
@@ -87,6 +91,11 @@ def check_fractions(owner: object, test_fraction: float, validation_fraction: fl
         raise MisconfigurationException(
             f"{name}: test_fraction is {test_fraction}, but must be above 0 if pool is true, because the global "
             "test set is what the clients hold out."
+        )
+    if stratify and test_fraction == validation_fraction == 0:
+        raise MisconfigurationException(
+            f"{name}: stratify is True, but must be False if test_fraction and validation_fraction are 0, because "
+            "nothing is held out."
         )
 
 

@@ -17,7 +17,7 @@ from fedmoe_pl.rounds.opt_in import opted_in
 from fedmoe_pl.rounds.phase import INITIAL, Phase
 from fedmoe_pl.rounds.run import Run
 from fedmoe_pl.rounds.state import PhaseState
-from fedmoe_pl.rounds.trainer_checks import check_client_trainer, check_trainer
+from fedmoe_pl.rounds.trainer_checks import check_client_trainer, check_trained, check_trainer
 from fedmoe_pl.trees import copy_module
 
 
@@ -39,6 +39,7 @@ def check_run(run: Run, read_result: Callable[[Phase, LightningModule], PhaseSta
         _check_model(run, phase, module)
         check_phase(phase, module, run.datamodule, run.seed)
         check_client_trainer(phase, trainer, run.datamodule)
+        check_trained(phase, module, trainer["max_epochs"])
         if phase.ckpt_path and phase.name not in run.states:
             run.given_results[phase.name] = read_result(phase, module)
 

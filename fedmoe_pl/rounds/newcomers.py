@@ -44,6 +44,8 @@ def _phase_of_newcomers(phase: Phase, ckpt_path: Path, rounds: int) -> Phase:
         monitor=None,
         monitor_from_round=1,
         patience=None,
+        min_delta=0.0,
+        keep_optimizer=phase.keep_optimizer and rounds > 1,
     )
 
 

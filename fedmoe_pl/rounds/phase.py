@@ -154,6 +154,10 @@ class Phase:
             value = getattr(self, name)
             if value is not None and value < lowest:
                 raise MisconfigurationException(f"{self}: {name} is {value}, but must be at least {lowest}.")
+        if self.keep_optimizer and self.rounds == 1:
+            raise MisconfigurationException(
+                f"{self}: keep_optimizer is True, but must be False for rounds 1, because no round follows."
+            )
         size = self.clients_per_round
         in_range = size is None or (0 < size <= 1 if isinstance(size, float) else size >= 1)
         if isinstance(size, bool) or not in_range:

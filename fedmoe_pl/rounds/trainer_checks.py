@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
-from lightning.pytorch import Trainer
+from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.accelerators import CPUAccelerator
 
 from fedmoe_pl.backends import quiet
@@ -91,3 +91,25 @@ def check_client_trainer(phase: Phase, trainer: dict[str, Any], datamodule: Fede
         raise MisconfigurationException(
             f"{prefix}, but validation_fraction is 0, so that no client has validation samples; it must be above 0."
         )
+
+
+def check_trained(phase: Phase, module: LightningModule, max_epochs: int) -> None:
+    """Refuses arguments of the clients' training in a phase that trains no parameter.
+
+    Args:
+        phase: the phase.
+        module: the phase's module.
+        max_epochs: local epochs of a client in a round.
+
+    Raises:
+        MisconfigurationException: if there is such an argument.
+    """
+    names = ("batch_size", "optimizer", "lr_scheduler", "round_lr_scheduler", "keep_optimizer", "callbacks", "trainer")
+    given = [name for name in names if getattr(phase, name) not in (None, False)]
+    if not given:
+        return
+    parameters = [name for name, parameter in module.named_parameters() if parameter.requires_grad]
+    epochs = ((round, epoch) for round in range(phase.rounds) for epoch in range(max_epochs))
+    if not any(phase.algorithm.is_trainable(name, *epoch) for epoch in epochs for name in parameters):
+        reason = "its model has no parameter that it trains" if max_epochs else "max_epochs is 0"
+        raise MisconfigurationException(f"{phase}: {given[0]} is given, but must be left out, because {reason}.")

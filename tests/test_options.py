@@ -1,0 +1,301 @@
+"""No argument of a public class is ignored without a word.
+
+Every argument of every public class that a user constructs is in one of three tables. ALWAYS: it has an effect whatever
+the others are. REFUSED: in some combination it has none or a wrong one, and that is refused. ACCEPTED: in some
+combination it has none and is accepted all the same, for the reason given. A new argument fails the test until it is in
+one of them.
+"""
+
+import inspect
+import re
+from dataclasses import replace
+from functools import partial
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from helpers import Expert, OneWeight, blobs, mixture
+from helpers.clusters import clustered, only
+from helpers.data import Own, set_up
+from lightning.fabric.utilities.exceptions import MisconfigurationException
+from lightning.pytorch import Callback
+
+import fedmoe_pl
+from fedmoe_pl import Federation, Phase, algorithms, backends, callbacks, data, models
+from fedmoe_pl.algorithms import (
+    EpsilonGreedyIFCA,
+    FedAvg,
+    FedMoEDA,
+    FineTunedCluster,
+    Local,
+    PersonalizedExpert,
+    PFLMoE,
+)
+from fedmoe_pl.callbacks import ClientCheckpoint, CostToTarget, GateMonitor, ProgressBar, RepresentationMonitor
+from fedmoe_pl.data import Arrays, Dirichlet, NpzFile, Pathological, RandomCrop
+from fedmoe_pl.models import ClusteredMoE, EqualWeights, LinearGate
+from fedmoe_pl.rounds.begin import phase_module
+from fedmoe_pl.rounds.checks import check_phase, check_trained
+
+# Made by the package, not by a user.
+INTERNAL = {
+    *("Batches", "Client", "Freezing", "GroupUpdate", "LocalTraining", "Parts", "Plan", "PoolBackend", "Traffic"),
+    *("Update", "WorkersBackend"),
+}
+ALWAYS = {
+    "Algorithm": "shared trainable",
+    "ClusterMixture": "trainable",
+    "FedAvg": "shared trainable",
+    "FedMoEDA": "top_p shared_init trainable",
+    "FedProx": "mu shared",
+    "Local": "trainable",
+    "OptInFedAvg": "shared opt_out_clients opt_out_data",
+    "PFLMoE": "interleaved frozen_train_mode",
+    "PFedMoE": "shared",
+    "PersonalizedExpert": "gate_fraction",
+    "Scaffold": "shared server_lr",
+    "SpecialistMixture": "frozen_train_mode",
+    "Phase": "name algorithm rounds model max_epochs evaluate",
+    "Federation": "phases trainer backend callbacks logger default_root_dir name enable_checkpointing seed",
+    "ClusteredMoE": "global_expert num_clusters local_expert gate mixing optimizer lr_scheduler",
+    "MixtureOfExperts": "optimizer lr_scheduler mixing",
+    "PersonalizedMoE": "global_expert local_expert gate optimizer lr_scheduler mixing",
+    "RepresentationMoE": "shared_extractor local_experts header gate optimizer lr_scheduler architectures",
+    "SparseMoE": "embedding expert num_experts optimizer lr_scheduler",
+    "BiLSTM": "vocabulary_size embedding_dim hidden num_classes",
+    "CNN": "variant in_channels num_classes",
+    "ConvBlock": "in_channels out_channels image_size",
+    "ConvExpert": "in_channels num_classes image_size channels hidden",
+    "FedAvgCNN": "in_channels num_classes image_size",
+    "IFCACNN": "in_channels num_classes dropout relu_logits",
+    "LEAFCNN": "in_channels num_classes conv1_channels conv2_channels hidden dropout relu_logits image_size",
+    "LeNet5": "in_channels num_classes",
+    "RepresentationMLP": "in_features hidden_features representation_features num_classes",
+    "SmallMLP": "in_features hidden_features num_classes",
+    "SwitchNorm1d": "num_features momentum eps",
+    "TwoConvCNN": "in_channels num_classes image_size dropout conv1_channels conv2_channels hidden1 hidden2",
+    "VGG16": "in_channels num_classes dropout",
+    "ConstantGate": "weight",
+    "FeatureGate": "in_features",
+    "GateCNN": "in_channels num_experts conv1_channels conv2_channels hidden dropout relu_logits image_size",
+    "LinearGate": "in_features",
+    "NetworkGate": "network",
+    "ProxyGate": "num_experts in_features",
+    "SwitchNormGate": "in_features hidden momentum",
+    "BalancedDirichlet": "alpha minimum_samples",
+    "ClientDirichlet": "alpha samples_per_client",
+    "Dirichlet": "alpha",
+    "MajorityClasses": "majority_share samples_per_client pairs",
+    "Pathological": "classes_per_client share",
+    "Shards": "shards_per_client",
+    "TwoClasses": "samples_per_client balance",
+    "RandomCrop": "padding",
+    "RandomHorizontalFlip": "p",
+    "AGNews": "root vocabulary_size length",
+    "Arrays": "x_train y_train x_test y_test client_train name",
+    "CIFAR10": "mean std",
+    "CIFAR100": "root download image_size mean std",
+    "Digits": "image_size",
+    "EMNIST": "split",
+    "FEMNIST": "root",
+    "FashionMNIST": "mean std",
+    "FederatedDataModule": "batch_size validation_fraction pool global_test_size",
+    "ImageFolder": "train_dir test_dir image_size mean std",
+    "MNIST": "mean std",
+    "NpzFile": "path",
+    "SVHN": "root download image_size mean std",
+    "TorchvisionDataModule": "root download image_size mean std",
+    "BestEpoch": "monitor min_delta patience mode",
+    "RayBackend": "address workers backend",
+    "StackedBackend": "clients_per_stack",
+    "CostToTarget": "target",
+}
+ACCEPTED = {
+    ("ClusterMixture", "frozen_train_mode"): "if all parts are trained, they are in train mode anyway, as asked for",
+    ("PersonalizedExpert", "frozen_train_mode"): "the same",
+    ("PFLMoE", "gate_fraction"): "a gate that is not trained needs no samples, but the expert must not have seen them",
+    ("FedMoEDA", "interval"): "if no experts are averaged, it still says how often proxies are sent",
+    ("Phase", "ckpt_path"): "it takes the place of training, whose arguments stay for newcomers and for other runs",
+    ("Phase", "round_lr_scheduler"): "in a single round, a warm-up still sets the rate",
+    ("MixtureOfExperts", "gate_lr"): "a phase may replace a gate without parameters by one that has some",
+    ("PersonalizedMoE", "gate_lr"): "the same",
+    ("RepresentationMoE", "gate_lr"): "the same",
+    ("SparseMoE", "load_balancing"): "with one expert it is a constant, which is part of the loss that is logged",
+    ("FederatedDataModule", "partition_seed"): "nothing is drawn for data with client ids that are not split",
+    ("RepresentationMonitor", "samples_per_client"): "other models than RepresentationMoE are skipped",
+}
+
+ADAM = partial(torch.optim.Adam, lr=0.1)
+POINTS = Arrays(torch.zeros(4, 5), torch.arange(4), torch.zeros(4, 5), torch.arange(4))
+NATURAL = replace(POINTS, client_train=np.arange(4), client_test=np.arange(4))
+
+
+def of_module(module, **arguments):
+    """Makes the phase's module."""
+    phase_module(module, Phase("p", FedAvg(), **arguments))
+
+
+def checked(algorithm, module=None, **arguments):
+    """Checks a phase on data without held-out samples."""
+    phase = Phase("p", algorithm, **arguments)
+    check_phase(phase, phase_module(module or mixture(LinearGate(5)), phase), blobs(), seed=0)
+
+
+def untrained(max_epochs=0, algorithm=FedAvg, gate=None, **arguments):
+    """Checks a phase of no epochs, or one that has nothing to train."""
+    phase = Phase("p", algorithm(), gate=gate, **arguments)
+    check_trained(phase, phase_module(mixture(LinearGate(5)), phase), max_epochs)
+
+
+def started(callback, datamodule=None, loggers=()):
+    """The start of a run with a callback and a phase that is not evaluated."""
+    phases = [Phase("p", FedAvg(), evaluate=False)]
+    callback.on_fit_start(SimpleNamespace(phases=phases, datamodule=datamodule or blobs(), loggers=loggers))
+
+
+def npz(tmp_path, **arguments):
+    """Reads a file of texts."""
+    ids, labels = np.ones((4, 3), dtype=np.int64), np.arange(4)
+    np.savez(tmp_path / "texts.npz", x_train=ids, y_train=labels, x_test=ids, y_test=labels)
+    set_up(NpzFile(str(tmp_path / "texts.npz"), num_clients=2, **arguments))
+
+
+REFUSED = {
+    "FedAvg": {"weighting": (lambda: FedAvg(weighting="sampels"), "must be samples or uniform")},
+    "PersonalizedExpert": {
+        "trainable": (lambda: checked(PersonalizedExpert("gate.*")), "matches no parameter of the local expert"),
+        "keep_better": (lambda: checked(PersonalizedExpert(keep_better=True)), "validation_fraction is 0"),
+    },
+    "PFLMoE": {"trainable": (lambda: PFLMoE(trainable="local_expert.*"), "left out unless interleaved")},
+    "EpsilonGreedyIFCA": {
+        "epsilon": (lambda: EpsilonGreedyIFCA(0.1, "inverse"), "left out with the schedule 'inverse'"),
+        "schedule": (lambda: EpsilonGreedyIFCA(schedule="cosine"), "must be one of constant"),
+        "decay_rounds": (lambda: EpsilonGreedyIFCA(decay_rounds=9), "left out with the schedule 'constant'"),
+        "weighting": (lambda: EpsilonGreedyIFCA(weighting="size"), "must be samples or uniform"),
+        "patience": (
+            lambda: checked(EpsilonGreedyIFCA(patience=3), clustered(gate=only(0))),
+            "validates, but validation_fraction is 0",
+        ),
+        "check_every_n_rounds": (lambda: EpsilonGreedyIFCA(check_every_n_rounds=3), "left out without patience"),
+        "good_init": (lambda: EpsilonGreedyIFCA(good_init=0.4).check(clustered(gate=only(0))), "at most 1 / 3"),
+    },
+    "FineTunedCluster": {
+        "trainable": (lambda: FineTunedCluster("local_expert.*").check(clustered(gate=only(0))), "no parameter of the"),
+    },
+    "FedMoEDA": {
+        "temperature": (lambda: FedMoEDA(0, temperature=2.0), "temperature is 2.0, but must be left out with top_p 0"),
+        "sync_matrix": (lambda: FedMoEDA(0, sync_matrix=True), "sync_matrix is True, but must be left out"),
+        "exclude_own_client": (lambda: FedMoEDA(0, exclude_own_client=True), "exclude_own_client is True, but must be"),
+    },
+    "Phase": {
+        "clients_per_round": (
+            lambda: checked(FineTunedCluster(), clustered(gate=only(0)), clients_per_round=2),
+            "must be left out, because FineTunedCluster needs all clients",
+        ),
+        "gate": (lambda: of_module(OneWeight(), gate=EqualWeights()), "only a MixtureOfExperts lets"),
+        "mixing": (lambda: of_module(OneWeight(), mixing="logits"), "only a MixtureOfExperts lets"),
+        "start": (lambda: Federation([Phase("p", FedAvg(), start="q")]), "must be 'initial' or an earlier phase"),
+        "batch_size": (lambda: untrained(batch_size=3), "must be left out, because max_epochs is 0"),
+        "optimizer": (lambda: of_module(OneWeight(), optimizer=ADAM), "only a MixtureOfExperts lets"),
+        "optimizer of nothing": (
+            lambda: untrained(2, PFLMoE, EqualWeights(), optimizer=ADAM),
+            "must be left out, because its model has no parameter that it trains",
+        ),
+        "lr_scheduler": (lambda: of_module(OneWeight(), lr_scheduler=torch.optim.lr_scheduler.StepLR), "only a Mix"),
+        "keep_optimizer": (lambda: Phase("p", FedAvg(), keep_optimizer=True), "must be False for rounds 1"),
+        "evaluate_after": (lambda: Phase("p", Local(), evaluate_after="both"), "because Local aggregates nothing"),
+        "evaluate_after nothing": (
+            lambda: Phase("p", FedAvg(), evaluate_after="both", evaluate=False),
+            "needs evaluate to be true",
+        ),
+        "callbacks": (lambda: untrained(callbacks=[Callback()]), "must be left out, because max_epochs is 0"),
+        "trainer": (lambda: untrained(trainer={"limit_val_batches": 1.0}), "must be left out, because max_epochs is 0"),
+        "monitor": (lambda: Phase("p", FedAvg(), monitor="validation", evaluate=False), "needs evaluate to be true"),
+        "monitor_from_round": (lambda: Phase("p", FedAvg(), 3, monitor_from_round=2), "2, which needs a monitor"),
+        "patience": (lambda: Phase("p", FedAvg(), patience=2), "patience is 2, which needs a monitor"),
+        "min_delta": (lambda: Phase("p", FedAvg(), monitor="validation", min_delta=0.1), "which needs a patience"),
+        "evaluate_every_n_rounds": (
+            lambda: Phase("p", FedAvg(), evaluate=False, evaluate_every_n_rounds=2),
+            "needs evaluate to be true",
+        ),
+    },
+    "Federation": {
+        "evaluate_every_n_rounds": (
+            lambda: Federation([Phase("p", FedAvg(), monitor="global_test")], evaluate_every_n_rounds=0),
+            "must be at least 1",
+        ),
+        "enable_progress_bar": (
+            lambda: Federation([Phase("p", Local())], callbacks=[ProgressBar()], enable_progress_bar=False),
+            "must be True, because callbacks has a ProgressBar",
+        ),
+        "store": (lambda: Federation([Phase("p", Local())], store="disk", enable_checkpointing=False), "'disk', which"),
+    },
+    "ClusteredMoE": {
+        "clusters_share_fc": (lambda: ClusteredMoE(Expert(), clusters_share_fc=True), "is True, but must be False"),
+    },
+    "Pathological": {"concentration": (lambda: Pathological(concentration=2.0), "left out with the share 'uniform'")},
+    "Arrays": {
+        "client_test": (lambda: replace(POINTS, client_test=np.arange(4)).check(), "client_train is None, but must be"),
+        "mean": (lambda: replace(POINTS, mean=[0.5], std=[0.5]).check(), "mean is .*, but must be None"),
+        "std": (lambda: replace(POINTS, std=[0.5]).check(), "either both must be given, or neither"),
+    },
+    "FederatedDataModule": {
+        "num_clients": (lambda: set_up(Own(NATURAL, num_clients=3)), "the data have 4 natural clients"),
+        "partitioner": (lambda: Own(POINTS, partitioner=Dirichlet(0.5), rotations=[0]), "must be None with rotations"),
+        "test_fraction": (lambda: set_up(Own(NATURAL, test_fraction=0.5)), "must be 0, because the data have test"),
+        "augmentation": (lambda: set_up(Own(POINTS, num_clients=2, augmentation=[RandomCrop()])), "must be left out"),
+        "stratify": (
+            lambda: Own(POINTS, stratify=True),
+            "must be False if test_fraction and validation_fraction are 0",
+        ),
+        "rotations": (lambda: set_up(Own(POINTS, num_clients=2, rotations=[0, 90])), "cannot be rotated"),
+    },
+    "NpzFile": {
+        "image_size": (lambda tmp_path: npz(tmp_path, image_size=8), "cannot be resized"),
+        "mean": (lambda tmp_path: npz(tmp_path, mean=(0.5,), std=(0.5,)), "must be None for torch.int64 samples"),
+        "std": (lambda tmp_path: npz(tmp_path, std=(0.5,)), "either both must be given, or neither"),
+    },
+    "ClientCheckpoint": {"methods": (lambda: started(ClientCheckpoint(["p"])), "names of phases, .*, which are eval")},
+    "CostToTarget": {
+        "metric": (lambda: started(CostToTarget(0.9)), "is 'local_test_held_out', but test_fraction is 0")
+    },
+    "GateMonitor": {"max_clients": (lambda: started(GateMonitor(5)), "left out without a TensorBoard logger")},
+    "RepresentationMonitor": {
+        "clients": (lambda: started(RepresentationMonitor([7])), "must be ids below num_clients")
+    },
+}
+
+
+def public_classes() -> dict[str, type]:
+    """The classes that a user constructs, by name."""
+    modules = (fedmoe_pl, algorithms, backends, callbacks, data, models)
+    found = {name: getattr(module, name) for module in modules for name in module.__all__}
+    return {name: each for name, each in found.items() if inspect.isclass(each) and name not in INTERNAL}
+
+
+def test_every_argument_of_every_public_class_is_in_one_of_the_tables():
+    classes = public_classes()
+    assert {*ALWAYS, *REFUSED, *(name for name, _ in ACCEPTED)} <= classes.keys()
+    for name, each in classes.items():
+        parameters = [
+            parameter.name
+            for parameter in list(inspect.signature(each.__init__).parameters.values())[1:]
+            if parameter.kind not in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD)
+        ]
+        refused = {argument.split()[0] for argument in REFUSED.get(name, {})}
+        accepted = [argument for owner, argument in ACCEPTED if owner == name]
+        assert sorted([*ALWAYS.get(name, "").split(), *refused, *accepted]) == sorted(parameters), name
+
+
+@pytest.mark.parametrize(("name", "argument"), [(name, argument) for name in REFUSED for argument in REFUSED[name]])
+def test_an_argument_that_would_have_no_effect_is_refused(name, argument, tmp_path):
+    make, sentence = REFUSED[name][argument]
+    arguments = [tmp_path] if "tmp_path" in inspect.signature(make).parameters else []
+    with pytest.raises(MisconfigurationException, match=sentence) as error:
+        make(*arguments)
+    assert re.search(rf"\b{argument.split()[0]}\b|{name} with these arguments", str(error.value)), "it says which"
+
+
+def test_an_argument_that_is_accepted_says_why():
+    assert all(reason for reason in ACCEPTED.values())
