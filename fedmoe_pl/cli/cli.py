@@ -18,6 +18,10 @@ from fedmoe_pl.cli.errors import cause_of, phase_error, with_key
 from fedmoe_pl.data import FederatedDataModule
 from fedmoe_pl.federation import Federation
 
+# An integer is a number of batches, a float a share. In the Trainer's own annotation the float comes first, so that
+# jsonargparse would make 1.0, all batches, of 1.
+_NUMBERS_OR_SHARES = ("limit_train_batches", "limit_val_batches")
+
 
 class FederationCLI(LightningCLI):
     """LightningCLI that runs a :class:`Federation`; ``trainer:`` is the Trainer of every client.
@@ -57,7 +61,11 @@ class FederationCLI(LightningCLI):
 
     def add_core_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
         """Adds the groups ``trainer``, ``model``, ``data`` and ``federation``."""
-        parser.add_lightning_class_args(Trainer, "trainer")
+        parser.add_class_arguments(
+            Trainer, "trainer", skip={*_NUMBERS_OR_SHARES}, instantiate=False, sub_configs=True, fail_untyped=False
+        )
+        for name in _NUMBERS_OR_SHARES:
+            parser.add_argument(f"--trainer.{name}", type=int | float | None)
         parser.set_defaults({f"trainer.{name}": value for name, value in LEAN_TRAINER.items()})
         parser.add_lightning_class_args(LightningModule, "model", subclass_mode=True)
         parser.add_lightning_class_args(FederatedDataModule, "data", subclass_mode=True)

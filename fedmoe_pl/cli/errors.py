@@ -38,9 +38,9 @@ def one_sentence(message: str) -> str:
         "data.init_args.n is 'x', but must be int."
     """
     key = ".init_args.".join(re.findall(r'Parser key "([^"]+)"', message)).replace("phases.init_args.", "phases.")
-    if match := re.search(r"Option '([^']+)' is not accepted", message):
+    if match := re.search(r"Option '([^']+)' is not accepted(?:\. Got value: \w+\(class_path='([^']+)')?", message):
         # a class that is only made later, such as an optimizer, is in the value
-        class_path = re.findall(r"(?:given class_path |Namespace\(class_path=)'([^']+)'", message)[-1]
+        class_path = match[2] or re.findall(r"given class_path '([^']+)'", message)[-1]
         return _unknown_option(f"{key}.{'' if key.endswith('phases') else 'init_args.'}{match[1]}", class_path)
     if match := re.search(r"arguments are required: (.+)", message):
         missing = match[1].strip().replace("fit.", "")

@@ -86,6 +86,7 @@ def test_arguments_that_cannot_be_parsed_are_named(sentence, parser):
             "shard: global",
             "phases.algorithm.init_args.shard is not an argument of FedAvg; did you mean shared?",
         ),
+        ("num_clients: 20", "num_cliets: 20", "data.init_args.num_cliets is not an argument of Digits; did you mean"),
         ("class_path: FedAvg", "class_path: FedAvgg", "did you mean FedAvg?"),
         ("data:", "dat:", "dat"),
         ("{alpha: 0.5}", "{}", f"{PARTITIONER}.alpha is required, but missing"),

@@ -1,4 +1,4 @@
-"""``clients_per_round: 1`` is one client and ``1.0`` all of them, however a configuration gives it."""
+"""``clients_per_round: 1`` is one client and ``1.0`` all of them, however a configuration gives it; so with batches."""
 
 from pathlib import Path
 
@@ -65,3 +65,14 @@ def test_the_configuration_in_a_run_s_folder_repeats_the_run(parsed, tmp_path):
     numbers = [phase["clients_per_round"] for phase in yaml.safe_load(resolved.read_text())["federation"]["phases"]]
     assert [(type(number).__name__, number) for number in numbers] == NUMBERS
     assert parsed(resolved) == NUMBERS
+
+
+def test_one_batch_is_not_all_batches(tmp_path):
+    numbers = {"limit_train_batches": 1, "limit_val_batches": 1.0}
+    config = shortened(yaml.safe_load(Path(QUICKSTART).read_text()), tmp_path)
+    config["trainer"] |= numbers
+    config["federation"] |= {"phases": phases_of(1), "logger": False}
+    (tmp_path / "run.yaml").write_text(yaml.safe_dump(config))
+    federation = FederationCLI(["fit", "--config", str(tmp_path / "run.yaml")]).trainer
+    for trainer in (federation.trainer, yaml.safe_load(next(tmp_path.rglob("config.yaml")).read_text())["trainer"]):
+        assert [repr(trainer[name]) for name in numbers] == ["1", "1.0"]
