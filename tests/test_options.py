@@ -256,7 +256,7 @@ REFUSED = {
         "mean": (lambda tmp_path: npz(tmp_path, mean=(0.5,), std=(0.5,)), "must be None for torch.int64 samples"),
         "std": (lambda tmp_path: npz(tmp_path, std=(0.5,)), "either both must be given, or neither"),
     },
-    "ClientCheckpoint": {"methods": (lambda: started(ClientCheckpoint(["p"])), "names of phases, .*, which are eval")},
+    "ClientCheckpoint": {"methods": (lambda: started(ClientCheckpoint(["p"])), "must be names of evaluated phases")},
     "CostToTarget": {
         "metric": (lambda: started(CostToTarget(0.9)), "is 'local_test_held_out', but test_fraction is 0")
     },
