@@ -36,7 +36,8 @@ from fedmoe_pl.callbacks import ClientCheckpoint, CostToTarget, GateMonitor, Pro
 from fedmoe_pl.data import Arrays, Dirichlet, NpzFile, Pathological, RandomCrop
 from fedmoe_pl.models import ClusteredMoE, EqualWeights, LinearGate
 from fedmoe_pl.rounds.begin import phase_module
-from fedmoe_pl.rounds.checks import check_phase, check_trained
+from fedmoe_pl.rounds.checks import check_phase
+from fedmoe_pl.rounds.trainer_checks import check_trained
 
 # Made by the package, not by a user.
 INTERNAL = {
