@@ -36,7 +36,8 @@ from fedmoe_pl.callbacks import ClientCheckpoint, CostToTarget, GateMonitor, Pro
 from fedmoe_pl.data import Arrays, Dirichlet, NpzFile, Pathological, RandomCrop
 from fedmoe_pl.models import ClusteredMoE, EqualWeights, LinearGate
 from fedmoe_pl.rounds.begin import phase_module
-from fedmoe_pl.rounds.checks import check_phase, check_trained
+from fedmoe_pl.rounds.checks import check_phase
+from fedmoe_pl.rounds.trainer_checks import check_trained
 
 # Made by the package, not by a user.
 INTERNAL = {
@@ -256,7 +257,7 @@ REFUSED = {
         "mean": (lambda tmp_path: npz(tmp_path, mean=(0.5,), std=(0.5,)), "must be None for torch.int64 samples"),
         "std": (lambda tmp_path: npz(tmp_path, std=(0.5,)), "either both must be given, or neither"),
     },
-    "ClientCheckpoint": {"methods": (lambda: started(ClientCheckpoint(["p"])), "names of phases, .*, which are eval")},
+    "ClientCheckpoint": {"methods": (lambda: started(ClientCheckpoint(["p"])), "must be names of evaluated phases")},
     "CostToTarget": {
         "metric": (lambda: started(CostToTarget(0.9)), "is 'local_test_held_out', but test_fraction is 0")
     },
