@@ -153,8 +153,8 @@ REFUSED = {
         PureOneWeight(),
         "Phase 'it': round_lr_scheduler cannot be stepped once per round",
     ),
-    "two": ({"keep_optimizer": True}, TwoOptimizers(), "returns more than an optimizer"),
-    "stack": ({"keep_optimizer": True}, PureOneWeight(), "each client keeps the state of its optimizer"),
+    "two": ({"keep_optimizer": True, "rounds": 2}, TwoOptimizers(), "returns more than an optimizer"),
+    "stack": ({"keep_optimizer": True, "rounds": 2}, PureOneWeight(), "each client keeps the state of its optimizer"),
 }
 
 
