@@ -54,6 +54,8 @@ class Federation:
         store: where to hold the tensors that clients keep between rounds: ``memory``, or ``disk`` for a file per client
             in the run's folder if memory does not suffice.
         seed: the seed of all random numbers; ``seed_everything`` on the command line.
+        evaluation_clients: how many clients are evaluated, drawn at random once for all phases; None for all. A phase's
+            ``monitor`` counts those among them that take part in it. ``personalize`` evaluates all new clients.
 
     Attributes:
         runs: folder of this experiment's runs, ``default_root_dir/name``.
@@ -77,14 +79,20 @@ class Federation:
         enable_progress_bar: bool = True,
         store: Literal["memory", "disk"] = "memory",
         seed: int = 0,
+        evaluation_clients: int | None = None,
     ) -> None:
         check_phases(phases, evaluate_every_n_rounds)
         check_store(store, enable_checkpointing)
+        if evaluation_clients is not None and evaluation_clients < 1:
+            raise MisconfigurationException(
+                f"Federation: evaluation_clients is {evaluation_clients}, but must be at least 1."
+            )
         self.phases = phases
         self.starts = find_starts(phases)
         self.trainer = {**LEAN_TRAINER, **(trainer or {})}
         self.backend = AutoBackend() if backend == "auto" else backend
         self.evaluate_every_n_rounds = evaluate_every_n_rounds
+        self.evaluation_clients = evaluation_clients
         self.callbacks = with_defaults(callbacks or [], enable_progress_bar, enable_checkpointing)
         self.logger = logger
         self.runs = Path(default_root_dir) / name
@@ -113,7 +121,8 @@ class Federation:
         """
         if ckpt_path:
             return self._fit(self._resume(model, datamodule, ckpt_path))
-        return self._fit(self._set_up(model, datamodule, self.phases, self.runs), self.runs)
+        number = self.evaluation_clients
+        return self._fit(self._set_up(model, datamodule, self.phases, self.runs, evaluation_clients=number), self.runs)
 
     def personalize(
         self, model: LightningModule, datamodule: FederatedDataModule, ckpt_path: str = LAST, rounds: int = 10
@@ -211,8 +220,9 @@ class Federation:
         checkpoint = find_checkpoint(ckpt_path, self.runs)
         set_up(datamodule, self.phases, self.seed)
         content = load_run(checkpoint, self.phases, identify(self.seed, datamodule))
-        folder, progress = checkpoint.parent.parent, {"states": content["phases"], "rows": content["rows"]}
-        return self._set_up(model, datamodule, self.phases, folder, content["models"], **progress)
+        folder, attributes = checkpoint.parent.parent, {"states": content["phases"], "rows": content["rows"]}
+        attributes |= {"evaluation_clients": self.evaluation_clients}
+        return self._set_up(model, datamodule, self.phases, folder, content["models"], **attributes)
 
     def _set_up(
         self,
@@ -222,12 +232,12 @@ class Federation:
         folder: Path,
         initial: Mapping[str, Tree] | None = None,
         read_result: Callable[[Phase, LightningModule], PhaseState] = read_result,
-        **progress: Any,
+        **attributes: Any,
     ) -> Run:
         """Makes a run and makes all its checks, before any training.
 
         ``folder`` is the run's, or that of all runs if its own is still to be made. ``initial`` has tensors that
-        replace those of the models; ``progress`` has the ``states`` and ``rows`` of a resumed run.
+        replace those of the models; ``attributes`` are others of the run.
         """
         self._run = None  # frees what it holds on a GPU
         devices = check_trainer(self.trainer)
@@ -253,7 +263,7 @@ class Federation:
             training_data=place_data(datamodule, backend, devices[0]),
             identity=identify(self.seed, datamodule),
             folder=folder,
-            **progress,
+            **attributes,
         )
         check_run(run, read_result)
         self._run = run

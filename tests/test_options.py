@@ -230,6 +230,10 @@ REFUSED = {
             lambda: Federation([Phase("p", Local())], callbacks=[ProgressBar()], enable_progress_bar=False),
             "must be True, because callbacks has a ProgressBar",
         ),
+        "evaluation_clients": (
+            lambda: Federation([Phase("p", Local())], evaluation_clients=0),
+            "must be at least 1",
+        ),
         "store": (lambda: Federation([Phase("p", Local())], store="disk", enable_checkpointing=False), "'disk', which"),
     },
     "ClusteredMoE": {

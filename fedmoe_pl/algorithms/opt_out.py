@@ -128,7 +128,7 @@ class SpecialistMixture(Algorithm):
 
     def missing_start(self, earlier: Sequence[Algorithm]) -> str:
         """The specialists that were fine-tuned on all samples."""
-        return missing_expert(self, earlier, 0)
+        return missing_expert(earlier, 0)
 
     def check(self, module: LightningModule) -> None:
         """Refuses a module without a local expert and a gate."""

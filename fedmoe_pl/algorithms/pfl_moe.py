@@ -162,7 +162,7 @@ class PFLMoE(Algorithm):
 
     def missing_start(self, earlier: Sequence[Algorithm]) -> str:
         """The personalized experts, which must not have seen the gate's samples; none if interleaved."""
-        return "" if self.interleaved else missing_expert(self, earlier, self.gate_fraction)
+        return "" if self.interleaved else missing_expert(earlier, self.gate_fraction)
 
     def check(self, module: LightningModule) -> None:
         """Refuses a module without two experts of one architecture, and patterns that match nothing of the local."""
@@ -200,16 +200,19 @@ class PFLMoE(Algorithm):
         return self.interleaved and round % 2 == 0
 
 
-def missing_expert(algorithm: Algorithm, earlier: Sequence[Algorithm], gate_fraction: float) -> str:
-    """The personalized experts that an algorithm needs, if the last ones before it are others; empty if it has them.
+def missing_expert(earlier: Sequence[Algorithm], gate_fraction: float) -> str:
+    """The personalized experts that a mixture needs, if the last ones before it are others; empty if it has them.
 
     Args:
-        algorithm: an algorithm that mixes personalized experts.
         earlier: the algorithms before it, the last one first.
         gate_fraction: the share of samples that its experts must not have been trained on.
     """
-    experts = [other for other in earlier if isinstance(other, PersonalizedExpert)]
-    if experts and algorithm.follows(experts[0]):
+    experts = [
+        other
+        for other in earlier
+        if isinstance(other, PersonalizedExpert) or (isinstance(other, PFLMoE) and other.interleaved)
+    ]
+    if experts and experts[0].gate_fraction == gate_fraction:
         return ""
     return f"a phase of PersonalizedExpert with gate_fraction {gate_fraction:g}"
 

@@ -69,6 +69,8 @@ def expert_usage_figure(evaluation: Evaluation) -> Figure:
     figure.colorbar(image, fraction=0.06, label="share of the client's own samples")
     axes.set(xlabel="expert", ylabel="client", title=f"{evaluation.method}: which expert serves whom")
     axes.set_xticks(range(shares.shape[1]))
+    if len(shares) <= 30:
+        axes.set_yticks(range(len(shares)), [str(client.client) for client in evaluation.clients])
     return figure
 
 

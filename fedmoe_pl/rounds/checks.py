@@ -31,6 +31,7 @@ def check_run(run: Run, read_result: Callable[[Phase, LightningModule], PhaseSta
     Raises:
         MisconfigurationException: if a phase does not fit its Trainer, its module or the data.
     """
+    _check_evaluated(run)
     for phase in run.phases:
         trainer = phase.client_trainer(run.trainer)
         if phase.trainer:
@@ -42,6 +43,21 @@ def check_run(run: Run, read_result: Callable[[Phase, LightningModule], PhaseSta
         check_trained(phase, module, trainer["max_epochs"])
         if phase.ckpt_path and phase.name not in run.states:
             run.given_results[phase.name] = read_result(phase, module)
+
+
+def _check_evaluated(run: Run) -> None:
+    """Refuses to evaluate more clients than there are, and a monitor that none of the evaluated clients counts for."""
+    number, num_clients = run.evaluation_clients, run.datamodule.num_clients
+    if number is not None and number > num_clients:
+        raise MisconfigurationException(
+            f"Federation: evaluation_clients is {number}, but must be at most the number of clients, {num_clients}."
+        )
+    for phase in run.phases:
+        if phase.monitor and not {*phase.algorithm.participants(range(num_clients), run.seed)} & {*run.evaluated}:
+            raise MisconfigurationException(
+                f"Federation: evaluation_clients is {number}, but must be larger, because none of these clients takes "
+                f"part in '{phase.name}', which has a monitor."
+            )
 
 
 def _check_model(run: Run, phase: Phase, module: LightningModule) -> None:

@@ -9,7 +9,7 @@ import numpy as np
 from fedmoe_pl.rounds.phase import Phase
 from fedmoe_pl.seeds import derive_seed
 
-_COHORT = 1  # separates the random numbers of cohorts from those of clients
+_COHORT, _EVALUATED = 1, 8  # separate the random numbers of cohorts and of evaluated clients from each other and others
 
 
 def cohort_size(num_clients: int, clients_per_round: int | float | None) -> int:
@@ -74,3 +74,24 @@ def phase_cohort(phase: Phase, num_clients: int, seed: int, round: int) -> list[
     all_of_them = takes_all(phase.clients_per_round)
     size = len(participants) if all_of_them else cohort_size(num_clients, phase.clients_per_round)
     return sample_cohort(participants, size, seed, round)
+
+
+def evaluated_clients(num_clients: int, number: int | None, seed: int) -> list[int]:
+    """The clients that are evaluated, the same in all rounds and phases; the draw depends on the seed only.
+
+    Args:
+        num_clients: number of all clients.
+        number: how many are drawn, without replacement; None for all.
+        seed: the run's seed.
+
+    Returns:
+        Their ids in ascending order.
+
+    Example:
+        >>> evaluated_clients(3, None, seed=0), len(evaluated_clients(100, 20, seed=0))
+        ([0, 1, 2], 20)
+    """
+    if number is None:
+        return [*range(num_clients)]
+    rng = np.random.default_rng(derive_seed(seed, _EVALUATED))
+    return np.sort(rng.choice(num_clients, number, replace=False)).tolist()

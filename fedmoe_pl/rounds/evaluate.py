@@ -31,6 +31,7 @@ def evaluate_clients(
     device: torch.device,
     round: int,
     moment: Moment,
+    clients: Sequence[int] | None = None,
 ) -> list[ClientEvaluation]:
     """Evaluates the model that every client would use now, made of the tensors that the server sends and its own.
 
@@ -44,23 +45,25 @@ def evaluate_clients(
         device: the device to compute on.
         round: number of completed rounds.
         moment: the moment of the last round, after which models are evaluated.
+        clients: ids of the clients to evaluate; None for all.
 
     Returns:
-        One entry per client, in the order of their ids.
+        One entry per client, in the order of ``clients``.
     """
+    clients = range(training.datamodule.num_clients) if clients is None else clients
     validation = opted_in(training.algorithm, training.datamodule.validation_samples, training.seed, validation=True)
     evaluations: dict[int, ClientEvaluation] = {}
-    for group in training.by_architecture(range(training.datamodule.num_clients)):
+    for group in training.by_architecture(clients):
         group_training = training.of(group[0])
         module = copy_module(group_training.module).to(device).eval()
-        for tensors, clients in _models(group_training, module, server, kept, group, round, moment):
+        for tensors, sharing in _models(group_training, module, server, kept, group, round, moment):
             load_tree(module, {**group_training.initial, **tensors})
-            alike = [[client] for client in clients] if overrides(training.algorithm, "predictor") else [clients]
+            alike = [[client] for client in sharing] if overrides(training.algorithm, "predictor") else [sharing]
             for some in alike:
                 predictor = client_predictor(group_training, module, server, some[0], kept, round)
                 evaluated = _evaluate_model(predictor, training.datamodule, some, validation)
                 evaluations.update(zip(some, evaluated, strict=True))
-    return [evaluations[client] for client in range(training.datamodule.num_clients)]
+    return [evaluations[client] for client in clients]
 
 
 def evaluated_model(module: LightningModule) -> str:

@@ -75,7 +75,7 @@ class ClientEvaluation:
 
 @dataclass(frozen=True)
 class Evaluation:
-    """The evaluation of one method on all clients, with all that is needed to name its accuracies.
+    """The evaluation of one method on the clients, with all that is needed to name its accuracies.
 
     Attributes:
         method: name of the phase.
@@ -86,6 +86,7 @@ class Evaluation:
         selection: "last round", "this round" for an earlier one, "best round by ..." with the metric that selected it,
             or "given checkpoint".
         clients: one entry per client, in the order of their ids.
+        drawn_from: number of clients that these were drawn from; None if all were evaluated.
     """
 
     method: str
@@ -94,6 +95,18 @@ class Evaluation:
     moment: str
     selection: str
     clients: list[ClientEvaluation]
+    drawn_from: int | None = None
+
+    @property
+    def evaluated(self) -> str:
+        """Which clients were evaluated, in words.
+
+        Example:
+            >>> Evaluation("FedAvg", 1, "mixture", "after aggregation", "last round", [], drawn_from=100).evaluated
+            '0 of 100'
+        """
+        number = len(self.clients)
+        return f"all {number}" if self.drawn_from is None else f"{number} of {self.drawn_from}"
 
     def spread(self, metric: str, clients: Collection[int] | None = None) -> Spread:
         """Mean, standard deviation and worst tenth over the clients that have the metric.

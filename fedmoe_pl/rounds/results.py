@@ -37,7 +37,7 @@ def round_row(evaluation: Evaluation) -> dict[str, object]:
         "method": evaluation.method,
         "round": evaluation.round,
         "model": evaluation.model,
-        "clients": f"all {len(evaluation.clients)}",
+        "clients": evaluation.evaluated,
         "moment": evaluation.moment,
         "selection": evaluation.selection,
     }
@@ -167,8 +167,8 @@ def _cells(spread: Spread) -> str:
 
 def _legend(evaluations: list[Evaluation], metrics: Sequence[str]) -> list[str]:
     """Lines that explain the numbers; methods with the same description share a line."""
-    clients = " or ".join(sorted({str(len(e.clients)) for e in evaluations}, key=int))
-    lines = [f"Accuracy in percent over all {clients} clients: mean, standard deviation, mean of the worst tenth."]
+    clients = " or ".join(dict.fromkeys(e.evaluated for e in evaluations))
+    lines = [f"Accuracy in percent over {clients} clients: mean, standard deviation, mean of the worst tenth."]
     lines += [f"{metric.replace('_', ' ')}: {DESCRIPTIONS[metric]}" for metric in metrics]
     methods: dict[str, list[str]] = {}
     for e in evaluations:

@@ -17,6 +17,7 @@ from fedmoe_pl.backends import Backend, LocalTraining, Plan, one_thread
 from fedmoe_pl.data import FederatedDataModule
 from fedmoe_pl.rounds.begin import begin_phase, phase_module, sized
 from fedmoe_pl.rounds.checkpoint import FILE, save_checkpoint
+from fedmoe_pl.rounds.cohort import evaluated_clients
 from fedmoe_pl.rounds.evaluate import (
     client_predictor,
     evaluate_clients,
@@ -75,6 +76,7 @@ class Run:
         callbacks: the federation's callbacks.
         seed: the seed of all random numbers.
         evaluate_every_n_rounds: evaluate after every n rounds; 0 only at the end of a phase.
+        evaluation_clients: how many clients are evaluated; None for all.
         enable_checkpointing: whether to write checkpoints.
         hparams: the resolved configuration of the command line; empty without one.
         models: the initial models: that of each phase which has its own, by the phase's name, and the federation's, by
@@ -112,6 +114,12 @@ class Run:
     plans: dict[str, Plan] = field(default_factory=dict)
     states: dict[str, PhaseState] = field(default_factory=dict)
     rows: list[dict[str, Any]] = field(default_factory=list)
+    evaluation_clients: int | None = None
+
+    @cached_property
+    def evaluated(self) -> list[int]:
+        """Ids of the clients that are evaluated."""
+        return evaluated_clients(self.datamodule.num_clients, self.evaluation_clients, self.seed)
 
     @property
     def model(self) -> LightningModule:
@@ -247,10 +255,11 @@ class Run:
             training: the phase's local training.
         """
         state, evaluations = self.states[phase.name], []
+        arguments = training, state.server, state.kept, self.devices[0], state.round
         round, selection = _round_and_selection(phase, state)
         for moment in phase.moments:
             with one_thread():
-                clients = evaluate_clients(training, state.server, state.kept, self.devices[0], state.round, moment)
+                clients = evaluate_clients(*arguments, moment, self.evaluated)
             evaluations.append(
                 Evaluation(
                     method=phase.method(moment),
@@ -259,6 +268,7 @@ class Run:
                     moment=f"after {moment.replace('_', ' ')}",
                     selection=selection,
                     clients=clients,
+                    drawn_from=None if self.evaluation_clients is None else self.datamodule.num_clients,
                 )
             )
         return evaluations

@@ -162,7 +162,7 @@ def test_a_client_s_epsilon_is_that_of_its_phase_s_number_of_rounds():
     training = replace(local_training(module, EpsilonGreedyIFCA(0.25, "power"), data), rounds=120)
     losses = losses_by_hand(module, data, 1)
     best = min(range(3), key=losses.__getitem__)
-    n, server, own = 600, training.algorithm.server_init(module), copy_module(module)
+    n, server, own = 300, training.algorithm.server_init(module), copy_module(module)
     seeds = (replace(training, seed=seed) for seed in range(n))
     others = sum(chosen(of_seed, 1, 15, server, own) != best for of_seed in seeds)
     assert abs(others - n / 6) < 4 * math.sqrt(n * 1 / 6 * 5 / 6)

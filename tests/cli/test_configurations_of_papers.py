@@ -107,7 +107,7 @@ def test_pfl_moe_with_vgg16_differs_in_one_rate():
     assert rates == [0.001, 0.005] and lenet5 == vgg16
 
 
-@pytest.mark.parametrize("stem", ["pfl_moe_cifar10_lenet5", "pfl_moe_fmnist_lenet5"])
+@pytest.mark.parametrize("stem", ["pfl_moe_cifar10_lenet5", "pfl_moe_cifar10_vgg16", "pfl_moe_fmnist_lenet5"])
 def test_pfl_moe_trains_local_with_sgd_and_with_adam(stem):
     """The paper prints the better of 300 epochs of SGD, whose rate falls to a tenth every 100, and of Adam."""
     phases = printed(next(path for path in PAPERS if path.stem == stem))["federation"]["phases"]

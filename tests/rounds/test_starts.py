@@ -36,6 +36,12 @@ LACKING = {
         Phase("again", PersonalizedExpert(), start="quarter"),  # has seen the samples that the first left out
         Phase("G", PFLMoE(), start="again"),
     ],
+    "start is 'other', but must be a phase of PersonalizedExpert with gate_fraction 0.25, or": [
+        FEDERATED,
+        QUARTER,
+        Phase("other", PFLMoE(0.5, interleaved=True), start="quarter"),  # trains an expert on another split
+        Phase("G", PFLMoE(), start="other"),
+    ],
     "start is 'Local', but must be a phase of PersonalizedExpert with gate_fraction 0.1, or": [
         FEDERATED,
         Phase("Local", Local("local_expert.*"), start="F"),
@@ -62,6 +68,7 @@ def test_a_mixture_may_go_back_to_its_personalized_expert_or_start_from_the_user
         Phase("own", PFLMoE(), start="initial"),
         Phase("interleaved", PFLMoE(interleaved=True), start="F"),
         Phase("default", PFLMoE()),
+        Phase("longer", PFLMoE(), start="interleaved"),
     ]
     starts = find_starts(phases)
     assert starts == {
@@ -75,6 +82,7 @@ def test_a_mixture_may_go_back_to_its_personalized_expert_or_start_from_the_user
         "own": "initial",
         "interleaved": "F",
         "default": "quarter",
+        "longer": "interleaved",
     }
     names = [phase.name for phase in chain_of_starts(phases, starts, "again")]
     assert names == ["again", "gate", "frozen", "quarter", "F"]

@@ -1,0 +1,92 @@
+"""Only some clients are evaluated."""
+
+import csv
+from collections import Counter
+
+import pytest
+from helpers import blobs, mixture, phase, run
+from lightning.fabric.utilities.exceptions import MisconfigurationException
+
+from fedmoe_pl import Federation, Phase
+from fedmoe_pl.algorithms import FedAvg, Local, OptInFedAvg
+from fedmoe_pl.callbacks import FederationCallback
+from fedmoe_pl.models import ConstantGate, LinearGate
+from fedmoe_pl.rounds.cohort import evaluated_clients
+
+SIZES = (13, 8, 11, 9, 12, 10)
+
+
+class Evaluations(FederationCallback):
+    """Keeps every evaluation."""
+
+    def __init__(self):
+        self.all = []
+
+    def on_evaluation_end(self, run, phase, evaluation):
+        self.all.append(evaluation)
+
+
+def phases(**kwargs):
+    gate = ConstantGate(1)
+    return [
+        Phase("FedAvg", FedAvg("global_expert.*"), rounds=5, gate=gate, monitor="validation_loss", **kwargs),
+        Phase("Local", Local(), rounds=2),
+    ]
+
+
+def test_the_drawn_clients_have_their_numbers_among_all_and_select_the_round(tmp_path, capsys):
+    model, data = mixture(LinearGate(5)), blobs(SIZES, validation_fraction=0.3)
+    everybody, some = Evaluations(), Evaluations()
+    run(phases(), model, data, tmp_path / "all", max_epochs=20, seed=4, callbacks=[everybody])
+    federation = run(phases(), model, data, tmp_path, max_epochs=20, seed=4, callbacks=[some], evaluation_clients=3)
+    drawn = federation.run.evaluated
+    assert len(drawn) == 3
+    assert len(some.all) == len(everybody.all) == 7
+    losses = []
+    for one, of_all in zip(some.all, everybody.all, strict=True):
+        assert [client.client for client in one.clients] == drawn
+        for client in one.clients:
+            same = of_all.clients[client.client]
+            for name in ("n_train", "local_test", "global_test", "validation", "validation_loss", "mean_gate_weight"):
+                assert getattr(client, name) == pytest.approx(getattr(same, name), rel=1e-12, nan_ok=True)
+        losses.append(sum(of_all.clients[client].validation_loss for client in drawn) / 3)
+    assert federation.results["FedAvg"].round == 1 + losses[:5].index(min(losses[:5]))
+    assert {row["clients"] for row in federation.run.rows} == {"3 of 6"}
+    with (federation.run_dir / "clients.csv").open(newline="") as file:
+        assert [int(row["client"]) for row in csv.DictReader(file)] == drawn * 2
+    assert "Accuracy in percent over 3 of 6 clients" in capsys.readouterr().out
+
+
+def test_every_client_is_drawn_as_often_and_the_draw_depends_on_the_seed_alone():
+    draws = [evaluated_clients(10, 3, seed) for seed in range(1000)]
+    assert draws == [evaluated_clients(10, 3, seed) for seed in range(1000)]
+    assert all(len(set(draw)) == 3 and draw == sorted(draw) for draw in draws)
+    counts = Counter(client for draw in draws for client in draw)  # 300 each; standard deviation 14.5
+    assert set(counts) == set(range(10)) and max(abs(count - 300) for count in counts.values()) < 60
+
+
+def test_numbers_out_of_range_and_a_monitor_without_clients_are_refused(tmp_path):
+    with pytest.raises(MisconfigurationException, match="evaluation_clients is 0, but must be at least 1"):
+        Federation(phases(), evaluation_clients=0)
+    with pytest.raises(MisconfigurationException, match="evaluation_clients is 7, but must be at most the number of"):
+        run([phase("Local", Local())], mixture(), blobs(SIZES), tmp_path, evaluation_clients=7)
+    out = OptInFedAvg("global_expert.*", opt_out_clients=0.9)  # one client takes part
+    seed = next(seed for seed in range(99) if [*out.participants(range(6), seed)] != evaluated_clients(6, 1, seed))
+    with pytest.raises(MisconfigurationException, match="none of these clients takes part in 'FedAvg', which has"):
+        run(
+            [Phase("FedAvg", out, gate=ConstantGate(1), monitor="global_test")],
+            mixture(),
+            blobs(SIZES),
+            tmp_path,
+            evaluation_clients=1,
+            seed=seed,
+        )
+
+
+def test_newcomers_are_all_evaluated(tmp_path):
+    settings = {"enable_checkpointing": True, "evaluation_clients": 2}
+    federated = [Phase("FedAvg", FedAvg("global_expert.*"), gate=ConstantGate(1))]
+    federation = run(federated, mixture(), blobs(SIZES), tmp_path, **settings)
+    assert len(federation.results["FedAvg"].clients) == 2
+    federation.personalize(mixture(), blobs((9,)))
+    assert [client.client for client in federation.results["FedAvg"].clients] == [0]
