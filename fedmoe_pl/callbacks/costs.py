@@ -79,7 +79,7 @@ def target_rows(rounds: Iterable[Mapping[str, Any]], metric: str, target: float)
 
 def _target_row(method: str, rounds: list[Mapping[str, Any]], metric: str, target: float) -> dict[str, Any]:
     column = f"{metric}_mean"
-    columns: dict[str, Any] = {"method": method, "metric": metric, "target": target}
+    columns: dict[str, Any] = {"method": method, "moment": rounds[0]["moment"], "metric": metric, "target": target}
     reached = next((row for row in rounds if row[column] >= target), None)
     if reached is None:
         columns |= dict.fromkeys(("rounds", "parameters", "bytes", "flops"), math.nan)
@@ -96,10 +96,11 @@ def _table(rows: list[dict[str, Any]]) -> str:
     width = max(len("method"), *(len(row["method"]) for row in rows))
     columns = "".join(f"   {name:>10}" for name in ("rounds", "parameters", "bytes", "FLOPs", "best", "in round"))
     of = f"{rows[0]['metric'].replace('_', ' ')} of {percent(rows[0]['target'])} percent, and the best of all rounds:"
-    lines = [f"Cost until the mean over the clients first reached a {of}", f"{'method':<{width}}{columns}"]
+    lines = [f"Cost until the mean over the clients first reached a {of}", f"{'method':<{width}}{columns}   evaluated"]
     for row in rows:
         costs = "".join(f"   {_number(row[name]):>10}" for name in ("rounds", "parameters", "bytes", "flops"))
-        lines.append(f"{row['method']:<{width}}{costs}   {percent(row['best']):>10}   {_number(row['best_round']):>10}")
+        best = f"   {percent(row['best']):>10}   {_number(row['best_round']):>10}   {row['moment']}"
+        lines.append(f"{row['method']:<{width}}{costs}{best}")
     return "\n".join(lines)
 
 

@@ -21,15 +21,13 @@ def evaluate_all(run: Run) -> list[Evaluation]:
 
 
 def predictions(run: Run) -> Iterator[dict[str, object]]:
-    """The rows of ``predictions.csv``: for each method and client, its test samples, or else the global ones.
-
-    A phase that is evaluated after several moments predicts after the first one.
-    """
+    """The rows of ``predictions.csv``: for each method and client, its test samples, or else the global ones."""
     datamodule = run.datamodule
-    for phase in _evaluated_phases(run):
+    results = [evaluation for phase in _evaluated_phases(run) for evaluation in run.states[phase.name].evaluations]
+    for evaluation in results:
         for client, test_samples in enumerate(datamodule.test_samples):
             samples = test_samples if len(test_samples) else datamodule.global_test
-            module = run.client_predictor(phase.name, client)
+            module = run.client_predictor(evaluation.method, client)
             logits, weights = predict(module, datamodule, samples)
             weights = weights if getattr(module, "has_global_expert", True) else None
-            yield from prediction_rows(phase.name, client, samples, datamodule.y[samples], logits, weights)
+            yield from prediction_rows(evaluation, client, samples, datamodule.y[samples], logits, weights)

@@ -102,12 +102,12 @@ def _field(value: object) -> object:
 
 
 def prediction_rows(
-    method: str, client: int, samples: Tensor, labels: Tensor, logits: Tensor, gate_weights: Tensor | None
+    evaluation: Evaluation, client: int, samples: Tensor, labels: Tensor, logits: Tensor, gate_weights: Tensor | None
 ) -> Iterator[dict[str, object]]:
     """Rows of ``predictions.csv``, one per sample.
 
     Args:
-        method: name of the phase.
+        evaluation: the evaluation of the method.
         client: the client whose model predicted.
         samples: indices of the samples in the data module, shape (n,).
         labels: their classes, shape (n,).
@@ -118,7 +118,12 @@ def prediction_rows(
     columns = zip(samples.tolist(), labels.tolist(), logits.argmax(1).tolist(), weights, strict=True)
     names = ("sample", "label", "prediction", "gate_weight")
     for values in columns:
-        yield {"method": method, "client": client, **dict(zip(names, values, strict=True))}
+        yield {
+            "method": evaluation.method,
+            "moment": evaluation.moment,
+            "client": client,
+            **dict(zip(names, values, strict=True)),
+        }
 
 
 def percent(fraction: float) -> str:

@@ -23,14 +23,21 @@ def rows(method, accuracies, step=(10, 40, 1000)):
     for i, accuracy in enumerate(accuracies, start=1):
         traffic = {f"parameters_{way}": parameters * i for way in ("down", "up", "between_clients")}
         traffic |= {f"bytes_{way}": size * i for way in ("down", "up", "between_clients")}
-        yield {"method": method, "round": 2 * i, "local_test_mean": accuracy, **traffic, "flops": flops * i}
+        yield {
+            "method": method,
+            "moment": "any",
+            "round": 2 * i,
+            "local_test_mean": accuracy,
+            **traffic,
+            "flops": flops * i,
+        }
 
 
 def test_the_cost_is_that_of_the_first_round_that_reaches_the_target_and_the_best_is_of_all_rounds():
     found = target_rows(
         [*rows("A", [0.1, 0.5, 0.4, 0.9, 0.9]), *rows("B", [0.2, 0.3]), *rows("C", [math.nan])], "local_test", 0.5
     )
-    common = {"metric": "local_test", "target": 0.5}
+    common = {"moment": "any", "metric": "local_test", "target": 0.5}
     never = dict.fromkeys(("rounds", "parameters", "bytes", "flops"), math.nan)
     reached = {"rounds": 4, "parameters": 60, "bytes": 240, "flops": 2000}  # the second row: 3 ways of 20 and 80
     assert_same(found[0], {"method": "A", **common, **reached, "best": 0.9, "best_round": 8})
@@ -50,6 +57,7 @@ def test_a_run_writes_and_prints_what_reaching_the_target_took(tmp_path, capsys)
     assert int(first["flops"]) == row["flops"]
     assert float(first["best"]) == max(row["local_test_mean"] for row in fed.run.rows[:2])
     assert (second["method"], second["bytes"]) == ("Standalone", "0")
+    assert first["moment"] == second["moment"] == "after local training"
     assert "local test of 1.00 percent" in capsys.readouterr().out
     run(phases, model(), blobs(SIZES), tmp_path, callbacks=callbacks[:1])
     (line,) = (line for line in capsys.readouterr().out.splitlines() if line.startswith("pFedMoE  ") and " - " in line)

@@ -70,6 +70,10 @@ def test_every_file_and_table_names_the_moment(tmp_path, capsys):
             found = [(row["method"], row["moment"]) for row in csv.DictReader(lines)]
         assert found.count(("it", OTHER)) == found.count((f"it {LOCAL}", LOCAL)) == rows
         assert set(found) == {("Local", LOCAL), ("it", OTHER), (f"it {LOCAL}", LOCAL)}
+    run.predict(model(), data())
+    with (run.run_dir / "predictions.csv").open() as lines:
+        found = {(row["method"], row["moment"]) for row in csv.DictReader(lines)}
+    assert found == {("Local", LOCAL), ("it", OTHER), (f"it {LOCAL}", LOCAL)}
     capsys.readouterr()
     run.test(model(), data())
     assert capsys.readouterr().out.strip() in printed, "the same table from the checkpoint"
