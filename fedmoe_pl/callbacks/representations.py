@@ -54,7 +54,7 @@ class RepresentationMonitor(FederationCallback):
     def on_phase_end(self, run: Run, phase: Phase, evaluation: Evaluation | None) -> None:
         """Computes and shows the representations."""
         writers = tensorboard_writers(run)
-        if evaluation is None or not writers or not isinstance(run.model, RepresentationMoE):
+        if evaluation is None or not writers or not isinstance(run.module(phase), RepresentationMoE):
             return
         representations, classes, owners = self.compute(run, phase.name)
         points = {name: embed(values, run.seed) for name, values in representations._asdict().items()}
@@ -86,7 +86,7 @@ class RepresentationMonitor(FederationCallback):
             held_out = datamodule.test_samples[client]
             samples = (held_out if len(held_out) else datamodule.train_samples[client])[: self.samples_per_client]
             module = run.client_module(method, client)
-            assert isinstance(module, RepresentationMoE), "phases have the federation's model"
+            assert isinstance(module, RepresentationMoE), "the phase has such a model"
             (x, y), *_ = datamodule.batches(samples, batch_size=len(samples))
             with torch.inference_mode():
                 parts.append((*module.representations(x.cpu()), y.cpu(), torch.full_like(y.cpu(), client)))

@@ -44,6 +44,21 @@ def test_representations_are_those_of_the_clients_own_models_and_shown_in_tensor
     assert "p_FedMoE" in (fed.run_dir / "projector_config.pbtxt").read_text()
 
 
+def test_a_phase_with_its_own_model_shows_what_that_model_computes(tmp_path):
+    """The federation's model may be another one, and so may that of a phase in which it is such a mixture."""
+    phases = [Phase("own", PFedMoE(), max_epochs=1, model=model(dtype=torch.float32)), Phase("plain", Local())]
+    datamodule = blobs((30, 20, 20, 20), test_fraction=0.2, dtype=torch.float32)
+    fed = run(
+        phases, mixture(dtype=torch.float32), datamodule, tmp_path, callbacks=[RepresentationMonitor()], logger=True
+    )
+    assert [folder.name for folder in fed.run_dir.glob("0*/*")] == ["own"]
+    phases = [Phase("own", Local(), max_epochs=1, model=mixture(dtype=torch.float32)), Phase("p FedMoE", PFedMoE())]
+    fed = run(
+        phases, model(dtype=torch.float32), datamodule, tmp_path, callbacks=[RepresentationMonitor()], logger=True
+    )
+    assert [folder.name for folder in fed.run_dir.glob("0*/*")] == ["p_FedMoE"]
+
+
 def test_other_models_have_no_representations_and_unknown_clients_are_refused(tmp_path):
     fed = run([Phase("p", Local())], mixture(), blobs(), tmp_path, callbacks=[RepresentationMonitor()], logger=True)
     assert not list(fed.run_dir.glob("projector*"))
