@@ -12,6 +12,7 @@ from fedmoe_pl.backends.client import (
     on_device,
     step_after_aggregation,
     trainable_names,
+    with_training_state,
 )
 from fedmoe_pl.backends.fitting import LEAN_TRAINER, one_thread, quiet
 from fedmoe_pl.backends.freezing import Freezing
@@ -50,4 +51,5 @@ __all__ = [
     "step_after_aggregation",
     "trainable_names",
     "trains_by_loss",
+    "with_training_state",
 ]

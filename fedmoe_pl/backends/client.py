@@ -14,7 +14,7 @@ from torch.utils._pytree import tree_map
 
 from fedmoe_pl.algorithms.algorithm import changes_kept
 from fedmoe_pl.algorithms.client import Client, Update
-from fedmoe_pl.backends.optimizers import set_optimizer
+from fedmoe_pl.backends.optimizers import OPTIMIZER, set_optimizer
 from fedmoe_pl.backends.training import LocalTraining
 from fedmoe_pl.data import Batches, FederatedDataModule
 from fedmoe_pl.models import SwitchNorm1d
@@ -89,13 +89,29 @@ def end_client(training: LocalTraining, client: Client, const: dict[str, Any], o
     """
     algorithm = training.algorithm
     update = algorithm.client_final(client, const)
-    kept = {**update.kept, **(optimizer or {})}
+    kept = {name: tensor for name, tensor in update.kept.items() if not name.startswith(TRAINED)} | (optimizer or {})
     if training.keep_trained:
         kept_as_trained = () if changes_kept(algorithm) else update.kept
         different = changed(client.module, training.initial, {})
         trained = {name: tensor for name, tensor in different.items() if name not in kept_as_trained}
-        kept |= with_prefix(trained, TRAINED)
+        kept |= with_prefix(trained or _one_tensor(client.module), TRAINED)
     return Update(update.sent, update.weight, kept)
+
+
+def _one_tensor(module: LightningModule) -> Tree:
+    """A tensor of a client whose training changed none: it says that the client was trained."""
+    name, tensor = next(iter(module.state_dict().items()))
+    return {name: tensor.detach().cpu().clone()}
+
+
+def with_training_state(tree: Tree, kept: Tree) -> Tree:
+    """What a client keeps after a hook that replaces it: the new tree, and what no algorithm knows of.
+
+    Args:
+        tree: what the hook returned.
+        kept: what the client kept before, with the state of its optimizer and the tensors that it trained last.
+    """
+    return {**tree, **{name: tensor for name, tensor in kept.items() if name.startswith((OPTIMIZER, TRAINED))}}
 
 
 def step_after_aggregation(
@@ -109,7 +125,7 @@ def step_after_aggregation(
     sent = algorithm.received(server, client_id, client.kept)
     client.loaded = {**training.initial, **sent}
     load_tree(module, algorithm.personal_tensors(client, server))
-    return algorithm.client_after_aggregation(client, sent)
+    return with_training_state(algorithm.client_after_aggregation(client, sent), client.kept)
 
 
 def on_device(const: dict[str, Any], device: torch.device) -> dict[str, Any]:

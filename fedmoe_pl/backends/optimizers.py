@@ -14,7 +14,9 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from fedmoe_pl.trees import Tree, subtree
 
-_STATE = "optimizer/"  # prefix of a tensor's name: "optimizer/<parameter>/<state>", such as "optimizer/fc.bias/exp_avg"
+OPTIMIZER = "optimizer/"
+"""Prefix of a tensor's name: ``optimizer/<parameter>/<state>``, such as ``optimizer/fc.bias/exp_avg``."""
+_REPLACED = "replaced"  # attribute of the function that takes the place of the module's own
 
 
 def optimizer_and_scheduler(configured: Any) -> tuple[torch.optim.Optimizer | None, LRScheduler | None]:
@@ -48,13 +50,16 @@ def set_optimizer(module: LightningModule, rates: list[float] | None, kept: Tree
         rates: the learning rate of each parameter group; None to leave them.
         kept: the tensors that the client kept, among them perhaps an optimizer's state.
     """
-    vars(module).pop("configure_optimizers", None)  # a stack prepares one client after another in the same module
-    state = subtree(kept, _STATE)
+    before = getattr(module.configure_optimizers, _REPLACED, None)
+    if before is not None:  # a stack prepares one client after another in the same module
+        module.configure_optimizers = types.MethodType(before, module)
+    state = subtree(kept, OPTIMIZER)
     if rates is None and not state:
         return
+    replaced = module.configure_optimizers.__func__  # the class's or, if the user has set one, the module's own
 
     def configure_optimizers(module: LightningModule) -> Any:
-        configured = type(module).configure_optimizers(module)
+        configured = replaced(module)
         optimizer, scheduler = optimizer_and_scheduler(configured)
         assert optimizer is not None, "check_optimizer has refused it"
         if state:
@@ -63,6 +68,7 @@ def set_optimizer(module: LightningModule, rates: list[float] | None, kept: Tree
             _set_learning_rates(optimizer, scheduler, rates)
         return configured
 
+    vars(configure_optimizers)[_REPLACED] = replaced
     module.configure_optimizers = types.MethodType(configure_optimizers, module)  # a copy of the module gets its own
 
 
@@ -83,7 +89,7 @@ def optimizer_state(module: nn.Module, optimizer: torch.optim.Optimizer) -> Tree
                     f"Phase: keep_optimizer is True, but {type(optimizer).__name__} has {key}, a "
                     f"{type(value).__name__}; only tensors can be kept, as those of SGD and Adam."
                 )
-            kept[f"{_STATE}{names[parameter]}/{key}"] = value.detach().cpu().clone()
+            kept[f"{OPTIMIZER}{names[parameter]}/{key}"] = value.detach().cpu().clone()
     return kept
 
 

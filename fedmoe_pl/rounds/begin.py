@@ -24,6 +24,8 @@ from fedmoe_pl.rounds.store import check_kept, only
 from fedmoe_pl.seeds import seed_all
 from fedmoe_pl.trees import Tree, copy_module, load_tree
 
+_TRAINED = "after local training"  # in Evaluation.moment
+
 
 def phase_module(model: LightningModule, phase: Phase) -> LightningModule:
     """A copy of the model, with the phase's gate, mixing, optimizer and scheduler.
@@ -115,10 +117,11 @@ def read_result(phase: Phase, module: LightningModule) -> PhaseState:
         A state after the last round, without initial tensors.
 
     Raises:
-        MisconfigurationException: if the checkpoint or a file that it needs cannot be read, if it has no such phase, or
-            if it belongs to another model or algorithm.
+        MisconfigurationException: if the checkpoint or a file that it needs cannot be read, if it has no such phase, if
+            it belongs to another model or algorithm, or if it lacks the models of a moment.
     """
     saved = _read(phase, module)
+    check_moments(phase, saved)
     check_kept(saved.kept)
     return PhaseState({}, saved.server, saved.kept, round=phase.rounds, given_round=saved.best_round or saved.round)
 
@@ -127,12 +130,38 @@ def read_result_for_newcomers(phase: Phase, module: LightningModule) -> PhaseSta
     """Reads the phase's result for clients that were not in the federation.
 
     They do not get what the federation's clients kept. They train the parameters that clients do not share, in local
-    rounds that leave the server's state unchanged. If clients share all parameters, there are no such rounds.
+    rounds that leave the server's state unchanged. If clients share all parameters, there are no such rounds, unless
+    the phase is evaluated after local training.
     """
     saved = _read(phase, module)
-    round = 0 if _keeps_parameters(phase, module) else phase.rounds
+    trains = _keeps_parameters(phase, module) or _evaluates_trained(phase)
+    round = 0 if trains else phase.rounds
     server = phase.algorithm.server_of_newcomers(saved.server)
     return PhaseState({}, server, round=round, given_round=saved.best_round or saved.round)
+
+
+def check_moments(phase: Phase, result: PhaseState) -> None:
+    """Refuses a result without the models that clients trained last, if the phase is evaluated after local training.
+
+    Clients keep them only in a phase that is evaluated then.
+
+    Args:
+        phase: the phase.
+        result: its result, from a checkpoint.
+
+    Raises:
+        MisconfigurationException: if the result lacks them.
+    """
+    if _evaluates_trained(phase) and all(evaluation.moment != _TRAINED for evaluation in result.evaluations):
+        raise MisconfigurationException(
+            f"{phase}: evaluate_after is {phase.evaluate_after or 'local_training'}, but must be aggregation, because "
+            "the checkpoint has no models as they were after local training."
+        )
+
+
+def _evaluates_trained(phase: Phase) -> bool:
+    """Whether a federated phase is evaluated after local training."""
+    return phase.evaluate and phase.algorithm.federated and "local_training" in phase.moments
 
 
 def _read(phase: Phase, module: LightningModule) -> PhaseState:

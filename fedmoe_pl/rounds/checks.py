@@ -6,11 +6,14 @@ from collections.abc import Callable, Sequence
 
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import LightningModule
+from torch.optim import SGD
+from torch.optim.lr_scheduler import CyclicLR, OneCycleLR
 
 from fedmoe_pl.backends import changes_loss, has_batch_norm, overridden_hooks
 from fedmoe_pl.backends.optimizers import learning_rates, optimizer_and_scheduler
 from fedmoe_pl.data import FederatedDataModule
 from fedmoe_pl.models import MixtureOfExperts
+from fedmoe_pl.rounds.begin import check_moments
 from fedmoe_pl.rounds.cohort import cohort_size, takes_all
 from fedmoe_pl.rounds.evaluate import predict
 from fedmoe_pl.rounds.opt_in import opted_in
@@ -43,6 +46,9 @@ def check_run(run: Run, read_result: Callable[[Phase, LightningModule], PhaseSta
         check_trained(phase, module, trainer["max_epochs"])
         if phase.ckpt_path and phase.name not in run.states:
             run.given_results[phase.name] = read_result(phase, module)
+        state = run.states.get(phase.name)
+        if state is not None and state.evaluations:
+            check_moments(phase, state)
 
 
 def _check_evaluated(run: Run) -> None:
@@ -147,8 +153,20 @@ def _check_optimizer(phase: Phase, module: LightningModule) -> None:
                 f"{phase}: {option} is given, but configure_optimizers of {type(module).__name__} returns more than an "
                 "optimizer and a scheduler that is stepped once per epoch."
             )
+    if phase.round_lr_scheduler is None and not phase.keep_optimizer:
+        return
+    optimizer, scheduler = optimizer_and_scheduler(module.configure_optimizers())
+    if phase.keep_optimizer and isinstance(optimizer, SGD) and not any(g["momentum"] for g in optimizer.param_groups):
+        raise MisconfigurationException(
+            f"{phase}: keep_optimizer is True, but must be False for SGD without momentum, which has no state."
+        )
     if phase.round_lr_scheduler is None:
         return
+    if isinstance(scheduler, OneCycleLR | CyclicLR):
+        raise MisconfigurationException(
+            f"{phase}: round_lr_scheduler is given, but must be left out with {type(scheduler).__name__}, a scheduler "
+            "over epochs that has learning rates of its own."
+        )
     try:
         learning_rates(module, phase.round_lr_scheduler, max(phase.rounds - 1, 1))
     except (TypeError, ValueError) as error:

@@ -7,7 +7,7 @@ from typing import Any
 
 from fedmoe_pl.algorithms.algorithm import Algorithm, overrides
 from fedmoe_pl.algorithms.client import Update
-from fedmoe_pl.backends import LocalTraining, Plan, one_thread, step_after_aggregation
+from fedmoe_pl.backends import LocalTraining, Plan, one_thread, step_after_aggregation, with_training_state
 from fedmoe_pl.backends.traffic import Traffic
 from fedmoe_pl.rounds.begin import first_clients
 from fedmoe_pl.rounds.checkpoint import FILE, save_finished
@@ -87,7 +87,7 @@ def run_round(run: Run, phase: Phase, plan: Plan, counter: FlopCounter) -> list[
         state.add_traffic("up", up)
     _after_aggregation(run, phase, plan.training, cohort, round)
     if state.server_learns:
-        state.add_traffic("between_clients", _exchange(run, phase, state, round))
+        state.add_traffic("between_clients", _exchange(run, phase, plan.training, round))
     run.progress.end_round()
     evaluations = _evaluate_round(run, phase, plan.training) if run.evaluates_after(phase, state.round) else []
     state.stopped = _is_over(run, phase, state)
@@ -154,10 +154,12 @@ def _after_aggregation(run: Run, phase: Phase, training: LocalTraining, cohort: 
     state.kept = run.store.updated(phase.name, state.kept, written)
 
 
-def _exchange(run: Run, phase: Phase, state: PhaseState, round: int) -> Traffic:
+def _exchange(run: Run, phase: Phase, training: LocalTraining, round: int) -> Traffic:
     """Lets clients send each other tensors, all computed from those they kept before; returns the traffic."""
-    received, written = Traffic(), dict[int, Any]()
+    state, received, written = run.states[phase.name], Traffic(), dict[int, Any]()
     for client, kept, from_others in phase.algorithm.exchange(state.server, state.kept, round):
+        if training.keep_optimizer or training.keep_trained:  # otherwise what clients keep need not be read again
+            kept = with_training_state(kept, state.kept.get(client, {}))
         written.update(run.store.write(phase.name, _EXCHANGED + round + 1, {client: kept}))
         received += Traffic.of(from_others)
     if written:

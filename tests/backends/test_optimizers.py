@@ -1,6 +1,7 @@
 """A learning rate by the round, and an optimizer whose state a client keeps, against plain numbers."""
 
 import copy
+import types
 from functools import partial
 
 import pytest
@@ -31,6 +32,18 @@ class WithEpochSchedule(PureOneWeight):
     def configure_optimizers(self):
         optimizer = torch.optim.SGD(self.parameters(), lr=self.lr)
         return {"optimizer": optimizer, "lr_scheduler": lr_scheduler.LambdaLR(optimizer, lambda epoch: 0.9**epoch)}
+
+
+@pytest.mark.parametrize("rounds", [1, 2])
+@pytest.mark.parametrize("own_loss", [False, True])
+def test_a_user_s_optimizer_that_a_single_module_has_is_used(tmp_path, own_loss, rounds):
+    model = PureOneWeight(lr=99.0)
+    model.configure_optimizers = types.MethodType(lambda self: torch.optim.SGD(self.parameters(), lr=RATE), model)
+    schedule = partial(lr_scheduler.ExponentialLR, gamma=0.5) if rounds > 1 else None
+    algorithm = FedProx(mu=0.0) if own_loss else FedAvg()
+    it = phase("it", algorithm, rounds=rounds, round_lr_scheduler=schedule)
+    federation = run([it], model, two_quadratics(), tmp_path, EPOCHS)
+    assert weight_of(federation, "it") == pytest.approx(descent([1, 0.5][:rounds]), rel=1e-12)
 
 
 class WithMomentum(PureOneWeight):
@@ -146,6 +159,12 @@ class TwoOptimizers(OneWeight):
         return [torch.optim.SGD([self.weight], lr=0.1), torch.optim.Adam([self.weight], lr=0.1)]
 
 
+class WithCycle(PureOneWeight):
+    def configure_optimizers(self):
+        optimizer = torch.optim.SGD(self.parameters(), lr=self.lr)
+        return {"optimizer": optimizer, "lr_scheduler": lr_scheduler.OneCycleLR(optimizer, 0.1, total_steps=20)}
+
+
 REFUSED = {
     "metric": ({"round_lr_scheduler": lr_scheduler.ReduceLROnPlateau}, PureOneWeight(), "without a metric"),
     "rounds": (
@@ -153,8 +172,14 @@ REFUSED = {
         PureOneWeight(),
         "Phase 'it': round_lr_scheduler cannot be stepped once per round",
     ),
+    "cycle": (
+        {"round_lr_scheduler": partial(lr_scheduler.ExponentialLR, gamma=0.5), "rounds": 2},
+        WithCycle(),
+        "must be left out with OneCycleLR, a scheduler over epochs that has learning rates of its own",
+    ),
+    "stateless": ({"keep_optimizer": True, "rounds": 2}, PureOneWeight(), "must be False for SGD without momentum"),
     "two": ({"keep_optimizer": True, "rounds": 2}, TwoOptimizers(), "returns more than an optimizer"),
-    "stack": ({"keep_optimizer": True, "rounds": 2}, PureOneWeight(), "each client keeps the state of its optimizer"),
+    "stack": ({"keep_optimizer": True, "rounds": 2}, WithMomentum(), "each client keeps the state of its optimizer"),
 }
 
 

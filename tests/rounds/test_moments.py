@@ -5,6 +5,8 @@ import csv
 import pytest
 import torch
 from helpers import (
+    PureOneWeight,
+    TensorData,
     assert_same_bits,
     blobs,
     client_generator,
@@ -20,7 +22,8 @@ from helpers.runs import Kill, assert_same, data, federation, model
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 
 from fedmoe_pl import Phase
-from fedmoe_pl.algorithms import FedAvg, FedMoEDA, Local, PFedMoE
+from fedmoe_pl.algorithms import FedAvg, FedMoEDA, FedProx, Local, PFedMoE
+from fedmoe_pl.backends import StackedBackend, TrainerBackend
 from fedmoe_pl.models import GlobalOnly
 from fedmoe_pl.trees import of_module, subtree
 
@@ -142,6 +145,86 @@ def test_each_algorithm_has_its_papers_moment():
         Local: ["local_training"],
     }
     assert Phase("it", PFedMoE(), evaluate_after="both").moments == ["local_training", "aggregation"]
+
+
+@pytest.mark.parametrize("backend", [TrainerBackend(), StackedBackend()])
+def test_what_a_client_trained_last_may_be_its_initial_tensors(tmp_path, backend):
+    """A step of rate 2 takes client 0 from w to 2 - w, client 1 from w to 2 - 3w: the means are 0, 2 and -2."""
+    x = torch.tensor([[1.0, 1.0], [2.0, 0.5]])
+    data = TensorData(x, torch.tensor([0, 1]), torch.arange(2).split([1, 1]), dtype=torch.float64)
+    both = Phase("it", FedProx(mu=0.0), rounds=2, **BOTH)
+    run = finished([both], PureOneWeight(lr=2.0), data, tmp_path, 1, backend=backend)
+    assert [run.client_module("it", client).weight.item() for client in range(2)] == [-2, -2]
+    assert [run.client_module(f"it {LOCAL}", client).weight.item() for client in range(2)] == [0, -4]
+
+
+class Forgetful(FedAvg):
+    """Its hooks return only what they know of."""
+
+    def client_after_aggregation(self, client, sent):
+        return {"own/number": torch.tensor(client.id)}
+
+    def exchange(self, server, kept, round):
+        yield from ((client, {"own/number": torch.tensor(client)}, {}) for client in range(3))
+
+
+@pytest.mark.parametrize("store", ["memory", "disk"])
+def test_hooks_that_replace_what_clients_keep_lose_neither_models_nor_optimizers(tmp_path, store):
+    def result(algorithm):
+        phases = [Phase("it", algorithm, rounds=3, gate=GlobalOnly(), keep_optimizer=True, **BOTH)]
+        folder = tmp_path / type(algorithm).__name__
+        return finished(phases, mixture(), blobs(), folder, store=store, enable_checkpointing=True)
+
+    plain, forgetful = result(FedAvg("global_expert.*")), result(Forgetful("global_expert.*"))
+    assert_same(forgetful.results, plain.results)
+    for client in range(3):
+        kept = dict(forgetful.run.states["it"].kept[client])
+        assert kept.pop("own/number").item() == client
+        assert_same_bits(kept, dict(plain.run.states["it"].kept[client]))
+
+
+def test_a_result_without_the_models_that_clients_trained_is_not_evaluated_after_local_training(tmp_path):
+    def it(**options):
+        return Phase("it", FedAvg("global_expert.*"), rounds=2, gate=GlobalOnly(), **options)
+
+    results, paths = {}, {}
+    for name, options in (("aggregation", {}), ("both", BOTH)):
+        run = federation(tmp_path / name, [it(**options)])
+        results[name], paths[name] = run.fit(model(), data()), str(run.run_dir / "checkpoints/last.ckpt")
+    refused = (
+        "Phase 'it': evaluate_after is both, but must be aggregation, because the checkpoint has no models as they"
+    )
+    with pytest.raises(MisconfigurationException, match=refused):
+        federation(tmp_path / "given", [it(ckpt_path=paths["aggregation"], **BOTH)]).fit(model(), data())
+    with pytest.raises(MisconfigurationException, match=refused):
+        federation(tmp_path / "aggregation", [it(**BOTH)]).test(model(), data())
+    given = federation(tmp_path / "given", [it(ckpt_path=paths["both"], **BOTH)]).fit(model(), data())
+    for name, result in results["both"].items():
+        assert_same(given[name].clients, result.clients)
+
+
+def test_newcomers_train_the_shared_parameters_if_they_are_evaluated_after_local_training(tmp_path):
+    both = Phase("it", FedAvg(trainable="global_expert.*"), gate=GlobalOnly(), **BOTH)
+    run = federation(tmp_path, [both], trainer={"accelerator": "cpu", "max_epochs": 2})
+    run.fit(mixture(), blobs())
+    newcomers = blobs((9, 7))
+    run.personalize(mixture(), newcomers, rounds=1)
+    server = run.run.states["it"].server
+    for client in range(2):
+        module = mixture(GlobalOnly())
+        module.load_state_dict(
+            {**module.state_dict(), **{n: t for n, t in server.items() if not n.startswith("gate.")}}
+        )
+        generator = client_generator(0, client, 0)
+        batches = newcomers.batches(newcomers.train_samples[client], generator=generator)
+        train_by_hand(module, "global_expert.", batches, momentum_sgd, 2)
+        trained = tensors(run.client_module(f"it {LOCAL}", client), "global_")
+        torch.testing.assert_close(trained, tensors(module, "global_"), rtol=1e-11, atol=1e-13)
+        assert_same_bits(tensors(run.client_module("it", client), "global_"), tensors_of(server, "global_"))
+
+
+def tensors_of(tree, prefix):
+    return {name: tensor for name, tensor in tree.items() if name.startswith(prefix)}
 
 
 REFUSED = {
