@@ -151,9 +151,15 @@ class Run:
         return sum(state.round for state in self.states.values())
 
     def rounds_before(self, phase: Phase) -> int:
-        """Number of rounds of the phases that this one goes on from: its start, the start's start, and so on."""
-        chain = chain_of_starts(self.phases, self.starts, self.starts[phase.name])
-        return sum(before.rounds for before in chain)
+        """Number of rounds of the phases that this one goes on from: its start, the start's start, and so on.
+
+        A result from a checkpoint counts as the rounds that it had, if these are more than the phase's.
+        """
+        rounds = 0
+        for before in chain_of_starts(self.phases, self.starts, self.starts[phase.name]):
+            state = self.states.get(before.name) or self.given_results.get(before.name)
+            rounds += max(before.rounds, state.given_round or 0 if state else 0)
+        return rounds
 
     def client_module(self, method: str, client: int) -> LightningModule:
         """A client's personalized model, on the CPU and in eval mode.

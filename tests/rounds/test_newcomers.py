@@ -85,7 +85,8 @@ def test_a_newcomer_fine_tunes_the_federation_s_model_on_its_own_data(tmp_path, 
         known = run.client_module("FedAvg", 0).global_expert.state_dict()
         module.global_expert.load_state_dict(known)
         module.local_expert.load_state_dict(known)
-        generator = client_generator(0, client, rounds)  # FedAvg's local rounds come before
+        before = max(rounds, results["FedAvg"].round)  # FedAvg's local rounds, or those of its result
+        generator = client_generator(0, client, before)
         batches = data.batches(data.train_samples[client], generator=generator)
         train_by_hand(module, "local_expert.", batches, sgd, 2)
         actual = later.client_module("Fine-tuned", client).state_dict()

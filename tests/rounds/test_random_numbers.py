@@ -29,6 +29,19 @@ def test_a_phase_that_goes_on_from_another_does_not_repeat_its_cohorts_orders_an
     assert [parts.run.rounds_before(phase) for phase in parts.phases] == [0, 2, 4, 0]
 
 
+def test_a_phase_that_goes_on_from_a_checkpoint_s_result_counts_the_rounds_that_this_had(tmp_path):
+    whole = federation(tmp_path / "whole", [fedavg("first", 3), fedavg("rest", 2, start="first")])
+    whole.fit(model(), data())
+    path = str(whole.run_dir / "checkpoints/last.ckpt")
+    phases = [fedavg("first", 1, ckpt_path=path), fedavg("rest", 2, start="first")]
+    given = federation(tmp_path / "given", phases)
+    given.fit(model(), data())
+    assert_same_bits(given.run.states["rest"].server, whole.run.states["rest"].server)
+    again = federation(tmp_path / "given", phases)
+    again.test(model(), data())
+    assert again.run.rounds_before(phases[1]) == 3
+
+
 def test_alternatives_of_one_another_draw_the_same(tmp_path):
     phases = [fedavg("first", 3), fedavg("one", 2, start="first"), fedavg("other", 2, start="first")]
     run = federation(tmp_path, phases)
