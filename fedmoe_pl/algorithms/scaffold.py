@@ -66,14 +66,15 @@ class Scaffold(Algorithm):
     def client_final(self, client: Client, const: dict[str, Any]) -> Update:
         """Lines 12 to 14: ``c_i+ = c_i - c + (x - y) / (K lr)``; sends ``y - x`` and its part of the change of ``c``.
 
-        A client that took no steps keeps its ``c_i``.
+        A client that took no steps, or steps with a learning rate of 0, keeps its ``c_i``.
         """
         update = super().client_final(client, const)
         sent = difference(update.sent, client.loaded)
-        scale = 1 / (max(client.steps, 1) * _learning_rate(client.module))
+        length = client.steps * _learning_rate(client.module)  # K lr
+        scale = 1 / length if length else 0.0
         for name, correction in const["correction"].items():
             c = client.loaded[_CONTROL + name]
-            change = -sent[name] * scale - c if client.steps else torch.zeros_like(c)  # c_i+ - c_i
+            change = -sent[name] * scale - c if length else torch.zeros_like(c)  # c_i+ - c_i
             update.kept[_CONTROL + name] = c - correction + change
             sent[_CONTROL + name] = change / client.datamodule.num_clients
         return Update(sent, 1, update.kept)

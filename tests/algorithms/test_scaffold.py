@@ -57,6 +57,20 @@ def test_scaffold_follows_a_learning_rate_that_falls_from_round_to_round(tmp_pat
     assert [state.kept[i]["control/weight"].item() for i in (0, 1)] == pytest.approx(own, rel=1e-10)
 
 
+def test_scaffold_goes_on_after_a_round_with_a_learning_rate_of_0(tmp_path):
+    """Such a round tells nothing of the gradients, so that all control variates stay as they are."""
+    schedule = partial(torch.optim.lr_scheduler.LambdaLR, lr_lambda=lambda round: float(round != 1))
+    states = [
+        run([phase("it", Scaffold(), rounds=rounds, round_lr_scheduler=factory)], PureOneWeight(), two_quadratics(),
+            tmp_path / str(rounds), STEPS).run.states["it"]
+        for rounds, factory in ((3, schedule), (2, None))
+    ]  # fmt: skip
+    for name, tensor in states[1].server.items():
+        assert torch.equal(states[0].server[name], tensor)
+    for client in (0, 1):
+        assert torch.equal(states[0].kept[client]["control/weight"], states[1].kept[client]["control/weight"])
+
+
 def test_scaffold_ends_at_the_optimum_where_fedavg_does_not(tmp_path):
     scaffold = phase("Scaffold", Scaffold(), rounds=40)
     federation = run([scaffold], PureOneWeight(), two_quadratics(), tmp_path, STEPS)
