@@ -12,6 +12,7 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import LightningModule
 from torch.nn.parameter import is_lazy
 
+from fedmoe_pl.algorithms.algorithm import overrides
 from fedmoe_pl.algorithms.client import Client
 from fedmoe_pl.backends import LocalTraining, client_of
 from fedmoe_pl.data import FederatedDataModule
@@ -131,10 +132,11 @@ def read_result_for_newcomers(phase: Phase, module: LightningModule) -> PhaseSta
 
     They do not get what the federation's clients kept. They train the parameters that clients do not share, in local
     rounds that leave the server's state unchanged. If clients share all parameters, there are no such rounds, unless
-    the phase is evaluated after local training.
+    the phase is evaluated after local training, or clients predict with more than the parameters.
     """
     saved = _read(phase, module)
-    trains = _keeps_parameters(phase, module) or _evaluates_trained(phase)
+    has_hooks = any(overrides(phase.algorithm, hook) for hook in ("client_after_aggregation", "predictor"))
+    trains = has_hooks or _keeps_parameters(phase, module) or _evaluates_trained(phase)
     round = 0 if trains else phase.rounds
     server = phase.algorithm.server_of_newcomers(saved.server)
     return PhaseState({}, server, round=round, given_round=saved.best_round or saved.round)

@@ -141,6 +141,21 @@ def test_a_client_takes_a_step_after_aggregation_and_receives_the_new_weight_for
         assert_same_bits(dict(again.run.states["it"].kept[client]), dict(kept[client]))
 
 
+@pytest.mark.parametrize("rounds", [1, 3])
+def test_newcomers_take_their_steps_after_aggregation_on_a_server_s_state_that_stays(tmp_path, rounds):
+    def it(path):
+        trainer = {"max_epochs": STEPS, "accelerator": "cpu"}
+        return federation(path, [phase("it", KeepsHalfWay(), rounds=2)], trainer=trainer)
+
+    first = it(tmp_path)
+    first.fit(PureOneWeight(), two_quadratics())
+    weight = first.run.states["it"].server["weight"].item()
+    later = it(tmp_path)
+    later.personalize(PureOneWeight(), two_quadratics(), rounds=rounds)
+    halves = [later.run.states["it"].kept[client]["half/weight"].item() for client in range(2)]
+    assert halves == pytest.approx([weight * (1 - 0.5**rounds)] * 2, rel=1e-12)
+
+
 class NearestMean(FedAvg):
     """Predicts the class whose mean training sample is nearest; the means are each client's own."""
 
