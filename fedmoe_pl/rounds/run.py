@@ -18,12 +18,7 @@ from fedmoe_pl.data import FederatedDataModule
 from fedmoe_pl.rounds.begin import begin_phase, phase_module, sized
 from fedmoe_pl.rounds.checkpoint import FILE, save_checkpoint
 from fedmoe_pl.rounds.cohort import evaluated_clients
-from fedmoe_pl.rounds.evaluate import (
-    client_predictor,
-    evaluate_clients,
-    evaluated_model,
-    personal_tensors,
-)
+from fedmoe_pl.rounds.evaluate import client_predictor, evaluate_clients, evaluated_model, personal_tensors
 from fedmoe_pl.rounds.evaluation import Evaluation
 from fedmoe_pl.rounds.phase import INITIAL, Phase
 from fedmoe_pl.rounds.progress import Progress
@@ -151,10 +146,7 @@ class Run:
         return sum(state.round for state in self.states.values())
 
     def rounds_before(self, phase: Phase) -> int:
-        """Number of rounds of the phases that this one goes on from: its start, the start's start, and so on.
-
-        A result from a checkpoint counts as the rounds that it had, if these are more than the phase's.
-        """
+        """Rounds of its start, the start's start, and so on; of a checkpoint's result, those that it had, if more."""
         rounds = 0
         for before in chain_of_starts(self.phases, self.starts, self.starts[phase.name]):
             state = self.states.get(before.name) or self.given_results.get(before.name)
