@@ -41,6 +41,8 @@ class Algorithm:
             some official codes. Otherwise they are in eval mode.
         needs_all_clients: whether all clients must train in every round.
         needs_validation: whether clients must have validation samples.
+        renames_parameters: whether a client may train another parameter under the same name in another round, so that the
+            state of an optimizer cannot be kept.
         needs_plain_steps: whether gradients must not be clipped, because the algorithm computes with plain SGD steps.
     """
 
@@ -50,6 +52,7 @@ class Algorithm:
     frozen_train_mode: bool = False
     needs_all_clients: bool = False
     needs_validation: bool = False
+    renames_parameters: bool = False
     needs_plain_steps: bool = False
 
     def __init__(self, shared: str | list[str] = "*", trainable: str | list[str] = "*") -> None:

@@ -72,6 +72,8 @@ class EpsilonGreedyIFCA(Algorithm):
         MisconfigurationException: if an argument is out of range, or belongs to another schedule.
     """
 
+    renames_parameters = True
+
     def __init__(
         self,
         epsilon: float | None = None,

@@ -158,6 +158,11 @@ class Phase:
             raise MisconfigurationException(
                 f"{self}: keep_optimizer is True, but must be False for rounds 1, because no round follows."
             )
+        if self.keep_optimizer and self.algorithm.renames_parameters:
+            raise MisconfigurationException(
+                f"{self}: keep_optimizer is True, but must be False for {type(self.algorithm).__name__}, because a client "
+                "may train other parameters under the same names in the next round."
+            )
         size = self.clients_per_round
         in_range = size is None or (0 < size <= 1 if isinstance(size, float) else size >= 1)
         if isinstance(size, bool) or not in_range:
