@@ -41,8 +41,8 @@ class Algorithm:
             some official codes. Otherwise they are in eval mode.
         needs_all_clients: whether all clients must train in every round.
         needs_validation: whether clients must have validation samples.
-        renames_parameters: whether a client may train another parameter under the same name in another round, so that the
-            state of an optimizer cannot be kept.
+        renames_parameters: whether a name may stand for another parameter in another round of a client, so that the
+            state of its optimizer cannot be kept.
         needs_plain_steps: whether gradients must not be clipped, because the algorithm computes with plain SGD steps.
     """
 

@@ -160,8 +160,8 @@ class Phase:
             )
         if self.keep_optimizer and self.algorithm.renames_parameters:
             raise MisconfigurationException(
-                f"{self}: keep_optimizer is True, but must be False for {type(self.algorithm).__name__}, because a client "
-                "may train other parameters under the same names in the next round."
+                f"{self}: keep_optimizer is True, but must be False for {type(self.algorithm).__name__}, because a "
+                "client may train other parameters under the same names in the next round."
             )
         size = self.clients_per_round
         in_range = size is None or (0 < size <= 1 if isinstance(size, float) else size >= 1)
