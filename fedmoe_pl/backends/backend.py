@@ -12,6 +12,9 @@ from fedmoe_pl.backends.traffic import Traffic
 from fedmoe_pl.backends.training import LocalTraining
 from fedmoe_pl.trees import Tree
 
+Chunk = list[list[int]]
+"""Groups of clients that are trained in one call, in order."""
+
 
 @dataclass(frozen=True)
 class GroupUpdate:
@@ -62,9 +65,22 @@ class Plan(ABC):
         only, not on which device is free, and the result has the same bits wherever it is computed.
         """
 
+    def chunks(self, groups: Sequence[list[int]], at_least: int = 1) -> list[Chunk]:
+        """Divides the groups into neighbours that are trained in one call; by default, each group is alone.
+
+        What is trained together changes nothing in the result.
+
+        Args:
+            groups: the groups of a cohort, in order.
+            at_least: how many chunks there should be at least, if the groups can be so divided.
+        """
+        return [[group] for group in groups]
+
     @abstractmethod
-    def train_group(self, server: Tree, clients: Sequence[int], kept: Mapping[int, Tree], round: int) -> GroupUpdate:
-        """Trains one group in this process; arguments as in :meth:`train`."""
+    def train_groups(
+        self, server: Tree, groups: Sequence[Sequence[int]], kept: Mapping[int, Tree], round: int
+    ) -> list[GroupUpdate]:
+        """Trains some groups in this process; other arguments as in :meth:`train`."""
 
     def train(self, server: Tree, cohort: Sequence[int], kept: Mapping[int, Tree], round: int) -> Iterator[GroupUpdate]:
         """Trains the cohort and yields its groups in order.
@@ -75,8 +91,8 @@ class Plan(ABC):
             kept: the tensors that clients kept from earlier rounds; a client without an entry has kept none.
             round: the round of the phase, counted from 0.
         """
-        for clients in self.groups(cohort):
-            yield self.train_group(server, clients, kept, round)
+        for groups in self.chunks(self.groups(cohort)):
+            yield from self.train_groups(server, groups, kept, round)
 
 
 class Backend(ABC):
@@ -102,6 +118,11 @@ class Backend(ABC):
 
     def close(self) -> None:  # noqa: B027  (most backends hold nothing)
         """Releases what the backend holds between rounds, such as worker processes; it can be used again."""
+
+
+def group_size(training: LocalTraining, clients: Sequence[int]) -> int:
+    """Number of training samples of a group, as a measure of its training time."""
+    return sum(len(training.datamodule.train_samples[client]) for client in clients)
 
 
 def fold(algorithm: Algorithm, updates: Sequence[Update]) -> Update:

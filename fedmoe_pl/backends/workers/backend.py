@@ -11,7 +11,7 @@ from typing import Any
 
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 
-from fedmoe_pl.backends.backend import Backend, GroupUpdate, Plan
+from fedmoe_pl.backends.backend import Backend, Chunk, GroupUpdate, Plan, group_size
 from fedmoe_pl.backends.training import LocalTraining
 from fedmoe_pl.backends.workers.pickling import dumps, sendable
 from fedmoe_pl.backends.workers.worker import PhaseMessage
@@ -19,6 +19,7 @@ from fedmoe_pl.data import FederatedDataModule
 from fedmoe_pl.trees import Tree
 
 _TRIES = 3  # another process may cause one death, but hardly three with the same clients
+_CHUNKS = 4  # per worker at least, so that none waits long for the last one
 _AHEAD = 8  # how many updates per worker may wait for an earlier one; limits their memory
 
 
@@ -38,8 +39,8 @@ class RemoteWorker(ABC):
     server: bytes | None = None
 
     @abstractmethod
-    def submit(self, phase: bytes | None, server: bytes | None, group: bytes) -> Future[Any]:
-        """Calls :meth:`Worker.train_group` without waiting for it."""
+    def submit(self, phase: bytes | None, server: bytes | None, groups: bytes) -> Future[Any]:
+        """Calls :meth:`Worker.train_groups` without waiting for it."""
 
     @abstractmethod
     def result(self, future: Future[Any]) -> bytes:
@@ -88,7 +89,7 @@ class WorkersBackend(Backend):
         return WorkersPlan(self, plan, plan.description)
 
     def hand_out(
-        self, plan: Plan, server: Tree, groups: Sequence[Sequence[int]], kept: Mapping[int, Tree], round: int
+        self, plan: Plan, server: Tree, groups: Sequence[list[int]], kept: Mapping[int, Tree], round: int
     ) -> Iterator[GroupUpdate]:
         """Trains groups in the workers and yields them in order.
 
@@ -101,13 +102,14 @@ class WorkersBackend(Backend):
 
         Raises:
             MisconfigurationException: if model or data cannot be sent to a worker process, or if a worker dies three
-                times with the same group. Exceptions of the training are raised unchanged.
+                times with the same clients. Exceptions of the training are raised unchanged.
         """
         if not groups:
             return
         if not self.workers:
             self.workers = self.start(plan.training.datamodule)
-        handed_out = _HandedOut(self, plan, server, groups, kept, round)
+        chunks = plan.chunks(groups, at_least=_CHUNKS * len(self.workers))
+        handed_out = _HandedOut(self, plan, server, chunks, kept, round)
         try:
             yield from handed_out.updates()
         finally:
@@ -154,18 +156,23 @@ class WorkersPlan(Plan):
         """The groups of the other plan."""
         return self.plan.groups(cohort)
 
-    def train_group(self, server: Tree, clients: Sequence[int], kept: Mapping[int, Tree], round: int) -> GroupUpdate:
-        """Trains one group in this process."""
-        return self.plan.train_group(server, clients, kept, round)
+    def chunks(self, groups: Sequence[list[int]], at_least: int = 1) -> list[Chunk]:
+        """The chunks of the other plan."""
+        return self.plan.chunks(groups, at_least)
+
+    def train_groups(
+        self, server: Tree, groups: Sequence[Sequence[int]], kept: Mapping[int, Tree], round: int
+    ) -> list[GroupUpdate]:
+        """Trains some groups in this process."""
+        return self.plan.train_groups(server, groups, kept, round)
 
     def train(self, server: Tree, cohort: Sequence[int], kept: Mapping[int, Tree], round: int) -> Iterator[GroupUpdate]:
         """Trains the cohort in the workers; see :meth:`WorkersBackend.hand_out`."""
         yield from self.backend.hand_out(self.plan, server, self.groups(cohort), kept, round)
 
 
-def group_size(training: LocalTraining, clients: Sequence[int]) -> int:
-    """Number of training samples of a group, as a measure of its training time."""
-    return sum(len(training.datamodule.train_samples[client]) for client in clients)
+def _clients(chunk: Chunk) -> list[int]:
+    return [client for group in chunk for client in group]
 
 
 def _dead(clients: Sequence[int], death: WorkerDied) -> str:
@@ -177,16 +184,16 @@ def _dead(clients: Sequence[int], death: WorkerDied) -> str:
 
 
 class _HandedOut:
-    """The groups of a round that are handed out.
+    """The chunks of groups of a round that are handed out.
 
-    Groups are identified by index.
+    Chunks are identified by index.
 
     Attributes:
-        waiting: groups that are not handed out, in the order in which they will be.
-        idle: workers without a group.
-        busy: worker and group of every call in progress.
-        done: pickled updates that wait for those of earlier groups.
-        deaths: how many workers have died with each group.
+        waiting: chunks that are not handed out, in the order in which they will be.
+        idle: workers without a chunk.
+        busy: worker and chunk of every call in progress.
+        done: pickled updates that wait for those of earlier chunks.
+        deaths: how many workers have died with each chunk.
     """
 
     def __init__(
@@ -194,14 +201,14 @@ class _HandedOut:
         backend: WorkersBackend,
         plan: Plan,
         server: Tree,
-        groups: Sequence[Sequence[int]],
+        chunks: Sequence[Chunk],
         kept: Mapping[int, Tree],
         round: int,
     ) -> None:
         self.backend = backend
-        self.groups = groups
+        self.chunks = chunks
         self.send = _Sender(plan, server, kept, round)
-        self.waiting = sorted(range(len(groups)), key=lambda index: -group_size(plan.training, groups[index]))
+        self.waiting = sorted(range(len(chunks)), key=lambda index: -group_size(plan.training, _clients(chunks[index])))
         self.idle = list(backend.workers)
         self.busy: dict[Future[Any], tuple[RemoteWorker, int]] = {}
         self.done: dict[int, bytes] = {}
@@ -210,22 +217,22 @@ class _HandedOut:
     def updates(self) -> Iterator[GroupUpdate]:
         """Yields the groups' updates in order."""
         ready = 0
-        while ready < len(self.groups):
+        while ready < len(self.chunks):
             self._send_some(ready)
             while ready in self.done:
-                yield pickle.loads(self.done.pop(ready))
+                yield from pickle.loads(self.done.pop(ready))
                 ready += 1
             if self.busy:
                 for future in wait(self.busy, return_when=FIRST_COMPLETED).done:
                     self._take(future)
 
     def _send_some(self, ready: int) -> None:
-        """Gives idle workers the largest groups that are not too far ahead of ``ready``, the first missing one."""
+        """Gives idle workers the largest chunks that are not too far ahead of ``ready``, the first missing one."""
         within = [index for index in self.waiting if index < ready + _AHEAD * len(self.backend.workers)]
         for index, worker in zip(within, list(self.idle), strict=False):
             self.idle.remove(worker)
             self.waiting.remove(index)
-            self.busy[self.send(worker, self.groups[index])] = worker, index
+            self.busy[self.send(worker, self.chunks[index])] = worker, index
 
     def _take(self, future: Future[Any]) -> None:
         """Takes a worker's answer, or replaces a worker that died."""
@@ -235,14 +242,14 @@ class _HandedOut:
         except WorkerDied as death:
             self.deaths[index] += 1
             if self.deaths[index] == _TRIES:
-                raise MisconfigurationException(_dead(self.groups[index], death)) from death
+                raise MisconfigurationException(_dead(_clients(self.chunks[index]), death)) from death
             self.waiting.insert(0, index)
             worker = self.backend.replace(worker)
         self.idle.append(worker)
 
 
 class _Sender:
-    """Sends a round's groups; the phase and the server's state are pickled once and sent to workers that lack them."""
+    """Sends a round's chunks; the phase and the server's state are pickled once and sent to workers that lack them."""
 
     def __init__(self, plan: Plan, server: Tree, kept: Mapping[int, Tree], round: int) -> None:
         self.plan = plan
@@ -251,15 +258,15 @@ class _Sender:
         self.server = dumps(server)
         self.phase: bytes | None = None
 
-    def __call__(self, worker: RemoteWorker, clients: Sequence[int]) -> Future[Any]:
+    def __call__(self, worker: RemoteWorker, chunk: Chunk) -> Future[Any]:
         phase = server = None
         if worker.plan is not self.plan:
             phase = self.phase = self.phase or self._pickled_phase()
             worker.plan = self.plan
         if worker.server is not self.server:
             server = worker.server = self.server
-        kept = {client: self.kept[client] for client in clients if client in self.kept}
-        return worker.submit(phase, server, dumps((list(clients), kept, self.round)))
+        kept = {client: self.kept[client] for client in _clients(chunk) if client in self.kept}
+        return worker.submit(phase, server, dumps((chunk, kept, self.round)))
 
     def _pickled_phase(self) -> bytes:
         phase = PhaseMessage(self.plan)

@@ -18,9 +18,9 @@ import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from loky.process_executor import TerminatedWorkerError
 
-from fedmoe_pl.backends.backend import Backend, GroupUpdate, Plan
+from fedmoe_pl.backends.backend import Backend, Chunk, GroupUpdate, Plan, group_size
 from fedmoe_pl.backends.training import LocalTraining
-from fedmoe_pl.backends.workers.backend import RemoteWorker, WorkerDied, WorkersBackend, group_size
+from fedmoe_pl.backends.workers.backend import RemoteWorker, WorkerDied, WorkersBackend
 from fedmoe_pl.backends.workers.pickling import sendable
 from fedmoe_pl.backends.workers.worker import WORKER_ENVIRONMENT, Worker
 from fedmoe_pl.data import FederatedDataModule
@@ -120,20 +120,28 @@ class PoolPlan(Plan):
         """The groups of the other plan."""
         return self.plan.groups(cohort)
 
-    def train_group(self, server: Tree, clients: Sequence[int], kept: Mapping[int, Tree], round: int) -> GroupUpdate:
-        """Trains one group in this process."""
+    def chunks(self, groups: Sequence[list[int]], at_least: int = 1) -> list[Chunk]:
+        """The chunks of the other plan."""
+        return self.plan.chunks(groups, at_least)
+
+    def train_groups(
+        self, server: Tree, groups: Sequence[Sequence[int]], kept: Mapping[int, Tree], round: int
+    ) -> list[GroupUpdate]:
+        """Trains some groups in this process."""
         start = time.perf_counter()
-        update = self.plan.train_group(server, clients, kept, round)
-        self.paces.append((time.perf_counter() - start) / group_size(self.training, clients))
-        return update
+        updates = self.plan.train_groups(server, groups, kept, round)
+        size = sum(group_size(self.training, clients) for clients in groups)
+        self.paces.append((time.perf_counter() - start) / size)
+        return updates
 
     def train(self, server: Tree, cohort: Sequence[int], kept: Mapping[int, Tree], round: int) -> Iterator[GroupUpdate]:
         """Trains groups in this process until the others take over; see :meth:`WorkersBackend.hand_out`."""
         groups = self.groups(cohort)
         begun = 0
         while begun < len(groups) and not self._hands_out(groups, begun, round):
-            yield self.train_group(server, groups[begun], kept, round)
-            begun += 1
+            chunk = self.chunks(groups[begun:])[0]
+            yield from self.train_groups(server, chunk, kept, round)
+            begun += len(chunk)
         yield from self.backend.hand_out(self.plan, server, groups[begun:], kept, round)
 
     def _hands_out(self, groups: Sequence[Sequence[int]], begun: int, round: int) -> bool:
@@ -165,9 +173,9 @@ class _Process(RemoteWorker):
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, mask)
 
-    def submit(self, phase: bytes | None, server: bytes | None, group: bytes) -> Future[Any]:
+    def submit(self, phase: bytes | None, server: bytes | None, groups: bytes) -> Future[Any]:
         try:
-            return self.executor.submit(_train_group, self.data, self.device, phase, server, group)
+            return self.executor.submit(_train_groups, self.data, self.device, phase, server, groups)
         except TerminatedWorkerError as error:  # the process died while it was idle
             future: Future[Any] = Future()
             future.set_exception(error)
@@ -186,12 +194,12 @@ class _Process(RemoteWorker):
 _worker: Worker | None = None  # in a worker process
 
 
-def _train_group(data: str, device: torch.device, phase: bytes | None, server: bytes | None, group: bytes) -> bytes:
-    """Trains a group; runs in the worker's process."""
+def _train_groups(data: str, device: torch.device, phase: bytes | None, server: bytes | None, groups: bytes) -> bytes:
+    """Trains groups; runs in the worker's process."""
     global _worker
     if _worker is None:
         _worker = Worker(torch.load(data, mmap=True, weights_only=False), device)
-    return _worker.train_group(phase, server, group)
+    return _worker.train_groups(phase, server, groups)
 
 
 def _end_with(parent: int) -> None:

@@ -63,24 +63,24 @@ class Worker:
         # loky collects garbage after every call; over all imported objects, that took 20 percent of a round
         gc.freeze()
 
-    def train_group(self, phase: bytes | None, server: bytes | None, group: bytes) -> bytes:
-        """Trains a group and folds its updates.
+    def train_groups(self, phase: bytes | None, server: bytes | None, groups: bytes) -> bytes:
+        """Trains some groups and folds the updates of each.
 
         Args:
             phase: the pickled :class:`PhaseMessage`; None if it is the same as before.
             server: the pickled state of the server; None if it is the same as before.
-            group: the clients, the tensors that they have kept, and the round, pickled.
+            groups: the clients of each group, the tensors that they have kept, and the round, pickled.
 
         Returns:
-            The pickled ``GroupUpdate``.
+            The pickled ``GroupUpdate`` of each group.
         """
         try:
             if phase is not None:
                 self._begin_phase(loads(phase, self.datamodule))
             if server is not None:
                 self.server = pickle.loads(server)
-            update = self.plan.train_group(self.server, *pickle.loads(group))
-            return dumps(update)
+            updates = self.plan.train_groups(self.server, *pickle.loads(groups))
+            return dumps(updates)
         except Exception as error:
             raise portable(error) from error
 
