@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from fedmoe_pl.algorithms.algorithm import Algorithm
 from fedmoe_pl.algorithms.client import Update
@@ -14,6 +15,11 @@ from fedmoe_pl.trees import Tree
 
 Chunk = list[list[int]]
 """Groups of clients that are trained in one call, in order."""
+
+
+Job = Callable[["Plan", Tree, Sequence[Sequence[int]], Mapping[int, Tree]], Sequence[Any]]
+"""Work for some groups of clients: gets the phase's plan, the server's state, the groups, and the tensors that their
+clients keep; gives a result for each group."""
 
 
 @dataclass(frozen=True)
@@ -81,6 +87,17 @@ class Plan(ABC):
         self, server: Tree, groups: Sequence[Sequence[int]], kept: Mapping[int, Tree], round: int
     ) -> list[GroupUpdate]:
         """Trains some groups in this process; other arguments as in :meth:`train`."""
+
+    def map(self, job: Job, server: Tree, clients: Sequence[int], kept: Mapping[int, Tree]) -> Iterator[Any]:
+        """Does other work than training for some clients, such as their evaluation; yields the results in their order.
+
+        Args:
+            job: what to do; it must be possible to pickle it.
+            server: the server's state.
+            clients: ids of the clients.
+            kept: the tensors that clients keep, by client.
+        """
+        yield from job(self, server, [[client] for client in clients], kept)
 
     def train(self, server: Tree, cohort: Sequence[int], kept: Mapping[int, Tree], round: int) -> Iterator[GroupUpdate]:
         """Trains the cohort and yields its groups in order.

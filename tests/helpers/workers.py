@@ -52,12 +52,12 @@ class InThisProcess(RemoteWorker):
         self.log = log
 
     def submit(self, phase, server, groups):
-        chunk, kept, _ = pickle.loads(groups)
+        _, chunk, kept = pickle.loads(groups)
         clients = [client for group in chunk for client in group]
         self.log.append((phase is not None, server is not None, clients, sorted(kept)))
         future = Future()
         try:
-            future.set_result(self.worker.train_groups(phase, server, groups))
+            future.set_result(self.worker.work(phase, server, groups))
         except Exception as error:
             future.set_exception(error)
         return future
