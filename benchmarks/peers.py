@@ -39,13 +39,13 @@ from pathlib import Path
 import torch
 from peers_harness import Task
 from plain import Work
-from round import SAMPLES_PER_CLIENT
 from torch import Tensor, nn
 from workload import RandomImages, make_model, restart_with_environment
 
 from fedmoe_pl.seeds import derive_seed
 
 BARE = "bare loop"
+SAMPLES_PER_CLIENT = 500
 PEERS = {  # name: (harness, what it imports, what installs it)
     "Flower": ("peers_flower.py", ("flwr", "ray", "torch"), '"flwr[simulation]" torch'),
     "pfl-research": ("peers_pfl_research.py", ("pfl", "torch"), '"pfl[pytorch]"'),

@@ -1,10 +1,11 @@
 """Seconds and memory of one FedAvg round, against the shortest PyTorch loop that does the same.
 
     taskset -c 1 python benchmarks/round.py --batch-size 10
+    taskset -c 1 python benchmarks/round.py --clients 40 --samples 10 --epochs 1
     taskset -c 1 python benchmarks/round.py --batch-size 64 --backends TrainerBackend StackedBackend
     python benchmarks/round.py --accelerator gpu --clients 100 --expert VGG16
 
-LeNet-5 or VGG-16 on random images of shape (3, 32, 32), 500 samples a client, SGD with learning rate 0.01 and momentum
+LeNet-5 or VGG-16 on random images of shape (3, 32, 32), SGD with learning rate 0.01 and momentum
 0.5, one thread or one GPU. Loop and federation take turns in one process, so that both see the same machine; the first
 turn of each is dropped. Both shuffle with the same seeds and must end with the same weights, or there is nothing to
 compare. Evaluation, checkpoints and logs are off. Where other processes hold the core, the ratio in CPU seconds says
@@ -35,8 +36,6 @@ from fedmoe_pl.rounds.phase import Phase
 from fedmoe_pl.rounds.run import Run
 from fedmoe_pl.seeds import derive_seed
 from fedmoe_pl.trees import Tree
-
-SAMPLES_PER_CLIENT = 500
 
 
 class Clock:
@@ -88,7 +87,7 @@ def federated_round(
 
 def measure(options: argparse.Namespace) -> None:
     """Let the loop and each backend take turns, and print what they took."""
-    data = RandomImages(options.clients, SAMPLES_PER_CLIENT, options.batch_size)
+    data = RandomImages(options.clients, options.samples, options.batch_size)
     data.setup()
     model = make_model(1, getattr(fedmoe_pl.models, options.expert))
     device = torch.device("cuda" if options.accelerator == "gpu" else "cpu")
@@ -116,7 +115,7 @@ def measure(options: argparse.Namespace) -> None:
             if turn:
                 took["bare"].append(bare)
                 took[backend].append(federated)
-    report(took, peaks)
+    report(took, peaks, options.clients)
 
 
 def print_floor(expert: torch.nn.Module, work: Work) -> None:
@@ -132,11 +131,15 @@ def print_floor(expert: torch.nn.Module, work: Work) -> None:
     print(f"floor of a round: {steps} client steps, {operations / 1e12:.3f} TFLOP, {steps * moved / 1e9:.1f} GB moved")
 
 
-def report(took: dict[str, list[tuple[float, float]]], peaks: dict[str, float]) -> None:
-    """Print medians, their ratios and peak memory."""
+def report(took: dict[str, list[tuple[float, float]]], peaks: dict[str, float], clients: int) -> None:
+    """Print medians, their ratios, what a client costs beside the loop, and peak memory."""
     medians = {name: [statistics.median(column) for column in zip(*rows, strict=True)] for name, rows in took.items()}
     for name, (seconds, cpu_seconds) in medians.items():
         ratios = f"ratio {seconds / medians['bare'][0]:.3f}, {cpu_seconds / medians['bare'][1]:.3f} in CPU seconds"
+        fixed = [
+            1000 * (mine - bare) / clients for mine, bare in zip((seconds, cpu_seconds), medians["bare"], strict=True)
+        ]
+        print(f"{name}: {fixed[0]:.2f} ms a client beside the loop, {fixed[1]:.2f} in CPU time")
         print(f"{name}: median {seconds:.3f} s, {cpu_seconds:.3f} CPU s; {ratios}; peak memory {peaks[name]:.0f} MiB")
 
 
@@ -146,6 +149,7 @@ def main() -> None:
     parser.add_argument("--batch-size", type=int, default=10)
     parser.add_argument("--epochs", type=int, default=5, help="local epochs of a client")
     parser.add_argument("--clients", type=int, default=10)
+    parser.add_argument("--samples", type=int, default=500, help="training samples of a client")
     parser.add_argument("--repeats", type=int, default=5, help="counted turns of each")
     parser.add_argument("--accelerator", choices=["cpu", "gpu"], default="cpu")
     parser.add_argument("--expert", choices=["LeNet5", "VGG16"], default="LeNet5")

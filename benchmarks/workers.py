@@ -69,9 +69,11 @@ class TimedPlan(Plan):
         """Those of the other plan."""
         return self.plan.groups(cohort)
 
-    def train_group(self, server: Tree, clients: Sequence[int], kept: Mapping[int, Tree], round: int) -> GroupUpdate:
-        """Train a group as the other plan does."""
-        return self.plan.train_group(server, clients, kept, round)
+    def train_groups(
+        self, server: Tree, groups: Sequence[Sequence[int]], kept: Mapping[int, Tree], round: int
+    ) -> list[GroupUpdate]:
+        """Train groups as the other plan does."""
+        return self.plan.train_groups(server, groups, kept, round)
 
     def train(self, server: Tree, cohort: Sequence[int], kept: Mapping[int, Tree], round: int) -> Iterator[GroupUpdate]:
         """Time the round."""

@@ -20,6 +20,9 @@ def derive_seed(seed: int, *keys: int) -> int:
 
 def seed_all(seed: int) -> None:
     """Seeds the global generators of torch, NumPy and Python (dropout, parameter initialization, user code)."""
-    torch.manual_seed(seed)
+    # torch.manual_seed does the same, but takes 2 ms where CUDA has not been used, to note where it was called
+    torch.default_generator.manual_seed(seed)
+    if torch.cuda.is_available():
+        torch.cuda.manual_seed_all(seed)
     np.random.seed(seed % 2**32)
     random.seed(seed)

@@ -3,14 +3,23 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from fedmoe_pl.algorithms.algorithm import Algorithm
 from fedmoe_pl.algorithms.client import Update
 from fedmoe_pl.backends.traffic import Traffic
 from fedmoe_pl.backends.training import LocalTraining
 from fedmoe_pl.trees import Tree
+
+Chunk = list[list[int]]
+"""Groups of clients that are trained in one call, in order."""
+
+
+Job = Callable[["Plan", Tree, Sequence[Sequence[int]], Mapping[int, Tree]], Sequence[Any]]
+"""Work for some groups of clients: gets the phase's plan, the server's state, the groups, and the tensors that their
+clients keep; gives a result for each group."""
 
 
 @dataclass(frozen=True)
@@ -62,9 +71,33 @@ class Plan(ABC):
         only, not on which device is free, and the result has the same bits wherever it is computed.
         """
 
+    def chunks(self, groups: Sequence[list[int]], at_least: int = 1) -> list[Chunk]:
+        """Divides the groups into neighbours that are trained in one call; by default, each group is alone.
+
+        What is trained together changes nothing in the result.
+
+        Args:
+            groups: the groups of a cohort, in order.
+            at_least: how many chunks there should be at least, if the groups can be so divided.
+        """
+        return [[group] for group in groups]
+
     @abstractmethod
-    def train_group(self, server: Tree, clients: Sequence[int], kept: Mapping[int, Tree], round: int) -> GroupUpdate:
-        """Trains one group in this process; arguments as in :meth:`train`."""
+    def train_groups(
+        self, server: Tree, groups: Sequence[Sequence[int]], kept: Mapping[int, Tree], round: int
+    ) -> list[GroupUpdate]:
+        """Trains some groups in this process; other arguments as in :meth:`train`."""
+
+    def map(self, job: Job, server: Tree, clients: Sequence[int], kept: Mapping[int, Tree]) -> Iterator[Any]:
+        """Does other work than training for some clients, such as their evaluation; yields the results in their order.
+
+        Args:
+            job: what to do; it must be possible to pickle it.
+            server: the server's state.
+            clients: ids of the clients.
+            kept: the tensors that clients keep, by client.
+        """
+        yield from job(self, server, [[client] for client in clients], kept)
 
     def train(self, server: Tree, cohort: Sequence[int], kept: Mapping[int, Tree], round: int) -> Iterator[GroupUpdate]:
         """Trains the cohort and yields its groups in order.
@@ -75,8 +108,8 @@ class Plan(ABC):
             kept: the tensors that clients kept from earlier rounds; a client without an entry has kept none.
             round: the round of the phase, counted from 0.
         """
-        for clients in self.groups(cohort):
-            yield self.train_group(server, clients, kept, round)
+        for groups in self.chunks(self.groups(cohort)):
+            yield from self.train_groups(server, groups, kept, round)
 
 
 class Backend(ABC):
@@ -102,6 +135,11 @@ class Backend(ABC):
 
     def close(self) -> None:  # noqa: B027  (most backends hold nothing)
         """Releases what the backend holds between rounds, such as worker processes; it can be used again."""
+
+
+def group_size(training: LocalTraining, clients: Sequence[int]) -> int:
+    """Number of training samples of a group, as a measure of its training time."""
+    return sum(len(training.datamodule.train_samples[client]) for client in clients)
 
 
 def fold(algorithm: Algorithm, updates: Sequence[Update]) -> Update:

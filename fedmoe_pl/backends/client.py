@@ -89,13 +89,23 @@ def end_client(training: LocalTraining, client: Client, const: dict[str, Any], o
     """
     algorithm = training.algorithm
     update = algorithm.client_final(client, const)
-    kept = {name: tensor for name, tensor in update.kept.items() if not name.startswith(TRAINED)} | (optimizer or {})
+    sent, kept = (_without_views(tree, client.module) for tree in (update.sent, update.kept))
+    kept = {name: tensor for name, tensor in kept.items() if not name.startswith(TRAINED)} | (optimizer or {})
     if training.keep_trained:
         kept_as_trained = () if changes_kept(algorithm) else update.kept
         different = changed(client.module, training.initial, {})
         trained = {name: tensor for name, tensor in different.items() if name not in kept_as_trained}
         kept |= with_prefix(trained or _one_tensor(client.module), TRAINED)
-    return Update(update.sent, update.weight, kept)
+    return Update(sent, update.weight, kept)
+
+
+def _without_views(tree: Tree, module: LightningModule) -> Tree:
+    """The tree, with copies of tensors that are still the module's, because other clients will use the module."""
+    owned = {tensor.untyped_storage().data_ptr() for tensor in (*module.parameters(), *module.buffers())}
+    return {
+        name: tensor.clone() if tensor.untyped_storage().data_ptr() in owned else tensor
+        for name, tensor in tree.items()
+    }
 
 
 def _one_tensor(module: LightningModule) -> Tree:

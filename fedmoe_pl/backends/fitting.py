@@ -33,7 +33,7 @@ def fit(
     module: LightningModule,
     batches: Iterable[Any],
     validation: Batches | None,
-    freezing: Callback,
+    callbacks: list[Callback],
     **arguments: Any,
 ) -> Trainer:
     """Fits a module with a new Trainer, which takes a few milliseconds to make.
@@ -43,14 +43,14 @@ def fit(
         module: the module to fit.
         batches: training batches.
         validation: validation batches; None for none.
-        freezing: the callback that freezes the parameters that are not trained.
+        callbacks: callbacks that come before those in ``training``.
         arguments: arguments of the Trainer that override those in ``training``.
 
     Returns:
         The Trainer, after the fit.
     """
     settings = copy.deepcopy(training.trainer) | arguments
-    callbacks = [freezing, *_as_list(settings.pop("callbacks", None))]
+    callbacks = [*callbacks, *_as_list(settings.pop("callbacks", None))]
     settings["devices"] = [training.device.index or 0] if training.device.type == "cuda" else 1
     with quiet():
         trainer = Trainer(callbacks=callbacks, **settings)
@@ -99,6 +99,8 @@ def quiet() -> Iterator[None]:
         with warnings.catch_warnings():
             # a client without validation samples is not a mistake
             warnings.filterwarnings("ignore", "You defined a `validation_step` but have no `val_dataloader`")
+            # a group's clients have optimizers of their own
+            warnings.filterwarnings("ignore", "`LightningModule.configure_optimizers` returned `None`")
             # lightning 2.6 with torch 2.14 and newer; nothing that a user could fix
             warnings.filterwarnings("ignore", "`isinstance\\(treespec, LeafSpec\\)` is deprecated")
             yield

@@ -24,17 +24,20 @@ class Freezing(Callback):
         self.module = module
         self.round = round
         self.frozen: list[nn.Module] = []
-        self.frozen_by_user = {name for name, parameter in module.named_parameters() if not parameter.requires_grad}
+        self.parameters = [(name, parameter, parameter.requires_grad) for name, parameter in module.named_parameters()]
+        self.in_train_mode = [submodule for submodule in module.modules() if submodule.training]
+        self._modules: dict[tuple[bool, ...], list[nn.Module]] = {}
 
     def freeze(self, epoch: int) -> None:
         """Freezes the parameters that are not trained in an epoch."""
-        for name, parameter in self.module.named_parameters():
-            trainable = self.training.algorithm.is_trainable(name, self.round, epoch)
-            parameter.requires_grad_(trainable and name not in self.frozen_by_user)
+        is_trainable = self.training.algorithm.is_trainable
+        trained = tuple(by_user and is_trainable(name, self.round, epoch) for name, _, by_user in self.parameters)
+        for (_, parameter, _), is_trained in zip(self.parameters, trained, strict=True):
+            parameter.requires_grad_(is_trained)
         if not self.training.algorithm.frozen_train_mode:
-            self.frozen = [
-                submodule for submodule in self.module.modules() if submodule.training and _is_frozen(submodule)
-            ]
+            if trained not in self._modules:  # found once, because the search takes as long as a small step
+                self._modules[trained] = [submodule for submodule in self.in_train_mode if _is_frozen(submodule)]
+            self.frozen = self._modules[trained]
             for submodule in self.frozen:
                 submodule.eval()
 
@@ -43,9 +46,18 @@ class Freezing(Callback):
         self.freeze(trainer.current_epoch)
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Puts frozen modules back into train mode."""
+        self.unfreeze()
+
+    def unfreeze(self) -> None:
         """Puts frozen modules back into train mode, because other parts may be frozen in the next epoch."""
         for submodule in self.frozen:
             submodule.train()
+
+    def reset(self) -> None:
+        """Undoes the freezing of parameters."""
+        for _, parameter, by_user in self.parameters:
+            parameter.requires_grad_(by_user)
 
 
 def _is_frozen(module: nn.Module) -> bool:

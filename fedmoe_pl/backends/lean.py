@@ -136,4 +136,4 @@ def fit_epochs(
 ) -> Trainer:
     """Fits with one training step per epoch; arguments as in :func:`fit`."""
     no_clipping = {"gradient_clip_val": None, "gradient_clip_algorithm": None}  # manual optimization refuses to clip
-    return fit(training, module, _OneStep(batches), validation, freezing, **no_clipping)
+    return fit(training, module, _OneStep(batches), validation, [freezing], **no_clipping)

@@ -10,12 +10,13 @@ from torch import Tensor
 
 from fedmoe_pl.algorithms.algorithm import Algorithm
 from fedmoe_pl.algorithms.client import EVALUATED_AT_ONCE, Client, Update
-from fedmoe_pl.backends.backend import Backend, GroupUpdate, Plan, group_update
+from fedmoe_pl.backends.backend import Backend, Chunk, GroupUpdate, Plan, group_size, group_update
 from fedmoe_pl.backends.client import begin_client, client_batches, end_client, on_device, trainable_names
 from fedmoe_pl.backends.features import FeatureCache, Features, LookedUpBatches
 from fedmoe_pl.backends.fitting import fit, one_thread
 from fedmoe_pl.backends.freezing import Freezing
 from fedmoe_pl.backends.frozen_parts import looked_up
+from fedmoe_pl.backends.group import shares_trainer, train_clients
 from fedmoe_pl.backends.hooks import trains_by_loss
 from fedmoe_pl.backends.lean import EpochModule, fit_epochs, needs_every_batch
 from fedmoe_pl.backends.optimizers import optimizer_state
@@ -23,6 +24,7 @@ from fedmoe_pl.backends.training import LocalTraining
 from fedmoe_pl.trees import Tree, copy_module
 
 _MOST_GROUPS = 64  # so many that workers do not wait long for the last group
+_SAMPLES_PER_TRAINER = 2000  # in all epochs; to make a Trainer takes as long as to train a few hundred
 
 
 class TrainerBackend(Backend):
@@ -50,6 +52,7 @@ class TrainerPlan(Plan):
     def __init__(self, training: LocalTraining, description: str, lean: bool) -> None:
         super().__init__(training, description)
         self.lean = lean
+        self.shares_trainer = lean and shares_trainer(training)
         self.features = FeatureCache()
 
     def __reduce__(self) -> tuple[type, tuple[LocalTraining, str, bool]]:
@@ -65,11 +68,34 @@ class TrainerPlan(Plan):
         size = -(-len(cohort) // _MOST_GROUPS)
         return [list(cohort[start : start + size]) for start in range(0, len(cohort), size)]
 
-    def train_group(self, server: Tree, clients: Sequence[int], kept: Mapping[int, Tree], round: int) -> GroupUpdate:
+    def chunks(self, groups: Sequence[list[int]], at_least: int = 1) -> list[Chunk]:
+        """Neighbours whose clients are small, so that one Trainer serves them."""
+        if not self.shares_trainer:
+            return super().chunks(groups)
+        sizes = [self.training.max_epochs * group_size(self.training, group) for group in groups]
+        most = min(_SAMPLES_PER_TRAINER, sum(sizes) // at_least)
+        chunks: list[Chunk] = []
+        room = 0
+        for group, size in zip(groups, sizes, strict=True):
+            if size > room or not chunks:
+                chunks.append([])
+                room = most
+            chunks[-1].append(group)
+            room -= size
+        return chunks
+
+    def train_groups(
+        self, server: Tree, groups: Sequence[Sequence[int]], kept: Mapping[int, Tree], round: int
+    ) -> list[GroupUpdate]:
         """Trains one client after another."""
         with one_thread():
-            updates = [self._train_client(server, client, kept, round) for client in clients]
-        return group_update(self.training.algorithm, clients, updates)
+            clients = [client for group in groups for client in group]
+            if self.shares_trainer:
+                updates = train_clients(self.training, server, clients, kept, round, self.features)
+            else:
+                updates = {client: self._train_client(server, client, kept, round) for client in clients}
+        algorithm = self.training.algorithm
+        return [group_update(algorithm, group, [updates[client] for client in group]) for group in groups]
 
     def _train_client(self, server: Tree, client_id: int, kept: Mapping[int, Tree], round: int) -> Update:
         """One client's part of a round."""
@@ -108,7 +134,7 @@ def _fit_every_batch(training: LocalTraining, client: Client, const: dict[str, A
         module = _ClientModule(client.module, training.algorithm, const)
     freezing = Freezing(training, client.module, client.round)
     batches = client_batches(training, client, samples)
-    return fit(training, module, batches, _validation_batches(training, client), freezing)
+    return fit(training, module, batches, _validation_batches(training, client), [freezing])
 
 
 def _end_fit(training: LocalTraining, client: Client, trainer: Trainer) -> Tree:

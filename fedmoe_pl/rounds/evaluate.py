@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import TypeGuard
 
 import torch
@@ -15,7 +16,7 @@ from torchmetrics.functional.classification import multiclass_accuracy
 
 from fedmoe_pl.algorithms.algorithm import Moment, chooses_model, overrides
 from fedmoe_pl.algorithms.client import EVALUATED_AT_ONCE
-from fedmoe_pl.backends import TRAINED, LocalTraining, client_of
+from fedmoe_pl.backends import TRAINED, LocalTraining, Plan, client_of, one_thread
 from fedmoe_pl.data import FederatedDataModule
 from fedmoe_pl.data.parts import Parts
 from fedmoe_pl.models import FixedGate, MixtureOfExperts
@@ -28,10 +29,10 @@ def evaluate_clients(
     training: LocalTraining,
     server: Tree,
     kept: Mapping[int, Tree],
-    device: torch.device,
     round: int,
     moment: Moment,
     clients: Sequence[int] | None = None,
+    plan: Plan | None = None,
 ) -> list[ClientEvaluation]:
     """Evaluates the model that every client would use now, made of the tensors that the server sends and its own.
 
@@ -42,28 +43,76 @@ def evaluate_clients(
         training: the phase's module, algorithm and data.
         server: the server's state.
         kept: the tensors that clients kept, by client.
-        device: the device to compute on.
         round: number of completed rounds.
         moment: the moment of the last round, after which models are evaluated.
         clients: ids of the clients to evaluate; None for all.
+        plan: does the work for clients with a model of their own, in worker processes if it has some; None for here.
 
     Returns:
         One entry per client, in the order of ``clients``.
     """
     clients = range(training.datamodule.num_clients) if clients is None else clients
-    validation = opted_in(training.algorithm, training.datamodule.validation_samples, training.seed, validation=True)
-    evaluations: dict[int, ClientEvaluation] = {}
-    for group in training.by_architecture(clients):
+    keeping = set(kept)  # made once, because every look-up on disk takes time
+    differ = chooses_model(training.algorithm) or overrides(training.algorithm, "predictor")
+    alone = [client for client in clients if differ or (client in keeping and _has_own(kept[client], moment))]
+    of_alone = set(alone)
+    together = [client for client in clients if client not in of_alone]
+    job = partial(_evaluate_groups, round=round, moment=moment)
+    found = plan.map(job, server, alone, kept) if plan else _evaluate_each(training, server, alone, kept, round, moment)
+    evaluations = dict(zip(alone, found, strict=True))
+    validation = _opted_in_validation(training)
+    for group in training.by_architecture(together):
         group_training = training.of(group[0])
-        module = copy_module(group_training.module).to(device).eval()
-        for tensors, sharing in _models(group_training, module, server, kept, group, round, moment):
+        module = copy_module(group_training.module).to(training.device).eval()
+        for tensors, sharing in _models(group_training, server, kept, group):
             load_tree(module, {**group_training.initial, **tensors})
-            alike = [[client] for client in sharing] if overrides(training.algorithm, "predictor") else [sharing]
-            for some in alike:
-                predictor = client_predictor(group_training, module, server, some[0], kept, round)
-                evaluated = _evaluate_model(predictor, training.datamodule, some, validation)
-                evaluations.update(zip(some, evaluated, strict=True))
+            evaluated = _evaluate_model(module, training.datamodule, sharing, validation)
+            evaluations.update(zip(sharing, evaluated, strict=True))
     return [evaluations[client] for client in clients]
+
+
+def _has_own(kept: Tree, moment: Moment) -> bool:
+    """Whether a client that kept these tensors has a model of its own."""
+    return any("/" not in name or (moment == "local_training" and name.startswith(TRAINED)) for name in kept)
+
+
+def _evaluate_groups(
+    plan: Plan,
+    server: Tree,
+    groups: Sequence[Sequence[int]],
+    kept: Mapping[int, Tree],
+    round: int,
+    moment: Moment,
+) -> list[ClientEvaluation]:
+    """Evaluates clients with models of their own, each of them a group; runs in worker processes, too."""
+    clients = [client for (client,) in groups]
+    with one_thread():
+        return list(_evaluate_each(plan.training, server, clients, kept, round, moment))
+
+
+def _evaluate_each(
+    training: LocalTraining,
+    server: Tree,
+    clients: Sequence[int],
+    kept: Mapping[int, Tree],
+    round: int,
+    moment: Moment,
+) -> Iterator[ClientEvaluation]:
+    """Evaluates one client after another."""
+    validation, modules = _opted_in_validation(training), dict[int, LightningModule]()
+    for client in clients:
+        own_training, architecture = training.of(client), training.architecture(client)
+        if architecture not in modules:
+            modules[architecture] = copy_module(own_training.module).to(training.device).eval()
+        module = modules[architecture]
+        tensors = personal_tensors(own_training, module, server, client, kept.get(client, {}), round, moment)
+        load_tree(module, {**own_training.initial, **tensors})
+        predictor = client_predictor(own_training, module, server, client, kept, round)
+        yield from _evaluate_model(predictor, training.datamodule, [client], validation)
+
+
+def _opted_in_validation(training: LocalTraining) -> Parts:
+    return opted_in(training.algorithm, training.datamodule.validation_samples, training.seed, validation=True)
 
 
 def evaluated_model(module: LightningModule) -> str:
@@ -148,25 +197,15 @@ class _Predictor(LightningModule):
 
 
 def _models(
-    training: LocalTraining,
-    module: LightningModule,
-    server: Tree,
-    kept: Mapping[int, Tree],
-    clients: Sequence[int],
-    round: int,
-    moment: Moment,
-) -> Iterator[tuple[Mapping[str, Tensor], list[int]]]:
-    """The tensors of every distinct model, and the clients that have it."""
+    training: LocalTraining, server: Tree, kept: Mapping[int, Tree], clients: Sequence[int]
+) -> Iterator[tuple[Tree, list[int]]]:
+    """The tensors of every distinct model of clients that kept none of it, and the clients that have it."""
     shared: Tree = {}
     sharing: list[int] = []
-    keeping = set(kept)  # made once, because every look-up on disk takes time
+    asks = overrides(training.algorithm, "client_request")  # otherwise what clients keep need not be read
     for client in clients:
-        kept_tensors = kept[client] if client in keeping else {}
-        tensors = personal_tensors(training, module, server, client, kept_tensors, round, moment)
+        tensors = of_module(training.algorithm.received(server, client, kept.get(client, {}) if asks else {}))
         if sharing and not _same_tensors(tensors, shared):
-            if kept_tensors:
-                yield tensors, [client]  # the next clients that kept nothing may still share a model
-                continue
             yield shared, sharing
             sharing = []
         shared = tensors

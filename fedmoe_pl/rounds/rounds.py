@@ -38,6 +38,7 @@ def run_phase(run: Run, phase: Phase) -> None:
     state = run.state_of(phase, module)
     training = run.local_training(phase, module, state.initial)
     evaluations: list[Evaluation] = []
+    plan: Plan | None = None
     if state.round < phase.rounds:
         if state.round == 0 and state.server_learns:
             clients = first_clients(training, _cohort(run, phase, state), state.kept)
@@ -46,15 +47,14 @@ def run_phase(run: Run, phase: Phase) -> None:
         while state.round < phase.rounds and not state.stopped:
             evaluations = run_round(run, phase, plan, counter)
     if phase.evaluate and not evaluations:  # the last round was not evaluated, or was run before a resume
-        evaluations = _evaluate_round(run, phase, training)
+        evaluations = _evaluate_round(run, phase, training, plan)
     state.finished = True
     if state.best_round:
         state.select_best()
-        evaluations = run.evaluate(phase, training)
+        evaluations = run.evaluate(phase, training, plan)
     state.evaluations = evaluations
-    run.call(
-        "on_phase_end", phase, evaluations[0] if evaluations else None
-    )  # before the checkpoint: after a kill in between, it is called again
+    # before the checkpoint: after a kill in between, it is called again
+    run.call("on_phase_end", phase, evaluations[0] if evaluations else None)
     if run.enable_checkpointing:
         save_finished(run.folder / FILE, phase.name, state)
     run.save()
@@ -89,7 +89,8 @@ def run_round(run: Run, phase: Phase, plan: Plan, counter: FlopCounter) -> list[
     if state.server_learns:
         state.add_traffic("between_clients", _exchange(run, phase, plan.training, round))
     run.progress.end_round()
-    evaluations = _evaluate_round(run, phase, plan.training) if run.evaluates_after(phase, state.round) else []
+    evaluates = run.evaluates_after(phase, state.round)
+    evaluations = _evaluate_round(run, phase, plan.training, plan) if evaluates else []
     state.stopped = _is_over(run, phase, state)
     run.save()
     run.store.remove_replaced(state.kept, state.best_kept)
@@ -167,10 +168,10 @@ def _exchange(run: Run, phase: Phase, training: LocalTraining, round: int) -> Tr
     return received
 
 
-def _evaluate_round(run: Run, phase: Phase, training: LocalTraining) -> list[Evaluation]:
+def _evaluate_round(run: Run, phase: Phase, training: LocalTraining, plan: Plan | None) -> list[Evaluation]:
     """Evaluates the round, adds its rows, and remembers it if it is the best so far."""
     state = run.states[phase.name]
-    evaluations = run.evaluate(phase, training)
+    evaluations = run.evaluate(phase, training, plan)
     recorded = {(row["method"], row["round"]) for row in run.rows[-len(evaluations) :]}
     for evaluation in evaluations:
         if (evaluation.method, evaluation.round) not in recorded:  # a resumed run may repeat a round

@@ -245,19 +245,20 @@ class Run:
             device=self.devices[0],
         )
 
-    def evaluate(self, phase: Phase, training: LocalTraining) -> list[Evaluation]:
+    def evaluate(self, phase: Phase, training: LocalTraining, plan: Plan | None = None) -> list[Evaluation]:
         """Evaluates the model that every client would use now, after each of ``Phase.moments``.
 
         Args:
             phase: a phase that has begun.
             training: the phase's local training.
+            plan: how its clients are trained, whose workers take part; None for an evaluation in this process.
         """
         state, evaluations = self.states[phase.name], []
-        arguments = training, state.server, state.kept, self.devices[0], state.round
+        arguments = training, state.server, state.kept, state.round
         round, selection = _round_and_selection(phase, state)
         for moment in phase.moments:
             with one_thread():
-                clients = evaluate_clients(*arguments, moment, self.evaluated)
+                clients = evaluate_clients(*arguments, moment, self.evaluated, plan)
             evaluations.append(
                 Evaluation(
                     method=phase.method(moment),

@@ -6,7 +6,7 @@ from helpers import TensorData
 from helpers.runs import data, federation, model
 from helpers.workers import SIZES
 
-from fedmoe_pl.backends import TrainerBackend
+from fedmoe_pl.backends import TrainerBackend, trainer
 
 
 @pytest.fixture
@@ -21,6 +21,12 @@ def images():
         return data
 
     return make
+
+
+@pytest.fixture
+def clients_alone(monkeypatch):
+    """No Trainer serves several clients, so that each is handed out alone."""
+    monkeypatch.setattr(trainer, "_SAMPLES_PER_TRAINER", 0)
 
 
 @pytest.fixture(scope="session")

@@ -19,6 +19,7 @@ from fedmoe_pl.algorithms import FedAvg
 from fedmoe_pl.backends import PoolBackend, TrainerBackend
 
 
+@pytest.mark.usefixtures("clients_alone")
 def test_what_cannot_be_sent_is_refused_and_a_lazy_pool_goes_on_without(monkeypatch):
     datamodule = data(sizes=SIZES)
     datamodule.lock = threading.Lock()
@@ -33,6 +34,7 @@ def test_what_cannot_be_sent_is_refused_and_a_lazy_pool_goes_on_without(monkeypa
     assert_same(updates, trained(TrainerBackend(), phase))
 
 
+@pytest.mark.usefixtures("clients_alone")
 @pytest.mark.parametrize(("rounds", "starts"), [(2, False), (10**4, True)])
 def test_a_lazy_pool_starts_only_where_it_shortens_the_phase(rounds, starts, monkeypatch):
     pool, phase, log = PoolBackend(TrainerBackend(), [CPU, CPU], lazy=True), training(rounds=rounds), []

@@ -45,6 +45,7 @@ def test_what_is_sent_is_what_a_worker_lacks_largest_groups_first():
     assert_same(other, trained(TrainerBackend(), replace(phase, seed=1)))
 
 
+@pytest.mark.usefixtures("clients_alone")
 def test_no_update_runs_far_ahead_of_the_first_one_that_is_missing():
     backend = TwoInThisProcess()
     trained(backend, training(datamodule=data(sizes=range(5, 45))))
@@ -66,16 +67,17 @@ def test_stacked_clients_are_handed_out_in_the_stacks_of_one_process():
 class DiesOnce(InThisProcess):
     deaths = 1
 
-    def submit(self, phase, server, group):
-        if pickle.loads(group)[0] == [2] and type(self).deaths:
+    def submit(self, phase, server, groups):
+        if pickle.loads(groups)[1] == [[2]] and type(self).deaths:
             type(self).deaths -= 1
             future = Future()
             future.set_exception(WorkerDied("SIGKILL"))
             return future
-        return super().submit(phase, server, group)
+        return super().submit(phase, server, groups)
 
 
-def test_a_dead_worker_is_replaced_and_its_group_trained_again(monkeypatch):
+@pytest.mark.usefixtures("clients_alone")
+def test_a_dead_worker_is_replaced_and_its_group_trained_again():
     phase, backend = training(), TwoInThisProcess()
     backend.worker = DiesOnce
     assert_same(trained(backend, phase), trained(TrainerBackend(), phase))
@@ -83,6 +85,7 @@ def test_a_dead_worker_is_replaced_and_its_group_trained_again(monkeypatch):
     assert len(backend.workers) == 2
 
 
+@pytest.mark.usefixtures("clients_alone")
 def test_a_group_that_ends_every_worker_ends_the_run_with_one_sentence(monkeypatch):
     monkeypatch.setattr(DiesOnce, "deaths", 3)
     backend = TwoInThisProcess()

@@ -51,12 +51,13 @@ class InThisProcess(RemoteWorker):
         self.worker = Worker(datamodule, CPU)
         self.log = log
 
-    def submit(self, phase, server, group):
-        clients, kept, _ = pickle.loads(group)
+    def submit(self, phase, server, groups):
+        _, chunk, kept = pickle.loads(groups)
+        clients = [client for group in chunk for client in group]
         self.log.append((phase is not None, server is not None, clients, sorted(kept)))
         future = Future()
         try:
-            future.set_result(self.worker.train_group(phase, server, group))
+            future.set_result(self.worker.work(phase, server, groups))
         except Exception as error:
             future.set_exception(error)
         return future

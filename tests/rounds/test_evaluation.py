@@ -69,7 +69,7 @@ def test_accuracies_are_those_of_counting_by_hand_for_every_client(fractions):
     datamodule = blobs((17, 30, 23), **fractions)
     model = mixture(FeatureGate(6))
     kept = {client: another_model(client, model) for client in range(3)}
-    evaluations = evaluate_clients(training(model, datamodule), {}, kept, CPU, 1, "aggregation")
+    evaluations = evaluate_clients(training(model, datamodule), {}, kept, 1, "aggregation")
     assert [evaluation.client for evaluation in evaluations] == [0, 1, 2]
     for client, evaluation in enumerate(evaluations):
         expected = expected_evaluation(mixture(FeatureGate(6)).eval(), kept[client], datamodule, client)
@@ -89,7 +89,7 @@ def test_local_test_weighs_each_classs_accuracy_by_the_clients_share_of_the_clas
     model = mixture(ConstantGate(1))
     torch.nn.init.zeros_(model.global_expert.classifier[1].weight)
     model.global_expert.classifier[1].bias.data = torch.tensor([0.0, 1.0, 0.0]).double()
-    first, second = evaluate_clients(training(model, datamodule), {}, {}, CPU, 1, "aggregation")
+    first, second = evaluate_clients(training(model, datamodule), {}, {}, 1, "aggregation")
     assert (first.local_test, second.local_test) == (0.25, 1.0)
     share = (datamodule.y[datamodule.global_test] == 1).double().mean().item()
     assert first.global_test == second.global_test == pytest.approx(share, abs=1e-6)
@@ -99,7 +99,7 @@ def test_a_class_that_the_test_set_lacks_has_no_weight_and_an_output_without_a_c
     datamodule = blobs((17, 30))
     datamodule.global_test = datamodule.global_test[datamodule.y[datamodule.global_test] != 2]
     model = mixture(ConstantGate(1), Expert(classes=5))
-    evaluations = evaluate_clients(training(model, datamodule), {}, {}, CPU, 1, "aggregation")
+    evaluations = evaluate_clients(training(model, datamodule), {}, {}, 1, "aggregation")
     for client, evaluation in enumerate(evaluations):
         expected = expected_evaluation(model.eval(), {}, datamodule, client)
         assert evaluation.local_test == pytest.approx(expected["local_test"], abs=1e-6)
@@ -111,7 +111,7 @@ def test_gate_weights_are_of_the_held_out_samples_or_else_of_the_training_sample
     datamodule = blobs((17, 30), test_fraction=test_fraction, validation_fraction=0.2)
     model = mixture(FeatureGate(6))
     kept = {1: another_model(1, model)}
-    for client, evaluation in enumerate(evaluate_clients(training(model, datamodule), {}, kept, CPU, 1, "aggregation")):
+    for client, evaluation in enumerate(evaluate_clients(training(model, datamodule), {}, kept, 1, "aggregation")):
         own = (datamodule.test_samples if test_fraction else datamodule.train_samples)[client]
         module = mixture(FeatureGate(6)).eval()
         load_tree(module, kept.get(client, {}))
@@ -123,7 +123,7 @@ def test_gate_weights_are_of_the_held_out_samples_or_else_of_the_training_sample
 
 
 def test_a_constant_gate_has_no_gate_weights():
-    (evaluation,) = evaluate_clients(training(mixture(ConstantGate(0.5)), blobs((5,))), {}, {}, CPU, 1, "aggregation")
+    (evaluation,) = evaluate_clients(training(mixture(ConstantGate(0.5)), blobs((5,))), {}, {}, 1, "aggregation")
     assert evaluation.gate_weights is None and evaluation.gate_labels is None
     assert math.isnan(evaluation.mean_gate_weight)
 
@@ -145,8 +145,8 @@ def test_clients_are_evaluated_the_same_with_and_without_the_shortcut_for_equal_
         for client in with_own
     }
     pattern = "global_expert.*"
-    short = evaluate_clients(training(model, datamodule, FedAvg(pattern)), server, kept, CPU, 1, "aggregation")
-    long = evaluate_clients(training(model, datamodule, Unshortened(pattern)), server, kept, CPU, 1, "aggregation")
+    short = evaluate_clients(training(model, datamodule, FedAvg(pattern)), server, kept, 1, "aggregation")
+    long = evaluate_clients(training(model, datamodule, Unshortened(pattern)), server, kept, 1, "aggregation")
     for client, (a, b) in enumerate(zip(short, long, strict=True)):
         for metric in METRICS:
             assert getattr(a, metric) == getattr(b, metric)
@@ -169,7 +169,7 @@ def test_clients_with_the_same_model_are_evaluated_in_one_pass(monkeypatch):
     monkeypatch.setattr(datamodule, "batches", recorded)
     kept = {1: another_model(1, model)}
     evaluations = evaluate_clients(
-        training(model, datamodule, FedAvg()), dict(model.state_dict()), kept, CPU, 1, "aggregation"
+        training(model, datamodule, FedAvg()), dict(model.state_dict()), kept, 1, "aggregation"
     )
     one = [30, 1, 1]  # client 1: global test, held out, validation
     others = [30, 1 + 2 + 1, 1 + 2]  # client 3 holds nothing out, and shows its gate on its training sample
@@ -183,7 +183,7 @@ def test_evaluation_is_in_eval_mode_in_whole_batches_and_changes_neither_model_n
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     random_state = torch.get_rng_state()
     kept = {0: another_model(0, model)}
-    first, again = (evaluate_clients(training(model, datamodule), {}, kept, CPU, 1, "aggregation") for _ in range(2))
+    first, again = (evaluate_clients(training(model, datamodule), {}, kept, 1, "aggregation") for _ in range(2))
     assert [e.local_test for e in first] == [e.local_test for e in again]
     assert all(module.training for module in model.modules())
     assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())

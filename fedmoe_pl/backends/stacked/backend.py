@@ -90,8 +90,13 @@ class StackedPlan(Plan):
             groups += [ordered[start : start + size] for start in range(0, len(ordered), size)]
         return groups
 
-    def train_group(self, server: Tree, clients: Sequence[int], kept: Mapping[int, Tree], round: int) -> GroupUpdate:
-        """Trains a group in one Trainer."""
+    def train_groups(
+        self, server: Tree, groups: Sequence[Sequence[int]], kept: Mapping[int, Tree], round: int
+    ) -> list[GroupUpdate]:
+        """Trains each group in one Trainer."""
+        return [self._train_group(server, clients, kept, round) for clients in groups]
+
+    def _train_group(self, server: Tree, clients: Sequence[int], kept: Mapping[int, Tree], round: int) -> GroupUpdate:
         training = self.training.of(clients[0])
         with one_thread():
             module = copy_module(training.module)

@@ -7,11 +7,12 @@ from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
+from functools import partial
 from typing import Any
 
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 
-from fedmoe_pl.backends.backend import Backend, GroupUpdate, Plan
+from fedmoe_pl.backends.backend import Backend, Chunk, GroupUpdate, Job, Plan, group_size
 from fedmoe_pl.backends.training import LocalTraining
 from fedmoe_pl.backends.workers.pickling import dumps, sendable
 from fedmoe_pl.backends.workers.worker import PhaseMessage
@@ -19,6 +20,8 @@ from fedmoe_pl.data import FederatedDataModule
 from fedmoe_pl.trees import Tree
 
 _TRIES = 3  # another process may cause one death, but hardly three with the same clients
+_CHUNKS = 4  # per worker at least, so that none waits long for the last one
+_PARTS = 32  # of clients that are evaluated, so that no worker waits long for the last one
 _AHEAD = 8  # how many updates per worker may wait for an earlier one; limits their memory
 
 
@@ -38,8 +41,8 @@ class RemoteWorker(ABC):
     server: bytes | None = None
 
     @abstractmethod
-    def submit(self, phase: bytes | None, server: bytes | None, group: bytes) -> Future[Any]:
-        """Calls :meth:`Worker.train_group` without waiting for it."""
+    def submit(self, phase: bytes | None, server: bytes | None, groups: bytes) -> Future[Any]:
+        """Calls :meth:`Worker.work` without waiting for it."""
 
     @abstractmethod
     def result(self, future: Future[Any]) -> bytes:
@@ -87,32 +90,45 @@ class WorkersBackend(Backend):
         plan = self.backend.plan(training)
         return WorkersPlan(self, plan, plan.description)
 
-    def hand_out(
-        self, plan: Plan, server: Tree, groups: Sequence[Sequence[int]], kept: Mapping[int, Tree], round: int
+    def train(
+        self, plan: Plan, server: Tree, groups: Sequence[list[int]], kept: Mapping[int, Tree], round: int
     ) -> Iterator[GroupUpdate]:
-        """Trains groups in the workers and yields them in order.
+        """Trains groups in the workers and yields them in order; arguments as in :meth:`hand_out`."""
+        if groups:
+            self._start_workers(plan)
+            chunks = plan.chunks(groups, at_least=_CHUNKS * len(self.workers))
+            yield from self.hand_out(plan, partial(_train_groups, round=round), server, chunks, kept)
+
+    def hand_out(
+        self, plan: Plan, job: Job, server: Tree, chunks: Sequence[Chunk], kept: Mapping[int, Tree]
+    ) -> Iterator[Any]:
+        """Does work for groups of clients in the workers, and yields each group's result in order.
 
         Args:
             plan: how each worker trains its groups.
+            job: what to do for each chunk.
             server: the server's state.
-            groups: the groups, in the order in which their updates are yielded.
+            chunks: the groups, in the order in which their results are yielded, divided into those that one worker is
+                handed together.
             kept: the tensors that clients kept from earlier rounds, by client.
-            round: the round of the phase, counted from 0.
 
         Raises:
             MisconfigurationException: if model or data cannot be sent to a worker process, or if a worker dies three
-                times with the same group. Exceptions of the training are raised unchanged.
+                times with the same clients. Exceptions of the work are raised unchanged.
         """
-        if not groups:
+        if not chunks:
             return
-        if not self.workers:
-            self.workers = self.start(plan.training.datamodule)
-        handed_out = _HandedOut(self, plan, server, groups, kept, round)
+        self._start_workers(plan)
+        handed_out = _HandedOut(self, plan, job, server, chunks, kept)
         try:
-            yield from handed_out.updates()
+            yield from handed_out.results()
         finally:
             if handed_out.busy:  # there was an exception, and nobody waits for the other answers
                 self.close()
+
+    def _start_workers(self, plan: Plan) -> None:
+        if not self.workers:
+            self.workers = self.start(plan.training.datamodule)
 
     def replace(self, worker: RemoteWorker) -> RemoteWorker:
         """Cleans up after a worker that died, and starts another in its place."""
@@ -132,8 +148,8 @@ class WorkersBackend(Backend):
         return {**vars(self), "workers": []}
 
 
-class WorkersPlan(Plan):
-    """Hands out the groups of another plan.
+class HandingOutPlan(Plan):
+    """The base of plans that hand out the groups of another plan.
 
     Args:
         backend: the backend that has the workers.
@@ -146,26 +162,51 @@ class WorkersPlan(Plan):
         self.backend = backend
         self.plan = plan
 
-    def begin(self, training: LocalTraining) -> WorkersPlan:
-        """Begins the other plan."""
-        return WorkersPlan(self.backend, self.plan.begin(training), self.description)
-
     def groups(self, cohort: Sequence[int]) -> list[list[int]]:
         """The groups of the other plan."""
         return self.plan.groups(cohort)
 
-    def train_group(self, server: Tree, clients: Sequence[int], kept: Mapping[int, Tree], round: int) -> GroupUpdate:
-        """Trains one group in this process."""
-        return self.plan.train_group(server, clients, kept, round)
+    def chunks(self, groups: Sequence[list[int]], at_least: int = 1) -> list[Chunk]:
+        """The chunks of the other plan."""
+        return self.plan.chunks(groups, at_least)
+
+    def train_groups(
+        self, server: Tree, groups: Sequence[Sequence[int]], kept: Mapping[int, Tree], round: int
+    ) -> list[GroupUpdate]:
+        """Trains some groups in this process."""
+        return self.plan.train_groups(server, groups, kept, round)
+
+
+class WorkersPlan(HandingOutPlan):
+    """Hands out all groups."""
+
+    def begin(self, training: LocalTraining) -> WorkersPlan:
+        """Begins the other plan."""
+        return WorkersPlan(self.backend, self.plan.begin(training), self.description)
 
     def train(self, server: Tree, cohort: Sequence[int], kept: Mapping[int, Tree], round: int) -> Iterator[GroupUpdate]:
         """Trains the cohort in the workers; see :meth:`WorkersBackend.hand_out`."""
-        yield from self.backend.hand_out(self.plan, server, self.groups(cohort), kept, round)
+        yield from self.backend.train(self.plan, server, self.groups(cohort), kept, round)
+
+    def map(self, job: Job, server: Tree, clients: Sequence[int], kept: Mapping[int, Tree]) -> Iterator[Any]:
+        """Does the work in the workers; see :meth:`WorkersBackend.hand_out`."""
+        yield from self.backend.hand_out(self.plan, job, server, parts_of(clients), kept)
 
 
-def group_size(training: LocalTraining, clients: Sequence[int]) -> int:
-    """Number of training samples of a group, as a measure of its training time."""
-    return sum(len(training.datamodule.train_samples[client]) for client in clients)
+def parts_of(clients: Sequence[int]) -> list[Chunk]:
+    """Clients of whom each is a group, in parts that one worker is handed together."""
+    size = -(-len(clients) // _PARTS)
+    return [[[client] for client in clients[start : start + size]] for start in range(0, len(clients), size or 1)]
+
+
+def _train_groups(
+    plan: Plan, server: Tree, groups: Sequence[Sequence[int]], kept: Mapping[int, Tree], round: int
+) -> list[GroupUpdate]:
+    return plan.train_groups(server, groups, kept, round)
+
+
+def _clients(chunk: Chunk) -> list[int]:
+    return [client for group in chunk for client in group]
 
 
 def _dead(clients: Sequence[int], death: WorkerDied) -> str:
@@ -177,55 +218,55 @@ def _dead(clients: Sequence[int], death: WorkerDied) -> str:
 
 
 class _HandedOut:
-    """The groups of a round that are handed out.
+    """The chunks of groups of a round that are handed out.
 
-    Groups are identified by index.
+    Chunks are identified by index.
 
     Attributes:
-        waiting: groups that are not handed out, in the order in which they will be.
-        idle: workers without a group.
-        busy: worker and group of every call in progress.
-        done: pickled updates that wait for those of earlier groups.
-        deaths: how many workers have died with each group.
+        waiting: chunks that are not handed out, in the order in which they will be.
+        idle: workers without a chunk.
+        busy: worker and chunk of every call in progress.
+        done: pickled results that wait for those of earlier chunks.
+        deaths: how many workers have died with each chunk.
     """
 
     def __init__(
         self,
         backend: WorkersBackend,
         plan: Plan,
+        job: Job,
         server: Tree,
-        groups: Sequence[Sequence[int]],
+        chunks: Sequence[Chunk],
         kept: Mapping[int, Tree],
-        round: int,
     ) -> None:
         self.backend = backend
-        self.groups = groups
-        self.send = _Sender(plan, server, kept, round)
-        self.waiting = sorted(range(len(groups)), key=lambda index: -group_size(plan.training, groups[index]))
+        self.chunks = chunks
+        self.send = _Sender(plan, job, server, kept)
+        self.waiting = sorted(range(len(chunks)), key=lambda index: -group_size(plan.training, _clients(chunks[index])))
         self.idle = list(backend.workers)
         self.busy: dict[Future[Any], tuple[RemoteWorker, int]] = {}
         self.done: dict[int, bytes] = {}
         self.deaths: Counter[int] = Counter()
 
-    def updates(self) -> Iterator[GroupUpdate]:
-        """Yields the groups' updates in order."""
+    def results(self) -> Iterator[Any]:
+        """Yields the groups' results in order."""
         ready = 0
-        while ready < len(self.groups):
+        while ready < len(self.chunks):
             self._send_some(ready)
             while ready in self.done:
-                yield pickle.loads(self.done.pop(ready))
+                yield from pickle.loads(self.done.pop(ready))
                 ready += 1
             if self.busy:
                 for future in wait(self.busy, return_when=FIRST_COMPLETED).done:
                     self._take(future)
 
     def _send_some(self, ready: int) -> None:
-        """Gives idle workers the largest groups that are not too far ahead of ``ready``, the first missing one."""
+        """Gives idle workers the largest chunks that are not too far ahead of ``ready``, the first missing one."""
         within = [index for index in self.waiting if index < ready + _AHEAD * len(self.backend.workers)]
         for index, worker in zip(within, list(self.idle), strict=False):
             self.idle.remove(worker)
             self.waiting.remove(index)
-            self.busy[self.send(worker, self.groups[index])] = worker, index
+            self.busy[self.send(worker, self.chunks[index])] = worker, index
 
     def _take(self, future: Future[Any]) -> None:
         """Takes a worker's answer, or replaces a worker that died."""
@@ -235,31 +276,31 @@ class _HandedOut:
         except WorkerDied as death:
             self.deaths[index] += 1
             if self.deaths[index] == _TRIES:
-                raise MisconfigurationException(_dead(self.groups[index], death)) from death
+                raise MisconfigurationException(_dead(_clients(self.chunks[index]), death)) from death
             self.waiting.insert(0, index)
             worker = self.backend.replace(worker)
         self.idle.append(worker)
 
 
 class _Sender:
-    """Sends a round's groups; the phase and the server's state are pickled once and sent to workers that lack them."""
+    """Sends a round's chunks; the phase and the server's state are pickled once and sent to workers that lack them."""
 
-    def __init__(self, plan: Plan, server: Tree, kept: Mapping[int, Tree], round: int) -> None:
+    def __init__(self, plan: Plan, job: Job, server: Tree, kept: Mapping[int, Tree]) -> None:
         self.plan = plan
+        self.job = job
         self.kept = kept
-        self.round = round
         self.server = dumps(server)
         self.phase: bytes | None = None
 
-    def __call__(self, worker: RemoteWorker, clients: Sequence[int]) -> Future[Any]:
+    def __call__(self, worker: RemoteWorker, chunk: Chunk) -> Future[Any]:
         phase = server = None
         if worker.plan is not self.plan:
             phase = self.phase = self.phase or self._pickled_phase()
             worker.plan = self.plan
         if worker.server is not self.server:
             server = worker.server = self.server
-        kept = {client: self.kept[client] for client in clients if client in self.kept}
-        return worker.submit(phase, server, dumps((list(clients), kept, self.round)))
+        kept = {client: self.kept[client] for client in _clients(chunk) if client in self.kept}
+        return worker.submit(phase, server, dumps((self.job, chunk, kept)))
 
     def _pickled_phase(self) -> bytes:
         phase = PhaseMessage(self.plan)

@@ -18,9 +18,9 @@ import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from loky.process_executor import TerminatedWorkerError
 
-from fedmoe_pl.backends.backend import Backend, GroupUpdate, Plan
+from fedmoe_pl.backends.backend import Backend, GroupUpdate, Job, Plan, group_size
 from fedmoe_pl.backends.training import LocalTraining
-from fedmoe_pl.backends.workers.backend import RemoteWorker, WorkerDied, WorkersBackend, group_size
+from fedmoe_pl.backends.workers.backend import HandingOutPlan, RemoteWorker, WorkerDied, WorkersBackend, parts_of
 from fedmoe_pl.backends.workers.pickling import sendable
 from fedmoe_pl.backends.workers.worker import WORKER_ENVIRONMENT, Worker
 from fedmoe_pl.data import FederatedDataModule
@@ -97,44 +97,48 @@ class PoolBackend(WorkersBackend):
         return {**super().__getstate__(), "_data": None}
 
 
-class PoolPlan(Plan):
-    """Hands out the groups of another plan as soon as starting processes is worth the time.
+class PoolPlan(HandingOutPlan):
+    """Hands out the groups of another plan as soon as starting processes is worth the time."""
 
-    Args:
-        backend: the backend that has the processes.
-        plan: how each of them trains its groups.
-        description: how the phase is trained, and why; for the log.
-    """
+    backend: PoolBackend
 
     def __init__(self, backend: PoolBackend, plan: Plan, description: str) -> None:
-        super().__init__(plan.training, description)
-        self.backend = backend
-        self.plan = plan
+        super().__init__(backend, plan, description)
         self.paces: list[float] = []  # seconds per training sample, of the groups trained in this process
 
     def begin(self, training: LocalTraining) -> PoolPlan:
         """Begins the other plan."""
         return PoolPlan(self.backend, self.plan.begin(training), self.description)
 
-    def groups(self, cohort: Sequence[int]) -> list[list[int]]:
-        """The groups of the other plan."""
-        return self.plan.groups(cohort)
-
-    def train_group(self, server: Tree, clients: Sequence[int], kept: Mapping[int, Tree], round: int) -> GroupUpdate:
-        """Trains one group in this process."""
-        start = time.perf_counter()
-        update = self.plan.train_group(server, clients, kept, round)
-        self.paces.append((time.perf_counter() - start) / group_size(self.training, clients))
-        return update
-
     def train(self, server: Tree, cohort: Sequence[int], kept: Mapping[int, Tree], round: int) -> Iterator[GroupUpdate]:
         """Trains groups in this process until the others take over; see :meth:`WorkersBackend.hand_out`."""
         groups = self.groups(cohort)
         begun = 0
         while begun < len(groups) and not self._hands_out(groups, begun, round):
-            yield self.train_group(server, groups[begun], kept, round)
-            begun += 1
-        yield from self.backend.hand_out(self.plan, server, groups[begun:], kept, round)
+            chunk = self.chunks(groups[begun:])[0]
+            start = time.perf_counter()
+            updates = self.train_groups(server, chunk, kept, round)
+            size = sum(group_size(self.training, clients) for clients in chunk)
+            self.paces.append((time.perf_counter() - start) / size)
+            begun += len(chunk)
+            yield from updates
+        yield from self.backend.train(self.plan, server, groups[begun:], kept, round)
+
+    def map(self, job: Job, server: Tree, clients: Sequence[int], kept: Mapping[int, Tree]) -> Iterator[Any]:
+        """Does the work in this process until the others take over; see :meth:`WorkersBackend.hand_out`."""
+        backend, training = self.backend, self.training
+        chunks, pace = parts_of(clients), 0.0
+        while chunks and not backend.workers:
+            share = 1 - 1 / len(backend.devices)
+            worth_it = pace * len(chunks) * share >= _WORTH_STARTING
+            if (not backend.lazy and len(clients) > 1) or (worth_it and backend.starts(training.datamodule)):
+                break
+            chunk = chunks.pop(0)
+            start = time.perf_counter()
+            results = job(self.plan, server, chunk, kept)
+            pace = time.perf_counter() - start
+            yield from results
+        yield from backend.hand_out(self.plan, job, server, chunks, kept)
 
     def _hands_out(self, groups: Sequence[Sequence[int]], begun: int, round: int) -> bool:
         """Whether the other processes train the remaining groups; starts them if they are worth it."""
@@ -165,9 +169,9 @@ class _Process(RemoteWorker):
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, mask)
 
-    def submit(self, phase: bytes | None, server: bytes | None, group: bytes) -> Future[Any]:
+    def submit(self, phase: bytes | None, server: bytes | None, groups: bytes) -> Future[Any]:
         try:
-            return self.executor.submit(_train_group, self.data, self.device, phase, server, group)
+            return self.executor.submit(_work, self.data, self.device, phase, server, groups)
         except TerminatedWorkerError as error:  # the process died while it was idle
             future: Future[Any] = Future()
             future.set_exception(error)
@@ -186,12 +190,12 @@ class _Process(RemoteWorker):
 _worker: Worker | None = None  # in a worker process
 
 
-def _train_group(data: str, device: torch.device, phase: bytes | None, server: bytes | None, group: bytes) -> bytes:
-    """Trains a group; runs in the worker's process."""
+def _work(data: str, device: torch.device, phase: bytes | None, server: bytes | None, groups: bytes) -> bytes:
+    """Works for some groups; runs in the worker's process."""
     global _worker
     if _worker is None:
         _worker = Worker(torch.load(data, mmap=True, weights_only=False), device)
-    return _worker.train_group(phase, server, group)
+    return _worker.work(phase, server, groups)
 
 
 def _end_with(parent: int) -> None:

@@ -141,8 +141,8 @@ class _Actor(RemoteWorker):
         )
         self.actor = place(_RayWorker).remote(data, device)
 
-    def submit(self, phase: bytes | None, server: bytes | None, group: bytes) -> Future[Any]:
-        return self.actor.train_group.remote(phase, server, group).future()
+    def submit(self, phase: bytes | None, server: bytes | None, groups: bytes) -> Future[Any]:
+        return self.actor.work.remote(phase, server, groups).future()
 
     def result(self, future: Future[Any]) -> bytes:
         ray = _ray()
@@ -167,5 +167,5 @@ class _RayWorker:
             warnings.filterwarnings("ignore", "The given NumPy array is not writable")  # it is shared and only read
             self.worker = Worker(loads(pickled, buffers=buffers), device)
 
-    def train_group(self, phase: bytes | None, server: bytes | None, group: bytes) -> bytes:
-        return self.worker.train_group(phase, server, group)
+    def work(self, phase: bytes | None, server: bytes | None, groups: bytes) -> bytes:
+        return self.worker.work(phase, server, groups)

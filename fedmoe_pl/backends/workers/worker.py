@@ -50,7 +50,7 @@ class PhaseMessage:
 
 
 class Worker:
-    """Trains groups in a worker process.
+    """Does the work in a worker process.
 
     Args:
         datamodule: the data and the clients that hold them.
@@ -63,24 +63,24 @@ class Worker:
         # loky collects garbage after every call; over all imported objects, that took 20 percent of a round
         gc.freeze()
 
-    def train_group(self, phase: bytes | None, server: bytes | None, group: bytes) -> bytes:
-        """Trains a group and folds its updates.
+    def work(self, phase: bytes | None, server: bytes | None, groups: bytes) -> bytes:
+        """Does a job for some groups of clients.
 
         Args:
             phase: the pickled :class:`PhaseMessage`; None if it is the same as before.
             server: the pickled state of the server; None if it is the same as before.
-            group: the clients, the tensors that they have kept, and the round, pickled.
+            groups: the job, the clients of each group, and the tensors that they have kept, pickled.
 
         Returns:
-            The pickled ``GroupUpdate``.
+            The pickled results, one for each group.
         """
         try:
             if phase is not None:
                 self._begin_phase(loads(phase, self.datamodule))
             if server is not None:
                 self.server = pickle.loads(server)
-            update = self.plan.train_group(self.server, *pickle.loads(group))
-            return dumps(update)
+            job, chunk, kept = pickle.loads(groups)
+            return dumps(job(self.plan, self.server, chunk, kept))
         except Exception as error:
             raise portable(error) from error
 

@@ -1,0 +1,230 @@
+"""Trains a group of clients in one Trainer, one client in each of its training steps."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from lightning.pytorch import LightningModule, Trainer
+from torch import Tensor
+
+from fedmoe_pl.algorithms.client import Client, Update
+from fedmoe_pl.backends.client import begin_client, client_batches, end_client, on_device, trainable_names
+from fedmoe_pl.backends.features import FeatureCache, LookedUpBatches
+from fedmoe_pl.backends.fitting import client_callbacks, fit
+from fedmoe_pl.backends.freezing import Freezing
+from fedmoe_pl.backends.frozen_parts import looked_up
+from fedmoe_pl.backends.optimizers import optimizer_and_scheduler, optimizer_state
+from fedmoe_pl.backends.training import LocalTraining
+from fedmoe_pl.trees import Tree, copy_module
+
+
+def shares_trainer(training: LocalTraining) -> bool:
+    """Whether one Trainer can serve many clients whose epochs run inside a training step.
+
+    Each client needs its own if a callback or validation looks at it, or if the Trainer's precision changes more than
+    its training steps.
+    """
+    validates = training.trainer["limit_val_batches"] and len(training.datamodule.validation_samples.indices)
+    in_32_bits = training.trainer.get("precision") in (None, 32, "32", "32-true")
+    return in_32_bits and not validates and not client_callbacks(training)
+
+
+def train_clients(
+    training: LocalTraining,
+    server: Tree,
+    clients: Sequence[int],
+    kept: Mapping[int, Tree],
+    round: int,
+    features: FeatureCache,
+) -> dict[int, Update]:
+    """Trains clients one after another in one Trainer.
+
+    Args:
+        training: the local training of the phase's clients.
+        server: the server's state.
+        clients: their ids.
+        kept: the tensors that clients kept from earlier rounds, by client.
+        round: the round of the phase, counted from 0.
+        features: the outputs of frozen parts.
+
+    Returns:
+        The clients' updates, by client.
+    """
+    group = _Group(training, server, kept, round, features)
+    no_clipping = {"gradient_clip_val": None, "gradient_clip_algorithm": None}  # manual optimization refuses to clip
+    fit(training, group, _Clients(clients), None, [], max_epochs=1, **no_clipping)
+    return group.updates
+
+
+class _Clients:
+    """A loader whose batches are ids of clients. It is not a list, which would mean several loaders."""
+
+    def __init__(self, clients: Sequence[int]) -> None:
+        self.clients = clients
+
+    def __len__(self) -> int:
+        return len(self.clients)
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self.clients)
+
+
+class _Group(LightningModule):
+    """A group as a LightningModule, of which each training step trains one client.
+
+    The clients of one architecture use one module in turn, because a copy takes longer than a small client's training.
+    """
+
+    def __init__(
+        self, training: LocalTraining, server: Tree, kept: Mapping[int, Tree], round: int, features: FeatureCache
+    ) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+        self.training_of_phase = training
+        self.server = server
+        self.kept = kept
+        self.round = round
+        self.features = features
+        self.updates: dict[int, Update] = {}
+        self.reused: dict[int, _Reused] = {}  # by architecture; not registered, since each client is placed by itself
+
+    def configure_optimizers(self) -> None:
+        """None here: every client has its own."""
+
+    def training_step(self, client_id: int, batch_idx: int) -> None:
+        """Trains one client."""
+        training = self.training_of_phase.of(client_id)
+        architecture = training.architecture(client_id)
+        if architecture not in self.reused:
+            self.reused[architecture] = _Reused(training, self.round)
+        reused = self.reused[architecture]
+        module = reused.fresh()
+        client, const, samples = begin_client(training, module, self.server, client_id, self.kept, self.round)
+        optimizer: Tree = {}
+        if len(samples) and reused.is_trained:
+            optimizer = self._train(reused, client, const, samples)
+        self.updates[client_id] = end_client(training, client, const, optimizer)
+
+    def _train(self, reused: _Reused, client: Client, const: dict[str, Any], samples: Tensor) -> Tree:
+        """Trains a client; returns the state of its optimizer, if clients keep it."""
+        training, module = reused.training, client.module
+        placed = on_device(const, training.device)
+        features = self.features.find(training, client, placed, samples)
+        batches = client_batches(training, client, samples)
+        on_cpu = training.device.type == "cpu"  # where a move to the device takes time and does nothing
+        if not on_cpu:
+            module.to(training.device)
+        loop = _Loop(reused, client, placed, self.trainer, self._clip)
+        if features is None:
+            optimizer = loop.run(batches)
+        else:
+            lookup: Tree = {}
+            with looked_up(module, features.parts.names, lookup):
+                optimizer = loop.run(LookedUpBatches(batches, features, lookup))
+        module.zero_grad()
+        if not on_cpu:
+            module.cpu()
+        return optimizer_state(module, optimizer) if training.keep_optimizer else {}
+
+    def _clip(self, optimizer: torch.optim.Optimizer) -> None:
+        arguments = self.training_of_phase.trainer
+        clip_val = arguments.get("gradient_clip_val")
+        if clip_val is not None:
+            self.clip_gradients(optimizer, clip_val, arguments.get("gradient_clip_algorithm"))
+
+
+class _Reused:
+    """A module that clients of one architecture use in turn.
+
+    Args:
+        training: the local training of the clients of this architecture.
+        round: the round of the phase, counted from 0.
+
+    Attributes:
+        freezing: freezes the parameters that are not trained.
+        is_trained: whether any parameter is trained in the round.
+    """
+
+    def __init__(self, training: LocalTraining, round: int) -> None:
+        self.training = training
+        self.module = copy_module(training.module)
+        self.freezing = Freezing(training, self.module, round)
+        self.is_trained = bool(trainable_names(training, self.module, round))
+        self._tensors = self._of_module()
+        self._fresh = {**dict(training.module.named_buffers()), **training.initial}
+        self._modes = [(part, part.training) for part in self.module.modules()]
+
+    def fresh(self) -> LightningModule:
+        """The module as a new copy of the phase's module would be."""
+        self.freezing.reset()
+        for part, mode in self._modes:
+            part.training = mode
+        if self.training.device.type != "cpu":
+            self._tensors = self._of_module()  # others, since the module was on the device
+        with torch.no_grad():
+            for name, tensor in self._tensors.items():
+                tensor.copy_(self._fresh[name])
+        return self.module
+
+    def _of_module(self) -> Tree:
+        return {**dict(self.module.named_buffers()), **self.module.state_dict()}
+
+
+class _Loop:
+    """A client's epochs as a bare loop; to the client's module, it looks like the module's Trainer.
+
+    Args:
+        reused: the client's module, and how it is trained.
+        client: the client; its module is on the training's device.
+        const: the constants of its loss, on that device.
+        trainer: the Trainer of the group, for all that the module may ask except its progress.
+        clip: clips the gradients of an optimizer's parameters.
+    """
+
+    def __init__(
+        self,
+        reused: _Reused,
+        client: Client,
+        const: dict[str, Any],
+        trainer: Trainer,
+        clip: Callable[[torch.optim.Optimizer], None],
+    ) -> None:
+        self.algorithm = reused.training.algorithm
+        self.freezing = reused.freezing
+        self.client = client
+        self.const = const
+        self.trainer = trainer
+        self.clip = clip
+        self.current_epoch = 0
+        self.max_epochs = reused.training.max_epochs
+
+    @property
+    def global_step(self) -> int:
+        """The client's steps so far."""
+        return self.client.steps
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.trainer, name)
+
+    def run(self, batches: Any) -> torch.optim.Optimizer:
+        """Trains all epochs; returns the optimizer."""
+        client, module, freezing = self.client, self.client.module, self.freezing
+        optimizer, scheduler = optimizer_and_scheduler(module.configure_optimizers())
+        assert optimizer is not None, "needs_every_batch has refused it"
+        module.trainer = self  # pyright: ignore[reportAttributeAccessIssue]
+        for epoch in range(self.max_epochs):
+            self.current_epoch = epoch
+            freezing.freeze(epoch)
+            for batch in batches:
+                optimizer.zero_grad()
+                self.algorithm.client_loss(module, batch, self.const)[0].backward()
+                self.clip(optimizer)
+                optimizer.step()
+                client.steps += 1
+            if scheduler is not None:
+                scheduler.step()
+            freezing.unfreeze()
+        module.trainer = None
+        return optimizer

@@ -1,0 +1,67 @@
+"""Evaluation in worker processes."""
+
+import pickle
+
+import pytest
+import torch
+from helpers import blobs
+from helpers.runs import assert_same, federation, model, phases
+from helpers.workers import CPU, InThisProcess, TwoInThisProcess
+
+from fedmoe_pl import Phase
+from fedmoe_pl.algorithms import FedAvg, PFedMoE
+from fedmoe_pl.backends import PoolBackend, TrainerBackend
+from fedmoe_pl.backends.workers import pool as pools
+from fedmoe_pl.models import GlobalOnly
+
+SIZES = (9, 14, 6, 11, 8)
+
+
+def data():
+    return blobs(SIZES, dtype=torch.float32, validation_fraction=0.2, test_fraction=0.2)
+
+
+class Listing(InThisProcess):
+    """A worker that lists which job it did for which clients."""
+
+    def submit(self, phase, server, groups):
+        job, chunk, _ = pickle.loads(groups)
+        self.log.append((job.func.__name__, [client for group in chunk for client in group]))
+        return super().submit(phase, server, groups)
+
+
+class TwoListing(TwoInThisProcess):
+    worker = Listing
+
+
+def evaluated(log) -> list[list[int]]:
+    return [entry[1] for entry in log if entry[0] == "_evaluate_groups"]
+
+
+def test_personal_models_are_evaluated_in_workers_with_the_bits_of_one_process(tmp_path):
+    backend = TwoListing()
+    both = Phase("both", FedAvg("global_expert.*"), gate=GlobalOnly(), evaluate_after="both")
+    own = [*phases(), both, Phase("own", PFedMoE("global_expert.*"), rounds=2)]
+    workers, alone = (
+        federation(tmp_path / type(each).__name__, own, backend=each, store="disk")
+        for each in (backend, TrainerBackend())
+    )
+    results = workers.fit(model(), data())
+    assert_same(results, alone.fit(model(), data()))
+    handed_out = [client for clients in evaluated(backend.log) for client in clients]
+    # Local, PFL-FB, PFL-MF, FedAvg after local training, and two rounds of the last one
+    assert sorted(handed_out) == sorted(6 * list(range(5))), "a model that all clients share is evaluated here"
+    for file in ("rounds.csv", "clients.csv", "summary.csv"):
+        assert (workers.run_dir / file).read_bytes() == (alone.run_dir / file).read_bytes()
+
+
+@pytest.mark.parametrize("worth_it", [True, False])
+def test_a_lazy_pool_starts_for_a_long_evaluation(tmp_path, monkeypatch, worth_it):
+    log = []
+    pool = PoolBackend(TrainerBackend(), [CPU, CPU], lazy=True)
+    monkeypatch.setattr(pool, "start", lambda datamodule: [Listing(datamodule, log) for _ in range(2)])
+    monkeypatch.setattr(pools, "_WORTH_STARTING", 0.0 if worth_it else 1e9)
+    local = phases()[:1]
+    run = federation(tmp_path / "pool", local, backend=pool)
+    assert_same(run.fit(model(), data()), federation(tmp_path / "one", local).fit(model(), data()))
+    assert bool(evaluated(log)) == worth_it
