@@ -266,6 +266,11 @@ class Algorithm:
         return self.server_send(server, client_id, self.client_request(client_id, kept))
 
 
+def missing_federation(earlier: Sequence[Algorithm]) -> str:
+    """Words for :meth:`Algorithm.missing_start` of an algorithm that needs a federated phase; empty if it has one."""
+    return "" if any(other.federated for other in earlier) else "a federated phase"
+
+
 def overrides(algorithm: Algorithm, hook: str) -> bool:
     """Whether the algorithm has a hook of its own."""
     return getattr(type(algorithm), hook) is not getattr(Algorithm, hook)

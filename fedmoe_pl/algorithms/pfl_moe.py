@@ -30,7 +30,7 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import LightningModule
 from torch import Tensor
 
-from fedmoe_pl.algorithms.algorithm import Algorithm
+from fedmoe_pl.algorithms.algorithm import Algorithm, missing_federation
 from fedmoe_pl.algorithms.client import Client, Update
 from fedmoe_pl.data import Batches
 from fedmoe_pl.models import MixtureOfExperts
@@ -77,6 +77,10 @@ class PersonalizedExpert(Algorithm):
         """Starts from the federated model."""
         return earlier.federated
 
+    def missing_start(self, earlier: Sequence[Algorithm]) -> str:
+        """A federated model."""
+        return missing_federation(earlier)
+
     def check(self, module: LightningModule) -> None:
         """Refuses a module without two experts of one architecture, and patterns that match nothing of the local."""
         _copy_of_global_expert(module)
@@ -117,7 +121,7 @@ class PFLMoE(Algorithm):
         interleaved: whether to use the paper's schedule in place of the code's. The phase then starts from the
             federated phase. Even rounds train the local expert on its samples, odd rounds the gate on the others. Use
             ``max_epochs: 1`` and as many ``rounds`` as expert and gate have epochs together. Every round has a new
-            optimizer, which makes no difference to the paper's plain SGD; momentum would be lost after every epoch. The
+            optimizer, which makes no difference to the paper's plain SGD; momentum needs the phase's ``keep_optimizer``. The
             gate's learning rate may be another one: ``gate_lr`` of ``PersonalizedMoE``.
         trainable: glob patterns of the local expert's parameters that are trained if ``interleaved``; None for its
             classifier.
@@ -161,8 +165,8 @@ class PFLMoE(Algorithm):
         return isinstance(earlier, PersonalizedExpert) and earlier.gate_fraction == self.gate_fraction
 
     def missing_start(self, earlier: Sequence[Algorithm]) -> str:
-        """The personalized experts, which must not have seen the gate's samples; none if interleaved."""
-        return "" if self.interleaved else missing_expert(earlier, self.gate_fraction)
+        """The personalized experts, which must not have seen the gate's samples; if interleaved, a federated model."""
+        return missing_federation(earlier) if self.interleaved else missing_expert(earlier, self.gate_fraction)
 
     def check(self, module: LightningModule) -> None:
         """Refuses a module without two experts of one architecture, and patterns that match nothing of the local."""
@@ -207,14 +211,19 @@ def missing_expert(earlier: Sequence[Algorithm], gate_fraction: float) -> str:
         earlier: the algorithms before it, the last one first.
         gate_fraction: the share of samples that its experts must not have been trained on.
     """
-    experts = [
-        other
-        for other in earlier
-        if isinstance(other, PersonalizedExpert) or (isinstance(other, PFLMoE) and other.interleaved)
-    ]
-    if experts and experts[0].gate_fraction == gate_fraction:
-        return ""
-    return f"a phase of PersonalizedExpert with gate_fraction {gate_fraction:g}"
+    needed = f"a phase of PersonalizedExpert with gate_fraction {gate_fraction:g}"
+    for other in earlier:
+        if isinstance(other, PersonalizedExpert) or (isinstance(other, PFLMoE) and other.interleaved):
+            return "" if other.gate_fraction == gate_fraction else needed
+        if gate_fraction and _trains_local_expert(other):
+            return needed  # on the gate's samples, too
+    return needed
+
+
+def _trains_local_expert(algorithm: Algorithm) -> bool:
+    patterns = [pattern for pattern in algorithm.trainable.patterns if pattern.startswith("local_expert.")]
+    names = ["local_expert.any", *(pattern.replace("*", "any") for pattern in patterns)]
+    return any(algorithm.is_trainable(name, 0, 0) for name in names)
 
 
 def _check_patterns(algorithm: Algorithm, module: LightningModule) -> None:

@@ -11,7 +11,8 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import LightningModule
 from lightning.pytorch.utilities import rank_zero_warn
 
-from fedmoe_pl.algorithms.algorithm import chooses_model
+from fedmoe_pl.algorithms.algorithm import Moment, chooses_model
+from fedmoe_pl.rounds.evaluate import has_own_model
 from fedmoe_pl.rounds.evaluation import Evaluation
 from fedmoe_pl.rounds.phase import Phase
 from fedmoe_pl.rounds.results import client_rows, format_table, summary_row, write_csv
@@ -71,12 +72,14 @@ class ClientCheckpoint(FederationCallback):
         if evaluation is None or (self.methods is not None and phase.name not in self.methods):
             return
         for moment in phase.moments:
-            self._write_models(run, phase, phase.method(moment))
+            self._write_models(run, phase, moment)
 
-    def _write_models(self, run: Run, phase: Phase, method: str) -> None:
+    def _write_models(self, run: Run, phase: Phase, moment: Moment) -> None:
+        method = phase.method(moment)
         folder = run.folder / "clients" / method
         folder.mkdir(parents=True, exist_ok=True)
-        personalized = bool(run.states[phase.name].kept) or chooses_model(phase.algorithm)
+        kept = run.states[phase.name].kept.values()
+        personalized = chooses_model(phase.algorithm) or any(has_own_model(tree, moment) for tree in kept)
         left_out: list[str] = []
         for client in range(run.datamodule.num_clients if personalized else 1):
             module = run.client_module(method, client)

@@ -14,7 +14,7 @@ from lightning.pytorch import LightningModule
 from torch import Tensor
 from torchmetrics.functional.classification import multiclass_accuracy
 
-from fedmoe_pl.algorithms.algorithm import Moment, chooses_model, overrides
+from fedmoe_pl.algorithms.algorithm import Algorithm, Moment, chooses_model, overrides
 from fedmoe_pl.algorithms.client import EVALUATED_AT_ONCE
 from fedmoe_pl.backends import TRAINED, LocalTraining, Plan, client_of, one_thread
 from fedmoe_pl.data import FederatedDataModule
@@ -54,7 +54,7 @@ def evaluate_clients(
     clients = range(training.datamodule.num_clients) if clients is None else clients
     keeping = set(kept)  # made once, because every look-up on disk takes time
     differ = chooses_model(training.algorithm) or overrides(training.algorithm, "predictor")
-    alone = [client for client in clients if differ or (client in keeping and _has_own(kept[client], moment))]
+    alone = [client for client in clients if differ or (client in keeping and has_own_model(kept[client], moment))]
     of_alone = set(alone)
     together = [client for client in clients if client not in of_alone]
     job = partial(_evaluate_groups, round=round, moment=moment)
@@ -71,7 +71,7 @@ def evaluate_clients(
     return [evaluations[client] for client in clients]
 
 
-def _has_own(kept: Tree, moment: Moment) -> bool:
+def has_own_model(kept: Tree, moment: Moment) -> bool:
     """Whether a client that kept these tensors has a model of its own."""
     return any("/" not in name or (moment == "local_training" and name.startswith(TRAINED)) for name in kept)
 
@@ -115,8 +115,10 @@ def _opted_in_validation(training: LocalTraining) -> Parts:
     return opted_in(training.algorithm, training.datamodule.validation_samples, training.seed, validation=True)
 
 
-def evaluated_model(module: LightningModule) -> str:
+def evaluated_model(module: LightningModule, algorithm: Algorithm) -> str:
     """The part of the module that is evaluated, in the words of ``Evaluation.model``."""
+    if overrides(algorithm, "predictor"):
+        return f"predictor of {type(algorithm).__name__}"
     if not isinstance(module, MixtureOfExperts):
         return type(module).__name__
     if isinstance(module.gate, FixedGate) and len(module.gate.active) == 1:

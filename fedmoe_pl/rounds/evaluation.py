@@ -78,10 +78,10 @@ class Evaluation:
     """The evaluation of one method on the clients, with all that is needed to name its accuracies.
 
     Attributes:
-        method: name of the phase.
+        method: name of the row: of the phase, perhaps with the moment.
         round: number of rounds that the phase had completed.
-        model: the evaluated model: "global expert", "local expert", "one expert", "mixture", or the class of a user's
-            module.
+        model: the evaluated model: "global expert", "local expert", "one expert", "mixture", the class of a user's
+            module, or "predictor of ..." with the class of an algorithm that has a way of its own.
         moment: "after aggregation" or "after local training".
         selection: "last round", "this round" for an earlier one, "best round by ..." with the metric that selected it,
             or "given checkpoint".

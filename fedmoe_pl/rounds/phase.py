@@ -38,10 +38,12 @@ class Phase:
             None means the last phase that the algorithm follows (personalization follows the federated phase).
         max_epochs: local epochs of a client in a round; None means the trainer's.
         batch_size: local batch size; None means the data module's.
-        optimizer: local optimizer; None means the model's. Every round has a new optimizer and scheduler.
+        optimizer: local optimizer; None means the model's. Every round has a new optimizer, unless
+            ``keep_optimizer``, and a new scheduler.
         lr_scheduler: its scheduler, stepped once per local epoch; None means the model's.
         round_lr_scheduler: scheduler of the learning rate over rounds: any of PyTorch's that needs no metric, stepped
-            once per round. A scheduler over epochs starts from the round's learning rate.
+            once per round. A scheduler over epochs starts from the round's learning rate. The local rounds of newcomers
+            begin with the rate of the first round.
         keep_optimizer: whether a client keeps the state of its optimizer, such as momentum, for its next round in this
             phase.
         monitor: metric that selects the result: the round with its best mean over the participants. One of

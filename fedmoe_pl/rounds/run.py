@@ -263,7 +263,7 @@ class Run:
                 Evaluation(
                     method=phase.method(moment),
                     round=round,
-                    model=evaluated_model(training.module),
+                    model=evaluated_model(training.module, phase.algorithm),
                     moment=f"after {moment.replace('_', ' ')}",
                     selection=selection,
                     clients=clients,

@@ -170,11 +170,15 @@ def test_dropout_of_frozen_clusters_is_active_only_if_asked_for(tmp_path, frozen
     gate, data = NetworkGate(GateNet(4)).double(), blobs()
     module = clustered(gate=gate, expert=Expert(dropout=0.5))
     algorithm = ClusterMixture(frozen_train_mode=frozen_train_mode)
-    phases = [phase("Local", Local("local_expert.*")), phase("mixture", algorithm, start="Local")]
+    phases = [
+        phase("Local", Local("local_expert.*")),
+        phase("FedAvg", FedAvg("global_experts.*"), start="Local", max_epochs=0),
+        phase("mixture", algorithm, start="FedAvg"),
+    ]
     federation = run(phases, module, data, tmp_path)
     for client in range(3):
         expected = copy_module(federation.client_module("Local", client))
-        generator = client_generator(0, client, 1)
+        generator = client_generator(0, client, 2)
         expected.gate.reset_parameters()
         for expert in (*expected.global_experts, expected.local_expert):
             expert.train(frozen_train_mode)

@@ -67,7 +67,9 @@ def test_every_file_and_table_names_the_moment(tmp_path, capsys):
     printed = capsys.readouterr().out
     for name, moment in (("it", OTHER), (f"it {LOCAL}", LOCAL)):
         assert f"\n{name}  " in printed and f"{name}: global expert, {moment}, last round (round 2)" in printed
-        assert len(list((run.run_dir / "clients" / name).iterdir())) == 3
+        files = sorted(path.name for path in (run.run_dir / "clients" / name).iterdir())
+        own = [f"client_{client:03d}.ckpt" for client in range(3)]
+        assert files == (own if moment == LOCAL else ["all_clients.ckpt"])
     for file, rows in (("rounds.csv", 2), ("clients.csv", 3), ("summary.csv", 1)):
         with (run.run_dir / file).open() as lines:
             found = [(row["method"], row["moment"]) for row in csv.DictReader(lines)]

@@ -4,7 +4,15 @@ import pytest
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 
 from fedmoe_pl import Phase
-from fedmoe_pl.algorithms import FedAvg, Local, PersonalizedExpert, PFLMoE, SpecialistMixture
+from fedmoe_pl.algorithms import (
+    ClusterMixture,
+    FedAvg,
+    FineTunedCluster,
+    Local,
+    PersonalizedExpert,
+    PFLMoE,
+    SpecialistMixture,
+)
 from fedmoe_pl.models import LinearGate
 from fedmoe_pl.rounds.starts import chain_of_starts, find_starts
 
@@ -42,6 +50,22 @@ LACKING = {
         Phase("other", PFLMoE(0.5, interleaved=True), start="quarter"),  # trains an expert on another split
         Phase("G", PFLMoE(), start="other"),
     ],
+    "start is 'again', but must be a phase of PersonalizedExpert with gate_fraction 0.25, or ": [
+        FEDERATED,
+        QUARTER,
+        Phase("again", Local("local_expert.classifier.*"), start="quarter"),  # on all samples
+        Phase("G", PFLMoE(), start="again"),
+    ],
+    **{
+        f"start is 'alone', but must be a federated phase, or{' ' * number}": [
+            Phase("alone", Local()),
+            FEDERATED,
+            Phase("G", algorithm, start="alone"),
+        ]
+        for number, algorithm in enumerate(
+            (PersonalizedExpert(), PFLMoE(interleaved=True), FineTunedCluster(), ClusterMixture())
+        )
+    },
     "start is 'Local', but must be a phase of PersonalizedExpert with gate_fraction 0.1, or": [
         FEDERATED,
         Phase("Local", Local("local_expert.*"), start="F"),
@@ -52,7 +76,9 @@ LACKING = {
 
 @pytest.mark.parametrize("sentence", LACKING)
 def test_a_mixture_with_a_local_expert_that_is_untrained_or_has_seen_the_gate_s_samples_is_refused(sentence):
-    with pytest.raises(MisconfigurationException, match=f"^Phase 'G': {sentence} a phase that goes back to one.$"):
+    with pytest.raises(
+        MisconfigurationException, match=f"^Phase 'G': {sentence.rstrip()} a phase that goes back to one.$"
+    ):
         find_starts(LACKING[sentence])
 
 
