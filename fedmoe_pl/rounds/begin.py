@@ -17,8 +17,8 @@ from fedmoe_pl.algorithms.client import Client
 from fedmoe_pl.backends import LocalTraining, client_of
 from fedmoe_pl.data import FederatedDataModule
 from fedmoe_pl.models import MixtureOfExperts
+from fedmoe_pl.rounds.accuracies import predict
 from fedmoe_pl.rounds.checkpoint import load_checkpoint
-from fedmoe_pl.rounds.evaluate import predict
 from fedmoe_pl.rounds.phase import Phase
 from fedmoe_pl.rounds.state import PhaseState
 from fedmoe_pl.rounds.store import check_kept, only

@@ -13,9 +13,9 @@ from fedmoe_pl.backends import changes_loss, has_batch_norm, overridden_hooks
 from fedmoe_pl.backends.optimizers import learning_rates, optimizer_and_scheduler
 from fedmoe_pl.data import FederatedDataModule
 from fedmoe_pl.models import MixtureOfExperts
+from fedmoe_pl.rounds.accuracies import predict
 from fedmoe_pl.rounds.begin import check_moments
 from fedmoe_pl.rounds.cohort import cohort_size, takes_all
-from fedmoe_pl.rounds.evaluate import predict
 from fedmoe_pl.rounds.opt_in import opted_in
 from fedmoe_pl.rounds.phase import INITIAL, Phase
 from fedmoe_pl.rounds.run import Run

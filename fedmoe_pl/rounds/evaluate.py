@@ -2,24 +2,18 @@
 
 from __future__ import annotations
 
-import itertools
-import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
-from typing import TypeGuard
 
 import torch
-import torch.nn.functional as F
 from lightning.pytorch import LightningModule
 from torch import Tensor
-from torchmetrics.functional.classification import multiclass_accuracy
 
 from fedmoe_pl.algorithms.algorithm import Algorithm, Moment, chooses_model, overrides
-from fedmoe_pl.algorithms.client import EVALUATED_AT_ONCE
 from fedmoe_pl.backends import TRAINED, LocalTraining, Plan, client_of, one_thread
-from fedmoe_pl.data import FederatedDataModule
 from fedmoe_pl.data.parts import Parts
 from fedmoe_pl.models import FixedGate, MixtureOfExperts
+from fedmoe_pl.rounds.accuracies import evaluate_model
 from fedmoe_pl.rounds.evaluation import ClientEvaluation
 from fedmoe_pl.rounds.opt_in import opted_in
 from fedmoe_pl.trees import Tree, copy_module, load_tree, of_module, subtree
@@ -66,7 +60,7 @@ def evaluate_clients(
         module = copy_module(group_training.module).to(training.device).eval()
         for tensors, sharing in _models(group_training, server, kept, group):
             load_tree(module, {**group_training.initial, **tensors})
-            evaluated = _evaluate_model(module, training.datamodule, sharing, validation)
+            evaluated = evaluate_model(module, training.datamodule, sharing, validation)
             evaluations.update(zip(sharing, evaluated, strict=True))
     return [evaluations[client] for client in clients]
 
@@ -108,7 +102,7 @@ def _evaluate_each(
         tensors = personal_tensors(own_training, module, server, client, kept.get(client, {}), round, moment)
         load_tree(module, {**own_training.initial, **tensors})
         predictor = client_predictor(own_training, module, server, client, kept, round)
-        yield from _evaluate_model(predictor, training.datamodule, [client], validation)
+        yield from evaluate_model(predictor, training.datamodule, [client], validation)
 
 
 def _opted_in_validation(training: LocalTraining) -> Parts:
@@ -218,116 +212,3 @@ def _models(
 
 def _same_tensors(a: Tree, b: Tree) -> bool:
     return a is b or (a.keys() == b.keys() and all(a[name] is b[name] for name in a))
-
-
-@torch.inference_mode()
-def predict(module: LightningModule, datamodule: FederatedDataModule, samples: Tensor) -> tuple[Tensor, Tensor | None]:
-    """Logits and gate weights for some samples of the data module.
-
-    Args:
-        module: a module in eval mode, on any device.
-        datamodule: the data module.
-        samples: indices of the samples, shape (n,).
-
-    Returns:
-        Logits (n, C) and, for a module with a gate that is not constant, its weights (n, experts), on the CPU.
-    """
-    logits, weights, _ = zip(*_outputs(module, datamodule, samples), strict=True)
-    return torch.cat(logits), None if weights[0] is None else torch.cat(weights)
-
-
-def _outputs(
-    module: LightningModule, datamodule: FederatedDataModule, samples: Tensor
-) -> Iterator[tuple[Tensor, Tensor | None, Tensor]]:
-    """For each batch: logits (b, C), weights (b, experts) of a gate that is not constant, labels (b,), on the CPU."""
-    for x, y in datamodule.batches(samples, batch_size=EVALUATED_AT_ONCE):
-        x = x.to(module.device)
-        logits, weights = module.mix(x) if _has_trained_gate(module) else (module(x), None)
-        yield logits.cpu(), None if weights is None else weights.cpu(), y.cpu()
-
-
-def _global_test(module: LightningModule, datamodule: FederatedDataModule) -> tuple[Tensor, float]:
-    """Accuracy on the global test set: of each class (C,), and over all samples."""
-    logits, _ = predict(module, datamodule, datamodule.global_test)
-    labels = datamodule.y[datamodule.global_test]
-    by_class = multiclass_accuracy(logits, labels, logits.shape[1], average="none")
-    overall = multiclass_accuracy(logits, labels, logits.shape[1], average="micro")
-    return by_class[: datamodule.num_classes].double(), overall.item()
-
-
-def _evaluate_model(
-    module: LightningModule, datamodule: FederatedDataModule, clients: Sequence[int], validation: Parts
-) -> Iterator[ClientEvaluation]:
-    """The evaluations of clients that all have this model; ``validation`` has the validation samples of all clients."""
-    chosen = torch.tensor(clients)
-    class_accuracy, global_test = _global_test(module, datamodule)
-    held_out, validation = datamodule.test_samples.select(chosen), validation.select(chosen)
-    samples, gate_labels = held_out, [None] * len(clients)
-    if _has_trained_gate(module):  # otherwise no predictions of training samples are needed
-        train = datamodule.train_samples.select(chosen)
-        both = Parts(torch.cat((held_out.indices, train.indices)), torch.cat((held_out.sizes, train.sizes)))
-        samples = both.select(torch.arange(len(clients)) + len(clients) * (held_out.sizes == 0))
-        gate_labels = _pieces(datamodule.y[samples.indices], samples.sizes)
-    own_accuracy, _, gate_weights = _predict_parts(module, datamodule, samples)
-    validation_accuracy, validation_loss, _ = _predict_parts(module, datamodule, validation)
-    columns = zip(
-        clients,
-        datamodule.train_samples.sizes[chosen].tolist(),
-        _weighted(class_accuracy, datamodule.class_shares[chosen], datamodule).tolist(),
-        own_accuracy.where(held_out.sizes > 0, math.nan).tolist(),
-        [global_test] * len(clients),
-        validation_accuracy.tolist(),
-        gate_weights or [None] * len(clients),
-        gate_labels,
-        validation_loss.tolist(),
-        [getattr(module, "has_global_expert", True)] * len(clients),
-        strict=True,
-    )
-    return itertools.starmap(ClientEvaluation, columns)
-
-
-@torch.inference_mode()
-def _predict_parts(
-    module: LightningModule, datamodule: FederatedDataModule, parts: Parts
-) -> tuple[Tensor, Tensor, list[Tensor]]:
-    """Accuracy and mean loss of each part, shape (len(parts),), nan for an empty one, and a trained gate's weights."""
-    right, losses, weights = [torch.empty(0, dtype=torch.bool)], [torch.empty(0, dtype=torch.float64)], []
-    for scores, batch_weights, labels in _outputs(module, datamodule, parts.indices):
-        right.append(scores.argmax(1) == labels)
-        losses.append(_losses(module, scores, labels))
-        if batch_weights is not None:
-            weights.append(batch_weights)
-    ends = parts.sizes.cumsum(0)
-    counts = torch.cat((torch.zeros(1, dtype=torch.int64), torch.cat(right).cumsum(0)))
-    accuracies = (counts[ends] - counts[ends - parts.sizes]).float() / parts.sizes
-    sums = torch.cat((torch.zeros(1, dtype=torch.float64), torch.cat(losses).cumsum(0)))
-    mean_losses = (sums[ends] - sums[ends - parts.sizes]) / parts.sizes
-    return accuracies, mean_losses, _pieces(torch.cat(weights), parts.sizes) if weights else []
-
-
-def _losses(module: LightningModule, scores: Tensor, labels: Tensor) -> Tensor:
-    """Loss of every sample, float64 (n,): the mixture's own loss, or cross-entropy for another module."""
-    if isinstance(module, MixtureOfExperts):
-        return module.loss_of(scores, labels, reduction="none").double()
-    return F.cross_entropy(scores, labels, reduction="none").double()
-
-
-def _pieces(tensor: Tensor, sizes: Tensor) -> list[Tensor]:
-    """Splits a tensor along its first dimension into copies, because a view would be pickled with the whole tensor."""
-    return [piece.clone() for piece in tensor.split(sizes.tolist())]
-
-
-def _weighted(class_accuracy: Tensor, shares: Tensor, datamodule: FederatedDataModule) -> Tensor:
-    """Mean of the class accuracies (C,), weighted with the clients' shares (k, C) of the classes in the test set.
-
-    nan for rotated images: the global test set has them in all rotations, which class shares know nothing of.
-    """
-    if datamodule.rotations is not None:
-        return shares.new_full((len(shares),), math.nan)
-    tested = datamodule.y[datamodule.global_test].bincount(minlength=datamodule.num_classes) > 0
-    shares = shares * tested
-    return (shares * class_accuracy).sum(dim=1) / shares.sum(dim=1)
-
-
-def _has_trained_gate(module: LightningModule) -> TypeGuard[MixtureOfExperts]:
-    return isinstance(module, MixtureOfExperts) and not isinstance(module.gate, FixedGate)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from fedmoe_pl.rounds.evaluate import predict
+from fedmoe_pl.rounds.accuracies import predict
 from fedmoe_pl.rounds.evaluation import Evaluation
 from fedmoe_pl.rounds.phase import Phase
 from fedmoe_pl.rounds.results import prediction_rows

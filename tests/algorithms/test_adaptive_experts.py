@@ -32,7 +32,7 @@ from fedmoe_pl.algorithms import ClusterMixture, EpsilonGreedyIFCA, FedAvg, Fine
 from fedmoe_pl.algorithms.ifca import cluster_picks
 from fedmoe_pl.data import Digits, MajorityClasses
 from fedmoe_pl.models import ClusteredMoE, ConstantGate, NetworkGate, SmallMLP
-from fedmoe_pl.rounds.evaluate import predict
+from fedmoe_pl.rounds.accuracies import predict
 from fedmoe_pl.trees import copy_module
 
 

@@ -23,7 +23,7 @@ from helpers.workers import (
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 
 from fedmoe_pl.backends import StackedBackend, TrainerBackend
-from fedmoe_pl.backends.workers.backend import WorkerDied
+from fedmoe_pl.backends.workers.handing_out import WorkerDied
 from fedmoe_pl.models import LinearGate
 
 

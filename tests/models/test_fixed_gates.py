@@ -212,8 +212,10 @@ def test_clients_with_different_numbers_of_experts_train_the_mean_of_their_own(t
 )
 def test_a_table_names_what_a_fixed_gate_evaluates(gate, evaluated):
     for module in (personalized(), clustered(), representation()):
-        assert evaluated_model(replaced(module, gate())) == evaluated
-    assert evaluated_model(replaced(sparse(), gate())) == ("mixture" if gate is EqualWeights else "one expert")
+        assert evaluated_model(replaced(module, gate()), FedAvg()) == evaluated
+    assert evaluated_model(replaced(sparse(), gate()), FedAvg()) == (
+        "mixture" if gate is EqualWeights else "one expert"
+    )
 
 
 def test_a_federation_with_fixed_gates_gives_the_bits_of_one_with_constant_gates(tmp_path):

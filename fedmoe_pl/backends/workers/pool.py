@@ -20,7 +20,8 @@ from loky.process_executor import TerminatedWorkerError
 
 from fedmoe_pl.backends.backend import Backend, GroupUpdate, Job, Plan, group_size
 from fedmoe_pl.backends.training import LocalTraining
-from fedmoe_pl.backends.workers.backend import HandingOutPlan, RemoteWorker, WorkerDied, WorkersBackend, parts_of
+from fedmoe_pl.backends.workers.backend import HandingOutPlan, WorkersBackend, parts_of
+from fedmoe_pl.backends.workers.handing_out import RemoteWorker, WorkerDied
 from fedmoe_pl.backends.workers.pickling import sendable
 from fedmoe_pl.backends.workers.worker import WORKER_ENVIRONMENT, Worker
 from fedmoe_pl.data import FederatedDataModule

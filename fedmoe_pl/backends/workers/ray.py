@@ -16,7 +16,8 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from fedmoe_pl.backends.auto import AutoBackend
 from fedmoe_pl.backends.backend import Backend
 from fedmoe_pl.backends.training import LocalTraining
-from fedmoe_pl.backends.workers.backend import RemoteWorker, WorkerDied, WorkersBackend, WorkersPlan
+from fedmoe_pl.backends.workers.backend import WorkersBackend, WorkersPlan
+from fedmoe_pl.backends.workers.handing_out import RemoteWorker, WorkerDied
 from fedmoe_pl.backends.workers.pickling import dumps, loads, sendable
 from fedmoe_pl.backends.workers.worker import WORKER_ENVIRONMENT, Worker
 from fedmoe_pl.data import FederatedDataModule
