@@ -13,7 +13,7 @@ from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.cli import ArgsType, LightningArgumentParser, LightningCLI, _InstantiatorFn
 
 from fedmoe_pl.backends import LEAN_TRAINER
-from fedmoe_pl.cli.constructing import Constructor, Failure, describe_failure
+from fedmoe_pl.cli.constructing import Constructor, Failure, ModuleConstructor, describe_failure
 from fedmoe_pl.cli.errors import cause_of, phase_error, with_key
 from fedmoe_pl.data import FederatedDataModule
 from fedmoe_pl.federation import Federation
@@ -97,9 +97,15 @@ class FederationCLI(LightningCLI):
         The signature is LightningCLI's.
         """
         self._failures: list[Failure] = []
-        for key, base in (("model", LightningModule), ("data", FederatedDataModule), (None, object)):
-            construct = None if key is None else _InstantiatorFn(cli=self, key=key)
+        of_data = _InstantiatorFn(cli=self, key="data")
+        of_modules = ModuleConstructor(self._dumped_configuration)
+        for base, construct in ((LightningModule, of_modules), (FederatedDataModule, of_data), (object, None)):
             self.parser.add_instantiator(Constructor(self._failures, construct), base)
+
+    def _dumped_configuration(self) -> dict[str, Any]:
+        """The parsed configuration of the command as plain values."""
+        self._dump_config()
+        return self.config_dump
 
     def instantiate_classes(self) -> None:
         """Makes everything that the configuration names, and passes on what a constructor raises.

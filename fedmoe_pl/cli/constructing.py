@@ -1,9 +1,15 @@
-"""Remembers what a constructor raised, because jsonargparse hides it where a value may have one of several types."""
+"""Constructs the objects of a configuration: with the right hyperparameters, and remembering what constructors raise.
+
+jsonargparse hides what a constructor raised where a value may have one of several types.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
+from types import SimpleNamespace
 from typing import Any, NamedTuple
+
+from lightning.pytorch.cli import _InstantiatorFn
 
 
 class Failure(NamedTuple):
@@ -37,6 +43,34 @@ class Constructor:
             raise
 
 
+class ModuleConstructor:
+    """Constructs modules with Lightning's record of the arguments that the configuration gives to each of them.
+
+    Lightning's own takes every module for the one under ``model``. Here a phase may have another, which would get the
+    hyperparameters of the first.
+
+    Args:
+        configuration: reads the whole configuration as plain values.
+    """
+
+    def __init__(self, configuration: Callable[[], Mapping[str, Any]]) -> None:
+        self.configuration = configuration
+        self.made: set[str] = set()
+
+    def __call__(self, class_type: type, *args: Any, applied_instantiation_links: dict, **kwargs: Any) -> Any:
+        """Constructs a module; the arguments are those of an instantiator of jsonargparse."""
+        nodes = dict(_nodes(self.configuration(), class_type, kwargs))
+        if not nodes:
+            return class_type(*args, **kwargs)
+        # nodes that differ in nested classes only are told apart by their order
+        key = next((key for key in nodes if key not in self.made), [*nodes][-1])
+        self.made.add(key)
+        of_module = SimpleNamespace(config_dump={"model": nodes[key]}, _dump_config=lambda: None)
+        instantiate = _InstantiatorFn(cli=of_module, key="model")  # pyright: ignore[reportArgumentType]
+        links = applied_instantiation_links if key == "model" else {}
+        return instantiate(class_type, *args, applied_instantiation_links=links, **kwargs)
+
+
 def describe_failure(failure: Failure, configuration: Mapping[str, Any]) -> str:
     """A sentence with the key of the class in the configuration, and what its constructor raised.
 
@@ -46,11 +80,22 @@ def describe_failure(failure: Failure, configuration: Mapping[str, Any]) -> str:
         "data.parts[0]: dict cannot be made: KeyError: 'n'"
     """
     name, error = failure.class_type.__name__, failure.error
-    nodes = [(key, node) for key, node in _classes(configuration) if node["class_path"].rsplit(".", 1)[-1] == name]
-    same = [(key, node) for key, node in nodes if _has_arguments(node.get("init_args") or {}, failure.arguments)]
-    key = (same or nodes or [("", None)])[0][0]
+    same = [key for key, _ in _nodes(configuration, failure.class_type, failure.arguments)]
+    key = [*same, *(key for key, _ in _nodes(configuration, failure.class_type, None)), ""][0]
     reason = " ".join(f"{type(error).__name__}: {error}".split())
     return f"{f'{key}: ' if key else ''}{name} cannot be made: {reason}"
+
+
+def _nodes(
+    configuration: Mapping[str, Any], class_type: type, arguments: dict[str, Any] | None
+) -> list[tuple[str, Mapping[str, Any]]]:
+    """The parts of the configuration that name the class, with their keys; None for any arguments."""
+    return [
+        (key, node)
+        for key, node in _classes(configuration)
+        if node["class_path"].rsplit(".", 1)[-1] == class_type.__name__
+        and (arguments is None or _has_arguments(node.get("init_args") or {}, arguments))
+    ]
 
 
 def _classes(node: Any, key: str = "") -> Iterator[tuple[str, Mapping[str, Any]]]:

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
+import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import LightningModule
 from torch.optim import SGD
-from torch.optim.lr_scheduler import CyclicLR, OneCycleLR
+from torch.optim.lr_scheduler import CyclicLR, OneCycleLR, ReduceLROnPlateau
 
 from fedmoe_pl.backends import changes_loss, has_batch_norm, overridden_hooks
 from fedmoe_pl.backends.optimizers import learning_rates, optimizer_and_scheduler
@@ -147,6 +148,10 @@ def _check_optimizer(phase: Phase, module: LightningModule) -> None:
             module.configure_optimizers()
         except ValueError as error:
             raise MisconfigurationException(f"{phase}: its optimizer refuses its arguments: {error}.") from error
+    if isinstance(phase.lr_scheduler and phase.lr_scheduler(SGD([torch.zeros(1)], lr=0.1)), ReduceLROnPlateau):
+        raise MisconfigurationException(
+            f"{phase}: lr_scheduler is ReduceLROnPlateau, but must be a scheduler that needs no metric."
+        )
     for option in ("round_lr_scheduler", "keep_optimizer"):
         if getattr(phase, option) and optimizer_and_scheduler(module.configure_optimizers())[0] is None:
             raise MisconfigurationException(

@@ -88,7 +88,7 @@ class Phase:
     evaluate_every_n_rounds: int | None = None
     callbacks: list[Callback] | None = None
     trainer: dict[str, Any] | None = None
-    evaluate_after: Moment | Literal["both"] | None = None
+    evaluate_after: Literal["local_training", "aggregation", "both"] | None = None
     evaluate: bool = True
     ckpt_path: str | None = None
 
