@@ -112,10 +112,16 @@ def test_a_client_takes_a_step_after_aggregation_and_receives_the_new_weight_for
     alone = run([plain], PureOneWeight(), two_quadratics(), tmp_path / "alone", STEPS, seed=3)
     assert_same_bits(whole.run.states["it"].server, alone.run.states["it"].server)
     steps = [
-        run([phase("it", FedAvg(), rounds=rounds, clients_per_round=1)], PureOneWeight(), two_quadratics(),
-            tmp_path / f"{rounds}", STEPS, seed=3)
+        run(
+            [phase("it", FedAvg(), rounds=rounds, clients_per_round=1)],
+            PureOneWeight(),
+            two_quadratics(),
+            tmp_path / f"{rounds}",
+            STEPS,
+            seed=3,
+        )
         for rounds in range(1, 5)
-    ]  # fmt: skip
+    ]
     weights = [weight_of(step, "it") for step in steps]
     halves, rounds = {}, {}
     for round, weight in enumerate(weights):
@@ -130,9 +136,9 @@ def test_a_client_takes_a_step_after_aggregation_and_receives_the_new_weight_for
     assert whole.run.states["it"].traffic["bytes_down"] == 2 * alone.run.states["it"].traffic["bytes_down"]
 
     trainer = {"max_epochs": STEPS, "accelerator": "cpu"}
-    killed = federation(tmp_path / "killed", phases(), trainer=trainer, seed=3, store=store, callbacks=[
-        Kill("on_round_start", 3)
-    ])  # fmt: skip
+    killed = federation(
+        tmp_path / "killed", phases(), trainer=trainer, seed=3, store=store, callbacks=[Kill("on_round_start", 3)]
+    )
     with pytest.raises(KeyboardInterrupt):
         killed.fit(PureOneWeight(), two_quadratics())
     again = federation(tmp_path / "killed", phases(), trainer=trainer, seed=3, store=store)

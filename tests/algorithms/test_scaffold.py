@@ -61,10 +61,15 @@ def test_scaffold_goes_on_after_a_round_with_a_learning_rate_of_0(tmp_path):
     """Such a round tells nothing of the gradients, so that all control variates stay as they are."""
     schedule = partial(torch.optim.lr_scheduler.LambdaLR, lr_lambda=lambda round: float(round != 1))
     states = [
-        run([phase("it", Scaffold(), rounds=rounds, round_lr_scheduler=factory)], PureOneWeight(), two_quadratics(),
-            tmp_path / str(rounds), STEPS).run.states["it"]
+        run(
+            [phase("it", Scaffold(), rounds=rounds, round_lr_scheduler=factory)],
+            PureOneWeight(),
+            two_quadratics(),
+            tmp_path / str(rounds),
+            STEPS,
+        ).run.states["it"]
         for rounds, factory in ((3, schedule), (2, None))
-    ]  # fmt: skip
+    ]
     for name, tensor in states[1].server.items():
         assert torch.equal(states[0].server[name], tensor)
     for client in (0, 1):

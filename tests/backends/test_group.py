@@ -119,9 +119,14 @@ def test_a_module_sees_its_own_progress_in_the_shared_trainer(tmp_path, monkeypa
     counted = [seen for seen in shared if seen in first + second]
     assert counted[-9:] == first + second
     trained_alone(
-        monkeypatch, [phase("it", watching)], mixture(LinearGate(5)), blobs((8, 4)), tmp_path / "b", 3,
+        monkeypatch,
+        [phase("it", watching)],
+        mixture(LinearGate(5)),
+        blobs((8, 4)),
+        tmp_path / "b",
+        3,
         backend=TrainerBackend(),
-    )  # fmt: skip
+    )
     assert Watching.seen == shared, "as in a Trainer of its own"
 
 

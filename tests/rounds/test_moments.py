@@ -87,10 +87,14 @@ def test_every_file_and_table_names_the_moment(tmp_path, capsys):
 @pytest.mark.parametrize("evaluate_after", ["local_training", "both"])
 def test_the_moment_changes_nothing_but_the_evaluation(tmp_path, evaluate_after):
     runs = [
-        finished([phase("it", FedAvg("global_expert.*"), rounds=3, clients_per_round=2, evaluate=True, **options)],
-                 mixture(), blobs(), tmp_path / str(index))
+        finished(
+            [phase("it", FedAvg("global_expert.*"), rounds=3, clients_per_round=2, evaluate=True, **options)],
+            mixture(),
+            blobs(),
+            tmp_path / str(index),
+        )
         for index, options in enumerate(({}, {"evaluate_after": evaluate_after}))
-    ]  # fmt: skip
+    ]
     states = [run.run.states["it"] for run in runs]
     assert_same_bits(states[1].server, states[0].server)
     for client, kept in states[0].kept.items():
