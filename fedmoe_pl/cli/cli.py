@@ -98,14 +98,9 @@ class FederationCLI(LightningCLI):
         """
         self._failures: list[Failure] = []
         of_data = _InstantiatorFn(cli=self, key="data")
-        of_modules = ModuleConstructor(self._dumped_configuration)
+        of_modules = ModuleConstructor(self)
         for base, construct in ((LightningModule, of_modules), (FederatedDataModule, of_data), (object, None)):
             self.parser.add_instantiator(Constructor(self._failures, construct), base)
-
-    def _dumped_configuration(self) -> dict[str, Any]:
-        """The parsed configuration of the command as plain values."""
-        self._dump_config()
-        return self.config_dump
 
     def instantiate_classes(self) -> None:
         """Makes everything that the configuration names, and passes on what a constructor raises.

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Mapping
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
-from lightning.pytorch.cli import _InstantiatorFn
+from lightning.pytorch.cli import LightningCLI, _InstantiatorFn
 
 
 class Failure(NamedTuple):
@@ -50,16 +50,18 @@ class ModuleConstructor:
     hyperparameters of the first.
 
     Args:
-        configuration: reads the whole configuration as plain values.
+        cli: the command line, which has the configuration. It is held itself, and not by one of its methods, because
+            workers get these objects without the command line.
     """
 
-    def __init__(self, configuration: Callable[[], Mapping[str, Any]]) -> None:
-        self.configuration = configuration
+    def __init__(self, cli: LightningCLI) -> None:
+        self.cli = cli
         self.made: set[str] = set()
 
     def __call__(self, class_type: type, *args: Any, applied_instantiation_links: dict, **kwargs: Any) -> Any:
         """Constructs a module; the arguments are those of an instantiator of jsonargparse."""
-        nodes = dict(_nodes(self.configuration(), class_type, kwargs))
+        self.cli._dump_config()
+        nodes = dict(_nodes(self.cli.config_dump, class_type, kwargs))
         if not nodes:
             return class_type(*args, **kwargs)
         # nodes that differ in nested classes only are told apart by their order
