@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import LightningModule
 from torch.optim import SGD
@@ -145,13 +144,13 @@ def _check_optimizer(phase: Phase, module: LightningModule) -> None:
     """Refuses arguments that the optimizer refuses, and options that need one optimizer if there are others."""
     if isinstance(module, MixtureOfExperts):
         try:
-            module.configure_optimizers()
+            configured = module.configure_optimizers()
         except ValueError as error:
             raise MisconfigurationException(f"{phase}: its optimizer refuses its arguments: {error}.") from error
-    if isinstance(phase.lr_scheduler and phase.lr_scheduler(SGD([torch.zeros(1)], lr=0.1)), ReduceLROnPlateau):
-        raise MisconfigurationException(
-            f"{phase}: lr_scheduler is ReduceLROnPlateau, but must be a scheduler that needs no metric."
-        )
+        if isinstance(configured, dict) and isinstance(configured.get("lr_scheduler"), ReduceLROnPlateau):
+            raise MisconfigurationException(
+                f"{phase}: lr_scheduler is ReduceLROnPlateau, but must be a scheduler that needs no metric."
+            )
     for option in ("round_lr_scheduler", "keep_optimizer"):
         if getattr(phase, option) and optimizer_and_scheduler(module.configure_optimizers())[0] is None:
             raise MisconfigurationException(

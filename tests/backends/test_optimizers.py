@@ -219,3 +219,13 @@ def test_a_copy_of_a_client_s_module_configures_an_optimizer_of_its_own(tmp_path
     parameters = [*other.configure_optimizers().param_groups[0]["params"]]
     assert [id(p) for p in parameters] == [id(p) for p in other.parameters()]
     assert other.configure_optimizers().param_groups[0]["lr"] == module.configure_optimizers().param_groups[0]["lr"]
+
+
+def test_a_scheduler_over_epochs_that_needs_a_metric_is_refused_and_one_per_group_is_not(tmp_path):
+    plateau = phase("it", FedAvg(), lr_scheduler=lr_scheduler.ReduceLROnPlateau)
+    with pytest.raises(MisconfigurationException, match=r"^Phase 'it': lr_scheduler is ReduceLROnPlateau, but must be"):
+        run([plateau], mixture(LinearGate(5)), blobs(), tmp_path)
+    of_groups = partial(lr_scheduler.LambdaLR, lr_lambda=[lambda epoch: 0.5**epoch, lambda epoch: 1.0])
+    module = mixture(LinearGate(5))
+    module.gate_lr = 0.3
+    run([phase("it", FedAvg(), lr_scheduler=of_groups)], module, blobs(), tmp_path)
