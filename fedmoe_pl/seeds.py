@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import random
 
 import numpy as np
@@ -22,7 +23,12 @@ def seed_all(seed: int) -> None:
     """Seeds the global generators of torch, NumPy and Python (dropout, parameter initialization, user code)."""
     # torch.manual_seed does the same, but takes 2 ms where CUDA has not been used, to note where it was called
     torch.default_generator.manual_seed(seed)
-    if torch.cuda.is_available():
+    if _has_cuda():
         torch.cuda.manual_seed_all(seed)
     np.random.seed(seed % 2**32)
     random.seed(seed)
+
+
+@functools.cache
+def _has_cuda() -> bool:
+    return torch.cuda.is_available()  # loads the driver's library each time

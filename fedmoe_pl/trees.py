@@ -122,16 +122,16 @@ def load_tree(module: nn.Module, tree: Mapping[str, Tensor]) -> None:
             state[name].copy_(tensor)
 
 
-def changed(module: nn.Module, loaded: Mapping[str, Tensor], kept: Mapping[str, Tensor]) -> Tree:
-    """The tensors of a module that differ from those every client starts with: all that a client needs to keep.
+def changed(tensors: Mapping[str, Tensor], loaded: Mapping[str, Tensor], kept: Mapping[str, Tensor]) -> Tree:
+    """Copies, on the CPU, of the tensors that differ from those every client starts with: all that it needs to keep.
 
     Args:
-        module: a client's module after training.
+        tensors: tensors of a client's module after training.
         loaded: the tensors that every client starts with.
         kept: the tensors that this client kept before. Those that have not changed are returned without a copy.
     """
     different = {}
-    for name, tensor in module.state_dict().items():
+    for name, tensor in tensors.items():
         if name in kept and torch.equal(kept[name], tensor.cpu()):
             different[name] = kept[name]
         elif name not in loaded or not torch.equal(loaded[name], tensor.cpu()):
@@ -162,10 +162,13 @@ class Patterns:
 
     def __init__(self, patterns: str | list[str]) -> None:
         self.patterns = [patterns] if isinstance(patterns, str) else patterns
+        self._found: dict[str, bool] = {}
 
     def __contains__(self, name: str) -> bool:
         """Whether one of the patterns matches the name."""
-        return any(fnmatchcase(name, pattern) for pattern in self.patterns)
+        if name not in self._found:  # every client of every round asks for the same names
+            self._found[name] = any(fnmatchcase(name, pattern) for pattern in self.patterns)
+        return self._found[name]
 
     def check(self, names: Iterable[str], argument: str, owner: str = "the model") -> None:
         """Refuses a pattern that matches nothing, because it is probably misspelt.

@@ -130,7 +130,7 @@ def test_changed_gives_copies_of_what_differs_from_the_start_and_what_was_kept_i
     loaded = {name: tensor.clone() for name, tensor in module.state_dict().items()}
     kept = {"0.bias": torch.tensor([5.0]), "1.bias": torch.tensor([7.0])}
     load_tree(module, {**kept, "0.weight": torch.tensor([[3.0]]), "1.bias": torch.tensor([8.0])})
-    different = changed(module, loaded, kept)
+    different = changed(module.state_dict(), loaded, kept)
     assert {name: tensor.item() for name, tensor in different.items()} == {"0.weight": 3, "0.bias": 5, "1.bias": 8}
     assert different["0.bias"] is kept["0.bias"]  # not copied again
     nn.init.zeros_(module[0].weight)
@@ -139,7 +139,7 @@ def test_changed_gives_copies_of_what_differs_from_the_start_and_what_was_kept_i
 
 def test_nothing_has_changed_in_a_module_with_its_initial_tensors():
     module = Expert()
-    assert changed(module, dict(module.state_dict()), {}) == {}
+    assert changed(module.state_dict(), dict(module.state_dict()), {}) == {}
 
 
 @pytest.mark.parametrize(

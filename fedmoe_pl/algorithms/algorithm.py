@@ -181,8 +181,9 @@ class Algorithm:
 
     def private_tensors(self, client: Client) -> Tree:
         """The tensors that a client keeps by default: the changed ones that it does not share, and the algorithm's."""
-        kept = changed(client.module, client.loaded, client.kept)
-        return {name: kept[name] for name in kept if not self.is_shared(name)} | of_algorithm(client.kept)
+        state = client.module.state_dict()
+        private = {name: tensor for name, tensor in state.items() if not self.is_shared(name)}
+        return changed(private, client.loaded, client.kept) | of_algorithm(client.kept)
 
     def combine(self, a: Update, b: Update) -> Update:
         """Folds two updates into one; by default, their weighted mean, so that only one model is in memory.

@@ -9,7 +9,6 @@ from typing import Any
 import torch
 from lightning.pytorch import LightningModule
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils._pytree import tree_map
 
 from fedmoe_pl.algorithms.algorithm import changes_kept
@@ -17,7 +16,6 @@ from fedmoe_pl.algorithms.client import Client, Update
 from fedmoe_pl.backends.optimizers import OPTIMIZER, set_optimizer
 from fedmoe_pl.backends.training import LocalTraining
 from fedmoe_pl.data import Batches, FederatedDataModule
-from fedmoe_pl.models import SwitchNorm1d
 from fedmoe_pl.seeds import derive_seed, seed_all
 from fedmoe_pl.trees import Tree, changed, copy_module, load_tree, with_prefix
 
@@ -89,19 +87,23 @@ def end_client(training: LocalTraining, client: Client, const: dict[str, Any], o
     """
     algorithm = training.algorithm
     update = algorithm.client_final(client, const)
-    sent, kept = (_without_views(tree, client.module) for tree in (update.sent, update.kept))
+    owned = _storages(client.module)
+    sent, kept = (_without_views(tree, owned) for tree in (update.sent, update.kept))
     kept = {name: tensor for name, tensor in kept.items() if not name.startswith(TRAINED)} | (optimizer or {})
     if training.keep_trained:
         kept_as_trained = () if changes_kept(algorithm) else update.kept
-        different = changed(client.module, training.initial, {})
+        different = changed(client.module.state_dict(), training.initial, {})
         trained = {name: tensor for name, tensor in different.items() if name not in kept_as_trained}
         kept |= with_prefix(trained or _one_tensor(client.module), TRAINED)
     return Update(sent, update.weight, kept)
 
 
-def _without_views(tree: Tree, module: LightningModule) -> Tree:
-    """The tree, with copies of tensors that are still the module's, because other clients will use the module."""
-    owned = {tensor.untyped_storage().data_ptr() for tensor in (*module.parameters(), *module.buffers())}
+def _storages(module: LightningModule) -> set[int]:
+    return {tensor.untyped_storage().data_ptr() for tensor in (*module.parameters(), *module.buffers())}
+
+
+def _without_views(tree: Tree, owned: set[int]) -> Tree:
+    """The tree, with copies of tensors in the module's storages, because other clients will use the module."""
     return {
         name: tensor.clone() if tensor.untyped_storage().data_ptr() in owned else tensor
         for name, tensor in tree.items()
@@ -150,7 +152,7 @@ def client_batches(training: LocalTraining, client: Client, samples: Tensor) -> 
         batch_size=training.batch_size,
         generator=client.generator(_BATCHES),
         augment=True,
-        drop_single=has_batch_norm(client.module),
+        drop_single=training.has_batch_norm,
         device=training.device,
     )
 
@@ -173,8 +175,3 @@ def data_on(datamodule: FederatedDataModule, device: torch.device) -> FederatedD
     placed = copy.copy(datamodule)
     placed.x = datamodule.x.to(device)
     return placed
-
-
-def has_batch_norm(module: LightningModule) -> bool:
-    """Whether the module has batch normalization, which cannot be trained on a batch of one sample."""
-    return any(isinstance(part, (_BatchNorm, SwitchNorm1d)) for part in module.modules())

@@ -26,12 +26,12 @@ class Freezing(Callback):
         self.frozen: list[nn.Module] = []
         self.parameters = [(name, parameter, parameter.requires_grad) for name, parameter in module.named_parameters()]
         self.in_train_mode = [submodule for submodule in module.modules() if submodule.training]
+        self._trained: dict[int, tuple[bool, ...]] = {}
         self._modules: dict[tuple[bool, ...], list[nn.Module]] = {}
 
     def freeze(self, epoch: int) -> None:
         """Freezes the parameters that are not trained in an epoch."""
-        is_trainable = self.training.algorithm.is_trainable
-        trained = tuple(by_user and is_trainable(name, self.round, epoch) for name, _, by_user in self.parameters)
+        trained = self._trained_in(epoch)
         for (_, parameter, _), is_trained in zip(self.parameters, trained, strict=True):
             parameter.requires_grad_(is_trained)
         if not self.training.algorithm.frozen_train_mode:
@@ -40,6 +40,14 @@ class Freezing(Callback):
             self.frozen = self._modules[trained]
             for submodule in self.frozen:
                 submodule.eval()
+
+    def _trained_in(self, epoch: int) -> tuple[bool, ...]:
+        if epoch not in self._trained:
+            is_trainable = self.training.algorithm.is_trainable
+            self._trained[epoch] = tuple(
+                by_user and is_trainable(name, self.round, epoch) for name, _, by_user in self.parameters
+            )
+        return self._trained[epoch]
 
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Freezes the parameters that are not trained in this epoch."""

@@ -1,4 +1,4 @@
-"""Trains a group of clients in one Trainer, one client in each of its training steps."""
+"""Trains a group of clients in one Trainer, all in one of its training steps."""
 
 from __future__ import annotations
 
@@ -59,20 +59,20 @@ def train_clients(
 
 
 class _Clients:
-    """A loader whose batches are ids of clients. It is not a list, which would mean several loaders."""
+    """A loader of one batch, the ids of all clients. It is not a list, which would mean several loaders."""
 
     def __init__(self, clients: Sequence[int]) -> None:
         self.clients = clients
 
     def __len__(self) -> int:
-        return len(self.clients)
+        return 1
 
-    def __iter__(self) -> Iterator[int]:
-        return iter(self.clients)
+    def __iter__(self) -> Iterator[Sequence[int]]:
+        yield self.clients
 
 
 class _Group(LightningModule):
-    """A group as a LightningModule, of which each training step trains one client.
+    """A group as a LightningModule, whose training step trains all clients, one after another.
 
     The clients of one architecture use one module in turn, because a copy takes longer than a small client's training.
     """
@@ -93,8 +93,13 @@ class _Group(LightningModule):
     def configure_optimizers(self) -> None:
         """None here: every client has its own."""
 
-    def training_step(self, client_id: int, batch_idx: int) -> None:
-        """Trains one client."""
+    def training_step(self, clients: Sequence[int], batch_idx: int) -> None:
+        """Trains the clients."""
+        for client_id in clients:
+            self.updates[client_id] = self._train_client(client_id)
+
+    def _train_client(self, client_id: int) -> Update:
+        """One client's part of a round."""
         training = self.training_of_phase.of(client_id)
         architecture = training.architecture(client_id)
         if architecture not in self.reused:
@@ -105,7 +110,7 @@ class _Group(LightningModule):
         optimizer: Tree = {}
         if len(samples) and reused.is_trained:
             optimizer = self._train(reused, client, const, samples)
-        self.updates[client_id] = end_client(training, client, const, optimizer)
+        return end_client(training, client, const, optimizer)
 
     def _train(self, reused: _Reused, client: Client, const: dict[str, Any], samples: Tensor) -> Tree:
         """Trains a client; returns the state of its optimizer, if clients keep it."""

@@ -15,6 +15,7 @@ from fedmoe_pl.algorithms.algorithm import Algorithm
 from fedmoe_pl.backends.optimizers import learning_rates
 from fedmoe_pl.data import FederatedDataModule
 from fedmoe_pl.models import MixtureOfExperts
+from fedmoe_pl.models.normalization import has_batch_norm
 from fedmoe_pl.trees import Tree, copy_module
 
 
@@ -121,6 +122,11 @@ class LocalTraining:
                 first.setdefault(frozenset(name for name in names if is_trainable(name, round, epoch)), (round, epoch))
         first.pop(frozenset(), None)
         return first
+
+    @cached_property
+    def has_batch_norm(self) -> bool:
+        """Whether the module has batch normalization, which cannot be trained on a batch of one sample."""
+        return has_batch_norm(self.module)
 
     @cached_property
     def frozen_modules(self) -> frozenset[str]:

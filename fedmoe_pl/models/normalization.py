@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
 
 
 class SwitchNorm1d(nn.Module):
@@ -90,3 +91,8 @@ class SwitchNorm1d(nn.Module):
     def extra_repr(self) -> str:
         """The arguments, as ``print`` shows them."""
         return f"{self.num_features}, momentum={self.momentum}, eps={self.eps}"
+
+
+def has_batch_norm(module: nn.Module) -> bool:
+    """Whether the module has batch normalization, which cannot be trained on a batch of one sample."""
+    return any(isinstance(part, (_BatchNorm, SwitchNorm1d)) for part in module.modules())

@@ -9,10 +9,11 @@ from lightning.pytorch import LightningModule
 from torch.optim import SGD
 from torch.optim.lr_scheduler import CyclicLR, OneCycleLR, ReduceLROnPlateau
 
-from fedmoe_pl.backends import changes_loss, has_batch_norm, overridden_hooks
+from fedmoe_pl.backends import changes_loss, overridden_hooks
 from fedmoe_pl.backends.optimizers import learning_rates, optimizer_and_scheduler
 from fedmoe_pl.data import FederatedDataModule
 from fedmoe_pl.models import MixtureOfExperts
+from fedmoe_pl.models.normalization import has_batch_norm
 from fedmoe_pl.rounds.accuracies import predict
 from fedmoe_pl.rounds.begin import check_moments
 from fedmoe_pl.rounds.cohort import cohort_size, takes_all

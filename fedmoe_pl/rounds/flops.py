@@ -22,7 +22,6 @@ from fedmoe_pl.backends import (
     LocalTraining,
     begin_client,
     changes_loss,
-    has_batch_norm,
     trainable_names,
     trains_by_loss,
 )
@@ -113,7 +112,7 @@ def _samples(training: LocalTraining, client_id: int, round: int) -> int:
         rounds=training.rounds,
         rounds_before=training.rounds_before,
     )
-    samples, drops = training.algorithm.client_samples(client), has_batch_norm(training.module)
+    samples, drops = training.algorithm.client_samples(client), training.has_batch_norm
     return datamodule.batches(samples, batch_size=training.batch_size, drop_single=drops).length
 
 

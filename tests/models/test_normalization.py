@@ -12,7 +12,7 @@ from torch import nn
 from torch.func import functional_call
 
 from fedmoe_pl.algorithms import FedAvg
-from fedmoe_pl.backends import StackedBackend, has_batch_norm
+from fedmoe_pl.backends import StackedBackend
 from fedmoe_pl.models import (
     SwitchNorm1d,
 )
@@ -128,8 +128,8 @@ class WithSwitchNorm(nn.Module):
 
 def test_backends_agree_with_switch_norm_on_unequal_clients_and_last_batches_of_one():
     module = mixture(expert=WithSwitchNorm())
-    assert has_batch_norm(module)
     training = local_training(module, FedAvg(), blobs(FEW, batch_size=6))  # 25 samples: four batches and one sample
+    assert training.has_batch_norm
     assert_agree(training, 1e-10)
     update, _ = train(StackedBackend(4), training)
     for name in ("running_mean", "running_var", "mean_weight", "var_weight"):

@@ -8,7 +8,7 @@ import torch
 from lightning.pytorch import LightningModule
 from torch import Tensor
 
-from fedmoe_pl.backends.client import has_batch_norm, on_device
+from fedmoe_pl.backends.client import on_device
 from fedmoe_pl.backends.frozen_parts import looked_up
 from fedmoe_pl.backends.rounding import equal_to_rounding
 from fedmoe_pl.backends.stacked.batches import TRIED_SAMPLES, Share, StackedData
@@ -57,7 +57,7 @@ def ignores_padding(
         return True
     share = data.first_share(0, 2 * TRIED_SAMPLES)
     half = share.y.shape[1] // 2
-    if has_batch_norm(module) or not half:
+    if training.has_batch_norm or not half:
         return False
     # on a CPU, because a GPU becomes unusable if a loss uses the label -100 as an index
     module.cpu()
