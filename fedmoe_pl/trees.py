@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterable, Mapping
 from fnmatch import fnmatchcase
-from functools import partial
+from functools import lru_cache, partial
 from typing import TypeVar
 
 import torch
@@ -149,6 +149,11 @@ def copy_module(module: Module) -> Module:
     return copy.deepcopy(module, shared)
 
 
+@lru_cache(maxsize=10_000)  # every client of every round asks for the same names
+def _matches(name: str, *patterns: str) -> bool:
+    return any(fnmatchcase(name, pattern) for pattern in patterns)
+
+
 class Patterns:
     """Names chosen by glob patterns such as ``global_expert.*``.
 
@@ -162,13 +167,10 @@ class Patterns:
 
     def __init__(self, patterns: str | list[str]) -> None:
         self.patterns = [patterns] if isinstance(patterns, str) else patterns
-        self._found: dict[str, bool] = {}
 
     def __contains__(self, name: str) -> bool:
         """Whether one of the patterns matches the name."""
-        if name not in self._found:  # every client of every round asks for the same names
-            self._found[name] = any(fnmatchcase(name, pattern) for pattern in self.patterns)
-        return self._found[name]
+        return _matches(name, *self.patterns)
 
     def check(self, names: Iterable[str], argument: str, owner: str = "the model") -> None:
         """Refuses a pattern that matches nothing, because it is probably misspelt.

@@ -88,16 +88,16 @@ class Plan(ABC):
     ) -> list[GroupUpdate]:
         """Trains some groups in this process; other arguments as in :meth:`train`."""
 
-    def map(self, job: Job, server: Tree, clients: Sequence[int], kept: Mapping[int, Tree]) -> Iterator[Any]:
-        """Does other work than training for some clients, such as their evaluation; yields the results in their order.
+    def map(self, job: Job, server: Tree, groups: Sequence[list[int]], kept: Mapping[int, Tree]) -> Iterator[Any]:
+        """Does other work than training for groups of clients, such as their evaluation; yields their results in order.
 
         Args:
             job: what to do; it must be possible to pickle it.
             server: the server's state.
-            clients: ids of the clients.
+            groups: ids of the clients of each group.
             kept: the tensors that clients keep, by client.
         """
-        yield from job(self, server, [[client] for client in clients], kept)
+        yield from job(self, server, groups, kept)
 
     def train(self, server: Tree, cohort: Sequence[int], kept: Mapping[int, Tree], round: int) -> Iterator[GroupUpdate]:
         """Trains the cohort and yields its groups in order.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import TypeGuard
 
 import torch
@@ -18,6 +18,11 @@ from fedmoe_pl.data import FederatedDataModule
 from fedmoe_pl.data.parts import Parts
 from fedmoe_pl.models import FixedGate, MixtureOfExperts
 from fedmoe_pl.rounds.evaluation import ClientEvaluation
+from fedmoe_pl.rounds.stacked_models import StackedModels
+from fedmoe_pl.trees import Tree
+
+Outputs = Iterator[tuple[Tensor, Tensor | None, Tensor]]
+"""Scores (b, C), weights (b, experts) of a gate that is not constant, and labels (b,) of some samples after others."""
 
 
 @torch.inference_mode()
@@ -36,9 +41,7 @@ def predict(module: LightningModule, datamodule: FederatedDataModule, samples: T
     return torch.cat(logits), None if weights[0] is None else torch.cat(weights)
 
 
-def _outputs(
-    module: LightningModule, datamodule: FederatedDataModule, samples: Tensor
-) -> Iterator[tuple[Tensor, Tensor | None, Tensor]]:
+def _outputs(module: LightningModule, datamodule: FederatedDataModule, samples: Tensor) -> Outputs:
     """For each batch: logits (b, C), weights (b, experts) of a gate that is not constant, labels (b,), on the CPU."""
     for x, y in datamodule.batches(samples, batch_size=EVALUATED_AT_ONCE):
         x = x.to(module.device)
@@ -46,21 +49,73 @@ def _outputs(
         yield logits.cpu(), None if weights is None else weights.cpu(), y.cpu()
 
 
-def _global_test(module: LightningModule, datamodule: FederatedDataModule) -> tuple[Tensor, float]:
-    """Accuracy on the global test set: of each class (C,), and over all samples."""
-    logits, _ = predict(module, datamodule, datamodule.global_test)
-    labels = datamodule.y[datamodule.global_test]
-    by_class = multiclass_accuracy(logits, labels, logits.shape[1], average="none")
-    overall = multiclass_accuracy(logits, labels, logits.shape[1], average="micro")
-    return by_class[: datamodule.num_classes].double(), overall.item()
+def _global_test(predicted: Tensor, datamodule: FederatedDataModule, outputs: int) -> tuple[Tensor, Tensor]:
+    """Accuracy of k models on the global test set: of each class (k, C), and over all samples (k,).
+
+    Args:
+        predicted: the classes that each model predicts, shape (k, n).
+        datamodule: the data module.
+        outputs: number of classes that the models know, at least C.
+    """
+    labels = datamodule.y[datamodule.global_test].cpu().expand(predicted.shape)
+    by_class, overall = (
+        multiclass_accuracy(predicted, labels, outputs, average=average, multidim_average="samplewise")
+        for average in ("none", "micro")
+    )
+    return by_class[:, : datamodule.num_classes].double(), overall
 
 
 def evaluate_model(
     module: LightningModule, datamodule: FederatedDataModule, clients: Sequence[int], validation: Parts
 ) -> Iterator[ClientEvaluation]:
     """The evaluations of clients that all have this model; ``validation`` has the validation samples of all clients."""
+    logits, _ = predict(module, datamodule, datamodule.global_test)
+    accuracies = _global_test(logits.argmax(1)[None], datamodule, logits.shape[1])
+
+    def outputs(parts: Parts) -> Outputs:
+        return _outputs(module, datamodule, parts.indices)
+
+    return _evaluate(module, datamodule, clients, validation, accuracies, outputs)
+
+
+def evaluate_stack(
+    module: LightningModule,
+    states: Sequence[Tree],
+    datamodule: FederatedDataModule,
+    clients: Sequence[int],
+    validation: Parts,
+) -> Iterator[ClientEvaluation]:
+    """The evaluations of clients with small models of their own, all computed together.
+
+    Args:
+        module: a module of the clients' architecture, in eval mode.
+        states: the tensors of each client's model.
+        datamodule: the data module.
+        clients: their ids.
+        validation: the validation samples of all clients.
+    """
+    models = StackedModels(module, states, _has_trained_gate(module))
+    scores = [scores for scores, *_ in models.of_all(datamodule, datamodule.global_test)]
+    predicted = torch.cat([batch.argmax(2) for batch in scores], 1)
+    accuracies = _global_test(predicted, datamodule, scores[0].shape[2])
+
+    def outputs(parts: Parts) -> Outputs:
+        return models.of_each(datamodule, parts)
+
+    return _evaluate(module, datamodule, clients, validation, accuracies, outputs)
+
+
+def _evaluate(
+    module: LightningModule,
+    datamodule: FederatedDataModule,
+    clients: Sequence[int],
+    validation: Parts,
+    accuracies: tuple[Tensor, Tensor],
+    outputs: Callable[[Parts], Outputs],
+) -> Iterator[ClientEvaluation]:
+    """The evaluations of clients, from their accuracies on the global test set and outputs on their own samples."""
     chosen = torch.tensor(clients)
-    class_accuracy, global_test = _global_test(module, datamodule)
+    class_accuracy, global_test = accuracies
     held_out, validation = datamodule.test_samples.select(chosen), validation.select(chosen)
     samples, gate_labels = held_out, [None] * len(clients)
     if _has_trained_gate(module):  # otherwise no predictions of training samples are needed
@@ -68,14 +123,14 @@ def evaluate_model(
         both = Parts(torch.cat((held_out.indices, train.indices)), torch.cat((held_out.sizes, train.sizes)))
         samples = both.select(torch.arange(len(clients)) + len(clients) * (held_out.sizes == 0))
         gate_labels = _pieces(datamodule.y[samples.indices], samples.sizes)
-    own_accuracy, _, gate_weights = _predict_parts(module, datamodule, samples)
-    validation_accuracy, validation_loss, _ = _predict_parts(module, datamodule, validation)
+    own_accuracy, _, gate_weights = _predict_parts(module, outputs(samples), samples)
+    validation_accuracy, validation_loss, _ = _predict_parts(module, outputs(validation), validation)
     columns = zip(
         clients,
         datamodule.train_samples.sizes[chosen].tolist(),
         _weighted(class_accuracy, datamodule.class_shares[chosen], datamodule).tolist(),
         own_accuracy.where(held_out.sizes > 0, math.nan).tolist(),
-        [global_test] * len(clients),
+        global_test.expand(len(clients)).tolist(),
         validation_accuracy.tolist(),
         gate_weights or [None] * len(clients),
         gate_labels,
@@ -87,12 +142,10 @@ def evaluate_model(
 
 
 @torch.inference_mode()
-def _predict_parts(
-    module: LightningModule, datamodule: FederatedDataModule, parts: Parts
-) -> tuple[Tensor, Tensor, list[Tensor]]:
+def _predict_parts(module: LightningModule, outputs: Outputs, parts: Parts) -> tuple[Tensor, Tensor, list[Tensor]]:
     """Accuracy and mean loss of each part, shape (len(parts),), nan for an empty one, and a trained gate's weights."""
     right, losses, weights = [torch.empty(0, dtype=torch.bool)], [torch.empty(0, dtype=torch.float64)], []
-    for scores, batch_weights, labels in _outputs(module, datamodule, parts.indices):
+    for scores, batch_weights, labels in outputs:
         right.append(scores.argmax(1) == labels)
         losses.append(_losses(module, scores, labels))
         if batch_weights is not None:
@@ -118,7 +171,7 @@ def _pieces(tensor: Tensor, sizes: Tensor) -> list[Tensor]:
 
 
 def _weighted(class_accuracy: Tensor, shares: Tensor, datamodule: FederatedDataModule) -> Tensor:
-    """Mean of the class accuracies (C,), weighted with the clients' shares (k, C) of the classes in the test set.
+    """Mean of the class accuracies (1 or k, C), weighted with the clients' shares (k, C) of classes in the test set.
 
     nan for rotated images: the global test set has them in all rotations, which class shares know nothing of.
     """

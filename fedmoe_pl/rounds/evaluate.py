@@ -13,9 +13,10 @@ from fedmoe_pl.algorithms.algorithm import Algorithm, Moment, chooses_model, ove
 from fedmoe_pl.backends import TRAINED, LocalTraining, Plan, client_of, one_thread
 from fedmoe_pl.data.parts import Parts
 from fedmoe_pl.models import FixedGate, MixtureOfExperts
-from fedmoe_pl.rounds.accuracies import evaluate_model
+from fedmoe_pl.rounds.accuracies import evaluate_model, evaluate_stack
 from fedmoe_pl.rounds.evaluation import ClientEvaluation
 from fedmoe_pl.rounds.opt_in import opted_in
+from fedmoe_pl.rounds.stacked_models import stackable_groups
 from fedmoe_pl.trees import Tree, copy_module, load_tree, of_module, subtree
 
 
@@ -47,13 +48,17 @@ def evaluate_clients(
     """
     clients = range(training.datamodule.num_clients) if clients is None else clients
     keeping = set(kept)  # made once, because every look-up on disk takes time
-    differ = chooses_model(training.algorithm) or overrides(training.algorithm, "predictor")
+    with_predictor = overrides(training.algorithm, "predictor")
+    differ = chooses_model(training.algorithm) or with_predictor
     alone = [client for client in clients if differ or (client in keeping and has_own_model(kept[client], moment))]
     of_alone = set(alone)
     together = [client for client in clients if client not in of_alone]
     job = partial(_evaluate_groups, round=round, moment=moment)
-    found = plan.map(job, server, alone, kept) if plan else _evaluate_each(training, server, alone, kept, round, moment)
-    evaluations = dict(zip(alone, found, strict=True))
+    groups = [[client] for client in alone] if with_predictor else stackable_groups(training, alone)
+    found = (
+        plan.map(job, server, groups, kept) if plan else map(_Evaluator(training, server, kept, round, moment), groups)
+    )
+    evaluations = {evaluation.client: evaluation for group in found for evaluation in group}
     validation = _opted_in_validation(training)
     for group in training.by_architecture(together):
         group_training = training.of(group[0])
@@ -77,32 +82,54 @@ def _evaluate_groups(
     kept: Mapping[int, Tree],
     round: int,
     moment: Moment,
-) -> list[ClientEvaluation]:
-    """Evaluates clients with models of their own, each of them a group; runs in worker processes, too."""
-    clients = [client for (client,) in groups]
+) -> list[list[ClientEvaluation]]:
+    """Evaluates groups of clients with models of their own; runs in worker processes, too."""
     with one_thread():
-        return list(_evaluate_each(plan.training, server, clients, kept, round, moment))
+        return [*map(_Evaluator(plan.training, server, kept, round, moment), groups)]
 
 
-def _evaluate_each(
-    training: LocalTraining,
-    server: Tree,
-    clients: Sequence[int],
-    kept: Mapping[int, Tree],
-    round: int,
-    moment: Moment,
-) -> Iterator[ClientEvaluation]:
-    """Evaluates one client after another."""
-    validation, modules = _opted_in_validation(training), dict[int, LightningModule]()
-    for client in clients:
-        own_training, architecture = training.of(client), training.architecture(client)
-        if architecture not in modules:
-            modules[architecture] = copy_module(own_training.module).to(training.device).eval()
-        module = modules[architecture]
-        tensors = personal_tensors(own_training, module, server, client, kept.get(client, {}), round, moment)
-        load_tree(module, {**own_training.initial, **tensors})
-        predictor = client_predictor(own_training, module, server, client, kept, round)
-        yield from evaluate_model(predictor, training.datamodule, [client], validation)
+class _Evaluator:
+    """Evaluates one group of clients with models of their own after another; arguments as in evaluate_clients."""
+
+    def __init__(
+        self, training: LocalTraining, server: Tree, kept: Mapping[int, Tree], round: int, moment: Moment
+    ) -> None:
+        self.training = training
+        self.server = server
+        self.kept = kept
+        self.round = round
+        self.moment: Moment = moment
+        self.validation = _opted_in_validation(training)
+        self.modules: dict[int, LightningModule] = {}  # by architecture
+
+    def __call__(self, clients: Sequence[int]) -> list[ClientEvaluation]:
+        """The evaluations of clients that all have the same architecture."""
+        training, architecture = self.training.of(clients[0]), self.training.architecture(clients[0])
+        if architecture not in self.modules:
+            self.modules[architecture] = copy_module(training.module).to(training.device).eval()
+        module = self.modules[architecture]
+        states = [self._state(training, module, client) for client in clients]
+        if len(clients) > 1:
+            try:
+                return [*evaluate_stack(module, states, training.datamodule, clients, self.validation)]
+            except RuntimeError:  # ``vmap`` cannot map over all that a model may compute
+                pass
+        return [
+            evaluation
+            for client, state in zip(clients, states, strict=True)
+            for evaluation in self._evaluate_alone(training, module, client, state)
+        ]
+
+    def _state(self, training: LocalTraining, module: LightningModule, client: int) -> Tree:
+        arguments = self.server, client, self.kept.get(client, {}), self.round, self.moment
+        return {**training.initial, **personal_tensors(training, module, *arguments)}
+
+    def _evaluate_alone(
+        self, training: LocalTraining, module: LightningModule, client: int, state: Tree
+    ) -> Iterator[ClientEvaluation]:
+        load_tree(module, state)
+        predictor = client_predictor(training, module, self.server, client, self.kept, self.round)
+        return evaluate_model(predictor, training.datamodule, [client], self.validation)
 
 
 def _opted_in_validation(training: LocalTraining) -> Parts:

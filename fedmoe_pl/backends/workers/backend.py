@@ -14,7 +14,7 @@ from fedmoe_pl.data import FederatedDataModule
 from fedmoe_pl.trees import Tree
 
 _CHUNKS = 4  # per worker at least, so that none waits long for the last one
-_PARTS = 32  # of clients that are evaluated, so that no worker waits long for the last one
+_PARTS = 32  # of groups that are evaluated, so that no worker waits long for the last one
 
 
 class WorkersBackend(Backend):
@@ -148,15 +148,15 @@ class WorkersPlan(HandingOutPlan):
         """Trains the cohort in the workers; see :meth:`WorkersBackend.hand_out`."""
         yield from self.backend.train(self.plan, server, self.groups(cohort), kept, round)
 
-    def map(self, job: Job, server: Tree, clients: Sequence[int], kept: Mapping[int, Tree]) -> Iterator[Any]:
+    def map(self, job: Job, server: Tree, groups: Sequence[list[int]], kept: Mapping[int, Tree]) -> Iterator[Any]:
         """Does the work in the workers; see :meth:`WorkersBackend.hand_out`."""
-        yield from self.backend.hand_out(self.plan, job, server, parts_of(clients), kept)
+        yield from self.backend.hand_out(self.plan, job, server, parts_of(groups), kept)
 
 
-def parts_of(clients: Sequence[int]) -> list[Chunk]:
-    """Clients of whom each is a group, in parts that one worker is handed together."""
-    size = -(-len(clients) // _PARTS)
-    return [[[client] for client in clients[start : start + size]] for start in range(0, len(clients), size or 1)]
+def parts_of(groups: Sequence[list[int]]) -> list[Chunk]:
+    """Groups in parts that one worker is handed together."""
+    size = -(-len(groups) // _PARTS)
+    return [[*groups[start : start + size]] for start in range(0, len(groups), size or 1)]
 
 
 def _train_groups(

@@ -125,14 +125,14 @@ class PoolPlan(HandingOutPlan):
             yield from updates
         yield from self.backend.train(self.plan, server, groups[begun:], kept, round)
 
-    def map(self, job: Job, server: Tree, clients: Sequence[int], kept: Mapping[int, Tree]) -> Iterator[Any]:
+    def map(self, job: Job, server: Tree, groups: Sequence[list[int]], kept: Mapping[int, Tree]) -> Iterator[Any]:
         """Does the work in this process until the others take over; see :meth:`WorkersBackend.hand_out`."""
         backend, training = self.backend, self.training
-        chunks, pace = parts_of(clients), 0.0
+        chunks, pace = parts_of(groups), 0.0
         while chunks and not backend.workers:
             share = 1 - 1 / len(backend.devices)
             worth_it = pace * len(chunks) * share >= _WORTH_STARTING
-            if (not backend.lazy and len(clients) > 1) or (worth_it and backend.starts(training.datamodule)):
+            if (not backend.lazy and len(groups) > 1) or (worth_it and backend.starts(training.datamodule)):
                 break
             chunk = chunks.pop(0)
             start = time.perf_counter()

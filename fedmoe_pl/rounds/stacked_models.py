@@ -1,0 +1,103 @@
+"""Models of several clients, stacked so that one call computes the outputs of all of them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import torch
+from lightning.pytorch import LightningModule
+from torch import Tensor, nn
+from torch.func import functional_call, vmap
+from torch.nn.modules.conv import _ConvNd
+
+from fedmoe_pl.algorithms.client import EVALUATED_AT_ONCE
+from fedmoe_pl.backends import LocalTraining
+from fedmoe_pl.data import FederatedDataModule
+from fedmoe_pl.data.parts import Parts
+from fedmoe_pl.models.mixtures.sparse import dense_experts
+from fedmoe_pl.trees import Tree, load_tree
+
+_MOST = 32
+_CACHE = 8 * 2**20  # bytes; larger stacks wait for memory, as one model after another does
+
+
+def stackable_groups(training: LocalTraining, clients: Sequence[int]) -> list[list[int]]:
+    """Divides clients into those whose models are stacked: of one architecture and similar numbers of samples.
+
+    A client is alone if its model has a convolution, which gains nothing from stacking, or is large.
+
+    Args:
+        training: the phase's local training.
+        clients: ids of clients with models of their own.
+    """
+    sizes, groups = training.datamodule.train_samples.sizes.tolist(), []
+    for members in training.by_architecture(clients):
+        module = training.of(members[0]).module
+        convolves = any(isinstance(part, _ConvNd) for part in module.modules())
+        model_bytes = sum(tensor.nbytes for tensor in module.state_dict().values())
+        most = 1 if convolves else max(min(_MOST, _CACHE // max(model_bytes, 1)), 1)
+        ordered = sorted(members, key=lambda client: (-sizes[client], client))
+        groups += [ordered[start : start + most] for start in range(0, len(ordered), most)]
+    return groups
+
+
+class StackedModels:
+    """The models of k clients.
+
+    Args:
+        module: a module of the clients' architecture in eval mode; it gets the tensors that all of them share.
+        states: the tensors of each client's model, by name; those that are the same object are shared.
+        gated: whether the module has gate weights.
+    """
+
+    def __init__(self, module: LightningModule, states: Sequence[Tree], gated: bool) -> None:
+        first = states[0]
+        differ = [name for name in first if any(state[name] is not first[name] for state in states)]
+        load_tree(module, first)
+        self.module = _Outputs(module, gated)
+        self.stacked = {
+            f"module.{name}": torch.stack([state[name] for state in states]).to(module.device) for name in differ
+        }
+        self.device = module.device
+
+    def of_all(self, datamodule: FederatedDataModule, samples: Tensor) -> Iterator[tuple[Tensor, ...]]:
+        """For each batch of samples that all models get: scores (k, b, C) and perhaps weights, labels (b,)."""
+        for x, y in datamodule.batches(samples, batch_size=EVALUATED_AT_ONCE):
+            yield *self._call(x, None), y.cpu()
+
+    def of_each(self, datamodule: FederatedDataModule, parts: Parts) -> Iterator[tuple[Tensor, Tensor | None, Tensor]]:
+        """For each model, on the samples of its own part: scores (n, C), weights (n, experts) or None, labels (n,)."""
+        if not len(parts.indices):
+            return
+        padded = nn.utils.rnn.pad_sequence([*parts], batch_first=True)  # (k, longest), filled up with sample 0
+        at_once = max(EVALUATED_AT_ONCE // len(parts), 1)
+        pieces = [self._of_piece(datamodule, samples) for samples in padded.split(at_once, dim=1)]
+        outputs = [torch.cat(output, 1) for output in zip(*pieces, strict=True)]
+        for row, samples in enumerate(parts):
+            scores, *weights = (output[row, : len(samples)] for output in outputs)
+            yield scores, weights[0] if weights else None, datamodule.y[samples].cpu()
+
+    def _of_piece(self, datamodule: FederatedDataModule, samples: Tensor) -> tuple[Tensor, ...]:
+        """Scores (k, b, C), and weights if there is a gate, for samples (k, b)."""
+        ((x, _),) = datamodule.batches(samples.flatten(), batch_size=samples.numel())
+        return self._call(x.unflatten(0, samples.shape), 0)
+
+    @torch.inference_mode()
+    def _call(self, x: Tensor, dim: int | None) -> tuple[Tensor, ...]:
+        def outputs(tensors: Tree, x: Tensor) -> tuple[Tensor, ...]:
+            return functional_call(self.module, tensors, (x,), tie_weights=False)
+
+        with dense_experts():
+            return tuple(output.cpu() for output in vmap(outputs, (0, dim))(self.stacked, x.to(self.device)))
+
+
+class _Outputs(nn.Module):
+    """A module's scores and, if it has a gate, weights: as a module, so that ``functional_call`` replaces tensors."""
+
+    def __init__(self, module: LightningModule, gated: bool) -> None:
+        super().__init__()
+        self.module = module
+        self.gated = gated
+
+    def forward(self, x: Tensor) -> tuple[Tensor, ...]:
+        return self.module.mix(x) if self.gated else (self.module(x),)  # pyright: ignore[reportCallIssue]
