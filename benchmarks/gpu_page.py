@@ -141,7 +141,7 @@ def run(arguments: Sequence[str], limit: float) -> Outcome:
 def machine(page: Page, options: argparse.Namespace) -> None:
     """GPU, driver, versions, date and revision."""
     command = ["benchmarks/machine.py", "--accelerator", options.accelerator]
-    page.section("Machine", [command], "", "")
+    page.section("Machine", [command], "what", "value")
     outcome = run(command, 300 * options.limit_factor)
     if outcome.problem:
         page.fail("machine", outcome)
@@ -168,7 +168,8 @@ def tests(page: Page, options: argparse.Namespace) -> None:
 
 def rounds(page: Page, options: argparse.Namespace) -> None:
     """Rounds of FedAvg against the bare loop, in order of what they need, until the step's time is over."""
-    sizes = [("LeNet5", 10, 500, 4), ("LeNet5", 100, 50, 4), ("VGG16", 10, 500, 3), ("VGG16", 100, 50, 2)]
+    # the expert, clients, samples of a client, and rounds, of which the first is not counted
+    sizes = [("LeNet5", 10, 500, 4), ("LeNet5", 100, 500, 3), ("VGG16", 10, 500, 3), ("VGG16", 100, 50, 2)]
     if options.short:
         sizes = [("LeNet5", 2, 20, 2)]
     commands = []

@@ -62,8 +62,8 @@ def find_frozen_parts(
         names = _called_with_known(module, training.frozen_modules, batch[0], run)
         if not names:
             return None
-        expected = _loss_and_gradients(training, client, const, batch)
         try:
+            expected = _loss_and_gradients(training, client, const, batch)  # cuDNN's LSTM has none in eval mode
             # one sample at a time, because an output that depends on other samples of the batch cannot be looked up
             rows = compute_rows(training, client, const, samples, names, batch_size=1)
         except (RuntimeError, ValueError):

@@ -5,7 +5,7 @@ import torch
 from helpers import EveryBatch, Expert, assert_same_bits, blobs, mixture, momentum_sgd
 from helpers.backends import FEW, begin, local_training, train, train_clients
 
-from fedmoe_pl.algorithms import FedAvg, PersonalizedExpert, PFLMoE
+from fedmoe_pl.algorithms import FedAvg, PersonalizedExpert, PFLMoE, SpecialistMixture
 from fedmoe_pl.backends import StackedBackend, TrainerBackend
 from fedmoe_pl.data import RandomCrop
 from fedmoe_pl.models import ConstantGate, FeatureGate, LeNet5, LinearGate, PersonalizedMoE
@@ -101,3 +101,30 @@ def test_features_are_computed_anew_when_what_computes_them_has_changed(backend)
     expected = rounds(TrainerBackend(), callbacks=[EveryBatch()])
     for client, tree in rounds(backend).items():
         torch.testing.assert_close(tree, expected[client], rtol=1e-10, atol=1e-10)
+
+
+class _NoGradient(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        raise RuntimeError("cudnn RNN backward can only be called in training mode")
+
+
+class LikeCudnn(Expert):
+    """Has no gradients in eval mode, as an LSTM on a GPU."""
+
+    def forward(self, x):
+        logits = super().forward(x)
+        return logits if self.training else _NoGradient.apply(logits)
+
+
+def test_an_expert_without_gradients_in_eval_mode_is_trained_beside_a_frozen_one():
+    def train_with(expert):
+        return train(TrainerBackend(), local_training(mixture(LinearGate(5), expert), SpecialistMixture(), blobs(FEW)))
+
+    (_, kept), (_, expected) = train_with(LikeCudnn()), train_with(Expert())
+    for client, tree in kept.items():
+        torch.testing.assert_close(tree, expected[client], rtol=1e-12, atol=1e-12)

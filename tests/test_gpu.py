@@ -1,0 +1,307 @@
+"""Runs on a GPU give what runs on a CPU give.
+
+``pytest -m gpu`` needs a GPU. With PRETENDED_GPU set, most of these tests run on a device that the process pretends to
+have, see ``helpers.pretended``; so they show, without a GPU, that no tensor is on the wrong device.
+"""
+
+import os
+import subprocess
+import sys
+from dataclasses import replace
+from functools import partial
+
+import pytest
+import torch
+from helpers import Expert, TensorData, blobs, mixture, phase, sparse_mixture
+from helpers import pretended as device_of_tests
+from helpers.backends import FEW, TwoGroups, WithBatchNorm, local_training
+from helpers.clusters import all_phases, clustered
+from helpers.configurations import REPOSITORY
+from helpers.pfedmoe import model as three_architectures
+from helpers.runs import Kill
+
+from fedmoe_pl import Federation
+from fedmoe_pl.algorithms import (
+    FedAvg,
+    FedMoEDA,
+    FedProx,
+    PersonalizedExpert,
+    PFedMoE,
+    PFLMoE,
+    Scaffold,
+    SpecialistMixture,
+)
+from fedmoe_pl.backends import PoolBackend, StackedBackend, TrainerBackend, data_on, on_device
+from fedmoe_pl.backends.client import begin_client
+from fedmoe_pl.backends.features import FeatureCache
+from fedmoe_pl.data import RandomCrop, RandomHorizontalFlip
+from fedmoe_pl.models import BiLSTM, FeatureGate, GlobalOnly, LeNet5, LinearGate, PersonalizedMoE
+from fedmoe_pl.rounds import start
+
+PRETENDED = "PRETENDED_GPU" in os.environ
+BACKENDS = [TrainerBackend(), StackedBackend()]
+only_cuda = pytest.mark.skipif(PRETENDED, reason="shows what only CUDA has")
+
+
+@pytest.fixture(scope="module")
+def accelerator():
+    return device_of_tests.Accelerator() if PRETENDED else "gpu"
+
+
+@pytest.fixture
+def device(monkeypatch):
+    if not PRETENDED:
+        return torch.device("cuda", 0)
+    monkeypatch.setattr(start, "data_on", device_of_tests.placed)
+    return torch.device(device_of_tests.NAME, 0)
+
+
+def made(path, phases, accelerator, backend="auto", trainer=None, **kwargs) -> Federation:
+    trainer = {"max_epochs": 2, "accelerator": accelerator, "devices": 1, **(trainer or {})}
+    arguments = {"logger": False, "enable_progress_bar": False, "seed": 2, **kwargs}
+    return Federation(phases, trainer, backend=backend, default_root_dir=str(path), **arguments)
+
+
+def images(**kwargs) -> TensorData:
+    """Three clients with 9, 5 and 6 small images."""
+    x = torch.randint(256, (20, 3, 32, 32), generator=torch.Generator().manual_seed(0), dtype=torch.uint8)
+    parts = torch.arange(20).split([9, 5, 6])
+    return TensorData(x, torch.arange(20) % 4, parts, dtype=torch.float64, batch_size=4, **kwargs)
+
+
+def words() -> TensorData:
+    """Two clients with sentences of six words."""
+    x = torch.randint(20, (24, 6), generator=torch.Generator().manual_seed(0))
+    return TensorData(x, torch.arange(24) % 2, torch.arange(24).split(12), dtype=torch.int64, batch_size=4)
+
+
+def points() -> TensorData:
+    return blobs(FEW, batch_size=10, test_fraction=0.2)
+
+
+def plain_sgd(parameters):
+    return torch.optim.SGD(parameters, lr=0.1)
+
+
+def adam(parameters):
+    return torch.optim.Adam(parameters, lr=0.01)
+
+
+def lenet(optimizer=plain_sgd) -> PersonalizedMoE:
+    torch.manual_seed(3)
+    return PersonalizedMoE(LeNet5(3, 4), gate=FeatureGate(), optimizer=optimizer).double()
+
+
+def readers() -> PersonalizedMoE:
+    torch.manual_seed(3)
+    return PersonalizedMoE(BiLSTM(20, 3, 4, 2), gate=FeatureGate(), optimizer=plain_sgd).double()
+
+
+def two_groups() -> TwoGroups:
+    torch.manual_seed(3)
+    return TwoGroups(Expert(), gate=LinearGate(5)).double()
+
+
+def pfl_moe() -> list:
+    expert = PersonalizedExpert("local_expert.classifier.*", 0.25)
+    return [phase("F", FedAvg("global_expert.*")), phase("FB", expert), phase("last", PFLMoE(), evaluate=True)]
+
+
+def augmented() -> TensorData:
+    return images(augmentation=[RandomCrop(2), RandomHorizontalFlip()])
+
+
+# phases, of which the last one is compared, model, data
+CASES = {
+    "FedAvg": (lambda: [phase("last", FedAvg(), rounds=3, evaluate=True)], lambda: mixture(LinearGate(5)), points),
+    "FedProx": (lambda: [phase("last", FedProx(0.1), rounds=2)], mixture, points),
+    "Scaffold": (lambda: [phase("last", Scaffold(), rounds=2)], lambda: mixture(optimizer=plain_sgd), points),
+    "groups": (lambda: [phase("last", FedAvg(), rounds=2)], two_groups, points),
+    "batch norm": (lambda: [phase("last", FedAvg())], lambda: mixture(expert=WithBatchNorm()), points),
+    "PFL-MoE": (pfl_moe, lambda: mixture(FeatureGate(6), optimizer=adam), points),
+    "convolutions": (lambda: [phase("last", FedAvg(), rounds=2, evaluate=True)], lenet, images),
+    "augmentation": (pfl_moe, partial(lenet, adam), augmented),
+    "clusters": (all_phases, clustered, points),
+    "FedMoE-DA": (lambda: [phase("last", FedMoEDA(2, 1), rounds=3, evaluate=True)], sparse_mixture, points),
+    "pFedMoE": (lambda: [phase("last", PFedMoE(), rounds=2, evaluate=True)], three_architectures, points),
+}
+# not stacked: optimizers that clients keep, an LSTM
+ALONE = {
+    "interleaved": (
+        lambda: [phase("F", FedAvg()), phase("last", PFLMoE(interleaved=True), rounds=4, keep_optimizer=True)],
+        lambda: mixture(FeatureGate(6), optimizer=adam),
+        points,
+    ),
+    "LSTM": (
+        lambda: [phase("F", FedAvg()), phase("E", PersonalizedExpert()), phase("last", SpecialistMixture())],
+        readers,
+        words,
+    ),
+}
+
+
+def finished(path, name, accelerator, backend, **kwargs) -> Federation:
+    phases, model, data = {**CASES, **ALONE}[name]
+    federation = made(path, phases(), accelerator, backend, **kwargs)
+    federation.fit(model(), data())
+    return federation
+
+
+def assert_agree(federation, expected):
+    """The servers, what clients keep, all on the CPU, and the accuracies."""
+    name = expected.run.phases[-1].name
+    state, expected_state = (each.run.states[name] for each in (federation, expected))
+    close = partial(torch.testing.assert_close, rtol=1e-9, atol=1e-9)
+    close(state.server, expected_state.server)
+    assert state.kept.keys() == expected_state.kept.keys()
+    for client in state.kept:
+        close(dict(state.kept[client]), dict(expected_state.kept[client]))
+    assert federation.results.keys() == expected.results.keys()
+    for method, evaluation in expected.results.items():
+        for own, other in zip(federation.results[method].clients, evaluation.clients, strict=True):
+            for metric in ("local_test", "global_test", "mean_gate_weight"):
+                assert getattr(own, metric) == pytest.approx(getattr(other, metric), abs=1e-6, nan_ok=True)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("backend", BACKENDS, ids=["trainer", "stacked"])
+@pytest.mark.parametrize("name", CASES)
+def test_both_backends_give_what_a_cpu_gives(tmp_path, accelerator, device, name, backend):
+    if name == "clusters" and isinstance(backend, StackedBackend):
+        backend = "auto"  # the ensemble trains nothing
+    expected = finished(tmp_path / "cpu", name, "cpu", TrainerBackend())
+    federation = finished(tmp_path / "gpu", name, accelerator, backend)
+    assert federation.run.devices == [device]
+    assert federation.run.training_data.x.device == device
+    assert_agree(federation, expected)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", ["interleaved", pytest.param("LSTM", marks=only_cuda)])
+def test_clients_that_cannot_be_stacked_give_what_they_give_on_a_cpu(tmp_path, accelerator, device, name):
+    expected = finished(tmp_path / "cpu", name, "cpu", TrainerBackend())
+    assert_agree(finished(tmp_path / "gpu", name, accelerator, "auto"), expected)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("backend", BACKENDS, ids=["trainer", "stacked"])
+def test_clipping_and_a_trainer_per_client_give_what_they_give_on_a_cpu(tmp_path, accelerator, device, backend):
+    clipped = {"gradient_clip_val": 0.1}
+    expected = finished(tmp_path / "cpu", "FedAvg", "cpu", TrainerBackend(), trainer=clipped)
+    assert_agree(finished(tmp_path / "gpu", "FedAvg", accelerator, backend, trainer=clipped), expected)
+    if isinstance(backend, TrainerBackend):
+        every_batch = clipped | {"detect_anomaly": True}
+        assert_agree(finished(tmp_path / "all", "FedAvg", accelerator, backend, trainer=every_batch), expected)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("backend", BACKENDS, ids=["trainer", "stacked"])
+def test_data_that_do_not_fit_stay_on_the_cpu(tmp_path, accelerator, device, monkeypatch, backend):
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device=None: (0, 0))
+    monkeypatch.setattr(start, "data_on", data_on)
+    expected = finished(tmp_path / "cpu", "PFL-MoE", "cpu", TrainerBackend())
+    federation = finished(tmp_path / "gpu", "PFL-MoE", accelerator, backend)
+    assert federation.run.training_data.x.device.type == "cpu"
+    assert_agree(federation, expected)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("first_on_gpu", [True, False])
+def test_a_run_goes_on_on_the_other_device(tmp_path, accelerator, device, first_on_gpu):
+    def phases():
+        return [phase("last", FedAvg("global_expert.*"), rounds=4, gate=GlobalOnly(), evaluate=True)]
+
+    def model():
+        return mixture()
+
+    first, second = (accelerator, "cpu") if first_on_gpu else ("cpu", accelerator)
+    whole = made(tmp_path / "whole", phases(), "cpu")
+    whole.fit(model(), points())
+    with pytest.raises(KeyboardInterrupt):
+        made(tmp_path / "parts", phases(), first, callbacks=[Kill("on_round_end", 2)]).fit(model(), points())
+    resumed = made(tmp_path / "parts", phases(), second)
+    resumed.fit(model(), points(), ckpt_path="last")
+    assert_agree(resumed, whole)
+
+
+@pytest.mark.gpu
+def test_features_are_on_the_device_and_the_module_is_back_on_the_cpu(device):
+    training = local_training(mixture(FeatureGate(6)), PFLMoE(), points(), max_epochs=2)
+    training.datamodule.setup()
+    training = replace(training, device=device)
+    module = training.module
+    client, const, samples = begin_client(training, module, {}, 1, {}, 0)
+    features = FeatureCache().find(training, client, on_device(const, device), samples)
+    assert features is not None and features.parts.names
+    assert {rows.device for rows in features.rows.values()} == {device}
+    assert {parameter.device.type for parameter in module.parameters()} == {"cpu"}
+
+
+@pytest.mark.gpu
+@only_cuda
+@pytest.mark.parametrize("backend", BACKENDS, ids=["trainer", "stacked"])
+def test_bfloat16_trains_what_single_precision_trains_to_rounding(tmp_path, backend):
+    """To 8 bits: a fifth of the largest change of a weight is far more than rounding, a wrong step is all of it."""
+    servers, start_of = {}, mixture(dtype=torch.float32).state_dict()
+    for precision in ("32-true", "bf16-mixed"):
+        federation = made(tmp_path / precision, [phase("it", FedAvg())], "gpu", backend, {"precision": precision})
+        federation.fit(mixture(dtype=torch.float32), blobs(FEW, dtype=torch.float32, batch_size=10))
+        servers[precision] = federation.run.states["it"].server
+    exact, rounded = servers.values()
+    moved = max((exact[name] - start_of[name]).abs().max().item() for name in exact)
+    difference = max((exact[name] - rounded[name]).abs().max().item() for name in exact)
+    assert 0 < difference <= 0.2 * moved
+    assert all(tensor.dtype == torch.float32 for tensor in rounded.values())
+
+
+@pytest.mark.gpu
+@only_cuda
+def test_float16_with_scaled_gradients_trains(tmp_path):
+    federation = made(tmp_path, [phase("it", FedAvg(), rounds=2)], "gpu", "auto", {"precision": "16-mixed"})
+    federation.fit(mixture(dtype=torch.float32), blobs(FEW, dtype=torch.float32, batch_size=10))
+    server = federation.run.states["it"].server
+    assert all(tensor.isfinite().all() for tensor in server.values())
+    start_of = mixture(dtype=torch.float32).state_dict()
+    assert any(not torch.equal(tensor, start_of[name]) for name, tensor in server.items())
+
+
+@pytest.mark.gpu
+@only_cuda
+def test_dropout_on_the_gpu_depends_on_the_seed_only(tmp_path):
+    servers = []
+    for path in ("one", "two"):
+        federation = made(tmp_path / path, [phase("it", FedAvg(), rounds=2)], "gpu", TrainerBackend())
+        torch.rand(7, device="cuda")  # what ran before
+        federation.fit(mixture(expert=Expert(dropout=0.3)), points())
+        servers.append(federation.run.states["it"].server)
+    torch.testing.assert_close(*servers, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.gpu
+@only_cuda
+def test_worker_processes_on_one_gpu_give_what_one_process_gives(tmp_path):
+    cuda = torch.device("cuda", 0)
+    expected = finished(tmp_path / "one", "FedAvg", "gpu", TrainerBackend())
+    workers = PoolBackend(TrainerBackend(), [cuda, cuda])
+    phases, model, data = CASES["FedAvg"]
+    federation = Federation(
+        phases(),
+        {"max_epochs": 2, "accelerator": "gpu"},
+        backend=workers,
+        default_root_dir=str(tmp_path / "two"),
+        logger=False,
+        enable_progress_bar=False,
+        seed=2,
+    )
+    federation.fit(model(), data())
+    assert_agree(federation, expected)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not device_of_tests.can_register(), reason="this release of PyTorch has no devices in Python")
+def test_on_a_device_that_is_pretended_no_tensor_is_on_the_wrong_one():
+    command = [sys.executable, "-m", "pytest", "-m", "gpu", "-q", "-p", "no:cacheprovider", "tests/test_gpu.py"]
+    environment = {**os.environ, "PRETENDED_GPU": "1"}
+    done = subprocess.run(command, cwd=REPOSITORY, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout[-5000:]
+    assert "30 passed, 6 skipped" in done.stdout.splitlines()[-1], done.stdout[-1000:]

@@ -1,0 +1,219 @@
+"""benchmarks/gpu.sh, which measures on a GPU, in a shortened form on the CPU."""
+
+import importlib.util
+import math
+import os
+import re
+import shlex
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import yaml
+from helpers.configurations import QUICKSTART, REPOSITORY
+
+from fedmoe_pl.cli import main
+
+_spec = importlib.util.spec_from_file_location("gpu_page", REPOSITORY / "benchmarks/gpu_page.py")
+gpu_page = importlib.util.module_from_spec(_spec)
+sys.modules["gpu_page"] = gpu_page  # where its dataclass looks for its module
+_spec.loader.exec_module(gpu_page)
+
+PHASES = ["Local", "FedAvg", "PFL-FB", "equal weights", "PFL-MF", "PFL-MFE"]
+
+
+def start(tmp_path, *arguments) -> tuple[int, str]:
+    """Runs the script on the CPU with the smallest sizes; its exit status and its page."""
+    page = tmp_path / "page.md"
+    script = [str(REPOSITORY / "benchmarks/gpu.sh"), "--accelerator", "cpu", "--short", "--runs", "runs", *arguments]
+    environment = {**os.environ, "PYTHON": sys.executable}
+    done = subprocess.run([*script, "page.md"], cwd=tmp_path, env=environment, capture_output=True)
+    return done.returncode, page.read_text()
+
+
+def called(monkeypatch, tmp_path, *arguments) -> tuple[int, str]:
+    """The same in this process."""
+    page = tmp_path / "page.md"
+    with monkeypatch.context() as patch, pytest.raises(SystemExit) as end:
+        patch.setattr(sys, "argv", ["gpu_page.py", "--runs", str(tmp_path / "runs"), *arguments, str(page)])
+        patch.setattr(gpu_page.signal, "signal", lambda *_: None)
+        gpu_page.main()
+    return end.value.code, page.read_text()
+
+
+def tables(page: str) -> dict[str, list[dict[str, str]]]:
+    """The rows of each section's table, by title."""
+    found = {}
+    for section in page.split("\n## ")[1:]:
+        rows = [line.strip("| ").split(" | ") for line in section.splitlines() if line.startswith("| ")]
+        header = [cell.strip() for cell in rows[0]]
+        found[section.splitlines()[0]] = [dict(zip(header, row, strict=True)) for row in rows[2:]]
+    return found
+
+
+def is_positive(cell: str) -> bool:
+    return 0 < float(cell) < math.inf
+
+
+@pytest.mark.slow
+def test_every_step_runs_on_a_cpu_and_has_its_table(tmp_path):
+    status, page = start(tmp_path)
+    found = tables(page)
+    assert (status, page.splitlines()[-1]) == (0, "Everything ran."), page
+    assert [*found] == [
+        *("Machine", "Tests", "Rounds", "Personalization of PFL-MoE", "PFL-MoE, configs/quickstart.yaml"),
+    ]
+    assert "| torch | " in page and "| date | 20" in page
+    (tests,) = found["Tests"]
+    assert tests["failed"] == tests["errors"] == "0" and int(tests["skipped"]) + int(tests["passed"]) >= 10
+    rounds = found["Rounds"]
+    assert [(row["precision"], row["backend"]) for row in rounds] == [
+        (precision, backend)
+        for precision in ("32-true", "bf16-mixed")
+        for backend in ("TrainerBackend", "StackedBackend")
+    ]
+    for row in rounds:
+        numbers = ("seconds a round", "bare loop", "times as fast", "peak memory, MiB", "of the bare loop")
+        assert all(is_positive(row[name]) for name in numbers)
+        ratio = float(row["bare loop"]) / float(row["seconds a round"])
+        assert abs(float(row["times as fast"]) - ratio) < 0.1 * ratio + 0.01
+    personalization = found["Personalization of PFL-MoE"]
+    assert [row["phase"] for row in personalization] == ["PFL-FB", "PFL-MF", "PFL-MFE", "all"]
+    assert all(float(row[name]) >= 0 for row in personalization for name in ("bare loop, s", "federation, s"))
+    runs = found["PFL-MoE, configs/quickstart.yaml"]
+    assert [row["method"] for row in runs] == PHASES
+    assert [row["last round"] for row in runs] == ["1", "20", "1", "1", "1", "1"]
+    assert all(50 < float(row[name]) <= 100 for row in runs for name in ("local test, %", "global test, %"))
+    assert page.count("```bash") == 6  # the script's own command, and those above the five tables
+
+
+@pytest.mark.slow
+def test_a_step_that_fails_is_on_the_page_and_the_others_go_on(tmp_path):
+    status, page = start(tmp_path, "--only", "cifar10", "--only", "machine", "--config", "configs/no_such.yaml")
+    assert status == 1
+    assert "**Failed: cifar10, exit status 2 after" in page
+    assert "no_such.yaml" in page.partition("~~~~text")[2].partition("~~~~")[0]  # what the command printed
+    assert tables(page)["PFL-MoE, configs/no_such.yaml"] == []
+    assert "| torch | " in page  # the machine comes after it
+    assert re.fullmatch(r"Failed: cifar10 \(exit status 2 after \d+ s\)\.", page.splitlines()[-1])
+
+
+@pytest.mark.slow
+def test_the_last_step_ends_at_its_limit_and_goes_on_from_its_checkpoint(tmp_path):
+    config = yaml.safe_load(Path(QUICKSTART).read_text())
+    federated = next(phase for phase in config["federation"]["phases"] if phase["name"] == "FedAvg")
+    config["federation"]["phases"] = [federated | {"rounds": 10**6, "evaluate_every_n_rounds": 1}]
+    config["trainer"]["max_epochs"] = 1
+    (tmp_path / "long.yaml").write_text(yaml.safe_dump(config))
+    last = 0
+    for _ in range(2):
+        arguments = ["--only", "cifar10", "--config", str(tmp_path / "long.yaml"), "--minutes", "0.75"]
+        status, page = start(tmp_path, *arguments)
+        assert status == 0 and "Stopped after 0.75 minutes, as asked" in page, page
+        (row,) = tables(page)[f"PFL-MoE, {tmp_path / 'long.yaml'}"]
+        assert int(row["last round"]) > last
+        last = int(row["last round"])
+    assert [path.name for path in (tmp_path / "runs/quickstart").iterdir()] == ["version_0"]  # the second went on
+
+
+def test_a_command_that_hangs_is_interrupted_and_its_output_is_kept():
+    code = "import time; print('begun', flush=True); time.sleep(60)"
+    outcome = gpu_page.run(["-c", code], limit=2)
+    assert outcome.problem == "stopped after 2 s" and outcome.seconds < 20
+    assert outcome.output.startswith("begun") and "KeyboardInterrupt" in outcome.output
+
+
+@pytest.mark.slow
+def test_a_command_that_ignores_the_interrupt_is_killed_with_its_children(monkeypatch, tmp_path):
+    monkeypatch.setattr(gpu_page, "GRACE", 0.5)
+    late = tmp_path / "late"
+    code = f"""
+import signal, subprocess, sys, time
+signal.signal(signal.SIGINT, signal.SIG_IGN)
+subprocess.Popen([sys.executable, "-c", "import time; time.sleep(4); open({str(late)!r}, 'w')"])
+time.sleep(60)
+"""
+    began = time.monotonic()
+    outcome = gpu_page.run(["-c", code], limit=1.5)
+    assert outcome.problem and outcome.status == -9
+    time.sleep(max(0, began + 5 - time.monotonic()))
+    assert not late.exists()
+
+
+MEDIANS = """\
+bare: median 2.000 s, 1.900 CPU s; ratio 1.000, 1.000 in CPU seconds; peak memory 300 MiB
+StackedBackend: median 0.100 s, 0.090 CPU s; ratio 0.050, 0.047 in CPU seconds; peak memory 900 MiB
+"""
+
+
+def test_rounds_have_a_row_each_whatever_becomes_of_the_others(monkeypatch, tmp_path):
+    def run(command, limit):
+        assert 0 < limit <= 120
+        if "TrainerBackend" in command:
+            return gpu_page.Outcome(3.0, "out of memory", 1, None)
+        differs = "VGG16" in command
+        return gpu_page.Outcome(3.0, MEDIANS + "the weights differ" * differs, int(differs), None)
+
+    monkeypatch.setattr(gpu_page, "run", run)
+    status, page = called(monkeypatch, tmp_path, "--only", "rounds")
+    rows = tables(page)["Rounds"]
+    assert status == 1 and len(rows) == 16
+    for row in rows:
+        assert row["goal"] == {"10": "10", "100": "50"}[row["clients"]]
+        if row["backend"] == "TrainerBackend":
+            assert (row["seconds a round"], row["times as fast"]) == ("exit status 1 after 3 s", "-")
+            continue
+        assert (row["seconds a round"], row["bare loop"], row["peak memory, MiB"]) == ("0.100", "2.000", "900")
+        failed = " (exit status 1 after 3 s)" if row["model"] == "VGG16" else ""
+        assert row["times as fast"] == "20.00" + failed
+    assert page.count("**Failed: ") == 12
+    assert page.count("out of memory") == 8
+
+
+def test_rounds_stop_when_the_time_of_the_step_is_over(monkeypatch, tmp_path):
+    now = [0.0]
+
+    def run(command, limit):
+        now[0] += limit
+        return gpu_page.Outcome(limit, "", -9, limit)
+
+    monkeypatch.setattr(gpu_page, "run", run)
+    monkeypatch.setattr(gpu_page.time, "monotonic", lambda: now[0])
+    status, page = called(monkeypatch, tmp_path, "--only", "rounds")
+    assert status == 1
+    assert now[0] == 540 and len(tables(page)["Rounds"]) == 16
+
+
+def test_without_the_images_the_page_says_how_to_run_the_step_and_its_command_is_right(monkeypatch, tmp_path, capsys):
+    monkeypatch.delenv("CIFAR10", raising=False)
+    status, page = called(monkeypatch, tmp_path, "--only", "cifar10")
+    assert status == 0
+    assert "benchmarks/gpu.sh --only cifar10 --cifar10 FOLDER" in page
+    assert [row["method"] for row in tables(page)["PFL-MoE, configs/pfl_moe_cifar10_lenet5.yaml"]] == ["left out"]
+    (command,) = re.findall(r"^python cli.py (.*)$", page, re.MULTILINE)
+    monkeypatch.chdir(REPOSITORY)
+    monkeypatch.setattr(sys, "argv", ["fedmoe"])
+    capsys.readouterr()
+    with pytest.raises(SystemExit):
+        main([*shlex.split(command), "--print_config"])
+    config = yaml.safe_load(capsys.readouterr().out)
+    data = config["data"]["init_args"]
+    assert config["data"]["class_path"].endswith("CIFAR10")
+    assert (Path(data["root"]).name, data["download"], data["num_clients"]) == ("FOLDER", False, 100)
+    assert (config["trainer"]["accelerator"], str(config["trainer"]["devices"])) == ("gpu", "1")
+    assert config["federation"]["default_root_dir"] == str(tmp_path / "runs")
+    assert [phase["rounds"] for phase in config["federation"]["phases"] if phase["name"] == "FedAvg"] == [1000]
+
+
+def test_tests_that_all_were_skipped_on_a_gpu_are_a_failure(monkeypatch, tmp_path):
+    printed = {"gpu": "3 skipped, 9 deselected in 1.02s", "cpu": "2 passed, 1 failed, 3 errors in 2.50s"}
+    for accelerator, summary in printed.items():
+        outcome = gpu_page.Outcome(1.0, f"...\n{summary}\n", 0, None)
+        monkeypatch.setattr(gpu_page, "run", lambda command, limit, outcome=outcome: outcome)
+        status, page = called(monkeypatch, tmp_path, "--only", "tests", "--accelerator", accelerator)
+        (row,) = tables(page)["Tests"]
+        counts = [row[name] for name in ("passed", "failed", "skipped", "errors")]
+        expected = (1, ["0", "0", "3", "0"]) if accelerator == "gpu" else (0, ["2", "1", "0", "3"])
+        assert (status, counts) == expected
