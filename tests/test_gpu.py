@@ -19,6 +19,8 @@ from helpers.clusters import all_phases, clustered
 from helpers.configurations import REPOSITORY
 from helpers.pfedmoe import model as three_architectures
 from helpers.runs import Kill
+from lightning.pytorch import Trainer
+from lightning.pytorch.accelerators import CUDAAccelerator
 
 from fedmoe_pl import Federation
 from fedmoe_pl.algorithms import (
@@ -295,6 +297,13 @@ def test_worker_processes_on_one_gpu_give_what_one_process_gives(tmp_path):
     )
     federation.fit(model(), data())
     assert_agree(federation, expected)
+
+
+def test_a_run_on_the_cpu_of_a_machine_with_a_gpu_warns_of_nothing(tmp_path, monkeypatch):
+    monkeypatch.setattr(CUDAAccelerator, "is_available", lambda: True)
+    with pytest.warns(UserWarning, match="GPU available but not used"):
+        Trainer(accelerator="cpu", logger=False, enable_checkpointing=False)
+    finished(tmp_path, "FedAvg", "cpu", TrainerBackend())  # here, warnings are errors
 
 
 @pytest.mark.slow

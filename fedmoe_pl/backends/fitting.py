@@ -101,6 +101,8 @@ def quiet() -> Iterator[None]:
             warnings.filterwarnings("ignore", "You defined a `validation_step` but have no `val_dataloader`")
             # a group's clients have optimizers of their own
             warnings.filterwarnings("ignore", "`LightningModule.configure_optimizers` returned `None`")
+            # every client's Trainer would say so where the user has chosen the CPU
+            warnings.filterwarnings("ignore", "GPU available but not used")
             # lightning 2.6 with torch 2.14 and newer; nothing that a user could fix
             warnings.filterwarnings("ignore", "`isinstance\\(treespec, LeafSpec\\)` is deprecated")
             yield
