@@ -5,6 +5,7 @@ import math
 import os
 import re
 import shlex
+import signal
 import subprocess
 import sys
 import time
@@ -101,20 +102,35 @@ def test_a_step_that_fails_is_on_the_page_and_the_others_go_on(tmp_path):
 
 
 @pytest.mark.slow
-def test_the_last_step_ends_at_its_limit_and_goes_on_from_its_checkpoint(tmp_path):
+def test_the_last_step_ends_at_its_limit_and_goes_on_from_its_checkpoint(monkeypatch, tmp_path):
     config = yaml.safe_load(Path(QUICKSTART).read_text())
     federated = next(phase for phase in config["federation"]["phases"] if phase["name"] == "FedAvg")
-    config["federation"]["phases"] = [federated | {"rounds": 10**6, "evaluate_every_n_rounds": 1}]
-    config["trainer"]["max_epochs"] = 1
+    config["federation"]["phases"] = [federated | {"rounds": 5000, "evaluate_every_n_rounds": 1}]
     (tmp_path / "long.yaml").write_text(yaml.safe_dump(config))
-    last = 0
+    limits = []
+
+    def run(command, limit):
+        """Interrupts the command after its next two rounds, however slow the machine is."""
+        limits.append(limit)
+        process = subprocess.Popen([sys.executable, *command], cwd=REPOSITORY)
+        while process.poll() is None and last_round() < reached[-1] + 2:
+            time.sleep(0.1)
+        process.send_signal(signal.SIGINT)
+        return gpu_page.Outcome(1.0, "", process.wait(60), limit)
+
+    def last_round():
+        return int(rows[0]["round"]) if (rows := gpu_page.last_rows(tmp_path / "runs")) else 0
+
+    monkeypatch.setattr(gpu_page, "run", run)
+    arguments = ["--short", "--accelerator", "cpu", "--only", "cifar10", "--config", str(tmp_path / "long.yaml")]
+    reached = [0]
     for _ in range(2):
-        arguments = ["--only", "cifar10", "--config", str(tmp_path / "long.yaml"), "--minutes", "0.75"]
-        status, page = start(tmp_path, *arguments)
+        status, page = called(monkeypatch, tmp_path, *arguments, "--minutes", "0.75")
         assert status == 0 and "Stopped after 0.75 minutes, as asked" in page, page
         (row,) = tables(page)[f"PFL-MoE, {tmp_path / 'long.yaml'}"]
-        assert int(row["last round"]) > last
-        last = int(row["last round"])
+        reached.append(int(row["last round"]))
+        assert reached[-1] >= reached[-2] + 2
+    assert limits == [45, 45]
     assert [path.name for path in (tmp_path / "runs/quickstart").iterdir()] == ["version_0"]  # the second went on
 
 
