@@ -153,8 +153,7 @@ def machine(page: Page, options: argparse.Namespace) -> None:
 
 def tests(page: Page, options: argparse.Namespace) -> None:
     """The tests that need a GPU."""
-    command = ["-m", "pytest", "-m", "gpu", "-q", "--tb=short", "-p", "no:cacheprovider"]
-    command.append("--continue-on-collection-errors")
+    command = ["-m", "pytest", "-m", "gpu", "-q", "--tb=short", "--continue-on-collection-errors"]
     page.section("Tests", [command], "passed", "failed", "skipped", "errors", "seconds")
     outcome = run(command, 500 * options.limit_factor)
     summary = next((line for line in reversed(outcome.output.splitlines()) if re.search(r" in [\d.]+s", line)), "")
