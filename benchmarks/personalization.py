@@ -2,6 +2,7 @@
 
     python benchmarks/personalization.py
     python benchmarks/personalization.py --clients 20 --epochs 40 --devices 1
+    python benchmarks/personalization.py --accelerator gpu --bare-clients 6
 
 PFL-FB and the gates of PFL-MF and PFL-MFE for LeNet-5 on random images of shape (1, 32, 32), Dirichlet 0.5, 600
 samples a client on average, batch size 64, no augmentation, the optimizers of configs/pfl_moe_fmnist_lenet5.yaml. The
@@ -9,7 +10,7 @@ bare loop computes the frozen extractors in every step, client by client, in one
 The federation computes them once, stacks the clients and uses ``--devices`` processes. Both draw the same random
 numbers and must end with the same classifiers and gates, or there is nothing to compare. ``--bare-clients`` lets the
 bare loop do fewer clients, of which the time is then scaled to all by numbers of samples. No evaluation, no
-checkpoints, no logs; starting the processes is in the federation's time.
+checkpoints, no logs; starting the processes is in the federation's time. On a GPU, both compute without TF32.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ import torch
 from plain import Work, shuffled_batches
 from round import RoundTimer
 from torch import Generator, Tensor
-from workload import restart_with_environment
+from workload import peak_memory, reset_peak_memory, restart_with_environment
 
 from fedmoe_pl.algorithms import PersonalizedExpert, PFLMoE
 from fedmoe_pl.algorithms.client import Client
@@ -85,36 +86,39 @@ def train(module: PersonalizedMoE, trained: str, make_optimizer: Callable, work:
 
 
 def bare_personalization(
-    model: PersonalizedMoE, data: GrayImages, epochs: int, clients: int
+    model: PersonalizedMoE, data: GrayImages, epochs: int, clients: int, device: torch.device
 ) -> tuple[dict[str, float], list[dict[str, Tensor]]]:
     """Seconds of each phase, and the state dicts of the clients' modules of PFL-MF and PFL-MFE."""
     seconds = dict.fromkeys(("PFL-FB", *GATES), 0.0)
     found = []
+    x, y = data.x.to(device), data.y.to(device)
     for client in range(clients):
         seen = Client(client, 0, 0, model, data.train_samples[client], {}, data)
         samples = {"expert": PersonalizedExpert(gate_fraction=GATE_FRACTION), "gate": PFLMoE(GATE_FRACTION)}
         work = {
-            name: Work(data.x, data.y, {client: algorithm.client_samples(seen)}, BATCH_SIZE, epochs)
+            name: Work(x, y, {client: algorithm.client_samples(seen)}, BATCH_SIZE, epochs)
             for name, algorithm in samples.items()
         }
         start = time.perf_counter()
         personalized = copy.deepcopy(model)
         personalized.local_expert.load_state_dict(model.global_expert.state_dict())
-        train(personalized, "local_expert.classifier", EXPERT_OPTIMIZER, work["expert"], client, round=0)
+        train(personalized.to(device), "local_expert.classifier", EXPERT_OPTIMIZER, work["expert"], client, round=0)
+        personalized.cpu()  # also waits for the GPU
         seconds["PFL-FB"] += time.perf_counter() - start
         for name, gate in GATES.items():
             start = time.perf_counter()
             module = PersonalizedMoE(copy.deepcopy(personalized.global_expert), personalized.local_expert, gate())
             torch.manual_seed(derive_seed(0, 0, client, 1))  # the federation's after the round of PFL-FB
             module.gate.reset_parameters()
-            train(module, "gate", GATE_OPTIMIZER, work["gate"], client, round=1)
+            train(module.to(device), "gate", GATE_OPTIMIZER, work["gate"], client, round=1)
+            module.cpu()
             seconds[name] += time.perf_counter() - start
             found.append(copy.deepcopy(module.state_dict()))
     return seconds, found
 
 
 def federated_personalization(
-    model: PersonalizedMoE, data: GrayImages, epochs: int, devices: int
+    model: PersonalizedMoE, data: GrayImages, options: argparse.Namespace
 ) -> tuple[dict[str, float], Federation]:
     """Seconds of each phase, and the finished federation."""
     timer = PhaseTimer()
@@ -130,7 +134,11 @@ def federated_personalization(
     with tempfile.TemporaryDirectory() as folder:
         federation = Federation(
             phases=phases,
-            trainer={"max_epochs": epochs, "accelerator": "cpu", "devices": devices},
+            trainer={
+                "max_epochs": options.epochs,
+                "accelerator": options.accelerator,
+                "devices": options.devices,
+            },
             callbacks=callbacks,
             logger=False,
             default_root_dir=folder,
@@ -147,10 +155,15 @@ def measure(options: argparse.Namespace) -> None:
     data.setup()
     torch.manual_seed(0)
     model = PersonalizedMoE(LeNet5())
-    seconds, federation = federated_personalization(model, data, options.epochs, options.devices)
+    reset_peak_memory(options.accelerator)
+    seconds, federation = federated_personalization(model, data, options)
+    peaks = {"federation": peak_memory(options.accelerator)}
     bare_clients = options.bare_clients or options.clients
     torch.set_num_threads(options.threads)
-    bare, modules = bare_personalization(model, data, options.epochs, bare_clients)
+    reset_peak_memory(options.accelerator)
+    device = torch.device("cuda" if options.accelerator == "gpu" else "cpu")
+    bare, modules = bare_personalization(model, data, options.epochs, bare_clients, device)
+    peaks["bare"] = peak_memory(options.accelerator)
     expected = iter(modules)
     largest = 0.0
     for client in range(bare_clients):
@@ -167,6 +180,8 @@ def measure(options: argparse.Namespace) -> None:
     for name in (*seconds, "all"):
         ours, theirs = (sum(all_.values()) if name == "all" else all_[name] for all_ in (seconds, bare))
         print(f"{name:<8} bare {theirs * scale:8.1f} s  federation {ours:7.1f} s  ratio {theirs * scale / ours:6.1f}")
+    where = "the GPU" if options.accelerator == "gpu" else "this process"
+    print(f"peak memory of {where}: bare loop {peaks['bare']:.0f} MiB, federation {peaks['federation']:.0f} MiB")
 
 
 def main() -> None:
@@ -174,10 +189,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--clients", type=int, default=100)
     parser.add_argument("--epochs", type=int, default=200)
-    parser.add_argument("--devices", type=int, default=len(os.sched_getaffinity(0)), help="processes of the federation")
+    parser.add_argument("--accelerator", choices=["cpu", "gpu"], default="cpu")
+    parser.add_argument("--devices", type=int, help="processes of the federation; default one per core, or one GPU")
     parser.add_argument("--threads", type=int, default=1, help="threads of the bare loop")
     parser.add_argument("--bare-clients", type=int, help="clients of the bare loop, if not all")
     options = parser.parse_args()
+    if options.devices is None:
+        options.devices = 1 if options.accelerator == "gpu" else len(os.sched_getaffinity(0))
+    torch.backends.cudnn.allow_tf32 = False  # it rounds factors to 11 bits, which thousands of steps make visible
     restart_with_environment()
     measure(options)
 

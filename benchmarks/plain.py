@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 
 import torch
@@ -19,6 +20,7 @@ class Work:
         samples: indices into ``x``, one tensor per client, by its number.
         batch_size: samples per batch.
         epochs: local epochs of a round.
+        half: whether forward passes run in bfloat16 where autocast does so, as with Lightning's ``bf16-mixed``.
     """
 
     x: Tensor
@@ -26,6 +28,7 @@ class Work:
     samples: Sequence[Tensor] | Mapping[int, Tensor]
     batch_size: int
     epochs: int
+    half: bool = False
 
 
 def shuffled_batches(work: Work, client: int, generator: Generator) -> Iterator[tuple[Tensor, Tensor]]:
@@ -43,7 +46,8 @@ def train_client(model: nn.Module, work: Work, client: int, seed: int) -> None:
     generator = Generator().manual_seed(seed)
     for _ in range(work.epochs):
         for x, y in shuffled_batches(work, client, generator):
-            loss = nn.functional.cross_entropy(model(x), y)
+            with torch.autocast(x.device.type, torch.bfloat16) if work.half else nullcontext():
+                loss = nn.functional.cross_entropy(model(x), y)
             optimizer.zero_grad()
             loss.backward()
             optimizer.step()

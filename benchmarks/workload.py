@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import sys
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
@@ -44,12 +46,12 @@ class RandomImages(FederatedDataModule):
         return Arrays(x, y, x[:1], y[:1])
 
 
-def make_model(gate_weight: float, expert: type[LeNet5 | VGG16] = LeNet5) -> PersonalizedMoE:
+def make_model(gate_weight: float, expert: Callable[..., LeNet5 | VGG16] = LeNet5) -> PersonalizedMoE:
     """Two experts for colour images, with the papers' SGD.
 
     Args:
         gate_weight: weight of the global expert, the same for every sample; 1 leaves the local expert out.
-        expert: the experts' class.
+        expert: makes the experts.
     """
     torch.manual_seed(0)
     optimizer = partial(torch.optim.SGD, lr=0.01, momentum=0.5)
@@ -63,9 +65,18 @@ def restart_with_environment() -> None:
     torch.set_num_threads(1)
 
 
-def reset_peak_memory() -> None:
-    """Let the peak of resident memory start anew (Linux)."""
-    Path("/proc/self/clear_refs").write_text("5")
+def reset_peak_memory(accelerator: str = "cpu") -> None:
+    """Let the peak of resident memory start anew (Linux), or that of the GPU's memory."""
+    if accelerator == "gpu":
+        gc.collect()  # a Trainer's references form cycles, which hold tensors
+        torch.cuda.reset_peak_memory_stats()
+    else:
+        Path("/proc/self/clear_refs").write_text("5")
+
+
+def peak_memory(accelerator: str) -> float:
+    """The peak since :func:`reset_peak_memory` in MiB: resident memory (Linux), or the tensors in the GPU's memory."""
+    return torch.cuda.max_memory_allocated() / 2**20 if accelerator == "gpu" else memory("VmHWM")
 
 
 def memory(field: str) -> float:
