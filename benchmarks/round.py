@@ -4,7 +4,7 @@
     taskset -c 1 python benchmarks/round.py --clients 40 --samples 10 --epochs 1
     taskset -c 1 python benchmarks/round.py --batch-size 64 --backends TrainerBackend StackedBackend
     taskset -c 1 python benchmarks/round.py --channels-last
-    taskset -c 1 python benchmarks/round.py --channels-last --expert VGG16 --no-dropout --clients 2 --samples 64 --epochs 1
+    taskset -c 1 python benchmarks/round.py --channels-last --expert VGG16 --no-dropout --clients 2 --samples 64
     python benchmarks/round.py --accelerator gpu --precision bf16-mixed --clients 100 --samples 50 --rounds 3
 
 LeNet-5 or VGG-16 on random images of shape (3, 32, 32), SGD with learning rate 0.01 and momentum
@@ -15,7 +15,7 @@ and the first is dropped in place of the first turn: it also does what is done o
 hold the core, the ratio in CPU seconds says more than the one in seconds. The floor of a round is what it computes and
 moves at least: its operations, and for every step of a client the parameters, gradients and momentum that are read and
 written once. With ``--channels-last``, the federation takes another turn with its model in this memory format, against
-the same loop in the contiguous one; VGG-16 then needs ``--no-dropout``, too, to end with the same weights.
+the same loop in the contiguous one. VGG-16 needs ``--no-dropout`` to end with the same weights.
 
 How much the weights may differ: 1e-4 on a CPU in single precision. Elsewhere it is a share of the largest change of a
 weight, because the factors of products are rounded to fewer bits: to 11 by a GPU's TF32, to 8 in bfloat16. Backends
