@@ -1,10 +1,11 @@
 """Seconds of evaluating personalized models, in one process and in several.
 
     python benchmarks/evaluation.py --clients 100 --images 10000 --devices 1 2
+    python benchmarks/evaluation.py --clients 20 --formats contiguous channels-last
 
 LeNet-5 on random images of shape (3, 32, 32), one model per client, each of which classifies all global test images.
-The clients first train one batch alone, so that their models differ. The numbers of processes take turns; the first
-turn, in which processes start, is dropped. All must end with the same accuracies.
+The clients first train one batch alone, so that their models differ. Each number of processes has its own run, whose
+first evaluation, in which processes start, is dropped. In one memory format, all must end with the same accuracies.
 """
 
 from __future__ import annotations
@@ -58,7 +59,7 @@ class Timer(FederationCallback):
         self.seconds.append(time.perf_counter() - self.start)
 
 
-def measure(devices: int, data: Images, rounds: int) -> tuple[list[float], list[float]]:
+def measure(devices: int, channels_last: bool, data: Images, rounds: int) -> tuple[list[float], list[float]]:
     """Seconds of each round's evaluation but the first, and the clients' accuracies."""
     timer, cpus = Timer(), devices * [torch.device("cpu")]
     backend = TrainerBackend() if devices == 1 else PoolBackend(TrainerBackend(), cpus)
@@ -73,7 +74,7 @@ def measure(devices: int, data: Images, rounds: int) -> tuple[list[float], list[
             enable_checkpointing=False,
             enable_progress_bar=False,
         )
-        results = federation.fit(make_model(1), data)
+        results = federation.fit(make_model(1, channels_last=channels_last), data)
     return timer.seconds[1:], [client.global_test for client in results["Local"].clients]
 
 
@@ -83,20 +84,23 @@ def main() -> None:
     parser.add_argument("--clients", type=int, default=100)
     parser.add_argument("--images", type=int, default=10_000)
     parser.add_argument("--devices", type=int, nargs="+", default=[1, 2], help="numbers of processes")
+    parser.add_argument("--formats", nargs="+", choices=["contiguous", "channels-last"], default=["contiguous"])
     parser.add_argument("--rounds", type=int, default=2, help="counted evaluations of each")
     options = parser.parse_args()
     restart_with_environment()
     data = Images(options.clients, options.images)
     data.setup()
-    found, first = {}, None
-    for devices in options.devices:
-        seconds, accuracies = measure(devices, data, options.rounds)
-        first = first or accuracies
-        if accuracies != first:
-            raise SystemExit("the accuracies differ: they were not the same models")
-        found[devices] = statistics.median(seconds)
-        ratio = found[options.devices[0]] / found[devices]
-        print(f"{devices} processes: median {found[devices]:.2f} s, {ratio:.2f} times as fast as {options.devices[0]}")
+    first = None
+    for memory_format in options.formats:
+        expected = None
+        for devices in options.devices:
+            seconds, accuracies = measure(devices, memory_format == "channels-last", data, options.rounds)
+            expected = expected or accuracies
+            if accuracies != expected:
+                raise SystemExit("the accuracies differ: they were not the same models")
+            median = statistics.median(seconds)
+            first = first or median
+            print(f"{memory_format}, {devices} processes: median {median:.2f} s, {first / median:.2f} times the first")
 
 
 if __name__ == "__main__":

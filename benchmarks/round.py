@@ -3,6 +3,8 @@
     taskset -c 1 python benchmarks/round.py --batch-size 10
     taskset -c 1 python benchmarks/round.py --clients 40 --samples 10 --epochs 1
     taskset -c 1 python benchmarks/round.py --batch-size 64 --backends TrainerBackend StackedBackend
+    taskset -c 1 python benchmarks/round.py --channels-last
+    taskset -c 1 python benchmarks/round.py --channels-last --expert VGG16 --no-dropout --clients 2 --samples 64
     python benchmarks/round.py --accelerator gpu --precision bf16-mixed --clients 100 --samples 50 --rounds 3
 
 LeNet-5 or VGG-16 on random images of shape (3, 32, 32), SGD with learning rate 0.01 and momentum
@@ -12,7 +14,8 @@ compare. Evaluation, checkpoints and logs are off. With ``--rounds`` above 1, th
 and the first is dropped in place of the first turn: it also does what is done once per phase. Where other processes
 hold the core, the ratio in CPU seconds says more than the one in seconds. The floor of a round is what it computes and
 moves at least: its operations, and for every step of a client the parameters, gradients and momentum that are read and
-written once.
+written once. With ``--channels-last``, the federation takes another turn with its model in this memory format, against
+the same loop in the contiguous one. VGG-16 needs ``--no-dropout`` to end with the same weights.
 
 How much the weights may differ: 1e-4 on a CPU in single precision. Elsewhere it is a share of the largest change of a
 weight, because the factors of products are rounded to fewer bits: to 11 by a GPU's TF32, to 8 in bfloat16. Backends
@@ -131,29 +134,33 @@ def measure(options: argparse.Namespace) -> None:
     data = RandomImages(options.clients, options.samples, options.batch_size)
     data.setup()
     expert_class = getattr(fedmoe_pl.models, options.expert)
-    model = make_model(1, partial(expert_class, dropout=0.0) if options.no_dropout else expert_class)
+    make_expert = partial(expert_class, dropout=0.0) if options.no_dropout else expert_class
+    models = {"": make_model(1, make_expert)}
+    if options.channels_last:
+        models[" in channels-last"] = make_model(1, make_expert, channels_last=True)
+    turns = {backend + suffix: (backend, model) for backend in options.backends for suffix, model in models.items()}
     device = torch.device("cuda" if options.accelerator == "gpu" else "cpu")
-    expert = copy.deepcopy(model.global_expert).to(device)
+    expert = copy.deepcopy(models[""].global_expert).to(device)
     half = options.precision == "bf16-mixed"
     work = Work(data.x.to(device), data.y.to(device), data.train_samples, options.batch_size, options.epochs, half)
-    took: dict[str, list[Seconds]] = {name: [] for name in ("bare", *options.backends)}
+    took: dict[str, list[Seconds]] = {name: [] for name in ("bare", *turns)}
     peaks: dict[str, float] = {}
     print(f"{options.clients} clients, {options.epochs} epochs, batch size {options.batch_size}: seconds (CPU) a round")
     print_floor(expert, work)
     same = True
     for turn in range(options.repeats + (options.rounds == 1)):
-        for backend in options.backends:
+        for name, (backend, model) in turns.items():
             bare, expected, peaks["bare"] = bare_rounds(expert, work, options)
-            federated, weights, peaks[backend] = federated_rounds(model, data, backend, options)
+            federated, weights, peaks[name] = federated_rounds(model, data, backend, options)
             difference, allowed = compare(expert, expected, weights, options)
             same = same and difference <= allowed  # not if it is nan
             dropped = 1 if options.rounds > 1 or turn == 0 else 0
             for round, (loop, own) in enumerate(zip(bare, federated, strict=True)):
-                line = f"bare {loop[0]:.3f} ({loop[1]:.3f})  {backend} {own[0]:.3f} ({own[1]:.3f})"
+                line = f"bare {loop[0]:.3f} ({loop[1]:.3f})  {name} {own[0]:.3f} ({own[1]:.3f})"
                 end = "  warm-up, not counted" if round < dropped else ""
                 print(f"{line}  weights differ by {difference:.0e}, at most {allowed:.0e}{end}", flush=True)
             took["bare"] += bare[dropped:]
-            took[backend] += federated[dropped:]
+            took[name] += federated[dropped:]
     report(took, peaks, options.clients)
     if not same:
         raise SystemExit("the weights differ by more than rounding: the two did not do the same work")
@@ -207,6 +214,7 @@ def main() -> None:
     parser.add_argument(
         "--no-dropout", action="store_true", help="VGG16 without dropout, so that clients can be stacked"
     )
+    parser.add_argument("--channels-last", action="store_true", help="also with the model in channels-last format")
     parser.add_argument("--precision", choices=[*SHARES], default="32-true", help="of the Trainer, and of the loop")
     parser.add_argument("--rounds", type=int, default=1, help="rounds of a turn; above 1, the first is not counted")
     parser.add_argument("--backends", nargs="+", default=["auto"], help="auto, TrainerBackend, StackedBackend")

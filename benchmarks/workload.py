@@ -46,16 +46,20 @@ class RandomImages(FederatedDataModule):
         return Arrays(x, y, x[:1], y[:1])
 
 
-def make_model(gate_weight: float, expert: Callable[..., LeNet5 | VGG16] = LeNet5) -> PersonalizedMoE:
+def make_model(
+    gate_weight: float, expert: Callable[..., LeNet5 | VGG16] = LeNet5, channels_last: bool = False
+) -> PersonalizedMoE:
     """Two experts for colour images, with the papers' SGD.
 
     Args:
         gate_weight: weight of the global expert, the same for every sample; 1 leaves the local expert out.
         expert: makes the experts.
+        channels_last: whether convolutions are in channels-last memory format.
     """
     torch.manual_seed(0)
     optimizer = partial(torch.optim.SGD, lr=0.01, momentum=0.5)
-    return PersonalizedMoE(expert(in_channels=3), gate=ConstantGate(gate_weight), optimizer=optimizer)
+    gate = ConstantGate(gate_weight)
+    return PersonalizedMoE(expert(in_channels=3), gate=gate, optimizer=optimizer, channels_last=channels_last)
 
 
 def restart_with_environment() -> None:

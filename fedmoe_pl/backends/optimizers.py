@@ -72,6 +72,19 @@ def set_optimizer(module: LightningModule, rates: list[float] | None, kept: Tree
     module.configure_optimizers = types.MethodType(configure_optimizers, module)  # a copy of the module gets its own
 
 
+def with_strides_of(parameters: Tensor, tensor: Tensor) -> Tensor:
+    """The tensor in the memory format of some parameters, because a fused step reads both in the memory's order.
+
+    Args:
+        parameters: shape (n, ...).
+        tensor: shape (m, ...), such as a gradient; one of another shape is returned as it is.
+    """
+    alike = tensor.dim() == parameters.dim() and tensor.shape[1:] == parameters.shape[1:]
+    if not alike or tensor.stride() == parameters.stride():
+        return tensor
+    return tensor.new_empty_strided(tensor.shape, parameters.stride()).copy_(tensor)
+
+
 def optimizer_state(module: nn.Module, optimizer: torch.optim.Optimizer) -> Tree:
     """The optimizer's state as a client keeps it, on the CPU.
 
@@ -133,5 +146,10 @@ def _load_state(module: nn.Module, optimizer: torch.optim.Optimizer, state: Tree
     stepped = [names[parameter] for group in optimizer.param_groups for parameter in group["params"]]
     indices = [index for group in optimizer.state_dict()["param_groups"] for index in group["params"]]
     by_index = {index: subtree(state, f"{name}/") for index, name in zip(indices, stepped, strict=True)}
-    loaded = {index: tensors for index, tensors in by_index.items() if tensors}
+    parameters = dict(zip(indices, (p for group in optimizer.param_groups for p in group["params"]), strict=True))
+    loaded = {
+        index: {key: with_strides_of(parameters[index], value) for key, value in tensors.items()}
+        for index, tensors in by_index.items()
+        if tensors
+    }
     optimizer.load_state_dict({"state": loaded, "param_groups": optimizer.state_dict()["param_groups"]})

@@ -2,15 +2,38 @@
 
 from __future__ import annotations
 
+import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
-from torch import nn
+from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 
 
 def draw_anew(module: nn.Module) -> None:
-    """Draws new initial parameters in place, with the ``reset_parameters`` of every layer that has this method."""
+    """Draws new initial parameters in place, with the ``reset_parameters`` of every layer that has this method.
+
+    They do not depend on the memory format, although random numbers are drawn in the order of the memory.
+    """
+    in_channels_last = [tensor for tensor in four_dimensional(module) if not tensor.is_contiguous()]
+    formatted = [tensor.data for tensor in in_channels_last]
+    for tensor in in_channels_last:
+        tensor.data = tensor.data.contiguous()
     for layer in module.modules():
         if callable(reset := getattr(layer, "reset_parameters", None)):
             reset()
+    for tensor, data in zip(in_channels_last, formatted, strict=True):
+        tensor.data = data.copy_(tensor.data)
+
+
+def to_channels_last(module: nn.Module) -> None:
+    """Puts all 4-D parameters and buffers into channels-last memory format, in place; those of lazy layers are left."""
+    for tensor in four_dimensional(module):
+        tensor.data = tensor.data.to(memory_format=torch.channels_last)
+
+
+def four_dimensional(module: nn.Module) -> list[Tensor]:
+    """The parameters and buffers with 4 dimensions, such as weights of 2-D convolutions."""
+    tensors = (*module.parameters(), *module.buffers())
+    return [tensor for tensor in tensors if not is_lazy(tensor) and tensor.dim() == 4]
 
 
 def layer_without_reset(module: nn.Module) -> nn.Module | None:

@@ -24,6 +24,7 @@ def test_configurations_that_are_not_run_name_what_there_is(path):
     config = printed(path)
     assert config["federation"]["name"] == path.stem
     assert config["federation"]["phases"] and config["model"]["class_path"].startswith("fedmoe_pl.")
+    assert config["model"]["init_args"]["channels_last"] == (path.stem != "pfl_moe_cifar10_vgg16")
 
 
 @pytest.mark.parametrize(

@@ -30,3 +30,11 @@ def trainer(tmp_path, **kwargs) -> Trainer:
 
 def small_images(n=4, channels=1, size=16, seed=0):
     return torch.randn(n, channels, size, size, generator=torch.Generator().manual_seed(seed))
+
+
+def in_channels_last(module):
+    """Whether each convolution has the strides of channels-last, also those that have only one input channel."""
+    weights = [part.weight for part in module.modules() if isinstance(part, nn.Conv2d)]
+    assert weights
+    sizes = [(weight.stride(), *weight.shape[1:]) for weight in weights]
+    return all(strides == (c * h * w, 1, c * w, c) for strides, c, h, w in sizes)

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn.modules.dropout import _DropoutNd
 
 from fedmoe_pl.backends.lean import EpochModule
-from fedmoe_pl.backends.optimizers import optimizer_and_scheduler
+from fedmoe_pl.backends.optimizers import optimizer_and_scheduler, with_strides_of
 from fedmoe_pl.backends.stacked.batches import Share
 from fedmoe_pl.backends.stacked.stack import Stack
 from fedmoe_pl.trees import Tree
@@ -66,11 +66,11 @@ class StackedModule(EpochModule):
         """Sets the gradients of clients that have a batch; the others get None and are not stepped."""
         gradients = iter(torch.autograd.grad(loss, [leaf for _, leaves in self.leaves for leaf in leaves.values()]))
         of_shares = [(share.clients, {name: next(gradients) for name in leaves}) for share, leaves in self.leaves]
-        if any(group.get("fused") for group in optimizer.param_groups):
-            # a fused step reads gradients in memory order, whatever their strides
-            of_shares = [(clients, {name: tree[name].contiguous() for name in tree}) for clients, tree in of_shares]
         active = sum(len(share.y) for share, _ in self.leaves)
         self.gradients = of_shares[0][1] if len(of_shares) == 1 else _in_one(of_shares, active)
+        if any(group.get("fused") for group in optimizer.param_groups):
+            stacked = self.stack.stacked
+            self.gradients = {name: with_strides_of(stacked[name], values) for name, values in self.gradients.items()}
         for run, view in self.views:
             for name, parameter in view.items():
                 has_batch = run.stop <= active and name in self.gradients

@@ -62,6 +62,9 @@ class _Pickler(cloudpickle.Pickler):
     def reducer_override(self, obj: Any) -> Any:
         # as an array, because a view of a tensor would be pickled with the whole tensor
         if type(obj) is Tensor and obj.device.type == "cpu" and not obj.requires_grad and obj.dtype in _NUMPY_DTYPES:
+            if obj.is_contiguous(memory_format=torch.channels_last):
+                # with strides, because NumPy alters those of dimensions of size 1, which tell PyTorch the memory format
+                return _strided, (obj.as_strided((obj.numel(),), (1,)).numpy(), tuple(obj.shape), obj.stride())
             return _from_numpy, (obj.numpy(),)
         return super().reducer_override(obj)
 
@@ -74,6 +77,10 @@ _NUMPY_DTYPES = {
 
 def _from_numpy(array: Any) -> Tensor:
     return torch.from_numpy(array)
+
+
+def _strided(values: Any, shape: Sequence[int], strides: Sequence[int]) -> Tensor:
+    return torch.from_numpy(values).as_strided(shape, strides)
 
 
 class _Unpickler(pickle.Unpickler):

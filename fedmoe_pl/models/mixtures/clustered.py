@@ -34,6 +34,8 @@ class ClusteredMoE(MixtureOfExperts):
         lr_scheduler: makes a scheduler, stepped once per epoch, from the optimizer; None for a constant rate.
         clusters_share_fc: whether the clusters' models start with the same linear layers, as in the official code: they
             are equal except for the weights of convolutions.
+        channels_last: whether the weights of convolutions are in channels-last format, see
+            :class:`~fedmoe_pl.models.mixtures.mixture.MixtureOfExperts`.
 
     Attributes:
         global_experts: the clusters' models, in their order.
@@ -63,8 +65,9 @@ class ClusteredMoE(MixtureOfExperts):
         optimizer: OptimizerCallable = torch.optim.SGD,
         lr_scheduler: LRSchedulerCallable | None = None,
         clusters_share_fc: bool = False,
+        channels_last: bool = False,
     ) -> None:
-        super().__init__(optimizer, lr_scheduler, mixing)
+        super().__init__(optimizer, lr_scheduler, mixing, channels_last=channels_last)
         if num_clusters < 1:
             raise MisconfigurationException(f"ClusteredMoE: num_clusters is {num_clusters}, but must be at least 1.")
         _check_layers(global_expert)

@@ -28,6 +28,8 @@ class PersonalizedMoE(MixtureOfExperts):
         lr_scheduler: makes a scheduler, stepped once per epoch, from the optimizer; None for a constant rate.
         mixing: what is mixed, see :data:`~fedmoe_pl.models.mixtures.mixture.Mixing`.
         gate_lr: the gate's learning rate, also with the optimizer of a phase; None for the optimizer's.
+        channels_last: whether the weights of convolutions are in channels-last format, see
+            :class:`~fedmoe_pl.models.mixtures.mixture.MixtureOfExperts`.
 
     Raises:
         MisconfigurationException: if the gate reads features and the global expert has no ``extractor`` and
@@ -55,8 +57,9 @@ class PersonalizedMoE(MixtureOfExperts):
         lr_scheduler: LRSchedulerCallable | None = None,
         mixing: Mixing = "logits",
         gate_lr: float | None = None,
+        channels_last: bool = False,
     ) -> None:
-        super().__init__(optimizer, lr_scheduler, mixing, gate_lr)
+        super().__init__(optimizer, lr_scheduler, mixing, gate_lr, channels_last)
         self.global_expert = global_expert
         self.local_expert = copy.deepcopy(global_expert) if local_expert is None else local_expert
         self.gate = EqualWeights() if gate is None else gate

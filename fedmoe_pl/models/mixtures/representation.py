@@ -51,6 +51,8 @@ class RepresentationMoE(MixtureOfExperts):
         lr_scheduler: makes a scheduler, stepped once per epoch, from the optimizer; None for a constant rate.
         gate_lr: the gate's learning rate; None for the optimizer's.
         architectures: index of each client's local expert; None gives client k the index ``k % len(local_experts)``.
+        channels_last: whether the weights of convolutions are in channels-last format, see
+            :class:`~fedmoe_pl.models.mixtures.mixture.MixtureOfExperts`.
 
     Raises:
         MisconfigurationException: if there is no local expert or no header, the representations differ in width,
@@ -76,8 +78,9 @@ class RepresentationMoE(MixtureOfExperts):
         lr_scheduler: LRSchedulerCallable | None = None,
         gate_lr: float | None = None,
         architectures: list[int] | None = None,
+        channels_last: bool = False,
     ) -> None:
-        super().__init__(optimizer, lr_scheduler, gate_lr=gate_lr)
+        super().__init__(optimizer, lr_scheduler, gate_lr=gate_lr, channels_last=channels_last)
         classifiers = (getattr(expert, "classifier", None) for expert in local_experts)
         header = next((part for part in (header, *classifiers) if part is not None), None)
         if header is None or not local_experts:

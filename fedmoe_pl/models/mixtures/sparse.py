@@ -58,6 +58,8 @@ class SparseMoE(MixtureOfExperts):
             no such loss.
         optimizer: makes the optimizer from the parameters.
         lr_scheduler: makes a scheduler, stepped once per epoch, from the optimizer; None for a constant rate.
+        channels_last: whether the weights of convolutions are in channels-last format, see
+            :class:`~fedmoe_pl.models.mixtures.mixture.MixtureOfExperts`.
 
     Raises:
         MisconfigurationException: if an argument is out of range, ``expert`` has batch normalization or a layer
@@ -81,8 +83,9 @@ class SparseMoE(MixtureOfExperts):
         load_balancing: float = 0.0,
         optimizer: OptimizerCallable = torch.optim.SGD,
         lr_scheduler: LRSchedulerCallable | None = None,
+        channels_last: bool = False,
     ) -> None:
-        super().__init__(optimizer, lr_scheduler)
+        super().__init__(optimizer, lr_scheduler, channels_last=channels_last)
         numbers = num_experts if isinstance(num_experts, list) else [num_experts]
         if not numbers or min(numbers) < 1:
             raise MisconfigurationException(

@@ -1,0 +1,117 @@
+"""Channels-last format in every backend: it is kept, and the results are those of contiguous format."""
+
+import copy
+from functools import partial
+
+import pytest
+import torch
+from helpers import TensorData
+from helpers.backends import assert_agree, local_training, train
+from helpers.models import in_channels_last
+from helpers.runs import assert_same
+from helpers.workers import TwoInThisProcess
+from torch import nn
+
+from fedmoe_pl.algorithms import FedAvg, Local, PersonalizedExpert
+from fedmoe_pl.backends import StackedBackend, TrainerBackend
+from fedmoe_pl.backends.optimizers import optimizer_state, set_optimizer
+from fedmoe_pl.backends.workers.pickling import dumps, loads
+from fedmoe_pl.models import GlobalOnly, LinearGate, LocalOnly, PersonalizedMoE, TwoConvCNN
+
+MOMENTUM = {"lr": 0.1, "momentum": 0.9}
+
+
+@pytest.fixture
+def images():
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(30, 1, 16, 16, generator=generator)
+    data = TensorData(x, torch.arange(30) % 3, torch.arange(30).split([9, 4, 10, 7]), dtype=torch.float64, batch_size=4)
+    data.setup()
+    return data
+
+
+def model(channels_last=True, gate=None, fused=False):
+    torch.manual_seed(0)
+    expert = TwoConvCNN(1, 3, 16, 0.0, 4, 4, 8, 8)
+    optimizer = partial(torch.optim.SGD, fused=fused, **MOMENTUM)
+    gate = gate or LinearGate(256)
+    return PersonalizedMoE(expert, gate=gate, optimizer=optimizer, channels_last=channels_last).double()
+
+
+@pytest.mark.parametrize("shape", [(6, 3, 5, 5), (6, 1, 5, 5), (6, 3, 1, 1), (6, 1, 1, 1), (1, 1, 4, 4)])
+def test_tensors_and_modules_travel_in_their_format(shape):
+    out_channels, in_channels, *kernel = shape
+    module = nn.Conv2d(in_channels, out_channels, tuple(kernel))
+    weights = [module.weight.detach(), copy.deepcopy(module).to(memory_format=torch.channels_last).weight.detach()]
+    received = loads(dumps(weights))
+    assert_same(received, weights)
+    assert [weight.stride() for weight in received] == [weight.stride() for weight in weights]
+    assert in_channels_last(loads(dumps(module.to(memory_format=torch.channels_last))))
+
+
+ALGORITHMS = {
+    "FedAvg": (FedAvg("global_expert.*"), GlobalOnly()),
+    "Local": (Local(), None),
+    "PFL-FB": (PersonalizedExpert("local_expert.classifier.*"), LocalOnly()),
+}
+
+
+@pytest.mark.parametrize("name", ALGORITHMS)
+def test_training_gives_the_results_of_contiguous_format_and_workers_the_same_bits(images, name):
+    algorithm, gate = ALGORITHMS[name]
+    training = local_training(model(gate=gate), algorithm, images, rounds=2)
+    update, kept = result = train(TrainerBackend(), training)
+    expected, expected_kept = train(TrainerBackend(), local_training(model(False, gate), algorithm, images, rounds=2))
+    close = partial(torch.testing.assert_close, rtol=1e-9, atol=1e-11)
+    close(update.sent, expected.sent)
+    close(kept, expected_kept)
+    assert_same([*train(TwoInThisProcess(), training)], [*result])
+
+
+class Watched(PersonalizedMoE):
+    """Computes a loss only in the format that it was asked for."""
+
+    def loss(self, batch):
+        assert in_channels_last(self) == self.channels_last
+        return super().loss(batch)
+
+
+@pytest.mark.parametrize("channels_last", [True, False])
+@pytest.mark.parametrize("backend", [TrainerBackend, TwoInThisProcess])
+def test_every_training_step_is_in_the_format(images, backend, channels_last):
+    module = Watched(TwoConvCNN(1, 3, 16), gate=LinearGate(256), channels_last=channels_last).double()
+    train(backend(), local_training(module, FedAvg(), images))
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_stacked_clients_get_the_results_of_clients_alone(images, fused):
+    assert_agree(local_training(model(fused=fused), FedAvg(), images), 1e-10)
+    training = local_training(model(fused=fused), FedAvg(), images)
+    update, _ = train(StackedBackend(), training)
+    expected, _ = train(TrainerBackend(), local_training(model(False), FedAvg(), images))
+    torch.testing.assert_close(update.sent, expected.sent, rtol=1e-9, atol=1e-10)
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_a_kept_momentum_of_the_other_format_is_continued(images, fused):
+    """Such as after a run was resumed with the other format."""
+
+    def steps(kept_from, then):
+        module = model(kept_from, fused=fused)
+        optimizer = module.configure_optimizers()
+        step(module, optimizer, images)
+        continued = model(then, fused=fused)
+        continued.load_state_dict(module.state_dict())
+        set_optimizer(continued, None, optimizer_state(module, optimizer))
+        step(continued, continued.configure_optimizers(), images)
+        return continued.state_dict()
+
+    expected = steps(False, False)
+    for kept_from, then in ((False, True), (True, False), (True, True)):
+        torch.testing.assert_close(steps(kept_from, then), expected, rtol=1e-9, atol=1e-11)
+
+
+def step(module, optimizer, images):
+    optimizer.zero_grad()
+    module.loss((images.x[:5], images.y[:5]))[0].backward()
+    optimizer.step()
