@@ -164,8 +164,7 @@ def take_turns(name: str, found: dict[str, list[str]], options: argparse.Namespa
                 if not note:
                     row[0].append(bare.seconds)
                     row[1].append(other.seconds)
-    if left := end_orphans():
-        print(f"{name} left {left} processes behind, which were ended", flush=True)
+    end_orphans()
     return Row(*row, mebibytes)
 
 

@@ -84,20 +84,15 @@ def adopt_orphans() -> None:
         raise SystemExit("this process cannot adopt what a harness leaves behind; Linux 3.4 or later can")
 
 
-def end_orphans() -> int:
+def end_orphans() -> None:
     """Kill every process that descends from this one, once no harness runs, and wait until none is left.
 
     A framework's daemons would otherwise take time from whoever's turn comes next.
-
-    Returns:
-        How many there were.
     """
-    killed: set[int] = set()
     deadline = time.monotonic() + 10
     while orphans := descendants(os.getpid())[1:]:
         if time.monotonic() > deadline:
             raise SystemExit(f"processes {orphans} do not end; they would slow down whoever comes next")
-        killed.update(orphans)
         for process in orphans:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(process, signal.SIGKILL)
@@ -105,7 +100,6 @@ def end_orphans() -> int:
             while os.waitpid(-1, os.WNOHANG)[0]:
                 pass
         time.sleep(0.1)
-    return len(killed)
 
 
 class PeakMemory:
