@@ -22,7 +22,8 @@ script), so that set-up is in no round. One framework is alive at a time: it and
 turns are dropped, both end, and what they left behind is killed before the next begins. A ratio is to the bare loop's
 turns beside that framework. The bare loop starts its turn from the weights of the framework and shuffles with the same
 seeds, so that both must end with the same weights and accuracies, or there is nothing to compare. Each process computes
-with one thread, the bare loop in one process, the others in ``--workers``, as far as they can.
+with one thread, the bare loop in one process, the others in ``--workers``, as far as they can. Where other processes
+hold the cores, the ratio in CPU seconds, of all of a framework's processes together, says more than the one in seconds.
 
 Memory is measured in rounds that are not timed, with nobody else running: the largest sum, over a process and all that
 descend from it, of proportional set sizes (Linux).
@@ -36,7 +37,6 @@ import statistics
 import subprocess
 import sys
 import tempfile
-from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -55,19 +55,34 @@ PEERS = {  # name: (harness, what it imports, what installs it)
 MEMORY_ROUNDS = 2
 
 
-@dataclass(frozen=True)
 class Row:
-    """What was measured of a framework.
+    """What was measured of a framework and of the bare loop in turns with it.
+
+    Args:
+        mebibytes: its peak memory.
 
     Attributes:
-        bare: seconds of the bare loop's rounds in turns with it.
-        seconds: of its own rounds.
-        mebibytes: its peak memory.
+        seconds: of each counted round: the framework's, and the bare loop's.
+        cpu_seconds: the same, computed by all processes together.
     """
 
-    bare: list[float]
-    seconds: list[float]
-    mebibytes: float
+    def __init__(self, mebibytes: float) -> None:
+        self.mebibytes = mebibytes
+        self.seconds: list[tuple[float, float]] = []
+        self.cpu_seconds: list[tuple[float, float]] = []
+
+    def add(self, other: Harness, bare: Harness) -> None:
+        """Count the last round of the framework and of the bare loop."""
+        self.seconds.append((other.seconds, bare.seconds))
+        self.cpu_seconds.append((other.cpu_seconds, bare.cpu_seconds))
+
+    def __str__(self) -> str:
+        """Medians, and their ratios."""
+        cells = []
+        for columns in (self.seconds, self.cpu_seconds):
+            own, bare = map(statistics.median, zip(*columns, strict=True))
+            cells.append(f"{own:9.3f}  {bare:9.3f}  {own / bare:5.2f}")
+        return f"{'  '.join(cells)}  {self.mebibytes:8.0f}"
 
 
 def check_same_work(before: dict[str, Tensor], bare: Harness, other: Harness, images: int) -> float:
@@ -149,9 +164,8 @@ def take_turns(name: str, found: dict[str, list[str]], options: argparse.Namespa
         options: the options.
         start: file of the weights to start from.
     """
-    row: tuple[list[float], list[float]] = [], []
     with Harness(name, found[name], start) as other:
-        mebibytes = run_alone(other)
+        row = Row(run_alone(other))
         with Harness(BARE, found[BARE], start) as bare:
             for round in range(MEMORY_ROUNDS, MEMORY_ROUNDS + options.repeats + 1):
                 before = torch.load(other.weights)
@@ -162,20 +176,19 @@ def take_turns(name: str, found: dict[str, list[str]], options: argparse.Namespa
                 note = "" if round > MEMORY_ROUNDS else "  warm-up, not counted"
                 print(f"{line}  weights differ by {difference:.0e}{note}", flush=True)
                 if not note:
-                    row[0].append(bare.seconds)
-                    row[1].append(other.seconds)
+                    row.add(other, bare)
     end_orphans()
-    return Row(*row, mebibytes)
+    return row
 
 
 def report(rows: dict[str, Row], bare_mebibytes: float) -> None:
-    """Print the table: medians, and the ratio to the bare loop beside each framework."""
+    """Print the table."""
     width = max(map(len, (BARE, *rows)))
-    print(f"\n{'':{width}}  {'s a round':>9}  {'bare loop':>9}  {'ratio':>5}  {'peak MiB':>8}")
+    titles = f"{'s a round':>9}  {BARE:>9}  {'ratio':>5}  {'CPU s':>9}  {BARE:>9}  {'ratio':>5}  {'peak MiB':>8}"
+    print(f"\n{'':{width}}  {titles}")
     for name, row in rows.items():
-        seconds, bare = statistics.median(row.seconds), statistics.median(row.bare)
-        print(f"{name:{width}}  {seconds:9.3f}  {bare:9.3f}  {seconds / bare:5.2f}  {row.mebibytes:8.0f}")
-    print(f"{BARE:{width}}  {'':9}  {'':9}  {'':5}  {bare_mebibytes:8.0f}")
+        print(f"{name:{width}}  {row}")
+    print(f"{BARE:{width}}  {bare_mebibytes:{len(titles)}.0f}")
 
 
 def main() -> None:

@@ -28,6 +28,7 @@ class Harness:
     Attributes:
         weights: file of the weights after its last round.
         seconds: what that round took.
+        cpu_seconds: what its processes computed in that round, all together.
         accuracies: of its clients' models in that round; empty if nothing is evaluated.
         versions: of the packages that matter.
     """
@@ -68,12 +69,14 @@ class Harness:
             start: file of the weights to start from, which only the bare loop reads; None for those of its last round.
         """
         assert self.process.stdin and self.process.stdout
+        before = cpu_seconds(self.process.pid)
         with contextlib.suppress(BrokenPipeError):  # said below
             print(json.dumps([round, start or self.weights]), file=self.process.stdin, flush=True)
         answer = self.process.stdout.readline()
         if not answer:
             self.errors.seek(0)
             raise SystemExit(f"{self.name} has stopped; the end of what it said:\n{self.errors.read()[-2000:]}")
+        self.cpu_seconds = cpu_seconds(self.process.pid) - before
         self.seconds, self.weights, self.accuracies, self.versions = json.loads(answer)
 
 
@@ -139,6 +142,16 @@ def descendants(pid: int) -> list[int]:
     for process in found:
         found.extend(children[process])
     return found
+
+
+def cpu_seconds(pid: int) -> float:
+    """What a process and all that descend from it have computed, those that have ended included."""
+    ticks = 0
+    for process in descendants(pid):
+        with contextlib.suppress(OSError):  # it has ended
+            fields = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()
+            ticks += sum(map(int, fields[11:15]))  # its own and its ended children's
+    return ticks / os.sysconf("SC_CLK_TCK")
 
 
 def proportional_set_size(pid: int) -> float:
