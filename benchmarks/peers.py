@@ -1,21 +1,29 @@
-"""Seconds and memory of one FedAvg round: fedmoe_pl, Flower and pfl-research beside a bare PyTorch loop.
+"""Seconds and memory of one FedAvg round: fedmoe_pl and other frameworks, each beside a bare PyTorch loop.
 
     python benchmarks/peers.py --flower DIR/bin/python --pfl-research DIR/bin/python
-    python benchmarks/peers.py --flower DIR/bin/python --pfl-research DIR/bin/python --batch-size 64 --workers 1
+    python benchmarks/peers.py --fluke DIR/bin/python --blazefl DIR/bin/python --batch-size 64 --workers 1
+    python benchmarks/peers.py --flower DIR/bin/python --clients 100 --samples 50 --epochs 1
+    python benchmarks/peers.py --flower DIR/bin/python --epochs 1 --evaluate 10000
 
-The work is that of ``round.py``: LeNet-5 on random images of shape (3, 32, 32), 500 samples a client, SGD with learning
-rate 0.01 and momentum 0.5, all clients in every round, no evaluation. Each peer is installed in an environment of its
-own, and one that is not is left out:
+The work is that of ``round.py``: LeNet-5 on random images of shape (3, 32, 32), SGD with learning rate 0.01 and
+momentum 0.5, all clients in every round. The third command is the setting of pfl-research's own benchmark: many clients
+of 50 samples, one local epoch, batch size 10. With ``--evaluate``, the model that every client has trained is evaluated
+on as many test images, the same for all, before the round ends; only accuracies are computed.
+
+Each peer is installed in an environment of its own, and one that is not is left out:
 
     python -m venv DIR && DIR/bin/pip install "flwr[simulation]" torch
     python -m venv DIR && DIR/bin/pip install "pfl[pytorch]"
+    python -m venv DIR && DIR/bin/pip install fluke-fl
+    python3.14 -m venv DIR && DIR/bin/pip install "blazefl[reproducibility]"
 
 Everybody runs in a long-lived process and is held up between two rounds (a callback or a strategy waits for this
-script), so that set-up is in no round. They take turns, bare, one, bare, another, and the first turn of each is
-dropped. The bare loop starts its turn from the weights of the one whose turn is next and shuffles with the same seeds,
-so that both must end with the same weights, or there is nothing to compare. Nothing but processes is parallel: each
-computes with one thread, the bare loop in one process, the others in ``--workers``. Who waits idles, but for Ray and
-Flower: about 4 % of a core.
+script), so that set-up is in no round. One framework is alive at a time: it and the bare loop take turns, the first
+turns are dropped, both end, and what they left behind is killed before the next begins. A ratio is to the bare loop's
+turns beside that framework. The bare loop starts its turn from the weights of the framework and shuffles with the same
+seeds, so that both must end with the same weights and accuracies, or there is nothing to compare. Each process computes
+with one thread, the bare loop in one process, the others in ``--workers``, as far as they can. Where other processes
+hold the cores, the ratio in CPU seconds, of all of a framework's processes together, says more than the one in seconds.
 
 Memory is measured in rounds that are not timed, with nobody else running: the largest sum, over a process and all that
 descend from it, of proportional set sizes (Linux).
@@ -24,157 +32,83 @@ descend from it, of proportional set sizes (Linux).
 from __future__ import annotations
 
 import argparse
-import contextlib
-import json
 import os
-import signal
 import statistics
 import subprocess
 import sys
 import tempfile
-import threading
-from collections import defaultdict
 from pathlib import Path
 
 import torch
-from peers_harness import Task
-from plain import Work
-from torch import Tensor, nn
-from workload import RandomImages, make_model, restart_with_environment
-
-from fedmoe_pl.seeds import derive_seed
+from peers_processes import Harness, PeakMemory, adopt_orphans, end_orphans
+from peers_task import write_task
+from torch import Tensor
+from workload import restart_with_environment
 
 BARE = "bare loop"
-SAMPLES_PER_CLIENT = 500
 PEERS = {  # name: (harness, what it imports, what installs it)
     "Flower": ("peers_flower.py", ("flwr", "ray", "torch"), '"flwr[simulation]" torch'),
     "pfl-research": ("peers_pfl_research.py", ("pfl", "torch"), '"pfl[pytorch]"'),
+    "fluke": ("peers_fluke.py", ("fluke", "torch"), "fluke-fl"),
+    "BlazeFL": ("peers_blazefl.py", ("blazefl", "numpy", "torch"), '"blazefl[reproducibility]"'),
 }
-TASK, START = "task.pt", "start.pt"
 MEMORY_ROUNDS = 2
-QUIET = {"FLWR_TELEMETRY_ENABLED": "0", "RAY_USAGE_STATS_ENABLED": "0"}  # nobody phones home in the middle of a round
 
 
-class Harness:
-    """A framework in a process of its own, which runs a round when asked to.
+class Row:
+    """What was measured of a framework and of the bare loop in turns with it.
 
     Args:
-        name: how it is called in the table.
-        command: the command line.
-        start: file of the weights that its first round starts from.
+        mebibytes: its peak memory.
 
     Attributes:
-        weights: file of the weights after its last round.
-        seconds: what that round took.
-        versions: of the packages that matter.
+        seconds: of each counted round: the framework's, and the bare loop's.
+        cpu_seconds: the same, computed by all processes together.
     """
 
-    def __init__(self, name: str, command: list[str], start: Path) -> None:
-        self.name = name
-        self.weights = str(start)
-        self.errors = tempfile.TemporaryFile("w+")
-        self.process = subprocess.Popen(
-            command,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=self.errors,
-            text=True,
-            env={**os.environ, **QUIET},
-            start_new_session=True,
-        )
+    def __init__(self, mebibytes: float) -> None:
+        self.mebibytes = mebibytes
+        self.seconds: list[tuple[float, float]] = []
+        self.cpu_seconds: list[tuple[float, float]] = []
 
-    def __enter__(self) -> Harness:
-        return self
+    def add(self, other: Harness, bare: Harness) -> None:
+        """Count the last round of the framework and of the bare loop."""
+        self.seconds.append((other.seconds, bare.seconds))
+        self.cpu_seconds.append((other.cpu_seconds, bare.cpu_seconds))
 
-    def __exit__(self, *_: object) -> None:
-        """End the process, and what it may have left behind."""
-        assert self.process.stdin
-        self.process.stdin.close()
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            self.process.wait(timeout=30)
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(self.process.pid, signal.SIGKILL)
-        self.process.wait()
-        self.errors.close()
-
-    def run(self, round: int, start: str | None = None) -> None:
-        """Run a round.
-
-        Args:
-            round: its number, counted from 0.
-            start: file of the weights to start from, which only the bare loop reads; None for those of its last round.
-        """
-        assert self.process.stdin and self.process.stdout
-        with contextlib.suppress(BrokenPipeError):  # said below
-            print(json.dumps([round, start or self.weights]), file=self.process.stdin, flush=True)
-        answer = self.process.stdout.readline()
-        if not answer:
-            self.errors.seek(0)
-            raise SystemExit(f"{self.name} has stopped; the end of what it said:\n{self.errors.read()[-2000:]}")
-        self.seconds, self.weights, self.versions = json.loads(answer)
+    def __str__(self) -> str:
+        """Medians, and their ratios."""
+        cells = []
+        for columns in (self.seconds, self.cpu_seconds):
+            own, bare = map(statistics.median, zip(*columns, strict=True))
+            cells.append(f"{own:9.3f}  {bare:9.3f}  {own / bare:5.2f}")
+        return f"{'  '.join(cells)}  {self.mebibytes:8.0f}"
 
 
-class PeakMemory:
-    """The largest memory of a process and its descendants, sampled by a thread.
+def check_same_work(before: dict[str, Tensor], bare: Harness, other: Harness, images: int) -> float:
+    """Compare the averaged weights and the accuracies after a round with those of the bare loop.
 
     Args:
-        pid: the process.
-    """
-
-    def __init__(self, pid: int) -> None:
-        self.pid = pid
-        self.mebibytes = 0.0
-        self.stop = threading.Event()
-        self.thread = threading.Thread(target=self._sample)
-
-    def __enter__(self) -> PeakMemory:
-        self.thread.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.stop.set()
-        self.thread.join()
-
-    def _sample(self) -> None:
-        while not self.stop.wait(0.1):
-            self.mebibytes = max(self.mebibytes, sum(map(proportional_set_size, descendants(self.pid))))
-
-
-def descendants(pid: int) -> list[int]:
-    """The process and all that descend from it."""
-    children = defaultdict(list)
-    for stat in Path("/proc").glob("[0-9]*/stat"):
-        with contextlib.suppress(OSError):  # it has ended
-            parent = int(stat.read_text().rpartition(")")[2].split()[1])
-            children[parent].append(int(stat.parent.name))
-    found = [pid]
-    for process in found:
-        found.extend(children[process])
-    return found
-
-
-def proportional_set_size(pid: int) -> float:
-    """A process's resident memory in MiB; what it shares with others is divided among them."""
-    with contextlib.suppress(OSError):  # it has ended
-        for line in Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines():
-            if line.startswith("Pss:"):
-                return int(line.split()[1]) / 1024
-    return 0.0
-
-
-def check_same_work(name: str, start: dict[str, Tensor], expected: dict[str, Tensor], weights: str) -> float:
-    """Compare the averaged weights after a round with those of the bare loop, which started from the same.
+        before: the weights that both started from.
+        bare: the bare loop.
+        other: the framework.
+        images: number of test images, of which one may be classified differently, as two classes may tie to rounding.
 
     Returns:
-        The largest difference.
+        The largest difference of a weight.
     """
-    actual = torch.load(weights)
-    difference, moved = largest_difference(actual, expected), largest_difference(actual, start)
+    expected, actual = torch.load(bare.weights), torch.load(other.weights)
+    difference, moved = largest_difference(actual, expected), largest_difference(actual, before)
     if not (difference <= 1e-4 and moved >= 1e-3):  # false for nan, too
         raise SystemExit(
-            f"{name}: its weights are {difference:.1e} from those of the bare loop and {moved:.1e} from the start; "
-            "the two did not do the same work"
+            f"{other.name}: its weights are {difference:.1e} from those of the bare loop and {moved:.1e} from the "
+            "start; the two did not do the same work"
         )
+    if len(bare.accuracies) != len(other.accuracies):
+        raise SystemExit(f"{other.name}: {len(other.accuracies)} clients were evaluated, not {len(bare.accuracies)}")
+    for client, (a, b) in enumerate(zip(bare.accuracies, other.accuracies, strict=True)):
+        if not abs(a - b) * images < 1.5:
+            raise SystemExit(f"{other.name}: the accuracy of client {client} is {b}, but {a} in the bare loop")
     return difference
 
 
@@ -183,29 +117,13 @@ def largest_difference(a: dict[str, Tensor], b: dict[str, Tensor]) -> float:
     return torch.cat([(a[name] - b[name]).abs().flatten() for name in b]).max().item()
 
 
-def write_task(folder: Path, options: argparse.Namespace) -> None:
-    """Write what all have to do, and the weights to start from."""
-    data = RandomImages(options.clients, SAMPLES_PER_CLIENT, options.batch_size)
-    data.setup()
-    expert = make_model(gate_weight=1).global_expert
-    # Taken apart, as the peers' environments have torch but not fedmoe_pl.
-    model = nn.Sequential(expert.get_submodule("extractor"), expert.get_submodule("classifier"))
-    # The federation's seeds of these clients; one round more than are run, so that nobody packs up while others run.
-    rounds = range(max(options.repeats + 1, MEMORY_ROUNDS) + 1)
-    seeds = [[derive_seed(0, 3, client, round) for client in range(options.clients)] for round in rounds]
-    work = Work(data.x, data.y, list(data.train_samples), options.batch_size, options.epochs)
-    torch.save(Task(work, model, seeds, options.workers), folder / TASK)
-    torch.save(model.state_dict(), folder / START)
-
-
 def commands(task: Path, options: argparse.Namespace) -> dict[str, list[str]]:
-    """The command line of everybody who takes part, by name; the bare loop is the first."""
+    """The command line of everybody who takes part, by name."""
     found = {BARE: [sys.executable, script("peers_bare.py"), str(task)]}
     for backend in options.backends:
         found[f"fedmoe_pl, {backend}"] = [sys.executable, script("peers_fedmoe.py"), str(task), backend]
     for name, (file, modules, packages) in PEERS.items():
-        option = name.lower().replace("-", "_")
-        python = getattr(options, option)
+        python = getattr(options, name.lower().replace("-", "_"))
         if python and is_installed(python, modules):
             found[name] = [python, script(file), str(task)]
         else:
@@ -228,69 +146,82 @@ def is_installed(python: str, modules: tuple[str, ...]) -> bool:
         return False
 
 
-def measure_memory(name: str, command: list[str], start: Path) -> float:
-    """Peak memory of some rounds in MiB, with nobody else running."""
-    with Harness(name, command, start) as harness, PeakMemory(harness.process.pid) as peak:
+def run_alone(harness: Harness) -> float:
+    """Run the first rounds with nobody else running; returns the peak memory in MiB."""
+    with PeakMemory(harness.process.pid) as peak:
         for round in range(MEMORY_ROUNDS):
             harness.run(round)
-    print(f"{name}: {harness.versions}; peak memory {peak.mebibytes:.0f} MiB", flush=True)
+    print(f"{harness.name}: {harness.versions}; peak memory {peak.mebibytes:.0f} MiB", flush=True)
     return peak.mebibytes
 
 
-def take_turns(found: dict[str, list[str]], repeats: int, start: Path) -> dict[str, list[float]]:
-    """Seconds of everybody's counted rounds."""
-    seconds = defaultdict(list)
-    with contextlib.ExitStack() as stack:
-        bare, *others = [stack.enter_context(Harness(name, command, start)) for name, command in found.items()]
-        for round in range(repeats + 1):
-            for other in others:
+def take_turns(name: str, found: dict[str, list[str]], options: argparse.Namespace, start: Path) -> Row:
+    """Let the bare loop and a framework take turns, with nobody else alive.
+
+    Args:
+        name: the framework.
+        found: the command lines of all.
+        options: the options.
+        start: file of the weights to start from.
+    """
+    with Harness(name, found[name], start) as other:
+        row = Row(run_alone(other))
+        with Harness(BARE, found[BARE], start) as bare:
+            for round in range(MEMORY_ROUNDS, MEMORY_ROUNDS + options.repeats + 1):
                 before = torch.load(other.weights)
                 bare.run(round, start=other.weights)
                 other.run(round)
-                difference = check_same_work(other.name, before, torch.load(bare.weights), other.weights)
+                difference = check_same_work(before, bare, other, options.evaluate)
                 line = "  ".join(f"{harness.name} {harness.seconds:.3f}" for harness in (bare, other))
-                print(
-                    f"{line}  weights differ by {difference:.0e}{'' if round else '  warm-up, not counted'}", flush=True
-                )
-                if round:
-                    for harness in (bare, other):
-                        seconds[harness.name].append(harness.seconds)
-    return seconds
+                note = "" if round > MEMORY_ROUNDS else "  warm-up, not counted"
+                print(f"{line}  weights differ by {difference:.0e}{note}", flush=True)
+                if not note:
+                    row.add(other, bare)
+    end_orphans()
+    return row
 
 
-def report(seconds: dict[str, list[float]], peaks: dict[str, float]) -> None:
+def report(rows: dict[str, Row], bare_mebibytes: float) -> None:
     """Print the table."""
-    medians = {name: statistics.median(rounds) for name, rounds in seconds.items()}
-    width = max(map(len, medians))
-    print(f"\n{'':{width}}  {'s a round':>9}  {'to bare':>7}  {'peak MiB':>8}")
-    for name, median in medians.items():
-        print(f"{name:{width}}  {median:9.3f}  {median / medians[BARE]:7.2f}  {peaks[name]:8.0f}")
+    width = max(map(len, (BARE, *rows)))
+    titles = f"{'s a round':>9}  {BARE:>9}  {'ratio':>5}  {'CPU s':>9}  {BARE:>9}  {'ratio':>5}  {'peak MiB':>8}"
+    print(f"\n{'':{width}}  {titles}")
+    for name, row in rows.items():
+        print(f"{name:{width}}  {row}")
+    print(f"{BARE:{width}}  {bare_mebibytes:{len(titles)}.0f}")
 
 
 def main() -> None:
     """Read the options and measure."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     cores = len(os.sched_getaffinity(0))
-    parser.add_argument("--flower", metavar="PYTHON", help="Python of the environment that has Flower")
-    parser.add_argument("--pfl-research", metavar="PYTHON", help="Python of the environment that has pfl-research")
+    for name in PEERS:
+        parser.add_argument(f"--{name.lower()}", metavar="PYTHON", help=f"Python of the environment that has {name}")
     parser.add_argument("--backends", nargs="*", default=["auto"], help="fedmoe_pl's: auto or classes; may be none")
     parser.add_argument("--workers", type=int, default=cores, help="processes of all but the bare loop")
     parser.add_argument("--batch-size", type=int, default=10)
     parser.add_argument("--epochs", type=int, default=5, help="local epochs of a client")
     parser.add_argument("--clients", type=int, default=10)
-    parser.add_argument("--repeats", type=int, default=5, help="counted turns of each; the bare loop has one per peer")
+    parser.add_argument("--samples", type=int, default=500, help="training samples of a client")
+    parser.add_argument(
+        "--evaluate", type=int, default=0, metavar="IMAGES", help="test images for every client's model in every round"
+    )
+    parser.add_argument("--repeats", type=int, default=5, help="counted turns of each")
     options = parser.parse_args()
     restart_with_environment()
+    adopt_orphans()
     with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
-        write_task(folder, options)
-        found = commands(folder / TASK, options)
+        task, start = Path(name, "task.pt"), Path(name, "start.pt")
+        # one round more than are run, so that nobody packs up while others run
+        write_task(task, start, MEMORY_ROUNDS + options.repeats + 2, options)
+        found = commands(task, options)
         print(
-            f"{options.clients} clients, {options.epochs} epochs, batch size {options.batch_size}, {options.workers} "
-            f"workers, {cores} cores"
+            f"{options.clients} clients of {options.samples} samples, {options.epochs} epochs, batch size "
+            f"{options.batch_size}, {options.evaluate} test images, {options.workers} workers, {cores} cores"
         )
-        peaks = {name: measure_memory(name, command, folder / START) for name, command in found.items()}
-        report(take_turns(found, options.repeats, folder / START), peaks)
+        with Harness(BARE, found[BARE], start) as bare:
+            mebibytes = run_alone(bare)
+        report({name: take_turns(name, found, options, start) for name in found if name != BARE}, mebibytes)
 
 
 if __name__ == "__main__":

@@ -6,7 +6,8 @@ import sys
 
 import torch
 from peers_harness import Turns, load_task
-from plain import bare_round
+from plain import accuracy, bare_round
+from torch import nn
 
 
 def main(path: str) -> None:
@@ -14,9 +15,16 @@ def main(path: str) -> None:
     turns = Turns(path)
     task = load_task(path)
     while True:
+        accuracies = []
+
+        def evaluate(model: nn.Module, accuracies: list[float] = accuracies) -> None:
+            if task.test:
+                accuracies.append(accuracy(model, *task.test))
+
         round, start = turns.wait()
         task.model.load_state_dict(torch.load(start))
-        turns.answer(bare_round(task.model, task.work, task.seeds[round]))
+        weights = bare_round(task.model, task.work, task.seeds[round], evaluate)
+        turns.answer(weights, accuracies)
 
 
 if __name__ == "__main__":

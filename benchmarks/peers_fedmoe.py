@@ -6,12 +6,14 @@ import sys
 import tempfile
 
 from peers_harness import Turns, load_task
-from workload import RandomImages, make_model
+from peers_task import TestedImages
+from workload import make_model
 
 from fedmoe_pl import backends
 from fedmoe_pl.algorithms import FedAvg
 from fedmoe_pl.callbacks import FederationCallback
 from fedmoe_pl.federation import Federation
+from fedmoe_pl.rounds.evaluation import Evaluation
 from fedmoe_pl.rounds.phase import Phase
 from fedmoe_pl.rounds.run import Run
 
@@ -23,10 +25,15 @@ class Held(FederationCallback):
 
     def __init__(self, turns: Turns) -> None:
         self.turns = turns
+        self.accuracies: list[float] = []
 
     def on_round_start(self, run: Run, phase: Phase, round: int) -> None:
         """Wait for the driver."""
         self.turns.wait()
+
+    def on_evaluation_end(self, run: Run, phase: Phase, evaluation: Evaluation) -> None:
+        """Remember the clients' accuracies."""
+        self.accuracies = [client.global_test for client in evaluation.clients]
 
     def on_round_end(self, run: Run, phase: Phase, round: int) -> None:
         """Tell the driver."""
@@ -34,19 +41,26 @@ class Held(FederationCallback):
         for name, tensor in run.states[phase.name].server.items():
             part = next(part for part in PARTS if name.startswith(part))
             weights[PARTS[part] + name.removeprefix(part)] = tensor
-        self.turns.answer(weights)
+        self.turns.answer(weights, self.accuracies)
 
 
 def main(path: str, backend: str) -> None:
     """Run the federation."""
     turns = Turns(path, "lightning")
     task = load_task(path)
-    clients = len(task.work.samples)
-    data = RandomImages(clients, len(task.work.samples[0]), task.work.batch_size)
+    clients, num_test = len(task.work.samples), len(task.test[1]) if task.test else 1
+    data = TestedImages(clients, len(task.work.samples[0]), task.work.batch_size, num_test)
+    phase = Phase(
+        "FedAvg",
+        FedAvg(shared="global_expert.*"),
+        rounds=len(task.seeds),
+        evaluate=bool(task.test),
+        evaluate_after="local_training" if task.test else None,
+    )
     trainer = {"max_epochs": task.work.epochs, "accelerator": "cpu", "devices": task.workers}
     with tempfile.TemporaryDirectory() as folder:
         federation = Federation(
-            phases=[Phase("FedAvg", FedAvg(shared="global_expert.*"), rounds=len(task.seeds), evaluate=False)],
+            phases=[phase],
             trainer=trainer,
             backend="auto" if backend == "auto" else getattr(backends, backend)(),
             callbacks=[Held(turns)],

@@ -1,7 +1,8 @@
 """Flower's simulation (FedAvg, Ray) as a harness of ``peers.py``: one simulation of all rounds, held up between them.
 
 A client's training is that of the bare loop, so what comes on top is Flower's own. Ray gets as many CPUs as there are
-workers and a client takes one, so that it runs as many actors.
+workers and a client takes one, so that it runs as many actors. A client evaluates the model that it has trained in the
+same call, as its own model does not outlive it.
 """
 
 # pyright: reportMissingImports=false
@@ -18,7 +19,7 @@ from flwr.serverapp import Grid, ServerApp
 from flwr.serverapp.strategy import FedAvg
 from flwr.simulation import run_simulation
 from peers_harness import Turns, load_task
-from plain import train_client
+from plain import accuracy, train_client
 
 client_app = ClientApp()
 
@@ -32,7 +33,9 @@ def train(message: Message, context: Context) -> Message:
     model = copy.deepcopy(task.model)
     model.load_state_dict(message.content["arrays"].to_torch_state_dict())
     train_client(model, task.work, client, task.seeds[config["server-round"] - 1][client])
-    metrics = MetricRecord({"num-examples": len(task.work.samples[client])})
+    metrics = MetricRecord({"num-examples": len(task.work.samples[client]), "client": client})
+    if task.test:
+        metrics["accuracy"] = accuracy(model, *task.test)
     return Message(RecordDict({"arrays": ArrayRecord(model.state_dict()), "metrics": metrics}), reply_to=message)
 
 
@@ -54,8 +57,12 @@ class Held(FedAvg):
         self, server_round: int, replies: Iterable[Message]
     ) -> tuple[ArrayRecord | None, MetricRecord | None]:
         """Tell the driver."""
+        replies = list(replies)
         arrays, metrics = super().aggregate_train(server_round, replies)
-        self.turns.answer(arrays.to_torch_state_dict())
+        found = [reply.content["metrics"] for reply in replies]
+        found.sort(key=lambda record: record["client"])
+        accuracies = [record["accuracy"] for record in found if "accuracy" in record]
+        self.turns.answer(arrays.to_torch_state_dict(), accuracies)
         return arrays, metrics
 
 

@@ -26,12 +26,15 @@ class Task:
         model: the start of the first round.
         seeds: a seed per round and client, for its permutations.
         workers: how many processes may train at the same time.
+        test: images, shape (n, ...), and their classes, (n,), on which the model of every client is evaluated after its
+            training in every round; None if nothing is evaluated.
     """
 
     work: Work
     model: nn.Sequential
     seeds: Sequence[Sequence[int]]
     workers: int
+    test: tuple[Tensor, Tensor] | None
 
 
 @functools.cache
@@ -45,8 +48,8 @@ class Turns:
     """Lets a framework run a round when the driver asks for one, and tells it the seconds.
 
     The driver writes the number of the round and a file of weights to standard input, as a line of JSON; the answer on
-    standard output is the seconds, a file of the averaged weights, and versions. Whatever else is printed goes to
-    standard error.
+    standard output is the seconds, a file of the averaged weights, the clients' accuracies, and versions. Whatever else
+    is printed goes to standard error.
 
     Args:
         path: where the task is.
@@ -72,12 +75,13 @@ class Turns:
         round, weights = json.loads(line)
         return round, weights
 
-    def answer(self, weights: Mapping[str, Tensor]) -> None:
+    def answer(self, weights: Mapping[str, Tensor], accuracies: Sequence[float]) -> None:
         """Stop the clock and tell the driver.
 
         Args:
             weights: the averaged weights, named as in ``Task.model``.
+            accuracies: each client's on ``Task.test``, in the order of the clients; empty if nothing is evaluated.
         """
         seconds = time.perf_counter() - self.start
         torch.save(dict(weights), self.weights)
-        print(json.dumps([seconds, str(self.weights), self.versions]), file=self.answers, flush=True)
+        print(json.dumps([seconds, str(self.weights), list(accuracies), self.versions]), file=self.answers, flush=True)

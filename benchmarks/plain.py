@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 
 import torch
 from torch import Generator, Tensor, nn
+
+EVALUATED_AT_ONCE = 1000  # images in a batch for evaluation, as in fedmoe_pl
 
 
 @dataclass(frozen=True)
@@ -41,6 +43,7 @@ def shuffled_batches(work: Work, client: int, generator: Generator) -> Iterator[
 
 def train_client(model: nn.Module, work: Work, client: int, seed: int) -> None:
     """A client's part of a round, in place: a fresh optimizer, a permutation per epoch."""
+    model.train()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.5)
     torch.manual_seed(seed)  # dropout
     generator = Generator().manual_seed(seed)
@@ -53,13 +56,30 @@ def train_client(model: nn.Module, work: Work, client: int, seed: int) -> None:
             optimizer.step()
 
 
-def bare_round(model: nn.Module, work: Work, seeds: Sequence[int]) -> dict[str, Tensor]:
+@torch.inference_mode()
+def accuracy(model: nn.Module, x: Tensor, y: Tensor) -> float:
+    """Share of samples that the model, which is left in eval mode, classifies correctly.
+
+    Args:
+        model: any classifier.
+        x: samples, shape (n, ...).
+        y: their classes, shape (n,).
+    """
+    model.eval()
+    batches = zip(x.split(EVALUATED_AT_ONCE), y.split(EVALUATED_AT_ONCE), strict=True)
+    return sum(int((model(x).argmax(1) == y).sum()) for x, y in batches) / len(y)
+
+
+def bare_round(
+    model: nn.Module, work: Work, seeds: Sequence[int], after_training: Callable[[nn.Module], None] | None = None
+) -> dict[str, Tensor]:
     """The mean of the clients' state dicts, each trained from the model as it is; leaves the model unchanged.
 
     Args:
         model: the start.
         work: what the clients hold and how they train.
         seeds: a seed per client, for its permutations.
+        after_training: called with the model that each client has trained, in the order of the clients.
     """
     start = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     mean = {name: torch.zeros_like(tensor) for name, tensor in start.items()}
@@ -68,5 +88,7 @@ def bare_round(model: nn.Module, work: Work, seeds: Sequence[int]) -> dict[str, 
         train_client(model, work, client, seed)
         for name, tensor in model.state_dict().items():
             mean[name] += tensor / len(seeds)
+        if after_training:
+            after_training(model)
     model.load_state_dict(start)
     return mean
