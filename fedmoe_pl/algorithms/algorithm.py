@@ -181,8 +181,7 @@ class Algorithm:
 
     def private_tensors(self, client: Client) -> Tree:
         """The tensors that a client keeps by default: the changed ones that it does not share, and the algorithm's."""
-        state = client.module.state_dict()
-        private = {name: tensor for name, tensor in state.items() if not self.is_shared(name)}
+        private = {name: tensor for name, tensor in client.module.state_dict().items() if not self.is_shared(name)}
         return changed(private, client.loaded, client.kept) | of_algorithm(client.kept)
 
     def combine(self, a: Update, b: Update) -> Update:

@@ -87,8 +87,7 @@ def end_client(training: LocalTraining, client: Client, const: dict[str, Any], o
     """
     algorithm = training.algorithm
     update = algorithm.client_final(client, const)
-    owned = _storages(client.module)
-    sent, kept = (_without_views(tree, owned) for tree in (update.sent, update.kept))
+    sent, kept = (copied_views(tree, client.module) for tree in (update.sent, update.kept))
     kept = {name: tensor for name, tensor in kept.items() if not name.startswith(TRAINED)} | (optimizer or {})
     if training.keep_trained:
         kept_as_trained = () if changes_kept(algorithm) else update.kept
@@ -98,12 +97,9 @@ def end_client(training: LocalTraining, client: Client, const: dict[str, Any], o
     return Update(sent, update.weight, kept)
 
 
-def _storages(module: LightningModule) -> set[int]:
-    return {tensor.untyped_storage().data_ptr() for tensor in (*module.parameters(), *module.buffers())}
-
-
-def _without_views(tree: Tree, owned: set[int]) -> Tree:
+def copied_views(tree: Tree, module: LightningModule) -> Tree:
     """The tree, with copies of tensors in the module's storages, because other clients will use the module."""
+    owned = {tensor.untyped_storage().data_ptr() for tensor in (*module.parameters(), *module.buffers())}
     return {
         name: tensor.clone() if tensor.untyped_storage().data_ptr() in owned else tensor
         for name, tensor in tree.items()

@@ -68,7 +68,7 @@ class _Clients:
         return 1
 
     def __iter__(self) -> Iterator[Sequence[int]]:
-        yield self.clients
+        yield [*self.clients]  # Lightning moves a batch to the device item by item
 
 
 class _Group(LightningModule):

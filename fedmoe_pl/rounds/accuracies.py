@@ -19,7 +19,6 @@ from fedmoe_pl.data.parts import Parts
 from fedmoe_pl.models import FixedGate, MixtureOfExperts
 from fedmoe_pl.rounds.evaluation import ClientEvaluation
 from fedmoe_pl.rounds.stacked_models import StackedModels
-from fedmoe_pl.trees import Tree
 
 Outputs = Iterator[tuple[Tensor, Tensor | None, Tensor]]
 """Scores (b, C), weights (b, experts) of a gate that is not constant, and labels (b,) of some samples after others."""
@@ -45,7 +44,7 @@ def _outputs(module: LightningModule, datamodule: FederatedDataModule, samples: 
     """For each batch: logits (b, C), weights (b, experts) of a gate that is not constant, labels (b,), on the CPU."""
     for x, y in datamodule.batches(samples, batch_size=EVALUATED_AT_ONCE):
         x = x.to(module.device)
-        logits, weights = module.mix(x) if _has_trained_gate(module) else (module(x), None)
+        logits, weights = module.mix(x) if has_trained_gate(module) else (module(x), None)
         yield logits.cpu(), None if weights is None else weights.cpu(), y.cpu()
 
 
@@ -79,8 +78,8 @@ def evaluate_model(
 
 
 def evaluate_stack(
+    models: StackedModels,
     module: LightningModule,
-    states: Sequence[Tree],
     datamodule: FederatedDataModule,
     clients: Sequence[int],
     validation: Parts,
@@ -88,16 +87,14 @@ def evaluate_stack(
     """The evaluations of clients with small models of their own, all computed together.
 
     Args:
+        models: their models, in the order of ``clients``.
         module: a module of the clients' architecture, in eval mode.
-        states: the tensors of each client's model.
         datamodule: the data module.
         clients: their ids.
         validation: the validation samples of all clients.
     """
-    models = StackedModels(module, states, _has_trained_gate(module))
-    scores = [scores for scores, *_ in models.of_all(datamodule, datamodule.global_test)]
-    predicted = torch.cat([batch.argmax(2) for batch in scores], 1)
-    accuracies = _global_test(predicted, datamodule, scores[0].shape[2])
+    predicted, outputs_per_model = models.predict(datamodule, datamodule.global_test)
+    accuracies = _global_test(predicted, datamodule, outputs_per_model)
 
     def outputs(parts: Parts) -> Outputs:
         return models.of_each(datamodule, parts)
@@ -118,7 +115,7 @@ def _evaluate(
     class_accuracy, global_test = accuracies
     held_out, validation = datamodule.test_samples.select(chosen), validation.select(chosen)
     samples, gate_labels = held_out, [None] * len(clients)
-    if _has_trained_gate(module):  # otherwise no predictions of training samples are needed
+    if has_trained_gate(module):  # otherwise no predictions of training samples are needed
         train = datamodule.train_samples.select(chosen)
         both = Parts(torch.cat((held_out.indices, train.indices)), torch.cat((held_out.sizes, train.sizes)))
         samples = both.select(torch.arange(len(clients)) + len(clients) * (held_out.sizes == 0))
@@ -182,5 +179,6 @@ def _weighted(class_accuracy: Tensor, shares: Tensor, datamodule: FederatedDataM
     return (shares * class_accuracy).sum(dim=1) / shares.sum(dim=1)
 
 
-def _has_trained_gate(module: LightningModule) -> TypeGuard[MixtureOfExperts]:
+def has_trained_gate(module: LightningModule) -> TypeGuard[MixtureOfExperts]:
+    """Whether the module is a mixture whose gate is not fixed."""
     return isinstance(module, MixtureOfExperts) and not isinstance(module.gate, FixedGate)

@@ -10,13 +10,13 @@ from lightning.pytorch import LightningModule
 from torch import Tensor
 
 from fedmoe_pl.algorithms.algorithm import Algorithm, Moment, chooses_model, overrides
-from fedmoe_pl.backends import TRAINED, LocalTraining, Plan, client_of, one_thread
+from fedmoe_pl.backends import TRAINED, LocalTraining, Plan, client_of, copied_views, one_thread
 from fedmoe_pl.data.parts import Parts
 from fedmoe_pl.models import FixedGate, MixtureOfExperts
-from fedmoe_pl.rounds.accuracies import evaluate_model, evaluate_stack
+from fedmoe_pl.rounds.accuracies import evaluate_model, evaluate_stack, has_trained_gate
 from fedmoe_pl.rounds.evaluation import ClientEvaluation
 from fedmoe_pl.rounds.opt_in import opted_in
-from fedmoe_pl.rounds.stacked_models import stackable_groups
+from fedmoe_pl.rounds.stacked_models import StackedModels, evaluation_groups
 from fedmoe_pl.trees import Tree, copy_module, load_tree, of_module, subtree
 
 
@@ -54,7 +54,7 @@ def evaluate_clients(
     of_alone = set(alone)
     together = [client for client in clients if client not in of_alone]
     job = partial(_evaluate_groups, round=round, moment=moment)
-    groups = [[client] for client in alone] if with_predictor else stackable_groups(training, alone)
+    groups = [[client] for client in alone] if with_predictor else evaluation_groups(training, alone)
     found = (
         plan.map(job, server, groups, kept) if plan else map(_Evaluator(training, server, kept, round, moment), groups)
     )
@@ -101,6 +101,7 @@ class _Evaluator:
         self.moment: Moment = moment
         self.validation = _opted_in_validation(training)
         self.modules: dict[int, LightningModule] = {}  # by architecture
+        self.stackable: dict[int, bool] = {}  # by architecture
 
     def __call__(self, clients: Sequence[int]) -> list[ClientEvaluation]:
         """The evaluations of clients that all have the same architecture."""
@@ -108,26 +109,30 @@ class _Evaluator:
         if architecture not in self.modules:
             self.modules[architecture] = copy_module(training.module).to(training.device).eval()
         module = self.modules[architecture]
-        states = [self._state(training, module, client) for client in clients]
-        if len(clients) > 1:
-            try:
-                return [*evaluate_stack(module, states, training.datamodule, clients, self.validation)]
-            except RuntimeError:  # ``vmap`` cannot map over all that a model may compute
-                pass
-        return [
-            evaluation
-            for client, state in zip(clients, states, strict=True)
-            for evaluation in self._evaluate_alone(training, module, client, state)
-        ]
+        if len(clients) > 1 and self.stackable.get(architecture, True):
+            models = StackedModels(module, self._states(training, module, clients), has_trained_gate(module))
+            if architecture not in self.stackable:
+                self.stackable[architecture] = models.agree(training.datamodule)
+            if self.stackable[architecture]:
+                return [*evaluate_stack(models, module, training.datamodule, clients, self.validation)]
+        return [evaluation for client in clients for evaluation in self._evaluate_alone(training, module, client)]
+
+    def _states(self, training: LocalTraining, module: LightningModule, clients: Sequence[int]) -> list[Tree]:
+        states: list[Tree] = []
+        for client in clients:
+            state = self._state(training, module, client)
+            # an algorithm may return the module's own tensors, which the next client replaces
+            states.append(copied_views(state, module) if chooses_model(training.algorithm) else state)
+        return states
 
     def _state(self, training: LocalTraining, module: LightningModule, client: int) -> Tree:
         arguments = self.server, client, self.kept.get(client, {}), self.round, self.moment
         return {**training.initial, **personal_tensors(training, module, *arguments)}
 
     def _evaluate_alone(
-        self, training: LocalTraining, module: LightningModule, client: int, state: Tree
+        self, training: LocalTraining, module: LightningModule, client: int
     ) -> Iterator[ClientEvaluation]:
-        load_tree(module, state)
+        load_tree(module, self._state(training, module, client))
         predictor = client_predictor(training, module, self.server, client, self.kept, self.round)
         return evaluate_model(predictor, training.datamodule, [client], self.validation)
 

@@ -12,19 +12,22 @@ from torch.nn.modules.conv import _ConvNd
 
 from fedmoe_pl.algorithms.client import EVALUATED_AT_ONCE
 from fedmoe_pl.backends import LocalTraining
+from fedmoe_pl.backends.rounding import is_close
+from fedmoe_pl.backends.stacked.trial import CPU_CACHE
 from fedmoe_pl.data import FederatedDataModule
 from fedmoe_pl.data.parts import Parts
 from fedmoe_pl.models.mixtures.sparse import dense_experts
 from fedmoe_pl.trees import Tree, load_tree
 
-_MOST = 32
-_CACHE = 8 * 2**20  # bytes; larger stacks wait for memory, as one model after another does
+_MOST = 8  # more gain little, and would leave worker processes without work
+_TRIED_SAMPLES = 4
 
 
-def stackable_groups(training: LocalTraining, clients: Sequence[int]) -> list[list[int]]:
+def evaluation_groups(training: LocalTraining, clients: Sequence[int]) -> list[list[int]]:
     """Divides clients into those whose models are stacked: of one architecture and similar numbers of samples.
 
-    A client is alone if its model has a convolution, which gains nothing from stacking, or is large.
+    A client is alone if its model is large or has a convolution. A convolution gains nothing from stacking on a CPU;
+    on a GPU, where this was not measured, a batch of one model is large already.
 
     Args:
         training: the phase's local training.
@@ -35,9 +38,10 @@ def stackable_groups(training: LocalTraining, clients: Sequence[int]) -> list[li
         module = training.of(members[0]).module
         convolves = any(isinstance(part, _ConvNd) for part in module.modules())
         model_bytes = sum(tensor.nbytes for tensor in module.state_dict().values())
-        most = 1 if convolves else max(min(_MOST, _CACHE // max(model_bytes, 1)), 1)
+        most = 1 if convolves else max(min(_MOST, CPU_CACHE // max(model_bytes, 1)), 1)
         ordered = sorted(members, key=lambda client: (-sizes[client], client))
-        groups += [ordered[start : start + most] for start in range(0, len(ordered), most)]
+        size = -(-len(ordered) // -(-len(ordered) // most))
+        groups += [ordered[start : start + size] for start in range(0, len(ordered), size)]
     return groups
 
 
@@ -54,24 +58,42 @@ class StackedModels:
         first = states[0]
         differ = [name for name in first if any(state[name] is not first[name] for state in states)]
         load_tree(module, first)
+        self.states = states
         self.module = _Outputs(module, gated)
         self.stacked = {
-            f"module.{name}": torch.stack([state[name] for state in states]).to(module.device) for name in differ
+            f"module.{name}": torch.stack([state[name] for state in states]).to(module.device)
+            for name in differ or [*first][:1]  # `vmap` needs a tensor to map over
         }
         self.device = module.device
 
-    def of_all(self, datamodule: FederatedDataModule, samples: Tensor) -> Iterator[tuple[Tensor, ...]]:
-        """For each batch of samples that all models get: scores (k, b, C) and perhaps weights, labels (b,)."""
-        for x, y in datamodule.batches(samples, batch_size=EVALUATED_AT_ONCE):
-            yield *self._call(x, None), y.cpu()
+    def agree(self, datamodule: FederatedDataModule) -> bool:
+        """Whether the last model gives the same outputs, up to rounding, alone: not if, say, parts share parameters."""
+        ((x, _),) = datamodule.batches(datamodule.global_test[:_TRIED_SAMPLES], batch_size=_TRIED_SAMPLES)
+        try:
+            stacked = self._call(x.expand(len(self.states), *x.shape), 0)
+        except Exception:  # `vmap` cannot map over all that a model may compute
+            return False
+        load_tree(self.module.module, self.states[-1])
+        with torch.inference_mode():
+            alone = self.module(x.to(self.device))
+        load_tree(self.module.module, self.states[0])
+        return all(is_close(output[-1], expected.cpu()) for output, expected in zip(stacked, alone, strict=True))
+
+    def predict(self, datamodule: FederatedDataModule, samples: Tensor) -> tuple[Tensor, int]:
+        """The classes that each model predicts for samples that all of them get (k, n), and their number of outputs."""
+        predicted, outputs = [], 0
+        for x, _ in datamodule.batches(samples, batch_size=EVALUATED_AT_ONCE):
+            scores = self._call(x, None)[0]  # (k, b, C)
+            predicted.append(scores.argmax(2))
+            outputs = scores.shape[2]
+        return torch.cat(predicted, 1), outputs
 
     def of_each(self, datamodule: FederatedDataModule, parts: Parts) -> Iterator[tuple[Tensor, Tensor | None, Tensor]]:
         """For each model, on the samples of its own part: scores (n, C), weights (n, experts) or None, labels (n,)."""
         if not len(parts.indices):
             return
         padded = nn.utils.rnn.pad_sequence([*parts], batch_first=True)  # (k, longest), filled up with sample 0
-        at_once = max(EVALUATED_AT_ONCE // len(parts), 1)
-        pieces = [self._of_piece(datamodule, samples) for samples in padded.split(at_once, dim=1)]
+        pieces = [self._of_piece(datamodule, samples) for samples in padded.split(EVALUATED_AT_ONCE // _MOST, dim=1)]
         outputs = [torch.cat(output, 1) for output in zip(*pieces, strict=True)]
         for row, samples in enumerate(parts):
             scores, *weights = (output[row, : len(samples)] for output in outputs)

@@ -10,8 +10,9 @@ from helpers.clusters import all_phases, clustered
 
 from fedmoe_pl.algorithms import FedAvg, FedProx, PFLMoE
 from fedmoe_pl.algorithms.client import Update
-from fedmoe_pl.backends import StackedBackend, TrainerBackend
+from fedmoe_pl.backends import StackedBackend, TrainerBackend, group
 from fedmoe_pl.backends import trainer as trainers
+from fedmoe_pl.backends.features import FeatureCache
 from fedmoe_pl.backends.group import shares_trainer
 from fedmoe_pl.models import FeatureGate, LinearGate
 
@@ -128,6 +129,29 @@ def test_a_module_sees_its_own_progress_in_the_shared_trainer(tmp_path, monkeypa
         backend=TrainerBackend(),
     )
     assert Watching.seen == shared, "as in a Trainer of its own"
+
+
+class Asked(FedAvg):
+    """Counts how often it is asked whether a parameter is trained."""
+
+    count = 0
+
+    def is_trainable(self, name, round, epoch):
+        Asked.count += 1
+        return super().is_trainable(name, round, epoch)
+
+
+def test_a_group_takes_one_training_step_and_what_all_its_clients_share_is_asked_once(monkeypatch):
+    steps, asked = [], []
+    original = group._Group.training_step
+    monkeypatch.setattr(group._Group, "training_step", lambda *args: (steps.append(args[1]), original(*args))[1])
+    for sizes in ((8, 4), (8, 4, 7, 5, 9, 6)):
+        training = local_training(mixture(LinearGate(5)), Asked(), blobs(sizes))
+        Asked.count = 0
+        group.train_clients(training, dict(training.initial), range(len(sizes)), {}, 0, FeatureCache())
+        asked.append(Asked.count)
+    assert [list(clients) for clients in steps] == [[0, 1], [0, 1, 2, 3, 4, 5]]
+    assert asked[0] == asked[1] > 0
 
 
 class SendsViews(FedAvg):

@@ -31,7 +31,7 @@ _ELEMENTWISE = {
     *(torch.optim.RMSprop, torch.optim.Adagrad, torch.optim.Adadelta, torch.optim.ASGD, torch.optim.Rprop),
 }
 _MOST_ON_CPU, _MOST_ON_GPU = 32, 256
-_CPU_CACHE = 8 * 2**20  # bytes; if the stacked parameters are larger, a CPU waits for its memory
+CPU_CACHE = 8 * 2**20  # bytes; if the stacked parameters are larger, a CPU waits for its memory
 
 
 @dataclass(frozen=True)
@@ -142,7 +142,7 @@ def _try_stack(stack: Stack) -> Trial:
     batch = 2 * sum(saved) // len(stack.members) * batch_size // min(batch_size, TRIED_SAMPLES)
     limit = _memory(device) // 4 // (5 * per_client + batch + 1)
     if device.type == "cpu":
-        limit = min(limit, max(_CPU_CACHE // (per_client + 1), 8))
+        limit = min(limit, max(CPU_CACHE // (per_client + 1), 8))
     return Trial(max(1, min(limit, _most_clients(device))), bool(convolutions))
 
 
