@@ -1,15 +1,13 @@
 """Checks and measures on a GPU, step by step, and writes one page of Markdown; ``benchmarks/gpu.sh`` starts it.
 
     benchmarks/gpu.sh page.md
-    benchmarks/gpu.sh --only rounds page.md
     benchmarks/gpu.sh --only cifar10 --cifar10 data --minutes 60 page.md
     benchmarks/gpu.sh --accelerator cpu --short page.md
 
 The steps are the machine, the tests that need a GPU, rounds of FedAvg, the personalization of PFL-MoE, and PFL-MoE on
-CIFAR-10 with the paper's 1000 rounds. Each command runs in a process of its own with a time limit. The page has the
-failures and goes on; it is written as far as the steps have got. The exit status is 1 if anything failed. Every step
-but the last ends within ten minutes. The last one needs torchvision's folder of CIFAR-10; it ends after ``--minutes``,
-and the same command goes on from its checkpoint.
+CIFAR-10 with the paper's 1000 rounds. Each command runs in a process of its own with a time limit. Failures are shown
+on the page, and the next step follows. The exit status is 1 if anything failed. Every step but the last ends within ten
+minutes. The last one needs torchvision's folder of CIFAR-10. It ends after ``--minutes``; the same command goes on.
 """
 
 from __future__ import annotations
@@ -33,6 +31,8 @@ ROOT = Path(__file__).resolve().parents[1]
 CONFIG = "configs/pfl_moe_cifar10_lenet5.yaml"
 SHORT_CONFIG = "configs/quickstart.yaml"  # the same methods on data that need no download
 INTERRUPTED = 130  # exit status of the command line after Ctrl-C
+CHECKPOINT = "checkpoints/last.ckpt"  # in a run's folder
+FINISHED = "finished"  # a file in the folder of a run that has nothing left to train
 GRACE = 30.0  # seconds from SIGINT to SIGKILL
 TAIL = 25  # lines of a failed command that the page shows
 
@@ -111,10 +111,7 @@ def shown(arguments: Sequence[str]) -> str:
 
 
 def run(arguments: Sequence[str], limit: float) -> Outcome:
-    """Runs Python with some arguments in the checkout.
-
-    After ``limit`` seconds the process gets a SIGINT, as by Ctrl-C, and a little later its group a SIGKILL.
-    """
+    """Runs Python in the checkout. After ``limit`` seconds it gets a SIGINT, and later its group a SIGKILL."""
     start = time.monotonic()
     print(f"  {shown(arguments)}", flush=True)
     with tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace") as output:
@@ -143,12 +140,11 @@ def machine(page: Page, options: argparse.Namespace) -> None:
     command = ["benchmarks/machine.py", "--accelerator", options.accelerator]
     page.section("Machine", [command], "what", "value")
     outcome = run(command, 300 * options.limit_factor)
-    if outcome.problem:
-        page.fail("machine", outcome)
-    for line in outcome.output.splitlines() if not outcome.problem else []:
-        name, separator, value = line.partition(": ")
-        if separator:
-            page.row(name, value)
+    rows = [] if outcome.problem else re.findall(r"^(.+?): (.*)$", outcome.output, re.MULTILINE)
+    for cells in rows:
+        page.row(*cells)
+    if not rows:
+        page.fail("machine", outcome, outcome.problem or "no result")
 
 
 def tests(page: Page, options: argparse.Namespace) -> None:
@@ -159,10 +155,8 @@ def tests(page: Page, options: argparse.Namespace) -> None:
     summary = next((line for line in reversed(outcome.output.splitlines()) if re.search(r" in [\d.]+s", line)), "")
     counts = {name.rstrip("s"): int(number) for number, name in re.findall(r"(\d+) (\w+)", summary)}
     page.row(*(counts.get(name, 0) for name in ("passed", "failed", "skipped", "error")), f"{outcome.seconds:.0f}")
-    if outcome.problem:
-        page.fail("tests", outcome)
-    elif options.accelerator == "gpu" and not counts.get("passed"):
-        page.fail("tests", outcome, "no test ran")
+    if outcome.problem or (options.accelerator == "gpu" and not counts.get("passed")):
+        page.fail("tests", outcome, outcome.problem or "no test ran")
 
 
 def rounds(page: Page, options: argparse.Namespace) -> None:
@@ -209,26 +203,30 @@ def personalization(page: Page, options: argparse.Namespace) -> None:
     page.section("Personalization of PFL-MoE", [command], *header)
     outcome = run(command, 500 * options.limit_factor)
     line = r"^(\S+) +bare +([\d.]+) s +federation +([\d.]+) s +ratio +([\d.]+)$"
-    for cells in re.findall(line, outcome.output, re.MULTILINE):
+    rows = re.findall(line, outcome.output, re.MULTILINE)
+    for cells in rows:
         page.row(*cells)
     for peak in re.findall(r"^peak memory of .*$", outcome.output, re.MULTILINE):
         page.write("", f"{peak}.")
-    if outcome.problem:
-        page.fail("personalization", outcome)
+    if outcome.problem or not rows:
+        page.fail("personalization", outcome, outcome.problem or "no result")
 
 
 def cifar10(page: Page, options: argparse.Namespace) -> None:
-    """PFL-MoE on CIFAR-10, from the last checkpoint if there is one."""
+    """PFL-MoE on CIFAR-10, from the last checkpoint of a run that is not finished, if there is one."""
     config = options.config or (SHORT_CONFIG if options.short else CONFIG)
-    runs = Path(options.runs).absolute()
+    name = f"{Path(config).stem}_short" if options.short else Path(config).stem
+    runs = Path(options.runs).absolute() / name
     command = ["cli.py", "fit", "--config", config, f"--trainer.accelerator={options.accelerator}"]
-    command += ["--trainer.devices=1", f"--federation.default_root_dir={runs}"]
+    command += ["--trainer.devices=1", f"--federation.default_root_dir={runs.parent}", f"--federation.name={name}"]
     command.append("--federation.enable_progress_bar=false")
     if not options.short:
         command += [f"--data.init_args.root={os.path.abspath(options.cifar10 or 'FOLDER')}"]
         command.append("--data.init_args.download=false")
-    if checkpoints := sorted(runs.glob("*/version_*/checkpoints/last.ckpt"), key=os.path.getmtime):
-        command.append(f"--ckpt_path={checkpoints[-1]}")
+    old = {*runs.glob("version_*")}
+    unfinished = [folder for folder in old if (folder / CHECKPOINT).exists() and not (folder / FINISHED).exists()]
+    continued = max(unfinished, key=lambda folder: os.path.getmtime(folder / CHECKPOINT), default=None)
+    command += [f"--ckpt_path={continued / CHECKPOINT}"] if continued else []
     page.section(f"PFL-MoE, {config}", [command], "method", "last round", "local test, %", "global test, %")
     if not (options.short or options.cifar10):
         page.row("left out", "-", "-", "-")
@@ -236,25 +234,27 @@ def cifar10(page: Page, options: argparse.Namespace) -> None:
         page.write("", "```bash", "benchmarks/gpu.sh --only cifar10 --cifar10 FOLDER --minutes 60 PAGE", "```")
         return
     outcome = run(command, 60 * options.minutes)
-    for row in last_rows(runs):
-        percents = (f"{100 * float(row[name]):.2f}" for name in ("local_test_mean", "global_test_mean"))
+    folder = continued or next(iter({*runs.glob("version_*")} - old), None)  # None if the command failed at once
+    rows = last_rows(folder / "rounds.csv") if folder else []
+    for row in rows:
+        percents = (f"{100 * float(row[metric]):.2f}" for metric in ("local_test_mean", "global_test_mean"))
         page.row(row["method"], row["round"], *percents)
     if outcome.limit is not None and outcome.status == INTERRUPTED:
-        page.write("", f"Stopped after {options.minutes:g} minutes, as asked, with a checkpoint of the last round in")
-        page.write(f"`{runs}`. The same command of `benchmarks/gpu.sh` goes on from there.")
-    elif outcome.problem:
-        page.fail("cifar10", outcome)
+        hint = "No round had ended, so there is no checkpoint; give it more `--minutes`."
+        if folder and (folder / CHECKPOINT).exists():
+            hint = f"The same command of `benchmarks/gpu.sh` goes on from the last checkpoint in `{folder}`."
+        page.write("", f"Stopped after {options.minutes:g} minutes, as asked.", hint)
+    elif outcome.problem or not (folder and rows):
+        page.fail("cifar10", outcome, outcome.problem or "no result")
     else:
+        (folder / FINISHED).touch()
         page.write("", f"Finished; this part took {outcome.seconds:.0f} s.")
 
 
-def last_rows(runs: Path) -> list[dict[str, str]]:
-    """The last row of each method in the newest run's ``rounds.csv``."""
-    files = sorted(runs.glob("*/version_*/rounds.csv"), key=os.path.getmtime)
-    if not files:
-        return []
-    with files[-1].open(encoding="utf-8") as file:
-        return [*{row["method"]: row for row in csv.DictReader(file)}.values()]
+def last_rows(file: Path) -> list[dict[str, str]]:
+    """The last row of each method in a run's ``rounds.csv``; none if there is no such file."""
+    lines = file.read_text("utf-8").splitlines() if file.exists() else []
+    return [*{row["method"]: row for row in csv.DictReader(lines)}.values()]
 
 
 STEPS: dict[str, Callable[[Page, argparse.Namespace], None]] = {
@@ -285,8 +285,8 @@ def main() -> None:
     signal.signal(signal.SIGINT, signal.default_int_handler)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     page = Page(Path(options.page))
-    page.write(f"# fedmoe_pl on a {options.accelerator.upper()}", "")
-    page.write("```bash", f"benchmarks/gpu.sh {shlex.join(sys.argv[1:])}".rstrip(), "```")
+    called = f"benchmarks/gpu.sh {shlex.join(sys.argv[1:])}".rstrip()
+    page.write(f"# fedmoe_pl on a {options.accelerator.upper()}", "", "```bash", called, "```")
     for name in options.only or STEPS:
         STEPS[name](page, options)
         page.end_section()

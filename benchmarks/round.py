@@ -19,7 +19,8 @@ the same loop in the contiguous one. VGG-16 needs ``--no-dropout`` to end with t
 
 How much the weights may differ: 1e-4 on a CPU in single precision. Elsewhere it is a share of the largest change of a
 weight, because the factors of products are rounded to fewer bits: to 11 by a GPU's TF32, to 8 in bfloat16. Backends
-sum and round in different orders; a step that is missing, or another batch, changes weights by the whole of it.
+sum and round in different orders. Such a share finds a wrong client, batch order or learning rate, but not one missing
+step of many.
 """
 
 from __future__ import annotations

@@ -5,6 +5,7 @@ have, see ``helpers.pretended``; so they show, without a GPU, that no tensor is 
 """
 
 import os
+import re
 import subprocess
 import sys
 from dataclasses import replace
@@ -243,7 +244,7 @@ def test_features_are_on_the_device_and_the_module_is_back_on_the_cpu(device):
 @only_cuda
 @pytest.mark.parametrize("backend", BACKENDS, ids=["trainer", "stacked"])
 def test_bfloat16_trains_what_single_precision_trains_to_rounding(tmp_path, backend):
-    """To 8 bits: a fifth of the largest change of a weight is far more than rounding, a wrong step is all of it."""
+    """To 8 bits: a fifth of the largest change of a weight finds a wrong client, batch order or learning rate."""
     servers, start_of = {}, mixture(dtype=torch.float32).state_dict()
     for precision in ("32-true", "bf16-mixed"):
         federation = made(tmp_path / precision, [phase("it", FedAvg())], "gpu", backend, {"precision": precision})
@@ -313,4 +314,6 @@ def test_on_a_device_that_is_pretended_no_tensor_is_on_the_wrong_one():
     environment = {**os.environ, "PRETENDED_GPU": "1"}
     done = subprocess.run(command, cwd=REPOSITORY, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout[-5000:]
-    assert "30 passed, 6 skipped" in done.stdout.splitlines()[-1], done.stdout[-1000:]
+    summary = done.stdout.splitlines()[-1]
+    counts = {name: int(number) for number, name in re.findall(r"(\d+) (\w+)", summary)}
+    assert counts["passed"] >= 2 * len(CASES) and not counts.keys() & {"failed", "error", "errors"}, summary

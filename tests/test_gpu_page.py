@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import time
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -107,6 +108,7 @@ def test_the_last_step_ends_at_its_limit_and_goes_on_from_its_checkpoint(monkeyp
     federated = next(phase for phase in config["federation"]["phases"] if phase["name"] == "FedAvg")
     config["federation"]["phases"] = [federated | {"rounds": 5000, "evaluate_every_n_rounds": 1}]
     (tmp_path / "long.yaml").write_text(yaml.safe_dump(config))
+    folder = tmp_path / "runs/long_short"
     limits = []
 
     def run(command, limit):
@@ -119,7 +121,7 @@ def test_the_last_step_ends_at_its_limit_and_goes_on_from_its_checkpoint(monkeyp
         return gpu_page.Outcome(1.0, "", process.wait(60), limit)
 
     def last_round():
-        return int(rows[0]["round"]) if (rows := gpu_page.last_rows(tmp_path / "runs")) else 0
+        return int(rows[0]["round"]) if (rows := gpu_page.last_rows(folder / "version_0/rounds.csv")) else 0
 
     monkeypatch.setattr(gpu_page, "run", run)
     arguments = ["--short", "--accelerator", "cpu", "--only", "cifar10", "--config", str(tmp_path / "long.yaml")]
@@ -131,13 +133,71 @@ def test_the_last_step_ends_at_its_limit_and_goes_on_from_its_checkpoint(monkeyp
         reached.append(int(row["last round"]))
         assert reached[-1] >= reached[-2] + 2
     assert limits == [45, 45]
-    assert [path.name for path in (tmp_path / "runs/quickstart").iterdir()] == ["version_0"]  # the second went on
+    assert page.count("goes on from the last checkpoint") == 1
+    assert [path.name for path in folder.iterdir()] == ["version_0"]  # the second went on
+
+
+def begin_run(folder: Path, local_test: str, checkpoint: bool = True) -> None:
+    """A run's folder with one evaluated round."""
+    (folder / "checkpoints").mkdir(parents=True)
+    (folder / "rounds.csv").write_text(f"method,round,local_test_mean,global_test_mean\nFedAvg,3,{local_test},0.25\n")
+    if checkpoint:
+        (folder / "checkpoints/last.ckpt").touch()
+
+
+def last_step(monkeypatch, tmp_path, outcome, begins=None, *arguments) -> tuple[int, str, list[str], str]:
+    """The last step with a command that only begins a run: exit status, page, local tests in %, checkpoint."""
+    continued = []
+
+    def run(command, limit):
+        continued.extend(word.partition("=")[2] for word in command if word.startswith("--ckpt_path="))
+        if begins:
+            begin_run(tmp_path / "runs" / begins, "0.5")
+        return outcome
+
+    monkeypatch.setattr(gpu_page, "run", run)
+    arguments = [*arguments, "--only", "cifar10", "--cifar10", "data"]
+    status, page = called(monkeypatch, tmp_path, *arguments)
+    (rows,) = tables(page).values()
+    return status, page, [row["local test, %"] for row in rows], "".join(continued)
+
+
+CIFAR10 = "pfl_moe_cifar10_lenet5"
+
+
+def test_the_last_step_goes_on_only_from_an_unfinished_run_of_the_same_configuration(monkeypatch, tmp_path):
+    ended, failed = gpu_page.Outcome(9.0, "", 0, None), gpu_page.Outcome(9.0, "no memory", 1, None)
+    begin_run(tmp_path / "runs/quickstart/version_0", "0.9")
+    step = partial(last_step, monkeypatch, tmp_path)
+    assert step(ended, "quickstart_short/version_0", "--short")[2:] == (["50.00"], "")
+    assert step(failed)[::2] == (1, [])  # nothing of another run
+    assert step(failed, f"{CIFAR10}/version_0")[2:] == (["50.00"], "")
+    last = str(tmp_path / f"runs/{CIFAR10}/version_0/checkpoints/last.ckpt")
+    assert step(ended)[2:] == (["50.00"], last)
+    assert step(failed)[::2] == (1, [])  # it is finished, so another one begins
+    assert step(ended, f"{CIFAR10}/version_1")[2:] == (["50.00"], "")
+    status, page, *_ = step(ended)
+    assert status == 1 and "cifar10 (no result)" in page
+
+
+def test_a_run_without_a_checkpoint_is_not_said_to_have_one(monkeypatch, tmp_path):
+    status, page, *_ = last_step(monkeypatch, tmp_path, gpu_page.Outcome(540.0, "", 130, 540))
+    assert status == 0
+    assert "Stopped after 9 minutes, as asked.\nNo round had ended, so there is no checkpoint" in page
+
+
+@pytest.mark.parametrize("step", ["machine", "personalization"])
+def test_a_command_that_prints_no_result_has_failed(monkeypatch, tmp_path, step):
+    monkeypatch.setattr(gpu_page, "run", lambda command, limit: gpu_page.Outcome(1.0, "nothing", 0, None))
+    status, page = called(monkeypatch, tmp_path, "--only", step)
+    assert status == 1
+    assert page.splitlines()[-1] == f"Failed: {step} (no result)."
 
 
 def test_a_command_that_hangs_is_interrupted_and_its_output_is_kept():
     code = "import time; print('begun', flush=True); time.sleep(60)"
-    outcome = gpu_page.run(["-c", code], limit=2)
-    assert outcome.problem == "stopped after 2 s" and outcome.seconds < 20
+    outcome = gpu_page.run(["-c", code], limit=5)
+    assert outcome.problem == "stopped after 5 s" and outcome.seconds < 20
     assert outcome.output.startswith("begun") and "KeyboardInterrupt" in outcome.output
 
 

@@ -63,7 +63,7 @@ def find_frozen_parts(
         if not names:
             return None
         try:
-            expected = _loss_and_gradients(training, client, const, batch)  # cuDNN's LSTM has none in eval mode
+            expected = _loss_and_gradients(training, client, const, batch)  # cuDNN's LSTM has no gradients in eval mode
             # one sample at a time, because an output that depends on other samples of the batch cannot be looked up
             rows = compute_rows(training, client, const, samples, names, batch_size=1)
         except (RuntimeError, ValueError):

@@ -79,8 +79,8 @@ def with_strides_of(parameters: Tensor, tensor: Tensor) -> Tensor:
         parameters: shape (n, ...).
         tensor: shape (m, ...), such as a gradient; one of another shape is returned as it is.
     """
-    alike = tensor.dim() == parameters.dim() and tensor.shape[1:] == parameters.shape[1:]
-    if not alike or tensor.stride() == parameters.stride():
+    same_shape = tensor.dim() == parameters.dim() and tensor.shape[1:] == parameters.shape[1:]
+    if not same_shape or tensor.stride() == parameters.stride():
         return tensor
     return tensor.new_empty_strided(tensor.shape, parameters.stride()).copy_(tensor)
 

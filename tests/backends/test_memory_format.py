@@ -15,6 +15,8 @@ from torch import nn
 from fedmoe_pl.algorithms import FedAvg, Local, PersonalizedExpert
 from fedmoe_pl.backends import StackedBackend, TrainerBackend
 from fedmoe_pl.backends.optimizers import optimizer_state, set_optimizer
+from fedmoe_pl.backends.stacked import backend
+from fedmoe_pl.backends.stacked.stack import Stack
 from fedmoe_pl.backends.workers.pickling import dumps, loads
 from fedmoe_pl.models import GlobalOnly, LinearGate, LocalOnly, PersonalizedMoE, TwoConvCNN
 
@@ -90,6 +92,27 @@ def test_stacked_clients_get_the_results_of_clients_alone(images, fused):
     update, _ = train(StackedBackend(), training)
     expected, _ = train(TrainerBackend(), local_training(model(False), FedAvg(), images))
     torch.testing.assert_close(update.sent, expected.sent, rtol=1e-9, atol=1e-10)
+
+
+def test_a_stack_has_the_format_of_its_clients_before_and_after_training(images, monkeypatch):
+    begun = []
+
+    class Recorded(Stack):
+        def __init__(self, *args):
+            super().__init__(*args)
+            begun.append((self, strides(self)))
+
+    monkeypatch.setattr(backend, "Stack", Recorded)
+    train(StackedBackend(), local_training(model(), FedAvg(), images))
+    ((stack, before),) = begun
+    weights = [tensor for tensor in stack.stacked.values() if tensor.dim() == 5]
+    assert len(weights) == 4  # two convolutions of two experts
+    assert all(client.is_contiguous(memory_format=torch.channels_last) for weight in weights for client in weight)
+    assert strides(stack) == before
+
+
+def strides(stack):
+    return {name: tensor.stride() for name, tensor in stack.stacked.items()}
 
 
 @pytest.mark.parametrize("fused", [False, True])
