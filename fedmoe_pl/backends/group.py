@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -15,6 +15,7 @@ from fedmoe_pl.backends.features import FeatureCache, LookedUpBatches
 from fedmoe_pl.backends.fitting import client_callbacks, fit
 from fedmoe_pl.backends.freezing import Freezing
 from fedmoe_pl.backends.frozen_parts import looked_up
+from fedmoe_pl.backends.lean import OneStep
 from fedmoe_pl.backends.optimizers import optimizer_and_scheduler, optimizer_state
 from fedmoe_pl.backends.training import LocalTraining
 from fedmoe_pl.trees import Tree, copy_module
@@ -54,21 +55,8 @@ def train_clients(
     """
     group = _Group(training, server, kept, round, features)
     no_clipping = {"gradient_clip_val": None, "gradient_clip_algorithm": None}  # manual optimization refuses to clip
-    fit(training, group, _Clients(clients), None, [], max_epochs=1, **no_clipping)
+    fit(training, group, OneStep([*clients]), None, [], max_epochs=1, **no_clipping)
     return group.updates
-
-
-class _Clients:
-    """A loader of one batch, the ids of all clients. It is not a list, which would mean several loaders."""
-
-    def __init__(self, clients: Sequence[int]) -> None:
-        self.clients = clients
-
-    def __len__(self) -> int:
-        return 1
-
-    def __iter__(self) -> Iterator[Sequence[int]]:
-        yield [*self.clients]  # Lightning moves a batch to the device item by item
 
 
 class _Group(LightningModule):

@@ -59,17 +59,17 @@ def _unusual_optimizer(configured: Any) -> str | None:
     return None
 
 
-class _OneStep:
-    """A loader with one item: the batches of an epoch. It is not a list, which would mean several loaders."""
+class OneStep:
+    """A loader with one item, such as the batches of an epoch. It is not a list, which would mean several loaders."""
 
-    def __init__(self, batches: Iterable[Any]) -> None:
-        self.batches = batches
+    def __init__(self, item: Any) -> None:
+        self.item = item
 
     def __len__(self) -> int:
         return 1
 
-    def __iter__(self) -> Iterator[Iterable[Any]]:
-        yield self.batches
+    def __iter__(self) -> Iterator[Any]:
+        yield self.item
 
 
 class EpochModule(LightningModule, ABC):
@@ -136,4 +136,4 @@ def fit_epochs(
 ) -> Trainer:
     """Fits with one training step per epoch; arguments as in :func:`fit`."""
     no_clipping = {"gradient_clip_val": None, "gradient_clip_algorithm": None}  # manual optimization refuses to clip
-    return fit(training, module, _OneStep(batches), validation, [freezing], **no_clipping)
+    return fit(training, module, OneStep(batches), validation, [freezing], **no_clipping)
