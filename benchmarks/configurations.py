@@ -71,7 +71,8 @@ def main() -> None:
         ratio = f"  {medians[0] / medians[1]:.2f} times as fast" if len(medians) > 1 else ""
         first = summaries[0]
         difference = max(abs(a - b) for numbers in summaries for a, b in zip(first, numbers, strict=True))
-        print(f"{config.stem:32s} {line}{ratio}  differ by {difference:.0e}", flush=True)
+        compared = f"  differ by {difference:.0e}" if len(summaries) > 1 else ""
+        print(f"{config.stem:32s} {line}{ratio}{compared}", flush=True)
 
 
 if __name__ == "__main__":

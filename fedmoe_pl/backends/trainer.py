@@ -28,7 +28,7 @@ _SAMPLES_PER_TRAINER = 2000  # in all epochs; to make a Trainer takes as long as
 
 
 class TrainerBackend(Backend):
-    """A ``Trainer`` per client and round.
+    """A ``Trainer`` per client and round, which small clients share.
 
     Each local epoch runs in one training step, under manual optimization. That gives the same bits, takes little longer
     than a bare loop, and computes the outputs of frozen parts only once. If something must see every batch (a per-batch
