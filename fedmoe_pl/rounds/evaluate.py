@@ -59,15 +59,21 @@ def evaluate_clients(
         plan.map(job, server, groups, kept) if plan else map(_Evaluator(training, server, kept, round, moment), groups)
     )
     evaluations = {evaluation.client: evaluation for group in found for evaluation in group}
+    evaluations |= {evaluation.client: evaluation for evaluation in _evaluate_shared(training, server, kept, together)}
+    return [evaluations[client] for client in clients]
+
+
+def _evaluate_shared(
+    training: LocalTraining, server: Tree, kept: Mapping[int, Tree], clients: Sequence[int]
+) -> Iterator[ClientEvaluation]:
+    """Evaluates every distinct model of clients without one of their own, on the samples of all that have it."""
     validation = _opted_in_validation(training)
-    for group in training.by_architecture(together):
+    for group in training.by_architecture(clients):
         group_training = training.of(group[0])
         module = copy_module(group_training.module).to(training.device).eval()
         for tensors, sharing in _models(group_training, server, kept, group):
             load_tree(module, {**group_training.initial, **tensors})
-            evaluated = evaluate_model(module, training.datamodule, sharing, validation)
-            evaluations.update(zip(sharing, evaluated, strict=True))
-    return [evaluations[client] for client in clients]
+            yield from evaluate_model(module, training.datamodule, sharing, validation)
 
 
 def has_own_model(kept: Tree, moment: Moment) -> bool:

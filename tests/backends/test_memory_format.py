@@ -82,7 +82,9 @@ class Watched(PersonalizedMoE):
 @pytest.mark.parametrize("backend", [TrainerBackend, TwoInThisProcess])
 def test_every_training_step_is_in_the_format(images, backend, channels_last):
     module = Watched(TwoConvCNN(1, 3, 16), gate=LinearGate(256), channels_last=channels_last).double()
-    train(backend(), local_training(module, FedAvg(), images))
+    training = local_training(module, FedAvg(), images)
+    update, _ = train(backend(), training)
+    assert not torch.equal(update.sent["gate.linear.weight"], training.initial["gate.linear.weight"]), "it was trained"
 
 
 @pytest.mark.parametrize("fused", [False, True])
