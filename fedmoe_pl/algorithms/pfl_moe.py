@@ -25,16 +25,15 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import LightningModule
 from torch import Tensor
 
 from fedmoe_pl.algorithms.algorithm import Algorithm, missing_federation
 from fedmoe_pl.algorithms.client import Client, Update
+from fedmoe_pl.algorithms.parts import copy_of_global_expert, expert_loss
 from fedmoe_pl.data import Batches
-from fedmoe_pl.models import MixtureOfExperts
-from fedmoe_pl.trees import Tree, copy_module, load_tree, subtree, with_prefix
+from fedmoe_pl.trees import Tree, copy_module, load_tree
 
 _GATE = 1  # separates the gate's share of a client's samples from other shares of them
 
@@ -83,19 +82,19 @@ class PersonalizedExpert(Algorithm):
 
     def check(self, module: LightningModule) -> None:
         """Refuses a module without two experts of one architecture, and patterns that match nothing of the local."""
-        _copy_of_global_expert(module)
+        copy_of_global_expert(self, module)
         super().check(module)
         _check_patterns(self, module)
 
     def server_init(self, module: LightningModule) -> Tree:
         """Algorithm 1, line 2: every local expert starts as a copy of the global one."""
-        return _copy_of_global_expert(module)
+        return copy_of_global_expert(self, module)
 
     def client_loss(
         self, module: LightningModule, batch: Any, const: dict[str, Any]
     ) -> tuple[Tensor, dict[str, Tensor]]:
         """Cross-entropy of the local expert only, whatever the gate (Algorithm 2, line 7)."""
-        return _expert_loss(module, "local_expert", batch)
+        return expert_loss(module, "local_expert", batch)
 
     def client_samples(self, client: Client) -> Tensor:
         """The samples that are not set aside for the gate."""
@@ -106,7 +105,7 @@ class PersonalizedExpert(Algorithm):
         if self.keep_better and len(samples := client.datamodule.validation_samples[client.id]):
             batches = client.batches(samples)
             if not _mean_loss(client, "local_expert", batches) < _mean_loss(client, "global_expert", batches):
-                load_tree(client.module, _copy_of_global_expert(client.module))
+                load_tree(client.module, copy_of_global_expert(self, client.module))
         return super().client_final(client, const)
 
 
@@ -170,7 +169,7 @@ class PFLMoE(Algorithm):
 
     def check(self, module: LightningModule) -> None:
         """Refuses a module without two experts of one architecture, and patterns that match nothing of the local."""
-        _copy_of_global_expert(module)
+        copy_of_global_expert(self, module)
         super().check(module)
         _check_patterns(self, module)
 
@@ -180,7 +179,7 @@ class PFLMoE(Algorithm):
 
     def server_init(self, module: LightningModule) -> Tree:
         """Algorithm 1, line 2, if the schedule is interleaved; otherwise the earlier phase has done it."""
-        return _copy_of_global_expert(module) if self.interleaved else {}
+        return copy_of_global_expert(self, module) if self.interleaved else {}
 
     def client_samples(self, client: Client) -> Tensor:
         """The gate's samples, or the expert's in rounds that train the expert."""
@@ -198,7 +197,7 @@ class PFLMoE(Algorithm):
         """Cross-entropy of the mixture; in rounds that train the expert, of the expert only (Algorithm 2, line 7)."""
         if not const["trains_expert"]:
             return super().client_loss(module, batch, const)
-        return _expert_loss(module, "local_expert", batch)
+        return expert_loss(module, "local_expert", batch)
 
     def _trains_expert(self, round: int) -> bool:
         return self.interleaved and round % 2 == 0
@@ -232,20 +231,11 @@ def _check_patterns(algorithm: Algorithm, module: LightningModule) -> None:
     algorithm.trainable.check(names, f"{type(algorithm).__name__}: trainable", "the local expert")
 
 
-def _expert_loss(module: LightningModule, expert: str, batch: Any) -> tuple[Tensor, dict[str, Tensor]]:
-    """Cross-entropy of one expert, or the loss that its mixture defines for such scores."""
-    x, y = batch
-    logits = module.get_submodule(expert)(x)
-    if isinstance(module, MixtureOfExperts):
-        return module.loss_of(module.scores_of(logits), y), {}
-    return F.cross_entropy(logits, y), {}
-
-
 @torch.no_grad()
 def _mean_loss(client: Client, expert: str, batches: Batches) -> float:
     """Mean loss of one of the client's experts in eval mode, computed on the data's device."""
     module = copy_module(client.module).to(batches.x.device).eval()
-    total = sum(_expert_loss(module, expert, batch)[0].item() * len(batch[1]) for batch in batches)
+    total = sum(expert_loss(module, expert, batch)[0].item() * len(batch[1]) for batch in batches)
     return total / len(batches.samples)
 
 
@@ -254,21 +244,3 @@ def _split(client: Client, gate_fraction: float) -> tuple[Tensor, Tensor]:
     samples = client.shuffled_samples(_GATE)
     size = max(int(len(samples) * gate_fraction + 1e-9), min(1, len(samples) - 1))  # 0.29 * 100 is 28.999999999999996
     return samples[:size], samples[size:]
-
-
-def _copy_of_global_expert(module: LightningModule) -> Tree:
-    """The global expert's tensors under the local expert's names.
-
-    Raises:
-        MisconfigurationException: if the module lacks these experts, or their architectures differ.
-    """
-    state = {name: tensor.detach() for name, tensor in module.state_dict().items()}
-    source, target = (subtree(state, prefix) for prefix in ("global_expert.", "local_expert."))
-    shapes = [{name: tensor.shape for name, tensor in tree.items()} for tree in (source, target)]
-    if not source or shapes[0] != shapes[1]:
-        local_expert = type(module.local_expert).__name__ if target else "missing"
-        raise MisconfigurationException(
-            f"{type(module).__name__}: local_expert is {local_expert}, but must have the architecture of "
-            "global_expert, because PFL-MoE starts it as a copy of global_expert; leave local_expert out to get this."
-        )
-    return with_prefix(source, "local_expert.")

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from fedmoe_pl.models.gates.fixed import EqualWeights, FixedGate
 from fedmoe_pl.models.gates.gate import Gate
+from fedmoe_pl.models.mixtures.architectures import Architectures
 from fedmoe_pl.models.mixtures.mixture import Mixing, MixtureOfExperts, mix_outputs, run_once
 
 
@@ -22,7 +23,9 @@ class PersonalizedMoE(MixtureOfExperts):
 
     Args:
         global_expert: maps a batch of inputs to logits (B, C).
-        local_expert: maps the same inputs to logits of the same shape; None for a copy of the global expert.
+        local_expert: maps the same inputs to logits of the same shape; None for a copy of the global expert. In a list,
+            client k of a federation has the expert k modulo its length, so that clients differ in architecture; a plain
+            ``Trainer`` uses the first one.
         gate: weighs the experts; None for ``EqualWeights``.
         optimizer: makes the optimizer from the parameters.
         lr_scheduler: makes a scheduler, stepped once per epoch, from the optimizer; None for a constant rate.
@@ -33,8 +36,8 @@ class PersonalizedMoE(MixtureOfExperts):
 
     Raises:
         MisconfigurationException: if the gate reads features and the global expert has no ``extractor`` and
-            ``classifier``, if the gate does not weigh two experts, if the experts differ in their number of outputs, or
-            if ``gate_lr`` is below 0.
+            ``classifier``, if the gate does not weigh two experts, if the experts differ in their number of outputs, if
+            there is no local expert, or if ``gate_lr`` is below 0.
 
     Example:
         >>> import torch
@@ -51,7 +54,7 @@ class PersonalizedMoE(MixtureOfExperts):
     def __init__(
         self,
         global_expert: nn.Module,
-        local_expert: nn.Module | None = None,
+        local_expert: nn.Module | list[nn.Module] | None = None,
         gate: Gate | None = None,
         optimizer: OptimizerCallable = torch.optim.SGD,
         lr_scheduler: LRSchedulerCallable | None = None,
@@ -61,6 +64,12 @@ class PersonalizedMoE(MixtureOfExperts):
     ) -> None:
         super().__init__(optimizer, lr_scheduler, mixing, gate_lr, channels_last)
         self.global_expert = global_expert
+        if isinstance(local_expert, list):
+            if not local_expert:
+                raise MisconfigurationException(
+                    "PersonalizedMoE: local_expert is [], but must be an expert or a list of at least one."
+                )
+            local_expert = Architectures(local_expert)
         self.local_expert = copy.deepcopy(global_expert) if local_expert is None else local_expert
         self.gate = EqualWeights() if gate is None else gate
         self.check_parts()
@@ -76,7 +85,21 @@ class PersonalizedMoE(MixtureOfExperts):
                 f"{type(global_expert).__name__} has no `extractor` and `classifier`; LinearGate reads the input."
             )
         super().check_parts()
+        if isinstance(self.local_expert, Architectures):
+            for index in [*self.local_expert.present]:  # the other architectures are not in this module's mix
+                one = copy.deepcopy(self)
+                one.keep_architecture(index)
+                run_once(one, global_expert)
         run_once(self, global_expert)
+
+    def client_architecture(self, client_id: int) -> int:
+        """Index of the client's local expert; 0 if all clients have the same one."""
+        return client_id % len(self.local_expert) if isinstance(self.local_expert, Architectures) else 0
+
+    def keep_architecture(self, architecture: int) -> None:
+        """Removes all local experts except this one, which keeps its name ``local_expert.<architecture>``."""
+        if isinstance(self.local_expert, Architectures):
+            self.local_expert.keep(architecture)
 
     def mix(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """The mixture's scores and the gate's weights of every sample.

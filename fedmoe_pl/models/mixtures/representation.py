@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from fedmoe_pl.models.gates.fixed import EqualWeights, FixedGate
 from fedmoe_pl.models.gates.gate import Gate
+from fedmoe_pl.models.mixtures.architectures import Architectures
 from fedmoe_pl.models.mixtures.mixture import MixtureOfExperts, mix_outputs, run_once
 
 
@@ -21,13 +22,6 @@ class Representations(NamedTuple):
     mixed: Tensor
     shared: Tensor
     local: Tensor
-
-
-class Absent(nn.Module):
-    """Stands in for a local expert that a client does not have."""
-
-    def __init__(self) -> None:  # without arguments, so that a checkpoint can rebuild it
-        super().__init__()
 
 
 class RepresentationMoE(MixtureOfExperts):
@@ -95,7 +89,7 @@ class RepresentationMoE(MixtureOfExperts):
                 f"{len(local_experts)} local_experts, from 0 to {len(local_experts) - 1}."
             )
         self.shared_extractor = _without_classifier(shared_extractor)
-        self.local_experts = nn.ModuleList(_without_classifier(expert) for expert in local_experts)
+        self.local_experts = Architectures(_without_classifier(expert) for expert in local_experts)
         self.header = copy.deepcopy(header)
         self.gate = EqualWeights() if gate is None else gate
         self.architectures = architectures
@@ -126,15 +120,11 @@ class RepresentationMoE(MixtureOfExperts):
         self.eval()  # batch normalization cannot train on one sample, and no random numbers may be drawn
         with torch.no_grad():
             shared = self.shared_extractor(x)
-            local = {index: expert(x) for index, expert in self._present().items()}
+            local = {index: expert(x) for index, expert in self.local_experts.present.items()}
         for part, mode in modes.items():
             part.training = mode
         for index, representation in local.items():
             _check_width(index, representation, shared)
-
-    def _present(self) -> dict[int, nn.Module]:
-        """The local experts of this module by index: all of them in the initial model, one in a client's module."""
-        return {index: part for index, part in enumerate(self.local_experts) if not isinstance(part, Absent)}
 
     def client_architecture(self, client_id: int) -> int:
         """Index of the client's local expert.
@@ -153,9 +143,7 @@ class RepresentationMoE(MixtureOfExperts):
 
     def keep_architecture(self, architecture: int) -> None:
         """Removes all local experts except this one, which keeps its name ``local_experts.<architecture>``."""
-        for index in range(len(self.local_experts)):
-            if index != architecture:
-                self.local_experts[index] = Absent()
+        self.local_experts.keep(architecture)
 
     def mix(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """The logits of the mixed representation, and the gate's weights of every sample.
@@ -167,7 +155,7 @@ class RepresentationMoE(MixtureOfExperts):
             Logits (B, C) and weights (B, 2), index 0 for the shared, 1 for the local extractor. An extractor to which a
             ``FixedGate`` gives the weight 0 is not computed.
         """
-        index, local_expert = next(iter(self._present().items()))
+        index, local_expert = next(iter(self.local_experts.present.items()))
         if isinstance(self.gate, FixedGate) and len(self.gate.active) == 1:
             extractor = local_expert if self.gate.active[0] else self.shared_extractor
             return self.header(extractor(x)), self.gate(x)
@@ -183,7 +171,7 @@ class RepresentationMoE(MixtureOfExperts):
         Args:
             x: inputs (B, ...).
         """
-        shared, local = self.shared_extractor(x), next(iter(self._present().values()))(x)
+        shared, local = self.shared_extractor(x), self.local_experts(x)
         weights = self.gate(shared if self.gate.reads_features else x)
         return Representations(mix_outputs((shared, local), weights, "logits"), shared, local)
 

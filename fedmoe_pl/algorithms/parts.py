@@ -1,0 +1,90 @@
+"""Parts of a client's module that several algorithms use by name: an expert, its features and its loss."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch.nn.functional as F
+from lightning.fabric.utilities.exceptions import MisconfigurationException
+from lightning.pytorch import LightningModule
+from torch import Tensor, nn
+
+from fedmoe_pl.algorithms.algorithm import Algorithm
+from fedmoe_pl.models import MixtureOfExperts
+from fedmoe_pl.trees import Tree, subtree, with_prefix
+
+
+def check_expert(algorithm: Algorithm, module: LightningModule, expert: str, splits: bool = False) -> None:
+    """Refuses an expert that the module lacks.
+
+    Args:
+        algorithm: the algorithm, for the message.
+        module: the phase's module.
+        expert: name of the expert in the module, such as ``global_expert``; empty for the module itself.
+        splits: whether the expert must have an ``extractor``, which computes features (B, F) or (B, ...), and a
+            ``classifier``, which maps them to logits.
+
+    Raises:
+        MisconfigurationException: if there is no such part, or it must be split and cannot be.
+    """
+    experts = {name: part for name, part in module.named_children() if not splits or _is_split(part)}
+    if not expert and (_is_split(module) or not splits):
+        return
+    if expert not in experts:
+        split = " with an `extractor` and a `classifier`" if splits else ""
+        allowed = f"; it has {', '.join(experts)}" if experts else ", and it has none"
+        raise MisconfigurationException(
+            f"{type(algorithm).__name__}: expert is '{expert}', but must be a part of the "
+            f"{type(module).__name__}{split}{allowed}."
+        )
+
+
+def split_expert(module: LightningModule, expert: str) -> tuple[nn.Module, nn.Module]:
+    """The extractor and the classifier of an expert that :func:`check_expert` has accepted."""
+    part = module.get_submodule(expert)
+    return part.extractor, part.classifier  # pyright: ignore[reportReturnType]
+
+
+def logits_loss(module: LightningModule, logits: Tensor, y: Tensor) -> Tensor:
+    """The mean loss of one expert's logits (B, C): cross-entropy, or what the module's mixture defines for such scores.
+
+    Samples with the label -100 do not count.
+    """
+    if isinstance(module, MixtureOfExperts):
+        return module.loss_of(module.scores_of(logits), y)
+    return F.cross_entropy(logits, y)
+
+
+def expert_loss(module: LightningModule, expert: str, batch: Any) -> tuple[Tensor, dict[str, Tensor]]:
+    """The mean loss of one expert, by its name in the module, whatever the gate; and no metrics."""
+    x, y = batch
+    return logits_loss(module, module.get_submodule(expert)(x), y), {}
+
+
+def copy_of_global_expert(algorithm: Algorithm, module: LightningModule) -> Tree:
+    """The global expert's tensors under the local expert's names.
+
+    Args:
+        algorithm: the algorithm that starts local experts as such copies, for the message.
+        module: a module with the parts ``global_expert`` and ``local_expert``.
+
+    Raises:
+        MisconfigurationException: if the module lacks these experts, or their architectures differ.
+    """
+    state = {name: tensor.detach() for name, tensor in module.state_dict().items()}
+    source, target = (subtree(state, prefix) for prefix in ("global_expert.", "local_expert."))
+    shapes = [{name: tensor.shape for name, tensor in tree.items()} for tree in (source, target)]
+    if not source or shapes[0] != shapes[1]:
+        local_expert = type(module.local_expert).__name__ if target else "missing"
+        raise MisconfigurationException(
+            f"{type(module).__name__}: local_expert is {local_expert}, but must have the architecture of "
+            f"global_expert, because {type(algorithm).__name__} starts it as a copy of global_expert; leave "
+            "local_expert out to get this."
+        )
+    return with_prefix(source, "local_expert.")
+
+
+def _is_split(part: nn.Module) -> bool:
+    return isinstance(getattr(part, "extractor", None), nn.Module) and isinstance(
+        getattr(part, "classifier", None), nn.Module
+    )
