@@ -21,27 +21,10 @@ from workload import RandomImages, make_model, restart_with_environment
 from fedmoe_pl.algorithms import Local
 from fedmoe_pl.backends import PoolBackend, TrainerBackend
 from fedmoe_pl.callbacks import FederationCallback
-from fedmoe_pl.data import Arrays
 from fedmoe_pl.federation import Federation
 from fedmoe_pl.rounds.evaluation import Evaluation
 from fedmoe_pl.rounds.phase import Phase
 from fedmoe_pl.rounds.run import Run
-
-
-class Images(RandomImages):
-    """The same with test images."""
-
-    def __init__(self, num_clients: int, test_images: int) -> None:
-        super().__init__(num_clients, samples_per_client=10, batch_size=10)
-        self.test_images = test_images
-
-    def load(self) -> Arrays:
-        """Draw the images."""
-        arrays = super().load()
-        generator = torch.Generator().manual_seed(1)
-        arrays.x_test = torch.randint(256, (self.test_images, 3, 32, 32), generator=generator, dtype=torch.uint8)
-        arrays.y_test = torch.randint(10, (self.test_images,), generator=generator)
-        return arrays
 
 
 class Timer(FederationCallback):
@@ -88,7 +71,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=2, help="counted evaluations of each")
     options = parser.parse_args()
     restart_with_environment()
-    data = Images(options.clients, options.images)
+    data = RandomImages(options.clients, samples_per_client=10, batch_size=10, num_test=options.images)
     data.setup()
     first = None
     for memory_format in options.formats:

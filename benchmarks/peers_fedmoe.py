@@ -6,8 +6,7 @@ import sys
 import tempfile
 
 from peers_harness import Turns, load_task
-from peers_task import TestedImages
-from workload import make_model
+from workload import RandomImages, make_model
 
 from fedmoe_pl import backends
 from fedmoe_pl.algorithms import FedAvg
@@ -49,7 +48,7 @@ def main(path: str, backend: str) -> None:
     turns = Turns(path, "lightning")
     task = load_task(path)
     clients, num_test = len(task.work.samples), len(task.test[1]) if task.test else 1
-    data = TestedImages(clients, len(task.work.samples[0]), task.work.batch_size, num_test)
+    data = RandomImages(clients, len(task.work.samples[0]), task.work.batch_size, num_test)
     phase = Phase(
         "FedAvg",
         FedAvg(shared="global_expert.*"),

@@ -11,31 +11,7 @@ from plain import Work
 from torch import nn
 from workload import RandomImages, make_model
 
-from fedmoe_pl.data import Arrays
 from fedmoe_pl.seeds import derive_seed
-
-
-class TestedImages(RandomImages):
-    """Random images with a test set, which everybody's models are evaluated on.
-
-    Args:
-        num_clients: number of clients.
-        samples_per_client: training samples of each client.
-        batch_size: samples per batch.
-        num_test: number of test images.
-    """
-
-    def __init__(self, num_clients: int, samples_per_client: int, batch_size: int, num_test: int) -> None:
-        super().__init__(num_clients, samples_per_client, batch_size)
-        self.num_test = num_test
-
-    def load(self) -> Arrays:
-        """Draw the images; the training images do not depend on the number of test images."""
-        arrays = super().load()
-        generator = torch.Generator().manual_seed(1)
-        arrays.x_test = torch.randint(256, (self.num_test, 3, 32, 32), generator=generator, dtype=torch.uint8)
-        arrays.y_test = torch.randint(10, (self.num_test,), generator=generator)
-        return arrays
 
 
 def write_task(task: Path, start: Path, rounds: int, options: argparse.Namespace) -> None:
@@ -47,7 +23,7 @@ def write_task(task: Path, start: Path, rounds: int, options: argparse.Namespace
         rounds: number of rounds that there are seeds for.
         options: the options of ``peers.py``.
     """
-    data = TestedImages(options.clients, options.samples, options.batch_size, max(options.evaluate, 1))
+    data = RandomImages(options.clients, options.samples, options.batch_size, max(options.evaluate, 1))
     data.setup()
     expert = make_model(gate_weight=1).global_expert
     # Taken apart, as the peers' environments have torch but not fedmoe_pl.

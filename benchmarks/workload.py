@@ -10,6 +10,7 @@ from functools import partial
 from pathlib import Path
 
 import torch
+from torch import Tensor
 
 from fedmoe_pl.data import IID, Arrays, FederatedDataModule
 from fedmoe_pl.models import VGG16, ConstantGate, LeNet5, PersonalizedMoE
@@ -32,18 +33,23 @@ class RandomImages(FederatedDataModule):
         num_clients: number of clients.
         samples_per_client: training samples of each client.
         batch_size: samples per batch.
+        num_test: number of test images.
     """
 
-    def __init__(self, num_clients: int, samples_per_client: int, batch_size: int) -> None:
+    def __init__(self, num_clients: int, samples_per_client: int, batch_size: int, num_test: int = 1) -> None:
         super().__init__(num_clients=num_clients, partitioner=IID(), batch_size=batch_size)
         self.num_samples = num_clients * samples_per_client
+        self.num_test = num_test
 
     def load(self) -> Arrays:
-        """Draw the images."""
-        generator = torch.Generator().manual_seed(0)
-        x = torch.randint(256, (self.num_samples, 3, 32, 32), generator=generator, dtype=torch.uint8)
-        y = torch.randint(10, (self.num_samples,), generator=generator)
-        return Arrays(x, y, x[:1], y[:1])
+        """Draw the images; those for training do not depend on the number of test images."""
+        return Arrays(*_images(self.num_samples, seed=0), *_images(self.num_test, seed=1))
+
+
+def _images(number: int, seed: int) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randint(256, (number, 3, 32, 32), generator=generator, dtype=torch.uint8)
+    return x, torch.randint(10, (number,), generator=generator)
 
 
 def make_model(
