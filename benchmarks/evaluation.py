@@ -42,7 +42,7 @@ class Timer(FederationCallback):
         self.seconds.append(time.perf_counter() - self.start)
 
 
-def measure(devices: int, channels_last: bool, data: Images, rounds: int) -> tuple[list[float], list[float]]:
+def measure(devices: int, channels_last: bool, data: RandomImages, rounds: int) -> tuple[list[float], list[float]]:
     """Seconds of each round's evaluation but the first, and the clients' accuracies."""
     timer, cpus = Timer(), devices * [torch.device("cpu")]
     backend = TrainerBackend() if devices == 1 else PoolBackend(TrainerBackend(), cpus)
