@@ -6,9 +6,8 @@ Exploration and early stopping by cluster: Isaksson et al. 2022 (https://arxiv.o
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable
-from typing import Any, Literal, get_args
+from typing import Any
 
 import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
@@ -17,6 +16,7 @@ from torch import Tensor
 
 from fedmoe_pl.algorithms.algorithm import Algorithm
 from fedmoe_pl.algorithms.client import Client, Update
+from fedmoe_pl.algorithms.cluster_stopping import ACTIVE, BEST, all_active, stop_clusters
 from fedmoe_pl.algorithms.clusters import (
     DRAWS,
     best_cluster,
@@ -28,18 +28,11 @@ from fedmoe_pl.algorithms.clusters import (
     mean_loss,
     moved,
 )
+from fedmoe_pl.algorithms.exploration import Schedule, check_schedule, probability
 from fedmoe_pl.algorithms.fedavg import Weighting, check_weighting
 from fedmoe_pl.trees import Tree, load_tree, mean_of_two, of_module, subtree
 
-Schedule = Literal["constant", "inverse", "power", "by_clusters"]
-"""The epsilon of round t, counted from 0, with J clusters: constant, ``1 / (t + 1)``, ``1 / (t + 1)^b`` with the b that
-reaches epsilon after ``decay_rounds``, or ``1 / (t + 1)^(2 / J)``."""
-
-# The server holds the cluster models and, for each cluster, its picks in each round, int64 (rounds so far, J); whether
-# it is active, bool (J,); its lowest validation loss, float64 (J,); and the number of checks since then, int64 (J,).
-_PICKS, _ACTIVE = "clusters/picks", "clusters/active"
-_BEST_LOSS, _WAITED = "clusters/best_loss", "clusters/checks_without_improvement"
-_BEST = "clusters/best/"  # prefix of a tensor's name: the tensor when its cluster had the lowest validation loss
+_PICKS = "clusters/picks"  # the picks of each cluster in each round, which the server counts: int64 (rounds so far, J)
 # Prefix of a cluster's number: its weight, its picks, its sum of validation losses and their number, float64 (4,).
 _TALLY = "clusters/tally/"
 
@@ -54,7 +47,7 @@ class EpsilonGreedyIFCA(Algorithm):
     Args:
         epsilon: probability of a random choice; 0 is IFCA, with ``good_init`` as in its code. None means 0.33
             where ``schedule`` uses it: ``constant`` and ``power``.
-        schedule: how epsilon changes from round to round, see :data:`Schedule`.
+        schedule: how epsilon changes from round to round, see :data:`~fedmoe_pl.algorithms.exploration.Schedule`.
         decay_rounds: round, counted from 0, in which ``power`` reaches epsilon; None means an eighth of the phase's
             rounds, as in the official code, and is the only value for other schedules.
         weighting: ``samples`` weighs a client by its number of training samples; ``uniform`` gives all clients the
@@ -84,7 +77,7 @@ class EpsilonGreedyIFCA(Algorithm):
         check_every_n_rounds: int | None = None,
         good_init: float | None = None,
     ) -> None:
-        _check_schedule(schedule, epsilon, decay_rounds)
+        check_schedule(schedule, epsilon, decay_rounds)
         check_weighting(self, weighting)
         for name, value in (("patience", patience), ("check_every_n_rounds", check_every_n_rounds)):
             if value is not None and value < 1:
@@ -127,22 +120,14 @@ class EpsilonGreedyIFCA(Algorithm):
             num_clusters: number of clusters.
             rounds: the phase's number of rounds.
         """
-        if self.schedule == "constant":
-            return self.epsilon
-        exponent = 1.0 if self.schedule == "inverse" else 2 / num_clusters
-        if self.schedule == "power":
-            decay_rounds = rounds / 8 if self.decay_rounds is None else self.decay_rounds
-            exponent = -math.log(self.epsilon) / math.log(decay_rounds + 1)
-        return (round + 1) ** -exponent
+        return probability(self.schedule, self.epsilon, self.decay_rounds, round, num_clusters, rounds)
 
     def server_init(self, module: LightningModule) -> Tree:
         """The models of the clusters; no cluster is picked or validated yet."""
         clusters = len(experts_of(module))
         return super().server_init(module) | {
             _PICKS: torch.zeros(0, clusters, dtype=torch.int64),
-            _ACTIVE: torch.ones(clusters, dtype=torch.bool),
-            _BEST_LOSS: torch.full((clusters,), math.inf, dtype=torch.float64),
-            _WAITED: torch.zeros(clusters, dtype=torch.int64),
+            **all_active(clusters),
         }
 
     def server_begin(self, server: Tree, clients: Iterable[Client]) -> Tree:
@@ -163,7 +148,7 @@ class EpsilonGreedyIFCA(Algorithm):
 
     def server_send(self, server: Tree, client_id: int, request: Tree) -> Tree:
         """The models of all active clusters."""
-        active = server[_ACTIVE].tolist()
+        active = server[ACTIVE].tolist()
         return {name: tensor for name, tensor in of_module(server).items() if active[cluster_of(name)]}
 
     def client_init(self, client: Client, sent: Tree) -> dict[str, Any]:
@@ -214,49 +199,27 @@ class EpsilonGreedyIFCA(Algorithm):
 
     def server_update(self, server: Tree, combined: Update) -> Tree:
         """Replaces the trained models, counts the picks, and stops clusters."""
-        tally = torch.zeros(len(server[_ACTIVE]), 4, dtype=torch.float64)
+        tally = torch.zeros(len(server[ACTIVE]), 4, dtype=torch.float64)
         for cluster, values in subtree(combined.sent, _TALLY).items():
             tally[int(cluster)] = values
         picks = torch.cat((server[_PICKS], tally[None, :, 1].long()))
         updated = {**server, **of_module(combined.sent), _PICKS: picks}
-        return updated if self.patience is None else _stop_clusters(server, updated, tally, self.patience)
+        return updated if self.patience is None else stop_clusters(server, updated, tally, self.patience)
 
     def is_over(self, server: Tree) -> bool:
         """Whether all clusters have stopped."""
-        return not server[_ACTIVE].any()
+        return not server[ACTIVE].any()
 
     def server_final(self, server: Tree) -> Tree:
         """Restores the best parameters of clusters that have not stopped, if any were validated."""
-        return {**server, **{name: server.get(_BEST + name, tensor) for name, tensor in of_module(server).items()}}
+        return {**server, **{name: server.get(BEST + name, tensor) for name, tensor in of_module(server).items()}}
 
     def personal_tensors(self, client: Client, server: Tree) -> Tree:
         """Swaps the first cluster's model and the one with the lowest loss on the client's training samples."""
         models = of_module(server)
         load_tree(client.module, models)
-        best = best_cluster(client, range(len(server[_ACTIVE])), choice_generator(client))
+        best = best_cluster(client, range(len(server[ACTIVE])), choice_generator(client))
         return {**models, **moved(models, 0, best), **moved(models, best, 0), **of_module(client.kept)}
-
-
-def _check_schedule(schedule: str, epsilon: float | None, decay_rounds: int | None) -> None:
-    if schedule not in get_args(Schedule):
-        allowed = ", ".join(get_args(Schedule))
-        raise MisconfigurationException(f"EpsilonGreedyIFCA: schedule is '{schedule}', but must be one of {allowed}.")
-    if epsilon is not None and not 0 <= epsilon <= 1:
-        raise MisconfigurationException(f"EpsilonGreedyIFCA: epsilon is {epsilon}, but must be from 0 to 1.")
-    if epsilon is not None and schedule in ("inverse", "by_clusters"):
-        raise MisconfigurationException(
-            f"EpsilonGreedyIFCA: epsilon is {epsilon}, but must be left out with the schedule '{schedule}'."
-        )
-    if schedule == "power" and epsilon == 0:
-        raise MisconfigurationException(
-            f"EpsilonGreedyIFCA: epsilon is {epsilon}, but must be above 0 with the schedule 'power'."
-        )
-    if decay_rounds is not None and decay_rounds < 1:
-        raise MisconfigurationException(f"EpsilonGreedyIFCA: decay_rounds is {decay_rounds}, but must be at least 1.")
-    if schedule != "power" and decay_rounds is not None:
-        raise MisconfigurationException(
-            f"EpsilonGreedyIFCA: decay_rounds is {decay_rounds}, but must be left out with the schedule '{schedule}'."
-        )
 
 
 def cluster_picks(server: Tree) -> Tensor | None:
@@ -266,27 +229,3 @@ def cluster_picks(server: Tree) -> Tensor | None:
         server: the server's state.
     """
     return server.get(_PICKS)
-
-
-def _stop_clusters(server: Tree, updated: Tree, tally: Tensor, patience: int) -> Tree:
-    """Stops clusters that no longer improve, and restores their best parameters.
-
-    Args:
-        server: the server's state before the round, with the models that clients validated.
-        updated: its state after the round.
-        tally: the round's tallies, (J, 4).
-        patience: number of checks without a lower loss.
-    """
-    validated = tally[:, 3] > 0
-    losses = (tally[:, 2] / tally[:, 3]).where(validated, math.inf)
-    better = losses < server[_BEST_LOSS]
-    waited = (server[_WAITED] + validated).where(~better, 0)
-    stopped = server[_ACTIVE] & (waited >= patience)
-    models = of_module(server)
-    updated |= {_BEST + name: models[name] for name in models if better[cluster_of(name)]}
-    updated |= {name: updated.get(_BEST + name, updated[name]) for name in models if stopped[cluster_of(name)]}
-    return updated | {
-        _ACTIVE: server[_ACTIVE] & ~stopped,
-        _BEST_LOSS: losses.where(better, server[_BEST_LOSS]),
-        _WAITED: waited,
-    }
