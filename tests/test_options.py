@@ -72,7 +72,7 @@ ALWAYS = {
     "IFCACNN": "in_channels num_classes dropout relu_logits",
     "LEAFCNN": "in_channels num_classes conv1_channels conv2_channels hidden dropout relu_logits image_size",
     "LeNet5": "in_channels num_classes",
-    "RepresentationMLP": "in_features hidden_features representation_features num_classes",
+    "RepresentationMLP": "in_features hidden_features representation_features num_classes batch_norm",
     "SmallMLP": "in_features hidden_features num_classes",
     "SwitchNorm1d": "num_features momentum eps",
     "TwoConvCNN": "in_channels num_classes image_size dropout conv1_channels conv2_channels hidden1 hidden2",

@@ -23,6 +23,7 @@ from fedmoe_pl.models import (
     LeNet5,
     NetworkGate,
     PersonalizedMoE,
+    RepresentationMLP,
     SmallMLP,
     TwoConvCNN,
 )
@@ -58,6 +59,16 @@ def test_small_mlp_flattens_images_and_gives_features_of_its_hidden_width():
     assert expert.extractor(x).shape == (3, 20)
     assert torch.equal(expert(x), expert.classifier(expert.extractor(x.flatten(1))))
     assert expert(x).shape == (3, 7)
+
+
+def test_representation_mlp_normalizes_its_hidden_layer_over_the_batch():
+    plain, normalized = (RepresentationMLP(5, 4, 2, 3, batch_norm=batch_norm) for batch_norm in (False, True))
+    names = {name for name, part in normalized.named_modules() if isinstance(part, torch.nn.BatchNorm1d)}
+    assert names == {"extractor.2"} and count(normalized) == count(plain) + 2 * 4
+    x = torch.randn(6, 5)
+    hidden = normalized.extractor[:3](x)
+    torch.testing.assert_close(hidden.mean(0), torch.zeros(4), rtol=0, atol=1e-6)
+    torch.testing.assert_close(hidden.var(0, unbiased=False), torch.ones(4), rtol=0, atol=1e-2)
 
 
 SIZES = [

@@ -38,6 +38,7 @@ class RepresentationMLP(nn.Module):
         hidden_features: width of the hidden layer, which may differ between architectures.
         representation_features: width of the representation, the same for all experts of a mixture.
         num_classes: number of outputs.
+        batch_norm: whether the hidden layer has batch normalization before its ReLU, for FedBN.
     """
 
     def __init__(
@@ -46,16 +47,19 @@ class RepresentationMLP(nn.Module):
         hidden_features: int = 64,
         representation_features: int = 32,
         num_classes: int = 10,
+        batch_norm: bool = False,
     ) -> None:
         super().__init__()
         self.in_features = in_features
         self.hidden_features = hidden_features
         self.representation_features = representation_features
         self.num_classes = num_classes
+        self.batch_norm = batch_norm
         self.input_shape = (in_features,)
         self.extractor = nn.Sequential(
             nn.Flatten(),
             nn.Linear(in_features, hidden_features),
+            *([nn.BatchNorm1d(hidden_features)] if batch_norm else []),
             nn.ReLU(),
             nn.Linear(hidden_features, representation_features),
             nn.ReLU(),
