@@ -5,7 +5,8 @@ import sys
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers import Expert, assert_same_bits, blobs, client_generator, phase, run, tensors
+from helpers import Expert, assert_same_bits, blobs, phase, run, tensors
+from helpers.architectures import HIDDEN, SIZES, pair, train_bare
 from helpers.backends import assert_agree, local_training
 from helpers.models import plain_trainer, samples, trainer
 from lightning.fabric.utilities.exceptions import MisconfigurationException
@@ -17,48 +18,20 @@ from fedmoe_pl.backends import TrainerBackend
 from fedmoe_pl.cli import main
 from fedmoe_pl.models import EqualWeights, PersonalizedMoE, SmallMLP
 
-SIZES = (13, 8, 11)
-WIDTHS = (4, 7)  # hidden widths of the two architectures
 
-
-def sgd(parameters):
-    return torch.optim.SGD(parameters, lr=0.1)
-
-
-def model(dtype=torch.float64, **kwargs) -> PersonalizedMoE:
-    """A global expert and local experts of two architectures, the same parameters at every call."""
-    torch.manual_seed(3)
-    experts = [Expert(hidden=width) for width in WIDTHS]
-    return PersonalizedMoE(Expert(), experts, **{"optimizer": sgd, **kwargs}).to(dtype)
-
-
-def trained_by_hand(client: int, round: int, start: dict, data) -> dict:
-    """The equally weighted mixture's tensors after an epoch of plain PyTorch, without the package's mixture."""
-    generator = client_generator(0, client, round)
-    experts = {"global_expert.": Expert(), f"local_expert.{client % 2}.": Expert(hidden=WIDTHS[client % 2])}
-    for prefix, expert in experts.items():
-        expert.double().load_state_dict({name: start[prefix + name] for name in expert.state_dict()})
-    optimizer = torch.optim.SGD([p for expert in experts.values() for p in expert.parameters()], lr=0.1)
-    own = data.train_samples[client]
-    for batch in own[torch.randperm(len(own), generator=generator)].split(4):
-        optimizer.zero_grad()
-        logits = sum(expert(data.x[batch]) for expert in experts.values()) / 2
-        F.cross_entropy(logits, data.y[batch]).backward()
-        optimizer.step()
-    return {
-        prefix + name: t.detach().clone() for prefix, each in experts.items() for name, t in each.state_dict().items()
-    }
+def equal_weights(global_expert, local_expert, x, y):
+    return F.cross_entropy((global_expert(x) + local_expert(x)) / 2, y)
 
 
 def test_two_rounds_over_two_architectures_are_those_of_bare_pytorch(tmp_path):
     """The global expert is averaged; a client trains and keeps its own local expert and has no other."""
     data = blobs(SIZES)
     fedavg = phase("it", FedAvg("global_expert.*"), rounds=2, max_epochs=1, gate=EqualWeights())
-    fed = run([fedavg], model(), data, tmp_path, backend=TrainerBackend())
-    start = model().state_dict()
-    server, kept = tensors(model(), "global_expert."), [start] * 3
+    fed = run([fedavg], pair(), data, tmp_path, backend=TrainerBackend())
+    start = pair().state_dict()
+    server, kept = tensors(pair(), "global_expert."), [start] * 3
     for round in range(2):
-        kept = [trained_by_hand(client, round, {**kept[client], **server}, data) for client in range(3)]
+        kept = [train_bare(client, round, {**kept[client], **server}, data, equal_weights) for client in range(3)]
         server = {name: sum(n * one[name] for n, one in zip(SIZES, kept, strict=True)) / sum(SIZES) for name in server}
     state = fed.run.states["it"]
     torch.testing.assert_close(state.server, server, rtol=0, atol=1e-12)
@@ -73,11 +46,11 @@ def test_two_rounds_over_two_architectures_are_those_of_bare_pytorch(tmp_path):
 
 def test_the_backends_agree_over_two_architectures():
     data = blobs((13, 8, 11, 9), dtype=torch.float32)
-    assert_agree(local_training(model(torch.float32), FedAvg("global_expert.*"), data), 1e-4)
+    assert_agree(local_training(pair(torch.float32), FedAvg("global_expert.*"), data), 1e-4)
 
 
 def test_clients_are_evaluated_with_their_own_architecture(tmp_path):
-    fed = run([Phase("it", FedAvg("global_expert.*"), gate=EqualWeights())], model(), blobs(SIZES), tmp_path)
+    fed = run([Phase("it", FedAvg("global_expert.*"), gate=EqualWeights())], pair(), blobs(SIZES), tmp_path)
     data = fed.run.datamodule
     for client in range(3):
         module = fed.client_module("it", client)
@@ -89,13 +62,13 @@ def test_clients_are_evaluated_with_their_own_architecture(tmp_path):
 
 def test_sharing_a_local_expert_that_some_clients_lack_is_refused(tmp_path):
     with pytest.raises(MisconfigurationException, match="which clients of architecture 0 do not have"):
-        run([Phase("it", FedAvg("local_expert.1.*"))], model(), blobs(SIZES), tmp_path)
+        run([Phase("it", FedAvg("local_expert.1.*"))], pair(), blobs(SIZES), tmp_path)
 
 
 @plain_trainer
 def test_a_plain_trainer_trains_the_first_architecture(tmp_path):
     x, y = samples()
-    module, start = model(torch.float32), model(torch.float32).state_dict()
+    module, start = pair(torch.float32), pair(torch.float32).state_dict()
     trainer(tmp_path, max_epochs=1).fit(module, DataLoader(TensorDataset(x, y), batch_size=4))
     moved = {name for name, tensor in module.state_dict().items() if not torch.equal(tensor, start[name])}
     assert moved == {name for name in start if not name.startswith("local_expert.1.")}
@@ -104,7 +77,7 @@ def test_a_plain_trainer_trains_the_first_architecture(tmp_path):
 
 
 def test_a_client_s_module_computes_its_own_architecture_also_its_parts():
-    module, x = model(torch.float32), samples()[0]
+    module, x = pair(torch.float32), samples()[0]
     second = module.local_expert[1]
     module.keep_architecture(1)
     assert torch.equal(module.local_expert(x), second(x))
@@ -130,7 +103,7 @@ def test_an_empty_list_is_refused():
 @plain_trainer
 @pytest.mark.parametrize("own", [None, 0, 1])
 def test_a_checkpoint_builds_all_architectures_again_or_a_client_s_own(tmp_path, own):
-    module = PersonalizedMoE(SmallMLP(), [SmallMLP(hidden_features=width) for width in WIDTHS])
+    module = PersonalizedMoE(SmallMLP(), [SmallMLP(hidden_features=width) for width in HIDDEN])
     if own is not None:
         module.keep_architecture(own)
     fitted = trainer(tmp_path, max_epochs=0)
