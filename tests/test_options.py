@@ -15,7 +15,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from helpers import Expert, OneWeight, blobs, mixture
+from helpers import Embedding, Expert, OneWeight, blobs, mixture, small_expert
 from helpers.clusters import clustered, only
 from helpers.data import Own, set_up
 from lightning.fabric.utilities.exceptions import MisconfigurationException
@@ -35,7 +35,7 @@ from fedmoe_pl.algorithms import (
 )
 from fedmoe_pl.callbacks import ClientCheckpoint, CostToTarget, GateMonitor, ProgressBar, RepresentationMonitor
 from fedmoe_pl.data import Arrays, Dirichlet, NpzFile, Pathological, RandomCrop
-from fedmoe_pl.models import ClusteredMoE, EqualWeights, LinearGate
+from fedmoe_pl.models import ClusteredMoE, EqualWeights, LinearGate, SparseMoE
 from fedmoe_pl.rounds.begin import phase_module
 from fedmoe_pl.rounds.checks import check_phase
 from fedmoe_pl.rounds.trainer_checks import check_trained
@@ -65,7 +65,7 @@ ALWAYS = {
     "MixtureOfExperts": "optimizer lr_scheduler mixing",
     "PersonalizedMoE": "global_expert local_expert gate optimizer lr_scheduler mixing",
     "RepresentationMoE": "shared_extractor local_experts header gate optimizer lr_scheduler architectures",
-    "SparseMoE": "embedding expert num_experts optimizer lr_scheduler",
+    "SparseMoE": "embedding expert num_experts optimizer lr_scheduler gate",
     "BiLSTM": "vocabulary_size embedding_dim hidden num_classes",
     "CNN": "variant in_channels num_classes",
     "ConvBlock": "in_channels out_channels image_size",
@@ -247,6 +247,7 @@ REFUSED = {
     "ClusteredMoE": {
         "clusters_share_fc": (lambda: ClusteredMoE(Expert(), clusters_share_fc=True), "is True, but must be False"),
     },
+    "SparseMoE": {"mixing": (lambda: SparseMoE(Embedding(), small_expert(), mixing="probabilities"), "must be logits")},
     "Pathological": {"concentration": (lambda: Pathological(concentration=2.0), "left out with the share 'uniform'")},
     "Arrays": {
         "client_test": (lambda: replace(POINTS, client_test=np.arange(4)).check(), "client_train is None, but must be"),

@@ -9,7 +9,7 @@ from fedmoe_pl.models.experts.lenet5 import LeNet5
 from fedmoe_pl.models.experts.mlp import RepresentationMLP, SmallMLP
 from fedmoe_pl.models.experts.two_conv_cnn import TwoConvCNN
 from fedmoe_pl.models.experts.vgg16 import VGG16
-from fedmoe_pl.models.gates.fixed import ConstantGate, EqualWeights, FixedGate, GlobalOnly, LocalOnly
+from fedmoe_pl.models.gates.fixed import ConstantGate, EqualWeights, FixedGate, GlobalOnly, LocalOnly, MixtureWeights
 from fedmoe_pl.models.gates.gate import Gate
 from fedmoe_pl.models.gates.linear import FeatureGate, LinearGate
 from fedmoe_pl.models.gates.network import GateCNN, NetworkGate
@@ -43,6 +43,7 @@ __all__ = [
     "LinearGate",
     "LocalOnly",
     "MixtureOfExperts",
+    "MixtureWeights",
     "NetworkGate",
     "PersonalizedMoE",
     "ProxyGate",

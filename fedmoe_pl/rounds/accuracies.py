@@ -16,7 +16,7 @@ from torchmetrics.functional.classification import multiclass_accuracy
 from fedmoe_pl.algorithms.client import EVALUATED_AT_ONCE
 from fedmoe_pl.data import FederatedDataModule
 from fedmoe_pl.data.parts import Parts
-from fedmoe_pl.models import FixedGate, MixtureOfExperts
+from fedmoe_pl.models import FixedGate, MixtureOfExperts, MixtureWeights
 from fedmoe_pl.rounds.evaluation import ClientEvaluation
 from fedmoe_pl.rounds.stacked_models import StackedModels
 
@@ -180,5 +180,7 @@ def _weighted(class_accuracy: Tensor, shares: Tensor, datamodule: FederatedDataM
 
 
 def has_trained_gate(module: LightningModule) -> TypeGuard[MixtureOfExperts]:
-    """Whether the module is a mixture whose gate is not fixed."""
-    return isinstance(module, MixtureOfExperts) and not isinstance(module.gate, FixedGate)
+    """Whether the module is a mixture whose weights differ between samples or clients."""
+    if not isinstance(module, MixtureOfExperts):
+        return False
+    return isinstance(module.gate, MixtureWeights) or not isinstance(module.gate, FixedGate)

@@ -21,6 +21,7 @@ from fedmoe_pl.models import (
     GlobalOnly,
     LocalOnly,
     MixtureOfExperts,
+    MixtureWeights,
     PersonalizedMoE,
     RepresentationMLP,
     RepresentationMoE,
@@ -28,6 +29,7 @@ from fedmoe_pl.models import (
     SparseMoE,
 )
 from fedmoe_pl.models.mixtures.mixture import mix_outputs
+from fedmoe_pl.rounds.accuracies import has_trained_gate
 from fedmoe_pl.rounds.begin import phase_module
 from fedmoe_pl.rounds.evaluate import evaluated_model
 from fedmoe_pl.rounds.phase import Phase
@@ -163,7 +165,6 @@ def test_copies_and_pickled_mixtures_keep_the_width(make, width, gate):
 @pytest.mark.parametrize("gate", FIXED)
 @pytest.mark.parametrize("name", ["personalized", "clustered", "representation", "own"])
 def test_a_checkpoint_rebuilds_the_mixture_with_its_fixed_gate(tmp_path, name, gate):
-    """A ``SparseMoE`` has no gate among its arguments."""
     x, (make, width) = torch.randn(4, 5), MIXTURES[name]
     module = replaced(make(), gate()).eval()
     trainer = Trainer(logger=False, max_epochs=0, accelerator="cpu", default_root_dir=tmp_path)
@@ -235,3 +236,22 @@ def test_a_federation_with_fixed_gates_gives_the_bits_of_one_with_constant_gates
     for name in ("FedAvg", "Fine-tuned", "Both"):
         for client in range(3):
             assert_same_bits(tensors(fixed.client_module(name, client)), tensors(constant.client_module(name, client)))
+
+
+@IN_EVERY_MIXTURE
+def test_mixture_weights_start_equal_and_are_a_buffer_that_no_optimizer_trains(make, width):
+    module, x = replaced(make(), MixtureWeights()).eval(), torch.randn(4, 5)
+    assert torch.equal(module.mix(x)[0], replaced(module, EqualWeights()).mix(x)[0])
+    assert module.gate.weights.tolist() == torch.full((width,), 1 / width).tolist()
+    assert not [*module.gate.parameters()] and "gate.weights" in module.state_dict()
+
+
+@IN_EVERY_MIXTURE
+def test_a_mixture_uses_the_mixture_weights_that_an_algorithm_has_set_and_shows_them(make, width):
+    module, x = replaced(make(), MixtureWeights()).eval(), torch.randn(4, 5)
+    estimated = torch.arange(width) / sum(range(width))
+    module.load_state_dict({**module.state_dict(), "gate.weights": estimated})
+    module.check_parts()  # as when a phase replaces a part
+    assert torch.equal(module.mix(x)[1], estimated.expand(4, width))
+    torch.testing.assert_close(module.mix(x)[0], replaced(module, ConstantGate(estimated.tolist())).mix(x)[0])
+    assert has_trained_gate(module) and not has_trained_gate(replaced(module, EqualWeights()))

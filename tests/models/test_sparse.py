@@ -14,7 +14,7 @@ from torch import nn
 from torch.nn.parameter import UninitializedParameter
 
 from fedmoe_pl.algorithms import FedMoEDA
-from fedmoe_pl.models import ConstantGate, ConvBlock, ConvExpert, FedAvgCNN, SparseMoE
+from fedmoe_pl.models import ConstantGate, ConvBlock, ConvExpert, FedAvgCNN, MixtureWeights, ProxyGate, SparseMoE
 from fedmoe_pl.models.mixtures.sparse import dense_experts
 
 
@@ -164,6 +164,29 @@ def test_a_checkpoint_rebuilds_the_mixture(tmp_path):
     assert loaded.num_experts == [2, 1]
 
 
+def test_a_checkpoint_rebuilds_a_mixture_with_mixture_weights_and_mixed_probabilities(tmp_path):
+    parts = ConvBlock(1, 2, 16), ConvExpert(2, image_size=6, channels=3, hidden=4)
+    module = SparseMoE(*parts, num_experts=3, gate=MixtureWeights(), mixing="probabilities").eval()
+    module.gate.weights.copy_(torch.tensor([0.5, 0.2, 0.3]))
+    trainer = Trainer(logger=False, max_epochs=0, accelerator="cpu", default_root_dir=tmp_path)
+    trainer.strategy.connect(module)
+    trainer.save_checkpoint(tmp_path / "model.ckpt")
+    loaded, x = SparseMoE.load_from_checkpoint(tmp_path / "model.ckpt").eval(), torch.randn(4, 1, 16, 16)
+    assert torch.equal(loaded(x), module(x))
+    outputs = [expert(module.embedding(x)).softmax(1) for expert in module.experts]
+    expected = 0.5 * outputs[0] + 0.2 * outputs[1] + 0.3 * outputs[2]
+    torch.testing.assert_close(module(x).exp(), expected)
+
+
+def test_experts_that_get_whole_batches_may_have_batch_normalization():
+    expert = nn.Sequential(nn.BatchNorm1d(6), nn.Linear(6, 3))
+    module = SparseMoE(Embedding(), expert, gate=MixtureWeights())
+    assert module.mix(torch.randn(4, 5))[0].shape == (4, 3)
+    module.gate = ProxyGate(4)
+    with pytest.raises(MisconfigurationException, match="must not have batch normalization"):
+        module.check_parts()
+
+
 class NoReset(nn.Module):
     def __init__(self):
         super().__init__()
@@ -188,6 +211,7 @@ REFUSED = {
     "load_balancing is -1, but must be at least 0": {"load_balancing": -1},
     "NoReset has no method reset_parameters": {"expert": NoReset()},
     "must not have batch normalization": {"expert": nn.Sequential(nn.BatchNorm1d(6), nn.Linear(6, 3))},
+    "mixing is 'probabilities', but must be logits unless the gate is fixed": {"mixing": "probabilities"},
     "must not have layers of unknown width": {"expert": nn.LazyLinear(3)},
     r"expert reads values of shape \(6,\), but must read those of embedding, \(7,\)": {
         "embedding": OtherShape(),

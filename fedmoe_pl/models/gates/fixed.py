@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import abstractmethod
+from typing import Any
 
 import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
@@ -12,13 +13,13 @@ from fedmoe_pl.models.gates.gate import Gate
 
 
 class FixedGate(Gate):
-    """A gate that gives every sample the same weights and is never trained.
+    """A gate that gives every sample the same weights, which no optimizer trains.
 
     Attributes:
-        weights: the weight of each expert, from 0 to 1; they add up to 1.
+        weights: the weight of each expert, a list or a tensor, from 0 to 1; they add up to 1.
     """
 
-    weights: list[float]
+    weights: Any
 
     @abstractmethod
     def fit_to(self, num_experts: int) -> None:
@@ -82,6 +83,37 @@ class EqualWeights(FixedGate):
     def fit_to(self, num_experts: int) -> None:
         """Gives each expert the same weight."""
         self.weights = [1 / num_experts] * num_experts
+
+
+class MixtureWeights(FixedGate):
+    """Weights that an algorithm estimates for every client, such as the pi of FedEM (Marfoq et al. 2021).
+
+    They are a buffer, ``gate.weights``: no optimizer trains them, but a client can keep them, and checkpoints have
+    them. They start equal. The mixture sets the number of experts; until then it is 2.
+
+    Attributes:
+        weights: shape (experts,); an algorithm may replace them, as long as they are at least 0 and add up to 1.
+    """
+
+    weights: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("weights", torch.full((2,), 1 / 2))
+
+    @property
+    def active(self) -> list[int]:
+        """Indices of all experts, because the weights differ between clients and rounds."""
+        return [*range(len(self.weights))]
+
+    def fit_to(self, num_experts: int) -> None:
+        """Gives each expert the same weight, if their number is another one than before."""
+        if num_experts != len(self.weights):
+            self.weights = self.weights.new_full((num_experts,), 1 / num_experts)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """The same weights (B, experts) for every sample."""
+        return self.weights.expand(len(x), -1)
 
 
 class ConstantGate(FixedGate):

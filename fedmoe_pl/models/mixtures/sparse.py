@@ -1,4 +1,4 @@
-"""FedMoE-DA's model: a gate sends every sample to one of several experts after a common embedding."""
+"""A common embedding and several experts; a gate sends every sample to one of them, or fixed weights mix all."""
 
 from __future__ import annotations
 
@@ -15,9 +15,10 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parameter import is_lazy
 
 from fedmoe_pl.models.gates.fixed import ConstantGate, FixedGate
+from fedmoe_pl.models.gates.gate import Gate
 from fedmoe_pl.models.gates.proxy import ProxyGate
 from fedmoe_pl.models.layers import draw_anew, layer_without_reset
-from fedmoe_pl.models.mixtures.mixture import Batch, MixtureOfExperts, mix_outputs, run_once
+from fedmoe_pl.models.mixtures.mixture import Batch, Mixing, MixtureOfExperts, mix_outputs, run_once
 from fedmoe_pl.models.normalization import SwitchNorm1d
 
 _DENSE: ContextVar[bool] = ContextVar("dense", default=False)
@@ -45,8 +46,9 @@ class SparseMoE(MixtureOfExperts):
     expert computes only the samples that it receives. An expert without samples in a batch has gradients of zero, not
     None, so that the optimizer's momentum and weight decay still act on it.
 
-    In a phase of a federation, a ``FixedGate`` makes it a dense model: ``GlobalOnly`` uses only the first expert after
-    the embedding, ``EqualWeights`` the mean of all experts.
+    A ``FixedGate`` makes it a dense model, whose experts' logits or probabilities are mixed: ``GlobalOnly`` uses only
+    the first expert after the embedding, ``EqualWeights`` the mean of all experts, ``MixtureWeights`` weights of each
+    client.
 
     Args:
         embedding: maps inputs (B, ...) to values (B, ...) for the gate and the experts.
@@ -60,10 +62,12 @@ class SparseMoE(MixtureOfExperts):
         lr_scheduler: makes a scheduler, stepped once per epoch, from the optimizer; None for a constant rate.
         channels_last: whether the weights of convolutions are in channels-last format, see
             :class:`~fedmoe_pl.models.mixtures.mixture.MixtureOfExperts`.
+        gate: reads the embedded values and gives every sample a weight for each expert; None for a ``ProxyGate``.
+        mixing: what a ``FixedGate`` mixes, see :data:`~fedmoe_pl.models.mixtures.mixture.Mixing`.
 
     Raises:
-        MisconfigurationException: if an argument is out of range, ``expert`` has batch normalization or a layer
-            without ``reset_parameters``, or embedding, gate and expert do not fit together.
+        MisconfigurationException: if an argument is out of range, ``expert`` has a layer without ``reset_parameters``
+            or, unless the gate is fixed, batch normalization, or embedding, gate and expert do not fit together.
 
     Example:
         >>> import torch
@@ -84,8 +88,10 @@ class SparseMoE(MixtureOfExperts):
         optimizer: OptimizerCallable = torch.optim.SGD,
         lr_scheduler: LRSchedulerCallable | None = None,
         channels_last: bool = False,
+        gate: Gate | None = None,
+        mixing: Mixing = "logits",
     ) -> None:
-        super().__init__(optimizer, lr_scheduler, channels_last=channels_last)
+        super().__init__(optimizer, lr_scheduler, mixing, channels_last=channels_last)
         numbers = num_experts if isinstance(num_experts, list) else [num_experts]
         if not numbers or min(numbers) < 1:
             raise MisconfigurationException(
@@ -93,14 +99,14 @@ class SparseMoE(MixtureOfExperts):
             )
         if load_balancing < 0:
             raise MisconfigurationException(f"SparseMoE: load_balancing is {load_balancing}, but must be at least 0.")
-        _check_expert(expert)
+        _check_layers(expert)
         self.num_experts = num_experts
         self.load_balancing = load_balancing
         self.embedding = embedding
         self.experts = nn.ModuleList([expert, *(copy.deepcopy(expert) for _ in range(max(numbers) - 1))])
         draw_anew(self.experts[1:])
         self.gate_width = max(numbers)
-        self.gate = ProxyGate(self.gate_width)
+        self.gate = ProxyGate(self.gate_width) if gate is None else gate
         self.check_parts()
 
     @property
@@ -110,8 +116,12 @@ class SparseMoE(MixtureOfExperts):
 
     def check_parts(self) -> None:
         """Refuses parts that do not fit together; sizes the gate if the embedding has an ``input_shape``."""
-        if self.mixing != "logits":
-            raise MisconfigurationException(f"SparseMoE: mixing is '{self.mixing}', but must be logits.")
+        if not isinstance(self.gate, FixedGate):
+            if self.mixing != "logits":
+                raise MisconfigurationException(
+                    f"SparseMoE: mixing is '{self.mixing}', but must be logits unless the gate is fixed."
+                )
+            _check_normalization(self.expert)
         embedded, expected = getattr(self.embedding, "output_shape", None), getattr(self.expert, "input_shape", None)
         if embedded is not None and expected is not None and embedded != expected:
             raise MisconfigurationException(
@@ -151,7 +161,7 @@ class SparseMoE(MixtureOfExperts):
         self.check_gate_width(weights.shape[1])
         if isinstance(self.gate, FixedGate):
             active = self.gate.active
-            return mix_outputs([self.experts[index](z) for index in active], weights[:, active], "logits"), weights
+            return mix_outputs([self.experts[index](z) for index in active], weights[:, active], self.mixing), weights
         weight, chosen = weights.max(dim=1, keepdim=True)  # (B, 1)
         logits = self._all_experts(z, chosen) if _DENSE.get() else self._chosen_experts(z, chosen.flatten())
         return weight * logits, weights
@@ -197,17 +207,24 @@ def _zero(expert: nn.Module) -> Tensor | float:
     return sum((parameter.flatten()[0] * 0 for parameter in expert.parameters() if parameter.requires_grad), 0.0)
 
 
-def _check_expert(expert: nn.Module) -> None:
-    """Refuses an expert whose parameters cannot be redrawn, or whose outputs depend on other samples of the batch."""
-    problem = f"SparseMoE: expert is a {type(expert).__name__}, but"
+def _check_normalization(expert: nn.Module) -> None:
+    """Refuses an expert whose outputs depend on other samples of the batch, of which it gets a part."""
     for layer in expert.modules():
-        name = type(layer).__name__
         if isinstance(layer, (_BatchNorm, SwitchNorm1d)):
             raise MisconfigurationException(
-                f"{problem} must not have batch normalization ({name}), because each expert gets a part of a batch."
+                f"SparseMoE: expert is a {type(expert).__name__}, but must not have batch normalization "
+                f"({type(layer).__name__}), because each expert gets a part of a batch."
             )
+
+
+def _check_layers(expert: nn.Module) -> None:
+    """Refuses an expert whose parameters cannot be redrawn."""
+    problem = f"SparseMoE: expert is a {type(expert).__name__}, but"
+    for layer in expert.modules():
         if any(is_lazy(parameter) for parameter in layer.parameters(recurse=False)):
-            raise MisconfigurationException(f"{problem} must not have layers of unknown width ({name}).")
+            raise MisconfigurationException(
+                f"{problem} must not have layers of unknown width ({type(layer).__name__})."
+            )
     if (layer := layer_without_reset(expert)) is not None:
         raise MisconfigurationException(
             f"{problem} {type(layer).__name__} has no method reset_parameters, which must draw its parameters anew for "
