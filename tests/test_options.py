@@ -24,6 +24,7 @@ from lightning.pytorch import Callback
 import fedmoe_pl
 from fedmoe_pl import Federation, Phase, algorithms, backends, callbacks, data, models
 from fedmoe_pl.algorithms import (
+    FML,
     EpsilonGreedyIFCA,
     FedAvg,
     FedMoEDA,
@@ -47,6 +48,7 @@ INTERNAL = {
 ALWAYS = {
     "Algorithm": "shared trainable",
     "ClusterMixture": "trainable",
+    "FML": "alpha beta shared",
     "FedAvg": "shared trainable",
     "FedMoEDA": "top_p shared_init trainable",
     "FedProx": "mu shared",
@@ -168,6 +170,7 @@ def npz(tmp_path, **arguments):
 
 
 REFUSED = {
+    "FML": {"weighting": (lambda: FML(weighting="sampels"), "must be samples or uniform")},
     "FedAvg": {"weighting": (lambda: FedAvg(weighting="sampels"), "must be samples or uniform")},
     "PersonalizedExpert": {
         "trainable": (lambda: checked(PersonalizedExpert("gate.*")), "matches no parameter of the local expert"),

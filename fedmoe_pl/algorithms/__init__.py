@@ -4,6 +4,7 @@ from fedmoe_pl.algorithms.adaptive_experts import ClusterMixture, FineTunedClust
 from fedmoe_pl.algorithms.fedavg import FedAvg
 from fedmoe_pl.algorithms.fedmoe_da import FedMoEDA
 from fedmoe_pl.algorithms.fedprox import FedProx
+from fedmoe_pl.algorithms.fml import FML
 from fedmoe_pl.algorithms.ifca import EpsilonGreedyIFCA
 from fedmoe_pl.algorithms.local import Local
 from fedmoe_pl.algorithms.opt_out import OptInFedAvg, SpecialistMixture
@@ -12,6 +13,7 @@ from fedmoe_pl.algorithms.pfl_moe import PersonalizedExpert, PFLMoE
 from fedmoe_pl.algorithms.scaffold import Scaffold
 
 __all__ = [
+    "FML",
     "ClusterMixture",
     "EpsilonGreedyIFCA",
     "FedAvg",

@@ -39,6 +39,12 @@ def check_expert(algorithm: Algorithm, module: LightningModule, expert: str, spl
         )
 
 
+def check_both_experts(algorithm: Algorithm, module: LightningModule, splits: bool = False) -> None:
+    """Refuses a module without a ``global_expert`` and a ``local_expert``; arguments as in :func:`check_expert`."""
+    for expert in ("global_expert", "local_expert"):
+        check_expert(algorithm, module, expert, splits)
+
+
 def split_expert(module: LightningModule, expert: str) -> tuple[nn.Module, nn.Module]:
     """The extractor and the classifier of an expert that :func:`check_expert` has accepted."""
     part = module.get_submodule(expert)
@@ -59,6 +65,30 @@ def expert_loss(module: LightningModule, expert: str, batch: Any) -> tuple[Tenso
     """The mean loss of one expert, by its name in the module, whatever the gate; and no metrics."""
     x, y = batch
     return logits_loss(module, module.get_submodule(expert)(x), y), {}
+
+
+def both_logits(module: LightningModule, x: Tensor) -> tuple[Tensor, Tensor]:
+    """The logits (B, C) of the local and of the global expert, whatever the gate."""
+    return module.get_submodule("local_expert")(x), module.get_submodule("global_expert")(x)
+
+
+def distillation_loss(logits: Tensor, teacher: Tensor, y: Tensor) -> Tensor:
+    """The mean divergence KL(softmax(teacher) || softmax(logits)), which trains ``logits`` only.
+
+    Args:
+        logits: the student's logits (B, C).
+        teacher: the teacher's logits (B, C), which are constants here.
+        y: labels (B,); samples with the label -100 do not count.
+    """
+    constant = teacher.detach().log_softmax(1)
+    divergence = constant.exp() * (constant - logits.log_softmax(1))  # vmap is slow with F.kl_div
+    return mean_of_labelled(divergence.sum(1), y)
+
+
+def mean_of_labelled(values: Tensor, y: Tensor) -> Tensor:
+    """The mean of one value per sample, shape (B,), over the samples whose label (B,) is not -100."""
+    counts = y != -100
+    return (values * counts).sum() / counts.sum()
 
 
 def copy_of_global_expert(algorithm: Algorithm, module: LightningModule) -> Tree:

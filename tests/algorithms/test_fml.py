@@ -1,0 +1,121 @@
+"""Federated mutual learning against plain PyTorch."""
+
+from functools import partial
+
+import pytest
+import torch
+import torch.nn.functional as F
+from helpers import assert_same_bits, blobs, mixture, momentum_sgd, phase, run, tensors
+from helpers.architectures import SIZES, pair, train_bare
+from helpers.backends import assert_agree, local_training
+from lightning.fabric.utilities.exceptions import MisconfigurationException
+
+from fedmoe_pl import Phase
+from fedmoe_pl.algorithms import FML, FedAvg, Local
+from fedmoe_pl.backends import TrainerBackend
+from fedmoe_pl.models import GlobalOnly, LocalOnly, RepresentationMoE, SmallMLP
+
+ALPHA, BETA = 0.3, 0.8
+
+
+def kl(student, teacher):
+    """Summed over classes in plain arithmetic, with the teacher as a constant."""
+    p, q = teacher.detach().softmax(1), student.softmax(1)
+    return (p * (p.log() - q.log())).sum(1).mean()
+
+
+def mutual(meme, private, x, y):
+    z, m = private(x), meme(x)
+    return ALPHA * F.cross_entropy(z, y) + (1 - ALPHA) * kl(z, m) + BETA * F.cross_entropy(m, y) + (1 - BETA) * kl(m, z)
+
+
+@pytest.mark.parametrize("weighting", ["uniform", "samples"])
+@pytest.mark.parametrize("hidden", [(6,), (4, 7)])
+def test_two_rounds_are_those_of_plain_pytorch(tmp_path, hidden, weighting):
+    data = blobs(SIZES)
+    fml = phase("FML", FML(ALPHA, BETA, weighting=weighting), rounds=2)
+    fed = run([fml], pair(hidden=hidden), data, tmp_path, max_epochs=2, backend=TrainerBackend())
+    start, weights = pair(hidden=hidden).state_dict(), SIZES if weighting == "samples" else (1, 1, 1)
+    server, kept = tensors(pair(hidden=hidden), "global_expert."), [start] * 3
+    for round in range(2):
+        kept = [
+            train_bare(client, round, {**kept[client], **server}, data, mutual, epochs=2, hidden=hidden)
+            for client in range(3)
+        ]
+        server = {
+            name: sum(w * one[name] for w, one in zip(weights, kept, strict=True)) / sum(weights) for name in server
+        }
+    state = fed.run.states["FML"]
+    torch.testing.assert_close(state.server, server, rtol=0, atol=1e-12)
+    for client in range(3):
+        own = {name: tensor for name, tensor in kept[client].items() if name not in server}
+        torch.testing.assert_close(dict(state.kept[client]), own, rtol=0, atol=1e-12)
+
+
+def test_only_the_meme_leaves_a_client(tmp_path):
+    fed = run([Phase("FML", FML(), rounds=2)], pair(), blobs(SIZES), tmp_path)
+    assert len(fed.run.rows) == 2
+    values = sum(tensor.numel() for tensor in tensors(pair(), "global_expert.").values())
+    for row in fed.run.rows:
+        traffic = row["round"] * 3 * values
+        assert row["parameters_up"] == row["parameters_down"] == traffic
+        assert row["bytes_up"] == row["bytes_down"] == traffic * 8
+
+
+def test_with_alpha_and_beta_1_the_meme_is_fedavg_and_the_private_model_local_to_the_bit(tmp_path):
+    """Two optimizers as one: also with momentum, neither feels the other."""
+    phases = (
+        (FML(1, 1, weighting="samples"), LocalOnly()),
+        (FedAvg("global_expert.*", "global_expert.*"), GlobalOnly()),
+        (Local("local_expert.*"), LocalOnly()),
+    )
+    fml, fedavg, local = (
+        run([phase("it", algorithm, gate=gate)], mixture(), blobs(SIZES), tmp_path, backend=TrainerBackend())
+        for algorithm, gate in phases
+    )
+    assert_same_bits(fml.run.states["it"].server, fedavg.run.states["it"].server)
+    for client in range(3):
+        assert_same_bits(dict(fml.run.states["it"].kept[client]), dict(local.run.states["it"].kept[client]))
+
+
+def test_samples_without_a_label_do_not_count():
+    module, data = mixture(), blobs(SIZES)
+    x, y = data.x[:6], data.y[:6].clone()
+    expected = FML(ALPHA, BETA).client_loss(module, (x[:4], y[:4]), {})[0]
+    y[4:] = -100
+    torch.testing.assert_close(FML(ALPHA, BETA).client_loss(module, (x, y), {})[0], expected, rtol=1e-14, atol=0)
+
+
+@pytest.mark.parametrize("hidden", [(6,), (4, 7)])
+def test_the_backends_agree(hidden):
+    data = blobs((13, 8, 11, 9), dtype=torch.float32)
+    module = pair(torch.float32, hidden, optimizer=momentum_sgd)
+    assert_agree(local_training(module, FML(ALPHA, BETA), data), 1e-4)
+
+
+def test_clients_are_evaluated_with_their_private_models(tmp_path):
+    fed = run([Phase("FML", FML(), gate=LocalOnly())], pair(), blobs(SIZES), tmp_path)
+    data, result = fed.run.datamodule, fed.results["FML"]
+    assert result.model == "local expert"
+    for client in range(3):
+        logits = fed.client_module("FML", client).local_expert[client % 2](data.x[data.global_test])
+        right = (logits.argmax(1) == data.y[data.global_test]).double().mean().item()
+        assert result.clients[client].global_test == pytest.approx(right, abs=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("made", "sentence"),
+    [
+        (partial(FML, alpha=1.5), r"FML: alpha is 1\.5, but must be from 0 to 1\."),
+        (partial(FML, beta=-0.1), r"FML: beta is -0\.1, but must be from 0 to 1\."),
+        (partial(FML, weighting="equal"), "FML: weighting is 'equal', but must be samples or uniform"),
+        (lambda: FML(shared="meme.*").check(mixture()), "FML: shared is 'meme.*', which matches no parameter"),
+        (
+            lambda: FML().check(RepresentationMoE(SmallMLP(), [SmallMLP()])),
+            "FML: expert is 'global_expert', but must be a part of the RepresentationMoE; it has shared_extractor, ",
+        ),
+    ],
+)
+def test_what_fml_cannot_train_is_refused(made, sentence):
+    with pytest.raises(MisconfigurationException, match=sentence):
+        made()
