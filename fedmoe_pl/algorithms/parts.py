@@ -39,6 +39,11 @@ def check_expert(algorithm: Algorithm, module: LightningModule, expert: str, spl
         )
 
 
+def expert_prefix(expert: str) -> str:
+    """What the names of an expert's tensors start with; empty if the expert is the module itself."""
+    return f"{expert}." if expert else ""
+
+
 def split_expert(module: LightningModule, expert: str) -> tuple[nn.Module, nn.Module]:
     """The extractor and the classifier of an expert that :func:`check_expert` has accepted."""
     part = module.get_submodule(expert)
