@@ -52,6 +52,7 @@ ALWAYS = {
     "FedAvg": "shared trainable",
     "FedMoEDA": "top_p shared_init trainable",
     "FedProx": "mu shared",
+    "FedRoD": "prior_exponent",
     "Local": "trainable",
     "OptInFedAvg": "shared opt_out_clients opt_out_data",
     "PFLMoE": "interleaved frozen_train_mode",

@@ -4,6 +4,7 @@ from fedmoe_pl.algorithms.adaptive_experts import ClusterMixture, FineTunedClust
 from fedmoe_pl.algorithms.fedavg import FedAvg
 from fedmoe_pl.algorithms.fedmoe_da import FedMoEDA
 from fedmoe_pl.algorithms.fedprox import FedProx
+from fedmoe_pl.algorithms.fedrod import FedRoD
 from fedmoe_pl.algorithms.fml import FML
 from fedmoe_pl.algorithms.ifca import EpsilonGreedyIFCA
 from fedmoe_pl.algorithms.local import Local
@@ -19,6 +20,7 @@ __all__ = [
     "FedAvg",
     "FedMoEDA",
     "FedProx",
+    "FedRoD",
     "FineTunedCluster",
     "Local",
     "OptInFedAvg",

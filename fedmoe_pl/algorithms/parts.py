@@ -45,6 +45,11 @@ def check_both_experts(algorithm: Algorithm, module: LightningModule, splits: bo
         check_expert(algorithm, module, expert, splits)
 
 
+def expert_prefix(expert: str) -> str:
+    """What the names of an expert's tensors start with; empty if the expert is the module itself."""
+    return f"{expert}." if expert else ""
+
+
 def split_expert(module: LightningModule, expert: str) -> tuple[nn.Module, nn.Module]:
     """The extractor and the classifier of an expert that :func:`check_expert` has accepted."""
     part = module.get_submodule(expert)

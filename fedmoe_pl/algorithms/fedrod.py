@@ -1,0 +1,120 @@
+"""FedRoD: Chen, Chao, ICLR 2022, Algorithm 1 with a linear personal head (https://arxiv.org/abs/2107.00778).
+
+The authors' repository has no code. PFLlib's implementation was read:
+
+==================  ==============================  ==================================================================
+topic               PFLlib                          here
+==================  ==============================  ==================================================================
+n_c                 without the last short batch    all training samples of the client
+the two steps       one after the other, both from  one step on the sum of both losses, which is the same for
+                    the same forward pass           optimizers that work element by element
+initial head        a copy of the initial generic   a copy of the generic head that the client first receives; the
+                    head                            same in the first round
+evaluated           the personal prediction         the gate chooses: ``EqualWeights`` for the personal prediction,
+                                                    ``GlobalOnly`` for the generic one
+==================  ==============================  ==================================================================
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from lightning.fabric.utilities.exceptions import MisconfigurationException
+from lightning.pytorch import LightningModule
+from torch import Tensor
+
+from fedmoe_pl.algorithms.algorithm import Algorithm
+from fedmoe_pl.algorithms.client import Client, Update
+from fedmoe_pl.algorithms.parts import check_expert, copy_of_global_expert, split_expert
+from fedmoe_pl.models import FixedGate
+from fedmoe_pl.trees import Tree, load_tree, subtree, with_prefix
+
+_GENERIC, _PERSONAL = "global_expert.", "local_expert."
+_HEAD = "local_expert.classifier."
+
+
+class FedRoD(Algorithm):
+    """One extractor with two heads: a generic one for balanced classes, and a personal one for the client's own.
+
+    The global expert, an extractor and the generic head h_G, is averaged. Its loss is the balanced softmax: the
+    cross-entropy of ``h_G(z) + prior_exponent * log n_c`` for features z and the client's n_c samples of class c. The
+    personal head h_P, the local expert's classifier, never leaves its client. Its loss is the cross-entropy of
+    ``h_G(z) + h_P(z)``, which trains only h_P.
+
+    A client's local expert has the global expert's extractor. Therefore a gate with ``EqualWeights`` predicts the class
+    with the largest ``h_G(z) + h_P(z)``, and ``GlobalOnly`` that with the largest ``h_G(z)``.
+
+    Args:
+        prior_exponent: exponent of the class counts n_c; 0 trains the global expert as FedAvg does.
+
+    Raises:
+        MisconfigurationException: if ``prior_exponent`` is below 0.
+    """
+
+    def __init__(self, prior_exponent: float = 1.0) -> None:
+        if not prior_exponent >= 0:
+            raise MisconfigurationException(f"FedRoD: prior_exponent is {prior_exponent}, but must be at least 0.")
+        super().__init__(shared=f"{_GENERIC}*", trainable=[f"{_GENERIC}*", f"{_HEAD}*"])
+        self.prior_exponent = prior_exponent
+
+    def check(self, module: LightningModule) -> None:
+        """Refuses experts without two parts or of different architectures, and a mixture that adds no logits."""
+        check_expert(self, module, "global_expert", splits=True)
+        copy_of_global_expert(self, module)
+        super().check(module)
+        name, gate, mixing = type(module).__name__, getattr(module, "gate", None), getattr(module, "mixing", None)
+        if not isinstance(gate, FixedGate):
+            raise MisconfigurationException(
+                f"{name}: gate is a {type(gate).__name__}, but must be EqualWeights, GlobalOnly or another fixed one, "
+                "because FedRoD trains no gate."
+            )
+        if mixing != "logits":
+            raise MisconfigurationException(
+                f"{name}: mixing is '{mixing}', but must be logits, because FedRoD adds the logits of two heads."
+            )
+
+    def client_init(self, client: Client, sent: Tree) -> dict[str, Any]:
+        """Loads the shared parts and the client's own head; returns the logarithms of the class counts, (C,)."""
+        super().client_init(client, sent)
+        load_tree(client.module, _local_expert(client.module.state_dict(), client.kept))
+        labels = client.datamodule.y[client.samples]
+        counts = torch.bincount(labels, minlength=client.datamodule.num_classes)
+        prior = counts.to(next(client.module.parameters()).dtype).pow(self.prior_exponent).log()
+        return {"log_prior": prior}
+
+    def client_loss(
+        self, module: LightningModule, batch: Any, const: dict[str, Any]
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        """The sum of the generic and the personal loss."""
+        x, y = batch
+        extractor, generic_head = split_expert(module, "global_expert")
+        features = extractor(x)
+        logits = generic_head(features)
+        personal = logits.detach() + split_expert(module, "local_expert")[1](features.detach())
+        return F.cross_entropy(logits + const["log_prior"], y) + F.cross_entropy(personal, y), {}
+
+    def client_final(self, client: Client, const: dict[str, Any]) -> Update:
+        """Sends the global expert, keeps the personal head."""
+        state = client.module.state_dict()
+        head = {name: tensor.detach().cpu().clone() for name, tensor in state.items() if name.startswith(_HEAD)}
+        load_tree(client.module, _local_expert(state, head))
+        update = super().client_final(client, const)
+        others = {name: tensor for name, tensor in update.kept.items() if not name.startswith(_PERSONAL)}
+        return Update(update.sent, update.weight, others | head)
+
+    def server_final(self, server: Tree) -> Tree:
+        """Adds the local expert of a client without a head of its own, for phases that start from this one."""
+        return {**server, **_local_expert(server, {})}
+
+    def personal_tensors(self, client: Client, server: Tree) -> Tree:
+        """The server's global expert; a local expert with its extractor and the client's own head."""
+        tensors = super().personal_tensors(client, server)
+        return {**tensors, **_local_expert(tensors, client.kept)}
+
+
+def _local_expert(tensors: Tree, kept: Tree) -> Tree:
+    """The local expert's tensors: a copy of the global expert's, but the head that the client kept, if it kept one."""
+    copied = with_prefix(subtree(tensors, _GENERIC), _PERSONAL)
+    return copied | {name: tensor for name, tensor in kept.items() if name.startswith(_HEAD)}

@@ -1,0 +1,157 @@
+"""FedRoD against a bare loop of PyTorch, and its limits."""
+
+import copy
+
+import pytest
+import torch
+import torch.nn.functional as F
+from helpers import assert_same_bits, client_generator, mixture, momentum_sgd, phase, run, tensors
+from helpers.backends import FEW, assert_agree, local_training
+from helpers.prototypes import OWN_CLASSES, SIZES, assert_resumes, personalized, without_a_class
+from lightning.fabric.utilities.exceptions import MisconfigurationException
+
+from fedmoe_pl.algorithms import FedAvg, FedRoD, Local
+from fedmoe_pl.backends import TrainerBackend
+from fedmoe_pl.models import CNN, EqualWeights, GlobalOnly, LinearGate, PersonalizedMoE
+from fedmoe_pl.trees import subtree
+
+GENERIC, HEAD = "global_expert.", "local_expert.classifier."
+
+
+def train_by_turns(model, head, x, y, counts, batches, exponent):
+    """A client's round with two optimizers: a step of extractor and generic head, then one of the personal head."""
+    optimizers = momentum_sgd(model.parameters()), momentum_sgd(head.parameters())
+    for _ in range(2):
+        for x, y in batches:
+            features = model.extractor(x)
+            generic = model.classifier(features)
+            exp = counts**exponent * (generic - generic.max()).exp()  # the balanced softmax as a fraction
+            losses = [-(exp[range(len(y)), y] / exp.sum(1)).log().mean()]
+            losses.append(F.cross_entropy(generic.detach() + head(features.detach()), y))
+            for optimizer, loss in zip(optimizers, losses, strict=True):
+                optimizer.zero_grad()
+                loss.backward()
+                optimizer.step()
+
+
+@pytest.mark.parametrize("exponent", [1.0, 0.5])
+def test_two_rounds_equal_a_loop_with_two_optimizers(exponent, tmp_path):
+    data = without_a_class()
+    fed = run([phase("it", FedRoD(exponent), rounds=2)], mixture(), data, tmp_path, seed=3)
+    server = mixture().global_expert
+    heads = [copy.deepcopy(server.classifier) for _ in SIZES]
+    for round in range(2):
+        models = [copy.deepcopy(server) for _ in SIZES]
+        for client, (model, head) in enumerate(zip(models, heads, strict=True)):
+            samples = data.train_samples[client]
+            counts = torch.stack([(data.y[samples] == c).sum() for c in range(3)]).double()
+            assert counts[client] == 0 and counts.sum() == SIZES[client]
+            batches = data.batches(samples, generator=client_generator(3, client, round))
+            train_by_turns(model, head, data.x, data.y, counts, batches, exponent)
+        for name, parameter in server.state_dict().items():
+            parameter.copy_(sum(n * m.state_dict()[name] for n, m in zip(SIZES, models, strict=True)) / sum(SIZES))
+    for client, head in enumerate(heads):
+        module = fed.client_module("it", client)
+        torch.testing.assert_close(tensors(module.global_expert), tensors(server), rtol=1e-10, atol=1e-10)
+        torch.testing.assert_close(tensors(module.local_expert.classifier), tensors(head), rtol=1e-10, atol=1e-10)
+        z = server.extractor(data.x)
+        torch.testing.assert_close(2 * module(data.x), server.classifier(z) + head(z), rtol=1e-9, atol=1e-9)
+
+
+def test_without_prior_the_global_expert_is_fedavg_s_to_the_bit(tmp_path):
+    servers = [
+        run([phase("it", algorithm, rounds=3, gate=gate)], mixture(), without_a_class(), tmp_path).run.states["it"]
+        for algorithm, gate in (
+            (FedRoD(0.0), EqualWeights()),
+            (FedAvg(f"{GENERIC}*", f"{GENERIC}*"), GlobalOnly()),
+        )
+    ]
+    expected = servers[1].server
+    assert_same_bits({name: tensor for name, tensor in servers[0].server.items() if name in expected}, expected)
+
+
+def test_what_leaves_a_client_is_the_global_expert(tmp_path):
+    state = run([phase("it", FedRoD(), rounds=2)], mixture(), without_a_class(), tmp_path).run.states["it"]
+    size = sum(tensor.numel() for tensor in mixture().global_expert.parameters())
+    assert state.traffic["parameters_up"] == state.traffic["parameters_down"] == 2 * 3 * size
+    assert state.traffic["bytes_up"] == state.traffic["bytes_down"] == 8 * 2 * 3 * size
+    for kept in state.kept.values():
+        assert {*kept} == {name for name in mixture().state_dict() if name.startswith(HEAD)}
+
+
+def test_a_client_without_a_head_of_its_own_predicts_as_the_generic_model(tmp_path):
+    """So does a later phase that starts from this one."""
+    phases = [phase("it", FedRoD(), rounds=2, clients_per_round=1), phase("later", Local(), max_epochs=0, start="it")]
+    fed = run(phases, mixture(), without_a_class(), tmp_path)
+    state = fed.run.states["it"]
+    assert 1 <= len(state.kept) < 3
+    for name in ("it", "later"):
+        for client in range(3):
+            module = fed.client_module(name, client)
+            assert_same_bits(tensors(module.local_expert.extractor), tensors(module.global_expert.extractor))
+            heads = [tensors(expert.classifier) for expert in (module.local_expert, module.global_expert)]
+            assert torch.equal(heads[0]["1.weight"], heads[1]["1.weight"]) == (client not in state.kept)
+
+
+def test_after_local_training_a_client_uses_the_extractor_that_it_trained(tmp_path):
+    it = phase("it", FedRoD(), rounds=2, evaluate=True, evaluate_after="both")
+    fed = run([it], mixture(), without_a_class(), tmp_path, backend=TrainerBackend())
+    for client in range(3):
+        after = fed.client_module("it after local training", client)
+        assert_same_bits(tensors(after.local_expert.extractor), tensors(after.global_expert.extractor))
+        before = fed.client_module("it", client)
+        assert_same_bits(tensors(after.local_expert.classifier), tensors(before.local_expert.classifier))
+        assert not torch.equal(after.local_expert.extractor[1].weight, before.local_expert.extractor[1].weight)
+
+
+def test_backends_agree():
+    for round in (0, 1):
+        data = without_a_class(FEW, batch_size=10)
+        assert_agree(local_training(mixture(), FedRoD(), data, rounds=2), 1e-10, round=round)
+
+
+def test_a_killed_run_ends_with_the_same_bits(tmp_path):
+    assert_resumes(FedRoD(), mixture, tmp_path)
+
+
+def test_newcomers_train_a_head_of_their_own_from_the_generic_one(tmp_path):
+    first, later = personalized(FedRoD(), mixture, tmp_path)
+    server = first.run.states["it"].server
+    for client in (0, 1):
+        module = later.client_module("it", client)
+        assert_same_bits(tensors(module.global_expert), subtree(server, GENERIC))
+        assert_same_bits(tensors(module.local_expert.extractor), tensors(module.global_expert.extractor))
+        moved = module.local_expert.classifier[1].weight - module.global_expert.classifier[1].weight
+        assert 1e-3 < moved.abs().max() < 2
+    assert {*later.run.states["it"].kept} == {0, 1}
+
+
+@pytest.mark.parametrize(
+    ("made", "sentence"),
+    [
+        (lambda: FedRoD(-1.0), "FedRoD: prior_exponent is -1.0, but must be at least 0."),
+        (lambda: FedRoD().check(mixture(LinearGate(5))), "gate is a LinearGate, but must be EqualWeights, GlobalOnly"),
+        (lambda: FedRoD().check(PersonalizedMoE(CNN(1), [CNN(1), CNN(2)])), "must have the architecture of global_exp"),
+        (
+            lambda: FedRoD().check(mixture(expert=torch.nn.Linear(5, 3))),
+            "but must be a part of the PersonalizedMoE wit",
+        ),
+    ],
+)
+def test_what_fedrod_cannot_train_is_refused(made, sentence):
+    with pytest.raises(MisconfigurationException) as error:
+        made()
+    assert sentence in str(error.value)
+
+
+def test_a_mixture_of_probabilities_is_refused():
+    module = mixture()
+    module.mixing = "probabilities"
+    with pytest.raises(
+        MisconfigurationException, match="mixing is 'probabilities', but must be logits, because FedRoD"
+    ):
+        FedRoD().check(module)
+
+
+def test_every_client_lacks_a_class():
+    assert [sorted({*without_a_class().y[part].tolist()}) for part in without_a_class().train_samples] == [*OWN_CLASSES]
