@@ -44,6 +44,7 @@ class Algorithm:
         renames_parameters: whether a name may stand for another parameter in another round of a client, so that the
             state of its optimizer cannot be kept.
         needs_plain_steps: whether gradients must not be clipped, because the algorithm computes with plain SGD steps.
+        needed_part: the part of the module that ``missing_start`` is about; a ``start`` by parts must name it.
     """
 
     federated: bool = True
@@ -54,6 +55,7 @@ class Algorithm:
     needs_validation: bool = False
     renames_parameters: bool = False
     needs_plain_steps: bool = False
+    needed_part: str = "global_expert"
 
     def __init__(self, shared: str | list[str] = "*", trainable: str | list[str] = "*") -> None:
         self.shared = Patterns(shared)
@@ -80,8 +82,6 @@ class Algorithm:
     def missing_start(self, earlier: Sequence[Algorithm]) -> str:
         """What a phase of this algorithm should start from, if ``earlier`` lacks it; empty if nothing is missing.
 
-        Called if the phase names an earlier phase as its ``start``.
-
         Args:
             earlier: the algorithm of the phase that ``start`` names, of the one which that phase starts from, and so
                 on, at least one.
@@ -90,6 +90,10 @@ class Algorithm:
             Words for the refusal, such as "a phase of Local".
         """
         return ""
+
+    def missing_part(self, earlier: Sequence[Algorithm]) -> str:
+        """The same for a ``start`` by parts, with the algorithms that ``needed_part`` goes back to."""
+        return self.missing_start(earlier)
 
     def participants(self, clients: Sequence[int], seed: int) -> Sequence[int]:
         """The clients from which the cohort of each round is drawn: all of them by default.
@@ -264,11 +268,6 @@ class Algorithm:
     def received(self, server: Tree, client_id: int, kept: Tree) -> Tree:
         """The tensors that a client receives in answer to its request."""
         return self.server_send(server, client_id, self.client_request(client_id, kept))
-
-
-def missing_federation(earlier: Sequence[Algorithm]) -> str:
-    """Words for :meth:`Algorithm.missing_start` of an algorithm that needs a federated phase; empty if it has one."""
-    return "" if any(other.federated for other in earlier) else "a federated phase"
 
 
 def overrides(algorithm: Algorithm, hook: str) -> bool:

@@ -116,6 +116,7 @@ class SpecialistMixture(Algorithm):
     """
 
     federated = False
+    needed_part = "local_expert"
     gate_starts_anew = True
 
     def __init__(self, frozen_train_mode: bool = False) -> None:
@@ -129,6 +130,10 @@ class SpecialistMixture(Algorithm):
     def missing_start(self, earlier: Sequence[Algorithm]) -> str:
         """The specialists that were fine-tuned on all samples."""
         return missing_expert(earlier, 0)
+
+    def missing_part(self, earlier: Sequence[Algorithm]) -> str:
+        """Nothing: any phase may have made the specialist, which goes on to learn from all samples."""
+        return ""
 
     def check(self, module: LightningModule) -> None:
         """Refuses a module without a local expert and a gate."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch.nn.functional as F
@@ -117,6 +118,11 @@ def copy_of_global_expert(algorithm: Algorithm, module: LightningModule) -> Tree
             "local_expert out to get this."
         )
     return with_prefix(source, "local_expert.")
+
+
+def missing_federation(earlier: Sequence[Algorithm]) -> str:
+    """Words for ``Algorithm.missing_start`` of an algorithm that needs a federated phase; empty if it has one."""
+    return "" if any(other.federated for other in earlier) else "a federated phase"
 
 
 def _is_split(part: nn.Module) -> bool:

@@ -29,9 +29,9 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import LightningModule
 from torch import Tensor
 
-from fedmoe_pl.algorithms.algorithm import Algorithm, missing_federation
+from fedmoe_pl.algorithms.algorithm import Algorithm
 from fedmoe_pl.algorithms.client import Client, Update
-from fedmoe_pl.algorithms.parts import copy_of_global_expert, expert_loss
+from fedmoe_pl.algorithms.parts import check_expert, copy_of_global_expert, expert_loss, missing_federation
 from fedmoe_pl.data import Batches
 from fedmoe_pl.trees import Tree, copy_module, load_tree
 
@@ -116,7 +116,9 @@ class PFLMoE(Algorithm):
 
     Args:
         gate_fraction: share of the client's samples that trains the gate; the samples are split as in
-            ``PersonalizedExpert``.
+            ``PersonalizedExpert``. 0 trains the gate on all samples, which the local expert has then seen, too. A
+            local expert that another phase than ``PersonalizedExpert`` made, such as ``start: {global_expert: FedAvg,
+            local_expert: Ditto}``, has seen all samples, so that ``gate_fraction`` must be 0.
         interleaved: whether to use the paper's schedule in place of the code's. The phase then starts from the
             federated phase. Even rounds train the local expert on its samples, odd rounds the gate on the others. Use
             ``max_epochs: 1`` and as many ``rounds`` as expert and gate have epochs together. Every round has a new
@@ -127,8 +129,8 @@ class PFLMoE(Algorithm):
         frozen_train_mode: whether frozen modules stay in train mode.
 
     Raises:
-        MisconfigurationException: if ``gate_fraction`` is not above 0 and below 1, or ``trainable`` is given without
-            ``interleaved``.
+        MisconfigurationException: if ``gate_fraction`` is not at least 0 and below 1, or 0 with ``interleaved``, or
+            ``trainable`` is given without ``interleaved``.
     """
 
     federated = False
@@ -141,9 +143,10 @@ class PFLMoE(Algorithm):
         trainable: str | list[str] | None = None,
         frozen_train_mode: bool = False,
     ) -> None:
-        if not 1e-9 <= gate_fraction < 1:
+        if not 0 <= gate_fraction < 1 or (interleaved and not gate_fraction):
             raise MisconfigurationException(
-                f"PFLMoE: gate_fraction is {gate_fraction}, but must be above 0 and below 1."
+                f"PFLMoE: gate_fraction is {gate_fraction}, but must be {'above' if interleaved else 'at least'} 0 and "
+                "below 1."
             )
         if trainable is not None and not interleaved:
             raise MisconfigurationException(
@@ -155,6 +158,7 @@ class PFLMoE(Algorithm):
         super().__init__(trainable=trainable)
         self.gate_fraction = gate_fraction
         self.interleaved = interleaved
+        self.needed_part = "global_expert" if interleaved else "local_expert"
         self.frozen_train_mode = frozen_train_mode
 
     def follows(self, earlier: Algorithm) -> bool:
@@ -167,9 +171,17 @@ class PFLMoE(Algorithm):
         """The personalized experts, which must not have seen the gate's samples; if interleaved, a federated model."""
         return missing_federation(earlier) if self.interleaved else missing_expert(earlier, self.gate_fraction)
 
+    def missing_part(self, earlier: Sequence[Algorithm]) -> str:
+        """The same; a gate that is trained on all samples takes any local expert."""
+        missing = self.missing_start(earlier) if self.gate_fraction else ""
+        return f"{missing} (gate_fraction 0 takes any local expert)" if missing and not self.interleaved else missing
+
     def check(self, module: LightningModule) -> None:
-        """Refuses a module without two experts of one architecture, and patterns that match nothing of the local."""
-        copy_of_global_expert(self, module)
+        """Refuses a module without two experts, also of two architectures if interleaved, and idle patterns."""
+        if self.interleaved:
+            copy_of_global_expert(self, module)
+        for expert in ("global_expert", "local_expert"):
+            check_expert(self, module, expert)
         super().check(module)
         _check_patterns(self, module)
 
@@ -183,6 +195,8 @@ class PFLMoE(Algorithm):
 
     def client_samples(self, client: Client) -> Tensor:
         """The gate's samples, or the expert's in rounds that train the expert."""
+        if not self.gate_fraction:
+            return client.samples
         gate_samples, expert_samples = _split(client, self.gate_fraction)
         return expert_samples if self._trains_expert(client.round) else gate_samples
 

@@ -20,8 +20,9 @@ from fedmoe_pl.models import MixtureOfExperts
 from fedmoe_pl.rounds.accuracies import predict
 from fedmoe_pl.rounds.checkpoint import load_checkpoint
 from fedmoe_pl.rounds.phase import Phase
+from fedmoe_pl.rounds.starts import in_part
 from fedmoe_pl.rounds.state import PhaseState
-from fedmoe_pl.rounds.store import check_kept, only
+from fedmoe_pl.rounds.store import check_kept, joined, only
 from fedmoe_pl.seeds import seed_all
 from fedmoe_pl.trees import Tree, copy_module, load_tree
 
@@ -72,7 +73,7 @@ def _dtype(module: LightningModule) -> torch.dtype:
 
 
 def begin_phase(
-    phase: Phase, module: LightningModule, before: PhaseState | None, result: PhaseState | None
+    phase: Phase, module: LightningModule, before: Sequence[tuple[str, PhaseState]], result: PhaseState | None
 ) -> PhaseState:
     """The phase's state before its first round, or its result from a checkpoint.
 
@@ -81,7 +82,7 @@ def begin_phase(
     Args:
         phase: the phase.
         module: the phase's module.
-        before: the state of the phase that it starts from; None for the initial model.
+        before: the parts that start from a phase, each with that phase's state; the part "" is the whole model.
         result: the phase's result, see :func:`read_result`; None if the phase is to be trained.
     """
     state = _from_start(phase, module, before)
@@ -170,7 +171,7 @@ def _evaluates_trained(phase: Phase) -> bool:
 
 def _read(phase: Phase, module: LightningModule) -> PhaseState:
     """The phase's saved state; from a checkpoint of Lightning, a state with only the server's parameters."""
-    state, content = _from_start(phase, module, None), load_checkpoint(phase.ckpt_path or "")
+    state, content = _from_start(phase, module, []), load_checkpoint(phase.ckpt_path or "")
     prefix = f"{phase}: ckpt_path is '{phase.ckpt_path}'"
     if "phases" not in content:
         parameters = [name for name in state.server if name in state.initial]  # the rest is the algorithm's own
@@ -197,17 +198,28 @@ def _read(phase: Phase, module: LightningModule) -> PhaseState:
     return saved
 
 
-def _from_start(phase: Phase, module: LightningModule, before: PhaseState | None) -> PhaseState:
-    """The phase's state before its first round, from the phase that it starts from or the initial model."""
+def _from_start(phase: Phase, module: LightningModule, before: Sequence[tuple[str, PhaseState]]) -> PhaseState:
+    """The phase's state before its first round, from the phases that it starts from or the initial model."""
     initial = {name: tensor.detach().cpu() for name, tensor in module.state_dict().items()}
-    inherited = [name for name in initial if not (phase.gate and name.startswith("gate."))]
-    if before is not None:
-        initial |= _selected(inherited, {**before.initial, **before.server})
+    inherited: list[tuple[list[str], PhaseState]] = []
+    for part, state in before:
+        tensors = {**state.initial, **state.server}
+        names = [name for name in initial if in_part(name, part)]
+        if phase.gate or not _same_gate(initial, tensors):
+            names = [name for name in names if not name.startswith("gate.")]
+        inherited.append((names, state))
+        initial |= _selected(names, tensors)
     load_tree(module, initial)
     server = phase.algorithm.server_init(module)
     # What the server sends now replaces what clients kept under the same names.
-    kept = only({} if before is None else before.kept, [name for name in inherited if name not in server])
-    return PhaseState(initial, server, kept)
+    kept = [only(state.kept, [name for name in names if name not in server]) for names, state in inherited]
+    return PhaseState(initial, server, joined(kept))
+
+
+def _same_gate(tree: Tree, other: Tree) -> bool:
+    """Whether the gates of two models have tensors of the same shapes."""
+    shapes = [{name: t.shape for name, t in one.items() if name.startswith("gate.")} for one in (tree, other)]
+    return shapes[0] == shapes[1]
 
 
 def _keeps_parameters(phase: Phase, module: LightningModule) -> bool:

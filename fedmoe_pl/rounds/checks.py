@@ -18,8 +18,9 @@ from fedmoe_pl.rounds.accuracies import predict
 from fedmoe_pl.rounds.begin import check_moments
 from fedmoe_pl.rounds.cohort import cohort_size, takes_all
 from fedmoe_pl.rounds.opt_in import opted_in
-from fedmoe_pl.rounds.phase import INITIAL, Phase
+from fedmoe_pl.rounds.phase import Phase
 from fedmoe_pl.rounds.run import Run
+from fedmoe_pl.rounds.starts import check_start
 from fedmoe_pl.rounds.state import PhaseState
 from fedmoe_pl.rounds.trainer_checks import check_client_trainer, check_trained, check_trainer
 from fedmoe_pl.trees import copy_module
@@ -36,12 +37,13 @@ def check_run(run: Run, read_result: Callable[[Phase, LightningModule], PhaseSta
         MisconfigurationException: if a phase does not fit its Trainer, its module or the data.
     """
     _check_evaluated(run)
+    by_name = {phase.name: phase for phase in run.phases}
     for phase in run.phases:
         trainer = phase.client_trainer(run.trainer)
         if phase.trainer:
             check_trainer(trainer)
         module = run.module(phase)
-        _check_model(run, phase, module)
+        check_start(phase, run.starts[phase.name], module, lambda name: run.module(by_name[name]))
         check_phase(phase, module, run.datamodule, run.seed)
         check_client_trainer(phase, trainer, run.datamodule)
         check_trained(phase, module, trainer["max_epochs"])
@@ -65,23 +67,6 @@ def _check_evaluated(run: Run) -> None:
                 f"Federation: evaluation_clients is {number}, but must be larger, because none of these clients takes "
                 f"part in '{phase.name}', which has a monitor."
             )
-
-
-def _check_model(run: Run, phase: Phase, module: LightningModule) -> None:
-    """Refuses a start whose tensors do not fit the phase's own model."""
-    start = run.starts[phase.name]
-    if phase.model is None or start == INITIAL:
-        return
-    before = run.module(next(other for other in run.phases if other.name == start))
-    shapes = [
-        {name: tuple(tensor.shape) for name, tensor in part.state_dict().items() if not name.startswith("gate.")}
-        for part in (module, before)
-    ]
-    if different := sorted(dict(shapes[0].items() ^ shapes[1].items())):
-        raise MisconfigurationException(
-            f"{phase}: start is '{start}', whose model differs from the phase's own model in '{different[0]}'; it must "
-            f"be '{INITIAL}' or a phase whose model has the same tensors."
-        )
 
 
 def check_phases(phases: Sequence[Phase], evaluate_every_n_rounds: int) -> None:

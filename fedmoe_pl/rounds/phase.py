@@ -29,13 +29,16 @@ class Phase:
         clients_per_round: how many clients train in a round: an int is a number of clients, a float a share of all N
             clients, ``max(int(share * N), 1)``. 1.0 and None are all that take part.
         model: replaces the federation's model in this phase and in the phases that start from it, so that one run can
-            compare methods with different models. A phase with a model of its own can start only from ``initial`` or
-            from a phase whose model has the same tensors.
+            compare methods with different models. A phase with a model of its own takes those parts from its start that
+            both models have; they must have the same tensors, except the gate, which otherwise starts anew.
         gate: replaces the model's gate in this phase; ``GlobalOnly`` trains and evaluates only the global expert,
             ``LocalOnly`` only the local expert.
         mixing: replaces the model's ``mixing``, which says what it mixes: logits or probabilities.
         start: name of the earlier phase whose result this one starts from, or ``initial`` for the untrained model;
-            None means the last phase that the algorithm follows (personalization follows the federated phase).
+            None means the last phase that the algorithm follows (personalization follows the federated phase). A dict
+            names one for each part of the model, such as ``{"global_expert": "FedAvg", "local_expert": "Ditto"}``: the
+            phase takes the server's tensors of this part and those that clients kept. Parts that are not named start
+            from the initial model. The rounds before the phase are then those of its longest chain of starts.
         max_epochs: local epochs of a client in a round; None means the trainer's.
         batch_size: local batch size; None means the data module's.
         optimizer: local optimizer; None means the model's. Every round has a new optimizer, unless
@@ -74,7 +77,7 @@ class Phase:
     model: LightningModule | None = None
     gate: Gate | None = None
     mixing: Mixing | None = None
-    start: str | None = None
+    start: str | dict[str, str] | None = None
     max_epochs: int | None = None
     batch_size: int | None = None
     optimizer: OptimizerCallable | None = None
@@ -103,6 +106,7 @@ class Phase:
                 f"{self}: name must not be empty, contain '/' or be '{INITIAL}', because files and logs are "
                 "named after it."
             )
+        self._check_start()
         self._check_numbers()
         self._check_monitor()
         self._check_trainer()
@@ -142,6 +146,16 @@ class Phase:
             common = arguments.get("callbacks") or []
             arguments["callbacks"] = [*(common if isinstance(common, list) else [common]), *self.callbacks]
         return arguments
+
+    def _check_start(self) -> None:
+        if self.start is None or isinstance(self.start, str):
+            return
+        if not self.start:
+            raise MisconfigurationException(f"{self}: start is {{}}, but must name a phase for at least one part.")
+        if self.gate is not None and "gate" in self.start:
+            raise MisconfigurationException(
+                f"{self}: start is {self.start}, but must not name 'gate', because the phase has a gate of its own."
+            )
 
     def _check_numbers(self) -> None:
         for name, lowest in (

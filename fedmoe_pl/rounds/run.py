@@ -22,7 +22,7 @@ from fedmoe_pl.rounds.evaluate import client_predictor, evaluate_clients, evalua
 from fedmoe_pl.rounds.evaluation import Evaluation
 from fedmoe_pl.rounds.phase import INITIAL, Phase
 from fedmoe_pl.rounds.progress import Progress
-from fedmoe_pl.rounds.starts import chain_of_starts
+from fedmoe_pl.rounds.starts import Start, model_of, sources
 from fedmoe_pl.rounds.state import PhaseState
 from fedmoe_pl.rounds.store import MemoryStore, Store
 from fedmoe_pl.seeds import seed_all
@@ -64,7 +64,7 @@ class Run:
 
     Attributes:
         phases: the phases, in order.
-        starts: for each phase, the name of the phase that it starts from, or ``initial``.
+        starts: what each phase starts from (``starts.find_starts``).
         trainer: arguments of all clients' Trainers.
         backend: how clients are trained.
         devices: the devices to train on, one for each client that is trained at the same time.
@@ -89,7 +89,7 @@ class Run:
     """
 
     phases: Sequence[Phase]
-    starts: dict[str, str]
+    starts: dict[str, Start]
     trainer: dict[str, Any]
     backend: Backend
     devices: list[torch.device]
@@ -146,12 +146,13 @@ class Run:
         return sum(state.round for state in self.states.values())
 
     def rounds_before(self, phase: Phase) -> int:
-        """Rounds of its start, the start's start, and so on; of a checkpoint's result, those that it had, if more."""
-        rounds = 0
-        for before in chain_of_starts(self.phases, self.starts, self.starts[phase.name]):
+        """Rounds of its longest chain of starts; of a checkpoint's result, those that it had, if more."""
+        names = {name for _, name in sources(self.starts[phase.name])}
+        rounds = []
+        for before in (other for other in self.phases if other.name in names):
             state = self.states.get(before.name) or self.given_results.get(before.name)
-            rounds += max(before.rounds, state.given_round or 0 if state else 0)
-        return rounds
+            rounds.append(self.rounds_before(before) + max(before.rounds, state.given_round or 0 if state else 0))
+        return max(rounds, default=0)
 
     def client_module(self, method: str, client: int) -> LightningModule:
         """A client's personalized model, on the CPU and in eval mode.
@@ -197,9 +198,8 @@ class Run:
     def module(self, phase: Phase) -> LightningModule:
         """The phase's module, with its own gate and optimizer; its tensors are those of the initial model."""
         seed_all(self.seed)  # a gate of unknown width draws its parameters here
-        chain = chain_of_starts(self.phases, self.starts, phase.name)
-        owner = next((other.name for other in chain if other.model is not None), INITIAL)
-        return sized(phase_module(self.models[owner], phase), self.datamodule, self.seed)
+        model = self.models[model_of(self.phases, self.starts, phase.name)]
+        return sized(phase_module(model, phase), self.datamodule, self.seed)
 
     def state_of(self, phase: Phase, module: LightningModule) -> PhaseState:
         """The phase's state; begins the phase if it has not begun.
@@ -209,8 +209,7 @@ class Run:
             module: the phase's module.
         """
         if phase.name not in self.states:
-            start = self.starts[phase.name]
-            before = None if start == INITIAL else self.states[start]
+            before = [(part, self.states[name]) for part, name in sources(self.starts[phase.name])]
             state = begin_phase(phase, module, before, self.given_results.pop(phase.name, None))
             state.kept = self.store.adopt(phase.name, state.round, state.kept)
             self.states[phase.name] = state

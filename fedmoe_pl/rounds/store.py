@@ -88,6 +88,35 @@ def only(kept: Mapping[int, Tree], names: Collection[str]) -> Mapping[int, Tree]
     return {client: {name: tree[name] for name in names if name in tree} for client, tree in kept.items()}
 
 
+class Joined(Mapping[int, Tree]):
+    """The tensors that clients kept in several phases, with different names in each; read when they are accessed.
+
+    Args:
+        mappings: the tensors of each phase, by client.
+    """
+
+    def __init__(self, mappings: Sequence[Mapping[int, Tree]]) -> None:
+        self.mappings = mappings
+
+    def __getitem__(self, client: int) -> Tree:
+        trees = [kept[client] for kept in self.mappings if client in kept]
+        if not trees:
+            raise KeyError(client)
+        return {name: tensor for tree in trees for name, tensor in tree.items()}
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(sorted({client for kept in self.mappings for client in kept}))
+
+    def __len__(self) -> int:
+        return sum(1 for _ in self)
+
+
+def joined(mappings: Sequence[Mapping[int, Tree]]) -> Mapping[int, Tree]:
+    """The tensors that clients kept in several phases, with different names in each; a single mapping stays itself."""
+    filled = [kept for kept in mappings if len(kept)]
+    return filled[0] if len(filled) == 1 else Joined(filled)
+
+
 class Store(ABC):
     """Stores the tensors that clients keep between rounds."""
 
