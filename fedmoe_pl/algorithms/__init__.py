@@ -12,15 +12,19 @@ from fedmoe_pl.algorithms.opt_out import OptInFedAvg, SpecialistMixture
 from fedmoe_pl.algorithms.pfedmoe import PFedMoE
 from fedmoe_pl.algorithms.pfl_moe import PersonalizedExpert, PFLMoE
 from fedmoe_pl.algorithms.scaffold import Scaffold
+from fedmoe_pl.algorithms.server_optimizers import FedAdagrad, FedAdam, FedYogi
 
 __all__ = [
     "FML",
     "ClusterMixture",
     "EpsilonGreedyIFCA",
+    "FedAdagrad",
+    "FedAdam",
     "FedAvg",
     "FedMoEDA",
     "FedProx",
     "FedRoD",
+    "FedYogi",
     "FineTunedCluster",
     "Local",
     "OptInFedAvg",

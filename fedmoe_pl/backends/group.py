@@ -119,7 +119,7 @@ class _Group(LightningModule):
         module.zero_grad()
         if not on_cpu:
             module.cpu()
-        return optimizer_state(module, optimizer) if training.keep_optimizer else {}
+        return optimizer_state(module.named_parameters(), optimizer) if training.keep_optimizer else {}
 
     def _clip(self, optimizer: torch.optim.Optimizer) -> None:
         arguments = self.training_of_phase.trainer

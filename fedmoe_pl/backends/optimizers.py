@@ -1,8 +1,9 @@
-"""The optimizer of a client in a round: its learning rate by the round, and the state that the client kept."""
+"""Optimizers over rounds: the learning rate of a client's by the round, and the state of any that is kept."""
 
 from __future__ import annotations
 
 import types
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -16,6 +17,7 @@ from fedmoe_pl.trees import Tree, subtree
 
 OPTIMIZER = "optimizer/"
 """Prefix of a tensor's name: ``optimizer/<parameter>/<state>``, such as ``optimizer/fc.bias/exp_avg``."""
+NamedParameters = Iterable[tuple[str, Tensor]]
 _REPLACED = "replaced"  # attribute of the function that takes the place of the module's own
 
 
@@ -53,8 +55,8 @@ def set_optimizer(module: LightningModule, rates: list[float] | None, kept: Tree
     before = getattr(module.configure_optimizers, _REPLACED, None)
     if before is not None:  # a stack prepares one client after another in the same module
         module.configure_optimizers = types.MethodType(before, module)
-    state = subtree(kept, OPTIMIZER)
-    if rates is None and not state:
+    has_state = any(name.startswith(OPTIMIZER) for name in kept)
+    if rates is None and not has_state:
         return
     replaced = module.configure_optimizers.__func__  # the class's or, if the user has set one, the module's own
 
@@ -62,8 +64,8 @@ def set_optimizer(module: LightningModule, rates: list[float] | None, kept: Tree
         configured = replaced(module)
         optimizer, scheduler = optimizer_and_scheduler(configured)
         assert optimizer is not None, "check_optimizer has refused it"
-        if state:
-            _load_state(module, optimizer, state)
+        if has_state:
+            load_optimizer_state(module.named_parameters(), optimizer, kept)
         if rates is not None:
             _set_learning_rates(optimizer, scheduler, rates)
         return configured
@@ -85,13 +87,17 @@ def with_strides_of(parameters: Tensor, tensor: Tensor) -> Tensor:
     return tensor.new_empty_strided(tensor.shape, parameters.stride()).copy_(tensor)
 
 
-def optimizer_state(module: nn.Module, optimizer: torch.optim.Optimizer) -> Tree:
-    """The optimizer's state as a client keeps it, on the CPU.
+def optimizer_state(parameters: NamedParameters, optimizer: torch.optim.Optimizer) -> Tree:
+    """The optimizer's state as a client or a phase keeps it, on the CPU.
+
+    Args:
+        parameters: the optimizer's parameters and their names, as from ``module.named_parameters()``.
+        optimizer: the optimizer.
 
     Raises:
         MisconfigurationException: if it has other values than tensors.
     """
-    names: dict[Tensor, str] = {parameter: name for name, parameter in module.named_parameters()}
+    names: dict[Tensor, str] = {parameter: name for name, parameter in parameters}
     kept: Tree = {}
     for parameter, state in optimizer.state.items():
         for key, value in state.items():
@@ -99,11 +105,27 @@ def optimizer_state(module: nn.Module, optimizer: torch.optim.Optimizer) -> Tree
                 continue
             if not isinstance(value, Tensor):
                 raise MisconfigurationException(
-                    f"Phase: keep_optimizer is True, but {type(optimizer).__name__} has {key}, a "
-                    f"{type(value).__name__}; only tensors can be kept, as those of SGD and Adam."
+                    f"{type(optimizer).__name__}: {key} of its state is a {type(value).__name__}, but must be a tensor "
+                    "to be kept from round to round, as in SGD and Adam."
                 )
             kept[f"{OPTIMIZER}{names[parameter]}/{key}"] = value.detach().cpu().clone()
     return kept
+
+
+def load_optimizer_state(parameters: NamedParameters, optimizer: torch.optim.Optimizer, kept: Tree) -> None:
+    """Gives an optimizer the state that :func:`optimizer_state` returned; other tensors in ``kept`` do not matter."""
+    state = subtree(kept, OPTIMIZER)
+    names: dict[Tensor, str] = {parameter: name for name, parameter in parameters}
+    stepped = [names[parameter] for group in optimizer.param_groups for parameter in group["params"]]
+    indices = [index for group in optimizer.state_dict()["param_groups"] for index in group["params"]]
+    by_index = {index: subtree(state, f"{name}/") for index, name in zip(indices, stepped, strict=True)}
+    by_position = dict(zip(indices, (p for group in optimizer.param_groups for p in group["params"]), strict=True))
+    loaded = {  # copies, because the optimizer changes its state in place
+        index: {key: with_strides_of(by_position[index], value.clone()) for key, value in tensors.items()}
+        for index, tensors in by_index.items()
+        if tensors
+    }
+    optimizer.load_state_dict({"state": loaded, "param_groups": optimizer.state_dict()["param_groups"]})
 
 
 def learning_rates(module: LightningModule, factory: LRSchedulerCallable, round: int) -> list[float]:
@@ -139,17 +161,3 @@ def _set_learning_rates(optimizer: torch.optim.Optimizer, scheduler: LRScheduler
     for part in (scheduler, *getattr(scheduler, "_schedulers", ())):  # SequentialLR and ChainedScheduler have parts
         if isinstance(part, LRScheduler) and hasattr(part, "base_lrs"):
             part.base_lrs = [*rates]
-
-
-def _load_state(module: nn.Module, optimizer: torch.optim.Optimizer, state: Tree) -> None:
-    names: dict[Tensor, str] = {parameter: name for name, parameter in module.named_parameters()}
-    stepped = [names[parameter] for group in optimizer.param_groups for parameter in group["params"]]
-    indices = [index for group in optimizer.state_dict()["param_groups"] for index in group["params"]]
-    by_index = {index: subtree(state, f"{name}/") for index, name in zip(indices, stepped, strict=True)}
-    parameters = dict(zip(indices, (p for group in optimizer.param_groups for p in group["params"]), strict=True))
-    loaded = {
-        index: {key: with_strides_of(parameters[index], value) for key, value in tensors.items()}
-        for index, tensors in by_index.items()
-        if tensors
-    }
-    optimizer.load_state_dict({"state": loaded, "param_groups": optimizer.state_dict()["param_groups"]})

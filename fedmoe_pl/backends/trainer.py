@@ -140,7 +140,7 @@ def _fit_every_batch(training: LocalTraining, client: Client, const: dict[str, A
 def _end_fit(training: LocalTraining, client: Client, trainer: Trainer) -> Tree:
     """Notes the client's steps; returns the state of its optimizer, if clients keep it."""
     client.steps = trainer.global_step
-    kept = optimizer_state(client.module, trainer.optimizers[0]) if training.keep_optimizer else {}
+    kept = optimizer_state(client.module.named_parameters(), trainer.optimizers[0]) if training.keep_optimizer else {}
     # A Trainer waits for the garbage collector, because its references form cycles. Large tensors are freed now.
     client.module.zero_grad()
     for optimizer in trainer.optimizers:

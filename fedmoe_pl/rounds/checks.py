@@ -6,11 +6,8 @@ from collections.abc import Callable, Sequence
 
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import LightningModule
-from torch.optim import SGD
-from torch.optim.lr_scheduler import CyclicLR, OneCycleLR, ReduceLROnPlateau
 
 from fedmoe_pl.backends import changes_loss, overridden_hooks
-from fedmoe_pl.backends.optimizers import learning_rates, optimizer_and_scheduler
 from fedmoe_pl.data import FederatedDataModule
 from fedmoe_pl.models import MixtureOfExperts
 from fedmoe_pl.models.normalization import has_batch_norm
@@ -18,6 +15,7 @@ from fedmoe_pl.rounds.accuracies import predict
 from fedmoe_pl.rounds.begin import check_moments
 from fedmoe_pl.rounds.cohort import cohort_size, takes_all
 from fedmoe_pl.rounds.opt_in import opted_in
+from fedmoe_pl.rounds.optimizer_checks import check_optimizer, check_server_optimizer
 from fedmoe_pl.rounds.phase import Phase
 from fedmoe_pl.rounds.run import Run
 from fedmoe_pl.rounds.starts import check_start
@@ -123,46 +121,8 @@ def check_phase(phase: Phase, module: LightningModule, datamodule: FederatedData
     _check_samples(phase, module, datamodule, seed)
     if phase.evaluate:
         _check_outputs(module, datamodule)
-    _check_optimizer(phase, module)
-
-
-def _check_optimizer(phase: Phase, module: LightningModule) -> None:
-    """Refuses arguments that the optimizer refuses, and options that need one optimizer if there are others."""
-    if isinstance(module, MixtureOfExperts):
-        try:
-            configured = module.configure_optimizers()
-        except ValueError as error:
-            raise MisconfigurationException(f"{phase}: its optimizer refuses its arguments: {error}.") from error
-        if isinstance(configured, dict) and isinstance(configured.get("lr_scheduler"), ReduceLROnPlateau):
-            raise MisconfigurationException(
-                f"{phase}: lr_scheduler is ReduceLROnPlateau, but must be a scheduler that needs no metric."
-            )
-    for option in ("round_lr_scheduler", "keep_optimizer"):
-        if getattr(phase, option) and optimizer_and_scheduler(module.configure_optimizers())[0] is None:
-            raise MisconfigurationException(
-                f"{phase}: {option} is given, but configure_optimizers of {type(module).__name__} returns more than an "
-                "optimizer and a scheduler that is stepped once per epoch."
-            )
-    if phase.round_lr_scheduler is None and not phase.keep_optimizer:
-        return
-    optimizer, scheduler = optimizer_and_scheduler(module.configure_optimizers())
-    if phase.keep_optimizer and isinstance(optimizer, SGD) and not any(g["momentum"] for g in optimizer.param_groups):
-        raise MisconfigurationException(
-            f"{phase}: keep_optimizer is True, but must be False for SGD without momentum, which has no state."
-        )
-    if phase.round_lr_scheduler is None:
-        return
-    if isinstance(scheduler, OneCycleLR | CyclicLR):
-        raise MisconfigurationException(
-            f"{phase}: round_lr_scheduler is given, but must be left out with {type(scheduler).__name__}, a scheduler "
-            "over epochs that has learning rates of its own."
-        )
-    try:
-        learning_rates(module, phase.round_lr_scheduler, max(phase.rounds - 1, 1))
-    except (TypeError, ValueError) as error:
-        raise MisconfigurationException(
-            f"{phase}: round_lr_scheduler cannot be stepped once per round, without a metric: {error}."
-        ) from error
+    check_optimizer(phase, module)
+    check_server_optimizer(phase, module)
 
 
 def _check_cohort(phase: Phase, num_clients: int, seed: int) -> None:

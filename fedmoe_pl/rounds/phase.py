@@ -49,6 +49,10 @@ class Phase:
             begin with the rate of the first round.
         keep_optimizer: whether a client keeps the state of its optimizer, such as momentum, for its next round in this
             phase.
+        server_optimizer: takes the server's step in place of the mean: its gradient is the server's parameters minus
+            the clients' mean. It may be any of PyTorch's that needs only a gradient, with a constant learning rate:
+            ``torch.optim.SGD`` with a rate of 1 and a momentum is FedAvgM; ``FedAdagrad``, ``FedAdam`` and ``FedYogi``
+            are in ``algorithms``. Buffers take the mean. None means the mean.
         monitor: metric that selects the result: the round with its best mean over the participants. One of
             ``validation``, ``validation_loss``, ``local_test``, ``local_test_held_out`` and ``global_test``; None means
             the last round. All but the first two select on test data, and tables say so.
@@ -84,6 +88,7 @@ class Phase:
     lr_scheduler: LRSchedulerCallable | None = None
     round_lr_scheduler: LRSchedulerCallable | None = None
     keep_optimizer: bool = False
+    server_optimizer: OptimizerCallable | None = None
     monitor: str | None = None
     monitor_from_round: int = 1
     patience: int | None = None
@@ -178,6 +183,11 @@ class Phase:
             raise MisconfigurationException(
                 f"{self}: keep_optimizer is True, but must be False for {type(self.algorithm).__name__}, because a "
                 "client may train other parameters under the same names in the next round."
+            )
+        if self.server_optimizer is not None and not self.algorithm.federated:
+            raise MisconfigurationException(
+                f"{self}: server_optimizer is given, but must be left out, because {type(self.algorithm).__name__} "
+                "aggregates nothing."
             )
         size = self.clients_per_round
         in_range = size is None or (0 < size <= 1 if isinstance(size, float) else size >= 1)

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from lightning.pytorch import LightningModule
+
 from fedmoe_pl.algorithms.algorithm import Algorithm, overrides
 from fedmoe_pl.algorithms.client import Update
 from fedmoe_pl.backends import LocalTraining, Plan, one_thread, step_after_aggregation, with_training_state
@@ -17,6 +19,7 @@ from fedmoe_pl.rounds.flops import FlopCounter
 from fedmoe_pl.rounds.phase import Phase
 from fedmoe_pl.rounds.results import round_row
 from fedmoe_pl.rounds.run import Run
+from fedmoe_pl.rounds.server_step import server_step
 from fedmoe_pl.rounds.state import PhaseState
 
 # added to the round in the names of files that are written after an exchange, or after clients' own steps
@@ -81,7 +84,7 @@ def run_round(run: Run, phase: Phase, plan: Plan, counter: FlopCounter) -> list[
     state.add_traffic("up", asked)
     state.add_traffic("down", down)
     if state.server_learns:
-        state.server = algorithm.server_update(state.server, combined)
+        _update_server(phase, plan.training.module, state, combined)
         if state.round == phase.rounds or algorithm.is_over(state.server):
             state.server = algorithm.server_final(state.server)
         state.add_traffic("up", up)
@@ -138,6 +141,15 @@ def _train(run: Run, phase: Phase, plan: Plan, cohort: Sequence[int]) -> tuple[U
             run.call("on_client_end", phase, round, client)
     assert combined is not None, "a cohort has at least one client"
     return combined, run.store.updated(phase.name, state.kept, written), up
+
+
+def _update_server(phase: Phase, module: LightningModule, state: PhaseState, combined: Update) -> None:
+    """Makes the server's next state from the clients' updates; a server optimizer takes the step from the old one."""
+    new = phase.algorithm.server_update(state.server, combined)
+    if phase.server_optimizer is not None:
+        old, optimizer = state.server, state.server_optimizer
+        new, state.server_optimizer = server_step(phase.server_optimizer, module, old, new, optimizer)
+    state.server = new
 
 
 def _after_aggregation(run: Run, phase: Phase, training: LocalTraining, cohort: Sequence[int], round: int) -> None:

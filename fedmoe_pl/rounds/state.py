@@ -42,6 +42,8 @@ class PhaseState:
         traffic: what was sent so far: ``parameters`` and ``bytes``, each with ``_down`` (from the server to clients),
             ``_up`` (from clients to the server) and ``_between_clients``.
         flops: floating-point operations of local training so far (``flops.FlopCounter``); nan if not countable.
+        server_optimizer: the state of the phase's server optimizer, as ``backends.optimizers.optimizer_state`` returns
+            it. It is not sent to clients, and no other phase starts from it.
     """
 
     initial: Tree
@@ -60,6 +62,7 @@ class PhaseState:
     evaluations: list[Evaluation] = field(default_factory=list)
     traffic: dict[str, int] = field(default_factory=no_traffic)
     flops: float = 0
+    server_optimizer: Tree = field(default_factory=dict)
 
     @property
     def server_learns(self) -> bool:
@@ -84,6 +87,7 @@ class PhaseState:
     def select_best(self) -> None:
         """Returns to the state after the best round and forgets the last one."""
         self.server, self.kept, self.best_server, self.best_kept = self.best_server, self.best_kept, {}, {}
+        self.server_optimizer = {}
 
     def add_traffic(self, way: str, traffic: Traffic) -> None:
         """Adds what was sent one way: ``down``, ``up`` or ``between_clients``."""

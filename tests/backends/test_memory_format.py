@@ -127,7 +127,7 @@ def test_a_kept_momentum_of_the_other_format_is_continued(images, fused):
         step(module, optimizer, images)
         continued = model(then, fused=fused)
         continued.load_state_dict(module.state_dict())
-        set_optimizer(continued, None, optimizer_state(module, optimizer))
+        set_optimizer(continued, None, optimizer_state(module.named_parameters(), optimizer))
         step(continued, continued.configure_optimizers(), images)
         return continued.state_dict()
 

@@ -1,0 +1,126 @@
+"""FedAvgM, FedAdagrad, FedAdam and FedYogi against the paper's formulas in plain numbers."""
+
+import math
+from functools import partial
+
+import pytest
+import torch
+from helpers import PureOneWeight, blobs, mixture, phase, run, tensors, two_quadratics
+from helpers.quadratics import LOSSES, RATE, STEPS, weight_of
+from lightning.fabric.utilities.exceptions import MisconfigurationException
+from torch import nn
+
+from fedmoe_pl.algorithms import FedAdagrad, FedAdam, FedAvg, FedYogi
+
+TAU = 0.3
+BETA1, BETA2 = 0.6, 0.7
+
+
+def second_moment(name, v, squared):
+    """Algorithm 2: how each optimizer changes v, in plain numbers."""
+    if name == "FedAdagrad":
+        return v + squared
+    if name == "FedAdam":
+        return BETA2 * v + (1 - BETA2) * squared
+    return v - (1 - BETA2) * squared * math.copysign(1.0, v - squared)
+
+
+def simulate(name, rounds, lr, start):
+    """Rounds of both clients in plain numbers; clients weigh the same."""
+    x, m, v = start, 0.0, TAU**2
+    for _ in range(rounds):
+        ends = []
+        for a, b in LOSSES:
+            y = x
+            for _ in range(STEPS):
+                y -= RATE * a * (y - b)
+            ends.append(y)
+        delta = sum(ends) / 2 - x
+        if name == "FedAvgM":
+            m = BETA1 * m + delta
+            x += lr * m
+            continue
+        m = BETA1 * m + (1 - BETA1) * delta
+        v = second_moment(name, v, delta**2)
+        x += lr * m / (math.sqrt(v) + TAU)
+    return x
+
+
+OPTIMIZERS = {
+    "FedAvgM": partial(torch.optim.SGD, lr=0.7, momentum=BETA1),
+    "FedAdagrad": partial(FedAdagrad, lr=0.7, beta1=BETA1, tau=TAU),
+    "FedAdam": partial(FedAdam, lr=0.7, beta1=BETA1, beta2=BETA2, tau=TAU),
+    "FedYogi": partial(FedYogi, lr=0.7, beta1=BETA1, beta2=BETA2, tau=TAU),
+}
+
+
+@pytest.mark.parametrize("start", [0.0, 6.0])
+@pytest.mark.parametrize("rounds", [1, 4])
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_the_server_takes_the_steps_of_the_paper(name, rounds, start, tmp_path):
+    """Yogi's sign is negative in the first round and positive later, when the changes are small."""
+    it = phase("it", FedAvg(), rounds=rounds, server_optimizer=OPTIMIZERS[name])
+    federation = run([it], PureOneWeight(RATE, start), two_quadratics(), tmp_path, STEPS)
+    assert weight_of(federation, "it") == pytest.approx(simulate(name, rounds, 0.7, start), rel=1e-12)
+
+
+LIMITS = {
+    "FedAvgM": (partial(torch.optim.SGD, lr=1.0), 1e-14),
+    **{
+        each.__name__: (partial(each, lr=1e6, beta1=0.0, tau=1e6, v0=0.0), 1e-5)
+        for each in (FedAdagrad, FedAdam, FedYogi)
+    },
+}
+
+
+@pytest.mark.parametrize("name", LIMITS)
+def test_without_momentum_and_adaptivity_it_is_fedavg(name, tmp_path):
+    optimizer, tolerance = LIMITS[name]
+    models = [
+        run([phase("it", FedAvg(), rounds=3, **given)], mixture(), blobs(), tmp_path).client_module("it", 0)
+        for given in ({}, {"server_optimizer": optimizer})
+    ]
+    torch.testing.assert_close(tensors(models[1]), tensors(models[0]), rtol=tolerance, atol=tolerance)
+
+
+def stepped(optimizer, gradients, start=2.0):
+    x = nn.Parameter(torch.tensor([start, -start], dtype=torch.float64))
+    optimizer = optimizer([x])
+    for gradient in gradients:
+        x.grad = torch.tensor(gradient, dtype=torch.float64)
+        optimizer.step()
+    return x.detach()
+
+
+def test_the_first_steps_of_adam_and_yogi_are_the_same_if_v_starts_at_0():
+    first = [(0.5, -3.0)]
+    assert torch.equal(*(stepped(partial(each, lr=0.1, v0=0.0), first) for each in (FedAdam, FedYogi)))
+    assert not torch.equal(*(stepped(partial(each, lr=0.1), first) for each in (FedAdam, FedYogi)))
+
+
+@pytest.mark.parametrize("optimizer", [FedAdagrad, FedAdam, FedYogi])
+def test_nothing_moves_without_a_change_and_without_momentum(optimizer):
+    assert stepped(partial(optimizer, lr=0.1), [(0.0, 0.0)]).tolist() == [2.0, -2.0]
+
+
+def test_a_parameter_without_a_gradient_is_left_out():
+    x = nn.Parameter(torch.ones(1))
+    optimizer = FedAdam([x], lr=0.1)
+    optimizer.step()
+    assert x.item() == 1 and not optimizer.state
+
+
+@pytest.mark.parametrize(
+    ("argument", "value", "allowed"),
+    [
+        ("lr", 0, "above 0"),
+        ("tau", 0.0, "above 0"),
+        ("beta1", 1.0, "at least 0 and below 1"),
+        ("beta2", -0.1, "at least 0 and below 1"),
+        ("v0", -1.0, "at least 0"),
+    ],
+)
+def test_arguments_out_of_range_are_refused(argument, value, allowed):
+    with pytest.raises(MisconfigurationException) as error:
+        FedAdam([nn.Parameter(torch.ones(1))], **{"lr": 0.1, argument: value})
+    assert str(error.value) == f"FedAdam: {argument} is {value}, but must be {allowed}."

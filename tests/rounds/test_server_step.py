@@ -1,0 +1,218 @@
+"""The server's optimizer in a run: what it steps, its state, and what it is refused for."""
+
+import time
+from functools import partial
+
+import pytest
+import torch
+from helpers import OneWeight, blobs, mixture, phase, run, sparse_mixture
+from helpers.backends import WithBatchNorm
+from helpers.clusters import clustered, only
+from helpers.pfedmoe import model as of_three_architectures
+from helpers.runs import Kill, assert_same
+from lightning.fabric.utilities.exceptions import MisconfigurationException
+from torch import nn
+
+from fedmoe_pl import Federation, Phase
+from fedmoe_pl.algorithms import (
+    EpsilonGreedyIFCA,
+    FedAdam,
+    FedAvg,
+    FedMoEDA,
+    FedProx,
+    FedYogi,
+    Local,
+    OptInFedAvg,
+    PFedMoE,
+    Scaffold,
+)
+from fedmoe_pl.backends import StackedBackend, TrainerBackend
+from fedmoe_pl.models import GlobalOnly
+from fedmoe_pl.rounds.checkpoint import load_checkpoint
+from fedmoe_pl.rounds.server_step import server_step
+
+sgd = partial(torch.optim.SGD, lr=0.1)
+HALF = partial(torch.optim.SGD, lr=0.5)
+ADAM = partial(FedAdam, lr=3.0)
+
+AVERAGING = {
+    "FedAvg": (lambda: FedAvg("global_expert.*"), mixture),
+    "FedProx": (FedProx, mixture),
+    "OptInFedAvg": (lambda: OptInFedAvg("global_expert.*", opt_out_clients=0.3), mixture),
+    "Scaffold": (lambda: Scaffold(server_lr=0.8), lambda: mixture(optimizer=sgd)),
+    "FedMoEDA": (FedMoEDA, sparse_mixture),
+    "PFedMoE": (PFedMoE, of_three_architectures),
+    "IFCA": (lambda: EpsilonGreedyIFCA(0.3), lambda: clustered(gate=only(0))),
+}
+
+
+def server_of(name, path, **arguments):
+    """The server's tree after one round, and its parameters before it."""
+    algorithm, model = AVERAGING[name]
+    module = model()
+    federation = run([phase("it", algorithm(), **arguments)], module, blobs(), path)
+    return federation.run.states["it"].server, dict(module.named_parameters())
+
+
+@pytest.mark.parametrize("name", AVERAGING)
+def test_half_a_step_goes_half_the_way_of_every_algorithm_that_averages(name, tmp_path):
+    mean, initial = server_of(name, tmp_path / "mean")
+    half, _ = server_of(name, tmp_path / "half", server_optimizer=HALF)
+    assert half.keys() == mean.keys()
+    moved = 0
+    for key, tensor in mean.items():
+        if key in initial:
+            moved += not torch.equal(tensor, initial[key])
+            tensor = (initial[key] + tensor) / 2
+        torch.testing.assert_close(half[key], tensor, rtol=1e-13, atol=1e-15)
+    assert moved > 1
+
+
+def test_statistics_of_batch_normalization_take_the_mean(tmp_path):
+    def server(**arguments):
+        it = phase("it", FedAvg(), **arguments)
+        return run([it], mixture(expert=WithBatchNorm()), blobs(), tmp_path).run.states["it"].server
+
+    mean, half = server(), server(server_optimizer=HALF)
+    buffers = [name for name in mean if "running" in name or "num_batches" in name]
+    assert len(buffers) == 6
+    weights = [name for name in mean if name.endswith("weight")]
+    for name in (*buffers, *weights):
+        assert torch.equal(half[name], mean[name]) == (name in buffers), name
+
+
+def test_what_no_client_changed_stays_and_so_does_its_momentum():
+    """As for a cluster that nobody picked, and for parts that are not trained, also with weight decay."""
+    module = nn.ParameterDict({"a": torch.ones(2), "b": torch.ones(2)})
+    optimizer = partial(torch.optim.SGD, lr=1.0, momentum=0.5, weight_decay=0.1)
+    old = {"a": torch.ones(2), "b": torch.ones(2), "c/own": torch.ones(2)}
+    moved = {name: tensor + 1 for name, tensor in old.items()}
+    first, state = server_step(optimizer, module, old, moved, {})
+    assert first["c/own"].tolist() == [2, 2] and first["b"].tolist() == pytest.approx([1.9, 1.9])
+    second, later = server_step(optimizer, module, first, {**first, "a": first["a"] + 1}, state)
+    assert torch.equal(second["b"], first["b"]) and not torch.equal(second["a"], first["a"])
+    assert torch.equal(later["optimizer/b/momentum_buffer"], state["optimizer/b/momentum_buffer"])
+    assert not torch.equal(later["optimizer/a/momentum_buffer"], state["optimizer/a/momentum_buffer"])
+    assert old["a"].tolist() == [1, 1], "trees are not changed in place"
+
+
+def phases(**arguments):
+    fedavg = Phase("FedAvg", FedAvg(), 4, clients_per_round=2, server_optimizer=ADAM, gate=GlobalOnly(), **arguments)
+    return [fedavg, Phase("again", FedAvg(), start="FedAvg", gate=GlobalOnly(), server_optimizer=ADAM)]
+
+
+def federation(path, **kwargs):
+    arguments = {"trainer": {"max_epochs": 2, "accelerator": "cpu"}, "enable_progress_bar": False, "logger": False}
+    arguments |= {"default_root_dir": str(path)} | kwargs
+    return Federation(phases(monitor="global_test", evaluate_every_n_rounds=1), **arguments)
+
+
+def content(federation):
+    return load_checkpoint(federation.run_dir / "checkpoints/last.ckpt")
+
+
+@pytest.mark.parametrize("n", [2, 3])
+def test_a_killed_run_goes_on_with_the_optimizer_s_state(tmp_path, n):
+    whole = federation(tmp_path / "whole")
+    whole.fit(mixture(), blobs())
+    with pytest.raises(KeyboardInterrupt):
+        federation(tmp_path / "killed", callbacks=[Kill("on_round_end", n)]).fit(mixture(), blobs())
+    saved = load_checkpoint(next((tmp_path / "killed").rglob("last.ckpt")))["phases"]["FedAvg"]
+    names = [name for name, _ in mixture().named_parameters() if name.startswith("global_expert")]
+    assert {*saved.server_optimizer} == {f"optimizer/{name}/{key}" for name in names for key in "mv"}
+    assert not any(name.startswith("optimizer/") for name in saved.server), "it is not sent"
+    resumed = federation(tmp_path / "killed")
+    resumed.fit(mixture(), blobs(), ckpt_path="last")
+    assert_same(content(resumed), content(whole))
+
+
+def test_a_phase_ends_at_its_best_round_and_the_next_one_begins_without_momentum(tmp_path):
+    it = federation(tmp_path)
+    it.fit(mixture(), blobs())
+    first, again = it.run.states["FedAvg"], it.run.states["again"]
+    rounds = [row["round"] for row in it.run.rows if row["method"] == "FedAvg"]
+    assert first.best_round < max(rounds), "or this says nothing"
+    short = federation(tmp_path / "short")
+    short.phases[0].rounds = first.best_round
+    short.fit(mixture(), blobs())
+    assert_same(first.server, short.run.states["FedAvg"].server)
+    assert not first.server_optimizer
+    for name, m in again.server_optimizer.items():
+        if name.endswith("/m"):
+            parameter = name.split("/")[1]
+            v = again.server_optimizer[f"optimizer/{parameter}/v"]
+            step = 3 * m / (v.sqrt() + 1e-3)
+            torch.testing.assert_close(again.server[parameter], first.server[parameter] + step, rtol=1e-12, atol=0)
+
+
+def test_processes_and_stores_have_the_same_bits_and_backends_agree(tmp_path):
+    one = federation(tmp_path / "one", backend=TrainerBackend())
+    one.fit(mixture(), blobs())
+    arguments = {"trainer": {"max_epochs": 2, "accelerator": "cpu", "devices": 2}, "store": "disk"}
+    workers = federation(tmp_path / "workers", backend=TrainerBackend(), **arguments)
+    workers.fit(mixture(), blobs())
+    assert_same(workers.run.states["FedAvg"].server, one.run.states["FedAvg"].server)
+    stacked = federation(tmp_path / "stacked", backend=StackedBackend())
+    stacked.fit(mixture(), blobs())
+    torch.testing.assert_close(
+        stacked.run.states["FedAvg"].server, one.run.states["FedAvg"].server, rtol=1e-9, atol=1e-10
+    )
+
+
+def test_newcomers_and_a_given_result_leave_the_server_as_it_is(tmp_path):
+    whole = federation(tmp_path)
+    whole.fit(mixture(), blobs())
+    expected = whole.run.states["FedAvg"].server
+    whole.personalize(mixture(), blobs(sizes=(9, 6)), rounds=2)
+    assert_same(whole.run.states["FedAvg"].server, expected)
+    path = str(tmp_path / "federation/version_0/checkpoints/last.ckpt")
+    given = run(phases(ckpt_path=path)[:1], mixture(), blobs(), tmp_path / "given")
+    assert_same(given.run.states["FedAvg"].server, expected)
+
+
+class OnlyTwoDimensions(torch.optim.SGD):
+    def __init__(self, params, lr):
+        super().__init__(params, lr)
+        if any(parameter.ndim != 2 for group in self.param_groups for parameter in group["params"]):
+            raise ValueError("matrices only\nand more")
+
+
+class OwnState(Local):
+    """Sends nothing of the module."""
+
+    federated = True
+
+    def is_shared(self, name):
+        return False
+
+
+REFUSED = {
+    "Phase 'it': server_optimizer is given, but must be left out, because Local aggregates nothing.": (Local(), HALF),
+    "because OwnState averages no parameter of the model": (OwnState(), HALF),
+    "an optimizer that can take a step with a gradient only (LBFGS.step()": (FedAvg(), torch.optim.LBFGS),
+    "gradient only (SparseAdam does not support dense gradients": (FedAvg(), torch.optim.SparseAdam),
+    "gradient only (Invalid learning rate: -1)": (FedAvg(), partial(torch.optim.SGD, lr=-1)),
+    "gradient only (matrices only).": (FedAvg(), partial(OnlyTwoDimensions, lr=1.0)),
+    "missing 1 required positional argument: 'lr'": (FedAvg(), FedYogi),
+    "FedYogi: tau is -1, but must be above 0.": (FedAvg(), partial(FedYogi, lr=1.0, tau=-1)),
+}
+
+
+@pytest.mark.parametrize("sentence", REFUSED)
+def test_an_optimizer_that_cannot_take_the_server_s_steps_is_refused(sentence, tmp_path):
+    algorithm, optimizer = REFUSED[sentence]
+    with pytest.raises(MisconfigurationException) as error:
+        run([phase("it", algorithm, server_optimizer=optimizer)], OneWeight(), blobs(), tmp_path)
+    assert sentence in str(error.value)
+
+
+def test_a_step_with_a_million_parameters_takes_milliseconds():
+    module = nn.ParameterDict({str(i): torch.zeros(1000, 100) for i in range(10)})
+    old = {name: parameter.detach() for name, parameter in module.named_parameters()}
+    new, state = {name: torch.ones_like(tensor) for name, tensor in old.items()}, {}
+    seconds = []
+    for _ in range(5):
+        start = time.process_time()
+        _, state = server_step(ADAM, module, old, new, state)
+        seconds.append(time.process_time() - start)
+    assert min(seconds) < 0.2, f"{1000 * min(seconds):.1f} ms of CPU time"
