@@ -2,11 +2,13 @@
 
 from fedmoe_pl.algorithms.adaptive_experts import ClusterMixture, FineTunedCluster
 from fedmoe_pl.algorithms.fedavg import FedAvg
+from fedmoe_pl.algorithms.fedem import FedEM
 from fedmoe_pl.algorithms.fedmoe_da import FedMoEDA
 from fedmoe_pl.algorithms.fedprox import FedProx
 from fedmoe_pl.algorithms.ifca import EpsilonGreedyIFCA
 from fedmoe_pl.algorithms.local import Local
 from fedmoe_pl.algorithms.opt_out import OptInFedAvg, SpecialistMixture
+from fedmoe_pl.algorithms.pfedmm import PFedMM
 from fedmoe_pl.algorithms.pfedmoe import PFedMoE
 from fedmoe_pl.algorithms.pfl_moe import PersonalizedExpert, PFLMoE
 from fedmoe_pl.algorithms.scaffold import Scaffold
@@ -15,12 +17,14 @@ __all__ = [
     "ClusterMixture",
     "EpsilonGreedyIFCA",
     "FedAvg",
+    "FedEM",
     "FedMoEDA",
     "FedProx",
     "FineTunedCluster",
     "Local",
     "OptInFedAvg",
     "PFLMoE",
+    "PFedMM",
     "PFedMoE",
     "PersonalizedExpert",
     "Scaffold",
