@@ -2,6 +2,7 @@
 
 from fedmoe_pl.algorithms.adaptive_experts import ClusterMixture, FineTunedCluster
 from fedmoe_pl.algorithms.fedavg import FedAvg
+from fedmoe_pl.algorithms.fedem import FedEM
 from fedmoe_pl.algorithms.fedmoe_da import FedMoEDA
 from fedmoe_pl.algorithms.fedprox import FedProx
 from fedmoe_pl.algorithms.fedrod import FedRoD
@@ -9,6 +10,7 @@ from fedmoe_pl.algorithms.fml import FML
 from fedmoe_pl.algorithms.ifca import EpsilonGreedyIFCA
 from fedmoe_pl.algorithms.local import Local
 from fedmoe_pl.algorithms.opt_out import OptInFedAvg, SpecialistMixture
+from fedmoe_pl.algorithms.pfedmm import PFedMM
 from fedmoe_pl.algorithms.pfedmoe import PFedMoE
 from fedmoe_pl.algorithms.pfl_moe import PersonalizedExpert, PFLMoE
 from fedmoe_pl.algorithms.scaffold import Scaffold
@@ -21,6 +23,7 @@ __all__ = [
     "FedAdagrad",
     "FedAdam",
     "FedAvg",
+    "FedEM",
     "FedMoEDA",
     "FedProx",
     "FedRoD",
@@ -29,6 +32,7 @@ __all__ = [
     "Local",
     "OptInFedAvg",
     "PFLMoE",
+    "PFedMM",
     "PFedMoE",
     "PersonalizedExpert",
     "Scaffold",

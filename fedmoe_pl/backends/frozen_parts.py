@@ -9,7 +9,6 @@ from functools import partial
 from typing import Any
 
 import torch
-from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
@@ -17,6 +16,7 @@ from fedmoe_pl.algorithms.client import Client
 from fedmoe_pl.backends.client import trainable_names
 from fedmoe_pl.backends.rounding import is_close
 from fedmoe_pl.backends.training import LocalTraining
+from fedmoe_pl.models.layers import evaluating
 
 _BATCH_SIZE = 500
 _TRACED_SAMPLES = 3
@@ -57,7 +57,7 @@ def find_frozen_parts(
     module = client.module
     samples = samples[:_TRACED_SAMPLES]
     batch = _batch(training, samples)
-    with _evaluating(module):
+    with evaluating(module):
         run = partial(training.algorithm.client_loss, module, batch, const)
         names = _called_with_known(module, training.frozen_modules, batch[0], run)
         if not names:
@@ -110,7 +110,7 @@ def compute_rows(
 
     hooks = [module.get_submodule(name).register_forward_hook(partial(remember, name)) for name in names]
     try:
-        with _evaluating(module), torch.no_grad():
+        with evaluating(module), torch.no_grad():
             for batch_samples in samples.split(batch_size):
                 training.algorithm.client_loss(module, _batch(training, batch_samples), const)
     finally:
@@ -174,18 +174,6 @@ def _called_with_known(
 def _batch(training: LocalTraining, samples: Tensor) -> tuple[Tensor, Tensor]:
     (batch,) = training.datamodule.batches(samples, batch_size=len(samples), device=training.device)
     return batch
-
-
-@contextmanager
-def _evaluating(module: LightningModule) -> Iterator[None]:
-    """In this context, the module is in eval mode, so that it draws no random numbers of the client."""
-    modes = {part: part.training for part in module.modules()}
-    module.eval()
-    try:
-        yield
-    finally:
-        for part, mode in modes.items():
-            part.training = mode
 
 
 def _remove(hooks: list[RemovableHandle]) -> None:

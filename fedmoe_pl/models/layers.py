@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch import Tensor, nn
@@ -34,6 +37,18 @@ def four_dimensional(module: nn.Module) -> list[Tensor]:
     """The parameters and buffers with 4 dimensions, such as weights of 2-D convolutions."""
     tensors = (*module.parameters(), *module.buffers())
     return [tensor for tensor in tensors if not is_lazy(tensor) and tensor.dim() == 4]
+
+
+@contextmanager
+def evaluating(module: nn.Module) -> Iterator[None]:
+    """In this context, the module is in eval mode, so that it draws no random numbers."""
+    modes = {part: part.training for part in module.modules()}
+    module.eval()
+    try:
+        yield
+    finally:
+        for part, mode in modes.items():
+            part.training = mode
 
 
 def layer_without_reset(module: nn.Module) -> nn.Module | None:

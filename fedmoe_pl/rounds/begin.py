@@ -16,7 +16,7 @@ from fedmoe_pl.algorithms.algorithm import overrides
 from fedmoe_pl.algorithms.client import Client
 from fedmoe_pl.backends import LocalTraining, client_of
 from fedmoe_pl.data import FederatedDataModule
-from fedmoe_pl.models import MixtureOfExperts
+from fedmoe_pl.models import MixtureOfExperts, MixtureWeights
 from fedmoe_pl.rounds.accuracies import predict
 from fedmoe_pl.rounds.checkpoint import load_checkpoint
 from fedmoe_pl.rounds.phase import Phase
@@ -139,7 +139,7 @@ def read_result_for_newcomers(phase: Phase, module: LightningModule) -> PhaseSta
     """
     saved = _read(phase, module)
     has_hooks = any(overrides(phase.algorithm, hook) for hook in ("client_after_aggregation", "predictor"))
-    trains = has_hooks or _keeps_parameters(phase, module) or _evaluates_trained(phase)
+    trains = has_hooks or _keeps_tensors(phase, module) or _evaluates_trained(phase)
     round = 0 if trains else phase.rounds
     server = phase.algorithm.server_of_newcomers(saved.server)
     return PhaseState({}, server, round=round, given_round=saved.best_round or saved.round)
@@ -222,10 +222,12 @@ def _same_gate(tree: Tree, other: Tree) -> bool:
     return shapes[0] == shapes[1]
 
 
-def _keeps_parameters(phase: Phase, module: LightningModule) -> bool:
-    """Whether the clients of this phase train parameters that they do not share."""
-    return any(
-        parameter.requires_grad and phase.algorithm.is_trainable(name, 0, 0) and not phase.algorithm.is_shared(name)
+def _keeps_tensors(phase: Phase, module: LightningModule) -> bool:
+    """Whether the clients of this phase have parameters to train, or weights to estimate, that they do not share."""
+    algorithm = phase.algorithm
+    estimated = isinstance(getattr(module, "gate", None), MixtureWeights) and not algorithm.is_shared("gate.weights")
+    return estimated or any(
+        parameter.requires_grad and algorithm.is_trainable(name, 0, 0) and not algorithm.is_shared(name)
         for name, parameter in module.named_parameters()
     )
 

@@ -1,0 +1,112 @@
+"""Federated expectation-maximization: every client's data are a mixture of shared models, as in FedEM and pFedMM."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from lightning.fabric.utilities.exceptions import MisconfigurationException
+from lightning.pytorch import LightningModule
+from torch import Tensor, nn
+from torch.func import functional_call
+
+from fedmoe_pl.algorithms.algorithm import Algorithm
+from fedmoe_pl.algorithms.client import Client
+from fedmoe_pl.models import MixtureWeights, SparseMoE
+from fedmoe_pl.models.layers import evaluating
+from fedmoe_pl.trees import Tree, copy_module, load_tree
+
+_PI = "gate.weights"
+
+
+class ExpectationMaximization(Algorithm, ABC):
+    """Clients share M experts, and each client estimates how much of its data every expert explains.
+
+    In each round, a client receives the experts, and in this order:
+
+    * E step: the responsibility of expert m for a training sample s is ``q_sm = softmax_m(log pi_m - l_m(s))`` with the
+      expert's cross-entropy ``l_m(s)`` in eval mode and the client's weights pi.
+    * The new weights are ``pi_m = mean_s q_sm``. They stay with the client, which predicts with ``sum_m pi_m
+      softmax(z_m)``.
+    * M step: trains with the loss ``1 / |B| sum_{s in B} sum_m q_sm l_m(s)``, where q stays the same for the round.
+
+    A batch does not say which samples it has, so that q is computed anew for each batch, from the experts as they were
+    received. It is the q of the E step, unless samples are augmented: then it is that of the augmented sample.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+
+    @abstractmethod
+    def embedded(self, module: SparseMoE, x: Tensor) -> Tensor:
+        """What the experts read, from inputs (B, ...): a point where gradients of the M step may be scaled."""
+
+    def check(self, module: LightningModule) -> None:
+        """Refuses other models than experts that are mixed with ``MixtureWeights``."""
+        super().check(module)
+        name, is_sparse = type(self).__name__, isinstance(module, SparseMoE)
+        if not is_sparse or not isinstance(module.gate, MixtureWeights):
+            gate = f" with a {type(module.gate).__name__}" if is_sparse else ""
+            raise MisconfigurationException(
+                f"{name}: model is a {type(module).__name__}{gate}, but must be a SparseMoE with MixtureWeights."
+            )
+        if module.mixing != "probabilities":
+            raise MisconfigurationException(f"{name}: mixing is '{module.mixing}', but must be probabilities.")
+        if isinstance(module.num_experts, list):
+            raise MisconfigurationException(
+                f"{name}: num_experts is {module.num_experts}, but must be one number, the same for all clients."
+            )
+
+    def is_shared(self, name: str) -> bool:
+        """All but the client's weights of the experts."""
+        return name != _PI
+
+    def client_init(self, client: Client, sent: Tree) -> dict[str, Any]:
+        """Loads the tensors, and takes the E step on all training samples."""
+        super().client_init(client, sent)
+        module = client.module
+        const = {"received": sent, "log_pi": module.state_dict()[_PI].log()}
+        if len(client.samples):
+            load_tree(module, {_PI: _mean_responsibilities(client, const["log_pi"])})
+        return const
+
+    def client_loss(
+        self, module: LightningModule, batch: Any, const: dict[str, Any]
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        """The loss of the M step; samples with the label -100 do not count."""
+        assert isinstance(module, SparseMoE)
+        x, y = batch
+        with torch.no_grad(), evaluating(module):
+            received = {f"module.{name}": tensor for name, tensor in const["received"].items()}
+            losses = functional_call(_Losses(module), received, (x, y), tie_weights=False)
+            responsibilities = (const["log_pi"] - losses).softmax(1)
+        losses = _losses(module, self.embedded(module, x), y)
+        return (responsibilities * losses).sum() / (y != -100).sum(), {}
+
+
+def _losses(module: SparseMoE, z: Tensor, y: Tensor) -> Tensor:
+    """Cross-entropy of every sample and expert, shape (B, M); 0 for samples with the label -100."""
+    return torch.stack([F.cross_entropy(expert(z), y, reduction="none") for expert in module.experts], dim=1)
+
+
+class _Losses(nn.Module):
+    """These losses as a module, so that ``functional_call`` can replace its tensors."""
+
+    def __init__(self, module: SparseMoE) -> None:
+        super().__init__()
+        self.module = module
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        return _losses(self.module, self.module.embedding(x), y)
+
+
+@torch.no_grad()
+def _mean_responsibilities(client: Client, log_pi: Tensor) -> Tensor:
+    """The mean of the responsibilities over the client's training samples, shape (M,), on the CPU."""
+    batches = client.batches(client.samples)
+    losses = _Losses(copy_module(client.module)).to(batches.x.device).eval()  # pyright: ignore[reportArgumentType]
+    prior = log_pi.to(batches.x.device)
+    sums = [(prior - losses(x, y)).softmax(1).double().sum(0) for x, y in batches]
+    return (torch.stack(sums).sum(0) / len(client.samples)).to(log_pi)

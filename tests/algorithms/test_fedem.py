@@ -1,0 +1,187 @@
+"""FedEM against two rounds in bare PyTorch, and its limits."""
+
+import copy
+import itertools
+from functools import partial
+
+import pytest
+import torch
+from helpers import Embedding, assert_same_bits, blobs, mixture, phase, run, sparse_mixture, tensors
+from helpers.backends import UNEQUAL, assert_agree, local_training
+from helpers.mixtures_of_learners import RATE, equal_learners, learners, rounds_by_hand
+from helpers.runs import Kill
+from lightning.fabric.utilities.exceptions import MisconfigurationException
+from torch import nn
+
+from fedmoe_pl import Federation, Phase
+from fedmoe_pl.algorithms import FedAvg, FedEM
+from fedmoe_pl.backends.client import begin_client
+from fedmoe_pl.models import EqualWeights, MixtureWeights, SparseMoE
+from fedmoe_pl.rounds.cohort import sample_cohort
+
+momentum = partial(torch.optim.SGD, lr=RATE, momentum=0.9, weight_decay=0.01)
+
+
+@pytest.mark.parametrize("clients_per_round", [None, 2])
+def test_two_rounds_are_those_of_bare_pytorch_with_an_optimizer_for_each_learner(tmp_path, clients_per_round):
+    data, model = blobs(), learners(optimizer=momentum)
+    em = phase("FedEM", FedEM(), rounds=2, clients_per_round=clients_per_round)
+    state = run([em], model, data, tmp_path).run.states["FedEM"]
+    cohorts = [sample_cohort(range(3), clients_per_round or 3, 0, round) for round in range(2)]
+    assert len(cohorts[0]) == (clients_per_round or 3)
+
+    def optimizers(module):
+        return [momentum(expert.parameters()) for expert in module.experts]
+
+    server, weights = rounds_by_hand(model, data, cohorts, 2, optimizers)
+    torch.testing.assert_close(state.server, server, rtol=0, atol=1e-10)
+    assert state.kept.keys() == weights.keys()
+    for client, expected in weights.items():
+        assert state.kept[client].keys() == {"gate.weights"}
+        torch.testing.assert_close(state.kept[client]["gate.weights"], expected, rtol=0, atol=1e-10)
+        assert (expected - 1 / 3).abs().max() > 1e-3
+
+
+def test_a_client_predicts_with_its_mixture_of_probabilities_and_sends_the_learners_only(tmp_path):
+    data = blobs()
+    federation = run([Phase("FedEM", FedEM(), rounds=3)], learners(), data, tmp_path)
+    state, x = federation.run.states["FedEM"], data.x[data.global_test]
+    for client in range(3):
+        pi = state.kept[client]["gate.weights"]
+        assert abs(pi.sum().item() - 1) < 1e-12
+        module = federation.client_module("FedEM", client).eval()
+        expected = sum(weight * expert(x).softmax(1) for weight, expert in zip(pi, module.experts, strict=True))
+        torch.testing.assert_close(module(x).exp(), expected)
+        shown = federation.results["FedEM"].clients[client].gate_weights
+        torch.testing.assert_close(shown, pi.expand_as(shown))
+    size = sum(tensor.nbytes for name, tensor in tensors(learners()).items() if name.startswith("experts."))
+    assert state.traffic["bytes_up"] == state.traffic["bytes_down"] == 3 * 3 * size
+    assert all(name.startswith("experts.") for name in state.server)
+
+
+def test_one_learner_is_fedavg(tmp_path):
+    em = run([phase("FedEM", FedEM(), rounds=3)], learners(1), blobs(), tmp_path / "em")
+    gate = EqualWeights()
+    average = run([phase("FedAvg", FedAvg(), rounds=3, gate=gate)], learners(1), blobs(), tmp_path / "average")
+    torch.testing.assert_close(
+        em.run.states["FedEM"].server,
+        {name: tensor for name, tensor in average.run.states["FedAvg"].server.items() if name != "gate.weights"},
+        rtol=0,
+        atol=1e-13,
+    )
+
+
+def test_equal_learners_never_separate_and_take_steps_of_an_mth_of_the_rate(tmp_path):
+    em = run([phase("FedEM", FedEM(), rounds=3)], equal_learners(), blobs(), tmp_path / "em").run.states["FedEM"]
+    slower, gate = learners(1, optimizer=partial(torch.optim.SGD, lr=RATE / 3)), EqualWeights()
+    average = run([phase("FedAvg", FedAvg(), rounds=3, gate=gate)], slower, blobs(), tmp_path / "average")
+    server = average.run.states["FedAvg"].server
+    for name, tensor in em.server.items():
+        torch.testing.assert_close(tensor, server[f"experts.0.{name.split('.', 2)[2]}"], rtol=0, atol=1e-12)
+    for kept in em.kept.values():  # rounding may have changed them
+        torch.testing.assert_close(kept["gate.weights"], torch.full((3,), 1 / 3, dtype=torch.float64))
+
+
+def test_each_e_step_raises_the_likelihood_of_the_client_s_samples():
+    data = blobs()
+    training = local_training(learners(), FedEM(), data)
+    server, pi, likelihoods = FedEM().server_init(training.module), torch.full((3,), 1 / 3, dtype=torch.float64), []
+    x, y = data.x[data.train_samples[0]], data.y[data.train_samples[0]]
+    for _ in range(30):
+        module = copy.deepcopy(training.module)
+        begin_client(training, module, server, 0, {0: {"gate.weights": pi}}, 0)
+        pi = module.gate.weights.clone()
+        likelihoods.append(-module.loss_of(module(x), y).item())
+    assert all(after >= before - 1e-14 for before, after in itertools.pairwise(likelihoods))
+    assert likelihoods[-1] > likelihoods[0] + 1e-4
+
+
+def test_dropout_is_active_in_the_m_step_only():
+    """The responsibilities are those of the E step, and every call of the loss draws other masks."""
+    expert = nn.Sequential(nn.Dropout(0.5), nn.Linear(5, 3))
+    training, data = local_training(learners(expert=expert), FedEM(), blobs()), blobs()
+    client, const, samples = begin_client(
+        training, copy.deepcopy(training.module), FedEM().server_init(training.module), 0, {}, 0
+    )
+    (batch,) = data.batches(samples, batch_size=100)
+    losses = [FedEM().client_loss(client.module.train(), batch, const)[0].item() for _ in range(2)]
+    assert losses[0] != losses[1] and client.module.training and client.module.experts[0][0].training
+    for layer in client.module.modules():
+        if isinstance(layer, nn.Dropout):
+            layer.p = 0.0
+    before = FedEM().client_loss(client.module, batch, const)[0]
+    again = copy.deepcopy(client.module).eval()
+    torch.testing.assert_close(FedEM().client_loss(again, batch, const)[0], before)
+
+
+def test_learners_with_batch_normalization_change_their_statistics_in_the_m_step_only(tmp_path):
+    expert = nn.Sequential(nn.Linear(5, 4), nn.BatchNorm1d(4), nn.Linear(4, 3))
+    federation = run([phase("FedEM", FedEM(), rounds=2)], learners(expert=expert), blobs((16, 8)), tmp_path)
+    batches = federation.run.states["FedEM"].server["experts.1.1.num_batches_tracked"].item()
+    assert batches == 2 * 2 * 16 / 4, "two rounds of two epochs of the larger client"
+
+
+def test_both_backends_agree():
+    assert_agree(local_training(learners(optimizer=momentum), FedEM(), blobs(UNEQUAL, batch_size=10)), 1e-10)
+
+
+def test_a_run_that_was_killed_ends_with_the_same_bits(tmp_path):
+    def federation(path, **kwargs):
+        arguments = {"default_root_dir": str(path), "enable_progress_bar": False, "logger": False, **kwargs}
+        return Federation([Phase("FedEM", FedEM(), rounds=4, clients_per_round=2)], **arguments)
+
+    whole = federation(tmp_path / "whole")
+    whole.fit(learners(), blobs())
+    with pytest.raises(KeyboardInterrupt):
+        federation(tmp_path / "killed", callbacks=[Kill("on_round_end", 2)]).fit(learners(), blobs())
+    resumed = federation(tmp_path / "killed")
+    resumed.fit(learners(), blobs(), ckpt_path="last")
+    for client in range(3):
+        models = [tensors(one.client_module("FedEM", client)) for one in (whole, resumed)]
+        assert_same_bits(*models)
+
+
+def test_a_newcomer_estimates_its_weights_and_leaves_the_learners_as_they_are(tmp_path):
+    arguments = {"enable_progress_bar": False, "logger": False}
+    phases = [Phase("FedEM", FedEM(), rounds=3)]
+    federation = Federation(phases, default_root_dir=str(tmp_path), **arguments)
+    federation.fit(learners(), blobs())
+    data = blobs(sizes=(9, 6))
+    later = Federation(phases, default_root_dir=str(tmp_path / "later"), **arguments)
+    later.personalize(learners(), data, str(federation.run_dir / "checkpoints/last.ckpt"), rounds=10)
+    server = federation.run.states["FedEM"].server
+    for client in (0, 1):
+        module = later.client_module("FedEM", client).eval()
+        assert_same_bits(tensors(module, "experts."), server)
+        x, y = data.x[data.train_samples[client]], data.y[data.train_samples[client]]
+        likelihood = torch.stack([expert(x).softmax(1)[range(len(y)), y] for expert in module.experts], 1).detach()
+        pi = torch.full((3,), 1 / 3, dtype=torch.float64)
+        for _ in range(10):
+            pi = (pi * likelihood / (likelihood @ pi)[:, None]).mean(0)
+        torch.testing.assert_close(module.gate.weights, pi, rtol=0, atol=1e-10)
+
+
+@pytest.mark.parametrize(
+    ("module", "sentence"),
+    [
+        (mixture, "FedEM: model is a PersonalizedMoE, but must be a SparseMoE with MixtureWeights."),
+        (sparse_mixture, "FedEM: model is a SparseMoE with a ProxyGate, but must be a SparseMoE with MixtureWeights."),
+        (
+            lambda: SparseMoE(nn.Identity(), nn.Linear(5, 3), gate=MixtureWeights()),
+            "FedEM: mixing is 'logits', but must be probabilities.",
+        ),
+        (
+            lambda: learners([1, 2]),
+            "FedEM: num_experts is [1, 2], but must be one number, the same for all clients.",
+        ),
+        (
+            lambda: learners(embedding=Embedding()),
+            "FedEM: embedding is a Embedding, but must be a torch.nn.Identity or another module without parameters; "
+            "PFedMM trains an embedding.",
+        ),
+    ],
+)
+def test_other_models_are_refused(module, sentence):
+    with pytest.raises(MisconfigurationException) as error:
+        FedEM().check(module())
+    assert str(error.value) == sentence

@@ -1,0 +1,92 @@
+"""pFedMM against two rounds in bare PyTorch with the learning rate M lr for the backbone, and its limits."""
+
+from functools import partial
+
+import pytest
+import torch
+from helpers import assert_same_bits, blobs, phase, run, tensors
+from helpers.backends import UNEQUAL, assert_agree, local_training
+from helpers.mixtures_of_learners import RATE, backbone, equal_learners, learners, rounds_by_hand
+from lightning.fabric.utilities.exceptions import MisconfigurationException
+
+from fedmoe_pl import Federation, Phase
+from fedmoe_pl.algorithms import FedAvg, FedEM, PFedMM
+from fedmoe_pl.models import EqualWeights
+
+momentum = partial(torch.optim.SGD, lr=RATE, momentum=0.9)
+
+
+def test_two_rounds_are_those_of_bare_pytorch_with_m_times_the_rate_for_the_backbone(tmp_path):
+    data, model = blobs(), learners(embedding=backbone(), optimizer=momentum)
+    state = run([phase("pFedMM", PFedMM(), rounds=2)], model, data, tmp_path).run.states["pFedMM"]
+
+    def optimizers(module):
+        return [momentum(module.experts.parameters()), momentum(module.embedding.parameters(), lr=3 * RATE)]
+
+    server, weights = rounds_by_hand(model, data, [range(3)] * 2, 2, optimizers)
+    torch.testing.assert_close(state.server, server, rtol=0, atol=1e-10)
+    for client, expected in weights.items():
+        assert state.kept[client].keys() == {"gate.weights"}
+        torch.testing.assert_close(state.kept[client]["gate.weights"], expected, rtol=0, atol=1e-10)
+
+
+def test_clients_send_the_backbone_and_all_heads(tmp_path):
+    model = learners(embedding=backbone())
+    state = run([phase("pFedMM", PFedMM(), rounds=2)], model, blobs(), tmp_path).run.states["pFedMM"]
+    size = sum(parameter.nbytes for parameter in model.parameters())
+    assert state.traffic["bytes_up"] == state.traffic["bytes_down"] == 2 * 3 * size
+    assert state.server.keys() == dict(model.named_parameters()).keys()
+
+
+def test_one_head_is_fedavg(tmp_path):
+    model, gate = learners(1, backbone()), EqualWeights()
+    em = run([phase("pFedMM", PFedMM(), rounds=3)], model, blobs(), tmp_path / "em").run.states["pFedMM"]
+    average = run([phase("FedAvg", FedAvg(), rounds=3, gate=gate)], model, blobs(), tmp_path / "average")
+    torch.testing.assert_close(em.server, average.run.states["FedAvg"].server, rtol=0, atol=1e-13)
+
+
+def test_without_a_backbone_it_is_fedem(tmp_path):
+    servers = [
+        run([phase("it", algorithm, rounds=2)], learners(), blobs(), tmp_path / str(index)).run.states["it"].server
+        for index, algorithm in enumerate((FedEM(), PFedMM()))
+    ]
+    assert_same_bits(*servers)
+
+
+def test_with_equal_heads_the_backbone_takes_a_step_of_fedavg_times_m_and_a_head_an_mth(tmp_path):
+    data = blobs(sizes=(4,), batch_size=4)
+    model, gate = equal_learners(embedding=backbone()), EqualWeights()
+    before = model.state_dict()
+    em = run([phase("pFedMM", PFedMM())], model, data, tmp_path / "em", max_epochs=1).run.states["pFedMM"].server
+    one = learners(1, backbone())
+    average = run([phase("FedAvg", FedAvg(), gate=gate)], one, data, tmp_path / "average", max_epochs=1)
+    server = average.run.states["FedAvg"].server
+    for name, tensor in em.items():
+        same = name if name.startswith("embedding.") else f"experts.0.{name.split('.', 2)[2]}"
+        factor = 3 if name.startswith("embedding.") else 1 / 3
+        torch.testing.assert_close(tensor - before[name], factor * (server[same] - before[same]), rtol=1e-9, atol=0)
+
+
+def test_both_backends_agree():
+    model = learners(embedding=backbone(), optimizer=momentum)
+    assert_agree(local_training(model, PFedMM(), blobs(UNEQUAL, batch_size=10)), 1e-10)
+
+
+def test_a_newcomer_estimates_its_weights_only(tmp_path):
+    arguments = {"enable_progress_bar": False, "logger": False}
+    phases = [Phase("pFedMM", PFedMM(), rounds=2)]
+    federation = Federation(phases, default_root_dir=str(tmp_path), **arguments)
+    federation.fit(learners(embedding=backbone()), blobs())
+    later = Federation(phases, default_root_dir=str(tmp_path / "later"), **arguments)
+    path = str(federation.run_dir / "checkpoints/last.ckpt")
+    later.personalize(learners(embedding=backbone()), blobs(sizes=(9, 6)), path, rounds=3)
+    module = later.client_module("pFedMM", 1)
+    assert_same_bits(tensors(module, ("experts.", "embedding.")), federation.run.states["pFedMM"].server)
+    assert (module.gate.weights - 1 / 3).abs().max() > 1e-4
+
+
+def test_a_model_without_mixture_weights_is_refused():
+    with pytest.raises(MisconfigurationException, match="PFedMM: mixing is 'logits', but must be probabilities"):
+        model = learners(embedding=backbone())
+        model.mixing = "logits"
+        PFedMM().check(model)
