@@ -47,8 +47,10 @@ INTERNAL = {
 ALWAYS = {
     "Algorithm": "shared trainable",
     "ClusterMixture": "trainable",
+    "FD": "expert weight outputs",
     "FedAvg": "shared trainable",
     "FedMoEDA": "top_p shared_init trainable",
+    "FedProto": "expert weight prediction",
     "FedProx": "mu shared",
     "FedRoD": "prior_exponent",
     "Local": "trainable",

@@ -1,8 +1,10 @@
 """Federated algorithms, one file per paper."""
 
 from fedmoe_pl.algorithms.adaptive_experts import ClusterMixture, FineTunedCluster
+from fedmoe_pl.algorithms.fd import FD
 from fedmoe_pl.algorithms.fedavg import FedAvg
 from fedmoe_pl.algorithms.fedmoe_da import FedMoEDA
+from fedmoe_pl.algorithms.fedproto import FedProto
 from fedmoe_pl.algorithms.fedprox import FedProx
 from fedmoe_pl.algorithms.fedrod import FedRoD
 from fedmoe_pl.algorithms.ifca import EpsilonGreedyIFCA
@@ -13,10 +15,12 @@ from fedmoe_pl.algorithms.pfl_moe import PersonalizedExpert, PFLMoE
 from fedmoe_pl.algorithms.scaffold import Scaffold
 
 __all__ = [
+    "FD",
     "ClusterMixture",
     "EpsilonGreedyIFCA",
     "FedAvg",
     "FedMoEDA",
+    "FedProto",
     "FedProx",
     "FedRoD",
     "FineTunedCluster",
