@@ -1,9 +1,11 @@
 """Federated algorithms, one file per paper."""
 
 from fedmoe_pl.algorithms.adaptive_experts import ClusterMixture, FineTunedCluster
+from fedmoe_pl.algorithms.fd import FD
 from fedmoe_pl.algorithms.fedavg import FedAvg
 from fedmoe_pl.algorithms.fedem import FedEM
 from fedmoe_pl.algorithms.fedmoe_da import FedMoEDA
+from fedmoe_pl.algorithms.fedproto import FedProto
 from fedmoe_pl.algorithms.fedprox import FedProx
 from fedmoe_pl.algorithms.fedrod import FedRoD
 from fedmoe_pl.algorithms.fml import FML
@@ -18,6 +20,7 @@ from fedmoe_pl.algorithms.server_optimizers import FedAdagrad, FedAdam, FedYogi
 
 __all__ = [
     "FML",
+    "FD",
     "ClusterMixture",
     "EpsilonGreedyIFCA",
     "FedAdagrad",
@@ -25,6 +28,7 @@ __all__ = [
     "FedAvg",
     "FedEM",
     "FedMoEDA",
+    "FedProto",
     "FedProx",
     "FedRoD",
     "FedYogi",

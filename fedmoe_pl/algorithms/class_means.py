@@ -1,0 +1,92 @@
+"""Means of features or outputs over the samples of each class, which some algorithms exchange in place of parameters.
+
+In a tree, means of shape (C, F) are named ``<prefix>mean``, and the numbers that they are weighed with, of shape (C,),
+``<prefix>count``. A class with the count 0 has no mean; its row is 0.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+import torch
+import torch.nn.functional as F
+from lightning.pytorch import LightningModule
+from torch import Tensor
+
+from fedmoe_pl.algorithms.client import Client
+from fedmoe_pl.trees import Tree, copy_module
+
+
+@torch.no_grad()
+def class_means(
+    client: Client, vectors: Callable[[LightningModule, Tensor], Tensor], prefix: str, per_client: bool = False
+) -> Tree:
+    """Means over a client's training samples of each class, in one pass in eval mode on the data's device.
+
+    Args:
+        client: the client.
+        vectors: maps its module and samples (B, ...) to vectors (B, ...), which are flattened to (B, F).
+        prefix: of the tensors' names.
+        per_client: whether counts are 1 for every class that the client has; otherwise they are its samples.
+
+    Returns:
+        Means (C, F) and counts (C,), on the CPU.
+    """
+    batches = client.batches(client.samples)
+    module = copy_module(client.module).to(batches.x.device).eval()
+    num_classes = client.datamodule.num_classes
+    first = vectors(module, batches.x[:1]).flatten(1)  # a client without samples has means of this width, too
+    sums = first.new_zeros(num_classes, first.shape[1])
+    counts = first.new_zeros(num_classes)
+    for x, y in batches:
+        one_hot = F.one_hot(y, num_classes).to(sums)
+        sums += one_hot.T @ vectors(module, x).flatten(1)
+        counts += one_hot.sum(0)
+    means = sums / counts.clamp(min=1)[:, None]
+    counts = counts.clamp(max=1) if per_client else counts
+    return {f"{prefix}mean": means.cpu(), f"{prefix}count": counts.long().cpu()}
+
+
+def combine_class_means(a: Mapping[str, Tensor], b: Mapping[str, Tensor], prefix: str) -> Tree:
+    """The means of two groups of clients as the means of all of them, class by class, and the sums of the counts."""
+    mean, count = f"{prefix}mean", f"{prefix}count"
+    total = a[count] + b[count]
+    share = b[count].to(b[mean]) / total.clamp(min=1)
+    return {mean: torch.lerp(a[mean], b[mean], share[:, None]), count: total}
+
+
+def update_class_means(server: Mapping[str, Tensor], combined: Mapping[str, Tensor], prefix: str) -> Tree:
+    """The means of the round; a class that no client of the round has keeps its mean of earlier rounds."""
+    mean, count = f"{prefix}mean", f"{prefix}count"
+    if mean not in server:
+        return {mean: combined[mean], count: combined[count]}
+    new = combined[count] > 0
+    return {
+        mean: torch.where(new[:, None], combined[mean], server[mean]),
+        count: torch.where(new, combined[count], server[count]),
+    }
+
+
+def received_means(client: Client, sent: Mapping[str, Tensor], prefix: str) -> tuple[Tensor, Tensor]:
+    """The means (C, F) that the server sent, and which classes have one, (C,); means (C, 1) if it sent none."""
+    if f"{prefix}mean" in sent:
+        return sent[f"{prefix}mean"], sent[f"{prefix}count"] > 0
+    num_classes, parameter = client.datamodule.num_classes, next(client.module.parameters())
+    return torch.zeros(num_classes, 1, dtype=parameter.dtype), torch.zeros(num_classes, dtype=torch.bool)
+
+
+def rows_of_labels(table: Tensor, y: Tensor) -> Tensor:
+    """The row of ``table`` (C, ...) for each label, (B, ...); any row for the label -100."""
+    return table[y.clamp(min=0)]
+
+
+def mean_of_known(values: Tensor, y: Tensor, known: Tensor) -> Tensor:
+    """The mean of the values (B,) over a batch, in which samples of a class that is not known count as 0.
+
+    Args:
+        values: one value per sample, shape (B,).
+        y: labels, shape (B,); samples with the label -100 do not count.
+        known: which classes are known, shape (C,).
+    """
+    labelled = y >= 0
+    return torch.where(labelled & rows_of_labels(known, y), values, 0.0).sum() / labelled.sum().clamp(min=1)

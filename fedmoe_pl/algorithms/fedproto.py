@@ -1,0 +1,143 @@
+"""FedProto: Tan, Long, Liu, Zhou, Lu, Jiang, Zhang, AAAI 2022, Algorithm 1 (https://arxiv.org/abs/2105.00243).
+
+The official code is at https://github.com/yuetan031/FedProto:
+
+===================  =============================  ==============================  =============================
+topic                paper                          official code                   here
+===================  =============================  ==============================  =============================
+clients' prototypes  mean over the client's         mean over the last epoch's      as in the paper: in one pass
+                     samples                        batches, while training         in eval mode after training
+server's mean        weighed by class counts        every client that has the       as in the code
+                                                    class counts the same
+distance             L2 norm of the difference of   mean squared error over the     as in the code
+                     prototypes, class by class     batch and the features
+prediction           nearest prototype              reports both                    ``prediction``
+participation        all clients                    all clients                     ``clients_per_round``
+===================  =============================  ==============================  =============================
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Literal, get_args
+
+import torch
+from lightning.fabric.utilities.exceptions import MisconfigurationException
+from lightning.pytorch import LightningModule
+from torch import Tensor, nn
+
+from fedmoe_pl.algorithms.algorithm import Algorithm
+from fedmoe_pl.algorithms.class_means import (
+    class_means,
+    combine_class_means,
+    mean_of_known,
+    received_means,
+    rows_of_labels,
+    update_class_means,
+)
+from fedmoe_pl.algorithms.client import Client, Update
+from fedmoe_pl.algorithms.parts import check_expert, expert_prefix, logits_loss, split_expert
+from fedmoe_pl.models.mixtures.architectures import Architectures
+from fedmoe_pl.trees import Tree
+
+Prediction = Literal["head", "prototype"]
+_PROTOTYPES = "prototypes/"  # of every class, the mean of features (C, F) and the number of clients that have it, (C,)
+
+
+class FedProto(Algorithm):
+    """Clients share only prototypes, the mean features of every class; their models may differ in architecture.
+
+    The loss is cross-entropy plus ``weight`` times the mean squared error between the features and the global prototype
+    of the label. Samples of a class without a prototype add 0, and so do all samples in the first round.
+
+    Args:
+        expert: name of the expert that is trained, such as ``local_expert``; empty for a module that is itself an
+            ``extractor`` and a ``classifier``. The features of all clients must have the same width.
+        weight: weight of the distance to the prototypes; 0 is Local.
+        prediction: ``head`` predicts with the module, so that the gate chooses the expert; ``prototype`` with the
+            global prototype nearest to the features, among those of the client's own classes. A client that has none
+            of these predicts with the module.
+
+    Raises:
+        MisconfigurationException: if ``weight`` is below 0, or ``prediction`` is neither of these.
+    """
+
+    def __init__(self, expert: str = "global_expert", weight: float = 1.0, prediction: Prediction = "head") -> None:
+        if not weight >= 0:
+            raise MisconfigurationException(f"FedProto: weight is {weight}, but must be at least 0.")
+        if prediction not in get_args(Prediction):
+            raise MisconfigurationException(f"FedProto: prediction is '{prediction}', but must be head or prototype.")
+        super().__init__(trainable=f"{expert_prefix(expert)}*")
+        self.expert = expert
+        self.weight = weight
+        self.prediction = prediction
+
+    def check(self, module: LightningModule) -> None:
+        """Refuses a module without the expert's two parts, and architectures whose features differ in width."""
+        check_expert(self, module, self.expert, splits=True)
+        super().check(module)
+        widths = _widths(module.get_submodule(self.expert))
+        if len(widths) > 1:
+            raise MisconfigurationException(
+                f"{type(module).__name__}: {self.expert} has features of widths {', '.join(map(str, sorted(widths)))}, "
+                "but must have the same width in all architectures, because FedProto averages them."
+            )
+
+    def is_shared(self, name: str) -> bool:
+        """No parameter."""
+        return False
+
+    def client_init(self, client: Client, sent: Tree) -> dict[str, Any]:
+        """Loads the client's own model; returns the global prototypes."""
+        super().client_init(client, sent)
+        prototypes, known = received_means(client, sent, _PROTOTYPES)
+        return {"prototypes": prototypes, "known": known}
+
+    def client_loss(
+        self, module: LightningModule, batch: Any, const: dict[str, Any]
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        """Cross-entropy and the weighted distance to the prototypes."""
+        x, y = batch
+        extractor, classifier = split_expert(module, self.expert)
+        features = extractor(x)
+        distances = (features.flatten(1) - rows_of_labels(const["prototypes"], y)).square().mean(1)
+        loss = logits_loss(module, classifier(features), y)
+        return loss + self.weight * mean_of_known(distances, y, const["known"]), {}
+
+    def client_final(self, client: Client, const: dict[str, Any]) -> Update:
+        """Sends the prototypes of its classes, keeps its model."""
+        prototypes = class_means(client, self._features, _PROTOTYPES, per_client=True)
+        return Update(prototypes, 1, self.private_tensors(client))
+
+    def combine(self, a: Update, b: Update) -> Update:
+        """The mean prototypes over the clients that have the class."""
+        return Update(combine_class_means(a.sent, b.sent, _PROTOTYPES), a.weight + b.weight)
+
+    def server_update(self, server: Tree, combined: Update) -> Tree:
+        """The round's prototypes; a class that no client of the round has keeps its earlier one."""
+        return update_class_means(server, combined.sent, _PROTOTYPES)
+
+    def predictor(self, client: Client, server: Tree) -> Callable[[Tensor], Tensor]:
+        """The module, or the nearest prototype of the client's own classes: scores are negative distances."""
+        module, labels = client.module, client.datamodule.y[client.samples]
+        prototypes, known = received_means(client, server, _PROTOTYPES)
+        usable = known & (torch.bincount(labels, minlength=len(known)) > 0)
+        if self.prediction == "head" or not usable.any():
+            return module
+
+        def predict(x: Tensor) -> Tensor:
+            distances = torch.cdist(self._features(module, x).flatten(1), prototypes.to(x.device))
+            return (-distances).masked_fill(~usable.to(x.device), -torch.inf)
+
+        return predict
+
+    def _features(self, module: LightningModule, x: Tensor) -> Tensor:
+        return split_expert(module, self.expert)[0](x)
+
+
+def _widths(expert: nn.Module) -> set[int]:
+    """The widths of the features that the classifiers of all architectures read, as far as linear layers tell them."""
+    experts = expert.present.values() if isinstance(expert, Architectures) else [expert]
+    layers = [one.get_submodule("classifier").modules() for one in experts]
+    first = [next((layer for layer in of_one if isinstance(layer, nn.Linear)), None) for of_one in layers]
+    return {layer.in_features for layer in first if layer is not None}

@@ -1,0 +1,171 @@
+"""Federated distillation against a bare loop of PyTorch, and its limits."""
+
+import copy
+
+import pytest
+import torch
+import torch.nn.functional as F
+from helpers import Expert, TensorData, assert_same_bits, client_generator, mixture, momentum_sgd, phase, run, tensors
+from helpers.backends import FEW, assert_agree, local_training, train
+from helpers.prototypes import SIZES, assert_resumes, personalized, without_a_class
+from lightning.fabric.utilities.exceptions import MisconfigurationException
+
+from fedmoe_pl.algorithms import FD, Local
+from fedmoe_pl.backends import StackedBackend, TrainerBackend
+from fedmoe_pl.models import GlobalOnly, LocalOnly, PersonalizedMoE
+from fedmoe_pl.rounds.cohort import sample_cohort
+
+MEAN, COUNT = "outputs/mean", "outputs/count"
+
+
+def distill(model, batches, targets, weight, outputs):
+    """Trains a client's model, sample by sample in the distance."""
+    optimizer = momentum_sgd(model.parameters())
+    for _ in range(2):
+        for x, y in batches:
+            logits = model(x)
+            distance = 0.0
+            for row, label in zip(logits, y.tolist(), strict=True):
+                if label not in targets:
+                    continue
+                if outputs == "probabilities":
+                    distance = distance - (targets[label] * (row.exp() / row.exp().sum()).log()).sum() / len(y)
+                else:
+                    distance = distance + F.mse_loss(row, targets[label]) / len(y)
+            optimizer.zero_grad()
+            (F.cross_entropy(logits, y) + weight * distance).backward()
+            optimizer.step()
+
+
+def mean_outputs(model, x, y, outputs):
+    with torch.no_grad():
+        scores = model(x).softmax(1) if outputs == "probabilities" else model(x)
+        return {label: scores[y == label].mean(0) for label in y.unique().tolist()}
+
+
+def of_others(sent, client):
+    """Mean outputs per class of the clients other than this one, by class."""
+    others = [means for sender, means in sent.items() if sender != client]
+    having = {label: [means[label] for means in others if label in means] for label in range(3)}
+    return {label: sum(means) / len(means) for label, means in having.items() if means}
+
+
+@pytest.mark.parametrize("outputs", ["probabilities", "logits"])
+@pytest.mark.parametrize("clients_per_round", [None, 2])
+def test_rounds_equal_a_loop_in_which_the_server_knows_every_client_s_outputs(outputs, clients_per_round, tmp_path):
+    data, weight, rounds = without_a_class(), 0.7, 4
+    it = phase("it", FD("global_expert", weight, outputs), rounds=rounds, clients_per_round=clients_per_round)
+    fed = run([it], mixture(), data, tmp_path, seed=3)
+    models = [copy.deepcopy(mixture().global_expert) for _ in SIZES]
+    sent, cohorts = {}, []
+    for round in range(rounds):
+        cohort = sample_cohort(range(3), clients_per_round or 3, 3, round)
+        of_round = {}
+        for client in cohort:
+            samples = data.train_samples[client]
+            batches = data.batches(samples, generator=client_generator(3, client, round))
+            distill(models[client], batches, of_others(sent, client), weight, outputs)
+            of_round[client] = mean_outputs(models[client], data.x[samples], data.y[samples], outputs)
+        sent = of_round
+        cohorts.append(tuple(cohort))
+    assert clients_per_round is None or len(set(cohorts)) > 1, "some client was not in the round before"
+    server = fed.run.states["it"].server
+    for label, mean in of_others(sent, None).items():
+        torch.testing.assert_close(server[MEAN][label], mean, rtol=1e-10, atol=1e-10)
+    for client, model in enumerate(models):
+        trained = fed.client_module("it", client).global_expert
+        torch.testing.assert_close(tensors(trained), tensors(model), rtol=1e-10, atol=1e-10)
+
+
+def test_a_class_that_no_other_client_has_is_skipped_and_a_client_never_learns_from_itself(tmp_path):
+    """Two clients: only class 2 is both's. Without it, each of them trains alone."""
+    both = without_a_class((13, 8))
+    parts = [part[both.y[part] != 2] for part in both.train_samples]
+    kept = {}
+    for name, algorithm in (("FD", FD(weight=0.9)), ("Local", Local("global_expert.*"))):
+        data = TensorData(both.x[:21], both.y[:21], parts, dtype=torch.float64, batch_size=4)
+        it = phase("it", algorithm, rounds=3)
+        kept[name] = run([it], mixture(gate=GlobalOnly()), data, tmp_path / name).run.states["it"].kept
+    for client in (0, 1):
+        expected = kept["Local"][client]
+        assert_same_bits({name: kept["FD"][client][name] for name in expected}, expected)
+
+
+def test_without_weight_every_client_trains_alone_to_the_bit(tmp_path):
+    kept = [
+        run([phase("it", algorithm, rounds=3)], mixture(gate=GlobalOnly()), without_a_class(), tmp_path).run.states
+        for algorithm in (FD(weight=0.0), Local("global_expert.*"))
+    ]
+    for client in range(3):
+        expected = kept[1]["it"].kept[client]
+        assert_same_bits({name: kept[0]["it"].kept[client][name] for name in expected}, expected)
+
+
+def test_what_leaves_a_client_is_a_mean_output_and_a_count_for_each_class(tmp_path):
+    state = run([phase("it", FD(), rounds=3)], mixture(), without_a_class(), tmp_path).run.states["it"]
+    assert state.traffic["parameters_up"] == state.traffic["parameters_down"] == 0
+    classes, number = 3, 8
+    assert state.traffic["bytes_up"] == 3 * 3 * classes * (classes + 1) * number
+    assert state.traffic["bytes_down"] == 2 * 3 * (classes * (classes + 1) * number + 1), "one byte: are its own in it"
+
+
+def of_two_architectures():
+    torch.manual_seed(2)
+    return PersonalizedMoE(Expert(), [Expert(), Expert(hidden=7)], LocalOnly(), momentum_sgd).double()
+
+
+class FromGivenOutputs(FD):
+    def server_init(self, module):
+        generator = torch.Generator().manual_seed(0)
+        mean = torch.rand(3, 3, generator=generator, dtype=torch.float64)
+        return {MEAN: mean, COUNT: torch.tensor([2, 0, 1])}
+
+
+@pytest.mark.parametrize("outputs", ["probabilities", "logits"])
+@pytest.mark.parametrize("algorithm", [FD, FromGivenOutputs])
+def test_backends_agree_without_targets_and_with_some(algorithm, outputs):
+    data = without_a_class(FEW, batch_size=10)
+    assert_agree(local_training(mixture(), algorithm(weight=5.0, outputs=outputs), data), 1e-10)
+
+
+def test_backends_agree_on_clients_of_two_architectures():
+    assert_agree(local_training(of_two_architectures(), FromGivenOutputs("local_expert"), without_a_class(FEW)), 1e-10)
+
+
+def test_the_order_of_clients_changes_only_the_rounding():
+    training = local_training(mixture(), FD(), without_a_class(FEW, batch_size=10))
+    update, swapped = train(TrainerBackend(), training)[0], train(StackedBackend(2), training)[0]
+    torch.testing.assert_close(swapped.sent, update.sent, rtol=1e-12, atol=1e-12)
+    assert update.sent[COUNT].tolist() == [2, 3, 3]
+
+
+def test_a_killed_run_ends_with_the_same_bits(tmp_path):
+    assert_resumes(FD(), mixture, tmp_path)
+
+
+def test_newcomers_learn_from_all_of_the_federation_s_clients(tmp_path):
+    """Their ids are those of clients whose outputs are in the means; their own outputs never are."""
+    first, later = personalized(FD(weight=0.7), mixture, tmp_path)
+    server, data = first.run.states["it"].server, later.run.datamodule
+    targets = {label: server[MEAN][label] for label in range(3) if server[COUNT][label]}
+    for client in (0, 1):
+        own = mixture().global_expert
+        for round in range(2):
+            batches = data.batches(data.train_samples[client], generator=client_generator(0, client, round))
+            distill(own, batches, targets, 0.7, "probabilities")
+        trained = later.client_module("it", client).global_expert
+        torch.testing.assert_close(tensors(trained), tensors(own), rtol=1e-10, atol=1e-10)
+
+
+@pytest.mark.parametrize(
+    ("made", "sentence"),
+    [
+        (lambda: FD(weight=-1.0), "FD: weight is -1.0, but must be at least 0."),
+        (lambda: FD(outputs="classes"), "FD: outputs is 'classes', but must be probabilities or logits."),
+        (lambda: FD("expert").check(mixture()), "FD: expert is 'expert', but must be a part of the PersonalizedMoE"),
+    ],
+)
+def test_what_fd_cannot_train_is_refused(made, sentence):
+    with pytest.raises(MisconfigurationException) as error:
+        made()
+    assert sentence in str(error.value)

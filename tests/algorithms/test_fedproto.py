@@ -1,0 +1,195 @@
+"""FedProto against a bare loop of PyTorch, and its limits."""
+
+import copy
+
+import pytest
+import torch
+import torch.nn.functional as F
+from helpers import Expert, assert_same_bits, client_generator, mixture, momentum_sgd, phase, run, tensors
+from helpers.backends import FEW, assert_agree, local_training, train
+from helpers.prototypes import OWN_CLASSES, SIZES, assert_resumes, personalized, without_a_class
+from lightning.fabric.utilities.exceptions import MisconfigurationException
+
+from fedmoe_pl import Phase
+from fedmoe_pl.algorithms import FedProto, Local
+from fedmoe_pl.backends import StackedBackend, TrainerBackend
+from fedmoe_pl.models import GlobalOnly, LocalOnly, PersonalizedMoE
+
+MEAN, COUNT = "prototypes/mean", "prototypes/count"
+
+
+def of_two_architectures():
+    """Clients 0 and 2 have a local expert of one kind, client 1 of another; all have six features."""
+    torch.manual_seed(2)
+    deep = Expert()
+    deep.extractor.insert(1, torch.nn.Linear(5, 5))
+    return PersonalizedMoE(Expert(), [Expert(), deep], LocalOnly(), momentum_sgd).double()
+
+
+def train_with_prototypes(model, batches, prototypes, weight):
+    """The official code's loss: the target of a sample whose class has no prototype is its own feature vector."""
+    optimizer = momentum_sgd(model.parameters())
+    for _ in range(2):
+        for x, y in batches:
+            features = model.extractor(x)
+            target = features.detach().clone()
+            for row, label in enumerate(y.tolist()):
+                target[row] = prototypes.get(label, target[row])
+            loss = F.cross_entropy(model.classifier(features), y) + weight * F.mse_loss(features, target)
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+
+
+def mean_features(model, x, y):
+    with torch.no_grad():
+        return {label: model.extractor(x[y == label]).mean(0) for label in y.unique().tolist()}
+
+
+def mean_over_clients(of_clients):
+    labels = {label for of_client in of_clients for label in of_client}
+    having = {label: [means[label] for means in of_clients if label in means] for label in labels}
+    return {label: sum(means) / len(means) for label, means in having.items()}
+
+
+@pytest.mark.parametrize("expert", ["global_expert", "local_expert"])
+def test_three_rounds_equal_a_loop_with_the_official_loss(expert, tmp_path):
+    data, weight = without_a_class(), 0.7
+    model = mixture() if expert == "global_expert" else of_two_architectures()
+    it = phase("it", FedProto(expert, weight), rounds=3)
+    fed = run([it], copy.deepcopy(model), data, tmp_path, seed=3)
+    if expert == "global_expert":
+        models = [copy.deepcopy(model.global_expert) for _ in SIZES]
+    else:
+        models = [copy.deepcopy(model.local_expert[client % 2]) for client in range(3)]
+    prototypes = {}
+    for round in range(3):
+        of_clients = []
+        for client, own in enumerate(models):
+            samples = data.train_samples[client]
+            batches = data.batches(samples, generator=client_generator(3, client, round))
+            train_with_prototypes(own, batches, prototypes, weight)
+            of_clients.append(mean_features(own, data.x[samples], data.y[samples]))
+        prototypes = mean_over_clients(of_clients)
+    server = fed.run.states["it"].server
+    for label, prototype in prototypes.items():
+        torch.testing.assert_close(server[MEAN][label], prototype, rtol=1e-10, atol=1e-10)
+    assert server[COUNT].tolist() == [2, 2, 2] and {*server} == {MEAN, COUNT}
+    for client, own in enumerate(models):
+        trained = fed.client_module("it", client).get_submodule(expert)
+        trained = trained if expert == "global_expert" else trained.expert
+        torch.testing.assert_close(tensors(trained), tensors(own), rtol=1e-10, atol=1e-10)
+
+
+def test_without_weight_every_client_trains_alone_to_the_bit(tmp_path):
+    kept = [
+        run([phase("it", algorithm, rounds=3)], mixture(gate=GlobalOnly()), without_a_class(), tmp_path).run.states
+        for algorithm in (FedProto(weight=0.0), Local("global_expert.*"))
+    ]
+    for client in range(3):
+        assert_same_bits(kept[0]["it"].kept[client], kept[1]["it"].kept[client])
+
+
+def test_what_leaves_a_client_is_a_mean_and_a_count_for_each_class(tmp_path):
+    state = run([phase("it", FedProto(), rounds=3)], mixture(), without_a_class(), tmp_path).run.states["it"]
+    assert state.traffic["parameters_up"] == state.traffic["parameters_down"] == 0
+    classes, features, number = 3, 6, 8
+    assert state.traffic["bytes_up"] == 3 * 3 * classes * (features + 1) * number
+    assert state.traffic["bytes_down"] == 2 * 3 * classes * (features + 1) * number, "nothing in the first round"
+
+
+def test_a_class_that_no_client_of_a_round_has_keeps_its_prototype(tmp_path):
+    """With one client per round, each round has two of the three classes."""
+    before = {}
+    for rounds in range(1, 6):
+        it = phase("it", FedProto(), rounds=rounds, clients_per_round=1)
+        server = run([it], mixture(), without_a_class(), tmp_path / str(rounds), seed=1).run.states["it"].server
+        if rounds == 1:
+            (absent,) = [c for c in range(3) if server[COUNT][c] == 0]
+            assert not server[MEAN][absent].any()
+        else:
+            kept = [c for c in range(3) if torch.equal(server[MEAN][c], before[MEAN][c])]
+            assert len(kept) == 1
+        before = server
+    assert server[COUNT].tolist() == [1, 1, 1]
+
+
+def test_prototypes_predict_the_nearest_among_the_client_s_own_classes(tmp_path):
+    data = without_a_class()
+    it = Phase("it", FedProto(prediction="prototype"), rounds=2, gate=GlobalOnly())
+    fed = run([it], mixture(), data, tmp_path)
+    prototypes = fed.run.states["it"].server[MEAN]
+    x, y = data.x[data.global_test], data.y[data.global_test]
+    for client, classes in enumerate(OWN_CLASSES):
+        features = fed.client_module("it", client).global_expert.extractor(x)
+        distances = ((features[:, None] - prototypes[classes]) ** 2).sum(2)
+        nearest = torch.tensor(classes)[distances.argmin(1)]
+        right = (nearest == y).double().mean().item()
+        assert fed.results["it"].clients[client].global_test == pytest.approx(right, abs=1e-6)
+        assert not torch.equal(nearest, prototypes.sub(features[:, None]).square().sum(2).argmin(1))
+
+
+def test_a_client_without_a_prototype_of_its_classes_predicts_with_its_module(tmp_path):
+    it = Phase("it", FedProto(prediction="prototype"), rounds=2, max_epochs=0, gate=GlobalOnly())
+    fed = run([it], mixture(), without_a_class(), tmp_path)
+    state = fed.run.states["it"]
+    state.server[COUNT].zero_()
+    x = fed.run.datamodule.x
+    for client in range(3):
+        expected = fed.client_module("it", client)(x)
+        torch.testing.assert_close(fed.run.client_predictor("it", client)(x), expected, rtol=0, atol=0)
+
+
+class FromGivenPrototypes(FedProto):
+    def server_init(self, module):
+        generator = torch.Generator().manual_seed(0)
+        mean = torch.randn(3, 6, generator=generator, dtype=torch.float64)
+        return {MEAN: mean, COUNT: torch.tensor([2, 0, 1])}
+
+
+@pytest.mark.parametrize("algorithm", [FedProto, FromGivenPrototypes])
+def test_backends_agree_without_prototypes_and_with_some(algorithm):
+    assert_agree(local_training(mixture(), algorithm(weight=5.0), without_a_class(FEW, batch_size=10)), 1e-10)
+
+
+def test_backends_agree_on_clients_of_two_architectures():
+    assert_agree(local_training(of_two_architectures(), FedProto("local_expert"), without_a_class(FEW)), 1e-10)
+
+
+def test_the_order_of_clients_changes_only_the_rounding():
+    data = without_a_class(FEW, batch_size=10)
+    training = local_training(mixture(), FedProto(), data)
+    update = train(TrainerBackend(), training)[0]
+    swapped = train(StackedBackend(2), training)[0]
+    torch.testing.assert_close(swapped.sent, update.sent, rtol=1e-12, atol=1e-12)
+    assert update.sent[COUNT].tolist() == [2, 3, 3]
+
+
+def test_a_killed_run_ends_with_the_same_bits(tmp_path):
+    assert_resumes(FedProto(), mixture, tmp_path)
+
+
+def test_newcomers_train_with_the_federation_s_prototypes(tmp_path):
+    first, later = personalized(FedProto(weight=0.7), mixture, tmp_path)
+    server, data = first.run.states["it"].server, later.run.datamodule
+    assert_same_bits(later.run.states["it"].server, server)
+    for client in (0, 1):
+        own = mixture().global_expert
+        for round in range(2):
+            batches = data.batches(data.train_samples[client], generator=client_generator(0, client, round))
+            train_with_prototypes(own, batches, dict(enumerate(server[MEAN])), 0.7)
+        trained = later.client_module("it", client).global_expert
+        torch.testing.assert_close(tensors(trained), tensors(own), rtol=1e-10, atol=1e-10)
+
+
+def test_what_fedproto_cannot_train_is_refused():
+    unequal = PersonalizedMoE(Expert(), [Expert(), Expert(hidden=7)], LocalOnly(), momentum_sgd)
+    for made, sentence in (
+        (lambda: FedProto(weight=-1.0), "FedProto: weight is -1.0, but must be at least 0."),
+        (lambda: FedProto(prediction="mean"), "FedProto: prediction is 'mean', but must be head or prototype."),
+        (lambda: FedProto("gate").check(mixture()), "FedProto: expert is 'gate', but must be a part of the Personaliz"),
+        (lambda: FedProto("local_expert").check(unequal), "local_expert has features of widths 6, 7, but must have"),
+    ):
+        with pytest.raises(MisconfigurationException) as error:
+            made()
+        assert sentence in str(error.value)
