@@ -19,8 +19,8 @@ from fedmoe_pl.algorithms.scaffold import Scaffold
 from fedmoe_pl.algorithms.server_optimizers import FedAdagrad, FedAdam, FedYogi
 
 __all__ = [
-    "FML",
     "FD",
+    "FML",
     "ClusterMixture",
     "EpsilonGreedyIFCA",
     "FedAdagrad",
