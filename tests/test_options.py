@@ -52,6 +52,7 @@ ALWAYS = {
     "FD": "expert weight outputs",
     "FedAvg": "shared trainable",
     "FedMoEDA": "top_p shared_init trainable",
+    "FedPAC": "expert weight",
     "FedProto": "expert weight prediction",
     "FedProx": "mu shared",
     "FedRoD": "prior_exponent",

@@ -5,6 +5,7 @@ from fedmoe_pl.algorithms.fd import FD
 from fedmoe_pl.algorithms.fedavg import FedAvg
 from fedmoe_pl.algorithms.fedem import FedEM
 from fedmoe_pl.algorithms.fedmoe_da import FedMoEDA
+from fedmoe_pl.algorithms.fedpac import FedPAC
 from fedmoe_pl.algorithms.fedproto import FedProto
 from fedmoe_pl.algorithms.fedprox import FedProx
 from fedmoe_pl.algorithms.fedrod import FedRoD
@@ -28,6 +29,7 @@ __all__ = [
     "FedAvg",
     "FedEM",
     "FedMoEDA",
+    "FedPAC",
     "FedProto",
     "FedProx",
     "FedRoD",

@@ -1,0 +1,208 @@
+"""FedPAC: Xu, Tong, Huang, ICLR 2023, Algorithm 1 (https://arxiv.org/abs/2306.11867).
+
+The official code is at https://github.com/JianXu95/FedPAC:
+
+====================  ===============================================  ============================================
+topic                 official code                                    here
+====================  ===============================================  ============================================
+learning rates        0.1 for the classifier, 0.02 (CIFAR-10) or 0.01  an ``lr_scheduler`` over epochs, such as
+                      for the extractor                                ``MultiStepLR`` with ``milestones: [1]`` and
+                                                                       ``gamma: 0.1`` on a rate of 0.1
+momentum, decay       0.5, 5e-4                                        ``optimizer``
+optimizers            one for each part                                one; a frozen part takes no steps
+train or eval mode    eval mode while training                         train mode; statistics in eval mode
+combined classifiers  sent at the end of the round                     sent when the client takes part again
+classes without       fail                                             keep their prototype of earlier rounds
+samples in a round
+quadratic program     cvxpy in single precision, in which the matrix   an active-set method in double precision
+                      may have negative eigenvalues: it is then
+                      rebuilt from those of at least 0.01; own
+                      classifier if it still fails
+reported accuracy     the round's clients, before the combination      all clients, after it
+====================  ===============================================  ============================================
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from lightning.fabric.utilities.exceptions import MisconfigurationException
+from lightning.pytorch import LightningModule
+from torch import Tensor
+
+from fedmoe_pl.algorithms.algorithm import Algorithm
+from fedmoe_pl.algorithms.class_means import (
+    class_means,
+    combine_class_means,
+    mean_of_known,
+    received_means,
+    rows_of_labels,
+    update_class_means,
+)
+from fedmoe_pl.algorithms.client import Client, Update
+from fedmoe_pl.algorithms.parts import check_expert, expert_prefix, logits_loss, split_expert
+from fedmoe_pl.algorithms.simplex import simplex_minimum
+from fedmoe_pl.trees import Tree, load_tree, mean_of_two, of_module, subtree, with_prefix
+
+_PROTOTYPES = "prototypes/"  # of every class, the mean of features (C, F) and the number of samples, (C,)
+_CLASSIFIERS = "classifiers/"  # prefix of "<client>.<name>": a client's classifier
+_FEATURES = "features/"  # prefix of a client's id: its mean features times its class shares, (C, F)
+_VARIANCE = "variance/"  # prefix of a client's id: the variance of that estimate, shape ()
+_SMALLEST_WEIGHT = 1e-3
+
+
+class FedPAC(Algorithm):
+    """A shared extractor whose features are pulled to global prototypes, and a combination of classifiers per client.
+
+    The first local epoch trains the classifier, all others the extractor, so that a round needs at least two epochs.
+    The extractor's loss is cross-entropy plus, from the second round on, ``weight`` times the mean squared error
+    between the features and the global prototype of the label; where there is none, the client's own prototype before
+    its training.
+
+    The server averages extractors by samples and prototypes by samples of the class. A client's classifier becomes the
+    weighted mean of those of the round's clients, with the weights a that minimize ``a^T (diag(v) + D) a`` over the
+    simplex; ``D_jl = sum_c <h_ic - h_jc, h_ic - h_lc>`` for the client i. Here h_jc is client j's mean feature of class
+    c times its share of the class, and v_j the variance of the mean feature, both with the extractor as received.
+
+    Args:
+        expert: name of the expert that is trained, such as ``global_expert``; empty for a module that is itself an
+            ``extractor`` and a ``classifier``.
+        weight: weight of the distance to the prototypes.
+
+    Raises:
+        MisconfigurationException: if ``weight`` is below 0.
+    """
+
+    def __init__(self, expert: str = "global_expert", weight: float = 1.0) -> None:
+        if not weight >= 0:
+            raise MisconfigurationException(f"FedPAC: weight is {weight}, but must be at least 0.")
+        prefix = expert_prefix(expert)
+        super().__init__(shared=f"{prefix}extractor.*", trainable=f"{prefix}*")
+        self.expert = expert
+        self.weight = weight
+        self._classifier = f"{prefix}classifier."
+
+    def check(self, module: LightningModule) -> None:
+        """Refuses a module without the expert's two parts."""
+        check_expert(self, module, self.expert, splits=True)
+        super().check(module)
+
+    def is_trainable(self, name: str, round: int, epoch: int) -> bool:
+        """The classifier in the first epoch, the extractor in the others."""
+        return name.startswith(self._classifier) if epoch == 0 else name in self.shared
+
+    def server_send(self, server: Tree, client_id: int, request: Tree) -> Tree:
+        """The extractor, the prototypes, and the client's combined classifier if it has taken part before."""
+        sent = {name: tensor for name, tensor in server.items() if not name.startswith(_CLASSIFIERS)}
+        return sent | with_prefix(subtree(server, f"{_CLASSIFIERS}{client_id}."), self._classifier)
+
+    def client_init(self, client: Client, sent: Tree) -> dict[str, Any]:
+        """Loads the extractor and the classifier; computes the statistics and the targets of the features."""
+        load_tree(client.module, of_module({**client.kept, **sent}))
+        own = class_means(client, self._features_and_square, "")
+        counts = own["count"].to(own["mean"])
+        means, squares = own["mean"][:, :-1], own["mean"][:, -1]
+        size = counts.sum().clamp(min=1)
+        shares = counts / size
+        weighted = shares[:, None] * means
+        variance = (shares @ squares - weighted.square().sum()).clamp(min=0) / size
+        targets, known = received_means(client, sent, _PROTOTYPES)
+        started = known.any()
+        return {
+            "targets": torch.where(known[:, None], targets, means),
+            "known": started & (known | (own["count"] > 0)),
+            "features": weighted,
+            "variance": variance,
+        }
+
+    def client_loss(
+        self, module: LightningModule, batch: Any, const: dict[str, Any]
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        """Cross-entropy and the weighted distance to the targets, which has no gradient in the classifier's epoch."""
+        x, y = batch
+        extractor, classifier = split_expert(module, self.expert)
+        features = extractor(x)
+        distances = (features.flatten(1) - rows_of_labels(const["targets"], y)).square().mean(1)
+        loss = logits_loss(module, classifier(features), y)
+        return loss + self.weight * mean_of_known(distances, y, const["known"]), {}
+
+    def client_final(self, client: Client, const: dict[str, Any]) -> Update:
+        """Sends its extractor, classifier, new prototypes and statistics."""
+        update = super().client_final(client, const)
+        state = client.module.state_dict()
+        classifier = {name: state[name].detach().cpu().clone() for name in state if name.startswith(self._classifier)}
+        statistics = {f"{_FEATURES}{client.id}": const["features"], f"{_VARIANCE}{client.id}": const["variance"]}
+        prototypes = class_means(client, lambda module, x: split_expert(module, self.expert)[0](x), _PROTOTYPES)
+        return Update(update.sent | classifier | prototypes | statistics, update.weight, update.kept | classifier)
+
+    def combine(self, a: Update, b: Update) -> Update:
+        """The mean extractor and prototypes, and every client's classifier and statistics."""
+        a_sent, b_sent = self._by_client(a.sent), self._by_client(b.sent)
+        extractor = mean_of_two(of_module(a_sent), a.weight, b_sent, b.weight)
+        means = extractor | combine_class_means(a_sent, b_sent, _PROTOTYPES)
+        return Update({**a_sent, **b_sent, **means}, a.weight + b.weight)
+
+    def server_update(self, server: Tree, combined: Update) -> Tree:
+        """The mean extractor, the prototypes, and a combined classifier for each client of the round."""
+        sent = self._by_client(combined.sent)
+        clients = sorted(int(name.removeprefix(_VARIANCE)) for name in sent if name.startswith(_VARIANCE))
+        classifiers = {client: subtree(sent, f"{_CLASSIFIERS}{client}.") for client in clients}
+        features = torch.stack([sent[f"{_FEATURES}{client}"].double().flatten() for client in clients])
+        variances = torch.stack([sent[f"{_VARIANCE}{client}"].double() for client in clients])
+        new = {**server, **of_module(sent), **update_class_means(server, sent, _PROTOTYPES)}
+        for row, client in enumerate(clients):
+            weights = combination_weights(features, variances, row)
+            combination = _weighted_mean([*classifiers.values()], weights, classifiers[client])
+            new |= with_prefix(combination, f"{_CLASSIFIERS}{client}.")
+        return new
+
+    def server_of_newcomers(self, server: Tree) -> Tree:
+        """The extractor and the prototypes: classifiers belong to the federation's clients."""
+        return {name: tensor for name, tensor in server.items() if not name.startswith(_CLASSIFIERS)}
+
+    def personal_tensors(self, client: Client, server: Tree) -> Tree:
+        """The extractor with the combined classifier, or with its own if the server has none."""
+        return of_module({**client.kept, **self.received(server, client.id, client.kept)})
+
+    def _features_and_square(self, module: LightningModule, x: Tensor) -> Tensor:
+        """Features and their squared norm, (B, F + 1), so that one pass gives the means of both."""
+        features = split_expert(module, self.expert)[0](x).flatten(1)
+        return torch.cat([features, features.square().sum(1, keepdim=True)], dim=1)
+
+    def _by_client(self, sent: Tree) -> Tree:
+        """What a client or a group of clients sent; a single client's classifier is named after the client."""
+        classifier = subtree(sent, self._classifier)
+        if not classifier:
+            return sent
+        client = next(name for name in sent if name.startswith(_VARIANCE)).removeprefix(_VARIANCE)
+        others = {name: tensor for name, tensor in sent.items() if not name.startswith(self._classifier)}
+        return others | with_prefix(classifier, f"{_CLASSIFIERS}{client}.")
+
+
+def combination_weights(features: Tensor, variances: Tensor, client: int) -> Tensor:
+    """The weights of the classifiers in one client's combination; weights below 0.001 become 0.
+
+    Args:
+        features: each client's mean features times its class shares, flattened, shape (clients, C * F).
+        variances: the variance of each client's mean feature, shape (clients,).
+        client: the client's row.
+
+    Returns:
+        Weights with sum 1, shape (clients,).
+    """
+    differences = features[client] - features
+    matrix = variances.diag() + differences @ differences.T
+    weights = simplex_minimum(matrix)
+    weights = torch.where(weights > _SMALLEST_WEIGHT, weights, 0.0)
+    return weights / weights.sum()
+
+
+def _weighted_mean(trees: list[Tree], weights: Tensor, own: Tree) -> Tree:
+    """The weighted mean of floating-point tensors; others, such as counters, are the client's own."""
+    return {
+        name: torch.einsum("i,i...->...", weights.to(tensor), torch.stack([tree[name] for tree in trees]))
+        if tensor.is_floating_point()
+        else tensor
+        for name, tensor in own.items()
+    }

@@ -1,0 +1,243 @@
+"""FedPAC against a bare loop of PyTorch with a quadratic program over all supports, and its limits."""
+
+import copy
+from functools import partial
+from itertools import combinations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from helpers import assert_same_bits, client_generator, mixture, phase, run, tensors
+from helpers.backends import FEW, assert_agree, local_training, train
+from helpers.prototypes import SIZES, assert_resumes, personalized, without_a_class
+from lightning.fabric.utilities.exceptions import MisconfigurationException
+from torch import nn
+
+from fedmoe_pl.algorithms import FedPAC
+from fedmoe_pl.algorithms.fedpac import combination_weights
+from fedmoe_pl.backends import StackedBackend, TrainerBackend
+from fedmoe_pl.rounds.cohort import sample_cohort
+from fedmoe_pl.trees import subtree
+
+EXTRACTOR, CLASSIFIER = "global_expert.extractor.", "global_expert.classifier."
+CLASSES, FEATURES = 3, 6
+sgd = partial(torch.optim.SGD, momentum=0.5, weight_decay=5e-4)
+slower = partial(torch.optim.lr_scheduler.MultiStepLR, milestones=[1], gamma=0.1)
+
+
+def model():
+    return mixture(optimizer=partial(sgd, lr=0.1))
+
+
+def it(weight=0.7, **kwargs):
+    return phase("it", FedPAC(weight=weight), **{"lr_scheduler": slower, "max_epochs": 3, **kwargs})
+
+
+def statistics(own, x, y):
+    """The mean features of each class, and h and v by the formulas of the official code, class by class."""
+    with torch.no_grad():
+        z = own.extractor(x)
+    means, h, v = {}, torch.zeros(CLASSES, FEATURES, dtype=torch.float64), 0.0
+    for c in y.unique().tolist():
+        of_class, share = z[y == c], (y == c).double().mean()
+        means[c] = of_class.mean(0)
+        h[c] = share * means[c]
+        v += share * torch.trace(of_class.T @ of_class / len(of_class)) - share**2 * (means[c] ** 2).sum()
+    return means, h, v / len(y)
+
+
+def minimum_over_supports(h, v, i):
+    size = len(v)
+    matrix = torch.zeros(size, size, dtype=torch.float64)
+    for j in range(size):
+        for k in range(size):
+            matrix[j, k] = ((h[i] - h[j]) * (h[i] - h[k])).sum() + (v[j] if j == k else 0)
+    best = None
+    for support in (list(s) for n in range(1, size + 1) for s in combinations(range(size), n)):
+        within = torch.linalg.inv(matrix[support][:, support]).sum(1)
+        a = torch.zeros(size, dtype=torch.float64)
+        a[support] = within / within.sum()
+        if (a >= 0).all() and (best is None or a @ matrix @ a < best @ matrix @ best):
+            best = a
+    best[best < 1e-3] = 0
+    return best / best.sum()
+
+
+def train_in_turn(own, batches, prototypes, own_prototypes, weight):
+    """One epoch of the classifier at 0.1, two of the extractor at 0.01, with an optimizer each."""
+    for part, epochs, lr in ((own.classifier, 1, 0.1), (own.extractor, 2, 0.01)):
+        optimizer = sgd(part.parameters(), lr=lr)
+        for _ in range(epochs):
+            for x, y in batches:
+                z = own.extractor(x)
+                loss = F.cross_entropy(own.classifier(z), y)
+                if prototypes:
+                    targets = [prototypes.get(label, own_prototypes[label]) for label in y.tolist()]
+                    loss = loss + weight * F.mse_loss(z, torch.stack(targets))
+                own.zero_grad()
+                loss.backward()
+                optimizer.step()
+
+
+def mean_state(modules, weights):
+    states = [module.state_dict() for module in modules]
+    return {name: sum(w * s[name] for w, s in zip(weights, states, strict=True)) / sum(weights) for name in states[0]}
+
+
+@pytest.mark.parametrize("clients_per_round", [None, 2])
+def test_rounds_equal_a_loop_by_the_paper(clients_per_round, tmp_path):
+    data, weight, rounds = without_a_class(), 0.7, 3
+    fed = run([it(weight, rounds=rounds, clients_per_round=clients_per_round)], model(), data, tmp_path, seed=3)
+    experts = [copy.deepcopy(model().global_expert) for _ in SIZES]
+    prototypes = {}
+    for round in range(rounds):
+        cohort = sorted(sample_cohort(range(3), clients_per_round or 3, 3, round))
+        h, v, sums, numbers = [], [], {}, {}
+        for client in cohort:
+            own, samples = experts[client], data.train_samples[client]
+            x, y = data.x[samples], data.y[samples]
+            means, *hv = statistics(own, x, y)
+            h.append(hv[0])
+            v.append(hv[1])
+            batches = data.batches(samples, generator=client_generator(3, client, round))
+            train_in_turn(own, batches, prototypes, means, weight)
+            for c, mean in statistics(own, x, y)[0].items():
+                numbers[c] = numbers.get(c, 0) + (y == c).sum()
+                sums[c] = sums.get(c, 0) + mean * (y == c).sum()
+        prototypes |= {c: sums[c] / numbers[c] for c in sums}
+        extractor = mean_state([experts[c].extractor for c in cohort], [SIZES[c] for c in cohort])
+        combined = []
+        for row, _ in enumerate(cohort):
+            weights = minimum_over_supports(h, v, row)
+            assert round > 0 or (weights > 0).sum() > 1, "something is combined"
+            combined.append(mean_state([experts[c].classifier for c in cohort], weights))
+        for row, client in enumerate(cohort):
+            experts[client].classifier.load_state_dict(combined[row])
+        for own in experts:
+            own.extractor.load_state_dict(extractor)
+    server = fed.run.states["it"].server
+    for c, prototype in prototypes.items():
+        torch.testing.assert_close(server["prototypes/mean"][c], prototype, rtol=1e-10, atol=1e-10)
+    for client, own in enumerate(experts):
+        actual = tensors(fed.client_module("it", client).global_expert)
+        torch.testing.assert_close(actual, tensors(own), rtol=1e-10, atol=1e-10)
+
+
+def test_two_clients_have_weights_in_closed_form():
+    """With the distance d^2 between them, client 0 minimizes a^2 v_0 + (1 - a)^2 (v_1 + d^2)."""
+    features = torch.tensor([[1.0, 0.0], [0.0, 2.0]], dtype=torch.float64)
+    variances, distance = torch.tensor([0.5, 0.25], dtype=torch.float64), 5.0
+    for client, (own, other) in enumerate([(0.5, 0.25), (0.25, 0.5)]):
+        share = (other + distance) / (own + other + distance)
+        expected = [share, 1 - share] if client == 0 else [1 - share, share]
+        assert combination_weights(features, variances, client).tolist() == pytest.approx(expected, abs=1e-12)
+
+
+def test_weights_below_a_thousandth_are_dropped():
+    features = torch.tensor([[0.0], [1.0]], dtype=torch.float64)
+    variances = torch.tensor([9e-4, 1e-4], dtype=torch.float64)
+    assert combination_weights(features, variances, 0).tolist() == [1.0, 0.0]
+    assert combination_weights(features, 2 * variances, 0)[1] > 1e-3
+
+
+def test_clients_alike_get_the_mean_classifier_by_samples():
+    """Equal features: the weights are proportional to 1 / v, and v to 1 / n."""
+    features = torch.ones(3, 4, dtype=torch.float64)
+    weights = combination_weights(features, 1 / torch.tensor([13.0, 8.0, 11.0], dtype=torch.float64), 1)
+    assert weights.tolist() == pytest.approx([13 / 32, 8 / 32, 11 / 32], rel=1e-10)
+
+
+def test_what_leaves_and_reaches_a_client_is_what_the_paper_says(tmp_path):
+    state = run([it(rounds=2)], model(), without_a_class(), tmp_path).run.states["it"]
+    size = sum(tensor.numel() for tensor in model().global_expert.parameters())
+    extractor = sum(tensor.numel() for tensor in model().global_expert.extractor.parameters())
+    prototypes, statistics_ = CLASSES * (FEATURES + 1), CLASSES * FEATURES + 1
+    assert state.traffic["parameters_up"] == 2 * 3 * size
+    assert state.traffic["bytes_up"] == 8 * 2 * 3 * (size + prototypes + statistics_)
+    assert state.traffic["parameters_down"] == 3 * (extractor + size)
+    assert state.traffic["bytes_down"] == 8 * 3 * (extractor + size + prototypes)
+
+
+def test_the_classifier_is_trained_first_and_then_the_extractor():
+    algorithm = FedPAC()
+    for epoch, prefix in ((0, CLASSIFIER), (1, EXTRACTOR), (2, EXTRACTOR)):
+        trained = {name for name in model().state_dict() if algorithm.is_trainable(name, 0, epoch)}
+        assert trained == {name for name in model().state_dict() if name.startswith(prefix)}
+
+
+class FromGivenPrototypes(FedPAC):
+    def server_init(self, module):
+        mean = torch.randn(CLASSES, FEATURES, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+        return {**super().server_init(module), "prototypes/mean": mean, "prototypes/count": torch.tensor([2, 0, 1])}
+
+
+@pytest.mark.parametrize("algorithm", [FedPAC, FromGivenPrototypes])
+def test_backends_agree_without_prototypes_and_with_some(algorithm):
+    module = model()
+    module.lr_scheduler = slower
+    data = without_a_class(FEW, batch_size=10)
+    assert_agree(local_training(module, algorithm(weight=5.0), data, max_epochs=3), 1e-10)
+
+
+def test_the_order_of_clients_changes_only_the_rounding():
+    training = local_training(model(), FedPAC(), without_a_class(FEW, batch_size=10))
+    update, swapped = train(TrainerBackend(), training)[0], train(StackedBackend(2), training)[0]
+    torch.testing.assert_close(swapped.sent, update.sent, rtol=1e-12, atol=1e-12)
+    servers = [training.algorithm.server_update({}, one) for one in (update, swapped)]
+    torch.testing.assert_close(servers[1], servers[0], rtol=1e-9, atol=1e-9)
+
+
+def test_one_client_per_round_keeps_its_own_classifier(tmp_path):
+    state = run([it(rounds=1, clients_per_round=1)], model(), without_a_class(), tmp_path).run.states["it"]
+    ((client, kept),) = state.kept.items()
+    assert_same_bits(subtree(state.server, f"classifiers/{client}."), subtree(kept, CLASSIFIER))
+
+
+class CountingClassifier(nn.Module):
+    """An expert with batch normalization in the classifier, which has a counter."""
+
+    def __init__(self):
+        super().__init__()
+        self.extractor = nn.Sequential(nn.Linear(5, FEATURES), nn.Tanh())
+        self.classifier = nn.Sequential(nn.BatchNorm1d(FEATURES), nn.Linear(FEATURES, CLASSES))
+
+    def forward(self, x):
+        return self.classifier(self.extractor(x))
+
+
+def test_a_classifier_s_counter_is_the_client_s_own(tmp_path):
+    counting = mixture(expert=CountingClassifier(), optimizer=partial(sgd, lr=0.1))
+    fed = run([it(rounds=2)], counting, without_a_class(), tmp_path, backend=TrainerBackend())
+    counts = [fed.client_module("it", client).global_expert.classifier[0].num_batches_tracked for client in range(3)]
+    assert len({int(count) for count in counts}) > 1
+
+
+def test_a_killed_run_ends_with_the_same_bits(tmp_path):
+    assert_resumes(FedPAC(), model, tmp_path)
+
+
+def test_newcomers_train_a_classifier_of_their_own_on_the_federation_s_extractor(tmp_path):
+    first, later = personalized(FedPAC(), model, tmp_path)
+    server = first.run.states["it"].server
+    assert any(name.startswith("classifiers/0.") for name in server), "the id of a newcomer"
+    assert not any(name.startswith("classifiers/") for name in later.run.states["it"].server)
+    for client in (0, 1):
+        module = later.client_module("it", client)
+        assert_same_bits(tensors(module.global_expert.extractor), subtree(server, EXTRACTOR))
+        kept = later.run.states["it"].kept[client]
+        assert_same_bits(tensors(module.global_expert.classifier), subtree(kept, CLASSIFIER))
+        moved = module.global_expert.classifier[1].weight - model().global_expert.classifier[1].weight
+        assert moved.abs().max() > 1e-3
+
+
+def test_what_fedpac_cannot_train_is_refused():
+    for made, sentence in (
+        (lambda: FedPAC(weight=-1.0), "FedPAC: weight is -1.0, but must be at least 0."),
+        (
+            lambda: FedPAC("gate").check(mixture()),
+            "FedPAC: expert is 'gate', but must be a part of the PersonalizedMoE",
+        ),
+    ):
+        with pytest.raises(MisconfigurationException) as error:
+            made()
+        assert sentence in str(error.value)
