@@ -26,6 +26,7 @@ from fedmoe_pl import Federation, Phase, algorithms, backends, callbacks, data, 
 from fedmoe_pl.algorithms import (
     FML,
     EpsilonGreedyIFCA,
+    FedAPEN,
     FedAvg,
     FedMoEDA,
     FineTunedCluster,
@@ -50,6 +51,7 @@ ALWAYS = {
     "ClusterMixture": "trainable",
     "FML": "alpha beta shared",
     "FD": "expert weight outputs",
+    "FedAPEN": "adaptability_fraction weight_lr shared",
     "FedAvg": "shared trainable",
     "FedMoEDA": "top_p shared_init trainable",
     "FedPAC": "expert weight",
@@ -178,6 +180,10 @@ def npz(tmp_path, **arguments):
 
 REFUSED = {
     "FML": {"weighting": (lambda: FML(weighting="sampels"), "must be samples or uniform")},
+    "FedAPEN": {
+        "weighting": (lambda: FedAPEN(weighting="sampels"), "must be samples or uniform"),
+        "weight_epochs": (lambda: FedAPEN(weight_epochs=0), "must be at least 1"),
+    },
     "FedAvg": {"weighting": (lambda: FedAvg(weighting="sampels"), "must be samples or uniform")},
     "PersonalizedExpert": {
         "trainable": (lambda: checked(PersonalizedExpert("gate.*")), "matches no parameter of the local expert"),

@@ -1,4 +1,4 @@
-"""Parts of a client's module that several algorithms use by name: an expert, its features and its loss."""
+"""What several algorithms need of a client: an expert of its module by name, its losses, a share of its samples."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 
 from fedmoe_pl.algorithms.algorithm import Algorithm
+from fedmoe_pl.algorithms.client import Client
 from fedmoe_pl.models import MixtureOfExperts
 from fedmoe_pl.trees import Tree, subtree, with_prefix
 
@@ -123,6 +124,19 @@ def copy_of_global_expert(algorithm: Algorithm, module: LightningModule) -> Tree
 def missing_federation(earlier: Sequence[Algorithm]) -> str:
     """Words for ``Algorithm.missing_start`` of an algorithm that needs a federated phase; empty if it has one."""
     return "" if any(other.federated for other in earlier) else "a federated phase"
+
+
+def set_aside(client: Client, fraction: float, purpose: int) -> tuple[Tensor, Tensor]:
+    """A share of a client's training samples, the same in every phase and round, and all others.
+
+    Args:
+        client: the client, with n training samples.
+        fraction: the share; floor(n * fraction) samples, but at least one if there are two.
+        purpose: a number that tells this share from others.
+    """
+    samples = client.shuffled_samples(purpose)
+    size = max(int(len(samples) * fraction + 1e-9), min(1, len(samples) - 1))  # 0.29 * 100 is 28.999999999999996
+    return samples[:size], samples[size:]
 
 
 def _is_split(part: nn.Module) -> bool:

@@ -31,7 +31,13 @@ from torch import Tensor
 
 from fedmoe_pl.algorithms.algorithm import Algorithm
 from fedmoe_pl.algorithms.client import Client, Update
-from fedmoe_pl.algorithms.parts import check_expert, copy_of_global_expert, expert_loss, missing_federation
+from fedmoe_pl.algorithms.parts import (
+    check_expert,
+    copy_of_global_expert,
+    expert_loss,
+    missing_federation,
+    set_aside,
+)
 from fedmoe_pl.data import Batches
 from fedmoe_pl.trees import Tree, copy_module, load_tree
 
@@ -98,7 +104,7 @@ class PersonalizedExpert(Algorithm):
 
     def client_samples(self, client: Client) -> Tensor:
         """The samples that are not set aside for the gate."""
-        return _split(client, self.gate_fraction)[1] if self.gate_fraction else client.samples
+        return set_aside(client, self.gate_fraction, _GATE)[1] if self.gate_fraction else client.samples
 
     def client_final(self, client: Client, const: dict[str, Any]) -> Update:
         """Keeps the fine-tuned expert or, if ``keep_better`` finds it no better, another copy of the global one."""
@@ -197,7 +203,7 @@ class PFLMoE(Algorithm):
         """The gate's samples, or the expert's in rounds that train the expert."""
         if not self.gate_fraction:
             return client.samples
-        gate_samples, expert_samples = _split(client, self.gate_fraction)
+        gate_samples, expert_samples = set_aside(client, self.gate_fraction, _GATE)
         return expert_samples if self._trains_expert(client.round) else gate_samples
 
     def client_init(self, client: Client, sent: Tree) -> dict[str, Any]:
@@ -251,10 +257,3 @@ def _mean_loss(client: Client, expert: str, batches: Batches) -> float:
     module = copy_module(client.module).to(batches.x.device).eval()
     total = sum(expert_loss(module, expert, batch)[0].item() * len(batch[1]) for batch in batches)
     return total / len(batches.samples)
-
-
-def _split(client: Client, gate_fraction: float) -> tuple[Tensor, Tensor]:
-    """The gate's samples, floor(n * gate_fraction) but at least one if there are two, and the expert's: all others."""
-    samples = client.shuffled_samples(_GATE)
-    size = max(int(len(samples) * gate_fraction + 1e-9), min(1, len(samples) - 1))  # 0.29 * 100 is 28.999999999999996
-    return samples[:size], samples[size:]

@@ -1,0 +1,127 @@
+"""FedAPEN: Qin et al., KDD 2023 (https://doi.org/10.1145/3580305.3599344), as in its official code.
+
+=====================  ==============================================  =============================================
+topic                  official code                                   here
+=====================  ==============================================  =============================================
+adaptability set       the last 5 % of a client's training samples     5 % of them, drawn once, but at least one;
+                                                                       the same in every round
+its batches            shuffled in every epoch                         always in the same order
+a new shared model     is sent to all clients once per round           counts twice for a client of two rounds: after
+                                                                       aggregation, and before training
+learning rate          0.01 * 0.99^t in round t                        ``round_lr_scheduler`` of the phase
+=====================  ==============================================  =============================================
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from lightning.fabric.utilities.exceptions import MisconfigurationException
+from lightning.pytorch import LightningModule
+from torch import Tensor
+
+from fedmoe_pl.algorithms.algorithm import Algorithm
+from fedmoe_pl.algorithms.client import Client, Update
+from fedmoe_pl.algorithms.fedavg import Weighting, check_weighting, weighed
+from fedmoe_pl.algorithms.parts import both_logits, check_both_experts, distillation_loss, logits_loss, set_aside
+from fedmoe_pl.models import MixtureWeights
+from fedmoe_pl.trees import Tree
+
+_ADAPTABILITY = 8  # separates this share of a client's samples from other shares of them
+_WEIGHTS = "gate.weights"
+
+
+class FedAPEN(Algorithm):
+    """A private and a shared model teach each other and predict as an ensemble with a weight that each client learns.
+
+    The private model is ``local_expert``, which may be of another architecture, also from client to client; the shared
+    one is ``global_expert``. The ensemble has the logits ``w z_p + (1 - w) z_s``; the gate is a ``MixtureWeights``,
+    whose ``weights`` are 1 - w and w. Both models learn from the labels, from each other, and from the ensemble's
+    errors. After aggregation, a client learns ``w`` with the new shared model, on samples that it has set aside.
+
+    Args:
+        adaptability_fraction: share of a client's training samples that is set aside to learn ``w``.
+        weight_lr: learning rate of ``w``; 0 keeps the weights equal.
+        weight_epochs: passes over the samples set aside, in batches of the data module's size.
+        shared: glob patterns of the parameters and buffers that are averaged.
+        weighting: how the average weighs clients, as in :class:`~fedmoe_pl.algorithms.FedAvg`.
+
+    Raises:
+        MisconfigurationException: if ``adaptability_fraction`` is not above 0 and below 1, ``weight_lr`` is below 0,
+            ``weight_epochs`` is below 1, or ``weighting`` is unknown.
+    """
+
+    def __init__(
+        self,
+        adaptability_fraction: float = 0.05,
+        weight_lr: float = 0.001,
+        weight_epochs: int = 10,
+        shared: str | list[str] = "global_expert.*",
+        weighting: Weighting = "uniform",
+    ) -> None:
+        for name, value, allowed, is_allowed in (
+            ("adaptability_fraction", adaptability_fraction, "above 0 and below 1", 0 < adaptability_fraction < 1),
+            ("weight_lr", weight_lr, "at least 0", weight_lr >= 0),
+            ("weight_epochs", weight_epochs, "at least 1", weight_epochs >= 1),
+        ):
+            if not is_allowed:
+                raise MisconfigurationException(f"FedAPEN: {name} is {value}, but must be {allowed}.")
+        check_weighting(self, weighting)
+        super().__init__(shared)
+        self.adaptability_fraction = adaptability_fraction
+        self.weight_lr = weight_lr
+        self.weight_epochs = weight_epochs
+        self.weighting: Weighting = weighting
+
+    def check(self, module: LightningModule) -> None:
+        """Refuses patterns that match nothing, and other models than two experts whose logits have such weights."""
+        check_both_experts(self, module)
+        if not isinstance(gate := getattr(module, "gate", None), MixtureWeights):
+            raise MisconfigurationException(
+                f"FedAPEN: gate is {type(gate).__name__}, but must be MixtureWeights, which has each client's weights."
+            )
+        if getattr(module, "mixing", None) != "logits":
+            raise MisconfigurationException(f"FedAPEN: mixing is '{module.mixing}', but must be logits.")
+        super().check(module)
+
+    def client_samples(self, client: Client) -> Tensor:
+        """All samples but those that are set aside."""
+        return set_aside(client, self.adaptability_fraction, _ADAPTABILITY)[1]
+
+    def client_loss(
+        self, module: LightningModule, batch: Any, const: dict[str, Any]
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        """The sum of both models' losses; their gradients do not interact."""
+        x, y = batch
+        private, shared = both_logits(module, x)
+        shared_weight, weight = module.get_buffer(_WEIGHTS)
+        loss = torch.zeros_like(weight)
+        for own, own_weight, other, other_weight in (
+            (private, weight, shared.detach(), shared_weight),
+            (shared, shared_weight, private.detach(), weight),
+        ):
+            ensemble = own_weight * own + other_weight * other
+            loss = loss + logits_loss(module, own, y) + distillation_loss(own, other, y)
+            loss = loss + logits_loss(module, ensemble, y)
+        return loss, {}
+
+    def client_final(self, client: Client, const: dict[str, Any]) -> Update:
+        """Weighs the update as ``weighting`` says."""
+        return weighed(super().client_final(client, const), self.weighting)
+
+    @torch.no_grad()
+    def client_after_aggregation(self, client: Client, sent: Tree) -> Tree:
+        """Learns the weight with the new shared model, by SGD on cross-entropy; both models are constant."""
+        module = client.module.eval()
+        samples, _ = set_aside(client, self.adaptability_fraction, _ADAPTABILITY)
+        batches = client.datamodule.batches(samples, device=torch.device("cpu"))
+        outputs = [(*both_logits(module, x), y) for x, y in batches]
+        weight = module.get_buffer(_WEIGHTS)[1]
+        for private, shared, y in outputs * self.weight_epochs:
+            ensemble = weight * private + (1 - weight) * shared
+            errors = ensemble.softmax(1) - F.one_hot(y, ensemble.shape[1])  # the derivative by the ensemble's logits
+            gradient = (errors * (private - shared)).sum(1).mean()
+            weight = (weight - self.weight_lr * gradient).clamp(0, 1)
+        return {**client.kept, _WEIGHTS: torch.stack((1 - weight, weight))}

@@ -1,0 +1,183 @@
+"""FedAPEN against plain PyTorch."""
+
+from functools import partial
+
+import pytest
+import torch
+import torch.nn.functional as F
+from helpers import assert_same_bits, blobs, mixture, phase, run, tensors
+from helpers.architectures import SIZES, bare_experts, pair, train_bare
+from helpers.backends import assert_agree, local_training
+from helpers.runs import Kill, assert_same, federation
+from lightning.fabric.utilities.exceptions import MisconfigurationException
+
+from fedmoe_pl import Phase
+from fedmoe_pl.algorithms import FedAPEN
+from fedmoe_pl.backends import StackedBackend, TrainerBackend
+from fedmoe_pl.models import EqualWeights, MixtureWeights
+from fedmoe_pl.seeds import derive_seed
+
+FRACTION, WEIGHT_LR, EPOCHS = 0.4, 0.1, 3
+
+
+def kl(student, teacher):
+    p, q = teacher.detach().softmax(1), student.softmax(1)
+    return (p * (p.log() - q.log())).sum(1).mean()
+
+
+def ensemble_loss(w, shared, private, x, y):
+    """Both models' losses, each with the other's output as a constant."""
+    s, p = shared(x), private(x)
+    private_loss = F.cross_entropy(p, y) + kl(p, s) + F.cross_entropy(w * p + (1 - w) * s.detach(), y)
+    return private_loss + F.cross_entropy(s, y) + kl(s, p) + F.cross_entropy(w * p.detach() + (1 - w) * s, y)
+
+
+def split_by_hand(data, client):
+    """The adaptability set, of which there is at least one sample, and the others."""
+    samples = data.train_samples[client]
+    generator = torch.Generator().manual_seed(derive_seed(0, 2, client, 8))
+    shuffled = samples[torch.randperm(len(samples), generator=generator)]
+    size = max(1, int(FRACTION * len(samples)))
+    return shuffled[:size], shuffled[size:]
+
+
+def learned_by_hand(client, tensors, w, samples, data, hidden):
+    """The ensemble's weight after SGD of autograd on the adaptability set."""
+    shared, private = bare_experts(client, tensors, hidden).values()
+    w = torch.tensor(w, dtype=torch.float64, requires_grad=True)
+    optimizer = torch.optim.SGD([w], lr=WEIGHT_LR)
+    for _ in range(EPOCHS):
+        for batch in samples.split(4):
+            optimizer.zero_grad()
+            x, y = data.x[batch], data.y[batch]
+            F.cross_entropy(w * private(x).detach() + (1 - w) * shared(x).detach(), y).backward()
+            optimizer.step()
+            w.data.clamp_(0, 1)
+    return w.item()
+
+
+@pytest.mark.parametrize("backend", [TrainerBackend(), StackedBackend()])
+@pytest.mark.parametrize("hidden", [(6,), (4, 7)])
+def test_two_rounds_are_those_of_plain_pytorch(tmp_path, hidden, backend):
+    data = blobs(SIZES)
+    algorithm = FedAPEN(FRACTION, WEIGHT_LR, EPOCHS)
+    module = pair(hidden=hidden, gate=MixtureWeights())
+    fed = run([phase("it", algorithm, rounds=2)], module, data, tmp_path, max_epochs=2, backend=backend)
+    start, weights = pair(hidden=hidden).state_dict(), [0.5] * 3
+    server, kept = tensors(pair(hidden=hidden), "global_expert."), [start] * 3
+    parts = [split_by_hand(data, client) for client in range(3)]
+    for round in range(2):
+        kept = [
+            train_bare(
+                *(client, round, {**kept[client], **server}, data, partial(ensemble_loss, weights[client])),
+                samples=parts[client][1],
+                epochs=2,
+                hidden=hidden,
+            )
+            for client in range(3)
+        ]
+        server = {name: sum(one[name] for one in kept) / 3 for name in server}
+        weights = [
+            learned_by_hand(client, {**kept[client], **server}, weights[client], parts[client][0], data, hidden)
+            for client in range(3)
+        ]
+    state = fed.run.states["it"]
+    assert len({0.5, 0.0, 1.0, *weights}) > 4, "several weights inside of the interval"
+    torch.testing.assert_close(state.server, server, rtol=0, atol=1e-11)
+    for client, w in enumerate(weights):
+        own = {name: tensor for name, tensor in kept[client].items() if name not in server}
+        own["gate.weights"] = torch.tensor([1 - w, w], dtype=torch.float64)
+        torch.testing.assert_close(dict(state.kept[client]), own, rtol=0, atol=1e-11)
+
+
+def test_clients_are_evaluated_with_the_ensemble_of_their_own_weights(tmp_path):
+    algorithm = FedAPEN(FRACTION, WEIGHT_LR, EPOCHS)
+    fed = run([Phase("it", algorithm, gate=MixtureWeights())], pair(), blobs(SIZES), tmp_path)
+    data, result = fed.run.datamodule, fed.results["it"]
+    x, y = data.x[data.global_test], data.y[data.global_test]
+    found = set()
+    for client in range(3):
+        w = fed.run.states["it"].kept[client]["gate.weights"][1]
+        module = fed.client_module("it", client)
+        logits = w * module.local_expert[client % 2](x) + (1 - w) * module.global_expert(x)
+        torch.testing.assert_close(module(x), logits, rtol=0, atol=1e-14)
+        right = (logits.argmax(1) == y).double().mean().item()
+        assert result.clients[client].global_test == pytest.approx(right, abs=1e-6)
+        assert result.clients[client].mean_gate_weight == pytest.approx(1 - w.item(), abs=1e-6)
+        found.add(w.item())
+    assert len(found) == 3 and result.model == "mixture"
+
+
+def test_the_weight_stays_within_0_and_1(tmp_path):
+    fed = run([phase("it", FedAPEN(FRACTION, 1e4, 1))], pair(gate=MixtureWeights()), blobs(SIZES), tmp_path)
+    kept = fed.run.states["it"].kept
+    assert {kept[client]["gate.weights"][1].item() for client in range(3)} <= {0.0, 1.0}
+
+
+def test_a_learning_rate_of_0_leaves_the_weights_equal(tmp_path):
+    module = pair(gate=MixtureWeights())
+    fed = run([phase("it", FedAPEN(FRACTION, weight_lr=0), rounds=2)], module, blobs(SIZES), tmp_path)
+    for client in range(3):
+        assert fed.run.states["it"].kept[client]["gate.weights"].tolist() == [0.5, 0.5]
+
+
+def test_only_the_shared_model_leaves_a_client_and_comes_twice(tmp_path):
+    fed = run([Phase("it", FedAPEN(), rounds=2)], pair(gate=MixtureWeights()), blobs(SIZES), tmp_path)
+    values = sum(tensor.numel() for tensor in tensors(pair(), "global_expert.").values())
+    assert [row["bytes_up"] for row in fed.run.rows] == [round * 3 * values * 8 for round in (1, 2)]
+    assert [row["bytes_down"] for row in fed.run.rows] == [round * 6 * values * 8 for round in (1, 2)]
+
+
+def test_samples_without_a_label_do_not_count():
+    module, data = mixture(MixtureWeights()), blobs(SIZES)
+    x, y = data.x[:6], data.y[:6].clone()
+    expected = FedAPEN().client_loss(module, (x[:4], y[:4]), {})[0]
+    y[4:] = -100
+    torch.testing.assert_close(FedAPEN().client_loss(module, (x, y), {})[0], expected, rtol=1e-14, atol=0)
+
+
+def test_the_backends_agree():
+    data = blobs((13, 8, 11, 9), dtype=torch.float32)
+    assert_agree(local_training(pair(torch.float32, gate=MixtureWeights()), FedAPEN(), data), 1e-4)
+
+
+def test_a_run_that_was_killed_goes_on_with_the_same_bits(tmp_path):
+    def make(path, **kwargs):
+        return federation(path, [Phase("it", FedAPEN(FRACTION, WEIGHT_LR), rounds=3)], **kwargs)
+
+    def model():
+        return pair(torch.float32, gate=MixtureWeights())
+
+    whole = make(tmp_path / "whole")
+    whole.fit(model(), blobs(SIZES, dtype=torch.float32))
+    with pytest.raises(KeyboardInterrupt):
+        killed = make(tmp_path / "killed", callbacks=[Kill("on_round_end", 2)])
+        killed.fit(model(), blobs(SIZES, dtype=torch.float32))
+    resumed = make(tmp_path / "killed")
+    resumed.fit(model(), blobs(SIZES, dtype=torch.float32), ckpt_path="last")
+    for client in range(3):
+        ours, theirs = (fed.run.states["it"].kept[client] for fed in (resumed, whole))
+        assert "gate.weights" in ours
+        assert_same_bits(dict(ours), dict(theirs))
+    assert_same(resumed.results["it"].clients, whole.results["it"].clients)
+
+
+@pytest.mark.parametrize(
+    ("made", "sentence"),
+    [
+        (partial(FedAPEN, 0.0), r"FedAPEN: adaptability_fraction is 0\.0, but must be above 0 and below 1\."),
+        (partial(FedAPEN, 1.0), r"FedAPEN: adaptability_fraction is 1\.0, but must be above 0 and below 1\."),
+        (partial(FedAPEN, weight_lr=-1.0), r"FedAPEN: weight_lr is -1\.0, but must be at least 0\."),
+        (partial(FedAPEN, weight_epochs=0), r"FedAPEN: weight_epochs is 0, but must be at least 1\."),
+        (partial(FedAPEN, weighting="equal"), "FedAPEN: weighting is 'equal', but must be samples or uniform"),
+        (lambda: FedAPEN().check(mixture(EqualWeights())), "FedAPEN: gate is EqualWeights, but must be MixtureWeights"),
+        (
+            lambda: FedAPEN().check(pair(gate=MixtureWeights(), mixing="probabilities")),
+            "FedAPEN: mixing is 'probabilities', but must be logits",
+        ),
+        (lambda: FedAPEN(shared="*_model.*").check(mixture(MixtureWeights())), "which matches no parameter"),
+    ],
+)
+def test_what_fedapen_cannot_train_is_refused(made, sentence):
+    with pytest.raises(MisconfigurationException, match=sentence):
+        made()
