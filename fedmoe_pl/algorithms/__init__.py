@@ -17,6 +17,7 @@ from fedmoe_pl.algorithms.opt_out import OptInFedAvg, SpecialistMixture
 from fedmoe_pl.algorithms.pfedmm import PFedMM
 from fedmoe_pl.algorithms.pfedmoe import PFedMoE
 from fedmoe_pl.algorithms.pfl_moe import PersonalizedExpert, PFLMoE
+from fedmoe_pl.algorithms.pm_moe import PMMoE
 from fedmoe_pl.algorithms.scaffold import Scaffold
 from fedmoe_pl.algorithms.server_optimizers import FedAdagrad, FedAdam, FedYogi
 
@@ -42,6 +43,7 @@ __all__ = [
     "PFLMoE",
     "PFedMM",
     "PFedMoE",
+    "PMMoE",
     "PersonalizedExpert",
     "Scaffold",
     "SpecialistMixture",

@@ -13,11 +13,13 @@ from fedmoe_pl.models.gates.fixed import ConstantGate, EqualWeights, FixedGate, 
 from fedmoe_pl.models.gates.gate import Gate
 from fedmoe_pl.models.gates.linear import FeatureGate, LinearGate
 from fedmoe_pl.models.gates.network import GateCNN, NetworkGate
+from fedmoe_pl.models.gates.perceptron import MLPGate
 from fedmoe_pl.models.gates.proxy import ProxyGate
 from fedmoe_pl.models.gates.switch_norm import SwitchNormGate
 from fedmoe_pl.models.mixtures.clustered import ClusteredMoE
 from fedmoe_pl.models.mixtures.mixture import MixtureOfExperts
 from fedmoe_pl.models.mixtures.personalized import PersonalizedMoE
+from fedmoe_pl.models.mixtures.pooled import PooledMoE
 from fedmoe_pl.models.mixtures.representation import RepresentationMoE
 from fedmoe_pl.models.mixtures.sparse import SparseMoE
 from fedmoe_pl.models.normalization import SwitchNorm1d
@@ -42,10 +44,12 @@ __all__ = [
     "LeNet5",
     "LinearGate",
     "LocalOnly",
+    "MLPGate",
     "MixtureOfExperts",
     "MixtureWeights",
     "NetworkGate",
     "PersonalizedMoE",
+    "PooledMoE",
     "ProxyGate",
     "RepresentationMLP",
     "RepresentationMoE",

@@ -1,0 +1,86 @@
+"""PM-MoE: Feng et al., WWW 2025 (https://arxiv.org/abs/2502.00354).
+
+Stage 1 is any method that makes private classifiers. Stage 2 is here:
+
+==================  ========================================================  =====================================
+topic               official code                                             here
+==================  ========================================================  =====================================
+experts             private heads, extractors or mean vectors, whatever the   private classifiers, on the client's
+                    base method has                                           own features
+denoising           absent; in the paper, experts are left out by energy      absent
+result              largest mean accuracy after any client's tuning or        after the last epoch
+                    before the first
+==================  ========================================================  =====================================
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from lightning.fabric.utilities.exceptions import MisconfigurationException
+from lightning.pytorch import LightningModule
+
+from fedmoe_pl.algorithms.algorithm import Algorithm, check_names
+from fedmoe_pl.algorithms.client import Client
+from fedmoe_pl.models.mixtures.pooled import PooledMoE
+from fedmoe_pl.trees import Tree, subtree, with_prefix
+
+_CLASSIFIER = "local_expert.classifier."
+
+
+class PMMoE(Algorithm):
+    """Stage 2 of PM-MoE: each client's gate learns to weigh the frozen classifiers of all clients.
+
+    It starts from any phase in which clients kept ``local_expert.classifier.*``, such as FedPer, which ``start`` must
+    name, and needs the model ``PooledMoE``. Clients send their classifiers once, and the server sends all of them to
+    each client. Nothing is aggregated, so that one round is enough: a further one sends the pool again. Every client
+    draws a new gate. Newcomers receive the pool and train a gate; their own classifiers are not in it.
+    """
+
+    gate_starts_anew = True
+    needs_all_clients = True
+    needed_part = "local_expert"
+
+    def __init__(self) -> None:
+        super().__init__(shared=[], trainable="gate.*")
+
+    def follows(self, earlier: Algorithm) -> bool:
+        """None by itself: the phase must name its ``start``."""
+        return False
+
+    def check(self, module: LightningModule) -> None:
+        """Refuses other models than ``PooledMoE``; its gate may be a fixed one."""
+        if not isinstance(module, PooledMoE):
+            raise MisconfigurationException(f"PMMoE: model is a {type(module).__name__}, but must be a PooledMoE.")
+        check_names(module)
+
+    def server_begin(self, server: Tree, clients: Iterable[Client]) -> Tree:
+        """The pool: the classifier of each client.
+
+        Raises:
+            MisconfigurationException: if the model's pool has room for another number of clients, or no client has a
+                classifier of its own.
+        """
+        pool: Tree = {}
+        sizes: tuple[int, int] = (0, 0)
+        is_trained = False
+        for client in clients:
+            classifier = subtree({**client.module.state_dict(), **client.kept}, _CLASSIFIER)
+            pool |= {
+                name: tensor.detach().clone() for name, tensor in with_prefix(classifier, f"pool.{client.id}.").items()
+            }
+            sizes = client.datamodule.num_clients, client.module.num_experts  # pyright: ignore[reportAssignmentType]
+            is_trained = is_trained or bool(subtree(client.kept, _CLASSIFIER))
+        if sizes[0] != sizes[1]:
+            raise MisconfigurationException(
+                f"PooledMoE: num_experts is {sizes[1]}, but must be num_clients, {sizes[0]}."
+            )
+        if not is_trained:
+            raise MisconfigurationException(
+                f"PMMoE: no client kept {_CLASSIFIER}*; `start` must be a phase that trains it and does not share it."
+            )
+        return pool
+
+    def client_request(self, client_id: int, kept: Tree) -> Tree:
+        """The client's classifier, which it sends for the pool."""
+        return with_prefix(subtree(kept, _CLASSIFIER), _CLASSIFIER)

@@ -1,0 +1,100 @@
+"""A client's own expert with the classifiers of all clients, as a LightningModule."""
+
+from __future__ import annotations
+
+import copy
+
+import torch
+from lightning.fabric.utilities.exceptions import MisconfigurationException
+from lightning.pytorch.cli import LRSchedulerCallable, OptimizerCallable
+from torch import Tensor, nn
+
+from fedmoe_pl.models.gates.fixed import EqualWeights
+from fedmoe_pl.models.gates.gate import Gate
+from fedmoe_pl.models.mixtures.mixture import MixtureOfExperts, mix_outputs, run_once
+
+
+class PooledMoE(MixtureOfExperts):
+    """Mixes the classifiers of all clients on the features of the client's own extractor (PM-MoE, WWW 2025).
+
+    The output is ``sum_j g_j(z) * pool_j(z)`` over the ``top_k`` classifiers with the largest weights, where ``z =
+    local_expert.extractor(x)``. As in the official code, the weights are not normalized again, so that they may add up
+    to less than 1. Logits are mixed. The classifier of ``local_expert`` is not computed: the client's own is in the
+    pool, too. The algorithm ``PMMoE`` fills the pool; until then, it has copies of the expert's classifier.
+
+    Args:
+        local_expert: the client's own expert, with an ``extractor`` and a ``classifier``.
+        num_experts: number of classifiers in the pool, one per client of the federation.
+        gate: weighs them, such as ``MLPGate``; None for ``EqualWeights``.
+        top_k: how many of them a sample uses; None for all.
+        optimizer: makes the optimizer from the parameters.
+        lr_scheduler: makes a scheduler, stepped once per epoch, from the optimizer; None for a constant rate.
+        gate_lr: the gate's learning rate, also with the optimizer of a phase; None for the optimizer's.
+        channels_last: whether the weights of convolutions are in channels-last format, see
+            :class:`~fedmoe_pl.models.mixtures.mixture.MixtureOfExperts`.
+
+    Raises:
+        MisconfigurationException: if the expert has no ``extractor`` and ``classifier``, ``num_experts`` is below 1,
+            ``top_k`` is below 1 or above ``num_experts``, the gate weighs another number, or ``gate_lr`` is below 0.
+    """
+
+    gate: Gate
+    has_global_expert = False
+
+    def __init__(
+        self,
+        local_expert: nn.Module,
+        num_experts: int,
+        gate: Gate | None = None,
+        top_k: int | None = None,
+        optimizer: OptimizerCallable = torch.optim.SGD,
+        lr_scheduler: LRSchedulerCallable | None = None,
+        gate_lr: float | None = None,
+        channels_last: bool = False,
+    ) -> None:
+        super().__init__(optimizer, lr_scheduler, gate_lr=gate_lr, channels_last=channels_last)
+        if num_experts < 1:
+            raise MisconfigurationException(f"PooledMoE: num_experts is {num_experts}, but must be at least 1.")
+        if top_k is not None and not 1 <= top_k <= num_experts:
+            raise MisconfigurationException(
+                f"PooledMoE: top_k is {top_k}, but must be at least 1 and at most num_experts, {num_experts}."
+            )
+        if not all(isinstance(getattr(local_expert, part, None), nn.Module) for part in ("extractor", "classifier")):
+            raise MisconfigurationException(
+                f"PooledMoE: local_expert is a {type(local_expert).__name__}, but must have an `extractor` and a "
+                "`classifier`."
+            )
+        self.num_experts = self.gate_width = num_experts
+        self.top_k = top_k
+        self.local_expert = local_expert
+        classifier: nn.Module = local_expert.classifier  # pyright: ignore[reportAssignmentType]
+        self.pool = nn.ModuleList(copy.deepcopy(classifier) for _ in range(num_experts))
+        self.gate = EqualWeights() if gate is None else gate
+        self.check_parts()
+
+    def check_parts(self) -> None:
+        """Refuses a gate of another width, and a phase's ``mixing``; sizes a lazy gate if the expert tells its input.
+
+        Raises:
+            MisconfigurationException: if it is one of these.
+        """
+        if self.mixing != "logits":
+            raise MisconfigurationException(
+                f"PooledMoE: mixing is '{self.mixing}', but must be left out: logits are mixed."
+            )
+        super().check_parts()
+        run_once(self, self.local_expert)
+
+    def mix(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """The mixture's logits (B, C) and the weights (B, num_experts) of the classifiers, 0 for those left out.
+
+        Args:
+            x: inputs (B, ...).
+        """
+        features = self.local_expert.extractor(x)  # pyright: ignore[reportCallIssue]
+        weights = self.gate(features if self.gate.reads_features else x)
+        self.check_gate_width(weights.shape[1])
+        if self.top_k is not None:
+            largest = weights.topk(self.top_k, dim=1)
+            weights = torch.zeros_like(weights).scatter(1, largest.indices, largest.values)
+        return mix_outputs([classifier(features) for classifier in self.pool], weights, "logits"), weights

@@ -1,0 +1,153 @@
+"""PM-MoE: a pool of all clients' classifiers, sent once, under a gate of each client's own."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from helpers import Expert, assert_same_bits, blobs, client_generator, mixture, tensors
+from helpers.backends import FEW, assert_agree, local_training
+from helpers.runs import Kill, assert_same, federation
+from lightning.fabric.utilities.exceptions import MisconfigurationException
+
+from fedmoe_pl import Phase
+from fedmoe_pl.algorithms import FedAvg, Local, PMMoE
+from fedmoe_pl.models import EqualWeights, GlobalOnly, LocalOnly, MLPGate, PooledMoE
+from fedmoe_pl.rounds.checkpoint import load_checkpoint
+from fedmoe_pl.trees import subtree
+
+POOL = 3 * 21  # 6 features, 3 classes, a classifier for each of three clients
+
+
+def pooled(num_experts=3, top_k=2) -> PooledMoE:
+    torch.manual_seed(5)
+    gate = MLPGate(num_experts, 6, dropout=0.0)
+    return PooledMoE(Expert(), num_experts, gate, top_k, lambda p: torch.optim.SGD(p, lr=0.1)).double()
+
+
+def fedper(**kwargs) -> Phase:
+    algorithm = FedAvg("local_expert.extractor.*", "local_expert.*")
+    return Phase("FedPer", algorithm, gate=LocalOnly(), **{"rounds": 2, **kwargs})
+
+
+def pm_moe(**kwargs) -> Phase:
+    return Phase("PM-MoE", PMMoE(), **{"start": "FedPer", "max_epochs": 2, "model": pooled(), **kwargs})
+
+
+def fitted(path, *phases, sizes=(13, 8, 11), ckpt_path=None, **kwargs):
+    run = federation(path, [*phases] or [fedper(), pm_moe()], **kwargs)
+    run.fit(mixture(), blobs(sizes), ckpt_path=ckpt_path)
+    return run
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+    return fitted(tmp_path_factory.mktemp("whole"))
+
+
+def test_each_gate_equals_a_bare_loop_over_the_classifiers_of_all_clients(whole):
+    data = blobs()
+    experts = [tensors(whole.client_module("FedPer", client), "local_expert.") for client in range(3)]
+    heads = [(e["local_expert.classifier.1.weight"], e["local_expert.classifier.1.bias"]) for e in experts]
+    weight, bias = experts[0]["local_expert.extractor.1.weight"], experts[0]["local_expert.extractor.1.bias"]
+
+    def logits(gate, x):
+        z = F.linear(x, weight, bias).tanh()
+        g = gate(z)
+        threshold = g.sort(1).values[:, 1:2]  # the second largest of three
+        g = torch.where(g >= threshold, g, 0)
+        return sum(g[:, j : j + 1] * F.linear(z, *heads[j]) for j in range(3))
+
+    for client in range(3):
+        gate = MLPGate(3, 6, dropout=0.0).double()
+        generator = client_generator(0, client, 2)  # after the two rounds of FedPer
+        gate.reset_parameters()
+        for _ in range(2):
+            for x, y in data.batches(data.train_samples[client], generator=generator):
+                gradients = torch.autograd.grad(F.cross_entropy(logits(gate, x), y), [*gate.parameters()])
+                with torch.no_grad():
+                    for parameter, gradient in zip(gate.parameters(), gradients, strict=True):
+                        parameter -= 0.1 * gradient
+        module = whole.client_module("PM-MoE", client)
+        torch.testing.assert_close(tensors(module.gate), tensors(gate), rtol=0, atol=1e-10)
+        torch.testing.assert_close(module(data.x[:9]), logits(gate, data.x[:9]), rtol=0, atol=1e-10)
+        assert_same_bits(tensors(module, "local_expert."), experts[client])
+
+
+def test_each_client_sends_its_classifier_and_receives_all_of_them_and_nothing_is_aggregated(whole):
+    state = whole.run.states["PM-MoE"]
+    assert set(state.server) == {f"pool.{i}.1.{name}" for i in range(3) for name in ("weight", "bias")}
+    assert (state.traffic["parameters_up"], state.traffic["parameters_down"]) == (POOL, 3 * POOL)
+    for client in range(3):
+        own = tensors(whole.client_module("FedPer", client).local_expert.classifier)
+        assert_same_bits(subtree(state.server, f"pool.{client}."), own)
+        assert {name.split(".")[0] for name in state.kept[client]} == {"gate", "local_expert"}
+
+
+def test_classifiers_that_never_differed_are_the_base_whatever_the_gate(tmp_path):
+    alone = Phase("FedPer", Local("local_expert.classifier.*"), gate=LocalOnly())
+    run = fitted(tmp_path, alone, pm_moe(model=pooled(1, None)), sizes=(9,))  # N = 1
+    x = blobs((9,)).x
+    torch.testing.assert_close(run.client_module("PM-MoE", 0)(x), run.client_module("FedPer", 0)(x))
+
+
+def test_a_gate_of_only_the_own_classifier_is_the_base(tmp_path):
+    run = fitted(tmp_path, fedper(), pm_moe(gate=GlobalOnly(), max_epochs=0))
+    x = blobs().x
+    assert_same_bits({"": run.client_module("PM-MoE", 0)(x)}, {"": run.client_module("FedPer", 0)(x)})
+    assert not torch.equal(run.client_module("PM-MoE", 1)(x), run.client_module("FedPer", 1)(x))
+
+
+def test_backends_agree():
+    module = pooled()
+    for classifier in module.pool:
+        classifier[1].reset_parameters()
+    assert_agree(local_training(module, PMMoE(), blobs(FEW)), 1e-10)
+
+
+def test_a_run_stopped_after_the_pool_was_made_and_resumed_ends_with_the_same_bits(whole, tmp_path):
+    with pytest.raises(KeyboardInterrupt):
+        fitted(tmp_path, callbacks=[Kill("on_client_end", 8)], store="disk")
+    resumed = fitted(tmp_path, ckpt_path="last", store="disk")
+    states = [load_checkpoint(run.run_dir / "checkpoints/last.ckpt")["phases"]["PM-MoE"] for run in (resumed, whole)]
+    assert_same(dict(states[0].kept), dict(states[1].kept))
+    assert_same({**vars(states[0]), "kept": None}, {**vars(states[1]), "kept": None})
+
+
+def test_newcomers_receive_the_pool_and_train_a_gate(whole, tmp_path):
+    later = federation(tmp_path, [fedper(), pm_moe()])
+    later.personalize(mixture(), blobs((9, 6, 7, 5)), str(whole.run_dir / "checkpoints/last.ckpt"), rounds=1)
+    assert_same_bits(later.run.states["PM-MoE"].server, whole.run.states["PM-MoE"].server)
+    gates = [tensors(later.client_module("PM-MoE", client).gate)["layers.0.weight"] for client in range(4)]
+    assert not torch.equal(gates[0], gates[1])
+    for client in range(4):
+        module = later.client_module("PM-MoE", client)
+        assert_same_bits(
+            subtree(dict(module.state_dict()), "pool."), subtree(whole.run.states["PM-MoE"].server, "pool.")
+        )
+        own = tensors(later.client_module("FedPer", client), "local_expert.")
+        assert_same_bits(tensors(module, "local_expert."), own)
+
+
+REFUSED = {
+    "PMMoE: model is a PersonalizedMoE, but must be a PooledMoE.": [fedper(), pm_moe(model=None)],
+    "PMMoE starts from an earlier phase, but none of [FedPer] fits; add one": [fedper(), pm_moe(start=None)],
+    "PooledMoE: num_experts is 4, but must be num_clients, 3.": [fedper(rounds=1), pm_moe(model=pooled(4))],
+    "PMMoE: no client kept local_expert.classifier.*; `start` must be": [
+        Phase("FedPer", FedAvg("local_expert.*"), gate=LocalOnly()),
+        pm_moe(),
+    ],
+    "must be left out, because PMMoE needs all clients": [fedper(), pm_moe(clients_per_round=2)],
+}
+
+
+@pytest.mark.parametrize("sentence", REFUSED)
+def test_what_has_no_pool_of_trained_classifiers_is_refused(tmp_path, sentence):
+    with pytest.raises(MisconfigurationException) as refusal:
+        fitted(tmp_path, *REFUSED[sentence])
+    assert sentence in str(refusal.value)
+
+
+def test_equal_weights_are_an_ensemble_that_needs_no_training(tmp_path):
+    run = fitted(tmp_path, fedper(), pm_moe(gate=EqualWeights(), model=pooled(top_k=None)))
+    x, module = blobs().x, run.client_module("PM-MoE", 1)
+    features = module.local_expert.extractor(x)
+    torch.testing.assert_close(module(x), sum(head(features) for head in module.pool) / 3)
