@@ -1,6 +1,7 @@
 """Federated algorithms, one file per paper."""
 
 from fedmoe_pl.algorithms.adaptive_experts import ClusterMixture, FineTunedCluster
+from fedmoe_pl.algorithms.fedala import FedALA
 from fedmoe_pl.algorithms.fedavg import FedAvg
 from fedmoe_pl.algorithms.fedmoe_da import FedMoEDA
 from fedmoe_pl.algorithms.fedprox import FedProx
@@ -18,6 +19,7 @@ __all__ = [
     "FML",
     "ClusterMixture",
     "EpsilonGreedyIFCA",
+    "FedALA",
     "FedAdagrad",
     "FedAdam",
     "FedAvg",
