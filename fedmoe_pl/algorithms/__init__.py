@@ -3,6 +3,7 @@
 from fedmoe_pl.algorithms.adaptive_experts import ClusterMixture, FineTunedCluster
 from fedmoe_pl.algorithms.fd import FD
 from fedmoe_pl.algorithms.fedapen import FedAPEN
+from fedmoe_pl.algorithms.fedala import FedALA
 from fedmoe_pl.algorithms.fedavg import FedAvg
 from fedmoe_pl.algorithms.fedem import FedEM
 from fedmoe_pl.algorithms.fedmoe_da import FedMoEDA
@@ -27,6 +28,7 @@ __all__ = [
     "ClusterMixture",
     "EpsilonGreedyIFCA",
     "FedAPEN",
+    "FedALA",
     "FedAdagrad",
     "FedAdam",
     "FedAvg",

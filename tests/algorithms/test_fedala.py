@@ -1,0 +1,279 @@
+"""FedALA against a bare rewrite in PyTorch, its limits, and what clients keep."""
+
+import copy
+from functools import partial
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from helpers import assert_same_bits, blobs, client_generator, mixture, run, tensors
+from helpers.backends import local_training
+from helpers.runs import Kill, assert_same
+from lightning.fabric.utilities.exceptions import MisconfigurationException
+from lightning.pytorch import LightningModule
+from torch import Generator
+
+from fedmoe_pl import Federation, Phase
+from fedmoe_pl.algorithms import FedALA, FedAvg, Local
+from fedmoe_pl.algorithms.client import Update
+from fedmoe_pl.backends import StackedBackend, TrainerBackend
+from fedmoe_pl.backends.client import begin_client, client_of
+from fedmoe_pl.models import GlobalOnly
+from fedmoe_pl.rounds.cohort import sample_cohort
+from fedmoe_pl.seeds import derive_seed
+from fedmoe_pl.trees import with_prefix
+
+SIZES, BATCH, RATE, ROUNDS, SEED = (23, 18, 31), 4, 0.5, 4, 5
+model = partial(mixture, optimizer=partial(torch.optim.SGD, lr=RATE))
+
+
+def data():
+    return blobs(sizes=SIZES, batch_size=BATCH)
+
+
+def ala(**kwargs) -> Phase:
+    given = {"rounds": ROUNDS, "clients_per_round": 2, "gate": GlobalOnly(), **kwargs.pop("phase", {})}
+    return Phase("FedALA", FedALA(**kwargs), **given)
+
+
+def mixed_by_hand(received, local, weights, samples, client, round, datamodule, last, eta, share, max_passes, size):
+    """Algorithm 1, lines 6 to 16, on copies of whole experts; the received one if there is no local one."""
+    if local is None:
+        return copy.deepcopy(received), None
+    parameters, of_local = list(received.parameters())[-last:], list(local.parameters())[-last:]
+    number = int(share * len(samples))
+    generator = Generator().manual_seed(derive_seed(SEED, 75, client, round))
+    start = int(torch.randint(len(samples) - number + 1, (), generator=generator))
+    chosen = samples[start : start + number]
+    first, weights = weights is None, weights or [torch.ones_like(p) for p in parameters]
+    mixture = copy.deepcopy(received)
+    places, losses = list(mixture.parameters())[-last:], []
+
+    def blend():
+        for place, theta_g, theta_l, w in zip(places, parameters, of_local, weights, strict=True):
+            place.data = theta_l.data + (theta_g.data - theta_l.data) * w
+
+    blend()
+    while True:
+        for batch in chosen.split(size):
+            mixture.zero_grad()
+            loss = F.cross_entropy(mixture(datamodule.x[batch]), datamodule.y[batch])
+            loss.backward()
+            weights = [
+                torch.clamp(w - eta * place.grad * (theta_g.data - theta_l.data), 0, 1)
+                for w, place, theta_g, theta_l in zip(weights, places, parameters, of_local, strict=True)
+            ]
+            blend()
+        losses.append(loss.item())
+        if not first or len(losses) == max_passes or (len(losses) > 10 and np.std(losses[-10:]) < 0.1):
+            return mixture, weights
+
+
+def by_hand(last, eta, share, max_passes, size=BATCH):
+    """All rounds: the server's expert, the expert that each client would use next, and its weights."""
+    datamodule, expert = data(), model(GlobalOnly()).global_expert
+    locals_, weights = [None] * 3, [None] * 3
+
+    def mixed(client, round):
+        samples = datamodule.train_samples[client]
+        arguments = datamodule, last, eta, share, max_passes, size
+        return mixed_by_hand(expert, locals_[client], weights[client], samples, client, round, *arguments)
+
+    for round in range(ROUNDS):
+        cohort, trained = sample_cohort(range(3), 2, SEED, round), {}
+        for client in cohort:
+            trained[client], weights[client] = mixed(client, round)
+            samples, generator = datamodule.train_samples[client], client_generator(SEED, client, round)
+            optimizer = torch.optim.SGD(trained[client].parameters(), lr=RATE)
+            for _ in range(2):
+                for batch in samples[torch.randperm(len(samples), generator=generator)].split(BATCH):
+                    optimizer.zero_grad()
+                    F.cross_entropy(trained[client](datamodule.x[batch]), datamodule.y[batch]).backward()
+                    optimizer.step()
+        total, expert = sum(SIZES[client] for client in cohort), copy.deepcopy(expert)
+        for name, parameter in expert.named_parameters():
+            values = (SIZES[client] / total * dict(trained[client].named_parameters())[name] for client in cohort)
+            parameter.data = sum(value.detach() for value in values)
+        locals_ = [trained.get(client, locals_[client]) for client in range(3)]
+    return expert, [mixed(client, ROUNDS)[0] for client in range(3)], weights
+
+
+SETTINGS = {
+    "defaults": {"last_parameters": 2, "eta": 1.0, "sample_share": 0.8, "max_passes": 100},
+    "all parameters": {"last_parameters": 0, "eta": 3.0, "sample_share": 0.8, "max_passes": 100},
+    "few passes": {"last_parameters": 3, "eta": 1.0, "sample_share": 0.5, "max_passes": 3, "batch_size": 7},
+}
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+def test_rounds_are_those_of_a_bare_rewrite(name, tmp_path):
+    settings = SETTINGS[name]
+    federation = run([ala(**settings)], model(), data(), tmp_path, seed=SEED)
+    expert, experts, weights = by_hand(*settings.values())
+    state = federation.run.states["FedALA"]
+    close = partial(torch.testing.assert_close, rtol=1e-10, atol=1e-12)
+    close(state.server, with_prefix(dict(expert.state_dict()), "global_expert."))
+    inner = 0
+    for client in range(3):
+        close(dict(federation.client_module("FedALA", client).global_expert.state_dict()), experts[client].state_dict())
+        kept = [tensor for key, tensor in state.kept[client].items() if key.startswith("ala/weights/")]
+        assert len(kept) == len(weights[client] or [])
+        for actual, expected in zip(kept, weights[client] or [], strict=True):
+            close(actual, expected)
+            inner += ((actual > 0) & (actual < 1)).sum().item()
+    assert inner, "or the weights say nothing"
+
+
+def test_with_a_rate_of_0_it_is_fedavg(tmp_path):
+    phases = [ala(eta=0.0), Phase("FedAvg", FedAvg("global_expert.*"), ROUNDS, 2, gate=GlobalOnly())]
+    federation = run(phases, model(), data(), tmp_path)
+    for client in range(3):
+        modules = [tensors(federation.client_module(each.name, client)) for each in phases]
+        torch.testing.assert_close(*modules, rtol=1e-12, atol=1e-14)
+
+
+class Bare(LightningModule):
+    """The expert as a user's own module."""
+
+    def __init__(self, expert):
+        super().__init__()
+        self.expert = expert
+
+    def forward(self, x):
+        return self.expert(x)
+
+    def training_step(self, batch, batch_idx):
+        return F.cross_entropy(self(batch[0]), batch[1])
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=RATE)
+
+
+def test_the_module_itself_may_be_the_expert(tmp_path):
+    whole = Phase("it", FedALA(expert=""), ROUNDS, 2)
+    itself = run([whole], Bare(model().global_expert), data(), tmp_path / "itself", backend=TrainerBackend())
+    part = run([ala()], model(), data(), tmp_path / "part", backend=TrainerBackend())
+    for client in range(3):
+        expert = part.client_module("FedALA", client).global_expert
+        assert_same_bits(tensors(itself.client_module("it", client).expert), tensors(expert))
+
+
+class AllLocal(FedALA):
+    """Its weights are 0 from the start."""
+
+    def client_final(self, client, const):
+        update = super().client_final(client, const)
+        zeros = {f"ala/weights/{name}": torch.zeros_like(weight) for name, weight in const["weights"].items()}
+        return Update(update.sent, update.weight, update.kept | zeros)
+
+
+def test_with_weights_of_0_for_all_parameters_it_is_local_training(tmp_path):
+    it = Phase("it", AllLocal(last_parameters=0, eta=0.0), ROUNDS, gate=GlobalOnly())
+    local = Phase("Local", Local("global_expert.*"), ROUNDS, gate=GlobalOnly(), start="initial")
+    federation = run([it, local], model(), data(), tmp_path)
+    for client in range(3):
+        modules = [federation.client_module(name, client) for name in ("it", "Local")]
+        assert_same_bits(*(tensors(module, "global_expert.") for module in modules))
+
+
+def begun(round, server, kept, algorithm) -> tuple[dict, dict]:
+    """The expert with which client 0 begins a round, and the one with which it is evaluated before it."""
+    module = model(GlobalOnly())
+    training = local_training(module, algorithm, data(), rounds=ROUNDS)
+    evaluated = algorithm.personal_tensors(client_of(training, copy.deepcopy(module), 0, kept, round), server)
+    client, _, _ = begin_client(training, module, server, 0, {0: kept}, round)
+    return tensors(client.module, "global_expert."), evaluated
+
+
+def test_a_client_is_evaluated_with_the_model_with_which_it_begins_the_next_round(tmp_path):
+    state = run([ala(phase={"clients_per_round": None})], model(), data(), tmp_path).run.states["FedALA"]
+    models = [begun(round, state.server, state.kept[0], FedALA()) for round in (ROUNDS, ROUNDS + 1)]
+    for trained, evaluated in models:
+        assert_same_bits(trained, evaluated)
+    last = "global_expert.classifier.1.weight"
+    assert not torch.equal(models[0][0][last], models[1][0][last]), "each round has a slice of its own"
+    assert not torch.equal(models[0][0][last], state.server[last])
+
+
+def test_a_local_model_that_is_the_received_one_changes_nothing():
+    server = tensors(model(GlobalOnly()), "global_expert.")
+    kept = {f"ala/local/{name}": server[name] for name in [*server][-2:]}
+    for tree in begun(1, server, kept, FedALA(eta=50.0)):
+        assert_same_bits(tree, server)
+
+
+def test_clients_send_the_expert_and_keep_the_rest_to_themselves(tmp_path):
+    federation = run(
+        [ala(), Phase("FedAvg", FedAvg("global_expert.*"), ROUNDS, 2, gate=GlobalOnly())], model(), data(), tmp_path
+    )
+    states = federation.run.states
+    assert states["FedALA"].traffic == states["FedAvg"].traffic
+    names = [f"global_expert.classifier.1.{kind}" for kind in ("weight", "bias")]
+    keys = [
+        {f"ala/{what}/{name}" for what in ("local", "weights") for name in names},
+        {f"ala/local/{name}" for name in names},
+    ]
+    assert all({*kept} in keys for kept in states["FedALA"].kept.values())
+    assert {*states["FedALA"].server} == {name for name, _ in model().named_parameters() if name.startswith("global")}
+
+
+def fitted(path, ckpt_path=None, **kwargs) -> Federation:
+    arguments = {"trainer": {"max_epochs": 2, "accelerator": "cpu"}, "enable_progress_bar": False, "logger": False}
+    federation = Federation([ala()], **{**arguments, "default_root_dir": str(path), **kwargs})
+    federation.fit(model(), data(), ckpt_path=ckpt_path)
+    return federation
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+    return fitted(tmp_path_factory.mktemp("whole"))
+
+
+def test_a_killed_run_goes_on_with_the_same_bits(whole, tmp_path):
+    with pytest.raises(KeyboardInterrupt):
+        fitted(tmp_path, callbacks=[Kill("on_round_end", 2)])
+    resumed = fitted(tmp_path, "last", store="disk")
+    states = [federation.run.states["FedALA"] for federation in (resumed, whole)]
+    assert_same(states[0].server, states[1].server)
+    assert_same(dict(states[0].kept), dict(states[1].kept))
+    assert_same(resumed.results, whole.results)
+
+
+def test_backends_and_processes_agree(whole, tmp_path):
+    assert_same(
+        fitted(tmp_path / "two", trainer={"max_epochs": 2, "accelerator": "cpu", "devices": 2}).results, whole.results
+    )
+    states = [
+        fitted(tmp_path / type(backend).__name__, backend=backend).run.states["FedALA"]
+        for backend in (TrainerBackend(), StackedBackend())
+    ]
+    torch.testing.assert_close(states[1].server, states[0].server, rtol=1e-9, atol=1e-11)
+    for client in range(3):
+        torch.testing.assert_close(states[1].kept[client], states[0].kept[client], rtol=1e-7, atol=1e-9)
+
+
+def test_a_newcomer_has_no_local_model_and_takes_the_global_one(tmp_path):
+    federation = fitted(tmp_path)
+    server = federation.run.states["FedALA"].server
+    federation.personalize(model(), blobs(sizes=(9, 6), batch_size=BATCH))
+    for client in (0, 1):
+        assert_same_bits(tensors(federation.client_module("FedALA", client), "global_expert."), server)
+
+
+@pytest.mark.parametrize(
+    ("made", "sentence"),
+    [
+        (lambda: FedALA(last_parameters=-1), "FedALA: last_parameters is -1, but must be at least 0."),
+        (lambda: FedALA(eta=-0.5), "FedALA: eta is -0.5, but must be at least 0."),
+        (lambda: FedALA(max_passes=0), "FedALA: max_passes is 0, but must be at least 1."),
+        (lambda: FedALA(batch_size=0), "FedALA: batch_size is 0, but must be at least 1."),
+        (lambda: FedALA(sample_share=0.0), "FedALA: sample_share is 0.0, but must be above 0 and at most 1."),
+        (lambda: FedALA(last_parameters=5).check(mixture()), "last_parameters is 5, but must be at most 4, the number"),
+        (lambda: FedALA("any").check(mixture()), "FedALA: expert is 'any', but must be a part of the PersonalizedMoE"),
+    ],
+)
+def test_what_fedala_cannot_train_is_refused(made, sentence):
+    with pytest.raises(MisconfigurationException) as error:
+        made()
+    assert sentence in str(error.value)
