@@ -24,6 +24,11 @@ def check_weighting(algorithm: Algorithm, weighting: str) -> None:
         )
 
 
+def weighted(update: Update, weighting: Weighting) -> Update:
+    """A client's update, whose weight is its number of samples, with the weight that ``weighting`` gives it."""
+    return update if weighting == "samples" else Update(update.sent, 1, update.kept)
+
+
 class FedAvg(Algorithm):
     """Averages the shared parameters; each client keeps its others, as in FedPer, LG-FedAvg and FedBN.
 
@@ -49,9 +54,8 @@ class FedAvg(Algorithm):
     ) -> None:
         check_weighting(self, weighting)
         super().__init__(shared, trainable)
-        self.weighting = weighting
+        self.weighting: Weighting = weighting
 
     def client_final(self, client: Client, const: dict[str, Any]) -> Update:
         """Weighs the update as ``weighting`` says."""
-        update = super().client_final(client, const)
-        return update if self.weighting == "samples" else Update(update.sent, 1, update.kept)
+        return weighted(super().client_final(client, const), self.weighting)
