@@ -1,20 +1,26 @@
 """Federated algorithms, one file per paper."""
 
 from fedmoe_pl.algorithms.adaptive_experts import ClusterMixture, FineTunedCluster
+from fedmoe_pl.algorithms.apfl import APFL
+from fedmoe_pl.algorithms.ditto import Ditto
 from fedmoe_pl.algorithms.fd import FD
-from fedmoe_pl.algorithms.fedapen import FedAPEN
 from fedmoe_pl.algorithms.fedala import FedALA
+from fedmoe_pl.algorithms.fedapen import FedAPEN
 from fedmoe_pl.algorithms.fedavg import FedAvg
+from fedmoe_pl.algorithms.fedbn import FedBN
 from fedmoe_pl.algorithms.fedem import FedEM
 from fedmoe_pl.algorithms.fedmoe_da import FedMoEDA
 from fedmoe_pl.algorithms.fedpac import FedPAC
 from fedmoe_pl.algorithms.fedproto import FedProto
 from fedmoe_pl.algorithms.fedprox import FedProx
+from fedmoe_pl.algorithms.fedrep import FedRep
 from fedmoe_pl.algorithms.fedrod import FedRoD
 from fedmoe_pl.algorithms.fml import FML
 from fedmoe_pl.algorithms.ifca import EpsilonGreedyIFCA
 from fedmoe_pl.algorithms.local import Local
 from fedmoe_pl.algorithms.opt_out import OptInFedAvg, SpecialistMixture
+from fedmoe_pl.algorithms.per_fedavg import PerFedAvg
+from fedmoe_pl.algorithms.pfedme import PFedMe
 from fedmoe_pl.algorithms.pfedmm import PFedMM
 from fedmoe_pl.algorithms.pfedmoe import PFedMoE
 from fedmoe_pl.algorithms.pfl_moe import PersonalizedExpert, PFLMoE
@@ -23,20 +29,24 @@ from fedmoe_pl.algorithms.scaffold import Scaffold
 from fedmoe_pl.algorithms.server_optimizers import FedAdagrad, FedAdam, FedYogi
 
 __all__ = [
+    "APFL",
     "FD",
     "FML",
     "ClusterMixture",
+    "Ditto",
     "EpsilonGreedyIFCA",
-    "FedAPEN",
     "FedALA",
+    "FedAPEN",
     "FedAdagrad",
     "FedAdam",
     "FedAvg",
+    "FedBN",
     "FedEM",
     "FedMoEDA",
     "FedPAC",
     "FedProto",
     "FedProx",
+    "FedRep",
     "FedRoD",
     "FedYogi",
     "FineTunedCluster",
@@ -44,8 +54,10 @@ __all__ = [
     "OptInFedAvg",
     "PFLMoE",
     "PFedMM",
+    "PFedMe",
     "PFedMoE",
     "PMMoE",
+    "PerFedAvg",
     "PersonalizedExpert",
     "Scaffold",
     "SpecialistMixture",

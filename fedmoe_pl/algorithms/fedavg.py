@@ -24,8 +24,8 @@ def check_weighting(algorithm: Algorithm, weighting: str) -> None:
         )
 
 
-def weighed(update: Update, weighting: Weighting) -> Update:
-    """An update that weighs by samples, with the weight that ``weighting`` gives it."""
+def weighted(update: Update, weighting: Weighting) -> Update:
+    """A client's update, whose weight is its number of samples, with the weight that ``weighting`` gives it."""
     return update if weighting == "samples" else Update(update.sent, 1, update.kept)
 
 
@@ -58,4 +58,4 @@ class FedAvg(Algorithm):
 
     def client_final(self, client: Client, const: dict[str, Any]) -> Update:
         """Weighs the update as ``weighting`` says."""
-        return weighed(super().client_final(client, const), self.weighting)
+        return weighted(super().client_final(client, const), self.weighting)

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from fedmoe_pl.algorithms.algorithm import Algorithm
 from fedmoe_pl.algorithms.client import Client, Update
-from fedmoe_pl.algorithms.fedavg import Weighting, check_weighting, weighed
+from fedmoe_pl.algorithms.fedavg import Weighting, check_weighting, weighted
 from fedmoe_pl.algorithms.parts import both_logits, check_both_experts, distillation_loss, logits_loss
 
 
@@ -78,4 +78,4 @@ class FML(Algorithm):
 
     def client_final(self, client: Client, const: dict[str, Any]) -> Update:
         """Weighs the update as ``weighting`` says."""
-        return weighed(super().client_final(client, const), self.weighting)
+        return weighted(super().client_final(client, const), self.weighting)

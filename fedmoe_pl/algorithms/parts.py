@@ -5,15 +5,17 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import torch
 import torch.nn.functional as F
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import LightningModule
 from torch import Tensor, nn
+from torch.func import functional_call, grad
 
 from fedmoe_pl.algorithms.algorithm import Algorithm
 from fedmoe_pl.algorithms.client import Client
 from fedmoe_pl.models import MixtureOfExperts
-from fedmoe_pl.trees import Tree, subtree, with_prefix
+from fedmoe_pl.trees import Tree, copy_module, load_tree, subtree, with_prefix
 
 
 def check_expert(algorithm: Algorithm, module: LightningModule, expert: str, splits: bool = False) -> None:
@@ -96,6 +98,86 @@ def mean_of_labelled(values: Tensor, y: Tensor) -> Tensor:
     """The mean of one value per sample, shape (B,), over the samples whose label (B,) is not -100."""
     counts = y != -100
     return (values * counts).sum() / counts.sum()
+
+
+def expert_gradient(module: LightningModule, expert: str, parameters: Tree, batch: Any) -> Tree:
+    """The gradient of an expert's mean loss at other parameters than its own; running statistics move as in any step.
+
+    It can be differentiated again, and used with ``vmap``.
+
+    Args:
+        module: the module, with the expert's buffers.
+        expert: the expert's name in the module; empty for the module itself.
+        parameters: the parameters to differentiate by, with the names that they have in the expert. It uses its own in
+            place of missing ones.
+        batch: inputs (B, ...) and labels (B,).
+    """
+    part, (x, y) = module.get_submodule(expert), batch
+    buffers = dict(part.named_buffers())
+
+    def loss(parameters: Tree) -> tuple[Tensor, Tree]:
+        moved = {name: buffer.clone() for name, buffer in buffers.items()}  # grad refuses to change those outside
+        return logits_loss(module, functional_call(part, {**parameters, **moved}, (x,)), y), moved
+
+    gradient, moved = grad(loss, has_aux=True)(parameters)
+    with torch.no_grad():
+        for name, buffer in buffers.items():
+            buffer.copy_(moved[name])
+    return gradient
+
+
+def training_gradient(client: Client, expert: str, tensors: Tree) -> Tree:
+    """The gradient of an expert's mean loss on all of a client's training samples, in eval mode, on the CPU.
+
+    Args:
+        client: the client.
+        expert: the expert's name in the client's module; empty for the module itself.
+        tensors: the module's tensors to use, by name; its own take the place of missing ones.
+
+    Returns:
+        The gradient by the trained parameters, with the names that these have in the expert.
+    """
+    total: Tree = {}
+    with torch.inference_mode(False):  # models are evaluated in inference mode, where nothing can be differentiated
+        batches = client.batches(client.samples)
+        module = copy_module(client.module)
+        load_tree(module, tensors)
+        module = module.to(batches.x.device).eval()
+        parameters = trained_parameters(module, expert)
+        for batch in batches:
+            gradient = expert_gradient(module, expert, parameters, batch)
+            for name, tensor in gradient.items():
+                total[name] = total.get(name, 0) + tensor.detach().cpu() * (len(batch[1]) / len(client.samples))
+    return total
+
+
+def trained_parameters(module: LightningModule, expert: str) -> Tree:
+    """The parameters of an expert, by their names in it, without those that the user has frozen."""
+    parameters = module.get_submodule(expert).named_parameters()
+    return {name: parameter for name, parameter in parameters if parameter.requires_grad}
+
+
+def learning_rate(algorithm: Algorithm, module: LightningModule) -> float:
+    """The learning rate of plain SGD.
+
+    Args:
+        algorithm: the algorithm that computes with it, for the message.
+        module: a module; that of a client has the learning rate of its round.
+
+    Raises:
+        MisconfigurationException: if the module has another optimizer.
+    """
+    name, optimizer = type(algorithm).__name__, module.configure_optimizers()
+    if not isinstance(optimizer, torch.optim.SGD) or len(optimizer.param_groups) > 1:
+        raise MisconfigurationException(
+            f"{name}: optimizer is {type(optimizer).__name__}, but must be torch.optim.SGD with one learning rate and "
+            "no scheduler."
+        )
+    group = optimizer.param_groups[0]
+    for argument in ("momentum", "weight_decay"):
+        if group[argument]:
+            raise MisconfigurationException(f"{name}: {argument} of the optimizer is {group[argument]}, but must be 0.")
+    return group["lr"]
 
 
 def copy_of_global_expert(algorithm: Algorithm, module: LightningModule) -> Tree:

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from fedmoe_pl.algorithms.algorithm import Algorithm
 from fedmoe_pl.algorithms.client import Client, Update
+from fedmoe_pl.algorithms.parts import learning_rate
 from fedmoe_pl.trees import Tree, difference, inner_product, of_algorithm, subtree, with_prefix
 
 _CONTROL = "control/"  # prefix of a parameter's name: its control variate, c on the server and c_i on a client
@@ -42,7 +43,7 @@ class Scaffold(Algorithm):
     def check(self, module: LightningModule) -> None:
         """Refuses patterns that match nothing, and optimizers other than plain SGD."""
         super().check(module)
-        _learning_rate(module)
+        learning_rate(self, module)
 
     def server_init(self, module: LightningModule) -> Tree:
         """The shared tensors, and ``c = 0`` for the parameters among them."""
@@ -70,7 +71,7 @@ class Scaffold(Algorithm):
         """
         update = super().client_final(client, const)
         sent = difference(update.sent, client.loaded)
-        length = client.steps * _learning_rate(client.module)  # K lr
+        length = client.steps * learning_rate(self, client.module)  # K lr
         scale = 1 / length if length else 0.0
         for name, correction in const["correction"].items():
             c = client.loaded[_CONTROL + name]
@@ -86,19 +87,3 @@ class Scaffold(Algorithm):
             step = combined.weight if name.startswith(_CONTROL) else self.server_lr
             new[name] = server[name] + step * mean if mean.is_floating_point() else server[name] + mean
         return new
-
-
-def _learning_rate(module: LightningModule) -> float:
-    """The learning rate of plain SGD.
-
-    Raises:
-        MisconfigurationException: if the module has another optimizer.
-    """
-    optimizer, allowed = module.configure_optimizers(), "torch.optim.SGD with one learning rate and no scheduler"
-    if not isinstance(optimizer, torch.optim.SGD) or len(optimizer.param_groups) > 1:
-        raise MisconfigurationException(f"Scaffold: optimizer is {type(optimizer).__name__}, but must be {allowed}.")
-    group = optimizer.param_groups[0]
-    for name in ("momentum", "weight_decay"):
-        if group[name]:
-            raise MisconfigurationException(f"Scaffold: {name} of the optimizer is {group[name]}, but must be 0.")
-    return group["lr"]

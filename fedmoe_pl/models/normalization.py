@@ -96,3 +96,9 @@ class SwitchNorm1d(nn.Module):
 def has_batch_norm(module: nn.Module) -> bool:
     """Whether the module has batch normalization, which cannot be trained on a batch of one sample."""
     return any(isinstance(part, (_BatchNorm, SwitchNorm1d)) for part in module.modules())
+
+
+def batch_norm_names(module: nn.Module) -> frozenset[str]:
+    """Names of the parameters and buffers of the module's batch normalization."""
+    layers = [(name, part) for name, part in module.named_modules() if isinstance(part, (_BatchNorm, SwitchNorm1d))]
+    return frozenset(f"{layer}.{name}".lstrip(".") for layer, part in layers for name in part.state_dict())

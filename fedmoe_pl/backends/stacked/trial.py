@@ -12,6 +12,8 @@ import torch
 from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 from torch.nn.modules.conv import _ConvNd
+from torch.nn.modules.module import register_module_forward_hook
+from torch.utils._pytree import tree_leaves
 
 from fedmoe_pl.backends.features import FeatureCache
 from fedmoe_pl.backends.freezing import Freezing
@@ -154,8 +156,12 @@ def _try_member(stack: Stack, client: int, names: Sequence[str], saved: list[int
         saved.append(tensor.numel() * tensor.element_size())
         return tensor
 
-    with torch.autograd.graph.saved_tensors_hooks(remember_size, lambda tensor: tensor):
-        _, expected = plain_gradients(stack.training, module, stack.members[client], share, names)
+    try:
+        with torch.autograd.graph.saved_tensors_hooks(remember_size, lambda tensor: tensor):
+            _, expected = plain_gradients(stack.training, module, stack.members[client], share, names)
+    except RuntimeError:  # torch.func.grad, in the algorithm's loss, refuses these hooks
+        with register_module_forward_hook(lambda part, arguments, output: _remember_outputs(output, saved)):
+            _, expected = plain_gradients(stack.training, module, stack.members[client], share, names)
     buffers = {name: tensor.clone() for name, tensor in module.state_dict().items() if name in stack.buffers}
     with stack.looking_up():
         losses, trained = stack.losses(share, names)
@@ -167,6 +173,11 @@ def _try_member(stack: Stack, client: int, names: Sequence[str], saved: list[int
     for name in stack.buffers:
         if not is_close(stack.stacked[name][client], buffers[name]):
             raise _Different(f"stacking changes the buffer '{name}'")
+
+
+def _remember_outputs(output: Any, saved: list[int]) -> None:
+    """Appends the bytes of a module's output: about what its backward pass needs."""
+    saved.extend(leaf.numel() * leaf.element_size() for leaf in tree_leaves(output) if isinstance(leaf, Tensor))
 
 
 @contextmanager

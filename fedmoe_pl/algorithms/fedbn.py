@@ -1,0 +1,60 @@
+"""FedBN: Li, Jiang, Zhang, Kamp, Dou, ICLR 2021, Algorithm 1 (https://arxiv.org/abs/2102.07623)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from lightning.fabric.utilities.exceptions import MisconfigurationException
+from lightning.pytorch import LightningModule
+
+from fedmoe_pl.algorithms.algorithm import Algorithm
+from fedmoe_pl.algorithms.client import Client, Update
+from fedmoe_pl.algorithms.fedavg import Weighting, check_weighting, weighted
+from fedmoe_pl.models.normalization import batch_norm_names
+from fedmoe_pl.trees import Tree
+
+
+class FedBN(Algorithm):
+    """FedAvg of all but batch normalization, whose weights, biases and running statistics each client keeps.
+
+    The layers are found by their type, not by their names, which may be ``downsample.1``. A client outside the
+    federation trains its own, with the rest as the server has it.
+
+    Args:
+        shared: glob patterns of the parameters and buffers that are averaged, unless they belong to batch
+            normalization.
+        weighting: ``samples`` weighs a client by its number of training samples; ``uniform`` gives all clients the same
+            weight.
+
+    Raises:
+        MisconfigurationException: if ``weighting`` is neither of these.
+    """
+
+    def __init__(self, shared: str | list[str] = "*", weighting: Weighting = "samples") -> None:
+        check_weighting(self, weighting)
+        super().__init__(shared)
+        self.weighting: Weighting = weighting
+        self._private: frozenset[str] = frozenset()  # follows from the module: no state
+
+    def check(self, module: LightningModule) -> None:
+        """Finds the layers; refuses a module without batch normalization in what is shared, which would be FedAvg."""
+        super().check(module)
+        self._private = batch_norm_names(module)
+        if not any(name in self.shared for name in self._private):
+            raise MisconfigurationException(
+                f"FedBN: shared is {self.shared.patterns}, but must match batch normalization, without which this is "
+                f"FedAvg; {type(module).__name__} has {'some elsewhere' if self._private else 'none'}."
+            )
+
+    def is_shared(self, name: str) -> bool:
+        """Whether ``shared`` matches the name, unless it belongs to batch normalization."""
+        return super().is_shared(name) and name not in self._private
+
+    def server_init(self, module: LightningModule) -> Tree:
+        """The shared tensors of this phase's module, whose layers are found again: ``check`` may have seen others."""
+        self._private = batch_norm_names(module)
+        return super().server_init(module)
+
+    def client_final(self, client: Client, const: dict[str, Any]) -> Update:
+        """Weighs the update as ``weighting`` says."""
+        return weighted(super().client_final(client, const), self.weighting)

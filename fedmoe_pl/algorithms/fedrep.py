@@ -1,0 +1,73 @@
+"""FedRep: Collins, Hassani, Mokhtari, Shakkottai, ICML 2021, Algorithm 1 (https://arxiv.org/abs/2102.07078).
+
+===============  ==============================  ==============================  =======================================
+topic            paper                           official code (lgcollins)       here
+===============  ==============================  ==============================  =======================================
+optimizers       a step of the body after all    one for head and body           one for all epochs of a round; a frozen
+                 steps of the head                                               part has no gradient and is not stepped
+average          uniform                         uniform, or by samples for      ``weighting``
+                                                 FEMNIST
+first head       each client's own               initial, or the mean of the     the initial one
+                                                 heads if never trained
+last round       not mentioned                   trains all heads once more      a phase of ``Local`` that starts from
+                                                                                 this one
+===============  ==============================  ==============================  =======================================
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from lightning.fabric.utilities.exceptions import MisconfigurationException
+from lightning.pytorch import LightningModule
+
+from fedmoe_pl.algorithms.algorithm import Algorithm
+from fedmoe_pl.algorithms.client import Client, Update
+from fedmoe_pl.algorithms.fedavg import Weighting, check_weighting, weighted
+
+
+class FedRep(Algorithm):
+    """Averages the body; each client trains first its own head, then the body, each with the other one frozen.
+
+    The head is all that is not shared. Its epochs come first in every round, the phase's ``max_epochs`` counts those of
+    head and body together. If there are no more than ``head_epochs``, the body stays as it is.
+
+    Args:
+        shared: glob patterns of the body's parameters and buffers, which are averaged.
+        head_epochs: local epochs of the head; 0 trains the body only.
+        weighting: ``samples`` weighs a client by its number of training samples; ``uniform`` gives all clients the same
+            weight.
+
+    Raises:
+        MisconfigurationException: if ``head_epochs`` is below 0, or ``weighting`` is neither of these.
+    """
+
+    def __init__(
+        self,
+        shared: str | list[str] = "global_expert.extractor.*",
+        head_epochs: int = 10,
+        weighting: Weighting = "samples",
+    ) -> None:
+        if head_epochs < 0:
+            raise MisconfigurationException(f"FedRep: head_epochs is {head_epochs}, but must be at least 0.")
+        check_weighting(self, weighting)
+        super().__init__(shared)
+        self.head_epochs = head_epochs
+        self.weighting: Weighting = weighting
+
+    def check(self, module: LightningModule) -> None:
+        """Refuses patterns that match nothing, and epochs for a head if everything is shared."""
+        super().check(module)
+        if self.head_epochs and all(self.is_shared(name) for name, _ in module.named_parameters()):
+            raise MisconfigurationException(
+                f"FedRep: shared is {self.shared.patterns}, but must leave out the head, which is trained for "
+                f"{self.head_epochs} epochs."
+            )
+
+    def is_trainable(self, name: str, round: int, epoch: int) -> bool:
+        """Lines 6 to 9: the head in the first epochs, the body in the others."""
+        return self.is_shared(name) == (epoch >= self.head_epochs)
+
+    def client_final(self, client: Client, const: dict[str, Any]) -> Update:
+        """Weighs the update as ``weighting`` says."""
+        return weighted(super().client_final(client, const), self.weighting)

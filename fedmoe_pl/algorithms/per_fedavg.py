@@ -1,0 +1,101 @@
+"""Per-FedAvg: Fallah, Mokhtari, Ozdaglar, NeurIPS 2020, Algorithm 1 (https://arxiv.org/abs/2002.07948).
+
+============  ============================  ====================================  ======================================
+topic         paper                         authors of pFedMe (CharlieDinh)       here
+============  ============================  ====================================  ======================================
+batches       D, D' and D'' are separate    two batches in turn                   the first half of each batch is D, the
+                                                                                  second one D'
+second order  Hessian at D'', or by finite  none                                  ``second_order``: exactly, at D
+              differences
+evaluation    one step of alpha             two steps on labelled test samples    one step of alpha on all training
+                                                                                  samples
+============  ============================  ====================================  ======================================
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from lightning.fabric.utilities.exceptions import MisconfigurationException
+from lightning.pytorch import LightningModule
+from torch import Tensor
+from torch.func import functional_call
+
+from fedmoe_pl.algorithms.algorithm import Algorithm
+from fedmoe_pl.algorithms.client import Client
+from fedmoe_pl.algorithms.parts import (
+    check_expert,
+    expert_gradient,
+    expert_loss,
+    logits_loss,
+    trained_parameters,
+    training_gradient,
+)
+from fedmoe_pl.models.normalization import has_batch_norm
+from fedmoe_pl.trees import Tree
+
+
+class PerFedAvg(Algorithm):
+    """FedAvg of a model that is good after one gradient step on a client's data: ``f(w - inner_lr df(w; D); D')``.
+
+    The first half of every batch is D, the rest D'. If D has no sample, or a single one with batch
+    normalization, the inner step is left out. Clients are weighed by their numbers of training samples. What a client
+    uses is the server's model after one step on all of its training samples, without augmentation and dropout; nothing
+    is kept. Only the expert is shared and trained.
+
+    Args:
+        inner_lr: alpha, the size of the inner step; 0 is FedAvg on D'.
+        second_order: whether the inner gradient is differentiated, too. Otherwise it is a constant, as in the paper's
+            first-order version (FO).
+        expert: name of the expert in the module; empty for the module itself.
+
+    Raises:
+        MisconfigurationException: if ``inner_lr`` is below 0.
+    """
+
+    def __init__(self, inner_lr: float = 0.01, second_order: bool = False, expert: str = "global_expert") -> None:
+        if not inner_lr >= 0:
+            raise MisconfigurationException(f"PerFedAvg: inner_lr is {inner_lr}, but must be at least 0.")
+        self.prefix = f"{expert}." if expert else ""
+        super().__init__(f"{self.prefix}*", f"{self.prefix}*")
+        self.inner_lr = inner_lr
+        self.second_order = second_order
+        self.expert = expert
+
+    def check(self, module: LightningModule) -> None:
+        """Refuses a module without the expert."""
+        check_expert(self, module, self.expert)
+        super().check(module)
+
+    def client_init(self, client: Client, sent: Tree) -> dict[str, Any]:
+        """Loads the tensors; returns the names of the parameters that take the inner step."""
+        super().client_init(client, sent)
+        return {"names": [*trained_parameters(client.module, self.expert)]}
+
+    def client_loss(
+        self, module: LightningModule, batch: Any, const: dict[str, Any]
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        """Lines 6 to 8: the loss on D' after an inner step on D."""
+        (x, y), part = batch, module.get_submodule(self.expert)
+        half = len(y) // 2
+        if half < (2 if has_batch_norm(part) else 1):
+            return expert_loss(module, self.expert, batch)
+        w = dict(part.named_parameters())
+        gradient = expert_gradient(
+            module, self.expert, {name: w[name] for name in const["names"]}, (x[:half], y[:half])
+        )
+        stepped = {
+            name: w[name] - self.inner_lr * (tensor if self.second_order else tensor.detach())
+            for name, tensor in gradient.items()
+        }
+        return logits_loss(module, functional_call(part, stepped, (x[half:],)), y[half:]), {}
+
+    def personal_tensors(self, client: Client, server: Tree) -> Tree:
+        """The server's model after one step on the client's training samples."""
+        tensors = super().personal_tensors(client, server)
+        gradient = training_gradient(client, self.expert, tensors)
+        stepped = {
+            self.prefix + name: tensors[self.prefix + name] - self.inner_lr * tensor
+            for name, tensor in gradient.items()
+        }
+        return {**tensors, **stepped}

@@ -1,0 +1,61 @@
+"""What algorithms have in common whose clients train two models: a global and a personal one."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from lightning.pytorch import LightningModule
+
+from fedmoe_pl.algorithms.algorithm import Algorithm
+from fedmoe_pl.algorithms.client import Client, Update
+from fedmoe_pl.algorithms.fedavg import Weighting, check_weighting, weighted
+from fedmoe_pl.algorithms.parts import copy_of_global_expert
+from fedmoe_pl.trees import Tree, load_tree, subtree, with_prefix
+
+
+class PersonalModel(Algorithm):
+    """The base of algorithms with a global model ``w``, which is averaged, and a model ``v`` that each client keeps.
+
+    ``w`` is the module's ``global_expert``, ``v`` its ``local_expert``; other parts are not trained. Every ``v`` starts
+    as a copy of the phase's first ``w``, also that of a client whose first round is a later one. The server holds this
+    copy, for clients that never take part and for later phases. It is never sent, because every client knows it.
+
+    Args:
+        weighting: ``samples`` weighs a client's ``w`` by its number of training samples; ``uniform`` gives all clients
+            the same weight.
+
+    Raises:
+        MisconfigurationException: if ``weighting`` is neither of these.
+    """
+
+    def __init__(self, weighting: Weighting) -> None:
+        check_weighting(self, weighting)
+        super().__init__("global_expert.*", ["global_expert.*", "local_expert.*"])
+        self.weighting: Weighting = weighting
+
+    def check(self, module: LightningModule) -> None:
+        """Refuses a module without two experts of one architecture."""
+        copy_of_global_expert(self, module)
+        super().check(module)
+
+    def server_init(self, module: LightningModule) -> Tree:
+        """``w``, and as the local expert the copy that every ``v`` starts as."""
+        return super().server_init(module) | copy_of_global_expert(self, module)
+
+    def server_send(self, server: Tree, client_id: int, request: Tree) -> Tree:
+        """``w`` only."""
+        return with_prefix(subtree(server, "global_expert."), "global_expert.")
+
+    def client_init(self, client: Client, sent: Tree) -> dict[str, Any]:
+        """Loads ``w`` and the client's ``v``; before its first training, ``v`` is a copy of the phase's first ``w``."""
+        load_tree(client.module, copy_of_global_expert(self, client.module))
+        return super().client_init(client, sent)
+
+    def client_final(self, client: Client, const: dict[str, Any]) -> Update:
+        """Sends ``w``, keeps ``v``, and weighs the update as ``weighting`` says."""
+        return weighted(super().client_final(client, const), self.weighting)
+
+    def personal_tensors(self, client: Client, server: Tree) -> Tree:
+        """``w`` and the client's ``v``; before its first training, ``v`` is what the server holds."""
+        start = with_prefix(subtree(server, "local_expert."), "local_expert.")
+        return {**start, **super().personal_tensors(client, server)}

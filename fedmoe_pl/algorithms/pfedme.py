@@ -1,0 +1,121 @@
+"""pFedMe: T. Dinh, Tran, Nguyen, NeurIPS 2020, Algorithm 1 (https://arxiv.org/abs/2006.08848).
+
+================  ===========================  ===================================  ====================================
+topic             paper                        official code (CharlieDinh/pFedMe)   here
+================  ===========================  ===================================  ====================================
+inner problem     to a given accuracy          K gradient steps, with a decay of    ``inner_steps`` gradient steps;
+                                               0.001                                ``decay``, 0
+first theta       any                          w at the start of a round, then the  the same
+                                               last one
+who trains        all clients; the server      the same                             the clients of the round
+                  averages a sample of them
+average           uniform                      by samples                           ``weighting``
+evaluated theta   theta                        by a slip, the client's w            theta
+================  ===========================  ===================================  ====================================
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from lightning.fabric.utilities.exceptions import MisconfigurationException
+from lightning.pytorch import LightningModule
+from torch import Tensor
+
+from fedmoe_pl.algorithms.client import Client, Update
+from fedmoe_pl.algorithms.fedavg import Weighting
+from fedmoe_pl.algorithms.parts import copy_of_global_expert, expert_gradient, learning_rate, trained_parameters
+from fedmoe_pl.algorithms.personal_model import PersonalModel
+from fedmoe_pl.trees import Tree, inner_product, load_tree, subtree, with_prefix
+
+
+class PFedMe(PersonalModel):
+    """Each client's ``theta`` minimizes its loss plus ``weight / 2 ||theta - w||^2``, and draws its ``w`` to itself.
+
+    ``w`` is the module's ``global_expert``, which is averaged; ``theta`` is its ``local_expert``, which starts as a
+    copy of the received ``w`` in every round. For each batch, ``theta`` takes ``inner_steps`` gradient steps, then
+    ``w`` the step ``w - lr weight (w - theta)``, with the learning rate ``lr`` of the model's plain SGD. A client keeps
+    its last ``theta``, which a phase with the gate ``LocalOnly`` evaluates; one that never took part uses the server's
+    ``w``.
+    ``w`` is never run: running statistics of batch normalization follow ``theta`` and are not averaged.
+
+    Args:
+        weight: lambda, the weight of the term.
+        inner_steps: K, the number of steps of ``theta`` for each batch.
+        inner_lr: learning rate of ``theta``; steps are stable if it is well below ``2 / weight``.
+        decay: weight decay of ``theta`` in these steps.
+        server_lr: beta, the server's step towards the mean.
+        weighting: ``samples`` weighs a client's ``w`` by its number of training samples; ``uniform`` gives all clients
+            the same weight.
+
+    Raises:
+        MisconfigurationException: if ``weight``, ``inner_lr`` or ``server_lr`` is not above 0, ``inner_steps`` is below
+            1, ``decay`` is below 0, or ``weighting`` is neither of these.
+    """
+
+    needs_plain_steps = True
+
+    def __init__(
+        self,
+        weight: float = 15.0,
+        inner_steps: int = 5,
+        inner_lr: float = 0.05,
+        decay: float = 0.0,
+        server_lr: float = 1.0,
+        weighting: Weighting = "samples",
+    ) -> None:
+        for name, value in (("weight", weight), ("inner_lr", inner_lr), ("server_lr", server_lr)):
+            if not value > 0:
+                raise MisconfigurationException(f"PFedMe: {name} is {value}, but must be above 0.")
+        if inner_steps < 1:
+            raise MisconfigurationException(f"PFedMe: inner_steps is {inner_steps}, but must be at least 1.")
+        if not decay >= 0:
+            raise MisconfigurationException(f"PFedMe: decay is {decay}, but must be at least 0.")
+        super().__init__(weighting)
+        self.weight = weight
+        self.inner_steps = inner_steps
+        self.inner_lr = inner_lr
+        self.decay = decay
+        self.server_lr = server_lr
+
+    def check(self, module: LightningModule) -> None:
+        """Refuses a module without two experts of one architecture, and optimizers other than plain SGD."""
+        super().check(module)
+        learning_rate(self, module)
+
+    def client_init(self, client: Client, sent: Tree) -> dict[str, Any]:
+        """Line 4: receives ``w``, the start of ``theta``."""
+        super().client_init(client, sent)
+        load_tree(client.module, copy_of_global_expert(self, client.module))
+        rate = learning_rate(self, client.module)
+        names = [*trained_parameters(client.module, "local_expert")]
+        return {"names": names, "per_rate": 1 / rate if rate else 0.0}
+
+    def client_loss(
+        self, module: LightningModule, batch: Any, const: dict[str, Any]
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        """Lines 6 and 7: a loss whose plain SGD step moves ``theta`` to its last inner step, and ``w`` towards it."""
+        experts = module.get_submodule("global_expert"), module.get_submodule("local_expert")
+        w, theta = (dict(expert.named_parameters()) for expert in experts)
+        center = {name: w[name].detach() for name in const["names"]}
+        start = {name: theta[name].detach() for name in const["names"]}
+        inner = start
+        for _ in range(self.inner_steps):
+            gradient = expert_gradient(module, "local_expert", inner, batch)
+            inner = {
+                name: tensor
+                - self.inner_lr * (gradient[name] + self.weight * (tensor - center[name]) + self.decay * tensor)
+                for name, tensor in inner.items()
+            }
+        of_w = {name: self.weight * (center[name] - tensor) for name, tensor in inner.items()}
+        of_theta = {name: const["per_rate"] * (start[name] - tensor) for name, tensor in inner.items()}
+        return torch.as_tensor(inner_product(of_w, w) + inner_product(of_theta, theta)), {}
+
+    def server_update(self, server: Tree, combined: Update) -> Tree:
+        """Line 10: ``(1 - server_lr) w + server_lr mean(w_i)``, also the ``theta`` of clients that never took part."""
+        w = {
+            name: torch.lerp(server[name], mean, self.server_lr) if mean.is_floating_point() else mean
+            for name, mean in combined.sent.items()
+        }
+        return {**server, **w, **with_prefix(subtree(w, "global_expert."), "local_expert.")}

@@ -1,0 +1,122 @@
+"""APFL against a bare rewrite, FedAvg and Local."""
+
+import pytest
+import torch
+from helpers import assert_same_bits, blobs, momentum_sgd, phase, run, tensors
+from helpers.backends import local_training, train
+from helpers.bare import (
+    COHORTS,
+    SEED,
+    assert_near,
+    gradient,
+    loss,
+    mean,
+    mixed,
+    of_tree,
+    round_batches,
+    step,
+    two_experts,
+    values,
+)
+from lightning.fabric.utilities.exceptions import MisconfigurationException
+
+from fedmoe_pl.algorithms import APFL, FedAvg, Local
+from fedmoe_pl.backends import TrainerBackend
+from fedmoe_pl.models import GlobalOnly, LocalOnly
+from fedmoe_pl.rounds.phase import Phase
+from fedmoe_pl.trees import subtree
+
+EPOCHS, ALPHA = 2, "mixture/alpha"
+
+
+def slope(data, client, v, w, alpha):
+    """The derivative of the client's mean loss by alpha, from the difference of two losses."""
+    samples = data.train_samples[client]
+    x, y = data.x[samples], data.y[samples]
+    high, low = (loss(mixed(v, w, alpha + shift), x, y) for shift in (1e-5, -1e-5))
+    return (high - low).item() / 2e-5
+
+
+def simulate(data, w, cohorts, alpha_lr, weights):
+    """Algorithm 1: both steps of a batch from the values before it, v along the mixture's gradient times alpha."""
+    start, v, alpha = w, {}, {}
+    for round, cohort in enumerate(cohorts):
+        of_clients = []
+        for client in cohort:
+            own, personal, share = w, v.get(client, start), alpha.get(client, 0.3)
+            share = min(max(share - alpha_lr * slope(data, client, personal, w, share), 0.0), 1.0)
+            for x, y in round_batches(data, client, round, EPOCHS):
+                of_mixture = [share * g for g in gradient(mixed(personal, own, share), x, y)]
+                personal, own = step(personal, of_mixture), step(own, gradient(own, x, y))
+            v[client], alpha[client] = personal, share
+            of_clients.append(own)
+        w = mean(of_clients, weights and [weights[client] for client in cohort])
+    return w, v, alpha
+
+
+@pytest.mark.parametrize(("alpha_lr", "weighting"), [(0.0, "uniform"), (0.2, "samples")])
+def test_apfl_takes_the_steps_of_its_algorithm_and_is_evaluated_with_the_mixture(alpha_lr, weighting, tmp_path):
+    data, model = blobs(), two_experts()
+    apfl = Phase("APFL", APFL(0.3, alpha_lr, weighting), rounds=3, clients_per_round=2, gate=LocalOnly())
+    federation = run([apfl], model, data, tmp_path, EPOCHS, seed=SEED)
+    state = federation.run.states["APFL"]
+    weights = [13, 8, 11] if weighting == "samples" else None
+    w, v, alpha = simulate(data, values(model), COHORTS, alpha_lr, weights)
+    tolerance = 1e-10 if alpha_lr == 0 else 1e-8  # that of a difference of losses
+    assert_near(of_tree(state.server), w, tolerance)
+    for client in range(3):
+        assert_near(of_tree(state.kept[client], "local_expert."), v[client], tolerance)
+        assert state.kept[client][ALPHA].item() == pytest.approx(alpha[client], abs=tolerance)
+        mixture = values(federation.client_module("APFL", client), "local_expert.")
+        assert_near(mixture, mixed(v[client], w, alpha[client]), tolerance)
+    assert len({*alpha.values()}) == (1 if alpha_lr == 0 else 3)
+
+
+def test_alpha_stays_between_0_and_1(tmp_path):
+    phases = [phase("APFL", APFL(0.5, 1e6), rounds=2)]
+    kept = run(phases, two_experts(), blobs(), tmp_path, EPOCHS).run.states["APFL"].kept
+    assert all(tree[ALPHA].item() in (0, 1) for tree in kept.values())
+
+
+def test_apfl_is_fedavg_with_alpha_0_and_local_with_alpha_1(tmp_path):
+    phases = [
+        phase("Local", Local(), rounds=3),
+        Phase("FedAvg", FedAvg("global_expert.*", weighting="uniform"), rounds=3, gate=GlobalOnly()),
+        Phase("0", APFL(0), rounds=3, gate=LocalOnly()),
+        Phase("1", APFL(1), rounds=3, gate=LocalOnly()),
+    ]
+    federation = run(phases, two_experts(momentum_sgd), blobs(), tmp_path, EPOCHS)
+    states, modules = federation.run.states, federation.client_module
+    for name in ("0", "1"):
+        server = subtree(states[name].server, "global_expert.")
+        assert_same_bits(server, subtree(states["FedAvg"].server, "global_expert."))
+    for client in range(3):
+        as_fedavg = values(modules("0", client), "local_expert.")
+        assert all(map(torch.equal, as_fedavg, values(modules("FedAvg", client))))
+        v = subtree(states["1"].kept[client], "local_expert.")
+        assert_same_bits(v, subtree(states["Local"].kept[client], "global_expert."))
+        assert all(map(torch.equal, values(modules("1", client), "local_expert."), v.values()))
+    assert [a.local_test for a in federation.results["0"].clients] == [
+        a.local_test for a in federation.results["FedAvg"].clients
+    ]
+
+
+def test_only_w_is_sent(tmp_path):
+    model = two_experts()
+    update, kept = train(TrainerBackend(), local_training(model, APFL(alpha_lr=0.1), blobs()))
+    assert update.sent.keys() == tensors(model, "global_expert.").keys() and update.weight == 3
+    assert all(tree.keys() == {*tensors(model, "local_expert."), ALPHA} for tree in kept.values())
+
+
+@pytest.mark.parametrize(
+    ("made", "sentence"),
+    [
+        (lambda: APFL(1.5), "APFL: alpha is 1.5, but must be from 0 to 1"),
+        (lambda: APFL(alpha_lr=-1), "APFL: alpha_lr is -1, but must be at least 0"),
+        (lambda: APFL(weighting="size"), "APFL: weighting is 'size', but must be samples or uniform"),
+    ],
+)
+def test_a_wrong_argument_of_apfl_is_refused(made, sentence):
+    with pytest.raises(MisconfigurationException) as error:
+        made()
+    assert sentence in str(error.value)

@@ -1,0 +1,142 @@
+"""pFedMe against a bare rewrite, its inner minimum in closed form, and FedAvg."""
+
+from functools import partial
+
+import pytest
+import torch
+from helpers import TensorData, blobs, mixture, phase, run, tensors
+from helpers.backends import local_training, train
+from helpers.bare import (
+    COHORTS,
+    RATE,
+    SEED,
+    assert_near,
+    gradient,
+    mean,
+    mixed,
+    of_tree,
+    quadratic,
+    round_batches,
+    two_experts,
+    values,
+)
+from lightning.fabric.utilities.exceptions import MisconfigurationException
+
+from fedmoe_pl.algorithms import FedAvg, PFedMe
+from fedmoe_pl.backends import TrainerBackend
+from fedmoe_pl.models import LocalOnly
+from fedmoe_pl.rounds.phase import Phase
+
+EPOCHS, SIZES = 2, [13, 8, 11]
+GIVEN = {"weight": 3.0, "inner_steps": 4, "inner_lr": 0.05}
+
+
+def simulate(data, w, cohorts, decay, server_lr, weights):
+    """Algorithm 1, with one local iteration for every batch."""
+    kept = {}
+    for round, cohort in enumerate(cohorts):
+        of_clients = []
+        for client in cohort:
+            own, theta = w, w
+            for x, y in round_batches(data, client, round, EPOCHS):
+                for _ in range(4):
+                    slopes = gradient(theta, x, y)
+                    theta = [
+                        t - 0.05 * (g + 3.0 * (t - a) + decay * t) for t, g, a in zip(theta, slopes, own, strict=True)
+                    ]
+                own = [a - RATE * 3.0 * (a - t) for a, t in zip(own, theta, strict=True)]
+            kept[client] = theta
+            of_clients.append(own)
+        w = mixed(mean(of_clients, weights and [weights[client] for client in cohort]), w, server_lr)
+    return w, kept
+
+
+@pytest.mark.parametrize(
+    ("decay", "server_lr", "weighting"), [(0.0, 1.0, "samples"), (0.2, 0.5, "uniform"), (0.0, 1.5, "samples")]
+)
+def test_pfedme_takes_the_steps_of_its_algorithm_and_keeps_theta(decay, server_lr, weighting, tmp_path):
+    data, model = blobs(), two_experts()
+    pfedme = PFedMe(**GIVEN, decay=decay, server_lr=server_lr, weighting=weighting)
+    phases = [phase("it", pfedme, rounds=3, clients_per_round=2)]
+    state = run(phases, model, data, tmp_path, EPOCHS, seed=SEED).run.states["it"]
+    weights = SIZES if weighting == "samples" else None
+    w, theta = simulate(data, values(model), COHORTS, decay, server_lr, weights)
+    assert_near(of_tree(state.server), w)
+    for client in range(3):
+        assert_near(of_tree(state.kept[client], "local_expert."), theta[client])
+
+
+def test_theta_ends_between_the_client_s_minimum_and_w_which_moves_towards_it(tmp_path):
+    """The minimum of 1/2 ||theta - c||^2 + lambda/2 ||theta - w||^2 is (c + lambda w) / (1 + lambda)."""
+    data = TensorData(torch.zeros(2, 1), torch.tensor([1, 3]), [[0], [1]], dtype=torch.float64)
+    pfedme = phase("it", PFedMe(weight=2.0, inner_steps=200, inner_lr=0.1))
+    state = run([pfedme], quadratic(0.1), data, tmp_path, max_epochs=1).run.states["it"]
+    w, expected = torch.tensor([2.0, 5.0]).double(), []
+    for client, label in enumerate((1.0, 3.0)):
+        theta = (torch.tensor([label, -label]).double() + 2 * w) / 3
+        assert_near(of_tree(state.kept[client], "local_expert."), [theta], 1e-12)
+        expected.append([w - 0.1 * 2 * (w - theta)])
+    assert_near(of_tree(state.server), mean(expected), 1e-12)
+
+
+def test_one_inner_step_of_one_iteration_is_a_step_of_fedavg(tmp_path):
+    """With lr * weight = 1, w takes the whole way to theta, which is one step of inner_lr away."""
+    data = blobs(batch_size=100)
+    phases = [
+        phase("pFedMe", PFedMe(weight=10.0, inner_steps=1, inner_lr=0.05), rounds=2),
+        phase("FedAvg", FedAvg("global_expert.*"), rounds=2),
+    ]
+    ours, theirs = (
+        run([each], two_experts(partial(torch.optim.SGD, lr=lr)), data, tmp_path / each.name, 1).run.states[each.name]
+        for each, lr in zip(phases, (0.1, 0.05), strict=True)
+    )
+    assert_near(of_tree(ours.server), of_tree(theirs.server), 1e-14)
+
+
+def test_theta_is_evaluated_and_a_client_that_never_took_part_uses_the_server_s_w(tmp_path):
+    pfedme = Phase("it", PFedMe(**GIVEN), rounds=2, clients_per_round=1, gate=LocalOnly())
+    federation = run([pfedme], two_experts(), blobs(), tmp_path, EPOCHS)
+    state = federation.run.states["it"]
+    assert len(state.kept) < 3
+    for client in range(3):
+        used = values(federation.client_module("it", client), "local_expert.")
+        expected = of_tree(state.kept[client], "local_") if client in state.kept else of_tree(state.server)
+        assert all(map(torch.equal, used, expected))
+
+
+def test_a_round_with_a_learning_rate_of_0_changes_nothing_of_w(tmp_path):
+    schedule = partial(torch.optim.lr_scheduler.LambdaLR, lr_lambda=lambda round: 0.0)
+    it = phase("it", PFedMe(**GIVEN), rounds=2, round_lr_scheduler=schedule)
+    model = two_experts()
+    assert_near(of_tree(run([it], model, blobs(), tmp_path, 1).run.states["it"].server), values(model), 0)
+
+
+def test_only_w_is_sent():
+    model = two_experts()
+    update, kept = train(TrainerBackend(), local_training(model, PFedMe(**GIVEN), blobs()))
+    assert update.sent.keys() == tensors(model, "global_expert.").keys() and update.weight == sum(SIZES)
+    assert all(tree.keys() == tensors(model, "local_expert.").keys() for tree in kept.values())
+
+
+@pytest.mark.parametrize(
+    ("made", "sentence"),
+    [
+        (lambda: PFedMe(weight=0), "PFedMe: weight is 0, but must be above 0"),
+        (lambda: PFedMe(inner_lr=-1), "PFedMe: inner_lr is -1, but must be above 0"),
+        (lambda: PFedMe(server_lr=0), "PFedMe: server_lr is 0, but must be above 0"),
+        (lambda: PFedMe(inner_steps=0), "PFedMe: inner_steps is 0, but must be at least 1"),
+        (lambda: PFedMe(decay=-1), "PFedMe: decay is -1, but must be at least 0"),
+        (lambda: PFedMe(weighting="size"), "PFedMe: weighting is 'size', but must be samples or uniform"),
+        (lambda: PFedMe().check(mixture()), "PFedMe: momentum of the optimizer is 0.9, but must be 0"),
+    ],
+)
+def test_what_pfedme_cannot_train_is_refused(made, sentence):
+    with pytest.raises(MisconfigurationException) as error:
+        made()
+    assert sentence in str(error.value)
+
+
+def test_pfedme_refuses_clipped_gradients_before_any_training(tmp_path):
+    pfedme = Phase("it", PFedMe(), trainer={"gradient_clip_val": 1.0})
+    with pytest.raises(MisconfigurationException, match="gradient_clip_val of the trainer"):
+        run([pfedme], two_experts(), blobs(), tmp_path)
