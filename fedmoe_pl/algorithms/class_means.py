@@ -14,6 +14,7 @@ from lightning.pytorch import LightningModule
 from torch import Tensor
 
 from fedmoe_pl.algorithms.client import Client
+from fedmoe_pl.algorithms.parts import mean_of_labelled
 from fedmoe_pl.trees import Tree, copy_module
 
 
@@ -88,5 +89,4 @@ def mean_of_known(values: Tensor, y: Tensor, known: Tensor) -> Tensor:
         y: labels, shape (B,); samples with the label -100 do not count.
         known: which classes are known, shape (C,).
     """
-    labelled = y >= 0
-    return torch.where(labelled & rows_of_labels(known, y), values, 0.0).sum() / labelled.sum().clamp(min=1)
+    return mean_of_labelled(torch.where(rows_of_labels(known, y), values, 0.0), y)

@@ -11,6 +11,7 @@ from helpers.prototypes import OWN_CLASSES, SIZES, assert_resumes, personalized,
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 
 from fedmoe_pl.algorithms import FedAvg, FedRoD, Local
+from fedmoe_pl.algorithms.client import Client
 from fedmoe_pl.backends import TrainerBackend
 from fedmoe_pl.models import CNN, EqualWeights, GlobalOnly, LinearGate, PersonalizedMoE
 from fedmoe_pl.trees import subtree
@@ -91,6 +92,19 @@ def test_a_client_without_a_head_of_its_own_predicts_as_the_generic_model(tmp_pa
             assert_same_bits(tensors(module.local_expert.extractor), tensors(module.global_expert.extractor))
             heads = [tensors(expert.classifier) for expert in (module.local_expert, module.global_expert)]
             assert torch.equal(heads[0]["1.weight"], heads[1]["1.weight"]) == (client not in state.kept)
+
+
+@pytest.mark.parametrize("keeps", [False, True])
+def test_before_the_last_round_the_local_expert_has_the_received_extractor_and_the_own_head(keeps):
+    algorithm, module = FedRoD(), mixture()
+    state = {name: tensor + 1 for name, tensor in module.state_dict().items()}
+    head = {name: tensor for name, tensor in state.items() if name.startswith(HEAD)}
+    server = algorithm.server_init(module)
+    client = Client(0, 1, 0, module, torch.arange(3), head if keeps else {}, None)
+    actual = algorithm.personal_tensors(client, server)
+    generic = subtree(server, GENERIC)
+    expected = {f"local_expert.{name}": tensor for name, tensor in generic.items()} | (head if keeps else {})
+    assert_same_bits(actual, server | expected)
 
 
 def test_after_local_training_a_client_uses_the_extractor_that_it_trained(tmp_path):

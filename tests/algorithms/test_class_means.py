@@ -1,0 +1,80 @@
+"""Per-class means of one client, and of several."""
+
+import pytest
+import torch
+from helpers import Expert, assert_same_bits, mixture
+from helpers.prototypes import without_a_class
+
+from fedmoe_pl.algorithms.class_means import (
+    class_means,
+    combine_class_means,
+    mean_of_known,
+    received_means,
+    update_class_means,
+)
+from fedmoe_pl.algorithms.client import Client
+
+
+def client(samples, data, module=None):
+    return Client(0, 0, 0, module or mixture(), samples, {}, data)
+
+
+def features(module, x):
+    return module.global_expert.extractor(x)
+
+
+def test_means_are_over_the_samples_of_each_class():
+    data = without_a_class()
+    samples, module = data.train_samples[1], mixture()
+    tree = class_means(client(samples, data, module), features, "p/")
+    assert {*tree} == {"p/mean", "p/count"}
+    for c in range(3):
+        of_class = samples[data.y[samples] == c]
+        assert tree["p/count"][c] == len(of_class)
+        expected = features(module, data.x[of_class]).mean(0) if len(of_class) else torch.zeros(6).double()
+        torch.testing.assert_close(tree["p/mean"][c], expected.detach(), rtol=1e-13, atol=1e-15)
+    per_client = class_means(client(samples, data, module), features, "p/", per_client=True)
+    assert per_client["p/count"].tolist() == [1, 0, 1]
+
+
+def test_a_client_without_samples_has_no_means():
+    tree = class_means(client(torch.arange(0), without_a_class()), features, "p/")
+    assert tree["p/mean"].shape == (3, 6) and not tree["p/mean"].any() and tree["p/count"].tolist() == [0, 0, 0]
+
+
+def test_dropout_is_not_active_and_the_client_s_module_stays_in_train_mode():
+    data, module = without_a_class(), mixture(expert=Expert(dropout=0.5))
+    here = client(data.train_samples[0], data, module)
+    assert_same_bits(class_means(here, features, "p/"), class_means(here, features, "p/"))
+    assert module.training and module.global_expert.extractor[0].training
+
+
+def tree(mean, count):
+    return {"p/mean": torch.tensor(mean)[:, None], "p/count": torch.tensor(count)}
+
+
+def test_the_means_of_two_groups_are_weighed_class_by_class_and_exact_if_one_has_none():
+    third = 1 / 3
+    both = combine_class_means(tree([1.0, third, 0.0], [1, 3, 0]), tree([4.0, 0.0, third], [2, 0, 7]), "p/")
+    assert both["p/count"].tolist() == [3, 3, 7]
+    assert both["p/mean"][0].item() == pytest.approx(3.0)
+    assert both["p/mean"][1:].flatten().tolist() == torch.tensor([third, third]).tolist()
+
+
+def test_classes_of_the_round_replace_earlier_ones():
+    first = update_class_means({}, tree([1.0, 0.0], [2, 0]), "p/")
+    assert_same_bits(first, tree([1.0, 0.0], [2, 0]))
+    assert_same_bits(update_class_means(first, tree([0.0, 5.0], [0, 4]), "p/"), tree([1.0, 5.0], [2, 4]))
+
+
+def test_without_a_message_no_class_is_known():
+    here = client(torch.arange(3), without_a_class())
+    means, known = received_means(here, {}, "p/")
+    assert means.shape == (3, 1) and means.dtype == torch.float64 and not known.any()
+    means, known = received_means(here, tree([1.0, 0.0, 2.0], [2, 0, 1]), "p/")
+    assert means.flatten().tolist() == [1, 0, 2] and known.tolist() == [True, False, True]
+
+
+def test_unknown_classes_count_as_0_and_samples_without_a_label_not_at_all():
+    values, y = torch.tensor([1.0, 10.0, 3.0, 100.0]), torch.tensor([0, 1, 0, -100])
+    assert mean_of_known(values, y, torch.tensor([True, False])).item() == pytest.approx(4 / 3)
