@@ -5,6 +5,7 @@ from fedmoe_pl.algorithms.fd import FD
 from fedmoe_pl.algorithms.fedapen import FedAPEN
 from fedmoe_pl.algorithms.fedavg import FedAvg
 from fedmoe_pl.algorithms.fedem import FedEM
+from fedmoe_pl.algorithms.fedkd import FedKD
 from fedmoe_pl.algorithms.fedmoe_da import FedMoEDA
 from fedmoe_pl.algorithms.fedproto import FedProto
 from fedmoe_pl.algorithms.fedprox import FedProx
@@ -29,6 +30,7 @@ __all__ = [
     "FedAdam",
     "FedAvg",
     "FedEM",
+    "FedKD",
     "FedMoEDA",
     "FedProto",
     "FedProx",
