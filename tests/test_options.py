@@ -28,6 +28,7 @@ from fedmoe_pl.algorithms import (
     EpsilonGreedyIFCA,
     FedAPEN,
     FedAvg,
+    FedKD,
     FedMoEDA,
     FineTunedCluster,
     Local,
@@ -53,6 +54,7 @@ ALWAYS = {
     "FD": "expert weight outputs",
     "FedAPEN": "adaptability_fraction weight_lr shared",
     "FedAvg": "shared trainable",
+    "FedKD": "hidden_states energy_start energy_end shared",
     "FedMoEDA": "top_p shared_init trainable",
     "FedPAC": "expert weight",
     "FedProto": "expert weight prediction",
@@ -210,6 +212,7 @@ REFUSED = {
     "FineTunedCluster": {
         "trainable": (lambda: FineTunedCluster("local_expert.*").check(clustered(gate=only(0))), "no parameter of the"),
     },
+    "FedKD": {"weighting": (lambda: FedKD(weighting="sampels"), "must be samples or uniform")},
     "FedMoEDA": {
         "temperature": (lambda: FedMoEDA(0, temperature=2.0), "temperature is 2.0, but must be left out with top_p 0"),
         "sync_matrix": (lambda: FedMoEDA(0, sync_matrix=True), "sync_matrix is True, but must be left out"),

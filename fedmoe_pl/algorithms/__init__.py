@@ -9,6 +9,7 @@ from fedmoe_pl.algorithms.fedapen import FedAPEN
 from fedmoe_pl.algorithms.fedavg import FedAvg
 from fedmoe_pl.algorithms.fedbn import FedBN
 from fedmoe_pl.algorithms.fedem import FedEM
+from fedmoe_pl.algorithms.fedkd import FedKD
 from fedmoe_pl.algorithms.fedmoe_da import FedMoEDA
 from fedmoe_pl.algorithms.fedpac import FedPAC
 from fedmoe_pl.algorithms.fedproto import FedProto
@@ -42,6 +43,7 @@ __all__ = [
     "FedAvg",
     "FedBN",
     "FedEM",
+    "FedKD",
     "FedMoEDA",
     "FedPAC",
     "FedProto",

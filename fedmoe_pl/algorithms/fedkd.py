@@ -1,0 +1,199 @@
+"""FedKD: Wu et al., Nature Communications 2022, Algorithm 1 (https://doi.org/10.1038/s41467-022-29763-x).
+
+======================  ===============================  ===========================  ================================
+topic                   paper                            official code                here
+======================  ===============================  ===========================  ================================
+gradients               not mentioned                    each loss trains both        the partner's outputs and the
+                                                         models                       divisor are constants
+divergence              not mentioned                    mean over all outputs        mean over samples
+hidden states           a learned matrix maps the        no matrix; hidden states     no matrix; features of one width
+                        student's to the teacher's       and attention of one width   or ``hidden_states: false``
+energy in round t < T   rises from 0.95 to 0.98          0.95 + (t + 1) / T 0.03      as in the code
+rank                    smallest that reaches it         one less; sometimes 0        smallest that reaches it
+======================  ===============================  ===========================  ================================
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+from lightning.fabric.utilities.exceptions import MisconfigurationException
+from lightning.pytorch import LightningModule
+from torch import Tensor
+
+from fedmoe_pl.algorithms.algorithm import Algorithm
+from fedmoe_pl.algorithms.client import Client, Update
+from fedmoe_pl.algorithms.fedavg import Weighting, check_weighting, weighed
+from fedmoe_pl.algorithms.low_rank import compressed, expanded
+from fedmoe_pl.algorithms.parts import (
+    both_logits,
+    check_both_experts,
+    distillation_loss,
+    logits_loss,
+    mean_of_labelled,
+    split_expert,
+)
+from fedmoe_pl.models.mixtures.architectures import Architectures
+from fedmoe_pl.trees import Tree, copy_module, difference, of_module, subtree, with_prefix
+
+_UPDATE = "update/"  # prefix of a student's tensor: its change in a round, compressed
+_STUDENT = "student/"  # prefix of a student's tensor as it was before a client's training
+_ROUNDS = "rounds/number_and_all"  # rounds that the server has seen, and the phase's
+
+
+class FedKD(Algorithm):
+    """A private teacher and a shared student teach each other; the student's updates travel compressed, both ways.
+
+    The teacher is ``local_expert``, which may be of another architecture, also from client to client; the student is
+    ``global_expert``. Both have the same divergences and the distance of their features in their losses, divided by the
+    sum of their cross-entropies, so that they count less while the predictions are poor. Clients send the student's
+    update as truncated singular value decompositions. The server averages these, compresses the mean, and adds it to
+    its student, as each client does. Use the gate ``LocalOnly`` to evaluate the teachers, as in the paper.
+
+    Traffic is that of the factors, in bytes; only the first round sends the student itself. Its ``parameters`` count
+    no factors.
+
+    Args:
+        energy_start: share of the squared singular values that an update keeps, before the first round.
+        energy_end: the same in the last round, with a linear change in between. If both are 1, nothing is compressed.
+        hidden_states: whether the losses have the squared distance between the features of both models, which must
+            have the same shape.
+        shared: glob patterns of the parameters and buffers that are averaged.
+        weighting: how the average weighs clients, as in :class:`~fedmoe_pl.algorithms.FedAvg`.
+
+    Raises:
+        MisconfigurationException: if an energy is not above 0 and at most 1, or ``weighting`` is unknown.
+    """
+
+    needs_all_clients = True
+
+    def __init__(
+        self,
+        energy_start: float = 0.95,
+        energy_end: float = 0.98,
+        hidden_states: bool = True,
+        shared: str | list[str] = "global_expert.*",
+        weighting: Weighting = "uniform",
+    ) -> None:
+        for name, energy in {"energy_start": energy_start, "energy_end": energy_end}.items():
+            if not 0 < energy <= 1:
+                raise MisconfigurationException(f"FedKD: {name} is {energy}, but must be above 0 and at most 1.")
+        check_weighting(self, weighting)
+        super().__init__(shared)
+        self.energy_start = energy_start
+        self.energy_end = energy_end
+        self.hidden_states = hidden_states
+        self.weighting: Weighting = weighting
+
+    def check(self, module: LightningModule) -> None:
+        """Refuses patterns that match nothing, and a module without a global and a local expert that fit the loss."""
+        check_both_experts(self, module, splits=self.hidden_states)
+        super().check(module)
+        if self.hidden_states:
+            self._check_features(copy_module(module).eval())
+
+    def server_begin(self, server: Tree, clients: Iterable[Client]) -> Tree:
+        """Counts the rounds from here on."""
+        return {**server, _ROUNDS: torch.tensor([0, next(iter(clients)).rounds])}
+
+    def server_send(self, server: Tree, client_id: int, request: Tree) -> Tree:
+        """The compressed mean of the last round's updates; before the first round, the student."""
+        return {name: tensor for name, tensor in server.items() if name.startswith(_UPDATE)} or of_module(server)
+
+    def client_init(self, client: Client, sent: Tree) -> dict[str, Any]:
+        """Applies the update to the client's copy of the student."""
+        return super().client_init(client, self._student(client.kept, sent))
+
+    def client_loss(
+        self, module: LightningModule, batch: Any, const: dict[str, Any]
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        """The sum of both models' losses; their gradients do not interact."""
+        x, y = batch
+        if self.hidden_states:
+            (extractor, classifier), (small_extractor, small_classifier) = (
+                split_expert(module, expert) for expert in ("local_expert", "global_expert")
+            )
+            features, small_features = extractor(x), small_extractor(x)
+            teacher, student = classifier(features), small_classifier(small_features)
+            distances = self._distance(features, small_features.detach(), y)
+            distances = distances + self._distance(small_features, features.detach(), y)
+        else:
+            (teacher, student), distances = both_logits(module, x), 0
+        cross_entropy = logits_loss(module, teacher, y) + logits_loss(module, student, y)
+        mutual = distillation_loss(teacher, student, y) + distillation_loss(student, teacher, y) + distances
+        divisor = cross_entropy.detach().clamp_min(torch.finfo(cross_entropy.dtype).eps)  # it may be rounded to 0
+        return cross_entropy + mutual / divisor, {}
+
+    def client_final(self, client: Client, const: dict[str, Any]) -> Update:
+        """Sends the compressed update of the student, and keeps the student that it was added to."""
+        student = self._student(client.kept, client.loaded)
+        update = super().client_final(client, const)
+        change = compressed(difference(update.sent, student), self._energy(client.round, client.rounds))
+        kept = {**update.kept, **with_prefix(student, _STUDENT)}
+        return weighed(Update(with_prefix(change, _UPDATE), update.weight, kept), self.weighting)
+
+    def combine(self, a: Update, b: Update) -> Update:
+        """The weighted mean of the updates that the factors stand for."""
+        return super().combine(*(Update(with_prefix(_changes(each.sent), _UPDATE), each.weight) for each in (a, b)))
+
+    def server_update(self, server: Tree, combined: Update) -> Tree:
+        """Compresses the mean update, and adds to the student what the clients will add."""
+        round, rounds = server[_ROUNDS].tolist()
+        change = with_prefix(compressed(_changes(combined.sent), self._energy(round, rounds)), _UPDATE)
+        return {**_added(server, change), **change, _ROUNDS: server[_ROUNDS] + torch.tensor([1, 0])}
+
+    def server_final(self, server: Tree) -> Tree:
+        """The student alone, which is complete."""
+        return of_module(server)
+
+    def server_of_newcomers(self, server: Tree) -> Tree:
+        """The student, because newcomers have none to which they could add an update."""
+        return of_module(server)
+
+    def personal_tensors(self, client: Client, server: Tree) -> Tree:
+        """The client's own tensors and the student, to which it has added the last update like the server."""
+        return of_module({**server, **client.kept})
+
+    def _student(self, kept: Tree, received: Tree) -> Tree:
+        """The student before a client's training, from what it kept and received."""
+        if any(name.startswith(_UPDATE) for name in received):
+            return _added(subtree(kept, _STUDENT), received)
+        return {name: tensor for name, tensor in of_module(received).items() if self.is_shared(name)}
+
+    def _energy(self, round: int, rounds: int) -> float:
+        """The share of the squared singular values to keep in a round, counted from 0."""
+        return self.energy_start + (round + 1) / rounds * (self.energy_end - self.energy_start)
+
+    @torch.no_grad()
+    def _check_features(self, module: LightningModule) -> None:
+        """Refuses features of different shapes, if the student tells the shape of its input."""
+        student, teachers = module.get_submodule("global_expert"), module.get_submodule("local_expert")
+        if (input_shape := getattr(student, "input_shape", None)) is None:
+            return  # the first batch tells
+        dtype = getattr(student, "input_dtype", next(student.parameters()).dtype)
+        x, y = torch.zeros(1, *input_shape, dtype=dtype), torch.zeros(1)
+        small_features = student.get_submodule("extractor")(x)
+        for teacher in teachers.present.values() if isinstance(teachers, Architectures) else [teachers]:
+            self._distance(teacher.get_submodule("extractor")(x), small_features, y)
+
+    def _distance(self, features: Tensor, other: Tensor, y: Tensor) -> Tensor:
+        """The mean squared difference of features (B, ...) over all values."""
+        if features.shape != other.shape:
+            shapes = " and ".join(str(tuple(tensor.shape[1:])) for tensor in (features, other))
+            raise MisconfigurationException(
+                f"FedKD: hidden_states is True, but must be False for features of shapes {shapes}."
+            )
+        return mean_of_labelled((features - other).square().flatten(1).mean(1), y)
+
+
+def _changes(tree: Mapping[str, Tensor]) -> Tree:
+    """The whole updates, matrices in two dimensions, of a tree in which they may be compressed."""
+    return expanded(subtree(tree, _UPDATE))
+
+
+def _added(student: Tree, received: Tree) -> Tree:
+    """The student's tensors with the received update added."""
+    changes = _changes(received)
+    return {name: student[name] + change.reshape_as(student[name]) for name, change in changes.items()}

@@ -1,0 +1,208 @@
+"""FedKD against plain PyTorch and numpy."""
+
+from functools import partial
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from helpers import assert_same_bits, blobs, mixture, phase, run, tensors
+from helpers.architectures import SIZES, pair, train_bare
+from helpers.backends import assert_agree, local_training
+from helpers.runs import Kill, assert_same, federation
+from lightning.fabric.utilities.exceptions import MisconfigurationException
+from torch import nn
+
+from fedmoe_pl import Phase
+from fedmoe_pl.algorithms import FedAvg, FedKD
+from fedmoe_pl.backends import StackedBackend, TrainerBackend
+from fedmoe_pl.models import LocalOnly, PersonalizedMoE, SmallMLP
+
+START, END = 0.6, 0.9
+
+
+def kl(student, teacher):
+    p, q = teacher.detach().softmax(1), student.softmax(1)
+    return (p * (p.log() - q.log())).sum(1).mean()
+
+
+def distillation(hidden_states, student, teacher, x, y):
+    """Both models' losses, each with the other's outputs as constants."""
+    h_s, h_t = student.extractor(x), teacher.extractor(x)
+    s, t = student.classifier(h_s), teacher.classifier(h_t)
+    teacher_term, student_term = kl(t, s), kl(s, t)
+    if hidden_states:
+        teacher_term = teacher_term + F.mse_loss(h_t, h_s.detach())
+        student_term = student_term + F.mse_loss(h_s, h_t.detach())
+    divisor = (F.cross_entropy(t, y) + F.cross_entropy(s, y)).item()
+    return F.cross_entropy(t, y) + teacher_term / divisor + F.cross_entropy(s, y) + student_term / divisor
+
+
+def sent_by_hand(update, energy):
+    """What arrives of an update by numpy, and how many numbers travel."""
+    arrived, numbers = {}, 0
+    for name, tensor in update.items():
+        if tensor.ndim < 2:
+            arrived[name], numbers = tensor, numbers + tensor.numel()
+            continue
+        u, s, v = np.linalg.svd(tensor.numpy(), full_matrices=False)
+        rank = next(r for r in range(1, len(s) + 1) if (s[:r] ** 2).sum() >= energy * (s**2).sum())
+        (m, n), factors = tensor.shape, rank * (sum(tensor.shape) + 1)
+        low_rank = torch.from_numpy(u[:, :rank] @ np.diag(s[:rank]) @ v[:rank])
+        arrived[name] = low_rank if factors < m * n else tensor
+        numbers += min(factors, m * n)
+    return arrived, numbers
+
+
+@pytest.fixture(scope="module", params=[((6,), True), ((4, 7), False)], ids=["one architecture", "two"])
+def by_hand(request):
+    """Two rounds in plain PyTorch: what the server holds, clients keep, and numbers are sent up and down."""
+    hidden, hidden_states = request.param
+    data, start = blobs(SIZES), pair(hidden=hidden).state_dict()
+    server, kept = tensors(pair(hidden=hidden), "global_expert."), [start] * 3
+    up, down = [], [3 * sum(tensor.numel() for tensor in server.values())]
+    for round in range(2):
+        energy, updates, count = START + (round + 1) / 2 * (END - START), [], 0
+        loss = partial(distillation, hidden_states)
+        kept = [
+            train_bare(client, round, {**kept[client], **server}, data, loss, epochs=2, hidden=hidden)
+            for client in range(3)
+        ]
+        for one in kept:
+            update, numbers = sent_by_hand({name: one[name] - server[name] for name in server}, energy)
+            updates, count = [*updates, update], count + numbers
+        change, numbers = sent_by_hand({name: sum(one[name] for one in updates) / 3 for name in server}, energy)
+        server = {name: server[name] + change[name] for name in server}
+        up, down = [*up, count], [*down, 3 * numbers]
+    return hidden, hidden_states, server, kept, up, down
+
+
+@pytest.mark.parametrize("backend", [TrainerBackend(), StackedBackend(), StackedBackend(1)])
+def test_two_rounds_are_those_of_plain_pytorch_and_count_the_bytes_of_the_factors(tmp_path, by_hand, backend):
+    hidden, hidden_states, server, kept, up, down = by_hand
+    algorithm, module = FedKD(START, END, hidden_states), pair(hidden=hidden)
+    fed = run([Phase("it", algorithm, rounds=2)], module, blobs(SIZES), tmp_path, backend=backend)
+    state = fed.run.states["it"]
+    torch.testing.assert_close(state.server, server, rtol=0, atol=1e-11)
+    for client in range(3):
+        own = {name: tensor for name, tensor in state.kept[client].items() if "/" not in name}
+        local = {name: tensor for name, tensor in kept[client].items() if name not in server}
+        torch.testing.assert_close(own, local, rtol=0, atol=1e-11)
+    assert [row["bytes_up"] for row in fed.run.rows] == [8 * up[0], 8 * sum(up[:2])]
+    assert [row["bytes_down"] for row in fed.run.rows] == [8 * down[0], 8 * sum(down[:2])]
+    whole = 3 * sum(tensor.numel() for tensor in server.values())
+    assert max(up) < whole and down[1] < whole, "something was compressed"
+
+
+def test_all_clients_begin_a_round_with_the_same_student_of_which_only_updates_are_sent(tmp_path):
+    seen = []
+
+    class Watched(FedKD):
+        def client_init(self, client, sent):
+            const = super().client_init(client, sent)
+            student = {name: tensor.clone() for name, tensor in tensors(client.module, "global_expert.").items()}
+            seen.append((client.round, student, {*sent}))
+            return const
+
+    algorithm = Watched(START, START)
+    fed = run([phase("it", algorithm, rounds=2)], pair(hidden=(6,)), blobs(SIZES), tmp_path, backend=TrainerBackend())
+    assert not any(name.startswith("update/") for name in fed.run.states["it"].server)
+    for round, student, sent in seen:
+        assert {name.startswith("update/") for name in sent} == {round > 0}
+        assert round == 0 or any(name.endswith("/s") for name in sent)
+        first = next(other for number, other, _ in seen if number == round)
+        assert_same_bits(student, first)
+
+
+@pytest.mark.parametrize("rounds", [1, 3])
+def test_with_an_energy_of_1_the_student_is_averaged_as_in_fedavg(tmp_path, rounds):
+    """The same local loss with FedAvg's hooks: the mean of updates is the update of the mean."""
+
+    class Averaged(FedAvg):
+        def client_loss(self, module, batch, const):
+            return FedKD().client_loss(module, batch, const)
+
+    ours, plain = (
+        run([phase("it", algorithm, rounds=rounds)], pair(hidden=(6,)), blobs(SIZES), tmp_path).run.states["it"]
+        for algorithm in (FedKD(1, 1), Averaged("global_expert.*", weighting="uniform"))
+    )
+    torch.testing.assert_close(ours.server, plain.server, rtol=0, atol=1e-13)
+    for client in range(3):
+        own = {name: tensor for name, tensor in ours.kept[client].items() if "/" not in name}
+        torch.testing.assert_close(own, dict(plain.kept[client]), rtol=0, atol=1e-13)
+
+
+def test_samples_without_a_label_do_not_count():
+    module, data = mixture(), blobs(SIZES)
+    x, y = data.x[:6], data.y[:6].clone()
+    expected = FedKD().client_loss(module, (x[:4], y[:4]), {})[0]
+    y[4:] = -100
+    torch.testing.assert_close(FedKD().client_loss(module, (x, y), {})[0], expected, rtol=1e-14, atol=0)
+
+
+def test_predictions_without_an_error_do_not_divide_by_0():
+    module = mixture(dtype=torch.float32)
+    for part in (module.global_expert, module.local_expert):
+        nn.init.zeros_(part.classifier[1].weight)
+        part.classifier[1].bias.data = torch.tensor([500.0, 0, 0])
+    assert FedKD(hidden_states=False).client_loss(module, (torch.zeros(2, 5), torch.zeros(2).long()), {})[0] == 0
+
+
+def test_the_backends_agree():
+    data = blobs((13, 8, 11, 9), dtype=torch.float32)
+    assert_agree(local_training(pair(torch.float32, (6, 6)), FedKD(1, 1), data), 1e-4)
+
+
+@pytest.mark.parametrize("store", ["memory", "disk"])
+def test_a_run_that_was_killed_goes_on_with_the_same_bits(tmp_path, store):
+    def make(path, **kwargs):
+        return federation(path, [Phase("it", FedKD(START, END), rounds=3, gate=LocalOnly())], store=store, **kwargs)
+
+    def fit(made, **kwargs):
+        made.fit(pair(torch.float32, (6,)), blobs(SIZES, dtype=torch.float32), **kwargs)
+
+    whole, resumed = make(tmp_path / "whole"), make(tmp_path / "killed")
+    fit(whole)
+    with pytest.raises(KeyboardInterrupt):
+        fit(make(tmp_path / "killed", callbacks=[Kill("on_round_end", 2)]))
+    fit(resumed, ckpt_path="last")
+    assert_same_bits(resumed.run.states["it"].server, whole.run.states["it"].server)
+    for client in range(3):
+        assert_same_bits(*(dict(fed.run.states["it"].kept[client]) for fed in (resumed, whole)))
+    assert_same(resumed.results["it"].clients, whole.results["it"].clients)
+    assert [row["bytes_down"] for row in resumed.run.rows] == [row["bytes_down"] for row in whole.run.rows]
+
+
+@pytest.mark.parametrize(
+    ("made", "sentence"),
+    [
+        (partial(FedKD, 0.0), r"FedKD: energy_start is 0\.0, but must be above 0 and at most 1\."),
+        (partial(FedKD, energy_end=1.1), r"FedKD: energy_end is 1\.1, but must be above 0 and at most 1\."),
+        (partial(FedKD, weighting="equal"), "FedKD: weighting is 'equal', but must be samples or uniform"),
+        (
+            lambda: FedKD().check(PersonalizedMoE(nn.Linear(5, 3))),
+            "must be a part of the PersonalizedMoE with an `extractor` and a `classifier`",
+        ),
+        (
+            lambda: FedKD().check(PersonalizedMoE(SmallMLP(), [SmallMLP(), SmallMLP(hidden_features=7)])),
+            r"FedKD: hidden_states is True, but must be False for features of shapes \(7,\) and \(64,\)\.",
+        ),
+        (
+            lambda: FedKD().client_loss(pair(), (torch.zeros(2, 5).double(), torch.zeros(2).long()), {}),
+            r"hidden_states is True, but must be False for features of shapes \(4,\) and \(6,\)\.",
+        ),
+    ],
+)
+def test_what_fedkd_cannot_train_is_refused(made, sentence):
+    with pytest.raises(MisconfigurationException, match=sentence):
+        made()
+
+
+def test_experts_of_other_widths_and_without_parts_are_trained_without_hidden_states():
+    FedKD(hidden_states=False).check(PersonalizedMoE(nn.Linear(5, 3)))
+    FedKD(hidden_states=False).check(PersonalizedMoE(SmallMLP(), SmallMLP(hidden_features=7)))
+
+
+def test_a_round_with_some_of_the_clients_is_refused(tmp_path):
+    with pytest.raises(MisconfigurationException, match="clients_per_round"):
+        run([Phase("it", FedKD(), clients_per_round=2)], mixture(), blobs(SIZES), tmp_path)
