@@ -27,8 +27,9 @@ import torch.nn.functional as F
 from lightning.pytorch import LightningModule
 from torch import Tensor
 
-from fedmoe_pl.algorithms.algorithm import Algorithm, missing_federation
+from fedmoe_pl.algorithms.algorithm import Algorithm
 from fedmoe_pl.algorithms.client import Client
+from fedmoe_pl.algorithms.parts import missing_federation
 from fedmoe_pl.algorithms.shared_experts import SharedExperts, expert_of, mixture_loss
 from fedmoe_pl.trees import Tree, subtree, with_prefix
 
@@ -51,6 +52,8 @@ class FedJETs(SharedExperts):
     Raises:
         MisconfigurationException: if ``experts_per_client`` is below 1.
     """
+
+    needed_part = "embedding"
 
     def __init__(self, experts_per_client: int = 2, anchors: bool = True) -> None:
         super().__init__(experts_per_client)
