@@ -15,7 +15,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from helpers import Embedding, Expert, OneWeight, blobs, mixture, small_expert
+from helpers import Embedding, Expert, OneWeight, blobs, mixture, small_expert, sparse_mixture
 from helpers.clusters import clustered, only
 from helpers.data import Own, set_up
 from lightning.fabric.utilities.exceptions import MisconfigurationException
@@ -29,6 +29,8 @@ from fedmoe_pl.algorithms import (
     FedAPEN,
     FedAvg,
     FedKD,
+    FedJETs,
+    FedMix,
     FedMoEDA,
     FineTunedCluster,
     Local,
@@ -55,6 +57,8 @@ ALWAYS = {
     "FedAPEN": "adaptability_fraction weight_lr shared",
     "FedAvg": "shared trainable",
     "FedKD": "hidden_states energy_start energy_end shared",
+    "FedJETs": "anchors",
+    "FedMix": "entropy_weight",
     "FedMoEDA": "top_p shared_init trainable",
     "FedPAC": "expert weight",
     "FedProto": "expert weight prediction",
@@ -213,6 +217,8 @@ REFUSED = {
         "trainable": (lambda: FineTunedCluster("local_expert.*").check(clustered(gate=only(0))), "no parameter of the"),
     },
     "FedKD": {"weighting": (lambda: FedKD(weighting="sampels"), "must be samples or uniform")},
+    "FedJETs": {"experts_per_client": (lambda: FedJETs(3).check(sparse_mixture()), "at most the number of experts, 2")},
+    "FedMix": {"experts_per_client": (lambda: FedMix(3).check(sparse_mixture()), "at most the number of experts, 2")},
     "FedMoEDA": {
         "temperature": (lambda: FedMoEDA(0, temperature=2.0), "temperature is 2.0, but must be left out with top_p 0"),
         "sync_matrix": (lambda: FedMoEDA(0, sync_matrix=True), "sync_matrix is True, but must be left out"),

@@ -14,6 +14,7 @@ from torch.func import functional_call
 
 from fedmoe_pl.algorithms.algorithm import Algorithm
 from fedmoe_pl.algorithms.client import Client
+from fedmoe_pl.algorithms.parts import check_sparse
 from fedmoe_pl.models import MixtureWeights, SparseMoE
 from fedmoe_pl.models.layers import evaluating
 from fedmoe_pl.trees import Tree, copy_module, load_tree
@@ -46,17 +47,10 @@ class ExpectationMaximization(Algorithm, ABC):
     def check(self, module: LightningModule) -> None:
         """Refuses other models than experts that are mixed with ``MixtureWeights``."""
         super().check(module)
-        name, is_sparse = type(self).__name__, isinstance(module, SparseMoE)
-        if not is_sparse or not isinstance(module.gate, MixtureWeights):
-            gate = f" with a {type(module.gate).__name__}" if is_sparse else ""
+        sparse = check_sparse(self, module, lambda gate: isinstance(gate, MixtureWeights), "MixtureWeights")
+        if sparse.mixing != "probabilities":
             raise MisconfigurationException(
-                f"{name}: model is a {type(module).__name__}{gate}, but must be a SparseMoE with MixtureWeights."
-            )
-        if module.mixing != "probabilities":
-            raise MisconfigurationException(f"{name}: mixing is '{module.mixing}', but must be probabilities.")
-        if isinstance(module.num_experts, list):
-            raise MisconfigurationException(
-                f"{name}: num_experts is {module.num_experts}, but must be one number, the same for all clients."
+                f"{type(self).__name__}: mixing is '{sparse.mixing}', but must be probabilities."
             )
 
     def is_shared(self, name: str) -> bool:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -14,7 +14,7 @@ from torch.func import functional_call, grad
 
 from fedmoe_pl.algorithms.algorithm import Algorithm
 from fedmoe_pl.algorithms.client import Client
-from fedmoe_pl.models import MixtureOfExperts
+from fedmoe_pl.models import MixtureOfExperts, SparseMoE
 from fedmoe_pl.trees import Tree, copy_module, load_tree, subtree, with_prefix
 
 
@@ -178,6 +178,37 @@ def learning_rate(algorithm: Algorithm, module: LightningModule) -> float:
         if group[argument]:
             raise MisconfigurationException(f"{name}: {argument} of the optimizer is {group[argument]}, but must be 0.")
     return group["lr"]
+
+
+def check_sparse(
+    algorithm: Algorithm, module: LightningModule, fits: Callable[[nn.Module], bool], wanted: str
+) -> SparseMoE:
+    """Refuses other models than a ``SparseMoE`` with a certain kind of gate and the same experts on all clients.
+
+    Args:
+        algorithm: the algorithm, for the message.
+        module: the phase's module.
+        fits: whether the algorithm can use a gate.
+        wanted: such gates in words, for the message.
+
+    Returns:
+        The module.
+
+    Raises:
+        MisconfigurationException: if it is another model, its gate does not fit, or clients differ in their experts.
+    """
+    name = type(algorithm).__name__
+    sparse = module if isinstance(module, SparseMoE) else None
+    if sparse is None or not fits(sparse.gate):
+        gate = f" with a {type(sparse.gate).__name__}" if sparse else ""
+        raise MisconfigurationException(
+            f"{name}: model is a {type(module).__name__}{gate}, but must be a SparseMoE with {wanted}."
+        )
+    if isinstance(sparse.num_experts, list):
+        raise MisconfigurationException(
+            f"{name}: num_experts is {sparse.num_experts}, but must be one number, the same for all clients."
+        )
+    return sparse
 
 
 def copy_of_global_expert(algorithm: Algorithm, module: LightningModule) -> Tree:

@@ -1,0 +1,153 @@
+"""FedJETs: Dun, Hipolito Garcia, Zheng, Awadallah, Sim, Kyrillidis, Dimitriadis 2023 (https://arxiv.org/abs/2306.08586).
+
+No code by the authors is known, and only the abstract and descriptions by others could be read. This is an
+approximation:
+
+====================  ========================================  ====================================================
+topic                 described                                 here
+====================  ========================================  ====================================================
+common expert         pretrained and frozen; the gate reads     the embedding and the first expert of an earlier
+                      its features                              phase; the embedding is frozen, and the gate and the
+                                                                experts read its values
+initial experts       not described                             copies of that first expert
+local loss            not described                             the likelihood of the mixture, as in ``FedMix``
+choice of experts     largest mean weights of the gate          as in ``FedMix``
+anchor clients        one per expert, with distinct labels      most distant class shares, chosen by the server
+prediction            the expert with the largest weight        the same
+====================  ========================================  ====================================================
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from lightning.pytorch import LightningModule
+from torch import Tensor
+
+from fedmoe_pl.algorithms.algorithm import Algorithm
+from fedmoe_pl.algorithms.client import Client
+from fedmoe_pl.algorithms.parts import missing_federation
+from fedmoe_pl.algorithms.shared_experts import SharedExperts, expert_of, mixture_loss
+from fedmoe_pl.trees import Tree, subtree, with_prefix
+
+_CLIENTS = "anchors/clients"  # the anchor client of each expert, int64 (anchors,)
+_EXPERT = "anchors/expert"  # the expert of a client that is an anchor, int64 ()
+
+
+class FedJETs(SharedExperts):
+    """Each client trains the shared gate and its few best experts, on the frozen features of a common expert.
+
+    The phase starts from a federated phase of the same ``SparseMoE`` with the gate ``GlobalOnly``, whose result is the
+    common expert. The server averages an expert over the clients that trained it, and the gate over all, by numbers of
+    samples.
+
+    Args:
+        experts_per_client: number of experts that a client trains.
+        anchors: whether each expert has an anchor client. It always trains this expert, and its loss has the term
+            ``-log p(expert|x)``, so that the gate chooses it. The server needs to know all clients' class shares.
+
+    Raises:
+        MisconfigurationException: if ``experts_per_client`` is below 1.
+    """
+
+    needed_part = "embedding"
+
+    def __init__(self, experts_per_client: int = 2, anchors: bool = True) -> None:
+        super().__init__(experts_per_client)
+        self.anchors = anchors
+
+    def follows(self, earlier: Algorithm) -> bool:
+        """Starts from the common expert."""
+        return earlier.federated
+
+    def missing_start(self, earlier: Sequence[Algorithm]) -> str:
+        """A common expert."""
+        return missing_federation(earlier)
+
+    def is_shared(self, name: str) -> bool:
+        """All but the embedding, which clients have from the phase of the common expert."""
+        return not name.startswith("embedding.")
+
+    def is_trainable(self, name: str, round: int, epoch: int) -> bool:
+        """All but the embedding."""
+        return self.is_shared(name)
+
+    def server_init(self, module: LightningModule) -> Tree:
+        """The gate, and all experts as copies of the first one."""
+        server = super().server_init(module)
+        first = subtree(server, "experts.0.")
+        for expert in range(_number_of_experts(server)):
+            server |= with_prefix({name: tensor.clone() for name, tensor in first.items()}, f"experts.{expert}.")
+        return server
+
+    def server_begin(self, server: Tree, clients: Iterable[Client]) -> Tree:
+        """Chooses the anchor clients."""
+        if not self.anchors:
+            return server
+        shares = next(iter(clients)).datamodule.class_shares
+        return {**server, _CLIENTS: most_distant(shares, _number_of_experts(server))}
+
+    def server_send(self, server: Tree, client_id: int, request: Tree) -> Tree:
+        """The gate and the experts that the client asked for; tells an anchor its expert."""
+        sent = super().server_send(server, client_id, request)
+        expert = (server.get(_CLIENTS, torch.empty(0)) == client_id).nonzero().flatten()
+        return {**sent, _EXPERT: expert[0]} if len(expert) else sent
+
+    def server_of_newcomers(self, server: Tree) -> Tree:
+        """Without the anchors, which are clients of the federation."""
+        return {name: tensor for name, tensor in server.items() if name != _CLIENTS}
+
+    def preferred(self, scores: Tensor, sent: Tree) -> Tensor:
+        """An anchor's own expert first, then those with the largest scores."""
+        if _EXPERT in sent:
+            scores = scores.index_fill(0, sent[_EXPERT], torch.inf)
+        return super().preferred(scores, sent)
+
+    def client_init(self, client: Client, sent: Tree) -> dict[str, Any]:
+        """Loads the tensors and ranks the experts; -1 stands for no anchor."""
+        return {**super().client_init(client, sent), "anchor": int(sent.get(_EXPERT, -1))}
+
+    def client_loss(
+        self, module: LightningModule, batch: Any, const: dict[str, Any]
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        """The negative log-likelihood of the client's mixture, and an anchor's term."""
+        loss, weights, _ = mixture_loss(module, batch, const["experts"])
+        if const["anchor"] < 0:
+            return loss, {}
+        expert = torch.where(batch[1] == -100, -100, const["anchor"])
+        return loss + F.nll_loss(weights.clamp_min(torch.finfo(weights.dtype).tiny).log(), expert), {}
+
+    def expert_weights(self, client: Client, experts: list[int]) -> Tensor:
+        """The number of samples."""
+        return torch.full((len(experts),), len(client.samples), dtype=torch.float64)
+
+
+def _number_of_experts(server: Tree) -> int:
+    return 1 + max(expert for expert in map(expert_of, server) if expert is not None)
+
+
+def most_distant(shares: Tensor, number: int) -> Tensor:
+    """Chooses rows greedily: the one that is farthest from the mean, then always the farthest from those chosen.
+
+    Args:
+        shares: class shares of the clients, shape (clients, C).
+        number: how many to choose; all rows if there are fewer.
+
+    Returns:
+        Indices of the rows, shape (number,); of equally distant ones, the first.
+
+    Example:
+        >>> most_distant(torch.tensor([[0.6, 0.4], [1.0, 0.0], [0.0, 1.0], [0.9, 0.1]]), 2)
+        tensor([1, 2])
+    """
+    distances = (shares - shares.mean(0)).abs().sum(1)
+    chosen = [int(distances.argmax())]
+    distances = torch.full_like(distances, torch.inf)
+    while len(chosen) < min(number, len(shares)):
+        distances = torch.minimum(distances, (shares - shares[chosen[-1]]).abs().sum(1))
+        distances[chosen] = -1  # among equal rows, none is chosen twice
+        chosen.append(int(distances.argmax()))
+    return torch.tensor(chosen)

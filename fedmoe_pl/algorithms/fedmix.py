@@ -1,0 +1,76 @@
+"""FedMix: Reisser, Louizos, Gavves, Welling 2021, "Federated Mixture of Experts" (https://arxiv.org/abs/2107.06724).
+
+No code by the authors is known, and only the abstract and descriptions by others could be read. This is an
+approximation:
+
+====================  =================================================  ==========================================
+topic                 described                                          here
+====================  =================================================  ==========================================
+choice of experts     the most probable under the gate that was          the same in a client's first round, later
+                      received, before anything else is downloaded       under the gate of its last round
+entropy               keeps the experts in equal use                     of a batch's mean weights of the client's
+                                                                         experts
+responsibilities      weigh a client in the mean of an expert            of the trained experts, in eval mode
+prediction            not described                                      the expert with the largest weight
+====================  =================================================  ==========================================
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from lightning.fabric.utilities.exceptions import MisconfigurationException
+from lightning.pytorch import LightningModule
+from torch import Tensor
+
+from fedmoe_pl.algorithms.client import Client
+from fedmoe_pl.algorithms.shared_experts import SharedExperts, mixture_loss
+from fedmoe_pl.models import SparseMoE
+from fedmoe_pl.trees import copy_module
+
+
+class FedMix(SharedExperts):
+    """Each client trains the shared gate and the few shared experts that are most probable for its data.
+
+    The loss is ``-log sum_k p(k|x) p(y|x, k)`` over the client's experts k, minus an entropy. The server averages an
+    expert with the weights ``n_i r_ik``, with the mean responsibility ``r_ik`` of expert k for the samples of client i,
+    and the gate and the embedding with the weights ``n_i``.
+
+    Args:
+        experts_per_client: number of experts that a client trains.
+        entropy_weight: weight of the entropy of the gate's mean weights over a batch; more of it uses the experts more
+            equally.
+
+    Raises:
+        MisconfigurationException: if ``experts_per_client`` is below 1, or ``entropy_weight`` below 0.
+    """
+
+    def __init__(self, experts_per_client: int = 2, entropy_weight: float = 0.1) -> None:
+        if not entropy_weight >= 0:
+            raise MisconfigurationException(f"FedMix: entropy_weight is {entropy_weight}, but must be at least 0.")
+        super().__init__(experts_per_client)
+        self.entropy_weight = entropy_weight
+
+    def client_loss(
+        self, module: LightningModule, batch: Any, const: dict[str, Any]
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        """The negative log-likelihood of the client's mixture, minus the weighted entropy."""
+        loss, _, weights = mixture_loss(module, batch, const["experts"])
+        labelled = (batch[1] != -100).to(weights.dtype)
+        marginal = labelled @ weights / labelled.sum()  # (k,)
+        return loss + self.entropy_weight * torch.xlogy(marginal, marginal).sum(), {}
+
+    @torch.no_grad()
+    def expert_weights(self, client: Client, experts: list[int]) -> Tensor:
+        """The sums of the responsibilities of the trained experts for the client's samples."""
+        batches = client.batches(client.samples)
+        module = copy_module(client.module).to(batches.x.device).eval()
+        assert isinstance(module, SparseMoE)
+        total = torch.full((len(experts),), torch.finfo(torch.float64).tiny, dtype=torch.float64)
+        for x, y in batches:
+            z = module.embedding(x)
+            losses = torch.stack([F.cross_entropy(module.experts[k](z), y, reduction="none") for k in experts], 1)
+            total += (module.gate(z)[:, experts].log() - losses).softmax(1).double().sum(0).cpu()
+        return total

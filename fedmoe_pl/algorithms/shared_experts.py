@@ -1,0 +1,149 @@
+"""Shared experts of which each client trains the few that the shared gate prefers: the base of FedMix and FedJETs."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from lightning.fabric.utilities.exceptions import MisconfigurationException
+from lightning.pytorch import LightningModule
+from torch import Tensor
+
+from fedmoe_pl.algorithms.algorithm import Algorithm
+from fedmoe_pl.algorithms.client import Client, Update
+from fedmoe_pl.algorithms.parts import check_sparse
+from fedmoe_pl.models import FixedGate, SparseMoE
+from fedmoe_pl.models.mixtures.mixture import mix_outputs
+from fedmoe_pl.trees import Tree, copy_module, mean_of_two, of_module, subtree, with_prefix
+
+_ASKED = "experts/asked"  # the numbers of the experts that a client asks for, int64 (k,)
+_WEIGHT = "experts/weight/"  # prefix of an expert's number: its weight in the mean, float64 ()
+
+
+class MixtureLoss(NamedTuple):
+    """The loss of a batch, and what an algorithm may add terms of.
+
+    Attributes:
+        loss: the mean of ``-log sum_k p(k|x) p(y|x, k)`` over the client's experts k.
+        weights: the gate's weights of all experts, shape (B, experts).
+        renormalized: its weights of the client's experts, which add up to 1, shape (B, k).
+    """
+
+    loss: Tensor
+    weights: Tensor
+    renormalized: Tensor
+
+
+class SharedExperts(Algorithm, ABC):
+    """The server averages the gate over all clients of a round, and each expert over those that trained it.
+
+    A client ranks the experts by the mean of the received gate's weights of its training samples. It asks for the first
+    ones in its next round: a request comes before the gate that could choose anew. In its first round it receives all,
+    and trains the first ones. An expert that nobody trained stays as it is. All clients are evaluated with all experts.
+
+    Args:
+        experts_per_client: number of experts that a client trains.
+
+    Raises:
+        MisconfigurationException: if ``experts_per_client`` is below 1.
+    """
+
+    def __init__(self, experts_per_client: int = 2) -> None:
+        if experts_per_client < 1:
+            raise MisconfigurationException(
+                f"{type(self).__name__}: experts_per_client is {experts_per_client}, but must be at least 1."
+            )
+        super().__init__()
+        self.experts_per_client = experts_per_client
+
+    @abstractmethod
+    def expert_weights(self, client: Client, experts: list[int]) -> Tensor:
+        """The weights of a client's trained experts in their means, float64 (k,), above 0."""
+
+    def preferred(self, scores: Tensor, sent: Tree) -> Tensor:
+        """The order of the experts for a client, best first, from the gate's mean weights (experts,)."""
+        return scores.argsort(descending=True, stable=True)
+
+    def check(self, module: LightningModule) -> None:
+        """Refuses models without a trained gate, and too few experts."""
+        super().check(module)
+        sparse = check_sparse(self, module, lambda gate: not isinstance(gate, FixedGate), "a gate that is trained")
+        if self.experts_per_client > len(sparse.experts):
+            raise MisconfigurationException(
+                f"{type(self).__name__}: experts_per_client is {self.experts_per_client}, but must be at most the "
+                f"number of experts, {len(sparse.experts)}."
+            )
+
+    def client_request(self, client_id: int, kept: Tree) -> Tree:
+        """The experts that the client wants; nothing in its first round."""
+        return {_ASKED: kept[_ASKED]} if _ASKED in kept else {}
+
+    def server_send(self, server: Tree, client_id: int, request: Tree) -> Tree:
+        """The gate, the embedding if it is shared, and the experts that the client asked for."""
+        if _ASKED not in request:
+            return of_module(server)
+        asked = request[_ASKED].tolist()
+        return {name: tensor for name, tensor in of_module(server).items() if expert_of(name) in (None, *asked)}
+
+    def client_init(self, client: Client, sent: Tree) -> dict[str, Any]:
+        """Loads the tensors and ranks the experts."""
+        super().client_init(client, sent)
+        best = self.preferred(_mean_weights(client), sent)[: self.experts_per_client].sort().values
+        return {"experts": client.kept.get(_ASKED, best).tolist(), "next": best}
+
+    def client_final(self, client: Client, const: dict[str, Any]) -> Update:
+        """Sends all that is shared but the experts that the client did not train; keeps its next request."""
+        update, experts = super().client_final(client, const), const["experts"]
+        sent = {name: tensor for name, tensor in update.sent.items() if expert_of(name) in (None, *experts)}
+        weights = self.expert_weights(client, experts)
+        sent |= {f"{_WEIGHT}{expert}": weight for expert, weight in zip(experts, weights, strict=True)}
+        return Update(sent, update.weight, {**update.kept, _ASKED: const["next"]})
+
+    def combine(self, a: Update, b: Update) -> Update:
+        """The weighted mean of each expert over those who trained it, and of everything else over all."""
+        weights_a, weights_b = subtree(a.sent, _WEIGHT), subtree(b.sent, _WEIGHT)
+        others = {name: tensor for name, tensor in of_module(a.sent).items() if expert_of(name) is None}
+        sent = {**a.sent, **b.sent, **mean_of_two(others, a.weight, b.sent, b.weight)}
+        for expert in weights_a.keys() & weights_b.keys():
+            weight_a, weight_b = weights_a[expert], weights_b[expert]
+            trees = [subtree(update.sent, f"experts.{expert}.") for update in (a, b)]
+            mean = mean_of_two(trees[0], weight_a.item(), trees[1], weight_b.item())
+            sent |= {**with_prefix(mean, f"experts.{expert}."), _WEIGHT + expert: weight_a + weight_b}
+        return Update(sent, a.weight + b.weight)
+
+    def server_update(self, server: Tree, combined: Update) -> Tree:
+        """Replaces all that was trained."""
+        return {**server, **of_module(combined.sent)}
+
+    def personal_tensors(self, client: Client, server: Tree) -> Tree:
+        """The server's model with all experts."""
+        return of_module(server)
+
+
+def mixture_loss(module: LightningModule, batch: Any, experts: list[int]) -> MixtureLoss:
+    """The loss of a client that has some of the experts; samples with the label -100 do not count."""
+    assert isinstance(module, SparseMoE)
+    x, y = batch
+    z = module.embedding(x)
+    weights = module.gate(z)
+    chosen = weights[:, experts]
+    renormalized = chosen / chosen.sum(1, keepdim=True).clamp_min(torch.finfo(chosen.dtype).tiny)
+    scores = mix_outputs([module.experts[expert](z) for expert in experts], renormalized, "probabilities")
+    return MixtureLoss(F.nll_loss(scores, y), weights, renormalized)
+
+
+def expert_of(name: str) -> int | None:
+    """The number of the expert that a tensor of the module belongs to; None for other parts."""
+    return int(name.split(".")[1]) if name.startswith("experts.") else None
+
+
+@torch.no_grad()
+def _mean_weights(client: Client) -> Tensor:
+    """The gate's mean weights over the client's training samples in eval mode, shape (experts,), on the CPU."""
+    batches = client.batches(client.samples)
+    module = copy_module(client.module).to(batches.x.device).eval()
+    assert isinstance(module, SparseMoE)
+    sums = [module.gate(module.embedding(x)).double().sum(0) for x, _ in batches]
+    return torch.stack(sums).sum(0).cpu() / len(client.samples)

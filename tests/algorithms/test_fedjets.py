@@ -1,0 +1,149 @@
+"""FedJETs against two rounds in bare PyTorch, its common expert and its anchor clients."""
+
+import copy
+
+import pytest
+import torch
+import torch.nn.functional as F
+from helpers import assert_same_bits, blobs, mixture, run, tensors
+from helpers.backends import UNEQUAL
+from helpers.runs import Kill
+from helpers.shared_experts import FOUR, choosy, rounds_by_hand
+from lightning.fabric.utilities.exceptions import MisconfigurationException
+
+from fedmoe_pl import Federation, Phase
+from fedmoe_pl.algorithms import FedAvg, FedJETs, Local
+from fedmoe_pl.algorithms.fedjets import most_distant
+from fedmoe_pl.backends import StackedBackend, TrainerBackend
+from fedmoe_pl.models import GlobalOnly
+
+COMMON = FedAvg(["embedding.*", "experts.0.*"], ["embedding.*", "experts.0.*"])
+
+
+def phases(rounds=2, anchors=True, **kwargs) -> list[Phase]:
+    return [
+        Phase("common", COMMON, rounds=2, gate=GlobalOnly()),
+        Phase("FedJETs", FedJETs(anchors=anchors), rounds=rounds, **kwargs),
+    ]
+
+
+@pytest.mark.parametrize("anchors", [False, True])
+def test_two_rounds_are_those_of_bare_pytorch(tmp_path, anchors):
+    data, model = blobs(FOUR), choosy()
+    states = run(phases(anchors=anchors), model, data, tmp_path).run.states
+    common = copy.deepcopy(model)
+    common.load_state_dict({**common.state_dict(), **states["common"].server})
+    for expert in common.experts:
+        expert.load_state_dict(common.experts[0].state_dict())
+    expert_of = {}
+    if anchors:
+        expert_of = {client: expert for expert, client in enumerate(most_distant(data.class_shares, 4).tolist())}
+        assert expert_of.keys() == {0, 1, 2, 3}
+
+    def by_samples(module, pair, x, y):
+        return [len(x)] * 2
+
+    server, trained, asked = rounds_by_hand(
+        common, data, [range(4)] * 2, 2, by_samples, anchors=expert_of, frozen=("embedding.",), rounds_before=2
+    )
+    state = states["FedJETs"]
+    own = {name: tensor for name, tensor in state.server.items() if "/" not in name}
+    assert own.keys() == {name for name in server if not name.startswith("embedding.")}
+    torch.testing.assert_close(own, {name: server[name] for name in own}, rtol=0, atol=1e-10)
+    assert {client: tree["experts/asked"].tolist() for client, tree in state.kept.items()} == asked
+    for client, expert in expert_of.items():
+        assert all(expert in pairs[client] for pairs in trained)
+    if not anchors:
+        assert len({tuple(pair) for pair in trained[0].values()}) > 1
+
+
+def test_the_embedding_is_not_sent_and_an_anchor_is_told_its_expert(tmp_path):
+    model = choosy()
+    states = {
+        anchors: run(phases(1, anchors), model, blobs(FOUR), tmp_path / str(anchors)).run.states["FedJETs"]
+        for anchors in (False, True)
+    }
+    expert = sum(tensor.numel() for tensor in tensors(model, "experts.0.").values())
+    gate = sum(tensor.numel() for tensor in tensors(model, "gate.").values())
+    for state in states.values():
+        assert state.traffic["parameters_down"] == 4 * (4 * expert + gate)
+        assert state.traffic["parameters_up"] == 4 * (2 * expert + gate)
+    assert states[True].traffic["bytes_down"] - states[False].traffic["bytes_down"] == 4 * 8
+
+
+def test_anchors_are_the_clients_with_the_most_distant_labels():
+    shares = torch.tensor([[0.3, 0.3, 0.4], [1.0, 0.0, 0.0], [0.9, 0.1, 0.0], [0.0, 0.0, 1.0], [0.0, 1.0, 0.0]])
+    assert sorted(most_distant(shares, 3).tolist()) == [1, 3, 4]
+    assert sorted(most_distant(shares, 9).tolist()) == [0, 1, 2, 3, 4], "there are no more clients"
+    assert len({*most_distant(torch.ones(4, 3) / 3, 3).tolist()}) == 3, "no client is anchor of two experts"
+
+
+def test_an_anchor_s_loss_makes_the_gate_choose_its_expert_and_pads_do_not_count():
+    module, x, y = choosy(), torch.randn(6, 5, dtype=torch.float64), torch.arange(6) % 3
+    const = {"experts": [0, 2], "anchor": -1}
+    plain = FedJETs().client_loss(module, (x, y), const)[0]
+    anchored = FedJETs().client_loss(module, (x, y), {**const, "anchor": 2})[0]
+    chosen = F.cross_entropy(module.gate(module.embedding(x)).log(), torch.full((6,), 2))
+    torch.testing.assert_close(anchored, plain + chosen)
+    expected = FedJETs().client_loss(module, (x[:4], y[:4]), {**const, "anchor": 2})[0]
+    y[4:] = -100
+    torch.testing.assert_close(FedJETs().client_loss(module, (x, y), {**const, "anchor": 2})[0], expected)
+
+
+def test_both_backends_agree_with_anchors(tmp_path):
+    servers = []
+    for backend in (TrainerBackend(), StackedBackend()):
+        data, path = blobs(UNEQUAL, batch_size=10), tmp_path / type(backend).__name__
+        federation = run(phases(evaluate=False), choosy(), data, path, backend=backend)
+        servers.append(federation.run.states["FedJETs"].server)
+    torch.testing.assert_close(*servers, rtol=1e-10, atol=1e-10)
+
+
+def test_a_run_that_was_killed_ends_with_the_same_bits(tmp_path):
+    def federation(path, **kwargs):
+        arguments = {"default_root_dir": str(path), "enable_progress_bar": False, "logger": False, **kwargs}
+        return Federation(phases(4, clients_per_round=2, evaluate=False), **arguments)
+
+    whole = federation(tmp_path / "whole")
+    whole.fit(choosy(), blobs(FOUR))
+    with pytest.raises(KeyboardInterrupt):
+        federation(tmp_path / "killed", callbacks=[Kill("on_round_end", 4)]).fit(choosy(), blobs(FOUR))
+    resumed = federation(tmp_path / "killed")
+    resumed.fit(choosy(), blobs(FOUR), ckpt_path="last")
+    states = [one.run.states["FedJETs"] for one in (whole, resumed)]
+    assert_same_bits(states[1].server, states[0].server)
+    assert states[1].traffic == states[0].traffic
+
+
+def test_newcomers_have_the_server_s_model_and_no_anchors(tmp_path):
+    arguments = {"enable_progress_bar": False, "logger": False}
+    federation = Federation(phases(), default_root_dir=str(tmp_path), **arguments)
+    federation.fit(choosy(), blobs(FOUR))
+    later = Federation(phases(), default_root_dir=str(tmp_path / "later"), **arguments)
+    path = str(federation.run_dir / "checkpoints/last.ckpt")
+    later.personalize(choosy(), blobs((9, 6)), path, rounds=3)
+    known = tensors(federation.client_module("FedJETs", 0))
+    assert_same_bits(tensors(later.client_module("FedJETs", 1)), known)
+    assert_same_bits(tensors(federation.client_module("FedJETs", 3)), known)
+    assert "anchors/clients" in federation.run.states["FedJETs"].server
+    assert "anchors/clients" not in later.run.states["FedJETs"].server
+
+
+@pytest.mark.parametrize(
+    ("made", "sentence"),
+    [
+        (lambda: FedJETs(0), "FedJETs: experts_per_client is 0, but must be at least 1"),
+        (
+            lambda: FedJETs().check(mixture()),
+            "FedJETs: model is a PersonalizedMoE, but must be a SparseMoE with a gate",
+        ),
+        (lambda: Federation([Phase("FedJETs", FedJETs())]), "FedJETs starts from an earlier phase, but none of"),
+        (
+            lambda: Federation([Phase("Local", Local()), Phase("FedJETs", FedJETs(), start="Local")]),
+            "start is 'Local', but must be a federated phase",
+        ),
+    ],
+)
+def test_what_does_not_fit_is_refused(made, sentence):
+    with pytest.raises(MisconfigurationException, match=sentence):
+        made()

@@ -1,0 +1,184 @@
+"""FedMix against three rounds in bare PyTorch, what is sent, and its limits."""
+
+import copy
+import itertools
+
+import pytest
+import torch
+from helpers import Embedding, assert_same_bits, blobs, mixture, phase, run, small_expert, sparse_mixture, tensors
+from helpers.backends import UNEQUAL, assert_agree, local_training
+from helpers.runs import Kill
+from helpers.shared_experts import FOUR, choosy, logits_of_gate, rounds_by_hand
+from lightning.fabric.utilities.exceptions import MisconfigurationException
+
+from fedmoe_pl import Federation, Phase
+from fedmoe_pl.algorithms import FedAvg, FedMix
+from fedmoe_pl.algorithms.client import Update
+from fedmoe_pl.backends.client import begin_client
+from fedmoe_pl.models import EqualWeights, SparseMoE
+from fedmoe_pl.rounds.cohort import sample_cohort
+
+
+@torch.no_grad()
+def responsibilities(module, pair, x, y):
+    """Their sums over a client's samples."""
+    z = module.embedding(x)
+    p = logits_of_gate(module, z)[:, pair].softmax(1)
+    joint = p * torch.stack([module.experts[expert](z).softmax(1)[range(len(y)), y] for expert in pair], 1)
+    return (joint / joint.sum(1, keepdim=True)).sum(0).tolist()
+
+
+@pytest.mark.parametrize("entropy_weight", [0.0, 0.3])
+@pytest.mark.parametrize("clients_per_round", [None, 2])
+def test_three_rounds_are_those_of_bare_pytorch(tmp_path, clients_per_round, entropy_weight):
+    data, model = blobs(FOUR), choosy()
+    algorithm = FedMix(entropy_weight=entropy_weight)
+    mix = phase("FedMix", algorithm, rounds=3, clients_per_round=clients_per_round)
+    state = run([mix], model, data, tmp_path).run.states["FedMix"]
+    cohorts = [sample_cohort(range(4), clients_per_round or 4, 0, round) for round in range(3)]
+    server, trained, asked = rounds_by_hand(model, data, cohorts, 2, responsibilities, entropy_weight)
+    torch.testing.assert_close(state.server, server, rtol=0, atol=1e-10)
+    assert {client: tree["experts/asked"].tolist() for client, tree in state.kept.items()} == asked
+    if clients_per_round is None:
+        assert trained[0] == {0: [0, 3], 1: [2, 3], 2: [0, 3], 3: [0, 2]}, "clients differ, and an expert is left"
+
+
+def test_a_client_gets_all_experts_once_and_then_those_that_it_asks_for(tmp_path):
+    data, model = blobs(FOUR), choosy()
+    expert = sum(tensor.numel() for tensor in tensors(model, "experts.0.").values())
+    rest = sum(tensor.numel() for tensor in tensors(model, ("gate.", "embedding.")).values())
+    for rounds in (1, 3):
+        state = run([phase("it", FedMix(), rounds=rounds)], model, data, tmp_path / str(rounds)).run.states["it"]
+        down = 4 * (4 * expert + rest) + (rounds - 1) * 4 * (2 * expert + rest)
+        up = rounds * 4 * (2 * expert + rest)
+        assert (state.traffic["parameters_down"], state.traffic["parameters_up"]) == (down, up)
+        requests = (rounds - 1) * 4 * 2 * 8  # two numbers of 64 bits
+        assert state.traffic["bytes_up"] == 8 * up + requests + rounds * 4 * 2 * 8  # and the weights of two experts
+
+
+def test_what_leaves_a_client_has_only_the_experts_that_it_trained():
+    training = local_training(choosy(), FedMix(), blobs(FOUR))
+    server = FedMix().server_init(training.module)
+    for request in ({}, {"experts/asked": torch.tensor([1, 3])}):
+        module = copy.deepcopy(training.module)
+        client, const, _ = begin_client(training, module, server, 0, {0: request}, 0)
+        update = FedMix().client_final(client, const)
+        experts = const["experts"]
+        assert experts == [1, 3] or not request
+        numbers = {name.split(".")[1] for name in update.sent if name.startswith("experts.")}
+        assert numbers == {str(expert) for expert in experts}
+        assert update.kept.keys() == {"experts/asked"}
+        weights = [update.sent[f"experts/weight/{expert}"].item() for expert in experts]
+        assert sum(weights) == pytest.approx(13) and min(weights) > 0
+
+
+def test_updates_are_combined_in_any_order_and_groups():
+    generator = torch.Generator().manual_seed(0)
+
+    def update(experts, weights, samples):
+        names = ["gate.w", *(f"experts.{expert}.w" for expert in experts)]
+        sent = {name: torch.randn(3, generator=generator, dtype=torch.float64) for name in names}
+        tallies = {
+            f"experts/weight/{expert}": torch.tensor(weight, dtype=torch.float64)
+            for expert, weight in zip(experts, weights, strict=True)
+        }
+        return Update({**sent, **tallies}, samples)
+
+    updates = [update([0, 1], [1.0, 4.0], 5), update([1, 2], [2.0, 5.0], 7), update([0, 2], [8.0, 3.0], 11)]
+    combine = FedMix().combine
+    expected = combine(combine(updates[0], updates[1]), updates[2])
+    for a, b, c in itertools.permutations(updates):
+        for combined in (combine(combine(a, b), c), combine(a, combine(b, c))):
+            torch.testing.assert_close(combined.sent, expected.sent, rtol=1e-12, atol=1e-12)
+            assert combined.weight == 23
+    a, b, c = (update.sent for update in updates)
+    torch.testing.assert_close(expected.sent["experts.1.w"], (4 * a["experts.1.w"] + 2 * b["experts.1.w"]) / 6)
+    torch.testing.assert_close(expected.sent["gate.w"], (5 * a["gate.w"] + 7 * b["gate.w"] + 11 * c["gate.w"]) / 23)
+
+
+def test_one_expert_without_entropy_is_fedavg(tmp_path):
+    model, gate = sparse_mixture(1), EqualWeights()
+    mix = run([phase("it", FedMix(1, 0.0), rounds=3)], model, blobs(), tmp_path / "mix").run.states["it"].server
+    average = run([phase("it", FedAvg(), rounds=3, gate=gate)], model, blobs(), tmp_path / "average")
+    for name, tensor in average.run.states["it"].server.items():
+        torch.testing.assert_close(mix[name], tensor, rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("experts", [[0, 2], [3]])
+def test_samples_without_a_label_do_not_count(experts):
+    module, (x, y) = choosy(), (torch.randn(6, 5, dtype=torch.float64), torch.arange(6) % 3)
+    const, algorithm = {"experts": experts}, FedMix(entropy_weight=0.5)
+    expected = algorithm.client_loss(module, (x[:4], y[:4]), const)[0]
+    y[4:] = -100
+    torch.testing.assert_close(algorithm.client_loss(module, (x, y), const)[0], expected)
+
+
+def test_both_backends_agree():
+    data = blobs(UNEQUAL, batch_size=10)
+    assert_agree(local_training(choosy(), FedMix(entropy_weight=0.5), data), 1e-10)
+
+
+def test_a_run_that_was_killed_ends_with_the_same_bits(tmp_path):
+    def federation(path, **kwargs):
+        arguments = {"default_root_dir": str(path), "enable_progress_bar": False, "logger": False, **kwargs}
+        return Federation([phase("FedMix", FedMix(), rounds=4, clients_per_round=2)], **arguments)
+
+    whole = federation(tmp_path / "whole")
+    whole.fit(choosy(), blobs())
+    with pytest.raises(KeyboardInterrupt):
+        federation(tmp_path / "killed", callbacks=[Kill("on_round_end", 2)]).fit(choosy(), blobs())
+    resumed = federation(tmp_path / "killed")
+    resumed.fit(choosy(), blobs(), ckpt_path="last")
+    states = [one.run.states["FedMix"] for one in (whole, resumed)]
+    assert_same_bits(states[1].server, states[0].server)
+    assert_same_bits(states[1].kept[0], states[0].kept[0])
+    assert states[1].traffic == states[0].traffic
+
+
+def test_clients_and_newcomers_are_evaluated_with_the_best_expert_of_all_for_each_sample(tmp_path):
+    arguments = {"enable_progress_bar": False, "logger": False}
+    phases = [Phase("FedMix", FedMix(), rounds=2)]
+    federation = Federation(phases, default_root_dir=str(tmp_path), **arguments)
+    federation.fit(choosy(), blobs(FOUR))
+    server = federation.run.states["FedMix"].server
+    later = Federation(phases, default_root_dir=str(tmp_path / "later"), **arguments)
+    path = str(federation.run_dir / "checkpoints/last.ckpt")
+    later.personalize(choosy(), blobs((9, 6)), path, rounds=3)
+    for one, client in ((federation, 3), (later, 1)):
+        assert_same_bits(tensors(one.client_module("FedMix", client)), server)
+        data = one.run.datamodule
+        module, x, y = one.client_module("FedMix", client).eval(), data.x[data.global_test], data.y[data.global_test]
+        z = module.embedding(x)
+        chosen = logits_of_gate(module, z).argmax(1)
+        outputs = torch.stack([expert(z) for expert in module.experts])[chosen, range(len(x))]
+        accuracy = (outputs.argmax(1) == y).double().mean().item()
+        assert one.results["FedMix"].clients[client].global_test == pytest.approx(accuracy)
+
+
+@pytest.mark.parametrize(
+    ("made", "sentence"),
+    [
+        (lambda: FedMix(0), "FedMix: experts_per_client is 0, but must be at least 1."),
+        (lambda: FedMix(entropy_weight=-1.0), "FedMix: entropy_weight is -1.0, but must be at least 0."),
+        (
+            lambda: FedMix(3).check(sparse_mixture(2)),
+            "FedMix: experts_per_client is 3, but must be at most the number of experts, 2.",
+        ),
+        (
+            lambda: FedMix().check(sparse_mixture([2, 3])),
+            "FedMix: num_experts is [2, 3], but must be one number, the same for all clients.",
+        ),
+        (
+            lambda: FedMix().check(mixture()),
+            "FedMix: model is a PersonalizedMoE, but must be a SparseMoE with a gate that is trained.",
+        ),
+        (
+            lambda: FedMix().check(SparseMoE(Embedding(), small_expert(), gate=EqualWeights())),
+            "FedMix: model is a SparseMoE with a EqualWeights, but must be a SparseMoE with a gate that is trained.",
+        ),
+    ],
+)
+def test_arguments_and_models_that_do_not_fit_are_refused(made, sentence):
+    with pytest.raises(MisconfigurationException) as error:
+        made()
+    assert str(error.value) == sentence
