@@ -24,17 +24,22 @@ from lightning.pytorch import Callback
 import fedmoe_pl
 from fedmoe_pl import Federation, Phase, algorithms, backends, callbacks, data, models
 from fedmoe_pl.algorithms import (
+    APFL,
     FML,
+    Ditto,
     EpsilonGreedyIFCA,
     FedAPEN,
     FedAvg,
     FedKD,
     FedJETs,
     FedMix,
+    FedBN,
     FedMoEDA,
+    FedRep,
     FineTunedCluster,
     Local,
     PersonalizedExpert,
+    PFedMe,
     PFLMoE,
 )
 from fedmoe_pl.callbacks import ClientCheckpoint, CostToTarget, GateMonitor, ProgressBar, RepresentationMonitor
@@ -51,7 +56,9 @@ INTERNAL = {
 }
 ALWAYS = {
     "Algorithm": "shared trainable",
+    "APFL": "alpha alpha_lr",
     "ClusterMixture": "trainable",
+    "Ditto": "weight",
     "FML": "alpha beta shared",
     "FD": "expert weight outputs",
     "FedAPEN": "adaptability_fraction weight_lr shared",
@@ -63,6 +70,7 @@ ALWAYS = {
     "FedPAC": "expert weight",
     "FedProto": "expert weight prediction",
     "FedProx": "mu shared",
+    "FedRep": "shared head_epochs",
     "FedRoD": "prior_exponent",
     "FedAdagrad": "params lr beta1 tau v0",
     "FedAdam": "params lr beta1 beta2 tau v0",
@@ -71,7 +79,9 @@ ALWAYS = {
     "Local": "trainable",
     "OptInFedAvg": "shared opt_out_clients opt_out_data",
     "PFLMoE": "interleaved frozen_train_mode",
+    "PFedMe": "weight inner_steps inner_lr decay server_lr",
     "PFedMoE": "shared",
+    "PerFedAvg": "inner_lr expert",
     "PersonalizedExpert": "gate_fraction",
     "Scaffold": "shared server_lr",
     "SpecialistMixture": "frozen_train_mode",
@@ -133,6 +143,7 @@ ALWAYS = {
 ACCEPTED = {
     ("ClusterMixture", "frozen_train_mode"): "if all parts are trained, they are in train mode anyway, as asked for",
     ("PersonalizedExpert", "frozen_train_mode"): "the same",
+    ("PerFedAvg", "second_order"): "an inner rate of 0, a limit for comparisons, leaves the inner step without effect",
     ("PFLMoE", "gate_fraction"): "a gate that is not trained needs no samples, but the expert must not have seen them",
     ("FedALA", "last_parameters"): "with eta 0, which is FedAvg to compare with, no weights are learned",
     ("FedALA", "sample_share"): "the same",
@@ -190,6 +201,14 @@ def npz(tmp_path, **arguments):
 
 
 REFUSED = {
+    "APFL": {"weighting": (lambda: APFL(weighting="sampels"), "must be samples or uniform")},
+    "Ditto": {"weighting": (lambda: Ditto(weighting="sampels"), "must be samples or uniform")},
+    "FedBN": {
+        "shared": (lambda: checked(FedBN("global_expert.*")), "must match batch normalization"),
+        "weighting": (lambda: FedBN(weighting="sampels"), "must be samples or uniform"),
+    },
+    "FedRep": {"weighting": (lambda: FedRep(weighting="sampels"), "must be samples or uniform")},
+    "PFedMe": {"weighting": (lambda: PFedMe(weighting="sampels"), "must be samples or uniform")},
     "FML": {"weighting": (lambda: FML(weighting="sampels"), "must be samples or uniform")},
     "FedAPEN": {
         "weighting": (lambda: FedAPEN(weighting="sampels"), "must be samples or uniform"),

@@ -30,7 +30,7 @@ def weighted(update: Update, weighting: Weighting) -> Update:
 
 
 class FedAvg(Algorithm):
-    """Averages the shared parameters; each client keeps its others, as in FedPer, LG-FedAvg and FedBN.
+    """Averages the shared parameters; each client keeps its others, as in FedPer and LG-FedAvg.
 
     Args:
         shared: glob patterns of the parameters and buffers that are averaged.

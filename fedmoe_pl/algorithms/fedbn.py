@@ -41,9 +41,10 @@ class FedBN(Algorithm):
         super().check(module)
         self._private = batch_norm_names(module)
         if not any(name in self.shared for name in self._private):
+            where = "some elsewhere" if self._private else "none"
             raise MisconfigurationException(
-                f"FedBN: shared is {self.shared.patterns}, but must match batch normalization, without which this is "
-                f"FedAvg; {type(module).__name__} has {'some elsewhere' if self._private else 'none'}."
+                f"FedBN: shared is '{', '.join(self.shared.patterns)}', but must match batch normalization, "
+                f"without which this is FedAvg; {type(module).__name__} has {where}."
             )
 
     def is_shared(self, name: str) -> bool:

@@ -60,8 +60,8 @@ class FedRep(Algorithm):
         super().check(module)
         if self.head_epochs and all(self.is_shared(name) for name, _ in module.named_parameters()):
             raise MisconfigurationException(
-                f"FedRep: shared is {self.shared.patterns}, but must leave out the head, which is trained for "
-                f"{self.head_epochs} epochs."
+                f"FedRep: shared is '{', '.join(self.shared.patterns)}', but must leave out the head, which "
+                f"is trained for {self.head_epochs} epochs."
             )
 
     def is_trainable(self, name: str, round: int, epoch: int) -> bool:

@@ -27,6 +27,7 @@ from fedmoe_pl.algorithms.parts import (
     check_expert,
     expert_gradient,
     expert_loss,
+    expert_prefix,
     logits_loss,
     trained_parameters,
     training_gradient,
@@ -56,7 +57,7 @@ class PerFedAvg(Algorithm):
     def __init__(self, inner_lr: float = 0.01, second_order: bool = False, expert: str = "global_expert") -> None:
         if not inner_lr >= 0:
             raise MisconfigurationException(f"PerFedAvg: inner_lr is {inner_lr}, but must be at least 0.")
-        self.prefix = f"{expert}." if expert else ""
+        self.prefix = expert_prefix(expert)
         super().__init__(f"{self.prefix}*", f"{self.prefix}*")
         self.inner_lr = inner_lr
         self.second_order = second_order

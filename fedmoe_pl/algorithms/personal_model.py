@@ -4,13 +4,16 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from lightning.pytorch import LightningModule
 
 from fedmoe_pl.algorithms.algorithm import Algorithm
 from fedmoe_pl.algorithms.client import Client, Update
 from fedmoe_pl.algorithms.fedavg import Weighting, check_weighting, weighted
 from fedmoe_pl.algorithms.parts import copy_of_global_expert
-from fedmoe_pl.trees import Tree, load_tree, subtree, with_prefix
+from fedmoe_pl.trees import Tree, load_tree, of_module, subtree, with_prefix
+
+_FOR_NEWCOMERS = "newcomers/sends_v"  # name of a tensor: the server sends the start of v, too
 
 
 class PersonalModel(Algorithm):
@@ -18,7 +21,8 @@ class PersonalModel(Algorithm):
 
     ``w`` is the module's ``global_expert``, ``v`` its ``local_expert``; other parts are not trained. Every ``v`` starts
     as a copy of the phase's first ``w``, also that of a client whose first round is a later one. The server holds this
-    copy, for clients that never take part and for later phases. It is never sent, because every client knows it.
+    copy, for clients that never take part and for later phases. It is not sent, because every client knows it. For
+    clients outside the federation, ``v`` starts as a copy of the last ``w``.
 
     Args:
         weighting: ``samples`` weighs a client's ``w`` by its number of training samples; ``uniform`` gives all clients
@@ -43,7 +47,9 @@ class PersonalModel(Algorithm):
         return super().server_init(module) | copy_of_global_expert(self, module)
 
     def server_send(self, server: Tree, client_id: int, request: Tree) -> Tree:
-        """``w`` only."""
+        """``w``; newcomers also receive the start of ``v``."""
+        if _FOR_NEWCOMERS in server:
+            return of_module(server)
         return with_prefix(subtree(server, "global_expert."), "global_expert.")
 
     def client_init(self, client: Client, sent: Tree) -> dict[str, Any]:
@@ -54,6 +60,11 @@ class PersonalModel(Algorithm):
     def client_final(self, client: Client, const: dict[str, Any]) -> Update:
         """Sends ``w``, keeps ``v``, and weighs the update as ``weighting`` says."""
         return weighted(super().client_final(client, const), self.weighting)
+
+    def server_of_newcomers(self, server: Tree) -> Tree:
+        """``w``, and a copy of it as the start of every ``v``."""
+        start = with_prefix(subtree(server, "global_expert."), "local_expert.")
+        return {**server, **start, _FOR_NEWCOMERS: torch.tensor(True)}
 
     def personal_tensors(self, client: Client, server: Tree) -> Tree:
         """``w`` and the client's ``v``; before its first training, ``v`` is what the server holds."""

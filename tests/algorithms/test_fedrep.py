@@ -1,0 +1,118 @@
+"""FedRep against a bare rewrite, FedAvg and Local."""
+
+import pytest
+from helpers import assert_same_bits, blobs, momentum_sgd, phase, run, tensors
+from helpers.backends import local_training, train
+from helpers.bare import (
+    COHORTS,
+    SEED,
+    assert_near,
+    gradient,
+    mean,
+    of_tree,
+    round_batches,
+    step,
+    two_experts,
+    values,
+)
+from lightning.fabric.utilities.exceptions import MisconfigurationException
+
+from fedmoe_pl.algorithms import FedAvg, FedRep, Local
+from fedmoe_pl.backends import TrainerBackend
+from fedmoe_pl.models import GlobalOnly
+from fedmoe_pl.rounds.phase import Phase
+from fedmoe_pl.trees import subtree
+
+SIZES, HEAD = [13, 8, 11], "global_expert.classifier."
+
+
+def simulate(data, start, cohorts, weights):
+    """Algorithm 1 with two epochs of the head (W2, b2), then one of the body (W1, b1)."""
+    body, heads = start[:2], {}
+    for round, cohort in enumerate(cohorts):
+        of_clients = []
+        for client in cohort:
+            own, head = body, heads.get(client, start[2:])
+            batches = round_batches(data, client, round, 3)
+            each = len(batches) // 3
+            for index, (x, y) in enumerate(batches):
+                slopes = gradient([*own, *head], x, y)
+                if index < 2 * each:
+                    head = step(head, slopes[2:])
+                else:
+                    own = step(own, slopes[:2])
+            heads[client] = head
+            of_clients.append(own)
+        body = mean(of_clients, weights and [weights[client] for client in cohort])
+    return body, heads
+
+
+@pytest.mark.parametrize("weighting", ["samples", "uniform"])
+def test_fedrep_trains_heads_first_then_the_body_also_for_clients_that_come_late(weighting, tmp_path):
+    data, model = blobs(), two_experts()
+    fedrep = phase("FedRep", FedRep(head_epochs=2, weighting=weighting), rounds=3, clients_per_round=2)
+    state = run([fedrep], model, data, tmp_path, 3, seed=SEED).run.states["FedRep"]
+    body, heads = simulate(data, values(model), COHORTS, SIZES if weighting == "samples" else None)
+    assert_near(of_tree(state.server), body)
+    for client in range(3):
+        assert_near(of_tree(state.kept[client], HEAD), heads[client])
+
+
+def test_fedrep_is_fedavg_without_a_head_and_local_without_a_body(tmp_path):
+    phases = [
+        phase("FedAvg", FedAvg("global_expert.*"), rounds=3),
+        phase("all", FedRep("global_expert.*", head_epochs=0), rounds=3),
+        phase("Local", Local(), rounds=3),
+        phase("none", FedRep([], head_epochs=2), rounds=3),
+    ]
+    states = run(phases, two_experts(momentum_sgd), blobs(), tmp_path, 2).run.states
+    assert_same_bits(states["all"].server, states["FedAvg"].server)
+    for client in range(3):
+        assert_same_bits(dict(states["none"].kept[client]), dict(states["Local"].kept[client]))
+
+
+def test_with_no_epochs_left_for_it_the_body_stays(tmp_path):
+    model = two_experts()
+    state = run([phase("it", FedRep(head_epochs=2))], model, blobs(), tmp_path, 2).run.states["it"]
+    assert_near(of_tree(state.server), values(model)[:2], 1e-15)
+    assert all(of_tree(tree, HEAD) for tree in state.kept.values())
+
+
+def test_the_last_extra_round_is_a_phase_of_local_that_trains_the_heads(tmp_path):
+    phases = [
+        phase("FedRep", FedRep(head_epochs=1), rounds=2, clients_per_round=2),
+        Phase("heads", Local("global_expert.classifier.*"), start="FedRep", gate=GlobalOnly(), max_epochs=3),
+    ]
+    data = blobs()
+    federation = run(phases, two_experts(), data, tmp_path, 2, seed=SEED)
+    states = federation.run.states
+    start = values(two_experts())
+    for client in range(3):
+        head = of_tree(states["FedRep"].kept.get(client, {}), HEAD) or start[2:]
+        body = of_tree(states["FedRep"].server)
+        for x, y in round_batches(data, client, 2, 3):
+            head = step(head, gradient([*body, *head], x, y)[2:])
+        assert_near(values(federation.client_module("heads", client)), [*body, *head])
+
+
+def test_only_the_body_is_sent():
+    model = two_experts()
+    update, kept = train(TrainerBackend(), local_training(model, FedRep(head_epochs=1), blobs()))
+    assert update.sent.keys() == tensors(model, "global_expert.extractor.").keys()
+    assert all(tree.keys() == tensors(model, HEAD).keys() for tree in kept.values())
+    assert subtree(update.sent, "global_expert.")
+
+
+@pytest.mark.parametrize(
+    ("made", "sentence"),
+    [
+        (lambda: FedRep(head_epochs=-1), "FedRep: head_epochs is -1, but must be at least 0"),
+        (lambda: FedRep(weighting="size"), "FedRep: weighting is 'size', but must be samples or uniform"),
+        (lambda: FedRep("*").check(two_experts()), "FedRep: shared is '*', but must leave out the head"),
+        (lambda: FedRep("body.*").check(two_experts()), "which matches no parameter"),
+    ],
+)
+def test_what_fedrep_cannot_train_is_refused(made, sentence):
+    with pytest.raises(MisconfigurationException) as error:
+        made()
+    assert sentence in str(error.value)

@@ -1,0 +1,134 @@
+"""Per-FedAvg against a bare rewrite, the gradient of a quadratic in closed form, and FedAvg."""
+
+import pytest
+import torch
+from helpers import TensorData, assert_same_bits, blobs, mixture, phase, run, tensors
+from helpers.backends import WithBatchNorm, local_training, train
+from helpers.bare import (
+    COHORTS,
+    SEED,
+    assert_near,
+    gradient,
+    loss,
+    mean,
+    of_tree,
+    quadratic,
+    round_batches,
+    sgd,
+    step,
+    two_experts,
+    values,
+)
+from lightning.fabric.utilities.exceptions import MisconfigurationException
+
+from fedmoe_pl.algorithms import FedAvg, PerFedAvg
+from fedmoe_pl.backends import TrainerBackend
+from fedmoe_pl.models import GlobalOnly
+from fedmoe_pl.rounds.phase import Phase
+
+SIZES, INNER = [13, 8, 11], 0.3
+
+
+def meta_gradient(w, x, y, second_order):
+    half = len(y) // 2
+    if not half:
+        return gradient(w, x, y)
+    leaves = [tensor.detach().requires_grad_() for tensor in w]
+    inner = torch.autograd.grad(loss(leaves, x[:half], y[:half]), leaves, create_graph=second_order)
+    of_step = loss(step(leaves, inner, INNER), x[half:], y[half:])
+    return [*torch.autograd.grad(of_step, leaves)]
+
+
+@pytest.mark.parametrize("second_order", [False, True])
+def test_per_fedavg_takes_the_steps_of_its_algorithm_and_is_evaluated_after_one_more(second_order, tmp_path):
+    data, model = blobs(), two_experts()
+    algorithm = PerFedAvg(INNER, second_order)
+    it = Phase("it", algorithm, rounds=3, clients_per_round=2, gate=GlobalOnly())
+    federation = run([it], model, data, tmp_path, 2, seed=SEED)
+    w = values(model)
+    for round, cohort in enumerate(COHORTS):
+        of_clients = []
+        for client in cohort:
+            own = w
+            for x, y in round_batches(data, client, round, 2):
+                own = step(own, meta_gradient(own, x, y, second_order))
+            of_clients.append(own)
+        w = mean(of_clients, [SIZES[client] for client in cohort])
+    assert_near(of_tree(federation.run.states["it"].server), w)
+    for client in range(3):
+        samples = data.train_samples[client]
+        adapted = step(w, gradient(w, data.x[samples], data.y[samples]), INNER)
+        assert_near(values(federation.client_module("it", client)), adapted)
+    assert not any(federation.run.states["it"].kept.values())
+
+
+@pytest.mark.parametrize(("second_order", "power"), [(False, 1), (True, 2)])
+def test_the_gradient_of_a_quadratic_has_one_or_two_factors(second_order, power, tmp_path):
+    """For h / 2 ||w||^2: h (1 - alpha h) w of first order, h (1 - alpha h)^2 w of second order."""
+    data = TensorData(torch.zeros(4, 1), torch.zeros(4, dtype=torch.long), [range(4)], dtype=torch.float64)
+    model = quadratic(0.01, curvature=3.0)
+    state = run([phase("it", PerFedAvg(0.1, second_order))], model, data, tmp_path, 1).run.states["it"]
+    start = torch.tensor([2.0, 5.0]).double()
+    assert_near(of_tree(state.server), [start - 0.01 * 3 * (1 - 0.1 * 3) ** power * start], 1e-14)
+
+
+@pytest.mark.parametrize("second_order", [False, True])
+def test_with_an_inner_rate_of_0_it_is_fedavg_on_the_second_halves(second_order, tmp_path):
+    data, model = blobs(), two_experts()
+    it = phase("it", PerFedAvg(0, second_order), rounds=2)
+    state = run([it], model, data, tmp_path, 2, seed=SEED).run.states["it"]
+    w = values(model)
+    for round in range(2):
+        of_clients = []
+        for client in range(3):
+            own = w
+            for x, y in round_batches(data, client, round, 2):
+                own = step(own, gradient(own, x[len(y) // 2 :], y[len(y) // 2 :]))
+            of_clients.append(own)
+        w = mean(of_clients, SIZES)
+    assert_near(of_tree(state.server), w, 1e-14)
+
+
+def test_batches_of_one_sample_are_those_of_fedavg(tmp_path):
+    phases = [
+        phase("it", PerFedAvg(INNER), rounds=2, batch_size=1),
+        phase("FedAvg", FedAvg("global_expert.*", "global_expert.*"), rounds=2, batch_size=1),
+    ]
+    states = run(phases, two_experts(), blobs(), tmp_path, 1).run.states
+    assert_same_bits(states["it"].server, states["FedAvg"].server)
+
+
+def test_only_the_expert_is_sent_and_nothing_is_kept():
+    model = two_experts()
+    update, kept = train(TrainerBackend(), local_training(model, PerFedAvg(), blobs()))
+    assert update.sent.keys() == tensors(model, "global_expert.").keys() and update.weight == sum(SIZES)
+    assert not any(kept.values())
+
+
+def test_batch_normalization_needs_two_samples_in_both_halves(tmp_path):
+    """Of batches of 4 and 3, only the larger ones are halved; statistics are those of all forward passes."""
+    model = mixture(GlobalOnly(), WithBatchNorm(), optimizer=sgd)
+    data = blobs(sizes=(7, 7))
+    state = run([phase("it", PerFedAvg(INNER))], model, data, tmp_path, 1).run.states["it"]
+    assert state.server["global_expert.extractor.1.num_batches_tracked"] == 3
+    assert all(tensor.isfinite().all() for tensor in state.server.values())
+
+
+@pytest.mark.parametrize(
+    ("made", "sentence"),
+    [
+        (lambda: PerFedAvg(-1), "PerFedAvg: inner_lr is -1, but must be at least 0"),
+        (lambda: PerFedAvg(expert="body").check(two_experts()), "PerFedAvg: expert is 'body', but must be a part"),
+    ],
+)
+def test_what_per_fedavg_cannot_train_is_refused(made, sentence):
+    with pytest.raises(MisconfigurationException) as error:
+        made()
+    assert sentence in str(error.value)
+
+
+def test_the_whole_module_can_be_the_expert(tmp_path):
+    """With one expert at work, the mixture's step is the expert's."""
+    phases = [phase("all", PerFedAvg(INNER, expert=""), rounds=2), phase("one", PerFedAvg(INNER), rounds=2)]
+    states = run(phases, two_experts(), blobs(), tmp_path, 2).run.states
+    assert_near(of_tree(states["all"].server), of_tree(states["one"].server), 1e-14)

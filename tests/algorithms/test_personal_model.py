@@ -1,0 +1,108 @@
+"""What all methods of personalization must do: agree in both backends, resume, and serve newcomers."""
+
+import pytest
+import torch
+from helpers import blobs, mixture
+from helpers.backends import UNEQUAL, WithBatchNorm, assert_agree, local_training
+from helpers.bare import sgd, two_experts
+from helpers.runs import Kill, assert_same, federation
+from lightning.fabric.utilities.exceptions import MisconfigurationException
+
+from fedmoe_pl.algorithms import APFL, Ditto, FedBN, FedRep, PerFedAvg, PFedMe
+from fedmoe_pl.backends import StackedBackend
+from fedmoe_pl.models import GlobalOnly, LocalOnly
+from fedmoe_pl.rounds.phase import Phase
+from fedmoe_pl.trees import of_module, subtree
+
+METHODS = {
+    "Ditto": (lambda: Ditto(0.7), LocalOnly),
+    "FedRep": (lambda: FedRep(head_epochs=1), GlobalOnly),
+    "FedBN": (lambda: FedBN("global_expert.*"), GlobalOnly),
+    "APFL": (lambda: APFL(0.3, 0.1), LocalOnly),
+    "pFedMe": (lambda: PFedMe(3.0, inner_lr=0.05), LocalOnly),
+    "Per-FedAvg": (lambda: PerFedAvg(0.1), GlobalOnly),
+    "Per-FedAvg, second order": (lambda: PerFedAvg(0.1, second_order=True), GlobalOnly),
+}
+
+
+def model(name):
+    """Two experts; for FedBN, with batch normalization."""
+    return mixture(GlobalOnly(), WithBatchNorm(), optimizer=sgd) if name == "FedBN" else two_experts()
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_clients_in_stacks_take_the_steps_of_clients_alone(name):
+    algorithm, module = METHODS[name][0](), model(name)
+    algorithm.check(module)
+    assert_agree(local_training(module, algorithm, blobs(UNEQUAL, batch_size=10)), 1e-10)
+
+
+@pytest.mark.parametrize("name", [name for name in METHODS if name not in ("FedBN", "Per-FedAvg, second order")])
+def test_stacks_have_the_statistics_of_batch_normalization_of_clients_alone(name):
+    module = mixture(GlobalOnly(), WithBatchNorm(), optimizer=sgd)
+    assert_agree(local_training(module, METHODS[name][0](), blobs(UNEQUAL, batch_size=10)), 1e-10)
+
+
+def test_second_order_through_batch_normalization_is_not_stacked():
+    module = mixture(GlobalOnly(), WithBatchNorm(), optimizer=sgd)
+    training = local_training(module, PerFedAvg(0.1, second_order=True), blobs(UNEQUAL, batch_size=10))
+    with pytest.raises(MisconfigurationException, match="stacking changes the gradient of 'global_expert"):
+        StackedBackend().plan(training)
+
+
+def fitted(path, name, ckpt_path=None, **kwargs):
+    algorithm, gate = METHODS[name]
+    phases = [Phase(name, algorithm(), rounds=3, clients_per_round=2, gate=gate())]
+    trainer = {"max_epochs": 2, "accelerator": "cpu", "devices": kwargs.pop("devices", 1)}
+    one = federation(path, phases, trainer=trainer, seed=3, **kwargs)
+    one.fit(model(name), blobs(), ckpt_path=ckpt_path)
+    return one
+
+
+@pytest.mark.parametrize("name", [name for name in METHODS if name != "Per-FedAvg, second order"])
+def test_a_run_killed_and_resumed_ends_with_the_same_bits(name, tmp_path):
+    whole = fitted(tmp_path / "whole", name)
+    with pytest.raises(KeyboardInterrupt):
+        fitted(tmp_path / "killed", name, callbacks=[Kill("on_round_end", 2)])
+    again = fitted(tmp_path / "killed", name, "last")
+    states = [each.run.states[name] for each in (whole, again)]
+    assert_same(states[0].server, states[1].server)
+    assert_same(*({client: dict(tree) for client, tree in state.kept.items()} for state in states))
+    assert_same(whole.results[name].clients, again.results[name].clients)
+
+
+@pytest.mark.parametrize("name", ["FedBN", "APFL"])
+def test_two_workers_give_the_bits_of_one_process(name, tmp_path):
+    """FedBN finds its layers before workers are made, APFL's clients compute a gradient before their training."""
+    one, two = (fitted(tmp_path / str(devices), name, devices=devices) for devices in (1, 2))
+    assert_same(one.run.states[name].server, two.run.states[name].server)
+    assert_same(one.results[name].clients, two.results[name].clients)
+
+
+@pytest.mark.parametrize("name", [name for name in METHODS if name != "Per-FedAvg, second order"])
+def test_a_newcomer_has_a_model_of_its_own_around_what_the_server_sends(name, tmp_path):
+    first = fitted(tmp_path, name)
+    algorithm, gate = METHODS[name]
+    data = blobs(sizes=(9, 8))
+    data.x = data.x + 0.5
+    phases = [Phase(name, algorithm(), gate=gate())]
+    later = federation(tmp_path / "later", phases, trainer={"max_epochs": 2, "accelerator": "cpu"}, seed=3)
+    later.personalize(model(name), data, str(first.run_dir / "checkpoints/last.ckpt"), rounds=3)
+    server = of_module(first.run.states[name].server)
+    w = subtree(server, "global_expert.")
+    for client in range(2):
+        samples = data.train_samples[client]
+        batch = data.x[samples], data.y[samples]
+        module, start = later.client_module(name, client), model(name)
+        start.load_state_dict(server, strict=False)
+        start.local_expert.load_state_dict(w, strict=False)
+        start.gate = gate()
+        start.check_parts()
+        with torch.no_grad():
+            before = start.eval().loss(batch)[0]
+            if name != "FedBN":  # its own statistics fit the shared layers as they became in its local training
+                assert module.loss(batch)[0] < before
+        received = [tensor for tensor_name, tensor in server.items() if tensor_name.startswith("global_expert.")]
+        used = [module.state_dict()[tensor_name] for tensor_name in server if tensor_name.startswith("global_expert.")]
+        assert all(map(torch.equal, received, used)) == (name != "Per-FedAvg")
+        assert not torch.equal(module(batch[0]), start(batch[0]))
