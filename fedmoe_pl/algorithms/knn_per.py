@@ -103,7 +103,7 @@ class KNNPer(Algorithm):
         """Chooses lambda and keeps it; a client with one sample takes 0."""
         update = super().client_final(client, const)
         weight = self._chosen_weight(client) if self.weight is None else self.weight
-        return Update(update.sent, update.weight, {**update.kept, _WEIGHT: torch.tensor([weight])})
+        return Update(update.sent, update.weight, {**update.kept, _WEIGHT: torch.tensor([weight], dtype=torch.float64)})
 
     def predictor(self, client: Client, server: Tree) -> Callable[[Tensor], Tensor]:
         """The logarithm of the mixed probabilities; the expert's logits if lambda is 0."""
