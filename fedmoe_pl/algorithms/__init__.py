@@ -20,6 +20,7 @@ from fedmoe_pl.algorithms.fedrep import FedRep
 from fedmoe_pl.algorithms.fedrod import FedRoD
 from fedmoe_pl.algorithms.fml import FML
 from fedmoe_pl.algorithms.ifca import EpsilonGreedyIFCA
+from fedmoe_pl.algorithms.knn_per import KNNPer
 from fedmoe_pl.algorithms.local import Local
 from fedmoe_pl.algorithms.opt_out import OptInFedAvg, SpecialistMixture
 from fedmoe_pl.algorithms.per_fedavg import PerFedAvg
@@ -56,6 +57,7 @@ __all__ = [
     "FedRoD",
     "FedYogi",
     "FineTunedCluster",
+    "KNNPer",
     "Local",
     "OptInFedAvg",
     "PFLMoE",

@@ -1,0 +1,161 @@
+"""kNN-Per: Marfoq, Neglia, Kameni, Vidal, ICML 2022 (https://arxiv.org/abs/2111.09360).
+
+The official code is at https://github.com/omarfoq/knn-per:
+
+==============  ============================  =================================  ====================================
+topic           paper                         official code                      here
+==============  ============================  =================================  ====================================
+kernel          exp of minus the distance     exp(-distance^2 / (F sigma))       ``kernel``
+lambda          tuned by each client on       accuracies of all values on test   a grid of 0, 0.1, ..., 1 on 20 % of
+                validation samples            samples, for a figure              the training samples
+few samples     not mentioned                 distances to absent neighbors      all neighbors that there are
+==============  ============================  =================================  ====================================
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, Literal, get_args
+
+import torch
+from lightning.fabric.utilities.exceptions import MisconfigurationException
+from lightning.pytorch import LightningModule
+from torch import Tensor
+
+from fedmoe_pl.algorithms.algorithm import Algorithm
+from fedmoe_pl.algorithms.client import Client, Update
+from fedmoe_pl.algorithms.parts import check_expert, missing_federation, split_expert
+from fedmoe_pl.trees import Tree, copy_module
+
+Kernel = Literal["squared", "euclidean"]
+_WEIGHT = "knn/weight"  # a client's lambda
+_HELD_OUT = 3  # separates the shares of a client's samples from those of other algorithms
+_GRID = [step / 10 for step in range(11)]
+
+
+class KNNPer(Algorithm):
+    """Each client mixes the federated model with the nearest neighbors among its own training samples; no training.
+
+    ``lambda * p_kNN(x) + (1 - lambda) * softmax(global(x))``, where ``p_kNN`` is the kernel-weighted histogram of the
+    labels of the ``k`` training samples whose features are nearest to those of ``x``. Each client chooses its
+    ``lambda`` once, by its accuracy on a fifth of its training samples with the others as neighbors; of equal ones, it
+    takes the smallest. Then all its samples become neighbors. The gate is ignored.
+
+    Args:
+        k: number of neighbors.
+        capacity: share of its training samples, drawn at random, among which a client looks for neighbors; 0 is the
+            federated model.
+        kernel: weight of a neighbor at Euclidean distance d of F features: ``squared`` is ``exp(-d^2 / (F * scale))``,
+            ``euclidean`` is ``exp(-d / scale)``.
+        scale: scale of the kernel.
+        weight: lambda of all clients; None lets each choose its own.
+        expert: name of the expert, with an ``extractor`` and a ``classifier``; empty for the module itself.
+
+    Raises:
+        MisconfigurationException: if ``k`` is below 1, ``capacity`` or ``weight`` is not from 0 to 1, ``scale`` is not
+            above 0, or ``kernel`` is neither of these.
+    """
+
+    federated = False
+    needs_all_clients = True  # a client that misses the round would never choose a weight
+
+    def __init__(
+        self,
+        k: int = 10,
+        capacity: float = 1.0,
+        kernel: Kernel = "squared",
+        scale: float = 1.0,
+        weight: float | None = None,
+        expert: str = "global_expert",
+    ) -> None:
+        for name, value in (("capacity", capacity), ("weight", weight)):
+            if value is not None and not 0 <= value <= 1:
+                raise MisconfigurationException(f"KNNPer: {name} is {value}, but must be at least 0 and at most 1.")
+        if k < 1:
+            raise MisconfigurationException(f"KNNPer: k is {k}, but must be at least 1.")
+        if not scale > 0:
+            raise MisconfigurationException(f"KNNPer: scale is {scale}, but must be above 0.")
+        if kernel not in get_args(Kernel):
+            raise MisconfigurationException(f"KNNPer: kernel is '{kernel}', but must be squared or euclidean.")
+        super().__init__(trainable=[])
+        self.k = k
+        self.capacity = capacity
+        self.kernel = kernel
+        self.scale = scale
+        self.weight = weight
+        self.expert = self.needed_part = expert
+
+    def follows(self, earlier: Algorithm) -> bool:
+        """Starts from the federated model."""
+        return earlier.federated
+
+    def missing_start(self, earlier: Sequence[Algorithm]) -> str:
+        """A federated model."""
+        return missing_federation(earlier)
+
+    def check(self, module: LightningModule) -> None:
+        """Refuses a module without the expert's two parts."""
+        check_expert(self, module, self.expert, splits=True)
+        super().check(module)
+
+    @torch.no_grad()
+    def client_final(self, client: Client, const: dict[str, Any]) -> Update:
+        """Chooses lambda and keeps it; a client with one sample takes 0."""
+        update = super().client_final(client, const)
+        weight = self._chosen_weight(client) if self.weight is None else self.weight
+        return Update(update.sent, update.weight, {**update.kept, _WEIGHT: torch.tensor([weight], dtype=torch.float64)})
+
+    def predictor(self, client: Client, server: Tree) -> Callable[[Tensor], Tensor]:
+        """The logarithm of the mixed probabilities; the expert's logits if lambda is 0."""
+        module, weight = client.module, client.kept[_WEIGHT].item() if _WEIGHT in client.kept else 0.0
+        if not weight or not self._number(client.samples):
+            extractor, classifier = split_expert(module, self.expert)
+            return lambda x: classifier(extractor(x))
+        neighbors = self._neighbors(module, client, client.shuffled_samples(_HELD_OUT))
+        smallest = torch.finfo(neighbors[0].dtype).tiny
+
+        @torch.inference_mode()  # as the stored features, which no gradient may pass
+        def predict(x: Tensor) -> Tensor:
+            return torch.lerp(*self._probabilities(module, x, neighbors), weight).clamp_min(smallest).log()
+
+        return predict
+
+    def _chosen_weight(self, client: Client) -> float:
+        samples = client.shuffled_samples(_HELD_OUT)
+        queries, rest = samples.tensor_split([len(samples) // 5 or min(1, len(samples) - 1)])
+        if not self._number(rest):
+            return 0.0
+        module = copy_module(client.module).to(client.datamodule.x.device).eval()
+        neighbors = self._neighbors(module, client, rest)
+        correct = torch.zeros(len(_GRID), dtype=torch.int64)
+        for x, y in client.batches(queries):
+            both = self._probabilities(module, x, neighbors)
+            correct += torch.stack([(torch.lerp(*both, weight).argmax(1) == y).sum() for weight in _GRID]).cpu()
+        return _GRID[correct.tolist().index(correct.max())]  # the first of equal ones
+
+    def _number(self, samples: Tensor) -> int:
+        return int(self.capacity * len(samples) + 1e-9)  # 0.29 * 100 is 28.999999999999996
+
+    def _neighbors(self, module: LightningModule, client: Client, samples: Tensor) -> tuple[Tensor, Tensor]:
+        """Features (n, F) and labels (n,) of the first of these samples, as many as ``capacity`` says."""
+        samples = samples[: self._number(samples)]
+        extractor = split_expert(module, self.expert)[0]
+        features = [extractor(x.to(module.device)).flatten(1) for x, _ in client.batches(samples)]
+        return torch.cat(features), client.datamodule.y[samples].to(module.device)
+
+    def _probabilities(
+        self, module: LightningModule, x: Tensor, neighbors: tuple[Tensor, Tensor]
+    ) -> tuple[Tensor, Tensor]:
+        """The expert's probabilities (B, C) and those of the neighbors."""
+        extractor, classifier = split_expert(module, self.expert)
+        features = extractor(x)
+        probabilities, features = classifier(features).softmax(1), features.flatten(1)
+        stored, labels = neighbors
+        # without matrix products, so that a stored sample has the distance 0 from itself
+        distances = torch.cdist(features, stored, compute_mode="donot_use_mm_for_euclid_dist")
+        nearest = distances.topk(min(self.k, len(stored)), dim=1, largest=False)
+        squared, width = self.kernel == "squared", features.shape[1]
+        exponents = nearest.values.square() / width if squared else nearest.values
+        similarities = ((exponents.min(1, keepdim=True).values - exponents) / self.scale).exp()
+        histogram = torch.zeros_like(probabilities).scatter_add(1, labels[nearest.indices], similarities)
+        return probabilities, histogram / histogram.sum(1, keepdim=True)

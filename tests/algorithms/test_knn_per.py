@@ -1,0 +1,186 @@
+"""kNN-Per against a rewrite with sorted distances, and its limits."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from helpers import assert_same_bits, blobs, mixture, tensors
+from helpers.runs import Kill, assert_same, federation
+from lightning.fabric.utilities.exceptions import MisconfigurationException
+from torch import Generator
+
+from fedmoe_pl import Phase
+from fedmoe_pl.algorithms import FedAvg, KNNPer, Local
+from fedmoe_pl.backends import StackedBackend, TrainerBackend
+from fedmoe_pl.models import GlobalOnly
+from fedmoe_pl.rounds.checkpoint import load_checkpoint
+from fedmoe_pl.seeds import derive_seed
+
+SIZES = (23, 8, 1)
+
+
+def phases(algorithm=None, **kwargs) -> list[Phase]:
+    federated = Phase("FedAvg", FedAvg("global_expert.*"), rounds=2, gate=GlobalOnly())
+    return [federated, Phase("kNN-Per", algorithm or KNNPer(k=3), **kwargs)]
+
+
+def fitted(path, algorithm=None, sizes=SIZES, ckpt_path=None, **kwargs):
+    run = federation(path, phases(algorithm), **kwargs)
+    run.fit(mixture(), blobs(sizes), ckpt_path=ckpt_path)
+    return run
+
+
+def shuffled(data, client):
+    """The client's samples in the order of which the first fifth are queries."""
+    samples = data.train_samples[client]
+    return samples[torch.randperm(len(samples), generator=Generator().manual_seed(derive_seed(0, 2, client, 3)))]
+
+
+def by_hand(expert, data, stored, x, k, kernel):
+    """The probabilities of the expert and of the neighbors, sample by sample."""
+    z, labels = expert.extractor(data.x[stored]), data.y[stored].tolist()
+    both = []
+    for features, logits in zip(expert.extractor(x), expert(x), strict=True):
+        distances = [(features - other).square().sum().item() for other in z]
+        weights = torch.zeros(3, dtype=torch.float64)
+        for index in sorted(range(len(z)), key=lambda index: distances[index])[:k]:
+            weights[labels[index]] += torch.exp(torch.tensor(-kernel(distances[index]), dtype=torch.float64))
+        both.append((logits.softmax(0), weights / weights.sum()))
+    return both
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+    return fitted(tmp_path_factory.mktemp("whole"))
+
+
+@pytest.mark.parametrize("kernel", ["squared", "euclidean"])
+def test_weights_and_predictions_equal_those_by_hand(tmp_path, kernel):
+    def exponent(squared_distance):
+        return squared_distance / (6 * 0.5) if kernel == "squared" else squared_distance**0.5 / 0.5
+
+    sizes = (40, 25)
+    data = blobs(sizes)
+    run = fitted(tmp_path, KNNPer(k=3, kernel=kernel, scale=0.5, capacity=0.7), sizes, trainer={"max_epochs": 0})
+    chosen = []
+    with torch.no_grad():
+        for client in range(2):
+            expert = run.client_module("FedAvg", client).global_expert
+            samples = shuffled(data, client)
+            queries, rest = samples[: len(samples) // 5], samples[len(samples) // 5 :]
+            both = by_hand(expert, data, rest[: int(0.7 * len(rest))], data.x[queries], 3, exponent)
+            right = [
+                sum(
+                    int(((1 - i / 10) * p + i / 10 * q).argmax() == y)
+                    for (p, q), y in zip(both, data.y[queries], strict=True)
+                )
+                for i in range(11)
+            ]
+            weight = right.index(max(right)) / 10
+            chosen.append(weight)
+            assert run.run.states["kNN-Per"].kept[client]["knn/weight"].item() == pytest.approx(weight)
+            stored = samples[: int(0.7 * len(samples))]
+            mixed = [(1 - weight) * p + weight * q for p, q in by_hand(expert, data, stored, data.x[:20], 3, exponent)]
+            expected = torch.stack(mixed).log() if weight else expert(data.x[:20])
+            torch.testing.assert_close(
+                run.run.client_predictor("kNN-Per", client)(data.x[:20]), expected, rtol=0, atol=1e-10
+            )
+    assert any(chosen), "the test shows nothing if no client uses its neighbors"
+
+
+def test_a_client_with_one_sample_uses_the_federated_model(whole):
+    assert whole.run.states["kNN-Per"].kept[2]["knn/weight"].item() == 0
+
+
+@pytest.mark.parametrize("algorithm", [KNNPer(weight=0.0), KNNPer(capacity=0.0), KNNPer(capacity=0.0, weight=1.0)])
+def test_without_weight_or_neighbors_it_is_the_federated_model_to_the_bit(tmp_path, algorithm):
+    run, x = fitted(tmp_path, algorithm), blobs(SIZES).x
+    for client in range(3):
+        expected = run.client_module("FedAvg", client)(x)
+        assert_same_bits({"": run.run.client_predictor("kNN-Per", client)(x)}, {"": expected})
+    clients = [[vars(one) for one in run.results[name].clients] for name in ("FedAvg", "kNN-Per")]
+    for one, other in zip(*clients, strict=True):
+        assert (one["local_test"], one["global_test"]) == (other["local_test"], other["global_test"])
+
+
+def test_the_nearest_neighbor_of_a_stored_sample_is_itself(tmp_path):
+    data = blobs(SIZES)
+    run = fitted(tmp_path, KNNPer(k=1, weight=1.0))
+    for client in range(3):
+        samples = data.train_samples[client]
+        scores = run.run.client_predictor("kNN-Per", client)(data.x[samples])
+        assert torch.equal(scores.argmax(1), data.y[samples]) and not scores.max(1).values.any()
+
+
+@pytest.mark.parametrize("kernel", ["squared", "euclidean"])
+def test_all_neighbors_with_a_wide_kernel_are_the_histogram_of_the_labels(tmp_path, kernel):
+    data = blobs(SIZES)
+    run = fitted(tmp_path, KNNPer(k=1000, weight=1.0, scale=1e12, kernel=kernel))
+    for client in range(2):
+        labels = data.y[data.train_samples[client]]
+        histogram = F.one_hot(labels, 3).double().mean(0).expand(30, 3)
+        scores = run.run.client_predictor("kNN-Per", client)(data.x[-30:]).exp()
+        torch.testing.assert_close(scores, histogram, rtol=0, atol=1e-9)
+
+
+def test_a_narrow_kernel_does_not_lose_the_nearest_neighbor(tmp_path):
+    run = fitted(tmp_path, KNNPer(k=3, weight=1.0, scale=1e-9))
+    assert torch.isfinite(run.run.client_predictor("kNN-Per", 0)(blobs(SIZES).x)).all()
+
+
+def test_nothing_is_trained_or_sent_and_only_the_weight_is_kept(whole):
+    state = whole.run.states["kNN-Per"]
+    assert not any(state.traffic.values()) and state.flops == 0
+    assert [set(state.kept[client]) for client in range(3)] == [{"knn/weight"}] * 3
+    assert_same_bits(
+        tensors(whole.client_module("kNN-Per", 1)),
+        tensors(mixture()) | tensors(whole.client_module("FedAvg", 1), "global"),
+    )
+
+
+def test_both_backends_choose_the_same_weights(whole, tmp_path):
+    for name, backend in (("alone", TrainerBackend()), ("stacked", StackedBackend())):
+        run = fitted(tmp_path / name, backend=backend)
+        for client in range(3):
+            assert_same_bits(run.run.states["kNN-Per"].kept[client], whole.run.states["kNN-Per"].kept[client])
+
+
+def test_a_run_stopped_after_some_clients_chose_and_resumed_ends_with_the_same_bits(whole, tmp_path):
+    with pytest.raises(KeyboardInterrupt):
+        fitted(tmp_path, callbacks=[Kill("on_client_end", 8)])
+    resumed = fitted(tmp_path, ckpt_path="last")
+    assert_same(*(load_checkpoint(run.run_dir / "checkpoints/last.ckpt") for run in (resumed, whole)))
+
+
+def test_newcomers_look_among_their_own_samples(whole, tmp_path):
+    later, data = federation(tmp_path, phases(KNNPer(k=1, weight=1.0))), blobs((9, 6))
+    results = later.personalize(mixture(), data, str(whole.run_dir / "checkpoints/last.ckpt"))
+    assert len(results["kNN-Per"].clients) == 2
+    for client in range(2):
+        samples = data.train_samples[client]
+        scores = later.run.client_predictor("kNN-Per", client)(data.x[samples])
+        assert torch.equal(scores.argmax(1), data.y[samples])
+
+
+def test_it_needs_a_federated_model_with_features(tmp_path):
+    assert KNNPer().follows(FedAvg()) and not KNNPer().follows(Local())
+    with pytest.raises(MisconfigurationException, match="start is 'Local', but must be a federated phase"):
+        federation(tmp_path, [Phase("Local", Local()), Phase("kNN-Per", KNNPer(), start="Local")])
+    model = mixture()
+    model.global_expert = torch.nn.Linear(5, 3)
+    with pytest.raises(MisconfigurationException, match="KNNPer: expert is 'global_expert', but must be a part"):
+        KNNPer().check(model)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"k": 0}, "k is 0, but must be at least 1."),
+        ({"capacity": 1.5}, "capacity is 1.5, but must be at least 0 and at most 1."),
+        ({"weight": -0.1}, "weight is -0.1, but must be at least 0 and at most 1."),
+        ({"scale": 0}, "scale is 0, but must be above 0."),
+        ({"kernel": "cosine"}, "kernel is 'cosine', but must be squared or euclidean."),
+    ],
+)
+def test_arguments_out_of_range_are_refused(arguments, message):
+    with pytest.raises(MisconfigurationException, match=f"^KNNPer: {message}$"):
+        KNNPer(**arguments)
