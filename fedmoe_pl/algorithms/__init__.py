@@ -9,8 +9,8 @@ from fedmoe_pl.algorithms.fedapen import FedAPEN
 from fedmoe_pl.algorithms.fedavg import FedAvg
 from fedmoe_pl.algorithms.fedbn import FedBN
 from fedmoe_pl.algorithms.fedem import FedEM
-from fedmoe_pl.algorithms.fedkd import FedKD
 from fedmoe_pl.algorithms.fedjets import FedJETs
+from fedmoe_pl.algorithms.fedkd import FedKD
 from fedmoe_pl.algorithms.fedmix import FedMix
 from fedmoe_pl.algorithms.fedmoe_da import FedMoEDA
 from fedmoe_pl.algorithms.fedpac import FedPAC
@@ -46,8 +46,8 @@ __all__ = [
     "FedAvg",
     "FedBN",
     "FedEM",
-    "FedKD",
     "FedJETs",
+    "FedKD",
     "FedMix",
     "FedMoEDA",
     "FedPAC",

@@ -25,7 +25,7 @@ from torch import Tensor
 
 from fedmoe_pl.algorithms.algorithm import Algorithm
 from fedmoe_pl.algorithms.client import Client, Update
-from fedmoe_pl.algorithms.fedavg import Weighting, check_weighting, weighed
+from fedmoe_pl.algorithms.fedavg import Weighting, check_weighting, weighted
 from fedmoe_pl.algorithms.low_rank import compressed, expanded
 from fedmoe_pl.algorithms.parts import (
     both_logits,
@@ -132,7 +132,7 @@ class FedKD(Algorithm):
         update = super().client_final(client, const)
         change = compressed(difference(update.sent, student), self._energy(client.round, client.rounds))
         kept = {**update.kept, **with_prefix(student, _STUDENT)}
-        return weighed(Update(with_prefix(change, _UPDATE), update.weight, kept), self.weighting)
+        return weighted(Update(with_prefix(change, _UPDATE), update.weight, kept), self.weighting)
 
     def combine(self, a: Update, b: Update) -> Update:
         """The weighted mean of the updates that the factors stand for."""
