@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 import logging
 import signal
 import warnings
@@ -26,6 +27,7 @@ LEAN_TRAINER: dict[str, Any] = {
     "limit_val_batches": 0,
 }
 """Defaults of a client's Trainer. Loggers, progress bars and checkpoints are off; the federation has its own."""
+_MOST_GARBAGE = 2**28  # bytes of the models that Trainers have trained; a collection takes about a tenth of a second
 
 
 def fit(
@@ -34,6 +36,7 @@ def fit(
     batches: Iterable[Any],
     validation: Batches | None,
     callbacks: list[Callback],
+    clients: int = 1,
     **arguments: Any,
 ) -> Trainer:
     """Fits a module with a new Trainer, which takes a few milliseconds to make.
@@ -44,6 +47,7 @@ def fit(
         batches: training batches.
         validation: validation batches; None for none.
         callbacks: callbacks that come before those in ``training``.
+        clients: number of clients that the module trains.
         arguments: arguments of the Trainer that override those in ``training``.
 
     Returns:
@@ -61,7 +65,29 @@ def fit(
                 raise
             signal.signal(signal.SIGINT, signal.default_int_handler)  # because Lightning ignores it from now on
             raise KeyboardInterrupt from exit
+    _garbage.add(clients * sum(tensor.nbytes for tensor in training.initial.values()))
     return trainer
+
+
+class _Garbage:
+    """Frees finished Trainers before the models that they hold fill the memory.
+
+    The references of a Trainer form cycles. Python looks for cycles after a number of new objects, whatever their size,
+    so that the models of hundreds of clients could wait.
+    """
+
+    def __init__(self) -> None:
+        self.bytes = 0
+
+    def add(self, size: int) -> None:
+        """Counts the bytes of models that were trained; frees Trainers that nobody uses any more if there are many."""
+        self.bytes += size
+        if self.bytes > _MOST_GARBAGE:
+            gc.collect()
+            self.bytes = 0
+
+
+_garbage = _Garbage()  # of this process
 
 
 def client_callbacks(training: LocalTraining) -> Sequence[Callback]:

@@ -55,7 +55,7 @@ def train_clients(
     """
     group = _Group(training, server, kept, round, features)
     no_clipping = {"gradient_clip_val": None, "gradient_clip_algorithm": None}  # manual optimization refuses to clip
-    fit(training, group, OneStep([*clients]), None, [], max_epochs=1, **no_clipping)
+    fit(training, group, OneStep([*clients]), None, [], len(clients), max_epochs=1, **no_clipping)
     return group.updates
 
 

@@ -133,7 +133,8 @@ def fit_epochs(
     batches: Iterable[Any],
     validation: Batches | None,
     freezing: Callback,
+    clients: int = 1,
 ) -> Trainer:
     """Fits with one training step per epoch; arguments as in :func:`fit`."""
     no_clipping = {"gradient_clip_val": None, "gradient_clip_algorithm": None}  # manual optimization refuses to clip
-    return fit(training, module, OneStep(batches), validation, [freezing], **no_clipping)
+    return fit(training, module, OneStep(batches), validation, [freezing], clients, **no_clipping)

@@ -116,7 +116,8 @@ def _fit(training: LocalTraining, module: LightningModule, members: list[Member]
     stack = Stack(training, module, members, round)
     batches = StackedBatches(stack.data, stack.members, stack.pads)
     with stack.looking_up():
-        fit_epochs(training, StackedModule(stack), batches, None, Freezing(training, module, round))
+        freezing = Freezing(training, module, round)
+        fit_epochs(training, StackedModule(stack), batches, None, freezing, len(members))
     for member in stack.members:
         member.client.steps = training.max_epochs * len(member.batches)
     stack.unstack()
