@@ -7,6 +7,7 @@ In a tree, means of shape (C, F) are named ``<prefix>mean``, and the numbers tha
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -14,7 +15,7 @@ from lightning.pytorch import LightningModule
 from torch import Tensor
 
 from fedmoe_pl.algorithms.client import Client
-from fedmoe_pl.algorithms.parts import mean_of_labelled
+from fedmoe_pl.algorithms.parts import logits_loss, mean_of_labelled, split_expert
 from fedmoe_pl.trees import Tree, copy_module
 
 
@@ -90,3 +91,22 @@ def mean_of_known(values: Tensor, y: Tensor, known: Tensor) -> Tensor:
         known: which classes are known, shape (C,).
     """
     return mean_of_labelled(torch.where(rows_of_labels(known, y), values, 0.0), y)
+
+
+def loss_with_targets(
+    module: LightningModule, expert: str, batch: Any, const: Mapping[str, Tensor], weight: float
+) -> Tensor:
+    """The expert's loss, and ``weight`` times the mean squared error between features and their labels' targets.
+
+    Args:
+        module: a client's module.
+        expert: name of an expert with an extractor and a classifier.
+        batch: samples (B, ...) and labels (B,).
+        const: ``targets`` of every class, shape (C, F), and whether they are ``known``, shape (C,); others add 0.
+        weight: weight of the error.
+    """
+    x, y = batch
+    extractor, classifier = split_expert(module, expert)
+    features = extractor(x)
+    errors = (features.flatten(1) - rows_of_labels(const["targets"], y)).square().mean(1)
+    return logits_loss(module, classifier(features), y) + weight * mean_of_known(errors, y, const["known"])

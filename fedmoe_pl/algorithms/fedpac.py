@@ -35,13 +35,12 @@ from fedmoe_pl.algorithms.algorithm import Algorithm
 from fedmoe_pl.algorithms.class_means import (
     class_means,
     combine_class_means,
-    mean_of_known,
+    loss_with_targets,
     received_means,
-    rows_of_labels,
     update_class_means,
 )
 from fedmoe_pl.algorithms.client import Client, Update
-from fedmoe_pl.algorithms.parts import check_expert, expert_prefix, logits_loss, split_expert
+from fedmoe_pl.algorithms.parts import check_expert, expert_prefix, split_expert
 from fedmoe_pl.algorithms.simplex import simplex_minimum
 from fedmoe_pl.trees import Tree, load_tree, mean_of_two, of_module, subtree, with_prefix
 
@@ -120,12 +119,7 @@ class FedPAC(Algorithm):
         self, module: LightningModule, batch: Any, const: dict[str, Any]
     ) -> tuple[Tensor, dict[str, Tensor]]:
         """Cross-entropy and the weighted distance to the targets, which has no gradient in the classifier's epoch."""
-        x, y = batch
-        extractor, classifier = split_expert(module, self.expert)
-        features = extractor(x)
-        distances = (features.flatten(1) - rows_of_labels(const["targets"], y)).square().mean(1)
-        loss = logits_loss(module, classifier(features), y)
-        return loss + self.weight * mean_of_known(distances, y, const["known"]), {}
+        return loss_with_targets(module, self.expert, batch, const, self.weight), {}
 
     def client_final(self, client: Client, const: dict[str, Any]) -> Update:
         """Sends its extractor, classifier, new prototypes and statistics."""
@@ -134,7 +128,7 @@ class FedPAC(Algorithm):
         classifier = {name: state[name].detach().cpu().clone() for name in state if name.startswith(self._classifier)}
         statistics = {f"{_FEATURES}{client.id}": const["features"], f"{_VARIANCE}{client.id}": const["variance"]}
         prototypes = class_means(client, lambda module, x: split_expert(module, self.expert)[0](x), _PROTOTYPES)
-        return Update(update.sent | classifier | prototypes | statistics, update.weight, update.kept | classifier)
+        return Update(update.sent | classifier | prototypes | statistics, update.weight, update.kept)
 
     def combine(self, a: Update, b: Update) -> Update:
         """The mean extractor and prototypes, and every client's classifier and statistics."""

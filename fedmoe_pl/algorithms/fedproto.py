@@ -30,13 +30,12 @@ from fedmoe_pl.algorithms.algorithm import Algorithm
 from fedmoe_pl.algorithms.class_means import (
     class_means,
     combine_class_means,
-    mean_of_known,
+    loss_with_targets,
     received_means,
-    rows_of_labels,
     update_class_means,
 )
 from fedmoe_pl.algorithms.client import Client, Update
-from fedmoe_pl.algorithms.parts import check_expert, expert_prefix, logits_loss, split_expert
+from fedmoe_pl.algorithms.parts import check_expert, expert_prefix, split_expert
 from fedmoe_pl.models.mixtures.architectures import Architectures
 from fedmoe_pl.trees import Tree
 
@@ -91,18 +90,13 @@ class FedProto(Algorithm):
         """Loads the client's own model; returns the global prototypes."""
         super().client_init(client, sent)
         prototypes, known = received_means(client, sent, _PROTOTYPES)
-        return {"prototypes": prototypes, "known": known}
+        return {"targets": prototypes, "known": known}
 
     def client_loss(
         self, module: LightningModule, batch: Any, const: dict[str, Any]
     ) -> tuple[Tensor, dict[str, Tensor]]:
         """Cross-entropy and the weighted distance to the prototypes."""
-        x, y = batch
-        extractor, classifier = split_expert(module, self.expert)
-        features = extractor(x)
-        distances = (features.flatten(1) - rows_of_labels(const["prototypes"], y)).square().mean(1)
-        loss = logits_loss(module, classifier(features), y)
-        return loss + self.weight * mean_of_known(distances, y, const["known"]), {}
+        return loss_with_targets(module, self.expert, batch, const, self.weight), {}
 
     def client_final(self, client: Client, const: dict[str, Any]) -> Update:
         """Sends the prototypes of its classes, keeps its model."""

@@ -40,7 +40,6 @@ def simplex_minimum(matrix: Tensor) -> Tensor:
             step = steps[falling].min()
             weights = (weights + step * (best - weights)).clamp(min=0)
             active &= ~(falling & (steps == step))
-            weights[~active] = 0
             continue
         weights = best
         gradient = matrix @ weights

@@ -14,6 +14,7 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch import nn
 
 from fedmoe_pl.algorithms import FedPAC
+from fedmoe_pl.algorithms.client import Client
 from fedmoe_pl.algorithms.fedpac import combination_weights
 from fedmoe_pl.backends import StackedBackend, TrainerBackend
 from fedmoe_pl.rounds.cohort import sample_cohort
@@ -169,6 +170,20 @@ class FromGivenPrototypes(FedPAC):
     def server_init(self, module):
         mean = torch.randn(CLASSES, FEATURES, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
         return {**super().server_init(module), "prototypes/mean": mean, "prototypes/count": torch.tensor([2, 0, 1])}
+
+
+def test_where_no_prototype_is_known_the_target_is_the_client_s_own():
+    """In the first round, there are no targets at all."""
+    data, module, algorithm = without_a_class(), model(), FromGivenPrototypes()
+    sent = algorithm.server_init(module)
+    samples = data.train_samples[0]
+    client = Client(0, 1, 0, module, samples, {}, data)
+    const = algorithm.client_init(client, sent)
+    own = module.global_expert.extractor(data.x[samples[data.y[samples] == 1]]).mean(0).detach()
+    expected = torch.stack([sent["prototypes/mean"][0], own, sent["prototypes/mean"][2]])
+    torch.testing.assert_close(const["targets"], expected)
+    assert const["known"].tolist() == [True, True, True]
+    assert not FedPAC().client_init(client, FedPAC().server_init(module))["known"].any()
 
 
 @pytest.mark.parametrize("algorithm", [FedPAC, FromGivenPrototypes])
