@@ -16,7 +16,7 @@ from torch import nn
 from fedmoe_pl import Phase
 from fedmoe_pl.algorithms import FedAvg, FedKD
 from fedmoe_pl.backends import StackedBackend, TrainerBackend
-from fedmoe_pl.models import LocalOnly, PersonalizedMoE, SmallMLP
+from fedmoe_pl.models import GlobalOnly, LocalOnly, PersonalizedMoE, SmallMLP
 
 START, END = 0.6, 0.9
 
@@ -112,6 +112,17 @@ def test_all_clients_begin_a_round_with_the_same_student_of_which_only_updates_a
         assert round == 0 or any(name.endswith("/s") for name in sent)
         first = next(other for number, other, _ in seen if number == round)
         assert_same_bits(student, first)
+
+
+def test_a_round_before_the_last_one_is_evaluated_with_its_student(tmp_path):
+    accuracies = []
+    for rounds in (1, 2):
+        fedkd = Phase("it", FedKD(START, START), rounds=rounds, gate=GlobalOnly())
+        fed = run([fedkd], pair(hidden=(6,)), blobs(SIZES), tmp_path, backend=TrainerBackend())
+        accuracies.append([row["global_test_mean"] for row in fed.run.rows])
+    data = fed.run.datamodule
+    untrained = pair(hidden=(6,)).global_expert(data.x[data.global_test]).argmax(1) == data.y[data.global_test]
+    assert accuracies[1][0] == accuracies[0][0] != pytest.approx(untrained.double().mean().item())
 
 
 @pytest.mark.parametrize("rounds", [1, 3])
