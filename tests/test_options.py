@@ -270,6 +270,10 @@ REFUSED = {
         "lr_scheduler": (lambda: of_module(OneWeight(), lr_scheduler=torch.optim.lr_scheduler.StepLR), "only a Mix"),
         "keep_optimizer": (lambda: Phase("p", FedAvg(), keep_optimizer=True), "must be False for rounds 1"),
         "server_optimizer": (lambda: Phase("p", Local(), server_optimizer=ADAM), "because Local aggregates nothing"),
+        "server_optimizer of FedKD": (
+            lambda: Phase("p", FedKD(), server_optimizer=ADAM),
+            "because FedKD sends clients changes of the parameters",
+        ),
         "evaluate_after": (lambda: Phase("p", Local(), evaluate_after="both"), "because Local aggregates nothing"),
         "evaluate_after nothing": (
             lambda: Phase("p", FedAvg(), evaluate_after="both", evaluate=False),

@@ -41,9 +41,9 @@ class Algorithm:
             some official codes. Otherwise they are in eval mode.
         needs_all_clients: whether all clients must train in every round.
         needs_validation: whether clients must have validation samples.
-        renames_parameters: whether a name may stand for another parameter in another round of a client, so that the
-            state of its optimizer cannot be kept.
+        renames_parameters: whether a client may train another parameter under a name; its optimizer cannot be kept.
         needs_plain_steps: whether gradients must not be clipped, because the algorithm computes with plain SGD steps.
+        sends_changes: whether the server sends changes of parameters, which an optimizer must not change again.
         needed_part: the part of the module that ``missing_start`` is about; a ``start`` by parts must name it.
     """
 
@@ -55,6 +55,7 @@ class Algorithm:
     needs_validation: bool = False
     renames_parameters: bool = False
     needs_plain_steps: bool = False
+    sends_changes: bool = False
     needed_part: str = "global_expert"
 
     def __init__(self, shared: str | list[str] = "*", trainable: str | list[str] = "*") -> None:

@@ -68,6 +68,7 @@ class FedKD(Algorithm):
     """
 
     needs_all_clients = True
+    sends_changes = True
 
     def __init__(
         self,

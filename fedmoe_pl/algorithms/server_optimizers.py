@@ -9,7 +9,7 @@ topic            paper, Algorithm 2      others                                 
 v_-1             at least tau^2          0 (authors' code, Flower)                   ``v0``, by default tau^2
 bias correction  none                    Keras (authors' code), Flower's FedAdam     none
 beta2            0.99                    0.999 (authors' code)                       ``beta2``, 0.99
-beta1            0.9, FedAdagrad 0         the same                                    the same
+beta1            0.9, FedAdagrad 0                                                   ``beta1``, the same
 ===============  ======================  ==========================================  ===========================
 """
 

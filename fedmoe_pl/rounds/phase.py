@@ -184,10 +184,11 @@ class Phase:
                 f"{self}: keep_optimizer is True, but must be False for {type(self.algorithm).__name__}, because a "
                 "client may train other parameters under the same names in the next round."
             )
-        if self.server_optimizer is not None and not self.algorithm.federated:
+        if self.server_optimizer is not None and (not self.algorithm.federated or self.algorithm.sends_changes):
+            reason = "sends clients changes of the parameters" if self.algorithm.federated else "aggregates nothing"
             raise MisconfigurationException(
                 f"{self}: server_optimizer is given, but must be left out, because {type(self.algorithm).__name__} "
-                "aggregates nothing."
+                f"{reason}."
             )
         size = self.clients_per_round
         in_range = size is None or (0 < size <= 1 if isinstance(size, float) else size >= 1)

@@ -15,8 +15,10 @@ from torch import nn
 
 from fedmoe_pl import Federation, Phase
 from fedmoe_pl.algorithms import (
+    Ditto,
     EpsilonGreedyIFCA,
     FedAdam,
+    FedALA,
     FedAvg,
     FedMoEDA,
     FedProx,
@@ -40,6 +42,8 @@ AVERAGING = {
     "FedProx": (FedProx, mixture),
     "OptInFedAvg": (lambda: OptInFedAvg("global_expert.*", opt_out_clients=0.3), mixture),
     "Scaffold": (lambda: Scaffold(server_lr=0.8), lambda: mixture(optimizer=sgd)),
+    "Ditto": (Ditto, mixture),
+    "FedALA": (FedALA, mixture),
     "FedMoEDA": (FedMoEDA, sparse_mixture),
     "PFedMoE": (PFedMoE, of_three_architectures),
     "IFCA": (lambda: EpsilonGreedyIFCA(0.3), lambda: clustered(gate=only(0))),
@@ -51,7 +55,9 @@ def server_of(name, path, **arguments):
     algorithm, model = AVERAGING[name]
     module = model()
     federation = run([phase("it", algorithm(), **arguments)], module, blobs(), path)
-    return federation.run.states["it"].server, dict(module.named_parameters())
+    names = dict(module.named_parameters())
+    initial = {name: tensor for name, tensor in algorithm().server_init(module).items() if name in names}
+    return federation.run.states["it"].server, initial
 
 
 @pytest.mark.parametrize("name", AVERAGING)
