@@ -15,7 +15,7 @@ PAPERS = [path for path in CONFIGURATIONS if not runs_on_digits(path)]
 SIMILAR = {
     *("adaptive_experts_cifar10", "adaptive_experts_rotated_cifar10", "fedmoe_da_emnist", "fedmoe_da_mnist"),
     *("fedmoe_da_svhn", "opt_out_cifar10", "opt_out_dirichlet", "opt_out_shares", "pfedmoe_cifar100"),
-    *("pfedmoe_practical", "pfl_moe_cifar10_vgg16"),
+    *("pfedmoe_homogeneous", "pfedmoe_practical", "pfl_moe_cifar10_vgg16"),
 }
 
 

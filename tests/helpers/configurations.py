@@ -66,6 +66,9 @@ def shortened(config: dict, folder: Path) -> dict:
         phase.pop("monitor_from_round", None)
         if (phase.get("clients_per_round") or 0) > 1:
             phase["clients_per_round"] = 1 if _most_opt_out(phase) else 2
+        if (phase.get("model") or {}).get("class_path", "").endswith("PooledMoE"):
+            pooled = phase["model"]["init_args"]
+            pooled["num_experts"] = pooled["gate"]["init_args"]["num_experts"] = data["num_clients"]
     config["trainer"]["accelerator"] = "cpu"
     federation["default_root_dir"] = str(folder / "runs")
     return config
