@@ -40,7 +40,7 @@ from torch import Generator, Tensor
 
 from fedmoe_pl.algorithms.algorithm import Algorithm
 from fedmoe_pl.algorithms.client import Client, Update
-from fedmoe_pl.algorithms.pfl_moe import PersonalizedExpert, missing_expert
+from fedmoe_pl.algorithms.pfl_moe import PersonalizedExpert, missing_expert, missing_local_expert
 from fedmoe_pl.models import MixtureOfExperts
 from fedmoe_pl.seeds import derive_seed
 
@@ -132,8 +132,8 @@ class SpecialistMixture(Algorithm):
         return missing_expert(earlier, 0)
 
     def missing_part(self, earlier: Sequence[Algorithm]) -> str:
-        """Nothing: any phase may have made the specialist, which goes on to learn from all samples."""
-        return ""
+        """Any phase may have trained the specialist, which goes on to learn from all samples."""
+        return missing_local_expert(earlier)
 
     def check(self, module: LightningModule) -> None:
         """Refuses a module without a local expert and a gate."""

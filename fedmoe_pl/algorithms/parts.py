@@ -239,6 +239,13 @@ def missing_federation(earlier: Sequence[Algorithm]) -> str:
     return "" if any(other.federated for other in earlier) else "a federated phase"
 
 
+def trains(algorithm: Algorithm, prefix: str) -> bool:
+    """Whether an algorithm trains parameters whose names start with a prefix, as far as its patterns tell."""
+    patterns = [pattern for pattern in algorithm.trainable.patterns if pattern.startswith(prefix)]
+    names = [f"{prefix}any", *(pattern.replace("*", "any") for pattern in patterns)]
+    return any(algorithm.is_trainable(name, 0, 0) for name in names)
+
+
 def set_aside(client: Client, fraction: float, purpose: int) -> tuple[Tensor, Tensor]:
     """A share of a client's training samples, the same in every phase and round, and all others.
 

@@ -37,6 +37,7 @@ from fedmoe_pl.algorithms.parts import (
     expert_loss,
     missing_federation,
     set_aside,
+    trains,
 )
 from fedmoe_pl.data import Batches
 from fedmoe_pl.trees import Tree, copy_module, load_tree
@@ -178,12 +179,16 @@ class PFLMoE(Algorithm):
         return missing_federation(earlier) if self.interleaved else missing_expert(earlier, self.gate_fraction)
 
     def missing_part(self, earlier: Sequence[Algorithm]) -> str:
-        """The same; a gate that is trained on all samples takes any local expert."""
-        missing = self.missing_start(earlier) if self.gate_fraction else ""
-        return f"{missing} (gate_fraction 0 takes any local expert)" if missing and not self.interleaved else missing
+        """The same; a gate that is trained on all samples takes any trained local expert."""
+        if self.interleaved:
+            return self.missing_start(earlier)
+        if not self.gate_fraction:
+            return missing_local_expert(earlier)
+        missing = self.missing_start(earlier)
+        return missing and f"{missing} (gate_fraction 0 takes any local expert)"
 
     def check(self, module: LightningModule) -> None:
-        """Refuses a module without two experts, also of two architectures if interleaved, and idle patterns."""
+        """Refuses a module without two experts, or of two architectures if interleaved, and idle patterns."""
         if self.interleaved:
             copy_of_global_expert(self, module)
         for expert in ("global_expert", "local_expert"):
@@ -234,15 +239,14 @@ def missing_expert(earlier: Sequence[Algorithm], gate_fraction: float) -> str:
     for other in earlier:
         if isinstance(other, PersonalizedExpert) or (isinstance(other, PFLMoE) and other.interleaved):
             return "" if other.gate_fraction == gate_fraction else needed
-        if gate_fraction and _trains_local_expert(other):
+        if gate_fraction and trains(other, "local_expert."):
             return needed  # on the gate's samples, too
     return needed
 
 
-def _trains_local_expert(algorithm: Algorithm) -> bool:
-    patterns = [pattern for pattern in algorithm.trainable.patterns if pattern.startswith("local_expert.")]
-    names = ["local_expert.any", *(pattern.replace("*", "any") for pattern in patterns)]
-    return any(algorithm.is_trainable(name, 0, 0) for name in names)
+def missing_local_expert(earlier: Sequence[Algorithm]) -> str:
+    """Words for ``Algorithm.missing_part`` of a mixture that takes any trained local expert; empty if there is one."""
+    return "" if any(trains(other, "local_expert.") for other in earlier) else "a phase that trains the local expert"
 
 
 def _check_patterns(algorithm: Algorithm, module: LightningModule) -> None:

@@ -15,13 +15,14 @@ result              largest mean accuracy after any client's tuning or        af
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import LightningModule
 
 from fedmoe_pl.algorithms.algorithm import Algorithm, check_names
 from fedmoe_pl.algorithms.client import Client
+from fedmoe_pl.algorithms.parts import trains
 from fedmoe_pl.models.mixtures.pooled import PooledMoE
 from fedmoe_pl.trees import Tree, subtree, with_prefix
 
@@ -45,8 +46,13 @@ class PMMoE(Algorithm):
         super().__init__(shared=[], trainable="gate.*")
 
     def follows(self, earlier: Algorithm) -> bool:
-        """None by itself: the phase must name its ``start``."""
+        """Follows no phase automatically; the phase must name its ``start``."""
         return False
+
+    def missing_start(self, earlier: Sequence[Algorithm]) -> str:
+        """Classifiers that clients trained and kept."""
+        kept = (trains(other, _CLASSIFIER) and not other.is_shared(f"{_CLASSIFIER}any") for other in earlier)
+        return "" if any(kept) else f"a phase that trains {_CLASSIFIER}* and does not share it"
 
     def check(self, module: LightningModule) -> None:
         """Refuses other models than ``PooledMoE``; its gate may be a fixed one."""
@@ -58,23 +64,16 @@ class PMMoE(Algorithm):
         """The pool: the classifier of each client.
 
         Raises:
-            MisconfigurationException: if the model's pool has room for another number of clients, or no client has a
-                classifier of its own.
+            MisconfigurationException: if no client has a classifier of its own.
         """
         pool: Tree = {}
-        sizes: tuple[int, int] = (0, 0)
         is_trained = False
         for client in clients:
             classifier = subtree({**client.module.state_dict(), **client.kept}, _CLASSIFIER)
             pool |= {
                 name: tensor.detach().clone() for name, tensor in with_prefix(classifier, f"pool.{client.id}.").items()
             }
-            sizes = client.datamodule.num_clients, client.module.num_experts  # pyright: ignore[reportAssignmentType]
             is_trained = is_trained or bool(subtree(client.kept, _CLASSIFIER))
-        if sizes[0] != sizes[1]:
-            raise MisconfigurationException(
-                f"PooledMoE: num_experts is {sizes[1]}, but must be num_clients, {sizes[0]}."
-            )
         if not is_trained:
             raise MisconfigurationException(
                 f"PMMoE: no client kept {_CLASSIFIER}*; `start` must be a phase that trains it and does not share it."

@@ -9,7 +9,7 @@ from lightning.pytorch import LightningModule
 
 from fedmoe_pl.backends import changes_loss, overridden_hooks
 from fedmoe_pl.data import FederatedDataModule
-from fedmoe_pl.models import MixtureOfExperts
+from fedmoe_pl.models import MixtureOfExperts, PooledMoE
 from fedmoe_pl.models.normalization import has_batch_norm
 from fedmoe_pl.rounds.accuracies import predict
 from fedmoe_pl.rounds.begin import check_moments
@@ -118,6 +118,7 @@ def check_phase(phase: Phase, module: LightningModule, datamodule: FederatedData
     _check_loss(phase, module)
     phase.algorithm.check(module)
     _check_architectures(phase, module, datamodule.num_clients)
+    _check_pool(phase, module, datamodule.num_clients)
     _check_samples(phase, module, datamodule, seed)
     if phase.evaluate:
         _check_outputs(module, datamodule)
@@ -174,6 +175,14 @@ def _check_architectures(phase: Phase, module: LightningModule, num_clients: int
                 f"{phase}: {type(phase.algorithm).__name__} shares '{missing[0]}', which clients of architecture "
                 f"{architecture} do not have; only tensors that all clients have can be shared."
             )
+
+
+def _check_pool(phase: Phase, module: LightningModule, num_clients: int) -> None:
+    """Refuses a pool with room for another number of clients, unless it is given, as it is for newcomers."""
+    if isinstance(module, PooledMoE) and phase.ckpt_path is None and module.num_experts != num_clients:
+        raise MisconfigurationException(
+            f"PooledMoE: num_experts is {module.num_experts}, but must be num_clients, {num_clients}."
+        )
 
 
 def _check_samples(phase: Phase, module: LightningModule, datamodule: FederatedDataModule, seed: int) -> None:

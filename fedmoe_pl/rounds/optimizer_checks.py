@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import LightningModule
+from torch import nn
 from torch.optim import SGD
 from torch.optim.lr_scheduler import CyclicLR, OneCycleLR, ReduceLROnPlateau
 
@@ -80,11 +81,21 @@ def check_server_optimizer(phase: Phase, module: LightningModule) -> None:
             f"{phase}: server_optimizer is given, but must be left out, because {type(phase.algorithm).__name__} "
             "averages no parameter of the model."
         )
+    try:
+        name = type(phase.server_optimizer([nn.Parameter(server[name].clone()) for name in names])).__name__
+    except (TypeError, ValueError) as error:
+        raise MisconfigurationException(
+            f"{phase}: server_optimizer refuses its arguments: {_first_line(error)}."
+        ) from error
     moved = {**server, **{name: server[name] + 1 for name in names}}
     try:
         server_step(phase.server_optimizer, module, server, moved, {})
-    except (TypeError, ValueError, RuntimeError, NotImplementedError) as error:
-        reason = str(error).splitlines()[0]
+    except (TypeError, ValueError, RuntimeError, KeyError, AttributeError, AssertionError) as error:
         raise MisconfigurationException(
-            f"{phase}: server_optimizer must be an optimizer that can take a step with a gradient only ({reason})."
+            f"{phase}: server_optimizer is {name}, but must be an optimizer that can take a step with a gradient only "
+            f"({_first_line(error)})."
         ) from error
+
+
+def _first_line(error: Exception) -> str:
+    return next(iter(str(error).splitlines()), type(error).__name__)

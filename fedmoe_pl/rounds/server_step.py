@@ -32,7 +32,8 @@ def server_step(
     """
     parameters = {name: nn.Parameter(old[name].clone()) for name in server_parameters(module, old)}
     optimizer = factory([*parameters.values()])
-    load_optimizer_state(parameters.items(), optimizer, state)
+    if state:
+        load_optimizer_state(parameters.items(), optimizer, state)
     changed = [name for name in parameters if not torch.equal(old[name], new[name])]
     for name in changed:
         parameters[name].grad = with_strides_of(old[name], old[name] - new[name])

@@ -131,8 +131,12 @@ REFUSED = {
     "PMMoE: model is a PersonalizedMoE, but must be a PooledMoE.": [fedper(), pm_moe(model=None)],
     "PMMoE starts from an earlier phase, but none of [FedPer] fits; add one": [fedper(), pm_moe(start=None)],
     "PooledMoE: num_experts is 4, but must be num_clients, 3.": [fedper(rounds=1), pm_moe(model=pooled(4))],
-    "PMMoE: no client kept local_expert.classifier.*; `start` must be": [
+    "start is 'FedPer', but must be a phase that trains local_expert.classifier.* and does not share it": [
         Phase("FedPer", FedAvg("local_expert.*"), gate=LocalOnly()),
+        pm_moe(),
+    ],
+    "PMMoE: no client kept local_expert.classifier.*; `start` must be": [
+        Phase("FedPer", FedAvg("global_expert.*"), gate=GlobalOnly()),
         pm_moe(),
     ],
     "must be left out, because PMMoE needs all clients": [fedper(), pm_moe(clients_per_round=2)],

@@ -6,9 +6,18 @@ import re
 import pytest
 import torch
 import yaml
-from helpers.configurations import CONFIGURATIONS, REPOSITORY, files_of, printed, run_short, runs_on_digits
+from helpers.configurations import (
+    CONFIGURATIONS,
+    REPOSITORY,
+    files_of,
+    printed,
+    run_short,
+    runs_on_digits,
+    short_file,
+)
 
 from fedmoe_pl import data
+from fedmoe_pl.cli import main
 
 PAPERS = [path for path in CONFIGURATIONS if not runs_on_digits(path)]
 # These differ from a faster one in their data, shares or widths alone.
@@ -34,6 +43,20 @@ def test_configurations_that_are_not_run_name_what_there_is(path):
 )
 def test_every_configuration_of_a_paper_runs_one_round(path, tmp_path, capfd):
     run_short(path, tmp_path, capfd)
+
+
+class Checked(Exception):
+    """The run has passed all checks."""
+
+
+@pytest.mark.parametrize("path", [path for path in PAPERS if path.stem in SIMILAR], ids=lambda path: path.stem)
+def test_configurations_that_are_not_run_pass_all_checks(path, tmp_path, monkeypatch):
+    def stop(run):
+        raise Checked
+
+    monkeypatch.setattr("fedmoe_pl.federation.fit", stop)
+    with pytest.raises(Checked):
+        main(["fit", "--config", str(short_file(path, tmp_path))])
 
 
 @pytest.mark.parametrize("path", CONFIGURATIONS, ids=lambda path: path.stem)
@@ -91,7 +114,8 @@ def test_pfedmoe_has_the_papers_numbers_of_clients_of_which_ten_train_in_a_round
         datamodule.requested_clients = num_clients
         datamodule.deal()
         assert datamodule.num_clients == num_clients
-        assert {phase["clients_per_round"] for phase in config["federation"]["phases"]} == {share * num_clients}
+        sizes = {phase["name"]: phase["clients_per_round"] for phase in config["federation"]["phases"]}
+        assert sizes.pop("FedKD") == 1.0 and {*sizes.values()} == {share * num_clients}
         held = sum(len(samples) for samples in datamodule.train_samples)
         assert abs(held - 0.8 * 60_000) <= 10 * num_clients / 2, "8 of 10 samples, rounded in every class"
         classes = {len(datamodule.y[samples].unique()) for samples in datamodule.train_samples}

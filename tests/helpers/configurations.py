@@ -83,6 +83,7 @@ def _most_opt_out(phase: dict) -> bool:
 def _use_made_up_arrays(config: dict, folder: Path) -> None:
     """Puts arrays in the place of data that would have to be downloaded."""
     data, parts = config["data"]["init_args"], config["model"]["init_args"]
+    classes = {"CIFAR100": 100, "EMNIST": 26}.get(config["data"]["class_path"].split(".")[-1], 10)
     config["data"]["class_path"] = "NpzFile"
     for name in ("root", "download", "pool", "global_test_size", "split"):
         data.pop(name, None)
@@ -98,17 +99,19 @@ def _use_made_up_arrays(config: dict, folder: Path) -> None:
     network = {"in_channels": 3, "image_size": 32} | (part.get("init_args", {}) if isinstance(part, dict) else {})
     data["image_size"] = network["image_size"]
     shape = (28, 28) if network["in_channels"] == 1 else (32, 32, 3)
-    data["path"] = str(_arrays(folder / f"{network['in_channels']}.npz", shape, classes=10, values=256))
+    data["path"] = str(_arrays(folder / f"{network['in_channels']}.npz", shape, classes, values=256))
 
 
 def _arrays(path: Path, shape: tuple[int, ...], classes: int, values: int) -> Path:
     """Writes 60 training and 40 test samples in the form of a data set."""
     rng = np.random.default_rng(0)
     kind = np.uint8 if values == 256 else np.int64
+    y_train = rng.integers(0, classes, 60)
+    y_train[0] = classes - 1  # the data have this many classes
     np.savez(
         path,
         x_train=rng.integers(0, values, (60, *shape), kind),
-        y_train=rng.integers(0, classes, 60),
+        y_train=y_train,
         x_test=rng.integers(0, values, (40, *shape), kind),
         y_test=np.arange(40) % classes,
     )

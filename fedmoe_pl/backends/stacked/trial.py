@@ -160,6 +160,7 @@ def _try_member(stack: Stack, client: int, names: Sequence[str], saved: list[int
         with torch.autograd.graph.saved_tensors_hooks(remember_size, lambda tensor: tensor):
             _, expected = plain_gradients(stack.training, module, stack.members[client], share, names)
     except RuntimeError:  # torch.func.grad, in the algorithm's loss, refuses these hooks
+        saved.clear()
         with register_module_forward_hook(lambda part, arguments, output: _remember_outputs(output, saved)):
             _, expected = plain_gradients(stack.training, module, stack.members[client], share, names)
     buffers = {name: tensor.clone() for name, tensor in module.state_dict().items() if name in stack.buffers}
