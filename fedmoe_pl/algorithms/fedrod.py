@@ -17,6 +17,7 @@ evaluated           the personal prediction         the gate chooses: ``EqualWei
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -75,6 +76,14 @@ class FedRoD(Algorithm):
                 f"{name}: mixing is '{mixing}', but must be logits, because FedRoD adds the logits of two heads."
             )
 
+    def server_begin(self, server: Tree, clients: Iterable[Client]) -> Tree:
+        """Adds the local expert of a client without a head of its own, for phases that start from this one."""
+        return {**server, **_local_expert(server, {})}
+
+    def server_send(self, server: Tree, client_id: int, request: Tree) -> Tree:
+        """The global expert, of which clients make such a local expert themselves."""
+        return {name: tensor for name, tensor in server.items() if not name.startswith(_PERSONAL)}
+
     def client_init(self, client: Client, sent: Tree) -> dict[str, Any]:
         """Loads the shared parts and the client's own head; returns the logarithms of the class counts, (C,)."""
         super().client_init(client, sent)
@@ -104,9 +113,9 @@ class FedRoD(Algorithm):
         others = {name: tensor for name, tensor in update.kept.items() if not name.startswith(_PERSONAL)}
         return Update(update.sent, update.weight, others | head)
 
-    def server_final(self, server: Tree) -> Tree:
-        """Adds the local expert of a client without a head of its own, for phases that start from this one."""
-        return {**server, **_local_expert(server, {})}
+    def server_update(self, server: Tree, combined: Update) -> Tree:
+        """The mean global expert, and the local expert of a client without a head of its own."""
+        return {**super().server_update(server, combined), **_local_expert(combined.sent, {})}
 
     def personal_tensors(self, client: Client, server: Tree) -> Tree:
         """The server's global expert; a local expert with its extractor and the client's own head."""

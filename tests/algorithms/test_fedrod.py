@@ -1,6 +1,7 @@
 """FedRoD against a bare loop of PyTorch, and its limits."""
 
 import copy
+from functools import partial
 
 import pytest
 import torch
@@ -92,6 +93,26 @@ def test_a_client_without_a_head_of_its_own_predicts_as_the_generic_model(tmp_pa
             assert_same_bits(tensors(module.local_expert.extractor), tensors(module.global_expert.extractor))
             heads = [tensors(expert.classifier) for expert in (module.local_expert, module.global_expert)]
             assert torch.equal(heads[0]["1.weight"], heads[1]["1.weight"]) == (client not in state.kept)
+
+
+@pytest.mark.parametrize("optimizer", [None, partial(torch.optim.Adam, lr=0.1)])
+def test_a_later_phase_starts_from_the_models_of_the_selected_round(optimizer, tmp_path):
+    arguments = {"clients_per_round": 1, "monitor": "global_test", "server_optimizer": optimizer, "evaluate": True}
+    phases = [phase("it", FedRoD(), rounds=4, **arguments), phase("later", Local(), max_epochs=0, start="it")]
+    fed = run(phases, mixture(optimizer=partial(torch.optim.SGD, lr=3.0)), without_a_class(), tmp_path)
+    state = fed.run.states["it"]
+    assert state.best_round < state.round and len(state.kept) < 3
+    for client in range(3):
+        before, after = (fed.client_module(name, client) for name in ("it", "later"))
+        assert_same_bits(tensors(after), tensors(before))
+
+
+def test_a_phase_goes_on_with_the_heads_of_the_phase_that_it_starts_from(tmp_path):
+    phases = [phase("it", FedRoD(), rounds=2), phase("again", FedRoD(), start="it", max_epochs=0)]
+    fed = run(phases, mixture(), without_a_class(), tmp_path)
+    for client in range(3):
+        heads = (fed.client_module(name, client).local_expert.classifier for name in ("it", "again"))
+        assert_same_bits(*map(tensors, heads))
 
 
 @pytest.mark.parametrize("keeps", [False, True])
