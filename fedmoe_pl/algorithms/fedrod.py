@@ -45,7 +45,8 @@ class FedRoD(Algorithm):
     ``h_G(z) + h_P(z)``, which trains only h_P.
 
     A client's local expert has the global expert's extractor. Therefore a gate with ``EqualWeights`` predicts the class
-    with the largest ``h_G(z) + h_P(z)``, and ``GlobalOnly`` that with the largest ``h_G(z)``.
+    with the largest ``h_G(z) + h_P(z)``, and ``GlobalOnly`` that with the largest ``h_G(z)``. The mixture has half the
+    sum as its logits, and the loss of these is the ``validation_loss`` by which a ``monitor`` may select a round.
 
     Args:
         prior_exponent: exponent of the class counts n_c; 0 trains the global expert as FedAvg does.
@@ -85,13 +86,12 @@ class FedRoD(Algorithm):
         return {name: tensor for name, tensor in server.items() if not name.startswith(_PERSONAL)}
 
     def client_init(self, client: Client, sent: Tree) -> dict[str, Any]:
-        """Loads the shared parts and the client's own head; returns the logarithms of the class counts, (C,)."""
+        """Loads the shared parts and the client's own head; returns the class counts, (C,)."""
         super().client_init(client, sent)
         load_tree(client.module, _local_expert(client.module.state_dict(), client.kept))
         labels = client.datamodule.y[client.samples]
         counts = torch.bincount(labels, minlength=client.datamodule.num_classes)
-        prior = counts.to(next(client.module.parameters()).dtype).pow(self.prior_exponent).log()
-        return {"log_prior": prior}
+        return {"counts": counts.to(next(client.module.parameters()).dtype)}
 
     def client_loss(
         self, module: LightningModule, batch: Any, const: dict[str, Any]
@@ -102,7 +102,9 @@ class FedRoD(Algorithm):
         features = extractor(x)
         logits = generic_head(features)
         personal = logits.detach() + split_expert(module, "local_expert")[1](features.detach())
-        return F.cross_entropy(logits + const["log_prior"], y) + F.cross_entropy(personal, y), {}
+        counts = F.pad(const["counts"], (0, logits.shape[1] - len(const["counts"])))  # the model may know more classes
+        log_prior = counts.pow(self.prior_exponent).log()
+        return F.cross_entropy(logits + log_prior, y) + F.cross_entropy(personal, y), {}
 
     def client_final(self, client: Client, const: dict[str, Any]) -> Update:
         """Sends the global expert, keeps the personal head."""

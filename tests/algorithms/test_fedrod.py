@@ -6,7 +6,7 @@ from functools import partial
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers import assert_same_bits, client_generator, mixture, momentum_sgd, phase, run, tensors
+from helpers import Expert, assert_same_bits, client_generator, mixture, momentum_sgd, phase, run, tensors
 from helpers.backends import FEW, assert_agree, local_training
 from helpers.prototypes import OWN_CLASSES, SIZES, assert_resumes, personalized, without_a_class
 from lightning.fabric.utilities.exceptions import MisconfigurationException
@@ -137,6 +137,16 @@ def test_after_local_training_a_client_uses_the_extractor_that_it_trained(tmp_pa
         before = fed.client_module("it", client)
         assert_same_bits(tensors(after.local_expert.classifier), tensors(before.local_expert.classifier))
         assert not torch.equal(after.local_expert.extractor[1].weight, before.local_expert.extractor[1].weight)
+
+
+@pytest.mark.parametrize("exponent", [0.0, 1.0])
+def test_a_model_may_know_more_classes_than_the_data_have(exponent, tmp_path):
+    """With exponent 0, they have the prior of all others; otherwise none, and their outputs are not trained."""
+    more = mixture(expert=Expert(classes=5))
+    before = more.global_expert.classifier[1].bias.detach().clone()
+    fed = run([phase("it", FedRoD(exponent), rounds=2)], more, without_a_class(), tmp_path)
+    moved = fed.client_module("it", 0).global_expert.classifier[1].bias != before
+    assert moved.tolist() == [True] * 3 + [exponent == 0] * 2
 
 
 def test_backends_agree():
