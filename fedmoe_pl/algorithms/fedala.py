@@ -139,7 +139,7 @@ class FedALA(Algorithm):
         passes = 1 if weights else self.max_passes
         weights = {name: tensor.to(batches.x.device) for name, tensor in (weights or ones).items()}
         losses: list[float] = []
-        while len(losses) < passes and not _are_alike(losses):
+        while len(losses) < passes and not _have_settled(losses):
             last = 0.0
             for x, y in batches:
                 mixed = {name: tensor.requires_grad_() for name, tensor in _mixed(local, received, weights).items()}
@@ -159,6 +159,6 @@ def _mixed(local: Tree, received: Tree, weights: Tree) -> Tree:
     return {name: tensor + (received[name] - tensor) * weights[name] for name, tensor in local.items()}
 
 
-def _are_alike(losses: Sequence[float]) -> bool:
+def _have_settled(losses: Sequence[float]) -> bool:
     """Whether the standard deviation of the last losses, each of a pass's last batch, is small."""
     return len(losses) > _RECORDED and bool(torch.tensor(losses[-_RECORDED:]).std(correction=0) < _DEVIATION)

@@ -114,7 +114,7 @@ class KNNPer(Algorithm):
         neighbors = self._neighbors(module, client, client.shuffled_samples(_HELD_OUT))
         smallest = torch.finfo(neighbors[0].dtype).tiny
 
-        @torch.inference_mode()  # as the stored features, which no gradient may pass
+        @torch.inference_mode()  # like the stored features, which are inference tensors
         def predict(x: Tensor) -> Tensor:
             return torch.lerp(*self._probabilities(module, x, neighbors), weight).clamp_min(smallest).log()
 
