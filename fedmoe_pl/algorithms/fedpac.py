@@ -24,6 +24,7 @@ reported accuracy     the round's clients, before the combination      all clien
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -150,6 +151,16 @@ class FedPAC(Algorithm):
             combination = _weighted_mean([*classifiers.values()], weights, classifiers[client])
             new |= with_prefix(combination, f"{_CLASSIFIERS}{client}.")
         return new
+
+    def exchange(self, server: Tree, kept: Mapping[int, Tree], round: int) -> Iterator[tuple[int, Tree, Tree]]:
+        """Replaces the classifiers that the round's clients keep by the combined ones, for phases that start from this.
+
+        The traffic is counted when clients receive them, before their next training.
+        """
+        for client, tensors in kept.items():
+            combined = with_prefix(subtree(server, f"{_CLASSIFIERS}{client}."), self._classifier)
+            if any(name not in tensors or not torch.equal(tensors[name], combined[name]) for name in combined):
+                yield client, {**tensors, **combined}, {}
 
     def server_of_newcomers(self, server: Tree) -> Tree:
         """The extractor and the prototypes: classifiers belong to the federation's clients."""
