@@ -25,7 +25,7 @@ from torch.func import functional_call
 
 from fedmoe_pl.algorithms.algorithm import Algorithm
 from fedmoe_pl.algorithms.client import Client, Update
-from fedmoe_pl.algorithms.parts import check_expert, expert_prefix, logits_loss
+from fedmoe_pl.algorithms.parts import check_expert, expert_prefix, floor_of_share, logits_loss
 from fedmoe_pl.trees import Tree, copy_module, load_tree, subtree, with_prefix
 
 _LOCAL, _WEIGHTS = "ala/local/", "ala/weights/"  # prefixes of a parameter's name: theta_l and W
@@ -129,7 +129,7 @@ class FedALA(Algorithm):
 
     def _learned(self, client: Client, received: Tree, local: Tree, weights: Tree, ones: Tree) -> Tree:
         """The weights after a pass over the slice or, if there are none yet, after several."""
-        size = max(int(self.sample_share * len(client.samples) + 1e-9), 1)
+        size = max(floor_of_share(self.sample_share, len(client.samples)), 1)
         start = int(torch.randint(len(client.samples) - size + 1, (), generator=client.generator(_SLICE)))
         batches = client.datamodule.batches(client.samples[start : start + size], batch_size=self.batch_size)
         part = copy_module(client.module.get_submodule(self.expert)).to(batches.x.device).eval()
