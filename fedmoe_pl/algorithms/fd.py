@@ -90,11 +90,11 @@ class FD(Algorithm):
         super().client_init(client, sent)
         targets, known = received_means(client, sent, _OUTPUTS)
         if sent.get(_INCLUDED):
-            own = subtree(client.kept, _OWN)
+            previous = subtree(client.kept, _OWN)
             count = sent[f"{_OUTPUTS}count"]
-            others = count - own["count"]
+            others = count - previous["count"]
             known = others > 0
-            total = targets * count[:, None] - own["mean"] * own["count"][:, None]
+            total = targets * count[:, None] - previous["mean"] * previous["count"][:, None]
             targets = total / others.clamp(min=1)[:, None]
         return {"targets": targets, "known": known}
 
@@ -114,9 +114,9 @@ class FD(Algorithm):
     def client_final(self, client: Client, const: dict[str, Any]) -> Update:
         """Sends the mean outputs of its classes, and keeps them with its model."""
         outputs = class_means(client, self._outputs, _OUTPUTS, per_client=True)
-        own = with_prefix(subtree(outputs, _OUTPUTS), _OWN)
+        remembered = with_prefix(subtree(outputs, _OUTPUTS), _OWN)
         sender = {f"{_SENDERS}{client.id}": torch.empty(0)}  # the server knows who sent
-        return Update(outputs | sender, 1, self.private_tensors(client) | own)
+        return Update(outputs | sender, 1, self.private_tensors(client) | remembered)
 
     def combine(self, a: Update, b: Update) -> Update:
         """The mean outputs over the clients that have the class, and all senders."""

@@ -25,7 +25,7 @@ from torch.func import functional_call
 
 from fedmoe_pl.algorithms.algorithm import Algorithm
 from fedmoe_pl.algorithms.client import Client, Update
-from fedmoe_pl.algorithms.parts import check_expert, expert_prefix, logits_loss
+from fedmoe_pl.algorithms.parts import check_expert, expert_prefix, floor_of_share, logits_loss
 from fedmoe_pl.trees import Tree, copy_module, load_tree, subtree, with_prefix
 
 _LOCAL, _WEIGHTS = "ala/local/", "ala/weights/"  # prefixes of a parameter's name: theta_l and W
@@ -129,7 +129,7 @@ class FedALA(Algorithm):
 
     def _learned(self, client: Client, received: Tree, local: Tree, weights: Tree, ones: Tree) -> Tree:
         """The weights after a pass over the slice or, if there are none yet, after several."""
-        size = max(int(self.sample_share * len(client.samples) + 1e-9), 1)
+        size = max(floor_of_share(self.sample_share, len(client.samples)), 1)
         start = int(torch.randint(len(client.samples) - size + 1, (), generator=client.generator(_SLICE)))
         batches = client.datamodule.batches(client.samples[start : start + size], batch_size=self.batch_size)
         part = copy_module(client.module.get_submodule(self.expert)).to(batches.x.device).eval()
@@ -139,7 +139,7 @@ class FedALA(Algorithm):
         passes = 1 if weights else self.max_passes
         weights = {name: tensor.to(batches.x.device) for name, tensor in (weights or ones).items()}
         losses: list[float] = []
-        while len(losses) < passes and not _are_alike(losses):
+        while len(losses) < passes and not _have_settled(losses):
             last = 0.0
             for x, y in batches:
                 mixed = {name: tensor.requires_grad_() for name, tensor in _mixed(local, received, weights).items()}
@@ -159,6 +159,6 @@ def _mixed(local: Tree, received: Tree, weights: Tree) -> Tree:
     return {name: tensor + (received[name] - tensor) * weights[name] for name, tensor in local.items()}
 
 
-def _are_alike(losses: Sequence[float]) -> bool:
+def _have_settled(losses: Sequence[float]) -> bool:
     """Whether the standard deviation of the last losses, each of a pass's last batch, is small."""
     return len(losses) > _RECORDED and bool(torch.tensor(losses[-_RECORDED:]).std(correction=0) < _DEVIATION)

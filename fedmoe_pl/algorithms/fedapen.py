@@ -98,12 +98,12 @@ class FedAPEN(Algorithm):
         private, shared = both_logits(module, x)
         shared_weight, weight = module.get_buffer(_WEIGHTS)
         loss = torch.zeros_like(weight)
-        for own, own_weight, other, other_weight in (
+        for logits, weight_of_logits, teacher, weight_of_teacher in (
             (private, weight, shared.detach(), shared_weight),
             (shared, shared_weight, private.detach(), weight),
         ):
-            ensemble = own_weight * own + other_weight * other
-            loss = loss + logits_loss(module, own, y) + distillation_loss(own, other, y)
+            ensemble = weight_of_logits * logits + weight_of_teacher * teacher
+            loss = loss + logits_loss(module, logits, y) + distillation_loss(logits, teacher, y)
             loss = loss + logits_loss(module, ensemble, y)
         return loss, {}
 

@@ -72,5 +72,7 @@ class FedMix(SharedExperts):
         for x, y in batches:
             z = module.embedding(x)
             losses = torch.stack([F.cross_entropy(module.experts[k](z), y, reduction="none") for k in experts], 1)
-            total += (module.gate(z)[:, experts].log() - losses).softmax(1).double().sum(0).cpu()
+            gate = module.gate(z)[:, experts]
+            logarithms = gate.clamp_min(torch.finfo(gate.dtype).tiny).log()  # all of them may underflow
+            total += (logarithms - losses).softmax(1).double().sum(0).cpu()
         return total

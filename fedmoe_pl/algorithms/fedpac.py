@@ -24,6 +24,7 @@ reported accuracy     the round's clients, before the combination      all clien
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -99,9 +100,9 @@ class FedPAC(Algorithm):
     def client_init(self, client: Client, sent: Tree) -> dict[str, Any]:
         """Loads the extractor and the classifier; computes the statistics and the targets of the features."""
         load_tree(client.module, of_module({**client.kept, **sent}))
-        own = class_means(client, self._features_and_square, "")
-        counts = own["count"].to(own["mean"])
-        means, squares = own["mean"][:, :-1], own["mean"][:, -1]
+        local = class_means(client, self._features_and_square, "")
+        counts = local["count"].to(local["mean"])
+        means, squares = local["mean"][:, :-1], local["mean"][:, -1]
         size = counts.sum().clamp(min=1)
         shares = counts / size
         weighted = shares[:, None] * means
@@ -110,7 +111,7 @@ class FedPAC(Algorithm):
         started = known.any()
         return {
             "targets": torch.where(known[:, None], targets, means),
-            "known": started & (known | (own["count"] > 0)),
+            "known": started & (known | (local["count"] > 0)),
             "features": weighted,
             "variance": variance,
         }
@@ -150,6 +151,16 @@ class FedPAC(Algorithm):
             combination = _weighted_mean([*classifiers.values()], weights, classifiers[client])
             new |= with_prefix(combination, f"{_CLASSIFIERS}{client}.")
         return new
+
+    def exchange(self, server: Tree, kept: Mapping[int, Tree], round: int) -> Iterator[tuple[int, Tree, Tree]]:
+        """Replaces the classifiers that the round's clients keep by the combined ones, for phases that start from this.
+
+        The traffic is counted when clients receive them, before their next training.
+        """
+        for client, tensors in kept.items():
+            combined = with_prefix(subtree(server, f"{_CLASSIFIERS}{client}."), self._classifier)
+            if any(name not in tensors or not torch.equal(tensors[name], combined[name]) for name in combined):
+                yield client, {**tensors, **combined}, {}
 
     def server_of_newcomers(self, server: Tree) -> Tree:
         """The extractor and the prototypes: classifiers belong to the federation's clients."""
@@ -192,11 +203,11 @@ def combination_weights(features: Tensor, variances: Tensor, client: int) -> Ten
     return weights / weights.sum()
 
 
-def _weighted_mean(trees: list[Tree], weights: Tensor, own: Tree) -> Tree:
+def _weighted_mean(trees: list[Tree], weights: Tensor, classifier: Tree) -> Tree:
     """The weighted mean of floating-point tensors; others, such as counters, are the client's own."""
     return {
         name: torch.einsum("i,i...->...", weights.to(tensor), torch.stack([tree[name] for tree in trees]))
         if tensor.is_floating_point()
         else tensor
-        for name, tensor in own.items()
+        for name, tensor in classifier.items()
     }

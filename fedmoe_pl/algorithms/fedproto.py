@@ -41,6 +41,7 @@ from fedmoe_pl.trees import Tree
 
 Prediction = Literal["head", "prototype"]
 _PROTOTYPES = "prototypes/"  # of every class, the mean of features (C, F) and the number of clients that have it, (C,)
+_PENALTY = 100.0  # a class that cannot be predicted scores this much less than the best, so that losses stay finite
 
 
 class FedProto(Algorithm):
@@ -120,8 +121,10 @@ class FedProto(Algorithm):
             return module
 
         def predict(x: Tensor) -> Tensor:
-            distances = torch.cdist(self._features(module, x).flatten(1), prototypes.to(x.device))
-            return (-distances).masked_fill(~usable.to(x.device), -torch.inf)
+            scores = -torch.cdist(self._features(module, x).flatten(1), prototypes.to(x.device))
+            own_classes = usable.to(x.device)
+            highest = scores.masked_fill(~own_classes, -torch.inf).amax(1, keepdim=True)
+            return torch.where(own_classes, scores, highest - _PENALTY)
 
         return predict
 

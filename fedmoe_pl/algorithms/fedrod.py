@@ -17,6 +17,7 @@ evaluated           the personal prediction         the gate chooses: ``EqualWei
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -44,7 +45,8 @@ class FedRoD(Algorithm):
     ``h_G(z) + h_P(z)``, which trains only h_P.
 
     A client's local expert has the global expert's extractor. Therefore a gate with ``EqualWeights`` predicts the class
-    with the largest ``h_G(z) + h_P(z)``, and ``GlobalOnly`` that with the largest ``h_G(z)``.
+    with the largest ``h_G(z) + h_P(z)``, and ``GlobalOnly`` that with the largest ``h_G(z)``. The mixture has half the
+    sum as its logits, and the loss of these is the ``validation_loss`` by which a ``monitor`` may select a round.
 
     Args:
         prior_exponent: exponent of the class counts n_c; 0 trains the global expert as FedAvg does.
@@ -75,14 +77,21 @@ class FedRoD(Algorithm):
                 f"{name}: mixing is '{mixing}', but must be logits, because FedRoD adds the logits of two heads."
             )
 
+    def server_begin(self, server: Tree, clients: Iterable[Client]) -> Tree:
+        """Adds the local expert of a client without a head of its own, for phases that start from this one."""
+        return {**server, **_local_expert(server, {})}
+
+    def server_send(self, server: Tree, client_id: int, request: Tree) -> Tree:
+        """The global expert, of which clients make such a local expert themselves."""
+        return {name: tensor for name, tensor in server.items() if not name.startswith(_PERSONAL)}
+
     def client_init(self, client: Client, sent: Tree) -> dict[str, Any]:
-        """Loads the shared parts and the client's own head; returns the logarithms of the class counts, (C,)."""
+        """Loads the shared parts and the client's own head; returns the class counts, (C,)."""
         super().client_init(client, sent)
         load_tree(client.module, _local_expert(client.module.state_dict(), client.kept))
         labels = client.datamodule.y[client.samples]
         counts = torch.bincount(labels, minlength=client.datamodule.num_classes)
-        prior = counts.to(next(client.module.parameters()).dtype).pow(self.prior_exponent).log()
-        return {"log_prior": prior}
+        return {"counts": counts.to(next(client.module.parameters()).dtype)}
 
     def client_loss(
         self, module: LightningModule, batch: Any, const: dict[str, Any]
@@ -93,7 +102,9 @@ class FedRoD(Algorithm):
         features = extractor(x)
         logits = generic_head(features)
         personal = logits.detach() + split_expert(module, "local_expert")[1](features.detach())
-        return F.cross_entropy(logits + const["log_prior"], y) + F.cross_entropy(personal, y), {}
+        counts = F.pad(const["counts"], (0, logits.shape[1] - len(const["counts"])))  # the model may know more classes
+        log_prior = counts.pow(self.prior_exponent).log()
+        return F.cross_entropy(logits + log_prior, y) + F.cross_entropy(personal, y), {}
 
     def client_final(self, client: Client, const: dict[str, Any]) -> Update:
         """Sends the global expert, keeps the personal head."""
@@ -104,9 +115,9 @@ class FedRoD(Algorithm):
         others = {name: tensor for name, tensor in update.kept.items() if not name.startswith(_PERSONAL)}
         return Update(update.sent, update.weight, others | head)
 
-    def server_final(self, server: Tree) -> Tree:
-        """Adds the local expert of a client without a head of its own, for phases that start from this one."""
-        return {**server, **_local_expert(server, {})}
+    def server_update(self, server: Tree, combined: Update) -> Tree:
+        """The mean global expert, and the local expert of a client without a head of its own."""
+        return {**super().server_update(server, combined), **_local_expert(combined.sent, {})}
 
     def personal_tensors(self, client: Client, server: Tree) -> Tree:
         """The server's global expert; a local expert with its extractor and the client's own head."""

@@ -24,7 +24,7 @@ from torch import Tensor
 
 from fedmoe_pl.algorithms.algorithm import Algorithm
 from fedmoe_pl.algorithms.client import Client, Update
-from fedmoe_pl.algorithms.parts import check_expert, missing_federation, split_expert
+from fedmoe_pl.algorithms.parts import check_expert, floor_of_share, missing_federation, split_expert
 from fedmoe_pl.trees import Tree, copy_module
 
 Kernel = Literal["squared", "euclidean"]
@@ -114,7 +114,7 @@ class KNNPer(Algorithm):
         neighbors = self._neighbors(module, client, client.shuffled_samples(_HELD_OUT))
         smallest = torch.finfo(neighbors[0].dtype).tiny
 
-        @torch.inference_mode()  # as the stored features, which no gradient may pass
+        @torch.inference_mode()  # like the stored features, which are inference tensors
         def predict(x: Tensor) -> Tensor:
             return torch.lerp(*self._probabilities(module, x, neighbors), weight).clamp_min(smallest).log()
 
@@ -134,7 +134,7 @@ class KNNPer(Algorithm):
         return _GRID[correct.tolist().index(correct.max())]  # the first of equal ones
 
     def _number(self, samples: Tensor) -> int:
-        return int(self.capacity * len(samples) + 1e-9)  # 0.29 * 100 is 28.999999999999996
+        return floor_of_share(self.capacity, len(samples))
 
     def _neighbors(self, module: LightningModule, client: Client, samples: Tensor) -> tuple[Tensor, Tensor]:
         """Features (n, F) and labels (n,) of the first of these samples, as many as ``capacity`` says."""

@@ -40,6 +40,7 @@ from torch import Generator, Tensor
 
 from fedmoe_pl.algorithms.algorithm import Algorithm
 from fedmoe_pl.algorithms.client import Client, Update
+from fedmoe_pl.algorithms.parts import floor_of_share
 from fedmoe_pl.algorithms.pfl_moe import PersonalizedExpert, missing_expert, missing_local_expert
 from fedmoe_pl.models import MixtureOfExperts
 from fedmoe_pl.seeds import derive_seed
@@ -150,4 +151,4 @@ class SpecialistMixture(Algorithm):
 
 
 def _floor(share: float, number: int) -> int:
-    return min(int(share * number + 1e-9), number - 1)  # 0.29 * 100 is 28.999999999999996
+    return min(floor_of_share(share, number), number - 1)

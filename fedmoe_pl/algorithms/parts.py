@@ -246,6 +246,16 @@ def trains(algorithm: Algorithm, prefix: str) -> bool:
     return any(algorithm.is_trainable(name, 0, 0) for name in names)
 
 
+def floor_of_share(share: float, number: int) -> int:
+    """A share of a number, rounded down as if the share were an exact decimal.
+
+    Example:
+        >>> floor_of_share(0.29, 100), int(0.29 * 100)
+        (29, 28)
+    """
+    return int(share * number + 1e-9)  # 0.29 * 100 is 28.999999999999996
+
+
 def set_aside(client: Client, fraction: float, purpose: int) -> tuple[Tensor, Tensor]:
     """A share of a client's training samples, the same in every phase and round, and all others.
 
@@ -255,7 +265,7 @@ def set_aside(client: Client, fraction: float, purpose: int) -> tuple[Tensor, Te
         purpose: a number that tells this share from others.
     """
     samples = client.shuffled_samples(purpose)
-    size = max(int(len(samples) * fraction + 1e-9), min(1, len(samples) - 1))  # 0.29 * 100 is 28.999999999999996
+    size = max(floor_of_share(fraction, len(samples)), min(1, len(samples) - 1))
     return samples[:size], samples[size:]
 
 

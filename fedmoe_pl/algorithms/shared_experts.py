@@ -23,7 +23,7 @@ _WEIGHT = "experts/weight/"  # prefix of an expert's number: its weight in the m
 
 
 class MixtureLoss(NamedTuple):
-    """The loss of a batch, and what an algorithm may add terms of.
+    """The loss of a batch, and what terms of an algorithm's own may use.
 
     Attributes:
         loss: the mean of ``-log sum_k p(k|x) p(y|x, k)`` over the client's experts k.
@@ -40,8 +40,9 @@ class SharedExperts(Algorithm, ABC):
     """The server averages the gate over all clients of a round, and each expert over those that trained it.
 
     A client ranks the experts by the mean of the received gate's weights of its training samples. It asks for the first
-    ones in its next round: a request comes before the gate that could choose anew. In its first round it receives all,
-    and trains the first ones. An expert that nobody trained stays as it is. All clients are evaluated with all experts.
+    ones in its next round, because it sends its request before it receives the new gate. In its first round it receives
+    all, and trains the first ones. An expert that nobody trained stays as it is. All clients are evaluated with all
+    experts.
 
     Args:
         experts_per_client: number of experts that a client trains.

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from fedmoe_pl.algorithms.parts import floor_of_share
 from fedmoe_pl.rounds.phase import Phase
 from fedmoe_pl.seeds import derive_seed
 
@@ -27,7 +28,7 @@ def cohort_size(num_clients: int, clients_per_round: int | float | None) -> int:
     if clients_per_round is None:
         return num_clients
     if isinstance(clients_per_round, float):
-        return max(int(clients_per_round * num_clients + 1e-9), 1)  # 0.29 * 100 is 28.999999999999996
+        return max(floor_of_share(clients_per_round, num_clients), 1)
     return clients_per_round
 
 

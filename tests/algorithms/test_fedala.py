@@ -196,6 +196,17 @@ def test_a_client_is_evaluated_with_the_model_with_which_it_begins_the_next_roun
     assert not torch.equal(models[0][0][last], state.server[last])
 
 
+def test_a_selected_round_is_evaluated_once_more_as_it_was(tmp_path):
+    """With the slice of its own round, not of the last one."""
+    it = ala(eta=20.0, phase={"monitor": "global_test", "clients_per_round": None})
+    federation = run([it], model(), data(), tmp_path)
+    state, result = federation.run.states["FedALA"], federation.results["FedALA"]
+    assert state.best_round < state.round
+    (row,) = (row for row in federation.run.rows if row["round"] == state.best_round)
+    for metric in ("local_test", "global_test"):
+        assert result.spread(metric).mean == row[f"{metric}_mean"]
+
+
 def test_a_local_model_that_is_the_received_one_changes_nothing():
     server = tensors(model(GlobalOnly()), "global_expert.")
     kept = {f"ala/local/{name}": server[name] for name in [*server][-2:]}

@@ -13,7 +13,7 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 
 from fedmoe_pl import Federation, Phase
 from fedmoe_pl.algorithms import FedAvg, FedMix
-from fedmoe_pl.algorithms.client import Update
+from fedmoe_pl.algorithms.client import Client, Update
 from fedmoe_pl.backends.client import begin_client
 from fedmoe_pl.models import EqualWeights, SparseMoE
 from fedmoe_pl.rounds.cohort import sample_cohort
@@ -70,6 +70,18 @@ def test_what_leaves_a_client_has_only_the_experts_that_it_trained():
         assert update.kept.keys() == {"experts/asked"}
         weights = [update.sent[f"experts/weight/{expert}"].item() for expert in experts]
         assert sum(weights) == pytest.approx(13) and min(weights) > 0
+
+
+def test_where_the_gate_s_weights_underflow_the_losses_share_a_sample_out():
+    data, model = blobs(FOUR), choosy()
+    with torch.no_grad():
+        for proxy, far in zip(model.gate.proxies, (0.0, 0.0, 1e6, 0.0), strict=True):
+            proxy.weight.fill_(far)  # embeddings are above 0: the weights of all but expert 2 are 0
+    samples = data.train_samples[0]
+    weights = FedMix().expert_weights(Client(0, 0, 0, model, samples, {}, data), [0, 3])
+    z, y = model.embedding(data.x[samples]), data.y[samples]
+    right = torch.stack([model.experts[expert](z).softmax(1)[range(len(y)), y] for expert in (0, 3)], 1)
+    torch.testing.assert_close(weights, (right / right.sum(1, keepdim=True)).sum(0).detach())
 
 
 def test_updates_are_combined_in_any_order_and_groups():

@@ -13,7 +13,7 @@ from helpers.prototypes import SIZES, assert_resumes, personalized, without_a_cl
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch import nn
 
-from fedmoe_pl.algorithms import FedPAC
+from fedmoe_pl.algorithms import FedPAC, Local
 from fedmoe_pl.algorithms.client import Client
 from fedmoe_pl.algorithms.fedpac import combination_weights
 from fedmoe_pl.backends import StackedBackend, TrainerBackend
@@ -206,6 +206,16 @@ def test_one_client_per_round_keeps_its_own_classifier(tmp_path):
     state = run([it(rounds=1, clients_per_round=1)], model(), without_a_class(), tmp_path).run.states["it"]
     ((client, kept),) = state.kept.items()
     assert_same_bits(subtree(state.server, f"classifiers/{client}."), subtree(kept, CLASSIFIER))
+
+
+@pytest.mark.parametrize("store", ["memory", "disk"])
+def test_a_later_phase_starts_from_the_combined_classifiers(store, tmp_path):
+    phases = [it(rounds=3, clients_per_round=2), phase("later", Local(), max_epochs=0, start="it")]
+    checkpoints = store == "disk"
+    fed = run(phases, model(), without_a_class(), tmp_path, store=store, enable_checkpointing=checkpoints)
+    for client in range(3):
+        before, after = (tensors(fed.client_module(name, client).global_expert) for name in ("it", "later"))
+        assert_same_bits(after, before)
 
 
 class CountingClassifier(nn.Module):

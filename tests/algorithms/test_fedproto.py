@@ -129,6 +129,20 @@ def test_prototypes_predict_the_nearest_among_the_client_s_own_classes(tmp_path)
         assert not torch.equal(nearest, prototypes.sub(features[:, None]).square().sum(2).argmin(1))
 
 
+def test_the_loss_of_a_class_that_a_client_cannot_predict_is_finite(tmp_path):
+    """Client 0 has no training sample of class 0."""
+    it = phase("it", FedProto(prediction="prototype"), rounds=2, gate=GlobalOnly())
+    fed = run([it], mixture(), without_a_class(), tmp_path)
+    x, y = fed.run.datamodule.x, fed.run.datamodule.y
+    with torch.inference_mode():
+        scores = fed.run.client_predictor("it", 0)(x)
+    losses = F.cross_entropy(scores, y, reduction="none")
+    assert (losses[y == 0] >= 100).all() and (losses[y == 0] < 102).all()
+    features = fed.client_module("it", 0).global_expert.extractor(x)
+    distances = torch.cdist(features, fed.run.states["it"].server[MEAN][1:])
+    torch.testing.assert_close(losses[y > 0], F.cross_entropy(-distances, (y - 1).clamp(0), reduction="none")[y > 0])
+
+
 def test_a_client_without_a_prototype_of_its_classes_predicts_with_its_module(tmp_path):
     it = Phase("it", FedProto(prediction="prototype"), rounds=2, max_epochs=0, gate=GlobalOnly())
     fed = run([it], mixture(), without_a_class(), tmp_path)

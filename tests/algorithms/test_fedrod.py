@@ -1,11 +1,12 @@
 """FedRoD against a bare loop of PyTorch, and its limits."""
 
 import copy
+from functools import partial
 
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers import assert_same_bits, client_generator, mixture, momentum_sgd, phase, run, tensors
+from helpers import Expert, assert_same_bits, client_generator, mixture, momentum_sgd, phase, run, tensors
 from helpers.backends import FEW, assert_agree, local_training
 from helpers.prototypes import OWN_CLASSES, SIZES, assert_resumes, personalized, without_a_class
 from lightning.fabric.utilities.exceptions import MisconfigurationException
@@ -94,6 +95,26 @@ def test_a_client_without_a_head_of_its_own_predicts_as_the_generic_model(tmp_pa
             assert torch.equal(heads[0]["1.weight"], heads[1]["1.weight"]) == (client not in state.kept)
 
 
+@pytest.mark.parametrize("optimizer", [None, partial(torch.optim.Adam, lr=0.1)])
+def test_a_later_phase_starts_from_the_models_of_the_selected_round(optimizer, tmp_path):
+    arguments = {"clients_per_round": 1, "monitor": "global_test", "server_optimizer": optimizer, "evaluate": True}
+    phases = [phase("it", FedRoD(), rounds=4, **arguments), phase("later", Local(), max_epochs=0, start="it")]
+    fed = run(phases, mixture(optimizer=partial(torch.optim.SGD, lr=3.0)), without_a_class(), tmp_path)
+    state = fed.run.states["it"]
+    assert state.best_round < state.round and len(state.kept) < 3
+    for client in range(3):
+        before, after = (fed.client_module(name, client) for name in ("it", "later"))
+        assert_same_bits(tensors(after), tensors(before))
+
+
+def test_a_phase_goes_on_with_the_heads_of_the_phase_that_it_starts_from(tmp_path):
+    phases = [phase("it", FedRoD(), rounds=2), phase("again", FedRoD(), start="it", max_epochs=0)]
+    fed = run(phases, mixture(), without_a_class(), tmp_path)
+    for client in range(3):
+        heads = (fed.client_module(name, client).local_expert.classifier for name in ("it", "again"))
+        assert_same_bits(*map(tensors, heads))
+
+
 @pytest.mark.parametrize("keeps", [False, True])
 def test_before_the_last_round_the_local_expert_has_the_received_extractor_and_the_own_head(keeps):
     algorithm, module = FedRoD(), mixture()
@@ -116,6 +137,16 @@ def test_after_local_training_a_client_uses_the_extractor_that_it_trained(tmp_pa
         before = fed.client_module("it", client)
         assert_same_bits(tensors(after.local_expert.classifier), tensors(before.local_expert.classifier))
         assert not torch.equal(after.local_expert.extractor[1].weight, before.local_expert.extractor[1].weight)
+
+
+@pytest.mark.parametrize("exponent", [0.0, 1.0])
+def test_a_model_may_know_more_classes_than_the_data_have(exponent, tmp_path):
+    """With exponent 0, they have the prior of all others; otherwise none, and their outputs are not trained."""
+    more = mixture(expert=Expert(classes=5))
+    before = more.global_expert.classifier[1].bias.detach().clone()
+    fed = run([phase("it", FedRoD(exponent), rounds=2)], more, without_a_class(), tmp_path)
+    moved = fed.client_module("it", 0).global_expert.classifier[1].bias != before
+    assert moved.tolist() == [True] * 3 + [exponent == 0] * 2
 
 
 def test_backends_agree():
