@@ -32,6 +32,8 @@ class PersonalModel(Algorithm):
         MisconfigurationException: if ``weighting`` is neither of these.
     """
 
+    replaced_parts = ("local_expert",)
+
     def __init__(self, weighting: Weighting) -> None:
         check_weighting(self, weighting)
         super().__init__("global_expert.*", ["global_expert.*", "local_expert.*"])
