@@ -174,12 +174,12 @@ class Run:
         phase, moment = self.phase_and_moment(method)
         state, training = self.states[phase.name], self.training(phase).of(client)
         module = self._client_module(training, phase, moment, client)
-        return client_predictor(training, module, state.server, client, state.kept, state.round)
+        return client_predictor(training, module, state.server, client, state.kept, state.round_of_models)
 
     def _client_module(self, training: LocalTraining, phase: Phase, moment: Moment, client: int) -> LightningModule:
         state = self.states[phase.name]
         kept = state.kept.get(client, {})
-        tensors = personal_tensors(training, training.module, state.server, client, kept, state.round, moment)
+        tensors = personal_tensors(training, training.module, state.server, client, kept, state.round_of_models, moment)
         load_tree(training.module, {**training.initial, **tensors})
         return training.module.eval()
 
@@ -253,7 +253,7 @@ class Run:
             plan: how its clients are trained, whose workers take part; None for an evaluation in this process.
         """
         state, evaluations = self.states[phase.name], []
-        arguments = training, state.server, state.kept, state.round
+        arguments = training, state.server, state.kept, state.round_of_models
         round, selection = _round_and_selection(phase, state)
         for moment in phase.moments:
             with one_thread():

@@ -69,6 +69,11 @@ class PhaseState:
         """Whether rounds change the server's state; False if the phase's result came from a checkpoint."""
         return self.given_round is None
 
+    @property
+    def round_of_models(self) -> int:
+        """Number of rounds after which clients had the models of this state: those of the selected round at the end."""
+        return self.best_round if self.finished and self.best_round else self.round
+
     def remember_best(self, metric: float, min_delta: float = 0.0) -> None:
         """Remembers this round if its metric is the best so far.
 
