@@ -14,6 +14,7 @@ from torch.func import functional_call, grad
 
 from fedmoe_pl.algorithms.algorithm import Algorithm
 from fedmoe_pl.algorithms.client import Client
+from fedmoe_pl.data import Batches
 from fedmoe_pl.models import FixedGate, MixtureOfExperts, SparseMoE
 from fedmoe_pl.trees import Tree, copy_module, load_tree, subtree, with_prefix
 
@@ -158,15 +159,24 @@ def training_gradient(client: Client, expert: str, tensors: Tree) -> Tree:
     total: Tree = {}
     with torch.inference_mode(False):  # models are evaluated in inference mode, where nothing can be differentiated
         batches = client.batches(client.samples)
-        module = copy_module(client.module)
+        module = evaluation_copy(client, batches)
         load_tree(module, tensors)
-        module = module.to(batches.x.device).eval()
         parameters = trained_parameters(module, expert)
         for batch in batches:
             gradient = expert_gradient(module, expert, parameters, batch)
             for name, tensor in gradient.items():
                 total[name] = total.get(name, 0) + tensor.detach().cpu() * (len(batch[1]) / len(client.samples))
     return total
+
+
+def evaluation_copy(client: Client, batches: Batches) -> LightningModule:
+    """A copy of a client's module in eval mode, on the device of the samples, which may be another than the module's.
+
+    Args:
+        client: the client.
+        batches: the samples.
+    """
+    return copy_module(client.module).to(batches.x.device).eval()
 
 
 def trained_parameters(module: LightningModule, expert: str) -> Tree:
