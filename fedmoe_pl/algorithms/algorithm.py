@@ -45,6 +45,7 @@ class Algorithm:
         needs_plain_steps: whether gradients must not be clipped, because the algorithm computes with plain SGD steps.
         sends_changes: whether the server sends changes of parameters, which an optimizer must not change again.
         needed_part: the part of the module that ``missing_start`` is about; a ``start`` by parts must name it.
+        replaced_parts: the parts that ``server_init`` makes anew; a ``start`` by parts must not name them.
     """
 
     federated: bool = True
@@ -57,6 +58,7 @@ class Algorithm:
     needs_plain_steps: bool = False
     sends_changes: bool = False
     needed_part: str = "global_expert"
+    replaced_parts: Sequence[str] = ()
 
     def __init__(self, shared: str | list[str] = "*", trainable: str | list[str] = "*") -> None:
         self.shared = Patterns(shared)
@@ -214,10 +216,7 @@ class Algorithm:
         return server
 
     def server_of_newcomers(self, server: Tree) -> Tree:
-        """The server's final state for clients that were not in the federation: by default the same.
-
-        Without what belongs to single clients, because newcomers have ids of their own.
-        """
+        """The final state for newcomers, who have other ids: without what belongs to single clients; the same here."""
         return server
 
     def client_after_aggregation(self, client: Client, sent: Tree) -> Tree:

@@ -41,10 +41,11 @@ class APFL(PersonalModel):
     """FedAvg of ``w``, and a personal mixture of weights ``alpha v + (1 - alpha) w``; evaluate the mixture.
 
     ``w`` is the module's ``global_expert``, ``v`` its ``local_expert``, which starts as a copy of the first ``w``. The
-    gradient of ``v`` is that of the mixture's loss, times ``alpha``. A client keeps ``v`` and ``alpha``, from which
-    later phases go on. What it uses is the mixture of its ``v`` and the newest ``w``: it takes the place of the local
-    expert, so that a phase with the gate ``LocalOnly`` evaluates it. An evaluation after local training is one of
-    ``v``. Buffers are not mixed: running statistics of batch normalization are the mixture's own.
+    gradient of ``v`` is that of the mixture's loss, times ``alpha``. A client keeps ``v`` and ``alpha``; later phases
+    go on from ``v``, but begin with a new ``alpha``. What it uses is the mixture of its ``v`` and the newest ``w``: it
+    takes the place of the local expert, so that a phase with the gate ``LocalOnly`` evaluates it. An evaluation after
+    local training is one of ``v``. Buffers are not mixed: running statistics of batch normalization are the mixture's
+    own.
 
     Args:
         alpha: weight of ``v``, from 0 to 1, at first or, if ``alpha_lr`` is 0, always. 0 is FedAvg, 1 is ``Local``.

@@ -14,10 +14,10 @@ from torch.func import functional_call
 
 from fedmoe_pl.algorithms.algorithm import Algorithm
 from fedmoe_pl.algorithms.client import Client
-from fedmoe_pl.algorithms.parts import check_sparse
+from fedmoe_pl.algorithms.parts import check_sparse, evaluation_copy
 from fedmoe_pl.models import MixtureWeights, SparseMoE
 from fedmoe_pl.models.layers import evaluating
-from fedmoe_pl.trees import Tree, copy_module, load_tree
+from fedmoe_pl.trees import Tree, load_tree
 
 _PI = "gate.weights"
 
@@ -100,7 +100,7 @@ class _Losses(nn.Module):
 def _mean_responsibilities(client: Client, log_pi: Tensor) -> Tensor:
     """The mean of the responsibilities over the client's training samples, shape (M,), on the CPU."""
     batches = client.batches(client.samples)
-    losses = _Losses(copy_module(client.module)).to(batches.x.device).eval()  # pyright: ignore[reportArgumentType]
+    losses = _Losses(evaluation_copy(client, batches))  # pyright: ignore[reportArgumentType]
     prior = log_pi.to(batches.x.device)
     sums = [(prior - losses(x, y)).softmax(1).double().sum(0) for x, y in batches]
     return (torch.stack(sums).sum(0) / len(client.samples)).to(log_pi)

@@ -18,7 +18,8 @@ class FedBN(Algorithm):
     """FedAvg of all but batch normalization, whose weights, biases and running statistics each client keeps.
 
     The layers are found by their type, not by their names, which may be ``downsample.1``. A client outside the
-    federation trains its own, with the rest as the server has it.
+    federation trains its own, with the rest as the server has it. One that never takes part is evaluated with the
+    initial ones, whose running statistics are not those of any data.
 
     Args:
         shared: glob patterns of the parameters and buffers that are averaged, unless they belong to batch
@@ -55,6 +56,11 @@ class FedBN(Algorithm):
         """The shared tensors of this phase's module, whose layers are found again: ``check`` may have seen others."""
         self._private = batch_norm_names(module)
         return super().server_init(module)
+
+    def client_init(self, client: Client, sent: Tree) -> dict[str, Any]:
+        """Loads the tensors; finds the layers again, because a resumed phase has no ``server_init``."""
+        self._private = batch_norm_names(client.module)
+        return super().client_init(client, sent)
 
     def client_final(self, client: Client, const: dict[str, Any]) -> Update:
         """Weighs the update as ``weighting`` says."""

@@ -30,6 +30,7 @@ from fedmoe_pl.algorithms.low_rank import compressed, expanded
 from fedmoe_pl.algorithms.parts import (
     both_logits,
     check_both_experts,
+    check_fixed_gate,
     distillation_loss,
     logits_loss,
     mean_of_labelled,
@@ -89,8 +90,9 @@ class FedKD(Algorithm):
         self.weighting: Weighting = weighting
 
     def check(self, module: LightningModule) -> None:
-        """Refuses patterns that match nothing, and a module without a global and a local expert that fit the loss."""
+        """Refuses patterns that match nothing, a module without two experts that fit the loss, and a trained gate."""
         check_both_experts(self, module, splits=self.hidden_states)
+        check_fixed_gate(self, module)
         super().check(module)
         if self.hidden_states:
             self._check_features(copy_module(module).eval())

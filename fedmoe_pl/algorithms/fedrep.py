@@ -30,7 +30,7 @@ class FedRep(Algorithm):
     """Averages the body; each client trains first its own head, then the body, each with the other one frozen.
 
     The head is all that is not shared. Its epochs come first in every round, the phase's ``max_epochs`` counts those of
-    head and body together. If there are no more than ``head_epochs``, the body stays as it is.
+    head and body together, and must be above ``head_epochs``.
 
     Args:
         shared: glob patterns of the body's parameters and buffers, which are averaged.

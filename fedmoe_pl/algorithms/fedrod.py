@@ -28,8 +28,7 @@ from torch import Tensor
 
 from fedmoe_pl.algorithms.algorithm import Algorithm
 from fedmoe_pl.algorithms.client import Client, Update
-from fedmoe_pl.algorithms.parts import check_expert, copy_of_global_expert, split_expert
-from fedmoe_pl.models import FixedGate
+from fedmoe_pl.algorithms.parts import check_expert, check_fixed_gate, copy_of_global_expert, split_expert
 from fedmoe_pl.trees import Tree, load_tree, subtree, with_prefix
 
 _GENERIC, _PERSONAL = "global_expert.", "local_expert."
@@ -66,12 +65,8 @@ class FedRoD(Algorithm):
         check_expert(self, module, "global_expert", splits=True)
         copy_of_global_expert(self, module)
         super().check(module)
-        name, gate, mixing = type(module).__name__, getattr(module, "gate", None), getattr(module, "mixing", None)
-        if not isinstance(gate, FixedGate):
-            raise MisconfigurationException(
-                f"{name}: gate is a {type(gate).__name__}, but must be EqualWeights, GlobalOnly or another fixed one, "
-                "because FedRoD trains no gate."
-            )
+        check_fixed_gate(self, module)
+        name, mixing = type(module).__name__, getattr(module, "mixing", None)
         if mixing != "logits":
             raise MisconfigurationException(
                 f"{name}: mixing is '{mixing}', but must be logits, because FedRoD adds the logits of two heads."

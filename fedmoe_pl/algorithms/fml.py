@@ -22,7 +22,7 @@ from torch import Tensor
 from fedmoe_pl.algorithms.algorithm import Algorithm
 from fedmoe_pl.algorithms.client import Client, Update
 from fedmoe_pl.algorithms.fedavg import Weighting, check_weighting, weighted
-from fedmoe_pl.algorithms.parts import both_logits, check_both_experts, distillation_loss, logits_loss
+from fedmoe_pl.algorithms.parts import both_logits, check_both_experts, check_fixed_gate, distillation_loss, logits_loss
 
 
 class FML(Algorithm):
@@ -60,8 +60,9 @@ class FML(Algorithm):
         self.weighting: Weighting = weighting
 
     def check(self, module: LightningModule) -> None:
-        """Refuses patterns that match nothing, and a module without a global and a local expert."""
+        """Refuses patterns that match nothing, a module without a global and a local expert, and a trained gate."""
         check_both_experts(self, module)
+        check_fixed_gate(self, module)
         super().check(module)
 
     def client_loss(

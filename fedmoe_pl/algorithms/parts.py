@@ -14,7 +14,8 @@ from torch.func import functional_call, grad
 
 from fedmoe_pl.algorithms.algorithm import Algorithm
 from fedmoe_pl.algorithms.client import Client
-from fedmoe_pl.models import MixtureOfExperts, SparseMoE
+from fedmoe_pl.data import Batches
+from fedmoe_pl.models import FixedGate, MixtureOfExperts, SparseMoE
 from fedmoe_pl.trees import Tree, copy_module, load_tree, subtree, with_prefix
 
 
@@ -47,6 +48,24 @@ def check_both_experts(algorithm: Algorithm, module: LightningModule, splits: bo
     """Refuses a module without a ``global_expert`` and a ``local_expert``; arguments as in :func:`check_expert`."""
     for expert in ("global_expert", "local_expert"):
         check_expert(algorithm, module, expert, splits)
+
+
+def check_fixed_gate(algorithm: Algorithm, module: LightningModule) -> None:
+    """Refuses a module whose gate has parameters to train, for an algorithm whose loss leaves the gate out.
+
+    Args:
+        algorithm: the algorithm, for the message.
+        module: the phase's module; one without a ``gate`` is accepted.
+
+    Raises:
+        MisconfigurationException: if there is a gate and it is not a ``FixedGate``.
+    """
+    gate = getattr(module, "gate", None)
+    if gate is not None and not isinstance(gate, FixedGate):
+        raise MisconfigurationException(
+            f"{type(module).__name__}: gate is a {type(gate).__name__}, but must be EqualWeights, GlobalOnly or "
+            f"another fixed one, because {type(algorithm).__name__} trains no gate."
+        )
 
 
 def expert_prefix(expert: str) -> str:
@@ -140,15 +159,24 @@ def training_gradient(client: Client, expert: str, tensors: Tree) -> Tree:
     total: Tree = {}
     with torch.inference_mode(False):  # models are evaluated in inference mode, where nothing can be differentiated
         batches = client.batches(client.samples)
-        module = copy_module(client.module)
+        module = evaluation_copy(client, batches)
         load_tree(module, tensors)
-        module = module.to(batches.x.device).eval()
         parameters = trained_parameters(module, expert)
         for batch in batches:
             gradient = expert_gradient(module, expert, parameters, batch)
             for name, tensor in gradient.items():
                 total[name] = total.get(name, 0) + tensor.detach().cpu() * (len(batch[1]) / len(client.samples))
     return total
+
+
+def evaluation_copy(client: Client, batches: Batches) -> LightningModule:
+    """A copy of a client's module in eval mode, on the device of the samples, which may be another than the module's.
+
+    Args:
+        client: the client.
+        batches: the samples.
+    """
+    return copy_module(client.module).to(batches.x.device).eval()
 
 
 def trained_parameters(module: LightningModule, expert: str) -> Tree:
@@ -195,7 +223,8 @@ def check_sparse(
         The module.
 
     Raises:
-        MisconfigurationException: if it is another model, its gate does not fit, or clients differ in their experts.
+        MisconfigurationException: if it is another model, its gate does not fit, clients differ in their experts, or
+            it has a balancing loss, which the losses of these algorithms leave out.
     """
     name = type(algorithm).__name__
     sparse = module if isinstance(module, SparseMoE) else None
@@ -207,6 +236,11 @@ def check_sparse(
     if isinstance(sparse.num_experts, list):
         raise MisconfigurationException(
             f"{name}: num_experts is {sparse.num_experts}, but must be one number, the same for all clients."
+        )
+    if sparse.load_balancing:
+        raise MisconfigurationException(
+            f"{name}: load_balancing is {sparse.load_balancing}, but must be 0, because the loss of {name} has no such "
+            "term."
         )
     return sparse
 

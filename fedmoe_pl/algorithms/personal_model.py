@@ -10,7 +10,7 @@ from lightning.pytorch import LightningModule
 from fedmoe_pl.algorithms.algorithm import Algorithm
 from fedmoe_pl.algorithms.client import Client, Update
 from fedmoe_pl.algorithms.fedavg import Weighting, check_weighting, weighted
-from fedmoe_pl.algorithms.parts import copy_of_global_expert
+from fedmoe_pl.algorithms.parts import check_fixed_gate, copy_of_global_expert
 from fedmoe_pl.trees import Tree, load_tree, of_module, subtree, with_prefix
 
 _FOR_NEWCOMERS = "newcomers/sends_v"  # name of a tensor: the server sends the start of v, too
@@ -32,14 +32,17 @@ class PersonalModel(Algorithm):
         MisconfigurationException: if ``weighting`` is neither of these.
     """
 
+    replaced_parts = ("local_expert",)
+
     def __init__(self, weighting: Weighting) -> None:
         check_weighting(self, weighting)
         super().__init__("global_expert.*", ["global_expert.*", "local_expert.*"])
         self.weighting: Weighting = weighting
 
     def check(self, module: LightningModule) -> None:
-        """Refuses a module without two experts of one architecture."""
+        """Refuses a module without two experts of one architecture, and one with a trained gate."""
         copy_of_global_expert(self, module)
+        check_fixed_gate(self, module)
         super().check(module)
 
     def server_init(self, module: LightningModule) -> Tree:

@@ -62,6 +62,7 @@ class PersonalizedExpert(Algorithm):
     """
 
     federated = False
+    replaced_parts = ("local_expert",)
 
     def __init__(
         self,
@@ -166,6 +167,7 @@ class PFLMoE(Algorithm):
         self.gate_fraction = gate_fraction
         self.interleaved = interleaved
         self.needed_part = "global_expert" if interleaved else "local_expert"
+        self.replaced_parts = ("local_expert",) if interleaved else ()
         self.frozen_train_mode = frozen_train_mode
 
     def follows(self, earlier: Algorithm) -> bool:

@@ -94,7 +94,8 @@ def check_start(
         module_of: makes the module of an earlier phase, by its name.
 
     Raises:
-        MisconfigurationException: if a part does not exist, differs between the models, or none is in both.
+        MisconfigurationException: if a part does not exist, is replaced by the algorithm, differs between the models,
+            or none is in both.
     """
     shapes = _shapes(module)
     for part in [] if isinstance(start, str) else start:
@@ -102,6 +103,11 @@ def check_start(
             raise MisconfigurationException(
                 f"{phase}: start is {start}, whose '{part}' must be a part of the {type(module).__name__}: "
                 f"{', '.join(shapes)}."
+            )
+        if part in phase.algorithm.replaced_parts:
+            raise MisconfigurationException(
+                f"{phase}: start is {start}, but must leave out '{part}', which {type(phase.algorithm).__name__} "
+                "starts as a copy of another part."
             )
     if isinstance(start, str) and phase.model is None:
         return  # the same model

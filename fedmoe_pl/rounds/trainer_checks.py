@@ -94,7 +94,9 @@ def check_client_trainer(phase: Phase, trainer: dict[str, Any], datamodule: Fede
 
 
 def check_trained(phase: Phase, module: LightningModule, max_epochs: int) -> None:
-    """Refuses arguments of the clients' training in a phase that trains no parameter.
+    """Refuses arguments of the clients' training in a phase that trains no parameter, and one that trains in vain.
+
+    Training is in vain if clients share parameters, but train only others, because of too few epochs or rounds.
 
     Args:
         phase: the phase.
@@ -102,14 +104,25 @@ def check_trained(phase: Phase, module: LightningModule, max_epochs: int) -> Non
         max_epochs: local epochs of a client in a round.
 
     Raises:
-        MisconfigurationException: if there is such an argument.
+        MisconfigurationException: if there is such an argument, or no shared parameter is trained.
     """
+    is_trainable, is_shared = phase.algorithm.is_trainable, phase.algorithm.is_shared
+    parameters = [name for name, parameter in module.named_parameters() if parameter.requires_grad]
+
+    def some_are_trained(names: list[str]) -> bool:
+        epochs = ((round, epoch) for round in range(phase.rounds) for epoch in range(max_epochs))
+        return any(is_trainable(name, *epoch) for epoch in epochs for name in names)
+
+    is_trained = some_are_trained(parameters)
+    shared = [name for name, _ in module.named_parameters() if is_shared(name)]
+    to_train = [name for name in parameters if name in shared]
+    if is_trained and shared and not phase.ckpt_path and not some_are_trained(to_train):
+        raise MisconfigurationException(
+            f"{phase}: max_epochs is {max_epochs}, but must be higher or other parameters be shared, because "
+            f"{type(phase.algorithm).__name__} trains none of the shared ones, such as '{shared[0]}', in any epoch."
+        )
     names = ("batch_size", "optimizer", "lr_scheduler", "round_lr_scheduler", "keep_optimizer", "callbacks", "trainer")
     given = [name for name in names if getattr(phase, name) not in (None, False)]
-    if not given:
-        return
-    parameters = [name for name, parameter in module.named_parameters() if parameter.requires_grad]
-    epochs = ((round, epoch) for round in range(phase.rounds) for epoch in range(max_epochs))
-    if not any(phase.algorithm.is_trainable(name, *epoch) for epoch in epochs for name in parameters):
+    if given and not is_trained:
         reason = "its model has no parameter that it trains" if max_epochs else "max_epochs is 0"
         raise MisconfigurationException(f"{phase}: {given[0]} is given, but must be left out, because {reason}.")

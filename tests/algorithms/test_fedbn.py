@@ -7,6 +7,7 @@ import torch
 from helpers import Expert, assert_same_bits, blobs, mixture, phase, run, tensors
 from helpers.backends import WithBatchNorm, local_training, train
 from helpers.bare import COHORTS, SEED, round_batches, sgd
+from helpers.runs import Kill, assert_same, federation
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch import nn
 
@@ -111,6 +112,22 @@ def test_one_object_serves_phases_with_different_models(tmp_path):
     other.extractor = nn.Sequential(nn.BatchNorm1d(5), nn.Linear(5, 6))
     module = mixture(GlobalOnly(), other)
     assert fedbn.server_init(module).keys().isdisjoint(name for name in tensors(module) if ".extractor.0." in name)
+
+
+def test_a_phase_resumed_with_such_an_object_still_finds_its_own_layers(tmp_path):
+    other = WithBatchNorm()
+    other.extractor = nn.Sequential(nn.BatchNorm1d(5), nn.Linear(5, 6), nn.Tanh())
+
+    def fitted(path, ckpt_path=None, **kwargs):
+        fedbn, of_other = FedBN(EXPERT + "*"), mixture(GlobalOnly(), copy.deepcopy(other), optimizer=sgd)
+        phases = [phase("one", fedbn, rounds=2), phase("two", fedbn, model=of_other, start="initial")]
+        run = federation(path, phases, **kwargs)
+        run.fit(model(), blobs(), ckpt_path=ckpt_path)
+        return run.run.states["one"]
+
+    with pytest.raises(KeyboardInterrupt):
+        fitted(tmp_path, callbacks=[Kill("on_round_end", 1)])
+    assert_same(fitted(tmp_path, "last").server, fitted(tmp_path / "whole").server)
 
 
 @pytest.mark.parametrize(

@@ -71,13 +71,6 @@ def test_fedrep_is_fedavg_without_a_head_and_local_without_a_body(tmp_path):
         assert_same_bits(dict(states["none"].kept[client]), dict(states["Local"].kept[client]))
 
 
-def test_with_no_epochs_left_for_it_the_body_stays(tmp_path):
-    model = two_experts()
-    state = run([phase("it", FedRep(head_epochs=2))], model, blobs(), tmp_path, 2).run.states["it"]
-    assert_near(of_tree(state.server), values(model)[:2], 1e-15)
-    assert all(of_tree(tree, HEAD) for tree in state.kept.values())
-
-
 def test_the_last_extra_round_is_a_phase_of_local_that_trains_the_heads(tmp_path):
     phases = [
         phase("FedRep", FedRep(head_epochs=1), rounds=2, clients_per_round=2),
@@ -101,6 +94,15 @@ def test_only_the_body_is_sent():
     assert update.sent.keys() == tensors(model, "global_expert.extractor.").keys()
     assert all(tree.keys() == tensors(model, HEAD).keys() for tree in kept.values())
     assert subtree(update.sent, "global_expert.")
+
+
+def test_epochs_that_never_reach_the_body_are_refused_before_any_training(tmp_path):
+    with pytest.raises(MisconfigurationException) as error:
+        run([phase("it", FedRep(head_epochs=2))], two_experts(), blobs(), tmp_path, max_epochs=2)
+    assert str(error.value) == (
+        "Phase 'it': max_epochs is 2, but must be higher or other parameters be shared, because FedRep trains none of "
+        "the shared ones, such as 'global_expert.extractor.1.weight', in any epoch."
+    )
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,7 @@ from functools import partial
 import pytest
 import torch
 from helpers import TensorData, blobs, mixture, phase, run, tensors
-from helpers.backends import local_training, train
+from helpers.backends import WithBatchNorm, local_training, train
 from helpers.bare import (
     COHORTS,
     RATE,
@@ -17,6 +17,7 @@ from helpers.bare import (
     of_tree,
     quadratic,
     round_batches,
+    sgd,
     two_experts,
     values,
 )
@@ -102,6 +103,19 @@ def test_theta_is_evaluated_and_a_client_that_never_took_part_uses_the_server_s_
         used = values(federation.client_module("it", client), "local_expert.")
         expected = of_tree(state.kept[client], "local_") if client in state.kept else of_tree(state.server)
         assert all(map(torch.equal, used, expected))
+
+
+def test_theta_keeps_its_running_statistics_from_round_to_round_and_w_those_of_the_start(tmp_path):
+    model = mixture(LocalOnly(), WithBatchNorm(), optimizer=sgd)
+    phases = [phase(str(rounds), PFedMe(**GIVEN), rounds=rounds) for rounds in (1, 3)]
+    one, three = run(phases, model, blobs(), tmp_path, EPOCHS).run.states.values()
+    layer = "extractor.1."
+    for client in range(3):
+        batches = [of.kept[client][f"local_expert.{layer}num_batches_tracked"].item() for of in (one, three)]
+        assert batches[0] and batches[1] == 3 * batches[0]
+    for name in ("running_mean", "running_var"):
+        start = model.state_dict()[f"global_expert.{layer}{name}"]
+        assert torch.equal(three.server[f"global_expert.{layer}{name}"], start)
 
 
 def test_a_round_with_a_learning_rate_of_0_changes_nothing_of_w(tmp_path):

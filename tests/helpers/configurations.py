@@ -62,7 +62,7 @@ def shortened(config: dict, folder: Path) -> dict:
     data["num_clients"] = 4
     for phase in federation["phases"]:
         phase["rounds"] = 1
-        phase["max_epochs"] = min(1 if phase.get("max_epochs") is None else phase["max_epochs"], 1)
+        phase["max_epochs"] = min(1 if phase.get("max_epochs") is None else phase["max_epochs"], _fewest_epochs(phase))
         phase.pop("monitor_from_round", None)
         if (phase.get("clients_per_round") or 0) > 1:
             phase["clients_per_round"] = 1 if _most_opt_out(phase) else 2
@@ -72,6 +72,13 @@ def shortened(config: dict, folder: Path) -> dict:
     config["trainer"]["accelerator"] = "cpu"
     federation["default_root_dir"] = str(folder / "runs")
     return config
+
+
+def _fewest_epochs(phase: dict) -> int:
+    """The number of epochs from which on the phase trains what clients share."""
+    algorithm = phase["algorithm"]
+    head_epochs = (algorithm.get("init_args") or {}).get("head_epochs", 0) if isinstance(algorithm, dict) else 0
+    return 2 if algorithm == "FedPAC" else head_epochs + 1
 
 
 def _most_opt_out(phase: dict) -> bool:

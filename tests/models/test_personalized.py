@@ -113,3 +113,17 @@ def test_a_gate_s_own_learning_rate_goes_with_any_optimizer_and_must_not_be_nega
     assert rates == expected
     with pytest.raises(MisconfigurationException, match="PersonalizedMoE: gate_lr is -1, but must be at least 0"):
         PersonalizedMoE(Expert(), gate_lr=-1)
+
+
+def test_experts_of_several_architectures_are_checked_without_a_copy_of_the_command_lines_optimizer():
+    class Parser:
+        """What LightningCLI's optimizers hold; it has the data."""
+
+        def __deepcopy__(self, memo):
+            raise AssertionError("copied")
+
+    def optimizer(parser, parameters):
+        return torch.optim.SGD(parameters, lr=0.1)
+
+    optimizer.__module__ = "jsonargparse._typehints"
+    PersonalizedMoE(SmallMLP(), [SmallMLP(), SmallMLP()], optimizer=partial(optimizer, Parser()))

@@ -8,7 +8,7 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch import nn
 
 from fedmoe_pl import Federation, PersonalizedMoE, Phase
-from fedmoe_pl.algorithms import FedAvg, Local, PersonalizedExpert, PFLMoE, SpecialistMixture
+from fedmoe_pl.algorithms import Ditto, FedAvg, Local, PersonalizedExpert, PFLMoE, SpecialistMixture
 from fedmoe_pl.cli import main
 from fedmoe_pl.models import GlobalOnly, LinearGate, LocalOnly
 from fedmoe_pl.rounds.checkpoint import load_checkpoint
@@ -245,6 +245,14 @@ def test_parts_that_do_not_fit_are_refused_before_any_training(tmp_path):
     assert "start is 'FedPer', but the model of 'FedPer' differs from the phase's own in 'global_expert'" in sentence
     sentence = refused(tmp_path, Phase("G", Local(), model=Other(), start="FedPer", evaluate=False))
     assert "the model of 'FedPer' has no part of the phase's own" in sentence
+
+
+@pytest.mark.parametrize("algorithm", [Ditto(), PersonalizedExpert(), PFLMoE(interleaved=True)])
+def test_a_part_that_the_algorithm_makes_anew_cannot_start_from_a_phase(tmp_path, algorithm):
+    name = type(algorithm).__name__
+    assert refused(tmp_path, Phase("G", algorithm, start=BOTH)) == (
+        f"Phase 'G': start is {BOTH}, but must leave out 'local_expert', which {name} starts as a copy of another part."
+    )
 
 
 def test_an_own_model_takes_the_parts_that_both_have_and_begins_its_other_parts_anew(tmp_path):

@@ -13,6 +13,7 @@ from fedmoe_pl.models.gates.fixed import EqualWeights, FixedGate
 from fedmoe_pl.models.gates.gate import Gate
 from fedmoe_pl.models.mixtures.architectures import Architectures
 from fedmoe_pl.models.mixtures.mixture import Mixing, MixtureOfExperts, mix_outputs, run_once
+from fedmoe_pl.trees import copy_module
 
 
 class PersonalizedMoE(MixtureOfExperts):
@@ -87,7 +88,7 @@ class PersonalizedMoE(MixtureOfExperts):
         super().check_parts()
         if isinstance(self.local_expert, Architectures):
             for index in [*self.local_expert.present]:  # the other architectures are not in this module's mix
-                one = copy.deepcopy(self)
+                one = copy_module(self)
                 one.keep_architecture(index)
                 run_once(one, global_expert)
         run_once(self, global_expert)
