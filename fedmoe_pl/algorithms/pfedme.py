@@ -38,7 +38,8 @@ class PFedMe(PersonalModel):
     ``w`` the step ``w - lr weight (w - theta)``, with the learning rate ``lr`` of the model's plain SGD. A client keeps
     its last ``theta``, which a phase with the gate ``LocalOnly`` evaluates; one that never took part uses the server's
     ``w``.
-    ``w`` is never run: running statistics of batch normalization follow ``theta`` and are not averaged.
+    ``w`` is never run: its running statistics of batch normalization stay as they were when the phase began, and
+    clients that never took part use them. Those of ``theta`` go on from round to round, and are not averaged.
 
     Args:
         weight: lambda, the weight of the term.
@@ -85,9 +86,10 @@ class PFedMe(PersonalModel):
         learning_rate(self, module)
 
     def client_init(self, client: Client, sent: Tree) -> dict[str, Any]:
-        """Line 4: receives ``w``, the start of ``theta``."""
+        """Line 4: receives ``w``, the start of ``theta``, whose buffers are those that the client kept."""
         super().client_init(client, sent)
-        load_tree(client.module, copy_of_global_expert(self, client.module))
+        start, parameters = copy_of_global_expert(self, client.module), dict(client.module.named_parameters())
+        load_tree(client.module, {name: tensor for name, tensor in start.items() if name in parameters})
         rate = learning_rate(self, client.module)
         names = [*trained_parameters(client.module, "local_expert")]
         return {"names": names, "per_rate": 1 / rate if rate else 0.0}
