@@ -141,7 +141,7 @@ def most_distant(shares: Tensor, number: int) -> Tensor:
 
     Example:
         >>> most_distant(torch.tensor([[0.6, 0.4], [1.0, 0.0], [0.0, 1.0], [0.9, 0.1]]), 2)
-        tensor([1, 2])
+        tensor([2, 1])
     """
     distances = (shares - shares.mean(0)).abs().sum(1)
     chosen = [int(distances.argmax())]

@@ -77,8 +77,9 @@ def shortened(config: dict, folder: Path) -> dict:
 def _fewest_epochs(phase: dict) -> int:
     """The number of epochs from which on the phase trains what clients share."""
     algorithm = phase["algorithm"]
-    head_epochs = (algorithm.get("init_args") or {}).get("head_epochs", 0) if isinstance(algorithm, dict) else 0
-    return 2 if algorithm == "FedPAC" else head_epochs + 1
+    algorithm = {"class_path": algorithm} if isinstance(algorithm, str) else algorithm
+    head_epochs = (algorithm.get("init_args") or {}).get("head_epochs", 0)
+    return 2 if algorithm["class_path"].endswith("FedPAC") else head_epochs + 1
 
 
 def _most_opt_out(phase: dict) -> bool:
