@@ -14,7 +14,7 @@ from fedmoe_pl.models import GlobalOnly, LocalOnly
 from fedmoe_pl.rounds.phase import Phase
 from fedmoe_pl.trees import of_module, subtree
 
-METHODS = {
+CASES = {
     "Ditto": (lambda: Ditto(0.7), LocalOnly),
     "FedRep": (lambda: FedRep(head_epochs=1), GlobalOnly),
     "FedBN": (lambda: FedBN("global_expert.*"), GlobalOnly),
@@ -30,17 +30,17 @@ def model(name):
     return mixture(GlobalOnly(), WithBatchNorm(), optimizer=sgd) if name == "FedBN" else two_experts()
 
 
-@pytest.mark.parametrize("name", METHODS)
+@pytest.mark.parametrize("name", CASES)
 def test_clients_in_stacks_take_the_steps_of_clients_alone(name):
-    algorithm, module = METHODS[name][0](), model(name)
+    algorithm, module = CASES[name][0](), model(name)
     algorithm.check(module)
     assert_agree(local_training(module, algorithm, blobs(UNEQUAL, batch_size=10)), 1e-10)
 
 
-@pytest.mark.parametrize("name", [name for name in METHODS if name not in ("FedBN", "Per-FedAvg, second order")])
+@pytest.mark.parametrize("name", [name for name in CASES if name not in ("FedBN", "Per-FedAvg, second order")])
 def test_stacks_have_the_statistics_of_batch_normalization_of_clients_alone(name):
     module = mixture(GlobalOnly(), WithBatchNorm(), optimizer=sgd)
-    assert_agree(local_training(module, METHODS[name][0](), blobs(UNEQUAL, batch_size=10)), 1e-10)
+    assert_agree(local_training(module, CASES[name][0](), blobs(UNEQUAL, batch_size=10)), 1e-10)
 
 
 def test_second_order_through_batch_normalization_is_not_stacked():
@@ -51,7 +51,7 @@ def test_second_order_through_batch_normalization_is_not_stacked():
 
 
 def fitted(path, name, ckpt_path=None, **kwargs):
-    algorithm, gate = METHODS[name]
+    algorithm, gate = CASES[name]
     phases = [Phase(name, algorithm(), rounds=3, clients_per_round=2, gate=gate())]
     trainer = {"max_epochs": 2, "accelerator": "cpu", "devices": kwargs.pop("devices", 1)}
     one = federation(path, phases, trainer=trainer, seed=3, **kwargs)
@@ -59,7 +59,7 @@ def fitted(path, name, ckpt_path=None, **kwargs):
     return one
 
 
-@pytest.mark.parametrize("name", [name for name in METHODS if name != "Per-FedAvg, second order"])
+@pytest.mark.parametrize("name", [name for name in CASES if name != "Per-FedAvg, second order"])
 def test_a_run_killed_and_resumed_ends_with_the_same_bits(name, tmp_path):
     whole = fitted(tmp_path / "whole", name)
     with pytest.raises(KeyboardInterrupt):
@@ -79,10 +79,10 @@ def test_two_workers_give_the_bits_of_one_process(name, tmp_path):
     assert_same(one.results[name].clients, two.results[name].clients)
 
 
-@pytest.mark.parametrize("name", [name for name in METHODS if name != "Per-FedAvg, second order"])
+@pytest.mark.parametrize("name", [name for name in CASES if name != "Per-FedAvg, second order"])
 def test_a_newcomer_has_a_model_of_its_own_around_what_the_server_sends(name, tmp_path):
     first = fitted(tmp_path, name)
-    algorithm, gate = METHODS[name]
+    algorithm, gate = CASES[name]
     data = blobs(sizes=(9, 8))
     data.x = data.x + 0.5
     phases = [Phase(name, algorithm(), gate=gate())]
