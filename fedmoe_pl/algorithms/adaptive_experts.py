@@ -28,10 +28,10 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import LightningModule
 
 from fedmoe_pl.algorithms.algorithm import Algorithm, check_names
+from fedmoe_pl.algorithms.checks import missing_federation
 from fedmoe_pl.algorithms.client import Client, Update
 from fedmoe_pl.algorithms.clusters import best_cluster, check_first_place, choice_generator, experts_of, moved
 from fedmoe_pl.algorithms.ifca import EpsilonGreedyIFCA
-from fedmoe_pl.algorithms.parts import missing_federation
 from fedmoe_pl.models import FixedGate
 from fedmoe_pl.trees import Tree, load_tree
 
@@ -44,7 +44,7 @@ class FineTunedCluster(Algorithm):
     """
 
     federated = False
-    needed_part = "global_experts"
+    needed_parts = ("global_experts",)
     needs_all_clients = True  # a client that misses the first round would never choose a cluster
 
     def __init__(self, trainable: str | list[str] = "global_experts.0.*") -> None:
@@ -86,7 +86,7 @@ class ClusterMixture(Algorithm):
     """
 
     federated = False
-    needed_part = "global_experts"
+    needed_parts = ("global_experts",)
     gate_starts_anew = True
 
     def __init__(self, trainable: str | list[str] = "gate.*", frozen_train_mode: bool = False) -> None:

@@ -44,7 +44,7 @@ class Algorithm:
         renames_parameters: whether a client may train another parameter under a name; its optimizer cannot be kept.
         needs_plain_steps: whether gradients must not be clipped, because the algorithm computes with plain SGD steps.
         sends_changes: whether the server sends changes of parameters, which an optimizer must not change again.
-        needed_part: the part of the module that ``missing_start`` is about; a ``start`` by parts must name it.
+        needed_parts: the parts of the module that ``missing_start`` is about; a ``start`` by parts must name them.
         replaced_parts: the parts that ``server_init`` makes anew; a ``start`` by parts must not name them.
     """
 
@@ -57,7 +57,7 @@ class Algorithm:
     renames_parameters: bool = False
     needs_plain_steps: bool = False
     sends_changes: bool = False
-    needed_part: str = "global_expert"
+    needed_parts: Sequence[str] = ("global_expert",)
     replaced_parts: Sequence[str] = ()
 
     def __init__(self, shared: str | list[str] = "*", trainable: str | list[str] = "*") -> None:
@@ -95,7 +95,7 @@ class Algorithm:
         return ""
 
     def missing_part(self, earlier: Sequence[Algorithm]) -> str:
-        """The same for a ``start`` by parts, with the algorithms that ``needed_part`` goes back to."""
+        """The same for a ``start`` by parts, with the algorithms that one of ``needed_parts`` goes back to."""
         return self.missing_start(earlier)
 
     def participants(self, clients: Sequence[int], seed: int) -> Sequence[int]:
@@ -264,6 +264,11 @@ class Algorithm:
             server: the server's state.
         """
         return client.module
+
+    @property
+    def has_predictor(self) -> bool:
+        """Whether clients predict with more than their module; by default, if ``predictor`` is overridden."""
+        return overrides(self, "predictor")
 
     def received(self, server: Tree, client_id: int, kept: Tree) -> Tree:
         """The tensors that a client receives in answer to its request."""

@@ -15,8 +15,8 @@ from lightning.pytorch import LightningModule
 from torch import Tensor
 
 from fedmoe_pl.algorithms.client import Client
-from fedmoe_pl.algorithms.parts import logits_loss, mean_of_labelled, split_expert
-from fedmoe_pl.trees import Tree, copy_module
+from fedmoe_pl.algorithms.parts import evaluation_copy, logits_loss, mean_of_labelled, split_expert
+from fedmoe_pl.trees import Tree
 
 
 @torch.no_grad()
@@ -35,7 +35,7 @@ def class_means(
         Means (C, F) and counts (C,), on the CPU.
     """
     batches = client.batches(client.samples)
-    module = copy_module(client.module).to(batches.x.device).eval()
+    module = evaluation_copy(client, batches)
     num_classes = client.datamodule.num_classes
     first = vectors(module, batches.x[:1]).flatten(1)  # a client without samples has means of this width, too
     sums = first.new_zeros(num_classes, first.shape[1])

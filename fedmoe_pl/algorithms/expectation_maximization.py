@@ -13,8 +13,9 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from fedmoe_pl.algorithms.algorithm import Algorithm
+from fedmoe_pl.algorithms.checks import check_sparse
 from fedmoe_pl.algorithms.client import Client
-from fedmoe_pl.algorithms.parts import check_sparse, evaluation_copy
+from fedmoe_pl.algorithms.parts import evaluation_copy
 from fedmoe_pl.models import MixtureWeights, SparseMoE
 from fedmoe_pl.models.layers import evaluating
 from fedmoe_pl.trees import Tree, load_tree

@@ -26,6 +26,7 @@ from lightning.pytorch import LightningModule
 from torch import Tensor
 
 from fedmoe_pl.algorithms.algorithm import Algorithm
+from fedmoe_pl.algorithms.checks import check_only_expert
 from fedmoe_pl.algorithms.class_means import (
     class_means,
     combine_class_means,
@@ -34,7 +35,7 @@ from fedmoe_pl.algorithms.class_means import (
     rows_of_labels,
 )
 from fedmoe_pl.algorithms.client import Client, Update
-from fedmoe_pl.algorithms.parts import check_expert, expert_prefix, logits_loss
+from fedmoe_pl.algorithms.parts import expert_prefix, logits_loss
 from fedmoe_pl.trees import Tree, subtree, with_prefix
 
 Outputs = Literal["probabilities", "logits"]
@@ -72,8 +73,8 @@ class FD(Algorithm):
         self.outputs = outputs
 
     def check(self, module: LightningModule) -> None:
-        """Refuses a module without the expert."""
-        check_expert(self, module, self.expert)
+        """Refuses a module without the expert, and a trained gate."""
+        check_only_expert(self, module, self.expert)
         super().check(module)
 
     def is_shared(self, name: str) -> bool:

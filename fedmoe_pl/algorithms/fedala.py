@@ -24,8 +24,9 @@ from lightning.pytorch import LightningModule
 from torch.func import functional_call
 
 from fedmoe_pl.algorithms.algorithm import Algorithm
+from fedmoe_pl.algorithms.checks import check_only_expert
 from fedmoe_pl.algorithms.client import Client, Update
-from fedmoe_pl.algorithms.parts import check_expert, expert_prefix, floor_of_share, logits_loss
+from fedmoe_pl.algorithms.parts import expert_prefix, floor_of_share, logits_loss
 from fedmoe_pl.trees import Tree, copy_module, load_tree, subtree, with_prefix
 
 _LOCAL, _WEIGHTS = "ala/local/", "ala/weights/"  # prefixes of a parameter's name: theta_l and W
@@ -85,8 +86,8 @@ class FedALA(Algorithm):
         self.batch_size = batch_size
 
     def check(self, module: LightningModule) -> None:
-        """Refuses a module without the expert, or with fewer parameters than are mixed."""
-        check_expert(self, module, self.expert)
+        """Refuses a module without the expert, a trained gate, and more parameters to mix than there are."""
+        check_only_expert(self, module, self.expert)
         parameters = len([*module.get_submodule(self.expert).parameters()])
         if self.last_parameters > parameters:
             raise MisconfigurationException(

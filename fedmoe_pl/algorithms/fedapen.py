@@ -23,9 +23,10 @@ from lightning.pytorch import LightningModule
 from torch import Tensor
 
 from fedmoe_pl.algorithms.algorithm import Algorithm
+from fedmoe_pl.algorithms.checks import check_both_experts
 from fedmoe_pl.algorithms.client import Client, Update
 from fedmoe_pl.algorithms.fedavg import Weighting, check_weighting, weighted
-from fedmoe_pl.algorithms.parts import both_logits, check_both_experts, distillation_loss, logits_loss, set_aside
+from fedmoe_pl.algorithms.parts import both_logits, distillation_loss, logits_loss, set_aside
 from fedmoe_pl.models import MixtureWeights
 from fedmoe_pl.trees import Tree
 

@@ -28,8 +28,8 @@ from lightning.pytorch import LightningModule
 from torch import Tensor
 
 from fedmoe_pl.algorithms.algorithm import Algorithm
+from fedmoe_pl.algorithms.checks import missing_federation
 from fedmoe_pl.algorithms.client import Client
-from fedmoe_pl.algorithms.parts import missing_federation
 from fedmoe_pl.algorithms.shared_experts import SharedExperts, expert_of, mixture_loss
 from fedmoe_pl.trees import Tree, subtree, with_prefix
 
@@ -53,7 +53,7 @@ class FedJETs(SharedExperts):
         MisconfigurationException: if ``experts_per_client`` is below 1.
     """
 
-    needed_part = "embedding"
+    needed_parts = ("embedding", "experts")
 
     def __init__(self, experts_per_client: int = 2, anchors: bool = True) -> None:
         super().__init__(experts_per_client)

@@ -24,18 +24,11 @@ from lightning.pytorch import LightningModule
 from torch import Tensor
 
 from fedmoe_pl.algorithms.algorithm import Algorithm
+from fedmoe_pl.algorithms.checks import check_both_experts, check_fixed_gate
 from fedmoe_pl.algorithms.client import Client, Update
 from fedmoe_pl.algorithms.fedavg import Weighting, check_weighting, weighted
 from fedmoe_pl.algorithms.low_rank import compressed, expanded
-from fedmoe_pl.algorithms.parts import (
-    both_logits,
-    check_both_experts,
-    check_fixed_gate,
-    distillation_loss,
-    logits_loss,
-    mean_of_labelled,
-    split_expert,
-)
+from fedmoe_pl.algorithms.parts import both_logits, distillation_loss, logits_loss, mean_of_labelled, split_expert
 from fedmoe_pl.models.mixtures.architectures import Architectures
 from fedmoe_pl.trees import Tree, copy_module, difference, of_module, subtree, with_prefix
 

@@ -26,9 +26,9 @@ from lightning.pytorch import LightningModule
 from torch import Tensor
 
 from fedmoe_pl.algorithms.client import Client
+from fedmoe_pl.algorithms.parts import evaluation_copy
 from fedmoe_pl.algorithms.shared_experts import SharedExperts, mixture_loss
 from fedmoe_pl.models import SparseMoE
-from fedmoe_pl.trees import copy_module
 
 
 class FedMix(SharedExperts):
@@ -66,7 +66,7 @@ class FedMix(SharedExperts):
     def expert_weights(self, client: Client, experts: list[int]) -> Tensor:
         """The sums of the responsibilities of the trained experts for the client's samples."""
         batches = client.batches(client.samples)
-        module = copy_module(client.module).to(batches.x.device).eval()
+        module = evaluation_copy(client, batches)
         assert isinstance(module, SparseMoE)
         total = torch.full((len(experts),), torch.finfo(torch.float64).tiny, dtype=torch.float64)
         for x, y in batches:

@@ -33,6 +33,7 @@ from lightning.pytorch import LightningModule
 from torch import Tensor
 
 from fedmoe_pl.algorithms.algorithm import Algorithm
+from fedmoe_pl.algorithms.checks import check_only_expert
 from fedmoe_pl.algorithms.class_means import (
     class_means,
     combine_class_means,
@@ -41,7 +42,7 @@ from fedmoe_pl.algorithms.class_means import (
     update_class_means,
 )
 from fedmoe_pl.algorithms.client import Client, Update
-from fedmoe_pl.algorithms.parts import check_expert, expert_prefix, split_expert
+from fedmoe_pl.algorithms.parts import expert_prefix, split_expert
 from fedmoe_pl.algorithms.simplex import simplex_minimum
 from fedmoe_pl.trees import Tree, load_tree, mean_of_two, of_module, subtree, with_prefix
 
@@ -84,8 +85,8 @@ class FedPAC(Algorithm):
         self._classifier = f"{prefix}classifier."
 
     def check(self, module: LightningModule) -> None:
-        """Refuses a module without the expert's two parts."""
-        check_expert(self, module, self.expert, splits=True)
+        """Refuses a module without the expert's two parts, and a trained gate."""
+        check_only_expert(self, module, self.expert, splits=True)
         super().check(module)
 
     def is_trainable(self, name: str, round: int, epoch: int) -> bool:

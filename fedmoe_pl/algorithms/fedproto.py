@@ -27,6 +27,7 @@ from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 
 from fedmoe_pl.algorithms.algorithm import Algorithm
+from fedmoe_pl.algorithms.checks import check_only_expert
 from fedmoe_pl.algorithms.class_means import (
     class_means,
     combine_class_means,
@@ -35,7 +36,7 @@ from fedmoe_pl.algorithms.class_means import (
     update_class_means,
 )
 from fedmoe_pl.algorithms.client import Client, Update
-from fedmoe_pl.algorithms.parts import check_expert, expert_prefix, split_expert
+from fedmoe_pl.algorithms.parts import expert_prefix, split_expert
 from fedmoe_pl.models.mixtures.architectures import Architectures
 from fedmoe_pl.trees import Tree
 
@@ -73,8 +74,8 @@ class FedProto(Algorithm):
         self.prediction = prediction
 
     def check(self, module: LightningModule) -> None:
-        """Refuses a module without the expert's two parts, and architectures whose features differ in width."""
-        check_expert(self, module, self.expert, splits=True)
+        """Refuses a module without the expert's two parts, a trained gate, and features of different widths."""
+        check_only_expert(self, module, self.expert, splits=True)
         super().check(module)
         widths = _widths(module.get_submodule(self.expert))
         if len(widths) > 1:
@@ -112,12 +113,17 @@ class FedProto(Algorithm):
         """The round's prototypes; a class that no client of the round has keeps its earlier one."""
         return update_class_means(server, combined.sent, _PROTOTYPES)
 
+    @property
+    def has_predictor(self) -> bool:
+        """Whether prototypes predict."""
+        return self.prediction == "prototype"
+
     def predictor(self, client: Client, server: Tree) -> Callable[[Tensor], Tensor]:
         """The module, or the nearest prototype of the client's own classes: scores are negative distances."""
         module, labels = client.module, client.datamodule.y[client.samples]
         prototypes, known = received_means(client, server, _PROTOTYPES)
         usable = known & (torch.bincount(labels, minlength=len(known)) > 0)
-        if self.prediction == "head" or not usable.any():
+        if not self.has_predictor or not usable.any():
             return module
 
         def predict(x: Tensor) -> Tensor:

@@ -27,8 +27,9 @@ from lightning.pytorch import LightningModule
 from torch import Tensor
 
 from fedmoe_pl.algorithms.algorithm import Algorithm
+from fedmoe_pl.algorithms.checks import check_expert, check_fixed_gate
 from fedmoe_pl.algorithms.client import Client, Update
-from fedmoe_pl.algorithms.parts import check_expert, check_fixed_gate, copy_of_global_expert, split_expert
+from fedmoe_pl.algorithms.parts import copy_of_global_expert, split_expert
 from fedmoe_pl.trees import Tree, load_tree, subtree, with_prefix
 
 _GENERIC, _PERSONAL = "global_expert.", "local_expert."
@@ -53,6 +54,8 @@ class FedRoD(Algorithm):
     Raises:
         MisconfigurationException: if ``prior_exponent`` is below 0.
     """
+
+    replaced_parts = ("local_expert",)
 
     def __init__(self, prior_exponent: float = 1.0) -> None:
         if not prior_exponent >= 0:

@@ -20,9 +20,10 @@ from lightning.pytorch import LightningModule
 from torch import Tensor
 
 from fedmoe_pl.algorithms.algorithm import Algorithm
+from fedmoe_pl.algorithms.checks import check_both_experts, check_fixed_gate
 from fedmoe_pl.algorithms.client import Client, Update
 from fedmoe_pl.algorithms.fedavg import Weighting, check_weighting, weighted
-from fedmoe_pl.algorithms.parts import both_logits, check_both_experts, check_fixed_gate, distillation_loss, logits_loss
+from fedmoe_pl.algorithms.parts import both_logits, distillation_loss, logits_loss
 
 
 class FML(Algorithm):

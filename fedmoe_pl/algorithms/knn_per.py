@@ -23,9 +23,10 @@ from lightning.pytorch import LightningModule
 from torch import Tensor
 
 from fedmoe_pl.algorithms.algorithm import Algorithm
+from fedmoe_pl.algorithms.checks import check_expert, missing_federation
 from fedmoe_pl.algorithms.client import Client, Update
-from fedmoe_pl.algorithms.parts import check_expert, floor_of_share, missing_federation, split_expert
-from fedmoe_pl.trees import Tree, copy_module
+from fedmoe_pl.algorithms.parts import evaluation_copy, floor_of_share, split_expert
+from fedmoe_pl.trees import Tree
 
 Kernel = Literal["squared", "euclidean"]
 _WEIGHT = "knn/weight"  # a client's lambda
@@ -83,7 +84,8 @@ class KNNPer(Algorithm):
         self.kernel = kernel
         self.scale = scale
         self.weight = weight
-        self.expert = self.needed_part = expert
+        self.expert = expert
+        self.needed_parts = (expert,)
 
     def follows(self, earlier: Algorithm) -> bool:
         """Starts from the federated model."""
@@ -125,7 +127,7 @@ class KNNPer(Algorithm):
         queries, rest = samples.tensor_split([len(samples) // 5 or min(1, len(samples) - 1)])
         if not self._number(rest):
             return 0.0
-        module = copy_module(client.module).to(client.datamodule.x.device).eval()
+        module = evaluation_copy(client, client.batches(queries))
         neighbors = self._neighbors(module, client, rest)
         correct = torch.zeros(len(_GRID), dtype=torch.int64)
         for x, y in client.batches(queries):

@@ -117,7 +117,7 @@ class SpecialistMixture(Algorithm):
     """
 
     federated = False
-    needed_part = "local_expert"
+    needed_parts = ("local_expert",)
     gate_starts_anew = True
 
     def __init__(self, frozen_train_mode: bool = False) -> None:

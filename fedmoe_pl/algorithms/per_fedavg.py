@@ -22,9 +22,9 @@ from torch import Tensor
 from torch.func import functional_call
 
 from fedmoe_pl.algorithms.algorithm import Algorithm
+from fedmoe_pl.algorithms.checks import check_only_expert
 from fedmoe_pl.algorithms.client import Client
 from fedmoe_pl.algorithms.parts import (
-    check_expert,
     expert_gradient,
     expert_loss,
     expert_prefix,
@@ -64,8 +64,8 @@ class PerFedAvg(Algorithm):
         self.expert = expert
 
     def check(self, module: LightningModule) -> None:
-        """Refuses a module without the expert."""
-        check_expert(self, module, self.expert)
+        """Refuses a module without the expert, and a trained gate."""
+        check_only_expert(self, module, self.expert)
         super().check(module)
 
     def client_init(self, client: Client, sent: Tree) -> dict[str, Any]:

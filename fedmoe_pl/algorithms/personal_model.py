@@ -8,9 +8,10 @@ import torch
 from lightning.pytorch import LightningModule
 
 from fedmoe_pl.algorithms.algorithm import Algorithm
+from fedmoe_pl.algorithms.checks import check_fixed_gate
 from fedmoe_pl.algorithms.client import Client, Update
 from fedmoe_pl.algorithms.fedavg import Weighting, check_weighting, weighted
-from fedmoe_pl.algorithms.parts import check_fixed_gate, copy_of_global_expert
+from fedmoe_pl.algorithms.parts import copy_of_global_expert
 from fedmoe_pl.trees import Tree, load_tree, of_module, subtree, with_prefix
 
 _FOR_NEWCOMERS = "newcomers/sends_v"  # name of a tensor: the server sends the start of v, too

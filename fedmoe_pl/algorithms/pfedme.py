@@ -23,9 +23,10 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import LightningModule
 from torch import Tensor
 
+from fedmoe_pl.algorithms.checks import learning_rate
 from fedmoe_pl.algorithms.client import Client, Update
 from fedmoe_pl.algorithms.fedavg import Weighting
-from fedmoe_pl.algorithms.parts import copy_of_global_expert, expert_gradient, learning_rate, trained_parameters
+from fedmoe_pl.algorithms.parts import copy_of_global_expert, expert_gradient, trained_parameters
 from fedmoe_pl.algorithms.personal_model import PersonalModel
 from fedmoe_pl.trees import Tree, inner_product, load_tree, subtree, with_prefix
 

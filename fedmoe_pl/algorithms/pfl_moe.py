@@ -30,17 +30,11 @@ from lightning.pytorch import LightningModule
 from torch import Tensor
 
 from fedmoe_pl.algorithms.algorithm import Algorithm
+from fedmoe_pl.algorithms.checks import check_expert, missing_federation, trains
 from fedmoe_pl.algorithms.client import Client, Update
-from fedmoe_pl.algorithms.parts import (
-    check_expert,
-    copy_of_global_expert,
-    expert_loss,
-    missing_federation,
-    set_aside,
-    trains,
-)
+from fedmoe_pl.algorithms.parts import copy_of_global_expert, evaluation_copy, expert_loss, set_aside
 from fedmoe_pl.data import Batches
-from fedmoe_pl.trees import Tree, copy_module, load_tree
+from fedmoe_pl.trees import Tree, load_tree
 
 _GATE = 1  # separates the gate's share of a client's samples from other shares of them
 
@@ -166,7 +160,7 @@ class PFLMoE(Algorithm):
         super().__init__(trainable=trainable)
         self.gate_fraction = gate_fraction
         self.interleaved = interleaved
-        self.needed_part = "global_expert" if interleaved else "local_expert"
+        self.needed_parts = ("global_expert" if interleaved else "local_expert",)
         self.replaced_parts = ("local_expert",) if interleaved else ()
         self.frozen_train_mode = frozen_train_mode
 
@@ -190,7 +184,7 @@ class PFLMoE(Algorithm):
         return missing and f"{missing} (gate_fraction 0 takes any local expert)"
 
     def check(self, module: LightningModule) -> None:
-        """Refuses a module without two experts, or of two architectures if interleaved, and idle patterns."""
+        """Refuses a module without two experts, unequal ones if interleaved, and patterns without effect."""
         if self.interleaved:
             copy_of_global_expert(self, module)
         for expert in ("global_expert", "local_expert"):
@@ -260,6 +254,6 @@ def _check_patterns(algorithm: Algorithm, module: LightningModule) -> None:
 @torch.no_grad()
 def _mean_loss(client: Client, expert: str, batches: Batches) -> float:
     """Mean loss of one of the client's experts in eval mode, computed on the data's device."""
-    module = copy_module(client.module).to(batches.x.device).eval()
+    module = evaluation_copy(client, batches)
     total = sum(expert_loss(module, expert, batch)[0].item() * len(batch[1]) for batch in batches)
     return total / len(batches.samples)

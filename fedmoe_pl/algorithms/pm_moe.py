@@ -21,8 +21,8 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import LightningModule
 
 from fedmoe_pl.algorithms.algorithm import Algorithm, check_names
+from fedmoe_pl.algorithms.checks import trains
 from fedmoe_pl.algorithms.client import Client
-from fedmoe_pl.algorithms.parts import trains
 from fedmoe_pl.models.mixtures.pooled import PooledMoE
 from fedmoe_pl.trees import Tree, subtree, with_prefix
 
@@ -40,7 +40,7 @@ class PMMoE(Algorithm):
 
     gate_starts_anew = True
     needs_all_clients = True
-    needed_part = "local_expert"
+    needed_parts = ("local_expert",)
 
     def __init__(self) -> None:
         super().__init__(shared=[], trainable="gate.*")

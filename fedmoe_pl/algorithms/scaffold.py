@@ -10,8 +10,8 @@ from lightning.pytorch import LightningModule
 from torch import Tensor
 
 from fedmoe_pl.algorithms.algorithm import Algorithm
+from fedmoe_pl.algorithms.checks import learning_rate
 from fedmoe_pl.algorithms.client import Client, Update
-from fedmoe_pl.algorithms.parts import learning_rate
 from fedmoe_pl.trees import Tree, difference, inner_product, of_algorithm, subtree, with_prefix
 
 _CONTROL = "control/"  # prefix of a parameter's name: its control variate, c on the server and c_i on a client

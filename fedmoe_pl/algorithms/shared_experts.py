@@ -12,11 +12,12 @@ from lightning.pytorch import LightningModule
 from torch import Tensor
 
 from fedmoe_pl.algorithms.algorithm import Algorithm
+from fedmoe_pl.algorithms.checks import check_sparse
 from fedmoe_pl.algorithms.client import Client, Update
-from fedmoe_pl.algorithms.parts import check_sparse
+from fedmoe_pl.algorithms.parts import evaluation_copy
 from fedmoe_pl.models import FixedGate, SparseMoE
 from fedmoe_pl.models.mixtures.mixture import mix_outputs
-from fedmoe_pl.trees import Tree, copy_module, mean_of_two, of_module, subtree, with_prefix
+from fedmoe_pl.trees import Tree, mean_of_two, of_module, subtree, with_prefix
 
 _ASKED = "experts/asked"  # the numbers of the experts that a client asks for, int64 (k,)
 _WEIGHT = "experts/weight/"  # prefix of an expert's number: its weight in the mean, float64 ()
@@ -144,7 +145,7 @@ def expert_of(name: str) -> int | None:
 def _mean_weights(client: Client) -> Tensor:
     """The gate's mean weights over the client's training samples in eval mode, shape (experts,), on the CPU."""
     batches = client.batches(client.samples)
-    module = copy_module(client.module).to(batches.x.device).eval()
+    module = evaluation_copy(client, batches)
     assert isinstance(module, SparseMoE)
     sums = [module.gate(module.embedding(x)).double().sum(0) for x, _ in batches]
     return torch.stack(sums).sum(0).cpu() / len(client.samples)

@@ -138,7 +138,7 @@ def read_result_for_newcomers(phase: Phase, module: LightningModule) -> PhaseSta
     the phase is evaluated after local training, or clients predict with more than the parameters.
     """
     saved = _read(phase, module)
-    has_hooks = any(overrides(phase.algorithm, hook) for hook in ("client_after_aggregation", "predictor"))
+    has_hooks = phase.algorithm.has_predictor or overrides(phase.algorithm, "client_after_aggregation")
     trains = has_hooks or _keeps_tensors(phase, module) or _evaluates_trained(phase)
     round = 0 if trains else phase.rounds
     server = phase.algorithm.server_of_newcomers(saved.server)

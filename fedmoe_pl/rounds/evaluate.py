@@ -48,7 +48,7 @@ def evaluate_clients(
     """
     clients = range(training.datamodule.num_clients) if clients is None else clients
     keeping = set(kept)  # made once, because every look-up on disk takes time
-    with_predictor = overrides(training.algorithm, "predictor")
+    with_predictor = training.algorithm.has_predictor
     differ = chooses_model(training.algorithm) or with_predictor
     alone = [client for client in clients if differ or (client in keeping and has_own_model(kept[client], moment))]
     of_alone = set(alone)
@@ -149,7 +149,7 @@ def _opted_in_validation(training: LocalTraining) -> Parts:
 
 def evaluated_model(module: LightningModule, algorithm: Algorithm) -> str:
     """The part of the module that is evaluated, in the words of ``Evaluation.model``."""
-    if overrides(algorithm, "predictor"):
+    if algorithm.has_predictor:
         return f"predictor of {type(algorithm).__name__}"
     if not isinstance(module, MixtureOfExperts):
         return type(module).__name__
@@ -210,7 +210,7 @@ def client_predictor(
         kept: the tensors that clients kept, by client.
         round: number of completed rounds.
     """
-    if not overrides(training.algorithm, "predictor"):
+    if not training.algorithm.has_predictor:
         return module
     client = client_of(training, module, client_id, kept.get(client_id, {}), round)
     with torch.inference_mode():

@@ -162,20 +162,20 @@ def _find_start(phase: Phase, earlier: Sequence[Phase], starts: Mapping[str, Sta
 def _check_needed(phase: Phase, start: Start, earlier: Sequence[Phase], starts: Mapping[str, Start]) -> None:
     """Refuses a start without the training that the algorithm builds on."""
     algorithm = phase.algorithm
-    part = algorithm.needed_part
-    if not isinstance(start, str) and overrides(algorithm, "missing_start") and part not in start:
-        raise MisconfigurationException(
-            f"{phase}: start is {start}, but must also name what '{part}' starts from, on which "
-            f"{type(algorithm).__name__} builds."
-        )
-    name = start if isinstance(start, str) else start.get(part, INITIAL)
-    chain = [other.algorithm for other in chain_of_starts(earlier, starts, name, part)]
-    missing = algorithm.missing_start if isinstance(start, str) else algorithm.missing_part
-    if chain and (needed := missing(chain)):
-        which = "start is" if isinstance(start, str) else f"start is {start}, whose '{part}' is from"
-        raise MisconfigurationException(
-            f"{phase}: {which} '{name}', but must be {needed}, or a phase that goes back to one."
-        )
+    for part in algorithm.needed_parts:
+        if not isinstance(start, str) and overrides(algorithm, "missing_start") and part not in start:
+            raise MisconfigurationException(
+                f"{phase}: start is {start}, but must also name what '{part}' starts from, on which "
+                f"{type(algorithm).__name__} builds."
+            )
+        name = start if isinstance(start, str) else start.get(part, INITIAL)
+        chain = [other.algorithm for other in chain_of_starts(earlier, starts, name, part)]
+        missing = algorithm.missing_start if isinstance(start, str) else algorithm.missing_part
+        if chain and (needed := missing(chain)):
+            which = "start is" if isinstance(start, str) else f"start is {start}, whose '{part}' is from"
+            raise MisconfigurationException(
+                f"{phase}: {which} '{name}', but must be {needed}, or a phase that goes back to one."
+            )
 
 
 def _shown(start: Start) -> str:

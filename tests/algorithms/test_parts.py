@@ -6,11 +6,30 @@ from helpers.bare import two_experts
 from helpers.mixtures_of_learners import learners
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 
-from fedmoe_pl.algorithms import APFL, FML, Ditto, FedEM, FedJETs, FedKD, FedMix, FedRoD, PFedMe, PFedMM
+from fedmoe_pl.algorithms import (
+    APFL,
+    FD,
+    FML,
+    Ditto,
+    FedALA,
+    FedEM,
+    FedJETs,
+    FedKD,
+    FedMix,
+    FedPAC,
+    FedProto,
+    FedRoD,
+    PerFedAvg,
+    PFedMe,
+    PFedMM,
+)
 from fedmoe_pl.models import EqualWeights, LinearGate
 
 
-@pytest.mark.parametrize("algorithm", [Ditto(), APFL(), PFedMe(), FML(), FedKD(), FedRoD()])
+@pytest.mark.parametrize(
+    "algorithm",
+    [Ditto(), APFL(), PFedMe(), FML(), FedKD(), FedRoD(), FedProto(), FD(), FedPAC(), FedALA(), PerFedAvg()],
+)
 def test_a_gate_that_would_stay_random_is_refused(algorithm):
     algorithm.check(two_experts(gate=EqualWeights()))
     with pytest.raises(MisconfigurationException) as error:

@@ -8,7 +8,7 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch import nn
 
 from fedmoe_pl import Federation, PersonalizedMoE, Phase
-from fedmoe_pl.algorithms import Ditto, FedAvg, Local, PersonalizedExpert, PFLMoE, SpecialistMixture
+from fedmoe_pl.algorithms import Ditto, FedAvg, FedJETs, FedRoD, Local, PersonalizedExpert, PFLMoE, SpecialistMixture
 from fedmoe_pl.cli import main
 from fedmoe_pl.models import GlobalOnly, LinearGate, LocalOnly
 from fedmoe_pl.rounds.checkpoint import load_checkpoint
@@ -112,6 +112,21 @@ def test_a_run_stopped_at_such_a_phase_and_resumed_ends_with_the_same_bits(whole
     assert_same({**vars(states[0]), "kept": None}, {**vars(states[1]), "kept": None})
 
 
+def test_two_phases_that_keep_tensors_are_read_again_after_a_kill(tmp_path):
+    def both_keep():
+        local = Phase("Local", Local("global_expert.*"), gate=GlobalOnly())
+        start = {"local_expert": "FedPer", "global_expert": "Local"}
+        return [fedper(), local, Phase("Mixture", PFLMoE(0), gate=gate(), start=start, rounds=2)]
+
+    uncut = fitted(tmp_path / "uncut", both_keep())
+    with pytest.raises(KeyboardInterrupt):
+        fitted(tmp_path / "cut", both_keep(), callbacks=[Kill("on_client_end", 9)])  # the mixture's second client
+    resumed = fitted(tmp_path / "cut", both_keep(), ckpt_path="last")
+    for client in range(3):
+        modules = [dict(run.client_module("Mixture", client).state_dict()) for run in (resumed, uncut)]
+        assert_same_bits(*modules)
+
+
 def test_worker_processes_give_the_same_bits(whole, tmp_path):
     run = fitted(tmp_path, trainer={"accelerator": "cpu", "devices": 2})
     assert_same(run.run.states["Mixture"].kept, whole.run.states["Mixture"].kept)
@@ -174,6 +189,10 @@ REFUSED = {
     "but must also name what 'global_expert' starts from, on which PersonalizedExpert builds": lambda: [
         fedavg(),
         Phase("G", PersonalizedExpert(), start={"local_expert": "FedAvg"}),
+    ],
+    "but must also name what 'experts' starts from, on which FedJETs builds": lambda: [
+        fedavg(),
+        Phase("G", FedJETs(), start={"embedding": "FedAvg"}),
     ],
     "whose 'local_expert' is from 'Local', but must be a phase of PersonalizedExpert with gate_fraction 0.25": lambda: [
         fedavg(),
@@ -247,7 +266,7 @@ def test_parts_that_do_not_fit_are_refused_before_any_training(tmp_path):
     assert "the model of 'FedPer' has no part of the phase's own" in sentence
 
 
-@pytest.mark.parametrize("algorithm", [Ditto(), PersonalizedExpert(), PFLMoE(interleaved=True)])
+@pytest.mark.parametrize("algorithm", [Ditto(), FedRoD(), PersonalizedExpert(), PFLMoE(interleaved=True)])
 def test_a_part_that_the_algorithm_makes_anew_cannot_start_from_a_phase(tmp_path, algorithm):
     name = type(algorithm).__name__
     assert refused(tmp_path, Phase("G", algorithm, start=BOTH)) == (
