@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from helpers import assert_same_bits, blobs, client_generator, mixture, run, tensors
 from helpers.backends import local_training
 from helpers.runs import Kill, assert_same
+from helpers.workers import TwoInThisProcess
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import LightningModule
 from torch import Generator
@@ -17,7 +18,7 @@ from torch import Generator
 from fedmoe_pl import Federation, Phase
 from fedmoe_pl.algorithms import FedALA, FedAvg, Local
 from fedmoe_pl.algorithms.client import Update
-from fedmoe_pl.backends import StackedBackend, TrainerBackend
+from fedmoe_pl.backends import AutoBackend, StackedBackend, TrainerBackend
 from fedmoe_pl.backends.client import begin_client, client_of
 from fedmoe_pl.models import GlobalOnly
 from fedmoe_pl.rounds.cohort import sample_cohort
@@ -251,10 +252,8 @@ def test_a_killed_run_goes_on_with_the_same_bits(whole, tmp_path):
     assert_same(resumed.results, whole.results)
 
 
-def test_backends_and_processes_agree(whole, tmp_path):
-    assert_same(
-        fitted(tmp_path / "two", trainer={"max_epochs": 2, "accelerator": "cpu", "devices": 2}).results, whole.results
-    )
+def test_backends_and_workers_agree(whole, tmp_path):
+    assert_same(fitted(tmp_path / "two", backend=TwoInThisProcess(AutoBackend())).results, whole.results)
     states = [
         fitted(tmp_path / type(backend).__name__, backend=backend).run.states["FedALA"]
         for backend in (TrainerBackend(), StackedBackend())

@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 from helpers import assert_same_bits, blobs, momentum_sgd, phase, run, sparse_mixture, tensors
 from helpers.runs import Kill, assert_same
+from helpers.workers import TwoInThisProcess
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from torch import nn
@@ -15,6 +16,7 @@ from torch import nn
 from fedmoe_pl import Federation, PersonalizedMoE, Phase
 from fedmoe_pl.algorithms import FedAvg, FedMoEDA, Local
 from fedmoe_pl.algorithms.client import Update
+from fedmoe_pl.backends import AutoBackend
 from fedmoe_pl.models import ConstantGate, LinearGate
 from fedmoe_pl.rounds.checkpoint import load_checkpoint
 
@@ -364,9 +366,9 @@ def test_a_run_stopped_anywhere_and_resumed_ends_with_the_same_bits(store, momen
         assert_same(*(tensors(run.client_module("equal", client)) for run in (expected, resumed)))
 
 
-def test_both_stores_and_worker_processes_give_the_same_bits(whole, tmp_path):
+def test_both_stores_and_workers_give_the_same_bits(whole, tmp_path):
     memory, disk = whole["memory"], whole["disk"]
-    workers = fitted(tmp_path / "workers", "memory", trainer={"accelerator": "cpu", "devices": 2})
+    workers = fitted(tmp_path / "workers", "memory", backend=TwoInThisProcess(AutoBackend()))
     for other in (disk, workers):
         assert (other.run_dir / "rounds.csv").read_bytes() == (memory.run_dir / "rounds.csv").read_bytes()
         for client in range(N):

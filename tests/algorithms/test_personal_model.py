@@ -6,10 +6,11 @@ from helpers import blobs, mixture
 from helpers.backends import UNEQUAL, WithBatchNorm, assert_agree, local_training
 from helpers.bare import sgd, two_experts
 from helpers.runs import Kill, assert_same, federation
+from helpers.workers import TwoInThisProcess
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 
 from fedmoe_pl.algorithms import APFL, Ditto, FedBN, FedRep, PerFedAvg, PFedMe
-from fedmoe_pl.backends import StackedBackend
+from fedmoe_pl.backends import AutoBackend, StackedBackend
 from fedmoe_pl.models import GlobalOnly, LocalOnly
 from fedmoe_pl.rounds.phase import Phase
 from fedmoe_pl.trees import of_module, subtree
@@ -53,7 +54,7 @@ def test_second_order_through_batch_normalization_is_not_stacked():
 def fitted(path, name, ckpt_path=None, **kwargs):
     algorithm, gate = CASES[name]
     phases = [Phase(name, algorithm(), rounds=3, clients_per_round=2, gate=gate())]
-    trainer = {"max_epochs": 2, "accelerator": "cpu", "devices": kwargs.pop("devices", 1)}
+    trainer = {"max_epochs": 2, "accelerator": "cpu"}
     one = federation(path, phases, trainer=trainer, seed=3, **kwargs)
     one.fit(model(name), blobs(), ckpt_path=ckpt_path)
     return one
@@ -74,7 +75,7 @@ def test_a_run_killed_and_resumed_ends_with_the_same_bits(name, tmp_path):
 @pytest.mark.parametrize("name", ["FedBN", "APFL"])
 def test_two_workers_give_the_bits_of_one_process(name, tmp_path):
     """FedBN finds its layers before workers are made, APFL's clients compute a gradient before their training."""
-    one, two = (fitted(tmp_path / str(devices), name, devices=devices) for devices in (1, 2))
+    one, two = fitted(tmp_path / "1", name), fitted(tmp_path / "2", name, backend=TwoInThisProcess(AutoBackend()))
     assert_same(one.run.states[name].server, two.run.states[name].server)
     assert_same(one.results[name].clients, two.results[name].clients)
 

@@ -9,6 +9,7 @@ import torch
 from helpers import OneWeight, PureOneWeight, blobs, mixture, momentum_sgd, phase, run, two_quadratics
 from helpers.quadratics import LOSSES, RATE, weight_of
 from helpers.runs import Kill, assert_same
+from helpers.workers import TwoInThisProcess
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch.optim import lr_scheduler
 
@@ -76,11 +77,11 @@ def test_every_round_has_its_learning_rate(tmp_path, name, backend, model, per_e
     assert weight_of(federation, "it") == pytest.approx(descent(factors, per_epoch), rel=1e-12)
 
 
-def test_a_users_own_training_step_has_the_round_s_learning_rate_in_several_processes_too(tmp_path):
+def test_a_users_own_training_step_has_the_round_s_learning_rate_in_workers_too(tmp_path):
     schedule, factors = partial(lr_scheduler.ExponentialLR, gamma=0.5), [1, 0.5]
     it = phase("it", FedAvg(), rounds=2, round_lr_scheduler=schedule)
     arguments = {"logger": False, "enable_progress_bar": False, "default_root_dir": str(tmp_path)}
-    federation = Federation([it], {"max_epochs": EPOCHS, "accelerator": "cpu", "devices": 2}, **arguments)
+    federation = Federation([it], {"max_epochs": EPOCHS, "accelerator": "cpu"}, backend=TwoInThisProcess(), **arguments)
     federation.fit(OneWeight(lr=RATE), two_quadratics())
     assert weight_of(federation, "it") == pytest.approx(descent(factors), rel=1e-12)
 

@@ -2,17 +2,36 @@
 
 import pytest
 import yaml
-from helpers.configurations import CONFIGURATIONS, QUICKSTART, run_short, runs_on_digits
+from helpers.configurations import CONFIGURATIONS, QUICKSTART, printed, run_short, runs_on_digits
 
+from fedmoe_pl import algorithms
+from fedmoe_pl.algorithms.algorithm import Algorithm
 from fedmoe_pl.cli import main
 
 DIGITS = [path for path in CONFIGURATIONS if runs_on_digits(path)]
 
 
-@pytest.mark.parametrize("path", [path for path in DIGITS if str(path) != QUICKSTART], ids=lambda path: path.stem)
+@pytest.mark.parametrize(
+    "path",
+    [
+        # all methods one after the other; each has tests of its own
+        pytest.param(path, marks=[pytest.mark.slow] if path.stem == "zoo_digits" else [])
+        for path in DIGITS
+        if str(path) != QUICKSTART
+    ],
+    ids=lambda path: path.stem,
+)
 def test_every_configuration_of_digits_runs_one_round(path, tmp_path, capfd):
     run = run_short(path, tmp_path, capfd)
     assert {"checkpoints", "clients"} <= {file.name for file in run.iterdir()}
+
+
+def test_the_zoo_has_a_phase_of_every_algorithm():
+    (path,) = (path for path in DIGITS if path.stem == "zoo_digits")
+    phases = printed(path)["federation"]["phases"]
+    used = {phase["algorithm"]["class_path"].split(".")[-1] for phase in phases}
+    public = {name for name in algorithms.__all__ if issubclass(getattr(algorithms, name), Algorithm)}
+    assert used == public
 
 
 def test_the_quickstart_runs_repeats_itself_and_serves_newcomers(tmp_path, capfd):

@@ -49,7 +49,15 @@ class Checked(Exception):
     """The run has passed all checks."""
 
 
-@pytest.mark.parametrize("path", [path for path in PAPERS if path.stem in SIMILAR], ids=lambda path: path.stem)
+@pytest.mark.parametrize(
+    "path",
+    [
+        pytest.param(path, marks=[pytest.mark.slow] if path.stem.startswith("pfedmoe") or "vgg16" in path.stem else [])
+        for path in PAPERS
+        if path.stem in SIMILAR
+    ],
+    ids=lambda path: path.stem,
+)
 def test_configurations_that_are_not_run_pass_all_checks(path, tmp_path, monkeypatch):
     def stop(run):
         raise Checked

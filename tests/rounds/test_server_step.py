@@ -9,6 +9,7 @@ from helpers.backends import WithBatchNorm
 from helpers.clusters import clustered, only
 from helpers.pfedmoe import model as of_three_architectures
 from helpers.runs import Kill, assert_same
+from helpers.workers import TwoInThisProcess
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch import nn
 
@@ -150,11 +151,10 @@ def test_a_phase_ends_at_its_best_round_and_the_next_one_begins_without_momentum
             torch.testing.assert_close(again.server[parameter], first.server[parameter] + step, rtol=1e-12, atol=0)
 
 
-def test_processes_and_stores_have_the_same_bits_and_backends_agree(tmp_path):
+def test_workers_and_stores_have_the_same_bits_and_backends_agree(tmp_path):
     one = federation(tmp_path / "one", backend=TrainerBackend())
     one.fit(mixture(), blobs())
-    arguments = {"trainer": {"max_epochs": 2, "accelerator": "cpu", "devices": 2}, "store": "disk"}
-    workers = federation(tmp_path / "workers", backend=TrainerBackend(), **arguments)
+    workers = federation(tmp_path / "workers", backend=TwoInThisProcess(), store="disk")
     workers.fit(mixture(), blobs())
     assert_same(workers.run.states["FedAvg"].server, one.run.states["FedAvg"].server)
     stacked = federation(tmp_path / "stacked", backend=StackedBackend())

@@ -4,11 +4,13 @@ import pytest
 import torch
 from helpers import Expert, assert_same_bits, client_generator, mixture, tensors, train_by_hand
 from helpers.runs import Kill, assert_same, data, federation
+from helpers.workers import TwoInThisProcess
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch import nn
 
 from fedmoe_pl import Federation, PersonalizedMoE, Phase
 from fedmoe_pl.algorithms import Ditto, FedAvg, FedJETs, FedRoD, Local, PersonalizedExpert, PFLMoE, SpecialistMixture
+from fedmoe_pl.backends import AutoBackend
 from fedmoe_pl.cli import main
 from fedmoe_pl.models import GlobalOnly, LinearGate, LocalOnly
 from fedmoe_pl.rounds.checkpoint import load_checkpoint
@@ -128,7 +130,7 @@ def test_two_phases_that_keep_tensors_are_read_again_after_a_kill(tmp_path):
 
 
 def test_worker_processes_give_the_same_bits(whole, tmp_path):
-    run = fitted(tmp_path, trainer={"accelerator": "cpu", "devices": 2})
+    run = fitted(tmp_path, backend=TwoInThisProcess(AutoBackend()))
     assert_same(run.run.states["Mixture"].kept, whole.run.states["Mixture"].kept)
 
 
