@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterable, Sequence
-from functools import lru_cache
+from functools import cache, lru_cache
+from importlib.util import find_spec, module_from_spec, spec_from_file_location
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -49,11 +51,15 @@ def _of_one_round(probability: float, noise_multiplier: float) -> np.ndarray:
     return np.asarray(_opacus().compute_rdp(q=probability, noise_multiplier=noise_multiplier, steps=1, orders=_ORDERS))
 
 
+@cache
 def _opacus() -> Any:
-    """Opacus's analysis, which is an optional dependency and takes seconds to import."""
-    try:
-        from opacus.accountants.analysis import rdp  # pyright: ignore[reportMissingImports]
-    except ImportError as error:
-        message = 'DifferentialPrivacy needs Opacus: pip install "fedmoe-pl[privacy]".'
-        raise MisconfigurationException(message) from error
-    return rdp
+    """One file of Opacus, an optional dependency: the whole package takes five seconds to import."""
+    package = find_spec("opacus")
+    if package is None or package.origin is None:
+        raise MisconfigurationException('DifferentialPrivacy needs Opacus: pip install "fedmoe-pl[privacy]".')
+    path = Path(package.origin).parent / "accountants/analysis/rdp.py"
+    spec = spec_from_file_location("opacus_rdp", path)
+    assert spec is not None and spec.loader is not None
+    module = module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module

@@ -1,13 +1,14 @@
 """Epsilon against dp-accounting of Google and a closed form."""
 
 import math
+from importlib.util import find_spec
 
 import numpy as np
 import pytest
 
 from fedmoe_pl.aggregation.accountant import epsilon
 
-pytest.importorskip("opacus")
+pytestmark = pytest.mark.skipif(find_spec("opacus") is None, reason="needs Opacus")
 
 # (probability, noise multiplier, rounds, delta): dp-accounting 0.6.0's RDP, and its tighter PLD (2026-11-22)
 GOOGLE = {

@@ -10,7 +10,7 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch import Generator
 
 from fedmoe_pl import Update
-from fedmoe_pl.aggregation import DifferentialPrivacy
+from fedmoe_pl.aggregation import DifferentialPrivacy, accountant
 from fedmoe_pl.aggregation.aggregation import Cohort
 
 START = {"a": torch.tensor([1.0, 2.0], dtype=torch.float64), "b": torch.tensor(3.0, dtype=torch.float64)}
@@ -126,7 +126,8 @@ def test_shared_buffers_and_bits_with_little_noise_are_refused():
 
 
 def test_without_opacus_noise_is_refused(monkeypatch):
-    monkeypatch.setitem(__import__("sys").modules, "opacus.accountants.analysis", None)
+    accountant._opacus.cache_clear()
+    monkeypatch.setattr(accountant, "find_spec", lambda name: None)
     with pytest.raises(MisconfigurationException, match=r'pip install "fedmoe-pl\[privacy\]"'):
         DifferentialPrivacy(1.234, 1.0, 1e-5).check(START, {*START}, COHORT)
     DifferentialPrivacy(0.0, 1.0, 1e-5).check(START, {*START}, COHORT)
