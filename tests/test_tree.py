@@ -8,7 +8,19 @@ import pytest
 
 PACKAGE = Path(__file__).parent.parent / "fedmoe_pl"
 # Each part may import from itself and from those before it.
-PARTS = ("seeds", "trees", "data", "models", "algorithms", "backends", "rounds", "callbacks", "federation", "cli")
+PARTS = (
+    "seeds",
+    "trees",
+    "data",
+    "models",
+    "algorithms",
+    "aggregation",
+    "backends",
+    "rounds",
+    "callbacks",
+    "federation",
+    "cli",
+)
 MODULES = {
     ".".join(path.relative_to(PACKAGE.parent).with_suffix("").parts): path
     for path in PACKAGE.rglob("*.py")

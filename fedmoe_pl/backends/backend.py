@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from fedmoe_pl.aggregation import Aggregation
 from fedmoe_pl.algorithms.algorithm import Algorithm
 from fedmoe_pl.algorithms.client import Update
 from fedmoe_pl.backends.traffic import Traffic
@@ -27,7 +28,7 @@ class GroupUpdate:
     """The result of training a group of clients.
 
     Attributes:
-        update: the updates of its clients, folded with ``Algorithm.combine``.
+        update: the updates of its clients, folded with ``combine`` of the algorithm or the phase's aggregation.
         kept: the tensors that each client keeps, by client.
         sent: how much its clients sent.
     """
@@ -142,16 +143,16 @@ def group_size(training: LocalTraining, clients: Sequence[int]) -> int:
     return sum(len(training.datamodule.train_samples[client]) for client in clients)
 
 
-def fold(algorithm: Algorithm, updates: Sequence[Update]) -> Update:
-    """Folds updates with ``Algorithm.combine``, in their order."""
+def fold(algorithm: Algorithm | Aggregation, updates: Sequence[Update]) -> Update:
+    """Folds updates with the ``combine`` of an algorithm or aggregation, in their order."""
     combined = updates[0]
     for update in updates[1:]:
         combined = algorithm.combine(combined, update)
     return combined
 
 
-def group_update(algorithm: Algorithm, clients: Sequence[int], updates: Sequence[Update]) -> GroupUpdate:
+def group_update(training: LocalTraining, clients: Sequence[int], updates: Sequence[Update]) -> GroupUpdate:
     """The result of a group, from the updates of its clients in their order."""
     kept = {client: update.kept for client, update in zip(clients, updates, strict=True)}
     sent = sum((Traffic.of(update.sent) for update in updates), Traffic())
-    return GroupUpdate(fold(algorithm, updates), kept, sent)
+    return GroupUpdate(fold(training.aggregation or training.algorithm, updates), kept, sent)

@@ -11,6 +11,7 @@ from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
+from fedmoe_pl.aggregation.aggregation import PREFIX
 from fedmoe_pl.algorithms.algorithm import changes_kept
 from fedmoe_pl.algorithms.client import Client, Update
 from fedmoe_pl.backends.optimizers import OPTIMIZER, set_optimizer
@@ -47,6 +48,8 @@ def begin_client(
     client = client_of(training, module, client_id, kept.get(client_id, {}), round)
     sent = algorithm.received(server, client_id, client.kept)
     client.loaded = {**training.initial, **sent}
+    if training.aggregation is not None:
+        client.loaded |= {name: tensor for name, tensor in server.items() if name.startswith(PREFIX)}
     set_optimizer(module, training.learning_rates(round), client.kept)
     const = algorithm.client_init(client, sent)
     return client, const, algorithm.client_samples(client)
@@ -94,7 +97,8 @@ def end_client(training: LocalTraining, client: Client, const: dict[str, Any], o
         different = changed(client.module.state_dict(), training.initial, {})
         trained = {name: tensor for name, tensor in different.items() if name not in kept_as_trained}
         kept |= with_prefix(trained or _one_tensor(client.module), TRAINED)
-    return Update(sent, update.weight, kept)
+    update = Update(sent, update.weight, kept)
+    return update if training.aggregation is None else training.aggregation.of_client(client, update)
 
 
 def copied_views(tree: Tree, module: LightningModule) -> Tree:

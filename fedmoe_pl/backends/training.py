@@ -11,6 +11,7 @@ import torch
 from lightning.pytorch import LightningModule
 from lightning.pytorch.cli import LRSchedulerCallable
 
+from fedmoe_pl.aggregation import Aggregation
 from fedmoe_pl.algorithms.algorithm import Algorithm
 from fedmoe_pl.backends.optimizers import learning_rates
 from fedmoe_pl.data import FederatedDataModule
@@ -37,6 +38,7 @@ class LocalTraining:
         round_lr_scheduler: makes a scheduler of the learning rate that is stepped once per round; None for none.
         keep_optimizer: whether clients keep the state of their optimizer for their next round.
         keep_trained: whether clients keep a copy of what they trained, for an evaluation before aggregation.
+        aggregation: combines the clients' updates; None for the algorithm itself.
         device: the device that clients train on.
     """
 
@@ -52,6 +54,7 @@ class LocalTraining:
     round_lr_scheduler: LRSchedulerCallable | None = None
     keep_optimizer: bool = False
     keep_trained: bool = False
+    aggregation: Aggregation | None = None
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
 
     @property

@@ -37,6 +37,8 @@ class AccuracyMonitor(FederationCallback):
         }
         if not math.isnan(state.flops):
             values[f"{method_tag(evaluation.method)}/flops"] = float(state.flops)
+        if not math.isnan(state.epsilon):
+            values[f"{method_tag(evaluation.method)}/epsilon"] = state.epsilon
         for logger in run.loggers:
             logger.log_metrics(values, step=run.step)
 

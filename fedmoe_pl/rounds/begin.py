@@ -127,7 +127,8 @@ def read_result(phase: Phase, module: LightningModule) -> PhaseState:
     saved = _read(phase, module)
     check_moments(phase, saved)
     check_kept(saved.kept)
-    return PhaseState({}, saved.server, saved.kept, round=phase.rounds, given_round=saved.best_round or saved.round)
+    state = PhaseState({}, saved.server, saved.kept, round=phase.rounds, given_round=saved.best_round or saved.round)
+    return replace(state, private_rounds=saved.private_rounds, epsilon=saved.epsilon)
 
 
 def read_result_for_newcomers(phase: Phase, module: LightningModule) -> PhaseState:
@@ -142,7 +143,8 @@ def read_result_for_newcomers(phase: Phase, module: LightningModule) -> PhaseSta
     trains = has_hooks or _keeps_tensors(phase, module) or _evaluates_trained(phase)
     round = 0 if trains else phase.rounds
     server = phase.algorithm.server_of_newcomers(saved.server)
-    return PhaseState({}, server, round=round, given_round=saved.best_round or saved.round)
+    state = PhaseState({}, server, round=round, given_round=saved.best_round or saved.round)
+    return replace(state, private_rounds=saved.private_rounds, epsilon=saved.epsilon)
 
 
 def check_moments(phase: Phase, result: PhaseState) -> None:

@@ -12,6 +12,7 @@ from fedmoe_pl.data import FederatedDataModule
 from fedmoe_pl.models import MixtureOfExperts, PooledMoE
 from fedmoe_pl.models.normalization import has_batch_norm
 from fedmoe_pl.rounds.accuracies import predict
+from fedmoe_pl.rounds.aggregation_step import check_aggregation, check_chain
 from fedmoe_pl.rounds.begin import check_moments
 from fedmoe_pl.rounds.cohort import cohort_size, takes_all
 from fedmoe_pl.rounds.opt_in import opted_in
@@ -43,6 +44,7 @@ def check_run(run: Run, read_result: Callable[[Phase, LightningModule], PhaseSta
         module = run.module(phase)
         check_start(phase, run.starts[phase.name], module, lambda name: run.module(by_name[name]))
         check_phase(phase, module, run.datamodule, run.seed)
+        check_chain(phase, run.phases_before(phase))
         check_client_trainer(phase, trainer, run.datamodule)
         check_trained(phase, module, trainer["max_epochs"])
         if phase.ckpt_path and phase.name not in run.states:
@@ -112,7 +114,7 @@ def check_phase(phase: Phase, module: LightningModule, datamodule: FederatedData
         seed: the run's seed.
 
     Raises:
-        MisconfigurationException: if its cohort, algorithm, module, monitor or optimizer does not fit.
+        MisconfigurationException: if its cohort, algorithm, module, monitor, optimizer or aggregation does not fit.
     """
     _check_cohort(phase, datamodule.num_clients, seed)
     _check_loss(phase, module)
@@ -124,6 +126,7 @@ def check_phase(phase: Phase, module: LightningModule, datamodule: FederatedData
         _check_outputs(module, datamodule)
     check_optimizer(phase, module)
     check_server_optimizer(phase, module)
+    check_aggregation(phase, module, datamodule.num_clients, seed)
 
 
 def _check_cohort(phase: Phase, num_clients: int, seed: int) -> None:

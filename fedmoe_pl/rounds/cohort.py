@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from fedmoe_pl.aggregation.aggregation import Cohort
 from fedmoe_pl.algorithms.parts import floor_of_share
 from fedmoe_pl.rounds.phase import Phase
 from fedmoe_pl.seeds import derive_seed
@@ -60,8 +61,25 @@ def sample_cohort(ids: Sequence[int], size: int, seed: int, round: int) -> list[
     return [ids[i] for i in chosen]
 
 
-def phase_cohort(phase: Phase, num_clients: int, seed: int, round: int) -> list[int]:
-    """Draws the clients of a round from the participants.
+def sample_poisson(ids: Sequence[int], expected: int, seed: int, round: int) -> list[int]:
+    """Draws for each client whether it joins the round; the random numbers depend on (seed, round) only.
+
+    Args:
+        ids: the clients to draw from.
+        expected: the expected number of clients, so that each joins with the probability ``expected / len(ids)``.
+        seed: the run's seed.
+        round: the round, counted from 0.
+
+    Example:
+        >>> sample_poisson(range(3), 3, seed=0, round=0), sample_poisson(range(6), 2, seed=0, round=2)
+        ([0, 1, 2], [0, 3])
+    """
+    rng = np.random.default_rng(derive_seed(seed, _COHORT, round))
+    return [client for client, draw in zip(ids, rng.random(len(ids)), strict=True) if draw * len(ids) < expected]
+
+
+def cohort_of(phase: Phase, num_clients: int, seed: int) -> Cohort:
+    """The number of clients in each round of a phase, and those that they are drawn from.
 
     A share below 1 counts all clients, not only the participants.
 
@@ -69,12 +87,25 @@ def phase_cohort(phase: Phase, num_clients: int, seed: int, round: int) -> list[
         phase: the phase.
         num_clients: number of all clients.
         seed: the run's seed.
-        round: the round, counted from 0 along the chain of phases that start from one another.
     """
     participants = phase.algorithm.participants(range(num_clients), seed)
     all_of_them = takes_all(phase.clients_per_round)
-    size = len(participants) if all_of_them else cohort_size(num_clients, phase.clients_per_round)
-    return sample_cohort(participants, size, seed, round)
+    return Cohort(len(participants) if all_of_them else cohort_size(num_clients, phase.clients_per_round), participants)
+
+
+def phase_cohort(phase: Phase, num_clients: int, seed: int, round: int) -> list[int]:
+    """Draws the clients of a round from the participants, as the phase's aggregation needs it.
+
+    Args:
+        phase: the phase.
+        num_clients: number of all clients.
+        seed: the run's seed.
+        round: the round, counted from 0 along the chain of phases that start from one another.
+    """
+    cohort = cohort_of(phase, num_clients, seed)
+    is_poisson = phase.aggregation is not None and phase.aggregation.poisson_sampling
+    sample = sample_poisson if is_poisson else sample_cohort
+    return sample(cohort.participants, cohort.size, seed, round)
 
 
 def evaluated_clients(num_clients: int, number: int | None, seed: int) -> list[int]:

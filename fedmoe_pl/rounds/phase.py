@@ -9,6 +9,7 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import Callback, LightningModule
 from lightning.pytorch.cli import LRSchedulerCallable, OptimizerCallable
 
+from fedmoe_pl.aggregation import Aggregation
 from fedmoe_pl.algorithms.algorithm import Algorithm, Moment
 from fedmoe_pl.models import Gate
 from fedmoe_pl.models.mixtures.mixture import Mixing
@@ -53,6 +54,10 @@ class Phase:
             the clients' mean. It may be any of PyTorch's that needs only a gradient, with a constant learning rate:
             ``torch.optim.SGD`` with a rate of 1 and a momentum is FedAvgM; ``FedAdagrad``, ``FedAdam`` and ``FedYogi``
             are in ``algorithms``. Buffers take the mean. None means the mean.
+        aggregation: combines clients' updates in place of the algorithm's weighted mean, for example robustly
+            (``TrimmedMean``) or with differential privacy (``DifferentialPrivacy``); see ``fedmoe_pl.aggregation``. The
+            algorithm must be one that averages parameters. A ``server_optimizer`` takes the step to its result. None
+            means the algorithm's own.
         monitor: metric that selects the result: the round with its best mean over the participants. One of
             ``validation``, ``validation_loss``, ``local_test``, ``local_test_held_out`` and ``global_test``; None means
             the last round. All but the first two select on test data, and tables say so.
@@ -89,6 +94,7 @@ class Phase:
     round_lr_scheduler: LRSchedulerCallable | None = None
     keep_optimizer: bool = False
     server_optimizer: OptimizerCallable | None = None
+    aggregation: Aggregation | None = None
     monitor: str | None = None
     monitor_from_round: int = 1
     patience: int | None = None

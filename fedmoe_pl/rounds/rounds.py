@@ -11,6 +11,7 @@ from fedmoe_pl.algorithms.algorithm import Algorithm, overrides
 from fedmoe_pl.algorithms.client import Update
 from fedmoe_pl.backends import LocalTraining, Plan, one_thread, step_after_aggregation, with_training_state
 from fedmoe_pl.backends.traffic import Traffic
+from fedmoe_pl.rounds.aggregation_step import aggregated, log_epsilon
 from fedmoe_pl.rounds.begin import first_clients
 from fedmoe_pl.rounds.checkpoint import FILE, save_finished
 from fedmoe_pl.rounds.cohort import phase_cohort
@@ -44,6 +45,7 @@ def run_phase(run: Run, phase: Phase) -> None:
     plan: Plan | None = None
     if state.round < phase.rounds:
         if state.round == 0 and state.server_learns:
+            state.aggregation = {} if phase.aggregation is None else phase.aggregation.begin()
             clients = first_clients(training, _cohort(run, phase, state), state.kept)
             state.server = phase.algorithm.server_begin(state.server, clients)
         plan, counter = run.plans.pop(phase.name).begin(training), FlopCounter(training)
@@ -62,6 +64,7 @@ def run_phase(run: Run, phase: Phase) -> None:
         save_finished(run.folder / FILE, phase.name, state)
     run.save()
     run.store.remove_rest(phase.name, state.kept)
+    log_epsilon(phase, state)
 
 
 def run_round(run: Run, phase: Phase, plan: Plan, counter: FlopCounter) -> list[Evaluation]:
@@ -84,7 +87,7 @@ def run_round(run: Run, phase: Phase, plan: Plan, counter: FlopCounter) -> list[
     state.add_traffic("up", asked)
     state.add_traffic("down", down)
     if state.server_learns:
-        _update_server(phase, plan.training.module, state, combined)
+        _update_server(run, phase, plan.training.module, combined)
         if state.round == phase.rounds or algorithm.is_over(state.server):
             state.server = algorithm.server_final(state.server)
         state.add_traffic("up", up)
@@ -122,29 +125,38 @@ def _asked_and_sent(algorithm: Algorithm, state: PhaseState, cohort: Sequence[in
     return asked, sent
 
 
-def _train(run: Run, phase: Phase, plan: Plan, cohort: Sequence[int]) -> tuple[Update, Any, Traffic]:
+def _train(run: Run, phase: Phase, plan: Plan, cohort: Sequence[int]) -> tuple[Update | None, Any, Traffic]:
     """Trains the clients of the round.
 
     Returns:
-        Their combined update, the tensors that all clients keep now, by client, and the traffic to the server.
+        Their combined update (None without clients), the tensors that all clients keep now, by client, and the traffic
+        to the server.
     """
     state, round = run.states[phase.name], run.states[phase.name].round
     combined: Update | None = None
     written: dict[int, Any] = {}
     up = Traffic()
-    for group in plan.train(state.server, cohort, state.kept, round):
-        combined = group.update if combined is None else phase.algorithm.combine(combined, group.update)
+    aggregation = plan.training.aggregation
+    combine = phase.algorithm.combine if aggregation is None else aggregation.combine
+    added = {} if aggregation is None else aggregation.for_clients(state.aggregation)
+    for _ in cohort if added else ():
+        state.add_traffic("down", Traffic.of(added))
+    for group in plan.train({**state.server, **added}, cohort, state.kept, round) if cohort else ():
+        combined = group.update if combined is None else combine(combined, group.update)
         written.update(run.store.write(phase.name, round + 1, group.kept))
         up += group.sent
         for client in group.kept:
             run.progress.add_client(phase, len(cohort))
             run.call("on_client_end", phase, round, client)
-    assert combined is not None, "a cohort has at least one client"
     return combined, run.store.updated(phase.name, state.kept, written), up
 
 
-def _update_server(phase: Phase, module: LightningModule, state: PhaseState, combined: Update) -> None:
+def _update_server(run: Run, phase: Phase, module: LightningModule, combined: Update | None) -> None:
     """Makes the server's next state from the clients' updates; a server optimizer takes the step from the old one."""
+    state = run.states[phase.name]
+    if phase.aggregation is not None:
+        combined = aggregated(run, phase, combined)
+    assert combined is not None, "only cohorts of an aggregation may be empty"
     new = phase.algorithm.server_update(state.server, combined)
     if phase.server_optimizer is not None:
         old, optimizer = state.server, state.server_optimizer

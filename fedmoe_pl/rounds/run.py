@@ -22,7 +22,7 @@ from fedmoe_pl.rounds.evaluate import client_predictor, evaluate_clients, evalua
 from fedmoe_pl.rounds.evaluation import Evaluation
 from fedmoe_pl.rounds.phase import INITIAL, Phase
 from fedmoe_pl.rounds.progress import Progress
-from fedmoe_pl.rounds.starts import Start, model_of, sources
+from fedmoe_pl.rounds.starts import Start, chain_of_starts, model_of, sources
 from fedmoe_pl.rounds.state import PhaseState
 from fedmoe_pl.rounds.store import MemoryStore, Store
 from fedmoe_pl.seeds import seed_all
@@ -145,6 +145,10 @@ class Run:
         """Number of completed rounds of all phases; the x axis of logs."""
         return sum(state.round for state in self.states.values())
 
+    def phases_before(self, phase: Phase) -> list[Phase]:
+        """The phases whose training is in the phase's start."""
+        return chain_of_starts(self.phases, self.starts, phase.name)[1:]
+
     def rounds_before(self, phase: Phase) -> int:
         """Rounds of its longest chain of starts; of a checkpoint's result, those that it had, if more."""
         names = {name for _, name in sources(self.starts[phase.name])}
@@ -240,9 +244,15 @@ class Run:
             rounds_before=self.rounds_before(phase),
             round_lr_scheduler=phase.round_lr_scheduler,
             keep_optimizer=phase.keep_optimizer,
+            aggregation=phase.aggregation if self._aggregates(phase) else None,
             keep_trained=phase.algorithm.federated and phase.evaluate and "local_training" in phase.moments,
             device=self.devices[0],
         )
+
+    def _aggregates(self, phase: Phase) -> bool:
+        """Whether rounds of the phase change the server's state, as far as is known."""
+        state = self.states.get(phase.name)
+        return state is None or state.server_learns
 
     def evaluate(self, phase: Phase, training: LocalTraining, plan: Plan | None = None) -> list[Evaluation]:
         """Evaluates the model that every client would use now, after each of ``Phase.moments``.

@@ -44,6 +44,10 @@ class PhaseState:
         flops: floating-point operations of local training so far (``flops.FlopCounter``); nan if not countable.
         server_optimizer: the state of the phase's server optimizer, as ``backends.optimizers.optimizer_state`` returns
             it. It is not sent to clients, and no other phase starts from it.
+        aggregation: the state of the phase's aggregation, such as an adapted clipping norm.
+        private_rounds: of a phase with differential privacy: for every kind of round so far, the probability with which
+            clients joined it, the noise multiplier, and the number of such rounds.
+        epsilon: what these rounds, and those of the phases that it starts from, cost; nan without differential privacy.
     """
 
     initial: Tree
@@ -63,6 +67,9 @@ class PhaseState:
     traffic: dict[str, int] = field(default_factory=no_traffic)
     flops: float = 0
     server_optimizer: Tree = field(default_factory=dict)
+    aggregation: Tree = field(default_factory=dict)
+    private_rounds: list[list[float]] = field(default_factory=list)
+    epsilon: float = math.nan
 
     @property
     def server_learns(self) -> bool:
@@ -100,5 +107,5 @@ class PhaseState:
             self.traffic[f"{quantity}_{way}"] += value
 
     def costs(self) -> dict[str, float]:
-        """Traffic and operations so far, by column of ``rounds.csv``."""
-        return {**self.traffic, "flops": self.flops}
+        """Traffic, operations and epsilon so far, by column of ``rounds.csv``."""
+        return {**self.traffic, "flops": self.flops, "epsilon": self.epsilon}

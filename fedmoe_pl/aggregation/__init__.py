@@ -1,0 +1,40 @@
+"""Aggregations: robust ones, differential privacy, and attacks for experiments."""
+
+from fedmoe_pl.aggregation.aggregation import Aggregation
+from fedmoe_pl.aggregation.attacks import (
+    ALittleIsEnough,
+    Attack,
+    GaussianNoise,
+    InnerProductManipulation,
+    UnderAttack,
+)
+from fedmoe_pl.aggregation.differential_privacy import DifferentialPrivacy
+from fedmoe_pl.aggregation.robust import CollectingAggregation, RobustAggregation
+from fedmoe_pl.aggregation.robust_rules import (
+    Bucketing,
+    CenteredClipping,
+    CoordinateMedian,
+    GeometricMedian,
+    MultiKrum,
+    NearestNeighborMixing,
+    TrimmedMean,
+)
+
+__all__ = [
+    "ALittleIsEnough",
+    "Aggregation",
+    "Attack",
+    "Bucketing",
+    "CenteredClipping",
+    "CollectingAggregation",
+    "CoordinateMedian",
+    "DifferentialPrivacy",
+    "GaussianNoise",
+    "GeometricMedian",
+    "InnerProductManipulation",
+    "MultiKrum",
+    "NearestNeighborMixing",
+    "RobustAggregation",
+    "TrimmedMean",
+    "UnderAttack",
+]

@@ -1,0 +1,65 @@
+"""The epsilon of rounds with Gaussian noise, by Opacus's accountant of Renyi differential privacy."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterable, Sequence
+from functools import cache, lru_cache
+from importlib.util import find_spec, module_from_spec, spec_from_file_location
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from lightning.fabric.utilities.exceptions import MisconfigurationException
+
+_ORDERS = (*(1 + tenth / 10 for tenth in range(1, 100)), *range(11, 64), 128, 256, 512, 1024)
+
+
+def epsilon(rounds: Iterable[Sequence[float]], delta: float) -> float:
+    """The smallest epsilon that is known for (epsilon, delta)-differential privacy.
+
+    Two data sets are neighbors if one has one client more than the other. Every client joins each round with the same
+    probability, independently of other clients and rounds; with probability 1, all of them do.
+
+    Args:
+        rounds: for every kind of round, the probability, the noise multiplier and the number of such rounds.
+        delta: the delta.
+
+    Raises:
+        MisconfigurationException: if Opacus is not installed.
+
+    Example:
+        >>> epsilon([], 1e-5), epsilon([(0.1, 0.0, 3)], 1e-5)
+        (0.0, inf)
+    """
+    spent = np.zeros(len(_ORDERS))
+    for probability, noise_multiplier, number in rounds:
+        if number and not noise_multiplier:
+            return float("inf")
+        if number:
+            spent += number * _of_one_round(probability, noise_multiplier)
+    if not spent.any():
+        return 0.0
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Optimal order is")  # with very little noise; epsilon holds all the same
+        return max(float(_opacus().get_privacy_spent(orders=_ORDERS, rdp=spent, delta=delta)[0]), 0.0)
+
+
+@lru_cache
+def _of_one_round(probability: float, noise_multiplier: float) -> np.ndarray:
+    """The Renyi divergence of one round, for each of the orders."""
+    return np.asarray(_opacus().compute_rdp(q=probability, noise_multiplier=noise_multiplier, steps=1, orders=_ORDERS))
+
+
+@cache
+def _opacus() -> Any:
+    """One file of Opacus, an optional dependency: the whole package takes five seconds to import."""
+    package = find_spec("opacus")
+    if package is None or package.origin is None:
+        raise MisconfigurationException('DifferentialPrivacy needs Opacus: pip install "fedmoe-pl[privacy]".')
+    path = Path(package.origin).parent / "accountants/analysis/rdp.py"
+    spec = spec_from_file_location("opacus_rdp", path)
+    assert spec is not None and spec.loader is not None
+    module = module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module

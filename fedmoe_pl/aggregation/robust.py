@@ -1,0 +1,156 @@
+"""The base of aggregations that need each client's update."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+from lightning.fabric.utilities.exceptions import MisconfigurationException
+from torch import Generator, Tensor
+
+from fedmoe_pl.aggregation.aggregation import Aggregation, Cohort
+from fedmoe_pl.algorithms.client import Client, Update
+from fedmoe_pl.trees import Tree
+
+
+@dataclass
+class CollectedUpdates(Update):
+    """Updates that are kept apart.
+
+    Attributes:
+        updates: each client's update, by client.
+    """
+
+    updates: dict[int, Update] = field(default_factory=dict)
+
+
+class CollectingAggregation(Aggregation, ABC):
+    """Aggregates the vectors of clients' changes: all shared floating-point tensors, minus the server's.
+
+    Statistics of batch normalization are part of the vectors; of integers, such as its counters, the server takes the
+    lower median. The updates of the whole cohort are in memory at once.
+    """
+
+    def check(self, shared: Tree, parameters: set[str], cohort: Cohort) -> None:
+        """Refuses too few clients."""
+        self.check_size(cohort.size)
+
+    @abstractmethod
+    def check_size(self, clients: int) -> None:
+        """Refuses to aggregate the updates of too few clients.
+
+        Raises:
+            MisconfigurationException: if there are too few.
+        """
+
+    @abstractmethod
+    def of_clients(
+        self, clients: Sequence[int], vectors: Tensor, weights: Sequence[float], generator: Generator
+    ) -> Tensor:
+        """Aggregates vectors.
+
+        Args:
+            clients: the client of each vector, in ascending order.
+            vectors: one row per client, shape (n, d).
+            weights: the weight that the algorithm gave to each of them.
+            generator: random numbers of this round.
+
+        Returns:
+            A vector of shape (d,).
+        """
+
+    def of_client(self, client: Client, update: Update) -> Update:
+        """The update, kept apart from others."""
+        return CollectedUpdates(update.sent, update.weight, update.kept, {client.id: update})
+
+    def combine(self, a: Update, b: Update) -> Update:
+        """The updates of both."""
+        assert isinstance(a, CollectedUpdates) and isinstance(b, CollectedUpdates)
+        return CollectedUpdates({}, a.weight + b.weight, updates={**a.updates, **b.updates})
+
+    def aggregate(
+        self, start: Tree, combined: Update | None, state: Tree, cohort: Cohort, generator: Generator
+    ) -> tuple[Update, Tree]:
+        """The server's tensors plus the aggregated changes.
+
+        Raises:
+            MisconfigurationException: if too few clients have answered.
+        """
+        assert isinstance(combined, CollectedUpdates), "cohorts have one size"
+        clients = sorted(combined.updates)  # results do not depend on who was trained with whom
+        updates = [combined.updates[client] for client in clients]
+        self.check_size(len(clients))
+        names = [name for name, tensor in start.items() if tensor.is_floating_point()]
+        before = _flat(start, names)
+        changes = torch.stack([_flat(update.sent, names) - before for update in updates])
+        change = self.of_clients(clients, changes, [update.weight for update in updates], generator)
+        sent = _unflat(before + change, start, names)
+        for name in start.keys() - sent.keys():
+            sent[name] = torch.stack([update.sent[name] for update in updates]).median(dim=0).values
+        return Update({name: sent[name] for name in start}, combined.weight), state
+
+
+class RobustAggregation(CollectingAggregation, ABC):
+    """Aggregates the vectors of all clients in the same way, whoever they are; all count the same."""
+
+    @abstractmethod
+    def of_vectors(self, vectors: Tensor, generator: Generator) -> Tensor:
+        """Aggregates vectors.
+
+        Args:
+            vectors: one row per client, shape (n, d).
+            generator: random numbers of this round.
+
+        Returns:
+            A vector of shape (d,).
+        """
+
+    def of_clients(
+        self, clients: Sequence[int], vectors: Tensor, weights: Sequence[float], generator: Generator
+    ) -> Tensor:
+        """Aggregates vectors; see :meth:`of_vectors`."""
+        return self.of_vectors(vectors, generator)
+
+
+def check_num_byzantine(aggregation: object, num_byzantine: int) -> None:
+    """Refuses a number of attackers below 0.
+
+    Raises:
+        MisconfigurationException: if it is below 0.
+    """
+    if num_byzantine < 0:
+        raise MisconfigurationException(
+            f"{type(aggregation).__name__}: num_byzantine is {num_byzantine}, but must be at least 0."
+        )
+
+
+def check_enough(aggregation: object, num_byzantine: int, clients: int, at_least: int) -> None:
+    """Refuses too few clients for so many attackers.
+
+    Args:
+        aggregation: the aggregation.
+        num_byzantine: its number of attackers.
+        clients: the number of clients in a round.
+        at_least: how many it needs.
+
+    Raises:
+        MisconfigurationException: if there are fewer.
+    """
+    if clients < at_least:
+        raise MisconfigurationException(
+            f"{type(aggregation).__name__}: num_byzantine is {num_byzantine}, which needs at least {at_least} clients "
+            f"in a round, but must be lower, because there are {clients}."
+        )
+
+
+def _flat(tree: Tree, names: Sequence[str]) -> Tensor:
+    """The tensors as one vector."""
+    return torch.cat([tree[name].flatten() for name in names])
+
+
+def _unflat(vector: Tensor, like: Tree, names: Sequence[str]) -> Tree:
+    """The inverse of :func:`_flat`, with the shapes and types of ``like``."""
+    parts = vector.split([like[name].numel() for name in names])
+    return {name: part.reshape(like[name].shape).to(like[name].dtype) for name, part in zip(names, parts, strict=True)}

@@ -1,0 +1,238 @@
+"""Robust aggregations: what a few clients send, whatever it is, moves the result only so far.
+
+=========================  =====================================================  =====================================
+aggregation                source                                                 differences
+=========================  =====================================================  =====================================
+``CoordinateMedian``       Yin et al., ICML 2018, Definition 1
+``TrimmedMean``            Yin et al., ICML 2018, Definition 2                    a number of attackers, not a share
+``GeometricMedian``        Pillutla et al., IEEE TSP 2022, Algorithm 2 (RFA)      uniform weights; until it converges
+``MultiKrum``              Blanchard et al., NeurIPS 2017                         averages n - f by default
+``CenteredClipping``       Karimireddy et al., ICML 2021, Algorithm 1             starts at the server's state
+``NearestNeighborMixing``  Allouah et al., AISTATS 2023, Algorithm 2 (NNM)
+``Bucketing``              Karimireddy et al., ICLR 2022, Algorithm 1
+=========================  =====================================================  =====================================
+
+The library byzfl (0.0.11, MIT) has them too, and was compared: it agrees, except that its Krum counts one more neighbor
+than the paper and its geometric median takes three steps. It is not used: for torch tensors it computes in 32 bits, its
+NNM holds ``n (n - f)`` copies of the model, its centered clipping has a state that a checkpoint would lose, its
+bucketing draws from the global generator, and importing it takes seconds, with seaborn and pandas.
+"""
+
+from __future__ import annotations
+
+import torch
+from lightning.fabric.utilities.exceptions import MisconfigurationException
+from torch import Generator, Tensor
+
+from fedmoe_pl.aggregation.robust import RobustAggregation, check_enough, check_num_byzantine
+
+_MOST_STEPS = 100  # of Weiszfeld's algorithm; it converges linearly
+_TOLERANCE = 1e-6  # relative
+
+
+class CoordinateMedian(RobustAggregation):
+    """The median of each coordinate; of an even number, the mean of the two in the middle.
+
+    Example:
+        >>> CoordinateMedian().of_vectors(torch.tensor([[0.0], [9.0], [1.0], [2.0]]), Generator())
+        tensor([1.5000])
+    """
+
+    def check_size(self, clients: int) -> None:
+        """Accepts any number."""
+
+    def of_vectors(self, vectors: Tensor, generator: Generator) -> Tensor:
+        """The median along the first axis."""
+        n = len(vectors)
+        return vectors.sort(dim=0).values[(n - 1) // 2 : n // 2 + 1].mean(0)
+
+
+class TrimmedMean(RobustAggregation):
+    """The mean of each coordinate without its ``num_byzantine`` smallest and largest values.
+
+    Args:
+        num_byzantine: f, the largest number of attackers in a round; at least 2 f + 1 clients must train in it.
+
+    Raises:
+        MisconfigurationException: if ``num_byzantine`` is below 0.
+    """
+
+    def __init__(self, num_byzantine: int) -> None:
+        check_num_byzantine(self, num_byzantine)
+        self.num_byzantine = num_byzantine
+
+    def check_size(self, clients: int) -> None:
+        """Refuses 2 f clients or fewer."""
+        check_enough(self, self.num_byzantine, clients, 2 * self.num_byzantine + 1)
+
+    def of_vectors(self, vectors: Tensor, generator: Generator) -> Tensor:
+        """The mean of the n - 2 f values in the middle."""
+        return vectors.sort(dim=0).values[self.num_byzantine : len(vectors) - self.num_byzantine].mean(0)
+
+
+class GeometricMedian(RobustAggregation):
+    """The point with the smallest sum of distances to the clients' vectors, by Weiszfeld's algorithm.
+
+    Args:
+        smoothing: distances below it count as it; a share of the median distance to the mean.
+
+    Raises:
+        MisconfigurationException: if ``smoothing`` is not above 0.
+    """
+
+    def __init__(self, smoothing: float = 1e-6) -> None:
+        if not smoothing > 0:
+            raise MisconfigurationException(f"GeometricMedian: smoothing is {smoothing}, but must be above 0.")
+        self.smoothing = smoothing
+
+    def check_size(self, clients: int) -> None:
+        """Accepts any number."""
+
+    def of_vectors(self, vectors: Tensor, generator: Generator) -> Tensor:
+        """Starts at the mean; each step is the mean, weighted by one over the distances from the step before."""
+        center = vectors.mean(0)
+        smallest = self.smoothing * (vectors - center).norm(dim=1).median()
+        if smallest == 0:  # most vectors are the mean
+            return center
+        for _ in range(_MOST_STEPS):
+            weights = 1 / (vectors - center).norm(dim=1).clamp_min(smallest)
+            before, center = center, weights @ vectors / weights.sum()
+            if (center - before).norm() <= _TOLERANCE * (vectors - center).norm(dim=1).median():
+                break
+        return center
+
+
+class MultiKrum(RobustAggregation):
+    """The mean of the vectors that are closest to their neighbors.
+
+    A vector's score is the sum of its squared distances to its n - f - 2 nearest neighbors.
+
+    Args:
+        num_byzantine: f, the largest number of attackers in a round; at least 2 f + 3 clients must train in it.
+        num_selected: how many vectors with the lowest scores are averaged: 1 is Krum. None is n - f.
+
+    Raises:
+        MisconfigurationException: if ``num_byzantine`` is below 0, or ``num_selected`` below 1.
+    """
+
+    def __init__(self, num_byzantine: int, num_selected: int | None = None) -> None:
+        check_num_byzantine(self, num_byzantine)
+        if num_selected is not None and num_selected < 1:
+            raise MisconfigurationException(f"MultiKrum: num_selected is {num_selected}, but must be at least 1.")
+        self.num_byzantine = num_byzantine
+        self.num_selected = num_selected
+
+    def check_size(self, clients: int) -> None:
+        """Refuses 2 f + 2 clients or fewer, and to select more than there are."""
+        check_enough(self, self.num_byzantine, clients, 2 * self.num_byzantine + 3)
+        if self.num_selected is not None and self.num_selected > clients:
+            raise MisconfigurationException(
+                f"MultiKrum: num_selected is {self.num_selected}, but must be at most the number of clients in a "
+                f"round, {clients}."
+            )
+
+    def of_vectors(self, vectors: Tensor, generator: Generator) -> Tensor:
+        """The mean of those with the lowest scores."""
+        n = len(vectors)
+        squared = _distances(vectors).square().sort(dim=1).values[:, 1 : n - self.num_byzantine - 1]  # without itself
+        best = squared.sum(1).argsort(stable=True)[: self.num_selected or n - self.num_byzantine]
+        return vectors[best.sort().values].mean(0)
+
+
+class CenteredClipping(RobustAggregation):
+    """The mean of vectors that are shortened to ``max_norm``, seen from the center of the step before.
+
+    The first center is the server's state. In the paper, it is the aggregate of the round before, because it
+    aggregates clients' momenta, which change little between rounds.
+
+    Args:
+        max_norm: tau, the largest distance from the center.
+        iterations: number of steps.
+
+    Raises:
+        MisconfigurationException: if ``max_norm`` is not above 0, or ``iterations`` below 1.
+    """
+
+    def __init__(self, max_norm: float, iterations: int = 3) -> None:
+        if not max_norm > 0:
+            raise MisconfigurationException(f"CenteredClipping: max_norm is {max_norm}, but must be above 0.")
+        if iterations < 1:
+            raise MisconfigurationException(f"CenteredClipping: iterations is {iterations}, but must be at least 1.")
+        self.max_norm = max_norm
+        self.iterations = iterations
+
+    def check_size(self, clients: int) -> None:
+        """Accepts any number."""
+
+    def of_vectors(self, vectors: Tensor, generator: Generator) -> Tensor:
+        """``v + mean((x_i - v) min(1, tau / |x_i - v|))``, repeated."""
+        center = torch.zeros_like(vectors[0])
+        for _ in range(self.iterations):
+            scales = (self.max_norm / (vectors - center).norm(dim=1)).clamp(max=1)
+            center = center + (vectors - center).mul_(scales[:, None]).mean(0)
+        return center
+
+
+class NearestNeighborMixing(RobustAggregation):
+    """Replaces each vector by the mean of its n - f nearest ones and itself, before another aggregation.
+
+    Without it, robust aggregations lose accuracy where clients' data differ.
+
+    Args:
+        aggregation: aggregates the mixed vectors.
+        num_byzantine: f, the largest number of attackers in a round.
+
+    Raises:
+        MisconfigurationException: if ``num_byzantine`` is below 0.
+    """
+
+    def __init__(self, aggregation: RobustAggregation, num_byzantine: int) -> None:
+        check_num_byzantine(self, num_byzantine)
+        self.aggregation = aggregation
+        self.num_byzantine = num_byzantine
+
+    def check_size(self, clients: int) -> None:
+        """Refuses 2 f clients or fewer, and what the other aggregation refuses."""
+        check_enough(self, self.num_byzantine, clients, 2 * self.num_byzantine + 1)
+        self.aggregation.check_size(clients)
+
+    def of_vectors(self, vectors: Tensor, generator: Generator) -> Tensor:
+        """Aggregates the mixed vectors; a vector is one of its n - f nearest itself."""
+        nearest = _distances(vectors).argsort(dim=1, stable=True)[:, : len(vectors) - self.num_byzantine]
+        mixed = torch.stack([vectors[rows.sort().values].mean(0) for rows in nearest])
+        return self.aggregation.of_vectors(mixed, generator)
+
+
+class Bucketing(RobustAggregation):
+    """Averages vectors in random buckets, before another aggregation of the buckets' means.
+
+    One attacker spoils one bucket, so that a ``num_byzantine`` of the other aggregation still counts attackers.
+
+    Args:
+        aggregation: aggregates the means.
+        size: number of vectors in a bucket; the last one may have fewer.
+
+    Raises:
+        MisconfigurationException: if ``size`` is below 1.
+    """
+
+    def __init__(self, aggregation: RobustAggregation, size: int = 2) -> None:
+        if size < 1:
+            raise MisconfigurationException(f"Bucketing: size is {size}, but must be at least 1.")
+        self.aggregation = aggregation
+        self.size = size
+
+    def check_size(self, clients: int) -> None:
+        """Refuses what the other aggregation refuses for the number of buckets."""
+        self.aggregation.check_size(-(-clients // self.size))
+
+    def of_vectors(self, vectors: Tensor, generator: Generator) -> Tensor:
+        """Aggregates the means of the buckets."""
+        order = torch.randperm(len(vectors), generator=generator)
+        means = torch.stack([vectors[bucket].mean(0) for bucket in order.split(self.size)])
+        return self.aggregation.of_vectors(means, generator)
+
+
+def _distances(vectors: Tensor) -> Tensor:
+    """Euclidean distances of all pairs, shape (n, n); not by products, which cancel where vectors are close."""
+    return torch.cdist(vectors, vectors, compute_mode="donot_use_mm_for_euclid_dist")

@@ -1,0 +1,157 @@
+"""A phase's aggregation in its rounds: its checks, its step, and what it costs in privacy."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Iterator, Sequence
+
+from lightning.fabric.utilities.exceptions import MisconfigurationException
+from lightning.pytorch import LightningModule
+from lightning.pytorch.utilities import rank_zero_info
+from torch import Generator
+
+from fedmoe_pl.aggregation import DifferentialPrivacy
+from fedmoe_pl.algorithms.algorithm import Algorithm, overrides
+from fedmoe_pl.algorithms.client import Client, Update
+from fedmoe_pl.backends import one_thread
+from fedmoe_pl.rounds.cohort import cohort_of
+from fedmoe_pl.rounds.phase import Phase
+from fedmoe_pl.rounds.run import Run
+from fedmoe_pl.rounds.state import PhaseState
+from fedmoe_pl.seeds import derive_seed
+from fedmoe_pl.trees import Tree, of_algorithm
+
+_NOISE = 9  # separates the random numbers of aggregations from those of clients, cohorts and splits
+
+
+def check_aggregation(phase: Phase, module: LightningModule, num_clients: int, seed: int) -> None:
+    """Refuses an aggregation for an algorithm that does not average parameters, and what the aggregation refuses.
+
+    Args:
+        phase: the phase.
+        module: the phase's module.
+        num_clients: number of all clients.
+        seed: the run's seed.
+
+    Raises:
+        MisconfigurationException: if the aggregation fits neither algorithm, module nor cohort.
+    """
+    if phase.aggregation is None:
+        return
+    server = phase.algorithm.server_init(module)
+    if reason := _cannot_aggregate(phase.algorithm, server):
+        raise MisconfigurationException(
+            f"{phase}: aggregation is given, but must be left out, because {type(phase.algorithm).__name__} {reason}."
+        )
+    parameters = {name for name, _ in module.named_parameters(remove_duplicate=False)}
+    phase.aggregation.check(shared_by(phase.algorithm, server), parameters, cohort_of(phase, num_clients, seed))
+    if isinstance(phase.aggregation, DifferentialPrivacy):
+        _check_leaks(phase, server)
+
+
+def _cannot_aggregate(algorithm: Algorithm, server: Tree) -> str:
+    """Why an algorithm's updates cannot be aggregated in another way; empty if they can be."""
+    if not algorithm.federated:
+        return "aggregates nothing"
+    if overrides(algorithm, "combine"):
+        return "combines updates in a way of its own"
+    if algorithm.sends_changes or of_algorithm(server):
+        return "averages more than parameters"
+    if not any(tensor.is_floating_point() for tensor in shared_by(algorithm, server).values()):
+        return "averages no parameter of the model"
+    return ""
+
+
+def _check_leaks(phase: Phase, server: Tree) -> None:
+    """Refuses differential privacy if something else than clients' updates leaves them."""
+    if phase.monitor is not None:
+        raise MisconfigurationException(
+            f"{phase}: monitor is '{phase.monitor}', but must be None with DifferentialPrivacy, because it selects the "
+            "result by clients' data, which epsilon does not count."
+        )
+    algorithm = phase.algorithm
+    hooks = [hook for hook in ("client_request", "exchange") if overrides(algorithm, hook)]
+    hooks += ["server_begin"] if _asks_clients(algorithm, server) else []
+    if hooks:
+        raise MisconfigurationException(
+            f"{phase}: aggregation is DifferentialPrivacy, but must be another, because clients of "
+            f"{type(algorithm).__name__} send more than their updates ({', '.join(hooks)})."
+        )
+
+
+def _asks_clients(algorithm: Algorithm, server: Tree) -> bool:
+    """Whether the server asks clients something before the first round."""
+    asked = []
+
+    def nobody() -> Iterator[Client]:
+        asked.append(True)
+        yield from ()
+
+    try:
+        algorithm.server_begin(server, nobody())
+    except Exception:  # it may need a client; then it has asked for one
+        return True
+    return bool(asked)
+
+
+def shared_by(algorithm: Algorithm, server: Tree) -> Tree:
+    """The server's tensors that clients send."""
+    return {name: tensor for name, tensor in server.items() if algorithm.is_shared(name)}
+
+
+def check_chain(phase: Phase, earlier: Sequence[Phase]) -> None:
+    """Refuses differential privacy in a phase that starts from a federated one without it.
+
+    Args:
+        phase: the phase.
+        earlier: the phases whose training is in its start.
+
+    Raises:
+        MisconfigurationException: if there is such a phase.
+    """
+    if not isinstance(phase.aggregation, DifferentialPrivacy):
+        return
+    for other in earlier:
+        if other.algorithm.federated and not isinstance(other.aggregation, DifferentialPrivacy):
+            raise MisconfigurationException(
+                f"{phase}: aggregation is DifferentialPrivacy, but must also be so in '{other.name}', from which the "
+                "phase starts, because its model tells about clients' data, too."
+            )
+
+
+def aggregated(run: Run, phase: Phase, combined: Update | None) -> Update:
+    """The update for ``Algorithm.server_update``; changes the phase's state of aggregation and privacy.
+
+    Args:
+        run: the run.
+        phase: a phase with an aggregation, whose state's ``round`` is completed.
+        combined: the folded updates; None if nobody was in the cohort.
+    """
+    state, aggregation = run.states[phase.name], phase.aggregation
+    assert aggregation is not None
+    cohort = cohort_of(phase, run.datamodule.num_clients, run.seed)
+    # two phases draw different noise, or the difference of their results would tell what it hides
+    generator = Generator().manual_seed(derive_seed(run.seed, _NOISE, zlib.crc32(phase.name.encode()), state.round))
+    start = shared_by(phase.algorithm, state.server)
+    with one_thread():
+        update, state.aggregation = aggregation.aggregate(start, combined, state.aggregation, cohort, generator)
+    if isinstance(aggregation, DifferentialPrivacy):
+        _add_private_round(state, [aggregation.probability(cohort), aggregation.noise_multiplier])
+        rounds = [kind for each in (phase, *run.phases_before(phase)) for kind in run.states[each.name].private_rounds]
+        state.epsilon = aggregation.epsilon(rounds)
+    return update
+
+
+def _add_private_round(state: PhaseState, kind: list[float]) -> None:
+    *before, last = state.private_rounds or [[*kind, 0]]
+    same = last[:2] == kind
+    state.private_rounds = [*before, [*kind, last[2] + 1]] if same else [*before, last, [*kind, 1]]
+
+
+def log_epsilon(phase: Phase, state: PhaseState) -> None:
+    """Logs what a phase with differential privacy cost."""
+    if isinstance(phase.aggregation, DifferentialPrivacy):
+        rank_zero_info(
+            f"{phase}: the server's model has (epsilon, delta)-differential privacy for each client with epsilon "
+            f"{state.epsilon:.3g} and delta {phase.aggregation.delta:.3g}."
+        )

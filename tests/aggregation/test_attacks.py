@@ -1,0 +1,125 @@
+"""What attackers send, and that robust aggregations survive what FedAvg does not."""
+
+import pytest
+import torch
+from helpers import blobs, mixture, phase, run
+from lightning.fabric.utilities.exceptions import MisconfigurationException
+from torch import Generator
+
+from fedmoe_pl import Phase
+from fedmoe_pl.aggregation import (
+    ALittleIsEnough,
+    Bucketing,
+    CenteredClipping,
+    CoordinateMedian,
+    GaussianNoise,
+    GeometricMedian,
+    InnerProductManipulation,
+    MultiKrum,
+    NearestNeighborMixing,
+    TrimmedMean,
+    UnderAttack,
+)
+from fedmoe_pl.aggregation.aggregation import Cohort
+from fedmoe_pl.algorithms import FedAvg
+from fedmoe_pl.backends import StackedBackend
+from fedmoe_pl.models import GlobalOnly
+
+HONEST = torch.tensor([[1.0, 2.0], [3.0, 2.0], [5.0, 8.0]], dtype=torch.float64)
+SIZES = (40, 44, 36, 41, 40, 43, 42, 40, 38, 45)
+ATTACKERS = [2, 7]
+
+
+def test_the_attacks_are_those_of_their_papers():
+    generator = Generator().manual_seed(0)
+    assert InnerProductManipulation(2.0)(HONEST, generator).tolist() == [-6, -8]
+    assert InnerProductManipulation(1.0)(HONEST, generator).tolist() == [-3, -4], "sign flipping"
+    deviations = HONEST.numpy().std(axis=0, ddof=1)
+    assert ALittleIsEnough(1.5)(HONEST, generator).tolist() == pytest.approx(
+        [3 + 1.5 * deviations[0], 4 + 1.5 * deviations[1]]
+    )
+    assert ALittleIsEnough()(HONEST[:1], generator).tolist() == [1, 2]
+    draws = GaussianNoise(3.0)(torch.zeros(2, 10_000), generator)
+    assert abs(draws.std().item() - 3) < 0.1 and draws.dtype == torch.float32
+
+
+def test_only_the_attackers_vectors_are_replaced_and_without_an_aggregation_the_mean_is_weighted():
+    attack = UnderAttack(InnerProductManipulation(1.0), [4, 9])
+    vectors = torch.cat([HONEST[:1], torch.full((1, 2), 100.0), HONEST[1:]])
+    before = vectors.clone()
+    mean = attack.of_clients([0, 4, 5, 6], vectors, [1, 2, 3, 4], Generator())
+    expected = (HONEST[0] + 2 * torch.tensor([-3.0, -4.0]) + 3 * HONEST[1] + 4 * HONEST[2]) / 10
+    torch.testing.assert_close(mean, expected)
+    assert torch.equal(vectors, before), "not changed in place"
+    alone = attack.of_clients([4, 9], HONEST[:2], [1, 1], Generator())
+    torch.testing.assert_close(alone, HONEST[:2].mean(0)), "nobody to learn from: they send their own"
+
+
+DEFENSES = {
+    "median": CoordinateMedian(),
+    "trimmed mean": TrimmedMean(2),
+    "geometric median": GeometricMedian(),
+    "Multi-Krum": MultiKrum(2),
+    "centered clipping": CenteredClipping(1.0),
+    "NNM": NearestNeighborMixing(TrimmedMean(2), 2),
+    "buckets": Bucketing(CoordinateMedian()),
+}
+IPM, NOISE = InnerProductManipulation(20.0), GaussianNoise(20.0)
+AGGREGATIONS = {
+    "FedAvg": None,
+    "FedAvg under attack": UnderAttack(IPM, ATTACKERS),
+    "FedAvg under noise": UnderAttack(NOISE, ATTACKERS),
+    "median under noise": UnderAttack(NOISE, ATTACKERS, CoordinateMedian()),
+    **{name: UnderAttack(IPM, ATTACKERS, defense) for name, defense in DEFENSES.items()},
+}
+
+
+def federated(name, aggregation):
+    algorithm = FedAvg("global_expert.*", weighting="uniform")
+    return Phase(name, algorithm, 5, start="initial", gate=GlobalOnly(), aggregation=aggregation)
+
+
+@pytest.fixture(scope="module")
+def accuracies(tmp_path_factory):
+    phases = [federated(name, aggregation) for name, aggregation in AGGREGATIONS.items()]
+    arguments = {"backend": StackedBackend(), "evaluate_every_n_rounds": 0}
+    it = run(phases, mixture(), blobs(SIZES, batch_size=8), tmp_path_factory.mktemp("run"), **arguments)
+    return {name: evaluation.spread("global_test").mean for name, evaluation in it.run.results.items()}
+
+
+def test_fedavg_fails_under_attack_and_robust_aggregations_survive(accuracies):
+    usual = accuracies["FedAvg"]
+    assert usual > 0.9
+    for name, accuracy in accuracies.items():
+        if name.startswith("FedAvg under"):
+            assert accuracy < usual - 0.2, name
+        else:
+            assert accuracy > usual - 0.1, name
+
+
+REFUSED = {
+    "InnerProductManipulation: scale is 0, but must be above 0.": lambda: InnerProductManipulation(0),
+    "ALittleIsEnough: scale is 0, but must not be 0": lambda: ALittleIsEnough(0),
+    "GaussianNoise: std is 0, but must be above 0.": lambda: GaussianNoise(0),
+    "UnderAttack: attackers is \\[\\], but must have at least one": lambda: UnderAttack(GaussianNoise(), []),
+    "UnderAttack: attackers is \\[1, 5\\], but must be ids of clients that take part, which 5 is not.": lambda: (
+        UnderAttack(GaussianNoise(), [1, 5]).check({}, set(), Cohort(3, range(3)))
+    ),
+    "TrimmedMean: num_byzantine is 2, which needs": lambda: UnderAttack(GaussianNoise(), [1], TrimmedMean(2)).check(
+        {}, set(), Cohort(3, range(3))
+    ),
+}
+
+
+@pytest.mark.parametrize("sentence", REFUSED)
+def test_values_out_of_range_are_refused(sentence):
+    with pytest.raises(MisconfigurationException, match=sentence):
+        REFUSED[sentence]()
+
+
+def test_the_attackers_train_and_keep_their_own_parameters(tmp_path):
+    attacked = phase("it", FedAvg("global_expert.*"), aggregation=UnderAttack(GaussianNoise(), [1]))
+    usual = phase("usual", FedAvg("global_expert.*"), start="initial")
+    states = run([attacked, usual], mixture(), blobs(), tmp_path).run.states
+    assert states["it"].kept[1].keys() == states["usual"].kept[1].keys()
+    assert all(torch.equal(tensor, states["usual"].kept[1][name]) for name, tensor in states["it"].kept[1].items())

@@ -1,0 +1,133 @@
+"""Clipping, noise and the adapted norm against their formulas, and what DifferentialPrivacy refuses."""
+
+import math
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from lightning.fabric.utilities.exceptions import MisconfigurationException
+from torch import Generator
+
+from fedmoe_pl import Update
+from fedmoe_pl.aggregation import DifferentialPrivacy, accountant
+from fedmoe_pl.aggregation.aggregation import Cohort
+
+START = {"a": torch.tensor([1.0, 2.0], dtype=torch.float64), "b": torch.tensor(3.0, dtype=torch.float64)}
+SENT = [
+    {"a": torch.tensor([4.0, 2.0], dtype=torch.float64), "b": torch.tensor(7.0, dtype=torch.float64)},  # 5 away
+    {"a": torch.tensor([1.0, 2.5], dtype=torch.float64), "b": torch.tensor(3.0, dtype=torch.float64)},  # 0.5 away
+    {"a": torch.tensor([1.0, 1.0], dtype=torch.float64), "b": torch.tensor(3.0, dtype=torch.float64)},  # 1 away
+]
+COHORT = Cohort(4, range(10))
+
+
+def clipped(aggregation, sent, state=None):
+    client = SimpleNamespace(id=0, loaded={**START, **(state or {})})
+    return aggregation.of_client(client, Update(sent, 17))
+
+
+def aggregate(aggregation, updates, state=None, seed=0, cohort=COHORT):
+    combined = None
+    for sent in updates:
+        update = clipped(aggregation, sent, state)
+        combined = update if combined is None else aggregation.combine(combined, update)
+    return aggregation.aggregate(START, combined, state or {}, cohort, Generator().manual_seed(seed))
+
+
+def test_a_change_is_one_vector_that_is_clipped_to_the_norm():
+    private = DifferentialPrivacy(0.0, 1.0, 1e-5)
+    far, near, exact = (clipped(private, sent) for sent in SENT)
+    assert far.sent["a"].tolist() == pytest.approx([0.6, 0]) and far.sent["b"].item() == pytest.approx(0.8)
+    assert near.sent["a"].tolist() == [0, 0.5] and near.sent["b"].item() == 0
+    assert exact.sent["a"].tolist() == [0, -1]
+    assert far.weight == 1, "not the number of samples"
+
+
+def test_the_server_adds_the_sum_over_the_expected_number_of_clients():
+    update, state = aggregate(DifferentialPrivacy(0.0, 1.0, 1e-5), SENT)
+    assert update.sent["a"].tolist() == pytest.approx([1 + 0.6 / 4, 2 + (0.5 - 1) / 4])
+    assert update.sent["b"].item() == pytest.approx(3 + 0.8 / 4)
+    assert not state
+    nobody, _ = aggregate(DifferentialPrivacy(0.0, 1.0, 1e-5), [])
+    assert all(torch.equal(nobody.sent[name], START[name]) for name in START)
+
+
+@pytest.mark.parametrize("updates", [SENT, []], ids=["three clients", "nobody"])
+def test_the_noise_is_gaussian_with_the_multiplier_times_the_norm_on_the_sum(updates):
+    exact, _ = aggregate(DifferentialPrivacy(0.0, 2.0, 1e-5), updates)
+    private = DifferentialPrivacy(1.5, 2.0, 1e-5)
+    draws = [aggregate(private, updates, seed=seed)[0].sent for seed in range(600)]
+    noise = torch.stack([torch.cat([(sent[name] - exact.sent[name]).flatten() for name in START]) for sent in draws])
+    expected = 1.5 * 2.0 / 4
+    assert noise.std(0).tolist() == pytest.approx([expected] * 3, rel=0.1)
+    assert noise.mean(0).abs().max() < 0.15 * expected
+    assert np.abs(np.corrcoef(noise.T.numpy()) - np.eye(3)).max() < 0.15
+    again = aggregate(private, updates, seed=5)[0].sent
+    assert all(torch.equal(again[name], draws[5][name]) for name in START)
+
+
+def test_the_norm_follows_the_quantile():
+    """Without noise, half of the clients are within it at the end (Andrew et al., Eq. 3)."""
+    private = DifferentialPrivacy(0.0, 0.1, 1e-5, quantile=0.5)
+    state = private.begin()
+    update, state = aggregate(private, SENT, state, cohort=Cohort(3, range(3)))
+    assert state["aggregation/max_norm"].item() == pytest.approx(0.1 * math.exp(-0.2 * (0 - 0.5)))
+    assert update.sent["b"].item() == pytest.approx(3 + 0.08 / 3)
+    for _ in range(200):
+        _, state = aggregate(private, SENT, state, cohort=Cohort(3, range(3)))
+    assert 0.9 < state["aggregation/max_norm"].item() < 1.1, "the median of 5, 0.5 and 1"
+    assert clipped(private, SENT[1], state).sent["aggregation/within_max_norm"].item() == 1
+    assert clipped(private, SENT[0], state).sent["aggregation/within_max_norm"].item() == 0
+
+
+def test_bits_and_changes_together_cost_the_noise_multiplier():
+    """Andrew et al., Theorem 1; the bits' sum changes by 1/2 with one client."""
+    private = DifferentialPrivacy(1.0, 0.1, 1e-5, quantile=0.5, bit_noise=2.0)
+    changes = private.noise_of_changes(COHORT)
+    assert changes > 1
+    assert changes**-2 + (2.0 / 0.5) ** -2 == pytest.approx(1.0**-2)
+    by_default = DifferentialPrivacy(1.0, 0.1, 1e-5, quantile=0.5)
+    assert by_default.noise_of_bits(Cohort(100, range(1000))) == 5
+    assert DifferentialPrivacy(1.0, 0.1, 1e-5).noise_of_changes(COHORT) == 1
+    norms = [
+        aggregate(private, [], {"aggregation/max_norm": torch.tensor(1.0)}, seed)[1]["aggregation/max_norm"].log()
+        for seed in range(600)
+    ]
+    assert torch.stack(norms).std().item() == pytest.approx(0.2 * 2.0 / 4, rel=0.1)
+
+
+REFUSED = {
+    "noise_multiplier is -1, but must be a finite number of at least 0.": {"noise_multiplier": -1},
+    "noise_multiplier is nan, but must be": {"noise_multiplier": math.nan},
+    "max_norm is 0, but must be above 0.": {"max_norm": 0},
+    "max_norm is inf, but must be finite with noise or quantile.": {"max_norm": math.inf},
+    "delta is 1.0, but must be above 0 and below 1.": {"delta": 1.0},
+    "quantile is 1, but must be above 0 and below 1, or None.": {"quantile": 1},
+    "max_norm_lr is inf, but must be a finite number above 0.": {"quantile": 0.5, "max_norm_lr": math.inf},
+    "bit_noise is 0, but must be a finite number above 0.": {"quantile": 0.5, "bit_noise": 0},
+    "max_norm_lr is 0.1, but must be left out without quantile.": {"max_norm_lr": 0.1},
+    "bit_noise is 1.0, but must be left out without quantile.": {"bit_noise": 1.0},
+}
+
+
+@pytest.mark.parametrize("sentence", REFUSED)
+def test_values_out_of_range_are_refused(sentence):
+    arguments = {"noise_multiplier": 1.0, "max_norm": 1.0, "delta": 1e-5, **REFUSED[sentence]}
+    with pytest.raises(MisconfigurationException, match=f"^DifferentialPrivacy: {sentence}"):
+        DifferentialPrivacy(**arguments)
+
+
+def test_shared_buffers_and_bits_with_little_noise_are_refused():
+    with pytest.raises(MisconfigurationException, match="the buffer 'b' is shared, but must be kept by the clients"):
+        DifferentialPrivacy(1.0, 1.0, 1e-5).check(START, {"a"}, COHORT)
+    with pytest.raises(MisconfigurationException, match=r"noise_multiplier is 1.0, but must be below 0.4, twice the"):
+        DifferentialPrivacy(1.0, 1.0, 1e-5, quantile=0.5).check(START, {*START}, COHORT)
+
+
+def test_without_opacus_noise_is_refused(monkeypatch):
+    accountant._opacus.cache_clear()
+    monkeypatch.setattr(accountant, "find_spec", lambda name: None)
+    with pytest.raises(MisconfigurationException, match=r'pip install "fedmoe-pl\[privacy\]"'):
+        DifferentialPrivacy(1.234, 1.0, 1e-5).check(START, {*START}, COHORT)
+    DifferentialPrivacy(0.0, 1.0, 1e-5).check(START, {*START}, COHORT)

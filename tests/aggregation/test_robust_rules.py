@@ -1,0 +1,159 @@
+"""Each robust aggregation against a rewrite or a closed form, and against values of the library byzfl."""
+
+import numpy as np
+import pytest
+import torch
+from lightning.fabric.utilities.exceptions import MisconfigurationException
+from torch import Generator
+
+from fedmoe_pl.aggregation import (
+    Bucketing,
+    CenteredClipping,
+    CoordinateMedian,
+    GeometricMedian,
+    MultiKrum,
+    NearestNeighborMixing,
+    TrimmedMean,
+)
+
+# nine vectors, the last two far away, and what byzfl 0.0.11 makes of them (numpy, 2026-11-22)
+VECTORS = [
+    [0.13, -0.13, 0.64, 0.1],
+    [-0.54, 0.36, 1.3, 0.95],
+    [-0.7, -1.27, -0.62, 0.04],
+    [-2.33, -0.22, -1.25, -0.73],
+    [-0.54, -0.32, 0.41, 1.04],
+    [-0.13, 1.37, -0.67, 0.35],
+    [0.9, 0.09, -0.74, -0.92],
+    [40.0, -3.0, 0.0, 9.0],
+    [41.0, -3.0, 0.0, 9.0],
+]
+BYZFL = {
+    "Median": (CoordinateMedian(), [-0.13, -0.22, 0.0, 0.35]),
+    "TrMean(2)": (TrimmedMean(2), [-0.036, -0.37, -0.176, 0.496]),
+    "GeometricMedian(1e-9, 500)": (
+        GeometricMedian(),
+        [0.10157778317533243, -0.07677910564461927, 0.1409977192308962, 0.29905736582092535],
+    ),
+    "Krum(2)": (MultiKrum(2, num_selected=1), [0.13, -0.13, 0.64, 0.1]),
+    "MultiKrum(2)": (
+        MultiKrum(2),
+        [-0.4585714285714286, -0.017142857142857126, -0.13285714285714284, 0.11857142857142865],
+    ),
+    "CenteredClipping(L=3, tau=1.5)": (
+        CenteredClipping(1.5),
+        [0.14329858579969892, -0.03960983111545205, -0.06356233641625932, 0.2648899157910271],
+    ),
+    "TrMean(2)(NNM(2))": (
+        NearestNeighborMixing(TrimmedMean(2), 2),
+        [-0.4585714285714285, -0.017142857142857144, -0.13285714285714284, 0.11857142857142858],
+    ),
+}
+
+
+def aggregate(aggregation, vectors, seed=0):
+    return aggregation.of_vectors(torch.as_tensor(vectors, dtype=torch.float64), Generator().manual_seed(seed))
+
+
+@pytest.mark.parametrize("name", BYZFL)
+def test_the_values_are_those_of_byzfl(name):
+    aggregation, expected = BYZFL[name]
+    tolerance = 1e-5 if name.startswith("Geo") else 1e-13
+    torch.testing.assert_close(
+        aggregate(aggregation, VECTORS), torch.tensor(expected, dtype=torch.float64), rtol=tolerance, atol=tolerance
+    )
+
+
+@pytest.mark.parametrize("n", [4, 7, 10])
+def test_medians_and_trimmed_means_are_numpy_s(n):
+    x = np.random.default_rng(n).normal(size=(n, 6))
+    np.testing.assert_allclose(aggregate(CoordinateMedian(), x), np.median(x, axis=0), rtol=1e-15)
+    trimmed = np.sort(x, axis=0)[1:-1].mean(axis=0)
+    np.testing.assert_allclose(aggregate(TrimmedMean(1), x), trimmed, rtol=1e-13)
+    np.testing.assert_allclose(aggregate(TrimmedMean(0), x), x.mean(axis=0), rtol=1e-13)
+
+
+def test_the_geometric_median_has_no_force_on_it():
+    """The unit vectors to all points add up to 0; of a square's corners it is the center; on a line, the median."""
+    x = np.random.default_rng(1).normal(size=(9, 5))
+    median = aggregate(GeometricMedian(), x).numpy()
+    unit = (x - median) / np.linalg.norm(x - median, axis=1, keepdims=True)
+    assert np.abs(unit.sum(axis=0)).max() < 1e-4
+    square = [[0, 0], [0, 2], [2, 0], [2, 2]]
+    assert aggregate(GeometricMedian(), square).tolist() == pytest.approx([1, 1])
+    on_a_line = [[0.0], [1.0], [1000.0]]
+    assert aggregate(GeometricMedian(), on_a_line).item() == pytest.approx(1, abs=1e-3)
+    assert aggregate(GeometricMedian(), [[3.0, 1.0]] * 4).tolist() == [3, 1]
+
+
+@pytest.mark.parametrize("selected", [1, 3, None])
+def test_krum_averages_the_vectors_with_the_lowest_scores(selected):
+    x = np.random.default_rng(2).normal(size=(8, 6))
+    f = 2
+    scores = [np.sort([((x[i] - x[j]) ** 2).sum() for j in range(8) if j != i])[: 8 - f - 2].sum() for i in range(8)]
+    best = np.argsort(scores)[: selected or 8 - f]
+    np.testing.assert_allclose(aggregate(MultiKrum(f, selected), x), x[best].mean(axis=0), rtol=1e-13)
+
+
+def test_centered_clipping_is_the_mean_of_short_vectors_and_moves_a_step_at_most():
+    x = torch.tensor([[3.0, 4.0], [0.6, 0.8]], dtype=torch.float64)
+    assert aggregate(CenteredClipping(10.0, iterations=1), x).tolist() == pytest.approx([1.8, 2.4])
+    assert aggregate(CenteredClipping(1.0, iterations=1), x).tolist() == pytest.approx([0.6, 0.8])
+    far = aggregate(CenteredClipping(1.0, iterations=4), [[1e9, 0.0]])
+    assert far.tolist() == pytest.approx([4, 0])
+
+
+def test_buckets_are_drawn_and_averaged():
+    """The mean of whole buckets is the mean; the median of buckets of all is the mean; draws follow the generator."""
+    x = np.random.default_rng(3).normal(size=(6, 4))
+    np.testing.assert_allclose(aggregate(Bucketing(TrimmedMean(0)), x), x.mean(axis=0), rtol=1e-12)
+    np.testing.assert_allclose(aggregate(Bucketing(CoordinateMedian(), 6), x), x.mean(axis=0), rtol=1e-12)
+    medians = [aggregate(Bucketing(CoordinateMedian()), x, seed).tolist() for seed in (0, 0, 1)]
+    assert medians[0] == medians[1] != medians[2]
+
+
+@pytest.mark.parametrize("name", BYZFL)
+def test_the_order_of_clients_and_float32_change_little(name):
+    aggregation, _ = BYZFL[name]
+    expected = aggregate(aggregation, VECTORS)
+    turned = aggregate(aggregation, VECTORS[::-1])
+    torch.testing.assert_close(turned, expected, rtol=1e-5, atol=1e-5)
+    in_32_bits = aggregation.of_vectors(torch.tensor(VECTORS), Generator())
+    assert in_32_bits.dtype == torch.float32
+    torch.testing.assert_close(in_32_bits.double(), expected, rtol=1e-4, atol=1e-4)
+
+
+SIZES = {
+    "TrimmedMean: num_byzantine is 2, which needs at least 5 clients": (TrimmedMean(2), 4, 5),
+    "MultiKrum: num_byzantine is 2, which needs at least 7 clients": (MultiKrum(2), 6, 7),
+    "MultiKrum: num_selected is 5, but must be at most the number of clients": (MultiKrum(0, 5), 4, 5),
+    "NearestNeighborMixing: num_byzantine is 1, which needs": (NearestNeighborMixing(CoordinateMedian(), 1), 2, 3),
+    "TrimmedMean: num_byzantine is 3, which needs": (NearestNeighborMixing(TrimmedMean(3), 1), 6, 7),
+    "TrimmedMean: num_byzantine is 1, which needs at least 3": (Bucketing(TrimmedMean(1), 2), 4, 5),
+}
+
+
+@pytest.mark.parametrize("sentence", SIZES)
+def test_too_few_clients_are_refused(sentence):
+    aggregation, too_few, enough = SIZES[sentence]
+    with pytest.raises(MisconfigurationException, match=sentence):
+        aggregation.check_size(too_few)
+    aggregation.check_size(enough)
+
+
+REFUSED = {
+    "TrimmedMean: num_byzantine is -1, but must be at least 0.": lambda: TrimmedMean(-1),
+    "MultiKrum: num_byzantine is -1, but must be at least 0.": lambda: MultiKrum(-1),
+    "MultiKrum: num_selected is 0, but must be at least 1.": lambda: MultiKrum(1, 0),
+    "GeometricMedian: smoothing is 0, but must be above 0.": lambda: GeometricMedian(0),
+    "CenteredClipping: max_norm is nan, but must be above 0.": lambda: CenteredClipping(float("nan")),
+    "CenteredClipping: iterations is 0, but must be at least 1.": lambda: CenteredClipping(1.0, 0),
+    "NearestNeighborMixing: num_byzantine is -1, but": lambda: NearestNeighborMixing(CoordinateMedian(), -1),
+    "Bucketing: size is 0, but must be at least 1.": lambda: Bucketing(CoordinateMedian(), 0),
+}
+
+
+@pytest.mark.parametrize("sentence", REFUSED)
+def test_values_out_of_range_are_refused(sentence):
+    with pytest.raises(MisconfigurationException, match=sentence):
+        REFUSED[sentence]()

@@ -1,0 +1,300 @@
+"""A phase's aggregation in a run: which algorithms it serves, its random numbers and privacy, and what is refused."""
+
+import csv
+import math
+from importlib.util import find_spec
+
+import pytest
+import torch
+from helpers import blobs, mixture, phase, run, sparse_mixture
+from helpers.backends import WithBatchNorm
+from helpers.clusters import clustered, only
+from helpers.pfedmoe import model as of_three_architectures
+from helpers.runs import Kill, assert_same
+from helpers.workers import TwoInThisProcess
+from lightning.fabric.utilities.exceptions import MisconfigurationException
+
+from fedmoe_pl import Federation, Phase
+from fedmoe_pl.aggregation import (
+    Bucketing,
+    CoordinateMedian,
+    DifferentialPrivacy,
+    GaussianNoise,
+    TrimmedMean,
+    UnderAttack,
+)
+from fedmoe_pl.algorithms import (
+    APFL,
+    Ditto,
+    EpsilonGreedyIFCA,
+    FedAdam,
+    FedALA,
+    FedAvg,
+    FedBN,
+    FedKD,
+    FedMoEDA,
+    FedProx,
+    FedRoD,
+    Local,
+    OptInFedAvg,
+    PersonalizedExpert,
+    PFedMoE,
+    Scaffold,
+)
+from fedmoe_pl.backends import StackedBackend, TrainerBackend
+from fedmoe_pl.models import EqualWeights, GlobalOnly, LocalOnly
+from fedmoe_pl.rounds.checkpoint import load_checkpoint
+from fedmoe_pl.rounds.cohort import sample_poisson
+
+needs_opacus = pytest.mark.skipif(find_spec("opacus") is None, reason="needs Opacus")
+MEAN = DifferentialPrivacy(0.0, math.inf, 1e-5)  # changes nothing but the weights
+ADAPTIVE = {"noise_multiplier": 1.0, "max_norm": 0.5, "delta": 1e-3, "quantile": 0.5, "bit_noise": 1.0}
+SIZES = (12, 12, 12)  # so that weights by samples are uniform
+
+AVERAGING = {
+    "FedAvg": (lambda: FedAvg("global_expert.*"), mixture),
+    "FedProx": (FedProx, mixture),
+    "OptInFedAvg": (lambda: OptInFedAvg("global_expert.*", opt_out_clients=0.3), mixture),
+    "Ditto": (Ditto, lambda: mixture(EqualWeights())),
+    "APFL": (APFL, lambda: mixture(EqualWeights())),
+    "FedALA": (FedALA, mixture),
+    "FedRoD": (FedRoD, lambda: mixture(EqualWeights())),
+    "PFedMoE": (PFedMoE, of_three_architectures),
+}
+
+
+@pytest.mark.parametrize("name", AVERAGING)
+def test_without_noise_or_attackers_it_is_the_mean_of_every_algorithm_that_averages(name, tmp_path):
+    algorithm, model = AVERAGING[name]
+    aggregations = {"usual": None, "private": MEAN, "trimmed": TrimmedMean(0)}
+    each = [
+        phase(key, algorithm(), rounds=2, start="initial", aggregation=aggregation)
+        for key, aggregation in aggregations.items()
+    ]
+    states = run(each, model(), blobs(SIZES), tmp_path, max_epochs=1, backend=TrainerBackend()).run.states
+    for key in ("private", "trimmed"):
+        torch.testing.assert_close(states[key].server, states["usual"].server, rtol=1e-12, atol=1e-13)
+
+
+def test_clipped_to_nothing_the_model_stays(tmp_path):
+    tiny = DifferentialPrivacy(0.0, 1e-12, 1e-5)
+    it = phase("it", FedAvg("global_expert.*"), aggregation=tiny)
+    server = run([it], mixture(), blobs(), tmp_path).run.states["it"].server
+    initial = FedAvg("global_expert.*").server_init(mixture())
+    torch.testing.assert_close(server, initial, rtol=0, atol=1e-11)
+
+
+def test_a_server_optimizer_steps_to_the_aggregated_model(tmp_path):
+    half = {"server_optimizer": lambda parameters: torch.optim.SGD(parameters, lr=0.5)}
+    one = [phase("it", FedAvg("global_expert.*"), aggregation=CoordinateMedian(), **extra) for extra in ({}, half)]
+    medians = [run([it], mixture(), blobs(), tmp_path).run.states["it"].server for it in one]
+    for name, initial in FedAvg("global_expert.*").server_init(mixture()).items():
+        torch.testing.assert_close(medians[1][name], (initial + medians[0][name]) / 2, rtol=1e-12, atol=1e-14)
+
+
+def test_statistics_of_batch_normalization_are_aggregated_and_counters_take_their_median(tmp_path):
+    it = phase("it", FedAvg("global_expert.*"), aggregation=CoordinateMedian())
+    federation = run([it], mixture(expert=WithBatchNorm()), blobs((8, 20, 13)), tmp_path)
+    server = federation.run.states["it"].server
+    counter = next(tensor for name, tensor in server.items() if name.endswith("num_batches_tracked"))
+    assert counter.item() == 2 * 3 and counter.dtype == torch.int64, (
+        "two epochs of the client with 13 samples, of which the last is dropped"
+    )
+    variance = next(tensor for name, tensor in server.items() if name.endswith("running_var"))
+    assert (variance > 0).all() and not torch.equal(variance, torch.ones_like(variance))
+
+
+def private(aggregation, **arguments):
+    fedavg = FedAvg("global_expert.*")
+    return Phase("private", fedavg, 4, clients_per_round=2, gate=GlobalOnly(), aggregation=aggregation, **arguments)
+
+
+def tuned():
+    return Phase("PFL-FT", PersonalizedExpert(gate_fraction=0.25), gate=LocalOnly())
+
+
+def random_phases():
+    """Noise and an adapted norm, and attackers and buckets."""
+    attacked = UnderAttack(GaussianNoise(), [1], Bucketing(CoordinateMedian()))
+    fedavg = Phase("attacked", FedAvg("global_expert.*"), 2, gate=GlobalOnly(), start="initial", aggregation=attacked)
+    return [private(DifferentialPrivacy(**ADAPTIVE)), fedavg]
+
+
+def federation(path, phases, **kwargs):
+    arguments = {"trainer": {"max_epochs": 1, "accelerator": "cpu"}, "enable_progress_bar": False, "logger": False}
+    arguments |= {"default_root_dir": str(path), "backend": TrainerBackend(), "evaluate_every_n_rounds": 2} | kwargs
+    return Federation(phases, **arguments)
+
+
+def content(federation):
+    return load_checkpoint(federation.run_dir / "checkpoints/last.ckpt")
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+    if find_spec("opacus") is None:
+        pytest.skip("needs Opacus")
+    it = federation(tmp_path_factory.mktemp("whole"), random_phases())
+    it.fit(mixture(), blobs())
+    return it
+
+
+@pytest.mark.parametrize("n", [2, 5])
+def test_a_killed_run_draws_the_same_numbers_again(n, whole, tmp_path):
+    with pytest.raises(KeyboardInterrupt):
+        federation(tmp_path, random_phases(), callbacks=[Kill("on_round_end", n)]).fit(mixture(), blobs())
+    resumed = federation(tmp_path, random_phases())
+    resumed.fit(mixture(), blobs(), ckpt_path="last")
+    assert_same(content(resumed), content(whole))
+
+
+def test_workers_and_stores_have_the_same_bits_and_backends_agree(whole, tmp_path):
+    workers = federation(tmp_path / "workers", random_phases(), backend=TwoInThisProcess(), store="disk")
+    workers.fit(mixture(), blobs())
+    stacked = federation(tmp_path / "stacked", random_phases(), backend=StackedBackend())
+    stacked.fit(mixture(), blobs())
+    for name, expected in whole.run.states.items():
+        assert_same(workers.run.states[name].server, expected.server)
+        assert_same(workers.run.states[name].aggregation, expected.aggregation)
+        actual = stacked.run.states[name].server
+        torch.testing.assert_close(actual, expected.server, rtol=1e-9, atol=1e-10)
+
+
+@needs_opacus
+def test_epsilon_is_in_the_rows_the_log_and_the_checkpoint(tmp_path, caplog):
+    it = federation(tmp_path, [private(DifferentialPrivacy(2.0, 0.5, 1e-3)), tuned()])
+    with caplog.at_level("INFO"):
+        it.fit(mixture(), blobs())
+    state = it.run.states["private"]
+    assert state.private_rounds == [[2 / 3, 2.0, 4]]
+    rows = list(csv.DictReader((it.run_dir / "rounds.csv").read_text().splitlines()))
+    epsilons = [float(row["epsilon"]) for row in rows if row["method"] == "private"]
+    assert 0 < epsilons[0] < epsilons[1] == state.epsilon
+    assert [row["epsilon"] for row in rows if row["method"] == "PFL-FT"] == [""]
+    assert f"epsilon {state.epsilon:.3g} and delta 0.001" in caplog.text
+    assert content(it)["phases"]["private"].epsilon == state.epsilon
+
+
+@needs_opacus
+def test_newcomers_and_a_given_result_leave_model_and_epsilon_as_they_are(tmp_path):
+    whole = federation(tmp_path, [private(DifferentialPrivacy(**ADAPTIVE)), tuned()])
+    whole.fit(mixture(), blobs())
+    expected = whole.run.states["private"]
+    whole.personalize(mixture(), blobs(sizes=(9, 6)), rounds=2)
+    assert_same(whole.run.states["private"].server, expected.server)
+    assert whole.run.states["private"].epsilon == expected.epsilon
+    path = str(tmp_path / "federation/version_0/checkpoints/last.ckpt")
+    given = run([private(DifferentialPrivacy(**ADAPTIVE), ckpt_path=path)], mixture(), blobs(), tmp_path / "given")
+    assert_same(given.run.states["private"].server, expected.server)
+    assert given.run.states["private"].private_rounds == expected.private_rounds
+
+
+@needs_opacus
+def test_a_phase_also_pays_for_those_that_it_starts_from_and_draws_other_noise(tmp_path):
+    strong = DifferentialPrivacy(2.0, 0.5, 1e-3)
+    fedavg = FedAvg("global_expert.*")
+    names = {"first": None, "second": "first", "other": "initial"}
+    each = [phase(name, fedavg, rounds=2, start=start, aggregation=strong) for name, start in names.items()]
+    states = run(each, mixture(), blobs(), tmp_path).run.states
+    assert states["second"].epsilon == strong.epsilon([[1.0, 2.0, 4]]) > states["first"].epsilon
+    assert states["other"].epsilon == states["first"].epsilon
+    differences = [states["other"].server[name] - tensor for name, tensor in states["first"].server.items()]
+    assert min(difference.abs().max() for difference in differences) > 0.01
+
+
+def test_clients_join_rounds_by_draws_of_their_own():
+    cohorts = [sample_poisson(range(10), 3, seed=0, round=round) for round in range(2000)]
+    assert abs(sum(map(len, cohorts)) / 2000 - 3) < 0.1
+    assert min(map(len, cohorts)) == 0 and max(map(len, cohorts)) > 6
+    together = sum({0, 1} <= {*cohort} for cohort in cohorts) / 2000
+    assert abs(together - 0.09) < 0.02, "independent"
+    assert cohorts[0] == sample_poisson(range(10), 3, seed=0, round=0)
+
+
+def test_a_round_without_clients_adds_only_noise(tmp_path):
+    empty = next(seed for seed in range(100) if not sample_poisson(range(3), 1, seed, 0))
+    it = phase("it", FedAvg("global_expert.*"), clients_per_round=1, aggregation=DifferentialPrivacy(0.0, 1.0, 1e-5))
+    federation = run([it], mixture(), blobs(), tmp_path, seed=empty)
+    state = federation.run.states["it"]
+    assert_same(state.server, FedAvg("global_expert.*").server_init(mixture()))
+    assert state.round == 1 and state.traffic["bytes_up"] == 0 and not state.kept
+
+
+def test_the_clipping_norm_and_the_bit_are_counted_as_traffic(tmp_path):
+    adaptive, fedavg = DifferentialPrivacy(0.0, 1.0, 1e-5, quantile=0.5), FedAvg("global_expert.*")
+    usual, it = phase("usual", fedavg), phase("it", fedavg, start="initial", aggregation=adaptive)
+    states = run([usual, it], mixture(), blobs(), tmp_path).run.states
+    for way in ("up", "down"):
+        assert states["it"].traffic[f"bytes_{way}"] == states["usual"].traffic[f"bytes_{way}"] + 3 * 8
+
+
+class OwnState(FedAvg):
+    """Shares nothing of the module."""
+
+    def is_shared(self, name):
+        return False
+
+
+class AsksClients(FedAvg):
+    def server_begin(self, server, clients):
+        return server | {"samples/": torch.tensor(sum(len(client.samples) for client in clients))}
+
+
+class Exchanging(FedAvg):
+    def exchange(self, server, kept, round):
+        yield from ()
+
+
+MEDIAN = CoordinateMedian()
+REFUSED = {
+    "Phase 'it': aggregation is given, but must be left out, because Local aggregates nothing.": (Local(), MEDIAN),
+    "because EpsilonGreedyIFCA combines updates in a way of its own.": (EpsilonGreedyIFCA(), MEDIAN),
+    "because FedMoEDA combines updates in a way of its own.": (FedMoEDA(), MEDIAN),
+    "because FedKD combines updates in a way of its own.": (FedKD(), MEDIAN),
+    "because Scaffold averages more than parameters.": (Scaffold(), MEDIAN),
+    "because OwnState averages no parameter of the model.": (OwnState(), MEDIAN),
+    "TrimmedMean: num_byzantine is 2, which needs at least 5 clients in a round": (FedAvg(), TrimmedMean(2)),
+    "because clients of AsksClients send more than their updates (server_begin).": (AsksClients(), MEAN),
+    "because clients of Exchanging send more than their updates (exchange).": (Exchanging(), MEAN),
+}
+MODELS = {
+    EpsilonGreedyIFCA: lambda: clustered(gate=only(0)),
+    FedMoEDA: sparse_mixture,
+    Scaffold: lambda: mixture(optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.1)),
+}
+
+
+@pytest.mark.parametrize("sentence", REFUSED)
+def test_an_aggregation_that_does_not_fit_is_refused(sentence, tmp_path):
+    algorithm, aggregation = REFUSED[sentence]
+    model = MODELS.get(type(algorithm), mixture)()
+    with pytest.raises(MisconfigurationException) as error:
+        run([phase("it", algorithm, aggregation=aggregation)], model, blobs(), tmp_path)
+    assert sentence in str(error.value)
+
+
+def test_differential_privacy_that_would_not_hold_is_refused(tmp_path):
+    monitored = Phase("it", FedAvg("global_expert.*"), aggregation=MEAN, monitor="global_test", gate=GlobalOnly())
+    with pytest.raises(MisconfigurationException, match=r"Phase 'it': monitor is 'global_test', but must be None"):
+        run([monitored], mixture(), blobs(), tmp_path)
+    after = [phase("open", FedAvg("global_expert.*")), phase("it", FedAvg(), start="open", aggregation=MEAN)]
+    with pytest.raises(MisconfigurationException, match="must also be so in 'open', from which the phase starts"):
+        run(after, mixture(), blobs(), tmp_path)
+    with pytest.raises(
+        MisconfigurationException, match=r"the buffer 'global_expert.extractor.1.running_mean' is shared"
+    ):
+        run([phase("it", FedAvg(), aggregation=MEAN)], mixture(expert=WithBatchNorm()), blobs(), tmp_path)
+    run([phase("it", FedBN(), aggregation=MEAN)], mixture(expert=WithBatchNorm()), blobs(), tmp_path)
+
+
+@needs_opacus
+def test_adaptive_server_optimizers_and_private_noise_go_together(tmp_path):
+    it = phase(
+        "it",
+        FedAvg("global_expert.*"),
+        rounds=2,
+        server_optimizer=lambda parameters: FedAdam(parameters, lr=0.1),
+        aggregation=DifferentialPrivacy(1.0, 0.5, 1e-3),
+    )
+    state = run([it], mixture(), blobs(), tmp_path).run.states["it"]
+    assert state.server_optimizer and all(tensor.isfinite().all() for tensor in state.server.values())
