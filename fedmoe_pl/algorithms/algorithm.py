@@ -240,7 +240,7 @@ class Algorithm:
 
         Yields:
             A client, the tensors that it keeps from now on, and those that it received from other clients, which are
-            only counted as traffic.
+            only counted as traffic. The name of each begins with the sender's id and a dot.
         """
         yield from ()
 

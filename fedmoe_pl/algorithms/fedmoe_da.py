@@ -191,7 +191,7 @@ class FedMoEDA(Algorithm):
                 averaged |= _mean_expert(trees, client, expert, terms)
                 for sender, index, _ in terms:
                     if sender != client:
-                        received |= with_prefix(_expert(trees[sender], index), f"{sender}.{index}.")
+                        received |= with_prefix(_expert(trees[sender], index), f"{sender}.experts.{index}.")
             yield client, {**trees[client], **averaged}, received
 
 

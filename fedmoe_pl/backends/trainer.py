@@ -94,8 +94,7 @@ class TrainerPlan(Plan):
                 updates = train_clients(self.training, server, clients, kept, round, self.features)
             else:
                 updates = {client: self._train_client(server, client, kept, round) for client in clients}
-        algorithm = self.training.algorithm
-        return [group_update(algorithm, group, [updates[client] for client in group]) for group in groups]
+        return [group_update(self.training, group, [updates[client] for client in group]) for group in groups]
 
     def _train_client(self, server: Tree, client_id: int, kept: Mapping[int, Tree], round: int) -> Update:
         """One client's part of a round."""

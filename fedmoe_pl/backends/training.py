@@ -37,6 +37,7 @@ class LocalTraining:
         round_lr_scheduler: makes a scheduler of the learning rate that is stepped once per round; None for none.
         keep_optimizer: whether clients keep the state of their optimizer for their next round.
         keep_trained: whether clients keep a copy of what they trained, for an evaluation before aggregation.
+        record_transfers: whether each tensor that clients send is described, for callbacks.
         device: the device that clients train on.
     """
 
@@ -52,6 +53,7 @@ class LocalTraining:
     round_lr_scheduler: LRSchedulerCallable | None = None
     keep_optimizer: bool = False
     keep_trained: bool = False
+    record_transfers: bool = False
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
 
     @property

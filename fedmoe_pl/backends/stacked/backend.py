@@ -108,7 +108,7 @@ class StackedPlan(Plan):
             for member in members:
                 load_tree(module, member.state)
                 updates.append(end_client(training, member.client, member.const))
-        return group_update(training.algorithm, clients, updates)
+        return group_update(training, clients, updates)
 
 
 def _fit(training: LocalTraining, module: LightningModule, members: list[Member], round: int) -> None:

@@ -1,0 +1,195 @@
+"""Every method of the package as phases on five small clients, with what must never leave a client."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import partial
+
+import torch
+from lightning.pytorch import LightningModule
+
+from fedmoe_pl import Phase
+from fedmoe_pl.algorithms import (
+    APFL,
+    FD,
+    FML,
+    ClusterMixture,
+    Ditto,
+    EpsilonGreedyIFCA,
+    FedALA,
+    FedAPEN,
+    FedAvg,
+    FedBN,
+    FedEM,
+    FedJETs,
+    FedKD,
+    FedMix,
+    FedMoEDA,
+    FedPAC,
+    FedProto,
+    FedProx,
+    FedRep,
+    FedRoD,
+    FineTunedCluster,
+    KNNPer,
+    Local,
+    OptInFedAvg,
+    PerFedAvg,
+    PersonalizedExpert,
+    PFedMe,
+    PFedMM,
+    PFedMoE,
+    PFLMoE,
+    PMMoE,
+    Scaffold,
+    SpecialistMixture,
+)
+from fedmoe_pl.models import GlobalOnly, LinearGate, LocalOnly, MixtureWeights, MLPGate, NetworkGate, PooledMoE
+from helpers import Expert, blobs, mixture, sparse_mixture
+from helpers.architectures import pair
+from helpers.backends import WithBatchNorm
+from helpers.clusters import GateNet, clustered, only
+from helpers.mixtures_of_learners import backbone, learners
+from helpers.pfedmoe import model as of_three_architectures
+
+SIZES = (13, 8, 11, 9, 12)  # five clients; two in a round, so that one is in neither of two rounds
+sgd = partial(torch.optim.SGD, lr=0.1)
+
+
+@dataclass
+class Method:
+    """A method.
+
+    Attributes:
+        phases: makes its phases.
+        model: makes its model.
+        private: glob patterns of tensors that must never leave a client.
+    """
+
+    phases: Callable[[], list[Phase]]
+    model: Callable[[], LightningModule] = mixture
+    private: list[str] = field(default_factory=lambda: ["local_expert.*", "gate.*"])
+
+
+def phase(name, algorithm, **kwargs) -> Phase:
+    return Phase(name, algorithm, **{"rounds": 2, "clients_per_round": 2, "evaluate": False, **kwargs})
+
+
+def alone(name, algorithm, **kwargs) -> Phase:
+    return Phase(name, algorithm, evaluate=False, **kwargs)
+
+
+def one(algorithm, gate=GlobalOnly, **kwargs) -> Callable[[], list[Phase]]:
+    """The method's only phase."""
+    return lambda: [phase("it", algorithm(), gate=gate() if gate else None, **kwargs)]
+
+
+def fedavg(**kwargs) -> Phase:
+    return phase("FedAvg", FedAvg("global_expert.*"), gate=GlobalOnly(), **kwargs)
+
+
+def linear_gate() -> LinearGate:
+    torch.manual_seed(5)
+    return LinearGate(5).double()
+
+
+def pooled() -> PooledMoE:
+    torch.manual_seed(5)
+    gate = MLPGate(len(SIZES), 6, dropout=0.0)
+    return PooledMoE(Expert(), len(SIZES), gate, 2, sgd).double()
+
+
+def fedper() -> Phase:
+    return phase("FedPer", FedAvg("local_expert.extractor.*", "local_expert.*"), gate=LocalOnly())
+
+
+def ifca() -> list[Phase]:
+    torch.manual_seed(5)
+    return [
+        alone("Local", Local("local_expert.*"), gate=only(3)),
+        phase("IFCA", EpsilonGreedyIFCA(0.3), gate=only(0), start="Local"),
+    ]
+
+
+def opted_out() -> list[Phase]:
+    algorithm = OptInFedAvg("global_expert.*", opt_out_clients=0.3, opt_out_data=0.3)
+    return [
+        phase("opt-out", algorithm, gate=GlobalOnly()),
+        alone("tuned", PersonalizedExpert(), gate=LocalOnly()),
+        alone("mixture", SpecialistMixture(), gate=linear_gate()),
+    ]
+
+
+def everything(**kwargs):
+    return {"clients_per_round": 1.0, **kwargs}
+
+
+GATE = ["gate.*"]
+IFCA = ["local_expert.*", "gate.*"]
+METHODS = {
+    "Local": Method(lambda: [alone("it", Local(), gate=linear_gate())], private=["*"]),
+    "FedAvg": Method(one(lambda: FedAvg("global_expert.*"))),
+    "FedAvg of everything": Method(one(FedAvg), private=["gate.*"]),
+    "FedProx": Method(one(lambda: FedProx(0.1, "global_expert.*"))),
+    "Scaffold": Method(one(lambda: Scaffold("global_expert.*")), lambda: mixture(optimizer=sgd)),
+    "FedPer": Method(lambda: [fedper()], private=["global_expert.*", "local_expert.classifier.*", "gate.*"]),
+    "FedRep": Method(
+        one(lambda: FedRep(head_epochs=1)), private=["local_expert.*", "global_expert.classifier.*", "gate.*"]
+    ),
+    "FedBN": Method(
+        one(lambda: FedBN("global_expert.*")),
+        lambda: mixture(expert=WithBatchNorm()),
+        ["local_expert.*", "gate.*", "global_expert.extractor.1.*"],
+    ),
+    "FedALA": Method(one(lambda: FedALA(max_passes=2)), private=["local_expert.*", "gate.*", "ala/*"]),
+    "FedRoD": Method(one(FedRoD, None)),
+    "FML": Method(one(FML, LocalOnly), pair),
+    "FedAPEN": Method(one(FedAPEN, MixtureWeights), pair),
+    "FedKD": Method(one(FedKD, LocalOnly, **everything()), lambda: pair(hidden=(6,))),
+    "FedProto": Method(one(FedProto), private=["global_expert.*", "local_expert.*", "gate.*"]),
+    "FD": Method(one(FD), private=["global_expert.*", "local_expert.*", "gate.*"]),
+    "FedPAC": Method(one(FedPAC)),
+    "Ditto": Method(one(Ditto, LocalOnly)),
+    "APFL": Method(one(lambda: APFL(alpha_lr=0.1), LocalOnly), private=["local_expert.*", "gate.*", "mixture/*"]),
+    "PFedMe": Method(one(PFedMe, LocalOnly), lambda: mixture(optimizer=sgd)),
+    "PerFedAvg": Method(one(PerFedAvg)),
+    "FedEM": Method(one(FedEM, None), learners, GATE),
+    "PFedMM": Method(one(PFedMM, None), lambda: learners(embedding=backbone()), GATE),
+    "FedMix": Method(one(FedMix, None), lambda: sparse_mixture(4), []),
+    "FedJETs": Method(
+        lambda: [
+            phase("common", FedAvg(["embedding.*", "experts.0.*"], ["embedding.*", "experts.0.*"]), gate=GlobalOnly()),
+            phase("it", FedJETs(anchors=False), start="common"),
+        ],
+        lambda: sparse_mixture(4),
+        ["experts.1.*"],
+    ),
+    "FedMoEDA": Method(one(lambda: FedMoEDA(top_p=2, interval=1), None, **everything(rounds=3)), sparse_mixture, GATE),
+    "PFedMoE": Method(one(PFedMoE, None), of_three_architectures, ["local_experts.*", "header.*", "gate.*"]),
+    "PMMoE": Method(
+        lambda: [fedper(), alone("PM-MoE", PMMoE(), start="FedPer", model=pooled())],
+        private=["global_expert.*", "gate.*"],
+    ),
+    "KNNPer": Method(lambda: [fedavg(), alone("kNN-Per", KNNPer(), gate=GlobalOnly())], private=["knn/*", "gate.*"]),
+    "PFLMoE": Method(
+        lambda: [
+            fedavg(),
+            alone("tuned", PersonalizedExpert(gate_fraction=0.25), gate=LocalOnly()),
+            alone("MF", PFLMoE(), gate=linear_gate()),
+            alone("interleaved", PFLMoE(interleaved=True), rounds=2, gate=linear_gate()),
+        ]
+    ),
+    "SpecialistMixture": Method(opted_out),
+    "IFCA": Method(
+        lambda: [
+            *ifca(),
+            alone("fine-tuned", FineTunedCluster(), gate=only(0), start="IFCA"),
+            alone("mixture", ClusterMixture(), gate=NetworkGate(GateNet(4)).double(), start="IFCA"),
+        ],
+        lambda: clustered(3),
+        IFCA,
+    ),
+}
+
+
+def data(**kwargs):
+    return blobs(SIZES, **kwargs)
