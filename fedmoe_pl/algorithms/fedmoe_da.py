@@ -90,7 +90,7 @@ class FedMoEDA(Algorithm):
                 )
         super().__init__(trainable=trainable)
         self.top_p: int | Literal["all"] = top_p
-        self.interval = interval
+        self.interval = self.message_period = interval
         self.temperature = temperature
         self.sync_matrix = sync_matrix
         self.exclude_own_client = exclude_own_client

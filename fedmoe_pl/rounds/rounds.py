@@ -65,7 +65,7 @@ def run_phase(run: Run, phase: Phase) -> None:
 
 
 def run_round(
-    run: Run, phase: Phase, plan: Plan, counter: FlopCounter, cohort: Sequence[int] | None = None
+    run: Run, phase: Phase, plan: Plan, counter: FlopCounter | None, cohort: Sequence[int] | None = None
 ) -> list[Evaluation]:
     """Runs one round; returns its evaluations, one for each of ``Phase.moments``, if it is evaluated.
 
@@ -73,7 +73,7 @@ def run_round(
         run: the run.
         phase: a phase that has begun.
         plan: how its clients are trained.
-        counter: counts the operations of their training.
+        counter: counts the operations of their training; None counts none.
         cohort: ids of its clients; None draws them.
     """
     state, algorithm = run.states[phase.name], phase.algorithm
@@ -82,7 +82,7 @@ def run_round(
     cohort = draw_cohort(run, phase, state) if cohort is None else cohort
     log = TransferLog(run.records_transfers)
     asked, down = _asked_and_sent(algorithm, state, cohort, log)
-    operations = counter.of_round(state.server, cohort, state.kept, round)
+    operations = counter.of_round(state.server, cohort, state.kept, round) if counter else 0
     combined, kept, up, sent = _train(run, phase, plan, cohort)
     state.round, state.kept, state.flops = round + 1, kept, state.flops + operations
     state.add_traffic("up", asked)

@@ -1,68 +1,21 @@
-"""``traffic.csv`` of every method: complete, without private tensors, and the same after a kill and in workers."""
+"""``traffic.csv``: its rows, and the same file after a kill and in workers; that of every method is in test_audit."""
 
 import csv
-import inspect
-from collections import Counter
-from fnmatch import fnmatchcase
-from functools import cache
 
 import pytest
 from helpers import run
-from helpers.methods import METHODS, data
+from helpers.methods import METHODS, data, ledger
 from helpers.runs import Kill, federation
 from helpers.runs import data as data_of_a_run
 from helpers.runs import model as model_of_a_run
 from lightning.pytorch.loggers import CSVLogger
 
-from fedmoe_pl import Algorithm, algorithms
-from fedmoe_pl.backends import TrainerBackend
 from fedmoe_pl.callbacks import TrafficLedger
 
 
-def ledger(federation) -> list[dict]:
-    with (federation.run_dir / "traffic.csv").open() as file:
-        return [*csv.DictReader(file)]
-
-
-@pytest.fixture(scope="module")
-def recorded(tmp_path_factory):
-    """Runs a method once, with a ledger."""
-
-    @cache
-    def fitted(name):
-        method, folder = METHODS[name], tmp_path_factory.mktemp("method")
-        arguments = {"backend": TrainerBackend(), "callbacks": [TrafficLedger()]}
-        return run(method.phases(), method.model(), data(), folder, **arguments)
-
-    return fitted
-
-
-def test_these_are_all_methods_of_the_package():
-    public = (getattr(algorithms, name) for name in algorithms.__all__)
-    kinds = {kind for kind in public if inspect.isclass(kind) and issubclass(kind, Algorithm)}
-    assert {type(phase.algorithm) for method in METHODS.values() for phase in method.phases()} == kinds
-
-
-@pytest.mark.parametrize("name", METHODS)
-def test_the_rows_of_every_method_add_up_to_its_traffic(name, recorded):
-    federation = recorded(name)
-    sums = Counter()
-    for row in ledger(federation):
-        sums[row["phase"], {"requests": "up"}.get(row["direction"], row["direction"])] += int(row["bytes"])
-    for phase, state in federation.run.states.items():
-        for way in ("down", "up", "between_clients"):
-            assert sums[phase, way] == state.traffic[f"bytes_{way}"], (phase, way)
-
-
-@pytest.mark.parametrize("name", METHODS)
-def test_what_a_method_declares_private_never_leaves_a_client(name, recorded):
-    names = {row["tensor"] for row in ledger(recorded(name)) if row["direction"] != "down"}
-    names |= {name.partition(".")[2] for name in names}  # between clients, a name begins with the sender's id
-    assert not [tensor for tensor in names for pattern in METHODS[name].private if fnmatchcase(tensor, pattern)]
-
-
-def test_a_row_says_what_was_sent(recorded):
-    every = ledger(recorded("FedPer"))
+def test_a_row_says_what_was_sent(tmp_path):
+    method = METHODS["FedPer"]
+    every = ledger(run(method.phases(), method.model(), data(), tmp_path, callbacks=[TrafficLedger()]))
     common = {"phase": "FedPer", "round": "1", "client": every[0]["client"]}
     rows = [row for row in every if row.items() >= common.items()]
     weight = {"tensor": "local_expert.extractor.1.weight", "shape": "6x5", "dtype": "float64", "bytes": "240"}

@@ -1,7 +1,10 @@
 """Every method of the package as phases on five small clients, with what must never leave a client."""
 
+import csv
+from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
 from functools import partial
 
 import torch
@@ -63,11 +66,14 @@ class Method:
         phases: makes its phases.
         model: makes its model.
         private: glob patterns of tensors that must never leave a client.
+        handed: glob patterns of the tensors that clients keep and that reach others without being in ``Update.sent``:
+            in an exchange, or before the first round of a later phase.
     """
 
     phases: Callable[[], list[Phase]]
     model: Callable[[], LightningModule] = mixture
     private: list[str] = field(default_factory=lambda: ["local_expert.*", "gate.*"])
+    handed: list[str] = field(default_factory=list)
 
 
 def phase(name, algorithm, **kwargs) -> Phase:
@@ -163,11 +169,14 @@ METHODS = {
         lambda: sparse_mixture(4),
         ["experts.1.*"],
     ),
-    "FedMoEDA": Method(one(lambda: FedMoEDA(top_p=2, interval=1), None, **everything(rounds=3)), sparse_mixture, GATE),
+    "FedMoEDA": Method(
+        one(lambda: FedMoEDA(top_p=2, interval=1), None, **everything(rounds=3)), sparse_mixture, GATE, ["experts.*"]
+    ),
     "PFedMoE": Method(one(PFedMoE, None), of_three_architectures, ["local_experts.*", "header.*", "gate.*"]),
     "PMMoE": Method(
         lambda: [fedper(), alone("PM-MoE", PMMoE(), start="FedPer", model=pooled())],
         private=["global_expert.*", "gate.*"],
+        handed=["local_expert.classifier.*"],
     ),
     "KNNPer": Method(lambda: [fedavg(), alone("kNN-Per", KNNPer(), gate=GlobalOnly())], private=["knn/*", "gate.*"]),
     "PFLMoE": Method(
@@ -193,3 +202,53 @@ METHODS = {
 
 def data(**kwargs):
     return blobs(SIZES, **kwargs)
+
+
+def ledger(federation) -> list[dict]:
+    """The rows of ``traffic.csv``."""
+    with (federation.run_dir / "traffic.csv").open() as file:
+        return [*csv.DictReader(file)]
+
+
+class Messages:
+    """What clients send in a run, and a way to send the same in another run, whatever the client has trained.
+
+    Attributes:
+        sent: requests and updates of each phase and client, in order.
+        replayed: clients that send what they sent in the run before; their next messages are removed from ``sent``.
+    """
+
+    def __init__(self, replayed=(), sent=None):
+        self.sent = defaultdict(list) if sent is None else sent
+        self.replayed = replayed
+
+    def through(self, phases: list[Phase], handed=()) -> list[Phase]:
+        """The phases, whose algorithms' messages go through this object."""
+        for phase in phases:
+            phase.algorithm.__class__ = _through(self, phase.name, type(phase.algorithm), handed)
+        return phases
+
+    def pass_on(self, key, client, message):
+        if client in self.replayed:
+            return self.sent[key, client].pop(0)
+        self.sent[key, client].append(message)
+        return message
+
+
+def _through(messages, phase, kind, handed):
+    class Through(kind):
+        def client_request(self, client_id, kept):
+            request = super().client_request(client_id, kept)
+            return messages.pass_on((phase, "request"), client_id, request)
+
+        def client_final(self, client, const):
+            update = super().client_final(client, const)
+            given = {
+                name: tensor for name, tensor in update.kept.items() if any(fnmatchcase(name, each) for each in handed)
+            }
+            message = messages.pass_on((phase, "update"), client.id, (update.sent, update.weight, given))
+            update.sent, update.weight = message[:2]
+            update.kept.update(message[2])
+            return update
+
+    return Through
