@@ -14,6 +14,8 @@ from fedmoe_pl.backends import LEAN_TRAINER, AutoBackend, Backend
 from fedmoe_pl.callbacks import FederationCallback
 from fedmoe_pl.callbacks.defaults import with_defaults
 from fedmoe_pl.data import FederatedDataModule, partition_figure, partition_table
+from fedmoe_pl.rounds.audit import PhaseAudit, audit_run
+from fedmoe_pl.rounds.audit_text import format_audit
 from fedmoe_pl.rounds.begin import read_result, read_result_for_newcomers, sized
 from fedmoe_pl.rounds.checkpoint import LAST, find_checkpoint, identify, load_federation, load_run
 from fedmoe_pl.rounds.checks import check_phases, check_run, check_store
@@ -184,6 +186,21 @@ class Federation:
         self.runs.mkdir(parents=True, exist_ok=True)
         partition_figure(datamodule).savefig(self.runs / "partition.png")
         print(f"{partition_table(datamodule)}\n\nPicture: {self.runs / 'partition.png'}")
+
+    def audit(self, model: LightningModule, datamodule: FederatedDataModule) -> dict[str, PhaseAudit]:
+        """Prints what would leave the clients in each phase, what stays with them, and who sees it; trains nothing.
+
+        Returns:
+            What the text says of each phase, by name.
+
+        Raises:
+            MisconfigurationException: if model, data, phases and trainer do not fit together.
+        """
+        run = self._set_up(model, datamodule, self.phases, self.runs)
+        self._run = None
+        audits = audit_run(run)
+        print(format_audit(audits, datamodule))
+        return {audit.phase.name: audit for audit in audits}
 
     @property
     def run(self) -> Run:

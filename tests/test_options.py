@@ -53,7 +53,7 @@ from fedmoe_pl.rounds.trainer_checks import check_trained
 # Made by the package, not by a user.
 INTERNAL = {
     *("Batches", "Client", "Freezing", "GroupUpdate", "LocalTraining", "Parts", "Plan", "PoolBackend", "Traffic"),
-    *("Update", "WorkersBackend"),
+    *("Transfer", "Update", "WorkersBackend"),
 }
 ALWAYS = {
     "Algorithm": "shared trainable",

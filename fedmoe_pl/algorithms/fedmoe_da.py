@@ -90,7 +90,7 @@ class FedMoEDA(Algorithm):
                 )
         super().__init__(trainable=trainable)
         self.top_p: int | Literal["all"] = top_p
-        self.interval = interval
+        self.interval = self.message_period = interval
         self.temperature = temperature
         self.sync_matrix = sync_matrix
         self.exclude_own_client = exclude_own_client
@@ -191,7 +191,7 @@ class FedMoEDA(Algorithm):
                 averaged |= _mean_expert(trees, client, expert, terms)
                 for sender, index, _ in terms:
                     if sender != client:
-                        received |= with_prefix(_expert(trees[sender], index), f"{sender}.{index}.")
+                        received |= with_prefix(_expert(trees[sender], index), f"{sender}.experts.{index}.")
             yield client, {**trees[client], **averaged}, received
 
 

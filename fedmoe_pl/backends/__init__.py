@@ -18,7 +18,7 @@ from fedmoe_pl.backends.fitting import LEAN_TRAINER, one_thread, quiet
 from fedmoe_pl.backends.freezing import Freezing
 from fedmoe_pl.backends.hooks import changes_loss, overridden_hooks, trains_by_loss
 from fedmoe_pl.backends.stacked import StackedBackend
-from fedmoe_pl.backends.traffic import Traffic
+from fedmoe_pl.backends.traffic import Traffic, Transfer, transfers
 from fedmoe_pl.backends.trainer import TrainerBackend
 from fedmoe_pl.backends.training import LocalTraining
 from fedmoe_pl.backends.workers import PoolBackend, RayBackend, WorkersBackend
@@ -38,6 +38,7 @@ __all__ = [
     "StackedBackend",
     "Traffic",
     "TrainerBackend",
+    "Transfer",
     "WorkersBackend",
     "begin_client",
     "changes_loss",
@@ -51,5 +52,6 @@ __all__ = [
     "step_after_aggregation",
     "trainable_names",
     "trains_by_loss",
+    "transfers",
     "with_training_state",
 ]

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from fedmoe_pl.aggregation import Aggregation
 from fedmoe_pl.algorithms.algorithm import Algorithm
 from fedmoe_pl.algorithms.client import Update
-from fedmoe_pl.backends.traffic import Traffic
+from fedmoe_pl.backends.traffic import Traffic, Transfer, updates_sent
 from fedmoe_pl.backends.training import LocalTraining
 from fedmoe_pl.trees import Tree
 
@@ -31,11 +31,13 @@ class GroupUpdate:
         update: the updates of its clients, folded with ``combine`` of the algorithm or the phase's aggregation.
         kept: the tensors that each client keeps, by client.
         sent: how much its clients sent.
+        transfers: each tensor that they sent, if ``LocalTraining.record_transfers``; otherwise none.
     """
 
     update: Update
     kept: dict[int, Tree]
     sent: Traffic
+    transfers: list[Transfer] = field(default_factory=list)
 
 
 class Plan(ABC):
@@ -155,4 +157,8 @@ def group_update(training: LocalTraining, clients: Sequence[int], updates: Seque
     """The result of a group, from the updates of its clients in their order."""
     kept = {client: update.kept for client, update in zip(clients, updates, strict=True)}
     sent = sum((Traffic.of(update.sent) for update in updates), Traffic())
-    return GroupUpdate(fold(training.aggregation or training.algorithm, updates), kept, sent)
+    transfers: list[Transfer] = []
+    if training.record_transfers:
+        for client, update in zip(clients, updates, strict=True):
+            transfers += updates_sent(client, update.sent)
+    return GroupUpdate(fold(training.aggregation or training.algorithm, updates), kept, sent, transfers)

@@ -1,10 +1,16 @@
-"""Counts what clients and server send each other."""
+"""Counts and describes what clients and server send each other."""
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 from fedmoe_pl.trees import Tree, of_module
+
+Direction = Literal["down", "requests", "up", "between_clients"]
+"""From the server to a client; from a client to the server, to ask for tensors, or after its training; to a client from
+other clients."""
+WEIGHT = "(weight)"
+"""Stands for the number by which the server weighs a client's update, which is sent with it."""
 
 
 class Traffic(NamedTuple):
@@ -35,3 +41,62 @@ class Traffic(NamedTuple):
         if not isinstance(other, Traffic):
             return NotImplemented
         return Traffic(self.parameters + other.parameters, self.bytes + other.bytes)
+
+
+class Transfer(NamedTuple):
+    """One tensor that was sent once.
+
+    Attributes:
+        direction: who sent it to whom.
+        client: the client that sent it to the server, or that received it.
+        tensor: its name. One from another client begins with that client's id and a dot.
+        shape: its shape.
+        dtype: its data type, such as ``float32``.
+        bytes: its size; 0 for a client's weight, which is no tensor.
+    """
+
+    direction: Direction
+    client: int
+    tensor: str
+    shape: tuple[int, ...]
+    dtype: str
+    bytes: int
+
+
+def transfers(direction: Direction, client: int, tree: Tree) -> list[Transfer]:
+    """The tensors of a tree, sent once.
+
+    Example:
+        >>> import torch
+        >>> transfers("up", 3, {"w": torch.zeros(2, 4)})
+        [Transfer(direction='up', client=3, tensor='w', shape=(2, 4), dtype='float32', bytes=32)]
+    """
+    return [
+        Transfer(direction, client, name, tuple(tensor.shape), str(tensor.dtype).removeprefix("torch."), tensor.nbytes)
+        for name, tensor in tree.items()
+    ]
+
+
+class TransferLog:
+    """Collects what is sent in a round, if a callback asks for it.
+
+    Args:
+        active: whether anything is collected.
+
+    Attributes:
+        transfers: every tensor that was sent.
+    """
+
+    def __init__(self, active: bool) -> None:
+        self.active = active
+        self.transfers: list[Transfer] = []
+
+    def add(self, direction: Direction, client: int, tree: Tree) -> None:
+        """Adds the tensors of a tree that was sent once."""
+        if self.active:
+            self.transfers += transfers(direction, client, tree)
+
+
+def updates_sent(client: int, tree: Tree) -> list[Transfer]:
+    """What a client sends after its training: the tensors of its update and, if there are any, its weight."""
+    return [*transfers("up", client, tree), Transfer("up", client, WEIGHT, (), "float", 0)] if tree else []

@@ -39,6 +39,7 @@ class LocalTraining:
         keep_optimizer: whether clients keep the state of their optimizer for their next round.
         keep_trained: whether clients keep a copy of what they trained, for an evaluation before aggregation.
         aggregation: combines the clients' updates; None for the algorithm itself.
+        record_transfers: whether each tensor that clients send is described, for callbacks.
         device: the device that clients train on.
     """
 
@@ -55,6 +56,7 @@ class LocalTraining:
     keep_optimizer: bool = False
     keep_trained: bool = False
     aggregation: Aggregation | None = None
+    record_transfers: bool = False
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
 
     @property

@@ -7,6 +7,7 @@ from fedmoe_pl.callbacks.costs import CostToTarget
 from fedmoe_pl.callbacks.experts import ExpertMonitor
 from fedmoe_pl.callbacks.files import ClientCheckpoint, ResultFiles
 from fedmoe_pl.callbacks.gates import GateMonitor
+from fedmoe_pl.callbacks.ledger import TrafficLedger
 from fedmoe_pl.callbacks.partition import PartitionMonitor
 from fedmoe_pl.callbacks.progress_bar import ProgressBar
 from fedmoe_pl.callbacks.representations import RepresentationMonitor
@@ -25,4 +26,5 @@ __all__ = [
     "ProgressBar",
     "RepresentationMonitor",
     "ResultFiles",
+    "TrafficLedger",
 ]

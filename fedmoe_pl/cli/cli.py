@@ -56,7 +56,8 @@ class FederationCLI(LightningCLI):
     def subcommands() -> dict[str, set[str]]:
         """The methods of Federation that are subcommands, with the arguments that the configuration provides."""
         return {
-            name: {"model", "datamodule"} for name in ("fit", "personalize", "validate", "test", "predict", "partition")
+            name: {"model", "datamodule"}
+            for name in ("fit", "personalize", "validate", "test", "predict", "partition", "audit")
         }
 
     def add_core_arguments_to_parser(self, parser: LightningArgumentParser) -> None:

@@ -215,7 +215,8 @@ def _from_start(phase: Phase, module: LightningModule, before: Sequence[tuple[st
     server = phase.algorithm.server_init(module)
     # What the server sends now replaces what clients kept under the same names.
     kept = [only(state.kept, [name for name in names if name not in server]) for names, state in inherited]
-    return PhaseState(initial, server, joined(kept))
+    aggregation = {} if phase.aggregation is None else phase.aggregation.begin()
+    return PhaseState(initial, server, joined(kept), aggregation=aggregation)
 
 
 def _same_gate(tree: Tree, other: Tree) -> bool:

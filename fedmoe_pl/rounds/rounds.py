@@ -10,7 +10,7 @@ from lightning.pytorch import LightningModule
 from fedmoe_pl.algorithms.algorithm import Algorithm, overrides
 from fedmoe_pl.algorithms.client import Update
 from fedmoe_pl.backends import LocalTraining, Plan, one_thread, step_after_aggregation, with_training_state
-from fedmoe_pl.backends.traffic import Traffic
+from fedmoe_pl.backends.traffic import Traffic, Transfer, TransferLog, transfers
 from fedmoe_pl.rounds.aggregation_step import aggregated, log_epsilon
 from fedmoe_pl.rounds.begin import first_clients
 from fedmoe_pl.rounds.checkpoint import FILE, save_finished
@@ -45,8 +45,7 @@ def run_phase(run: Run, phase: Phase) -> None:
     plan: Plan | None = None
     if state.round < phase.rounds:
         if state.round == 0 and state.server_learns:
-            state.aggregation = {} if phase.aggregation is None else phase.aggregation.begin()
-            clients = first_clients(training, _cohort(run, phase, state), state.kept)
+            clients = first_clients(training, draw_cohort(run, phase, state), state.kept)
             state.server = phase.algorithm.server_begin(state.server, clients)
         plan, counter = run.plans.pop(phase.name).begin(training), FlopCounter(training)
         while state.round < phase.rounds and not state.stopped:
@@ -67,22 +66,26 @@ def run_phase(run: Run, phase: Phase) -> None:
     log_epsilon(phase, state)
 
 
-def run_round(run: Run, phase: Phase, plan: Plan, counter: FlopCounter) -> list[Evaluation]:
+def run_round(
+    run: Run, phase: Phase, plan: Plan, counter: FlopCounter | None, cohort: Sequence[int] | None = None
+) -> list[Evaluation]:
     """Runs one round; returns its evaluations, one for each of ``Phase.moments``, if it is evaluated.
 
     Args:
         run: the run.
         phase: a phase that has begun.
         plan: how its clients are trained.
-        counter: counts the operations of their training.
+        counter: counts the operations of their training; None counts none.
+        cohort: ids of its clients; None draws them.
     """
     state, algorithm = run.states[phase.name], phase.algorithm
     round = state.round
     run.call("on_round_start", phase, round)
-    cohort = _cohort(run, phase, state)
-    asked, down = _asked_and_sent(algorithm, state, cohort)
-    operations = counter.of_round(state.server, cohort, state.kept, round)
-    combined, kept, up = _train(run, phase, plan, cohort)
+    cohort = draw_cohort(run, phase, state) if cohort is None else cohort
+    log = TransferLog(run.records_transfers)
+    asked, down = _asked_and_sent(algorithm, state, cohort, log)
+    operations = counter.of_round(state.server, cohort, state.kept, round) if counter else 0
+    combined, kept, up, sent = _train(run, phase, plan, cohort)
     state.round, state.kept, state.flops = round + 1, kept, state.flops + operations
     state.add_traffic("up", asked)
     state.add_traffic("down", down)
@@ -91,20 +94,23 @@ def run_round(run: Run, phase: Phase, plan: Plan, counter: FlopCounter) -> list[
         if state.round == phase.rounds or algorithm.is_over(state.server):
             state.server = algorithm.server_final(state.server)
         state.add_traffic("up", up)
-    _after_aggregation(run, phase, plan.training, cohort, round)
+        log.transfers += sent
+    _after_aggregation(run, phase, plan.training, cohort, round, log)
     if state.server_learns:
-        state.add_traffic("between_clients", _exchange(run, phase, plan.training, round))
+        state.add_traffic("between_clients", _exchange(run, phase, plan.training, round, log))
     run.progress.end_round()
     evaluates = run.evaluates_after(phase, state.round)
     evaluations = _evaluate_round(run, phase, plan.training, plan) if evaluates else []
     state.stopped = _is_over(run, phase, state)
+    if log.transfers:
+        run.call("on_transfers", phase, round, log.transfers)
     run.save()
     run.store.remove_replaced(state.kept, state.best_kept)
     run.call("on_round_end", phase, round)
     return evaluations
 
 
-def _cohort(run: Run, phase: Phase, state: PhaseState) -> list[int]:
+def draw_cohort(run: Run, phase: Phase, state: PhaseState) -> list[int]:
     """The clients of the round; all clients if they only train the parameters that they keep."""
     num_clients = run.datamodule.num_clients
     if not state.server_learns:
@@ -112,7 +118,9 @@ def _cohort(run: Run, phase: Phase, state: PhaseState) -> list[int]:
     return phase_cohort(phase, num_clients, run.seed, run.rounds_before(phase) + state.round)
 
 
-def _asked_and_sent(algorithm: Algorithm, state: PhaseState, cohort: Sequence[int]) -> tuple[Traffic, Traffic]:
+def _asked_and_sent(
+    algorithm: Algorithm, state: PhaseState, cohort: Sequence[int], log: TransferLog
+) -> tuple[Traffic, Traffic]:
     """The clients' requests and what the server sends: nothing if clients train alone, a checkpoint's result once."""
     asked, sent = Traffic(), Traffic()
     if not algorithm.federated or (not state.server_learns and state.round > 0):
@@ -120,35 +128,42 @@ def _asked_and_sent(algorithm: Algorithm, state: PhaseState, cohort: Sequence[in
     asks = overrides(algorithm, "client_request")  # otherwise what clients keep, perhaps on disk, need not be read
     for client in cohort:
         request = algorithm.client_request(client, state.kept.get(client, {})) if asks else {}
+        answer = algorithm.server_send(state.server, client, request)
         asked += Traffic.of(request)
-        sent += Traffic.of(algorithm.server_send(state.server, client, request))
+        sent += Traffic.of(answer)
+        log.add("requests", client, request)
+        log.add("down", client, answer)
     return asked, sent
 
 
-def _train(run: Run, phase: Phase, plan: Plan, cohort: Sequence[int]) -> tuple[Update | None, Any, Traffic]:
+def _train(
+    run: Run, phase: Phase, plan: Plan, cohort: Sequence[int]
+) -> tuple[Update | None, Any, Traffic, list[Transfer]]:
     """Trains the clients of the round.
 
     Returns:
         Their combined update (None without clients), the tensors that all clients keep now, by client, and the traffic
-        to the server.
+        to the server. If a callback asks for them, also each of its tensors, and what the aggregation sent to clients.
     """
     state, round = run.states[phase.name], run.states[phase.name].round
     combined: Update | None = None
     written: dict[int, Any] = {}
-    up = Traffic()
+    up, sent = Traffic(), list[Transfer]()
     aggregation = plan.training.aggregation
     combine = phase.algorithm.combine if aggregation is None else aggregation.combine
     added = {} if aggregation is None else aggregation.for_clients(state.aggregation)
-    for _ in cohort if added else ():
+    for client in cohort if added else ():
         state.add_traffic("down", Traffic.of(added))
+        sent += transfers("down", client, added) if plan.training.record_transfers else []
     for group in plan.train({**state.server, **added}, cohort, state.kept, round) if cohort else ():
         combined = group.update if combined is None else combine(combined, group.update)
         written.update(run.store.write(phase.name, round + 1, group.kept))
         up += group.sent
+        sent += group.transfers
         for client in group.kept:
             run.progress.add_client(phase, len(cohort))
             run.call("on_client_end", phase, round, client)
-    return combined, run.store.updated(phase.name, state.kept, written), up
+    return combined, run.store.updated(phase.name, state.kept, written), up, sent
 
 
 def _update_server(run: Run, phase: Phase, module: LightningModule, combined: Update | None) -> None:
@@ -164,12 +179,14 @@ def _update_server(run: Run, phase: Phase, module: LightningModule, combined: Up
     state.server = new
 
 
-def _after_aggregation(run: Run, phase: Phase, training: LocalTraining, cohort: Sequence[int], round: int) -> None:
+def _after_aggregation(
+    run: Run, phase: Phase, training: LocalTraining, cohort: Sequence[int], round: int, log: TransferLog
+) -> None:
     """Lets the clients of the round take their step on the new server's state, which they receive for it."""
     if not overrides(phase.algorithm, "client_after_aggregation"):
         return
     state, written = run.states[phase.name], dict[int, Any]()
-    asked, sent = _asked_and_sent(phase.algorithm, state, cohort)
+    asked, sent = _asked_and_sent(phase.algorithm, state, cohort, log)
     state.add_traffic("up", asked)
     state.add_traffic("down", sent)
     with one_thread():
@@ -179,7 +196,7 @@ def _after_aggregation(run: Run, phase: Phase, training: LocalTraining, cohort: 
     state.kept = run.store.updated(phase.name, state.kept, written)
 
 
-def _exchange(run: Run, phase: Phase, training: LocalTraining, round: int) -> Traffic:
+def _exchange(run: Run, phase: Phase, training: LocalTraining, round: int, log: TransferLog) -> Traffic:
     """Lets clients send each other tensors, all computed from those they kept before; returns the traffic."""
     state, received, written = run.states[phase.name], Traffic(), dict[int, Any]()
     for client, kept, from_others in phase.algorithm.exchange(state.server, state.kept, round):
@@ -187,6 +204,7 @@ def _exchange(run: Run, phase: Phase, training: LocalTraining, round: int) -> Tr
             kept = with_training_state(kept, state.kept.get(client, {}))
         written.update(run.store.write(phase.name, _EXCHANGED + round + 1, {client: kept}))
         received += Traffic.of(from_others)
+        log.add("between_clients", client, from_others)
     if written:
         state.kept = run.store.updated(phase.name, state.kept, written)
     return received

@@ -13,7 +13,7 @@ from lightning.pytorch import LightningModule
 from lightning.pytorch.loggers import Logger
 
 from fedmoe_pl.algorithms.algorithm import Moment
-from fedmoe_pl.backends import Backend, LocalTraining, Plan, one_thread
+from fedmoe_pl.backends import Backend, LocalTraining, Plan, Transfer, one_thread
 from fedmoe_pl.data import FederatedDataModule
 from fedmoe_pl.rounds.begin import begin_phase, phase_module, sized
 from fedmoe_pl.rounds.checkpoint import FILE, save_checkpoint
@@ -23,7 +23,7 @@ from fedmoe_pl.rounds.evaluation import Evaluation
 from fedmoe_pl.rounds.phase import INITIAL, Phase
 from fedmoe_pl.rounds.progress import Progress
 from fedmoe_pl.rounds.starts import Start, chain_of_starts, model_of, sources
-from fedmoe_pl.rounds.state import PhaseState
+from fedmoe_pl.rounds.state import PhaseState, round_and_selection
 from fedmoe_pl.rounds.store import MemoryStore, Store
 from fedmoe_pl.seeds import seed_all
 from fedmoe_pl.trees import Tree, load_tree
@@ -47,6 +47,9 @@ class FederationCallback:
 
     def on_evaluation_end(self, run: Run, phase: Phase, evaluation: Evaluation) -> None:
         """Called after every evaluated round."""
+
+    def on_transfers(self, run: Run, phase: Phase, round: int, transfers: list[Transfer]) -> None:
+        """Called before the checkpoint of a round with every tensor that was sent in it; not if nothing was."""
 
     def on_round_end(self, run: Run, phase: Phase, round: int) -> None:
         """Called after aggregation, evaluation and checkpoint of a round."""
@@ -133,6 +136,11 @@ class Run:
     def progress(self) -> Progress:
         """The progress of the run."""
         return Progress(self.phases, self.trainer, self.datamodule, self.seed)
+
+    @cached_property
+    def records_transfers(self) -> bool:
+        """Whether a callback has ``on_transfers``, so that every tensor that is sent must be described."""
+        return any(type(each).on_transfers is not FederationCallback.on_transfers for each in self.callbacks)
 
     @property
     def results(self) -> dict[str, Evaluation]:
@@ -246,6 +254,7 @@ class Run:
             keep_optimizer=phase.keep_optimizer,
             aggregation=phase.aggregation if self._aggregates(phase) else None,
             keep_trained=phase.algorithm.federated and phase.evaluate and "local_training" in phase.moments,
+            record_transfers=self.records_transfers,
             device=self.devices[0],
         )
 
@@ -264,7 +273,7 @@ class Run:
         """
         state, evaluations = self.states[phase.name], []
         arguments = training, state.server, state.kept, state.round_of_models
-        round, selection = _round_and_selection(phase, state)
+        round, selection = round_and_selection(phase, state)
         for moment in phase.moments:
             with one_thread():
                 clients = evaluate_clients(*arguments, moment, self.evaluated, plan)
@@ -295,13 +304,3 @@ class Run:
         """Writes the checkpoint, unless checkpoints are disabled."""
         if self.enable_checkpointing:
             save_checkpoint(self.folder / FILE, self.initial, self.states, self.rows, self.identity)
-
-
-def _round_and_selection(phase: Phase, state: PhaseState) -> tuple[int, str]:
-    """The round that is evaluated now, and why it was selected, in the words of ``Evaluation.selection``."""
-    if state.given_round is not None:
-        return state.given_round, "given checkpoint"
-    if state.finished and state.best_round:
-        return state.best_round, f"best round by {phase.monitor}"
-    last = state.finished or state.stopped or state.round == phase.rounds
-    return state.round, "last round" if last else "this round"

@@ -56,8 +56,8 @@ def test_a_round_mixes_by_the_matrix_of_the_update_round_before_it_or_by_its_own
         sent = algorithm.server_send(server, 1, {})
         assert len(sent) == (3 if proxies else 1), "clients get their rows after an update round"
     a = 8 / (1 + E)
-    distant = {0: (a, {"1.0.w": 8.0}), 1: (8 - a, {"0.0.w": 0.0})}
-    alike = {0: (4.0, {"1.0.w": 8.0}), 1: (4.0, {"0.0.w": 0.0})}
+    distant = {0: (a, {"1.experts.0.w": 8.0}), 1: (8 - a, {"0.experts.0.w": 0.0})}
+    alike = {0: (4.0, {"1.experts.0.w": 8.0}), 1: (4.0, {"0.experts.0.w": 0.0})}
     expected = [distant, distant, alike, alike] if sync else [{}, distant, distant, alike]
     for one, other in zip(found, expected, strict=True):
         assert one.keys() == other.keys()
@@ -221,7 +221,7 @@ def test_an_expert_that_two_rows_need_is_received_once_and_the_own_ones_never():
     server = algorithm.server_update(server, Update({"proxies/0": line.repeat(2, 1), "proxies/1": line}, 2))
     kept = {0: {"experts.0.w": torch.zeros(1), "experts.1.w": torch.ones(1)}, 1: {"experts.0.w": torch.full((1,), 5.0)}}
     received = {client: sorted(got) for client, _, got in algorithm.exchange(server, kept, 1)}
-    assert received == {0: ["1.0.w"], 1: ["0.0.w", "0.1.w"]}
+    assert received == {0: ["1.experts.0.w"], 1: ["0.experts.0.w", "0.experts.1.w"]}
 
 
 def test_a_frozen_embedding_from_a_checkpoint_keeps_its_bits_and_is_not_sent(tmp_path):

@@ -20,7 +20,8 @@ def quickstart(tmp_path):
 
 
 def test_the_subcommands_are_the_federation_s_commands():
-    assert set(FederationCLI.subcommands()) == {"fit", "personalize", "validate", "test", "predict", "partition"}
+    commands = {"fit", "personalize", "validate", "test", "predict", "partition", "audit"}
+    assert set(FederationCLI.subcommands()) == commands
 
 
 def test_partition_prints_and_draws_who_holds_what(tmp_path, capsys):

@@ -1,0 +1,78 @@
+"""A file of every tensor that clients and server sent each other."""
+
+from __future__ import annotations
+
+import csv
+import os
+from collections import Counter
+from pathlib import Path
+
+from fedmoe_pl.backends import Transfer
+from fedmoe_pl.callbacks.tensorboard import method_tag
+from fedmoe_pl.rounds.phase import Phase
+from fedmoe_pl.rounds.run import FederationCallback, Run
+
+FILE = "traffic.csv"
+COLUMNS = ("phase", "round", "direction", "client", "tensor", "shape", "dtype", "bytes")
+
+
+class TrafficLedger(FederationCallback):
+    """Writes ``traffic.csv``: a row for every tensor that the server or a client sent, in every round.
+
+    Directions are ``down`` (from the server to the client), ``requests`` and ``up`` (from the client to the server,
+    before and after its training) and ``between_clients`` (to the client; the tensor's name begins with the id of the
+    client that sent it, and a dot). The tensor ``(weight)`` stands for the number by which the server weighs a client's
+    update, and counts no bytes. All other rows of a phase add up to the bytes in ``rounds.csv``; requests are in
+    ``bytes_up``. What is computed before the first round (``Algorithm.server_begin``) is not in the file.
+
+    Every logger gets the bytes of each round, such as ``FedAvg/round/bytes_up``. A resumed run goes on with the file of
+    the killed one. The file has a row for each client and tensor: about 25 MB for 1,000 rounds of 10 clients with a
+    LeNet-5.
+    """
+
+    def on_fit_start(self, run: Run) -> None:
+        """Begins the file; that of a resumed run loses the rows of rounds that are run again."""
+        path = run.folder / FILE
+        if run.states and path.is_file():
+            _cut(path, {name: state.round for name, state in run.states.items()})
+            return
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(",".join(COLUMNS) + "\n", encoding="utf-8")
+
+    def on_transfers(self, run: Run, phase: Phase, round: int, transfers: list[Transfer]) -> None:
+        """Appends the rows of a round, and logs its bytes in every direction."""
+        with (run.folder / FILE).open("a", newline="", encoding="utf-8") as file:
+            csv.writer(file, lineterminator="\n").writerows(
+                (phase.name, round + 1, direction, client, tensor, "x".join(map(str, shape)) or "()", dtype, size)
+                for direction, client, tensor, shape, dtype, size in transfers
+            )
+        totals: Counter[str] = Counter()
+        for transfer in transfers:
+            totals[transfer.direction] += transfer.bytes
+        scalars = {f"{method_tag(phase.name)}/round/bytes_{direction}": float(n) for direction, n in totals.items()}
+        for logger in run.loggers:
+            logger.log_metrics(scalars, step=run.step)
+
+
+def _cut(path: Path, rounds: dict[str, int]) -> None:
+    """Keeps only the rows of completed rounds, which come first.
+
+    Args:
+        path: the file.
+        rounds: number of completed rounds of each phase that has begun, by name.
+    """
+    end = 0
+    with path.open("rb") as file:
+        for line in file:
+            if end and not _is_of(line, rounds):
+                break
+            end += len(line)
+    os.truncate(path, end)
+
+
+def _is_of(line: bytes, rounds: dict[str, int]) -> bool:
+    """Whether a line is a whole row of a completed round."""
+    if not line.endswith(b"\n"):
+        return False
+    name, round, *_ = next(csv.reader([line.decode()]))
+    return int(round) <= rounds.get(name, 0)

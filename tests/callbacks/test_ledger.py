@@ -1,0 +1,80 @@
+"""``traffic.csv``: its rows, and the same file after a kill and in workers; that of every method is in test_audit."""
+
+import csv
+
+import pytest
+from helpers import run
+from helpers.methods import METHODS, data, ledger
+from helpers.runs import Kill, federation
+from helpers.runs import data as data_of_a_run
+from helpers.runs import model as model_of_a_run
+from lightning.pytorch.loggers import CSVLogger
+
+from fedmoe_pl.callbacks import TrafficLedger
+
+
+def test_a_row_says_what_was_sent(tmp_path):
+    method = METHODS["FedPer"]
+    every = ledger(run(method.phases(), method.model(), data(), tmp_path, callbacks=[TrafficLedger()]))
+    common = {"phase": "FedPer", "round": "1", "client": every[0]["client"]}
+    rows = [row for row in every if row.items() >= common.items()]
+    weight = {"tensor": "local_expert.extractor.1.weight", "shape": "6x5", "dtype": "float64", "bytes": "240"}
+    bias = {"tensor": "local_expert.extractor.1.bias", "shape": "6", "dtype": "float64", "bytes": "48"}
+    number = {"tensor": "(weight)", "shape": "()", "dtype": "float", "bytes": "0"}
+    sent = [("down", weight), ("down", bias), ("up", weight), ("up", bias), ("up", number)]
+    assert rows == [{**common, "direction": direction, **row} for direction, row in sent]
+
+
+def test_without_a_ledger_nothing_is_described(tmp_path):
+    method = METHODS["FedAvg"]
+    without = run(method.phases(), method.model(), data(), tmp_path)
+    assert not without.run.records_transfers and not (without.run_dir / "traffic.csv").exists()
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+    return fitted(tmp_path_factory.mktemp("whole"))
+
+
+def fitted(path, *callbacks, ckpt_path=None, **kwargs):
+    run = federation(path, callbacks=[*callbacks, TrafficLedger()], **kwargs)
+    run.fit(model_of_a_run(), data_of_a_run(), ckpt_path=ckpt_path)
+    return run
+
+
+@pytest.mark.parametrize(
+    ("hook", "n"), [("on_transfers", 3), ("on_round_end", 3), ("on_client_end", 6), ("on_phase_end", 2)]
+)
+def test_the_file_of_a_killed_run_goes_on_where_it_was(hook, n, whole, tmp_path):
+    with pytest.raises(KeyboardInterrupt):
+        fitted(tmp_path, Kill(hook, n))
+    resumed = fitted(tmp_path, ckpt_path="last")
+    assert (resumed.run_dir / "traffic.csv").read_bytes() == (whole.run_dir / "traffic.csv").read_bytes()
+
+
+def test_a_row_that_a_kill_cut_off_is_removed(whole, tmp_path):
+    with pytest.raises(KeyboardInterrupt):
+        fitted(tmp_path, Kill("on_round_end", 3))
+    (path,) = tmp_path.rglob("traffic.csv")
+    with path.open("a") as file:
+        file.write("FedAvg,1,do")
+    resumed = fitted(tmp_path, ckpt_path="last")
+    assert path == resumed.run_dir / "traffic.csv"
+    assert path.read_bytes() == (whole.run_dir / "traffic.csv").read_bytes()
+
+
+@pytest.mark.slow
+def test_workers_write_the_same_file(whole, tmp_path):
+    parallel = fitted(tmp_path, trainer={"accelerator": "cpu", "devices": 2})
+    assert (parallel.run_dir / "traffic.csv").read_bytes() == (whole.run_dir / "traffic.csv").read_bytes()
+
+
+def test_every_logger_gets_the_bytes_of_each_round(tmp_path):
+    fitted = federation(tmp_path, callbacks=[TrafficLedger()], logger=CSVLogger(tmp_path))
+    fitted.fit(model_of_a_run(), data_of_a_run())
+    (path,) = tmp_path.rglob("metrics.csv")
+    with path.open() as file:
+        rows = [row for row in csv.DictReader(file) if row["FedAvg/round/bytes_up"]]
+    size = 2 * 4 * (4 * 5 + 4 + 3 * 4 + 3)  # of two clients, in 32 bits
+    found = [(int(row["step"]), *(float(row[f"FedAvg/round/bytes_{way}"]) for way in ("up", "down"))) for row in rows]
+    assert found == [(step, size, size) for step in (2, 3, 4, 5)]

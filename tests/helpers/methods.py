@@ -1,0 +1,254 @@
+"""Every method of the package as phases on five small clients, with what must never leave a client."""
+
+import csv
+from collections import defaultdict
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
+from functools import partial
+
+import torch
+from lightning.pytorch import LightningModule
+
+from fedmoe_pl import Phase
+from fedmoe_pl.algorithms import (
+    APFL,
+    FD,
+    FML,
+    ClusterMixture,
+    Ditto,
+    EpsilonGreedyIFCA,
+    FedALA,
+    FedAPEN,
+    FedAvg,
+    FedBN,
+    FedEM,
+    FedJETs,
+    FedKD,
+    FedMix,
+    FedMoEDA,
+    FedPAC,
+    FedProto,
+    FedProx,
+    FedRep,
+    FedRoD,
+    FineTunedCluster,
+    KNNPer,
+    Local,
+    OptInFedAvg,
+    PerFedAvg,
+    PersonalizedExpert,
+    PFedMe,
+    PFedMM,
+    PFedMoE,
+    PFLMoE,
+    PMMoE,
+    Scaffold,
+    SpecialistMixture,
+)
+from fedmoe_pl.models import GlobalOnly, LinearGate, LocalOnly, MixtureWeights, MLPGate, NetworkGate, PooledMoE
+from helpers import Expert, blobs, mixture, sparse_mixture
+from helpers.architectures import pair
+from helpers.backends import WithBatchNorm
+from helpers.clusters import GateNet, clustered, only
+from helpers.mixtures_of_learners import backbone, learners
+from helpers.pfedmoe import model as of_three_architectures
+
+SIZES = (13, 8, 11, 9, 12)  # five clients; two in a round, so that one is in neither of two rounds
+sgd = partial(torch.optim.SGD, lr=0.1)
+
+
+@dataclass
+class Method:
+    """A method.
+
+    Attributes:
+        phases: makes its phases.
+        model: makes its model.
+        private: glob patterns of tensors that must never leave a client.
+        handed: glob patterns of the tensors that clients keep and that reach others without being in ``Update.sent``:
+            in an exchange, or before the first round of a later phase.
+    """
+
+    phases: Callable[[], list[Phase]]
+    model: Callable[[], LightningModule] = mixture
+    private: list[str] = field(default_factory=lambda: ["local_expert.*", "gate.*"])
+    handed: list[str] = field(default_factory=list)
+
+
+def phase(name, algorithm, **kwargs) -> Phase:
+    return Phase(name, algorithm, **{"rounds": 2, "clients_per_round": 2, "evaluate": False, **kwargs})
+
+
+def alone(name, algorithm, **kwargs) -> Phase:
+    return Phase(name, algorithm, evaluate=False, **kwargs)
+
+
+def one(algorithm, gate=GlobalOnly, **kwargs) -> Callable[[], list[Phase]]:
+    """The method's only phase."""
+    return lambda: [phase("it", algorithm(), gate=gate() if gate else None, **kwargs)]
+
+
+def fedavg(**kwargs) -> Phase:
+    return phase("FedAvg", FedAvg("global_expert.*"), gate=GlobalOnly(), **kwargs)
+
+
+def linear_gate() -> LinearGate:
+    torch.manual_seed(5)
+    return LinearGate(5).double()
+
+
+def pooled() -> PooledMoE:
+    torch.manual_seed(5)
+    gate = MLPGate(len(SIZES), 6, dropout=0.0)
+    return PooledMoE(Expert(), len(SIZES), gate, 2, sgd).double()
+
+
+def fedper() -> Phase:
+    return phase("FedPer", FedAvg("local_expert.extractor.*", "local_expert.*"), gate=LocalOnly())
+
+
+def ifca() -> list[Phase]:
+    torch.manual_seed(5)
+    return [
+        alone("Local", Local("local_expert.*"), gate=only(3)),
+        phase("IFCA", EpsilonGreedyIFCA(0.3), gate=only(0), start="Local"),
+    ]
+
+
+def opted_out() -> list[Phase]:
+    algorithm = OptInFedAvg("global_expert.*", opt_out_clients=0.3, opt_out_data=0.3)
+    return [
+        phase("opt-out", algorithm, gate=GlobalOnly()),
+        alone("tuned", PersonalizedExpert(), gate=LocalOnly()),
+        alone("mixture", SpecialistMixture(), gate=linear_gate()),
+    ]
+
+
+def everything(**kwargs):
+    return {"clients_per_round": 1.0, **kwargs}
+
+
+GATE = ["gate.*"]
+IFCA = ["local_expert.*", "gate.*"]
+METHODS = {
+    "Local": Method(lambda: [alone("it", Local(), gate=linear_gate())], private=["*"]),
+    "FedAvg": Method(one(lambda: FedAvg("global_expert.*"))),
+    "FedAvg of everything": Method(one(FedAvg), private=["gate.*"]),
+    "FedProx": Method(one(lambda: FedProx(0.1, "global_expert.*"))),
+    "Scaffold": Method(one(lambda: Scaffold("global_expert.*")), lambda: mixture(optimizer=sgd)),
+    "FedPer": Method(lambda: [fedper()], private=["global_expert.*", "local_expert.classifier.*", "gate.*"]),
+    "FedRep": Method(
+        one(lambda: FedRep(head_epochs=1)), private=["local_expert.*", "global_expert.classifier.*", "gate.*"]
+    ),
+    "FedBN": Method(
+        one(lambda: FedBN("global_expert.*")),
+        lambda: mixture(expert=WithBatchNorm()),
+        ["local_expert.*", "gate.*", "global_expert.extractor.1.*"],
+    ),
+    "FedALA": Method(one(lambda: FedALA(max_passes=2)), private=["local_expert.*", "gate.*", "ala/*"]),
+    "FedRoD": Method(one(FedRoD, None)),
+    "FML": Method(one(FML, LocalOnly), pair),
+    "FedAPEN": Method(one(FedAPEN, MixtureWeights), pair),
+    "FedKD": Method(one(FedKD, LocalOnly, **everything()), lambda: pair(hidden=(6,))),
+    "FedProto": Method(one(FedProto), private=["global_expert.*", "local_expert.*", "gate.*"]),
+    "FD": Method(one(FD), private=["global_expert.*", "local_expert.*", "gate.*"]),
+    "FedPAC": Method(one(FedPAC)),
+    "Ditto": Method(one(Ditto, LocalOnly)),
+    "APFL": Method(one(lambda: APFL(alpha_lr=0.1), LocalOnly), private=["local_expert.*", "gate.*", "mixture/*"]),
+    "PFedMe": Method(one(PFedMe, LocalOnly), lambda: mixture(optimizer=sgd)),
+    "PerFedAvg": Method(one(PerFedAvg)),
+    "FedEM": Method(one(FedEM, None), learners, GATE),
+    "PFedMM": Method(one(PFedMM, None), lambda: learners(embedding=backbone()), GATE),
+    "FedMix": Method(one(FedMix, None), lambda: sparse_mixture(4), []),
+    "FedJETs": Method(
+        lambda: [
+            phase("common", FedAvg(["embedding.*", "experts.0.*"], ["embedding.*", "experts.0.*"]), gate=GlobalOnly()),
+            phase("it", FedJETs(anchors=False), start="common"),
+        ],
+        lambda: sparse_mixture(4),
+        ["experts.1.*"],
+    ),
+    "FedMoEDA": Method(
+        one(lambda: FedMoEDA(top_p=2, interval=1), None, **everything(rounds=3)), sparse_mixture, GATE, ["experts.*"]
+    ),
+    "PFedMoE": Method(one(PFedMoE, None), of_three_architectures, ["local_experts.*", "header.*", "gate.*"]),
+    "PMMoE": Method(
+        lambda: [fedper(), alone("PM-MoE", PMMoE(), start="FedPer", model=pooled())],
+        private=["global_expert.*", "gate.*"],
+        handed=["local_expert.classifier.*"],
+    ),
+    "KNNPer": Method(lambda: [fedavg(), alone("kNN-Per", KNNPer(), gate=GlobalOnly())], private=["knn/*", "gate.*"]),
+    "PFLMoE": Method(
+        lambda: [
+            fedavg(),
+            alone("tuned", PersonalizedExpert(gate_fraction=0.25), gate=LocalOnly()),
+            alone("MF", PFLMoE(), gate=linear_gate()),
+            alone("interleaved", PFLMoE(interleaved=True), rounds=2, gate=linear_gate()),
+        ]
+    ),
+    "SpecialistMixture": Method(opted_out),
+    "IFCA": Method(
+        lambda: [
+            *ifca(),
+            alone("fine-tuned", FineTunedCluster(), gate=only(0), start="IFCA"),
+            alone("mixture", ClusterMixture(), gate=NetworkGate(GateNet(4)).double(), start="IFCA"),
+        ],
+        lambda: clustered(3),
+        IFCA,
+    ),
+}
+
+
+def data(**kwargs):
+    return blobs(SIZES, **kwargs)
+
+
+def ledger(federation) -> list[dict]:
+    """The rows of ``traffic.csv``."""
+    with (federation.run_dir / "traffic.csv").open() as file:
+        return [*csv.DictReader(file)]
+
+
+class Messages:
+    """What clients send in a run, and a way to send the same in another run, whatever the client has trained.
+
+    Attributes:
+        sent: requests and updates of each phase and client, in order.
+        replayed: clients that send what they sent in the run before; their next messages are removed from ``sent``.
+    """
+
+    def __init__(self, replayed=(), sent=None):
+        self.sent = defaultdict(list) if sent is None else sent
+        self.replayed = replayed
+
+    def through(self, phases: list[Phase], handed=()) -> list[Phase]:
+        """The phases, whose algorithms' messages go through this object."""
+        for phase in phases:
+            phase.algorithm.__class__ = _through(self, phase.name, type(phase.algorithm), handed)
+        return phases
+
+    def pass_on(self, key, client, message):
+        if client in self.replayed:
+            return self.sent[key, client].pop(0)
+        self.sent[key, client].append(message)
+        return message
+
+
+def _through(messages, phase, kind, handed):
+    class Through(kind):
+        def client_request(self, client_id, kept):
+            request = super().client_request(client_id, kept)
+            return messages.pass_on((phase, "request"), client_id, request)
+
+        def client_final(self, client, const):
+            update = super().client_final(client, const)
+            given = {
+                name: tensor for name, tensor in update.kept.items() if any(fnmatchcase(name, each) for each in handed)
+            }
+            message = messages.pass_on((phase, "update"), client.id, (update.sent, update.weight, given))
+            update.sent, update.weight = message[:2]
+            update.kept.update(message[2])
+            return update
+
+    return Through
