@@ -36,7 +36,7 @@ def test_every_command_runs_in_the_order_of_the_page(tmp_path, monkeypatch, caps
     """All of them but the installations and TensorBoard's server; in this process, which spares imports."""
     commands = [line.split(" && ")[-1] for block in blocks("bash") for line in block.splitlines()]
     commands = [command.split("  #")[0].strip() for command in commands if command.startswith("fedmoe ")]
-    assert len(commands) == 7
+    assert len(commands) == 8
     (tmp_path / "configs").symlink_to(REPOSITORY / "configs")
     monkeypatch.chdir(tmp_path)
     table = None

@@ -18,6 +18,7 @@ from fedmoe_pl.backends.traffic import WEIGHT
 from fedmoe_pl.data import FederatedDataModule
 from fedmoe_pl.data.parts import Parts
 from fedmoe_pl.rounds.begin import first_clients
+from fedmoe_pl.rounds.cohort import cohort_of
 from fedmoe_pl.rounds.phase import Phase
 from fedmoe_pl.rounds.rounds import draw_cohort, run_round
 from fedmoe_pl.rounds.run import FederationCallback, Run
@@ -35,7 +36,7 @@ class PhaseAudit:
         phase: the phase.
         num_clients: number of clients of the federation.
         participants: number of clients from which cohorts are drawn.
-        cohort: number of clients in a round.
+        cohort: number of clients in a round; with Poisson sampling, the expected one.
         transfers: what was sent in the first rounds, a list for each.
         stays: names of the tensors that stay with their client: those of the module that it does not receive from the
             server either, and those that the algorithm keeps.
@@ -98,14 +99,15 @@ def _audit_phase(dry: Run, phase: Phase, original: Phase, recorder: _Recorder) -
     module = dry.module(phase)
     state = dry.state_of(phase, module)
     training = dry.local_training(phase, module, state.initial)
-    cohort = draw_cohort(dry, phase, state)
-    participants = algorithm.participants(range(num_clients), dry.seed)
-    audit = PhaseAudit(original, num_clients, len(participants), len(cohort), names=[*module.state_dict()])
+    drawn = cohort_of(phase, num_clients, dry.seed)
+    audit = PhaseAudit(original, num_clients, len(drawn.participants), drawn.size, names=[*module.state_dict()])
     if state.round == phase.rounds:  # the result comes from a checkpoint
         audit.stays = audit.names
         return audit
     plan, recorder.transfers = DryPlan(training), []
     if state.server_learns:
+        state.aggregation = {} if phase.aggregation is None else phase.aggregation.begin()
+        cohort = draw_cohort(dry, phase, state)
         watch = _Watch(dry.datamodule, len(cohort))
         clients = first_clients(replace(training, datamodule=dry.datamodule), cohort, state.kept)
         state.server = algorithm.server_begin(state.server, watch.watched(clients))
@@ -113,7 +115,9 @@ def _audit_phase(dry: Run, phase: Phase, original: Phase, recorder: _Recorder) -
     alone = None if algorithm.federated else _one_of_each_architecture(training, num_clients)
     for _ in range(min(phase.rounds, algorithm.message_period + 1)):
         if not state.stopped:
-            run_round(dry, phase, plan, None, alone)
+            # Poisson sampling may draw nobody
+            cohort = alone or draw_cohort(dry, phase, state) or drawn.participants[:1]
+            run_round(dry, phase, plan, None, cohort)
     audit.transfers = recorder.transfers
     _describe(audit, plan, {name for tree in state.kept.values() for name in tree})
     if state.round < phase.rounds:
@@ -136,7 +140,7 @@ def _describe(audit: PhaseAudit, plan: DryPlan, kept: set[str]) -> None:
     own = sorted(kept - {*audit.names}) + (["optimizer/*"] if phase.keep_optimizer else [])
     received = {each.tensor for transfers in audit.transfers for each in transfers if each.direction == "down"}
     audit.stays = [name for name in audit.names + own if name not in {*leaving, *audit.may_leave, *received}]
-    audit.only_mean = not overrides(algorithm, "combine")
+    audit.only_mean = phase.aggregation is None and not overrides(algorithm, "combine")
     if any(each.tensor == WEIGHT for each in sent):
         weights = plan.weights.values()
         counted = "its number of training samples" if all(n == size for n, size in weights) else "a number"

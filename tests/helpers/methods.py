@@ -10,7 +10,8 @@ from functools import partial
 import torch
 from lightning.pytorch import LightningModule
 
-from fedmoe_pl import Phase
+from fedmoe_pl import Algorithm, Phase
+from fedmoe_pl.aggregation import DifferentialPrivacy, TrimmedMean
 from fedmoe_pl.algorithms import (
     APFL,
     FD,
@@ -135,6 +136,8 @@ METHODS = {
     "Local": Method(lambda: [alone("it", Local(), gate=linear_gate())], private=["*"]),
     "FedAvg": Method(one(lambda: FedAvg("global_expert.*"))),
     "FedAvg of everything": Method(one(FedAvg), private=["gate.*"]),
+    "TrimmedMean": Method(lambda: [fedavg(aggregation=TrimmedMean(1), clients_per_round=4)]),
+    "DifferentialPrivacy": Method(lambda: [fedavg(aggregation=DifferentialPrivacy(0.0, 1.0, 0.1, quantile=0.5))]),
     "FedProx": Method(one(lambda: FedProx(0.1, "global_expert.*"))),
     "Scaffold": Method(one(lambda: Scaffold("global_expert.*")), lambda: mixture(optimizer=sgd)),
     "FedPer": Method(lambda: [fedper()], private=["global_expert.*", "local_expert.classifier.*", "gate.*"]),
@@ -236,11 +239,11 @@ class Messages:
 
 
 def _through(messages, phase, kind, handed):
-    class Through(kind):
-        def client_request(self, client_id, kept):
-            request = super().client_request(client_id, kept)
-            return messages.pass_on((phase, "request"), client_id, request)
+    def client_request(self, client_id, kept):
+        request = kind.client_request(self, client_id, kept)
+        return messages.pass_on((phase, "request"), client_id, request)
 
+    class Through(kind):
         def client_final(self, client, const):
             update = super().client_final(client, const)
             given = {
@@ -251,4 +254,6 @@ def _through(messages, phase, kind, handed):
             update.kept.update(message[2])
             return update
 
+    if kind.client_request is not Algorithm.client_request:  # otherwise clients request nothing
+        Through.client_request = client_request
     return Through
