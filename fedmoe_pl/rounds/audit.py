@@ -10,6 +10,7 @@ from typing import Any, cast
 
 import torch
 
+from fedmoe_pl.aggregation import CollectingAggregation
 from fedmoe_pl.algorithms.algorithm import overrides
 from fedmoe_pl.algorithms.client import Client
 from fedmoe_pl.backends import LocalTraining, Transfer
@@ -18,6 +19,7 @@ from fedmoe_pl.backends.traffic import WEIGHT
 from fedmoe_pl.data import FederatedDataModule
 from fedmoe_pl.data.parts import Parts
 from fedmoe_pl.rounds.begin import first_clients
+from fedmoe_pl.rounds.cohort import cohort_of
 from fedmoe_pl.rounds.phase import Phase
 from fedmoe_pl.rounds.rounds import draw_cohort, run_round
 from fedmoe_pl.rounds.run import FederationCallback, Run
@@ -98,7 +100,8 @@ def _audit_phase(dry: Run, phase: Phase, original: Phase, recorder: _Recorder) -
     module = dry.module(phase)
     state = dry.state_of(phase, module)
     training = dry.local_training(phase, module, state.initial)
-    cohort = draw_cohort(dry, phase, state)
+    drawn = cohort_of(phase, num_clients, dry.seed)
+    cohort = drawn.participants[: drawn.size] if phase.aggregation else draw_cohort(dry, phase, state)
     participants = algorithm.participants(range(num_clients), dry.seed)
     audit = PhaseAudit(original, num_clients, len(participants), len(cohort), names=[*module.state_dict()])
     if state.round == phase.rounds:  # the result comes from a checkpoint
@@ -111,6 +114,9 @@ def _audit_phase(dry: Run, phase: Phase, original: Phase, recorder: _Recorder) -
         state.server = algorithm.server_begin(state.server, watch.watched(clients))
         audit.before = [*watch.used]
     alone = None if algorithm.federated else _one_of_each_architecture(training, num_clients)
+    if phase.aggregation is not None:
+        state.aggregation = phase.aggregation.begin()
+        alone = cohort  # a cohort that is drawn client by client may have another size in every round
     for _ in range(min(phase.rounds, algorithm.message_period + 1)):
         if not state.stopped:
             run_round(dry, phase, plan, None, alone)
@@ -136,7 +142,7 @@ def _describe(audit: PhaseAudit, plan: DryPlan, kept: set[str]) -> None:
     own = sorted(kept - {*audit.names}) + (["optimizer/*"] if phase.keep_optimizer else [])
     received = {each.tensor for transfers in audit.transfers for each in transfers if each.direction == "down"}
     audit.stays = [name for name in audit.names + own if name not in {*leaving, *audit.may_leave, *received}]
-    audit.only_mean = not overrides(algorithm, "combine")
+    audit.only_mean = not overrides(algorithm, "combine") and not isinstance(phase.aggregation, CollectingAggregation)
     if any(each.tensor == WEIGHT for each in sent):
         weights = plan.weights.values()
         counted = "its number of training samples" if all(n == size for n, size in weights) else "a number"

@@ -228,6 +228,22 @@ def test_the_clipping_norm_and_the_bit_are_counted_as_traffic(tmp_path):
         assert states["it"].traffic[f"bytes_{way}"] == states["usual"].traffic[f"bytes_{way}"] + 3 * 8
 
 
+def test_the_audit_shows_what_an_aggregation_sends_and_needs(tmp_path, capsys):
+    adaptive = DifferentialPrivacy(0.0, 1.0, 1e-5, quantile=0.5)
+    fedavg = FedAvg("global_expert.*")
+    each = [
+        phase("private", fedavg, clients_per_round=1, aggregation=adaptive),
+        phase("robust", fedavg, start="initial", aggregation=CoordinateMedian()),
+    ]
+    federation = Federation(each, {"accelerator": "cpu"}, logger=False, default_root_dir=str(tmp_path))
+    federation.audit(mixture(), blobs())
+    text = " ".join(capsys.readouterr().out.split())
+    private, robust = text.split("robust (FedAvg)")
+    assert "1 of 3 clients" in private and "aggregation/max_norm" in private
+    assert "aggregation/within_max_norm" in private and "needs only their weighted mean" in private
+    assert "combines them in its own way" in robust and "aggregation/" not in robust
+
+
 class OwnState(FedAvg):
     """Shares nothing of the module."""
 
