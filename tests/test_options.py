@@ -232,10 +232,10 @@ REFUSED = {
         "bit_noise": (lambda: DifferentialPrivacy(1.0, 1.0, 1e-5, bit_noise=1.0), "left out without quantile"),
     },
     "MultiKrum": {
-        "num_byzantine": (lambda: MultiKrum(1).check_size(4), "which needs at least 5 clients"),
+        "num_byzantine": (lambda: MultiKrum(1).check_size(4), "must be at most 0"),
         "num_selected": (lambda: MultiKrum(0, 4).check_size(3), "at most the number of clients"),
     },
-    "TrimmedMean": {"num_byzantine": (lambda: TrimmedMean(1).check_size(2), "which needs at least 3 clients")},
+    "TrimmedMean": {"num_byzantine": (lambda: TrimmedMean(1).check_size(2), "must be at most 0")},
     "UnderAttack": {
         "attackers": (lambda: checked(FedAvg(), aggregation=UnderAttack(GaussianNoise(), [3])), "which 3 is not"),
     },

@@ -45,7 +45,7 @@ WRONG = {
         **PRIVATE,
         "init_args": {**PRIVATE["init_args"], "delta": 2.0},
     },
-    "TrimmedMean: federation.phases[0].aggregation.init_args.num_byzantine is 30, which needs at least 61 clients": {
+    "TrimmedMean: federation.phases[0].aggregation.init_args.num_byzantine is 30, but must be at most": {
         "class_path": "TrimmedMean",
         "init_args": {"num_byzantine": 30},
     },
