@@ -33,6 +33,8 @@ def fit(run: Run) -> None:
     for phase in run.phases:
         if phase.name not in run.states or not run.states[phase.name].finished:
             run_phase(run, phase)
+    run.save()  # so that the checkpoint before the last one is of the finished run, too
+    run.store.remove_replaced()
     run.call("on_fit_end")
 
 
