@@ -20,6 +20,7 @@ from fedmoe_pl.backends.workers.backend import WorkersBackend, WorkersPlan
 from fedmoe_pl.backends.workers.handing_out import RemoteWorker, WorkerDied
 from fedmoe_pl.backends.workers.pickling import dumps, loads, sendable
 from fedmoe_pl.backends.workers.worker import WORKER_ENVIRONMENT, Worker
+from fedmoe_pl.checks import check_at_least
 from fedmoe_pl.data import FederatedDataModule
 
 _SECONDS_TO_CONNECT = 5.0  # Ray itself would try for five minutes and then end this process
@@ -53,8 +54,7 @@ class RayBackend(WorkersBackend):
     ) -> None:
         super().__init__(AutoBackend() if backend == "auto" else backend)
         _ray()
-        if workers is not None and workers < 1:
-            raise MisconfigurationException(f"RayBackend: workers is {workers}, but must be at least 1.")
+        check_at_least(self, "workers", workers, 1)
         self.address = address
         self.num_workers = workers
         self._connected = False

@@ -12,8 +12,8 @@ from torchvision import datasets
 from torchvision.datasets.folder import default_loader
 from torchvision.transforms.v2 import functional
 
+from fedmoe_pl.checks import check_at_least
 from fedmoe_pl.data.arrays import Arrays
-from fedmoe_pl.data.checks import check_at_least
 from fedmoe_pl.data.datamodule import FederatedDataModule
 from fedmoe_pl.data.datasets.images import READ_ERRORS, resize
 
