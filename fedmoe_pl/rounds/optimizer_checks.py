@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import inspect
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -104,18 +106,22 @@ def _made(phase: Phase, part: str, factory: Callable[..., Any], parameters: Iter
     except MisconfigurationException as error:
         raise MisconfigurationException(f"{_prefix(phase, part)}{error}") from error
     except Exception as error:  # whatever an optimizer raises
-        arguments, made = getattr(factory, "keywords", {}), getattr(factory, "func", factory)
-        for name in arguments:
+        partial = factory if isinstance(factory, functools.partial) else functools.partial(factory)
+        # the command line's function has the class among its arguments
+        made = next((each for each in (partial.func, *partial.args) if inspect.isclass(each)), None)
+        made = made.__name__ if made else "given"
+        for name, value in partial.keywords.items():
+            others = {other: partial.keywords[other] for other in partial.keywords if other != name}
             try:
-                made(parameters, **{other: value for other, value in arguments.items() if other != name})
-            except Exception:
+                partial.func(*partial.args, parameters, **others)
+            except Exception:  # another argument is wrong
                 continue
             raise MisconfigurationException(
-                f"{_prefix(phase, part)}{made.__name__}: {name} is {arguments[name]}, but must be one that "
-                f"{made.__name__} accepts ({_first_line(error)})."
+                f"{_prefix(phase, part)}{made}: {name} is {value}, but must be one that {made} accepts "
+                f"({_first_line(error)})."
             ) from error
         raise MisconfigurationException(
-            f"{phase}: {part} is {getattr(made, '__name__', 'given')}, but refuses its arguments: {_first_line(error)}."
+            f"{phase}: {part} is {made}, but refuses its arguments: {_first_line(error)}."
         ) from error
 
 

@@ -6,6 +6,7 @@ import random
 from collections.abc import Iterator
 from typing import Any, Literal, NamedTuple, get_args, get_origin
 
+from fedmoe_pl import Phase
 from fedmoe_pl.cli.schema import Argument, arguments_of_class, classes_of, find_class, kinds_of, place_in
 
 # Nothing refuses a value of these below 0 or an infinite one, because it means something, or nothing uses it.
@@ -58,13 +59,16 @@ def places(node: Any, argument: Argument, path: tuple[str | int, ...], key: str)
     items = [get_args(kind)[0] for kind in kinds_of(hint) if get_origin(kind) is list]
     if isinstance(node, list) and items:
         for index, item in enumerate(node):
-            below = Argument(items[0], ..., True)
-            yield from places(item, below, (*path, index), f"{key}{place_in(node, index, key)}")
+            itself, *others = places(item, Argument(items[0], ..., True), (*path, index), place_in(node, index, key))
+            yield itself._replace(key=f"{key}[{index}]")  # a phase that is none has no name
+            yield from (place._replace(key=f"{key}{place.key}") for place in others)
     elif isinstance(node, dict) and classes:
         class_type = _class_of(node, hint, classes)
         inner, names = (node["init_args"], ("init_args",)) if "class_path" in node else (node, ())
         for name, below in _later(hint, class_type):
-            child = ".".join((key, *names, name))
+            # a phase without a name is only known by its place
+            start = f"[{path[-1]}]" if class_type is Phase and name == "name" else key
+            child = ".".join((start, *names, name))
             yield from places(inner.get(name), below, (*path, *names, name), child)
 
 
