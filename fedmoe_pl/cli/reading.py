@@ -78,18 +78,28 @@ def read_file(path: str) -> dict[str, Any]:
         raise MisconfigurationException(f"{problem} {_not_yaml(error)}.") from error
 
 
+class Inherited(dict[str, Any]):
+    """Arguments of a class that took the place of another; the parser drops those of the other that do not fit."""
+
+
 def merged(before: Mapping[str, Any], after: Mapping[str, Any]) -> dict[str, Any]:
-    """A configuration with another one over it; arguments of a class go when another class takes its place.
+    """A configuration with another one over it.
 
     Example:
         >>> merged({"a": {"b": 1, "c": 2}}, {"a": {"b": 3}})
         {'a': {'b': 3, 'c': 2}}
     """
-    other_class = "class_path" in after and after["class_path"] != before.get("class_path")
-    result = {name: value for name, value in before.items() if not (other_class and name == "init_args")}
+    result = dict(before)
     for name, value in after.items():
-        both = isinstance(value, Mapping) and isinstance(result.get(name), Mapping)
-        result[name] = merged(result[name], value) if both else value
+        old = result.get(name)
+        if isinstance(old, Mapping) and "class_path" in old and isinstance(value, str):
+            value = {"class_path": value}
+        elif isinstance(old, str) and isinstance(value, Mapping) and "init_args" in value and "class_path" not in value:
+            old = {"class_path": old}
+        result[name] = merged(old, value) if isinstance(old, Mapping) and isinstance(value, Mapping) else value
+    other_class = "class_path" in before and before["class_path"] != after.get("class_path", before["class_path"])
+    if other_class and isinstance(result.get("init_args"), Mapping):
+        result["init_args"] = Inherited(result["init_args"])
     return result
 
 

@@ -27,6 +27,7 @@ import fedmoe_pl.algorithms
 import fedmoe_pl.backends
 import fedmoe_pl.data
 import fedmoe_pl.models
+from fedmoe_pl.cli.reading import Inherited
 
 PHASES = "federation.phases"
 OVERLAY = "an overlay needs the --config that it changes before it"
@@ -149,7 +150,7 @@ def _faults_of_class(node: Mapping[str, Any], hint: Any, classes: tuple[type, ..
     for name, value in given.items():
         if name in arguments:
             yield from _faults(value, arguments[name], f"{prefix}.{name}")
-        else:
+        elif not isinstance(given, Inherited):
             yield f"{prefix}.{name} is not an argument of {class_type.__name__}; {_did_you_mean(str(name), arguments)}"
     yield from _missing(class_type, {**given, **(node.get("dict_kwargs") or {})}, hint, prefix)
 

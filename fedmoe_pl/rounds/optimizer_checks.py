@@ -57,12 +57,14 @@ def check_optimizer(phase: Phase, module: LightningModule) -> None:
             "over epochs that has learning rates of its own."
         )
     try:
-        rates = learning_rates(module, phase.round_lr_scheduler, min(max(phase.rounds - 1, 1), _MOST_STEPS))
+        last = min(max(phase.rounds - 1, 1), _MOST_STEPS)
+        rates = [learning_rates(module, phase.round_lr_scheduler, round) for round in (1, last)]
     except Exception as error:  # whatever a scheduler raises
         raise MisconfigurationException(
             f"{phase}: round_lr_scheduler cannot be stepped once per round, without a metric: {_first_line(error)}."
         ) from error
-    _check_rates(f"{phase}: round_lr_scheduler", rates)
+    for of_round in rates:
+        _check_rates(f"{phase}: round_lr_scheduler", of_round)
 
 
 def _check_own_optimizer(phase: Phase, module: MixtureOfExperts) -> None:
@@ -83,12 +85,14 @@ def _check_own_optimizer(phase: Phase, module: MixtureOfExperts) -> None:
         for _ in range(2):
             imitation.step()
             scheduler.step()  # pyright: ignore[reportCallIssue]  ReduceLROnPlateau is refused
+            _check_rates(name, [group["lr"] for group in imitation.param_groups])
+    except MisconfigurationException:
+        raise
     except Exception as error:  # whatever a scheduler raises
         raise MisconfigurationException(
             f"{name} is {type(scheduler).__name__}, but must be one that can be stepped once per epoch "
             f"({_first_line(error)})."
         ) from error
-    _check_rates(name, [group["lr"] for group in imitation.param_groups])
 
 
 def _made(phase: Phase, part: str, factory: Callable[..., Any], parameters: Iterable[Any] | Optimizer) -> Any:

@@ -97,7 +97,8 @@ def _to_samples(array: np.ndarray, name: str) -> Tensor:
     if array.dtype == np.uint8:
         return channels_first(array, name)
     if array.dtype.kind == "f" and array.ndim > 0:
-        return torch.from_numpy(array.astype(np.float32))
+        with np.errstate(over="ignore"):  # what becomes infinite is refused
+            return torch.from_numpy(array.astype(np.float32))
     if array.dtype.kind in "iu" and array.ndim == 2:
         return torch.from_numpy(array.astype(np.int64))
     raise MisconfigurationException(
