@@ -14,6 +14,7 @@ from lightning.pytorch.loggers import Logger
 from fedmoe_pl.backends import LEAN_TRAINER, AutoBackend, Backend
 from fedmoe_pl.callbacks import FederationCallback
 from fedmoe_pl.callbacks.defaults import with_defaults
+from fedmoe_pl.checks import check_at_least
 from fedmoe_pl.data import FederatedDataModule, partition_figure, partition_table
 from fedmoe_pl.rounds.audit import PhaseAudit, audit_run
 from fedmoe_pl.rounds.audit_text import format_audit
@@ -90,10 +91,8 @@ class Federation:
         check_phases(phases, evaluate_every_n_rounds)
         check_name(name)
         check_store(store, enable_checkpointing)
-        if evaluation_clients is not None and evaluation_clients < 1:
-            raise MisconfigurationException(
-                f"Federation: evaluation_clients is {evaluation_clients}, but must be at least 1."
-            )
+        check_at_least(self, "evaluation_clients", evaluation_clients, 1)
+        check_at_least(self, "seed", seed, 0)
         self.phases = phases
         self.starts = find_starts(phases)
         self.trainer = {**LEAN_TRAINER, **(trainer or {})}

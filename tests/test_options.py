@@ -331,7 +331,7 @@ REFUSED = {
         ),
         "evaluation_clients": (
             lambda: Federation([Phase("p", Local())], evaluation_clients=0),
-            "must be at least 1",
+            "must be an integer of at least 1",
         ),
         "store": (lambda: Federation([Phase("p", Local())], store="disk", enable_checkpointing=False), "'disk', which"),
     },

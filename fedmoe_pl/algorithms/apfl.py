@@ -32,6 +32,7 @@ from fedmoe_pl.algorithms.client import Client, Update
 from fedmoe_pl.algorithms.fedavg import Weighting
 from fedmoe_pl.algorithms.parts import expert_loss, logits_loss, trained_parameters, training_gradient
 from fedmoe_pl.algorithms.personal_model import PersonalModel
+from fedmoe_pl.checks import check_number
 from fedmoe_pl.trees import Tree, difference, inner_product, subtree, with_prefix
 
 _ALPHA = "mixture/alpha"  # name of the weight that a client keeps
@@ -62,8 +63,7 @@ class APFL(PersonalModel):
     def __init__(self, alpha: float = 0.5, alpha_lr: float = 0.0, weighting: Weighting = "uniform") -> None:
         if not 0 <= alpha <= 1:
             raise MisconfigurationException(f"APFL: alpha is {alpha}, but must be from 0 to 1.")
-        if not alpha_lr >= 0:
-            raise MisconfigurationException(f"APFL: alpha_lr is {alpha_lr}, but must be at least 0.")
+        check_number(self, "alpha_lr", alpha_lr, least=0)
         super().__init__(weighting)
         self.alpha = alpha
         self.alpha_lr = alpha_lr

@@ -17,7 +17,6 @@ from __future__ import annotations
 
 from typing import Any
 
-from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import LightningModule
 from torch import Tensor
 
@@ -25,6 +24,7 @@ from fedmoe_pl.algorithms.client import Client
 from fedmoe_pl.algorithms.fedavg import Weighting
 from fedmoe_pl.algorithms.parts import expert_loss, trained_parameters
 from fedmoe_pl.algorithms.personal_model import PersonalModel
+from fedmoe_pl.checks import check_number
 from fedmoe_pl.trees import Tree, squared_distance, subtree
 
 
@@ -45,8 +45,7 @@ class Ditto(PersonalModel):
     """
 
     def __init__(self, weight: float = 1.0, weighting: Weighting = "uniform") -> None:
-        if not weight >= 0:
-            raise MisconfigurationException(f"Ditto: weight is {weight}, but must be at least 0.")
+        check_number(self, "weight", weight, least=0)
         super().__init__(weighting)
         self.weight = weight
 

@@ -36,6 +36,7 @@ from fedmoe_pl.algorithms.class_means import (
 )
 from fedmoe_pl.algorithms.client import Client, Update
 from fedmoe_pl.algorithms.parts import expert_prefix, logits_loss
+from fedmoe_pl.checks import check_number
 from fedmoe_pl.trees import Tree, subtree, with_prefix
 
 Outputs = Literal["probabilities", "logits"]
@@ -63,8 +64,7 @@ class FD(Algorithm):
     """
 
     def __init__(self, expert: str = "global_expert", weight: float = 0.1, outputs: Outputs = "probabilities") -> None:
-        if not weight >= 0:
-            raise MisconfigurationException(f"FD: weight is {weight}, but must be at least 0.")
+        check_number(self, "weight", weight, least=0)
         if outputs not in get_args(Outputs):
             raise MisconfigurationException(f"FD: outputs is '{outputs}', but must be probabilities or logits.")
         super().__init__(trainable=f"{expert_prefix(expert)}*")

@@ -14,6 +14,7 @@ learning rate          0.01 * 0.99^t in round t                        ``round_l
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -64,7 +65,7 @@ class FedAPEN(Algorithm):
     ) -> None:
         for name, value, allowed, is_allowed in (
             ("adaptability_fraction", adaptability_fraction, "above 0 and below 1", 0 < adaptability_fraction < 1),
-            ("weight_lr", weight_lr, "at least 0", weight_lr >= 0),
+            ("weight_lr", weight_lr, "at least 0", 0 <= weight_lr < math.inf),
             ("weight_epochs", weight_epochs, "at least 1", weight_epochs >= 1),
         ):
             if not is_allowed:

@@ -21,13 +21,13 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import LightningModule
 from torch import Tensor
 
 from fedmoe_pl.algorithms.client import Client
 from fedmoe_pl.algorithms.parts import evaluation_copy
 from fedmoe_pl.algorithms.shared_experts import SharedExperts, mixture_loss
+from fedmoe_pl.checks import check_number
 from fedmoe_pl.models import SparseMoE
 
 
@@ -48,8 +48,7 @@ class FedMix(SharedExperts):
     """
 
     def __init__(self, experts_per_client: int = 2, entropy_weight: float = 0.1) -> None:
-        if not entropy_weight >= 0:
-            raise MisconfigurationException(f"FedMix: entropy_weight is {entropy_weight}, but must be at least 0.")
+        check_number(self, "entropy_weight", entropy_weight, least=0)
         super().__init__(experts_per_client)
         self.entropy_weight = entropy_weight
 

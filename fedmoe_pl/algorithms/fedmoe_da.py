@@ -26,6 +26,7 @@ from torch import Tensor
 from fedmoe_pl.algorithms.aggregation import aggregation_rows
 from fedmoe_pl.algorithms.algorithm import Algorithm
 from fedmoe_pl.algorithms.client import Client, Update
+from fedmoe_pl.checks import check_at_least, check_number
 from fedmoe_pl.models import ProxyGate, SparseMoE
 from fedmoe_pl.models.layers import draw_anew
 from fedmoe_pl.trees import Tree, mean_of_two, of_algorithm, of_module, subtree, with_prefix
@@ -75,10 +76,8 @@ class FedMoEDA(Algorithm):
     ) -> None:
         if top_p != "all" and top_p < 0:
             raise MisconfigurationException(f"FedMoEDA: top_p is {top_p}, but must be a number of at least 0 or 'all'.")
-        if interval < 1:
-            raise MisconfigurationException(f"FedMoEDA: interval is {interval}, but must be at least 1.")
-        if temperature <= 0:
-            raise MisconfigurationException(f"FedMoEDA: temperature is {temperature}, but must be above 0.")
+        check_at_least(self, "interval", interval, 1)
+        check_number(self, "temperature", temperature, above=0)
         for name, value, default in (
             ("temperature", temperature, 1),
             ("sync_matrix", sync_matrix, False),

@@ -28,7 +28,6 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
-from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import LightningModule
 from torch import Tensor
 
@@ -44,6 +43,7 @@ from fedmoe_pl.algorithms.class_means import (
 from fedmoe_pl.algorithms.client import Client, Update
 from fedmoe_pl.algorithms.parts import expert_prefix, split_expert
 from fedmoe_pl.algorithms.simplex import simplex_minimum
+from fedmoe_pl.checks import check_number
 from fedmoe_pl.trees import Tree, load_tree, mean_of_two, of_module, subtree, with_prefix
 
 _PROTOTYPES = "prototypes/"  # of every class, the mean of features (C, F) and the number of samples, (C,)
@@ -76,8 +76,7 @@ class FedPAC(Algorithm):
     """
 
     def __init__(self, expert: str = "global_expert", weight: float = 1.0) -> None:
-        if not weight >= 0:
-            raise MisconfigurationException(f"FedPAC: weight is {weight}, but must be at least 0.")
+        check_number(self, "weight", weight, least=0)
         prefix = expert_prefix(expert)
         super().__init__(shared=f"{prefix}extractor.*", trainable=f"{prefix}*")
         self.expert = expert

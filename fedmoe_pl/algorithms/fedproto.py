@@ -37,6 +37,7 @@ from fedmoe_pl.algorithms.class_means import (
 )
 from fedmoe_pl.algorithms.client import Client, Update
 from fedmoe_pl.algorithms.parts import expert_prefix, split_expert
+from fedmoe_pl.checks import check_number
 from fedmoe_pl.models.mixtures.architectures import Architectures
 from fedmoe_pl.trees import Tree
 
@@ -64,8 +65,7 @@ class FedProto(Algorithm):
     """
 
     def __init__(self, expert: str = "global_expert", weight: float = 1.0, prediction: Prediction = "head") -> None:
-        if not weight >= 0:
-            raise MisconfigurationException(f"FedProto: weight is {weight}, but must be at least 0.")
+        check_number(self, "weight", weight, least=0)
         if prediction not in get_args(Prediction):
             raise MisconfigurationException(f"FedProto: prediction is '{prediction}', but must be head or prototype.")
         super().__init__(trainable=f"{expert_prefix(expert)}*")

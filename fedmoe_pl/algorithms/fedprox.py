@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
-from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import LightningModule
 from torch import Tensor
 
 from fedmoe_pl.algorithms.algorithm import Algorithm
 from fedmoe_pl.algorithms.client import Client
+from fedmoe_pl.checks import check_number
 from fedmoe_pl.trees import Tree, squared_distance
 
 
@@ -25,8 +25,7 @@ class FedProx(Algorithm):
     """
 
     def __init__(self, mu: float = 0.001, shared: str | list[str] = "*") -> None:
-        if not mu >= 0:
-            raise MisconfigurationException(f"FedProx: mu is {mu}, but must be at least 0.")
+        check_number(self, "mu", mu, least=0)
         super().__init__(shared)
         self.mu = mu
 

@@ -24,6 +24,7 @@ from lightning.pytorch import LightningModule
 from fedmoe_pl.algorithms.algorithm import Algorithm
 from fedmoe_pl.algorithms.client import Client, Update
 from fedmoe_pl.algorithms.fedavg import Weighting, check_weighting, weighted
+from fedmoe_pl.checks import check_at_least
 
 
 class FedRep(Algorithm):
@@ -48,8 +49,7 @@ class FedRep(Algorithm):
         head_epochs: int = 10,
         weighting: Weighting = "samples",
     ) -> None:
-        if head_epochs < 0:
-            raise MisconfigurationException(f"FedRep: head_epochs is {head_epochs}, but must be at least 0.")
+        check_at_least(self, "head_epochs", head_epochs, 0)
         check_weighting(self, weighting)
         super().__init__(shared)
         self.head_epochs = head_epochs

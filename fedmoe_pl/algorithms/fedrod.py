@@ -30,6 +30,7 @@ from fedmoe_pl.algorithms.algorithm import Algorithm
 from fedmoe_pl.algorithms.checks import check_expert, check_fixed_gate
 from fedmoe_pl.algorithms.client import Client, Update
 from fedmoe_pl.algorithms.parts import copy_of_global_expert, split_expert
+from fedmoe_pl.checks import check_number
 from fedmoe_pl.trees import Tree, load_tree, subtree, with_prefix
 
 _GENERIC, _PERSONAL = "global_expert.", "local_expert."
@@ -58,8 +59,7 @@ class FedRoD(Algorithm):
     replaced_parts = ("local_expert",)
 
     def __init__(self, prior_exponent: float = 1.0) -> None:
-        if not prior_exponent >= 0:
-            raise MisconfigurationException(f"FedRoD: prior_exponent is {prior_exponent}, but must be at least 0.")
+        check_number(self, "prior_exponent", prior_exponent, least=0)
         super().__init__(shared=f"{_GENERIC}*", trainable=[f"{_GENERIC}*", f"{_HEAD}*"])
         self.prior_exponent = prior_exponent
 

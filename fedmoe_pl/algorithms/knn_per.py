@@ -26,6 +26,7 @@ from fedmoe_pl.algorithms.algorithm import Algorithm
 from fedmoe_pl.algorithms.checks import check_expert, missing_federation
 from fedmoe_pl.algorithms.client import Client, Update
 from fedmoe_pl.algorithms.parts import evaluation_copy, floor_of_share, split_expert
+from fedmoe_pl.checks import check_at_least, check_number
 from fedmoe_pl.trees import Tree
 
 Kernel = Literal["squared", "euclidean"]
@@ -72,10 +73,8 @@ class KNNPer(Algorithm):
         for name, value in (("capacity", capacity), ("weight", weight)):
             if value is not None and not 0 <= value <= 1:
                 raise MisconfigurationException(f"KNNPer: {name} is {value}, but must be at least 0 and at most 1.")
-        if k < 1:
-            raise MisconfigurationException(f"KNNPer: k is {k}, but must be at least 1.")
-        if not scale > 0:
-            raise MisconfigurationException(f"KNNPer: scale is {scale}, but must be above 0.")
+        check_at_least(self, "k", k, 1)
+        check_number(self, "scale", scale, above=0)
         if kernel not in get_args(Kernel):
             raise MisconfigurationException(f"KNNPer: kernel is '{kernel}', but must be squared or euclidean.")
         super().__init__(trainable=[])

@@ -16,7 +16,6 @@ from __future__ import annotations
 
 from typing import Any
 
-from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import LightningModule
 from torch import Tensor
 from torch.func import functional_call
@@ -32,6 +31,7 @@ from fedmoe_pl.algorithms.parts import (
     trained_parameters,
     training_gradient,
 )
+from fedmoe_pl.checks import check_number
 from fedmoe_pl.models.normalization import has_batch_norm
 from fedmoe_pl.trees import Tree
 
@@ -55,8 +55,7 @@ class PerFedAvg(Algorithm):
     """
 
     def __init__(self, inner_lr: float = 0.01, second_order: bool = False, expert: str = "global_expert") -> None:
-        if not inner_lr >= 0:
-            raise MisconfigurationException(f"PerFedAvg: inner_lr is {inner_lr}, but must be at least 0.")
+        check_number(self, "inner_lr", inner_lr, least=0)
         self.prefix = expert_prefix(expert)
         super().__init__(f"{self.prefix}*", f"{self.prefix}*")
         self.inner_lr = inner_lr

@@ -19,7 +19,6 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import LightningModule
 from torch import Tensor
 
@@ -28,6 +27,7 @@ from fedmoe_pl.algorithms.client import Client, Update
 from fedmoe_pl.algorithms.fedavg import Weighting
 from fedmoe_pl.algorithms.parts import copy_of_global_expert, expert_gradient, trained_parameters
 from fedmoe_pl.algorithms.personal_model import PersonalModel
+from fedmoe_pl.checks import check_at_least, check_number
 from fedmoe_pl.trees import Tree, inner_product, load_tree, subtree, with_prefix
 
 
@@ -68,12 +68,9 @@ class PFedMe(PersonalModel):
         weighting: Weighting = "samples",
     ) -> None:
         for name, value in (("weight", weight), ("inner_lr", inner_lr), ("server_lr", server_lr)):
-            if not value > 0:
-                raise MisconfigurationException(f"PFedMe: {name} is {value}, but must be above 0.")
-        if inner_steps < 1:
-            raise MisconfigurationException(f"PFedMe: inner_steps is {inner_steps}, but must be at least 1.")
-        if not decay >= 0:
-            raise MisconfigurationException(f"PFedMe: decay is {decay}, but must be at least 0.")
+            check_number(self, name, value, above=0)
+        check_at_least(self, "inner_steps", inner_steps, 1)
+        check_number(self, "decay", decay, least=0)
         super().__init__(weighting)
         self.weight = weight
         self.inner_steps = inner_steps

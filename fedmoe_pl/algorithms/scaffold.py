@@ -5,13 +5,13 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import LightningModule
 from torch import Tensor
 
 from fedmoe_pl.algorithms.algorithm import Algorithm
 from fedmoe_pl.algorithms.checks import learning_rate
 from fedmoe_pl.algorithms.client import Client, Update
+from fedmoe_pl.checks import check_number
 from fedmoe_pl.trees import Tree, difference, inner_product, of_algorithm, subtree, with_prefix
 
 _CONTROL = "control/"  # prefix of a parameter's name: its control variate, c on the server and c_i on a client
@@ -35,8 +35,7 @@ class Scaffold(Algorithm):
     needs_plain_steps = True
 
     def __init__(self, shared: str | list[str] = "*", server_lr: float = 1.0) -> None:
-        if not server_lr > 0:
-            raise MisconfigurationException(f"Scaffold: server_lr is {server_lr}, but must be above 0.")
+        check_number(self, "server_lr", server_lr, above=0)
         super().__init__(shared)
         self.server_lr = server_lr
 

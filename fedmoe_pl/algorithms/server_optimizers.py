@@ -24,6 +24,8 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.optimizer import ParamsT
 
+from fedmoe_pl.checks import check_number
+
 
 class AdaptiveServerOptimizer(Optimizer, ABC):
     """``m = beta1 m + (1 - beta1) D`` and ``x = x + lr m / (sqrt(v) + tau)``, with a ``v`` for every element.
@@ -43,13 +45,11 @@ class AdaptiveServerOptimizer(Optimizer, ABC):
     def __init__(self, params: ParamsT, lr: float, beta1: float, beta2: float, tau: float, v0: float | None) -> None:
         name = type(self).__name__
         for argument, value in (("lr", lr), ("tau", tau)):
-            if not value > 0:
-                raise MisconfigurationException(f"{name}: {argument} is {value}, but must be above 0.")
+            check_number(self, argument, value, above=0)
         for argument, value in (("beta1", beta1), ("beta2", beta2)):
             if not 0 <= value < 1:
                 raise MisconfigurationException(f"{name}: {argument} is {value}, but must be at least 0 and below 1.")
-        if v0 is not None and not v0 >= 0:
-            raise MisconfigurationException(f"{name}: v0 is {v0}, but must be at least 0.")
+        check_number(self, "v0", v0, least=0)
         v0 = tau**2 if v0 is None else v0
         super().__init__(params, {"lr": lr, "beta1": beta1, "beta2": beta2, "tau": tau, "v0": v0})
 

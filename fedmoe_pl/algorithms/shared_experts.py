@@ -15,6 +15,7 @@ from fedmoe_pl.algorithms.algorithm import Algorithm
 from fedmoe_pl.algorithms.checks import check_sparse
 from fedmoe_pl.algorithms.client import Client, Update
 from fedmoe_pl.algorithms.parts import evaluation_copy
+from fedmoe_pl.checks import check_at_least
 from fedmoe_pl.models import FixedGate, SparseMoE
 from fedmoe_pl.models.mixtures.mixture import mix_outputs
 from fedmoe_pl.trees import Tree, mean_of_two, of_module, subtree, with_prefix
@@ -53,10 +54,7 @@ class SharedExperts(Algorithm, ABC):
     """
 
     def __init__(self, experts_per_client: int = 2) -> None:
-        if experts_per_client < 1:
-            raise MisconfigurationException(
-                f"{type(self).__name__}: experts_per_client is {experts_per_client}, but must be at least 1."
-            )
+        check_at_least(self, "experts_per_client", experts_per_client, 1)
         super().__init__()
         self.experts_per_client = experts_per_client
 

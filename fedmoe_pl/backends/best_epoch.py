@@ -8,6 +8,8 @@ from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import EarlyStopping
 from torch import Tensor
 
+from fedmoe_pl.checks import check_at_least, check_choice, check_number
+
 
 class BestEpoch(EarlyStopping):
     """Ends a client's training when its validation metric stops improving, and restores its best epoch.
@@ -22,6 +24,9 @@ class BestEpoch(EarlyStopping):
             with the best metric, however small its lead.
         patience: training ends after this many validations in a row without an improvement.
         mode: ``min`` if a lower metric is better, ``max`` if a higher one is.
+
+    Raises:
+        MisconfigurationException: if ``min_delta``, ``patience`` or ``mode`` is out of range.
     """
 
     def __init__(
@@ -31,6 +36,9 @@ class BestEpoch(EarlyStopping):
         patience: int = 3,
         mode: Literal["min", "max"] = "min",
     ) -> None:
+        check_number(self, "min_delta", min_delta, least=0)
+        check_at_least(self, "patience", patience, 1)
+        check_choice(self, "mode", mode, ("min", "max"))
         super().__init__(monitor, min_delta=min_delta, patience=patience, mode=mode, check_on_train_epoch_end=False)
         self._best_metric: Tensor | None = None
         self._best: dict[str, Tensor] = {}

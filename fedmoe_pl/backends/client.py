@@ -15,7 +15,7 @@ from fedmoe_pl.aggregation.aggregation import PREFIX
 from fedmoe_pl.algorithms.algorithm import changes_kept
 from fedmoe_pl.algorithms.client import Client, Update
 from fedmoe_pl.backends.optimizers import OPTIMIZER, set_optimizer
-from fedmoe_pl.backends.training import LocalTraining
+from fedmoe_pl.backends.training import LocalTraining, epochs_to_try
 from fedmoe_pl.data import Batches, FederatedDataModule
 from fedmoe_pl.seeds import derive_seed, seed_all
 from fedmoe_pl.trees import Tree, changed, copy_module, load_tree, with_prefix
@@ -159,12 +159,13 @@ def client_batches(training: LocalTraining, client: Client, samples: Tensor) -> 
 
 def trainable_names(training: LocalTraining, module: nn.Module, round: int, epoch: int | None = None) -> list[str]:
     """Names of the parameters that are trained in a local epoch, or in any epoch of the round if ``epoch`` is None."""
-    epochs = range(training.max_epochs) if epoch is None else [epoch]
     is_trainable = training.algorithm.is_trainable
+    pairs, all_known = epochs_to_try(training.algorithm, 1, training.max_epochs)
+    epochs, all_known = ([epoch for _, epoch in pairs], all_known) if epoch is None else ([epoch], True)
     return [
         name
         for name, parameter in module.named_parameters()
-        if parameter.requires_grad and any(is_trainable(name, round, epoch) for epoch in epochs)
+        if parameter.requires_grad and (any(is_trainable(name, round, epoch) for epoch in epochs) or not all_known)
     ]
 
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import itertools
+import math
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
 from typing import Any
@@ -12,12 +14,34 @@ from lightning.pytorch import LightningModule
 from lightning.pytorch.cli import LRSchedulerCallable
 
 from fedmoe_pl.aggregation import Aggregation
-from fedmoe_pl.algorithms.algorithm import Algorithm
+from fedmoe_pl.algorithms.algorithm import Algorithm, overrides
 from fedmoe_pl.backends.optimizers import learning_rates
 from fedmoe_pl.data import FederatedDataModule
 from fedmoe_pl.models import MixtureOfExperts
 from fedmoe_pl.models.normalization import has_batch_norm
 from fedmoe_pl.trees import Tree, copy_module
+
+_MOST_EPOCHS = 100_000  # looking at so many takes about a second
+
+
+def epochs_to_try(algorithm: Algorithm, rounds: int, max_epochs: int) -> tuple[Iterator[tuple[int, int]], bool]:
+    """Pairs of round and epoch that show which parameters an algorithm trains together, and whether they show all.
+
+    An algorithm that does not override ``is_trainable`` trains the same ones always. Of others, the first rounds and
+    epochs are tried if there are more than 100,000 pairs, which then need not show all.
+
+    Args:
+        algorithm: the algorithm.
+        rounds: number of rounds of the phase.
+        max_epochs: local epochs of a client in a round.
+    """
+    if not overrides(algorithm, "is_trainable"):
+        rounds, max_epochs = min(rounds, 1), min(max_epochs, 1)
+    shows_all = rounds * max_epochs <= _MOST_EPOCHS
+    if not shows_all:
+        rounds = min(rounds, max(math.isqrt(_MOST_EPOCHS), _MOST_EPOCHS // max_epochs))
+        max_epochs = min(max_epochs, _MOST_EPOCHS // rounds)
+    return itertools.product(range(rounds), range(max_epochs)), shows_all
 
 
 @dataclass(frozen=True, eq=False)
@@ -118,13 +142,12 @@ class LocalTraining:
     def trainable(self) -> dict[frozenset[str], tuple[int, int]]:
         """Every set of parameter names that are trained together, with the first (round, epoch) in which they are.
 
-        The empty set is left out.
+        The empty set is left out. So may be one that no epoch of :func:`epochs_to_try` has.
         """
         names = [name for name, parameter in self.module.named_parameters() if parameter.requires_grad]
         is_trainable, first = self.algorithm.is_trainable, {}
-        for round in range(self.rounds):
-            for epoch in range(self.max_epochs):
-                first.setdefault(frozenset(name for name in names if is_trainable(name, round, epoch)), (round, epoch))
+        for round, epoch in epochs_to_try(self.algorithm, self.rounds, self.max_epochs)[0]:
+            first.setdefault(frozenset(name for name in names if is_trainable(name, round, epoch)), (round, epoch))
         first.pop(frozenset(), None)
         return first
 
@@ -137,9 +160,10 @@ class LocalTraining:
     def frozen_modules(self) -> frozenset[str]:
         """Names of the submodules whose parameters never change in the phase: neither trained nor received anew.
 
-        They stay in eval mode. If the algorithm keeps frozen modules in train mode, there are none.
+        They stay in eval mode. If the algorithm keeps frozen modules in train mode, or there are too many epochs to
+        know what each of them trains, there are none.
         """
-        if self.algorithm.frozen_train_mode:
+        if self.algorithm.frozen_train_mode or not epochs_to_try(self.algorithm, self.rounds, self.max_epochs)[1]:
             return frozenset()
         trained = frozenset().union(*self.trainable)
         changing = {

@@ -7,6 +7,7 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 
 from fedmoe_pl.callbacks.figures import figure_pixels, gate_weight_figure
 from fedmoe_pl.callbacks.tensorboard import add_summary, histogram, method_tag, tensorboard_writers
+from fedmoe_pl.checks import check_at_least
 from fedmoe_pl.rounds.evaluation import Evaluation
 from fedmoe_pl.rounds.phase import Phase
 from fedmoe_pl.rounds.run import FederationCallback, Run
@@ -28,8 +29,7 @@ class GateMonitor(FederationCallback):
     """
 
     def __init__(self, max_clients: int | None = None) -> None:
-        if max_clients is not None and max_clients < 0:
-            raise MisconfigurationException(f"GateMonitor: max_clients is {max_clients}, but must be at least 0.")
+        check_at_least(self, "max_clients", max_clients, 0)
         self.max_clients = max_clients
 
     def on_fit_start(self, run: Run) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 from argparse import ArgumentError
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from jsonargparse import ArgumentParser
@@ -14,13 +15,16 @@ from lightning.pytorch.cli import ArgsType, LightningArgumentParser, LightningCL
 
 from fedmoe_pl.backends import LEAN_TRAINER
 from fedmoe_pl.cli.constructing import Constructor, Failure, ModuleConstructor, describe_failure
-from fedmoe_pl.cli.errors import cause_of, phase_error, with_key
+from fedmoe_pl.cli.errors import cause_of, with_key
+from fedmoe_pl.cli.reading import read_arguments
+from fedmoe_pl.cli.schema import arguments_of, faults
 from fedmoe_pl.data import FederatedDataModule
 from fedmoe_pl.federation import Federation
 
 # An integer is a number of batches, a float a share. In the Trainer's own annotation the float comes first, so that
 # jsonargparse would make 1.0, all batches, of 1.
 _NUMBERS_OR_SHARES = ("limit_train_batches", "limit_val_batches")
+_MOST_SEED = 2**32 - 1  # NumPy's
 
 
 class FederationCLI(LightningCLI):
@@ -73,24 +77,25 @@ class FederationCLI(LightningCLI):
         _add_federation(parser)
 
     def parse_arguments(self, parser: LightningArgumentParser, args: ArgsType) -> None:
-        """Parses the arguments; an error in a phase names the phase.
+        """Parses the arguments, after a look at what is written, which gives better messages than the parser.
 
         Raises:
             ArgumentError: if an argument is wrong, also in a file.
-            MisconfigurationException: if an argument of a phase is wrong.
+            MisconfigurationException: if a file cannot be read, or an argument is wrong.
         """
-        try:
-            super().parse_arguments(parser, args)
-        except ArgumentError as error:
-            arguments = sys.argv[1:] if args is None else args
-            if "federation.phases" not in str(error) or not isinstance(arguments, list):
-                raise
-            of_federation = ArgumentParser(exit_on_error=False)
-            _add_federation(of_federation)
-            sentence = phase_error(arguments, of_federation)
-            if sentence is None:
-                raise
-            raise MisconfigurationException(sentence) from error
+        arguments = sys.argv[1:] if args is None else args
+        if isinstance(arguments, list):
+            check_written([str(argument) for argument in arguments], self._subcommand_parsers)
+        super().parse_arguments(parser, args)
+
+    def _set_seed(self) -> None:
+        """Refuses a seed that NumPy does not take, and seeds all generators."""
+        seed = self._get(self.config, "seed_everything")
+        if not 0 <= seed <= _MOST_SEED:
+            raise MisconfigurationException(
+                f"seed_everything is {seed}, but must be an integer from 0 to {_MOST_SEED:,}."
+            )
+        super()._set_seed()
 
     def _add_instantiators(self) -> None:
         """Registers what constructs model and data, with Lightning's record of their arguments, and all other objects.
@@ -107,18 +112,22 @@ class FederationCLI(LightningCLI):
         """Makes everything that the configuration names, and passes on what a constructor raises.
 
         Raises:
-            MisconfigurationException: if a constructor refuses its arguments, or a value may have several types and
-                the constructor of its class fails.
+            MisconfigurationException: if a constructor refuses its arguments, or fails where the class is one of this
+                package, PyTorch or Lightning or the value may have several types.
         """
         try:
             super().instantiate_classes()
-        except ValueError as error:
-            if not self._failures:
-                raise MisconfigurationException(cause_of(error)) from error
-            failure = self._failures[-1]
-            if isinstance(failure.error, MisconfigurationException):
+        except MisconfigurationException:
+            raise
+        except Exception as error:
+            failure = self._failures[-1] if self._failures else None
+            if failure is not None and isinstance(failure.error, MisconfigurationException):
                 raise failure.error from error
-            raise MisconfigurationException(describe_failure(failure, self._configuration())) from failure.error
+            if failure is not None and (isinstance(error, ValueError) or _is_of_library(failure.class_type)):
+                raise MisconfigurationException(describe_failure(failure, self._configuration())) from failure.error
+            if isinstance(error, ValueError):
+                raise MisconfigurationException(cause_of(error)) from error
+            raise  # a user's own class, whose author needs the traceback
 
     def _configuration(self) -> dict[str, Any]:
         """The parsed configuration of the command."""
@@ -139,6 +148,28 @@ class FederationCLI(LightningCLI):
 
     def _parse_ckpt_path(self) -> None:
         """Does nothing: a federation's checkpoint holds no hyperparameters of the model, and Federation reads it."""
+
+
+def check_written(arguments: Sequence[str], parsers: Mapping[str, ArgumentParser]) -> None:
+    """Refuses a command line whose files cannot be read, or whose arguments have other names or types than they must.
+
+    Args:
+        arguments: the arguments of the command line; those before the subcommand are not looked at.
+        parsers: the parser of each subcommand.
+
+    Raises:
+        MisconfigurationException: if there is such a file or argument; the message names it.
+    """
+    subcommand = next((argument for argument in arguments if argument in parsers), None)
+    if subcommand is None:
+        return
+    written = read_arguments(arguments[arguments.index(subcommand) + 1 :])
+    for fault in faults(written, arguments_of(parsers[subcommand])):
+        raise MisconfigurationException(fault)
+
+
+def _is_of_library(class_type: type) -> bool:
+    return class_type.__module__.split(".")[0] in ("fedmoe_pl", "torch", "torchvision", "lightning")
 
 
 def _add_federation(parser: ArgumentParser) -> None:

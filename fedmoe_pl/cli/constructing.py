@@ -11,6 +11,8 @@ from typing import Any, NamedTuple
 
 from lightning.pytorch.cli import LightningCLI, _InstantiatorFn
 
+from fedmoe_pl.cli.schema import place_in
+
 
 class Failure(NamedTuple):
     """A constructor that raised an exception: its class, its arguments, and the exception."""
@@ -104,7 +106,7 @@ def _classes(node: Any, key: str = "") -> Iterator[tuple[str, Mapping[str, Any]]
     """Yields every class in a part of the configuration, with its key."""
     if isinstance(node, list):
         for index, item in enumerate(node):
-            yield from _classes(item, f"{key}[{index}]")
+            yield from _classes(item, f"{key}{place_in(node, index, key)}")
     elif isinstance(node, Mapping):
         if isinstance(node.get("class_path"), str):
             yield key, node

@@ -2,93 +2,34 @@
 
 from __future__ import annotations
 
-import difflib
-import importlib
 import re
-from argparse import ArgumentError
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from pathlib import Path
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
-import yaml
-from jsonargparse import ArgumentParser
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 
-import fedmoe_pl.algorithms
-import fedmoe_pl.backends
-import fedmoe_pl.data
-import fedmoe_pl.models
+from fedmoe_pl.cli.schema import OVERLAY, PHASES, place_in
 
-_BACKENDS = [name for name in fedmoe_pl.backends.__all__ if name.endswith("Backend")]
-_CLASSES = [*_BACKENDS, *fedmoe_pl.algorithms.__all__, *fedmoe_pl.data.__all__, *fedmoe_pl.models.__all__]
 _REFUSAL = re.compile(
     r"(?:Phase '(?P<phase>.*?)': )?(?:(?P<owner>\w+): )?"
     r"(?P<argument>\w+) (?:is|has|gives|weighs|reads|must) (?P<rest>.+)"
 )
-_OF_PARSER = ("Expected ", "Parser key ", "Problem with ", "Does not validate ")  # how jsonargparse's reasons begin
-_OVERLAY = "an overlay needs the --config that it changes before it"
 
 
 def one_sentence(message: str) -> str:
     r"""Condenses a message of jsonargparse, which has many nested lines, to one sentence.
 
     Example:
-        >>> one_sentence('Parser key "data":\n  Errors:\n    - Parser key "n":\n'
-        ...              "        Expected a <class 'int'>. Got value: x\n    - Expected a <class 'NoneType'>")
-        "data.init_args.n is 'x', but must be int."
+        >>> one_sentence('Parser key "data":\n  Errors:\n    - Parser key "n":\n    - Expected an int')
+        'data: Errors: n: Expected an int'
     """
-    key = ".init_args.".join(re.findall(r'Parser key "([^"]+)"', message)).replace("phases.init_args.", "phases.")
-    if match := re.search(r"Option '([^']+)' is not accepted(?:\. Got value: \w+\(class_path='([^']+)')?", message):
-        # a class that is only made later, such as an optimizer, is in the value
-        class_path = match[2] or re.findall(r"given class_path '([^']+)'", message)[-1]
-        return _unknown_option(f"{key}.{'' if key.endswith('phases') else 'init_args.'}{match[1]}", class_path)
+    key = ".init_args.".join(re.findall(r'Parser key "([^"]+)"', message))
     if match := re.search(r"arguments are required: (.+)", message):
         missing = match[1].strip().replace("fit.", "")
         if key:
-            return f"{key}.{'' if key.endswith('phases') else 'init_args.'}{missing} is required, but missing."
-        return f"no --config has {missing.replace(', ', ' and ')}; {_OVERLAY}."
-    if match := re.search(r"module '(\S+)' has no attribute '(\w+)'", message):
-        return f"{key} is '{match[1]}.{match[2]}', but {match[1]} has no {match[2]}."
-    if match := re.search(r"class_path '([^']+)':\s+(No module named '[^']+')", message):
-        return f"{key} is '{match[1]}', which cannot be imported: {match[2]}."
-    if match := re.search(r"Expected a dot import path string: (\S+)", message):
-        if match[1] in _CLASSES:
-            return f"{key} is '{match[1]}', which is not the kind of class that belongs there."
-        similar = difflib.get_close_matches(match[1], _CLASSES, n=1)
-        hint = f"; did you mean {similar[0]}?" if similar else "."
-        return f"{key} is '{match[1]}', which is neither a class of fedmoe_pl nor an import path{hint}"
-    value = re.search(r"(?:Got value|Given value): (.+)", message)
-    if value and (match := re.search(r"Expected a typing\.Literal\[(.+?)\]", message)):
-        return f"{key} is '{value[1]}', but must be {match[1].replace(', ', ' or ')}."
-    others = [line for line in re.findall(r"^ *- (.+)$", message, re.MULTILINE) if not line.startswith(_OF_PARSER)]
-    if value and others:  # what importing the class raised, or a class of another kind
-        return f"{key} is '{value[1]}', which cannot be used: {'; '.join(dict.fromkeys(others))}."
-    expected = [name for name in re.findall(r"Expected a <class '([^']+)'>", message) if name != "NoneType"]
-    if expected:
-        allowed = " or ".join(dict.fromkeys(expected))
-        return f"{key} is '{value[1] if value else ''}', but must be {allowed}."
+            return f"{key}.init_args.{missing} is required, but missing."
+        return f"no --config has {missing.replace(', ', ' and ')}; {OVERLAY}."
     return " ".join(line.strip(" -") for line in message.splitlines()).replace('Parser key "', "").replace('":', ":")
-
-
-def phase_error(arguments: Sequence[str], parser: ArgumentParser) -> str | None:
-    """Says which phase of a configuration file cannot be parsed, which jsonargparse does not tell of a list.
-
-    Args:
-        arguments: the arguments of the command line.
-        parser: a parser of nothing but the group ``federation``; it tries each phase by itself.
-
-    Returns:
-        The sentence, with a key such as ``federation.phases[2].roundz``; None if each phase can be parsed.
-    """
-    for file in re.findall(r"^(?:--config|-c)[=\n](.+)$", "\n".join(arguments), re.MULTILINE):
-        federation = (yaml.safe_load(Path(file).read_text()) or {}).get("federation")
-        phases = federation.get("phases") if isinstance(federation, dict) else None
-        for index, phase in enumerate(phases if isinstance(phases, list) else []):
-            try:
-                parser.parse_object({"federation": {"phases": [phase]}})
-            except ArgumentError as error:
-                return one_sentence(str(error)).replace("federation.phases", f"federation.phases[{index}]", 1)
-    return None
 
 
 def cause_of(error: BaseException) -> str:
@@ -129,10 +70,17 @@ def with_key(message: str, configuration: Mapping[str, Any]) -> str:
     ]
     for fits in narrower:
         candidates = [place for place in candidates if fits(place)] or candidates
-    if len(candidates) != 1 or not (owner in (None, candidates[0].owner) or _is_shown(candidates[0].value, rest)):
+    shows = [_is_shown(place.value, rest) for place in candidates]
+    owners = [owner in (None, place.owner) for place in candidates]
+    if len(candidates) == 1 and not (owners[0] or shows[0]):
         return message
-    start = match.start("argument")
-    return message[:start] + candidates[0].key + message[start + len(argument) :]
+    if len(candidates) != 1 and not (candidates and owner and all(shows) and all(owners)):
+        return message
+    keys = " or ".join(place.key for place in candidates)
+    head = message[: match.start("argument")]
+    if all(place.key.startswith(f"{PHASES}.{phase}.") for place in candidates):
+        head = head.removeprefix(f"Phase '{phase}': ")
+    return head + keys + message[match.end("argument") :]
 
 
 class _Place(NamedTuple):
@@ -148,10 +96,10 @@ class _Place(NamedTuple):
 def _places(node: Any, key: str = "", owner: str | None = None, phase: str | None = None) -> Iterator[_Place]:
     """Yields every argument in a part of the configuration."""
     if isinstance(node, list):
-        are_phases = key == "federation.phases"
+        are_phases = key == PHASES
         for index, item in enumerate(node):
             phase_name = item["name"] if are_phases else phase
-            yield from _places(item, f"{key}[{index}]", "Phase" if are_phases else None, phase_name)
+            yield from _places(item, f"{key}{place_in(node, index, key)}", "Phase" if are_phases else None, phase_name)
     elif isinstance(node, Mapping):
         for name, value in node.items():
             child = f"{key}.{name}" if key else name
@@ -173,15 +121,3 @@ def _is_shown(value: Any, rest: str) -> bool:
         name = value["class_path"].rsplit(".", 1)[-1]
         texts += [name, f"a {name}", f"an {name}"]
     return any(re.match(rf"{re.escape(text)}(?:[,;: ]|\.$)", rest) for text in texts)
-
-
-def _unknown_option(key: str, class_path: str) -> str:
-    module, name = class_path.rsplit(".", 1)
-    parser = ArgumentParser(exit_on_error=False)
-    parser.add_class_arguments(getattr(importlib.import_module(module), name), fail_untyped=False)
-    if name == "LightningModule":  # the base class, while the model's class is unknown
-        return f"{key} is given, but model has no class_path; {_OVERLAY}."
-    allowed = sorted({option.split(".")[0] for option in parser.get_defaults().keys()})
-    similar = difflib.get_close_matches(key.rsplit(".", 1)[-1], allowed, n=1)
-    hint = f"did you mean {similar[0]}?" if similar else f"it has {', '.join(allowed)}."
-    return f"{key} is not an argument of {name}; {hint}"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
@@ -9,6 +10,9 @@ import numpy as np
 import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch import Tensor
+
+_INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
+_CLASSES = 1000  # a label may be higher only if there are as many samples
 
 
 @dataclass
@@ -75,8 +79,16 @@ class Arrays:
                 yield f"x_{part} holds no samples, but at least one is needed"
             if y.shape != (len(x),):
                 yield f"y_{part} has shape {tuple(y.shape)}, but must hold one label for each of the {len(x)} samples"
-            if len(y) and (y.is_floating_point() or y.min() < 0):
+            if len(y) and (y.dtype not in _INTEGERS or y.min() < 0):
                 yield f"y_{part} holds {y.dtype} numbers from {y.min().item()}, but labels must be integers from 0"
+            limit = max(_CLASSES, len(self.y_train), len(self.y_test))
+            if len(y) and y.dtype in _INTEGERS and y.max() >= limit:
+                yield (
+                    f"y_{part} holds the label {y.max().item()}, but labels must number the classes, from 0 and below "
+                    f"{limit}"
+                )
+            if ids is not None and any(identity != identity for identity in ids.ravel().tolist()):
+                yield f"client_{part} holds nan, but ids must be numbers or words that can be told apart"
             if ids is not None and ids.shape != y.shape:
                 yield f"client_{part} has shape {ids.shape}, but must hold one id for each of the {len(x)} samples"
             is_image, is_text = x.dtype == torch.uint8 and x.dim() == 4, x.dtype == torch.int64 and x.dim() == 2
@@ -87,6 +99,8 @@ class Arrays:
                 )
             if is_text and x.numel() and x.min() < 0:
                 yield f"x_{part} holds the id {x.min().item()}, but ids of words must be integers from 0"
+            if len(x) and not x.numel():
+                yield f"x_{part} has shape {tuple(x.shape)}, but every sample must have values"
             if x.is_floating_point() and not x.isfinite().all():
                 yield f"x_{part} holds values that are not finite"
         if self.x_train.shape[1:] != self.x_test.shape[1:] or self.x_train.dtype != self.x_test.dtype:
@@ -96,6 +110,13 @@ class Arrays:
             )
         if self.client_test is not None and self.client_train is None:
             yield "client_train is None, but must be given where client_test is"
+        if self.client_test is not None and self.client_train is not None:
+            kinds = {ids.dtype.kind for ids in (self.client_train, self.client_test) if len(ids)}
+            if len(kinds - {"u"} if "i" in kinds else kinds) > 1:
+                yield (
+                    f"client_train holds {self.client_train.dtype} ids and client_test {self.client_test.dtype} ones, "
+                    "but both must be of one type"
+                )
 
     def _normalization_problems(self) -> Iterator[str]:
         if (self.mean is None) != (self.std is None):
@@ -109,10 +130,11 @@ class Arrays:
             samples = f"{self.x_train.dtype} samples"
             yield f"mean is {list(self.mean)}, but must be None for {samples}; only uint8 images are normalized"
         channels = self.x_train.shape[1]
-        if len(self.mean) != channels or len(self.std) != channels or min(self.std) <= 0:
+        are_finite = all(map(math.isfinite, [*self.mean, *self.std]))
+        if len(self.mean) != channels or len(self.std) != channels or min(self.std) <= 0 or not are_finite:
             yield (
                 f"mean is {list(self.mean)} and std is {list(self.std)}, but each must have one number for each of the "
-                f"{channels} channels, and std only numbers above 0"
+                f"{channels} channels, all finite, and std only ones above 0"
             )
 
 

@@ -8,7 +8,7 @@ import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch import Generator, Tensor
 
-from fedmoe_pl.data.checks import check_at_least
+from fedmoe_pl.checks import check_at_least
 
 
 class Augmentation(ABC):

@@ -10,10 +10,11 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import LightningDataModule
 from torch import Generator, Tensor
 
+from fedmoe_pl.checks import check_at_least
 from fedmoe_pl.data.arrays import Arrays, normalized
 from fedmoe_pl.data.augmentation import Augmentation
 from fedmoe_pl.data.batches import Batches
-from fedmoe_pl.data.checks import check_at_least, check_augmentation, check_fractions
+from fedmoe_pl.data.checks import check_augmentation, check_fractions
 from fedmoe_pl.data.partitioners.dirichlet import Dirichlet
 from fedmoe_pl.data.partitioners.iid import IID
 from fedmoe_pl.data.partitioners.natural_ids import NaturalIds

@@ -7,6 +7,8 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from fedmoe_pl.checks import check_number, check_sizes
+
 
 class SwitchNorm1d(nn.Module):
     """Normalizes by a learned mixture of layer and batch statistics (Luo et al., https://arxiv.org/abs/1806.10779).
@@ -33,6 +35,7 @@ class SwitchNorm1d(nn.Module):
 
     def __init__(self, num_features: int, momentum: float = 0.9, eps: float = 1e-5) -> None:
         super().__init__()
+        check_sizes(self, num_features=num_features)
         if num_features < 2:
             raise MisconfigurationException(
                 f"SwitchNorm1d: num_features is {num_features}, but must be at least 2 for a variance."
@@ -41,6 +44,7 @@ class SwitchNorm1d(nn.Module):
             raise MisconfigurationException(
                 f"SwitchNorm1d: momentum is {momentum}, but must be from 0 to 1, the share of the old statistics."
             )
+        check_number(self, "eps", eps, above=0)
         self.num_features = num_features
         self.momentum = momentum
         self.eps = eps

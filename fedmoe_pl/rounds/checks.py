@@ -41,7 +41,10 @@ def check_run(run: Run, read_result: Callable[[Phase, LightningModule], PhaseSta
     for phase in run.phases:
         trainer = phase.client_trainer(run.trainer)
         if phase.trainer:
-            check_trainer(trainer)
+            try:
+                check_trainer(trainer)
+            except MisconfigurationException as error:
+                raise MisconfigurationException(f"{phase}: {error}") from error
         module = run.module(phase)
         check_start(phase, run.starts[phase.name], module, lambda name: run.module(by_name[name]))
         check_phase(phase, module, run.datamodule, run.seed)
@@ -82,7 +85,7 @@ def check_phases(phases: Sequence[Phase], evaluate_every_n_rounds: int) -> None:
         raise MisconfigurationException(
             f"Federation: phases has the names {names}, but needs at least one phase and every name once."
         )
-    if evaluate_every_n_rounds < 0:
+    if not isinstance(evaluate_every_n_rounds, int) or evaluate_every_n_rounds < 0:
         raise MisconfigurationException(
             f"Federation: evaluate_every_n_rounds is {evaluate_every_n_rounds}, but must be at least 0."
         )

@@ -11,6 +11,7 @@ from lightning.pytorch.cli import LRSchedulerCallable, OptimizerCallable
 
 from fedmoe_pl.aggregation import Aggregation
 from fedmoe_pl.algorithms.algorithm import Algorithm, Moment
+from fedmoe_pl.checks import is_finite
 from fedmoe_pl.models import Gate
 from fedmoe_pl.models.mixtures.mixture import Mixing
 from fedmoe_pl.rounds.evaluation import MONITORS
@@ -113,7 +114,7 @@ class Phase:
         Raises:
             MisconfigurationException: if a value is out of range, or two contradict each other.
         """
-        if not is_file_name(self.name) or self.name == INITIAL:
+        if not isinstance(self.name, str) or not is_file_name(self.name) or self.name == INITIAL:
             raise MisconfigurationException(
                 f"Phase {self.name!r}: name must be one that a file can have: printable, of at most 200 bytes, without "
                 f"'/' and other than '..' and '{INITIAL}', because files and logs are named after it."
@@ -179,9 +180,13 @@ class Phase:
             ("min_delta", 0),
             ("evaluate_every_n_rounds", 0),
         ):
-            value = getattr(self, name)
-            if value is not None and value < lowest:
-                raise MisconfigurationException(f"{self}: {name} is {value}, but must be at least {lowest}.")
+            value, may_be_none = getattr(self, name), getattr(type(self), name, None) is None
+            is_number = is_finite(value) and (name == "min_delta" or isinstance(value, int))
+            if value is None and may_be_none:
+                continue
+            if value is None or not (is_number and value >= lowest):
+                kind = "a finite number of " if name == "min_delta" else ""
+                raise MisconfigurationException(f"{self}: {name} is {value}, but must be {kind}at least {lowest}.")
         if self.keep_optimizer and self.rounds == 1:
             raise MisconfigurationException(
                 f"{self}: keep_optimizer is True, but must be False for rounds 1, because no round follows."
@@ -198,8 +203,8 @@ class Phase:
                 f"{reason}."
             )
         size = self.clients_per_round
-        in_range = size is None or (0 < size <= 1 if isinstance(size, float) else size >= 1)
-        if isinstance(size, bool) or not in_range:
+        in_range = size is None or (is_finite(size) and (0 < size <= 1 if isinstance(size, float) else size >= 1))
+        if not in_range:
             raise MisconfigurationException(
                 f"{self}: clients_per_round is {size}, but must be an integer of at least 1, which is a number of "
                 "clients, or a float above 0 and at most 1, which is a share of them."

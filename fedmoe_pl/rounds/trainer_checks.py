@@ -3,17 +3,64 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.accelerators import CPUAccelerator
+from lightning.pytorch.callbacks import Timer
+from lightning.pytorch.strategies import SingleDeviceStrategy
 
 from fedmoe_pl.backends import quiet
 from fedmoe_pl.backends.best_epoch import BestEpoch
+from fedmoe_pl.backends.training import epochs_to_try
+from fedmoe_pl.checks import is_finite
 from fedmoe_pl.data import FederatedDataModule
 from fedmoe_pl.rounds.phase import Phase
+
+_PROCESSES_PER_CORE = 8
+
+
+def _is_integer(value: Any, lowest: int) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= lowest
+
+
+def _is_share(value: Any, lowest: int) -> bool:
+    """Whether the value is a number of batches, or a share of them; the lowest is 1 or 0 batches."""
+    return _is_integer(value, lowest) or (isinstance(value, float) and 0 <= value <= 1 and (value > 0 or lowest == 0))
+
+
+# What Lightning accepts although no client can be trained with it: whether a value is allowed, and which ones are.
+_RULES: dict[str, tuple[Callable[[Any], bool], str]] = {
+    "max_epochs": (lambda value: _is_integer(value, 0), "the number of local epochs, at least 0"),
+    "max_steps": (lambda value: _is_integer(value, 1) or value == -1, "at least 1, or -1 for no limit"),
+    "accumulate_grad_batches": (lambda value: _is_integer(value, 1), "at least 1"),
+    "gradient_clip_val": (
+        lambda value: value is None or (is_finite(value) and value >= 0),
+        "a finite number of at least 0",
+    ),
+    "strategy": (
+        lambda value: value == "auto" or isinstance(value, SingleDeviceStrategy),
+        "auto, because a client trains on one device",
+    ),
+    "limit_train_batches": (
+        lambda value: value is None or _is_share(value, 1),
+        "a number of batches of at least 1, or a share of them above 0 and at most 1.0",
+    ),
+    **dict.fromkeys(
+        ("limit_val_batches", "limit_test_batches", "limit_predict_batches", "overfit_batches"),
+        (lambda value: value is None or _is_share(value, 0), "a number of batches, or a share of them from 0 to 1.0"),
+    ),
+    **dict.fromkeys(
+        ("min_epochs", "min_steps", "log_every_n_steps", "reload_dataloaders_every_n_epochs"),
+        (lambda value: value is None or _is_integer(value, 0), "at least 0"),
+    ),
+    **dict.fromkeys(
+        ("check_val_every_n_epoch", "num_nodes"), (lambda value: value is None or _is_integer(value, 1), "at least 1")
+    ),
+}
 
 
 def check_trainer(arguments: dict[str, Any]) -> list[torch.device]:
@@ -27,21 +74,23 @@ def check_trainer(arguments: dict[str, Any]) -> list[torch.device]:
         MisconfigurationException: if Lightning refuses the arguments, or they ask for several nodes or a true precision
             other than 32 bits.
     """
-    max_epochs, devices = arguments["max_epochs"], arguments.get("devices", "auto")
-    if not isinstance(max_epochs, int) or max_epochs < 0:
+    for name, (is_allowed, allowed) in _RULES.items():
+        if name in arguments and not is_allowed(arguments[name]):
+            raise MisconfigurationException(f"trainer.{name} is {arguments[name]}, but must be {allowed}.")
+    trainer, devices = _trainer_and_devices(arguments)
+    timers = [
+        callback
+        for callback in trainer.callbacks  # pyright: ignore[reportAttributeAccessIssue]
+        if isinstance(callback, Timer)
+    ]
+    if any((timer.time_remaining() or 0) <= 0 for timer in timers):
+        raise MisconfigurationException(f"trainer.max_time is {arguments.get('max_time')}, but must be above 0.")
+    most = _PROCESSES_PER_CORE * len(os.sched_getaffinity(0))
+    if isinstance(trainer.accelerator, CPUAccelerator) and len(devices) > most:
         raise MisconfigurationException(
-            f"trainer.max_epochs is {max_epochs}, but must be the number of local epochs, at least 0."
+            f"trainer.devices is {arguments['devices']}, but must be at most {most}, "
+            f"{_PROCESSES_PER_CORE} for each CPU core that this process may use."
         )
-    try:
-        with quiet():
-            trainer = Trainer(**{**arguments, "devices": 1})
-            accelerator = trainer.accelerator
-            if devices == "auto":
-                cores = len(os.sched_getaffinity(0))
-                devices = cores if isinstance(accelerator, CPUAccelerator) else accelerator.auto_device_count()
-            parallel_devices = accelerator.get_parallel_devices(accelerator.parse_devices(devices))
-    except (MisconfigurationException, TypeError, ValueError) as error:
-        raise MisconfigurationException(f"trainer: {error}") from error
     if trainer.world_size > 1:
         raise MisconfigurationException(
             f"trainer.num_nodes is {trainer.num_nodes}, but must be 1: a client trains on one device; RayBackend "
@@ -52,7 +101,42 @@ def check_trainer(arguments: dict[str, Any]) -> list[torch.device]:
             f"trainer.precision is '{trainer.precision}', but must be 32-true or mixed, because clients and server "
             "exchange parameters of the model's own type; call .double() on the model for 64 bits."
         )
-    return parallel_devices
+    return devices
+
+
+def _trainer_and_devices(arguments: dict[str, Any]) -> tuple[Trainer, list[torch.device]]:
+    """A client's Trainer, and the devices for clients that are trained at the same time.
+
+    Raises:
+        MisconfigurationException: if Lightning refuses the arguments; the message names one without which it does not.
+    """
+    try:
+        return _made(arguments)
+    except Exception as error:  # whatever Lightning raises
+        reason = " ".join(str(error).split())
+        for name, value in arguments.items():
+            try:
+                _made({other: arguments[other] for other in arguments if other != name})
+            except Exception:  # another argument is wrong
+                continue
+            raise MisconfigurationException(
+                f"trainer.{name} is {value}, but must be one that Lightning accepts: {reason}"
+            ) from error
+        raise MisconfigurationException(f"trainer: {reason}") from error
+
+
+def _made(arguments: dict[str, Any]) -> tuple[Trainer, list[torch.device]]:
+    devices = arguments.get("devices", "auto")
+    with quiet():
+        trainer = Trainer(**{**arguments, "devices": 1})
+        accelerator = trainer.accelerator
+        if devices == "auto":
+            cores = len(os.sched_getaffinity(0))
+            devices = cores if isinstance(accelerator, CPUAccelerator) else accelerator.auto_device_count()
+        parsed = accelerator.parse_devices(devices)
+        if isinstance(accelerator, CPUAccelerator) and parsed > 2**16:  # the list of them would fill the memory
+            parsed = 2**16
+        return trainer, accelerator.get_parallel_devices(parsed)
 
 
 def check_client_trainer(phase: Phase, trainer: dict[str, Any], datamodule: FederatedDataModule) -> None:
@@ -106,12 +190,12 @@ def check_trained(phase: Phase, module: LightningModule, max_epochs: int) -> Non
     Raises:
         MisconfigurationException: if there is such an argument, or no shared parameter is trained.
     """
-    is_trainable, is_shared = phase.algorithm.is_trainable, phase.algorithm.is_shared
+    algorithm, is_shared = phase.algorithm, phase.algorithm.is_shared
     parameters = [name for name, parameter in module.named_parameters() if parameter.requires_grad]
 
     def some_are_trained(names: list[str]) -> bool:
-        epochs = ((round, epoch) for round in range(phase.rounds) for epoch in range(max_epochs))
-        return any(is_trainable(name, *epoch) for epoch in epochs for name in names)
+        epochs, all_known = epochs_to_try(algorithm, phase.rounds, max_epochs)
+        return any(algorithm.is_trainable(name, *epoch) for epoch in epochs for name in names) or not all_known
 
     is_trained = some_are_trained(parameters)
     shared = [name for name, _ in module.named_parameters() if is_shared(name)]

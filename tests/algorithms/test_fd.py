@@ -161,7 +161,7 @@ def test_newcomers_learn_from_all_of_the_federation_s_clients(tmp_path):
 @pytest.mark.parametrize(
     ("made", "sentence"),
     [
-        (lambda: FD(weight=-1.0), "FD: weight is -1.0, but must be at least 0."),
+        (lambda: FD(weight=-1.0), "FD: weight is -1.0, but must be a finite number of at least 0."),
         (lambda: FD(outputs="classes"), "FD: outputs is 'classes', but must be probabilities or logits."),
         (lambda: FD("expert").check(mixture()), "FD: expert is 'expert', but must be a part of the PersonalizedMoE"),
     ],

@@ -257,7 +257,7 @@ def test_newcomers_train_a_classifier_of_their_own_on_the_federation_s_extractor
 
 def test_what_fedpac_cannot_train_is_refused():
     for made, sentence in (
-        (lambda: FedPAC(weight=-1.0), "FedPAC: weight is -1.0, but must be at least 0."),
+        (lambda: FedPAC(weight=-1.0), "FedPAC: weight is -1.0, but must be a finite number of at least 0."),
         (
             lambda: FedPAC("gate").check(mixture()),
             "FedPAC: expert is 'gate', but must be a part of the PersonalizedMoE",

@@ -206,7 +206,7 @@ def test_newcomers_train_with_the_federation_s_prototypes(tmp_path):
 def test_what_fedproto_cannot_train_is_refused():
     unequal = PersonalizedMoE(Expert(), [Expert(), Expert(hidden=7)], LocalOnly(), momentum_sgd)
     for made, sentence in (
-        (lambda: FedProto(weight=-1.0), "FedProto: weight is -1.0, but must be at least 0."),
+        (lambda: FedProto(weight=-1.0), "FedProto: weight is -1.0, but must be a finite number of at least 0."),
         (lambda: FedProto(prediction="mean"), "FedProto: prediction is 'mean', but must be head or prototype."),
         (lambda: FedProto("gate").check(mixture()), "FedProto: expert is 'gate', but must be a part of the Personaliz"),
         (lambda: FedProto("local_expert").check(unequal), "local_expert has features of widths 6, 7, but must have"),

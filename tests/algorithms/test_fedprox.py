@@ -30,4 +30,4 @@ def test_fedprox_with_mu_0_is_fedavg_to_the_bit(tmp_path):
 def test_a_negative_mu_is_refused():
     with pytest.raises(MisconfigurationException) as error:
         FedProx(-1.0)
-    assert str(error.value) == "FedProx: mu is -1.0, but must be at least 0."
+    assert str(error.value) == "FedProx: mu is -1.0, but must be a finite number of at least 0."

@@ -174,7 +174,7 @@ def test_newcomers_train_a_head_of_their_own_from_the_generic_one(tmp_path):
 @pytest.mark.parametrize(
     ("made", "sentence"),
     [
-        (lambda: FedRoD(-1.0), "FedRoD: prior_exponent is -1.0, but must be at least 0."),
+        (lambda: FedRoD(-1.0), "FedRoD: prior_exponent is -1.0, but must be a finite number of at least 0."),
         (lambda: FedRoD().check(mixture(LinearGate(5))), "gate is a LinearGate, but must be EqualWeights, GlobalOnly"),
         (lambda: FedRoD().check(PersonalizedMoE(CNN(1), [CNN(1), CNN(2)])), "must have the architecture of global_exp"),
         (

@@ -117,7 +117,7 @@ def test_batch_normalization_needs_two_samples_in_both_halves(tmp_path):
 @pytest.mark.parametrize(
     ("made", "sentence"),
     [
-        (lambda: PerFedAvg(-1), "PerFedAvg: inner_lr is -1, but must be at least 0"),
+        (lambda: PerFedAvg(-1), "PerFedAvg: inner_lr is -1, but must be a finite number of at least 0"),
         (lambda: PerFedAvg(expert="body").check(two_experts()), "PerFedAvg: expert is 'body', but must be a part"),
     ],
 )

@@ -107,7 +107,7 @@ def test_a_scaffold_run_is_evaluated_with_the_server_s_model(tmp_path):
 @pytest.mark.parametrize(
     ("made", "sentence"),
     [
-        (lambda: Scaffold(server_lr=0), "Scaffold: server_lr is 0, but must be above 0"),
+        (lambda: Scaffold(server_lr=0), "Scaffold: server_lr is 0, but must be a finite number above 0"),
         (lambda: Scaffold().check(mixture()), "Scaffold: momentum of the optimizer is 0.9, but must be 0"),
         (
             lambda: Scaffold().check(mixture(optimizer=partial(torch.optim.Adam, lr=0.1))),

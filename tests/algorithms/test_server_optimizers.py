@@ -113,11 +113,11 @@ def test_a_parameter_without_a_gradient_is_left_out():
 @pytest.mark.parametrize(
     ("argument", "value", "allowed"),
     [
-        ("lr", 0, "above 0"),
-        ("tau", 0.0, "above 0"),
+        ("lr", 0, "a finite number above 0"),
+        ("tau", 0.0, "a finite number above 0"),
         ("beta1", 1.0, "at least 0 and below 1"),
         ("beta2", -0.1, "at least 0 and below 1"),
-        ("v0", -1.0, "at least 0"),
+        ("v0", -1.0, "a finite number of at least 0"),
     ],
 )
 def test_arguments_out_of_range_are_refused(argument, value, allowed):

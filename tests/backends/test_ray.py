@@ -1,7 +1,11 @@
 """Workers of a Ray cluster give the bits of one process."""
 
+import os
+import re
 import sys
+from contextlib import suppress
 from functools import partial
+from pathlib import Path
 
 import pytest
 from helpers import two_quadratics
@@ -27,10 +31,54 @@ def test_ray_is_an_extra(monkeypatch):
     monkeypatch.setitem(sys.modules, "ray", None)
     with pytest.raises(MisconfigurationException, match=r'pip install "fedmoe-pl\[ray\]"'):
         RayBackend()
-    with pytest.raises(MisconfigurationException, match="workers is 0, but must be at least 1"):
+    with pytest.raises(MisconfigurationException, match="workers is 0, but must be an integer of at least 1"):
         monkeypatch.undo()
         pytest.importorskip("ray")
         RayBackend(workers=0)
+
+
+@pytest.mark.parametrize("error", [TimeoutError("too slow\nmore"), RuntimeError(""), Exception("node timed out")])
+def test_ray_that_does_not_start_is_refused(error, monkeypatch, tmp_path):
+    ray = pytest.importorskip("ray")
+
+    def too_slow(*arguments, **options):
+        raise error
+
+    monkeypatch.setattr(ray, "init", too_slow)
+    reason = str(error).split("\n")[0] or "RuntimeError"
+    sentence = f"RayBackend: address is None, but Ray did not start on this machine ({reason})."
+    with pytest.raises(MisconfigurationException, match=re.escape(sentence)):
+        federation(tmp_path, backend=RayBackend()).fit(model(), data())
+
+
+def listening() -> set[str]:
+    """The addresses, in hexadecimal, on which this process and its children listen."""
+    sockets, children = set(), set()
+    for pid in (path for path in Path("/proc").iterdir() if path.name.isdigit()):
+        with suppress(OSError):
+            if pid.name == str(os.getpid()) or b"ray" in (pid / "cmdline").read_bytes().split(b"\0")[0]:
+                children |= {os.readlink(file) for file in (pid / "fd").iterdir()}
+    for table in ("tcp", "tcp6"):
+        for line in Path(f"/proc/net/{table}").read_text().splitlines()[1:]:
+            fields = line.split()
+            if fields[3] == "0A" and f"socket:[{fields[9]}]" in children:
+                sockets.add(fields[1].split(":")[0])
+    return sockets
+
+
+@pytest.mark.slow
+def test_ray_on_this_machine_cannot_be_reached_from_others():
+    ray = pytest.importorskip("ray")
+    backend = RayBackend(workers=1)
+    listening_before = listening()
+    backend.open()
+    try:
+        assert ray.is_initialized()
+        assert listening() - listening_before <= {"0100007F", "0000000000000000FFFF00000100007F", f"{1 << 24:032X}"}
+        assert listening() - listening_before
+    finally:
+        backend.close()
+    assert "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER" not in os.environ
 
 
 @pytest.fixture(scope="module")

@@ -42,5 +42,5 @@ def test_an_argument_out_of_range_is_named_by_its_key(tmp_path, capsys):
     wrong = {"class_path": "FedYogi", "init_args": {"lr": -1.0}}
     with pytest.raises(SystemExit):
         main(["fit", "--config", configuration(tmp_path, FedAvgM=SERVERS["FedAvgM"], FedYogi=wrong)])
-    sentence = "FedYogi: federation.phases[1].server_optimizer.init_args.lr is -1.0, but must be above 0."
+    sentence = "federation.phases.FedYogi.server_optimizer.init_args.lr is -1.0, but must be a finite number above 0."
     assert sentence in capsys.readouterr().err

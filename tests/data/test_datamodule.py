@@ -220,7 +220,7 @@ y = torch.zeros(6, dtype=torch.long)
         (Arrays(images[0], y[:3], images[0], y[:3]), {"num_clients": 1}, r"must be uint8 images"),
         (Arrays(images, y, images, y, mean=[0.5]), {"num_clients": 1}, r"mean is \[0\.5\] and std is None"),
         (Arrays(images, y, images, y, mean=[0.5], std=[0.5]), {"num_clients": 1}, r"each of the 3 channels"),
-        (Arrays(images, y, images, y, mean=[0] * 3, std=[0] * 3), {"num_clients": 1}, r"std only numbers above 0"),
+        (Arrays(images, y, images, y, mean=[0] * 3, std=[0] * 3), {"num_clients": 1}, r"std only ones above 0"),
         (
             vectors(6, mean=[0.5], std=[0.5]),
             {"num_clients": 1},

@@ -89,7 +89,7 @@ class Scale(nn.Module):
 
 
 WRONG_MODELS = {
-    "clusters": (lambda: ClusteredMoE(Expert(), 0), "num_clusters is 0, but must be at least 1"),
+    "clusters": (lambda: ClusteredMoE(Expert(), 0), "num_clusters is 0, but must be an integer from 1 to 10,000"),
     "width": (
         lambda: ClusteredMoE(Expert(), 2, gate=ConstantGate(0.5)),
         "weighs 2 experts, but must weigh 3, the local expert last",

@@ -93,7 +93,7 @@ REFUSED = {
     "a gate's dropout": (lambda: GateCNN(dropout=1.5), "GateCNN: dropout is 1.5, but"),
     "small image of LEAF": (lambda: LEAFCNN(image_size=15), "LEAFCNN: image_size is 15, but .* least 16 "),
     "small image": (lambda: TwoConvCNN(image_size=15), "TwoConvCNN: image_size is 15, but .* least 16 "),
-    "no image": (lambda: FedAvgCNN(image_size=0), "FedAvgCNN: image_size is 0, but .* at least 16 pixels"),
+    "no image": (lambda: FedAvgCNN(image_size=0), "FedAvgCNN: image_size is 0, but must be an integer from 1"),
     "a gate's small image": (lambda: GateCNN(image_size=15), "GateCNN: image_size is 15, .* least 16 "),
     "one convolution": (lambda: GateCNN(conv2_channels=0, image_size=5), "image_size is 5, but must be at least 6 "),
     "one expert": (lambda: GateCNN(num_experts=1), "GateCNN: num_experts is 1, but must be at least 2"),

@@ -111,7 +111,7 @@ def test_a_gate_s_own_learning_rate_goes_with_any_optimizer_and_must_not_be_nega
     rates = {id(parameter): group["lr"] for group in groups for parameter in group["params"]}
     expected = {id(p): 0.01 if name.startswith("gate.") else 0.5 for name, p in module.named_parameters()}
     assert rates == expected
-    with pytest.raises(MisconfigurationException, match="PersonalizedMoE: gate_lr is -1, but must be at least 0"):
+    with pytest.raises(MisconfigurationException, match="PersonalizedMoE: gate_lr is -1, but must be a finite"):
         PersonalizedMoE(Expert(), gate_lr=-1)
 
 

@@ -88,7 +88,7 @@ def test_a_gate_that_is_sized_by_its_input_reads_the_features_or_the_input():
 
 
 REFUSED = {
-    "PooledMoE: num_experts is 0, but must be at least 1.": lambda: PooledMoE(Expert(), 0),
+    "PooledMoE: num_experts is 0, but must be an integer from 1 to 10,000.": lambda: PooledMoE(Expert(), 0),
     "PooledMoE: top_k is 4, but must be at least 1 and at most num_experts, 3.": lambda: pooled(top_k=4),
     "PooledMoE: top_k is 0, but must be at least 1 and at most num_experts, 3.": lambda: pooled(top_k=0),
     "PooledMoE: local_expert is a Linear, but must have an `extractor` and a `classifier`.": lambda: PooledMoE(
@@ -100,7 +100,7 @@ REFUSED = {
     "PooledMoE: gate is a LinearGate that weighs 2 experts, but must weigh 3.": lambda: PooledMoE(
         SmallMLP(), 3, LinearGate()
     ),
-    "MLPGate: num_experts is 0, but must be at least 1.": lambda: MLPGate(0),
+    "MLPGate: num_experts is 0, but must be an integer from 1 to 10,000.": lambda: MLPGate(0),
     "MLPGate: dropout is 1, but must be at least 0 and below 1.": lambda: MLPGate(3, dropout=1),
 }
 

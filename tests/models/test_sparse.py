@@ -208,7 +208,7 @@ REFUSED = {
     "num_experts is 0, but must be at least 1": {"num_experts": 0},
     r"num_experts is \[\], but must be at least 1": {"num_experts": []},
     r"num_experts is \[2, 0\], but": {"num_experts": [2, 0]},
-    "load_balancing is -1, but must be at least 0": {"load_balancing": -1},
+    "load_balancing is -1, but must be a finite number of at least 0": {"load_balancing": -1},
     "NoReset has no method reset_parameters": {"expert": NoReset()},
     "must not have batch normalization": {"expert": nn.Sequential(nn.BatchNorm1d(6), nn.Linear(6, 3))},
     "mixing is 'probabilities', but must be logits unless the gate is fixed": {"mixing": "probabilities"},

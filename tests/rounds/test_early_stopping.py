@@ -146,7 +146,7 @@ def test_a_run_stopped_within_a_phase_that_ends_early_and_resumed_gives_the_same
     [
         ({"patience": 3}, "patience is 3, which needs a monitor"),
         ({"patience": 0, "monitor": "validation_loss"}, "patience is 0, but must be at least 1"),
-        ({"min_delta": -0.1}, "min_delta is -0.1, but must be at least 0"),
+        ({"min_delta": -0.1}, "min_delta is -0.1, but must be a finite number of at least 0"),
         ({"monitor": "validation_loss", "evaluate_every_n_rounds": 0}, "evaluate_every_n_rounds is 0, but monitor is"),
         (
             {"monitor": "validation_loss", "evaluate": False},

@@ -205,7 +205,7 @@ REFUSED = {
     ),
     "server_optimizer refuses its arguments: matrices only.": (FedAvg(), partial(OnlyTwoDimensions, lr=1.0)),
     "missing 1 required positional argument: 'lr'": (FedAvg(), FedYogi),
-    "FedYogi: tau is -1, but must be above 0.": (FedAvg(), partial(FedYogi, lr=1.0, tau=-1)),
+    "FedYogi: tau is -1, but must be a finite number above 0.": (FedAvg(), partial(FedYogi, lr=1.0, tau=-1)),
 }
 
 

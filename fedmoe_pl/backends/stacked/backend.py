@@ -19,6 +19,7 @@ from fedmoe_pl.backends.stacked.module import StackedModule
 from fedmoe_pl.backends.stacked.stack import Stack
 from fedmoe_pl.backends.stacked.trial import try_to_stack
 from fedmoe_pl.backends.training import LocalTraining
+from fedmoe_pl.checks import check_at_least
 from fedmoe_pl.trees import Tree, copy_module, load_tree
 
 
@@ -38,10 +39,7 @@ class StackedBackend(Backend):
     """
 
     def __init__(self, clients_per_stack: int | None = None) -> None:
-        if clients_per_stack is not None and clients_per_stack < 1:
-            raise MisconfigurationException(
-                f"StackedBackend: clients_per_stack is {clients_per_stack}, but must be at least 1."
-            )
+        check_at_least(self, "clients_per_stack", clients_per_stack, 1)
         self.clients_per_stack = clients_per_stack
 
     def plan(self, training: LocalTraining) -> StackedPlan:

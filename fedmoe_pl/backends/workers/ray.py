@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import importlib
+import os
 import socket
 import sys
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
+from contextlib import contextmanager, nullcontext, suppress
 from typing import Any, Literal
 
 import numpy as np
@@ -20,6 +23,7 @@ from fedmoe_pl.backends.workers.backend import WorkersBackend, WorkersPlan
 from fedmoe_pl.backends.workers.handing_out import RemoteWorker, WorkerDied
 from fedmoe_pl.backends.workers.pickling import dumps, loads, sendable
 from fedmoe_pl.backends.workers.worker import WORKER_ENVIRONMENT, Worker
+from fedmoe_pl.checks import check_at_least
 from fedmoe_pl.data import FederatedDataModule
 
 _SECONDS_TO_CONNECT = 5.0  # Ray itself would try for five minutes and then end this process
@@ -34,13 +38,34 @@ def _ray() -> Any:
     return ray
 
 
+@contextmanager
+def _on_this_machine_only() -> Iterator[None]:
+    """Lets Ray listen on the loopback interface only, as it does on systems where it supports no clusters.
+
+    By default it listens on all interfaces, also if it is given the address of the loopback interface.
+    """
+    constants = importlib.import_module("ray._private.ray_constants")
+    before, variable = constants.ENABLE_RAY_CLUSTER, constants.ENABLE_RAY_CLUSTERS_ENV_VAR
+    of_processes = os.environ.get(variable)
+    constants.ENABLE_RAY_CLUSTER, os.environ[variable] = False, "0"
+    try:
+        yield
+    finally:
+        constants.ENABLE_RAY_CLUSTER = before
+        if of_processes is None:
+            del os.environ[variable]
+        else:
+            os.environ[variable] = of_processes
+
+
 class RayBackend(WorkersBackend):
     """One process per GPU of a Ray cluster, or per CPU if it has no GPU.
 
     Results have the same bits as training in one process if all machines have the same kind of processor.
 
     Args:
-        address: the cluster's address, as ``host:port`` or ``auto``; None starts Ray on this machine.
+        address: the cluster's address, as ``host:port`` or ``auto``; None starts Ray on this machine, which other
+            machines cannot reach.
         workers: number of processes; None for one per GPU, or per CPU if there is no GPU.
         backend: how each of them trains its groups; ``auto`` takes the fastest one that gives the right result.
 
@@ -53,8 +78,7 @@ class RayBackend(WorkersBackend):
     ) -> None:
         super().__init__(AutoBackend() if backend == "auto" else backend)
         _ray()
-        if workers is not None and workers < 1:
-            raise MisconfigurationException(f"RayBackend: workers is {workers}, but must be at least 1.")
+        check_at_least(self, "workers", workers, 1)
         self.address = address
         self.num_workers = workers
         self._connected = False
@@ -83,15 +107,20 @@ class RayBackend(WorkersBackend):
 
     def _connect(self) -> None:
         ray = _ray()
+        options = {"include_dashboard": False, "log_to_driver": False, "logging_level": "ERROR"}
         host, _, port = (self.address or "").removeprefix("ray://").rpartition(":")
         try:
             if host:
                 socket.create_connection((host, int(port)), _SECONDS_TO_CONNECT).close()
-            ray.init(self.address, include_dashboard=False, log_to_driver=False, logging_level="ERROR")
-        except (OSError, ValueError, RuntimeError) as error:  # its ConnectionError is an OSError
+            with nullcontext() if self.address else _on_this_machine_only():
+                ray.init(self.address or "local", **options)
+        except Exception as error:  # Ray raises plain ones, such as when a slow machine does not start it in time
+            with suppress(Exception):
+                ray.shutdown()  # what has been started
+            problem = "there is no Ray cluster to connect to" if self.address else "Ray did not start on this machine"
+            reason = next(iter(str(error).splitlines()), type(error).__name__)
             raise MisconfigurationException(
-                f"RayBackend: address is {self.address!r}, but there is no Ray cluster to connect to "
-                f"({str(error).splitlines()[0]})."
+                f"RayBackend: address is {self.address!r}, but {problem} ({reason})."
             ) from error
 
     def plan(self, training: LocalTraining) -> WorkersPlan:

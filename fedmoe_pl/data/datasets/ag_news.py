@@ -14,8 +14,8 @@ import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch import Tensor
 
+from fedmoe_pl.checks import check_at_least
 from fedmoe_pl.data.arrays import Arrays
-from fedmoe_pl.data.checks import check_at_least
 from fedmoe_pl.data.datamodule import FederatedDataModule
 from fedmoe_pl.data.datasets.images import READ_ERRORS
 

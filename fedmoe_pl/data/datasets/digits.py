@@ -6,8 +6,8 @@ from typing import Any
 
 import torch
 
+from fedmoe_pl.checks import check_at_least
 from fedmoe_pl.data.arrays import Arrays
-from fedmoe_pl.data.checks import check_at_least
 from fedmoe_pl.data.datamodule import FederatedDataModule
 from fedmoe_pl.data.datasets.images import resize
 

@@ -52,21 +52,34 @@ def _read_folder(root: str, part: str) -> tuple[np.ndarray, np.ndarray, np.ndarr
     paths = [path for path in paths if path.endswith(".json")]
     if not paths:
         raise MisconfigurationException(f"{problem} '{os.path.abspath(folder)}' has no .json files of LEAF.")
-    images, labels, writers = [], [], []
+    images, labels, writers = [], [], {}
     for path in paths:
         try:
             with open(path, encoding="utf-8") as file:
                 content = json.load(file)
             for writer in content["users"]:
+                if writer in writers:
+                    raise ValueError(f"writer {writer} is listed twice")
                 samples = content["user_data"][writer]
                 images.append(np.array(samples["x"], dtype=np.float32).reshape(-1, 1, 28, 28))
-                labels.append(np.array(samples["y"], dtype=np.int64))
-                writers += [writer] * len(labels[-1])
+                labels.append(_labels(samples["y"], writer))
                 if len(images[-1]) != len(labels[-1]):
                     raise ValueError(f"writer {writer} has {len(images[-1])} images and {len(labels[-1])} labels")
+                writers[writer] = len(images[-1])
         except (*READ_ERRORS, TypeError) as error:
             reason = f"no {error}" if isinstance(error, KeyError) else error
             raise MisconfigurationException(
                 f"{problem} '{path}' is not a file of FEMNIST as LEAF writes it ({reason})."
             ) from error
-    return np.concatenate(images), np.concatenate(labels), np.array(writers)
+    if not writers:
+        raise MisconfigurationException(f"{problem} the files in '{os.path.abspath(folder)}' list no users.")
+    return np.concatenate(images), np.concatenate(labels), np.repeat([*writers], [*writers.values()])
+
+
+def _labels(values: list[int], writer: str) -> np.ndarray:
+    """A writer's classes, which NumPy would round."""
+    labels = np.array(values)
+    if len(labels) and labels.dtype.kind not in "iu":
+        wrong = next((value for value in values if not isinstance(value, int)), values)
+        raise ValueError(f"writer {writer} has the label {wrong}, which is not an integer")
+    return labels.astype(np.int64)

@@ -12,10 +12,10 @@ from torchvision import datasets
 from torchvision.datasets.folder import default_loader
 from torchvision.transforms.v2 import functional
 
+from fedmoe_pl.checks import check_at_least
 from fedmoe_pl.data.arrays import Arrays
-from fedmoe_pl.data.checks import check_at_least
 from fedmoe_pl.data.datamodule import FederatedDataModule
-from fedmoe_pl.data.datasets.images import READ_ERRORS, resize
+from fedmoe_pl.data.datasets.images import READ_ERRORS, check_memory, resize
 
 
 class ImageFolder(FederatedDataModule):
@@ -93,6 +93,8 @@ def _read_images(folder: datasets.ImageFolder, image_size: int | None, argument:
             raise MisconfigurationException(
                 f"ImageFolder: {argument} is '{folder.root}', but '{path}' cannot be read as an image ({error})."
             ) from error
+        if image_size is not None and not images:
+            check_memory(image_size, len(folder.samples), len(image) * image.element_size())
         images.append(resize(image.unsqueeze(0), image_size)[0])
         if image.shape != images[0].shape and image_size is None:
             (_, height, width), (_, first_height, first_width) = image.shape, images[0].shape

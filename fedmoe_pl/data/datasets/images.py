@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import http.client
 import lzma
+import os
 import struct
 import zipfile
 import zlib
@@ -64,7 +65,7 @@ def resize(images: Tensor, image_size: int | None) -> Tensor:
         image_size: height and width of the result; None to return the images unchanged.
 
     Raises:
-        MisconfigurationException: if the samples are not images.
+        MisconfigurationException: if the samples are not images, or do not fit into the machine's memory.
     """
     if image_size is None:
         return images
@@ -73,8 +74,28 @@ def resize(images: Tensor, image_size: int | None) -> Tensor:
             f"image_size is {image_size}, but samples of shape {tuple(images.shape)} cannot be resized: images have "
             "shape (n, channels, height, width)."
         )
+    check_memory(image_size, len(images), images.shape[1] * images.element_size())
     resized = images.new_empty(*images.shape[:2], image_size, image_size)
     for out, chunk in zip(resized.split(_IMAGES_AT_ONCE), images.split(_IMAGES_AT_ONCE), strict=True):
         # contiguous, because torchvision's fast path for uint8 needs it
         out.copy_(functional.center_crop(functional.resize(chunk.contiguous(), [image_size]), [image_size]))
     return resized
+
+
+def check_memory(image_size: int, images: int, bytes_per_pixel: int) -> None:
+    """Refuses a size of images at which they would not fit into the machine's memory.
+
+    Args:
+        image_size: height and width.
+        images: number of images.
+        bytes_per_pixel: of all channels.
+
+    Raises:
+        MisconfigurationException: if they would not fit.
+    """
+    needed, memory = images * image_size**2 * bytes_per_pixel, os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    if needed > memory:
+        raise MisconfigurationException(
+            f"image_size is {image_size}, but must be lower, because {images:,} images of that size need {needed:,} "
+            f"bytes, and this machine has {memory:,}."
+        )

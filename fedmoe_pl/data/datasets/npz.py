@@ -10,8 +10,8 @@ import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch import Tensor
 
+from fedmoe_pl.checks import check_at_least
 from fedmoe_pl.data.arrays import Arrays
-from fedmoe_pl.data.checks import check_at_least
 from fedmoe_pl.data.datamodule import FederatedDataModule
 from fedmoe_pl.data.datasets.images import READ_ERRORS, channels_first, resize
 
@@ -97,7 +97,8 @@ def _to_samples(array: np.ndarray, name: str) -> Tensor:
     if array.dtype == np.uint8:
         return channels_first(array, name)
     if array.dtype.kind == "f" and array.ndim > 0:
-        return torch.from_numpy(array.astype(np.float32))
+        with np.errstate(over="ignore"):  # what becomes infinite is refused
+            return torch.from_numpy(array.astype(np.float32))
     if array.dtype.kind in "iu" and array.ndim == 2:
         return torch.from_numpy(array.astype(np.int64))
     raise MisconfigurationException(

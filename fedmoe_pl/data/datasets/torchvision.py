@@ -10,8 +10,8 @@ import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torchvision import datasets
 
+from fedmoe_pl.checks import check_at_least, check_choice
 from fedmoe_pl.data.arrays import Arrays
-from fedmoe_pl.data.checks import check_at_least, check_choice
 from fedmoe_pl.data.datamodule import FederatedDataModule
 from fedmoe_pl.data.datasets.images import READ_ERRORS, channels_first, resize
 

@@ -8,7 +8,7 @@ from typing import Literal, get_args
 import numpy as np
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 
-from fedmoe_pl.data.checks import check_at_least, check_choice, check_concentration
+from fedmoe_pl.checks import check_at_least, check_choice, check_number
 from fedmoe_pl.data.partitioners.partitioner import LabelPartitioner, deal
 
 Pairs = Literal["random", "product"]
@@ -195,7 +195,7 @@ class Pathological(LabelPartitioner):
         self.classes_per_client = classes_per_client
         self.share = share
         self.concentration = 1.0 if concentration is None else concentration
-        check_concentration(self, "concentration", self.concentration)
+        check_number(self, "concentration", self.concentration, above=0)
 
     def partition(self, labels: np.ndarray, num_clients: int, rng: np.random.Generator) -> list[np.ndarray]:
         """Deals the samples, see :meth:`LabelPartitioner.partition`."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 
-from fedmoe_pl.data.checks import check_at_least, check_concentration
+from fedmoe_pl.checks import check_at_least, check_number
 from fedmoe_pl.data.partitioners.partitioner import LabelPartitioner, deal, group_by
 
 _ATTEMPTS = 1000  # attempts of BalancedDirichlet before it gives up
@@ -27,7 +27,7 @@ class Dirichlet(LabelPartitioner):
     """
 
     def __init__(self, alpha: float) -> None:
-        check_concentration(self, "alpha", alpha)
+        check_number(self, "alpha", alpha, above=0)
         self.alpha = alpha
 
     def partition(self, labels: np.ndarray, num_clients: int, rng: np.random.Generator) -> list[np.ndarray]:
@@ -57,7 +57,7 @@ class ClientDirichlet(LabelPartitioner):
     """
 
     def __init__(self, alpha: float, samples_per_client: int) -> None:
-        check_concentration(self, "alpha", alpha)
+        check_number(self, "alpha", alpha, above=0)
         check_at_least(self, "samples_per_client", samples_per_client, 1)
         self.alpha = alpha
         self.samples_per_client = samples_per_client
@@ -101,7 +101,7 @@ class BalancedDirichlet(LabelPartitioner):
     """
 
     def __init__(self, alpha: float, minimum_samples: int = 10) -> None:
-        check_concentration(self, "alpha", alpha)
+        check_number(self, "alpha", alpha, above=0)
         check_at_least(self, "minimum_samples", minimum_samples, 1)
         self.alpha = alpha
         self.minimum_samples = minimum_samples

@@ -5,6 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
+from fedmoe_pl.checks import check_sizes
+
 
 class BiLSTM(nn.Module):
     """Bidirectional LSTM for AG News (Listo Zec et al. 2020); 1,085,708 parameters.
@@ -27,6 +29,9 @@ class BiLSTM(nn.Module):
         self, vocabulary_size: int = 10_002, embedding_dim: int = 100, hidden: int = 64, num_classes: int = 4
     ) -> None:
         super().__init__()
+        check_sizes(
+            self, vocabulary_size=vocabulary_size, embedding_dim=embedding_dim, hidden=hidden, num_classes=num_classes
+        )
         self.vocabulary_size = vocabulary_size
         self.embedding_dim = embedding_dim
         self.hidden = hidden

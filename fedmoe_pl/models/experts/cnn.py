@@ -5,6 +5,8 @@ from __future__ import annotations
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch import Tensor, nn
 
+from fedmoe_pl.checks import check_sizes
+
 
 class CNN(nn.Module):
     """CNN-1 to CNN-5 of pFedMoE (Yi et al. 2024, https://arxiv.org/abs/2402.01350).
@@ -25,6 +27,7 @@ class CNN(nn.Module):
 
     def __init__(self, variant: int = 1, in_channels: int = 3, num_classes: int = 10) -> None:
         super().__init__()
+        check_sizes(self, in_channels=in_channels, num_classes=num_classes)
         if variant not in (1, 2, 3, 4, 5):
             raise MisconfigurationException(f"CNN: variant is {variant}, but must be 1, 2, 3, 4 or 5.")
         self.variant = variant

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor, nn
 
+from fedmoe_pl.checks import check_sizes
 from fedmoe_pl.models.layers import pooled_size, two_convolutions
 
 
@@ -24,6 +25,7 @@ class FedAvgCNN(nn.Module):
 
     def __init__(self, in_channels: int = 3, num_classes: int = 10, image_size: int = 32) -> None:
         super().__init__()
+        check_sizes(self, in_channels=in_channels, num_classes=num_classes, image_size=image_size)
         size = pooled_size(self, image_size)
         self.in_channels = in_channels
         self.num_classes = num_classes
@@ -53,6 +55,7 @@ class ConvBlock(nn.Module):
 
     def __init__(self, in_channels: int = 3, out_channels: int = 32, image_size: int = 32) -> None:
         super().__init__()
+        check_sizes(self, in_channels=in_channels, out_channels=out_channels, image_size=image_size)
         size = pooled_size(self, image_size, times=1)
         self.in_channels = in_channels
         self.out_channels = out_channels
@@ -87,6 +90,14 @@ class ConvExpert(nn.Module):
         self, in_channels: int = 32, num_classes: int = 10, image_size: int = 14, channels: int = 64, hidden: int = 512
     ) -> None:
         super().__init__()
+        check_sizes(
+            self,
+            in_channels=in_channels,
+            num_classes=num_classes,
+            image_size=image_size,
+            channels=channels,
+            hidden=hidden,
+        )
         self.in_channels = in_channels
         self.num_classes = num_classes
         self.image_size = image_size

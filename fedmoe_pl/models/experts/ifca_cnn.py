@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor, nn
 
+from fedmoe_pl.checks import check_sizes
 from fedmoe_pl.models.layers import SmallBiasLinear, XavierConv2d, check_dropout
 
 
@@ -27,6 +28,7 @@ class IFCACNN(nn.Module):
         self, in_channels: int = 3, num_classes: int = 10, dropout: float = 0.5, relu_logits: bool = False
     ) -> None:
         super().__init__()
+        check_sizes(self, in_channels=in_channels, num_classes=num_classes)
         check_dropout(self, dropout)
         self.in_channels = in_channels
         self.num_classes = num_classes

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor, nn
 
+from fedmoe_pl.checks import check_sizes
 from fedmoe_pl.models.layers import SmallBiasLinear, XavierConv2d, check_dropout, pooled_size, two_convolutions
 
 
@@ -40,6 +41,15 @@ class LEAFCNN(nn.Module):
         image_size: int = 32,
     ) -> None:
         super().__init__()
+        check_sizes(
+            self,
+            in_channels=in_channels,
+            num_classes=num_classes,
+            conv1_channels=conv1_channels,
+            conv2_channels=conv2_channels,
+            hidden=hidden,
+            image_size=image_size,
+        )
         check_dropout(self, dropout)
         size = pooled_size(self, image_size)
         self.in_channels = in_channels

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from torch import Tensor, nn
 
+from fedmoe_pl.checks import check_sizes
+
 
 class LeNet5(nn.Module):
     """LeNet-5 with ReLU and max pooling (PFL-MoE); 61,706 parameters with one input channel.
@@ -19,6 +21,7 @@ class LeNet5(nn.Module):
 
     def __init__(self, in_channels: int = 1, num_classes: int = 10) -> None:
         super().__init__()
+        check_sizes(self, in_channels=in_channels, num_classes=num_classes)
         self.in_channels = in_channels
         self.num_classes = num_classes
         self.input_shape = (in_channels, 32, 32)

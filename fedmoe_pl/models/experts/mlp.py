@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from torch import Tensor, nn
 
+from fedmoe_pl.checks import check_sizes
+
 
 class SmallMLP(nn.Module):
     """A perceptron with two hidden layers for small inputs such as the 8x8 digits.
@@ -16,6 +18,7 @@ class SmallMLP(nn.Module):
 
     def __init__(self, in_features: int = 64, hidden_features: int = 64, num_classes: int = 10) -> None:
         super().__init__()
+        check_sizes(self, in_features=in_features, hidden_features=hidden_features, num_classes=num_classes)
         self.in_features = in_features
         self.hidden_features = hidden_features
         self.num_classes = num_classes
@@ -50,6 +53,13 @@ class RepresentationMLP(nn.Module):
         batch_norm: bool = False,
     ) -> None:
         super().__init__()
+        check_sizes(
+            self,
+            in_features=in_features,
+            hidden_features=hidden_features,
+            representation_features=representation_features,
+            num_classes=num_classes,
+        )
         self.in_features = in_features
         self.hidden_features = hidden_features
         self.representation_features = representation_features

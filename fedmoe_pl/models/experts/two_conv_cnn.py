@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor, nn
 
+from fedmoe_pl.checks import check_sizes
 from fedmoe_pl.models.layers import check_dropout, pooled_size, two_convolutions
 
 
@@ -39,6 +40,16 @@ class TwoConvCNN(nn.Module):
         hidden2: int = 84,
     ) -> None:
         super().__init__()
+        check_sizes(
+            self,
+            in_channels=in_channels,
+            num_classes=num_classes,
+            image_size=image_size,
+            conv1_channels=conv1_channels,
+            conv2_channels=conv2_channels,
+            hidden1=hidden1,
+            hidden2=hidden2,
+        )
         check_dropout(self, dropout)
         size = pooled_size(self, image_size)
         self.in_channels = in_channels

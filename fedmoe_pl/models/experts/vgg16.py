@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from torch import Tensor, nn
 
-from fedmoe_pl.models.layers import FanOutConv2d
+from fedmoe_pl.checks import check_sizes
+from fedmoe_pl.models.layers import FanOutConv2d, check_dropout
 
 
 class VGG16(nn.Module):
@@ -22,6 +23,8 @@ class VGG16(nn.Module):
 
     def __init__(self, in_channels: int = 3, num_classes: int = 10, dropout: float = 0.5) -> None:
         super().__init__()
+        check_sizes(self, in_channels=in_channels, num_classes=num_classes)
+        check_dropout(self, dropout)
         self.in_channels = in_channels
         self.num_classes = num_classes
         self.dropout = dropout

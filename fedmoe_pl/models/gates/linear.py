@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
+from fedmoe_pl.checks import check_sizes
 from fedmoe_pl.models.gates.gate import Gate
 
 
@@ -13,6 +14,7 @@ class _SigmoidGate(Gate):
 
     def __init__(self, in_features: int | None) -> None:
         super().__init__()
+        check_sizes(self, in_features=in_features)
         self.linear = nn.LazyLinear(1) if in_features is None else nn.Linear(in_features, 1)
 
     @property

@@ -6,6 +6,7 @@ import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch import Tensor, nn
 
+from fedmoe_pl.checks import MOST_EXPERTS, MOST_UNITS, check_at_least, check_sizes
 from fedmoe_pl.models.gates.gate import Gate
 from fedmoe_pl.models.layers import SmallBiasLinear, XavierConv2d, check_dropout, pooled_size
 
@@ -66,9 +67,12 @@ class GateCNN(nn.Module):
         image_size: int = 32,
     ) -> None:
         super().__init__()
-        if num_experts < 2:
+        check_sizes(self, in_channels=in_channels, conv1_channels=conv1_channels, hidden=hidden, image_size=image_size)
+        check_at_least(self, "conv2_channels", conv2_channels, 0, MOST_UNITS)
+        if not 2 <= num_experts <= MOST_EXPERTS:
             raise MisconfigurationException(
-                f"GateCNN: num_experts is {num_experts}, but must be at least 2, including the local expert."
+                f"GateCNN: num_experts is {num_experts}, but must be at least 2, including the local expert, and at "
+                f"most {MOST_EXPERTS:,}."
             )
         check_dropout(self, dropout)
         size = pooled_size(self, image_size, times=2 if conv2_channels else 1)

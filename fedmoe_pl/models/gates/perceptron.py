@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch import Tensor, nn
 
+from fedmoe_pl.checks import MOST_EXPERTS, check_at_least, check_sizes
 from fedmoe_pl.models.gates.gate import Gate
 from fedmoe_pl.models.layers import check_dropout
 
@@ -29,8 +29,8 @@ class MLPGate(Gate):
         self, num_experts: int, in_features: int | None = None, reads_features: bool = True, dropout: float = 0.1
     ) -> None:
         super().__init__()
-        if num_experts < 1:
-            raise MisconfigurationException(f"MLPGate: num_experts is {num_experts}, but must be at least 1.")
+        check_sizes(self, in_features=in_features)
+        check_at_least(self, "num_experts", num_experts, 1, MOST_EXPERTS)
         check_dropout(self, dropout)
         self.num_experts = num_experts
         self.reads_features = reads_features

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor, nn
 
+from fedmoe_pl.checks import check_sizes
 from fedmoe_pl.models.gates.gate import Gate
 from fedmoe_pl.models.normalization import SwitchNorm1d
 
@@ -25,6 +26,7 @@ class SwitchNormGate(Gate):
 
     def __init__(self, in_features: int = 3072, hidden: int = 50, momentum: float = 0.9) -> None:
         super().__init__()
+        check_sizes(self, in_features=in_features, hidden=hidden)
         self.in_features = in_features
         self.hidden = hidden
         self.momentum = momentum

@@ -10,6 +10,7 @@ from lightning.pytorch.cli import LRSchedulerCallable, OptimizerCallable
 from torch import Tensor, nn
 from torch.nn.modules.conv import _ConvNd
 
+from fedmoe_pl.checks import MOST_EXPERTS, check_at_least
 from fedmoe_pl.models.gates.fixed import EqualWeights, FixedGate
 from fedmoe_pl.models.gates.gate import Gate
 from fedmoe_pl.models.layers import draw_anew, layer_without_reset
@@ -68,8 +69,7 @@ class ClusteredMoE(MixtureOfExperts):
         channels_last: bool = False,
     ) -> None:
         super().__init__(optimizer, lr_scheduler, mixing, channels_last=channels_last)
-        if num_clusters < 1:
-            raise MisconfigurationException(f"ClusteredMoE: num_clusters is {num_clusters}, but must be at least 1.")
+        check_at_least(self, "num_clusters", num_clusters, 1, MOST_EXPERTS)
         _check_layers(global_expert)
         if clusters_share_fc and (num_clusters == 1 or not _convolutions(global_expert)):
             raise MisconfigurationException(

@@ -15,6 +15,7 @@ from lightning.pytorch.cli import LRSchedulerCallable, OptimizerCallable
 from torch import Tensor, nn
 from torchmetrics.functional.classification import multiclass_accuracy
 
+from fedmoe_pl.checks import check_number
 from fedmoe_pl.models.gates.fixed import FixedGate
 from fedmoe_pl.models.layers import to_channels_last
 
@@ -71,8 +72,7 @@ class MixtureOfExperts(LightningModule, ABC):
             raise MisconfigurationException(
                 f"{type(self).__name__}: mixing is '{mixing}', but must be one of {', '.join(get_args(Mixing))}."
             )
-        if gate_lr is not None and not gate_lr >= 0:
-            raise MisconfigurationException(f"{type(self).__name__}: gate_lr is {gate_lr}, but must be at least 0.")
+        check_number(self, "gate_lr", gate_lr, least=0)
         self.optimizer = optimizer
         self.lr_scheduler = lr_scheduler
         self.mixing: Mixing = mixing

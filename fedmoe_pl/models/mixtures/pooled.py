@@ -9,6 +9,7 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.cli import LRSchedulerCallable, OptimizerCallable
 from torch import Tensor, nn
 
+from fedmoe_pl.checks import MOST_EXPERTS, check_at_least
 from fedmoe_pl.models.gates.fixed import EqualWeights
 from fedmoe_pl.models.gates.gate import Gate
 from fedmoe_pl.models.mixtures.mixture import MixtureOfExperts, mix_outputs, run_once
@@ -53,8 +54,7 @@ class PooledMoE(MixtureOfExperts):
         channels_last: bool = False,
     ) -> None:
         super().__init__(optimizer, lr_scheduler, gate_lr=gate_lr, channels_last=channels_last)
-        if num_experts < 1:
-            raise MisconfigurationException(f"PooledMoE: num_experts is {num_experts}, but must be at least 1.")
+        check_at_least(self, "num_experts", num_experts, 1, MOST_EXPERTS)
         if top_k is not None and not 1 <= top_k <= num_experts:
             raise MisconfigurationException(
                 f"PooledMoE: top_k is {top_k}, but must be at least 1 and at most num_experts, {num_experts}."

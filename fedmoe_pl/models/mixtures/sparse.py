@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parameter import is_lazy
 
+from fedmoe_pl.checks import MOST_EXPERTS, check_number
 from fedmoe_pl.models.gates.fixed import ConstantGate, FixedGate
 from fedmoe_pl.models.gates.gate import Gate
 from fedmoe_pl.models.gates.proxy import ProxyGate
@@ -93,12 +94,12 @@ class SparseMoE(MixtureOfExperts):
     ) -> None:
         super().__init__(optimizer, lr_scheduler, mixing, channels_last=channels_last)
         numbers = num_experts if isinstance(num_experts, list) else [num_experts]
-        if not numbers or min(numbers) < 1:
+        if not numbers or min(numbers) < 1 or max(numbers) > MOST_EXPERTS:
             raise MisconfigurationException(
-                f"SparseMoE: num_experts is {num_experts}, but must be at least 1, or a list of such numbers."
+                f"SparseMoE: num_experts is {num_experts}, but must be at least 1 and at most {MOST_EXPERTS:,}, or a "
+                "list of such numbers."
             )
-        if load_balancing < 0:
-            raise MisconfigurationException(f"SparseMoE: load_balancing is {load_balancing}, but must be at least 0.")
+        check_number(self, "load_balancing", load_balancing, least=0)
         _check_layers(expert)
         self.num_experts = num_experts
         self.load_balancing = load_balancing

@@ -1,0 +1,101 @@
+"""Checks of the arguments of any class; a refusal names the class, the argument, its value, and what is allowed."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+from lightning.fabric.utilities.exceptions import MisconfigurationException
+
+MOST_UNITS = 1_000_000
+"""The most units or channels of a layer, and the most words of an embedding."""
+MOST_EXPERTS = 10_000
+"""The most experts or clusters of a model."""
+
+
+def check_at_least(owner: object, name: str, value: Any, lowest: int, highest: int | None = None) -> None:
+    """Refuses what is not an integer, and an integer that is too low or too high; None passes.
+
+    Args:
+        owner: the object that the argument belongs to; the message names its class.
+        name: name of the argument.
+        value: its value.
+        lowest: the lowest value that is allowed.
+        highest: the highest value that is allowed; None for no limit.
+
+    Raises:
+        MisconfigurationException: if the value is none of these.
+    """
+    if value is None or (_is_integer(value) and value >= lowest and (highest is None or value <= highest)):
+        return
+    range_in_words = f"of at least {lowest}" if highest is None else f"from {lowest} to {highest:,}"
+    raise _refusal(owner, name, value, f"an integer {range_in_words}")
+
+
+def check_sizes(owner: object, **sizes: Any) -> None:
+    """Refuses sizes of layers that no layer can have.
+
+    Args:
+        owner: the module; the message names its class.
+        **sizes: the arguments, such as ``num_classes=10``; None passes.
+
+    Raises:
+        MisconfigurationException: if one of them is not an integer from 1 to ``MOST_UNITS``.
+    """
+    for name, value in sizes.items():
+        check_at_least(owner, name, value, 1, MOST_UNITS)
+
+
+def check_number(
+    owner: object, name: str, value: Any, least: float | None = None, above: float | None = None, allowed: str = ""
+) -> None:
+    """Refuses what is not a finite number in a range that has no upper end; None passes.
+
+    Args:
+        owner: the object that the argument belongs to; the message names its class.
+        name: name of the argument.
+        value: its value.
+        least: the lowest value that is allowed; None if ``above`` is given.
+        above: the value must be above this one.
+        allowed: what is allowed, for the message; empty for the range in words.
+
+    Raises:
+        MisconfigurationException: if the value is none of these.
+    """
+    if value is None:
+        return
+    in_range = is_finite(value) and (least is None or value >= least) and (above is None or value > above)
+    if not in_range:
+        range_in_words = f"of at least {least}" if above is None else f"above {above}"
+        raise _refusal(owner, name, value, allowed or f"a finite number {range_in_words}")
+
+
+def check_choice(owner: object, name: str, value: Any, choices: tuple[str, ...]) -> None:
+    """Refuses a word that is not among the choices.
+
+    Args:
+        owner: the object that the argument belongs to; the message names its class.
+        name: name of the argument.
+        value: its value.
+        choices: the words that are allowed.
+
+    Raises:
+        MisconfigurationException: if it is another word.
+    """
+    if value not in choices:
+        raise _refusal(owner, name, f"'{value}'", f"one of {', '.join(choices)}")
+
+
+def is_finite(value: Any) -> bool:
+    """Whether a value is a number other than nan and infinity."""
+    is_number = isinstance(value, (int, float, np.integer, np.floating)) and not isinstance(value, bool)
+    return is_number and (isinstance(value, int) or math.isfinite(value))
+
+
+def _is_integer(value: Any) -> bool:
+    return isinstance(value, (int, np.integer)) and not isinstance(value, bool)
+
+
+def _refusal(owner: object, name: str, value: Any, allowed: str) -> MisconfigurationException:
+    return MisconfigurationException(f"{type(owner).__name__}: {name} is {value}, but must be {allowed}.")

@@ -1,0 +1,307 @@
+"""Compares a configuration, as it was written, with the types that the parser knows, and names what does not fit.
+
+The parser's own messages list every type that a value might have had, without the value's place in a list.
+"""
+
+from __future__ import annotations
+
+import collections.abc
+import datetime
+import difflib
+import enum
+import functools
+import importlib
+import inspect
+import math
+import re
+import types
+from argparse import ArgumentError
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any, Literal, NamedTuple, Union, get_args, get_origin
+
+from jsonargparse import ArgumentParser
+from torch import Tensor
+
+import fedmoe_pl.algorithms
+import fedmoe_pl.backends
+import fedmoe_pl.data
+import fedmoe_pl.models
+from fedmoe_pl.cli.reading import Inherited
+
+PHASES = "federation.phases"
+OVERLAY = "an overlay needs the --config that it changes before it"
+_BACKENDS = [name for name in fedmoe_pl.backends.__all__ if name.endswith("Backend")]
+CLASSES = [*_BACKENDS, *fedmoe_pl.algorithms.__all__, *fedmoe_pl.data.__all__, *fedmoe_pl.models.__all__]
+_LONGEST = 80
+_OF_CLASS = ("class_path", "init_args", "dict_kwargs")
+
+
+class Argument(NamedTuple):
+    """An argument that the parser knows: its type, its default, and whether it must be given."""
+
+    hint: Any
+    default: Any
+    required: bool
+
+
+def arguments_of(parser: ArgumentParser) -> dict[str, Argument]:
+    """The arguments of a parser, by name, such as ``trainer.devices``."""
+    return {
+        action.dest: Argument(getattr(action, "_typehint", Any), action.default, action.required)
+        for action in parser._actions
+        if action.option_strings and not action.dest.endswith("help")
+    }
+
+
+@functools.cache
+def arguments_of_class(class_type: type) -> dict[str, Argument]:
+    """The arguments of a class's constructor, by name."""
+    parser = ArgumentParser(exit_on_error=False)
+    parser.add_class_arguments(class_type, fail_untyped=False)
+    return arguments_of(parser)
+
+
+def faults(configuration: Mapping[str, Any], arguments: Mapping[str, Argument]) -> Iterator[str]:
+    """Yields a sentence for every part of a configuration that does not fit the arguments of the command.
+
+    Args:
+        configuration: what the user has written.
+        arguments: the arguments of the command, see :func:`arguments_of`.
+    """
+    yield from _group_faults(configuration, arguments, "")
+
+
+def _group_faults(group: Mapping[str, Any], arguments: Mapping[str, Argument], prefix: str) -> Iterator[str]:
+    """The faults of the whole configuration, or of a section of it such as ``trainer``, whose name is the prefix."""
+    below = {name.removeprefix(prefix): argument for name, argument in arguments.items() if name.startswith(prefix)}
+    names = {name.split(".")[0] for name in below}
+    for name, value in group.items():
+        key = f"{prefix}{name}"
+        if name not in names:
+            yield f"{key} is not an argument{f' of {prefix[:-1]}' if prefix else ''}; {_did_you_mean(name, names)}"
+        elif not any(other.startswith(f"{name}.") for other in below):
+            yield from _faults(value, below[name], key)
+        elif isinstance(value, Mapping):
+            yield from _group_faults(value, arguments, f"{key}.")
+        elif not (isinstance(value, str) and Path(value).is_file()):
+            yield f"{key} is {shown(value)}, but must have keys and values."
+
+
+def _faults(value: Any, argument: Argument, key: str) -> Iterator[str]:
+    """The faults of an argument's value."""
+    hint, kinds = argument.hint, kinds_of(argument.hint)
+    classes = tuple(each for kind in kinds for each in classes_of(kind))
+    items = [get_args(kind)[0] for kind in kinds if get_origin(kind) is list]
+    if (
+        Any in kinds
+        or _is_plain(value, kinds)
+        or (value is None and argument.default is None and not argument.required)
+    ):
+        return
+    if isinstance(value, list) and items:
+        for index, item in enumerate(value):
+            yield from _faults(item, Argument(items[0], ..., True), f"{key}{place_in(value, index, key)}")
+    elif isinstance(value, Mapping) and classes:
+        if value and set(value) <= {"init_args", "dict_kwargs"}:  # a change of another class, or of the default one
+            if argument.default is None or argument.default is ...:
+                yield f"{key} has no class_path; {OVERLAY}."
+        else:
+            yield from _faults_of_class(value, hint, classes, key)
+    elif isinstance(value, str) and classes and str not in kinds and not Path(value).is_file():
+        found = find_class(value, hint, classes, key)
+        if inspect.isclass(found):
+            yield from _missing(found, {}, hint, f"{key}.init_args")
+        elif not _parses(value, hint):
+            yield found if isinstance(found, str) else f"{key} is {shown(value)}, but must be {allowed(hint)}."
+    elif _is_nan(value) and {int, float} & {*kinds}:
+        yield f"{key} is nan, but must be a finite number."
+    elif value is None or _is_nan(value) or not _parses(value, hint):
+        yield f"{key} is {shown(value)}, but must be {allowed(hint)}."
+
+
+def _faults_of_class(node: Mapping[str, Any], hint: Any, classes: tuple[type, ...], key: str) -> Iterator[str]:
+    """The faults of a value that names a class and its arguments."""
+    if "class_path" in node:
+        class_type, given, prefix = node["class_path"], node.get("init_args", {}), f"{key}.init_args"
+        for name in node:
+            if name not in _OF_CLASS:
+                yield f"{key}.{name} is not a key of a class; {_did_you_mean(str(name), _OF_CLASS)}"
+        if not isinstance(class_type, str):
+            yield f"{key}.class_path is {shown(class_type)}, but must be {allowed(hint)}."
+            return
+        class_type = find_class(class_type, hint, classes, key)
+        if isinstance(class_type, str):
+            yield class_type
+            return
+    else:
+        class_type, given, prefix = classes[0], node, key
+    if not inspect.isclass(class_type):  # a function that makes an object
+        if not _parses(node, hint):
+            yield f"{key} is {shown(node)}, but must be {allowed(hint)}."
+        return
+    if not isinstance(given, Mapping):
+        yield f"{prefix} is {shown(given)}, but must have the arguments of {class_type.__name__}."
+        return
+    if inspect.isabstract(class_type):
+        yield f"{key} is {shown(node)}, but must be {allowed(hint)}."
+        return
+    arguments = arguments_of_class(class_type)
+    for name, value in given.items():
+        if name in arguments:
+            yield from _faults(value, arguments[name], f"{prefix}.{name}")
+        elif not isinstance(given, Inherited):
+            yield f"{prefix}.{name} is not an argument of {class_type.__name__}; {_did_you_mean(str(name), arguments)}"
+    yield from _missing(class_type, {**given, **(node.get("dict_kwargs") or {})}, hint, prefix)
+
+
+def _missing(class_type: Any, given: Mapping[str, Any], hint: Any, key: str) -> Iterator[str]:
+    """The arguments that a class needs and that are not given."""
+    later = max((len(get_args(kind)[0]) for kind in kinds_of(hint) if _is_callable(kind)), default=0)
+    for name, argument in [*arguments_of_class(class_type).items()][later:]:
+        if argument.required and name not in given:
+            yield f"{key}.{name} is required, but missing."
+
+
+def find_class(name: str, hint: Any, classes: tuple[type, ...], key: str) -> Any:
+    """The class, or a function that makes one; a sentence if there is no such class or it is of another kind."""
+    known = {each.__name__: each for each in _sub_classes(classes)}
+    if name in known:
+        return known[name]
+    module, _, attribute = name.rpartition(".")
+    if not module:
+        similar = difflib.get_close_matches(name, [*known, *CLASSES], n=1)
+        hinted = f"; did you mean {similar[0]}?" if similar else f"; it must be {allowed(hint)}."
+        if name in CLASSES:
+            return f"{key} is '{name}', which is not the kind of class that belongs there{hinted}"
+        return f"{key} is '{name}', which is neither a class of fedmoe_pl nor an import path{hinted}"
+    try:
+        found = importlib.import_module(module)
+    except Exception as error:  # whatever a user's module raises
+        reason = " ".join(f"{error}".split()) or type(error).__name__
+        return f"{key} is '{name}', which cannot be imported: {reason}."
+    if not hasattr(found, attribute):
+        similar = difflib.get_close_matches(attribute, dir(found), n=1)
+        return (
+            f"{key} is '{name}', but {module} has no {attribute}{f'; did you mean {similar[0]}?' if similar else '.'}"
+        )
+    found = getattr(found, attribute)
+    if inspect.isclass(found) and not issubclass(found, classes):
+        return f"{key} is '{name}', which is not the kind of class that belongs there; it must be {allowed(hint)}."
+    return found
+
+
+def _sub_classes(classes: tuple[type, ...]) -> Iterator[type]:
+    """The public subclasses of some classes, and these themselves."""
+    seen: set[type] = set()
+    waiting = list(classes)
+    while waiting:
+        class_type = waiting.pop()
+        if class_type not in seen:
+            seen.add(class_type)
+            waiting += type.__subclasses__(class_type)
+            if not class_type.__name__.startswith("_"):
+                yield class_type
+
+
+def kinds_of(hint: Any) -> list[Any]:
+    """The types that a type stands for: those of a union, without tensors, which cannot be written down."""
+    if get_origin(hint) in (Union, types.UnionType):
+        return [kind for each in get_args(hint) for kind in kinds_of(each)]
+    return [] if hint is Tensor else [hint]
+
+
+def _is_callable(kind: Any) -> bool:
+    return get_origin(kind) is collections.abc.Callable
+
+
+def classes_of(kind: Any) -> list[type]:
+    """The classes of which a value of this type is made: those of the package, of PyTorch and of users."""
+    if _is_callable(kind):
+        return [each for result in kinds_of(get_args(kind)[1]) for each in classes_of(result)]
+    is_class = inspect.isclass(kind) and get_origin(kind) is None and kind.__module__ != "builtins"
+    return [kind] if is_class and not issubclass(kind, (Path, datetime.timedelta, enum.Enum)) else []
+
+
+def _is_plain(value: Any, kinds: list[Any]) -> bool:
+    """Whether the value is of one of the types without more ado; the parser decides about others."""
+    if value is None:
+        return type(None) in kinds
+    if isinstance(value, list):
+        return any(
+            get_origin(kind) is list and all(_is_plain(item, [*get_args(kind)]) for item in value) for kind in kinds
+        )
+    if _is_nan(value):
+        return False
+    literals = [each for kind in kinds if get_origin(kind) is Literal for each in get_args(kind)]
+    return type(value) in kinds or (type(value) is int and float in kinds) or value in literals
+
+
+def _is_nan(value: Any) -> bool:
+    return isinstance(value, float) and math.isnan(value)
+
+
+def _parses(value: Any, hint: Any) -> bool:
+    """Whether the parser takes the value for one of the type."""
+    parser = ArgumentParser(exit_on_error=False)
+    try:
+        parser.add_argument("--value", type=hint)
+    except ValueError:  # a type that the parser does not know
+        return True
+    try:
+        parser.parse_object({"value": value})
+    except ArgumentError:
+        return False
+    return True
+
+
+def place_in(items: list[Any], index: int, key: str) -> str:
+    """The place of an item in a list, as it is in keys: ``.FedAvg`` for a phase of this name, else ``[1]``.
+
+    Args:
+        items: the list.
+        index: the item's index.
+        key: the list's key.
+    """
+    names = [item.get("name") if isinstance(item, Mapping) else None for item in items]
+    name = names[index]
+    is_phase = key == PHASES and isinstance(name, str) and name and names.count(name) == 1
+    return f".{name}" if is_phase else f"[{index}]"
+
+
+def shown(value: Any) -> str:
+    """A value of a configuration as a message shows it: as in YAML, and not too long."""
+    if value is None or isinstance(value, bool):
+        return str(value).lower().replace("none", "null")
+    if isinstance(value, Mapping) and isinstance(value.get("class_path"), str):
+        return value["class_path"].rsplit(".", 1)[-1]
+    text = " ".join(repr(value).split())
+    return text if len(text) <= _LONGEST else f"{text[: _LONGEST - 4]} ..."
+
+
+def allowed(hint: Any) -> str:
+    """The values of a type in words, such as ``int or null``."""
+    return " or ".join(dict.fromkeys(words for kind in kinds_of(hint) for words in _words(kind)))
+
+
+def _words(kind: Any) -> list[str]:
+    if kind is type(None):
+        return ["null"]
+    if get_origin(kind) is Literal:
+        return [repr(value) for value in get_args(kind)]
+    if get_origin(kind) is list:
+        item = allowed(get_args(kind)[0])
+        return [f"a list of {re.sub(r'^an? ', '', item)}"]
+    if get_origin(kind) is dict or kind is dict:
+        return ["keys and values"]
+    if classes := classes_of(kind):
+        return [f"{'an' if each.__name__[0] in 'AEIOU' else 'a'} {each.__name__}" for each in classes]
+    return [getattr(kind, "__name__", str(kind))]
+
+
+def _did_you_mean(name: Any, names: Iterable[str]) -> str:
+    names = sorted(names)
+    similar = difflib.get_close_matches(str(name), names, n=1)
+    if similar:
+        return f"did you mean {similar[0]}?"
+    return f"it has {', '.join(names)}." if names else "it has none."

@@ -1,0 +1,52 @@
+"""What is trained together is known at once, however many rounds and epochs a phase has."""
+
+import pytest
+from helpers import blobs, mixture
+
+from fedmoe_pl import Phase
+from fedmoe_pl.algorithms import FedAvg, FedRep, PFLMoE
+from fedmoe_pl.backends import LEAN_TRAINER, LocalTraining
+from fedmoe_pl.backends.client import trainable_names
+from fedmoe_pl.backends.training import epochs_to_try
+from fedmoe_pl.models import EqualWeights, LinearGate
+from fedmoe_pl.rounds.trainer_checks import check_trained
+
+MANY = 10**9
+
+
+def training(algorithm, rounds, max_epochs, gate=None) -> LocalTraining:
+    module = mixture(gate or LinearGate(5))
+    trainer = {**LEAN_TRAINER, "max_epochs": max_epochs}
+    return LocalTraining(module, {}, algorithm, blobs(), trainer, None, 0, rounds)
+
+
+@pytest.mark.parametrize("numbers", [(1, MANY), (MANY, 1), (MANY, MANY), (MANY, 3)])
+@pytest.mark.parametrize("algorithm", [FedAvg(), FedRep(shared="global_expert.*", head_epochs=2), PFLMoE()])
+def test_many_rounds_and_epochs_take_no_time(numbers, algorithm):
+    many = training(algorithm, *numbers)
+    few = training(algorithm, min(numbers[0], 9), min(numbers[1], 9))
+    assert many.trainable == few.trainable
+    assert {*trainable_names(few, few.module, 0)} <= {*trainable_names(many, many.module, 0)}
+    phase = Phase("p", algorithm, rounds=numbers[0], max_epochs=numbers[1])
+    check_trained(phase, many.module, numbers[1])
+
+
+def test_a_phase_that_trains_nothing_is_known_at_once():
+    nothing = training(PFLMoE(), MANY, MANY, EqualWeights())
+    assert nothing.trainable == {}
+
+
+def test_up_to_a_limit_all_epochs_are_tried():
+    algorithm = FedRep(shared="global_expert.*")
+    assert len([*epochs_to_try(algorithm, 1000, 100)[0]]) == 100_000
+    assert epochs_to_try(algorithm, 1000, 100)[1]
+    pairs, shows_all = epochs_to_try(algorithm, 1000, 101)
+    assert not shows_all and 50_000 < len([*pairs]) <= 100_000
+    assert [*epochs_to_try(FedAvg(), 1000, 101)[0]] == [(0, 0)]
+    assert [*epochs_to_try(FedAvg(), 3, 0)[0]] == []
+
+
+def test_frozen_parts_are_not_guessed_from_the_first_epochs():
+    assert training(PFLMoE(), 9, 9).frozen_modules
+    assert not training(PFLMoE(), MANY, 9).frozen_modules
+    assert training(FedAvg(trainable="gate.*"), 1, MANY).frozen_modules

@@ -1,0 +1,72 @@
+"""Arguments of optimizers and schedulers with which no training can go well."""
+
+from functools import partial
+
+import pytest
+from helpers import mixture
+from lightning.fabric.utilities.exceptions import MisconfigurationException
+from torch.optim import SGD, Adam
+from torch.optim.lr_scheduler import ExponentialLR, StepLR
+
+from fedmoe_pl import Phase
+from fedmoe_pl.algorithms import FedAvg
+from fedmoe_pl.models import EqualWeights
+from fedmoe_pl.rounds.begin import phase_module
+from fedmoe_pl.rounds.optimizer_checks import check_optimizer, check_server_optimizer
+
+NAN, INFINITY = float("nan"), float("inf")
+OWN_OPTIMIZER = {
+    "Phase 'p': SGD: lr is nan, but must be finite.": partial(SGD, lr=NAN),
+    "Phase 'p': SGD: lr is inf, but must be finite.": partial(SGD, lr=INFINITY),
+    "Phase 'p': SGD: lr is -1, but must be one that SGD accepts (Invalid learning rate: -1).": partial(SGD, lr=-1),
+    "Phase 'p': SGD: momentum is 1.5, but must be at least 0 and below 1.": partial(SGD, lr=0.1, momentum=1.5),
+    "Phase 'p': SGD: momentum is nan, but must be finite.": partial(SGD, lr=0.1, momentum=NAN),
+    "Phase 'p': SGD: dampening is inf, but must be finite.": partial(SGD, lr=0.1, momentum=0.5, dampening=INFINITY),
+    "Phase 'p': SGD: weight_decay is nan, but must be finite.": partial(SGD, lr=0.1, weight_decay=NAN),
+    "Phase 'p': SGD: weight_decay is None, but must be one that SGD accepts": partial(SGD, lr=0.1, weight_decay=None),
+    "Phase 'p': Adam: betas is (0.9, nan), but must be one that Adam accepts": partial(Adam, lr=0.1, betas=(0.9, NAN)),
+    "Phase 'p': Adam: eps is inf, but must be finite.": partial(Adam, eps=INFINITY),
+}
+SCHEDULERS = {
+    "lr_scheduler is StepLR, but must be one that can be stepped once per epoch (": partial(StepLR, step_size=0),
+    "lr_scheduler gives a learning rate of nan": partial(ExponentialLR, gamma=NAN),
+    "lr_scheduler gives a learning rate of inf": partial(ExponentialLR, gamma=INFINITY),
+    "lr_scheduler gives a learning rate of -": partial(ExponentialLR, gamma=-0.5),
+}
+
+
+def checked(**arguments):
+    phase = Phase("p", FedAvg(), rounds=3, **arguments)
+    module = phase_module(mixture(EqualWeights(), optimizer=partial(SGD, lr=0.1)), phase)
+    check_optimizer(phase, module)
+    check_server_optimizer(phase, module)
+
+
+def refusal(**arguments) -> str:
+    with pytest.raises(MisconfigurationException) as error:
+        checked(**arguments)
+    return str(error.value)
+
+
+@pytest.mark.parametrize("sentence", OWN_OPTIMIZER)
+def test_an_optimizer_that_cannot_train_is_refused(sentence):
+    assert refusal(optimizer=OWN_OPTIMIZER[sentence]).startswith(sentence)
+    assert refusal(server_optimizer=OWN_OPTIMIZER[sentence]).startswith(sentence)
+
+
+@pytest.mark.parametrize("sentence", SCHEDULERS)
+def test_a_scheduler_that_cannot_train_is_refused(sentence):
+    assert sentence in refusal(lr_scheduler=SCHEDULERS[sentence])
+    assert refusal(round_lr_scheduler=SCHEDULERS[sentence]).startswith("Phase 'p': round_lr_scheduler ")
+
+
+def test_the_model_s_own_optimizer_is_refused_without_the_phase():
+    phase = Phase("p", FedAvg())
+    module = phase_module(mixture(EqualWeights(), optimizer=partial(SGD, lr=0.1, momentum=1.5)), phase)
+    with pytest.raises(MisconfigurationException, match=r"^SGD: momentum is 1\.5, but must be"):
+        check_optimizer(phase, module)
+
+
+def test_many_rounds_take_no_time():
+    phase = Phase("p", FedAvg(), rounds=10**9, round_lr_scheduler=partial(ExponentialLR, gamma=0.999999))
+    check_optimizer(phase, phase_module(mixture(EqualWeights(), optimizer=partial(SGD, lr=0.1)), phase))

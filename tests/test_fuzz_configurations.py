@@ -1,0 +1,127 @@
+"""Malformed configurations are refused in one line that names the key: no traceback, no hang, no training."""
+
+import random
+import re
+import signal
+import time
+import warnings
+
+import pytest
+import yaml
+from helpers.configurations import REPOSITORY, shortened
+from helpers.fuzzing import all_places, expanded, malformed, misspelt
+
+import fedmoe_pl.federation
+from fedmoe_pl.cli import FederationCLI, cli
+from fedmoe_pl.cli.schema import Argument, arguments_of
+
+CONFIGURATIONS = (
+    *("quickstart", "opt_out_digits", "pfedmoe_digits", "fedmoe_da_digits", "adaptive_experts_digits"),
+    "pfl_moe_variants_digits",
+)
+SECONDS = 30  # on a busy machine; a run needs one or two
+
+
+class Started(Exception):
+    """The training would have started."""
+
+
+class OnlyFit(FederationCLI):
+    """The command line with one subcommand, whose parsers take less time to make."""
+
+    parser_of_fit = None
+
+    @staticmethod
+    def subcommands():
+        return {"fit": FederationCLI.subcommands()["fit"]}
+
+    def parse_arguments(self, parser, args):
+        OnlyFit.parser_of_fit = self._subcommand_parsers["fit"]
+        super().parse_arguments(parser, args)
+
+
+@pytest.fixture
+def arguments(monkeypatch) -> dict[str, Argument]:
+    """The arguments of ``fedmoe fit``; no training starts."""
+
+    def started(run):
+        raise Started
+
+    def timed_out(*_):
+        raise TimeoutError
+
+    monkeypatch.setattr("sys.argv", ["fedmoe"])
+    monkeypatch.setattr(cli, "FederationCLI", OnlyFit)
+    monkeypatch.setattr(fedmoe_pl.federation, "fit", started)
+    monkeypatch.setattr(signal, "alarm", signal.alarm)  # restored below
+    before = signal.signal(signal.SIGALRM, timed_out)
+    with pytest.raises(SystemExit):
+        cli.main(["fit", "--config", "none.yaml"])
+    yield arguments_of(OnlyFit.parser_of_fit)
+    signal.signal(signal.SIGALRM, before)
+
+
+def configuration(name: str, arguments: dict[str, Argument], folder) -> dict:
+    """A shipped configuration, shortened, without logs."""
+    config = shortened(yaml.safe_load((REPOSITORY / f"configs/{name}.yaml").read_text()), folder)
+    config["federation"] |= {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
+    for key in ("model", "data"):
+        config[key] = expanded(config[key], arguments[key].hint)
+    config["federation"]["phases"] = expanded(config["federation"]["phases"], arguments["federation.phases"].hint)
+    return config
+
+
+def outcome(config: dict, folder, capfd) -> str:
+    """What the command line does with a configuration: its line, or ``started``, ``hang`` or a traceback."""
+    path = folder / "config.yaml"
+    path.write_text(yaml.safe_dump(config, sort_keys=False))
+    capfd.readouterr()
+    signal.alarm(SECONDS)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            cli.main(["fit", "--config", str(path)])
+        result = "started: the run is over"
+    except Started:
+        result = "started"
+    except TimeoutError:
+        result = "hang"
+    except SystemExit as exit:
+        lines = [line for line in capfd.readouterr().err.splitlines() if not line.startswith("Seed set to")]
+        result = lines[-1] if exit.code == 2 and len(lines) == 1 else f"exit {exit.code}: {lines}"
+    except BaseException as error:
+        result = f"traceback: {type(error).__name__}: {error}"
+    finally:
+        signal.alarm(0)
+    return result
+
+
+def faults_of(number: int, seed: int, arguments, folder, capfd) -> list[str]:
+    """What is wrong with the answers to so many malformed configurations."""
+    rng, wrong = random.Random(seed), []
+    configs = {name: configuration(name, arguments, folder) for name in CONFIGURATIONS}
+    for _ in range(number):
+        name = rng.choice(CONFIGURATIONS)
+        place = rng.choice(all_places(configs[name], arguments))
+        case = (misspelt if rng.random() < 0.15 else malformed)(configs[name], place, rng)
+        start = time.perf_counter()
+        result = outcome(case.config, folder, capfd)
+        argument = re.sub(r"\[\d+\]$", "", case.key.rsplit(".", 1)[-1])
+        names_key = (case.key if case.is_nonsense else argument) in result
+        refused = result.startswith("fedmoe: ") and len(result) < 600 and names_key
+        accepted = not case.is_nonsense and result == "started"
+        if not (refused or accepted):
+            wrong.append(f"{name}: {case.key}: {case.what} [{time.perf_counter() - start:.0f} s]\n    {result[:500]}")
+    return wrong
+
+
+def test_forty_malformed_configurations_are_refused(arguments, tmp_path, capfd):
+    faults = faults_of(40, 0, arguments, tmp_path, capfd)
+    assert not faults, "\n".join(faults)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(1, 13))
+def test_fifty_malformed_configurations_are_refused(seed, arguments, tmp_path, capfd):
+    faults = faults_of(50, seed, arguments, tmp_path, capfd)
+    assert not faults, "\n".join(faults)
