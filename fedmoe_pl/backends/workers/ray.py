@@ -44,7 +44,7 @@ def _on_this_machine_only() -> Iterator[None]:
 
     By default it listens on all interfaces, also if it is given the address of the loopback interface.
     """
-    constants = importlib.import_module("ray._private.ray_constants")
+    constants: Any = importlib.import_module("ray._private.ray_constants")
     before, variable = constants.ENABLE_RAY_CLUSTER, constants.ENABLE_RAY_CLUSTERS_ENV_VAR
     of_processes = os.environ.get(variable)
     constants.ENABLE_RAY_CLUSTER, os.environ[variable] = False, "0"
