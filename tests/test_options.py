@@ -22,7 +22,15 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import Callback
 
 import fedmoe_pl
-from fedmoe_pl import Federation, Phase, algorithms, backends, callbacks, data, models
+from fedmoe_pl import Federation, Phase, aggregation, algorithms, backends, callbacks, data, models
+from fedmoe_pl.aggregation import (
+    CoordinateMedian,
+    DifferentialPrivacy,
+    GaussianNoise,
+    MultiKrum,
+    TrimmedMean,
+    UnderAttack,
+)
 from fedmoe_pl.algorithms import (
     APFL,
     FML,
@@ -57,6 +65,13 @@ INTERNAL = {
 }
 ALWAYS = {
     "Algorithm": "shared trainable",
+    "ALittleIsEnough": "scale",
+    "CenteredClipping": "max_norm iterations",
+    "DifferentialPrivacy": "noise_multiplier max_norm delta quantile",
+    "GaussianNoise": "std",
+    "GeometricMedian": "smoothing",
+    "InnerProductManipulation": "scale",
+    "NearestNeighborMixing": "aggregation num_byzantine",
     "APFL": "alpha alpha_lr",
     "ClusterMixture": "trainable",
     "Ditto": "weight",
@@ -139,6 +154,8 @@ ALWAYS = {
     "NpzFile": "path",
     "SVHN": "root download image_size mean std",
     "TorchvisionDataModule": "root download image_size mean std",
+    "Bucketing": "aggregation size",
+    "UnderAttack": "attack aggregation",
     "BestEpoch": "monitor min_delta patience mode",
     "RayBackend": "address workers backend",
     "StackedBackend": "clients_per_stack",
@@ -210,6 +227,18 @@ def npz(tmp_path, **arguments):
 
 
 REFUSED = {
+    "DifferentialPrivacy": {
+        "max_norm_lr": (lambda: DifferentialPrivacy(1.0, 1.0, 1e-5, max_norm_lr=0.1), "left out without quantile"),
+        "bit_noise": (lambda: DifferentialPrivacy(1.0, 1.0, 1e-5, bit_noise=1.0), "left out without quantile"),
+    },
+    "MultiKrum": {
+        "num_byzantine": (lambda: MultiKrum(1).check_size(4), "must be at most 0"),
+        "num_selected": (lambda: MultiKrum(0, 4).check_size(3), "at most the number of clients"),
+    },
+    "TrimmedMean": {"num_byzantine": (lambda: TrimmedMean(1).check_size(2), "must be at most 0")},
+    "UnderAttack": {
+        "attackers": (lambda: checked(FedAvg(), aggregation=UnderAttack(GaussianNoise(), [3])), "which 3 is not"),
+    },
     "APFL": {"weighting": (lambda: APFL(weighting="sampels"), "must be samples or uniform")},
     "Ditto": {"weighting": (lambda: Ditto(weighting="sampels"), "must be samples or uniform")},
     "FedBN": {
@@ -274,6 +303,7 @@ REFUSED = {
             lambda: Phase("p", FedKD(), server_optimizer=ADAM),
             "because FedKD sends clients changes of the parameters",
         ),
+        "aggregation": (lambda: checked(Local(), aggregation=CoordinateMedian()), "because Local aggregates nothing"),
         "evaluate_after": (lambda: Phase("p", Local(), evaluate_after="both"), "because Local aggregates nothing"),
         "evaluate_after nothing": (
             lambda: Phase("p", FedAvg(), evaluate_after="both", evaluate=False),
@@ -344,7 +374,7 @@ REFUSED = {
 
 def public_classes() -> dict[str, type]:
     """The classes that a user constructs, by name."""
-    modules = (fedmoe_pl, algorithms, backends, callbacks, data, models)
+    modules = (fedmoe_pl, aggregation, algorithms, backends, callbacks, data, models)
     found = {name: getattr(module, name) for module in modules for name in module.__all__}
     return {name: each for name, each in found.items() if inspect.isclass(each) and name not in INTERNAL}
 

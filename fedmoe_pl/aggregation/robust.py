@@ -63,7 +63,9 @@ class CollectingAggregation(Aggregation, ABC):
 
     def of_client(self, client: Client, update: Update) -> Update:
         """The update, kept apart from others."""
-        return CollectedUpdates(update.sent, update.weight, update.kept, {client.id: update})
+        return CollectedUpdates(
+            update.sent, update.weight, update.kept, {client.id: Update(update.sent, update.weight)}
+        )
 
     def combine(self, a: Update, b: Update) -> Update:
         """The updates of both."""
@@ -126,22 +128,24 @@ def check_num_byzantine(aggregation: object, num_byzantine: int) -> None:
         )
 
 
-def check_enough(aggregation: object, num_byzantine: int, clients: int, at_least: int) -> None:
+def check_enough(aggregation: object, num_byzantine: int, clients: int, more: int) -> None:
     """Refuses too few clients for so many attackers.
 
     Args:
         aggregation: the aggregation.
-        num_byzantine: its number of attackers.
+        num_byzantine: its number of attackers, f.
         clients: the number of clients in a round.
-        at_least: how many it needs.
+        more: it needs 2 f clients and this many more.
 
     Raises:
         MisconfigurationException: if there are fewer.
     """
-    if clients < at_least:
+    name, most = type(aggregation).__name__, (clients - more) // 2
+    if most < 0:
+        raise MisconfigurationException(f"{name} needs at least {more} clients in a round, but there are {clients}.")
+    if num_byzantine > most:
         raise MisconfigurationException(
-            f"{type(aggregation).__name__}: num_byzantine is {num_byzantine}, which needs at least {at_least} clients "
-            f"in a round, but must be lower, because there are {clients}."
+            f"{name}: num_byzantine is {num_byzantine}, but must be at most {most} with {clients} clients in a round."
         )
 
 

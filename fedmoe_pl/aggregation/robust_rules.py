@@ -63,7 +63,7 @@ class TrimmedMean(RobustAggregation):
 
     def check_size(self, clients: int) -> None:
         """Refuses 2 f clients or fewer."""
-        check_enough(self, self.num_byzantine, clients, 2 * self.num_byzantine + 1)
+        check_enough(self, self.num_byzantine, clients, 1)
 
     def of_vectors(self, vectors: Tensor, generator: Generator) -> Tensor:
         """The mean of the n - 2 f values in the middle."""
@@ -124,7 +124,7 @@ class MultiKrum(RobustAggregation):
 
     def check_size(self, clients: int) -> None:
         """Refuses 2 f + 2 clients or fewer, and to select more than there are."""
-        check_enough(self, self.num_byzantine, clients, 2 * self.num_byzantine + 3)
+        check_enough(self, self.num_byzantine, clients, 3)
         if self.num_selected is not None and self.num_selected > clients:
             raise MisconfigurationException(
                 f"MultiKrum: num_selected is {self.num_selected}, but must be at most the number of clients in a "
@@ -193,7 +193,7 @@ class NearestNeighborMixing(RobustAggregation):
 
     def check_size(self, clients: int) -> None:
         """Refuses 2 f clients or fewer, and what the other aggregation refuses."""
-        check_enough(self, self.num_byzantine, clients, 2 * self.num_byzantine + 1)
+        check_enough(self, self.num_byzantine, clients, 1)
         self.aggregation.check_size(clients)
 
     def of_vectors(self, vectors: Tensor, generator: Generator) -> Tensor:

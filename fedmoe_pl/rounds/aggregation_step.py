@@ -36,7 +36,7 @@ def check_aggregation(phase: Phase, module: LightningModule, num_clients: int, s
     Raises:
         MisconfigurationException: if the aggregation fits neither algorithm, module nor cohort.
     """
-    if phase.aggregation is None:
+    if phase.aggregation is None or phase.ckpt_path is not None:  # a given result is not aggregated
         return
     server = phase.algorithm.server_init(module)
     if reason := _cannot_aggregate(phase.algorithm, server):
@@ -137,8 +137,7 @@ def aggregated(run: Run, phase: Phase, combined: Update | None) -> Update:
         update, state.aggregation = aggregation.aggregate(start, combined, state.aggregation, cohort, generator)
     if isinstance(aggregation, DifferentialPrivacy):
         _add_private_round(state, [aggregation.probability(cohort), aggregation.noise_multiplier])
-        rounds = [kind for each in (phase, *run.phases_before(phase)) for kind in run.states[each.name].private_rounds]
-        state.epsilon = aggregation.epsilon(rounds)
+        state.epsilon = aggregation.epsilon(_private_rounds(run, phase))
     return update
 
 
@@ -146,6 +145,15 @@ def _add_private_round(state: PhaseState, kind: list[float]) -> None:
     *before, last = state.private_rounds or [[*kind, 0]]
     same = last[:2] == kind
     state.private_rounds = [*before, [*kind, last[2] + 1]] if same else [*before, last, [*kind, 1]]
+
+
+def _private_rounds(run: Run, phase: Phase) -> list[list[float]]:
+    """The rounds of the phase and of those that it starts from; one without noise for a result that is not private."""
+    rounds = [*run.states[phase.name].private_rounds]
+    for other in run.phases_before(phase):
+        of_other = run.states[other.name].private_rounds
+        rounds += of_other or ([[1.0, 0.0, 1]] if other.algorithm.federated else [])
+    return rounds
 
 
 def log_epsilon(phase: Phase, state: PhaseState) -> None:

@@ -10,6 +10,7 @@ from typing import Any, cast
 
 import torch
 
+from fedmoe_pl.aggregation import CollectingAggregation
 from fedmoe_pl.algorithms.algorithm import overrides
 from fedmoe_pl.algorithms.client import Client
 from fedmoe_pl.backends import LocalTraining, Transfer
@@ -140,7 +141,7 @@ def _describe(audit: PhaseAudit, plan: DryPlan, kept: set[str]) -> None:
     own = sorted(kept - {*audit.names}) + (["optimizer/*"] if phase.keep_optimizer else [])
     received = {each.tensor for transfers in audit.transfers for each in transfers if each.direction == "down"}
     audit.stays = [name for name in audit.names + own if name not in {*leaving, *audit.may_leave, *received}]
-    audit.only_mean = phase.aggregation is None and not overrides(algorithm, "combine")
+    audit.only_mean = not overrides(algorithm, "combine") and not isinstance(phase.aggregation, CollectingAggregation)
     if any(each.tensor == WEIGHT for each in sent):
         weights = plan.weights.values()
         counted = "its number of training samples" if all(n == size for n, size in weights) else "a number"

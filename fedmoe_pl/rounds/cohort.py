@@ -72,7 +72,7 @@ def sample_poisson(ids: Sequence[int], expected: int, seed: int, round: int) -> 
 
     Example:
         >>> sample_poisson(range(3), 3, seed=0, round=0), sample_poisson(range(6), 2, seed=0, round=2)
-        ([0, 1, 2], [0, 3])
+        ([0, 1, 2], [4])
     """
     rng = np.random.default_rng(derive_seed(seed, _COHORT, round))
     return [client for client, draw in zip(ids, rng.random(len(ids)), strict=True) if draw * len(ids) < expected]

@@ -124,12 +124,14 @@ def test_the_order_of_clients_and_float32_change_little(name):
 
 
 SIZES = {
-    "TrimmedMean: num_byzantine is 2, which needs at least 5 clients": (TrimmedMean(2), 4, 5),
-    "MultiKrum: num_byzantine is 2, which needs at least 7 clients": (MultiKrum(2), 6, 7),
+    "TrimmedMean: num_byzantine is 2, but must be at most 1 with 4 clients": (TrimmedMean(2), 4, 5),
+    "TrimmedMean needs at least 1 clients in a round, but there are 0.": (TrimmedMean(0), 0, 1),
+    "MultiKrum: num_byzantine is 2, but must be at most 1 with 6 clients": (MultiKrum(2), 6, 7),
+    "MultiKrum needs at least 3 clients in a round, but there are 2.": (MultiKrum(0), 2, 3),
     "MultiKrum: num_selected is 5, but must be at most the number of clients": (MultiKrum(0, 5), 4, 5),
-    "NearestNeighborMixing: num_byzantine is 1, which needs": (NearestNeighborMixing(CoordinateMedian(), 1), 2, 3),
-    "TrimmedMean: num_byzantine is 3, which needs": (NearestNeighborMixing(TrimmedMean(3), 1), 6, 7),
-    "TrimmedMean: num_byzantine is 1, which needs at least 3": (Bucketing(TrimmedMean(1), 2), 4, 5),
+    "NearestNeighborMixing: num_byzantine is 1, but": (NearestNeighborMixing(CoordinateMedian(), 1), 2, 3),
+    "TrimmedMean: num_byzantine is 3, but must be at most 2": (NearestNeighborMixing(TrimmedMean(3), 1), 6, 7),
+    "TrimmedMean: num_byzantine is 1, but must be at most 0": (Bucketing(TrimmedMean(1), 2), 4, 5),
 }
 
 

@@ -190,6 +190,31 @@ def test_newcomers_and_a_given_result_leave_model_and_epsilon_as_they_are(tmp_pa
 
 
 @needs_opacus
+def test_a_given_result_that_is_not_private_has_no_epsilon(tmp_path):
+    arguments = {"enable_checkpointing": True, "name": "open"}
+    run([phase("first", FedAvg("global_expert.*"))], mixture(), blobs(), tmp_path, **arguments)
+    path = str(tmp_path / "open/version_0/checkpoints/last.ckpt")
+    strong = DifferentialPrivacy(2.0, 0.5, 1e-3)
+    first = phase("first", FedAvg("global_expert.*"), aggregation=strong, ckpt_path=path)
+    second = phase("second", FedAvg("global_expert.*"), start="first", aggregation=strong)
+    states = run([first, second], mixture(), blobs(), tmp_path).run.states
+    assert states["second"].epsilon == math.inf and math.isnan(states["first"].epsilon)
+
+
+def test_newcomers_may_be_fewer_than_an_aggregation_needs(tmp_path):
+    attacked = UnderAttack(GaussianNoise(), [2], TrimmedMean(1))
+    federation = Federation(
+        [Phase("it", FedAvg("global_expert.*"), gate=GlobalOnly(), aggregation=attacked)],
+        {"max_epochs": 1, "accelerator": "cpu"},
+        **{"default_root_dir": str(tmp_path), "logger": False, "enable_progress_bar": False},
+    )
+    federation.fit(mixture(), blobs())
+    expected = federation.run.states["it"].server
+    federation.personalize(mixture(), blobs(sizes=(9, 6)), rounds=1)
+    assert_same(federation.run.states["it"].server, expected)
+
+
+@needs_opacus
 def test_a_phase_also_pays_for_those_that_it_starts_from_and_draws_other_noise(tmp_path):
     strong = DifferentialPrivacy(2.0, 0.5, 1e-3)
     fedavg = FedAvg("global_expert.*")
@@ -228,6 +253,22 @@ def test_the_clipping_norm_and_the_bit_are_counted_as_traffic(tmp_path):
         assert states["it"].traffic[f"bytes_{way}"] == states["usual"].traffic[f"bytes_{way}"] + 3 * 8
 
 
+def test_the_audit_shows_what_an_aggregation_sends_and_needs(tmp_path, capsys):
+    adaptive = DifferentialPrivacy(0.0, 1.0, 1e-5, quantile=0.5)
+    fedavg = FedAvg("global_expert.*")
+    each = [
+        phase("private", fedavg, clients_per_round=1, aggregation=adaptive),
+        phase("robust", fedavg, start="initial", aggregation=CoordinateMedian()),
+    ]
+    federation = Federation(each, {"accelerator": "cpu"}, logger=False, default_root_dir=str(tmp_path))
+    federation.audit(mixture(), blobs())
+    text = " ".join(capsys.readouterr().out.split())
+    private, robust = text.split("robust (FedAvg)")
+    assert "1 of 3 clients" in private and "aggregation/max_norm" in private
+    assert "aggregation/within_max_norm" in private and "needs only their weighted mean" in private
+    assert "combines them in its own way" in robust and "aggregation/" not in robust
+
+
 class OwnState(FedAvg):
     """Shares nothing of the module."""
 
@@ -253,7 +294,7 @@ REFUSED = {
     "because FedKD combines updates in a way of its own.": (FedKD(), MEDIAN),
     "because Scaffold averages more than parameters.": (Scaffold(), MEDIAN),
     "because OwnState averages no parameter of the model.": (OwnState(), MEDIAN),
-    "TrimmedMean: num_byzantine is 2, which needs at least 5 clients in a round": (FedAvg(), TrimmedMean(2)),
+    "TrimmedMean: num_byzantine is 2, but must be at most 1 with 3 clients in a round.": (FedAvg(), TrimmedMean(2)),
     "because clients of AsksClients send more than their updates (server_begin).": (AsksClients(), MEAN),
     "because clients of Exchanging send more than their updates (exchange).": (Exchanging(), MEAN),
 }

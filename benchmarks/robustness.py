@@ -1,0 +1,188 @@
+"""What attackers and private noise do to FedAvg's model, and to the mixtures that clients build on it.
+
+    python benchmarks/robustness.py attacks --data fashion_mnist.npz
+    python benchmarks/robustness.py privacy --data fashion_mnist.npz
+
+PFL-MoE on the images of an ``NpzFile``: FedAvg of a perceptron, then PFL-FB, equal weights, PFL-MF and PFL-MFE. The
+table has the accuracy of the honest clients in percent: local test (per class, weighted with the client's classes) and
+global test.
+
+* ``attacks``: ``--clients`` with Dirichlet 0.5, a fifth of them attackers, under each attack and each aggregation.
+  Attackers by ``labels`` train FedAvg with the label 9 - y; all other attackers train honestly and send the attack.
+* ``privacy``: all of ``--clients`` train in every round; the noise multipliers are ``--noise``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import tempfile
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from functools import partial
+
+import torch
+
+from fedmoe_pl import Federation, PersonalizedMoE, Phase
+from fedmoe_pl.aggregation import (
+    Aggregation,
+    ALittleIsEnough,
+    Attack,
+    DifferentialPrivacy,
+    InnerProductManipulation,
+    MultiKrum,
+    RobustAggregation,
+    TrimmedMean,
+    UnderAttack,
+)
+from fedmoe_pl.algorithms import FedAvg, PersonalizedExpert, PFLMoE
+from fedmoe_pl.backends import StackedBackend
+from fedmoe_pl.data import Arrays, Dirichlet, NpzFile
+from fedmoe_pl.models import EqualWeights, FeatureGate, GlobalOnly, LinearGate, LocalOnly, SmallMLP
+from fedmoe_pl.rounds.evaluation import Evaluation
+
+LABELS = "labels"
+ATTACKS: dict[str, Attack | str | None] = {
+    "none": None,
+    "IPM, scale 5": InnerProductManipulation(5.0),
+    "ALIE, scale 1.5": ALittleIsEnough(1.5),
+    LABELS: LABELS,
+}
+ADAM = partial(torch.optim.Adam, lr=0.001)
+
+
+class Images(NpzFile):
+    """The first images of a file; the training samples of some clients have the label ``C - 1 - y``."""
+
+    def __init__(self, path: str, train: int, flipped: range, **kwargs: object) -> None:
+        super().__init__(path, **kwargs)  # pyright: ignore[reportArgumentType]
+        self.train = train
+        self.flipped = flipped
+
+    def load(self) -> Arrays:
+        """The first ``train`` training images, and the first 1,000 test images."""
+        arrays, n = super().load(), 1000
+        return replace(
+            arrays,
+            x_train=arrays.x_train[: self.train],
+            y_train=arrays.y_train[: self.train],
+            x_test=arrays.x_test[:n],
+            y_test=arrays.y_test[:n],
+        )
+
+    def setup(self, stage: str | None = None) -> None:
+        """Flips the labels once the clients have their samples."""
+        super().setup(stage)
+        self.y = self.y.clone()
+        for client in self.flipped:
+            samples = self.train_samples[client]
+            self.y[samples] = self.num_classes - 1 - self.y[samples]
+
+
+def phases(rounds: int, aggregation: Aggregation | None) -> list[Phase]:
+    """PFL-MoE on a federated phase with this aggregation."""
+    fedavg = FedAvg("global_expert.*", weighting="uniform")
+    return [
+        Phase("FedAvg", fedavg, rounds, gate=GlobalOnly(), aggregation=aggregation),
+        Phase("PFL-FB", PersonalizedExpert(gate_fraction=0.25), gate=LocalOnly(), max_epochs=5),
+        Phase("equal weights", PFLMoE(), gate=EqualWeights(), max_epochs=0),
+        Phase("PFL-MF", PFLMoE(), gate=LinearGate(), max_epochs=5, optimizer=ADAM),
+        Phase("PFL-MFE", PFLMoE(), gate=FeatureGate(), max_epochs=5, optimizer=ADAM),
+    ]
+
+
+def evaluations(
+    arguments: argparse.Namespace, aggregation: Aggregation | None, flipped: range = range(0)
+) -> dict[str, Evaluation]:
+    """Trains and evaluates all phases.
+
+    Args:
+        arguments: those of the command line.
+        aggregation: that of the federated phase.
+        flipped: the clients with flipped labels.
+    """
+    torch.manual_seed(0)
+    optimizer = partial(torch.optim.SGD, lr=arguments.lr, momentum=0.5)
+    model = PersonalizedMoE(SmallMLP(784, arguments.width), optimizer=optimizer)
+    given = {"num_clients": arguments.clients, "partitioner": Dirichlet(0.5), "batch_size": arguments.batch_size}
+    data = Images(arguments.data, arguments.train, flipped, mean=(0.286,), std=(0.353,), **given)
+    with tempfile.TemporaryDirectory() as folder:
+        federation = Federation(
+            phases(arguments.rounds, aggregation),
+            trainer={"max_epochs": 1, "accelerator": "cpu", "devices": 1},
+            backend=StackedBackend(),
+            default_root_dir=folder,
+            evaluate_every_n_rounds=0,
+            enable_checkpointing=False,
+            enable_progress_bar=False,
+            logger=False,
+        )
+        results = federation.fit(model, data)
+        assert federation.run is not None
+        epsilon = federation.run.states["FedAvg"].epsilon
+    print(f"epsilon {epsilon:.3g}", flush=True)
+    return results
+
+
+def defenses(attackers: int) -> dict[str, RobustAggregation | None]:
+    """The aggregations that are compared."""
+    return {
+        "mean": None,
+        "trimmed mean": TrimmedMean(attackers),
+        "Multi-Krum": MultiKrum(attackers),
+    }
+
+
+def rows_of_attacks(arguments: argparse.Namespace) -> Iterator[tuple[str, dict[str, Evaluation], int]]:
+    """Yields the name, the evaluations and the number of attackers of every row."""
+    attackers = arguments.clients // 5
+    for attack_name, attack in ATTACKS.items():
+        for name, defense in defenses(attackers).items():
+            flipped = range(attackers if attack == LABELS else 0)
+            attacked = UnderAttack(attack, range(attackers), defense) if isinstance(attack, Attack) else defense
+            results = evaluations(arguments, attacked, flipped)
+            yield f"{attack_name} | {name}", results, attackers
+
+
+def rows_of_privacy(arguments: argparse.Namespace) -> Iterator[tuple[str, dict[str, Evaluation], int]]:
+    """The same for noise multipliers."""
+    delta = 1 / (10 * arguments.clients)
+    yield "FedAvg, no noise", evaluations(arguments, None), 0
+    for noise in (0.0, *arguments.noise):
+        private = DifferentialPrivacy(noise, arguments.max_norm, delta)
+        yield f"z = {noise:g}", evaluations(arguments, private), 0
+    adaptive = DifferentialPrivacy(arguments.noise[0], arguments.max_norm, delta, quantile=0.5)
+    name = f"z = {arguments.noise[0]:g}, adaptive"
+    yield name, evaluations(arguments, adaptive), 0
+
+
+def main() -> None:
+    """Prints a row of Markdown for every setting."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("what", choices=("attacks", "privacy"))
+    parser.add_argument("--data", required=True)
+    parser.add_argument("--clients", type=int, default=30)
+    parser.add_argument("--train", type=int, default=6000, help="number of training images of all clients")
+    parser.add_argument("--rounds", type=int, default=20)
+    parser.add_argument("--batch-size", type=int, default=50)
+    parser.add_argument("--lr", type=float, default=0.05)
+    parser.add_argument("--width", type=int, default=32)
+    parser.add_argument("--max-norm", type=float, default=1.0)
+    parser.add_argument("--noise", type=float, nargs="+", default=[1.0, 2.0, 4.0])
+    arguments = parser.parse_args()
+    rows = rows_of_attacks if arguments.what == "attacks" else rows_of_privacy
+    start = time.process_time()
+    for name, results, attackers in rows(arguments):
+        honest = [*range(attackers, arguments.clients)]
+        cells = []
+        for method, evaluation in results.items():
+            clients = [client for client in evaluation.clients if client.client in honest]
+            means = [sum(getattr(client, metric) for client in clients) / len(clients) for metric in METRICS]
+            cells.append(f"{method}: " + " / ".join(f"{100 * mean:.2f}" for mean in means))
+        print(f"| {name} | {' | '.join(cells)} | {time.process_time() - start:.0f} s |", flush=True)
+
+
+METRICS = ("local_test", "global_test")
+
+if __name__ == "__main__":
+    main()
