@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any, Literal
 
@@ -17,17 +18,20 @@ from fedmoe_pl.data import FederatedDataModule, partition_figure, partition_tabl
 from fedmoe_pl.rounds.audit import PhaseAudit, audit_run
 from fedmoe_pl.rounds.audit_text import format_audit
 from fedmoe_pl.rounds.begin import read_result, read_result_for_newcomers, sized
-from fedmoe_pl.rounds.checkpoint import LAST, find_checkpoint, identify, load_federation, load_run
-from fedmoe_pl.rounds.checks import check_phases, check_run, check_store
+from fedmoe_pl.rounds.checkpoint import LAST, find_checkpoint, load_federation
+from fedmoe_pl.rounds.checks import check_name, check_phases, check_run, check_store
+from fedmoe_pl.rounds.configuration import configuration
 from fedmoe_pl.rounds.evaluation import Evaluation
+from fedmoe_pl.rounds.lock import locked
 from fedmoe_pl.rounds.newcomers import check_newcomers, phases_of_newcomers
 from fedmoe_pl.rounds.opt_in import set_up
 from fedmoe_pl.rounds.phase import INITIAL, Phase
 from fedmoe_pl.rounds.predictions import evaluate_all, predictions
 from fedmoe_pl.rounds.results import format_table, write_csv
+from fedmoe_pl.rounds.resume import check_configuration, identify, keys_of, load_run
 from fedmoe_pl.rounds.rounds import fit
 from fedmoe_pl.rounds.run import Run
-from fedmoe_pl.rounds.start import open_run, place_data, plan_phases, with_workers
+from fedmoe_pl.rounds.start import new_folder, open_run, place_data, plan_phases, with_workers
 from fedmoe_pl.rounds.starts import find_starts
 from fedmoe_pl.rounds.state import PhaseState
 from fedmoe_pl.rounds.trainer_checks import check_trainer
@@ -84,6 +88,7 @@ class Federation:
         evaluation_clients: int | None = None,
     ) -> None:
         check_phases(phases, evaluate_every_n_rounds)
+        check_name(name)
         check_store(store, enable_checkpointing)
         if evaluation_clients is not None and evaluation_clients < 1:
             raise MisconfigurationException(
@@ -105,7 +110,11 @@ class Federation:
         self._run: Run | None = None
 
     def fit(
-        self, model: LightningModule, datamodule: FederatedDataModule, ckpt_path: str | None = None
+        self,
+        model: LightningModule,
+        datamodule: FederatedDataModule,
+        ckpt_path: str | None = None,
+        allow_changes: str | list[str] | None = None,
     ) -> dict[str, Evaluation]:
         """Runs all phases on the clients of the data module.
 
@@ -114,15 +123,22 @@ class Federation:
             datamodule: the data and the clients that hold them.
             ckpt_path: checkpoint of a run to resume; the result is the same, bit for bit, as without the interruption.
                 ``last`` is the newest checkpoint of this experiment.
+            allow_changes: keys of the configuration, in a list or separated by commas, that may differ from those of
+                the resumed run although its result depends on them; a key allows all keys below it. Without them, the
+                message that refuses to resume the run names the keys.
 
         Returns:
             The final evaluation of every evaluated phase, by name.
 
         Raises:
-            MisconfigurationException: before any training, if model, data, phases and trainer do not fit together.
+            MisconfigurationException: before any training, if model, data, phases and trainer do not fit together, or
+                the run to resume does not fit them, or another process trains it.
         """
+        allowed = keys_of(allow_changes, ckpt_path)
         if ckpt_path:
-            return self._fit(self._resume(model, datamodule, ckpt_path))
+            checkpoint = find_checkpoint(ckpt_path, self.runs)
+            with locked(checkpoint):
+                return self._fit(self._resume(model, datamodule, ckpt_path, allowed), checkpoint=checkpoint)
         number = self.evaluation_clients
         return self._fit(self._set_up(model, datamodule, self.phases, self.runs, evaluation_clients=number), self.runs)
 
@@ -232,13 +248,17 @@ class Federation:
         """
         return self.run.client_module(method, client)
 
-    def _resume(self, model: LightningModule, datamodule: FederatedDataModule, ckpt_path: str) -> Run:
-        """The run of a checkpoint, in the state in which it was saved."""
+    def _resume(
+        self, model: LightningModule, datamodule: FederatedDataModule, ckpt_path: str, allowed: list[str] | None = None
+    ) -> Run:
+        """The run of a checkpoint, in the state in which it was saved; ``allowed`` as in ``check_configuration``."""
         checkpoint = find_checkpoint(ckpt_path, self.runs)
         set_up(datamodule, self.phases, self.seed)
         content = load_run(checkpoint, self.phases, identify(self.seed, datamodule))
-        folder, attributes = checkpoint.parent.parent, {"states": content["phases"], "rows": content["rows"]}
+        check_configuration(checkpoint, content, configuration(self, model, datamodule), allowed)
+        attributes = {"states": content["phases"], "rows": content["rows"], "writer": content["writer"]}
         attributes |= {"evaluation_clients": self.evaluation_clients}
+        folder = checkpoint.parent.parent
         return self._set_up(model, datamodule, self.phases, folder, content["models"], **attributes)
 
     def _set_up(
@@ -279,6 +299,7 @@ class Federation:
             datamodule=datamodule,
             training_data=place_data(datamodule, backend, devices[0]),
             identity=identify(self.seed, datamodule),
+            configuration=configuration(self, model, datamodule),
             folder=folder,
             **attributes,
         )
@@ -286,12 +307,13 @@ class Federation:
         self._run = run
         return run
 
-    def _fit(self, run: Run, runs: Path | None = None) -> dict[str, Evaluation]:
+    def _fit(self, run: Run, runs: Path | None = None, checkpoint: Path | None = None) -> dict[str, Evaluation]:
         plan_phases(run)
         try:
             run.backend.open()
-            open_run(run, runs, self.store, self.logger)
-            fit(run)
+            with nullcontext() if runs is None else new_folder(run, runs):
+                open_run(run, checkpoint, self.store, self.logger)
+                fit(run)
         finally:
             run.backend.close()
         for logger in run.loggers:

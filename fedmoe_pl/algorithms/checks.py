@@ -48,6 +48,11 @@ def check_only_expert(algorithm: Algorithm, module: LightningModule, expert: str
 def check_both_experts(algorithm: Algorithm, module: LightningModule, splits: bool = False) -> None:
     """Refuses a module without a ``global_expert`` and a ``local_expert``; arguments as in :func:`check_expert`."""
     for expert in ("global_expert", "local_expert"):
+        if not hasattr(module, expert):
+            raise MisconfigurationException(
+                f"{type(algorithm).__name__}: model is a {type(module).__name__}, but must have a global_expert "
+                "and a local_expert, as a PersonalizedMoE has."
+            )
         check_expert(algorithm, module, expert, splits)
 
 

@@ -10,6 +10,7 @@ from typing import Any
 from fedmoe_pl.aggregation import Aggregation
 from fedmoe_pl.algorithms.algorithm import Algorithm
 from fedmoe_pl.algorithms.client import Update
+from fedmoe_pl.backends.fitting import one_thread
 from fedmoe_pl.backends.traffic import Traffic, Transfer, updates_sent
 from fedmoe_pl.backends.training import LocalTraining
 from fedmoe_pl.trees import Tree
@@ -148,8 +149,9 @@ def group_size(training: LocalTraining, clients: Sequence[int]) -> int:
 def fold(algorithm: Algorithm | Aggregation, updates: Sequence[Update]) -> Update:
     """Folds updates with the ``combine`` of an algorithm or aggregation, in their order."""
     combined = updates[0]
-    for update in updates[1:]:
-        combined = algorithm.combine(combined, update)
+    with one_thread():
+        for update in updates[1:]:
+            combined = algorithm.combine(combined, update)
     return combined
 
 

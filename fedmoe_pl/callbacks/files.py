@@ -15,16 +15,25 @@ from fedmoe_pl.algorithms.algorithm import Moment, chooses_model
 from fedmoe_pl.rounds.evaluate import has_own_model
 from fedmoe_pl.rounds.evaluation import Evaluation
 from fedmoe_pl.rounds.phase import Phase
-from fedmoe_pl.rounds.results import client_rows, format_table, summary_row, write_csv
+from fedmoe_pl.rounds.results import append_csv, client_rows, format_table, summary_row, write_csv
 from fedmoe_pl.rounds.run import FederationCallback, Run
 
 
 class ResultFiles(FederationCallback):
     """Writes ``rounds.csv``, ``clients.csv`` and ``summary.csv`` into the run's folder, and prints the table."""
 
+    def on_fit_start(self, run: Run) -> None:
+        """Begins with all rows: after a kill, the file of a resumed run may have a row too many."""
+        self._written = 0
+
     def on_evaluation_end(self, run: Run, phase: Phase, evaluation: Evaluation) -> None:
-        """Writes the rows of all rounds so far."""
-        write_csv(run.folder / "rounds.csv", run.rows)
+        """Writes the rows of the rounds since the last evaluation."""
+        path = run.folder / "rounds.csv"
+        if self._written:
+            append_csv(path, run.rows[self._written :])
+        else:
+            write_csv(path, run.rows)
+        self._written = len(run.rows)
 
     def on_phase_end(self, run: Run, phase: Phase, evaluation: Evaluation | None) -> None:
         """Writes the results of all methods so far."""

@@ -132,8 +132,9 @@ class FederationCLI(LightningCLI):
             seed=self._get(self.config, "seed_everything"),
         )
         self._dump_config()
-        # without ckpt_path, so that every command can use the configuration in a run's folder
-        federation.hparams = {key: value for key, value in self.config_dump.items() if key != "ckpt_path"}
+        # without these, so that every command can use the configuration in a run's folder
+        of_command = ("ckpt_path", "allow_changes")
+        federation.hparams = {key: value for key, value in self.config_dump.items() if key not in of_command}
         return federation  # pyright: ignore[reportReturnType]
 
     def _parse_ckpt_path(self) -> None:

@@ -19,10 +19,10 @@ from fedmoe_pl.data import FederatedDataModule
 from fedmoe_pl.models import MixtureOfExperts, MixtureWeights
 from fedmoe_pl.rounds.accuracies import predict
 from fedmoe_pl.rounds.checkpoint import load_checkpoint
+from fedmoe_pl.rounds.kept import check_kept, joined, only
 from fedmoe_pl.rounds.phase import Phase
 from fedmoe_pl.rounds.starts import in_part
 from fedmoe_pl.rounds.state import PhaseState
-from fedmoe_pl.rounds.store import check_kept, joined, only
 from fedmoe_pl.seeds import seed_all
 from fedmoe_pl.trees import Tree, copy_module, load_tree
 

@@ -3,52 +3,87 @@
 from __future__ import annotations
 
 import os
-import pickle
-import zlib
-from collections.abc import Sequence
-from dataclasses import fields
+import shutil
+import time
+from dataclasses import asdict, dataclass, field, fields
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 
-from fedmoe_pl.data import FederatedDataModule
 from fedmoe_pl.rounds.evaluation import ClientEvaluation, Evaluation
-from fedmoe_pl.rounds.phase import Phase
+from fedmoe_pl.rounds.kept import KeptOnDisk
+from fedmoe_pl.rounds.rows import SavedRows, append_rows
 from fedmoe_pl.rounds.state import PhaseState
-from fedmoe_pl.rounds.store import KeptOnDisk, check_kept
+from fedmoe_pl.rounds.writing import DamagedFileError, is_sealed, load, load_unsealed, replacing, save
 from fedmoe_pl.trees import Tree
 
 LAST = "last"
 FILE = "checkpoints/last.ckpt"
 KEPT = "checkpoints/kept"
-_FORMAT = 3  # the version of the checkpoint format; older versions had one model and one evaluation per phase
+ROWS = "checkpoints/rows.jsonl"
+PREVIOUS = "previous.ckpt"
+# The version of the checkpoint format: older ones have no checksum, and all rows of rounds.csv.
+_FORMAT = 4
+# A loss of power may harm what was written since; a flush takes 10 to 50 ms, longer than some rounds.
+_SECONDS_BETWEEN_FLUSHES = 10.0
+_KEYS = ("seed", "partition", "normalization", "vocabulary", "configuration", "versions", "models", "phases", "rows")
 
 
-def save_checkpoint(
-    path: Path,
-    models: dict[str, Tree],
-    states: dict[str, PhaseState],
-    rows: list[dict[str, Any]],
-    identity: dict[str, Any],
-) -> None:
-    """Writes a checkpoint beside the old one, then replaces the old one: a kill at any moment leaves a complete file.
+@dataclass
+class CheckpointWriter:
+    """Writes the checkpoints of a run.
 
-    Finished phases are in their own files (:func:`save_finished`), so that later rounds do not write them again.
-
-    Args:
-        path: where to write.
-        models: tensors of the initial models, by the name of the phase that has it, or ``initial``.
-        states: the phases begun so far, by name.
-        rows: the rows of ``rounds.csv`` so far.
-        identity: the run's seed and data, see :func:`identify`.
+    Attributes:
+        saved_rows: the rows that are in the file beside the checkpoint.
+        flushed: when a checkpoint was last flushed to the disk, in seconds of ``time.monotonic``.
     """
-    phases = {
-        name: None if state.finished and _finished_path(path, name).is_file() else _content(state)
-        for name, state in states.items()
-    }
-    _save(path, {"fedmoe_pl": _FORMAT, **identity, "models": models, "phases": phases, "rows": rows})
+
+    saved_rows: SavedRows = field(default_factory=SavedRows)
+    flushed: float = field(default_factory=time.monotonic)
+
+    def write(
+        self,
+        path: Path,
+        models: dict[str, Tree],
+        states: dict[str, PhaseState],
+        rows: list[dict[str, Any]],
+        **of_run: Any,
+    ) -> None:
+        """Writes a checkpoint; the old one becomes ``previous.ckpt``. A kill at any moment leaves two whole files.
+
+        Finished phases are in their own files (:func:`save_finished`), so that later rounds do not write them again,
+        and so are the rows.
+
+        Args:
+            path: where to write.
+            models: tensors of the initial models, by the name of the phase that has it, or ``initial``.
+            states: the phases begun so far, by name.
+            rows: the rows of ``rounds.csv`` so far.
+            of_run: the run's seed and data (``resume.identify``) and its ``configuration``.
+
+        Raises:
+            MisconfigurationException: if it cannot be written; the old one stays.
+        """
+        self.saved_rows = append_rows(path.parents[1] / ROWS, rows, self.saved_rows)
+        phases = {
+            name: None if state.finished and _finished_path(path, name).is_file() else _content(state)
+            for name, state in states.items()
+        }
+        content = {"fedmoe_pl": _FORMAT, "versions": versions(), **of_run}
+        content |= {"models": models, "phases": phases, "rows": asdict(self.saved_rows)}
+        with replacing(path) as temporary:
+            save(content, temporary)
+            self._flush()
+            if path.is_file():
+                copy_checkpoint(path, path.with_name(PREVIOUS))
+
+    def _flush(self) -> None:
+        """Waits from time to time until everything is on the disk that the new checkpoint refers to, and itself."""
+        if time.monotonic() - self.flushed >= _SECONDS_BETWEEN_FLUSHES:
+            os.sync()  # one call for all files, which are many with a store on disk
+            self.flushed = time.monotonic()
 
 
 def save_finished(path: Path, name: str, state: PhaseState) -> None:
@@ -58,19 +93,38 @@ def save_finished(path: Path, name: str, state: PhaseState) -> None:
         path: the checkpoint.
         name: the phase's name.
         state: the phase's final state.
+
+    Raises:
+        MisconfigurationException: if it cannot be written.
     """
-    _save(_finished_path(path, name), _content(state))
+    with replacing(_finished_path(path, name)) as temporary:
+        save({"phase": name, "state": _content(state)}, temporary)
+
+
+def copy_checkpoint(source: Path, target: Path) -> None:
+    """Makes a checkpoint known by another name, too; it is not read for that if the file system has hard links."""
+    with replacing(target) as temporary:
+        if temporary.exists():  # left by a kill; it is the same file as the source, or was
+            temporary.unlink()
+        try:
+            os.link(source, temporary)
+        except OSError:
+            shutil.copyfile(source, temporary)
+
+
+def versions() -> dict[str, str]:
+    """The versions of this package and of those that train."""
+    found = {}
+    for package in ("fedmoe-pl", "torch", "lightning"):
+        try:
+            found[package] = version(package)
+        except PackageNotFoundError:  # used without an installation
+            found[package] = "unknown"
+    return found
 
 
 def _finished_path(path: Path, name: str) -> Path:
     return path.parent / "finished" / f"{name}.ckpt"
-
-
-def _save(path: Path, content: dict[str, Any]) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(path.name + ".tmp")
-    torch.save(content, temporary)
-    os.replace(temporary, path)
 
 
 def _content(state: PhaseState) -> dict[str, Any]:
@@ -104,39 +158,65 @@ def load_checkpoint(path: str | Path) -> dict[str, Any]:
         The file's content; for a federation, ``phases`` is a dict of ``PhaseState`` by name.
 
     Raises:
-        MisconfigurationException: if the file or a finished phase's file is missing, or is not a checkpoint.
+        MisconfigurationException: if the file or a finished phase's file is missing, damaged, or not a checkpoint.
     """
     path = Path(path)
+    key = f"ckpt_path is '{path}'"
     if not path.is_file():
-        raise MisconfigurationException(f"ckpt_path is '{path}', but there is no such file.")
-    content = _load(path)
+        raise MisconfigurationException(f"{key}, but there is no such file{_offer(path)}.")
+    try:
+        sealed = is_sealed(path)
+        content = load(path) if sealed else load_unsealed(path)
+    except DamagedFileError as error:
+        raise MisconfigurationException(
+            f"{key}, which is damaged or not a checkpoint of tensors and plain values{_offer(path)}."
+        ) from error
     if not isinstance(content, dict) or not ("fedmoe_pl" in content or "state_dict" in content):
+        raise MisconfigurationException(f"{key}, which is not a checkpoint of a federation or of Lightning.")
+    if "fedmoe_pl" not in content:
+        return content
+    if content["fedmoe_pl"] != _FORMAT:
         raise MisconfigurationException(
-            f"ckpt_path is '{path}', which is not a checkpoint of a federation or of Lightning."
+            f"{key}, a checkpoint of format {content['fedmoe_pl']}, but this version needs one of format {_FORMAT}."
         )
-    if content.get("fedmoe_pl", _FORMAT) != _FORMAT:
-        raise MisconfigurationException(
-            f"ckpt_path is '{path}', a checkpoint of format {content['fedmoe_pl']}, but this version needs one of "
-            f"format {_FORMAT}."
-        )
-    for name, phase in content.get("phases", {}).items():
-        finished = _finished_path(path, name)
-        if phase is None and not finished.is_file():
-            raise MisconfigurationException(
-                f"ckpt_path is '{path}', which needs '{finished}', but there is no such file; it must be {FILE} in the "
-                "folder of its run."
-            )
-        content["phases"][name] = _state(path, _load(finished) if phase is None else phase)
+    missing = [name for name in _KEYS if name not in content]
+    if missing or not sealed:
+        lacks = f"has no {missing[0]}" if missing else "has no checksum"
+        raise MisconfigurationException(f"{key}, which {lacks}, so that it is not as a run wrote it{_offer(path)}.")
+    saved = {name: _load_finished(path, name) if phase is None else phase for name, phase in content["phases"].items()}
+    try:
+        content["phases"] = {name: _state(path, phase) for name, phase in saved.items()}
+    except (AttributeError, KeyError, TypeError) as error:
+        raise MisconfigurationException(f"{key}, which another version of this package wrote.") from error
     return content
 
 
-def _load(path: Path) -> Any:
-    try:
-        return torch.load(path, weights_only=True, map_location="cpu")
-    except (pickle.UnpicklingError, RuntimeError, OSError, EOFError, ValueError) as error:
+def _load_finished(path: Path, name: str) -> dict[str, Any]:
+    finished = _finished_path(path, name)
+    prefix = f"ckpt_path is '{path}', which needs '{finished}', but"
+    if not finished.is_file():
         raise MisconfigurationException(
-            f"ckpt_path is '{path}', which is damaged or not a checkpoint of tensors and plain values."
-        ) from error
+            f"{prefix} there is no such file; it must be {FILE} in the folder of its run{_offer(path)}."
+        )
+    try:
+        content = load(finished)
+        if content["phase"] == name:
+            return content["state"]
+    except (DamagedFileError, KeyError, TypeError) as error:
+        raise MisconfigurationException(f"{prefix} that is damaged{_offer(path)}.") from error
+    raise MisconfigurationException(f"{prefix} that is of '{content['phase']}'.")
+
+
+def _offer(path: Path) -> str:
+    """What to do if ``last.ckpt`` cannot be read: go on from the one before it, if it can be read."""
+    previous = path.with_name(PREVIOUS)
+    if path.name != Path(FILE).name or not previous.is_file():
+        return ""
+    try:
+        load_checkpoint(previous)
+    except MisconfigurationException:
+        return ""
+    return f"; the checkpoint before it is whole: go on with ckpt_path '{previous}'"
 
 
 def load_federation(path: Path) -> dict[str, Any]:
@@ -151,61 +231,9 @@ def load_federation(path: Path) -> dict[str, Any]:
     return content
 
 
-def load_run(path: Path, phases: Sequence[Phase], identity: dict[str, Any]) -> dict[str, Any]:
-    """Reads the checkpoint of a run, to continue it.
-
-    Args:
-        path: ``checkpoints/last.ckpt`` in the run's folder.
-        phases: the phases of the federation.
-        identity: the seed and data that the run must have had, see :func:`identify`.
-
-    Raises:
-        MisconfigurationException: if it is not a checkpoint of such a run.
-    """
-    rounds = {phase.name: phase.rounds for phase in phases}
-    content = load_checkpoint(path)
-    states: dict[str, PhaseState] = content.get("phases", {})
-    key = f"ckpt_path is '{path}'"
-    if "phases" not in content or not set(states) <= set(rounds):
-        raise MisconfigurationException(
-            f"{key}, which holds the phases {[*states]}, but the federation's phases are {[*rounds]}."
-        )
-    if path.parent.name != Path(FILE).parent.name:
-        raise MisconfigurationException(f"{key}, but must be {FILE} in the folder of the run to resume.")
-    seed, partition = identity["seed"], identity["partition"]
-    if content["seed"] != seed:
-        raise MisconfigurationException(f"{key}, a run with the seed {content['seed']}, but now it is {seed}.")
-    if content["partition"] != partition:
-        raise MisconfigurationException(
-            f"{key}, a run on other data or clients ({content['partition']}, now {partition}); leave ckpt_path out to "
-            "start a new run."
-        )
-    if any(content[name] != identity[name] for name in ("normalization", "vocabulary")):
-        raise MisconfigurationException(
-            f"{key}, a run whose images are normalized, or words numbered, in another way than now; leave ckpt_path "
-            "out to start a new run."
-        )
-    for name, state in states.items():
-        if state.round > rounds[name] or (state.finished and not state.stopped and state.round != rounds[name]):
-            raise MisconfigurationException(
-                f"{key}, where '{name}' has had {state.round} rounds, but rounds is {rounds[name]}."
-            )
-        check_kept(state.kept, state.best_kept)
-    return content
-
-
-def identify(seed: int, datamodule: FederatedDataModule) -> dict[str, Any]:
-    """The seed, partition, image normalization and vocabulary of a run, by which another run's are told apart."""
-    read = {"normalization": datamodule.normalization, "vocabulary": datamodule.vocabulary}
-    return {"seed": seed, "partition": fingerprint(datamodule), **read}
-
-
-def fingerprint(datamodule: FederatedDataModule) -> str:
-    """Identifies a partition by the number of clients and a checksum of each client's samples and labels."""
-    checksum, owned = 0, (datamodule.train_samples.indices, datamodule.test_samples.indices)
-    for tensor in (*(datamodule.y[samples] for samples in owned), *owned):
-        checksum = zlib.crc32(tensor.numpy().data, checksum)
-    return f"{datamodule.num_clients} clients, partition {checksum:08x}"
+def is_of_run(path: Path) -> bool:
+    """Whether a checkpoint is where a run writes its own."""
+    return path.parent.name == Path(FILE).parent.name and path.parent.is_dir()
 
 
 def find_checkpoint(ckpt_path: str, runs: Path) -> Path:
@@ -220,8 +248,9 @@ def find_checkpoint(ckpt_path: str, runs: Path) -> Path:
     """
     if ckpt_path != LAST:
         return Path(ckpt_path)
-    for version in sorted(run_versions(runs), reverse=True):
-        if (path := runs / f"version_{version}" / FILE).is_file():
+    for number in sorted(run_versions(runs), reverse=True):
+        path = runs / f"version_{number}" / FILE
+        if path.is_file() or path.with_name(PREVIOUS).is_file():
             return path
     raise MisconfigurationException(f"ckpt_path is '{LAST}', but no run in '{runs}' has a checkpoint.")
 

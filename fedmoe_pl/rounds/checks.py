@@ -15,6 +15,7 @@ from fedmoe_pl.rounds.accuracies import predict
 from fedmoe_pl.rounds.aggregation_step import check_aggregation, check_chain
 from fedmoe_pl.rounds.begin import check_moments
 from fedmoe_pl.rounds.cohort import cohort_size, takes_all
+from fedmoe_pl.rounds.names import is_path_below
 from fedmoe_pl.rounds.opt_in import opted_in
 from fedmoe_pl.rounds.optimizer_checks import check_optimizer, check_server_optimizer
 from fedmoe_pl.rounds.phase import Phase
@@ -89,6 +90,18 @@ def check_phases(phases: Sequence[Phase], evaluate_every_n_rounds: int) -> None:
     if monitoring and not evaluate_every_n_rounds:
         raise MisconfigurationException(
             f"Federation: evaluate_every_n_rounds is 0, but '{monitoring[0]}' has a monitor; it must be at least 1."
+        )
+
+
+def check_name(name: str) -> None:
+    """Refuses a name that is no folder below ``default_root_dir``.
+
+    Raises:
+        MisconfigurationException: if it is not.
+    """
+    if name and not is_path_below(name):
+        raise MisconfigurationException(
+            f"Federation: name is {name!r}, but must be that of a folder below default_root_dir, without '..'."
         )
 
 

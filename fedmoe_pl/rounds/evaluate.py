@@ -238,7 +238,8 @@ def _models(
     sharing: list[int] = []
     asks = overrides(training.algorithm, "client_request")  # otherwise what clients keep need not be read
     for client in clients:
-        tensors = of_module(training.algorithm.received(server, client, kept.get(client, {}) if asks else {}))
+        with one_thread():
+            tensors = of_module(training.algorithm.received(server, client, kept.get(client, {}) if asks else {}))
         if sharing and not _same_tensors(tensors, shared):
             yield shared, sharing
             sharing = []

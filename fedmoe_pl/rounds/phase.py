@@ -14,6 +14,7 @@ from fedmoe_pl.algorithms.algorithm import Algorithm, Moment
 from fedmoe_pl.models import Gate
 from fedmoe_pl.models.mixtures.mixture import Mixing
 from fedmoe_pl.rounds.evaluation import MONITORS
+from fedmoe_pl.rounds.names import is_file_name
 
 INITIAL = "initial"
 """The ``start`` of a phase that begins with the untrained model."""
@@ -112,10 +113,10 @@ class Phase:
         Raises:
             MisconfigurationException: if a value is out of range, or two contradict each other.
         """
-        if not self.name or "/" in self.name or self.name == INITIAL:
+        if not is_file_name(self.name) or self.name == INITIAL:
             raise MisconfigurationException(
-                f"{self}: name must not be empty, contain '/' or be '{INITIAL}', because files and logs are "
-                "named after it."
+                f"Phase {self.name!r}: name must be one that a file can have: printable, of at most 200 bytes, without "
+                f"'/' and other than '..' and '{INITIAL}', because files and logs are named after it."
             )
         self._check_start()
         self._check_numbers()

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import csv
+import io
 import math
-import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import chain
 from pathlib import Path
@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from fedmoe_pl.rounds.evaluation import METRICS, Evaluation, Spread
+from fedmoe_pl.rounds.writing import replacing, unwritable
 
 DESCRIPTIONS = {
     "local_test": "accuracy per class on the global test set, weighted with the client's class shares",
@@ -80,19 +81,43 @@ def write_csv(path: Path, rows: Iterable[Mapping[str, object]]) -> int:
 
     Returns:
         The number of rows.
+
+    Raises:
+        MisconfigurationException: if the file cannot be written; an old one stays.
     """
     rows = iter(rows)
     first = next(rows, {})
     count = 0
-    temporary = path.with_name(path.name + ".tmp")
-    with temporary.open("w", newline="", encoding="utf-8") as file:
+    with replacing(path) as temporary, temporary.open("w", newline="", encoding="utf-8") as file:
         writer = csv.DictWriter(file, list(first), lineterminator="\n")
         writer.writeheader()
         for row in chain([first] if first else [], rows):
-            writer.writerow({column: _field(value) for column, value in row.items()})
+            writer.writerow(_fields(row))
             count += 1
-    os.replace(temporary, path)
     return count
+
+
+def append_csv(path: Path, rows: Sequence[Mapping[str, object]]) -> None:
+    """Appends rows to a file that :func:`write_csv` wrote, all of them or none.
+
+    Args:
+        path: the file.
+        rows: rows with the file's columns, in the same order.
+
+    Raises:
+        MisconfigurationException: if the file cannot be written.
+    """
+    text = io.StringIO(newline="")
+    csv.writer(text, lineterminator="\n").writerows(_fields(row).values() for row in rows)
+    try:
+        with path.open("ab") as file:
+            file.write(text.getvalue().encode())
+    except OSError as error:
+        raise unwritable(path, error) from error
+
+
+def _fields(row: Mapping[str, object]) -> dict[str, object]:
+    return {column: _field(value) for column, value in row.items()}
 
 
 def _field(value: object) -> object:

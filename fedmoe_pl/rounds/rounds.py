@@ -33,6 +33,8 @@ def fit(run: Run) -> None:
     for phase in run.phases:
         if phase.name not in run.states or not run.states[phase.name].finished:
             run_phase(run, phase)
+    run.save()  # so that the checkpoint before the last one is of the finished run, too
+    run.store.remove_replaced()
     run.call("on_fit_end")
 
 
@@ -84,7 +86,8 @@ def run_round(
     cohort = draw_cohort(run, phase, state) if cohort is None else cohort
     log = TransferLog(run.records_transfers)
     asked, down = _asked_and_sent(algorithm, state, cohort, log)
-    operations = counter.of_round(state.server, cohort, state.kept, round) if counter else 0
+    with one_thread():
+        operations = counter.of_round(state.server, cohort, state.kept, round) if counter else 0
     combined, kept, up, sent = _train(run, phase, plan, cohort)
     state.round, state.kept, state.flops = round + 1, kept, state.flops + operations
     state.add_traffic("up", asked)
@@ -128,7 +131,8 @@ def _asked_and_sent(
     asks = overrides(algorithm, "client_request")  # otherwise what clients keep, perhaps on disk, need not be read
     for client in cohort:
         request = algorithm.client_request(client, state.kept.get(client, {})) if asks else {}
-        answer = algorithm.server_send(state.server, client, request)
+        with one_thread():
+            answer = algorithm.server_send(state.server, client, request)
         asked += Traffic.of(request)
         sent += Traffic.of(answer)
         log.add("requests", client, request)
@@ -156,7 +160,8 @@ def _train(
         state.add_traffic("down", Traffic.of(added))
         sent += transfers("down", client, added) if plan.training.record_transfers else []
     for group in plan.train({**state.server, **added}, cohort, state.kept, round) if cohort else ():
-        combined = group.update if combined is None else combine(combined, group.update)
+        with one_thread():
+            combined = group.update if combined is None else combine(combined, group.update)
         written.update(run.store.write(phase.name, round + 1, group.kept))
         up += group.sent
         sent += group.transfers
@@ -172,7 +177,8 @@ def _update_server(run: Run, phase: Phase, module: LightningModule, combined: Up
     if phase.aggregation is not None:
         combined = aggregated(run, phase, combined)
     assert combined is not None, "only cohorts of an aggregation may be empty"
-    new = phase.algorithm.server_update(state.server, combined)
+    with one_thread():  # a sum or a decomposition with several threads may have other bits
+        new = phase.algorithm.server_update(state.server, combined)
     if phase.server_optimizer is not None:
         old, optimizer = state.server, state.server_optimizer
         new, state.server_optimizer = server_step(phase.server_optimizer, module, old, new, optimizer)

@@ -16,7 +16,7 @@ from fedmoe_pl.algorithms.algorithm import Moment
 from fedmoe_pl.backends import Backend, LocalTraining, Plan, Transfer, one_thread
 from fedmoe_pl.data import FederatedDataModule
 from fedmoe_pl.rounds.begin import begin_phase, phase_module, sized
-from fedmoe_pl.rounds.checkpoint import FILE, save_checkpoint
+from fedmoe_pl.rounds.checkpoint import FILE, CheckpointWriter
 from fedmoe_pl.rounds.cohort import evaluated_clients
 from fedmoe_pl.rounds.evaluate import client_predictor, evaluate_clients, evaluated_model, personal_tensors
 from fedmoe_pl.rounds.evaluation import Evaluation
@@ -81,7 +81,8 @@ class Run:
             ``initial``.
         datamodule: the data and the clients that hold them; already set up.
         training_data: the same, with the samples on the device that clients train on.
-        identity: the run's seed and data (``checkpoint.identify``).
+        identity: the run's seed and data (``resume.identify``).
+        configuration: what the result depends on (``configuration.configuration``).
         folder: the run's folder, ``default_root_dir/name/version_N``.
         loggers: the run's loggers.
         store: holds the tensors that clients keep between rounds.
@@ -89,6 +90,7 @@ class Run:
         plans: how the clients of each phase are trained, by phase name, until the phase begins.
         states: the state of each phase that has begun, by name.
         rows: the rows of ``rounds.csv``.
+        writer: writes the checkpoints.
     """
 
     phases: Sequence[Phase]
@@ -105,6 +107,7 @@ class Run:
     datamodule: FederatedDataModule
     training_data: FederatedDataModule
     identity: dict[str, Any]
+    configuration: dict[str, str]
     folder: Path
     loggers: list[Logger] = field(default_factory=list)
     store: Store = field(default_factory=MemoryStore)
@@ -112,6 +115,7 @@ class Run:
     plans: dict[str, Plan] = field(default_factory=dict)
     states: dict[str, PhaseState] = field(default_factory=dict)
     rows: list[dict[str, Any]] = field(default_factory=list)
+    writer: CheckpointWriter = field(default_factory=CheckpointWriter)
     evaluation_clients: int | None = None
 
     @cached_property
@@ -303,4 +307,5 @@ class Run:
     def save(self) -> None:
         """Writes the checkpoint, unless checkpoints are disabled."""
         if self.enable_checkpointing:
-            save_checkpoint(self.folder / FILE, self.initial, self.states, self.rows, self.identity)
+            of_run = {**self.identity, "configuration": self.configuration}
+            self.writer.write(self.folder / FILE, self.initial, self.states, self.rows, **of_run)

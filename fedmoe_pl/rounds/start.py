@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +15,11 @@ from lightning.pytorch.utilities import rank_zero_info
 
 from fedmoe_pl.backends import Backend, PoolBackend, WorkersBackend, data_on
 from fedmoe_pl.data import FederatedDataModule
-from fedmoe_pl.rounds.checkpoint import KEPT, next_folder
+from fedmoe_pl.rounds.checkpoint import FILE, KEPT, PREVIOUS, copy_checkpoint, next_folder
+from fedmoe_pl.rounds.lock import locked
 from fedmoe_pl.rounds.run import Run
 from fedmoe_pl.rounds.store import DiskStore, MemoryStore
+from fedmoe_pl.rounds.writing import replacing
 
 
 def with_workers(backend: Backend, trainer: dict[str, Any], devices: Sequence[torch.device]) -> Backend:
@@ -75,24 +78,42 @@ def plan_phases(run: Run) -> None:
         rank_zero_info("backend: " + "; ".join(sentences))
 
 
-def open_run(run: Run, runs: Path | None, store: str, logger: bool | Logger | list[Logger]) -> None:
-    """Makes the run's folder, its store and its loggers.
+@contextmanager
+def new_folder(run: Run, runs: Path) -> Iterator[None]:
+    """Makes the run's folder, and locks it.
 
     Args:
         run: the run.
-        runs: the folder in which to make the run's own; None for a resumed run, which has one.
-        store: ``memory`` or ``disk``.
-        logger: True for TensorBoard, False for none, or any loggers.
+        runs: the folder in which to make the run's own.
 
     Raises:
         MisconfigurationException: if the folder cannot be made.
     """
-    if runs is not None:
-        run.folder = next_folder(runs)
-        _make_folder(run.folder)
-        if run.hparams:
-            (run.folder / "config.yaml").write_text(yaml.safe_dump(run.hparams, sort_keys=False))
+    run.folder = _make_folder(runs)
+    if run.enable_checkpointing:
+        (run.folder / FILE).parent.mkdir()
+    with locked(run.folder / FILE):
+        yield
+
+
+def open_run(run: Run, ckpt_path: Path | None, store: str, logger: bool | Logger | list[Logger]) -> None:
+    """Writes the run's configuration and first checkpoint, and makes its store and its loggers.
+
+    Args:
+        run: the run; it has a folder.
+        ckpt_path: the checkpoint with which a resumed run goes on; None for a new run.
+        store: ``memory`` or ``disk``.
+        logger: True for TensorBoard, False for none, or any loggers.
+
+    Raises:
+        MisconfigurationException: if a file cannot be written.
+    """
+    if run.hparams:
+        _write_configuration(run)
+    if ckpt_path is None:
         run.save()
+    elif ckpt_path.name == PREVIOUS:
+        copy_checkpoint(ckpt_path, run.folder / FILE)  # the next one replaces this one, and not a damaged one
     run.store = MemoryStore() if store == "memory" else DiskStore(run.folder / KEPT, run.datamodule.num_clients)
     for name, state in run.states.items():
         if not state.finished:  # a resumed run may have had the other store
@@ -102,13 +123,27 @@ def open_run(run: Run, runs: Path | None, store: str, logger: bool | Logger | li
     run.loggers = _loggers(run, logger)
 
 
-def _make_folder(folder: Path) -> None:
-    try:
-        folder.mkdir(parents=True)
-    except OSError as error:
-        raise MisconfigurationException(
-            f"Federation: default_root_dir must be a folder in which '{folder}' can be made ({error.strerror})."
-        ) from error
+def _make_folder(runs: Path) -> Path:
+    while True:
+        folder = next_folder(runs)
+        try:
+            folder.mkdir(parents=True)
+        except FileExistsError:  # of a run that began at the same time
+            continue
+        except OSError as error:
+            raise MisconfigurationException(
+                f"Federation: default_root_dir must be a folder in which '{folder}' can be made ({error.strerror})."
+            ) from error
+        return folder
+
+
+def _write_configuration(run: Run) -> None:
+    """Writes ``config.yaml``; that of a run which goes on with another one is kept under the number of its rounds."""
+    path, text = run.folder / "config.yaml", yaml.safe_dump(run.hparams, sort_keys=False)
+    if path.is_file() and path.read_text() != text:
+        path.replace(path.with_name(f"config_until_round_{run.step}.yaml"))
+    with replacing(path) as temporary:
+        temporary.write_text(text)
 
 
 def _loggers(run: Run, logger: bool | Logger | list[Logger]) -> list[Logger]:

@@ -152,9 +152,10 @@ def _find_start(phase: Phase, earlier: Sequence[Phase], starts: Mapping[str, Sta
         return phase.start
     followed = [other.name for other in earlier if phase.algorithm.follows(other.algorithm)]
     if not followed and type(phase.algorithm).follows is not Algorithm.follows:
+        needed = phase.algorithm.missing_start([]) or "one"
         raise MisconfigurationException(
-            f"{phase}: {type(phase.algorithm).__name__} starts from an earlier phase, but "
-            f"none of [{', '.join(names)}] fits; add one before it or name one with `start`."
+            f"{phase}: {type(phase.algorithm).__name__} starts from an earlier phase, but none of [{', '.join(names)}] "
+            f"fits; add {needed} before it or name one with `start`."
         )
     return followed[-1] if followed else INITIAL
 

@@ -2,119 +2,15 @@
 
 from __future__ import annotations
 
-import os
-import pickle
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
-from lightning.fabric.utilities.exceptions import MisconfigurationException
-from torch import Tensor
 
+from fedmoe_pl.rounds.kept import KeptOnDisk, file_names, write_kept
 from fedmoe_pl.trees import Tree
-
-
-class KeptOnDisk(Mapping[int, Tree]):
-    """The tensors that clients keep, by client; every access reads the client's file.
-
-    The mapping and its files never change. A round makes a new mapping (``DiskStore.updated``), so that the best round
-    and later phases can share the old one.
-
-    Args:
-        folder: holds the file ``<phase>/<client>_<round>.pt`` for every tree that a client kept.
-        phases: the phases whose files are used, each with the names of the tensors to use; None for all.
-        versions: index of the phase, and the round, counted from 1, of each client's file, shape (num_clients, 2); the
-            round is -1 for a client that keeps nothing.
-    """
-
-    def __init__(self, folder: Path, phases: Sequence[tuple[str, list[str] | None]], versions: Tensor) -> None:
-        self.folder = folder
-        self.phases = phases
-        self.versions = versions
-
-    def __getitem__(self, client: int) -> Tree:
-        path = self.path(client)
-        if path is None:
-            raise KeyError(client)
-        names = self.phases[int(self.versions[client, 0])][1]
-        tree = _read(path, client)
-        return tree if names is None else {name: tree[name] for name in names if name in tree}
-
-    def __contains__(self, client: object) -> bool:
-        return isinstance(client, int) and self.path(client) is not None
-
-    def __iter__(self) -> Iterator[int]:
-        return iter((self.versions[:, 1] >= 0).nonzero().flatten().tolist())
-
-    def __len__(self) -> int:
-        return int((self.versions[:, 1] >= 0).sum())
-
-    def path(self, client: int) -> Path | None:
-        """The file of the tensors that a client keeps; None if it keeps nothing."""
-        if not 0 <= client < len(self.versions):
-            return None
-        phase, round = self.versions[client].tolist()
-        return self.folder / self.phases[phase][0] / _name(client, round) if round >= 0 else None
-
-    def only(self, names: Collection[str]) -> KeptOnDisk:
-        """The same files, restricted to these tensors."""
-        phases = [(phase, [name for name in names if shown is None or name in shown]) for phase, shown in self.phases]
-        return KeptOnDisk(self.folder, phases, self.versions)
-
-
-def check_kept(*mappings: Mapping[int, Tree]) -> None:
-    """Checks that all files are there, without reading them.
-
-    Args:
-        mappings: the tensors that clients keep, in memory or on disk.
-
-    Raises:
-        MisconfigurationException: if a file is missing; the message names the first one.
-    """
-    for kept in mappings:
-        if isinstance(kept, KeptOnDisk):
-            file_names = [_names(kept.folder / phase) for phase, _ in kept.phases]
-            for client, (phase, round) in enumerate(kept.versions.tolist()):
-                if round >= 0 and _name(client, round) not in file_names[phase]:
-                    raise _unreadable(kept.folder / kept.phases[phase][0] / _name(client, round), client)
-
-
-def only(kept: Mapping[int, Tree], names: Collection[str]) -> Mapping[int, Tree]:
-    """The tensors with these names that clients keep."""
-    if isinstance(kept, KeptOnDisk):
-        return kept.only(names)
-    return {client: {name: tree[name] for name in names if name in tree} for client, tree in kept.items()}
-
-
-class Joined(Mapping[int, Tree]):
-    """The tensors that clients kept in several phases, with different names in each; read when they are accessed.
-
-    Args:
-        mappings: the tensors of each phase, by client.
-    """
-
-    def __init__(self, mappings: Sequence[Mapping[int, Tree]]) -> None:
-        self.mappings = mappings
-
-    def __getitem__(self, client: int) -> Tree:
-        trees = [kept[client] for kept in self.mappings if client in kept]
-        if not trees:
-            raise KeyError(client)
-        return {name: tensor for tree in trees for name, tensor in tree.items()}
-
-    def __iter__(self) -> Iterator[int]:
-        return iter(sorted({client for kept in self.mappings for client in kept}))
-
-    def __len__(self) -> int:
-        return sum(1 for _ in self)
-
-
-def joined(mappings: Sequence[Mapping[int, Tree]]) -> Mapping[int, Tree]:
-    """The tensors that clients kept in several phases, with different names in each; a single mapping stays itself."""
-    filled = [kept for kept in mappings if len(kept)]
-    return filled[0] if len(filled) == 1 else Joined(filled)
 
 
 class Store(ABC):
@@ -155,15 +51,15 @@ class Store(ABC):
 
     @abstractmethod
     def remove_replaced(self, *needed: Mapping[int, Tree]) -> None:
-        """Frees the replaced tensors of earlier rounds, once no checkpoint refers to them.
+        """Frees the replaced tensors of earlier rounds; called after every checkpoint.
 
         Args:
-            needed: the tensors that the phase still needs.
+            needed: the tensors that the checkpoint refers to, unless they belong to a finished phase.
         """
 
     @abstractmethod
     def remove_rest(self, phase: str, kept: Mapping[int, Tree]) -> None:
-        """Frees everything of a finished phase except its result, once no checkpoint refers to it.
+        """Frees everything of a finished phase except its result; called after the checkpoint of this result.
 
         Args:
             phase: name of the phase.
@@ -197,7 +93,7 @@ class DiskStore(Store):
     """Writes a file per client, so that memory and checkpoints do not grow with the tensors that clients keep.
 
     Every round writes new files, each complete or not at all. Whenever the process is killed, the checkpoint on disk
-    refers to the right files.
+    refers to the right files, and so does the one before it: files that only this one needs go a checkpoint later.
 
     Args:
         folder: the folder to write to; made when it is needed.
@@ -208,6 +104,7 @@ class DiskStore(Store):
         self.folder = folder
         self.num_clients = num_clients
         self._replaced: list[tuple[int, Path]] = []
+        self._previous: list[KeptOnDisk] = []  # what the checkpoint before the next one refers to
 
     def write(self, phase: str, round: int, trees: Mapping[int, Tree]) -> dict[int, int]:
         """Writes the files; returns the round of each client's file, -1 if the client keeps nothing."""
@@ -215,12 +112,7 @@ class DiskStore(Store):
         for client, tree in trees.items():
             written[client] = round if tree else -1
             if tree:
-                path = self.folder / phase / _name(client, round)
-                path.parent.mkdir(parents=True, exist_ok=True)
-                temporary = path.with_suffix(".tmp")
-                # clones, because a view would be written with the whole tensor that it belongs to
-                torch.save({name: tensor.clone() for name, tensor in tree.items()}, temporary)
-                os.replace(temporary, path)
+                write_kept(self.folder, phase, client, round, tree)
         return written
 
     def updated(self, phase: str, kept: Mapping[int, Tree], written: Mapping[int, int]) -> KeptOnDisk:
@@ -242,46 +134,28 @@ class DiskStore(Store):
                 phase, KeptOnDisk(self.folder, [(phase, None)], nothing), self.write(phase, round, kept)
             )
         phases = kept.phases if kept.phases[-1] == (phase, None) else [*kept.phases, (phase, None)]
-        return KeptOnDisk(self.folder, phases, kept.versions)
+        adopted = KeptOnDisk(self.folder, phases, kept.versions)
+        self._previous.append(adopted)
+        return adopted
 
     def remove_replaced(self, *needed: Mapping[int, Tree]) -> None:
-        """Removes the files that were replaced in this phase and that none of ``needed`` refers to."""
+        """Removes the replaced files that neither this checkpoint nor the one before it refers to."""
         on_disk = [kept for kept in needed if isinstance(kept, KeptOnDisk)]
         still_needed = []
         for client, path in self._replaced:
-            if any(kept.path(client) == path for kept in on_disk):
+            if any(kept.path(client) == path for kept in (*on_disk, *self._previous)):
                 still_needed.append((client, path))
             else:
                 path.unlink(missing_ok=True)
-        self._replaced = still_needed
+        self._replaced, self._previous = still_needed, on_disk
 
     def remove_rest(self, phase: str, kept: Mapping[int, Tree]) -> None:
-        """Removes all files of the phase that ``kept`` does not refer to, including those left by a kill."""
+        """Removes all files of the phase that neither checkpoint refers to, including those left by a kill."""
         assert isinstance(kept, KeptOnDisk), "the phase began with `adopt`"
-        last = len(kept.phases) - 1
-        needed = {_name(client, round) for client, (index, round) in enumerate(kept.versions.tolist()) if index == last}
-        for name in _names(self.folder / phase) - needed:
+        needed = {path.name for path in kept.files(phase).values()}
+        before = {path.name: (client, path) for other in self._previous for client, path in other.files(phase).items()}
+        for name in file_names(self.folder / phase) - needed - before.keys():
             (self.folder / phase / name).unlink()
-        self._replaced = []
-
-
-def _name(client: int, round: int) -> str:
-    return f"{client}_{round}.pt"
-
-
-def _names(folder: Path) -> set[str]:
-    return set(os.listdir(folder)) if folder.is_dir() else set()
-
-
-def _read(path: Path, client: int) -> Tree:
-    try:
-        return torch.load(path, weights_only=True, map_location="cpu")
-    except (pickle.UnpicklingError, RuntimeError, OSError, EOFError, ValueError) as error:
-        raise _unreadable(path, client) from error
-
-
-def _unreadable(path: Path, client: int) -> MisconfigurationException:
-    return MisconfigurationException(
-        f"Federation: store is 'disk', but '{path}', which holds what client {client} keeps, is missing or damaged; it "
-        "must be as the run wrote it."
-    )
+        of_other_phases = [(client, path) for client, path in self._replaced if path.parent.name != phase]
+        self._replaced = [*of_other_phases, *(item for name, item in before.items() if name not in needed)]
+        self._previous = []  # the checkpoint of the result is the next one's previous one

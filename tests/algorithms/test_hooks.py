@@ -12,7 +12,7 @@ from torch import nn
 
 from fedmoe_pl import Phase
 from fedmoe_pl.algorithms import FedAvg, Local
-from fedmoe_pl.backends import TrainerBackend
+from fedmoe_pl.backends import StackedBackend, TrainerBackend
 from fedmoe_pl.models import FeatureGate, GlobalOnly
 
 
@@ -208,3 +208,24 @@ def test_clients_predict_in_the_algorithm_s_way_where_it_has_one(tmp_path, feder
         rows = [row for row in csv.DictReader(file) if row["client"] == "2"]
     assert [int(row["prediction"]) for row in rows] == nearest(data.test_samples[2]).tolist()
     assert {row["gate_weight"] for row in rows} == {""}
+
+
+@pytest.mark.parametrize("backend", [TrainerBackend(), StackedBackend(clients_per_stack=2)])
+def test_what_the_server_computes_does_not_depend_on_the_number_of_threads(tmp_path, backend):
+    class Counted(FedAvg):
+        def combine(self, a, b):
+            threads.append(torch.get_num_threads())
+            return super().combine(a, b)
+
+        def server_update(self, server, combined):
+            threads.append(torch.get_num_threads())
+            return super().server_update(server, combined)
+
+    threads: list[int] = []
+    torch.set_num_threads(2)
+    try:
+        run([Phase("it", Counted(), rounds=2)], mixture(FeatureGate(6)), blobs(), tmp_path, backend=backend)
+        assert torch.get_num_threads() == 2
+    finally:
+        torch.set_num_threads(1)
+    assert len(threads) >= 4 and {*threads} == {1}

@@ -202,7 +202,7 @@ def test_a_result_without_the_models_that_clients_trained_is_not_evaluated_after
     )
     with pytest.raises(MisconfigurationException, match=refused):
         federation(tmp_path / "given", [it(ckpt_path=paths["aggregation"], **BOTH)]).fit(model(), data())
-    with pytest.raises(MisconfigurationException, match=refused):
+    with pytest.warns(match="evaluate_after was null"), pytest.raises(MisconfigurationException, match=refused):
         federation(tmp_path / "aggregation", [it(**BOTH)]).test(model(), data())
     given = federation(tmp_path / "given", [it(ckpt_path=paths["both"], **BOTH)]).fit(model(), data())
     for name, result in results["both"].items():

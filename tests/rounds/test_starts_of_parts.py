@@ -14,8 +14,8 @@ from fedmoe_pl.backends import AutoBackend
 from fedmoe_pl.cli import main
 from fedmoe_pl.models import GlobalOnly, LinearGate, LocalOnly
 from fedmoe_pl.rounds.checkpoint import load_checkpoint
+from fedmoe_pl.rounds.kept import KeptOnDisk
 from fedmoe_pl.rounds.starts import find_starts
-from fedmoe_pl.rounds.store import KeptOnDisk
 
 BOTH = {"global_expert": "FedAvg", "local_expert": "FedPer"}
 

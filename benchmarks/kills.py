@@ -1,0 +1,210 @@
+"""Kills a run again and again, continues it, and compares the result bit for bit with that of a run left alone.
+
+    python benchmarks/kills.py --kills 100 --workers 2
+
+SIGKILL ends the run and its workers when they have used a random amount of CPU time since their start-up. A run that is
+left to its end is compared, and the next one begins. Runs are forked from this process, and workers from them, so that
+a start takes a tenth of a second; ``--spawn`` starts workers as interpreters of their own, as they are in other runs.
+"lost" counts the rounds that had been completed at a kill and were trained again: 1 if the kill came between the end of
+a round's training and its checkpoint.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import random
+import signal
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from loky.backend.context import set_start_method
+
+from fedmoe_pl import Federation, PersonalizedMoE, Phase
+from fedmoe_pl.algorithms import FedAvg, PersonalizedExpert, PFLMoE
+from fedmoe_pl.callbacks import FederationCallback
+from fedmoe_pl.data import Digits, Dirichlet
+from fedmoe_pl.models import ConstantGate, FeatureGate, SmallMLP
+from fedmoe_pl.rounds.checkpoint import load_checkpoint
+from fedmoe_pl.rounds.run import Run
+
+NAME = "killed"
+CHECKPOINT = "checkpoints/last.ckpt"
+
+
+class Rounds(FederationCallback):
+    """Writes a line into a file as each round begins and as its training ends.
+
+    Args:
+        path: the file.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def on_round_start(self, run: Run, phase: Phase, round: int) -> None:
+        """Notes the number of completed rounds of all phases."""
+        with self.path.open("a") as file:
+            file.write(f"{run.step}\n")
+
+    def on_evaluation_end(self, run: Run, phase: Phase, evaluation: Any) -> None:
+        """Notes that the round is complete, except for its checkpoint."""
+        self.on_round_start(run, phase, 0)
+
+
+def train(folder: Path, store: Any, workers: int) -> None:
+    """Begins the run in a folder, or continues it."""
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    mixed = {"gate": ConstantGate(0.5), "clients_per_round": 4}
+    phases = [
+        Phase("FedPer", FedAvg("global_expert.*"), rounds=25, monitor="global_test", **mixed),
+        Phase("PFL-FB", PersonalizedExpert("local_expert.classifier.*", gate_fraction=0.25), gate=ConstantGate(0.0)),
+        Phase("PFL-MF", PFLMoE(), gate=FeatureGate(), max_epochs=3),
+    ]
+    federation = Federation(
+        phases,
+        {"max_epochs": 2, "accelerator": "cpu", "devices": workers},
+        callbacks=[Rounds(folder / "rounds")],
+        logger=False,
+        default_root_dir=str(folder),
+        name=NAME,
+        enable_progress_bar=False,
+        store=store,
+    )
+    begun = any(folder.rglob("*.ckpt"))
+    model = PersonalizedMoE(SmallMLP(hidden_features=16), optimizer=partial(torch.optim.SGD, lr=0.1, momentum=0.5))
+    federation.fit(model, Digits(num_clients=8, partitioner=Dirichlet(0.5)), "last" if begun else None)
+
+
+def forked(function: Callable[..., None], *arguments: Any) -> int:
+    """Runs a function in a process and a session of its own; returns its id."""
+    process = os.fork()
+    if process:
+        return process
+    os.setsid()
+    output = os.open(os.environ.get("KILLS_LOG", os.devnull), os.O_WRONLY | os.O_APPEND | os.O_CREAT)
+    os.dup2(output, 1)
+    os.dup2(output, 2)
+    status = 1
+    try:
+        function(*arguments)
+        status = 0
+    except BaseException as error:
+        print(repr(error), flush=True)
+    os._exit(status)
+
+
+def cpu_seconds(session: int) -> float:
+    """CPU time of all living processes of a session."""
+    ticks = 0
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            fields = path.read_text().rsplit(")", 1)[1].split()
+        except OSError:  # it has ended
+            continue
+        if int(fields[3]) == session:
+            ticks += int(fields[11]) + int(fields[12])
+    return ticks / os.sysconf("SC_CLK_TCK")
+
+
+def end(session: int) -> None:
+    """Kills the processes of a session, and waits for the first of them."""
+    os.killpg(session, signal.SIGKILL)
+    os.waitpid(session, 0)
+
+
+def noted(folder: Path) -> list[int]:
+    """The numbers in the file of ``Rounds``."""
+    path = folder / "rounds"
+    return [int(line) for line in path.read_text().split()] if path.is_file() else []
+
+
+def killed_at(process: int, folder: Path, seconds: float) -> bool:
+    """Kills a run when it has used this much CPU time since its first round began; False if it ended before."""
+    before, start = len(noted(folder)), 0.0
+    while True:
+        if os.waitpid(process, os.WNOHANG)[0]:
+            return False
+        if not start and len(noted(folder)) > before:
+            start = cpu_seconds(process)
+        if start and cpu_seconds(process) - start >= seconds:
+            end(process)
+            return True
+        time.sleep(0.002)
+
+
+def content(folder: Path) -> dict[str, Any]:
+    """Everything that a run has come to, with what clients keep read from disk."""
+    path = folder / NAME / "version_0"
+    checkpoint = load_checkpoint(path / CHECKPOINT)
+    states = {}
+    for name, state in checkpoint["phases"].items():
+        states[name] = {**vars(state), "kept": dict(state.kept), "best_kept": dict(state.best_kept)}
+    files = {name: (path / name).read_bytes() for name in ("rounds.csv", "clients.csv", "summary.csv")}
+    return {**checkpoint, "phases": states, **files}
+
+
+def same(one: Any, other: Any) -> bool:
+    """Whether two trees are equal to the last bit."""
+    if isinstance(one, torch.Tensor):
+        return torch.equal(one.view(torch.uint8), other.view(torch.uint8)) if one.ndim else torch.equal(one, other)
+    if isinstance(one, dict):
+        return one.keys() == other.keys() and all(same(value, other[key]) for key, value in one.items())
+    if isinstance(one, list):
+        return len(one) == len(other) and all(map(same, one, other))
+    if hasattr(one, "__dataclass_fields__"):
+        return same(vars(one), vars(other))
+    return one == other or (one != one and other != other)
+
+
+def measure(store: str, workers: int, kills: int, rng: random.Random, folder: Path) -> None:
+    """Kill until there have been so many kills, and the last run has ended; print a line."""
+    expected, done, runs, lost = folder / "whole", 0, 0, 0
+    expected.mkdir()
+    process = forked(train, expected, "memory", 1)
+    if os.waitpid(process, 0)[1]:
+        sys.exit("the run fails without kills, too: set KILLS_LOG to see how")
+    whole, differing, failed = content(expected), 0, 0
+    while done < kills:
+        path = folder / f"run_{runs}"
+        path.mkdir()
+        runs += 1
+        while True:
+            before = noted(path)
+            process = forked(train, path, store, workers)
+            if not killed_at(process, path, rng.uniform(0, 1.5) if done < kills else 1e9):
+                failed += not (path / NAME / "version_0/summary.csv").is_file()
+                break
+            done += 1
+            after = noted(path)[len(before) :]
+            if before and after:
+                lost = max(lost, max(before) - after[0])
+        differing += not same(content(path), whole)
+    print(f"{store:>8}{workers:>9}{done:>7}{runs:>6}{differing + failed:>11}{lost:>6}", flush=True)
+
+
+def main() -> None:
+    """Measure each store."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--kills", type=int, default=100, help="of each store")
+    parser.add_argument("--workers", type=int, default=2)
+    parser.add_argument("--stores", nargs="+", default=["memory", "disk"])
+    parser.add_argument("--spawn", action="store_true")
+    options = parser.parse_args()
+    if not options.spawn:
+        set_start_method("fork")
+    print("   store  workers  kills  runs  differing  lost", flush=True)
+    for store in options.stores:
+        with tempfile.TemporaryDirectory() as folder:
+            measure(store, options.workers, options.kills, random.Random(0), Path(folder))
+
+
+if __name__ == "__main__":
+    main()

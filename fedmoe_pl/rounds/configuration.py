@@ -1,0 +1,199 @@
+"""The configuration of a run in its checkpoint, and what has changed when the run is continued.
+
+A run from the command line has its resolved configuration. From Python, it is read from the arguments with which its
+objects were made: an object's attribute of the same name. Both are stored as text without what has no influence on the
+result, such as the logger.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import json
+import math
+import re
+import zlib
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence, Set
+from enum import Enum
+from pathlib import PurePath
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from lightning.pytorch import LightningModule
+from torch import Tensor, nn
+
+from fedmoe_pl.data import FederatedDataModule
+
+_HARMLESS = re.compile(
+    r"seed_everything|seed|"  # compared by itself
+    r"(federation\.)?(name|logger|callbacks|default_root_dir|enable_checkpointing|enable_progress_bar|store|backend)|"
+    r"(.+\.)?trainer\.(accelerator|devices|num_nodes|strategy|logger|default_root_dir|enable_checkpointing|"
+    r"enable_progress_bar|enable_model_summary|log_every_n_steps|num_sanity_val_steps|profiler|detect_anomaly)|"
+    # the samples themselves are compared
+    r"data(module)?\.(init_args\.)?(.+\.)?(root|download|path|train_dir|test_dir)"
+)
+_MISSING = "not set"
+_LONGEST = 60  # characters of a value in a message
+_LARGEST = 10**6  # elements of an array
+_DEEPEST = 8  # an object in an object ...; deeper ones may lead back
+
+
+class Change(NamedTuple):
+    """An argument that is not as it was: its key, and both values as text."""
+
+    key: str
+    old: str
+    new: str
+
+    def __str__(self) -> str:
+        return f"{self.key} was {self.old}, now {self.new}"
+
+
+def configuration(federation: Any, model: LightningModule, datamodule: FederatedDataModule) -> dict[str, str]:
+    """The configuration of a run, to be stored in its checkpoint.
+
+    Args:
+        federation: the ``Federation``.
+        model: its initial model.
+        datamodule: the data and the clients that hold them; already set up.
+
+    Returns:
+        Texts in JSON: ``hparams``, which is empty without a command line, and ``objects``.
+    """
+    objects = {**_arguments(federation), "model": _described(model), "datamodule": _described(datamodule)}
+    texts = {"hparams": federation.hparams, "objects": objects}
+    return {name: json.dumps(_relevant(tree), default=str) if tree else "" for name, tree in texts.items()}
+
+
+def changes(old: Mapping[str, str], new: Mapping[str, str], begun: Collection[str]) -> list[Change]:
+    """What has changed between two configurations, except what has no influence on the rounds that were run.
+
+    A phase that had not begun may change, and so may the number of rounds.
+
+    Args:
+        old: the configuration of the checkpoint.
+        new: that of now.
+        begun: names of the phases that have begun, in order.
+    """
+    kind = "hparams" if old["hparams"] and new["hparams"] else "objects"
+    before, after = (json.loads(texts[kind]) for texts in (old, new))
+    of_federation, prefix = ("federation", "federation.phases") if kind == "hparams" else (None, "phases")
+    phases = [(tree[of_federation] if of_federation else tree).pop("phases", []) for tree in (before, after)]
+    were, are = ({phase["name"]: phase for phase in of_run} for of_run in phases)
+    found: list[Change] = []
+    if [*are][: len(begun)] != [*begun]:
+        found.append(Change(prefix, _text([*begun]), _text([*are])))
+    for name in begun:
+        if name in are:
+            key = f"{prefix}[{[*are].index(name)}]"
+            was, now = ({**of_run[name], "rounds": None} for of_run in (were, are))
+            found += _differences(was, now, key)
+    return [*found, *_differences(before, after)]
+
+
+def is_listed(key: str, listed: Collection[str]) -> bool:
+    """Whether a key, or one that it is below, is in the list.
+
+    Example:
+        >>> [is_listed("model.optimizer.lr", [key]) for key in ("model", "model.optimizer.lr", "model.opt")]
+        [True, True, False]
+    """
+    return any(key == other or key.startswith((f"{other}.", f"{other}[")) for other in listed)
+
+
+def _differences(old: Any, new: Any, key: str = "") -> Iterator[Change]:
+    if isinstance(old, dict) and isinstance(new, dict) and old.get("class_path") == new.get("class_path"):
+        for name in dict.fromkeys((*old, *new)):
+            yield from _differences(old.get(name, _MISSING), new.get(name, _MISSING), _child(key, name))
+    elif isinstance(old, list) and isinstance(new, list) and len(old) == len(new):
+        for index, (one, other) in enumerate(zip(old, new, strict=True)):
+            yield from _differences(one, other, f"{key}[{index}]")
+    elif old != new:
+        yield Change(key, _text(old), _text(new))
+
+
+def _child(key: str, name: str) -> str:
+    return f"{key}.{name}" if key else name
+
+
+def _text(value: Any) -> str:
+    if isinstance(value, dict) and "class_path" in value:
+        return str(value["class_path"]).rsplit(".", 1)[-1]
+    text = value if isinstance(value, str) else json.dumps(value)
+    return text if len(text) <= _LONGEST else f"{text[:_LONGEST]} ..."
+
+
+def _relevant(tree: Any, key: str = "") -> Any:
+    """The tree without keys that have no influence on the result."""
+    if isinstance(tree, list):
+        return [_relevant(item, f"{key}[{index}]") for index, item in enumerate(tree)]
+    if not isinstance(tree, Mapping):
+        return tree
+    children = {name: _child(key, name) for name in tree}
+    return {name: _relevant(tree[name], child) for name, child in children.items() if not _HARMLESS.fullmatch(child)}
+
+
+def _described(value: Any, name: str = "", depth: int = 0) -> Any:
+    """What a value is, in plain values that are the same in every process."""
+    if value is None or isinstance(value, bool | int | str):
+        return value
+    if isinstance(value, float):
+        return value if math.isfinite(value) else str(value)
+    if depth > _DEEPEST:
+        return _class_path(type(value))
+    if isinstance(value, Mapping):
+        return {str(key): _described(item, str(key), depth + 1) for key, item in value.items()}
+    if isinstance(value, Sequence | Set):
+        items = [_described(item, "", depth + 1) for item in value]
+        return sorted(items, key=repr) if isinstance(value, Set) else items
+    if isinstance(value, Tensor | np.ndarray):
+        return _checksum(value)
+    if name in ("optimizer", "server_optimizer") and callable(value):
+        return _optimizer(value, depth)
+    if isinstance(value, functools.partial):
+        return {"class_path": _class_path(value.func), **_described(value.keywords, "", depth)}
+    if inspect.isroutine(value) or isinstance(value, type):
+        return _class_path(value)
+    if isinstance(value, Enum | PurePath | torch.dtype | torch.device):
+        return str(value)
+    return {"class_path": _class_path(type(value)), **_arguments(value, depth)}
+
+
+def _arguments(value: object, depth: int = 0) -> dict[str, Any]:
+    """The arguments that an object was made with, as far as it has attributes of their names; a module's parts too."""
+    parameters = [
+        name
+        for base in reversed(type(value).__mro__[:-1])
+        if inspect.isfunction(vars(base).get("__init__"))
+        for name, parameter in inspect.signature(vars(base)["__init__"]).parameters.items()
+        if parameter.kind in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY) and name != "self"
+    ]
+    known = dict(value.hparams) if isinstance(value, LightningModule) else {}
+    buffers = dict(value.named_buffers(recurse=False)) if isinstance(value, nn.Module) else {}
+    known |= buffers | getattr(value, "__dict__", {})
+    parts = dict(value.named_children()) if isinstance(value, nn.Module) else {}
+    found = {name: known[name] for name in dict.fromkeys(parameters) if name in known and name not in parts} | parts
+    return {name: _described(item, name, depth + 1) for name, item in found.items()}
+
+
+def _optimizer(make: Callable[..., Any], depth: int) -> Any:
+    """An optimizer by its class and defaults, however it is made: by a partial, a lambda, or the command line."""
+    try:
+        optimizer = make([nn.Parameter(torch.zeros(1))])
+        return {"class_path": _class_path(type(optimizer)), **_described(optimizer.defaults, "", depth)}
+    except Exception:  # a function of the user's, which may want other parameters
+        return _class_path(make)
+
+
+def _checksum(array: Tensor | np.ndarray) -> str:
+    """Type, shape and checksum; without a checksum if it is large, as samples are, which are compared by themselves."""
+    kind = f"{array.dtype} {[*array.shape]}"
+    values = array.detach().cpu().double().numpy() if isinstance(array, Tensor) else array
+    if values.size > _LARGEST or values.dtype == object:
+        return kind
+    return f"{kind} {zlib.crc32(values.tobytes()):08x}"
+
+
+def _class_path(value: Any) -> str:
+    return f"{getattr(value, '__module__', '')}.{getattr(value, '__qualname__', type(value).__qualname__)}"

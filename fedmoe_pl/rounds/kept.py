@@ -1,0 +1,162 @@
+"""The tensors that clients keep between rounds, as mappings by client."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from lightning.fabric.utilities.exceptions import MisconfigurationException
+from torch import Tensor
+
+from fedmoe_pl.rounds.writing import DamagedFileError, load, replacing, save
+from fedmoe_pl.trees import Tree
+
+
+class KeptOnDisk(Mapping[int, Tree]):
+    """The tensors that clients keep, by client; every access reads the client's file.
+
+    The mapping and its files never change. A round makes a new mapping (``DiskStore.updated``), so that the best round
+    and later phases can share the old one.
+
+    Args:
+        folder: holds the file ``<phase>/<client>_<round>.pt`` for every tree that a client kept.
+        phases: the phases whose files are used, each with the names of the tensors to use; None for all.
+        versions: index of the phase, and the round, counted from 1, of each client's file, shape (num_clients, 2); the
+            round is -1 for a client that keeps nothing.
+    """
+
+    def __init__(self, folder: Path, phases: Sequence[tuple[str, list[str] | None]], versions: Tensor) -> None:
+        self.folder = folder
+        self.phases = phases
+        self.versions = versions
+
+    def __getitem__(self, client: int) -> Tree:
+        path = self.path(client)
+        if path is None:
+            raise KeyError(client)
+        index, round = self.versions[client].tolist()
+        phase, names = self.phases[index]
+        tree = _read(path, phase, client, round)
+        return tree if names is None else {name: tree[name] for name in names if name in tree}
+
+    def __contains__(self, client: object) -> bool:
+        return isinstance(client, int) and self.path(client) is not None
+
+    def __iter__(self) -> Iterator[int]:
+        return iter((self.versions[:, 1] >= 0).nonzero().flatten().tolist())
+
+    def __len__(self) -> int:
+        return int((self.versions[:, 1] >= 0).sum())
+
+    def path(self, client: int) -> Path | None:
+        """The file of the tensors that a client keeps; None if it keeps nothing."""
+        if not 0 <= client < len(self.versions):
+            return None
+        phase, round = self.versions[client].tolist()
+        return self.folder / self.phases[phase][0] / file_name(client, round) if round >= 0 else None
+
+    def files(self, phase: str) -> dict[int, Path]:
+        """The files of a phase that are referred to, by client."""
+        paths = {client: self.path(client) for client in self}
+        return {client: path for client, path in paths.items() if path is not None and path.parent.name == phase}
+
+    def only(self, names: Collection[str]) -> KeptOnDisk:
+        """The same files, restricted to these tensors."""
+        phases = [(phase, [name for name in names if shown is None or name in shown]) for phase, shown in self.phases]
+        return KeptOnDisk(self.folder, phases, self.versions)
+
+
+def check_kept(*mappings: Mapping[int, Tree]) -> None:
+    """Checks that all files are there, without reading them.
+
+    Args:
+        mappings: the tensors that clients keep, in memory or on disk.
+
+    Raises:
+        MisconfigurationException: if a file is missing; the message names the first one.
+    """
+    for kept in mappings:
+        if isinstance(kept, KeptOnDisk):
+            files = [file_names(kept.folder / phase) for phase, _ in kept.phases]
+            for client, (phase, round) in enumerate(kept.versions.tolist()):
+                if round >= 0 and file_name(client, round) not in files[phase]:
+                    raise _unreadable(kept.folder / kept.phases[phase][0] / file_name(client, round), client)
+
+
+def only(kept: Mapping[int, Tree], names: Collection[str]) -> Mapping[int, Tree]:
+    """The tensors with these names that clients keep."""
+    if isinstance(kept, KeptOnDisk):
+        return kept.only(names)
+    return {client: {name: tree[name] for name in names if name in tree} for client, tree in kept.items()}
+
+
+class Joined(Mapping[int, Tree]):
+    """The tensors that clients kept in several phases, with different names in each; read when they are accessed.
+
+    Args:
+        mappings: the tensors of each phase, by client.
+    """
+
+    def __init__(self, mappings: Sequence[Mapping[int, Tree]]) -> None:
+        self.mappings = mappings
+
+    def __getitem__(self, client: int) -> Tree:
+        trees = [kept[client] for kept in self.mappings if client in kept]
+        if not trees:
+            raise KeyError(client)
+        return {name: tensor for tree in trees for name, tensor in tree.items()}
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(sorted({client for kept in self.mappings for client in kept}))
+
+    def __len__(self) -> int:
+        return sum(1 for _ in self)
+
+
+def joined(mappings: Sequence[Mapping[int, Tree]]) -> Mapping[int, Tree]:
+    """The tensors that clients kept in several phases, with different names in each; a single mapping stays itself."""
+    filled = [kept for kept in mappings if len(kept)]
+    return filled[0] if len(filled) == 1 else Joined(filled)
+
+
+def file_name(client: int, round: int) -> str:
+    """The name of the file with what a client kept after a round."""
+    return f"{client}_{round}.pt"
+
+
+def file_names(folder: Path) -> set[str]:
+    """The names of all files in a folder; none if it is missing."""
+    return set(os.listdir(folder)) if folder.is_dir() else set()
+
+
+def _owner(phase: str, client: int, round: int) -> dict[str, Any]:
+    """What a file says about itself, so that no other client's or round's is taken for it."""
+    return {"phase": phase, "client": client, "round": round}
+
+
+def write_kept(folder: Path, phase: str, client: int, round: int, tree: Tree) -> None:
+    """Writes the file with what a client keeps after a round."""
+    # clones, because a view would be written with the whole tensor that it belongs to
+    tensors = {name: tensor.clone() for name, tensor in tree.items()}
+    with replacing(folder / phase / file_name(client, round)) as temporary:
+        save({**_owner(phase, client, round), "tensors": tensors}, temporary)
+
+
+def _read(path: Path, phase: str, client: int, round: int) -> Tree:
+    try:
+        content = load(path)
+    except DamagedFileError as error:
+        raise _unreadable(path, client) from error
+    owner = _owner(phase, client, round)
+    if not isinstance(content, dict) or {name: content.get(name) for name in owner} != owner:
+        raise _unreadable(path, client)
+    return content["tensors"]
+
+
+def _unreadable(path: Path, client: int) -> MisconfigurationException:
+    return MisconfigurationException(
+        f"Federation: store is 'disk', but '{path}', which holds what client {client} keeps, is missing, damaged or "
+        "another client's; it must be as the run wrote it."
+    )

@@ -1,0 +1,27 @@
+"""Names that become names of files and folders."""
+
+from __future__ import annotations
+
+_LONGEST = 200  # bytes; a file's name has at most 255, and some have a suffix
+
+
+def is_file_name(name: str) -> bool:
+    r"""Whether a file or folder can have this name, and no other place is meant by it.
+
+    Example:
+        >>> [is_file_name(name) for name in ("FedAvg", "PFL MFE", "..", "a/b", "a\0b", "a" * 300, "")]
+        [True, True, False, False, False, False, False]
+    """
+    if not name.isprintable() or name in ("", ".", "..") or name != name.strip():
+        return False
+    return not {"/", "\\"} & {*name} and len(name.encode()) <= _LONGEST
+
+
+def is_path_below(path: str) -> bool:
+    """Whether the path stays below the folder that it is relative to.
+
+    Example:
+        >>> [is_path_below(path) for path in ("quickstart", "digits/quickstart", "../x", "/tmp/x", "a//b", "")]
+        [True, True, False, False, False, False]
+    """
+    return all(is_file_name(part) for part in path.split("/"))

@@ -1,0 +1,129 @@
+"""Checks that a checkpoint can be continued: of the same data and seed, with the same configuration."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Collection, Sequence
+from pathlib import Path
+from typing import Any
+
+from lightning.fabric.utilities.exceptions import MisconfigurationException
+from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
+
+from fedmoe_pl.data import FederatedDataModule
+from fedmoe_pl.rounds.checkpoint import FILE, ROWS, CheckpointWriter, is_of_run, load_checkpoint, versions
+from fedmoe_pl.rounds.configuration import changes, is_listed
+from fedmoe_pl.rounds.kept import check_kept
+from fedmoe_pl.rounds.phase import Phase
+from fedmoe_pl.rounds.rows import SavedRows, read_rows
+from fedmoe_pl.rounds.state import PhaseState
+
+
+def keys_of(allow_changes: str | list[str] | None, ckpt_path: str | None) -> list[str]:
+    """The keys in a list, or separated by commas.
+
+    Raises:
+        MisconfigurationException: if there are keys and no run is resumed.
+    """
+    if allow_changes and not ckpt_path:
+        raise MisconfigurationException(
+            f"allow_changes is {allow_changes!r}, but must be left out without ckpt_path, because no run is resumed."
+        )
+    if isinstance(allow_changes, str):
+        return [key.strip() for key in allow_changes.split(",")]
+    return allow_changes or []
+
+
+def load_run(path: Path, phases: Sequence[Phase], identity: dict[str, Any]) -> dict[str, Any]:
+    """Reads the checkpoint of a run, to continue it, with its ``rows`` and the ``writer`` of its next checkpoints.
+
+    Args:
+        path: ``checkpoints/last.ckpt`` in the run's folder, or the checkpoint before it.
+        phases: the phases of the federation.
+        identity: the seed and data that the run must have had, see :func:`identify`.
+
+    Raises:
+        MisconfigurationException: if it is not a checkpoint of such a run.
+    """
+    rounds = {phase.name: phase.rounds for phase in phases}
+    content = load_checkpoint(path)
+    states: dict[str, PhaseState] = content.get("phases", {})
+    key = f"ckpt_path is '{path}'"
+    if "phases" not in content or not set(states) <= set(rounds):
+        raise MisconfigurationException(
+            f"{key}, which holds the phases {[*states]}, but the federation's phases are {[*rounds]}."
+        )
+    if not is_of_run(path):
+        raise MisconfigurationException(f"{key}, but must be {FILE} in the folder of the run to resume.")
+    seed, partition = identity["seed"], identity["partition"]
+    if content["seed"] != seed:
+        raise MisconfigurationException(f"{key}, a run with the seed {content['seed']}, but now it is {seed}.")
+    if content["partition"] != partition:
+        raise MisconfigurationException(
+            f"{key}, a run on other data or clients ({content['partition']}, now {partition}); leave ckpt_path out to "
+            "start a new run."
+        )
+    if any(content[name] != identity[name] for name in ("normalization", "vocabulary")):
+        raise MisconfigurationException(
+            f"{key}, a run whose images are normalized, or words numbered, in another way than now; leave ckpt_path "
+            "out to start a new run."
+        )
+    for name, state in states.items():
+        if state.round > rounds[name] or (state.finished and not state.stopped and state.round != rounds[name]):
+            raise MisconfigurationException(
+                f"{key}, where '{name}' has had {state.round} rounds, but rounds is {rounds[name]}."
+            )
+        check_kept(state.kept, state.best_kept)
+    saved_rows = SavedRows(**content["rows"])
+    return {**content, "rows": read_rows(path.parents[1] / ROWS, saved_rows), "writer": CheckpointWriter(saved_rows)}
+
+
+def check_configuration(
+    path: Path, content: dict[str, Any], configuration: dict[str, str], allowed: Collection[str] | None
+) -> None:
+    """Compares the configuration of a run with that of its checkpoint.
+
+    Args:
+        path: the checkpoint.
+        content: its content.
+        configuration: the configuration of now.
+        allowed: keys that may have changed; None warns of changes and refuses none, for a command without training.
+
+    Raises:
+        MisconfigurationException: if another key has changed, and the rounds so far depend on it.
+    """
+    if content["versions"] != versions():
+        rank_zero_info(f"'{path}' was written with {_listed(content['versions'])}; now they are {_listed(versions())}.")
+    found = changes(content["configuration"], configuration, [*content["phases"]])
+    if not found:
+        return
+    differences = "; ".join(str(change) for change in found)
+    if allowed is None:
+        rank_zero_warn(f"ckpt_path is '{path}', a run with another configuration: {differences}.")
+        return
+    refused = [change for change in found if not is_listed(change.key, allowed)]
+    if refused:
+        keys = ",".join(change.key for change in refused)
+        raise MisconfigurationException(
+            f"ckpt_path is '{path}', a run with another configuration: {'; '.join(str(change) for change in refused)}; "
+            f"to go on all the same, give allow_changes '{keys}'."
+        )
+    rank_zero_info(f"'{path}' is continued with another configuration: {differences}.")
+
+
+def _listed(versions: dict[str, str]) -> str:
+    return ", ".join(f"{name} {version}" for name, version in versions.items())
+
+
+def identify(seed: int, datamodule: FederatedDataModule) -> dict[str, Any]:
+    """The seed, partition, image normalization and vocabulary of a run, by which another run's are told apart."""
+    read = {"normalization": datamodule.normalization, "vocabulary": datamodule.vocabulary}
+    return {"seed": seed, "partition": fingerprint(datamodule), **read}
+
+
+def fingerprint(datamodule: FederatedDataModule) -> str:
+    """Identifies a partition by the number of clients and a checksum of each client's samples and labels."""
+    checksum, owned = 0, (datamodule.train_samples.indices, datamodule.test_samples.indices)
+    for tensor in (*(datamodule.y[samples] for samples in owned), *owned):
+        checksum = zlib.crc32(tensor.numpy().data, checksum)
+    return f"{datamodule.num_clients} clients, partition {checksum:08x}"

@@ -1,0 +1,80 @@
+"""The rows of ``rounds.csv`` beside a checkpoint: each is appended once, so that a round costs the same at any time."""
+
+from __future__ import annotations
+
+import json
+import zlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from lightning.fabric.utilities.exceptions import MisconfigurationException
+
+from fedmoe_pl.rounds.writing import unwritable
+
+
+@dataclass(frozen=True)
+class SavedRows:
+    """The rows in a file that belong to a checkpoint; after a kill, there may be others behind them.
+
+    Attributes:
+        count: how many they are.
+        size: their bytes.
+        checksum: the CRC-32 of these bytes.
+    """
+
+    count: int = 0
+    size: int = 0
+    checksum: int = 0
+
+
+def append_rows(path: Path, rows: Sequence[dict[str, Any]], saved: SavedRows) -> SavedRows:
+    """Appends the rows that are not in the file, one line of JSON each; rows of no checkpoint are overwritten.
+
+    Args:
+        path: the file; its folder is made if it is missing.
+        rows: all rows so far.
+        saved: those in the file.
+
+    Returns:
+        All rows.
+
+    Raises:
+        MisconfigurationException: if the file cannot be written.
+    """
+    new = rows[saved.count :]
+    if not new:
+        return saved
+    lines = "".join(json.dumps(row) + "\n" for row in new).encode()  # floats with all their digits, also nan
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with path.open("r+b" if saved.size else "wb") as file:
+            file.truncate(saved.size)
+            file.seek(saved.size)
+            file.write(lines)
+    except OSError as error:
+        raise unwritable(path, error) from error
+    return SavedRows(len(rows), saved.size + len(lines), zlib.crc32(lines, saved.checksum))
+
+
+def read_rows(path: Path, saved: SavedRows) -> list[dict[str, Any]]:
+    """The rows that belong to a checkpoint.
+
+    Args:
+        path: the file.
+        saved: which of its rows they are.
+
+    Raises:
+        MisconfigurationException: if they are missing or damaged.
+    """
+    data = b""
+    if saved.size and path.is_file():
+        with path.open("rb") as file:
+            data = file.read(saved.size)
+    if len(data) != saved.size or zlib.crc32(data) != saved.checksum:
+        raise MisconfigurationException(
+            f"ckpt_path is a checkpoint whose rows of rounds.csv are in '{path}', which is missing or damaged; it must "
+            "be as the run wrote it."
+        )
+    return [json.loads(line) for line in data.splitlines()]

@@ -1,0 +1,149 @@
+"""A run goes on with the configuration that it began with, except for what has no influence on its result."""
+
+import json
+from functools import partial
+
+import pytest
+import torch
+from helpers.runs import Kill, WithDropout, assert_same, data, federation, model
+from lightning.fabric.utilities.exceptions import MisconfigurationException
+from lightning.pytorch.callbacks import EarlyStopping
+
+from fedmoe_pl import PersonalizedMoE, Phase
+from fedmoe_pl.algorithms import FedAvg, FedProx, Local
+from fedmoe_pl.backends import TrainerBackend
+from fedmoe_pl.models import ConstantGate, LinearGate
+from fedmoe_pl.rounds.checkpoint import load_checkpoint
+from fedmoe_pl.rounds.configuration import changes, configuration
+
+SHARED = "global_expert.*"
+
+
+def phases(algorithm=None, **kwargs) -> list[Phase]:
+    """The run stops in the second phase; the third has not begun."""
+    settings = {"rounds": 4, "gate": ConstantGate(0.5), "start": "initial", "clients_per_round": 2, **kwargs}
+    return [
+        Phase("Local", Local(), gate=ConstantGate(0.0)),
+        Phase("FedAvg", algorithm or FedAvg(SHARED), **settings),
+        Phase("later", FedAvg(SHARED), start="initial", gate=ConstantGate(1.0)),
+    ]
+
+
+def other_model(lr=0.1, momentum=0.5, dropout=0.2):
+    torch.manual_seed(0)
+    expert = WithDropout()
+    expert.classifier[0] = torch.nn.Dropout(dropout)
+    return PersonalizedMoE(expert, optimizer=lambda parameters: torch.optim.SGD(parameters, lr, momentum))
+
+
+@pytest.fixture(scope="module")
+def stopped(tmp_path_factory):
+    path = tmp_path_factory.mktemp("stopped")
+    with pytest.raises(KeyboardInterrupt):
+        federation(path, phases(), callbacks=[Kill("on_round_end", 3)]).fit(model(), data())
+    return path
+
+
+CHANGES = [
+    (phases(FedProx(0.5, SHARED)), {}, {}, {}, "phases[1].algorithm was FedAvg, now FedProx"),
+    (phases(FedAvg("*.classifier.*")), {}, {}, {}, "phases[1].algorithm.shared.patterns[0] was global_"),
+    (phases(gate=ConstantGate(0.7)), {}, {}, {}, "phases[1].gate.weight was "),
+    (phases(gate=LinearGate(5)), {}, {}, {}, "phases[1].gate was ConstantGate, now LinearGate"),
+    (phases(clients_per_round=3), {}, {}, {}, "phases[1].clients_per_round was 2, now 3"),
+    (phases(batch_size=3), {}, {}, {}, "phases[1].batch_size was null, now 3"),
+    (phases(optimizer=partial(torch.optim.SGD, lr=1.0)), {}, {}, {}, "phases[1].optimizer was null, now SGD"),
+    (phases(callbacks=[EarlyStopping("loss")]), {}, {}, {}, "phases[1].callbacks was null, now "),
+    (phases()[1::-1] + phases()[2:], {}, {}, {}, 'phases was ["Local", "FedAvg"], now ["FedAvg", "Local", "later"]'),
+    (phases(), {"trainer": {"accelerator": "cpu", "max_epochs": 2}}, {}, {}, "trainer.max_epochs was 1, now 2"),
+    (phases(), {"trainer": {"accelerator": "cpu", "gradient_clip_val": 1.0}}, {}, {}, "trainer.gradient_clip_val was "),
+    (phases(), {"evaluate_every_n_rounds": 2}, {}, {}, "evaluate_every_n_rounds was 1, now 2"),
+    (phases(), {}, {"lr": 0.2}, {}, "model.optimizer.lr was 0.1, now 0.2"),
+    (phases(), {}, {"momentum": 0.0}, {}, "model.optimizer.momentum was 0.5, now 0.0"),
+    (phases(), {}, {"dropout": 0.3}, {}, "model.global_expert.classifier.0.p was 0.2, now 0.3"),
+    (phases(), {}, {}, {"batch_size": 5}, "datamodule.batch_size was 4, now 5"),
+]
+
+
+@pytest.mark.parametrize(("its_phases", "settings", "of_model", "of_data", "sentence"), CHANGES)
+def test_a_change_on_which_the_result_depends_is_refused(stopped, its_phases, settings, of_model, of_data, sentence):
+    changed = federation(stopped, its_phases, **settings)
+    with pytest.raises(MisconfigurationException) as error:
+        changed.fit(other_model(**of_model), data(**of_data), ckpt_path="last")
+    message = str(error.value)
+    assert f"last.ckpt', a run with another configuration: {sentence}" in message and "\n" not in message
+    assert f"; to go on all the same, give allow_changes '{sentence.split(' was ')[0]}" in message
+
+
+def test_a_listed_change_is_accepted_and_belongs_to_the_run_from_then_on(tmp_path):
+    with pytest.raises(KeyboardInterrupt):
+        federation(tmp_path, phases(), callbacks=[Kill("on_round_end", 3)]).fit(model(), data())
+    with pytest.raises(KeyboardInterrupt):
+        again = federation(tmp_path, phases(), callbacks=[Kill("on_round_end", 1)])
+        again.fit(other_model(lr=0.2, momentum=0.1), data(), ckpt_path="last", allow_changes="a, model.optimizer")
+    with pytest.raises(MisconfigurationException, match=r"model\.optimizer\.lr was 0\.2, now 0\.1"):
+        federation(tmp_path, phases()).fit(other_model(lr=0.1, momentum=0.1), data(), ckpt_path="last")
+    federation(tmp_path, phases()).fit(other_model(lr=0.2, momentum=0.1), data(), ckpt_path="last")
+
+
+def test_harmless_changes_are_accepted_and_change_no_bit(tmp_path):
+    later = [*phases()[:2], Phase("later", FedAvg(SHARED), rounds=2, start="initial", gate=ConstantGate(0.5))]
+    whole = federation(tmp_path / "whole", [*later, Phase("new", Local())])
+    whole.fit(model(), data())
+    with pytest.raises(KeyboardInterrupt):
+        federation(tmp_path, phases(rounds=3), callbacks=[Kill("on_round_end", 3)]).fit(model(), data())
+    settings = {"trainer": {"accelerator": "cpu", "devices": 1, "enable_model_summary": False}, "name": "other"}
+    changed = federation(
+        tmp_path, [*later, Phase("new", Local())], store="disk", backend=TrainerBackend(), callbacks=[], **settings
+    )
+    path = str(tmp_path / "federation/version_0/checkpoints/last.ckpt")
+    changed.fit(other_model(), data(), ckpt_path=path)
+    for name, state in whole.run.states.items():
+        assert_same(changed.run.states[name].server, state.server)
+    assert (changed.run_dir / "rounds.csv").read_bytes() == (whole.run_dir / "rounds.csv").read_bytes()
+
+
+def test_commands_that_do_not_train_warn_of_changes(stopped):
+    with pytest.warns(match=r"trainer\.max_epochs was 1, now 3\.$"):
+        federation(stopped, phases()[:2], trainer={"accelerator": "cpu", "max_epochs": 3}).predict(model(), data())
+
+
+def test_allowed_changes_need_a_run_to_resume(tmp_path):
+    with pytest.raises(
+        MisconfigurationException, match="allow_changes is 'model', but must be left out without ckpt_p"
+    ):
+        federation(tmp_path, phases()).fit(model(), data(), allow_changes="model")
+
+
+def test_the_checkpoint_has_the_versions_and_the_configuration(stopped):
+    content = load_checkpoint(stopped / "federation/version_0/checkpoints/last.ckpt")
+    assert content["versions"]["torch"] and content["versions"].keys() == {"fedmoe-pl", "torch", "lightning"}
+    objects = json.loads(content["configuration"]["objects"])
+    assert content["configuration"]["hparams"] == "" and [phase["name"] for phase in objects["phases"]] == [
+        *("Local", "FedAvg", "later")
+    ]
+    assert objects["model"]["optimizer"]["lr"] == 0.1 and "name" not in objects and "logger" not in objects["trainer"]
+
+
+def test_the_configurations_of_a_command_line_are_compared_by_their_keys(tmp_path):
+    def of_command_line(lr=0.1, shared="*", root="a", name="run", callbacks=None):
+        run = federation(tmp_path, [Phase("FedAvg", FedAvg())])
+        phase = {"name": "FedAvg", "algorithm": {"class_path": "FedAvg", "init_args": {"shared": shared}}, "rounds": 2}
+        run.hparams = {
+            "seed_everything": 0,
+            "model": {"class_path": "Own", "init_args": {"optimizer": {"class_path": "SGD", "init_args": {"lr": lr}}}},
+            "data": {"class_path": "CIFAR10", "init_args": {"root": root}},
+            "trainer": {"callbacks": callbacks},
+            "federation": {"name": name, "phases": [phase]},
+        }
+        return configuration(run, model(), data())
+
+    def keys(**changed):
+        return [change.key for change in changes(of_command_line(), of_command_line(**changed), ["FedAvg"])]
+
+    assert keys() == keys(root="b", name="other") == []
+    assert keys(lr=0.2) == ["model.init_args.optimizer.init_args.lr"]
+    assert keys(shared="a", callbacks=[]) == ["federation.phases[0].algorithm.init_args.shared", "trainer.callbacks"]
+    in_python = configuration(federation(tmp_path, [Phase("FedAvg", FedAvg())]), other_model(lr=0.3), data())
+    assert [str(change) for change in changes(of_command_line(), in_python, ["FedAvg"])] == [
+        "model.optimizer.lr was 0.1, now 0.3"
+    ]
