@@ -105,7 +105,8 @@ def is_listed(key: str, listed: Collection[str]) -> bool:
 def _differences(old: Any, new: Any, key: str = "") -> Iterator[Change]:
     if isinstance(old, dict) and isinstance(new, dict) and old.get("class_path") == new.get("class_path"):
         for name in dict.fromkeys((*old, *new)):
-            yield from _differences(old.get(name, _MISSING), new.get(name, _MISSING), _child(key, name))
+            if old.get(name) is not None or new.get(name) is not None:  # null is as good as not set
+                yield from _differences(old.get(name, _MISSING), new.get(name, _MISSING), _child(key, name))
     elif isinstance(old, list) and isinstance(new, list) and len(old) == len(new):
         for index, (one, other) in enumerate(zip(old, new, strict=True)):
             yield from _differences(one, other, f"{key}[{index}]")

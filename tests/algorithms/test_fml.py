@@ -112,7 +112,7 @@ def test_clients_are_evaluated_with_their_private_models(tmp_path):
         (lambda: FML(shared="meme.*").check(mixture()), "FML: shared is 'meme.*', which matches no parameter"),
         (
             lambda: FML().check(RepresentationMoE(SmallMLP(), [SmallMLP()])),
-            "FML: expert is 'global_expert', but must be a part of the RepresentationMoE; it has shared_extractor, ",
+            "FML: model is a RepresentationMoE, but must have a global_expert and a local_expert, as a Perso",
         ),
     ],
 )

@@ -41,11 +41,11 @@ def test_the_phases_of_a_configuration_have_their_aggregations(tmp_path):
 
 
 WRONG = {
-    "DifferentialPrivacy: federation.phases[0].aggregation.init_args.delta is 2.0, but must be above 0 and below 1.": {
+    "DifferentialPrivacy: federation.phases.it.aggregation.init_args.delta is 2.0, but must be above 0 and below 1.": {
         **PRIVATE,
         "init_args": {**PRIVATE["init_args"], "delta": 2.0},
     },
-    "TrimmedMean: federation.phases[0].aggregation.init_args.num_byzantine is 30, but must be at most": {
+    "TrimmedMean: federation.phases.it.aggregation.init_args.num_byzantine is 30, but must be at most": {
         "class_path": "TrimmedMean",
         "init_args": {"num_byzantine": 30},
     },

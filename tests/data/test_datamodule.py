@@ -21,7 +21,7 @@ from fedmoe_pl.data import (
     RandomCrop,
     RandomHorizontalFlip,
 )
-from fedmoe_pl.rounds.checkpoint import fingerprint
+from fedmoe_pl.rounds.resume import fingerprint
 
 
 @given(st.integers(1, 12), st.floats(0, 0.99), st.floats(0, 0.99), st.integers(0, 2**40))
