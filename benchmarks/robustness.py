@@ -10,7 +10,7 @@ global test.
 * ``attacks``: ``--clients`` with Dirichlet 0.5, a fifth of them attackers, under each attack and each aggregation.
   Attackers by ``labels`` train FedAvg with the label 9 - y; all other attackers train honestly and send the attack.
 * ``privacy``: all of ``--clients`` train in every round; the noise multipliers are ``--noise``.
-* ``local``: the clients that ``attacks`` calls honest train alone, as many epochs as there are rounds.
+* ``local``: clients train alone, as many epochs as there are rounds.
 """
 
 from __future__ import annotations
@@ -150,9 +150,10 @@ def rows_of_privacy(arguments: argparse.Namespace) -> Iterator[tuple[str, dict[s
 
 
 def rows_of_local(arguments: argparse.Namespace) -> Iterator[tuple[str, dict[str, Evaluation], int]]:
-    """The row of training alone."""
-    local = Phase("Local", Local(), gate=LocalOnly(), max_epochs=arguments.rounds)
-    yield "alone", evaluations(arguments, [local]), arguments.clients // 5
+    """The rows of training alone: the clients that ``attacks`` calls honest, and all clients."""
+    results = evaluations(arguments, [Phase("Local", Local(), gate=LocalOnly(), max_epochs=arguments.rounds)])
+    yield "honest clients", results, arguments.clients // 5
+    yield "all clients", results, 0
 
 
 ROWS = {"attacks": rows_of_attacks, "privacy": rows_of_privacy, "local": rows_of_local}
