@@ -23,6 +23,7 @@ from typing import Any, Literal, NamedTuple, Union, get_args, get_origin
 from jsonargparse import ArgumentParser
 from torch import Tensor
 
+import fedmoe_pl.aggregation
 import fedmoe_pl.algorithms
 import fedmoe_pl.backends
 import fedmoe_pl.data
@@ -32,7 +33,13 @@ from fedmoe_pl.cli.reading import Inherited
 PHASES = "federation.phases"
 OVERLAY = "an overlay needs the --config that it changes before it"
 _BACKENDS = [name for name in fedmoe_pl.backends.__all__ if name.endswith("Backend")]
-CLASSES = [*_BACKENDS, *fedmoe_pl.algorithms.__all__, *fedmoe_pl.data.__all__, *fedmoe_pl.models.__all__]
+CLASSES = [
+    *_BACKENDS,
+    *fedmoe_pl.aggregation.__all__,
+    *fedmoe_pl.algorithms.__all__,
+    *fedmoe_pl.data.__all__,
+    *fedmoe_pl.models.__all__,
+]
 _LONGEST = 80
 _OF_CLASS = ("class_path", "init_args", "dict_kwargs")
 
