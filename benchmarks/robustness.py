@@ -10,6 +10,7 @@ global test.
 * ``attacks``: ``--clients`` with Dirichlet 0.5, a fifth of them attackers, under each attack and each aggregation.
   Attackers by ``labels`` train FedAvg with the label 9 - y; all other attackers train honestly and send the attack.
 * ``privacy``: all of ``--clients`` train in every round; the noise multipliers are ``--noise``.
+* ``local``: clients train alone, as many epochs as there are rounds.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ from fedmoe_pl.aggregation import (
     TrimmedMean,
     UnderAttack,
 )
-from fedmoe_pl.algorithms import FedAvg, PersonalizedExpert, PFLMoE
+from fedmoe_pl.algorithms import FedAvg, Local, PersonalizedExpert, PFLMoE
 from fedmoe_pl.backends import StackedBackend
 from fedmoe_pl.data import Arrays, Dirichlet, NpzFile
 from fedmoe_pl.models import EqualWeights, FeatureGate, GlobalOnly, LinearGate, LocalOnly, SmallMLP
@@ -79,7 +80,7 @@ class Images(NpzFile):
             self.y[samples] = self.num_classes - 1 - self.y[samples]
 
 
-def phases(rounds: int, aggregation: Aggregation | None) -> list[Phase]:
+def pfl_moe(rounds: int, aggregation: Aggregation | None) -> list[Phase]:
     """PFL-MoE on a federated phase with this aggregation."""
     fedavg = FedAvg("global_expert.*", weighting="uniform")
     return [
@@ -91,14 +92,12 @@ def phases(rounds: int, aggregation: Aggregation | None) -> list[Phase]:
     ]
 
 
-def evaluations(
-    arguments: argparse.Namespace, aggregation: Aggregation | None, flipped: range = range(0)
-) -> dict[str, Evaluation]:
-    """Trains and evaluates all phases.
+def evaluations(arguments: argparse.Namespace, phases: list[Phase], flipped: range = range(0)) -> dict[str, Evaluation]:
+    """Trains and evaluates the phases.
 
     Args:
         arguments: those of the command line.
-        aggregation: that of the federated phase.
+        phases: what is trained.
         flipped: the clients with flipped labels.
     """
     torch.manual_seed(0)
@@ -108,7 +107,7 @@ def evaluations(
     data = Images(arguments.data, arguments.train, flipped, mean=(0.286,), std=(0.353,), **given)
     with tempfile.TemporaryDirectory() as folder:
         federation = Federation(
-            phases(arguments.rounds, aggregation),
+            phases,
             trainer={"max_epochs": 1, "accelerator": "cpu", "devices": 1},
             backend=StackedBackend(),
             default_root_dir=folder,
@@ -117,11 +116,7 @@ def evaluations(
             enable_progress_bar=False,
             logger=False,
         )
-        results = federation.fit(model, data)
-        assert federation.run is not None
-        epsilon = federation.run.states["FedAvg"].epsilon
-    print(f"epsilon {epsilon:.3g}", flush=True)
-    return results
+        return federation.fit(model, data)
 
 
 def defenses(attackers: int) -> dict[str, RobustAggregation | None]:
@@ -140,26 +135,34 @@ def rows_of_attacks(arguments: argparse.Namespace) -> Iterator[tuple[str, dict[s
         for name, defense in defenses(attackers).items():
             flipped = range(attackers if attack == LABELS else 0)
             attacked = UnderAttack(attack, range(attackers), defense) if isinstance(attack, Attack) else defense
-            results = evaluations(arguments, attacked, flipped)
+            results = evaluations(arguments, pfl_moe(arguments.rounds, attacked), flipped)
             yield f"{attack_name} | {name}", results, attackers
 
 
 def rows_of_privacy(arguments: argparse.Namespace) -> Iterator[tuple[str, dict[str, Evaluation], int]]:
     """The same for noise multipliers."""
     delta = 1 / (10 * arguments.clients)
-    yield "FedAvg, no noise", evaluations(arguments, None), 0
+    yield "FedAvg", evaluations(arguments, pfl_moe(arguments.rounds, None)), 0
     for noise in (0.0, *arguments.noise):
         private = DifferentialPrivacy(noise, arguments.max_norm, delta)
-        yield f"z = {noise:g}", evaluations(arguments, private), 0
-    adaptive = DifferentialPrivacy(arguments.noise[0], arguments.max_norm, delta, quantile=0.5)
-    name = f"z = {arguments.noise[0]:g}, adaptive"
-    yield name, evaluations(arguments, adaptive), 0
+        epsilon = private.epsilon([[1.0, noise, arguments.rounds]])
+        yield f"z = {noise:g}, epsilon {epsilon:.1f}", evaluations(arguments, pfl_moe(arguments.rounds, private)), 0
+
+
+def rows_of_local(arguments: argparse.Namespace) -> Iterator[tuple[str, dict[str, Evaluation], int]]:
+    """The rows of training alone: the clients that ``attacks`` calls honest, and all clients."""
+    results = evaluations(arguments, [Phase("Local", Local(), gate=LocalOnly(), max_epochs=arguments.rounds)])
+    yield "honest clients", results, arguments.clients // 5
+    yield "all clients", results, 0
+
+
+ROWS = {"attacks": rows_of_attacks, "privacy": rows_of_privacy, "local": rows_of_local}
 
 
 def main() -> None:
     """Prints a row of Markdown for every setting."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=("attacks", "privacy"))
+    parser.add_argument("what", choices=ROWS)
     parser.add_argument("--data", required=True)
     parser.add_argument("--clients", type=int, default=30)
     parser.add_argument("--train", type=int, default=6000, help="number of training images of all clients")
@@ -168,11 +171,10 @@ def main() -> None:
     parser.add_argument("--lr", type=float, default=0.05)
     parser.add_argument("--width", type=int, default=32)
     parser.add_argument("--max-norm", type=float, default=1.0)
-    parser.add_argument("--noise", type=float, nargs="+", default=[1.0, 2.0, 4.0])
+    parser.add_argument("--noise", type=float, nargs="+", default=[2.0, 8.0, 32.0])
     arguments = parser.parse_args()
-    rows = rows_of_attacks if arguments.what == "attacks" else rows_of_privacy
     start = time.process_time()
-    for name, results, attackers in rows(arguments):
+    for name, results, attackers in ROWS[arguments.what](arguments):
         honest = [*range(attackers, arguments.clients)]
         cells = []
         for method, evaluation in results.items():

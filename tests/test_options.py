@@ -23,14 +23,7 @@ from lightning.pytorch import Callback
 
 import fedmoe_pl
 from fedmoe_pl import Federation, Phase, aggregation, algorithms, backends, callbacks, data, models
-from fedmoe_pl.aggregation import (
-    CoordinateMedian,
-    DifferentialPrivacy,
-    GaussianNoise,
-    MultiKrum,
-    TrimmedMean,
-    UnderAttack,
-)
+from fedmoe_pl.aggregation import CoordinateMedian, DifferentialPrivacy, GaussianNoise, UnderAttack
 from fedmoe_pl.algorithms import (
     APFL,
     FML,
@@ -71,6 +64,7 @@ ALWAYS = {
     "GaussianNoise": "std",
     "GeometricMedian": "smoothing",
     "InnerProductManipulation": "scale",
+    "MultiKrum": "num_byzantine num_selected",
     "NearestNeighborMixing": "aggregation num_byzantine",
     "APFL": "alpha alpha_lr",
     "ClusterMixture": "trainable",
@@ -155,6 +149,7 @@ ALWAYS = {
     "SVHN": "root download image_size mean std",
     "TorchvisionDataModule": "root download image_size mean std",
     "Bucketing": "aggregation size",
+    "TrimmedMean": "num_byzantine",
     "UnderAttack": "attack aggregation",
     "BestEpoch": "monitor min_delta patience mode",
     "RayBackend": "address workers backend",
@@ -231,11 +226,6 @@ REFUSED = {
         "max_norm_lr": (lambda: DifferentialPrivacy(1.0, 1.0, 1e-5, max_norm_lr=0.1), "left out without quantile"),
         "bit_noise": (lambda: DifferentialPrivacy(1.0, 1.0, 1e-5, bit_noise=1.0), "left out without quantile"),
     },
-    "MultiKrum": {
-        "num_byzantine": (lambda: MultiKrum(1).check_size(4), "must be at most 0"),
-        "num_selected": (lambda: MultiKrum(0, 4).check_size(3), "at most the number of clients"),
-    },
-    "TrimmedMean": {"num_byzantine": (lambda: TrimmedMean(1).check_size(2), "must be at most 0")},
     "UnderAttack": {
         "attackers": (lambda: checked(FedAvg(), aggregation=UnderAttack(GaussianNoise(), [3])), "which 3 is not"),
     },

@@ -5,35 +5,36 @@ The parser's own messages list every type that a value might have had, without t
 
 from __future__ import annotations
 
-import collections.abc
-import datetime
 import difflib
-import enum
 import functools
 import importlib
 import inspect
 import math
-import re
-import types
 from argparse import ArgumentError
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, Union, get_args, get_origin
+from typing import Any, Literal, NamedTuple, get_args, get_origin
 
 from jsonargparse import ArgumentParser
-from torch import Tensor
 
+import fedmoe_pl.aggregation
 import fedmoe_pl.algorithms
 import fedmoe_pl.backends
 import fedmoe_pl.data
 import fedmoe_pl.models
 from fedmoe_pl.cli.reading import Inherited
+from fedmoe_pl.cli.words import allowed, classes_of, did_you_mean, is_callable, kinds_of, shown
 
 PHASES = "federation.phases"
 OVERLAY = "an overlay needs the --config that it changes before it"
 _BACKENDS = [name for name in fedmoe_pl.backends.__all__ if name.endswith("Backend")]
-CLASSES = [*_BACKENDS, *fedmoe_pl.algorithms.__all__, *fedmoe_pl.data.__all__, *fedmoe_pl.models.__all__]
-_LONGEST = 80
+CLASSES = [
+    *_BACKENDS,
+    *fedmoe_pl.aggregation.__all__,
+    *fedmoe_pl.algorithms.__all__,
+    *fedmoe_pl.data.__all__,
+    *fedmoe_pl.models.__all__,
+]
 _OF_CLASS = ("class_path", "init_args", "dict_kwargs")
 
 
@@ -79,7 +80,7 @@ def _group_faults(group: Mapping[str, Any], arguments: Mapping[str, Argument], p
     for name, value in group.items():
         key = f"{prefix}{name}"
         if name not in names:
-            yield f"{key} is not an argument{f' of {prefix[:-1]}' if prefix else ''}; {_did_you_mean(name, names)}"
+            yield f"{key} is not an argument{f' of {prefix[:-1]}' if prefix else ''}; {did_you_mean(name, names)}"
         elif not any(other.startswith(f"{name}.") for other in below):
             yield from _faults(value, below[name], key)
         elif isinstance(value, Mapping):
@@ -126,7 +127,7 @@ def _faults_of_class(node: Mapping[str, Any], hint: Any, classes: tuple[type, ..
         class_type, given, prefix = node["class_path"], node.get("init_args", {}), f"{key}.init_args"
         for name in node:
             if name not in _OF_CLASS:
-                yield f"{key}.{name} is not a key of a class; {_did_you_mean(str(name), _OF_CLASS)}"
+                yield f"{key}.{name} is not a key of a class; {did_you_mean(str(name), _OF_CLASS)}"
         if not isinstance(class_type, str):
             yield f"{key}.class_path is {shown(class_type)}, but must be {allowed(hint)}."
             return
@@ -151,13 +152,13 @@ def _faults_of_class(node: Mapping[str, Any], hint: Any, classes: tuple[type, ..
         if name in arguments:
             yield from _faults(value, arguments[name], f"{prefix}.{name}")
         elif not isinstance(given, Inherited):
-            yield f"{prefix}.{name} is not an argument of {class_type.__name__}; {_did_you_mean(str(name), arguments)}"
+            yield f"{prefix}.{name} is not an argument of {class_type.__name__}; {did_you_mean(str(name), arguments)}"
     yield from _missing(class_type, {**given, **(node.get("dict_kwargs") or {})}, hint, prefix)
 
 
 def _missing(class_type: Any, given: Mapping[str, Any], hint: Any, key: str) -> Iterator[str]:
     """The arguments that a class needs and that are not given."""
-    later = max((len(get_args(kind)[0]) for kind in kinds_of(hint) if _is_callable(kind)), default=0)
+    later = max((len(get_args(kind)[0]) for kind in kinds_of(hint) if is_callable(kind)), default=0)
     for name, argument in [*arguments_of_class(class_type).items()][later:]:
         if argument.required and name not in given:
             yield f"{key}.{name} is required, but missing."
@@ -204,25 +205,6 @@ def _sub_classes(classes: tuple[type, ...]) -> Iterator[type]:
                 yield class_type
 
 
-def kinds_of(hint: Any) -> list[Any]:
-    """The types that a type stands for: those of a union, without tensors, which cannot be written down."""
-    if get_origin(hint) in (Union, types.UnionType):
-        return [kind for each in get_args(hint) for kind in kinds_of(each)]
-    return [] if hint is Tensor else [hint]
-
-
-def _is_callable(kind: Any) -> bool:
-    return get_origin(kind) is collections.abc.Callable
-
-
-def classes_of(kind: Any) -> list[type]:
-    """The classes of which a value of this type is made: those of the package, of PyTorch and of users."""
-    if _is_callable(kind):
-        return [each for result in kinds_of(get_args(kind)[1]) for each in classes_of(result)]
-    is_class = inspect.isclass(kind) and get_origin(kind) is None and kind.__module__ != "builtins"
-    return [kind] if is_class and not issubclass(kind, (Path, datetime.timedelta, enum.Enum)) else []
-
-
 def _is_plain(value: Any, kinds: list[Any]) -> bool:
     """Whether the value is of one of the types without more ado; the parser decides about others."""
     if value is None:
@@ -267,41 +249,3 @@ def place_in(items: list[Any], index: int, key: str) -> str:
     name = names[index]
     is_phase = key == PHASES and isinstance(name, str) and name and names.count(name) == 1
     return f".{name}" if is_phase else f"[{index}]"
-
-
-def shown(value: Any) -> str:
-    """A value of a configuration as a message shows it: as in YAML, and not too long."""
-    if value is None or isinstance(value, bool):
-        return str(value).lower().replace("none", "null")
-    if isinstance(value, Mapping) and isinstance(value.get("class_path"), str):
-        return value["class_path"].rsplit(".", 1)[-1]
-    text = " ".join(repr(value).split())
-    return text if len(text) <= _LONGEST else f"{text[: _LONGEST - 4]} ..."
-
-
-def allowed(hint: Any) -> str:
-    """The values of a type in words, such as ``int or null``."""
-    return " or ".join(dict.fromkeys(words for kind in kinds_of(hint) for words in _words(kind)))
-
-
-def _words(kind: Any) -> list[str]:
-    if kind is type(None):
-        return ["null"]
-    if get_origin(kind) is Literal:
-        return [repr(value) for value in get_args(kind)]
-    if get_origin(kind) is list:
-        item = allowed(get_args(kind)[0])
-        return [f"a list of {re.sub(r'^an? ', '', item)}"]
-    if get_origin(kind) is dict or kind is dict:
-        return ["keys and values"]
-    if classes := classes_of(kind):
-        return [f"{'an' if each.__name__[0] in 'AEIOU' else 'a'} {each.__name__}" for each in classes]
-    return [getattr(kind, "__name__", str(kind))]
-
-
-def _did_you_mean(name: Any, names: Iterable[str]) -> str:
-    names = sorted(names)
-    similar = difflib.get_close_matches(str(name), names, n=1)
-    if similar:
-        return f"did you mean {similar[0]}?"
-    return f"it has {', '.join(names)}." if names else "it has none."

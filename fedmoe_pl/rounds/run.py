@@ -244,6 +244,7 @@ class Run:
             initial: the tensors that the module starts with.
         """
         load_tree(module, initial)
+        state = self.states.get(phase.name)
         return LocalTraining(
             module=module,
             initial=initial,
@@ -256,16 +257,11 @@ class Run:
             rounds_before=self.rounds_before(phase),
             round_lr_scheduler=phase.round_lr_scheduler,
             keep_optimizer=phase.keep_optimizer,
-            aggregation=phase.aggregation if self._aggregates(phase) else None,
+            aggregation=phase.aggregation if state is None or state.server_learns else None,
             keep_trained=phase.algorithm.federated and phase.evaluate and "local_training" in phase.moments,
             record_transfers=self.records_transfers,
             device=self.devices[0],
         )
-
-    def _aggregates(self, phase: Phase) -> bool:
-        """Whether rounds of the phase change the server's state, as far as is known."""
-        state = self.states.get(phase.name)
-        return state is None or state.server_learns
 
     def evaluate(self, phase: Phase, training: LocalTraining, plan: Plan | None = None) -> list[Evaluation]:
         """Evaluates the model that every client would use now, after each of ``Phase.moments``.

@@ -7,7 +7,8 @@ from collections.abc import Iterator
 from typing import Any, Literal, NamedTuple, get_args, get_origin
 
 from fedmoe_pl import Phase
-from fedmoe_pl.cli.schema import Argument, arguments_of_class, classes_of, find_class, kinds_of, place_in
+from fedmoe_pl.cli.schema import Argument, arguments_of_class, find_class, place_in
+from fedmoe_pl.cli.words import classes_of, kinds_of
 
 # Nothing refuses a value of these below 0 or an infinite one, because it means something, or nothing uses it.
 MEANINGFUL = {"last_epoch", "default_root_dir", "model_registry", "name", "init_args", "ckpt_path", "root"}
