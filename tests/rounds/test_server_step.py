@@ -203,7 +203,10 @@ REFUSED = {
         FedAvg(),
         partial(torch.optim.SGD, lr=-1),
     ),
-    "server_optimizer is OnlyTwoDimensions, but refuses its arguments: matrices only.": (FedAvg(), partial(OnlyTwoDimensions, lr=1.0)),
+    "server_optimizer is OnlyTwoDimensions, but refuses its arguments: matrices only.": (
+        FedAvg(),
+        partial(OnlyTwoDimensions, lr=1.0),
+    ),
     "missing 1 required positional argument: 'lr'": (FedAvg(), FedYogi),
     "FedYogi: tau is -1, but must be a finite number above 0.": (FedAvg(), partial(FedYogi, lr=1.0, tau=-1)),
 }
