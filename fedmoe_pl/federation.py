@@ -23,6 +23,8 @@ from fedmoe_pl.rounds.checkpoint import LAST, find_checkpoint, load_federation
 from fedmoe_pl.rounds.checks import check_name, check_phases, check_run, check_store
 from fedmoe_pl.rounds.configuration import configuration
 from fedmoe_pl.rounds.evaluation import Evaluation
+from fedmoe_pl.rounds.failures import ClientFailures, OnClientFailure
+from fedmoe_pl.rounds.interruption import interruptible, requeued
 from fedmoe_pl.rounds.lock import locked
 from fedmoe_pl.rounds.newcomers import check_newcomers, phases_of_newcomers
 from fedmoe_pl.rounds.opt_in import set_up
@@ -63,10 +65,15 @@ class Federation:
         seed: the seed of all random numbers; ``seed_everything`` on the command line.
         evaluation_clients: how many clients are evaluated, drawn at random once for all phases; None for all. A phase's
             ``monitor`` counts those among them that take part in it. ``personalize`` evaluates all new clients.
+        on_client_failure: ``skip`` goes on without clients that fail, ``raise`` stops; see :class:`ClientFailures`.
+        min_clients: how many clients of a round must answer, or it is tried again, at most three times; None for one.
+        client_timeout: seconds that a client's training may take in a round, or None; stacked clients share theirs.
+        dropout: probability that a client of a round drops out before its training; at least one stays.
 
     Attributes:
         runs: folder of this experiment's runs, ``default_root_dir/name``.
         hparams: the resolved configuration of the command line; empty without one.
+        command: the command line, without ``--ckpt_path``; empty without one.
 
     Raises:
         MisconfigurationException: if an argument is out of range, or phases do not fit together.
@@ -87,12 +94,18 @@ class Federation:
         store: Literal["memory", "disk"] = "memory",
         seed: int = 0,
         evaluation_clients: int | None = None,
+        on_client_failure: OnClientFailure = "skip",
+        min_clients: int | None = None,
+        client_timeout: float | None = None,
+        dropout: float = 0.0,
     ) -> None:
         check_phases(phases, evaluate_every_n_rounds)
         check_name(name)
         check_store(store, enable_checkpointing)
         check_at_least(self, "evaluation_clients", evaluation_clients, 1)
         check_at_least(self, "seed", seed, 0)
+        self.dropout = dropout
+        self.failures = ClientFailures(on_client_failure, min_clients, client_timeout, dropout)
         self.phases = phases
         self.starts = find_starts(phases)
         self.trainer = {**LEAN_TRAINER, **(trainer or {})}
@@ -106,6 +119,7 @@ class Federation:
         self.store = store
         self.seed = seed
         self.hparams: dict[str, Any] = {}
+        self.command = ""
         self._run: Run | None = None
 
     def fit(
@@ -133,13 +147,17 @@ class Federation:
             MisconfigurationException: before any training, if model, data, phases and trainer do not fit together, or
                 the run to resume does not fit them, or another process trains it.
         """
+        self.failures.check_thread()
+        ckpt_path = ckpt_path or requeued(self.runs)
         allowed = keys_of(allow_changes, ckpt_path)
         if ckpt_path:
             checkpoint = find_checkpoint(ckpt_path, self.runs)
             with locked(checkpoint):
-                return self._fit(self._resume(model, datamodule, ckpt_path, allowed), checkpoint=checkpoint)
+                run = self._resume(model, datamodule, ckpt_path, allowed)
+                return self._fit(run, checkpoint=checkpoint, command=self.command)
         number = self.evaluation_clients
-        return self._fit(self._set_up(model, datamodule, self.phases, self.runs, evaluation_clients=number), self.runs)
+        run = self._set_up(model, datamodule, self.phases, self.runs, evaluation_clients=number)
+        return self._fit(run, self.runs, self.command)
 
     def personalize(
         self, model: LightningModule, datamodule: FederatedDataModule, ckpt_path: str = LAST, rounds: int = 10
@@ -300,21 +318,26 @@ class Federation:
             identity=identify(self.seed, datamodule),
             configuration=configuration(self, model, datamodule),
             folder=folder,
+            failures=self.failures,
             **attributes,
         )
         check_run(run, read_result)
         self._run = run
         return run
 
-    def _fit(self, run: Run, runs: Path | None = None, checkpoint: Path | None = None) -> dict[str, Evaluation]:
-        plan_phases(run)
-        try:
-            run.backend.open()
-            with nullcontext() if runs is None else new_folder(run, runs):
-                open_run(run, checkpoint, self.store, self.logger)
-                fit(run)
-        finally:
-            run.backend.close()
+    def _fit(
+        self, run: Run, runs: Path | None = None, command: str | None = None, checkpoint: Path | None = None
+    ) -> dict[str, Evaluation]:
+        """Runs all phases, in a folder in ``runs`` if it is new; ``command`` as in :func:`interruptible`."""
+        with interruptible(run, self.runs, command):
+            plan_phases(run)
+            try:
+                run.backend.open()
+                with nullcontext() if runs is None else new_folder(run, runs):
+                    open_run(run, checkpoint, self.store, self.logger)
+                    fit(run)
+            finally:
+                run.backend.close()
         for logger in run.loggers:
             logger.finalize("success")
         return run.results

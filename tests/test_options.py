@@ -8,6 +8,7 @@ one of them.
 
 import inspect
 import re
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
 from types import SimpleNamespace
@@ -97,7 +98,8 @@ ALWAYS = {
     "Scaffold": "shared server_lr",
     "SpecialistMixture": "frozen_train_mode",
     "Phase": "name algorithm rounds model max_epochs evaluate",
-    "Federation": "phases trainer backend callbacks logger default_root_dir name enable_checkpointing seed",
+    "Federation": "phases trainer backend callbacks logger default_root_dir name enable_checkpointing seed "
+    "on_client_failure dropout",
     "ClusteredMoE": "global_expert num_clusters local_expert gate mixing optimizer lr_scheduler",
     "MixtureOfExperts": "optimizer lr_scheduler mixing",
     "PersonalizedMoE": "global_expert local_expert gate optimizer lr_scheduler mixing",
@@ -214,6 +216,13 @@ def started(callback, datamodule=None, loggers=()):
     callback.on_fit_start(SimpleNamespace(phases=phases, datamodule=datamodule or blobs(), loggers=loggers))
 
 
+def outside_of_main_thread():
+    """Calls fit there, and raises what it raises."""
+    federation = Federation([Phase("p", Local())], client_timeout=1.0)
+    with ThreadPoolExecutor(1) as executor:
+        executor.submit(federation.fit, OneWeight(), POINTS).result()
+
+
 def npz(tmp_path, **arguments):
     """Reads a file of texts."""
     ids, labels = np.ones((4, 3), dtype=np.int64), np.arange(4)
@@ -323,6 +332,11 @@ REFUSED = {
             lambda: Federation([Phase("p", Local())], evaluation_clients=0),
             "must be an integer of at least 1",
         ),
+        "min_clients": (
+            lambda: Federation([Phase("p", Local())], min_clients=2, on_client_failure="raise"),
+            "must be left out with on_client_failure 'raise'",
+        ),
+        "client_timeout": (outside_of_main_thread, "must be left out where fit runs outside of the main thread"),
         "store": (lambda: Federation([Phase("p", Local())], store="disk", enable_checkpointing=False), "'disk', which"),
     },
     "ClusteredMoE": {

@@ -205,6 +205,18 @@ class Algorithm:
         """The server's next state."""
         return {**server, **combined.sent}
 
+    def clients_failed(self, server: Tree, failed: Sequence[int]) -> Tree:
+        """The server's next state, now that some clients of the round are known to have failed; by default unchanged.
+
+        Their updates are not in it, and they keep what they kept before the round, as if they had not been drawn. Only
+        an algorithm whose clients must have received every state needs more.
+
+        Args:
+            server: what ``server_update`` returned, after the step of a server optimizer.
+            failed: ids of the clients; empty in most rounds.
+        """
+        return server
+
     def is_over(self, server: Tree) -> bool:
         """Whether the phase ends before its last round: no, by default.
 

@@ -15,7 +15,7 @@ rank                    smallest that reaches it         one less; sometimes 0  
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -34,6 +34,7 @@ from fedmoe_pl.trees import Tree, copy_module, difference, of_module, subtree, w
 
 _UPDATE = "update/"  # prefix of a student's tensor: its change in a round, compressed
 _STUDENT = "student/"  # prefix of a student's tensor as it was before a client's training
+_MISSED = "missed/clients"  # ids of the clients that failed in the last round
 _ROUNDS = "rounds/number_and_all"  # rounds that the server has seen, and the phase's
 
 
@@ -95,7 +96,9 @@ class FedKD(Algorithm):
         return {**server, _ROUNDS: torch.tensor([0, next(iter(clients)).rounds])}
 
     def server_send(self, server: Tree, client_id: int, request: Tree) -> Tree:
-        """The compressed mean of the last round's updates; before the first round, the student."""
+        """The compressed mean of the last round's updates; the student if the client has no student to add it to."""
+        if client_id in server.get(_MISSED, ()):
+            return of_module(server)
         return {name: tensor for name, tensor in server.items() if name.startswith(_UPDATE)} or of_module(server)
 
     def client_init(self, client: Client, sent: Tree) -> dict[str, Any]:
@@ -139,6 +142,11 @@ class FedKD(Algorithm):
         round, rounds = server[_ROUNDS].tolist()
         change = with_prefix(compressed(_changes(combined.sent), self._energy(round, rounds)), _UPDATE)
         return {**_added(server, change), **change, _ROUNDS: server[_ROUNDS] + torch.tensor([1, 0])}
+
+    def clients_failed(self, server: Tree, failed: Sequence[int]) -> Tree:
+        """Notes who has missed an update, and is sent the whole student next."""
+        noted = {name: tensor for name, tensor in server.items() if name != _MISSED}
+        return {**noted, _MISSED: torch.tensor(failed)} if failed else noted
 
     def server_final(self, server: Tree) -> Tree:
         """The student alone, which is complete."""

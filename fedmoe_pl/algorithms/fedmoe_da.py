@@ -33,8 +33,8 @@ from fedmoe_pl.trees import Tree, mean_of_two, of_algorithm, of_module, subtree,
 
 _PROXIES = "proxies/"  # prefix of a client's id: the proxies that it sends in an update round, (experts, features)
 # The server holds the matrices of the last update round and of the one before. A matrix has one row per expert of each
-# client. It consists of the indices of the experts in each row's mean and of their weights, both (rows, P + 1). For the
-# latest matrix, the server also holds the client and the index of each row's expert, (rows, 2).
+# client that sent its proxies. It consists of the indices of the experts in each row's mean and of their weights, both
+# (rows, P + 1), and of the client and the index of each row's expert, (rows, 2).
 _LATEST, _BEFORE = "aggregation/", "aggregation_before/"
 _NEIGHBOURS, _WEIGHTS, _OWNERS = "neighbours", "weights", "owners"
 
@@ -45,7 +45,8 @@ class FedMoEDA(Algorithm):
     The similarity of two experts is the cosine of their proxies in the clients' gates. Every ``interval``-th round is
     an update round, in which clients send the proxies to the server. Clients send experts to each other directly, not
     through the server; gates are never averaged. A round averages the experts with the matrix that clients received
-    before it: that of the previous update round. All clients train in every round.
+    before it: that of the previous update round. All clients train in every round. One that fails in a round neither
+    sends nor receives experts in it, and the others' means are over the experts that are left.
 
     Args:
         top_p: number of other experts that an expert is averaged with; "all" for all, 0 for none.
@@ -118,7 +119,8 @@ class FedMoEDA(Algorithm):
 
     def client_init(self, client: Client, sent: Tree) -> dict[str, Any]:
         """Step 1: loads the embedding and the tensors that the client kept; may draw its initial gate and experts."""
-        if client.round == 0 and not self.shared_init:
+        begins = client.round == 0 or not any(name.startswith("experts.") for name in client.kept)
+        if begins and not self.shared_init:
             client.module.gate.reset_parameters()  # pyright: ignore[reportCallIssue, reportAttributeAccessIssue]
             draw_anew(client.module.experts)  # pyright: ignore[reportArgumentType]
         return super().client_init(client, sent)
@@ -155,8 +157,8 @@ class FedMoEDA(Algorithm):
         before = subtree(server, _LATEST) or {
             _NEIGHBOURS: torch.arange(len(rows))[:, None],  # each expert is its own mean
             _WEIGHTS: torch.ones(len(rows), 1, dtype=rows.dtype),
+            _OWNERS: owners,
         }
-        before = {_NEIGHBOURS: before[_NEIGHBOURS], _WEIGHTS: before[_WEIGHTS]}
         latest = {_NEIGHBOURS: neighbours, _WEIGHTS: weights, _OWNERS: owners}
         return new | with_prefix(before, _BEFORE) | with_prefix(latest, _LATEST)
 
@@ -173,15 +175,15 @@ class FedMoEDA(Algorithm):
         held = _BEFORE if _BEFORE + _NEIGHBOURS in server and not self.sync_matrix else _LATEST
         if held + _NEIGHBOURS not in server or server[held + _NEIGHBOURS].shape[1] == 1:
             return  # every expert is its own mean
-        owners = server[_LATEST + _OWNERS]
-        for client in owners[:, 0].unique().tolist():
+        owners = server[held + _OWNERS]
+        present = torch.tensor([client in kept for client in owners[:, 0].tolist()])  # others failed in this round
+        for client in owners[present, 0].unique().tolist():
             rows = owners[:, 0] == client
-            experts, neighbours, weights = (
-                owners[rows, 1],
-                server[held + _NEIGHBOURS][rows],
-                server[held + _WEIGHTS][rows],
-            )
-            senders = owners[neighbours.flatten(), 0].unique().tolist()
+            experts, neighbours = owners[rows, 1], server[held + _NEIGHBOURS][rows]
+            weights = server[held + _WEIGHTS][rows] * present[neighbours]
+            if not present.all():
+                weights = weights / weights.sum(1, keepdim=True)
+            senders = owners[neighbours[present[neighbours]], 0].unique().tolist()
             trees = {sender: kept[sender] for sender in {client, *senders}}
             averaged, received = {}, {}
             for row, expert in enumerate(experts.tolist()):

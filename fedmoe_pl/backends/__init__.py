@@ -14,6 +14,7 @@ from fedmoe_pl.backends.client import (
     trainable_names,
     with_training_state,
 )
+from fedmoe_pl.backends.failures import Failure, NotFiniteError, check_finite, guarded
 from fedmoe_pl.backends.fitting import LEAN_TRAINER, one_thread, quiet
 from fedmoe_pl.backends.freezing import Freezing
 from fedmoe_pl.backends.hooks import changes_loss, overridden_hooks, trains_by_loss
@@ -29,9 +30,11 @@ __all__ = [
     "AutoBackend",
     "Backend",
     "BestEpoch",
+    "Failure",
     "Freezing",
     "GroupUpdate",
     "LocalTraining",
+    "NotFiniteError",
     "Plan",
     "PoolBackend",
     "RayBackend",
@@ -42,9 +45,11 @@ __all__ = [
     "WorkersBackend",
     "begin_client",
     "changes_loss",
+    "check_finite",
     "client_of",
     "copied_views",
     "data_on",
+    "guarded",
     "on_device",
     "one_thread",
     "overridden_hooks",

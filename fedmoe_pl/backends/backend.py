@@ -10,6 +10,7 @@ from typing import Any
 from fedmoe_pl.aggregation import Aggregation
 from fedmoe_pl.algorithms.algorithm import Algorithm
 from fedmoe_pl.algorithms.client import Update
+from fedmoe_pl.backends.failures import Failure
 from fedmoe_pl.backends.fitting import one_thread
 from fedmoe_pl.backends.traffic import Traffic, Transfer, updates_sent
 from fedmoe_pl.backends.training import LocalTraining
@@ -29,16 +30,19 @@ class GroupUpdate:
     """The result of training a group of clients.
 
     Attributes:
-        update: the updates of its clients, folded with ``combine`` of the algorithm or the phase's aggregation.
-        kept: the tensors that each client keeps, by client.
+        update: the updates of its clients, folded with ``combine`` of the algorithm or the phase's aggregation; None if
+            all of them failed.
+        kept: the tensors that each client keeps, by client, without those that failed.
         sent: how much its clients sent.
         transfers: each tensor that they sent, if ``LocalTraining.record_transfers``; otherwise none.
+        failed: why clients failed, by client.
     """
 
-    update: Update
+    update: Update | None
     kept: dict[int, Tree]
     sent: Traffic
     transfers: list[Transfer] = field(default_factory=list)
+    failed: dict[int, Failure] = field(default_factory=dict)
 
 
 class Plan(ABC):
@@ -155,12 +159,22 @@ def fold(algorithm: Algorithm | Aggregation, updates: Sequence[Update]) -> Updat
     return combined
 
 
-def group_update(training: LocalTraining, clients: Sequence[int], updates: Sequence[Update]) -> GroupUpdate:
-    """The result of a group, from the updates of its clients in their order."""
-    kept = {client: update.kept for client, update in zip(clients, updates, strict=True)}
-    sent = sum((Traffic.of(update.sent) for update in updates), Traffic())
+def group_update(training: LocalTraining, clients: Sequence[int], updates: Sequence[Update | Failure]) -> GroupUpdate:
+    """The result of a group, from the updates of its clients in their order; those of clients that failed are no part.
+
+    Args:
+        training: the local training of the phase's clients.
+        clients: ids of the group's clients.
+        updates: the update of each client, or why it failed.
+    """
+    results = [*zip(clients, updates, strict=True)]
+    failed = {client: failure for client, failure in results if isinstance(failure, Failure)}
+    answered = {client: update for client, update in results if isinstance(update, Update)}
+    kept = {client: update.kept for client, update in answered.items()}
+    sent = sum((Traffic.of(update.sent) for update in answered.values()), Traffic())
     transfers: list[Transfer] = []
     if training.record_transfers:
-        for client, update in zip(clients, updates, strict=True):
+        for client, update in answered.items():
             transfers += updates_sent(client, update.sent)
-    return GroupUpdate(fold(training.aggregation or training.algorithm, updates), kept, sent, transfers)
+    aggregation = training.aggregation or training.algorithm
+    return GroupUpdate(fold(aggregation, [*answered.values()]) if answered else None, kept, sent, transfers, failed)

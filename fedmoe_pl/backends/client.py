@@ -14,6 +14,7 @@ from torch.utils._pytree import tree_map
 from fedmoe_pl.aggregation.aggregation import PREFIX
 from fedmoe_pl.algorithms.algorithm import changes_kept
 from fedmoe_pl.algorithms.client import Client, Update
+from fedmoe_pl.backends.failures import check_finite
 from fedmoe_pl.backends.optimizers import OPTIMIZER, set_optimizer
 from fedmoe_pl.backends.training import LocalTraining, epochs_to_try
 from fedmoe_pl.data import Batches, FederatedDataModule
@@ -87,6 +88,9 @@ def end_client(training: LocalTraining, client: Client, const: dict[str, Any], o
         client: the client; its module is trained.
         const: the constants of its loss, as the algorithm made them.
         optimizer: the state of its optimizer that it keeps; None for none.
+
+    Raises:
+        NotFiniteError: if values that it sends or keeps are not finite.
     """
     algorithm = training.algorithm
     update = algorithm.client_final(client, const)
@@ -97,6 +101,8 @@ def end_client(training: LocalTraining, client: Client, const: dict[str, Any], o
         different = changed(client.module.state_dict(), training.initial, {})
         trained = {name: tensor for name, tensor in different.items() if name not in kept_as_trained}
         kept |= with_prefix(trained or _one_tensor(client.module), TRAINED)
+    new = {name: tensor for name, tensor in kept.items() if client.kept.get(name) is not tensor}
+    check_finite((sent, new), update.weight, training.initial)
     update = Update(sent, update.weight, kept)
     return update if training.aggregation is None else training.aggregation.of_client(client, update)
 
@@ -129,7 +135,11 @@ def with_training_state(tree: Tree, kept: Tree) -> Tree:
 def step_after_aggregation(
     training: LocalTraining, server: Tree, client_id: int, kept: Mapping[int, Tree], round: int
 ) -> Tree:
-    """What a client keeps after ``Algorithm.client_after_aggregation``; arguments as in :func:`begin_client`."""
+    """What a client keeps after ``Algorithm.client_after_aggregation``; arguments as in :func:`begin_client`.
+
+    Raises:
+        NotFiniteError: if values that it keeps are not finite.
+    """
     training = training.of(client_id)
     algorithm, module = training.algorithm, copy_module(training.module)
     seed_all(derive_seed(training.seed, _AFTER_AGGREGATION, client_id, training.rounds_before + round))
@@ -137,7 +147,9 @@ def step_after_aggregation(
     sent = algorithm.received(server, client_id, client.kept)
     client.loaded = {**training.initial, **sent}
     load_tree(module, algorithm.personal_tensors(client, server))
-    return with_training_state(algorithm.client_after_aggregation(client, sent), client.kept)
+    stepped = algorithm.client_after_aggregation(client, sent)
+    check_finite([stepped], 1, training.initial)
+    return with_training_state(stepped, client.kept)
 
 
 def on_device(const: dict[str, Any], device: torch.device) -> dict[str, Any]:

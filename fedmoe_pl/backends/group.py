@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -11,6 +12,7 @@ from torch import Tensor
 
 from fedmoe_pl.algorithms.client import Client, Update
 from fedmoe_pl.backends.client import begin_client, client_batches, end_client, on_device, trainable_names
+from fedmoe_pl.backends.failures import Failure, guarded
 from fedmoe_pl.backends.features import FeatureCache, LookedUpBatches
 from fedmoe_pl.backends.fitting import client_callbacks, fit
 from fedmoe_pl.backends.freezing import Freezing
@@ -39,7 +41,7 @@ def train_clients(
     kept: Mapping[int, Tree],
     round: int,
     features: FeatureCache,
-) -> dict[int, Update]:
+) -> dict[int, Update | Failure]:
     """Trains clients one after another in one Trainer.
 
     Args:
@@ -51,7 +53,7 @@ def train_clients(
         features: the outputs of frozen parts.
 
     Returns:
-        The clients' updates, by client.
+        The clients' updates, or why they failed, by client.
     """
     group = _Group(training, server, kept, round, features)
     no_clipping = {"gradient_clip_val": None, "gradient_clip_algorithm": None}  # manual optimization refuses to clip
@@ -75,7 +77,7 @@ class _Group(LightningModule):
         self.kept = kept
         self.round = round
         self.features = features
-        self.updates: dict[int, Update] = {}
+        self.updates: dict[int, Update | Failure] = {}
         self.reused: dict[int, _Reused] = {}  # by architecture; not registered, since each client is placed by itself
 
     def configure_optimizers(self) -> None:
@@ -84,7 +86,10 @@ class _Group(LightningModule):
     def training_step(self, clients: Sequence[int], batch_idx: int) -> None:
         """Trains the clients."""
         for client_id in clients:
-            self.updates[client_id] = self._train_client(client_id)
+            update = guarded(partial(self._train_client, client_id), self.training_of_phase.client_timeout)
+            if isinstance(update, Failure):  # it may have left the module in any state
+                self.reused.pop(self.training_of_phase.architecture(client_id), None)
+            self.updates[client_id] = update
 
     def _train_client(self, client_id: int) -> Update:
         """One client's part of a round."""

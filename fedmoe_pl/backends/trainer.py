@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
 
 from lightning.pytorch import LightningModule, Trainer
@@ -12,6 +13,7 @@ from fedmoe_pl.algorithms.algorithm import Algorithm
 from fedmoe_pl.algorithms.client import EVALUATED_AT_ONCE, Client, Update
 from fedmoe_pl.backends.backend import Backend, Chunk, GroupUpdate, Plan, group_size, group_update
 from fedmoe_pl.backends.client import begin_client, client_batches, end_client, on_device, trainable_names
+from fedmoe_pl.backends.failures import Failure, guarded
 from fedmoe_pl.backends.features import FeatureCache, Features, LookedUpBatches
 from fedmoe_pl.backends.fitting import fit, one_thread
 from fedmoe_pl.backends.freezing import Freezing
@@ -93,7 +95,10 @@ class TrainerPlan(Plan):
             if self.shares_trainer:
                 updates = train_clients(self.training, server, clients, kept, round, self.features)
             else:
-                updates = {client: self._train_client(server, client, kept, round) for client in clients}
+                updates: dict[int, Update | Failure] = {}
+                for client in clients:
+                    train = partial(self._train_client, server, client, kept, round)
+                    updates[client] = guarded(train, self.training.client_timeout)
         return [group_update(self.training, group, [updates[client] for client in group]) for group in groups]
 
     def _train_client(self, server: Tree, client_id: int, kept: Mapping[int, Tree], round: int) -> Update:

@@ -65,6 +65,7 @@ class LocalTraining:
         aggregation: combines the clients' updates; None for the algorithm itself.
         record_transfers: whether each tensor that clients send is described, for callbacks.
         device: the device that clients train on.
+        client_timeout: seconds that a client's training may take; None for any.
     """
 
     module: LightningModule
@@ -82,6 +83,7 @@ class LocalTraining:
     aggregation: Aggregation | None = None
     record_transfers: bool = False
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
+    client_timeout: float | None = None
 
     @property
     def max_epochs(self) -> int:

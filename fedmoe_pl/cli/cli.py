@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import os
+import shlex
 import sys
+import traceback
 from argparse import ArgumentError
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from jsonargparse import ArgumentParser
@@ -20,6 +23,7 @@ from fedmoe_pl.cli.reading import read_arguments
 from fedmoe_pl.cli.schema import arguments_of, faults
 from fedmoe_pl.data import FederatedDataModule
 from fedmoe_pl.federation import Federation
+from fedmoe_pl.rounds.failures import ClientError
 
 # An integer is a number of batches, a float a share. In the Trainer's own annotation the float comes first, so that
 # jsonargparse would make 1.0, all batches, of 1.
@@ -84,6 +88,7 @@ class FederationCLI(LightningCLI):
             MisconfigurationException: if a file cannot be read, or an argument is wrong.
         """
         arguments = sys.argv[1:] if args is None else args
+        self._command = _command(arguments) if isinstance(arguments, list) else ""
         if isinstance(arguments, list):
             check_written([str(argument) for argument in arguments], self._subcommand_parsers)
         super().parse_arguments(parser, args)
@@ -141,6 +146,7 @@ class FederationCLI(LightningCLI):
             seed=self._get(self.config, "seed_everything"),
         )
         self._dump_config()
+        federation.command = self._command
         # without these, so that every command can use the configuration in a run's folder
         of_command = ("ckpt_path", "allow_changes")
         federation.hparams = {key: value for key, value in self.config_dump.items() if key not in of_command}
@@ -178,11 +184,30 @@ def _add_federation(parser: ArgumentParser) -> None:
     )
 
 
+def _command(arguments: Sequence[str]) -> str:
+    """The command line without ``--ckpt_path``.
+
+    Example:
+        >>> _command(["fit", "--config", "my run.yaml", "--ckpt_path", "last"])
+        "fedmoe fit --config 'my run.yaml'"
+    """
+    program = ["python", sys.argv[0]] if Path(sys.argv[0]).name == "cli.py" else ["fedmoe"]
+    words, rest = list[str](), iter(arguments)
+    for word in rest:
+        if word == "--ckpt_path":
+            next(rest, None)
+        elif not word.startswith("--ckpt_path="):
+            words.append(str(word))
+    return shlex.join([*program, *words])
+
+
 def main(args: ArgsType = None) -> None:
     """Runs the command line.
 
     Modules in the current folder can be imported, as with ``python -m``; worker processes get the same ``sys.path``.
-    An error that the user can fix is printed as one line on stderr, with exit code 2. Ctrl-C exits with code 130.
+    An error that the user can fix is printed as one line on stderr, with exit code 2. If too many clients fail, the
+    traceback of the first one is printed before such a line, with exit code 1. Ctrl-C exits with code 130, SIGTERM with
+    143.
 
     Args:
         args: command line arguments; None takes ``sys.argv``.
@@ -194,9 +219,10 @@ def main(args: ArgsType = None) -> None:
     except (ArgumentError, MisconfigurationException) as error:
         print(f"fedmoe: {cause_of(error)}", file=sys.stderr)
         sys.exit(2)
+    except ClientError as error:
+        if error.__cause__ is not None:
+            traceback.print_exception(error.__cause__)
+        print(f"fedmoe: {error}", file=sys.stderr)
+        sys.exit(1)
     except KeyboardInterrupt:
-        print(
-            "\nfedmoe: interrupted; the same command with --ckpt_path last resumes after the last completed round.",
-            file=sys.stderr,
-        )
         sys.exit(130)

@@ -21,8 +21,9 @@ from fedmoe_pl.data.parts import Parts
 from fedmoe_pl.rounds.begin import first_clients
 from fedmoe_pl.rounds.cohort import cohort_of
 from fedmoe_pl.rounds.phase import Phase
-from fedmoe_pl.rounds.rounds import draw_cohort, run_round
+from fedmoe_pl.rounds.rounds import run_round
 from fedmoe_pl.rounds.run import FederationCallback, Run
+from fedmoe_pl.rounds.train import draw_cohort
 
 _SAMPLES = 8  # of each client; what is sent does not depend on how many there are
 _OF_SAMPLES = ("samples", "batches", "shuffled_samples")  # attributes of a client that give its samples

@@ -14,7 +14,7 @@ from fedmoe_pl.models.normalization import has_batch_norm
 from fedmoe_pl.rounds.accuracies import predict
 from fedmoe_pl.rounds.aggregation_step import check_aggregation, check_chain
 from fedmoe_pl.rounds.begin import check_moments
-from fedmoe_pl.rounds.cohort import cohort_size, takes_all
+from fedmoe_pl.rounds.cohort import cohort_of, cohort_size, takes_all
 from fedmoe_pl.rounds.names import is_path_below
 from fedmoe_pl.rounds.opt_in import opted_in
 from fedmoe_pl.rounds.optimizer_checks import check_optimizer, check_server_optimizer
@@ -49,6 +49,7 @@ def check_run(run: Run, read_result: Callable[[Phase, LightningModule], PhaseSta
         check_start(phase, run.starts[phase.name], module, lambda name: run.module(by_name[name]))
         check_phase(phase, module, run.datamodule, run.seed)
         check_chain(phase, run.phases_before(phase))
+        run.failures.check_cohort(phase, cohort_of(phase, run.datamodule.num_clients, run.seed).size)
         check_client_trainer(phase, trainer, run.datamodule)
         check_trained(phase, module, trainer["max_epochs"])
         if phase.ckpt_path and phase.name not in run.states:

@@ -38,14 +38,15 @@ def takes_all(clients_per_round: int | float | None) -> bool:
     return clients_per_round is None or (isinstance(clients_per_round, float) and clients_per_round == 1)
 
 
-def sample_cohort(ids: Sequence[int], size: int, seed: int, round: int) -> list[int]:
-    """Draws ``size`` clients uniformly without replacement; the random numbers depend on (seed, round) only.
+def sample_cohort(ids: Sequence[int], size: int, seed: int, round: int, attempt: int = 0) -> list[int]:
+    """Draws ``size`` clients uniformly without replacement; the random numbers depend on (seed, round, attempt) only.
 
     Args:
         ids: the clients to draw from.
         size: how many to draw.
         seed: the run's seed.
         round: the round, counted from 0.
+        attempt: how often the round was tried before.
 
     Returns:
         The drawn ids in the order of ``ids``.
@@ -56,25 +57,26 @@ def sample_cohort(ids: Sequence[int], size: int, seed: int, round: int) -> list[
         >>> sample_cohort(range(100), 3, seed=0, round=5) == sample_cohort(range(100), 3, seed=0, round=5)
         True
     """
-    rng = np.random.default_rng(derive_seed(seed, _COHORT, round))
+    rng = np.random.default_rng(derive_seed(seed, _COHORT, round, *([attempt] if attempt else [])))
     chosen = np.sort(rng.choice(len(ids), size, replace=False))
     return [ids[i] for i in chosen]
 
 
-def sample_poisson(ids: Sequence[int], expected: int, seed: int, round: int) -> list[int]:
-    """Draws for each client whether it joins the round; the random numbers depend on (seed, round) only.
+def sample_poisson(ids: Sequence[int], expected: int, seed: int, round: int, attempt: int = 0) -> list[int]:
+    """Draws for each client whether it joins the round; the random numbers depend on (seed, round, attempt) only.
 
     Args:
         ids: the clients to draw from.
         expected: the expected number of clients, so that each joins with the probability ``expected / len(ids)``.
         seed: the run's seed.
         round: the round, counted from 0.
+        attempt: how often the round was tried before.
 
     Example:
         >>> sample_poisson(range(3), 3, seed=0, round=0), sample_poisson(range(6), 2, seed=0, round=2)
         ([0, 1, 2], [4])
     """
-    rng = np.random.default_rng(derive_seed(seed, _COHORT, round))
+    rng = np.random.default_rng(derive_seed(seed, _COHORT, round, *([attempt] if attempt else [])))
     return [client for client, draw in zip(ids, rng.random(len(ids)), strict=True) if draw * len(ids) < expected]
 
 
@@ -93,7 +95,7 @@ def cohort_of(phase: Phase, num_clients: int, seed: int) -> Cohort:
     return Cohort(len(participants) if all_of_them else cohort_size(num_clients, phase.clients_per_round), participants)
 
 
-def phase_cohort(phase: Phase, num_clients: int, seed: int, round: int) -> list[int]:
+def phase_cohort(phase: Phase, num_clients: int, seed: int, round: int, attempt: int = 0) -> list[int]:
     """Draws the clients of a round from the participants, as the phase's aggregation needs it.
 
     Args:
@@ -101,11 +103,12 @@ def phase_cohort(phase: Phase, num_clients: int, seed: int, round: int) -> list[
         num_clients: number of all clients.
         seed: the run's seed.
         round: the round, counted from 0 along the chain of phases that start from one another.
+        attempt: how often the round was tried before.
     """
     cohort = cohort_of(phase, num_clients, seed)
     is_poisson = phase.aggregation is not None and phase.aggregation.poisson_sampling
     sample = sample_poisson if is_poisson else sample_cohort
-    return sample(cohort.participants, cohort.size, seed, round)
+    return sample(cohort.participants, cohort.size, seed, round, attempt)
 
 
 def evaluated_clients(num_clients: int, number: int | None, seed: int) -> list[int]:

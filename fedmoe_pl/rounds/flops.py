@@ -8,6 +8,7 @@ import warnings
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from itertools import islice
 from typing import Any
 
 import numpy as np
@@ -26,6 +27,8 @@ from fedmoe_pl.backends import (
     trains_by_loss,
 )
 from fedmoe_pl.trees import Tree, copy_module
+
+_TRIED = 3  # clients whose batch is tried, before the module is held to run in its Trainer only
 
 
 class FlopCounter:
@@ -67,10 +70,10 @@ class FlopCounter:
         if not any(samples.values()):
             return 0
         if changes_loss(training.algorithm):
-            first = next(client for client in clients if samples[client])
-            constants = _constants(training, server, first, kept, round)
+            with_samples = [client for client in clients if samples[client]]
+            constants = _constants(training, server, with_samples[0], kept, round)
         else:
-            first, constants = self._first(architecture, round), ""
+            with_samples, constants = self._participants(architecture, round), ""
         epochs = [
             frozenset(trainable_names(training, training.module, round, epoch)) for epoch in range(training.max_epochs)
         ]
@@ -81,20 +84,24 @@ class FlopCounter:
             key = architecture, trained, constants
             if key not in self._counted:
                 epoch = epochs.index(trained)
-                self._counted[key] = _of_one_batch(training, server, first, kept, round, epoch)
+                for client in islice(with_samples, _TRIED):  # one of them may fail in this round
+                    self._counted[key] = _of_one_batch(training, server, client, kept, round, epoch)
+                    if not math.isnan(self._counted[key][0]):
+                        break
             operations, of_samples = self._counted[key]
             if math.isnan(operations):
                 return math.nan
             total += times * int(operations) * sum(samples.values()) // of_samples
         return total
 
-    def _first(self, architecture: int, round: int) -> int:
-        """The first participant of an architecture with samples: the same one in a resumed run."""
+    def _participants(self, architecture: int, round: int) -> Iterator[int]:
+        """The participants of an architecture with samples: in a resumed run, the same come first."""
         training = self.training
         clients = range(training.datamodule.num_clients)
-        ordered = [*training.algorithm.participants(clients, training.seed), *clients]  # newcomers have not opted out
+        # newcomers have not opted out
+        ordered = dict.fromkeys([*training.algorithm.participants(clients, training.seed), *clients])
         candidates = (client for client in ordered if training.architecture(client) == architecture)
-        return next(client for client in candidates if _samples(training.of(client), client, round))
+        yield from (client for client in candidates if _samples(training.of(client), client, round))
 
 
 def _samples(training: LocalTraining, client_id: int, round: int) -> int:

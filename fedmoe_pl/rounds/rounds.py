@@ -3,25 +3,35 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
-from lightning.pytorch import LightningModule
-
-from fedmoe_pl.algorithms.algorithm import Algorithm, overrides
-from fedmoe_pl.algorithms.client import Update
-from fedmoe_pl.backends import LocalTraining, Plan, one_thread, step_after_aggregation, with_training_state
-from fedmoe_pl.backends.traffic import Traffic, Transfer, TransferLog, transfers
+from fedmoe_pl.algorithms.algorithm import overrides
+from fedmoe_pl.backends import (
+    Failure,
+    LocalTraining,
+    NotFiniteError,
+    Plan,
+    check_finite,
+    guarded,
+    one_thread,
+    step_after_aggregation,
+    with_training_state,
+)
+from fedmoe_pl.backends.traffic import Traffic, TransferLog
 from fedmoe_pl.rounds.aggregation_step import aggregated, log_epsilon
 from fedmoe_pl.rounds.begin import first_clients
 from fedmoe_pl.rounds.checkpoint import FILE, save_finished
-from fedmoe_pl.rounds.cohort import phase_cohort
 from fedmoe_pl.rounds.evaluation import Evaluation
+from fedmoe_pl.rounds.failures import ClientError, Without
 from fedmoe_pl.rounds.flops import FlopCounter
 from fedmoe_pl.rounds.phase import Phase
 from fedmoe_pl.rounds.results import round_row
 from fedmoe_pl.rounds.run import Run
 from fedmoe_pl.rounds.server_step import server_step
 from fedmoe_pl.rounds.state import PhaseState
+from fedmoe_pl.rounds.train import Trained, asked_and_sent, draw_cohort, train_round
+from fedmoe_pl.trees import of_module
 
 # added to the round in the names of files that are written after an exchange, or after clients' own steps
 _EXCHANGED, _STEPPED = 10**9, 2 * 10**9
@@ -83,24 +93,16 @@ def run_round(
     state, algorithm = run.states[phase.name], phase.algorithm
     round = state.round
     run.call("on_round_start", phase, round)
-    cohort = draw_cohort(run, phase, state) if cohort is None else cohort
     log = TransferLog(run.records_transfers)
-    asked, down = _asked_and_sent(algorithm, state, cohort, log)
-    with one_thread():
-        operations = counter.of_round(state.server, cohort, state.kept, round) if counter else 0
-    combined, kept, up, sent = _train(run, phase, plan, cohort)
-    state.round, state.kept, state.flops = round + 1, kept, state.flops + operations
-    state.add_traffic("up", asked)
-    state.add_traffic("down", down)
+    trained = train_round(run, phase, plan, counter, log, cohort)
+    state.round, state.kept = round + 1, trained.kept
     if state.server_learns:
-        _update_server(run, phase, plan.training.module, combined)
+        _update_server(run, phase, plan.training, trained)
         if state.round == phase.rounds or algorithm.is_over(state.server):
             state.server = algorithm.server_final(state.server)
-        state.add_traffic("up", up)
-        log.transfers += sent
-    _after_aggregation(run, phase, plan.training, cohort, round, log)
+    _after_aggregation(run, phase, plan.training, trained.clients, round, log)
     if state.server_learns:
-        state.add_traffic("between_clients", _exchange(run, phase, plan.training, round, log))
+        state.add_traffic("between_clients", _exchange(run, phase, plan.training, trained.failed, round, log))
     run.progress.end_round()
     evaluates = run.evaluates_after(phase, state.round)
     evaluations = _evaluate_round(run, phase, plan.training, plan) if evaluates else []
@@ -113,67 +115,13 @@ def run_round(
     return evaluations
 
 
-def draw_cohort(run: Run, phase: Phase, state: PhaseState) -> list[int]:
-    """The clients of the round; all clients if they only train the parameters that they keep."""
-    num_clients = run.datamodule.num_clients
-    if not state.server_learns:
-        return [*range(num_clients)]
-    return phase_cohort(phase, num_clients, run.seed, run.rounds_before(phase) + state.round)
+def _update_server(run: Run, phase: Phase, training: LocalTraining, trained: Trained) -> None:
+    """Makes the server's next state from the clients' updates; a server optimizer takes the step from the old one.
 
-
-def _asked_and_sent(
-    algorithm: Algorithm, state: PhaseState, cohort: Sequence[int], log: TransferLog
-) -> tuple[Traffic, Traffic]:
-    """The clients' requests and what the server sends: nothing if clients train alone, a checkpoint's result once."""
-    asked, sent = Traffic(), Traffic()
-    if not algorithm.federated or (not state.server_learns and state.round > 0):
-        return asked, sent
-    asks = overrides(algorithm, "client_request")  # otherwise what clients keep, perhaps on disk, need not be read
-    for client in cohort:
-        request = algorithm.client_request(client, state.kept.get(client, {})) if asks else {}
-        with one_thread():
-            answer = algorithm.server_send(state.server, client, request)
-        asked += Traffic.of(request)
-        sent += Traffic.of(answer)
-        log.add("requests", client, request)
-        log.add("down", client, answer)
-    return asked, sent
-
-
-def _train(
-    run: Run, phase: Phase, plan: Plan, cohort: Sequence[int]
-) -> tuple[Update | None, Any, Traffic, list[Transfer]]:
-    """Trains the clients of the round.
-
-    Returns:
-        Their combined update (None without clients), the tensors that all clients keep now, by client, and the traffic
-        to the server. If a callback asks for them, also each of its tensors, and what the aggregation sent to clients.
+    Raises:
+        ClientError: if it is not finite.
     """
-    state, round = run.states[phase.name], run.states[phase.name].round
-    combined: Update | None = None
-    written: dict[int, Any] = {}
-    up, sent = Traffic(), list[Transfer]()
-    aggregation = plan.training.aggregation
-    combine = phase.algorithm.combine if aggregation is None else aggregation.combine
-    added = {} if aggregation is None else aggregation.for_clients(state.aggregation)
-    for client in cohort if added else ():
-        state.add_traffic("down", Traffic.of(added))
-        sent += transfers("down", client, added) if plan.training.record_transfers else []
-    for group in plan.train({**state.server, **added}, cohort, state.kept, round) if cohort else ():
-        with one_thread():
-            combined = group.update if combined is None else combine(combined, group.update)
-        written.update(run.store.write(phase.name, round + 1, group.kept))
-        up += group.sent
-        sent += group.transfers
-        for client in group.kept:
-            run.progress.add_client(phase, len(cohort))
-            run.call("on_client_end", phase, round, client)
-    return combined, run.store.updated(phase.name, state.kept, written), up, sent
-
-
-def _update_server(run: Run, phase: Phase, module: LightningModule, combined: Update | None) -> None:
-    """Makes the server's next state from the clients' updates; a server optimizer takes the step from the old one."""
-    state = run.states[phase.name]
+    state, combined = run.states[phase.name], trained.update
     if phase.aggregation is not None:
         combined = aggregated(run, phase, combined)
     assert combined is not None, "only cohorts of an aggregation may be empty"
@@ -181,8 +129,15 @@ def _update_server(run: Run, phase: Phase, module: LightningModule, combined: Up
         new = phase.algorithm.server_update(state.server, combined)
     if phase.server_optimizer is not None:
         old, optimizer = state.server, state.server_optimizer
-        new, state.server_optimizer = server_step(phase.server_optimizer, module, old, new, optimizer)
-    state.server = new
+        new, state.server_optimizer = server_step(phase.server_optimizer, training.module, old, new, optimizer)
+    try:
+        check_finite([of_module(new)], 1, training.initial)
+    except NotFiniteError as error:
+        tensor = str(error).removeprefix("its ")
+        raise ClientError(
+            f"{phase}, round {state.round}: the server's {tensor}, although all that clients sent is."
+        ) from error
+    state.server = phase.algorithm.clients_failed(new, trained.failed)
 
 
 def _after_aggregation(
@@ -191,21 +146,34 @@ def _after_aggregation(
     """Lets the clients of the round take their step on the new server's state, which they receive for it."""
     if not overrides(phase.algorithm, "client_after_aggregation"):
         return
-    state, written = run.states[phase.name], dict[int, Any]()
-    asked, sent = _asked_and_sent(phase.algorithm, state, cohort, log)
+    state, written, failed = run.states[phase.name], dict[int, Any](), dict[int, Failure]()
+    asked, sent = asked_and_sent(phase.algorithm, state, cohort, log)
     state.add_traffic("up", asked)
     state.add_traffic("down", sent)
     with one_thread():
         for client in cohort:
-            kept = step_after_aggregation(training, state.server, client, state.kept, round)
-            written.update(run.store.write(phase.name, _STEPPED + round + 1, {client: kept}))
+            step = partial(step_after_aggregation, training, state.server, client, state.kept, round)
+            kept = guarded(step, training.client_timeout)
+            if isinstance(kept, Failure):  # it keeps what it kept before this step
+                failed[client] = kept
+            else:
+                written.update(run.store.write(phase.name, _STEPPED + round + 1, {client: kept}))
     state.kept = run.store.updated(phase.name, state.kept, written)
+    state.failed += len(failed)
+    run.failures.stop(phase, state.round, failed)
+    run.failures.report(phase, state.round, failed)
 
 
-def _exchange(run: Run, phase: Phase, training: LocalTraining, round: int, log: TransferLog) -> Traffic:
-    """Lets clients send each other tensors, all computed from those they kept before; returns the traffic."""
+def _exchange(
+    run: Run, phase: Phase, training: LocalTraining, failed: Sequence[int], round: int, log: TransferLog
+) -> Traffic:
+    """Lets clients send each other tensors, all computed from those they kept before; returns the traffic.
+
+    Clients that failed in the round neither send nor receive.
+    """
     state, received, written = run.states[phase.name], Traffic(), dict[int, Any]()
-    for client, kept, from_others in phase.algorithm.exchange(state.server, state.kept, round):
+    kept_by_others = Without(state.kept, failed) if failed else state.kept
+    for client, kept, from_others in phase.algorithm.exchange(state.server, kept_by_others, round):
         if training.keep_optimizer or training.keep_trained:  # otherwise what clients keep need not be read again
             kept = with_training_state(kept, state.kept.get(client, {}))
         written.update(run.store.write(phase.name, _EXCHANGED + round + 1, {client: kept}))

@@ -20,6 +20,7 @@ from fedmoe_pl.rounds.checkpoint import FILE, CheckpointWriter
 from fedmoe_pl.rounds.cohort import evaluated_clients
 from fedmoe_pl.rounds.evaluate import client_predictor, evaluate_clients, evaluated_model, personal_tensors
 from fedmoe_pl.rounds.evaluation import Evaluation
+from fedmoe_pl.rounds.failures import ClientFailures
 from fedmoe_pl.rounds.phase import INITIAL, Phase
 from fedmoe_pl.rounds.progress import Progress
 from fedmoe_pl.rounds.starts import Start, chain_of_starts, model_of, sources
@@ -91,6 +92,7 @@ class Run:
         states: the state of each phase that has begun, by name.
         rows: the rows of ``rounds.csv``.
         writer: writes the checkpoints.
+        failures: what happens when clients fail.
     """
 
     phases: Sequence[Phase]
@@ -117,6 +119,7 @@ class Run:
     rows: list[dict[str, Any]] = field(default_factory=list)
     writer: CheckpointWriter = field(default_factory=CheckpointWriter)
     evaluation_clients: int | None = None
+    failures: ClientFailures = field(default_factory=ClientFailures)
 
     @cached_property
     def evaluated(self) -> list[int]:
@@ -261,6 +264,7 @@ class Run:
             keep_trained=phase.algorithm.federated and phase.evaluate and "local_training" in phase.moments,
             record_transfers=self.records_transfers,
             device=self.devices[0],
+            client_timeout=self.failures.client_timeout,
         )
 
     def evaluate(self, phase: Phase, training: LocalTraining, plan: Plan | None = None) -> list[Evaluation]:

@@ -43,6 +43,7 @@ class PhaseState:
         traffic: what was sent so far: ``parameters`` and ``bytes``, each with ``_down`` (from the server to clients),
             ``_up`` (from clients to the server) and ``_between_clients``.
         flops: floating-point operations of local training so far (``flops.FlopCounter``); nan if not countable.
+        failed: how many clients have failed or dropped out so far; one that did so in two rounds counts twice.
         server_optimizer: the state of the phase's server optimizer, as ``backends.optimizers.optimizer_state`` returns
             it. It is not sent to clients, and no other phase starts from it.
         aggregation: the state of the phase's aggregation, such as an adapted clipping norm.
@@ -67,6 +68,7 @@ class PhaseState:
     evaluations: list[Evaluation] = field(default_factory=list)
     traffic: dict[str, int] = field(default_factory=no_traffic)
     flops: float = 0
+    failed: int = 0
     server_optimizer: Tree = field(default_factory=dict)
     aggregation: Tree = field(default_factory=dict)
     private_rounds: list[list[float]] = field(default_factory=list)
@@ -108,8 +110,8 @@ class PhaseState:
             self.traffic[f"{quantity}_{way}"] += value
 
     def costs(self) -> dict[str, float]:
-        """Traffic, operations and epsilon so far, by column of ``rounds.csv``."""
-        return {**self.traffic, "flops": self.flops, "epsilon": self.epsilon}
+        """Traffic, operations, epsilon and failures so far, by column of ``rounds.csv``."""
+        return {**self.traffic, "flops": self.flops, "epsilon": self.epsilon, "failed": self.failed}
 
 
 def round_and_selection(phase: Phase, state: PhaseState) -> tuple[int, str]:

@@ -263,6 +263,7 @@ def test_a_client_with_a_sample_that_is_no_number_spoils_no_other():
     training = local_training(module, PersonalizedExpert("local_expert.classifier.*"), data, 3)
     expected = train(TrainerBackend(), training)[1]
     kept = train(StackedBackend(3), training)[1]
+    assert kept.keys() == expected.keys() == {0, 2}, "the client is left out"
     for client in (0, 2):
         torch.testing.assert_close(kept[client], expected[client], rtol=1e-10, atol=1e-10)
 

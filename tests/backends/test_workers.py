@@ -22,6 +22,8 @@ from helpers.workers import (
 )
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 
+import fedmoe_pl.backends.workers.backend
+import fedmoe_pl.backends.workers.handing_out
 from fedmoe_pl.backends import StackedBackend, TrainerBackend
 from fedmoe_pl.backends.workers.handing_out import WorkerDied
 from fedmoe_pl.models import LinearGate
@@ -86,25 +88,72 @@ def test_a_dead_worker_is_replaced_and_its_group_trained_again():
 
 
 @pytest.mark.usefixtures("clients_alone")
-def test_a_group_that_ends_every_worker_ends_the_run_with_one_sentence(monkeypatch):
+def test_a_group_that_ends_every_worker_is_left_out(monkeypatch):
     monkeypatch.setattr(DiesOnce, "deaths", 3)
     backend = TwoInThisProcess()
     backend.worker = DiesOnce
+    groups, expected = trained(backend, training()), trained(TrainerBackend(), training())
+    assert groups[2].update is None and not groups[2].kept
+    assert groups[2].failed[2].reason == "its worker process has ended 3 times (SIGKILL)"
+    assert_same([*groups[:2], groups[3]], [*expected[:2], expected[3]])
+
+
+def test_a_chunk_whose_workers_die_is_parted_so_that_one_client_fails(monkeypatch):
+    class DiesWithClient2(InThisProcess):
+        def submit(self, phase, server, groups):
+            if [2] in pickle.loads(groups)[1]:
+                self.log.append("death")
+                future = Future()
+                future.set_exception(WorkerDied("SIGKILL"))
+                return future
+            return super().submit(phase, server, groups)
+
+    monkeypatch.setattr(fedmoe_pl.backends.workers.backend, "_CHUNKS", 0.1)  # few chunks, of several clients
+    backend = TwoInThisProcess()
+    backend.worker = DiesWithClient2
+    groups, expected = trained(backend, training()), trained(TrainerBackend(), training())
+    assert [[*group.failed] for group in groups] == [[], [], [2], []]
+    assert backend.log.count("death") == 3
+    assert_same([*groups[:2], groups[3]], [*expected[:2], expected[3]])
+
+
+@pytest.mark.usefixtures("clients_alone")
+def test_a_worker_that_does_not_answer_in_time_is_ended(monkeypatch):
+    class Silent(InThisProcess):
+        def submit(self, phase, server, groups):
+            return Future() if pickle.loads(groups)[1] == [[2]] else super().submit(phase, server, groups)
+
+    monkeypatch.setattr(fedmoe_pl.backends.workers.handing_out, "_GRACE", 0.1)
+    backend = TwoInThisProcess()
+    backend.worker = Silent
+    groups = trained(backend, training(client_timeout=0.1))
+    assert groups[2].failed[2].reason == (
+        "its worker process did not answer within client_timeout, 0.1 s for each client"
+    )
+    assert "end" in backend.log
+
+
+def test_a_job_that_ends_every_worker_ends_the_run_with_one_sentence(monkeypatch):
+    monkeypatch.setattr(DiesOnce, "deaths", 3)
+    backend = TwoInThisProcess()
+    backend.worker = DiesOnce
+    phase = training()
+    plan = begin(backend, phase)
     with pytest.raises(
         MisconfigurationException, match=r"client 2 has ended 3 times \(SIGKILL\), probably for lack of"
     ):
-        trained(backend, training())
+        list(plan.map(lambda plan, server, groups, kept: [None for _ in groups], {}, [[0], [1], [2], [3]], {}))
 
 
-@pytest.mark.parametrize(
-    ("error", "raised"),
-    [
-        (partial(MisconfigurationException, "the user's own sentence"), MisconfigurationException),
-        (partial(TwoArgumentsError, "one", "two"), RuntimeError),
-    ],
-)
-def test_what_training_raises_reaches_the_user(error, raised):
-    backend, phase = TwoInThisProcess(), training(Fails(error), two_quadratics())
-    with pytest.raises(raised, match=r"sentence|TwoArgumentsError: one and two"):
+def test_what_training_raises_is_the_reason_unless_the_configuration_is_wrong():
+    phase = training(Fails(partial(TwoArgumentsError, "one", "two")), two_quadratics())
+    groups = trained(TwoInThisProcess(), phase)
+    assert [group.failed[client].reason for client, group in enumerate(groups)] == 2 * [
+        "TwoArgumentsError: one and two"
+    ]
+    assert "in training_step" in groups[0].failed[0].trace
+    backend = TwoInThisProcess()
+    phase = training(Fails(partial(MisconfigurationException, "the user's own sentence")), two_quadratics())
+    with pytest.raises(MisconfigurationException, match="the user's own sentence"):
         trained(backend, phase)
     assert len([entry for entry in backend.log if entry != "end"]) <= 2, "not tried again"

@@ -63,7 +63,7 @@ def train_clients(plan: Plan, round=0) -> tuple[Update, dict]:
     server = training.algorithm.server_init(training.module)
     groups = list(plan.train(server, range(training.datamodule.num_clients), {}, round))
     kept = {client: tree for group in groups for client, tree in group.kept.items()}
-    return fold(training.algorithm, [group.update for group in groups]), kept
+    return fold(training.algorithm, [group.update for group in groups if group.update is not None]), kept
 
 
 def assert_agree(training: LocalTraining, tolerance: float, clients_per_stack=None, round=0):

@@ -1,5 +1,6 @@
 """Workers in this process, and models that fail or end their worker."""
 
+import contextlib
 import os
 import pickle
 import signal
@@ -107,9 +108,10 @@ class KillsItsProcess(PersonalizedMoE):
         self.driver = os.getpid()
 
     def loss(self, batch):
-        if os.path.exists(self.file) and os.getpid() != self.driver:
-            os.unlink(self.file)
-            os.kill(os.getpid(), signal.SIGKILL)
+        if os.getpid() != self.driver:
+            with contextlib.suppress(FileNotFoundError):  # another worker may be the first
+                os.unlink(self.file)
+                os.kill(os.getpid(), signal.SIGKILL)
         return super().loss(batch)
 
 

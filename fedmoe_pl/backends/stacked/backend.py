@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import LightningModule
 
+from fedmoe_pl.algorithms.client import Update
 from fedmoe_pl.backends.backend import Backend, GroupUpdate, Plan, group_update
 from fedmoe_pl.backends.client import end_client, trainable_names
+from fedmoe_pl.backends.failures import Failure, guarded
 from fedmoe_pl.backends.features import FeatureCache
 from fedmoe_pl.backends.fitting import one_thread
 from fedmoe_pl.backends.freezing import Freezing
 from fedmoe_pl.backends.lean import fit_epochs
 from fedmoe_pl.backends.stacked.batches import StackedBatches
-from fedmoe_pl.backends.stacked.members import Member, begin_members, stackable_groups
+from fedmoe_pl.backends.stacked.members import Member, begin_member, stackable_groups
 from fedmoe_pl.backends.stacked.module import StackedModule
 from fedmoe_pl.backends.stacked.stack import Stack
 from fedmoe_pl.backends.stacked.trial import try_to_stack
@@ -95,18 +98,43 @@ class StackedPlan(Plan):
         return [self._train_group(server, clients, kept, round) for clients in groups]
 
     def _train_group(self, server: Tree, clients: Sequence[int], kept: Mapping[int, Tree], round: int) -> GroupUpdate:
-        training = self.training.of(clients[0])
         with one_thread():
-            module = copy_module(training.module)
-            members = begin_members(training, module, server, clients, kept, round, self.features)
-            if trainable_names(training, module, round):
-                for group in stackable_groups(members):
-                    _fit(training, module, group, round)
-            updates = []
-            for member in members:
-                load_tree(module, member.state)
-                updates.append(end_client(training, member.client, member.const))
-        return group_update(training, clients, updates)
+            updates, stopped = self._train(server, clients, kept, round)
+            for client in stopped:  # each by itself, to find those at fault
+                updates |= self._train(server, [client], kept, round)[0]
+        return group_update(self.training, clients, [updates[client] for client in clients])
+
+    def _train(
+        self, server: Tree, clients: Sequence[int], kept: Mapping[int, Tree], round: int
+    ) -> tuple[dict[int, Update | Failure], list[int]]:
+        """Trains clients of one architecture.
+
+        Returns:
+            The update of each client, or why it failed; and those whose stack an exception has stopped, in which one
+            member may be at fault.
+        """
+        training = self.training.of(clients[0])
+        seconds = training.client_timeout
+        results: dict[int, Update | Failure] = {}
+        stopped: list[int] = []
+        module, members = copy_module(training.module), list[Member]()
+        for client in clients:
+            begin = partial(begin_member, training, module, server, client, kept, round, self.features, members)
+            member = guarded(begin, seconds)
+            if isinstance(member, Failure):
+                results[client] = member
+            else:
+                members.append(member)
+        for group in stackable_groups(members) if trainable_names(training, module, round) else []:
+            failure = guarded(partial(_fit, training, module, group, round), seconds and seconds * len(group))
+            if isinstance(failure, Failure):
+                results |= {member.client.id: failure for member in group}
+                stopped += [member.client.id for member in group if failure.error is not None and len(group) > 1]
+                module = copy_module(training.module)  # the old one may be in any state
+        for member in members:
+            if member.client.id not in results:
+                results[member.client.id] = guarded(partial(_end, training, module, member), seconds)
+        return results, stopped
 
 
 def _fit(training: LocalTraining, module: LightningModule, members: list[Member], round: int) -> None:
@@ -119,3 +147,9 @@ def _fit(training: LocalTraining, module: LightningModule, members: list[Member]
     for member in stack.members:
         member.client.steps = training.max_epochs * len(member.batches)
     stack.unstack()
+
+
+def _end(training: LocalTraining, module: LightningModule, member: Member) -> Update:
+    load_tree(module, member.state)
+    member.client.module = module
+    return end_client(training, member.client, member.const)

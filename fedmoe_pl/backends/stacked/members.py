@@ -52,17 +52,31 @@ def begin_members(
     Tensors that equal the first member's are the same object, so that tensors that all clients share exist once.
     """
     members: list[Member] = []
-    for client_id in clients:
-        load_tree(module, training.initial)
-        client, const, samples = begin_client(training, module, server, client_id, kept, round)
-        first = members[0].state if members else {}
-        state = {
-            name: first[name] if name in first and torch.equal(first[name], tensor) else tensor.detach().clone()
-            for name, tensor in module.state_dict().items()
-        }
-        features = cache.find(training, client, const, samples) if len(samples) else None
-        members.append(Member(client, const, state, client_batches(training, client, samples), features))
+    for client in clients:
+        members.append(begin_member(training, module, server, client, kept, round, cache, members))
     return members
+
+
+def begin_member(
+    training: LocalTraining,
+    module: LightningModule,
+    server: Tree,
+    client_id: int,
+    kept: Mapping[int, Tree],
+    round: int,
+    cache: FeatureCache,
+    members: Sequence[Member],
+) -> Member:
+    """Prepares a client in a module that other members have used; see :func:`begin_members`."""
+    load_tree(module, training.initial)
+    client, const, samples = begin_client(training, module, server, client_id, kept, round)
+    first = members[0].state if members else {}
+    state = {
+        name: first[name] if name in first and torch.equal(first[name], tensor) else tensor.detach().clone()
+        for name, tensor in module.state_dict().items()
+    }
+    features = cache.find(training, client, const, samples) if len(samples) else None
+    return Member(client, const, state, client_batches(training, client, samples), features)
 
 
 def stackable_groups(members: Sequence[Member]) -> list[list[Member]]:

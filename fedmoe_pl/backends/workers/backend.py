@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
+from traceback import format_exception
 from typing import Any
 
 from fedmoe_pl.backends.backend import Backend, Chunk, GroupUpdate, Job, Plan
+from fedmoe_pl.backends.failures import Failure
+from fedmoe_pl.backends.traffic import Traffic
 from fedmoe_pl.backends.training import LocalTraining
 from fedmoe_pl.backends.workers.handing_out import HandedOut, RemoteWorker
+from fedmoe_pl.backends.workers.pickling import portable
 from fedmoe_pl.data import FederatedDataModule
 from fedmoe_pl.trees import Tree
 
@@ -57,10 +62,17 @@ class WorkersBackend(Backend):
         if groups:
             self._start_workers(plan)
             chunks = plan.chunks(groups, at_least=_CHUNKS * len(self.workers))
-            yield from self.hand_out(plan, partial(_train_groups, round=round), server, chunks, kept)
+            job = partial(_train_groups, round=round)
+            yield from self.hand_out(plan, job, server, chunks, kept, _failed_groups)
 
     def hand_out(
-        self, plan: Plan, job: Job, server: Tree, chunks: Sequence[Chunk], kept: Mapping[int, Tree]
+        self,
+        plan: Plan,
+        job: Job,
+        server: Tree,
+        chunks: Sequence[Chunk],
+        kept: Mapping[int, Tree],
+        give_up: Callable[[Chunk, str], list[Any]] | None = None,
     ) -> Iterator[Any]:
         """Does work for groups of clients in the workers, and yields each group's result in order.
 
@@ -71,15 +83,17 @@ class WorkersBackend(Backend):
             chunks: the groups, in the order in which their results are yielded, divided into those that one worker is
                 handed together.
             kept: the tensors that clients kept from earlier rounds, by client.
+            give_up: the results of a chunk with which three workers have died, or which took one of them too long, from
+                the chunk and the reason; None raises an exception.
 
         Raises:
-            MisconfigurationException: if model or data cannot be sent to a worker process, or if a worker dies three
-                times with the same clients. Exceptions of the work are raised unchanged.
+            MisconfigurationException: if model or data cannot be sent to a worker process, or if three workers die with
+                the same clients. Exceptions of the work are raised unchanged.
         """
         if not chunks:
             return
         self._start_workers(plan)
-        handed_out = HandedOut(self.workers, self.replace, plan, job, server, chunks, kept)
+        handed_out = HandedOut(self.workers, self.replace, plan, job, server, chunks, kept, give_up)
         try:
             yield from handed_out.results()
         finally:
@@ -162,4 +176,18 @@ def parts_of(groups: Sequence[list[int]]) -> list[Chunk]:
 def _train_groups(
     plan: Plan, server: Tree, groups: Sequence[Sequence[int]], kept: Mapping[int, Tree], round: int
 ) -> list[GroupUpdate]:
-    return plan.train_groups(server, groups, kept, round)
+    updates = plan.train_groups(server, groups, kept, round)
+    return [replace(update, failed=_portable(update.failed)) for update in updates]
+
+
+def _portable(failed: Mapping[int, Failure]) -> dict[int, Failure]:
+    """Failures that another process can read, with the tracebacks that it cannot."""
+    with_traces = ((client, failure, failure.error) for client, failure in failed.items())
+    return {
+        client: Failure(failure.reason, portable(error), "".join(format_exception(error))) if error else failure
+        for client, failure, error in with_traces
+    }
+
+
+def _failed_groups(groups: Chunk, reason: str) -> list[GroupUpdate]:
+    return [GroupUpdate(None, {}, Traffic(), failed=dict.fromkeys(group, Failure(reason))) for group in groups]

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import pickle
+import time
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -17,6 +19,7 @@ from fedmoe_pl.backends.workers.worker import PhaseMessage
 from fedmoe_pl.trees import Tree
 
 _TRIES = 3  # another process may cause one death, but hardly three with the same clients
+_GRACE = 60.0  # seconds beyond the clients' own in which a worker must answer; it may have to start first
 _AHEAD = 8  # how many updates per worker may wait for an earlier one; limits their memory
 
 
@@ -67,22 +70,24 @@ def _dead(clients: Sequence[int], death: WorkerDied) -> str:
 class HandedOut:
     """The chunks of groups of a round that are handed out.
 
-    Chunks are identified by index.
-
     Args:
         workers: the workers.
-        replace: starts another worker in place of one that died.
+        replace: ends a worker and starts another in its place.
         plan: how each worker trains its groups.
         job: what to do for each chunk.
         server: the server's state.
         chunks: the chunks, in the order in which their results are yielded.
         kept: the tensors that clients kept, by client.
+        give_up: the results of a chunk whose workers have died :data:`_TRIES` times or did not answer in time, from the
+            chunk and the reason; None raises an exception instead.
 
     Attributes:
+        chunks: the chunks by their keys.
+        order: the keys of the chunks without a yielded result, in order.
         ahead: how many chunks may be handed out before an earlier one has answered.
         waiting: chunks that are not handed out, in the order in which they will be.
         idle: workers without a chunk.
-        busy: worker and chunk of every call in progress.
+        busy: worker and chunk of every call in progress, and when it must have answered.
         done: pickled results that wait for those of earlier chunks.
         deaths: how many workers have died with each chunk.
     """
@@ -96,49 +101,82 @@ class HandedOut:
         server: Tree,
         chunks: Sequence[Chunk],
         kept: Mapping[int, Tree],
+        give_up: Callable[[Chunk, str], list[Any]] | None = None,
     ) -> None:
         self.replace = replace
-        self.chunks = chunks
+        self.chunks = dict(enumerate(chunks))
+        self.order = [*self.chunks]
         self.send = _Sender(plan, job, server, kept)
-        self.waiting = sorted(range(len(chunks)), key=lambda index: -group_size(plan.training, _clients(chunks[index])))
+        self.give_up = give_up
+        self.seconds = plan.training.client_timeout if give_up else None
+        self.waiting = sorted(self.order, key=lambda key: -group_size(plan.training, _clients(chunks[key])))
         self.ahead = _AHEAD * len(workers)
         self.idle = list(workers)
-        self.busy: dict[Future[Any], tuple[RemoteWorker, int]] = {}
+        self.busy: dict[Future[Any], tuple[RemoteWorker, int, float]] = {}
         self.done: dict[int, bytes] = {}
         self.deaths: Counter[int] = Counter()
 
     def results(self) -> Iterator[Any]:
         """Yields the groups' results in order."""
-        ready = 0
-        while ready < len(self.chunks):
-            self._send_some(ready)
-            while ready in self.done:
-                yield from pickle.loads(self.done.pop(ready))
-                ready += 1
+        while self.order:
+            self._send_some()
+            while self.order and self.order[0] in self.done:
+                yield from pickle.loads(self.done.pop(self.order.pop(0)))
             if self.busy:
-                for future in wait(self.busy, return_when=FIRST_COMPLETED).done:
+                soonest = min(deadline for _, _, deadline in self.busy.values())
+                patience = None if soonest == math.inf else max(0.0, soonest - time.monotonic())
+                for future in wait(self.busy, patience, FIRST_COMPLETED).done:
                     self._take(future)
+                self._end_overdue()
 
-    def _send_some(self, ready: int) -> None:
-        """Gives idle workers the largest chunks that are not too far ahead of ``ready``, the first missing one."""
-        within = [index for index in self.waiting if index < ready + self.ahead]
-        for index, worker in zip(within, list(self.idle), strict=False):
+    def _send_some(self) -> None:
+        """Gives idle workers the largest chunks that are not too far ahead of the first missing one."""
+        first = {*self.order[: self.ahead]}
+        within = [key for key in self.waiting if key in first]
+        for key, worker in zip(within, list(self.idle), strict=False):
             self.idle.remove(worker)
-            self.waiting.remove(index)
-            self.busy[self.send(worker, self.chunks[index])] = worker, index
+            self.waiting.remove(key)
+            chunk = self.chunks[key]
+            seconds = math.inf if self.seconds is None else self.seconds * len(_clients(chunk)) + _GRACE
+            self.busy[self.send(worker, chunk)] = worker, key, time.monotonic() + seconds
 
     def _take(self, future: Future[Any]) -> None:
         """Takes a worker's answer, or replaces a worker that died."""
-        worker, index = self.busy.pop(future)
+        worker, key, _ = self.busy.pop(future)
         try:
-            self.done[index] = worker.result(future)
+            self.done[key] = worker.result(future)
         except WorkerDied as death:
-            self.deaths[index] += 1
-            if self.deaths[index] == _TRIES:
-                raise MisconfigurationException(_dead(_clients(self.chunks[index]), death)) from death
-            self.waiting.insert(0, index)
+            self.deaths[key] += 1
+            self._try_again(key, death)
             worker = self.replace(worker)
         self.idle.append(worker)
+
+    def _try_again(self, key: int, death: WorkerDied) -> None:
+        """Puts a chunk back whose worker died; before the last try, its groups are parted, so that only one fails."""
+        chunk = self.chunks[key]
+        if self.deaths[key] == _TRIES:
+            if self.give_up is None:
+                raise MisconfigurationException(_dead(_clients(chunk), death)) from death
+            self.done[key] = dumps(self.give_up(chunk, f"its worker process has ended {_TRIES} times ({death})"))
+        elif self.deaths[key] == _TRIES - 1 and len(chunk) > 1:
+            keys = [*range(len(self.chunks), len(self.chunks) + len(chunk))]
+            self.chunks |= {new: [group] for new, group in zip(keys, chunk, strict=True)}
+            self.deaths.update(dict.fromkeys(keys, self.deaths[key]))
+            place = self.order.index(key)
+            self.order[place : place + 1] = keys
+            self.waiting[:0] = keys
+        else:
+            self.waiting.insert(0, key)
+
+    def _end_overdue(self) -> None:
+        """Ends the workers that have not answered in time; a client hangs where nothing else interrupts it."""
+        for future, (worker, key, deadline) in list(self.busy.items()):
+            if time.monotonic() >= deadline:
+                del self.busy[future]
+                assert self.give_up is not None, "only then is there a deadline"
+                reason = f"its worker process did not answer within client_timeout, {self.seconds:g} s for each client"
+                self.done[key] = dumps(self.give_up(self.chunks[key], reason))
+                self.idle.append(self.replace(worker))
 
 
 class _Sender:

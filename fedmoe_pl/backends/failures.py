@@ -1,0 +1,125 @@
+"""A client whose training fails is left out, and the others go on."""
+
+from __future__ import annotations
+
+import math
+import signal
+import threading
+import traceback
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from types import FrameType
+from typing import TypeVar
+
+import torch
+from lightning.fabric.utilities.exceptions import MisconfigurationException
+from torch import Tensor
+
+from fedmoe_pl.trees import Tree
+
+Result = TypeVar("Result")
+_AGAIN = 1.0  # seconds after which the alarm rings again, in case that the client's code caught it
+_SMALL = 2**14  # values of a tensor that is copied faster than it is summed by itself
+
+
+@dataclass(frozen=True)
+class Failure:
+    """Why a client is left out of a round.
+
+    Attributes:
+        reason: a few words for the log.
+        error: the exception that was raised in its training; None if there was none.
+        trace: the text of the exception's traceback, if it was raised in another process.
+    """
+
+    reason: str
+    error: Exception | None = None
+    trace: str = ""
+
+
+class NotFiniteError(Exception):
+    """The training of a client gave values that are not finite."""
+
+
+class _Expired(BaseException):
+    """The time of a client is over. No Exception, so that a client's code does not catch it by mistake."""
+
+
+def guarded(call: Callable[[], Result], seconds: float | None) -> Result | Failure:
+    """Calls a function that trains a client; returns why it failed if it raises an exception or takes too long.
+
+    An alarm (``SIGALRM``) interrupts it, which Python notices in the main thread, between two operations of the
+    interpreter. Elsewhere, or inside an operation that never ends, only the end of the process helps.
+
+    Args:
+        call: the function.
+        seconds: the time that it may take; None for any.
+
+    Raises:
+        MisconfigurationException: if the function raises it, because then the configuration is wrong, not the client.
+    """
+    limited = seconds is not None and threading.current_thread() is threading.main_thread()
+    try:
+        return _call_within(seconds, call) if limited and seconds is not None else call()
+    except MisconfigurationException:
+        raise
+    except NotFiniteError as error:
+        return Failure(str(error))
+    except Exception as error:
+        traceback.clear_frames(error.__traceback__)  # their local variables hold models and batches
+        return Failure(" ".join(f"{type(error).__name__}: {error}".split()), error)
+    except _Expired:
+        return Failure(f"it took longer than client_timeout, {seconds:g} s")
+
+
+def _call_within(seconds: float, call: Callable[[], Result]) -> Result:
+    def expire(signum: int, frame: FrameType | None) -> None:
+        raise _Expired
+
+    before = signal.signal(signal.SIGALRM, expire)
+    try:
+        try:
+            signal.setitimer(signal.ITIMER_REAL, seconds, _AGAIN)
+            return call()
+        finally:
+            signal.setitimer(signal.ITIMER_REAL, 0)
+    except _Expired:
+        signal.setitimer(signal.ITIMER_REAL, 0)  # it may have interrupted the other call
+        raise
+    finally:
+        signal.signal(signal.SIGALRM, before)
+
+
+def check_finite(trees: Iterable[Tree], weight: float, known: Mapping[str, Tensor]) -> None:
+    """Refuses values of a client that are not finite.
+
+    A finite sum has only finite terms. Therefore, one sum over all small tensors, and one for each large one, are
+    enough to see that there is nothing wrong.
+
+    Args:
+        trees: what the client sends and keeps.
+        weight: its weight in the aggregation.
+        known: tensors that every client starts with. Infinite values that are the same in these are no failure, such as
+            those of a mask in a buffer.
+
+    Raises:
+        NotFiniteError: if there is such a value; the message names its tensor.
+    """
+    if not math.isfinite(weight):
+        raise NotFiniteError(f"its weight is {weight}")
+    for tree in trees:
+        floating = {name: tensor for name, tensor in tree.items() if tensor.is_floating_point()}
+        small = [tensor.reshape(-1) for tensor in floating.values() if tensor.numel() < _SMALL]
+        sums = [tensor.sum() for tensor in floating.values() if tensor.numel() >= _SMALL]
+        if not all(math.isfinite(value) for value in [*sums, *([torch.cat(small).sum()] if small else [])]):
+            for name, tensor in floating.items():
+                if _is_wrong(tensor, known.get(name)):
+                    raise NotFiniteError(f"its {name} is not finite")
+
+
+def _is_wrong(tensor: Tensor, known: Tensor | None) -> bool:
+    """Whether a tensor has nan, or infinite values that ``known`` lacks."""
+    wrong = ~tensor.isfinite()
+    if known is not None and known.shape == tensor.shape:
+        wrong &= tensor != known
+    return bool(wrong.any())

@@ -1,0 +1,167 @@
+"""Ends a run on Ctrl-C or SIGTERM within seconds, wherever it is, and requeues it on SLURM's signal."""
+
+from __future__ import annotations
+
+import os
+import select
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from types import FrameType
+
+from lightning.fabric.plugins.environments.slurm import SLURMEnvironment
+from lightning.pytorch.utilities import rank_zero_warn
+
+from fedmoe_pl.rounds.checkpoint import FILE
+from fedmoe_pl.rounds.run import Run
+
+_SECONDS_TO_END = 10.0  # after a signal; then a thread ends the process, because the main thread hangs
+
+
+class Interruption(BaseException):
+    """A signal has arrived. Lightning handles ``KeyboardInterrupt`` itself, and ignores Ctrl-C from then on.
+
+    Attributes:
+        signum: the signal's number.
+    """
+
+    def __init__(self, signum: int) -> None:
+        super().__init__(signal.Signals(signum).name)
+        self.signum = signum
+
+
+@contextmanager
+def interruptible(run: Run, runs: Path, command: str | None) -> Iterator[None]:
+    """In this context, a signal ends the run within seconds, also in a client's training, and how to continue is said.
+
+    The signals are Ctrl-C, SIGTERM and, in a job of SLURM, that for requeueing, after which the job is requeued. A
+    second signal ends the process at once. So does a thread ten seconds after the first, if the main thread is in an
+    operation that Python cannot interrupt. Signals that are ignored, or that the user handles, are left alone. So are
+    all outside of the main thread, where Python has no signals.
+
+    Args:
+        run: the run.
+        runs: the folder of all runs.
+        command: the command line that continues the run, without ``--ckpt_path``; empty for Python, None for none.
+
+    Raises:
+        KeyboardInterrupt: on Ctrl-C.
+        SystemExit: on the other signals.
+    """
+    try:
+        with _handled():
+            yield
+    except (KeyboardInterrupt, Interruption) as end:
+        signum = end.signum if isinstance(end, Interruption) else signal.SIGINT
+        checkpoint = run.folder / FILE
+        if command is not None:
+            print(how_to_continue(signum, checkpoint, command), file=sys.stderr, flush=True)
+            if signum == signal.SIGUSR1:
+                requeue(runs, checkpoint)
+        raise (KeyboardInterrupt() if signum == signal.SIGINT else SystemExit(128 + signum)) from None
+
+
+@contextmanager
+def _handled() -> Iterator[None]:
+    """In this context, a signal raises :class:`Interruption` in the main thread, and another thread watches."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    usual = (signal.SIG_DFL, signal.default_int_handler)
+    signals = [signal.SIGINT, signal.SIGTERM, *([signal.SIGUSR1] if SLURMEnvironment.detect() else [])]
+    before = {signum: handler for signum in signals if (handler := signal.getsignal(signum)) in usual}
+    read, write = os.pipe()
+    os.set_blocking(write, False)
+    woken = signal.set_wakeup_fd(write, warn_on_full_buffer=False)
+    watch = threading.Thread(target=_watch, args=(read, [*before]), daemon=True)
+    watch.start()
+    try:
+        for signum in before:
+            signal.signal(signum, _raise)
+        yield
+    finally:
+        for signum, handler in before.items():
+            signal.signal(signum, handler)
+        signal.set_wakeup_fd(woken)
+        os.close(write)  # ends the thread
+        watch.join()
+        os.close(read)
+
+
+def _raise(signum: int, frame: FrameType | None) -> None:
+    raise Interruption(signum)
+
+
+def _watch(read: int, signals: Sequence[int]) -> None:
+    """Ends the process at a second signal, or some seconds after the first.
+
+    Args:
+        read: where Python writes the number of every signal that arrives, also if the main thread hangs.
+        signals: the signals that end the run.
+    """
+    first: int | None = None
+    while True:
+        in_time = select.select([read], [], [], None if first is None else _SECONDS_TO_END)[0]
+        arrived = os.read(read, 100) if in_time else b""
+        if in_time and not arrived:
+            return  # the other end is closed: the run has ended
+        ending = [signum for signum in arrived if signum in signals]
+        if first is not None and (ending or not in_time):
+            os._exit(128 + first)
+        first = ending[0] if ending else first
+
+
+def how_to_continue(signum: int, checkpoint: Path, command: str) -> str:
+    """Says that a run has ended, and how it continues after its last whole round.
+
+    Args:
+        signum: the signal that ended it.
+        checkpoint: the run's last checkpoint, which may not exist.
+        command: the command that began the run, without ``--ckpt_path``; empty if it was Python.
+    """
+    ended = f"fedmoe: {signal.Signals(signum).name} has ended the run"
+    if not checkpoint.is_file():
+        return f"{ended}, which has no checkpoint to continue from."
+    how = f"{command} --ckpt_path {checkpoint}" if command else f"fit(model, datamodule, ckpt_path='{checkpoint}')"
+    return f"{ended}; it continues after its last whole round with\n{how}"
+
+
+def requeue(runs: Path, checkpoint: Path) -> None:
+    """Requeues the job of SLURM, as Lightning does, and notes the checkpoint that the job continues from.
+
+    Args:
+        runs: the folder of all runs.
+        checkpoint: the run's last checkpoint.
+    """
+    job = _job()
+    if checkpoint.is_file():
+        _note(runs, job).write_text(str(checkpoint))
+    result = subprocess.run(["scontrol", "requeue", job], check=False).returncode
+    if result:
+        rank_zero_warn(f"The SLURM job {job} could not be requeued: scontrol gave {result}.")
+
+
+def requeued(runs: Path) -> str | None:
+    """The checkpoint that this job of SLURM continues from, once, after it was requeued; None if there is none."""
+    if not (SLURMEnvironment.detect() and int(os.environ.get("SLURM_RESTART_COUNT", 0))):
+        return None
+    note = _note(runs, _job())
+    if not note.is_file():
+        return None
+    checkpoint = note.read_text()
+    note.unlink()
+    return checkpoint
+
+
+def _job() -> str:
+    if "SLURM_ARRAY_JOB_ID" in os.environ:
+        return f"{os.environ['SLURM_ARRAY_JOB_ID']}_{os.environ['SLURM_ARRAY_TASK_ID']}"
+    return os.environ.get("SLURM_JOB_ID", "")
+
+
+def _note(runs: Path, job: str) -> Path:
+    return runs / f"requeued_{job}"

@@ -1,0 +1,167 @@
+"""Trains the clients of a round, and tries again if too few of them answer."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+from lightning.pytorch.utilities import rank_zero_warn
+
+from fedmoe_pl.algorithms.algorithm import Algorithm, overrides
+from fedmoe_pl.algorithms.client import Update
+from fedmoe_pl.backends import Failure, Plan, guarded, one_thread
+from fedmoe_pl.backends.traffic import Traffic, TransferLog
+from fedmoe_pl.rounds.cohort import phase_cohort
+from fedmoe_pl.rounds.failures import RETRIES, client_error
+from fedmoe_pl.rounds.flops import FlopCounter
+from fedmoe_pl.rounds.phase import Phase
+from fedmoe_pl.rounds.run import Run
+from fedmoe_pl.rounds.state import PhaseState
+from fedmoe_pl.trees import Tree
+
+
+@dataclass(frozen=True)
+class Trained:
+    """The clients of a round after their training.
+
+    Attributes:
+        update: the combined update of those that answered; None if there are none, which an aggregation may allow.
+        clients: these clients.
+        failed: those that failed or dropped out.
+        kept: the tensors that all clients keep now, by client.
+    """
+
+    update: Update | None
+    clients: list[int]
+    failed: list[int]
+    kept: Mapping[int, Tree]
+
+
+def train_round(
+    run: Run,
+    phase: Phase,
+    plan: Plan,
+    counter: FlopCounter | None,
+    log: TransferLog,
+    cohort: Sequence[int] | None = None,
+) -> Trained:
+    """Trains the clients of the round; tries again if too few of them answer, and forgets what was computed.
+
+    What is sent and computed in each try counts.
+
+    Args:
+        run: the run.
+        phase: a phase that has begun.
+        plan: how its clients are trained.
+        counter: counts the operations of their training; None counts none.
+        log: collects what is sent.
+        cohort: ids of the clients; None draws them, others in each try.
+
+    Raises:
+        ClientError: if too few clients answer each time, or one fails where none may.
+    """
+    state, failures, attempt = run.states[phase.name], run.failures, 0
+    while True:
+        drawn = draw_cohort(run, phase, state, attempt) if cohort is None else cohort
+        dropped = failures.dropped(drawn, run.seed, run.rounds_before(phase) + state.round, attempt)
+        clients = [client for client in drawn if client not in dropped]
+        _count_costs(phase, state, clients, counter, log, failures.client_timeout)
+        combined, written, failed = _train_clients(run, phase, plan, clients, log)
+        state.failed += len(dropped) + len(failed)
+        failures.report(phase, state.round + 1, failed)
+        answered = [client for client in clients if client not in failed]
+        if len(answered) >= min(failures.min_clients, len(drawn)):  # an aggregation may draw any number
+            kept = run.store.updated(phase.name, state.kept, written)
+            return Trained(combined, answered, [*dropped, *failed], kept)
+        run.progress.end_round()
+        reason = failures.too_few(phase, state.round + 1, len(answered), len(drawn))
+        if attempt == RETRIES:
+            client, failure = min(failed.items(), key=lambda item: item[0], default=(None, None))
+            example = f"; client {client}: {failure.reason}" if failure else ""
+            raise client_error(f"{reason}, also after {RETRIES} more tries{example}", failure)
+        rank_zero_warn(f"{reason}; the round is tried again.")
+        attempt += 1
+
+
+def draw_cohort(run: Run, phase: Phase, state: PhaseState, attempt: int = 0) -> list[int]:
+    """The clients of the round; all clients if they only train the parameters that they keep."""
+    num_clients = run.datamodule.num_clients
+    if not state.server_learns:
+        return [*range(num_clients)]
+    return phase_cohort(phase, num_clients, run.seed, run.rounds_before(phase) + state.round, attempt)
+
+
+def _count_costs(
+    phase: Phase,
+    state: PhaseState,
+    clients: Sequence[int],
+    counter: FlopCounter | None,
+    log: TransferLog,
+    seconds: float | None,
+) -> None:
+    """Counts what is sent before the training of the clients, and its operations."""
+    asked, down = asked_and_sent(phase.algorithm, state, clients, log)
+    state.add_traffic("up", asked)
+    state.add_traffic("down", down)
+    if counter is not None:  # it trains a client for a batch, which may never end
+        with one_thread():
+            operations = guarded(partial(counter.of_round, state.server, clients, state.kept, state.round), seconds)
+        state.flops += math.nan if isinstance(operations, Failure) else operations
+
+
+def asked_and_sent(
+    algorithm: Algorithm, state: PhaseState, clients: Sequence[int], log: TransferLog
+) -> tuple[Traffic, Traffic]:
+    """The clients' requests and what the server sends: nothing if clients train alone, a checkpoint's result once."""
+    asked, sent = Traffic(), Traffic()
+    if not algorithm.federated or (not state.server_learns and state.round > 0):
+        return asked, sent
+    asks = overrides(algorithm, "client_request")  # otherwise what clients keep, perhaps on disk, need not be read
+    for client in clients:
+        request = algorithm.client_request(client, state.kept.get(client, {})) if asks else {}
+        with one_thread():
+            answer = algorithm.server_send(state.server, client, request)
+        asked += Traffic.of(request)
+        sent += Traffic.of(answer)
+        log.add("requests", client, request)
+        log.add("down", client, answer)
+    return asked, sent
+
+
+def _train_clients(
+    run: Run, phase: Phase, plan: Plan, clients: Sequence[int], log: TransferLog
+) -> tuple[Update | None, dict[int, Any], dict[int, Failure]]:
+    """Trains clients.
+
+    Returns:
+        Their combined update, None if there are none or all of them failed; what the store has written for each client;
+        and why clients failed.
+    """
+    state, failures = run.states[phase.name], run.failures
+    combined: Update | None = None
+    written: dict[int, Any] = {}
+    failed: dict[int, Failure] = {}
+    aggregation = plan.training.aggregation
+    combine = phase.algorithm.combine if aggregation is None else aggregation.combine
+    added = {} if aggregation is None else aggregation.for_clients(state.aggregation)
+    for client in clients if added else ():
+        state.add_traffic("down", Traffic.of(added))
+        log.add("down", client, added)
+    for group in plan.train({**state.server, **added}, clients, state.kept, state.round) if clients else ():
+        failures.stop(phase, state.round + 1, group.failed)
+        if group.update is not None:
+            with one_thread():
+                combined = group.update if combined is None else combine(combined, group.update)
+        written.update(run.store.write(phase.name, state.round + 1, group.kept))
+        failed |= group.failed
+        if state.server_learns:
+            state.add_traffic("up", group.sent)
+            log.transfers += group.transfers
+        for client in (*group.kept, *group.failed):
+            run.progress.add_client(phase, len(clients))
+            if client not in group.failed:
+                run.call("on_client_end", phase, state.round, client)
+    return combined, written, failed

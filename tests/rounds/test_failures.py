@@ -1,0 +1,195 @@
+"""Clients that fail are left out, the others go on, and nothing is silent."""
+
+import csv
+import time
+import warnings
+
+import pytest
+import torch
+from helpers.runs import Kill, assert_same, data, federation, model
+from helpers.workers import SIZES, TwoInThisProcess
+from lightning.fabric.utilities.exceptions import MisconfigurationException
+
+from fedmoe_pl import Federation, PersonalizedMoE, Phase
+from fedmoe_pl.algorithms import FedAvg, Local
+from fedmoe_pl.backends import StackedBackend, TrainerBackend
+from fedmoe_pl.models import ConstantGate
+from fedmoe_pl.rounds.cohort import sample_cohort
+from fedmoe_pl.rounds.failures import ClientError, ClientFailures
+
+BACKENDS = {"trainer": TrainerBackend, "stacked": StackedBackend, "workers": TwoInThisProcess}
+REASONS = {"raise": "ZeroDivisionError: in a client", "nan": "its global_expert.extractor.0.weight is not finite"}
+WEIGHT = "global_expert.extractor.0.weight"
+
+
+class Unlucky(FedAvg):
+    """Averages the global experts; a client keeps its local one. Some clients fail, in some rounds."""
+
+    def __init__(self, how, failing):
+        super().__init__("global_expert.*")
+        self.how = how
+        self.failing = failing
+
+    def client_init(self, client, sent):
+        const = super().client_init(client, sent)
+        if client.id in self.failing.get(client.round, ()):
+            if self.how == "raise":
+                raise ZeroDivisionError("in a client")
+            if self.how == "hang":
+                time.sleep(100)
+            with torch.no_grad():
+                client.module.get_parameter(WEIGHT).fill_(torch.nan)
+        return const
+
+
+def without_dropout() -> PersonalizedMoE:
+    module = model()
+    for expert in (module.global_expert, module.local_expert):
+        expert.classifier[0].p = 0.0
+    return module
+
+
+def unlucky(path, how, failing, rounds=3, clients_per_round=None, **kwargs) -> Federation:
+    phase = Phase("FedAvg", Unlucky(how, failing), rounds, clients_per_round, gate=ConstantGate(0.5))
+    return federation(path, [phase], **{"backend": TrainerBackend(), **kwargs})
+
+
+def fit(run: Federation, warned: list[str], **kwargs) -> Federation:
+    """The run after its rounds, in which it warns of these clients and of nothing else."""
+    with pytest.warns(UserWarning) as found:
+        run.fit(without_dropout(), data(sizes=SIZES), **kwargs)
+    assert [str(warning.message) for warning in found] == warned
+    return run
+
+
+def failed(run: Federation) -> list[str]:
+    with (run.run_dir / "rounds.csv").open() as file:
+        return [row["failed"] for row in csv.DictReader(file)]
+
+
+@pytest.fixture(scope="module")
+def healthy(tmp_path_factory):
+    """The state after one round without failures."""
+    run = unlucky(tmp_path_factory.mktemp("healthy"), "raise", {}, 1)
+    run.fit(without_dropout(), data(sizes=SIZES))
+    return run.run.states["FedAvg"]
+
+
+@pytest.mark.parametrize("how", REASONS)
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_client_that_fails_is_left_out_and_keeps_what_it_kept(how, backend, healthy, tmp_path):
+    run = unlucky(tmp_path, how, {1: [2], 2: [2, 3]}, backend=BACKENDS[backend]())
+    one, two = "Phase 'FedAvg', round 2: client 2 is", "Phase 'FedAvg', round 3: clients 2, 3 are"
+    state = fit(run, [f"{who} left out: {REASONS[how]}" for who in (one, two)]).run.states["FedAvg"]
+    assert failed(run) == ["0", "1", "3"]
+    assert all(tensor.isfinite().all() for tensor in state.server.values())
+    torch.testing.assert_close(state.kept[2], healthy.kept[2], msg="as after the first round")
+    assert all(not torch.equal(state.kept[1][name], healthy.kept[1][name]) for name in healthy.kept[1])
+
+
+@pytest.mark.parametrize("store", ["memory", "disk"])
+def test_a_run_that_goes_on_after_failures_has_the_same_bits(store, tmp_path):
+    failing, settings = {0: [1], 1: [2], 3: [0, 3]}, {"store": store, "dropout": 0.2}
+    whole = unlucky(tmp_path / "whole", "raise", failing, 4, **settings)
+    stopped = unlucky(tmp_path / "both", "raise", failing, 4, callbacks=[Kill("on_round_start", 4)], **settings)
+    resumed = unlucky(tmp_path / "both", "raise", failing, 4, **settings)
+    with pytest.warns(UserWarning, match="left out"):
+        whole.fit(model(), data(sizes=SIZES))
+        with pytest.raises(KeyboardInterrupt):
+            stopped.fit(model(), data(sizes=SIZES))
+        resumed.fit(model(), data(sizes=SIZES), ckpt_path="last")
+    for name in ("rounds.csv", "clients.csv"):
+        assert (resumed.run_dir / name).read_bytes() == (whole.run_dir / name).read_bytes()
+    assert_same(resumed.run.states["FedAvg"].server, whole.run.states["FedAvg"].server)
+    assert int(failed(whole)[-1]) >= 4
+
+
+def test_a_round_with_too_few_answers_is_tried_again_with_other_clients(tmp_path):
+    seed = next(
+        seed
+        for seed in range(100)
+        if 2 in sample_cohort(range(4), 2, seed, 0) and 2 not in sample_cohort(range(4), 2, seed, 0, attempt=1)
+    )
+    run = unlucky(tmp_path, "raise", {0: [2]}, 1, 2, min_clients=2, seed=seed)
+    fit(
+        run,
+        [
+            f"Phase 'FedAvg', round 1: client 2 is left out: {REASONS['raise']}",
+            "Phase 'FedAvg', round 1: 1 of 2 clients answered, but min_clients is 2; the round is tried again.",
+        ],
+    )
+    assert failed(run) == ["1"]
+    assert sorted(run.run.states["FedAvg"].kept) == sample_cohort(range(4), 2, seed, 0, attempt=1)
+
+
+@pytest.mark.parametrize("how", REASONS)
+def test_a_round_that_never_has_enough_answers_ends_the_run(how, tmp_path):
+    run = unlucky(tmp_path, how, {0: range(4)}, backend=TrainerBackend() if how == "raise" else StackedBackend())
+    message = (
+        "Phase 'FedAvg', round 1: 0 of 4 clients answered, but min_clients is 1, also after 3 more tries; client 0: "
+        f"{REASONS[how]}"
+    )
+    with warnings.catch_warnings(record=True) as warned, pytest.raises(ClientError) as error:
+        run.fit(without_dropout(), data(sizes=SIZES))
+    assert f"round 1: clients 0, 1, 2, 3 are left out: {REASONS[how]}" in str(warned[0].message)
+    assert str(error.value) == message
+    assert isinstance(error.value.__cause__, ZeroDivisionError if how == "raise" else type(None))
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_with_raise_the_run_stops_and_names_phase_round_and_client(backend, tmp_path):
+    run = unlucky(tmp_path, "raise", {1: [2]}, backend=BACKENDS[backend](), on_client_failure="raise")
+    message = r"^Phase 'FedAvg', round 2, client 2: ZeroDivisionError: in a client$"
+    with pytest.raises(ClientError, match=message) as error:
+        run.fit(without_dropout(), data(sizes=SIZES))
+    assert isinstance(error.value.__cause__, ZeroDivisionError)
+
+
+@pytest.mark.parametrize("backend", ["trainer", "stacked"])
+def test_a_client_that_takes_too_long_is_left_out(backend, tmp_path):
+    run = unlucky(tmp_path, "hang", {0: [2]}, 1, backend=BACKENDS[backend](), client_timeout=3)
+    fit(run, ["Phase 'FedAvg', round 1: client 2 is left out: it took longer than client_timeout, 3 s"])
+    assert sorted(run.run.states["FedAvg"].kept) == [0, 1, 3]
+
+
+def test_a_server_that_is_not_finite_ends_the_run(tmp_path):
+    class Overflows(FedAvg):
+        def server_update(self, server, combined):
+            return {name: tensor * torch.inf for name, tensor in super().server_update(server, combined).items()}
+
+    run = federation(tmp_path, [Phase("FedAvg", Overflows())], backend=TrainerBackend())
+    message = r"^Phase 'FedAvg', round 1: the server's .* is not finite, although all that clients sent is\.$"
+    with pytest.raises(ClientError, match=message):
+        run.fit(model(), data(sizes=SIZES))
+
+
+def test_clients_drop_out_with_the_given_probability_and_one_stays():
+    failures = ClientFailures(dropout=0.2)
+    dropped = [failures.dropped(range(100), 3, round, 0) for round in range(100)]
+    assert 1900 < sum(map(len, dropped)) < 2100
+    assert dropped == [failures.dropped(range(100), 3, round, 0) for round in range(100)]
+    assert failures.dropped(range(100), 3, 0, attempt=1) != dropped[0] != failures.dropped(range(100), 4, 0, 0)
+    assert all(len(ClientFailures(dropout=0.99).dropped([5, 6], 0, round, 0)) <= 1 for round in range(50))
+    assert ClientFailures().dropped(range(100), 3, 0, 0) == []
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"on_client_failure": "ignore"}, "on_client_failure is 'ignore', but must be skip or raise."),
+        ({"min_clients": 0}, "min_clients is 0, but must be at least 1."),
+        ({"client_timeout": 0}, "client_timeout is 0, but must be a finite number of seconds above 0."),
+        ({"client_timeout": float("nan")}, "client_timeout is nan, but must be a finite number of seconds above 0."),
+        ({"dropout": 1.0}, "dropout is 1.0, but must be at least 0 and below 1."),
+        ({"dropout": float("nan")}, "dropout is nan, but must be at least 0 and below 1."),
+    ],
+)
+def test_what_cannot_be_is_refused(arguments, message):
+    with pytest.raises(MisconfigurationException) as error:
+        Federation([Phase("p", Local())], **arguments)
+    assert str(error.value) == f"Federation: {message}"
+
+
+def test_more_answers_than_clients_of_a_round_are_refused(tmp_path):
+    with pytest.raises(MisconfigurationException, match="min_clients is 3, but must be at most 2, the number of cli"):
+        unlucky(tmp_path, "raise", {}, 1, 2, min_clients=3).fit(model(), data(sizes=SIZES))

@@ -1,0 +1,156 @@
+"""Signals end a run within seconds, also with a hanging client, and it is said how it continues."""
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from types import SimpleNamespace
+
+import pytest
+from helpers.runs import assert_same, data, federation, model
+
+from fedmoe_pl import Phase
+from fedmoe_pl.algorithms import FedAvg
+from fedmoe_pl.backends import TrainerBackend
+from fedmoe_pl.rounds import interruption
+
+
+class Hangs(FedAvg):
+    """A client hangs in the third round, until a signal arrives."""
+
+    signum = signal.SIGTERM
+
+    def client_loss(self, module, batch, const):
+        if const and module._trainer is not None:  # not where operations are counted
+            threading.Timer(0.2, os.kill, (os.getpid(), self.signum)).start()
+            time.sleep(100)
+        return super().client_loss(module, batch, const)
+
+    def client_init(self, client, sent):
+        super().client_init(client, sent)
+        return {"hangs": True} if self.signum and client.round == 2 else {}
+
+
+def hanging(path, signum, **kwargs):
+    algorithm = Hangs("global_expert.*")
+    algorithm.signum = signum
+    return federation(path, [Phase("FedAvg", algorithm, rounds=3)], backend=TrainerBackend(), **kwargs)
+
+
+@pytest.mark.parametrize(("signum", "raised"), [(signal.SIGINT, KeyboardInterrupt), (signal.SIGTERM, SystemExit)])
+def test_a_signal_ends_a_hanging_client_and_the_run_continues(signum, raised, tmp_path, capsys):
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job has it ignored
+    stopped = hanging(tmp_path, signum)
+    start = time.monotonic()
+    with pytest.raises(raised) as end:
+        stopped.fit(model(), data())
+    assert time.monotonic() - start < 60
+    if raised is SystemExit:
+        assert end.value.code == 143
+    checkpoint = stopped.run_dir / "checkpoints/last.ckpt"
+    assert capsys.readouterr().err.endswith(
+        f"fedmoe: {signum.name} has ended the run; it continues after its last whole round with\n"
+        f"fit(model, datamodule, ckpt_path='{checkpoint}')\n"
+    )
+    assert signal.signal(signal.SIGINT, before) is signal.default_int_handler
+    assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+    resumed, whole = hanging(tmp_path, None), hanging(tmp_path / "whole", None)
+    resumed.fit(model(), data(), ckpt_path=str(checkpoint))
+    whole.fit(model(), data())
+    assert_same(resumed.run.states["FedAvg"].server, whole.run.states["FedAvg"].server)
+
+
+@pytest.mark.parametrize("arrive", [[signal.SIGTERM, signal.SIGINT], [signal.SIGINT]])
+def test_a_second_signal_or_a_main_thread_that_hangs_ends_the_process(arrive, monkeypatch):
+    codes, (read, write) = [], os.pipe()
+
+    def end(code):
+        codes.append(code)
+        raise EOFError
+
+    monkeypatch.setattr(interruption.os, "_exit", end)
+    monkeypatch.setattr(interruption, "_SECONDS_TO_END", 0.2)
+    for signum in (signal.SIGALRM, *arrive):
+        os.write(write, bytes([signum]))
+        time.sleep(0.01)
+    with pytest.raises(EOFError):
+        interruption._watch(read, [signal.SIGINT, signal.SIGTERM])
+    assert codes == [128 + arrive[0]]
+    os.close(read)
+    os.close(write)
+
+
+def test_slurm_requeues_the_job_which_continues_once(tmp_path, monkeypatch):
+    (tmp_path / "scontrol").write_text(f"#!/bin/sh\necho $* > {tmp_path}/asked\n")
+    (tmp_path / "scontrol").chmod(0o700)
+    (tmp_path / "checkpoints").mkdir()
+    checkpoint = tmp_path / "checkpoints/last.ckpt"
+    checkpoint.touch()
+    job = {"SLURM_NTASKS": "1", "SLURM_JOB_ID": "8", "SLURM_ARRAY_JOB_ID": "7", "SLURM_ARRAY_TASK_ID": "3"}
+    for name, value in {**job, "PATH": f"{tmp_path}:{os.environ['PATH']}"}.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(SystemExit) as end, interruption.interruptible(SimpleNamespace(folder=tmp_path), tmp_path, ""):  # pyright: ignore[reportArgumentType]
+        os.kill(os.getpid(), signal.SIGUSR1)
+        time.sleep(10)
+    assert end.value.code == 128 + signal.SIGUSR1
+    assert (tmp_path / "asked").read_text() == "requeue 7_3\n"
+    assert interruption.requeued(tmp_path) is None, "not in the same start of the job"
+    monkeypatch.setenv("SLURM_RESTART_COUNT", "1")
+    assert interruption.requeued(tmp_path) == str(checkpoint)
+    assert interruption.requeued(tmp_path) is None, "another run of the same job begins anew"
+
+
+SCRIPT = """
+import os, sys, time
+import torch
+from fedmoe_pl import Federation, PersonalizedMoE, Phase
+from fedmoe_pl.algorithms import FedAvg
+from fedmoe_pl.backends import TrainerBackend
+from fedmoe_pl.data import Digits
+from fedmoe_pl.models import SmallMLP
+
+class Hangs(PersonalizedMoE):
+    def loss(self, batch):
+        if self._trainer is not None:
+            print("hangs", flush=True)
+            if sys.argv[1] == "uninterruptible":
+                while True:
+                    try:
+                        time.sleep(1000)
+                    except BaseException:
+                        pass
+            time.sleep(1000)
+        return super().loss(batch)
+
+federation = Federation(
+    [Phase("FedAvg", FedAvg("global_expert.*"))], trainer={"accelerator": "cpu", "devices": int(sys.argv[2])},
+    backend=TrainerBackend(), logger=False, default_root_dir=sys.argv[3], enable_progress_bar=False,
+)
+model = Hangs(SmallMLP(), optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.1))
+federation.fit(model, Digits(num_clients=3))
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("how", ["interruptible", "uninterruptible"])
+@pytest.mark.parametrize("devices", [1, 2])
+@pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGINT])
+def test_a_process_ends_within_seconds(how, devices, signum, tmp_path):
+    command = [sys.executable, "-c", SCRIPT, how, str(devices), str(tmp_path)]
+    with subprocess.Popen(
+        command,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
+    ) as process:
+        assert process.stdout is not None and process.stderr is not None
+        assert process.stdout.readline() == "hangs\n"
+        start = time.monotonic()
+        process.send_signal(signum)
+        assert process.wait(60) in (128 + signum, -signum)
+        assert time.monotonic() - start < 20
+        if how == "interruptible":
+            assert "checkpoints/last.ckpt" in process.stderr.read()
