@@ -3,7 +3,7 @@
     python benchmarks/robustness.py attacks --data fashion_mnist.npz
     python benchmarks/robustness.py privacy --data fashion_mnist.npz
 
-PFL-MoE on the images of an ``NpzFile``: FedAvg of a perceptron, then PFL-FB, equal weights, PFL-MF and PFL-MFE. The
+PFL-MoE on the images of an ``NpzFile``: FedAvg of a perceptron, then PFL-FT, equal weights, PFL-MF and PFL-MFE. The
 table has the accuracy of the honest clients in percent: local test (per class, weighted with the client's classes) and
 global test.
 
@@ -85,7 +85,7 @@ def pfl_moe(rounds: int, aggregation: Aggregation | None) -> list[Phase]:
     fedavg = FedAvg("global_expert.*", weighting="uniform")
     return [
         Phase("FedAvg", fedavg, rounds, gate=GlobalOnly(), aggregation=aggregation),
-        Phase("PFL-FB", PersonalizedExpert(gate_fraction=0.25), gate=LocalOnly(), max_epochs=5),
+        Phase("PFL-FT", PersonalizedExpert(gate_fraction=0.25), gate=LocalOnly(), max_epochs=5),
         Phase("equal weights", PFLMoE(), gate=EqualWeights(), max_epochs=0),
         Phase("PFL-MF", PFLMoE(), gate=LinearGate(), max_epochs=5, optimizer=ADAM),
         Phase("PFL-MFE", PFLMoE(), gate=FeatureGate(), max_epochs=5, optimizer=ADAM),

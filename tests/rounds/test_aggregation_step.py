@@ -266,7 +266,7 @@ def test_the_audit_shows_what_an_aggregation_sends_and_needs(tmp_path, capsys):
     private, robust = text.split("robust (FedAvg)")
     assert "1 of 3 clients" in private and "aggregation/max_norm" in private
     assert "aggregation/within_max_norm" in private and "needs only their weighted mean" in private
-    assert "combines them in its own way" in robust and "aggregation/" not in robust
+    assert "combines them with CoordinateMedian" in robust and "aggregation/" not in robust
 
 
 class OwnState(FedAvg):
