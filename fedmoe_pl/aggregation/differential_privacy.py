@@ -151,11 +151,13 @@ class DifferentialPrivacy(Aggregation):
         return state
 
     def of_client(self, client: Client, update: Update) -> Update:
-        """The clipped change, and whether it was within the norm; its weight is 1."""
+        """The clipped change, 0 if it is not finite, and whether it was within the norm; its weight is 1."""
         change = {name: tensor - client.loaded[name] for name, tensor in update.sent.items()}
         norm = math.sqrt(sum(float(tensor.double().square().sum()) for tensor in change.values()))
         max_norm = float(client.loaded.get(_MAX_NORM, self.max_norm))
-        if norm > max_norm:
+        if not math.isfinite(norm):  # no factor makes it short enough for the noise
+            change = {name: torch.zeros_like(tensor) for name, tensor in change.items()}
+        elif norm > max_norm:
             change = {name: tensor * (max_norm / norm) for name, tensor in change.items()}
         if self.quantile is not None:
             change[_BIT] = torch.tensor(float(norm <= max_norm), dtype=torch.float64)

@@ -30,7 +30,7 @@ class CollectingAggregation(Aggregation, ABC):
     """Aggregates the vectors of clients' changes: all shared floating-point tensors, minus the server's.
 
     Statistics of batch normalization are part of the vectors; of integers, such as its counters, the server takes the
-    lower median. The updates of the whole cohort are in memory at once.
+    lower median. A change that is not finite counts as none. The updates of the whole cohort are in memory at once.
     """
 
     def check(self, shared: Tree, parameters: set[str], cohort: Cohort) -> None:
@@ -87,6 +87,7 @@ class CollectingAggregation(Aggregation, ABC):
         names = [name for name, tensor in start.items() if tensor.is_floating_point()]
         before = _flat(start, names)
         changes = torch.stack([_flat(update.sent, names) - before for update in updates])
+        changes = changes.where(changes.isfinite().all(1, keepdim=True), 0.0)
         change = self.of_clients(clients, changes, [update.weight for update in updates], generator)
         sent = _unflat(before + change, start, names)
         for name in start.keys() - sent.keys():

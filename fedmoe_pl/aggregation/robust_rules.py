@@ -43,8 +43,7 @@ class CoordinateMedian(RobustAggregation):
 
     def of_vectors(self, vectors: Tensor, generator: Generator) -> Tensor:
         """The median along the first axis."""
-        n = len(vectors)
-        return vectors.sort(dim=0).values[(n - 1) // 2 : n // 2 + 1].mean(0)
+        return _median(vectors)
 
 
 class TrimmedMean(RobustAggregation):
@@ -74,7 +73,7 @@ class GeometricMedian(RobustAggregation):
     """The point with the smallest sum of distances to the clients' vectors, by Weiszfeld's algorithm.
 
     Args:
-        smoothing: distances below it count as it; a share of the median distance to the mean.
+        smoothing: distances below it count as it; a share of the median distance to the start.
 
     Raises:
         MisconfigurationException: if ``smoothing`` is not above 0.
@@ -89,15 +88,15 @@ class GeometricMedian(RobustAggregation):
         """Accepts any number."""
 
     def of_vectors(self, vectors: Tensor, generator: Generator) -> Tensor:
-        """Starts at the mean; each step is the mean, weighted by one over the distances from the step before."""
-        center = vectors.mean(0)
-        smallest = self.smoothing * (vectors - center).norm(dim=1).median()
-        if smallest == 0:  # most vectors are the mean
+        """Starts at each coordinate's median; a step is the mean, weighted by one over the distances before."""
+        center = _median(vectors)  # unlike the mean, no attacker moves it far
+        smallest = self.smoothing * _norms(vectors - center).median()
+        if smallest == 0:  # most vectors are the same
             return center
         for _ in range(_MOST_STEPS):
-            weights = 1 / (vectors - center).norm(dim=1).clamp_min(smallest)
-            before, center = center, weights @ vectors / weights.sum()
-            if (center - before).norm() <= _TOLERANCE * (vectors - center).norm(dim=1).median():
+            weights = 1 / _norms(vectors - center).clamp_min(smallest)
+            before, center = center, (weights / weights.sum()).to(vectors) @ vectors
+            if (center - before).norm() <= _TOLERANCE * _norms(vectors - center).median():
                 break
         return center
 
@@ -168,7 +167,7 @@ class CenteredClipping(RobustAggregation):
         """``v + mean((x_i - v) min(1, tau / |x_i - v|))``, repeated."""
         center = torch.zeros_like(vectors[0])
         for _ in range(self.iterations):
-            scales = (self.max_norm / (vectors - center).norm(dim=1)).clamp(max=1)
+            scales = (self.max_norm / _norms(vectors - center)).clamp(max=1).to(vectors)
             center = center + (vectors - center).mul_(scales[:, None]).mean(0)
         return center
 
@@ -231,6 +230,17 @@ class Bucketing(RobustAggregation):
         order = torch.randperm(len(vectors), generator=generator)
         means = torch.stack([vectors[bucket].mean(0) for bucket in order.split(self.size)])
         return self.aggregation.of_vectors(means, generator)
+
+
+def _median(vectors: Tensor) -> Tensor:
+    """The median of each coordinate, shape (d,)."""
+    n = len(vectors)
+    return vectors.sort(dim=0).values[(n - 1) // 2 : n // 2 + 1].mean(0)
+
+
+def _norms(vectors: Tensor) -> Tensor:
+    """The length of each row, shape (n,), in float64: squares of what an attacker sends may exceed float32."""
+    return torch.linalg.vector_norm(vectors, dim=1, dtype=torch.float64)
 
 
 def _distances(vectors: Tensor) -> Tensor:

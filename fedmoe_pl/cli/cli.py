@@ -56,7 +56,7 @@ class FederationCLI(LightningCLI):
                 args=args,
             )
         except MisconfigurationException as error:
-            if not hasattr(self, "config"):  # the error arose in parsing
+            if not hasattr(self, "subcommand"):  # the error arose in parsing
                 raise
             raise MisconfigurationException(with_key(cause_of(error), self._configuration())) from error
 
@@ -81,7 +81,10 @@ class FederationCLI(LightningCLI):
         _add_federation(parser)
 
     def parse_arguments(self, parser: LightningArgumentParser, args: ArgsType) -> None:
-        """Parses the arguments, after a look at what is written, which gives better messages than the parser.
+        """Parses the arguments; a look at what is written gives better messages than the parser's.
+
+        What the parser accepts is refused for what is written only in a single file, which says all. Files over files
+        and arguments after them can mean more than the look understands.
 
         Raises:
             ArgumentError: if an argument is wrong, also in a file.
@@ -89,9 +92,18 @@ class FederationCLI(LightningCLI):
         """
         arguments = sys.argv[1:] if args is None else args
         self._command = _command(arguments) if isinstance(arguments, list) else ""
-        if isinstance(arguments, list):
-            check_written([str(argument) for argument in arguments], self._subcommand_parsers)
-        super().parse_arguments(parser, args)
+        if not isinstance(arguments, list):
+            super().parse_arguments(parser, args)
+            return
+        fault, says_all = fault_of([str(argument) for argument in arguments], self._subcommand_parsers)
+        try:
+            super().parse_arguments(parser, args)
+        except Exception as error:
+            if fault:
+                raise MisconfigurationException(fault) from error
+            raise
+        if fault and says_all:
+            raise MisconfigurationException(fault)
 
     def _set_seed(self) -> None:
         """Refuses a seed that NumPy does not take, and seeds all generators."""
@@ -156,22 +168,29 @@ class FederationCLI(LightningCLI):
         """Does nothing: a federation's checkpoint holds no hyperparameters of the model, and Federation reads it."""
 
 
-def check_written(arguments: Sequence[str], parsers: Mapping[str, ArgumentParser]) -> None:
-    """Refuses a command line whose files cannot be read, or whose arguments have other names or types than they must.
+def fault_of(arguments: Sequence[str], parsers: Mapping[str, ArgumentParser]) -> tuple[str, bool]:
+    """The first argument of a command line that seems to have another name or type than it must.
 
     Args:
         arguments: the arguments of the command line; those before the subcommand are not looked at.
         parsers: the parser of each subcommand.
 
+    Returns:
+        A sentence that names it, empty if there is none; and whether the command line is a single file, which names no
+        others.
+
     Raises:
-        MisconfigurationException: if there is such a file or argument; the message names it.
+        MisconfigurationException: if a file cannot be read; the message names it.
     """
     subcommand = next((argument for argument in arguments if argument in parsers), None)
     if subcommand is None:
-        return
-    written = read_arguments(arguments[arguments.index(subcommand) + 1 :])
-    for fault in faults(written, arguments_of(parsers[subcommand])):
-        raise MisconfigurationException(fault)
+        return "", False
+    following = arguments[arguments.index(subcommand) + 1 :]
+    written = read_arguments(following)
+    options = [argument.partition("=")[0] for argument in following if argument.startswith("-")]
+    names_files = any(isinstance(value, str) for value in written.values())
+    fault = next(iter(faults(written, arguments_of(parsers[subcommand]))), "")
+    return fault, options in (["--config"], ["-c"]) and not names_files
 
 
 def _is_of_library(class_type: type) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -23,7 +24,9 @@ def read_arguments(arguments: Sequence[str]) -> dict[str, Any]:
     configuration: dict[str, Any] = {}
     for option, value in _options(arguments):
         if option in ("--config", "-c"):
-            configuration = merged(configuration, read_file(value))
+            text = _scalar(value) if "{" in value else None  # in place of a file
+            after = text if isinstance(text, Mapping) else read_file(os.path.expanduser(value))
+            configuration = merged(configuration, after)
         elif option.startswith("--") and not option.endswith(".help"):
             _put(configuration, option[2:].split("."), _scalar(value))
     return configuration

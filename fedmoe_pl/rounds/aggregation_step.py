@@ -148,8 +148,11 @@ def _add_private_round(state: PhaseState, kind: list[float]) -> None:
 
 
 def _private_rounds(run: Run, phase: Phase) -> list[list[float]]:
-    """The rounds of the phase and of those that it starts from; one without noise for a result that is not private."""
-    rounds = [*run.states[phase.name].private_rounds]
+    """The rounds of the phase and of those that it starts from; one without noise for what is not private."""
+    state = run.states[phase.name]
+    rounds = [*state.private_rounds]
+    if sum(number for *_, number in rounds) < state.round:  # it went on with another configuration
+        rounds.append([1.0, 0.0, 1])
     for other in run.phases_before(phase):
         of_other = run.states[other.name].private_rounds
         rounds += of_other or ([[1.0, 0.0, 1]] if other.algorithm.federated else [])

@@ -104,8 +104,6 @@ def save_finished(path: Path, name: str, state: PhaseState) -> None:
 def copy_checkpoint(source: Path, target: Path) -> None:
     """Makes a checkpoint known by another name, too; it is not read for that if the file system has hard links."""
     with replacing(target) as temporary:
-        if temporary.exists():  # left by a kill; it is the same file as the source, or was
-            temporary.unlink()
         try:
             os.link(source, temporary)
         except OSError:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Sequence
 
 import numpy as np
@@ -106,9 +107,11 @@ def phase_cohort(phase: Phase, num_clients: int, seed: int, round: int, attempt:
         attempt: how often the round was tried before.
     """
     cohort = cohort_of(phase, num_clients, seed)
-    is_poisson = phase.aggregation is not None and phase.aggregation.poisson_sampling
-    sample = sample_poisson if is_poisson else sample_cohort
-    return sample(cohort.participants, cohort.size, seed, round, attempt)
+    if phase.aggregation is not None and phase.aggregation.poisson_sampling:
+        # a phase may start from two others, whose epsilons add up only if their cohorts are drawn independently
+        of_phase = derive_seed(seed, zlib.crc32(phase.name.encode()))
+        return sample_poisson(cohort.participants, cohort.size, of_phase, round, attempt)
+    return sample_cohort(cohort.participants, cohort.size, seed, round, attempt)
 
 
 def evaluated_clients(num_clients: int, number: int | None, seed: int) -> list[int]:

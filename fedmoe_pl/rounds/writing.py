@@ -38,8 +38,11 @@ def replacing(path: Path) -> Iterator[Path]:
     temporary = path.with_name(path.name + ".tmp")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
+        # a kill may have left it as another name of a checkpoint, which writing to it would change
+        temporary.unlink(missing_ok=True)
         yield temporary
         os.replace(temporary, path)
+        temporary.unlink(missing_ok=True)  # it stays if it was another name of the same file
     except Exception as error:
         with suppress(OSError):
             temporary.unlink()  # a full disk needs the space

@@ -44,6 +44,14 @@ def test_a_change_is_one_vector_that_is_clipped_to_the_norm():
     assert far.weight == 1, "not the number of samples"
 
 
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+def test_a_change_that_is_not_finite_counts_as_none(value):
+    adaptive = DifferentialPrivacy(0.0, 1.0, 1e-5, quantile=0.5)
+    sent = {"a": torch.tensor([value, 1.0], dtype=torch.float64), "b": torch.tensor(3.0, dtype=torch.float64)}
+    update = clipped(adaptive, sent)
+    assert [tensor.abs().sum().item() for tensor in update.sent.values()] == [0, 0, 0]
+
+
 def test_the_server_adds_the_sum_over_the_expected_number_of_clients():
     update, state = aggregate(DifferentialPrivacy(0.0, 1.0, 1e-5), SENT)
     assert update.sent["a"].tolist() == pytest.approx([1 + 0.6 / 4, 2 + (0.5 - 1) / 4])

@@ -1,11 +1,15 @@
 """Each robust aggregation against a rewrite or a closed form, and against values of the library byzfl."""
 
+import math
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch import Generator
 
+from fedmoe_pl import Update
 from fedmoe_pl.aggregation import (
     Bucketing,
     CenteredClipping,
@@ -15,6 +19,7 @@ from fedmoe_pl.aggregation import (
     NearestNeighborMixing,
     TrimmedMean,
 )
+from fedmoe_pl.aggregation.aggregation import Cohort
 
 # nine vectors, the last two far away, and what byzfl 0.0.11 makes of them (numpy, 2026-11-22)
 VECTORS = [
@@ -159,3 +164,30 @@ REFUSED = {
 def test_values_out_of_range_are_refused(sentence):
     with pytest.raises(MisconfigurationException, match=sentence):
         REFUSED[sentence]()
+
+
+RULES = [
+    CoordinateMedian(),
+    TrimmedMean(1),
+    GeometricMedian(),
+    MultiKrum(1),
+    CenteredClipping(1.0),
+    NearestNeighborMixing(GeometricMedian(), 1),
+    NearestNeighborMixing(CenteredClipping(1.0), 1),
+    Bucketing(CenteredClipping(1.0), 2),
+    Bucketing(GeometricMedian(), 2),
+]
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, 1e20, -1e30])
+@pytest.mark.parametrize("rule", RULES, ids=lambda rule: type(rule).__name__)
+def test_one_client_of_ten_moves_the_result_only_so_far_whatever_it_sends(rule, value):
+    honest = torch.randn(10, 4, generator=Generator().manual_seed(0)) * 0.1
+    for row in (0, 9):
+        start = {"w": torch.zeros(4)}
+        sent = [{"w": torch.full((4,), value) if client == row else honest[client]} for client in range(10)]
+        combined = rule.of_client(SimpleNamespace(id=0), Update(sent[0], 1))
+        for client in range(1, 10):
+            combined = rule.combine(combined, rule.of_client(SimpleNamespace(id=client), Update(sent[client], 1)))
+        update, _ = rule.aggregate(start, combined, {}, Cohort(10, range(10)), Generator().manual_seed(0))
+        assert update.sent["w"].norm() < 1

@@ -13,7 +13,7 @@ from fedmoe_pl import Federation, Phase
 from fedmoe_pl.algorithms import FedAvg, PersonalizedExpert
 from fedmoe_pl.backends import LEAN_TRAINER, StackedBackend
 from fedmoe_pl.cli import FederationCLI
-from fedmoe_pl.cli.cli import check_written
+from fedmoe_pl.cli.cli import fault_of, main
 from fedmoe_pl.cli.errors import cause_of, with_key
 from fedmoe_pl.data import Digits, Dirichlet
 from fedmoe_pl.models import ConstantGate
@@ -47,7 +47,9 @@ def configuration(parser) -> dict:
 
 def refusal(parser, *arguments: str) -> str:
     with pytest.raises(Exception) as error:
-        check_written(["fit", *arguments], {"fit": parser})
+        fault, _ = fault_of(["fit", *arguments], {"fit": parser})
+        if fault:
+            raise MisconfigurationException(fault)
         parser.parse_args(arguments)
     return cause_of(error.value)
 
@@ -172,7 +174,22 @@ def test_an_overlay_without_its_base_says_so(parser):
 @pytest.mark.parametrize("path", CONFIGURATIONS, ids=lambda path: path.stem)
 def test_nothing_in_a_configuration_of_the_repository_is_refused(path, parser):
     files = [option for name in files_of(path) for option in ("--config", name)]
-    check_written(["fit", *files], {"fit": parser})
+    assert not fault_of(["fit", *files], {"fit": parser})[0]
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["--model.optimizer=torch.optim.Adam", "--model.optimizer.lr=1e-3"],
+        ["--federation.phases+={name: again, algorithm: FedAvg}", "--federation.phases.rounds=3"],
+        ["--config", "{trainer: {max_epochs: 3}}", "--data.partitioner=Shards"],
+    ],
+)
+def test_what_lightning_takes_on_a_command_line_is_not_refused(arguments, capsys, monkeypatch):
+    monkeypatch.setattr("sys.argv", ["fedmoe"])
+    with pytest.raises(SystemExit) as ended:
+        main(["fit", "--config", QUICKSTART, *arguments, "--print_config"])
+    assert not ended.value.code, capsys.readouterr().err
 
 
 CLASSES = {  # what a class refuses, and the key that the command line must name

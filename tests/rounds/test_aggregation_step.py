@@ -44,7 +44,7 @@ from fedmoe_pl.algorithms import (
 from fedmoe_pl.backends import StackedBackend, TrainerBackend
 from fedmoe_pl.models import EqualWeights, GlobalOnly, LocalOnly
 from fedmoe_pl.rounds.checkpoint import load_checkpoint
-from fedmoe_pl.rounds.cohort import sample_poisson
+from fedmoe_pl.rounds.cohort import phase_cohort, sample_poisson
 
 needs_opacus = pytest.mark.skipif(find_spec("opacus") is None, reason="needs Opacus")
 MEAN = DifferentialPrivacy(0.0, math.inf, 1e-5)  # changes nothing but the weights
@@ -236,9 +236,30 @@ def test_clients_join_rounds_by_draws_of_their_own():
     assert cohorts[0] == sample_poisson(range(10), 3, seed=0, round=0)
 
 
+@needs_opacus
+def test_rounds_without_privacy_before_private_ones_cost_everything(tmp_path):
+    def of(aggregation):
+        return [phase("it", FedAvg("global_expert.*"), rounds=3, aggregation=aggregation)]
+
+    with pytest.raises(KeyboardInterrupt):
+        run(of(None), mixture(), blobs(), tmp_path, callbacks=[Kill("on_round_end", 1)], enable_checkpointing=True)
+    private = DifferentialPrivacy(1.0, 1.0, 1e-5)
+    federation = Federation(of(private), {"accelerator": "cpu"}, logger=False, default_root_dir=str(tmp_path))
+    federation.fit(mixture(), blobs(), ckpt_path="last", allow_changes=["phases[0].aggregation"])
+    assert federation.run.states["it"].epsilon == math.inf
+
+
+def test_private_phases_draw_cohorts_of_their_own():
+    """A phase may start from parts of both: their epsilons add up if the draws are independent."""
+    private = {"clients_per_round": 3, "aggregation": DifferentialPrivacy(0.0, 1.0, 1e-5)}
+    one, other = (phase(name, FedAvg("global_expert.*"), **private) for name in "AB")
+    both = [({0} <= {*phase_cohort(one, 10, 0, i)}, {0} <= {*phase_cohort(other, 10, 0, i)}) for i in range(2000)]
+    assert abs(sum(a and b for a, b in both) / 2000 - 0.09) < 0.02
+
+
 def test_a_round_without_clients_adds_only_noise(tmp_path):
-    empty = next(seed for seed in range(100) if not sample_poisson(range(3), 1, seed, 0))
     it = phase("it", FedAvg("global_expert.*"), clients_per_round=1, aggregation=DifferentialPrivacy(0.0, 1.0, 1e-5))
+    empty = next(seed for seed in range(100) if not phase_cohort(it, 3, seed, 0))
     federation = run([it], mixture(), blobs(), tmp_path, seed=empty)
     state = federation.run.states["it"]
     assert_same(state.server, FedAvg("global_expert.*").server_init(mixture()))

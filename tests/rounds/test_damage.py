@@ -14,8 +14,8 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from fedmoe_pl import Phase
 from fedmoe_pl.algorithms import FedAvg, Local
 from fedmoe_pl.models import ConstantGate
-from fedmoe_pl.rounds.checkpoint import load_checkpoint
-from fedmoe_pl.rounds.writing import DamagedFileError, is_sealed, load, save
+from fedmoe_pl.rounds.checkpoint import copy_checkpoint, load_checkpoint
+from fedmoe_pl.rounds.writing import DamagedFileError, is_sealed, load, replacing, save
 
 CHECKPOINT, PREVIOUS = "checkpoints/last.ckpt", "checkpoints/previous.ckpt"
 
@@ -259,3 +259,16 @@ def test_predictions_that_cannot_be_written_end_in_one_sentence(copy):
         run_of(
             copy.parents[1],
         ).predict(model(), data())
+
+
+def test_a_kill_after_a_return_to_the_previous_checkpoint_leaves_both_readable(tmp_path):
+    """Names of one file: replacing one by the other does nothing, and the temporary one must not be written to."""
+    last, previous = tmp_path / "last.ckpt", tmp_path / "previous.ckpt"
+    save({"round": 1}, previous)
+    for _ in range(2):  # the process is killed before its first checkpoint, and the command is given again
+        copy_checkpoint(previous, last)
+    os.link(last, tmp_path / "last.ckpt.tmp")  # or between the link and the replacement
+    with pytest.raises(KeyboardInterrupt), replacing(last) as temporary:
+        temporary.write_bytes(b"half")
+        raise KeyboardInterrupt
+    assert load(last) == load(previous) == {"round": 1}
