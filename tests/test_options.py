@@ -54,7 +54,18 @@ from fedmoe_pl.rounds.trainer_checks import check_trained
 
 # Made by the package, not by a user.
 INTERNAL = {
-    *("Batches", "Client", "Freezing", "GroupUpdate", "LocalTraining", "Parts", "Plan", "PoolBackend", "Traffic"),
+    *(
+        "Batches",
+        "Client",
+        "Failure",
+        "Freezing",
+        "GroupUpdate",
+        "LocalTraining",
+        "Parts",
+        "Plan",
+        "PoolBackend",
+        "Traffic",
+    ),
     *("Transfer", "Update", "WorkersBackend"),
 }
 ALWAYS = {
