@@ -7,6 +7,7 @@ from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 
@@ -17,6 +18,8 @@ from fedmoe_pl.rounds.kept import check_kept
 from fedmoe_pl.rounds.phase import Phase
 from fedmoe_pl.rounds.rows import SavedRows, read_rows
 from fedmoe_pl.rounds.state import PhaseState
+
+_SAMPLES = 10_000
 
 
 def keys_of(allow_changes: str | list[str] | None, ckpt_path: str | None) -> list[str]:
@@ -122,8 +125,13 @@ def identify(seed: int, datamodule: FederatedDataModule) -> dict[str, Any]:
 
 
 def fingerprint(datamodule: FederatedDataModule) -> str:
-    """Identifies a partition by the number of clients and a checksum of each client's samples and labels."""
+    """Identifies a partition by the number of clients and a checksum of each client's samples, their labels and values.
+
+    Of many samples, the values of some are looked at: every n-th, at least ten thousand.
+    """
     checksum, owned = 0, (datamodule.train_samples.indices, datamodule.test_samples.indices)
     for tensor in (*(datamodule.y[samples] for samples in owned), *owned):
         checksum = zlib.crc32(tensor.numpy().data, checksum)
+    some = datamodule.x[:: max(len(datamodule.x) // _SAMPLES, 1)]
+    checksum = zlib.crc32(some.contiguous().view(torch.uint8).numpy().data, checksum)
     return f"{datamodule.num_clients} clients, partition {checksum:08x}"

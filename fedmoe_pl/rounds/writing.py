@@ -39,10 +39,12 @@ def replacing(path: Path) -> Iterator[Path]:
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         # a kill may have left it as another name of a checkpoint, which writing to it would change
-        temporary.unlink(missing_ok=True)
+        with suppress(FileNotFoundError):
+            os.unlink(temporary)
         yield temporary
         os.replace(temporary, path)
-        temporary.unlink(missing_ok=True)  # it stays if it was another name of the same file
+        with suppress(FileNotFoundError):
+            os.unlink(temporary)  # it stays if it was another name of the same file
     except Exception as error:
         with suppress(OSError):
             temporary.unlink()  # a full disk needs the space

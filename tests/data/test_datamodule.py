@@ -58,11 +58,14 @@ def test_every_client_splits_its_samples_by_a_seed_of_its_own(partitioner, fract
             assert own.tolist() == expected.tolist()
 
 
-def test_the_fingerprint_is_a_checksum_of_who_holds_which_labels():
+def test_the_fingerprint_is_a_checksum_of_who_holds_which_samples():
     data = set_up(Own(vectors(50), num_clients=4, partitioner=Dirichlet(0.9), test_fraction=0.3))
     owned = torch.cat([*data.train_samples, *data.test_samples])
-    checksum = zlib.crc32(data.y[owned].numpy().tobytes() + owned.numpy().tobytes())
-    assert fingerprint(data) == f"4 clients, partition {checksum:08x}"
+    held = data.y[owned].numpy().tobytes() + owned.numpy().tobytes()
+    for x in (data.x, data.x + 1):
+        data.x = x
+        checksum = zlib.crc32(held + x.numpy().tobytes())
+        assert fingerprint(data) == f"4 clients, partition {checksum:08x}"
 
 
 def test_the_partition_depends_on_its_seed_alone():

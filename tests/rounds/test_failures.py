@@ -131,7 +131,6 @@ def test_a_round_that_never_has_enough_answers_ends_the_run(how, tmp_path):
     )
     with warnings.catch_warnings(record=True) as warned, pytest.raises(ClientError) as error:
         warnings.simplefilter("always")
-        warnings.simplefilter("always")
         run.fit(without_dropout(), data(sizes=SIZES))
     assert f"round 1: clients 0, 1, 2, 3 are left out: {REASONS[how]}" in str(warned[0].message)
     assert str(error.value) == message
