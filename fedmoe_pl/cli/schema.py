@@ -138,7 +138,7 @@ def _faults_of_class(node: Mapping[str, Any], hint: Any, classes: tuple[type, ..
     else:
         class_type, given, prefix = classes[0], node, key
     if not inspect.isclass(class_type):  # a function that makes an object
-        if not _parses(node, hint):
+        if any(map(is_callable, kinds_of(hint))) or not _parses(node, hint):
             yield f"{key} is {shown(node)}, but must be {allowed(hint)}."
         return
     if not isinstance(given, Mapping):

@@ -92,6 +92,12 @@ def all_places(config: dict[str, Any], arguments: dict[str, Argument]) -> list[P
     return found
 
 
+def chosen(found: list[Place], rng: random.Random) -> Place:
+    """One of the places; more often one for a number, which may be wrong in more ways."""
+    is_number = [bool({int, float} & {*kinds_of(place.argument.hint)}) for place in found]
+    return rng.choices(found, weights=[3 if number else 1 for number in is_number])[0]
+
+
 def malformed(config: dict[str, Any], place: Place, rng: random.Random) -> Malformed:
     """The configuration with a fault at a place, drawn from those that its type allows."""
     kinds = kinds_of(place.argument.hint)
