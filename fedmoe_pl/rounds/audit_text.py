@@ -67,7 +67,9 @@ def _of_updates(audit: PhaseAudit) -> list[str]:
         lines += _row("  also shared", ", ".join(patterns(audit.may_leave, audit.names)))
     if audit.weight:
         lines += _row("  with the weight", audit.weight)
-        needs = "needs only their weighted mean" if audit.only_mean else "combines them in its own way"
+        aggregation = audit.phase.aggregation
+        way = "in its own way" if aggregation is None else f"with {type(aggregation).__name__}, one by one"
+        needs = "needs only their weighted mean" if audit.only_mean else f"combines them {way}"
         lines += _row("of the updates, the server", needs)
     return lines
 

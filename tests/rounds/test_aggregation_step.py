@@ -244,7 +244,8 @@ def test_rounds_without_privacy_before_private_ones_cost_everything(tmp_path):
     with pytest.raises(KeyboardInterrupt):
         run(of(None), mixture(), blobs(), tmp_path, callbacks=[Kill("on_round_end", 1)], enable_checkpointing=True)
     private = DifferentialPrivacy(1.0, 1.0, 1e-5)
-    federation = Federation(of(private), {"accelerator": "cpu"}, logger=False, default_root_dir=str(tmp_path))
+    trainer = {"max_epochs": 2, "accelerator": "cpu"}
+    federation = Federation(of(private), trainer, logger=False, default_root_dir=str(tmp_path))
     federation.fit(mixture(), blobs(), ckpt_path="last", allow_changes=["phases[0].aggregation"])
     assert federation.run.states["it"].epsilon == math.inf
 
