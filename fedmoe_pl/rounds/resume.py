@@ -61,15 +61,15 @@ def load_run(path: Path, phases: Sequence[Phase], identity: dict[str, Any]) -> d
     seed, partition = identity["seed"], identity["partition"]
     if content["seed"] != seed:
         raise MisconfigurationException(f"{key}, a run with the seed {content['seed']}, but now it is {seed}.")
-    if content["partition"] != partition:
-        raise MisconfigurationException(
-            f"{key}, a run on other data or clients ({content['partition']}, now {partition}); leave ckpt_path out to "
-            "start a new run."
-        )
     if any(content[name] != identity[name] for name in ("normalization", "vocabulary")):
         raise MisconfigurationException(
             f"{key}, a run whose images are normalized, or words numbered, in another way than now; leave ckpt_path "
             "out to start a new run."
+        )
+    if content["partition"] != partition:
+        raise MisconfigurationException(
+            f"{key}, a run on other data or clients ({content['partition']}, now {partition}); leave ckpt_path out to "
+            "start a new run."
         )
     for name, state in states.items():
         if state.round > rounds[name] or (state.finished and not state.stopped and state.round != rounds[name]):
