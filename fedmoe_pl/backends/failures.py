@@ -107,14 +107,14 @@ def check_finite(trees: Iterable[Tree], weight: float, known: Mapping[str, Tenso
     """
     if not math.isfinite(weight):
         raise NotFiniteError(f"its weight is {weight}")
-    for tree in trees:
-        floating = {name: tensor for name, tensor in tree.items() if tensor.is_floating_point()}
-        small = [tensor.reshape(-1) for tensor in floating.values() if tensor.numel() < _SMALL]
-        sums = [tensor.sum() for tensor in floating.values() if tensor.numel() >= _SMALL]
-        if not all(math.isfinite(value) for value in [*sums, *([torch.cat(small).sum()] if small else [])]):
-            for name, tensor in floating.items():
-                if _is_wrong(tensor, known.get(name)):
-                    raise NotFiniteError(f"its {name} is not finite")
+    floating = [(name, tensor) for tree in trees for name, tensor in tree.items() if tensor.is_floating_point()]
+    small = [tensor.flatten() for _, tensor in floating if tensor.numel() < _SMALL]
+    sums = [tensor.sum() for _, tensor in floating if tensor.numel() >= _SMALL]
+    sums += [torch.cat(small).sum()] if small else []
+    if not all(map(math.isfinite, sums)):
+        for name, tensor in floating:
+            if _is_wrong(tensor, known.get(name)):
+                raise NotFiniteError(f"its {name} is not finite")
 
 
 def _is_wrong(tensor: Tensor, known: Tensor | None) -> bool:
