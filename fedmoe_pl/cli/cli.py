@@ -83,8 +83,8 @@ class FederationCLI(LightningCLI):
     def parse_arguments(self, parser: LightningArgumentParser, args: ArgsType) -> None:
         """Parses the arguments; a look at what is written gives better messages than the parser's.
 
-        What the parser accepts is refused for what is written only in a single file, which says all. Files over files
-        and arguments after them can mean more than the look understands.
+        What the parser accepts is refused for what is written only if that is certain: files over files and arguments
+        after them can mean more than the look understands.
 
         Raises:
             ArgumentError: if an argument is wrong, also in a file.
@@ -95,15 +95,15 @@ class FederationCLI(LightningCLI):
         if not isinstance(arguments, list):
             super().parse_arguments(parser, args)
             return
-        fault, says_all = fault_of([str(argument) for argument in arguments], self._subcommand_parsers)
+        fault, is_certain = fault_of([str(argument) for argument in arguments], self._subcommand_parsers)
+        if fault and is_certain:
+            raise MisconfigurationException(fault)
         try:
             super().parse_arguments(parser, args)
         except Exception as error:
             if fault:
                 raise MisconfigurationException(fault) from error
             raise
-        if fault and says_all:
-            raise MisconfigurationException(fault)
 
     def _set_seed(self) -> None:
         """Refuses a seed that NumPy does not take, and seeds all generators."""
@@ -176,8 +176,8 @@ def fault_of(arguments: Sequence[str], parsers: Mapping[str, ArgumentParser]) ->
         parsers: the parser of each subcommand.
 
     Returns:
-        A sentence that names it, empty if there is none; and whether the command line is a single file, which names no
-        others.
+        A sentence that names it, empty if there is none; and whether that is certain: it is a section that no command
+        has, or the command line is a single file, which names no others.
 
     Raises:
         MisconfigurationException: if a file cannot be read; the message names it.
@@ -187,10 +187,15 @@ def fault_of(arguments: Sequence[str], parsers: Mapping[str, ArgumentParser]) ->
         return "", False
     following = arguments[arguments.index(subcommand) + 1 :]
     written = read_arguments(following)
+    known = arguments_of(parsers[subcommand])
+    found = list(faults(written, known))
+    # no later argument can make a section of this name
+    unknown = [name for name in written if name not in {key.partition(".")[0] for key in known}]
+    certain = [fault for fault in found for name in unknown if fault.startswith(f"{name} is not an argument")]
     options = [argument.partition("=")[0] for argument in following if argument.startswith("-")]
     names_files = any(isinstance(value, str) for value in written.values())
-    fault = next(iter(faults(written, arguments_of(parsers[subcommand]))), "")
-    return fault, options in (["--config"], ["-c"]) and not names_files
+    says_all = options in (["--config"], ["-c"]) and not names_files
+    return [*certain, *found, ""][0], says_all or bool(certain)
 
 
 def _is_of_library(class_type: type) -> bool:

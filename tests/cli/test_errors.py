@@ -177,6 +177,15 @@ def test_nothing_in_a_configuration_of_the_repository_is_refused(path, parser):
     assert not fault_of(["fit", *files], {"fit": parser})[0]
 
 
+def test_an_unknown_section_of_an_overlay_is_refused_though_it_is_empty(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr("sys.argv", ["fedmoe"])
+    (tmp_path / "overlay.yaml").write_text("modle: {}\n")
+    with pytest.raises(SystemExit) as ended:
+        main(["fit", "--config", QUICKSTART, "--config", str(tmp_path / "overlay.yaml"), "--print_config"])
+    assert ended.value.code == 2
+    assert capsys.readouterr().err == "fedmoe: modle is not an argument; did you mean model?\n"
+
+
 @pytest.mark.parametrize(
     "arguments",
     [
