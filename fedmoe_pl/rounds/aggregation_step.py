@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import zlib
 from collections.abc import Iterator, Sequence
 
@@ -17,7 +18,7 @@ from fedmoe_pl.backends import one_thread
 from fedmoe_pl.rounds.cohort import cohort_of
 from fedmoe_pl.rounds.phase import Phase
 from fedmoe_pl.rounds.run import Run
-from fedmoe_pl.rounds.state import PhaseState
+from fedmoe_pl.rounds.state import NOT_PRIVATE, PhaseState
 from fedmoe_pl.seeds import derive_seed
 from fedmoe_pl.trees import Tree, of_algorithm
 
@@ -120,7 +121,7 @@ def check_chain(phase: Phase, earlier: Sequence[Phase]) -> None:
 
 
 def aggregated(run: Run, phase: Phase, combined: Update | None) -> Update:
-    """The update for ``Algorithm.server_update``; changes the phase's state of aggregation and privacy.
+    """The update for ``Algorithm.server_update``; changes the state of the phase's aggregation.
 
     Args:
         run: the run.
@@ -135,34 +136,49 @@ def aggregated(run: Run, phase: Phase, combined: Update | None) -> Update:
     start = shared_by(phase.algorithm, state.server)
     with one_thread():
         update, state.aggregation = aggregation.aggregate(start, combined, state.aggregation, cohort, generator)
-    if isinstance(aggregation, DifferentialPrivacy):
-        _add_private_round(state, [aggregation.probability(cohort), aggregation.noise_multiplier])
-        state.epsilon = aggregation.epsilon(_private_rounds(run, phase))
     return update
 
 
-def _add_private_round(state: PhaseState, kind: list[float]) -> None:
-    *before, last = state.private_rounds or [[*kind, 0]]
+def count_round(run: Run, phase: Phase) -> None:
+    """Adds a round of a federated phase to those that its epsilon is computed of, and computes it.
+
+    Args:
+        run: the run.
+        phase: the phase, of which a round is completed.
+    """
+    state, aggregation = run.states[phase.name], phase.aggregation
+    kind = NOT_PRIVATE
+    if isinstance(aggregation, DifferentialPrivacy):
+        cohort = cohort_of(phase, run.datamodule.num_clients, run.seed)
+        kind = [aggregation.probability(cohort), aggregation.noise_multiplier]
+    elif not math.isnan(state.epsilon):  # its earlier rounds were private, with another configuration
+        state.epsilon = math.inf
+    *before, last = state.counted_rounds.get(phase.name) or [[*kind, 0]]
     same = last[:2] == kind
-    state.private_rounds = [*before, [*kind, last[2] + 1]] if same else [*before, last, [*kind, 1]]
+    rounds = [*before, [*kind, last[2] + 1]] if same else [*before, last, [*kind, 1]]
+    state.counted_rounds = {**state.counted_rounds, phase.name: rounds}
+    update_epsilon(phase, state)
 
 
-def _private_rounds(run: Run, phase: Phase) -> list[list[float]]:
-    """The rounds of the phase and of those that it starts from; one without noise for what is not private."""
-    state = run.states[phase.name]
-    rounds = [*state.private_rounds]
-    if sum(number for *_, number in rounds) < state.round:  # it went on with another configuration
-        rounds.append([1.0, 0.0, 1])
-    for other in run.phases_before(phase):
-        of_other = run.states[other.name].private_rounds
-        rounds += of_other or ([[1.0, 0.0, 1]] if other.algorithm.federated else [])
-    return rounds
+def update_epsilon(phase: Phase, state: PhaseState) -> None:
+    """Computes the epsilon of all rounds for the phase's delta.
+
+    Without differential privacy, a result from a checkpoint keeps the epsilon and the delta that it had there.
+    """
+    if isinstance(phase.aggregation, DifferentialPrivacy):
+        rounds = [kind for of_phase in state.counted_rounds.values() for kind in of_phase]
+        state.epsilon, state.delta = phase.aggregation.epsilon(rounds), phase.aggregation.delta
 
 
 def log_epsilon(phase: Phase, state: PhaseState) -> None:
     """Logs what a phase with differential privacy cost."""
-    if isinstance(phase.aggregation, DifferentialPrivacy):
+    if math.isinf(state.epsilon):
+        rank_zero_info(
+            f"{phase}: the server's model has no differential privacy (epsilon is infinite), because rounds without "
+            "noise are in it."
+        )
+    elif not math.isnan(state.epsilon):
         rank_zero_info(
             f"{phase}: the server's model has (epsilon, delta)-differential privacy for each client with epsilon "
-            f"{state.epsilon:.3g} and delta {phase.aggregation.delta:.3g}."
+            f"{state.epsilon:.3g} and delta {state.delta:.3g}."
         )

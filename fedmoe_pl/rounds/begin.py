@@ -22,7 +22,7 @@ from fedmoe_pl.rounds.checkpoint import load_checkpoint
 from fedmoe_pl.rounds.kept import check_kept, joined, only
 from fedmoe_pl.rounds.phase import Phase
 from fedmoe_pl.rounds.starts import in_part
-from fedmoe_pl.rounds.state import PhaseState
+from fedmoe_pl.rounds.state import NOT_PRIVATE, PhaseState
 from fedmoe_pl.seeds import seed_all
 from fedmoe_pl.trees import Tree, copy_module, load_tree
 
@@ -91,7 +91,9 @@ def begin_phase(
     kept = state.kept
     if result.kept:  # a ChainMap, because one dict of both could be too large; it is only read
         kept = ChainMap(result.kept, state.kept)  # pyright: ignore[reportArgumentType]
-    return replace(result, initial=state.initial, server={**state.server, **result.server}, kept=kept)
+    counted = {**state.counted_rounds, **result.counted_rounds}
+    server = {**state.server, **result.server}
+    return replace(result, initial=state.initial, server=server, kept=kept, counted_rounds=counted)
 
 
 def first_clients(training: LocalTraining, cohort: Sequence[int], kept: Mapping[int, Tree]) -> Iterator[Client]:
@@ -128,7 +130,7 @@ def read_result(phase: Phase, module: LightningModule) -> PhaseState:
     check_moments(phase, saved)
     check_kept(saved.kept)
     state = PhaseState({}, saved.server, saved.kept, round=phase.rounds, given_round=saved.best_round or saved.round)
-    return replace(state, private_rounds=saved.private_rounds, epsilon=saved.epsilon)
+    return _with_privacy(state, phase, saved)
 
 
 def read_result_for_newcomers(phase: Phase, module: LightningModule) -> PhaseState:
@@ -144,7 +146,16 @@ def read_result_for_newcomers(phase: Phase, module: LightningModule) -> PhaseSta
     round = 0 if trains else phase.rounds
     server = phase.algorithm.server_of_newcomers(saved.server)
     state = PhaseState({}, server, round=round, given_round=saved.best_round or saved.round)
-    return replace(state, private_rounds=saved.private_rounds, epsilon=saved.epsilon)
+    return _with_privacy(state, phase, saved)
+
+
+def _with_privacy(state: PhaseState, phase: Phase, saved: PhaseState) -> PhaseState:
+    """The state with what the result cost; a federated one is not private if nothing is known of its rounds."""
+    unknown = {phase.name: [[*NOT_PRIVATE, 1]]} if phase.algorithm.federated else {}
+    rounds = saved.counted_rounds or unknown
+    # phases of other runs may have the names of this run's
+    counted = {f"{phase.ckpt_path}/{name}": of_phase for name, of_phase in rounds.items()}
+    return replace(state, counted_rounds=counted, epsilon=saved.epsilon, delta=saved.delta)
 
 
 def check_moments(phase: Phase, result: PhaseState) -> None:
@@ -216,7 +227,8 @@ def _from_start(phase: Phase, module: LightningModule, before: Sequence[tuple[st
     # What the server sends now replaces what clients kept under the same names.
     kept = [only(state.kept, [name for name in names if name not in server]) for names, state in inherited]
     aggregation = {} if phase.aggregation is None else phase.aggregation.begin()
-    return PhaseState(initial, server, joined(kept), aggregation=aggregation)
+    counted = {name: rounds for _, state in before for name, rounds in state.counted_rounds.items()}
+    return PhaseState(initial, server, joined(kept), aggregation=aggregation, counted_rounds=counted)
 
 
 def _same_gate(tree: Tree, other: Tree) -> bool:

@@ -24,8 +24,8 @@ FILE = "checkpoints/last.ckpt"
 KEPT = "checkpoints/kept"
 ROWS = "checkpoints/rows.jsonl"
 PREVIOUS = "previous.ckpt"
-# The version of the checkpoint format: older ones have no checksum, and all rows of rounds.csv.
-_FORMAT = 4
+# The version of the checkpoint format; formats before 5 count the rounds of differential privacy in another way.
+_FORMAT = 5
 # A loss of power may harm what was written since; a flush takes 10 to 50 ms, longer than some rounds.
 _SECONDS_BETWEEN_FLUSHES = 10.0
 _KEYS = ("seed", "partition", "normalization", "vocabulary", "configuration", "versions", "models", "phases", "rows")

@@ -19,7 +19,7 @@ from fedmoe_pl.backends import (
     with_training_state,
 )
 from fedmoe_pl.backends.traffic import Traffic, TransferLog
-from fedmoe_pl.rounds.aggregation_step import aggregated, log_epsilon
+from fedmoe_pl.rounds.aggregation_step import aggregated, count_round, log_epsilon, update_epsilon
 from fedmoe_pl.rounds.begin import first_clients
 from fedmoe_pl.rounds.checkpoint import FILE, save_finished
 from fedmoe_pl.rounds.evaluation import Evaluation
@@ -52,6 +52,7 @@ def run_phase(run: Run, phase: Phase) -> None:
     """Runs the remaining rounds of a phase and determines its result."""
     module = run.module(phase)
     state = run.state_of(phase, module)
+    update_epsilon(phase, state)  # of a result from a checkpoint, or for another delta than before
     training = run.local_training(phase, module, state.initial)
     evaluations: list[Evaluation] = []
     plan: Plan | None = None
@@ -138,6 +139,8 @@ def _update_server(run: Run, phase: Phase, training: LocalTraining, trained: Tra
             f"{phase}, round {state.round}: the server's {tensor}, although all that clients sent is."
         ) from error
     state.server = phase.algorithm.clients_failed(new, trained.failed)
+    if phase.algorithm.federated:
+        count_round(run, phase)
 
 
 def _after_aggregation(

@@ -13,6 +13,8 @@ from fedmoe_pl.trees import Tree
 
 WAYS = ("down", "up", "between_clients")
 """Directions of traffic: from the server to clients, from clients to the server, and between clients."""
+NOT_PRIVATE = [1.0, 0.0]
+"""All clients join the round, without noise: an infinite epsilon."""
 
 
 def no_traffic() -> dict[str, int]:
@@ -47,9 +49,12 @@ class PhaseState:
         server_optimizer: the state of the phase's server optimizer, as ``backends.optimizers.optimizer_state`` returns
             it. It is not sent to clients, and no other phase starts from it.
         aggregation: the state of the phase's aggregation, such as an adapted clipping norm.
-        private_rounds: of a phase with differential privacy: for every kind of round so far, the probability with which
-            clients joined it, the noise multiplier, and the number of such rounds.
-        epsilon: what these rounds, and those of the phases that it starts from, cost; nan without differential privacy.
+        counted_rounds: the rounds of each federated phase whose training is in the server's state, by its name: for
+            every kind of round, the probability with which clients joined it, the noise multiplier, and the number of
+            such rounds. ``NOT_PRIVATE`` is the kind without differential privacy. Before the name of a phase of another
+            run is the path of that run's checkpoint.
+        epsilon: what all these rounds cost; nan for a phase without differential privacy.
+        delta: the delta of ``epsilon``.
     """
 
     initial: Tree
@@ -71,8 +76,9 @@ class PhaseState:
     failed: int = 0
     server_optimizer: Tree = field(default_factory=dict)
     aggregation: Tree = field(default_factory=dict)
-    private_rounds: list[list[float]] = field(default_factory=list)
+    counted_rounds: dict[str, list[list[float]]] = field(default_factory=dict)
     epsilon: float = math.nan
+    delta: float = math.nan
 
     @property
     def server_learns(self) -> bool:
@@ -110,8 +116,9 @@ class PhaseState:
             self.traffic[f"{quantity}_{way}"] += value
 
     def costs(self) -> dict[str, float]:
-        """Traffic, operations, epsilon and failures so far, by column of ``rounds.csv``."""
-        return {**self.traffic, "flops": self.flops, "epsilon": self.epsilon, "failed": self.failed}
+        """Traffic, operations, privacy and failures so far, by column of ``rounds.csv``."""
+        privacy = {"epsilon": self.epsilon, "delta": self.delta}
+        return {**self.traffic, "flops": self.flops, **privacy, "failed": self.failed}
 
 
 def round_and_selection(phase: Phase, state: PhaseState) -> tuple[int, str]:

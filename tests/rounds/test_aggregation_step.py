@@ -166,7 +166,7 @@ def test_epsilon_is_in_the_rows_the_log_and_the_checkpoint(tmp_path, caplog):
     with caplog.at_level("INFO"):
         it.fit(mixture(), blobs())
     state = it.run.states["private"]
-    assert state.private_rounds == [[2 / 3, 2.0, 4]]
+    assert state.counted_rounds == {"private": [[2 / 3, 2.0, 4]]}
     rows = list(csv.DictReader((it.run_dir / "rounds.csv").read_text().splitlines()))
     epsilons = [float(row["epsilon"]) for row in rows if row["method"] == "private"]
     assert 0 < epsilons[0] < epsilons[1] == state.epsilon
@@ -186,19 +186,7 @@ def test_newcomers_and_a_given_result_leave_model_and_epsilon_as_they_are(tmp_pa
     path = str(tmp_path / "federation/version_0/checkpoints/last.ckpt")
     given = run([private(DifferentialPrivacy(**ADAPTIVE), ckpt_path=path)], mixture(), blobs(), tmp_path / "given")
     assert_same(given.run.states["private"].server, expected.server)
-    assert given.run.states["private"].private_rounds == expected.private_rounds
-
-
-@needs_opacus
-def test_a_given_result_that_is_not_private_has_no_epsilon(tmp_path):
-    arguments = {"enable_checkpointing": True, "name": "open"}
-    run([phase("first", FedAvg("global_expert.*"))], mixture(), blobs(), tmp_path, **arguments)
-    path = str(tmp_path / "open/version_0/checkpoints/last.ckpt")
-    strong = DifferentialPrivacy(2.0, 0.5, 1e-3)
-    first = phase("first", FedAvg("global_expert.*"), aggregation=strong, ckpt_path=path)
-    second = phase("second", FedAvg("global_expert.*"), start="first", aggregation=strong)
-    states = run([first, second], mixture(), blobs(), tmp_path).run.states
-    assert states["second"].epsilon == math.inf and math.isnan(states["first"].epsilon)
+    assert given.run.states["private"].epsilon == expected.epsilon
 
 
 def test_newcomers_may_be_fewer_than_an_aggregation_needs(tmp_path):
