@@ -69,18 +69,27 @@ def fit(
     return trainer
 
 
-class _Garbage:
-    """Frees finished Trainers before the models that they hold fill the memory.
+def discard(trainer: Trainer) -> None:
+    """Frees what a finished Trainer holds, such as gradients and the state of optimizers.
 
-    The references of a Trainer form cycles. Python looks for cycles after a number of new objects, whatever their size,
-    so that the models of hundreds of clients could wait.
+    Its references form cycles, for which Python looks only when there are a quarter more objects than before: the
+    Trainers of a thousand rounds would wait, with 60 kB each.
+    """
+    vars(trainer).clear()
+
+
+class _Garbage:
+    """Frees models before they fill the memory, if their own references form cycles or their training failed.
+
+    Python looks for cycles after a number of new objects, whatever their size, so that the models of hundreds of
+    clients could wait.
     """
 
     def __init__(self) -> None:
         self.bytes = 0
 
     def add(self, size: int) -> None:
-        """Counts the bytes of models that were trained; frees Trainers that nobody uses any more if there are many."""
+        """Counts the bytes of models that were trained; frees those that nobody uses any more if there are many."""
         self.bytes += size
         if self.bytes > _MOST_GARBAGE:
             gc.collect()

@@ -14,7 +14,7 @@ from fedmoe_pl.algorithms.client import Client, Update
 from fedmoe_pl.backends.client import begin_client, client_batches, end_client, on_device, trainable_names
 from fedmoe_pl.backends.failures import Failure, guarded
 from fedmoe_pl.backends.features import FeatureCache, LookedUpBatches
-from fedmoe_pl.backends.fitting import client_callbacks, fit
+from fedmoe_pl.backends.fitting import client_callbacks, discard, fit
 from fedmoe_pl.backends.freezing import Freezing
 from fedmoe_pl.backends.frozen_parts import looked_up
 from fedmoe_pl.backends.lean import OneStep
@@ -57,7 +57,7 @@ def train_clients(
     """
     group = _Group(training, server, kept, round, features)
     no_clipping = {"gradient_clip_val": None, "gradient_clip_algorithm": None}  # manual optimization refuses to clip
-    fit(training, group, OneStep([*clients]), None, [], len(clients), max_epochs=1, **no_clipping)
+    discard(fit(training, group, OneStep([*clients]), None, [], len(clients), max_epochs=1, **no_clipping))
     return group.updates
 
 

@@ -15,7 +15,7 @@ from fedmoe_pl.backends.backend import Backend, Chunk, GroupUpdate, Plan, group_
 from fedmoe_pl.backends.client import begin_client, client_batches, end_client, on_device, trainable_names
 from fedmoe_pl.backends.failures import Failure, guarded
 from fedmoe_pl.backends.features import FeatureCache, Features, LookedUpBatches
-from fedmoe_pl.backends.fitting import fit, one_thread
+from fedmoe_pl.backends.fitting import discard, fit, one_thread
 from fedmoe_pl.backends.freezing import Freezing
 from fedmoe_pl.backends.frozen_parts import looked_up
 from fedmoe_pl.backends.group import shares_trainer, train_clients
@@ -105,16 +105,21 @@ class TrainerPlan(Plan):
         """One client's part of a round."""
         training = self.training.of(client_id)
         client, const, samples = begin_client(training, copy_module(training.module), server, client_id, kept, round)
-        optimizer: Tree = {}
-        if len(samples) and trainable_names(training, client.module, round):
-            placed = on_device(const, training.device)
-            if self.lean:
-                features = self.features.find(training, client, placed, samples)
-                trainer = _fit_lean(training, client, placed, samples, features)
-            else:
-                trainer = _fit_every_batch(training, client, placed, samples)
-            optimizer = _end_fit(training, client, trainer)
-        return end_client(training, client, const, optimizer)
+        if not len(samples) or not trainable_names(training, client.module, round):
+            return end_client(training, client, const, {})
+        placed = on_device(const, training.device)
+        if self.lean:
+            features = self.features.find(training, client, placed, samples)
+            trainer = _fit_lean(training, client, placed, samples, features)
+        else:
+            trainer = _fit_every_batch(training, client, placed, samples)
+        client.steps = trainer.global_step
+        parameters = client.module.named_parameters()
+        optimizer = optimizer_state(parameters, trainer.optimizers[0]) if training.keep_optimizer else {}
+        client.module.zero_grad()
+        update = end_client(training, client, const, optimizer)
+        discard(trainer)
+        return update
 
 
 def _fit_lean(
@@ -139,17 +144,6 @@ def _fit_every_batch(training: LocalTraining, client: Client, const: dict[str, A
     freezing = Freezing(training, client.module, client.round)
     batches = client_batches(training, client, samples)
     return fit(training, module, batches, _validation_batches(training, client), [freezing])
-
-
-def _end_fit(training: LocalTraining, client: Client, trainer: Trainer) -> Tree:
-    """Notes the client's steps; returns the state of its optimizer, if clients keep it."""
-    client.steps = trainer.global_step
-    kept = optimizer_state(client.module.named_parameters(), trainer.optimizers[0]) if training.keep_optimizer else {}
-    # A Trainer waits for the garbage collector, because its references form cycles. Large tensors are freed now.
-    client.module.zero_grad()
-    for optimizer in trainer.optimizers:
-        optimizer.state.clear()
-    return kept
 
 
 def _validation_batches(training: LocalTraining, client: Client) -> Any:

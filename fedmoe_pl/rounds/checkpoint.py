@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import shutil
 import time
@@ -110,6 +111,7 @@ def copy_checkpoint(source: Path, target: Path) -> None:
             shutil.copyfile(source, temporary)
 
 
+@functools.cache
 def versions() -> dict[str, str]:
     """The versions of this package and of those that train."""
     found = {}

@@ -14,7 +14,10 @@ import math
 import re
 import zlib
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence, Set
+from datetime import date, time, timedelta
+from decimal import Decimal
 from enum import Enum
+from fractions import Fraction
 from pathlib import PurePath
 from typing import Any, NamedTuple
 
@@ -36,7 +39,6 @@ _HARMLESS = re.compile(
 )
 _MISSING = "not set"
 _LONGEST = 60  # characters of a value in a message
-_LARGEST = 10**6  # elements of an array
 _DEEPEST = 8  # an object in an object ...; deeper ones may lead back
 
 
@@ -142,6 +144,11 @@ def _described(value: Any, name: str = "", depth: int = 0) -> Any:
         return value
     if isinstance(value, float):
         return value if math.isfinite(value) else str(value)
+    if isinstance(value, np.generic):
+        plain = value.item()
+        return str(value) if isinstance(plain, np.generic) else _described(plain, name, depth)
+    if isinstance(value, complex | Decimal | Fraction | date | time | timedelta):
+        return str(value)
     if depth > _DEEPEST:
         return _class_path(type(value))
     if isinstance(value, Mapping):
@@ -149,6 +156,8 @@ def _described(value: Any, name: str = "", depth: int = 0) -> Any:
     if isinstance(value, Sequence | Set):
         items = [_described(item, "", depth + 1) for item in value]
         return sorted(items, key=repr) if isinstance(value, Set) else items
+    if isinstance(value, np.ndarray) and value.dtype.hasobject:
+        return {"class_path": _class_path(np.ndarray), "items": _described(value.tolist(), "", depth + 1)}
     if isinstance(value, Tensor | np.ndarray):
         return _checksum(value)
     if name in ("optimizer", "server_optimizer") and callable(value):
@@ -189,12 +198,13 @@ def _optimizer(make: Callable[..., Any], depth: int) -> Any:
 
 
 def _checksum(array: Tensor | np.ndarray) -> str:
-    """Type, shape and checksum; without a checksum if it is large, as samples are, which are compared by themselves."""
-    kind = f"{array.dtype} {[*array.shape]}"
-    values = array.detach().cpu().double().numpy() if isinstance(array, Tensor) else array
-    if values.size > _LARGEST or values.dtype == object:
-        return kind
-    return f"{kind} {zlib.crc32(values.tobytes()):08x}"
+    """Type, shape and a checksum of all bytes."""
+    if isinstance(array, Tensor):
+        dense = array.detach().cpu() if array.layout == torch.strided else array.detach().cpu().to_dense()
+        values = dense.resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8).numpy()
+    else:
+        values = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
+    return f"{array.dtype} {[*array.shape]} {zlib.crc32(values.data):08x}"
 
 
 def _class_path(value: Any) -> str:

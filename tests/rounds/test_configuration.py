@@ -1,8 +1,11 @@
 """A run goes on with the configuration that it began with, except for what has no influence on its result."""
 
 import json
+from decimal import Decimal
+from fractions import Fraction
 from functools import partial
 
+import numpy as np
 import pytest
 import torch
 from helpers.runs import Kill, WithDropout, assert_same, data, federation, model
@@ -147,3 +150,39 @@ def test_the_configurations_of_a_command_line_are_compared_by_their_keys(tmp_pat
     assert [str(change) for change in changes(of_command_line(), in_python, ["FedAvg"])] == [
         "model.optimizer.lr was 0.1, now 0.3"
     ]
+
+
+class Holder(torch.nn.Identity):
+    """A part of a model that has an argument of any kind."""
+
+    def __init__(self, value):
+        super().__init__()
+        self.value = value
+
+
+VALUES = [
+    *((kind(1), kind(2)) for kind in (np.float16, np.float32, np.longdouble, np.int64, np.complex64, complex, Decimal)),
+    (np.bool_(False), np.bool_(True)),
+    (np.datetime64("2020"), np.datetime64("2021")),
+    (Fraction(1, 2), Fraction(1, 3)),
+    (torch.zeros(1001, 1000), torch.zeros(1001, 1000).index_fill(0, torch.tensor(1000), 1)),
+    (np.zeros(10**6 + 1), np.arange(10**6 + 1) * 1e-9),
+    (np.array(["a", 1], object), np.array(["a", 2], object)),
+    (np.array(["2020"], "M8[D]"), np.array(["2021"], "M8[D]")),
+    (torch.tensor(1j), torch.tensor(2j)),
+    (torch.eye(2).to_sparse(), 2 * torch.eye(2).to_sparse()),
+    (torch.zeros(2, dtype=torch.bfloat16), torch.ones(2, dtype=torch.bfloat16)),
+]
+
+
+@pytest.mark.parametrize("values", VALUES, ids=[f"{type(one).__name__}-{n}" for n, (one, _) in enumerate(VALUES)])
+def test_a_value_of_any_kind_is_told_from_another(values, tmp_path):
+    def of(value):
+        module = model()
+        module.global_expert.extractor.append(Holder(value))
+        return configuration(federation(tmp_path, [Phase("FedAvg", FedAvg())]), module, data())
+
+    one, same, other = (of(value) for value in (values[0], values[0], values[1]))
+    assert changes(one, same, []) == []
+    (change,) = changes(one, other, [])
+    assert change.key.startswith("model.global_expert.extractor.2.value")

@@ -13,7 +13,7 @@ from fedmoe_pl.backends.backend import Backend, GroupUpdate, Plan, group_update
 from fedmoe_pl.backends.client import end_client, trainable_names
 from fedmoe_pl.backends.failures import Failure, guarded
 from fedmoe_pl.backends.features import FeatureCache
-from fedmoe_pl.backends.fitting import one_thread
+from fedmoe_pl.backends.fitting import discard, one_thread
 from fedmoe_pl.backends.freezing import Freezing
 from fedmoe_pl.backends.lean import fit_epochs
 from fedmoe_pl.backends.stacked.batches import StackedBatches
@@ -143,10 +143,11 @@ def _fit(training: LocalTraining, module: LightningModule, members: list[Member]
     batches = StackedBatches(stack.data, stack.members, stack.pads)
     with stack.looking_up():
         freezing = Freezing(training, module, round)
-        fit_epochs(training, StackedModule(stack), batches, None, freezing, len(members))
+        trainer = fit_epochs(training, StackedModule(stack), batches, None, freezing, len(members))
     for member in stack.members:
         member.client.steps = training.max_epochs * len(member.batches)
     stack.unstack()
+    discard(trainer)
 
 
 def _end(training: LocalTraining, module: LightningModule, member: Member) -> Update:
