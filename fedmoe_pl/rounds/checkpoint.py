@@ -15,7 +15,7 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 
 from fedmoe_pl.rounds.evaluation import ClientEvaluation, Evaluation
 from fedmoe_pl.rounds.kept import KeptOnDisk
-from fedmoe_pl.rounds.rows import SavedRows, append_rows
+from fedmoe_pl.rounds.rows import SavedRows, append_rows, read_rows
 from fedmoe_pl.rounds.state import PhaseState
 from fedmoe_pl.rounds.writing import DamagedFileError, is_sealed, load, load_unsealed, replacing, save
 from fedmoe_pl.trees import Tree
@@ -213,7 +213,7 @@ def _offer(path: Path) -> str:
     if path.name != Path(FILE).name or not previous.is_file():
         return ""
     try:
-        load_checkpoint(previous)
+        rows_of(previous, load_federation(previous))
     except MisconfigurationException:
         return ""
     return f"; the checkpoint before it is whole: go on with ckpt_path '{previous}'"
@@ -229,6 +229,26 @@ def load_federation(path: Path) -> dict[str, Any]:
     if "phases" not in content:
         raise MisconfigurationException(f"ckpt_path is '{path}', but must be the checkpoint of a federation.")
     return content
+
+
+def rows_of(path: Path, content: dict[str, Any]) -> list[dict[str, Any]]:
+    """The rows of ``rounds.csv`` that belong to a checkpoint.
+
+    Args:
+        path: the checkpoint, in the folder of its run.
+        content: its content.
+
+    Raises:
+        MisconfigurationException: if they are missing or damaged.
+    """
+    rows = path.parents[1] / ROWS
+    try:
+        return read_rows(rows, SavedRows(**content["rows"]))
+    except DamagedFileError as error:
+        raise MisconfigurationException(
+            f"ckpt_path is '{path}', whose rows of rounds.csv are in '{rows}', which is missing or "
+            f"damaged{_offer(path)}."
+        ) from error
 
 
 def is_of_run(path: Path) -> bool:

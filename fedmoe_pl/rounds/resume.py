@@ -12,11 +12,11 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 
 from fedmoe_pl.data import FederatedDataModule
-from fedmoe_pl.rounds.checkpoint import FILE, ROWS, CheckpointWriter, is_of_run, load_checkpoint, versions
+from fedmoe_pl.rounds.checkpoint import FILE, CheckpointWriter, is_of_run, load_checkpoint, rows_of, versions
 from fedmoe_pl.rounds.configuration import changes, is_listed
 from fedmoe_pl.rounds.kept import check_kept
 from fedmoe_pl.rounds.phase import Phase
-from fedmoe_pl.rounds.rows import SavedRows, read_rows
+from fedmoe_pl.rounds.rows import SavedRows
 from fedmoe_pl.rounds.state import PhaseState
 
 _SAMPLES = 10_000
@@ -77,8 +77,8 @@ def load_run(path: Path, phases: Sequence[Phase], identity: dict[str, Any]) -> d
                 f"{key}, where '{name}' has had {state.round} rounds, but rounds is {rounds[name]}."
             )
         check_kept(state.kept, state.best_kept)
-    saved_rows = SavedRows(**content["rows"])
-    return {**content, "rows": read_rows(path.parents[1] / ROWS, saved_rows), "writer": CheckpointWriter(saved_rows)}
+    writer = CheckpointWriter(SavedRows(**content["rows"]))
+    return {**content, "rows": rows_of(path, content), "writer": writer}
 
 
 def check_configuration(

@@ -9,9 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from lightning.fabric.utilities.exceptions import MisconfigurationException
-
-from fedmoe_pl.rounds.writing import unwritable
+from fedmoe_pl.rounds.writing import DamagedFileError, unwritable
 
 
 @dataclass(frozen=True)
@@ -66,15 +64,12 @@ def read_rows(path: Path, saved: SavedRows) -> list[dict[str, Any]]:
         saved: which of its rows they are.
 
     Raises:
-        MisconfigurationException: if they are missing or damaged.
+        DamagedFileError: if they are missing or damaged.
     """
     data = b""
     if saved.size and path.is_file():
         with path.open("rb") as file:
             data = file.read(saved.size)
     if len(data) != saved.size or zlib.crc32(data) != saved.checksum:
-        raise MisconfigurationException(
-            f"ckpt_path is a checkpoint whose rows of rounds.csv are in '{path}', which is missing or damaged; it must "
-            "be as the run wrote it."
-        )
+        raise DamagedFileError(f"'{path}' is missing or damaged.")
     return [json.loads(line) for line in data.splitlines()]

@@ -112,8 +112,10 @@ def open_run(run: Run, ckpt_path: Path | None, store: str, logger: bool | Logger
         _write_configuration(run)
     if ckpt_path is None:
         run.save()
-    elif ckpt_path.name == PREVIOUS:
-        copy_checkpoint(ckpt_path, run.folder / FILE)  # the next one replaces this one, and not a damaged one
+    elif ckpt_path.name != (last := run.folder / FILE).name:
+        # last.ckpt may be damaged, or newer: then the next rows replace those that both checkpoints have
+        copy_checkpoint(ckpt_path, last)
+        copy_checkpoint(ckpt_path, last.with_name(PREVIOUS))
     run.store = MemoryStore() if store == "memory" else DiskStore(run.folder / KEPT, run.datamodule.num_clients)
     for name, state in run.states.items():
         if not state.finished:  # a resumed run may have had the other store

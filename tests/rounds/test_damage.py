@@ -14,7 +14,8 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from fedmoe_pl import Phase
 from fedmoe_pl.algorithms import FedAvg, Local
 from fedmoe_pl.models import ConstantGate
-from fedmoe_pl.rounds.checkpoint import copy_checkpoint, load_checkpoint
+from fedmoe_pl.rounds import checkpoint
+from fedmoe_pl.rounds.checkpoint import copy_checkpoint, load_checkpoint, rows_of
 from fedmoe_pl.rounds.writing import DamagedFileError, is_sealed, load, replacing, save
 
 CHECKPOINT, PREVIOUS = "checkpoints/last.ckpt", "checkpoints/previous.ckpt"
@@ -220,6 +221,62 @@ def test_rows_must_be_as_they_were_written(copy):
     assert "whose rows of rounds.csv are in" in refusal(copy)
     rows.unlink()
     assert "whose rows of rounds.csv are in" in refusal(copy)
+
+
+def test_whose_last_rows_are_damaged_the_checkpoint_before_is_offered(whole, tmp_path):
+    with pytest.raises(KeyboardInterrupt):
+        run_of(tmp_path, callbacks=[Kill("on_round_end", 4)]).fit(model(), data())
+    folder = tmp_path / "federation/version_0"
+    rows = folder / "checkpoints/rows.jsonl"
+    written = rows.read_bytes()
+    rows.write_bytes(written[:-1])
+    sentence = refusal(folder)
+    assert sentence.endswith(
+        f"whose rows of rounds.csv are in '{rows}', which is missing or damaged; the checkpoint before it is whole: go "
+        f"on with ckpt_path '{folder / PREVIOUS}'."
+    )
+    for damaged in (flipped(written, 99), b""):  # the rows of the checkpoint before, too
+        rows.write_bytes(damaged)
+        assert refusal(folder).endswith("rows.jsonl', which is missing or damaged.")
+    rows.write_bytes(written[:-1])
+    resumed = run_of(tmp_path)
+    resumed.fit(model(seed=9), data(), ckpt_path=str(folder / PREVIOUS))
+    assert rows.read_bytes() == (whole.run_dir / "checkpoints/rows.jsonl").read_bytes()
+
+
+@pytest.mark.parametrize("moment", ["before the rows", "after the rows", "after the previous checkpoint"])
+def test_a_kill_after_a_return_to_an_older_checkpoint_leaves_both_readable(whole, moment, tmp_path, monkeypatch):
+    """Its next rows replace those of the newer checkpoints, which must not be needed any more."""
+
+    class Copies(Kill):
+        def count(self, run, phase, round):
+            if round == 0:
+                shutil.copy(run.folder / CHECKPOINT, run.folder / "checkpoints/older.ckpt")
+            super().count()
+
+    with pytest.raises(KeyboardInterrupt):
+        run_of(tmp_path, "memory", callbacks=[Copies("on_round_end", 5)]).fit(model(), data())
+    folder = tmp_path / "federation/version_0"
+
+    def killed(original):
+        def function(*arguments):
+            if moment.startswith("after"):
+                original(*arguments)
+            raise KeyboardInterrupt
+
+        return function
+
+    with monkeypatch.context() as patch:
+        name = "copy_checkpoint" if "previous" in moment else "append_rows"
+        patch.setattr(checkpoint, name, killed(getattr(checkpoint, name)))
+        with pytest.raises(KeyboardInterrupt):
+            path = str(folder / "checkpoints/older.ckpt")
+            run_of(tmp_path, "memory").fit(model(), data(), ckpt_path=path)
+    for name in (PREVIOUS, CHECKPOINT):
+        rows_of(folder / name, load_checkpoint(folder / name))
+    run_of(tmp_path, "memory").fit(model(), data(), ckpt_path="last")
+    for name in ("rounds.csv", "checkpoints/rows.jsonl"):
+        assert (folder / name).read_bytes() == (whole.run_dir / name).read_bytes()
 
 
 def test_rounds_append_rows_and_the_checkpoint_does_not_grow(tmp_path):
