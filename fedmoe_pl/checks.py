@@ -93,6 +93,11 @@ def is_finite(value: Any) -> bool:
     return is_number and (isinstance(value, int) or math.isfinite(value))
 
 
+def plain(value: Any) -> Any:
+    """A number of NumPy as one of Python; any other value unchanged."""
+    return value.item() if isinstance(value, np.generic) else value
+
+
 def _is_integer(value: Any) -> bool:
     return isinstance(value, (int, np.integer)) and not isinstance(value, bool)
 

@@ -14,7 +14,7 @@ from lightning.pytorch.loggers import Logger
 from fedmoe_pl.backends import LEAN_TRAINER, AutoBackend, Backend
 from fedmoe_pl.callbacks import FederationCallback
 from fedmoe_pl.callbacks.defaults import with_defaults
-from fedmoe_pl.checks import check_at_least
+from fedmoe_pl.checks import check_at_least, plain
 from fedmoe_pl.data import FederatedDataModule, partition_figure, partition_table
 from fedmoe_pl.rounds.audit import PhaseAudit, audit_run
 from fedmoe_pl.rounds.audit_text import format_audit
@@ -108,16 +108,16 @@ class Federation:
         self.failures = ClientFailures(on_client_failure, min_clients, client_timeout, dropout)
         self.phases = phases
         self.starts = find_starts(phases)
-        self.trainer = {**LEAN_TRAINER, **(trainer or {})}
+        self.trainer = {name: plain(value) for name, value in {**LEAN_TRAINER, **(trainer or {})}.items()}
         self.backend = AutoBackend() if backend == "auto" else backend
-        self.evaluate_every_n_rounds = evaluate_every_n_rounds
-        self.evaluation_clients = evaluation_clients
+        self.evaluate_every_n_rounds = plain(evaluate_every_n_rounds)
+        self.evaluation_clients = plain(evaluation_clients)
         self.callbacks = with_defaults(callbacks or [], enable_progress_bar, enable_checkpointing)
         self.logger = logger
         self.runs = Path(default_root_dir) / name
         self.enable_checkpointing = enable_checkpointing
         self.store = store
-        self.seed = seed
+        self.seed = plain(seed)
         self.hparams: dict[str, Any] = {}
         self.command = ""
         self._run: Run | None = None

@@ -212,7 +212,7 @@ def of_module(module, **arguments):
 def checked(algorithm, module=None, **arguments):
     """Checks a phase on data without held-out samples."""
     phase = Phase("p", algorithm, **arguments)
-    check_phase(phase, phase_module(module or mixture(LinearGate(5)), phase), blobs(), seed=0)
+    check_phase(phase, phase_module(module or mixture(LinearGate(5)), phase), blobs(), seed=0, max_epochs=1)
 
 
 def untrained(max_epochs=0, algorithm=FedAvg, gate=None, **arguments):

@@ -8,6 +8,7 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import LightningModule
 
 from fedmoe_pl.backends import changes_loss, overridden_hooks
+from fedmoe_pl.checks import plain
 from fedmoe_pl.data import FederatedDataModule
 from fedmoe_pl.models import MixtureOfExperts, PooledMoE
 from fedmoe_pl.models.normalization import has_batch_norm
@@ -47,7 +48,7 @@ def check_run(run: Run, read_result: Callable[[Phase, LightningModule], PhaseSta
                 raise MisconfigurationException(f"{phase}: {error}") from error
         module = run.module(phase)
         check_start(phase, run.starts[phase.name], module, lambda name: run.module(by_name[name]))
-        check_phase(phase, module, run.datamodule, run.seed)
+        check_phase(phase, module, run.datamodule, run.seed, trainer["max_epochs"])
         check_chain(phase, run.phases_before(phase))
         run.failures.check_cohort(phase, cohort_of(phase, run.datamodule.num_clients, run.seed).size)
         check_client_trainer(phase, trainer, run.datamodule)
@@ -86,7 +87,7 @@ def check_phases(phases: Sequence[Phase], evaluate_every_n_rounds: int) -> None:
         raise MisconfigurationException(
             f"Federation: phases has the names {names}, but needs at least one phase and every name once."
         )
-    if not isinstance(evaluate_every_n_rounds, int) or evaluate_every_n_rounds < 0:
+    if not isinstance(plain(evaluate_every_n_rounds), int) or evaluate_every_n_rounds < 0:
         raise MisconfigurationException(
             f"Federation: evaluate_every_n_rounds is {evaluate_every_n_rounds}, but must be at least 0."
         )
@@ -121,7 +122,9 @@ def check_store(store: str, enable_checkpointing: bool) -> None:
         raise MisconfigurationException("Federation: store is 'disk', which needs enable_checkpointing to be true.")
 
 
-def check_phase(phase: Phase, module: LightningModule, datamodule: FederatedDataModule, seed: int) -> None:
+def check_phase(
+    phase: Phase, module: LightningModule, datamodule: FederatedDataModule, seed: int, max_epochs: int
+) -> None:
     """Refuses a phase that does not fit its module or the data.
 
     Args:
@@ -129,6 +132,7 @@ def check_phase(phase: Phase, module: LightningModule, datamodule: FederatedData
         module: the phase's module.
         datamodule: the data and the clients that hold them; already set up.
         seed: the run's seed.
+        max_epochs: local epochs of a client in a round.
 
     Raises:
         MisconfigurationException: if its cohort, algorithm, module, monitor, optimizer or aggregation does not fit.
@@ -141,7 +145,7 @@ def check_phase(phase: Phase, module: LightningModule, datamodule: FederatedData
     _check_samples(phase, module, datamodule, seed)
     if phase.evaluate:
         _check_outputs(module, datamodule)
-    check_optimizer(phase, module)
+    check_optimizer(phase, module, max_epochs)
     check_server_optimizer(phase, module)
     check_aggregation(phase, module, datamodule.num_clients, seed)
 

@@ -26,6 +26,7 @@ import torch
 from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 
+from fedmoe_pl.checks import plain
 from fedmoe_pl.data import FederatedDataModule
 
 _HARMLESS = re.compile(
@@ -140,6 +141,7 @@ def _relevant(tree: Any, key: str = "") -> Any:
 
 def _described(value: Any, name: str = "", depth: int = 0) -> Any:
     """What a value is, in plain values that are the same in every process."""
+    value = plain(value)
     if value is None or isinstance(value, bool | int | str):
         return value
     if isinstance(value, float):

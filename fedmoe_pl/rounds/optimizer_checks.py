@@ -24,18 +24,19 @@ _MOST_STEPS = 10_000  # of a scheduler that is tried, which takes a tenth of a s
 _SHARES = ("momentum", "dampening")  # PyTorch accepts any of the first from 0, and any of the second
 
 
-def check_optimizer(phase: Phase, module: LightningModule) -> None:
+def check_optimizer(phase: Phase, module: LightningModule, max_epochs: int) -> None:
     """Refuses arguments that the optimizer refuses or should, and options that need one optimizer if there are others.
 
     Args:
         phase: the phase.
         module: the phase's module.
+        max_epochs: local epochs of a client in a round.
 
     Raises:
         MisconfigurationException: if an optimizer or scheduler does not fit.
     """
     if isinstance(module, MixtureOfExperts):
-        _check_own_optimizer(phase, module)
+        _check_own_optimizer(phase, module, max_epochs)
     for option in ("round_lr_scheduler", "keep_optimizer"):
         if getattr(phase, option) and optimizer_and_scheduler(module.configure_optimizers())[0] is None:
             raise MisconfigurationException(
@@ -57,8 +58,8 @@ def check_optimizer(phase: Phase, module: LightningModule) -> None:
             "over epochs that has learning rates of its own."
         )
     try:
-        last = min(max(phase.rounds - 1, 1), _MOST_STEPS)
-        rates = [learning_rates(module, phase.round_lr_scheduler, round) for round in (1, last)]
+        last = min(phase.rounds - 1, _MOST_STEPS)
+        rates = [learning_rates(module, phase.round_lr_scheduler, round) for round in (min(last, 1), last)]
     except Exception as error:  # whatever a scheduler raises
         raise MisconfigurationException(
             f"{phase}: round_lr_scheduler cannot be stepped once per round, without a metric: {_first_line(error)}."
@@ -67,7 +68,7 @@ def check_optimizer(phase: Phase, module: LightningModule) -> None:
         _check_rates(f"{phase}: round_lr_scheduler", of_round)
 
 
-def _check_own_optimizer(phase: Phase, module: MixtureOfExperts) -> None:
+def _check_own_optimizer(phase: Phase, module: MixtureOfExperts, max_epochs: int) -> None:
     """Refuses arguments of the mixture's optimizer and scheduler, which may be the phase's."""
     optimizer = _made(phase, "optimizer", module.optimizer, module.parameter_groups())
     _check_numbers(phase, "optimizer", optimizer)
@@ -82,7 +83,7 @@ def _check_own_optimizer(phase: Phase, module: MixtureOfExperts) -> None:
     name = f"{phase}: lr_scheduler"
     try:
         scheduler = module.lr_scheduler(imitation)
-        for _ in range(2):
+        for _ in range(min(max_epochs, _MOST_STEPS)):  # as often as in a round, for it may be made for no more
             imitation.step()
             scheduler.step()  # pyright: ignore[reportCallIssue]  ReduceLROnPlateau is refused
             _check_rates(name, [group["lr"] for group in imitation.param_groups])
@@ -132,11 +133,15 @@ def _made(phase: Phase, part: str, factory: Callable[..., Any], parameters: Iter
 def _check_numbers(phase: Phase, part: str, optimizer: Optimizer) -> None:
     """Refuses numbers that PyTorch accepts although no training can go well with them."""
     prefix = f"{_prefix(phase, part)}{type(optimizer).__name__}"
+    parameters = inspect.signature(type(optimizer)).parameters
+    defaults = {name: parameter.default for name, parameter in parameters.items()}
     for group in optimizer.param_groups:
         for name, value in group.items():
+            if name in defaults and value == defaults[name]:  # such as a bound that is infinite
+                continue
             numbers = value if isinstance(value, (tuple, list)) else (value,)
             numbers = [number for number in numbers if isinstance(number, (int, float))]
-            if name != "params" and not all(isinstance(number, bool) or is_finite(number) for number in numbers):
+            if not all(isinstance(number, bool) or is_finite(number) for number in numbers):
                 raise MisconfigurationException(f"{prefix}: {name} is {value}, but must be finite.")
             if name in _SHARES and not all(0 <= number < 1 for number in numbers):
                 raise MisconfigurationException(f"{prefix}: {name} is {value}, but must be at least 0 and below 1.")

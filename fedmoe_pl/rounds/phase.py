@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any, Literal, get_args
 
 from lightning.fabric.utilities.exceptions import MisconfigurationException
@@ -11,7 +11,7 @@ from lightning.pytorch.cli import LRSchedulerCallable, OptimizerCallable
 
 from fedmoe_pl.aggregation import Aggregation
 from fedmoe_pl.algorithms.algorithm import Algorithm, Moment
-from fedmoe_pl.checks import is_finite
+from fedmoe_pl.checks import is_finite, plain
 from fedmoe_pl.models import Gate
 from fedmoe_pl.models.mixtures.mixture import Mixing
 from fedmoe_pl.rounds.evaluation import MONITORS
@@ -109,11 +109,14 @@ class Phase:
     ckpt_path: str | None = None
 
     def __post_init__(self) -> None:
-        """Checks the arguments.
+        """Checks the arguments, in which numbers of NumPy become those of Python.
 
         Raises:
             MisconfigurationException: if a value is out of range, or two contradict each other.
         """
+        for field in fields(self):
+            setattr(self, field.name, plain(getattr(self, field.name)))
+        self.trainer = self.trainer and {name: plain(value) for name, value in self.trainer.items()}
         if not isinstance(self.name, str) or not is_file_name(self.name) or self.name == INITIAL:
             raise MisconfigurationException(
                 f"Phase {self.name!r}: name must be one that a file can have: printable, of at most 200 bytes, without "

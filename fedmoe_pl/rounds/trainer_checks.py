@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import os
 from collections.abc import Callable
 from typing import Any
@@ -42,7 +43,7 @@ _RULES: dict[str, tuple[Callable[[Any], bool], str]] = {
         "a finite number of at least 0",
     ),
     "strategy": (
-        lambda value: value == "auto" or isinstance(value, SingleDeviceStrategy),
+        lambda value: value in ("auto", "single_device") or isinstance(value, SingleDeviceStrategy),
         "auto, because a client trains on one device",
     ),
     "limit_train_batches": (
@@ -83,8 +84,17 @@ def check_trainer(arguments: dict[str, Any]) -> list[torch.device]:
         for callback in trainer.callbacks  # pyright: ignore[reportAttributeAccessIssue]
         if isinstance(callback, Timer)
     ]
-    if any((timer.time_remaining() or 0) <= 0 for timer in timers):
-        raise MisconfigurationException(f"trainer.max_time is {arguments.get('max_time')}, but must be above 0.")
+    remaining = [timer.time_remaining() for timer in timers]  # None without a limit
+    if any(seconds is not None and seconds <= 0 for seconds in remaining):
+        if arguments.get("max_time") is not None:
+            raise MisconfigurationException(f"trainer.max_time is {arguments['max_time']}, but must be above 0.")
+        raise MisconfigurationException("trainer.callbacks has a Timer whose duration is 0, but must be above 0.")
+    if trainer.strategy.root_device.type != devices[0].type:
+        strategy = arguments["strategy"]
+        raise MisconfigurationException(
+            f"trainer.strategy is {strategy if isinstance(strategy, str) else type(strategy).__name__}, but must be "
+            f"auto, because this one trains on {trainer.strategy.root_device.type}, not on {devices[0].type}."
+        )
     most = _PROCESSES_PER_CORE * len(os.sched_getaffinity(0))
     if isinstance(trainer.accelerator, CPUAccelerator) and len(devices) > most:
         raise MisconfigurationException(
@@ -128,7 +138,7 @@ def _trainer_and_devices(arguments: dict[str, Any]) -> tuple[Trainer, list[torch
 def _made(arguments: dict[str, Any]) -> tuple[Trainer, list[torch.device]]:
     devices = arguments.get("devices", "auto")
     with quiet():
-        trainer = Trainer(**{**arguments, "devices": 1})
+        trainer = Trainer(**{**copy.deepcopy(arguments), "devices": 1})  # it changes a strategy that it is given
         accelerator = trainer.accelerator
         if devices == "auto":
             cores = len(os.sched_getaffinity(0))

@@ -11,13 +11,12 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 
 from fedmoe_pl import Federation, Phase
 from fedmoe_pl.algorithms import FedAvg, PersonalizedExpert
-from fedmoe_pl.backends import LEAN_TRAINER, StackedBackend
+from fedmoe_pl.backends import StackedBackend
 from fedmoe_pl.cli import FederationCLI
 from fedmoe_pl.cli.cli import fault_of, main
 from fedmoe_pl.cli.errors import cause_of, with_key
 from fedmoe_pl.data import Digits, Dirichlet
 from fedmoe_pl.models import ConstantGate
-from fedmoe_pl.rounds.trainer_checks import check_trainer
 
 
 class Parser(Exception):
@@ -300,32 +299,3 @@ def test_an_argument_is_completed_to_its_key(message, completed):
 )
 def test_a_message_whose_key_is_not_certain_stays_as_it_is(message):
     assert with_key(message, SMALL) == message
-
-
-TRAINERS = {
-    "trainer.accelerator is gpuu, but must be one that Lightning accepts: ": {"accelerator": "gpuu"},
-    "trainer.devices is 0, but must be one that Lightning accepts: `devices` selected": {"devices": 0},
-    "trainer.devices is 1000000000, but must be at most ": {"devices": 10**9},
-    "trainer.max_epochs is nan, but must be the number of local epochs, at least 0.": {"max_epochs": float("nan")},
-    "trainer.max_epochs is None, but must be the number of local epochs, at least 0.": {"max_epochs": None},
-    "trainer.max_steps is 0, but must be at least 1, or -1 for no limit.": {"max_steps": 0},
-    "trainer.max_time is 00:00:00:00, but must be above 0.": {"max_time": "00:00:00:00"},
-    "trainer.max_time is x, but must be one that Lightning accepts": {"max_time": "x"},
-    "trainer.accumulate_grad_batches is 0, but must be at least 1.": {"accumulate_grad_batches": 0},
-    "trainer.gradient_clip_val is -1, but must be a finite number of at least 0.": {"gradient_clip_val": -1},
-    "trainer.gradient_clip_val is inf, but must be a finite number of at least 0.": {"gradient_clip_val": float("inf")},
-    "trainer.limit_train_batches is 0, but must be a number of batches of at least 1, or": {"limit_train_batches": 0},
-    "trainer.limit_train_batches is 0.0, but must be a number of batches": {"limit_train_batches": 0.0},
-    "trainer.limit_val_batches is 1.5, but must be a number of batches": {"limit_val_batches": 1.5},
-    "trainer.strategy is ddp, but must be auto, because a client trains on one device.": {"strategy": "ddp"},
-    "trainer.check_val_every_n_epoch is 0, but must be at least 1.": {"check_val_every_n_epoch": 0},
-    "trainer.epochs is 3, but must be one that Lightning accepts: ": {"epochs": 3},
-    "trainer.num_nodes is 2, but must be 1": {"accelerator": "cpu", "num_nodes": 2},
-    "trainer.precision is 'bf16-true', but must be": {"accelerator": "cpu", "precision": "bf16-true"},
-}
-
-
-@pytest.mark.parametrize("sentence", TRAINERS)
-def test_a_trainer_that_no_client_can_have_is_refused(sentence):
-    with pytest.raises(MisconfigurationException, match=re.escape(sentence)):
-        check_trainer({**LEAN_TRAINER, "accelerator": "cpu", "max_epochs": 1, **TRAINERS[sentence]})

@@ -6,7 +6,7 @@ import pytest
 from helpers import mixture
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch.optim import SGD, Adam
-from torch.optim.lr_scheduler import ExponentialLR, StepLR
+from torch.optim.lr_scheduler import ExponentialLR, LambdaLR, StepLR
 
 from fedmoe_pl import Phase
 from fedmoe_pl.algorithms import FedAvg
@@ -35,10 +35,10 @@ SCHEDULERS = {
 }
 
 
-def checked(**arguments):
-    phase = Phase("p", FedAvg(), rounds=3, **arguments)
+def checked(rounds=3, max_epochs=2, **arguments):
+    phase = Phase("p", FedAvg(), rounds=rounds, **arguments)
     module = phase_module(mixture(EqualWeights(), optimizer=partial(SGD, lr=0.1)), phase)
-    check_optimizer(phase, module)
+    check_optimizer(phase, module, max_epochs)
     check_server_optimizer(phase, module)
 
 
@@ -64,9 +64,33 @@ def test_the_model_s_own_optimizer_is_refused_without_the_phase():
     phase = Phase("p", FedAvg())
     module = phase_module(mixture(EqualWeights(), optimizer=partial(SGD, lr=0.1, momentum=1.5)), phase)
     with pytest.raises(MisconfigurationException, match=r"^SGD: momentum is 1\.5, but must be"):
-        check_optimizer(phase, module)
+        check_optimizer(phase, module, max_epochs=1)
 
 
-def test_many_rounds_take_no_time():
-    phase = Phase("p", FedAvg(), rounds=10**9, round_lr_scheduler=partial(ExponentialLR, gamma=0.999999))
-    check_optimizer(phase, phase_module(mixture(EqualWeights(), optimizer=partial(SGD, lr=0.1)), phase))
+def test_many_rounds_and_epochs_take_no_time():
+    slowly = partial(ExponentialLR, gamma=0.999999)
+    checked(rounds=10**9, max_epochs=10**9, lr_scheduler=slowly, round_lr_scheduler=slowly)
+
+
+class Bounded(SGD):
+    """SGD with an option whose default is infinite."""
+
+    def __init__(self, params, lr=0.1, bound=INFINITY):
+        super().__init__(params, lr=lr)
+        for group in self.param_groups:
+            group["bound"] = bound
+
+
+def test_an_infinite_default_of_an_optimizer_is_not_refused():
+    checked(optimizer=Bounded, server_optimizer=partial(Bounded, lr=1.0))
+    checked(optimizer=lambda parameters: Bounded(parameters))
+    assert "Bounded: bound is nan, but must be finite." in refusal(optimizer=partial(Bounded, bound=NAN))
+
+
+def test_a_scheduler_over_a_list_is_stepped_no_more_often_than_in_training():
+    for steps in (1, 2, 3):
+        over_list = partial(LambdaLR, lr_lambda=lambda step, steps=steps: [1.0, 0.5, 0.1][:steps][step])
+        checked(rounds=steps, round_lr_scheduler=over_list)
+        checked(max_epochs=steps - 1, lr_scheduler=over_list)  # the last step comes after the last epoch
+        assert "list index out of range" in refusal(rounds=steps + 1, round_lr_scheduler=over_list)
+        assert "list index out of range" in refusal(max_epochs=steps, lr_scheduler=over_list)
