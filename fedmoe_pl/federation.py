@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -18,27 +17,25 @@ from fedmoe_pl.checks import check_at_least, plain
 from fedmoe_pl.data import FederatedDataModule, partition_figure, partition_table
 from fedmoe_pl.rounds.audit import PhaseAudit, audit_run
 from fedmoe_pl.rounds.audit_text import format_audit
-from fedmoe_pl.rounds.begin import read_result, read_result_for_newcomers, sized
-from fedmoe_pl.rounds.checkpoint import LAST, find_checkpoint, load_federation
-from fedmoe_pl.rounds.checks import check_name, check_phases, check_run, check_store
+from fedmoe_pl.rounds.begin import read_result_for_newcomers
+from fedmoe_pl.rounds.checkpoint import LAST, find_checkpoint
+from fedmoe_pl.rounds.checks import check_name, check_phases, check_store, check_validates
 from fedmoe_pl.rounds.configuration import configuration
 from fedmoe_pl.rounds.evaluation import Evaluation
 from fedmoe_pl.rounds.failures import ClientFailures, OnClientFailure
 from fedmoe_pl.rounds.interruption import interruptible, requeued
 from fedmoe_pl.rounds.lock import locked
-from fedmoe_pl.rounds.newcomers import check_newcomers, phases_of_newcomers
+from fedmoe_pl.rounds.newcomers import phases_of_newcomers, set_up_newcomers
 from fedmoe_pl.rounds.opt_in import set_up
-from fedmoe_pl.rounds.phase import INITIAL, Phase
+from fedmoe_pl.rounds.phase import Phase
 from fedmoe_pl.rounds.predictions import evaluate_all, predictions
 from fedmoe_pl.rounds.results import format_table, write_csv
 from fedmoe_pl.rounds.resume import check_configuration, identify, keys_of, load_run
 from fedmoe_pl.rounds.rounds import fit
 from fedmoe_pl.rounds.run import Run
-from fedmoe_pl.rounds.start import new_folder, open_run, place_data, plan_phases, with_workers
+from fedmoe_pl.rounds.start import make_run, opened
 from fedmoe_pl.rounds.starts import find_starts
-from fedmoe_pl.rounds.state import PhaseState
 from fedmoe_pl.rounds.trainer_checks import check_trainer
-from fedmoe_pl.trees import Tree, copy_module, load_tree
 
 
 class Federation:
@@ -137,8 +134,7 @@ class Federation:
             ckpt_path: checkpoint of a run to resume; the result is the same, bit for bit, as without the interruption.
                 ``last`` is the newest checkpoint of this experiment.
             allow_changes: keys of the configuration, in a list or separated by commas, that may differ from those of
-                the resumed run although its result depends on them; a key allows all keys below it. Without them, the
-                message that refuses to resume the run names the keys.
+                the resumed run although its result depends on them; a key allows all keys below it.
 
         Returns:
             The final evaluation of every evaluated phase, by name.
@@ -155,8 +151,7 @@ class Federation:
             with locked(checkpoint):
                 run = self._resume(model, datamodule, ckpt_path, allowed)
                 return self._fit(run, checkpoint=checkpoint, command=self.command)
-        number = self.evaluation_clients
-        run = self._set_up(model, datamodule, self.phases, self.runs, evaluation_clients=number)
+        run = self._set_up(model, datamodule, self.phases, self.runs, evaluation_clients=self.evaluation_clients)
         return self._fit(run, self.runs, self.command)
 
     def personalize(
@@ -166,8 +161,8 @@ class Federation:
 
         The results of federated phases come from the checkpoint. In local rounds, which leave the server's state
         unchanged, the new clients train the parameters that are not shared. They also run the phases in which clients
-        train alone. A new client's architecture follows from its id, as in the federation. Images are normalized, and
-        words numbered, as in the federation. These runs are in the folder ``newcomers`` beside the federation's.
+        train alone. As in the federation, a client's architecture follows from its id, and images are normalized and
+        words numbered in the same way. These runs are in the folder ``newcomers`` beside the federation's.
 
         Args:
             model: the federation's model.
@@ -182,26 +177,17 @@ class Federation:
             MisconfigurationException: before any training, if model, data, checkpoint and phases do not fit together.
         """
         path = find_checkpoint(ckpt_path, self.runs)
-        content = load_federation(path)
         phases = phases_of_newcomers(self.phases, path, rounds)
-        if not datamodule.is_set_up:  # data that are already set up are not changed
-            datamodule.normalization, datamodule.vocabulary = content["normalization"], content["vocabulary"]
-        set_up(datamodule, phases, self.seed)
-        check_newcomers(path, content, identify(self.seed, datamodule))
+        initial = set_up_newcomers(datamodule, path, phases, self.seed)
+        others = {"initial": initial, "read_result": read_result_for_newcomers}
         runs = self.runs / "newcomers"
-        initial, read_result = content["models"], read_result_for_newcomers
-        return self._fit(self._set_up(model, datamodule, phases, runs, initial, read_result=read_result), runs)
+        return self._fit(self._set_up(model, datamodule, phases, runs, **others), runs)
 
     def validate(self, model: LightningModule, datamodule: FederatedDataModule, ckpt_path: str = LAST) -> None:
         """Prints the accuracy of every client's model on its validation samples, from a checkpoint."""
         set_up(datamodule, self.phases, self.seed)
-        if not len(datamodule.validation_samples.indices):
-            raise MisconfigurationException(
-                f"{type(datamodule).__name__}: validation_fraction is {datamodule.validation_fraction}, so that no "
-                "client has validation samples; it must be above 0."
-            )
-        run = self._resume(model, datamodule, ckpt_path)
-        print(format_table(evaluate_all(run), ["validation"]))
+        check_validates(datamodule)
+        print(format_table(evaluate_all(self._resume(model, datamodule, ckpt_path)), ["validation"]))
 
     def test(self, model: LightningModule, datamodule: FederatedDataModule, ckpt_path: str = LAST) -> None:
         """Prints the table of test accuracies of every client's model, from a checkpoint."""
@@ -257,12 +243,7 @@ class Federation:
         return self.run.results
 
     def client_module(self, method: str, client: int) -> LightningModule:
-        """A client's personalized model after the last run, on the CPU and in eval mode.
-
-        Args:
-            method: name of a phase.
-            client: the client's id.
-        """
+        """A client's personalized model after the last run; see :meth:`Run.client_module`."""
         return self.run.client_module(method, client)
 
     def _resume(
@@ -273,10 +254,9 @@ class Federation:
         set_up(datamodule, self.phases, self.seed)
         content = load_run(checkpoint, self.phases, identify(self.seed, datamodule))
         check_configuration(checkpoint, content, configuration(self, model, datamodule), allowed)
-        attributes = {"states": content["phases"], "rows": content["rows"], "writer": content["writer"]}
-        attributes |= {"evaluation_clients": self.evaluation_clients}
-        folder = checkpoint.parent.parent
-        return self._set_up(model, datamodule, self.phases, folder, content["models"], **attributes)
+        others = {"initial": content["models"], "states": content["phases"], "rows": content["rows"]}
+        others |= {"writer": content["writer"], "evaluation_clients": self.evaluation_clients}
+        return self._set_up(model, datamodule, self.phases, checkpoint.parent.parent, **others)
 
     def _set_up(
         self,
@@ -284,60 +264,36 @@ class Federation:
         datamodule: FederatedDataModule,
         phases: Sequence[Phase],
         folder: Path,
-        initial: Mapping[str, Tree] | None = None,
-        read_result: Callable[[Phase, LightningModule], PhaseState] = read_result,
-        **attributes: Any,
+        **others: Any,
     ) -> Run:
-        """Makes a run and makes all its checks, before any training.
-
-        ``folder`` is the run's, or that of all runs if its own is still to be made. ``initial`` has tensors that
-        replace those of the models; ``attributes`` are others of the run.
-        """
+        """Makes a run with the federation's settings, and all its checks; ``others`` are arguments of ``make_run``."""
         self._run = None  # frees what it holds on a GPU
         devices = check_trainer(self.trainer)
-        backend = with_workers(self.backend, self.trainer, devices)
         set_up(datamodule, phases, self.seed)
-        given = {INITIAL: model} | {phase.name: phase.model for phase in phases if phase.model is not None}
-        models = {name: sized(copy_module(module), datamodule, self.seed) for name, module in given.items()}
-        for name, module in models.items():
-            load_tree(module, (initial or {}).get(name, {}))
-        run = Run(
+        self._run = make_run(
+            model,
+            datamodule,
             phases=phases,
             starts=self.starts,
             trainer=self.trainer,
-            backend=backend,
+            backend=self.backend,
             devices=devices,
             callbacks=self.callbacks,
             seed=self.seed,
             evaluate_every_n_rounds=self.evaluate_every_n_rounds,
             enable_checkpointing=self.enable_checkpointing,
             hparams=self.hparams,
-            models=models,
-            datamodule=datamodule,
-            training_data=place_data(datamodule, backend, devices[0]),
-            identity=identify(self.seed, datamodule),
             configuration=configuration(self, model, datamodule),
             folder=folder,
             failures=self.failures,
-            **attributes,
+            **others,
         )
-        check_run(run, read_result)
-        self._run = run
-        return run
+        return self._run
 
     def _fit(
         self, run: Run, runs: Path | None = None, command: str | None = None, checkpoint: Path | None = None
     ) -> dict[str, Evaluation]:
         """Runs all phases, in a folder in ``runs`` if it is new; ``command`` as in :func:`interruptible`."""
-        with interruptible(run, self.runs, command):
-            plan_phases(run)
-            try:
-                run.backend.open()
-                with nullcontext() if runs is None else new_folder(run, runs):
-                    open_run(run, checkpoint, self.store, self.logger)
-                    fit(run)
-            finally:
-                run.backend.close()
-        for logger in run.loggers:
-            logger.finalize("success")
+        with interruptible(run, self.runs, command), opened(run, runs, checkpoint, self.store, self.logger):
+            fit(run)
         return run.results

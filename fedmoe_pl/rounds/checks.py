@@ -122,6 +122,22 @@ def check_store(store: str, enable_checkpointing: bool) -> None:
         raise MisconfigurationException("Federation: store is 'disk', which needs enable_checkpointing to be true.")
 
 
+def check_validates(datamodule: FederatedDataModule) -> None:
+    """Refuses data without validation samples.
+
+    Args:
+        datamodule: the data; already set up.
+
+    Raises:
+        MisconfigurationException: if no client has any.
+    """
+    if not len(datamodule.validation_samples.indices):
+        raise MisconfigurationException(
+            f"{type(datamodule).__name__}: validation_fraction is {datamodule.validation_fraction}, so that no client "
+            "has validation samples; it must be above 0."
+        )
+
+
 def check_phase(
     phase: Phase, module: LightningModule, datamodule: FederatedDataModule, seed: int, max_epochs: int
 ) -> None:

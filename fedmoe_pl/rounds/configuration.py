@@ -146,9 +146,8 @@ def _described(value: Any, name: str = "", depth: int = 0) -> Any:
         return value
     if isinstance(value, float):
         return value if math.isfinite(value) else str(value)
-    if isinstance(value, np.generic):
-        plain = value.item()
-        return str(value) if isinstance(plain, np.generic) else _described(plain, name, depth)
+    if isinstance(value, np.generic):  # NumPy's long double, which has no equal in Python
+        return str(value)
     if isinstance(value, complex | Decimal | Fraction | date | time | timedelta):
         return str(value)
     if depth > _DEEPEST:

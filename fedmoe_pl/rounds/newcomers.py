@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 
+from fedmoe_pl.data import FederatedDataModule
+from fedmoe_pl.rounds.checkpoint import load_federation
+from fedmoe_pl.rounds.opt_in import set_up
 from fedmoe_pl.rounds.phase import Phase
+from fedmoe_pl.rounds.resume import identify
+from fedmoe_pl.trees import Tree
 
 
 def phases_of_newcomers(phases: Sequence[Phase], ckpt_path: Path, rounds: int) -> list[Phase]:
@@ -49,20 +53,32 @@ def _phase_of_newcomers(phase: Phase, ckpt_path: Path, rounds: int) -> Phase:
     )
 
 
-def check_newcomers(path: Path, content: Mapping[str, Any], identity: Mapping[str, Any]) -> None:
-    """Refuses newcomers' data that do not mean the same to the model as the federation's.
+def set_up_newcomers(
+    datamodule: FederatedDataModule, path: Path, phases: Sequence[Phase], seed: int
+) -> dict[str, Tree]:
+    """Sets the newcomers' data up with what the federation's preprocessing has learned.
 
     Args:
+        datamodule: the new clients and their data; nothing changes if they are already set up.
         path: the federation's checkpoint.
-        content: its content.
-        identity: normalization and vocabulary of the newcomers' data (``checkpoint.identify``).
+        phases: the newcomers' phases.
+        seed: the run's seed.
+
+    Returns:
+        The tensors of the federation's initial models, by the names of ``Run.models``.
 
     Raises:
-        MisconfigurationException: if images are normalized, or words numbered, in another way.
+        MisconfigurationException: if images are normalized, or words numbered, in another way than the federation's.
     """
+    content = load_federation(path)
+    if not datamodule.is_set_up:
+        datamodule.normalization, datamodule.vocabulary = content["normalization"], content["vocabulary"]
+    set_up(datamodule, phases, seed)
+    identity = identify(seed, datamodule)
     for name, what in (("normalization", "images are normalized"), ("vocabulary", "words are numbered")):
         if content[name] != identity[name]:
             raise MisconfigurationException(
                 f"ckpt_path is '{path}', a federation whose {what} in another way than the newcomers' data; leave mean "
                 "and std out or give the federation's, and let personalize set the data up."
             )
+    return content["models"]

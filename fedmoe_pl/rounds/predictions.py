@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from fedmoe_pl.rounds.accuracies import predict
+from fedmoe_pl.rounds.evaluate_round import evaluate_phase
 from fedmoe_pl.rounds.evaluation import Evaluation
 from fedmoe_pl.rounds.phase import Phase
 from fedmoe_pl.rounds.results import prediction_rows
@@ -17,7 +18,8 @@ def _evaluated_phases(run: Run) -> list[Phase]:
 
 def evaluate_all(run: Run) -> list[Evaluation]:
     """Evaluates the results of all methods of a run."""
-    return [evaluation for phase in _evaluated_phases(run) for evaluation in run.evaluate(phase, run.training(phase))]
+    evaluations = (evaluate_phase(run, phase, run.training(phase)) for phase in _evaluated_phases(run))
+    return [evaluation for of_phase in evaluations for evaluation in of_phase]
 
 
 def predictions(run: Run) -> Iterator[dict[str, object]]:

@@ -22,14 +22,13 @@ from fedmoe_pl.backends.traffic import Traffic, TransferLog
 from fedmoe_pl.rounds.aggregation_step import aggregated, count_round, log_epsilon, update_epsilon
 from fedmoe_pl.rounds.begin import first_clients
 from fedmoe_pl.rounds.checkpoint import FILE, save_finished
+from fedmoe_pl.rounds.evaluate_round import evaluate_phase, evaluate_round, is_evaluated_after, is_over
 from fedmoe_pl.rounds.evaluation import Evaluation
 from fedmoe_pl.rounds.failures import ClientError, Without
 from fedmoe_pl.rounds.flops import FlopCounter
 from fedmoe_pl.rounds.phase import Phase
-from fedmoe_pl.rounds.results import round_row
 from fedmoe_pl.rounds.run import Run
 from fedmoe_pl.rounds.server_step import server_step
-from fedmoe_pl.rounds.state import PhaseState
 from fedmoe_pl.rounds.train import Trained, asked_and_sent, draw_cohort, train_round
 from fedmoe_pl.trees import of_module
 
@@ -64,11 +63,11 @@ def run_phase(run: Run, phase: Phase) -> None:
         while state.round < phase.rounds and not state.stopped:
             evaluations = run_round(run, phase, plan, counter)
     if phase.evaluate and not evaluations:  # the last round was not evaluated, or was run before a resume
-        evaluations = _evaluate_round(run, phase, training, plan)
+        evaluations = evaluate_round(run, phase, training, plan)
     state.finished = True
     if state.best_round:
         state.select_best()
-        evaluations = run.evaluate(phase, training, plan)
+        evaluations = evaluate_phase(run, phase, training, plan)
     state.evaluations = evaluations
     # before the checkpoint: after a kill in between, it is called again
     run.call("on_phase_end", phase, evaluations[0] if evaluations else None)
@@ -105,9 +104,9 @@ def run_round(
     if state.server_learns:
         state.add_traffic("between_clients", _exchange(run, phase, plan.training, trained.failed, round, log))
     run.progress.end_round()
-    evaluates = run.evaluates_after(phase, state.round)
-    evaluations = _evaluate_round(run, phase, plan.training, plan) if evaluates else []
-    state.stopped = _is_over(run, phase, state)
+    evaluates = is_evaluated_after(run, phase, state.round)
+    evaluations = evaluate_round(run, phase, plan.training, plan) if evaluates else []
+    state.stopped = is_over(run, phase, state)
     if log.transfers:
         run.call("on_transfers", phase, round, log.transfers)
     run.save()
@@ -185,28 +184,3 @@ def _exchange(
     if written:
         state.kept = run.store.updated(phase.name, state.kept, written)
     return received
-
-
-def _evaluate_round(run: Run, phase: Phase, training: LocalTraining, plan: Plan | None) -> list[Evaluation]:
-    """Evaluates the round, adds its rows, and remembers it if it is the best so far."""
-    state = run.states[phase.name]
-    evaluations = run.evaluate(phase, training, plan)
-    recorded = {(row["method"], row["round"]) for row in run.rows[-len(evaluations) :]}
-    for evaluation in evaluations:
-        if (evaluation.method, evaluation.round) not in recorded:  # a resumed run may repeat a round
-            run.rows.append(round_row(evaluation) | state.costs())
-    if phase.monitor and state.round >= phase.monitor_from_round:
-        participants = phase.algorithm.participants(range(run.datamodule.num_clients), run.seed)
-        mean = evaluations[0].spread(phase.monitor, set(participants)).mean
-        state.remember_best(-mean if phase.monitor == "validation_loss" else mean, phase.min_delta)
-    for evaluation in evaluations:
-        run.call("on_evaluation_end", phase, evaluation)
-    return evaluations
-
-
-def _is_over(run: Run, phase: Phase, state: PhaseState) -> bool:
-    """Whether the phase ends early: its monitor or algorithm says so, or more rounds would change nothing."""
-    waited = state.round - state.improved_round if state.improved_round else 0
-    if phase.patience is not None and waited >= phase.patience * run.evaluation_interval(phase):
-        return True
-    return phase.algorithm.is_over(state.server) if state.server_learns else not state.kept

@@ -13,18 +13,18 @@ from lightning.pytorch import LightningModule
 from lightning.pytorch.loggers import Logger
 
 from fedmoe_pl.algorithms.algorithm import Moment
-from fedmoe_pl.backends import Backend, LocalTraining, Plan, Transfer, one_thread
+from fedmoe_pl.backends import Backend, LocalTraining, Plan, Transfer
 from fedmoe_pl.data import FederatedDataModule
 from fedmoe_pl.rounds.begin import begin_phase, phase_module, sized
 from fedmoe_pl.rounds.checkpoint import FILE, CheckpointWriter
 from fedmoe_pl.rounds.cohort import evaluated_clients
-from fedmoe_pl.rounds.evaluate import client_predictor, evaluate_clients, evaluated_model, personal_tensors
+from fedmoe_pl.rounds.evaluate import client_predictor, personal_tensors
 from fedmoe_pl.rounds.evaluation import Evaluation
 from fedmoe_pl.rounds.failures import ClientFailures
 from fedmoe_pl.rounds.phase import INITIAL, Phase
 from fedmoe_pl.rounds.progress import Progress
 from fedmoe_pl.rounds.starts import Start, chain_of_starts, model_of, sources
-from fedmoe_pl.rounds.state import PhaseState, round_and_selection
+from fedmoe_pl.rounds.state import PhaseState
 from fedmoe_pl.rounds.store import MemoryStore, Store
 from fedmoe_pl.seeds import seed_all
 from fedmoe_pl.trees import Tree, load_tree
@@ -266,43 +266,6 @@ class Run:
             device=self.devices[0],
             client_timeout=self.failures.client_timeout,
         )
-
-    def evaluate(self, phase: Phase, training: LocalTraining, plan: Plan | None = None) -> list[Evaluation]:
-        """Evaluates the model that every client would use now, after each of ``Phase.moments``.
-
-        Args:
-            phase: a phase that has begun.
-            training: the phase's local training.
-            plan: how its clients are trained, whose workers take part; None for an evaluation in this process.
-        """
-        state, evaluations = self.states[phase.name], []
-        arguments = training, state.server, state.kept, state.round_of_models
-        round, selection = round_and_selection(phase, state)
-        for moment in phase.moments:
-            with one_thread():
-                clients = evaluate_clients(*arguments, moment, self.evaluated, plan)
-            evaluations.append(
-                Evaluation(
-                    method=phase.method(moment),
-                    round=round,
-                    model=evaluated_model(training.module, phase.algorithm),
-                    moment=f"after {moment.replace('_', ' ')}",
-                    selection=selection,
-                    clients=clients,
-                    drawn_from=None if self.evaluation_clients is None else self.datamodule.num_clients,
-                )
-            )
-        return evaluations
-
-    def evaluates_after(self, phase: Phase, round: int) -> bool:
-        """Whether the phase is evaluated after this many completed rounds."""
-        every = self.evaluation_interval(phase)
-        return bool(phase.evaluate and every and (round % every == 0 or round == phase.rounds))
-
-    def evaluation_interval(self, phase: Phase) -> int:
-        """Rounds between two evaluations of the phase; 0 if it is evaluated at its end only."""
-        every = phase.evaluate_every_n_rounds
-        return self.evaluate_every_n_rounds if every is None else every
 
     def save(self) -> None:
         """Writes the checkpoint, unless checkpoints are disabled."""

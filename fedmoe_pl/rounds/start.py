@@ -1,38 +1,87 @@
-"""Prepares a run before its rounds: workers, plans for the phases, folder, store and loggers."""
+"""Makes a run and prepares it for its rounds: models, checks, workers, plans for the phases, folder, store, loggers."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
 import torch
 import yaml
 from lightning.fabric.utilities.exceptions import MisconfigurationException
+from lightning.pytorch import LightningModule
 from lightning.pytorch.loggers import Logger, TensorBoardLogger
 from lightning.pytorch.utilities import rank_zero_info
 
 from fedmoe_pl.backends import Backend, PoolBackend, WorkersBackend, data_on
 from fedmoe_pl.data import FederatedDataModule
+from fedmoe_pl.rounds.begin import read_result, sized
 from fedmoe_pl.rounds.checkpoint import FILE, KEPT, PREVIOUS, copy_checkpoint, next_folder
+from fedmoe_pl.rounds.checks import check_run
 from fedmoe_pl.rounds.lock import locked
+from fedmoe_pl.rounds.phase import INITIAL, Phase
+from fedmoe_pl.rounds.resume import identify
 from fedmoe_pl.rounds.run import Run
+from fedmoe_pl.rounds.state import PhaseState
 from fedmoe_pl.rounds.store import DiskStore, MemoryStore
 from fedmoe_pl.rounds.writing import replacing
+from fedmoe_pl.trees import Tree, copy_module, load_tree
 
 
-def with_workers(backend: Backend, trainer: dict[str, Any], devices: Sequence[torch.device]) -> Backend:
-    """The backend; with a worker process for each device if there are several.
+def make_run(
+    model: LightningModule,
+    datamodule: FederatedDataModule,
+    phases: Sequence[Phase],
+    trainer: dict[str, Any],
+    backend: Backend,
+    devices: list[torch.device],
+    seed: int,
+    initial: Mapping[str, Tree] | None = None,
+    read_result: Callable[[Phase, LightningModule], PhaseState] = read_result,
+    **attributes: Any,
+) -> Run:
+    """Makes a run and makes all its checks, before any training.
 
     Args:
-        backend: how clients are trained.
+        model: the federation's model; it is not changed.
+        datamodule: the data and the clients that hold them; already set up.
+        phases: the phases, in order.
         trainer: arguments of all clients' Trainers.
+        backend: how clients are trained; it gets worker processes if there are several devices.
         devices: the devices to train on, one for each client that is trained at the same time.
+        seed: the seed of all random numbers.
+        initial: tensors that replace those of the models, by the names of ``Run.models``.
+        read_result: reads the result of a phase that takes it from a checkpoint.
+        attributes: the other attributes of the run. Its folder is that of all runs if its own is still to be made.
 
     Raises:
-        MisconfigurationException: if the trainer asks for several devices and the backend has its own workers.
+        MisconfigurationException: if model, data, phases and trainer do not fit together.
     """
+    backend = _with_workers(backend, trainer, devices)
+    given = {INITIAL: model} | {phase.name: phase.model for phase in phases if phase.model is not None}
+    models = {name: sized(copy_module(module), datamodule, seed) for name, module in given.items()}
+    for name, module in models.items():
+        load_tree(module, (initial or {}).get(name, {}))
+    run = Run(
+        phases=phases,
+        trainer=trainer,
+        backend=backend,
+        devices=devices,
+        seed=seed,
+        models=models,
+        datamodule=datamodule,
+        # workers place the samples on their devices themselves
+        training_data=datamodule if isinstance(backend, WorkersBackend) else data_on(datamodule, devices[0]),
+        identity=identify(seed, datamodule),
+        **attributes,
+    )
+    check_run(run, read_result)
+    return run
+
+
+def _with_workers(backend: Backend, trainer: dict[str, Any], devices: Sequence[torch.device]) -> Backend:
+    """The backend; with a worker process for each device if there are several."""
     requested = trainer.get("devices", "auto")
     if isinstance(backend, WorkersBackend):
         if requested not in ("auto", 1):
@@ -48,12 +97,35 @@ def with_workers(backend: Backend, trainer: dict[str, Any], devices: Sequence[to
     return PoolBackend(backend, devices, lazy)
 
 
-def place_data(datamodule: FederatedDataModule, backend: Backend, device: torch.device) -> FederatedDataModule:
-    """The data module with its samples on the device; workers place them themselves."""
-    return datamodule if isinstance(backend, WorkersBackend) else data_on(datamodule, device)
+@contextmanager
+def opened(
+    run: Run, runs: Path | None, ckpt_path: Path | None, store: str, logger: bool | Logger | list[Logger]
+) -> Iterator[None]:
+    """Plans a run's phases, and opens its backend, folder, store and loggers for its rounds; closes them afterwards.
+
+    Args:
+        run: the run.
+        runs: the folder in which to make the run's own; None if it has one.
+        ckpt_path: the checkpoint with which a resumed run goes on; None for a new run.
+        store: ``memory`` or ``disk``.
+        logger: True for TensorBoard, False for none, or any loggers.
+
+    Raises:
+        MisconfigurationException: if the backend cannot train a phase, or a file cannot be written.
+    """
+    _plan_phases(run)
+    try:
+        run.backend.open()
+        with nullcontext() if runs is None else _new_folder(run, runs):
+            _open_files(run, ckpt_path, store, logger)
+            yield
+    finally:
+        run.backend.close()
+    for each in run.loggers:
+        each.finalize("success")
 
 
-def plan_phases(run: Run) -> None:
+def _plan_phases(run: Run) -> None:
     """Plans the training of every phase that has rounds left, and logs the plans.
 
     Raises:
@@ -79,16 +151,8 @@ def plan_phases(run: Run) -> None:
 
 
 @contextmanager
-def new_folder(run: Run, runs: Path) -> Iterator[None]:
-    """Makes the run's folder, and locks it.
-
-    Args:
-        run: the run.
-        runs: the folder in which to make the run's own.
-
-    Raises:
-        MisconfigurationException: if the folder cannot be made.
-    """
+def _new_folder(run: Run, runs: Path) -> Iterator[None]:
+    """Makes the run's folder in ``runs``, and locks it."""
     run.folder = _make_folder(runs)
     if run.enable_checkpointing:
         (run.folder / FILE).parent.mkdir()
@@ -96,18 +160,8 @@ def new_folder(run: Run, runs: Path) -> Iterator[None]:
         yield
 
 
-def open_run(run: Run, ckpt_path: Path | None, store: str, logger: bool | Logger | list[Logger]) -> None:
-    """Writes the run's configuration and first checkpoint, and makes its store and its loggers.
-
-    Args:
-        run: the run; it has a folder.
-        ckpt_path: the checkpoint with which a resumed run goes on; None for a new run.
-        store: ``memory`` or ``disk``.
-        logger: True for TensorBoard, False for none, or any loggers.
-
-    Raises:
-        MisconfigurationException: if a file cannot be written.
-    """
+def _open_files(run: Run, ckpt_path: Path | None, store: str, logger: bool | Logger | list[Logger]) -> None:
+    """Writes the run's configuration and first checkpoint, and makes its store and its loggers."""
     if run.hparams:
         _write_configuration(run)
     if ckpt_path is None:

@@ -1,0 +1,77 @@
+"""Evaluates a phase after some of its rounds; its monitored metric chooses the best round, and may end the phase."""
+
+from __future__ import annotations
+
+from fedmoe_pl.backends import LocalTraining, Plan, one_thread
+from fedmoe_pl.rounds.evaluate import evaluate_clients, evaluated_model
+from fedmoe_pl.rounds.evaluation import Evaluation
+from fedmoe_pl.rounds.phase import Phase
+from fedmoe_pl.rounds.results import round_row
+from fedmoe_pl.rounds.run import Run
+from fedmoe_pl.rounds.state import PhaseState, round_and_selection
+
+
+def evaluate_phase(run: Run, phase: Phase, training: LocalTraining, plan: Plan | None = None) -> list[Evaluation]:
+    """Evaluates the model that every client would use now, after each of ``Phase.moments``.
+
+    Args:
+        run: the run; it is not changed.
+        phase: a phase that has begun.
+        training: the phase's local training.
+        plan: how its clients are trained, whose workers take part; None for an evaluation in this process.
+    """
+    state, evaluations = run.states[phase.name], []
+    arguments = training, state.server, state.kept, state.round_of_models
+    round, selection = round_and_selection(phase, state)
+    for moment in phase.moments:
+        with one_thread():
+            clients = evaluate_clients(*arguments, moment, run.evaluated, plan)
+        evaluations.append(
+            Evaluation(
+                method=phase.method(moment),
+                round=round,
+                model=evaluated_model(training.module, phase.algorithm),
+                moment=f"after {moment.replace('_', ' ')}",
+                selection=selection,
+                clients=clients,
+                drawn_from=None if run.evaluation_clients is None else run.datamodule.num_clients,
+            )
+        )
+    return evaluations
+
+
+def evaluate_round(run: Run, phase: Phase, training: LocalTraining, plan: Plan | None) -> list[Evaluation]:
+    """Evaluates the round, adds its rows, and remembers it if it is the best so far; see :func:`evaluate_phase`."""
+    state = run.states[phase.name]
+    evaluations = evaluate_phase(run, phase, training, plan)
+    recorded = {(row["method"], row["round"]) for row in run.rows[-len(evaluations) :]}
+    for evaluation in evaluations:
+        if (evaluation.method, evaluation.round) not in recorded:  # a resumed run may repeat a round
+            run.rows.append(round_row(evaluation) | state.costs())
+    if phase.monitor and state.round >= phase.monitor_from_round:
+        participants = phase.algorithm.participants(range(run.datamodule.num_clients), run.seed)
+        mean = evaluations[0].spread(phase.monitor, set(participants)).mean
+        state.remember_best(-mean if phase.monitor == "validation_loss" else mean, phase.min_delta)
+    for evaluation in evaluations:
+        run.call("on_evaluation_end", phase, evaluation)
+    return evaluations
+
+
+def is_evaluated_after(run: Run, phase: Phase, round: int) -> bool:
+    """Whether the phase is evaluated after this many completed rounds."""
+    every = _interval(run, phase)
+    return bool(phase.evaluate and every and (round % every == 0 or round == phase.rounds))
+
+
+def is_over(run: Run, phase: Phase, state: PhaseState) -> bool:
+    """Whether the phase ends early: its monitor or algorithm says so, or more rounds would change nothing."""
+    waited = state.round - state.improved_round if state.improved_round else 0
+    if phase.patience is not None and waited >= phase.patience * _interval(run, phase):
+        return True
+    return phase.algorithm.is_over(state.server) if state.server_learns else not state.kept
+
+
+def _interval(run: Run, phase: Phase) -> int:
+    """Rounds between two evaluations of the phase; 0 if it is evaluated at its end only."""
+    every = phase.evaluate_every_n_rounds
+    return run.evaluate_every_n_rounds if every is None else every
