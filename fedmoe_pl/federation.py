@@ -253,7 +253,7 @@ class Federation:
         checkpoint = find_checkpoint(ckpt_path, self.runs)
         set_up(datamodule, self.phases, self.seed)
         content = load_run(checkpoint, self.phases, identify(self.seed, datamodule))
-        check_configuration(checkpoint, content, configuration(self, model, datamodule), allowed)
+        check_configuration(checkpoint, content, self.phases, configuration(self, model, datamodule), allowed)
         others = {"initial": content["models"], "states": content["phases"], "rows": content["rows"]}
         others |= {"writer": content["writer"], "evaluation_clients": self.evaluation_clients}
         return self._set_up(model, datamodule, self.phases, checkpoint.parent.parent, **others)

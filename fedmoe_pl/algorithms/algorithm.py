@@ -44,6 +44,8 @@ class Algorithm:
         renames_parameters: whether a client may train another parameter under a name; its optimizer cannot be kept.
         needs_plain_steps: whether gradients must not be clipped, because the algorithm computes with plain SGD steps.
         sends_changes: whether the server sends changes of parameters, which an optimizer must not change again.
+        depends_on_rounds: whether a round depends on how many the phase has in all (``client.rounds``), as a schedule
+            does that ends with the last one; then a run cannot be continued with more rounds.
         message_period: number of rounds after which the same kinds of tensors are sent again, from the second round on.
         needed_parts: the parts of the module that ``missing_start`` is about; a ``start`` by parts must name them.
         replaced_parts: the parts that ``server_init`` makes anew; a ``start`` by parts must not name them.
@@ -58,6 +60,7 @@ class Algorithm:
     renames_parameters: bool = False
     needs_plain_steps: bool = False
     sends_changes: bool = False
+    depends_on_rounds: bool = False
     message_period: int = 1
     needed_parts: Sequence[str] = ("global_expert",)
     replaced_parts: Sequence[str] = ()

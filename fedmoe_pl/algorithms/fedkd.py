@@ -78,6 +78,7 @@ class FedKD(Algorithm):
                 raise MisconfigurationException(f"FedKD: {name} is {energy}, but must be above 0 and at most 1.")
         check_weighting(self, weighting)
         super().__init__(shared)
+        self.depends_on_rounds = energy_start != energy_end
         self.energy_start = energy_start
         self.energy_end = energy_end
         self.hidden_states = hidden_states
@@ -168,7 +169,8 @@ class FedKD(Algorithm):
 
     def _energy(self, round: int, rounds: int) -> float:
         """The share of the squared singular values to keep in a round, counted from 0."""
-        return self.energy_start + (round + 1) / rounds * (self.energy_end - self.energy_start)
+        done = min((round + 1) / rounds, 1)  # a run may be continued with more rounds than it began with
+        return self.energy_start + done * (self.energy_end - self.energy_start)
 
     @torch.no_grad()
     def _check_features(self, module: LightningModule) -> None:

@@ -95,6 +95,7 @@ class EpsilonGreedyIFCA(Algorithm):
         self.epsilon = 0.33 if epsilon is None else epsilon
         self.schedule = schedule
         self.decay_rounds = decay_rounds
+        self.depends_on_rounds = schedule == "power" and decay_rounds is None
         self.weighting = weighting
         self.patience = patience
         self.needs_validation = patience is not None

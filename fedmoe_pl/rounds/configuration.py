@@ -7,6 +7,7 @@ result, such as the logger.
 
 from __future__ import annotations
 
+import difflib
 import functools
 import inspect
 import json
@@ -23,6 +24,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 
@@ -70,30 +72,77 @@ def configuration(federation: Any, model: LightningModule, datamodule: Federated
     return {name: json.dumps(_relevant(tree), default=str) if tree else "" for name, tree in texts.items()}
 
 
-def changes(old: Mapping[str, str], new: Mapping[str, str], begun: Collection[str]) -> list[Change]:
+def changes(
+    old: Mapping[str, str], new: Mapping[str, str], begun: Collection[str], extensible: Mapping[str, int] | None = None
+) -> list[Change]:
     """What has changed between two configurations, except what has no influence on the rounds that were run.
 
-    A phase that had not begun may change, and so may the number of rounds.
+    A phase that had not begun may change.
 
     Args:
         old: the configuration of the checkpoint.
         new: that of now.
         begun: names of the phases that have begun, in order.
+        extensible: those whose number of rounds may change before the last one, with the rounds that were completed.
     """
-    kind = "hparams" if old["hparams"] and new["hparams"] else "objects"
-    before, after = (json.loads(texts[kind]) for texts in (old, new))
-    of_federation, prefix = ("federation", "federation.phases") if kind == "hparams" else (None, "phases")
-    phases = [(tree[of_federation] if of_federation else tree).pop("phases", []) for tree in (before, after)]
-    were, are = ({phase["name"]: phase for phase in of_run} for of_run in phases)
+    (before, were), (after, are), prefix = _trees(old, new)
     found: list[Change] = []
     if [*are][: len(begun)] != [*begun]:
         found.append(Change(prefix, _text([*begun]), _text([*are])))
     for name in begun:
         if name in are:
-            key = f"{prefix}[{[*are].index(name)}]"
-            was, now = ({**of_run[name], "rounds": None} for of_run in (were, are))
-            found += _differences(was, now, key)
+            was, now = were[name], are[name]
+            if (extensible or {}).get(name, math.inf) < was["rounds"]:
+                was, now = ({**phase, "rounds": None} for phase in (was, now))
+            found += _differences(was, now, f"{prefix}.{name}")
     return [*found, *_differences(before, after)]
+
+
+def check_listed(listed: Collection[str], old: Mapping[str, str], new: Mapping[str, str]) -> None:
+    """Refuses a key that neither configuration has.
+
+    Args:
+        listed: keys that may have changed.
+        old: the configuration of the checkpoint.
+        new: that of now.
+
+    Raises:
+        MisconfigurationException: if there is such a key.
+    """
+    *configurations, prefix = _trees(old, new)
+    known = {prefix}
+    for tree, phases in configurations:
+        known |= {*_keys(tree, ""), *_keys(phases, prefix)}
+    for key in listed:
+        if key not in known and not _HARMLESS.fullmatch(key):
+            similar = difflib.get_close_matches(key, sorted(known), n=1)
+            groups = ", ".join(sorted({name.split(".")[0].split("[")[0] for name in known}))
+            hint = f"; did you mean '{similar[0]}'?" if similar else f", which begin with {groups}."
+            raise MisconfigurationException(f"allow_changes is '{key}', but must be keys of the configuration{hint}")
+
+
+def _trees(old: Mapping[str, str], new: Mapping[str, str]) -> tuple[Any, Any, str]:
+    """Both configurations, each without its phases and with these by name, and the key of the phases."""
+    kind = "hparams" if old["hparams"] and new["hparams"] else "objects"
+    prefix = "federation.phases" if kind == "hparams" else "phases"
+    trees = []
+    for texts in (old, new):
+        tree = json.loads(texts[kind])
+        phases = (tree["federation"] if kind == "hparams" else tree).pop("phases", [])
+        trees.append((tree, {phase["name"]: phase for phase in phases}))
+    return trees[0], trees[1], prefix
+
+
+def _keys(tree: Any, key: str) -> Iterator[str]:
+    """The keys of all values in a tree, and of the trees in it."""
+    if key:
+        yield key
+    if isinstance(tree, dict):
+        for name, value in tree.items():
+            yield from _keys(value, _child(key, name))
+    elif isinstance(tree, list):
+        for index, value in enumerate(tree):
+            yield from _keys(value, f"{key}[{index}]")
 
 
 def is_listed(key: str, listed: Collection[str]) -> bool:

@@ -13,7 +13,7 @@ from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 
 from fedmoe_pl.data import FederatedDataModule
 from fedmoe_pl.rounds.checkpoint import FILE, CheckpointWriter, is_of_run, load_checkpoint, rows_of, versions
-from fedmoe_pl.rounds.configuration import changes, is_listed
+from fedmoe_pl.rounds.configuration import changes, check_listed, is_listed
 from fedmoe_pl.rounds.kept import check_kept
 from fedmoe_pl.rounds.phase import Phase
 from fedmoe_pl.rounds.rows import SavedRows
@@ -33,7 +33,7 @@ def keys_of(allow_changes: str | list[str] | None, ckpt_path: str | None) -> lis
             f"allow_changes is {allow_changes!r}, but must be left out without ckpt_path, because no run is resumed."
         )
     if isinstance(allow_changes, str):
-        return [key.strip() for key in allow_changes.split(",")]
+        return [key.strip() for key in allow_changes.split(",") if key.strip()]
     return allow_changes or []
 
 
@@ -82,22 +82,29 @@ def load_run(path: Path, phases: Sequence[Phase], identity: dict[str, Any]) -> d
 
 
 def check_configuration(
-    path: Path, content: dict[str, Any], configuration: dict[str, str], allowed: Collection[str] | None
+    path: Path,
+    content: dict[str, Any],
+    phases: Sequence[Phase],
+    configuration: dict[str, str],
+    allowed: Collection[str] | None,
 ) -> None:
     """Compares the configuration of a run with that of its checkpoint.
 
     Args:
         path: the checkpoint.
         content: its content.
+        phases: the phases of now.
         configuration: the configuration of now.
         allowed: keys that may have changed; None warns of changes and refuses none, for a command without training.
 
     Raises:
-        MisconfigurationException: if another key has changed, and the rounds so far depend on it.
+        MisconfigurationException: if another key has changed, and the rounds so far depend on it, or ``allowed`` has a
+            key that does not exist.
     """
     if content["versions"] != versions():
         rank_zero_info(f"'{path}' was written with {_listed(content['versions'])}; now they are {_listed(versions())}.")
-    found = changes(content["configuration"], configuration, [*content["phases"]])
+    check_listed(allowed or [], content["configuration"], configuration)
+    found = changes(content["configuration"], configuration, [*content["phases"]], _extensible(content, phases))
     if not found:
         return
     differences = "; ".join(str(change) for change in found)
@@ -112,6 +119,16 @@ def check_configuration(
             f"to go on all the same, give allow_changes '{keys}'."
         )
     rank_zero_info(f"'{path}' is continued with another configuration: {differences}.")
+
+
+def _extensible(content: dict[str, Any], phases: Sequence[Phase]) -> dict[str, int]:
+    """The phases of which more rounds may follow, with the rounds so far: of these, none depends on their number."""
+    states: dict[str, PhaseState] = {
+        phase.name: content["phases"][phase.name]
+        for phase in phases
+        if phase.name in content["phases"] and not phase.algorithm.depends_on_rounds
+    }
+    return {name: state.round for name, state in states.items() if not state.finished and not state.stopped}
 
 
 def _listed(versions: dict[str, str]) -> str:

@@ -1,6 +1,7 @@
 """The base: patterns, frozen parts, tensors of its own, and results that follow from seed, client and round alone."""
 
 import copy
+import inspect
 from functools import partial
 
 import pytest
@@ -18,8 +19,18 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import LightningModule
 from torch import nn
 
-from fedmoe_pl import Phase
-from fedmoe_pl.algorithms import ClusterMixture, FedAvg, FedProx, Local, PersonalizedExpert, PFLMoE, Scaffold
+from fedmoe_pl import Algorithm, Phase, algorithms
+from fedmoe_pl.algorithms import (
+    ClusterMixture,
+    EpsilonGreedyIFCA,
+    FedAvg,
+    FedKD,
+    FedProx,
+    Local,
+    PersonalizedExpert,
+    PFLMoE,
+    Scaffold,
+)
 from fedmoe_pl.backends import LEAN_TRAINER, LocalTraining, TrainerBackend
 from fedmoe_pl.models import ClusteredMoE, ConstantGate, FeatureGate, LinearGate
 
@@ -346,3 +357,12 @@ def test_the_same_seed_gives_a_whole_run_of_the_same_bits_and_another_seed_anoth
         assert_same_bits(again, first[client])
         for part in ("global_expert.extractor.1", "local_expert.classifier.1", "gate.linear"):
             assert not torch.equal(other[f"{part}.weight"], first[client][f"{part}.weight"])
+
+
+def test_algorithms_that_read_the_number_of_rounds_say_so():
+    classes = [each for each in vars(algorithms).values() if isinstance(each, type) and issubclass(each, Algorithm)]
+    readers = {each for each in classes if "client.rounds" in inspect.getsource(each)} - {Algorithm}
+    assert readers == {FedKD, EpsilonGreedyIFCA}
+    depending = [FedKD(), EpsilonGreedyIFCA(schedule="power")]
+    others = [FedAvg(), FedKD(1, 1), EpsilonGreedyIFCA(), EpsilonGreedyIFCA(schedule="power", decay_rounds=3)]
+    assert [each.depends_on_rounds for each in depending + others] == [True] * 2 + [False] * 4

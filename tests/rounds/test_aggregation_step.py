@@ -234,7 +234,7 @@ def test_rounds_without_privacy_before_private_ones_cost_everything(tmp_path):
     private = DifferentialPrivacy(1.0, 1.0, 1e-5)
     trainer = {"max_epochs": 2, "accelerator": "cpu"}
     federation = Federation(of(private), trainer, logger=False, default_root_dir=str(tmp_path))
-    federation.fit(mixture(), blobs(), ckpt_path="last", allow_changes=["phases[0].aggregation"])
+    federation.fit(mixture(), blobs(), ckpt_path="last", allow_changes=["phases.it.aggregation"])
     assert federation.run.states["it"].epsilon == math.inf
 
 

@@ -1,6 +1,7 @@
 """A run goes on with the configuration that it began with, except for what has no influence on its result."""
 
 import json
+import re
 from decimal import Decimal
 from fractions import Fraction
 from functools import partial
@@ -48,14 +49,14 @@ def stopped(tmp_path_factory):
 
 
 CHANGES = [
-    (phases(FedProx(0.5, SHARED)), {}, {}, {}, "phases[1].algorithm was FedAvg, now FedProx"),
-    (phases(FedAvg("*.classifier.*")), {}, {}, {}, "phases[1].algorithm.shared.patterns[0] was global_"),
-    (phases(gate=ConstantGate(0.7)), {}, {}, {}, "phases[1].gate.weight was "),
-    (phases(gate=LinearGate(5)), {}, {}, {}, "phases[1].gate was ConstantGate, now LinearGate"),
-    (phases(clients_per_round=3), {}, {}, {}, "phases[1].clients_per_round was 2, now 3"),
-    (phases(batch_size=3), {}, {}, {}, "phases[1].batch_size was null, now 3"),
-    (phases(optimizer=partial(torch.optim.SGD, lr=1.0)), {}, {}, {}, "phases[1].optimizer was null, now SGD"),
-    (phases(callbacks=[EarlyStopping("loss")]), {}, {}, {}, "phases[1].callbacks was null, now "),
+    (phases(FedProx(0.5, SHARED)), {}, {}, {}, "phases.FedAvg.algorithm was FedAvg, now FedProx"),
+    (phases(FedAvg("*.classifier.*")), {}, {}, {}, "phases.FedAvg.algorithm.shared.patterns[0] was global_"),
+    (phases(gate=ConstantGate(0.7)), {}, {}, {}, "phases.FedAvg.gate.weight was "),
+    (phases(gate=LinearGate(5)), {}, {}, {}, "phases.FedAvg.gate was ConstantGate, now LinearGate"),
+    (phases(clients_per_round=3), {}, {}, {}, "phases.FedAvg.clients_per_round was 2, now 3"),
+    (phases(batch_size=3), {}, {}, {}, "phases.FedAvg.batch_size was null, now 3"),
+    (phases(optimizer=partial(torch.optim.SGD, lr=1.0)), {}, {}, {}, "phases.FedAvg.optimizer was null, now SGD"),
+    (phases(callbacks=[EarlyStopping("loss")]), {}, {}, {}, "phases.FedAvg.callbacks was null, now "),
     (phases()[1::-1] + phases()[2:], {}, {}, {}, 'phases was ["Local", "FedAvg"], now ["FedAvg", "Local", "later"]'),
     (phases(), {"trainer": {"accelerator": "cpu", "max_epochs": 2}}, {}, {}, "trainer.max_epochs was 1, now 2"),
     (phases(), {"trainer": {"accelerator": "cpu", "gradient_clip_val": 1.0}}, {}, {}, "trainer.gradient_clip_val was "),
@@ -82,10 +83,55 @@ def test_a_listed_change_is_accepted_and_belongs_to_the_run_from_then_on(tmp_pat
         federation(tmp_path, phases(), callbacks=[Kill("on_round_end", 3)]).fit(model(), data())
     with pytest.raises(KeyboardInterrupt):
         again = federation(tmp_path, phases(), callbacks=[Kill("on_round_end", 1)])
-        again.fit(other_model(lr=0.2, momentum=0.1), data(), ckpt_path="last", allow_changes="a, model.optimizer")
+        again.fit(other_model(lr=0.2, momentum=0.1), data(), ckpt_path="last", allow_changes="name, model.optimizer")
     with pytest.raises(MisconfigurationException, match=r"model\.optimizer\.lr was 0\.2, now 0\.1"):
         federation(tmp_path, phases()).fit(other_model(lr=0.1, momentum=0.1), data(), ckpt_path="last")
     federation(tmp_path, phases()).fit(other_model(lr=0.2, momentum=0.1), data(), ckpt_path="last")
+
+
+class Scheduled(FedAvg):
+    """Its rounds depend on how many there are in all."""
+
+    depends_on_rounds = True
+
+
+def test_more_rounds_are_refused_where_the_rounds_so_far_depend_on_them(tmp_path):
+    with pytest.raises(KeyboardInterrupt):
+        stopping = federation(tmp_path, phases(Scheduled(SHARED)), callbacks=[Kill("on_round_end", 3)])
+        stopping.fit(model(), data())
+    more = federation(tmp_path, phases(Scheduled(SHARED), rounds=5))
+    with pytest.raises(MisconfigurationException, match=r"phases\.FedAvg\.rounds was 4, now 5; to go on all the same"):
+        more.fit(model(), data(), ckpt_path="last")
+    more.fit(model(), data(), ckpt_path="last", allow_changes="phases.FedAvg.rounds")
+    assert more.run.states["FedAvg"].round == 5
+
+
+def test_the_rounds_of_a_phase_that_has_ended_early_do_not_change(tmp_path):
+    """Later phases count them: they would draw other numbers from then on."""
+
+    def early(rounds):
+        patient = {"monitor": "global_test", "patience": 1, "min_delta": 1.0, "gate": ConstantGate(1.0)}
+        first = Phase("first", FedAvg(SHARED), rounds, **patient)
+        return [first, Phase("second", FedAvg(SHARED), 3, start="first", gate=ConstantGate(1.0))]
+
+    with pytest.raises(KeyboardInterrupt):
+        federation(tmp_path, early(5), callbacks=[Kill("on_round_end", 3)]).fit(model(), data())
+    with pytest.raises(MisconfigurationException, match=r"phases\.first\.rounds was 5, now 6"):
+        federation(tmp_path, early(6)).fit(model(), data(), ckpt_path="last")
+
+
+@pytest.mark.parametrize(
+    ("key", "similar"),
+    [
+        ("model.optimzer.lr", "; did you mean 'model.optimizer.lr'?"),
+        ("phases.FedAgv.algorithm", "; did you mean 'phases.FedAvg.algorithm'?"),
+        ("x", ", which begin with datamodule, dropout, evaluate_every_n_rounds, "),
+    ],
+)
+def test_a_key_that_does_not_exist_is_refused(key, similar, stopped):
+    sentence = "^" + re.escape(f"allow_changes is '{key}', but must be keys of the configuration{similar}")
+    with pytest.raises(MisconfigurationException, match=sentence):
+        federation(stopped, phases()).fit(other_model(lr=0.2), data(), ckpt_path="last", allow_changes=["model", key])
 
 
 def test_harmless_changes_are_accepted_and_change_no_bit(tmp_path):
@@ -156,7 +202,10 @@ def test_the_configurations_of_a_command_line_are_compared_by_their_keys(tmp_pat
 
     assert keys() == keys(root="b", name="other") == []
     assert keys(lr=0.2) == ["model.init_args.optimizer.init_args.lr"]
-    assert keys(shared="a", callbacks=[]) == ["federation.phases[0].algorithm.init_args.shared", "trainer.callbacks"]
+    assert keys(shared="a", callbacks=[]) == [
+        "federation.phases.FedAvg.algorithm.init_args.shared",
+        "trainer.callbacks",
+    ]
     in_python = configuration(federation(tmp_path, [Phase("FedAvg", FedAvg())]), other_model(lr=0.3), data())
     assert [str(change) for change in changes(of_command_line(), in_python, ["FedAvg"])] == [
         "model.optimizer.lr was 0.1, now 0.3"
