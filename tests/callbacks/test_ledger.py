@@ -63,6 +63,23 @@ def test_a_row_that_a_kill_cut_off_is_removed(whole, tmp_path):
     assert path.read_bytes() == (whole.run_dir / "traffic.csv").read_bytes()
 
 
+@pytest.mark.parametrize("before", [False, True])
+def test_a_ledger_that_missed_rounds_says_how_much(before, tmp_path):
+    """It is there from the first round on or not, and not in the middle."""
+
+    def stopped(n, *callbacks, **kwargs):
+        run = federation(tmp_path, callbacks=[Kill("on_round_end", n), *callbacks])
+        with pytest.raises(KeyboardInterrupt):
+            run.fit(model_of_a_run(), data_of_a_run(), **kwargs)
+        return run.run.states["FedAvg"].traffic["bytes_up"]
+
+    both_ways = 2 * stopped(2, *([TrafficLedger()] if before else []))
+    missed = 2 * stopped(1, ckpt_path="last") - (both_ways if before else 0)
+    sentence = rf"^TrafficLedger: traffic\.csv lacks {missed:,} bytes of 'FedAvg', which were sent in rounds without"
+    with pytest.warns(match=sentence):
+        fitted(tmp_path, ckpt_path="last")
+
+
 @pytest.mark.slow
 def test_workers_write_the_same_file(whole, tmp_path):
     parallel = fitted(tmp_path, trainer={"accelerator": "cpu", "devices": 2})
