@@ -74,16 +74,38 @@ def configuration(name: str, arguments: dict[str, Argument], folder) -> dict:
     return config
 
 
-def outcome(config: dict, folder, capfd) -> str:
+def written(config: dict, intact: dict, section: str, way: str, folder) -> list[str]:
+    """Writes a configuration with a fault in a section, and gives the options that name its files.
+
+    Args:
+        config: the configuration.
+        intact: the same without the fault.
+        section: the section.
+        way: ``one file``, ``overlay`` if the section is in a second one, or ``named file`` if the first one names it.
+        folder: where to write.
+    """
+
+    def write(name: str, content) -> str:
+        (folder / name).write_text(yaml.safe_dump(content, sort_keys=False))
+        return str(folder / name)
+
+    if way == "overlay":
+        overlay = {name: value for name, value in config.items() if name == section or name not in intact}
+        return ["--config", write("config.yaml", intact), "--config", write("overlay.yaml", overlay)]
+    if way == "named file" and isinstance(config.get(section), dict):
+        write("section.yaml", config[section])
+        config = {**config, section: "section.yaml"}
+    return ["--config", write("config.yaml", config)]
+
+
+def outcome(options: list[str], capfd) -> str:
     """What the command line does with a configuration: its line, or ``started``, ``hang`` or a traceback."""
-    path = folder / "config.yaml"
-    path.write_text(yaml.safe_dump(config, sort_keys=False))
     capfd.readouterr()
     signal.setitimer(signal.ITIMER_PROF, SECONDS)
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            cli.main(["fit", "--config", str(path)])
+            cli.main(["fit", *options])
         result = "started: the run is over"
     except Started:
         result = "started"
@@ -107,14 +129,16 @@ def faults_of(number: int, seed: int, arguments, folder, capfd) -> list[str]:
         name = rng.choice(CONFIGURATIONS)
         place = chosen(all_places(configs[name], arguments), rng)
         case = (misspelt if rng.random() < 0.15 else malformed)(configs[name], place, rng)
+        way = rng.choice(["one file", "overlay", "named file"])
         start = time.perf_counter()
-        result = outcome(case.config, folder, capfd)
+        result = outcome(written(case.config, configs[name], place.path[0], way, folder), capfd)
         argument = re.sub(r"\[\d+\]$", "", case.key.rsplit(".", 1)[-1])
         names_key = (case.key if case.is_nonsense else argument) in result
         refused = result.startswith("fedmoe: ") and len(result) < 600 and names_key
         accepted = not case.is_nonsense and result == "started"
         if not (refused or accepted):
-            wrong.append(f"{name}: {case.key}: {case.what} [{time.perf_counter() - start:.0f} s]\n    {result[:500]}")
+            seconds = time.perf_counter() - start
+            wrong.append(f"{name}, {way}: {case.key}: {case.what} [{seconds:.0f} s]\n    {result[:500]}")
     return wrong
 
 

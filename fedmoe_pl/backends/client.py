@@ -172,13 +172,12 @@ def client_batches(training: LocalTraining, client: Client, samples: Tensor) -> 
 def trainable_names(training: LocalTraining, module: nn.Module, round: int, epoch: int | None = None) -> list[str]:
     """Names of the parameters that are trained in a local epoch, or in any epoch of the round if ``epoch`` is None."""
     is_trainable = training.algorithm.is_trainable
-    pairs, all_known = epochs_to_try(training.algorithm, 1, training.max_epochs)
-    epochs, all_known = ([epoch for _, epoch in pairs], all_known) if epoch is None else ([epoch], True)
-    return [
-        name
-        for name, parameter in module.named_parameters()
-        if parameter.requires_grad and (any(is_trainable(name, round, epoch) for epoch in epochs) or not all_known)
-    ]
+    names = [name for name, parameter in module.named_parameters() if parameter.requires_grad]
+    if epoch is not None:
+        return [name for name in names if is_trainable(name, round, epoch)]
+    pairs, all_known = epochs_to_try(training.algorithm, names, range(round, round + 1), training.max_epochs)
+    pairs = [*pairs]
+    return [name for name in names if not all_known or any(is_trainable(name, *pair) for pair in pairs)]
 
 
 def data_on(datamodule: FederatedDataModule, device: torch.device) -> FederatedDataModule:

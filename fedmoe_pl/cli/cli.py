@@ -11,10 +11,12 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import yaml
 from jsonargparse import ArgumentParser
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.cli import ArgsType, LightningArgumentParser, LightningCLI, _InstantiatorFn
+from lightning_utilities.core.enums import StrEnum
 
 from fedmoe_pl.backends import LEAN_TRAINER
 from fedmoe_pl.cli.constructing import Constructor, Failure, ModuleConstructor, describe_failure
@@ -29,6 +31,8 @@ from fedmoe_pl.rounds.failures import ClientError
 # jsonargparse would make 1.0, all batches, of 1.
 _NUMBERS_OR_SHARES = ("limit_train_batches", "limit_val_batches")
 _MOST_SEED = 2**32 - 1  # NumPy's
+# Defaults of Lightning's classes, such as Timer's, which a YAML file has as words
+yaml.SafeDumper.add_multi_representer(StrEnum, lambda dumper, value: dumper.represent_str(value.value))
 
 
 class FederationCLI(LightningCLI):
@@ -177,7 +181,7 @@ def fault_of(arguments: Sequence[str], parsers: Mapping[str, ArgumentParser]) ->
 
     Returns:
         A sentence that names it, empty if there is none; and whether that is certain: it is a section that no command
-        has, or the command line is a single file, which names no others.
+        has, an argument that no section has, or the command line is a single file, which names no others.
 
     Raises:
         MisconfigurationException: if a file cannot be read; the message names it.
@@ -189,9 +193,9 @@ def fault_of(arguments: Sequence[str], parsers: Mapping[str, ArgumentParser]) ->
     written = read_arguments(following)
     known = arguments_of(parsers[subcommand])
     found = list(faults(written, known))
-    # no later argument can make a section of this name
-    unknown = [name for name in written if name not in {key.partition(".")[0] for key in known}]
-    certain = [fault for fault in found for name in unknown if fault.startswith(f"{name} is not an argument")]
+    # no later argument can make a section of this name, or an argument of a section
+    ends = ("is not an argument", *{f"is not an argument of {key.partition('.')[0]}" for key in known if "." in key})
+    certain = [fault for fault in found if fault.partition(";")[0].endswith(ends)]
     options = [argument.partition("=")[0] for argument in following if argument.startswith("-")]
     names_files = any(isinstance(value, str) for value in written.values())
     says_all = options in (["--config"], ["-c"]) and not names_files

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import yaml
 from jsonargparse import get_loader
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from yaml.nodes import MappingNode, Node, ScalarNode, SequenceNode
+
+_SUFFIXES = (".yaml", ".yml", ".json")
 
 
 def read_arguments(arguments: Sequence[str]) -> dict[str, Any]:
@@ -26,6 +29,8 @@ def read_arguments(arguments: Sequence[str]) -> dict[str, Any]:
         if option in ("--config", "-c"):
             text = _scalar(value) if "{" in value else None  # in place of a file
             after = text if isinstance(text, Mapping) else read_file(os.path.expanduser(value))
+            if not isinstance(after, Mapping):
+                raise _no_keys(value, "config")
             configuration = merged(configuration, after)
         elif option.startswith("--") and not option.endswith(".help"):
             _put(configuration, option[2:].split("."), _scalar(value))
@@ -37,7 +42,8 @@ def _put(node: dict[str, Any], names: Sequence[str], value: Any) -> None:
 
     Args:
         node: the configuration, or the part of it that the names are about.
-        names: the argument's name; ``init_args`` may be left out, and a "+" at the end appends to a list.
+        names: the argument's name; ``init_args`` may be left out, a "+" at the end appends to a list, and names below a
+            list are about its last item.
         value: its value.
     """
     if "class_path" in node and names[0] not in ("class_path", "init_args", "dict_kwargs"):
@@ -45,9 +51,12 @@ def _put(node: dict[str, Any], names: Sequence[str], value: Any) -> None:
     name, below = names[0], names[1:]
     if below:
         child = node.get(name)
+        earlier = child[:-1] if isinstance(child, list) else []
+        child = child[-1] if isinstance(child, list) and child else child
+        child = read_file(str(child)) if names_file(child) else child
         child = {"class_path": child} if isinstance(child, str) else dict(child) if isinstance(child, Mapping) else {}
         _put(child, below, value)
-        node[name] = child
+        node[name] = [*earlier, child] if isinstance(node.get(name), list) else child
     elif name.endswith("+"):
         before = node.get(name[:-1])
         items = value if isinstance(value, list) else [value]
@@ -56,29 +65,56 @@ def _put(node: dict[str, Any], names: Sequence[str], value: Any) -> None:
         node.update(merged(node, {name: value}))
 
 
-def read_file(path: str) -> dict[str, Any]:
-    """Reads a YAML file.
+def names_file(value: Any) -> bool:
+    """Whether a value of a configuration is the name of another file, which has the value."""
+    return isinstance(value, str) and value.endswith(_SUFFIXES) and Path(value).is_file()
+
+
+def read_file(path: str, key: str = "config") -> dict[str, Any] | list[Any]:
+    """Reads a YAML file; names of other files in it become relative to the current folder.
+
+    Args:
+        path: the file's.
+        key: the argument that names the file, for messages.
 
     Raises:
-        MisconfigurationException: if there is no such file, it is not YAML, holds anything but keys and values, has a
-            key twice, or a part of it contains itself. The message has the file and, if there is one, the line.
+        MisconfigurationException: if there is no such file, it is not YAML, holds neither a list nor keys and values,
+            has a key twice, or a part of it contains itself. The message has the file and, if there is one, the line.
     """
-    problem = f"config is '{path}', but"
+    problem = f"{key} is '{path}', but"
     try:
         with open(path, encoding="utf-8") as file:
             text = file.read()
         node = yaml.compose(text, Loader=yaml.SafeLoader)
-        if not isinstance(node, MappingNode):
-            raise MisconfigurationException(
-                f"{problem} the file must hold keys and values, such as 'seed_everything: 0'."
-            )
+        if not isinstance(node, MappingNode | SequenceNode):
+            raise _no_keys(path, key)
         for line, fault in _faults(node, "", [], set()):
             raise MisconfigurationException(f"{problem} line {line} {fault}.")
-        return get_loader("yaml")(text)
+        return _with_paths(get_loader("yaml")(text), Path(path).parent, {})
     except OSError as error:
         raise MisconfigurationException(f"{problem} the file cannot be read: {error.strerror}.") from error
     except (yaml.YAMLError, ValueError, RecursionError) as error:  # a text that is not UTF-8 is a ValueError
         raise MisconfigurationException(f"{problem} {_not_yaml(error)}.") from error
+
+
+def _no_keys(path: str, key: str) -> MisconfigurationException:
+    return MisconfigurationException(
+        f"{key} is '{path}', but the file must hold keys and values, such as 'seed_everything: 0'."
+    )
+
+
+def _with_paths(node: Any, folder: Path, seen: dict[int, Any]) -> Any:
+    """A file's content in which names of files in its folder have the folder; ``seen`` are parts that are known."""
+    if id(node) not in seen:
+        result = node
+        if isinstance(node, dict):
+            result = {name: _with_paths(value, folder, seen) for name, value in node.items()}
+        elif isinstance(node, list):
+            result = [_with_paths(item, folder, seen) for item in node]
+        elif isinstance(node, str) and node.endswith(_SUFFIXES) and (folder / node).is_file():
+            result = str(folder / node)
+        seen[id(node)] = result
+    return seen[id(node)]
 
 
 class Inherited(dict[str, Any]):
@@ -95,6 +131,8 @@ def merged(before: Mapping[str, Any], after: Mapping[str, Any]) -> dict[str, Any
     result = dict(before)
     for name, value in after.items():
         old = result.get(name)
+        if isinstance(value, Mapping) and names_file(old):
+            old = read_file(str(old))
         if isinstance(old, Mapping) and "class_path" in old and isinstance(value, str):
             value = {"class_path": value}
         elif isinstance(old, str) and isinstance(value, Mapping) and "init_args" in value and "class_path" not in value:
@@ -110,10 +148,11 @@ def _options(arguments: Sequence[str]) -> list[tuple[str, str]]:
     """The options of a command line with their values, from ``--name=value`` and ``--name value``."""
     options, waiting = [], None
     for argument in arguments:
-        if waiting is not None:
+        if waiting is not None and not argument.startswith("--"):
             options.append((waiting, argument))
             waiting = None
         elif argument.startswith("-"):
+            waiting = None
             option, equals, value = argument.partition("=")
             if equals:
                 options.append((option, value))

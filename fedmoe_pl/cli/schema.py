@@ -22,7 +22,7 @@ import fedmoe_pl.algorithms
 import fedmoe_pl.backends
 import fedmoe_pl.data
 import fedmoe_pl.models
-from fedmoe_pl.cli.reading import Inherited
+from fedmoe_pl.cli.reading import Inherited, names_file, read_file
 from fedmoe_pl.cli.words import allowed, classes_of, did_you_mean, is_callable, kinds_of, shown
 
 PHASES = "federation.phases"
@@ -85,6 +85,12 @@ def _group_faults(group: Mapping[str, Any], arguments: Mapping[str, Argument], p
             yield from _faults(value, below[name], key)
         elif isinstance(value, Mapping):
             yield from _group_faults(value, arguments, f"{key}.")
+        elif names_file(value):
+            content = read_file(value, key)
+            if isinstance(content, Mapping):
+                yield from _group_faults(content, arguments, f"{key}.")
+            else:
+                yield f"{key} is {shown(value)}, but the file must have keys and values."
         elif not (isinstance(value, str) and Path(value).is_file()):
             yield f"{key} is {shown(value)}, but must have keys and values."
 
@@ -94,6 +100,8 @@ def _faults(value: Any, argument: Argument, key: str) -> Iterator[str]:
     hint, kinds = argument.hint, kinds_of(argument.hint)
     classes = tuple(each for kind in kinds for each in classes_of(kind))
     items = [get_args(kind)[0] for kind in kinds if get_origin(kind) is list]
+    if (classes or items) and str not in kinds and names_file(value):
+        value = read_file(value, key)
     if (
         Any in kinds
         or _is_plain(value, kinds)

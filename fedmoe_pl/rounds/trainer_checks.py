@@ -13,6 +13,7 @@ from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.accelerators import CPUAccelerator
 from lightning.pytorch.callbacks import Timer
 from lightning.pytorch.strategies import SingleDeviceStrategy
+from lightning.pytorch.utilities import rank_zero_warn
 
 from fedmoe_pl.backends import quiet
 from fedmoe_pl.backends.best_epoch import BestEpoch
@@ -204,9 +205,14 @@ def check_trained(phase: Phase, module: LightningModule, max_epochs: int) -> Non
     parameters = [name for name, parameter in module.named_parameters() if parameter.requires_grad]
 
     def some_are_trained(names: list[str]) -> bool:
-        epochs, all_known = epochs_to_try(algorithm, phase.rounds, max_epochs)
+        epochs, all_known = epochs_to_try(algorithm, parameters, range(phase.rounds), max_epochs)
         return any(algorithm.is_trainable(name, *epoch) for epoch in epochs for name in names) or not all_known
 
+    if not epochs_to_try(algorithm, parameters, range(phase.rounds), max_epochs)[1] and not phase.ckpt_path:
+        rank_zero_warn(
+            f"{phase}: rounds is {phase.rounds} and max_epochs is {max_epochs}, too many to know what "
+            f"{type(algorithm).__name__} never trains; such parts are in train mode and computed in every step."
+        )
     is_trained = some_are_trained(parameters)
     shared = [name for name, _ in module.named_parameters() if is_shared(name)]
     to_train = [name for name in parameters if name in shared]

@@ -62,6 +62,7 @@ NOT_PARSED = {
     f"{PARTITIONER}.alpha is 'x', but must be float.": [f"--{PARTITIONER}.alpha", "x"],
     f"{PARTITIONER}.alpha is [0.5], but must be float.": [f"--{PARTITIONER}.alpha", "[0.5]"],
     f"{OPTIMIZER}.lr is 'abc', but must be float.": [f"--{OPTIMIZER}.lr", "abc"],
+    "federation.phases.PFL-MFE.rounds is 'x', but must be int.": ["--federation.phases.rounds", "x"],
     f"{OPTIMIZER}.lr is nan, but must be a finite number.": [f"--{OPTIMIZER}.lr", ".nan"],
     f"{OPTIMIZER}.weight_decay is null, but must be float.": [f"--{OPTIMIZER}.weight_decay", "null"],
     "did you mean LeNet5?": ["--model.init_args.global_expert", "Lenet5"],
@@ -176,13 +177,48 @@ def test_nothing_in_a_configuration_of_the_repository_is_refused(path, parser):
     assert not fault_of(["fit", *files], {"fit": parser})[0]
 
 
-def test_an_unknown_section_of_an_overlay_is_refused_though_it_is_empty(tmp_path, capsys, monkeypatch):
+UNKNOWN = {
+    "modle: {}": "modle is not an argument; did you mean model?",
+    "trainer: {max_epoch: {}}": "trainer.max_epoch is not an argument of trainer; did you mean max_epochs?",
+    "trainer: trainer.yaml": "trainer.max_epoch is not an argument of trainer; did you mean max_epochs?",
+    "trainer: list.yaml": "trainer is 'list.yaml', but the file must have keys and values.",
+}
+
+
+@pytest.mark.parametrize("text", UNKNOWN)
+def test_an_unknown_argument_of_an_overlay_is_refused_though_it_is_empty(text, tmp_path, capsys, monkeypatch):
     monkeypatch.setattr("sys.argv", ["fedmoe"])
-    (tmp_path / "overlay.yaml").write_text("modle: {}\n")
+    monkeypatch.chdir(tmp_path)
+    Path("overlay.yaml").write_text(text)
+    Path("trainer.yaml").write_text("max_epoch: {}")
+    Path("list.yaml").write_text("[1]")
     with pytest.raises(SystemExit) as ended:
-        main(["fit", "--config", QUICKSTART, "--config", str(tmp_path / "overlay.yaml"), "--print_config"])
+        main(["fit", "--config", QUICKSTART, "--config", "overlay.yaml", "--print_config"])
     assert ended.value.code == 2
-    assert capsys.readouterr().err == "fedmoe: modle is not an argument; did you mean model?\n"
+    assert capsys.readouterr().err == f"fedmoe: {UNKNOWN[text]}\n"
+
+
+IN_A_FILE = [
+    "model.init_args.optimizer.init_args.lr is 'abc', but must be float.",
+    "model.init_args.optimzer is not an argument of PersonalizedMoE; did you mean optimizer?",
+    "federation.phases.FedAvg.rounds is 'abc', but must be int.",
+]
+
+
+@pytest.mark.parametrize("sentence", IN_A_FILE)
+def test_a_fault_in_a_file_that_another_one_names_has_the_key(sentence, parser, tmp_path):
+    config = yaml.safe_load(Path(QUICKSTART).read_text())
+    if sentence.startswith("federation"):
+        config["federation"]["phases"][1]["rounds"] = "abc"
+        (tmp_path / "part.yaml").write_text(yaml.safe_dump(config["federation"]["phases"]))
+        config["federation"]["phases"] = "part.yaml"
+    else:
+        optimizer = {"class_path": "torch.optim.SGD", "init_args": {"lr": "abc"}}
+        config["model"]["init_args"] |= {"optimizer" if "abc" in sentence else "optimzer": optimizer}
+        (tmp_path / "part.yaml").write_text(yaml.safe_dump(config["model"]))
+        config["model"] = "part.yaml"
+    (tmp_path / "whole.yaml").write_text(yaml.safe_dump(config))
+    assert refusal(parser, "--config", str(tmp_path / "whole.yaml")) == sentence
 
 
 @pytest.mark.parametrize(
@@ -191,6 +227,7 @@ def test_an_unknown_section_of_an_overlay_is_refused_though_it_is_empty(tmp_path
         ["--model.optimizer=torch.optim.Adam", "--model.optimizer.lr=1e-3"],
         ["--federation.phases+={name: again, algorithm: FedAvg}", "--federation.phases.rounds=3"],
         ["--config", "{trainer: {max_epochs: 3}}", "--data.partitioner=Shards"],
+        ["--trainer.callbacks+=Timer", "--trainer.callbacks.verbose=false"],
     ],
 )
 def test_what_lightning_takes_on_a_command_line_is_not_refused(arguments, capsys, monkeypatch):

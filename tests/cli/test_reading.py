@@ -28,7 +28,7 @@ def test_a_file_that_cannot_be_read_is_named_with_the_line(text, tmp_path):
     path = tmp_path / "wrong.yaml"
     path.write_bytes(text if isinstance(text, bytes) else text.encode())
     with pytest.raises(MisconfigurationException) as error:
-        read_file(str(path))
+        read_arguments(["--config", str(path)])
     assert str(error.value).startswith(f"config is '{path}', but {UNREADABLE[text]}")
     assert "\n" not in str(error.value)
 
@@ -38,6 +38,24 @@ def test_a_missing_file_and_a_folder_are_named(tmp_path):
         with pytest.raises(MisconfigurationException) as error:
             read_file(str(path))
         assert str(error.value) == f"config is '{path}', but the file cannot be read: {reason}."
+
+
+def test_a_file_that_another_one_names_is_read_where_that_one_is(tmp_path):
+    (tmp_path / "base.yaml").write_text("a: part.yaml\nb: {c: [part.yaml, none.yaml]}")
+    (tmp_path / "part.yaml").write_text("{class_path: A, init_args: {d: 1, e: 2}}")
+    base, part = ["--config", str(tmp_path / "base.yaml")], str(tmp_path / "part.yaml")
+    assert read_arguments(base) == {"a": part, "b": {"c": [part, "none.yaml"]}}
+    changed = {"class_path": "A", "init_args": {"d": 3, "e": 2}}
+    assert read_arguments([*base, "--a.d=3"])["a"] == changed
+    assert read_arguments([*base, "--config", "{a: {init_args: {d: 3}}}"])["a"] == changed
+    with pytest.raises(MisconfigurationException, match=r"^model is '.*part.yaml', but line 1, column 2 is not YAML"):
+        (tmp_path / "part.yaml").write_text("{")
+        read_file(part, "model")
+
+
+def test_what_is_below_a_list_is_about_its_last_item_and_an_option_has_its_own_value():
+    given = read_arguments(["--l=[{a: 1}, {class_path: B, init_args: {c: 2}}]", "--l.c=3", "--empty", "--d=4"])
+    assert given == {"l": [{"a": 1}, {"class_path": "B", "init_args": {"c": 3}}], "d": 4}
 
 
 def test_many_aliases_of_aliases_take_no_time(tmp_path):
