@@ -59,7 +59,7 @@ class Federation:
         enable_progress_bar: show the progress bar.
         store: where to hold the tensors that clients keep between rounds: ``memory``, or ``disk`` for a file per client
             in the run's folder if memory does not suffice.
-        seed: the seed of all random numbers; ``seed_everything`` on the command line.
+        seed: the seed of all random numbers, of any size; ``seed_everything`` on the command line.
         evaluation_clients: how many clients are evaluated, drawn at random once for all phases; None for all. A phase's
             ``monitor`` counts those among them that take part in it. ``personalize`` evaluates all new clients.
         on_client_failure: ``skip`` goes on without clients that fail, ``raise`` stops; see :class:`ClientFailures`.

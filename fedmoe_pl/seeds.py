@@ -8,6 +8,8 @@ import random
 import numpy as np
 import torch
 
+_WORDS, _FIRST = 624, 24  # of a CPU generator's state, a Mersenne twister: its words, and the first one's byte
+
 
 def derive_seed(seed: int, *keys: int) -> int:
     """Derives a 63-bit seed from a run's seed and any number of non-negative keys, such as (client, round).
@@ -19,12 +21,29 @@ def derive_seed(seed: int, *keys: int) -> int:
     return int(np.random.SeedSequence((seed, *keys)).generate_state(1, np.uint64)[0] >> np.uint64(1))
 
 
+def generator_of(seed: int, *keys: int) -> torch.Generator:
+    """A generator whose whole state follows from up to 128 bits of a seed, and from the keys.
+
+    ``Generator.manual_seed`` uses 32 bits on a CPU, which can be found by trying all of them.
+
+    Example:
+        >>> one, other = (torch.randn(1, generator=generator_of(seed, 3)).item() for seed in (5, 5 + 2**100))
+        >>> one != other
+        True
+    """
+    generator = torch.Generator()
+    state = generator.get_state()
+    words = np.random.SeedSequence((seed, *keys)).generate_state(_WORDS, np.uint32)
+    state[_FIRST : _FIRST + 8 * _WORDS].numpy().view(np.uint64)[:] = words
+    return generator.set_state(state)
+
+
 def seed_all(seed: int) -> None:
     """Seeds the global generators of torch, NumPy and Python (dropout, parameter initialization, user code)."""
     # torch.manual_seed does the same, but takes 2 ms where CUDA has not been used, to note where it was called
-    torch.default_generator.manual_seed(seed)
+    torch.default_generator.manual_seed(seed % 2**63)
     if _has_cuda():
-        torch.cuda.manual_seed_all(seed)
+        torch.cuda.manual_seed_all(seed % 2**63)
     np.random.seed(seed % 2**32)
     random.seed(seed)
 

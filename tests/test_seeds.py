@@ -5,7 +5,7 @@ import random
 import numpy as np
 import torch
 
-from fedmoe_pl.seeds import derive_seed, seed_all
+from fedmoe_pl.seeds import derive_seed, generator_of, seed_all
 
 
 def test_derived_seeds_differ_for_every_seed_stream_client_and_round():
@@ -26,3 +26,14 @@ def test_seed_all_seeds_torch_numpy_and_python_also_with_a_seed_of_63_bits():
     first = draw(seed)
     assert draw(seed) == first
     assert all(a != b for a, b in zip(draw(seed - 1), first, strict=True))
+
+
+def test_a_generator_depends_on_every_bit_of_its_seed_and_draws_as_others_do():
+    def draws(*keys, n=5):
+        return torch.randn(n, generator=generator_of(*keys), dtype=torch.float64)
+
+    first = draws(7, 1)
+    assert torch.equal(draws(7, 1), first) and not torch.equal(draws(7, 2), first)
+    assert all(not torch.equal(draws(7 + 2**bit, 1), first) for bit in range(128))
+    many = draws(0, n=100_000)
+    assert abs(many.mean()) < 0.02 and abs(many.std() - 1) < 0.01 and (many.diff().abs() > 0).all()

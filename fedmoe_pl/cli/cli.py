@@ -14,6 +14,7 @@ from typing import Any
 import yaml
 from jsonargparse import ArgumentParser
 from lightning.fabric.utilities.exceptions import MisconfigurationException
+from lightning.fabric.utilities.seed import seed_everything
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.cli import ArgsType, LightningArgumentParser, LightningCLI, _InstantiatorFn
 from lightning_utilities.core.enums import StrEnum
@@ -30,7 +31,6 @@ from fedmoe_pl.rounds.failures import ClientError
 # An integer is a number of batches, a float a share. In the Trainer's own annotation the float comes first, so that
 # jsonargparse would make 1.0, all batches, of 1.
 _NUMBERS_OR_SHARES = ("limit_train_batches", "limit_val_batches")
-_MOST_SEED = 2**32 - 1  # NumPy's
 # Defaults of Lightning's classes, such as Timer's, which a YAML file has as words
 yaml.SafeDumper.add_multi_representer(StrEnum, lambda dumper, value: dumper.represent_str(value.value))
 
@@ -110,13 +110,11 @@ class FederationCLI(LightningCLI):
             raise
 
     def _set_seed(self) -> None:
-        """Refuses a seed that NumPy does not take, and seeds all generators."""
+        """Refuses what is no seed, and seeds all generators with 32 bits, which is what NumPy takes."""
         seed = self._get(self.config, "seed_everything")
-        if not 0 <= seed <= _MOST_SEED:
-            raise MisconfigurationException(
-                f"seed_everything is {seed}, but must be an integer from 0 to {_MOST_SEED:,}."
-            )
-        super()._set_seed()
+        if isinstance(seed, bool) or seed < 0:
+            raise MisconfigurationException(f"seed_everything is {seed}, but must be an integer of at least 0.")
+        seed_everything(seed % 2**32, workers=True)
 
     def _add_instantiators(self) -> None:
         """Registers what constructs model and data, with Lightning's record of their arguments, and all other objects.

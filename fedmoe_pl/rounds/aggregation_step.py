@@ -9,7 +9,6 @@ from collections.abc import Iterator, Sequence
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import LightningModule
 from lightning.pytorch.utilities import rank_zero_info
-from torch import Generator
 
 from fedmoe_pl.aggregation import DifferentialPrivacy
 from fedmoe_pl.algorithms.algorithm import Algorithm, overrides
@@ -19,7 +18,7 @@ from fedmoe_pl.rounds.cohort import cohort_of
 from fedmoe_pl.rounds.phase import Phase
 from fedmoe_pl.rounds.run import Run
 from fedmoe_pl.rounds.state import NOT_PRIVATE, PhaseState
-from fedmoe_pl.seeds import derive_seed
+from fedmoe_pl.seeds import generator_of
 from fedmoe_pl.trees import Tree, of_algorithm
 
 _NOISE = 9  # separates the random numbers of aggregations from those of clients, cohorts and splits
@@ -132,7 +131,7 @@ def aggregated(run: Run, phase: Phase, combined: Update | None) -> Update:
     assert aggregation is not None
     cohort = cohort_of(phase, run.datamodule.num_clients, run.seed)
     # two phases draw different noise, or the difference of their results would tell what it hides
-    generator = Generator().manual_seed(derive_seed(run.seed, _NOISE, zlib.crc32(phase.name.encode()), state.round))
+    generator = generator_of(run.seed, _NOISE, zlib.crc32(phase.name.encode()), state.round)
     start = shared_by(phase.algorithm, state.server)
     with one_thread():
         update, state.aggregation = aggregation.aggregate(start, combined, state.aggregation, cohort, generator)
