@@ -11,12 +11,11 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Literal
 
-from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import LightningModule
 from torch import Tensor
 
 from fedmoe_pl.algorithms.client import Client, Update
-from fedmoe_pl.trees import Patterns, Tree, changed, load_tree, mean_of_two, of_algorithm, of_module
+from fedmoe_pl.trees import Patterns, Tree, changed, check_names, load_tree, mean_of_two, of_algorithm, of_module
 
 Moment = Literal["local_training", "aggregation"]
 """A moment of a round, after which clients' models are evaluated."""
@@ -44,6 +43,7 @@ class Algorithm:
         renames_parameters: whether a client may train another parameter under a name; its optimizer cannot be kept.
         needs_plain_steps: whether gradients must not be clipped, because the algorithm computes with plain SGD steps.
         sends_changes: whether the server sends changes of parameters, which an optimizer must not change again.
+        predicts_with_local_expert: whether clients predict with their ``local_expert`` alone, as in the paper.
         message_period: number of rounds after which the same kinds of tensors are sent again, from the second round on.
         needed_parts: the parts of the module that ``missing_start`` is about; a ``start`` by parts must name them.
         replaced_parts: the parts that ``server_init`` makes anew; a ``start`` by parts must not name them.
@@ -58,6 +58,7 @@ class Algorithm:
     renames_parameters: bool = False
     needs_plain_steps: bool = False
     sends_changes: bool = False
+    predicts_with_local_expert: bool = False
     message_period: int = 1
     needed_parts: Sequence[str] = ("global_expert",)
     replaced_parts: Sequence[str] = ()
@@ -282,37 +283,8 @@ class Algorithm:
     @property
     def has_predictor(self) -> bool:
         """Whether clients predict with more than their module; by default, if ``predictor`` is overridden."""
-        return overrides(self, "predictor")
+        return type(self).predictor is not Algorithm.predictor
 
     def received(self, server: Tree, client_id: int, kept: Tree) -> Tree:
         """The tensors that a client receives in answer to its request."""
         return self.server_send(server, client_id, self.client_request(client_id, kept))
-
-
-def overrides(algorithm: Algorithm, hook: str) -> bool:
-    """Whether the algorithm has a hook of its own."""
-    return getattr(type(algorithm), hook) is not getattr(Algorithm, hook)
-
-
-def changes_kept(algorithm: Algorithm) -> bool:
-    """Whether what clients keep may change after their local training."""
-    return overrides(algorithm, "exchange") or overrides(algorithm, "client_after_aggregation")
-
-
-def chooses_model(algorithm: Algorithm) -> bool:
-    """Whether clients' models may differ although all received the same tensors and kept none."""
-    return overrides(algorithm, "personal_tensors")
-
-
-def check_names(module: LightningModule) -> None:
-    """Refuses a module in which a tensor's name looks like that of an algorithm's tensor.
-
-    Raises:
-        MisconfigurationException: if a name contains a "/".
-    """
-    for name in module.state_dict():
-        if "/" in name:
-            raise MisconfigurationException(
-                f"{type(module).__name__}: a tensor's name is '{name}', but must not contain '/', which marks the "
-                "tensors of algorithms."
-            )
