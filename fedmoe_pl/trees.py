@@ -103,6 +103,20 @@ def of_algorithm(tree: Mapping[str, Tensor]) -> Tree:
     return {name: tensor for name, tensor in tree.items() if "/" in name}
 
 
+def check_names(module: nn.Module) -> None:
+    """Refuses a module in which a tensor's name looks like that of an algorithm's tensor.
+
+    Raises:
+        MisconfigurationException: if a name contains a "/".
+    """
+    for name in module.state_dict():
+        if "/" in name:
+            raise MisconfigurationException(
+                f"{type(module).__name__}: a tensor's name is '{name}', but must not contain '/', which marks the "
+                "tensors of algorithms."
+            )
+
+
 def load_tree(module: nn.Module, tree: Mapping[str, Tensor]) -> None:
     """Copies the tensors of ``tree`` into the parameters and buffers of the same name.
 

@@ -27,13 +27,13 @@ from typing import Any
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import LightningModule
 
-from fedmoe_pl.algorithms.algorithm import Algorithm, check_names
+from fedmoe_pl.algorithms.algorithm import Algorithm
 from fedmoe_pl.algorithms.checks import missing_federation
 from fedmoe_pl.algorithms.client import Client, Update
 from fedmoe_pl.algorithms.clusters import best_cluster, check_first_place, choice_generator, experts_of, moved
 from fedmoe_pl.algorithms.ifca import EpsilonGreedyIFCA
 from fedmoe_pl.models import FixedGate
-from fedmoe_pl.trees import Tree, load_tree
+from fedmoe_pl.trees import Tree, check_names, load_tree
 
 
 class FineTunedCluster(Algorithm):

@@ -11,12 +11,11 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Literal
 
-from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import LightningModule
 from torch import Tensor
 
 from fedmoe_pl.algorithms.client import Client, Update
-from fedmoe_pl.trees import Patterns, Tree, changed, load_tree, mean_of_two, of_algorithm, of_module
+from fedmoe_pl.trees import Patterns, Tree, changed, check_names, load_tree, mean_of_two, of_algorithm, of_module
 
 Moment = Literal["local_training", "aggregation"]
 """A moment of a round, after which clients' models are evaluated."""
@@ -46,6 +45,7 @@ class Algorithm:
         sends_changes: whether the server sends changes of parameters, which an optimizer must not change again.
         depends_on_rounds: whether a round depends on how many the phase has in all (``client.rounds``), as a schedule
             does that ends with the last one; then a run cannot be continued with more rounds.
+        predicts_with_local_expert: whether clients predict with their ``local_expert`` alone, as in the paper.
         message_period: number of rounds after which the same kinds of tensors are sent again, from the second round on.
         needed_parts: the parts of the module that ``missing_start`` is about; a ``start`` by parts must name them.
         replaced_parts: the parts that ``server_init`` makes anew; a ``start`` by parts must not name them.
@@ -61,6 +61,7 @@ class Algorithm:
     needs_plain_steps: bool = False
     sends_changes: bool = False
     depends_on_rounds: bool = False
+    predicts_with_local_expert: bool = False
     message_period: int = 1
     needed_parts: Sequence[str] = ("global_expert",)
     replaced_parts: Sequence[str] = ()
@@ -285,37 +286,8 @@ class Algorithm:
     @property
     def has_predictor(self) -> bool:
         """Whether clients predict with more than their module; by default, if ``predictor`` is overridden."""
-        return overrides(self, "predictor")
+        return type(self).predictor is not Algorithm.predictor
 
     def received(self, server: Tree, client_id: int, kept: Tree) -> Tree:
         """The tensors that a client receives in answer to its request."""
         return self.server_send(server, client_id, self.client_request(client_id, kept))
-
-
-def overrides(algorithm: Algorithm, hook: str) -> bool:
-    """Whether the algorithm has a hook of its own."""
-    return getattr(type(algorithm), hook) is not getattr(Algorithm, hook)
-
-
-def changes_kept(algorithm: Algorithm) -> bool:
-    """Whether what clients keep may change after their local training."""
-    return overrides(algorithm, "exchange") or overrides(algorithm, "client_after_aggregation")
-
-
-def chooses_model(algorithm: Algorithm) -> bool:
-    """Whether clients' models may differ although all received the same tensors and kept none."""
-    return overrides(algorithm, "personal_tensors")
-
-
-def check_names(module: LightningModule) -> None:
-    """Refuses a module in which a tensor's name looks like that of an algorithm's tensor.
-
-    Raises:
-        MisconfigurationException: if a name contains a "/".
-    """
-    for name in module.state_dict():
-        if "/" in name:
-            raise MisconfigurationException(
-                f"{type(module).__name__}: a tensor's name is '{name}', but must not contain '/', which marks the "
-                "tensors of algorithms."
-            )

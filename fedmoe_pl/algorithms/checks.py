@@ -7,10 +7,11 @@ from collections.abc import Callable, Sequence
 import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import LightningModule
+from lightning.pytorch.utilities import rank_zero_warn
 from torch import nn
 
 from fedmoe_pl.algorithms.algorithm import Algorithm
-from fedmoe_pl.models import FixedGate, SparseMoE
+from fedmoe_pl.models import ConstantGate, FixedGate, GlobalOnly, LocalOnly, SparseMoE
 
 
 def check_expert(algorithm: Algorithm, module: LightningModule, expert: str, splits: bool = False) -> None:
@@ -71,6 +72,22 @@ def check_fixed_gate(algorithm: Algorithm, module: LightningModule) -> None:
         raise MisconfigurationException(
             f"{type(module).__name__}: gate is a {type(gate).__name__}, but must be EqualWeights, GlobalOnly or "
             f"another fixed one, because {type(algorithm).__name__} trains no gate."
+        )
+
+
+def warn_of_mixture(algorithm: Algorithm, module: LightningModule) -> None:
+    """Warns of a gate with which a mixture is evaluated, although the algorithm's clients predict with one expert.
+
+    Args:
+        algorithm: the algorithm.
+        module: the phase's module; one without a ``gate`` is accepted.
+    """
+    gate = getattr(module, "gate", None)
+    one_expert = isinstance(gate, GlobalOnly | LocalOnly) or (isinstance(gate, ConstantGate) and gate.weight in (0, 1))
+    if algorithm.predicts_with_local_expert and gate is not None and not one_expert:
+        rank_zero_warn(
+            f"{type(algorithm).__name__}: gate is {type(gate).__name__}, so that a mixture of both experts is "
+            "evaluated; with LocalOnly it is the personal model, as in the paper."
         )
 
 

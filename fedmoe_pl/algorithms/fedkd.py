@@ -63,6 +63,7 @@ class FedKD(Algorithm):
     """
 
     needs_all_clients = True
+    predicts_with_local_expert = True
     sends_changes = True
 
     def __init__(

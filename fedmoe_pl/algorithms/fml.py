@@ -44,6 +44,8 @@ class FML(Algorithm):
         MisconfigurationException: if ``alpha`` or ``beta`` is not from 0 to 1, or ``weighting`` is unknown.
     """
 
+    predicts_with_local_expert = True
+
     def __init__(
         self,
         alpha: float = 0.5,

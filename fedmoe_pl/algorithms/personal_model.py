@@ -33,6 +33,7 @@ class PersonalModel(Algorithm):
         MisconfigurationException: if ``weighting`` is neither of these.
     """
 
+    predicts_with_local_expert = True
     replaced_parts = ("local_expert",)
 
     def __init__(self, weighting: Weighting) -> None:

@@ -20,11 +20,11 @@ from collections.abc import Iterable, Sequence
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import LightningModule
 
-from fedmoe_pl.algorithms.algorithm import Algorithm, check_names
+from fedmoe_pl.algorithms.algorithm import Algorithm
 from fedmoe_pl.algorithms.checks import trains
 from fedmoe_pl.algorithms.client import Client
 from fedmoe_pl.models.mixtures.pooled import PooledMoE
-from fedmoe_pl.trees import Tree, subtree, with_prefix
+from fedmoe_pl.trees import Tree, check_names, subtree, with_prefix
 
 _CLASSIFIER = "local_expert.classifier."
 

@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
 from fedmoe_pl.aggregation.aggregation import PREFIX
-from fedmoe_pl.algorithms.algorithm import changes_kept
 from fedmoe_pl.algorithms.client import Client, Update
+from fedmoe_pl.algorithms.overrides import changes_kept
 from fedmoe_pl.backends.failures import check_finite
 from fedmoe_pl.backends.optimizers import OPTIMIZER, set_optimizer
 from fedmoe_pl.backends.training import LocalTraining, epochs_to_try

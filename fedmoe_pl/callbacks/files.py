@@ -11,7 +11,8 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import LightningModule
 from lightning.pytorch.utilities import rank_zero_warn
 
-from fedmoe_pl.algorithms.algorithm import Moment, chooses_model
+from fedmoe_pl.algorithms.algorithm import Moment
+from fedmoe_pl.algorithms.overrides import chooses_model
 from fedmoe_pl.rounds.evaluate import has_own_model
 from fedmoe_pl.rounds.evaluation import Evaluation
 from fedmoe_pl.rounds.phase import Phase

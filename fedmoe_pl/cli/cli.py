@@ -22,7 +22,7 @@ from lightning_utilities.core.enums import StrEnum
 from fedmoe_pl.backends import LEAN_TRAINER
 from fedmoe_pl.cli.constructing import Constructor, Failure, ModuleConstructor, describe_failure
 from fedmoe_pl.cli.errors import cause_of, with_key
-from fedmoe_pl.cli.reading import read_arguments
+from fedmoe_pl.cli.reading import read_arguments, read_files
 from fedmoe_pl.cli.schema import arguments_of, faults
 from fedmoe_pl.data import FederatedDataModule
 from fedmoe_pl.federation import Federation
@@ -179,7 +179,7 @@ def fault_of(arguments: Sequence[str], parsers: Mapping[str, ArgumentParser]) ->
 
     Returns:
         A sentence that names it, empty if there is none; and whether that is certain: it is a section that no command
-        has, an argument that no section has, or the command line is a single file, which names no others.
+        has, an argument that no section has, or one of the files has this fault without the others, too.
 
     Raises:
         MisconfigurationException: if a file cannot be read; the message names it.
@@ -188,16 +188,13 @@ def fault_of(arguments: Sequence[str], parsers: Mapping[str, ArgumentParser]) ->
     if subcommand is None:
         return "", False
     following = arguments[arguments.index(subcommand) + 1 :]
-    written = read_arguments(following)
     known = arguments_of(parsers[subcommand])
-    found = list(faults(written, known))
-    # no later argument can make a section of this name, or an argument of a section
+    found = list(faults(read_arguments(following), known))
+    of_files = {fault for content in read_files(following) for fault in faults(content, known)} if found else set()
+    # no other file or argument can make a section of this name, or an argument of a section
     ends = ("is not an argument", *{f"is not an argument of {key.partition('.')[0]}" for key in known if "." in key})
-    certain = [fault for fault in found if fault.partition(";")[0].endswith(ends)]
-    options = [argument.partition("=")[0] for argument in following if argument.startswith("-")]
-    names_files = any(isinstance(value, str) for value in written.values())
-    says_all = options in (["--config"], ["-c"]) and not names_files
-    return [*certain, *found, ""][0], says_all or bool(certain)
+    certain = [fault for fault in found if fault in of_files or fault.partition(";")[0].endswith(ends)]
+    return [*certain, *found, ""][0], bool(certain)
 
 
 def _is_of_library(class_type: type) -> bool:

@@ -64,7 +64,8 @@ def with_key(message: str, configuration: Mapping[str, Any]) -> str:
     phase, owner, argument, rest = match.group("phase", "owner", "argument", "rest")
     candidates = [place for place in _places(configuration) if place.argument == argument]
     narrower: list[Callable[[_Place], bool]] = [
-        lambda place: phase is None or place.phase == phase,
+        # an argument of the phase that is null is not the one whose value is shown
+        lambda place: phase is None or (place.phase == phase and (place.value is not None or _is_shown(None, rest))),
         lambda place: owner is None or place.owner == owner,
         lambda place: _is_shown(place.value, rest),
     ]

@@ -12,6 +12,7 @@ from jsonargparse import get_loader
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from yaml.nodes import MappingNode, Node, ScalarNode, SequenceNode
 
+_CONFIG = ("--config", "-c")
 _SUFFIXES = (".yaml", ".yml", ".json")
 
 
@@ -26,15 +27,25 @@ def read_arguments(arguments: Sequence[str]) -> dict[str, Any]:
     """
     configuration: dict[str, Any] = {}
     for option, value in _options(arguments):
-        if option in ("--config", "-c"):
-            text = _scalar(value) if "{" in value else None  # in place of a file
-            after = text if isinstance(text, Mapping) else read_file(os.path.expanduser(value))
-            if not isinstance(after, Mapping):
-                raise _no_keys(value, "config")
-            configuration = merged(configuration, after)
+        if option in _CONFIG:
+            configuration = merged(configuration, _of_config(value))
         elif option.startswith("--") and not option.endswith(".help"):
             _put(configuration, option[2:].split("."), _scalar(value))
     return configuration
+
+
+def read_files(arguments: Sequence[str]) -> list[Mapping[str, Any]]:
+    """The content of each file of a command line, without the others; see :func:`read_arguments`."""
+    return [_of_config(value) for option, value in _options(arguments) if option in _CONFIG]
+
+
+def _of_config(value: str) -> Mapping[str, Any]:
+    """What ``--config`` gives: the content of a file, or what is written in place of one."""
+    text = _scalar(value) if "{" in value else None
+    content = text if isinstance(text, Mapping) else read_file(os.path.expanduser(value))
+    if not isinstance(content, Mapping):
+        raise _no_keys(value, "config")
+    return content
 
 
 def _put(node: dict[str, Any], names: Sequence[str], value: Any) -> None:

@@ -11,8 +11,9 @@ from lightning.pytorch import LightningModule
 from lightning.pytorch.utilities import rank_zero_info
 
 from fedmoe_pl.aggregation import DifferentialPrivacy
-from fedmoe_pl.algorithms.algorithm import Algorithm, overrides
+from fedmoe_pl.algorithms.algorithm import Algorithm
 from fedmoe_pl.algorithms.client import Client, Update
+from fedmoe_pl.algorithms.overrides import overrides
 from fedmoe_pl.backends import one_thread
 from fedmoe_pl.rounds.cohort import cohort_of
 from fedmoe_pl.rounds.phase import Phase

@@ -11,8 +11,8 @@ from typing import Any, cast
 import torch
 
 from fedmoe_pl.aggregation import CollectingAggregation
-from fedmoe_pl.algorithms.algorithm import overrides
 from fedmoe_pl.algorithms.client import Client
+from fedmoe_pl.algorithms.overrides import overrides
 from fedmoe_pl.backends import LocalTraining, Transfer
 from fedmoe_pl.backends.dry import DryPlan
 from fedmoe_pl.backends.traffic import WEIGHT

@@ -12,8 +12,8 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import LightningModule
 from torch.nn.parameter import is_lazy
 
-from fedmoe_pl.algorithms.algorithm import overrides
 from fedmoe_pl.algorithms.client import Client
+from fedmoe_pl.algorithms.overrides import overrides
 from fedmoe_pl.backends import LocalTraining, client_of
 from fedmoe_pl.data import FederatedDataModule
 from fedmoe_pl.models import MixtureOfExperts, MixtureWeights

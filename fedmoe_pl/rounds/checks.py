@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import LightningModule
 
+from fedmoe_pl.algorithms.checks import warn_of_mixture
 from fedmoe_pl.backends import changes_loss, overridden_hooks
 from fedmoe_pl.checks import plain
 from fedmoe_pl.data import FederatedDataModule
@@ -155,12 +156,16 @@ def check_phase(
     """
     _check_cohort(phase, datamodule.num_clients, seed)
     _check_loss(phase, module)
-    phase.algorithm.check(module)
+    try:
+        phase.algorithm.check(module)
+    except MisconfigurationException as error:
+        raise MisconfigurationException(f"{phase}: {error}") from error
     _check_architectures(phase, module, datamodule.num_clients)
     _check_pool(phase, module, datamodule.num_clients)
     _check_samples(phase, module, datamodule, seed)
     if phase.evaluate:
         _check_outputs(module, datamodule)
+        warn_of_mixture(phase.algorithm, module)
     check_optimizer(phase, module, max_epochs)
     check_server_optimizer(phase, module)
     check_aggregation(phase, module, datamodule.num_clients, seed)

@@ -9,7 +9,8 @@ import torch
 from lightning.pytorch import LightningModule
 from torch import Tensor
 
-from fedmoe_pl.algorithms.algorithm import Algorithm, Moment, chooses_model, overrides
+from fedmoe_pl.algorithms.algorithm import Algorithm, Moment
+from fedmoe_pl.algorithms.overrides import chooses_model, overrides
 from fedmoe_pl.backends import TRAINED, LocalTraining, Plan, client_of, copied_views, one_thread
 from fedmoe_pl.data.parts import Parts
 from fedmoe_pl.models import FixedGate, MixtureOfExperts

@@ -22,17 +22,27 @@ class Progress:
         trainer: arguments of all clients' Trainers.
         datamodule: the data and the clients that hold them; already set up.
         seed: the run's seed.
+        given: results from checkpoints, by phase; only newcomers have rounds to train after one.
 
     Attributes:
         total: samples of the whole run.
     """
 
     def __init__(
-        self, phases: Sequence[Phase], trainer: dict[str, Any], datamodule: FederatedDataModule, seed: int
+        self,
+        phases: Sequence[Phase],
+        trainer: dict[str, Any],
+        datamodule: FederatedDataModule,
+        seed: int,
+        given: Mapping[str, PhaseState],
     ) -> None:
         self._rounds = {phase.name: phase.rounds for phase in phases}
+        without = {phase.name for phase in phases if phase.ckpt_path and not _is_trained(phase, given)}
         self._per_round = {
-            phase.name: _samples_of_round(phase, datamodule, seed, phase.epochs(trainer)) for phase in phases
+            phase.name: 0.0
+            if phase.name in without
+            else _samples_of_round(phase, datamodule, seed, phase.epochs(trainer))
+            for phase in phases
         }
         self._in_round = 0.0
         self.total = sum(rounds * self._per_round[name] for name, rounds in self._rounds.items())
@@ -57,8 +67,6 @@ class Progress:
 
 def _samples_of_round(phase: Phase, datamodule: FederatedDataModule, seed: int, epochs: int) -> float:
     """Samples that clients train on in all epochs of a round, estimated from the share that the first client uses."""
-    if phase.ckpt_path:
-        return 0.0
     samples = datamodule.train_samples
     first = Client(
         id=0, round=0, seed=seed, module=LightningModule(), samples=samples[0], kept={}, datamodule=datamodule
@@ -66,3 +74,7 @@ def _samples_of_round(phase: Phase, datamodule: FederatedDataModule, seed: int, 
     share = len(phase.algorithm.client_samples(first)) / len(samples[0])
     cohort = len(phase_cohort(phase, len(samples), seed, round=0)) / len(samples)
     return epochs * cohort * share * len(samples.indices)
+
+
+def _is_trained(phase: Phase, given: Mapping[str, PhaseState]) -> bool:
+    return phase.name in given and given[phase.name].round < phase.rounds

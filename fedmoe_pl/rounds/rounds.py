@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
-from fedmoe_pl.algorithms.algorithm import overrides
+from fedmoe_pl.algorithms.overrides import overrides
 from fedmoe_pl.backends import (
     Failure,
     LocalTraining,

@@ -142,7 +142,7 @@ class Run:
     @cached_property
     def progress(self) -> Progress:
         """The progress of the run."""
-        return Progress(self.phases, self.trainer, self.datamodule, self.seed)
+        return Progress(self.phases, self.trainer, self.datamodule, self.seed, self.given_results)
 
     @cached_property
     def records_transfers(self) -> bool:

@@ -177,6 +177,9 @@ def _open_files(run: Run, ckpt_path: Path | None, store: str, logger: bool | Log
             if state.best_round:
                 state.best_kept = run.store.adopt(name, state.best_round, state.best_kept)
     run.loggers = _loggers(run, logger)
+    if ckpt_path is not None:
+        rounds = [f"after round {state.round} of phase '{name}'" for name, state in run.states.items()]
+        rank_zero_info(f"Resumed from {ckpt_path} {rounds[-1] if rounds else 'before the first round'}.")
 
 
 def _make_folder(runs: Path) -> Path:

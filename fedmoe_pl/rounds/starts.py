@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import difflib
 from collections.abc import Callable, Mapping, Sequence
 
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import LightningModule
 
-from fedmoe_pl.algorithms.algorithm import Algorithm, overrides
+from fedmoe_pl.algorithms.algorithm import Algorithm
+from fedmoe_pl.algorithms.overrides import overrides
 from fedmoe_pl.rounds.phase import INITIAL, Phase
 
 Start = str | Mapping[str, str]
@@ -165,9 +167,11 @@ def _check_needed(phase: Phase, start: Start, earlier: Sequence[Phase], starts: 
     algorithm = phase.algorithm
     for part in algorithm.needed_parts:
         if not isinstance(start, str) and overrides(algorithm, "missing_start") and part not in start:
+            misspelt = difflib.get_close_matches(part, start, n=1, cutoff=0.9)
+            hint = f"; did you mean it by '{misspelt[0]}'?" if misspelt else "."
             raise MisconfigurationException(
                 f"{phase}: start is {start}, but must also name what '{part}' starts from, on which "
-                f"{type(algorithm).__name__} builds."
+                f"{type(algorithm).__name__} builds{hint}"
             )
         name = start if isinstance(start, str) else start.get(part, INITIAL)
         chain = [other.algorithm for other in chain_of_starts(earlier, starts, name, part)]

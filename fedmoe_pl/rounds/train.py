@@ -10,8 +10,9 @@ from typing import Any
 
 from lightning.pytorch.utilities import rank_zero_warn
 
-from fedmoe_pl.algorithms.algorithm import Algorithm, overrides
+from fedmoe_pl.algorithms.algorithm import Algorithm
 from fedmoe_pl.algorithms.client import Update
+from fedmoe_pl.algorithms.overrides import overrides
 from fedmoe_pl.backends import Failure, Plan, guarded, one_thread
 from fedmoe_pl.backends.traffic import Traffic, TransferLog
 from fedmoe_pl.rounds.cohort import phase_cohort

@@ -9,12 +9,14 @@ from helpers.runs import Kill, assert_same, federation
 from helpers.workers import TwoInThisProcess
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 
-from fedmoe_pl.algorithms import APFL, Ditto, FedBN, FedRep, PerFedAvg, PFedMe
+from fedmoe_pl.algorithms import APFL, FML, Ditto, FedAvg, FedBN, FedKD, FedRep, PerFedAvg, PFedMe
+from fedmoe_pl.algorithms.checks import warn_of_mixture
 from fedmoe_pl.backends import AutoBackend, StackedBackend
-from fedmoe_pl.models import GlobalOnly, LocalOnly
+from fedmoe_pl.models import ConstantGate, EqualWeights, GlobalOnly, LocalOnly
 from fedmoe_pl.rounds.phase import Phase
 from fedmoe_pl.trees import of_module, subtree
 
+MIXED = "gate is {}, so that a mixture of both experts is evaluated; with LocalOnly it is the personal model"
 CASES = {
     "Ditto": (lambda: Ditto(0.7), LocalOnly),
     "FedRep": (lambda: FedRep(head_epochs=1), GlobalOnly),
@@ -107,3 +109,14 @@ def test_a_newcomer_has_a_model_of_its_own_around_what_the_server_sends(name, tm
         used = [module.state_dict()[tensor_name] for tensor_name in server if tensor_name.startswith("global_expert.")]
         assert all(map(torch.equal, received, used)) == (name != "Per-FedAvg")
         assert not torch.equal(module(batch[0]), start(batch[0]))
+
+
+@pytest.mark.parametrize("algorithm", [Ditto(), APFL(), PFedMe(), FML(), FedKD()])
+def test_a_gate_that_would_evaluate_a_mixture_is_warned_of(algorithm):
+    with pytest.warns(match=f"{type(algorithm).__name__}: {MIXED.format('EqualWeights')}"):
+        warn_of_mixture(algorithm, mixture(EqualWeights()))
+    with pytest.warns(match=MIXED.format("ConstantGate")):
+        warn_of_mixture(algorithm, mixture(ConstantGate(0.3)))
+    for gate in (LocalOnly(), GlobalOnly(), ConstantGate(0.0)):
+        warn_of_mixture(algorithm, mixture(gate))
+    warn_of_mixture(FedAvg(), mixture(EqualWeights()))

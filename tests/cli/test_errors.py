@@ -181,6 +181,12 @@ UNKNOWN = {
     "modle: {}": "modle is not an argument; did you mean model?",
     "trainer: {max_epoch: {}}": "trainer.max_epoch is not an argument of trainer; did you mean max_epochs?",
     "trainer: trainer.yaml": "trainer.max_epoch is not an argument of trainer; did you mean max_epochs?",
+    "federation: {phases: [{name: A, algorithm: {class_path: FedAvg, init_args: {sharde: {}}}}]}": (
+        "federation.phases.A.algorithm.init_args.sharde is not an argument of FedAvg; did you mean shared?"
+    ),
+    "federation: {phases: [{name: A, algorithm: FedAvg, evaluate: null}]}": (
+        "federation.phases.A.evaluate is null, but must be bool."
+    ),
     "trainer: list.yaml": "trainer is 'list.yaml', but the file must have keys and values.",
 }
 
@@ -228,6 +234,8 @@ def test_a_fault_in_a_file_that_another_one_names_has_the_key(sentence, parser, 
         ["--federation.phases+={name: again, algorithm: FedAvg}", "--federation.phases.rounds=3"],
         ["--config", "{trainer: {max_epochs: 3}}", "--data.partitioner=Shards"],
         ["--trainer.callbacks+=Timer", "--trainer.callbacks.verbose=false"],
+        ["--config", "{federation: {dropout: null}}", "--federation.dropout=0.1"],
+        ["--config", "{data: {init_args: {num_clients: 3}}}", "--config", "{data: {class_path: MNIST}}"],
     ],
 )
 def test_what_lightning_takes_on_a_command_line_is_not_refused(arguments, capsys, monkeypatch):
@@ -278,13 +286,25 @@ def changed(configuration: dict, key: str, value: object) -> dict:
     return config
 
 
+GATE = {"class_path": "a.LinearGate"}
 PHASES = [
     {"name": "Local", "algorithm": {"class_path": "a.Local", "init_args": {"trainable": "x"}}, "rounds": 1},
-    {"name": "B", "algorithm": {"class_path": "a.PFLMoE", "init_args": {"gate_fraction": 0.5}}, "rounds": 0},
+    {
+        "name": "B",
+        "algorithm": {"class_path": "a.PFLMoE", "init_args": {"gate_fraction": 0.5}},
+        "rounds": 0,
+        "gate": None,
+    },
     {"name": "C", "algorithm": {"class_path": "a.PFLMoE", "init_args": {"gate_fraction": 0.5}}, "rounds": 0},
-    {"name": "D", "algorithm": {"class_path": "a.PFLMoE", "init_args": {"gate_fraction": 2.0}}, "rounds": 0},
+    {
+        "name": "D",
+        "algorithm": {"class_path": "a.PFLMoE", "init_args": {"gate_fraction": 2.0}},
+        "rounds": 0,
+        "gate": GATE,
+    },
 ]
 SMALL = {
+    "model": {"class_path": "a.A", "init_args": {"gate": GATE}},
     "data": {"class_path": "a.Digits", "init_args": {"num_clients": None, "mean": [0.5], "pool": True}},
     "trainer": {"gradient_clip_val": 50, "max_epochs": 2, "callbacks": None},
     "federation": {"phases": PHASES, "store": "cloud", "callbacks": None},
@@ -304,6 +324,8 @@ SMALL = {
             "Phase 'C': PFLMoE: gate_fraction is 0.5, but",
             "PFLMoE: federation.phases.C.algorithm.init_args.gate_fraction is 0.5, but",
         ),
+        ("Phase 'D': A: gate is a LinearGate, but", "A: federation.phases.D.gate is a LinearGate, but"),
+        ("Phase 'B': A: gate is a LinearGate, but", "Phase 'B': A: model.init_args.gate is a LinearGate, but"),
         ("Phase 'B': gradient_clip_val is 50, but", "Phase 'B': trainer.gradient_clip_val is 50, but"),
         ("Dirichlet: num_clients is not set, but", "Dirichlet: data.init_args.num_clients is not set, but"),
         ("Digits: mean is [0.5], but", "Digits: data.init_args.mean is [0.5], but"),

@@ -211,7 +211,7 @@ REFUSED = {
     "load_balancing is -1, but must be a finite number of at least 0": {"load_balancing": -1},
     "NoReset has no method reset_parameters": {"expert": NoReset()},
     "must not have batch normalization": {"expert": nn.Sequential(nn.BatchNorm1d(6), nn.Linear(6, 3))},
-    "mixing is 'probabilities', but must be logits unless the gate is fixed": {"mixing": "probabilities"},
+    "mixing is 'probabilities', but must be logits with a ProxyGate; all other": {"mixing": "probabilities"},
     "must not have layers of unknown width": {"expert": nn.LazyLinear(3)},
     r"expert reads values of shape \(6,\), but must read those of embedding, \(7,\)": {
         "embedding": OtherShape(),

@@ -9,8 +9,9 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch import nn
 
 from fedmoe_pl import PersonalizedMoE, Phase
-from fedmoe_pl.algorithms import FedAvg, Local, PFLMoE
+from fedmoe_pl.algorithms import Ditto, FedAvg, Local, PFLMoE
 from fedmoe_pl.backends import StackedBackend
+from fedmoe_pl.models import LinearGate
 
 REFUSED = {
     "clients_per_round is 4, but must be at most the number of clients, 3": {"clients_per_round": 4},
@@ -33,6 +34,12 @@ def test_a_phase_that_cannot_run_is_refused_before_any_training(tmp_path, senten
         phase = Phase(**{"name": "FedAvg", "algorithm": FedAvg(), **REFUSED[sentence]})
         federation(tmp_path, [Phase("Local", Local(), evaluate=False), phase]).fit(model(), data())
     assert not list(tmp_path.rglob("version_*"))
+
+
+def test_a_gate_that_an_algorithm_refuses_is_the_phase_s(tmp_path):
+    phase = Phase("Ditto", Ditto(), gate=LinearGate(5))
+    with pytest.raises(MisconfigurationException, match=r"^Phase 'Ditto': PersonalizedMoE: gate is a LinearGate, but"):
+        federation(tmp_path, [phase]).fit(model(), data())
 
 
 def test_a_model_that_does_not_fit_the_data_is_refused(tmp_path):

@@ -34,11 +34,14 @@ def whole(tmp_path_factory) -> Federation:
         *(("on_round_end", 5), ("on_client_end", 15), ("on_phase_end", 3), ("on_fit_end", 1)),
     ],
 )
-def test_a_run_stopped_anywhere_and_resumed_ends_with_the_bits_of_one_that_was_not(whole, tmp_path, hook, n):
+def test_a_run_stopped_anywhere_and_resumed_ends_with_the_bits_of_one_that_was_not(whole, tmp_path, hook, n, caplog):
     with pytest.raises(KeyboardInterrupt):
         federation(tmp_path / "stopped", callbacks=[Kill(hook, n)]).fit(model(), data())
     resumed = federation(tmp_path / "stopped")
     resumed.fit(model(seed=9), data(), ckpt_path="last")
+    if (hook, n) == ("on_round_end", 3):
+        path = tmp_path / "stopped/federation/version_0/checkpoints/last.ckpt"
+        assert f"Resumed from {path} after round 2 of phase 'FedAvg'." in caplog.messages
 
     content, expected = (load_checkpoint(run.run_dir / "checkpoints/last.ckpt") for run in (resumed, whole))
     assert_same(content, expected)

@@ -184,7 +184,11 @@ REFUSED = {
         fedavg(),
         Phase("G", Local(), start={"local_expert": "Ditto"}),
     ],
-    "but must also name what 'local_expert' starts from, on which PFLMoE builds": lambda: [
+    "what 'global_expert' starts from, on which PFLMoE builds; did you mean it by 'global_exprt'?": lambda: [
+        fedavg(),
+        Phase("G", PFLMoE(0), start={"global_exprt": "FedAvg", "local_expert": "FedAvg"}),
+    ],
+    "but must also name what 'local_expert' starts from, on which PFLMoE builds.": lambda: [
         fedavg(),
         Phase("G", PFLMoE(0), start={"global_expert": "FedAvg"}),
     ],

@@ -120,7 +120,8 @@ class SparseMoE(MixtureOfExperts):
         if not isinstance(self.gate, FixedGate):
             if self.mixing != "logits":
                 raise MisconfigurationException(
-                    f"SparseMoE: mixing is '{self.mixing}', but must be logits unless the gate is fixed."
+                    f"SparseMoE: mixing is '{self.mixing}', but must be logits with a {type(self.gate).__name__}; all "
+                    "other mixings need a gate that is not trained, such as MixtureWeights."
                 )
             _check_normalization(self.expert)
         embedded, expected = getattr(self.embedding, "output_shape", None), getattr(self.expert, "input_shape", None)
