@@ -46,9 +46,7 @@ def test_ray_address_in_the_environment_counts_without_an_address(address, varia
     if variable is not None:
         monkeypatch.setenv("RAY_ADDRESS", variable)
     if expected is None:
-        with pytest.raises(
-            MisconfigurationException, match="RayBackend: RAY_ADDRESS is '127.0.0.1:1', but there is no"
-        ):
+        with pytest.raises(MisconfigurationException, match=r"RAY_ADDRESS is '127\.0\.0\.1:1', but there is no Ray"):
             RayBackend(address).open()
     else:
         RayBackend(address).open()
