@@ -3,7 +3,7 @@
 Every argument of every public class that a user constructs is in one of three tables. ALWAYS: it has an effect whatever
 the others are. REFUSED: in some combination it has none or a wrong one, and that is refused. ACCEPTED: in some
 combination it has none and is accepted all the same, for the reason given. A new argument fails the test until it is in
-one of them.
+one of them. REFUSED is below, the others are in tests/helpers/options.py.
 """
 
 import inspect
@@ -19,6 +19,7 @@ import torch
 from helpers import Embedding, Expert, OneWeight, blobs, mixture, small_expert, sparse_mixture
 from helpers.clusters import clustered, only
 from helpers.data import Own, set_up
+from helpers.options import ACCEPTED, ALWAYS, INTERNAL
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import Callback
 
@@ -51,153 +52,6 @@ from fedmoe_pl.models import ClusteredMoE, EqualWeights, LinearGate, SparseMoE
 from fedmoe_pl.rounds.begin import phase_module
 from fedmoe_pl.rounds.checks import check_phase
 from fedmoe_pl.rounds.trainer_checks import check_trained
-
-# Made by the package, not by a user.
-INTERNAL = {
-    *(
-        "Batches",
-        "Client",
-        "Failure",
-        "Freezing",
-        "GroupUpdate",
-        "LocalTraining",
-        "Parts",
-        "Plan",
-        "PoolBackend",
-        "Traffic",
-    ),
-    *("Transfer", "Update", "WorkersBackend"),
-}
-ALWAYS = {
-    "Algorithm": "shared trainable",
-    "ALittleIsEnough": "scale",
-    "CenteredClipping": "max_norm iterations",
-    "DifferentialPrivacy": "noise_multiplier max_norm delta quantile",
-    "GaussianNoise": "std",
-    "GeometricMedian": "smoothing",
-    "InnerProductManipulation": "scale",
-    "MultiKrum": "num_byzantine num_selected",
-    "NearestNeighborMixing": "aggregation num_byzantine",
-    "APFL": "alpha alpha_lr",
-    "ClusterMixture": "trainable",
-    "Ditto": "weight",
-    "FML": "alpha beta shared",
-    "FD": "expert weight outputs",
-    "FedAPEN": "adaptability_fraction weight_lr shared",
-    "FedAvg": "shared trainable",
-    "FedKD": "hidden_states energy_start energy_end shared",
-    "FedJETs": "anchors",
-    "FedMix": "entropy_weight",
-    "FedMoEDA": "top_p shared_init trainable",
-    "FedPAC": "expert weight",
-    "FedProto": "expert weight prediction",
-    "FedProx": "mu shared",
-    "FedRep": "shared head_epochs",
-    "FedRoD": "prior_exponent",
-    "FedAdagrad": "params lr beta1 tau v0",
-    "FedAdam": "params lr beta1 beta2 tau v0",
-    "FedALA": "expert eta",
-    "FedYogi": "params lr beta1 beta2 tau v0",
-    "KNNPer": "capacity expert",
-    "Local": "trainable",
-    "OptInFedAvg": "shared opt_out_clients opt_out_data",
-    "PFLMoE": "interleaved frozen_train_mode",
-    "PFedMe": "weight inner_steps inner_lr decay server_lr",
-    "PFedMoE": "shared",
-    "PerFedAvg": "inner_lr expert",
-    "PersonalizedExpert": "gate_fraction",
-    "Scaffold": "shared server_lr",
-    "SpecialistMixture": "frozen_train_mode",
-    "Phase": "name algorithm rounds model max_epochs evaluate",
-    "Federation": "phases trainer backend callbacks logger default_root_dir name enable_checkpointing seed "
-    "on_client_failure dropout",
-    "ClusteredMoE": "global_expert num_clusters local_expert gate mixing optimizer lr_scheduler",
-    "MixtureOfExperts": "optimizer lr_scheduler mixing",
-    "PersonalizedMoE": "global_expert local_expert gate optimizer lr_scheduler mixing",
-    "PooledMoE": "local_expert num_experts gate top_k optimizer lr_scheduler",
-    "RepresentationMoE": "shared_extractor local_experts header gate optimizer lr_scheduler architectures",
-    "SparseMoE": "embedding expert num_experts optimizer lr_scheduler gate",
-    "BiLSTM": "vocabulary_size embedding_dim hidden num_classes",
-    "CNN": "variant in_channels num_classes",
-    "ConvBlock": "in_channels out_channels image_size",
-    "ConvExpert": "in_channels num_classes image_size channels hidden",
-    "FedAvgCNN": "in_channels num_classes image_size",
-    "IFCACNN": "in_channels num_classes dropout relu_logits",
-    "LEAFCNN": "in_channels num_classes conv1_channels conv2_channels hidden dropout relu_logits image_size",
-    "LeNet5": "in_channels num_classes",
-    "RepresentationMLP": "in_features hidden_features representation_features num_classes batch_norm",
-    "SmallMLP": "in_features hidden_features num_classes",
-    "SwitchNorm1d": "num_features momentum eps",
-    "TwoConvCNN": "in_channels num_classes image_size dropout conv1_channels conv2_channels hidden1 hidden2",
-    "VGG16": "in_channels num_classes dropout",
-    "ConstantGate": "weight",
-    "FeatureGate": "in_features",
-    "GateCNN": "in_channels num_experts conv1_channels conv2_channels hidden dropout relu_logits image_size",
-    "LinearGate": "in_features",
-    "MLPGate": "num_experts in_features reads_features dropout",
-    "NetworkGate": "network",
-    "ProxyGate": "num_experts in_features",
-    "SwitchNormGate": "in_features hidden momentum",
-    "BalancedDirichlet": "alpha minimum_samples",
-    "ClientDirichlet": "alpha samples_per_client",
-    "Dirichlet": "alpha",
-    "MajorityClasses": "majority_share samples_per_client pairs",
-    "Pathological": "classes_per_client share",
-    "Shards": "shards_per_client",
-    "TwoClasses": "samples_per_client balance",
-    "RandomCrop": "padding",
-    "RandomHorizontalFlip": "p",
-    "AGNews": "root vocabulary_size length",
-    "Arrays": "x_train y_train x_test y_test client_train name",
-    "CIFAR10": "mean std",
-    "CIFAR100": "root download image_size mean std",
-    "Digits": "image_size",
-    "EMNIST": "split",
-    "FEMNIST": "root",
-    "FashionMNIST": "mean std",
-    "FederatedDataModule": "batch_size validation_fraction pool global_test_size",
-    "ImageFolder": "train_dir test_dir image_size mean std",
-    "MNIST": "mean std",
-    "NpzFile": "path",
-    "SVHN": "root download image_size mean std",
-    "TorchvisionDataModule": "root download image_size mean std",
-    "Bucketing": "aggregation size",
-    "TrimmedMean": "num_byzantine",
-    "UnderAttack": "attack aggregation",
-    "BestEpoch": "monitor min_delta patience mode",
-    "RayBackend": "address workers backend",
-    "StackedBackend": "clients_per_stack",
-    "CostToTarget": "target",
-}
-ACCEPTED = {
-    ("KNNPer", "k"): "with capacity 0 there are no neighbors: the federated model, as a row of a comparison",
-    ("KNNPer", "scale"): "the same",
-    ("KNNPer", "weight"): "the same",
-    ("ClusterMixture", "frozen_train_mode"): "if all parts are trained, they are in train mode anyway, as asked for",
-    ("PersonalizedExpert", "frozen_train_mode"): "the same",
-    ("PerFedAvg", "second_order"): "an inner rate of 0, a limit for comparisons, leaves the inner step without effect",
-    ("PFLMoE", "gate_fraction"): "a gate that is not trained needs no samples, but the expert must not have seen them",
-    ("FedALA", "last_parameters"): "with eta 0, which is FedAvg to compare with, no weights are learned",
-    ("FedALA", "sample_share"): "the same",
-    ("FedALA", "max_passes"): "the same",
-    ("FedALA", "batch_size"): "the same",
-    ("FedMoEDA", "interval"): "if no experts are averaged, it still says how often proxies are sent",
-    ("Phase", "ckpt_path"): "it takes the place of training, whose arguments stay for newcomers and for other runs",
-    ("Phase", "round_lr_scheduler"): "in a single round, a warm-up still sets the rate",
-    ("MixtureOfExperts", "gate_lr"): "a phase may replace a gate without parameters by one that has some",
-    ("PersonalizedMoE", "gate_lr"): "the same",
-    ("PooledMoE", "gate_lr"): "the same",
-    ("RepresentationMoE", "gate_lr"): "the same",
-    ("MixtureOfExperts", "channels_last"): "without convolutions, there is only one format, and a phase may add them",
-    ("ClusteredMoE", "channels_last"): "the same",
-    ("PersonalizedMoE", "channels_last"): "the same",
-    ("PooledMoE", "channels_last"): "the same",
-    ("RepresentationMoE", "channels_last"): "the same",
-    ("SparseMoE", "channels_last"): "the same",
-    ("SparseMoE", "load_balancing"): "with one expert it is a constant, which is part of the loss that is logged",
-    ("FederatedDataModule", "partition_seed"): "nothing is drawn for data with client ids that are not split",
-    ("RepresentationMonitor", "samples_per_client"): "other models than RepresentationMoE are skipped",
-}
 
 ADAM = partial(torch.optim.Adam, lr=0.1)
 POINTS = Arrays(torch.zeros(4, 5), torch.arange(4), torch.zeros(4, 5), torch.arange(4))

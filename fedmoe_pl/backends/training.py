@@ -60,6 +60,7 @@ def epochs_to_try(
         rounds, epochs = rounds[:1], epochs[:1]
     elif _number(rounds) * max_epochs > _MOST_EPOCHS:
         rounds, epochs = _looked_at(algorithm, names, rounds, epochs)
+    rounds = rounds if epochs else rounds[:0]  # the product makes a list of them
     shows_all = _number(rounds) * _number(epochs) <= _MOST_EPOCHS
     if not shows_all:
         rounds = rounds[: max(math.isqrt(_MOST_EPOCHS), _MOST_EPOCHS // _number(epochs))]

@@ -59,8 +59,10 @@ _RULES: dict[str, tuple[Callable[[Any], bool], str]] = {
         ("min_epochs", "min_steps", "log_every_n_steps", "reload_dataloaders_every_n_epochs"),
         (lambda value: value is None or _is_integer(value, 0), "at least 0"),
     ),
-    **dict.fromkeys(
-        ("check_val_every_n_epoch", "num_nodes"), (lambda value: value is None or _is_integer(value, 1), "at least 1")
+    "check_val_every_n_epoch": (lambda value: value is None or _is_integer(value, 1), "at least 1"),
+    "num_nodes": (
+        lambda value: value == 1,
+        "1: a client trains on one device; RayBackend trains clients on several machines",
     ),
 }
 
@@ -101,11 +103,6 @@ def check_trainer(arguments: dict[str, Any]) -> list[torch.device]:
         raise MisconfigurationException(
             f"trainer.devices is {arguments['devices']}, but must be at most {most}, "
             f"{_PROCESSES_PER_CORE} for each CPU core that this process may use."
-        )
-    if trainer.world_size > 1:
-        raise MisconfigurationException(
-            f"trainer.num_nodes is {trainer.num_nodes}, but must be 1: a client trains on one device; RayBackend "
-            "trains clients on several machines."
         )
     if trainer.precision.endswith("-true") and trainer.precision != "32-true":
         raise MisconfigurationException(

@@ -290,8 +290,8 @@ def test_a_misspelt_pattern_is_refused_before_training_with_what_the_model_has(a
     with pytest.raises(MisconfigurationException) as error:
         run([phase("A", algorithm, start="initial")], mixture(LinearGate(5)), blobs(), tmp_path)
     assert str(error.value) == (
-        f"{type(algorithm).__name__}: {key} is '{pattern}', which matches no parameter of the model; it has gate.*, "
-        "global_expert.*, local_expert.*."
+        f"Phase 'A': {type(algorithm).__name__}: {key} is '{pattern}', which matches no parameter of the model; it has "
+        "gate.*, global_expert.*, local_expert.*."
     )
 
 

@@ -81,7 +81,7 @@ def by_hand(request):
 def test_two_rounds_are_those_of_plain_pytorch_and_count_the_bytes_of_the_factors(tmp_path, by_hand, backend):
     hidden, hidden_states, server, kept, up, down = by_hand
     algorithm, module = FedKD(START, END, hidden_states), pair(hidden=hidden)
-    fed = run([Phase("it", algorithm, rounds=2)], module, blobs(SIZES), tmp_path, backend=backend)
+    fed = run([Phase("it", algorithm, rounds=2, gate=LocalOnly())], module, blobs(SIZES), tmp_path, backend=backend)
     state = fed.run.states["it"]
     torch.testing.assert_close(state.server, server, rtol=0, atol=1e-11)
     for client in range(3):

@@ -53,7 +53,7 @@ def test_two_rounds_are_those_of_plain_pytorch(tmp_path, hidden, weighting):
 
 
 def test_only_the_meme_leaves_a_client(tmp_path):
-    fed = run([Phase("FML", FML(), rounds=2)], pair(), blobs(SIZES), tmp_path)
+    fed = run([Phase("FML", FML(), rounds=2, gate=LocalOnly())], pair(), blobs(SIZES), tmp_path)
     assert len(fed.run.rows) == 2
     values = sum(tensor.numel() for tensor in tensors(pair(), "global_expert.").values())
     for row in fed.run.rows:

@@ -28,6 +28,35 @@ def test_a_cluster_that_is_not_there_is_refused_before_anything_is_started(addre
     assert not list(tmp_path.rglob("version_*"))
 
 
+@pytest.mark.parametrize(
+    ("address", "variable", "expected"),
+    [
+        (None, None, "local"),
+        (None, "127.0.0.1:1", None),
+        (None, "auto", "auto"),
+        ("local", "127.0.0.1:1", "local"),
+        ("auto", None, "auto"),
+    ],
+)
+def test_ray_address_in_the_environment_counts_without_an_address(address, variable, expected, monkeypatch):
+    ray, seen = pytest.importorskip("ray"), []
+    monkeypatch.setattr(ray, "init", lambda address, **options: seen.append((address, _is_here_only())))
+    monkeypatch.setattr(ray, "cluster_resources", lambda: {"CPU": 1})
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    if variable is not None:
+        monkeypatch.setenv("RAY_ADDRESS", variable)
+    if expected is None:
+        with pytest.raises(MisconfigurationException, match=r"RAY_ADDRESS is '127\.0\.0\.1:1', but there is no Ray"):
+            RayBackend(address).open()
+    else:
+        RayBackend(address).open()
+        assert seen == [(expected, expected == "local")]
+
+
+def _is_here_only() -> bool:
+    return os.environ.get("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER") == "0"
+
+
 def test_ray_is_an_extra(monkeypatch):
     monkeypatch.setitem(sys.modules, "ray", None)
     with pytest.raises(MisconfigurationException, match=r'pip install "fedmoe-pl\[ray\]"'):

@@ -64,8 +64,9 @@ class RayBackend(WorkersBackend):
     Results have the same bits as training in one process if all machines have the same kind of processor.
 
     Args:
-        address: the cluster's address, as ``host:port`` or ``auto``; None starts Ray on this machine, which other
-            machines cannot reach.
+        address: the cluster's address, as ``host:port``, ``ray://host:port`` or ``auto``; ``local`` starts Ray on this
+            machine, which other machines cannot reach. None is the environment variable ``RAY_ADDRESS``, as in Ray and
+            as ``ray job submit`` sets it, or ``local`` without it.
         workers: number of processes; None for one per GPU, or per CPU if there is no GPU.
         backend: how each of them trains its groups; ``auto`` takes the fastest one that gives the right result.
 
@@ -108,20 +109,21 @@ class RayBackend(WorkersBackend):
     def _connect(self) -> None:
         ray = _ray()
         options = {"include_dashboard": False, "log_to_driver": False, "logging_level": "ERROR"}
-        host, _, port = (self.address or "").removeprefix("ray://").rpartition(":")
+        address = self.address or os.environ.get("RAY_ADDRESS") or "local"
+        is_local = address == "local"
+        host, _, port = address.removeprefix("ray://").rpartition(":")
         try:
             if host:
                 socket.create_connection((host, int(port)), _SECONDS_TO_CONNECT).close()
-            with nullcontext() if self.address else _on_this_machine_only():
-                ray.init(self.address or "local", **options)
+            with _on_this_machine_only() if is_local else nullcontext():
+                ray.init(address, **options)
         except Exception as error:  # Ray raises plain ones, such as when a slow machine does not start it in time
             with suppress(Exception):
                 ray.shutdown()  # what has been started
-            problem = "there is no Ray cluster to connect to" if self.address else "Ray did not start on this machine"
+            problem = "Ray did not start on this machine" if is_local else "there is no Ray cluster to connect to"
             reason = next(iter(str(error).splitlines()), type(error).__name__)
-            raise MisconfigurationException(
-                f"RayBackend: address is {self.address!r}, but {problem} ({reason})."
-            ) from error
+            name, value = ("address", self.address) if self.address or is_local else ("RAY_ADDRESS", address)
+            raise MisconfigurationException(f"RayBackend: {name} is {value!r}, but {problem} ({reason}).") from error
 
     def plan(self, training: LocalTraining) -> WorkersPlan:
         """The plan of the workers' backend, whose groups are handed out."""
