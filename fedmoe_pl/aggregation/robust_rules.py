@@ -173,7 +173,7 @@ class CenteredClipping(RobustAggregation):
 
 
 class NearestNeighborMixing(RobustAggregation):
-    """Replaces each vector by the mean of its n - f nearest ones and itself, before another aggregation.
+    """Replaces each vector by the mean of the n - f nearest ones, itself among them, before another aggregation.
 
     Without it, robust aggregations lose accuracy where clients' data differ.
 
@@ -196,7 +196,7 @@ class NearestNeighborMixing(RobustAggregation):
         self.aggregation.check_size(clients)
 
     def of_vectors(self, vectors: Tensor, generator: Generator) -> Tensor:
-        """Aggregates the mixed vectors; a vector is one of its n - f nearest itself."""
+        """Aggregates the mixed vectors; the nearest to a vector is the vector itself."""
         nearest = _distances(vectors).argsort(dim=1, stable=True)[:, : len(vectors) - self.num_byzantine]
         mixed = torch.stack([vectors[rows.sort().values].mean(0) for rows in nearest])
         return self.aggregation.of_vectors(mixed, generator)

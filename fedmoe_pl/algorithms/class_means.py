@@ -1,7 +1,8 @@
 """Means of features or outputs over the samples of each class, which some algorithms exchange in place of parameters.
 
 In a tree, means of shape (C, F) are named ``<prefix>mean``, and the numbers that they are weighed with, of shape (C,),
-``<prefix>count``. A class with the count 0 has no mean; its row is 0.
+``<prefix>count``. A class with the count 0 has no mean; its row is 0. What the server sends may have ``<prefix>known``
+in place of the numbers, which says only which classes have a mean.
 """
 
 from __future__ import annotations
@@ -58,21 +59,22 @@ def combine_class_means(a: Mapping[str, Tensor], b: Mapping[str, Tensor], prefix
 
 
 def update_class_means(server: Mapping[str, Tensor], combined: Mapping[str, Tensor], prefix: str) -> Tree:
-    """The means of the round; a class that no client of the round has keeps its mean of earlier rounds."""
-    mean, count = f"{prefix}mean", f"{prefix}count"
+    """The means of the round; a class that no client of the round has keeps its mean of earlier rounds.
+
+    The numbers, which clients do not need, are left out.
+    """
+    mean, known = f"{prefix}mean", f"{prefix}known"
+    new = combined[f"{prefix}count"] > 0
     if mean not in server:
-        return {mean: combined[mean], count: combined[count]}
-    new = combined[count] > 0
-    return {
-        mean: torch.where(new[:, None], combined[mean], server[mean]),
-        count: torch.where(new, combined[count], server[count]),
-    }
+        return {mean: combined[mean], known: new}
+    return {mean: torch.where(new[:, None], combined[mean], server[mean]), known: server[known] | new}
 
 
 def received_means(client: Client, sent: Mapping[str, Tensor], prefix: str) -> tuple[Tensor, Tensor]:
     """The means (C, F) that the server sent, and which classes have one, (C,); means (C, 1) if it sent none."""
     if f"{prefix}mean" in sent:
-        return sent[f"{prefix}mean"], sent[f"{prefix}count"] > 0
+        known = sent[f"{prefix}known"] if f"{prefix}known" in sent else sent[f"{prefix}count"] > 0
+        return sent[f"{prefix}mean"], known
     num_classes, parameter = client.datamodule.num_classes, next(client.module.parameters())
     return torch.zeros(num_classes, 1, dtype=parameter.dtype), torch.zeros(num_classes, dtype=torch.bool)
 

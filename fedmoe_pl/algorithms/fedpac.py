@@ -46,7 +46,7 @@ from fedmoe_pl.algorithms.simplex import simplex_minimum
 from fedmoe_pl.checks import check_number
 from fedmoe_pl.trees import Tree, load_tree, mean_of_two, of_module, subtree, with_prefix
 
-_PROTOTYPES = "prototypes/"  # of every class, the mean of features (C, F) and the number of samples, (C,)
+_PROTOTYPES = "prototypes/"  # of every class, the mean of features (C, F); see class_means
 _CLASSIFIERS = "classifiers/"  # prefix of "<client>.<name>": a client's classifier
 _FEATURES = "features/"  # prefix of a client's id: its mean features times its class shares, (C, F)
 _VARIANCE = "variance/"  # prefix of a client's id: the variance of that estimate, shape ()

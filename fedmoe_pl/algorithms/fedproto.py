@@ -42,7 +42,7 @@ from fedmoe_pl.models.mixtures.architectures import Architectures
 from fedmoe_pl.trees import Tree
 
 Prediction = Literal["head", "prototype"]
-_PROTOTYPES = "prototypes/"  # of every class, the mean of features (C, F) and the number of clients that have it, (C,)
+_PROTOTYPES = "prototypes/"  # of every class, the mean of features (C, F); see class_means
 _PENALTY = 100.0  # a class that cannot be predicted scores this much less than the best, so that losses stay finite
 
 

@@ -53,6 +53,10 @@ def tree(mean, count):
     return {"p/mean": torch.tensor(mean)[:, None], "p/count": torch.tensor(count)}
 
 
+def known(mean, classes):
+    return {"p/mean": torch.tensor(mean)[:, None], "p/known": torch.tensor(classes)}
+
+
 def test_the_means_of_two_groups_are_weighed_class_by_class_and_exact_if_one_has_none():
     third = 1 / 3
     both = combine_class_means(tree([1.0, third, 0.0], [1, 3, 0]), tree([4.0, 0.0, third], [2, 0, 7]), "p/")
@@ -62,17 +66,19 @@ def test_the_means_of_two_groups_are_weighed_class_by_class_and_exact_if_one_has
 
 
 def test_classes_of_the_round_replace_earlier_ones():
-    first = update_class_means({}, tree([1.0, 0.0], [2, 0]), "p/")
-    assert_same_bits(first, tree([1.0, 0.0], [2, 0]))
-    assert_same_bits(update_class_means(first, tree([0.0, 5.0], [0, 4]), "p/"), tree([1.0, 5.0], [2, 4]))
+    first = update_class_means({}, tree([1.0, 0.0, 0.0], [2, 0, 0]), "p/")
+    assert_same_bits(first, known([1.0, 0.0, 0.0], [True, False, False]))
+    second = update_class_means(first, tree([0.0, 5.0, 0.0], [0, 4, 0]), "p/")
+    assert_same_bits(second, known([1.0, 5.0, 0.0], [True, True, False]))
 
 
 def test_without_a_message_no_class_is_known():
     here = client(torch.arange(3), without_a_class())
-    means, known = received_means(here, {}, "p/")
-    assert means.shape == (3, 1) and means.dtype == torch.float64 and not known.any()
-    means, known = received_means(here, tree([1.0, 0.0, 2.0], [2, 0, 1]), "p/")
-    assert means.flatten().tolist() == [1, 0, 2] and known.tolist() == [True, False, True]
+    means, classes = received_means(here, {}, "p/")
+    assert means.shape == (3, 1) and means.dtype == torch.float64 and not classes.any()
+    for sent in (tree([1.0, 0.0, 2.0], [2, 0, 1]), known([1.0, 0.0, 2.0], [True, False, True])):
+        means, classes = received_means(here, sent, "p/")
+        assert means.flatten().tolist() == [1, 0, 2] and classes.tolist() == [True, False, True]
 
 
 def test_unknown_classes_count_as_0_and_samples_without_a_label_not_at_all():

@@ -156,7 +156,7 @@ def test_what_leaves_and_reaches_a_client_is_what_the_paper_says(tmp_path):
     assert state.traffic["parameters_up"] == 2 * 3 * size
     assert state.traffic["bytes_up"] == 8 * 2 * 3 * (size + prototypes + statistics_)
     assert state.traffic["parameters_down"] == 3 * (extractor + size)
-    assert state.traffic["bytes_down"] == 8 * 3 * (extractor + size + prototypes)
+    assert state.traffic["bytes_down"] == 3 * (8 * (extractor + size + CLASSES * FEATURES) + CLASSES)
 
 
 def test_the_classifier_is_trained_first_and_then_the_extractor():
@@ -169,7 +169,11 @@ def test_the_classifier_is_trained_first_and_then_the_extractor():
 class FromGivenPrototypes(FedPAC):
     def server_init(self, module):
         mean = torch.randn(CLASSES, FEATURES, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
-        return {**super().server_init(module), "prototypes/mean": mean, "prototypes/count": torch.tensor([2, 0, 1])}
+        return {
+            **super().server_init(module),
+            "prototypes/mean": mean,
+            "prototypes/known": torch.tensor([True, False, True]),
+        }
 
 
 def test_where_no_prototype_is_known_the_target_is_the_client_s_own():

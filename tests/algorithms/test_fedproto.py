@@ -15,7 +15,7 @@ from fedmoe_pl.algorithms import FedProto, Local
 from fedmoe_pl.backends import StackedBackend, TrainerBackend
 from fedmoe_pl.models import GlobalOnly, LocalOnly, PersonalizedMoE
 
-MEAN, COUNT = "prototypes/mean", "prototypes/count"
+MEAN, COUNT, KNOWN = "prototypes/mean", "prototypes/count", "prototypes/known"
 
 
 def of_two_architectures():
@@ -74,7 +74,7 @@ def test_three_rounds_equal_a_loop_with_the_official_loss(expert, tmp_path):
     server = fed.run.states["it"].server
     for label, prototype in prototypes.items():
         torch.testing.assert_close(server[MEAN][label], prototype, rtol=1e-10, atol=1e-10)
-    assert server[COUNT].tolist() == [2, 2, 2] and {*server} == {MEAN, COUNT}
+    assert server[KNOWN].all() and {*server} == {MEAN, KNOWN}  # not how many clients have a class
     for client, own in enumerate(models):
         trained = fed.client_module("it", client).get_submodule(expert)
         trained = trained if expert == "global_expert" else trained.expert
@@ -95,7 +95,7 @@ def test_what_leaves_a_client_is_a_mean_and_a_count_for_each_class(tmp_path):
     assert state.traffic["parameters_up"] == state.traffic["parameters_down"] == 0
     classes, features, number = 3, 6, 8
     assert state.traffic["bytes_up"] == 3 * 3 * classes * (features + 1) * number
-    assert state.traffic["bytes_down"] == 2 * 3 * classes * (features + 1) * number, "nothing in the first round"
+    assert state.traffic["bytes_down"] == 2 * 3 * classes * (features * number + 1), "nothing in the first round"
 
 
 def test_a_class_that_no_client_of_a_round_has_keeps_its_prototype(tmp_path):
@@ -105,13 +105,13 @@ def test_a_class_that_no_client_of_a_round_has_keeps_its_prototype(tmp_path):
         it = phase("it", FedProto(), rounds=rounds, clients_per_round=1)
         server = run([it], mixture(), without_a_class(), tmp_path / str(rounds), seed=1).run.states["it"].server
         if rounds == 1:
-            (absent,) = [c for c in range(3) if server[COUNT][c] == 0]
+            (absent,) = [c for c in range(3) if not server[KNOWN][c]]
             assert not server[MEAN][absent].any()
         else:
             kept = [c for c in range(3) if torch.equal(server[MEAN][c], before[MEAN][c])]
             assert len(kept) == 1
         before = server
-    assert server[COUNT].tolist() == [1, 1, 1]
+    assert server[KNOWN].all()
 
 
 def test_prototypes_predict_the_nearest_among_the_client_s_own_classes(tmp_path):
@@ -154,7 +154,7 @@ def test_a_client_without_a_prototype_of_its_classes_predicts_with_its_module(tm
     it = Phase("it", FedProto(prediction="prototype"), rounds=2, max_epochs=0, gate=GlobalOnly())
     fed = run([it], mixture(), without_a_class(), tmp_path)
     state = fed.run.states["it"]
-    state.server[COUNT].zero_()
+    state.server[KNOWN].zero_()
     x = fed.run.datamodule.x
     for client in range(3):
         expected = fed.client_module("it", client)(x)
@@ -165,7 +165,7 @@ class FromGivenPrototypes(FedProto):
     def server_init(self, module):
         generator = torch.Generator().manual_seed(0)
         mean = torch.randn(3, 6, generator=generator, dtype=torch.float64)
-        return {MEAN: mean, COUNT: torch.tensor([2, 0, 1])}
+        return {MEAN: mean, KNOWN: torch.tensor([True, False, True])}
 
 
 @pytest.mark.parametrize("algorithm", [FedProto, FromGivenPrototypes])

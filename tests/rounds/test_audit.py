@@ -15,6 +15,7 @@ from helpers.methods import METHODS, Messages, data, ledger
 from helpers.runs import assert_same
 
 from fedmoe_pl import Algorithm, Federation, Phase, algorithms
+from fedmoe_pl.aggregation import DifferentialPrivacy, TrimmedMean
 from fedmoe_pl.algorithms import EpsilonGreedyIFCA, FedAvg, FedJETs
 from fedmoe_pl.backends import TrainerBackend
 from fedmoe_pl.callbacks import TrafficLedger
@@ -179,6 +180,15 @@ def test_the_text_says_who_gets_what(tmp_path, capsys):
         "selection of the round global_test, a number of each participant, on test samples",
     ):
         assert line in lines, line
+
+
+def test_aggregations_need_no_numbers_of_samples_and_their_own_tensors_are_named(tmp_path, capsys):
+    private = DifferentialPrivacy(0.0, max_norm=1.0, delta=1e-4, quantile=0.5)
+    phases = [phase("private", FedAvg(), aggregation=private), phase("robust", FedAvg(), aggregation=TrimmedMean(1))]
+    audits = audited(phases, mixture(), blobs(), tmp_path)
+    assert {audit.weight for audit in audits.values()} == {"1, the same for all"}
+    text = capsys.readouterr().out
+    assert "aggregation/max_norm (float64)" in text and "aggregation/within_max_norm (float64)" in text
 
 
 def test_an_audit_changes_no_bit_of_the_run_that_follows(recorded, tmp_path):
