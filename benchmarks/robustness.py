@@ -5,7 +5,7 @@
 
 PFL-MoE on the images of an ``NpzFile``: FedAvg of a perceptron, then PFL-FT, equal weights, PFL-MF and PFL-MFE. The
 table has the accuracy of the honest clients in percent: local test (per class, weighted with the client's classes) and
-global test.
+global test, each as mean and sample standard deviation over ``--seeds``, which also draw the partition.
 
 * ``attacks``: ``--clients`` with Dirichlet 0.5, a fifth of them attackers, under each attack and each aggregation.
   Attackers by ``labels`` train FedAvg with the label 9 - y; all other attackers train honestly and send the attack.
@@ -16,6 +16,7 @@ global test.
 from __future__ import annotations
 
 import argparse
+import statistics
 import tempfile
 import time
 from collections.abc import Iterator
@@ -43,6 +44,7 @@ from fedmoe_pl.models import EqualWeights, FeatureGate, GlobalOnly, LinearGate, 
 from fedmoe_pl.rounds.evaluation import Evaluation
 
 LABELS = "labels"
+METRICS = ("local_test", "global_test")
 ATTACKS: dict[str, Attack | str | None] = {
     "none": None,
     "IPM, scale 5": InnerProductManipulation(5.0),
@@ -100,7 +102,7 @@ def evaluations(arguments: argparse.Namespace, phases: list[Phase], flipped: ran
         phases: what is trained.
         flipped: the clients with flipped labels.
     """
-    torch.manual_seed(0)
+    torch.manual_seed(arguments.seed)
     optimizer = partial(torch.optim.SGD, lr=arguments.lr, momentum=0.5)
     model = PersonalizedMoE(SmallMLP(784, arguments.width), optimizer=optimizer)
     given = {"num_clients": arguments.clients, "partitioner": Dirichlet(0.5), "batch_size": arguments.batch_size}
@@ -108,6 +110,7 @@ def evaluations(arguments: argparse.Namespace, phases: list[Phase], flipped: ran
     with tempfile.TemporaryDirectory() as folder:
         federation = Federation(
             phases,
+            seed=arguments.seed,
             trainer={"max_epochs": 1, "accelerator": "cpu", "devices": 1},
             backend=StackedBackend(),
             default_root_dir=folder,
@@ -156,6 +159,16 @@ def rows_of_local(arguments: argparse.Namespace) -> Iterator[tuple[str, dict[str
     yield "all clients", results, 0
 
 
+def spread(of_seeds: list[Evaluation], metric: str, attackers: int) -> str:
+    """Mean and, of several seeds, standard deviation of the honest clients' mean accuracy, in percent."""
+    means = []
+    for evaluation in of_seeds:
+        honest = [client for client in evaluation.clients if client.client >= attackers]
+        means.append(100 * statistics.mean(getattr(client, metric) for client in honest))
+    deviation = f" ± {statistics.stdev(means):.1f}" if len(means) > 1 else ""
+    return f"{statistics.mean(means):.2f}{deviation}"
+
+
 ROWS = {"attacks": rows_of_attacks, "privacy": rows_of_privacy, "local": rows_of_local}
 
 
@@ -172,19 +185,18 @@ def main() -> None:
     parser.add_argument("--width", type=int, default=32)
     parser.add_argument("--max-norm", type=float, default=1.0)
     parser.add_argument("--noise", type=float, nargs="+", default=[2.0, 8.0, 32.0])
+    parser.add_argument("--seeds", type=int, default=1, help="number of runs of every row")
     arguments = parser.parse_args()
     start = time.process_time()
-    for name, results, attackers in ROWS[arguments.what](arguments):
-        honest = [*range(attackers, arguments.clients)]
+    of_seeds = [argparse.Namespace(**vars(arguments), seed=seed) for seed in range(arguments.seeds)]
+    for rows in zip(*(ROWS[arguments.what](of_seed) for of_seed in of_seeds), strict=True):
+        name, _, attackers = rows[0]
         cells = []
-        for method, evaluation in results.items():
-            clients = [client for client in evaluation.clients if client.client in honest]
-            means = [sum(getattr(client, metric) for client in clients) / len(clients) for metric in METRICS]
-            cells.append(f"{method}: " + " / ".join(f"{100 * mean:.2f}" for mean in means))
+        for method in rows[0][1]:
+            of_method = [results[method] for _, results, _ in rows]
+            cells.append(f"{method}: " + " / ".join(spread(of_method, metric, attackers) for metric in METRICS))
         print(f"| {name} | {' | '.join(cells)} | {time.process_time() - start:.0f} s |", flush=True)
 
-
-METRICS = ("local_test", "global_test")
 
 if __name__ == "__main__":
     main()
