@@ -3,8 +3,9 @@
     python benchmarks/growth.py --rounds 5000
 
 Five clients train a small mixture in every round and keep their local experts. Each line is about the hundred rounds
-that end with the given one: the median of this process's CPU time per round, then its memory, open files and threads,
-the files and the bytes in ``checkpoints/`` without ``rows.jsonl``, which gets a row per round, and ``last.ckpt``.
+that end with the given one: the median of this process's CPU time per round, then its memory with and without the pages
+of libraries, which the kernel may drop, open files and threads, the files and the bytes in ``checkpoints/`` without
+``rows.jsonl``, which gets a row per round, and ``last.ckpt``.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from fedmoe_pl.data import IID, Digits
 from fedmoe_pl.models import ConstantGate, SmallMLP
 from fedmoe_pl.rounds.run import Run
 
-COLUMNS = ("round", "CPU ms", "RSS MiB", "open files", "threads", "files", "KiB", "last.ckpt")
+COLUMNS = ("round", "CPU ms", "RSS MiB", "anon MiB", "open files", "threads", "files", "KiB", "last.ckpt")
 WINDOW = 100
 
 
@@ -53,7 +54,8 @@ class Growth(FederationCallback):
             folder = run.folder / "checkpoints"
             files = [path for path in folder.rglob("*") if path.is_file() and path.name != "rows.jsonl"]
             size = sum(path.stat().st_size for path in files)
-            row = (round + 1, 1000 * cpu, memory("VmRSS"), len(os.listdir("/proc/self/fd")), threading.active_count())
+            row = (round + 1, 1000 * cpu, memory("VmRSS"), memory("RssAnon"))
+            row += (len(os.listdir("/proc/self/fd")), threading.active_count())
             row += (len(files), size / 1024, (folder / "last.ckpt").stat().st_size)
             print(
                 "".join(f"{value:>12.1f}" if isinstance(value, float) else f"{value:>12}" for value in row), flush=True

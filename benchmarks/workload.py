@@ -90,6 +90,6 @@ def peak_memory(accelerator: str) -> float:
 
 
 def memory(field: str) -> float:
-    """Resident memory of this process in MiB: ``VmRSS`` now, ``VmHWM`` at its peak (Linux)."""
+    """Resident memory of this process in MiB: ``VmRSS`` or ``RssAnon`` now, ``VmHWM`` at its peak (Linux)."""
     lines = Path("/proc/self/status").read_text().splitlines()
     return next(int(line.split()[1]) for line in lines if line.startswith(f"{field}:")) / 1024
