@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import yaml
-from jsonargparse import ArgumentParser
+from jsonargparse import ActionConfigFile, ArgumentParser  # pyright: ignore[reportPrivateImportUsage]
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.fabric.utilities.seed import seed_everything
 from lightning.pytorch import LightningModule, Trainer
@@ -21,6 +21,7 @@ from fedmoe_pl.benchmark.grid import DESCRIPTION as BENCHMARK
 from fedmoe_pl.benchmark.grid import grid_parser
 from fedmoe_pl.cli.constructing import Constructor, Failure, ModuleConstructor, describe_failure
 from fedmoe_pl.cli.errors import cause_of, with_key
+from fedmoe_pl.cli.overlays import ConfigFile
 from fedmoe_pl.cli.reading import read_arguments, read_files
 from fedmoe_pl.cli.schema import arguments_of, faults
 from fedmoe_pl.data import FederatedDataModule
@@ -69,6 +70,14 @@ class FederationCLI(LightningCLI):
             name: {"model", "datamodule"}
             for name in ("fit", "personalize", "validate", "test", "predict", "partition", "audit")
         }
+
+    def init_parser(self, **kwargs: Any) -> LightningArgumentParser:
+        """Makes a parser in whose files a list replaces the whole list."""
+        parser = super().init_parser(**kwargs)
+        for action in parser._actions:
+            if type(action) is ActionConfigFile:
+                action.__class__ = ConfigFile
+        return parser
 
     def _add_subcommands(self, parser: LightningArgumentParser, **kwargs: Any) -> None:
         """Adds the federation's commands, and lists the others, which ``commands.py`` runs; Lightning's signature."""

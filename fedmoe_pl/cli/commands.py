@@ -64,7 +64,7 @@ class _Configured(FederationCLI):
         """Only ``fit``: the parsers of the others take time."""
         return {"fit": FederationCLI.subcommands()["fit"]}
 
-    def fit(self, **arguments: Any) -> None:
+    def fit(self, model: LightningModule, datamodule: FederatedDataModule, **arguments: Any) -> None:
         """Takes the place of ``Federation.fit``."""
 
 

@@ -1,17 +1,21 @@
 """A grid file is read, overlays and arguments change single keys, and what is wrong is refused in one line."""
 
+import re
+import shlex
 import sys
 from argparse import ArgumentError
 from pathlib import Path
 
 import pytest
 import yaml
+from helpers.configurations import QUICKSTART, REPOSITORY
 from helpers.grids import write_grid
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 
 from fedmoe_pl.benchmark.grid import read_grid
 from fedmoe_pl.cli import main
 
+README = (REPOSITORY / "README.md").read_text()
 ALPHA = "data.init_args.partitioner.init_args.alpha"
 
 
@@ -41,6 +45,16 @@ def test_overlays_and_arguments_change_single_keys(tmp_path):
     assert grid.overrides == {"trainer.a": 3, "data.class_path": "NpzFile", "data.path": "x.npz"}
 
 
+def test_the_grid_of_the_readme_is_one(tmp_path):
+    (text,) = (block for block in re.findall(r"```yaml\n(.*?)```", README, re.DOTALL) if "values:" in block)
+    (tmp_path / "grid.yaml").write_text(text)
+    (tmp_path / "configs").symlink_to(REPOSITORY / "configs")
+    (command,) = re.findall(r"^fedmoe benchmark --config grid.yaml (.*)$", README, re.MULTILINE)
+    grid = read_grid(["--config", str(tmp_path / "grid.yaml"), *shlex.split(command)])
+    assert grid.values["seed_everything"] == [0, 1] and grid.overrides["trainer.max_epochs"] == 1
+    assert Path(grid.configs[0].absolute).samefile(QUICKSTART)
+
+
 def test_a_class_is_a_value(tmp_path):
     node = {"class_path": "IID"}
     assert read_grid(write_grid(tmp_path, overrides={"data.partitioner": node})).overrides == {"data.partitioner": node}
@@ -56,9 +70,7 @@ REFUSED = {
     "values.trainer.max_epochs is ['3', '3'], but must have every value once": {
         "values": {"trainer.max_epochs": [3, 3]}
     },
-    "values.seed_everything has -1, but must have integers from 0 to 4,294,967,295.": {
-        "values": {"seed_everything": [-1]}
-    },
+    "values.seed_everything has -1, but must have integers of at least 0.": {"values": {"seed_everything": [-1]}},
     "values.seed_everything has 'a', but must have integers": {"values": {"seed_everything": ["a"]}},
     "values.data.path has 'a/b', but must have numbers, words or classes": {"values": {"data.path": ["a/b"]}},
     "values.data.rotations has [0, 180], but must have": {"values": {"data.rotations": [[0, 180]]}},
