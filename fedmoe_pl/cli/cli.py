@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import os
 import shlex
 import sys
-import traceback
-from argparse import ArgumentError
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import yaml
-from jsonargparse import ArgumentParser
+from jsonargparse import ActionConfigFile, ArgumentParser  # pyright: ignore[reportPrivateImportUsage]
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.fabric.utilities.seed import seed_everything
 from lightning.pytorch import LightningModule, Trainer
@@ -20,13 +17,15 @@ from lightning.pytorch.cli import ArgsType, LightningArgumentParser, LightningCL
 from lightning_utilities.core.enums import StrEnum
 
 from fedmoe_pl.backends import LEAN_TRAINER
+from fedmoe_pl.benchmark.grid import DESCRIPTION as BENCHMARK
+from fedmoe_pl.benchmark.grid import grid_parser
 from fedmoe_pl.cli.constructing import Constructor, Failure, ModuleConstructor, describe_failure
 from fedmoe_pl.cli.errors import cause_of, with_key
+from fedmoe_pl.cli.overlays import ConfigFile
 from fedmoe_pl.cli.reading import read_arguments, read_files
 from fedmoe_pl.cli.schema import arguments_of, faults
 from fedmoe_pl.data import FederatedDataModule
 from fedmoe_pl.federation import Federation
-from fedmoe_pl.rounds.failures import ClientError
 
 # An integer is a number of batches, a float a share. In the Trainer's own annotation the float comes first, so that
 # jsonargparse would make 1.0, all batches, of 1.
@@ -71,6 +70,21 @@ class FederationCLI(LightningCLI):
             name: {"model", "datamodule"}
             for name in ("fit", "personalize", "validate", "test", "predict", "partition", "audit")
         }
+
+    def init_parser(self, **kwargs: Any) -> LightningArgumentParser:
+        """Makes a parser in whose files a list replaces the whole list."""
+        parser = super().init_parser(**kwargs)
+        for action in parser._actions:
+            if type(action) is ActionConfigFile:
+                action.__class__ = ConfigFile
+        return parser
+
+    def _add_subcommands(self, parser: LightningArgumentParser, **kwargs: Any) -> None:
+        """Adds the federation's commands, and lists the others, which ``commands.py`` runs; Lightning's signature."""
+        super()._add_subcommands(parser, **kwargs)
+        commands = parser._subcommands_action
+        assert commands is not None, "Lightning has added its own"
+        commands.add_subcommand("benchmark", grid_parser(), help=BENCHMARK)
 
     def add_core_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
         """Adds the groups ``trainer``, ``model``, ``data`` and ``federation``."""
@@ -222,30 +236,3 @@ def _command(arguments: Sequence[str]) -> str:
         elif not word.startswith("--ckpt_path="):
             words.append(str(word))
     return shlex.join([*program, *words])
-
-
-def main(args: ArgsType = None) -> None:
-    """Runs the command line.
-
-    Modules in the current folder can be imported, as with ``python -m``; worker processes get the same ``sys.path``.
-    An error that the user can fix is printed as one line on stderr, with exit code 2. If too many clients fail, the
-    traceback of the first one is printed before such a line, with exit code 1. Ctrl-C exits with code 130, SIGTERM with
-    143.
-
-    Args:
-        args: command line arguments; None takes ``sys.argv``.
-    """
-    if os.getcwd() not in sys.path:
-        sys.path.insert(0, os.getcwd())
-    try:
-        FederationCLI(args)
-    except (ArgumentError, MisconfigurationException) as error:
-        print(f"fedmoe: {cause_of(error)}", file=sys.stderr)
-        sys.exit(2)
-    except ClientError as error:
-        if error.__cause__ is not None:
-            traceback.print_exception(error.__cause__)
-        print(f"fedmoe: {error}", file=sys.stderr)
-        sys.exit(1)
-    except KeyboardInterrupt:
-        sys.exit(130)
