@@ -221,6 +221,15 @@ class Federation:
         print(format_audit(audits, datamodule))
         return {audit.phase.name: audit for audit in audits}
 
+    def check(self, model: LightningModule, datamodule: FederatedDataModule) -> None:
+        """Makes all checks of :meth:`fit`; trains nothing.
+
+        Raises:
+            MisconfigurationException: if model, data, phases and trainer do not fit together.
+        """
+        self._set_up(model, datamodule, self.phases, self.runs, evaluation_clients=self.evaluation_clients)
+        self._run = None
+
     @property
     def run(self) -> Run:
         """The run of the last command.

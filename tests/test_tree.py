@@ -20,6 +20,8 @@ PARTS = (
     "rounds",
     "callbacks",
     "federation",
+    "report",
+    "benchmark",
     "cli",
 )
 MODULES = {

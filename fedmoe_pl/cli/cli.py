@@ -6,6 +6,7 @@ import os
 import shlex
 import sys
 import traceback
+import warnings
 from argparse import ArgumentError
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -20,6 +21,9 @@ from lightning.pytorch.cli import ArgsType, LightningArgumentParser, LightningCL
 from lightning_utilities.core.enums import StrEnum
 
 from fedmoe_pl.backends import LEAN_TRAINER
+from fedmoe_pl.benchmark.command import benchmark
+from fedmoe_pl.benchmark.grid import DESCRIPTION as BENCHMARK
+from fedmoe_pl.benchmark.grid import grid_parser
 from fedmoe_pl.cli.constructing import Constructor, Failure, ModuleConstructor, describe_failure
 from fedmoe_pl.cli.errors import cause_of, with_key
 from fedmoe_pl.cli.reading import read_arguments
@@ -71,6 +75,11 @@ class FederationCLI(LightningCLI):
             name: {"model", "datamodule"}
             for name in ("fit", "personalize", "validate", "test", "predict", "partition", "audit")
         }
+
+    def _add_subcommands(self, parser: LightningArgumentParser, **kwargs: Any) -> None:
+        """Adds the federation's commands, and lists the others, which :func:`main` runs; Lightning's signature."""
+        super()._add_subcommands(parser, **kwargs)
+        parser._subcommands_action.add_subcommand("benchmark", grid_parser(), help=BENCHMARK)
 
     def add_core_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
         """Adds the groups ``trainer``, ``model``, ``data`` and ``federation``."""
@@ -170,6 +179,37 @@ class FederationCLI(LightningCLI):
         """Does nothing: a federation's checkpoint holds no hyperparameters of the model, and Federation reads it."""
 
 
+class _Configured(FederationCLI):
+    """Makes everything that the configuration of ``fit`` names, and trains nothing."""
+
+    def fit(self, **arguments: Any) -> None:
+        """Takes the place of ``Federation.fit``."""
+
+
+class _Checked(FederationCLI):
+    """Makes all checks of ``fit``, and trains nothing."""
+
+    def fit(self, model: LightningModule, datamodule: FederatedDataModule, **arguments: Any) -> None:
+        """Takes the place of ``Federation.fit``."""
+        self.trainer.check(model, datamodule)  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def configured(arguments: Sequence[str], check: bool) -> Federation:
+    """The federation that ``fedmoe fit`` would train.
+
+    Args:
+        arguments: the arguments of ``fit``.
+        check: whether to make all checks, for which the data are read.
+
+    Raises:
+        ArgumentError: if an argument is wrong.
+        MisconfigurationException: if an argument is wrong, or what it names does not fit together.
+    """
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "LightningCLI's args parameter")  # they are not those of this process
+        return (_Checked if check else _Configured)(["fit", *arguments]).trainer  # pyright: ignore[reportReturnType]
+
+
 def fault_of(arguments: Sequence[str], parsers: Mapping[str, ArgumentParser]) -> tuple[str, bool]:
     """The first argument of a command line that seems to have another name or type than it must.
 
@@ -240,7 +280,10 @@ def main(args: ArgsType = None) -> None:
     """
     if os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())
+    arguments = sys.argv[1:] if args is None else args
     try:
+        if isinstance(arguments, list) and arguments[:1] == ["benchmark"]:
+            sys.exit(benchmark(arguments[1:], configured))
         FederationCLI(args)
     except (ArgumentError, MisconfigurationException) as error:
         print(f"fedmoe: {cause_of(error)}", file=sys.stderr)
