@@ -1,18 +1,37 @@
-"""The grid file: configurations, values of their keys, and what the table compares."""
+"""The grid file: configurations, values of their keys, and what the table compares.
+
+A grid has one cell for every combination of a variant and one value of each key::
+
+    configs: [../pfl_moe_cifar10_lenet5.yaml]
+    variants:
+      CIFAR-10: {}
+      Fashion-MNIST: {configs: [../pfl_moe_fmnist_lenet5.yaml]}
+    values:
+      seed_everything: [0, 1, 2]
+      data.init_args.partitioner.init_args.alpha: [0.5, 0.9, 2.0]
+    overrides: {federation.phases.FedAvg.rounds: 250}
+    baseline: FedAvg
+    folder: runs/pfl_moe
+
+This file says what a cell runs, and ``published.py`` what is below the key ``paper``.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from jsonargparse import ActionConfigFile, ArgumentParser
+from jsonargparse import ActionConfigFile, ArgumentParser  # pyright: ignore[reportPrivateImportUsage]
 from jsonargparse.typing import Path_fr, PositiveInt
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 
 from fedmoe_pl.benchmark.published import VARIANT, Published, full_key
+from fedmoe_pl.rounds.names import is_file_name
 
 DESCRIPTION = "Runs every combination of some values of a configuration, and makes one table over their seeds"
+SEED = "seed_everything"
+_MOST_SEED = 2**32 - 1  # NumPy's
 
 
 @dataclass
@@ -24,7 +43,7 @@ class Variant:
         overrides: keys that these cells have in place of those of the files.
     """
 
-    configs: list[Path_fr] = field(default_factory=list)
+    configs: list[Path_fr] = field(default_factory=list)  # pyright: ignore[reportInvalidTypeForm]
     overrides: dict[str, Any] = field(default_factory=dict)
 
 
@@ -34,27 +53,61 @@ class Grid:
 
     Args:
         configs: configuration files of all cells, each over those before it; relative to the file that names them.
-        values: the values of each key, as a list; ``seed_everything`` is the key over which the table has mean and
-            standard deviation.
+        values: the values of each key, as a list. Over those of ``seed_everything``, the table has mean and standard
+            deviation.
         folder: where the cells' runs and the table are written.
         variants: named changes of the configuration, such as other data sets.
         overrides: keys that all cells have in place of those of the files. A phase is named by its name, as in
             ``federation.phases.FedAvg.rounds``.
-        methods: the phases to run and to show; those that they start from are run, too. Without it, all are.
-        baseline: the method to which the others are compared.
+        methods: the phases to run and to show, beside the baseline; those that they start from are run, too. By
+            default, all are.
+        baseline: the method with which the others are compared.
         parallel: runs at a time; on GPUs, each has one of its own, in turn.
-        paper: published numbers beside which the table puts its own; see ``fedmoe_pl/benchmark/published.py``.
+        paper: published numbers, which the table puts beside its own.
     """
 
-    configs: list[Path_fr]
+    configs: list[Path_fr]  # pyright: ignore[reportInvalidTypeForm]
     values: dict[str, Any]
     folder: str
     variants: dict[str, Variant] = field(default_factory=dict)
     overrides: dict[str, Any] = field(default_factory=dict)
     methods: list[str] | None = None
     baseline: str | None = None
-    parallel: PositiveInt = 1
+    parallel: PositiveInt = 1  # pyright: ignore[reportInvalidTypeForm]
     paper: list[Published] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        """Checks what does not depend on the configurations, and writes keys as dotted words.
+
+        Raises:
+            MisconfigurationException: if a list is empty, or a variant or value cannot name a folder.
+        """
+        self.values = dict(_dotted(self.values))
+        self.overrides = dict(_dotted(self.overrides))
+        for key in ("configs", "folder"):
+            if not getattr(self, key):
+                raise MisconfigurationException(f"{key} is empty, but must be given.")
+        if self.methods == []:
+            raise MisconfigurationException("methods is [], but must name at least one phase, or be left out.")
+        for name, variant in self.variants.items():
+            variant.overrides = dict(_dotted(variant.overrides))
+            if not is_file_name(name):
+                raise MisconfigurationException(f"variants has '{name}', but must have names that a folder can have.")
+        for key, values in self.values.items():
+            _check_values(key, values)
+        for published in self.paper:
+            for key in published.where:
+                full_key(key, [other for other in self.keys if other != SEED], published.table)
+
+    @property
+    def keys(self) -> list[str]:
+        """The keys of ``values``, after ``variant`` if there are variants."""
+        return [*([VARIANT] if self.variants else []), *self.values]
+
+    @property
+    def words(self) -> dict[str, str]:
+        """The last words of each key, as many as tell it from the others; for names of cells and for tables."""
+        return {key: _shortest(key, self.keys) for key in self.keys}
 
 
 class _GridFile(ActionConfigFile):
@@ -74,3 +127,74 @@ def grid_parser() -> ArgumentParser:
     parser.add_argument("--config", action=_GridFile, help="A grid file; may be given more than once, as overlays.")
     parser.add_class_arguments(Grid, as_group=False)
     return parser
+
+
+def read_grid(arguments: Sequence[str]) -> Grid:
+    """The grid that a command line gives.
+
+    Args:
+        arguments: the arguments of ``fedmoe benchmark``.
+
+    Raises:
+        ArgumentError: if an argument is unknown or has a wrong type, or a file is missing.
+        MisconfigurationException: if an argument has a wrong value.
+    """
+    given = grid_parser().parse_args([*arguments]).as_dict()
+    del given["config"]
+    given["variants"] = {name: Variant(**variant) for name, variant in given["variants"].items()}
+    given["paper"] = [Published(**published) for published in given["paper"]]
+    return Grid(**given)
+
+
+def value_name(value: Any) -> str:
+    """A value in the name of a cell and in the table: the name of a class, and others as in YAML.
+
+    Example:
+        >>> value_name(0.5), value_name(None), value_name({"class_path": "fedmoe_pl.data.IID"})
+        ('0.5', 'null', 'IID')
+    """
+    if isinstance(value, Mapping):
+        return str(value.get("class_path", value)).rsplit(".", 1)[-1]
+    return {None: "null", True: "true", False: "false"}.get(value, str(value)) if _is_plain(value) else str(value)
+
+
+def _is_plain(value: Any) -> bool:
+    return value is None or isinstance(value, bool)
+
+
+def _dotted(node: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Yields the keys of nested mappings as dotted words, with their values; a class with its arguments is a value."""
+    for name, value in node.items():
+        key = f"{prefix}{name}"
+        if isinstance(value, Mapping) and value and "class_path" not in value:
+            yield from _dotted(value, f"{key}.")
+        else:
+            yield key, value
+
+
+def _check_values(key: str, values: Any) -> None:
+    if not isinstance(values, list) or not values:
+        raise MisconfigurationException(f"values.{key} is {values!r}, but must be a list of at least one value.")
+    names = [value_name(value) for value in values]
+    if len({*names}) < len(names):
+        raise MisconfigurationException(f"values.{key} is {names}, but must have every value once.")
+    for value, name in zip(values, names, strict=True):
+        is_named = isinstance(value, (str, int, float)) or value is None or "class_path" in value
+        if not is_named or not is_file_name(name):
+            raise MisconfigurationException(
+                f"values.{key} has {value!r}, but must have numbers, words or classes, which name a cell's folder; "
+                "give others as variants."
+            )
+        if key == SEED and not (type(value) is int and 0 <= value <= _MOST_SEED):
+            raise MisconfigurationException(
+                f"values.{key} has {value!r}, but must have integers from 0 to {_MOST_SEED:,}."
+            )
+
+
+def _shortest(key: str, keys: Sequence[str]) -> str:
+    words = key.split(".")
+    for number in range(1, len(words)):
+        short = ".".join(words[-number:])
+        if sum(other == short or other.endswith(f".{short}") for other in keys) == 1:
+            return short
+    return key

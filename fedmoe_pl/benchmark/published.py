@@ -41,6 +41,9 @@ from typing import Any, Literal
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 
 Metric = Literal["local_test", "local_test_held_out", "global_test"]
+PublishedNumber = tuple[float, float | None]
+"""A published number in percent, and its standard deviation if the paper has it."""
+
 VARIANT = "variant"
 
 
@@ -73,6 +76,14 @@ class Published:
                     "and its standard deviation."
                 )
 
+    @property
+    def numbers(self) -> dict[str, PublishedNumber]:
+        """The number of each method and its standard deviation, or None."""
+        return {
+            method: (numbers[0], numbers[1]) if isinstance(numbers, list) else (numbers, None)
+            for method, numbers in self.cells.items()
+        }
+
 
 def full_key(key: str, keys: Iterable[str], table: str = "") -> str:
     """The key of a grid that a shortened key stands for.
@@ -98,11 +109,15 @@ def full_key(key: str, keys: Iterable[str], table: str = "") -> str:
     return found[0]
 
 
-def is_for(published: Published, values: Mapping[str, Any]) -> bool:
-    """Whether published numbers are for a cell.
+def published_for(paper: Iterable[Published], values: Mapping[str, Any]) -> list[Published]:
+    """The published numbers that are for a cell.
 
     Args:
-        published: the numbers.
+        paper: all published numbers.
         values: the cell's value for each key of the grid, and its ``variant`` if the grid has any.
     """
-    return all(values[full_key(key, values, published.table)] == value for key, value in published.where.items())
+    return [
+        published
+        for published in paper
+        if all(values[full_key(key, values, published.table)] == value for key, value in published.where.items())
+    ]

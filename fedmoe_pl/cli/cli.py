@@ -79,7 +79,9 @@ class FederationCLI(LightningCLI):
     def _add_subcommands(self, parser: LightningArgumentParser, **kwargs: Any) -> None:
         """Adds the federation's commands, and lists the others, which :func:`main` runs; Lightning's signature."""
         super()._add_subcommands(parser, **kwargs)
-        parser._subcommands_action.add_subcommand("benchmark", grid_parser(), help=BENCHMARK)
+        commands = parser._subcommands_action
+        assert commands is not None, "Lightning has added its own"
+        commands.add_subcommand("benchmark", grid_parser(), help=BENCHMARK)
 
     def add_core_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
         """Adds the groups ``trainer``, ``model``, ``data`` and ``federation``."""
@@ -202,12 +204,14 @@ def configured(arguments: Sequence[str], check: bool) -> Federation:
         check: whether to make all checks, for which the data are read.
 
     Raises:
-        ArgumentError: if an argument is wrong.
         MisconfigurationException: if an argument is wrong, or what it names does not fit together.
     """
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "LightningCLI's args parameter")  # they are not those of this process
-        return (_Checked if check else _Configured)(["fit", *arguments]).trainer  # pyright: ignore[reportReturnType]
+        try:
+            return (_Checked if check else _Configured)(["fit", *arguments]).trainer  # pyright: ignore[reportReturnType]
+        except ArgumentError as error:
+            raise MisconfigurationException(cause_of(error)) from error
 
 
 def fault_of(arguments: Sequence[str], parsers: Mapping[str, ArgumentParser]) -> tuple[str, bool]:

@@ -90,6 +90,6 @@ def paired_difference(method: Sequence[Mapping[int, float]], baseline: Sequence[
             means.append(float(np.mean(differences)))
     if not pairs:
         return Difference(math.nan, math.nan, 0, 0, False)
-    p_value = float(wilcoxon(pairs).pvalue) if any(pairs) else 1.0
+    p_value = float(np.asarray(wilcoxon(pairs))[1]) if any(pairs) else 1.0
     same_sign = all(mean > 0 for mean in means) or all(mean < 0 for mean in means)
     return Difference(float(np.mean(means)), p_value, len(pairs), len(means), same_sign)

@@ -69,7 +69,7 @@ def configuration(federation: Any, model: LightningModule, datamodule: Federated
     """
     objects = {**_arguments(federation), "model": _described(model), "datamodule": _described(datamodule)}
     texts = {"hparams": federation.hparams, "objects": objects}
-    return {name: json.dumps(_relevant(tree), default=str) if tree else "" for name, tree in texts.items()}
+    return {name: json.dumps(relevant(tree), default=str) if tree else "" for name, tree in texts.items()}
 
 
 def changes(
@@ -178,14 +178,14 @@ def _text(value: Any) -> str:
     return text if len(text) <= _LONGEST else f"{text[:_LONGEST]} ..."
 
 
-def _relevant(tree: Any, key: str = "") -> Any:
+def relevant(tree: Any, key: str = "") -> Any:
     """The tree without keys that have no influence on the result."""
     if isinstance(tree, list):
-        return [_relevant(item, f"{key}[{index}]") for index, item in enumerate(tree)]
+        return [relevant(item, f"{key}[{index}]") for index, item in enumerate(tree)]
     if not isinstance(tree, Mapping):
         return tree
     children = {name: _child(key, name) for name in tree}
-    return {name: _relevant(tree[name], child) for name, child in children.items() if not _HARMLESS.fullmatch(child)}
+    return {name: relevant(tree[name], child) for name, child in children.items() if not _HARMLESS.fullmatch(child)}
 
 
 def _described(value: Any, name: str = "", depth: int = 0) -> Any:

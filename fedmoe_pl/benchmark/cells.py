@@ -1,0 +1,210 @@
+"""The cells of a grid: each has a configuration of its own, which is checked before any of them is run."""
+
+from __future__ import annotations
+
+import copy
+import json
+import logging
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+from lightning.fabric.utilities.exceptions import MisconfigurationException
+
+from fedmoe_pl.benchmark.grid import SEED, Grid, Variant, value_name
+from fedmoe_pl.benchmark.published import VARIANT
+from fedmoe_pl.federation import Federation
+from fedmoe_pl.rounds.names import is_file_name
+from fedmoe_pl.rounds.starts import chain_of_starts
+
+Configured = Callable[[Sequence[str], bool], Federation]
+"""Makes the federation of the arguments of ``fedmoe fit``; the second argument is whether to make all its checks."""
+
+_PHASES = "federation.phases."
+
+
+@dataclass(frozen=True)
+class Cell:
+    """A run of a grid.
+
+    Attributes:
+        name: the name of its folder.
+        where: its value for each key of the grid, and its ``variant`` if the grid has any.
+        configuration: its whole configuration, with which ``fedmoe fit`` runs it.
+        phases: the phases that the table shows.
+        folder: the folder that its runs are in.
+    """
+
+    name: str
+    where: dict[str, Any]
+    configuration: dict[str, Any]
+    phases: list[str]
+    folder: Path
+
+    @property
+    def condition(self) -> dict[str, Any]:
+        """Its values without the seed."""
+        return {key: value for key, value in self.where.items() if key != SEED}
+
+    @property
+    def seed(self) -> int:
+        """Its seed."""
+        return self.configuration[SEED]
+
+
+def make_cells(grid: Grid, configured: Configured, has_begun: Callable[[Cell], bool]) -> list[Cell]:
+    """The cells of a grid, in the order of its variants and values; the seed changes first.
+
+    Cells that differ only in their seed are checked once.
+
+    Args:
+        grid: the grid.
+        configured: makes the federation of a configuration.
+        has_begun: whether a run of the cell has begun, so that its configuration has been checked.
+
+    Raises:
+        MisconfigurationException: if the configuration of a cell is wrong, or lacks one of the grid's methods; the
+            message begins with the cell.
+    """
+    cells = list[Cell]()
+    others = [key for key in grid.values if key != SEED]
+    for variant, *values in product(grid.variants or [None], *(grid.values[key] for key in others)):
+        where = {**({} if variant is None else {VARIANT: variant}), **dict(zip(others, values, strict=True))}
+        try:
+            with _without_logs():
+                cells += _cells_of(grid, where, configured, has_begun)
+        except MisconfigurationException as error:
+            raise MisconfigurationException(f"{_name(grid, where) or 'every cell'}: {error}") from error
+    return cells
+
+
+@contextmanager
+def _without_logs() -> Iterator[None]:
+    """Leaves out what is logged of a configuration: its run will log it."""
+    before = logging.root.manager.disable
+    logging.disable(logging.INFO)
+    try:
+        yield
+    finally:
+        logging.disable(before)
+
+
+def _cells_of(
+    grid: Grid, where: dict[str, Any], configured: Configured, has_begun: Callable[[Cell], bool]
+) -> list[Cell]:
+    """The cells with these values, one for each seed."""
+    configuration = _configuration(grid, where, configured)
+    shown = _shown(grid, configuration["federation"]["phases"])
+    cells = [_cell(grid, where, seed, configuration, shown) for seed in grid.values.get(SEED, [configuration[SEED]])]
+    if all(map(has_begun, cells)):
+        return cells
+    configuration = configured(["--config", json.dumps(cells[0].configuration)], True).hparams
+    return [_cell(grid, where, cell.seed, configuration, shown) for cell in cells]
+
+
+def _configuration(grid: Grid, where: Mapping[str, Any], configured: Configured) -> dict[str, Any]:
+    """The configuration of the cells with these values: all keys, with their defaults."""
+    variant = grid.variants.get(where.get(VARIANT, ""), Variant())
+    values = {key: value for key, value in where.items() if key != VARIANT}
+    changes = {**grid.overrides, **variant.overrides, **values}
+    of_phases = {key: value for key, value in changes.items() if key.startswith(_PHASES)}
+    overlay = _nested({key: value for key, value in changes.items() if key not in of_phases})
+    files = [word for path in (*grid.configs, *variant.configs) for word in ("--config", path.absolute)]
+    federation = configured([*files, "--config", json.dumps(overlay)], False)
+    configuration = copy.deepcopy(federation.hparams)
+    for key, value in of_phases.items():
+        _change_phase(configuration["federation"]["phases"], key, value)
+    if grid.methods is None:
+        return configuration
+    if of_phases:  # which may change what a phase starts from
+        federation = configured(["--config", json.dumps(configuration)], False)
+    names = [phase.name for phase in federation.phases]
+    for name in grid.methods:
+        if name not in names:
+            raise MisconfigurationException(f"methods has '{name}', but must have phases: {', '.join(names)}.")
+    wanted = [name for name in names if name in grid.methods or is_row_of(grid.baseline, name)]
+    chains = [chain_of_starts(federation.phases, federation.starts, name) for name in wanted]
+    needed = {phase.name for chain in chains for phase in chain}
+    phases = [phase for phase in configuration["federation"]["phases"] if phase["name"] in needed]
+    configuration["federation"]["phases"] = phases
+    return configuration
+
+
+def is_row_of(row: str | None, phase: str) -> bool:
+    """Whether a row of ``clients.csv`` is of a phase: it has its name, to which a moment may be added.
+
+    Example:
+        >>> is_row_of("FedAvg after local training", "FedAvg"), is_row_of("FedAvgM", "FedAvg")
+        (True, False)
+    """
+    return row is not None and (row == phase or row.startswith(f"{phase} after "))
+
+
+def _shown(grid: Grid, phases: list[dict[str, Any]]) -> list[str]:
+    """The names of the phases that the table shows: those that are evaluated."""
+    names = [phase["name"] for phase in phases if phase["evaluate"]]
+    shown = [name for name in names if grid.methods is None or name in grid.methods or is_row_of(grid.baseline, name)]
+    if grid.baseline is not None and not any(is_row_of(grid.baseline, name) for name in shown):
+        raise MisconfigurationException(f"baseline is '{grid.baseline}', but must be one of {', '.join(names)}.")
+    return shown
+
+
+def _cell(grid: Grid, where: dict[str, Any], seed: int, configuration: dict[str, Any], shown: list[str]) -> Cell:
+    full = {**where, SEED: seed}
+    full = {key: full[key] for key in dict.fromkeys((*grid.keys, SEED))}
+    name = _name(grid, full)
+    if not is_file_name(name):
+        raise MisconfigurationException(f"values give the name '{name}', which is too long for a folder.")
+    federation = {
+        **configuration["federation"],
+        "default_root_dir": grid.folder,
+        "name": name,
+        "enable_checkpointing": True,
+        "enable_progress_bar": False,
+    }
+    return Cell(name, full, {**configuration, SEED: seed, "federation": federation}, shown, Path(grid.folder) / name)
+
+
+def _name(grid: Grid, where: Mapping[str, Any]) -> str:
+    words = grid.words
+    return ",".join(
+        value_name(value) if key == VARIANT else f"{words.get(key, key)}={value_name(value)}"
+        for key, value in where.items()
+    )
+
+
+def _nested(changes: Mapping[str, Any]) -> dict[str, Any]:
+    """An overlay with these keys.
+
+    Example:
+        >>> _nested({"data.class_path": "Digits", "data.init_args.num_clients": 3})
+        {'data': {'class_path': 'Digits', 'init_args': {'num_clients': 3}}}
+    """
+    overlay: dict[str, Any] = {}
+    for key, value in changes.items():
+        _put(overlay, key.split("."), copy.deepcopy(value))
+    return overlay
+
+
+def _change_phase(phases: list[dict[str, Any]], key: str, value: Any) -> None:
+    """Changes a key of a phase, such as ``federation.phases.FedAvg.rounds``; a name may have dots."""
+    rest = key.removeprefix(_PHASES)
+    names = [phase["name"] for phase in phases]
+    found = [phase for phase in phases if rest.startswith(f"{phase['name']}.")]
+    if not found:
+        raise MisconfigurationException(f"{key} is not a key of a phase; the phases are {', '.join(names)}.")
+    phase = max(found, key=lambda phase: len(phase["name"]))
+    _put(phase, rest.removeprefix(f"{phase['name']}.").split("."), copy.deepcopy(value))
+
+
+def _put(node: dict[str, Any], names: Sequence[str], value: Any) -> None:
+    """Puts a value into nested mappings, which are changed; a value that is none gives way to a mapping."""
+    *above, last = names
+    for name in above:
+        if not isinstance(node.get(name), dict):
+            node[name] = {}
+        node = node[name]
+    node[last] = value

@@ -1,0 +1,194 @@
+"""Runs cells, each as ``fedmoe fit`` in a process of its own, one after another or several at a time."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import torch
+import yaml
+
+from fedmoe_pl.benchmark.cells import Cell
+from fedmoe_pl.benchmark.state import cut_run, finished_run
+
+_POLL = 0.1  # seconds between two looks at the processes
+_SECONDS_TO_END = 15.0  # after a signal; a run needs at most ten
+_LONGEST = 300  # characters of an error in a line
+
+
+class Ended(BaseException):
+    """A signal has ended the benchmark.
+
+    Attributes:
+        signum: the signal's number.
+    """
+
+    def __init__(self, signum: int) -> None:
+        super().__init__(signal.Signals(signum).name)
+        self.signum = signum
+
+
+@dataclass
+class _Process:
+    cell: Cell
+    number: int
+    slot: int
+    process: subprocess.Popen[bytes]
+    began: float
+
+
+def run_cells(cells: Sequence[Cell], parallel: int, documents: Sequence[dict[str, Any]]) -> list[Cell]:
+    """Runs the cells that are not finished; a line says when each of them begins and ends.
+
+    Args:
+        cells: the cells of the grid.
+        parallel: how many run at a time.
+        documents: what ``cell.yaml`` says of each cell.
+
+    Returns:
+        The cells that failed.
+
+    Raises:
+        Ended: if a signal has ended the runs.
+    """
+    waiting = list[tuple[int, Cell]]()
+    for number, (cell, document) in enumerate(zip(cells, documents, strict=True), 1):
+        run = finished_run(cell)
+        _write(cell.folder / "cell.yaml", document)
+        if run is None:
+            waiting.append((number, cell))
+        else:
+            _say(number, cells, cell, f"is finished: {run}")
+    running, failed = list[_Process](), list[Cell]()
+    with _signals():
+        try:
+            while waiting or running:
+                free = [slot for slot in range(parallel) if slot not in [each.slot for each in running]]
+                for slot in free[: len(waiting)]:
+                    number, cell = waiting.pop(0)
+                    running.append(_start(cell, number, slot, parallel, cells))
+                time.sleep(_POLL)
+                for each in [each for each in running if each.process.poll() is not None]:
+                    running.remove(each)
+                    if not _has_succeeded(each, cells):
+                        failed.append(each.cell)
+        except Ended as end:
+            _end(running, end.signum)
+            raise
+    return failed
+
+
+def _start(cell: Cell, number: int, slot: int, parallel: int, cells: Sequence[Cell]) -> _Process:
+    """Starts or continues the run of a cell."""
+    path = cell.folder / "config.yaml"
+    _write(path, cell.configuration)
+    command = [sys.executable, "-m", "fedmoe_pl.cli", "fit", "--config", str(path)]
+    checkpoint = cut_run(cell)
+    if checkpoint is not None:
+        command += ["--ckpt_path", str(checkpoint)]
+    device = _gpu(cell, slot)
+    environment = {**os.environ, **({} if device is None else {"CUDA_VISIBLE_DEVICES": device})}
+    with (cell.folder / "stdout.log").open("ab") as out, (cell.folder / "stderr.log").open("wb") as errors:
+        # in a session of its own, so that Ctrl-C reaches only this process, which ends the others
+        process = subprocess.Popen(
+            command, stdin=subprocess.DEVNULL, stdout=out, stderr=errors, env=environment, start_new_session=True
+        )
+    if device is None and parallel > 1:
+        _use_share_of_cores(process.pid, slot, parallel)
+    where = f" on GPU {device}" if device is not None else ""
+    _say(number, cells, cell, f"starts{where}" if checkpoint is None else f"goes on{where} from {checkpoint}")
+    return _Process(cell, number, slot, process, time.monotonic())
+
+
+def _gpu(cell: Cell, slot: int) -> str | None:
+    """The GPU of a run, as in ``CUDA_VISIBLE_DEVICES``; None if it trains on the CPU."""
+    if cell.configuration["trainer"]["accelerator"] not in ("auto", "gpu", "cuda") or not torch.cuda.device_count():
+        return None
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    names = visible.split(",") if visible else [str(index) for index in range(torch.cuda.device_count())]
+    return names[slot % len(names)]
+
+
+def _use_share_of_cores(pid: int, slot: int, parallel: int) -> None:
+    """Gives a run its share of the CPU cores, so that runs do not start more worker processes than there are cores."""
+    cores = sorted(os.sched_getaffinity(0))
+    if parallel <= len(cores):
+        os.sched_setaffinity(pid, cores[slot::parallel])
+
+
+def _has_succeeded(each: _Process, cells: Sequence[Cell]) -> bool:
+    """Says how a run has ended, and returns whether it is finished."""
+    code, seconds = each.process.returncode, time.monotonic() - each.began
+    if code == 0:
+        _say(each.number, cells, each.cell, f"is finished after {duration(seconds)}")
+        return True
+    path = each.cell.folder / "stderr.log"
+    lines = [line.strip() for line in path.read_text(errors="replace").splitlines() if line.strip()]
+    reason = f"the process was ended by {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
+    last = lines[-1][:_LONGEST] if lines else "nothing on stderr"
+    _say(each.number, cells, each.cell, f"failed after {duration(seconds)} ({reason}): {last} [{path}]")
+    return False
+
+
+def _end(running: Sequence[_Process], signum: int) -> None:
+    """Ends all runs, which write how they continue to their logs."""
+    deadline = time.monotonic() + _SECONDS_TO_END
+    for each in running:
+        if each.process.poll() is None:
+            each.process.send_signal(signum)
+    while time.monotonic() < deadline and any(each.process.poll() is None for each in running):
+        time.sleep(_POLL)
+    for each in running:
+        if each.process.poll() is None:
+            os.killpg(each.process.pid, signal.SIGKILL)
+            each.process.wait()
+
+
+@contextmanager
+def _signals() -> Iterator[None]:
+    """In this context, Ctrl-C, SIGTERM and the end of the terminal raise :class:`Ended`."""
+    signals = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+    usual = (signal.SIG_DFL, signal.default_int_handler)
+    before = {signum: handler for signum in signals if (handler := signal.getsignal(signum)) in usual}
+    try:
+        for signum in before:
+            signal.signal(signum, _raise)
+        yield
+    finally:
+        for signum, handler in before.items():
+            signal.signal(signum, handler)
+
+
+def _raise(signum: int, frame: FrameType | None) -> None:
+    raise Ended(signum)
+
+
+def _write(path: Path, content: dict[str, Any]) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(yaml.safe_dump(content, sort_keys=False))
+
+
+def _say(number: int, cells: Sequence[Cell], cell: Cell, what: str) -> None:
+    print(f"[{number}/{len(cells)}] {cell.name} {what}", flush=True)
+
+
+def duration(seconds: float) -> str:
+    """A duration in words.
+
+    Example:
+        >>> duration(7.2), duration(125), duration(7260)
+        ('7 s', '2 min 5 s', '2 h 1 min')
+    """
+    whole = round(seconds)
+    if whole < 60:
+        return f"{whole} s"
+    return f"{whole // 60} min {whole % 60} s" if whole < 3600 else f"{whole // 3600} h {whole % 3600 // 60} min"
