@@ -18,11 +18,12 @@ This file says what a cell runs, and ``published.py`` what is below the key ``pa
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from jsonargparse import ActionConfigFile, ArgumentParser  # pyright: ignore[reportPrivateImportUsage]
+from jsonargparse import ActionConfigFile, ArgumentParser, get_loader  # pyright: ignore[reportPrivateImportUsage]
 from jsonargparse.typing import Path_fr, PositiveInt
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 
@@ -31,6 +32,7 @@ from fedmoe_pl.rounds.names import is_file_name
 
 DESCRIPTION = "Runs every combination of some values of a configuration, and makes one table over their seeds"
 SEED = "seed_everything"
+_OF_CLASS = {"class_path", "init_args", "dict_kwargs"}
 _MOST_SEED = 2**32 - 1  # NumPy's
 
 
@@ -139,11 +141,31 @@ def read_grid(arguments: Sequence[str]) -> Grid:
         ArgumentError: if an argument is unknown or has a wrong type, or a file is missing.
         MisconfigurationException: if an argument has a wrong value.
     """
-    given = grid_parser().parse_args([*arguments]).as_dict()
+    given = grid_parser().parse_args([*_as_overlays(arguments)]).as_dict()
     del given["config"]
     given["variants"] = {name: Variant(**variant) for name, variant in given["variants"].items()}
     given["paper"] = [Published(**published) for published in given["paper"]]
     return Grid(**given)
+
+
+def _as_overlays(arguments: Sequence[str]) -> Iterator[str]:
+    """Yields the arguments with each ``--values.KEY`` and ``--overrides.KEY`` as an overlay.
+
+    The parser takes the first word of the key for the whole, and forgets what another argument says below it.
+
+    Example:
+        >>> [*_as_overlays(["--values.trainer.max_epochs", "[1, 2]", "--parallel=2"])]
+        ['--config', '{"values": {"trainer.max_epochs": [1, 2]}}', '--parallel=2']
+    """
+    rest = iter(arguments)
+    for word in rest:
+        option, _, key = word.partition(".")
+        if option not in ("--values", "--overrides") or not key:
+            yield word
+            continue
+        key, equals, value = key.partition("=")
+        value = get_loader("yaml")(value if equals else next(rest, ""))
+        yield from ("--config", json.dumps({option[2:]: {key: value}}))
 
 
 def value_name(value: Any) -> str:
@@ -166,7 +188,8 @@ def _dotted(node: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, An
     """Yields the keys of nested mappings as dotted words, with their values; a class with its arguments is a value."""
     for name, value in node.items():
         key = f"{prefix}{name}"
-        if isinstance(value, Mapping) and value and "class_path" not in value:
+        is_class = isinstance(value, Mapping) and "class_path" in value and set(value) <= _OF_CLASS
+        if isinstance(value, Mapping) and value and not is_class:
             yield from _dotted(value, f"{key}.")
         else:
             yield key, value

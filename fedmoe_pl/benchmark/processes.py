@@ -81,8 +81,8 @@ def run_cells(cells: Sequence[Cell], parallel: int, documents: Sequence[dict[str
                     running.remove(each)
                     if not _has_succeeded(each, cells):
                         failed.append(each.cell)
-        except Ended as end:
-            _end(running, end.signum)
+        except Ended:
+            _end(running)
             raise
     return failed
 
@@ -91,11 +91,8 @@ def _start(cell: Cell, number: int, slot: int, parallel: int, cells: Sequence[Ce
     """Starts or continues the run of a cell."""
     path = cell.folder / "config.yaml"
     _write(path, cell.configuration)
-    command = [sys.executable, "-m", "fedmoe_pl.cli", "fit", "--config", str(path)]
-    checkpoint = cut_run(cell)
-    if checkpoint is not None:
-        command += ["--ckpt_path", str(checkpoint)]
-    device = _gpu(cell, slot)
+    checkpoint, device = cut_run(cell), _gpu(cell, slot)
+    command = _command(path, checkpoint)
     environment = {**os.environ, **({} if device is None else {"CUDA_VISIBLE_DEVICES": device})}
     with (cell.folder / "stdout.log").open("ab") as out, (cell.folder / "stderr.log").open("wb") as errors:
         # in a session of its own, so that Ctrl-C reaches only this process, which ends the others
@@ -107,6 +104,12 @@ def _start(cell: Cell, number: int, slot: int, parallel: int, cells: Sequence[Ce
     where = f" on GPU {device}" if device is not None else ""
     _say(number, cells, cell, f"starts{where}" if checkpoint is None else f"goes on{where} from {checkpoint}")
     return _Process(cell, number, slot, process, time.monotonic())
+
+
+def _command(configuration: Path, checkpoint: Path | None) -> list[str]:
+    """The command that runs a configuration, or continues its run."""
+    command = [sys.executable, "-m", "fedmoe_pl.cli", "fit", "--config", str(configuration)]
+    return command if checkpoint is None else [*command, "--ckpt_path", str(checkpoint)]
 
 
 def _gpu(cell: Cell, slot: int) -> str | None:
@@ -139,12 +142,12 @@ def _has_succeeded(each: _Process, cells: Sequence[Cell]) -> bool:
     return False
 
 
-def _end(running: Sequence[_Process], signum: int) -> None:
-    """Ends all runs, which write how they continue to their logs."""
+def _end(running: Sequence[_Process]) -> None:
+    """Ends all runs; each keeps its last whole round."""
     deadline = time.monotonic() + _SECONDS_TO_END
     for each in running:
         if each.process.poll() is None:
-            each.process.send_signal(signum)
+            each.process.terminate()
     while time.monotonic() < deadline and any(each.process.poll() is None for each in running):
         time.sleep(_POLL)
     for each in running:

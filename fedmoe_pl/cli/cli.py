@@ -287,6 +287,9 @@ def main(args: ArgsType = None) -> None:
     arguments = sys.argv[1:] if args is None else args
     try:
         if isinstance(arguments, list) and arguments[:1] == ["benchmark"]:
+            fault, _ = fault_of(arguments, {"benchmark": grid_parser()})
+            if " is not an argument; " in fault:  # the parser overlooks it if it is empty
+                raise MisconfigurationException(fault)
             sys.exit(benchmark(arguments[1:], configured))
         FederationCLI(args)
     except (ArgumentError, MisconfigurationException) as error:

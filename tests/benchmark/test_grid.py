@@ -1,0 +1,110 @@
+"""A grid file is read, overlays and arguments change single keys, and what is wrong is refused in one line."""
+
+import sys
+from argparse import ArgumentError
+from pathlib import Path
+
+import pytest
+import yaml
+from helpers.grids import write_grid
+from lightning.fabric.utilities.exceptions import MisconfigurationException
+
+from fedmoe_pl.benchmark.grid import read_grid
+from fedmoe_pl.cli import main
+
+ALPHA = "data.init_args.partitioner.init_args.alpha"
+
+
+def test_files_are_relative_to_the_grid(tmp_path, monkeypatch):
+    arguments = write_grid(tmp_path, variants={"A": {"configs": ["tiny.yaml"]}, "B": {}})
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    grid = read_grid(arguments)
+    (path,) = grid.configs
+    assert Path(path.absolute).samefile(tmp_path / "tiny.yaml")
+    assert Path(grid.variants["A"].configs[0].absolute).samefile(tmp_path / "tiny.yaml")
+    assert grid.keys == ["variant", "seed_everything"]
+
+
+def test_overlays_and_arguments_change_single_keys(tmp_path):
+    arguments = write_grid(tmp_path, values={"seed_everything": [0, 1], ALPHA: [0.5, 5]}, overrides={"trainer.a": 1})
+    overlay = tmp_path / "quick.yaml"
+    overlay.write_text(yaml.safe_dump({"values": {"seed_everything": [7]}, "overrides": {"trainer": {"b": 2}}}))
+    grid = read_grid([*arguments, "--config", str(overlay)])
+    assert grid.values == {"seed_everything": [7], ALPHA: [0.5, 5]}
+    assert grid.overrides == {"trainer.a": 1, "trainer.b": 2}
+    grid = read_grid([*arguments, "--values.seed_everything", "[8]", f"--values.{ALPHA}", "[9]", "--methods", "[a]"])
+    assert grid.values == {"seed_everything": [8], ALPHA: [9]}
+    assert grid.methods == ["a"]
+    words = ["--overrides.trainer.a", "3", "--overrides.data.class_path", "NpzFile", "--overrides.data.path", "x.npz"]
+    grid = read_grid([*arguments, *words])
+    assert grid.overrides == {"trainer.a": 3, "data.class_path": "NpzFile", "data.path": "x.npz"}
+
+
+def test_a_class_is_a_value(tmp_path):
+    node = {"class_path": "IID"}
+    assert read_grid(write_grid(tmp_path, overrides={"data.partitioner": node})).overrides == {"data.partitioner": node}
+
+
+def published(where):
+    return {"paper": [{"table": "T", "where": where, "metric": "local_test", "cells": {"A": 1}}]}
+
+
+REFUSED = {
+    "values.seed_everything is [], but must be a list of at least one value.": {"values": {"seed_everything": []}},
+    "values.trainer.max_epochs is 3, but must be a list": {"values": {"trainer.max_epochs": 3}},
+    "values.trainer.max_epochs is ['3', '3'], but must have every value once": {
+        "values": {"trainer.max_epochs": [3, 3]}
+    },
+    "values.seed_everything has -1, but must have integers from 0 to 4,294,967,295.": {
+        "values": {"seed_everything": [-1]}
+    },
+    "values.seed_everything has 'a', but must have integers": {"values": {"seed_everything": ["a"]}},
+    "values.data.path has 'a/b', but must have numbers, words or classes": {"values": {"data.path": ["a/b"]}},
+    "values.data.rotations has [0, 180], but must have": {"values": {"data.rotations": [[0, 180]]}},
+    "variants has 'a/b', but must have names that a folder can have.": {"variants": {"a/b": {}}},
+    "configs is empty, but must be given.": {"configs": []},
+    "methods is [], but must name at least one phase": {"methods": []},
+    "paper: where of T has 'alpha', but must have keys of the grid: it has none.": published({"alpha": 0.5}),
+}
+
+
+@pytest.mark.parametrize("sentence", REFUSED)
+def test_a_wrong_value_is_refused(sentence, tmp_path):
+    with pytest.raises(MisconfigurationException) as error:
+        read_grid(write_grid(tmp_path, **REFUSED[sentence]))
+    assert str(error.value).startswith(sentence)
+
+
+def test_published_numbers_are_a_number_or_two(tmp_path):
+    entry = {"table": "T", "metric": "local_test", "cells": {"A": [90, 1]}}
+    assert read_grid(write_grid(tmp_path, paper=[entry])).paper[0].numbers == {"A": (90, 1)}
+    with pytest.raises(MisconfigurationException, match=r"cells of T has \[90.0, 1.0, 2.0\] for 'A'"):
+        read_grid(write_grid(tmp_path, paper=[{**entry, "cells": {"A": [90, 1, 2]}}]))
+
+
+@pytest.mark.parametrize(
+    "changes", [{"valuess": {"a": 1}}, {"configs": ["none.yaml"]}, {"parallel": 0}, {"paper": [{"metric": "accuracy"}]}]
+)
+def test_the_parser_refuses_unknown_keys_types_and_missing_files(changes, tmp_path):
+    with pytest.raises(ArgumentError):
+        read_grid(write_grid(tmp_path, **changes))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        ([], "fedmoe: no --config has configs and values and folder"),
+        (["--config", "none.yaml"], "fedmoe: config is 'none.yaml', but the file cannot be read: No such file"),
+        (["--config", '{"valuess": {}}'], "fedmoe: valuess is not an argument; did you mean values?"),
+        (["--configs+", "none.yaml"], "none.yaml"),
+        (["--values.seed_everything", "[]"], "fedmoe: values.seed_everything is [], but must be a list"),
+    ],
+)
+def test_the_command_line_refuses_in_one_line(arguments, sentence, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr("sys.path", [*sys.path])
+    grid = write_grid(tmp_path) if arguments and arguments[0] != "--config" else []
+    with pytest.raises(SystemExit) as end:
+        main(["benchmark", *grid, *arguments])
+    error = capsys.readouterr().err
+    assert end.value.code == 2 and error.count("\n") == 1 and sentence in error

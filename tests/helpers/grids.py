@@ -1,0 +1,91 @@
+"""Tiny grids on digits, and a process that takes the place of ``fedmoe fit``."""
+
+import sys
+from pathlib import Path
+
+import yaml
+
+TINY = {
+    "seed_everything": 0,
+    "model": {"class_path": "PersonalizedMoE", "init_args": {"global_expert": "SmallMLP"}},
+    "data": {
+        "class_path": "Digits",
+        "init_args": {
+            "num_clients": 4,
+            "partitioner": {"class_path": "Dirichlet", "init_args": {"alpha": 0.5}},
+            "batch_size": 100,
+        },
+    },
+    "trainer": {"accelerator": "cpu", "devices": 1, "max_epochs": 1},
+    "federation": {
+        "logger": False,
+        "phases": [
+            {"name": "Local", "algorithm": "Local", "gate": "LocalOnly"},
+            {
+                "name": "FedAvg",
+                "algorithm": {"class_path": "FedAvg", "init_args": {"shared": "global_expert.*"}},
+                "gate": "GlobalOnly",
+            },
+            {"name": "PFL-FT", "algorithm": "PersonalizedExpert", "gate": "LocalOnly", "max_epochs": 1},
+        ],
+    },
+}
+
+# Writes what `fedmoe fit` writes: its first argument says how it ends, the third is the configuration.
+_SCRIPT = """
+import csv, os, pathlib, shutil, sys, time, yaml
+kind, config, checkpoint = sys.argv[1], yaml.safe_load(open(sys.argv[2])), sys.argv[3:]
+federation, seed = config["federation"], config["seed_everything"]
+folder = pathlib.Path(federation["default_root_dir"]) / federation["name"] / "version_0"
+finished = folder / "checkpoints/finished"
+finished.mkdir(parents=True, exist_ok=True)
+shutil.copy(sys.argv[2], folder / "config.yaml")
+(folder / "checkpoints/last.ckpt").touch()
+with open(folder / "began", "a") as file:
+    print(*checkpoint, file=file)
+print("words on stdout")
+if kind == "fails" and seed == 0:
+    print("Traceback ...", "fedmoe: it is broken.", "", sep="\\n", file=sys.stderr)
+    sys.exit(2)
+if kind == "hangs" and seed == 1 and not checkpoint:
+    time.sleep(60)
+with open(folder / "clients.csv", "w") as file:
+    rows = csv.writer(file)
+    columns = ("local_test", "local_test_held_out", "global_test", "validation")
+    rows.writerow(("method", "model", "moment", "selection", "client", *columns))
+    for index, phase in enumerate(federation["phases"]):
+        for client in range(10):
+            values = (0.5 + index / 10 + client / 100 + seed / 1000, "", 0.5 + index / 10 + seed / 1000, "")
+            rows.writerow((phase["name"], "an expert", "after aggregation", "last round", client, *values))
+for phase in federation["phases"]:
+    (finished / f"{phase['name']}.ckpt").touch()
+"""
+
+
+def write_grid(folder: Path, **changes) -> list[str]:
+    """Writes a grid of two seeds with its configuration, and returns the arguments that name it.
+
+    Args:
+        folder: the folder of the files, and of the grid's runs.
+        changes: keys of the grid that are others.
+    """
+    (folder / "tiny.yaml").write_text(yaml.safe_dump(TINY))
+    grid = {"configs": ["tiny.yaml"], "values": {"seed_everything": [0, 1]}, "folder": str(folder / "runs")}
+    (folder / "grid.yaml").write_text(yaml.safe_dump(grid | changes))
+    return ["--config", str(folder / "grid.yaml")]
+
+
+def pretended_fit(kind: str, folder: Path):
+    """Makes the command of a process that writes a run's files at once.
+
+    Args:
+        kind: "ends"; "fails", with seed 0; or "hangs", with seed 1, until it is continued.
+        folder: a folder for the script.
+    """
+    script = folder / "fit.py"
+    script.write_text(_SCRIPT)
+
+    def command(configuration: Path, checkpoint: Path | None) -> list[str]:
+        return [sys.executable, str(script), kind, str(configuration), *([str(checkpoint)] if checkpoint else [])]
+
+    return command
