@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-import os
 import shlex
 import sys
-import traceback
-import warnings
-from argparse import ArgumentError
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -21,7 +17,6 @@ from lightning.pytorch.cli import ArgsType, LightningArgumentParser, LightningCL
 from lightning_utilities.core.enums import StrEnum
 
 from fedmoe_pl.backends import LEAN_TRAINER
-from fedmoe_pl.benchmark.command import benchmark
 from fedmoe_pl.benchmark.grid import DESCRIPTION as BENCHMARK
 from fedmoe_pl.benchmark.grid import grid_parser
 from fedmoe_pl.cli.constructing import Constructor, Failure, ModuleConstructor, describe_failure
@@ -30,7 +25,6 @@ from fedmoe_pl.cli.reading import read_arguments
 from fedmoe_pl.cli.schema import arguments_of, faults
 from fedmoe_pl.data import FederatedDataModule
 from fedmoe_pl.federation import Federation
-from fedmoe_pl.rounds.failures import ClientError
 
 # An integer is a number of batches, a float a share. In the Trainer's own annotation the float comes first, so that
 # jsonargparse would make 1.0, all batches, of 1.
@@ -77,7 +71,7 @@ class FederationCLI(LightningCLI):
         }
 
     def _add_subcommands(self, parser: LightningArgumentParser, **kwargs: Any) -> None:
-        """Adds the federation's commands, and lists the others, which :func:`main` runs; Lightning's signature."""
+        """Adds the federation's commands, and lists the others, which ``commands.py`` runs; Lightning's signature."""
         super()._add_subcommands(parser, **kwargs)
         commands = parser._subcommands_action
         assert commands is not None, "Lightning has added its own"
@@ -181,39 +175,6 @@ class FederationCLI(LightningCLI):
         """Does nothing: a federation's checkpoint holds no hyperparameters of the model, and Federation reads it."""
 
 
-class _Configured(FederationCLI):
-    """Makes everything that the configuration of ``fit`` names, and trains nothing."""
-
-    def fit(self, **arguments: Any) -> None:
-        """Takes the place of ``Federation.fit``."""
-
-
-class _Checked(FederationCLI):
-    """Makes all checks of ``fit``, and trains nothing."""
-
-    def fit(self, model: LightningModule, datamodule: FederatedDataModule, **arguments: Any) -> None:
-        """Takes the place of ``Federation.fit``."""
-        self.trainer.check(model, datamodule)  # pyright: ignore[reportAttributeAccessIssue]
-
-
-def configured(arguments: Sequence[str], check: bool) -> Federation:
-    """The federation that ``fedmoe fit`` would train.
-
-    Args:
-        arguments: the arguments of ``fit``.
-        check: whether to make all checks, for which the data are read.
-
-    Raises:
-        MisconfigurationException: if an argument is wrong, or what it names does not fit together.
-    """
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "LightningCLI's args parameter")  # they are not those of this process
-        try:
-            return (_Checked if check else _Configured)(["fit", *arguments]).trainer  # pyright: ignore[reportReturnType]
-        except ArgumentError as error:
-            raise MisconfigurationException(cause_of(error)) from error
-
-
 def fault_of(arguments: Sequence[str], parsers: Mapping[str, ArgumentParser]) -> tuple[str, bool]:
     """The first argument of a command line that seems to have another name or type than it must.
 
@@ -269,36 +230,3 @@ def _command(arguments: Sequence[str]) -> str:
         elif not word.startswith("--ckpt_path="):
             words.append(str(word))
     return shlex.join([*program, *words])
-
-
-def main(args: ArgsType = None) -> None:
-    """Runs the command line.
-
-    Modules in the current folder can be imported, as with ``python -m``; worker processes get the same ``sys.path``.
-    An error that the user can fix is printed as one line on stderr, with exit code 2. If too many clients fail, the
-    traceback of the first one is printed before such a line, with exit code 1. Ctrl-C exits with code 130, SIGTERM with
-    143.
-
-    Args:
-        args: command line arguments; None takes ``sys.argv``.
-    """
-    if os.getcwd() not in sys.path:
-        sys.path.insert(0, os.getcwd())
-    arguments = sys.argv[1:] if args is None else args
-    try:
-        if isinstance(arguments, list) and arguments[:1] == ["benchmark"]:
-            fault, _ = fault_of(arguments, {"benchmark": grid_parser()})
-            if " is not an argument; " in fault:  # the parser overlooks it if it is empty
-                raise MisconfigurationException(fault)
-            sys.exit(benchmark(arguments[1:], configured))
-        FederationCLI(args)
-    except (ArgumentError, MisconfigurationException) as error:
-        print(f"fedmoe: {cause_of(error)}", file=sys.stderr)
-        sys.exit(2)
-    except ClientError as error:
-        if error.__cause__ is not None:
-            traceback.print_exception(error.__cause__)
-        print(f"fedmoe: {error}", file=sys.stderr)
-        sys.exit(1)
-    except KeyboardInterrupt:
-        sys.exit(130)

@@ -12,8 +12,8 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from fedmoe_pl import Federation, Phase
 from fedmoe_pl.algorithms import FedAvg, PersonalizedExpert
 from fedmoe_pl.backends import StackedBackend
-from fedmoe_pl.cli import FederationCLI
-from fedmoe_pl.cli.cli import fault_of, main
+from fedmoe_pl.cli import FederationCLI, main
+from fedmoe_pl.cli.cli import fault_of
 from fedmoe_pl.cli.errors import cause_of, with_key
 from fedmoe_pl.data import Digits, Dirichlet
 from fedmoe_pl.models import ConstantGate

@@ -1,0 +1,89 @@
+"""The command ``fedmoe``: its commands, and errors as one line."""
+
+from __future__ import annotations
+
+import os
+import sys
+import traceback
+import warnings
+from argparse import ArgumentError
+from collections.abc import Sequence
+from typing import Any
+
+from lightning.fabric.utilities.exceptions import MisconfigurationException
+from lightning.pytorch import LightningModule
+from lightning.pytorch.cli import ArgsType
+
+from fedmoe_pl.benchmark.command import benchmark
+from fedmoe_pl.benchmark.grid import grid_parser
+from fedmoe_pl.cli.cli import FederationCLI, fault_of
+from fedmoe_pl.cli.errors import cause_of
+from fedmoe_pl.data import FederatedDataModule
+from fedmoe_pl.federation import Federation
+from fedmoe_pl.rounds.failures import ClientError
+
+
+def main(args: ArgsType = None) -> None:
+    """Runs the command line.
+
+    Modules in the current folder can be imported, as with ``python -m``; worker processes get the same ``sys.path``.
+    An error that the user can fix is printed as one line on stderr, with exit code 2. If too many clients fail, the
+    traceback of the first one is printed before such a line, with exit code 1. Ctrl-C exits with code 130, SIGTERM with
+    143.
+
+    Args:
+        args: command line arguments; None takes ``sys.argv``.
+    """
+    if os.getcwd() not in sys.path:
+        sys.path.insert(0, os.getcwd())
+    arguments = sys.argv[1:] if args is None else args
+    try:
+        if isinstance(arguments, list) and arguments[:1] == ["benchmark"]:
+            fault, _ = fault_of(arguments, {"benchmark": grid_parser()})
+            if " is not an argument; " in fault:  # the parser overlooks it if it is empty
+                raise MisconfigurationException(fault)
+            sys.exit(benchmark(arguments[1:], configured))
+        FederationCLI(args)
+    except (ArgumentError, MisconfigurationException) as error:
+        print(f"fedmoe: {cause_of(error)}", file=sys.stderr)
+        sys.exit(2)
+    except ClientError as error:
+        if error.__cause__ is not None:
+            traceback.print_exception(error.__cause__)
+        print(f"fedmoe: {error}", file=sys.stderr)
+        sys.exit(1)
+    except KeyboardInterrupt:
+        sys.exit(130)
+
+
+class _Configured(FederationCLI):
+    """Makes everything that the configuration of ``fit`` names, and trains nothing."""
+
+    def fit(self, **arguments: Any) -> None:
+        """Takes the place of ``Federation.fit``."""
+
+
+class _Checked(FederationCLI):
+    """Makes all checks of ``fit``, and trains nothing."""
+
+    def fit(self, model: LightningModule, datamodule: FederatedDataModule, **arguments: Any) -> None:
+        """Takes the place of ``Federation.fit``."""
+        self.trainer.check(model, datamodule)  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def configured(arguments: Sequence[str], check: bool) -> Federation:
+    """The federation that ``fedmoe fit`` would train.
+
+    Args:
+        arguments: the arguments of ``fit``.
+        check: whether to make all checks, for which the data are read.
+
+    Raises:
+        MisconfigurationException: if an argument is wrong, or what it names does not fit together.
+    """
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "LightningCLI's args parameter")  # they are not those of this process
+        try:
+            return (_Checked if check else _Configured)(["fit", *arguments]).trainer  # pyright: ignore[reportReturnType]
+        except ArgumentError as error:
+            raise MisconfigurationException(cause_of(error)) from error

@@ -1,0 +1,144 @@
+"""The cells of a grid: their names and configurations, and what is refused before any of them is run."""
+
+import functools
+
+import pytest
+from helpers.configurations import REPOSITORY
+from helpers.grids import write_grid
+from lightning.fabric.utilities.exceptions import MisconfigurationException
+
+from fedmoe_pl.benchmark.cells import make_cells
+from fedmoe_pl.benchmark.grid import read_grid
+from fedmoe_pl.benchmark.published import published_for
+from fedmoe_pl.cli.commands import configured
+
+ALPHA = "data.init_args.partitioner.init_args.alpha"
+GRIDS = sorted((REPOSITORY / "configs/papers").glob("*.yaml"))
+
+
+@pytest.fixture(autouse=True)
+def no_arguments_of_pytest(monkeypatch):
+    monkeypatch.setattr("sys.argv", ["fedmoe"])
+
+
+def cells_of(folder, *arguments, has_begun=lambda cell: False, **changes):
+    return make_cells(read_grid([*write_grid(folder, **changes), *arguments]), configured, has_begun)
+
+
+def names_of(configuration):
+    return [phase["name"] for phase in configuration["federation"]["phases"]]
+
+
+def test_there_is_a_cell_for_every_combination(tmp_path):
+    iid = {"overrides": {"data.init_args.partitioner": {"class_path": "IID"}}}
+    values = {"seed_everything": [0, 7], "trainer.max_epochs": [1, 2]}
+    cells = cells_of(tmp_path, variants={"Dirichlet": {}, "equal": iid}, values=values)
+    assert [cell.name for cell in cells] == [
+        f"{variant},seed_everything={seed},max_epochs={epochs}"
+        for variant in ("Dirichlet", "equal")
+        for epochs in (1, 2)
+        for seed in (0, 7)
+    ]
+    last = cells[-1]
+    assert last.folder == tmp_path / "runs" / last.name
+    assert last.where == {"variant": "equal", "seed_everything": 7, "trainer.max_epochs": 2}
+    assert last.condition == {"variant": "equal", "trainer.max_epochs": 2}
+    assert last.configuration["seed_everything"] == last.seed == 7
+    assert last.configuration["trainer"]["max_epochs"] == 2
+    assert last.configuration["data"]["init_args"]["partitioner"]["class_path"].endswith("IID")
+    assert last.configuration["federation"]["default_root_dir"] == str(tmp_path / "runs")
+    assert last.configuration["federation"]["name"] == last.name
+
+
+def test_a_phase_is_changed_by_its_name(tmp_path):
+    (cell,) = cells_of(
+        tmp_path,
+        values={"federation.phases.PFL-FT.max_epochs": [3]},
+        overrides={"federation.phases.FedAvg.algorithm.init_args.weighting": "uniform"},
+    )
+    assert cell.name == "max_epochs=3,seed_everything=0"
+    local, fedavg, fine_tuned = cell.configuration["federation"]["phases"]
+    assert local["max_epochs"] is None and fine_tuned["max_epochs"] == 3
+    assert fedavg["algorithm"]["init_args"] == {"shared": "global_expert.*", "trainable": "*", "weighting": "uniform"}
+
+
+def test_methods_keep_the_phases_that_they_start_from(tmp_path):
+    cell, _ = cells_of(tmp_path, methods=["PFL-FT"])
+    assert names_of(cell.configuration) == ["FedAvg", "PFL-FT"]
+    assert cell.phases == ["PFL-FT"]
+    cell, _ = cells_of(tmp_path, methods=["PFL-FT"], baseline="Local")
+    assert names_of(cell.configuration) == ["Local", "FedAvg", "PFL-FT"]
+    assert cell.phases == ["Local", "PFL-FT"]
+
+
+def test_a_condition_that_has_begun_is_not_checked_again(tmp_path):
+    checks = []
+
+    def recording(arguments, check):
+        checks.append(check)
+        return configured(arguments, check)
+
+    grid = read_grid(write_grid(tmp_path))
+    first = make_cells(grid, recording, lambda cell: False)
+    assert checks == [False, True]
+    assert make_cells(grid, recording, lambda cell: True) == first
+    assert checks == [False, True, False]
+
+
+REFUSED = {
+    "alfa=0.5: data.init_args.partitioner.init_args.alfa is not an argument of Dirichlet; did you mean alpha?": {
+        "values": {ALPHA.replace("alpha", "alfa"): [0.5]}
+    },
+    "alpha=-1: Dirichlet: data.init_args.partitioner.init_args.alpha is -1.0, but must be a finite number above 0.": {
+        "values": {ALPHA: [0.5, -1]}
+    },
+    "num_clients=2000: data.init_args.num_clients is 2000, but": {"values": {"data.init_args.num_clients": [2000]}},
+    "every cell: federation.phases.FedAvg.roundz is not an argument of Phase; did you mean rounds?": {
+        "overrides": {"federation.phases.FedAvg.roundz": 3}
+    },
+    "every cell: federation.phases.FedAvgg.rounds is not a key of a phase; the phases are Local, FedAvg, PFL-FT.": {
+        "overrides": {"federation.phases.FedAvgg.rounds": 3}
+    },
+    "every cell: baseline is 'FedProx', but must be one of Local, FedAvg, PFL-FT.": {"baseline": "FedProx"},
+    "every cell: methods has 'FedProx', but must have phases: Local, FedAvg, PFL-FT.": {"methods": ["FedProx"]},
+    "A: trainer.max_epochs is 'x', but must be int": {"variants": {"A": {"overrides": {"trainer.max_epochs": "x"}}}},
+}
+
+
+@pytest.mark.parametrize("sentence", REFUSED)
+def test_a_wrong_configuration_is_refused_with_its_cell(sentence, tmp_path):
+    with pytest.raises(MisconfigurationException) as error:
+        cells_of(tmp_path, **REFUSED[sentence])
+    assert str(error.value).startswith(sentence)
+
+
+@functools.cache
+def paper_grid(stem):
+    overlay = f"{REPOSITORY}/configs/papers/{stem}.yaml"
+    base = overlay.replace("_quick", "")
+    return read_grid([word for path in dict.fromkeys((base, overlay)) for word in ("--config", path)])
+
+
+@pytest.mark.parametrize("path", GRIDS, ids=lambda path: path.stem)
+def test_the_grids_of_the_papers_name_their_command_and_their_cells(path):
+    grid, text = paper_grid(path.stem), path.read_text()
+    assert f"# fedmoe benchmark --config configs/papers/{path.stem.replace('_quick', '')}.yaml" in text
+    assert f"configs/papers/{path.stem.removesuffix('_quick')}_quick.yaml" in text
+    assert grid.folder == f"runs/papers/{path.stem}"
+    assert len(grid.values["seed_everything"]) >= 3
+    assert grid.paper and grid.baseline
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("path", GRIDS, ids=lambda path: path.stem)
+def test_the_grids_of_the_papers_have_cells_with_published_numbers(path):
+    grid = paper_grid(path.stem)
+    cells = make_cells(grid, lambda arguments, check: configured(arguments, False), lambda cell: False)
+    for cell in cells:
+        published = published_for(grid.paper, cell.condition)
+        assert published, cell.name
+        if not path.stem.endswith("_quick"):
+            assert {method for each in published for method in each.cells} <= {*names_of(cell.configuration)}
+    conditions = [cell.condition for cell in cells]
+    if not path.stem.endswith("_quick"):
+        assert all(any(each in published_for(grid.paper, where) for where in conditions) for each in grid.paper)

@@ -1,0 +1,217 @@
+"""The command: cells are run, skipped, continued and named when they fail; it ends with a table."""
+
+import csv
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+import time
+
+import pytest
+import yaml
+from helpers.configurations import REPOSITORY
+from helpers.grids import pretended_fit, write_grid
+
+from fedmoe_pl.benchmark import processes
+from fedmoe_pl.benchmark.cells import make_cells
+from fedmoe_pl.benchmark.grid import read_grid
+from fedmoe_pl.benchmark.state import cut_run, finished_run
+from fedmoe_pl.cli import main
+from fedmoe_pl.cli.commands import configured
+
+PAPER = [
+    {"table": "A 2026, Table 1", "metric": "local_test", "cells": {"FedAvg": [60, 0.5]}},
+    {"table": "B 2026", "where": {"alpha": 7}, "metric": "local_test", "cells": {"Local": 99}},
+]
+
+
+@pytest.fixture(autouse=True)
+def as_on_the_command_line(monkeypatch):
+    monkeypatch.setattr("sys.argv", ["fedmoe"])
+    monkeypatch.setattr("sys.path", [*sys.path])
+
+
+def run(arguments) -> int:
+    with pytest.raises(SystemExit) as end:
+        main(["benchmark", *arguments])
+    return end.value.code
+
+
+@pytest.fixture
+def pretend(monkeypatch, tmp_path):
+    """Lets cells run a process that writes a run's files at once."""
+
+    def use(kind):
+        monkeypatch.setattr(processes, "_command", pretended_fit(kind, tmp_path))
+
+    return use
+
+
+def test_a_grid_is_run_once_and_ends_with_a_table(pretend, tmp_path, capsys):
+    pretend("ends")
+    alpha = {"data.init_args.partitioner.init_args.alpha": [0.5, 7]}
+    arguments = write_grid(tmp_path, values={**alpha, "seed_everything": [0, 1]}, baseline="Local", paper=PAPER)
+    assert run([*arguments, "--parallel", "2"]) == 0
+    out = capsys.readouterr().out
+    assert "[1/4] alpha=0.5,seed_everything=0 starts\n" in out
+    assert re.search(r"\[4/4\] alpha=7,seed_everything=1 is finished after \d+ s\n", out)
+    # by hand: 10 clients with 50, 51 ... 59 percent, and 0.1 points more with seed 1; FedAvg has 10 points more
+    assert re.search(r"alpha = 0.5 \(seeds 0, 1\)\nLocal +54.55  0.07 +- +- +- +- +50.05 +0.07", out)
+    assert re.search(r"FedAvg +64.55  0.07  60.00 \(0.50\) +\+10.00\* +<0.0001 +20 +60.05 +0.07 +\+10.00 +", out)
+    assert out.count("99.00") == 1 and "paper: A 2026, Table 1, B 2026" in out
+    cell = yaml.safe_load((tmp_path / "runs/alpha=7,seed_everything=1/cell.yaml").read_text())
+    assert cell["values"] == {"data.init_args.partitioner.init_args.alpha": 7, "seed_everything": 1}
+    assert cell["variant"] is None and cell["baseline"] == "Local"
+    assert [each["cells"] for each in cell["paper"]] == [{"FedAvg": [60.0, 0.5]}, {"Local": [99.0, None]}]
+
+    assert run(arguments) == 0
+    again = capsys.readouterr().out
+    assert "starts" not in again and again.count(" is finished: ") == 4
+    assert again.split("local test", 1)[1] == out.split("local test", 1)[1]
+
+    assert run([*arguments, "--methods", "[PFL-FT]"]) == 0
+    out = capsys.readouterr().out
+    assert "starts" not in out and "PFL-FT " in out and "FedAvg" not in out.split("worst")[0].split("Accuracy")[0]
+
+
+def test_the_files_have_the_table(pretend, tmp_path):
+    pretend("ends")
+    arguments = write_grid(tmp_path, baseline="FedAvg", paper=PAPER[:1], variants={"A_1": {}})
+    assert run(arguments) == 0
+    with (tmp_path / "runs/table.csv").open() as file:
+        rows = list(csv.DictReader(file))
+    assert [(row["method"], row["metric"]) for row in rows] == [
+        (method, metric) for method in ("Local", "FedAvg", "PFL-FT") for metric in ("local_test", "global_test")
+    ]
+    local = rows[0]
+    assert float(local["mean"]) == pytest.approx(0.5455) and float(local["std"]) == pytest.approx(0.001 / 2**0.5)
+    assert float(local["difference"]) == pytest.approx(-0.1) and local["pairs"] == "20"
+    assert (local["variant"], local["seeds"], local["more_than_noise"]) == ("A_1", "0 1", "True")
+    assert rows[2]["paper"] == "0.6" and rows[2]["difference"] == "" and rows[1]["pairs"] == "2"
+    lines = (tmp_path / "runs/table.md").read_text().splitlines()
+    assert lines[0].startswith("| variant | method | local test | paper | to FedAvg | p (pairs) | global test |")
+    assert lines[3].startswith("| A_1 | FedAvg | 64.55 ± 0.07 | 60.00 (0.50) | - | - | 60.05 ± 0.07 |")
+    latex = (tmp_path / "runs/table.tex").read_text()
+    assert r"A\_1 & FedAvg & 64.55 $\pm$ 0.07 & 60.00 (0.50) & - & - &" in latex
+    assert latex.count(r"\\") == 4 and "\\begin{tabular}{llrrrrrrr}" in latex
+
+
+def test_a_failed_cell_is_named_and_the_others_go_on(pretend, tmp_path, capsys):
+    pretend("fails")
+    assert run(write_grid(tmp_path)) == 1
+    said = capsys.readouterr()
+    path = tmp_path / "runs/seed_everything=0/stderr.log"
+    assert re.search(
+        rf"\[1/2\] seed_everything=0 failed after \d+ s \(exit code 2\): fedmoe: it is broken. \[{path}\]", said.out
+    )
+    assert "[2/2] seed_everything=1 is finished" in said.out and "(seed 1)" in said.out
+    assert said.err == f"fedmoe: seed_everything=0 failed; see {path}\n"
+
+
+@pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_ends_all_and_the_same_command_continues(signum, pretend, tmp_path, capsys):
+    pretend("hangs")
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job has it ignored
+    began = tmp_path / "runs/seed_everything=1/version_0/began"
+
+    def send():
+        while not began.is_file():
+            time.sleep(0.05)
+        os.kill(os.getpid(), signum)
+
+    thread = threading.Thread(target=send)
+    thread.start()
+    arguments = write_grid(tmp_path)
+    assert run(arguments) == 128 + signum
+    thread.join()
+    assert capsys.readouterr().err == (
+        f"fedmoe: {signum.name} has ended the runs; they continue with\nfedmoe benchmark {' '.join(arguments)}\n"
+    )
+    assert signal.signal(signal.SIGINT, before) is signal.default_int_handler
+    assert run(arguments) == 0
+    checkpoint = began.with_name("checkpoints") / "last.ckpt"
+    out = capsys.readouterr().out
+    assert "[1/2] seed_everything=0 is finished: " in out
+    assert f"[2/2] seed_everything=1 goes on from {checkpoint}\n" in out
+    assert began.read_text().splitlines() == ["", str(checkpoint)]
+
+
+def test_another_configuration_is_another_run(pretend, tmp_path):
+    pretend("ends")
+    arguments = write_grid(tmp_path)
+    assert run(arguments) == 0
+
+    def cell(*more):
+        return make_cells(read_grid([*arguments, *more]), configured, lambda cell: False)[0]
+
+    assert finished_run(cell()) == tmp_path / "runs/seed_everything=0/version_0"
+    assert finished_run(cell("--overrides.trainer.accelerator", "auto")) is not None  # the same result
+    other = cell("--overrides.data.init_args.batch_size", "50")
+    assert finished_run(other) is None and cut_run(other) is None
+
+
+def test_one_process_runs_a_grid(pretend, tmp_path, capsys):
+    pretend("ends")
+    arguments = write_grid(tmp_path)
+    (tmp_path / "runs").mkdir()
+    script = (
+        "import sys, filelock; lock = filelock.FileLock(sys.argv[1]); lock.acquire(); print(1, flush=True); input()"
+    )
+    command = [sys.executable, "-c", script, str(tmp_path / "runs/lock")]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None and process.stdout.readline()
+        assert run(arguments) == 2
+        process.communicate("\n")
+    assert "another process runs a grid there now" in capsys.readouterr().err
+
+
+def test_each_run_has_a_gpu_of_its_own(monkeypatch, tmp_path):
+    (cell, _) = make_cells(read_grid(write_grid(tmp_path)), configured, lambda cell: True)
+    on_gpu = {**cell.configuration, "trainer": {**cell.configuration["trainer"], "accelerator": "auto"}}
+    gpu_cell = type(cell)(cell.name, cell.where, on_gpu, cell.phases, cell.folder)
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    assert [processes._gpu(gpu_cell, slot) for slot in range(3)] == ["0", "1", "0"]
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3,5")
+    assert [processes._gpu(gpu_cell, slot) for slot in range(3)] == ["3", "5", "3"]
+    assert processes._gpu(cell, 0) is None  # its accelerator is the CPU
+
+
+def test_fit_writes_what_a_finished_cell_needs(tmp_path, capsys):
+    arguments = write_grid(tmp_path, methods=["FedAvg"])
+    cells = make_cells(read_grid(arguments), configured, lambda cell: False)
+    for cell in cells:
+        assert finished_run(cell) is None
+        path = tmp_path / f"{cell.seed}.yaml"
+        path.write_text(yaml.safe_dump(cell.configuration))
+        main(["fit", "--config", str(path)])
+        assert finished_run(cell) == cell.folder / "version_0"
+        (cell.folder / "version_0/checkpoints/finished/FedAvg.ckpt").rename(tmp_path / "elsewhere")
+        assert finished_run(cell) is None and cut_run(cell) == cell.folder / "version_0/checkpoints/last.ckpt"
+        (tmp_path / "elsewhere").rename(cell.folder / "version_0/checkpoints/finished/FedAvg.ckpt")
+    capsys.readouterr()
+    assert run(arguments) == 0
+    assert "(seeds 0, 1)\nFedAvg " in capsys.readouterr().out
+
+
+@pytest.mark.slow
+def test_a_killed_grid_is_continued(tmp_path):
+    """With real runs: the benchmark gets SIGTERM after some rounds, and its table is that of a grid without it."""
+    overrides = {"federation.phases.FedAvg.rounds": 400, "federation.phases.FedAvg.evaluate_every_n_rounds": 100}
+    arguments = write_grid(tmp_path, overrides=overrides, methods=["FedAvg"])
+    command = [sys.executable, "-m", "fedmoe_pl.cli", "benchmark", *arguments, "--values.seed_everything", "[0]"]
+    checkpoint = tmp_path / "runs/seed_everything=0/version_0/checkpoints/last.ckpt"
+    with subprocess.Popen(command, cwd=REPOSITORY, stderr=subprocess.PIPE, text=True) as process:
+        while not checkpoint.is_file():
+            assert process.poll() is None
+            time.sleep(0.1)
+        process.terminate()
+        assert "SIGTERM has ended the runs" in process.communicate(timeout=60)[1]
+    assert process.returncode == 143
+    finished = subprocess.run(command, cwd=REPOSITORY, check=True, capture_output=True, text=True).stdout
+    assert "seed_everything=0 goes on from" in finished
+    other = [*command, "--folder", str(tmp_path / "other")]
+    whole = subprocess.run(other, cwd=REPOSITORY, check=True, capture_output=True, text=True).stdout
+    assert finished.split("local test")[1].split("Files")[0] == whole.split("local test")[1].split("Files")[0]
