@@ -59,12 +59,17 @@ def main(args: ArgsType = None) -> None:
 class _Configured(FederationCLI):
     """Makes everything that the configuration of ``fit`` names, and trains nothing."""
 
+    @staticmethod
+    def subcommands() -> dict[str, set[str]]:
+        """Only ``fit``: the parsers of the others take time."""
+        return {"fit": FederationCLI.subcommands()["fit"]}
+
     def fit(self, **arguments: Any) -> None:
         """Takes the place of ``Federation.fit``."""
 
 
-class _Checked(FederationCLI):
-    """Makes all checks of ``fit``, and trains nothing."""
+class _Checked(_Configured):
+    """Also makes all checks."""
 
     def fit(self, model: LightningModule, datamodule: FederatedDataModule, **arguments: Any) -> None:
         """Takes the place of ``Federation.fit``."""

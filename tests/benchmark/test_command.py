@@ -12,7 +12,7 @@ import time
 import pytest
 import yaml
 from helpers.configurations import REPOSITORY
-from helpers.grids import pretended_fit, write_grid
+from helpers.grids import pretended_configured, pretended_fit, write_grid
 
 from fedmoe_pl.benchmark import processes
 from fedmoe_pl.benchmark.cells import make_cells
@@ -41,9 +41,10 @@ def run(arguments) -> int:
 
 @pytest.fixture
 def pretend(monkeypatch, tmp_path):
-    """Lets cells run a process that writes a run's files at once."""
+    """Lets cells run a process that writes a run's files at once, and leaves out the checks."""
 
     def use(kind):
+        monkeypatch.setattr("fedmoe_pl.cli.commands.configured", pretended_configured)
         monkeypatch.setattr(processes, "_command", pretended_fit(kind, tmp_path))
 
     return use
@@ -144,7 +145,7 @@ def test_another_configuration_is_another_run(pretend, tmp_path):
     assert run(arguments) == 0
 
     def cell(*more):
-        return make_cells(read_grid([*arguments, *more]), configured, lambda cell: False)[0]
+        return make_cells(read_grid([*arguments, *more]), pretended_configured, lambda cell: False)[0]
 
     assert finished_run(cell()) == tmp_path / "runs/seed_everything=0/version_0"
     assert finished_run(cell("--overrides.trainer.accelerator", "auto")) is not None  # the same result
@@ -168,7 +169,7 @@ def test_one_process_runs_a_grid(pretend, tmp_path, capsys):
 
 
 def test_each_run_has_a_gpu_of_its_own(monkeypatch, tmp_path):
-    (cell, _) = make_cells(read_grid(write_grid(tmp_path)), configured, lambda cell: True)
+    cell, _ = make_cells(read_grid(write_grid(tmp_path)), pretended_configured, lambda cell: True)
     on_gpu = {**cell.configuration, "trainer": {**cell.configuration["trainer"], "accelerator": "auto"}}
     gpu_cell = type(cell)(cell.name, cell.where, on_gpu, cell.phases, cell.folder)
     monkeypatch.setattr("torch.cuda.device_count", lambda: 2)

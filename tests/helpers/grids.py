@@ -2,8 +2,11 @@
 
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import yaml
+
+from fedmoe_pl.cli.reading import read_arguments
 
 TINY = {
     "seed_everything": 0,
@@ -20,13 +23,14 @@ TINY = {
     "federation": {
         "logger": False,
         "phases": [
-            {"name": "Local", "algorithm": "Local", "gate": "LocalOnly"},
+            {"name": "Local", "algorithm": "Local", "gate": "LocalOnly", "evaluate": True},
             {
                 "name": "FedAvg",
                 "algorithm": {"class_path": "FedAvg", "init_args": {"shared": "global_expert.*"}},
                 "gate": "GlobalOnly",
+                "evaluate": True,
             },
-            {"name": "PFL-FT", "algorithm": "PersonalizedExpert", "gate": "LocalOnly", "max_epochs": 1},
+            {"name": "PFL-FT", "algorithm": "PersonalizedExpert", "gate": "LocalOnly", "evaluate": True},
         ],
     },
 }
@@ -73,6 +77,14 @@ def write_grid(folder: Path, **changes) -> list[str]:
     grid = {"configs": ["tiny.yaml"], "values": {"seed_everything": [0, 1]}, "folder": str(folder / "runs")}
     (folder / "grid.yaml").write_text(yaml.safe_dump(grid | changes))
     return ["--config", str(folder / "grid.yaml")]
+
+
+def pretended_configured(arguments: list[str], check: bool) -> SimpleNamespace:
+    """Takes the place of ``cli.commands.configured``: what is written, without parsing and checks."""
+    hparams = read_arguments(arguments)
+    phases = [SimpleNamespace(name=phase["name"]) for phase in hparams["federation"]["phases"]]
+    starts = {"Local": "initial", "FedAvg": "initial", "PFL-FT": "FedAvg"}
+    return SimpleNamespace(hparams=hparams, phases=phases, starts=starts)
 
 
 def pretended_fit(kind: str, folder: Path):
