@@ -10,16 +10,17 @@ from typing import Any
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
 from fedmoe_pl.report.runs import RunFiles
-from fedmoe_pl.report.sections import Section, Table
-from fedmoe_pl.report.settings import Setting, brief, differences
+from fedmoe_pl.report.sections import Section
+from fedmoe_pl.report.settings import agreed, differences
 from fedmoe_pl.report.style import INK, Style
+from fedmoe_pl.report.tables import Condition, Table
 
 _LONGEST = 120  # characters of a configuration's value
 
 
 def page(
     sections: Sequence[Section],
-    settings: Sequence[Setting],
+    conditions: Sequence[Condition],
     styles: Mapping[str, Style],
     facts: Mapping[str, Any],
 ) -> str:
@@ -27,7 +28,7 @@ def page(
 
     Args:
         sections: a section for each condition.
-        settings: all settings, whose differences the page lists.
+        conditions: the conditions.
         styles: the style of each method's label.
         facts: ``title``, ``origin`` (when and where it was made), ``command``, ``notes``, and ``folder`` of the PDFs.
     """
@@ -35,23 +36,23 @@ def page(
         loader=PackageLoader("fedmoe_pl.report", ""), autoescape=True, undefined=StrictUndefined, trim_blocks=False
     )
     colors = {label: "currentColor" if style.color == INK else style.color for label, style in styles.items()}
+    settings = [setting for condition in conditions for setting in condition.settings]
     runs = [_run(run) for setting in settings for run in setting.runs]
     return environment.get_template("page.html").render(
-        sections=sections, colors=colors, runs=runs, differences=_differences(settings), **facts
+        sections=sections,
+        colors=colors,
+        runs=runs,
+        is_repeated=len(settings) == 1 < len(runs),
+        differences=_differences(conditions),
+        **facts,
     )
 
 
-def _differences(settings: Sequence[Setting]) -> Mapping[str, Any]:
-    table = Table([setting.name for setting in settings], [])
-    for key, values in differences(settings).items():
-        table.rows.append((key, [_shortened(brief(value)) for value in values]))
-    if len(settings) == 1:
-        text = "There is only one configuration." if len(settings[0].runs) == 1 else "Only the seed."
-    else:
-        several = any(len(setting.runs) > 1 for setting in settings)
-        text = "Runs that differ only in the seed are one column. " if several else ""
-        text += "Keys of a phase are compared among the runs that have it."
-    return {"header": table.header, "rows": table.rows, "text": text}
+def _differences(conditions: Sequence[Condition]) -> Table:
+    """The keys in which conditions differ, each of which is the same in all settings of a condition."""
+    rows = differences([agreed(condition.settings) for condition in conditions])
+    shown = [(key, [_shortened(value) for value in values]) for key, values in rows.items()]
+    return Table(["key", *(condition.name for condition in conditions)], shown)
 
 
 def _shortened(text: str) -> str:

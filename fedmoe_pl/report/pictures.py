@@ -14,10 +14,12 @@ from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullFormat
 from fedmoe_pl.report.costs import amount as amount_text
 from fedmoe_pl.report.costs import total_bytes
 from fedmoe_pl.report.runs import Row
-from fedmoe_pl.report.style import INK, RC, Style, new_figure
+from fedmoe_pl.report.style import INK, RC, Style, new_figure, wrapped
 from fedmoe_pl.report.tables import Method
 
 _MOST_POINTS = 120  # points of a method that are drawn beside its box
+_LEGEND = 22  # characters of a line in the legend
+_NAMES = 18  # and beside a box
 AMOUNTS = {"bytes": "bytes sent", "flops": "FLOPs of local training"}
 
 
@@ -141,7 +143,8 @@ def distribution_figure(methods: Sequence[Method], metric: str, styles: Mapping[
     if not values:
         return None
     with matplotlib.rc_context(RC):
-        figure = new_figure(0.55 + 0.26 * len(values))
+        lines = sum(max(2, 1 + wrapped(label, _NAMES).count("\n")) for label in values)
+        figure = new_figure(0.55 + 0.13 * lines)
         axes = figure.subplots()
         rng = np.random.default_rng(0)
         for place, (label, of_clients) in enumerate(values.items()):
@@ -164,19 +167,22 @@ def distribution_figure(methods: Sequence[Method], metric: str, styles: Mapping[
             if len(of_clients) <= _MOST_POINTS:
                 heights = place + rng.uniform(-0.18, 0.18, len(of_clients))
                 axes.plot(of_clients, heights, ".", ms=2.5, mec="none", color=color, alpha=0.45, zorder=0)
-        axes.set_yticks(range(len(values)), [*values])
-        axes.set(ylim=(len(values) - 0.5, -0.5), xlabel=f"{metric.replace('_', ' ')} of a client, percent")
+        axes.set_yticks(range(len(values)), [wrapped(label, _NAMES) for label in values])
+        axes.set(ylim=(len(values) - 0.5, -0.5), xlabel=f"{metric.replace('_', ' ')}, percent")
         axes.grid(axis="x")
     return figure
 
 
 def _legend_height(methods: Sequence[Method]) -> float:
-    return 0.14 * math.ceil(len(methods) / _columns(methods))
+    """Height in inches; as matplotlib does, columns are filled from top to bottom."""
+    lines = [1 + wrapped(method.label, _LEGEND).count("\n") for method in methods]
+    rows = math.ceil(len(lines) / _columns(methods))
+    return 0.1 + 0.125 * max(sum(lines[start : start + rows]) for start in range(0, len(lines), rows))
 
 
 def _columns(methods: Sequence[Method]) -> int:
-    longest = max(len(method.label) for method in methods)
-    return 3 if longest <= 14 else 2 if longest <= 26 else 1
+    longest = max(len(line) for method in methods for line in wrapped(method.label, _LEGEND).split("\n"))
+    return 3 if longest <= 13 else 2 if longest <= 22 else 1
 
 
 def _add_legend(figure: Figure, axes: Axes, methods: Sequence[Method]) -> None:
@@ -185,7 +191,7 @@ def _add_legend(figure: Figure, axes: Axes, methods: Sequence[Method]) -> None:
     pairs = sorted(zip(handles, labels, strict=True), key=lambda pair: order[pair[1]])
     figure.legend(
         [handle for handle, _ in pairs],
-        [label for _, label in pairs],
+        [wrapped(label, _LEGEND) for _, label in pairs],
         loc="outside lower center",
         ncols=_columns(methods),
         columnspacing=1.2,

@@ -184,38 +184,35 @@ def labels(method: str, settings: Sequence[Setting]) -> list[str]:
     """
     if len(settings) == 1:
         return [method]
-    different = [key for key in _differing_in_common(settings) if (part := phase_and_key(key)) is None or part[1]]
+    values = [setting.values for setting in settings]
+    common = set.intersection(*(phases_of(mapping) for mapping in values))
+    different = [key for key in differing(values) if (part := phase_and_key(key)) is None or part[0] in common]
     if not 0 < len(different) <= _FEW:
         return [f"{method} [{setting.name}]" for setting in settings]
-    texts = [", ".join(f"{short(key)} {brief(s.values.get(key, '-'))}" for key in different) for s in settings]
+    texts = [", ".join(f"{short(key)} {brief(mapping.get(key, '-'))}" for key in different) for mapping in values]
     return [f"{method} ({text})" for text in texts]
 
 
-def _differing_in_common(settings: Sequence[Setting]) -> list[str]:
-    """The keys that differ, without those of phases that only some of the settings have."""
-    of_settings = [phases_of(setting) for setting in settings]
-    common = set.intersection(*of_settings)
-    return [
-        key
-        for key in differing([setting.values for setting in settings])
-        if (part := phase_and_key(key)) is None or part[0] in common
-    ]
+def phases_of(values: Iterable[str]) -> set[str]:
+    """The names of the phases that some keys belong to."""
+    return {part[0] for key in values if (part := phase_and_key(key)) is not None}
 
 
-def phases_of(setting: Setting) -> set[str]:
-    """The names of a setting's phases."""
-    return {part[0] for key in setting.values if (part := phase_and_key(key)) is not None}
+def agreed(settings: Sequence[Setting]) -> Mapping[str, Any]:
+    """The values in which all settings agree."""
+    first, *others = (setting.values for setting in settings)
+    return {key: value for key, value in first.items() if all(other.get(key) == value for other in others)}
 
 
-def differences(settings: Sequence[Setting]) -> dict[str, list[str]]:
-    """The keys in which settings differ, and their values in each; ``-`` where a setting has none.
+def differences(values: Sequence[Mapping[str, Any]]) -> dict[str, list[str]]:
+    """The keys in which configurations differ, and their values in each; ``-`` where one has none.
 
-    A phase's keys are compared only among the settings that have the phase.
+    A phase's keys are compared only among the configurations that have the phase.
     """
     rows: dict[str, list[str]] = {}
-    for key in differing([setting.values for setting in settings]):
+    for key in differing(values):
         part = phase_and_key(key)
-        having = [s for s in settings if part is None or part[0] in phases_of(s)]
-        if len({repr(setting.values.get(key)) for setting in having}) > 1:
-            rows[key] = [str(setting.values.get(key, "-")) for setting in settings]
+        having = [mapping for mapping in values if part is None or part[0] in phases_of(mapping)]
+        if len({repr(mapping.get(key)) for mapping in having}) > 1:
+            rows[key] = [brief(mapping.get(key, "-")) for mapping in values]
     return rows

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import re
+import textwrap
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -71,6 +72,16 @@ def styles(labels: Iterable[str]) -> dict[str, Style]:
             MARKERS[(i + again) % len(MARKERS)],
         )
     return found
+
+
+def wrapped(label: str, width: int) -> str:
+    r"""A label in lines of at most so many characters, as far as its words allow.
+
+    Example:
+        >>> wrapped("FedMoE-DA (top_p 5, mixing logits)", 20)
+        'FedMoE-DA (top_p 5,\nmixing logits)'
+    """
+    return textwrap.fill(label, width, break_long_words=False, break_on_hyphens=False)
 
 
 class Picture(NamedTuple):

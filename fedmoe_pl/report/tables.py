@@ -9,8 +9,15 @@ from typing import Any, NamedTuple
 
 from fedmoe_pl.report.runs import Row, RunFiles
 from fedmoe_pl.report.settings import Setting, brief, labels
-from fedmoe_pl.report.statistics import Spread, over_seeds
+from fedmoe_pl.report.statistics import Difference, Spread, over_seeds, paired_difference
 from fedmoe_pl.rounds.evaluation import METRICS
+
+
+class Table(NamedTuple):
+    """A table: its header, and a name and cells for each row."""
+
+    header: list[str]
+    rows: list[tuple[str, list[str]]]
 
 
 @dataclass(frozen=True, eq=False)
@@ -134,6 +141,17 @@ def _data(values: Mapping[str, Any]) -> str:
     arguments = ", ".join(f"{key.removeprefix(head)} {value}" for key, value in values.items() if key.startswith(head))
     of_partitioner = f", {brief(partitioner)}" if partitioner else ""
     return name + clients + of_partitioner + (f" ({arguments})" if arguments else "")
+
+
+def difference(method: Method, baseline: Method, metric: str) -> Difference:
+    """The difference of a method to a baseline, paired over the clients of the seeds that both have."""
+    of_baseline = {run.seed: run for run in baseline.runs}
+    both = [(run, of_baseline[run.seed]) for run in method.runs if run.seed in of_baseline]
+    ours, theirs = (
+        [{int(row["client"]): row[metric] for row in run.clients if row["method"] == name} for run in runs]
+        for name, runs in ((method.name, [run for run, _ in both]), (baseline.name, [run for _, run in both]))
+    )
+    return paired_difference(ours, theirs)
 
 
 def legend(methods: Iterable[Method]) -> dict[str, list[str]]:

@@ -6,8 +6,9 @@ import math
 from collections.abc import Iterable, Sequence
 
 from fedmoe_pl.report.costs import Cost, amount
-from fedmoe_pl.report.statistics import Spread
-from fedmoe_pl.report.tables import Condition, Method, Published
+from fedmoe_pl.report.runs import RunFiles
+from fedmoe_pl.report.statistics import INDEPENDENCE, SIGNIFICANCE, Difference, Spread
+from fedmoe_pl.report.tables import Condition, Method, Published, legend
 from fedmoe_pl.rounds.results import DESCRIPTIONS, percent
 
 
@@ -52,6 +53,23 @@ def has_published(condition: Condition, metric: str) -> bool:
     return any(method.published(metric) for method in condition.methods)
 
 
+def difference_text(difference: Difference | None) -> str:
+    """A difference in points, with a star if it is more than noise; a dash for none.
+
+    Example:
+        >>> difference_text(Difference(0.0123, 0.001, 60, 3, True)), difference_text(None)
+        ('+1.23*', '-')
+    """
+    if difference is None or math.isnan(difference.mean):
+        return "-"
+    return f"{100 * difference.mean:+.2f}{'*' if difference.is_more_than_noise else ''}"
+
+
+def run_text(run: RunFiles) -> str:
+    """A run's name and seed."""
+    return run.name if run.seed is None else f"{run.name}, seed {run.seed}"
+
+
 def rounds_text(method: Method) -> str:
     """The rounds of the results, such as ``20``, ``11 to 14`` or ``12 so far``."""
     rounds = sorted({int(row["round"]) for row in method.results})
@@ -63,8 +81,22 @@ def seeds_text(condition: Condition) -> str:
     """How many seeds the methods have."""
     numbers = sorted({len(method.runs) for method in condition.methods})
     if numbers == [1]:
-        return "one run"
+        return "One run"
     return f"{numbers[-1]} seeds" if len(numbers) == 1 else f"{numbers[0]} to {numbers[-1]} seeds"
+
+
+def explanation(condition: Condition, baseline: Method | None) -> list[str]:
+    """What the numbers are, in phrases without a final full stop."""
+    seeds = "; ± is the sample standard deviation over seeds" if condition.seeds > 1 else ""
+    lines = [f"Accuracy in percent, mean over the clients{seeds}", *meaning(condition.metrics)]
+    lines += [f"Paper: {table}" for table in published_tables(condition)]
+    if baseline is not None:
+        lines.append(
+            f"to {baseline.label}: difference in points; *: p < {SIGNIFICANCE} in a Wilcoxon signed-rank test over the "
+            "clients of all seeds, and the same sign in every seed of at least two"
+        )
+        lines.append(INDEPENDENCE.rstrip("."))
+    return lines + [f"{', '.join(names)}: {text}" for text, names in legend(condition.methods).items()]
 
 
 def meaning(metrics: Iterable[str]) -> list[str]:

@@ -87,7 +87,7 @@ def test_the_markdown_has_the_numbers_of_the_summary(page, finished):
         assert float(local) == pytest.approx(100 * float(row["local_test_mean"]), abs=0.005)
         assert float(of_all) == pytest.approx(100 * float(row["global_test_mean"]), abs=0.005)
     assert "cores." in markdown and "fedmoe report" in markdown
-    assert "- FedAvg: global expert, after aggregation, best round by global_test (round 4), all 3 clients" in markdown
+    assert "* FedAvg: global expert, after aggregation, best round by global_test (round 4), all 3 clients" in markdown
 
 
 def test_pictures_are_as_wide_as_a_column(page):
@@ -114,7 +114,7 @@ def test_seeds_are_one_row_with_mean_and_deviation(copied, written, tmp_path):
         assert line[1] == f"{statistics.mean(values):.2f} ± {statistics.stdev(values):.2f}"
         assert line[2].endswith("± 0.00")
     assert "3 seeds" in markdown
-    assert "Only the seed." in parsed.text
+    assert "They differ only in the seed." in parsed.text
     assert len(parsed.tables["every"]) == 1 + 3 * 4
 
 
@@ -210,6 +210,44 @@ def test_a_run_from_python_needs_no_configuration(copied, written, tmp_path):
     assert len(markdown_tables(markdown)[0]) == 5
 
 
+def test_a_section_of_a_page_is_replaced_and_the_rest_stays(finished, tmp_path):
+    path = tmp_path / "results.md"
+    path.write_text("# Results\n<!-- fedmoe report: tiny -->\nold\n<!-- end of tiny -->\nThey agree.\n")
+    for _ in range(2):
+        report([str(finished), "--markdown", str(path), "--section", "tiny"])
+        text = path.read_text()
+        assert text.startswith("# Results\n<!-- fedmoe report: tiny -->\n\nTensorData, 3 clients")
+        assert text.endswith("```\n\n<!-- end of tiny -->\nThey agree.\n") and "old" not in text
+    with pytest.raises(MisconfigurationException, match="--section is 'other', but must be a section of the Markdown"):
+        report([str(finished), "--markdown", str(path), "--section", "other"])
+
+
+def test_differences_to_a_baseline_are_paired_over_the_clients_of_each_seed(copied, written):
+    folders = [copied(f"seed{seed}", seed) for seed in range(2)]
+    parsed, markdown = written(*folders, "--baseline", "FedAvg")
+    ((header, *lines),) = markdown_tables(markdown)
+    assert header == ["method", "local test", "to FedAvg", "global test", "to FedAvg"]
+    means = [100 * float(row["local_test_mean"]) for row in rows_of(folders[0])]
+    assert [line[2].rstrip("*") for line in lines] == [
+        f"{means[0] - means[1]:+.2f}",
+        "-",
+        f"{means[2] - means[1]:+.2f}",
+        "+0.00",
+    ]
+    assert "Wilcoxon" in markdown and "to FedAvg" in parsed.tables["methods"][1]
+
+
+def test_accuracies_after_some_rounds_are_a_table(finished, written):
+    parsed, markdown = written(finished, "--rounds", "2,4,9", "--metric", GLOBAL)
+    _, (header, *lines) = markdown_tables(markdown)
+    assert header == ["method", "round 2", "round 4", "round 9"]
+    rounds = {row["round"]: row for row in rows_of(finished, "rounds") if row["method"] == "FedAvg"}
+    expected = [f"{100 * float(rounds[number]['global_test_mean']):.2f}" for number in ("2", "4")]
+    assert lines[1] == ["FedAvg", *expected, "-"]
+    assert lines[0] == ["Local", "-", "-", "-"]
+    assert [header, *lines] in parsed.tables.values()
+
+
 def test_a_markdown_file_alone_is_all_that_is_made(finished, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     report([str(finished), "--markdown", "table.md"])
@@ -225,6 +263,14 @@ REFUSED = {
     "report: --target is best, but must be a fraction": ["{run}", "--target", "best"],
     "report: --metric is 'accuracy', but must be one that the runs have: local_test, global_test.": (
         ["{run}", "--metric", "accuracy"]
+    ),
+    "report: --baseline is 'FedProx', but must be one of the methods: Local, FedAvg, PFL-FB, PFL-MF.": (
+        ["{run}", "--baseline", "FedProx"]
+    ),
+    "report: --rounds is 5,x, but must be rounds above 0, such as 5,10,25.": ["{run}", "--rounds", "5,x"],
+    "report: --section is set, but must be left out without --markdown.": ["{run}", "--section", "a"],
+    "report: --markdown is '{empty}/a.md', but must be a file that has the section.": (
+        ["{run}", "--markdown", "{empty}/a.md", "--section", "a"]
     ),
     "/summary.csv', which is damaged": ["{damaged}"],
     "/rounds.csv', which is not one that a run writes": ["{other}"],
