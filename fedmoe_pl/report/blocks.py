@@ -53,9 +53,11 @@ def blocks_of(condition: Condition, styles: Mapping[str, Style], choices: Choice
 
 
 def _curve_block(condition: Condition, styles: Mapping[str, Style], choices: Choices) -> Block:
+    figures = {metric: curves_figure(condition.methods, metric, styles) for metric in condition.metrics}
     pictures = [
-        _picture("curves", metric, condition, curves_figure(condition.methods, metric, styles), _CURVES)
-        for metric in condition.metrics
+        _picture("curves", metric, condition, figure, _CURVES)
+        for metric, figure in figures.items()
+        if figure is not None
     ]
     if not choices.rounds:
         return Block("Learning curves", [], None, pictures)

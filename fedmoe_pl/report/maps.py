@@ -43,7 +43,7 @@ def partition_figure(counts: np.ndarray) -> Figure:
     with matplotlib.rc_context(RC):
         figure = new_figure(_height(counts.shape[1]))
         axes = figure.subplots()
-        mesh = _draw(axes, np.ma.masked_equal(counts[order], 0), "Blues", 0, counts.max())
+        mesh = _draw(axes, counts[order], "Blues", 0, counts.max())
         _add_colorbar(figure, mesh, [axes], "samples")
         _label(axes, counts.shape[1], order)
     return figure
@@ -92,10 +92,10 @@ def _by_class(rows: Sequence[Row]) -> np.ndarray:
 
 
 def _height(num_classes: int) -> float:
-    return min(0.75 + 0.125 * max(num_classes, 4), 3.6)
+    return min(0.75 + 0.125 * max(num_classes, 8), 3.6)
 
 
-def _draw(axes: Axes, values: np.ma.MaskedArray, colors: str, least: float, most: float) -> QuadMesh:
+def _draw(axes: Axes, values: np.ndarray, colors: str, least: float, most: float) -> QuadMesh:
     """Draws a column for each row of ``values``; masked cells stay blank."""
     colormap = colormaps[colors].with_extremes(bad="none")
     mesh = axes.pcolormesh(values.T, cmap=colormap, vmin=least, vmax=most)

@@ -9,9 +9,8 @@ import matplotlib
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullFormatter
+from matplotlib.ticker import EngFormatter, LogLocator, MaxNLocator, NullFormatter
 
-from fedmoe_pl.report.costs import amount as amount_text
 from fedmoe_pl.report.costs import total_bytes
 from fedmoe_pl.report.runs import Row
 from fedmoe_pl.report.style import INK, RC, Style, new_figure, wrapped
@@ -23,7 +22,7 @@ _NAMES = 18  # and beside a box
 AMOUNTS = {"bytes": "bytes sent", "flops": "FLOPs of local training"}
 
 
-def curves_figure(methods: Sequence[Method], metric: str, styles: Mapping[str, Style]) -> Figure:
+def curves_figure(methods: Sequence[Method], metric: str, styles: Mapping[str, Style]) -> Figure | None:
     """Mean accuracy of the clients over rounds; over several seeds, mean and a band of one standard deviation.
 
     Methods that were evaluated in one round are points at the right edge.
@@ -32,13 +31,18 @@ def curves_figure(methods: Sequence[Method], metric: str, styles: Mapping[str, S
         methods: the methods.
         metric: the accuracy.
         styles: the style of each label.
+
+    Returns:
+        The figure; None if no method was evaluated in two rounds.
     """
+    curves = [(method, *_curve(method, metric)) for method in methods]
+    if all(len(rounds) < 2 for _, rounds, _, _ in curves):
+        return None
     with matplotlib.rc_context(RC):
         figure = new_figure(2.3 + _legend_height(methods))
         axes = figure.subplots()
         single = []
-        for method in methods:
-            rounds, mean, std = _curve(method, metric)
+        for method, rounds, mean, std in curves:
             if len(rounds) < 2:
                 single.append((method, mean, std))
                 continue
@@ -69,7 +73,7 @@ def _draw_single(
     drawn = [(method, mean, std) for method, mean, std in single if len(mean)]
     if not drawn:
         return
-    left, right = axes.get_xlim() if axes.lines else (0.0, 1.0)
+    left, right = axes.get_xlim()
     step = 0.035 * (right - left)
     for i, (method, mean, std) in enumerate(drawn):
         style = styles[method.label]
@@ -115,11 +119,11 @@ def cost_figure(methods: Sequence[Method], metric: str, amount: str, styles: Map
 
 
 def _label_amounts(axes: Axes) -> None:
-    """Labels a logarithmic axis, such as 20 M: powers of ten, or over fewer decades also numbers between them."""
+    """Labels a logarithmic axis, such as 20M: powers of ten, or over fewer decades also numbers between them."""
     left, right = axes.get_xlim()
     between = {0: (1, 2, 3, 4, 6), 1: (1, 2, 5)}.get(int(math.log10(right / left)), (1,))
     axes.xaxis.set_major_locator(LogLocator(subs=between, numticks=7))
-    axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: amount_text(value, "").strip().replace(".00", "")))
+    axes.xaxis.set_major_formatter(EngFormatter(sep=""))
     axes.xaxis.set_minor_formatter(NullFormatter())
 
 
@@ -142,35 +146,39 @@ def distribution_figure(methods: Sequence[Method], metric: str, styles: Mapping[
     values = {label: of_clients for label, of_clients in values.items() if len(of_clients)}
     if not values:
         return None
+    lines = [max(2, 1 + wrapped(label, _NAMES).count("\n")) for label in values]
+    places = np.cumsum(lines) - np.array(lines) / 2  # in lines of text, so that names have room
     with matplotlib.rc_context(RC):
-        lines = sum(max(2, 1 + wrapped(label, _NAMES).count("\n")) for label in values)
-        figure = new_figure(0.55 + 0.13 * lines)
+        figure = new_figure(0.55 + 0.13 * sum(lines))
         axes = figure.subplots()
         rng = np.random.default_rng(0)
-        for place, (label, of_clients) in enumerate(values.items()):
-            color = styles[label].color
-            line = {"color": color, "lw": 0.9}
-            axes.boxplot(
-                of_clients,
-                positions=[place],
-                orientation="horizontal",
-                widths=0.55,
-                showfliers=len(of_clients) > _MOST_POINTS,
-                boxprops=line,
-                whiskerprops=line,
-                capprops=line,
-                medianprops=line | {"lw": 1.8},
-                flierprops={"marker": ".", "ms": 2, "mfc": color, "mec": "none", "alpha": 0.6},
-                showmeans=True,
-                meanprops={"marker": "D", "ms": 3, "mfc": color, "mec": "none"},
-            )
+        for place, (label, of_clients) in zip(places, values.items(), strict=True):
+            _draw_box(axes, place, of_clients, styles[label].color)
             if len(of_clients) <= _MOST_POINTS:
-                heights = place + rng.uniform(-0.18, 0.18, len(of_clients))
-                axes.plot(of_clients, heights, ".", ms=2.5, mec="none", color=color, alpha=0.45, zorder=0)
-        axes.set_yticks(range(len(values)), [wrapped(label, _NAMES) for label in values])
-        axes.set(ylim=(len(values) - 0.5, -0.5), xlabel=f"{metric.replace('_', ' ')}, percent")
+                heights = place + rng.uniform(-0.4, 0.4, len(of_clients))
+                axes.plot(of_clients, heights, ".", ms=3, mec="none", color=styles[label].color, alpha=0.5, zorder=0)
+        axes.set_yticks(places, [wrapped(label, _NAMES) for label in values])
+        axes.set(ylim=(sum(lines), 0), xlabel=f"{metric.replace('_', ' ')}, percent")
         axes.grid(axis="x")
     return figure
+
+
+def _draw_box(axes: Axes, place: float, values: np.ndarray, color: str) -> None:
+    line = {"color": color, "lw": 0.9}
+    axes.boxplot(
+        values,
+        positions=[place],
+        orientation="horizontal",
+        widths=1.15,
+        showfliers=len(values) > _MOST_POINTS,
+        boxprops=line,
+        whiskerprops=line,
+        capprops=line,
+        medianprops=line | {"lw": 1.8},
+        flierprops={"marker": ".", "ms": 2, "mfc": color, "mec": "none", "alpha": 0.6},
+        showmeans=True,
+        meanprops={"marker": "D", "ms": 3, "mfc": color, "mec": "none"},
+    )
 
 
 def _legend_height(methods: Sequence[Method]) -> float:

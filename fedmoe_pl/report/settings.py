@@ -14,7 +14,7 @@ _WITHOUT_INFLUENCE = re.compile(
     r"seed_everything|data/partition_seed|(data/)?(root|download)|"
     r"federation/(name|logger|callbacks|default_root_dir|enable_checkpointing|enable_progress_bar|store|backend|"
     r"on_client_failure|min_clients|client_timeout)(/.*)?|"
-    r"(.*/)?trainer/(accelerator|devices|num_nodes|strategy|logger|default_root_dir|enable_checkpointing|"
+    r"(.*/)?evaluate_after|(.*/)?trainer/(accelerator|devices|num_nodes|strategy|logger|default_root_dir|enable_checkpointing|"
     r"enable_progress_bar|enable_model_summary|log_every_n_steps|num_sanity_val_steps|profiler|detect_anomaly)(/.*)?"
 )
 _OF_TRAINING = re.compile(r"data/(batch_size|augmentation)(/.*)?")
@@ -187,9 +187,11 @@ def labels(method: str, settings: Sequence[Setting]) -> list[str]:
     values = [setting.values for setting in settings]
     common = set.intersection(*(phases_of(mapping) for mapping in values))
     different = [key for key in differing(values) if (part := phase_and_key(key)) is None or part[0] in common]
-    if not 0 < len(different) <= _FEW:
-        return [f"{method} [{setting.name}]" for setting in settings]
-    texts = [", ".join(f"{short(key)} {brief(mapping.get(key, '-'))}" for key in different) for mapping in values]
+    by_values = [", ".join(f"{short(key)} {brief(mapping.get(key, '-'))}" for key in different) for mapping in values]
+    by_name = [setting.name for setting in settings]
+    by_folder = [str(setting.runs[0].folder) for setting in settings]
+    few = [by_values] if len(different) <= _FEW else []
+    texts = next(texts for texts in (*few, by_name, by_folder) if len({*texts}) == len(settings))
     return [f"{method} ({text})" for text in texts]
 
 
