@@ -40,6 +40,7 @@ from fedmoe_pl.algorithms import (
     FedRep,
     FineTunedCluster,
     KNNPer,
+    LabelPrior,
     Local,
     PersonalizedExpert,
     PFedMe,
@@ -99,6 +100,7 @@ ALWAYS = {
     "FedALA": "expert eta",
     "FedYogi": "params lr beta1 beta2 tau v0",
     "KNNPer": "capacity expert",
+    "LabelPrior": "expert",
     "Local": "trainable",
     "OptInFedAvg": "shared opt_out_clients opt_out_data",
     "PFLMoE": "interleaved frozen_train_mode",
@@ -264,6 +266,7 @@ REFUSED = {
     },
     "FedAvg": {"weighting": (lambda: FedAvg(weighting="sampels"), "must be samples or uniform")},
     "KNNPer": {"kernel": (lambda: KNNPer(kernel="cosine"), "must be squared or euclidean")},
+    "LabelPrior": {"tau": (lambda: checked(LabelPrior("auto")), "validation_fraction is 0")},
     "PersonalizedExpert": {
         "trainable": (lambda: checked(PersonalizedExpert("gate.*")), "matches no parameter of the local expert"),
         "keep_better": (lambda: checked(PersonalizedExpert(keep_better=True)), "validation_fraction is 0"),
