@@ -2,9 +2,9 @@
 
 If clients differ only in how often they have each class, Bayes' rule turns a model of one distribution of classes into
 that of another: it adds the logarithm of the ratio of both frequencies to the score of each class (Saerens, Latinne and
-Decaestecker 2002, Neural Computation 14(1), Eq. 2.4). A federated model has seen all classes, in most benchmarks about
+Decaestecker 2002, Neural Computation 14(1), 21-41). A federated model has seen all classes, in most benchmarks about
 equally often, so that the client's own shares are left. The factor ``tau`` is that of the logit adjustment of Menon et
-al., ICLR 2021 (https://arxiv.org/abs/2007.07314, Eq. 9), which goes the other way, towards equal classes.
+al., ICLR 2021 (https://arxiv.org/abs/2007.07314), which goes the other way, towards equal classes.
 """
 
 from __future__ import annotations
