@@ -13,19 +13,34 @@ from lightning.pytorch.utilities import rank_zero_warn
 
 from fedmoe_pl.algorithms.algorithm import Moment
 from fedmoe_pl.algorithms.overrides import chooses_model
+from fedmoe_pl.data import partition_rows
 from fedmoe_pl.rounds.evaluate import has_own_model
 from fedmoe_pl.rounds.evaluation import Evaluation
 from fedmoe_pl.rounds.phase import Phase
-from fedmoe_pl.rounds.results import append_csv, client_rows, format_table, summary_row, write_csv
+from fedmoe_pl.rounds.results import append_csv, client_rows, format_table, gate_rows, summary_row, write_csv
 from fedmoe_pl.rounds.run import FederationCallback, Run
 
 
 class ResultFiles(FederationCallback):
-    """Writes ``rounds.csv``, ``clients.csv`` and ``summary.csv`` into the run's folder, and prints the table."""
+    """Writes the run's results as CSV files into its folder, and prints the table.
+
+    ``rounds.csv``, ``clients.csv`` and ``summary.csv`` have the accuracies, ``partition.csv`` each client's number of
+    samples of each class, and ``gate_weights.csv`` the mean weights of the clients' gates by class.
+
+    Args:
+        partition: whether to write ``partition.csv``.
+        gate_weights: whether to write ``gate_weights.csv``, if a method has a trained gate.
+    """
+
+    def __init__(self, partition: bool = True, gate_weights: bool = True) -> None:
+        self.partition = partition
+        self.gate_weights = gate_weights
 
     def on_fit_start(self, run: Run) -> None:
-        """Begins with all rows: after a kill, the file of a resumed run may have a row too many."""
+        """Writes the partition. ``rounds.csv`` is begun anew: after a kill, the old one may have a row too many."""
         self._written = 0
+        if self.partition:
+            write_csv(run.folder / "partition.csv", partition_rows(run.datamodule))
 
     def on_evaluation_end(self, run: Run, phase: Phase, evaluation: Evaluation) -> None:
         """Writes the rows of the rounds since the last evaluation."""
@@ -42,6 +57,10 @@ class ResultFiles(FederationCallback):
         if results:
             write_csv(run.folder / "clients.csv", [row for result in results for row in client_rows(result)])
             write_csv(run.folder / "summary.csv", [summary_row(result) for result in results])
+        if self.gate_weights:
+            rows = [row for result in results for row in gate_rows(result, run.datamodule.num_classes)]
+            if rows:
+                write_csv(run.folder / "gate_weights.csv", rows)
 
     def on_fit_end(self, run: Run) -> None:
         """Prints the table."""

@@ -26,6 +26,8 @@ from fedmoe_pl.cli.reading import read_arguments, read_files
 from fedmoe_pl.cli.schema import arguments_of, faults
 from fedmoe_pl.data import FederatedDataModule
 from fedmoe_pl.federation import Federation
+from fedmoe_pl.report.command import DESCRIPTION as REPORT
+from fedmoe_pl.report.command import report_parser
 
 # An integer is a number of batches, a float a share. In the Trainer's own annotation the float comes first, so that
 # jsonargparse would make 1.0, all batches, of 1.
@@ -85,6 +87,7 @@ class FederationCLI(LightningCLI):
         commands = parser._subcommands_action
         assert commands is not None, "Lightning has added its own"
         commands.add_subcommand("benchmark", grid_parser(), help=BENCHMARK)
+        commands.add_subcommand("report", report_parser(), help=REPORT)
 
     def add_core_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
         """Adds the groups ``trainer``, ``model``, ``data`` and ``federation``."""

@@ -20,6 +20,7 @@ from fedmoe_pl.cli.cli import FederationCLI, fault_of
 from fedmoe_pl.cli.errors import cause_of
 from fedmoe_pl.data import FederatedDataModule
 from fedmoe_pl.federation import Federation
+from fedmoe_pl.report.command import report
 from fedmoe_pl.rounds.failures import ClientError
 
 
@@ -43,6 +44,9 @@ def main(args: ArgsType = None) -> None:
             if " is not an argument; " in fault:  # the parser overlooks it if it is empty
                 raise MisconfigurationException(fault)
             sys.exit(benchmark(arguments[1:], configured))
+        if isinstance(arguments, list) and arguments[:1] == ["report"]:
+            report(arguments[1:])
+            return
         FederationCLI(args)
     except (ArgumentError, MisconfigurationException) as error:
         print(f"fedmoe: {cause_of(error)}", file=sys.stderr)

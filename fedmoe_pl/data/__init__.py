@@ -18,7 +18,7 @@ from fedmoe_pl.data.datasets.torchvision import (
     FashionMNIST,
     TorchvisionDataModule,
 )
-from fedmoe_pl.data.partition_report import partition_figure, partition_table
+from fedmoe_pl.data.partition_report import partition_figure, partition_rows, partition_table
 from fedmoe_pl.data.partitioners.classes import MajorityClasses, Pathological, Shards, TwoClasses
 from fedmoe_pl.data.partitioners.dirichlet import BalancedDirichlet, ClientDirichlet, Dirichlet
 from fedmoe_pl.data.partitioners.iid import IID
@@ -57,5 +57,6 @@ __all__ = [
     "TorchvisionDataModule",
     "TwoClasses",
     "partition_figure",
+    "partition_rows",
     "partition_table",
 ]

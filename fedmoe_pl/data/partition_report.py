@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -50,6 +51,23 @@ def partition_table(datamodule: FederatedDataModule) -> str:
         f"{len(datamodule.global_test)} global test samples"
     )
     return "\n".join([title, "", *body])
+
+
+def partition_rows(datamodule: FederatedDataModule) -> Iterator[dict[str, int]]:
+    """The rows of ``partition.csv``, one per client.
+
+    ``train``, ``validation`` and ``test`` are the sizes of its sets, and ``class_<c>`` its number of training and
+    validation samples of class c.
+
+    Args:
+        datamodule: a data module after ``setup``.
+    """
+    parts = (datamodule.train_samples, datamodule.validation_samples, datamodule.test_samples)
+    names = ("client", "train", "validation", "test", *(f"class_{c}" for c in range(datamodule.num_classes)))
+    columns = [part.sizes.tolist() for part in parts]
+    counts = datamodule.class_counts().long().tolist()
+    for client, (*sizes, of_classes) in enumerate(zip(*columns, counts, strict=True)):
+        yield dict(zip(names, (client, *sizes, *of_classes), strict=True))
 
 
 def _shared(datamodule: FederatedDataModule) -> str:

@@ -220,12 +220,46 @@ def mean_gate_weight_by_class(evaluation: Evaluation, num_classes: int) -> Tenso
     for client in evaluation.clients:
         if client.global_weights is None or client.gate_labels is None:
             rows.append(torch.full((num_classes,), math.nan, dtype=torch.float64))
-            continue
-        labels = client.gate_labels.cpu()
-        weights = client.global_weights.detach().cpu().double()
-        sums = torch.zeros(num_classes, dtype=torch.float64).index_add(0, labels, weights)
-        rows.append(sums / torch.bincount(labels, minlength=num_classes))  # 0 / 0 is nan
+        else:
+            rows.append(_means_by_class(client.global_weights, client.gate_labels, num_classes))
     return torch.stack(rows)
+
+
+def gate_rows(evaluation: Evaluation, num_classes: int) -> Iterator[dict[str, object]]:
+    """One method's rows of ``gate_weights.csv``: the gate's mean weights on each client's own samples of each class.
+
+    A client has one row, for the total weight of the global experts. If no expert is global, it has a row for each.
+
+    Args:
+        evaluation: an evaluation; without a trained gate, there are no rows.
+        num_classes: number of classes of the data.
+
+    Yields:
+        Columns ``class_<c>`` are fractions; nan where the client has no sample of the class.
+    """
+    for client in evaluation.clients:
+        if client.gate_weights is None or client.gate_labels is None:
+            continue
+        if client.global_weights is not None:
+            weights = {"global": client.global_weights}
+        else:
+            weights = {str(expert): column for expert, column in enumerate(client.gate_weights.unbind(dim=1))}
+        for expert, column in weights.items():
+            means = _means_by_class(column, client.gate_labels, num_classes).tolist()
+            yield {
+                "method": evaluation.method,
+                "moment": evaluation.moment,
+                "client": client.client,
+                "expert": expert,
+                **{f"class_{label}": mean for label, mean in enumerate(means)},
+            }
+
+
+def _means_by_class(weights: Tensor, labels: Tensor, num_classes: int) -> Tensor:
+    """Mean of the weights, shape (n,), of each class, shape (num_classes,); nan for classes without a sample."""
+    labels = labels.cpu()
+    sums = torch.zeros(num_classes, dtype=torch.float64).index_add(0, labels, weights.detach().cpu().double())
+    return sums / torch.bincount(labels, minlength=num_classes)  # 0 / 0 is nan
 
 
 def expert_usage(evaluation: Evaluation) -> Tensor:

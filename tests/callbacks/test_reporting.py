@@ -4,6 +4,7 @@ import sys
 from types import SimpleNamespace
 
 import pytest
+from helpers.data import Own, set_up, vectors
 from helpers.evaluations import evaluation, mixture, nan
 from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
@@ -60,7 +61,7 @@ def run(tmp_path):
             SimpleNamespace(name="FedAvg", rounds=2, work=10.0, evaluation=fedavg),
             SimpleNamespace(name="PFL MFE", rounds=1, work=20.0, evaluation=pfl_mfe),
         ],
-        datamodule=SimpleNamespace(num_classes=4),
+        datamodule=set_up(Own(vectors(24, num_classes=4), num_clients=3, validation_fraction=0.25)),
         rows=[],
         states={"FedAvg": PhaseState({}, {}, flops=2.5e9), "PFL MFE": PhaseState({}, {}, flops=nan)},
         results={},
@@ -142,7 +143,30 @@ def test_result_files(run, capsys):
     assert methods("rounds.csv") == ["FedAvg", "FedAvg", "PFL MFE"]
     assert methods("clients.csv") == ["FedAvg"] * 3 + ["PFL MFE"] * 3
     assert methods("summary.csv") == ["FedAvg", "PFL MFE"]
+    assert methods("gate_weights.csv") == ["PFL MFE"] * 3
     assert format_table(run.results.values()) in capsys.readouterr().out
+
+
+def test_partition_and_gate_weights_in_files_of_their_own(run):
+    run.fit(ResultFiles())
+    with (run.folder / "partition.csv").open(newline="") as file:
+        rows = list(csv.DictReader(file))
+    columns = ["client", "train", "validation", "test", "class_0", "class_1", "class_2", "class_3"]
+    assert [[*row] for row in rows] == [columns] * 3
+    counts = run.datamodule.class_counts().long()
+    for client, row in enumerate(rows):
+        values = [int(value) for value in row.values()]
+        assert values == [client, 6, 2, 0, *counts[client].tolist()]
+    with (run.folder / "gate_weights.csv").open(newline="") as file:
+        (first, second, third) = csv.reader(file.readlines()[1:])
+    assert first == ["PFL MFE", "after local training", "0", "global", "0.25", "0.625", "", ""]
+    assert (second[4:], third[2]) == (["", "", "0.75", ""], "2")
+
+
+def test_partition_and_gate_weights_can_be_switched_off(run):
+    run.fit(ResultFiles(partition=False, gate_weights=False))
+    names = {path.name for path in run.folder.glob("*.csv")}
+    assert names == {"rounds.csv", "clients.csv", "summary.csv"}
 
 
 def test_accuracies_in_tensorboard_and_in_other_loggers(run):

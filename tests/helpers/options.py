@@ -120,6 +120,7 @@ ALWAYS = {
     "RayBackend": "address workers backend",
     "StackedBackend": "clients_per_stack",
     "CostToTarget": "target",
+    "ResultFiles": "partition gate_weights",
 }
 ACCEPTED = {
     ("KNNPer", "k"): "with capacity 0 there are no neighbors: the federated model, as a row of a comparison",

@@ -12,6 +12,7 @@ from fedmoe_pl.rounds.results import (
     client_rows,
     expert_usage,
     format_table,
+    gate_rows,
     mean_gate_weight_by_class,
     round_row,
     summary_row,
@@ -106,6 +107,20 @@ def test_mean_gate_weight_by_class():
     expected = torch.tensor([[0.25, 0.625, nan, nan], [nan, nan, 0.75, nan], [nan, 0.15, nan, nan]])
     torch.testing.assert_close(weights, expected.double(), equal_nan=True, atol=1e-7, rtol=0)
     assert mean_gate_weight_by_class(evaluation(), num_classes=4).isnan().all()
+
+
+def test_gate_rows_of_a_mixture_without_a_global_expert_have_every_expert():
+    weights = torch.tensor([[0.75, 0.25], [0.25, 0.75], [0.5, 0.5]])
+    client = ClientEvaluation(
+        4, 3, 0.5, math.nan, 0.5, math.nan, weights, torch.tensor([0, 0, 2]), has_global_expert=False
+    )
+    rows = [*gate_rows(Evaluation("DA", 1, "mixture", "after aggregation", "last round", [client]), 3)]
+    assert [(row["client"], row["expert"], row["class_0"], row["class_2"]) for row in rows] == [
+        (4, "0", 0.5, 0.5),
+        (4, "1", 0.5, 0.5),
+    ]
+    assert all(math.isnan(row["class_1"]) for row in rows)
+    assert [*gate_rows(evaluation(), 3)] == []
 
 
 def test_shares_of_samples_by_expert_leave_out_experts_that_a_client_does_not_have():

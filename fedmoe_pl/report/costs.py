@@ -1,0 +1,90 @@
+"""What each method spent until it first reached a target accuracy."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
+
+from fedmoe_pl.callbacks.costs import target_rows
+from fedmoe_pl.report.runs import Row
+from fedmoe_pl.report.tables import Condition, Method
+
+
+class Cost(NamedTuple):
+    """A method's costs, as means over the seeds that reached the target; nan if none did.
+
+    Attributes:
+        label: the method.
+        reached: number of seeds that reached the target.
+        seeds: number of seeds.
+        rounds: rounds of the method.
+        bytes: everything that was sent by or to any client.
+        flops: operations of all local training.
+        best: the highest accuracy of all evaluated rounds, a mean over all seeds.
+    """
+
+    label: str
+    reached: int
+    seeds: int
+    rounds: float
+    bytes: float
+    flops: float
+    best: float
+
+
+def costs(methods: Iterable[Method], metric: str, target: float) -> list[Cost]:
+    """The costs of methods until the clients' mean reached the target.
+
+    Args:
+        methods: the methods.
+        metric: an accuracy.
+        target: the mean over the clients to reach, a fraction.
+    """
+    return [_cost(method, metric, target) for method in methods if has_costs(method)]
+
+
+def _cost(method: Method, metric: str, target: float) -> Cost:
+    rows = [target_rows(method.rounds(run), metric, target)[0] for run in method.runs]
+    reached = [row for row in rows if not math.isnan(row["rounds"])]
+    rounds, size, flops = (_mean([row[name] for row in reached]) for name in ("rounds", "bytes", "flops"))
+    return Cost(method.label, len(reached), len(rows), rounds, size, flops, _mean([row["best"] for row in rows]))
+
+
+def _mean(values: Sequence[float]) -> float:
+    return sum(values) / len(values) if values else math.nan
+
+
+def default_target(condition: Condition, metric: str) -> float:
+    """The highest whole percent that at least half of the methods reach, as a fraction; nan if there is none."""
+    bests = [cost.best for cost in costs(condition.methods, metric, 1.0)]
+    bests = sorted(best for best in bests if not math.isnan(best))
+    middle = bests[len(bests) // 2] if bests else math.nan
+    return math.nan if math.isnan(middle) or middle < 0.01 else math.floor(100 * middle) / 100
+
+
+def has_costs(method: Method) -> bool:
+    """Whether the runs counted what was sent and computed."""
+    rows = [row for run in method.runs for row in method.rounds(run)[:1]]
+    return len(rows) == len(method.runs) and all({"flops", "bytes_up"} <= row.keys() for row in rows)
+
+
+def total_bytes(row: Row) -> float:
+    """Everything that was sent until the end of a round, in bytes."""
+    return sum(row[f"bytes_{way}"] for way in ("down", "up", "between_clients"))
+
+
+def amount(value: float, unit: str) -> str:
+    """A large number with three digits and a decimal prefix; a dash for nan.
+
+    Example:
+        >>> amount(351_415_200, "B"), amount(4.3e12, "FLOP"), amount(12, "B"), amount(float("nan"), "B")
+        ('351 MB', '4.30 TFLOP', '12 B', '-')
+    """
+    if math.isnan(value):
+        return "-"
+    for prefix, size in (("E", 1e18), ("P", 1e15), ("T", 1e12), ("G", 1e9), ("M", 1e6), ("k", 1e3)):
+        if value >= size:
+            scaled = value / size
+            return f"{scaled:.{max(0, 2 - len(str(int(scaled))) + 1)}f} {prefix}{unit}"
+    return f"{value:.0f} {unit}"

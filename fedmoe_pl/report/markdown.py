@@ -1,0 +1,87 @@
+"""A report's tables as Markdown, for a README or a page of results."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from lightning.fabric.utilities.exceptions import MisconfigurationException
+
+from fedmoe_pl.report.columns import Choices, Column, curve_table, main_columns
+from fedmoe_pl.report.tables import Condition
+from fedmoe_pl.report.text import explanation, rounds_text, seeds_text, words
+
+
+def markdown(conditions: Iterable[Condition], choices: Choices, origin: str, command: str) -> str:
+    """One table per condition, with a row per method, and how it was made.
+
+    Args:
+        conditions: the conditions.
+        choices: what the user of the report chose.
+        origin: when and where it was made.
+        command: the command that made it.
+    """
+    parts = [part for condition in conditions for part in _condition(condition, choices)]
+    return "\n\n".join([*parts, origin, f"```bash\n{command}\n```"]) + "\n"
+
+
+def _condition(condition: Condition, choices: Choices) -> list[str]:
+    title = [f"### {condition.name}"] if condition.name else []
+    facts = [f"{fact}." for fact in (condition.data, seeds_text(condition)) if fact]
+    lines = [f"* {line}." for line in explanation(condition, choices.baseline_of(condition))]
+    parts = [*title, " ".join(facts), _methods(condition, choices), "\n".join(lines)]
+    if choices.rounds:
+        metric = choices.metric_of(condition)
+        curves = curve_table(condition, metric, choices.rounds)
+        text = f"{words(metric).capitalize()}, percent, after some rounds:"
+        parts += [text, table(curves.header, [[label, *cells] for label, cells in curves.rows])]
+    return parts
+
+
+def _methods(condition: Condition, choices: Choices) -> str:
+    columns = [Column("method", [method.label for method in condition.methods])]
+    if not all(method.is_finished for method in condition.methods):
+        columns.append(Column("round", [rounds_text(method) for method in condition.methods]))
+    for metric in condition.metrics:
+        columns += main_columns(condition, metric, choices, words(metric))
+    rows = zip(*(column.cells for column in columns), strict=True)
+    return table([column.title for column in columns], rows)
+
+
+def table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    r"""A table in Markdown.
+
+    Example:
+        >>> print(table(["method", "local test"], [["a|b", "90.00"]]))
+        | method | local test |
+        | --- | --- |
+        | a\|b | 90.00 |
+    """
+    lines = [header, ["---"] * len(header), *rows]
+    return "\n".join(f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in line)} |" for line in lines)
+
+
+def with_section(page: str, name: str, text: str) -> str:
+    r"""A page of Markdown with a new text between the marks of a section.
+
+    Args:
+        page: the page, which has the lines ``<!-- fedmoe report: NAME -->`` and ``<!-- end of NAME -->``.
+        name: the section's name.
+        text: the text that takes the place of what is between them.
+
+    Raises:
+        MisconfigurationException: if the page lacks one of the lines, or has it twice.
+
+    Example:
+        >>> page = "Digits\n<!-- fedmoe report: a -->\nold\n<!-- end of a -->\nagree.\n"
+        >>> with_section(page, "a", "new\n").splitlines()
+        ['Digits', '<!-- fedmoe report: a -->', '', 'new', '', '<!-- end of a -->', 'agree.']
+    """
+    marks = f"<!-- fedmoe report: {name} -->", f"<!-- end of {name} -->"
+    before, *parts = page.split(marks[0])
+    after = parts[0].split(marks[1]) if len(parts) == 1 else []
+    if len(after) != 2:
+        raise MisconfigurationException(
+            f"report: --section is '{name}', but must be a section of the Markdown file, which must have the "
+            f"lines {marks[0]} and {marks[1]} once."
+        )
+    return f"{before}{marks[0]}\n\n{text.strip()}\n\n{marks[1]}{after[1]}"

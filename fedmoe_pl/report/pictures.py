@@ -1,0 +1,206 @@
+"""Learning curves and the distribution over clients."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+
+import matplotlib
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.ticker import EngFormatter, LogLocator, MaxNLocator, NullFormatter
+
+from fedmoe_pl.report.costs import total_bytes
+from fedmoe_pl.report.runs import Row
+from fedmoe_pl.report.style import INK, RC, Style, new_figure, wrapped
+from fedmoe_pl.report.tables import Method
+
+_MOST_POINTS = 120  # points of a method that are drawn beside its box
+_LEGEND = 22  # characters of a line in the legend
+_NAMES = 18  # and beside a box
+AMOUNTS = {"bytes": "bytes sent", "flops": "FLOPs of local training"}
+
+
+def curves_figure(methods: Sequence[Method], metric: str, styles: Mapping[str, Style]) -> Figure | None:
+    """Mean accuracy of the clients over rounds; over several seeds, mean and a band of one standard deviation.
+
+    Methods that were evaluated in one round are points at the right edge.
+
+    Args:
+        methods: the methods.
+        metric: the accuracy.
+        styles: the style of each label.
+
+    Returns:
+        The figure; None if no method was evaluated in two rounds.
+    """
+    curves = [(method, *_curve(method, metric)) for method in methods]
+    if all(len(rounds) < 2 for _, rounds, _, _ in curves):
+        return None
+    with matplotlib.rc_context(RC):
+        figure = new_figure(2.3 + _legend_height(methods))
+        axes = figure.subplots()
+        single = []
+        for method, rounds, mean, std in curves:
+            if len(rounds) < 2:
+                single.append((method, mean, std))
+                continue
+            style = styles[method.label]
+            axes.plot(rounds, mean, label=method.label, markevery=max(1, len(rounds) // 8), **style._asdict())
+            axes.fill_between(rounds, mean - std, mean + std, color=style.color, alpha=0.18, lw=0)
+        _draw_single(axes, single, styles)
+        axes.set(xlabel="round", ylabel=f"{metric.replace('_', ' ')}, percent")
+        axes.xaxis.set_major_locator(MaxNLocator(6, integer=True))
+        axes.grid(axis="y")
+        _add_legend(figure, axes, methods)
+    return figure
+
+
+def _curve(method: Method, metric: str) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Rounds that all seeds evaluated, and mean and sample standard deviation over seeds in percent; 0 of one seed."""
+    of_runs = [{row["round"]: 100 * row[f"{metric}_mean"] for row in method.rounds(run)} for run in method.runs]
+    common = sorted(set.intersection(*(set(values) for values in of_runs)))
+    common = [round for round in common if not any(math.isnan(values[round]) for values in of_runs)]
+    values = np.array([[of_run[round] for round in common] for of_run in of_runs])
+    std = values.std(axis=0, ddof=1) if len(of_runs) > 1 else np.zeros(len(common))
+    return np.array(common), values.mean(axis=0), std
+
+
+def _draw_single(
+    axes: Axes, single: Sequence[tuple[Method, np.ndarray, np.ndarray]], styles: Mapping[str, Style]
+) -> None:
+    drawn = [(method, mean, std) for method, mean, std in single if len(mean)]
+    if not drawn:
+        return
+    left, right = axes.get_xlim()
+    step = 0.035 * (right - left)
+    for i, (method, mean, std) in enumerate(drawn):
+        style = styles[method.label]
+        place = right + step * (i % 4 + 0.5)  # beside each other, as they often have nearly the same accuracy
+        error = std if len(method.runs) > 1 else None
+        axes.errorbar(place, mean, error, fmt=style.marker, color=style.color, label=method.label, elinewidth=0.8)
+    axes.axvline(right, color=INK, lw=0.4, ls=":")
+    axes.set_xlim(left, right + step * (min(len(drawn), 4) + 0.5))
+
+
+def cost_figure(methods: Sequence[Method], metric: str, amount: str, styles: Mapping[str, Style]) -> Figure | None:
+    """Accuracy over what was sent or computed until then, on a logarithmic axis; a thin line for each seed.
+
+    Args:
+        methods: the methods.
+        metric: the accuracy.
+        amount: ``bytes`` or ``flops``.
+        styles: the style of each label.
+
+    Returns:
+        The figure; None if no method has two evaluated rounds for which this is known and above 0.
+    """
+    with matplotlib.rc_context(RC):
+        figure = new_figure(2.3 + _legend_height(methods))
+        axes = figure.subplots()
+        drawn = []
+        for method in methods:
+            for run in method.runs:
+                points = [(_amount(row, amount), 100 * row[f"{metric}_mean"]) for row in method.rounds(run)]
+                points = [point for point in points if point[0] > 0 and not math.isnan(point[1])]
+                if len(points) > 1:
+                    style, every = styles[method.label]._asdict(), max(1, len(points) // 6)
+                    label = method.label if method not in drawn else None
+                    axes.plot(*zip(*points, strict=True), label=label, lw=1.0, markevery=every, **style)
+                    drawn.append(method)
+        if not drawn:
+            return None
+        axes.set(xscale="log", xlabel=f"{AMOUNTS[amount]}, all clients", ylabel=f"{metric.replace('_', ' ')}, percent")
+        _label_amounts(axes)
+        axes.grid(axis="y")
+        _add_legend(figure, axes, methods)
+    return figure
+
+
+def _label_amounts(axes: Axes) -> None:
+    """Labels a logarithmic axis, such as 20M: powers of ten, or over fewer decades also numbers between them."""
+    left, right = axes.get_xlim()
+    between = {0: (1, 2, 3, 4, 6), 1: (1, 2, 5)}.get(int(math.log10(right / left)), (1,))
+    axes.xaxis.set_major_locator(LogLocator(subs=between, numticks=7))
+    axes.xaxis.set_major_formatter(EngFormatter(sep=""))
+    axes.xaxis.set_minor_formatter(NullFormatter())
+
+
+def _amount(row: Row, amount: str) -> float:
+    return total_bytes(row) if amount == "bytes" else row["flops"]
+
+
+def distribution_figure(methods: Sequence[Method], metric: str, styles: Mapping[str, Style]) -> Figure | None:
+    """Boxes over the clients of all seeds: quartiles, whiskers of at most 1.5 times the box, the mean as a diamond.
+
+    Args:
+        methods: the methods, from top to bottom.
+        metric: the accuracy.
+        styles: the style of each label.
+
+    Returns:
+        The figure; None if no method has finished.
+    """
+    values = {method.label: 100 * np.array(method.of_clients(metric)) for method in methods}
+    values = {label: of_clients for label, of_clients in values.items() if len(of_clients)}
+    if not values:
+        return None
+    lines = [max(2, 1 + wrapped(label, _NAMES).count("\n")) for label in values]
+    places = np.cumsum(lines) - np.array(lines) / 2  # in lines of text, so that names have room
+    with matplotlib.rc_context(RC):
+        figure = new_figure(0.55 + 0.13 * sum(lines))
+        axes = figure.subplots()
+        rng = np.random.default_rng(0)
+        for place, (label, of_clients) in zip(places, values.items(), strict=True):
+            _draw_box(axes, place, of_clients, styles[label].color)
+            if len(of_clients) <= _MOST_POINTS:
+                heights = place + rng.uniform(-0.4, 0.4, len(of_clients))
+                axes.plot(of_clients, heights, ".", ms=3, mec="none", color=styles[label].color, alpha=0.5, zorder=0)
+        axes.set_yticks(places, [wrapped(label, _NAMES) for label in values])
+        axes.set(ylim=(sum(lines), 0), xlabel=f"{metric.replace('_', ' ')}, percent")
+        axes.grid(axis="x")
+    return figure
+
+
+def _draw_box(axes: Axes, place: float, values: np.ndarray, color: str) -> None:
+    line = {"color": color, "lw": 0.9}
+    axes.boxplot(
+        values,
+        positions=[place],
+        orientation="horizontal",
+        widths=1.15,
+        showfliers=len(values) > _MOST_POINTS,
+        boxprops=line,
+        whiskerprops=line,
+        capprops=line,
+        medianprops=line | {"lw": 1.8},
+        flierprops={"marker": ".", "ms": 2, "mfc": color, "mec": "none", "alpha": 0.6},
+        showmeans=True,
+        meanprops={"marker": "D", "ms": 3, "mfc": color, "mec": "none"},
+    )
+
+
+def _legend_height(methods: Sequence[Method]) -> float:
+    """Height in inches; as matplotlib does, columns are filled from top to bottom."""
+    lines = [1 + wrapped(method.label, _LEGEND).count("\n") for method in methods]
+    rows = math.ceil(len(lines) / _columns(methods))
+    return 0.1 + 0.125 * max(sum(lines[start : start + rows]) for start in range(0, len(lines), rows))
+
+
+def _columns(methods: Sequence[Method]) -> int:
+    longest = max(len(line) for method in methods for line in wrapped(method.label, _LEGEND).split("\n"))
+    return 3 if longest <= 13 else 2 if longest <= 22 else 1
+
+
+def _add_legend(figure: Figure, axes: Axes, methods: Sequence[Method]) -> None:
+    handles, labels = axes.get_legend_handles_labels()
+    order = {method.label: i for i, method in enumerate(methods)}
+    pairs = sorted(zip(handles, labels, strict=True), key=lambda pair: order[pair[1]])
+    figure.legend(
+        [handle for handle, _ in pairs],
+        [wrapped(label, _LEGEND) for _, label in pairs],
+        loc="outside lower center",
+        ncols=_columns(methods),
+        columnspacing=1.2,
+    )

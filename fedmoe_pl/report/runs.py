@@ -1,0 +1,158 @@
+"""What a report reads from a run's folder."""
+
+from __future__ import annotations
+
+import csv
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import yaml
+from lightning.fabric.utilities.exceptions import MisconfigurationException
+
+from fedmoe_pl.rounds.evaluation import METRICS, Spread
+
+Row = Mapping[str, Any]
+"""A row of a CSV file: texts, and numbers as floats, nan for an empty field."""
+
+_TEXTS = {"method", "model", "clients", "moment", "selection", "expert"}
+_MEANS = {"method", "round", "moment", *(f"{metric}_{name}" for metric in METRICS for name in Spread._fields)}
+_COLUMNS = {
+    "rounds": _MEANS,
+    "summary": _MEANS,
+    "clients": {"method", "client", *METRICS},
+    "partition": {"client"},
+    "gate_weights": {"method", "client", "expert"},
+}
+NEWCOMERS = "newcomers"
+
+
+@dataclass(frozen=True, eq=False)
+class RunFiles:
+    """The files of a run.
+
+    Attributes:
+        folder: the run's folder.
+        rounds: the rows of ``rounds.csv``.
+        clients: those of ``clients.csv``; none if no method is finished.
+        summary: those of ``summary.csv``; none if no method is finished.
+        partition: those of ``partition.csv``; none if the run did not write it.
+        gates: those of ``gate_weights.csv``; none if the run has no trained gate or did not write it.
+        config: ``config.yaml``; empty for a run from Python.
+        cell: ``cell.yaml`` of ``fedmoe benchmark``, in the folder above; empty for a run of no grid.
+    """
+
+    folder: Path
+    rounds: list[Row]
+    clients: list[Row]
+    summary: list[Row]
+    partition: list[Row]
+    gates: list[Row]
+    config: dict[str, Any]
+    cell: dict[str, Any]
+
+    @property
+    def name(self) -> str:
+        """The name of the experiment and the version, such as ``quickstart/version_0``."""
+        return f"{self.folder.parent.name}/{self.folder.name}"
+
+    @property
+    def seed(self) -> int | None:
+        """The run's seed; None if it has no ``config.yaml``."""
+        return self.config.get("seed_everything")
+
+    @property
+    def methods(self) -> list[str]:
+        """The evaluated methods, in the order of the run."""
+        return list(dict.fromkeys(row["method"] for row in (*self.summary, *self.rounds)))
+
+    @cached_property
+    def metrics(self) -> list[str]:
+        """The accuracies that some clients have."""
+        rows = [*self.rounds, *self.summary]
+        return [metric for metric in METRICS if any(not math.isnan(row[f"{metric}_mean"]) for row in rows)]
+
+    @property
+    def planned(self) -> list[str]:
+        """The names of the phases that the configuration evaluates."""
+        phases = self.config.get("federation", {}).get("phases", [])
+        return [phase["name"] for phase in phases if phase.get("evaluate", True)]
+
+    @property
+    def is_finished(self) -> bool:
+        """Whether all phases that are evaluated have a result."""
+        done = {row["method"] for row in self.summary}
+        return bool(done) and done.issuperset(self.planned)
+
+
+def find_runs(paths: Iterable[Path]) -> list[RunFiles]:
+    """Reads runs, and all runs in folders that hold several.
+
+    Args:
+        paths: folders of runs (``runs/<name>/version_<n>``), or folders with such folders below them, whose runs of
+            newcomers are left out.
+
+    Raises:
+        MisconfigurationException: if a folder is missing or holds no run, or a run has no results yet.
+    """
+    runs: dict[Path, RunFiles] = {}
+    for path in paths:
+        if not path.is_dir():
+            raise MisconfigurationException(f"report: RUN is '{path}', but must be the folder of a run or of several.")
+        folders = [path] if _is_run(path) else sorted(filter(_is_run, path.rglob("version_*")), key=_natural)
+        folders = [folder for folder in folders if folder == path or NEWCOMERS not in folder.relative_to(path).parts]
+        if not folders:
+            raise MisconfigurationException(
+                f"report: RUN is '{path}', but must be the folder of a run (runs/<name>/version_<n>) or of several."
+            )
+        found = {folder.resolve(): read_run(folder) for folder in folders}
+        if not any(run.methods for run in found.values()):
+            raise MisconfigurationException(f"report: RUN is '{path}', which has no results yet.")
+        runs |= {folder: run for folder, run in found.items() if run.methods}
+    return list(runs.values())
+
+
+def read_run(folder: Path) -> RunFiles:
+    """Reads a run's files; those that are missing give no rows."""
+    names = ("rounds", "clients", "summary", "partition", "gate_weights")
+    rounds, clients, summary, partition, gates = (_rows(folder / f"{name}.csv") for name in names)
+    config, cell = _mapping(folder / "config.yaml"), _mapping(folder.parent / "cell.yaml")
+    return RunFiles(folder, rounds, clients, summary, partition, gates, config, cell)
+
+
+def _is_run(folder: Path) -> bool:
+    """Whether a folder is that of a run, which may have no results yet."""
+    return any((folder / name).exists() for name in ("rounds.csv", "summary.csv", "config.yaml", "checkpoints"))
+
+
+def _natural(folder: Path) -> list[tuple[str, int]]:
+    """A key to sort folders, ``version_10`` after ``version_9``."""
+    parts = ((part, *part.rpartition("_")) for part in folder.parts)
+    return [(head, int(number)) if number.isdigit() else (part, -1) for part, head, _, number in parts]
+
+
+def _mapping(path: Path) -> dict[str, Any]:
+    return (yaml.safe_load(path.read_text(encoding="utf-8")) or {}) if path.is_file() else {}
+
+
+def _rows(path: Path) -> list[Row]:
+    if not path.is_file():
+        return []
+    try:
+        with path.open(newline="", encoding="utf-8") as file:
+            reader = csv.DictReader(file)
+            rows: list[Row] = [{column: _value(column, text) for column, text in row.items()} for row in reader]
+    except ValueError as error:
+        raise MisconfigurationException(f"report: RUN has the file '{path}', which is damaged: {error}.") from error
+    if rows and not _COLUMNS[path.stem] <= rows[0].keys():
+        raise MisconfigurationException(f"report: RUN has the file '{path}', which is not one that a run writes.")
+    return rows
+
+
+def _value(column: str, text: str | None) -> str | float:
+    if column in _TEXTS:
+        return text or ""
+    return float(text) if text else math.nan

@@ -1,0 +1,220 @@
+"""Which runs repeat one another with another seed, which have the same data, and in what the others differ."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from fedmoe_pl.callbacks.accuracies import flat_hparams
+from fedmoe_pl.report.runs import RunFiles
+
+_WITHOUT_INFLUENCE = re.compile(
+    r"seed_everything|data/partition_seed|(data/)?(root|download)|"
+    r"federation/(name|logger|callbacks|default_root_dir|enable_checkpointing|enable_progress_bar|store|backend|"
+    r"on_client_failure|min_clients|client_timeout)(/.*)?|"
+    r"(.*/)?evaluate_after|(.*/)?trainer/(accelerator|devices|num_nodes|strategy|logger|default_root_dir|enable_checkpointing|"
+    r"enable_progress_bar|enable_model_summary|log_every_n_steps|num_sanity_val_steps|profiler|detect_anomaly)(/.*)?"
+)
+_OF_TRAINING = re.compile(r"data/(batch_size|augmentation)(/.*)?")
+PHASES = "federation/phases/"
+_FEW = 3  # keys that a label may name
+
+
+@dataclass(frozen=True, eq=False)
+class Setting:
+    """Runs that differ only in the seed.
+
+    Attributes:
+        runs: the runs, by ascending seed.
+        values: what the results depend on, but the seed: flat names of the configuration and their values.
+    """
+
+    runs: list[RunFiles]
+    values: Mapping[str, Any]
+
+    @property
+    def name(self) -> str:
+        """The name of the first run, without its version if there are several."""
+        return self.runs[0].name if len(self.runs) == 1 else self.runs[0].folder.parent.name
+
+    @property
+    def methods(self) -> list[str]:
+        """The methods of all runs."""
+        return list(dict.fromkeys(method for run in self.runs for method in run.methods))
+
+
+def settings_of(runs: Iterable[RunFiles]) -> tuple[list[Setting], list[RunFiles]]:
+    """Groups runs that differ only in the seed.
+
+    Args:
+        runs: the runs.
+
+    Returns:
+        The groups, in the order of the runs; and runs that are left out, because a later one in the list has the same
+        configuration and the same seed and is as far.
+    """
+    groups: dict[str, dict[Any, RunFiles]] = {}
+    values: dict[str, Mapping[str, Any]] = {}
+    left_out = []
+    for run in runs:
+        of_run = relevant(run)
+        key = repr(sorted(of_run.items()))
+        values[key] = of_run
+        seed = (run.seed, run.config.get("data", {}).get("init_args", {}).get("partition_seed"))
+        before = groups.setdefault(key, {}).get(seed)
+        if before is not None and before.is_finished and not run.is_finished:
+            left_out.append(run)
+            continue
+        if before is not None:
+            left_out.append(before)
+        groups[key][seed] = run
+    seeds = ([of_group[seed] for seed in sorted(of_group, key=repr)] for of_group in groups.values())
+    return [Setting(group, values[key]) for key, group in zip(groups, seeds, strict=True)], left_out
+
+
+def relevant(run: RunFiles) -> Mapping[str, Any]:
+    """What a run's results depend on, but the seed: flat names of the configuration and their values, as text."""
+    if not run.config:
+        return {"run": str(run.folder)}
+    return {
+        key: value if isinstance(value, int | float | str) else str(value)
+        for key, value in flat_hparams(run.config).items()
+        if not _WITHOUT_INFLUENCE.fullmatch(key)
+    }
+
+
+def conditions(settings: Sequence[Setting], keys: Collection[str] = ()) -> dict[str, list[Setting]]:
+    """Groups settings whose results may be compared: those with the same data, and of the same column of a grid.
+
+    Args:
+        settings: the settings.
+        keys: further keys that tell conditions apart, or the beginnings of keys.
+
+    Returns:
+        The settings of each condition, by a name that has the keys in which conditions differ.
+    """
+    values = [_condition(setting, keys) for setting in settings]
+    naming = _telling_apart(values)
+    found: dict[str, tuple[str, list[Setting]]] = {}
+    for setting, of_setting in zip(settings, values, strict=True):
+        name = ", ".join(f"{short(key)} {brief(of_setting[key])}" for key in naming if key in of_setting)
+        found.setdefault(repr(of_setting), (name, []))[1].append(setting)
+    return dict(found.values())
+
+
+def _condition(setting: Setting, keys: Collection[str]) -> dict[str, Any]:
+    cell = setting.runs[0].cell
+    of_grid = [key.replace(".init_args.", "/").replace(".", "/") for key in cell.get("values", {})]
+    variant = {"variant": cell["variant"]} if cell.get("variant") else {}
+    first = {key: setting.values[key] for key in of_grid if key in setting.values}
+    return variant | first | {key: value for key, value in setting.values.items() if _is_of_condition(key, keys)}
+
+
+def _is_of_condition(key: str, keys: Collection[str]) -> bool:
+    is_of_data = key.partition("/")[0] in ("data", "run") and not _OF_TRAINING.fullmatch(key)
+    return is_of_data or any(key == other or key.startswith(f"{other}/") for other in keys)
+
+
+def _telling_apart(values: Sequence[Mapping[str, Any]]) -> list[str]:
+    """The first keys that suffice to tell all different mappings apart."""
+    kept: list[str] = []
+    for key in differing(values):
+        before = {repr([mapping.get(k) for k in kept]) for mapping in values}
+        after = {repr([mapping.get(k) for k in (*kept, key)]) for mapping in values}
+        if len(after) > len(before):
+            kept.append(key)
+    return kept
+
+
+def differing(values: Sequence[Mapping[str, Any]]) -> list[str]:
+    """The keys whose values differ, in the order of the first mapping that has them.
+
+    Example:
+        >>> differing([{"a": 1, "b": 2}, {"a": 1, "b": 3}, {"a": 1, "c": 0}])
+        ['b', 'c']
+    """
+    keys = dict.fromkeys(key for mapping in values for key in mapping)
+    return [key for key in keys if len({repr(mapping.get(key)) for mapping in values}) > 1]
+
+
+def short(key: str) -> str:
+    """The last part of a key.
+
+    Example:
+        >>> short("data/partitioner/alpha")
+        'alpha'
+    """
+    return key.rpartition("/")[2]
+
+
+def brief(value: object) -> str:
+    """A value as short text: of a class or a file its name.
+
+    Example:
+        >>> brief("fedmoe_pl.data.Dirichlet"), brief("/data/cifar10.npz"), brief(0.5)
+        ('Dirichlet', 'cifar10.npz', '0.5')
+    """
+    text = str(value)
+    if re.fullmatch(r"[a-z_][\w.]*\.[A-Z]\w*", text):
+        return text.rpartition(".")[2]
+    return text.rpartition("/")[2] if text.startswith(("/", "./", "~")) else text
+
+
+def phase_and_key(key: str) -> tuple[str, str] | None:
+    """The phase that a key belongs to, and the key below it; None for keys of no phase.
+
+    Example:
+        >>> phase_and_key("federation/phases/FedAvg/algorithm/shared"), phase_and_key("model/lr")
+        (('FedAvg', 'algorithm/shared'), None)
+    """
+    if not key.startswith(PHASES):
+        return None
+    phase, _, below = key.removeprefix(PHASES).partition("/")
+    return phase, below
+
+
+def labels(method: str, settings: Sequence[Setting]) -> list[str]:
+    """A row's name for a method in each of several settings: its name, and what differs.
+
+    Args:
+        method: the method, which all settings have.
+        settings: settings of the same condition.
+    """
+    if len(settings) == 1:
+        return [method]
+    values = [setting.values for setting in settings]
+    common = set.intersection(*(phases_of(mapping) for mapping in values))
+    different = [key for key in differing(values) if (part := phase_and_key(key)) is None or part[0] in common]
+    by_values = [", ".join(f"{short(key)} {brief(mapping.get(key, '-'))}" for key in different) for mapping in values]
+    by_name = [setting.name for setting in settings]
+    by_folder = [str(setting.runs[0].folder) for setting in settings]
+    few = [by_values] if len(different) <= _FEW else []
+    texts = next(texts for texts in (*few, by_name, by_folder) if len({*texts}) == len(settings))
+    return [f"{method} ({text})" for text in texts]
+
+
+def phases_of(values: Iterable[str]) -> set[str]:
+    """The names of the phases that some keys belong to."""
+    return {part[0] for key in values if (part := phase_and_key(key)) is not None}
+
+
+def agreed(settings: Sequence[Setting]) -> Mapping[str, Any]:
+    """The values in which all settings agree."""
+    first, *others = (setting.values for setting in settings)
+    return {key: value for key, value in first.items() if all(other.get(key) == value for other in others)}
+
+
+def differences(values: Sequence[Mapping[str, Any]]) -> dict[str, list[str]]:
+    """The keys in which configurations differ, and their values in each; ``-`` where one has none.
+
+    A phase's keys are compared only among the configurations that have the phase.
+    """
+    rows: dict[str, list[str]] = {}
+    for key in differing(values):
+        part = phase_and_key(key)
+        having = [mapping for mapping in values if part is None or part[0] in phases_of(mapping)]
+        if len({repr(mapping.get(key)) for mapping in having}) > 1:
+            rows[key] = [brief(mapping.get(key, "-")) for mapping in values]
+    return rows

@@ -1,0 +1,70 @@
+"""A page that is read back."""
+
+from html.parser import HTMLParser
+
+_WITHOUT_END = {"meta", "link", "br", "img", "hr", "input"}
+
+
+class Page(HTMLParser):
+    """The elements, ids, addresses and tables of an HTML page.
+
+    Attributes:
+        tables: for each table by its class, or its number, the rows as lists of texts.
+        addresses: everything that a browser might load or follow.
+        ids: all ids.
+        unclosed: elements that are not closed.
+        text: all texts outside of tables, joined.
+    """
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.tables: dict[str, list[list[str]]] = {}
+        self.addresses: list[str] = []
+        self.ids: list[str] = []
+        self.unclosed: list[str] = []
+        self.text = ""
+        self._table: list[list[str]] | None = None
+        self._in_cell = False
+        self.feed(text)
+        self.close()
+
+    def handle_starttag(self, tag, attrs):
+        if tag not in _WITHOUT_END:
+            self.unclosed.append(tag)
+        self._note(dict(attrs))
+        if tag == "table":
+            self._table = self.tables.setdefault(f"{dict(attrs).get('class', len(self.tables))}", [])
+        elif tag == "tr" and self._table is not None:
+            self._table.append([])
+        elif tag in ("td", "th") and self._table is not None:
+            self._table[-1].append("")
+            self._in_cell = True
+
+    def handle_startendtag(self, tag, attrs):
+        self._note(dict(attrs))
+
+    def _note(self, attributes):
+        self.addresses += [attributes[name] for name in ("src", "href", "xlink:href") if name in attributes]
+        self.ids += [attributes["id"]] if "id" in attributes else []
+
+    def handle_endtag(self, tag):
+        assert self.unclosed.pop() == tag
+        if tag == "table":
+            self._table = None
+        elif tag in ("td", "th"):
+            self._in_cell = False
+
+    def handle_data(self, data):
+        if self._in_cell:
+            self._table[-1][-1] += data.strip()
+        else:
+            self.text += data
+
+
+def markdown_tables(text: str) -> list[list[list[str]]]:
+    """The tables of a Markdown file, each as rows of cells; the first row is the header."""
+    blocks = [block.splitlines() for block in text.split("\n\n") if block.startswith("|")]
+    return [
+        [[cell.strip() for cell in line.strip("|").split("|")] for line in block if "---" not in line]
+        for block in blocks
+    ]

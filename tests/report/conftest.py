@@ -1,0 +1,68 @@
+import shutil
+
+import pytest
+import yaml
+from helpers.runs import data, federation, model
+
+CONFIG = {
+    "seed_everything": 0,
+    "model": {"class_path": "fedmoe_pl.PersonalizedMoE", "init_args": {"optimizer": {"init_args": {"lr": 0.1}}}},
+    "data": {
+        "class_path": "tests.TensorData",
+        "init_args": {
+            "num_clients": 3,
+            "partitioner": {"class_path": "fedmoe_pl.data.Dirichlet", "init_args": {"alpha": 0.5}},
+        },
+    },
+    "trainer": {"max_epochs": 1},
+    "federation": {
+        "name": "tiny",
+        "phases": [
+            {"name": "Local", "rounds": 1},
+            {"name": "FedAvg", "rounds": 4, "algorithm": {"class_path": "FedAvg", "init_args": {"shared": "all"}}},
+            {"name": "PFL-FB", "rounds": 1},
+            {"name": "PFL-MF", "rounds": 1},
+        ],
+    },
+}
+
+
+@pytest.fixture(scope="session")
+def finished(tmp_path_factory):
+    """The folder of a finished run of four methods, with a configuration as if from the command line."""
+    fed = federation(tmp_path_factory.mktemp("runs"), name="tiny", enable_checkpointing=False)
+    fed.hparams = CONFIG
+    fed.fit(model(), data())
+    return fed.run_dir
+
+
+@pytest.fixture
+def copied(finished, tmp_path):
+    """Copies the run, with another seed and another configuration, and other accuracies."""
+
+    def copy(name, seed=0, change=lambda config: None, better=0.0):
+        folder = tmp_path / "runs" / name / "version_0"
+        shutil.copytree(finished, folder)
+        config = yaml.safe_load((finished / "config.yaml").read_text())
+        config["seed_everything"] = seed
+        config["federation"]["name"] = name
+        change(config)
+        (folder / "config.yaml").write_text(yaml.safe_dump(config))
+        if better:
+            raise_accuracies(folder, better)
+        return folder
+
+    return copy
+
+
+def raise_accuracies(folder, by):
+    for name in ("rounds", "summary", "clients"):
+        path = folder / f"{name}.csv"
+        header, *lines = path.read_text().splitlines()
+        columns = header.split(",")
+        raised = [i for i, column in enumerate(columns) if column in ("local_test_mean", "local_test")]
+        rows = [line.split(",") for line in lines]
+        for row in rows:
+            for i in raised:
+                row[i] = repr(float(row[i]) + by)
+        path.write_text("\n".join([header, *(",".join(row) for row in rows)]) + "\n")

@@ -1,0 +1,119 @@
+"""Pictures of many clients, classes and methods: legible at a column's width."""
+
+from itertools import pairwise
+from types import SimpleNamespace
+
+import matplotlib
+import numpy as np
+import pytest
+
+from fedmoe_pl.report.maps import class_counts, client_order, gate_figure, partition_figure
+from fedmoe_pl.report.pictures import cost_figure, curves_figure, distribution_figure
+from fedmoe_pl.report.style import RC, WIDTH, styles
+from fedmoe_pl.report.tables import Method
+
+METRIC = "local_test"
+
+
+def method(label, accuracies=(0.2, 0.5, 0.7), clients=20, seeds=1):
+    """A method whose run was evaluated in some rounds."""
+    runs = []
+    for seed in range(seeds):
+        rounds = [
+            {
+                "method": label,
+                "round": float(i + 1),
+                "local_test_mean": accuracy + 0.01 * seed,
+                "flops": 1e9 * (i + 1),
+                **{f"bytes_{way}": 1e6 * i for way in ("down", "up", "between_clients")},
+            }
+            for i, accuracy in enumerate(accuracies)
+        ]
+        rng = np.random.default_rng(seed)
+        of_clients = [{"method": label, METRIC: value} for value in rng.uniform(0.3, 0.9, clients)]
+        runs.append(SimpleNamespace(rounds=rounds, summary=rounds[-1:], clients=of_clients, seed=seed))
+    return Method(label, label, runs, True)
+
+
+def assert_legible(figure):
+    """Nothing that is drawn is cut off at an edge of the column, and no text is smaller than 7 points."""
+    with matplotlib.rc_context(RC):
+        figure.draw_without_rendering()
+        box = figure.get_tightbbox()
+    width, height = figure.get_size_inches()
+    assert width == WIDTH
+    assert -0.01 < box.x0 and box.x1 < width + 0.01 and -0.01 < box.y0 and box.y1 < height + 0.01
+    texts = [text for text in figure.findobj(matplotlib.text.Text) if text.get_text()]
+    assert min(text.get_fontsize() for text in texts) >= 7
+
+
+def names_overlap(axes):
+    """Whether labels of the vertical axis overlap."""
+    boxes = sorted((label.get_window_extent() for label in axes.get_yticklabels()), key=lambda box: box.y0)
+    return any(low.y1 > high.y0 + 1 for low, high in pairwise(boxes))
+
+
+LONG = ["FedMoE-DA (top_p 5, load_balancing 0.01, mixing logits)", "gate over FedAvg and Ditto", "FedAvg"]
+MANY = [*LONG, *(f"method {i}" for i in range(11))]
+
+
+@pytest.mark.parametrize("labels", [["FedAvg"], MANY], ids=["one", "many"])
+def test_curves_and_boxes_have_room_for_the_names(labels):
+    methods = [method(label) for label in labels] + [method("once", accuracies=(0.6,))]
+    of_methods = styles(one.label for one in methods)
+    assert len({*of_methods.values()}) == len(methods), "every method has a look of its own"
+    for figure in (
+        curves_figure(methods, METRIC, of_methods),
+        cost_figure(methods, METRIC, "bytes", of_methods),
+        cost_figure(methods, METRIC, "flops", of_methods),
+    ):
+        assert_legible(figure)
+    boxes = distribution_figure(methods, METRIC, of_methods)
+    assert_legible(boxes)
+    assert not names_overlap(boxes.axes[0])
+
+
+def test_the_band_is_one_standard_deviation_over_the_seeds():
+    figure = curves_figure([method("FedAvg", seeds=3)], METRIC, styles(["FedAvg"]))
+    (line,), (band,) = figure.axes[0].lines, figure.axes[0].collections
+    assert line.get_ydata() == pytest.approx([21, 51, 71])
+    assert band.get_paths()[0].vertices[:, 1].min() == pytest.approx(20)
+
+
+def test_without_rounds_there_is_no_curve_and_without_clients_no_box():
+    once, of_once = method("PFL-FB", accuracies=(0.6,), clients=0), styles(["PFL-FB"])
+    assert curves_figure([once], METRIC, of_once) is None
+    assert cost_figure([once], METRIC, "bytes", of_once) is None
+    assert distribution_figure([once], METRIC, of_once) is None
+
+
+def rows_of_clients(values, **columns):
+    return [
+        {"client": float(client), **columns, **{f"class_{c}": value for c, value in enumerate(of_client)}}
+        for client, of_client in enumerate(values)
+    ]
+
+
+@pytest.mark.parametrize(("clients", "classes"), [(3, 2), (20, 10), (100, 62)])
+def test_maps_of_many_clients_and_classes_are_legible(clients, classes):
+    counts = np.random.default_rng(0).integers(0, 9, (clients, classes))
+    found = class_counts(rows_of_clients(counts))
+    assert (found == counts).all()
+    figure = partition_figure(found)
+    assert_legible(figure)
+    assert not names_overlap(figure.axes[0])
+    weights = np.where(counts > 0, counts / 9, np.nan)
+    gates = [row for expert in "0123" for row in rows_of_clients(weights, expert=expert)]
+    of_experts = gate_figure(gates, [*range(clients)])
+    assert_legible(of_experts)
+    assert len(of_experts.axes) == 5 and not any(map(names_overlap, of_experts.axes))
+    assert_legible(gate_figure(rows_of_clients(weights, expert="global"), [*range(clients)]))
+
+
+def test_many_clients_are_sorted_by_their_largest_class():
+    counts = np.zeros((40, 3))
+    counts[np.arange(40), np.arange(40) % 3] = 5
+    counts[:, 0] += 1
+    ordered = counts[client_order(counts)].argmax(axis=1)
+    assert (np.diff(ordered) >= 0).all()
+    assert (client_order(counts[:30]) == np.arange(30)).all()

@@ -1,0 +1,308 @@
+"""A report is one file that needs no other, and has the numbers of the runs."""
+
+import csv
+import math
+import re
+import statistics
+
+import pytest
+import yaml
+from helpers.reports import Page, markdown_tables
+from lightning.fabric.utilities.exceptions import MisconfigurationException
+
+from fedmoe_pl.cli import main
+from fedmoe_pl.report.command import report
+
+LOCAL, GLOBAL = "local_test", "global_test"
+
+
+def rows_of(folder, name="summary"):
+    with (folder / f"{name}.csv").open(newline="") as file:
+        return list(csv.DictReader(file))
+
+
+@pytest.fixture(scope="module")
+def page(finished, tmp_path_factory):
+    """The page and the Markdown of the finished run, and the folder that they are in."""
+    folder = tmp_path_factory.mktemp("report")
+    report([str(finished), "--output", str(folder / "report.html")])
+    text = (folder / "report.html").read_text()
+    return Page(text), (folder / "report.md").read_text(), folder, text
+
+
+@pytest.fixture
+def written(tmp_path, monkeypatch):
+    """Writes a report whose pictures are empty, which takes less time."""
+    svg = b'<svg viewBox="0 0 1 1"></svg>'
+    monkeypatch.setattr("fedmoe_pl.report.style._saved", lambda figure, format, metadata: svg)
+    monkeypatch.setattr("matplotlib.figure.Figure.draw_without_rendering", lambda figure: None)
+
+    def write(*arguments):
+        output, markdown = report([*map(str, arguments), "--output", str(tmp_path / "page.html")])
+        return Page(output.read_text()), markdown.read_text()
+
+    return write
+
+
+def test_the_page_needs_nothing_but_itself(page):
+    parsed, _, folder, text = page
+    addresses = [address for address in parsed.addresses if not address.startswith("data:image/png;base64,")]
+    pictures = {address for address in addresses if not address.startswith("#")}
+    assert pictures and all((folder / address).is_file() for address in pictures), "PDFs beside the page"
+    assert not re.search(r"https?://(?!www\.w3\.org)|@import|url\((?!#)|<script|<link", text)
+    assert len(parsed.ids) == len(set(parsed.ids)), "the pictures' ids are not each other's"
+    assert {address[1:] for address in parsed.addresses if address.startswith("#")} <= {*parsed.ids}
+    assert parsed.unclosed == []
+
+
+def test_every_number_of_the_summary_is_on_the_page(page, finished):
+    parsed, *_ = page
+    header, *lines = parsed.tables["every"]
+    for line, row in zip(lines, rows_of(finished), strict=True):
+        assert line[0].startswith(f"{row['method']}, tiny/version_0")
+        shown = dict(zip(header[1:], line[1:], strict=True))
+        for column, value in row.items():
+            if value and column.startswith((LOCAL, GLOBAL)):
+                assert shown[column.replace("_", " ")] == f"{100 * float(value):.2f}"
+        if row["mean_gate_weight_mean"]:
+            assert shown["mean gate weight mean"] == f"{float(row['mean_gate_weight_mean']):.4f}"
+        assert shown["round"] == row["round"]
+
+
+def test_the_table_of_methods_has_mean_and_deviation_over_clients(page, finished):
+    parsed, *_ = page
+    _, header, *lines = parsed.tables["methods"]
+    assert header == ["mean", "± over clients", "worst tenth"] * 2
+    for line, row in zip(lines, rows_of(finished), strict=True):
+        numbers = [float(row[f"{m}_{n}"]) for m in (LOCAL, GLOBAL) for n in ("mean", "std", "worst_tenth")]
+        assert line == [row["method"], row["round"], *(f"{100 * number:.2f}" for number in numbers)]
+
+
+def test_the_markdown_has_the_numbers_of_the_summary(page, finished):
+    _, markdown, *_ = page
+    ((header, *lines),) = markdown_tables(markdown)
+    assert header == ["method", "local test", "global test"]
+    assert [line[0] for line in lines] == ["Local", "FedAvg", "PFL-FB", "PFL-MF"]
+    for (_, local, of_all), row in zip(lines, rows_of(finished), strict=True):
+        assert float(local) == pytest.approx(100 * float(row["local_test_mean"]), abs=0.005)
+        assert float(of_all) == pytest.approx(100 * float(row["global_test_mean"]), abs=0.005)
+    assert "cores." in markdown and "fedmoe report" in markdown
+    assert "* FedAvg: global expert, after aggregation, best round by global_test (round 4), all 3 clients" in markdown
+
+
+def test_pictures_are_as_wide_as_a_column(page):
+    *_, folder, text = page
+    pdfs = sorted((folder / "report_pictures").iterdir())
+    names = [path.stem for path in pdfs]
+    assert names == sorted(
+        [f"{kind}_{metric}" for kind in ("curves", "clients") for metric in (LOCAL, GLOBAL)]
+        + ["bytes_local_test", "flops_local_test", "gate_PFL-MF", "partition"]
+    )
+    for path in pdfs:
+        width = re.search(rb"/MediaBox \[\s*0 0 ([\d.]+)", path.read_bytes())
+        assert float(width[1]) == pytest.approx(3.4 * 72)
+    assert text.count('<svg viewBox="0 0 244.8 ') == len(pdfs), "vector, and in the page itself"
+    assert "currentColor" in text and "#000001" not in text, "text has the colour of the page, light or dark"
+
+
+def test_seeds_are_one_row_with_mean_and_deviation(copied, written, tmp_path):
+    folders = [copied(f"seed{seed}", seed, better=0.01 * seed) for seed in range(3)]
+    parsed, markdown = written(*folders)
+    ((_, *lines),) = markdown_tables(markdown)
+    for i, line in enumerate(lines):
+        values = [100 * float(rows_of(folder)[i]["local_test_mean"]) for folder in folders]
+        assert line[1] == f"{statistics.mean(values):.2f} ± {statistics.stdev(values):.2f}"
+        assert line[2].endswith("± 0.00")
+    assert "3 seeds" in markdown
+    assert "They differ only in the seed." in parsed.text
+    assert len(parsed.tables["every"]) == 1 + 3 * 4
+
+
+def test_conditions_have_tables_of_their_own_and_the_same_colours(copied, written, tmp_path):
+    def alpha(config):
+        config["data"]["init_args"]["partitioner"]["init_args"]["alpha"] = 0.1
+
+    folder = copied("half", better=0.1).parents[1]
+    copied("tenth", change=alpha)
+    _, markdown = written(folder)
+    assert re.findall("^### (.*)$", markdown, re.MULTILINE) == ["alpha 0.5", "alpha 0.1"]
+    first, second = markdown_tables(markdown)
+    assert float(first[1][1]) == pytest.approx(float(second[1][1]) + 10, abs=0.011)
+    text = (tmp_path / "page.html").read_text()
+    swatches = re.findall(r'background: (\S+)"></span>(\w\S*)</th>', text)
+    assert len({label for _, label in swatches}) == len(set(swatches)) == 4
+    assert len(swatches) == 2 * (4 + 4), "tables of methods and of costs"
+    assert "data/partitioner/alpha" in text
+
+
+def test_methods_of_the_same_name_are_told_apart_by_what_differs(copied, written, tmp_path):
+    def rate(config):
+        config["model"]["init_args"]["optimizer"]["init_args"]["lr"] = 0.2
+
+    folders = copied("slow"), copied("fast", change=rate)
+    ((_, *lines),) = markdown_tables(written(*folders)[1])
+    assert [line[0] for line in lines][:4] == ["Local (lr 0.1)", "Local (lr 0.2)", "FedAvg (lr 0.1)", "FedAvg (lr 0.2)"]
+    _, markdown = written(*folders, "--split", "model.init_args.optimizer")
+    assert re.findall("^### (.*)$", markdown, re.MULTILINE) == ["lr 0.1", "lr 0.2"]
+
+
+def test_the_papers_numbers_are_beside_ours(copied, written, tmp_path):
+    folder = copied("cell")
+    paper = [{"table": "Guo et al. 2021, Table I", "metric": LOCAL, "cells": {"FedAvg": [90.0, None], "X": [1, 2]}}]
+    paper += [{"table": "Table II", "metric": LOCAL, "cells": {"Local": [80.5, 0.25]}}]
+    cell = {"variant": None, "values": {"seed_everything": 0}, "baseline": None, "paper": paper}
+    (folder.parent / "cell.yaml").write_text(yaml.safe_dump(cell))
+    parsed, markdown = written(folder)
+    ((header, *lines),) = markdown_tables(markdown)
+    assert header == ["method", "local test", "paper", "global test"]
+    assert [line[2] for line in lines] == ["80.50 ± 0.25", "90.00", "-", "-"]
+    assert "Paper: Guo et al. 2021, Table I." in markdown and "Paper: Table II." in parsed.text
+    assert [row[3] for row in parsed.tables["methods"][2:]] == ["80.50 ± 0.25", "90.00", "-", "-"]
+
+
+def test_runs_without_the_newer_files_have_a_report_that_says_so(copied, written, tmp_path):
+    folder = copied("old")
+    (folder / "gate_weights.csv").unlink()
+    (folder / "partition.csv").unlink()
+    parsed, _ = written(folder)
+    assert "No gate_weights.csv in the runs of PFL-MF: no picture." in parsed.text
+    assert "The runs have no partition.csv: no picture." in parsed.text
+
+
+def test_a_running_run_is_shown_as_far_as_it_is(copied, written, tmp_path):
+    folder = copied("running")
+    rounds = (folder / "rounds.csv").read_text().splitlines()
+    (folder / "rounds.csv").write_text("\n".join(rounds[:4]) + "\n")
+    for name in ("summary.csv", "clients.csv", "gate_weights.csv"):
+        (folder / name).unlink(missing_ok=True)
+    parsed, markdown = written(folder)
+    ((header, *lines),) = markdown_tables(markdown)
+    assert header == ["method", "round", "local test", "global test"]
+    assert [line[:2] for line in lines] == [["Local", "1 so far"], ["FedAvg", "2 so far"]]
+    assert "Not finished, with the results so far: running/version_0." in parsed.text
+
+
+def test_of_runs_with_the_same_seed_the_last_finished_one_counts(copied, written, tmp_path):
+    folders = copied("one", better=0.1), copied("two")
+    parsed, markdown = written(*folders)
+    ((_, first, *_),) = markdown_tables(markdown)
+    assert float(first[1]) == pytest.approx(100 * float(rows_of(folders[1])[0]["local_test_mean"]), abs=0.005)
+    assert f"Left out, because another run has the same configuration and seed: {folders[0]}." in parsed.text
+
+
+def test_costs_are_those_until_the_target(finished, written, tmp_path):
+    rounds = [row for row in rows_of(finished, "rounds") if row["method"] == "FedAvg"]
+    accuracies = [float(row["local_test_mean"]) for row in rounds]
+    reached = next(row for row, accuracy in zip(rounds, accuracies, strict=True) if accuracy >= max(accuracies))
+    parsed, _ = written(finished, "--target", repr(max(accuracies)), "--metric", LOCAL)
+    (costs,) = (table for table in parsed.tables.values() if "sent" in table[0])
+    assert costs[2][:2] == ["FedAvg", reached["round"]]
+    assert costs[2][4] == f"{100 * max(accuracies):.2f}"
+    sent = sum(int(reached[f"bytes_{way}"]) for way in ("down", "up", "between_clients"))
+    number, unit = costs[2][2].split()
+    assert float(number) * {"B": 1, "kB": 1e3}[unit] == pytest.approx(sent, rel=0.01)
+
+
+def test_a_run_from_python_needs_no_configuration(copied, written, tmp_path):
+    folder = copied("python")
+    (folder / "config.yaml").unlink()
+    _, markdown = written(folder)
+    assert len(markdown_tables(markdown)[0]) == 5
+
+
+def test_a_section_of_a_page_is_replaced_and_the_rest_stays(finished, tmp_path):
+    path = tmp_path / "results.md"
+    path.write_text("# Results\n<!-- fedmoe report: tiny -->\nold\n<!-- end of tiny -->\nThey agree.\n")
+    for _ in range(2):
+        report([str(finished), "--markdown", str(path), "--section", "tiny"])
+        text = path.read_text()
+        assert text.startswith("# Results\n<!-- fedmoe report: tiny -->\n\nTensorData, 3 clients")
+        assert text.endswith("```\n\n<!-- end of tiny -->\nThey agree.\n") and "old" not in text
+    with pytest.raises(MisconfigurationException, match="--section is 'other', but must be a section of the Markdown"):
+        report([str(finished), "--markdown", str(path), "--section", "other"])
+
+
+def test_differences_to_a_baseline_are_paired_over_the_clients_of_each_seed(copied, written):
+    folders = [copied(f"seed{seed}", seed) for seed in range(2)]
+    parsed, markdown = written(*folders, "--baseline", "FedAvg")
+    ((header, *lines),) = markdown_tables(markdown)
+    assert header == ["method", "local test", "to FedAvg", "global test", "to FedAvg"]
+    means = [100 * float(row["local_test_mean"]) for row in rows_of(folders[0])]
+    assert [line[2].rstrip("*") for line in lines] == [
+        f"{means[0] - means[1]:+.2f}",
+        "-",
+        f"{means[2] - means[1]:+.2f}",
+        "+0.00",
+    ]
+    assert "Wilcoxon" in markdown and "to FedAvg" in parsed.tables["methods"][1]
+
+
+def test_accuracies_after_some_rounds_are_a_table(finished, written):
+    parsed, markdown = written(finished, "--rounds", "2,4,9", "--metric", GLOBAL)
+    _, (header, *lines) = markdown_tables(markdown)
+    assert header == ["method", "round 2", "round 4", "round 9"]
+    rounds = {row["round"]: row for row in rows_of(finished, "rounds") if row["method"] == "FedAvg"}
+    expected = [f"{100 * float(rounds[number]['global_test_mean']):.2f}" for number in ("2", "4")]
+    assert lines[1] == ["FedAvg", *expected, "-"]
+    assert lines[0] == ["Local", "-", "-", "-"]
+    assert [header, *lines] in parsed.tables.values()
+
+
+def test_a_markdown_file_alone_is_all_that_is_made(finished, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    report([str(finished), "--markdown", "table.md"])
+    assert [path.name for path in tmp_path.iterdir()] == ["table.md"]
+
+
+REFUSED = {
+    "report: RUN is missing": [],
+    "report: RUN is 'nowhere', but must be the folder of a run or of several.": ["nowhere"],
+    "report: RUN is '{empty}', but must be the folder of a run (runs/<name>/version_<n>) or of several.": ["{empty}"],
+    "report: RUN is '{begun}', which has no results yet.": ["{begun}"],
+    "report: --target is 80, but must be a fraction above 0 and at most 1": ["{run}", "--target", "80"],
+    "report: --target is best, but must be a fraction": ["{run}", "--target", "best"],
+    "report: --metric is 'accuracy', but must be one that the runs have: local_test, global_test.": (
+        ["{run}", "--metric", "accuracy"]
+    ),
+    "report: --baseline is 'FedProx', but must be one of the methods: Local, FedAvg, PFL-FB, PFL-MF.": (
+        ["{run}", "--baseline", "FedProx"]
+    ),
+    "report: --rounds is 5,x, but must be rounds above 0, such as 5,10,25.": ["{run}", "--rounds", "5,x"],
+    "report: --section is set, but must be left out without --markdown.": ["{run}", "--section", "a"],
+    "report: --markdown is '{empty}/a.md', but must be a file that has the section.": (
+        ["{run}", "--markdown", "{empty}/a.md", "--section", "a"]
+    ),
+    "/summary.csv', which is damaged": ["{damaged}"],
+    "/rounds.csv', which is not one that a run writes": ["{other}"],
+    "unrecognized arguments: --tabel": ["{run}", "--tabel", "1"],
+}
+
+
+@pytest.mark.parametrize("sentence", REFUSED)
+def test_what_the_user_can_fix_is_one_line(sentence, finished, copied, tmp_path, capsys):
+    folders = {name: tmp_path / name for name in ("empty", "begun")} | {"run": finished}
+    for name in ("empty", "begun"):
+        folders[name].mkdir()
+    (folders["begun"] / "config.yaml").write_text("seed_everything: 0\n")
+    folders["damaged"], folders["other"] = copied("damaged"), copied("other")
+    summary = folders["damaged"] / "summary.csv"
+    summary.write_text(re.sub(r"0\.\d+", "zero", summary.read_text(), count=1))
+    (folders["other"] / "rounds.csv").write_text("epoch,loss\n1,0.5\n")
+    with pytest.raises(SystemExit) as exit:
+        main(["report", *(argument.format(**folders) for argument in REFUSED[sentence])])
+    assert exit.value.code == 2
+    (line,) = capsys.readouterr().err.strip().splitlines()
+    assert line.startswith("fedmoe: ") and sentence.format(**folders) in line
+    assert not list(tmp_path.rglob("*.html"))
+
+
+def test_a_file_that_cannot_be_written_is_refused(finished, written, tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(MisconfigurationException, match="cannot be written"):
+        report([str(finished), "--output", str(tmp_path / "file" / "page.html")])
+
+
+def test_no_number_is_nan(page):
+    parsed, markdown, *_ = page
+    cells = [cell for table in parsed.tables.values() for row in table for cell in row]
+    assert "nan" not in markdown and "nan" not in cells and not math.isnan(float(parsed.tables["methods"][2][2]))
