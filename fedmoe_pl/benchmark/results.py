@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import csv
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -11,6 +10,7 @@ from typing import Any
 
 from fedmoe_pl.benchmark.cells import Cell, is_row_of
 from fedmoe_pl.benchmark.published import Published, PublishedNumber, published_for
+from fedmoe_pl.report.runs import read_run
 from fedmoe_pl.report.statistics import Difference, Spread, over_seeds, paired_difference
 from fedmoe_pl.rounds.results import DESCRIPTIONS
 
@@ -76,13 +76,12 @@ def make_rows(runs: Sequence[tuple[Cell, Path]], baseline: str | None, paper: Se
 def _results(cell: Cell, folder: Path) -> dict[str, _Result]:
     """The results of a run's methods, by name."""
     results: dict[str, _Result] = {}
-    with (folder / "clients.csv").open(newline="", encoding="utf-8") as file:
-        rows = [row for row in csv.DictReader(file) if any(is_row_of(row["method"], phase) for phase in cell.phases)]
-    for row in rows:
-        evaluated = (row["model"], row["moment"], row["selection"])
-        result = results.setdefault(row["method"], _Result(evaluated, {metric: {} for metric in METRICS}))
-        for metric in METRICS:
-            result.accuracies[metric][int(row["client"])] = float(row[metric] or math.nan)
+    for row in read_run(folder).clients:
+        if any(is_row_of(row["method"], phase) for phase in cell.phases):
+            evaluated = (row["model"], row["moment"], row["selection"])
+            result = results.setdefault(row["method"], _Result(evaluated, {metric: {} for metric in METRICS}))
+            for metric in METRICS:
+                result.accuracies[metric][int(row["client"])] = row[metric]
     return results
 
 
