@@ -43,6 +43,7 @@ def partition_figure(counts: np.ndarray) -> Figure:
     with matplotlib.rc_context(RC):
         figure = new_figure(_height(counts.shape[1]))
         axes = figure.subplots()
+        axes.set_facecolor(colormaps["Blues"](0))  # what shows between cells on a dark page
         mesh = _draw(axes, counts[order], "Blues", 0, counts.max())
         _add_colorbar(figure, mesh, [axes], "samples")
         _label(axes, counts.shape[1], order)

@@ -9,7 +9,7 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 
 from fedmoe_pl.report.columns import Choices, Column, curve_table, main_columns
 from fedmoe_pl.report.tables import Condition
-from fedmoe_pl.report.text import explanation, rounds_text, seeds_text, words
+from fedmoe_pl.report.text import evaluated, explanation, rounds_text, seeds_text, words
 
 
 def markdown(conditions: Sequence[Condition], choices: Choices, origin: str, command: str) -> str:
@@ -21,13 +21,15 @@ def markdown(conditions: Sequence[Condition], choices: Choices, origin: str, com
         origin: when and where it was made.
         command: the command that made it.
     """
-    lines = [explanation(condition, choices.baseline_of(condition)) for condition in conditions]
-    common = [line for line in lines[0] if all(line in of_condition for of_condition in lines)]
-    parts = list[str]()
-    for condition, of_condition in zip(conditions, lines, strict=True):
+    of_models = [evaluated(condition) for condition in conditions]
+    common = [line for line in of_models[0] if all(line in lines for lines in of_models)]
+    parts, explained = list[str](), list[str]()
+    for condition, lines in zip(conditions, of_models, strict=True):
         parts += _condition(condition, choices)
-        parts += _bullets([line for line in of_condition if line not in common])
-    return "\n\n".join([*parts, *_bullets(common), origin, f"```bash\n{command}\n```"]) + "\n"
+        parts += _bullets([line for line in lines if line not in common])
+        explained += explanation(condition, choices.baseline_of(condition))
+    below = _bullets([*dict.fromkeys(explained), *common])
+    return "\n\n".join([*parts, *below, origin, f"```bash\n{command}\n```"]) + "\n"
 
 
 def _bullets(lines: Sequence[str]) -> list[str]:

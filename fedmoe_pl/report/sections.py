@@ -10,7 +10,7 @@ from fedmoe_pl.report.blocks import Block, blocks_of
 from fedmoe_pl.report.columns import Choices, Column, client_columns, main_columns
 from fedmoe_pl.report.style import Style
 from fedmoe_pl.report.tables import Condition, Table
-from fedmoe_pl.report.text import explanation, rounds_text, run_text, seeds_text, words
+from fedmoe_pl.report.text import evaluated, explanation, rounds_text, run_text, seeds_text, words
 from fedmoe_pl.rounds.evaluation import METRICS, Spread
 from fedmoe_pl.rounds.results import percent
 
@@ -62,7 +62,7 @@ def section_of(condition: Condition, styles: Mapping[str, Style], choices: Choic
         [method.label for method in condition.methods],
         [rounds_text(method) for method in condition.methods],
         [_group(condition, metric, choices) for metric in condition.metrics],
-        [f"{line}." for line in explanation(condition, choices.baseline_of(condition))],
+        [f"{line}." for line in (*explanation(condition, choices.baseline_of(condition)), *evaluated(condition))],
         blocks_of(condition, styles, choices),
         _every(condition),
     )

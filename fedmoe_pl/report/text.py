@@ -97,7 +97,12 @@ def explanation(condition: Condition, baseline: Method | None) -> list[str]:
             "clients of all seeds, and the same sign in every seed of at least two"
         )
         lines.append(INDEPENDENCE.rstrip("."))
-    return lines + [f"{', '.join(names)}: {text}" for text, names in legend(condition.methods).items()]
+    return lines
+
+
+def evaluated(condition: Condition) -> list[str]:
+    """What was evaluated of each method, in phrases without a final full stop."""
+    return [f"{', '.join(names)}: {text}" for text, names in legend(condition.methods).items()]
 
 
 def meaning(metrics: Iterable[str]) -> list[str]:

@@ -3,6 +3,7 @@
 import csv
 import math
 import re
+import shutil
 import statistics
 
 import pytest
@@ -12,6 +13,7 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 
 from fedmoe_pl.cli import main
 from fedmoe_pl.report.command import report
+from fedmoe_pl.report.runs import find_runs
 
 LOCAL, GLOBAL = "local_test", "global_test"
 
@@ -126,6 +128,9 @@ def test_conditions_have_tables_of_their_own_and_the_same_colours(copied, writte
     copied("tenth", change=alpha)
     parsed, markdown = written(folder)
     assert re.findall("^### (.*)$", markdown, re.MULTILINE) == ["alpha 0.5", "alpha 0.1"]
+    assert markdown.count("* Accuracy in percent") == markdown.count("* FedAvg: global expert") == 1, (
+        "not for each table"
+    )
     first, second = markdown_tables(markdown)
     assert float(first[1][1]) == pytest.approx(float(second[1][1]) + 10, abs=0.011)
     text = (tmp_path / "page.html").read_text()
@@ -188,6 +193,19 @@ def test_of_runs_with_the_same_seed_the_last_finished_one_counts(copied, written
     ((_, first, *_),) = markdown_tables(markdown)
     assert float(first[1]) == pytest.approx(100 * float(rows_of(folders[1])[0]["local_test_mean"]), abs=0.005)
     assert f"Left out, because another run has the same configuration and seed: {folders[0]}." in parsed.text
+
+
+def test_all_runs_below_a_folder_are_read_but_those_of_newcomers(copied, tmp_path):
+    for name in ("tiny", "tiny/newcomers"):
+        copied(name)
+    shutil.copytree(tmp_path / "runs/tiny/version_0", tmp_path / "runs/tiny/version_10")
+    shutil.copytree(tmp_path / "runs/tiny/version_0", tmp_path / "runs/tiny/version_2")
+    folders = [
+        run.folder.relative_to(tmp_path) for run in find_runs([tmp_path / "runs", tmp_path / "runs/tiny/version_2"])
+    ]
+    assert [str(folder) for folder in folders] == [f"runs/tiny/version_{number}" for number in (0, 2, 10)]
+    (run,) = find_runs([tmp_path / "runs/tiny/newcomers"])
+    assert run.name == "newcomers/version_0"
 
 
 def test_costs_are_those_until_the_target(finished, written, tmp_path):
