@@ -2,11 +2,12 @@
 
     python benchmarks/failures.py
 
-In every round, a fifth of the clients fail: the training of some raises an exception, others get weights that are not
-a number. Every few rounds, SIGKILL ends one of the two worker processes while it trains. For each seed, a run with all
-of that is compared with one without. Both have the same data, models and cohorts. "planted" counts the failures that
-this script caused, and "failed" is the column of ``rounds.csv``. "kills" counts the processes that were killed and had
-to be replaced. Killed processes must not fail a client: their work is done again.
+In every round of FedAvg, a fifth of the clients fail: the training of some raises an exception, others get weights that
+are not a number. Every few rounds, SIGKILL ends one of the two worker processes while it trains; it is replaced, its
+work is done again, and no client must fail of it. Then each client makes a mixture of the result and a local expert.
+For each seed, a run with all of that is compared with one without; both have the same data and initial models. The
+accuracies, ``local_test`` in percent, are those of FedAvg and of the mixtures. "planted" counts the failures that this
+script caused, "failed" is the column of ``rounds.csv``, and "kills" counts the processes that were killed.
 """
 
 from __future__ import annotations
@@ -28,14 +29,15 @@ from typing import Any
 import torch
 
 from fedmoe_pl import Federation, PersonalizedMoE, Phase
-from fedmoe_pl.algorithms import FedAvg
+from fedmoe_pl.algorithms import FedAvg, PersonalizedExpert, PFLMoE
 from fedmoe_pl.backends import TrainerBackend
 from fedmoe_pl.callbacks import FederationCallback
 from fedmoe_pl.data import Digits, Dirichlet
-from fedmoe_pl.models import ConstantGate, SmallMLP
+from fedmoe_pl.models import FeatureGate, GlobalOnly, LocalOnly, SmallMLP
 from fedmoe_pl.rounds.run import Run
 
 CLIENTS, FAILING = 20, 4  # in every round
+METHODS = ("FedAvg", "PFL-MFE")
 
 
 def planted(client: int, round: int, seed: int) -> str:
@@ -112,26 +114,30 @@ def train(seed: int, rounds: int, fails: bool, every: int) -> tuple[dict[str, fl
     """Trains once; returns accuracies in percent, the failures in ``rounds.csv``, and the number of kills."""
     torch.manual_seed(seed)
     kills = Kills(every, seed)
-    phase = Phase("FedAvg", Failing(seed) if fails else FedAvg("global_expert.*"), rounds, gate=ConstantGate(0.5))
+    algorithm = Failing(seed) if fails else FedAvg("global_expert.*")
+    phases = [
+        Phase("FedAvg", algorithm, rounds, gate=GlobalOnly(), evaluate_every_n_rounds=0),
+        Phase("PFL-FT", PersonalizedExpert(gate_fraction=0.25), gate=LocalOnly(), evaluate=False),
+        Phase("PFL-MFE", PFLMoE(), gate=FeatureGate()),
+    ]
     with tempfile.TemporaryDirectory() as folder:
         federation = Federation(
-            [phase],
+            phases,
             {"max_epochs": 5, "accelerator": "cpu", "devices": 2},
             backend=TrainerBackend(),
             callbacks=[kills],
             logger=False,
             default_root_dir=folder,
             enable_progress_bar=False,
-            evaluate_every_n_rounds=0,
             seed=seed,
         )
         results = federation.fit(
             PersonalizedMoE(SmallMLP(), optimizer=partial(torch.optim.SGD, lr=0.1, momentum=0.5)),
-            Digits(num_clients=CLIENTS, partitioner=Dirichlet(0.5), batch_size=10),
+            Digits(num_clients=CLIENTS, partitioner=Dirichlet(0.5), batch_size=10, partition_seed=seed),
         )
         with (federation.run_dir / "rounds.csv").open() as file:
-            failed = int([*csv.DictReader(file)][-1]["failed"])
-    accuracies = {metric: 100 * results["FedAvg"].spread(metric).mean for metric in ("local_test", "global_test")}
+            failed = sum(int(row["failed"]) for row in csv.DictReader(file))  # one row for each phase
+    accuracies = {method: 100 * results[method].spread("local_test").mean for method in METHODS}
     return accuracies, failed, kills.kills
 
 
@@ -145,23 +151,23 @@ def main() -> None:
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")  # a warning names every client that fails
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
-    lines = ["          undisturbed        disturbed", "seed    local   global    local   global  planted failed kills"]
-    differences: dict[str, list[float]] = {"local_test": [], "global_test": []}
-    undisturbed: dict[str, list[float]] = {"local_test": [], "global_test": []}
+    lines = ["          undisturbed        disturbed", "seed   FedAvg  mixture   FedAvg  mixture  planted failed kills"]
+    differences: dict[str, list[float]] = {method: [] for method in METHODS}
+    undisturbed: dict[str, list[float]] = {method: [] for method in METHODS}
     for seed in range(options.seeds):
         before, none, _ = train(seed, options.rounds, fails=False, every=0)
         after, failed, kills = train(seed, options.rounds, fails=True, every=options.kill_every)
         assert none == 0
-        for metric, of_seeds in differences.items():
-            of_seeds.append(after[metric] - before[metric])
-            undisturbed[metric].append(before[metric])
+        for method in METHODS:
+            differences[method].append(after[method] - before[method])
+            undisturbed[method].append(before[method])
         accuracies = "".join(f"{value:9.2f}" for each in (before, after) for value in each.values())
         lines.append(f"{seed:4}{accuracies}{FAILING * options.rounds:9}{failed:7}{kills:6}")
-    for metric, of_seeds in differences.items():
+    for method, of_seeds in differences.items():
         error = statistics.stdev(of_seeds) / len(of_seeds) ** 0.5
         lines.append(
-            f"{metric}: disturbed minus undisturbed {statistics.mean(of_seeds):+.2f}, standard error {error:.2f}; "
-            f"standard deviation of the undisturbed runs {statistics.stdev(undisturbed[metric]):.2f}"
+            f"{method}: disturbed minus undisturbed {statistics.mean(of_seeds):+.2f}, standard error {error:.2f}; "
+            f"standard deviation of the undisturbed runs {statistics.stdev(undisturbed[method]):.2f}"
         )
     print("\n".join(lines))
 

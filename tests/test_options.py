@@ -41,6 +41,7 @@ from fedmoe_pl.algorithms import (
     FedRep,
     FineTunedCluster,
     KNNPer,
+    LabelPrior,
     Local,
     PersonalizedExpert,
     PFedMe,
@@ -118,6 +119,7 @@ REFUSED = {
     },
     "FedAvg": {"weighting": (lambda: FedAvg(weighting="sampels"), "must be samples or uniform")},
     "KNNPer": {"kernel": (lambda: KNNPer(kernel="cosine"), "must be squared or euclidean")},
+    "LabelPrior": {"tau": (lambda: checked(LabelPrior("auto")), "validation_fraction is 0")},
     "PersonalizedExpert": {
         "trainable": (lambda: checked(PersonalizedExpert("gate.*")), "matches no parameter of the local expert"),
         "keep_better": (lambda: checked(PersonalizedExpert(keep_better=True)), "validation_fraction is 0"),

@@ -21,6 +21,7 @@ from fedmoe_pl.algorithms.fedrod import FedRoD
 from fedmoe_pl.algorithms.fml import FML
 from fedmoe_pl.algorithms.ifca import EpsilonGreedyIFCA
 from fedmoe_pl.algorithms.knn_per import KNNPer
+from fedmoe_pl.algorithms.label_prior import LabelPrior
 from fedmoe_pl.algorithms.local import Local
 from fedmoe_pl.algorithms.opt_out import OptInFedAvg, SpecialistMixture
 from fedmoe_pl.algorithms.per_fedavg import PerFedAvg
@@ -58,6 +59,7 @@ __all__ = [
     "FedYogi",
     "FineTunedCluster",
     "KNNPer",
+    "LabelPrior",
     "Local",
     "OptInFedAvg",
     "PFLMoE",

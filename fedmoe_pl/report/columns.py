@@ -73,8 +73,12 @@ def client_columns(condition: Condition, metric: str) -> list[Column]:
 
 
 def curve_table(condition: Condition, metric: str, rounds: Sequence[int]) -> Table:
-    """A metric after some rounds, mean and deviation over seeds; a dash for rounds that were not evaluated."""
+    """A metric after some rounds, mean and deviation over seeds; a dash for rounds that were not evaluated.
+
+    Methods that were evaluated in none of them are left out.
+    """
     rows = [(method.label, [_at_round(method, metric, round) for round in rounds]) for method in condition.methods]
+    rows = [(label, cells) for label, cells in rows if {*cells} != {"-"}]
     return Table(["method", *(f"round {round}" for round in rounds)], rows)
 
 

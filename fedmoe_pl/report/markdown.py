@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Iterable, Sequence
 
 from lightning.fabric.utilities.exceptions import MisconfigurationException
@@ -11,8 +12,8 @@ from fedmoe_pl.report.tables import Condition
 from fedmoe_pl.report.text import explanation, rounds_text, seeds_text, words
 
 
-def markdown(conditions: Iterable[Condition], choices: Choices, origin: str, command: str) -> str:
-    """One table per condition, with a row per method, and how it was made.
+def markdown(conditions: Sequence[Condition], choices: Choices, origin: str, command: str) -> str:
+    """One table per condition, with a row per method, what their numbers are, and how they were made.
 
     Args:
         conditions: the conditions.
@@ -20,20 +21,29 @@ def markdown(conditions: Iterable[Condition], choices: Choices, origin: str, com
         origin: when and where it was made.
         command: the command that made it.
     """
-    parts = [part for condition in conditions for part in _condition(condition, choices)]
-    return "\n\n".join([*parts, origin, f"```bash\n{command}\n```"]) + "\n"
+    lines = [explanation(condition, choices.baseline_of(condition)) for condition in conditions]
+    common = [line for line in lines[0] if all(line in of_condition for of_condition in lines)]
+    parts = list[str]()
+    for condition, of_condition in zip(conditions, lines, strict=True):
+        parts += _condition(condition, choices)
+        parts += _bullets([line for line in of_condition if line not in common])
+    return "\n\n".join([*parts, *_bullets(common), origin, f"```bash\n{command}\n```"]) + "\n"
+
+
+def _bullets(lines: Sequence[str]) -> list[str]:
+    wrapped = [textwrap.fill(f"* {line}.", 120, subsequent_indent="  ", break_long_words=False) for line in lines]
+    return ["\n".join(wrapped)] if wrapped else []
 
 
 def _condition(condition: Condition, choices: Choices) -> list[str]:
     title = [f"### {condition.name}"] if condition.name else []
     facts = [f"{fact}." for fact in (condition.data, seeds_text(condition)) if fact]
-    lines = [f"* {line}." for line in explanation(condition, choices.baseline_of(condition))]
-    parts = [*title, " ".join(facts), _methods(condition, choices), "\n".join(lines)]
+    parts = [*title, " ".join(facts), _methods(condition, choices)]
     if choices.rounds:
         metric = choices.metric_of(condition)
         curves = curve_table(condition, metric, choices.rounds)
         text = f"{words(metric).capitalize()}, percent, after some rounds:"
-        parts += [text, table(curves.header, [[label, *cells] for label, cells in curves.rows])]
+        parts += [text, table(curves.header, [[label, *cells] for label, cells in curves.rows])] if curves.rows else []
     return parts
 
 

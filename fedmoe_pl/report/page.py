@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
 from typing import Any
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
+from markupsafe import Markup, escape
 
 from fedmoe_pl.report.runs import RunFiles
 from fedmoe_pl.report.sections import Section
@@ -35,6 +37,7 @@ def page(
     environment = Environment(
         loader=PackageLoader("fedmoe_pl.report", ""), autoescape=True, undefined=StrictUndefined, trim_blocks=False
     )
+    environment.filters["breakable"] = _breakable
     colors = {label: "currentColor" if style.color == INK else style.color for label, style in styles.items()}
     settings = [setting for condition in conditions for setting in condition.settings]
     runs = [_run(run) for setting in settings for run in setting.runs]
@@ -53,6 +56,11 @@ def _differences(conditions: Sequence[Condition]) -> Table:
     rows = differences([agreed(condition.settings) for condition in conditions])
     shown = [(key, [_shortened(value) for value in values]) for key, values in rows.items()]
     return Table(["key", *(condition.name for condition in conditions)], shown)
+
+
+def _breakable(text: str) -> Markup:
+    """A name that may be broken into lines after punctuation."""
+    return Markup(re.sub(r"([/,=_])(?=\S)", r"\1<wbr>", str(escape(text))))
 
 
 def _shortened(text: str) -> str:

@@ -49,9 +49,9 @@ def curves_figure(methods: Sequence[Method], metric: str, styles: Mapping[str, S
             style = styles[method.label]
             axes.plot(rounds, mean, label=method.label, markevery=max(1, len(rounds) // 8), **style._asdict())
             axes.fill_between(rounds, mean - std, mean + std, color=style.color, alpha=0.18, lw=0)
-        _draw_single(axes, single, styles)
         axes.set(xlabel="round", ylabel=f"{metric.replace('_', ' ')}, percent")
         axes.xaxis.set_major_locator(MaxNLocator(6, integer=True))
+        _draw_single(axes, single, styles)
         axes.grid(axis="y")
         _add_legend(figure, axes, methods)
     return figure
@@ -81,6 +81,7 @@ def _draw_single(
         error = std if len(method.runs) > 1 else None
         axes.errorbar(place, mean, error, fmt=style.marker, color=style.color, label=method.label, elinewidth=0.8)
     axes.axvline(right, color=INK, lw=0.4, ls=":")
+    axes.set_xticks([tick for tick in axes.get_xticks() if left <= tick <= right])
     axes.set_xlim(left, right + step * (min(len(drawn), 4) + 0.5))
 
 

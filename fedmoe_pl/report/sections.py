@@ -69,8 +69,7 @@ def section_of(condition: Condition, styles: Mapping[str, Style], choices: Choic
 
 
 def _group(condition: Condition, metric: str, choices: Choices) -> Group:
-    mean = "mean ± over seeds" if condition.seeds > 1 else "mean"
-    columns = main_columns(condition, metric, choices, mean)
+    columns = main_columns(condition, metric, choices, "mean")
     return Group(words(metric), [*columns, *client_columns(condition, metric)])
 
 

@@ -62,7 +62,8 @@ def difference_text(difference: Difference | None) -> str:
     """
     if difference is None or math.isnan(difference.mean):
         return "-"
-    return f"{100 * difference.mean:+.2f}{'*' if difference.is_more_than_noise else ''}"
+    points = f"{100 * difference.mean:+.2f}".replace("-0.00", "+0.00")
+    return f"{points}{'*' if difference.is_more_than_noise else ''}"
 
 
 def run_text(run: RunFiles) -> str:

@@ -49,7 +49,7 @@ def test_the_grid_of_the_readme_is_one(tmp_path):
     (text,) = (block for block in re.findall(r"```yaml\n(.*?)```", README, re.DOTALL) if "values:" in block)
     (tmp_path / "grid.yaml").write_text(text)
     (tmp_path / "configs").symlink_to(REPOSITORY / "configs")
-    (command,) = re.findall(r"^fedmoe benchmark --config grid.yaml (.*)$", README, re.MULTILINE)
+    (command,) = re.findall(r"^fedmoe benchmark --config grid.yaml (--.*)$", README, re.MULTILINE)
     grid = read_grid(["--config", str(tmp_path / "grid.yaml"), *shlex.split(command)])
     assert grid.values["seed_everything"] == [0, 1] and grid.overrides["trainer.max_epochs"] == 1
     assert Path(grid.configs[0].absolute).samefile(QUICKSTART)

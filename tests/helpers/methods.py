@@ -35,6 +35,7 @@ from fedmoe_pl.algorithms import (
     FedRoD,
     FineTunedCluster,
     KNNPer,
+    LabelPrior,
     Local,
     OptInFedAvg,
     PerFedAvg,
@@ -182,6 +183,15 @@ METHODS = {
         handed=["local_expert.classifier.*"],
     ),
     "KNNPer": Method(lambda: [fedavg(), alone("kNN-Per", KNNPer(), gate=GlobalOnly())], private=["knn/*", "gate.*"]),
+    "LabelPrior": Method(
+        lambda: [
+            fedavg(),
+            alone("prior", LabelPrior(), gate=GlobalOnly()),
+            alone("tuned", PersonalizedExpert(gate_fraction=0.25), gate=LocalOnly()),
+            alone("MF", PFLMoE(), gate=linear_gate(), start={"global_expert": "prior", "local_expert": "tuned"}),
+        ],
+        private=["prior/*", "local_expert.*", "gate.*"],
+    ),
     "PFLMoE": Method(
         lambda: [
             fedavg(),

@@ -51,6 +51,7 @@ ALWAYS = {
     "FedALA": "expert eta",
     "FedYogi": "params lr beta1 beta2 tau v0",
     "KNNPer": "capacity expert",
+    "LabelPrior": "expert",
     "Local": "trainable",
     "OptInFedAvg": "shared opt_out_clients opt_out_data",
     "PFLMoE": "interleaved frozen_train_mode",

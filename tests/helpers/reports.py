@@ -2,7 +2,7 @@
 
 from html.parser import HTMLParser
 
-_WITHOUT_END = {"meta", "link", "br", "img", "hr", "input"}
+_WITHOUT_END = {"meta", "link", "br", "img", "hr", "input", "wbr"}
 
 
 class Page(HTMLParser):

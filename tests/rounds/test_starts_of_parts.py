@@ -184,9 +184,9 @@ REFUSED = {
         fedavg(),
         Phase("G", Local(), start={"local_expert": "Ditto"}),
     ],
-    "what 'global_expert' starts from, on which PFLMoE builds; did you mean it by 'global_exprt'?": lambda: [
+    "what 'local_expert' starts from, on which PFLMoE builds; did you mean it by 'local_exprt'?": lambda: [
         fedavg(),
-        Phase("G", PFLMoE(0), start={"global_exprt": "FedAvg", "local_expert": "FedAvg"}),
+        Phase("G", PFLMoE(0), start={"global_expert": "FedAvg", "local_exprt": "FedAvg"}),
     ],
     "but must also name what 'local_expert' starts from, on which PFLMoE builds.": lambda: [
         fedavg(),

@@ -1,0 +1,128 @@
+"""The federated model corrected for each client's class shares, a baseline that personalization should beat.
+
+If clients differ only in how often they have each class, Bayes' rule turns a model of one distribution of classes into
+that of another: it adds the logarithm of the ratio of both frequencies to the score of each class (Saerens, Latinne and
+Decaestecker 2002, Neural Computation 14(1), 21-41). A federated model has seen all classes, in most benchmarks about
+equally often, so that the client's own shares are left. The factor ``tau`` is that of the logit adjustment of Menon et
+al., ICLR 2021 (https://arxiv.org/abs/2007.07314), which goes the other way, towards equal classes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import takewhile
+from typing import Any, Literal
+
+import torch
+import torch.nn.functional as F
+from lightning.pytorch import LightningModule
+from torch import Tensor
+
+from fedmoe_pl.algorithms.algorithm import Algorithm
+from fedmoe_pl.algorithms.biases import check_last_biases, check_shifts, last_biases
+from fedmoe_pl.algorithms.checks import missing_federation
+from fedmoe_pl.algorithms.client import Client, Update
+from fedmoe_pl.algorithms.parts import evaluation_copy, expert_prefix
+from fedmoe_pl.checks import check_number
+from fedmoe_pl.models import MixtureOfExperts
+from fedmoe_pl.trees import Tree, load_tree
+
+_TAU = "prior/tau"  # a client's tau, which it has as soon as its biases are corrected
+_GRID = [step / 10 for step in range(21)]
+
+
+class LabelPrior(Algorithm):
+    """Each client adds the logarithm of its class shares to the federated model's scores; nothing is trained.
+
+    The scores are ``z(x) + tau * log((n_c + 1) / (n + C))`` for a client with n training samples, n_c of them in class
+    c of C. A client keeps them as another bias of the expert's last linear layer. Its model is therefore an ordinary
+    one, and can be an expert of a later mixture: ``start: {global_expert: label prior, local_expert: PFL-FB}``. A
+    ``PersonalizedExpert`` that starts from this phase copies the federated model without the correction.
+
+    Args:
+        tau: factor of the logarithm: 1 is Bayes' rule, 0 the federated model. With ``auto``, each client takes that of
+            0, 0.1, ..., 2 with which the phase's model has the lowest loss on its validation samples; without such
+            samples, it takes 1.
+        expert: name of the expert, such as ``global_expert``, or ``global_experts.0`` in a list; the name of a list,
+            such as ``global_experts``, is that of all its experts, and an empty name that of the module itself.
+
+    Raises:
+        MisconfigurationException: if ``tau`` is neither a finite number of at least 0 nor ``auto``.
+    """
+
+    federated = False
+    needs_all_clients = True  # a client that misses the round would not be corrected
+
+    def __init__(self, tau: float | Literal["auto"] = 1.0, expert: str = "global_expert") -> None:
+        if tau != "auto":
+            check_number(self, "tau", tau, least=0, allowed="auto or a finite number of at least 0")
+        super().__init__(trainable=[])
+        self.tau: float | Literal["auto"] = tau
+        self.expert = expert
+        self.needs_validation = tau == "auto"
+        self.needed_parts = (expert.split(".")[0],)
+
+    def follows(self, earlier: Algorithm) -> bool:
+        """Starts from the federated model."""
+        return earlier.federated
+
+    def missing_start(self, earlier: Sequence[Algorithm]) -> str:
+        """A federated model whose expert has not been corrected since."""
+        expert = expert_prefix(self.expert)
+        for other in takewhile(lambda other: not other.federated, earlier):
+            before = expert_prefix(other.expert) if isinstance(other, LabelPrior) else None
+            if before is not None and (before.startswith(expert) or expert.startswith(before)):
+                return f"a phase in which '{self.expert}' has no label prior yet"
+        return missing_federation(earlier)
+
+    def check(self, module: LightningModule) -> None:
+        """Refuses an expert whose last bias does not shift its scores."""
+        check_last_biases(self, module, self.expert)
+        super().check(module)
+
+    @torch.no_grad()
+    def client_final(self, client: Client, const: dict[str, Any]) -> Update:
+        """Corrects the biases, unless an earlier round has done so, and keeps them and tau.
+
+        Raises:
+            MisconfigurationException: if an expert's last bias does not shift its scores, which ``check`` cannot find
+                out for a module that does not tell its input's shape.
+        """
+        tau = client.kept.get(_TAU)
+        if tau is None:
+            batches = client.batches(client.samples[:2])
+            for x, _ in batches:
+                check_shifts(self, evaluation_copy(client, batches), self.expert, x)
+            tau = self._chosen_tau(client) if self.tau == "auto" else self.tau
+            load_tree(client.module, self._corrected(client, tau))
+            tau = torch.tensor([tau], dtype=torch.float64)
+        update = super().client_final(client, const)
+        return Update(update.sent, update.weight, {**update.kept, _TAU: tau})
+
+    def _corrected(self, client: Client, tau: float) -> Tree:
+        """The corrected biases (C,) of the client's experts, by name."""
+        corrected, labels = {}, client.datamodule.y[client.samples].cpu()
+        for name in last_biases(self, client.module, self.expert).values():
+            bias = client.module.get_parameter(name).detach().cpu()
+            counts = torch.bincount(labels, minlength=len(bias)).double() + 1
+            corrected[name] = (bias.double() + tau * (counts / counts.sum()).log()).to(bias.dtype)
+        return corrected
+
+    def _chosen_tau(self, client: Client) -> float:
+        """The tau with the lowest loss of the module on the client's validation samples."""
+        samples = client.datamodule.validation_samples[client.id]
+        if not len(samples):
+            return 1.0
+        batches = client.batches(samples)
+        module, losses = evaluation_copy(client, batches), []
+        for tau in _GRID:
+            load_tree(module, self._corrected(client, tau))
+            losses.append(sum(_loss(module, x, y) for x, y in batches))
+        return _GRID[losses.index(min(losses))]
+
+
+def _loss(module: LightningModule, x: Tensor, y: Tensor) -> float:
+    """The sum of the losses of a batch."""
+    if isinstance(module, MixtureOfExperts):
+        return module.loss_of(module(x), y, reduction="none").double().sum().item()
+    return F.cross_entropy(module(x), y, reduction="none").double().sum().item()

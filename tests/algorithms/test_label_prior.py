@@ -1,0 +1,279 @@
+"""The label prior against Bayes' rule and a computation by hand, below other phases, and what it refuses."""
+
+import math
+
+import pytest
+import torch
+import torch.nn.functional as F
+from helpers import TensorData, assert_same_bits, blobs, mixture, momentum_sgd, sparse_mixture, tensors
+from helpers.clusters import clustered, only
+from helpers.runs import Kill, assert_same, federation
+from helpers.workers import TwoInThisProcess
+from lightning.fabric.utilities.exceptions import MisconfigurationException
+from torch import nn
+
+from fedmoe_pl import PersonalizedMoE, Phase
+from fedmoe_pl.algorithms import (
+    ClusterMixture,
+    EpsilonGreedyIFCA,
+    FedAvg,
+    FineTunedCluster,
+    LabelPrior,
+    Local,
+    PersonalizedExpert,
+    PFLMoE,
+)
+from fedmoe_pl.backends import StackedBackend, TrainerBackend
+from fedmoe_pl.models import IFCACNN, EqualWeights, FeatureGate, GlobalOnly, LinearGate, LocalOnly
+from fedmoe_pl.rounds.checkpoint import load_checkpoint
+
+SIZES = (23, 8, 1)
+BIAS = "global_expert.classifier.1.bias"
+
+
+def fedavg(rounds=2, **kwargs) -> Phase:
+    return Phase("FedAvg", FedAvg("global_expert.*"), rounds=rounds, gate=GlobalOnly(), **kwargs)
+
+
+def prior(algorithm=None, name="prior", **kwargs) -> Phase:
+    return Phase(name, algorithm or LabelPrior(), gate=GlobalOnly(), **kwargs)
+
+
+def fitted(path, *phases, model=None, data=None, ckpt_path=None, **kwargs):
+    run = federation(path, [*phases] or [fedavg(), prior()], **kwargs)
+    run.fit(mixture() if model is None else model, data or blobs(SIZES), ckpt_path=ckpt_path)
+    return run
+
+
+def log_shares(data, client, classes=3):
+    counts = torch.bincount(data.y[data.train_samples[client]], minlength=classes).double()
+    return ((counts + 1) / (counts.sum() + classes)).log()
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+    return fitted(tmp_path_factory.mktemp("whole"))
+
+
+@pytest.mark.parametrize("tau", [0.5, 1.0, 3.0])
+def test_scores_are_those_of_the_federated_model_and_tau_times_the_logarithm_of_the_shares(tmp_path, tau):
+    run, data = fitted(tmp_path, fedavg(), prior(LabelPrior(tau))), blobs(SIZES)
+    for client in range(3):
+        expected = run.client_module("FedAvg", client)(data.x) + tau * log_shares(data, client)
+        torch.testing.assert_close(run.client_module("prior", client)(data.x), expected, rtol=0, atol=1e-12)
+
+
+def test_with_tau_0_it_is_the_federated_model_to_the_bit(tmp_path):
+    run, x = fitted(tmp_path, fedavg(), prior(LabelPrior(0.0))), blobs(SIZES).x
+    for client in range(3):
+        before, after = (run.client_module(name, client) for name in ("FedAvg", "prior"))
+        assert_same_bits(tensors(after, "global"), tensors(before, "global"))
+        assert torch.equal(after(x), before(x))
+    clients = [[vars(one) for one in run.results[name].clients] for name in ("FedAvg", "prior")]
+    for one, other in zip(*clients, strict=True):
+        assert (one["local_test"], one["global_test"]) == (other["local_test"], other["global_test"])
+
+
+def test_equal_counts_change_no_prediction(tmp_path):
+    data = blobs((12, 9))
+    data.y[:21] = torch.arange(21) % 3
+    run = fitted(tmp_path, fedavg(), prior(LabelPrior(2.0)), data=data)
+    for client in range(2):
+        before, after = (run.client_module(name, client)(data.x) for name in ("FedAvg", "prior"))
+        torch.testing.assert_close(after.softmax(1), before.softmax(1))
+        assert torch.equal(after.argmax(1), before.argmax(1))
+
+
+def normal_cdf(z):
+    return 0.5 * math.erfc(-z / math.sqrt(2))
+
+
+def test_with_tau_1_the_best_model_of_equal_classes_reaches_the_bayes_error_of_every_client(tmp_path):
+    """Classes are normal around -1 and 1 with a variance of 1, so that 2x is the log-likelihood ratio."""
+    expert = nn.Linear(1, 2)
+    expert.load_state_dict({"weight": torch.tensor([[0.0], [2.0]]), "bias": torch.zeros(2)})
+    x, y = torch.zeros(1500, 1), torch.arange(1500) % 10
+    y = torch.where(torch.arange(1500) < 1000, y == 0, y < 3).long()  # 10 % and 30 % of class 1
+    data = TensorData(x, y, [range(1000), range(1000, 1500)], dtype=torch.float64)
+    taus = (0.0, 0.5, 1.0, 1.5)
+    phases = [fedavg(1, max_epochs=0), *(prior(LabelPrior(tau), str(tau)) for tau in taus)]
+    run = fitted(tmp_path, *phases, model=PersonalizedMoE(expert).double(), data=data)
+    points = torch.linspace(-4, 4, 800_001, dtype=torch.float64)[:, None]
+    for client, share in enumerate((0.1, 0.3)):
+        errors = []
+        for tau in taus:
+            predicted = run.client_module(str(tau), client)(points).argmax(1)
+            threshold = points[predicted.argmax()].item()  # class 1 from here on
+            errors.append((1 - share) * normal_cdf(-threshold - 1) + share * normal_cdf(threshold - 1))
+        best = math.log((1 - share) / share) / 2
+        bayes = (1 - share) * normal_cdf(-best - 1) + share * normal_cdf(best - 1)
+        assert bayes <= errors[2] < bayes + 1e-6
+        assert min(errors[:2] + errors[3:]) > bayes + 1e-3
+
+
+def test_tau_is_chosen_by_the_loss_on_the_client_s_validation_samples(tmp_path):
+    data = blobs((60, 31, 1), validation_fraction=0.4)
+    run = fitted(tmp_path, fedavg(), prior(LabelPrior("auto")), data=data)
+    chosen = [run.run.states["prior"].kept[client]["prior/tau"].item() for client in range(3)]
+    with torch.no_grad():
+        for client in range(2):
+            samples = data.validation_samples[client]
+            scores = run.client_module("FedAvg", client)(data.x[samples])
+            taus = [i / 10 for i in range(21)]
+            losses = [F.cross_entropy(scores + tau * log_shares(data, client), data.y[samples]) for tau in taus]
+            assert chosen[client] == taus[min(range(21), key=losses.__getitem__)]
+            expected = run.client_module("FedAvg", client)(data.x) + chosen[client] * log_shares(data, client)
+            torch.testing.assert_close(run.client_module("prior", client)(data.x), expected, rtol=0, atol=1e-12)
+    assert not len(data.validation_samples[2]) and chosen[2] == 1, "without validation samples, it is Bayes' rule"
+    assert len({*chosen}) == 3, "the test shows nothing if all take the same"
+
+
+def test_a_gate_mixes_the_corrected_expert_and_one_that_starts_uncorrected(tmp_path):
+    data = blobs((23, 12))
+    mixtures = [
+        Phase("equal", PFLMoE(), gate=EqualWeights(), max_epochs=0),
+        Phase("MF", PFLMoE(), gate=LinearGate(5).double()),
+        Phase("MFE", PFLMoE(), gate=FeatureGate(6).double()),
+    ]
+    for one in mixtures:
+        one.start = {"global_expert": "prior", "local_expert": "tuned"}
+    tuned = Phase("tuned", PersonalizedExpert(gate_fraction=0.25), gate=LocalOnly())
+    run = fitted(tmp_path, fedavg(), prior(), tuned, *mixtures, data=data)
+    for client in range(2):
+        before, local = (run.client_module(name, client) for name in ("FedAvg", "tuned"))
+        scores = before.global_expert(data.x) + log_shares(data, client)
+        assert torch.equal(local.global_expert(data.x), before.global_expert(data.x)), "tuned follows FedAvg"
+        for one in mixtures:
+            module = run.client_module(one.name, client)
+            weights = module.mix(data.x)[1]
+            expected = weights[:, :1] * scores + weights[:, 1:] * local.local_expert(data.x)
+            torch.testing.assert_close(module(data.x), expected, rtol=0, atol=1e-12)
+
+
+def test_a_local_expert_starts_as_a_copy_without_the_correction(tmp_path):
+    tuned = Phase("tuned", PersonalizedExpert(), start="prior", gate=LocalOnly(), max_epochs=0)
+    run, x = fitted(tmp_path, fedavg(), prior(), tuned), blobs(SIZES).x
+    before, corrected, after = (run.client_module(name, 1) for name in ("FedAvg", "prior", "tuned"))
+    assert torch.equal(after.local_expert(x), before.global_expert(x))
+    assert torch.equal(after.global_expert(x), corrected.global_expert(x))
+
+
+def test_of_clusters_it_corrects_all_or_the_chosen_one(tmp_path):
+    data = blobs((23, 12))
+    phases = [
+        Phase("Local", Local("local_expert.*"), gate=only(3)),
+        Phase("IFCA", EpsilonGreedyIFCA(0.3), gate=only(0), start="Local"),
+        Phase("all", LabelPrior(expert="global_experts"), gate=only(0)),
+        Phase("mixture", ClusterMixture(), gate=EqualWeights(), start="all", max_epochs=0),
+        Phase("own", FineTunedCluster(), start="IFCA", gate=only(0), max_epochs=0),
+        Phase("prior", LabelPrior(expert="global_experts.0"), start="own", gate=only(0)),
+    ]
+    run = fitted(tmp_path, *phases, model=clustered(3), data=data)
+    for client in range(2):
+        shift = log_shares(data, client)
+        original, every = (run.client_module(name, client) for name in ("IFCA", "mixture"))
+        models = [expert(data.x) for expert in original.global_experts]
+        for expert in every.global_experts:  # IFCA shows each client its own cluster first
+            assert min((expert(data.x) - scores - shift).abs().max() for scores in models) < 1e-12
+        assert torch.equal(every.local_expert(data.x), original.local_expert(data.x))
+        own, corrected = (run.client_module(name, client) for name in ("own", "prior"))
+        torch.testing.assert_close(
+            corrected.global_experts[0](data.x), own.global_experts[0](data.x) + shift, rtol=0, atol=1e-12
+        )
+        assert_same_bits(tensors(corrected, "global_experts.1"), tensors(own, "global_experts.1"))
+
+
+def test_an_expert_after_an_embedding_is_corrected(tmp_path):
+    names = ["embedding.*", "experts.0.*"]
+    phases = [
+        Phase("FedAvg", FedAvg(names, names), gate=GlobalOnly()),
+        Phase("prior", LabelPrior(expert="experts.0"), gate=GlobalOnly()),
+    ]
+    run, data = fitted(tmp_path, *phases, model=sparse_mixture()), blobs(SIZES)
+    for client in range(3):
+        expected = run.client_module("FedAvg", client)(data.x) + log_shares(data, client)
+        torch.testing.assert_close(run.client_module("prior", client)(data.x), expected, rtol=0, atol=1e-12)
+
+
+def test_nothing_is_trained_or_sent_and_only_the_bias_and_tau_are_kept(whole):
+    state = whole.run.states["prior"]
+    assert not any(state.traffic.values()) and state.flops == 0
+    assert [set(state.kept[client]) for client in range(3)] == [{BIAS, "prior/tau"}] * 3
+
+
+def test_later_rounds_of_the_phase_change_nothing(whole, tmp_path):
+    run = fitted(tmp_path, fedavg(), prior(rounds=3))
+    for client in range(3):
+        assert_same_bits(run.run.states["prior"].kept[client], whole.run.states["prior"].kept[client])
+
+
+@pytest.mark.parametrize("backend", [StackedBackend, TwoInThisProcess])
+def test_every_backend_has_the_same_bits(tmp_path, backend):
+    data = blobs((23, 8, 7), validation_fraction=0.4)
+    runs = [
+        fitted(tmp_path / str(index), fedavg(1), prior(LabelPrior("auto")), data=data, backend=each)
+        for index, each in enumerate((TrainerBackend(), backend()))
+    ]
+    for client in range(3):
+        assert_same_bits(*(run.run.states["prior"].kept[client] for run in runs))
+
+
+def test_a_run_stopped_after_some_clients_were_corrected_and_resumed_ends_with_the_same_bits(whole, tmp_path):
+    with pytest.raises(KeyboardInterrupt):
+        fitted(tmp_path, callbacks=[Kill("on_client_end", 8)])
+    resumed = fitted(tmp_path, ckpt_path="last")
+    assert_same(*(load_checkpoint(run.run_dir / "checkpoints/last.ckpt") for run in (resumed, whole)))
+
+
+def test_newcomers_use_their_own_class_shares(whole, tmp_path):
+    later, data = federation(tmp_path, [fedavg(), prior()]), blobs((9, 6))
+    results = later.personalize(mixture(), data, str(whole.run_dir / "checkpoints/last.ckpt"))
+    assert len(results["prior"].clients) == 2
+    federated = whole.client_module("FedAvg", 0)(data.x)
+    for client in range(2):
+        expected = federated + log_shares(data, client)
+        torch.testing.assert_close(later.client_module("prior", client)(data.x), expected, rtol=0, atol=1e-12)
+
+
+def test_it_needs_a_federated_model_that_is_not_corrected_yet(tmp_path):
+    assert LabelPrior().follows(FedAvg()) and not LabelPrior().follows(Local())
+    with pytest.raises(MisconfigurationException, match="start is 'Local', but must be a federated phase"):
+        federation(tmp_path, [Phase("Local", Local()), prior(start="Local")])
+    with pytest.raises(MisconfigurationException, match="a phase in which 'global_expert' has no label prior yet"):
+        federation(tmp_path, [fedavg(), prior(), prior(name="twice", start="prior")])
+    assert not LabelPrior(expert="global_experts.1").missing_start([LabelPrior(expert="global_experts.0"), FedAvg()])
+
+
+class Scaled(nn.Sequential):
+    """A user's expert with a temperature."""
+
+    def forward(self, x):
+        return super().forward(x) / 2
+
+
+NO_BIAS = nn.Linear(5, 3, bias=False)
+MESSAGE = "LabelPrior: expert is 'global_expert', a {}, but must have a last Linear layer whose bias is added to the"
+
+
+@pytest.mark.parametrize("expert", [NO_BIAS, nn.Sequential(nn.Flatten()), IFCACNN(relu_logits=True)])
+def test_experts_that_a_bias_cannot_correct_are_refused(expert):
+    with pytest.raises(MisconfigurationException, match=MESSAGE.format(type(expert).__name__)):
+        LabelPrior().check(PersonalizedMoE(expert))
+
+
+def test_an_expert_of_unknown_input_is_refused_when_a_client_has_samples_for_it(tmp_path):
+    model = PersonalizedMoE(Scaled(nn.Linear(5, 3)), optimizer=momentum_sgd).double()
+    LabelPrior().check(model)
+    with pytest.raises(MisconfigurationException, match=MESSAGE.format("Scaled")):
+        fitted(tmp_path, fedavg(), prior(), model=model)
+
+
+def test_an_unknown_expert_is_refused():
+    with pytest.raises(MisconfigurationException, match="expert is 'global', but must be a part of the Pers"):
+        LabelPrior(expert="global").check(mixture())
+
+
+@pytest.mark.parametrize("tau", [-0.5, math.nan, "validation"])
+def test_other_values_of_tau_are_refused(tau):
+    with pytest.raises(MisconfigurationException, match=f"^LabelPrior: tau is {tau}, but must be auto or a finite"):
+        LabelPrior(tau)
