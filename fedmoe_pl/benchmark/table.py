@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import textwrap
 from collections.abc import Mapping, Sequence
 from itertools import groupby
 from typing import Any
@@ -14,6 +15,7 @@ from fedmoe_pl.report.statistics import INDEPENDENCE, SIGNIFICANCE, Difference
 from fedmoe_pl.rounds.results import DESCRIPTIONS, percent
 
 _SMALLEST_P = 1e-4
+_WIDTH = 120  # of the legend's lines
 
 
 def format_grid(rows: Sequence[Row], words: Mapping[str, str], baseline: str | None, paper: Sequence[Published]) -> str:
@@ -40,7 +42,8 @@ def format_grid(rows: Sequence[Row], words: Mapping[str, str], baseline: str | N
     for condition, block in groupby(rows, lambda row: describe(row, words)):
         text += ["-" * len(text[1]), *([condition] if condition else [])]
         text += [_line(next(aligned), widths) for _ in block]
-    return "\n".join([*(line.rstrip() for line in text), "", *legend(rows, metrics, baseline, paper)])
+    below = [part for line in legend(rows, metrics, baseline, paper) for part in textwrap.wrap(line, _WIDTH)]
+    return "\n".join([*(line.rstrip() for line in text), "", *below])
 
 
 def metrics_of(rows: Sequence[Row]) -> list[str]:
