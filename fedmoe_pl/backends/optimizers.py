@@ -11,7 +11,7 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import LightningModule
 from lightning.pytorch.cli import LRSchedulerCallable
 from torch import Tensor, nn
-from torch.optim.lr_scheduler import LRScheduler
+from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from fedmoe_pl.trees import Tree, subtree
 
@@ -135,6 +135,9 @@ def learning_rates(module: LightningModule, factory: LRSchedulerCallable, round:
         module: a module that configures one optimizer.
         factory: makes the scheduler.
         round: the round of the phase, counted from 0.
+
+    Raises:
+        TypeError: if the scheduler needs a metric.
     """
     optimizer, _ = optimizer_and_scheduler(module.configure_optimizers())
     assert optimizer is not None, "check_optimizer has refused it"
@@ -143,9 +146,11 @@ def learning_rates(module: LightningModule, factory: LRSchedulerCallable, round:
     ]
     imitation = torch.optim.SGD(groups, lr=0.0)  # has the learning rates, and no gradients
     scheduler = factory(imitation)
+    if isinstance(scheduler, ReduceLROnPlateau):
+        raise TypeError("ReduceLROnPlateau needs one")
     for _ in range(round):
         imitation.step()
-        scheduler.step()  # pyright: ignore[reportCallIssue]  ReduceLROnPlateau is refused
+        scheduler.step()
     return [group["lr"] for group in imitation.param_groups]
 
 

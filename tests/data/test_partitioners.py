@@ -132,7 +132,10 @@ TEN = np.arange(100) % 10
         (lambda: Pathological(0), r"classes_per_client is 0, "),
         (lambda: Pathological(share="beta"), r"share is 'beta', but must be one of uniform, dirichlet"),
         (lambda: Pathological(share="dirichlet", concentration=0), r"concentration is 0, "),
-        (lambda: Pathological(11)(TEN, 2, np.random.default_rng()), r"11 different classes, but the data have 10"),
+        (
+            lambda: Pathological(11)(TEN, 2, np.random.default_rng()),
+            r"classes_per_client is 11, but must be at most the .*, 10\.",
+        ),
         (lambda: ClientDirichlet(0, 5), r"alpha is 0, "),
         (lambda: ClientDirichlet(1, 0), r"samples_per_client is 0, "),
         (

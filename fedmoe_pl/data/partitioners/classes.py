@@ -200,6 +200,11 @@ class Pathological(LabelPartitioner):
     def partition(self, labels: np.ndarray, num_clients: int, rng: np.random.Generator) -> list[np.ndarray]:
         """Deals the samples, see :meth:`LabelPartitioner.partition`."""
         available = np.bincount(labels)
+        if self.classes_per_client > len(available):
+            raise MisconfigurationException(
+                f"Pathological: classes_per_client is {self.classes_per_client}, but must be at most the number of "
+                f"classes in the data, {len(available)}."
+            )
         classes = draw_classes(num_clients, self.classes_per_client, len(available), rng)
         counts = np.zeros((num_clients, len(available)), dtype=np.int64)
         for c in np.unique(classes).tolist():
