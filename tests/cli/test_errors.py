@@ -62,7 +62,7 @@ NOT_PARSED = {
     f"{PARTITIONER}.alpha is 'x', but must be float.": [f"--{PARTITIONER}.alpha", "x"],
     f"{PARTITIONER}.alpha is [0.5], but must be float.": [f"--{PARTITIONER}.alpha", "[0.5]"],
     f"{OPTIMIZER}.lr is 'abc', but must be float.": [f"--{OPTIMIZER}.lr", "abc"],
-    "federation.phases.PFL-MFE.rounds is 'x', but must be int.": ["--federation.phases.rounds", "x"],
+    "federation.phases.label prior.rounds is 'x', but must be int.": ["--federation.phases.rounds", "x"],
     f"{OPTIMIZER}.lr is nan, but must be a finite number.": [f"--{OPTIMIZER}.lr", ".nan"],
     f"{OPTIMIZER}.weight_decay is null, but must be float.": [f"--{OPTIMIZER}.weight_decay", "null"],
     "did you mean LeNet5?": ["--model.init_args.global_expert", "Lenet5"],
