@@ -24,6 +24,7 @@ import fedmoe_pl.data
 import fedmoe_pl.models
 from fedmoe_pl.cli.reading import Inherited, names_file, read_file
 from fedmoe_pl.cli.words import allowed, classes_of, did_you_mean, is_callable, kinds_of, shown
+from fedmoe_pl.rounds.names import is_file_name
 
 PHASES = "federation.phases"
 OVERLAY = "an overlay needs the --config that it changes before it"
@@ -248,6 +249,8 @@ def _parses(value: Any, hint: Any) -> bool:
 def place_in(items: list[Any], index: int, key: str) -> str:
     """The place of an item in a list, as it is in keys: ``.FedAvg`` for a phase of this name, else ``[1]``.
 
+    A phase whose name is refused, such as ``..``, has the place ``[1]``, too.
+
     Args:
         items: the list.
         index: the item's index.
@@ -255,5 +258,5 @@ def place_in(items: list[Any], index: int, key: str) -> str:
     """
     names = [item.get("name") if isinstance(item, Mapping) else None for item in items]
     name = names[index]
-    is_phase = key == PHASES and isinstance(name, str) and name and names.count(name) == 1
+    is_phase = key == PHASES and isinstance(name, str) and is_file_name(name) and names.count(name) == 1
     return f".{name}" if is_phase else f"[{index}]"

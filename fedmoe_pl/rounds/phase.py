@@ -119,8 +119,8 @@ class Phase:
         self.trainer = self.trainer and {name: plain(value) for name, value in self.trainer.items()}
         if not isinstance(self.name, str) or not is_file_name(self.name) or self.name == INITIAL:
             raise MisconfigurationException(
-                f"Phase {self.name!r}: name must be one that a file can have: printable, of at most 200 bytes, without "
-                f"'/' and other than '..' and '{INITIAL}', because files and logs are named after it."
+                f"Phase: name is {self.name!r}, but must be one that a file can have: printable, of at most 200 "
+                f"bytes, without '/' and other than '..' and '{INITIAL}', because files and logs are named after it."
             )
         self._check_start()
         self._check_numbers()

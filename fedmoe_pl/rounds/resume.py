@@ -74,7 +74,8 @@ def load_run(path: Path, phases: Sequence[Phase], identity: dict[str, Any]) -> d
     for name, state in states.items():
         if state.round > rounds[name] or (state.finished and not state.stopped and state.round != rounds[name]):
             raise MisconfigurationException(
-                f"{key}, where '{name}' has had {state.round} rounds, but rounds is {rounds[name]}."
+                f"{key}, where '{name}' has had {state.round} rounds, but rounds is {rounds[name]}; a phase that is "
+                f"finished cannot have more or fewer: let a new phase start from it (start: {name})."
             )
         check_kept(state.kept, state.best_kept)
     writer = CheckpointWriter(SavedRows(**content["rows"]))

@@ -345,6 +345,11 @@ def test_an_argument_is_completed_to_its_key(message, completed):
     assert with_key(message, SMALL) == completed
 
 
+def test_a_phase_whose_name_is_refused_is_named_by_its_place():
+    configuration = {"federation": {"name": "..", "phases": [{"name": "FedAvg"}, {"name": ".."}]}}
+    assert with_key("Phase: name is '..', but", configuration) == "Phase: federation.phases[1].name is '..', but"
+
+
 @pytest.mark.parametrize(
     "message",
     [
