@@ -53,7 +53,7 @@ def test_a_trainer_that_no_client_can_have_is_refused(sentence):
         {"strategy": "single_device"},
         {"strategy": SingleDeviceStrategy("cpu")},
     ],
-    ids=str,
+    ids=["a callback", "a list of callbacks", "the name of a strategy", "a strategy"],  # the same in all workers
 )
 def test_a_trainer_that_a_client_can_have_is_not_refused(arguments):
     for _ in range(2):  # the first check leaves the arguments as they are
