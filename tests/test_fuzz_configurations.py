@@ -12,7 +12,7 @@ from helpers.configurations import REPOSITORY, shortened
 from helpers.fuzzing import all_places, chosen, expanded, malformed, misspelt
 
 import fedmoe_pl.federation
-from fedmoe_pl.cli import FederationCLI, cli
+from fedmoe_pl.cli import FederationCLI, commands
 from fedmoe_pl.cli.schema import Argument, arguments_of
 
 CONFIGURATIONS = (
@@ -55,11 +55,11 @@ def arguments(monkeypatch) -> dict[str, Argument]:
         raise TimedOut
 
     monkeypatch.setattr("sys.argv", ["fedmoe"])
-    monkeypatch.setattr(cli, "FederationCLI", OnlyFit)
+    monkeypatch.setattr(commands, "FederationCLI", OnlyFit)
     monkeypatch.setattr(fedmoe_pl.federation, "fit", started)
     before = signal.signal(signal.SIGPROF, timed_out)
     with pytest.raises(SystemExit):
-        cli.main(["fit", "--config", "none.yaml"])
+        commands.main(["fit", "--config", "none.yaml"])
     yield arguments_of(OnlyFit.parser_of_fit)
     signal.signal(signal.SIGPROF, before)
 
@@ -105,7 +105,7 @@ def outcome(options: list[str], capfd) -> str:
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            cli.main(["fit", *options])
+            commands.main(["fit", *options])
         result = "started: the run is over"
     except Started:
         result = "started"

@@ -14,7 +14,7 @@ from torch.utils._pytree import tree_map
 from fedmoe_pl.aggregation.aggregation import PREFIX
 from fedmoe_pl.algorithms.client import Client, Update
 from fedmoe_pl.algorithms.overrides import changes_kept
-from fedmoe_pl.backends.failures import check_finite
+from fedmoe_pl.backends.failures import NotFiniteError, check_finite
 from fedmoe_pl.backends.optimizers import OPTIMIZER, set_optimizer
 from fedmoe_pl.backends.training import LocalTraining, epochs_to_try
 from fedmoe_pl.data import Batches, FederatedDataModule
@@ -90,7 +90,7 @@ def end_client(training: LocalTraining, client: Client, const: dict[str, Any], o
         optimizer: the state of its optimizer that it keeps; None for none.
 
     Raises:
-        NotFiniteError: if values that it sends or keeps are not finite.
+        NotFiniteError: if values that it sends or keeps are not finite, or a loss of its training was not.
     """
     algorithm = training.algorithm
     update = algorithm.client_final(client, const)
@@ -103,6 +103,8 @@ def end_client(training: LocalTraining, client: Client, const: dict[str, Any], o
         kept |= with_prefix(trained or _one_tensor(client.module), TRAINED)
     new = {name: tensor for name, tensor in kept.items() if client.kept.get(name) is not tensor}
     check_finite((sent, new), update.weight, training.initial)
+    if client.losses is not None and not client.losses.isfinite():
+        raise NotFiniteError("a loss of its training is not finite")
     update = Update(sent, update.weight, kept)
     return update if training.aggregation is None else training.aggregation.of_client(client, update)
 

@@ -217,7 +217,7 @@ class _Loop:
             freezing.freeze(epoch)
             for batch in batches:
                 optimizer.zero_grad()
-                self.algorithm.client_loss(module, batch, self.const)[0].backward()
+                client.see_loss(self.algorithm.client_loss(module, batch, self.const)[0]).backward()
                 self.clip(optimizer)
                 optimizer.step()
                 client.steps += 1

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
-from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import Tensor
 
 from fedmoe_pl.algorithms.algorithm import Algorithm
@@ -126,7 +126,7 @@ def _fit_lean(
     training: LocalTraining, client: Client, const: dict[str, Any], samples: Tensor, features: Features | None
 ) -> Trainer:
     clip = training.trainer.get("gradient_clip_val"), training.trainer.get("gradient_clip_algorithm")
-    module = _LeanClientModule(client.module, training.algorithm, const, *clip)
+    module = _LeanClientModule(client, training.algorithm, const, *clip)
     freezing = Freezing(training, client.module, client.round)
     batches = client_batches(training, client, samples)
     validation = _validation_batches(training, client)
@@ -143,7 +143,7 @@ def _fit_every_batch(training: LocalTraining, client: Client, const: dict[str, A
         module = _ClientModule(client.module, training.algorithm, const)
     freezing = Freezing(training, client.module, client.round)
     batches = client_batches(training, client, samples)
-    return fit(training, module, batches, _validation_batches(training, client), [freezing])
+    return fit(training, module, batches, _validation_batches(training, client), [freezing, _LossCheck(client)])
 
 
 def _validation_batches(training: LocalTraining, client: Client) -> Any:
@@ -152,6 +152,20 @@ def _validation_batches(training: LocalTraining, client: Client) -> Any:
     validates = len(samples) and training.trainer["limit_val_batches"]
     # batches as large as in evaluations, because the logged loss is a mean over samples
     return training.datamodule.batches(samples, batch_size=EVALUATED_AT_ONCE) if validates else None
+
+
+class _LossCheck(Callback):
+    """Notes whether the losses of a client's training steps are finite, also of a user's own ``training_step``."""
+
+    def __init__(self, client: Client) -> None:
+        self.client = client
+
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        loss = outputs.get("loss") if isinstance(outputs, dict) else outputs
+        if isinstance(loss, Tensor) and loss.ndim == 0:  # manual optimization may return anything
+            self.client.see_loss(loss)
 
 
 class _ClientLoss(LightningModule):
@@ -187,16 +201,17 @@ class _LeanClientModule(_ClientLoss, EpochModule):
 
     def __init__(
         self,
-        module: LightningModule,
+        client: Client,
         algorithm: Algorithm,
         const: dict[str, Any],
         clip_val: float | None,
         clip_algorithm: str | None,
     ) -> None:
         EpochModule.__init__(self, clip_val, clip_algorithm)
-        self.module = module
+        self.client = client
+        self.module = client.module
         self.algorithm = algorithm
         self.const = const
 
     def loss(self, batch: Any) -> Tensor:
-        return self.algorithm.client_loss(self.module, batch, self.const)[0]
+        return self.client.see_loss(self.algorithm.client_loss(self.module, batch, self.const)[0])

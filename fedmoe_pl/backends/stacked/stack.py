@@ -51,6 +51,7 @@ class Stack:
         features = self.members[0].features
         self._parts = () if features is None else features.parts.names
         self._lookup: Tree = {}
+        self._seen = torch.zeros(len(members), device=training.device)  # of each client, as in Client.losses
         self._stack_constants()
         self._find_trained(trainable_names(training, module, round))
         self._stack_tensors()
@@ -115,10 +116,14 @@ class Stack:
             losses, buffers = vmap(loss, in_dims=(0, 0, 0, 0, mapped))(*inputs)
         for name, tensor in buffers.items():
             self.stacked[name][share.clients] = tensor.detach()
+        # 0 times infinity is not a number
+        self._seen[share.clients] = torch.add(self._seen[share.clients], losses.detach(), alpha=0)
         return losses, trained
 
     def unstack(self) -> None:
-        """Puts the stacked tensors into the members' states."""
+        """Puts the stacked tensors into the members' states, and tells clients whether their losses were finite."""
+        for member, seen in zip(self.members, self._seen, strict=True):
+            member.client.losses = seen
         for name, tensor in self.stacked.items():
             for member, value in zip(self.members, tensor.cpu(), strict=True):
                 member.state[name] = value
