@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -14,7 +15,7 @@ from torch.utils._pytree import tree_map
 from fedmoe_pl.aggregation.aggregation import PREFIX
 from fedmoe_pl.algorithms.client import Client, Update
 from fedmoe_pl.algorithms.overrides import changes_kept
-from fedmoe_pl.backends.failures import NotFiniteError, check_finite
+from fedmoe_pl.backends.failures import Failure, NotFiniteError, check_finite, guarded
 from fedmoe_pl.backends.optimizers import OPTIMIZER, set_optimizer
 from fedmoe_pl.backends.training import LocalTraining, epochs_to_try
 from fedmoe_pl.data import Batches, FederatedDataModule
@@ -80,7 +81,13 @@ def client_of(training: LocalTraining, module: LightningModule, client_id: int, 
     )
 
 
-def end_client(training: LocalTraining, client: Client, const: dict[str, Any], optimizer: Tree | None = None) -> Update:
+def end_client(
+    training: LocalTraining,
+    client: Client,
+    const: dict[str, Any],
+    optimizer: Tree | None = None,
+    is_checked_later: bool = False,
+) -> Update:
     """The client's update after its training.
 
     Args:
@@ -88,6 +95,8 @@ def end_client(training: LocalTraining, client: Client, const: dict[str, Any], o
         client: the client; its module is trained.
         const: the constants of its loss, as the algorithm made them.
         optimizer: the state of its optimizer that it keeps; None for none.
+        is_checked_later: whether :func:`finite_updates` follows, which checks the values. With an aggregation, they are
+            checked here all the same, because it may hide what is wrong.
 
     Raises:
         NotFiniteError: if values that it sends or keeps are not finite, or a loss of its training was not.
@@ -101,12 +110,38 @@ def end_client(training: LocalTraining, client: Client, const: dict[str, Any], o
         different = changed(client.module.state_dict(), training.initial, {})
         trained = {name: tensor for name, tensor in different.items() if name not in kept_as_trained}
         kept |= with_prefix(trained or _one_tensor(client.module), TRAINED)
-    new = {name: tensor for name, tensor in kept.items() if client.kept.get(name) is not tensor}
-    check_finite((sent, new), update.weight, training.initial)
-    if client.losses is not None and not client.losses.isfinite():
+    has_finite_losses = client.losses is None or bool(client.losses.isfinite())
+    if training.aggregation is not None or not (is_checked_later and has_finite_losses):
+        new = {name: tensor for name, tensor in kept.items() if client.kept.get(name) is not tensor}
+        check_finite((sent, new), update.weight, training.initial)
+    if not has_finite_losses:
         raise NotFiniteError("a loss of its training is not finite")
     update = Update(sent, update.weight, kept)
     return update if training.aggregation is None else training.aggregation.of_client(client, update)
+
+
+def finite_updates(training: LocalTraining, updates: Mapping[int, Update | Failure]) -> dict[int, Update | Failure]:
+    """The updates, with a failure in place of each that has values that are not finite.
+
+    To check many at once takes less time than to check each between the trainings of two clients.
+
+    Args:
+        training: the local training of the phase's clients.
+        updates: what came of each client's training, by client.
+    """
+    checked = dict(updates)
+    answered = {client: update for client, update in updates.items() if isinstance(update, Update)}
+    if isinstance(guarded(partial(_check, training, [*answered.values()]), None), Failure):
+        for client, update in answered.items():
+            failure = guarded(partial(_check, training, [update]), None)
+            if failure is not None:
+                checked[client] = failure
+    return checked
+
+
+def _check(training: LocalTraining, updates: Sequence[Update]) -> None:
+    trees = [tree for update in updates for tree in (update.sent, update.kept)]
+    check_finite(trees, sum(update.weight for update in updates), training.initial)
 
 
 def copied_views(tree: Tree, module: LightningModule) -> Tree:

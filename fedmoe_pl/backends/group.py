@@ -11,7 +11,14 @@ from lightning.pytorch import LightningModule, Trainer
 from torch import Tensor
 
 from fedmoe_pl.algorithms.client import Client, Update
-from fedmoe_pl.backends.client import begin_client, client_batches, end_client, on_device, trainable_names
+from fedmoe_pl.backends.client import (
+    begin_client,
+    client_batches,
+    end_client,
+    finite_updates,
+    on_device,
+    trainable_names,
+)
 from fedmoe_pl.backends.failures import Failure, guarded
 from fedmoe_pl.backends.features import FeatureCache, LookedUpBatches
 from fedmoe_pl.backends.fitting import client_callbacks, discard, fit
@@ -58,7 +65,7 @@ def train_clients(
     group = _Group(training, server, kept, round, features)
     no_clipping = {"gradient_clip_val": None, "gradient_clip_algorithm": None}  # manual optimization refuses to clip
     discard(fit(training, group, OneStep([*clients]), None, [], len(clients), max_epochs=1, **no_clipping))
-    return group.updates
+    return finite_updates(training, group.updates)
 
 
 class _Group(LightningModule):
@@ -103,7 +110,7 @@ class _Group(LightningModule):
         optimizer: Tree = {}
         if len(samples) and reused.is_trained:
             optimizer = self._train(reused, client, const, samples)
-        return end_client(training, client, const, optimizer)
+        return end_client(training, client, const, optimizer, is_checked_later=True)
 
     def _train(self, reused: _Reused, client: Client, const: dict[str, Any], samples: Tensor) -> Tree:
         """Trains a client; returns the state of its optimizer, if clients keep it."""

@@ -11,6 +11,7 @@ from helpers.workers import SIZES, TwoInThisProcess
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 
 from fedmoe_pl import Federation, PersonalizedMoE, Phase
+from fedmoe_pl.aggregation import DifferentialPrivacy
 from fedmoe_pl.algorithms import FedAvg, Local
 from fedmoe_pl.backends import StackedBackend, TrainerBackend
 from fedmoe_pl.models import ConstantGate
@@ -151,6 +152,14 @@ def test_a_client_that_takes_too_long_is_left_out(backend, tmp_path):
     run = unlucky(tmp_path, "hang", {0: [2]}, 1, backend=BACKENDS[backend](), client_timeout=3)
     fit(run, ["Phase 'FedAvg', round 1: client 2 is left out: it took longer than client_timeout, 3 s"])
     assert sorted(run.run.states["FedAvg"].kept) == [0, 1, 3]
+
+
+def test_an_aggregation_hides_no_client_that_is_not_finite(tmp_path):
+    private = DifferentialPrivacy(0.0, max_norm=1.0, delta=1e-4)
+    phase = Phase("FedAvg", Unlucky("nan", {0: [1]}), 1, gate=ConstantGate(0.5), aggregation=private)
+    run = federation(tmp_path, [phase], backend=TrainerBackend())
+    fit(run, [f"Phase 'FedAvg', round 1: client 1 is left out: {REASONS['nan']}"])
+    assert run.run.states["FedAvg"].failed == 1
 
 
 def test_a_server_that_is_not_finite_ends_the_run(tmp_path):
