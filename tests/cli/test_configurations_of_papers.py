@@ -27,6 +27,8 @@ SIMILAR = {
     *("pfedmoe_homogeneous", "pfedmoe_practical", "pfl_moe_cifar10_vgg16"),
 }
 
+LONG = {"pfedmoe_cifar10"}  # ten rows of five networks each
+
 
 @pytest.mark.parametrize("path", [path for path in PAPERS if path.stem in SIMILAR], ids=lambda path: path.stem)
 def test_configurations_that_are_not_run_name_what_there_is(path):
@@ -38,7 +40,7 @@ def test_configurations_that_are_not_run_name_what_there_is(path):
 
 @pytest.mark.parametrize(
     "path",
-    [pytest.param(path, marks=[pytest.mark.slow] if path.stem in SIMILAR else []) for path in PAPERS],
+    [pytest.param(path, marks=[pytest.mark.slow] if path.stem in {*SIMILAR, *LONG} else []) for path in PAPERS],
     ids=lambda path: path.stem,
 )
 def test_every_configuration_of_a_paper_runs_one_round(path, tmp_path, capfd):
