@@ -178,9 +178,8 @@ class Federation:
         """
         path = find_checkpoint(ckpt_path, self.runs)
         phases = phases_of_newcomers(self.phases, path, rounds)
-        initial = set_up_newcomers(datamodule, path, phases, self.seed)
+        runs, initial = self.runs / "newcomers", set_up_newcomers(datamodule, path, phases, self.seed)
         others = {"initial": initial, "read_result": read_result_for_newcomers}
-        runs = self.runs / "newcomers"
         return self._fit(self._set_up(model, datamodule, phases, runs, **others), runs)
 
     def validate(self, model: LightningModule, datamodule: FederatedDataModule, ckpt_path: str = LAST) -> None:
@@ -211,9 +210,6 @@ class Federation:
 
         Returns:
             What the text says of each phase, by name.
-
-        Raises:
-            MisconfigurationException: if model, data, phases and trainer do not fit together.
         """
         run = self._set_up(model, datamodule, self.phases, self.runs)
         self._run = None
@@ -222,21 +218,13 @@ class Federation:
         return {audit.phase.name: audit for audit in audits}
 
     def check(self, model: LightningModule, datamodule: FederatedDataModule) -> None:
-        """Makes all checks of :meth:`fit`; trains nothing.
-
-        Raises:
-            MisconfigurationException: if model, data, phases and trainer do not fit together.
-        """
+        """Makes all checks of :meth:`fit`, and refuses what it refuses; trains nothing."""
         self._set_up(model, datamodule, self.phases, self.runs, evaluation_clients=self.evaluation_clients)
         self._run = None
 
     @property
     def run(self) -> Run:
-        """The run of the last command.
-
-        Raises:
-            MisconfigurationException: if there was none.
-        """
+        """The run of the last command; refused if there was none."""
         if self._run is None:
             raise MisconfigurationException("Federation: run is missing; it exists after fit, test or predict.")
         return self._run

@@ -117,7 +117,8 @@ class Stack:
         for name, tensor in buffers.items():
             self.stacked[name][share.clients] = tensor.detach()
         # 0 times infinity is not a number
-        self._seen[share.clients] = torch.add(self._seen[share.clients], losses.detach(), alpha=0)
+        seen = torch.add(self._seen[share.clients], losses.detach(), alpha=0)
+        self._seen[share.clients] = seen.to(self._seen)  # losses may be of another type
         return losses, trained
 
     def unstack(self) -> None:
