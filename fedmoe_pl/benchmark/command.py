@@ -16,11 +16,12 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from fedmoe_pl.benchmark.cells import Cell, Configured, make_cells
 from fedmoe_pl.benchmark.files import write_tables
 from fedmoe_pl.benchmark.grid import Grid, read_grid
-from fedmoe_pl.benchmark.processes import Ended, run_cells
+from fedmoe_pl.benchmark.processes import run_cells
 from fedmoe_pl.benchmark.published import VARIANT, published_for
 from fedmoe_pl.benchmark.results import make_rows
 from fedmoe_pl.benchmark.state import finished_run, has_begun
 from fedmoe_pl.benchmark.table import format_grid
+from fedmoe_pl.rounds.interruption import Interruption
 
 
 def benchmark(arguments: Sequence[str], configured: Configured) -> int:
@@ -44,7 +45,7 @@ def benchmark(arguments: Sequence[str], configured: Configured) -> int:
     with _locked(folder):
         try:
             failed = run_cells(cells, grid.parallel, [_document(grid, cell) for cell in cells])
-        except Ended as end:
+        except Interruption as end:
             command = shlex.join(["fedmoe", "benchmark", *arguments])
             name = signal.Signals(end.signum).name
             print(f"fedmoe: {name} has ended the runs; they continue with\n{command}", file=sys.stderr, flush=True)

@@ -19,22 +19,11 @@ import yaml
 
 from fedmoe_pl.benchmark.cells import Cell
 from fedmoe_pl.benchmark.state import cut_run, finished_run
+from fedmoe_pl.rounds.interruption import Interruption
 
 _POLL = 0.1  # seconds between two looks at the processes
 _SECONDS_TO_END = 15.0  # after a signal; a run needs at most ten
 _LONGEST = 300  # characters of an error in a line
-
-
-class Ended(BaseException):
-    """A signal has ended the benchmark.
-
-    Attributes:
-        signum: the signal's number.
-    """
-
-    def __init__(self, signum: int) -> None:
-        super().__init__(signal.Signals(signum).name)
-        self.signum = signum
 
 
 @dataclass
@@ -58,7 +47,7 @@ def run_cells(cells: Sequence[Cell], parallel: int, documents: Sequence[dict[str
         The cells that failed.
 
     Raises:
-        Ended: if a signal has ended the runs.
+        Interruption: if a signal has ended the runs.
     """
     waiting = list[tuple[int, Cell]]()
     for number, (cell, document) in enumerate(zip(cells, documents, strict=True), 1):
@@ -81,7 +70,7 @@ def run_cells(cells: Sequence[Cell], parallel: int, documents: Sequence[dict[str
                     running.remove(each)
                     if not _has_succeeded(each, cells):
                         failed.append(each.cell)
-        except Ended:
+        except Interruption:
             _end(running)
             raise
     return failed
@@ -158,7 +147,7 @@ def _end(running: Sequence[_Process]) -> None:
 
 @contextmanager
 def _signals() -> Iterator[None]:
-    """In this context, Ctrl-C, SIGTERM and the end of the terminal raise :class:`Ended`."""
+    """In this context, Ctrl-C, SIGTERM and the end of the terminal raise :class:`Interruption`."""
     signals = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
     usual = (signal.SIG_DFL, signal.default_int_handler)
     before = {signum: handler for signum in signals if (handler := signal.getsignal(signum)) in usual}
@@ -172,7 +161,7 @@ def _signals() -> Iterator[None]:
 
 
 def _raise(signum: int, frame: FrameType | None) -> None:
-    raise Ended(signum)
+    raise Interruption(signum)
 
 
 def _write(path: Path, content: dict[str, Any]) -> None:
