@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import functools
 import random
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import numpy as np
 import torch
@@ -46,6 +48,25 @@ def seed_all(seed: int) -> None:
         torch.cuda.manual_seed_all(seed % 2**63)
     np.random.seed(seed % 2**32)
     random.seed(seed)
+
+
+@contextmanager
+def seeded(seed: int) -> Iterator[None]:
+    """In this context, the global generators of torch's CPU, NumPy and Python start from a seed; then they go on.
+
+    Args:
+        seed: at least 0, below 2**64.
+    """
+    torch_state, numpy_state, python_state = torch.get_rng_state(), np.random.get_state(), random.getstate()
+    torch.default_generator.manual_seed(seed % 2**63)
+    np.random.seed(seed % 2**32)
+    random.seed(seed)
+    try:
+        yield
+    finally:
+        torch.set_rng_state(torch_state)
+        np.random.set_state(numpy_state)
+        random.setstate(python_state)
 
 
 @functools.cache

@@ -38,7 +38,9 @@ def class_means(
     batches = client.batches(client.samples)
     module = evaluation_copy(client, batches)
     num_classes = client.datamodule.num_classes
-    first = vectors(module, batches.x[:1]).flatten(1)  # a client without samples has means of this width, too
+    data = client.datamodule
+    ((x, _),) = data.batches(data.train_samples[0][:1])
+    first = vectors(module, x).flatten(1)  # a client without samples has means of this width, too
     sums = first.new_zeros(num_classes, first.shape[1])
     counts = first.new_zeros(num_classes)
     for x, y in batches:

@@ -8,11 +8,10 @@ import torch
 from lightning.pytorch import LightningModule
 from torch import Generator, Tensor
 
-from fedmoe_pl.data import Batches, FederatedDataModule
+from fedmoe_pl.data import FederatedDataModule, SampleBatches
 from fedmoe_pl.seeds import derive_seed
 from fedmoe_pl.trees import Tree
 
-EVALUATED_AT_ONCE = 1000  # samples in a batch for evaluation
 _SPLIT = 2  # separates the random numbers of a client's split from those of its training
 
 
@@ -55,13 +54,13 @@ class Client:
         self.losses = torch.add(total, loss.detach(), alpha=0)  # 0 times infinity is not a number
         return loss
 
-    def batches(self, samples: Tensor) -> Batches:
+    def batches(self, samples: Tensor) -> SampleBatches:
         """Large batches for the evaluation of models: in the order of ``samples`` and not augmented.
 
         Args:
             samples: indices, such as ``self.samples``, shape (n,).
         """
-        return self.datamodule.batches(samples, batch_size=EVALUATED_AT_ONCE)
+        return self.datamodule.batches(samples, batch_size=self.datamodule.evaluated_at_once)
 
     def shuffled_samples(self, purpose: int) -> Tensor:
         """Its training samples in an order that is the same in every phase and round.

@@ -12,7 +12,7 @@ from torch import Generator, Tensor, nn
 
 from fedmoe_pl.algorithms.algorithm import Algorithm
 from fedmoe_pl.algorithms.client import Client
-from fedmoe_pl.data import Batches
+from fedmoe_pl.data import SampleBatches
 from fedmoe_pl.models import ClusteredMoE, FixedGate
 from fedmoe_pl.seeds import derive_seed
 from fedmoe_pl.trees import Tree, copy_module, subtree, with_prefix
@@ -104,9 +104,9 @@ def best_cluster(client: Client, clusters: Sequence[int], generator: Generator) 
 
 
 @torch.no_grad()
-def mean_loss(module: LightningModule, cluster: int, batches: Batches) -> Tensor:
+def mean_loss(module: LightningModule, cluster: int, batches: SampleBatches) -> Tensor:
     """Mean loss of a cluster's model in eval mode: float64 (), on the CPU. It is computed on the data's device."""
     assert isinstance(module, ClusteredMoE)
-    expert = copy_module(module.global_experts[cluster]).to(batches.x.device).eval()
+    expert = copy_module(module.global_experts[cluster]).to(batches.device).eval()
     sums = [module.loss_of(module.scores_of(expert(x)), y, reduction="none").double().sum() for x, y in batches]
     return torch.stack(sums).sum().cpu() / len(batches.samples)

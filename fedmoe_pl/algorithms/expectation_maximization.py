@@ -102,6 +102,6 @@ def _mean_responsibilities(client: Client, log_pi: Tensor) -> Tensor:
     """The mean of the responsibilities over the client's training samples, shape (M,), on the CPU."""
     batches = client.batches(client.samples)
     losses = _Losses(evaluation_copy(client, batches))  # pyright: ignore[reportArgumentType]
-    prior = log_pi.to(batches.x.device)
+    prior = log_pi.to(batches.device)
     sums = [(prior - losses(x, y)).softmax(1).double().sum(0) for x, y in batches]
     return (torch.stack(sums).sum(0) / len(client.samples)).to(log_pi)

@@ -134,12 +134,12 @@ class FedALA(Algorithm):
         size = max(floor_of_share(self.sample_share, len(client.samples)), 1)
         start = int(torch.randint(len(client.samples) - size + 1, (), generator=client.generator(_SLICE)))
         batches = client.datamodule.batches(client.samples[start : start + size], batch_size=self.batch_size)
-        part = copy_module(client.module.get_submodule(self.expert)).to(batches.x.device).eval()
+        part = copy_module(client.module.get_submodule(self.expert)).to(batches.device).eval()
         received, local = (
-            {name: tensor.to(batches.x.device) for name, tensor in tree.items()} for tree in (received, local)
+            {name: tensor.to(batches.device) for name, tensor in tree.items()} for tree in (received, local)
         )
         passes = 1 if weights else self.max_passes
-        weights = {name: tensor.to(batches.x.device) for name, tensor in (weights or ones).items()}
+        weights = {name: tensor.to(batches.device) for name, tensor in (weights or ones).items()}
         losses: list[float] = []
         while len(losses) < passes and not _have_settled(losses):
             last = 0.0

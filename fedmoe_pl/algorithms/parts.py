@@ -13,7 +13,7 @@ from torch.func import functional_call, grad
 
 from fedmoe_pl.algorithms.algorithm import Algorithm
 from fedmoe_pl.algorithms.client import Client
-from fedmoe_pl.data import Batches
+from fedmoe_pl.data import SampleBatches
 from fedmoe_pl.models import MixtureOfExperts
 from fedmoe_pl.trees import Tree, copy_module, load_tree, subtree, with_prefix
 
@@ -119,14 +119,14 @@ def training_gradient(client: Client, expert: str, tensors: Tree) -> Tree:
     return total
 
 
-def evaluation_copy(client: Client, batches: Batches) -> LightningModule:
+def evaluation_copy(client: Client, batches: SampleBatches) -> LightningModule:
     """A copy of a client's module in eval mode, on the device of the samples, which may be another than the module's.
 
     Args:
         client: the client.
         batches: the samples.
     """
-    return copy_module(client.module).to(batches.x.device).eval()
+    return copy_module(client.module).to(batches.device).eval()
 
 
 def trained_parameters(module: LightningModule, expert: str) -> Tree:

@@ -33,7 +33,7 @@ from fedmoe_pl.algorithms.algorithm import Algorithm
 from fedmoe_pl.algorithms.checks import check_expert, missing_federation, trains
 from fedmoe_pl.algorithms.client import Client, Update
 from fedmoe_pl.algorithms.parts import copy_of_global_expert, evaluation_copy, expert_loss, set_aside
-from fedmoe_pl.data import Batches
+from fedmoe_pl.data import SampleBatches
 from fedmoe_pl.trees import Tree, load_tree
 
 _GATE = 1  # separates the gate's share of a client's samples from other shares of them
@@ -252,7 +252,7 @@ def _check_patterns(algorithm: Algorithm, module: LightningModule) -> None:
 
 
 @torch.no_grad()
-def _mean_loss(client: Client, expert: str, batches: Batches) -> float:
+def _mean_loss(client: Client, expert: str, batches: SampleBatches) -> float:
     """Mean loss of one of the client's experts in eval mode, computed on the data's device."""
     module = evaluation_copy(client, batches)
     total = sum(expert_loss(module, expert, batch)[0].item() * len(batch[1]) for batch in batches)

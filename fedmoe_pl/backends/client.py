@@ -18,7 +18,7 @@ from fedmoe_pl.algorithms.overrides import changes_kept
 from fedmoe_pl.backends.failures import Failure, NotFiniteError, check_finite, guarded
 from fedmoe_pl.backends.optimizers import OPTIMIZER, set_optimizer
 from fedmoe_pl.backends.training import LocalTraining, epochs_to_try
-from fedmoe_pl.data import Batches, FederatedDataModule
+from fedmoe_pl.data import FederatedDataModule, SampleBatches
 from fedmoe_pl.seeds import derive_seed, seed_all
 from fedmoe_pl.trees import Tree, changed, copy_module, load_tree, with_prefix
 
@@ -194,7 +194,7 @@ def on_device(const: dict[str, Any], device: torch.device) -> dict[str, Any]:
     return tree_map(lambda leaf: leaf.to(device) if isinstance(leaf, Tensor) else leaf, const)
 
 
-def client_batches(training: LocalTraining, client: Client, samples: Tensor) -> Batches:
+def client_batches(training: LocalTraining, client: Client, samples: Tensor) -> SampleBatches:
     """The client's training batches of this round, shuffled and augmented by the client's own generator."""
     return training.datamodule.batches(
         samples,
@@ -219,7 +219,9 @@ def trainable_names(training: LocalTraining, module: nn.Module, round: int, epoc
 
 def data_on(datamodule: FederatedDataModule, device: torch.device) -> FederatedDataModule:
     """The data module with its samples on a GPU if they fit into half of its free memory; otherwise unchanged."""
-    if device.type != "cuda" or datamodule.x.nbytes > torch.cuda.mem_get_info(device)[0] // 2:
+    if device.type != "cuda" or datamodule.reader is not None:
+        return datamodule
+    if datamodule.x.nbytes > torch.cuda.mem_get_info(device)[0] // 2:
         return datamodule
     placed = copy.copy(datamodule)
     placed.x = datamodule.x.to(device)

@@ -13,7 +13,7 @@ from fedmoe_pl.algorithms.client import Client
 from fedmoe_pl.backends.client import on_device
 from fedmoe_pl.backends.frozen_parts import FrozenParts, Rows, compute_rows, find_frozen_parts, no_input
 from fedmoe_pl.backends.training import LocalTraining
-from fedmoe_pl.data import Batches
+from fedmoe_pl.data import Batches, SampleBatches
 from fedmoe_pl.trees import Tree
 
 
@@ -39,7 +39,8 @@ class LookedUpBatches:
         lookup: receives the rows of each batch before the batch is yielded; see :func:`looked_up`.
     """
 
-    def __init__(self, batches: Batches, features: Features, lookup: Rows) -> None:
+    def __init__(self, batches: SampleBatches, features: Features, lookup: Rows) -> None:
+        assert isinstance(batches, Batches), "there are no features of samples that are read one by one"
         self.batches = batches
         self.features = features
         self.lookup = lookup
@@ -75,8 +76,9 @@ class FeatureCache:
             samples: indices of the samples that it trains on.
         """
         pays = training.max_epochs * training.rounds > 1
-        if not pays or training.datamodule.augmentation or not training.frozen_modules:
-            return None
+        datamodule = training.datamodule
+        if not pays or datamodule.augmentation or datamodule.reader is not None or not training.frozen_modules:
+            return None  # what is read one by one may be changed at random
         device = training.device
         half = training.trainer.get("precision") in ("bf16", "bf16-mixed")
         generators = [device] if device.type == "cuda" else []

@@ -15,7 +15,7 @@ import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 
 from fedmoe_pl.backends.training import LocalTraining
-from fedmoe_pl.data import Batches
+from fedmoe_pl.data import SampleBatches
 
 LEAN_TRAINER: dict[str, Any] = {
     "max_epochs": 1,
@@ -34,7 +34,7 @@ def fit(
     training: LocalTraining,
     module: LightningModule,
     batches: Iterable[Any],
-    validation: Batches | None,
+    validation: SampleBatches | None,
     callbacks: list[Callback],
     clients: int = 1,
     **arguments: Any,

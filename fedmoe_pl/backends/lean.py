@@ -17,7 +17,7 @@ from fedmoe_pl.backends.fitting import LEAN_TRAINER, client_callbacks, fit
 from fedmoe_pl.backends.hooks import BATCH_HOOKS, trains_by_loss
 from fedmoe_pl.backends.optimizers import optimizer_and_scheduler
 from fedmoe_pl.backends.training import LocalTraining
-from fedmoe_pl.data import Batches
+from fedmoe_pl.data import SampleBatches
 
 # Arguments that the bare loop respects or that do not matter in a step. Any other argument must have its default.
 _LEAN_ARGUMENTS = {
@@ -131,7 +131,7 @@ def fit_epochs(
     training: LocalTraining,
     module: EpochModule,
     batches: Iterable[Any],
-    validation: Batches | None,
+    validation: SampleBatches | None,
     freezing: Callback,
     clients: int = 1,
 ) -> Trainer:

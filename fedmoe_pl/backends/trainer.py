@@ -10,7 +10,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import Tensor
 
 from fedmoe_pl.algorithms.algorithm import Algorithm
-from fedmoe_pl.algorithms.client import EVALUATED_AT_ONCE, Client, Update
+from fedmoe_pl.algorithms.client import Client, Update
 from fedmoe_pl.backends.backend import Backend, Chunk, GroupUpdate, Plan, group_size, group_update
 from fedmoe_pl.backends.client import begin_client, client_batches, end_client, on_device, trainable_names
 from fedmoe_pl.backends.failures import Failure, guarded
@@ -23,6 +23,7 @@ from fedmoe_pl.backends.hooks import trains_by_loss
 from fedmoe_pl.backends.lean import EpochModule, fit_epochs, needs_every_batch
 from fedmoe_pl.backends.optimizers import optimizer_state
 from fedmoe_pl.backends.training import LocalTraining
+from fedmoe_pl.data import is_pair
 from fedmoe_pl.trees import Tree, copy_module
 
 _MOST_GROUPS = 64  # so many that workers do not wait long for the last group
@@ -151,7 +152,8 @@ def _validation_batches(training: LocalTraining, client: Client) -> Any:
     samples = training.algorithm.opted_in(client.id, samples, training.seed, validation=True)
     validates = len(samples) and training.trainer["limit_val_batches"]
     # batches as large as in evaluations, because the logged loss is a mean over samples
-    return training.datamodule.batches(samples, batch_size=EVALUATED_AT_ONCE) if validates else None
+    size = training.datamodule.evaluated_at_once
+    return training.datamodule.batches(samples, batch_size=size) if validates else None
 
 
 class _LossCheck(Callback):
@@ -177,7 +179,7 @@ class _ClientLoss(LightningModule):
 
     def validation_step(self, batch: Any, batch_idx: int) -> None:
         loss = self.module.loss(batch)[0]  # pyright: ignore[reportCallIssue]  without terms of the algorithm
-        self.log("validation_loss", loss, batch_size=len(batch[-1]))
+        self.log("validation_loss", loss, batch_size=len(batch[-1]) if is_pair(batch) else None)
 
     def configure_optimizers(self) -> Any:
         return self.module.configure_optimizers()

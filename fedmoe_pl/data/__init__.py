@@ -2,11 +2,14 @@
 
 from fedmoe_pl.data.arrays import Arrays
 from fedmoe_pl.data.augmentation import Augmentation, RandomCrop, RandomHorizontalFlip
-from fedmoe_pl.data.batches import Batches
+from fedmoe_pl.data.batches import EVALUATED_AT_ONCE, Batches, SampleBatches
 from fedmoe_pl.data.datamodule import FederatedDataModule
+from fedmoe_pl.data.dataset_batches import is_pair
 from fedmoe_pl.data.datasets.ag_news import AGNews
 from fedmoe_pl.data.datasets.digits import Digits
 from fedmoe_pl.data.datasets.femnist import FEMNIST
+from fedmoe_pl.data.datasets.from_datamodule import FromDataModule
+from fedmoe_pl.data.datasets.from_datasets import FromDatasets
 from fedmoe_pl.data.datasets.image_folder import ImageFolder
 from fedmoe_pl.data.datasets.npz import NpzFile
 from fedmoe_pl.data.datasets.torchvision import (
@@ -18,18 +21,21 @@ from fedmoe_pl.data.datasets.torchvision import (
     FashionMNIST,
     TorchvisionDataModule,
 )
+from fedmoe_pl.data.map_style import MapStyleData
 from fedmoe_pl.data.partition_report import partition_figure, partition_rows, partition_table
 from fedmoe_pl.data.partitioners.classes import MajorityClasses, Pathological, Shards, TwoClasses
 from fedmoe_pl.data.partitioners.dirichlet import BalancedDirichlet, ClientDirichlet, Dirichlet
 from fedmoe_pl.data.partitioners.iid import IID
 from fedmoe_pl.data.partitioners.natural_ids import NaturalIds
 from fedmoe_pl.data.partitioners.partitioner import Partitioner
+from fedmoe_pl.data.partitioners.predefined import PredefinedIndices
 from fedmoe_pl.data.parts import Parts
 
 __all__ = [
     "CIFAR10",
     "CIFAR100",
     "EMNIST",
+    "EVALUATED_AT_ONCE",
     "FEMNIST",
     "IID",
     "MNIST",
@@ -44,18 +50,24 @@ __all__ = [
     "Dirichlet",
     "FashionMNIST",
     "FederatedDataModule",
+    "FromDataModule",
+    "FromDatasets",
     "ImageFolder",
     "MajorityClasses",
+    "MapStyleData",
     "NaturalIds",
     "NpzFile",
     "Partitioner",
     "Parts",
     "Pathological",
+    "PredefinedIndices",
     "RandomCrop",
     "RandomHorizontalFlip",
+    "SampleBatches",
     "Shards",
     "TorchvisionDataModule",
     "TwoClasses",
+    "is_pair",
     "partition_figure",
     "partition_rows",
     "partition_table",

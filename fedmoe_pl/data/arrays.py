@@ -22,10 +22,11 @@ class Arrays:
     Attributes:
         x_train: training samples: uint8 images, shape (n, channels, height, width), which are normalized; floating
             point of any shape (n, ...); or int64 ids of words, from 0, shape (n, length).
-        y_train: their classes, shape (n,), integers from 0.
+        y_train: their targets: classes, shape (n,), integers from 0; or others, which are not changed, such as numbers,
+            several labels per sample or masks: floating point of shape (n, ...), or any type of shape (n, k, ...).
         x_test: samples of the global test set, of the same shape and type as ``x_train``; may be empty only if the
             data module pools all samples.
-        y_test: their classes.
+        y_test: their targets.
         client_train: the client that each training sample comes from, shape (n,), any sortable type; None if unknown.
         client_test: the same for the test samples; those of a client without training samples are in the global test
             set only.
@@ -48,6 +49,18 @@ class Arrays:
     def is_images(self) -> bool:
         """Whether samples are images with pixels from 0 to 255, which are normalized."""
         return self.x_train.dtype == torch.uint8
+
+    @property
+    def sizes(self) -> tuple[int, int]:
+        """Numbers of training and test samples."""
+        return len(self.x_train), len(self.x_test)
+
+    @property
+    def targets(self) -> Tensor:
+        """Targets of all samples, the training samples first; classes as int64."""
+        if not are_classes(self.y_train):
+            return torch.cat((self.y_train, self.y_test)) if len(self.y_test) else self.y_train
+        return torch.cat((self.y_train, self.y_test)).long()
 
     def compute_normalization(self, samples: Tensor | None = None) -> None:
         """Sets mean and standard deviation to those of training images.
@@ -77,19 +90,15 @@ class Arrays:
             x, y, ids = getattr(self, f"x_{part}"), getattr(self, f"y_{part}"), getattr(self, f"client_{part}")
             if len(x) == 0 and (needs_test or part == "train"):
                 yield f"x_{part} holds no samples, but at least one is needed"
-            if y.shape != (len(x),):
+            if y.dim() == 0 or len(y) != len(x):
                 yield f"y_{part} has shape {tuple(y.shape)}, but must hold one label for each of the {len(x)} samples"
-            if len(y) and (y.dtype not in _INTEGERS or y.min() < 0):
-                yield f"y_{part} holds {y.dtype} numbers from {y.min().item()}, but labels must be integers from 0"
-            limit = max(_CLASSES, len(self.y_train), len(self.y_test))
-            if len(y) and y.dtype in _INTEGERS and y.max() >= limit:
-                yield (
-                    f"y_{part} holds the label {y.max().item()}, but labels must number the classes, from 0 and below "
-                    f"{limit}"
-                )
+            if y.is_floating_point() and not y.isfinite().all():
+                yield f"y_{part} holds values that are not finite"
+            if y.dim() == 1:
+                yield from label_problems(f"y_{part}", y, max(self.sizes))
             if ids is not None and any(identity != identity for identity in ids.ravel().tolist()):
                 yield f"client_{part} holds nan, but ids must be numbers or words that can be told apart"
-            if ids is not None and ids.shape != y.shape:
+            if ids is not None and ids.shape != y.shape[:1]:
                 yield f"client_{part} has shape {ids.shape}, but must hold one id for each of the {len(x)} samples"
             is_image, is_text = x.dtype == torch.uint8 and x.dim() == 4, x.dtype == torch.int64 and x.dim() == 2
             if not (is_image or is_text or x.is_floating_point()):
@@ -103,6 +112,16 @@ class Arrays:
                 yield f"x_{part} has shape {tuple(x.shape)}, but every sample must have values"
             if x.is_floating_point() and not x.isfinite().all():
                 yield f"x_{part} holds values that are not finite"
+        if len(self.y_test) and are_classes(self.y_train) != are_classes(self.y_test):
+            yield (
+                f"y_train holds {self.y_train.dtype} targets and y_test {self.y_test.dtype} ones, but both must be "
+                "classes, or neither"
+            )
+        if len(self.y_test) and self.y_train.shape[1:] != self.y_test.shape[1:]:
+            yield (
+                f"y_train holds targets of shape {tuple(self.y_train.shape[1:])} and y_test of shape "
+                f"{tuple(self.y_test.shape[1:])}, but both must be the same"
+            )
         if self.x_train.shape[1:] != self.x_test.shape[1:] or self.x_train.dtype != self.x_test.dtype:
             yield (
                 f"x_train holds {self.x_train.dtype} samples of shape {tuple(self.x_train.shape[1:])} and x_test "
@@ -136,6 +155,30 @@ class Arrays:
                 f"mean is {list(self.mean)} and std is {list(self.std)}, but each must have one number for each of the "
                 f"{channels} channels, all finite, and std only ones above 0"
             )
+
+
+def are_classes(y: Tensor) -> bool:
+    """Whether targets are classes: one integer for each sample."""
+    return y.dim() == 1 and y.dtype in _INTEGERS
+
+
+def label_problems(name: str, y: Tensor, num_samples: int) -> Iterator[str]:
+    """What is wrong with one number per sample: an integer is a class, a floating-point number is another target.
+
+    Args:
+        name: the name of the numbers in the messages.
+        y: the numbers, shape (n,).
+        num_samples: number of samples of the data set; there may be as many classes, or 1000.
+    """
+    if not (y.dtype in _INTEGERS or y.is_floating_point()):
+        yield f"{name} holds {y.dtype} values, but labels must be integers from 0"
+    if not len(y) or y.dtype not in _INTEGERS:
+        return
+    if y.min() < 0:
+        yield f"{name} holds {y.dtype} numbers from {y.min().item()}, but labels must be integers from 0"
+    limit = max(_CLASSES, num_samples)
+    if y.max() >= limit:
+        yield f"{name} holds the label {y.max().item()}, but labels must number the classes, from 0 and below {limit}"
 
 
 def normalized(arrays: Arrays) -> tuple[Tensor, Tensor]:

@@ -1,24 +1,76 @@
-"""Batches of samples in memory."""
+"""Batches of some samples, and those of samples in memory."""
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch import Generator, Tensor
 
+EVALUATED_AT_ONCE = 1000
+"""Samples in a batch for evaluation."""
 _SAMPLES_AT_ONCE = 128  # samples gathered and augmented in one call: cheaper than batch by batch, and fits the cache
 
 
-class Batches:
+class SampleBatches(ABC):
     """An iterable of the batches of some samples; each iteration is one epoch.
 
-    A batch is a tuple of samples, shape (b, ...), and classes, shape (b,); the last batch may be shorter.
+    Args:
+        samples: indices of the samples to iterate over.
+        batch_size: samples per batch; the last batch may be shorter.
+        shuffle: whether every epoch has a new random order.
+        generator: source of randomness; None for PyTorch's global one.
+        drop_single: whether a last batch of one sample is left out, if it is not the only batch.
+        device: the device of the batches.
+
+    Attributes:
+        length: number of samples of an epoch.
+    """
+
+    def __init__(
+        self,
+        samples: Tensor,
+        batch_size: int,
+        shuffle: bool,
+        generator: Generator | None,
+        drop_single: bool,
+        device: torch.device,
+    ) -> None:
+        if batch_size < 1:
+            raise MisconfigurationException(f"batch_size is {batch_size}, but must be an integer of at least 1.")
+        self.samples = samples
+        self.batch_size = batch_size
+        self.shuffle = shuffle
+        self.generator = generator
+        self.device = device
+        dropped = drop_single and len(samples) > 1 and len(samples) % batch_size == 1
+        self.length = len(samples) - dropped
+
+    def __len__(self) -> int:
+        """Returns the number of batches of an epoch."""
+        return -(-self.length // self.batch_size)
+
+    def order(self) -> Tensor:
+        """Draws the order of an epoch: positions in ``samples``, shape (n,)."""
+        if not self.shuffle:
+            return torch.arange(self.length)
+        device = self.generator.device if self.generator else None
+        return torch.randperm(len(self.samples), generator=self.generator, device=device)[: self.length]
+
+    @abstractmethod
+    def __iter__(self) -> Iterator[Any]:
+        """Iterates over one epoch."""
+
+
+class Batches(SampleBatches):
+    """Batches of samples in memory: tuples of samples, shape (b, ...), and targets, shape (b, ...).
 
     Args:
         x: samples of the whole data set.
-        y: their classes.
+        y: their targets, such as classes.
         samples: indices of the samples to iterate over.
         batch_size: samples per batch.
         shuffle: whether every epoch has a new random order.
@@ -45,29 +97,10 @@ class Batches:
         drop_single: bool = False,
         device: torch.device | None = None,
     ) -> None:
-        if batch_size < 1:
-            raise MisconfigurationException(f"batch_size is {batch_size}, but must be an integer of at least 1.")
+        super().__init__(samples, batch_size, shuffle, generator, drop_single, x.device if device is None else device)
         self.x = x
         self.y = y
-        self.samples = samples
-        self.batch_size = batch_size
-        self.shuffle = shuffle
-        self.generator = generator
         self.augment = augment
-        self.device = x.device if device is None else device
-        dropped = drop_single and len(samples) > 1 and len(samples) % batch_size == 1
-        self.length = len(samples) - dropped
-
-    def __len__(self) -> int:
-        """Returns the number of batches of an epoch."""
-        return -(-self.length // self.batch_size)
-
-    def order(self) -> Tensor:
-        """Draws the order of an epoch: positions in ``samples``, shape (n,)."""
-        if not self.shuffle:
-            return torch.arange(self.length)
-        device = self.generator.device if self.generator else None
-        return torch.randperm(len(self.samples), generator=self.generator, device=device)[: self.length]
 
     def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
         """Iterates over one epoch."""

@@ -7,6 +7,8 @@ from collections.abc import Sequence
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch import Tensor
 
+from fedmoe_pl.data.map_style import MapStyleData
+
 
 def check_fractions(
     owner: object, test_fraction: float, validation_fraction: float, pool: bool, stratify: bool
@@ -60,4 +62,27 @@ def check_augmentation(owner: object, augmentation: Sequence[object], x: Tensor)
         raise MisconfigurationException(
             f"{type(owner).__name__}: augmentation must be left out for samples of shape {tuple(x.shape)}; it needs "
             "images of shape (n, channels, height, width)."
+        )
+
+
+def check_not_in_memory(
+    owner: object, data: MapStyleData, augmentation: Sequence[object], rotations: Sequence[int] | None
+) -> None:
+    """Refuses what changes tensors in memory, for samples that are read one by one.
+
+    Args:
+        owner: the data module; the message names its class.
+        data: the data set.
+        augmentation: the augmentations.
+        rotations: angles of groups of clients; None for none.
+
+    Raises:
+        MisconfigurationException: if there are augmentations or rotations.
+    """
+    given = {"augmentation": bool(augmentation), "rotations": rotations is not None}
+    for argument in (name for name, is_given in given.items() if is_given):
+        raise MisconfigurationException(
+            f"{type(owner).__name__}: {argument} must be left out for samples that are read one by one from a "
+            f"{type(data.train_dataset).__name__}, because it changes tensors in memory; the dataset's own transform "
+            "can do it."
         )

@@ -1,4 +1,4 @@
-"""The base of all data modules: a data set in memory, divided among clients."""
+"""The base of all data modules: a data set divided among clients."""
 
 from __future__ import annotations
 
@@ -6,28 +6,30 @@ from abc import ABC, abstractmethod
 
 import numpy as np
 import torch
-from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import LightningDataModule
 from torch import Generator, Tensor
 
 from fedmoe_pl.checks import check_at_least
-from fedmoe_pl.data.arrays import Arrays, normalized
+from fedmoe_pl.data.arrays import Arrays, are_classes, normalized
 from fedmoe_pl.data.augmentation import Augmentation
-from fedmoe_pl.data.batches import Batches
-from fedmoe_pl.data.checks import check_augmentation, check_fractions
-from fedmoe_pl.data.partitioners.dirichlet import Dirichlet
+from fedmoe_pl.data.batches import EVALUATED_AT_ONCE, Batches, SampleBatches
+from fedmoe_pl.data.checks import check_augmentation, check_fractions, check_not_in_memory
+from fedmoe_pl.data.dataset_batches import DatasetBatches, SampleReader
+from fedmoe_pl.data.dealing import check_partitioner, deal_samples, pooled_test_samples, some_test_samples
+from fedmoe_pl.data.map_style import MapStyleData
 from fedmoe_pl.data.partitioners.iid import IID
 from fedmoe_pl.data.partitioners.natural_ids import NaturalIds
 from fedmoe_pl.data.partitioners.partitioner import Partitioner
 from fedmoe_pl.data.parts import Parts
 from fedmoe_pl.data.rotation import check_rotations, rotated
-from fedmoe_pl.data.splits import balanced_subset, natural_test_samples, pooled_ids, split
+from fedmoe_pl.data.splits import natural_test_samples, pooled_ids, split
 
 
 class FederatedDataModule(LightningDataModule, ABC):
-    """A data set in memory and its partition among clients; derive from it and write ``load`` to use your own data.
+    """A data set and its partition among clients; derive from it and write ``load`` to use your own data.
 
-    It also works in a plain Lightning ``Trainer``, with the samples of all clients together. The partition and each
+    The data are tensors in memory, which is the fast way, or map-style datasets, whose samples are read one by one. It
+    also works in a plain Lightning ``Trainer``, with the samples of all clients together. The partition and each
     client's split depend only on ``partition_seed``, not on the seed of a run. Samples that the partitioner gives to no
     client are not used.
 
@@ -52,9 +54,11 @@ class FederatedDataModule(LightningDataModule, ABC):
 
     Attributes:
         x: all samples, the training samples followed by the test samples, shape (m, ...): normalized float32, or int64
-            ids of words.
-        y: their classes, int64, shape (m,).
-        num_classes: number of classes.
+            ids of words. Samples that are read one by one have none.
+        y: their classes, int64, shape (m,); or other targets, shape (m, ...), of samples in memory; shape (m, 0) for
+            other targets of samples that are read one by one, which only batches have.
+        num_classes: number of classes; 0 if the targets are not one class for each sample.
+        reader: reads the samples one by one; None for samples in memory.
         num_clients: number of clients.
         train_samples: indices into ``x``, one tensor per client, see :class:`Parts`.
         validation_samples: the same, held out for validation; may be empty.
@@ -89,7 +93,7 @@ class FederatedDataModule(LightningDataModule, ABC):
     test_samples: Parts
     global_test: Tensor
     class_shares: Tensor
-    _arrays: Arrays  # between ``deal`` and ``setup``
+    _data: Arrays | MapStyleData  # between ``deal`` and ``setup``
 
     def __init__(
         self,
@@ -126,27 +130,31 @@ class FederatedDataModule(LightningDataModule, ABC):
         self.vocabulary: list[str] | None = None
         self.learn_from: Tensor | None = None
         self.has_learned = self.is_set_up = False
+        self.reader: SampleReader | None = None
 
     @abstractmethod
-    def load(self) -> Arrays:
+    def load(self) -> Arrays | MapStyleData:
         """Reads the data set from disk; downloads belong in ``prepare_data``."""
 
     def deal(self) -> None:
         """Reads the data set and divides it among the clients, the first step of ``setup``; may be called before it."""
         if hasattr(self, "class_shares"):
             return
-        arrays = self.load()
-        arrays.check(needs_test=not self.pool)
+        data = self.load()
+        data.check(needs_test=not self.pool)
         rng = np.random.default_rng(np.random.SeedSequence(self.partition_seed))
-        if self.rotations is not None:
-            arrays = rotated(arrays, self.rotations, self.requested_clients, rng)
-        check_augmentation(self, self.augmentation, arrays.x_train)
-        self.y = torch.cat((arrays.y_train, arrays.y_test)).long()
-        self.num_classes = int(self.y.max()) + 1
-        self.num_shared = len(self.y) if self.pool else len(arrays.y_train)
-        self._deal(arrays, rng)
+        if isinstance(data, MapStyleData):
+            check_not_in_memory(self, data, self.augmentation, self.rotations)
+        else:
+            if self.rotations is not None:
+                data = rotated(data, self.rotations, self.requested_clients, rng)
+            check_augmentation(self, self.augmentation, data.x_train)
+        self.y = data.targets
+        self.num_classes = int(self.y.max()) + 1 if are_classes(self.y) else 0
+        self.num_shared = len(self.y) if self.pool else data.sizes[0]
+        self._deal(data, rng)
         self._choose_global_test()
-        self._arrays, counts = arrays, self.class_counts()
+        self._data, counts = data, self.class_counts()
         self.class_shares = counts / counts.sum(dim=1, keepdim=True)
 
     def setup(self, stage: str | None = None) -> None:
@@ -158,10 +166,13 @@ class FederatedDataModule(LightningDataModule, ABC):
         if self.is_set_up:
             return
         self.deal()
-        arrays, samples = self._arrays, self.learn_from
-        self.learn(arrays, None if samples is None else samples[samples < len(arrays.x_train)])
-        self.x, self.black = normalized(arrays)
-        del self._arrays
+        if isinstance(data := self._data, MapStyleData):
+            self.reader = SampleReader(data)
+        else:
+            samples = self.learn_from
+            self.learn(data, None if samples is None else samples[samples < data.sizes[0]])
+            self.x, self.black = normalized(data)
+        del self._data
         self.is_set_up = True
 
     def learn(self, arrays: Arrays, samples: Tensor | None) -> None:
@@ -183,47 +194,31 @@ class FederatedDataModule(LightningDataModule, ABC):
         assert arrays.mean is not None and arrays.std is not None
         self.normalization = list(arrays.mean), list(arrays.std)
 
-    def _deal(self, arrays: Arrays, rng: np.random.Generator) -> None:
+    def _deal(self, data: Arrays | MapStyleData, rng: np.random.Generator) -> None:
         """Deals the samples to the clients and splits each client's samples."""
-        ids = pooled_ids(arrays) if self.pool else arrays.client_train
+        ids = pooled_ids(data) if self.pool else data.client_train
         partitioner = self.partitioner or (IID() if ids is None else NaturalIds())
-        parts = partitioner(self.y[: self.num_shared].numpy(), self.requested_clients, rng, ids)
-        sizes = np.array([len(part) for part in parts])
-        if not sizes.all():
-            advice = f", raise alpha above {partitioner.alpha}" if isinstance(partitioner, Dirichlet) else ""
-            raise MisconfigurationException(
-                f"{type(partitioner).__name__} leaves client {sizes.argmin()} of {len(parts)} without training "
-                f"samples; lower num_clients{advice} or change partition_seed."
-            )
-        self.num_clients = len(parts)
-        samples = np.concatenate(parts).astype(np.int64, copy=False)
-        del parts  # as large as ``samples``
-        natural_test = isinstance(partitioner, NaturalIds) and arrays.client_test is not None and not self.pool
-        if natural_test and self.test_fraction > 0:
-            raise MisconfigurationException(
-                f"{type(self).__name__}: test_fraction is {self.test_fraction}, but must be 0, because the data have "
-                "test samples of every client."
-            )
+        shared, has_classes = self.y[: self.num_shared], self.num_classes > 0
+        check_partitioner(self, partitioner, has_classes, self.stratify)
+        samples, sizes = deal_samples(partitioner, shared, has_classes, self.requested_clients, rng, ids)
+        self.num_clients = len(sizes)
+        natural_test = isinstance(partitioner, NaturalIds) and data.client_test is not None and not self.pool
         labels = self.y.numpy() if self.stratify else None
         self.train_samples, self.validation_samples, self.test_samples = split(
             samples, sizes, self.test_fraction, self.validation_fraction, self.partition_seed, labels
         )
         if natural_test:
-            self.test_samples = natural_test_samples(arrays)
+            self.test_samples = natural_test_samples(self, data, self.test_fraction)
 
     def _choose_global_test(self) -> None:
         """Sets the global test set."""
         self.global_test = torch.arange(self.num_shared, len(self.y))
         if self.pool:
-            self.global_test = self.test_samples.indices.sort().values
-            if not len(self.global_test):
-                raise MisconfigurationException(
-                    f"{type(self).__name__}: test_fraction is {self.test_fraction}, which gives no client a test "
-                    "sample; raise test_fraction or lower num_clients."
-                )
+            self.global_test = pooled_test_samples(self, self.test_samples, self.test_fraction)
         if self.global_test_size is not None:
-            labels = self.y[self.global_test]
-            self.global_test = balanced_subset(self.global_test, labels, self.global_test_size, self.partition_seed)
+            self.global_test = some_test_samples(
+                self, self.global_test, self.y, self.num_classes > 0, self.global_test_size, self.partition_seed
+            )
 
     def class_counts(self) -> Tensor:
         """Counts each class in each client's training and validation samples.
@@ -232,11 +227,23 @@ class FederatedDataModule(LightningDataModule, ABC):
             Counts as float64, shape (num_clients, num_classes).
         """
         counts = torch.zeros(self.num_clients * self.num_classes, dtype=torch.int64)
+        if not self.num_classes:
+            return counts.view(self.num_clients, 0).double()
         for parts in (self.train_samples, self.validation_samples):
             first_cells = torch.arange(0, len(counts), self.num_classes)
             cells = first_cells.repeat_interleave(parts.sizes).add_(self.y[parts.indices])
             counts += torch.bincount(cells, minlength=len(counts))
         return counts.view(self.num_clients, self.num_classes).double()
+
+    @property
+    def has_pairs(self) -> bool:
+        """Whether batches are pairs of inputs and targets, as those of samples in memory are."""
+        return self.reader is None or self.reader.has_pairs
+
+    @property
+    def evaluated_at_once(self) -> int:
+        """Samples in a batch for evaluation."""
+        return EVALUATED_AT_ONCE if self.reader is None else self.reader.evaluated_at_once
 
     def augment(self, x: Tensor, generator: Generator | None = None) -> Tensor:
         """Applies the augmentations, in their order, to normalized samples.
@@ -257,43 +264,38 @@ class FederatedDataModule(LightningDataModule, ABC):
         augment: bool = False,
         drop_single: bool = False,
         device: torch.device | None = None,
-    ) -> Batches:
+    ) -> SampleBatches:
         """Returns batches of some samples.
 
         Args:
             samples: indices into ``x``.
             batch_size: samples per batch; None for that of the data module.
-            generator: for shuffling every epoch and for augmentation; None for the order of ``samples``.
-            augment: whether to augment.
+            generator: for shuffling every epoch, and for augmentation or random transforms; None for the order of
+                ``samples``.
+            augment: whether to augment or, if samples are read one by one, to read them as for training.
             drop_single: whether to leave out a last batch of one sample, if it is not the only batch.
             device: the device of the batches; None for that of the data.
         """
-        return Batches(
-            self.x,
-            self.y,
-            samples,
-            self.batch_size if batch_size is None else batch_size,
-            shuffle=generator is not None,
-            generator=generator,
-            augment=self.augment if augment and self.augmentation else None,
-            drop_single=drop_single,
-            device=device,
-        )
+        size = self.batch_size if batch_size is None else batch_size
+        shuffle = generator is not None
+        if self.reader is not None:
+            return DatasetBatches(self.reader, samples, size, shuffle, generator, augment, drop_single, device)
+        augmented = self.augment if augment and self.augmentation else None
+        return Batches(self.x, self.y, samples, size, shuffle, generator, augmented, drop_single, device)
 
-    def train_dataloader(self) -> Batches:
+    def train_dataloader(self) -> SampleBatches:
         """Returns shuffled, augmented batches of all clients' training samples, for a plain Trainer."""
-        augment = self.augment if self.augmentation else None
-        return Batches(self.x, self.y, self.train_samples.indices, self.batch_size, shuffle=True, augment=augment)
+        return self.batches(self.train_samples.indices, generator=torch.default_generator, augment=True)
 
-    def val_dataloader(self) -> Batches | list[Batches]:
+    def val_dataloader(self) -> SampleBatches | list[SampleBatches]:
         """Returns batches of all clients' validation samples; an empty list if none are held out."""
         samples = self.validation_samples.indices
         return self.batches(samples) if len(samples) else []
 
-    def test_dataloader(self) -> Batches:
+    def test_dataloader(self) -> SampleBatches:
         """Returns batches of the global test set."""
         return self.batches(self.global_test)
 
-    def predict_dataloader(self) -> Batches:
+    def predict_dataloader(self) -> SampleBatches:
         """Returns batches of the global test set."""
         return self.batches(self.global_test)

@@ -8,6 +8,7 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch import Tensor
 
 from fedmoe_pl.data.arrays import Arrays
+from fedmoe_pl.data.map_style import MapStyleData
 from fedmoe_pl.data.partitioners.partitioner import group_by
 from fedmoe_pl.data.parts import Parts
 
@@ -62,35 +63,49 @@ def _cuts(sizes: np.ndarray, test_fraction: float, validation_fraction: float) -
     return np.stack((n_test, n_validation, sizes - n_test - n_validation), axis=1).astype(np.int64)
 
 
-def pooled_ids(arrays: Arrays) -> np.ndarray | None:
+def pooled_ids(data: Arrays | MapStyleData) -> np.ndarray | None:
     """Returns the client that each sample comes from, training samples first; None if the data do not say.
 
     Args:
-        arrays: the data set.
+        data: the data set.
 
     Raises:
         MisconfigurationException: if only the training samples have client ids.
     """
-    if arrays.client_train is None:
+    if data.client_train is None:
         return None
-    if not len(arrays.x_test):
-        return arrays.client_train
-    if arrays.client_test is None:
+    if not data.sizes[1]:
+        return data.client_train
+    if data.client_test is None:
         raise MisconfigurationException(
             "pool is true, but only the training samples have client ids; provide client_test or set pool to false."
         )
-    return np.concatenate((arrays.client_train, arrays.client_test))
+    return np.concatenate((data.client_train, data.client_test))
 
 
-def natural_test_samples(arrays: Arrays) -> Parts:
-    """Returns the test samples of each natural client that has training samples."""
-    assert arrays.client_train is not None and arrays.client_test is not None
-    ids = np.unique(arrays.client_train)
-    client = np.searchsorted(ids, arrays.client_test)
-    client[ids[np.minimum(client, len(ids) - 1)] != arrays.client_test] = len(ids)
+def natural_test_samples(owner: object, data: Arrays | MapStyleData, test_fraction: float) -> Parts:
+    """Returns the test samples of each natural client that has training samples.
+
+    Args:
+        owner: the data module; the message names its class.
+        data: the data set, with the client that each sample comes from.
+        test_fraction: share of its training samples that each client is asked to hold out as well.
+
+    Raises:
+        MisconfigurationException: if this share is above 0.
+    """
+    if test_fraction > 0:
+        raise MisconfigurationException(
+            f"{type(owner).__name__}: test_fraction is {test_fraction}, but must be 0, because the data have test "
+            "samples of every client."
+        )
+    assert data.client_train is not None and data.client_test is not None
+    ids = np.unique(data.client_train)
+    client = np.searchsorted(ids, data.client_test)
+    client[ids[np.minimum(client, len(ids) - 1)] != data.client_test] = len(ids)
     parts = group_by(client, len(ids) + 1)[:-1]
     sizes = torch.tensor([len(part) for part in parts])
-    return Parts(torch.from_numpy(np.concatenate(parts) + len(arrays.x_train)), sizes)
+    return Parts(torch.from_numpy(np.concatenate(parts) + data.sizes[0]), sizes)
 
 
 def balanced_subset(samples: Tensor, labels: Tensor, size: int, seed: int) -> Tensor:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable, Iterator, Sequence
-from typing import TypeGuard
 
 import torch
 import torch.nn.functional as F
@@ -13,11 +12,11 @@ from lightning.pytorch import LightningModule
 from torch import Tensor
 from torchmetrics.functional.classification import multiclass_accuracy
 
-from fedmoe_pl.algorithms.client import EVALUATED_AT_ONCE
 from fedmoe_pl.data import FederatedDataModule
 from fedmoe_pl.data.parts import Parts
-from fedmoe_pl.models import FixedGate, MixtureOfExperts, MixtureWeights
+from fedmoe_pl.models import MixtureOfExperts
 from fedmoe_pl.rounds.evaluation import ClientEvaluation
+from fedmoe_pl.rounds.outputs import has_trained_gate, labelled_batches, outputs_of
 from fedmoe_pl.rounds.stacked_models import StackedModels
 
 Outputs = Iterator[tuple[Tensor, Tensor | None, Tensor]]
@@ -42,9 +41,8 @@ def predict(module: LightningModule, datamodule: FederatedDataModule, samples: T
 
 def _outputs(module: LightningModule, datamodule: FederatedDataModule, samples: Tensor) -> Outputs:
     """For each batch: logits (b, C), weights (b, experts) of a gate that is not constant, labels (b,), on the CPU."""
-    for x, y in datamodule.batches(samples, batch_size=EVALUATED_AT_ONCE):
-        x = x.to(module.device)
-        logits, weights = module.mix(x) if has_trained_gate(module) else (module(x), None)
+    for batch, y in labelled_batches(datamodule, samples):
+        logits, weights = outputs_of(module, batch, datamodule.has_pairs)
         yield logits.cpu(), None if weights is None else weights.cpu(), y.cpu()
 
 
@@ -177,10 +175,3 @@ def _weighted(class_accuracy: Tensor, shares: Tensor, datamodule: FederatedDataM
     tested = datamodule.y[datamodule.global_test].bincount(minlength=datamodule.num_classes) > 0
     shares = shares * tested
     return (shares * class_accuracy).sum(dim=1) / shares.sum(dim=1)
-
-
-def has_trained_gate(module: LightningModule) -> TypeGuard[MixtureOfExperts]:
-    """Whether the module is a mixture whose weights differ between samples or clients."""
-    if not isinstance(module, MixtureOfExperts):
-        return False
-    return isinstance(module.gate, MixtureWeights) or not isinstance(module.gate, FixedGate)

@@ -20,6 +20,7 @@ from fedmoe_pl.rounds.cohort import cohort_of, cohort_size, takes_all
 from fedmoe_pl.rounds.names import is_path_below
 from fedmoe_pl.rounds.opt_in import opted_in
 from fedmoe_pl.rounds.optimizer_checks import check_optimizer, check_server_optimizer
+from fedmoe_pl.rounds.outputs import check_pairs, described_batches
 from fedmoe_pl.rounds.phase import Phase
 from fedmoe_pl.rounds.run import Run
 from fedmoe_pl.rounds.starts import check_start
@@ -162,6 +163,7 @@ def check_phase(
         raise MisconfigurationException(f"{phase}: {error}") from error
     _check_architectures(phase, module, datamodule.num_clients)
     _check_pool(phase, module, datamodule.num_clients)
+    check_pairs(phase, module, datamodule)
     _check_samples(phase, module, datamodule, seed)
     if phase.evaluate:
         _check_outputs(module, datamodule)
@@ -283,13 +285,13 @@ def check_metric(argument: str, metric: str | None, datamodule: FederatedDataMod
 def _check_outputs(module: LightningModule, datamodule: FederatedDataModule) -> None:
     """Refuses a module that does not accept the samples, or that has too few outputs."""
     samples = datamodule.train_samples[0][:1]
-    shape = tuple(datamodule.x[samples[0]].shape)
     try:
         logits, _ = predict(module.eval(), datamodule, samples)
     except (RuntimeError, ValueError, TypeError, IndexError) as error:
         reason = str(error).splitlines()[0]
         raise MisconfigurationException(
-            f"model is a {type(module).__name__} that does not accept the data's samples of shape {shape} ({reason})."
+            f"model is a {type(module).__name__} that does not accept the data's {described_batches(datamodule)} "
+            f"({reason})."
         ) from error
     if logits.ndim != 2 or logits.shape[1] < datamodule.num_classes:
         raise MisconfigurationException(

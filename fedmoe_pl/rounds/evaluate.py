@@ -14,9 +14,10 @@ from fedmoe_pl.algorithms.overrides import chooses_model, overrides
 from fedmoe_pl.backends import TRAINED, LocalTraining, Plan, client_of, copied_views, one_thread
 from fedmoe_pl.data.parts import Parts
 from fedmoe_pl.models import FixedGate, MixtureOfExperts
-from fedmoe_pl.rounds.accuracies import evaluate_model, evaluate_stack, has_trained_gate
+from fedmoe_pl.rounds.accuracies import evaluate_model, evaluate_stack
 from fedmoe_pl.rounds.evaluation import ClientEvaluation
 from fedmoe_pl.rounds.opt_in import opted_in
+from fedmoe_pl.rounds.outputs import has_trained_gate
 from fedmoe_pl.rounds.stacked_models import StackedModels, evaluation_groups
 from fedmoe_pl.trees import Tree, copy_module, load_tree, of_module, subtree
 

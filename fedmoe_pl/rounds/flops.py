@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from lightning.fabric.utilities.apply_func import move_data_to_device
 from torch import Tensor
 from torch.utils._pytree import tree_map
 from torch.utils.flop_counter import FlopCounterMode
@@ -153,13 +154,14 @@ def _of_one_batch(
         try:
             client, const, samples = begin_client(training, module, server, client_id, kept, round)
             Freezing(training, module, round).freeze(epoch)
-            x, y = next(iter(training.datamodule.batches(samples, batch_size=training.batch_size)))
+            batches = training.datamodule.batches(samples, batch_size=training.batch_size)
+            batch = move_data_to_device(next(iter(batches)), torch.device("cpu"))
             # oneDNN's LSTM is one operation that the counter does not know; without oneDNN, it is matrix products
             with torch.backends.mkldnn.flags(enabled=False), FlopCounterMode(display=False) as counter:
-                training.algorithm.client_loss(client.module, (x.cpu(), y.cpu()), const)[0].backward()
+                training.algorithm.client_loss(client.module, batch, const)[0].backward()
         except Exception:  # a loss may need its Trainer or the whole run; training reports other errors
             return math.nan, 1
-    return counter.get_total_flops(), len(y)
+    return counter.get_total_flops(), min(len(samples), batches.batch_size)
 
 
 @contextmanager

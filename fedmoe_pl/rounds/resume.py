@@ -145,11 +145,15 @@ def identify(seed: int, datamodule: FederatedDataModule) -> dict[str, Any]:
 def fingerprint(datamodule: FederatedDataModule) -> str:
     """Identifies a partition by the number of clients and a checksum of each client's samples, their labels and values.
 
-    Of many samples, the values of some are looked at: every n-th, at least ten thousand.
+    Of many samples, the values of some are looked at: every n-th, at least ten thousand; a few if they are read one by
+    one.
     """
     checksum, owned = 0, (datamodule.train_samples.indices, datamodule.test_samples.indices)
     for tensor in (*(datamodule.y[samples] for samples in owned), *owned):
         checksum = zlib.crc32(tensor.numpy().data, checksum)
-    some = datamodule.x[:: max(len(datamodule.x) // _SAMPLES, 1)]
-    checksum = zlib.crc32(some.contiguous().view(torch.uint8).numpy().data, checksum)
+    if datamodule.reader is None:
+        some = datamodule.x[:: max(len(datamodule.x) // _SAMPLES, 1)]
+        checksum = zlib.crc32(some.contiguous().view(torch.uint8).numpy().data, checksum)
+    else:
+        checksum = zlib.crc32(repr(datamodule.reader.checksums()).encode(), checksum)
     return f"{datamodule.num_clients} clients, partition {checksum:08x}"

@@ -10,11 +10,10 @@ from torch import Tensor, nn
 from torch.func import functional_call, vmap
 from torch.nn.modules.conv import _ConvNd
 
-from fedmoe_pl.algorithms.client import EVALUATED_AT_ONCE
 from fedmoe_pl.backends import LocalTraining
 from fedmoe_pl.backends.rounding import is_close
 from fedmoe_pl.backends.stacked.trial import CPU_CACHE
-from fedmoe_pl.data import FederatedDataModule
+from fedmoe_pl.data import EVALUATED_AT_ONCE, FederatedDataModule
 from fedmoe_pl.data.parts import Parts
 from fedmoe_pl.models.mixtures.sparse import dense_experts
 from fedmoe_pl.trees import Tree, load_tree
@@ -34,6 +33,8 @@ def evaluation_groups(training: LocalTraining, clients: Sequence[int]) -> list[l
         clients: ids of clients with models of their own.
     """
     sizes, groups = training.datamodule.train_samples.sizes.tolist(), []
+    if training.datamodule.reader is not None:  # reading samples one by one takes longer than the calls that are saved
+        return [[client] for client in clients]
     for members in training.by_architecture(clients):
         module = training.of(members[0]).module
         convolves = any(isinstance(part, _ConvNd) for part in module.modules())

@@ -217,7 +217,7 @@ y = torch.zeros(6, dtype=torch.long)
         (vectors(6, n_test=0), {"num_clients": 1}, r"x_test holds no samples"),
         (Arrays(nan, y, nan, y), {"num_clients": 1}, r"x_train holds values that are not finite"),
         (Arrays(images, y - 1, images, y), {"num_clients": 1}, r"y_train holds torch\.int64 numbers from -1"),
-        (Arrays(images, y.float(), images, y), {"num_clients": 1}, r"labels must be integers"),
+        (Arrays(images, y.float(), images, y), {"num_clients": 1}, r"both must be classes, or neither"),
         (Arrays(images, y[:5], images, y), {"num_clients": 1}, r"y_train has shape \(5,\), .* 6 samples"),
         (Arrays(images, y, images[..., :3], y), {"num_clients": 1}, r"but both must be the same"),
         (Arrays(images[0], y[:3], images[0], y[:3]), {"num_clients": 1}, r"must be uint8 images"),

@@ -29,9 +29,9 @@ from fedmoe_pl.models import (
     SparseMoE,
 )
 from fedmoe_pl.models.mixtures.mixture import mix_outputs
-from fedmoe_pl.rounds.accuracies import has_trained_gate
 from fedmoe_pl.rounds.begin import phase_module
 from fedmoe_pl.rounds.evaluate import evaluated_model
+from fedmoe_pl.rounds.outputs import has_trained_gate
 from fedmoe_pl.rounds.phase import Phase
 
 

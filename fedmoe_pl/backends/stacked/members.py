@@ -76,7 +76,9 @@ def begin_member(
         for name, tensor in module.state_dict().items()
     }
     features = cache.find(training, client, const, samples) if len(samples) else None
-    return Member(client, const, state, client_batches(training, client, samples), features)
+    batches = client_batches(training, client, samples)
+    assert isinstance(batches, Batches), "samples that are read one by one are not stacked"
+    return Member(client, const, state, batches, features)
 
 
 def stackable_groups(members: Sequence[Member]) -> list[list[Member]]:

@@ -68,6 +68,8 @@ def try_to_stack(training: LocalTraining) -> Trial | str:
 
 def _why_not(training: LocalTraining) -> str | None:
     """A reason why clients cannot be stacked that is known without a trial; None if only a trial can tell."""
+    if training.datamodule.reader is not None:
+        return "samples are read one by one and not from a tensor in memory"
     reason = needs_every_batch(training)
     if reason or training.trainer.get("callbacks"):
         return reason or "each client needs its own copy of trainer.callbacks"

@@ -58,6 +58,11 @@ class NpzFile(FederatedDataModule):
                 raise MisconfigurationException(
                     f"{name}: {key} is {arrays[key].dtype}, but labels must be integers from 0."
                 )
+            if arrays[key].ndim > 1:
+                raise MisconfigurationException(
+                    f"{name}: {key} has shape {arrays[key].shape}, but must hold one label for each of the "
+                    f"{len(arrays[key])} samples."
+                )
             labels[key] = torch.from_numpy(arrays[key].astype(np.int64))
         return Arrays(
             x_train=resize(_to_samples(arrays["x_train"], f"{name}: x_train"), self.image_size),

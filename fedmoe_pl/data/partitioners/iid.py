@@ -16,6 +16,8 @@ class IID(LabelPartitioner):
         [4, 3, 3]
     """
 
+    needs_classes = False
+
     def partition(self, labels: np.ndarray, num_clients: int, rng: np.random.Generator) -> list[np.ndarray]:
         """Deals the samples, see :meth:`LabelPartitioner.partition`."""
         return np.array_split(rng.permutation(len(labels)), num_clients)

@@ -14,6 +14,8 @@ class NaturalIds(Partitioner):
     The clients are numbered in the sorted order of their ids.
     """
 
+    needs_classes = False
+
     def __call__(  # noqa: D102
         self,
         labels: np.ndarray,
@@ -24,7 +26,7 @@ class NaturalIds(Partitioner):
         if client_ids is None:
             raise MisconfigurationException(
                 "partitioner is NaturalIds, but these data have no client ids; use IID or Dirichlet, or provide "
-                "client_train."
+                "client_train or groups."
             )
         ids, owners = np.unique(client_ids, return_inverse=True)
         if num_clients not in (None, len(ids)):

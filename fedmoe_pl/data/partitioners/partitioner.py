@@ -12,7 +12,12 @@ class Partitioner(ABC):
     """Deals the training samples to the clients; derive from it to write your own partition.
 
     No sample may be in two of the returned arrays, and these may depend only on the arguments of the call.
+
+    Attributes:
+        needs_classes: whether it looks at the classes of the samples; if not, it also deals data without classes.
     """
+
+    needs_classes: bool = True
 
     @abstractmethod
     def __call__(
@@ -25,7 +30,7 @@ class Partitioner(ABC):
         """Returns the sample indices of every client.
 
         Args:
-            labels: class of every training sample, shape (n,), integers from 0.
+            labels: class of every training sample, shape (n,), integers from 0; all 0 for data without classes.
             num_clients: number of clients; None if the data determine it.
             rng: the only source of randomness.
             client_ids: the client that every sample comes from, shape (n,); None if unknown.

@@ -1,0 +1,132 @@
+"""Any LightningDataModule."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from lightning.fabric.utilities.exceptions import MisconfigurationException
+from lightning.pytorch import LightningDataModule
+from lightning.pytorch.core.hooks import DataHooks
+from torch.utils.data import BatchSampler, DataLoader, RandomSampler, SequentialSampler
+
+from fedmoe_pl.checks import check_at_least
+from fedmoe_pl.data.arrays import Arrays
+from fedmoe_pl.data.datamodule import FederatedDataModule
+from fedmoe_pl.data.datasets.from_datasets import with_values
+from fedmoe_pl.data.map_style import MapStyleData
+from fedmoe_pl.data.targets import Values
+
+_TRANSFERS = ("on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer")
+
+
+class FromDataModule(FederatedDataModule):
+    """A ``LightningDataModule`` of your own, whose training samples are dealt to clients.
+
+    The dataset of its ``train_dataloader`` is dealt, and that of its ``test_dataloader`` or, if it has none, of its
+    ``val_dataloader`` is the global test set. The loaders' ``collate_fn`` makes the batches of training and of
+    evaluation; batch size and number of workers are those of ``train_dataloader``. Clients shuffle their samples
+    themselves and keep last batches that are smaller. They validate on the samples that ``validation_fraction`` holds
+    out. See :class:`FromDatasets` for random transforms and tensors in memory.
+
+    Args:
+        datamodule: the data module.
+        eval_dataset: name of the data module's attribute with the training dataset as it is read for validation and
+            local tests, without random transforms; None for the one of ``train_dataloader``.
+        targets: the class of each sample, see :class:`FromDatasets`.
+        groups: the group of each sample, see :class:`FromDatasets`.
+        batch_size: samples per batch; None for that of ``train_dataloader``.
+        **kwargs: arguments of ``FederatedDataModule``.
+    """
+
+    def __init__(
+        self,
+        datamodule: LightningDataModule,
+        eval_dataset: str | None = None,
+        targets: Values | None = None,
+        groups: Values | None = None,
+        batch_size: int | None = None,
+        **kwargs: Any,
+    ) -> None:
+        super().__init__(**kwargs)
+        check_at_least(self, "batch_size", batch_size, 1)
+        self.datamodule = datamodule
+        self.eval_dataset = eval_dataset
+        self.targets = targets
+        self.groups = groups
+        self._keeps_batch_size = batch_size is not None
+        self.batch_size = self.batch_size if batch_size is None else batch_size
+        if isinstance(datamodule, FederatedDataModule):
+            raise MisconfigurationException(
+                f"FromDataModule: datamodule is a {type(datamodule).__name__}, which deals its samples itself, but "
+                "must be another LightningDataModule."
+            )
+        for hook in _TRANSFERS:
+            if getattr(type(datamodule), hook) is not getattr(DataHooks, hook):
+                raise MisconfigurationException(
+                    f"FromDataModule: datamodule is a {type(datamodule).__name__}, which overrides {hook}, but must "
+                    "have its collate function or the model do this, because no Trainer of a client calls it."
+                )
+
+    def prepare_data(self) -> None:
+        """Downloads the data, if the data module does."""
+        self.datamodule.prepare_data()
+
+    def load(self) -> Arrays | MapStyleData:
+        """Takes the datasets of the data module's loaders."""
+        inner = self.datamodule
+        inner.setup("fit")
+        train = self._loader("train_dataloader")
+        assert train is not None
+        if self._overrides("test_dataloader"):
+            inner.setup("test")
+        test = None if self.pool else self._loader("test_dataloader") or self._loader("val_dataloader")
+        if not self._keeps_batch_size and train.batch_size is not None:
+            self.batch_size = train.batch_size
+        data = MapStyleData(
+            train.dataset,
+            None if test is None else test.dataset,
+            self._eval_dataset(),
+            collate_fn=train.collate_fn,
+            eval_collate_fn=None if test is None else test.collate_fn,
+            num_workers=train.num_workers,
+            name=type(self).__name__,
+        )
+        return with_values(self, data, self.targets, self.groups)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Leaves out the data module, once its datasets are known: it may refer to what cannot be sent to a process."""
+        return {**vars(self), "datamodule": None} if self.is_set_up else vars(self)
+
+    def _eval_dataset(self) -> Any | None:
+        if self.eval_dataset is None:
+            return None
+        if not hasattr(self.datamodule, self.eval_dataset):
+            raise MisconfigurationException(
+                f"FromDataModule: eval_dataset is '{self.eval_dataset}', but must be an attribute of the "
+                f"{type(self.datamodule).__name__} after setup."
+            )
+        return getattr(self.datamodule, self.eval_dataset)
+
+    def _overrides(self, name: str) -> bool:
+        return getattr(type(self.datamodule), name) is not getattr(DataHooks, name) or name in vars(self.datamodule)
+
+    def _loader(self, name: str) -> DataLoader | None:
+        """The data module's loader; None if it has none, except for training."""
+        if not self._overrides(name) and name != "train_dataloader":
+            return None
+        loader = getattr(self.datamodule, name)() if self._overrides(name) else None
+        if isinstance(loader, (list, tuple)) and len(loader) == 1:
+            loader = loader[0]
+        prefix = f"FromDataModule: datamodule is a {type(self.datamodule).__name__} whose {name}"
+        if not isinstance(loader, DataLoader):
+            raise MisconfigurationException(
+                f"{prefix} returns {'nothing' if loader is None else f'a {type(loader).__name__}'}, but must return "
+                "one DataLoader of a map-style dataset."
+            )
+        sampler = loader.batch_sampler if type(loader.batch_sampler) is not BatchSampler else loader.sampler
+        if name == "train_dataloader" and type(sampler) not in (RandomSampler, SequentialSampler, type(None)):
+            raise MisconfigurationException(
+                f"{prefix} has a {type(sampler).__name__}, but must have none, because each client shuffles its own "
+                "samples."
+            )
+        return loader

@@ -1,0 +1,143 @@
+"""Reads the classes and groups of a dataset's samples: from an attribute, by a function, or from the samples."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from lightning.fabric.utilities.exceptions import MisconfigurationException
+from lightning.pytorch.utilities import rank_zero_info
+from torch import Tensor
+from torch.utils.data import ConcatDataset, Subset
+
+from fedmoe_pl.seeds import seeded
+
+Values = Callable[[Any], Sequence[Any]] | str
+"""How a value of each sample of a dataset is found.
+
+A function gets the dataset and returns one value for each sample. A word is the name of such values in the dataset, an
+attribute, or else the key of the value in each sample, a dict.
+"""
+_ATTRIBUTES = ("targets", "labels")  # of torchvision's datasets
+
+
+def classes_of(owner: object, dataset: Any, targets: Values | None) -> Tensor | None:
+    """The classes of a dataset's samples.
+
+    Args:
+        owner: the data module; messages name its class.
+        dataset: a map-style dataset.
+        targets: how they are found; None for the attribute ``targets`` or ``labels`` or, if it has neither, the second
+            items of samples that are pairs.
+
+    Returns:
+        The classes as int64, shape (n,); None if the targets are not one integer for each sample.
+
+    Raises:
+        MisconfigurationException: if ``targets`` is given and the values cannot be found.
+    """
+    if targets is not None:
+        values = values_of(owner, "targets", dataset, targets)
+    else:
+        found = (_attribute(dataset, name) for name in _ATTRIBUTES)
+        values = next((values for values in found if values is not None), None)
+        if values is None:
+            values = _second_items(owner, dataset)
+    if values is None:
+        return None
+    array = np.asarray(values)
+    return torch.from_numpy(array.astype(np.int64)) if array.ndim == 1 and array.dtype.kind in "iu" else None
+
+
+def values_of(owner: object, argument: str, dataset: Any, values: Values) -> np.ndarray:
+    """A value of each sample.
+
+    Args:
+        owner: the data module; messages name its class.
+        argument: the argument that says how they are found.
+        dataset: a map-style dataset.
+        values: how they are found.
+
+    Returns:
+        An array of as many values as the dataset has samples.
+
+    Raises:
+        MisconfigurationException: if they cannot be found, or are of another number.
+    """
+    name = f"{type(owner).__name__}: {argument} is {_text(values)}"
+    if callable(values):
+        try:
+            found = values(dataset)
+        except Exception as error:  # whatever a user's function raises
+            reason = f"{type(error).__name__}: {error}".splitlines()[0].rstrip(".")
+            raise MisconfigurationException(
+                f"{name}, but must be a function of a dataset that returns a value for each sample ({reason})."
+            ) from error
+    else:
+        found = _attribute(dataset, values)
+        if found is None:
+            found = _items(owner, dataset, values, name)
+    array = _to_array(found)
+    if array.shape[:1] != (len(dataset),):
+        raise MisconfigurationException(
+            f"{name}, which gives values of shape {array.shape}, but must give one for each of the {len(dataset)} "
+            f"samples of the {type(dataset).__name__}."
+        )
+    return array
+
+
+def _attribute(dataset: Any, name: str) -> Any | None:
+    """The values under this name, also those of a part of a dataset; None if there are none."""
+    if isinstance(dataset, Subset):
+        values = _attribute(dataset.dataset, name)
+        return None if values is None else _to_array(values)[np.asarray(dataset.indices, dtype=np.int64)]
+    if isinstance(dataset, ConcatDataset):
+        parts = [_attribute(part, name) for part in dataset.datasets]
+        return None if any(part is None for part in parts) else np.concatenate([_to_array(part) for part in parts])
+    if getattr(dataset, "target_transform", None) is not None:
+        return None  # batches have other targets
+    values: Any = getattr(dataset, name, None)
+    return values if hasattr(values, "__len__") and len(values) == len(dataset) else None
+
+
+def _items(owner: object, dataset: Any, key: str, name: str) -> list[Any]:
+    """The values under a key of all samples."""
+    first = _read(dataset, 0)
+    if not isinstance(first, dict) or key not in first:
+        what = f"keys {', '.join(map(str, first))}" if isinstance(first, dict) else f"samples of {type(first).__name__}"
+        raise MisconfigurationException(
+            f"{name}, but must be an attribute of the {type(dataset).__name__} with a value for each sample, a key of "
+            f"its samples, or a function; it has {what}."
+        )
+    return _read_all(owner, dataset, key)
+
+
+def _second_items(owner: object, dataset: Any) -> list[Any] | None:
+    """The targets of all samples; None if these are not pairs with an integer each."""
+    first = _read(dataset, 0)
+    if not (isinstance(first, (tuple, list)) and len(first) == 2 and np.ndim(first[1]) == 0):
+        return None
+    return _read_all(owner, dataset, 1) if np.asarray(first[1]).dtype.kind in "iu" else None
+
+
+def _read_all(owner: object, dataset: Any, key: Any) -> list[Any]:
+    rank_zero_info(
+        f"{type(owner).__name__} reads all {len(dataset):,} samples of {type(dataset).__name__} once for their targets "
+        "or groups; an attribute or a function that gives them would be faster."
+    )
+    return [_read(dataset, index)[key] for index in range(len(dataset))]
+
+
+def _read(dataset: Any, index: int) -> Any:
+    with seeded(index):
+        return dataset[index]
+
+
+def _to_array(values: Any) -> np.ndarray:
+    return values.numpy() if isinstance(values, Tensor) else np.asarray(values)
+
+
+def _text(values: Values) -> str:
+    return f"'{values}'" if isinstance(values, str) else getattr(values, "__name__", type(values).__name__)

@@ -1,0 +1,76 @@
+"""What a model says of batches, whatever these are."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any, TypeGuard
+
+from lightning.fabric.utilities.apply_func import move_data_to_device
+from lightning.fabric.utilities.exceptions import MisconfigurationException
+from lightning.pytorch import LightningModule
+from torch import Tensor
+
+from fedmoe_pl.data import FederatedDataModule
+from fedmoe_pl.models import FixedGate, MixtureOfExperts, MixtureWeights
+from fedmoe_pl.rounds.phase import Phase
+
+
+def labelled_batches(datamodule: FederatedDataModule, samples: Tensor) -> Iterator[tuple[Any, Tensor]]:
+    """Large batches of some samples, each with its targets: those of pairs, otherwise the classes of the samples.
+
+    Args:
+        datamodule: the data.
+        samples: indices of the samples, shape (n,).
+    """
+    size = datamodule.evaluated_at_once
+    for batch, indices in zip(datamodule.batches(samples, batch_size=size), samples.split(size), strict=False):
+        yield batch, batch[1] if datamodule.has_pairs else datamodule.y[indices]
+
+
+def outputs_of(module: LightningModule, batch: Any, is_pair: bool) -> tuple[Tensor, Tensor | None]:
+    """Scores (b, C), and weights (b, experts) of a gate that is not constant, on the module's device.
+
+    Args:
+        module: a module in eval mode.
+        batch: a pair of inputs and targets, of which the module gets the inputs; or any other batch, which the module's
+            ``predict_step`` gets. It returns the scores, or a mapping with the scores as ``logits``.
+        is_pair: which of the two it is.
+    """
+    if is_pair:
+        x = move_data_to_device(batch[0], module.device)
+        return module.mix(x) if has_trained_gate(module) else (module(x), None)
+    outputs = module.predict_step(move_data_to_device(batch, module.device), 0)
+    return (outputs["logits"] if isinstance(outputs, Mapping) else outputs), None
+
+
+def described_batches(datamodule: FederatedDataModule) -> str:
+    """The samples or batches of the data in words, for messages."""
+    (batch,) = datamodule.batches(datamodule.train_samples[0][:1])
+    x = batch[0] if datamodule.has_pairs else batch
+    return f"samples of shape {tuple(x.shape[1:])}" if isinstance(x, Tensor) else f"batches of {type(x).__name__}"
+
+
+def check_pairs(phase: Phase, module: LightningModule, datamodule: FederatedDataModule) -> None:
+    """Refuses batches that are not pairs of inputs and targets, if the model needs them.
+
+    Args:
+        phase: the phase.
+        module: its module.
+        datamodule: the data; already set up.
+
+    Raises:
+        MisconfigurationException: if the module is a mixture of experts, and the data have other batches.
+    """
+    if datamodule.has_pairs or not isinstance(module, MixtureOfExperts):
+        return
+    raise MisconfigurationException(
+        f"{phase}: {type(module).__name__} needs batches of inputs and targets, but the data have "
+        f"{described_batches(datamodule)}; let collate_fn make pairs, or train another LightningModule."
+    )
+
+
+def has_trained_gate(module: LightningModule) -> TypeGuard[MixtureOfExperts]:
+    """Whether the module is a mixture whose weights differ between samples or clients."""
+    if not isinstance(module, MixtureOfExperts):
+        return False
+    return isinstance(module.gate, MixtureWeights) or not isinstance(module.gate, FixedGate)
