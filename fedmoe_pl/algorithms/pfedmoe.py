@@ -1,4 +1,4 @@
-"""pFedMoE: Yi, Yu, Shi, Wang, Liu, 2024, Algorithm 1 (https://arxiv.org/abs/2402.01350).
+"""pFedMoE: Yi, Yu, Ren, Zhang, Wang, Liu, Li, 2024, Algorithm 1 (https://arxiv.org/abs/2402.01350).
 
 FedAvg averages a small extractor that all clients have. A large extractor, the header and the gate never leave their
 client. All are trained at the same time, with one loss. No official code is known. Where the paper is unclear, other

@@ -1,4 +1,4 @@
-"""PFL-MoE: Guo, Mei, Xiong, Wang, APWeb-WAIM 2021, Algorithms 1 and 2 (https://arxiv.org/abs/2012.15589).
+"""PFL-MoE: Guo, Mei, Xiao, Wu, APWeb-WAIM 2021, Algorithms 1 and 2 (https://arxiv.org/abs/2012.15589).
 
 Both stages follow a federated phase and run once, on each client separately. Where the paper and the official code
 differ, the configurations in ``configs`` follow the code, with these arguments:
@@ -8,7 +8,7 @@ topic               paper                    official code                here
 ==================  =======================  ===========================  ==========================================
 gate data           "divide"                 1/4 gate, 3/4 expert         ``gate_fraction=0.25``
 gate optimizer      SGD, 0.001               Adam, 0.001, decay 5e-4      ``optimizer`` of the gate's phase
-schedule            expert and gate by turns expert first, then gate      ``interleaved``; ``gate_lr`` of the model
+schedule            expert, gate in turn     expert first, then gate      ``interleaved``; ``gate_lr`` of the model
 FedAvg weights      uniform                  uniform                      ``FedAvg(weighting="uniform")``
 augmentation        not mentioned            crop and flip, always        ``augmentation`` of the data
 Local               300 epochs, SGD or Adam  Adam                         two phases; the better row counts

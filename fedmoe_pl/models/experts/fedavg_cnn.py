@@ -65,7 +65,7 @@ class ConvBlock(nn.Module):
         self.layers = nn.Sequential(nn.Conv2d(in_channels, out_channels, 5), nn.ReLU(), nn.MaxPool2d(2))
 
     def forward(self, x: Tensor) -> Tensor:
-        """Values (B, *output_shape)."""
+        """Values of shape ``(B, *output_shape)``."""
         return self.layers(x)
 
 

@@ -1,0 +1,33 @@
+"""Builds the documentation; `CONTRIBUTING.md` has the command."""
+
+from importlib.metadata import version as version_of
+
+project = "fedmoe_pl"
+author = "The fedmoe_pl developers"
+copyright = f"2026, {author}"
+release = version = version_of("fedmoe-pl")
+
+extensions = ["sphinx.ext.autodoc", "sphinx.ext.napoleon", "sphinx.ext.viewcode", "sphinx_copybutton", "myst_nb"]
+exclude_patterns = ["build"]
+
+# the anchors of headings, which links between Markdown pages name
+myst_heading_anchors = 4
+myst_enable_extensions = ["colon_fence", "attrs_block"]
+
+# Tutorials are executed in a folder that is removed afterwards. `cache` executes only those whose code has changed.
+nb_execution_mode = "cache"
+nb_execution_cache_path = "build/notebooks"
+nb_execution_raise_on_error = True
+nb_execution_in_temp = True
+nb_execution_timeout = 300  # seconds for a cell, on a busy machine
+nb_merge_streams = True
+
+autodoc_default_options = {"members": True, "show-inheritance": True}
+autodoc_member_order = "bysource"
+autodoc_typehints = "description"
+autodoc_typehints_description_target = "documented"
+python_use_unqualified_type_names = True
+
+html_theme = "furo"
+html_title = "fedmoe_pl"
+html_show_sphinx = False
