@@ -102,6 +102,13 @@ def is_pair(batch: Any) -> bool:
     return isinstance(batch, (tuple, list)) and len(batch) == 2
 
 
+def batch_length(batch: Any) -> int:
+    """Number of samples of a batch: of the targets of a pair, or of the first tensor of another batch."""
+    if is_pair(batch) and isinstance(batch[1], Tensor):
+        return len(batch[1])
+    return next((len(leaf) for leaf in tree_leaves(batch) if isinstance(leaf, Tensor) and leaf.dim()), 1)
+
+
 class DatasetBatches(SampleBatches):
     """Batches as the collate function makes them, of samples that are read one by one.
 
