@@ -79,7 +79,7 @@ class FromDataModule(FederatedDataModule):
         assert train is not None
         if self._overrides("test_dataloader"):
             inner.setup("test")
-        test = None if self.pool else self._loader("test_dataloader") or self._loader("val_dataloader")
+        test = self._loader("test_dataloader") or self._loader("val_dataloader")
         if not self._keeps_batch_size and train.batch_size is not None:
             self.batch_size = train.batch_size
         data = MapStyleData(
