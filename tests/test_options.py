@@ -12,6 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -21,7 +22,7 @@ from helpers.clusters import clustered, only
 from helpers.data import Own, set_up
 from helpers.options import ACCEPTED, ALWAYS, INTERNAL
 from lightning.fabric.utilities.exceptions import MisconfigurationException
-from lightning.pytorch import Callback
+from lightning.pytorch import Callback, LightningDataModule
 
 import fedmoe_pl
 from fedmoe_pl import Federation, Phase, aggregation, algorithms, backends, callbacks, data, models
@@ -48,7 +49,16 @@ from fedmoe_pl.algorithms import (
     PFLMoE,
 )
 from fedmoe_pl.callbacks import ClientCheckpoint, CostToTarget, GateMonitor, ProgressBar, RepresentationMonitor
-from fedmoe_pl.data import Arrays, Dirichlet, NpzFile, Pathological, RandomCrop
+from fedmoe_pl.data import (
+    Arrays,
+    Dirichlet,
+    FromDataModule,
+    FromDatasets,
+    MapStyleData,
+    NpzFile,
+    Pathological,
+    RandomCrop,
+)
 from fedmoe_pl.models import ClusteredMoE, EqualWeights, LinearGate, SparseMoE
 from fedmoe_pl.rounds.begin import phase_module
 from fedmoe_pl.rounds.checks import check_phase
@@ -94,6 +104,17 @@ def npz(tmp_path, **arguments):
     ids, labels = np.ones((4, 3), dtype=np.int64), np.arange(4)
     np.savez(tmp_path / "texts.npz", x_train=ids, y_train=labels, x_test=ids, y_test=labels)
     set_up(NpzFile(str(tmp_path / "texts.npz"), num_clients=2, **arguments))
+
+
+def of_numbers(**arguments):
+    """Deals four samples that are read one by one."""
+    set_up(FromDatasets([(0.0, 0)] * 4, [(0.0, 0)] * 4, num_clients=2, **arguments))
+
+
+def of_loaders(**arguments):
+    """The same of a LightningDataModule."""
+    samples: Any = [(0.0, 0)] * 4
+    set_up(FromDataModule(LightningDataModule.from_datasets(samples, samples), num_clients=2, **arguments))
 
 
 REFUSED = {
@@ -226,6 +247,18 @@ REFUSED = {
             "must be False if test_fraction and validation_fraction are 0",
         ),
         "rotations": (lambda: set_up(Own(POINTS, num_clients=2, rotations=[0, 90])), "cannot be rotated"),
+    },
+    "MapStyleData": {
+        "classes": (lambda: MapStyleData([0], classes=torch.ones(2)).check(False), "targets has torch.float32 values"),
+        "client_test": (lambda: MapStyleData([0], client_test=np.arange(0)).check(False), "client_train is None, but"),
+    },
+    "FromDatasets": {
+        "targets": (lambda: of_numbers(targets=lambda dataset: [0.5] * 4), "must give a class for each sample"),
+        "groups": (lambda: of_numbers(groups=lambda dataset: [0] * 4, partitioner=Dirichlet(0.5)), "must be left out"),
+    },
+    "FromDataModule": {
+        "targets": (lambda: of_loaders(targets=lambda dataset: [0.5] * 4), "must give a class for each sample"),
+        "groups": (lambda: of_loaders(groups=lambda dataset: [0] * 4, partitioner=Dirichlet(0.5)), "must be left out"),
     },
     "NpzFile": {
         "image_size": (lambda tmp_path: npz(tmp_path, image_size=8), "cannot be resized"),

@@ -23,7 +23,7 @@ from fedmoe_pl.backends.hooks import trains_by_loss
 from fedmoe_pl.backends.lean import EpochModule, fit_epochs, needs_every_batch
 from fedmoe_pl.backends.optimizers import optimizer_state
 from fedmoe_pl.backends.training import LocalTraining
-from fedmoe_pl.data import is_pair
+from fedmoe_pl.data import batch_length
 from fedmoe_pl.trees import Tree, copy_module
 
 _MOST_GROUPS = 64  # so many that workers do not wait long for the last group
@@ -179,7 +179,7 @@ class _ClientLoss(LightningModule):
 
     def validation_step(self, batch: Any, batch_idx: int) -> None:
         loss = self.module.loss(batch)[0]  # pyright: ignore[reportCallIssue]  without terms of the algorithm
-        self.log("validation_loss", loss, batch_size=len(batch[-1]) if is_pair(batch) else None)
+        self.log("validation_loss", loss, batch_size=batch_length(batch))
 
     def configure_optimizers(self) -> Any:
         return self.module.configure_optimizers()

@@ -4,7 +4,7 @@ from fedmoe_pl.data.arrays import Arrays
 from fedmoe_pl.data.augmentation import Augmentation, RandomCrop, RandomHorizontalFlip
 from fedmoe_pl.data.batches import EVALUATED_AT_ONCE, Batches, SampleBatches
 from fedmoe_pl.data.datamodule import FederatedDataModule
-from fedmoe_pl.data.dataset_batches import is_pair
+from fedmoe_pl.data.dataset_batches import batch_length, is_pair
 from fedmoe_pl.data.datasets.ag_news import AGNews
 from fedmoe_pl.data.datasets.digits import Digits
 from fedmoe_pl.data.datasets.femnist import FEMNIST
@@ -67,6 +67,7 @@ __all__ = [
     "Shards",
     "TorchvisionDataModule",
     "TwoClasses",
+    "batch_length",
     "is_pair",
     "partition_figure",
     "partition_rows",

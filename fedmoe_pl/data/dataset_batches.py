@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import zlib
 from collections.abc import Iterator
 from typing import Any
@@ -102,6 +103,13 @@ def is_pair(batch: Any) -> bool:
     return isinstance(batch, (tuple, list)) and len(batch) == 2
 
 
+def batch_length(batch: Any) -> int:
+    """Number of samples of a batch: of the targets of a pair, or of the first tensor of another batch."""
+    if is_pair(batch) and isinstance(batch[1], Tensor):
+        return len(batch[1])
+    return next((len(leaf) for leaf in tree_leaves(batch) if isinstance(leaf, Tensor) and leaf.dim()), 1)
+
+
 class DatasetBatches(SampleBatches):
     """Batches as the collate function makes them, of samples that are read one by one.
 
@@ -165,6 +173,7 @@ class _Loader:
             num_workers=num_workers,
             collate_fn=_unchanged,
             persistent_workers=True,
+            worker_init_fn=_leave_signals,
             generator=Generator(),  # the seed that it draws for its workers must not change anybody's numbers
         )
 
@@ -188,6 +197,13 @@ class _Requests:
 
     def __iter__(self) -> Iterator[tuple[list[int], int]]:
         return iter(self.items)
+
+
+def _leave_signals(worker: int) -> None:
+    """Leaves Ctrl-C to the process that trains, whose handlers and pipe for signals a forked process inherits."""
+    signal.set_wakeup_fd(-1)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
 
 def _unchanged(batch: Any) -> Any:

@@ -107,6 +107,8 @@ class MapStyleData:
                     f"integer from 0 for each of the {n} samples"
                 )
             yield from label_problems("targets", self.classes, n)
+        if self.client_test is not None and self.client_train is None:
+            yield "client_train is None, but must be given where client_test is"
         for part, number in (("train", n_train), ("test", n_test)):
             ids = getattr(self, f"client_{part}")
             if ids is not None and ids.shape != (number,):

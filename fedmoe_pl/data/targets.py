@@ -36,7 +36,7 @@ def classes_of(owner: object, dataset: Any, targets: Values | None) -> Tensor | 
         The classes as int64, shape (n,); None if the targets are not one integer for each sample.
 
     Raises:
-        MisconfigurationException: if ``targets`` is given and the values cannot be found.
+        MisconfigurationException: if ``targets`` is given and does not give classes.
     """
     if targets is not None:
         values = values_of(owner, "targets", dataset, targets)
@@ -48,7 +48,14 @@ def classes_of(owner: object, dataset: Any, targets: Values | None) -> Tensor | 
     if values is None:
         return None
     array = np.asarray(values)
-    return torch.from_numpy(array.astype(np.int64)) if array.ndim == 1 and array.dtype.kind in "iu" else None
+    if array.ndim == 1 and array.dtype.kind in "iu":
+        return torch.from_numpy(array.astype(np.int64))
+    if targets is None:
+        return None
+    raise MisconfigurationException(
+        f"{type(owner).__name__}: targets is {_text(targets)}, which gives {array.dtype} values of shape "
+        f"{array.shape}, but must give a class for each sample, an integer from 0; leave it out for other targets."
+    )
 
 
 def values_of(owner: object, argument: str, dataset: Any, values: Values) -> np.ndarray:

@@ -19,6 +19,7 @@ from lightning.pytorch.utilities import rank_zero_warn
 from fedmoe_pl.rounds.checkpoint import FILE
 from fedmoe_pl.rounds.run import Run
 
+_END = b"\0"  # no signal has this number: the run has ended
 _SECONDS_TO_END = 10.0  # after a signal; then a thread ends the process, because the main thread hangs
 
 
@@ -87,8 +88,9 @@ def _handled() -> Iterator[None]:
         for signum, handler in before.items():
             signal.signal(signum, handler)
         signal.set_wakeup_fd(woken)
-        os.close(write)  # ends the thread
+        os.write(write, _END)  # to close it is not enough: forked processes, which read samples, have it open as well
         watch.join()
+        os.close(write)
         os.close(read)
 
 
@@ -107,8 +109,8 @@ def _watch(read: int, signals: Sequence[int]) -> None:
     while True:
         in_time = select.select([read], [], [], None if first is None else _SECONDS_TO_END)[0]
         arrived = os.read(read, 100) if in_time else b""
-        if in_time and not arrived:
-            return  # the other end is closed: the run has ended
+        if _END in arrived:
+            return
         ending = [signum for signum in arrived if signum in signals]
         if first is not None and (ending or not in_time):
             os._exit(128 + first)

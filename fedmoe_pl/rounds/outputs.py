@@ -35,12 +35,18 @@ def outputs_of(module: LightningModule, batch: Any, is_pair: bool) -> tuple[Tens
         batch: a pair of inputs and targets, of which the module gets the inputs; or any other batch, which the module's
             ``predict_step`` gets. It returns the scores, or a mapping with the scores as ``logits``.
         is_pair: which of the two it is.
+
+    Raises:
+        TypeError: if ``predict_step`` returns neither.
     """
     if is_pair:
         x = move_data_to_device(batch[0], module.device)
         return module.mix(x) if has_trained_gate(module) else (module(x), None)
     outputs = module.predict_step(move_data_to_device(batch, module.device), 0)
-    return (outputs["logits"] if isinstance(outputs, Mapping) else outputs), None
+    scores = outputs.get("logits") if isinstance(outputs, Mapping) else outputs
+    if not isinstance(scores, Tensor):
+        raise TypeError("its predict_step must return the scores, or a mapping with the scores as 'logits'")
+    return scores, None
 
 
 def described_batches(datamodule: FederatedDataModule) -> str:

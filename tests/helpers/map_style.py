@@ -21,7 +21,7 @@ def images(size=24, transforms=(), offset=0):
 class Noisy(Dataset):
     """Sample i is the number i, disturbed by the three global random generators; its class is i % 3."""
 
-    def __init__(self, size, noise=1.0):
+    def __init__(self, size: int, noise: float = 1.0):
         self.targets = [index % 3 for index in range(size)]
         self.noise = noise
 
@@ -53,15 +53,25 @@ def padded(samples):
     return {"words": words, "label": labels, "users": [sample["user"] for sample in samples]}
 
 
+to_tensor = v2.Compose(TO_TENSOR)
+
+
+def users(dataset):
+    return [index % 3 for index in range(len(dataset))]
+
+
+def halves(labels):
+    return np.array_split(np.arange(len(labels)), 2)
+
+
 class DictData(LightningDataModule):
-    def __init__(self, train=Dicts, **arguments):
+    def __init__(self, batch_size: int = 4):
         super().__init__()
-        self.train = train
-        self.arguments = {"batch_size": 4, "collate_fn": padded, **arguments}
+        self.arguments = {"batch_size": batch_size, "collate_fn": padded}
 
     def setup(self, stage):
         if stage == "fit":
-            self.training = self.train(22)
+            self.training = Dicts(22)
         else:
             self.testing = Dicts(10)
 
@@ -72,8 +82,8 @@ class DictData(LightningDataModule):
         return DataLoader(self.testing, batch_size=5, collate_fn=padded)
 
 
-class WordModel(LightningModule):
-    """Reads dicts: in a training step of its own, and in ``predict_step``."""
+class Words(LightningModule):
+    """Reads dicts."""
 
     def __init__(self):
         super().__init__()
@@ -84,18 +94,20 @@ class WordModel(LightningModule):
     def forward(self, batch):
         return self.head(self.embedding(batch["words"]))
 
-    def training_step(self, batch, batch_idx):
-        assert isinstance(batch["users"], list)
-        return nn.functional.cross_entropy(self(batch), batch["label"])
-
     def configure_optimizers(self):
         return torch.optim.SGD(self.parameters(), lr=0.5)
 
 
-class WordLoss(WordModel):
-    """The same with the loss that algorithms build on."""
+class WordModel(Words):
+    """With a training step of its own."""
 
-    training_step = LightningModule.training_step
+    def training_step(self, batch, batch_idx):
+        assert isinstance(batch["users"], list)
+        return nn.functional.cross_entropy(self(batch), batch["label"])
+
+
+class WordLoss(Words):
+    """With the loss that algorithms build on."""
 
     def loss(self, batch):
         return nn.functional.cross_entropy(self(batch), batch["label"]), {}

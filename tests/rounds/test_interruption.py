@@ -1,5 +1,6 @@
 """Signals end a run within seconds, also with a hanging client, and it is said how it continues."""
 
+import multiprocessing
 import os
 import signal
 import subprocess
@@ -37,6 +38,14 @@ def hanging(path, signum, **kwargs):
     algorithm = Hangs("global_expert.*")
     algorithm.signum = signum
     return federation(path, [Phase("FedAvg", algorithm, rounds=3)], backend=TrainerBackend(), **kwargs)
+
+
+def test_a_run_ends_while_a_forked_process_goes_on():
+    with interruption._handled():
+        child = multiprocessing.get_context("fork").Process(target=time.sleep, args=(60,))
+        child.start()
+    child.kill()
+    child.join()
 
 
 @pytest.mark.parametrize(("signum", "raised"), [(signal.SIGINT, KeyboardInterrupt), (signal.SIGTERM, SystemExit)])

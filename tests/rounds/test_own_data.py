@@ -2,17 +2,21 @@
 
 from functools import partial
 
+import cloudpickle
 import pytest
 import torch
-from helpers.map_style import DictData, Noisy, WordLoss, WordModel, images, padded
+from helpers.data import set_up
+from helpers.map_style import DictData, WordLoss, WordModel, images
 from helpers.runs import Kill, assert_same, federation
+from helpers.workers import InThisProcess, TwoInThisProcess
 from lightning.fabric.utilities.exceptions import MisconfigurationException
-from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch import Trainer
 from torch import nn
 from torchvision.transforms import v2
 
 from fedmoe_pl import PersonalizedMoE, Phase
 from fedmoe_pl.algorithms import FedAvg, FedProx, Local, PFLMoE
+from fedmoe_pl.backends import StackedBackend
 from fedmoe_pl.data import Dirichlet, FromDataModule, FromDatasets
 from fedmoe_pl.models import ConstantGate, LinearGate
 from fedmoe_pl.rounds.checkpoint import load_checkpoint
@@ -33,10 +37,14 @@ def model() -> PersonalizedMoE:
     return PersonalizedMoE(Expert(), optimizer=partial(torch.optim.SGD, lr=0.1))
 
 
+START = {"global_expert": "FedAvg", "local_expert": "Local"}
+
+
 def phases() -> list[Phase]:
     torch.manual_seed(1)
     fedavg = Phase("FedAvg", FedAvg("global_expert.*"), rounds=2, gate=ConstantGate(1.0))
-    return [fedavg, Phase("PFL-MF", PFLMoE(trainable="gate.*"), gate=LinearGate(108), start="FedAvg")]
+    local = Phase("Local", Local(), gate=ConstantGate(0.0))
+    return [fedavg, local, Phase("PFL-MF", PFLMoE(gate_fraction=0.0), gate=LinearGate(108), start=START)]
 
 
 def data(**arguments) -> FromDatasets:
@@ -55,3 +63,89 @@ def whole(tmp_path_factory):
     run = federation(tmp_path_factory.mktemp("whole"), phases())
     run.fit(model(), data())
     return run
+
+
+class Workers(TwoInThisProcess):
+    """Two workers in this process, each with a copy of the data module, as another process has it."""
+
+    def start(self, datamodule):
+        return [InThisProcess(cloudpickle.loads(cloudpickle.dumps(datamodule)), self.log) for _ in range(2)]
+
+
+def test_workers_and_processes_that_read_samples_change_no_bit(whole, tmp_path):
+    run = federation(tmp_path, phases(), backend=Workers())
+    run.fit(model(), data(num_workers=1))
+    assert_same(result(run)[0], result(whole)[0])
+    assert result(run)[1] == result(whole)[1]
+
+
+@pytest.mark.parametrize("n", [1, 2])
+def test_a_run_that_was_killed_goes_on_with_the_same_random_transforms(whole, tmp_path, n):
+    with pytest.raises(KeyboardInterrupt):
+        federation(tmp_path, phases(), callbacks=[Kill("on_round_end", n)]).fit(model(), data())
+    resumed = federation(tmp_path, phases())
+    resumed.fit(model(), data(), ckpt_path="last")
+    assert_same(result(resumed)[0], result(whole)[0])
+    assert result(resumed)[1] == result(whole)[1]
+
+
+def test_other_samples_are_other_data(whole, tmp_path):
+    with pytest.raises(KeyboardInterrupt):
+        federation(tmp_path, phases(), callbacks=[Kill("on_round_end", 1)]).fit(model(), data())
+    other = data()
+    other.eval_dataset = [(x + 1, y) for x, y in images()]
+    with pytest.raises(MisconfigurationException, match="a run on other data or clients"):
+        federation(tmp_path, phases()).fit(model(), other, ckpt_path="last")
+
+
+def test_the_log_says_why_clients_are_not_stacked(tmp_path, caplog):
+    torch.manual_seed(0)
+    run = federation(tmp_path, [Phase("Local", Local(), gate=ConstantGate(0.0), evaluate=False)])
+    run.fit(model(), data())
+    assert "(samples are read one by one and not from a tensor in memory)" in caplog.text
+
+
+@pytest.mark.parametrize(("module", "algorithm"), [(WordModel, FedAvg), (WordLoss, FedProx)])
+def test_a_module_of_dict_batches_is_trained_and_evaluated(module, algorithm, tmp_path):
+    words = FromDataModule(DictData(), targets="label", num_clients=3, validation_fraction=0.2, test_fraction=0.2)
+    trainer = {"accelerator": "cpu", "max_epochs": 4, "limit_val_batches": 1.0 if module is WordLoss else 0}
+    run = federation(tmp_path, [Phase("p", algorithm(), rounds=2)], trainer=trainer)
+    run.fit(module(), words)
+    (evaluation,) = result(run)[0]["p"].evaluations
+    trained = module()
+    trained.load_state_dict(result(run)[0]["p"].server)
+    with torch.no_grad():
+        scores = torch.cat([trained(batch) for batch in words.test_dataloader()])
+    right = (scores.argmax(1) == words.y[words.global_test]).double().mean().item()
+    assert evaluation.clients[0].global_test == pytest.approx(right)
+    assert 0 <= evaluation.clients[1].local_test_held_out <= 1
+
+
+def test_a_plain_trainer_takes_dict_batches(tmp_path):
+    words = set_up(FromDataModule(DictData(), targets="label", num_clients=3))
+    trainer = Trainer(max_epochs=1, accelerator="cpu", logger=False, enable_checkpointing=False, barebones=True)
+    trainer.fit(WordModel(), words.train_dataloader())
+    assert trainer.global_step == 6
+
+
+class Scores(WordModel):
+    def predict_step(self, batch, batch_idx):
+        return {"labels": self(batch)}
+
+
+def test_what_cannot_work_is_refused_before_training(tmp_path):
+    words = FromDataModule(DictData(), targets="label", num_clients=3)
+
+    def refusal(module, datamodule=words, **arguments):
+        with pytest.raises(MisconfigurationException) as error:
+            federation(tmp_path, [Phase("p", FedAvg(), **arguments)]).fit(module, datamodule)
+        return str(error.value)
+
+    assert refusal(model()) == (
+        "Phase 'p': PersonalizedMoE needs batches of inputs and targets, but the data have batches of dict; let "
+        "collate_fn make pairs, or train another LightningModule."
+    )
+    assert "does not accept the data's batches of dict (" in refusal(Scores())
+    backend = pytest.raises(MisconfigurationException, match="cannot stack the clients: samples are read one by one")
+    with backend:
+        federation(tmp_path, phases(), backend=StackedBackend()).fit(model(), data())

@@ -13,7 +13,7 @@ from fedmoe_pl.checks import check_at_least
 from fedmoe_pl.data.arrays import Arrays
 from fedmoe_pl.data.datamodule import FederatedDataModule
 from fedmoe_pl.data.datasets.from_datasets import with_values
-from fedmoe_pl.data.map_style import MapStyleData
+from fedmoe_pl.data.map_style import MapStyleData, is_map_style
 from fedmoe_pl.data.targets import Values
 
 _TRANSFERS = ("on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer")
@@ -79,7 +79,7 @@ class FromDataModule(FederatedDataModule):
         assert train is not None
         if self._overrides("test_dataloader"):
             inner.setup("test")
-        test = None if self.pool else self._loader("test_dataloader") or self._loader("val_dataloader")
+        test = self._loader("test_dataloader") or self._loader("val_dataloader")
         if not self._keeps_batch_size and train.batch_size is not None:
             self.batch_size = train.batch_size
         data = MapStyleData(
@@ -124,7 +124,8 @@ class FromDataModule(FederatedDataModule):
                 "one DataLoader of a map-style dataset."
             )
         sampler = loader.batch_sampler if type(loader.batch_sampler) is not BatchSampler else loader.sampler
-        if name == "train_dataloader" and type(sampler) not in (RandomSampler, SequentialSampler, type(None)):
+        shuffles = isinstance(sampler, (RandomSampler, SequentialSampler)) or not is_map_style(loader.dataset)
+        if name == "train_dataloader" and not shuffles:
             raise MisconfigurationException(
                 f"{prefix} has a {type(sampler).__name__}, but must have none, because each client shuffles its own "
                 "samples."

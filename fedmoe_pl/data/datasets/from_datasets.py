@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch import Tensor
 from torch.utils.data import Dataset, Subset, TensorDataset, default_collate
 
@@ -13,6 +14,8 @@ from fedmoe_pl.checks import check_at_least
 from fedmoe_pl.data.arrays import Arrays
 from fedmoe_pl.data.datamodule import FederatedDataModule
 from fedmoe_pl.data.map_style import MapStyleData
+from fedmoe_pl.data.partitioners.partitioner import LabelPartitioner
+from fedmoe_pl.data.partitioners.predefined import PredefinedIndices
 from fedmoe_pl.data.targets import Values, classes_of, values_of
 
 
@@ -31,8 +34,8 @@ class FromDatasets(FederatedDataModule):
             and local tests; None for ``train_dataset``.
         targets: the class of each sample: the name of an attribute of the datasets or of a key of their samples, or a
             function that gets a dataset and returns them. None for the attribute ``targets`` or ``labels``, or else for
-            the second items of the samples, which are then read once. Not used if targets are not one integer for each
-            sample, such as numbers, several labels, or masks.
+            the second items of the samples, which are then read once. Leave it out if the targets are not one integer
+            for each sample, but numbers, several labels or masks, which pass through to the model as they are.
         groups: the group of each sample, such as its user or hospital, in one of the same ways; ``NaturalIds`` makes
             one client of each. None for none.
         collate_fn: makes a batch of a list of samples; None for PyTorch's ``default_collate``.
@@ -84,8 +87,16 @@ def with_values(
         data: the datasets, which are changed.
         targets: how classes are found.
         groups: how groups are found; None for none.
+
+    Raises:
+        MisconfigurationException: if they cannot be found, or the partitioner does not look at groups.
     """
     data.check_datasets(needs_test=not owner.pool)
+    if groups is not None and isinstance(owner.partitioner, (LabelPartitioner, PredefinedIndices)):
+        raise MisconfigurationException(
+            f"{type(owner).__name__}: groups must be left out with the partitioner {type(owner.partitioner).__name__}, "
+            "which does not look at them; NaturalIds makes one client of each group."
+        )
     datasets = {"train": data.train_dataset, "test": data.test_dataset}
     ids = {
         part: values_of(owner, "groups", dataset, groups)

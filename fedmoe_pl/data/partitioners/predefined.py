@@ -29,7 +29,7 @@ class PredefinedIndices(Partitioner):
 
     needs_classes = False
 
-    def __init__(self, indices: str | Callable[[np.ndarray], Sequence[Sequence[int]]]) -> None:
+    def __init__(self, indices: Callable[[np.ndarray], Sequence[Sequence[int]]] | str) -> None:
         self.indices = indices
         if isinstance(indices, str) and not (indices.endswith((".json", ".npz")) and os.path.isfile(indices)):
             raise MisconfigurationException(
