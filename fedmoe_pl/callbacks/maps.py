@@ -34,8 +34,8 @@ def gate_weight_figure(evaluation: Evaluation, counts: Tensor) -> Figure:
     order = np.argsort(means, kind="stable")  # nan comes last
     weights = mean_gate_weight_by_class(evaluation, counts.shape[1]).numpy()[order]
     ids = [evaluation.clients[place].client for place in order]
-    figure, axes = _beside_samples(ids, counts, f"{evaluation.method}: mean weight of the global expert", "their mean")
-    _draw(figure, axes, weights, "0 = local expert alone, 1 = global alone")
+    figure, axes = _beside_samples(ids, counts, f"{evaluation.method}: mean weight of the global expert", "mean weight")
+    _draw(figure, axes, weights, "0 local expert, 1 global expert")
     _name_columns(axes, "class", weights.shape[1])
     if len(weights) <= _MOST_WITH_NUMBERS and weights.shape[1] <= 10:  # there is room for a number in every cell
         for (row, column), weight in np.ndenumerate(weights):
@@ -126,7 +126,7 @@ def _beside_samples(
     figure = empty_figure(height=min(1.7 + max(0.085 * len(ids), 0.24 * min(len(ids), _MOST_WITH_NUMBERS)), 10.5))
     samples, axes = figure.subplots(1, 2, sharey=True, width_ratios=[2, 3])
     blues = samples.imshow(counts.numpy()[[*ids]], aspect="auto", cmap="Blues", vmin=0, interpolation="nearest")
-    figure.colorbar(blues, ax=samples, location="bottom", fraction=0.05, label="samples")
+    figure.colorbar(blues, ax=samples, location="bottom", fraction=0.04, pad=0.02, label="samples")
     _name_columns(samples, "class", counts.shape[1])
     figure.suptitle(title, fontsize=10)
     samples.set_ylabel(f"{clients} clients, sorted by {sorted_by}")
@@ -144,7 +144,7 @@ def _draw(figure: Figure, axes: Axes, values: np.ndarray, label: str, highest: f
     colormap = colormaps["viridis"].with_extremes(bad="white")
     masked = np.ma.masked_invalid(values)
     image = axes.imshow(masked, cmap=colormap, vmin=0.0, vmax=highest, aspect="auto", interpolation="nearest")
-    figure.colorbar(image, ax=axes, location="bottom", fraction=0.05, label=label)
+    figure.colorbar(image, ax=axes, location="bottom", fraction=0.04, pad=0.02, label=label)
 
 
 def _name_columns(axes: Axes, label: str, number: int) -> None:
