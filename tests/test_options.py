@@ -61,6 +61,7 @@ from fedmoe_pl.data import (
 )
 from fedmoe_pl.models import ClusteredMoE, EqualWeights, LinearGate, SparseMoE
 from fedmoe_pl.rounds.begin import phase_module
+from fedmoe_pl.rounds.boards import Boards
 from fedmoe_pl.rounds.checks import check_phase
 from fedmoe_pl.rounds.trainer_checks import check_trained
 
@@ -86,10 +87,10 @@ def untrained(max_epochs=0, algorithm=FedAvg, gate=None, **arguments):
     check_trained(phase, phase_module(mixture(LinearGate(5)), phase), max_epochs)
 
 
-def started(callback, datamodule=None, loggers=()):
+def started(callback, datamodule=None):
     """The start of a run with a callback and a phase that is not evaluated."""
     phases = [Phase("p", FedAvg(), evaluate=False)]
-    callback.on_fit_start(SimpleNamespace(phases=phases, datamodule=datamodule or blobs(), loggers=loggers))
+    callback.on_fit_start(SimpleNamespace(phases=phases, datamodule=datamodule or blobs(), boards=Boards()))
 
 
 def outside_of_main_thread():
@@ -269,7 +270,9 @@ REFUSED = {
     "CostToTarget": {
         "metric": (lambda: started(CostToTarget(0.9)), "is 'local_test_held_out', but test_fraction is 0")
     },
-    "GateMonitor": {"max_clients": (lambda: started(GateMonitor(5)), "left out without a TensorBoard logger")},
+    "GateMonitor": {
+        "max_clients": (lambda: started(GateMonitor(5)), "left out without a logger that takes histograms")
+    },
     "RepresentationMonitor": {
         "clients": (lambda: started(RepresentationMonitor([7])), "must be ids below num_clients")
     },

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import math
 
-from lightning.pytorch.loggers import TensorBoardLogger
-
 from fedmoe_pl.callbacks.figures import figure_pixels, sorted_accuracy_figure
-from fedmoe_pl.callbacks.tensorboard import method_tag, preformatted, tensorboard_writers
+from fedmoe_pl.callbacks.hparams import method_hparams, run_hparams
 from fedmoe_pl.rounds.evaluation import METRICS, Evaluation
 from fedmoe_pl.rounds.phase import Phase
 from fedmoe_pl.rounds.results import format_table, present_metrics
@@ -17,56 +15,45 @@ from fedmoe_pl.rounds.run import FederationCallback, Run
 class AccuracyMonitor(FederationCallback):
     """Sends accuracies to the run's loggers.
 
-    In every evaluated round, every logger gets scalars of the accuracies, such as ``FedAvg/global_test/mean``, and of
-    the phase's costs so far, such as ``FedAvg/traffic/bytes_up`` and ``FedAvg/flops``. Their step is the number of
-    rounds completed in the run. TensorBoard also gets sorted curves of all clients' accuracies, the table, and a page
-    of hyperparameters with the final means over the clients.
+    In every evaluated round, every logger gets the method's accuracies, such as ``local_test/mean``, and what the phase
+    has cost so far, such as ``resources/bytes_up`` and ``resources/flops``. The step is the number of the phase's
+    completed rounds. In TensorBoard, each method is a run with these tags; in other loggers the method's name comes
+    first: ``FedAvg/local_test/mean``. Loggers that take pictures get sorted curves of all clients' accuracies. At the
+    end of a phase, the final means over the clients are logged, in TensorBoard as a row of the page HParams. The other
+    loggers get the hyperparameters before the first round.
     """
+
+    def on_fit_start(self, run: Run) -> None:
+        """Logs the hyperparameters, so that a logger that cannot take them fails before any training."""
+        run.boards.log_hparams(run_hparams(run.configuration, run.seed))
 
     def on_evaluation_end(self, run: Run, phase: Phase, evaluation: Evaluation) -> None:
         """Logs mean, standard deviation and worst tenth of each accuracy, as fractions, and the costs so far."""
         values = {
-            f"{method_tag(evaluation.method)}/{metric}/{name}": value
+            f"{metric}/{name}": value
             for metric in METRICS
             for name, value in evaluation.spread(metric)._asdict().items()
             if not math.isnan(value)
         }
         state = run.states[phase.name]
-        values |= {
-            f"{method_tag(evaluation.method)}/traffic/{name}": float(value) for name, value in state.traffic.items()
-        }
-        if not math.isnan(state.flops):
-            values[f"{method_tag(evaluation.method)}/flops"] = float(state.flops)
-        if not math.isnan(state.epsilon):
-            values[f"{method_tag(evaluation.method)}/epsilon"] = state.epsilon
-        for logger in run.loggers:
-            logger.log_metrics(values, step=run.step)
+        costs = {**state.traffic, "flops": state.flops, "epsilon": state.epsilon}
+        values |= {f"resources/{name}": float(value) for name, value in costs.items() if not math.isnan(value)}
+        run.boards.log_scalars(evaluation.method, values, evaluation.round)
 
     def on_phase_end(self, run: Run, phase: Phase, evaluation: Evaluation | None) -> None:
-        """Draws the accuracies of all clients for all methods so far."""
-        if evaluation is not None:
-            for writer in tensorboard_writers(run):
-                pixels = figure_pixels(sorted_accuracy_figure(run.results.values()))
-                writer.add_image("accuracy_of_all_clients/sorted", pixels, run.step, dataformats="HWC")
+        """Logs the phase's final accuracies, and draws those of all clients for all methods so far."""
+        hparams = method_hparams(run.configuration, run.seed).get(phase.name, {})
+        for final in run.states[phase.name].evaluations:
+            means = {metric: final.spread(metric).mean for metric in present_metrics([final])}
+            run.boards.log_result(final.method, {"method": final.method, **hparams}, means, final.round)
+        if evaluation is not None and run.boards.take_images:
+            pixels = figure_pixels(sorted_accuracy_figure(run.results.values()))
+            run.boards.log_image("sorted_accuracies", pixels, run.step)
 
     def on_fit_end(self, run: Run) -> None:
-        """Logs the hyperparameters with the final accuracies."""
-        results = run.results.values()
-        final = {
-            f"final/{method_tag(e.method)}/{metric}": e.spread(metric).mean
-            for e in results
-            for metric in present_metrics([e])
-        }
-        hparams = flat_hparams(run.hparams)
-        for logger in run.loggers:
-            if isinstance(logger, TensorBoardLogger):  # the only one that takes metrics
-                logger.log_hyperparams(hparams, metrics=final, step=run.step)
-            else:
-                logger.log_metrics(final, step=run.step)
-                logger.log_hyperparams(hparams)
-        if results:
-            for writer in tensorboard_writers(run):
-                writer.add_text("table", preformatted(format_table(results)), run.step)
+        """Logs the table."""
+        if run.results:
+            run.boards.log_text("table", format_table(run.results.values()), run.step)
         for logger in run.loggers:
             logger.save()
 

@@ -1,28 +1,34 @@
-"""Gate weights in TensorBoard."""
+"""Gate weights in the run's loggers."""
 
 from __future__ import annotations
+
+from collections.abc import Iterable
 
 import numpy as np
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 
-from fedmoe_pl.callbacks.figures import figure_pixels, gate_weight_figure
-from fedmoe_pl.callbacks.tensorboard import add_summary, histogram, method_tag, tensorboard_writers
+from fedmoe_pl.callbacks.figures import figure_pixels
+from fedmoe_pl.callbacks.maps import gate_weight_figure
 from fedmoe_pl.checks import check_at_least
-from fedmoe_pl.rounds.evaluation import Evaluation
+from fedmoe_pl.rounds.evaluation import ClientEvaluation, Evaluation
 from fedmoe_pl.rounds.phase import Phase
 from fedmoe_pl.rounds.run import FederationCallback, Run
 
+_MOST_EXPERTS = 20  # with a curve of its own each
+
 
 class GateMonitor(FederationCallback):
-    """Shows in TensorBoard how each client's gate weighs the global expert, 1, against the local expert, 0.
+    """Shows how each client's gate weighs the experts: the global one, 1, against the local one, 0, if there are such.
 
-    After every evaluated round, it shows a histogram of the clients' mean weights, whose mean and standard deviation go
-    to every logger. At the end of a phase, it shows a histogram of the weights of each client's own samples, and a
-    figure of the mean weight by client and class.
+    After every evaluated round, every logger gets each expert's mean weight over the clients, such as
+    ``mean_gate_weight/global`` or, where no expert is global, ``mean_gate_weight/expert_2`` (the first 20), and the
+    standard deviation of the global weight over the clients. Loggers that take histograms get one of the clients' mean
+    global weights. At the end of a phase, they get one of the weights of each client's own samples, and loggers that
+    take pictures a heat map of the mean weight by client and class.
 
     Args:
-        max_clients: number of clients, lowest ids first, that get a histogram of their weights, which needs a
-            TensorBoard logger; None means 50.
+        max_clients: number of clients, lowest ids first, that get a histogram of their weights, which needs a logger
+            that takes histograms; None means 50.
 
     Raises:
         MisconfigurationException: if ``max_clients`` is below 0.
@@ -33,47 +39,73 @@ class GateMonitor(FederationCallback):
         self.max_clients = max_clients
 
     def on_fit_start(self, run: Run) -> None:
-        """Refuses ``max_clients`` without a TensorBoard logger.
+        """Refuses ``max_clients`` without a logger that takes histograms.
 
         Raises:
             MisconfigurationException: if there is none.
         """
-        if self.max_clients is not None and not tensorboard_writers(run):
+        if self.max_clients is not None and not run.boards.take_histograms:
             raise MisconfigurationException(
-                f"GateMonitor: max_clients is {self.max_clients}, but must be left out without a TensorBoard logger."
+                f"GateMonitor: max_clients is {self.max_clients}, but must be left out without a logger that takes "
+                "histograms, such as TensorBoardLogger or WandbLogger."
             )
 
     def on_evaluation_end(self, run: Run, phase: Phase, evaluation: Evaluation) -> None:
         """Logs the mean weights of all clients."""
+        step = evaluation.round
         means = np.array([client.mean_gate_weight for client in evaluation.clients])
         means = means[~np.isnan(means)]
-        if not len(means):
-            return
-        scalars = {
-            f"{method_tag(evaluation.method)}/mean_gate_weight/mean": means.mean().item(),
-            f"{method_tag(evaluation.method)}/mean_gate_weight/std": means.std().item(),
-        }
-        for logger in run.loggers:
-            logger.log_metrics(scalars, step=run.step)
-        summary = histogram(
-            f"mean_gate_weight/{method_tag(evaluation.method)}/over_clients",
-            means,
-            "Each client's mean weight of the global expert on its own samples: one count per client.",
-        )
-        for writer in tensorboard_writers(run):
-            add_summary(writer, summary, run.step)
+        scalars = {f"mean_gate_weight/{name}": weight for name, weight in mean_weights(evaluation.clients).items()}
+        if len(means):
+            scalars["mean_gate_weight/std_of_global"] = means.std().item()
+        if scalars:
+            run.boards.log_scalars(evaluation.method, scalars, step)
+        if len(means) and run.boards.take_histograms:
+            description = "Each client's mean weight of the global expert on its own samples: one count per client."
+            run.boards.log_histogram("mean_gate_weight/of_clients", means, description, step, evaluation.method)
 
     def on_phase_end(self, run: Run, phase: Phase, evaluation: Evaluation | None) -> None:
         """Logs the weights of single samples, and their means by client and class."""
         if evaluation is None or all(client.global_weights is None for client in evaluation.clients):
             return
-        for writer in tensorboard_writers(run):
+        step = evaluation.round
+        if run.boards.take_histograms:
+            description = "Weight of the global expert on the client's own samples: one count per sample."
             for client in evaluation.clients[: 50 if self.max_clients is None else self.max_clients]:
                 if client.global_weights is not None:
-                    tag = f"gate_weights/{method_tag(evaluation.method)}/client_{client.client:03d}"
+                    tag = f"weight_of_samples/client_{client.client:03d}"
                     weights = client.global_weights.detach().cpu().double().numpy()
-                    description = "Weight of the global expert on the client's own samples: one count per sample."
-                    add_summary(writer, histogram(tag, weights, description), run.step)
-            pixels = figure_pixels(gate_weight_figure(evaluation, run.datamodule.num_classes))
-            tag = f"gate_weights/{method_tag(evaluation.method)}/by_client_and_class"
-            writer.add_image(tag, pixels, run.step, dataformats="HWC")
+                    run.boards.log_histogram(tag, weights, description, step, evaluation.method)
+        if run.boards.take_images:
+            pixels = figure_pixels(gate_weight_figure(evaluation, run.datamodule.class_counts()))
+            run.boards.log_image("mean_gate_weight/by_client_and_class", pixels, step, evaluation.method)
+
+
+def mean_weights(clients: Iterable[ClientEvaluation]) -> dict[str, float]:
+    """Each expert's weight, as the mean over the clients of their means over their own samples.
+
+    Experts are called ``global`` and ``local`` if there is one of each, ``global_0``, ``global_1`` ... if several are
+    global, and ``expert_0``, ``expert_1`` ... if none is.
+
+    Args:
+        clients: the clients' evaluations; those without a trained gate do not count.
+
+    Example:
+        >>> import torch
+        >>> nan, weights = float("nan"), torch.tensor([[0.25, 0.75], [0.75, 0.25]])
+        >>> mean_weights([ClientEvaluation(0, 2, nan, nan, nan, nan, weights, torch.tensor([0, 1]))])
+        {'global': 0.5, 'local': 0.5}
+    """
+    of_experts: dict[str, list[float]] = {}
+    for client in clients:
+        if client.gate_weights is None:
+            continue
+        experts = client.gate_weights.shape[1]
+        names = [f"expert_{expert}" for expert in range(experts)]
+        if client.has_global_expert:
+            several = experts > 2
+            names = [*(f"global_{expert}" if several else "global" for expert in range(experts - 1)), "local"]
+        means = client.gate_weights.detach().double().mean(dim=0).tolist()
+        for name, mean in zip(names[:_MOST_EXPERTS], means, strict=False):
+            of_experts.setdefault(name, []).append(mean)
+    return {name: sum(means) / len(means) for name, means in of_experts.items()}

@@ -10,7 +10,6 @@ from pathlib import Path
 from lightning.pytorch.utilities import rank_zero_warn
 
 from fedmoe_pl.backends import Transfer
-from fedmoe_pl.callbacks.tensorboard import method_tag
 from fedmoe_pl.rounds.phase import Phase
 from fedmoe_pl.rounds.run import FederationCallback, Run
 from fedmoe_pl.rounds.state import WAYS
@@ -62,9 +61,8 @@ class TrafficLedger(FederationCallback):
         totals: Counter[str] = Counter()
         for transfer in transfers:
             totals[transfer.direction] += transfer.bytes
-        scalars = {f"{method_tag(phase.name)}/round/bytes_{direction}": float(n) for direction, n in totals.items()}
-        for logger in run.loggers:
-            logger.log_metrics(scalars, step=run.step)
+        scalars = {f"round/bytes_{direction}": float(number) for direction, number in totals.items()}
+        run.boards.log_scalars(phase.name, scalars, run.states[phase.name].round)
 
 
 def _cut(path: Path, rounds: dict[str, int]) -> Counter[str]:

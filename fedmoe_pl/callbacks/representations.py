@@ -1,26 +1,35 @@
-"""Figures of the representations that a ``RepresentationMoE`` computes (pFedMoE's t-SNE figures)."""
+"""Pictures of the representations that extractors compute (pFedMoE's t-SNE figures)."""
 
 from __future__ import annotations
+
+from collections.abc import Mapping
+from contextlib import ExitStack
+from functools import partial
+from typing import Any
 
 import numpy as np
 import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
-from torch import Tensor
+from lightning.pytorch import LightningModule
+from lightning.pytorch.utilities import rank_zero_warn
+from torch import Tensor, nn
 
 from fedmoe_pl.callbacks.figures import figure_pixels, representation_figure
-from fedmoe_pl.callbacks.tensorboard import method_tag, tensorboard_writers
-from fedmoe_pl.models.mixtures.representation import RepresentationMoE, Representations
+from fedmoe_pl.models.mixtures.representation import RepresentationMoE
+from fedmoe_pl.rounds.boards import method_tag
 from fedmoe_pl.rounds.evaluation import Evaluation
 from fedmoe_pl.rounds.phase import Phase
 from fedmoe_pl.rounds.run import FederationCallback, Run
 
 
 class RepresentationMonitor(FederationCallback):
-    """Shows in TensorBoard, at the end of a phase, the representations of some clients' samples by their own models.
+    """Shows, at the end of a phase, the representations of some clients' samples by their own models.
 
-    A t-SNE figure (scikit-learn) shows the representations of the shared extractor, of the local one, and mixed by the
-    gate. The projector shows the mixed ones with class and client of every sample. A client's samples are its held-out
-    ones, or training samples if it has none. Models other than ``RepresentationMoE`` are skipped.
+    They are the outputs of the model's submodules called ``extractor``, each under the name of the expert that has it;
+    of a ``RepresentationMoE`` those of the shared extractor, of the local one, and mixed by the gate. Loggers that take
+    pictures get a t-SNE figure (scikit-learn), and TensorBoard's projector all of them with class and client of every
+    sample. A client's samples are its held-out ones, or training samples if it has none. A warning names phases whose
+    model has no extractor.
 
     Args:
         clients: ids of the clients that are shown; None for 0, 1 and 2.
@@ -40,7 +49,7 @@ class RepresentationMonitor(FederationCallback):
         self.samples_per_client = samples_per_client
 
     def on_fit_start(self, run: Run) -> None:
-        """Refuses ids that no client has.
+        """Refuses ids that no client has, and says what cannot be shown.
 
         Raises:
             MisconfigurationException: if there is such an id.
@@ -50,28 +59,36 @@ class RepresentationMonitor(FederationCallback):
                 f"RepresentationMonitor: clients has {max(self.clients)}, but must be ids below num_clients, "
                 f"{run.datamodule.num_clients}."
             )
+        if not run.boards.take_images:
+            rank_zero_warn("RepresentationMonitor: nothing is shown, because no logger takes pictures.")
+        for phase in run.phases:
+            module = run.module(phase)
+            if phase.evaluate and not isinstance(module, RepresentationMoE) and not _extractors(module):
+                name = type(module).__name__
+                rank_zero_warn(f"RepresentationMonitor: {phase} is not shown, because its {name} has no extractor.")
 
     def on_phase_end(self, run: Run, phase: Phase, evaluation: Evaluation | None) -> None:
         """Computes and shows the representations."""
-        writers = tensorboard_writers(run)
-        if evaluation is None or not writers or not isinstance(run.module(phase), RepresentationMoE):
+        if evaluation is None or not run.boards.take_images:
             return
         representations, classes, owners = self.compute(run, phase.name)
-        points = {name: embed(values, run.seed) for name, values in representations._asdict().items()}
+        if not representations:
+            return
+        points = {name: embed(values, run.seed) for name, values in representations.items()}
         pixels = figure_pixels(representation_figure(phase.name, points, classes.numpy(), owners.numpy()))
-        tag = f"representations/{method_tag(evaluation.method)}"
-        metadata = [list(row) for row in zip(classes.tolist(), owners.tolist(), strict=True)]
-        for writer in writers:
-            writer.add_image(tag, pixels, run.step, dataformats="HWC")
-            writer.add_embedding(
-                representations.mixed,
-                metadata=metadata,
-                metadata_header=["class", "client"],
-                global_step=run.step,
-                tag=method_tag(evaluation.method),
-            )
+        run.boards.log_image("representations", pixels, evaluation.round, evaluation.method)
+        metadata: list[Any] = [list(row) for row in zip(classes.tolist(), owners.tolist(), strict=True)]
+        for writer in run.boards.writers(evaluation.method):
+            for name, values in representations.items():
+                writer.add_embedding(
+                    values,
+                    metadata=metadata,
+                    metadata_header=["class", "client"],
+                    global_step=evaluation.round,
+                    tag=method_tag(name),
+                )
 
-    def compute(self, run: Run, method: str) -> tuple[Representations, Tensor, Tensor]:
+    def compute(self, run: Run, method: str) -> tuple[dict[str, Tensor], Tensor, Tensor]:
         """The representations of the clients' samples by their own models.
 
         Args:
@@ -79,19 +96,48 @@ class RepresentationMonitor(FederationCallback):
             method: the phase's name.
 
         Returns:
-            Representations, each of shape (n, F); the samples' classes and their clients, shape (n,).
+            The representations that all these clients have, each of shape (n, F), by name; the samples' classes and
+            their clients, shape (n,).
         """
-        datamodule, parts = run.datamodule, []
+        datamodule = run.datamodule
+        found: list[dict[str, Tensor]] = []
+        classes, owners = [], []
         for client in self.clients:
             held_out = datamodule.test_samples[client]
             samples = (held_out if len(held_out) else datamodule.train_samples[client])[: self.samples_per_client]
-            module = run.client_module(method, client)
-            assert isinstance(module, RepresentationMoE), "the phase has such a model"
             (x, y), *_ = datamodule.batches(samples, batch_size=len(samples))
-            with torch.inference_mode():
-                parts.append((*module.representations(x.cpu()), y.cpu(), torch.full_like(y.cpu(), client)))
-        columns = [torch.cat(column) for column in zip(*parts, strict=True)]
-        return Representations(*columns[:3]), columns[3], columns[4]
+            found.append(representations_of(run.client_module(method, client), x.cpu()))
+            classes.append(y.cpu())
+            owners.append(torch.full_like(y.cpu(), client))
+        common = [
+            name for name in found[0] if len({each[name].shape[1:] if name in each else None for each in found}) == 1
+        ]
+        representations = {name: torch.cat([each[name] for each in found]) for name in common}
+        return representations, torch.cat(classes), torch.cat(owners)
+
+
+def representations_of(module: LightningModule, x: Tensor) -> dict[str, Tensor]:
+    """The representations (B, F) that a module computes for inputs (B, ...), by the name of their expert."""
+    with torch.inference_mode():
+        if isinstance(module, RepresentationMoE):
+            return module.representations(x)._asdict()
+        outputs: dict[str, Tensor] = {}
+        with ExitStack() as hooks:
+            for name, extractor in _extractors(module).items():
+                hooks.enter_context(extractor.register_forward_hook(partial(_note, outputs, name)))
+            module(x)
+    return {name: output.flatten(1) for name, output in outputs.items() if len(output) == len(x)}
+
+
+def _extractors(module: nn.Module) -> Mapping[str, nn.Module]:
+    """The submodules called ``extractor``, by the name of the part that has them."""
+    parts = {name: part for name, part in module.named_modules() if name.rpartition(".")[2] == "extractor"}
+    return {name.rpartition(".")[0].replace("_", " ") or "extractor": part for name, part in parts.items()}
+
+
+def _note(outputs: dict[str, Tensor], name: str, extractor: nn.Module, inputs: Any, output: Any) -> None:
+    if isinstance(output, Tensor) and output.dim() > 1:
+        outputs[name] = output
 
 
 def embed(representations: Tensor, seed: int) -> np.ndarray:

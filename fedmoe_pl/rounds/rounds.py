@@ -71,6 +71,8 @@ def run_phase(run: Run, phase: Phase) -> None:
     state.evaluations = evaluations
     # before the checkpoint: after a kill in between, it is called again
     run.call("on_phase_end", phase, evaluations[0] if evaluations else None)
+    for moment in phase.moments:
+        run.boards.close(phase.method(moment))
     if run.enable_checkpointing:
         save_finished(run.folder / FILE, phase.name, state)
     run.save()

@@ -16,6 +16,7 @@ from fedmoe_pl.algorithms.algorithm import Moment
 from fedmoe_pl.backends import Backend, LocalTraining, Plan, Transfer
 from fedmoe_pl.data import FederatedDataModule
 from fedmoe_pl.rounds.begin import begin_phase, phase_module, sized
+from fedmoe_pl.rounds.boards import Boards
 from fedmoe_pl.rounds.checkpoint import FILE, CheckpointWriter
 from fedmoe_pl.rounds.cohort import evaluated_clients
 from fedmoe_pl.rounds.evaluate import client_predictor, personal_tensors
@@ -85,7 +86,7 @@ class Run:
         identity: the run's seed and data (``resume.identify``).
         configuration: what the result depends on (``configuration.configuration``).
         folder: the run's folder, ``default_root_dir/name/version_N``.
-        loggers: the run's loggers.
+        boards: the run's loggers, as callbacks use them.
         store: holds the tensors that clients keep between rounds.
         given_results: results from checkpoints, by phase name, until the phase begins.
         plans: how the clients of each phase are trained, by phase name, until the phase begins.
@@ -111,7 +112,7 @@ class Run:
     identity: dict[str, Any]
     configuration: dict[str, str]
     folder: Path
-    loggers: list[Logger] = field(default_factory=list)
+    boards: Boards = field(default_factory=Boards)
     store: Store = field(default_factory=MemoryStore)
     given_results: dict[str, PhaseState] = field(default_factory=dict)
     plans: dict[str, Plan] = field(default_factory=dict)
@@ -130,6 +131,11 @@ class Run:
     def model(self) -> LightningModule:
         """The federation's initial model."""
         return self.models[INITIAL]
+
+    @property
+    def loggers(self) -> list[Logger]:
+        """The run's loggers."""
+        return self.boards.loggers
 
     @cached_property
     def initial(self) -> dict[str, Tree]:
@@ -157,7 +163,7 @@ class Run:
 
     @property
     def step(self) -> int:
-        """Number of completed rounds of all phases; the x axis of logs."""
+        """Number of completed rounds of all phases."""
         return sum(state.round for state in self.states.values())
 
     def phases_before(self, phase: Phase) -> list[Phase]:
@@ -268,7 +274,8 @@ class Run:
         )
 
     def save(self) -> None:
-        """Writes the checkpoint, unless checkpoints are disabled."""
+        """Writes the checkpoint, unless checkpoints are disabled, after all that was logged of the rounds in it."""
         if self.enable_checkpointing:
+            self.boards.flush()
             of_run = {**self.identity, "configuration": self.configuration}
             self.writer.write(self.folder / FILE, self.initial, self.states, self.rows, **of_run)

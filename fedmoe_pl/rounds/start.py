@@ -17,6 +17,7 @@ from lightning.pytorch.utilities import rank_zero_info
 from fedmoe_pl.backends import Backend, PoolBackend, WorkersBackend, data_on
 from fedmoe_pl.data import FederatedDataModule
 from fedmoe_pl.rounds.begin import read_result, sized
+from fedmoe_pl.rounds.boards import Boards
 from fedmoe_pl.rounds.checkpoint import FILE, KEPT, PREVIOUS, copy_checkpoint, next_folder
 from fedmoe_pl.rounds.checks import check_run
 from fedmoe_pl.rounds.lock import locked
@@ -121,8 +122,7 @@ def opened(
             yield
     finally:
         run.backend.close()
-    for each in run.loggers:
-        each.finalize("success")
+    run.boards.finalize()
 
 
 def _plan_phases(run: Run) -> None:
@@ -176,7 +176,8 @@ def _open_files(run: Run, ckpt_path: Path | None, store: str, logger: bool | Log
             state.kept = run.store.adopt(name, state.round, state.kept)
             if state.best_round:
                 state.best_kept = run.store.adopt(name, state.best_round, state.best_kept)
-    run.loggers = _loggers(run, logger)
+    completed = {} if ckpt_path is None else _completed(run)
+    run.boards = Boards(_loggers(run, logger), completed)
     if ckpt_path is not None:
         rounds = [f"after round {state.round} of phase '{name}'" for name, state in run.states.items()]
         rank_zero_info(f"Resumed from {ckpt_path} {rounds[-1] if rounds else 'before the first round'}.")
@@ -203,6 +204,12 @@ def _write_configuration(run: Run) -> None:
         path.replace(path.with_name(f"config_until_round_{run.step}.yaml"))
     with replacing(path) as temporary:
         temporary.write_text(text)
+
+
+def _completed(run: Run) -> dict[str, int]:
+    """The completed rounds of each method of a resumed run, also of methods that have not begun in the checkpoint."""
+    rounds = {name: state.round for name, state in run.states.items()}
+    return {phase.method(moment): rounds.get(phase.name, 0) for phase in run.phases for moment in phase.moments}
 
 
 def _loggers(run: Run, logger: bool | Logger | list[Logger]) -> list[Logger]:

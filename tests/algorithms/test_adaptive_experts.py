@@ -189,15 +189,16 @@ def test_dropout_of_frozen_clusters_is_active_only_if_asked_for(tmp_path, frozen
 
 
 def test_tensorboard_shows_how_often_each_cluster_was_picked(finished):
-    events = EventAccumulator(str(finished.run_dir)).Reload()
+    events = EventAccumulator(str(finished.run_dir / "IFCA")).Reload()
     picks = cluster_picks(finished.run.states["IFCA"].server)
     assert picks.shape == (3, 3) and picks.sum(1).tolist() == [2, 2, 2]
     for index in range(3):
-        logged = events.Scalars(f"clusters/IFCA/picked_{index}")
+        logged = events.Scalars(f"picked/cluster_{index}")
         assert [event.value for event in logged] == picks[:, index].tolist()
-        assert [event.step for event in logged] == [2, 3, 4]  # Local's round comes before
-    assert events.Tags()["images"].count("clusters/IFCA/picks") == 1
-    assert not [tag for tag in events.Tags()["scalars"] if tag.startswith("clusters/") and "IFCA" not in tag]
+        assert [event.step for event in logged] == [1, 2, 3]
+    assert events.Tags()["images"].count("picked/all_rounds") == 1
+    others = EventAccumulator(str(finished.run_dir / "Local")).Reload()
+    assert not [tag for tag in others.Tags()["scalars"] if tag.startswith("picked")]
 
 
 def test_a_client_s_checkpoint_is_a_clustered_mixture_of_its_own(tmp_path):

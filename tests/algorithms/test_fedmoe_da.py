@@ -388,9 +388,12 @@ def test_experts_that_are_alike_have_no_weight_of_a_global_expert(whole):
 
 def test_tensorboard_shows_the_first_and_the_last_matrix_and_the_use_of_experts(whole):
     federation = whole["memory"]
-    log = EventAccumulator(str(federation.run_dir))
+    log = EventAccumulator(str(federation.run_dir / "DA"))
     log.Reload()
     tags = [tag for tag in log.Tags()["images"] if tag.startswith("experts/")]
-    assert sorted(tags) == ["experts/DA/aggregation_matrix", "experts/DA/used_by_client"]
-    assert [image.step for image in log.Images("experts/DA/aggregation_matrix")] == [1, 4]
+    assert sorted(tags) == ["experts/averaged_with", "experts/used_by_client"]
+    assert [image.step for image in log.Images("experts/averaged_with")] == [1, 4]
     assert not any("gate" in tag for tag in [*log.Tags()["images"], *log.Tags()["tensors"]])
+    weights = [tag for tag in log.Tags()["scalars"] if tag.startswith("mean_gate_weight/")]
+    assert weights == [f"mean_gate_weight/expert_{expert}" for expert in range(len(weights))]
+    assert len(log.Scalars(weights[0])) == 4

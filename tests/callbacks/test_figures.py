@@ -1,16 +1,9 @@
 """Pictures of evaluations."""
 
 import numpy as np
-from helpers.evaluations import evaluation, gate, mixture
+from helpers.evaluations import evaluation, mixture
 
-from fedmoe_pl.callbacks.figures import figure_pixels, gate_weight_figure, sorted_accuracy_figure
-
-
-def test_gate_weight_figure_has_fixed_colour_limits_and_a_number_in_every_cell():
-    axes = gate_weight_figure(mixture(), num_classes=4).axes[0]
-    assert axes.images[0].get_clim() == (0.0, 1.0)
-    assert sorted(text.get_text() for text in axes.texts) == ["0.15", "0.25", "0.62", "0.75"]
-    assert [label.get_text() for label in axes.get_yticklabels()] == ["0", "1", "2"]
+from fedmoe_pl.callbacks.figures import sorted_accuracy_figure
 
 
 def test_sorted_accuracy_figure_is_the_cumulative_distribution():
@@ -24,10 +17,3 @@ def test_sorted_accuracy_figure_is_the_cumulative_distribution():
     np.testing.assert_allclose(line.get_ydata(), [50, 50, 70, 90])
     np.testing.assert_allclose(line.get_xdata(), [0, 1 / 3, 2 / 3, 1])
     assert len(panels[0].lines) == 2
-
-
-def test_figures_of_many_clients_and_classes_render():
-    many = evaluation(local=[0.5] * 200, gates=[gate([0.5], [150])] * 200)
-    pixels = figure_pixels(gate_weight_figure(many, num_classes=151))
-    assert pixels.dtype == np.uint8
-    assert pixels.shape[1:] == (700, 3)

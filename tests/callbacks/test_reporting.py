@@ -1,17 +1,21 @@
 import csv
 import io
+import json
 import sys
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
 from helpers.data import Own, set_up, vectors
 from helpers.evaluations import evaluation, mixture, nan
+from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from tensorboard.util.tensor_util import make_ndarray
 
 from fedmoe_pl.callbacks import AccuracyMonitor, GateMonitor, PartitionMonitor, ProgressBar, ResultFiles, partition
 from fedmoe_pl.callbacks.figures import sorted_accuracy_figure
+from fedmoe_pl.rounds.boards import Boards
 from fedmoe_pl.rounds.results import (
     format_table,
     round_row,
@@ -44,19 +48,25 @@ class FakeRun(SimpleNamespace):
                 self.step += 1
                 self.states[phase.name].round = round + 1
                 self.rows.append(round_row(phase.evaluation))
-                call("on_evaluation_end", phase, phase.evaluation)
+                evaluation = replace(phase.evaluation, round=round + 1)
+                call("on_evaluation_end", phase, evaluation)
                 call("on_round_end", phase, round)
             self.results[phase.evaluation.method] = phase.evaluation
+            self.states[phase.name].evaluations = [phase.evaluation]
             call("on_phase_end", phase, phase.evaluation)
         call("on_fit_end")
 
 
 @pytest.fixture
 def run(tmp_path):
-    fedavg, pfl_mfe = evaluation(), mixture("PFL MFE", local=(0.8, 0.9, 1.0), round=1)
+    fedavg, pfl_mfe = evaluation(round=2), mixture("PFL MFE", local=(0.8, 0.9, 1.0), round=1)
+    loggers = [TensorBoardLogger(tmp_path, name="", version="tb"), CSVLogger(tmp_path, name="", version="csv")]
+    model = {"class_path": "fedmoe_pl.PersonalizedMoE", "init_args": {"lr": 0.1, "mixing": "probabilities"}}
+    phases = [{"name": "FedAvg", "rounds": 2}, {"name": "PFL MFE", "rounds": 1, "monitor": "local_test"}]
     return FakeRun(
         folder=tmp_path,
-        loggers=[TensorBoardLogger(tmp_path, name="", version="tb"), CSVLogger(tmp_path, name="", version="csv")],
+        loggers=loggers,
+        boards=Boards(loggers),
         phases=[
             SimpleNamespace(name="FedAvg", rounds=2, work=10.0, evaluation=fedavg),
             SimpleNamespace(name="PFL MFE", rounds=1, work=20.0, evaluation=pfl_mfe),
@@ -66,15 +76,15 @@ def run(tmp_path):
         states={"FedAvg": PhaseState({}, {}, flops=2.5e9), "PFL MFE": PhaseState({}, {}, flops=nan)},
         results={},
         step=0,
-        hparams={"seed_everything": 3, "model": {"class_path": "PersonalizedMoE", "init_args": {"lr": 0.1}}},
+        seed=3,
+        configuration={"hparams": json.dumps({"model": model, "federation": {"phases": phases}}), "objects": ""},
         progress=FakeProgress(),
     )
 
 
-def events(run):
-    for logger in run.loggers:
-        logger.finalize("success")
-    return EventAccumulator(str(run.folder / "tb"), size_guidance={"tensors": 0, "images": 0}).Reload()
+def events(run, method=""):
+    run.boards.finalize()
+    return EventAccumulator(str(run.folder / "tb" / method), size_guidance={"tensors": 0, "images": 0}).Reload()
 
 
 class Terminal(io.StringIO):
@@ -169,61 +179,89 @@ def test_partition_and_gate_weights_can_be_switched_off(run):
     assert names == {"rounds.csv", "clients.csv", "summary.csv"}
 
 
+def scalars(log):
+    return {tag: [(e.step, round(e.value, 6)) for e in log.Scalars(tag)] for tag in log.Tags()["scalars"]}
+
+
 def test_accuracies_in_tensorboard_and_in_other_loggers(run):
+    """Each method is a run with the same tags; the step is the round of its own phase."""
     run.states["FedAvg"].traffic["bytes_up"] = 70
     run.fit(AccuracyMonitor())
-    log = events(run)
-    scalars = {tag: [(e.step, round(e.value, 6)) for e in log.Scalars(tag)] for tag in log.Tags()["scalars"]}
-    assert scalars["FedAvg/local_test/mean"] == [(1, 0.7), (2, 0.7)]
-    assert scalars["FedAvg/local_test/worst_tenth"] == [(1, 0.5), (2, 0.5)]
-    assert scalars["PFL_MFE/local_test/mean"] == [(3, 0.9)]
-    assert scalars["final/PFL_MFE/global_test"] == [(3, 0.6)]
-    assert not any("validation" in tag or "held_out" in tag for tag in scalars)
-    assert scalars["FedAvg/flops"] == [(1, 2.5e9), (2, 2.5e9)]
-    assert scalars["FedAvg/traffic/bytes_up"] == [(1, 70), (2, 70)]
-    assert "PFL_MFE/flops" not in scalars, "nobody could count them"
-    assert [e.step for e in log.Images("accuracy_of_all_clients/sorted")] == [2, 3]
-    table = make_ndarray(log.Tensors("table/text_summary")[0].tensor_proto).item().decode()
+    fedavg, mixed, whole = scalars(events(run, "FedAvg")), scalars(events(run, "PFL MFE")), events(run)
+    assert fedavg["local_test/mean"] == [(1, 0.7), (2, 0.7)]
+    assert fedavg["local_test/worst_tenth"] == [(1, 0.5), (2, 0.5)]
+    assert mixed["local_test/mean"] == [(1, 0.9)]
+    assert mixed["result/global_test"] == [(1, 0.6)]
+    assert not any("validation" in tag or "held_out" in tag for tag in mixed)
+    assert fedavg["resources/flops"] == [(1, 2.5e9), (2, 2.5e9)]
+    assert fedavg["resources/bytes_up"] == [(1, 70), (2, 70)]
+    assert "resources/flops" not in mixed, "nobody could count them"
+    assert min(fedavg) == "global_test/mean", "what TensorBoard shows first"
+    assert whole.Tags()["scalars"] == []
+    assert [e.step for e in whole.Images("sorted_accuracies")] == [2, 3]
+    table = make_ndarray(whole.Tensors("table/text_summary")[0].tensor_proto).item().decode()
     assert table == f"```\n{format_table(run.results.values())}\n```"
     with (run.folder / "csv" / "metrics.csv").open(newline="") as file:
         rows = list(csv.DictReader(file))
     assert float(rows[0]["FedAvg/local_test/mean"]) == pytest.approx(0.7)
+    assert rows[0]["step"] == "1"
 
 
-def test_hyperparameters_page_has_the_final_accuracies(run):
+def test_the_page_of_hyperparameters_has_a_row_for_each_method(run):
     from tensorboard.plugins.hparams import metadata
 
     run.fit(AccuracyMonitor())
-    contents = events(run).summary_metadata
+    contents = events(run, "PFL MFE").summary_metadata
     experiment = metadata.parse_experiment_plugin_data(
         contents["_hparams_/experiment"].plugin_data.content  # what the HPARAMS page reads
     )
     session = metadata.parse_session_start_info_plugin_data(
         contents["_hparams_/session_start_info"].plugin_data.content
     )
-    assert {metric.name.tag for metric in experiment.metric_infos} == {
-        f"final/{method}/{metric}" for method in ("FedAvg", "PFL_MFE") for metric in ("local_test", "global_test")
-    }
-    assert session.hparams["model"].string_value == "PersonalizedMoE"
-    assert session.hparams["model/lr"].number_value == 0.1
+    assert {metric.name.tag for metric in experiment.metric_infos} == {"result/local_test", "result/global_test"}
+    names = {"method", "model", "mixing", "rounds", "monitor", "seed"}
+    assert {*session.hparams} == names
+    assert session.hparams["method"].string_value == "PFL MFE"
+    assert session.hparams["mixing"].string_value == "probabilities"
+    assert (session.hparams["rounds"].number_value, session.hparams["seed"].number_value) == (1, 3)
+
+
+def test_other_loggers_get_the_hyperparameters_before_the_first_round(run):
+    """MLflow's file store has a file for each: none may be a folder of others."""
+    AccuracyMonitor().on_fit_start(run)
+    given = run.loggers[1].experiment.hparams
+    assert given["PFL MFE.monitor"] == "local_test"
+    assert not any(name.startswith(f"{other}/") for name in given for other in given)
+    assert run.loggers[0].hparams == given
 
 
 def test_gate_weights_in_tensorboard(run):
     run.fit(GateMonitor(max_clients=2))
-    log = events(run)
-    tags = [tag for tag in log.Tags()["tensors"] if tag.startswith("gate_weights")]
-    assert tags == ["gate_weights/PFL_MFE/client_000", "gate_weights/PFL_MFE/client_001"]
-    (event,) = log.Tensors("gate_weights/PFL_MFE/client_000")
+    log = events(run, "PFL MFE")
+    tags = [tag for tag in log.Tags()["tensors"] if tag.startswith("weight_of_samples")]
+    assert tags == ["weight_of_samples/client_000", "weight_of_samples/client_001"]
+    (event,) = log.Tensors("weight_of_samples/client_000")
     left, right, counts = make_ndarray(event.tensor_proto).T
-    assert event.step == 3
+    assert event.step == 1
     assert (left[0], right[-1], len(counts)) == (0.0, 1.0, 30)
     assert {int(i): counts[i] for i in counts.nonzero()[0]} == {0: 1, 7: 1, 15: 1, 29: 1}  # 0, 0.25, 0.5 and 1
-    (event,) = log.Tensors("mean_gate_weight/PFL_MFE/over_clients")
+    (event,) = log.Tensors("mean_gate_weight/of_clients")
     assert make_ndarray(event.tensor_proto)[:, 2].sum() == 3
-    assert log.Scalars("PFL_MFE/mean_gate_weight/mean")[0].value == pytest.approx((0.4375 + 0.75 + 0.15) / 3)
-    (image,) = log.Images("gate_weights/PFL_MFE/by_client_and_class")
+    weights = scalars(log)
+    mean = round((0.4375 + 0.75 + 0.15) / 3, 6)
+    assert weights["mean_gate_weight/global"] == [(1, mean)]
+    assert weights["mean_gate_weight/local"] == [(1, round(1 - mean, 6))]
+    (image,) = log.Images("mean_gate_weight/by_client_and_class")
     assert image.width == 700
-    assert not any("FedAvg" in tag for tag in log.Tags()["scalars"])  # has no gate
+    assert not (run.folder / "tb" / "FedAvg").exists(), "it has no gate"
+
+
+def test_histograms_need_a_logger_that_takes_them(run):
+    run.boards = Boards(run.loggers[1:])
+    with pytest.raises(MisconfigurationException, match=r"GateMonitor: max_clients is 2, but must be left out"):
+        run.fit(GateMonitor(max_clients=2))
+    run.fit(GateMonitor())
+    assert "PFL_MFE/mean_gate_weight/global" in run.loggers[1].experiment.metrics[-1]
 
 
 def test_partition_in_tensorboard_once(run, monkeypatch):

@@ -4,15 +4,17 @@ import math
 
 import pytest
 import torch
-from helpers import blobs, mixture, run
+from helpers import Expert, blobs, mixture, run
 from helpers.pfedmoe import model
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.loggers import TensorBoardLogger
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from torch import nn
 
 from fedmoe_pl import Phase
 from fedmoe_pl.algorithms import Local, PFedMoE
-from fedmoe_pl.callbacks.representations import RepresentationMonitor, embed
+from fedmoe_pl.callbacks.representations import RepresentationMonitor, embed, representations_of
+from fedmoe_pl.models import GlobalOnly
 
 SIZES = (13, 8, 11, 9)
 
@@ -31,17 +33,18 @@ def test_representations_are_those_of_the_clients_own_models_and_shown_in_tensor
         assert torch.equal(classes[own], datamodule.y[samples])
         g = module.gate(x)
         shared, local = module.shared_extractor(x), module.local_experts[0](x)
-        torch.testing.assert_close(found.shared[own], shared)
-        torch.testing.assert_close(found.local[own], local)
-        torch.testing.assert_close(found.mixed[own], g[:, :1] * shared + g[:, 1:] * local)
+        torch.testing.assert_close(found["shared"][own], shared)
+        torch.testing.assert_close(found["local"][own], local)
+        torch.testing.assert_close(found["mixed"][own], g[:, :1] * shared + g[:, 1:] * local)
     assert isinstance(fed.run.loggers[0], TensorBoardLogger)
-    log = EventAccumulator(str(fed.run_dir), size_guidance={"images": 0}).Reload()
-    (image,) = log.Images("representations/p_FedMoE")
+    of_method = fed.run_dir / "p FedMoE"
+    log = EventAccumulator(str(of_method), size_guidance={"images": 0}).Reload()
+    (image,) = log.Images("representations")
     assert image.width == 700
-    (folder,) = fed.run_dir.glob("00001/p_FedMoE")
+    (folder,) = of_method.glob("00001/mixed")
     lines = (folder / "metadata.tsv").read_text().splitlines()
     assert lines == ["class\tclient", *(f"{c}\t{k}" for c, k in zip(classes.tolist(), clients.tolist(), strict=True))]
-    assert "p_FedMoE" in (fed.run_dir / "projector_config.pbtxt").read_text()
+    assert "mixed" in (of_method / "projector_config.pbtxt").read_text()
 
 
 def test_a_phase_with_its_own_model_shows_what_that_model_computes(tmp_path):
@@ -51,17 +54,30 @@ def test_a_phase_with_its_own_model_shows_what_that_model_computes(tmp_path):
     fed = run(
         phases, mixture(dtype=torch.float32), datamodule, tmp_path, callbacks=[RepresentationMonitor()], logger=True
     )
-    assert [folder.name for folder in fed.run_dir.glob("0*/*")] == ["own"]
-    phases = [Phase("own", Local(), max_epochs=1, model=mixture(dtype=torch.float32)), Phase("p FedMoE", PFedMoE())]
-    fed = run(
-        phases, model(dtype=torch.float32), datamodule, tmp_path, callbacks=[RepresentationMonitor()], logger=True
-    )
-    assert [folder.name for folder in fed.run_dir.glob("0*/*")] == ["p_FedMoE"]
+    shown = {str(folder.relative_to(fed.run_dir)) for folder in fed.run_dir.glob("*/00001/*")}
+    of_own = {f"own/00001/{name}" for name in ("mixed", "shared", "local")}
+    assert shown == of_own | {"plain/00001/global_expert", "plain/00001/local_expert"}
 
 
-def test_other_models_have_no_representations_and_unknown_clients_are_refused(tmp_path):
-    fed = run([Phase("p", Local())], mixture(), blobs(), tmp_path, callbacks=[RepresentationMonitor()], logger=True)
-    assert not list(fed.run_dir.glob("projector*"))
+def test_the_representations_of_any_model_are_the_outputs_of_its_extractors():
+    """Also where the gate leaves an expert out, and where the model itself has the extractor."""
+    x = torch.randn(7, 5, dtype=torch.float64)
+    module = mixture()
+    found = representations_of(module, x)
+    assert [*found] == ["global expert", "local expert"]
+    assert torch.equal(found["local expert"], module.local_expert.extractor(x))
+    assert [*representations_of(mixture(GlobalOnly()), x)] == ["global expert"]
+    expert = Expert().double()
+    assert torch.equal(representations_of(expert, x)["extractor"], expert.extractor(x).flatten(1))
+
+
+def test_models_without_an_extractor_are_named_and_unknown_clients_refused(tmp_path):
+    phases = [Phase("p", Local(), evaluate=False), Phase("q", Local())]
+    linear = mixture(expert=nn.Linear(5, 3))
+    with pytest.warns(match=r"Phase 'q' is not shown, because its PersonalizedMoE has no extractor\.") as warned:
+        fed = run(phases, linear, blobs(), tmp_path, callbacks=[RepresentationMonitor()], logger=True)
+    assert not list(fed.run_dir.rglob("projector*"))
+    assert not [warning for warning in warned if "'p'" in str(warning.message)]
     with pytest.raises(MisconfigurationException, match="clients has 7, but must be ids below"):
         run([Phase("p", Local())], mixture(), blobs(), tmp_path, callbacks=[RepresentationMonitor([0, 7])])
 

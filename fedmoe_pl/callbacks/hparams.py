@@ -1,0 +1,152 @@
+"""Hyperparameters with short names, for loggers: of a run from the command line or from Python alike."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import json
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+
+from lightning.pytorch import Trainer
+
+from fedmoe_pl.backends import LEAN_TRAINER
+from fedmoe_pl.rounds.phase import Phase
+
+_GROUPS = ("trainer", "model", "data")
+_ALWAYS = {"max_epochs", "lr", "rounds", "num_clients", "batch_size"}  # shown, too, where they have their default
+_WITHOUT_MEANING = {"evaluate_every_n_rounds", "evaluation_clients", "partition_seed", "evaluate", "start", "name"}
+
+Path = tuple[str, ...]
+
+
+def method_hparams(configuration: Mapping[str, str], seed: int) -> dict[str, dict[str, Any]]:
+    """The hyperparameters of each phase, by its name.
+
+    They are what differs from the default: of the model, the data and the clients' Trainers and, in place of these, of
+    the phase. A name is the last part of a key, with the part before it if several keys end in the same way.
+
+    Args:
+        configuration: that of the run (``Run.configuration``).
+        seed: the run's seed.
+
+    Example:
+        >>> phases = [{"name": "FedAvg", "rounds": 5, "algorithm": {"class_path": "fedmoe_pl.algorithms.FedProx"}}]
+        >>> model = {"class_path": "a.Net", "optimizer": {"class_path": "torch.optim.SGD", "lr": 0.1, "momentum": 0}}
+        >>> method_hparams({"hparams": "", "objects": json.dumps({"model": model, "phases": phases})}, seed=3)
+        {'FedAvg': {'model': 'Net', 'optimizer': 'SGD', 'lr': 0.1, 'rounds': 5, 'algorithm': 'FedProx', 'seed': 3}}
+    """
+    of_all, of_phases = _leaves_of_run(configuration)
+    names = _short_names([*of_all, *(path for leaves in of_phases.values() for path in leaves)])
+    found = {}
+    for name, leaves in of_phases.items():
+        replaced = {path[0] for path in leaves}  # such as the model's optimizer, if the phase has one
+        kept = {path: value for path, value in of_all.items() if path[0] not in replaced}
+        found[name] = {names[path]: value for path, value in (kept | leaves).items()} | {"seed": seed}
+    return found
+
+
+def run_hparams(configuration: Mapping[str, str], seed: int) -> dict[str, Any]:
+    """The same hyperparameters in one dictionary: those of a phase have its name and a dot before them.
+
+    No name begins with another one and a slash: a file store, such as MLflow's, has a file for each.
+    """
+    of_all, of_phases = _leaves_of_run(configuration)
+    names = _short_names(of_all)
+    found = {"seed": seed} | {names[path]: value for path, value in of_all.items()}
+    for phase, leaves in of_phases.items():
+        names = _short_names(leaves)
+        found |= {f"{phase}.{names[path]}": value for path, value in leaves.items()}
+    return found
+
+
+def _leaves_of_run(configuration: Mapping[str, str]) -> tuple[dict[Path, Any], dict[str, dict[Path, Any]]]:
+    """The values that are the same for all phases, and those of each phase, by name; with the path to each."""
+    tree = json.loads(configuration["hparams"] or configuration["objects"] or "{}")
+    federation = tree.get("federation", {}) if configuration["hparams"] else tree
+    groups = {"dropout": federation.get("dropout") or None}
+    for group in _GROUPS:
+        groups[group] = tree.get(group)
+    groups["data"] = tree.get("datamodule", tree.get("data"))
+    groups["trainer"] = _trainer(groups["trainer"] or {})
+    phases = {}
+    for phase in federation.get("phases", []):
+        arguments = _without_defaults(phase, Phase)
+        arguments["trainer"] = _trainer(arguments.get("trainer") or {})
+        phases[phase["name"]] = dict(_leaves(arguments))
+    return dict(_leaves(groups)), phases
+
+
+def _trainer(arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """The arguments of the clients' Trainers that do not have their default."""
+    defaults = {name: parameter.default for name, parameter in inspect.signature(Trainer).parameters.items()}
+    defaults |= LEAN_TRAINER
+    return {key: value for key, value in arguments.items() if key in _ALWAYS or not _same(value, defaults.get(key))}
+
+
+def _leaves(node: Any, path: Path = ()) -> Iterator[tuple[Path, Any]]:
+    """The values in a tree that are not their class's default, and the names of classes, with the path to each.
+
+    The names of the groups are left out of the paths, except for the classes of the model and of the data.
+    """
+    if isinstance(node, Mapping) and "class_path" in node:
+        class_path = node["class_path"]
+        yield path, class_path.rpartition(".")[2]
+        if not class_path.startswith("torch.nn."):
+            arguments = node.get("init_args") or {key: value for key, value in node.items() if key != "class_path"}
+            yield from _leaves(_without_defaults(arguments, _imported(class_path)), path)
+    elif isinstance(node, Mapping):
+        within = () if path and path[-1] in _GROUPS else path
+        for key, value in node.items():
+            if key not in _WITHOUT_MEANING:
+                yield from _leaves(value, (*within, key))
+    elif node is not None and node != [] and path:
+        yield path, node if isinstance(node, bool | int | float | str) else json.dumps(node)
+
+
+def _without_defaults(arguments: Mapping[str, Any], made: type | None) -> dict[str, Any]:
+    """The arguments that do not have the default of the class, as far as they are arguments of its constructor."""
+    plain = {key: _plain(value) for key, value in arguments.items()}
+    if made is None:
+        return plain
+    parameters: dict[str, inspect.Parameter] = {}
+    for base in reversed(made.__mro__[:-1]):
+        if inspect.isfunction(vars(base).get("__init__")):
+            parameters |= inspect.signature(vars(base)["__init__"]).parameters
+    return {
+        key: value
+        for key, value in plain.items()
+        if key in parameters and (key in _ALWAYS or not _same(value, parameters[key].default))
+    }
+
+
+def _plain(value: Any) -> Any:
+    """Patterns of parameters, which are an object in Python, as the command line has them."""
+    patterns = value.get("patterns") if isinstance(value, Mapping) else value
+    if isinstance(patterns, list) and patterns and all(isinstance(pattern, str) for pattern in patterns):
+        return ", ".join(patterns)
+    return value
+
+
+def _same(value: Any, default: Any) -> bool:
+    return value == (list(default) if isinstance(default, tuple) else default)
+
+
+def _imported(class_path: str) -> type | None:
+    module, _, name = class_path.rpartition(".")
+    try:
+        found = getattr(importlib.import_module(module), name)
+    except (ImportError, AttributeError, ValueError):  # of a script, or made in a function
+        return None
+    return found if isinstance(found, type) else None
+
+
+def _short_names(paths: Iterable[Path]) -> dict[Path, str]:
+    """The last part of each path; of those with the same last part, as much as tells them apart."""
+    paths = [*dict.fromkeys(paths)]
+    names = {}
+    for path in paths:
+        others = [other for other in paths if other != path and other[-1] == path[-1]]
+        length = next((n for n in range(1, len(path)) if all(other[-n:] != path[-n:] for other in others)), len(path))
+        names[path] = ".".join(path[-length:])
+    return names

@@ -1,0 +1,193 @@
+"""What callbacks show of a run, sent to every logger that can take it."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from lightning.pytorch.loggers import Logger, MLFlowLogger, TensorBoardLogger, WandbLogger
+from tensorboard.compat.proto.summary_pb2 import Summary  # pyright: ignore[reportAttributeAccessIssue]
+from tensorboard.plugins.histogram.metadata import create_summary_metadata
+from tensorboard.util.tensor_util import make_tensor_proto
+
+if TYPE_CHECKING:
+    from torch.utils.tensorboard import SummaryWriter
+
+HISTOGRAM_BINS = 30
+"""TensorBoard always shows 30 bins."""
+RESULT = "result"
+"""Section of a method's final accuracies."""
+
+
+class Boards:
+    """The run's loggers, each of which gets what it can show.
+
+    In TensorBoard, every method is a run of its own, in a folder of the logger's ``log_dir``. A measure has the same
+    tag in all of them, so that the methods are curves of one chart. In other loggers, the method's name comes before
+    the tag. Scalars go to every logger; pictures to TensorBoard, MLflow and every logger with a ``log_image`` like that
+    of ``WandbLogger``; histograms to TensorBoard and Weights & Biases; text to these three.
+
+    Args:
+        loggers: the loggers.
+        completed: completed rounds of each method of a resumed run, whose later ones are removed from the curves.
+    """
+
+    def __init__(self, loggers: Sequence[Logger] = (), completed: Mapping[str, int] | None = None) -> None:
+        self.loggers = [*loggers]
+        self._completed = dict(completed or {})
+        self._tensorboards = [each for each in self.loggers if isinstance(each, TensorBoardLogger)]
+        self._others = [each for each in self.loggers if not isinstance(each, TensorBoardLogger)]
+        self._writers: dict[tuple[str, str], SummaryWriter] = {}  # by the logger's folder and the method
+
+    @property
+    def take_images(self) -> bool:
+        """Whether a logger takes pictures; if not, they need not be drawn."""
+        return bool(self._tensorboards) or any(_takes_images(logger) for logger in self._others)
+
+    @property
+    def take_histograms(self) -> bool:
+        """Whether a logger takes histograms."""
+        return bool(self._tensorboards) or any(isinstance(logger, WandbLogger) for logger in self._others)
+
+    def log_scalars(self, method: str, values: Mapping[str, float], step: int) -> None:
+        """Sends numbers of a method to every logger.
+
+        Args:
+            method: the method.
+            values: the numbers, by tag.
+            step: the round of the method's phase.
+        """
+        for writer in self.writers(method):
+            for tag, value in values.items():
+                writer.add_scalar(tag, value, step)
+        named = {_key(method, tag): float(value) for tag, value in values.items()}
+        for logger in self._others:
+            logger.log_metrics(named, step=step)
+
+    def log_image(self, tag: str, pixels: np.ndarray, step: int, method: str | None = None) -> None:
+        """Sends a picture of a method, or of the whole run, to loggers that take it.
+
+        Args:
+            tag: the picture's name.
+            pixels: uint8, shape (height, width, 3).
+            step: the round of the method's phase, or of the run.
+            method: the method; None for the whole run.
+        """
+        for writer in self.writers(method):
+            writer.add_image(tag, pixels, step, dataformats="HWC")
+        for logger in self._others:
+            if isinstance(logger, MLFlowLogger):
+                logger.experiment.log_image(logger.run_id, pixels, key=_key(method, tag), step=step)
+            elif _takes_images(logger):
+                logger.log_image(_key(method, tag), [pixels], step=step)  # pyright: ignore[reportAttributeAccessIssue]
+
+    def log_histogram(self, tag: str, weights: np.ndarray, description: str, step: int, method: str) -> None:
+        """Sends a histogram of numbers from 0 to 1 to loggers that take it; its axis is the same for all clients.
+
+        ``SummaryWriter.add_histogram`` drops empty bins at the ends, which would give every client a different axis.
+        """
+        counts, edges = np.histogram(weights, bins=HISTOGRAM_BINS, range=(0.0, 1.0))
+        writers = self.writers(method)
+        if writers:
+            buckets = np.stack([edges[:-1], edges[1:], counts], axis=1)  # (bins, 3): left, right, count
+            metadata = create_summary_metadata(display_name=None, description=description)
+            tensor = make_tensor_proto(buckets, np.float64)
+            summary = Summary(value=[Summary.Value(tag=tag, metadata=metadata, tensor=tensor)])
+            _add_summaries(writers, [summary], step)
+        for logger in self._others:
+            if isinstance(logger, WandbLogger):
+                from wandb import Histogram  # pyright: ignore[reportMissingImports]  optional
+
+                metrics: dict[str, Any] = {_key(method, tag): Histogram(np_histogram=(counts.tolist(), edges.tolist()))}
+                logger.log_metrics(metrics, step=step)
+
+    def log_text(self, tag: str, text: str, step: int) -> None:
+        """Sends text of aligned columns to loggers that take it."""
+        for logger in self._tensorboards:
+            logger.experiment.add_text(tag, f"```\n{text}\n```", step)  # Markdown that keeps spaces and line breaks
+        for logger in self._others:
+            if isinstance(logger, MLFlowLogger):
+                logger.experiment.log_text(logger.run_id, text, f"{tag}.txt")
+            elif isinstance(logger, WandbLogger):
+                logger.log_text(tag, columns=["text"], data=[[text]], step=step)
+
+    def log_hparams(self, hparams: Mapping[str, Any]) -> None:
+        """Sends hyperparameters to every logger, before the first round; of TensorBoard only to ``hparams.yaml``."""
+        for logger in self._tensorboards:
+            logger.hparams.update(hparams)
+        for logger in self._others:
+            logger.log_hyperparams({**hparams})
+
+    def log_result(self, method: str, hparams: Mapping[str, Any], accuracies: Mapping[str, float], step: int) -> None:
+        """Sends a method's final accuracies to every logger, in TensorBoard as a row of the page of hyperparameters.
+
+        Args:
+            method: the method.
+            hparams: its hyperparameters: texts, numbers and booleans.
+            accuracies: its final accuracies, by name.
+            step: the round of the method's phase.
+        """
+        values = {f"{RESULT}/{name}": value for name, value in accuracies.items()}
+        self.log_scalars(method, values, step)
+        writers = self.writers(method)
+        if writers:
+            from torch.utils.tensorboard.summary import hparams as summaries  # slow to import
+
+            _add_summaries(writers, summaries(dict(hparams), dict(values)), None)
+
+    def writers(self, method: str | None = None) -> list[SummaryWriter]:
+        """The TensorBoard writers of a method, or of the whole run, one for each TensorBoard logger."""
+        if method is None:
+            return [logger.experiment for logger in self._tensorboards]
+        return [self._writer(logger.log_dir, method) for logger in self._tensorboards]
+
+    def _writer(self, folder: str, method: str) -> SummaryWriter:
+        if (folder, method) not in self._writers:
+            from torch.utils.tensorboard import SummaryWriter  # slow to import, and only needed for TensorBoard
+
+            completed = self._completed.get(method)
+            purge_step = None if completed is None else completed + 1
+            self._writers[folder, method] = SummaryWriter(os.path.join(folder, method), purge_step=purge_step)
+        return self._writers[folder, method]
+
+    def flush(self) -> None:
+        """Writes what TensorBoard's methods still hold in memory, so that a kill leaves no gap in their curves."""
+        for writer in self._writers.values():
+            writer.flush()
+
+    def close(self, method: str) -> None:
+        """Closes the writers of a finished method."""
+        for folder, name in [*self._writers]:
+            if name == method:
+                self._writers.pop((folder, name)).close()
+        self._completed.pop(method, None)
+
+    def finalize(self) -> None:
+        """Ends all loggers."""
+        for _, method in [*self._writers]:
+            self.close(method)
+        for logger in self.loggers:
+            logger.finalize("success")
+
+
+def method_tag(method: str) -> str:
+    """The method's name as part of a tag, without characters that loggers would replace."""
+    return re.sub(r"[^-/\w.]", "_", method)
+
+
+def _add_summaries(writers: Iterable[SummaryWriter], summaries: Iterable[Summary], step: int | None) -> None:
+    for writer in writers:
+        assert writer.file_writer is not None, "closed writers are forgotten"
+        for summary in summaries:
+            writer.file_writer.add_summary(summary, step)
+
+
+def _key(method: str | None, tag: str) -> str:
+    return tag if method is None else f"{method_tag(method)}/{tag}"
+
+
+def _takes_images(logger: Logger) -> bool:
+    return isinstance(logger, MLFlowLogger) or callable(getattr(logger, "log_image", None))
