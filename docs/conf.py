@@ -1,6 +1,7 @@
 """Builds the documentation; `CONTRIBUTING.md` has the command."""
 
 from importlib.metadata import version as version_of
+from pathlib import Path
 
 project = "fedmoe_pl"
 author = "The fedmoe_pl developers"
@@ -16,7 +17,7 @@ myst_enable_extensions = ["colon_fence", "attrs_block"]
 
 # Tutorials are executed in a folder that is removed afterwards. `cache` executes only those whose code has changed.
 nb_execution_mode = "cache"
-nb_execution_cache_path = "build/notebooks"
+nb_execution_cache_path = str(Path(__file__).parent / "build" / "notebooks")
 nb_execution_raise_on_error = True
 nb_execution_in_temp = True
 nb_execution_timeout = 300  # seconds for a cell, on a busy machine
