@@ -65,7 +65,7 @@ def test_copies_have_what_their_commands_need(tmp_path, monkeypatch, capsys):
     }
     grid = read_grid(["--config", "configs/papers/pfl_moe.yaml", "--config", "configs/papers/pfl_moe_quick.yaml"])
     assert all(Path(path.absolute).is_file() for path in grid.configs)
-    with pytest.raises(MisconfigurationException, match=r"configs/fedmoe_da_svhn\.yaml exists; --to"):
+    with pytest.raises(MisconfigurationException, match=r"fedmoe_da_cifar10\.yaml exists; --to names"):
         configs(["fedmoe_da_svhn"])
     assert len(configs(["papers/*", "--to", "mine"])) > 14
 
