@@ -5,6 +5,7 @@ from fedmoe_pl.algorithms.client import Client, Update
 from fedmoe_pl.federation import Federation
 from fedmoe_pl.models import ClusteredMoE, MixtureOfExperts, PersonalizedMoE, RepresentationMoE, SparseMoE
 from fedmoe_pl.rounds.phase import Phase
+from fedmoe_pl.version import __version__
 
 __all__ = [
     "Algorithm",
@@ -17,4 +18,5 @@ __all__ = [
     "RepresentationMoE",
     "SparseMoE",
     "Update",
+    "__version__",
 ]

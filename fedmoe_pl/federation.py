@@ -119,6 +119,12 @@ class Federation:
         self.command = ""
         self._run: Run | None = None
 
+    def __repr__(self) -> str:
+        phases = ", ".join(
+            f"{phase.name} ({phase.rounds})" if phase.rounds > 1 else phase.name for phase in self.phases
+        )
+        return f"Federation({phases}; runs in {self.runs})"
+
     def fit(
         self,
         model: LightningModule,

@@ -9,6 +9,7 @@ import pytest
 PACKAGE = Path(__file__).parent.parent / "fedmoe_pl"
 # Each part may import from itself and from those before it.
 PARTS = (
+    "version",
     "seeds",
     "trees",
     "checks",
@@ -23,6 +24,7 @@ PARTS = (
     "report",
     "benchmark",
     "cli",
+    "__main__",
 )
 MODULES = {
     ".".join(path.relative_to(PACKAGE.parent).with_suffix("").parts): path

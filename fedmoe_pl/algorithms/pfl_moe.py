@@ -40,7 +40,7 @@ _GATE = 1  # separates the gate's share of a client's samples from other shares 
 
 
 class PersonalizedExpert(Algorithm):
-    """Stage 2: the local expert starts as a copy of the global one and is fine-tuned, in whole or in part.
+    """PFL-FT, PFL-FB: the local expert starts as a copy of the global one and is fine-tuned, in whole or in part.
 
     Args:
         trainable: glob patterns of the parameters that are trained: ``local_expert.*`` is PFL-FT,
@@ -112,7 +112,7 @@ class PersonalizedExpert(Algorithm):
 
 
 class PFLMoE(Algorithm):
-    """Stage 3: the gate learns to weigh the frozen experts: PFL-MF with ``LinearGate``, PFL-MFE with ``FeatureGate``.
+    """PFL-MF with a ``LinearGate``, PFL-MFE with a ``FeatureGate``: the gate learns to weigh the frozen experts.
 
     It starts from a ``PersonalizedExpert`` phase with the same ``gate_fraction``. Every client draws a new gate.
 

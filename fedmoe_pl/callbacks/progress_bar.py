@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 import time
 
@@ -13,11 +14,18 @@ from fedmoe_pl.rounds.results import percent
 from fedmoe_pl.rounds.run import FederationCallback, Run
 
 
+_SECONDS_BETWEEN_LINES = 60
+_COLUMNS = 80
+_BAR, _WIDE_BAR = 10, 30  # columns, on a terminal with fewer than 120 columns and on others
+_BESIDE_NAME = 68  # columns of all but the phase's name, with times in hours and rounds in hundreds
+
+
 class ProgressBar(FederationCallback):
-    """One bar on stderr for the whole run: phase, round, time left and the newest mean accuracies.
+    """One bar on stderr for the whole run: phase, round, time left and the newest mean accuracies of the phase.
 
     Progress is counted in training samples (``Run.progress``), so that a round of 200 local epochs counts as much as it
-    costs. If stderr is not a terminal (a batch job, a log file), one short line per phase is written instead.
+    costs. If stderr is neither a terminal nor a notebook's (a batch job, a log file), a short line is written at the
+    end of each phase, and about once a minute, when a client's training ends.
     """
 
     _bar: tqdm
@@ -28,44 +36,61 @@ class ProgressBar(FederationCallback):
     def on_fit_start(self, run: Run) -> None:
         """Opens the bar; a resumed run's bar starts at the work already done."""
         self._begun = None
-        self._start_time = time.monotonic()
+        self._newest = ""
+        self._start_time = self._line_time = time.monotonic()
         self._start_work = run.progress.completed(run.states)
+        is_terminal = sys.stderr.isatty()
+        self._columns = _columns()
+        width = _BAR if self._columns < 120 else _WIDE_BAR
         self._bar = tqdm(
             total=run.progress.total,
             initial=run.progress.completed(run.states),
             file=sys.stderr,
-            disable=not sys.stderr.isatty(),
-            dynamic_ncols=True,
+            disable=not (is_terminal or _in_notebook()),
+            ncols=self._columns,
+            dynamic_ncols=is_terminal,
             mininterval=0.5,
             # The time left follows the speed of the last ten seconds or, with slow clients, of the last 20 clients.
             smoothing=0.05,
-            bar_format="{desc} {percentage:3.0f}%|{bar}| {elapsed}<{remaining}{postfix}",
+            bar_format=f"{{desc}} {{percentage:3.0f}}%|{{bar:{width}}}| {{elapsed}}<{{remaining}}{{postfix}}",
         )
 
     def on_round_start(self, run: Run, phase: Phase, round: int) -> None:
         """Shows phase and round."""
+        if self._begun != phase.name:
+            self._newest = ""
+            self._bar.set_postfix_str("", refresh=False)
         self._begun = phase.name
-        self._bar.set_description_str(f"{phase.name} round {round + 1}/{phase.rounds}")
+        self._round = f"round {round + 1}/{phase.rounds}"
+        room = self._columns - _BESIDE_NAME - (_WIDE_BAR - _BAR) * (self._columns >= 120)
+        name = phase.name if len(phase.name) <= room else f"{phase.name[: max(room, 8) - 1]}…"
+        self._bar.set_description_str(f"{name} {round + 1}/{phase.rounds}")
 
     def on_client_end(self, run: Run, phase: Phase, round: int, client: int) -> None:
-        """Moves the bar to the work done so far."""
+        """Moves the bar to the work done so far; writes a line if there is none, and the last line is a minute old."""
         self._bar.update(run.progress.completed(run.states) - self._bar.n)
+        if self._bar.disable and time.monotonic() - self._line_time >= _SECONDS_BETWEEN_LINES:
+            self._write(run, f"{phase.name}: {self._round}{self._newest}")
 
     def on_evaluation_end(self, run: Run, phase: Phase, evaluation: Evaluation) -> None:
         """Shows the newest accuracies."""
-        self._bar.set_postfix_str(f"{evaluation.method}: {_accuracies(evaluation)}")
+        self._newest = f", {_accuracies(evaluation)}"
+        self._bar.set_postfix_str(_accuracies(evaluation))
 
     def on_phase_end(self, run: Run, phase: Phase, evaluation: Evaluation | None) -> None:
         """Writes one line if there is no terminal."""
         if self._bar.disable:
             accuracies = "" if evaluation is None else f", {_accuracies(evaluation)}"
-            print(
-                f"{self._time(run)} {phase.name}: {self._rounds(run, phase)}{accuracies}", file=sys.stderr, flush=True
-            )
+            self._write(run, f"{phase.name}: {self._rounds(run, phase)}{accuracies}")
 
     def on_fit_end(self, run: Run) -> None:
         """Closes the bar, which stays visible."""
         self._bar.close()
+
+    def _write(self, run: Run, text: str) -> None:
+        """Writes a line."""
+        self._line_time = time.monotonic()
+        print(f"{self._time(run)} {text}", file=sys.stderr, flush=True)
 
     def _rounds(self, run: Run, phase: Phase) -> str:
         """How many rounds the phase had, which may be fewer than ``phase.rounds``, or that it had none."""
@@ -87,3 +112,17 @@ class ProgressBar(FederationCallback):
 def _accuracies(evaluation: Evaluation) -> str:
     local, overall = (percent(evaluation.spread(metric).mean) for metric in ("local_test", "global_test"))
     return f"local {local} %, global {overall} %"
+
+
+def _columns() -> int:
+    """Width of the terminal, 80 for a notebook's output."""
+    try:
+        return os.get_terminal_size(sys.stderr.fileno()).columns or _COLUMNS
+    except (OSError, ValueError):  # no terminal
+        return _COLUMNS
+
+
+def _in_notebook() -> bool:
+    """Whether this process runs the cells of a notebook, whose output shows a bar in place."""
+    shell = getattr(sys.modules.get("IPython"), "get_ipython", lambda: None)()
+    return hasattr(shell, "kernel")

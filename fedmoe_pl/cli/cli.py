@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shlex
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,15 +19,22 @@ from lightning_utilities.core.enums import StrEnum
 from fedmoe_pl.backends import LEAN_TRAINER
 from fedmoe_pl.benchmark.grid import DESCRIPTION as BENCHMARK
 from fedmoe_pl.benchmark.grid import grid_parser
+from fedmoe_pl.cli.completion import DESCRIPTION as COMPLETION
+from fedmoe_pl.cli.completion import completion_parser, script
 from fedmoe_pl.cli.constructing import Constructor, Failure, ModuleConstructor, describe_failure
 from fedmoe_pl.cli.errors import cause_of, with_key
+from fedmoe_pl.cli.faults import fault_of, unknown_argument
+from fedmoe_pl.cli.listing import DESCRIPTION as LIST
+from fedmoe_pl.cli.listing import list_parser
 from fedmoe_pl.cli.overlays import ConfigFile
-from fedmoe_pl.cli.reading import read_arguments, read_files
-from fedmoe_pl.cli.schema import arguments_of, faults
+from fedmoe_pl.cli.packaged import DESCRIPTION as CONFIGS
+from fedmoe_pl.cli.packaged import configs_parser, with_files
+from fedmoe_pl.cli.phases import with_phases
 from fedmoe_pl.data import FederatedDataModule
 from fedmoe_pl.federation import Federation
 from fedmoe_pl.report.command import DESCRIPTION as REPORT
 from fedmoe_pl.report.command import report_parser
+from fedmoe_pl.version import __version__
 
 # An integer is a number of batches, a float a share. In the Trainer's own annotation the float comes first, so that
 # jsonargparse would make 1.0, all batches, of 1.
@@ -54,6 +61,8 @@ class FederationCLI(LightningCLI):
                 save_config_callback=None,
                 parser_kwargs={
                     **strict,
+                    "prog": "fedmoe",
+                    "version": __version__,
                     "description": "Personalized federated learning with mixtures of experts",
                     **dict.fromkeys(self.subcommands(), strict),
                 },
@@ -88,6 +97,9 @@ class FederationCLI(LightningCLI):
         assert commands is not None, "Lightning has added its own"
         commands.add_subcommand("benchmark", grid_parser(), help=BENCHMARK)
         commands.add_subcommand("report", report_parser(), help=REPORT)
+        commands.add_subcommand("list", list_parser(), help=LIST)
+        commands.add_subcommand("configs", configs_parser(), help=CONFIGS)
+        commands.add_subcommand("completion", completion_parser(), help=COMPLETION)
 
     def add_core_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
         """Adds the groups ``trainer``, ``model``, ``data`` and ``federation``."""
@@ -116,12 +128,22 @@ class FederationCLI(LightningCLI):
         if not isinstance(arguments, list):
             super().parse_arguments(parser, args)
             return
-        fault, is_certain = fault_of([str(argument) for argument in arguments], self._subcommand_parsers)
+        arguments = with_phases(with_files([str(argument) for argument in arguments]))
+        if arguments[:1] == ["completion"]:
+            shell = parser.parse_args(arguments)["completion"]["shell"]
+            assert parser._subcommands_action is not None, "fedmoe has commands"
+            print(script(shell, parser._subcommands_action.choices), end="")
+            sys.exit()
+        fault, is_certain = fault_of(arguments, self._subcommand_parsers)
         if fault and is_certain:
             raise MisconfigurationException(fault)
         try:
-            super().parse_arguments(parser, args)
+            if args is None:
+                self.config = parser.parse_args(arguments)
+            else:
+                super().parse_arguments(parser, arguments)
         except Exception as error:
+            fault = fault or unknown_argument(str(error), arguments, self._subcommand_parsers)
             if fault:
                 raise MisconfigurationException(fault) from error
             raise
@@ -187,33 +209,6 @@ class FederationCLI(LightningCLI):
         """Does nothing: a federation's checkpoint holds no hyperparameters of the model, and Federation reads it."""
 
 
-def fault_of(arguments: Sequence[str], parsers: Mapping[str, ArgumentParser]) -> tuple[str, bool]:
-    """The first argument of a command line that seems to have another name or type than it must.
-
-    Args:
-        arguments: the arguments of the command line; those before the subcommand are not looked at.
-        parsers: the parser of each subcommand.
-
-    Returns:
-        A sentence that names it, empty if there is none; and whether that is certain: it is a section that no command
-        has, an argument that no section has, or one of the files has this fault without the others, too.
-
-    Raises:
-        MisconfigurationException: if a file cannot be read; the message names it.
-    """
-    subcommand = next((argument for argument in arguments if argument in parsers), None)
-    if subcommand is None:
-        return "", False
-    following = arguments[arguments.index(subcommand) + 1 :]
-    known = arguments_of(parsers[subcommand])
-    found = list(faults(read_arguments(following), known))
-    of_files = {fault for content in read_files(following) for fault in faults(content, known)} if found else set()
-    # no other file or argument can make a section of this name, or an argument of a section
-    ends = ("is not an argument", *{f"is not an argument of {key.partition('.')[0]}" for key in known if "." in key})
-    certain = [fault for fault in found if fault in of_files or fault.partition(";")[0].endswith(ends)]
-    return [*certain, *found, ""][0], bool(certain)
-
-
 def _is_of_library(class_type: type) -> bool:
     return class_type.__module__.split(".")[0] in ("fedmoe_pl", "torch", "torchvision", "lightning")
 
@@ -231,7 +226,9 @@ def _command(arguments: Sequence[str]) -> str:
         >>> _command(["fit", "--config", "my run.yaml", "--ckpt_path", "last"])
         "fedmoe fit --config 'my run.yaml'"
     """
-    program = ["python", sys.argv[0]] if Path(sys.argv[0]).name == "cli.py" else ["fedmoe"]
+    script = Path(sys.argv[0])
+    program = ["python", sys.argv[0]] if script.name == "cli.py" else ["fedmoe"]
+    program = ["python", "-m", "fedmoe_pl"] if script.name == "__main__.py" else program
     words, rest = list[str](), iter(arguments)
     for word in rest:
         if word == "--ckpt_path":

@@ -16,11 +16,14 @@ from lightning.pytorch.cli import ArgsType
 
 from fedmoe_pl.benchmark.command import benchmark
 from fedmoe_pl.benchmark.grid import grid_parser
-from fedmoe_pl.cli.cli import FederationCLI, fault_of
+from fedmoe_pl.cli.cli import FederationCLI
 from fedmoe_pl.cli.errors import cause_of
+from fedmoe_pl.cli.faults import fault_of, unknown_argument
+from fedmoe_pl.cli.listing import list_classes, list_parser
+from fedmoe_pl.cli.packaged import configs, configs_parser, with_files
 from fedmoe_pl.data import FederatedDataModule
 from fedmoe_pl.federation import Federation
-from fedmoe_pl.report.command import report
+from fedmoe_pl.report.command import report, report_parser
 from fedmoe_pl.rounds.failures import ClientError
 
 
@@ -39,15 +42,10 @@ def main(args: ArgsType = None) -> None:
         sys.path.insert(0, os.getcwd())
     arguments = sys.argv[1:] if args is None else args
     try:
-        if isinstance(arguments, list) and arguments[:1] == ["benchmark"]:
-            fault, _ = fault_of(arguments, {"benchmark": grid_parser()})
-            if " is not an argument; " in fault:  # the parser overlooks it if it is empty
-                raise MisconfigurationException(fault)
-            sys.exit(benchmark(arguments[1:], configured))
-        if isinstance(arguments, list) and arguments[:1] == ["report"]:
-            report(arguments[1:])
+        if not isinstance(arguments, list) or not arguments or arguments[0] not in _OTHERS:
+            FederationCLI(args)
             return
-        FederationCLI(args)
+        _run_other(*map(str, arguments))
     except (ArgumentError, MisconfigurationException) as error:
         print(f"fedmoe: {cause_of(error)}", file=sys.stderr)
         sys.exit(2)
@@ -58,6 +56,14 @@ def main(args: ArgsType = None) -> None:
         sys.exit(1)
     except KeyboardInterrupt:
         sys.exit(130)
+
+
+def _benchmark(arguments: list[str]) -> None:
+    """Runs ``fedmoe benchmark``, and exits with its code."""
+    fault, _ = fault_of(["benchmark", *arguments], {"benchmark": grid_parser()})
+    if " is not an argument; " in fault:  # the parser overlooks it if it is empty
+        raise MisconfigurationException(fault)
+    sys.exit(benchmark(arguments, configured))
 
 
 class _Configured(FederationCLI):
@@ -96,3 +102,26 @@ def configured(arguments: Sequence[str], check: bool) -> Federation:
             return (_Checked if check else _Configured)(["fit", *arguments]).trainer  # pyright: ignore[reportReturnType]
         except ArgumentError as error:
             raise MisconfigurationException(cause_of(error)) from error
+
+
+# The commands that are not methods of Federation: what makes their parsers, and what runs them.
+_OTHERS = {
+    "benchmark": (grid_parser, _benchmark),
+    "report": (report_parser, report),
+    "list": (list_parser, list_classes),
+    "configs": (configs_parser, configs),
+}
+
+
+def _run_other(command: str, *arguments: str) -> None:
+    """Runs a command that is none of the federation's.
+
+    Raises:
+        MisconfigurationException: if an argument is wrong.
+    """
+    parser, run = _OTHERS[command]
+    try:
+        run(with_files(arguments))
+    except ArgumentError as error:
+        fault = unknown_argument(str(error), [command, *arguments], {command: parser()})
+        raise MisconfigurationException(fault or cause_of(error)) from error

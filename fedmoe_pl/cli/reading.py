@@ -30,7 +30,7 @@ def read_arguments(arguments: Sequence[str]) -> dict[str, Any]:
         if option in _CONFIG:
             configuration = merged(configuration, _of_config(value))
         elif option.startswith("--") and not option.endswith(".help"):
-            _put(configuration, option[2:].split("."), _scalar(value))
+            put(configuration, option[2:].split("."), scalar(value))
     return configuration
 
 
@@ -41,14 +41,14 @@ def read_files(arguments: Sequence[str]) -> list[Mapping[str, Any]]:
 
 def _of_config(value: str) -> Mapping[str, Any]:
     """What ``--config`` gives: the content of a file, or what is written in place of one."""
-    text = _scalar(value) if "{" in value else None
+    text = scalar(value) if "{" in value else None
     content = text if isinstance(text, Mapping) else read_file(os.path.expanduser(value))
     if not isinstance(content, Mapping):
         raise _no_keys(value, "config")
     return content
 
 
-def _put(node: dict[str, Any], names: Sequence[str], value: Any) -> None:
+def put(node: dict[str, Any], names: Sequence[str], value: Any) -> None:
     """Puts an argument of the command line into a configuration, which is changed.
 
     Args:
@@ -66,10 +66,11 @@ def _put(node: dict[str, Any], names: Sequence[str], value: Any) -> None:
         child = child[-1] if isinstance(child, list) and child else child
         child = read_file(str(child)) if names_file(child) else child
         child = {"class_path": child} if isinstance(child, str) else dict(child) if isinstance(child, Mapping) else {}
-        _put(child, below, value)
+        put(child, below, value)
         node[name] = [*earlier, child] if isinstance(node.get(name), list) else child
     elif name.endswith("+"):
         before = node.get(name[:-1])
+        before = read_file(str(before)) if names_file(before) else before
         items = value if isinstance(value, list) else [value]
         node[name[:-1]] = [*before, *items] if isinstance(before, list) else items
     else:
@@ -172,7 +173,7 @@ def _options(arguments: Sequence[str]) -> list[tuple[str, str]]:
     return options
 
 
-def _scalar(text: str) -> Any:
+def scalar(text: str) -> Any:
     """The value of a command line's argument, which is YAML; text that is not stays a text."""
     try:
         return get_loader("yaml")(text)

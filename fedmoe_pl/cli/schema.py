@@ -16,26 +16,39 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple, get_args, get_origin
 
 from jsonargparse import ArgumentParser
+from lightning.pytorch import Callback, LightningModule
+from lightning.pytorch.loggers import Logger
+from torch import nn
+from torch.optim import Optimizer
 
-import fedmoe_pl.aggregation
-import fedmoe_pl.algorithms
-import fedmoe_pl.backends
-import fedmoe_pl.data
-import fedmoe_pl.models
+from fedmoe_pl.aggregation import Aggregation
+from fedmoe_pl.algorithms.algorithm import Algorithm
+from fedmoe_pl.backends import Backend
+from fedmoe_pl.callbacks import FederationCallback
 from fedmoe_pl.cli.reading import Inherited, names_file, read_file
-from fedmoe_pl.cli.words import allowed, classes_of, did_you_mean, is_callable, kinds_of, shown
+from fedmoe_pl.cli.words import allowed, classes_of, did_you_mean, is_callable, is_list, kinds_of, shown
+from fedmoe_pl.data import Augmentation, FederatedDataModule, Partitioner
+from fedmoe_pl.models import Gate
 from fedmoe_pl.rounds.names import is_file_name
 
 PHASES = "federation.phases"
 OVERLAY = "an overlay needs the --config that it changes before it"
-_BACKENDS = [name for name in fedmoe_pl.backends.__all__ if name.endswith("Backend")]
-CLASSES = [
-    *_BACKENDS,
-    *fedmoe_pl.aggregation.__all__,
-    *fedmoe_pl.algorithms.__all__,
-    *fedmoe_pl.data.__all__,
-    *fedmoe_pl.models.__all__,
-]
+_PLACES: dict[type, str] = {
+    LightningModule: "model",
+    FederatedDataModule: "data",
+    Partitioner: "data.init_args.partitioner",
+    Augmentation: "data.init_args.augmentation",
+    Algorithm: "a phase's algorithm",
+    Gate: "the gate of the model or of a phase",
+    Aggregation: "a phase's aggregation",
+    Backend: "federation.backend",
+    FederationCallback: "federation.callbacks",
+    Callback: "trainer.callbacks or a phase's callbacks",
+    Logger: "federation.logger",
+    Optimizer: "the optimizer of the model or of a phase",
+    nn.Module: "the model's arguments",
+}
+"""Where the classes of each kind belong, the narrower kinds first."""
 _OF_CLASS = ("class_path", "init_args", "dict_kwargs")
 
 
@@ -100,7 +113,7 @@ def _faults(value: Any, argument: Argument, key: str) -> Iterator[str]:
     """The faults of an argument's value."""
     hint, kinds = argument.hint, kinds_of(argument.hint)
     classes = tuple(each for kind in kinds for each in classes_of(kind))
-    items = [get_args(kind)[0] for kind in kinds if get_origin(kind) is list]
+    items = [get_args(kind)[0] for kind in kinds if is_list(kind)]
     if (classes or items) and str not in kinds and names_file(value):
         value = read_file(value, key)
     if (
@@ -144,6 +157,9 @@ def _faults_of_class(node: Mapping[str, Any], hint: Any, classes: tuple[type, ..
         if isinstance(class_type, str):
             yield class_type
             return
+    elif similar := [name for name in node if difflib.get_close_matches(str(name), _OF_CLASS, n=1, cutoff=0.8)]:
+        yield f"{key}.{similar[0]} is not a key of a class; {did_you_mean(similar[0], _OF_CLASS)}"
+        return
     else:
         class_type, given, prefix = classes[0], node, key
     if not inspect.isclass(class_type):  # a function that makes an object
@@ -175,15 +191,15 @@ def _missing(class_type: Any, given: Mapping[str, Any], hint: Any, key: str) -> 
 
 def find_class(name: str, hint: Any, classes: tuple[type, ...], key: str) -> Any:
     """The class, or a function that makes one; a sentence if there is no such class or it is of another kind."""
-    known = {each.__name__: each for each in _sub_classes(classes)}
+    known = {each.__name__: each for each in sub_classes(classes)}
     if name in known:
         return known[name]
     module, _, attribute = name.rpartition(".")
     if not module:
-        similar = difflib.get_close_matches(name, [*known, *CLASSES], n=1)
+        if other := named(name):
+            return _of_other_kind(name, other, hint, key)
+        similar = difflib.get_close_matches(name, known, n=1)
         hinted = f"; did you mean {similar[0]}?" if similar else f"; it must be {allowed(hint)}."
-        if name in CLASSES:
-            return f"{key} is '{name}', which is not the kind of class that belongs there{hinted}"
         return f"{key} is '{name}', which is neither a class of fedmoe_pl nor an import path{hinted}"
     try:
         found = importlib.import_module(module)
@@ -197,11 +213,25 @@ def find_class(name: str, hint: Any, classes: tuple[type, ...], key: str) -> Any
         )
     found = getattr(found, attribute)
     if inspect.isclass(found) and not issubclass(found, classes):
-        return f"{key} is '{name}', which is not the kind of class that belongs there; it must be {allowed(hint)}."
+        return _of_other_kind(name, found, hint, key)
     return found
 
 
-def _sub_classes(classes: tuple[type, ...]) -> Iterator[type]:
+def _of_other_kind(name: str, class_type: type, hint: Any, key: str) -> str:
+    """A sentence for a class that does not belong where it is named, with the place where it does."""
+    base = next((base for base in _PLACES if issubclass(class_type, base)), None)
+    if base is None:
+        return f"{key} is '{name}', which is not the kind of class that belongs there; it must be {allowed(hint)}."
+    kind = allowed(base)
+    return f"{key} is '{name}', which is {kind}, but must be {allowed(hint)}; {kind} belongs in {_PLACES[base]}."
+
+
+def named(name: str) -> type | None:
+    """The public class of this name, of any kind that a configuration can name; None if there is none."""
+    return next((each for each in sub_classes(tuple(_PLACES)) if each.__name__ == name), None)
+
+
+def sub_classes(classes: tuple[type, ...]) -> Iterator[type]:
     """The public subclasses of some classes, and these themselves."""
     seen: set[type] = set()
     waiting = list(classes)

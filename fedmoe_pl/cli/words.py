@@ -30,6 +30,11 @@ def is_callable(kind: Any) -> bool:
     return get_origin(kind) is collections.abc.Callable
 
 
+def is_list(kind: Any) -> bool:
+    """Whether a value of this type is written as a list."""
+    return get_origin(kind) in (list, collections.abc.Iterable, collections.abc.Sequence)
+
+
 def classes_of(kind: Any) -> list[type]:
     """The classes of which a value of this type is made: those of the package, of PyTorch and of users."""
     if is_callable(kind):
@@ -58,7 +63,7 @@ def _words(kind: Any) -> list[str]:
         return ["null"]
     if get_origin(kind) is Literal:
         return [repr(value) for value in get_args(kind)]
-    if get_origin(kind) is list:
+    if is_list(kind):
         item = allowed(get_args(kind)[0])
         return [f"a list of {re.sub(r'^an? ', '', item)}"]
     if get_origin(kind) is dict or kind is dict:

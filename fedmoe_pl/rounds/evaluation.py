@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import torch
@@ -54,8 +54,8 @@ class ClientEvaluation:
     local_test_held_out: float
     global_test: float
     validation: float
-    gate_weights: Tensor | None = None
-    gate_labels: Tensor | None = None
+    gate_weights: Tensor | None = field(default=None, repr=False)
+    gate_labels: Tensor | None = field(default=None, repr=False)
     validation_loss: float = math.nan
     has_global_expert: bool = True
 
@@ -96,6 +96,11 @@ class Evaluation:
     selection: str
     clients: list[ClientEvaluation]
     drawn_from: int | None = None
+
+    def __repr__(self) -> str:
+        spreads = {metric: self.spread(metric).mean for metric in METRICS}
+        means = ", ".join(f"{metric} {100 * mean:.2f} %" for metric, mean in spreads.items() if not math.isnan(mean))
+        return f"Evaluation({self.method}, round {self.round}, {self.evaluated} clients: {means})"
 
     @property
     def evaluated(self) -> str:

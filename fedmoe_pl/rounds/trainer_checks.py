@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import difflib
+import inspect
 import os
 from collections.abc import Callable
 from typing import Any
@@ -75,9 +77,15 @@ def check_trainer(arguments: dict[str, Any]) -> list[torch.device]:
         ``devices: auto`` there is one entry for every core that the process may use.
 
     Raises:
-        MisconfigurationException: if Lightning refuses the arguments, or they ask for several nodes or a true precision
-            other than 32 bits.
+        MisconfigurationException: if Lightning does not know or refuses the arguments, or they ask for several nodes or
+            a true precision other than 32 bits.
     """
+    known = inspect.signature(Trainer).parameters
+    for name in arguments:
+        if name not in known:
+            similar = difflib.get_close_matches(name, known, n=1)
+            hint = f"; did you mean {similar[0]}?" if similar else "."
+            raise MisconfigurationException(f"trainer.{name} is not an argument of Trainer{hint}")
     for name, (is_allowed, allowed) in _RULES.items():
         if name in arguments and not is_allowed(arguments[name]):
             raise MisconfigurationException(f"trainer.{name} is {arguments[name]}, but must be {allowed}.")

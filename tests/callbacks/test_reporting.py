@@ -104,9 +104,42 @@ def test_progress_bar_counts_work(run, monkeypatch):
     bar = Watch()
     run.fit(bar)
     assert seen == [(n, 40.0) for n in (5.0, 10.0, 15.0, 20.0, 30.0, 40.0)]
-    assert bar._bar.desc == "PFL MFE round 1/1"
-    assert bar._bar.postfix == "PFL MFE: local 90.00 %, global 60.00 %"
+    assert bar._bar.desc == "PFL MFE 1/1"
+    assert bar._bar.postfix == "local 90.00 %, global 60.00 %"
     assert "100%" in sys.stderr.getvalue()
+
+
+@pytest.mark.parametrize("name", ["A", "a method with a long name"])
+def test_progress_bar_keeps_its_width_at_80_columns(name, run, monkeypatch):
+    monkeypatch.setattr("sys.stderr", Terminal())
+    bar, phase, evaluation = ProgressBar(), run.phases[0], run.phases[0].evaluation
+    run.phases[0].name, run.phases[0].rounds = name, 999
+    bar.on_fit_start(run)
+    bar._bar.start_t -= 30 * 3600
+    shown = []
+    for round in (0, 998):
+        bar.on_round_start(run, phase, round)
+        shown.append(str(bar._bar))
+        bar.on_evaluation_end(run, phase, evaluation)
+        shown.append(str(bar._bar))
+    assert [len(line.split("|")[1]) for line in shown] == [10] * 4
+    assert max(map(len, shown)) <= 80
+
+
+def test_progress_in_a_notebook_is_a_bar(run, monkeypatch, capsys):
+    shell = SimpleNamespace(kernel=None)
+    monkeypatch.setitem(sys.modules, "IPython", SimpleNamespace(get_ipython=lambda: shell))
+    run.fit(ProgressBar())
+    assert "PFL MFE 1/1 100%|##########| 00:00<00:00, local 90.00 %, global 60.00 %" in capsys.readouterr().err
+
+
+def test_progress_without_a_terminal_is_also_a_line_a_minute(run, monkeypatch, capsys):
+    clock = iter(range(0, 10**6, 25))
+    monkeypatch.setattr("fedmoe_pl.callbacks.progress_bar.time.monotonic", lambda: next(clock))
+    run.fit(ProgressBar())
+    lines = [line.split("] ")[1] for line in capsys.readouterr().err.splitlines()]
+    assert "FedAvg: round 2/2, local 70.00 %, global 60.00 %" in lines
+    assert "FedAvg: 2 rounds, local 70.00 %, global 60.00 %" in lines
 
 
 def test_progress_bar_of_a_resumed_run_starts_where_it_stopped(run, monkeypatch):

@@ -1,11 +1,15 @@
 """``fedmoe``, started as a user starts it, in a folder that has a module of the user's own."""
 
+import runpy
 import subprocess
 import sysconfig
 from pathlib import Path
 
 import pytest
 import torch
+
+import fedmoe_pl
+from fedmoe_pl.cli import main
 
 MODEL = """
 import torch
@@ -33,6 +37,22 @@ data: {class_path: Digits, init_args: {num_clients: 2, partitioner: IID, batch_s
 trainer: {accelerator: cpu}
 federation: {phases: [{name: FedAvg, algorithm: FedAvg}], logger: false}
 """
+
+
+def test_python_m_is_the_command_and_finds_modules_in_the_current_folder(tmp_path, monkeypatch, capsys):
+    (tmp_path / "my_own_module.py").write_text("")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("sys.argv", ["fedmoe", "fit", "--model", "my_own_module.MyModel"])
+    with pytest.raises(SystemExit):
+        runpy.run_module("fedmoe_pl", run_name="__main__")
+    assert capsys.readouterr().err == "fedmoe: model is 'my_own_module.MyModel', but my_own_module has no MyModel.\n"
+
+
+def test_version(capsys):
+    with pytest.raises(SystemExit) as exit:
+        main(["--version"])
+    assert not exit.value.code
+    assert capsys.readouterr().out == f"fedmoe {fedmoe_pl.__version__}\n"
 
 
 @pytest.mark.parametrize("devices", [1, pytest.param(2, marks=pytest.mark.slow)])

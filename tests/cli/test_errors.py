@@ -13,8 +13,9 @@ from fedmoe_pl import Federation, Phase
 from fedmoe_pl.algorithms import FedAvg, PersonalizedExpert
 from fedmoe_pl.backends import StackedBackend
 from fedmoe_pl.cli import FederationCLI, main
-from fedmoe_pl.cli.cli import fault_of
 from fedmoe_pl.cli.errors import cause_of, with_key
+from fedmoe_pl.cli.faults import fault_of, unknown_argument
+from fedmoe_pl.cli.phases import with_phases
 from fedmoe_pl.data import Digits, Dirichlet
 from fedmoe_pl.models import ConstantGate
 
@@ -46,10 +47,11 @@ def configuration(parser) -> dict:
 
 def refusal(parser, *arguments: str) -> str:
     with pytest.raises(Exception) as error:
-        fault, _ = fault_of(["fit", *arguments], {"fit": parser})
+        changed = with_phases(["fit", *arguments])
+        fault, _ = fault_of(changed, {"fit": parser})
         if fault:
             raise MisconfigurationException(fault)
-        parser.parse_args(arguments)
+        parser.parse_args(changed[1:])
     return cause_of(error.value)
 
 
@@ -62,7 +64,7 @@ NOT_PARSED = {
     f"{PARTITIONER}.alpha is 'x', but must be float.": [f"--{PARTITIONER}.alpha", "x"],
     f"{PARTITIONER}.alpha is [0.5], but must be float.": [f"--{PARTITIONER}.alpha", "[0.5]"],
     f"{OPTIMIZER}.lr is 'abc', but must be float.": [f"--{OPTIMIZER}.lr", "abc"],
-    "federation.phases.label prior.rounds is 'x', but must be int.": ["--federation.phases.rounds", "x"],
+    "federation.phases.label prior.rounds is 'x', but must be int.": ["--federation.phases.label prior.rounds", "x"],
     f"{OPTIMIZER}.lr is nan, but must be a finite number.": [f"--{OPTIMIZER}.lr", ".nan"],
     f"{OPTIMIZER}.weight_decay is null, but must be float.": [f"--{OPTIMIZER}.weight_decay", "null"],
     "did you mean LeNet5?": ["--model.init_args.global_expert", "Lenet5"],
@@ -73,9 +75,19 @@ NOT_PARSED = {
     "federation.logger is 'nothing.X', which cannot be imported: No module named 'nothing'.": (
         ["--federation.logger", "nothing.X"]
     ),
-    "federation.logger is 'torch.nn.Linear', which is not the kind of class that belongs there; it must be bool or a": (
+    "federation.logger is 'torch.nn.Linear', which is a Module, but must be bool or a Logger or a list of Logger; a": (
         ["--federation.logger", "torch.nn.Linear"]
     ),
+    "model is 'Digits', which is a FederatedDataModule, but must be a LightningModule or null; a FederatedDataModule "
+    "belongs in data.": ["--model", "Digits"],
+    "federation.callbacks[0] is 'EarlyStopping', which is a Callback, but must be a FederationCallback; a Callback "
+    "belongs in trainer.callbacks or a phase's callbacks.": ["--federation.callbacks", "[EarlyStopping]"],
+    "trainer.callbacks[0] is 'TrafficLedger', which is a FederationCallback, but must be a Callback; a "
+    "FederationCallback belongs in federation.callbacks.": ["--trainer.callbacks", "[TrafficLedger]"],
+    "trainer.logger[0].init_args.save_dirr is not an argument of CSVLogger; did you mean save_dir?": (
+        ["--trainer.logger", "[{class_path: CSVLogger, init_args: {save_dirr: x}}]"]
+    ),
+    "model.class_pat is not a key of a class; did you mean class_path?": ["--config", "{model: {class_pat: X}}"],
     "federation.callbacks[0] is 'x', which is neither a class of fedmoe_pl nor": ["--federation.callbacks", "[x]"],
     "federation.phases[0] is 3, but must be a Phase.": ["--federation.phases", "[3]"],
     "federation.phases is {}, but must be a list of Phase.": ["--federation.phases", "{}"],
@@ -110,7 +122,7 @@ def test_arguments_that_cannot_be_parsed_are_named(sentence, parser):
         ("data:", "dat:", "dat is not an argument; did you mean data?"),
         ("{alpha: 0.5}", "{}", f"{PARTITIONER}.alpha is required, but missing."),
         ("torch.optim.SGD", "torch.optim.SGDD", "optimizer is 'torch.optim.SGDD', but torch.optim has no SGDD; did"),
-        ("gate: LinearGate", "gate: SmallMLP", "gate is 'SmallMLP', which is not the kind of class"),
+        ("gate: LinearGate", "gate: SmallMLP", "gate is 'SmallMLP', which is a Module, but must be a Gate"),
         ("  max_epochs: 2", "  max_epoch: 2", "trainer.max_epoch is not an argument of trainer; did you mean"),
         ("rounds: 20", "rounds: null", "federation.phases.FedAvg.rounds is null, but must be int."),
         (
@@ -177,6 +189,35 @@ def test_nothing_in_a_configuration_of_the_repository_is_refused(path, parser):
     assert not fault_of(["fit", *files], {"fit": parser})[0]
 
 
+@pytest.mark.parametrize(
+    ("message", "arguments", "sentence"),
+    [
+        (
+            "Unrecognized arguments: --trainer.max_epoch",
+            ["fit"],
+            "trainer.max_epoch is not an argument of trainer; did",
+        ),
+        ("unrecognized arguments: --modle.x", ["fit"], "modle is not an argument; did you mean model?"),
+        (
+            "unrecognized arguments: --print_confg",
+            ["fit"],
+            "print_confg is not an argument; did you mean print_config?",
+        ),
+        ("unrecognized arguments: x y", ["fit", "x", "y"], "x is not an argument of fit; arguments are written as --n"),
+        ("argument subcommand: invalid choice: 'fi' (choose ...)", ["fi"], "fi is not a command; did you mean fit?"),
+        (
+            "argument subcommand: invalid choice: '3' (choose ...)",
+            ["--trainer.max_epochs", "3", "fit"],
+            "--trainer.max_epochs comes before the command; write, for example, fedmoe fit --trainer.max_epochs 3.",
+        ),
+        ("argument --model: expected one argument", ["fit", "--model"], ""),
+    ],
+)
+def test_what_the_parser_does_not_know_is_named(message, arguments, sentence, parser):
+    assert unknown_argument(message, arguments, {"fit": parser}).startswith(sentence)
+    assert bool(sentence) == bool(unknown_argument(message, arguments, {"fit": parser}))
+
+
 UNKNOWN = {
     "modle: {}": "modle is not an argument; did you mean model?",
     "trainer: {max_epoch: {}}": "trainer.max_epoch is not an argument of trainer; did you mean max_epochs?",
@@ -231,7 +272,7 @@ def test_a_fault_in_a_file_that_another_one_names_has_the_key(sentence, parser, 
     "arguments",
     [
         ["--model.optimizer=torch.optim.Adam", "--model.optimizer.lr=1e-3"],
-        ["--federation.phases+={name: again, algorithm: FedAvg}", "--federation.phases.rounds=3"],
+        ["--federation.phases+={name: again, algorithm: FedAvg}", "--federation.phases.again.rounds=3"],
         ["--config", "{trainer: {max_epochs: 3}}", "--data.partitioner=Shards"],
         ["--trainer.callbacks+=Timer", "--trainer.callbacks.verbose=false"],
         ["--config", "{federation: {dropout: null}}", "--federation.dropout=0.1"],

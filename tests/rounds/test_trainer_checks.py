@@ -32,7 +32,7 @@ TRAINERS = {
     "trainer.limit_val_batches is 1.5, but must be a number of batches": {"limit_val_batches": 1.5},
     "trainer.strategy is ddp, but must be auto, because a client trains on one device.": {"strategy": "ddp"},
     "trainer.check_val_every_n_epoch is 0, but must be at least 1.": {"check_val_every_n_epoch": 0},
-    "trainer.epochs is 3, but must be one that Lightning accepts: ": {"epochs": 3},
+    "trainer.max_epoch is not an argument of Trainer; did you mean max_epochs?": {"max_epoch": 3},
     "trainer.num_nodes is 1000000000, but must be 1: a client trains on one device;": {"num_nodes": 10**9},
     "trainer.num_nodes is 2, but must be 1": {"accelerator": "cpu", "num_nodes": 2},
     "trainer.precision is 'bf16-true', but must be": {"accelerator": "cpu", "precision": "bf16-true"},

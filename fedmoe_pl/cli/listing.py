@@ -1,0 +1,94 @@
+"""``fedmoe list``: what can be named in a configuration, with one line each."""
+
+from __future__ import annotations
+
+import inspect
+import re
+from collections.abc import Sequence
+from typing import Any
+
+from jsonargparse import ArgumentParser
+from lightning.fabric.utilities.exceptions import MisconfigurationException
+from lightning.pytorch import LightningModule
+from torch import nn
+from torch.optim import Optimizer
+
+import fedmoe_pl.aggregation
+import fedmoe_pl.algorithms
+import fedmoe_pl.backends
+import fedmoe_pl.callbacks
+import fedmoe_pl.data
+import fedmoe_pl.models
+from fedmoe_pl.aggregation import Aggregation, Attack
+from fedmoe_pl.algorithms.algorithm import Algorithm
+from fedmoe_pl.backends import Backend
+from fedmoe_pl.callbacks import FederationCallback
+from fedmoe_pl.cli.words import did_you_mean
+from fedmoe_pl.data import Augmentation, FederatedDataModule, Partitioner
+from fedmoe_pl.models import Gate
+
+DESCRIPTION = "Lists the classes of the package that a configuration can name, with one line each"
+
+
+def _classes(module: Any, base: type, *but: type) -> list[type]:
+    """The public classes of a module that can be made, of one kind but not of another."""
+    public = [getattr(module, name) for name in sorted(module.__all__, key=str.lower)]
+    classes = [each for each in public if inspect.isclass(each) and issubclass(each, base) and each is not base]
+    return [each for each in classes if not issubclass(each, but) and not inspect.isabstract(each)]
+
+
+KINDS = {
+    "algorithms": _classes(fedmoe_pl.algorithms, Algorithm),
+    "server optimizers": _classes(fedmoe_pl.algorithms, Optimizer),
+    "models": _classes(fedmoe_pl.models, LightningModule),
+    "experts": _classes(fedmoe_pl.models, nn.Module, LightningModule, Gate),
+    "gates": _classes(fedmoe_pl.models, Gate),
+    "data": _classes(fedmoe_pl.data, FederatedDataModule),
+    "partitioners": _classes(fedmoe_pl.data, Partitioner),
+    "augmentations": _classes(fedmoe_pl.data, Augmentation),
+    "aggregations": _classes(fedmoe_pl.aggregation, Aggregation),
+    "attacks": _classes(fedmoe_pl.aggregation, Attack),
+    "backends": _classes(fedmoe_pl.backends, Backend),
+    "callbacks": _classes(fedmoe_pl.callbacks, FederationCallback),
+}
+"""What ``fedmoe list`` lists."""
+
+
+def list_parser() -> ArgumentParser:
+    """The parser of ``fedmoe list``."""
+    parser = ArgumentParser(prog="fedmoe list", description=DESCRIPTION, allow_abbrev=False, exit_on_error=False)
+    parser.add_argument("kinds", nargs="*", metavar="KIND", help=f"only these: {', '.join(KINDS)}")
+    return parser
+
+
+def list_classes(arguments: Sequence[str]) -> None:
+    """Runs ``fedmoe list``.
+
+    Args:
+        arguments: the arguments of the command line after ``list``.
+
+    Raises:
+        ArgumentError: if an argument is unknown.
+        MisconfigurationException: if there is no such kind.
+    """
+    kinds = list_parser().parse_args([*arguments]).kinds or [*KINDS]
+    for kind in kinds:
+        if kind not in KINDS:
+            raise MisconfigurationException(f"list has no {kind}; {did_you_mean(kind, KINDS)}")
+    for kind in kinds:
+        print(f"{kind}:")
+        width = max(len(each.__name__) for each in KINDS[kind])
+        for each in KINDS[kind]:
+            print(f"  {each.__name__:<{width}}  {_line(each)}")
+        print()
+
+
+def _line(class_type: type) -> str:
+    """The first line of a class's docstring, without the marks of Sphinx.
+
+    Example:
+        >>> _line(fedmoe_pl.algorithms.FedAdam)
+        'v = beta2 v + (1 - beta2) D**2; arguments as in AdaptiveServerOptimizer.'
+    """
+    line = (inspect.getdoc(class_type) or "").partition("\n")[0]
+    return re.sub(r"(:class:)?`+~?([^`]*)`+", r"\2", line)

@@ -1,0 +1,68 @@
+"""Completion: the script that ``fedmoe completion`` prints, asked by bash."""
+
+import contextlib
+import io
+import shutil
+import subprocess
+
+import pytest
+
+from fedmoe_pl.cli import main
+
+
+@pytest.fixture(scope="module")
+def script(tmp_path_factory):
+    """The file with the script."""
+    out = io.StringIO()
+    with contextlib.redirect_stdout(out), pytest.raises(SystemExit), pytest.MonkeyPatch.context() as patch:
+        patch.setattr("sys.argv", ["fedmoe"])
+        main(["completion", "bash"])
+    path = tmp_path_factory.mktemp("completion") / "fedmoe.bash"
+    path.write_text(out.getvalue())
+    return path
+
+
+COMPLETED = {
+    ("",): ["fit", "report", "configs", "--help", "--version"],
+    ("p",): ["personalize", "predict", "partition"],
+    ("fit", "--trainer.max_e"): ["--trainer.max_epochs"],
+    ("fit", "--config", "quickst"): ["quickstart"],
+    ("benchmark", "--config", "papers/pfl_moe_q"): ["papers/pfl_moe_quick"],
+    ("fit", "--federation.store", ""): ["memory", "disk"],
+    ("fit", "--data", "=", "Fash"): ["FashionMNIST"],
+    ("test", "--data.init_args.partitioner.init_args.majority_s"): [
+        "--data.init_args.partitioner.init_args.majority_share"
+    ],
+    ("fit", "--model.init_args.gate", "Feat"): ["FeatureGate"],
+    ("fit", "--config", "quickstart", "--federation.phases.F"): ["--federation.phases.FedAvg."],
+    ("fit", "--config", "quickstart", "--federation.phases.label"): [r"--federation.phases.label\ prior."],
+    ("fit", "--config", "quickstart", "--federation.phases.FedAvg.clients_p"): (
+        ["--federation.phases.FedAvg.clients_per_round"]
+    ),
+    ("list", "part"): ["partitioners"],
+    ("report", "--base"): ["--baseline"],
+}
+
+
+def test_bash_completes_commands_options_and_values(script):
+    """One bash for all, in which Python is not found."""
+    commands = [f"PATH={script.parent}", f"source {script}"]
+    for words in COMPLETED:
+        quoted = " ".join(f"'{word}'" for word in ("fedmoe", *words))
+        commands += [f"COMP_WORDS=({quoted}) COMP_CWORD={len(words)}", "_fedmoe"]
+        commands += ['IFS="|"; echo "${COMPREPLY[*]}"', "unset IFS"]
+    (script.parent / "sed").symlink_to(shutil.which("sed"))
+    bash = ["bash", "-c", "\n".join(commands)]
+    run = subprocess.run(bash, capture_output=True, text=True, cwd=script.parent, timeout=30)
+    assert not run.stderr
+    for (words, expected), line in zip(COMPLETED.items(), run.stdout.splitlines(), strict=True):
+        completed = line.split("|")
+        assert {*expected} <= {*completed}, words
+        assert len(completed) == len(expected) or not words[-1]
+
+
+def test_another_shell_is_refused(capsys):
+    with pytest.raises(SystemExit) as exit:
+        main(["completion", "fish"])
+    assert exit.value.code == 2
+    assert "invalid choice: 'fish'" in capsys.readouterr().err

@@ -1,0 +1,75 @@
+"""Configurations of the package: found by name from any folder, listed, and copied with what they need."""
+
+import re
+from pathlib import Path
+
+import pytest
+import yaml
+from helpers.configurations import CONFIGURATIONS, QUICKSTART, REPOSITORY
+from lightning.fabric.utilities.exceptions import MisconfigurationException
+
+from fedmoe_pl.benchmark.grid import read_grid
+from fedmoe_pl.cli import main
+from fedmoe_pl.cli.packaged import configs, folder, names, with_files
+
+
+def test_they_are_those_of_the_repository_which_the_build_puts_into_the_package():
+    assert folder() == REPOSITORY / "configs"
+    assert {"quickstart", "papers/pfl_moe"} <= {*names()}
+    build = (REPOSITORY / "pyproject.toml").read_text()
+    assert re.search(r'force-include\]\n"configs" = "fedmoe_pl/configs"', build)
+
+
+def test_one_is_found_by_its_name_from_any_folder(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(SystemExit) as exit:
+        main(["fit", "--config", "quickstart", "--data.init_args.num_clients=3", "--print_config"])
+    out, err = capsys.readouterr()
+    assert not exit.value.code, err
+    assert yaml.safe_load(out)["federation"]["name"] == "quickstart"
+
+
+def test_a_file_of_the_user_s_goes_first(tmp_path, monkeypatch):
+    assert with_files(["fit", "--config=quickstart", "-c", "quickstart"]) == [
+        *("fit", f"--config={QUICKSTART}", "-c", QUICKSTART)
+    ]
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "quickstart").write_text("")
+    assert with_files(["fit", "--config", "quickstart", "--federation.name", "zoo_digits"])[2:] == [
+        *("quickstart", "--federation.name", "zoo_digits")
+    ]
+
+
+def test_a_file_that_is_not_here_is_told_from_one_of_the_package(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(MisconfigurationException, match=r"'configs/quickstart\.yaml', but there is no such file; "):
+        with_files(["fit", "--config", "configs/quickstart.yaml"])
+    assert with_files(["fit", "--config", "other.yaml"])[-1] == "other.yaml"
+
+
+def test_every_one_is_listed_with_what_it_is(capsys):
+    assert configs([]) == []
+    lines = dict(line.split(maxsplit=1) for line in capsys.readouterr().out.splitlines())
+    assert [*lines] == names()
+    assert {path.stem for path in CONFIGURATIONS} <= {*lines}
+    assert lines["quickstart"] == "PFL-MoE (Guo et al. 2021) and its baselines on digits: 20 clients, Dirichlet 0.5"
+
+
+def test_copies_have_what_their_commands_need(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    written = configs(["fedmoe_da_svhn", "papers/pfl_moe_quick"])
+    assert capsys.readouterr().out.splitlines() == [str(path) for path in written]
+    assert {path.relative_to("configs").with_suffix("").as_posix() for path in written} == {
+        *("fedmoe_da_svhn", "fedmoe_da_cifar10", "papers/pfl_moe", "papers/pfl_moe_quick", "pfl_moe_cifar10_lenet5"),
+        *("pfl_moe_fmnist_lenet5", "pfl_moe_cifar10_vgg16"),
+    }
+    grid = read_grid(["--config", "configs/papers/pfl_moe.yaml", "--config", "configs/papers/pfl_moe_quick.yaml"])
+    assert all(Path(path.absolute).is_file() for path in grid.configs)
+    with pytest.raises(MisconfigurationException, match=r"fedmoe_da_cifar10\.yaml exists; --to names"):
+        configs(["fedmoe_da_svhn"])
+    assert len(configs(["papers/*", "--to", "mine"])) > 14
+
+
+def test_an_unknown_name_has_a_suggestion():
+    with pytest.raises(MisconfigurationException, match=r"configs has no quickstrat; did you mean quickstart\?"):
+        configs(["quickstrat"])
