@@ -34,7 +34,7 @@ def needs_every_batch(training: LocalTraining) -> str | None:
     for name, value in training.trainer.items():
         lean = name in _LEAN_ARGUMENTS or value == LEAN_TRAINER.get(name, defaults[name])
         if not lean or (name == "precision" and value not in (None, 32, "32", "32-true", "bf16", "bf16-mixed")):
-            return f"trainer.{name} is {value}"
+            return f"trainer.{name} is {_shown(value)}"
     for callback in client_callbacks(training):
         hooks = [hook for hook in BATCH_HOOKS if getattr(type(callback), hook) is not getattr(Callback, hook)]
         from_lightning = type(callback).__module__.startswith("lightning.") and not isinstance(callback, EarlyStopping)
@@ -47,6 +47,13 @@ def needs_every_batch(training: LocalTraining) -> str | None:
     except Exception as error:  # it may need its Trainer
         return f"configure_optimizers needs more than the model ({type(error).__name__}: {error})"
     return _unusual_optimizer(configured)
+
+
+def _shown(value: object) -> str:
+    """A value of the configuration; an object, such as a logger, as its class."""
+    if isinstance(value, list | tuple):
+        return ", ".join(map(_shown, value))
+    return type(value).__name__ if type(value).__repr__ is object.__repr__ else str(value)
 
 
 def _unusual_optimizer(configured: Any) -> str | None:

@@ -13,6 +13,7 @@ from fedmoe_pl.algorithms.algorithm import Algorithm
 from fedmoe_pl.algorithms.client import Client, Update
 from fedmoe_pl.backends.backend import Backend, Chunk, GroupUpdate, Plan, group_size, group_update
 from fedmoe_pl.backends.client import begin_client, client_batches, end_client, on_device, trainable_names
+from fedmoe_pl.backends.client_loggers import client_loggers, finish
 from fedmoe_pl.backends.failures import Failure, guarded
 from fedmoe_pl.backends.features import FeatureCache, Features, LookedUpBatches
 from fedmoe_pl.backends.fitting import discard, fit, one_thread
@@ -144,7 +145,11 @@ def _fit_every_batch(training: LocalTraining, client: Client, const: dict[str, A
         module = _ClientModule(client.module, training.algorithm, const)
     freezing = Freezing(training, client.module, client.round)
     batches = client_batches(training, client, samples)
-    return fit(training, module, batches, _validation_batches(training, client), [freezing, _LossCheck(client)])
+    loggers = client_loggers(training, client)
+    callbacks = [freezing, _LossCheck(client)]
+    trainer = fit(training, module, batches, _validation_batches(training, client), callbacks, logger=loggers or False)
+    finish(loggers)
+    return trainer
 
 
 def _validation_batches(training: LocalTraining, client: Client) -> Any:

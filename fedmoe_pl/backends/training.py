@@ -116,6 +116,7 @@ class LocalTraining:
         record_transfers: whether each tensor that clients send is described, for callbacks.
         device: the device that clients train on.
         client_timeout: seconds that a client's training may take; None for any.
+        phase: the phase's name.
     """
 
     module: LightningModule
@@ -134,6 +135,7 @@ class LocalTraining:
     record_transfers: bool = False
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
     client_timeout: float | None = None
+    phase: str = ""
 
     @property
     def max_epochs(self) -> int:

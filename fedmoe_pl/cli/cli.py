@@ -79,7 +79,7 @@ class FederationCLI(LightningCLI):
         """The methods of Federation that are subcommands, with the arguments that the configuration provides."""
         return {
             name: {"model", "datamodule"}
-            for name in ("fit", "personalize", "validate", "test", "predict", "partition", "audit")
+            for name in ("fit", "personalize", "validate", "test", "predict", "export", "partition", "audit")
         }
 
     def init_parser(self, **kwargs: Any) -> LightningArgumentParser:
@@ -201,7 +201,7 @@ class FederationCLI(LightningCLI):
         self._dump_config()
         federation.command = self._command
         # without these, so that every command can use the configuration in a run's folder
-        of_command = ("ckpt_path", "allow_changes")
+        of_command = ("ckpt_path", "allow_changes", "method", "client", "format", "output")
         federation.hparams = {key: value for key, value in self.config_dump.items() if key not in of_command}
         return federation  # pyright: ignore[reportReturnType]
 

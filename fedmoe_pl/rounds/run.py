@@ -271,6 +271,7 @@ class Run:
             record_transfers=self.records_transfers,
             device=self.devices[0],
             client_timeout=self.failures.client_timeout,
+            phase=phase.name,
         )
 
     def save(self) -> None:

@@ -144,7 +144,9 @@ def _trainer_and_devices(arguments: dict[str, Any]) -> tuple[Trainer, list[torch
 def _made(arguments: dict[str, Any]) -> tuple[Trainer, list[torch.device]]:
     devices = arguments.get("devices", "auto")
     with quiet():
-        trainer = Trainer(**{**copy.deepcopy(arguments), "devices": 1})  # it changes a strategy that it is given
+        copied = copy.deepcopy({name: value for name, value in arguments.items() if name != "logger"})
+        logger = {"logger": arguments["logger"]} if "logger" in arguments else {}  # a copy of WandbLogger opens its run
+        trainer = Trainer(**{**copied, **logger, "devices": 1})  # it changes a strategy that it is given
         accelerator = trainer.accelerator
         if devices == "auto":
             cores = len(os.sched_getaffinity(0))

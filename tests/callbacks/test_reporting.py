@@ -9,7 +9,7 @@ import pytest
 from helpers.data import Own, set_up, vectors
 from helpers.evaluations import evaluation, mixture, nan
 from lightning.fabric.utilities.exceptions import MisconfigurationException
-from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
+from lightning.pytorch.loggers import CSVLogger, MLFlowLogger, TensorBoardLogger
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from tensorboard.util.tensor_util import make_ndarray
 
@@ -266,6 +266,39 @@ def test_other_loggers_get_the_hyperparameters_before_the_first_round(run):
     assert given["PFL MFE.monitor"] == "local_test"
     assert not any(name.startswith(f"{other}/") for name in given for other in given)
     assert run.loggers[0].hparams == given
+
+
+@pytest.mark.filterwarnings("ignore")  # of MLflow itself
+def test_mlflow_s_file_store_takes_hyperparameters_accuracies_pictures_and_tables(run, monkeypatch):
+    pytest.importorskip("mlflow")
+    monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
+    logger = MLFlowLogger(tracking_uri=f"file:{run.folder}/mlruns")
+    run.boards = Boards([logger])
+    run.fit(AccuracyMonitor(), GateMonitor())
+    data = logger.experiment.get_run(logger.run_id).data
+    assert data.params["mixing"] == "probabilities"
+    assert data.params["PFL MFE.rounds"] == "1"
+    assert data.metrics["FedAvg/local_test/mean"] == pytest.approx(0.7)
+    files = [path.name for path in run.folder.rglob("artifacts/**/*.*")]
+    assert "table.txt" in files
+    assert any(name.startswith("PFL_MFE~mean_gate_weight~by_client_and_class+step+1") for name in files)
+
+
+class LoggerOfPictures(CSVLogger):
+    """A user's logger with a ``log_image`` like that of ``WandbLogger``."""
+
+    pictures = ()
+
+    def log_image(self, key, images, step=None):
+        self.pictures = (*self.pictures, (key, images[0].shape[1:], step))
+
+
+def test_every_logger_with_log_image_gets_the_pictures(run):
+    logger = LoggerOfPictures(run.folder, name="", version="own")
+    run.boards = Boards([logger])
+    run.fit(AccuracyMonitor(), GateMonitor())
+    of_method = ("PFL_MFE/mean_gate_weight/by_client_and_class", (700, 3), 1)
+    assert logger.pictures == (*(("sorted_accuracies", (700, 3), step) for step in (2, 3)), of_method)
 
 
 def test_gate_weights_in_tensorboard(run):

@@ -1,0 +1,57 @@
+"""Loggers of the clients' own Trainers, each named by what it logs."""
+
+from __future__ import annotations
+
+import copy
+import os
+
+from lightning.pytorch.loggers import CSVLogger, Logger, MLFlowLogger, TensorBoardLogger, WandbLogger
+
+from fedmoe_pl.algorithms.client import Client
+from fedmoe_pl.backends.training import LocalTraining
+
+
+def client_loggers(training: LocalTraining, client: Client) -> list[Logger]:
+    """Copies of the loggers in the Trainer's arguments for one client's training in one round.
+
+    They are named by phase, client and round, such as ``FedAvg/client_003/round_0012`` (rounds count from 1). In
+    TensorBoard and CSV files, that is a folder below the logger's own, and in MLflow and Weights & Biases the name of
+    the run, unless the federation itself logs to Weights & Biases in this process: then clients log to its run. Other
+    loggers keep the name that they have.
+
+    Args:
+        training: the local training of the phase's clients.
+        client: the client.
+    """
+    given = training.trainer.get("logger")
+    if given is True:
+        given = TensorBoardLogger(training.trainer.get("default_root_dir") or os.getcwd())
+    name = f"{training.phase}/client_{client.id:03d}/round_{client.round + 1:04d}"
+    return [_renamed(logger, name) for logger in (given if isinstance(given, list | tuple) else [given]) if logger]
+
+
+def _renamed(logger: Logger, name: str) -> Logger:
+    """A copy of a logger that has not logged yet; Lightning's have no public way to be named after they are made."""
+    if isinstance(logger, WandbLogger):  # a copy by `copy` would open its run
+        arguments, given = {**logger._wandb_init, "name": name}, logger
+        logger = object.__new__(type(given))
+        logger.__dict__.update(given.__dict__, _wandb_init=arguments, _name=name)
+        return logger
+    logger = copy.deepcopy(logger)
+    if isinstance(logger, TensorBoardLogger | CSVLogger):
+        version = logger._version
+        folder = "" if version is None else version if isinstance(version, str) else f"version_{version}"
+        logger._version = os.path.join(folder, name)
+    elif isinstance(logger, MLFlowLogger):
+        logger._run_name = name
+    return logger
+
+
+def finish(loggers: list[Logger]) -> None:
+    """Ends the clients' runs of Weights & Biases, because the next client would go on with one that is open.
+
+    Where the federation itself has an open run, clients log to it, and it stays open.
+    """
+    for logger in loggers:
+        if isinstance(logger, WandbLogger) and getattr(logger.experiment, "name", None) == logger._name:
+            logger.experiment.finish()

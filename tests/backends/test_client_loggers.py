@@ -1,0 +1,66 @@
+"""The loggers of the clients' own Trainers."""
+
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+from helpers import blobs, mixture, run
+from lightning.pytorch.loggers import CSVLogger, MLFlowLogger, TensorBoardLogger
+
+from fedmoe_pl import Phase
+from fedmoe_pl.algorithms import FedAvg
+from fedmoe_pl.backends.client_loggers import client_loggers
+
+
+def named(logger, **trainer):
+    training = SimpleNamespace(phase="my phase", trainer={"logger": logger, **trainer})
+    return client_loggers(training, SimpleNamespace(id=3, round=11))
+
+
+NAME = Path("my phase", "client_003", "round_0012")
+
+
+@pytest.mark.parametrize("made", [CSVLogger, TensorBoardLogger])
+def test_a_logger_s_folder_is_that_of_phase_client_and_round(made, tmp_path):
+    for version, folder in ((None, ""), (7, "version_7"), ("mine", "mine")):
+        given = made(tmp_path, name="logs", version=version)
+        (logger,) = named(given)
+        assert Path(logger.log_dir) == tmp_path / "logs" / folder / NAME
+        assert given._version == version, "the next client's copy begins anew"
+
+
+def test_true_is_tensorboard_in_the_root_folder_and_false_is_none(tmp_path):
+    (logger,) = named(True, default_root_dir=str(tmp_path))
+    assert Path(logger.log_dir) == tmp_path / "lightning_logs" / NAME
+    assert named(False) == [] and named([]) == []
+
+
+@pytest.mark.filterwarnings("ignore")  # of MLflow itself
+def test_runs_of_mlflow_are_named(tmp_path, monkeypatch):
+    pytest.importorskip("mlflow")
+    monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
+    given = MLFlowLogger(tracking_uri=f"file:{tmp_path}")
+    (logger,) = named([given])
+    assert (logger._run_name, given._run_name) == (str(NAME), None)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_runs_of_weights_and_biases_are_named_and_none_is_opened(tmp_path):
+    wandb = pytest.importorskip("wandb")
+    from lightning.pytorch.loggers import WandbLogger
+
+    given = WandbLogger(name="mine", offline=True, save_dir=tmp_path)
+    (logger,) = named([given])
+    assert (logger._wandb_init["name"], given._wandb_init["name"]) == (str(NAME), "mine")
+    assert wandb.run is None
+
+
+def test_every_client_of_every_round_has_a_folder_of_its_own(tmp_path):
+    trainer = {"logger": CSVLogger(tmp_path / "clients"), "limit_val_batches": 1.0, "log_every_n_steps": 1}
+    phases = [Phase(name, FedAvg(), rounds=n, max_epochs=1, trainer=trainer) for name, n in (("one", 2), ("two", 1))]
+    run(phases, mixture(), blobs(validation_fraction=0.3), tmp_path)
+    found = sorted(tmp_path.rglob("metrics.csv"))
+    folders = [f"one/client_{c:03d}/round_{r:04d}" for c in range(3) for r in (1, 2)]
+    folders += [f"two/client_{c:03d}/round_0001" for c in range(3)]
+    assert found == [tmp_path / "clients" / "lightning_logs" / folder / "metrics.csv" for folder in folders]
+    assert "validation_loss" in found[0].read_text()

@@ -1,0 +1,72 @@
+"""Export of a client's model."""
+
+import importlib.util
+
+import pytest
+import torch
+from helpers import run
+from helpers.methods import METHODS
+from helpers.methods import data as data_of_methods
+from helpers.runs import data, federation, model
+from lightning.fabric.utilities.exceptions import MisconfigurationException
+
+from fedmoe_pl.rounds import export
+
+
+@pytest.fixture(scope="module")
+def fed(tmp_path_factory):
+    run = federation(tmp_path_factory.mktemp("run"))
+    run.fit(model(), data())
+    return run
+
+
+def exported(fed, **arguments):
+    fed.export(model(), data(), **arguments)
+
+
+def test_torch_export_is_the_client_s_mixture_with_its_gate_for_batches_of_any_size(fed, capsys):
+    exported(fed, method="PFL-MF", client=2, format="torch_export")
+    path = fed.run_dir / "exported" / "PFL-MF" / "client_002.pt2"
+    assert capsys.readouterr().out.startswith(f"Client 2 of PFL-MF: {path} (")
+    program = torch.export.load(path).module()
+    module, x = fed.client_module("PFL-MF", 2), torch.randn(19, 5)
+    for batch in (x, x[:1]):
+        torch.testing.assert_close(program(batch), module.mix(batch))
+
+
+def test_onnx_is_the_client_s_mixture_with_its_gate(fed, tmp_path, capsys):
+    pytest.importorskip("onnxscript")
+    onnxruntime = pytest.importorskip("onnxruntime")
+    path = tmp_path / "models" / "a.onnx"
+    exported(fed, method="PFL-MF", client=1, output=str(path))
+    assert "the outputs differ by at most" in capsys.readouterr().out
+    session = onnxruntime.InferenceSession(path, providers=["CPUExecutionProvider"])
+    assert [output.name for output in session.get_outputs()] == ["scores", "gate_weights"]
+    x = torch.randn(7, 5)
+    scores, weights = session.run(None, {"x": x.numpy()})
+    expected = fed.client_module("PFL-MF", 1).mix(x)
+    torch.testing.assert_close((torch.from_numpy(scores), torch.from_numpy(weights)), expected)
+
+
+def test_what_cannot_be_exported_is_refused(fed, monkeypatch):
+    def refused(match, **arguments):
+        with pytest.raises(MisconfigurationException, match=match):
+            exported(fed, **{"method": "PFL-MF", "format": "torch_export", **arguments})
+
+    refused(r"Federation: method is 'X', but must be one of the finished Local, FedAvg, PFL-FB, PFL-MF\.", method="X")
+    refused(r"Federation: client is 3, but must be from 0 to 2\.", client=3)
+    refused(r"Federation: format is 'pt', but must be onnx or torch_export\.", format="pt")
+    find_spec = importlib.util.find_spec
+    monkeypatch.setattr(export, "find_spec", lambda name: None if name == "onnxruntime" else find_spec(name))
+    refused(r"onnxruntime is not installed: pip install \"fedmoe-pl\[export\]\"\.", format="onnx")
+    monkeypatch.setattr(export, "find_spec", find_spec)
+    monkeypatch.setattr(export, "_torch_export", lambda module, x: (b"", lambda x: [2 + y for y in module(x)]))
+    refused(r"format is torch_export, but must be one in which .* its outputs differ by", client=0)
+    assert not (fed.run_dir / "exported" / "PFL-MF" / "client_000.pt2").exists()
+
+
+def test_a_method_that_predicts_with_more_than_a_model_is_refused(tmp_path):
+    method = METHODS["KNNPer"]
+    fed = run(method.phases(), method.model(), data_of_methods(), tmp_path)
+    with pytest.raises(MisconfigurationException, match="KNNPer predicts with more than a model"):
+        export.export_client(fed.run, "kNN-Per", 0, "torch_export")
