@@ -23,7 +23,9 @@ nb_execution_in_temp = True
 nb_execution_timeout = 300  # seconds for a cell, on a busy machine
 nb_merge_streams = True
 
-autodoc_default_options = {"members": True, "show-inheritance": True}
+# `collate_fn` is a field whose default is PyTorch's function, with PyTorch's docstring
+autodoc_default_options = {"members": True, "show-inheritance": True, "exclude-members": "collate_fn"}
+napoleon_use_ivar = True
 autodoc_member_order = "bysource"
 autodoc_typehints = "description"
 autodoc_typehints_description_target = "documented"
