@@ -33,10 +33,9 @@ def client_loggers(training: LocalTraining, client: Client) -> list[Logger]:
 def _renamed(logger: Logger, name: str) -> Logger:
     """A copy of a logger that has not logged yet; Lightning's have no public way to be named after they are made."""
     if isinstance(logger, WandbLogger):  # a copy by `copy` would open its run
-        arguments, given = {**logger._wandb_init, "name": name}, logger
-        logger = object.__new__(type(given))
-        logger.__dict__.update(given.__dict__, _wandb_init=arguments, _name=name)
-        return logger
+        renamed = object.__new__(type(logger))
+        vars(renamed).update(vars(logger), _wandb_init={**logger._wandb_init, "name": name}, _name=name)
+        return renamed
     logger = copy.deepcopy(logger)
     if isinstance(logger, TensorBoardLogger | CSVLogger):
         version = logger._version

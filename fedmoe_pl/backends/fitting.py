@@ -55,7 +55,7 @@ def fit(
     """
     # a copy of WandbLogger would open its run
     copied = copy.deepcopy({name: value for name, value in training.trainer.items() if name != "logger"})
-    settings = copied | {"logger": False} | arguments
+    settings: dict[str, Any] = {**copied, "logger": False, **arguments}
     callbacks = [*callbacks, *_as_list(settings.pop("callbacks", None))]
     settings["devices"] = [training.device.index or 0] if training.device.type == "cuda" else 1
     with quiet():

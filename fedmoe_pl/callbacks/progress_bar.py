@@ -13,7 +13,6 @@ from fedmoe_pl.rounds.phase import Phase
 from fedmoe_pl.rounds.results import percent
 from fedmoe_pl.rounds.run import FederationCallback, Run
 
-
 _SECONDS_BETWEEN_LINES = 60
 _COLUMNS = 80
 _BAR, _WIDE_BAR = 10, 30  # columns, on a terminal with fewer than 120 columns and on others
