@@ -16,8 +16,9 @@ from fedmoe_pl.algorithms.overrides import chooses_model
 from fedmoe_pl.data import partition_rows
 from fedmoe_pl.rounds.evaluate import has_own_model
 from fedmoe_pl.rounds.evaluation import Evaluation
+from fedmoe_pl.rounds.gate_results import gate_rows
 from fedmoe_pl.rounds.phase import Phase
-from fedmoe_pl.rounds.results import append_csv, client_rows, format_table, gate_rows, summary_row, write_csv
+from fedmoe_pl.rounds.results import append_csv, client_rows, format_table, summary_row, write_csv
 from fedmoe_pl.rounds.run import FederationCallback, Run
 
 
