@@ -53,7 +53,7 @@ class Federation:
             ``devices``, as many clients are trained at the same time, in one process per device.
         backend: how clients are trained; ``auto`` takes the fastest one that gives the right result.
         evaluate_every_n_rounds: evaluate after every n rounds; 0 only at the end of a phase.
-        callbacks: in addition to those for progress bar, result files and pictures; one of a default's class replaces it.
+        callbacks: beside those for progress bar, result files and pictures; one of a default's class replaces it.
         logger: True for TensorBoard, False for none, or any Lightning loggers.
         default_root_dir: folder of all runs.
         name: name of the folder in it for this experiment's runs.
@@ -67,7 +67,7 @@ class Federation:
         min_clients: how many clients of a round must answer, or it is tried again, at most three times; None for one.
         client_timeout: seconds that a client's training may take in a round, or None; stacked clients share theirs.
         dropout: probability that a client of a round drops out before its training; at least one stays.
-        metrics: metrics of torchmetrics, by name, computed for each client; see ``docs/guide/tasks.md``.
+        metrics: metrics of torchmetrics, by name, computed for each client; such as ``f1``.
 
     Attributes:
         runs: folder of this experiment's runs, ``default_root_dir/name``.
