@@ -80,9 +80,9 @@ def _distributions(condition: Condition, styles: Mapping[str, Style]) -> Iterato
 
 def _cost_block(condition: Condition, styles: Mapping[str, Style], choices: Choices) -> Block:
     metric = choices.metric_of(condition)
-    value = default_target(condition, metric) if choices.target is None else choices.target
-    if metric not in METRICS:  # whether a higher value is better is not in the files
-        value = math.nan
+    value = math.nan
+    if metric in METRICS:  # of other metrics, the files do not say whether a higher value is better
+        value = default_target(condition, metric) if choices.target is None else choices.target
     table, texts = None, []
     if not math.isnan(value):
         rows = [(cost.label, cost_cells(cost)) for cost in costs(condition.methods, metric, value)]
@@ -133,6 +133,8 @@ def _partition_block(condition: Condition) -> Block:
     if run is None:
         return Block("Who holds what", ["The runs have no partition.csv: no picture."], None, [])
     counts = class_counts(run.partition)
+    if not counts.shape[1]:
+        return Block("Who holds what", [], None, [])
     caption = f"Training and validation samples by client and class ({run_text(run)})."
     drawn = _picture("partition", "", condition, partition_figure(counts), caption)
     return Block("Who holds what", [], None, [drawn])

@@ -120,8 +120,12 @@ class Evaluation:
         return [*METRICS, *(self.clients[0].metrics if self.clients else ())]
 
     def __repr__(self) -> str:
-        spreads = {metric: self.spread(metric).mean for metric in METRICS}
-        means = ", ".join(f"{metric} {100 * mean:.2f} %" for metric, mean in spreads.items() if not math.isnan(mean))
+        spreads = {metric: self.spread(metric).mean for metric in self.metrics}
+        means = ", ".join(
+            f"{metric} {100 * mean:.2f} %" if metric in METRICS else f"{metric} {mean:.4g}"
+            for metric, mean in spreads.items()
+            if not math.isnan(mean)
+        )
         return f"Evaluation({self.method}, round {self.round}, {self.evaluated} clients: {means})"
 
     @property

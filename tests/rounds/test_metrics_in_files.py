@@ -67,6 +67,7 @@ def test_files_have_columns_by_the_metrics_name(federation):
     assert float(summary["gate"]["local_test_rmse_worst_tenth"]) == spread.worst_tenth > spread.mean
     assert summary["gate"]["local_test_mean"] == summary["gate"]["global_test_mean"] == ""
     assert float(summary["gate"]["mean_gate_weight_mean"]) == federation.results["gate"].spread("mean_gate_weight").mean
+    assert f"local_test_rmse {spread.mean:.4g}" in repr(federation.results["gate"])
     (first, *_), clients = rows(federation, "clients.csv"), federation.results["FedAvg"].clients
     assert float(first["validation_rmse"]) == clients[0].metrics["validation_rmse"]
     assert float(first["validation_loss"]) == clients[0].validation_loss
@@ -123,7 +124,7 @@ def test_a_report_has_the_metrics(federation, tmp_path, monkeypatch):
     mean = federation.results["FedAvg"].spread("local_test_rmse").mean
     assert f"| FedAvg | {mean:.4g} |" in text and "rmse on the global test set" in text and "percent" not in text
     assert "local test rmse" in page.read_text()
-    with pytest.raises(MisconfigurationException, match="--target is 0.5, but must be left out for the metric 'local_"):
+    with pytest.raises(MisconfigurationException, match=r"--target is 0.5, but must be left out for the metric"):
         report([str(federation.run_dir), "--metric", "local_test_rmse", "--target", "0.5"])
 
 
