@@ -9,6 +9,7 @@ from typing import Any, Literal
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import LightningModule
 from lightning.pytorch.loggers import Logger
+from torchmetrics import Metric
 
 from fedmoe_pl.backends import LEAN_TRAINER, AutoBackend, Backend
 from fedmoe_pl.callbacks import FederationCallback
@@ -26,11 +27,12 @@ from fedmoe_pl.rounds.export import Format, export_client
 from fedmoe_pl.rounds.failures import ClientFailures, OnClientFailure
 from fedmoe_pl.rounds.interruption import interruptible, requeued
 from fedmoe_pl.rounds.lock import locked
+from fedmoe_pl.rounds.metrics import check_metrics
 from fedmoe_pl.rounds.newcomers import phases_of_newcomers, set_up_newcomers
 from fedmoe_pl.rounds.opt_in import set_up
 from fedmoe_pl.rounds.phase import Phase
 from fedmoe_pl.rounds.predictions import evaluate_all, predictions
-from fedmoe_pl.rounds.results import format_table, write_csv
+from fedmoe_pl.rounds.results import format_table, format_validation, write_csv
 from fedmoe_pl.rounds.resume import check_configuration, identify, keys_of, load_run
 from fedmoe_pl.rounds.rounds import fit
 from fedmoe_pl.rounds.run import Run
@@ -51,15 +53,13 @@ class Federation:
             ``devices``, as many clients are trained at the same time, in one process per device.
         backend: how clients are trained; ``auto`` takes the fastest one that gives the right result.
         evaluate_every_n_rounds: evaluate after every n rounds; 0 only at the end of a phase.
-        callbacks: callbacks in addition to the default ones for the progress bar, result files and TensorBoard figures;
-            a callback of a default's class replaces it.
+        callbacks: beside those for progress bar, result files and pictures; one of a default's class replaces it.
         logger: True for TensorBoard, False for none, or any Lightning loggers.
         default_root_dir: folder of all runs.
         name: name of the folder in it for this experiment's runs.
         enable_checkpointing: write a checkpoint after every round, and the clients' models at the end of a phase.
         enable_progress_bar: show the progress bar.
-        store: where to hold the tensors that clients keep between rounds: ``memory``, or ``disk`` for a file per client
-            in the run's folder if memory does not suffice.
+        store: where the tensors that clients keep are held between rounds: ``memory``, or ``disk``, a file per client.
         seed: the seed of all random numbers, of any size; ``seed_everything`` on the command line.
         evaluation_clients: how many clients are evaluated, drawn at random once for all phases; None for all. A phase's
             ``monitor`` counts those among them that take part in it. ``personalize`` evaluates all new clients.
@@ -67,6 +67,7 @@ class Federation:
         min_clients: how many clients of a round must answer, or it is tried again, at most three times; None for one.
         client_timeout: seconds that a client's training may take in a round, or None; stacked clients share theirs.
         dropout: probability that a client of a round drops out before its training; at least one stays.
+        metrics: metrics of torchmetrics, by name, computed for each client; such as ``f1``.
 
     Attributes:
         runs: folder of this experiment's runs, ``default_root_dir/name``.
@@ -96,7 +97,9 @@ class Federation:
         min_clients: int | None = None,
         client_timeout: float | None = None,
         dropout: float = 0.0,
+        metrics: dict[str, Metric] | None = None,
     ) -> None:
+        self.metrics = check_metrics(metrics)
         check_phases(phases, evaluate_every_n_rounds)
         check_name(name)
         check_store(store, enable_checkpointing)
@@ -190,10 +193,10 @@ class Federation:
         return self._fit(self._set_up(model, datamodule, phases, runs, **others), runs)
 
     def validate(self, model: LightningModule, datamodule: FederatedDataModule, ckpt_path: str = LAST) -> None:
-        """Prints the accuracy of every client's model on its validation samples, from a checkpoint."""
+        """Prints accuracy and metrics of every client's model on its validation samples, from a checkpoint."""
         set_up(datamodule, self.phases, self.seed)
         check_validates(datamodule)
-        print(format_table(evaluate_all(self._resume(model, datamodule, ckpt_path)), ["validation"]))
+        print(format_validation(evaluate_all(self._resume(model, datamodule, ckpt_path))))
 
     def test(self, model: LightningModule, datamodule: FederatedDataModule, ckpt_path: str = LAST) -> None:
         """Prints the table of test accuracies of every client's model, from a checkpoint."""
@@ -313,6 +316,7 @@ class Federation:
             configuration=configuration(self, model, datamodule),
             folder=folder,
             failures=self.failures,
+            metrics=self.metrics,
             **others,
         )
         return self._run

@@ -40,6 +40,9 @@ class Algorithm:
             some official codes. Otherwise they are in eval mode.
         needs_all_clients: whether all clients must train in every round.
         needs_validation: whether clients must have validation samples.
+        needs_classes: whether each sample must have a class, which the module predicts.
+        needs_loss_of_outputs: whether the loss of an expert's outputs is computed apart from the module's own loss. Of
+            modules other than mixtures, it is cross-entropy, which needs classes.
         renames_parameters: whether a client may train another parameter under a name; its optimizer cannot be kept.
         needs_plain_steps: whether gradients must not be clipped, because the algorithm computes with plain SGD steps.
         sends_changes: whether the server sends changes of parameters, which an optimizer must not change again.
@@ -57,6 +60,8 @@ class Algorithm:
     frozen_train_mode: bool = False
     needs_all_clients: bool = False
     needs_validation: bool = False
+    needs_classes: bool = False
+    needs_loss_of_outputs: bool = False
     renames_parameters: bool = False
     needs_plain_steps: bool = False
     sends_changes: bool = False

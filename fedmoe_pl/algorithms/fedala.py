@@ -56,6 +56,8 @@ class FedALA(Algorithm):
         MisconfigurationException: if an argument is out of range.
     """
 
+    needs_loss_of_outputs = True
+
     def __init__(
         self,
         expert: str = "global_expert",

@@ -55,6 +55,8 @@ class FedAPEN(Algorithm):
             ``weight_epochs`` is below 1, or ``weighting`` is unknown.
     """
 
+    needs_classes = True
+
     def __init__(
         self,
         adaptability_fraction: float = 0.05,

@@ -65,6 +65,7 @@ class FedKD(Algorithm):
     needs_all_clients = True
     predicts_with_local_expert = True
     sends_changes = True
+    needs_classes = True
 
     def __init__(
         self,

@@ -75,6 +75,8 @@ class FedPAC(Algorithm):
         MisconfigurationException: if ``weight`` is below 0.
     """
 
+    needs_classes = True
+
     def __init__(self, expert: str = "global_expert", weight: float = 1.0) -> None:
         check_number(self, "weight", weight, least=0)
         prefix = expert_prefix(expert)

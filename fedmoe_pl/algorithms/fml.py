@@ -45,6 +45,7 @@ class FML(Algorithm):
     """
 
     predicts_with_local_expert = True
+    needs_classes = True
 
     def __init__(
         self,

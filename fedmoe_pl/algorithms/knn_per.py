@@ -60,6 +60,7 @@ class KNNPer(Algorithm):
 
     federated = False
     needs_all_clients = True  # a client that misses the round would never choose a weight
+    needs_classes = True
 
     def __init__(
         self,

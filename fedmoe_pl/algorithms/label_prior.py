@@ -52,6 +52,7 @@ class LabelPrior(Algorithm):
 
     federated = False
     needs_all_clients = True  # a client that misses the round would not be corrected
+    needs_classes = True
 
     def __init__(self, tau: float | Literal["auto"] = 1.0, expert: str = "global_expert") -> None:
         if tau != "auto":

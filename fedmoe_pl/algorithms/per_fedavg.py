@@ -54,6 +54,8 @@ class PerFedAvg(Algorithm):
         MisconfigurationException: if ``inner_lr`` is below 0.
     """
 
+    needs_loss_of_outputs = True
+
     def __init__(self, inner_lr: float = 0.01, second_order: bool = False, expert: str = "global_expert") -> None:
         check_number(self, "inner_lr", inner_lr, least=0)
         self.prefix = expert_prefix(expert)

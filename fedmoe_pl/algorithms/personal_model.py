@@ -35,6 +35,7 @@ class PersonalModel(Algorithm):
 
     predicts_with_local_expert = True
     replaced_parts = ("local_expert",)
+    needs_loss_of_outputs = True
 
     def __init__(self, weighting: Weighting) -> None:
         check_weighting(self, weighting)

@@ -57,6 +57,7 @@ class PersonalizedExpert(Algorithm):
 
     federated = False
     replaced_parts = ("local_expert",)
+    needs_loss_of_outputs = True
 
     def __init__(
         self,
@@ -159,7 +160,7 @@ class PFLMoE(Algorithm):
             trainable = "local_expert.classifier.*" if interleaved else "*"
         super().__init__(trainable=trainable)
         self.gate_fraction = gate_fraction
-        self.interleaved = interleaved
+        self.interleaved = self.needs_loss_of_outputs = interleaved
         self.needed_parts = ("global_expert" if interleaved else "local_expert",)
         self.replaced_parts = ("local_expert",) if interleaved else ()
         self.frozen_train_mode = frozen_train_mode

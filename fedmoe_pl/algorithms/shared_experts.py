@@ -17,7 +17,7 @@ from fedmoe_pl.algorithms.client import Client, Update
 from fedmoe_pl.algorithms.parts import evaluation_copy
 from fedmoe_pl.checks import check_at_least
 from fedmoe_pl.models import FixedGate, SparseMoE
-from fedmoe_pl.models.mixtures.mixture import mix_outputs
+from fedmoe_pl.models.mixtures.mixing import mix_outputs
 from fedmoe_pl.trees import Tree, mean_of_two, of_module, subtree, with_prefix
 
 _ASKED = "experts/asked"  # the numbers of the experts that a client asks for, int64 (k,)
@@ -52,6 +52,8 @@ class SharedExperts(Algorithm, ABC):
     Raises:
         MisconfigurationException: if ``experts_per_client`` is below 1.
     """
+
+    needs_classes = True
 
     def __init__(self, experts_per_client: int = 2) -> None:
         check_at_least(self, "experts_per_client", experts_per_client, 1)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
 from typing import Any
@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from lightning.pytorch import LightningModule
 from lightning.pytorch.cli import LRSchedulerCallable
+from torchmetrics import Metric
 
 from fedmoe_pl.aggregation import Aggregation
 from fedmoe_pl.algorithms.algorithm import Algorithm
@@ -117,6 +118,7 @@ class LocalTraining:
         device: the device that clients train on.
         client_timeout: seconds that a client's training may take; None for any.
         phase: the phase's name.
+        metrics: what is evaluated beside accuracy, by name.
     """
 
     module: LightningModule
@@ -136,6 +138,7 @@ class LocalTraining:
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
     client_timeout: float | None = None
     phase: str = ""
+    metrics: Mapping[str, Metric] = field(default_factory=dict)
 
     @property
     def max_epochs(self) -> int:

@@ -11,7 +11,7 @@ from fedmoe_pl.benchmark.grid import value_name
 from fedmoe_pl.benchmark.published import Published
 from fedmoe_pl.benchmark.results import Row
 from fedmoe_pl.benchmark.table import has_paper, legend, metrics_of, p_text, points, published_percent
-from fedmoe_pl.rounds.results import percent, write_csv
+from fedmoe_pl.rounds.results import value_text, write_csv
 
 _LATEX = {"\\": r"\textbackslash{}", "~": r"\textasciitilde{}", "^": r"\textasciicircum{}", "±": r"$\pm$"}
 _LATEX |= {character: f"\\{character}" for character in "&%$#_{}"} | {"<": "$<$", ">": "$>$"}
@@ -85,13 +85,13 @@ def _texts(rows: Sequence[Row], words: Mapping[str, str], baseline: str | None) 
         for metric in metrics:
             number = row.numbers.get(metric)
             spread = number.spread if number else None
-            std = f" ± {percent(spread.std)}" if spread and spread.seeds > 1 else ""
-            line.append(f"{percent(spread.mean)}{std}" if spread else "-")
+            std = f" ± {value_text(metric, spread.std)}" if spread and spread.seeds > 1 else ""
+            line.append(f"{value_text(metric, spread.mean)}{std}" if spread else "-")
             line += [published_percent(number.paper if number else None)] if has_paper(rows, metric) else []
             if baseline is not None:
                 difference = number.difference if number else None
                 pairs = f" ({difference.pairs})" if difference else ""
-                line += [points(difference).strip(), f"{p_text(difference)}{pairs}"]
+                line += [points(metric, difference).strip(), f"{p_text(difference)}{pairs}"]
         lines.append(line)
     return heading, lines
 

@@ -12,14 +12,12 @@ from fedmoe_pl.benchmark.cells import Cell, is_row_of
 from fedmoe_pl.benchmark.published import Published, PublishedNumber, published_for
 from fedmoe_pl.report.runs import read_run
 from fedmoe_pl.report.statistics import Difference, Spread, over_seeds, paired_difference
-from fedmoe_pl.rounds.results import DESCRIPTIONS
-
-METRICS = [metric for metric in DESCRIPTIONS if metric != "validation"]
+from fedmoe_pl.rounds.results import on_test_samples
 
 
 @dataclass(frozen=True)
 class Number:
-    """One method's accuracy in one condition, as fractions.
+    """One method's accuracy in one condition, as fractions, or another metric.
 
     Attributes:
         spread: its mean over the clients: mean and standard deviation over seeds.
@@ -41,7 +39,7 @@ class Row:
         method: the method.
         evaluated: what was evaluated: the columns ``model``, ``moment`` and ``selection`` of ``clients.csv``.
         seeds: the seeds in which it was run.
-        numbers: its accuracies, by metric.
+        numbers: its accuracies and other metrics.
     """
 
     condition: dict[str, Any]
@@ -53,7 +51,7 @@ class Row:
 
 @dataclass(frozen=True)
 class _Result:
-    """A method's accuracies in one run: for each metric, that of each client, by its id."""
+    """A method's accuracies and other metrics in one run: for each, that of each client, by its id."""
 
     evaluated: tuple[str, str, str]
     accuracies: dict[str, dict[int, float]]
@@ -79,8 +77,9 @@ def _results(cell: Cell, folder: Path) -> dict[str, _Result]:
     for row in read_run(folder).clients:
         if any(is_row_of(row["method"], phase) for phase in cell.phases):
             evaluated = (row["model"], row["moment"], row["selection"])
-            result = results.setdefault(row["method"], _Result(evaluated, {metric: {} for metric in METRICS}))
-            for metric in METRICS:
+            metrics = on_test_samples(row)
+            result = results.setdefault(row["method"], _Result(evaluated, {metric: {} for metric in metrics}))
+            for metric in metrics:
                 result.accuracies[metric][int(row["client"])] = row[metric]
     return results
 
@@ -99,8 +98,8 @@ def _rows(
     for method in methods:
         runs = [(cell.seed, results) for cell, results in cells if method in results]
         numbers = {}
-        for metric in METRICS:
-            ours = [results[method].accuracies[metric] for _, results in runs]
+        for metric in dict.fromkeys(name for _, results in runs for name in results[method].accuracies):
+            ours = [results[method].accuracies.get(metric, {}) for _, results in runs]
             if any(not math.isnan(value) for clients in ours for value in clients.values()):
                 given = published.get((metric, method))
                 numbers[metric] = Number(_spread(ours), given, _difference(runs, method, baseline, metric))
@@ -121,5 +120,5 @@ def _difference(
     both = [results for _, results in runs if baseline in results]
     if baseline is None or method == baseline or not both:
         return None
-    ours, theirs = ([results[name].accuracies[metric] for results in both] for name in (method, baseline))
+    ours, theirs = ([results[name].accuracies.get(metric, {}) for results in both] for name in (method, baseline))
     return paired_difference(ours, theirs)

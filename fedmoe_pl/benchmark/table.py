@@ -10,9 +10,10 @@ from typing import Any
 
 from fedmoe_pl.benchmark.grid import value_name
 from fedmoe_pl.benchmark.published import VARIANT, Published, PublishedNumber
-from fedmoe_pl.benchmark.results import METRICS, Row
+from fedmoe_pl.benchmark.results import Row
 from fedmoe_pl.report.statistics import INDEPENDENCE, SIGNIFICANCE, Difference
-from fedmoe_pl.rounds.results import DESCRIPTIONS, percent
+from fedmoe_pl.rounds.evaluation import METRICS
+from fedmoe_pl.rounds.results import change_text, description, on_test_samples, value_text
 
 _SMALLEST_P = 1e-4
 _WIDTH = 120  # of the legend's lines
@@ -48,7 +49,7 @@ def format_grid(rows: Sequence[Row], words: Mapping[str, str], baseline: str | N
 
 def metrics_of(rows: Sequence[Row]) -> list[str]:
     """The metrics that at least one row has."""
-    return [metric for metric in METRICS if any(metric in row.numbers for row in rows)]
+    return on_test_samples(dict.fromkeys(metric for row in rows for metric in row.numbers))
 
 
 def has_paper(rows: Sequence[Row], metric: str) -> bool:
@@ -86,16 +87,18 @@ def published_percent(number: PublishedNumber | None) -> str:
     return f"{mean:.2f}" if std is None else f"{mean:.2f} ({std:.2f})"
 
 
-def points(difference: Difference | None) -> str:
-    """A difference in points, with a star if it is more than noise; a dash for none.
+def points(metric: str, difference: Difference | None) -> str:
+    """A difference, of accuracies in points, with a star if it is more than noise; a dash for none.
 
     Example:
-        >>> points(Difference(0.0123, 0.001, 60, 3, True)), points(Difference(-0.0123, 0.2, 60, 3, True))
-        ('+1.23*', '-1.23 ')
+        >>> points("local_test", Difference(0.0123, 0.001, 60, 3, True))
+        '+1.23*'
+        >>> points("local_test", Difference(-0.0123, 0.2, 60, 3, True))
+        '-1.23 '
     """
     if difference is None or math.isnan(difference.mean):
         return "- "
-    return f"{100 * difference.mean:+.2f}{'*' if difference.is_more_than_noise else ' '}"
+    return f"{change_text(metric, difference.mean)}{'*' if difference.is_more_than_noise else ' '}"
 
 
 def p_text(difference: Difference | None) -> str:
@@ -108,8 +111,9 @@ def p_text(difference: Difference | None) -> str:
 def legend(rows: Sequence[Row], metrics: Sequence[str], baseline: str | None, paper: Sequence[Published]) -> list[str]:
     """Lines that explain the numbers; methods with the same description share a line."""
     lines = [
-        "Accuracy in percent: mean over the clients of a run, then mean and sample standard deviation over seeds.",
-        *(f"{metric.replace('_', ' ')}: {DESCRIPTIONS[metric]}" for metric in metrics),
+        f"{'Accuracy in percent' if any(metric in METRICS for metric in metrics) else 'Metrics'}: mean over the "
+        "clients of a run, then mean and sample standard deviation over seeds.",
+        *(f"{metric.replace('_', ' ')}: {description(metric)}" for metric in metrics),
     ]
     if any(has_paper(rows, metric) for metric in metrics):
         lines.append(f"paper: {', '.join(dict.fromkeys(published.table for published in paper))}")
@@ -136,10 +140,10 @@ def _cells(row: Row, metric: str, columns: Sequence[str]) -> list[str]:
     if number is None:
         return ["-"] * len(columns)
     texts = {
-        "mean": percent(number.spread.mean),
-        "std": percent(number.spread.std),
+        "mean": value_text(metric, number.spread.mean),
+        "std": value_text(metric, number.spread.std),
         "paper": published_percent(number.paper),
-        "difference": points(number.difference),
+        "difference": points(metric, number.difference),
         "p": p_text(number.difference),
         "pairs": "-" if number.difference is None else str(number.difference.pairs),
     }

@@ -6,14 +6,14 @@ import math
 
 from fedmoe_pl.callbacks.figures import figure_pixels, sorted_accuracy_figure
 from fedmoe_pl.callbacks.hparams import method_hparams, run_hparams
-from fedmoe_pl.rounds.evaluation import METRICS, Evaluation
+from fedmoe_pl.rounds.evaluation import Evaluation
 from fedmoe_pl.rounds.phase import Phase
 from fedmoe_pl.rounds.results import format_table, present_metrics
 from fedmoe_pl.rounds.run import FederationCallback, Run
 
 
 class AccuracyMonitor(FederationCallback):
-    """Sends accuracies to the run's loggers.
+    """Sends accuracies and other metrics to the run's loggers.
 
     In every evaluated round, every logger gets the method's accuracies, such as ``local_test/mean``, and what the phase
     has cost so far, such as ``resources/bytes_up`` and ``resources/flops``. The step is the number of the phase's
@@ -28,10 +28,10 @@ class AccuracyMonitor(FederationCallback):
         run.boards.log_hparams(run_hparams(run.configuration, run.seed))
 
     def on_evaluation_end(self, run: Run, phase: Phase, evaluation: Evaluation) -> None:
-        """Logs mean, standard deviation and worst tenth of each accuracy, as fractions, and the costs so far."""
+        """Logs mean, standard deviation and worst tenth of each accuracy, a fraction, and metric, and the costs."""
         values = {
             f"{metric}/{name}": value
-            for metric in METRICS
+            for metric in evaluation.metrics
             for name, value in evaluation.spread(metric)._asdict().items()
             if not math.isnan(value)
         }

@@ -8,12 +8,14 @@ from typing import Any
 
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 
-from fedmoe_pl.rounds.checks import check_metric
-from fedmoe_pl.rounds.evaluation import METRICS, Evaluation
+from fedmoe_pl.checks import check_number
+from fedmoe_pl.rounds.evaluation import METRICS, SPLITS, Evaluation
+from fedmoe_pl.rounds.metrics import lower_is_better
 from fedmoe_pl.rounds.phase import Phase
-from fedmoe_pl.rounds.results import percent, write_csv
+from fedmoe_pl.rounds.results import value_text, write_csv
 from fedmoe_pl.rounds.run import FederationCallback, Run
 from fedmoe_pl.rounds.state import WAYS
+from fedmoe_pl.rounds.task_checks import check_metric
 
 
 class CostToTarget(FederationCallback):
@@ -21,24 +23,28 @@ class CostToTarget(FederationCallback):
 
     Parameters and bytes count everything that was sent by or to any client, operations (FLOPs) all local training. The
     costs of an earlier phase that a method starts from are not counted. Only evaluated rounds can reach the target.
-    These columns are empty if none did; the best accuracy of all evaluated rounds and its round are always there.
+    These columns are empty if none did; the best value of all evaluated rounds and its round are always there.
 
     Args:
-        target: accuracy to reach, a fraction above 0 and at most 1.
-        metric: the accuracy: ``local_test_held_out``, ``local_test``, ``global_test`` or ``validation``.
+        target: the value to reach: of an accuracy, a fraction above 0 and at most 1.
+        metric: the accuracy: ``local_test_held_out``, ``local_test``, ``global_test`` or ``validation``, or a metric of
+            the federation, such as ``local_test_rmse``.
 
     Raises:
         MisconfigurationException: if the target is out of range, or the metric is unknown.
     """
 
     def __init__(self, target: float, metric: str = "local_test_held_out") -> None:
-        if not 0 < target <= 1:
+        if metric not in METRICS and not metric.startswith(tuple(f"{split}_" for split in SPLITS)):
             raise MisconfigurationException(
-                f"CostToTarget: target is {target}, but must be a fraction above 0 and at most 1."
+                f"CostToTarget: metric is '{metric}', but must be one of {', '.join(METRICS)}, or the name of a metric "
+                "of the federation after one of local_test_, global_test_ and validation_."
             )
         if metric not in METRICS:
+            check_number(self, "target", target, least=-math.inf, allowed="a finite number")
+        elif not 0 < target <= 1:
             raise MisconfigurationException(
-                f"CostToTarget: metric is '{metric}', but must be one of {', '.join(METRICS)}."
+                f"CostToTarget: target is {target}, but must be a fraction above 0 and at most 1."
             )
         self.target = target
         self.metric = metric
@@ -49,38 +55,44 @@ class CostToTarget(FederationCallback):
         Raises:
             MisconfigurationException: if the clients have no samples for it.
         """
-        check_metric("CostToTarget: metric", self.metric, run.datamodule)
+        check_metric("CostToTarget: metric", self.metric, run.datamodule, run.metrics)
 
     def on_phase_end(self, run: Run, phase: Phase, evaluation: Evaluation | None) -> None:
         """Writes the rows of all methods so far."""
-        if rows := target_rows(run.rows, self.metric, self.target):
+        if rows := self._rows(run):
             write_csv(run.folder / "target.csv", rows)
 
     def on_fit_end(self, run: Run) -> None:
         """Prints the rows."""
-        rows = target_rows(run.rows, self.metric, self.target)
-        if rows:
+        if rows := self._rows(run):
             print(f"\n{_table(rows)}", flush=True)
 
+    def _rows(self, run: Run) -> list[dict[str, Any]]:
+        return target_rows(run.rows, self.metric, self.target, self.metric in lower_is_better(run.metrics))
 
-def target_rows(rounds: Iterable[Mapping[str, Any]], metric: str, target: float) -> list[dict[str, Any]]:
+
+def target_rows(
+    rounds: Iterable[Mapping[str, Any]], metric: str, target: float, lower_is_better: bool = False
+) -> list[dict[str, Any]]:
     """The rows of ``target.csv``, one for each method.
 
     Args:
         rounds: the rows of ``rounds.csv``.
-        metric: name of an accuracy.
-        target: the mean over the clients to reach, a fraction.
+        metric: name of an accuracy or of another metric.
+        target: the mean over the clients to reach, of an accuracy as a fraction.
+        lower_is_better: whether the target is reached from above.
     """
     methods: dict[str, list[Mapping[str, Any]]] = {}
     for row in rounds:
         methods.setdefault(row["method"], []).append(row)
-    return [_target_row(method, rows, metric, target) for method, rows in methods.items()]
+    sign = -1 if lower_is_better else 1
+    return [_target_row(method, rows, metric, target, sign) for method, rows in methods.items()]
 
 
-def _target_row(method: str, rounds: list[Mapping[str, Any]], metric: str, target: float) -> dict[str, Any]:
+def _target_row(method: str, rounds: list[Mapping[str, Any]], metric: str, target: float, sign: int) -> dict[str, Any]:
     column = f"{metric}_mean"
     columns: dict[str, Any] = {"method": method, "moment": rounds[0]["moment"], "metric": metric, "target": target}
-    reached = next((row for row in rounds if row[column] >= target), None)
+    reached = next((row for row in rounds if sign * row[column] >= sign * target), None)
     if reached is None:
         columns |= dict.fromkeys(("rounds", "parameters", "bytes", "flops"), math.nan)
     else:
@@ -88,18 +100,20 @@ def _target_row(method: str, rounds: list[Mapping[str, Any]], metric: str, targe
         columns |= {name: sum(reached[f"{name}_{way}"] for way in WAYS) for name in ("parameters", "bytes")}
         columns["flops"] = reached["flops"]
     measured = [row for row in rounds if not math.isnan(row[column])]
-    best = max(measured, key=lambda row: row[column], default={column: math.nan, "round": math.nan})
+    best = max(measured, key=lambda row: sign * row[column], default={column: math.nan, "round": math.nan})
     return columns | {"best": best[column], "best_round": best["round"]}
 
 
 def _table(rows: list[dict[str, Any]]) -> str:
     width = max(len("method"), *(len(row["method"]) for row in rows))
     columns = "".join(f"   {name:>10}" for name in ("rounds", "parameters", "bytes", "FLOPs", "best", "in round"))
-    of = f"{rows[0]['metric'].replace('_', ' ')} of {percent(rows[0]['target'])} percent, and the best of all rounds:"
+    metric, target = rows[0]["metric"], rows[0]["target"]
+    percents = " percent" if metric in METRICS else ""
+    of = f"{metric.replace('_', ' ')} of {value_text(metric, target)}{percents}, and the best of all rounds:"
     lines = [f"Cost until the mean over the clients first reached a {of}", f"{'method':<{width}}{columns}   evaluated"]
     for row in rows:
         costs = "".join(f"   {_number(row[name]):>10}" for name in ("rounds", "parameters", "bytes", "flops"))
-        best = f"   {percent(row['best']):>10}   {_number(row['best_round']):>10}   {row['moment']}"
+        best = f"   {value_text(metric, row['best']):>10}   {_number(row['best_round']):>10}   {row['moment']}"
         lines.append(f"{row['method']:<{width}}{costs}{best}")
     return "\n".join(lines)
 

@@ -12,8 +12,8 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 from torch import Tensor
 
-from fedmoe_pl.rounds.evaluation import Evaluation
-from fedmoe_pl.rounds.results import present_metrics
+from fedmoe_pl.rounds.evaluation import METRICS, Evaluation
+from fedmoe_pl.rounds.results import present_metrics, scale
 
 COLORS = ("#0072B2", "#E69F00", "#009E73", "#D55E00", "#CC79A7", "#56B4E9", "#000000")
 """Okabe and Ito's colours, which colour-blind readers can tell apart."""
@@ -36,14 +36,15 @@ def sorted_accuracy_figure(evaluations: Iterable[Evaluation]) -> Figure:
     panels = figure.subplots(len(metrics), 1, sharex=True, squeeze=False)[:, 0]
     for axes, metric in zip(panels, metrics, strict=True):
         for i, evaluation in enumerate(evaluations):
-            values = 100 * np.array([getattr(client, metric) for client in evaluation.clients])
+            values = scale(metric) * np.array([client.value(metric) for client in evaluation.clients])
             values = values[~np.isnan(values)]
             if len(values):
                 line = {"color": COLORS[i % len(COLORS)], "linestyle": LINE_STYLES[i // len(COLORS) % len(LINE_STYLES)]}
                 axes.ecdf(values, orientation="horizontal", lw=2.0, label=evaluation.method, **line)
-        axes.set(title=f"{metric.replace('_', ' ')}: all clients, sorted", xlim=(0, 1), ylabel="accuracy in percent")
+        label = "accuracy in percent" if metric in METRICS else metric.replace("_", " ")
+        axes.set(title=f"{metric.replace('_', ' ')}: all clients, sorted", xlim=(0, 1), ylabel=label)
         axes.grid(alpha=0.4)
-    panels[-1].set_xlabel("share of clients with at most this accuracy")
+    panels[-1].set_xlabel("share of clients with at most this value")
     handles, labels = panels[0].get_legend_handles_labels()
     figure.legend(handles, labels, loc="outside lower center", ncols=3, frameon=False)
     return figure

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import math
 from typing import Any
 
 import torch
@@ -16,8 +17,9 @@ from fedmoe_pl.algorithms.overrides import chooses_model
 from fedmoe_pl.data import partition_rows
 from fedmoe_pl.rounds.evaluate import has_own_model
 from fedmoe_pl.rounds.evaluation import Evaluation
+from fedmoe_pl.rounds.gate_results import gate_rows
 from fedmoe_pl.rounds.phase import Phase
-from fedmoe_pl.rounds.results import append_csv, client_rows, format_table, gate_rows, summary_row, write_csv
+from fedmoe_pl.rounds.results import append_csv, client_rows, format_table, summary_row, write_csv
 from fedmoe_pl.rounds.run import FederationCallback, Run
 
 
@@ -46,10 +48,15 @@ class ResultFiles(FederationCallback):
         """Writes the rows of the rounds since the last evaluation."""
         path = run.folder / "rounds.csv"
         if self._written:
-            append_csv(path, run.rows[self._written :])
+            append_csv(path, [self._with_all_columns(row) for row in run.rows[self._written :]])
         else:
-            write_csv(path, run.rows)
+            # a run may go on with other metrics
+            self._columns = dict.fromkeys((name for row in run.rows for name in row), math.nan)
+            write_csv(path, map(self._with_all_columns, run.rows))
         self._written = len(run.rows)
+
+    def _with_all_columns(self, row: dict[str, Any]) -> dict[str, Any]:
+        return self._columns | row
 
     def on_phase_end(self, run: Run, phase: Phase, evaluation: Evaluation | None) -> None:
         """Writes the results of all methods so far."""

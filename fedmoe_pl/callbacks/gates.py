@@ -76,7 +76,8 @@ class GateMonitor(FederationCallback):
                     tag = f"weight_of_samples/client_{client.client:03d}"
                     weights = client.global_weights.detach().cpu().double().numpy()
                     run.boards.log_histogram(tag, weights, description, step, evaluation.method)
-        if run.boards.take_images:
+        has_classes = any(client.gate_labels is not None for client in evaluation.clients)
+        if run.boards.take_images and has_classes:
             pixels = figure_pixels(gate_weight_figure(evaluation, run.datamodule.class_counts()))
             run.boards.log_image("mean_gate_weight/by_client_and_class", pixels, step, evaluation.method)
 

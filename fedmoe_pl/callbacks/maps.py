@@ -12,7 +12,7 @@ from torch import Tensor
 
 from fedmoe_pl.callbacks.figures import empty_figure
 from fedmoe_pl.rounds.evaluation import Evaluation
-from fedmoe_pl.rounds.results import expert_usage, mean_gate_weight_by_class
+from fedmoe_pl.rounds.gate_results import expert_usage, mean_gate_weight_by_class
 
 _MOST_NAMED = 100  # clients whose rows have their ids
 _MOST_WITH_NUMBERS = 30  # clients whose cells have numbers
@@ -115,6 +115,8 @@ def _beside_samples(
 ) -> tuple[Figure, Axes]:
     """A figure with the samples of clients by class on the left, and empty axes with the same rows on the right.
 
+    Without classes, there are only the empty axes.
+
     Args:
         ids: the client of each row, from top to bottom.
         counts: samples of each client and class, shape (all clients, classes).
@@ -124,10 +126,13 @@ def _beside_samples(
     """
     clients = len({*ids})
     figure = empty_figure(height=min(1.7 + max(0.085 * len(ids), 0.24 * min(len(ids), _MOST_WITH_NUMBERS)), 10.5))
-    samples, axes = figure.subplots(1, 2, sharey=True, width_ratios=[2, 3])
-    blues = samples.imshow(counts.numpy()[[*ids]], aspect="auto", cmap="Blues", vmin=0, interpolation="nearest")
-    figure.colorbar(blues, ax=samples, location="bottom", fraction=0.04, pad=0.02, label="samples")
-    _name_columns(samples, "class", counts.shape[1])
+    if counts.shape[1]:
+        samples, axes = figure.subplots(1, 2, sharey=True, width_ratios=[2, 3])
+        blues = samples.imshow(counts.numpy()[[*ids]], aspect="auto", cmap="Blues", vmin=0, interpolation="nearest")
+        figure.colorbar(blues, ax=samples, location="bottom", fraction=0.04, pad=0.02, label="samples")
+        _name_columns(samples, "class", counts.shape[1])
+    else:
+        samples = axes = figure.subplots()
     figure.suptitle(title, fontsize=10)
     samples.set_ylabel(f"{clients} clients, sorted by {sorted_by}")
     rows = [row for row, client in enumerate(ids) if not once or row == 0 or ids[row - 1] != client]

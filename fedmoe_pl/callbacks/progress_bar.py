@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import math
 import os
 import sys
 import time
 
 from tqdm import tqdm
 
-from fedmoe_pl.rounds.evaluation import Evaluation
+from fedmoe_pl.rounds.evaluation import METRICS, Evaluation
 from fedmoe_pl.rounds.phase import Phase
-from fedmoe_pl.rounds.results import percent
+from fedmoe_pl.rounds.results import percent, value_text
 from fedmoe_pl.rounds.run import FederationCallback, Run
 
 _SECONDS_BETWEEN_LINES = 60
@@ -109,8 +110,14 @@ class ProgressBar(FederationCallback):
 
 
 def _accuracies(evaluation: Evaluation) -> str:
-    local, overall = (percent(evaluation.spread(metric).mean) for metric in ("local_test", "global_test"))
-    return f"local {local} %, global {overall} %"
+    means = {metric: evaluation.spread(metric).mean for metric in ("local_test", "global_test")}
+    if not all(map(math.isnan, means.values())):
+        local, overall = (percent(mean) for mean in means.values())
+        return f"local {local} %, global {overall} %"
+    # without classes, the first metric takes the place of accuracy
+    first = evaluation.metrics[len(METRICS)].removeprefix("local_test_")
+    local, overall = (evaluation.spread(f"{metric}_{first}").mean for metric in means)
+    return f"{first}: local {value_text(first, local)}, global {value_text(first, overall)}"
 
 
 def _columns() -> int:

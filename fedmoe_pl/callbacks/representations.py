@@ -96,8 +96,8 @@ class RepresentationMonitor(FederationCallback):
             method: the phase's name.
 
         Returns:
-            The representations that all these clients have, each of shape (n, F), by name; the samples' classes and
-            their clients, shape (n,).
+            The representations that all these clients have, each of shape (n, F), by name; the samples' classes, 0 if
+            they have none, and their clients, shape (n,).
         """
         datamodule = run.datamodule
         found: list[dict[str, Tensor]] = []
@@ -107,8 +107,8 @@ class RepresentationMonitor(FederationCallback):
             samples = (held_out if len(held_out) else datamodule.train_samples[client])[: self.samples_per_client]
             (x, y), *_ = datamodule.batches(samples, batch_size=len(samples))
             found.append(representations_of(run.client_module(method, client), x.cpu()))
-            classes.append(y.cpu())
-            owners.append(torch.full_like(y.cpu(), client))
+            classes.append(y.cpu() if datamodule.num_classes else torch.zeros(len(samples), dtype=torch.int64))
+            owners.append(torch.full_like(classes[-1], client))
         common = [
             name for name in found[0] if len({each[name].shape[1:] if name in each else None for each in found}) == 1
         ]

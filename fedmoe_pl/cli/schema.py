@@ -114,6 +114,7 @@ def _faults(value: Any, argument: Argument, key: str) -> Iterator[str]:
     hint, kinds = argument.hint, kinds_of(argument.hint)
     classes = tuple(each for kind in kinds for each in classes_of(kind))
     items = [get_args(kind)[0] for kind in kinds if is_list(kind)]
+    named = [get_args(kind)[1] for kind in kinds if get_origin(kind) is dict and classes_of(get_args(kind)[1])]
     if (classes or items) and str not in kinds and names_file(value):
         value = read_file(value, key)
     if (
@@ -125,6 +126,9 @@ def _faults(value: Any, argument: Argument, key: str) -> Iterator[str]:
     if isinstance(value, list) and items:
         for index, item in enumerate(value):
             yield from _faults(item, Argument(items[0], ..., True), f"{key}{place_in(value, index, key)}")
+    elif isinstance(value, Mapping) and named:
+        for name, item in value.items():
+            yield from _faults(item, Argument(named[0], ..., True), f"{key}.{name}")
     elif isinstance(value, Mapping) and classes:
         if value and set(value) <= {"init_args", "dict_kwargs"}:  # a change of another class, or of the default one
             if argument.default is None or argument.default is ...:

@@ -39,7 +39,7 @@ def classes_of(kind: Any) -> list[type]:
     """The classes of which a value of this type is made: those of the package, of PyTorch and of users."""
     if is_callable(kind):
         return [each for result in kinds_of(get_args(kind)[1]) for each in classes_of(result)]
-    is_class = inspect.isclass(kind) and get_origin(kind) is None and kind.__module__ != "builtins"
+    is_class = inspect.isclass(kind) and get_origin(kind) is None and kind.__module__ not in ("builtins", "typing")
     return [kind] if is_class and not issubclass(kind, (Path, datetime.timedelta, enum.Enum)) else []
 
 

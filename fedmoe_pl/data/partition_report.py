@@ -46,10 +46,8 @@ def partition_table(datamodule: FederatedDataModule) -> str:
     lines = ["  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in rows]
     rule = "-" * len(lines[0])
     body = [lines[0], rule, *lines[1:-3], rule, *lines[-3:]]
-    title = (
-        f"{n} clients, {datamodule.num_classes} classes, {_shared(datamodule)}, "
-        f"{len(datamodule.global_test)} global test samples"
-    )
+    classes = f"{datamodule.num_classes} classes, " if datamodule.num_classes else ""
+    title = f"{n} clients, {classes}{_shared(datamodule)}, {len(datamodule.global_test)} global test samples"
     return "\n".join([title, "", *body])
 
 
@@ -92,7 +90,7 @@ def _class_columns(counts: Tensor) -> dict[str, list[int]]:
 def partition_figure(datamodule: FederatedDataModule) -> Figure:
     """Returns a figure of every client's samples: above, by class in colours; below, their number.
 
-    More than 200 clients are sorted by their largest class and its share.
+    Data without classes have only their number. More than 200 clients are sorted by their largest class and its share.
 
     Args:
         datamodule: a data module after ``setup``.
@@ -105,29 +103,19 @@ def partition_figure(datamodule: FederatedDataModule) -> Figure:
     order = _order(datamodule, counts)
     width, height = min(max(6.0, 2.5 + n * 0.25), 14.0), min(max(5.0, 3.0 + num_classes * 0.25), 10.0)
     figure = Figure(figsize=(width, height), layout="constrained")
-    cells, sizes = figure.subplots(2, 1, sharex=True, height_ratios=[3, 1])
     # clients narrower than a pixel are averaged with their neighbours: faster than drawing all, and none is left out
     edges = np.linspace(0, n, min(n, _MOST_COLUMNS) + 1).astype(int)
-    extent = (-0.5, n - 0.5, num_classes - 0.5, -0.5)
-    image = cells.imshow(
-        _averaged(counts[order].numpy(), edges).T,
-        aspect="auto",
-        cmap="Blues",
-        vmin=0,
-        interpolation="nearest",
-        extent=extent,
-    )
-    figure.colorbar(image, ax=cells, label="training and validation samples", pad=0.01)
-    if counts.numel() <= _MOST_NUMBERS:
-        _write_numbers(cells, counts)
+    if num_classes:
+        cells, sizes = figure.subplots(2, 1, sharex=True, height_ratios=[3, 1])
+        _draw_classes(cells, counts, _averaged(counts[order].numpy(), edges).T)
+    else:
+        sizes = figure.subplots()
     below = np.zeros(len(edges) - 1)
     for name, part in _sizes(datamodule).items():
         top = below + _averaged(np.array(part)[order], edges)
         sizes.stairs(top, edges - 0.5, baseline=below, fill=True, label=name)  # one shape is faster than bars
         below = top
     figure.legend(loc="outside lower center", ncols=3, frameon=False)
-    cells.set_ylabel("class")
-    cells.yaxis.set_major_locator(MaxNLocator(20, integer=True))
     sizes.set_ylabel("samples")
     sizes.set_xlabel("client" if n <= _MOST_UNSORTED else "clients, sorted by their largest class")
     sizes.xaxis.set_major_locator(MaxNLocator(20, integer=True))
@@ -135,10 +123,30 @@ def partition_figure(datamodule: FederatedDataModule) -> Figure:
     return figure
 
 
+def _draw_classes(cells: Axes, counts: Tensor, averaged: np.ndarray) -> None:
+    """Draws the number of samples of each client and class, shape (num_clients, num_classes).
+
+    Args:
+        cells: where to draw.
+        counts: the numbers.
+        averaged: the same transposed, in the order of the figure; neighbouring clients may be averaged.
+    """
+    from matplotlib.ticker import MaxNLocator
+
+    extent = (-0.5, len(counts) - 0.5, len(averaged) - 0.5, -0.5)
+    image = cells.imshow(averaged, aspect="auto", cmap="Blues", vmin=0, interpolation="nearest", extent=extent)
+    assert cells.figure is not None
+    cells.figure.colorbar(image, ax=cells, label="training and validation samples", pad=0.01)
+    if counts.numel() <= _MOST_NUMBERS:
+        _write_numbers(cells, counts)
+    cells.set_ylabel("class")
+    cells.yaxis.set_major_locator(MaxNLocator(20, integer=True))
+
+
 def _order(datamodule: FederatedDataModule, counts: Tensor) -> list[int]:
     """Returns the clients in the order of the figure."""
     order = list(range(datamodule.num_clients))
-    if len(order) > _MOST_UNSORTED:
+    if len(order) > _MOST_UNSORTED and datamodule.num_classes:
         largest, shares = counts.argmax(dim=1).tolist(), datamodule.class_shares.max(dim=1).values.tolist()
         order.sort(key=lambda client: (largest[client], -shares[client]))
     return order

@@ -2,6 +2,7 @@
 
 from fedmoe_pl.models.experts.bilstm import BiLSTM
 from fedmoe_pl.models.experts.cnn import CNN
+from fedmoe_pl.models.experts.fcn import SmallFCN
 from fedmoe_pl.models.experts.fedavg_cnn import ConvBlock, ConvExpert, FedAvgCNN
 from fedmoe_pl.models.experts.ifca_cnn import IFCACNN
 from fedmoe_pl.models.experts.leaf_cnn import LEAFCNN
@@ -53,6 +54,7 @@ __all__ = [
     "ProxyGate",
     "RepresentationMLP",
     "RepresentationMoE",
+    "SmallFCN",
     "SmallMLP",
     "SparseMoE",
     "SwitchNorm1d",

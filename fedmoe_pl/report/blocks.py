@@ -17,9 +17,10 @@ from fedmoe_pl.report.settings import differences
 from fedmoe_pl.report.style import Picture, Style, picture
 from fedmoe_pl.report.tables import Condition, Method, Table
 from fedmoe_pl.report.text import cost_cells, run_text, words
-from fedmoe_pl.rounds.results import percent
+from fedmoe_pl.rounds.evaluation import METRICS
+from fedmoe_pl.rounds.results import axis_label, percent
 
-_CURVES = "Mean accuracy of the clients over rounds; several seeds as mean and a band of one standard deviation."
+_CURVES = "Mean of the clients over rounds; several seeds as mean and a band of one standard deviation."
 _BOXES = "One box per method over the clients of all seeds: quartiles, whiskers, diamond for the mean."
 
 
@@ -62,7 +63,7 @@ def _curve_block(condition: Condition, styles: Mapping[str, Style], choices: Cho
     if not choices.rounds:
         return Block("Learning curves", [], None, pictures)
     metric = choices.metric_of(condition)
-    text = f"{words(metric)}, percent, mean over the clients, after evaluated rounds."
+    text = f"{axis_label(metric)}, mean over the clients, after evaluated rounds."
     return Block("Learning curves", [text], curve_table(condition, metric, choices.rounds), pictures)
 
 
@@ -79,7 +80,9 @@ def _distributions(condition: Condition, styles: Mapping[str, Style]) -> Iterato
 
 def _cost_block(condition: Condition, styles: Mapping[str, Style], choices: Choices) -> Block:
     metric = choices.metric_of(condition)
-    value = default_target(condition, metric) if choices.target is None else choices.target
+    value = math.nan
+    if metric in METRICS:  # of other metrics, the files do not say whether a higher value is better
+        value = default_target(condition, metric) if choices.target is None else choices.target
     table, texts = None, []
     if not math.isnan(value):
         rows = [(cost.label, cost_cells(cost)) for cost in costs(condition.methods, metric, value)]
@@ -93,7 +96,7 @@ def _cost_block(condition: Condition, styles: Mapping[str, Style], choices: Choi
     for amount, name in AMOUNTS.items():
         figure = cost_figure(condition.methods, metric, amount, styles)
         if figure is not None:
-            caption = f"Mean accuracy of the clients over {name}; a line for each seed."
+            caption = f"Mean of the clients over {name}; a line for each seed."
             pictures.append(_picture(amount, metric, condition, figure, caption))
     return Block("Cost to a target", texts if table else [], table, pictures)
 
@@ -130,6 +133,8 @@ def _partition_block(condition: Condition) -> Block:
     if run is None:
         return Block("Who holds what", ["The runs have no partition.csv: no picture."], None, [])
     counts = class_counts(run.partition)
+    if not counts.shape[1]:
+        return Block("Who holds what", [], None, [])
     caption = f"Training and validation samples by client and class ({run_text(run)})."
     drawn = _picture("partition", "", condition, partition_figure(counts), caption)
     return Block("Who holds what", [], None, [drawn])

@@ -9,7 +9,7 @@ from typing import NamedTuple
 from fedmoe_pl.report.statistics import over_seeds
 from fedmoe_pl.report.tables import Condition, Method, Table, difference
 from fedmoe_pl.report.text import difference_text, has_published, over_seeds_text, published_text
-from fedmoe_pl.rounds.results import percent
+from fedmoe_pl.rounds.results import value_text
 
 
 class Choices(NamedTuple):
@@ -54,12 +54,12 @@ def main_columns(condition: Condition, metric: str, choices: Choices, mean: str)
         mean: title of the first column.
     """
     methods, baseline = condition.methods, choices.baseline_of(condition)
-    columns = [Column(mean, [over_seeds_text(method.over_seeds(f"{metric}_mean")) for method in methods])]
+    columns = [Column(mean, [over_seeds_text(metric, method.over_seeds(f"{metric}_mean")) for method in methods])]
     if has_published(condition, metric):
         columns.append(Column("paper", [published_text(method.published(metric)) for method in methods]))
     if baseline is not None:
         found = [None if method is baseline else difference(method, baseline, metric) for method in methods]
-        columns.append(Column(f"to {baseline.label}", [difference_text(each) for each in found]))
+        columns.append(Column(f"to {baseline.label}", [difference_text(metric, each) for each in found]))
     return columns
 
 
@@ -67,7 +67,7 @@ def client_columns(condition: Condition, metric: str) -> list[Column]:
     """A metric's deviation over the clients and the mean of the worst tenth, both as means over seeds."""
     spreads = {"± over clients": "std", "worst tenth": "worst_tenth"}
     return [
-        Column(title, [percent(method.over_seeds(f"{metric}_{name}").mean) for method in condition.methods])
+        Column(title, [value_text(metric, method.over_seeds(f"{metric}_{name}").mean) for method in condition.methods])
         for title, name in spreads.items()
     ]
 
@@ -84,7 +84,7 @@ def curve_table(condition: Condition, metric: str, rounds: Sequence[int]) -> Tab
 
 def _at_round(method: Method, metric: str, round: int) -> str:
     rows = [row for run in method.runs for row in method.rounds(run) if row["round"] == round]
-    values = [row[f"{metric}_mean"] for row in rows]
+    values = [row.get(f"{metric}_mean", math.nan) for row in rows]
     if len(values) < len(method.runs) or any(math.isnan(value) for value in values):
         return "-"
-    return over_seeds_text(over_seeds(values))
+    return over_seeds_text(metric, over_seeds(values))

@@ -40,7 +40,7 @@ def report_parser() -> ArgumentParser:
     parser.add_argument("--section", help="write only this section of the Markdown file, between its two marks")
     parser.add_argument("--title", default="Results", help="the page's title")
     parser.add_argument("--baseline", help="method with which the others are compared; by default, the grid's")
-    parser.add_argument("--metric", help=f"accuracy whose cost is compared: {', '.join(METRICS)}")
+    parser.add_argument("--metric", help=f"accuracy, or other metric, that is compared: {', '.join(METRICS)}")
     parser.add_argument("--target", help="value of it to reach, a fraction; by default, what half of the methods reach")
     parser.add_argument(
         "--split", default="", metavar="KEY,KEY", help="keys whose values have tables of their own, such as model"
@@ -120,10 +120,15 @@ def _rounds(text: str) -> list[int]:
 
 
 def _check(choices: Choices, runs: Sequence[RunFiles]) -> None:
-    known = [name for name in METRICS if any(name in run.metrics for run in runs)]
+    known = list(dict.fromkeys(name for run in runs for name in run.metrics))
     if choices.metric is not None and choices.metric not in known:
         raise MisconfigurationException(
             f"report: --metric is '{choices.metric}', but must be one that the runs have: {', '.join(known)}."
+        )
+    if choices.target is not None and choices.metric not in (None, *METRICS):
+        raise MisconfigurationException(
+            f"report: --target is {choices.target}, but must be left out for the metric '{choices.metric}', which is "
+            "no accuracy."
         )
     methods = dict.fromkeys(method for run in runs for method in run.methods)
     if choices.baseline is not None and choices.baseline not in methods:

@@ -10,6 +10,7 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from fedmoe_pl.report.columns import Choices, Column, curve_table, main_columns
 from fedmoe_pl.report.tables import Condition
 from fedmoe_pl.report.text import evaluated, explanation, rounds_text, seeds_text, words
+from fedmoe_pl.rounds.results import axis_label
 
 
 def markdown(conditions: Sequence[Condition], choices: Choices, origin: str, command: str) -> str:
@@ -44,7 +45,7 @@ def _condition(condition: Condition, choices: Choices) -> list[str]:
     if choices.rounds:
         metric = choices.metric_of(condition)
         curves = curve_table(condition, metric, choices.rounds)
-        text = f"{words(metric).capitalize()}, percent, after some rounds:"
+        text = f"{axis_label(metric).capitalize()}, after some rounds:"
         parts += [text, table(curves.header, [[label, *cells] for label, cells in curves.rows])] if curves.rows else []
     return parts
 

@@ -15,6 +15,7 @@ from fedmoe_pl.report.costs import total_bytes
 from fedmoe_pl.report.runs import Row
 from fedmoe_pl.report.style import INK, RC, Style, new_figure, wrapped
 from fedmoe_pl.report.tables import Method
+from fedmoe_pl.rounds.results import axis_label, scale
 
 _MOST_POINTS = 120  # points of a method that are drawn beside its box
 _LEGEND = 22  # characters of a line in the legend
@@ -49,7 +50,7 @@ def curves_figure(methods: Sequence[Method], metric: str, styles: Mapping[str, S
             style = styles[method.label]
             axes.plot(rounds, mean, label=method.label, markevery=max(1, len(rounds) // 8), **style._asdict())
             axes.fill_between(rounds, mean - std, mean + std, color=style.color, alpha=0.18, lw=0)
-        axes.set(xlabel="round", ylabel=f"{metric.replace('_', ' ')}, percent")
+        axes.set(xlabel="round", ylabel=axis_label(metric))
         axes.xaxis.set_major_locator(MaxNLocator(6, integer=True))
         _draw_single(axes, single, styles)
         axes.grid(axis="y")
@@ -58,13 +59,18 @@ def curves_figure(methods: Sequence[Method], metric: str, styles: Mapping[str, S
 
 
 def _curve(method: Method, metric: str) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Rounds that all seeds evaluated, and mean and sample standard deviation over seeds in percent; 0 of one seed."""
-    of_runs = [{row["round"]: 100 * row[f"{metric}_mean"] for row in method.rounds(run)} for run in method.runs]
+    """Rounds that all seeds evaluated, and mean and sample standard deviation over seeds, which is 0 of one seed."""
+    of_runs = [{row["round"]: _mean(row, metric) for row in method.rounds(run)} for run in method.runs]
     common = sorted(set.intersection(*(set(values) for values in of_runs)))
     common = [round for round in common if not any(math.isnan(values[round]) for values in of_runs)]
     values = np.array([[of_run[round] for round in common] for of_run in of_runs])
     std = values.std(axis=0, ddof=1) if len(of_runs) > 1 else np.zeros(len(common))
     return np.array(common), values.mean(axis=0), std
+
+
+def _mean(row: Row, metric: str) -> float:
+    """The mean over the clients, of an accuracy in percent; nan if the run does not have the metric."""
+    return scale(metric) * row.get(f"{metric}_mean", math.nan)
 
 
 def _draw_single(
@@ -103,7 +109,10 @@ def cost_figure(methods: Sequence[Method], metric: str, amount: str, styles: Map
         drawn = []
         for method in methods:
             for run in method.runs:
-                points = [(_amount(row, amount), 100 * row[f"{metric}_mean"]) for row in method.rounds(run)]
+                points = [
+                    (_amount(row, amount), scale(metric) * row.get(f"{metric}_mean", math.nan))
+                    for row in method.rounds(run)
+                ]
                 points = [point for point in points if point[0] > 0 and not math.isnan(point[1])]
                 if len(points) > 1:
                     style, every = styles[method.label]._asdict(), max(1, len(points) // 6)
@@ -112,7 +121,7 @@ def cost_figure(methods: Sequence[Method], metric: str, amount: str, styles: Map
                     drawn.append(method)
         if not drawn:
             return None
-        axes.set(xscale="log", xlabel=f"{AMOUNTS[amount]}, all clients", ylabel=f"{metric.replace('_', ' ')}, percent")
+        axes.set(xscale="log", xlabel=f"{AMOUNTS[amount]}, all clients", ylabel=axis_label(metric))
         _label_amounts(axes)
         axes.grid(axis="y")
         _add_legend(figure, axes, methods)
@@ -143,7 +152,7 @@ def distribution_figure(methods: Sequence[Method], metric: str, styles: Mapping[
     Returns:
         The figure; None if no method has finished.
     """
-    values = {method.label: 100 * np.array(method.of_clients(metric)) for method in methods}
+    values = {method.label: scale(metric) * np.array(method.of_clients(metric)) for method in methods}
     values = {label: of_clients for label, of_clients in values.items() if len(of_clients)}
     if not values:
         return None
@@ -159,7 +168,7 @@ def distribution_figure(methods: Sequence[Method], metric: str, styles: Mapping[
                 heights = place + rng.uniform(-0.4, 0.4, len(of_clients))
                 axes.plot(of_clients, heights, ".", ms=3, mec="none", color=styles[label].color, alpha=0.5, zorder=0)
         axes.set_yticks(places, [wrapped(label, _NAMES) for label in values])
-        axes.set(ylim=(sum(lines), 0), xlabel=f"{metric.replace('_', ' ')}, percent")
+        axes.set(ylim=(sum(lines), 0), xlabel=axis_label(metric))
         axes.grid(axis="x")
     return figure
 

@@ -27,6 +27,7 @@ _COLUMNS = {
     "partition": {"client"},
     "gate_weights": {"method", "client", "expert"},
 }
+_WORST = "_worst_tenth"
 NEWCOMERS = "newcomers"
 
 
@@ -71,9 +72,10 @@ class RunFiles:
 
     @cached_property
     def metrics(self) -> list[str]:
-        """The accuracies that some clients have."""
+        """The accuracies and other metrics that some clients have."""
         rows = [*self.rounds, *self.summary]
-        return [metric for metric in METRICS if any(not math.isnan(row[f"{metric}_mean"]) for row in rows)]
+        names = dict.fromkeys(metric for row in rows[:1] + rows[-1:] for metric in metrics_of(row))
+        return [metric for metric in names if any(not math.isnan(row.get(f"{metric}_mean", math.nan)) for row in rows)]
 
     @property
     def planned(self) -> list[str]:
@@ -86,6 +88,11 @@ class RunFiles:
         """Whether all phases that are evaluated have a result."""
         done = {row["method"] for row in self.summary}
         return bool(done) and done.issuperset(self.planned)
+
+
+def metrics_of(row: Row) -> list[str]:
+    """The accuracies and other metrics with columns in a row of ``rounds.csv`` or ``summary.csv``."""
+    return [column.removesuffix(_WORST) for column in row if column.endswith(_WORST)]
 
 
 def find_runs(paths: Iterable[Path]) -> list[RunFiles]:

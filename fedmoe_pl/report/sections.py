@@ -8,11 +8,12 @@ from typing import NamedTuple
 
 from fedmoe_pl.report.blocks import Block, blocks_of
 from fedmoe_pl.report.columns import Choices, Column, client_columns, main_columns
+from fedmoe_pl.report.runs import metrics_of
 from fedmoe_pl.report.style import Style
 from fedmoe_pl.report.tables import Condition, Table
 from fedmoe_pl.report.text import evaluated, explanation, rounds_text, run_text, seeds_text, words
 from fedmoe_pl.rounds.evaluation import METRICS, Spread
-from fedmoe_pl.rounds.results import percent
+from fedmoe_pl.rounds.results import value_text
 
 
 class Group(NamedTuple):
@@ -74,21 +75,18 @@ def _group(condition: Condition, metric: str, choices: Choices) -> Group:
 
 
 def _every(condition: Condition) -> Table:
-    """The rows of all files ``summary.csv``: accuracies in percent, losses and gate weights as they are."""
+    """The rows of all files ``summary.csv``: accuracies in percent, other metrics as they are."""
     runs = [run for setting in condition.settings for run in setting.runs]
-    spreads = [f"{metric}_{name}" for metric in METRICS for name in Spread._fields]
-    others = ["validation_loss_mean", "mean_gate_weight_mean"]
     rows = [(run, row) for run in runs for row in run.summary]
-    columns = [c for c in (*spreads, *others) if any(not math.isnan(row.get(c, math.nan)) for _, row in rows)]
+    metrics = dict.fromkeys((*METRICS, *(metric for _, row in rows for metric in metrics_of(row))))
+    spreads = {f"{metric}_{name}": metric for metric in metrics for name in Spread._fields}
+    columns = spreads | {f"{name}_mean": name for name in ("validation_loss", "mean_gate_weight")}
+    columns = {c: name for c, name in columns.items() if any(not math.isnan(row.get(c, math.nan)) for _, row in rows)}
     cells = [
         (
             f"{row['method']}, {run_text(run)}",
-            [f"{int(row['round'])}", *(_number(row.get(c, math.nan), c in spreads) for c in columns)],
+            [f"{int(row['round'])}", *(value_text(name, row.get(c, math.nan)) for c, name in columns.items())],
         )
         for run, row in rows
     ]
     return Table(["method, run", "round", *map(words, columns)], cells)
-
-
-def _number(value: float, is_accuracy: bool) -> str:
-    return percent(value) if is_accuracy else "-" if math.isnan(value) else f"{value:.4f}"

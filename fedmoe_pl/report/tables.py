@@ -11,6 +11,7 @@ from fedmoe_pl.report.runs import Row, RunFiles
 from fedmoe_pl.report.settings import Setting, brief, labels
 from fedmoe_pl.report.statistics import Difference, Spread, over_seeds, paired_difference
 from fedmoe_pl.rounds.evaluation import METRICS
+from fedmoe_pl.rounds.results import on_test_samples
 
 
 class Table(NamedTuple):
@@ -51,12 +52,12 @@ class Method:
 
     def over_seeds(self, column: str) -> Spread:
         """Mean and deviation over seeds of a column of the results."""
-        return over_seeds([row[column] for row in self.results])
+        return over_seeds([row.get(column, math.nan) for row in self.results])
 
     def of_clients(self, metric: str) -> list[float]:
-        """The accuracies of all clients of all runs that have one, as fractions."""
+        """The values of a metric of all clients of all runs that have one; accuracies as fractions."""
         rows = (row for run in self.runs for row in run.clients if row["method"] == self.name)
-        return [row[metric] for row in rows if not math.isnan(row[metric])]
+        return [row[metric] for row in rows if not math.isnan(row.get(metric, math.nan))]
 
     def published(self, metric: str) -> list[Published]:
         """The paper's numbers of a metric, from the runs' grid."""
@@ -89,9 +90,10 @@ class Condition:
 
     @property
     def metrics(self) -> list[str]:
-        """The test accuracies that some method has."""
+        """The accuracies and other metrics on test samples that some method has."""
         runs = [run for setting in self.settings for run in setting.runs]
-        return [metric for metric in METRICS if metric != "validation" and any(metric in run.metrics for run in runs)]
+        names = dict.fromkeys(metric for run in runs for metric in run.metrics)
+        return on_test_samples(sorted(names, key=[*METRICS, *names].index))
 
     @property
     def seeds(self) -> int:
@@ -148,7 +150,10 @@ def difference(method: Method, baseline: Method, metric: str) -> Difference:
     of_baseline = {run.seed: run for run in baseline.runs}
     both = [(run, of_baseline[run.seed]) for run in method.runs if run.seed in of_baseline]
     ours, theirs = (
-        [{int(row["client"]): row[metric] for row in run.clients if row["method"] == name} for run in runs]
+        [
+            {int(row["client"]): row.get(metric, math.nan) for row in run.clients if row["method"] == name}
+            for run in runs
+        ]
         for name, runs in ((method.name, [run for run, _ in both]), (baseline.name, [run for _, run in both]))
     )
     return paired_difference(ours, theirs)

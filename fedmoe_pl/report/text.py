@@ -9,7 +9,8 @@ from fedmoe_pl.report.costs import Cost, amount
 from fedmoe_pl.report.runs import RunFiles
 from fedmoe_pl.report.statistics import INDEPENDENCE, SIGNIFICANCE, Difference, Spread
 from fedmoe_pl.report.tables import Condition, Method, Published, legend
-from fedmoe_pl.rounds.results import DESCRIPTIONS, percent
+from fedmoe_pl.rounds.evaluation import METRICS
+from fedmoe_pl.rounds.results import change_text, description, percent, value_text
 
 
 def words(metric: str) -> str:
@@ -22,14 +23,14 @@ def words(metric: str) -> str:
     return metric.replace("_", " ")
 
 
-def over_seeds_text(spread: Spread) -> str:
-    """A fraction as percent, with its deviation over seeds if there are several.
+def over_seeds_text(metric: str, spread: Spread) -> str:
+    """A metric, an accuracy in percent, with its deviation over seeds if there are several.
 
     Example:
-        >>> over_seeds_text(Spread(0.9, 0.0125, 3)), over_seeds_text(Spread(0.9, math.nan, 1))
-        ('90.00 ± 1.25', '90.00')
+        >>> over_seeds_text("local_test", Spread(0.9, 0.0125, 3)), over_seeds_text("test_f1", Spread(0.9, math.nan, 1))
+        ('90.00 ± 1.25', '0.9')
     """
-    return percent(spread.mean) + ("" if math.isnan(spread.std) else f" ± {percent(spread.std)}")
+    return value_text(metric, spread.mean) + ("" if math.isnan(spread.std) else f" ± {value_text(metric, spread.std)}")
 
 
 def published_text(cells: Sequence[Published]) -> str:
@@ -53,17 +54,18 @@ def has_published(condition: Condition, metric: str) -> bool:
     return any(method.published(metric) for method in condition.methods)
 
 
-def difference_text(difference: Difference | None) -> str:
-    """A difference in points, with a star if it is more than noise; a dash for none.
+def difference_text(metric: str, difference: Difference | None) -> str:
+    """A difference, of accuracies in points, with a star if it is more than noise; a dash for none.
 
     Example:
-        >>> difference_text(Difference(0.0123, 0.001, 60, 3, True)), difference_text(None)
+        >>> difference_text("local_test", Difference(0.0123, 0.001, 60, 3, True)), difference_text("local_test", None)
         ('+1.23*', '-')
     """
     if difference is None or math.isnan(difference.mean):
         return "-"
-    points = f"{100 * difference.mean:+.2f}".replace("-0.00", "+0.00")
-    return f"{points}{'*' if difference.is_more_than_noise else ''}"
+    change = change_text(metric, difference.mean)
+    change = "+0.00" if change == "-0.00" else change
+    return f"{change}{'*' if difference.is_more_than_noise else ''}"
 
 
 def run_text(run: RunFiles) -> str:
@@ -89,7 +91,8 @@ def seeds_text(condition: Condition) -> str:
 def explanation(condition: Condition, baseline: Method | None) -> list[str]:
     """What the numbers are, in phrases without a final full stop."""
     seeds = "; ± is the sample standard deviation over seeds" if condition.seeds > 1 else ""
-    lines = [f"Accuracy in percent, mean over the clients{seeds}", *meaning(condition.metrics)]
+    what = "Accuracy in percent, mean" if any(metric in METRICS for metric in condition.metrics) else "Mean"
+    lines = [f"{what} over the clients{seeds}", *meaning(condition.metrics)]
     lines += [f"Paper: {table}" for table in published_tables(condition)]
     if baseline is not None:
         lines.append(
@@ -106,8 +109,8 @@ def evaluated(condition: Condition) -> list[str]:
 
 
 def meaning(metrics: Iterable[str]) -> list[str]:
-    """What each accuracy means."""
-    return [f"{words(metric)}: {DESCRIPTIONS[metric]}" for metric in metrics]
+    """What each accuracy or other metric means."""
+    return [f"{words(metric)}: {description(metric)}" for metric in metrics]
 
 
 def cost_cells(cost: Cost) -> list[str]:

@@ -1,26 +1,42 @@
-"""Predictions of a model, and the accuracies of the clients that have it."""
+"""Predictions of a model, and the accuracies and other metrics of the clients that have it."""
 
 from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from lightning.pytorch import LightningModule
 from torch import Tensor
+from torchmetrics import Metric
 from torchmetrics.functional.classification import multiclass_accuracy
 
 from fedmoe_pl.data import FederatedDataModule
 from fedmoe_pl.data.parts import Parts
 from fedmoe_pl.models import MixtureOfExperts
-from fedmoe_pl.rounds.evaluation import ClientEvaluation
+from fedmoe_pl.rounds.evaluation import LOSS, SPLITS, ClientEvaluation
+from fedmoe_pl.rounds.metrics import Meter, measures_loss, predicts_classes
 from fedmoe_pl.rounds.outputs import has_trained_gate, labelled_batches, outputs_of
 from fedmoe_pl.rounds.stacked_models import StackedModels
 
 Outputs = Iterator[tuple[Tensor, Tensor | None, Tensor]]
-"""Scores (b, C), weights (b, experts) of a gate that is not constant, and labels (b,) of some samples after others."""
+"""Scores (b, C) or other outputs, weights (b, experts) of a gate that is not constant, and labels (b,) or other targets
+of some samples after others."""
+
+
+class _GlobalTest(NamedTuple):
+    """The results of k models on the global test set, or of one that several clients have.
+
+    Attributes:
+        accuracies: of each class, shape (k, C), and over all samples, shape (k,); None without class labels.
+        metrics: k values of each other metric.
+    """
+
+    accuracies: tuple[Tensor, Tensor] | None
+    metrics: dict[str, list[float]]
 
 
 @torch.inference_mode()
@@ -46,7 +62,7 @@ def _outputs(module: LightningModule, datamodule: FederatedDataModule, samples: 
         yield logits.cpu(), None if weights is None else weights.cpu(), y.cpu()
 
 
-def _global_test(predicted: Tensor, datamodule: FederatedDataModule, outputs: int) -> tuple[Tensor, Tensor]:
+def _accuracies(predicted: Tensor, datamodule: FederatedDataModule, outputs: int) -> tuple[Tensor, Tensor]:
     """Accuracy of k models on the global test set: of each class (k, C), and over all samples (k,).
 
     Args:
@@ -63,16 +79,35 @@ def _global_test(predicted: Tensor, datamodule: FederatedDataModule, outputs: in
 
 
 def evaluate_model(
-    module: LightningModule, datamodule: FederatedDataModule, clients: Sequence[int], validation: Parts
+    module: LightningModule,
+    datamodule: FederatedDataModule,
+    clients: Sequence[int],
+    validation: Parts,
+    metrics: Mapping[str, Metric],
 ) -> Iterator[ClientEvaluation]:
-    """The evaluations of clients that all have this model; ``validation`` has the validation samples of all clients."""
-    logits, _ = predict(module, datamodule, datamodule.global_test)
-    accuracies = _global_test(logits.argmax(1)[None], datamodule, logits.shape[1])
+    """The evaluations of clients that all have this model.
+
+    Args:
+        module: the model, in eval mode.
+        datamodule: the data module.
+        clients: their ids.
+        validation: the validation samples of all clients.
+        metrics: metrics beside accuracy, by name.
+    """
+    meter = Meter(module, metrics, [len(datamodule.global_test)], measures_loss(module, datamodule))
+    if predicts_classes(module, datamodule):
+        logits, _ = predict(module, datamodule, datamodule.global_test)
+        accuracies = _accuracies(logits.argmax(1)[None], datamodule, logits.shape[1])
+        if metrics:
+            meter.update(logits, datamodule.y[datamodule.global_test].cpu())
+    else:
+        accuracies = None
+        _measure(meter, _outputs(module, datamodule, datamodule.global_test))
 
     def outputs(parts: Parts) -> Outputs:
         return _outputs(module, datamodule, parts.indices)
 
-    return _evaluate(module, datamodule, clients, validation, accuracies, outputs)
+    return _evaluate(module, datamodule, clients, validation, metrics, _GlobalTest(accuracies, meter.values), outputs)
 
 
 def evaluate_stack(
@@ -81,6 +116,7 @@ def evaluate_stack(
     datamodule: FederatedDataModule,
     clients: Sequence[int],
     validation: Parts,
+    metrics: Mapping[str, Metric],
 ) -> Iterator[ClientEvaluation]:
     """The evaluations of clients with small models of their own, all computed together.
 
@@ -90,14 +126,23 @@ def evaluate_stack(
         datamodule: the data module.
         clients: their ids.
         validation: the validation samples of all clients.
+        metrics: metrics beside accuracy, by name.
     """
-    predicted, outputs_per_model = models.predict(datamodule, datamodule.global_test)
-    accuracies = _global_test(predicted, datamodule, outputs_per_model)
+    with_loss, samples = measures_loss(module, datamodule), datamodule.global_test
+    meter = Meter(module, metrics, [len(samples)] * len(clients), with_loss)
+    if metrics or with_loss:
+        scores, targets = models.outputs(datamodule, samples)
+        for of_model in scores:
+            meter.update(of_model, targets)
+        predicted, width = scores.argmax(2), scores.shape[2]
+    else:
+        predicted, width = models.predict(datamodule, samples)
+    accuracies = _accuracies(predicted, datamodule, width) if predicts_classes(module, datamodule) else None
 
     def outputs(parts: Parts) -> Outputs:
         return models.of_each(datamodule, parts)
 
-    return _evaluate(module, datamodule, clients, validation, accuracies, outputs)
+    return _evaluate(module, datamodule, clients, validation, metrics, _GlobalTest(accuracies, meter.values), outputs)
 
 
 def _evaluate(
@@ -105,44 +150,93 @@ def _evaluate(
     datamodule: FederatedDataModule,
     clients: Sequence[int],
     validation: Parts,
-    accuracies: tuple[Tensor, Tensor],
+    metrics: Mapping[str, Metric],
+    global_test: _GlobalTest,
     outputs: Callable[[Parts], Outputs],
 ) -> Iterator[ClientEvaluation]:
-    """The evaluations of clients, from their accuracies on the global test set and outputs on their own samples."""
+    """The evaluations of clients, from their results on the global test set and outputs on their own samples."""
     chosen = torch.tensor(clients)
-    class_accuracy, global_test = accuracies
     held_out, validation = datamodule.test_samples.select(chosen), validation.select(chosen)
-    samples, gate_labels = held_out, [None] * len(clients)
+    samples, has_classes = held_out, predicts_classes(module, datamodule)
     if has_trained_gate(module):  # otherwise no predictions of training samples are needed
         train = datamodule.train_samples.select(chosen)
         both = Parts(torch.cat((held_out.indices, train.indices)), torch.cat((held_out.sizes, train.sizes)))
         samples = both.select(torch.arange(len(clients)) + len(clients) * (held_out.sizes == 0))
-        gate_labels = _pieces(datamodule.y[samples.indices], samples.sizes)
-    own_accuracy, _, gate_weights = _predict_parts(module, outputs(samples), samples)
-    validation_accuracy, validation_loss, _ = _predict_parts(module, outputs(validation), validation)
+    with_loss = measures_loss(module, datamodule)
+    own = Meter(module, metrics, samples.sizes.tolist(), with_loss, (held_out.sizes > 0).tolist())
+    of_validation = Meter(module, metrics, validation.sizes.tolist(), with_loss or _has_own_loss(module))
+    nan = torch.full((len(clients),), math.nan)
+    local_test = own_accuracy = overall = validation_accuracy = validation_loss = nan
+    if has_classes:
+        assert global_test.accuracies is not None
+        own_accuracy, _, weights = _predict_parts(module, outputs(samples), samples, own)
+        validation_accuracy, validation_loss, _ = _predict_parts(module, outputs(validation), validation, of_validation)
+        local_test = _weighted(global_test.accuracies[0], datamodule.class_shares[chosen], datamodule)
+        overall = global_test.accuracies[1].expand(len(clients))
+    else:
+        weights = _measure(own, outputs(samples))
+        _measure(of_validation, outputs(validation))
+    no_gate: list[None] = [None] * len(clients)
     columns = zip(
         clients,
         datamodule.train_samples.sizes[chosen].tolist(),
-        _weighted(class_accuracy, datamodule.class_shares[chosen], datamodule).tolist(),
+        local_test.tolist(),
         own_accuracy.where(held_out.sizes > 0, math.nan).tolist(),
-        global_test.expand(len(clients)).tolist(),
+        overall.tolist(),
         validation_accuracy.tolist(),
-        gate_weights or [None] * len(clients),
-        gate_labels,
-        validation_loss.tolist(),
+        _pieces(torch.cat(weights), samples.sizes) if weights else no_gate,
+        _pieces(datamodule.y[samples.indices], samples.sizes) if weights and has_classes else no_gate,
+        of_validation.values.pop(LOSS, validation_loss.tolist()),
         [getattr(module, "has_global_expert", True)] * len(clients),
+        _by_client(len(clients), own.values, global_test.metrics, of_validation.values),
         strict=True,
     )
     return itertools.starmap(ClientEvaluation, columns)
 
 
+def _has_own_loss(module: LightningModule) -> bool:
+    return isinstance(module, MixtureOfExperts) and module.criterion is not None
+
+
+def _by_client(number: int, *of_splits: Mapping[str, Sequence[float]]) -> list[dict[str, float]]:
+    """The metrics of each client, by names such as ``local_test_f1``.
+
+    Args:
+        number: number of clients.
+        of_splits: the values of each metric on the sets of ``SPLITS``: one for each client, or one for all of them.
+    """
+    names = dict.fromkeys(name for values in of_splits for name in values)
+    columns = {
+        f"{split}_{name}": [*values[name]] * (number if len(values[name]) == 1 else 1)
+        for name in names
+        for split, values in zip(SPLITS, of_splits, strict=True)
+        if name in values
+    }
+    return [{name: column[client] for name, column in columns.items()} for client in range(number)]
+
+
 @torch.inference_mode()
-def _predict_parts(module: LightningModule, outputs: Outputs, parts: Parts) -> tuple[Tensor, Tensor, list[Tensor]]:
+def _measure(meter: Meter, outputs: Outputs) -> list[Tensor]:
+    """Feeds outputs to a meter; returns the weights of a trained gate, batch by batch."""
+    weights = []
+    for scores, batch_weights, targets in outputs:
+        meter.update(scores, targets)
+        if batch_weights is not None:
+            weights.append(batch_weights)
+    return weights
+
+
+@torch.inference_mode()
+def _predict_parts(
+    module: LightningModule, outputs: Outputs, parts: Parts, meter: Meter
+) -> tuple[Tensor, Tensor, list[Tensor]]:
     """Accuracy and mean loss of each part, shape (len(parts),), nan for an empty one, and a trained gate's weights."""
     right, losses, weights = [torch.empty(0, dtype=torch.bool)], [torch.empty(0, dtype=torch.float64)], []
     for scores, batch_weights, labels in outputs:
         right.append(scores.argmax(1) == labels)
         losses.append(_losses(module, scores, labels))
+        if meter.values:
+            meter.update(scores, labels)
         if batch_weights is not None:
             weights.append(batch_weights)
     ends = parts.sizes.cumsum(0)
@@ -150,14 +244,19 @@ def _predict_parts(module: LightningModule, outputs: Outputs, parts: Parts) -> t
     accuracies = (counts[ends] - counts[ends - parts.sizes]).float() / parts.sizes
     sums = torch.cat((torch.zeros(1, dtype=torch.float64), torch.cat(losses).cumsum(0)))
     mean_losses = (sums[ends] - sums[ends - parts.sizes]) / parts.sizes
-    return accuracies, mean_losses, _pieces(torch.cat(weights), parts.sizes) if weights else []
+    return accuracies, mean_losses, weights
 
 
 def _losses(module: LightningModule, scores: Tensor, labels: Tensor) -> Tensor:
-    """Loss of every sample, float64 (n,): the mixture's own loss, or cross-entropy for another module."""
-    if isinstance(module, MixtureOfExperts):
-        return module.loss_of(scores, labels, reduction="none").double()
-    return F.cross_entropy(scores, labels, reduction="none").double()
+    """Loss of every sample, float64 (n,): the mixture's own loss, or cross-entropy for another module.
+
+    nan if the mixture has a loss of the user's, which gives the mean of several samples.
+    """
+    if not isinstance(module, MixtureOfExperts):
+        return F.cross_entropy(scores, labels, reduction="none").double()
+    if _has_own_loss(module):
+        return torch.full((len(labels),), math.nan, dtype=torch.float64)
+    return module.loss_of(scores, labels, reduction="none").double()
 
 
 def _pieces(tensor: Tensor, sizes: Tensor) -> list[Tensor]:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import LightningModule
+from torchmetrics import Metric
 
 from fedmoe_pl.algorithms.checks import warn_of_mixture
 from fedmoe_pl.backends import changes_loss, overridden_hooks
@@ -13,18 +14,19 @@ from fedmoe_pl.checks import plain
 from fedmoe_pl.data import FederatedDataModule
 from fedmoe_pl.models import MixtureOfExperts, PooledMoE
 from fedmoe_pl.models.normalization import has_batch_norm
-from fedmoe_pl.rounds.accuracies import predict
 from fedmoe_pl.rounds.aggregation_step import check_aggregation, check_chain
 from fedmoe_pl.rounds.begin import check_moments
 from fedmoe_pl.rounds.cohort import cohort_of, cohort_size, takes_all
+from fedmoe_pl.rounds.metrics import predicts_classes
 from fedmoe_pl.rounds.names import is_path_below
 from fedmoe_pl.rounds.opt_in import opted_in
 from fedmoe_pl.rounds.optimizer_checks import check_optimizer, check_server_optimizer
-from fedmoe_pl.rounds.outputs import check_pairs, described_batches
+from fedmoe_pl.rounds.outputs import check_pairs
 from fedmoe_pl.rounds.phase import Phase
 from fedmoe_pl.rounds.run import Run
 from fedmoe_pl.rounds.starts import check_start
 from fedmoe_pl.rounds.state import PhaseState
+from fedmoe_pl.rounds.task_checks import check_algorithm, check_metric, check_monitor, check_task
 from fedmoe_pl.rounds.trainer_checks import check_client_trainer, check_trained, check_trainer
 from fedmoe_pl.trees import copy_module
 
@@ -50,7 +52,7 @@ def check_run(run: Run, read_result: Callable[[Phase, LightningModule], PhaseSta
                 raise MisconfigurationException(f"{phase}: {error}") from error
         module = run.module(phase)
         check_start(phase, run.starts[phase.name], module, lambda name: run.module(by_name[name]))
-        check_phase(phase, module, run.datamodule, run.seed, trainer["max_epochs"])
+        check_phase(phase, module, run.datamodule, run.seed, trainer["max_epochs"], run.metrics)
         check_chain(phase, run.phases_before(phase))
         run.failures.check_cohort(phase, cohort_of(phase, run.datamodule.num_clients, run.seed).size)
         check_client_trainer(phase, trainer, run.datamodule)
@@ -141,7 +143,12 @@ def check_validates(datamodule: FederatedDataModule) -> None:
 
 
 def check_phase(
-    phase: Phase, module: LightningModule, datamodule: FederatedDataModule, seed: int, max_epochs: int
+    phase: Phase,
+    module: LightningModule,
+    datamodule: FederatedDataModule,
+    seed: int,
+    max_epochs: int,
+    metrics: Mapping[str, Metric] | None = None,
 ) -> None:
     """Refuses a phase that does not fit its module or the data.
 
@@ -151,11 +158,13 @@ def check_phase(
         datamodule: the data and the clients that hold them; already set up.
         seed: the run's seed.
         max_epochs: local epochs of a client in a round.
+        metrics: the federation's metrics, by name; None for none.
 
     Raises:
         MisconfigurationException: if its cohort, algorithm, module, monitor, optimizer or aggregation does not fit.
     """
     _check_cohort(phase, datamodule.num_clients, seed)
+    check_algorithm(phase, module, datamodule)
     _check_loss(phase, module)
     try:
         phase.algorithm.check(module)
@@ -164,9 +173,11 @@ def check_phase(
     _check_architectures(phase, module, datamodule.num_clients)
     _check_pool(phase, module, datamodule.num_clients)
     check_pairs(phase, module, datamodule)
+    check_task(phase, module, datamodule, metrics or {})
+    check_metric(f"{phase}: monitor", phase.monitor, datamodule, metrics, predicts_classes(module, datamodule))
+    check_monitor(phase, metrics or {})
     _check_samples(phase, module, datamodule, seed)
     if phase.evaluate:
-        _check_outputs(module, datamodule)
         warn_of_mixture(phase.algorithm, module)
     check_optimizer(phase, module, max_epochs)
     check_server_optimizer(phase, module)
@@ -234,7 +245,6 @@ def _check_pool(phase: Phase, module: LightningModule, num_clients: int) -> None
 
 def _check_samples(phase: Phase, module: LightningModule, datamodule: FederatedDataModule, seed: int) -> None:
     """Refuses data without the samples that the phase's monitor, algorithm or batch normalization needs."""
-    check_metric(f"{phase}: monitor", phase.monitor, datamodule)
     train = datamodule.train_samples
     sizes = opted_in(phase.algorithm, train, seed).sizes
     if phase.monitor == "local_test" and ((sizes > 0) & (sizes < train.sizes)).any():
@@ -252,49 +262,4 @@ def _check_samples(phase: Phase, module: LightningModule, datamodule: FederatedD
         raise MisconfigurationException(
             f"{phase}: client {single[0]} has one training sample, but batch normalization needs two; lower "
             "num_clients or change partition_seed."
-        )
-
-
-def check_metric(argument: str, metric: str | None, datamodule: FederatedDataModule) -> None:
-    """Refuses a metric that would be nan for all clients.
-
-    Args:
-        argument: the argument that names the metric, for the message, such as ``CostToTarget: metric``.
-        metric: the metric; None passes.
-        datamodule: the data and the clients that hold them; already set up.
-
-    Raises:
-        MisconfigurationException: if no client has samples for it, or images are rotated.
-    """
-    for name, samples, fraction in (
-        ("validation", datamodule.validation_samples, "validation_fraction"),
-        ("validation_loss", datamodule.validation_samples, "validation_fraction"),
-        ("local_test_held_out", datamodule.test_samples, "test_fraction"),
-    ):
-        if metric == name and not len(samples.indices):
-            raise MisconfigurationException(
-                f"{argument} is '{metric}', but {fraction} is 0, so that no client has such samples."
-            )
-    if metric == "local_test" and datamodule.rotations is not None:
-        raise MisconfigurationException(
-            f"{argument} is 'local_test', which rotated images do not have; it must be another one, such as "
-            "local_test_held_out."
-        )
-
-
-def _check_outputs(module: LightningModule, datamodule: FederatedDataModule) -> None:
-    """Refuses a module that does not accept the samples, or that has too few outputs."""
-    samples = datamodule.train_samples[0][:1]
-    try:
-        logits, _ = predict(module.eval(), datamodule, samples)
-    except (RuntimeError, ValueError, TypeError, IndexError) as error:
-        reason = str(error).splitlines()[0]
-        raise MisconfigurationException(
-            f"model is a {type(module).__name__} that does not accept the data's {described_batches(datamodule)} "
-            f"({reason})."
-        ) from error
-    if logits.ndim != 2 or logits.shape[1] < datamodule.num_classes:
-        raise MisconfigurationException(
-            f"model gives outputs of shape {tuple(logits.shape[1:])} for a sample, but the data have "
-            f"{datamodule.num_classes} classes; it must give one output per class."
         )

@@ -75,7 +75,7 @@ def _evaluate_shared(
         module = copy_module(group_training.module).to(training.device).eval()
         for tensors, sharing in _models(group_training, server, kept, group):
             load_tree(module, {**group_training.initial, **tensors})
-            yield from evaluate_model(module, training.datamodule, sharing, validation)
+            yield from evaluate_model(module, training.datamodule, sharing, validation, training.metrics)
 
 
 def has_own_model(kept: Tree, moment: Moment) -> bool:
@@ -122,7 +122,8 @@ class _Evaluator:
             if architecture not in self.stackable:
                 self.stackable[architecture] = models.agree(training.datamodule)
             if self.stackable[architecture]:
-                return [*evaluate_stack(models, module, training.datamodule, clients, self.validation)]
+                arguments = training.datamodule, clients, self.validation, training.metrics
+                return [*evaluate_stack(models, module, *arguments)]
         return [evaluation for client in clients for evaluation in self._evaluate_alone(training, module, client)]
 
     def _states(self, training: LocalTraining, module: LightningModule, clients: Sequence[int]) -> list[Tree]:
@@ -142,7 +143,7 @@ class _Evaluator:
     ) -> Iterator[ClientEvaluation]:
         load_tree(module, self._state(training, module, client))
         predictor = client_predictor(training, module, self.server, client, self.kept, self.round)
-        return evaluate_model(predictor, training.datamodule, [client], self.validation)
+        return evaluate_model(predictor, training.datamodule, [client], self.validation, training.metrics)
 
 
 def _opted_in_validation(training: LocalTraining) -> Parts:

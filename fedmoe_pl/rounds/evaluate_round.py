@@ -5,6 +5,7 @@ from __future__ import annotations
 from fedmoe_pl.backends import LocalTraining, Plan, one_thread
 from fedmoe_pl.rounds.evaluate import evaluate_clients, evaluated_model
 from fedmoe_pl.rounds.evaluation import Evaluation
+from fedmoe_pl.rounds.metrics import lower_is_better
 from fedmoe_pl.rounds.phase import Phase
 from fedmoe_pl.rounds.results import round_row
 from fedmoe_pl.rounds.run import Run
@@ -21,6 +22,7 @@ def evaluate_phase(run: Run, phase: Phase, training: LocalTraining, plan: Plan |
         plan: how its clients are trained, whose workers take part; None for an evaluation in this process.
     """
     state, evaluations = run.states[phase.name], []
+    lower = lower_is_better(run.metrics)
     arguments = training, state.server, state.kept, state.round_of_models
     round, selection = round_and_selection(phase, state)
     for moment in phase.moments:
@@ -35,6 +37,7 @@ def evaluate_phase(run: Run, phase: Phase, training: LocalTraining, plan: Plan |
                 selection=selection,
                 clients=clients,
                 drawn_from=None if run.evaluation_clients is None else run.datamodule.num_clients,
+                lower_is_better=lower,
             )
         )
     return evaluations
@@ -51,7 +54,7 @@ def evaluate_round(run: Run, phase: Phase, training: LocalTraining, plan: Plan |
     if phase.monitor and state.round >= phase.monitor_from_round:
         participants = phase.algorithm.participants(range(run.datamodule.num_clients), run.seed)
         mean = evaluations[0].spread(phase.monitor, set(participants)).mean
-        state.remember_best(-mean if phase.monitor == "validation_loss" else mean, phase.min_delta)
+        state.remember_best(-mean if phase.monitor in evaluations[0].lower_is_better else mean, phase.min_delta)
     for evaluation in evaluations:
         run.call("on_evaluation_end", phase, evaluation)
     return evaluations

@@ -1,4 +1,4 @@
-"""Accuracies of the clients' models, and how they spread over the clients."""
+"""Accuracies and other metrics of the clients' models, and how they spread over the clients."""
 
 from __future__ import annotations
 
@@ -11,7 +11,12 @@ import torch
 from torch import Tensor
 
 METRICS = ("local_test", "local_test_held_out", "global_test", "validation")
+"""The accuracies."""
 MONITORS = (*METRICS, "validation_loss")
+LOSS = "loss"
+"""The name of the mean loss, a metric of mixtures for data without class labels."""
+SPLITS = ("local_test", "global_test", "validation")
+"""The sets of samples on which metrics of torchmetrics are computed; their values are named ``local_test_<metric>``."""
 
 
 class Spread(NamedTuple):
@@ -20,7 +25,8 @@ class Spread(NamedTuple):
     Attributes:
         mean: unweighted mean over the clients.
         std: population standard deviation over the clients.
-        worst_tenth: mean over the worst tenth of the clients (at least one client).
+        worst_tenth: mean over the worst tenth of the clients (at least one client): those with the lowest values, or
+            the highest if a lower one is better.
     """
 
     mean: float
@@ -30,7 +36,9 @@ class Spread(NamedTuple):
 
 @dataclass(frozen=True)
 class ClientEvaluation:
-    """Accuracies (fractions in [0, 1]) of the model that one client would use.
+    """Accuracies (fractions in [0, 1]) and other metrics of the model that one client would use.
+
+    Accuracies are nan for data without class labels.
 
     Attributes:
         client: the client's id.
@@ -43,9 +51,11 @@ class ClientEvaluation:
             there are none.
         gate_weights: weights of the experts, shape (n, experts), on the client's own samples (the held-out ones
             if it has any, else its training samples); None for a model without a trained gate.
-        gate_labels: labels of those samples, shape (n,).
+        gate_labels: labels of those samples, shape (n,); None for data without class labels.
         validation_loss: mean loss on the same validation samples; nan if there are none.
         has_global_expert: whether all experts but the last one are global.
+        metrics: the values of other metrics, such as ``local_test_f1``, which is on the client's held-out samples; nan
+            if there are none.
     """
 
     client: int
@@ -58,6 +68,11 @@ class ClientEvaluation:
     gate_labels: Tensor | None = field(default=None, repr=False)
     validation_loss: float = math.nan
     has_global_expert: bool = True
+    metrics: dict[str, float] = field(default_factory=dict)
+
+    def value(self, metric: str) -> float:
+        """An accuracy, the loss, the mean gate weight, or another metric, by name."""
+        return self.metrics[metric] if metric in self.metrics else getattr(self, metric)
 
     @property
     def mean_gate_weight(self) -> float:
@@ -87,6 +102,7 @@ class Evaluation:
             or "given checkpoint".
         clients: one entry per client, in the order of their ids.
         drawn_from: number of clients that these were drawn from; None if all were evaluated.
+        lower_is_better: names of the metrics of which a lower value is better.
     """
 
     method: str
@@ -96,10 +112,20 @@ class Evaluation:
     selection: str
     clients: list[ClientEvaluation]
     drawn_from: int | None = None
+    lower_is_better: list[str] = field(default_factory=list)
+
+    @property
+    def metrics(self) -> list[str]:
+        """The names of the accuracies and of the other metrics."""
+        return [*METRICS, *(self.clients[0].metrics if self.clients else ())]
 
     def __repr__(self) -> str:
-        spreads = {metric: self.spread(metric).mean for metric in METRICS}
-        means = ", ".join(f"{metric} {100 * mean:.2f} %" for metric, mean in spreads.items() if not math.isnan(mean))
+        spreads = {metric: self.spread(metric).mean for metric in self.metrics}
+        means = ", ".join(
+            f"{metric} {100 * mean:.2f} %" if metric in METRICS else f"{metric} {mean:.4g}"
+            for metric, mean in spreads.items()
+            if not math.isnan(mean)
+        )
         return f"Evaluation({self.method}, round {self.round}, {self.evaluated} clients: {means})"
 
     @property
@@ -117,7 +143,7 @@ class Evaluation:
         """Mean, standard deviation and worst tenth over the clients that have the metric.
 
         Args:
-            metric: one of ``MONITORS``.
+            metric: one of ``MONITORS``, or another metric.
             clients: the clients to count; None for all.
 
         Example:
@@ -129,12 +155,13 @@ class Evaluation:
             (0.7, 0.163, 0.5)
         """
         values = torch.tensor(
-            [getattr(c, metric) for c in self.clients if clients is None or c.client in clients], dtype=torch.float64
+            [c.value(metric) for c in self.clients if clients is None or c.client in clients], dtype=torch.float64
         )
         values = values[~values.isnan()].sort().values
         if not len(values):
             return Spread(math.nan, math.nan, math.nan)
         lowest = values[0]  # subtracted and added back, so that equal accuracies have a deviation of exactly 0
         above = values - lowest
-        worst = above[: math.ceil(len(values) / 10)]
+        tenth = math.ceil(len(values) / 10)
+        worst = above[-tenth:] if metric in self.lower_is_better else above[:tenth]
         return Spread((lowest + above.mean()).item(), above.std(correction=0).item(), (lowest + worst.mean()).item())

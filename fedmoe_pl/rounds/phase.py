@@ -13,10 +13,11 @@ from fedmoe_pl.aggregation import Aggregation
 from fedmoe_pl.algorithms.algorithm import Algorithm, Moment
 from fedmoe_pl.checks import is_finite, plain
 from fedmoe_pl.models import Gate
-from fedmoe_pl.models.mixtures.mixture import Mixing
-from fedmoe_pl.rounds.evaluation import MONITORS
+from fedmoe_pl.models.mixtures.mixing import Mixing
+from fedmoe_pl.rounds.evaluation import MONITORS, SPLITS
 from fedmoe_pl.rounds.names import is_file_name
 
+_SPLITS = tuple(f"{split}_" for split in SPLITS)  # what the names of the federation's metrics begin with
 INITIAL = "initial"
 """The ``start`` of a phase that begins with the untrained model."""
 
@@ -61,8 +62,9 @@ class Phase:
             algorithm must be one that averages parameters. A ``server_optimizer`` takes the step to its result. None
             means the algorithm's own.
         monitor: metric that selects the result: the round with its best mean over the participants. One of
-            ``validation``, ``validation_loss``, ``local_test``, ``local_test_held_out`` and ``global_test``; None means
-            the last round. All but the first two select on test data, and tables say so.
+            ``validation``, ``validation_loss``, ``local_test``, ``local_test_held_out`` and ``global_test``, or a
+            metric of the federation, such as ``validation_f1``; None means the last round. All but those on validation
+            samples select on test data, and tables say so.
         monitor_from_round: first round that may be selected, counted from 1.
         patience: ends the phase after this many evaluations in a row without a better ``monitor``; None never does.
         min_delta: for ``patience``, a metric is better only if it improves by more than this.
@@ -214,7 +216,7 @@ class Phase:
             )
 
     def _check_monitor(self) -> None:
-        if self.monitor is not None and self.monitor not in MONITORS:
+        if not (self.monitor is None or self.monitor in MONITORS or self.monitor.startswith(_SPLITS)):
             raise MisconfigurationException(
                 f"{self}: monitor is '{self.monitor}', but must be one of {', '.join(MONITORS)}."
             )

@@ -4,12 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+import torch
+from lightning.fabric.utilities.exceptions import MisconfigurationException
+from torch import Tensor
+
 from fedmoe_pl.rounds.accuracies import predict
 from fedmoe_pl.rounds.evaluate_round import evaluate_phase
 from fedmoe_pl.rounds.evaluation import Evaluation
+from fedmoe_pl.rounds.metrics import predicts_classes, preds_of
+from fedmoe_pl.rounds.outputs import labelled_batches
 from fedmoe_pl.rounds.phase import Phase
 from fedmoe_pl.rounds.results import prediction_rows
 from fedmoe_pl.rounds.run import Run
+
+_MOST_VALUES = 100
 
 
 def _evaluated_phases(run: Run) -> list[Phase]:
@@ -32,4 +40,28 @@ def predictions(run: Run) -> Iterator[dict[str, object]]:
             module = run.client_predictor(evaluation.method, client)
             logits, weights = predict(module, datamodule, samples)
             weights = weights if getattr(module, "has_global_expert", True) else None
-            yield from prediction_rows(evaluation, client, samples, datamodule.y[samples], logits, weights)
+            targets = torch.cat([y.cpu() for _, y in labelled_batches(datamodule, samples)])
+            if predicts_classes(module, datamodule) or getattr(module, "task", "") == "multiclass":
+                columns = _values(logits.argmax(1), targets)
+            else:
+                columns = _values(*preds_of(module, logits, targets))
+            yield from prediction_rows(evaluation, client, samples, columns, weights)
+
+
+def _values(predictions: Tensor, targets: Tensor) -> dict[str, Tensor]:
+    """Columns of labels and predictions, each of shape (n,); several of each if a sample has several values.
+
+    Raises:
+        MisconfigurationException: if a sample has very many.
+    """
+    number = targets[:1].numel()
+    if max(number, predictions[:1].numel()) > _MOST_VALUES:
+        raise MisconfigurationException(
+            f"predict: the model gives {predictions[:1].numel()} values for a sample, but at most {_MOST_VALUES} are "
+            "written; Federation.client_module gives a client's model."
+        )
+    columns: dict[str, Tensor] = {}
+    for name, values in (("label", targets), ("prediction", predictions)):
+        each = values.flatten(1).unbind(1) if values.dim() > 1 else [values]
+        columns |= {name if len(each) == 1 else f"{name}_{index}": value for index, value in enumerate(each)}
+    return columns

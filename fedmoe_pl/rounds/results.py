@@ -9,10 +9,9 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import chain
 from pathlib import Path
 
-import torch
 from torch import Tensor
 
-from fedmoe_pl.rounds.evaluation import METRICS, Evaluation, Spread
+from fedmoe_pl.rounds.evaluation import LOSS, METRICS, Evaluation, Spread
 from fedmoe_pl.rounds.writing import replacing, unwritable
 
 DESCRIPTIONS = {
@@ -22,10 +21,17 @@ DESCRIPTIONS = {
     "validation": "accuracy on the client's validation samples",
 }
 """What each accuracy means, in the order of the table's columns."""
+_SAMPLES: dict[str, str] = {
+    "local_test": "the client's held-out samples",
+    "global_test": "the global test set",
+    "validation": "the client's validation samples",
+}
 
 
 def round_row(evaluation: Evaluation) -> dict[str, object]:
     """One row of ``rounds.csv``: what was evaluated, then the spread of each accuracy (a fraction) over the clients.
+
+    The loss and the other metrics follow.
 
     Example:
         >>> from fedmoe_pl.rounds.evaluation import ClientEvaluation
@@ -43,8 +49,15 @@ def round_row(evaluation: Evaluation) -> dict[str, object]:
         "selection": evaluation.selection,
     }
     for metric in METRICS:
-        row |= {f"{metric}_{name}": value for name, value in evaluation.spread(metric)._asdict().items()}
-    return row | {"validation_loss_mean": evaluation.spread("validation_loss").mean}
+        row |= _spread_columns(evaluation, metric)
+    row["validation_loss_mean"] = evaluation.spread("validation_loss").mean
+    for metric in evaluation.metrics[len(METRICS) :]:
+        row |= _spread_columns(evaluation, metric)
+    return row
+
+
+def _spread_columns(evaluation: Evaluation, metric: str) -> dict[str, float]:
+    return {f"{metric}_{name}": value for name, value in evaluation.spread(metric)._asdict().items()}
 
 
 def summary_row(evaluation: Evaluation) -> dict[str, object]:
@@ -65,6 +78,8 @@ def client_rows(evaluation: Evaluation) -> list[dict[str, object]]:
             "n_train": client.n_train,
             **{metric: getattr(client, metric) for metric in METRICS},
             "mean_gate_weight": client.mean_gate_weight,
+            **client.metrics,
+            **({"validation_loss": client.validation_loss} if client.metrics else {}),
         }
         for client in evaluation.clients
     ]
@@ -127,7 +142,7 @@ def _field(value: object) -> object:
 
 
 def prediction_rows(
-    evaluation: Evaluation, client: int, samples: Tensor, labels: Tensor, logits: Tensor, gate_weights: Tensor | None
+    evaluation: Evaluation, client: int, samples: Tensor, columns: Mapping[str, Tensor], gate_weights: Tensor | None
 ) -> Iterator[dict[str, object]]:
     """Rows of ``predictions.csv``, one per sample.
 
@@ -135,14 +150,12 @@ def prediction_rows(
         evaluation: the evaluation of the method.
         client: the client whose model predicted.
         samples: indices of the samples in the data module, shape (n,).
-        labels: their classes, shape (n,).
-        logits: shape (n, C).
+        columns: their labels and predictions, each of shape (n,).
         gate_weights: shape (n, experts); the global experts' total weight is written. None without a gate.
     """
     weights = [math.nan] * len(samples) if gate_weights is None else gate_weights[:, :-1].sum(dim=1).tolist()
-    columns = zip(samples.tolist(), labels.tolist(), logits.argmax(1).tolist(), weights, strict=True)
-    names = ("sample", "label", "prediction", "gate_weight")
-    for values in columns:
+    names = ("sample", *columns, "gate_weight")
+    for values in zip(samples.tolist(), *(column.tolist() for column in columns.values()), weights, strict=True):
         yield {
             "method": evaluation.method,
             "moment": evaluation.moment,
@@ -161,12 +174,50 @@ def percent(fraction: float) -> str:
     return "-" if math.isnan(fraction) else f"{100 * fraction:.2f}"
 
 
+def value_text(metric: str, value: float) -> str:
+    """An accuracy in percent, or the value of another metric with four digits; a dash for nan.
+
+    Example:
+        >>> value_text("global_test", 0.71234), value_text("global_test_rmse", 53.4567), value_text("loss", 123456.0)
+        ('71.23', '53.46', '1.2e+05')
+    """
+    if metric in METRICS:
+        return percent(value)
+    texts = (f"{value:.{digits}g}" for digits in (4, 3, 2, 1))
+    return "-" if math.isnan(value) else next(text for text in texts if len(text) <= 7)
+
+
+def axis_label(metric: str) -> str:
+    """The name of a metric in words, for a picture in which accuracies are in percent.
+
+    Example:
+        >>> axis_label("local_test"), axis_label("local_test_rmse")
+        ('local test, percent', 'local test rmse')
+    """
+    return metric.replace("_", " ") + (", percent" if metric in METRICS else "")
+
+
+def scale(metric: str) -> int:
+    """The factor of a metric in pictures: 100 for accuracies, which are fractions."""
+    return 100 if metric in METRICS else 1
+
+
+def change_text(metric: str, change: float) -> str:
+    """A change of a metric: of an accuracy in points.
+
+    Example:
+        >>> change_text("local_test", 0.0123), change_text("local_test_rmse", -0.0123)
+        ('+1.23', '-0.0123')
+    """
+    return f"{100 * change:+.2f}" if metric in METRICS else f"{change:+.3g}"
+
+
 def format_table(evaluations: Iterable[Evaluation], metrics: Sequence[str] | None = None) -> str:
     """The table at the end of a run: one row per method, accuracies in percent, and a legend below.
 
     Args:
         evaluations: the final evaluation of each method, at least one, in the order of the rows.
-        metrics: the columns; None takes the test accuracies that at least one client has.
+        metrics: the columns; None takes the accuracies and other metrics on test samples that at least one client has.
 
     Returns:
         Aligned plain text without a final newline.
@@ -179,103 +230,68 @@ def format_table(evaluations: Iterable[Evaluation], metrics: Sequence[str] | Non
     columns = "".join(f"   {'mean':>7} {'std':>7} {'worst tenth':>11}" for _ in metrics)
     lines = [(" " * width + heading).rstrip(), f"{'method':<{width}}{columns}", "-" * (width + len(columns))]
     for evaluation in evaluations:
-        cells = "".join(_cells(evaluation.spread(metric)) for metric in metrics)
+        cells = "".join(_cells(metric, evaluation.spread(metric)) for metric in metrics)
         lines.append(f"{evaluation.method:<{width}}{cells}")
     return "\n".join([*lines, "", *_legend(evaluations, metrics)])
 
 
 def present_metrics(evaluations: Iterable[Evaluation]) -> list[str]:
-    """The test accuracies that at least one client of one of the evaluations has."""
-    evaluations = list(evaluations)
-    tests = [metric for metric in DESCRIPTIONS if metric != "validation"]
-    return [metric for metric in tests if not all(math.isnan(e.spread(metric).mean) for e in evaluations)]
+    """The accuracies and other metrics on test samples that at least one client of one of the evaluations has.
+
+    The loss is one of them only if there are no others.
+    """
+    return on_test_samples(_present(list(evaluations)))
 
 
-def _cells(spread: Spread) -> str:
-    return f"   {percent(spread.mean):>7} {percent(spread.std):>7} {percent(spread.worst_tenth):>11}"
+def on_test_samples(metrics: Iterable[str]) -> list[str]:
+    """Those of the metrics that are on test samples; the loss is one of them only if there are no others.
+
+    Example:
+        >>> on_test_samples(["global_test", "validation", "global_test_f1", "global_test_loss"])
+        ['global_test', 'global_test_f1']
+    """
+    found = [metric for metric in metrics if metric.startswith(("local_test", "global_test"))]
+    return [metric for metric in found if not metric.endswith(f"_{LOSS}")] or found
+
+
+def format_validation(evaluations: Sequence[Evaluation]) -> str:
+    """The table of accuracy and other metrics on validation samples; of the loss where there is no accuracy."""
+    found = [metric for metric in _present(evaluations) if metric.startswith("validation")]
+    return format_table(evaluations, found if "validation" in found else [*found, "validation_loss"])
+
+
+def _present(evaluations: Sequence[Evaluation]) -> list[str]:
+    metrics = dict.fromkeys(metric for e in evaluations for metric in e.metrics)
+    return [metric for metric in metrics if any(not math.isnan(e.spread(metric).mean) for e in evaluations)]
+
+
+def _cells(metric: str, spread: Spread) -> str:
+    mean, std, worst = (value_text(metric, value) for value in spread)
+    return f"   {mean:>7} {std:>7} {worst:>11}"
 
 
 def _legend(evaluations: list[Evaluation], metrics: Sequence[str]) -> list[str]:
     """Lines that explain the numbers; methods with the same description share a line."""
     clients = " or ".join(dict.fromkeys(e.evaluated for e in evaluations))
-    lines = [f"Accuracy in percent over {clients} clients: mean, standard deviation, mean of the worst tenth."]
-    lines += [f"{metric.replace('_', ' ')}: {DESCRIPTIONS[metric]}" for metric in metrics]
+    what = "Accuracy in percent" if any(metric in METRICS for metric in metrics) else "Metrics"
+    lines = [f"{what} over {clients} clients: mean, standard deviation, mean of the worst tenth."]
+    lower = {metric for e in evaluations for metric in e.lower_is_better}
+    lines += [f"{metric.replace('_', ' ')}: {description(metric, metric in lower)}" for metric in metrics]
     methods: dict[str, list[str]] = {}
     for e in evaluations:
         methods.setdefault(f"{e.model}, {e.moment}, {e.selection} (round {e.round})", []).append(e.method)
     return lines + [f"{', '.join(names)}: {description}" for description, names in methods.items()]
 
 
-def mean_gate_weight_by_class(evaluation: Evaluation, num_classes: int) -> Tensor:
-    """Mean total weight of the global experts on each client's own samples of each class.
+def description(metric: str, lower_is_better: bool = False) -> str:
+    """What an accuracy or another metric means.
 
-    Args:
-        evaluation: an evaluation of a model with a gate.
-        num_classes: number of classes of the data.
-
-    Returns:
-        Float64 tensor of shape (clients, num_classes); nan where a client has no sample of the class.
+    Example:
+        >>> description("local_test_rmse", lower_is_better=True)
+        "rmse on the client's held-out samples; lower is better"
     """
-    rows = []
-    for client in evaluation.clients:
-        if client.global_weights is None or client.gate_labels is None:
-            rows.append(torch.full((num_classes,), math.nan, dtype=torch.float64))
-        else:
-            rows.append(_means_by_class(client.global_weights, client.gate_labels, num_classes))
-    return torch.stack(rows)
-
-
-def gate_rows(evaluation: Evaluation, num_classes: int) -> Iterator[dict[str, object]]:
-    """One method's rows of ``gate_weights.csv``: the gate's mean weights on each client's own samples of each class.
-
-    A client has one row, for the total weight of the global experts. If no expert is global, it has a row for each.
-
-    Args:
-        evaluation: an evaluation; without a trained gate, there are no rows.
-        num_classes: number of classes of the data.
-
-    Yields:
-        Columns ``class_<c>`` are fractions; nan where the client has no sample of the class.
-    """
-    for client in evaluation.clients:
-        if client.gate_weights is None or client.gate_labels is None:
-            continue
-        if client.global_weights is not None:
-            weights = {"global": client.global_weights}
-        else:
-            weights = {str(expert): column for expert, column in enumerate(client.gate_weights.unbind(dim=1))}
-        for expert, column in weights.items():
-            means = _means_by_class(column, client.gate_labels, num_classes).tolist()
-            yield {
-                "method": evaluation.method,
-                "moment": evaluation.moment,
-                "client": client.client,
-                "expert": expert,
-                **{f"class_{label}": mean for label, mean in enumerate(means)},
-            }
-
-
-def _means_by_class(weights: Tensor, labels: Tensor, num_classes: int) -> Tensor:
-    """Mean of the weights, shape (n,), of each class, shape (num_classes,); nan for classes without a sample."""
-    labels = labels.cpu()
-    sums = torch.zeros(num_classes, dtype=torch.float64).index_add(0, labels, weights.detach().cpu().double())
-    return sums / torch.bincount(labels, minlength=num_classes)  # 0 / 0 is nan
-
-
-def expert_usage(evaluation: Evaluation) -> Tensor:
-    """For each client and expert, the share of the client's own samples whose largest gate weight is that expert's.
-
-    Args:
-        evaluation: an evaluation of a model with a gate.
-
-    Returns:
-        Float64 tensor of shape (clients, experts); nan for experts that a client lacks.
-    """
-    weights = [client.gate_weights for client in evaluation.clients]
-    most = max(client_weights.shape[1] for client_weights in weights if client_weights is not None)
-    shares = torch.full((len(weights), most), math.nan, dtype=torch.float64)
-    for row, client_weights in zip(shares, weights, strict=True):
-        if client_weights is not None:
-            samples, experts = client_weights.shape
-            row[:experts] = client_weights.argmax(dim=1).bincount(minlength=experts).double() / samples
-    return shares
+    if metric in DESCRIPTIONS:
+        return DESCRIPTIONS[metric]
+    split = next(split for split in _SAMPLES if metric.startswith(f"{split}_"))
+    name = metric.removeprefix(f"{split}_").replace("_", " ")
+    return f"{name} on {_SAMPLES[split]}{'; lower is better' if lower_is_better else ''}"

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from lightning.pytorch import LightningModule
 from lightning.pytorch.loggers import Logger
+from torchmetrics import Metric
 
 from fedmoe_pl.algorithms.algorithm import Moment
 from fedmoe_pl.backends import Backend, LocalTraining, Plan, Transfer
@@ -94,6 +95,7 @@ class Run:
         rows: the rows of ``rounds.csv``.
         writer: writes the checkpoints.
         failures: what happens when clients fail.
+        metrics: what is evaluated beside accuracy, by name.
     """
 
     phases: Sequence[Phase]
@@ -121,6 +123,7 @@ class Run:
     writer: CheckpointWriter = field(default_factory=CheckpointWriter)
     evaluation_clients: int | None = None
     failures: ClientFailures = field(default_factory=ClientFailures)
+    metrics: dict[str, Metric] = field(default_factory=dict)
 
     @cached_property
     def evaluated(self) -> list[int]:
@@ -272,6 +275,7 @@ class Run:
             device=self.devices[0],
             client_timeout=self.failures.client_timeout,
             phase=phase.name,
+            metrics=self.metrics,
         )
 
     def save(self) -> None:

@@ -89,21 +89,27 @@ class StackedModels:
             outputs = scores.shape[2]
         return torch.cat(predicted, 1), outputs
 
+    def outputs(self, datamodule: FederatedDataModule, samples: Tensor) -> tuple[Tensor, Tensor]:
+        """The outputs of each model for samples that all of them get, (k, n, ...), and the targets (n, ...)."""
+        batches = datamodule.batches(samples, batch_size=EVALUATED_AT_ONCE)
+        outputs, targets = zip(*((self._call(x, None)[0], y.cpu()) for x, y in batches), strict=True)
+        return torch.cat(outputs, 1), torch.cat(targets)
+
     def of_each(self, datamodule: FederatedDataModule, parts: Parts) -> Iterator[tuple[Tensor, Tensor | None, Tensor]]:
-        """For each model, on the samples of its own part: scores (n, C), weights (n, experts) or None, labels (n,)."""
+        """For each model, on its own part: scores (n, ...), weights (n, experts) or None, and targets (n, ...)."""
         if not len(parts.indices):
             return
         padded = nn.utils.rnn.pad_sequence([*parts], batch_first=True)  # (k, longest), filled up with sample 0
         pieces = [self._of_piece(datamodule, samples) for samples in padded.split(EVALUATED_AT_ONCE // _MOST, dim=1)]
         outputs = [torch.cat(output, 1) for output in zip(*pieces, strict=True)]
         for row, samples in enumerate(parts):
-            scores, *weights = (output[row, : len(samples)] for output in outputs)
-            yield scores, weights[0] if weights else None, datamodule.y[samples].cpu()
+            targets, scores, *weights = (output[row, : len(samples)] for output in outputs)
+            yield scores, weights[0] if weights else None, targets
 
     def _of_piece(self, datamodule: FederatedDataModule, samples: Tensor) -> tuple[Tensor, ...]:
-        """Scores (k, b, C), and weights if there is a gate, for samples (k, b)."""
-        ((x, _),) = datamodule.batches(samples.flatten(), batch_size=samples.numel())
-        return self._call(x.unflatten(0, samples.shape), 0)
+        """Targets (k, b, ...), scores (k, b, C), and weights if there is a gate, for samples (k, b)."""
+        ((x, y),) = datamodule.batches(samples.flatten(), batch_size=samples.numel())
+        return y.cpu().unflatten(0, samples.shape), *self._call(x.unflatten(0, samples.shape), 0)
 
     @torch.inference_mode()
     def _call(self, x: Tensor, dim: int | None) -> tuple[Tensor, ...]:

@@ -2,13 +2,13 @@
 
 import pytest
 import yaml
-from helpers.configurations import CONFIGURATIONS, QUICKSTART, printed, run_short, runs_on_digits
+from helpers.configurations import CONFIGURATIONS, QUICKSTART, needs_no_download, printed, run_short
 
 from fedmoe_pl import algorithms
 from fedmoe_pl.algorithms.algorithm import Algorithm
 from fedmoe_pl.cli import main
 
-DIGITS = [path for path in CONFIGURATIONS if runs_on_digits(path)]
+DIGITS = [path for path in CONFIGURATIONS if needs_no_download(path)]
 
 
 @pytest.mark.parametrize(

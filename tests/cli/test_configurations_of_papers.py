@@ -10,16 +10,16 @@ from helpers.configurations import (
     CONFIGURATIONS,
     REPOSITORY,
     files_of,
+    needs_no_download,
     printed,
     run_short,
-    runs_on_digits,
     short_file,
 )
 
 from fedmoe_pl import data
 from fedmoe_pl.cli import main
 
-PAPERS = [path for path in CONFIGURATIONS if not runs_on_digits(path)]
+PAPERS = [path for path in CONFIGURATIONS if not needs_no_download(path)]
 # These differ from a faster one in their data, shares or widths alone.
 SIMILAR = {
     *("adaptive_experts_cifar10", "adaptive_experts_rotated_cifar10", "fedmoe_da_emnist", "fedmoe_da_mnist"),

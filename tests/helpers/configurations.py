@@ -23,9 +23,18 @@ def files_of(path: Path) -> list[str]:
     return [str(REPOSITORY / name) for name in re.findall(r"--config (\S+)", command)]
 
 
-def runs_on_digits(path: Path) -> bool:
-    """Whether the configuration, or the base of an overlay, reads the digits, which need no download."""
-    return yaml.safe_load(Path(files_of(path)[0]).read_text())["data"]["class_path"] == "Digits"
+def needs_no_download(path: Path) -> bool:
+    """Whether the configuration, or the base of an overlay, reads data that come with scikit-learn or are made."""
+    return _is_here(yaml.safe_load(Path(files_of(path)[0]).read_text()))
+
+
+def _is_here(config: dict) -> bool:
+    return config["data"]["class_path"].split(".")[-1] in (
+        "Digits",
+        "Diabetes",
+        "SyntheticMultilabel",
+        "SyntheticShapes",
+    )
 
 
 def printed(path: Path) -> dict:
@@ -53,13 +62,14 @@ def short_file(path: Path, folder: Path) -> Path:
 def shortened(config: dict, folder: Path) -> dict:
     """The configuration with one round, one epoch and few clients, on digits or on arrays that are made up."""
     data, federation = config["data"]["init_args"], config["federation"]
-    if not config["data"]["class_path"].endswith("Digits"):
+    if not _is_here(config):
         _use_made_up_arrays(config, folder)
         # large models take long to write
         federation |= {"enable_checkpointing": False, "logger": False, "store": "memory"}
     else:
         data["batch_size"] = 100  # few steps
-    data["num_clients"] = 4
+    if "num_clients" in data or not _is_here(config):  # otherwise the samples know their clients
+        data["num_clients"] = 4
     for phase in federation["phases"]:
         phase["rounds"] = 1
         phase["max_epochs"] = min(1 if phase.get("max_epochs") is None else phase["max_epochs"], _fewest_epochs(phase))

@@ -28,7 +28,7 @@ from fedmoe_pl.models import (
     SmallMLP,
     SparseMoE,
 )
-from fedmoe_pl.models.mixtures.mixture import mix_outputs
+from fedmoe_pl.models.mixtures.mixing import mix_outputs
 from fedmoe_pl.rounds.begin import phase_module
 from fedmoe_pl.rounds.evaluate import evaluated_model
 from fedmoe_pl.rounds.outputs import has_trained_gate

@@ -25,7 +25,7 @@ class Share:
     Attributes:
         clients: the clients' positions in the stack.
         x: samples, shape (clients, batch, ...).
-        y: labels, shape (clients, batch).
+        y: labels, shape (clients, batch), or other targets, shape (clients, batch, ...).
         rows: looked-up outputs of frozen parts, each of shape (clients, batch, ...), by the part's name.
     """
 
@@ -91,10 +91,10 @@ class StackedData:
         """
         device, shape = self.training.device, places.shape
         flat = places.reshape(-1)
-        y = self._labels[flat.to(device)].view(shape)
+        y = self._labels[flat.to(device)].view(*shape, *self._labels.shape[1:])
         if bool((sizes < shape[1]).any()):
             beyond = torch.arange(shape[1]) >= sizes[:, None]
-            y = y.masked_fill(beyond.to(device), _NO_LABEL)
+            y = y.masked_fill(beyond.view(*shape, *[1] * (y.dim() - 2)).to(device), _NO_LABEL)
         rows = {
             name: table.index_select(0, flat.to(device)).view(*shape, *table.shape[1:])
             for name, table in self._tables.items()
@@ -175,4 +175,6 @@ def _padded_batch(x: Tensor, y: Tensor, size: int) -> tuple[Tensor, Tensor]:
     missing = size - len(y)
     if not missing:
         return x, y
-    return torch.cat((x, x[:1].expand(missing, *x.shape[1:]))), torch.cat((y, y.new_full((missing,), _NO_LABEL)))
+    return torch.cat((x, x[:1].expand(missing, *x.shape[1:]))), torch.cat(
+        (y, y.new_full((missing, *y.shape[1:]), _NO_LABEL))
+    )

@@ -14,7 +14,9 @@ from fedmoe_pl.checks import MOST_EXPERTS, check_at_least
 from fedmoe_pl.models.gates.fixed import EqualWeights, FixedGate
 from fedmoe_pl.models.gates.gate import Gate
 from fedmoe_pl.models.layers import draw_anew, layer_without_reset
-from fedmoe_pl.models.mixtures.mixture import Mixing, MixtureOfExperts, mix_outputs, run_once
+from fedmoe_pl.models.mixtures.mixing import Mixing
+from fedmoe_pl.models.mixtures.mixture import MixtureOfExperts, run_once
+from fedmoe_pl.models.mixtures.tasks import Loss, Task
 
 
 class ClusteredMoE(MixtureOfExperts):
@@ -30,13 +32,16 @@ class ClusteredMoE(MixtureOfExperts):
         num_clusters: number of clusters, J.
         local_expert: maps the same inputs to logits of the same shape; None for the clusters' architecture.
         gate: weighs the experts, the local one last; None for ``EqualWeights``.
-        mixing: what is mixed, see :data:`~fedmoe_pl.models.mixtures.mixture.Mixing`.
+        mixing: what is mixed, see :data:`~fedmoe_pl.models.mixtures.mixing.Mixing`; None for ``probabilities`` or, in
+            regression, values.
         optimizer: makes the optimizer from the parameters.
         lr_scheduler: makes a scheduler, stepped once per epoch, from the optimizer; None for a constant rate.
         clusters_share_fc: whether the clusters' models start with the same linear layers, as in the official code: they
             are equal except for the weights of convolutions.
         channels_last: whether the weights of convolutions are in channels-last format, see
             :class:`~fedmoe_pl.models.mixtures.mixture.MixtureOfExperts`.
+        task: what is predicted, see :data:`~fedmoe_pl.models.mixtures.tasks.Task`; None follows from the loss.
+        loss: a module or function from outputs and targets to the mean loss; None for the usual one of the task.
 
     Attributes:
         global_experts: the clusters' models, in their order.
@@ -62,13 +67,17 @@ class ClusteredMoE(MixtureOfExperts):
         num_clusters: int = 6,
         local_expert: nn.Module | None = None,
         gate: Gate | None = None,
-        mixing: Mixing = "probabilities",
+        mixing: Mixing | None = None,
         optimizer: OptimizerCallable = torch.optim.SGD,
         lr_scheduler: LRSchedulerCallable | None = None,
         clusters_share_fc: bool = False,
         channels_last: bool = False,
+        task: Task | None = None,
+        loss: Loss | None = None,
     ) -> None:
-        super().__init__(optimizer, lr_scheduler, mixing, channels_last=channels_last)
+        super().__init__(optimizer, lr_scheduler, mixing or "probabilities", None, channels_last, task, loss)
+        if mixing is None and self.task == "regression":
+            self.mixing = "logits"
         check_at_least(self, "num_clusters", num_clusters, 1, MOST_EXPERTS)
         _check_layers(global_expert)
         if clusters_share_fc and (num_clusters == 1 or not _convolutions(global_expert)):
@@ -130,7 +139,7 @@ class ClusteredMoE(MixtureOfExperts):
             return self.scores_of(outputs[0]), weights
         self.check_outputs(outputs)  # compares the first and the last; all clusters' models have one architecture
         used = weights if len(active) == len(experts) else weights[:, active]
-        return mix_outputs(outputs, used, self.mixing), weights
+        return self.mix_outputs(outputs, used), weights
 
 
 def _check_layers(expert: nn.Module) -> None:

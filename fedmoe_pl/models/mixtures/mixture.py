@@ -1,4 +1,4 @@
-"""The base of all mixtures of experts, and functions that mix the experts' outputs."""
+"""The base of all mixtures of experts."""
 
 from __future__ import annotations
 
@@ -18,16 +18,19 @@ from torchmetrics.functional.classification import multiclass_accuracy
 from fedmoe_pl.checks import check_number
 from fedmoe_pl.models.gates.fixed import FixedGate
 from fedmoe_pl.models.layers import to_channels_last
+from fedmoe_pl.models.mixtures.describing import describe
+from fedmoe_pl.models.mixtures.mixing import Mixing, mix_outputs
+from fedmoe_pl.models.mixtures.tasks import (
+    SIGMOIDS,
+    Loss,
+    Task,
+    aligned,
+    described_loss,
+    task_and_criterion,
+    usual_loss,
+)
 
 Batch = tuple[Tensor, Tensor]
-Mixing = Literal["logits", "probabilities", "log_probabilities", "probabilities_without_log"]
-"""What is mixed, and the loss of a sample.
-
-``logits``: cross-entropy of the weighted sum of logits (PFL-MoE). ``probabilities``: negative logarithm of the
-weighted sum of probabilities (Adaptive Expert Models; the paper of the mixture with opt-out). The other two are in the
-official code of the mixture with opt-out. ``log_probabilities``: the negative weighted sum of log-probabilities, which
-is not normalized again. ``probabilities_without_log``: the negative weighted sum of probabilities.
-"""
 
 
 class MixtureOfExperts(LightningModule, ABC):
@@ -39,20 +42,27 @@ class MixtureOfExperts(LightningModule, ABC):
     Args:
         optimizer: makes the optimizer from the parameters.
         lr_scheduler: makes a scheduler, stepped once per epoch, from the optimizer; None for a constant rate.
-        mixing: what is mixed, see :data:`Mixing`.
+        mixing: what is mixed, see :data:`~fedmoe_pl.models.mixtures.mixing.Mixing`.
         gate_lr: the gate's learning rate; None for the optimizer's.
         channels_last: whether the weights of 2-D convolutions and all other 4-D tensors of the module are in PyTorch's
             channels-last memory format, in which convolutions then compute. Results are the same up to rounding, except
             that dropout of images draws other random numbers. Max pooling is faster on a CPU.
+        task: what is predicted, see :data:`~fedmoe_pl.models.mixtures.tasks.Task`; None for what the loss is made for,
+            or ``multiclass``.
+        loss: a module or function from outputs and targets to the mean loss, such as ``torch.nn.HuberLoss``; None for
+            the usual one of the task: cross-entropy, binary cross-entropy of logits, or the mean squared error.
 
     Attributes:
+        task: what is predicted.
+        criterion: the loss, as a module; None for the usual one.
         gate: weighs the experts.
         gate_width: number of experts that the gate weighs; None if a subclass does not set it.
         has_global_expert: whether all experts except the last are global. The sum of their weights then shows how
             personalized a client's model is. Otherwise all experts have the same role.
 
     Raises:
-        MisconfigurationException: if ``mixing`` is not one of the four, or ``gate_lr`` is below 0.
+        MisconfigurationException: if ``mixing`` is not one of the four or does not fit the task, if ``gate_lr`` is
+            below 0, or if ``task`` and ``loss`` do not fit each other.
     """
 
     gate: Any
@@ -66,6 +76,8 @@ class MixtureOfExperts(LightningModule, ABC):
         mixing: Mixing = "logits",
         gate_lr: float | None = None,
         channels_last: bool = False,
+        task: Task | None = None,
+        loss: Loss | None = None,
     ) -> None:
         super().__init__()
         if mixing not in get_args(Mixing):
@@ -78,6 +90,8 @@ class MixtureOfExperts(LightningModule, ABC):
         self.mixing: Mixing = mixing
         self.gate_lr = gate_lr
         self.channels_last = channels_last
+        self.task: Task
+        self.task, self.criterion = task_and_criterion(self, task, loss)
 
     @abstractmethod
     def mix(self, x: Tensor) -> tuple[Tensor, Tensor]:
@@ -87,9 +101,9 @@ class MixtureOfExperts(LightningModule, ABC):
             x: inputs (B, ...).
 
         Returns:
-            Scores (B, C) and weights (B, experts). The scores are logits if logits are mixed, else log-probabilities;
-            the class with the largest one is the prediction. The weights of global experts come first, the local
-            expert's last.
+            Scores (B, C) and weights (B, experts). The scores of classes are logits if logits are mixed, else
+            log-probabilities; the class with the largest one is the prediction. The scores of labels are logits, those
+            of regression are values. The weights of global experts come first, the local expert's last.
         """
 
     def check_parts(self) -> None:
@@ -98,13 +112,28 @@ class MixtureOfExperts(LightningModule, ABC):
         Called by the constructor, and again when a phase of a federation has replaced a part or layers were sized.
 
         Raises:
-            MisconfigurationException: if the gate weighs another number of experts.
+            MisconfigurationException: if the gate weighs another number of experts or ``mixing`` does not fit the task.
         """
+        self._check_mixing()
         if isinstance(self.gate, FixedGate) and self.gate_width is not None:
             self.gate.fit_to(self.gate_width)
             self.check_gate_width(len(self.gate.weights))
         if self.channels_last:
             to_channels_last(self)
+
+    def _check_mixing(self) -> None:
+        """Refuses to mix what the experts' outputs are not, or what the loss cannot read."""
+        allowed: tuple[str, ...] = get_args(Mixing)
+        if self.task in SIGMOIDS or (self.task == "multiclass" and self.criterion is not None):
+            allowed = ("logits", "probabilities")
+        elif self.task == "regression":
+            allowed = ("logits",)
+        if self.mixing not in allowed:
+            of_loss = "" if self.criterion is None else " and a loss of its own"
+            raise MisconfigurationException(
+                f"{type(self).__name__}: mixing is '{self.mixing}', but must be {' or '.join(allowed)} for the task "
+                f"'{self.task}'{of_loss}."
+            )
 
     def check_gate_width(self, width: int) -> None:
         """Refuses a gate that weighs another number of experts than the mixture has.
@@ -133,9 +162,10 @@ class MixtureOfExperts(LightningModule, ABC):
         """
         first, last = outputs[0], outputs[-1]
         if first.shape != last.shape:
+            one, other = (output.shape[1:] if output.dim() > 2 else output.shape[-1] for output in (last, first))
             raise MisconfigurationException(
-                f"{type(self).__name__}: local_expert gives {last.shape[-1]} outputs, but must give {first.shape[-1]}, "
-                "as many as global_expert."
+                f"{type(self).__name__}: local_expert gives {one} outputs, but must give {other}, as many as "
+                "global_expert."
             )
 
     def client_architecture(self, client_id: int) -> int:
@@ -166,30 +196,41 @@ class MixtureOfExperts(LightningModule, ABC):
         """The loss of the scores that ``mix`` returns.
 
         Args:
-            scores: shape (B, C).
-            y: labels, shape (B,); samples with the label -100 do not count.
+            scores: shape (B, C), or (B, ...).
+            y: labels, shape (B,), or other targets (B, ...); samples with the label -100 do not count.
             reduction: "mean" over the samples, or "none" for the loss of each, shape (B,).
         """
-        if self.mixing == "logits":
-            return F.cross_entropy(scores, y, reduction=reduction)
+        if self.criterion is not None:
+            if reduction == "none":
+                return torch.stack([self.loss_of(*one) for one in zip(scores.split(1), y.split(1), strict=True)])
+            return self.criterion(*aligned(self.task, scores, y))
+        if self.mixing == "logits" or self.task != "multiclass":
+            return usual_loss(self.task, *aligned(self.task, scores, y), reduction)
         scores = scores.exp() if self.mixing == "probabilities_without_log" else scores
-        return F.nll_loss(scores, y, reduction=reduction)
+        losses = F.nll_loss(scores, y, reduction=reduction)
+        return losses.flatten(1).mean(1) if losses.dim() > 1 else losses
 
     def scores_of(self, logits: Tensor) -> Tensor:
         """The scores (B, C) of a single expert, from its logits (B, C)."""
-        return logits if self.mixing == "logits" else logits.log_softmax(1)
+        return logits if self.mixing == "logits" or self.task != "multiclass" else logits.log_softmax(1)
+
+    def mix_outputs(self, outputs: Sequence[Tensor], weights: Tensor) -> Tensor:
+        """The scores (B, ...) of a mixture, from the outputs (B, ...) of the experts and their weights (B, experts)."""
+        return mix_outputs(outputs, weights, self.mixing, self.task)
 
     def _step(self, batch: Batch, stage: str) -> Tensor:
         loss, metrics = self.loss(batch)
-        accuracy = multiclass_accuracy(metrics["logits"], batch[1], metrics["logits"].shape[1], average="micro")
-        values = {"loss": loss, "accuracy": accuracy}
+        values = {"loss": loss}
+        if self.task == "multiclass":
+            (scores, y), ignored = (metrics["logits"], batch[1]), -100 if batch[1].dim() > 1 else None
+            values["accuracy"] = multiclass_accuracy(scores, y, scores.shape[1], average="micro", ignore_index=ignored)
         if self.has_global_expert:
             values["gate/global_expert"] = metrics["gate_weights"][:, :-1].sum(dim=1).mean()
         self.log_dict({f"{stage}_{name}": value for name, value in values.items()}, batch_size=len(batch[1]))
         return loss
 
     def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
-        """Returns the loss; logs ``train_loss``, ``train_accuracy`` and the weight ``train_gate/global_expert``."""
+        """Returns the loss; logs ``train_loss``, ``train_accuracy`` of classes, and ``train_gate/global_expert``."""
         return self._step(batch, "train")
 
     def validation_step(self, batch: Batch, batch_idx: int) -> Tensor:
@@ -225,39 +266,15 @@ class MixtureOfExperts(LightningModule, ABC):
         # the constructor's arguments that a subclass gave to save_hyperparameters, also those among its **kwargs
         saved = self.hparams if getattr(self, "_hparams_name", None) == "kwargs" else {}
         names = {*inspect.signature(type(self)).parameters, *saved} - {"optimizer", "lr_scheduler"}
-        arguments = {name: _describe(getattr(self, name, saved.get(name))) for name in sorted(names)}
+        values = {name: getattr(self, name, saved.get(name)) for name in sorted(names)}
+        values["loss"] = described_loss(self.criterion)  # the attribute of this name is a method
+        arguments = {name: describe(value) for name, value in values.items()}
         checkpoint.pop(self.CHECKPOINT_HYPER_PARAMS_NAME, None)  # each argument has its own name
         checkpoint[self.CHECKPOINT_HYPER_PARAMS_KEY] = {
             "_class_path": f"{type(self).__module__}.{type(self).__qualname__}",
             "_instantiator": "lightning.pytorch.cli.instantiate_module",
             **{name: argument for name, argument in arguments.items() if argument is not None},
         }
-
-
-def mix_outputs(outputs: Sequence[Tensor], weights: Tensor, mixing: Mixing) -> Tensor:
-    """Mixes the experts' outputs.
-
-    Args:
-        outputs: logits (B, C) of every expert.
-        weights: weights (B, experts), which add up to 1.
-        mixing: what is mixed, see :data:`Mixing`.
-
-    Returns:
-        Logits (B, C) of the mixture if logits are mixed, else log-probabilities.
-
-    Example:
-        >>> outputs = [torch.zeros(1, 2), torch.tensor([[3.0, 1.0]]).log()]  # probabilities 1/2, 1/2 and 3/4, 1/4
-        >>> mix_outputs(outputs, torch.tensor([[0.5, 0.5]]), "probabilities").exp()
-        tensor([[0.6250, 0.3750]])
-    """
-    if mixing == "logits":
-        terms = [weights[:, index : index + 1] * logits for index, logits in enumerate(outputs)]
-        return sum(terms[1:], terms[0])
-    log_probabilities = torch.stack([logits.log_softmax(1) for logits in outputs], dim=1)  # (B, experts, C)
-    if mixing == "log_probabilities":
-        return (weights.unsqueeze(2) * log_probabilities).sum(1)
-    smallest = torch.finfo(weights.dtype).tiny  # the logarithm of 0 has no gradient
-    return (weights.clamp_min(smallest).log().unsqueeze(2) + log_probabilities).logsumexp(1)
 
 
 def run_once(module: MixtureOfExperts, expert: nn.Module) -> None:
@@ -277,23 +294,3 @@ def run_once(module: MixtureOfExperts, expert: nn.Module) -> None:
     module.train()
     if module.channels_last:
         to_channels_last(module)  # lazy layers are sized now
-
-
-def _describe(value: Any) -> Any:
-    """A description of a value for a checkpoint; None if there is none.
-
-    A plain value describes itself. A module is described by its class path and its arguments, if it keeps them as
-    attributes of the same names.
-    """
-    if isinstance(value, (int, float, str, bool)):
-        return value
-    if isinstance(value, (list, tuple, nn.ModuleList)):
-        described = [_describe(part) for part in value]
-        return None if None in described else described
-    if not isinstance(value, nn.Module) or "<locals>" in type(value).__qualname__:  # it could not be imported again
-        return None
-    arguments = {name: getattr(value, name, None) for name in inspect.signature(type(value)).parameters}
-    described = {name: _describe(argument) for name, argument in arguments.items() if argument is not None}
-    if None in described.values() or not all(hasattr(value, name) for name in arguments):
-        return None
-    return {"class_path": f"{type(value).__module__}.{type(value).__qualname__}", "init_args": described}

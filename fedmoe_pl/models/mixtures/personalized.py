@@ -12,7 +12,9 @@ from torch import Tensor, nn
 from fedmoe_pl.models.gates.fixed import EqualWeights, FixedGate
 from fedmoe_pl.models.gates.gate import Gate
 from fedmoe_pl.models.mixtures.architectures import Architectures
-from fedmoe_pl.models.mixtures.mixture import Mixing, MixtureOfExperts, mix_outputs, run_once
+from fedmoe_pl.models.mixtures.mixing import Mixing
+from fedmoe_pl.models.mixtures.mixture import MixtureOfExperts, run_once
+from fedmoe_pl.models.mixtures.tasks import Loss, Task
 from fedmoe_pl.trees import copy_module
 
 
@@ -23,17 +25,19 @@ class PersonalizedMoE(MixtureOfExperts):
     (PFL-MoE, Guo et al. 2021, Algorithm 2; https://arxiv.org/abs/2012.15589).
 
     Args:
-        global_expert: maps a batch of inputs to logits (B, C).
+        global_expert: maps a batch of inputs to logits (B, C), or to other outputs (B, ...) of the task.
         local_expert: maps the same inputs to logits of the same shape; None for a copy of the global expert. In a list,
             client k of a federation has the expert k modulo its length, so that clients differ in architecture; a plain
             ``Trainer`` uses the first one.
         gate: weighs the experts; None for ``EqualWeights``.
         optimizer: makes the optimizer from the parameters.
         lr_scheduler: makes a scheduler, stepped once per epoch, from the optimizer; None for a constant rate.
-        mixing: what is mixed, see :data:`~fedmoe_pl.models.mixtures.mixture.Mixing`.
+        mixing: what is mixed, see :data:`~fedmoe_pl.models.mixtures.mixing.Mixing`.
         gate_lr: the gate's learning rate, also with the optimizer of a phase; None for the optimizer's.
         channels_last: whether the weights of convolutions are in channels-last format, see
             :class:`~fedmoe_pl.models.mixtures.mixture.MixtureOfExperts`.
+        task: what is predicted, see :data:`~fedmoe_pl.models.mixtures.tasks.Task`; None follows from the loss.
+        loss: a module or function from outputs and targets to the mean loss; None for the usual one of the task.
 
     Raises:
         MisconfigurationException: if the gate reads features and the global expert has no ``extractor`` and
@@ -62,8 +66,10 @@ class PersonalizedMoE(MixtureOfExperts):
         mixing: Mixing = "logits",
         gate_lr: float | None = None,
         channels_last: bool = False,
+        task: Task | None = None,
+        loss: Loss | None = None,
     ) -> None:
-        super().__init__(optimizer, lr_scheduler, mixing, gate_lr, channels_last)
+        super().__init__(optimizer, lr_scheduler, mixing, gate_lr, channels_last, task, loss)
         self.global_expert = global_expert
         if isinstance(local_expert, list):
             if not local_expert:
@@ -125,4 +131,4 @@ class PersonalizedMoE(MixtureOfExperts):
         local_logits = self.local_expert(x)
         self.check_outputs((global_logits, local_logits))
         self.check_gate_width(weights.shape[1])
-        return mix_outputs((global_logits, local_logits), weights, self.mixing), weights
+        return self.mix_outputs((global_logits, local_logits), weights), weights

@@ -12,7 +12,8 @@ from torch import Tensor, nn
 from fedmoe_pl.checks import MOST_EXPERTS, check_at_least
 from fedmoe_pl.models.gates.fixed import EqualWeights
 from fedmoe_pl.models.gates.gate import Gate
-from fedmoe_pl.models.mixtures.mixture import MixtureOfExperts, mix_outputs, run_once
+from fedmoe_pl.models.mixtures.mixture import MixtureOfExperts, run_once
+from fedmoe_pl.models.mixtures.tasks import Loss, Task
 
 
 class PooledMoE(MixtureOfExperts):
@@ -33,6 +34,8 @@ class PooledMoE(MixtureOfExperts):
         gate_lr: the gate's learning rate, also with the optimizer of a phase; None for the optimizer's.
         channels_last: whether the weights of convolutions are in channels-last format, see
             :class:`~fedmoe_pl.models.mixtures.mixture.MixtureOfExperts`.
+        task: what is predicted, see :data:`~fedmoe_pl.models.mixtures.tasks.Task`; None follows from the loss.
+        loss: a module or function from outputs and targets to the mean loss; None for the usual one of the task.
 
     Raises:
         MisconfigurationException: if the expert has no ``extractor`` and ``classifier``, ``num_experts`` is below 1,
@@ -52,8 +55,10 @@ class PooledMoE(MixtureOfExperts):
         lr_scheduler: LRSchedulerCallable | None = None,
         gate_lr: float | None = None,
         channels_last: bool = False,
+        task: Task | None = None,
+        loss: Loss | None = None,
     ) -> None:
-        super().__init__(optimizer, lr_scheduler, gate_lr=gate_lr, channels_last=channels_last)
+        super().__init__(optimizer, lr_scheduler, "logits", gate_lr, channels_last, task, loss)
         check_at_least(self, "num_experts", num_experts, 1, MOST_EXPERTS)
         if top_k is not None and not 1 <= top_k <= num_experts:
             raise MisconfigurationException(
@@ -97,4 +102,4 @@ class PooledMoE(MixtureOfExperts):
         if self.top_k is not None:
             largest = weights.topk(self.top_k, dim=1)
             weights = torch.zeros_like(weights).scatter(1, largest.indices, largest.values)
-        return mix_outputs([classifier(features) for classifier in self.pool], weights, "logits"), weights
+        return self.mix_outputs([classifier(features) for classifier in self.pool], weights), weights

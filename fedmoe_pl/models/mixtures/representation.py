@@ -13,7 +13,9 @@ from torch import Tensor, nn
 from fedmoe_pl.models.gates.fixed import EqualWeights, FixedGate
 from fedmoe_pl.models.gates.gate import Gate
 from fedmoe_pl.models.mixtures.architectures import Architectures
-from fedmoe_pl.models.mixtures.mixture import MixtureOfExperts, mix_outputs, run_once
+from fedmoe_pl.models.mixtures.mixing import mix_outputs
+from fedmoe_pl.models.mixtures.mixture import MixtureOfExperts, run_once
+from fedmoe_pl.models.mixtures.tasks import Loss, Task
 
 
 class Representations(NamedTuple):
@@ -47,6 +49,8 @@ class RepresentationMoE(MixtureOfExperts):
         architectures: index of each client's local expert; None gives client k the index ``k % len(local_experts)``.
         channels_last: whether the weights of convolutions are in channels-last format, see
             :class:`~fedmoe_pl.models.mixtures.mixture.MixtureOfExperts`.
+        task: what is predicted, see :data:`~fedmoe_pl.models.mixtures.tasks.Task`; None follows from the loss.
+        loss: a module or function from outputs and targets to the mean loss; None for the usual one of the task.
 
     Raises:
         MisconfigurationException: if there is no local expert or no header, the representations differ in width,
@@ -73,8 +77,10 @@ class RepresentationMoE(MixtureOfExperts):
         gate_lr: float | None = None,
         architectures: list[int] | None = None,
         channels_last: bool = False,
+        task: Task | None = None,
+        loss: Loss | None = None,
     ) -> None:
-        super().__init__(optimizer, lr_scheduler, gate_lr=gate_lr, channels_last=channels_last)
+        super().__init__(optimizer, lr_scheduler, "logits", gate_lr, channels_last, task, loss)
         classifiers = (getattr(expert, "classifier", None) for expert in local_experts)
         header = next((part for part in (header, *classifiers) if part is not None), None)
         if header is None or not local_experts:

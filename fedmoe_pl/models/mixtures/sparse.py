@@ -19,7 +19,9 @@ from fedmoe_pl.models.gates.fixed import ConstantGate, FixedGate
 from fedmoe_pl.models.gates.gate import Gate
 from fedmoe_pl.models.gates.proxy import ProxyGate
 from fedmoe_pl.models.layers import draw_anew, layer_without_reset
-from fedmoe_pl.models.mixtures.mixture import Batch, Mixing, MixtureOfExperts, mix_outputs, run_once
+from fedmoe_pl.models.mixtures.mixing import Mixing
+from fedmoe_pl.models.mixtures.mixture import Batch, MixtureOfExperts, run_once
+from fedmoe_pl.models.mixtures.tasks import Loss, Task
 from fedmoe_pl.models.normalization import SwitchNorm1d
 
 _DENSE: ContextVar[bool] = ContextVar("dense", default=False)
@@ -64,7 +66,9 @@ class SparseMoE(MixtureOfExperts):
         channels_last: whether the weights of convolutions are in channels-last format, see
             :class:`~fedmoe_pl.models.mixtures.mixture.MixtureOfExperts`.
         gate: reads the embedded values and gives every sample a weight for each expert; None for a ``ProxyGate``.
-        mixing: what a ``FixedGate`` mixes, see :data:`~fedmoe_pl.models.mixtures.mixture.Mixing`.
+        mixing: what a ``FixedGate`` mixes, see :data:`~fedmoe_pl.models.mixtures.mixing.Mixing`.
+        task: what is predicted, see :data:`~fedmoe_pl.models.mixtures.tasks.Task`; None follows from the loss.
+        loss: a module or function from outputs and targets to the mean loss; None for the usual one of the task.
 
     Raises:
         MisconfigurationException: if an argument is out of range, ``expert`` has a layer without ``reset_parameters``
@@ -91,8 +95,10 @@ class SparseMoE(MixtureOfExperts):
         channels_last: bool = False,
         gate: Gate | None = None,
         mixing: Mixing = "logits",
+        task: Task | None = None,
+        loss: Loss | None = None,
     ) -> None:
-        super().__init__(optimizer, lr_scheduler, mixing, channels_last=channels_last)
+        super().__init__(optimizer, lr_scheduler, mixing, None, channels_last, task, loss)
         numbers = num_experts if isinstance(num_experts, list) else [num_experts]
         if not numbers or min(numbers) < 1 or max(numbers) > MOST_EXPERTS:
             raise MisconfigurationException(
@@ -163,10 +169,10 @@ class SparseMoE(MixtureOfExperts):
         self.check_gate_width(weights.shape[1])
         if isinstance(self.gate, FixedGate):
             active = self.gate.active
-            return mix_outputs([self.experts[index](z) for index in active], weights[:, active], self.mixing), weights
+            return self.mix_outputs([self.experts[index](z) for index in active], weights[:, active]), weights
         weight, chosen = weights.max(dim=1, keepdim=True)  # (B, 1)
         logits = self._all_experts(z, chosen) if _DENSE.get() else self._chosen_experts(z, chosen.flatten())
-        return weight * logits, weights
+        return weight.reshape(-1, *[1] * (logits.dim() - 1)) * logits, weights
 
     def loss(self, batch: Batch) -> tuple[Tensor, dict[str, Tensor]]:
         """Cross-entropy of the weighted logits, plus the balancing loss if there is one. It is a pure function.
@@ -201,7 +207,8 @@ class SparseMoE(MixtureOfExperts):
         """The same, but every expert computes all samples; ``chosen`` has shape (B, 1)."""
         outputs = torch.stack([expert(z) for expert in self.experts], dim=1)  # (B, experts, C)
         is_chosen = chosen == torch.arange(len(self.experts), device=chosen.device)  # (B, experts)
-        return torch.where(is_chosen.unsqueeze(2), outputs, 0).sum(dim=1)
+        is_chosen = is_chosen.reshape(*is_chosen.shape, *[1] * (outputs.dim() - 2))  # (B, experts, 1, ...)
+        return torch.where(is_chosen, outputs, 0).sum(dim=1)
 
 
 def _zero(expert: nn.Module) -> Tensor | float:

@@ -1,0 +1,39 @@
+"""The diabetes data that come with scikit-learn."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+
+from fedmoe_pl.data.arrays import Arrays
+from fedmoe_pl.data.datamodule import FederatedDataModule
+
+
+class Diabetes(FederatedDataModule):
+    """The 442 diabetes patients that come with scikit-learn, a regression; needs no download.
+
+    A sample has ten measurements, and the target is the progression of the disease after a year; each is scaled by its
+    mean and standard deviation over the training samples. Every fifth sample is in the global test set. The decade of
+    the patient's age is the client of a sample, up to 29 and from 70 on together, so that there are six clients; with
+    the partitioner ``IID`` there may be others.
+
+    Args:
+        **kwargs: arguments of ``FederatedDataModule``.
+    """
+
+    def __init__(self, **kwargs: Any) -> None:
+        super().__init__(**kwargs)
+
+    def load(self) -> Arrays:
+        """Reads the patients and splits them into training and test."""
+        from sklearn.datasets import load_diabetes  # only this data set needs scikit-learn
+
+        measured, progression = map(np.asarray, load_diabetes(return_X_y=True, scaled=False))  # (442, 10), (442,)
+        decades = np.clip(measured[:, 0] // 10, 2, 7).astype(int)
+        x, y = torch.from_numpy(measured), torch.from_numpy(progression)
+        test = torch.arange(len(y)) % 5 == 4
+        x, y = ((values - values[~test].mean(0)) / values[~test].std(0) for values in (x, y))
+        ids, is_test = decades, test.numpy()
+        return Arrays(x[~test].float(), y[~test].float(), x[test].float(), y[test].float(), ids[~is_test], ids[is_test])

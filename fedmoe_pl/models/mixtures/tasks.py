@@ -1,0 +1,128 @@
+"""What a mixture predicts, and the loss and the predictions that follow from it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Literal, get_args
+
+import torch.nn.functional as F
+from lightning.fabric.utilities.exceptions import MisconfigurationException
+from torch import Tensor, nn
+
+from fedmoe_pl.checks import check_choice
+
+Task = Literal["multiclass", "binary", "multilabel", "regression"]
+"""What a mixture predicts, in the words of torchmetrics.
+
+``multiclass``: one class of C, for a sample or for each position of it: outputs are logits (B, C, ...), targets classes
+(B, ...). ``binary`` and ``multilabel``: outputs are logits of labels that are on or off, each by itself, targets of the
+same shape are 0 or 1. ``regression``: outputs and targets are values of the same shape. In the last three, an output of
+shape (B, 1, ...) also fits targets of shape (B, ...).
+"""
+Loss = nn.Module | Callable[[Tensor, Tensor], Any]  # a function need not say that it returns a tensor
+"""A module or function from outputs and targets to the mean loss."""
+SIGMOIDS: tuple[Task, ...] = ("binary", "multilabel")
+"""The tasks in which each output is the logit of a probability of its own."""
+
+_REGRESSION = (nn.MSELoss, nn.L1Loss, nn.SmoothL1Loss, nn.HuberLoss, nn.PoissonNLLLoss)
+_OF_LOSSES: dict[type, tuple[Task, ...]] = {
+    nn.CrossEntropyLoss: ("multiclass",),
+    nn.BCEWithLogitsLoss: ("multilabel", "binary"),
+    **dict.fromkeys(_REGRESSION, ("regression",)),
+}
+
+
+class FunctionLoss(nn.Module):
+    """A function as a module.
+
+    Args:
+        function: maps outputs and targets to the mean loss.
+    """
+
+    def __init__(self, function: Callable[[Tensor, Tensor], Tensor]) -> None:
+        super().__init__()
+        self.function = function
+
+    def forward(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        """The function's value."""
+        return self.function(outputs, targets)
+
+
+def task_and_criterion(owner: object, task: Task | None, loss: Loss | None) -> tuple[Task, nn.Module | None]:
+    """The task, and the loss as a module; None for the usual loss of the task.
+
+    Args:
+        owner: the mixture; messages name its class.
+        task: the task; None if it follows from the loss.
+        loss: the loss; None if it follows from the task.
+
+    Raises:
+        MisconfigurationException: if there is no such task, it does not fit the loss, or does not follow from it.
+    """
+    if task is not None:
+        check_choice(owner, "task", task, get_args(Task))
+    if loss is None:
+        return task or "multiclass", None
+    of_loss = _OF_LOSSES.get(type(loss), ())
+    if (task is None and not of_loss) or (task is not None and of_loss and task not in of_loss):
+        name = type(loss).__name__ if isinstance(loss, nn.Module) else getattr(loss, "__name__", repr(loss))
+        shown = "None" if task is None else f"'{task}'"
+        raise MisconfigurationException(
+            f"{type(owner).__name__}: task is {shown}, but must be {' or '.join(of_loss or get_args(Task))} for the "
+            f"loss {name}."
+        )
+    return task or of_loss[0], loss if isinstance(loss, nn.Module) else FunctionLoss(loss)
+
+
+def usual_loss(task: Task, outputs: Tensor, targets: Tensor, reduction: Literal["mean", "none"]) -> Tensor:
+    """Cross-entropy, binary cross-entropy or the squared error; arguments as those of :func:`aligned` returns."""
+    if task == "multiclass":
+        losses = F.cross_entropy(outputs, targets, reduction=reduction)
+    elif task in SIGMOIDS:
+        losses = F.binary_cross_entropy_with_logits(outputs, targets, reduction=reduction)
+    else:
+        losses = F.mse_loss(outputs, targets, reduction=reduction)
+    return losses.flatten(1).mean(1) if losses.dim() > 1 else losses
+
+
+def aligned(task: Task, outputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+    """Outputs and targets as a loss compares them: of one shape and type, unless the targets are classes.
+
+    Args:
+        task: the task.
+        outputs: shape (B, ...).
+        targets: shape (B, ...).
+    """
+    if task == "multiclass":
+        return outputs, targets
+    if outputs.dim() == targets.dim() + 1 and outputs.shape[1] == 1:
+        outputs = outputs.squeeze(1)
+    return outputs, targets.to(outputs.dtype)
+
+
+def preds_and_target(task: Task, outputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+    """What a metric of torchmetrics compares: probabilities and classes or labels, or values.
+
+    Args:
+        task: the task.
+        outputs: a mixture's scores, shape (B, ...).
+        targets: shape (B, ...).
+    """
+    if task == "multiclass":
+        return outputs.softmax(1), targets
+    outputs, targets = aligned(task, outputs, targets)
+    return (outputs.sigmoid(), targets.long()) if task in SIGMOIDS else (outputs, targets)
+
+
+def fits(task: Task, outputs: Tensor, targets: Tensor) -> bool:
+    """Whether outputs and targets have the shapes and the type of the task, see :data:`Task`."""
+    if task == "multiclass":
+        is_dense = outputs.dim() > 1 and outputs[:, 0].shape == targets.shape
+        return is_dense and not targets.is_floating_point()
+    outputs, targets = aligned(task, outputs, targets)
+    return outputs.shape == targets.shape
+
+
+def described_loss(criterion: nn.Module | None) -> Any:
+    """A loss as an argument: a function, or the module."""
+    return criterion.function if isinstance(criterion, FunctionLoss) else criterion

@@ -1,0 +1,179 @@
+"""The metrics of a run beside accuracy, each computed on the samples of one client or on the global test set."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+
+from lightning.fabric.utilities.exceptions import MisconfigurationException
+from lightning.pytorch import LightningModule
+from torch import Tensor
+from torchmetrics import Metric
+
+from fedmoe_pl.checks import is_finite
+from fedmoe_pl.data import FederatedDataModule
+from fedmoe_pl.models import MixtureOfExperts
+from fedmoe_pl.models.mixtures.tasks import preds_and_target
+from fedmoe_pl.rounds.evaluation import LOSS, SPLITS
+
+
+def predicts_classes(module: LightningModule, datamodule: FederatedDataModule) -> bool:
+    """Whether each sample has a class, and the module predicts it, so that there are accuracies."""
+    task = module.task if isinstance(module, MixtureOfExperts) else "multiclass"
+    return datamodule.num_classes > 0 and task == "multiclass"
+
+
+def measures_loss(module: LightningModule, datamodule: FederatedDataModule) -> bool:
+    """Whether the loss is a metric on all sets of samples: for mixtures, if there are no accuracies."""
+    return isinstance(module, MixtureOfExperts) and not predicts_classes(module, datamodule)
+
+
+def preds_of(module: LightningModule, outputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+    """Predictions and targets, of a mixture as probabilities or values; those of other modules as they are."""
+    if isinstance(module, MixtureOfExperts):
+        return preds_and_target(module.task, outputs, targets)
+    return outputs, targets
+
+
+def names_of(metrics: Mapping[str, Metric], with_loss: bool) -> list[str]:
+    """The names of the metrics' values, such as ``local_test_f1``; without the loss on validation samples."""
+    of_loss = [f"{split}_{LOSS}" for split in SPLITS[:2]] if with_loss else []
+    return [f"{split}_{name}" for name in metrics for split in SPLITS] + of_loss
+
+
+def lower_is_better(metrics: Mapping[str, Metric]) -> list[str]:
+    """The names of values of which a lower one is better, as torchmetrics says it; also those of the loss."""
+    lower = [name for name, metric in metrics.items() if metric.higher_is_better is False]
+    return [f"{split}_{name}" for name in (*lower, LOSS) for split in SPLITS]
+
+
+class Meter:
+    """Feeds the outputs for the samples of several parts, one part after another, to metrics.
+
+    A value is nan if the part has no samples, or too few for the metric.
+
+    Args:
+        module: the module that gives the outputs. A mixture's become probabilities, or values in regression; those of
+            other modules go to the metrics as they are.
+        metrics: the metrics, by name.
+        sizes: number of samples of each part.
+        with_loss: whether the mixture's mean loss is computed, too.
+        wanted: which parts are measured; None for all.
+
+    Attributes:
+        values: the values of each metric, one for each part.
+    """
+
+    def __init__(
+        self,
+        module: LightningModule,
+        metrics: Mapping[str, Metric],
+        sizes: Sequence[int],
+        with_loss: bool,
+        wanted: Sequence[bool] | None = None,
+    ) -> None:
+        self.module = module
+        self.metrics = metrics
+        self.sizes = sizes
+        self.with_loss = with_loss
+        self.wanted = [True] * len(sizes) if wanted is None else wanted
+        self.values = {name: [math.nan] * len(sizes) for name in (*metrics, *([LOSS] if with_loss else []))}
+        self._begin(0)
+
+    def update(self, outputs: Tensor, targets: Tensor) -> None:
+        """Takes the outputs (b, ...) and targets (b, ...) of the next samples, which may be of several parts."""
+        while len(targets):
+            count = min(self._left, len(targets))
+            if self.wanted[self._part]:
+                self._update(outputs[:count], targets[:count])
+            outputs, targets = outputs[count:], targets[count:]
+            self._left -= count
+            if not self._left:
+                self._end()
+
+    def _begin(self, part: int) -> None:
+        while part < len(self.sizes) and not self.sizes[part]:
+            part += 1
+        self._part, self._left, self._loss = part, self.sizes[part] if part < len(self.sizes) else 0, 0.0
+        for metric in self.metrics.values():
+            metric.reset()
+
+    def _update(self, outputs: Tensor, targets: Tensor) -> None:
+        if isinstance(self.module, MixtureOfExperts) and self.with_loss:
+            self._loss += self.module.loss_of(outputs, targets).item() * len(targets)
+        preds, target = preds_of(self.module, outputs, targets)
+        for metric in self.metrics.values():
+            metric.update(preds, target)
+
+    def _end(self) -> None:
+        part = self._part
+        if self.wanted[part]:
+            for name, metric in self.metrics.items():
+                self.values[name][part] = _value(metric)
+            if self.with_loss:
+                self.values[LOSS][part] = self._loss / self.sizes[part]
+        self._begin(part + 1)
+
+
+def _value(metric: Metric) -> float:
+    try:
+        return float(metric.compute())
+    except ValueError:  # too few samples, such as one for R2Score
+        return math.nan
+
+
+def check_metrics(metrics: Mapping[str, Metric] | None) -> dict[str, Metric]:
+    """Refuses metrics whose names or types no column can have.
+
+    Args:
+        metrics: the metrics, by name; None for none.
+
+    Returns:
+        The metrics.
+
+    Raises:
+        MisconfigurationException: if a name is no identifier or has a meaning of its own, or a value is not a metric.
+    """
+    for name, metric in (metrics or {}).items():
+        if not (isinstance(name, str) and name.isidentifier()) or name in (LOSS, "held_out"):
+            raise MisconfigurationException(
+                f"Federation: metrics has the name {name!r}, but names must be letters, digits and underscores, other "
+                f"than '{LOSS}' and 'held_out'."
+            )
+        if not isinstance(metric, Metric):
+            raise MisconfigurationException(
+                f"Federation: metrics has a {type(metric).__name__} under '{name}', but must have metrics of "
+                "torchmetrics."
+            )
+    return dict(metrics or {})
+
+
+def check_values(metrics: Mapping[str, Metric], module: LightningModule, outputs: Tensor, targets: Tensor) -> None:
+    """Refuses a metric that does not fit the outputs, or gives more than one number.
+
+    Args:
+        metrics: the metrics, by name.
+        module: the module that gives the outputs.
+        outputs: the outputs for some samples, shape (b, ...).
+        targets: their targets, shape (b, ...).
+
+    Raises:
+        MisconfigurationException: if there is such a metric.
+    """
+    meter = Meter(module, metrics, [len(targets)], with_loss=False)
+    for name, metric in metrics.items():
+        of_metric = f"Federation: metrics has a {type(metric).__name__} under '{name}', "
+        meter.metrics = {name: metric}
+        try:
+            meter._update(outputs, targets)
+            value = metric.compute()
+        except (ValueError, RuntimeError, IndexError, TypeError) as error:
+            reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+            raise MisconfigurationException(
+                f"{of_metric}which does not fit outputs of shape {tuple(outputs.shape[1:])} of the "
+                f"{type(module).__name__} and targets of shape {tuple(targets.shape[1:])} ({reason.rstrip('.')})."
+            ) from error
+        finally:
+            metric.reset()
+        if not (isinstance(value, Tensor) and value.numel() == 1) and not is_finite(value):
+            raise MisconfigurationException(f"{of_metric}but must have metrics that give one number.")

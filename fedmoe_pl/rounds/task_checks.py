@@ -1,0 +1,203 @@
+"""Checks that model, algorithm, metrics and the targets of the data fit each other."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from lightning.fabric.utilities.exceptions import MisconfigurationException
+from lightning.pytorch import LightningModule
+from torch import Tensor
+from torchmetrics import Metric
+
+from fedmoe_pl.data import FederatedDataModule
+from fedmoe_pl.models import MixtureOfExperts
+from fedmoe_pl.models.mixtures.tasks import fits
+from fedmoe_pl.rounds.accuracies import predict
+from fedmoe_pl.rounds.evaluation import METRICS, SPLITS
+from fedmoe_pl.rounds.metrics import check_values, names_of, predicts_classes
+from fedmoe_pl.rounds.outputs import described_batches, labelled_batches
+from fedmoe_pl.rounds.phase import Phase
+
+_TRIED_SAMPLES = 8
+
+
+def check_task(
+    phase: Phase, module: LightningModule, datamodule: FederatedDataModule, metrics: Mapping[str, Metric]
+) -> None:
+    """Refuses a module or metrics that do not fit the targets.
+
+    Args:
+        phase: the phase.
+        module: the phase's module.
+        datamodule: the data and the clients that hold them; already set up.
+        metrics: the federation's metrics, by name.
+
+    Raises:
+        MisconfigurationException: if one of them does not fit.
+    """
+    if datamodule.y.dim() > 2 and (datamodule.augmentation or datamodule.rotations):
+        argument = "augmentation" if datamodule.augmentation else "rotations"
+        raise MisconfigurationException(
+            f"{type(datamodule).__name__}: {argument} must be left out for targets of shape "
+            f"{tuple(datamodule.y.shape[1:])}, which would not be changed with the images."
+        )
+    if predicts_classes(module, datamodule):
+        if phase.evaluate:
+            _check_classes(module, datamodule, metrics)
+        return
+    if isinstance(module, MixtureOfExperts):
+        _check_mixture(module, datamodule, metrics)
+    elif phase.evaluate:
+        if not datamodule.has_pairs:
+            raise MisconfigurationException(
+                f"{phase}: evaluate is True, but must be False, because the data have {described_batches(datamodule)} "
+                "without classes, so that no targets are known; let collate_fn make pairs of inputs and targets."
+            )
+        if not metrics:
+            raise MisconfigurationException(
+                f"Federation: metrics is None, but must have at least one for a {type(module).__name__}, because the "
+                f"targets of {type(datamodule).__name__} are not classes."
+            )
+        outputs, targets = _tried(module, datamodule)
+        check_values(metrics, module, outputs, targets)
+
+
+def check_algorithm(phase: Phase, module: LightningModule, datamodule: FederatedDataModule) -> None:
+    """Refuses an algorithm for classes, and one that computes the loss of outputs, if only a mixture knows their loss.
+
+    Args:
+        phase: the phase.
+        module: the phase's module.
+        datamodule: the data and the clients that hold them; already set up.
+
+    Raises:
+        MisconfigurationException: if there are no classes and the algorithm needs them.
+    """
+    algorithm = phase.algorithm
+    needs_classes = algorithm.needs_loss_of_outputs and not isinstance(module, MixtureOfExperts)
+    if predicts_classes(module, datamodule) or not (algorithm.needs_classes or needs_classes):
+        return
+    if not datamodule.num_classes:
+        reason = f"the targets of {type(datamodule).__name__} are not one class for each sample"
+    else:
+        reason = f"the task of the {type(module).__name__} is '{module.task}'"
+    allowed = "needs no classes" if algorithm.needs_classes else f"trains with the loss of the {type(module).__name__}"
+    raise MisconfigurationException(
+        f"{phase}: algorithm is {type(algorithm).__name__}, but must be one that {allowed}, because {reason}."
+    )
+
+
+def _tried(
+    module: LightningModule, datamodule: FederatedDataModule, number: int = _TRIED_SAMPLES
+) -> tuple[Tensor, Tensor]:
+    """The outputs and targets of some samples."""
+    samples = datamodule.train_samples[0][:number]
+    try:
+        outputs = predict(module.eval(), datamodule, samples)[0]
+        return outputs, torch.cat([targets.cpu() for _, targets in labelled_batches(datamodule, samples)])
+    except (RuntimeError, ValueError, TypeError, IndexError) as error:
+        reason = str(error).splitlines()[0]
+        raise MisconfigurationException(
+            f"model is a {type(module).__name__} that does not accept the data's {described_batches(datamodule)} "
+            f"({reason})."
+        ) from error
+
+
+def _check_classes(module: LightningModule, datamodule: FederatedDataModule, metrics: Mapping[str, Metric]) -> None:
+    """Refuses a module that does not accept the samples, or that has too few outputs."""
+    logits, labels = _tried(module, datamodule, _TRIED_SAMPLES if metrics else 1)
+    if logits.ndim != 2 or logits.shape[1] < datamodule.num_classes:
+        raise MisconfigurationException(
+            f"model gives outputs of shape {tuple(logits.shape[1:])} for a sample, but the data have "
+            f"{datamodule.num_classes} classes; it must give one output per class."
+        )
+    check_values(metrics, module, logits, labels)
+
+
+def _check_mixture(module: MixtureOfExperts, datamodule: FederatedDataModule, metrics: Mapping[str, Metric]) -> None:
+    """Refuses outputs that do not fit the targets, and a loss that is not one number."""
+    outputs, targets = _tried(module, datamodule)
+    name, data = type(module).__name__, type(datamodule).__name__
+    if module.task == "multiclass" and targets.is_floating_point():
+        raise MisconfigurationException(
+            f"{name}: task is 'multiclass', but must be binary, multilabel or regression, because the targets of "
+            f"{data} are {targets.dtype}."
+        )
+    if not fits(module.task, outputs, targets):
+        raise MisconfigurationException(
+            f"{name}: task is '{module.task}', for which outputs of shape {tuple(outputs.shape[1:])} do not fit the "
+            f"targets of {data} of shape {tuple(targets.shape[1:])}; the model must give others."
+        )
+    if module.task == "multiclass" and datamodule.y.numel() and datamodule.y.max() >= outputs.shape[1]:
+        raise MisconfigurationException(
+            f"model gives outputs of {outputs.shape[1]} classes, but the targets of {data} have the class "
+            f"{int(datamodule.y.max())}; it must give one output per class."
+        )
+    loss = module.loss_of(outputs, targets)
+    if loss.dim():
+        raise MisconfigurationException(
+            f"{name}: loss is a {type(module.criterion).__name__} that gives values of shape {tuple(loss.shape)}, but "
+            "must give one number, the mean over the samples."
+        )
+    check_values(metrics, module, outputs, targets)
+
+
+def check_metric(
+    argument: str,
+    metric: str | None,
+    datamodule: FederatedDataModule,
+    metrics: Mapping[str, Metric] | None = None,
+    has_classes: bool | None = None,
+) -> None:
+    """Refuses a metric that would be nan for all clients.
+
+    Args:
+        argument: the argument that names the metric, for the message, such as ``CostToTarget: metric``.
+        metric: the metric; None passes.
+        datamodule: the data and the clients that hold them; already set up.
+        metrics: the federation's metrics, by name; None for none.
+        has_classes: whether there are accuracies; None if the data decide.
+
+    Raises:
+        MisconfigurationException: if there is no such metric, no client has samples for it, or images are rotated.
+    """
+    if metric is None:
+        return
+    has_classes = datamodule.num_classes > 0 if has_classes is None else has_classes
+    names = names_of(metrics or {}, with_loss=not has_classes)
+    known = [*(METRICS if has_classes else ()), *names, "validation_loss"]
+    if metric not in known:
+        raise MisconfigurationException(f"{argument} is '{metric}', but must be one of {', '.join(known)}.")
+    for split, samples, fraction in (
+        ("validation", datamodule.validation_samples, "validation_fraction"),
+        ("local_test", datamodule.test_samples, "test_fraction"),
+    ):
+        of_class_shares = metric == "local_test"
+        if metric.startswith(split) and not of_class_shares and not len(samples.indices):
+            raise MisconfigurationException(
+                f"{argument} is '{metric}', but {fraction} is 0, so that no client has such samples."
+            )
+    if metric == SPLITS[0] and datamodule.rotations is not None:
+        raise MisconfigurationException(
+            f"{argument} is 'local_test', which rotated images do not have; it must be another one, such as "
+            "local_test_held_out."
+        )
+
+
+def check_monitor(phase: Phase, metrics: Mapping[str, Metric]) -> None:
+    """Refuses a monitor of which nobody knows whether a higher value is better.
+
+    Args:
+        phase: the phase.
+        metrics: the federation's metrics, by name.
+
+    Raises:
+        MisconfigurationException: if the metric does not say it.
+    """
+    for name, metric in metrics.items():
+        if phase.monitor in [f"{split}_{name}" for split in SPLITS] and metric.higher_is_better is None:
+            raise MisconfigurationException(
+                f"{phase}: monitor is '{phase.monitor}', but must be a metric whose higher_is_better is true or false, "
+                f"which that of {type(metric).__name__} is not."
+            )

@@ -1,0 +1,232 @@
+"""Mixtures for regression, labels that do not exclude each other, and dense prediction."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from helpers.models import plain_trainer, samples, trainer
+from lightning.fabric.utilities.exceptions import MisconfigurationException
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from fedmoe_pl.models import (
+    ClusteredMoE,
+    FeatureGate,
+    LinearGate,
+    LocalOnly,
+    PersonalizedMoE,
+    SmallFCN,
+    SmallMLP,
+    SparseMoE,
+)
+from fedmoe_pl.models.mixtures.mixing import mix_outputs
+from fedmoe_pl.models.mixtures.sparse import dense_experts
+from fedmoe_pl.models.mixtures.tasks import fits, preds_and_target
+
+X, _ = samples(6)
+IMAGES = torch.randn(4, 1, 6, 5, generator=torch.Generator().manual_seed(0))
+
+
+def half_squared_error(outputs, targets):
+    return (outputs - targets).square().mean() / 2
+
+
+class Dice(nn.Module):
+    """A user's loss."""
+
+    def __init__(self, smooth: float = 1.0) -> None:
+        super().__init__()
+        self.smooth = smooth
+
+    def forward(self, outputs, targets):
+        probabilities = outputs.sigmoid()
+        overlap = 2 * (probabilities * targets).sum() + self.smooth
+        return 1 - overlap / (probabilities.sum() + targets.sum() + self.smooth)
+
+
+def mixture(outputs=1, **kwargs):
+    torch.manual_seed(0)
+    module = PersonalizedMoE(nn.Linear(5, outputs), nn.Linear(5, outputs), LinearGate(5), **kwargs)
+    return module.double()
+
+
+def experts(module, x):
+    return module.global_expert(x), module.local_expert(x), module.gate(x)
+
+
+def test_regression_mixes_values_and_takes_the_squared_error():
+    module, x, y = mixture(task="regression"), X.double(), torch.randn(6)
+    one, other, weights = experts(module, x)
+    values = weights[:, 0] * one[:, 0] + weights[:, 1] * other[:, 0]
+    loss, metrics = module.loss((x, y))  # targets of shape (B,) and another type than the outputs (B, 1)
+    torch.testing.assert_close(metrics["logits"][:, 0], values)
+    torch.testing.assert_close(loss, (values - y).square().mean())
+    torch.testing.assert_close(module.loss_of(metrics["logits"], y, "none"), (values - y).square())
+    local = PersonalizedMoE(nn.Linear(5, 1), gate=LocalOnly(), task="regression").double()
+    torch.testing.assert_close(local(x), local.local_expert(x))
+
+
+@pytest.mark.parametrize(
+    ("loss", "expected"),
+    [
+        (nn.HuberLoss(delta=0.5), lambda values, y: F.huber_loss(values, y, delta=0.5)),
+        (half_squared_error, half_squared_error),
+    ],
+)
+def test_a_loss_is_any_module_or_function(loss, expected):
+    module, x, y = mixture(task="regression", loss=loss), X.double(), torch.randn(6).double()
+    values = module(x)
+    torch.testing.assert_close(module.loss((x, y))[0], expected(values[:, 0], y))
+    each = torch.stack([expected(values[i, 0], y[i]) for i in range(6)])
+    torch.testing.assert_close(module.loss_of(values, y, "none"), each)
+
+
+@pytest.mark.parametrize("shape", [(6, 3), (6, 3, 4, 2)])
+def test_probabilities_of_labels_are_mixed_each_by_itself(shape):
+    one, other = torch.randn(2, *shape, dtype=torch.float64)
+    weights = torch.rand(6, 1, dtype=torch.float64)
+    weights = torch.cat((weights, 1 - weights), 1)
+    scores = mix_outputs((one, other), weights, "probabilities", "multilabel")
+    w = weights.view(6, 2, *[1] * (len(shape) - 1))
+    mixed = w[:, 0] * one.sigmoid() + w[:, 1] * other.sigmoid()
+    torch.testing.assert_close(scores.sigmoid(), mixed)
+    y = (torch.rand(shape) < 0.5).long()
+    module = mixture(3, task="multilabel", mixing="probabilities")
+    torch.testing.assert_close(module.loss_of(scores, y), F.binary_cross_entropy(mixed, y.double()))
+
+
+@pytest.mark.parametrize("mixing", ["logits", "probabilities", "log_probabilities", "probabilities_without_log"])
+def test_a_mixture_of_images_is_the_mixture_of_each_pixel(mixing):
+    torch.manual_seed(0)
+    one, other = torch.randn(2, 4, 3, 2, 2, dtype=torch.float64)
+    weights = torch.rand(4, 2, dtype=torch.float64).softmax(1)
+    dense = mix_outputs((one, other), weights, mixing)
+    for row in range(2):
+        for column in range(2):
+            pixel = mix_outputs((one[..., row, column], other[..., row, column]), weights, mixing)
+            torch.testing.assert_close(dense[..., row, column], pixel)
+    module, y = mixture(3, mixing=mixing), torch.randint(3, (4, 2, 2))
+    pixels = dense.movedim(1, 3).reshape(-1, 3)
+    torch.testing.assert_close(module.loss_of(dense, y), module.loss_of(pixels, y.flatten()))
+    torch.testing.assert_close(module.loss_of(dense, y, "none").mean(), module.loss_of(dense, y))
+
+
+@pytest.mark.parametrize("gate", [LinearGate(), FeatureGate()], ids=["input", "features"])
+def test_a_gate_weighs_whole_images(gate):
+    torch.manual_seed(0)
+    module = PersonalizedMoE(SmallFCN(num_classes=3, channels=2), gate=gate)
+    scores, weights = module.mix(IMAGES)
+    assert scores.shape == (4, 3, 6, 5) and weights.shape == (4, 2)
+    both = module.global_expert(IMAGES), module.local_expert(IMAGES)
+    torch.testing.assert_close(scores[2], weights[2, 0] * both[0][2] + weights[2, 1] * both[1][2])
+
+
+def test_a_sparse_mixture_of_images_weighs_each_image():
+    torch.manual_seed(0)
+    module = SparseMoE(nn.Identity(), SmallFCN(num_classes=1, channels=2), num_experts=3, task="binary")
+    scores, weights = module.mix(IMAGES)
+    chosen = weights.argmax(1)
+    for i in range(4):
+        expected = weights[i, chosen[i]] * module.experts[chosen[i]](IMAGES[i : i + 1])[0]
+        torch.testing.assert_close(scores[i], expected)
+    with dense_experts():
+        torch.testing.assert_close(module.mix(IMAGES)[0], scores)
+    assert module.loss((IMAGES, torch.ones(4, 6, 5)))[0].dim() == 0
+
+
+def test_clusters_mix_values_in_regression():
+    x = X
+    module = ClusteredMoE(nn.Linear(5, 1), num_clusters=2, task="regression")
+    mean = sum(expert(x) for expert in (*module.global_experts, module.local_expert)) / 3
+    torch.testing.assert_close(module(x), mean)
+    assert ClusteredMoE(nn.Linear(5, 3), num_clusters=2).mixing == "probabilities"
+
+
+@pytest.mark.parametrize(
+    ("loss", "task"),
+    [
+        (None, "multiclass"),
+        (nn.CrossEntropyLoss(label_smoothing=0.1), "multiclass"),
+        (nn.BCEWithLogitsLoss(), "multilabel"),
+        (nn.L1Loss(), "regression"),
+    ],
+)
+def test_the_task_follows_from_the_loss(loss, task):
+    assert mixture(loss=loss).task == task
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        ({"task": "regresion"}, "task is 'regresion', but must be one of multiclass, binary, multilabel, regression."),
+        (
+            {"task": "multiclass", "loss": nn.MSELoss()},
+            "task is 'multiclass', but must be regression for the loss MSE",
+        ),
+        ({"loss": Dice()}, "task is None, but must be multiclass or binary or multilabel or regression for the loss D"),
+        ({"loss": half_squared_error}, "for the loss half_squared_error."),
+        ({"task": "regression", "mixing": "probabilities"}, "mixing is 'probabilities', but must be logits for the ta"),
+        ({"task": "binary", "mixing": "log_probabilities"}, "must be logits or probabilities for the task 'binary'."),
+        ({"loss": nn.CrossEntropyLoss(), "mixing": "probabilities_without_log"}, "'multiclass' and a loss of its own."),
+    ],
+)
+def test_what_does_not_fit_the_task_is_refused(arguments, sentence):
+    with pytest.raises(MisconfigurationException, match=r"^PersonalizedMoE: ") as error:
+        mixture(**arguments)
+    assert sentence in str(error.value)
+
+
+def test_metrics_get_probabilities_or_values():
+    scores, y = torch.tensor([[0.25], [-1.0]]), torch.tensor([1, 0])
+    probabilities, labels = preds_and_target("binary", scores, y.float())
+    assert torch.equal(probabilities, scores[:, 0].sigmoid()) and torch.equal(labels, y)
+    assert torch.equal(preds_and_target("regression", scores, y)[0], scores[:, 0])
+    logits = torch.tensor([[0.1, 0.7], [0.2, 0.3]])  # would pass for probabilities
+    assert torch.equal(preds_and_target("multiclass", logits, y)[0], logits.softmax(1))
+
+
+@pytest.mark.parametrize(
+    ("task", "outputs", "targets", "expected"),
+    [
+        ("multiclass", (2, 3), torch.zeros(2, dtype=torch.int64), True),
+        ("multiclass", (2, 3, 4, 4), torch.zeros(2, 4, 4, dtype=torch.int64), True),
+        ("multiclass", (2, 3), torch.zeros(2), False),
+        ("multilabel", (2, 3), torch.zeros(2, 3), True),
+        ("binary", (2, 1, 4, 4), torch.zeros(2, 4, 4), True),
+        ("regression", (2, 1), torch.zeros(2), True),
+        ("regression", (2, 1), torch.zeros(2, 3), False),  # a loss would compare each value with all three
+        ("regression", (2,), torch.zeros(2, 1), False),
+    ],
+)
+def test_outputs_fit_targets_of_the_same_shape(task, outputs, targets, expected):
+    assert fits(task, torch.zeros(outputs), targets) == expected
+
+
+@plain_trainer
+def test_a_plain_trainer_logs_no_accuracy_of_values(tmp_path):
+    module, loader = mixture(task="regression").float(), DataLoader(TensorDataset(X, X[:, 0]), 3)
+    fitted = trainer(tmp_path, max_epochs=1)
+    fitted.fit(module, loader, loader)
+    assert {*fitted.callback_metrics} == {
+        *("train_loss", "train_gate/global_expert", "validation_loss", "validation_gate/global_expert"),
+    }
+
+
+@plain_trainer
+@pytest.mark.parametrize(
+    ("arguments", "kind"),
+    [
+        ({"task": "regression"}, None),
+        ({"loss": nn.HuberLoss(delta=0.5)}, nn.HuberLoss),
+        ({"task": "multilabel", "loss": Dice(smooth=2.0)}, Dice),
+        ({"task": "regression", "loss": half_squared_error}, None),
+    ],
+)
+def test_a_checkpoint_has_task_and_loss(arguments, kind, tmp_path):
+    fitted, module = trainer(tmp_path, max_epochs=0), PersonalizedMoE(SmallMLP(5, 4, 1), **arguments)
+    fitted.fit(module, DataLoader(TensorDataset(X, X[:, :1]), 3))
+    fitted.save_checkpoint(path := tmp_path / "module.ckpt")
+    loaded = PersonalizedMoE.load_from_checkpoint(path)
+    assert loaded.task == module.task
+    scores, y = torch.randn(6, 1), torch.rand(6, 1)
+    assert torch.equal(loaded.loss_of(scores, y), module.loss_of(scores, y))
+    assert kind is None or isinstance(loaded.criterion, kind)
