@@ -38,8 +38,9 @@ def is_list(kind: Any) -> bool:
 def classes_of(kind: Any) -> list[type]:
     """The classes of which a value of this type is made: those of the package, of PyTorch and of users."""
     if is_callable(kind):
-        return [each for result in kinds_of(get_args(kind)[1]) for each in classes_of(result)]
-    is_class = inspect.isclass(kind) and get_origin(kind) is None and kind.__module__ != "builtins"
+        results = get_args(kind)[1:]  # none if nothing is said of what the callable returns
+        return [each for result in results for kind in kinds_of(result) for each in classes_of(kind)]
+    is_class = inspect.isclass(kind) and kind is not Any and get_origin(kind) is None and kind.__module__ != "builtins"
     return [kind] if is_class and not issubclass(kind, (Path, datetime.timedelta, enum.Enum)) else []
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import signal
 import zlib
 from collections.abc import Iterator
@@ -173,6 +174,8 @@ class _Loader:
             num_workers=num_workers,
             collate_fn=_unchanged,
             persistent_workers=True,
+            # in a worker of the federation, the default is loky's way, which knows no other processes
+            multiprocessing_context="fork" if multiprocessing.get_start_method() == "loky" else None,
             worker_init_fn=_leave_signals,
             generator=Generator(),  # the seed that it draws for its workers must not change anybody's numbers
         )

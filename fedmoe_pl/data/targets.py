@@ -131,7 +131,7 @@ def _second_items(owner: object, dataset: Any) -> list[Any] | None:
 
 def _read_all(owner: object, dataset: Any, key: Any) -> list[Any]:
     rank_zero_info(
-        f"{type(owner).__name__} reads all {len(dataset):,} samples of {type(dataset).__name__} once for their targets "
+        f"{type(owner).__name__} reads all {len(dataset):,} samples of {type(dataset).__name__} once for their classes "
         "or groups; an attribute or a function that gives them would be faster."
     )
     return [_read(dataset, index)[key] for index in range(len(dataset))]
