@@ -5,7 +5,7 @@ from __future__ import annotations
 import multiprocessing
 import signal
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -59,6 +59,12 @@ class SampleReader:
                 return self._loaders[training].read(requests)
         return map(self.readers[training].__getitem__, requests)
 
+    def targets_of(self, batch: Any) -> Any:
+        """The targets in a batch: the second item of a pair, or those under their key in a dict; None for others."""
+        if is_pair(batch):
+            return batch[1]
+        return batch.get(self.data.target_key) if isinstance(batch, Mapping) else None
+
     def checksums(self) -> list[Any]:
         """Checksums of the tensors in a few batches, and the other values in them."""
         n = sum(self.data.sizes)
@@ -88,7 +94,7 @@ class SampleReader:
                 f"{data.name}: train_dataset is a {type(data.train_dataset).__name__} whose samples must be readable "
                 f"and fit collate_fn, but the first ones do not ({reason})."
             ) from error
-        labels = evaluation[1] if is_pair(evaluation) else None
+        labels = self.targets_of(evaluation)
         if data.classes is not None and isinstance(labels, Tensor) and not labels.is_floating_point():
             expected = data.classes[: len(indices)]
             if not torch.equal(labels, expected.to(labels.dtype)):

@@ -114,8 +114,8 @@ ALWAYS = {
     "FromDatasets": "train_dataset test_dataset eval_dataset collate_fn",
     "ImageFolder": "train_dir test_dir image_size mean std",
     "MNIST": "mean std",
-    "MapStyleData": "train_dataset test_dataset eval_dataset classes client_train collate_fn eval_collate_fn "
-    "num_workers name",
+    "MapStyleData": "train_dataset test_dataset eval_dataset classes target_key client_train collate_fn "
+    "eval_collate_fn num_workers name",
     "NpzFile": "path",
     "PredefinedIndices": "indices",
     "SVHN": "root download image_size mean std",
