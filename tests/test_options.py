@@ -12,7 +12,6 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
 from types import SimpleNamespace
-from typing import Any
 
 import numpy as np
 import pytest
@@ -23,6 +22,7 @@ from helpers.data import Own, set_up
 from helpers.options import ACCEPTED, ALWAYS, INTERNAL
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import Callback, LightningDataModule
+from torch.utils.data import TensorDataset
 
 import fedmoe_pl
 from fedmoe_pl import Federation, Phase, aggregation, algorithms, backends, callbacks, data, models
@@ -114,7 +114,7 @@ def of_numbers(**arguments):
 
 def of_loaders(**arguments):
     """The same of a LightningDataModule."""
-    samples: Any = [(0.0, 0)] * 4
+    samples = TensorDataset(torch.zeros(4, 1), torch.zeros(4, dtype=torch.int64))
     set_up(FromDataModule(LightningDataModule.from_datasets(samples, samples), num_clients=2, **arguments))
 
 
@@ -250,7 +250,6 @@ REFUSED = {
         "rotations": (lambda: set_up(Own(POINTS, num_clients=2, rotations=[0, 90])), "cannot be rotated"),
     },
     "MapStyleData": {
-        "classes": (lambda: MapStyleData([0], classes=torch.ones(2)).check(False), "targets has torch.float32 values"),
         "client_test": (lambda: MapStyleData([0], client_test=np.arange(0)).check(False), "client_train is None, but"),
     },
     "FromDatasets": {

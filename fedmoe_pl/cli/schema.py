@@ -187,7 +187,8 @@ def _faults_of_class(node: Mapping[str, Any], hint: Any, classes: tuple[type, ..
 
 def _missing(class_type: Any, given: Mapping[str, Any], hint: Any, key: str) -> Iterator[str]:
     """The arguments that a class needs and that are not given."""
-    later = max((len(get_args(kind)[0]) for kind in kinds_of(hint) if is_callable(kind)), default=0)
+    of_calls = [get_args(kind)[0] for kind in kinds_of(hint) if is_callable(kind) and get_args(kind)]
+    later = max((len(parameters) for parameters in of_calls if isinstance(parameters, list)), default=0)
     for name, argument in [*arguments_of_class(class_type).items()][later:]:
         if argument.required and name not in given:
             yield f"{key}.{name} is required, but missing."

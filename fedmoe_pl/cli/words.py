@@ -38,7 +38,8 @@ def is_list(kind: Any) -> bool:
 def classes_of(kind: Any) -> list[type]:
     """The classes of which a value of this type is made: those of the package, of PyTorch and of users."""
     if is_callable(kind):
-        return [each for result in kinds_of(get_args(kind)[1]) for each in classes_of(result)]
+        results = get_args(kind)[1:]  # none if nothing is said of what the callable returns
+        return [each for result in results for member in kinds_of(result) for each in classes_of(member)]
     is_class = inspect.isclass(kind) and get_origin(kind) is None and kind.__module__ not in ("builtins", "typing")
     return [kind] if is_class and not issubclass(kind, (Path, datetime.timedelta, enum.Enum)) else []
 

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import signal
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -58,6 +59,12 @@ class SampleReader:
                 return self._loaders[training].read(requests)
         return map(self.readers[training].__getitem__, requests)
 
+    def targets_of(self, batch: Any) -> Any:
+        """The targets in a batch: the second item of a pair, or those under their key in a dict; None for others."""
+        if is_pair(batch):
+            return batch[1]
+        return batch.get(self.data.target_key) if isinstance(batch, Mapping) else None
+
     def checksums(self) -> list[Any]:
         """Checksums of the tensors in a few batches, and the other values in them."""
         n = sum(self.data.sizes)
@@ -87,7 +94,7 @@ class SampleReader:
                 f"{data.name}: train_dataset is a {type(data.train_dataset).__name__} whose samples must be readable "
                 f"and fit collate_fn, but the first ones do not ({reason})."
             ) from error
-        labels = evaluation[1] if is_pair(evaluation) else None
+        labels = self.targets_of(evaluation)
         if data.classes is not None and isinstance(labels, Tensor) and not labels.is_floating_point():
             expected = data.classes[: len(indices)]
             if not torch.equal(labels, expected.to(labels.dtype)):
@@ -173,6 +180,8 @@ class _Loader:
             num_workers=num_workers,
             collate_fn=_unchanged,
             persistent_workers=True,
+            # in a worker of the federation, the default is loky's way, which knows no other processes
+            multiprocessing_context="fork" if multiprocessing.get_start_method() == "loky" else None,
             worker_init_fn=_leave_signals,
             generator=Generator(),  # the seed that it draws for its workers must not change anybody's numbers
         )

@@ -29,6 +29,7 @@ class MapStyleData:
             transforms; None for ``train_dataset``.
         classes: the class of each sample, the training samples first, shape (n,), integers from 0; None if the targets
             are no classes.
+        target_key: the key of the targets in batches that are dicts; None if they are not dicts.
         client_train: the client that each training sample comes from, shape (n,), any sortable type; None if unknown.
         client_test: the same for the test samples.
         collate_fn: makes a batch of a list of samples.
@@ -41,6 +42,7 @@ class MapStyleData:
     test_dataset: Any | None = None
     eval_dataset: Any | None = None
     classes: Tensor | None = None
+    target_key: str | None = None
     client_train: np.ndarray | None = None
     client_test: np.ndarray | None = None
     collate_fn: Callable[[list[Any]], Any] = default_collate

@@ -36,8 +36,13 @@ def classes_of(owner: object, dataset: Any, targets: Values | None) -> Tensor | 
         The classes as int64, shape (n,); None if the targets are not one integer for each sample.
 
     Raises:
-        MisconfigurationException: if ``targets`` is given and does not give classes.
+        MisconfigurationException: if ``targets`` is an attribute or a function that does not give classes, or a key
+            that samples lack.
     """
+    if isinstance(targets, str) and _attribute(dataset, targets) is None:
+        sample = _read(dataset, 0)
+        if isinstance(sample, dict) and targets in sample and not _is_class(sample[targets]):
+            return None  # batches have them under the key
     if targets is not None:
         values = values_of(owner, "targets", dataset, targets)
     else:
@@ -124,14 +129,17 @@ def _items(owner: object, dataset: Any, key: str, name: str) -> list[Any]:
 def _second_items(owner: object, dataset: Any) -> list[Any] | None:
     """The targets of all samples; None if these are not pairs with an integer each."""
     first = _read(dataset, 0)
-    if not (isinstance(first, (tuple, list)) and len(first) == 2 and np.ndim(first[1]) == 0):
-        return None
-    return _read_all(owner, dataset, 1) if np.asarray(first[1]).dtype.kind in "iu" else None
+    is_class = isinstance(first, (tuple, list)) and len(first) == 2 and _is_class(first[1])
+    return _read_all(owner, dataset, 1) if is_class else None
+
+
+def _is_class(value: Any) -> bool:
+    return np.ndim(value) == 0 and np.asarray(value).dtype.kind in "iu"
 
 
 def _read_all(owner: object, dataset: Any, key: Any) -> list[Any]:
     rank_zero_info(
-        f"{type(owner).__name__} reads all {len(dataset):,} samples of {type(dataset).__name__} once for their targets "
+        f"{type(owner).__name__} reads all {len(dataset):,} samples of {type(dataset).__name__} once for their classes "
         "or groups; an attribute or a function that gives them would be faster."
     )
     return [_read(dataset, index)[key] for index in range(len(dataset))]

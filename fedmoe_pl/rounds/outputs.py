@@ -16,7 +16,7 @@ from fedmoe_pl.rounds.phase import Phase
 
 
 def labelled_batches(datamodule: FederatedDataModule, samples: Tensor) -> Iterator[tuple[Any, Tensor]]:
-    """Large batches of some samples, each with its targets: those of pairs, otherwise the classes of the samples.
+    """Large batches of some samples, each with its targets: those in the batch, otherwise the classes of the samples.
 
     Args:
         datamodule: the data.
@@ -24,7 +24,8 @@ def labelled_batches(datamodule: FederatedDataModule, samples: Tensor) -> Iterat
     """
     size = datamodule.evaluated_at_once
     for batch, indices in zip(datamodule.batches(samples, batch_size=size), samples.split(size), strict=False):
-        yield batch, batch[1] if datamodule.has_pairs else datamodule.y[indices]
+        targets = batch[1] if datamodule.reader is None else datamodule.reader.targets_of(batch)
+        yield batch, targets if isinstance(targets, Tensor) else datamodule.y[indices]
 
 
 def outputs_of(module: LightningModule, batch: Any, is_pair: bool) -> tuple[Tensor, Tensor | None]:

@@ -21,6 +21,7 @@ from fedmoe_pl.data import (
     PredefinedIndices,
     RandomCrop,
 )
+from fedmoe_pl.rounds.outputs import labelled_batches
 
 FLIP = v2.RandomHorizontalFlip()
 
@@ -105,6 +106,14 @@ def test_targets_that_are_no_classes_pass_through_untouched(dtype):
         assert torch.equal(batch[1], y[[3, 1]]) and batch[1].dtype == dtype
     pooled = set_up(FromDatasets(TensorDataset(x, y[:, 0].float()), pool=True, num_clients=2, test_fraction=0.5))
     assert pooled.y.tolist() == y[:, 0].tolist() and not pooled.num_classes
+
+
+def test_targets_in_dicts_that_are_no_classes_are_named_by_their_key():
+    samples: list = [{"x": torch.ones(2), "y": torch.tensor([index, 0.5])} for index in range(4)]
+    data = set_up(FromDatasets(samples, samples, targets="y", num_clients=2))
+    assert not data.num_classes and not data.has_pairs
+    (_, targets), *_ = labelled_batches(data, torch.tensor([3, 1]))
+    assert targets[:, 0].tolist() == [3, 1]
 
 
 def test_classes_and_groups_come_from_attributes_keys_or_functions():

@@ -115,7 +115,8 @@ ALWAYS = {
     "FromDatasets": "train_dataset test_dataset eval_dataset collate_fn",
     "ImageFolder": "train_dir test_dir image_size mean std",
     "MNIST": "mean std",
-    "MapStyleData": "train_dataset test_dataset eval_dataset client_train collate_fn eval_collate_fn num_workers name",
+    "MapStyleData": "train_dataset test_dataset eval_dataset classes target_key client_train collate_fn "
+    "eval_collate_fn num_workers name",
     "NpzFile": "path",
     "PredefinedIndices": "indices",
     "SyntheticMultilabel": "num_samples num_features num_labels",

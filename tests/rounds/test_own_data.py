@@ -79,6 +79,14 @@ def test_workers_and_processes_that_read_samples_change_no_bit(whole, tmp_path):
     assert result(run)[1] == result(whole)[1]
 
 
+@pytest.mark.slow
+def test_worker_processes_whose_samples_are_read_by_others_change_no_bit(whole, tmp_path):
+    run = federation(tmp_path, phases(), trainer={"accelerator": "cpu", "devices": 2})
+    run.fit(model(), data(num_workers=1))
+    assert_same(result(run)[0], result(whole)[0])
+    assert result(run)[1] == result(whole)[1]
+
+
 @pytest.mark.parametrize("n", [1, 2])
 def test_a_run_that_was_killed_goes_on_with_the_same_random_transforms(whole, tmp_path, n):
     with pytest.raises(KeyboardInterrupt):

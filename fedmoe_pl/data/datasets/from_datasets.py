@@ -34,8 +34,8 @@ class FromDatasets(FederatedDataModule):
             and local tests; None for ``train_dataset``.
         targets: the class of each sample: the name of an attribute of the datasets or of a key of their samples, or a
             function that gets a dataset and returns them. None for the attribute ``targets`` or ``labels``, or else for
-            the second items of the samples, which are then read once. Leave it out if the targets are not one integer
-            for each sample, but numbers, several labels or masks, which pass through to the model as they are.
+            the second items of the samples, which are then read once. Targets that are not one integer for each sample,
+            but numbers, several labels or masks, pass through to the model as they are; of dicts, name their key.
         groups: the group of each sample, such as its user or hospital, in one of the same ways; ``NaturalIds`` makes
             one client of each. None for none.
         collate_fn: makes a batch of a list of samples; None for PyTorch's ``default_collate``.
@@ -106,6 +106,7 @@ def with_values(
     data.client_train, data.client_test = ids.get("train"), ids.get("test")
     if targets is None and (arrays := _arrays(data)) is not None:
         return arrays
+    data.target_key = targets if isinstance(targets, str) else None
     classes = [classes_of(owner, dataset, targets) for dataset in datasets.values() if dataset is not None]
     known = [part for part in classes if part is not None]
     data.classes = torch.cat(known) if len(known) == len(classes) else None
