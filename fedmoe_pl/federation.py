@@ -23,7 +23,7 @@ from fedmoe_pl.rounds.checkpoint import LAST, find_checkpoint
 from fedmoe_pl.rounds.checks import check_name, check_phases, check_store, check_validates
 from fedmoe_pl.rounds.configuration import configuration
 from fedmoe_pl.rounds.evaluation import Evaluation
-from fedmoe_pl.rounds.export import Format, export_client
+from fedmoe_pl.rounds.export import export_client
 from fedmoe_pl.rounds.failures import ClientFailures, OnClientFailure
 from fedmoe_pl.rounds.interruption import interruptible, requeued
 from fedmoe_pl.rounds.lock import locked
@@ -209,27 +209,10 @@ class Federation:
         print(f"{write_csv(path, predictions(run))} predictions: {path}")
 
     def export(
-        self,
-        model: LightningModule,
-        datamodule: FederatedDataModule,
-        method: str,
-        client: int = 0,
-        format: Format = "onnx",
-        output: str | None = None,
-        ckpt_path: str = LAST,
+        self, model: LightningModule, datamodule: FederatedDataModule, ckpt_path: str = LAST, **choices: Any
     ) -> None:
-        """Writes a client's model for use without this package, and checks it on the client's samples.
-
-        Args:
-            model: the federation's model.
-            datamodule: the data and the clients that hold them.
-            method: the method, a row of the table.
-            client: the client's id.
-            format: ``onnx``, checked with onnxruntime, or ``torch_export``, a file for ``torch.export.load``.
-            output: the file; None for ``exported/<method>/client_<id>`` in the run's folder.
-            ckpt_path: the run's checkpoint; ``last`` is the newest of this experiment.
-        """
-        print(export_client(self._resume(model, datamodule, ckpt_path), method, client, format, output))
+        """Writes a client's model for use without this package; ``choices`` are arguments of ``export_client``."""
+        print(export_client(self._resume(model, datamodule, ckpt_path), **choices))
 
     def partition(self, model: LightningModule, datamodule: FederatedDataModule) -> None:
         """Prints how the samples are divided among the clients, and draws it to ``partition.png``."""

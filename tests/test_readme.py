@@ -36,7 +36,7 @@ def test_every_command_runs_in_the_order_of_the_page(tmp_path, monkeypatch, caps
     """All but the installations, TensorBoard's server and grids; in this process, which spares imports."""
     commands = [line.split(" && ")[-1] for block in blocks("bash") for line in block.splitlines()]
     commands = [command.split("  #")[0].strip() for command in commands if re.match("fedmoe (?!benchmark)", command)]
-    assert len(commands) == 9
+    assert len(commands) == 10
     (tmp_path / "configs").symlink_to(REPOSITORY / "configs")
     monkeypatch.chdir(tmp_path)
     table = None

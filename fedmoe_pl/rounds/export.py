@@ -27,7 +27,9 @@ _TOLERANCE = 1e-3  # relative and absolute, of scores and weights
 Function = Callable[[Tensor], tuple[Tensor, ...]]
 
 
-def export_client(run: Run, method: str, client: int, format: Format, output: str | None = None) -> str:
+def export_client(
+    run: Run, method: str | None = None, client: int = 0, format: Format = "onnx", output: str | None = None
+) -> str:
     """Writes a client's model, with its gate, to one file, and compares its outputs with the module's.
 
     The exported model has the input ``x``, a batch of any size, and the outputs ``scores`` (B, C) and, if it has a
@@ -48,7 +50,7 @@ def export_client(run: Run, method: str, client: int, format: Format, output: st
         MisconfigurationException: if an argument is wrong, a library is missing, the model cannot be exported, or the
             exported one computes something else.
     """
-    _check(run, method, client, format)
+    method = _check(run, method, client, format)
     module = _Outputs(run.client_module(method, client)).eval()
     samples = run.datamodule.test_samples[client]
     samples = (samples if len(samples) else run.datamodule.train_samples[client])[:_SAMPLES]
@@ -78,12 +80,14 @@ def export_client(run: Run, method: str, client: int, format: Format, output: st
     )
 
 
-def _check(run: Run, method: str, client: int, format: str) -> None:
+def _check(run: Run, method: str | None, client: int, format: str) -> str:
+    """The method, if everything can be exported so."""
     rows = [evaluation for state in run.states.values() for evaluation in state.evaluations]
     methods = [evaluation.method for evaluation in rows]
-    if method not in methods:
+    if method is None or method not in methods:
         raise MisconfigurationException(
-            f"Federation: method is '{method}', but must be one of the finished {', '.join(methods) or '(none)'}."
+            f"Federation: method is {method if method is None else repr(method)}, but must be one of the finished "
+            f"{', '.join(methods) or '(none)'}."
         )
     if not 0 <= client < run.datamodule.num_clients:
         raise MisconfigurationException(
@@ -107,6 +111,7 @@ def _check(run: Run, method: str, client: int, format: str) -> None:
             f"Federation: format is 'onnx', but must be torch_export, because {', '.join(missing)} is not installed: "
             'pip install "fedmoe-pl[export]".'
         )
+    return method
 
 
 class _Outputs(nn.Module):

@@ -54,6 +54,7 @@ def test_what_cannot_be_exported_is_refused(fed, monkeypatch):
             exported(fed, **{"method": "PFL-MF", "format": "torch_export", **arguments})
 
     refused(r"Federation: method is 'X', but must be one of the finished Local, FedAvg, PFL-FB, PFL-MF\.", method="X")
+    refused(r"Federation: method is None, but must be one of the finished", method=None)
     refused(r"Federation: client is 3, but must be from 0 to 2\.", client=3)
     refused(r"Federation: format is 'pt', but must be onnx or torch_export\.", format="pt")
     find_spec = importlib.util.find_spec
@@ -67,6 +68,8 @@ def test_what_cannot_be_exported_is_refused(fed, monkeypatch):
 
 def test_a_method_that_predicts_with_more_than_a_model_is_refused(tmp_path):
     method = METHODS["KNNPer"]
-    fed = run(method.phases(), method.model(), data_of_methods(), tmp_path)
+    phases = method.phases()
+    phases[-1].evaluate = True
+    fed = run(phases, method.model(), data_of_methods(), tmp_path)
     with pytest.raises(MisconfigurationException, match="KNNPer predicts with more than a model"):
         export.export_client(fed.run, "kNN-Per", 0, "torch_export")
