@@ -34,3 +34,5 @@ python_use_unqualified_type_names = True
 html_theme = "furo"
 html_title = "fedmoe_pl"
 html_show_sphinx = False
+html_static_path = ["static"]
+html_css_files = ["custom.css"]

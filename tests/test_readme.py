@@ -1,4 +1,4 @@
-"""What the README shows is run as it stands."""
+"""What README and documentation show is run as it stands; the tutorials are executed when the pages are built."""
 
 import re
 import sys
@@ -9,14 +9,21 @@ import pytest
 import yaml
 from helpers.configurations import QUICKSTART, REPOSITORY, shortened
 
+import fedmoe_pl
+from fedmoe_pl import backends, models
+from fedmoe_pl.backends import Backend
 from fedmoe_pl.cli import main
 from fedmoe_pl.data import Digits
 
 README = (REPOSITORY / "README.md").read_text()
 
 
-def blocks(language: str) -> list[str]:
-    return re.findall(rf"```{language}\n(.*?)```", README, re.DOTALL)
+def page(name: str) -> str:
+    return (REPOSITORY / "docs" / name).read_text()
+
+
+def blocks(language: str, text: str) -> list[str]:
+    return re.findall(rf"```{language}\n(.*?)```", text, re.DOTALL)
 
 
 @pytest.fixture
@@ -32,9 +39,10 @@ def few_digits(monkeypatch):
     monkeypatch.setattr(Digits, "load", load_some)
 
 
-def test_every_command_runs_in_the_order_of_the_page(tmp_path, monkeypatch, capsys, few_digits):
+def test_every_command_runs_in_the_order_of_the_pages(tmp_path, monkeypatch, capsys, few_digits):
     """All but the installations, TensorBoard's server and grids; in this process, which spares imports."""
-    commands = [line.split(" && ")[-1] for block in blocks("bash") for line in block.splitlines()]
+    text = page("start.md") + page("guide/command_line.md")
+    commands = [line.split(" && ")[-1] for block in blocks("bash", text) for line in block.splitlines()]
     commands = [command.split("  #")[0].strip() for command in commands if re.match("fedmoe (?!benchmark)", command)]
     assert len(commands) == 10
     (tmp_path / "configs").symlink_to(REPOSITORY / "configs")
@@ -47,7 +55,7 @@ def test_every_command_runs_in_the_order_of_the_page(tmp_path, monkeypatch, caps
         except SystemExit as exit:
             assert exit.code == 0, f"{command}: {capsys.readouterr().err}"
         table = table or capsys.readouterr().out
-    shown = blocks("text")[0].strip().splitlines()
+    shown = blocks("text", text)[0].strip().splitlines()
     assert [line.split("  ")[0] for line in table.strip().splitlines()[: len(shown)]] == [
         line.split("  ")[0] for line in shown
     ]
@@ -56,7 +64,7 @@ def test_every_command_runs_in_the_order_of_the_page(tmp_path, monkeypatch, caps
 def test_the_python_examples_run(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     names: dict = {}
-    for block in blocks("python"):
+    for block in blocks("python", page("guide/python.md") + page("guide/algorithms.md")):
         exec(block, names)
     assert names["logits"].shape == (2, 10)
     assert names["gate_weights"].shape == (2, 2)
@@ -65,8 +73,8 @@ def test_the_python_examples_run(tmp_path, monkeypatch, capsys):
 
 
 def test_the_algorithm_runs_from_yaml_by_its_import_path(tmp_path, monkeypatch, capsys):
-    (algorithm,) = (block for block in blocks("python") if "class ServerStep" in block)
-    (phase,) = (block for block in blocks("yaml") if "ServerStep" in block)
+    (algorithm,) = (block for block in blocks("python", page("guide/algorithms.md")) if "class ServerStep" in block)
+    (phase,) = (block for block in blocks("yaml", page("guide/algorithms.md")) if "ServerStep" in block)
     (tmp_path / "my_algorithms.py").write_text(algorithm)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", [*sys.path])  # the command line adds the current folder
@@ -80,4 +88,31 @@ def test_the_algorithm_runs_from_yaml_by_its_import_path(tmp_path, monkeypatch, 
 
 @pytest.mark.parametrize("path", sorted((REPOSITORY / "configs").glob("*.yaml")), ids=lambda path: path.stem)
 def test_every_configuration_is_in_the_table(path):
-    assert f"`configs/{path.name}`" in README
+    assert f"`configs/{path.name}`" in page("guide/configurations.md")
+
+
+def test_the_readme_shows_what_the_pages_show():
+    assert blocks("text", README)[0] == blocks("text", page("start.md"))[0]
+    assert blocks("python", README)[0] == blocks("python", page("guide/python.md"))[0]
+
+
+@pytest.mark.parametrize("name", ["README.md", "CONTRIBUTING.md"])
+def test_every_link_leads_to_a_file(name):
+    """Those of the other pages are checked when the documentation is built."""
+    links = re.findall(r"\]\(([^)#]+)\)", (REPOSITORY / name).read_text())
+    assert links
+    assert [link for link in links if "://" not in link and not (REPOSITORY / link).is_file()] == []
+
+
+def test_every_public_class_is_in_the_reference():
+    """Pages of folders list all their classes by themselves; these two pages name them."""
+    named = page("reference/federation.md") + page("reference/backends.md")
+    values = [getattr(backends, name) for name in backends.__all__]
+    public = [value for value in values if isinstance(value, type) and issubclass(value, Backend)]
+    values = [getattr(fedmoe_pl, name) for name in fedmoe_pl.__all__ if name not in models.__all__]
+    public += [value for value in values if isinstance(value, type)]
+    assert [value.__name__ for value in public if f".{value.__name__}\n" not in named] == []
+
+
+def test_the_citation_has_the_version():
+    assert yaml.safe_load((REPOSITORY / "CITATION.cff").read_text())["version"] == fedmoe_pl.__version__

@@ -15,7 +15,6 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from fedmoe_pl.benchmark.grid import read_grid
 from fedmoe_pl.cli import main
 
-README = (REPOSITORY / "README.md").read_text()
 ALPHA = "data.init_args.partitioner.init_args.alpha"
 
 
@@ -45,11 +44,12 @@ def test_overlays_and_arguments_change_single_keys(tmp_path):
     assert grid.overrides == {"trainer.a": 3, "data.class_path": "NpzFile", "data.path": "x.npz"}
 
 
-def test_the_grid_of_the_readme_is_one(tmp_path):
-    (text,) = (block for block in re.findall(r"```yaml\n(.*?)```", README, re.DOTALL) if "values:" in block)
+def test_the_grid_of_the_documentation_is_one(tmp_path):
+    page = (REPOSITORY / "docs/guide/benchmark.md").read_text()
+    (text,) = (block for block in re.findall(r"```yaml\n(.*?)```", page, re.DOTALL) if "values:" in block)
     (tmp_path / "grid.yaml").write_text(text)
     (tmp_path / "configs").symlink_to(REPOSITORY / "configs")
-    (command,) = re.findall(r"^fedmoe benchmark --config grid.yaml (--.*)$", README, re.MULTILINE)
+    (command,) = re.findall(r"^fedmoe benchmark --config grid.yaml (--.*)$", page, re.MULTILINE)
     grid = read_grid(["--config", str(tmp_path / "grid.yaml"), *shlex.split(command)])
     assert grid.values["seed_everything"] == [0, 1] and grid.overrides["trainer.max_epochs"] == 1
     assert Path(grid.configs[0].absolute).samefile(QUICKSTART)
