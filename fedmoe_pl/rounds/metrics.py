@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Mapping, Sequence
 
 from lightning.fabric.utilities.exceptions import MisconfigurationException
@@ -165,8 +166,10 @@ def check_values(metrics: Mapping[str, Metric], module: LightningModule, outputs
         of_metric = f"Federation: metrics has a {type(metric).__name__} under '{name}', "
         meter.metrics = {name: metric}
         try:
-            meter._update(outputs, targets)
-            value = metric.compute()
+            with warnings.catch_warnings():  # of few samples
+                warnings.simplefilter("ignore")
+                meter._update(outputs, targets)
+                value = metric.compute()
         except (ValueError, RuntimeError, IndexError, TypeError) as error:
             reason = str(error).splitlines()[0] if str(error) else type(error).__name__
             raise MisconfigurationException(

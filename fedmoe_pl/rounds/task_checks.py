@@ -12,7 +12,7 @@ from torchmetrics import Metric
 
 from fedmoe_pl.data import FederatedDataModule
 from fedmoe_pl.models import MixtureOfExperts
-from fedmoe_pl.models.mixtures.tasks import fits
+from fedmoe_pl.models.mixtures.tasks import fits, ignored_class
 from fedmoe_pl.rounds.accuracies import predict
 from fedmoe_pl.rounds.evaluation import METRICS, SPLITS
 from fedmoe_pl.rounds.metrics import check_values, names_of, predicts_classes
@@ -92,7 +92,7 @@ def _tried(
     module: LightningModule, datamodule: FederatedDataModule, number: int = _TRIED_SAMPLES
 ) -> tuple[Tensor, Tensor]:
     """The outputs and targets of some samples."""
-    samples = datamodule.train_samples[0][:number]
+    samples = datamodule.train_samples[0][:1] if number == 1 else datamodule.global_test[:number]
     try:
         outputs = predict(module.eval(), datamodule, samples)[0]
         return outputs, torch.cat([targets.cpu() for _, targets in labelled_batches(datamodule, samples)])
@@ -129,11 +129,13 @@ def _check_mixture(module: MixtureOfExperts, datamodule: FederatedDataModule, me
             f"{name}: task is '{module.task}', for which outputs of shape {tuple(outputs.shape[1:])} do not fit the "
             f"targets of {data} of shape {tuple(targets.shape[1:])}; the model must give others."
         )
-    if module.task == "multiclass" and datamodule.y.numel() and datamodule.y.max() >= outputs.shape[1]:
-        raise MisconfigurationException(
-            f"model gives outputs of {outputs.shape[1]} classes, but the targets of {data} have the class "
-            f"{int(datamodule.y.max())}; it must give one output per class."
-        )
+    if module.task == "multiclass":
+        counted = datamodule.y[datamodule.y != ignored_class(module.criterion)]
+        if counted.numel() and counted.max() >= outputs.shape[1]:
+            raise MisconfigurationException(
+                f"model gives outputs of {outputs.shape[1]} classes, but the targets of {data} have the class "
+                f"{int(counted.max())}; it must give one output per class."
+            )
     loss = module.loss_of(outputs, targets)
     if loss.dim():
         raise MisconfigurationException(

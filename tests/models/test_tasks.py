@@ -230,3 +230,12 @@ def test_a_checkpoint_has_task_and_loss(arguments, kind, tmp_path):
     scores, y = torch.randn(6, 1), torch.rand(6, 1)
     assert torch.equal(loaded.loss_of(scores, y), module.loss_of(scores, y))
     assert kind is None or isinstance(loaded.criterion, kind)
+
+
+def test_pixels_may_be_bytes_and_be_left_out():
+    module = PersonalizedMoE(SmallFCN(num_classes=3, channels=2), loss=nn.CrossEntropyLoss(ignore_index=255))
+    y = torch.zeros(4, 6, 5, dtype=torch.uint8)
+    expected = module.loss((IMAGES, y.long()))[0]
+    assert torch.equal(module.loss((IMAGES, y))[0], expected)
+    y[:, 2] = 255
+    assert module.loss((IMAGES, y))[0] != expected

@@ -26,6 +26,7 @@ from fedmoe_pl.models.mixtures.tasks import (
     Task,
     aligned,
     described_loss,
+    ignored_class,
     task_and_criterion,
     usual_loss,
 )
@@ -207,7 +208,7 @@ class MixtureOfExperts(LightningModule, ABC):
         if self.mixing == "logits" or self.task != "multiclass":
             return usual_loss(self.task, *aligned(self.task, scores, y), reduction)
         scores = scores.exp() if self.mixing == "probabilities_without_log" else scores
-        losses = F.nll_loss(scores, y, reduction=reduction)
+        losses = F.nll_loss(*aligned(self.task, scores, y), reduction=reduction)
         return losses.flatten(1).mean(1) if losses.dim() > 1 else losses
 
     def scores_of(self, logits: Tensor) -> Tensor:
@@ -222,7 +223,8 @@ class MixtureOfExperts(LightningModule, ABC):
         loss, metrics = self.loss(batch)
         values = {"loss": loss}
         if self.task == "multiclass":
-            (scores, y), ignored = (metrics["logits"], batch[1]), -100 if batch[1].dim() > 1 else None
+            scores, y = aligned(self.task, metrics["logits"], batch[1])
+            ignored = ignored_class(self.criterion) if y.dim() > 1 else None
             values["accuracy"] = multiclass_accuracy(scores, y, scores.shape[1], average="micro", ignore_index=ignored)
         if self.has_global_expert:
             values["gate/global_expert"] = metrics["gate_weights"][:, :-1].sum(dim=1).mean()

@@ -86,7 +86,7 @@ def usual_loss(task: Task, outputs: Tensor, targets: Tensor, reduction: Literal[
 
 
 def aligned(task: Task, outputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-    """Outputs and targets as a loss compares them: of one shape and type, unless the targets are classes.
+    """Outputs and targets as a loss compares them: of one shape and type, or integers for classes.
 
     Args:
         task: the task.
@@ -94,7 +94,7 @@ def aligned(task: Task, outputs: Tensor, targets: Tensor) -> tuple[Tensor, Tenso
         targets: shape (B, ...).
     """
     if task == "multiclass":
-        return outputs, targets
+        return outputs, targets.long()
     if outputs.dim() == targets.dim() + 1 and outputs.shape[1] == 1:
         outputs = outputs.squeeze(1)
     return outputs, targets.to(outputs.dtype)
@@ -109,7 +109,7 @@ def preds_and_target(task: Task, outputs: Tensor, targets: Tensor) -> tuple[Tens
         targets: shape (B, ...).
     """
     if task == "multiclass":
-        return outputs.softmax(1), targets
+        return outputs.softmax(1), targets.long()
     outputs, targets = aligned(task, outputs, targets)
     return (outputs.sigmoid(), targets.long()) if task in SIGMOIDS else (outputs, targets)
 
@@ -121,6 +121,11 @@ def fits(task: Task, outputs: Tensor, targets: Tensor) -> bool:
         return is_dense and not targets.is_floating_point()
     outputs, targets = aligned(task, outputs, targets)
     return outputs.shape == targets.shape
+
+
+def ignored_class(criterion: nn.Module | None) -> int:
+    """The target of samples or pixels that do not count: that of the loss, if it has one, or that of cross-entropy."""
+    return getattr(criterion, "ignore_index", -100)
 
 
 def described_loss(criterion: nn.Module | None) -> Any:
