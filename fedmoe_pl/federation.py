@@ -44,8 +44,7 @@ from fedmoe_pl.rounds.trainer_checks import check_trainer
 class Federation:
     """Trains the clients with Lightning Trainers and aggregates what they send.
 
-    It holds the settings and the commands that use them. Each command makes a new :class:`Run`, so that it gives the
-    same result however often it is called.
+    It holds the settings. Each command makes a new :class:`Run`, and gives the same result however often it is called.
 
     Args:
         phases: the phases, in order; see :class:`Phase`.
@@ -124,10 +123,7 @@ class Federation:
         self._run: Run | None = None
 
     def __repr__(self) -> str:
-        phases = ", ".join(
-            f"{phase.name} ({phase.rounds})" if phase.rounds > 1 else phase.name for phase in self.phases
-        )
-        return f"Federation({phases}; runs in {self.runs})"
+        return f"Federation({', '.join(phase.name for phase in self.phases)}; runs in {self.runs})"
 
     def fit(
         self,
@@ -255,8 +251,8 @@ class Federation:
         """The final evaluation of every evaluated phase of the last run, by name."""
         return self.run.results
 
-    def client_module(self, method: str, client: int) -> LightningModule:
-        """A client's personalized model after the last run; see :meth:`Run.client_module`."""
+    def client_module(self, method: str, client: int) -> Any:
+        """A client's personalized model after the last run, of the model's class; see :meth:`Run.client_module`."""
         return self.run.client_module(method, client)
 
     def _resume(

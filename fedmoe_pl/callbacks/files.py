@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import io
 import math
 from typing import Any
@@ -15,6 +16,7 @@ from lightning.pytorch.utilities import rank_zero_warn
 from fedmoe_pl.algorithms.algorithm import Moment
 from fedmoe_pl.algorithms.overrides import chooses_model
 from fedmoe_pl.data import partition_rows
+from fedmoe_pl.models.description import describe_all, hyperparameters_of, is_unknown, required_arguments
 from fedmoe_pl.rounds.evaluate import has_own_model
 from fedmoe_pl.rounds.evaluation import Evaluation
 from fedmoe_pl.rounds.gate_results import gate_rows
@@ -80,8 +82,9 @@ class ClientCheckpoint(FederationCallback):
 
     ``PersonalizedMoE.load_from_checkpoint("<run>/clients/<method>/client_007.ckpt")`` loads one. A method whose clients
     all have the same model is written once, as ``all_clients.ckpt``. Your own module is built again with what it gave
-    to ``save_hyperparameters()``. A hyperparameter that ``torch.load`` only loads with ``weights_only=False``, such as
-    a module, is left out with a warning; pass it to ``load_from_checkpoint``.
+    to ``save_hyperparameters()``, or keeps as attributes of the arguments' names. Modules among these arguments are
+    described by their own arguments, if they keep them so, as torch's do. What cannot be written down is left out with
+    a warning; pass it to ``load_from_checkpoint``.
 
     Args:
         methods: names of the methods to write; None for all. Many clients with large models need much disk space.
@@ -116,30 +119,39 @@ class ClientCheckpoint(FederationCallback):
         folder.mkdir(parents=True, exist_ok=True)
         kept = run.states[phase.name].kept.values()
         personalized = chooses_model(phase.algorithm) or any(has_own_model(tree, moment) for tree in kept)
-        left_out: list[str] = []
         for client in range(run.datamodule.num_clients if personalized else 1):
             module = run.client_module(method, client)
             checkpoint = _checkpoint(module)
-            hyperparameters = checkpoint[module.CHECKPOINT_HYPER_PARAMS_KEY]
-            if client == 0:  # all clients' modules have the same ones
-                left_out = [name for name, value in hyperparameters.items() if not _is_loadable(value)]
-                _warn_of(left_out, module)
-            for name in left_out:
-                del hyperparameters[name]
+            if client == 0:  # all clients' modules have the same arguments
+                _warn_of(checkpoint, module)
             torch.save(checkpoint, folder / (f"client_{client:03d}.ckpt" if personalized else "all_clients.ckpt"))
 
 
 def _checkpoint(module: LightningModule) -> dict[str, Any]:
     """What ``Trainer.save_checkpoint`` writes of a module: its tensors and its hyperparameters."""
-    checkpoint = {
-        "pytorch-lightning_version": __version__,
-        "state_dict": module.state_dict(),
-        module.CHECKPOINT_HYPER_PARAMS_KEY: dict(module.hparams),
-    }
+    key, hyperparameters = module.CHECKPOINT_HYPER_PARAMS_KEY, _hyperparameters(module)
+    checkpoint = {"pytorch-lightning_version": __version__, "state_dict": module.state_dict(), key: hyperparameters}
     if module.hparams:  # the name of the constructor's argument that holds all of them, if there is one
         checkpoint[module.CHECKPOINT_HYPER_PARAMS_NAME] = getattr(module, "_hparams_name", None)
     module.on_save_checkpoint(checkpoint)
     return checkpoint
+
+
+def _hyperparameters(module: LightningModule) -> dict[str, Any]:
+    """The module's hyperparameters, with descriptions of modules; arguments that it did not save, if it keeps them.
+
+    What ``load_from_checkpoint`` cannot load is left out.
+    """
+    saved = {name: value for name, value in module.hparams.items() if _is_loadable(value)}
+    if "_instantiator" in saved or getattr(module, "_hparams_name", None) not in (None, "kwargs"):
+        return saved  # the command line's descriptions, or one argument that holds all
+    names = [name for name in inspect.signature(type(module)).parameters if name not in saved]
+    values = {name: module.hparams.get(name, getattr(module, name, None)) for name in names}
+    described = describe_all(module, {name: value for name, value in values.items() if value is not None})
+    is_plain = not any(isinstance(value, (dict, list)) for value in described.values())
+    if is_plain or "<locals>" in type(module).__qualname__:  # a class that cannot be imported again
+        return {**saved, **{name: value for name, value in described.items() if not isinstance(value, (dict, list))}}
+    return hyperparameters_of(module, {**saved, **described})
 
 
 def _is_loadable(value: object) -> bool:
@@ -154,10 +166,16 @@ def _is_loadable(value: object) -> bool:
     return True
 
 
-def _warn_of(left_out: list[str], module: LightningModule) -> None:
-    if left_out:
-        name = type(module).__name__
+def _warn_of(checkpoint: dict[str, Any], module: LightningModule) -> None:
+    """Says what ``load_from_checkpoint`` must be given."""
+    name, written = type(module).__name__, checkpoint[module.CHECKPOINT_HYPER_PARAMS_KEY]
+    lacking = {argument for argument, value in written.items() if is_unknown(value)}
+    if getattr(module, "_hparams_name", None) in (None, "kwargs"):
+        lacking |= {
+            argument for argument in (*required_arguments(type(module)), *module.hparams) if argument not in written
+        }
+    if lacking:
         rank_zero_warn(
-            f"ClientCheckpoint: the checkpoints lack hyperparameters of {name} that are no plain values or tensors: "
-            f"{', '.join(left_out)}. Pass them to {name}.load_from_checkpoint."
+            f"ClientCheckpoint: the checkpoints lack arguments of {name} that are no plain values, tensors or modules "
+            f"that can be described: {', '.join(sorted(lacking))}. Pass them to {name}.load_from_checkpoint."
         )

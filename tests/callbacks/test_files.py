@@ -9,12 +9,14 @@ import torch
 import torch.nn.functional as F
 from helpers import phase, run
 from helpers.runs import data
+from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import LightningModule
 from torch import nn
 
 from fedmoe_pl import PersonalizedMoE
 from fedmoe_pl.algorithms import FedAvg, Local
 from fedmoe_pl.cli import main
+from fedmoe_pl.models import NetworkGate
 
 
 class Classifier(LightningModule):
@@ -82,7 +84,7 @@ def test_an_own_module_is_loaded_with_its_hyperparameters(module, hyperparameter
 
 def test_hyperparameters_that_cannot_be_loaded_safely_are_left_out_and_named(tmp_path):
     slope = partial(nn.LeakyReLU, 0.3)
-    with pytest.warns(match="lack hyperparameters of Own .*: activation. Pass them to Own.load_from_checkpoint"):
+    with pytest.warns(match="lack arguments of Own .*: activation. Pass them to Own.load_from_checkpoint"):
         files = checkpoints(Own(hidden=16, activation=slope), tmp_path)
     for client_module, path in files:
         loaded = Own.load_from_checkpoint(path, activation=slope).eval()
@@ -95,6 +97,96 @@ def test_a_subclass_of_a_mixture_is_loaded_with_its_hyperparameters(tmp_path):
     for client_module, path in checkpoints(module, tmp_path):
         loaded = OwnMixture.load_from_checkpoint(path).eval()
         assert (loaded.hparams["hidden"], loaded.hparams["note"], loaded.mixing) == (6, "mine", "probabilities")
+        assert torch.equal(loaded(data().x), client_module(data().x))
+
+
+class OwnExpert(nn.Module):
+    """Does not keep its argument."""
+
+    def __init__(self, hidden):
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(5, hidden), nn.Linear(hidden, 3))
+
+    def forward(self, x):
+        return self.layers(x)
+
+
+class Nested(Classifier):
+    """Has a module as an argument."""
+
+    def __init__(self, body: nn.Module, lr: float = 0.5):
+        super().__init__()
+        self.save_hyperparameters()
+        self.layers = body
+
+
+class WithoutHyperparameters(Classifier):
+    """Keeps its arguments as attributes."""
+
+    def __init__(self, hidden, body, lr=0.5):
+        super().__init__()
+        self.hidden, self.body, self.lr = hidden, body, lr
+        self.layers = nn.Linear(5, hidden)
+
+    def forward(self, x):
+        return self.body(self.layers(x))
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=self.lr)
+
+
+def layers():
+    return nn.Sequential(nn.Linear(5, 4, bias=False), nn.Dropout(0.25), nn.LeakyReLU(0.2), nn.Linear(4, 3))
+
+
+@pytest.mark.filterwarnings("ignore:Attribute .* is an instance of `nn.Module`")  # of Lightning, when it is loaded
+@pytest.mark.parametrize(
+    "module",
+    [
+        lambda: Nested(nn.Linear(5, 3)),
+        lambda: Nested(layers(), lr=0.25),
+        lambda: WithoutHyperparameters(6, nn.Linear(6, 3, bias=False), lr=0.25),
+        lambda: PersonalizedMoE(layers(), gate=NetworkGate(nn.Sequential(nn.Linear(5, 2)))),
+    ],
+)
+def test_modules_with_modules_among_their_arguments_are_loaded_in_one_line(module, tmp_path):
+    for client_module, path in checkpoints(module(), tmp_path):
+        loaded = type(client_module).load_from_checkpoint(path).eval()
+        assert torch.equal(loaded(data().x), client_module(data().x))
+        assert str(loaded) == str(client_module), "with the same dropout"
+        if "lr" in vars(client_module) or client_module.hparams:
+            assert (
+                loaded.configure_optimizers().param_groups[0]["lr"]
+                == (client_module.configure_optimizers().param_groups[0]["lr"])
+            )
+
+
+@pytest.mark.filterwarnings("ignore:Attribute .* is an instance of `nn.Module`")
+@pytest.mark.parametrize(("own", "argument"), [(Nested, "body"), (PersonalizedMoE, "global_expert")])
+def test_a_module_that_cannot_be_described_is_named_when_it_is_saved_and_when_it_is_loaded(own, argument, tmp_path):
+    lacking = rf"lack arguments of {own.__name__} .*: {argument}\. Pass them to {own.__name__}.load_from_checkpoint"
+    with pytest.warns(match=lacking):
+        files = checkpoints(own(OwnExpert(6)), tmp_path)
+    for client_module, path in files:
+        with pytest.raises(MisconfigurationException, match=f"{argument} is missing, because the checkpoint"):
+            own.load_from_checkpoint(path)
+        loaded = own.load_from_checkpoint(path, **{argument: OwnExpert(6)}).eval()
+        assert torch.equal(loaded(data().x), client_module(data().x))
+
+
+def test_an_argument_that_a_module_does_not_keep_is_named(tmp_path):
+    class Forgetful(Classifier):
+        def __init__(self, hidden):
+            super().__init__()
+            self.layers = nn.Sequential(nn.Linear(5, hidden), nn.Linear(hidden, 3))
+
+        def configure_optimizers(self):
+            return torch.optim.SGD(self.parameters(), lr=0.5)
+
+    with pytest.warns(match=r"lack arguments of Forgetful .*: hidden\. Pass them to Forgetful"):
+        files = checkpoints(Forgetful(6), tmp_path)
+    for client_module, path in files:
+        loaded = Forgetful.load_from_checkpoint(path, hidden=6).eval()
         assert torch.equal(loaded(data().x), client_module(data().x))
 
 

@@ -1,6 +1,7 @@
 import csv
 import io
 import json
+import re
 import sys
 from dataclasses import replace
 from types import SimpleNamespace
@@ -130,7 +131,7 @@ def test_progress_in_a_notebook_is_a_bar(run, monkeypatch, capsys):
     shell = SimpleNamespace(kernel=None)
     monkeypatch.setitem(sys.modules, "IPython", SimpleNamespace(get_ipython=lambda: shell))
     run.fit(ProgressBar())
-    assert "PFL MFE 1/1 100%|##########| 00:00<00:00, local 90.00 %, global 60.00 %" in capsys.readouterr().err
+    assert re.search(r"PFL MFE 1/1 100%\|.{10}\| 00:00<00:00, local 90.00 %", capsys.readouterr().err)
 
 
 def test_progress_without_a_terminal_is_also_a_line_a_minute(run, monkeypatch, capsys):

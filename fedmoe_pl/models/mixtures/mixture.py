@@ -16,9 +16,9 @@ from torch import Tensor, nn
 from torchmetrics.functional.classification import multiclass_accuracy
 
 from fedmoe_pl.checks import check_number
+from fedmoe_pl.models.description import describe_all, hyperparameters_of
 from fedmoe_pl.models.gates.fixed import FixedGate
 from fedmoe_pl.models.layers import to_channels_last
-from fedmoe_pl.models.mixtures.describing import describe
 from fedmoe_pl.models.mixtures.mixing import Mixing, mix_outputs
 from fedmoe_pl.models.mixtures.tasks import (
     SIGMOIDS,
@@ -270,13 +270,9 @@ class MixtureOfExperts(LightningModule, ABC):
         names = {*inspect.signature(type(self)).parameters, *saved} - {"optimizer", "lr_scheduler"}
         values = {name: getattr(self, name, saved.get(name)) for name in sorted(names)}
         values["loss"] = described_loss(self.criterion)  # the attribute of this name is a method
-        arguments = {name: describe(value) for name, value in values.items()}
         checkpoint.pop(self.CHECKPOINT_HYPER_PARAMS_NAME, None)  # each argument has its own name
-        checkpoint[self.CHECKPOINT_HYPER_PARAMS_KEY] = {
-            "_class_path": f"{type(self).__module__}.{type(self).__qualname__}",
-            "_instantiator": "lightning.pytorch.cli.instantiate_module",
-            **{name: argument for name, argument in arguments.items() if argument is not None},
-        }
+        arguments = describe_all(self, {name: value for name, value in values.items() if value is not None})
+        checkpoint[self.CHECKPOINT_HYPER_PARAMS_KEY] = hyperparameters_of(self, arguments)
 
 
 def run_once(module: MixtureOfExperts, expert: nn.Module) -> None:

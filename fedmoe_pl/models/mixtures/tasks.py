@@ -129,5 +129,9 @@ def ignored_class(criterion: nn.Module | None) -> int:
 
 
 def described_loss(criterion: nn.Module | None) -> Any:
-    """A loss as an argument: a function, or the module."""
-    return criterion.function if isinstance(criterion, FunctionLoss) else criterion
+    """A loss as an argument: a function's import path, or the module; None for a function that has no such path."""
+    if not isinstance(criterion, FunctionLoss):
+        return criterion
+    function = criterion.function
+    is_importable = function.__name__.isidentifier() and "<locals>" not in function.__qualname__
+    return f"{function.__module__}.{function.__qualname__}" if is_importable else None
