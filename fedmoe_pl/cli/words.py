@@ -36,7 +36,13 @@ def is_list(kind: Any) -> bool:
 
 
 def classes_of(kind: Any) -> list[type]:
-    """The classes of which a value of this type is made: those of the package, of PyTorch and of users."""
+    """The classes of which a value of this type is made: those of the package, of PyTorch and of users.
+
+    Example:
+        >>> from typing import Callable
+        >>> classes_of(Callable), classes_of(Callable[[list], Any]), classes_of(Callable[..., int])
+        ([], [], [])
+    """
     if is_callable(kind):
         results = get_args(kind)[1:]  # none if nothing is said of what the callable returns
         return [each for result in results for member in kinds_of(result) for each in classes_of(member)]

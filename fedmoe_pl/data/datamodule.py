@@ -55,8 +55,8 @@ class FederatedDataModule(LightningDataModule, ABC):
     Attributes:
         x: all samples, the training samples followed by the test samples, shape (m, ...): normalized float32, or int64
             ids of words. Samples that are read one by one have none.
-        y: their classes, int64, shape (m,); or other targets, shape (m, ...), of samples in memory; shape (m, 0) for
-            other targets of samples that are read one by one, which only batches have.
+        y: their classes, int64, shape (m,); or other targets, shape (m, ...). If samples are read one by one, only
+            batches have other targets, and the shape is (m, 0).
         num_classes: number of classes; 0 if the targets are not one class for each sample.
         reader: reads the samples one by one; None for samples in memory.
         num_clients: number of clients.
@@ -202,12 +202,11 @@ class FederatedDataModule(LightningDataModule, ABC):
         check_partitioner(self, partitioner, has_classes, self.stratify)
         samples, sizes = deal_samples(partitioner, shared, has_classes, self.requested_clients, rng, ids)
         self.num_clients = len(sizes)
-        natural_test = isinstance(partitioner, NaturalIds) and data.client_test is not None and not self.pool
         labels = self.y.numpy() if self.stratify else None
         self.train_samples, self.validation_samples, self.test_samples = split(
             samples, sizes, self.test_fraction, self.validation_fraction, self.partition_seed, labels
         )
-        if natural_test:
+        if isinstance(partitioner, NaturalIds) and data.client_test is not None and not self.pool:
             self.test_samples = natural_test_samples(self, data, self.test_fraction)
 
     def _choose_global_test(self) -> None:
@@ -226,9 +225,9 @@ class FederatedDataModule(LightningDataModule, ABC):
         Returns:
             Counts as float64, shape (num_clients, num_classes).
         """
-        counts = torch.zeros(self.num_clients * self.num_classes, dtype=torch.int64)
         if not self.num_classes:
-            return counts.view(self.num_clients, 0).double()
+            return torch.zeros(self.num_clients, 0, dtype=torch.float64)
+        counts = torch.zeros(self.num_clients * self.num_classes, dtype=torch.int64)
         for parts in (self.train_samples, self.validation_samples):
             first_cells = torch.arange(0, len(counts), self.num_classes)
             cells = first_cells.repeat_interleave(parts.sizes).add_(self.y[parts.indices])
@@ -270,8 +269,7 @@ class FederatedDataModule(LightningDataModule, ABC):
         Args:
             samples: indices into ``x``.
             batch_size: samples per batch; None for that of the data module.
-            generator: for shuffling every epoch, and for augmentation or random transforms; None for the order of
-                ``samples``.
+            generator: for shuffling every epoch and random changes of samples; None for the order of ``samples``.
             augment: whether to augment or, if samples are read one by one, to read them as for training.
             drop_single: whether to leave out a last batch of one sample, if it is not the only batch.
             device: the device of the batches; None for that of the data.

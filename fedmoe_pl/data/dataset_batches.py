@@ -33,6 +33,7 @@ class SampleReader:
     Attributes:
         has_pairs: whether batches are pairs of samples and their targets; otherwise they are whatever the collate
             function makes, such as dicts.
+        has_targets: whether batches tell the targets of their samples.
         evaluated_at_once: samples in a batch for evaluation, at most 1000 of at most 64 MiB.
     """
 
@@ -42,6 +43,7 @@ class SampleReader:
         self._loaders: dict[bool, _Loader] = {}
         training, evaluation = self._try()
         self.has_pairs = is_pair(training)
+        self.has_targets = isinstance(self.targets_of(evaluation), Tensor)
         size = sum(leaf.nbytes for leaf in tree_leaves(evaluation) if isinstance(leaf, Tensor)) // _TRIED
         self.evaluated_at_once = min(max(_MOST_BYTES // max(size, 1), 1), EVALUATED_AT_ONCE)
 

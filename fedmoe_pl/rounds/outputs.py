@@ -58,7 +58,7 @@ def described_batches(datamodule: FederatedDataModule) -> str:
 
 
 def check_pairs(phase: Phase, module: LightningModule, datamodule: FederatedDataModule) -> None:
-    """Refuses batches that are not pairs of inputs and targets, if the model needs them.
+    """Refuses batches that are not pairs of inputs and targets, if the model or the algorithm needs them.
 
     Args:
         phase: the phase.
@@ -66,13 +66,15 @@ def check_pairs(phase: Phase, module: LightningModule, datamodule: FederatedData
         datamodule: the data; already set up.
 
     Raises:
-        MisconfigurationException: if the module is a mixture of experts, and the data have other batches.
+        MisconfigurationException: if the data have other batches, and the module is a mixture of experts, or the
+            algorithm computes with inputs and targets.
     """
-    if datamodule.has_pairs or not isinstance(module, MixtureOfExperts):
+    algorithm, is_mixture = phase.algorithm, isinstance(module, MixtureOfExperts)
+    if datamodule.has_pairs or not (is_mixture or algorithm.needs_classes or algorithm.needs_loss_of_outputs):
         return
     raise MisconfigurationException(
-        f"{phase}: {type(module).__name__} needs batches of inputs and targets, but the data have "
-        f"{described_batches(datamodule)}; let collate_fn make pairs, or train another LightningModule."
+        f"{phase}: {type(module if is_mixture else algorithm).__name__} needs batches of inputs and targets, but the "
+        f"data have {described_batches(datamodule)}; let collate_fn make pairs, or train another LightningModule."
     )
 
 

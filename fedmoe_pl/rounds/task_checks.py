@@ -49,10 +49,11 @@ def check_task(
     if isinstance(module, MixtureOfExperts):
         _check_mixture(module, datamodule, metrics)
     elif phase.evaluate:
-        if not datamodule.has_pairs:
+        if datamodule.reader is not None and not datamodule.reader.has_targets:
             raise MisconfigurationException(
                 f"{phase}: evaluate is True, but must be False, because the data have {described_batches(datamodule)} "
-                "without classes, so that no targets are known; let collate_fn make pairs of inputs and targets."
+                "without classes, so that no targets are known; let collate_fn make pairs of inputs and targets, or "
+                "targets name a key of dicts."
             )
         if not metrics:
             raise MisconfigurationException(

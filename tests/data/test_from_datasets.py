@@ -174,6 +174,14 @@ def test_what_cannot_be_dealt_is_refused_in_one_sentence(tmp_path):
         def train_dataloader(self):
             return [DataLoader(Dicts(3)), DataLoader(Dicts(3))]
 
+    class NeedsTrainer(DictData):
+        def setup(self, stage):
+            assert self.trainer is not None, "no trainer"
+
+    class Whole(DictData):
+        def train_dataloader(self):
+            return DataLoader(self.training, batch_size=None)
+
     def broken(dataset):
         raise KeyError("labels")
 
@@ -220,6 +228,8 @@ def test_what_cannot_be_dealt_is_refused_in_one_sentence(tmp_path):
         r"datamodule is a Digits, which deals": lambda: FromDataModule(Digits()),
         r"which overrides on_after_batch_transfer": lambda: FromDataModule(OnDevice()),
         r"train_dataloader has a WeightedRandomSampler": lambda: FromDataModule(Weighted(), **two),
+        r"train_dataloader has the batch_size None": lambda: FromDataModule(Whole(), **two),
+        r"whose setup\('fit'\) must work without": lambda: FromDataModule(NeedsTrainer(), **two),
         r"train_dataset is a Stream": lambda: FromDataModule(Streaming(), **two),
         r"train_dataloader returns a list": lambda: FromDataModule(Listed(), **two),
         r"eval_dataset is 'plain', but must": lambda: FromDataModule(DictData(), eval_dataset="plain", **two),

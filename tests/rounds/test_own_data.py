@@ -6,16 +6,17 @@ import cloudpickle
 import pytest
 import torch
 from helpers.data import set_up
-from helpers.map_style import DictData, WordLoss, WordModel, images
+from helpers.map_style import DictData, Dicts, WordLoss, WordModel, Words, images, padded
 from helpers.runs import Kill, assert_same, federation
 from helpers.workers import InThisProcess, TwoInThisProcess
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import Trainer
 from torch import nn
+from torchmetrics import MeanSquaredError
 from torchvision.transforms import v2
 
 from fedmoe_pl import PersonalizedMoE, Phase
-from fedmoe_pl.algorithms import FedAvg, FedProx, Local, PFLMoE
+from fedmoe_pl.algorithms import FedALA, FedAvg, FedProx, Local, PFLMoE
 from fedmoe_pl.backends import StackedBackend
 from fedmoe_pl.data import Dirichlet, FromDataModule, FromDatasets
 from fedmoe_pl.models import ConstantGate, LinearGate
@@ -136,6 +137,29 @@ def test_a_plain_trainer_takes_dict_batches(tmp_path):
     assert trainer.global_step == 6
 
 
+def with_lengths(samples):
+    """The length of each sequence is a target that is no class."""
+    lengths = torch.tensor([[float(len(sample["words"]))] for sample in samples])
+    return {**padded(samples), "length": lengths}
+
+
+class Lengths(Words):
+    def training_step(self, batch, batch_idx):
+        return nn.functional.mse_loss(self(batch)[:, :1], batch["length"])
+
+    def predict_step(self, batch, batch_idx):
+        return self(batch)[:, :1]
+
+
+def test_targets_of_dict_batches_are_measured(tmp_path):
+    samples = [{**sample, "length": float(len(sample["words"]))} for sample in (Dicts(20)[i] for i in range(20))]
+    words = FromDatasets(samples, samples, targets="length", num_clients=2, collate_fn=with_lengths)
+    run = federation(tmp_path, [Phase("p", FedAvg())], metrics={"mse": MeanSquaredError()})
+    run.fit(Lengths(), words)
+    (evaluation,) = result(run)[0]["p"].evaluations
+    assert evaluation.clients[0].metrics["global_test_mse"] > 0
+
+
 class Scores(WordModel):
     def predict_step(self, batch, batch_idx):
         return {"labels": self(batch)}
@@ -144,9 +168,9 @@ class Scores(WordModel):
 def test_what_cannot_work_is_refused_before_training(tmp_path):
     words = FromDataModule(DictData(), targets="label", num_clients=3)
 
-    def refusal(module, datamodule=words, **arguments):
+    def refusal(module, algorithm=None, datamodule=words):
         with pytest.raises(MisconfigurationException) as error:
-            federation(tmp_path, [Phase("p", FedAvg(), **arguments)]).fit(module, datamodule)
+            federation(tmp_path, [Phase("p", algorithm or FedAvg())]).fit(module, datamodule)
         return str(error.value)
 
     assert refusal(model()) == (
@@ -154,6 +178,11 @@ def test_what_cannot_work_is_refused_before_training(tmp_path):
         "collate_fn make pairs, or train another LightningModule."
     )
     assert "does not accept the data's batches of dict (" in refusal(Scores())
+    assert "FedALA needs batches of inputs and targets" in refusal(WordLoss(), FedALA("embedding", 1))
+    users = FromDataModule(DictData(), targets="user", num_clients=3)
+    assert "evaluate is True, but must be False, because the data have batches of dict" in refusal(
+        WordModel(), datamodule=users
+    )
     backend = pytest.raises(MisconfigurationException, match="cannot stack the clients: samples are read one by one")
     with backend:
         federation(tmp_path, phases(), backend=StackedBackend()).fit(model(), data())

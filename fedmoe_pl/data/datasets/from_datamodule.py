@@ -73,12 +73,11 @@ class FromDataModule(FederatedDataModule):
 
     def load(self) -> Arrays | MapStyleData:
         """Takes the datasets of the data module's loaders."""
-        inner = self.datamodule
-        inner.setup("fit")
+        self._set_up("fit")
         train = self._loader("train_dataloader")
         assert train is not None
         if self._overrides("test_dataloader"):
-            inner.setup("test")
+            self._set_up("test")
         test = self._loader("test_dataloader") or self._loader("val_dataloader")
         if not self._keeps_batch_size and train.batch_size is not None:
             self.batch_size = train.batch_size
@@ -96,6 +95,16 @@ class FromDataModule(FederatedDataModule):
     def __getstate__(self) -> dict[str, Any]:
         """Leaves out the data module, once its datasets are known: it may refer to what cannot be sent to a process."""
         return {**vars(self), "datamodule": None} if self.is_set_up else vars(self)
+
+    def _set_up(self, stage: str) -> None:
+        try:
+            self.datamodule.setup(stage)
+        except Exception as error:  # whatever a user's data module raises
+            reason = f"{type(error).__name__}: {error}".splitlines()[0].rstrip(".")
+            raise MisconfigurationException(
+                f"FromDataModule: datamodule is a {type(self.datamodule).__name__} whose setup('{stage}') must work "
+                f"without a Trainer, but fails ({reason})."
+            ) from error
 
     def _eval_dataset(self) -> Any | None:
         if self.eval_dataset is None:
@@ -123,11 +132,18 @@ class FromDataModule(FederatedDataModule):
                 f"{prefix} returns {'nothing' if loader is None else f'a {type(loader).__name__}'}, but must return "
                 "one DataLoader of a map-style dataset."
             )
-        sampler = loader.batch_sampler if type(loader.batch_sampler) is not BatchSampler else loader.sampler
-        shuffles = isinstance(sampler, (RandomSampler, SequentialSampler)) or not is_map_style(loader.dataset)
-        if name == "train_dataloader" and not shuffles:
-            raise MisconfigurationException(
-                f"{prefix} has a {type(sampler).__name__}, but must have none, because each client shuffles its own "
-                "samples."
-            )
+        if name == "train_dataloader" and is_map_style(loader.dataset):
+            _check_sampler(prefix, loader)
         return loader
+
+
+def _check_sampler(prefix: str, loader: DataLoader) -> None:
+    """Refuses a loader that chooses or weighs its samples, because each client shuffles its own."""
+    sampler = loader.sampler if type(loader.batch_sampler) is BatchSampler else loader.batch_sampler
+    if sampler is None:
+        raise MisconfigurationException(f"{prefix} has the batch_size None, but must have one of at least 1.")
+    if not isinstance(sampler, (RandomSampler, SequentialSampler)):
+        raise MisconfigurationException(
+            f"{prefix} has a {type(sampler).__name__}, but must have none, because each client shuffles its own "
+            "samples; a torch.utils.data.Subset can choose some."
+        )
