@@ -49,16 +49,13 @@ class ResultFiles(FederationCallback):
     def on_evaluation_end(self, run: Run, phase: Phase, evaluation: Evaluation) -> None:
         """Writes the rows of the rounds since the last evaluation."""
         path = run.folder / "rounds.csv"
-        if self._written:
-            append_csv(path, [self._with_all_columns(row) for row in run.rows[self._written :]])
-        else:
-            # a run may go on with other metrics
+        new = run.rows[self._written :]
+        if self._written and all(row.keys() <= self._columns.keys() for row in new):
+            append_csv(path, [self._columns | row for row in new])
+        else:  # methods may differ in their metrics, and a run may go on with others
             self._columns = dict.fromkeys((name for row in run.rows for name in row), math.nan)
-            write_csv(path, map(self._with_all_columns, run.rows))
+            write_csv(path, run.rows)
         self._written = len(run.rows)
-
-    def _with_all_columns(self, row: dict[str, Any]) -> dict[str, Any]:
-        return self._columns | row
 
     def on_phase_end(self, run: Run, phase: Phase, evaluation: Evaluation | None) -> None:
         """Writes the results of all methods so far."""

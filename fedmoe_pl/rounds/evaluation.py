@@ -71,8 +71,11 @@ class ClientEvaluation:
     metrics: dict[str, float] = field(default_factory=dict)
 
     def value(self, metric: str) -> float:
-        """An accuracy, the loss, the mean gate weight, or another metric, by name."""
-        return self.metrics[metric] if metric in self.metrics else getattr(self, metric)
+        """An accuracy, the loss, the mean gate weight, or another metric, by name; nan for one of another method."""
+        if metric in self.metrics:
+            return self.metrics[metric]
+        is_other = metric.startswith(tuple(f"{split}_" for split in SPLITS)) and not hasattr(self, metric)
+        return math.nan if is_other else getattr(self, metric)
 
     @property
     def mean_gate_weight(self) -> float:

@@ -92,7 +92,8 @@ def write_csv(path: Path, rows: Iterable[Mapping[str, object]]) -> int:
 
     Args:
         path: the file, which is replaced if it exists; its folder must exist.
-        rows: one mapping per row, from column to value, all with the same columns as the first.
+        rows: one mapping per row, from column to value. Those of an iterator have the same columns as the first; in a
+            sequence, columns that a row lacks are empty.
 
     Returns:
         The number of rows.
@@ -100,11 +101,12 @@ def write_csv(path: Path, rows: Iterable[Mapping[str, object]]) -> int:
     Raises:
         MisconfigurationException: if the file cannot be written; an old one stays.
     """
+    columns = dict.fromkeys(column for row in rows for column in row) if isinstance(rows, Sequence) else None
     rows = iter(rows)
     first = next(rows, {})
     count = 0
     with replacing(path) as temporary, temporary.open("w", newline="", encoding="utf-8") as file:
-        writer = csv.DictWriter(file, list(first), lineterminator="\n")
+        writer = csv.DictWriter(file, list(first if columns is None else columns), restval="", lineterminator="\n")
         writer.writeheader()
         for row in chain([first] if first else [], rows):
             writer.writerow(_fields(row))

@@ -8,6 +8,7 @@ import torch
 from helpers import TensorData
 from helpers.clusters import clustered, only
 from lightning.fabric.utilities.exceptions import MisconfigurationException
+from lightning.pytorch import LightningModule
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from torch import nn
 from torchmetrics import MeanSquaredError
@@ -173,3 +174,36 @@ def test_clusters_are_chosen_by_the_loss_of_the_task(tmp_path):
     made.fit(module, data())
     losses = [client.metrics["local_test_loss"] for client in made.results["IFCA"].clients]
     assert len(losses) == 3 and all(math.isfinite(loss) for loss in losses)
+
+
+class Plain(LightningModule):
+    """A user's own module, which has no loss of outputs."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(4, 1)
+
+    def forward(self, x):
+        return self.layer(x)[:, 0]
+
+    def training_step(self, batch, batch_idx):
+        return (self(batch[0]) - batch[1]).abs().mean()
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+def test_methods_of_a_run_may_differ_in_their_metrics(tmp_path, capsys):
+    made = Federation(
+        [Phase("plain", FedAvg(), model=Plain()), Phase("FedAvg", FedAvg("global_expert.*"), gate=GlobalOnly())],
+        {"accelerator": "cpu", "max_epochs": 1},
+        default_root_dir=str(tmp_path),
+        metrics={"rmse": MeanSquaredError(squared=False)},
+        **dict.fromkeys(("enable_progress_bar", "logger", "enable_checkpointing"), False),
+    )
+    results = made.fit(model(), data())
+    assert "local test rmse" in capsys.readouterr().out
+    for name in ("rounds.csv", "summary.csv"):
+        plain, mixture = rows(made, name)
+        assert plain["global_test_loss_mean"] == "" and float(plain["global_test_rmse_mean"]) > 0
+        assert float(mixture["global_test_loss_mean"]) == results["FedAvg"].spread("global_test_loss").mean
