@@ -11,7 +11,7 @@ import torch
 from lightning import __version__
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import LightningModule
-from lightning.pytorch.utilities import rank_zero_warn
+from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 
 from fedmoe_pl.algorithms.algorithm import Moment
 from fedmoe_pl.algorithms.overrides import chooses_model
@@ -80,8 +80,8 @@ class ClientCheckpoint(FederationCallback):
     ``PersonalizedMoE.load_from_checkpoint("<run>/clients/<method>/client_007.ckpt")`` loads one. A method whose clients
     all have the same model is written once, as ``all_clients.ckpt``. Your own module is built again with what it gave
     to ``save_hyperparameters()``, or keeps as attributes of the arguments' names. Modules among these arguments are
-    described by their own arguments, if they keep them so, as torch's do. What cannot be written down is left out with
-    a warning; pass it to ``load_from_checkpoint``.
+    described by their own arguments, if they keep them so, as torch's do. What cannot be written down is named in
+    the log, and by the error if ``load_from_checkpoint`` does not get it.
 
     Args:
         methods: names of the methods to write; None for all. Many clients with large models need much disk space.
@@ -164,15 +164,14 @@ def _is_loadable(value: object) -> bool:
 
 
 def _warn_of(checkpoint: dict[str, Any], module: LightningModule) -> None:
-    """Says what ``load_from_checkpoint`` must be given."""
+    """Says what ``load_from_checkpoint`` must be given: a warning if the module has asked to save it, else a log."""
     name, written = type(module).__name__, checkpoint[module.CHECKPOINT_HYPER_PARAMS_KEY]
     lacking = {argument for argument, value in written.items() if is_unknown(value)}
     if getattr(module, "_hparams_name", None) in (None, "kwargs"):
-        lacking |= {
-            argument for argument in (*required_arguments(type(module)), *module.hparams) if argument not in written
-        }
+        lacking |= {*required_arguments(type(module)), *module.hparams} - {*written}
     if lacking:
-        rank_zero_warn(
+        say = rank_zero_warn if lacking & {*module.hparams} else rank_zero_info
+        say(
             f"ClientCheckpoint: the checkpoints lack arguments of {name} that are no plain values, tensors or modules "
             f"that can be described: {', '.join(sorted(lacking))}. Pass them to {name}.load_from_checkpoint."
         )

@@ -228,7 +228,7 @@ def _command(arguments: Sequence[str]) -> str:
     """
     script = Path(sys.argv[0])
     program = ["python", sys.argv[0]] if script.name == "cli.py" else ["fedmoe"]
-    program = ["python", "-m", "fedmoe_pl"] if script.name == "__main__.py" else program
+    program = ["python", "-m", "fedmoe_pl"] if script.name == "__main__.py" and "fedmoe_pl" in script.parts else program
     words, rest = list[str](), iter(arguments)
     for word in rest:
         if word == "--ckpt_path":

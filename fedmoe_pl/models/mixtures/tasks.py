@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from inspect import isfunction
 from typing import Any, Literal, get_args
 
 import torch.nn.functional as F
@@ -133,5 +134,7 @@ def described_loss(criterion: nn.Module | None) -> Any:
     if not isinstance(criterion, FunctionLoss):
         return criterion
     function = criterion.function
-    is_importable = function.__name__.isidentifier() and "<locals>" not in function.__qualname__
+    is_importable = (
+        isfunction(function) and function.__name__.isidentifier() and "<locals>" not in function.__qualname__
+    )
     return f"{function.__module__}.{function.__qualname__}" if is_importable else None
