@@ -68,7 +68,8 @@ def expert_usage_figure(evaluation: Evaluation, counts: Tensor) -> Figure:
 def aggregation_figure(matrix: Tensor, owners: Tensor, method: str, counts: Tensor) -> Figure:
     """The weight that each expert (row) gives each expert (column) in its mean, beside its client's samples.
 
-    Clients that average their experts with one another are neighbours. White lines separate the clients.
+    Clients that average their experts with one another are neighbours, and white lines separate them. If there are more
+    than 30, a cell is the total weight that a client's experts give another client's, as the mean over the former.
 
     Args:
         matrix: weights (experts, experts); every row adds up to 1.
@@ -78,6 +79,8 @@ def aggregation_figure(matrix: Tensor, owners: Tensor, method: str, counts: Tens
     """
     weights, of_experts = matrix.numpy(), owners.numpy()
     clients = _similar_together(weights, of_experts)
+    if len(clients) > _MOST_WITH_NUMBERS:
+        weights, of_experts = _between_clients(weights, of_experts), np.unique(of_experts)
     order = np.concatenate([np.flatnonzero(of_experts == client) for client in clients])
     ids = of_experts[order]
     title = f"{method}: who is averaged with whom"
@@ -91,17 +94,23 @@ def aggregation_figure(matrix: Tensor, owners: Tensor, method: str, counts: Tens
     places = [0, *starts.tolist()]
     shown = places[:: -(-len(places) // _MOST_TICKS)]
     axes.set_xticks(shown, [str(ids[place]) for place in shown], fontsize=6)
-    axes.set_xlabel("expert of client, in the order of the rows")
+    axes.set_xlabel("client, in the same order")
     return figure
+
+
+def _between_clients(weights: np.ndarray, owners: np.ndarray) -> np.ndarray:
+    """The weight that each client's experts give each client's, as the mean over the former; rows add up to 1."""
+    clients, place, experts = np.unique(owners, return_inverse=True, return_counts=True)
+    between = np.zeros((len(clients), len(clients)))
+    np.add.at(between, (place[:, None], place[None, :]), weights)
+    return between / experts[:, None]
 
 
 def _similar_together(weights: np.ndarray, owners: np.ndarray) -> np.ndarray:
     """The clients in an order in which those that average their experts with one another are neighbours."""
     from scipy.cluster.hierarchy import leaves_list, linkage  # slow to import, and only needed here
 
-    clients, place = np.unique(owners, return_inverse=True)
-    between = np.zeros((len(clients), len(clients)))
-    np.add.at(between, (place[:, None], place[None, :]), weights)
+    clients, between = np.unique(owners), _between_clients(weights, owners)
     between += between.T
     np.fill_diagonal(between, 0)
     if len(clients) < 3 or not between.any():

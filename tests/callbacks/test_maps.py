@@ -59,6 +59,9 @@ def test_clients_of_the_same_expert_are_neighbours():
     samples, usage = expert_usage_figure(used, torch.ones(4, 2)).axes[:2]
     assert names(samples) == ["3", "1", "0", "2"]
     np.testing.assert_allclose(shown(usage)[1], [2 / 3, 1 / 3, 0])
+    without_classes = expert_usage_figure(used, torch.ones(4, 0)).axes[0]
+    assert names(without_classes) == names(samples)
+    np.testing.assert_allclose(shown(without_classes), shown(usage))
 
 
 def test_clients_that_average_with_one_another_are_neighbours():
@@ -69,6 +72,8 @@ def test_clients_that_average_with_one_another_are_neighbours():
     samples, weights = aggregation_figure(matrix, owners, "FedMoE-DA", torch.eye(4)).axes[:2]
     order = [int(name) for name in names(samples)]
     assert {frozenset(order[:2]), frozenset(order[2:])} == {frozenset({0, 2}), frozenset({1, 3})}
+    many = aggregation_figure(torch.eye(70), torch.arange(35).repeat_interleave(2), "m", torch.eye(35)).axes[1]
+    np.testing.assert_allclose(shown(many), np.eye(35))
     blocks = np.kron(np.eye(2), np.full((4, 4), 0.25))
     np.testing.assert_allclose(shown(weights), blocks)
     np.testing.assert_array_equal(shown(samples), torch.eye(4)[order].repeat_interleave(2, 0))
