@@ -27,7 +27,8 @@ SIMILAR = {
     *("pfedmoe_homogeneous", "pfedmoe_practical", "pfl_moe_cifar10_vgg16"),
 }
 
-LONG = {"pfedmoe_cifar10"}  # ten rows of five networks each
+# seconds each; their methods run in the configurations of digits, too
+LONG = {"adaptive_experts_femnist", "fedmoe_da_cifar10", "opt_out_fmnist", "pfedmoe_cifar10", "pfl_moe_fmnist_lenet5"}
 
 
 @pytest.mark.parametrize("path", [path for path in PAPERS if path.stem in SIMILAR], ids=lambda path: path.stem)

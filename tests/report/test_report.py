@@ -291,7 +291,7 @@ REFUSED = {
     ),
     "/summary.csv', which is damaged": ["{damaged}"],
     "/rounds.csv', which is not one that a run writes": ["{other}"],
-    "unrecognized arguments: --tabel": ["{run}", "--tabel", "1"],
+    "tabel is not an argument; it has baseline": ["{run}", "--tabel", "1"],
 }
 
 

@@ -154,7 +154,10 @@ def test_a_run_stopped_within_a_phase_that_ends_early_and_resumed_gives_the_same
         ),
         ({"trainer": {"devices": 2}}, "trainer has devices, which is the same for all phases"),
         ({"trainer": {"max_epochs": 3}}, "trainer has max_epochs, which is an argument of the phase itself"),
-        ({"trainer": {"limit_val_batchs": 1.0}}, "unexpected keyword argument 'limit_val_batchs'"),
+        (
+            {"trainer": {"limit_val_batchs": 1.0}},
+            r"limit_val_batchs is not an argument of Trainer; did you mean limit_val_batches\?",
+        ),
         ({"callbacks": [BestEpoch()]}, r"callbacks has a BestEpoch, but limit_val_batches .* is 0; it must be above 0"),
         (
             {"callbacks": [BestEpoch()], "trainer": {"limit_val_batches": 1.0}},

@@ -49,6 +49,7 @@ def test_a_run_stopped_anywhere_and_resumed_ends_with_the_bits_of_one_that_was_n
         assert (resumed.run_dir / name).read_bytes() == (whole.run_dir / name).read_bytes()
 
 
+@pytest.mark.slow
 def test_a_process_killed_by_the_system_is_continued_from_the_command_line(tmp_path, monkeypatch):
     monkeypatch.setattr("sys.argv", ["fedmoe"])  # LightningCLI warns of arguments beside those that it is given
     command = ["fit", "--config", str(REPOSITORY / "configs/quickstart.yaml"), "--federation.phases", PHASES]
