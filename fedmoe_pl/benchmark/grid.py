@@ -45,7 +45,7 @@ class Variant:
     """
 
     configs: list[Path_fr] = field(default_factory=list)  # pyright: ignore[reportInvalidTypeForm]
-    overrides: dict[str, Any] = field(default_factory=dict)
+    overrides: dict = field(default_factory=dict)  # of Any, jsonargparse would fill in the arguments of classes in it
 
 
 @dataclass
@@ -68,10 +68,10 @@ class Grid:
     """
 
     configs: list[Path_fr]  # pyright: ignore[reportInvalidTypeForm]
-    values: dict[str, Any]
+    values: dict
     folder: str
     variants: dict[str, Variant] = field(default_factory=dict)
-    overrides: dict[str, Any] = field(default_factory=dict)
+    overrides: dict = field(default_factory=dict)  # of Any, jsonargparse would fill in the arguments of classes in it
     methods: list[str] | None = None
     baseline: str | None = None
     parallel: PositiveInt = 1  # pyright: ignore[reportInvalidTypeForm]

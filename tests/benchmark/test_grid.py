@@ -55,6 +55,13 @@ def test_the_grid_of_the_documentation_is_one(tmp_path):
     assert Path(grid.configs[0].absolute).samefile(QUICKSTART)
 
 
+def test_a_class_of_another_package_in_an_override_keeps_the_arguments_that_are_written(tmp_path):
+    adamw = {"class_path": "torch.optim.AdamW", "init_args": {"lr": 0.001}}
+    phases = [{"name": "Local", "algorithm": "Local", "optimizer": adamw}]
+    grid = read_grid(write_grid(tmp_path, overrides={"federation.phases": phases}))
+    assert grid.overrides == {"federation.phases": phases}
+
+
 def test_a_class_is_a_value(tmp_path):
     node = {"class_path": "IID"}
     assert read_grid(write_grid(tmp_path, overrides={"data.partitioner": node})).overrides == {"data.partitioner": node}
