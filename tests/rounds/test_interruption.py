@@ -44,6 +44,7 @@ def test_a_run_ends_while_a_forked_process_goes_on():
     with interruption._handled():
         child = multiprocessing.get_context("fork").Process(target=time.sleep, args=(60,))
         child.start()
+    assert child.is_alive(), "the run did not wait for it"
     child.kill()
     child.join()
 
