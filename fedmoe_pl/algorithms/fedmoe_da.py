@@ -29,9 +29,9 @@ from fedmoe_pl.algorithms.client import Client, Update
 from fedmoe_pl.checks import check_at_least, check_number
 from fedmoe_pl.models import ProxyGate, SparseMoE
 from fedmoe_pl.models.layers import draw_anew
-from fedmoe_pl.trees import Tree, mean_of_two, of_algorithm, of_module, subtree, with_prefix
+from fedmoe_pl.trees import Tree, difference, mean_of_two, of_algorithm, of_module, subtree, with_prefix
 
-_PROXIES = "proxies/"  # prefix of a client's id: the proxies that it sends in an update round, (experts, features)
+_PROXIES = "proxies/"  # prefix of a client's id: what stands for its experts in an update round, (experts, features)
 # The server holds the matrices of the last update round and of the one before. A matrix has one row per expert of each
 # client that sent its proxies. It consists of the indices of the experts in each row's mean and of their weights, both
 # (rows, P + 1), and of the client and the index of each row's expert, (rows, 2).
@@ -43,15 +43,19 @@ class FedMoEDA(Algorithm):
     """The server averages the embedding; each expert is averaged with experts of all clients that see similar samples.
 
     The similarity of two experts is the cosine of their proxies in the clients' gates. Every ``interval``-th round is
-    an update round, in which clients send the proxies to the server. Clients send experts to each other directly, not
-    through the server; gates are never averaged. A round averages the experts with the matrix that clients received
-    before it: that of the previous update round. All clients train in every round. One that fails in a round neither
-    sends nor receives experts in it, and the others' means are over the experts that are left.
+    an update round, in which clients send the proxies to the server. With ``similarity="updates"``, which is not in the
+    paper, the changes of the experts' last layers in the round's training take the place of the proxies. Clients send
+    experts to each other directly, not through the server; gates are never averaged. A round averages the experts with
+    the matrix that clients received before it: that of the previous update round. All clients train in every round. One
+    that fails in a round neither sends nor receives experts in it, and the others' means are over the experts that are
+    left.
 
     Args:
         top_p: number of other experts that an expert is averaged with; "all" for all, 0 for none.
         interval: number of rounds from one update round to the next.
         temperature: divides the cosines before the softmax over an expert and those that it is averaged with.
+        similarity: "proxies" or "updates". Updates of a last layer say more about the client's classes than proxies do,
+            to the server as well.
         sync_matrix: whether an update round uses its own matrix in place of the previous one.
         exclude_own_client: whether an expert is never averaged with other experts of its own client.
         shared_init: whether gates and experts start with the same parameters on all clients; otherwise every client
@@ -70,6 +74,7 @@ class FedMoEDA(Algorithm):
         top_p: int | Literal["all"] = 5,
         interval: int = 5,
         temperature: float = 1.0,
+        similarity: Literal["proxies", "updates"] = "proxies",
         sync_matrix: bool = False,
         exclude_own_client: bool = False,
         shared_init: bool = True,
@@ -79,8 +84,13 @@ class FedMoEDA(Algorithm):
             raise MisconfigurationException(f"FedMoEDA: top_p is {top_p}, but must be a number of at least 0 or 'all'.")
         check_at_least(self, "interval", interval, 1)
         check_number(self, "temperature", temperature, above=0)
+        if similarity not in ("proxies", "updates"):
+            raise MisconfigurationException(
+                f"FedMoEDA: similarity is {similarity!r}, but must be 'proxies' or 'updates'."
+            )
         for name, value, default in (
             ("temperature", temperature, 1),
+            ("similarity", similarity, "proxies"),
             ("sync_matrix", sync_matrix, False),
             ("exclude_own_client", exclude_own_client, False),
         ):
@@ -92,18 +102,24 @@ class FedMoEDA(Algorithm):
         self.top_p: int | Literal["all"] = top_p
         self.interval = self.message_period = interval
         self.temperature = temperature
+        self.similarity: Literal["proxies", "updates"] = similarity
         self.sync_matrix = sync_matrix
         self.exclude_own_client = exclude_own_client
         self.shared_init = shared_init
 
     def check(self, module: LightningModule) -> None:
-        """Refuses a model without proxies, and patterns that match nothing."""
+        """Refuses a model without proxies, patterns that match nothing, and updates of layers that are not trained."""
         if not isinstance(module, SparseMoE) or not isinstance(module.gate, ProxyGate):
             gate = f" with a {type(module.gate).__name__}" if isinstance(module, SparseMoE) else ""
             raise MisconfigurationException(
                 f"FedMoEDA: model is a {type(module).__name__}{gate}, but must be a SparseMoE with its own gate."
             )
         super().check(module)
+        frozen = [name for name in _last_layers(module) if name not in self.trainable]
+        if self.similarity == "updates" and frozen:
+            raise MisconfigurationException(
+                f"FedMoEDA: similarity is 'updates', but must be 'proxies', because {frozen[0]} is not trained."
+            )
 
     def is_shared(self, name: str) -> bool:
         """The embedding, unless it is frozen."""
@@ -123,17 +139,25 @@ class FedMoEDA(Algorithm):
         if begins and not self.shared_init:
             client.module.gate.reset_parameters()  # pyright: ignore[reportCallIssue, reportAttributeAccessIssue]
             draw_anew(client.module.experts)  # pyright: ignore[reportArgumentType]
-        return super().client_init(client, sent)
+        const = super().client_init(client, sent)
+        if self.similarity == "updates" and client.round % self.interval == 0:
+            const["last_layers"] = {name: layer.cpu().clone() for name, layer in _last_layers(client.module).items()}
+        return const
 
     def client_final(self, client: Client, const: dict[str, Any]) -> Update:
-        """Step 2: sends the embedding, and in update rounds the proxies; keeps gate and experts, trained or not."""
+        """Step 2: sends the embedding, in update rounds also what tells experts apart; keeps gate and experts."""
         update = super().client_final(client, const)
         state = client.module.state_dict()
         unchanged = [name for name in state if name.startswith(("gate.", "experts.")) and name not in update.kept]
         update.kept.update({name: state[name].detach().cpu().clone() for name in unchanged})
         if client.round % self.interval == 0:
-            proxies = [tensor.flatten() for name, tensor in state.items() if name.startswith("gate.proxies.")]
-            update.sent[f"{_PROXIES}{client.id}"] = torch.stack(proxies).detach().cpu()
+            rows = [tensor.flatten() for name, tensor in state.items() if name.startswith("gate.proxies.")]
+            if self.similarity == "updates":
+                # the signs of all changes are turned, which no cosine sees
+                changes = difference(const["last_layers"], {name: tensor.cpu() for name, tensor in state.items()})
+                experts = [_expert(changes, expert) for expert in range(len(rows))]
+                rows = [torch.cat([tensor.flatten() for tensor in layer.values()]) for layer in experts]
+            update.sent[f"{_PROXIES}{client.id}"] = torch.stack(rows).detach().cpu()
         return Update(update.sent, 1, update.kept)
 
     def combine(self, a: Update, b: Update) -> Update:
@@ -210,6 +234,17 @@ def aggregation_matrix(server: Tree) -> tuple[Tensor, Tensor] | None:
     neighbours, weights = server[_LATEST + _NEIGHBOURS], server[_LATEST + _WEIGHTS]
     matrix = weights.new_zeros(len(weights), len(weights)).scatter(1, neighbours, weights)
     return matrix, server[_LATEST + _OWNERS][:, 0]
+
+
+def _last_layers(module: LightningModule) -> Tree:
+    """The parameters of every expert's last layer, under their names in the client's module."""
+    parameters = {}
+    for index, expert in enumerate(module.experts):  # pyright: ignore[reportArgumentType]
+        *_, last = (layer for layer in expert.modules() if next(layer.parameters(recurse=False), None) is not None)
+        ids = {id(parameter) for parameter in last.parameters(recurse=False)}
+        named = expert.named_parameters(prefix=f"experts.{index}")
+        parameters |= {name: parameter.detach() for name, parameter in named if id(parameter) in ids}
+    return parameters
 
 
 def _expert(tree: Tree, index: int) -> Tree:

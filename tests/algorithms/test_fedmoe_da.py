@@ -82,7 +82,9 @@ def test_updates_are_the_uniform_mean_of_embeddings_and_keep_proxies_apart():
     }
 
 
-def federation_by_hand(module, data, rounds, interval, top_p, temperature=1.0, sync=False, exclude=False):
+def federation_by_hand(
+    module, data, rounds, interval, top_p, temperature=1.0, similarity="proxies", sync=False, exclude=False
+):
     """FedMoE-DA written again in plain PyTorch, with a dense matrix; every epoch is one step on all samples."""
     clients = []
     for client in range(N):
@@ -92,6 +94,7 @@ def federation_by_hand(module, data, rounds, interval, top_p, temperature=1.0, s
     places = [(own, index) for own in clients for index in range(len(own.experts))]
     held = torch.eye(len(places), dtype=torch.float64)
     for t in range(1, rounds + 1):
+        before = [last_layer(own, index) for own, index in places]
         for own, samples in zip(clients, data.train_samples, strict=True):
             optimizer = own.configure_optimizers()
             for _ in range(2):
@@ -102,6 +105,8 @@ def federation_by_hand(module, data, rounds, interval, top_p, temperature=1.0, s
         if (t - 1) % interval == 0:
             new = torch.zeros(len(places), len(places), dtype=torch.float64)
             proxies = [own.gate.proxies[index].weight.detach()[0] for own, index in places]
+            if similarity == "updates":
+                proxies = [last_layer(*place) - start for place, start in zip(places, before, strict=True)]
             for i, (mine, _) in enumerate(places):
                 cosines = {
                     j: F.cosine_similarity(proxies[i], proxies[j], dim=0).item()
@@ -124,11 +129,17 @@ def federation_by_hand(module, data, rounds, interval, top_p, temperature=1.0, s
     return clients
 
 
+def last_layer(module, index):
+    linear = module.experts[index][2]
+    return torch.cat([linear.bias, linear.weight.flatten()]).detach()
+
+
 BY_HAND = {
     "stale": {"interval": 2, "top_p": 2},
     "every round": {"interval": 1, "top_p": 1},
     "sync": {"interval": 2, "top_p": 3, "sync": True},
     "cold": {"interval": 2, "top_p": 2, "temperature": 0.1},
+    "updates": {"interval": 2, "top_p": 2, "temperature": 0.3, "similarity": "updates"},
     "others only": {"interval": 2, "top_p": 2, "exclude": True},
     "all": {"interval": 3, "top_p": "all"},
     "all others": {"interval": 1, "top_p": "all", "exclude": True},
@@ -302,6 +313,8 @@ WRONG = {
     "top_p is -1, but must be a number of at least 0 or 'all'": {"top_p": -1},
     "interval is 0, but must be an integer of at least 1": {"interval": 0},
     "temperature is 0, but must be a finite number above 0": {"temperature": 0},
+    "similarity is 'features', but must be 'proxies' or 'updates'": {"similarity": "features"},
+    "similarity is updates, but must be left out with top_p 0": {"top_p": 0, "similarity": "updates"},
 }
 
 
@@ -323,6 +336,8 @@ def test_a_model_without_proxies_and_patterns_that_match_nothing_are_refused():
             FedMoEDA().check(module)
     with pytest.raises(MisconfigurationException, match=r"trainable is 'expert\.\*', which matches no parameter"):
         FedMoEDA(trainable="expert.*").check(sparse_mixture())
+    with pytest.raises(MisconfigurationException, match=r"must be 'proxies', because experts\.0\.2\.weight is not"):
+        FedMoEDA(similarity="updates", trainable=["gate.*", "experts.*.0.*"]).check(sparse_mixture())
 
 
 def test_mixing_and_gates_that_do_not_fit_are_refused(tmp_path):
