@@ -2,15 +2,16 @@
 
 No code by the authors is known. Where the paper is unclear, this module does the following:
 
-====================  ==============================================  ===========================================
+====================  ==============================================  =============================================
 topic                 paper                                           here
-====================  ==============================================  ===========================================
+====================  ==============================================  =============================================
 update rounds         ``t mod I == 1``, never true for I = 1          ``(t - 1) mod I == 0``, t counted from 1
 rounds before one     not mentioned                                   no expert is mixed
 equal similarities    all that are not below the (P+1)-th largest     the expert itself, then the first P
 initial parameters    not mentioned                                   the same for all clients, ``shared_init``
 matrix of a round     the previous one, or the round's own            the previous; its own with ``sync_matrix``
-====================  ==============================================  ===========================================
+evaluation            not mentioned                                   before the exchange; see ``Phase.evaluate_after``
+====================  ==============================================  =============================================
 """
 
 from __future__ import annotations
@@ -68,6 +69,7 @@ class FedMoEDA(Algorithm):
     """
 
     needs_all_clients = True
+    evaluated_after = "local_training"
 
     def __init__(
         self,

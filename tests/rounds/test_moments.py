@@ -112,9 +112,9 @@ def test_before_an_exchange_a_client_has_the_experts_that_it_trained(tmp_path):
     exchanged = {client: got for client, got, _ in algorithm.exchange(run.run.states["DA"].server, trained, 2)}
     for client in range(3):
         names = [name for name in trained[client] if name.startswith("experts.")]
-        before = tensors(run.client_module(f"DA {LOCAL}", client), "experts.")
+        before = tensors(run.client_module("DA", client), "experts.")
         assert_same_bits(before, {name: trained[client][name] for name in names})
-        after = tensors(run.client_module("DA", client), "experts.")
+        after = tensors(run.client_module("DA after aggregation", client), "experts.")
         assert_same_bits(after, {name: exchanged[client][name] for name in names})
         assert not torch.equal(after[names[0]], trained[client][names[0]])
 
@@ -146,7 +146,7 @@ def test_each_algorithm_has_its_papers_moment():
     moments = {algorithm: Phase("it", algorithm()).moments for algorithm in (FedAvg, FedMoEDA, PFedMoE, Local)}
     assert moments == {
         FedAvg: ["aggregation"],
-        FedMoEDA: ["aggregation"],
+        FedMoEDA: ["local_training"],
         PFedMoE: ["local_training"],
         Local: ["local_training"],
     }

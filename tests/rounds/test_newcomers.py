@@ -220,7 +220,7 @@ def personalized(tmp_path, model, phases, data, later_data, rounds):
 
 
 def test_a_newcomer_of_fedmoe_da_trains_its_own_experts_behind_the_server_s_embedding(tmp_path):
-    phases = [Phase("DA", FedMoEDA(top_p=2, interval=1), rounds=3)]
+    phases = [Phase("DA", FedMoEDA(top_p=2, interval=1), rounds=3, evaluate_after="aggregation")]
     model, data = sparse_mixture(2, optimizer=sgd), new_data()
     run, later = personalized(tmp_path, model, phases, blobs(), data, 2)
     server = run.run.states["DA"].server
