@@ -14,6 +14,7 @@ from fedmoe_pl.cli.commands import configured
 
 ALPHA = "data.init_args.partitioner.init_args.alpha"
 GRIDS = sorted((REPOSITORY / "configs/papers").glob("*.yaml"))
+STUDIES = sorted((REPOSITORY / "configs/studies").glob("*.yaml"))
 
 
 @pytest.fixture(autouse=True)
@@ -142,3 +143,18 @@ def test_the_grids_of_the_papers_have_cells_with_published_numbers(path):
     conditions = [cell.condition for cell in cells]
     if not path.stem.endswith("_quick"):
         assert all(any(each in published_for(grid.paper, where) for where in conditions) for each in grid.paper)
+
+
+@pytest.mark.parametrize("path", STUDIES, ids=lambda path: path.stem)
+def test_the_studies_name_their_command_and_have_seeds(path):
+    grid = read_grid(["--config", str(path)])
+    assert f"# fedmoe benchmark --config configs/studies/{path.name}\n" in path.read_text()
+    assert grid.folder == f"runs/studies/{path.stem}"
+    assert len(grid.values["seed_everything"]) >= 3
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("path", STUDIES, ids=lambda path: path.stem)
+def test_every_cell_of_a_study_can_be_configured(path):
+    grid = read_grid(["--config", str(path)])
+    assert make_cells(grid, lambda arguments, check: configured(arguments, False), lambda cell: False)
