@@ -126,20 +126,20 @@ REFUSED = {
     "UnderAttack": {
         "attackers": (lambda: checked(FedAvg(), aggregation=UnderAttack(GaussianNoise(), [3])), "which 3 is not"),
     },
-    "APFL": {"weighting": (lambda: APFL(weighting="sampels"), "must be samples or uniform")},
-    "Ditto": {"weighting": (lambda: Ditto(weighting="sampels"), "must be samples or uniform")},
+    "APFL": {"weighting": (lambda: APFL(weighting="sampels"), "must be one of samples, uniform")},
+    "Ditto": {"weighting": (lambda: Ditto(weighting="sampels"), "must be one of samples, uniform")},
     "FedBN": {
         "shared": (lambda: checked(FedBN("global_expert.*")), "must match batch normalization"),
-        "weighting": (lambda: FedBN(weighting="sampels"), "must be samples or uniform"),
+        "weighting": (lambda: FedBN(weighting="sampels"), "must be one of samples, uniform"),
     },
-    "FedRep": {"weighting": (lambda: FedRep(weighting="sampels"), "must be samples or uniform")},
-    "PFedMe": {"weighting": (lambda: PFedMe(weighting="sampels"), "must be samples or uniform")},
-    "FML": {"weighting": (lambda: FML(weighting="sampels"), "must be samples or uniform")},
+    "FedRep": {"weighting": (lambda: FedRep(weighting="sampels"), "must be one of samples, uniform")},
+    "PFedMe": {"weighting": (lambda: PFedMe(weighting="sampels"), "must be one of samples, uniform")},
+    "FML": {"weighting": (lambda: FML(weighting="sampels"), "must be one of samples, uniform")},
     "FedAPEN": {
-        "weighting": (lambda: FedAPEN(weighting="sampels"), "must be samples or uniform"),
+        "weighting": (lambda: FedAPEN(weighting="sampels"), "must be one of samples, uniform"),
         "weight_epochs": (lambda: FedAPEN(weight_epochs=0), "must be at least 1"),
     },
-    "FedAvg": {"weighting": (lambda: FedAvg(weighting="sampels"), "must be samples or uniform")},
+    "FedAvg": {"weighting": (lambda: FedAvg(weighting="sampels"), "must be one of samples, uniform")},
     "KNNPer": {"kernel": (lambda: KNNPer(kernel="cosine"), "must be squared or euclidean")},
     "LabelPrior": {"tau": (lambda: checked(LabelPrior("auto")), "validation_fraction is 0")},
     "PersonalizedExpert": {
@@ -151,7 +151,7 @@ REFUSED = {
         "epsilon": (lambda: EpsilonGreedyIFCA(0.1, "inverse"), "left out with the schedule 'inverse'"),
         "schedule": (lambda: EpsilonGreedyIFCA(schedule="cosine"), "must be one of constant"),
         "decay_rounds": (lambda: EpsilonGreedyIFCA(decay_rounds=9), "left out with the schedule 'constant'"),
-        "weighting": (lambda: EpsilonGreedyIFCA(weighting="size"), "must be samples or uniform"),
+        "weighting": (lambda: EpsilonGreedyIFCA(weighting="size"), "must be one of samples, uniform"),
         "patience": (
             lambda: checked(EpsilonGreedyIFCA(patience=3), clustered(gate=only(0))),
             "validates, but validation_fraction is 0",
@@ -162,7 +162,7 @@ REFUSED = {
     "FineTunedCluster": {
         "trainable": (lambda: FineTunedCluster("local_expert.*").check(clustered(gate=only(0))), "no parameter of the"),
     },
-    "FedKD": {"weighting": (lambda: FedKD(weighting="sampels"), "must be samples or uniform")},
+    "FedKD": {"weighting": (lambda: FedKD(weighting="sampels"), "must be one of samples, uniform")},
     "FedJETs": {"experts_per_client": (lambda: FedJETs(3).check(sparse_mixture()), "at most the number of experts, 2")},
     "FedMix": {"experts_per_client": (lambda: FedMix(3).check(sparse_mixture()), "at most the number of experts, 2")},
     "FedMoEDA": {

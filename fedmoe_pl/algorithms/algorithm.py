@@ -9,16 +9,19 @@ way, but only the module's tensors are loaded into a module.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from lightning.pytorch import LightningModule
 from torch import Tensor
 
 from fedmoe_pl.algorithms.client import Client, Update
+from fedmoe_pl.checks import check_choice
 from fedmoe_pl.trees import Patterns, Tree, changed, check_names, load_tree, mean_of_two, of_algorithm, of_module
 
 Moment = Literal["local_training", "aggregation"]
 """A moment of a round, after which clients' models are evaluated."""
+Weighting = Literal["samples", "uniform"]
+"""What an update weighs: the client's number of training samples, as in FedAvg, or the same for all clients."""
 
 
 class Algorithm:
@@ -30,6 +33,7 @@ class Algorithm:
     Args:
         shared: glob patterns of the parameters and buffers that clients send to the server.
         trainable: glob patterns of the parameters that are trained.
+        weighting: what updates weigh in the average, see :data:`Weighting`.
 
     Attributes:
         federated: whether clients share anything; False if every client trains alone.
@@ -71,9 +75,13 @@ class Algorithm:
     needed_parts: Sequence[str] = ("global_expert",)
     replaced_parts: Sequence[str] = ()
 
-    def __init__(self, shared: str | list[str] = "*", trainable: str | list[str] = "*") -> None:
+    def __init__(
+        self, shared: str | list[str] = "*", trainable: str | list[str] = "*", weighting: Weighting = "samples"
+    ) -> None:
+        check_choice(self, "weighting", weighting, get_args(Weighting))
         self.shared = Patterns(shared)
         self.trainable = Patterns(trainable)
+        self.weighting: Weighting = weighting
 
     def check(self, module: LightningModule) -> None:
         """Refuses a module that the algorithm cannot train; called before any training.
@@ -110,12 +118,7 @@ class Algorithm:
         return self.missing_start(earlier)
 
     def participants(self, clients: Sequence[int], seed: int) -> Sequence[int]:
-        """The clients from which the cohort of each round is drawn: all of them by default.
-
-        Args:
-            clients: ids of all clients.
-            seed: the run's seed.
-        """
+        """Ids of the clients from which each round's cohort is drawn, which may depend on the run's seed; all here."""
         return clients
 
     def opted_in(self, client_id: int, samples: Tensor, seed: int, validation: bool = False) -> Tensor:
@@ -147,12 +150,7 @@ class Algorithm:
         return server
 
     def client_request(self, client_id: int, kept: Tree) -> Tree:
-        """What a client sends to ask for tensors, such as the numbers of some experts; by default nothing.
-
-        Args:
-            client_id: the client's id.
-            kept: the tensors that it kept.
-        """
+        """What a client sends to ask for tensors, such as experts, given what it kept; by default nothing."""
         return {}
 
     def server_send(self, server: Tree, client_id: int, request: Tree) -> Tree:
@@ -187,7 +185,7 @@ class Algorithm:
         return module.loss(batch)  # pyright: ignore[reportCallIssue]
 
     def client_final(self, client: Client, const: dict[str, Any]) -> Update:
-        """The tensors that the client sends and keeps, and its weight: by default, its number of samples.
+        """The tensors that the client sends and keeps, and its weight, as ``weighting`` says.
 
         Args:
             client: the client after its training.
@@ -195,7 +193,8 @@ class Algorithm:
         """
         state = client.module.state_dict()
         sent = {name: tensor.detach().cpu().clone() for name, tensor in state.items() if self.is_shared(name)}
-        return Update(sent, len(client.samples), self.private_tensors(client))
+        weight = len(client.samples) if self.weighting == "samples" else 1
+        return Update(sent, weight, self.private_tensors(client))
 
     def private_tensors(self, client: Client) -> Tree:
         """The tensors that a client keeps by default: the changed ones that it does not share, and the algorithm's."""

@@ -28,8 +28,8 @@ from lightning.pytorch import LightningModule
 from torch import Tensor
 from torch.func import functional_call
 
+from fedmoe_pl.algorithms.algorithm import Weighting
 from fedmoe_pl.algorithms.client import Client, Update
-from fedmoe_pl.algorithms.fedavg import Weighting
 from fedmoe_pl.algorithms.parts import expert_loss, logits_loss, trained_parameters, training_gradient
 from fedmoe_pl.algorithms.personal_model import PersonalModel
 from fedmoe_pl.checks import check_number

@@ -20,8 +20,8 @@ from typing import Any
 from lightning.pytorch import LightningModule
 from torch import Tensor
 
+from fedmoe_pl.algorithms.algorithm import Weighting
 from fedmoe_pl.algorithms.client import Client
-from fedmoe_pl.algorithms.fedavg import Weighting
 from fedmoe_pl.algorithms.parts import expert_loss, trained_parameters
 from fedmoe_pl.algorithms.personal_model import PersonalModel
 from fedmoe_pl.checks import check_number

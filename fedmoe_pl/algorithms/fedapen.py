@@ -23,10 +23,9 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import LightningModule
 from torch import Tensor
 
-from fedmoe_pl.algorithms.algorithm import Algorithm
+from fedmoe_pl.algorithms.algorithm import Algorithm, Weighting
 from fedmoe_pl.algorithms.checks import check_both_experts
-from fedmoe_pl.algorithms.client import Client, Update
-from fedmoe_pl.algorithms.fedavg import Weighting, check_weighting, weighted
+from fedmoe_pl.algorithms.client import Client
 from fedmoe_pl.algorithms.parts import both_logits, distillation_loss, logits_loss, set_aside
 from fedmoe_pl.models import MixtureWeights
 from fedmoe_pl.trees import Tree
@@ -72,12 +71,10 @@ class FedAPEN(Algorithm):
         ):
             if not is_allowed:
                 raise MisconfigurationException(f"FedAPEN: {name} is {value}, but must be {allowed}.")
-        check_weighting(self, weighting)
-        super().__init__(shared)
+        super().__init__(shared, weighting=weighting)
         self.adaptability_fraction = adaptability_fraction
         self.weight_lr = weight_lr
         self.weight_epochs = weight_epochs
-        self.weighting: Weighting = weighting
 
     def check(self, module: LightningModule) -> None:
         """Refuses patterns that match nothing, and other models than two experts whose logits have such weights."""
@@ -110,10 +107,6 @@ class FedAPEN(Algorithm):
             loss = loss + logits_loss(module, logits, y) + distillation_loss(logits, teacher, y)
             loss = loss + logits_loss(module, ensemble, y)
         return loss, {}
-
-    def client_final(self, client: Client, const: dict[str, Any]) -> Update:
-        """Weighs the update as ``weighting`` says."""
-        return weighted(super().client_final(client, const), self.weighting)
 
     @torch.no_grad()
     def client_after_aggregation(self, client: Client, sent: Tree) -> Tree:

@@ -7,9 +7,8 @@ from typing import Any
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import LightningModule
 
-from fedmoe_pl.algorithms.algorithm import Algorithm
-from fedmoe_pl.algorithms.client import Client, Update
-from fedmoe_pl.algorithms.fedavg import Weighting, check_weighting, weighted
+from fedmoe_pl.algorithms.algorithm import Algorithm, Weighting
+from fedmoe_pl.algorithms.client import Client
 from fedmoe_pl.models.normalization import batch_norm_names
 from fedmoe_pl.trees import Tree
 
@@ -32,9 +31,7 @@ class FedBN(Algorithm):
     """
 
     def __init__(self, shared: str | list[str] = "*", weighting: Weighting = "samples") -> None:
-        check_weighting(self, weighting)
-        super().__init__(shared)
-        self.weighting: Weighting = weighting
+        super().__init__(shared, weighting=weighting)
         self._private: frozenset[str] = frozenset()  # follows from the module: no state
 
     def check(self, module: LightningModule) -> None:
@@ -61,7 +58,3 @@ class FedBN(Algorithm):
         """Loads the tensors; finds the layers again, because a resumed phase has no ``server_init``."""
         self._private = batch_norm_names(client.module)
         return super().client_init(client, sent)
-
-    def client_final(self, client: Client, const: dict[str, Any]) -> Update:
-        """Weighs the update as ``weighting`` says."""
-        return weighted(super().client_final(client, const), self.weighting)

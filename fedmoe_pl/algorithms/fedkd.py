@@ -23,10 +23,9 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import LightningModule
 from torch import Tensor
 
-from fedmoe_pl.algorithms.algorithm import Algorithm
+from fedmoe_pl.algorithms.algorithm import Algorithm, Weighting
 from fedmoe_pl.algorithms.checks import check_both_experts, check_fixed_gate
 from fedmoe_pl.algorithms.client import Client, Update
-from fedmoe_pl.algorithms.fedavg import Weighting, check_weighting, weighted
 from fedmoe_pl.algorithms.low_rank import compressed, expanded
 from fedmoe_pl.algorithms.parts import both_logits, distillation_loss, logits_loss, mean_of_labelled, split_expert
 from fedmoe_pl.models.mixtures.architectures import Architectures
@@ -78,13 +77,11 @@ class FedKD(Algorithm):
         for name, energy in {"energy_start": energy_start, "energy_end": energy_end}.items():
             if not 0 < energy <= 1:
                 raise MisconfigurationException(f"FedKD: {name} is {energy}, but must be above 0 and at most 1.")
-        check_weighting(self, weighting)
-        super().__init__(shared)
+        super().__init__(shared, weighting=weighting)
         self.depends_on_rounds = energy_start != energy_end
         self.energy_start = energy_start
         self.energy_end = energy_end
         self.hidden_states = hidden_states
-        self.weighting: Weighting = weighting
 
     def check(self, module: LightningModule) -> None:
         """Refuses patterns that match nothing, a module without two experts that fit the loss, and a trained gate."""
@@ -134,7 +131,7 @@ class FedKD(Algorithm):
         update = super().client_final(client, const)
         change = compressed(difference(update.sent, student), self._energy(client.round, client.rounds))
         kept = {**update.kept, **with_prefix(student, _STUDENT)}
-        return weighted(Update(with_prefix(change, _UPDATE), update.weight, kept), self.weighting)
+        return Update(with_prefix(change, _UPDATE), update.weight, kept)
 
     def combine(self, a: Update, b: Update) -> Update:
         """The weighted mean of the updates that the factors stand for."""

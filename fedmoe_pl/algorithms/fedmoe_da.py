@@ -27,7 +27,7 @@ from torch import Tensor
 from fedmoe_pl.algorithms.aggregation import aggregation_rows
 from fedmoe_pl.algorithms.algorithm import Algorithm
 from fedmoe_pl.algorithms.client import Client, Update
-from fedmoe_pl.checks import check_at_least, check_number
+from fedmoe_pl.checks import check_at_least, check_choice, check_number
 from fedmoe_pl.models import ProxyGate, SparseMoE
 from fedmoe_pl.models.layers import draw_anew
 from fedmoe_pl.trees import Tree, difference, mean_of_two, of_algorithm, of_module, subtree, with_prefix
@@ -86,10 +86,7 @@ class FedMoEDA(Algorithm):
             raise MisconfigurationException(f"FedMoEDA: top_p is {top_p}, but must be a number of at least 0 or 'all'.")
         check_at_least(self, "interval", interval, 1)
         check_number(self, "temperature", temperature, above=0)
-        if similarity not in ("proxies", "updates"):
-            raise MisconfigurationException(
-                f"FedMoEDA: similarity is {similarity!r}, but must be 'proxies' or 'updates'."
-            )
+        check_choice(self, "similarity", similarity, ("proxies", "updates"))
         for name, value, default in (
             ("temperature", temperature, 1),
             ("similarity", similarity, "proxies"),

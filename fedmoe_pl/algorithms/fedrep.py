@@ -16,14 +16,10 @@ last round       not mentioned                   trains all heads once more     
 
 from __future__ import annotations
 
-from typing import Any
-
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import LightningModule
 
-from fedmoe_pl.algorithms.algorithm import Algorithm
-from fedmoe_pl.algorithms.client import Client, Update
-from fedmoe_pl.algorithms.fedavg import Weighting, check_weighting, weighted
+from fedmoe_pl.algorithms.algorithm import Algorithm, Weighting
 from fedmoe_pl.checks import check_at_least
 
 
@@ -50,10 +46,8 @@ class FedRep(Algorithm):
         weighting: Weighting = "samples",
     ) -> None:
         check_at_least(self, "head_epochs", head_epochs, 0)
-        check_weighting(self, weighting)
-        super().__init__(shared)
+        super().__init__(shared, weighting=weighting)
         self.head_epochs = head_epochs
-        self.weighting: Weighting = weighting
 
     def check(self, module: LightningModule) -> None:
         """Refuses patterns that match nothing, and epochs for a head if everything is shared."""
@@ -67,7 +61,3 @@ class FedRep(Algorithm):
     def is_trainable(self, name: str, round: int, epoch: int) -> bool:
         """Lines 6 to 9: the head in the first epochs, the body in the others."""
         return self.is_shared(name) == (epoch >= self.head_epochs)
-
-    def client_final(self, client: Client, const: dict[str, Any]) -> Update:
-        """Weighs the update as ``weighting`` says."""
-        return weighted(super().client_final(client, const), self.weighting)

@@ -19,10 +19,8 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import LightningModule
 from torch import Tensor
 
-from fedmoe_pl.algorithms.algorithm import Algorithm
+from fedmoe_pl.algorithms.algorithm import Algorithm, Weighting
 from fedmoe_pl.algorithms.checks import check_both_experts, check_fixed_gate
-from fedmoe_pl.algorithms.client import Client, Update
-from fedmoe_pl.algorithms.fedavg import Weighting, check_weighting, weighted
 from fedmoe_pl.algorithms.parts import both_logits, distillation_loss, logits_loss
 
 
@@ -57,11 +55,9 @@ class FML(Algorithm):
         for name, share in {"alpha": alpha, "beta": beta}.items():
             if not 0 <= share <= 1:
                 raise MisconfigurationException(f"FML: {name} is {share}, but must be from 0 to 1.")
-        check_weighting(self, weighting)
-        super().__init__(shared)
+        super().__init__(shared, weighting=weighting)
         self.alpha = alpha
         self.beta = beta
-        self.weighting: Weighting = weighting
 
     def check(self, module: LightningModule) -> None:
         """Refuses patterns that match nothing, a module without a global and a local expert, and a trained gate."""
@@ -80,7 +76,3 @@ class FML(Algorithm):
         meme_loss = self.beta * logits_loss(module, meme, y)
         meme_loss = meme_loss + (1 - self.beta) * distillation_loss(meme, private, y)
         return private_loss + meme_loss, {}
-
-    def client_final(self, client: Client, const: dict[str, Any]) -> Update:
-        """Weighs the update as ``weighting`` says."""
-        return weighted(super().client_final(client, const), self.weighting)

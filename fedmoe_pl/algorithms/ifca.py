@@ -14,7 +14,7 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import LightningModule
 from torch import Tensor
 
-from fedmoe_pl.algorithms.algorithm import Algorithm
+from fedmoe_pl.algorithms.algorithm import Algorithm, Weighting
 from fedmoe_pl.algorithms.client import Client, Update
 from fedmoe_pl.algorithms.cluster_stopping import ACTIVE, BEST, all_active, stop_clusters
 from fedmoe_pl.algorithms.clusters import (
@@ -29,7 +29,6 @@ from fedmoe_pl.algorithms.clusters import (
     moved,
 )
 from fedmoe_pl.algorithms.exploration import Schedule, check_schedule, probability
-from fedmoe_pl.algorithms.fedavg import Weighting, check_weighting
 from fedmoe_pl.trees import Tree, load_tree, mean_of_two, of_module, subtree
 
 _PICKS = "clusters/picks"  # the picks of each cluster in each round, which the server counts: int64 (rounds so far, J)
@@ -78,7 +77,6 @@ class EpsilonGreedyIFCA(Algorithm):
         good_init: float | None = None,
     ) -> None:
         check_schedule(schedule, epsilon, decay_rounds)
-        check_weighting(self, weighting)
         for name, value in (("patience", patience), ("check_every_n_rounds", check_every_n_rounds)):
             if value is not None and value < 1:
                 raise MisconfigurationException(f"EpsilonGreedyIFCA: {name} is {value}, but must be at least 1.")
@@ -91,12 +89,11 @@ class EpsilonGreedyIFCA(Algorithm):
             raise MisconfigurationException(
                 f"EpsilonGreedyIFCA: good_init is {good_init}, but must be above 0 and at most 1."
             )
-        super().__init__("global_experts.*", "global_experts.0.*")
+        super().__init__("global_experts.*", "global_experts.0.*", weighting)
         self.epsilon = 0.33 if epsilon is None else epsilon
         self.schedule = schedule
         self.decay_rounds = decay_rounds
         self.depends_on_rounds = schedule == "power" and decay_rounds is None
-        self.weighting = weighting
         self.patience = patience
         self.needs_validation = patience is not None
         self.check_every_n_rounds = check_every_n_rounds or 10

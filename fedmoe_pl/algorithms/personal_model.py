@@ -7,10 +7,9 @@ from typing import Any
 import torch
 from lightning.pytorch import LightningModule
 
-from fedmoe_pl.algorithms.algorithm import Algorithm
+from fedmoe_pl.algorithms.algorithm import Algorithm, Weighting
 from fedmoe_pl.algorithms.checks import check_fixed_gate
-from fedmoe_pl.algorithms.client import Client, Update
-from fedmoe_pl.algorithms.fedavg import Weighting, check_weighting, weighted
+from fedmoe_pl.algorithms.client import Client
 from fedmoe_pl.algorithms.parts import copy_of_global_expert
 from fedmoe_pl.trees import Tree, load_tree, of_module, subtree, with_prefix
 
@@ -38,9 +37,7 @@ class PersonalModel(Algorithm):
     needs_loss_of_outputs = True
 
     def __init__(self, weighting: Weighting) -> None:
-        check_weighting(self, weighting)
-        super().__init__("global_expert.*", ["global_expert.*", "local_expert.*"])
-        self.weighting: Weighting = weighting
+        super().__init__("global_expert.*", ["global_expert.*", "local_expert.*"], weighting)
 
     def check(self, module: LightningModule) -> None:
         """Refuses a module without two experts of one architecture, and one with a trained gate."""
@@ -62,10 +59,6 @@ class PersonalModel(Algorithm):
         """Loads ``w`` and the client's ``v``; before its first training, ``v`` is a copy of the phase's first ``w``."""
         load_tree(client.module, copy_of_global_expert(self, client.module))
         return super().client_init(client, sent)
-
-    def client_final(self, client: Client, const: dict[str, Any]) -> Update:
-        """Sends ``w``, keeps ``v``, and weighs the update as ``weighting`` says."""
-        return weighted(super().client_final(client, const), self.weighting)
 
     def server_of_newcomers(self, server: Tree) -> Tree:
         """``w``, and a copy of it as the start of every ``v``."""

@@ -22,9 +22,9 @@ import torch
 from lightning.pytorch import LightningModule
 from torch import Tensor
 
+from fedmoe_pl.algorithms.algorithm import Weighting
 from fedmoe_pl.algorithms.checks import learning_rate
 from fedmoe_pl.algorithms.client import Client, Update
-from fedmoe_pl.algorithms.fedavg import Weighting
 from fedmoe_pl.algorithms.parts import copy_of_global_expert, expert_gradient, trained_parameters
 from fedmoe_pl.algorithms.personal_model import PersonalModel
 from fedmoe_pl.checks import check_at_least, check_number

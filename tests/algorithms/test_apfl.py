@@ -113,7 +113,7 @@ def test_only_w_is_sent(tmp_path):
     [
         (lambda: APFL(1.5), "APFL: alpha is 1.5, but must be from 0 to 1"),
         (lambda: APFL(alpha_lr=-1), "APFL: alpha_lr is -1, but must be a finite number of at least 0"),
-        (lambda: APFL(weighting="size"), "APFL: weighting is 'size', but must be samples or uniform"),
+        (lambda: APFL(weighting="size"), "APFL: weighting is 'size', but must be one of samples, uniform"),
     ],
 )
 def test_a_wrong_argument_of_apfl_is_refused(made, sentence):

@@ -112,7 +112,7 @@ def test_a_client_that_never_took_part_uses_the_first_w_also_in_later_phases(tmp
     ("made", "sentence"),
     [
         (lambda: Ditto(-1), "Ditto: weight is -1, but must be a finite number of at least 0"),
-        (lambda: Ditto(weighting="size"), "Ditto: weighting is 'size', but must be samples or uniform"),
+        (lambda: Ditto(weighting="size"), "Ditto: weighting is 'size', but must be one of samples, uniform"),
         (lambda: Ditto().check(quadratic(0.1).global_expert), "local_expert is missing, but must have"),
     ],
 )

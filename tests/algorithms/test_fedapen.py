@@ -169,7 +169,7 @@ def test_a_run_that_was_killed_goes_on_with_the_same_bits(tmp_path):
         (partial(FedAPEN, 1.0), r"FedAPEN: adaptability_fraction is 1\.0, but must be above 0 and below 1\."),
         (partial(FedAPEN, weight_lr=-1.0), r"FedAPEN: weight_lr is -1\.0, but must be at least 0\."),
         (partial(FedAPEN, weight_epochs=0), r"FedAPEN: weight_epochs is 0, but must be at least 1\."),
-        (partial(FedAPEN, weighting="equal"), "FedAPEN: weighting is 'equal', but must be samples or uniform"),
+        (partial(FedAPEN, weighting="equal"), "FedAPEN: weighting is 'equal', but must be one of samples, uniform"),
         (lambda: FedAPEN().check(mixture(EqualWeights())), "FedAPEN: gate is EqualWeights, but must be MixtureWeights"),
         (
             lambda: FedAPEN().check(pair(gate=MixtureWeights(), mixing="probabilities")),

@@ -133,7 +133,7 @@ def test_a_phase_resumed_with_such_an_object_still_finds_its_own_layers(tmp_path
 @pytest.mark.parametrize(
     ("made", "sentence"),
     [
-        (lambda: FedBN(weighting="size"), "FedBN: weighting is 'size', but must be samples or uniform"),
+        (lambda: FedBN(weighting="size"), "FedBN: weighting is 'size', but must be one of samples, uniform"),
         (lambda: FedBN().check(mixture()), "FedBN: shared is '*', but must match batch normalization"),
         (lambda: FedBN().check(mixture()), "PersonalizedMoE has none"),
         (lambda: FedBN("*.classifier.*").check(model()), "PersonalizedMoE has some elsewhere"),

@@ -189,7 +189,7 @@ def test_a_run_that_was_killed_goes_on_with_the_same_bits(tmp_path, store):
     [
         (partial(FedKD, 0.0), r"FedKD: energy_start is 0\.0, but must be above 0 and at most 1\."),
         (partial(FedKD, energy_end=1.1), r"FedKD: energy_end is 1\.1, but must be above 0 and at most 1\."),
-        (partial(FedKD, weighting="equal"), "FedKD: weighting is 'equal', but must be samples or uniform"),
+        (partial(FedKD, weighting="equal"), "FedKD: weighting is 'equal', but must be one of samples, uniform"),
         (
             lambda: FedKD().check(PersonalizedMoE(nn.Linear(5, 3))),
             "must be a part of the PersonalizedMoE with an `extractor` and a `classifier`",

@@ -108,7 +108,7 @@ def test_clients_are_evaluated_with_their_private_models(tmp_path):
     [
         (partial(FML, alpha=1.5), r"FML: alpha is 1\.5, but must be from 0 to 1\."),
         (partial(FML, beta=-0.1), r"FML: beta is -0\.1, but must be from 0 to 1\."),
-        (partial(FML, weighting="equal"), "FML: weighting is 'equal', but must be samples or uniform"),
+        (partial(FML, weighting="equal"), "FML: weighting is 'equal', but must be one of samples, uniform"),
         (lambda: FML(shared="meme.*").check(mixture()), "FML: shared is 'meme.*', which matches no parameter"),
         (
             lambda: FML().check(RepresentationMoE(SmallMLP(), [SmallMLP()])),

@@ -55,7 +55,7 @@ WRONG_ARGUMENTS = {
     ),
     "decay of nothing": ({"decay_rounds": 5}, "decay_rounds is 5, but must be left out with the schedule 'constant'"),
     "good_init": ({"good_init": 0.0}, "good_init is 0.0, but must be above 0 and at most 1"),
-    "weighting": ({"weighting": "sampels"}, "weighting is 'sampels', but must be samples or uniform"),
+    "weighting": ({"weighting": "sampels"}, "weighting is 'sampels', but must be one of samples, uniform"),
 }
 
 
