@@ -117,6 +117,20 @@ def check_names(module: nn.Module) -> None:
             )
 
 
+def names_of_same_tensors(module: nn.Module) -> list[list[str]]:
+    """The names of each tensor that a module holds under more than one.
+
+    Example:
+        >>> layer = nn.Linear(2, 2, bias=False)
+        >>> names_of_same_tensors(nn.Sequential(layer, nn.ReLU(), layer))
+        [['0.weight', '2.weight']]
+    """
+    names: dict[int, list[str]] = {}
+    for name, tensor in module.state_dict(keep_vars=True).items():
+        names.setdefault(id(tensor), []).append(name)
+    return [group for group in names.values() if len(group) > 1]
+
+
 def load_tree(module: nn.Module, tree: Mapping[str, Tensor]) -> None:
     """Copies the tensors of ``tree`` into the parameters and buffers of the same name.
 

@@ -90,7 +90,8 @@ def untrained(max_epochs=0, algorithm=FedAvg, gate=None, **arguments):
 def started(callback, datamodule=None):
     """The start of a run with a callback and a phase that is not evaluated."""
     phases = [Phase("p", FedAvg(), evaluate=False)]
-    callback.on_fit_start(SimpleNamespace(phases=phases, metrics={}, datamodule=datamodule or blobs(), boards=Boards()))
+    run = {"phases": phases, "models": {"": mixture()}, "metrics": {}, "datamodule": datamodule or blobs()}
+    callback.on_fit_start(SimpleNamespace(**run, boards=Boards()))
 
 
 def outside_of_main_thread():

@@ -10,7 +10,7 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 
 from fedmoe_pl.checks import check_number
 from fedmoe_pl.rounds.evaluation import METRICS, SPLITS, Evaluation
-from fedmoe_pl.rounds.metrics import lower_is_better
+from fedmoe_pl.rounds.metrics import lower_is_better, predicts_classes
 from fedmoe_pl.rounds.phase import Phase
 from fedmoe_pl.rounds.results import value_text, write_csv
 from fedmoe_pl.rounds.run import FederationCallback, Run
@@ -55,7 +55,8 @@ class CostToTarget(FederationCallback):
         Raises:
             MisconfigurationException: if the clients have no samples for it.
         """
-        check_metric("CostToTarget: metric", self.metric, run.datamodule, run.metrics)
+        of_classes = any(predicts_classes(model, run.datamodule) for model in run.models.values())
+        check_metric("CostToTarget: metric", self.metric, run.datamodule, run.metrics, of_classes)
 
     def on_phase_end(self, run: Run, phase: Phase, evaluation: Evaluation | None) -> None:
         """Writes the rows of all methods so far."""
@@ -92,14 +93,14 @@ def target_rows(
 def _target_row(method: str, rounds: list[Mapping[str, Any]], metric: str, target: float, sign: int) -> dict[str, Any]:
     column = f"{metric}_mean"
     columns: dict[str, Any] = {"method": method, "moment": rounds[0]["moment"], "metric": metric, "target": target}
-    reached = next((row for row in rounds if sign * row[column] >= sign * target), None)
+    measured = [row for row in rounds if not math.isnan(row.get(column, math.nan))]  # a method may lack the metric
+    reached = next((row for row in measured if sign * row[column] >= sign * target), None)
     if reached is None:
         columns |= dict.fromkeys(("rounds", "parameters", "bytes", "flops"), math.nan)
     else:
         columns["rounds"] = reached["round"]
         columns |= {name: sum(reached[f"{name}_{way}"] for way in WAYS) for name in ("parameters", "bytes")}
         columns["flops"] = reached["flops"]
-    measured = [row for row in rounds if not math.isnan(row[column])]
     best = max(measured, key=lambda row: sign * row[column], default={column: math.nan, "round": math.nan})
     return columns | {"best": best[column], "best_round": best["round"]}
 

@@ -11,8 +11,9 @@ import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch import Tensor
 
-_INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
+_INTEGERS = (torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 _CLASSES = 1000  # a label may be higher only if there are as many samples
+_OTHERS = "; values that are no classes, such as those of a regression, must be floating point"
 
 
 @dataclass
@@ -22,8 +23,9 @@ class Arrays:
     Attributes:
         x_train: training samples: uint8 images, shape (n, channels, height, width), which are normalized; floating
             point of any shape (n, ...); or int64 ids of words, from 0, shape (n, length).
-        y_train: their targets: classes, shape (n,), integers from 0; or others, which are not changed, such as numbers,
-            several labels per sample or masks: floating point of shape (n, ...), or any type of shape (n, k, ...).
+        y_train: their targets: classes, shape (n,), integers from 0, or bool; or others, which are not changed, such
+            as numbers, several labels per sample or masks: floating point of shape (n, ...), or any type of shape
+            (n, k, ...).
         x_test: samples of the global test set, of the same shape and type as ``x_train``; may be empty only if the
             data module pools all samples.
         y_test: their targets.
@@ -89,42 +91,27 @@ class Arrays:
         for part in ("train", "test"):
             x, y, ids = getattr(self, f"x_{part}"), getattr(self, f"y_{part}"), getattr(self, f"client_{part}")
             if len(x) == 0 and (needs_test or part == "train"):
-                yield f"x_{part} holds no samples, but at least one is needed"
-            if y.dim() == 0 or len(y) != len(x):
-                yield f"y_{part} has shape {tuple(y.shape)}, but must hold one label for each of the {len(x)} samples"
-            if y.is_floating_point() and not y.isfinite().all():
-                yield f"y_{part} holds values that are not finite"
-            if y.dim() == 1:
-                yield from label_problems(f"y_{part}", y, max(self.sizes))
-            if ids is not None and any(identity != identity for identity in ids.ravel().tolist()):
-                yield f"client_{part} holds nan, but ids must be numbers or words that can be told apart"
-            if ids is not None and ids.shape != y.shape[:1]:
-                yield f"client_{part} has shape {ids.shape}, but must hold one id for each of the {len(x)} samples"
-            is_image, is_text = x.dtype == torch.uint8 and x.dim() == 4, x.dtype == torch.int64 and x.dim() == 2
-            if not (is_image or is_text or x.is_floating_point()):
-                yield (
-                    f"x_{part} is {x.dtype} of shape {tuple(x.shape)}, but must be uint8 images of shape "
-                    "(n, channels, height, width), floating point, or int64 ids of words of shape (n, length)"
-                )
-            if is_text and x.numel() and x.min() < 0:
-                yield f"x_{part} holds the id {x.min().item()}, but ids of words must be integers from 0"
-            if len(x) and not x.numel() and not is_text:  # texts get their ids later
-                yield f"x_{part} has shape {tuple(x.shape)}, but every sample must have values"
-            if x.is_floating_point() and not x.isfinite().all():
-                yield f"x_{part} holds values that are not finite"
+                yield f"x_{part} has no samples, but at least one is needed"
+            yield from _target_problems(f"y_{part}", y, len(x), max(self.sizes))
+            yield from _id_problems(f"client_{part}", ids, len(x))
+            yield from _sample_problems(f"x_{part}", x)
+        yield from self._pair_problems()
+
+    def _pair_problems(self) -> Iterator[str]:
+        """What is wrong with training and test samples together."""
         if len(self.y_test) and are_classes(self.y_train) != are_classes(self.y_test):
             yield (
-                f"y_train holds {self.y_train.dtype} targets and y_test {self.y_test.dtype} ones, but both must be "
+                f"y_train has {self.y_train.dtype} targets and y_test {self.y_test.dtype} ones, but both must be "
                 "classes, or neither"
             )
         if len(self.y_test) and self.y_train.shape[1:] != self.y_test.shape[1:]:
             yield (
-                f"y_train holds targets of shape {tuple(self.y_train.shape[1:])} and y_test of shape "
+                f"y_train has targets of shape {tuple(self.y_train.shape[1:])} and y_test of shape "
                 f"{tuple(self.y_test.shape[1:])}, but both must be the same"
             )
         if self.x_train.shape[1:] != self.x_test.shape[1:] or self.x_train.dtype != self.x_test.dtype:
             yield (
-                f"x_train holds {self.x_train.dtype} samples of shape {tuple(self.x_train.shape[1:])} and x_test "
+                f"x_train has {self.x_train.dtype} samples of shape {tuple(self.x_train.shape[1:])} and x_test "
                 f"{self.x_test.dtype} samples of shape {tuple(self.x_test.shape[1:])}, but both must be the same"
             )
         if self.client_test is not None and self.client_train is None:
@@ -133,7 +120,7 @@ class Arrays:
             kinds = {ids.dtype.kind for ids in (self.client_train, self.client_test) if len(ids)}
             if len(kinds - {"u"} if "i" in kinds else kinds) > 1:
                 yield (
-                    f"client_train holds {self.client_train.dtype} ids and client_test {self.client_test.dtype} ones, "
+                    f"client_train has {self.client_train.dtype} ids and client_test {self.client_test.dtype} ones, "
                     "but both must be of one type"
                 )
 
@@ -157,6 +144,39 @@ class Arrays:
             )
 
 
+def _target_problems(name: str, y: Tensor, num_samples: int, largest: int) -> Iterator[str]:
+    if y.dim() == 0 or len(y) != num_samples:
+        yield f"{name} has shape {tuple(y.shape)}, but must hold one label for each of the {num_samples} samples"
+    if y.is_floating_point() and not y.isfinite().all():
+        yield f"{name} has values that are not finite"
+    if y.dim() == 1:
+        yield from label_problems(name, y, largest)
+
+
+def _id_problems(name: str, ids: np.ndarray | None, num_samples: int) -> Iterator[str]:
+    if ids is None:
+        return
+    if any(identity != identity for identity in ids.ravel().tolist()):
+        yield f"{name} has nan, but ids must be numbers or words that can be told apart"
+    if ids.shape != (num_samples,):
+        yield f"{name} has shape {ids.shape}, but must hold one id for each of the {num_samples} samples"
+
+
+def _sample_problems(name: str, x: Tensor) -> Iterator[str]:
+    is_image, is_text = x.dtype == torch.uint8 and x.dim() == 4, x.dtype == torch.int64 and x.dim() == 2
+    if not (is_image or is_text or x.is_floating_point()):
+        yield (
+            f"{name} is {x.dtype} of shape {tuple(x.shape)}, but must be uint8 images of shape "
+            "(n, channels, height, width), floating point, or int64 ids of words of shape (n, length)"
+        )
+    if is_text and x.numel() and x.min() < 0:
+        yield f"{name} has the id {x.min().item()}, but ids of words must be integers from 0"
+    if len(x) and not x.numel() and not is_text:  # texts get their ids later
+        yield f"{name} has shape {tuple(x.shape)}, but every sample must have values"
+    if x.is_floating_point() and not x.isfinite().all():
+        yield f"{name} has values that are not finite"
+
+
 def are_classes(y: Tensor) -> bool:
     """Whether targets are classes: one integer for each sample."""
     return y.dim() == 1 and y.dtype in _INTEGERS
@@ -171,14 +191,17 @@ def label_problems(name: str, y: Tensor, num_samples: int) -> Iterator[str]:
         num_samples: number of samples of the data set; there may be as many classes, or 1000.
     """
     if not (y.dtype in _INTEGERS or y.is_floating_point()):
-        yield f"{name} holds {y.dtype} values, but labels must be integers from 0"
+        yield f"{name} has {y.dtype} values, but labels must be integers from 0"
     if not len(y) or y.dtype not in _INTEGERS:
         return
     if y.min() < 0:
-        yield f"{name} holds {y.dtype} numbers from {y.min().item()}, but labels must be integers from 0"
+        yield f"{name} has {y.dtype} numbers from {y.min().item()}, but labels must be integers from 0{_OTHERS}"
     limit = max(_CLASSES, num_samples)
     if y.max() >= limit:
-        yield f"{name} holds the label {y.max().item()}, but labels must number the classes, from 0 and below {limit}"
+        yield (
+            f"{name} has the label {y.max().item()}, but labels must number the classes, from 0 and below {limit}"
+            f"{_OTHERS}"
+        )
 
 
 def normalized(arrays: Arrays) -> tuple[Tensor, Tensor]:

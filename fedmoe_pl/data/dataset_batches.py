@@ -5,7 +5,8 @@ from __future__ import annotations
 import multiprocessing
 import signal
 import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -56,7 +57,8 @@ class SampleReader:
         """
         if self.data.num_workers:
             if training not in self._loaders:
-                self._loaders[training] = _Loader(self.readers[training], self.data.num_workers)
+                arguments = self.data.num_workers, self.data.worker_init_fn
+                self._loaders[training] = _Loader(self.readers[training], *arguments)
             if not self._loaders[training].is_busy:
                 return self._loaders[training].read(requests)
         return map(self.readers[training].__getitem__, requests)
@@ -167,12 +169,15 @@ class _Loader:
     Args:
         reader: reads a batch.
         num_workers: number of processes.
+        worker_init_fn: called in each of them with its number; None for none.
 
     Attributes:
         is_busy: whether an iteration is under way; there cannot be two.
     """
 
-    def __init__(self, reader: BatchReader, num_workers: int) -> None:
+    def __init__(
+        self, reader: BatchReader, num_workers: int, worker_init_fn: Callable[[int], None] | None = None
+    ) -> None:
         self.is_busy = False
         self._requests = _Requests()
         self._loader = DataLoader(
@@ -184,7 +189,7 @@ class _Loader:
             persistent_workers=True,
             # in a worker of the federation, the default is loky's way, which knows no other processes
             multiprocessing_context="fork" if multiprocessing.get_start_method() == "loky" else None,
-            worker_init_fn=_leave_signals,
+            worker_init_fn=partial(_begin_worker, worker_init_fn),
             generator=Generator(),  # the seed that it draws for its workers must not change anybody's numbers
         )
 
@@ -210,11 +215,13 @@ class _Requests:
         return iter(self.items)
 
 
-def _leave_signals(worker: int) -> None:
+def _begin_worker(worker_init_fn: Callable[[int], None] | None, worker: int) -> None:
     """Leaves Ctrl-C to the process that trains, whose handlers and pipe for signals a forked process inherits."""
     signal.set_wakeup_fd(-1)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    if worker_init_fn is not None:
+        worker_init_fn(worker)
 
 
 def _unchanged(batch: Any) -> Any:

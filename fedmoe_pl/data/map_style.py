@@ -35,6 +35,7 @@ class MapStyleData:
         collate_fn: makes a batch of a list of samples.
         eval_collate_fn: the same for evaluation; None for ``collate_fn``.
         num_workers: number of processes that read samples; 0 for none.
+        worker_init_fn: called in each of these processes with its number; None for none.
         name: the data's name in messages.
     """
 
@@ -48,6 +49,7 @@ class MapStyleData:
     collate_fn: Callable[[list[Any]], Any] = default_collate
     eval_collate_fn: Callable[[list[Any]], Any] | None = None
     num_workers: int = 0
+    worker_init_fn: Callable[[int], None] | None = None
     name: str = "MapStyleData"
 
     @property

@@ -39,12 +39,14 @@ def classes_of(owner: object, dataset: Any, targets: Values | None) -> Tensor | 
         MisconfigurationException: if ``targets`` is an attribute or a function that does not give classes, or a key
             that samples lack.
     """
-    if isinstance(targets, str) and _attribute(dataset, targets) is None:
+    if isinstance(targets, str):
         sample = _read(dataset, 0)
         if isinstance(sample, dict) and targets in sample and not _is_class(sample[targets]):
             return None  # batches have them under the key
     if targets is not None:
         values = values_of(owner, "targets", dataset, targets)
+    elif _transforms_targets(dataset):  # an attribute has them before the transform
+        values = _second_items(owner, dataset)
     else:
         found = (_attribute(dataset, name) for name in _ATTRIBUTES)
         values = next((values for values in found if values is not None), None)
@@ -53,7 +55,7 @@ def classes_of(owner: object, dataset: Any, targets: Values | None) -> Tensor | 
     if values is None:
         return None
     array = np.asarray(values)
-    if array.ndim == 1 and array.dtype.kind in "iu":
+    if array.ndim == 1 and array.dtype.kind in "iub":
         return torch.from_numpy(array.astype(np.int64))
     if targets is None:
         return None
@@ -108,10 +110,17 @@ def _attribute(dataset: Any, name: str) -> Any | None:
     if isinstance(dataset, ConcatDataset):
         parts = [_attribute(part, name) for part in dataset.datasets]
         return None if any(part is None for part in parts) else np.concatenate([_to_array(part) for part in parts])
-    if getattr(dataset, "target_transform", None) is not None:
-        return None  # batches have other targets
     values: Any = getattr(dataset, name, None)
     return values if hasattr(values, "__len__") and len(values) == len(dataset) else None
+
+
+def _transforms_targets(dataset: Any) -> bool:
+    """Whether a dataset or a part of it has a ``target_transform``, as torchvision's datasets do."""
+    if isinstance(dataset, Subset):
+        return _transforms_targets(dataset.dataset)
+    if isinstance(dataset, ConcatDataset):
+        return any(map(_transforms_targets, dataset.datasets))
+    return getattr(dataset, "target_transform", None) is not None
 
 
 def _items(owner: object, dataset: Any, key: str, name: str) -> list[Any]:
@@ -134,7 +143,7 @@ def _second_items(owner: object, dataset: Any) -> list[Any] | None:
 
 
 def _is_class(value: Any) -> bool:
-    return np.ndim(value) == 0 and np.asarray(value).dtype.kind in "iu"
+    return np.ndim(value) == 0 and np.asarray(value).dtype.kind in "iub"
 
 
 def _read_all(owner: object, dataset: Any, key: Any) -> list[Any]:

@@ -157,18 +157,13 @@ def _evaluate(
     """The evaluations of clients, from their results on the global test set and outputs on their own samples."""
     chosen = torch.tensor(clients)
     held_out, validation = datamodule.test_samples.select(chosen), validation.select(chosen)
-    samples, has_classes = held_out, predicts_classes(module, datamodule)
-    if has_trained_gate(module):  # otherwise no predictions of training samples are needed
-        train = datamodule.train_samples.select(chosen)
-        both = Parts(torch.cat((held_out.indices, train.indices)), torch.cat((held_out.sizes, train.sizes)))
-        samples = both.select(torch.arange(len(clients)) + len(clients) * (held_out.sizes == 0))
+    samples, has_classes = _own_samples(module, datamodule, chosen), predicts_classes(module, datamodule)
     with_loss = measures_loss(module, datamodule)
     own = Meter(module, metrics, samples.sizes.tolist(), with_loss, (held_out.sizes > 0).tolist())
     of_validation = Meter(module, metrics, validation.sizes.tolist(), with_loss or _has_own_loss(module))
     nan = torch.full((len(clients),), math.nan)
     local_test = own_accuracy = overall = validation_accuracy = validation_loss = nan
-    if has_classes:
-        assert global_test.accuracies is not None
+    if global_test.accuracies is not None:
         own_accuracy, _, weights = _predict_parts(module, outputs(samples), samples, own)
         validation_accuracy, validation_loss, _ = _predict_parts(module, outputs(validation), validation, of_validation)
         local_test = _weighted(global_test.accuracies[0], datamodule.class_shares[chosen], datamodule)
@@ -192,6 +187,16 @@ def _evaluate(
         strict=True,
     )
     return itertools.starmap(ClientEvaluation, columns)
+
+
+def _own_samples(module: LightningModule, datamodule: FederatedDataModule, chosen: Tensor) -> Parts:
+    """Each client's held-out samples; for the weights of a trained gate, its training samples if it has none."""
+    held_out = datamodule.test_samples.select(chosen)
+    if not has_trained_gate(module):
+        return held_out
+    train = datamodule.train_samples.select(chosen)
+    both = Parts(torch.cat((held_out.indices, train.indices)), torch.cat((held_out.sizes, train.sizes)))
+    return both.select(torch.arange(len(chosen)) + len(chosen) * (held_out.sizes == 0))
 
 
 def _has_own_loss(module: LightningModule) -> bool:

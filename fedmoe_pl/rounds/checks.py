@@ -28,7 +28,7 @@ from fedmoe_pl.rounds.starts import check_start
 from fedmoe_pl.rounds.state import PhaseState
 from fedmoe_pl.rounds.task_checks import check_algorithm, check_metric, check_monitor, check_task
 from fedmoe_pl.rounds.trainer_checks import check_client_trainer, check_trained, check_trainer
-from fedmoe_pl.trees import copy_module
+from fedmoe_pl.trees import copy_module, names_of_same_tensors
 
 
 def check_run(run: Run, read_result: Callable[[Phase, LightningModule], PhaseState]) -> None:
@@ -170,6 +170,7 @@ def check_phase(
         phase.algorithm.check(module)
     except MisconfigurationException as error:
         raise MisconfigurationException(f"{phase}: {error}") from error
+    _check_shared_names(phase, module)
     _check_architectures(phase, module, datamodule.num_clients)
     _check_pool(phase, module, datamodule.num_clients)
     check_pairs(phase, module, datamodule)
@@ -217,6 +218,18 @@ def _check_loss(phase: Phase, module: LightningModule) -> None:
             f"{phase}: {type(module).__name__} has its own hooks ({', '.join(hooks)}), which {algorithm} would skip, "
             "because it calls the loss itself; move their work into loss(batch)."
         )
+
+
+def _check_shared_names(phase: Phase, module: LightningModule) -> None:
+    """Refuses to share a tensor under one of its names only: what a client keeps under another would replace it."""
+    for names in names_of_same_tensors(module):
+        shared = [name for name in names if phase.algorithm.is_shared(name)]
+        others = [name for name in names if name not in shared]
+        if shared and others:
+            raise MisconfigurationException(
+                f"{phase}: {type(phase.algorithm).__name__} shares '{shared[0]}', but not '{others[0]}', another name "
+                f"of the same tensor of the {type(module).__name__}; share all of its names or none."
+            )
 
 
 def _check_architectures(phase: Phase, module: LightningModule, num_clients: int) -> None:

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 
 import torch
 from lightning.pytorch import LightningModule
-from torch import Tensor
 
 from fedmoe_pl.algorithms.algorithm import Algorithm, Moment
 from fedmoe_pl.algorithms.overrides import chooses_model, overrides
@@ -17,7 +16,7 @@ from fedmoe_pl.models import FixedGate, MixtureOfExperts
 from fedmoe_pl.rounds.accuracies import evaluate_model, evaluate_stack
 from fedmoe_pl.rounds.evaluation import ClientEvaluation
 from fedmoe_pl.rounds.opt_in import opted_in
-from fedmoe_pl.rounds.outputs import has_trained_gate
+from fedmoe_pl.rounds.outputs import Predictor, has_trained_gate
 from fedmoe_pl.rounds.stacked_models import StackedModels, evaluation_groups
 from fedmoe_pl.trees import Tree, copy_module, load_tree, of_module, subtree
 
@@ -217,20 +216,7 @@ def client_predictor(
         return module
     client = client_of(training, module, client_id, kept.get(client_id, {}), round)
     with torch.inference_mode():
-        return _Predictor(module, training.algorithm.predictor(client, server))
-
-
-class _Predictor(LightningModule):
-    """A client's module that predicts in the algorithm's way; it has no gate weights."""
-
-    def __init__(self, module: LightningModule, predict: Callable[[Tensor], Tensor]) -> None:
-        super().__init__()
-        self.module = module
-        self.predict = predict
-        self.to(module.device)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.predict(x)
+        return Predictor(module, training.algorithm.predictor(client, server))
 
 
 def _models(

@@ -13,27 +13,26 @@ from torchmetrics import Metric
 
 from fedmoe_pl.checks import is_finite
 from fedmoe_pl.data import FederatedDataModule
-from fedmoe_pl.models import MixtureOfExperts
 from fedmoe_pl.models.mixtures.tasks import preds_and_target
 from fedmoe_pl.rounds.evaluation import LOSS, SPLITS
+from fedmoe_pl.rounds.outputs import mixture_of
 
 
 def predicts_classes(module: LightningModule, datamodule: FederatedDataModule) -> bool:
     """Whether each sample has a class, and the module predicts it, so that there are accuracies."""
-    task = module.task if isinstance(module, MixtureOfExperts) else "multiclass"
-    return datamodule.num_classes > 0 and task == "multiclass"
+    mixture = mixture_of(module)
+    return datamodule.num_classes > 0 and (mixture is None or mixture.task == "multiclass")
 
 
 def measures_loss(module: LightningModule, datamodule: FederatedDataModule) -> bool:
     """Whether the loss is a metric on all sets of samples: for mixtures, if there are no accuracies."""
-    return isinstance(module, MixtureOfExperts) and not predicts_classes(module, datamodule)
+    return mixture_of(module) is not None and not predicts_classes(module, datamodule)
 
 
 def preds_of(module: LightningModule, outputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
     """Predictions and targets, of a mixture as probabilities or values; those of other modules as they are."""
-    if isinstance(module, MixtureOfExperts):
-        return preds_and_target(module.task, outputs, targets)
-    return outputs, targets
+    mixture = mixture_of(module)
+    return (outputs, targets) if mixture is None else preds_and_target(mixture.task, outputs, targets)
 
 
 def names_of(metrics: Mapping[str, Metric], with_loss: bool) -> list[str]:
@@ -100,8 +99,9 @@ class Meter:
             metric.reset()
 
     def _update(self, outputs: Tensor, targets: Tensor) -> None:
-        if isinstance(self.module, MixtureOfExperts) and self.with_loss:
-            self._loss += self.module.loss_of(outputs, targets).item() * len(targets)
+        mixture = mixture_of(self.module)
+        if mixture is not None and self.with_loss:
+            self._loss += mixture.loss_of(outputs, targets).item() * len(targets)
         preds, target = preds_of(self.module, outputs, targets)
         for metric in self.metrics.values():
             metric.update(preds, target)
@@ -133,8 +133,13 @@ def check_metrics(metrics: Mapping[str, Metric] | None) -> dict[str, Metric]:
         The metrics.
 
     Raises:
-        MisconfigurationException: if a name is no identifier or has a meaning of its own, or a value is not a metric.
+        MisconfigurationException: if they are no mapping, a name is no identifier or has a meaning of its own, or a
+            value is not a metric.
     """
+    if not isinstance(metrics, Mapping | None):
+        raise MisconfigurationException(
+            f"Federation: metrics is a {type(metrics).__name__}, but must be a dict of metrics by name."
+        )
     for name, metric in (metrics or {}).items():
         if not (isinstance(name, str) and name.isidentifier()) or name in (LOSS, "held_out"):
             raise MisconfigurationException(
@@ -142,9 +147,9 @@ def check_metrics(metrics: Mapping[str, Metric] | None) -> dict[str, Metric]:
                 f"than '{LOSS}' and 'held_out'."
             )
         if not isinstance(metric, Metric):
+            what = f"the class {metric.__name__}" if isinstance(metric, type) else f"a {type(metric).__name__}"
             raise MisconfigurationException(
-                f"Federation: metrics has a {type(metric).__name__} under '{name}', but must have metrics of "
-                "torchmetrics."
+                f"Federation: metrics has {what} under '{name}', but must have metrics of torchmetrics, one by one."
             )
     return dict(metrics or {})
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, TypeGuard
 
 from lightning.fabric.utilities.apply_func import move_data_to_device
@@ -15,8 +15,33 @@ from fedmoe_pl.models import FixedGate, MixtureOfExperts, MixtureWeights
 from fedmoe_pl.rounds.phase import Phase
 
 
+class Predictor(LightningModule):
+    """A client's module that predicts in the algorithm's way; it has no gate weights.
+
+    Args:
+        module: the client's module.
+        predict: gives the scores (n, ...) of samples (n, ...).
+    """
+
+    def __init__(self, module: LightningModule, predict: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.module = module
+        self.predict = predict
+        self.to(module.device)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """The scores."""
+        return self.predict(x)
+
+
+def mixture_of(module: LightningModule) -> MixtureOfExperts | None:
+    """The mixture whose task and loss the outputs are for; None if the module is another one."""
+    inner = module.module if isinstance(module, Predictor) else module
+    return inner if isinstance(inner, MixtureOfExperts) else None
+
+
 def labelled_batches(datamodule: FederatedDataModule, samples: Tensor) -> Iterator[tuple[Any, Tensor]]:
-    """Large batches of some samples, each with its targets: those in the batch, otherwise the classes of the samples.
+    """Large batches of some samples, each with its targets: the classes of the samples, otherwise those in the batch.
 
     Args:
         datamodule: the data.
@@ -24,7 +49,10 @@ def labelled_batches(datamodule: FederatedDataModule, samples: Tensor) -> Iterat
     """
     size = datamodule.evaluated_at_once
     for batch, indices in zip(datamodule.batches(samples, batch_size=size), samples.split(size), strict=False):
-        targets = batch[1] if datamodule.reader is None else datamodule.reader.targets_of(batch)
+        if datamodule.reader is None:
+            targets = batch[1]
+        else:  # batches may have classes in another form, such as probabilities
+            targets = None if datamodule.num_classes else datamodule.reader.targets_of(batch)
         yield batch, targets if isinstance(targets, Tensor) else datamodule.y[indices]
 
 

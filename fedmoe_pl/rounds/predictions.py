@@ -12,7 +12,7 @@ from fedmoe_pl.rounds.accuracies import predict
 from fedmoe_pl.rounds.evaluate_round import evaluate_phase
 from fedmoe_pl.rounds.evaluation import Evaluation
 from fedmoe_pl.rounds.metrics import predicts_classes, preds_of
-from fedmoe_pl.rounds.outputs import labelled_batches
+from fedmoe_pl.rounds.outputs import labelled_batches, mixture_of
 from fedmoe_pl.rounds.phase import Phase
 from fedmoe_pl.rounds.results import prediction_rows
 from fedmoe_pl.rounds.run import Run
@@ -41,7 +41,8 @@ def predictions(run: Run) -> Iterator[dict[str, object]]:
             logits, weights = predict(module, datamodule, samples)
             weights = weights if getattr(module, "has_global_expert", True) else None
             targets = torch.cat([y.cpu() for _, y in labelled_batches(datamodule, samples)])
-            if predicts_classes(module, datamodule) or getattr(module, "task", "") == "multiclass":
+            mixture = mixture_of(module)
+            if predicts_classes(module, datamodule) or (mixture is not None and mixture.task == "multiclass"):
                 columns = _values(logits.argmax(1), targets)
             else:
                 columns = _values(*preds_of(module, logits, targets))

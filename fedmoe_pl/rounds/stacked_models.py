@@ -16,7 +16,7 @@ from fedmoe_pl.backends.stacked.trial import CPU_CACHE
 from fedmoe_pl.data import EVALUATED_AT_ONCE, FederatedDataModule
 from fedmoe_pl.data.parts import Parts
 from fedmoe_pl.models.mixtures.sparse import dense_experts
-from fedmoe_pl.trees import Tree, load_tree
+from fedmoe_pl.trees import Tree, load_tree, names_of_same_tensors
 
 _MOST = 8  # more gain little, and would leave worker processes without work
 _TRIED_SAMPLES = 4
@@ -25,8 +25,9 @@ _TRIED_SAMPLES = 4
 def evaluation_groups(training: LocalTraining, clients: Sequence[int]) -> list[list[int]]:
     """Divides clients into those whose models are stacked: of one architecture and similar numbers of samples.
 
-    A client is alone if its model is large or has a convolution. A convolution gains nothing from stacking on a CPU;
-    on a GPU, where this was not measured, a batch of one model is large already.
+    A client is alone if its model is large, has a convolution or holds a tensor under several names. A convolution
+    gains nothing from stacking on a CPU; on a GPU, where this was not measured, a batch of one model is large already.
+    ``functional_call`` does not put back the tensors of a module that has several names.
 
     Args:
         training: the phase's local training.
@@ -39,7 +40,7 @@ def evaluation_groups(training: LocalTraining, clients: Sequence[int]) -> list[l
         module = training.of(members[0]).module
         convolves = any(isinstance(part, _ConvNd) for part in module.modules())
         model_bytes = sum(tensor.nbytes for tensor in module.state_dict().values())
-        most = 1 if convolves else max(min(_MOST, CPU_CACHE // max(model_bytes, 1)), 1)
+        most = 1 if convolves or names_of_same_tensors(module) else max(min(_MOST, CPU_CACHE // max(model_bytes, 1)), 1)
         ordered = sorted(members, key=lambda client: (-sizes[client], client))
         size = -(-len(ordered) // -(-len(ordered) // most))
         groups += [ordered[start : start + size] for start in range(0, len(ordered), size)]
@@ -68,7 +69,7 @@ class StackedModels:
         self.device = module.device
 
     def agree(self, datamodule: FederatedDataModule) -> bool:
-        """Whether the last model gives the same outputs, up to rounding, alone: not if, say, parts share parameters."""
+        """Whether the last model gives the same outputs, up to rounding, alone; say, none draws random numbers."""
         ((x, _),) = datamodule.batches(datamodule.global_test[:_TRIED_SAMPLES], batch_size=_TRIED_SAMPLES)
         try:
             stacked = self._call(x.expand(len(self.states), *x.shape), 0)

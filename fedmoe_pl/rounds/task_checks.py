@@ -12,7 +12,7 @@ from torchmetrics import Metric
 
 from fedmoe_pl.data import FederatedDataModule
 from fedmoe_pl.models import MixtureOfExperts
-from fedmoe_pl.models.mixtures.tasks import fits, ignored_class
+from fedmoe_pl.models.mixtures.tasks import FunctionLoss, fits, range_problem
 from fedmoe_pl.rounds.accuracies import predict
 from fedmoe_pl.rounds.evaluation import METRICS, SPLITS
 from fedmoe_pl.rounds.metrics import check_values, names_of, predicts_classes
@@ -123,27 +123,40 @@ def _check_mixture(module: MixtureOfExperts, datamodule: FederatedDataModule, me
     if module.task == "multiclass" and targets.is_floating_point():
         raise MisconfigurationException(
             f"{name}: task is 'multiclass', but must be binary, multilabel or regression, because the targets of "
-            f"{data} are {targets.dtype}."
+            f"{data} are {targets.dtype} and no integers, which classes must be."
         )
     if not fits(module.task, outputs, targets):
         raise MisconfigurationException(
             f"{name}: task is '{module.task}', for which outputs of shape {tuple(outputs.shape[1:])} do not fit the "
             f"targets of {data} of shape {tuple(targets.shape[1:])}; the model must give others."
         )
-    if module.task == "multiclass":
-        counted = datamodule.y[datamodule.y != ignored_class(module.criterion)]
-        if counted.numel() and counted.max() >= outputs.shape[1]:
-            raise MisconfigurationException(
-                f"model gives outputs of {outputs.shape[1]} classes, but the targets of {data} have the class "
-                f"{int(counted.max())}; it must give one output per class."
-            )
-    loss = module.loss_of(outputs, targets)
-    if loss.dim():
+    known = datamodule.y if datamodule.y.numel() else targets  # of samples that are read one by one, a few
+    if problem := range_problem(module.task, module.criterion, outputs, known):
         raise MisconfigurationException(
-            f"{name}: loss is a {type(module.criterion).__name__} that gives values of shape {tuple(loss.shape)}, but "
-            "must give one number, the mean over the samples."
+            f"{name}: task is '{module.task}', but must fit the targets of {data}, which have {problem}."
         )
+    _check_loss_value(module, outputs, targets)
     check_values(metrics, module, outputs, targets)
+
+
+def _check_loss_value(module: MixtureOfExperts, outputs: Tensor, targets: Tensor) -> None:
+    """Refuses a loss that cannot be computed of the outputs, or is not one number."""
+    criterion = module.criterion
+    function = criterion.function if isinstance(criterion, FunctionLoss) else None
+    name = "None" if criterion is None else getattr(function, "__name__", f"a {type(criterion).__name__}")
+    prefix = f"{type(module).__name__}: loss is {name}"
+    try:
+        loss = module.loss_of(outputs, targets)
+    except (RuntimeError, ValueError, TypeError, IndexError) as error:
+        raise MisconfigurationException(
+            f"{prefix}, but must be one for outputs of shape {tuple(outputs.shape[1:])} and targets of shape "
+            f"{tuple(targets.shape[1:])} ({type(error).__name__}: {str(error).splitlines()[0].rstrip('.')})."
+        ) from error
+    if not isinstance(loss, Tensor) or loss.dim():
+        what = f"values of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else f"a {type(loss).__name__}"
+        raise MisconfigurationException(
+            f"{prefix}, which gives {what}, but must give one number, the mean over the samples, as a tensor."
+        )
 
 
 def check_metric(

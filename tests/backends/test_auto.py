@@ -96,6 +96,13 @@ def with_first(layer):
     return mixture(expert=expert)
 
 
+def statistics_of_two_names():
+    norm = nn.BatchNorm1d(5, affine=False)
+    module = with_first(norm)
+    module.global_expert.again = norm
+    return module
+
+
 class Late(FedAvg):
     """Constants that differ from the third client on."""
 
@@ -134,6 +141,7 @@ TRAPS = {
 
 REFUSED = {
     "an extractor of both experts": (shared_extractor, FedAvg(), "parts of the model share parameters"),
+    "statistics of two names": (statistics_of_two_names, FedAvg(), "parts of the model share parameters or buffers"),
     "a gate that draws, behind frozen experts": (lambda: mixture(Noisy(5)), PFLMoE(), "random operations"),
     "a loss that counts steps": (step_counting, FedAvg(), "the loss reads global_step of its Trainer"),
 }

@@ -66,7 +66,7 @@ def test_ag_news_files_become_ids_of_the_most_frequent_training_words(compressed
         ([*TRAIN, (1, "a")], r"row 4 of '.*train\.csv' has 2 columns"),
         ([("label", "title", "description")], r"begins with 'label'"),
         ([()], r"row 1 of .* has 0 columns and begins with ''"),
-        ([], r"x_train holds no samples"),
+        ([], r"x_train has no samples"),
     ],
 )
 def test_bad_ag_news_files_are_refused_in_one_sentence(rows, message, tmp_path):

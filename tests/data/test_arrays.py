@@ -58,7 +58,7 @@ WORDS, LABELS = torch.ones(4, 3, dtype=torch.int64), torch.zeros(4, dtype=torch.
     [
         (WORDS, {"augmentation": [RandomCrop()]}, r"augmentation must be left out for samples of shape"),
         (WORDS, {"rotations": [0, 180]}, r"rotations is \[0, 180\], but samples of shape \(3,\)"),
-        (-WORDS, {}, r"x_train holds the id -1, but ids of words must be integers from 0"),
+        (-WORDS, {}, r"x_train has the id -1, but ids of words must be integers from 0"),
         (WORDS.int(), {}, r"x_train is torch\.int32 of shape \(4, 3\), but must be"),
         (WORDS[:, None], {}, r"x_train is torch\.int64 of shape \(4, 1, 3\), but must be"),
     ],

@@ -25,23 +25,22 @@ def refusal(make) -> str:
 
 GOOD = {"x_train": np.ones((4, 5)), "y_train": [0, 1, 0, 1], "x_test": np.ones((2, 5)), "y_test": [0, 1]}
 ARRAYS = {  # what is wrong in an .npz file, and how the refusal says it
-    "one label of 10**9": ({"y_train": [0, 1, 0, 10**9]}, "y_train holds the label 1000000000, but labels must number"),
-    "a label of 10**18": ({"y_test": [0, 10**18]}, "y_test holds the label 1000000000000000000, but labels must"),
-    "a label of 2**64 - 1": ({"y_test": np.array([0, 2**64 - 1], np.uint64)}, "y_test holds torch.int64 numbers from"),
-    "a label of 1.7": ({"y_train": [0, 1, 0, 1.7]}, "y_train is float64, but labels must be integers from 0"),
-    "a label that is nan": ({"y_train": [0, 1, 0, NAN]}, "y_train is float64, but labels must be"),
-    "a negative label": ({"y_train": [0, 1, 0, -1]}, "y_train holds torch.int64 numbers from -1"),
-    "true and false": ({"y_train": [True, False, True, True]}, "y_train is bool, but labels must be integers"),
-    "words as labels": ({"y_train": ["cat", "dog", "cat", "dog"]}, "y_train is <U3, but labels must be integers"),
+    "one label of 10**9": ({"y_train": [0, 1, 0, 10**9]}, "y_train has the label 1000000000, but labels must number"),
+    "a label of 10**18": ({"y_test": [0, 10**18]}, "y_test has the label 1000000000000000000, but labels must"),
+    "a label of 2**64 - 1": ({"y_test": np.array([0, 2**64 - 1], np.uint64)}, "y_test has torch.int64 numbers from"),
+    "a label of 1.7": ({"y_train": [0, 1, 0, 1.7]}, "y_train has torch.float32 targets and y_test torch.int64 ones"),
+    "a label that is nan": ({"y_train": [0, 1, 0, NAN]}, "y_train has values that are not finite"),
+    "a negative label": ({"y_train": [0, 1, 0, -1]}, "y_train has torch.int64 numbers from -1"),
+    "words as labels": ({"y_train": ["cat", "dog", "cat", "dog"]}, "y_train is <U3, but targets must be integers"),
     "no labels": ({"y_train": np.zeros(0, int)}, "y_train has shape (0,), but must hold one label for each of the 4"),
     "a label": ({"y_train": np.int64(3)}, "y_train has shape (), but must hold one label"),
-    "labels in a column": ({"y_train": [[0], [1], [0], [1]]}, "y_train has shape (4, 1), but must hold one label"),
+    "labels in a column": ({"y_train": [[0], [1], [0], [1]]}, "but both must be classes, or neither"),
     "objects": (
         {"y_train": np.array([0, {}, 0, 1], object)},
         "the file is damaged or not an .npz file of plain arrays",
     ),
-    "no samples": ({"x_train": np.ones((0, 5)), "y_train": np.zeros(0, int)}, "x_train holds no samples"),
-    "no test samples": ({"x_test": np.ones((0, 5)), "y_test": np.zeros(0, int)}, "x_test holds no samples"),
+    "no samples": ({"x_train": np.ones((0, 5)), "y_train": np.zeros(0, int)}, "x_train has no samples"),
+    "no test samples": ({"x_test": np.ones((0, 5)), "y_test": np.zeros(0, int)}, "x_test has no samples"),
     "samples without values": (
         {"x_train": np.ones((4, 0)), "x_test": np.ones((2, 0))},
         "x_train has shape (4, 0), but",
@@ -51,16 +50,16 @@ ARRAYS = {  # what is wrong in an .npz file, and how the refusal says it
         "x_train has shape (4, 1, 0, 0), but every sample must have values",
     ),
     "one number": ({"x_train": np.float64(1.0)}, "x_train is float64 of shape (), but must be"),
-    "nan in a sample": ({"x_train": np.full((4, 5), NAN)}, "x_train holds values that are not finite"),
-    "infinity in a sample": ({"x_test": np.full((2, 5), np.inf)}, "x_test holds values that are not finite"),
-    "too large for float32": ({"x_test": np.full((2, 5), 1e300)}, "x_test holds values that are not finite"),
+    "nan in a sample": ({"x_train": np.full((4, 5), NAN)}, "x_train has values that are not finite"),
+    "infinity in a sample": ({"x_test": np.full((2, 5), np.inf)}, "x_test has values that are not finite"),
+    "too large for float32": ({"x_test": np.full((2, 5), 1e300)}, "x_test has values that are not finite"),
     "complex numbers": ({"x_train": np.ones((4, 5), complex)}, "x_train is complex128 of shape (4, 5), but must be"),
     "words as samples": ({"x_train": np.full((4, 5), "a")}, "x_train is <U1 of shape (4, 5), but must be"),
     "dates as samples": ({"x_train": np.zeros((4, 5), "M8[s]")}, "x_train is datetime64[s] of shape (4, 5), but"),
-    "another width": ({"x_test": np.ones((2, 6))}, "x_train holds torch.float32 samples of shape (5,) and x_test"),
-    "another type": ({"x_test": np.ones((2, 5), int)}, "x_train holds torch.float32 samples of shape (5,) and x_test"),
+    "another width": ({"x_test": np.ones((2, 6))}, "x_train has torch.float32 samples of shape (5,) and x_test"),
+    "another type": ({"x_test": np.ones((2, 5), int)}, "x_train has torch.float32 samples of shape (5,) and x_test"),
     "a missing array": ({"y_test": None}, "the file lacks y_test; it must hold x_train, y_train, x_test, y_test"),
-    "a client that is nan": ({"client_train": [0, 1, NAN, NAN]}, "client_train holds nan, but ids must be"),
+    "a client that is nan": ({"client_train": [0, 1, NAN, NAN]}, "client_train has nan, but ids must be"),
     "too few ids": ({"client_train": [0, 1]}, "client_train has shape (2,), but must hold one id for each of the 4"),
     "ids in a column": ({"client_train": [[0], [1], [0], [1]]}, "client_train has shape (4, 1), but must hold one id"),
     "an id": ({"client_train": np.int64(1)}, "client_train has shape (), but must hold one id"),
@@ -70,7 +69,7 @@ ARRAYS = {  # what is wrong in an .npz file, and how the refusal says it
     ),
     "ids of two types": (
         {"client_train": [0, 1, 0, 1], "client_test": ["0", "1"]},
-        "client_train holds int64 ids and client_test <U1 ones, but both must be of one type",
+        "client_train has int64 ids and client_test <U1 ones, but both must be of one type",
     ),
 }
 
@@ -159,11 +158,9 @@ LEAF = {  # the content of a JSON file, and the reason that the refusal gives
     json.dumps({"users": ["a"], "user_data": {"a": {**WRITER, "y": [10**30]}}}): "is not a file of FEMNIST",
     json.dumps({"users": ["a"], "user_data": {"a": {**WRITER, "y": [1, 2]}}}): "1 images and 2 labels",
     json.dumps({"users": ["a"], "user_data": {"a": {**WRITER, "x": [[0.5] * 783]}}}): "cannot reshape",
-    json.dumps({"users": ["a"], "user_data": {"a": {**WRITER, "x": [[None] * 784]}}}): "holds values that are not",
+    json.dumps({"users": ["a"], "user_data": {"a": {**WRITER, "x": [[None] * 784]}}}): "has values that are not",
     json.dumps({"users": ["a"], "user_data": {"a": {**WRITER, "x": [["w"] * 784]}}}): "could not convert",
-    json.dumps(
-        {"users": ["a"], "user_data": {"a": {**WRITER, "x": [[NAN] * 784]}}}
-    ): "holds values that are not finite",
+    json.dumps({"users": ["a"], "user_data": {"a": {**WRITER, "x": [[NAN] * 784]}}}): "has values that are not finite",
 }
 
 
@@ -186,7 +183,7 @@ def test_a_writer_in_two_files_is_refused(tmp_path):
 
 
 ROWS = {
-    "": "x_train holds no samples",
+    "": "x_train has no samples",
     '"5","title","text"': "begins with '5'; it must have three",
     '"1","title"': "has 2 columns",
     "no comma": "has 1 columns",
@@ -211,7 +208,7 @@ def test_a_damaged_compressed_file_is_refused(tmp_path):
         for part in ("train", "test"):
             (tmp_path / f"{part}.csv.gz").write_bytes(wrong)
         message = refusal(lambda: AGNews(str(tmp_path), num_clients=1))
-        assert "cannot be read as a CSV file" in message or "x_train holds no samples" in message
+        assert "cannot be read as a CSV file" in message or "x_train has no samples" in message
 
 
 def test_a_fault_in_folders_of_images_is_refused(tmp_path):

@@ -87,6 +87,10 @@ def test_tensors_in_memory_stay_the_fast_way():
     data = set_up(FromDatasets(*parts, num_clients=2))
     assert data.reader is None and torch.equal(data.x, torch.cat((x[1::2], x)))
     assert set_up(FromDatasets(*parts, num_clients=2, collate_fn=padded_pairs)).reader is not None
+    pooled = FromDatasets(parts[1], Subset(parts[1], []), pool=True, test_fraction=0.5, num_clients=2)
+    assert set_up(pooled).reader is None and len(pooled.y) == 9
+    true = set_up(FromDatasets(*(2 * [TensorDataset(x, y > 0)]), num_clients=2))
+    assert true.reader is None and true.num_classes == 2 and true.y[:3].tolist() == [0, 1, 1]
     double = TensorDataset(x.double(), y)
     assert set_up(FromDatasets(double, double, num_clients=2)).reader is not None, "its type is not changed"
 
@@ -219,7 +223,13 @@ def test_what_cannot_be_dealt_is_refused_in_one_sentence(tmp_path):
         r"indices is '.*twice.json', which has the index 1 twice": lambda: FromDatasets(
             Noisy(4), Noisy(4), partitioner=in_file("twice.json")
         ),
+        r"targets has torch.int64 numbers from -1, but .*; values that are no classes, such as": lambda: FromDatasets(
+            Noisy(3), Noisy(3), targets=lambda dataset: [-1, 0, 1], **two
+        ),
         r"has the index 12, but must": lambda: FromDatasets(Noisy(4), Noisy(4), partitioner=in_file("beyond.json")),
+        r"indices is '<lambda>', but must give client 1 at least one sample": lambda: FromDatasets(
+            Noisy(4), Noisy(4), partitioner=PredefinedIndices(lambda labels: [[0], []])
+        ),
         r"must give client 0 a list": lambda: FromDatasets(Noisy(4), Noisy(4), partitioner=in_file("words.json")),
         r"indices is '.*none.json', but must be": lambda: in_file("none.json"),
         r"num_clients is 5, but must be None or 1": lambda: FromDatasets(

@@ -45,6 +45,15 @@ def test_npz_floats_are_taken_as_they_are_with_their_clients(tmp_path):
     assert [part.tolist() for part in data.test_samples] == [[3], [4]]
 
 
+def test_npz_targets_of_a_regression_or_masks_pass_through(tmp_path):
+    x, values, masks = rng.normal(size=(5, 7)), rng.normal(size=5), rng.integers(3, size=(5, 2, 2))
+    for y, dtype in ((values, torch.float32), (masks, torch.int64)):
+        np.savez(tmp_path / "own.npz", x_train=x[:3], y_train=y[:3], x_test=x[3:], y_test=y[3:])
+        data = set_up(NpzFile(path=str(tmp_path / "own.npz"), num_clients=2))
+        assert data.num_classes == 0 and data.y.dtype == dtype
+        torch.testing.assert_close(data.y, torch.from_numpy(y).to(dtype))
+
+
 GOOD = {"x_train": pixels(3, 2, 2), "y_train": [0, 1, 0], "x_test": pixels(2, 2, 2), "y_test": [0, 1]}
 
 
@@ -53,8 +62,8 @@ GOOD = {"x_train": pixels(3, 2, 2), "y_train": [0, 1, 0], "x_test": pixels(2, 2,
     [
         ({"x_test": None, "y_test": None}, r"the file lacks x_test, y_test; it must hold x_train, "),
         ({"y_train": [0, 1]}, r"y_train has shape \(2,\), but must hold one label for each of the 3 samples"),
-        ({"y_train": [0.0, 1.0, 0.5]}, r"y_train is float64, but labels must be integers"),
-        ({"y_test": [0, -1]}, r"y_test holds torch\.int64 numbers from -1"),
+        ({"y_train": [0.0, 1.0, 0.5]}, r"has torch.float32 targets and y_test torch.int64 ones"),
+        ({"y_test": [0, -1]}, r"y_test has torch\.int64 numbers from -1"),
         ({"y_test": np.array(["a", {}], dtype=object)}, r"the file is damaged or not an \.npz file of plain arrays"),
         (
             {"x_train": np.zeros((3, 2, 2), dtype=np.int32)},

@@ -112,11 +112,11 @@ ALWAYS = {
     "FashionMNIST": "mean std",
     "FederatedDataModule": "batch_size validation_fraction pool global_test_size",
     "FromDataModule": "datamodule eval_dataset batch_size",
-    "FromDatasets": "train_dataset test_dataset eval_dataset collate_fn",
+    "FromDatasets": "train_dataset test_dataset eval_dataset collate_fn eval_collate_fn",
     "ImageFolder": "train_dir test_dir image_size mean std",
     "MNIST": "mean std",
     "MapStyleData": "train_dataset test_dataset eval_dataset classes target_key client_train collate_fn "
-    "eval_collate_fn num_workers name",
+    "eval_collate_fn num_workers worker_init_fn name",
     "NpzFile": "path",
     "PredefinedIndices": "indices",
     "SyntheticMultilabel": "num_samples num_features num_labels",

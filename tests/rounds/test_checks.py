@@ -69,3 +69,14 @@ def test_a_backend_that_cannot_train_a_phase_names_it(tmp_path):
     ):
         run.fit(model(), data())
     assert not list(tmp_path.rglob("version_*"))
+
+
+def test_a_tensor_is_shared_under_all_of_its_names_or_none(tmp_path):
+    expert = WithDropout()
+    phase = Phase("FedAvg", FedAvg("global_expert.*"))
+    with pytest.raises(MisconfigurationException) as error:
+        federation(tmp_path, [phase]).fit(PersonalizedMoE(expert, expert), data())
+    assert str(error.value) == (
+        "Phase 'FedAvg': FedAvg shares 'global_expert.extractor.0.weight', but not 'local_expert.extractor.0.weight', "
+        "another name of the same tensor of the PersonalizedMoE; share all of its names or none."
+    )

@@ -197,6 +197,24 @@ def test_a_users_own_module_has_metrics_of_what_it_returns(tmp_path):
     assert math.isnan(client.validation_loss)
 
 
+class Predicts(FedAvg):
+    """With another way to predict."""
+
+    def predictor(self, client, server):
+        return lambda x: 2 * client.module(x)
+
+
+def test_an_algorithm_s_own_predictions_are_measured_as_the_task_says(tmp_path):
+    phase = Phase("FedAvg", Predicts("global_expert.*"), gate=GlobalOnly())
+    run = federation(tmp_path, [phase], {"rmse": MeanSquaredError(squared=False)})
+    run.fit(regression(), data := numbers())
+    (client, *_), module = run.results["FedAvg"].clients, run.client_module("FedAvg", 0)
+    with torch.no_grad():
+        errors = 2 * module(data.x[data.global_test])[:, 0] - data.y[data.global_test]
+    assert client.metrics["global_test_rmse"] == pytest.approx(errors.square().mean().sqrt().item(), rel=1e-5)
+    assert client.metrics["global_test_loss"] == pytest.approx(errors.square().mean().item(), rel=1e-5)
+
+
 def mae():
     return torchmetrics.MeanAbsoluteError()
 
@@ -248,6 +266,10 @@ class Vector(Metric):
         return torch.zeros(2)
 
 
+def each(outputs, targets):
+    return outputs - targets
+
+
 DENSE = partial(PersonalizedMoE, SmallFCN(num_classes=2, channels=2))
 
 
@@ -290,10 +312,19 @@ DENSE = partial(PersonalizedMoE, SmallFCN(num_classes=2, channels=2))
             ),
             "monitor is 'global_test_r', but must be a metric whose higher_is_better is true or false",
         ),
-        (lambda: check(FedAvg(), regression(loss=nn.L1Loss(reduction="none")), numbers()), "but must give one number"),
+        (lambda: regression(loss=nn.L1Loss(reduction="sum")), "loss is a L1Loss whose reduction is 'sum', but must be"),
+        (lambda: check(FedAvg(), regression(loss=each), numbers()), "loss is each, which gives values of shape (8,)"),
+        (
+            lambda: check(FedAvg(), regression(loss=nn.GaussianNLLLoss()), numbers()),
+            "loss is a GaussianNLLLoss, but must be one for outputs of shape (1,) and targets of shape () (TypeError: ",
+        ),
+        (
+            lambda: check(FedAvg(), PersonalizedMoE(nn.Linear(4, 1), task="binary"), numbers()),
+            "task is 'binary', but must fit the targets of TensorData, which have the value",
+        ),
         (
             lambda: check(FedAvg(), DENSE(), SyntheticShapes()),
-            "outputs of 2 classes, but the targets of SyntheticShapes h",
+            "targets of SyntheticShapes, which have the value 2; outputs of 2 classes allow integers from 0 to 1.",
         ),
         (
             lambda: check(FedAvg(), DENSE(), SyntheticShapes(augmentation=[RandomHorizontalFlip()])),
@@ -308,6 +339,8 @@ DENSE = partial(PersonalizedMoE, SmallFCN(num_classes=2, channels=2))
             "Federation: metrics has the name 'a/b', but names must",
         ),
         (lambda: Federation(phases(), metrics={"mae": nn.L1Loss()}), "metrics has a L1Loss under 'mae', but must have"),
+        (lambda: Federation(phases(), metrics={"f1": F1Score}), "metrics has the class F1Score under 'f1', but must"),
+        (lambda: Federation(phases(), metrics=[mae()]), "metrics is a list, but must be a dict of metrics by name."),
         (lambda: Phase("p", FedAvg(), monitor="f1"), "Phase 'p': monitor is 'f1', but must be one of local_test"),
     ],
 )

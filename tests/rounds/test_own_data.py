@@ -160,6 +160,28 @@ def test_targets_of_dict_batches_are_measured(tmp_path):
     assert evaluation.clients[0].metrics["global_test_mse"] > 0
 
 
+def mixed(samples):
+    """Mixes each sample with the next one, as torchvision's MixUp does; labels become probabilities."""
+    x, y = torch.utils.data.default_collate(samples)
+    y = nn.functional.one_hot(y, 3).float()
+    return 0.7 * x + 0.3 * x.roll(1, 0), 0.7 * y + 0.3 * y.roll(1, 0)
+
+
+@pytest.mark.parametrize("eval_collate_fn", [None, torch.utils.data.default_collate])
+def test_a_collate_function_may_mix_samples_and_labels(eval_collate_fn, tmp_path):
+    torch.manual_seed(0)
+    run = federation(tmp_path, [Phase("Local", Local(), gate=ConstantGate(0.0))])
+    mixing = data(collate_fn=mixed, eval_collate_fn=eval_collate_fn, validation_fraction=0.2)
+    run.fit(model(), mixing)
+    client = result(run)[0]["Local"].evaluations[0].clients[0]
+    module, samples = run.client_module("Local", 0), mixing.test_samples[0]
+    (batch,) = mixing.batches(samples, batch_size=len(samples))
+    with torch.no_grad():
+        right = module(batch[0]).argmax(1) == mixing.y[samples]
+    assert client.local_test_held_out == pytest.approx(right.double().mean().item())
+    assert client.validation_loss > 0
+
+
 class Scores(WordModel):
     def predict_step(self, batch, batch_idx):
         return {"labels": self(batch)}

@@ -150,6 +150,23 @@ def test_models_whose_stack_gives_other_outputs_are_evaluated_alone(monkeypatch)
     assert len({e.global_test for e in alone}) > 1
 
 
+class Named(nn.Module):
+    """An expert that holds its layer under two names."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(5, 5)
+        self.again = self.layer
+
+    def forward(self, x):
+        return self.layer(x)
+
+
+def test_models_with_a_part_of_two_names_are_evaluated_alone():
+    training = local_training(mixture(LinearGate(5), Named()), Local(), blobs(SIZES, classes=5))
+    assert evaluation_groups(training, [0, 1]) == [[1], [0]]
+
+
 def test_groups_have_similar_sizes_and_models_with_convolutions_or_of_many_parameters_are_alone(monkeypatch):
     training = local_training(mixture(LinearGate(5)), Local(), blobs(SIZES))
     assert evaluation_groups(training, [0, 1, 3]) == [[1, 3, 0]]

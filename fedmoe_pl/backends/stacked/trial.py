@@ -26,7 +26,7 @@ from fedmoe_pl.backends.stacked.members import begin_members, stackable_groups
 from fedmoe_pl.backends.stacked.module import skip_idle_dropout
 from fedmoe_pl.backends.stacked.stack import Stack
 from fedmoe_pl.backends.training import LocalTraining
-from fedmoe_pl.trees import copy_module
+from fedmoe_pl.trees import copy_module, names_of_same_tensors
 
 _ELEMENTWISE = {
     *(torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW, torch.optim.Adamax, torch.optim.NAdam, torch.optim.RAdam),
@@ -79,8 +79,8 @@ def _why_not(training: LocalTraining) -> str | None:
     if type(optimizer) not in _ELEMENTWISE:
         return f"{type(optimizer).__name__} may not step every parameter element by element"
     module = training.module
-    if len([*module.named_parameters(remove_duplicate=False)]) > len([*module.parameters()]):
-        return "parts of the model share parameters"
+    if names_of_same_tensors(module):
+        return "parts of the model share parameters or buffers"
     return None
 
 

@@ -15,6 +15,7 @@ from fedmoe_pl.data.datamodule import FederatedDataModule
 from fedmoe_pl.data.datasets.from_datasets import with_values
 from fedmoe_pl.data.map_style import MapStyleData, is_map_style
 from fedmoe_pl.data.targets import Values
+from fedmoe_pl.seeds import seeded
 
 _TRANSFERS = ("on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer")
 
@@ -24,9 +25,10 @@ class FromDataModule(FederatedDataModule):
 
     The dataset of its ``train_dataloader`` is dealt, and that of its ``test_dataloader`` or, if it has none, of its
     ``val_dataloader`` is the global test set. The loaders' ``collate_fn`` makes the batches of training and of
-    evaluation; batch size and number of workers are those of ``train_dataloader``. Clients shuffle their samples
-    themselves and keep last batches that are smaller. They validate on the samples that ``validation_fraction`` holds
-    out. See :class:`FromDatasets` for random transforms and tensors in memory.
+    evaluation; batch size, number of workers and ``worker_init_fn`` are those of ``train_dataloader``. Clients shuffle
+    their samples themselves and keep last batches that are smaller. They validate on the samples that
+    ``validation_fraction`` holds out. What ``setup`` draws at random, such as ``random_split``, depends only on
+    ``partition_seed``. See :class:`FromDatasets` for random transforms and tensors in memory.
 
     Args:
         datamodule: the data module.
@@ -78,7 +80,9 @@ class FromDataModule(FederatedDataModule):
         assert train is not None
         if self._overrides("test_dataloader"):
             self._set_up("test")
-        test = self._loader("test_dataloader") or self._loader("val_dataloader")
+        test = self._loader("test_dataloader")
+        if test is None:
+            test = self._loader("val_dataloader")
         if not self._keeps_batch_size and train.batch_size is not None:
             self.batch_size = train.batch_size
         data = MapStyleData(
@@ -88,6 +92,7 @@ class FromDataModule(FederatedDataModule):
             collate_fn=train.collate_fn,
             eval_collate_fn=None if test is None else test.collate_fn,
             num_workers=train.num_workers,
+            worker_init_fn=train.worker_init_fn,
             name=type(self).__name__,
         )
         return with_values(self, data, self.targets, self.groups)
@@ -98,7 +103,8 @@ class FromDataModule(FederatedDataModule):
 
     def _set_up(self, stage: str) -> None:
         try:
-            self.datamodule.setup(stage)
+            with seeded(self.partition_seed):  # the same samples in every run and process
+                self.datamodule.setup(stage)
         except Exception as error:  # whatever a user's data module raises
             reason = f"{type(error).__name__}: {error}".splitlines()[0].rstrip(".")
             raise MisconfigurationException(
@@ -142,6 +148,12 @@ def _check_sampler(prefix: str, loader: DataLoader) -> None:
     sampler = loader.sampler if type(loader.batch_sampler) is BatchSampler else loader.batch_sampler
     if sampler is None:
         raise MisconfigurationException(f"{prefix} has the batch_size None, but must have one of at least 1.")
+    if isinstance(sampler, RandomSampler) and (sampler.replacement or sampler.num_samples != len(sampler.data_source)):
+        drawn = f"{sampler.num_samples} samples{' with replacement' if sampler.replacement else ''}"
+        raise MisconfigurationException(
+            f"{prefix} has a RandomSampler of {drawn}, but must have none or shuffle=True, because each client "
+            "shuffles its own samples."
+        )
     if not isinstance(sampler, (RandomSampler, SequentialSampler)):
         raise MisconfigurationException(
             f"{prefix} has a {type(sampler).__name__}, but must have none, because each client shuffles its own "

@@ -39,6 +39,7 @@ class FromDatasets(FederatedDataModule):
         groups: the group of each sample, such as its user or hospital, in one of the same ways; ``NaturalIds`` makes
             one client of each. None for none.
         collate_fn: makes a batch of a list of samples; None for PyTorch's ``default_collate``.
+        eval_collate_fn: the same for evaluation, such as without mixing samples at random; None for ``collate_fn``.
         num_workers: number of processes that read samples, for each process that trains; 0 for none.
         **kwargs: arguments of ``FederatedDataModule``.
     """
@@ -51,6 +52,7 @@ class FromDatasets(FederatedDataModule):
         targets: Values | None = None,
         groups: Values | None = None,
         collate_fn: Callable[[list], Any] | None = None,
+        eval_collate_fn: Callable[[list], Any] | None = None,
         num_workers: int = 0,
         **kwargs: Any,
     ) -> None:
@@ -62,6 +64,7 @@ class FromDatasets(FederatedDataModule):
         self.targets = targets
         self.groups = groups
         self.collate_fn = collate_fn
+        self.eval_collate_fn = eval_collate_fn
         self.num_workers = num_workers
 
     def load(self) -> Arrays | MapStyleData:
@@ -71,6 +74,7 @@ class FromDatasets(FederatedDataModule):
             self.test_dataset,
             self.eval_dataset,
             collate_fn=self.collate_fn or default_collate,
+            eval_collate_fn=self.eval_collate_fn,
             num_workers=self.num_workers,
             name=type(self).__name__,
         )
@@ -116,7 +120,9 @@ def with_values(
 def _arrays(data: MapStyleData) -> Arrays | None:
     """The data as arrays, if they are tensors in memory that need no change; None if they are not."""
     train, test = _tensors(data.train_dataset), _tensors(data.test_dataset)
-    if train is None or data.eval_dataset is not None or data.collate_fn is not default_collate:
+    if train is None or data.eval_dataset is not None:
+        return None
+    if any(collate not in (None, default_collate) for collate in (data.collate_fn, data.eval_collate_fn)):
         return None
     if test is None and data.test_dataset is not None:
         return None
@@ -131,7 +137,7 @@ def _arrays(data: MapStyleData) -> Arrays | None:
 def _tensors(dataset: Any) -> tuple[Tensor, Tensor] | None:
     """The inputs and targets of a dataset that holds them as two tensors on the CPU; None for others."""
     if type(dataset) is Subset and (tensors := _tensors(dataset.dataset)) is not None:
-        x, y = (tensor[torch.as_tensor(dataset.indices)] for tensor in tensors)
+        x, y = (tensor[torch.as_tensor(dataset.indices, dtype=torch.int64)] for tensor in tensors)
         return x, y
     if type(dataset) is TensorDataset and len(dataset.tensors) == 2:
         x, y = dataset.tensors

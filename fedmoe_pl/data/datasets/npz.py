@@ -23,7 +23,8 @@ class NpzFile(FederatedDataModule):
     ``client_test``, the id of the client that each sample comes from. Images are uint8, of shape (n, height, width),
     (n, height, width, channels) or (n, channels, height, width) with 1 or 3 channels; they are divided by 255 and
     normalized. Floating-point arrays of any shape (n, ...) are not changed, nor are integers of shape (n, length),
-    which are ids of words from 0.
+    which are ids of words from 0. Labels are integers of shape (n,), from 0; floating-point targets of any shape
+    (n, ...), such as those of a regression, and integers of shape (n, k, ...), such as masks, are no classes.
 
     Args:
         path: the file.
@@ -52,19 +53,9 @@ class NpzFile(FederatedDataModule):
         """Reads the file."""
         name = f"NpzFile: path is '{self.path}'"
         arrays = _read_npz(self.path, name)
-        labels = {}
-        for key in ("y_train", "y_test"):
-            if arrays[key].dtype.kind not in "iu":
-                raise MisconfigurationException(
-                    f"{name}: {key} is {arrays[key].dtype}, but labels must be integers from 0."
-                )
-            if arrays[key].ndim > 1:
-                raise MisconfigurationException(
-                    f"{name}: {key} has shape {arrays[key].shape}, but must hold one label for each of the "
-                    f"{len(arrays[key])} samples."
-                )
-            labels[key] = torch.from_numpy(arrays[key].astype(np.int64))
         return Arrays(
+            y_train=_to_targets(arrays["y_train"], f"{name}: y_train"),
+            y_test=_to_targets(arrays["y_test"], f"{name}: y_test"),
             x_train=resize(_to_samples(arrays["x_train"], f"{name}: x_train"), self.image_size),
             x_test=resize(_to_samples(arrays["x_test"], f"{name}: x_test"), self.image_size),
             client_train=arrays.get("client_train"),
@@ -72,7 +63,6 @@ class NpzFile(FederatedDataModule):
             mean=self.mean,
             std=self.std,
             name=name,
-            **labels,
         )
 
 
@@ -95,6 +85,16 @@ def _read_npz(path: str, name: str) -> dict[str, np.ndarray]:
             f"{' and '.join(optional)}."
         )
     return arrays
+
+
+def _to_targets(array: np.ndarray, name: str) -> Tensor:
+    """Returns an array of targets as a tensor: float32, or int64 for integers."""
+    if array.dtype.kind not in "iubf":
+        raise MisconfigurationException(
+            f"{name} is {array.dtype}, but targets must be integers from 0, or floating point."
+        )
+    with np.errstate(over="ignore"):  # what becomes infinite is refused
+        return torch.from_numpy(array.astype(np.float32 if array.dtype.kind == "f" else np.int64))
 
 
 def _to_samples(array: np.ndarray, name: str) -> Tensor:

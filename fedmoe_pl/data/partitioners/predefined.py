@@ -75,9 +75,11 @@ def _check(prefix: str, parts: Sequence[np.ndarray], num_samples: int) -> None:
     for client, part in enumerate(parts):
         if part.ndim != 1 or (len(part) and part.dtype.kind not in "iu"):
             raise MisconfigurationException(f"{prefix}, but must give client {client} a list of integers.")
-    together = np.concatenate([part for part in parts if len(part)] or [np.zeros(0, dtype=np.int64)])
-    if not len(together):
+        if not len(part):
+            raise MisconfigurationException(f"{prefix}, but must give client {client} at least one sample.")
+    if not parts:
         raise MisconfigurationException(f"{prefix}, but must give at least one client a sample.")
+    together = np.concatenate(parts)
     if together.min() < 0 or together.max() >= num_samples:
         wrong = together.min() if together.min() < 0 else together.max()
         raise MisconfigurationException(

@@ -198,7 +198,8 @@ class MixtureOfExperts(LightningModule, ABC):
 
         Args:
             scores: shape (B, C), or (B, ...).
-            y: labels, shape (B,), or other targets (B, ...); samples with the label -100 do not count.
+            y: labels, shape (B,), or other targets (B, ...), such as probabilities of classes (B, C) from a collate
+                function that mixes samples; samples with the label -100 do not count.
             reduction: "mean" over the samples, or "none" for the loss of each, shape (B,).
         """
         if self.criterion is not None:
@@ -224,6 +225,7 @@ class MixtureOfExperts(LightningModule, ABC):
         values = {"loss": loss}
         if self.task == "multiclass":
             scores, y = aligned(self.task, metrics["logits"], batch[1])
+            y = y.argmax(1) if y.is_floating_point() else y  # probabilities of classes
             ignored = ignored_class(self.criterion) if y.dim() > 1 else None
             values["accuracy"] = multiclass_accuracy(scores, y, scores.shape[1], average="micro", ignore_index=ignored)
         if self.has_global_expert:

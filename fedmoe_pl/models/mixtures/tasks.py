@@ -58,12 +58,18 @@ def task_and_criterion(owner: object, task: Task | None, loss: Loss | None) -> t
         loss: the loss; None if it follows from the task.
 
     Raises:
-        MisconfigurationException: if there is no such task, it does not fit the loss, or does not follow from it.
+        MisconfigurationException: if there is no such task, it does not fit the loss, or does not follow from it, or if
+            the loss is no mean.
     """
     if task is not None:
         check_choice(owner, "task", task, get_args(Task))
     if loss is None:
         return task or "multiclass", None
+    if isinstance(loss, nn.Module) and getattr(loss, "reduction", "mean") in ("none", "sum"):
+        raise MisconfigurationException(
+            f"{type(owner).__name__}: loss is a {type(loss).__name__} whose reduction is '{loss.reduction}', but must "
+            "be one that gives the mean over the samples."
+        )
     of_loss = _OF_LOSSES.get(type(loss), ())
     if (task is None and not of_loss) or (task is not None and of_loss and task not in of_loss):
         name = type(loss).__name__ if isinstance(loss, nn.Module) else getattr(loss, "__name__", repr(loss))
@@ -87,7 +93,7 @@ def usual_loss(task: Task, outputs: Tensor, targets: Tensor, reduction: Literal[
 
 
 def aligned(task: Task, outputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-    """Outputs and targets as a loss compares them: of one shape and type, or integers for classes.
+    """Outputs and targets as a loss compares them: of one shape and type, or integers or probabilities of classes.
 
     Args:
         task: the task.
@@ -95,7 +101,7 @@ def aligned(task: Task, outputs: Tensor, targets: Tensor) -> tuple[Tensor, Tenso
         targets: shape (B, ...).
     """
     if task == "multiclass":
-        return outputs, targets.long()
+        return outputs, targets if targets.is_floating_point() else targets.long()
     if outputs.dim() == targets.dim() + 1 and outputs.shape[1] == 1:
         outputs = outputs.squeeze(1)
     return outputs, targets.to(outputs.dtype)
@@ -112,7 +118,7 @@ def preds_and_target(task: Task, outputs: Tensor, targets: Tensor) -> tuple[Tens
     if task == "multiclass":
         return outputs.softmax(1), targets.long()
     outputs, targets = aligned(task, outputs, targets)
-    return (outputs.sigmoid(), targets.long()) if task in SIGMOIDS else (outputs, targets)
+    return (outputs.sigmoid(), targets.round().long()) if task in SIGMOIDS else (outputs, targets)
 
 
 def fits(task: Task, outputs: Tensor, targets: Tensor) -> bool:
@@ -122,6 +128,27 @@ def fits(task: Task, outputs: Tensor, targets: Tensor) -> bool:
         return is_dense and not targets.is_floating_point()
     outputs, targets = aligned(task, outputs, targets)
     return outputs.shape == targets.shape
+
+
+def range_problem(task: Task, criterion: nn.Module | None, outputs: Tensor, targets: Tensor) -> str | None:
+    """What is wrong with the values of targets; None if nothing is, or only a loss of the user's could tell.
+
+    Args:
+        task: the task.
+        criterion: the loss; None for the usual one.
+        outputs: shape (B, ...).
+        targets: shape (n, ...), of any samples.
+    """
+    is_usual = criterion is None or type(criterion) in _OF_LOSSES
+    if task == "multiclass":
+        counted, most = targets[targets != ignored_class(criterion)], outputs.shape[1] - 1
+        allowed = f"outputs of {most + 1} classes allow integers from 0 to {most}"
+    elif task in SIGMOIDS and is_usual:
+        counted, most, allowed = targets, 1, "labels that are on or off are 1 or 0, or probabilities between"
+    else:
+        return None
+    wrong = counted[(counted > most) | (counted < 0) & is_usual]
+    return f"the value {wrong[0].item():g}; {allowed}" if wrong.numel() else None
 
 
 def ignored_class(criterion: nn.Module | None) -> int:

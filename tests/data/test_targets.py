@@ -1,0 +1,52 @@
+"""Where the classes and groups of samples are found."""
+
+import torch
+from helpers.data import set_up
+from torch.utils.data import Dataset, Subset
+
+from fedmoe_pl.data import FromDatasets
+
+
+class Dictionaries(Dataset):
+    """Dicts whose several labels are an attribute of the same name, too."""
+
+    def __init__(self):
+        self.labels = torch.arange(12.0).view(6, 2)
+
+    def __len__(self):
+        return 6
+
+    def __getitem__(self, index):
+        return {"x": torch.ones(3), "labels": self.labels[index]}
+
+
+def test_targets_of_dicts_may_be_an_attribute_of_the_same_name():
+    data = set_up(FromDatasets(Dictionaries(), Dictionaries(), targets="labels", num_clients=2))
+    assert not data.num_classes and data.reader is not None and data.reader.has_targets
+
+
+class Transformed(Dataset):
+    """Like torchvision's datasets: its attribute has the targets before the transform."""
+
+    def __init__(self):
+        self.targets, self.user = [0, 1, 2, 3], ["a", "a", "b", "b"]
+        self.target_transform = lambda target: 3 - target
+
+    def __len__(self):
+        return 4
+
+    def __getitem__(self, index):
+        return torch.ones(3), self.target_transform(self.targets[index])
+
+
+def test_targets_are_those_after_their_transform_and_groups_have_none():
+    for dataset in (Transformed(), Subset(Transformed(), range(4))):
+        data = set_up(FromDatasets(dataset, Transformed(), groups="user"))
+        assert data.y.tolist() == 2 * [3, 2, 1, 0] and data.num_clients == 2
+
+
+def test_true_and_false_are_classes():
+    samples = [(torch.ones(3), torch.tensor(index % 2 == 1)) for index in range(6)]
+    for collate_fn in (None, lambda batch: torch.utils.data.default_collate(batch)):
+        data = set_up(FromDatasets(samples, samples, num_clients=2, collate_fn=collate_fn))
+        assert data.num_classes == 2 and data.y.tolist() == 6 * [0, 1]
