@@ -16,8 +16,8 @@ def client_loggers(training: LocalTraining, client: Client) -> list[Logger]:
 
     They are named by phase, client and round, such as ``FedAvg/client_003/round_0012`` (rounds count from 1). In
     TensorBoard and CSV files, that is a folder below the logger's own, and in MLflow and Weights & Biases the name of
-    the run, unless the federation itself logs to Weights & Biases in this process: then clients log to its run. Other
-    loggers keep the name that they have.
+    the run. If the federation itself logs to Weights & Biases in this process, clients log to its run, and their names
+    come before those of the metrics. Other loggers keep the name that they have.
 
     Args:
         training: the local training of the phase's clients.
@@ -33,8 +33,14 @@ def client_loggers(training: LocalTraining, client: Client) -> list[Logger]:
 def _renamed(logger: Logger, name: str) -> Logger:
     """A copy of a logger that has not logged yet; Lightning's have no public way to be named after they are made."""
     if isinstance(logger, WandbLogger):  # a copy by `copy` would open its run
+        import wandb  # pyright: ignore[reportMissingImports]  optional
+
         renamed = object.__new__(type(logger))
         vars(renamed).update(vars(logger), _wandb_init={**logger._wandb_init, "name": name}, _name=name)
+        if wandb.run is not None:  # one process has one run
+            renamed._experiment = wandb.run
+            renamed._prefix = f"{name}/{logger._prefix}".rstrip("/")
+            setattr(renamed, "LOGGER_JOIN_CHAR", "/")  # noqa: B010  typed as a constant
         return renamed
     logger = copy.deepcopy(logger)
     if isinstance(logger, TensorBoardLogger | CSVLogger):

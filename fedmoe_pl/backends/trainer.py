@@ -147,9 +147,10 @@ def _fit_every_batch(training: LocalTraining, client: Client, const: dict[str, A
     batches = client_batches(training, client, samples)
     loggers = client_loggers(training, client)
     callbacks = [freezing, _LossCheck(client)]
-    trainer = fit(training, module, batches, _validation_batches(training, client), callbacks, logger=loggers or False)
-    finish(loggers)
-    return trainer
+    try:
+        return fit(training, module, batches, _validation_batches(training, client), callbacks, logger=loggers or False)
+    finally:
+        finish(loggers)
 
 
 def _validation_batches(training: LocalTraining, client: Client) -> Any:

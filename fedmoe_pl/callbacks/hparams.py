@@ -11,6 +11,7 @@ from typing import Any
 from lightning.pytorch import Trainer
 
 from fedmoe_pl.backends import LEAN_TRAINER
+from fedmoe_pl.rounds.boards import method_tag
 from fedmoe_pl.rounds.phase import Phase
 
 _GROUPS = ("trainer", "model", "data")
@@ -38,26 +39,27 @@ def method_hparams(configuration: Mapping[str, str], seed: int) -> dict[str, dic
     """
     of_all, of_phases = _leaves_of_run(configuration)
     names = _short_names([*of_all, *(path for leaves in of_phases.values() for path in leaves)])
-    found = {}
+    hparams = {}
     for name, leaves in of_phases.items():
         replaced = {path[0] for path in leaves}  # such as the model's optimizer, if the phase has one
         kept = {path: value for path, value in of_all.items() if path[0] not in replaced}
-        found[name] = {names[path]: value for path, value in (kept | leaves).items()} | {"seed": seed}
-    return found
+        hparams[name] = {names[path]: value for path, value in (kept | leaves).items()} | {"seed": seed}
+    return hparams
 
 
 def run_hparams(configuration: Mapping[str, str], seed: int) -> dict[str, Any]:
     """The same hyperparameters in one dictionary: those of a phase have its name and a dot before them.
 
-    No name begins with another one and a slash: a file store, such as MLflow's, has a file for each.
+    No name begins with another one and a slash: a file store, such as MLflow's, has a file for each. Characters that
+    loggers would refuse are replaced.
     """
     of_all, of_phases = _leaves_of_run(configuration)
     names = _short_names(of_all)
-    found = {"seed": seed} | {names[path]: value for path, value in of_all.items()}
+    hparams = {"seed": seed} | {names[path]: value for path, value in of_all.items()}
     for phase, leaves in of_phases.items():
         names = _short_names(leaves)
-        found |= {f"{phase}.{names[path]}": value for path, value in leaves.items()}
-    return found
+        hparams |= {f"{method_tag(phase)}.{names[path]}": value for path, value in leaves.items()}
+    return hparams
 
 
 def _leaves_of_run(configuration: Mapping[str, str]) -> tuple[dict[Path, Any], dict[str, dict[Path, Any]]]:
@@ -135,10 +137,10 @@ def _same(value: Any, default: Any) -> bool:
 def _imported(class_path: str) -> type | None:
     module, _, name = class_path.rpartition(".")
     try:
-        found = getattr(importlib.import_module(module), name)
+        attribute = getattr(importlib.import_module(module), name)
     except (ImportError, AttributeError, ValueError):  # of a script, or made in a function
         return None
-    return found if isinstance(found, type) else None
+    return attribute if isinstance(attribute, type) else None
 
 
 def _short_names(paths: Iterable[Path]) -> dict[Path, str]:

@@ -154,9 +154,11 @@ class Boards:
         return self._writers[folder, method]
 
     def flush(self) -> None:
-        """Writes what TensorBoard's methods still hold in memory, so that a kill leaves no gap in their curves."""
+        """Writes what the loggers still hold in memory, so that a kill leaves no gap in their curves."""
         for writer in self._writers.values():
             writer.flush()
+        for logger in self._others:
+            logger.save()  # CSVLogger would wait for a hundred steps
 
     def close(self, method: str) -> None:
         """Closes the writers of a finished method."""
@@ -165,12 +167,16 @@ class Boards:
                 self._writers.pop((folder, name)).close()
         self._completed.pop(method, None)
 
-    def finalize(self) -> None:
-        """Ends all loggers."""
+    def finalize(self, status: str = "success") -> None:
+        """Ends all loggers.
+
+        Args:
+            status: ``success``, or ``failed`` for a run that an error or an interruption has ended; as Trainers say.
+        """
         for _, method in [*self._writers]:
             self.close(method)
         for logger in self.loggers:
-            logger.finalize("success")
+            logger.finalize(status)
 
 
 def method_tag(method: str) -> str:

@@ -120,6 +120,9 @@ def opened(
         with nullcontext() if runs is None else _new_folder(run, runs):
             _open_files(run, ckpt_path, store, logger)
             yield
+    except BaseException:
+        run.boards.finalize("failed")
+        raise
     finally:
         run.backend.close()
     run.boards.finalize()

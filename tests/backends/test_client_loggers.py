@@ -9,7 +9,7 @@ from lightning.pytorch.loggers import CSVLogger, MLFlowLogger, TensorBoardLogger
 
 from fedmoe_pl import Phase
 from fedmoe_pl.algorithms import FedAvg
-from fedmoe_pl.backends.client_loggers import client_loggers
+from fedmoe_pl.backends.client_loggers import client_loggers, finish
 
 
 def named(logger, **trainer):
@@ -53,6 +53,21 @@ def test_runs_of_weights_and_biases_are_named_and_none_is_opened(tmp_path):
     (logger,) = named([given])
     assert (logger._wandb_init["name"], given._wandb_init["name"]) == (str(NAME), "mine")
     assert wandb.run is None
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_clients_that_log_to_the_federation_s_run_of_weights_and_biases_have_their_names_before_their_metrics(tmp_path):
+    wandb = pytest.importorskip("wandb")
+    from lightning.pytorch.loggers import WandbLogger
+
+    federation = WandbLogger(name="federation", offline=True, save_dir=tmp_path)
+    federation.log_metrics({"FedAvg/local_test/mean": 0.5}, step=1)
+    (logger,) = named(WandbLogger(offline=True, save_dir=tmp_path))
+    logger.log_metrics({"validation_loss": 2.0}, step=4)
+    assert wandb.run.summary[f"{NAME}/validation_loss"] == 2
+    finish([logger])
+    assert wandb.run is federation.experiment
+    wandb.finish()
 
 
 def test_every_client_of_every_round_has_a_folder_of_its_own(tmp_path):

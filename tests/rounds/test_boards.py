@@ -1,8 +1,10 @@
 """The curves of a run in TensorBoard: the same after a kill, in its folder or in that of a user's logger."""
 
+import csv
+
 import pytest
 from helpers.runs import Kill, data, federation, model, phases
-from lightning.pytorch.loggers import TensorBoardLogger
+from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 METHODS = ("Local", "FedAvg", "PFL-FB", "PFL-MF")
@@ -54,6 +56,24 @@ def test_a_user_s_logger_has_the_methods_in_its_folder(tmp_path):
     fitted(tmp_path, phases=phases()[:1], logger=TensorBoardLogger(tmp_path / "mine", name="a", version="b"))
     log = EventAccumulator(str(tmp_path / "mine" / "a" / "b" / "Local")).Reload()
     assert log.Scalars("resources/bytes_up")[0].step == 1
+
+
+class Statuses(CSVLogger):
+    statuses = ()
+
+    def finalize(self, status):
+        self.statuses = (*self.statuses, status)
+
+
+def test_other_loggers_have_every_round_of_a_killed_run_and_know_that_it_failed(tmp_path):
+    """As Trainers do: MLflow would show it as running for ever, and CSVLogger writes after a hundred steps."""
+    logger = Statuses(tmp_path / "csv", name="", version="")
+    with pytest.raises(KeyboardInterrupt):
+        fitted(tmp_path, Kill("on_round_end", 3), logger=logger)
+    with (tmp_path / "csv" / "metrics.csv").open(newline="") as file:
+        rows = list(csv.DictReader(file))
+    assert [row["step"] for row in rows if row["FedAvg/local_test/mean"]] == ["1", "2"]
+    assert logger.statuses == ("failed",)
 
 
 def test_a_run_without_loggers_writes_no_events(tmp_path):
