@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections import OrderedDict
 from collections.abc import Iterable, Mapping
 from fnmatch import fnmatchcase
 from functools import lru_cache, partial
@@ -172,9 +173,15 @@ def copy_module(module: Module) -> Module:
 
     A copy of such a function would copy the command line's parser and everything it configured, including the data.
     """
-    values = [value for part in module.modules() for value in vars(part).values() if isinstance(value, partial)]
-    shared = {id(value): value for value in values if value.func.__module__.startswith("jsonargparse")}
-    return copy.deepcopy(module, shared)
+    known = dict[int, object]()
+    for part in module.modules():
+        for value in vars(part).values():
+            if isinstance(value, partial):
+                if value.func.__module__.startswith("jsonargparse"):
+                    known[id(value)] = value
+            elif type(value) is OrderedDict and not value:  # a dozen of hooks in every part; copying them takes long
+                known[id(value)] = OrderedDict()
+    return copy.deepcopy(module, known)
 
 
 @lru_cache(maxsize=10_000)  # every client of every round asks for the same names

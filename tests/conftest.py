@@ -36,7 +36,9 @@ def same_seeds():
     """Start every test from the same random numbers, so that neither order nor selection changes a result."""
     random.seed(0)
     np.random.seed(0)
-    torch.manual_seed(0)
+    torch.default_generator.manual_seed(0)  # torch.manual_seed also notes where it was called, for CUDA
+    if torch.cuda.is_available():
+        torch.cuda.manual_seed_all(0)
 
 
 @pytest.fixture(autouse=True)

@@ -15,6 +15,7 @@ from fedmoe_pl.algorithms.client import Update
 from fedmoe_pl.trees import (
     Patterns,
     changed,
+    copy_module,
     difference,
     inner_product,
     load_tree,
@@ -140,6 +141,16 @@ def test_changed_gives_copies_of_what_differs_from_the_start_and_what_was_kept_i
 def test_nothing_has_changed_in_a_module_with_its_initial_tensors():
     module = Expert()
     assert changed(module.state_dict(), dict(module.state_dict()), {}) == {}
+
+
+def test_a_copied_module_has_hooks_of_its_own_and_those_of_the_original():
+    module, calls = nn.Sequential(nn.Linear(2, 2), nn.ReLU()), []
+    module[0].register_forward_hook(lambda part, arguments, output: calls.append("both"))
+    copied = copy_module(module)
+    copied[1].register_forward_hook(lambda part, arguments, output: calls.append("copy"))
+    module(torch.ones(1, 2))
+    copied(torch.ones(1, 2))
+    assert calls == ["both", "both", "copy"]
 
 
 @pytest.mark.parametrize(

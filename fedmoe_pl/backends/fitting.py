@@ -9,9 +9,11 @@ import signal
 import warnings
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import cache
 from typing import Any
 
 import torch
+from lightning.fabric.utilities import registry
 from lightning.pytorch import Callback, LightningModule, Trainer
 
 from fedmoe_pl.backends.training import LocalTraining
@@ -27,6 +29,9 @@ LEAN_TRAINER: dict[str, Any] = {
     "limit_val_batches": 0,
 }
 """Defaults of a client's Trainer. Loggers, progress bars and checkpoints are off; the federation has its own."""
+# Every Trainer looks for callbacks in all installed packages, which takes more than half of the time to make it.
+if hasattr(registry, "entry_points"):
+    registry.entry_points = cache(registry.entry_points)  # pyright: ignore[reportPrivateImportUsage]
 _MOST_GARBAGE = 2**28  # bytes of the models that Trainers have trained; a collection takes about a tenth of a second
 
 

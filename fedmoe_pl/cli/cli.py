@@ -52,6 +52,8 @@ class FederationCLI(LightningCLI):
 
     def __init__(self, args: ArgsType = None) -> None:
         strict = {"exit_on_error": False, "allow_abbrev": False}  # main() prints errors, one line each
+        arguments = sys.argv[1:] if args is None else args
+        self._asked = str(arguments[0]) if isinstance(arguments, list) and arguments else ""
         try:
             super().__init__(
                 datamodule_class=FederatedDataModule,
@@ -100,6 +102,13 @@ class FederationCLI(LightningCLI):
         commands.add_subcommand("list", list_parser(), help=LIST)
         commands.add_subcommand("configs", configs_parser(), help=CONFIGS)
         commands.add_subcommand("completion", completion_parser(), help=COMPLETION)
+
+    def _prepare_subcommand_parser(self, klass: type, subcommand: str, **kwargs: Any) -> LightningArgumentParser:
+        """Leaves out the arguments of all commands but the one that is run; Lightning's signature."""
+        if subcommand != self._asked and self._asked in self.subcommands():
+            self._subcommand_method_arguments[subcommand] = []
+            return self.init_parser(**kwargs)
+        return super()._prepare_subcommand_parser(klass, subcommand, **kwargs)
 
     def add_core_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
         """Adds the groups ``trainer``, ``model``, ``data`` and ``federation``."""
