@@ -10,7 +10,7 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 
 from fedmoe_pl.checks import check_number
 from fedmoe_pl.rounds.evaluation import METRICS, SPLITS, Evaluation
-from fedmoe_pl.rounds.metrics import lower_is_better, predicts_classes
+from fedmoe_pl.rounds.metrics import lower_is_better
 from fedmoe_pl.rounds.phase import Phase
 from fedmoe_pl.rounds.results import value_text, write_csv
 from fedmoe_pl.rounds.run import FederationCallback, Run
@@ -55,8 +55,7 @@ class CostToTarget(FederationCallback):
         Raises:
             MisconfigurationException: if the clients have no samples for it.
         """
-        of_classes = any(predicts_classes(model, run.datamodule) for model in run.models.values())
-        check_metric("CostToTarget: metric", self.metric, run.datamodule, run.metrics, of_classes)
+        check_metric("CostToTarget: metric", self.metric, run.datamodule, run.metrics, run.models.values())
 
     def on_phase_end(self, run: Run, phase: Phase, evaluation: Evaluation | None) -> None:
         """Writes the rows of all methods so far."""

@@ -17,7 +17,6 @@ from fedmoe_pl.models.normalization import has_batch_norm
 from fedmoe_pl.rounds.aggregation_step import check_aggregation, check_chain
 from fedmoe_pl.rounds.begin import check_moments
 from fedmoe_pl.rounds.cohort import cohort_of, cohort_size, takes_all
-from fedmoe_pl.rounds.metrics import predicts_classes
 from fedmoe_pl.rounds.names import is_path_below
 from fedmoe_pl.rounds.opt_in import opted_in
 from fedmoe_pl.rounds.optimizer_checks import check_optimizer, check_server_optimizer
@@ -175,7 +174,7 @@ def check_phase(
     _check_pool(phase, module, datamodule.num_clients)
     check_pairs(phase, module, datamodule)
     check_task(phase, module, datamodule, metrics or {})
-    check_metric(f"{phase}: monitor", phase.monitor, datamodule, metrics, predicts_classes(module, datamodule))
+    check_metric(f"{phase}: monitor", phase.monitor, datamodule, metrics or {}, [module])
     check_monitor(phase, metrics or {})
     _check_samples(phase, module, datamodule, seed)
     if phase.evaluate:

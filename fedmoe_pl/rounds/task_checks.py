@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
@@ -15,7 +15,7 @@ from fedmoe_pl.models import MixtureOfExperts
 from fedmoe_pl.models.mixtures.tasks import FunctionLoss, fits, range_problem
 from fedmoe_pl.rounds.accuracies import predict
 from fedmoe_pl.rounds.evaluation import METRICS, SPLITS
-from fedmoe_pl.rounds.metrics import check_values, names_of, predicts_classes
+from fedmoe_pl.rounds.metrics import check_values, measures_loss, names_of, predicts_classes
 from fedmoe_pl.rounds.outputs import described_batches, labelled_batches
 from fedmoe_pl.rounds.phase import Phase
 
@@ -163,8 +163,8 @@ def check_metric(
     argument: str,
     metric: str | None,
     datamodule: FederatedDataModule,
-    metrics: Mapping[str, Metric] | None = None,
-    has_classes: bool | None = None,
+    metrics: Mapping[str, Metric],
+    modules: Iterable[LightningModule],
 ) -> None:
     """Refuses a metric that would be nan for all clients.
 
@@ -172,17 +172,19 @@ def check_metric(
         argument: the argument that names the metric, for the message, such as ``CostToTarget: metric``.
         metric: the metric; None passes.
         datamodule: the data and the clients that hold them; already set up.
-        metrics: the federation's metrics, by name; None for none.
-        has_classes: whether there are accuracies; None if the data decide.
+        metrics: the federation's metrics, by name.
+        modules: the modules that are evaluated; one that has the metric is enough.
 
     Raises:
         MisconfigurationException: if there is no such metric, no client has samples for it, or images are rotated.
     """
     if metric is None:
         return
-    has_classes = datamodule.num_classes > 0 if has_classes is None else has_classes
-    names = names_of(metrics or {}, with_loss=not has_classes)
-    known = [*(METRICS if has_classes else ()), *names, "validation_loss"]
+    modules = [*modules]
+    has_classes = any(predicts_classes(module, datamodule) for module in modules)
+    has_loss = any(measures_loss(module, datamodule) for module in modules)
+    known = [*(METRICS if has_classes else ()), *names_of(metrics, has_loss)]
+    known += ["validation_loss"] if has_classes or has_loss else []
     if metric not in known:
         raise MisconfigurationException(f"{argument} is '{metric}', but must be one of {', '.join(known)}.")
     for split, samples, fraction in (

@@ -299,6 +299,10 @@ DENSE = partial(PersonalizedMoE, SmallFCN(num_classes=2, channels=2))
             "monitor is 'global_test', but must be one of local_test_loss, global_test_loss, validation_loss.",
         ),
         (
+            lambda: check(FedAvg(), Plain(), numbers(), {"mae": mae()}, monitor="validation_loss"),
+            "monitor is 'validation_loss', but must be one of local_test_mae, global_test_mae, validation_mae.",
+        ),
+        (
             lambda: check(FedAvg(), mixture(), blobs(), monitor="validation_f1"),
             "monitor is 'validation_f1', but must be one of local_test, local_test_held_out, global_test, validation,",
         ),
