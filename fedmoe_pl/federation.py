@@ -15,7 +15,8 @@ from fedmoe_pl.backends import LEAN_TRAINER, AutoBackend, Backend
 from fedmoe_pl.callbacks import FederationCallback
 from fedmoe_pl.callbacks.defaults import with_defaults
 from fedmoe_pl.checks import check_at_least, plain
-from fedmoe_pl.data import FederatedDataModule, partition_figure, partition_table
+from fedmoe_pl.data import FederatedDataModule
+from fedmoe_pl.data.partition_report import write_partition
 from fedmoe_pl.rounds.audit import PhaseAudit, audit_run
 from fedmoe_pl.rounds.audit_text import format_audit
 from fedmoe_pl.rounds.begin import read_result_for_newcomers
@@ -31,8 +32,8 @@ from fedmoe_pl.rounds.metrics import check_metrics
 from fedmoe_pl.rounds.newcomers import phases_of_newcomers, set_up_newcomers
 from fedmoe_pl.rounds.opt_in import set_up
 from fedmoe_pl.rounds.phase import Phase
-from fedmoe_pl.rounds.predictions import evaluate_all, predictions
-from fedmoe_pl.rounds.results import format_table, format_validation, write_csv
+from fedmoe_pl.rounds.predictions import evaluate_all, write_predictions
+from fedmoe_pl.rounds.results import format_table, format_validation
 from fedmoe_pl.rounds.resume import check_configuration, identify, keys_of, load_run
 from fedmoe_pl.rounds.rounds import fit
 from fedmoe_pl.rounds.run import Run
@@ -200,22 +201,18 @@ class Federation:
 
     def predict(self, model: LightningModule, datamodule: FederatedDataModule, ckpt_path: str = LAST) -> None:
         """Writes predictions of every client's model to ``predictions.csv``, on its own or the global test samples."""
-        run = self._resume(model, datamodule, ckpt_path)
-        path = run.folder / "predictions.csv"
-        print(f"{write_csv(path, predictions(run))} predictions: {path}")
+        print(write_predictions(self._resume(model, datamodule, ckpt_path)))
 
     def export(
         self, model: LightningModule, datamodule: FederatedDataModule, ckpt_path: str = LAST, **choices: Any
     ) -> None:
-        """Writes a client's model for use without this package; ``choices`` are arguments of ``export_client``."""
+        """Writes a client's model and gate to a file for use without this package; choices as in ``export_client``."""
         print(export_client(self._resume(model, datamodule, ckpt_path), **choices))
 
     def partition(self, model: LightningModule, datamodule: FederatedDataModule) -> None:
         """Prints how the samples are divided among the clients, and draws it to ``partition.png``."""
         set_up(datamodule, self.phases, self.seed)
-        self.runs.mkdir(parents=True, exist_ok=True)
-        partition_figure(datamodule).savefig(self.runs / "partition.png")
-        print(f"{partition_table(datamodule)}\n\nPicture: {self.runs / 'partition.png'}")
+        print(write_partition(datamodule, self.runs / "partition.png"))
 
     def audit(self, model: LightningModule, datamodule: FederatedDataModule) -> dict[str, PhaseAudit]:
         """Prints what would leave the clients in each phase, what stays with them, and who sees it; trains nothing.
@@ -223,9 +220,8 @@ class Federation:
         Returns:
             What the text says of each phase, by name.
         """
-        run = self._set_up(model, datamodule, self.phases, self.runs)
+        audits = audit_run(self._set_up(model, datamodule, self.phases, self.runs))
         self._run = None
-        audits = audit_run(run)
         print(format_audit(audits, datamodule))
         return {audit.phase.name: audit for audit in audits}
 

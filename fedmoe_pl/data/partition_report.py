@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -19,6 +20,13 @@ _MOST_CLASSES = 20  # classes with a column in the table
 _MOST_NUMBERS = 200  # cells of the figure that show their counts
 _MOST_UNSORTED = 200  # clients of the figure in the order of their ids
 _MOST_COLUMNS = 1000  # columns of the figure, each at least one pixel wide
+
+
+def write_partition(datamodule: FederatedDataModule, path: Path) -> str:
+    """Draws the partition to a file, whose folder is made if it is missing, and returns it as a text."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    partition_figure(datamodule).savefig(path)
+    return f"{partition_table(datamodule)}\n\nPicture: {path}"
 
 
 def partition_table(datamodule: FederatedDataModule) -> str:

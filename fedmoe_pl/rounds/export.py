@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import io
+import logging
+import re
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Literal, get_args
@@ -14,6 +17,7 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 
+from fedmoe_pl.models.mixtures.sparse import dense_experts
 from fedmoe_pl.rounds.outputs import has_trained_gate
 from fedmoe_pl.rounds.run import Run
 from fedmoe_pl.rounds.writing import replacing
@@ -51,26 +55,17 @@ def export_client(
             exported one computes something else.
     """
     method = _check(run, method, client, format)
-    module = _Outputs(run.client_module(method, client)).eval()
-    samples = run.datamodule.test_samples[client]
-    samples = (samples if len(samples) else run.datamodule.train_samples[client])[:_SAMPLES]
-    ((x, _),) = run.datamodule.batches(samples, batch_size=len(samples))
-    x = x.cpu()
-    try:
-        content, exported = (_onnx if format == "onnx" else _torch_export)(module, x)
-    except Exception as error:  # whatever torch's exporters raise
-        reason = str(error).strip().splitlines() or [type(error).__name__]
-        raise MisconfigurationException(
-            f"Federation: method is '{method}', but must be one whose model {format} can export ({reason[0]})."
-        ) from error
-    difference = max(_difference(module, exported, batch) for batch in (x, x[:1]))
+    default = run.folder / "exported" / method / f"client_{client:03d}{SUFFIXES[format]}"
+    path = Path(output) if output else default
+    if path.is_dir():
+        raise MisconfigurationException(f"Federation: output is '{output}', but must be a file, not a folder.")
+    module, x = _Outputs(run.client_module(method, client)).eval(), _samples(run, client)
+    content, difference = _exported(module, x, method, format)
     if not difference <= _TOLERANCE:
         raise MisconfigurationException(
             f"Federation: format is {format}, but must be one in which the model computes the same; its outputs differ "
             f"by {difference:.1e} from the module's."
         )
-    default = run.folder / "exported" / method / f"client_{client:03d}{SUFFIXES[format]}"
-    path = Path(output) if output else default
     with replacing(path) as temporary:
         temporary.write_bytes(content)
     names = " and ".join(module.names)
@@ -80,14 +75,59 @@ def export_client(
     )
 
 
+def _samples(run: Run, client: int) -> Tensor:
+    """Inputs of a client's test samples or, if it has none, of its training samples; shape (n, ...)."""
+    samples = run.datamodule.test_samples[client]
+    samples = (samples if len(samples) else run.datamodule.train_samples[client])[:_SAMPLES]
+    ((x, _),) = run.datamodule.batches(samples, batch_size=len(samples))
+    return x.cpu()
+
+
+def _exported(module: _Outputs, x: Tensor, method: str, format: str) -> tuple[bytes, float]:
+    """The content of the file, and the largest difference of its outputs from the module's.
+
+    Raises:
+        MisconfigurationException: if the model cannot be exported.
+    """
+    try:
+        # which samples an expert receives depends on the data, which an exporter cannot follow
+        with dense_experts(), _silent():
+            content, exported = (_onnx if format == "onnx" else _torch_export)(module, x)
+        return content, max(_difference(module, exported, batch) for batch in (x, x[:1]))
+    except Exception as error:  # whatever torch's exporters raise
+        raise MisconfigurationException(
+            f"Federation: method is '{method}', but must be one whose model {format} can export ({_reason(error)})."
+        ) from error
+
+
+def _reason(error: BaseException) -> str:
+    """The first line of the message of an exception's first cause."""
+    while error.__cause__ is not None:
+        error = error.__cause__
+    text = re.sub(r"\x1b\[\d*m", "", str(error)).strip()  # colors
+    return text.splitlines()[0].rstrip(".") if text else type(error).__name__
+
+
+@contextmanager
+def _silent() -> Iterator[None]:
+    """Drops what torch's exporters print, log and warn: graphs, steps, and their own functions' deprecations."""
+    disabled = logging.root.manager.disable
+    logging.disable(logging.ERROR)
+    try:
+        with redirect_stdout(io.StringIO()), redirect_stderr(io.StringIO()), warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        logging.disable(disabled)
+
+
 def _check(run: Run, method: str | None, client: int, format: str) -> str:
     """The method, if everything can be exported so."""
-    rows = [evaluation for state in run.states.values() for evaluation in state.evaluations]
-    methods = [evaluation.method for evaluation in rows]
+    methods = [evaluation.method for state in run.states.values() for evaluation in state.evaluations]
     if method is None or method not in methods:
         raise MisconfigurationException(
-            f"Federation: method is {method if method is None else repr(method)}, but must be one of the finished "
-            f"{', '.join(methods) or '(none)'}."
+            f"Federation: method is {method if method is None else repr(method)}, but must be a finished method: "
+            f"{', '.join(methods) or 'there is none yet'}."
         )
     if not 0 <= client < run.datamodule.num_clients:
         raise MisconfigurationException(
@@ -108,8 +148,8 @@ def _check(run: Run, method: str | None, client: int, format: str) -> str:
     missing = [name for name in _NEEDED if find_spec(name) is None]
     if format == "onnx" and missing:
         raise MisconfigurationException(
-            f"Federation: format is 'onnx', but must be torch_export, because {', '.join(missing)} is not installed: "
-            'pip install "fedmoe-pl[export]".'
+            "Federation: format is 'onnx', but must be torch_export, because these packages are missing: "
+            f'{", ".join(missing)}. To install them: pip install "fedmoe-pl[export]".'
         )
     return method
 
@@ -127,30 +167,25 @@ class _Outputs(nn.Module):
 
 
 def _torch_export(module: _Outputs, x: Tensor) -> tuple[bytes, Function]:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of the exporter, about its own functions
-        program = torch.export.export(module, _example(x), dynamic_shapes=_any_size())
-        content = io.BytesIO()
-        torch.export.save(program, content)
-        content.seek(0)
-        loaded = torch.export.load(content).module()
-    return content.getvalue(), loaded
+    program = torch.export.export(module, _example(x), dynamic_shapes=_any_size(), strict=False)
+    content = io.BytesIO()
+    torch.export.save(program, content)
+    content.seek(0)
+    return content.getvalue(), torch.export.load(content).module()
 
 
 def _onnx(module: _Outputs, x: Tensor) -> tuple[bytes, Function]:
     import onnxruntime  # pyright: ignore[reportMissingImports]  optional
 
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        program: Any = torch.onnx.export(
-            module,
-            _example(x),
-            dynamo=True,
-            dynamic_shapes=_any_size(),
-            input_names=["x"],
-            output_names=[*module.names],
-            verbose=False,
-        )
+    program: Any = torch.onnx.export(
+        module,
+        _example(x),
+        dynamo=True,
+        dynamic_shapes=_any_size(),
+        input_names=["x"],
+        output_names=[*module.names],
+        verbose=False,
+    )
     content = program.model_proto.SerializeToString()
     session = onnxruntime.InferenceSession(content, providers=["CPUExecutionProvider"])
 

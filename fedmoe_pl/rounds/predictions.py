@@ -14,7 +14,7 @@ from fedmoe_pl.rounds.evaluation import Evaluation
 from fedmoe_pl.rounds.metrics import predicts_classes, preds_of
 from fedmoe_pl.rounds.outputs import labelled_batches, mixture_of
 from fedmoe_pl.rounds.phase import Phase
-from fedmoe_pl.rounds.results import prediction_rows
+from fedmoe_pl.rounds.results import prediction_rows, write_csv
 from fedmoe_pl.rounds.run import Run
 
 _MOST_VALUES = 100
@@ -30,7 +30,13 @@ def evaluate_all(run: Run) -> list[Evaluation]:
     return [evaluation for of_phase in evaluations for evaluation in of_phase]
 
 
-def predictions(run: Run) -> Iterator[dict[str, object]]:
+def write_predictions(run: Run) -> str:
+    """Writes ``predictions.csv`` into the run's folder, and says so."""
+    path = run.folder / "predictions.csv"
+    return f"{write_csv(path, _predictions(run))} predictions: {path}"
+
+
+def _predictions(run: Run) -> Iterator[dict[str, object]]:
     """The rows of ``predictions.csv``: for each method and client, its test samples, or else the global ones."""
     datamodule = run.datamodule
     results = [evaluation for phase in _evaluated_phases(run) for evaluation in run.states[phase.name].evaluations]

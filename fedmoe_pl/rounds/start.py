@@ -60,17 +60,13 @@ def make_run(
         MisconfigurationException: if model, data, phases and trainer do not fit together.
     """
     backend = _with_workers(backend, trainer, devices)
-    given = {INITIAL: model} | {phase.name: phase.model for phase in phases if phase.model is not None}
-    models = {name: sized(copy_module(module), datamodule, seed) for name, module in given.items()}
-    for name, module in models.items():
-        load_tree(module, (initial or {}).get(name, {}))
     run = Run(
         phases=phases,
         trainer=trainer,
         backend=backend,
         devices=devices,
         seed=seed,
-        models=models,
+        models=_models(model, phases, datamodule, seed, initial or {}),
         datamodule=datamodule,
         # workers place the samples on their devices themselves
         training_data=datamodule if isinstance(backend, WorkersBackend) else data_on(datamodule, devices[0]),
@@ -79,6 +75,21 @@ def make_run(
     )
     check_run(run, read_result)
     return run
+
+
+def _models(
+    model: LightningModule,
+    phases: Sequence[Phase],
+    datamodule: FederatedDataModule,
+    seed: int,
+    initial: Mapping[str, Tree],
+) -> dict[str, LightningModule]:
+    """Copies of the federation's model and of the phases' own, sized for the data, with the initial tensors."""
+    given = {INITIAL: model} | {phase.name: phase.model for phase in phases if phase.model is not None}
+    models = {name: sized(copy_module(module), datamodule, seed) for name, module in given.items()}
+    for name, module in models.items():
+        load_tree(module, initial.get(name, {}))
+    return models
 
 
 def _with_workers(backend: Backend, trainer: dict[str, Any], devices: Sequence[torch.device]) -> Backend:

@@ -90,16 +90,7 @@ def check_trainer(arguments: dict[str, Any]) -> list[torch.device]:
         if name in arguments and not is_allowed(arguments[name]):
             raise MisconfigurationException(f"trainer.{name} is {arguments[name]}, but must be {allowed}.")
     trainer, devices = _trainer_and_devices(arguments)
-    timers = [
-        callback
-        for callback in trainer.callbacks  # pyright: ignore[reportAttributeAccessIssue]
-        if isinstance(callback, Timer)
-    ]
-    remaining = [timer.time_remaining() for timer in timers]  # None without a limit
-    if any(seconds is not None and seconds <= 0 for seconds in remaining):
-        if arguments.get("max_time") is not None:
-            raise MisconfigurationException(f"trainer.max_time is {arguments['max_time']}, but must be above 0.")
-        raise MisconfigurationException("trainer.callbacks has a Timer whose duration is 0, but must be above 0.")
+    _check_timers(arguments, trainer)
     if trainer.strategy.root_device.type != devices[0].type:
         strategy = arguments["strategy"]
         raise MisconfigurationException(
@@ -118,6 +109,20 @@ def check_trainer(arguments: dict[str, Any]) -> list[torch.device]:
             "exchange parameters of the model's own type; call .double() on the model for 64 bits."
         )
     return devices
+
+
+def _check_timers(arguments: dict[str, Any], trainer: Trainer) -> None:
+    """Refuses a duration of 0, after which a client would stop before it has trained."""
+    timers = [
+        callback
+        for callback in trainer.callbacks  # pyright: ignore[reportAttributeAccessIssue]
+        if isinstance(callback, Timer)
+    ]
+    remaining = [timer.time_remaining() for timer in timers]  # None without a limit
+    if any(seconds is not None and seconds <= 0 for seconds in remaining):
+        if arguments.get("max_time") is not None:
+            raise MisconfigurationException(f"trainer.max_time is {arguments['max_time']}, but must be above 0.")
+        raise MisconfigurationException("trainer.callbacks has a Timer whose duration is 0, but must be above 0.")
 
 
 def _trainer_and_devices(arguments: dict[str, Any]) -> tuple[Trainer, list[torch.device]]:

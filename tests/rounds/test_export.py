@@ -1,6 +1,7 @@
 """Export of a client's model."""
 
 import importlib.util
+import io
 
 import pytest
 import torch
@@ -9,7 +10,11 @@ from helpers.methods import METHODS
 from helpers.methods import data as data_of_methods
 from helpers.runs import data, federation, model
 from lightning.fabric.utilities.exceptions import MisconfigurationException
+from lightning.pytorch import LightningModule
+from torch import nn
 
+from fedmoe_pl import PersonalizedMoE, SparseMoE
+from fedmoe_pl.models import LocalOnly, MixtureWeights
 from fedmoe_pl.rounds import export
 
 
@@ -53,13 +58,14 @@ def test_what_cannot_be_exported_is_refused(fed, monkeypatch):
         with pytest.raises(MisconfigurationException, match=match):
             exported(fed, **{"method": "PFL-MF", "format": "torch_export", **arguments})
 
-    refused(r"Federation: method is 'X', but must be one of the finished Local, FedAvg, PFL-FB, PFL-MF\.", method="X")
-    refused(r"Federation: method is None, but must be one of the finished", method=None)
+    refused(r"Federation: method is 'X', but must be a finished method: Local, FedAvg, PFL-FB, PFL-MF\.", method="X")
+    refused(r"Federation: method is None, but must be a finished method: Local", method=None)
+    refused(r"Federation: output is '.*', but must be a file, not a folder\.", output=str(fed.run_dir))
     refused(r"Federation: client is 3, but must be from 0 to 2\.", client=3)
     refused(r"Federation: format is 'pt', but must be onnx or torch_export\.", format="pt")
     find_spec = importlib.util.find_spec
     monkeypatch.setattr(export, "find_spec", lambda name: None if name == "onnxruntime" else find_spec(name))
-    refused(r"onnxruntime is not installed: pip install \"fedmoe-pl\[export\]\"\.", format="onnx")
+    refused(r"packages are missing: .*onnxruntime\. To install .* \"fedmoe-pl\[export\]\"\.", format="onnx")
     monkeypatch.setattr(export, "find_spec", find_spec)
     monkeypatch.setattr(export, "_torch_export", lambda module, x: (b"", lambda x: [2 + y for y in module(x)]))
     refused(r"format is torch_export, but must be one in which .* its outputs differ by", client=0)
@@ -73,3 +79,42 @@ def test_a_method_that_predicts_with_more_than_a_model_is_refused(tmp_path):
     fed = run(phases, method.model(), data_of_methods(), tmp_path)
     with pytest.raises(MisconfigurationException, match="KNNPer predicts with more than a model"):
         export.export_client(fed.run, "kNN-Per", 0, "torch_export")
+
+
+class Branching(LightningModule):
+    """What it computes depends on the values of its input."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(5, 3)
+
+    def forward(self, x):
+        return self.layer(x) if x.sum() > 0 else -self.layer(x)
+
+
+MODELS = {
+    "a constant gate": lambda: PersonalizedMoE(nn.Linear(5, 3), gate=LocalOnly()),
+    "weights of a client": lambda: SparseMoE(nn.Identity(), nn.Linear(5, 3), gate=MixtureWeights()),
+    "samples sent to experts": lambda: SparseMoE(nn.Identity(), nn.Linear(5, 3)),
+    "an own module": lambda: nn.Linear(5, 3),
+}
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_models_of_every_family_are_exported(name):
+    torch.manual_seed(0)
+    module, x = export._Outputs(MODELS[name]()).eval(), torch.randn(6, 5)
+    module(x)  # sizes a lazy gate
+    content, difference = export._exported(module, x, "FedAvg", "torch_export")
+    assert difference < 1e-6
+    program = torch.export.load(io.BytesIO(content)).module()
+    torch.testing.assert_close(program(x[:4]), module(x[:4]))
+
+
+def test_why_a_model_cannot_be_exported_is_one_line_without_the_exporter_s_output(capfd):
+    with pytest.raises(
+        MisconfigurationException, match=r"FedAvg', but .* can export \(Could not guard .*\)\.$"
+    ) as error:
+        export._exported(export._Outputs(Branching()).eval(), torch.randn(6, 5), "FedAvg", "torch_export")
+    assert "\n" not in str(error.value)
+    assert capfd.readouterr() == ("", "")

@@ -37,7 +37,7 @@ class FixedGate(Gate):
     def forward(self, x: Tensor) -> Tensor:
         """The same weights (B, experts) for every sample; in the default precision if samples are integers."""
         dtype = x.dtype if x.is_floating_point() else torch.get_default_dtype()
-        return torch.cat([x.new_full((1,), weight, dtype=dtype) for weight in self.weights]).expand(len(x), -1)
+        return torch.cat([x.new_full((1,), weight, dtype=dtype) for weight in self.weights]).expand(x.shape[0], -1)
 
 
 class GlobalOnly(FixedGate):
@@ -113,7 +113,7 @@ class MixtureWeights(FixedGate):
 
     def forward(self, x: Tensor) -> Tensor:
         """The same weights (B, experts) for every sample."""
-        return self.weights.expand(len(x), -1)
+        return self.weights.expand(x.shape[0], -1)
 
 
 class ConstantGate(FixedGate):
