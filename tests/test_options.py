@@ -208,6 +208,10 @@ REFUSED = {
             lambda: Phase("p", FedAvg(), evaluate=False, evaluate_every_n_rounds=2),
             "needs evaluate to be true",
         ),
+        "evaluate_every_n_epochs": (
+            lambda: Phase("p", FedAvg(), evaluate_every_n_epochs=2),
+            "must be left out, except in evaluated phases of one round in which clients train alone",
+        ),
     },
     "Federation": {
         "evaluate_every_n_rounds": (

@@ -17,10 +17,10 @@ class AccuracyMonitor(FederationCallback):
 
     In every evaluated round, every logger gets the method's accuracies, such as ``local_test/mean``, and what the phase
     has cost so far, such as ``resources/bytes_up`` and ``resources/flops``. The step is the number of the phase's
-    completed rounds. In TensorBoard, each method is a run with these tags; in other loggers the method's name comes
-    first: ``FedAvg/local_test/mean``. Loggers that take pictures get sorted curves of all clients' accuracies. At the
-    end of a phase, the final means over the clients are logged, in TensorBoard as a row of the page HParams. The other
-    loggers get the hyperparameters before the first round.
+    completed rounds or, with ``Phase.evaluate_every_n_epochs``, epochs. In TensorBoard, each method is a run with these
+    tags; in other loggers the method's name comes first: ``FedAvg/local_test/mean``. Loggers that take pictures get
+    sorted curves of all clients' accuracies. At the end of a phase, the final means over the clients are logged, in
+    TensorBoard as a row of the page HParams. The other loggers get the hyperparameters before the first round.
     """
 
     def on_fit_start(self, run: Run) -> None:
@@ -36,16 +36,16 @@ class AccuracyMonitor(FederationCallback):
             if not math.isnan(value)
         }
         state = run.states[phase.name]
-        costs = {**state.traffic, "flops": state.flops, "epsilon": state.epsilon}
+        costs = {**state.traffic, "flops": state.flops, "epsilon": state.epsilon} if state.round else {}
         values |= {f"resources/{name}": float(value) for name, value in costs.items() if not math.isnan(value)}
-        run.boards.log_scalars(evaluation.method, values, evaluation.round)
+        run.boards.log_scalars(evaluation.method, values, evaluation.step)
 
     def on_phase_end(self, run: Run, phase: Phase, evaluation: Evaluation | None) -> None:
         """Logs the phase's final accuracies, and draws those of all clients for all methods so far."""
         hparams = method_hparams(run.configuration, run.seed).get(phase.name, {})
         for final in run.states[phase.name].evaluations:
             means = {metric: final.spread(metric).mean for metric in present_metrics([final])}
-            run.boards.log_result(final.method, {"method": final.method, **hparams}, means, final.round)
+            run.boards.log_result(final.method, {"method": final.method, **hparams}, means, final.step)
         if evaluation is not None and run.boards.take_images:
             pixels = figure_pixels(sorted_accuracy_figure(run.results.values()))
             run.boards.log_image("sorted_accuracies", pixels, run.step)

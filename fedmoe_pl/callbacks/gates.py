@@ -52,7 +52,7 @@ class GateMonitor(FederationCallback):
 
     def on_evaluation_end(self, run: Run, phase: Phase, evaluation: Evaluation) -> None:
         """Logs the mean weights of all clients."""
-        step = evaluation.round
+        step = evaluation.step
         means = np.array([client.mean_gate_weight for client in evaluation.clients])
         means = means[~np.isnan(means)]
         scalars = {f"mean_gate_weight/{name}": weight for name, weight in mean_weights(evaluation.clients).items()}
@@ -68,7 +68,7 @@ class GateMonitor(FederationCallback):
         """Logs the weights of single samples, and their means by client and class."""
         if evaluation is None or all(client.global_weights is None for client in evaluation.clients):
             return
-        step = evaluation.round
+        step = evaluation.step
         if run.boards.take_histograms:
             description = "Weight of the global expert on the client's own samples: one count per sample."
             for client in evaluation.clients[: 50 if self.max_clients is None else self.max_clients]:

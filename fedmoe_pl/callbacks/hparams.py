@@ -16,7 +16,10 @@ from fedmoe_pl.rounds.phase import Phase
 
 _GROUPS = ("trainer", "model", "data")
 _ALWAYS = {"max_epochs", "lr", "rounds", "num_clients", "batch_size"}  # shown, too, where they have their default
-_WITHOUT_MEANING = {"evaluate_every_n_rounds", "evaluation_clients", "partition_seed", "evaluate", "start", "name"}
+_WITHOUT_MEANING = {
+    *("evaluate_every_n_rounds", "evaluate_every_n_epochs", "evaluation_clients", "evaluate"),
+    *("partition_seed", "start", "name"),
+}
 
 Path = tuple[str, ...]
 

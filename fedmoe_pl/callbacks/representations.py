@@ -76,7 +76,7 @@ class RepresentationMonitor(FederationCallback):
             return
         points = {name: embed(values, run.seed) for name, values in representations.items()}
         pixels = figure_pixels(representation_figure(phase.name, points, classes.numpy(), owners.numpy()))
-        run.boards.log_image("representations", pixels, evaluation.round, evaluation.method)
+        run.boards.log_image("representations", pixels, evaluation.step, evaluation.method)
         metadata: list[Any] = [list(row) for row in zip(classes.tolist(), owners.tolist(), strict=True)]
         for writer in run.boards.writers(evaluation.method):
             for name, values in representations.items():
@@ -84,7 +84,7 @@ class RepresentationMonitor(FederationCallback):
                     values,
                     metadata=metadata,
                     metadata_header=["class", "client"],
-                    global_step=evaluation.round,
+                    global_step=evaluation.step,
                     tag=method_tag(name),
                 )
 

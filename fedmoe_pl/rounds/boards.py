@@ -32,7 +32,8 @@ class Boards:
 
     Args:
         loggers: the loggers.
-        completed: completed rounds of each method of a resumed run, whose later ones are removed from the curves.
+        completed: the last completed step of each method of a resumed run, 0 for none; later ones are removed from the
+            curves.
     """
 
     def __init__(self, loggers: Sequence[Logger] = (), completed: Mapping[str, int] | None = None) -> None:
@@ -149,7 +150,7 @@ class Boards:
             from torch.utils.tensorboard import SummaryWriter  # slow to import, and only needed for TensorBoard
 
             completed = self._completed.get(method)
-            purge_step = None if completed is None else completed + 1
+            purge_step = completed + 1 if completed else completed  # step 0 is before a phase's first epoch
             self._writers[folder, method] = SummaryWriter(os.path.join(folder, method), purge_step=purge_step)
         return self._writers[folder, method]
 

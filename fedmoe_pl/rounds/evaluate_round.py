@@ -12,7 +12,9 @@ from fedmoe_pl.rounds.run import Run
 from fedmoe_pl.rounds.state import PhaseState, round_and_selection
 
 
-def evaluate_phase(run: Run, phase: Phase, training: LocalTraining, plan: Plan | None = None) -> list[Evaluation]:
+def evaluate_phase(
+    run: Run, phase: Phase, training: LocalTraining, plan: Plan | None = None, state: PhaseState | None = None
+) -> list[Evaluation]:
     """Evaluates the model that every client would use now, after each of ``Phase.moments``.
 
     Args:
@@ -20,8 +22,9 @@ def evaluate_phase(run: Run, phase: Phase, training: LocalTraining, plan: Plan |
         phase: a phase that has begun.
         training: the phase's local training.
         plan: how its clients are trained, whose workers take part; None for an evaluation in this process.
+        state: what is evaluated; None for the phase's state.
     """
-    state, evaluations = run.states[phase.name], []
+    state, evaluations = run.states[phase.name] if state is None else state, []
     lower = lower_is_better(run.metrics)
     arguments = training, state.server, state.kept, state.round_of_models
     round, selection = round_and_selection(phase, state)
@@ -38,6 +41,7 @@ def evaluate_phase(run: Run, phase: Phase, training: LocalTraining, plan: Plan |
                 clients=clients,
                 drawn_from=None if run.evaluation_clients is None else run.datamodule.num_clients,
                 lower_is_better=lower,
+                epochs=None if phase.evaluate_every_n_epochs is None else phase.epochs(run.trainer),
             )
         )
     return evaluations

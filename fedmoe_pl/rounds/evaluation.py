@@ -106,6 +106,7 @@ class Evaluation:
         clients: one entry per client, in the order of their ids.
         drawn_from: number of clients that these were drawn from; None if all were evaluated.
         lower_is_better: names of the metrics of which a lower value is better.
+        epochs: epochs of the phase's only round, if callbacks get the evaluations after fewer of them, too.
     """
 
     method: str
@@ -116,6 +117,12 @@ class Evaluation:
     clients: list[ClientEvaluation]
     drawn_from: int | None = None
     lower_is_better: list[str] = field(default_factory=list)
+    epochs: int | None = None
+
+    @property
+    def step(self) -> int:
+        """The place on the axis of the method's curves: the round, or the epoch if there are several evaluated."""
+        return self.round if self.epochs is None else self.epochs
 
     @property
     def metrics(self) -> list[str]:

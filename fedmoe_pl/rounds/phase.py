@@ -69,6 +69,9 @@ class Phase:
         patience: ends the phase after this many evaluations in a row without a better ``monitor``; None never does.
         min_delta: for ``patience``, a metric is better only if it improves by more than this.
         evaluate_every_n_rounds: evaluate after every n rounds; None means the federation's.
+        evaluate_every_n_epochs: for phases of one round in which clients train alone: callbacks and loggers also get
+            the evaluations after 0, n, 2n ... epochs, so that the phase is a curve over epochs. The clients train from
+            the start for each, which changes no result, but costs as much as these epochs together. None for a dot.
         callbacks: Lightning callbacks of each client's Trainer in this phase, such as ``BestEpoch``, in addition to the
             federation's.
         trainer: arguments of each client's Trainer in this phase, in place of the federation's; ``accelerator``,
@@ -104,6 +107,7 @@ class Phase:
     patience: int | None = None
     min_delta: float = 0.0
     evaluate_every_n_rounds: int | None = None
+    evaluate_every_n_epochs: int | None = None
     callbacks: list[Callback] | None = None
     trainer: dict[str, Any] | None = None
     evaluate_after: Literal["local_training", "aggregation", "both"] | None = None
@@ -184,6 +188,7 @@ class Phase:
             ("patience", 1),
             ("min_delta", 0),
             ("evaluate_every_n_rounds", 0),
+            ("evaluate_every_n_epochs", 1),
         ):
             value, may_be_none = getattr(self, name), getattr(type(self), name, None) is None
             is_number = is_finite(value) and (name == "min_delta" or isinstance(value, int))
@@ -252,6 +257,12 @@ class Phase:
         if self.evaluate_every_n_rounds is not None and not self.evaluate:
             raise MisconfigurationException(
                 f"{self}: evaluate_every_n_rounds is {self.evaluate_every_n_rounds}, which needs evaluate to be true."
+            )
+        alone = self.rounds == 1 and not self.algorithm.federated and self.evaluate
+        if self.evaluate_every_n_epochs is not None and not alone:
+            raise MisconfigurationException(
+                f"{self}: evaluate_every_n_epochs is {self.evaluate_every_n_epochs}, but must be left out, except in "
+                "evaluated phases of one round in which clients train alone."
             )
 
     def _check_trainer(self) -> None:

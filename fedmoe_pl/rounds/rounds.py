@@ -22,6 +22,7 @@ from fedmoe_pl.backends.traffic import Traffic, TransferLog
 from fedmoe_pl.rounds.aggregation_step import aggregated, count_round, log_epsilon, update_epsilon
 from fedmoe_pl.rounds.begin import first_clients
 from fedmoe_pl.rounds.checkpoint import FILE, save_finished
+from fedmoe_pl.rounds.evaluate_epochs import evaluate_epochs
 from fedmoe_pl.rounds.evaluate_round import evaluate_phase, evaluate_round, is_evaluated_after, is_over
 from fedmoe_pl.rounds.evaluation import Evaluation
 from fedmoe_pl.rounds.failures import ClientError, Without
@@ -60,6 +61,8 @@ def run_phase(run: Run, phase: Phase) -> None:
             clients = first_clients(training, draw_cohort(run, phase, state), state.kept)
             state.server = phase.algorithm.server_begin(state.server, clients)
         plan, counter = run.plans.pop(phase.name).begin(training), FlopCounter(training)
+        if phase.evaluate_every_n_epochs is not None and state.server_learns:
+            evaluate_epochs(run, phase, plan)
         while state.round < phase.rounds and not state.stopped:
             evaluations = run_round(run, phase, plan, counter)
     if phase.evaluate and not evaluations:  # the last round was not evaluated, or was run before a resume

@@ -221,9 +221,13 @@ def _write_configuration(run: Run) -> None:
 
 
 def _completed(run: Run) -> dict[str, int]:
-    """The completed rounds of each method of a resumed run, also of methods that have not begun in the checkpoint."""
-    rounds = {name: state.round for name, state in run.states.items()}
-    return {phase.method(moment): rounds.get(phase.name, 0) for phase in run.phases for moment in phase.moments}
+    """The last step of each method of a resumed run, also of methods that have not begun in the checkpoint."""
+    steps: dict[str, int] = {}
+    for phase in run.phases:
+        round = run.states[phase.name].round if phase.name in run.states else 0
+        by_epoch = round and phase.evaluate_every_n_epochs is not None
+        steps |= dict.fromkeys(map(phase.method, phase.moments), phase.epochs(run.trainer) if by_epoch else round)
+    return steps
 
 
 def _loggers(run: Run, logger: bool | Logger | list[Logger]) -> list[Logger]:

@@ -1,0 +1,54 @@
+"""Personalization as a curve over its epochs."""
+
+import pytest
+from helpers.runs import Kill, data, federation, model, phases
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+EPOCHS = 5
+
+
+def personalization(epochs=EPOCHS, every=None):
+    fedavg, expert, mixture = phases()[1:]
+    for phase in (expert, mixture):
+        phase.max_epochs, phase.evaluate_every_n_epochs = epochs, every
+    return [fedavg, expert, mixture]
+
+
+def fitted(path, *callbacks, phases, ckpt_path=None, **kwargs):
+    run = federation(path, phases=phases, callbacks=[*callbacks], **{"logger": True, **kwargs})
+    run.fit(model(), data(), ckpt_path=ckpt_path)
+    return run
+
+
+def points(run, method, tag):
+    log = EventAccumulator(str(run.run_dir / method)).Reload()
+    return [(event.step, event.value) for event in log.Scalars(tag)]
+
+
+@pytest.fixture(scope="module")
+def curve(tmp_path_factory):
+    return fitted(tmp_path_factory.mktemp("curve"), phases=personalization(every=2))
+
+
+def test_every_point_is_the_result_of_a_phase_of_so_many_epochs(curve, tmp_path):
+    means, weights = (points(curve, "PFL-MF", tag) for tag in ("global_test/mean", "mean_gate_weight/global"))
+    assert [step for step, _ in means] == [step for step, _ in weights] == [0, 2, 4, 5]
+    whole = fitted(tmp_path, phases=personalization(), logger=False)
+    assert [evaluation.clients for evaluation in whole.results.values()].__repr__() == [
+        evaluation.clients for evaluation in curve.results.values()
+    ].__repr__(), "the result has the same bits"
+    experts = personalization(epochs=2)[:2]
+    two = fitted(tmp_path, phases=experts, logger=False).results["PFL-FB"].spread("global_test").mean
+    assert dict(points(curve, "PFL-FB", "global_test/mean"))[2] == pytest.approx(two)
+    assert [step for step, _ in points(curve, "PFL-FB", "resources/flops")] == [5], "a forgotten epoch costs nothing"
+    assert [row["round"] for row in curve.run.rows if row["method"] == "PFL-FB"] == [1]
+
+
+@pytest.mark.parametrize(("hook", "n"), [("on_evaluation_end", 7), ("on_phase_end", 2)])
+def test_the_curve_of_a_killed_run_goes_on(hook, n, curve, tmp_path):
+    with pytest.raises(KeyboardInterrupt):
+        fitted(tmp_path, Kill(hook, n), phases=personalization(every=2))
+    resumed = fitted(tmp_path, phases=personalization(every=2), ckpt_path="last")
+    for method in ("PFL-FB", "PFL-MF"):
+        expected = points(curve, method, "local_test/mean")
+        assert [*dict(points(resumed, method, "local_test/mean")).items()] == expected
