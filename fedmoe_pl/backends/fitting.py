@@ -10,6 +10,7 @@ import warnings
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache
+from importlib.metadata import entry_points
 from typing import Any
 
 import torch
@@ -29,9 +30,7 @@ LEAN_TRAINER: dict[str, Any] = {
     "limit_val_batches": 0,
 }
 """Defaults of a client's Trainer. Loggers, progress bars and checkpoints are off; the federation has its own."""
-# Every Trainer looks for callbacks in all installed packages, which takes more than half of the time to make it.
-if hasattr(registry, "entry_points"):
-    registry.entry_points = cache(registry.entry_points)  # pyright: ignore[reportPrivateImportUsage]
+_entry_points = cache(entry_points)
 _MOST_GARBAGE = 2**28  # bytes of the models that Trainers have trained; a collection takes about a tenth of a second
 
 
@@ -64,7 +63,8 @@ def fit(
     callbacks = [*callbacks, *_as_list(settings.pop("callbacks", None))]
     settings["devices"] = [training.device.index or 0] if training.device.type == "cuda" else 1
     with quiet():
-        trainer = Trainer(callbacks=callbacks, **settings)
+        with _packages_read_once():
+            trainer = Trainer(callbacks=callbacks, **settings)
         try:
             trainer.fit(module, batches, validation)
         except SystemExit as exit:
@@ -74,6 +74,20 @@ def fit(
             raise KeyboardInterrupt from exit
     _garbage.add(clients * sum(tensor.nbytes for tensor in training.initial.values()))
     return trainer
+
+
+@contextmanager
+def _packages_read_once() -> Iterator[None]:
+    """Spares each Trainer the search of all installed packages for callbacks, more than half of its making."""
+    looked_up = getattr(registry, "entry_points", None)  # of Lightning's private parts: it may go
+    if looked_up is not entry_points:
+        yield
+        return
+    registry.entry_points = _entry_points  # pyright: ignore[reportPrivateImportUsage]
+    try:
+        yield
+    finally:
+        registry.entry_points = looked_up  # pyright: ignore[reportPrivateImportUsage]
 
 
 def discard(trainer: Trainer) -> None:
