@@ -30,7 +30,7 @@ def main() -> None:
     with torch.inference_mode():
         logits, weights = model.eval().mix(x)
     print("accuracy:", round((logits.argmax(dim=1) == y).float().mean().item(), 3))
-    print("weights of global and local expert on three samples:", weights[:3].numpy().round(3).tolist())
+    print("weights of global and local expert on three samples:", weights[:3].double().numpy().round(3).tolist())
 
 
 if __name__ == "__main__":
