@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -206,7 +205,7 @@ class Federation:
     def export(
         self, model: LightningModule, datamodule: FederatedDataModule, ckpt_path: str = LAST, **choices: Any
     ) -> None:
-        """Writes a client's model and gate to a file for use without this package; choices as in ``export_client``."""
+        """Writes a client's model, with its gate, to a file for use without this package; see ``export_client``."""
         print(export_client(self._resume(model, datamodule, ckpt_path), **choices))
 
     def partition(self, model: LightningModule, datamodule: FederatedDataModule) -> None:
@@ -264,12 +263,7 @@ class Federation:
         return self._set_up(model, datamodule, self.phases, checkpoint.parent.parent, **others)
 
     def _set_up(
-        self,
-        model: LightningModule,
-        datamodule: FederatedDataModule,
-        phases: Sequence[Phase],
-        folder: Path,
-        **others: Any,
+        self, model: LightningModule, datamodule: FederatedDataModule, phases: list[Phase], folder: Path, **others: Any
     ) -> Run:
         """Makes a run with the federation's settings, and all its checks; ``others`` are arguments of ``make_run``."""
         self._run = None  # frees what it holds on a GPU

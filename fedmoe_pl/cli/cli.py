@@ -6,7 +6,7 @@ import shlex
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import yaml
 from jsonargparse import ActionConfigFile, ArgumentParser  # pyright: ignore[reportPrivateImportUsage]
@@ -139,10 +139,7 @@ class FederationCLI(LightningCLI):
             return
         arguments = with_phases(with_files([str(argument) for argument in arguments]))
         if arguments[:1] == ["completion"]:
-            shell = parser.parse_args(arguments)["completion"]["shell"]
-            assert parser._subcommands_action is not None, "fedmoe has commands"
-            print(script(shell, parser._subcommands_action.choices), end="")
-            sys.exit()
+            _print_completion(parser, arguments)
         fault, is_certain = fault_of(arguments, self._subcommand_parsers)
         if fault and is_certain:
             raise MisconfigurationException(fault)
@@ -226,6 +223,16 @@ def _add_federation(parser: ArgumentParser) -> None:
     parser.add_class_arguments(
         Federation, "federation", skip={"trainer", "seed"}, instantiate=False, sub_configs=True, fail_untyped=False
     )
+
+
+def _print_completion(parser: LightningArgumentParser, arguments: list[str]) -> NoReturn:
+    """Runs ``fedmoe completion``, which needs the parsers of all commands."""
+    if len(arguments) == 1:
+        raise MisconfigurationException("completion: the shell is missing; it must be bash or zsh.")
+    shell = parser.parse_args(arguments)["completion"]["shell"]
+    assert parser._subcommands_action is not None, "fedmoe has commands"
+    print(script(shell, parser._subcommands_action.choices), end="")
+    sys.exit()
 
 
 def _command(arguments: Sequence[str]) -> str:

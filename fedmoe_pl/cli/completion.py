@@ -23,45 +23,62 @@ _OPTIMIZERS = [SGD, Adam, AdamW]
 _DEPTH = 3  # of classes in classes whose arguments are completed
 _ZSH = "autoload -U +X compinit && compinit\nautoload -U +X bashcompinit && bashcompinit\n"
 # Options of the command, values of the option before the word, or options of the phases of the files after --config.
-_SCRIPT = r"""_fedmoe() {
-  local word=${COMP_WORDS[COMP_CWORD]} option=${COMP_WORDS[COMP_CWORD-1]} command= each file names prefix i
+# Words get their space here and folders none, because zsh knows no compopt.
+_SCRIPT = r"""_fedmoe_words() {
+  local each
+  for each in $(compgen -W "$1" -- "$2"); do COMPREPLY+=("$3$each "); done
+}
+_fedmoe_files() {
+  local each quoted
+  while IFS= read -r each; do
+    [[ -n $each ]] || continue
+    quoted=$(printf %q "$each"); quoted=${quoted/#\\~/\~}
+    if [[ -d ${each/#\~/$HOME} ]]; then COMPREPLY+=("$quoted/"); else COMPREPLY+=("$quoted "); fi
+  done <<< "$(compgen -f -- "$1")"
+}
+_fedmoe() {
+  local word=${COMP_WORDS[COMP_CWORD]} option=${COMP_WORDS[COMP_CWORD-1]} command= each file names= prefix before i
   COMPREPLY=()
   [[ $word == = ]] && word=
   [[ $option == = ]] && option=${COMP_WORDS[COMP_CWORD-2]}
   for ((i = 1; i < COMP_CWORD; i++)); do
-    each=${COMP_WORDS[i]}
+    each=${COMP_WORDS[i]} before=${COMP_WORDS[i-1]}
+    [[ $before == = ]] && before=${COMP_WORDS[i-2]}
     [[ -z $command && " $_fedmoe_commands " == *" $each "* ]] && command=$each
-    [[ ${COMP_WORDS[i-1]} == --config || ${COMP_WORDS[i-1]} == -c ]] || continue
+    [[ $before == --config || $before == -c ]] || continue
     file=$each; [[ -f $file ]] || file=$_fedmoe_folder/$each.yaml
-    [[ -f $file ]] && names+=$(sed -n 's/^.*[-{] *name: *\([^,}#"]*[^,}#" ]\).*$/\1/p' "$file")$'\n'
+    [[ -f $file ]] && names+=$(sed -n 's/^.*[-{] *name: *["'\'']\{0,1\}\([^,}#"]*[^,}#"'\'' ]\).*$/\1/p' "$file")$'\n'
   done
+  while IFS= read -r each; do
+    [[ -n $each ]] || continue
+    prefix=--federation.phases.$(printf %q "$each").
+    if [[ $word == "$prefix"* ]]; then
+      _fedmoe_words "$_fedmoe_of_phase" "${word#"$prefix"}" "$prefix"
+    elif [[ $word == -* && $prefix == "$word"* ]]; then
+      COMPREPLY+=("$prefix")
+    elif [[ $option == "$prefix"* ]]; then
+      option=.${option#"$prefix"}
+    fi
+  done <<< "$names"
   if [[ -z $command ]]; then
-    COMPREPLY=($(compgen -W "$_fedmoe_commands --help --version" -- "$word"))
+    _fedmoe_words "$_fedmoe_commands --help --version" "$word"
   elif [[ $word == --federation.phases.* ]]; then
-    while IFS= read -r each; do
-      [[ -n $each ]] || continue
-      prefix=--federation.phases.$(printf %q "$each").
-      if [[ $word == "$prefix"* ]]; then
-        for option in $(compgen -W "$_fedmoe_of_phase" -- "${word#"$prefix"}"); do
-          COMPREPLY+=("$prefix$option")
-        done
-      elif [[ $prefix == "$word"* ]]; then
-        COMPREPLY+=("$prefix")
-        compopt -o nospace 2> /dev/null
-      fi
-    done <<< "$names"
+    :
   elif [[ $word == -* ]]; then
-    COMPREPLY=($(compgen -W "$(_fedmoe_options "$command")" -- "$word"))
+    _fedmoe_words "$(_fedmoe_options "$command")" "$word"
   elif [[ $option == --config || $option == -c || $command == configs ]]; then
-    COMPREPLY=($(compgen -W "$_fedmoe_configs" -- "$word") $(compgen -f -- "$word"))
+    _fedmoe_words "$_fedmoe_configs" "$word"
+    _fedmoe_files "$word"
   elif [[ $command == list || $command == completion ]]; then
-    COMPREPLY=($(compgen -W "$(_fedmoe_values "$command")" -- "$word"))
+    _fedmoe_words "$(_fedmoe_values "$command")" "$word"
+  elif [[ $option == -* || $option == .* || $command == report ]]; then
+    _fedmoe_words "$(_fedmoe_values "$option")" "$word"
+    [[ ${#COMPREPLY[@]} == 0 ]] && _fedmoe_files "$word"
   else
-    COMPREPLY=($(compgen -W "$(_fedmoe_values "$option")" -- "$word"))
-    [[ ${#COMPREPLY[@]} == 0 ]] && COMPREPLY=($(compgen -f -- "$word"))
+    _fedmoe_words "$(_fedmoe_options "$command")" "$word"
   fi
 }
-complete -F _fedmoe fedmoe
+complete -o nospace -F _fedmoe fedmoe
 """
 
 
@@ -81,9 +98,10 @@ def script(shell: str, parsers: Mapping[str, ArgumentParser]) -> str:
     """
     options = {command: _options(arguments_of(parser), "--") for command, parser in parsers.items()}
     common = set.intersection(*({*each} for each in options.values() if any("." in name for name in each)))
-    values = {option: words for each in options.values() for option, words in each.items() if words}
-    values |= {"list": [kind for kind in KINDS if " " not in kind], "completion": ["bash", "zsh"]}
-    of_phase = [name[2:] for name in _options(arguments_of_class(Phase), "--", 2)]
+    of_phase = _options(arguments_of_class(Phase), "", 2)
+    options_and_words = [*options.values(), {f".{name}": words for name, words in of_phase.items()}]
+    values = {option: words for each in options_and_words for option, words in each.items() if words}
+    values |= {"list": [*KINDS], "completion": ["bash", "zsh"]}
     own = {command: [*sorted({*each} - common), "--help"] for command, each in options.items()}
     cases = [
         f"    {command}) echo {_quoted(['$_fedmoe_common', *own[command]] if common <= {*each} else own[command])};;"
@@ -114,9 +132,9 @@ def _options(arguments: Mapping[str, Argument], prefix: str, depth: int = _DEPTH
     for name, (hint, _, _) in arguments.items():
         kinds = kinds_of(hint)
         items = [kind for each in kinds if is_list(each) for kind in kinds_of(get_args(each)[0])]
-        classes = _classes(kinds)
-        plain = [word for kind in kinds for word in _words(kind)]
-        options[f"{prefix}{name}"] = [*plain, *(each.__name__ for each in classes)]
+        classes = [] if str in kinds else _classes(kinds)  # texts are shorter, such as "cpu" for an accelerator
+        words = [*(word for kind in kinds for word in _words(kind)), *(each.__name__ for each in classes)]
+        options[f"{prefix}{name}"] = [] if words == ["null"] else words
         if listed := _classes(items):
             options[f"{prefix}{name}+"] = [each.__name__ for each in listed]
         for each in classes if depth else []:

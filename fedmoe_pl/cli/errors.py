@@ -25,10 +25,10 @@ def one_sentence(message: str) -> str:
     """
     key = ".init_args.".join(re.findall(r'Parser key "([^"]+)"', message))
     if match := re.search(r"arguments are required: (.+)", message):
-        missing = match[1].strip().replace("fit.", "")
+        missing = re.sub(r"\b[a-z]+\.(?=federation\.|data\b|model\b)", "", match[1].strip())
         if key:
             return f"{key}.init_args.{missing} is required, but missing."
-        return f"no --config has {missing.replace(', ', ' and ')}; {OVERLAY}."
+        return f"no --config has {' and '.join(missing.split(', '))}; {OVERLAY}."
     return " ".join(line.strip(" -") for line in message.splitlines()).replace('Parser key "', "").replace('":', ":")
 
 

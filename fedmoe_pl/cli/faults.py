@@ -50,13 +50,12 @@ def unknown_argument(message: str, arguments: Sequence[str], parsers: Mapping[st
     Returns:
         The sentence; empty if the message is about something else.
     """
-    if match := re.search(r"argument subcommand: invalid choice: '(.*?)' \(", message):
-        before = arguments[: arguments.index(match[1])] if match[1] in arguments else []
-        if before and before[-1].startswith("--"):
-            return f"{before[-1]} comes before the command; write, for example, fedmoe fit {before[-1]} {match[1]}."
-        return f"{match[1]} is not a command; {did_you_mean(match[1], parsers)}"
-    match = re.match(r"[Uu]nrecognized arguments: (\S+)", message)
     subcommand = next((argument for argument in arguments if argument in parsers), None)
+    if "subcommand" in message:
+        return _fault_of_command(message, arguments)
+    if subcommand and "arguments are required" in message and not any(map(_is_config, arguments)):
+        return f"{subcommand} needs a configuration, as in fedmoe {subcommand} --config quickstart."
+    match = re.match(r"[Uu]nrecognized arguments: (\S+)", message)
     if match is None or subcommand is None:
         return ""
     option = match[1].partition("=")[0]
@@ -65,3 +64,19 @@ def unknown_argument(message: str, arguments: Sequence[str], parsers: Mapping[st
     known, configuration = arguments_of(parsers[subcommand]), {}
     put(configuration, option[2:].split("."), None)
     return next(faults(configuration, known), f"{option} is not an argument of {subcommand}.")
+
+
+def _fault_of_command(message: str, arguments: Sequence[str]) -> str:
+    """A sentence for a command that is unknown, missing, or not the first argument."""
+    if arguments and arguments[0].startswith("-"):
+        option = arguments[0].partition("=")[0]
+        return f"{option} must come after the command, as in fedmoe fit {option} ..."
+    if choices := re.search(r"invalid choice: '(.*?)' \(choose from (.*)\)", message):
+        return f"{choices[1]} is not a command; {did_you_mean(choices[1], re.findall('[a-z]+', choices[2]))}"
+    if not arguments:
+        return "the command is missing, as in fedmoe fit --config quickstart; fedmoe --help lists all commands."
+    return ""
+
+
+def _is_config(argument: str) -> bool:
+    return argument.partition("=")[0] in ("--config", "-c")

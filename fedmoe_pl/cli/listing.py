@@ -39,7 +39,7 @@ def _classes(module: Any, base: type, *but: type) -> list[type]:
 
 KINDS = {
     "algorithms": _classes(fedmoe_pl.algorithms, Algorithm),
-    "server optimizers": _classes(fedmoe_pl.algorithms, Optimizer),
+    "server_optimizers": _classes(fedmoe_pl.algorithms, Optimizer),
     "models": _classes(fedmoe_pl.models, LightningModule),
     "experts": _classes(fedmoe_pl.models, nn.Module, LightningModule, Gate),
     "gates": _classes(fedmoe_pl.models, Gate),
@@ -57,7 +57,7 @@ KINDS = {
 def list_parser() -> ArgumentParser:
     """The parser of ``fedmoe list``."""
     parser = ArgumentParser(prog="fedmoe list", description=DESCRIPTION, allow_abbrev=False, exit_on_error=False)
-    parser.add_argument("kinds", nargs="*", metavar="KIND", help=f"only these: {', '.join(KINDS)}")
+    parser.add_argument("kinds", nargs="*", default=[], metavar="KIND", help=f"only these: {', '.join(KINDS)}")
     return parser
 
 

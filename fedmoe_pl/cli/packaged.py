@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import fnmatch
 import os
 import re
@@ -93,6 +94,7 @@ def configs_parser() -> ArgumentParser:
     parser.add_argument(
         "names",
         nargs="*",
+        default=[],
         metavar="NAME",
         help="configuration to copy, or a pattern such as 'papers/*'; its base comes along; without any, all are "
         "listed",
@@ -108,15 +110,15 @@ def _path(name: str) -> Path:
 def _file(value: str) -> str:
     if "{" in value or Path(os.path.expanduser(value)).exists():
         return value
-    name = value.removesuffix(".yaml").removeprefix("configs/")
-    if name not in names():
+    if value in names():
+        return str(_path(value))
+    similar = difflib.get_close_matches(value.removesuffix(".yaml").removeprefix("configs/"), names(), n=1)
+    if not similar:
         return value
-    if name != value:
-        raise MisconfigurationException(
-            f"config is '{value}', but there is no such file; did you mean {name}, which the package has? "
-            f"`fedmoe configs {name}` copies it."
-        )
-    return str(_path(name))
+    raise MisconfigurationException(
+        f"config is '{value}', but there is no such file; did you mean {similar[0]}, which the package has? "
+        f"`fedmoe configs {similar[0]}` copies it."
+    )
 
 
 def _matching(pattern: str) -> list[str]:

@@ -72,9 +72,14 @@ def _phase_of(argument: str, phases: Sequence[Any]) -> tuple[dict[str, Any], str
     """The phase that an argument names, and the rest of the argument; a name may have dots."""
     rest = argument.removeprefix(f"{_OPTION}.")
     names = {str(phase["name"]): phase for phase in phases if isinstance(phase, dict) and "name" in phase}
-    name = max((name for name in names if rest.startswith(f"{name}.")), key=len, default=None)
+    fitting = [name for name in names if rest.startswith(f"{name}.") and rest != f"{name}."]
+    name = max(fitting, key=len, default=None)
     if name is None:
         word = rest.partition("=")[0]
+        if word.rstrip(".") in names:
+            raise MisconfigurationException(
+                f"{PHASES}.{word} needs one of the phase's arguments, such as {PHASES}.{word.rstrip('.')}.rounds."
+            )
         similar = difflib.get_close_matches(word.partition(".")[0], names, n=1)
         hint = f"did you mean {similar[0]}?" if similar else f"the phases are {', '.join(names)}."
         raise MisconfigurationException(

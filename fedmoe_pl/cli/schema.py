@@ -9,11 +9,9 @@ import difflib
 import functools
 import importlib
 import inspect
-import math
-from argparse import ArgumentError
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, get_args, get_origin
+from typing import Any, NamedTuple, get_args, get_origin
 
 from jsonargparse import ArgumentParser
 from lightning.pytorch import Callback, LightningModule
@@ -26,6 +24,7 @@ from fedmoe_pl.algorithms.algorithm import Algorithm
 from fedmoe_pl.backends import Backend
 from fedmoe_pl.callbacks import FederationCallback
 from fedmoe_pl.cli.reading import Inherited, names_file, read_file
+from fedmoe_pl.cli.values import is_nan, is_plain, parses
 from fedmoe_pl.cli.words import allowed, classes_of, did_you_mean, is_callable, is_list, kinds_of, shown
 from fedmoe_pl.data import Augmentation, FederatedDataModule, Partitioner
 from fedmoe_pl.models import Gate
@@ -49,6 +48,7 @@ _PLACES: dict[type, str] = {
     nn.Module: "the model's arguments",
 }
 """Where the classes of each kind belong, the narrower kinds first."""
+_SECTIONS = {"model", "data"}
 _OF_CLASS = ("class_path", "init_args", "dict_kwargs")
 
 
@@ -62,6 +62,14 @@ class Argument(NamedTuple):
 
 def arguments_of(parser: ArgumentParser) -> dict[str, Argument]:
     """The arguments of a parser, by name, such as ``trainer.devices``."""
+    arguments = _arguments(parser)
+    for name in _SECTIONS & arguments.keys():  # the parser adds null to the types of classes that must be given
+        hint = next(kind for kind in kinds_of(arguments[name].hint) if kind is not type(None))
+        arguments[name] = Argument(hint, ..., True)
+    return arguments
+
+
+def _arguments(parser: ArgumentParser) -> dict[str, Argument]:
     return {
         action.dest: Argument(getattr(action, "_typehint", Any), action.default, action.required)
         for action in parser._actions
@@ -74,7 +82,7 @@ def arguments_of_class(class_type: type) -> dict[str, Argument]:
     """The arguments of a class's constructor, by name."""
     parser = ArgumentParser(exit_on_error=False)
     parser.add_class_arguments(class_type, fail_untyped=False)
-    return arguments_of(parser)
+    return _arguments(parser)
 
 
 def faults(configuration: Mapping[str, Any], arguments: Mapping[str, Argument]) -> Iterator[str]:
@@ -117,11 +125,7 @@ def _faults(value: Any, argument: Argument, key: str) -> Iterator[str]:
     named = [get_args(kind)[1] for kind in kinds if get_origin(kind) is dict and classes_of(get_args(kind)[1])]
     if (classes or items) and str not in kinds and names_file(value):
         value = read_file(value, key)
-    if (
-        Any in kinds
-        or _is_plain(value, kinds)
-        or (value is None and argument.default is None and not argument.required)
-    ):
+    if Any in kinds or is_plain(value, kinds) or (value is None and argument.default is None and not argument.required):
         return
     if isinstance(value, list) and items:
         for index, item in enumerate(value):
@@ -139,11 +143,11 @@ def _faults(value: Any, argument: Argument, key: str) -> Iterator[str]:
         found = find_class(value, hint, classes, key)
         if inspect.isclass(found):
             yield from _missing(found, {}, hint, f"{key}.init_args")
-        elif not _parses(value, hint):
+        elif not parses(value, hint):
             yield found if isinstance(found, str) else f"{key} is {shown(value)}, but must be {allowed(hint)}."
-    elif _is_nan(value) and {int, float} & {*kinds}:
+    elif is_nan(value) and {int, float} & {*kinds}:
         yield f"{key} is nan, but must be a finite number."
-    elif value is None or _is_nan(value) or not _parses(value, hint):
+    elif value is None or is_nan(value) or not parses(value, hint):
         yield f"{key} is {shown(value)}, but must be {allowed(hint)}."
 
 
@@ -167,7 +171,7 @@ def _faults_of_class(node: Mapping[str, Any], hint: Any, classes: tuple[type, ..
     else:
         class_type, given, prefix = classes[0], node, key
     if not inspect.isclass(class_type):  # a function that makes an object
-        if any(map(is_callable, kinds_of(hint))) or not _parses(node, hint):
+        if any(map(is_callable, kinds_of(hint))) or not parses(node, hint):
             yield f"{key} is {shown(node)}, but must be {allowed(hint)}."
         return
     if not isinstance(given, Mapping):
@@ -247,38 +251,6 @@ def sub_classes(classes: tuple[type, ...]) -> Iterator[type]:
             waiting += type.__subclasses__(class_type)
             if not class_type.__name__.startswith("_"):
                 yield class_type
-
-
-def _is_plain(value: Any, kinds: list[Any]) -> bool:
-    """Whether the value is of one of the types without more ado; the parser decides about others."""
-    if value is None:
-        return type(None) in kinds
-    if isinstance(value, list):
-        return any(
-            get_origin(kind) is list and all(_is_plain(item, [*get_args(kind)]) for item in value) for kind in kinds
-        )
-    if _is_nan(value):
-        return False
-    literals = [each for kind in kinds if get_origin(kind) is Literal for each in get_args(kind)]
-    return type(value) in kinds or (type(value) is int and float in kinds) or value in literals
-
-
-def _is_nan(value: Any) -> bool:
-    return isinstance(value, float) and math.isnan(value)
-
-
-def _parses(value: Any, hint: Any) -> bool:
-    """Whether the parser takes the value for one of the type."""
-    parser = ArgumentParser(exit_on_error=False)
-    try:
-        parser.add_argument("--value", type=hint)
-    except ValueError:  # a type that the parser does not know
-        return True
-    try:
-        parser.parse_object({"value": value})
-    except ArgumentError:
-        return False
-    return True
 
 
 def place_in(items: list[Any], index: int, key: str) -> str:

@@ -76,8 +76,13 @@ def _words(kind: Any) -> list[str]:
     if get_origin(kind) is dict or kind is dict:
         return ["keys and values"]
     if classes := classes_of(kind):
-        return [f"{'an' if each.__name__[0] in 'AEIOU' else 'a'} {each.__name__}" for each in classes]
+        return [f"{_article(each.__name__)} {each.__name__}" for each in classes]
     return [getattr(kind, "__name__", str(kind))]
+
+
+def _article(name: str) -> str:
+    """``an`` before a vowel and before an abbreviation that is read as one, such as LRScheduler."""
+    return "an" if re.match(r"[AEIOU]|[FHLMNRSX][A-Z]", name) else "a"
 
 
 def did_you_mean(name: Any, names: Iterable[str]) -> str:

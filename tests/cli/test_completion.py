@@ -39,6 +39,18 @@ COMPLETED = {
     ("fit", "--config", "quickstart", "--federation.phases.FedAvg.clients_p"): (
         ["--federation.phases.FedAvg.clients_per_round"]
     ),
+    ("fit", "--config", "=", "quickstart", "--federation.phases.FedAvg.clients_p"): (
+        ["--federation.phases.FedAvg.clients_per_round"]
+    ),
+    ("fit", "--config", "own.yaml", "--federation.phases.quoted"): ["--federation.phases.quoted.name."],
+    ("fit", "--config", "quickstart", r"--federation.phases.label\ prior.gate", "Fea"): ["FeatureGate"],
+    ("fit", "--config", "quickstart", "--federation.phases.FedAvg.evaluate", "=", "f"): ["false"],
+    ("fit", "--config", "fol"): ["folder/"],
+    ("fit", "--model", ""): ["PersonalizedMoE", "SparseMoE"],
+    ("test", "--ckpt_path", "fol"): ["folder/"],
+    ("fit", "--trainer.accelerator", "C"): [],
+    ("export", ""): ["--format", "--method"],
+    ("list", "server"): ["server_optimizers"],
     ("list", "part"): ["partitioners"],
     ("report", "--base"): ["--baseline"],
 }
@@ -52,13 +64,17 @@ def test_bash_completes_commands_options_and_values(script):
         commands += [f"COMP_WORDS=({quoted}) COMP_CWORD={len(words)}", "_fedmoe"]
         commands += ['IFS="|"; echo "${COMPREPLY[*]}"', "unset IFS"]
     (script.parent / "sed").symlink_to(shutil.which("sed"))
+    (script.parent / "folder").mkdir()
+    (script.parent / "own.yaml").write_text("federation:\n  phases:\n    - {name: 'quoted.name', algorithm: FedAvg}\n")
     bash = ["bash", "-c", "\n".join(commands)]
     run = subprocess.run(bash, capture_output=True, text=True, cwd=script.parent, timeout=30)
     assert not run.stderr
     for (words, expected), line in zip(COMPLETED.items(), run.stdout.splitlines(), strict=True):
-        completed = line.split("|")
+        completed = [word.removesuffix(" ") for word in line.split("|") if word]
         assert {*expected} <= {*completed}, words
         assert len(completed) == len(expected) or not words[-1]
+        assert "null" not in completed or len(completed) > 1
+        assert not words[-1].startswith("--federation.phases.F") or line.endswith(".") or line.endswith(" ")
 
 
 def test_another_shell_is_refused(capsys):

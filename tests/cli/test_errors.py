@@ -14,7 +14,7 @@ from fedmoe_pl.algorithms import FedAvg, PersonalizedExpert
 from fedmoe_pl.backends import StackedBackend
 from fedmoe_pl.cli import FederationCLI, main
 from fedmoe_pl.cli.errors import cause_of, with_key
-from fedmoe_pl.cli.faults import fault_of, unknown_argument
+from fedmoe_pl.cli.faults import fault_of
 from fedmoe_pl.cli.phases import with_phases
 from fedmoe_pl.data import Digits, Dirichlet
 from fedmoe_pl.models import ConstantGate
@@ -58,6 +58,9 @@ def refusal(parser, *arguments: str) -> str:
 PARTITIONER = "data.init_args.partitioner.init_args"
 OPTIMIZER = "model.init_args.optimizer.init_args"
 NOT_PARSED = {
+    "model is null, but must be a LightningModule.": ["--model=null"],
+    "trainer.max_epoch is not an argument of trainer; did you mean max_epochs?": ["--trainer.max_epoch=3"],
+    "print_confg is not an argument; did you mean print_config?": ["--print_confg=1"],
     "federation.naem is not an argument of federation; did you mean name?": ["--federation.naem", "x"],
     "data.init_args.num_cliets is not an argument of Digits; did you mean num_clients?": ["--data.num_cliets", "3"],
     "data.init_args.num_clients is 'ten', but must be int or null.": ["--data.init_args.num_clients", "ten"],
@@ -78,7 +81,7 @@ NOT_PARSED = {
     "federation.logger is 'torch.nn.Linear', which is a Module, but must be bool or a Logger or a list of Logger; a": (
         ["--federation.logger", "torch.nn.Linear"]
     ),
-    "model is 'Digits', which is a FederatedDataModule, but must be a LightningModule or null; a FederatedDataModule "
+    "model is 'Digits', which is a FederatedDataModule, but must be a LightningModule; a FederatedDataModule "
     "belongs in data.": ["--model", "Digits"],
     "federation.callbacks[0] is 'EarlyStopping', which is a Callback, but must be a FederationCallback; a Callback "
     "belongs in trainer.callbacks or a phase's callbacks.": ["--federation.callbacks", "[EarlyStopping]"],
@@ -189,35 +192,6 @@ def test_nothing_in_a_configuration_of_the_repository_is_refused(path, parser):
     assert not fault_of(["fit", *files], {"fit": parser})[0]
 
 
-@pytest.mark.parametrize(
-    ("message", "arguments", "sentence"),
-    [
-        (
-            "Unrecognized arguments: --trainer.max_epoch",
-            ["fit"],
-            "trainer.max_epoch is not an argument of trainer; did",
-        ),
-        ("unrecognized arguments: --modle.x", ["fit"], "modle is not an argument; did you mean model?"),
-        (
-            "unrecognized arguments: --print_confg",
-            ["fit"],
-            "print_confg is not an argument; did you mean print_config?",
-        ),
-        ("unrecognized arguments: x y", ["fit", "x", "y"], "x is not an argument of fit; arguments are written as --n"),
-        ("argument subcommand: invalid choice: 'fi' (choose ...)", ["fi"], "fi is not a command; did you mean fit?"),
-        (
-            "argument subcommand: invalid choice: '3' (choose ...)",
-            ["--trainer.max_epochs", "3", "fit"],
-            "--trainer.max_epochs comes before the command; write, for example, fedmoe fit --trainer.max_epochs 3.",
-        ),
-        ("argument --model: expected one argument", ["fit", "--model"], ""),
-    ],
-)
-def test_what_the_parser_does_not_know_is_named(message, arguments, sentence, parser):
-    assert unknown_argument(message, arguments, {"fit": parser}).startswith(sentence)
-    assert bool(sentence) == bool(unknown_argument(message, arguments, {"fit": parser}))
-
-
 UNKNOWN = {
     "modle: {}": "modle is not an argument; did you mean model?",
     "trainer: {max_epoch: {}}": "trainer.max_epoch is not an argument of trainer; did you mean max_epochs?",
@@ -325,82 +299,3 @@ def changed(configuration: dict, key: str, value: object) -> dict:
         node = node[names.index(parent) if isinstance(node, list) else parent]
     node[last] = value
     return config
-
-
-GATE = {"class_path": "a.LinearGate"}
-PHASES = [
-    {"name": "Local", "algorithm": {"class_path": "a.Local", "init_args": {"trainable": "x"}}, "rounds": 1},
-    {
-        "name": "B",
-        "algorithm": {"class_path": "a.PFLMoE", "init_args": {"gate_fraction": 0.5}},
-        "rounds": 0,
-        "gate": None,
-    },
-    {"name": "C", "algorithm": {"class_path": "a.PFLMoE", "init_args": {"gate_fraction": 0.5}}, "rounds": 0},
-    {
-        "name": "D",
-        "algorithm": {"class_path": "a.PFLMoE", "init_args": {"gate_fraction": 2.0}},
-        "rounds": 0,
-        "gate": GATE,
-    },
-]
-SMALL = {
-    "model": {"class_path": "a.A", "init_args": {"gate": GATE}},
-    "data": {"class_path": "a.Digits", "init_args": {"num_clients": None, "mean": [0.5], "pool": True}},
-    "trainer": {"gradient_clip_val": 50, "max_epochs": 2, "callbacks": None},
-    "federation": {"phases": PHASES, "store": "cloud", "callbacks": None},
-    "ckpt_path": "none.ckpt",
-}
-
-
-@pytest.mark.parametrize(
-    ("message", "completed"),
-    [
-        ("Phase 'C': rounds is 0, but", "federation.phases.C.rounds is 0, but"),
-        (
-            "PFLMoE: gate_fraction is 2.0, but",
-            "PFLMoE: federation.phases.D.algorithm.init_args.gate_fraction is 2.0, but",
-        ),
-        (
-            "Phase 'C': PFLMoE: gate_fraction is 0.5, but",
-            "PFLMoE: federation.phases.C.algorithm.init_args.gate_fraction is 0.5, but",
-        ),
-        ("Phase 'D': A: gate is a LinearGate, but", "A: federation.phases.D.gate is a LinearGate, but"),
-        ("Phase 'B': A: gate is a LinearGate, but", "Phase 'B': A: model.init_args.gate is a LinearGate, but"),
-        ("Phase 'B': gradient_clip_val is 50, but", "Phase 'B': trainer.gradient_clip_val is 50, but"),
-        ("Dirichlet: num_clients is not set, but", "Dirichlet: data.init_args.num_clients is not set, but"),
-        ("Digits: mean is [0.5], but", "Digits: data.init_args.mean is [0.5], but"),
-        ("Digits: pool is true, but", "Digits: data.init_args.pool is true, but"),
-        ("pool is true, but", "data.init_args.pool is true, but"),
-        ("Federation: store is 'cloud', but", "Federation: federation.store is 'cloud', but"),
-        ("Federation: callbacks has a PFLMoE.", "Federation: federation.callbacks has a PFLMoE."),
-        (
-            "PFLMoE: gate_fraction is 0.5, but",
-            "PFLMoE: federation.phases.B.algorithm.init_args.gate_fraction or "
-            "federation.phases.C.algorithm.init_args.gate_fraction is 0.5, but",
-        ),
-        ("algorithm is a Local, but", "federation.phases.Local.algorithm is a Local, but"),
-    ],
-)
-def test_an_argument_is_completed_to_its_key(message, completed):
-    assert with_key(message, SMALL) == completed
-
-
-def test_a_phase_whose_name_is_refused_is_named_by_its_place():
-    configuration = {"federation": {"name": "..", "phases": [{"name": "FedAvg"}, {"name": ".."}]}}
-    assert with_key("Phase: name is '..', but", configuration) == "Phase: federation.phases[1].name is '..', but"
-
-
-@pytest.mark.parametrize(
-    "message",
-    [
-        "callbacks is None, but",  # of the trainer or of the federation
-        "Dirichlet: alpha is -1.0, but",  # nowhere
-        "ckpt_path is 'none.ckpt', but",  # is a key as it is
-        "trainer.max_epochs is 2, but",
-        "trainer: `devices` selected with `CPUAccelerator` should be an int > 0.",
-        "Something else went wrong.",
-    ],
-)
-def test_a_message_whose_key_is_not_certain_stays_as_it_is(message):
-    assert with_key(message, SMALL) == message

@@ -44,6 +44,8 @@ def test_a_file_that_is_not_here_is_told_from_one_of_the_package(tmp_path, monke
     monkeypatch.chdir(tmp_path)
     with pytest.raises(MisconfigurationException, match=r"'configs/quickstart\.yaml', but there is no such file; "):
         with_files(["fit", "--config", "configs/quickstart.yaml"])
+    with pytest.raises(MisconfigurationException, match=r"did you mean quickstart, which the package has\?"):
+        with_files(["fit", "--config", "quickstat"])
     assert with_files(["fit", "--config", "other.yaml"])[-1] == "other.yaml"
 
 

@@ -86,6 +86,9 @@ REFUSED = {
     "federation.phases.FedAvg.rounds is an argument of a phase, but no --config before it has any.": (
         ["--federation.phases.FedAvg.rounds=3", "--config", QUICKSTART]
     ),
+    "federation.phases.FedAvg needs one of the phase's arguments, such as federation.phases.FedAvg.rounds.": (
+        ["--config", QUICKSTART, "--federation.phases.FedAvg", "null"]
+    ),
     "federation.phases.FedAvg.rounds has no value.": ["--config", QUICKSTART, "--federation.phases.FedAvg.rounds"],
 }
 
