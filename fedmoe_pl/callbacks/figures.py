@@ -9,6 +9,7 @@ from matplotlib import colormaps
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.collections import PathCollection
 from matplotlib.figure import Figure
+from matplotlib.patches import Patch
 from matplotlib.ticker import MaxNLocator
 from torch import Tensor
 
@@ -19,6 +20,7 @@ COLORS = ("#0072B2", "#E69F00", "#009E73", "#D55E00", "#CC79A7", "#56B4E9", "#00
 """Okabe and Ito's colours, which colour-blind readers can tell apart."""
 
 LINE_STYLES = ("-", "--", ":")
+_MOST_NAMED_CLASSES = 20  # whose colours are named
 MARKERS = ("o", "s", "^", "D", "v", "P", "X", "*")
 
 
@@ -78,6 +80,10 @@ def representation_figure(
     for handle in legend.legend_handles:
         if isinstance(handle, PathCollection):
             handle.set_color("black")  # a client's samples have the colours of their classes
+    shown, first = np.unique(classes, return_index=True)
+    if 1 < len(shown) <= _MOST_NAMED_CLASSES:
+        of_classes = [Patch(color=colors[place], label=str(label)) for label, place in zip(shown, first, strict=True)]
+        figure.legend(handles=of_classes, title="class", loc="outside right center", frameon=False)
     return figure
 
 
