@@ -1,7 +1,10 @@
 """Builds the documentation; `CONTRIBUTING.md` has the command."""
 
+import os
 from importlib.metadata import version as version_of
 from pathlib import Path
+
+os.environ["OMP_NUM_THREADS"] = "1"  # of each tutorial, because several are executed at the same time
 
 project = "fedmoe_pl"
 author = "The fedmoe_pl developers"

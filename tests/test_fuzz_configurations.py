@@ -143,7 +143,7 @@ def faults_of(number: int, seed: int, arguments, folder, capfd) -> list[str]:
 
 
 def test_a_few_malformed_configurations_are_refused(arguments, tmp_path, capfd):
-    faults = faults_of(20, 0, arguments, tmp_path, capfd)
+    faults = faults_of(12, 0, arguments, tmp_path, capfd)
     assert not faults, "\n".join(faults)
 
 

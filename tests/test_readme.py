@@ -45,7 +45,10 @@ def test_every_command_runs_in_the_order_of_the_pages(tmp_path, monkeypatch, cap
     commands = [line.split(" && ")[-1] for block in blocks("bash", text) for line in block.splitlines()]
     commands = [command.split("  #")[0].strip() for command in commands if re.match("fedmoe (?!benchmark)", command)]
     assert len(commands) == 10
-    (tmp_path / "configs").symlink_to(REPOSITORY / "configs")
+    (tmp_path / "configs").mkdir()
+    short = re.sub(r"(rounds|max_epochs): [1-9]\d+", r"\1: 2", Path(QUICKSTART).read_text())
+    short = short.replace("num_clients: 20", "num_clients: 5")
+    (tmp_path / "configs/quickstart.yaml").write_text(short)
     monkeypatch.chdir(tmp_path)
     table = None
     for command in commands:

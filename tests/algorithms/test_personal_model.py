@@ -1,5 +1,7 @@
 """What all methods of personalization must do: agree in both backends, resume, and serve newcomers."""
 
+import functools
+
 import pytest
 import torch
 from helpers import blobs, mixture
@@ -62,9 +64,15 @@ def fitted(path, name, ckpt_path=None, **kwargs):
     return one
 
 
+@pytest.fixture(scope="module")
+def whole_run(tmp_path_factory):
+    """Gives the finished run of a method, which is made once."""
+    return functools.cache(lambda name: fitted(tmp_path_factory.mktemp("whole"), name))
+
+
 @pytest.mark.parametrize("name", [name for name in CASES if name != "Per-FedAvg, second order"])
-def test_a_run_killed_and_resumed_ends_with_the_same_bits(name, tmp_path):
-    whole = fitted(tmp_path / "whole", name)
+def test_a_run_killed_and_resumed_ends_with_the_same_bits(name, whole_run, tmp_path):
+    whole = whole_run(name)
     with pytest.raises(KeyboardInterrupt):
         fitted(tmp_path / "killed", name, callbacks=[Kill("on_round_end", 2)])
     again = fitted(tmp_path / "killed", name, "last")
@@ -75,16 +83,16 @@ def test_a_run_killed_and_resumed_ends_with_the_same_bits(name, tmp_path):
 
 
 @pytest.mark.parametrize("name", ["FedBN", "APFL"])
-def test_two_workers_give_the_bits_of_one_process(name, tmp_path):
+def test_two_workers_give_the_bits_of_one_process(name, whole_run, tmp_path):
     """FedBN finds its layers before workers are made, APFL's clients compute a gradient before their training."""
-    one, two = fitted(tmp_path / "1", name), fitted(tmp_path / "2", name, backend=TwoInThisProcess(AutoBackend()))
+    one, two = whole_run(name), fitted(tmp_path, name, backend=TwoInThisProcess(AutoBackend()))
     assert_same(one.run.states[name].server, two.run.states[name].server)
     assert_same(one.results[name].clients, two.results[name].clients)
 
 
 @pytest.mark.parametrize("name", [name for name in CASES if name != "Per-FedAvg, second order"])
-def test_a_newcomer_has_a_model_of_its_own_around_what_the_server_sends(name, tmp_path):
-    first = fitted(tmp_path, name)
+def test_a_newcomer_has_a_model_of_its_own_around_what_the_server_sends(name, whole_run, tmp_path):
+    first = whole_run(name)
     algorithm, gate = CASES[name]
     data = blobs(sizes=(9, 8))
     data.x = data.x + 0.5

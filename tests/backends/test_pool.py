@@ -95,16 +95,15 @@ def test_a_killed_process_is_replaced_and_the_bits_stay(alone, pool, tmp_path):
     assert_same(run.run.states["FedAvg"].server, alone.run.states["FedAvg"].server)
 
 
-def test_an_exception_in_a_process_names_the_client_and_closes_the_workers(tmp_path):
-    before, two = children(), {"accelerator": "cpu", "devices": 2}
-    phases = [Phase("FedAvg", FedAvg(), evaluate=False)]
-    run = federation(tmp_path, phases, trainer=two, backend=TrainerBackend(), on_client_failure="raise")
+def test_an_exception_in_a_process_names_the_client_and_closes_the_workers(pool, tmp_path):
+    phases, closed = [Phase("FedAvg", FedAvg(), evaluate=False)], pool.closed
+    run = federation(tmp_path, phases, backend=pool, on_client_failure="raise")
     message = "^Phase 'FedAvg', round 1, client 0: ZeroDivisionError: in a client$"
     with pytest.raises(ClientError, match=message) as error:
         run.fit(Fails(partial(ZeroDivisionError, "in a client")), data(sizes=SIZES))
     cause = error.value.__cause__
     assert isinstance(cause, ZeroDivisionError) and "in training_step" in str(cause.__cause__)
-    assert children() == before
+    assert pool.closed > closed
 
 
 SCRIPT = """

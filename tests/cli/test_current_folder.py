@@ -55,13 +55,31 @@ def test_version(capsys):
     assert capsys.readouterr().out == f"fedmoe {fedmoe_pl.__version__}\n"
 
 
-@pytest.mark.parametrize("devices", [1, pytest.param(2, marks=pytest.mark.slow)])
-def test_modules_in_the_current_folder_can_be_imported_also_by_workers(devices, tmp_path):
+@pytest.fixture
+def own_folder(tmp_path):
+    """A folder with a configuration of a model that is defined there."""
     (tmp_path / "my_project").mkdir()
     (tmp_path / "my_project/model.py").write_text(MODEL)
     (tmp_path / "own.yaml").write_text(CONFIGURATION)
-    command = [Path(sysconfig.get_path("scripts")) / "fedmoe", "fit", "--config", "own.yaml", "--trainer.devices"]
-    result = subprocess.run([*command, str(devices)], cwd=tmp_path, capture_output=True, text=True)
-    assert result.returncode == 0, result.stderr
+    yield tmp_path
     (checkpoint,) = tmp_path.rglob("all_clients.ckpt")
     assert torch.load(checkpoint, weights_only=True)["state_dict"]["net.1.weight"].shape == (7, 64)
+
+
+FEDMOE = str(Path(sysconfig.get_path("scripts")) / "fedmoe")
+
+
+def test_the_installed_command_imports_modules_in_the_current_folder(own_folder, monkeypatch):
+    """In this process, which spares the imports; the module stays, because jsonargparse knows its class from now on."""
+    monkeypatch.chdir(own_folder)
+    monkeypatch.setattr("sys.argv", [FEDMOE, "fit", "--config", "own.yaml"])
+    with pytest.raises(SystemExit) as exit:
+        runpy.run_path(FEDMOE, run_name="__main__")
+    assert not exit.value.code
+
+
+@pytest.mark.slow
+def test_modules_in_the_current_folder_can_be_imported_by_workers(own_folder):
+    command = [FEDMOE, "fit", "--config", "own.yaml", "--trainer.devices", "2"]
+    result = subprocess.run(command, cwd=own_folder, capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr
