@@ -1,4 +1,4 @@
-"""Type hints: a user's script with what the README shows passes pyright."""
+"""Type hints: a user's scripts with what the README and the documentation show pass pyright."""
 
 import json
 import re
@@ -8,17 +8,32 @@ import sys
 import pytest
 from helpers.configurations import REPOSITORY
 
-README = (REPOSITORY / "README.md").read_text()
+PAGES = [REPOSITORY / "README.md", REPOSITORY / "docs/guide/python.md", *(REPOSITORY / "docs/tutorials").glob("*.md")]
+CODE = re.compile(r"^```(?:python|\{code-cell\}[^\n]*)\n((?::[^\n]*\n)*)(.*?)^```", re.DOTALL | re.MULTILINE)
+MODULE = """
+from fedmoe_pl import PersonalizedMoE
+
+scores, weights = federation.client_module("PFL-MFE", client=0).mix(torch.zeros(2, 1, 8, 8))
+annotated: PersonalizedMoE = federation.client_module("PFL-MFE", client=0)
+width: int = annotated.mix(torch.zeros(2, 1, 8, 8))[1].shape[1]
+"""
 
 
-@pytest.mark.slow  # pyright reads torch's types
-def test_the_python_of_the_readme_passes_a_type_checker(tmp_path):
+@pytest.mark.slow  # pyright reads torch's types; `.ci/run` runs it
+def test_the_python_of_the_documentation_passes_a_type_checker(tmp_path):
     pytest.importorskip("pyright")
-    blocks = [block for block in re.findall(r"```python\n(.*?)```", README, re.DOTALL) if "from helpers" not in block]
-    assert any("federation.fit(" in block for block in blocks)
-    module = "logits, weights = federation.client_module('PFL-MFE', client=0).mix(torch.zeros(2, 1, 8, 8))\n"
-    (tmp_path / "script.py").write_text("\n".join([*blocks, module]))
-    settings = {"include": ["script.py"], "extraPaths": [str(REPOSITORY)], "typeCheckingMode": "standard"}
+    for page in PAGES:
+        blocks = [block for _, block in CODE.findall(page.read_text()) if "from helpers" not in block]
+        lines = [line for line in "\n".join(blocks).splitlines() if not line.startswith(("!", "%"))]
+        extra = MODULE if page.name == "README.md" else ""
+        (tmp_path / f"{page.stem.lower()}.py").write_text("\n".join(lines) + "\n" + extra)
+    assert "federation.fit(" in (tmp_path / "readme.py").read_text()
+    assert "Federation(" in (tmp_path / "own_model_and_data.py").read_text()
+    settings: dict = {"include": ["*.py"], "extraPaths": [str(REPOSITORY)], "typeCheckingMode": "standard"}
+    # a notebook's own module, the variable of a loop, and what a reader sees not to be None
+    settings |= dict.fromkeys(
+        ("reportMissingImports", "reportPossiblyUnboundVariable", "reportOptionalSubscript"), False
+    )
     (tmp_path / "pyrightconfig.json").write_text(json.dumps(settings))
     command = [sys.executable, "-m", "pyright", "-p", str(tmp_path), "--pythonpath", sys.executable]
     result = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pkgutil
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -14,13 +15,31 @@ from torch.utils.data import ConcatDataset, Subset
 
 from fedmoe_pl.seeds import seeded
 
-Values = Callable[[Any], Sequence[Any]] | str
+Values = str | Callable[[Any], Sequence[Any]]
 """How a value of each sample of a dataset is found.
 
-A function gets the dataset and returns one value for each sample. A word is the name of such values in the dataset, an
-attribute, or else the key of the value in each sample, a dict.
+A function, or its import path, gets the dataset and returns one value for each sample. Another word is the name of such
+values in the dataset, an attribute, or else the key of the value in each sample, a dict.
 """
 _ATTRIBUTES = ("targets", "labels")  # of torchvision's datasets
+
+
+def imported(values: Any) -> Any:
+    """A function that is given by its import path, as in YAML; other values as they are.
+
+    With ``str`` first in a type, jsonargparse leaves words as they are; otherwise it could not write them down again.
+
+    Example:
+        >>> imported("math.sqrt"), imported("label"), imported("labels.json")
+        (<built-in function sqrt>, 'label', 'labels.json')
+    """
+    if not isinstance(values, str) or "." not in values:
+        return values
+    try:
+        found = pkgutil.resolve_name(values)
+    except (ImportError, AttributeError, ValueError):
+        return values
+    return found if callable(found) else values
 
 
 def classes_of(owner: object, dataset: Any, targets: Values | None) -> Tensor | None:

@@ -18,7 +18,7 @@ from fedmoe_pl.report.style import Picture, Style, picture
 from fedmoe_pl.report.tables import Condition, Method, Table
 from fedmoe_pl.report.text import cost_cells, run_text, words
 from fedmoe_pl.rounds.evaluation import METRICS
-from fedmoe_pl.rounds.results import axis_label, percent
+from fedmoe_pl.rounds.results import axis_label, value_text
 
 _CURVES = "Mean of the clients over rounds; several seeds as mean and a band of one standard deviation."
 _BOXES = "One box per method over the clients of all seeds: quartiles, whiskers, diamond for the mean."
@@ -80,17 +80,17 @@ def _distributions(condition: Condition, styles: Mapping[str, Style]) -> Iterato
 
 def _cost_block(condition: Condition, styles: Mapping[str, Style], choices: Choices) -> Block:
     metric = choices.metric_of(condition)
-    value = math.nan
-    if metric in METRICS:  # of other metrics, the files do not say whether a higher value is better
-        value = default_target(condition, metric) if choices.target is None else choices.target
+    value = default_target(condition, metric) if choices.target is None else choices.target
     table, texts = None, []
     if not math.isnan(value):
-        rows = [(cost.label, cost_cells(cost)) for cost in costs(condition.methods, metric, value)]
+        found = costs(condition.methods, metric, value, condition.lower_is_better(metric))
+        rows = [(cost.label, cost_cells(metric, cost)) for cost in found]
         table = Table(["method", "rounds", "sent", "local training", "best of all rounds"], rows) if rows else None
+        reached = value_text(metric, value) + (" percent" if metric in METRICS else "")
         texts = [
-            f"Until the mean {words(metric)} over the clients first reached {percent(value)} percent in an evaluated "
-            "round: the method's own rounds, everything sent by or to any client, and all local training. The costs of "
-            "a phase that a method starts from are not counted."
+            f"Until the mean {words(metric)} over the clients first reached {reached} in an evaluated round: "
+            "the method's own rounds, everything sent by or to any client, and all local training. The costs of a "
+            "phase that a method starts from are not counted."
         ]
     pictures = []
     for amount, name in AMOUNTS.items():

@@ -17,7 +17,7 @@ class Choices(NamedTuple):
 
     Attributes:
         metric: the accuracy whose cost is compared, and which is listed by rounds; None for each condition's first.
-        target: the value of it to reach, a fraction; None for what half of the methods reach.
+        target: the value of it to reach, of an accuracy a fraction; None for what half of the methods reach.
         baseline: the method with which the others are compared; None for that of the runs' grid, if it has one.
         rounds: the rounds that a table lists.
     """

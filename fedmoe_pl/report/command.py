@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import platform
 import shlex
@@ -41,7 +42,7 @@ def report_parser() -> ArgumentParser:
     parser.add_argument("--title", default="Results", help="the page's title")
     parser.add_argument("--baseline", help="method with which the others are compared; by default, the grid's")
     parser.add_argument("--metric", help=f"accuracy, or other metric, that is compared: {', '.join(METRICS)}")
-    parser.add_argument("--target", help="value of it to reach, a fraction; by default, what half of the methods reach")
+    parser.add_argument("--target", help="value of it to reach; by default, what half of the methods reach")
     parser.add_argument(
         "--split", default="", metavar="KEY,KEY", help="keys whose values have tables of their own, such as model"
     )
@@ -104,11 +105,9 @@ def _target(text: str | None) -> float | None:
     try:
         value = None if text is None else float(text)
     except ValueError:
-        value = -1.0
-    if value is not None and not 0 < value <= 1:
-        raise MisconfigurationException(
-            f"report: --target is {text}, but must be a fraction above 0 and at most 1, such as 0.8."
-        )
+        value = math.nan
+    if value is not None and not math.isfinite(value):
+        raise MisconfigurationException(f"report: --target is {text}, but must be a number, such as 0.8.")
     return value
 
 
@@ -125,10 +124,10 @@ def _check(choices: Choices, runs: Sequence[RunFiles]) -> None:
         raise MisconfigurationException(
             f"report: --metric is '{choices.metric}', but must be one that the runs have: {', '.join(known)}."
         )
-    if choices.target is not None and choices.metric not in (None, *METRICS):
+    is_accuracy = (choices.metric or (known or METRICS)[0]) in METRICS
+    if choices.target is not None and is_accuracy and not 0 < choices.target <= 1:
         raise MisconfigurationException(
-            f"report: --target is {choices.target}, but must be left out for the metric '{choices.metric}', which is "
-            "no accuracy."
+            f"report: --target is {choices.target:g}, but must be a fraction above 0 and at most 1, such as 0.8."
         )
     methods = dict.fromkeys(method for run in runs for method in run.methods)
     if choices.baseline is not None and choices.baseline not in methods:

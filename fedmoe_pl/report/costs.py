@@ -9,6 +9,7 @@ from typing import NamedTuple
 from fedmoe_pl.callbacks.costs import target_rows
 from fedmoe_pl.report.runs import Row
 from fedmoe_pl.report.tables import Condition, Method
+from fedmoe_pl.rounds.evaluation import METRICS
 
 
 class Cost(NamedTuple):
@@ -21,7 +22,7 @@ class Cost(NamedTuple):
         rounds: rounds of the method.
         bytes: everything that was sent by or to any client.
         flops: operations of all local training.
-        best: the highest accuracy of all evaluated rounds, a mean over all seeds.
+        best: the best value of all evaluated rounds, a mean over all seeds.
     """
 
     label: str
@@ -33,19 +34,20 @@ class Cost(NamedTuple):
     best: float
 
 
-def costs(methods: Iterable[Method], metric: str, target: float) -> list[Cost]:
+def costs(methods: Iterable[Method], metric: str, target: float, lower_is_better: bool = False) -> list[Cost]:
     """The costs of methods until the clients' mean reached the target.
 
     Args:
         methods: the methods.
-        metric: an accuracy.
-        target: the mean over the clients to reach, a fraction.
+        metric: an accuracy or another metric.
+        target: the mean over the clients to reach; of an accuracy, a fraction.
+        lower_is_better: whether the target is reached from above.
     """
-    return [_cost(method, metric, target) for method in methods if has_costs(method)]
+    return [_cost(method, metric, target, lower_is_better) for method in methods if has_costs(method)]
 
 
-def _cost(method: Method, metric: str, target: float) -> Cost:
-    rows = [target_rows(method.rounds(run), metric, target)[0] for run in method.runs]
+def _cost(method: Method, metric: str, target: float, lower_is_better: bool) -> Cost:
+    rows = [target_rows(method.rounds(run), metric, target, lower_is_better)[0] for run in method.runs]
     reached = [row for row in rows if not math.isnan(row["rounds"])]
     rounds, size, flops = (_mean([row[name] for row in reached]) for name in ("rounds", "bytes", "flops"))
     return Cost(method.label, len(reached), len(rows), rounds, size, flops, _mean([row["best"] for row in rows]))
@@ -56,11 +58,25 @@ def _mean(values: Sequence[float]) -> float:
 
 
 def default_target(condition: Condition, metric: str) -> float:
-    """The highest whole percent that at least half of the methods reach, as a fraction; nan if there is none."""
-    bests = [cost.best for cost in costs(condition.methods, metric, 1.0)]
-    bests = sorted(best for best in bests if not math.isnan(best))
+    """What at least half of the methods reach: of accuracies the highest whole percent, as a fraction.
+
+    Other metrics are rounded to two digits. nan if there is none.
+    """
+    lower = condition.lower_is_better(metric)
+    bests = [cost.best for cost in costs(condition.methods, metric, 1.0, lower)]
+    bests = sorted((best for best in bests if not math.isnan(best)), reverse=lower)
     middle = bests[len(bests) // 2] if bests else math.nan
+    if metric not in METRICS:
+        return _rounded(middle, up=lower)
     return math.nan if math.isnan(middle) or middle < 0.01 else math.floor(100 * middle) / 100
+
+
+def _rounded(value: float, up: bool) -> float:
+    """Two digits, such that the value reaches the result."""
+    if not value or not math.isfinite(value):
+        return value if value == 0 else math.nan
+    unit = 10.0 ** (math.floor(math.log10(abs(value))) - 1)
+    return float(f"{(math.ceil if up else math.floor)(value / unit) * unit:.2g}")
 
 
 def has_costs(method: Method) -> bool:

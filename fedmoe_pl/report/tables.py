@@ -95,6 +95,12 @@ class Condition:
         names = dict.fromkeys(metric for run in runs for metric in run.metrics)
         return on_test_samples(sorted(names, key=[*METRICS, *names].index))
 
+    def lower_is_better(self, metric: str) -> bool:
+        """Whether a lower value is better: then the worst tenth has values above the mean."""
+        rows = [row for method in self.methods for run in method.runs for row in method.rounds(run) + method.results]
+        nan = math.nan
+        return any(row.get(f"{metric}_worst_tenth", nan) > row.get(f"{metric}_mean", nan) for row in rows)
+
     @property
     def seeds(self) -> int:
         """The largest number of seeds of a method."""

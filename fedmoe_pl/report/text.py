@@ -10,7 +10,7 @@ from fedmoe_pl.report.runs import RunFiles
 from fedmoe_pl.report.statistics import INDEPENDENCE, SIGNIFICANCE, Difference, Spread
 from fedmoe_pl.report.tables import Condition, Method, Published, legend
 from fedmoe_pl.rounds.evaluation import METRICS
-from fedmoe_pl.rounds.results import change_text, description, percent, value_text
+from fedmoe_pl.rounds.results import change_text, description, value_text
 
 
 def words(metric: str) -> str:
@@ -113,9 +113,9 @@ def meaning(metrics: Iterable[str]) -> list[str]:
     return [f"{words(metric)}: {description(metric)}" for metric in metrics]
 
 
-def cost_cells(cost: Cost) -> list[str]:
-    """A row of the table of costs: rounds, bytes, FLOPs, the best accuracy."""
+def cost_cells(metric: str, cost: Cost) -> list[str]:
+    """A row of the table of costs: rounds, bytes, FLOPs, the metric's best value."""
     rounds = "-" if math.isnan(cost.rounds) else f"{cost.rounds:.4g}"
     if 0 < cost.reached < cost.seeds:
         rounds += f" ({cost.reached} of {cost.seeds} seeds)"
-    return [rounds, amount(cost.bytes, "B"), amount(cost.flops, "FLOP"), percent(cost.best)]
+    return [rounds, amount(cost.bytes, "B"), amount(cost.flops, "FLOP"), value_text(metric, cost.best)]

@@ -1,6 +1,7 @@
 """Data modules and partitioners by their bare class names in a YAML."""
 
 import pytest
+import yaml
 from helpers import map_style
 from lightning.pytorch import LightningModule
 from lightning.pytorch.cli import LightningCLI
@@ -138,7 +139,11 @@ def test_own_data_can_be_written_in_yaml(tmp_path, monkeypatch):
         (tmp_path / "run.yaml").write_text(text)
         arguments = {"subclass_mode_model": True, "subclass_mode_data": True, "run": False}
         path = str(tmp_path / "run.yaml")
-        return LightningCLI(LightningModule, FederatedDataModule, args=["--config", path], **arguments).datamodule
+        cli = LightningCLI(LightningModule, FederatedDataModule, args=["--config", path], **arguments)
+        written = yaml.safe_load(cli.parser.dump(cli.config))["data"]["init_args"]  # as in a run's config.yaml
+        assert written["targets"] == cli.datamodule.targets
+        assert written.get("groups") == (None if cli.datamodule.groups is None else "helpers.map_style.users")
+        return cli.datamodule
 
     datasets = read(OWN_YAML)
     assert isinstance(datasets, FromDatasets) and isinstance(datasets.test_dataset, map_style.Noisy)

@@ -277,7 +277,7 @@ REFUSED = {
     "report: RUN is '{empty}', but must be the folder of a run (runs/<name>/version_<n>) or of several.": ["{empty}"],
     "report: RUN is '{begun}', which has no results yet.": ["{begun}"],
     "report: --target is 80, but must be a fraction above 0 and at most 1": ["{run}", "--target", "80"],
-    "report: --target is best, but must be a fraction": ["{run}", "--target", "best"],
+    "report: --target is best, but must be a number": ["{run}", "--target", "best"],
     "report: --metric is 'accuracy', but must be one that the runs have: local_test, global_test.": (
         ["{run}", "--metric", "accuracy"]
     ),

@@ -21,7 +21,10 @@ from fedmoe_pl.callbacks.costs import target_rows
 from fedmoe_pl.data import SyntheticMultilabel, SyntheticShapes, partition_figure, partition_rows, partition_table
 from fedmoe_pl.models import GlobalOnly, LinearGate, LocalOnly, SmallFCN
 from fedmoe_pl.report.command import report
+from fedmoe_pl.report.costs import costs, default_target
 from fedmoe_pl.report.runs import read_run
+from fedmoe_pl.report.settings import conditions, settings_of
+from fedmoe_pl.report.tables import condition_of
 
 
 def data():
@@ -105,7 +108,7 @@ def test_the_cost_counts_until_the_error_is_low_enough(federation):
     lacking = target_rows([{"method": "B", "moment": "any", "round": 1}], "e", 2.5)
     assert math.isnan(lacking[0]["rounds"]) and math.isnan(lacking[0]["best"]), "a method may lack the metric"
     some = [{"method": "A", "moment": "any", "round": i, "e_mean": value} for i, value in enumerate((3.0, 1.0, 2.0))]
-    (found,) = target_rows([{**row, **costs()} for row in some], "e", 2.5, lower_is_better=True)
+    (found,) = target_rows([{**row, **spent()} for row in some], "e", 2.5, lower_is_better=True)
     assert (found["rounds"], found["best"], found["best_round"]) == (1, 1.0, 1)
     with pytest.raises(MisconfigurationException, match="CostToTarget: target is nan, but must be a finite number"):
         CostToTarget(math.nan, "local_test_rmse")
@@ -113,7 +116,7 @@ def test_the_cost_counts_until_the_error_is_low_enough(federation):
         CostToTarget(0.5, "rmse")
 
 
-def costs():
+def spent():
     ways = ("down", "up", "between_clients")
     return {"flops": 1} | {f"{name}_{way}": 1 for name in ("parameters", "bytes") for way in ways}
 
@@ -127,8 +130,17 @@ def test_a_report_has_the_metrics(federation, tmp_path, monkeypatch):
     mean = federation.results["FedAvg"].spread("local_test_rmse").mean
     assert f"| FedAvg | {mean:.4g} |" in text and "rmse on the global test set" in text and "percent" not in text
     assert "local test rmse" in page.read_text()
-    with pytest.raises(MisconfigurationException, match=r"--target is 0.5, but must be left out for the metric"):
-        report([str(federation.run_dir), "--metric", "local_test_rmse", "--target", "0.5"])
+
+
+def test_a_report_has_costs_until_the_error_is_low_enough(federation):
+    (condition,) = [
+        condition_of(*each) for each in conditions(settings_of([read_run(federation.run_dir)])[0], []).items()
+    ]
+    assert condition.lower_is_better("global_test_rmse") and condition.lower_is_better("local_test_loss")
+    errors = [row["global_test_rmse_mean"] for row in federation.run.rows if row["method"] == "FedAvg"]
+    first, *_ = costs(condition.methods, "global_test_rmse", max(errors), lower_is_better=True)
+    assert (first.label, first.rounds, first.best) == ("FedAvg", 1 + errors.index(max(errors)), min(errors))
+    assert default_target(condition, "global_test_rmse") >= min(errors)
 
 
 @pytest.mark.parametrize(

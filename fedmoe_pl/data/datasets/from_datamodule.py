@@ -14,7 +14,7 @@ from fedmoe_pl.data.arrays import Arrays
 from fedmoe_pl.data.datamodule import FederatedDataModule
 from fedmoe_pl.data.datasets.from_datasets import with_values
 from fedmoe_pl.data.map_style import MapStyleData, is_map_style
-from fedmoe_pl.data.targets import Values
+from fedmoe_pl.data.targets import Values, imported
 from fedmoe_pl.seeds import seeded
 
 _TRANSFERS = ("on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer")
@@ -53,8 +53,8 @@ class FromDataModule(FederatedDataModule):
         check_at_least(self, "batch_size", batch_size, 1)
         self.datamodule = datamodule
         self.eval_dataset = eval_dataset
-        self.targets = targets
-        self.groups = groups
+        self.targets = imported(targets)
+        self.groups = imported(groups)
         self._keeps_batch_size = batch_size is not None
         self.batch_size = self.batch_size if batch_size is None else batch_size
         if isinstance(datamodule, FederatedDataModule):

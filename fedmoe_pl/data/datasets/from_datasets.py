@@ -16,7 +16,7 @@ from fedmoe_pl.data.datamodule import FederatedDataModule
 from fedmoe_pl.data.map_style import MapStyleData
 from fedmoe_pl.data.partitioners.partitioner import LabelPartitioner
 from fedmoe_pl.data.partitioners.predefined import PredefinedIndices
-from fedmoe_pl.data.targets import Values, classes_of, values_of
+from fedmoe_pl.data.targets import Values, classes_of, imported, values_of
 
 
 class FromDatasets(FederatedDataModule):
@@ -61,8 +61,8 @@ class FromDatasets(FederatedDataModule):
         self.train_dataset = train_dataset
         self.test_dataset = test_dataset
         self.eval_dataset = eval_dataset
-        self.targets = targets
-        self.groups = groups
+        self.targets = imported(targets)
+        self.groups = imported(groups)
         self.collate_fn = collate_fn
         self.eval_collate_fn = eval_collate_fn
         self.num_workers = num_workers

@@ -11,6 +11,7 @@ import numpy as np
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 
 from fedmoe_pl.data.partitioners.partitioner import Partitioner
+from fedmoe_pl.data.targets import imported
 
 
 class PredefinedIndices(Partitioner):
@@ -29,12 +30,12 @@ class PredefinedIndices(Partitioner):
 
     needs_classes = False
 
-    def __init__(self, indices: Callable[[np.ndarray], Sequence[Sequence[int]]] | str) -> None:
-        self.indices = indices
+    def __init__(self, indices: str | Callable[[np.ndarray], Sequence[Sequence[int]]]) -> None:
+        self.indices = indices = imported(indices)
         if isinstance(indices, str) and not (indices.endswith((".json", ".npz")) and os.path.isfile(indices)):
             raise MisconfigurationException(
                 f"PredefinedIndices: indices is '{indices}', but must be a .json or .npz file "
-                f"('{os.path.abspath(indices)}') or a function."
+                f"('{os.path.abspath(indices)}'), or a function or its import path."
             )
 
     def __call__(  # noqa: D102
