@@ -144,10 +144,11 @@ def _hyperparameters(module: LightningModule) -> dict[str, Any]:
         return saved  # the command line's descriptions, or one argument that holds all
     names = [name for name in inspect.signature(type(module)).parameters if name not in saved]
     values = {name: module.hparams.get(name, getattr(module, name, None)) for name in names}
-    described = describe_all(module, {name: value for name, value in values.items() if value is not None})
-    is_plain = not any(isinstance(value, (dict, list)) for value in described.values())
-    if is_plain or "<locals>" in type(module).__qualname__:  # a class that cannot be imported again
-        return {**saved, **{name: value for name, value in described.items() if not isinstance(value, (dict, list))}}
+    values = {name: value for name, value in values.items() if value is not None}
+    described = describe_all(module, values)
+    plain = {name: value for name, value in described.items() if value is values.get(name)}
+    if plain == described or "<locals>" in type(module).__qualname__:  # a class that cannot be imported again
+        return {**saved, **plain}
     return hyperparameters_of(module, {**saved, **described})
 
 
@@ -166,12 +167,12 @@ def _is_loadable(value: object) -> bool:
 def _warn_of(checkpoint: dict[str, Any], module: LightningModule) -> None:
     """Says what ``load_from_checkpoint`` must be given: a warning if the module has asked to save it, else a log."""
     name, written = type(module).__name__, checkpoint[module.CHECKPOINT_HYPER_PARAMS_KEY]
-    lacking = {argument for argument, value in written.items() if is_unknown(value)}
+    unknown = {argument for argument, value in written.items() if is_unknown(value)}
     if getattr(module, "_hparams_name", None) in (None, "kwargs"):
-        lacking |= {*required_arguments(type(module)), *module.hparams} - {*written}
-    if lacking:
-        say = rank_zero_warn if lacking & {*module.hparams} else rank_zero_info
+        unknown |= {*required_arguments(type(module)), *module.hparams} - {*written}
+    if unknown:
+        say = rank_zero_warn if unknown & {*module.hparams} else rank_zero_info
         say(
             f"ClientCheckpoint: the checkpoints lack arguments of {name} that are no plain values, tensors or modules "
-            f"that can be described: {', '.join(sorted(lacking))}. Pass them to {name}.load_from_checkpoint."
+            f"that can be described: {', '.join(sorted(unknown))}. Pass them to {name}.load_from_checkpoint."
         )

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import enum
 import inspect
-from collections.abc import Mapping
-from typing import Any
+import sys
+import types
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any, Union, get_args, get_origin, get_type_hints
 
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch import Tensor, nn
@@ -13,6 +17,8 @@ from fedmoe_pl.models.gates.gate import Gate
 
 # arguments that torch's modules do not keep; the last two of its losses become `reduction`
 _OF_TORCH = ("device", "dtype", "size_average", "reduce")
+# those of an LSTM, whose signature does not say them; a GRU refuses one of those that the parser sees
+_OF_LSTM = ("input_size", "hidden_size", "num_layers", "bias", "batch_first", "dropout", "bidirectional", "proj_size")
 
 
 class UndescribedError(Exception):
@@ -22,8 +28,9 @@ class UndescribedError(Exception):
 def describe(value: Any) -> Any:
     """A description of a value in words, numbers, lists and dicts.
 
-    A plain value describes itself. A module is described by its class and its arguments, if it can be imported and
-    keeps its arguments as attributes of the same names, as torch's own do; a ``Sequential`` by its modules.
+    A plain value or tensor describes itself. A module is described by its class and its arguments, if it can be
+    imported and keeps its arguments as attributes of the same names, as torch's own do; a ``Sequential`` by its
+    modules.
 
     Raises:
         UndescribedError: if there is none.
@@ -32,7 +39,7 @@ def describe(value: Any) -> Any:
         >>> describe(nn.ReLU())
         {'class_path': 'torch.nn.modules.activation.ReLU', 'init_args': {'inplace': False}}
     """
-    if value is None or isinstance(value, (int, float, str, bool)):
+    if value is None or (isinstance(value, (int, float, str, bool, Tensor)) and not isinstance(value, enum.Enum)):
         return value
     if isinstance(value, (list, tuple, nn.ModuleList)):
         return [describe(part) for part in value]
@@ -48,27 +55,81 @@ def describe(value: Any) -> Any:
 def describe_all(owner: nn.Module, values: Mapping[str, Any]) -> dict[str, Any]:
     """Descriptions of some arguments of a module.
 
-    In place of a module that has none, there is one whose construction says what must be given, unless the argument has
-    a default and is of the class of one that must be given: the copy of an expert. Other values are left out.
+    In place of a value that has none, there is one that cannot be constructed, so that it must be given and the default
+    is not taken instead. Left out are modules with a default and of the class of one that must be given, the copies of
+    an expert, and required values that are no modules.
 
     Args:
         owner: the module whose arguments they are.
         values: the arguments.
     """
-    described, others = dict[str, Any](), dict[str, nn.Module]()
+    described, others = dict[str, Any](), dict[str, Any]()
+    parameters, hints = inspect.signature(type(owner)).parameters, _hints(type(owner))
     for name, value in values.items():
         try:
-            described[name] = describe(value)
+            if name in parameters and not _fits(value, parameters[name], hints.get(name)):
+                raise UndescribedError
+            described[name] = _path(value) if _may_be_path(value, hints.get(name)) else describe(value)
         except UndescribedError:
-            if isinstance(value, nn.Module):
-                others[name] = value
+            others[name] = value
     required = {*required_arguments(type(owner))}
     given = {type(value) for name, value in others.items() if name in required}
     for name, value in others.items():
-        if name in required or type(value) not in given:
-            words = {"owner": type(owner).__name__, "argument": name, "name": type(value).__name__}
-            described[name] = _node(_Undescribed, **words)
+        if isinstance(value, nn.Module):
+            is_lacking = name in required or type(value) not in given
+        else:
+            is_lacking = name not in required  # Python itself names a required one, but would take another's default
+        if is_lacking:
+            described[name] = _undescribed(owner, name, value)
     return described
+
+
+def _undescribed(owner: nn.Module, name: str, value: Any) -> dict[str, Any]:
+    module, described = type(owner).__name__, getattr(value, "__qualname__", type(value).__name__)
+    return _node(
+        _Undescribed,
+        message=f"{module}: {name} is missing, because the checkpoint cannot describe {described}; load it with "
+        f"{module}.load_from_checkpoint(path, {name}=...).",
+    )
+
+
+def _hints(class_type: type) -> dict[str, Any]:
+    """The types of a constructor's arguments; none if a name in them is unknown."""
+    try:
+        return get_type_hints(class_type.__init__)
+    except Exception:  # names that are imported for type checkers only
+        return {}
+
+
+def _may_be_path(value: Any, hint: Any) -> bool:
+    """Whether an argument of this type may be written as an import path or, of an enumeration, as a name."""
+    kinds = get_args(hint) if get_origin(hint) in (Union, types.UnionType) else (hint,)
+    if isinstance(value, enum.Enum):
+        return type(value) in kinds
+    are_called = any(kind in (Callable, type) or get_origin(kind) in (Callable, type) for kind in kinds)
+    return are_called and callable(value) and not isinstance(value, nn.Module)
+
+
+def _path(value: Any) -> Any:
+    """The import path of a class or function, the class and arguments of a partial one, or a member's name."""
+    if isinstance(value, enum.Enum):
+        return value.name
+    if isinstance(value, partial) and not value.args and inspect.isclass(value.func):  # such as an optimizer
+        return {"class_path": _path(value.func), "init_args": {name: describe(x) for name, x in value.keywords.items()}}
+    module, name = getattr(value, "__module__", None), getattr(value, "__name__", None)
+    if module is None or name is None or getattr(sys.modules.get(module), name, None) is not value:
+        raise UndescribedError
+    return f"{module}.{name}"
+
+
+def _fits(value: Any, parameter: inspect.Parameter, hint: Any) -> bool:
+    """Whether a module, or a list of modules, can be this argument, and is not only an attribute of the same name."""
+    if parameter.kind is parameter.VAR_POSITIONAL:
+        return False
+    if isinstance(value, (list, tuple, nn.ModuleList)) and any(isinstance(part, nn.Module) for part in value):
+        return hint not in (None, Any, list, tuple)  # of these types, descriptions in a list stay as they are
+    is_plain = isinstance(parameter.default, (int, float, str)) or hint in (int, float, str, bool)
+    return not (is_plain and isinstance(value, nn.Module))
 
 
 def required_arguments(class_type: type) -> list[str]:
@@ -103,22 +164,17 @@ def sequential(modules: list[nn.Module]) -> nn.Sequential:
 
 
 class _Undescribed(Gate):
-    """A module that a checkpoint cannot describe; it cannot be made. It is a gate so that it fits where one belongs.
+    """A value that a checkpoint cannot describe; it cannot be made. It is a gate so that it fits where one belongs.
 
     Args:
-        owner: class of the module whose argument it is.
-        argument: the argument.
-        name: its class.
+        message: what is missing, and how to load the checkpoint.
 
     Raises:
-        MisconfigurationException: always.
+        MisconfigurationException: always, with the message.
     """
 
-    def __init__(self, owner: str, argument: str, name: str) -> None:
-        raise MisconfigurationException(
-            f"{owner}: {argument} is missing, because the checkpoint cannot describe {name}; load it with "
-            f"{owner}.load_from_checkpoint(path, {argument}=...)."
-        )
+    def __init__(self, message: str) -> None:
+        raise MisconfigurationException(message)
 
     def forward(self, x: Tensor) -> Tensor:
         """Never called."""
@@ -127,15 +183,20 @@ class _Undescribed(Gate):
 
 def _arguments(module: nn.Module) -> dict[str, Any]:
     """The arguments of a module's constructor, from its attributes."""
+    if type(module).__init__ is nn.Module.__init__:  # it takes none, although its signature says so
+        return {}
     is_of_torch = type(module).__module__.startswith("torch.nn.")
     arguments = {}
-    for name in inspect.signature(type(module)).parameters:
+    parameters, hints = inspect.signature(type(module)).parameters, _hints(type(module))
+    for name in _OF_LSTM if isinstance(module, nn.LSTM) else parameters:
         if is_of_torch and (name in _OF_TORCH or name.startswith("_")):
             continue
-        if not hasattr(module, name):
+        value = getattr(module, name, inspect.Parameter.empty)
+        is_missing = value is inspect.Parameter.empty
+        if is_missing or (name in parameters and not _fits(value, parameters[name], hints.get(name))):
             raise UndescribedError
-        value = getattr(module, name)
-        arguments[name] = value is not None if is_of_torch and name == "bias" else value
+        is_bias = is_of_torch and name == "bias"  # a tensor, None, or whether there is one
+        arguments[name] = value is not None and value is not False if is_bias else value
     return arguments
 
 

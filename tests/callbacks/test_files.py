@@ -1,7 +1,9 @@
 """Clients' checkpoints of a user's own modules, which ``load_from_checkpoint`` builds again without arguments."""
 
+import enum
 import re
 import sys
+from argparse import ArgumentError
 from collections.abc import Callable
 from functools import partial
 
@@ -12,10 +14,12 @@ from helpers import phase, run
 from helpers.runs import data
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import LightningModule
+from lightning.pytorch.cli import OptimizerCallable
 from torch import nn
 
 from fedmoe_pl import PersonalizedMoE
 from fedmoe_pl.algorithms import FedAvg, Local
+from fedmoe_pl.callbacks.files import _checkpoint
 from fedmoe_pl.cli import main
 from fedmoe_pl.models import NetworkGate
 
@@ -38,6 +42,43 @@ class Own(Classifier):
         super().__init__()
         self.save_hyperparameters()
         self.layers = nn.Sequential(nn.Linear(5, hidden), (activation or nn.Tanh)(), nn.Linear(hidden, 3))
+
+
+class Mode(enum.Enum):
+    FLAT = "flat"
+    DEEP = "deep"
+
+
+class OfTypes(Classifier):
+    """Has an enumeration, a class, a function, an optimizer and a list of modules as arguments."""
+
+    def __init__(
+        self,
+        bodies: list[nn.Module],
+        mode: Mode = Mode.FLAT,
+        activation: type[nn.Module] = nn.ReLU,
+        final: Callable = F.relu,
+        optimizer: OptimizerCallable = torch.optim.Adam,
+    ):
+        super().__init__()
+        self.save_hyperparameters()
+        self.mode, self.final, self.optimizer = mode, final, optimizer
+        self.layers = nn.Sequential(*bodies, activation(), nn.Linear(4, 3))
+
+    def forward(self, x):
+        return self.final(self.layers(x))
+
+    def configure_optimizers(self):
+        return self.optimizer(self.parameters())
+
+
+class WithAttribute(Classifier):
+    """The attribute ``dropout`` is a layer, the argument its probability."""
+
+    def __init__(self, dropout: float = 0.5):
+        super().__init__()
+        self.dropout = nn.Dropout(dropout)
+        self.layers = nn.Sequential(self.dropout, nn.Linear(5, 3))
 
 
 class OfOneArgument(Classifier):
@@ -136,6 +177,15 @@ class WithoutHyperparameters(Classifier):
         return torch.optim.SGD(self.parameters(), lr=self.lr)
 
 
+class WithoutConstructor(nn.Module):
+    def forward(self, x):
+        return x[0]
+
+
+def recurrent():
+    return nn.Sequential(nn.LSTM(5, 3, 2, bias=False, batch_first=True, dropout=0.25), WithoutConstructor(), nn.Tanh())
+
+
 def layers():
     return nn.Sequential(nn.Linear(5, 4, bias=False), nn.Dropout(0.25), nn.LeakyReLU(0.2), nn.Linear(4, 3))
 
@@ -146,6 +196,7 @@ def layers():
     [
         lambda: Nested(nn.Linear(5, 3)),
         lambda: Nested(layers(), lr=0.25),
+        lambda: Nested(recurrent()),
         lambda: WithoutHyperparameters(6, nn.Linear(6, 3, bias=False), lr=0.25),
         lambda: PersonalizedMoE(layers(), gate=NetworkGate(nn.Sequential(nn.Linear(5, 2)))),
     ],
@@ -173,6 +224,40 @@ def test_a_module_that_cannot_be_described_is_named_at_both_ends(own, argument, 
             own.load_from_checkpoint(path)
         loaded = own.load_from_checkpoint(path, **{argument: OwnExpert(6)}).eval()
         assert torch.equal(loaded(data().x), client_module(data().x))
+
+
+def written(module, path):
+    """The checkpoint of a module, as the callback writes it."""
+    torch.save(_checkpoint(module), path)
+    return path
+
+
+@pytest.mark.filterwarnings("ignore:Attribute .* is an instance of `nn.Module`")
+def test_classes_functions_members_and_optimizers_are_loaded_where_the_type_says_so(tmp_path):
+    bodies = [nn.Linear(5, 4), nn.Dropout(0.25)]
+    module = OfTypes(bodies, Mode.DEEP, nn.Tanh, torch.tanh, partial(torch.optim.SGD, lr=0.25))
+    loaded = OfTypes.load_from_checkpoint(written(module, tmp_path / "own.ckpt"))
+    assert (loaded.mode, loaded.final, str(loaded)) == (Mode.DEEP, torch.tanh, str(module))
+    (group,) = loaded.configure_optimizers().param_groups
+    assert group["lr"] == 0.25 and "momentum" in group
+
+
+@pytest.mark.filterwarnings("ignore:Attribute .* is an instance of `nn.Module`")
+@pytest.mark.parametrize(
+    ("module", "argument", "given"),
+    [
+        (lambda: OfTypes([nn.Linear(5, 4)], final=lambda x: -x), "final", F.gelu),
+        (lambda: WithAttribute(0.25), "dropout", 0.25),
+    ],
+)
+def test_the_default_is_never_taken_in_place_of_what_cannot_be_described(module, argument, given, tmp_path):
+    path, own = written(module(), tmp_path / "own.ckpt"), type(module())
+    with pytest.raises(
+        (ArgumentError, MisconfigurationException),
+        match=rf"{argument} is missing, because the checkpoint cannot describe",
+    ):
+        own.load_from_checkpoint(path)
+    assert isinstance(own.load_from_checkpoint(path, **{argument: given}), own)
 
 
 def test_an_argument_that_a_module_does_not_keep_is_named(tmp_path, caplog):
