@@ -82,7 +82,9 @@ def representation_figure(
             handle.set_color("black")  # a client's samples have the colours of their classes
     shown, first = np.unique(classes, return_index=True)
     if 1 < len(shown) <= _MOST_NAMED_CLASSES:
-        of_classes = [Patch(color=colors[place], label=str(label)) for label, place in zip(shown, first, strict=True)]
+        of_classes = [
+            Patch(color=tuple(colors[place]), label=str(label)) for label, place in zip(shown, first, strict=True)
+        ]
         figure.legend(handles=of_classes, title="class", loc="outside right center", frameon=False)
     return figure
 

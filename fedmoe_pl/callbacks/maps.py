@@ -17,6 +17,7 @@ from fedmoe_pl.rounds.gate_results import expert_usage, mean_gate_weight_by_clas
 _MOST_NAMED = 100  # clients whose rows have their ids
 _MOST_WITH_NUMBERS = 30  # clients whose cells have numbers
 _MOST_TICKS = 20
+_MOST_IDS_BELOW = 12  # ids of clients side by side, which may have three digits
 
 
 def gate_weight_figure(evaluation: Evaluation, counts: Tensor) -> Figure:
@@ -92,7 +93,7 @@ def aggregation_figure(matrix: Tensor, owners: Tensor, method: str, counts: Tens
             axes.axhline(start - 0.5, color="white", lw=0.5)
             axes.axvline(start - 0.5, color="white", lw=0.5)
     places = [0, *starts.tolist()]
-    shown = places[:: -(-len(places) // _MOST_TICKS)]
+    shown = places[:: -(-len(places) // _MOST_IDS_BELOW)]
     axes.set_xticks(shown, [str(ids[place]) for place in shown], fontsize=6)
     axes.set_xlabel("client, in the same order")
     return figure

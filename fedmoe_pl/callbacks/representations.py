@@ -18,6 +18,7 @@ from fedmoe_pl.callbacks.figures import figure_pixels, representation_figure
 from fedmoe_pl.models.mixtures.representation import RepresentationMoE
 from fedmoe_pl.rounds.boards import method_tag
 from fedmoe_pl.rounds.evaluation import Evaluation
+from fedmoe_pl.rounds.outputs import outputs_of
 from fedmoe_pl.rounds.phase import Phase
 from fedmoe_pl.rounds.run import FederationCallback, Run
 
@@ -100,33 +101,41 @@ class RepresentationMonitor(FederationCallback):
             they have none, and their clients, shape (n,).
         """
         datamodule = run.datamodule
-        found: list[dict[str, Tensor]] = []
+        of_clients: list[dict[str, Tensor]] = []
         classes, owners = [], []
         for client in self.clients:
             held_out = datamodule.test_samples[client]
             samples = (held_out if len(held_out) else datamodule.train_samples[client])[: self.samples_per_client]
-            (x, y), *_ = datamodule.batches(samples, batch_size=len(samples))
-            found.append(representations_of(run.client_module(method, client), x.cpu()))
-            classes.append(y.cpu() if datamodule.num_classes else torch.zeros(len(samples), dtype=torch.int64))
-            owners.append(torch.full_like(classes[-1], client))
-        common = [
-            name for name in found[0] if len({each[name].shape[1:] if name in each else None for each in found}) == 1
-        ]
-        representations = {name: torch.cat([each[name] for each in found]) for name in common}
+            (batch,) = datamodule.batches(samples, batch_size=len(samples))
+            module = run.client_module(method, client)
+            of_clients.append(representations_of(module, batch, len(samples), datamodule.has_pairs))
+            no_classes = torch.zeros(len(samples), dtype=torch.int64)
+            classes.append(datamodule.y[samples].cpu() if datamodule.num_classes else no_classes)
+            owners.append(torch.full_like(no_classes, client))
+        shapes = [{name: values.shape[1:] for name, values in of_client.items()} for of_client in of_clients]
+        common = [name for name in shapes[0] if all(others.get(name) == shapes[0][name] for others in shapes)]
+        representations = {name: torch.cat([of_client[name] for of_client in of_clients]) for name in common}
         return representations, torch.cat(classes), torch.cat(owners)
 
 
-def representations_of(module: LightningModule, x: Tensor) -> dict[str, Tensor]:
-    """The representations (B, F) that a module computes for inputs (B, ...), by the name of their expert."""
+def representations_of(module: LightningModule, batch: Any, size: int, is_pair: bool = True) -> dict[str, Tensor]:
+    """The representations (B, F) that a module computes for a batch, by the name of their expert.
+
+    Args:
+        module: a client's module.
+        batch: a pair of inputs (B, ...) and targets, or any other batch, such as a dict.
+        size: number of samples in the batch, B.
+        is_pair: which of the two it is.
+    """
     with torch.inference_mode():
-        if isinstance(module, RepresentationMoE):
-            return module.representations(x)._asdict()
+        if isinstance(module, RepresentationMoE) and is_pair:
+            return module.representations(batch[0].cpu())._asdict()
         outputs: dict[str, Tensor] = {}
         with ExitStack() as hooks:
             for name, extractor in _extractors(module).items():
                 hooks.enter_context(extractor.register_forward_hook(partial(_note, outputs, name)))
-            module(x)
-    return {name: output.flatten(1) for name, output in outputs.items() if len(output) == len(x)}
+            outputs_of(module, batch, is_pair)
+    return {name: output.flatten(1) for name, output in outputs.items() if len(output) == size}
 
 
 def _extractors(module: nn.Module) -> Mapping[str, nn.Module]:

@@ -5,8 +5,10 @@ import math
 import pytest
 import torch
 from helpers import Expert, blobs, mixture, run
+from helpers.map_style import Dicts, WordModel, padded
 from helpers.pfedmoe import model
 from lightning.fabric.utilities.exceptions import MisconfigurationException
+from lightning.pytorch import LightningModule
 from lightning.pytorch.loggers import TensorBoardLogger
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from torch import nn
@@ -14,6 +16,7 @@ from torch import nn
 from fedmoe_pl import Phase
 from fedmoe_pl.algorithms import Local, PFedMoE
 from fedmoe_pl.callbacks.representations import RepresentationMonitor, embed, representations_of
+from fedmoe_pl.data import FromDatasets
 from fedmoe_pl.models import GlobalOnly
 
 SIZES = (13, 8, 11, 9)
@@ -63,12 +66,38 @@ def test_the_representations_of_any_model_are_the_outputs_of_its_extractors():
     """Also where the gate leaves an expert out, and where the model itself has the extractor."""
     x = torch.randn(7, 5, dtype=torch.float64)
     module = mixture()
-    found = representations_of(module, x)
+    found = representations_of(module, (x, None), 7)
     assert [*found] == ["global expert", "local expert"]
     assert torch.equal(found["local expert"], module.local_expert.extractor(x))
-    assert [*representations_of(mixture(GlobalOnly()), x)] == ["global expert"]
-    expert = Expert().double()
-    assert torch.equal(representations_of(expert, x)["extractor"], expert.extractor(x).flatten(1))
+    assert [*representations_of(mixture(GlobalOnly()), (x, None), 7)] == ["global expert"]
+    expert = Alone().double()
+    assert torch.equal(representations_of(expert, (x, None), 7)["extractor"], expert.extractor(x).flatten(1))
+
+
+class Alone(Expert, LightningModule):
+    """An expert as a client's whole module."""
+
+
+class WordExtractor(WordModel):
+    """A module that reads dicts, with an extractor."""
+
+    def __init__(self):
+        super().__init__()
+        self.extractor = nn.EmbeddingBag(6, 4, padding_idx=0)
+
+    def forward(self, batch):
+        return self.head(self.extractor(batch["words"]))
+
+
+def test_batches_may_be_dicts(tmp_path):
+    """They were taken for pairs, which failed at the end of the phase."""
+    data = FromDatasets(Dicts(30), Dicts(6), targets="label", groups="user", collate_fn=padded)
+    monitor = RepresentationMonitor([0, 2], samples_per_client=4)
+    fed = run([Phase("words", Local())], WordExtractor(), data, tmp_path, callbacks=[monitor], logger=True)
+    found, classes, clients = monitor.compute(fed.run, "words")
+    assert (found["extractor"].shape, clients.tolist()) == ((4, 4), [0, 0, 2, 2])
+    assert torch.equal(classes, torch.cat([data.y[data.test_samples[client]] for client in (0, 2)]))
+    assert [*fed.run_dir.glob("words/00001/extractor")]
 
 
 def test_models_without_an_extractor_are_named_and_unknown_clients_refused(tmp_path):
