@@ -25,7 +25,7 @@ from lightning.pytorch import Callback, LightningDataModule
 from torch.utils.data import TensorDataset
 
 import fedmoe_pl
-from fedmoe_pl import Federation, Phase, aggregation, algorithms, backends, callbacks, data, models
+from fedmoe_pl import Algorithm, Federation, Phase, aggregation, algorithms, backends, callbacks, data, models
 from fedmoe_pl.aggregation import CoordinateMedian, DifferentialPrivacy, GaussianNoise, UnderAttack
 from fedmoe_pl.algorithms import (
     APFL,
@@ -127,6 +127,7 @@ REFUSED = {
     "UnderAttack": {
         "attackers": (lambda: checked(FedAvg(), aggregation=UnderAttack(GaussianNoise(), [3])), "which 3 is not"),
     },
+    "Algorithm": {"weighting": (lambda: Algorithm(weighting="sampels"), "must be one of samples, uniform")},
     "APFL": {"weighting": (lambda: APFL(weighting="sampels"), "must be one of samples, uniform")},
     "Ditto": {"weighting": (lambda: Ditto(weighting="sampels"), "must be one of samples, uniform")},
     "FedBN": {
@@ -167,6 +168,7 @@ REFUSED = {
     "FedJETs": {"experts_per_client": (lambda: FedJETs(3).check(sparse_mixture()), "at most the number of experts, 2")},
     "FedMix": {"experts_per_client": (lambda: FedMix(3).check(sparse_mixture()), "at most the number of experts, 2")},
     "FedMoEDA": {
+        "similarity": (lambda: FedMoEDA(similarity="features"), "must be one of proxies, updates"),
         "temperature": (lambda: FedMoEDA(0, temperature=2.0), "temperature is 2.0, but must be left out with top_p 0"),
         "sync_matrix": (lambda: FedMoEDA(0, sync_matrix=True), "sync_matrix is True, but must be left out"),
         "exclude_own_client": (lambda: FedMoEDA(0, exclude_own_client=True), "exclude_own_client is True, but must be"),

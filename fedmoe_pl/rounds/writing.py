@@ -69,7 +69,12 @@ def save(content: Any, path: Path) -> None:
         path: the file, which is made empty first.
     """
     with _Checksummed(io.FileIO(path, "w")) as file:
-        torch.save(content, file)
+        try:
+            torch.save(content, file)
+        except RuntimeError as error:
+            if isinstance(error.__context__, OSError):  # on a full disk, PyTorch fails again when it ends the archive
+                raise error.__context__ from None
+            raise
         seal = _SEAL + b"%08x" % file.checksum
         file.seek(-2, os.SEEK_END)  # an archive without a comment ends with the comment's length, 0, in two bytes
         file.write(struct.pack("<H", len(seal)) + seal)

@@ -310,6 +310,19 @@ def test_a_full_disk_ends_in_one_sentence_and_the_old_checkpoint_stays(copy):
     assert (copy / CHECKPOINT).read_bytes() == old and not [*copy.rglob("*.tmp")]
 
 
+def test_a_disk_that_is_full_in_the_middle_of_an_archive_is_its_own_cause(tmp_path):
+    """PyTorch then fails a second time, with "unexpected pos"."""
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (200_000, limits[1]))
+    try:
+        with pytest.raises(OSError, match="File too large"):
+            save({"first": torch.zeros(100_000), "second": torch.zeros(50)}, tmp_path / "archive.pt")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+        signal.signal(signal.SIGXFSZ, handler)
+
+
 def test_predictions_that_cannot_be_written_end_in_one_sentence(copy):
     (copy / "predictions.csv.tmp").mkdir()  # a superuser may write into a read-only folder
     with pytest.raises(MisconfigurationException, match=r"predictions.csv' cannot be written: Is a directory\.$"):
