@@ -7,7 +7,8 @@ import sys
 import traceback
 import warnings
 from argparse import ArgumentError
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 from lightning.fabric.utilities.exceptions import MisconfigurationException
@@ -104,12 +105,22 @@ def configured(arguments: Sequence[str], check: bool) -> Federation:
             raise MisconfigurationException(cause_of(error)) from error
 
 
+def _print(command: Callable[[list[str]], object], arguments: list[str]) -> None:
+    """Runs a command that prints a list, whose end nobody may read, as in ``fedmoe list | head``."""
+    try:
+        command(arguments)
+        sys.stdout.flush()
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python flushes once more at its end
+        sys.exit(141)
+
+
 # The commands that are not methods of Federation: what makes their parsers, and what runs them.
 _OTHERS = {
     "benchmark": (grid_parser, _benchmark),
     "report": (report_parser, report),
-    "list": (list_parser, list_classes),
-    "configs": (configs_parser, configs),
+    "list": (list_parser, partial(_print, list_classes)),
+    "configs": (configs_parser, partial(_print, configs)),
 }
 
 

@@ -1,6 +1,8 @@
 """``fedmoe list``: every class that a configuration can name, with one line."""
 
 import inspect
+import subprocess
+import sys
 
 import pytest
 
@@ -38,3 +40,9 @@ def test_what_is_unknown_is_named(arguments, sentence, capsys):
     with pytest.raises(SystemExit):
         main(["list", *arguments])
     assert sentence in capsys.readouterr().err
+
+
+def test_a_pipe_that_nobody_reads_is_no_traceback():
+    command = f"{sys.executable} -m fedmoe_pl list | true; exit ${{PIPESTATUS[0]}}"
+    run = subprocess.run(["bash", "-c", command], capture_output=True, text=True)
+    assert (run.returncode, run.stderr) == (141, "")
