@@ -4,6 +4,8 @@ import os
 from importlib.metadata import version as version_of
 from pathlib import Path
 
+from jupyter_cache import get_cache
+
 os.environ["OMP_NUM_THREADS"] = "1"  # of each tutorial, because several are executed at the same time
 
 project = "fedmoe_pl"
@@ -21,6 +23,7 @@ myst_enable_extensions = ["colon_fence", "attrs_block"]
 # Tutorials are executed in a folder that is removed afterwards. `cache` executes only those whose code has changed.
 nb_execution_mode = "cache"
 nb_execution_cache_path = str(Path(__file__).parent / "build" / "notebooks")
+get_cache(nb_execution_cache_path).list_cache_records()  # makes its database, before parallel processes all make it
 nb_execution_raise_on_error = True
 nb_execution_in_temp = True
 nb_execution_timeout = 300  # seconds for a cell, on a busy machine

@@ -131,8 +131,10 @@ def read_run(folder: Path) -> RunFiles:
 
 
 def _is_run(folder: Path) -> bool:
-    """Whether a folder is that of a run, which may have no results yet."""
-    return any((folder / name).exists() for name in ("rounds.csv", "summary.csv", "config.yaml", "checkpoints"))
+    """Whether a folder is that of a run, which may have no results yet; that of a grid's cell holds one."""
+    return not (folder / "cell.yaml").exists() and any(
+        (folder / name).exists() for name in ("rounds.csv", "summary.csv", "config.yaml", "checkpoints")
+    )
 
 
 def _natural(folder: Path) -> list[tuple[str, int]]:

@@ -113,7 +113,7 @@ def test_the_parser_refuses_unknown_keys_types_and_missing_files(changes, tmp_pa
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
     [
-        ([], "fedmoe: no --config has configs and values and folder"),
+        ([], "fedmoe: benchmark needs a configuration, as in fedmoe benchmark --config quickstart."),
         (["--config", "none.yaml"], "fedmoe: config is 'none.yaml', but the file cannot be read: No such file"),
         (["--config", '{"valuess": {}}'], "fedmoe: valuess is not an argument; did you mean values?"),
         (["--configs+", "none.yaml"], "none.yaml"),

@@ -208,6 +208,13 @@ def test_all_runs_below_a_folder_are_read_but_those_of_newcomers(copied, tmp_pat
     assert run.name == "newcomers/version_0"
 
 
+def test_the_folder_of_a_grid_s_cell_stands_for_its_run(copied):
+    run = copied("cell")
+    for name in ("cell.yaml", "config.yaml"):
+        (run.parent / name).touch()
+    assert [found.folder for found in find_runs([run.parent])] == [run]
+
+
 def test_costs_are_those_until_the_target(finished, written, tmp_path):
     rounds = [row for row in rows_of(finished, "rounds") if row["method"] == "FedAvg"]
     accuracies = [float(row["local_test_mean"]) for row in rounds]
