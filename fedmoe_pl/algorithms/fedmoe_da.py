@@ -114,8 +114,13 @@ class FedMoEDA(Algorithm):
                 f"FedMoEDA: model is a {type(module).__name__}{gate}, but must be a SparseMoE with its own gate."
             )
         super().check(module)
-        frozen = [name for name in _last_layers(module) if name not in self.trainable]
-        if self.similarity == "updates" and frozen:
+        if self.similarity != "updates":
+            return
+        if next(module.expert.parameters(), None) is None:
+            raise MisconfigurationException(
+                "FedMoEDA: similarity is 'updates', but must be 'proxies', because the experts have no parameters."
+            )
+        if frozen := [name for name in _last_layers(module) if name not in self.trainable]:
             raise MisconfigurationException(
                 f"FedMoEDA: similarity is 'updates', but must be 'proxies', because {frozen[0]} is not trained."
             )

@@ -6,7 +6,7 @@ import math
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers import assert_same_bits, blobs, momentum_sgd, phase, run, sparse_mixture, tensors
+from helpers import Embedding, assert_same_bits, blobs, momentum_sgd, phase, run, sparse_mixture, tensors
 from helpers.runs import Kill, assert_same
 from helpers.workers import TwoInThisProcess
 from lightning.fabric.utilities.exceptions import MisconfigurationException
@@ -17,7 +17,7 @@ from fedmoe_pl import Federation, PersonalizedMoE, Phase
 from fedmoe_pl.algorithms import FedAvg, FedMoEDA, Local
 from fedmoe_pl.algorithms.client import Update
 from fedmoe_pl.backends import AutoBackend
-from fedmoe_pl.models import ConstantGate, LinearGate
+from fedmoe_pl.models import ConstantGate, LinearGate, SparseMoE
 from fedmoe_pl.rounds.checkpoint import load_checkpoint
 
 N = 3  # clients of blobs()
@@ -338,6 +338,13 @@ def test_a_model_without_proxies_and_patterns_that_match_nothing_are_refused():
         FedMoEDA(trainable="expert.*").check(sparse_mixture())
     with pytest.raises(MisconfigurationException, match=r"must be 'proxies', because experts\.0\.2\.weight is not"):
         FedMoEDA(similarity="updates", trainable=["gate.*", "experts.*.0.*"]).check(sparse_mixture())
+
+
+def test_proxies_need_no_parameters_of_experts():
+    module = SparseMoE(Embedding(), nn.Identity())
+    FedMoEDA().check(module)
+    with pytest.raises(MisconfigurationException, match="must be 'proxies', because the experts have no parameters"):
+        FedMoEDA(similarity="updates").check(module)
 
 
 def test_mixing_and_gates_that_do_not_fit_are_refused(tmp_path):
