@@ -170,7 +170,7 @@ def test_a_run_stopped_within_a_phase_that_ends_early_and_resumed_gives_the_same
         ),
         (
             {"trainer": {"callbacks": EarlyStopping("validation_loss")}},
-            r"trainer.callbacks has an EarlyStopping .* but trainer.limit_val_batches is 0, .* and the data's validation_fraction must",
+            r"trainer.callbacks has an EarlyStopping .* but trainer.limit_val_batches is 0, .*validation_fraction",
         ),
         ({"monitor": "validation_loss"}, "monitor is 'validation_loss', but validation_fraction is 0"),
     ],
