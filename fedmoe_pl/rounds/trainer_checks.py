@@ -17,8 +17,9 @@ from lightning.pytorch.callbacks import EarlyStopping, Timer
 from lightning.pytorch.strategies import SingleDeviceStrategy
 from lightning.pytorch.utilities import rank_zero_warn
 
-from fedmoe_pl.backends import quiet, trains_by_loss
+from fedmoe_pl.backends import LEAN_TRAINER, quiet, trains_by_loss
 from fedmoe_pl.backends.best_epoch import BestEpoch
+from fedmoe_pl.backends.lean import shown
 from fedmoe_pl.backends.training import epochs_to_try
 from fedmoe_pl.checks import is_finite
 from fedmoe_pl.data import FederatedDataModule
@@ -135,13 +136,14 @@ def _trainer_and_devices(arguments: dict[str, Any]) -> tuple[Trainer, list[torch
         return _made(arguments)
     except Exception as error:  # whatever Lightning raises
         reason = " ".join(str(error).split())
-        for name, value in arguments.items():
+        given_first = sorted(arguments, key=lambda name: arguments[name] != LEAN_TRAINER.get(name, ...), reverse=True)
+        for name in given_first:
             try:
                 _made({other: arguments[other] for other in arguments if other != name})
             except Exception:  # another argument is wrong
                 continue
             raise MisconfigurationException(
-                f"trainer.{name} is {value}, but must be one that Lightning accepts: {reason}"
+                f"trainer.{name} is {shown(arguments[name])}, but must be one that Lightning accepts: {reason}"
             ) from error
         raise MisconfigurationException(f"trainer: {reason}") from error
 
