@@ -74,7 +74,7 @@ class AdaptiveServerOptimizer(Optimizer, ABC):
 
 
 class FedAdagrad(AdaptiveServerOptimizer):
-    """``v = v + D**2``; arguments as in :class:`AdaptiveServerOptimizer`."""
+    """The server steps by Adagrad, ``v = v + D**2``; arguments as in :class:`AdaptiveServerOptimizer`."""
 
     def __init__(
         self, params: ParamsT, lr: float, beta1: float = 0.0, tau: float = 1e-3, v0: float | None = None
@@ -87,7 +87,7 @@ class FedAdagrad(AdaptiveServerOptimizer):
 
 
 class FedAdam(AdaptiveServerOptimizer):
-    """``v = beta2 v + (1 - beta2) D**2``; arguments as in :class:`AdaptiveServerOptimizer`."""
+    """The server steps by Adam, ``v = beta2 v + (1 - beta2) D**2``; see :class:`AdaptiveServerOptimizer`."""
 
     def __init__(
         self,
@@ -106,7 +106,7 @@ class FedAdam(AdaptiveServerOptimizer):
 
 
 class FedYogi(FedAdam):
-    """``v = v - (1 - beta2) D**2 sign(v - D**2)``; arguments as in :class:`AdaptiveServerOptimizer`."""
+    """The server steps by Yogi, ``v = v - (1 - beta2) D**2 sign(v - D**2)``; arguments as in :class:`FedAdam`."""
 
     def accumulate(self, v: Tensor, squared: Tensor, beta2: float) -> None:
         """Changes ``v`` in place, given ``D**2``."""

@@ -159,6 +159,8 @@ def quiet() -> Iterator[None]:
             warnings.filterwarnings("ignore", "`LightningModule.configure_optimizers` returned `None`")
             # every client's Trainer would say so where the user has chosen the CPU
             warnings.filterwarnings("ignore", "GPU available but not used")
+            # every client's Trainer with a logger would say so in every round
+            warnings.filterwarnings("ignore", "The number of training batches \\(\\d+\\) is smaller than the logging")
             # lightning 2.6 with torch 2.14 and newer; nothing that a user could fix
             warnings.filterwarnings("ignore", "`isinstance\\(treespec, LeafSpec\\)` is deprecated")
             yield

@@ -34,7 +34,7 @@ def needs_every_batch(training: LocalTraining) -> str | None:
     for name, value in training.trainer.items():
         lean = name in _LEAN_ARGUMENTS or value == LEAN_TRAINER.get(name, defaults[name])
         if not lean or (name == "precision" and value not in (None, 32, "32", "32-true", "bf16", "bf16-mixed")):
-            return f"trainer.{name} is {_shown(value)}"
+            return f"trainer.{name} is {shown(value)}"
     for callback in client_callbacks(training):
         hooks = [hook for hook in BATCH_HOOKS if getattr(type(callback), hook) is not getattr(Callback, hook)]
         from_lightning = type(callback).__module__.startswith("lightning.") and not isinstance(callback, EarlyStopping)
@@ -49,10 +49,10 @@ def needs_every_batch(training: LocalTraining) -> str | None:
     return _unusual_optimizer(configured)
 
 
-def _shown(value: object) -> str:
+def shown(value: object) -> str:
     """A value of the configuration; an object, such as a logger, as its class."""
     if isinstance(value, list | tuple):
-        return ", ".join(map(_shown, value))
+        return ", ".join(map(shown, value))
     return type(value).__name__ if type(value).__repr__ is object.__repr__ else str(value)
 
 

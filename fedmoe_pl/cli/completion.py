@@ -8,6 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Literal, get_args, get_origin
 
 from jsonargparse import ArgumentParser
+from lightning.pytorch import Callback
 from torch import nn
 from torch.optim import SGD, Adam, AdamW, Optimizer
 
@@ -161,4 +162,5 @@ def _classes(kinds: Sequence[Any]) -> list[type]:
     found = [each for each in _OF_PACKAGE if issubclass(each, bases)]
     others = [each for each in sub_classes(bases) if each.__module__.startswith(("torch", "lightning"))]
     others = [each for each in others if each not in bases and not inspect.isabstract(each)]
-    return found or sorted(others, key=lambda each: each.__name__)
+    others = sorted({*others} - {*found}, key=lambda each: each.__name__)
+    return [*found, *others] if Callback in bases else found or others

@@ -9,7 +9,7 @@ from typing import Any
 
 from jsonargparse import ArgumentParser
 from lightning.fabric.utilities.exceptions import MisconfigurationException
-from lightning.pytorch import LightningModule
+from lightning.pytorch import Callback, LightningModule
 from torch import nn
 from torch.optim import Optimizer
 
@@ -25,7 +25,7 @@ from fedmoe_pl.backends import Backend
 from fedmoe_pl.callbacks import FederationCallback
 from fedmoe_pl.cli.words import did_you_mean
 from fedmoe_pl.data import Augmentation, FederatedDataModule, Partitioner
-from fedmoe_pl.models import Gate
+from fedmoe_pl.models import Gate, SwitchNorm1d
 
 DESCRIPTION = "Lists the classes of the package that a configuration can name, with one line each"
 
@@ -41,7 +41,7 @@ KINDS = {
     "algorithms": _classes(fedmoe_pl.algorithms, Algorithm),
     "server_optimizers": _classes(fedmoe_pl.algorithms, Optimizer),
     "models": _classes(fedmoe_pl.models, LightningModule),
-    "experts": _classes(fedmoe_pl.models, nn.Module, LightningModule, Gate),
+    "experts": _classes(fedmoe_pl.models, nn.Module, LightningModule, Gate, SwitchNorm1d),
     "gates": _classes(fedmoe_pl.models, Gate),
     "data": _classes(fedmoe_pl.data, FederatedDataModule),
     "partitioners": _classes(fedmoe_pl.data, Partitioner),
@@ -50,6 +50,7 @@ KINDS = {
     "attacks": _classes(fedmoe_pl.aggregation, Attack),
     "backends": _classes(fedmoe_pl.backends, Backend),
     "callbacks": _classes(fedmoe_pl.callbacks, FederationCallback),
+    "client_callbacks": _classes(fedmoe_pl.callbacks, Callback),
 }
 """What ``fedmoe list`` lists."""
 
@@ -88,7 +89,7 @@ def _line(class_type: type) -> str:
 
     Example:
         >>> _line(fedmoe_pl.algorithms.FedAdam)
-        'v = beta2 v + (1 - beta2) D**2; arguments as in AdaptiveServerOptimizer.'
+        'The server steps by Adam, v = beta2 v + (1 - beta2) D**2; see AdaptiveServerOptimizer.'
     """
     line = (inspect.getdoc(class_type) or "").partition("\n")[0]
     return re.sub(r"(:class:)?`+~?([^`]*)`+", r"\2", line)

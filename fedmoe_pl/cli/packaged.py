@@ -150,4 +150,4 @@ def _first_sentence(path: Path) -> str:
             break
         lines.append(line[2:])
     text = re.sub(r",? https?://[^\s),]+", "", " ".join(lines))
-    return re.split(r"(?<!al)\.(?: |$)", text)[0]
+    return re.split(r"(?<!al)(?<!Fig)\.(?: |$)", text)[0]

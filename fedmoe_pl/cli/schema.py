@@ -9,7 +9,8 @@ import difflib
 import functools
 import importlib
 import inspect
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import is_dataclass
 from pathlib import Path
 from typing import Any, NamedTuple, get_args, get_origin
 
@@ -48,6 +49,7 @@ _PLACES: dict[type, str] = {
     nn.Module: "the model's arguments",
 }
 """Where the classes of each kind belong, the narrower kinds first."""
+_INTERNAL = ("torchvision.", "torchmetrics.")  # whose layers and metrics nobody means by a name alone
 _SECTIONS = {"model", "data"}
 _OF_CLASS = ("class_path", "init_args", "dict_kwargs")
 
@@ -141,7 +143,9 @@ def _faults(value: Any, argument: Argument, key: str) -> Iterator[str]:
             yield from _faults_of_class(value, hint, classes, key)
     elif isinstance(value, str) and classes and str not in kinds and not Path(value).is_file():
         found = find_class(value, hint, classes, key)
-        if inspect.isclass(found):
+        if inspect.isabstract(found):
+            yield _of_abstract(value, found, key)
+        elif inspect.isclass(found):
             yield from _missing(found, {}, hint, f"{key}.init_args")
         elif not parses(value, hint):
             yield found if isinstance(found, str) else f"{key} is {shown(value)}, but must be {allowed(hint)}."
@@ -178,7 +182,14 @@ def _faults_of_class(node: Mapping[str, Any], hint: Any, classes: tuple[type, ..
         yield f"{prefix} is {shown(given)}, but must have the arguments of {class_type.__name__}."
         return
     if inspect.isabstract(class_type):
-        yield f"{key} is {shown(node)}, but must be {allowed(hint)}."
+        if "class_path" in node:
+            yield _of_abstract(node["class_path"], class_type, key)
+        else:
+            yield f"{key} is {shown(node)}, but must be {allowed(hint)}."
+        return
+    if "class_path" not in node and not is_dataclass(class_type) and not {*node} & {*arguments_of_class(class_type)}:
+        name = next(iter(node))
+        yield f"{key}.{name} is given, but {key} has no class_path, which must name {allowed(class_type)}."
         return
     arguments = arguments_of_class(class_type)
     for name, value in given.items():
@@ -207,7 +218,7 @@ def find_class(name: str, hint: Any, classes: tuple[type, ...], key: str) -> Any
     if not module:
         if other := named(name):
             return _of_other_kind(name, other, hint, key)
-        similar = difflib.get_close_matches(name, known, n=1)
+        similar = difflib.get_close_matches(name, [*_concrete(known.values())], n=1)
         hinted = f"; did you mean {similar[0]}?" if similar else f"; it must be {allowed(hint)}."
         return f"{key} is '{name}', which is neither a class of fedmoe_pl nor an import path{hinted}"
     try:
@@ -235,9 +246,21 @@ def _of_other_kind(name: str, class_type: type, hint: Any, key: str) -> str:
     return f"{key} is '{name}', which is {kind}, but must be {allowed(hint)}; {kind} belongs in {_PLACES[base]}."
 
 
+def _of_abstract(name: str, class_type: type, key: str) -> str:
+    """A sentence for a class that cannot be made, with those of its kind that can."""
+    kinds = ", ".join(sorted(_concrete(sub_classes((class_type,)))))
+    return f"{key} is '{name}', of which no object can be made; it must be one of its kinds: {kinds}."
+
+
+def _concrete(classes: Iterable[type]) -> Iterator[str]:
+    """The names of the classes of which objects can be made."""
+    return (each.__name__ for each in classes if not inspect.isabstract(each))
+
+
 def named(name: str) -> type | None:
     """The public class of this name, of any kind that a configuration can name; None if there is none."""
-    return next((each for each in sub_classes(tuple(_PLACES)) if each.__name__ == name), None)
+    found = (each for each in sub_classes(tuple(_PLACES)) if each.__name__ == name)
+    return next((each for each in found if not each.__module__.startswith(_INTERNAL)), None)
 
 
 def sub_classes(classes: tuple[type, ...]) -> Iterator[type]:

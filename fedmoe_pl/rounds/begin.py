@@ -33,7 +33,8 @@ def phase_module(model: LightningModule, phase: Phase) -> LightningModule:
     """A copy of the model, with the phase's gate, mixing, optimizer and scheduler.
 
     Raises:
-        MisconfigurationException: if the phase has one of these and the model is not a ``MixtureOfExperts``.
+        MisconfigurationException: if the phase has one of these and the model is not a ``MixtureOfExperts``, or it does
+            not fit the model.
     """
     module = copy_module(model)
     for part in ("gate", "mixing", "optimizer", "lr_scheduler"):
@@ -46,7 +47,10 @@ def phase_module(model: LightningModule, phase: Phase) -> LightningModule:
                 "lets a phase replace it."
             )
         setattr(module, part, copy.deepcopy(replacement).to(_dtype(model)) if part == "gate" else replacement)
-        module.check_parts()
+        try:
+            module.check_parts()
+        except MisconfigurationException as error:
+            raise MisconfigurationException(f"{phase}: {error}") from error
     return module
 
 

@@ -54,7 +54,7 @@ def check_run(run: Run, read_result: Callable[[Phase, LightningModule], PhaseSta
         check_phase(phase, module, run.datamodule, run.seed, trainer["max_epochs"], run.metrics)
         check_chain(phase, run.phases_before(phase))
         run.failures.check_cohort(phase, cohort_of(phase, run.datamodule.num_clients, run.seed).size)
-        check_client_trainer(phase, trainer, run.datamodule)
+        check_client_trainer(phase, module, trainer, run.datamodule)
         check_trained(phase, module, trainer["max_epochs"])
         if phase.ckpt_path and phase.name not in run.states:
             run.given_results[phase.name] = read_result(phase, module)

@@ -8,6 +8,7 @@ from typing import Any, Literal, get_args
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import Callback, LightningModule
 from lightning.pytorch.cli import LRSchedulerCallable, OptimizerCallable
+from lightning.pytorch.loggers import Logger
 
 from fedmoe_pl.aggregation import Aggregation
 from fedmoe_pl.algorithms.algorithm import Algorithm, Moment
@@ -276,3 +277,17 @@ class Phase:
             raise MisconfigurationException(
                 f"{self}: trainer has max_epochs, which is an argument of the phase itself; set it there."
             )
+        given = {name: (self.trainer or {}).get(name) or [] for name in ("callbacks", "logger")}
+        given = {name: value if isinstance(value, list) else [value] for name, value in given.items()}
+        for callback in given["callbacks"]:
+            if not isinstance(callback, Callback):  # a name in a file, of which nobody makes an object
+                raise MisconfigurationException(
+                    f"{self}: trainer has the callback {callback!r}, but must leave out callbacks that are no objects; "
+                    "the phase's own callbacks name their classes."
+                )
+        for logger in given["logger"]:
+            if not isinstance(logger, bool | Logger):
+                raise MisconfigurationException(
+                    f"{self}: trainer has the logger {logger!r}, but must leave it out or have true or false; the "
+                    "federation's trainer names the classes of loggers."
+                )

@@ -96,20 +96,28 @@ def check_start(
         module_of: makes the module of an earlier phase, by its name.
 
     Raises:
-        MisconfigurationException: if a part does not exist, is replaced by the algorithm, differs between the models,
-            or none is in both.
+        MisconfigurationException: if a part does not exist, is replaced by the algorithm or missing although it builds
+            on it, differs between the models, or none is in both.
     """
     shapes = _shapes(module)
     for part in [] if isinstance(start, str) else start:
         if part not in shapes:
+            similar = difflib.get_close_matches(part, shapes, n=1)
+            hint = f"; did you mean {similar[0]}?" if similar else f": {', '.join(shapes)}."
             raise MisconfigurationException(
-                f"{phase}: start is {start}, whose '{part}' must be a part of the {type(module).__name__}: "
-                f"{', '.join(shapes)}."
+                f"{phase}: start is {start}, whose '{part}' must be a part of the {type(module).__name__}{hint}"
             )
         if part in phase.algorithm.replaced_parts:
             raise MisconfigurationException(
                 f"{phase}: start is {start}, but must leave out '{part}', which {type(phase.algorithm).__name__} "
                 "starts as a copy of another part."
+            )
+    builds_on = phase.algorithm.needed_parts if overrides(phase.algorithm, "missing_start") else ()
+    for part in [] if isinstance(start, str) else builds_on:
+        if part not in start:
+            raise MisconfigurationException(
+                f"{phase}: start is {start}, but must also name what '{part}' starts from, on which "
+                f"{type(phase.algorithm).__name__} builds."
             )
     if isinstance(start, str) and phase.model is None:
         return  # the same model
@@ -166,13 +174,6 @@ def _check_needed(phase: Phase, start: Start, earlier: Sequence[Phase], starts: 
     """Refuses a start without the training that the algorithm builds on."""
     algorithm = phase.algorithm
     for part in algorithm.needed_parts:
-        if not isinstance(start, str) and overrides(algorithm, "missing_start") and part not in start:
-            misspelt = difflib.get_close_matches(part, start, n=1, cutoff=0.9)
-            hint = f"; did you mean it by '{misspelt[0]}'?" if misspelt else "."
-            raise MisconfigurationException(
-                f"{phase}: start is {start}, but must also name what '{part}' starts from, on which "
-                f"{type(algorithm).__name__} builds{hint}"
-            )
         name = start if isinstance(start, str) else start.get(part, INITIAL)
         chain = [other.algorithm for other in chain_of_starts(earlier, starts, name, part)]
         missing = algorithm.missing_start if isinstance(start, str) else algorithm.missing_part

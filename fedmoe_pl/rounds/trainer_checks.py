@@ -13,12 +13,13 @@ import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.accelerators import CPUAccelerator
-from lightning.pytorch.callbacks import Timer
+from lightning.pytorch.callbacks import EarlyStopping, Timer
 from lightning.pytorch.strategies import SingleDeviceStrategy
 from lightning.pytorch.utilities import rank_zero_warn
 
-from fedmoe_pl.backends import quiet
+from fedmoe_pl.backends import LEAN_TRAINER, quiet, trains_by_loss
 from fedmoe_pl.backends.best_epoch import BestEpoch
+from fedmoe_pl.backends.lean import shown
 from fedmoe_pl.backends.training import epochs_to_try
 from fedmoe_pl.checks import is_finite
 from fedmoe_pl.data import FederatedDataModule
@@ -135,13 +136,14 @@ def _trainer_and_devices(arguments: dict[str, Any]) -> tuple[Trainer, list[torch
         return _made(arguments)
     except Exception as error:  # whatever Lightning raises
         reason = " ".join(str(error).split())
-        for name, value in arguments.items():
+        given_first = sorted(arguments, key=lambda name: arguments[name] != LEAN_TRAINER.get(name, ...), reverse=True)
+        for name in given_first:
             try:
                 _made({other: arguments[other] for other in arguments if other != name})
             except Exception:  # another argument is wrong
                 continue
             raise MisconfigurationException(
-                f"trainer.{name} is {value}, but must be one that Lightning accepts: {reason}"
+                f"trainer.{name} is {shown(arguments[name])}, but must be one that Lightning accepts: {reason}"
             ) from error
         raise MisconfigurationException(f"trainer: {reason}") from error
 
@@ -162,14 +164,17 @@ def _made(arguments: dict[str, Any]) -> tuple[Trainer, list[torch.device]]:
         return trainer, accelerator.get_parallel_devices(parsed)
 
 
-def check_client_trainer(phase: Phase, trainer: dict[str, Any], datamodule: FederatedDataModule) -> None:
+def check_client_trainer(
+    phase: Phase, module: LightningModule, trainer: dict[str, Any], datamodule: FederatedDataModule
+) -> None:
     """Refuses arguments that have no effect or a wrong one on the clients' training.
 
-    These are arguments of a training of 0 epochs, a ``BestEpoch`` if no client validates, and gradient clipping that
+    These are arguments of a training of 0 epochs, early stopping by what no client logs, and gradient clipping that
     would break an algorithm's formulas.
 
     Args:
         phase: the phase.
+        module: the phase's module.
         trainer: arguments of its clients' Trainers.
         datamodule: the data and the clients that hold them; already set up.
 
@@ -184,20 +189,41 @@ def check_client_trainer(phase: Phase, trainer: dict[str, Any], datamodule: Fede
             f"{phase}: gradient_clip_val of the trainer is {trainer['gradient_clip_val']}, "
             f"but must be left out, because {type(phase.algorithm).__name__} computes with the steps of plain SGD."
         )
+    if trainer["max_epochs"]:
+        _check_stopping(phase, module, trainer, datamodule)
+
+
+def _check_stopping(
+    phase: Phase, module: LightningModule, trainer: dict[str, Any], datamodule: FederatedDataModule
+) -> None:
+    """Refuses early stopping by a metric that certainly no client logs; arguments as of ``check_client_trainer``."""
     callbacks = trainer.get("callbacks") or []
     callbacks = callbacks if isinstance(callbacks, list) else [callbacks]
-    if not any(isinstance(callback, BestEpoch) for callback in callbacks):
-        return
-    prefix = f"{phase}: callbacks has a BestEpoch"
-    if not trainer["limit_val_batches"]:
-        raise MisconfigurationException(
-            f"{prefix}, but limit_val_batches of the phase's trainer is {trainer['limit_val_batches']}; it must be "
-            "above 0, such as 1.0, so that clients validate."
-        )
-    if not len(datamodule.validation_samples.indices):
-        raise MisconfigurationException(
-            f"{prefix}, but validation_fraction is 0, so that no client has validation samples; it must be above 0."
-        )
+    # a module with its own steps and other callbacks may log anything, also in training
+    only_loss = trains_by_loss(phase.algorithm, module) and all(
+        type(callback) in (EarlyStopping, BestEpoch) for callback in callbacks
+    )
+    for callback in callbacks:
+        is_certain = isinstance(callback, EarlyStopping) and (only_loss or isinstance(callback, BestEpoch))
+        if not is_certain or not callback.strict:
+            continue
+        where = "callbacks" if callback in (phase.callbacks or []) else "trainer.callbacks"
+        name = type(callback).__name__
+        prefix = f"{phase}: {where} has {'an' if name[0] in 'AEIOU' else 'a'} {name} with monitor '{callback.monitor}'"
+        needed = "trainer.limit_val_batches, such as 1.0, and the data's validation_fraction must be above 0"
+        if not trainer["limit_val_batches"]:
+            raise MisconfigurationException(
+                f"{prefix}, but trainer.limit_val_batches is {trainer['limit_val_batches']}, so that no client "
+                f"validates; {needed}."
+            )
+        if not len(datamodule.validation_samples.indices):
+            raise MisconfigurationException(
+                f"{prefix}, but validation_fraction is 0, so that no client has validation samples; {needed}."
+            )
+        if only_loss and callback.monitor != "validation_loss":
+            raise MisconfigurationException(
+                f"{prefix}, but monitor must be validation_loss, which is all that clients log for it."
+            )
 
 
 def check_trained(phase: Phase, module: LightningModule, max_epochs: int) -> None:

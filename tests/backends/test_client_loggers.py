@@ -79,3 +79,10 @@ def test_every_client_of_every_round_has_a_folder_of_its_own(tmp_path):
     folders += [f"two/client_{c:03d}/round_0001" for c in range(3)]
     assert found == [tmp_path / "clients" / "lightning_logs" / folder / "metrics.csv" for folder in folders]
     assert "validation_loss" in found[0].read_text()
+
+
+def test_clients_with_few_batches_do_not_warn_one_by_one(tmp_path, recwarn):
+    logged = Phase("FedAvg", FedAvg(), trainer={"logger": CSVLogger(tmp_path)})
+    run([logged], mixture(), blobs(), tmp_path / "runs")
+    assert len([*tmp_path.rglob("client_*/round_0001")]) == 3, "the clients have loggers"
+    assert not [str(warning.message) for warning in recwarn if "logging interval" in str(warning.message)]

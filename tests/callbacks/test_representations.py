@@ -3,6 +3,7 @@
 import math
 
 import pytest
+import threadpoolctl
 import torch
 from helpers import Expert, blobs, mixture, run
 from helpers.map_style import Dicts, WordModel, padded
@@ -10,6 +11,7 @@ from helpers.pfedmoe import model
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import LightningModule
 from lightning.pytorch.loggers import TensorBoardLogger
+from sklearn.manifold import TSNE
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from torch import nn
 
@@ -120,3 +122,18 @@ def test_groups_far_apart_stay_apart_in_the_plane_and_nothing_is_drawn():
     assert torch.equal(state, torch.get_rng_state())
     distances = torch.cdist(found, found).fill_diagonal_(math.inf)
     assert (distances.argmin(1) % 2 == torch.arange(40) % 2).all(), "everybody's neighbour is of the own group"
+
+
+def test_points_are_computed_with_one_thread(monkeypatch):
+    threads = []
+
+    def seen(self, values):
+        threads.extend(pool["num_threads"] for pool in threadpoolctl.threadpool_info())
+        return fit(self, values)
+
+    fit = TSNE.fit_transform
+    monkeypatch.setattr(TSNE, "fit_transform", seen)
+    with threadpoolctl.threadpool_limits(2):
+        embed(torch.randn(9, 4), seed=0)
+        after = [pool["num_threads"] for pool in threadpoolctl.threadpool_info()]
+    assert {*threads} == {1} and 2 in after

@@ -52,6 +52,8 @@ COMPLETED = {
     ("export", ""): ["--format", "--method"],
     ("list", "server"): ["server_optimizers"],
     ("list", "part"): ["partitioners"],
+    ("fit", "--trainer.callbacks+", "BestE"): ["BestEpoch"],
+    ("fit", "--trainer.callbacks+", "EarlyS"): ["EarlyStopping"],
     ("report", "--base"): ["--baseline"],
 }
 

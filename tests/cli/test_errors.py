@@ -98,6 +98,20 @@ NOT_PARSED = {
         ["--federation.phases+={name: A, algorithm: Local, roundz: 2}"]
     ),
     "modle is not an argument; did you mean model?": ["--modle", "{}"],
+    "federation.backend is 'Stacked', which is neither a class of fedmoe_pl nor an import path; did you mean Stacked": (
+        ["--federation.backend", "Stacked"]
+    ),
+    "federation.backend is 'Backend', of which no object can be made; it must be one of its kinds: AutoBackend, ": (
+        ["--federation.backend", "Backend"]
+    ),
+    "federation.phases.PFL-MF.gate is 'Gate', of which no object can be made; it must be one of its kinds: ": (
+        ["--federation.phases.PFL-MF.gate", "{class_path: Gate}"]
+    ),
+    "federation.backend is 'Pool', which is neither a class of fedmoe_pl nor an import path; it must be a Backend or": (
+        ["--federation.backend", "Pool"]
+    ),
+    "federation.phases.FedAvg.optimizer.lr is given, but federation.phases.FedAvg.optimizer has no class_path, which "
+    "must name an Optimizer.": ["--federation.phases.FedAvg.optimizer.lr", "0.1"],
 }
 
 

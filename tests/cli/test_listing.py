@@ -21,6 +21,8 @@ def test_every_class_has_a_line(capsys):
     public = [getattr(fedmoe_pl.algorithms, name) for name in fedmoe_pl.algorithms.__all__]
     concrete = {each.__name__ for each in public if inspect.isclass(each) and not inspect.isabstract(each)}
     assert concrete - {*shown} <= {"Algorithm"}
+    assert "BestEpoch" in shown and "SwitchNorm1d" not in shown
+    assert all(text[0].isupper() for text in shown.values()), "sentences, and no formulas"
 
 
 def test_a_kind_alone(capsys):

@@ -75,3 +75,10 @@ def test_copies_have_what_their_commands_need(tmp_path, monkeypatch, capsys):
 def test_an_unknown_name_has_a_suggestion():
     with pytest.raises(MisconfigurationException, match=r"configs has no quickstrat; did you mean quickstart\?"):
         configs(["quickstrat"])
+
+
+def test_a_description_does_not_end_at_an_abbreviation(capsys):
+    configs([])
+    lines = capsys.readouterr().out.splitlines()
+    assert not [line for line in lines if line.endswith(("Fig", "al"))]
+    assert any("Fig. 5: " in line for line in lines)

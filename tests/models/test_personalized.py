@@ -13,6 +13,7 @@ from torch import nn
 from fedmoe_pl.algorithms import FedAvg
 from fedmoe_pl.models import (
     FeatureGate,
+    LeNet5,
     LinearGate,
     PersonalizedMoE,
     SmallMLP,
@@ -42,6 +43,16 @@ def test_feature_gate_reads_the_global_experts_features():
     torch.testing.assert_close(logits, g * module.global_expert(x) + (1 - g) * module.local_expert(x))
     nn.init.zeros_(module.local_expert.extractor[1].weight)
     assert torch.equal(module.mix(x)[1], weights)
+
+
+def test_a_part_that_does_not_fit_the_others_is_named():
+    shape = r"but must fit the other parts for an input of shape \(64,\) \(RuntimeError: .*\)\.$"
+    with pytest.raises(MisconfigurationException, match=rf"^PersonalizedMoE: local_expert is a LeNet5, {shape}"):
+        PersonalizedMoE(SmallMLP(), LeNet5())
+    with pytest.raises(MisconfigurationException, match=rf"^PersonalizedMoE: gate is a FeatureGate, {shape}"):
+        PersonalizedMoE(SmallMLP(), gate=FeatureGate(3))
+    with pytest.raises(MisconfigurationException, match=rf"^Phase 'A': PersonalizedMoE: gate is a LinearGate, {shape}"):
+        phase_module(PersonalizedMoE(SmallMLP()), Phase("A", FedAvg(), gate=LinearGate(3)))
 
 
 def test_experts_with_different_numbers_of_outputs_are_refused_when_they_tell_their_input():

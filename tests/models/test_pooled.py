@@ -94,7 +94,7 @@ REFUSED = {
     "PooledMoE: local_expert is a Linear, but must have an `extractor` and a `classifier`.": lambda: PooledMoE(
         nn.Linear(5, 3), 3
     ),
-    "PooledMoE: mixing is 'probabilities', but must be left out: logits are mixed.": lambda: phase_module(
+    "Phase 'p': PooledMoE: mixing is 'probabilities', but must be left out: logits are mixed.": lambda: phase_module(
         pooled(), Phase("p", PMMoE(), mixing="probabilities")
     ),
     "PooledMoE: gate is a LinearGate that weighs 2 experts, but must weigh 3.": lambda: PooledMoE(

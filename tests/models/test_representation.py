@@ -104,7 +104,7 @@ BAD = {
     "widths": (lambda: RepresentationMoE(network(2), [network(4), RepresentationMLP(5, 4, 7, 3)]), "number 1, whose"),
     "header": (lambda: RepresentationMoE(nn.Linear(5, 2), [nn.Linear(5, 2)]), "header is None, but must be given"),
     "no expert": (lambda: RepresentationMoE(network(2), []), "header is None, but must be given"),
-    "gate": (lambda: model(LinearGate(4)), "does not fit inputs of shape"),
+    "gate": (lambda: model(LinearGate(4)), "^RepresentationMoE: gate is a LinearGate, but must fit the other parts"),
     "gate_lr": (lambda: model(gate_lr=-0.1), "gate_lr is -0.1, but must be a finite number of at least 0"),
     "architectures": (lambda: model(architectures=[0, 3]), "architectures has 3, but must have indices of the 3"),
     "no architecture of a client": (lambda: model(architectures=[0]).client_architecture(1), "has 1 entries, but must"),

@@ -24,6 +24,10 @@ REFUSED = {
     "PFLMoE starts from an earlier phase, but none": {"algorithm": PFLMoE()},
     "shared is 'global_exprt.*', which matches no parameter": {"algorithm": FedAvg("global_exprt.*")},
     "Invalid learning rate: -1": {"optimizer": partial(torch.optim.SGD, lr=-1)},
+    "^Phase 'FedAvg': trainer has the callback 'EarlyStoping', but": {"trainer": {"callbacks": ["EarlyStoping"]}},
+    "^Phase 'FedAvg': trainer has the logger {'class_path': 'CSVLogger'}, but": {
+        "trainer": {"logger": {"class_path": "CSVLogger"}}
+    },
     "ckpt_path is 'none.ckpt', but there is no such file": {"ckpt_path": "none.ckpt"},
 }
 

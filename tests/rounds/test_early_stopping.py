@@ -5,14 +5,16 @@ from functools import partial
 
 import pytest
 import torch
-from helpers import assert_same_bits, blobs, mixture, phase, run
+from helpers import Expert, assert_same_bits, blobs, mixture, momentum_sgd, phase, run
 from helpers.early_stopping import stopped_by_hand
 from lightning.fabric.utilities.exceptions import MisconfigurationException
+from lightning.pytorch import Callback
+from lightning.pytorch.callbacks import EarlyStopping
 
 from fedmoe_pl.algorithms import OptInFedAvg, PersonalizedExpert, SpecialistMixture
 from fedmoe_pl.callbacks import BestEpoch, FederationCallback
 from fedmoe_pl.federation import Federation
-from fedmoe_pl.models import ConstantGate, LinearGate
+from fedmoe_pl.models import ConstantGate, LinearGate, PersonalizedMoE
 from fedmoe_pl.rounds.phase import Phase
 from fedmoe_pl.rounds.state import PhaseState
 
@@ -158,10 +160,17 @@ def test_a_run_stopped_within_a_phase_that_ends_early_and_resumed_gives_the_same
             {"trainer": {"limit_val_batchs": 1.0}},
             r"limit_val_batchs is not an argument of Trainer; did you mean limit_val_batches\?",
         ),
-        ({"callbacks": [BestEpoch()]}, r"callbacks has a BestEpoch, but limit_val_batches .* is 0; it must be above 0"),
+        (
+            {"callbacks": [BestEpoch()]},
+            r"'FedAvg': callbacks has a BestEpoch with monitor 'validation_loss', but trainer.limit_val_batches is 0",
+        ),
         (
             {"callbacks": [BestEpoch()], "trainer": {"limit_val_batches": 1.0}},
-            r"callbacks has a BestEpoch, but validation_fraction is 0",
+            r"callbacks has a BestEpoch with monitor 'validation_loss', but validation_fraction is 0",
+        ),
+        (
+            {"trainer": {"callbacks": EarlyStopping("validation_loss")}},
+            r"trainer.callbacks has an EarlyStopping .* but trainer.limit_val_batches is 0, .*validation_fraction",
         ),
         ({"monitor": "validation_loss"}, "monitor is 'validation_loss', but validation_fraction is 0"),
     ],
@@ -170,6 +179,48 @@ def test_a_schedule_that_cannot_be_followed_is_refused_before_training(tmp_path,
     with pytest.raises(MisconfigurationException, match=sentence):
         run([Phase("FedAvg", OptInFedAvg(), **arguments)], mixture(), blobs(), tmp_path)
     assert not list(tmp_path.rglob("version_*"))
+
+
+@pytest.mark.parametrize(
+    "callback", [EarlyStopping("val_los"), BestEpoch("val_los")], ids=["EarlyStopping", "BestEpoch"]
+)
+def test_a_metric_that_a_mixture_does_not_log_is_refused_before_training(tmp_path, callback):
+    stopping = Phase("FedAvg", OptInFedAvg(), callbacks=[callback], trainer={"limit_val_batches": 1.0})
+    sentence = (
+        f"callbacks has an? {type(callback).__name__} with monitor 'val_los', but monitor must be validation_loss"
+    )
+    with pytest.raises(MisconfigurationException, match=sentence):
+        run([stopping], mixture(), blobs(validation_fraction=0.4), tmp_path)
+
+
+class OwnMetric(Callback):
+    """Logs a metric of its own."""
+
+    def on_train_epoch_end(self, trainer, pl_module):
+        pl_module.log("of_callback", 1.0)
+
+
+class OwnSteps(PersonalizedMoE):
+    """Logs a metric of its own."""
+
+    def training_step(self, batch, batch_idx):
+        loss, _ = self.loss(batch)
+        self.log("of_module", loss, on_epoch=True)
+        return loss
+
+
+@pytest.mark.parametrize(
+    ("model", "callbacks"),
+    [
+        (mixture(), [OwnMetric(), EarlyStopping("of_callback")]),
+        (OwnSteps(Expert(), optimizer=momentum_sgd).double(), [EarlyStopping("of_module")]),
+        (mixture(), [EarlyStopping("of_nobody", strict=False)]),
+    ],
+    ids=["callback", "module", "lenient"],
+)
+def test_a_metric_of_another_callback_or_of_the_users_module_stops_without_validation(tmp_path, model, callbacks):
+    federation = run([Phase("FedAvg", OptInFedAvg(), callbacks=callbacks)], model, blobs(), tmp_path)
+    assert federation.run.states["FedAvg"].finished
 
 
 def test_a_round_without_a_number_is_never_the_best():

@@ -15,7 +15,7 @@ from fedmoe_pl.cli import main
 from fedmoe_pl.models import GlobalOnly, LinearGate, LocalOnly
 from fedmoe_pl.rounds.checkpoint import load_checkpoint
 from fedmoe_pl.rounds.kept import KeptOnDisk
-from fedmoe_pl.rounds.starts import find_starts
+from fedmoe_pl.rounds.starts import check_start, find_starts
 
 BOTH = {"global_expert": "FedAvg", "local_expert": "FedPer"}
 
@@ -184,22 +184,6 @@ REFUSED = {
         fedavg(),
         Phase("G", Local(), start={"local_expert": "Ditto"}),
     ],
-    "what 'local_expert' starts from, on which PFLMoE builds; did you mean it by 'local_exprt'?": lambda: [
-        fedavg(),
-        Phase("G", PFLMoE(0), start={"global_expert": "FedAvg", "local_exprt": "FedAvg"}),
-    ],
-    "but must also name what 'local_expert' starts from, on which PFLMoE builds.": lambda: [
-        fedavg(),
-        Phase("G", PFLMoE(0), start={"global_expert": "FedAvg"}),
-    ],
-    "but must also name what 'global_expert' starts from, on which PersonalizedExpert builds": lambda: [
-        fedavg(),
-        Phase("G", PersonalizedExpert(), start={"local_expert": "FedAvg"}),
-    ],
-    "but must also name what 'experts' starts from, on which FedJETs builds": lambda: [
-        fedavg(),
-        Phase("G", FedJETs(), start={"embedding": "FedAvg"}),
-    ],
     "whose 'local_expert' is from 'Local', but must be a phase of PersonalizedExpert with gate_fraction 0.25": lambda: [
         fedavg(),
         LOCAL,
@@ -301,3 +285,33 @@ def test_an_own_model_takes_the_parts_that_both_have_and_begins_its_other_parts_
                 tensors(module, "local_expert."), tensors(run.client_module("FedPer", client), "local_expert.")
             )
             assert_same_bits(tensors(module, "pool."), pool)
+
+
+def parts(*names) -> nn.ModuleDict:
+    """A model with these parts."""
+    return nn.ModuleDict({name: nn.Linear(1, 1) for name in names})
+
+
+NAMED = {
+    "whose 'globl_expert' must be a part of the ModuleDict; did you mean global_expert?": (PFLMoE(), "globl_expert"),
+    "whose 'head' must be a part of the ModuleDict: global_expert, local_expert, embedding, experts.": (
+        PFLMoE(),
+        "head",
+    ),
+    "but must also name what 'local_expert' starts from, on which PFLMoE builds.": (PFLMoE(0), "global_expert"),
+    "but must also name what 'global_expert' starts from, on which PersonalizedExpert builds.": (
+        *(PersonalizedExpert(), "experts"),
+    ),
+    "but must also name what 'experts' starts from, on which FedJETs builds.": (FedJETs(), "embedding"),
+}
+
+
+@pytest.mark.parametrize("sentence", NAMED)
+def test_a_part_that_is_missing_or_misspelt_is_named(sentence):
+    algorithm, part = NAMED[sentence]
+    phase = Phase("G", algorithm, start={part: "FedAvg"})
+    module = parts("global_expert", "local_expert", "embedding", "experts")
+    find_starts([fedavg(), phase])
+    with pytest.raises(MisconfigurationException) as refusal:
+        check_start(phase, phase.start, module, lambda name: module)
+    assert str(refusal.value).startswith("Phase 'G': start is {") and str(refusal.value).endswith(sentence)

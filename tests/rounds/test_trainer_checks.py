@@ -5,7 +5,7 @@ from datetime import timedelta
 
 import pytest
 from lightning.fabric.utilities.exceptions import MisconfigurationException
-from lightning.pytorch.callbacks import Timer
+from lightning.pytorch.callbacks import ModelCheckpoint, Timer
 from lightning.pytorch.strategies import SingleDeviceStrategy
 
 from fedmoe_pl.backends import LEAN_TRAINER
@@ -22,6 +22,10 @@ TRAINERS = {
     "trainer.callbacks has a Timer whose duration is 0, but must be above 0.": {"callbacks": Timer(timedelta(0))},
     "trainer.strategy is SingleDeviceStrategy, but must be auto, because this one trains on meta, not on cpu.": {
         "strategy": SingleDeviceStrategy("meta")
+    },
+    "trainer.callbacks is ModelCheckpoint, but must be one that Lightning accepts: ": {
+        "enable_checkpointing": False,
+        "callbacks": [ModelCheckpoint()],
     },
     "trainer.max_time is x, but must be one that Lightning accepts": {"max_time": "x"},
     "trainer.accumulate_grad_batches is 0, but must be at least 1.": {"accumulate_grad_batches": 0},
