@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import LightningModule
 from lightning.pytorch.loggers import Logger
 from torchmetrics import Metric
+from typing_extensions import TypeVar
 
 from fedmoe_pl.backends import LEAN_TRAINER, AutoBackend, Backend
 from fedmoe_pl.callbacks import FederationCallback
@@ -16,6 +17,7 @@ from fedmoe_pl.callbacks.defaults import with_defaults
 from fedmoe_pl.checks import check_at_least, plain
 from fedmoe_pl.data import FederatedDataModule
 from fedmoe_pl.data.partition_report import write_partition
+from fedmoe_pl.models import MixtureOfExperts
 from fedmoe_pl.rounds.audit import PhaseAudit, audit_run
 from fedmoe_pl.rounds.audit_text import format_audit
 from fedmoe_pl.rounds.begin import read_result_for_newcomers
@@ -39,6 +41,8 @@ from fedmoe_pl.rounds.run import Run
 from fedmoe_pl.rounds.start import make_run, opened
 from fedmoe_pl.rounds.starts import find_starts
 from fedmoe_pl.rounds.trainer_checks import check_trainer
+
+_Module = TypeVar("_Module", bound=LightningModule, default=MixtureOfExperts)
 
 
 class Federation:
@@ -246,9 +250,12 @@ class Federation:
         """The final evaluation of every evaluated phase of the last run, by name."""
         return self.run.results
 
-    def client_module(self, method: str, client: int) -> Any:
-        """A client's personalized model after the last run, of the model's class; see :meth:`Run.client_module`."""
-        return self.run.client_module(method, client)
+    def client_module(self, method: str, client: int) -> _Module:  # pyright: ignore[reportInvalidTypeVarUse]
+        """A client's personalized model after the last run, of the model's class; see :meth:`Run.client_module`.
+
+        To a type checker, it is a mixture, or the class of the variable that it is given to.
+        """
+        return cast(_Module, self.run.client_module(method, client))
 
     def _resume(
         self, model: LightningModule, datamodule: FederatedDataModule, ckpt_path: str, allowed: list[str] | None = None
