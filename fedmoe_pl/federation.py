@@ -9,7 +9,6 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import LightningModule
 from lightning.pytorch.loggers import Logger
 from torchmetrics import Metric
-from typing_extensions import TypeVar
 
 from fedmoe_pl.backends import LEAN_TRAINER, AutoBackend, Backend
 from fedmoe_pl.callbacks import FederationCallback
@@ -17,7 +16,6 @@ from fedmoe_pl.callbacks.defaults import with_defaults
 from fedmoe_pl.checks import check_at_least, plain
 from fedmoe_pl.data import FederatedDataModule
 from fedmoe_pl.data.partition_report import write_partition
-from fedmoe_pl.models import MixtureOfExperts
 from fedmoe_pl.rounds.audit import PhaseAudit, audit_run
 from fedmoe_pl.rounds.audit_text import format_audit
 from fedmoe_pl.rounds.begin import read_result_for_newcomers
@@ -32,6 +30,7 @@ from fedmoe_pl.rounds.lock import locked
 from fedmoe_pl.rounds.metrics import check_metrics
 from fedmoe_pl.rounds.newcomers import phases_of_newcomers, set_up_newcomers
 from fedmoe_pl.rounds.opt_in import set_up
+from fedmoe_pl.rounds.outputs import ClientModule
 from fedmoe_pl.rounds.phase import Phase
 from fedmoe_pl.rounds.predictions import evaluate_all, write_predictions
 from fedmoe_pl.rounds.results import format_table, format_validation
@@ -41,8 +40,6 @@ from fedmoe_pl.rounds.run import Run
 from fedmoe_pl.rounds.start import make_run, opened
 from fedmoe_pl.rounds.starts import find_starts
 from fedmoe_pl.rounds.trainer_checks import check_trainer
-
-_Module = TypeVar("_Module", bound=LightningModule, default=MixtureOfExperts)
 
 
 class Federation:
@@ -250,12 +247,9 @@ class Federation:
         """The final evaluation of every evaluated phase of the last run, by name."""
         return self.run.results
 
-    def client_module(self, method: str, client: int) -> _Module:  # pyright: ignore[reportInvalidTypeVarUse]
-        """A client's personalized model after the last run, of the model's class; see :meth:`Run.client_module`.
-
-        To a type checker, it is a mixture, or the class of the variable that it is given to.
-        """
-        return cast(_Module, self.run.client_module(method, client))
+    def client_module(self, method: str, client: int) -> ClientModule:  # pyright: ignore[reportInvalidTypeVarUse]
+        """A client's personalized model after the last run; to type checkers a mixture, or what a variable says."""
+        return cast(ClientModule, self.run.client_module(method, client))
 
     def _resume(
         self, model: LightningModule, datamodule: FederatedDataModule, ckpt_path: str, allowed: list[str] | None = None
