@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from helpers import blobs, mixture, phase, run
 from helpers.runs import WithDropout, assert_same, data, federation, model
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.loggers import CSVLogger
@@ -178,3 +179,20 @@ def test_fitting_twice_gives_the_same_run_twice(tmp_path):
 def test_a_federation_without_a_run_says_so(tmp_path):
     with pytest.raises(MisconfigurationException, match="it exists after fit, test or predict"):
         federation(tmp_path).client_module("FedAvg", 0)
+
+
+def test_a_misspelt_method_or_client_is_refused(tmp_path):
+    finished = run([phase("A", FedAvg()), phase("B", Local())], mixture(), blobs(), tmp_path)
+    for read in (finished.client_module, finished.run.client_predictor):
+        with pytest.raises(
+            MisconfigurationException, match=r"^Federation: method is 'AA', but must be one that has begun: A, B\.$"
+        ):
+            read("AA", 0)
+        for client in (9, -1, 1.5):
+            with pytest.raises(
+                MisconfigurationException, match=rf"^Federation: client is {client}, but must be from 0 to 2\.$"
+            ):
+                read("A", client)
+    del finished.run.states["A"], finished.run.states["B"]
+    with pytest.raises(MisconfigurationException, match=r"method is 'A', .* begun: there is none yet"):
+        finished.client_module("A", 0)

@@ -17,6 +17,28 @@ scores, weights = federation.client_module("PFL-MFE", client=0).mix(torch.zeros(
 annotated: PersonalizedMoE = federation.client_module("PFL-MFE", client=0)
 width: int = annotated.mix(torch.zeros(2, 1, 8, 8))[1].shape[1]
 """
+# of a run with a mixture, and of one with a module of the user's own
+SCRIPT = """
+import torch
+from lightning.pytorch import LightningModule
+
+from fedmoe_pl import Federation, PersonalizedMoE
+
+
+class Classifier(LightningModule):
+    width: int = 3
+
+
+def use(federation: Federation) -> None:
+    module = federation.client_module("FedAvg", client=0)
+    scores, weights = module.mix(torch.zeros(2, 5))
+    labels = module(torch.zeros(2, 5)).argmax(1)
+    mixture: PersonalizedMoE = federation.client_module("FedAvg", client=0)
+    own: Classifier = federation.client_module("FedAvg", client=0)
+    width: int = own.width
+    module.mixx(torch.zeros(2, 5))  # wrong
+    federation.client_module("FedAvg", client=0).mixx(torch.zeros(2, 5))  # wrong
+"""
 
 
 @pytest.mark.slow  # pyright reads torch's types; `.ci/run` runs it
@@ -38,3 +60,15 @@ def test_the_python_of_the_documentation_passes_a_type_checker(tmp_path):
     command = [sys.executable, "-m", "pyright", "-p", str(tmp_path), "--pythonpath", sys.executable]
     result = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path)
     assert result.returncode == 0, result.stdout
+
+
+@pytest.mark.slow
+def test_a_misspelt_method_of_a_client_s_module_does_not_pass_a_type_checker(tmp_path):
+    pytest.importorskip("pyright")
+    (tmp_path / "script.py").write_text(SCRIPT)
+    settings = {"include": ["*.py"], "extraPaths": [str(REPOSITORY)], "typeCheckingMode": "standard"}
+    (tmp_path / "pyrightconfig.json").write_text(json.dumps(settings))
+    command = [sys.executable, "-m", "pyright", "-p", str(tmp_path), "--pythonpath", sys.executable, "--outputjson"]
+    result = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path)
+    found = [message["range"]["start"]["line"] for message in json.loads(result.stdout)["generalDiagnostics"]]
+    assert found == [row for row, line in enumerate(SCRIPT.splitlines()) if line.endswith("# wrong")]

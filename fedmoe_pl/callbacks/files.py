@@ -16,7 +16,8 @@ from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from fedmoe_pl.algorithms.algorithm import Moment
 from fedmoe_pl.algorithms.overrides import chooses_model
 from fedmoe_pl.data import partition_rows
-from fedmoe_pl.models.description import describe_all, hyperparameters_of, is_unknown, required_arguments
+from fedmoe_pl.models.arguments import required_arguments
+from fedmoe_pl.models.description import describe_all, hyperparameters_of, remembered, unknown_reason
 from fedmoe_pl.rounds.evaluate import has_own_model
 from fedmoe_pl.rounds.evaluation import Evaluation
 from fedmoe_pl.rounds.gate_results import gate_rows
@@ -80,8 +81,9 @@ class ClientCheckpoint(FederationCallback):
     ``PersonalizedMoE.load_from_checkpoint("<run>/clients/<method>/client_007.ckpt")`` loads one. A method whose clients
     all have the same model is written once, as ``all_clients.ckpt``. Your own module is built again with what it gave
     to ``save_hyperparameters()``, or keeps as attributes of the arguments' names. Modules among these arguments are
-    described by their own arguments, if they keep them so, as torch's do. What cannot be written down is named in
-    the log, and by the error if ``load_from_checkpoint`` does not get it.
+    described by their own arguments, if they save or keep them so, as torch's do. All arguments of classes that a
+    configuration names are known. What cannot be written down is named in the log, and by the error if
+    ``load_from_checkpoint`` does not get it.
 
     Args:
         methods: names of the methods to write; None for all. Many clients with large models need much disk space.
@@ -89,6 +91,7 @@ class ClientCheckpoint(FederationCallback):
 
     def __init__(self, methods: list[str] | None = None) -> None:
         self.methods = methods
+        self._said = set[str]()
 
     def on_fit_start(self, run: Run) -> None:
         """Refuses names that no evaluated phase has.
@@ -96,6 +99,7 @@ class ClientCheckpoint(FederationCallback):
         Raises:
             MisconfigurationException: if there is such a name.
         """
+        self._said = set()
         names = [phase.name for phase in run.phases if phase.evaluate]
         for method in self.methods or []:
             if method not in names:
@@ -120,8 +124,24 @@ class ClientCheckpoint(FederationCallback):
             module = run.client_module(method, client)
             checkpoint = _checkpoint(module)
             if client == 0:  # all clients' modules have the same arguments
-                _warn_of(checkpoint, module)
+                self._warn_of(checkpoint, module)
             torch.save(checkpoint, folder / (f"client_{client:03d}.ckpt" if personalized else "all_clients.ckpt"))
+
+    def _warn_of(self, checkpoint: dict[str, Any], module: LightningModule) -> None:
+        """Says once what to give ``load_from_checkpoint``: a warning if the module has asked to save it, else a log."""
+        name, written = type(module).__name__, checkpoint[module.CHECKPOINT_HYPER_PARAMS_KEY]
+        unknown = {argument: reason for argument, value in written.items() if (reason := unknown_reason(value))}
+        if getattr(module, "_hparams_name", None) in (None, "kwargs"):
+            missing = {*required_arguments(type(module)), *module.hparams} - {*written}
+            unknown |= dict.fromkeys(missing, "")
+        texts = [f"{argument} ({reason})" if reason else argument for argument, reason in sorted(unknown.items())]
+        text = (
+            f"ClientCheckpoint: the checkpoints lack arguments of {name} that cannot be described: {', '.join(texts)}. "
+            f"Pass them to {name}.load_from_checkpoint."
+        )
+        if unknown and text not in self._said:
+            self._said.add(text)
+            (rank_zero_warn if {*unknown} & {*module.hparams} else rank_zero_info)(text)
 
 
 def _checkpoint(module: LightningModule) -> dict[str, Any]:
@@ -142,10 +162,11 @@ def _hyperparameters(module: LightningModule) -> dict[str, Any]:
     saved = {name: value for name, value in module.hparams.items() if _is_loadable(value)}
     if "_instantiator" in saved or getattr(module, "_hparams_name", None) not in (None, "kwargs"):
         return saved  # the command line's descriptions, or one argument that holds all
-    names = [name for name in inspect.signature(type(module)).parameters if name not in saved]
+    known = remembered(module)
+    names = [name for name in inspect.signature(type(module)).parameters if name not in {**saved, **known}]
     values = {name: module.hparams.get(name, getattr(module, name, None)) for name in names}
     values = {name: value for name, value in values.items() if value is not None}
-    described = describe_all(module, values)
+    described = {**known, **describe_all(module, values)}
     plain = {name: value for name, value in described.items() if value is values.get(name)}
     if plain == described or "<locals>" in type(module).__qualname__:  # a class that cannot be imported again
         return {**saved, **plain}
@@ -162,17 +183,3 @@ def _is_loadable(value: object) -> bool:
     except Exception:  # a class decides how it is pickled, and may raise anything
         return False
     return True
-
-
-def _warn_of(checkpoint: dict[str, Any], module: LightningModule) -> None:
-    """Says what ``load_from_checkpoint`` must be given: a warning if the module has asked to save it, else a log."""
-    name, written = type(module).__name__, checkpoint[module.CHECKPOINT_HYPER_PARAMS_KEY]
-    unknown = {argument for argument, value in written.items() if is_unknown(value)}
-    if getattr(module, "_hparams_name", None) in (None, "kwargs"):
-        unknown |= {*required_arguments(type(module)), *module.hparams} - {*written}
-    if unknown:
-        say = rank_zero_warn if unknown & {*module.hparams} else rank_zero_info
-        say(
-            f"ClientCheckpoint: the checkpoints lack arguments of {name} that are no plain values, tensors or modules "
-            f"that can be described: {', '.join(sorted(unknown))}. Pass them to {name}.load_from_checkpoint."
-        )

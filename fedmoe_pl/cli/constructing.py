@@ -10,8 +10,10 @@ from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 from lightning.pytorch.cli import LightningCLI, _InstantiatorFn
+from torch import nn
 
 from fedmoe_pl.cli.schema import place_in
+from fedmoe_pl.models.description import remember
 
 
 class Failure(NamedTuple):
@@ -23,7 +25,7 @@ class Failure(NamedTuple):
 
 
 class Constructor:
-    """Constructs the objects of a configuration, and remembers what their constructors raise.
+    """Constructs the objects of a configuration, and remembers what their constructors raise, and modules' arguments.
 
     Args:
         failures: the list to which every exception is added; it is raised again.
@@ -38,11 +40,16 @@ class Constructor:
         """Constructs an object; the arguments are those of an instantiator of jsonargparse."""
         try:
             if self.construct is None:
-                return class_type(*args, **kwargs)
-            return self.construct(class_type, *args, applied_instantiation_links=applied_instantiation_links, **kwargs)
+                made = class_type(*args, **kwargs)
+            else:
+                links = {"applied_instantiation_links": applied_instantiation_links}
+                made = self.construct(class_type, *args, **links, **kwargs)
         except Exception as error:
             self.failures.append(Failure(class_type, kwargs, error))
             raise
+        if isinstance(made, nn.Module) and not args:
+            remember(made, kwargs)
+        return made
 
 
 class ModuleConstructor:

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import torch
+from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch import Tensor
 
 METRICS = ("local_test", "local_test_held_out", "global_test", "validation")
@@ -71,11 +72,21 @@ class ClientEvaluation:
     metrics: dict[str, float] = field(default_factory=dict)
 
     def value(self, metric: str) -> float:
-        """An accuracy, the loss, the mean gate weight, or another metric, by name; nan for one of another method."""
+        """An accuracy, the loss, the mean gate weight, or another metric, by name; nan for one of another method.
+
+        Raises:
+            MisconfigurationException: if no method could have a metric of this name.
+        """
         if metric in self.metrics:
             return self.metrics[metric]
-        is_other = metric.startswith(tuple(f"{split}_" for split in SPLITS)) and not hasattr(self, metric)
-        return math.nan if is_other else getattr(self, metric)
+        own = (*MONITORS, "mean_gate_weight")
+        if metric in own:
+            return getattr(self, metric)
+        if metric.startswith(tuple(f"{split}_" for split in SPLITS)):
+            return math.nan
+        raise MisconfigurationException(
+            f"Evaluation: metric is '{metric}', but must be one of {', '.join([*own, *self.metrics])}."
+        )
 
     @property
     def mean_gate_weight(self) -> float:
@@ -155,6 +166,9 @@ class Evaluation:
         Args:
             metric: one of ``MONITORS``, or another metric.
             clients: the clients to count; None for all.
+
+        Raises:
+            MisconfigurationException: if no method could have a metric of this name.
 
         Example:
             >>> nan = float("nan")

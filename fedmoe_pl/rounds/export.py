@@ -137,7 +137,7 @@ def _check(run: Run, method: str | None, client: int, format: str) -> str:
         raise MisconfigurationException(
             f"Federation: format is '{format}', but must be {' or '.join(get_args(Format))}."
         )
-    algorithm = run.phase_and_moment(method)[0].algorithm
+    algorithm = run.phase_and_moment(method, client)[0].algorithm
     if algorithm.has_predictor or not run.datamodule.has_pairs:
         reason = f"{type(algorithm).__name__} predicts with more than a model"
         if not run.datamodule.has_pairs:

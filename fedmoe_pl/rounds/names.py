@@ -1,6 +1,10 @@
-"""Names that become names of files and folders."""
+"""Names that become names of files and folders, and those of the rows of the table."""
 
 from __future__ import annotations
+
+from collections.abc import Sequence
+
+from lightning.fabric.utilities.exceptions import MisconfigurationException
 
 _LONGEST = 200  # bytes; a file's name has at most 255, and some have a suffix
 
@@ -25,3 +29,24 @@ def is_path_below(path: str) -> bool:
         [True, True, False, False, False, False]
     """
     return all(is_file_name(part) for part in path.split("/"))
+
+
+def check_row(method: str, methods: Sequence[str], client: int, num_clients: int) -> None:
+    """Refuses what is no row of the table, or no client.
+
+    Args:
+        method: the row.
+        methods: the rows that there are.
+        client: the client's id.
+        num_clients: number of clients.
+
+    Raises:
+        MisconfigurationException: if there is no such method or client.
+    """
+    if method not in methods:
+        raise MisconfigurationException(
+            f"Federation: method is '{method}', but must be one that has begun: "
+            f"{', '.join(methods) or 'there is none yet'}."
+        )
+    if client not in range(num_clients):
+        raise MisconfigurationException(f"Federation: client is {client}, but must be from 0 to {num_clients - 1}.")

@@ -9,10 +9,14 @@ from lightning.fabric.utilities.apply_func import move_data_to_device
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import LightningModule
 from torch import Tensor
+from typing_extensions import TypeVar
 
 from fedmoe_pl.data import FederatedDataModule
 from fedmoe_pl.models import FixedGate, MixtureOfExperts, MixtureWeights
 from fedmoe_pl.rounds.phase import Phase
+
+# the class that a type checker takes a client's module for
+ClientModule = TypeVar("ClientModule", bound=LightningModule, default=MixtureOfExperts)
 
 
 class Predictor(LightningModule):

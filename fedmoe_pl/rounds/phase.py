@@ -129,6 +129,11 @@ class Phase:
                 f"Phase: name is {self.name!r}, but must be one that a file can have: printable, of at most 200 "
                 f"bytes, without '/' and other than '..' and '{INITIAL}', because files and logs are named after it."
             )
+        if type(self.algorithm) is Algorithm:
+            raise MisconfigurationException(
+                f"{self}: algorithm is Algorithm, but must be a class that derives from it, such as FedAvg, which has "
+                "its defaults."
+            )
         self._check_start()
         self._check_numbers()
         self._check_monitor()

@@ -23,6 +23,7 @@ from fedmoe_pl.rounds.cohort import evaluated_clients
 from fedmoe_pl.rounds.evaluate import client_predictor, personal_tensors
 from fedmoe_pl.rounds.evaluation import Evaluation
 from fedmoe_pl.rounds.failures import ClientFailures
+from fedmoe_pl.rounds.names import check_row
 from fedmoe_pl.rounds.phase import INITIAL, Phase
 from fedmoe_pl.rounds.progress import Progress
 from fedmoe_pl.rounds.starts import Start, chain_of_starts, model_of, sources
@@ -188,8 +189,11 @@ class Run:
         Args:
             method: name of a phase that has begun, or of its row in the table.
             client: the client's id.
+
+        Raises:
+            MisconfigurationException: if there is no such method or client.
         """
-        phase, moment = self.phase_and_moment(method)
+        phase, moment = self.phase_and_moment(method, client)
         return self._client_module(self.training(phase).of(client), phase, moment, client)
 
     def client_predictor(self, method: str, client: int) -> LightningModule:
@@ -198,8 +202,11 @@ class Run:
         Args:
             method: name of a phase that has begun, or of its row in the table.
             client: the client's id.
+
+        Raises:
+            MisconfigurationException: if there is no such method or client.
         """
-        phase, moment = self.phase_and_moment(method)
+        phase, moment = self.phase_and_moment(method, client)
         state, training = self.states[phase.name], self.training(phase).of(client)
         module = self._client_module(training, phase, moment, client)
         return client_predictor(training, module, state.server, client, state.kept, state.round_of_models)
@@ -211,11 +218,15 @@ class Run:
         load_tree(training.module, {**training.initial, **tensors})
         return training.module.eval()
 
-    def phase_and_moment(self, method: str) -> tuple[Phase, Moment]:
-        """The phase and the moment of its rounds that a row of the table is about."""
+    def phase_and_moment(self, method: str, client: int) -> tuple[Phase, Moment]:
+        """The phase and the moment of its rounds that a row is about; refuses others, and ids that no client has."""
         rows: dict[str, tuple[Phase, Moment]] = {
-            phase.method(moment): (phase, moment) for phase in self.phases for moment in phase.moments
+            phase.method(moment): (phase, moment)
+            for phase in self.phases
+            for moment in phase.moments
+            if phase.name in self.states
         }
+        check_row(method, [*rows], client, self.datamodule.num_clients)
         return rows[method]
 
     def call(self, hook: str, *arguments: Any) -> None:

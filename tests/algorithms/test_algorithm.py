@@ -143,6 +143,13 @@ def test_a_part_of_the_model_may_be_named_control_under_scaffold(tmp_path):
     assert found[0]["control/weight"].any()
 
 
+def test_the_base_class_is_refused_with_the_algorithm_that_it_would_be():
+    with pytest.raises(
+        MisconfigurationException, match=r"^Phase 'A': algorithm is Algorithm, but .* such as FedAvg, which [^.]*\.$"
+    ):
+        Phase("A", Algorithm())
+
+
 def test_a_module_with_a_slash_in_the_name_of_a_tensor_is_refused():
     module = mixture(LinearGate(5))
     module.global_expert.classifier.add_module("a/b", nn.Linear(3, 3))

@@ -267,3 +267,13 @@ def test_rotated_images_have_no_accuracy_by_class_shares(tmp_path):
     assert all(math.isnan(client.local_test) and client.local_test_held_out > 0 for client in clients)
     with pytest.raises(MisconfigurationException, match="monitor is 'local_test', which rotated images do not have"):
         run([Phase("FedAvg", FedAvg("global_expert.*"), monitor="local_test")], module, data, tmp_path)
+
+
+def test_the_spread_of_a_misspelt_metric_is_refused():
+    with pytest.raises(
+        MisconfigurationException,
+        match=r"^Evaluation: metric is 'local_tst', but must be one of local_test, .*, validation_loss, "
+        r"mean_gate_weight\.$",
+    ):
+        evaluation([0.5, 0.7]).spread("local_tst")
+    assert math.isnan(evaluation([0.5, 0.7]).spread("local_test_f1").mean), "a metric that other methods have"

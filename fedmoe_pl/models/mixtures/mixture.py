@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torchmetrics.functional.classification import multiclass_accuracy
 
 from fedmoe_pl.checks import check_number
-from fedmoe_pl.models.description import describe_all, hyperparameters_of
+from fedmoe_pl.models.description import describe_all, hyperparameters_of, remembered
 from fedmoe_pl.models.gates.fixed import FixedGate
 from fedmoe_pl.models.layers import to_channels_last
 from fedmoe_pl.models.mixtures.mixing import Mixing, mix_outputs
@@ -270,11 +270,14 @@ class MixtureOfExperts(LightningModule, ABC):
         """Adds the constructor's arguments, so that ``load_from_checkpoint(path)`` can rebuild the mixture."""
         # the constructor's arguments that a subclass gave to save_hyperparameters, also those among its **kwargs
         saved = self.hparams if getattr(self, "_hparams_name", None) == "kwargs" else {}
-        names = {*inspect.signature(type(self)).parameters, *saved} - {"optimizer", "lr_scheduler"}
-        values = {name: getattr(self, name, saved.get(name)) for name in sorted(names)}
+        made_for_run = ("optimizer", "lr_scheduler")
+        known = {name: value for name, value in remembered(self).items() if name not in made_for_run}
+        names = {*inspect.signature(type(self)).parameters, *saved, *known} - {*made_for_run}
+        values = {name: getattr(self, name, saved.get(name) if name not in known else None) for name in sorted(names)}
         values["loss"] = described_loss(self.criterion)  # the attribute of this name is a method
         checkpoint.pop(self.CHECKPOINT_HYPER_PARAMS_NAME, None)  # each argument has its own name
-        arguments = describe_all(self, {name: value for name, value in values.items() if value is not None})
+        values = {name: value for name, value in values.items() if value is not None}
+        arguments = {**known, **describe_all(self, values)}  # a phase may have replaced an argument
         checkpoint[self.CHECKPOINT_HYPER_PARAMS_KEY] = hyperparameters_of(self, arguments)
 
 
