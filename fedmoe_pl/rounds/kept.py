@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import os
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -14,35 +15,24 @@ from fedmoe_pl.rounds.writing import DamagedFileError, load, replacing, save
 from fedmoe_pl.trees import Tree
 
 
-class KeptOnDisk(Mapping[int, Tree]):
-    """The tensors that clients keep, by client; every access reads the client's file.
+class KeptInFiles(Mapping[int, Tree]):
+    """The tensors that clients keep, by client, in a file for each client and version.
 
-    The mapping and its files never change. A round makes a new mapping (``DiskStore.updated``), so that the best round
+    The mapping and its files never change. A round makes a new mapping (``FileStore.updated``), so that the best round
     and later phases can share the old one.
 
     Args:
-        folder: holds the file ``<phase>/<client>_<round>.pt`` for every tree that a client kept.
         phases: the phases whose files are used, each with the names of the tensors to use; None for all.
         versions: index of the phase, and the round, counted from 1, of each client's file, shape (num_clients, 2); the
             round is -1 for a client that keeps nothing.
     """
 
-    def __init__(self, folder: Path, phases: Sequence[tuple[str, list[str] | None]], versions: Tensor) -> None:
-        self.folder = folder
+    def __init__(self, phases: Sequence[tuple[str, list[str] | None]], versions: Tensor) -> None:
         self.phases = phases
         self.versions = versions
 
-    def __getitem__(self, client: int) -> Tree:
-        path = self.path(client)
-        if path is None:
-            raise KeyError(client)
-        index, round = self.versions[client].tolist()
-        phase, names = self.phases[index]
-        tree = _read(path, phase, client, round)
-        return tree if names is None else {name: tree[name] for name in names if name in tree}
-
     def __contains__(self, client: object) -> bool:
-        return isinstance(client, int) and self.path(client) is not None
+        return isinstance(client, int) and self.version(client) is not None
 
     def __iter__(self) -> Iterator[int]:
         return iter((self.versions[:, 1] >= 0).nonzero().flatten().tolist())
@@ -50,22 +40,65 @@ class KeptOnDisk(Mapping[int, Tree]):
     def __len__(self) -> int:
         return int((self.versions[:, 1] >= 0).sum())
 
-    def path(self, client: int) -> Path | None:
-        """The file of the tensors that a client keeps; None if it keeps nothing."""
+    def version(self, client: int) -> tuple[str, int] | None:
+        """The phase and the round of a client's file; None if it keeps nothing."""
         if not 0 <= client < len(self.versions):
             return None
         phase, round = self.versions[client].tolist()
-        return self.folder / self.phases[phase][0] / file_name(client, round) if round >= 0 else None
+        return (self.phases[phase][0], round) if round >= 0 else None
+
+    def names(self, client: int) -> list[str] | None:
+        """The names of the tensors of a client's file that are used; None for all."""
+        return self.phases[int(self.versions[client, 0])][1]
+
+    def only(self, names: Collection[str]) -> KeptInFiles:
+        """The same files, restricted to these tensors."""
+        restricted = copy.copy(self)
+        restricted.phases = [
+            (phase, [name for name in names if shown is None or name in shown]) for phase, shown in self.phases
+        ]
+        return restricted
+
+
+class KeptOnDisk(KeptInFiles):
+    """What clients keep, in files on this machine; every access reads the client's file.
+
+    Args:
+        folder: holds the file ``<phase>/<client>_<round>.pt`` for every tree that a client kept.
+        phases: as in :class:`KeptInFiles`.
+        versions: as in :class:`KeptInFiles`.
+    """
+
+    def __init__(self, folder: Path, phases: Sequence[tuple[str, list[str] | None]], versions: Tensor) -> None:
+        super().__init__(phases, versions)
+        self.folder = folder
+
+    def __getitem__(self, client: int) -> Tree:
+        version = self.version(client)
+        if version is None:
+            raise KeyError(client)
+        return read_kept(self.folder, *version, client, self.names(client))
+
+    def path(self, client: int) -> Path | None:
+        """The file of the tensors that a client keeps; None if it keeps nothing."""
+        version = self.version(client)
+        return None if version is None else self.folder / version[0] / file_name(client, version[1])
 
     def files(self, phase: str) -> dict[int, Path]:
         """The files of a phase that are referred to, by client."""
         paths = {client: self.path(client) for client in self}
         return {client: path for client, path in paths.items() if path is not None and path.parent.name == phase}
 
-    def only(self, names: Collection[str]) -> KeptOnDisk:
-        """The same files, restricted to these tensors."""
-        phases = [(phase, [name for name in names if shown is None or name in shown]) for phase, shown in self.phases]
-        return KeptOnDisk(self.folder, phases, self.versions)
+
+class KeptByClients(KeptInFiles):
+    """What the clients of a deployed federation keep, in files on their own machines, where this one cannot read."""
+
+    def __getitem__(self, client: int) -> Tree:
+        if client not in self:
+            raise KeyError(client)
+        raise MisconfigurationException(
+            f"Federation: client {client} keeps its tensors on its own machine, so that they cannot be used here."
+        )
 
 
 def check_kept(*mappings: Mapping[int, Tree]) -> None:
@@ -87,7 +120,7 @@ def check_kept(*mappings: Mapping[int, Tree]) -> None:
 
 def only(kept: Mapping[int, Tree], names: Collection[str]) -> Mapping[int, Tree]:
     """The tensors with these names that clients keep."""
-    if isinstance(kept, KeptOnDisk):
+    if isinstance(kept, KeptInFiles):
         return kept.only(names)
     return {client: {name: tree[name] for name in names if name in tree} for client, tree in kept.items()}
 
@@ -144,7 +177,20 @@ def write_kept(folder: Path, phase: str, client: int, round: int, tree: Tree) ->
         save({**_owner(phase, client, round), "tensors": tensors}, temporary)
 
 
-def _read(path: Path, phase: str, client: int, round: int) -> Tree:
+def read_kept(folder: Path, phase: str, round: int, client: int, names: Collection[str] | None = None) -> Tree:
+    """Reads what :func:`write_kept` wrote.
+
+    Args:
+        folder: the folder of all such files.
+        phase: the phase's name.
+        round: the round, counted from 1.
+        client: the client's id.
+        names: the names of the tensors to return, where there are such; None for all.
+
+    Raises:
+        MisconfigurationException: if the file is missing, damaged or another client's.
+    """
+    path = folder / phase / file_name(client, round)
     try:
         content = load(path)
     except DamagedFileError as error:
@@ -152,7 +198,8 @@ def _read(path: Path, phase: str, client: int, round: int) -> Tree:
     owner = _owner(phase, client, round)
     if not isinstance(content, dict) or {name: content.get(name) for name in owner} != owner:
         raise _unreadable(path, client)
-    return content["tensors"]
+    tree = content["tensors"]
+    return tree if names is None else {name: tree[name] for name in names if name in tree}
 
 
 def _unreadable(path: Path, client: int) -> MisconfigurationException:
