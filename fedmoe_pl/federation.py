@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -36,8 +38,9 @@ from fedmoe_pl.rounds.results import format_table, format_validation
 from fedmoe_pl.rounds.resume import check_configuration, identify, keys_of, load_run
 from fedmoe_pl.rounds.rounds import fit
 from fedmoe_pl.rounds.run import Run
-from fedmoe_pl.rounds.start import make_run, opened
+from fedmoe_pl.rounds.start import make_run, opened, store_of
 from fedmoe_pl.rounds.starts import find_starts
+from fedmoe_pl.rounds.store import Store
 from fedmoe_pl.rounds.trainer_checks import check_trainer
 
 
@@ -152,13 +155,53 @@ class Federation:
         self.failures.check_thread()
         ckpt_path = ckpt_path or requeued(self.runs)
         allowed = keys_of(allow_changes, ckpt_path)
+        return self._fit_new_or_resumed(model, datamodule, ckpt_path, allowed)
+
+    def fit_elsewhere(
+        self,
+        model: LightningModule,
+        datamodule: FederatedDataModule,
+        ckpt_path: str | None,
+        make_store: Callable[[Run], Store],
+        **attributes: Any,
+    ) -> dict[str, Evaluation]:
+        """Runs all phases on clients that are not in this process, as the server of a deployed federation does.
+
+        Args:
+            model: the initial model.
+            datamodule: stands for the clients' data.
+            ckpt_path: as in :meth:`fit`.
+            make_store: makes the store.
+            attributes: attributes of the run that replace the federation's, such as its backend.
+
+        Returns:
+            As :meth:`fit`.
+        """
+        trainer = {**self.trainer, "accelerator": "cpu", "devices": 1}  # nothing is trained here
+        return self._fit_new_or_resumed(model, datamodule, ckpt_path, [], make_store, trainer=trainer, **attributes)
+
+    def run_of_client(self, model: LightningModule, datamodule: FederatedDataModule, folder: Path) -> Run:
+        """A run that has not begun, for a client of a deployed federation on its own machine; with all checks."""
+        return self._set_up(model, datamodule, self.phases, folder, callbacks=[])
+
+    def _fit_new_or_resumed(
+        self,
+        model: LightningModule,
+        datamodule: FederatedDataModule,
+        ckpt_path: str | None,
+        allowed: list[str],
+        make_store: Callable[[Run], Store] | None = None,
+        **attributes: Any,
+    ) -> dict[str, Evaluation]:
+        """Runs all phases, from a checkpoint if there is one; arguments as in :meth:`fit_elsewhere`."""
+        others = {"evaluation_clients": self.evaluation_clients, **attributes}
         if ckpt_path:
             checkpoint = find_checkpoint(ckpt_path, self.runs)
             with locked(checkpoint):
-                run = self._resume(model, datamodule, ckpt_path, allowed)
-                return self._fit(run, checkpoint=checkpoint, command=self.command)
-        run = self._set_up(model, datamodule, self.phases, self.runs, evaluation_clients=self.evaluation_clients)
-        return self._fit(run, self.runs, self.command)
+                run = self._resume(model, datamodule, ckpt_path, allowed, **others)
+                return self._fit(run, checkpoint=checkpoint, command=self.command, make_store=make_store)
+        run = self._set_up(model, datamodule, self.phases, self.runs, **others)
+        return self._fit(run, self.runs, self.command, make_store=make_store)
 
     def personalize(
         self, model: LightningModule, datamodule: FederatedDataModule, ckpt_path: str = LAST, rounds: int = 10
@@ -251,7 +294,12 @@ class Federation:
         return self.run.client_module(method, client)
 
     def _resume(
-        self, model: LightningModule, datamodule: FederatedDataModule, ckpt_path: str, allowed: list[str] | None = None
+        self,
+        model: LightningModule,
+        datamodule: FederatedDataModule,
+        ckpt_path: str,
+        allowed: list[str] | None = None,
+        **attributes: Any,
     ) -> Run:
         """The run of a checkpoint, in the state in which it was saved; ``allowed`` as in ``check_configuration``."""
         checkpoint = find_checkpoint(ckpt_path, self.runs)
@@ -259,7 +307,7 @@ class Federation:
         content = load_run(checkpoint, self.phases, identify(self.seed, datamodule))
         check_configuration(checkpoint, content, self.phases, configuration(self, model, datamodule), allowed)
         others = {"initial": content["models"], "states": content["phases"], "rows": content["rows"]}
-        others |= {"writer": content["writer"], "evaluation_clients": self.evaluation_clients}
+        others |= {"writer": content["writer"], "evaluation_clients": self.evaluation_clients, **attributes}
         return self._set_up(model, datamodule, self.phases, checkpoint.parent.parent, **others)
 
     def _set_up(
@@ -267,33 +315,36 @@ class Federation:
     ) -> Run:
         """Makes a run with the federation's settings, and all its checks; ``others`` are arguments of ``make_run``."""
         self._run = None  # frees what it holds on a GPU
-        devices = check_trainer(self.trainer)
         set_up(datamodule, phases, self.seed)
-        self._run = make_run(
-            model,
-            datamodule,
-            phases=phases,
-            starts=self.starts,
-            trainer=self.trainer,
-            backend=self.backend,
-            devices=devices,
-            callbacks=self.callbacks,
-            seed=self.seed,
-            evaluate_every_n_rounds=self.evaluate_every_n_rounds,
-            enable_checkpointing=self.enable_checkpointing,
-            hparams=self.hparams,
-            configuration=configuration(self, model, datamodule),
-            folder=folder,
-            failures=self.failures,
-            metrics=self.metrics,
+        settings: dict[str, Any] = {
+            "phases": phases,
+            "starts": self.starts,
+            "trainer": self.trainer,
+            "backend": self.backend,
+            "callbacks": self.callbacks,
+            "seed": self.seed,
+            "evaluate_every_n_rounds": self.evaluate_every_n_rounds,
+            "enable_checkpointing": self.enable_checkpointing,
+            "hparams": self.hparams,
+            "configuration": configuration(self, model, datamodule),
+            "folder": folder,
+            "failures": self.failures,
+            "metrics": self.metrics,
             **others,
-        )
+        }
+        self._run = make_run(model, datamodule, devices=check_trainer(settings["trainer"]), **settings)
         return self._run
 
     def _fit(
-        self, run: Run, runs: Path | None = None, command: str | None = None, checkpoint: Path | None = None
+        self,
+        run: Run,
+        runs: Path | None = None,
+        command: str | None = None,
+        checkpoint: Path | None = None,
+        make_store: Callable[[Run], Store] | None = None,
     ) -> dict[str, Evaluation]:
         """Runs all phases, in a folder in ``runs`` if it is new; ``command`` as in :func:`interruptible`."""
-        with interruptible(run, self.runs, command), opened(run, runs, checkpoint, self.store, self.logger):
+        make_store = make_store or partial(store_of, self.store)
+        with interruptible(run, self.runs, command), opened(run, runs, checkpoint, make_store, self.logger):
             fit(run)
         return run.results

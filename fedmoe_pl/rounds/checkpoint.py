@@ -14,7 +14,7 @@ from typing import Any
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 
 from fedmoe_pl.rounds.evaluation import ClientEvaluation, Evaluation
-from fedmoe_pl.rounds.kept import KeptByClients, KeptInFiles, KeptOnDisk
+from fedmoe_pl.rounds.kept import KeptByClients, KeptOnDisk
 from fedmoe_pl.rounds.rows import SavedRows, append_rows, read_rows
 from fedmoe_pl.rounds.state import PhaseState
 from fedmoe_pl.rounds.writing import DamagedFileError, is_sealed, load, load_unsealed, replacing, save
@@ -131,9 +131,10 @@ def _content(state: PhaseState) -> dict[str, Any]:
     """The state as dicts; not by ``asdict``, which would copy the tensors, even those that phases share."""
     content = {item.name: getattr(state, item.name) for item in fields(state)}
     for name in ("kept", "best_kept"):
-        if isinstance(kept := content[name], KeptInFiles):
-            by_clients = isinstance(kept, KeptByClients)
-            content[name] = {"phases": kept.phases, "versions": kept.versions, "by_clients": by_clients}
+        if isinstance(kept := content[name], KeptOnDisk):
+            content[name] = {"phases": kept.phases, "versions": kept.versions}
+        elif isinstance(kept, KeptByClients):
+            content[name] = {"files": kept.files}
     content["evaluations"] = [
         {**vars(evaluation), "clients": [vars(client) for client in evaluation.clients]}
         for evaluation in state.evaluations
@@ -145,9 +146,9 @@ def _state(path: Path, content: dict[str, Any]) -> PhaseState:
     """The state from its content in the checkpoint at ``path``; the inverse of ``_content``."""
     for name in ("kept", "best_kept"):
         if "versions" in (kept := content[name]):
-            files = kept["phases"], kept["versions"]
-            by_clients = kept.get("by_clients", False)  # older checkpoints do not have it
-            content[name] = KeptByClients(*files) if by_clients else KeptOnDisk(path.parent / Path(KEPT).name, *files)
+            content[name] = KeptOnDisk(path.parent / Path(KEPT).name, kept["phases"], kept["versions"])
+        elif "files" in kept:
+            content[name] = KeptByClients(kept["files"])
     for index, evaluation in enumerate(content["evaluations"]):
         clients = [ClientEvaluation(**client) for client in evaluation.pop("clients")]
         content["evaluations"][index] = Evaluation(**evaluation, clients=clients)

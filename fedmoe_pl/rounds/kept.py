@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import os
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -14,25 +13,38 @@ from torch import Tensor
 from fedmoe_pl.rounds.writing import DamagedFileError, load, replacing, save
 from fedmoe_pl.trees import Tree
 
+EXCHANGED, STEPPED = 10**9, 2 * 10**9
+"""Added to the round in the names of files that are written after an exchange, or after clients' own steps."""
 
-class KeptInFiles(Mapping[int, Tree]):
-    """The tensors that clients keep, by client, in a file for each client and version.
 
-    The mapping and its files never change. A round makes a new mapping (``FileStore.updated``), so that the best round
+class KeptOnDisk(Mapping[int, Tree]):
+    """The tensors that clients keep, by client; every access reads the client's file.
+
+    The mapping and its files never change. A round makes a new mapping (``DiskStore.updated``), so that the best round
     and later phases can share the old one.
 
     Args:
+        folder: holds the file ``<phase>/<client>_<round>.pt`` for every tree that a client kept.
         phases: the phases whose files are used, each with the names of the tensors to use; None for all.
         versions: index of the phase, and the round, counted from 1, of each client's file, shape (num_clients, 2); the
             round is -1 for a client that keeps nothing.
     """
 
-    def __init__(self, phases: Sequence[tuple[str, list[str] | None]], versions: Tensor) -> None:
+    def __init__(self, folder: Path, phases: Sequence[tuple[str, list[str] | None]], versions: Tensor) -> None:
+        self.folder = folder
         self.phases = phases
         self.versions = versions
 
+    def __getitem__(self, client: int) -> Tree:
+        path = self.path(client)
+        if path is None:
+            raise KeyError(client)
+        index, round = self.versions[client].tolist()
+        phase, names = self.phases[index]
+        return read_kept(self.folder, phase, client, round, names)
+
     def __contains__(self, client: object) -> bool:
-        return isinstance(client, int) and self.version(client) is not None
+        return isinstance(client, int) and self.path(client) is not None
 
     def __iter__(self) -> Iterator[int]:
         return iter((self.versions[:, 1] >= 0).nonzero().flatten().tolist())
@@ -40,65 +52,62 @@ class KeptInFiles(Mapping[int, Tree]):
     def __len__(self) -> int:
         return int((self.versions[:, 1] >= 0).sum())
 
-    def version(self, client: int) -> tuple[str, int] | None:
-        """The phase and the round of a client's file; None if it keeps nothing."""
+    def path(self, client: int) -> Path | None:
+        """The file of the tensors that a client keeps; None if it keeps nothing."""
         if not 0 <= client < len(self.versions):
             return None
         phase, round = self.versions[client].tolist()
-        return (self.phases[phase][0], round) if round >= 0 else None
-
-    def names(self, client: int) -> list[str] | None:
-        """The names of the tensors of a client's file that are used; None for all."""
-        return self.phases[int(self.versions[client, 0])][1]
-
-    def only(self, names: Collection[str]) -> KeptInFiles:
-        """The same files, restricted to these tensors."""
-        restricted = copy.copy(self)
-        restricted.phases = [
-            (phase, [name for name in names if shown is None or name in shown]) for phase, shown in self.phases
-        ]
-        return restricted
-
-
-class KeptOnDisk(KeptInFiles):
-    """What clients keep, in files on this machine; every access reads the client's file.
-
-    Args:
-        folder: holds the file ``<phase>/<client>_<round>.pt`` for every tree that a client kept.
-        phases: as in :class:`KeptInFiles`.
-        versions: as in :class:`KeptInFiles`.
-    """
-
-    def __init__(self, folder: Path, phases: Sequence[tuple[str, list[str] | None]], versions: Tensor) -> None:
-        super().__init__(phases, versions)
-        self.folder = folder
-
-    def __getitem__(self, client: int) -> Tree:
-        version = self.version(client)
-        if version is None:
-            raise KeyError(client)
-        return read_kept(self.folder, *version, client, self.names(client))
-
-    def path(self, client: int) -> Path | None:
-        """The file of the tensors that a client keeps; None if it keeps nothing."""
-        version = self.version(client)
-        return None if version is None else self.folder / version[0] / file_name(client, version[1])
+        return self.folder / self.phases[phase][0] / file_name(client, round) if round >= 0 else None
 
     def files(self, phase: str) -> dict[int, Path]:
         """The files of a phase that are referred to, by client."""
         paths = {client: self.path(client) for client in self}
         return {client: path for client, path in paths.items() if path is not None and path.parent.name == phase}
 
+    def only(self, names: Collection[str]) -> KeptOnDisk:
+        """The same files, restricted to these tensors."""
+        phases = [(phase, [name for name in names if shown is None or name in shown]) for phase, shown in self.phases]
+        return KeptOnDisk(self.folder, phases, self.versions)
 
-class KeptByClients(KeptInFiles):
-    """What the clients of a deployed federation keep, in files on their own machines, where this one cannot read."""
+
+File = tuple[str, int, list[str] | None]
+"""A file of a client: the phase and round after which it was written, and the names of the tensors to use; None for
+all."""
+
+
+class KeptByClients(Mapping[int, Tree]):
+    """What the clients of a deployed federation keep, in files on their own machines, where this one cannot read.
+
+    Args:
+        files: the files of each client that keeps something; later ones replace tensors of earlier ones.
+    """
+
+    def __init__(self, files: Mapping[int, Sequence[File]]) -> None:
+        self.files = {client: [*of_client] for client, of_client in files.items() if of_client}
 
     def __getitem__(self, client: int) -> Tree:
-        if client not in self:
+        if client not in self.files:
             raise KeyError(client)
         raise MisconfigurationException(
             f"Federation: client {client} keeps its tensors on its own machine, so that they cannot be used here."
         )
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self.files)
+
+    def __len__(self) -> int:
+        return len(self.files)
+
+    def only(self, names: Collection[str]) -> KeptByClients:
+        """The same files, restricted to these tensors."""
+        restricted = {
+            client: [
+                (phase, round, [name for name in names if shown is None or name in shown])
+                for phase, round, shown in of_client
+            ]
+            for client, of_client in self.files.items()
+        }
+        return KeptByClients(restricted)
 
 
 def check_kept(*mappings: Mapping[int, Tree]) -> None:
@@ -120,9 +129,14 @@ def check_kept(*mappings: Mapping[int, Tree]) -> None:
 
 def only(kept: Mapping[int, Tree], names: Collection[str]) -> Mapping[int, Tree]:
     """The tensors with these names that clients keep."""
-    if isinstance(kept, KeptInFiles):
+    if isinstance(kept, KeptOnDisk | KeptByClients):
         return kept.only(names)
     return {client: {name: tree[name] for name in names if name in tree} for client, tree in kept.items()}
+
+
+def readable(kept: Mapping[int, Tree]) -> Mapping[int, Tree]:
+    """What can be read of it here: nothing of what clients keep on their own machines."""
+    return {} if isinstance(kept, KeptByClients) else kept
 
 
 class Joined(Mapping[int, Tree]):
@@ -177,15 +191,15 @@ def write_kept(folder: Path, phase: str, client: int, round: int, tree: Tree) ->
         save({**_owner(phase, client, round), "tensors": tensors}, temporary)
 
 
-def read_kept(folder: Path, phase: str, round: int, client: int, names: Collection[str] | None = None) -> Tree:
+def read_kept(folder: Path, phase: str, client: int, round: int, names: Collection[str] | None = None) -> Tree:
     """Reads what :func:`write_kept` wrote.
 
     Args:
         folder: the folder of all such files.
         phase: the phase's name.
-        round: the round, counted from 1.
         client: the client's id.
-        names: the names of the tensors to return, where there are such; None for all.
+        round: the round, counted from 1.
+        names: the names of the tensors to return, as far as there are such; None for all.
 
     Raises:
         MisconfigurationException: if the file is missing, damaged or another client's.
@@ -200,6 +214,20 @@ def read_kept(folder: Path, phase: str, round: int, client: int, names: Collecti
         raise _unreadable(path, client)
     tree = content["tensors"]
     return tree if names is None else {name: tree[name] for name in names if name in tree}
+
+
+def remove_others(folder: Path, client: int, needed: Collection[Sequence[Any]]) -> None:
+    """Removes the files of a client that are not needed.
+
+    Args:
+        folder: the folder of all such files.
+        client: the client's id.
+        needed: the phase and the round of each file to keep.
+    """
+    names = {(phase, file_name(client, round)) for phase, round in needed}
+    for path in folder.glob(f"*/{client}_*.pt"):
+        if (path.parent.name, path.name) not in names:
+            path.unlink(missing_ok=True)
 
 
 def _unreadable(path: Path, client: int) -> MisconfigurationException:

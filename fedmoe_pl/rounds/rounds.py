@@ -23,14 +23,12 @@ from fedmoe_pl.rounds.evaluate_round import evaluate_phase, evaluate_round, is_e
 from fedmoe_pl.rounds.evaluation import Evaluation
 from fedmoe_pl.rounds.failures import ClientError
 from fedmoe_pl.rounds.flops import FlopCounter
+from fedmoe_pl.rounds.kept import EXCHANGED, STEPPED, readable
 from fedmoe_pl.rounds.phase import Phase
 from fedmoe_pl.rounds.run import Run
 from fedmoe_pl.rounds.server_step import server_step
 from fedmoe_pl.rounds.train import Trained, asked_and_sent, draw_cohort, train_round
 from fedmoe_pl.trees import of_module
-
-# added to the round in the names of files that are written after an exchange, or after clients' own steps
-_EXCHANGED, _STEPPED = 10**9, 2 * 10**9
 
 
 def fit(run: Run) -> None:
@@ -54,7 +52,7 @@ def run_phase(run: Run, phase: Phase) -> None:
     plan: Plan | None = None
     if state.round < phase.rounds:
         if state.round == 0 and state.server_learns:
-            clients = first_clients(training, draw_cohort(run, phase, state), state.kept)
+            clients = first_clients(training, draw_cohort(run, phase, state), readable(state.kept))
             state.server = phase.algorithm.server_begin(state.server, clients)
         plan, counter = run.plans.pop(phase.name).begin(training), FlopCounter(training)
         if phase.evaluate_every_n_epochs is not None and state.server_learns:
@@ -155,7 +153,7 @@ def _after_aggregation(run: Run, phase: Phase, plan: Plan, cohort: Sequence[int]
         if isinstance(kept, Failure):  # it keeps what it kept before this step
             failed[client] = kept
         else:
-            written.update(run.store.write(phase.name, _STEPPED + round + 1, {client: kept}))
+            written.update(run.store.write(phase.name, STEPPED + round + 1, {client: kept}))
     state.kept = run.store.updated(phase.name, state.kept, written)
     state.failed += len(failed)
     run.failures.stop(phase, state.round, failed)
@@ -168,7 +166,7 @@ def _exchange(run: Run, phase: Phase, plan: Plan, failed: Sequence[int], round: 
         return Traffic()
     state, received, written = run.states[phase.name], Traffic(), dict[int, Any]()
     for client, kept, from_others in plan.exchange(state.server, state.kept, failed, round):
-        written.update(run.store.write(phase.name, _EXCHANGED + round + 1, {client: kept}))
+        written.update(run.store.write(phase.name, EXCHANGED + round + 1, {client: kept}))
         received += Traffic.of(from_others)
         log.add("between_clients", client, from_others)
     if written:

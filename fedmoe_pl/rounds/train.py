@@ -17,6 +17,7 @@ from fedmoe_pl.backends.traffic import Traffic, TransferLog
 from fedmoe_pl.rounds.cohort import phase_cohort
 from fedmoe_pl.rounds.failures import RETRIES, client_error
 from fedmoe_pl.rounds.flops import FlopCounter
+from fedmoe_pl.rounds.kept import readable
 from fedmoe_pl.rounds.phase import Phase
 from fedmoe_pl.rounds.run import Run
 from fedmoe_pl.rounds.state import PhaseState
@@ -107,7 +108,7 @@ def _count_costs(
     state.add_traffic("up", asked)
     state.add_traffic("down", down)
     if counter is not None:  # it trains a client for a batch, which may never end
-        count = partial(counter.of_round, state.server, clients, state.kept, state.round)
+        count = partial(counter.of_round, state.server, clients, readable(state.kept), state.round)
         with one_thread():
             operations = guarded(count, plan.training.client_timeout)
         state.flops += math.nan if isinstance(operations, Failure) else operations
