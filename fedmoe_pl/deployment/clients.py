@@ -225,7 +225,7 @@ class ClientsPlan(Plan):
         """Sends each client what the algorithm sends it, and yields their updates in the cohort's order."""
         answers = self._ask("train", self.sent(server, cohort, kept, round), kept, round, keep=round + 1)
         for client, answer in answers.items():
-            yield group_update(self.training, [client], [self._update(answer)])
+            yield group_update(self.training, [client], [self._update(client, answer)])
 
     def train_groups(
         self, server: Tree, groups: Sequence[Sequence[int]], kept: Mapping[int, Tree], round: int
@@ -277,7 +277,7 @@ class ClientsPlan(Plan):
         }
         return self.clients.ask(self.training, messages)
 
-    def _update(self, answer: Message | Failure) -> Update | Failure:
+    def _update(self, client: int, answer: Message | Failure) -> Update | Failure:
         """A client's update; a failure if it is not one that the server can use."""
         if isinstance(answer, Failure):
             return answer
@@ -293,7 +293,8 @@ class ClientsPlan(Plan):
             check_finite([answer.tensors], weight, initial)
         except NotFiniteError as error:
             return Failure(str(error))
-        return Update(answer.tensors, weight, AtClient(keeps))
+        update, aggregation = Update(answer.tensors, weight, AtClient(keeps)), self.training.aggregation
+        return update if aggregation is None else aggregation.of_remote_client(client, update)
 
 
 def evaluate_at_clients(

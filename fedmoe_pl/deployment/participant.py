@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -17,7 +18,7 @@ from fedmoe_pl.algorithms.algorithm import Algorithm
 from fedmoe_pl.backends import LocalTraining, Plan, one_thread, step_after_aggregation
 from fedmoe_pl.backends.client import is_of_training, with_training_state
 from fedmoe_pl.data import FederatedDataModule
-from fedmoe_pl.deployment.messages import Message
+from fedmoe_pl.deployment.messages import BadMessageError, Message
 from fedmoe_pl.rounds.configuration import configuration
 from fedmoe_pl.rounds.evaluate import evaluate_clients
 from fedmoe_pl.rounds.kept import read_kept, remove_others, write_kept
@@ -92,6 +93,8 @@ class Participant:
 
     def _prepare(self, message: Message) -> Message:
         """Makes the run, now that the number of clients and classes of the federation is known."""
+        if not re.fullmatch("[0-9a-f]{32}", message.values["run"]):  # it becomes the name of a folder
+            raise BadMessageError("the name of the run must be 32 hexadecimal digits")
         datamodule = copy.copy(self.datamodule)
         datamodule.add_clients(message.values["num_clients"], message.values["num_classes"])
         self.run = self.federation.run_of_client(self.model, datamodule, self.folder)
@@ -134,6 +137,8 @@ class Participant:
         """Writes what the client keeps from now on; returns whether it keeps anything."""
         if tree:
             phase, round = message.values["keep"]
+            if phase != self._phase:
+                raise BadMessageError(f"phase '{phase}' is not that of the message, '{self._phase}'")
             write_kept(self._files, phase, self.client, round, tree)
         return bool(tree)
 

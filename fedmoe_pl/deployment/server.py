@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-import copy
 import math
 import time
 import uuid
 from collections.abc import Mapping, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import LightningModule
 from lightning.pytorch.utilities import rank_zero_info
+from torch import Tensor
 
 from fedmoe_pl.algorithms.overrides import overrides
 from fedmoe_pl.callbacks import (
@@ -95,39 +95,48 @@ def check_descriptions(descriptions: Mapping[int, dict[str, Any]], configuration
                 )
 
 
-def stand_in(datamodule: FederatedDataModule, descriptions: Mapping[int, dict[str, Any]]) -> FederatedDataModule:
-    """A data module with as many samples as the clients have, all of them zero, for the server's checks and counts.
+class StandIn(FederatedDataModule):
+    """As many samples as the clients have, all of them zero, for the server's checks and counts.
 
     Args:
-        datamodule: the server's, whose data are never read.
-        descriptions: what every client says of itself.
+        descriptions: what every client says of itself, in the order of their ids.
+        batch_size: samples per batch.
     """
-    described = [descriptions[client] for client in sorted(descriptions)]
-    first, sizes = described[0], torch.tensor([each["sizes"] for each in described])
-    total, of_test = int(sizes.sum()), max(each["global_test"] for each in described)
-    data = copy.copy(datamodule)
-    data.num_clients, data.num_classes = len(described), max(each["num_classes"] for each in described)
-    data.num_shared = total
-    data.x = torch.zeros(1, *first["shape"], dtype=getattr(torch, first["dtype"])).expand(
-        total + of_test, *first["shape"]
-    )
-    data.y = torch.zeros(total + of_test, *first["target_shape"], dtype=getattr(torch, first["target_dtype"]))
-    if data.num_classes:
-        data.y = torch.arange(total + of_test) % data.num_classes
-    ends = sizes.flatten().cumsum(0) - sizes.flatten()
-    starts = ends.view(sizes.shape)
-    for column, name in enumerate(("train_samples", "validation_samples", "test_samples")):
-        of_part = sizes[:, column]
-        indices = [torch.arange(int(n)) + int(start) for start, n in zip(starts[:, column], of_part, strict=True)]
-        setattr(data, name, Parts(torch.cat(indices), of_part.contiguous()))
-    data.global_test = torch.arange(total, total + of_test)
-    data.normalization = first["normalization"]
-    data.black = torch.zeros(1, 1, 1)
-    counts = torch.zeros(data.num_clients, 0, dtype=torch.float64)  # no client says how often it has a class
-    data.class_counts = lambda: counts
-    data.class_shares = counts
-    data.is_set_up = True
-    return data
+
+    def __init__(self, descriptions: Sequence[dict[str, Any]], batch_size: int) -> None:
+        super().__init__(num_clients=len(descriptions), batch_size=batch_size)
+        first, sizes = descriptions[0], torch.tensor([each["sizes"] for each in descriptions])
+        total, of_test = int(sizes.sum()), max(each["global_test"] for each in descriptions)
+        self.num_clients = len(descriptions)
+        self.num_classes = max(each["num_classes"] for each in descriptions)
+        self.num_shared = total
+        self.x = _zeros(total + of_test, first["shape"], first["dtype"])
+        self.y = _zeros(total + of_test, first["target_shape"], first["target_dtype"])
+        if self.num_classes:
+            self.y = torch.arange(total + of_test) % self.num_classes
+        ends = sizes.sum(0).cumsum(0)
+        self.train_samples, self.validation_samples, self.test_samples = (
+            Parts(torch.arange(int(end - of_part.sum()), int(end)), of_part.contiguous())
+            for end, of_part in zip(ends, sizes.T, strict=True)
+        )
+        self.global_test = torch.arange(total, total + of_test)
+        self.normalization = first["normalization"]
+        self.black = torch.zeros(1, 1, 1)
+        self.class_shares = self.class_counts()
+        self.is_set_up = True
+
+    def load(self) -> NoReturn:
+        """Never called: there are no data."""
+        raise NotImplementedError
+
+    def class_counts(self) -> Tensor:
+        """No classes: no client says how often it has one."""
+        return torch.zeros(self.num_clients, 0, dtype=torch.float64)
+
+
+def _zeros(n: int, shape: Sequence[int], dtype: str) -> Tensor:
+    """Zeros of shape (n, ...) that take the memory of one sample."""
+    return torch.zeros(1, *shape, dtype=getattr(torch, dtype)).expand(n, *shape)
 
 
 def callbacks_of_server(callbacks: Sequence[FederationCallback]) -> list[FederationCallback]:
@@ -167,7 +176,7 @@ def serve(
     """
     check_phases(federation.phases)
     descriptions = wait_for(transport, num_clients)
-    data = stand_in(datamodule, descriptions)
+    data = StandIn([descriptions[client] for client in range(num_clients)], datamodule.batch_size)
     check_descriptions(descriptions, configuration(federation, model, data))
     clients = Clients(transport, num_clients, data.num_classes)
     return federation.fit_elsewhere(
