@@ -26,14 +26,14 @@ from fedmoe_pl.backends import (
     one_thread,
 )
 from fedmoe_pl.backends.backend import group_update
-from fedmoe_pl.deployment.messages import Message
+from fedmoe_pl.deployment.messages import FAILED, NOT_BEGUN, UNPREPARED, Message
 from fedmoe_pl.rounds.evaluation import ClientEvaluation
 from fedmoe_pl.rounds.kept import EXCHANGED, STEPPED, File, Joined, KeptByClients
 from fedmoe_pl.rounds.state import PhaseState
 from fedmoe_pl.rounds.store import Store
 from fedmoe_pl.trees import Tree
 
-_ABSENT = Failure("it is not connected, or its answer did not come in time")
+_TRIES = 5  # of a message to a client that has to be prepared for it
 
 
 class Transport(ABC):
@@ -97,34 +97,44 @@ class Clients:
         Returns:
             Each client's answer, or why there is none, in the order of ``messages``.
         """
-        seconds = training.client_timeout
+        seconds, answers, pending = training.client_timeout, dict[int, Message](), [*messages]
         messages = {
             client: replace(message, values={**message.values, "run": self.name, "needed": self.needed(client)})
             for client, message in messages.items()
         }
-        answers = self.transport.ask(messages, seconds)
-        for kind, preparation in (("unprepared", self._preparation), ("not begun", self._beginning)):
-            missing = [client for client, answer in answers.items() if answer.kind == kind]
-            if missing:
-                prepared = self.transport.ask({client: preparation(training, client) for client in missing}, seconds)
-                again = {client: messages[client] for client, answer in prepared.items() if answer.kind != "failed"}
-                answers |= {client: prepared.get(client, Message("absent")) for client in missing}
-                answers |= self.transport.ask(again, seconds)
+        for _ in range(_TRIES):
+            answers |= self.transport.ask({client: messages[client] for client in pending}, seconds)
+            preparations = {
+                client: self._preparation(answers[client].kind, training, client)
+                for client in pending
+                if client in answers and answers[client].kind in (UNPREPARED, NOT_BEGUN)
+            }
+            prepared = self.transport.ask(preparations, seconds) if preparations else {}
+            for client in preparations:
+                if client not in prepared:
+                    del answers[client]
+                elif prepared[client].kind == FAILED:
+                    answers[client] = prepared[client]
+            pending = [client for client, answer in prepared.items() if answer.kind != FAILED]
+            if not pending:
+                break
         return {client: _checked(answers.get(client)) for client in messages}
 
-    def _preparation(self, training: LocalTraining, client: int) -> Message:
-        values = {"run": self.name, "num_clients": self.num_clients, "num_classes": self.num_classes}
-        return Message("prepare", values)
-
-    def _beginning(self, training: LocalTraining, client: int) -> Message:
-        values = {"run": self.name, "phase": training.phase, "rounds_before": training.rounds_before}
-        return Message("begin", values, training.of(client).initial)
+    def _preparation(self, kind: str, training: LocalTraining, client: int) -> Message:
+        """What a client needs that has restarted, or that comes from another phase."""
+        if kind == UNPREPARED:
+            values = {"num_clients": self.num_clients, "num_classes": self.num_classes}
+            return Message("prepare", {"run": self.name, **values})
+        values = {"phase": training.phase, "rounds_before": training.rounds_before}
+        return Message("begin", {"run": self.name, **values}, training.of(client).initial)
 
 
 def _checked(answer: Message | None) -> Message | Failure:
-    if answer is None or answer.kind == "absent":
-        return _ABSENT
-    return Failure(str(answer.values.get("reason", ""))) if answer.kind == "failed" else answer
+    if answer is None:
+        return Failure("it is not connected, or its answer did not come in time")
+    if answer.kind in (UNPREPARED, NOT_BEGUN):
+        return Failure("it starts again and again")
+    return Failure(str(answer.values.get("reason", ""))) if answer.kind == FAILED else answer
 
 
 def files_of(kept: Mapping[int, Tree], client: int) -> list[File]:

@@ -11,6 +11,9 @@ from torch import Tensor
 
 from fedmoe_pl.trees import Tree
 
+FAILED, UNPREPARED, NOT_BEGUN = "failed", "unprepared", "not begun"
+"""Kinds of answers: the client has failed; it needs ``prepare`` first; it needs ``begin`` first."""
+
 
 class BadMessageError(Exception):
     """Bytes that are no message."""

@@ -18,7 +18,7 @@ from fedmoe_pl.algorithms.algorithm import Algorithm
 from fedmoe_pl.backends import LocalTraining, Plan, one_thread, step_after_aggregation
 from fedmoe_pl.backends.client import is_of_training, with_training_state
 from fedmoe_pl.data import FederatedDataModule
-from fedmoe_pl.deployment.messages import BadMessageError, Message
+from fedmoe_pl.deployment.messages import FAILED, NOT_BEGUN, UNPREPARED, BadMessageError, Message
 from fedmoe_pl.rounds.configuration import configuration
 from fedmoe_pl.rounds.evaluate import evaluate_clients
 from fedmoe_pl.rounds.kept import read_kept, remove_others, write_kept
@@ -74,18 +74,18 @@ class Participant:
             "write": self._write,
         }
         if message.kind not in answers:
-            return Message("failed", {"reason": f"it does not know messages of the kind '{message.kind}'"})
+            return Message(FAILED, {"reason": f"it does not know messages of the kind '{message.kind}'"})
         if message.kind not in ("describe", "prepare") and message.values["run"] != self._run_name:
-            return Message("unprepared")
+            return Message(UNPREPARED)
         if message.kind not in ("describe", "prepare", "begin") and message.values["phase"] != self._phase:
-            return Message("not begun")
+            return Message(NOT_BEGUN)
         try:
             if "needed" in message.values:
                 remove_others(self._files, self.client, message.values["needed"])
             with one_thread():
                 return answers[message.kind](message)
         except Exception as error:
-            return Message("failed", {"reason": " ".join(f"{type(error).__name__}: {error}".split())})
+            return Message(FAILED, {"reason": " ".join(f"{type(error).__name__}: {error}".split())})
 
     def _describe(self, message: Message) -> Message:
         """What the server needs to know of the client's data and its configuration before the first round."""
@@ -150,7 +150,7 @@ class Participant:
         kept = {self.client: self._kept(message)}
         (group,) = self._plan.train_groups(message.tensors, [[self.client]], kept, message.values["round"])
         if group.update is None:
-            return Message("failed", {"reason": group.failed[self.client].reason})
+            return Message(FAILED, {"reason": group.failed[self.client].reason})
         keeps = self._keep(message, group.kept[self.client])
         return Message("update", {"weight": group.update.weight, "keeps": keeps}, group.update.sent)
 

@@ -26,7 +26,7 @@ from fedmoe_pl.callbacks import (
 from fedmoe_pl.data import FederatedDataModule
 from fedmoe_pl.data.parts import Parts
 from fedmoe_pl.deployment.clients import Clients, ClientsBackend, ClientsStore, Transport, evaluate_at_clients
-from fedmoe_pl.deployment.messages import Message
+from fedmoe_pl.deployment.messages import FAILED, Message
 from fedmoe_pl.rounds.configuration import changes, configuration
 from fedmoe_pl.rounds.evaluation import Evaluation
 from fedmoe_pl.rounds.phase import Phase
@@ -69,19 +69,22 @@ def _asks_clients(phase: Phase) -> bool:
     return overrides(phase.algorithm, "server_begin") and phase.algorithm.server_begin_asks_clients
 
 
-def check_descriptions(descriptions: Mapping[int, dict[str, Any]], configuration: dict[str, str]) -> None:
+def check_descriptions(
+    descriptions: Mapping[int, dict[str, Any]], configuration: dict[str, str], phases: Sequence[Phase]
+) -> None:
     """Refuses clients whose data or settings do not fit together.
 
     Args:
         descriptions: what the clients say of themselves, by id.
         configuration: that of the server.
+        phases: the server's phases.
 
     Raises:
         MisconfigurationException: if they differ in what all must have in common.
     """
     first = min(descriptions)
     for client, description in descriptions.items():
-        for change in changes(configuration, description["configuration"], []):
+        for change in changes(configuration, description["configuration"], [phase.name for phase in phases]):
             if not change.key.startswith("data"):
                 raise MisconfigurationException(
                     f"client {client}: {change.key} is {change.new}, but must be {change.old}, as on the server."
@@ -177,7 +180,7 @@ def serve(
     check_phases(federation.phases)
     descriptions = wait_for(transport, num_clients)
     data = StandIn([descriptions[client] for client in range(num_clients)], datamodule.batch_size)
-    check_descriptions(descriptions, configuration(federation, model, data))
+    check_descriptions(descriptions, configuration(federation, model, data), federation.phases)
     clients = Clients(transport, num_clients, data.num_classes)
     return federation.fit_elsewhere(
         model,
@@ -219,7 +222,7 @@ def wait_for(transport: Transport, num_clients: int, seconds: float = math.inf) 
     while True:
         missing = [client for client in range(num_clients) if client not in descriptions]
         for client, answer in transport.ask(dict.fromkeys(missing, Message("describe")), None).items():
-            if answer.kind == "failed":
+            if answer.kind == FAILED:
                 raise MisconfigurationException(f"client {client}: {answer.values['reason']}")
             descriptions[client] = answer.values
         if len(descriptions) == num_clients:
