@@ -32,6 +32,7 @@ from fedmoe_pl.rounds.lock import locked
 from fedmoe_pl.rounds.metrics import check_metrics
 from fedmoe_pl.rounds.newcomers import phases_of_newcomers, set_up_newcomers
 from fedmoe_pl.rounds.opt_in import set_up
+from fedmoe_pl.rounds.own_client import OwnClient
 from fedmoe_pl.rounds.phase import Phase
 from fedmoe_pl.rounds.predictions import evaluate_all, write_predictions
 from fedmoe_pl.rounds.results import format_table, format_validation
@@ -303,7 +304,13 @@ class Federation:
     ) -> Run:
         """The run of a checkpoint, in the state in which it was saved; ``allowed`` as in ``check_configuration``."""
         checkpoint = find_checkpoint(ckpt_path, self.runs)
+        own = OwnClient.read(checkpoint)
+        if own is not None and not datamodule.is_set_up:
+            datamodule.own_client = own.id
         set_up(datamodule, self.phases, self.seed)
+        if own is not None:
+            datamodule.add_clients(own.num_clients, own.num_classes)
+            attributes = {"only_client": own.id, **attributes}
         content = load_run(checkpoint, self.phases, identify(self.seed, datamodule))
         check_configuration(checkpoint, content, self.phases, configuration(self, model, datamodule), allowed)
         others = {"initial": content["models"], "states": content["phases"], "rows": content["rows"]}

@@ -27,8 +27,10 @@ from fedmoe_pl.backends import (
 )
 from fedmoe_pl.backends.backend import group_update
 from fedmoe_pl.deployment.messages import FAILED, NOT_BEGUN, UNPREPARED, Message
-from fedmoe_pl.rounds.evaluation import ClientEvaluation
+from fedmoe_pl.rounds.evaluation import ClientEvaluation, Evaluation
 from fedmoe_pl.rounds.kept import EXCHANGED, STEPPED, File, Joined, KeptByClients
+from fedmoe_pl.rounds.phase import Phase
+from fedmoe_pl.rounds.run import FederationCallback, Run
 from fedmoe_pl.rounds.state import PhaseState
 from fedmoe_pl.rounds.store import Store
 from fedmoe_pl.trees import Tree
@@ -307,6 +309,27 @@ class ClientsPlan(Plan):
         return update if aggregation is None else aggregation.of_remote_client(client, update)
 
 
+def _about_result(
+    kind: str,
+    asked: Clients,
+    training: LocalTraining,
+    server: Tree,
+    kept: Mapping[int, Tree],
+    clients: Sequence[int],
+    values: dict[str, Any],
+) -> dict[int, Message]:
+    """Messages with all that clients need to make their models: what they would receive, or the server's state."""
+    algorithm = training.algorithm
+    whole = chooses_model(algorithm) or algorithm.has_predictor
+    sent = dict.fromkeys(clients, server)
+    if not whole:
+        sent = ClientsPlan(training, asked).sent(server, clients, kept, values["round"])
+    values = {**values, "phase": training.phase, "whole": whole}
+    return {
+        client: Message(kind, {**values, "kept": files_of(kept, client)}, tensors) for client, tensors in sent.items()
+    }
+
+
 def evaluate_at_clients(
     asked: Clients,
     training: LocalTraining,
@@ -334,23 +357,7 @@ def evaluate_at_clients(
     Returns:
         One entry per client; that of a client which does not answer has no values.
     """
-    algorithm, of_phase = training.algorithm, ClientsPlan(training, asked)
-    whole = chooses_model(algorithm) or algorithm.has_predictor
-    sent = {client: server for client in clients} if whole else of_phase.sent(server, clients, kept, round)
-    messages = {
-        client: Message(
-            "evaluate",
-            {
-                "phase": training.phase,
-                "round": round,
-                "moment": moment,
-                "whole": whole,
-                "kept": files_of(kept, client),
-            },
-            tensors,
-        )
-        for client, tensors in sent.items()
-    }
+    messages = _about_result("evaluate", asked, training, server, kept, clients, {"round": round, "moment": moment})
     evaluations = []
     for client, answer in asked.ask(training, messages).items():
         if isinstance(answer, Failure):
@@ -360,3 +367,34 @@ def evaluate_at_clients(
         else:
             evaluations.append(ClientEvaluation(**{**answer.values, **answer.tensors, "client": client}))
     return evaluations
+
+
+class HandOver(FederationCallback):
+    """Gives every client the result of a finished phase, with which its machine works alone.
+
+    Args:
+        clients: the clients.
+    """
+
+    def __init__(self, clients: Clients) -> None:
+        self.clients = clients
+
+    def on_phase_end(self, run: Run, phase: Phase, evaluation: Evaluation | None) -> None:
+        """Sends the result to all clients; those that are away do not get it."""
+        state, training = run.states[phase.name], run.training(phase)
+        of_state = {name: getattr(state, name) for name in ("round", "stopped", "best_round")}
+        values = {"round": state.round, "state": of_state}
+        messages = _about_result(
+            "finish", self.clients, training, state.server, state.kept, range(self.clients.num_clients), values
+        )
+        for client, message in messages.items():
+            message.values["evaluations"] = [_of_client(each, client) for each in state.evaluations]
+        for client, answer in self.clients.ask(training, messages).items():
+            if isinstance(answer, Failure):
+                rank_zero_warn(f"{phase}: client {client} has not got the result: {answer.reason}")
+
+
+def _of_client(evaluation: Evaluation, client: int) -> dict[str, Any]:
+    """A client's own part of an evaluation, as plain values."""
+    own = [replace(each, gate_weights=None) for each in evaluation.clients if each.client == client]
+    return {**vars(evaluation), "clients": [vars(each) for each in own]}

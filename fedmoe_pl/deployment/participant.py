@@ -19,11 +19,15 @@ from fedmoe_pl.backends import LocalTraining, Plan, one_thread, step_after_aggre
 from fedmoe_pl.backends.client import is_of_training, with_training_state
 from fedmoe_pl.data import FederatedDataModule
 from fedmoe_pl.deployment.messages import FAILED, NOT_BEGUN, UNPREPARED, BadMessageError, Message
+from fedmoe_pl.rounds.checkpoint import FILE, KEPT, load_federation
 from fedmoe_pl.rounds.configuration import configuration
 from fedmoe_pl.rounds.evaluate import evaluate_clients
+from fedmoe_pl.rounds.evaluation import ClientEvaluation, Evaluation
 from fedmoe_pl.rounds.kept import read_kept, remove_others, write_kept
 from fedmoe_pl.rounds.opt_in import set_up
+from fedmoe_pl.rounds.own_client import OwnClient
 from fedmoe_pl.rounds.run import Run
+from fedmoe_pl.rounds.state import PhaseState
 from fedmoe_pl.trees import Tree
 
 if TYPE_CHECKING:
@@ -72,6 +76,7 @@ class Participant:
             "evaluate": self._evaluate,
             "read": self._read,
             "write": self._write,
+            "finish": self._finish,
         }
         if message.kind not in answers:
             return Message(FAILED, {"reason": f"it does not know messages of the kind '{message.kind}'"})
@@ -81,7 +86,7 @@ class Participant:
             return Message(NOT_BEGUN)
         try:
             if "needed" in message.values:
-                remove_others(self._files, self.client, message.values["needed"])
+                remove_others(self._files / KEPT, self.client, message.values["needed"])
             with one_thread():
                 return answers[message.kind](message)
         except Exception as error:
@@ -99,6 +104,11 @@ class Participant:
         datamodule.add_clients(message.values["num_clients"], message.values["num_classes"])
         self.run = self.federation.run_of_client(self.model, datamodule, self.folder)
         self._run_name, self._phase = message.values["run"], ""
+        own = OwnClient(self.client, datamodule.num_clients, datamodule.num_classes)
+        own.write(self._files)
+        checkpoint = self._files / FILE
+        self.run.folder = self._files
+        self.run.states = load_federation(checkpoint)["phases"] if checkpoint.is_file() else {}
         return Message("prepared")
 
     def _begin(self, message: Message) -> Message:
@@ -118,7 +128,7 @@ class Participant:
 
     @property
     def _files(self) -> Path:
-        """The folder of what the client keeps of this run."""
+        """The folder of this run."""
         return self.folder / self._run_name
 
     @property
@@ -130,7 +140,7 @@ class Participant:
         """What the client kept, from the files that the message names."""
         tree: Tree = {}
         for phase, round, names in message.values[key]:
-            tree |= read_kept(self._files, phase, self.client, round, names)
+            tree |= read_kept(self._files / KEPT, phase, self.client, round, names)
         return tree
 
     def _keep(self, message: Message, tree: Tree) -> bool:
@@ -139,7 +149,7 @@ class Participant:
             phase, round = message.values["keep"]
             if phase != self._phase:
                 raise BadMessageError(f"phase '{phase}' is not that of the message, '{self._phase}'")
-            write_kept(self._files, phase, self.client, round, tree)
+            write_kept(self._files / KEPT, phase, self.client, round, tree)
         return bool(tree)
 
     def _request(self, message: Message) -> Message:
@@ -172,6 +182,25 @@ class Participant:
         # only their mean leaves the client: single weights would tell of single samples
         tensors = {} if weights is None else {"gate_weights": weights.double().mean(0, keepdim=True)}
         return Message("evaluation", found, tensors)
+
+    def _finish(self, message: Message) -> Message:
+        """Keeps a finished phase's result as a checkpoint, with which this machine works alone."""
+        assert self.run is not None
+        evaluations = [
+            Evaluation(**{**values, "clients": [ClientEvaluation(**client) for client in values["clients"]]})
+            for values in message.values["evaluations"]
+        ]
+        state = PhaseState(
+            initial=self._training.initial,
+            server=message.tensors,
+            kept={self.client: self._kept(message)},
+            evaluations=evaluations,
+            finished=True,
+            **message.values["state"],
+        )
+        self.run.states = {**self.run.states, self._phase: state}
+        self.run.save()
+        return Message("finished")
 
     def _read(self, message: Message) -> Message:
         """What the client keeps, for an exchange with other clients; not the state of its optimizer."""

@@ -25,7 +25,14 @@ from fedmoe_pl.callbacks import (
 )
 from fedmoe_pl.data import FederatedDataModule
 from fedmoe_pl.data.parts import Parts
-from fedmoe_pl.deployment.clients import Clients, ClientsBackend, ClientsStore, Transport, evaluate_at_clients
+from fedmoe_pl.deployment.clients import (
+    Clients,
+    ClientsBackend,
+    ClientsStore,
+    HandOver,
+    Transport,
+    evaluate_at_clients,
+)
 from fedmoe_pl.deployment.messages import FAILED, Message
 from fedmoe_pl.rounds.configuration import changes, configuration
 from fedmoe_pl.rounds.evaluation import Evaluation
@@ -188,7 +195,7 @@ def serve(
         ckpt_path,
         make_store=partial(_make_store, clients),
         backend=ClientsBackend(clients),
-        callbacks=callbacks_of_server(federation.callbacks),
+        callbacks=[*callbacks_of_server(federation.callbacks), HandOver(clients)],
         evaluate=partial(evaluate_at_clients, clients),
     )
 

@@ -97,6 +97,7 @@ class Run:
         failures: what happens when clients fail.
         metrics: what is evaluated beside accuracy, by name.
         evaluate: evaluates the clients' models, as ``evaluate.evaluate_clients`` does in this process and its workers.
+        only_client: the client whose machine this is, in a deployed federation; None if all clients are here.
     """
 
     phases: Sequence[Phase]
@@ -126,11 +127,19 @@ class Run:
     failures: ClientFailures = field(default_factory=ClientFailures)
     metrics: dict[str, Metric] = field(default_factory=dict)
     evaluate: Callable[..., list[ClientEvaluation]] = evaluate_clients
+    only_client: int | None = None
 
     @cached_property
     def evaluated(self) -> list[int]:
         """Ids of the clients that are evaluated."""
+        if self.only_client is not None:
+            return [self.only_client]
         return evaluated_clients(self.datamodule.num_clients, self.evaluation_clients, self.seed)
+
+    @property
+    def clients(self) -> Sequence[int]:
+        """Ids of the clients that are here."""
+        return range(self.datamodule.num_clients) if self.only_client is None else [self.only_client]
 
     @property
     def model(self) -> LightningModule:

@@ -105,7 +105,7 @@ def test_a_client_removes_what_the_server_no_longer_needs(tmp_path):
     deployed = deploy(method, data(), tmp_path, **OF_TRAINER)
     kept = deployed.run.states["FedPer"].kept.files
     for client in range(5):
-        files = [path.name for path in tmp_path.glob(f"client {client}/*/FedPer/*.pt")]
+        files = [path.name for path in tmp_path.glob(f"client {client}/*/checkpoints/kept/FedPer/*.pt")]
         # the last one, and those before it which the client has not been asked to remove
         assert f"{client}_{kept[client][0][1]}.pt" in files and len(files) <= 3, files
 

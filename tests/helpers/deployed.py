@@ -7,6 +7,7 @@ import torch
 
 from fedmoe_pl import Federation
 from fedmoe_pl.deployment import Message, Participant, Transport, serve
+from fedmoe_pl.rounds.checkpoint import KEPT
 from fedmoe_pl.rounds.kept import read_kept
 from helpers import TensorData
 
@@ -83,5 +84,5 @@ def kept_by(folder, server, phase, client) -> dict:
     name = (server.run_dir / "deployment.txt").read_text()
     tree = {}
     for of_phase, round, names in server.run.states[phase].kept.files.get(client, []):
-        tree |= read_kept(folder / f"client {client}" / name, of_phase, client, round, names)
+        tree |= read_kept(folder / f"client {client}" / name / KEPT, of_phase, client, round, names)
     return tree
