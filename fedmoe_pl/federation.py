@@ -18,6 +18,7 @@ from fedmoe_pl.callbacks.defaults import with_defaults
 from fedmoe_pl.checks import check_at_least, plain
 from fedmoe_pl.data import FederatedDataModule
 from fedmoe_pl.data.partition_report import write_partition
+from fedmoe_pl.deployment.commands import DEFAULT_ADDRESS, run_client, run_server
 from fedmoe_pl.rounds.audit import PhaseAudit, audit_run
 from fedmoe_pl.rounds.audit_text import format_audit
 from fedmoe_pl.rounds.begin import read_result_for_newcomers
@@ -251,6 +252,69 @@ class Federation:
     ) -> None:
         """Writes a client's model, with its gate, to a file for use without this package; see ``export_client``."""
         print(export_client(self._resume(model, datamodule, ckpt_path), **choices))
+
+    def serve(
+        self,
+        model: LightningModule,
+        datamodule: FederatedDataModule,
+        num_clients: int,
+        address: str = DEFAULT_ADDRESS,
+        ca: str | None = None,
+        certificate: str | None = None,
+        certificate_key: str | None = None,
+        client_keys: str | None = None,
+        insecure: bool = False,
+        ckpt_path: str | None = None,
+    ) -> dict[str, Evaluation]:
+        """Runs all phases with clients on other machines, which ``join``; needs the extra ``flower``.
+
+        Args:
+            model: the initial model; it is not changed.
+            datamodule: as in the clients' configuration; its data are not read.
+            num_clients: number of clients, whose ids count from 0; the first round begins when all have joined.
+            address: host and port to listen on.
+            ca: certificate of the authority that signed the server's; needed where other machines can connect.
+            certificate: the server's certificate.
+            certificate_key: its private key.
+            client_keys: folder of the clients' public keys, ``*.pub``, in OpenSSH format; others are refused.
+            insecure: listen without TLS where other machines can connect.
+            ckpt_path: checkpoint of a run to continue; ``last`` is the newest of this experiment.
+
+        Returns:
+            The final evaluation of every evaluated phase, by name.
+
+        Raises:
+            MisconfigurationException: before anything starts, if an argument is wrong or a phase cannot be deployed;
+                before any training, if clients do not fit together.
+        """
+        files = {"ca": ca, "certificate": certificate, "certificate_key": certificate_key, "client_keys": client_keys}
+        return run_server(self, model, datamodule, num_clients, address, files, insecure, ckpt_path)
+
+    def join(
+        self,
+        model: LightningModule,
+        datamodule: FederatedDataModule,
+        client: int,
+        address: str = DEFAULT_ADDRESS,
+        ca: str | None = None,
+        key: str | None = None,
+        insecure: bool = False,
+    ) -> None:
+        """Takes part in a federation on another machine, as one of its clients, until it ends.
+
+        Args:
+            model: the initial model; it is not changed.
+            datamodule: the client's own data; all training samples are its own.
+            client: the client's id, from 0.
+            address: host and port of the server.
+            ca: certificate of the authority that signed the server's certificate.
+            key: the client's private key, in OpenSSH format, by which the server knows it.
+            insecure: connect to another machine without TLS.
+
+        Raises:
+            MisconfigurationException: if an argument is wrong, or the server refuses the client.
+        """
+        run_client(self, model, datamodule, client, address, ca, key, insecure)
 
     def partition(self, model: LightningModule, datamodule: FederatedDataModule) -> None:
         """Prints how the samples are divided among the clients, and draws it to ``partition.png``."""

@@ -127,6 +127,12 @@ class Participant:
         return Message("begun")
 
     @property
+    def checkpoint(self) -> Path | None:
+        """The checkpoint of the finished phases; None if there is none."""
+        path = self._files / FILE
+        return path if self._run_name and path.is_file() else None
+
+    @property
     def _files(self) -> Path:
         """The folder of this run."""
         return self.folder / self._run_name
