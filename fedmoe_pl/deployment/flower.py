@@ -8,11 +8,14 @@ code that a server sends is executed at a client, either.
 
 from __future__ import annotations
 
+import ctypes
 import hashlib
 import os
 import re
 import secrets
+import signal
 import socket
+import ssl
 import subprocess
 import sys
 import time
@@ -23,6 +26,8 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+from cryptography.exceptions import UnsupportedAlgorithm
+from cryptography.hazmat.primitives.serialization import Encoding, PublicFormat, load_ssh_public_key
 from flwr.app import Array, ArrayRecord, Error, RecordDict
 from flwr.app import Message as FlowerMessage
 from flwr.cli.build import build_fab_from_files
@@ -59,6 +64,7 @@ _LINK_STARTS_WITHIN = 120.0
 # Flower refuses a node for a minute after its process was killed, because it still counts as connected
 _REFUSED_FOR = 120.0
 _STILL_CONNECTED = "code: 2004"
+_PR_SET_PDEATHSIG = 1  # of prctl(2)
 _ACQUIRE = frozenset({"/flwr.proto.Runtime/AcquireTask"})
 _APP = b"""
 [project]
@@ -241,27 +247,28 @@ def _wait_for_link(process: subprocess.Popen[bytes], address: str, security: Sec
     end = time.monotonic() + _LINK_STARTS_WITHIN
     while process.poll() is None and time.monotonic() < end:
         with suppress(httpx.HTTPError):
-            verify = True if security.ca is None else _context(security.ca)
-            if httpx.get(url, verify=verify).is_success:
+            if httpx.get(url, verify=_context(security.ca)).is_success:
                 return
         time.sleep(_LOOK)
     raise MisconfigurationException(f"serve: Flower's SuperLink does not start at {address}: {_reason(log)}")
 
 
-def _context(ca: Path) -> Any:
-    import ssl
-
-    return ssl.create_default_context(cafile=str(ca))
+def _context(ca: Path | None) -> ssl.SSLContext:
+    """What a certificate is checked against."""
+    return ssl.create_default_context(cafile=None if ca is None else str(ca))
 
 
 def _register(control: ControlHttpClient, key: Path) -> None:
     try:
-        control.RegisterNode(RegisterNodeRequest(public_key=key.read_bytes()))
-    except httpx.HTTPStatusError as error:
-        if "already in use" not in error.response.text:  # a SuperLink with the same database knows it
+        public = load_ssh_public_key(key.read_bytes())
+        pem = public.public_bytes(Encoding.PEM, PublicFormat.SubjectPublicKeyInfo)
+        control.RegisterNode(RegisterNodeRequest(public_key=pem))
+    except (ValueError, UnsupportedAlgorithm, httpx.HTTPStatusError) as error:
+        reason = error.response.text if isinstance(error, httpx.HTTPStatusError) else str(error)
+        if "already in use" not in reason:  # a SuperLink with the same database knows it
             raise MisconfigurationException(
                 f"serve: client_keys has '{key}', but must have public keys of the type ecdsa in OpenSSH format "
-                f"({error.response.text.strip()})."
+                f"({reason.strip()})."
             ) from error
 
 
@@ -314,6 +321,7 @@ def answer_messages(answer: Callable[[Message], Message], folder: Path, address:
     folder.mkdir(parents=True, exist_ok=True)
     log, refused_since = folder / "supernode.log", None
     while True:
+        _wait_for_server(address, security)
         port = _free_port()
         arguments = ["flower-supernode", "--superlink", address, "--isolation", "process"]
         arguments += ["--host", "127.0.0.1", "--port", str(port)]
@@ -330,6 +338,44 @@ def answer_messages(answer: Callable[[Message], Message], folder: Path, address:
         if refused_since is None or now - refused_since > _REFUSED_FOR:
             raise MisconfigurationException(f"join: the server at {address} does not take this client: {_reason(log)}")
         time.sleep(5)
+
+
+def _wait_for_server(address: str, security: Security) -> None:
+    """Waits until the server can be reached, and says that it does.
+
+    Raises:
+        MisconfigurationException: if one of both has TLS and the other has not, or the certificate is not of ``ca``.
+    """
+    url, verify = f"{'http' if security.ca is None else 'https'}://{address}/v1/fleet/", _context(security.ca)
+    said = False
+    while True:
+        try:
+            httpx.get(url, verify=verify)  # whatever it answers
+            return
+        except httpx.RemoteProtocolError as error:
+            if security.ca is None:
+                raise MisconfigurationException(
+                    f"join: ca is missing, but the server at {address} needs TLS ({error})."
+                ) from error
+        except httpx.ConnectError as error:
+            if isinstance(_cause(error), ssl.SSLError):
+                raise MisconfigurationException(
+                    f"join: ca is '{security.ca}', but the server at {address} has no certificate that it signed "
+                    f"({error})."
+                ) from error
+        except httpx.HTTPError:  # it may be about to start or to end
+            pass
+        if not said:
+            rank_zero_info(f"join: there is no server at {address} yet; waiting.")
+            said = True
+        time.sleep(1)
+
+
+def _cause(error: BaseException) -> BaseException:
+    """The first exception that led to another one."""
+    while (before := error.__cause__ or error.__context__) is not None:
+        error = before
+    return error
 
 
 def _answer_tasks(process: subprocess.Popen[bytes], address: str, answer: Callable[[Message], Message]) -> bool:
@@ -387,7 +433,9 @@ def _child(command: list[str], log: Path, home: Path) -> Iterator[subprocess.Pop
     """Runs a process of Flower, which ends with this context."""
     environment = {**os.environ, **_QUIET, "FLWR_HOME": str(home / "flower"), "PYTHONUNBUFFERED": "1"}
     with log.open("wb") as output:
-        process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT, env=environment)
+        process = subprocess.Popen(
+            command, stdout=output, stderr=subprocess.STDOUT, env=environment, preexec_fn=_end_with_parent
+        )
         try:
             yield process
         finally:
@@ -399,12 +447,19 @@ def _child(command: list[str], log: Path, home: Path) -> Iterator[subprocess.Pop
                 process.wait()
 
 
+def _end_with_parent() -> None:
+    """Has the kernel end this process with its parent, however that ends: a SuperNode would keep its place."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+
+
 def _reason(log: Path) -> str:
-    """The last line of a log that says something."""
+    """The line of a log that says what is wrong: one with an error code of Flower, or the last one."""
     text = re.sub(r"\x1b\[[\d;]*m", "", log.read_text(errors="replace"))
     lines = [" ".join(line.split()) for line in text.splitlines()]
     telling = [line for line in lines if line and not re.match(r"INFO|Exit Code|For more information", line)]
-    return f"{telling[-1] if telling else 'it says nothing'} (log: {log})"
+    with_code = [line for line in telling if line.startswith("[code:")]
+    return f"{['it says nothing', *telling, *with_code][-1].rstrip('.')} (log: {log})"
 
 
 def split_address(address: str) -> tuple[str, int]:
