@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import re
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -28,6 +29,7 @@ from fedmoe_pl.rounds.opt_in import set_up
 from fedmoe_pl.rounds.own_client import OwnClient
 from fedmoe_pl.rounds.run import Run
 from fedmoe_pl.rounds.state import PhaseState
+from fedmoe_pl.rounds.writing import replacing
 from fedmoe_pl.trees import Tree
 
 if TYPE_CHECKING:
@@ -80,17 +82,38 @@ class Participant:
         }
         if message.kind not in answers:
             return Message(FAILED, {"reason": f"it does not know messages of the kind '{message.kind}'"})
-        if message.kind not in ("describe", "prepare") and message.values["run"] != self._run_name:
-            return Message(UNPREPARED)
-        if message.kind not in ("describe", "prepare", "begin") and message.values["phase"] != self._phase:
-            return Message(NOT_BEGUN)
         try:
+            if message.kind not in ("describe", "prepare") and not self._is_in(message, "run"):
+                return Message(UNPREPARED)
+            if message.kind not in ("describe", "prepare", "begin") and not self._is_in(message, "phase"):
+                return Message(NOT_BEGUN)
             if "needed" in message.values:
                 remove_others(self._files / KEPT, self.client, message.values["needed"])
             with one_thread():
                 return answers[message.kind](message)
         except Exception as error:
             return Message(FAILED, {"reason": " ".join(f"{type(error).__name__}: {error}".split())})
+
+    def _is_in(self, message: Message, key: str) -> bool:
+        """Whether the client is in the message's run or phase, perhaps after it has read how it came there."""
+        if message.values[key] != (self._run_name if key == "run" else self._phase):
+            self._recall(key, message.values)
+        return message.values[key] == (self._run_name if key == "run" else self._phase)
+
+    def _remember(self, key: str, message: Message) -> None:
+        """Writes the message that led into a run or a phase, for a process that takes this one's place."""
+        with replacing(self.folder / f"{key}.message") as temporary:
+            temporary.write_bytes(message.to_bytes())
+
+    def _recall(self, key: str, values: dict[str, Any]) -> None:
+        """Goes into the run or the phase of the last such message, if it is the one that is asked for."""
+        path = self.folder / f"{key}.message"
+        if not path.is_file():
+            return
+        with suppress(BadMessageError):
+            message = Message.from_bytes(path.read_bytes())
+            if all(message.values[name] == values[name] for name in {"run", key}):
+                (self._prepare if key == "run" else self._begin)(message)
 
     def _describe(self, message: Message) -> Message:
         """What the server needs to know of the client's data and its configuration before the first round."""
@@ -104,6 +127,7 @@ class Participant:
         datamodule.add_clients(message.values["num_clients"], message.values["num_classes"])
         self.run = self.federation.run_of_client(self.model, datamodule, self.folder)
         self._run_name, self._phase = message.values["run"], ""
+        self._remember("run", message)
         own = OwnClient(self.client, datamodule.num_clients, datamodule.num_classes)
         own.write(self._files)
         checkpoint = self._files / FILE
@@ -124,6 +148,7 @@ class Participant:
             rounds_before=message.values["rounds_before"],
         )
         self._plan, self._phase = self.run.backend.plan(training).begin(training), phase.name
+        self._remember("phase", message)
         return Message("begun")
 
     @property
