@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import importlib
 import ipaddress
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import Any
 
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import LightningModule
@@ -14,16 +15,14 @@ from fedmoe_pl.data import FederatedDataModule
 from fedmoe_pl.deployment.messages import Message
 from fedmoe_pl.deployment.participant import Participant
 from fedmoe_pl.deployment.server import check_phases, serve
+from fedmoe_pl.deployment.settings import Settings
 from fedmoe_pl.rounds.evaluation import Evaluation
-
-if TYPE_CHECKING:
-    from fedmoe_pl.federation import Federation
 
 DEFAULT_ADDRESS = "127.0.0.1:8000"
 
 
 def run_server(
-    federation: Federation,
+    federation: Settings,
     model: LightningModule,
     datamodule: FederatedDataModule,
     num_clients: int,
@@ -75,7 +74,7 @@ def run_server(
 
 
 def run_client(
-    federation: Federation,
+    federation: Settings,
     model: LightningModule,
     datamodule: FederatedDataModule,
     client: int,
@@ -105,15 +104,19 @@ def run_client(
         print(f"The server has ended. This client's models: {participant.checkpoint}")
 
 
-def _flower(command: str):
+def _flower(command: str) -> Any:
+    """The module that uses Flower.
+
+    Raises:
+        MisconfigurationException: if Flower is not installed.
+    """
     try:
-        from fedmoe_pl.deployment import flower
+        return importlib.import_module("fedmoe_pl.deployment.flower")
     except ImportError as error:
         raise MisconfigurationException(
             f"{command}: Flower is missing ({error}); install it into an environment of its own, with "
             'pip install "fedmoe-pl[flower]" and Python 3.11 or newer.'
         ) from error
-    return flower
 
 
 def _existing(command: str, name: str, value: str | None) -> Path | None:

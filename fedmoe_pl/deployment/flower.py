@@ -8,6 +8,9 @@ code that a server sends is executed at a client, either.
 
 from __future__ import annotations
 
+# pyright: reportMissingImports=false, reportAttributeAccessIssue=false
+# Flower is not installed where types are checked: it cannot be together with other extras.
+
 import ctypes
 import hashlib
 import os
@@ -74,8 +77,8 @@ license = "Apache-2.0"
 [tool.flwr.app]
 publisher = "fedmoe-pl"
 [tool.flwr.app.components]
-serverapp = "fedmoe_pl.deployment.app:server"
-clientapp = "fedmoe_pl.deployment.app:client"
+serverapp = "fedmoe_pl.cli.flower_app:server"
+clientapp = "fedmoe_pl.cli.flower_app:client"
 """
 # no telemetry, no look for updates, no installation of packages
 _QUIET = {

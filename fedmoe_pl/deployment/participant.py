@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
@@ -20,6 +20,7 @@ from fedmoe_pl.backends import LocalTraining, Plan, one_thread, step_after_aggre
 from fedmoe_pl.backends.client import is_of_training, with_training_state
 from fedmoe_pl.data import FederatedDataModule
 from fedmoe_pl.deployment.messages import FAILED, NOT_BEGUN, UNPREPARED, BadMessageError, Message
+from fedmoe_pl.deployment.settings import Settings
 from fedmoe_pl.rounds.checkpoint import FILE, KEPT, load_federation
 from fedmoe_pl.rounds.configuration import configuration
 from fedmoe_pl.rounds.evaluate import evaluate_clients
@@ -31,9 +32,6 @@ from fedmoe_pl.rounds.run import Run
 from fedmoe_pl.rounds.state import PhaseState
 from fedmoe_pl.rounds.writing import replacing
 from fedmoe_pl.trees import Tree
-
-if TYPE_CHECKING:
-    from fedmoe_pl.federation import Federation
 
 
 class Participant:
@@ -54,7 +52,7 @@ class Participant:
     """
 
     def __init__(
-        self, federation: Federation, model: LightningModule, datamodule: FederatedDataModule, client: int, folder: Path
+        self, federation: Settings, model: LightningModule, datamodule: FederatedDataModule, client: int, folder: Path
     ) -> None:
         self.federation = federation
         self.model = model
@@ -244,7 +242,7 @@ class Participant:
         return Message("kept", {"keeps": self._keep(message, kept)})
 
 
-def own_data(datamodule: FederatedDataModule, client: int, federation: Federation) -> FederatedDataModule:
+def own_data(datamodule: FederatedDataModule, client: int, federation: Settings) -> FederatedDataModule:
     """Sets a client's data up: all training samples are its own.
 
     Raises:
@@ -267,7 +265,7 @@ def own_data(datamodule: FederatedDataModule, client: int, federation: Federatio
 
 
 def described(
-    federation: Federation, model: LightningModule, datamodule: FederatedDataModule, client: int
+    federation: Settings, model: LightningModule, datamodule: FederatedDataModule, client: int
 ) -> dict[str, Any]:
     """What a client tells the server of its data: sizes, the shape and type of a sample, the number of classes."""
     parts = datamodule.train_samples, datamodule.validation_samples, datamodule.test_samples

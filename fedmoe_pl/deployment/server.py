@@ -7,7 +7,7 @@ import time
 import uuid
 from collections.abc import Mapping, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import Any, NoReturn
 
 import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
@@ -34,14 +34,12 @@ from fedmoe_pl.deployment.clients import (
     evaluate_at_clients,
 )
 from fedmoe_pl.deployment.messages import FAILED, Message
+from fedmoe_pl.deployment.settings import Settings
 from fedmoe_pl.rounds.configuration import changes, configuration
 from fedmoe_pl.rounds.evaluation import Evaluation
 from fedmoe_pl.rounds.phase import Phase
 from fedmoe_pl.rounds.run import Run
 from fedmoe_pl.rounds.writing import replacing
-
-if TYPE_CHECKING:
-    from fedmoe_pl.federation import Federation
 
 _SECONDS_BETWEEN_LOOKS = 2.0
 _NEED_DATA = (PartitionMonitor, ClientCheckpoint, RepresentationMonitor)
@@ -164,7 +162,7 @@ def callbacks_of_server(callbacks: Sequence[FederationCallback]) -> list[Federat
 
 
 def serve(
-    federation: Federation,
+    federation: Settings,
     model: LightningModule,
     datamodule: FederatedDataModule,
     transport: Transport,
