@@ -4,7 +4,6 @@ from __future__ import annotations
 
 # pyright: reportMissingImports=false, reportAttributeAccessIssue=false
 # Flower is not installed where types are checked: it cannot be together with other extras.
-
 import functools
 import shlex
 
