@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal, cast
 
@@ -16,6 +18,7 @@ from fedmoe_pl.callbacks.defaults import with_defaults
 from fedmoe_pl.checks import check_at_least, plain
 from fedmoe_pl.data import FederatedDataModule
 from fedmoe_pl.data.partition_report import write_partition
+from fedmoe_pl.deployment.commands import DEFAULT_ADDRESS, run_client, run_server
 from fedmoe_pl.rounds.audit import PhaseAudit, audit_run
 from fedmoe_pl.rounds.audit_text import format_audit
 from fedmoe_pl.rounds.begin import read_result_for_newcomers
@@ -31,14 +34,16 @@ from fedmoe_pl.rounds.metrics import check_metrics
 from fedmoe_pl.rounds.newcomers import phases_of_newcomers, set_up_newcomers
 from fedmoe_pl.rounds.opt_in import set_up
 from fedmoe_pl.rounds.outputs import ClientModule
+from fedmoe_pl.rounds.own_client import OwnClient
 from fedmoe_pl.rounds.phase import Phase
 from fedmoe_pl.rounds.predictions import evaluate_all, write_predictions
 from fedmoe_pl.rounds.results import format_table, format_validation
 from fedmoe_pl.rounds.resume import check_configuration, identify, keys_of, load_run
 from fedmoe_pl.rounds.rounds import fit
 from fedmoe_pl.rounds.run import Run
-from fedmoe_pl.rounds.start import make_run, opened
+from fedmoe_pl.rounds.start import make_run, opened, store_of
 from fedmoe_pl.rounds.starts import find_starts
+from fedmoe_pl.rounds.store import Store
 from fedmoe_pl.rounds.trainer_checks import check_trainer
 
 
@@ -153,13 +158,53 @@ class Federation:
         self.failures.check_thread()
         ckpt_path = ckpt_path or requeued(self.runs)
         allowed = keys_of(allow_changes, ckpt_path)
+        return self._fit_new_or_resumed(model, datamodule, ckpt_path, allowed)
+
+    def fit_elsewhere(
+        self,
+        model: LightningModule,
+        datamodule: FederatedDataModule,
+        ckpt_path: str | None,
+        make_store: Callable[[Run], Store],
+        **attributes: Any,
+    ) -> dict[str, Evaluation]:
+        """Runs all phases on clients that are not in this process, as the server of a deployed federation does.
+
+        Args:
+            model: the initial model.
+            datamodule: stands for the clients' data.
+            ckpt_path: as in :meth:`fit`.
+            make_store: makes the store.
+            attributes: attributes of the run that replace the federation's, such as its backend.
+
+        Returns:
+            As :meth:`fit`.
+        """
+        trainer = {**self.trainer, "accelerator": "cpu", "devices": 1}  # nothing is trained here
+        return self._fit_new_or_resumed(model, datamodule, ckpt_path, [], make_store, trainer=trainer, **attributes)
+
+    def run_of_client(self, model: LightningModule, datamodule: FederatedDataModule, folder: Path) -> Run:
+        """A run that has not begun, for a client of a deployed federation on its own machine; with all checks."""
+        return self._set_up(model, datamodule, self.phases, folder, callbacks=[])
+
+    def _fit_new_or_resumed(
+        self,
+        model: LightningModule,
+        datamodule: FederatedDataModule,
+        ckpt_path: str | None,
+        allowed: list[str],
+        make_store: Callable[[Run], Store] | None = None,
+        **attributes: Any,
+    ) -> dict[str, Evaluation]:
+        """Runs all phases, from a checkpoint if there is one; arguments as in :meth:`fit_elsewhere`."""
+        others = {"evaluation_clients": self.evaluation_clients, **attributes}
         if ckpt_path:
             checkpoint = find_checkpoint(ckpt_path, self.runs)
             with locked(checkpoint):
-                run = self._resume(model, datamodule, ckpt_path, allowed)
-                return self._fit(run, checkpoint=checkpoint, command=self.command)
-        run = self._set_up(model, datamodule, self.phases, self.runs, evaluation_clients=self.evaluation_clients)
-        return self._fit(run, self.runs, self.command)
+                run = self._resume(model, datamodule, ckpt_path, allowed, **others)
+                return self._fit(run, checkpoint=checkpoint, command=self.command, make_store=make_store)
+        run = self._set_up(model, datamodule, self.phases, self.runs, **others)
+        return self._fit(run, self.runs, self.command, make_store=make_store)
 
     def personalize(
         self, model: LightningModule, datamodule: FederatedDataModule, ckpt_path: str = LAST, rounds: int = 10
@@ -209,6 +254,69 @@ class Federation:
         """Writes a client's model, with its gate, to a file for use without this package; see ``export_client``."""
         print(export_client(self._resume(model, datamodule, ckpt_path), **choices))
 
+    def serve(
+        self,
+        model: LightningModule,
+        datamodule: FederatedDataModule,
+        num_clients: int,
+        address: str = DEFAULT_ADDRESS,
+        ca: str | None = None,
+        certificate: str | None = None,
+        certificate_key: str | None = None,
+        client_keys: str | None = None,
+        insecure: bool = False,
+        ckpt_path: str | None = None,
+    ) -> dict[str, Evaluation]:
+        """Runs all phases with clients on other machines, which ``join``; needs the extra ``flower``.
+
+        Args:
+            model: the initial model; it is not changed.
+            datamodule: as in the clients' configuration; its data are not read.
+            num_clients: number of clients, whose ids count from 0; the first round begins when all have joined.
+            address: host and port to listen on.
+            ca: certificate of the authority that signed the server's; needed where other machines can connect.
+            certificate: the server's certificate.
+            certificate_key: its private key.
+            client_keys: folder of the clients' public keys, ``*.pub``, in OpenSSH format; others are refused.
+            insecure: listen without TLS where other machines can connect.
+            ckpt_path: checkpoint of a run to continue; ``last`` is the newest of this experiment.
+
+        Returns:
+            The final evaluation of every evaluated phase, by name.
+
+        Raises:
+            MisconfigurationException: before anything starts, if an argument is wrong or a phase cannot be deployed;
+                before any training, if clients do not fit together.
+        """
+        files = {"ca": ca, "certificate": certificate, "certificate_key": certificate_key, "client_keys": client_keys}
+        return run_server(self, model, datamodule, num_clients, address, files, insecure, ckpt_path)
+
+    def join(
+        self,
+        model: LightningModule,
+        datamodule: FederatedDataModule,
+        client: int,
+        address: str = DEFAULT_ADDRESS,
+        ca: str | None = None,
+        key: str | None = None,
+        insecure: bool = False,
+    ) -> None:
+        """Takes part in a federation on another machine, as one of its clients, until it ends.
+
+        Args:
+            model: the initial model; it is not changed.
+            datamodule: the client's own data; all training samples are its own.
+            client: the client's id, from 0.
+            address: host and port of the server.
+            ca: certificate of the authority that signed the server's certificate.
+            key: the client's private key, in OpenSSH format, by which the server knows it.
+            insecure: connect to another machine without TLS.
+
+        Raises:
+            MisconfigurationException: if an argument is wrong, or the server refuses the client.
+        """
+        run_client(self, model, datamodule, client, address, ca, key, insecure)
+
     def partition(self, model: LightningModule, datamodule: FederatedDataModule) -> None:
         """Prints how the samples are divided among the clients, and draws it to ``partition.png``."""
         set_up(datamodule, self.phases, self.seed)
@@ -252,15 +360,26 @@ class Federation:
         return cast(ClientModule, self.run.client_module(method, client))
 
     def _resume(
-        self, model: LightningModule, datamodule: FederatedDataModule, ckpt_path: str, allowed: list[str] | None = None
+        self,
+        model: LightningModule,
+        datamodule: FederatedDataModule,
+        ckpt_path: str,
+        allowed: list[str] | None = None,
+        **attributes: Any,
     ) -> Run:
         """The run of a checkpoint, in the state in which it was saved; ``allowed`` as in ``check_configuration``."""
         checkpoint = find_checkpoint(ckpt_path, self.runs)
+        own = OwnClient.read(checkpoint)
+        if own is not None and not datamodule.is_set_up:
+            datamodule.own_client = own.id
         set_up(datamodule, self.phases, self.seed)
+        if own is not None:
+            datamodule.add_clients(own.num_clients, own.num_classes)
+            attributes = {"only_client": own.id, **attributes}
         content = load_run(checkpoint, self.phases, identify(self.seed, datamodule))
         check_configuration(checkpoint, content, self.phases, configuration(self, model, datamodule), allowed)
         others = {"initial": content["models"], "states": content["phases"], "rows": content["rows"]}
-        others |= {"writer": content["writer"], "evaluation_clients": self.evaluation_clients}
+        others |= {"writer": content["writer"], "evaluation_clients": self.evaluation_clients, **attributes}
         return self._set_up(model, datamodule, self.phases, checkpoint.parent.parent, **others)
 
     def _set_up(
@@ -268,33 +387,36 @@ class Federation:
     ) -> Run:
         """Makes a run with the federation's settings, and all its checks; ``others`` are arguments of ``make_run``."""
         self._run = None  # frees what it holds on a GPU
-        devices = check_trainer(self.trainer)
         set_up(datamodule, phases, self.seed)
-        self._run = make_run(
-            model,
-            datamodule,
-            phases=phases,
-            starts=self.starts,
-            trainer=self.trainer,
-            backend=self.backend,
-            devices=devices,
-            callbacks=self.callbacks,
-            seed=self.seed,
-            evaluate_every_n_rounds=self.evaluate_every_n_rounds,
-            enable_checkpointing=self.enable_checkpointing,
-            hparams=self.hparams,
-            configuration=configuration(self, model, datamodule),
-            folder=folder,
-            failures=self.failures,
-            metrics=self.metrics,
+        settings: dict[str, Any] = {
+            "phases": phases,
+            "starts": self.starts,
+            "trainer": self.trainer,
+            "backend": self.backend,
+            "callbacks": self.callbacks,
+            "seed": self.seed,
+            "evaluate_every_n_rounds": self.evaluate_every_n_rounds,
+            "enable_checkpointing": self.enable_checkpointing,
+            "hparams": self.hparams,
+            "configuration": configuration(self, model, datamodule),
+            "folder": folder,
+            "failures": self.failures,
+            "metrics": self.metrics,
             **others,
-        )
+        }
+        self._run = make_run(model, datamodule, devices=check_trainer(settings["trainer"]), **settings)
         return self._run
 
     def _fit(
-        self, run: Run, runs: Path | None = None, command: str | None = None, checkpoint: Path | None = None
+        self,
+        run: Run,
+        runs: Path | None = None,
+        command: str | None = None,
+        checkpoint: Path | None = None,
+        make_store: Callable[[Run], Store] | None = None,
     ) -> dict[str, Evaluation]:
         """Runs all phases, in a folder in ``runs`` if it is new; ``command`` as in :func:`interruptible`."""
-        with interruptible(run, self.runs, command), opened(run, runs, checkpoint, self.store, self.logger):
+        make_store = make_store or partial(store_of, self.store)
+        with interruptible(run, self.runs, command), opened(run, runs, checkpoint, make_store, self.logger):
             fit(run)
         return run.results

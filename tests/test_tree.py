@@ -20,6 +20,7 @@ PARTS = (
     "backends",
     "rounds",
     "callbacks",
+    "deployment",
     "federation",
     "report",
     "benchmark",

@@ -75,6 +75,10 @@ class Aggregation(ABC):
             update: the algorithm's update.
         """
 
+    def of_remote_client(self, client_id: int, update: Update) -> Update:
+        """What to combine of a client on another machine, which sent ``update``; by default just that."""
+        return update
+
     @abstractmethod
     def combine(self, a: Update, b: Update) -> Update:
         """Folds two updates into one; associative and commutative, as ``Algorithm.combine`` is."""

@@ -63,8 +63,12 @@ class CollectingAggregation(Aggregation, ABC):
 
     def of_client(self, client: Client, update: Update) -> Update:
         """The update, kept apart from others."""
+        return self.of_remote_client(client.id, update)
+
+    def of_remote_client(self, client_id: int, update: Update) -> CollectedUpdates:
+        """The update, kept apart from others."""
         return CollectedUpdates(
-            update.sent, update.weight, update.kept, {client.id: Update(update.sent, update.weight)}
+            update.sent, update.weight, update.kept, {client_id: Update(update.sent, update.weight)}
         )
 
     def combine(self, a: Update, b: Update) -> Update:

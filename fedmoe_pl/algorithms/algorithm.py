@@ -42,6 +42,8 @@ class Algorithm:
         gate_starts_anew: whether every client draws a new gate in the first round.
         frozen_train_mode: whether modules without a trainable parameter stay in train mode, with active dropout, as in
             some official codes. Otherwise they are in eval mode.
+        server_begin_asks_clients: whether a ``server_begin`` of its own uses more of the clients than their number of
+            rounds; then it cannot be run where clients are on other machines.
         needs_all_clients: whether all clients must train in every round.
         needs_validation: whether clients must have validation samples.
         needs_classes: whether each sample must have a class, which the module predicts.
@@ -62,6 +64,7 @@ class Algorithm:
     evaluated_after: Moment = "aggregation"
     gate_starts_anew: bool = False
     frozen_train_mode: bool = False
+    server_begin_asks_clients: bool = True
     needs_all_clients: bool = False
     needs_validation: bool = False
     needs_classes: bool = False

@@ -39,7 +39,7 @@ def class_means(
     module = evaluation_copy(client, batches)
     num_classes = client.datamodule.num_classes
     data = client.datamodule
-    ((x, _),) = data.batches(data.train_samples[0][:1])
+    ((x, _),) = data.batches(data.train_samples.indices[:1])
     first = vectors(module, x).flatten(1)  # a client without samples has means of this width, too
     sums = first.new_zeros(num_classes, first.shape[1])
     counts = first.new_zeros(num_classes)

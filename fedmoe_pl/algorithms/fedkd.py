@@ -62,6 +62,7 @@ class FedKD(Algorithm):
     """
 
     needs_all_clients = True
+    server_begin_asks_clients = False
     predicts_with_local_expert = True
     sends_changes = True
     needs_classes = True

@@ -58,6 +58,7 @@ class FedRoD(Algorithm):
 
     replaced_parts = ("local_expert",)
     needs_classes = True
+    server_begin_asks_clients = False
 
     def __init__(self, prior_exponent: float = 1.0) -> None:
         check_number(self, "prior_exponent", prior_exponent, least=0)

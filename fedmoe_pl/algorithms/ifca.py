@@ -98,6 +98,7 @@ class EpsilonGreedyIFCA(Algorithm):
         self.needs_validation = patience is not None
         self.check_every_n_rounds = check_every_n_rounds or 10
         self.good_init = good_init
+        self.server_begin_asks_clients = good_init is not None
 
     def check(self, module: LightningModule) -> None:
         """Refuses other models, gates that use more than the first expert, and a ``good_init`` that cannot be."""

@@ -12,7 +12,6 @@ from fedmoe_pl.backends.client import (
     on_device,
     step_after_aggregation,
     trainable_names,
-    with_training_state,
 )
 from fedmoe_pl.backends.failures import Failure, NotFiniteError, check_finite, guarded
 from fedmoe_pl.backends.fitting import LEAN_TRAINER, one_thread, quiet
@@ -58,5 +57,4 @@ __all__ = [
     "trainable_names",
     "trains_by_loss",
     "transfers",
-    "with_training_state",
 ]

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from fedmoe_pl.aggregation import Aggregation
 from fedmoe_pl.algorithms.algorithm import Algorithm
 from fedmoe_pl.algorithms.client import Update
-from fedmoe_pl.backends.failures import Failure
+from fedmoe_pl.algorithms.overrides import overrides
+from fedmoe_pl.backends.client import step_after_aggregation, with_training_state
+from fedmoe_pl.backends.failures import Failure, Without, guarded
 from fedmoe_pl.backends.fitting import one_thread
 from fedmoe_pl.backends.traffic import Traffic, Transfer, updates_sent
 from fedmoe_pl.backends.training import LocalTraining
@@ -106,6 +109,45 @@ class Plan(ABC):
             kept: the tensors that clients keep, by client.
         """
         yield from job(self, server, groups, kept)
+
+    def requests(self, clients: Sequence[int], kept: Mapping[int, Tree], round: int) -> dict[int, Tree]:
+        """What clients ask the server for before their training, by client; arguments as in :meth:`train`."""
+        algorithm = self.training.algorithm
+        if not overrides(algorithm, "client_request"):  # then what clients keep, perhaps on disk, need not be read
+            return {client: {} for client in clients}
+        return {client: algorithm.client_request(client, kept.get(client, {})) for client in clients}
+
+    def step_after_aggregation(
+        self, server: Tree, clients: Sequence[int], kept: Mapping[int, Tree], round: int
+    ) -> Iterator[tuple[int, Tree | Failure]]:
+        """Lets clients take a step on the new server's state; other arguments as in :meth:`train`.
+
+        Yields:
+            A client, and the tensors that it keeps from now on, or why it failed.
+        """
+        for client in clients:
+            step = partial(step_after_aggregation, self.training, server, client, kept, round)
+            with one_thread():
+                stepped = guarded(step, self.training.client_timeout)
+            yield client, stepped
+
+    def exchange(
+        self, server: Tree, kept: Mapping[int, Tree], failed: Collection[int], round: int
+    ) -> Iterator[tuple[int, Tree, Tree]]:
+        """Lets clients send each other tensors; those that failed in the round neither send nor receive.
+
+        Other arguments as in :meth:`train`.
+
+        Yields:
+            A client, the tensors that it keeps from now on, and those that it received.
+        """
+        training = self.training
+        for client, exchanged, received in training.algorithm.exchange(
+            server, Without(kept, failed) if failed else kept, round
+        ):
+            if training.keep_optimizer or training.keep_trained:  # otherwise what clients keep need not be read again
+                exchanged = with_training_state(exchanged, kept.get(client, {}))
+            yield client, exchanged, received
 
     def train(self, server: Tree, cohort: Sequence[int], kept: Mapping[int, Tree], round: int) -> Iterator[GroupUpdate]:
         """Trains the cohort and yields its groups in order.

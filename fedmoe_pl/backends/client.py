@@ -166,7 +166,12 @@ def with_training_state(tree: Tree, kept: Tree) -> Tree:
         tree: what the hook returned.
         kept: what the client kept before, with the state of its optimizer and the tensors that it trained last.
     """
-    return {**tree, **{name: tensor for name, tensor in kept.items() if name.startswith((OPTIMIZER, TRAINED))}}
+    return {**tree, **{name: tensor for name, tensor in kept.items() if is_of_training(name)}}
+
+
+def is_of_training(name: str) -> bool:
+    """Whether a tensor that a client keeps belongs to its training: no algorithm knows of it."""
+    return name.startswith((OPTIMIZER, TRAINED))
 
 
 def step_after_aggregation(

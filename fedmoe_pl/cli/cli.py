@@ -43,6 +43,14 @@ _NUMBERS_OR_SHARES = ("limit_train_batches", "limit_val_batches")
 yaml.SafeDumper.add_multi_representer(StrEnum, lambda dumper, value: dumper.represent_str(value.value))
 
 
+_COMMANDS = ("fit", "personalize", "validate", "test", "predict", "export", "partition", "audit", "serve", "join")
+# arguments of commands, which are no part of the configuration that a run's folder has
+_OF_COMMANDS = (
+    *("ckpt_path", "allow_changes", "method", "client", "format", "output", "num_clients", "address"),
+    *("ca", "certificate", "certificate_key", "client_keys", "key", "insecure"),
+)
+
+
 class FederationCLI(LightningCLI):
     """LightningCLI that runs a :class:`Federation`; ``trainer:`` is the Trainer of every client.
 
@@ -79,10 +87,7 @@ class FederationCLI(LightningCLI):
     @staticmethod
     def subcommands() -> dict[str, set[str]]:
         """The methods of Federation that are subcommands, with the arguments that the configuration provides."""
-        return {
-            name: {"model", "datamodule"}
-            for name in ("fit", "personalize", "validate", "test", "predict", "export", "partition", "audit")
-        }
+        return {name: {"model", "datamodule"} for name in _COMMANDS}
 
     def init_parser(self, **kwargs: Any) -> LightningArgumentParser:
         """Makes a parser in whose files a list replaces the whole list."""
@@ -207,8 +212,7 @@ class FederationCLI(LightningCLI):
         self._dump_config()
         federation.command = self._command
         # without these, so that every command can use the configuration in a run's folder
-        of_command = ("ckpt_path", "allow_changes", "method", "client", "format", "output")
-        federation.hparams = {key: value for key, value in self.config_dump.items() if key not in of_command}
+        federation.hparams = {key: value for key, value in self.config_dump.items() if key not in _OF_COMMANDS}
         return federation  # pyright: ignore[reportReturnType]
 
     def _parse_ckpt_path(self) -> None:

@@ -97,10 +97,24 @@ def configured(arguments: Sequence[str], check: bool) -> Federation:
     Raises:
         MisconfigurationException: if an argument is wrong, or what it names does not fit together.
     """
+    return _made(_Checked if check else _Configured, arguments).trainer  # pyright: ignore[reportReturnType]
+
+
+def objects_of(arguments: Sequence[str]) -> tuple[Federation, LightningModule, FederatedDataModule]:
+    """The federation, the model and the data module of ``fedmoe fit`` with these arguments; nothing is read or trained.
+
+    Raises:
+        MisconfigurationException: if an argument is wrong.
+    """
+    made = _made(_Configured, arguments)
+    return made.trainer, made.model, made.datamodule  # pyright: ignore[reportReturnType]
+
+
+def _made(kind: type[_Configured], arguments: Sequence[str]) -> _Configured:
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "LightningCLI's args parameter")  # they are not those of this process
         try:
-            return (_Checked if check else _Configured)(["fit", *arguments]).trainer  # pyright: ignore[reportReturnType]
+            return kind(["fit", *arguments])
         except ArgumentError as error:
             raise MisconfigurationException(cause_of(error)) from error
 

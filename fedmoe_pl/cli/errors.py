@@ -28,6 +28,9 @@ def one_sentence(message: str) -> str:
         missing = re.sub(r"\b[a-z]+\.(?=federation\.|data\b|model\b)", "", match[1].strip())
         if key:
             return f"{key}.init_args.{missing} is required, but missing."
+        of_command = re.fullmatch(r"(serve|join)\.(\w+)", missing)
+        if of_command:
+            return f"{of_command[1]}: {of_command[2]} is required, but missing."
         return f"no --config has {' and '.join(missing.split(', '))}; {OVERLAY}."
     return " ".join(line.strip(" -") for line in message.splitlines()).replace('Parser key "', "").replace('":', ":")
 

@@ -64,7 +64,7 @@ def sized(module: LightningModule, datamodule: FederatedDataModule, seed: int) -
     """
     if any(is_lazy(parameter) for parameter in module.parameters()):
         seed_all(seed)
-        predict(module.eval(), datamodule, datamodule.train_samples[0][:1])
+        predict(module.eval(), datamodule, datamodule.train_samples.indices[:1])
         if isinstance(module, MixtureOfExperts):
             module.check_parts()  # also sets the memory format of the layers that have been sized
     return module.train()

@@ -14,7 +14,7 @@ from typing import Any
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 
 from fedmoe_pl.rounds.evaluation import ClientEvaluation, Evaluation
-from fedmoe_pl.rounds.kept import KeptOnDisk
+from fedmoe_pl.rounds.kept import KeptByClients, KeptOnDisk
 from fedmoe_pl.rounds.rows import SavedRows, append_rows, read_rows
 from fedmoe_pl.rounds.state import PhaseState
 from fedmoe_pl.rounds.writing import DamagedFileError, is_sealed, load, load_unsealed, replacing, save
@@ -133,6 +133,8 @@ def _content(state: PhaseState) -> dict[str, Any]:
     for name in ("kept", "best_kept"):
         if isinstance(kept := content[name], KeptOnDisk):
             content[name] = {"phases": kept.phases, "versions": kept.versions}
+        elif isinstance(kept, KeptByClients):
+            content[name] = {"files": kept.files}
     content["evaluations"] = [
         {**vars(evaluation), "clients": [vars(client) for client in evaluation.clients]}
         for evaluation in state.evaluations
@@ -145,6 +147,8 @@ def _state(path: Path, content: dict[str, Any]) -> PhaseState:
     for name in ("kept", "best_kept"):
         if "versions" in (kept := content[name]):
             content[name] = KeptOnDisk(path.parent / Path(KEPT).name, kept["phases"], kept["versions"])
+        elif "files" in kept:
+            content[name] = KeptByClients(kept["files"])
     for index, evaluation in enumerate(content["evaluations"]):
         clients = [ClientEvaluation(**client) for client in evaluation.pop("clients")]
         content["evaluations"][index] = Evaluation(**evaluation, clients=clients)

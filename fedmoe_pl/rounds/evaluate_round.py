@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from fedmoe_pl.backends import LocalTraining, Plan, one_thread
-from fedmoe_pl.rounds.evaluate import evaluate_clients, evaluated_model
+from fedmoe_pl.rounds.evaluate import evaluated_model
 from fedmoe_pl.rounds.evaluation import Evaluation
 from fedmoe_pl.rounds.metrics import lower_is_better
 from fedmoe_pl.rounds.phase import Phase
@@ -30,7 +30,7 @@ def evaluate_phase(
     round, selection = round_and_selection(phase, state)
     for moment in phase.moments:
         with one_thread():
-            clients = evaluate_clients(*arguments, moment, run.evaluated, plan)
+            clients = run.evaluate(*arguments, moment, run.evaluated, plan)
         evaluations.append(
             Evaluation(
                 method=phase.method(moment),

@@ -129,10 +129,11 @@ def _check(run: Run, method: str | None, client: int, format: str) -> str:
             f"Federation: method is {method if method is None else repr(method)}, but must be a finished method: "
             f"{', '.join(methods) or 'there is none yet'}."
         )
-    if not 0 <= client < run.datamodule.num_clients:
-        raise MisconfigurationException(
-            f"Federation: client is {client}, but must be from 0 to {run.datamodule.num_clients - 1}."
+    if client not in run.clients:
+        allowed = (
+            f"from 0 to {run.clients[-1]}" if run.only_client is None else f"{run.only_client}, whose machine it is"
         )
+        raise MisconfigurationException(f"Federation: client is {client}, but must be {allowed}.")
     if format not in get_args(Format):
         raise MisconfigurationException(
             f"Federation: format is '{format}', but must be {' or '.join(get_args(Format))}."

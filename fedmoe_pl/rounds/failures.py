@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import threading
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Literal, get_args
 
 import numpy as np
@@ -14,7 +14,6 @@ from lightning.pytorch.utilities import rank_zero_warn
 from fedmoe_pl.backends import Failure
 from fedmoe_pl.rounds.phase import Phase
 from fedmoe_pl.seeds import derive_seed
-from fedmoe_pl.trees import Tree
 
 OnClientFailure = Literal["skip", "raise"]
 """What happens when a client fails: the others go on without it, or the run stops."""
@@ -147,33 +146,6 @@ class ClientFailures:
         for reason, ids in clients.items():
             who = f"client {ids[0]} is" if len(ids) == 1 else f"clients {', '.join(map(str, ids))} are"
             rank_zero_warn(f"{phase}, round {round}: {who} left out: {reason}")
-
-
-class Without(Mapping[int, Tree]):
-    """The tensors that clients keep, without those of some clients; read when they are accessed.
-
-    Args:
-        kept: the tensors of all clients, by client.
-        clients: the clients to leave out.
-    """
-
-    def __init__(self, kept: Mapping[int, Tree], clients: Collection[int]) -> None:
-        self.kept = kept
-        self.clients = {*clients}
-
-    def __getitem__(self, client: int) -> Tree:
-        if client in self.clients:
-            raise KeyError(client)
-        return self.kept[client]
-
-    def __contains__(self, client: object) -> bool:
-        return client not in self.clients and client in self.kept
-
-    def __iter__(self) -> Iterator[int]:
-        return (client for client in self.kept if client not in self.clients)
-
-    def __len__(self) -> int:
-        return sum(1 for _ in self)
 
 
 def client_error(message: str, failure: Failure | None) -> ClientError:

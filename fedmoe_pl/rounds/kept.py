@@ -13,6 +13,9 @@ from torch import Tensor
 from fedmoe_pl.rounds.writing import DamagedFileError, load, replacing, save
 from fedmoe_pl.trees import Tree
 
+EXCHANGED, STEPPED = 10**9, 2 * 10**9
+"""Added to the round in the names of files that are written after an exchange, or after clients' own steps."""
+
 
 class KeptOnDisk(Mapping[int, Tree]):
     """The tensors that clients keep, by client; every access reads the client's file.
@@ -38,8 +41,7 @@ class KeptOnDisk(Mapping[int, Tree]):
             raise KeyError(client)
         index, round = self.versions[client].tolist()
         phase, names = self.phases[index]
-        tree = _read(path, phase, client, round)
-        return tree if names is None else {name: tree[name] for name in names if name in tree}
+        return read_kept(self.folder, phase, client, round, names)
 
     def __contains__(self, client: object) -> bool:
         return isinstance(client, int) and self.path(client) is not None
@@ -68,6 +70,46 @@ class KeptOnDisk(Mapping[int, Tree]):
         return KeptOnDisk(self.folder, phases, self.versions)
 
 
+File = tuple[str, int, list[str] | None]
+"""A file of a client: the phase and round after which it was written, and the names of the tensors to use; None for
+all."""
+
+
+class KeptByClients(Mapping[int, Tree]):
+    """What the clients of a deployed federation keep, in files on their own machines, where this one cannot read.
+
+    Args:
+        files: the files of each client that keeps something; later ones replace tensors of earlier ones.
+    """
+
+    def __init__(self, files: Mapping[int, Sequence[File]]) -> None:
+        self.files = {client: [*of_client] for client, of_client in files.items() if of_client}
+
+    def __getitem__(self, client: int) -> Tree:
+        if client not in self.files:
+            raise KeyError(client)
+        raise MisconfigurationException(
+            f"Federation: client {client} keeps its tensors on its own machine, so that they cannot be used here."
+        )
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self.files)
+
+    def __len__(self) -> int:
+        return len(self.files)
+
+    def only(self, names: Collection[str]) -> KeptByClients:
+        """The same files, restricted to these tensors."""
+        restricted = {
+            client: [
+                (phase, round, [name for name in names if shown is None or name in shown])
+                for phase, round, shown in of_client
+            ]
+            for client, of_client in self.files.items()
+        }
+        return KeptByClients(restricted)
+
+
 def check_kept(*mappings: Mapping[int, Tree]) -> None:
     """Checks that all files are there, without reading them.
 
@@ -87,9 +129,14 @@ def check_kept(*mappings: Mapping[int, Tree]) -> None:
 
 def only(kept: Mapping[int, Tree], names: Collection[str]) -> Mapping[int, Tree]:
     """The tensors with these names that clients keep."""
-    if isinstance(kept, KeptOnDisk):
+    if isinstance(kept, KeptOnDisk | KeptByClients):
         return kept.only(names)
     return {client: {name: tree[name] for name in names if name in tree} for client, tree in kept.items()}
+
+
+def readable(kept: Mapping[int, Tree]) -> Mapping[int, Tree]:
+    """What can be read of it here: nothing of what clients keep on their own machines."""
+    return {} if isinstance(kept, KeptByClients) else kept
 
 
 class Joined(Mapping[int, Tree]):
@@ -144,7 +191,20 @@ def write_kept(folder: Path, phase: str, client: int, round: int, tree: Tree) ->
         save({**_owner(phase, client, round), "tensors": tensors}, temporary)
 
 
-def _read(path: Path, phase: str, client: int, round: int) -> Tree:
+def read_kept(folder: Path, phase: str, client: int, round: int, names: Collection[str] | None = None) -> Tree:
+    """Reads what :func:`write_kept` wrote.
+
+    Args:
+        folder: the folder of all such files.
+        phase: the phase's name.
+        client: the client's id.
+        round: the round, counted from 1.
+        names: the names of the tensors to return, as far as there are such; None for all.
+
+    Raises:
+        MisconfigurationException: if the file is missing, damaged or another client's.
+    """
+    path = folder / phase / file_name(client, round)
     try:
         content = load(path)
     except DamagedFileError as error:
@@ -152,7 +212,22 @@ def _read(path: Path, phase: str, client: int, round: int) -> Tree:
     owner = _owner(phase, client, round)
     if not isinstance(content, dict) or {name: content.get(name) for name in owner} != owner:
         raise _unreadable(path, client)
-    return content["tensors"]
+    tree = content["tensors"]
+    return tree if names is None else {name: tree[name] for name in names if name in tree}
+
+
+def remove_others(folder: Path, client: int, needed: Collection[Sequence[Any]]) -> None:
+    """Removes the files of a client that are not needed.
+
+    Args:
+        folder: the folder of all such files.
+        client: the client's id.
+        needed: the phase and the round of each file to keep.
+    """
+    names = {(phase, file_name(client, round)) for phase, round in needed}
+    for path in folder.glob(f"*/{client}_*.pt"):
+        if (path.parent.name, path.name) not in names:
+            path.unlink(missing_ok=True)
 
 
 def _unreadable(path: Path, client: int) -> MisconfigurationException:

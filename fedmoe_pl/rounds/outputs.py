@@ -84,7 +84,7 @@ def outputs_of(module: LightningModule, batch: Any, is_pair: bool) -> tuple[Tens
 
 def described_batches(datamodule: FederatedDataModule) -> str:
     """The samples or batches of the data in words, for messages."""
-    (batch,) = datamodule.batches(datamodule.train_samples[0][:1])
+    (batch,) = datamodule.batches(datamodule.train_samples.indices[:1])
     x = batch[0] if datamodule.has_pairs else batch
     return f"samples of shape {tuple(x.shape[1:])}" if isinstance(x, Tensor) else f"batches of {type(x).__name__}"
 

@@ -41,7 +41,8 @@ def _predictions(run: Run) -> Iterator[dict[str, object]]:
     datamodule = run.datamodule
     results = [evaluation for phase in _evaluated_phases(run) for evaluation in run.states[phase.name].evaluations]
     for evaluation in results:
-        for client, test_samples in enumerate(datamodule.test_samples):
+        for client in run.clients:
+            test_samples = datamodule.test_samples[client]
             samples = test_samples if len(test_samples) else datamodule.global_test
             module = run.client_predictor(evaluation.method, client)
             logits, weights = predict(module, datamodule, samples)

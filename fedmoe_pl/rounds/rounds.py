@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import partial
 from typing import Any
 
 from fedmoe_pl.algorithms.overrides import overrides
@@ -13,10 +12,7 @@ from fedmoe_pl.backends import (
     NotFiniteError,
     Plan,
     check_finite,
-    guarded,
     one_thread,
-    step_after_aggregation,
-    with_training_state,
 )
 from fedmoe_pl.backends.traffic import Traffic, TransferLog
 from fedmoe_pl.rounds.aggregation_step import aggregated, count_round, log_epsilon, update_epsilon
@@ -25,16 +21,14 @@ from fedmoe_pl.rounds.checkpoint import FILE, save_finished
 from fedmoe_pl.rounds.evaluate_epochs import evaluate_epochs
 from fedmoe_pl.rounds.evaluate_round import evaluate_phase, evaluate_round, is_evaluated_after, is_over
 from fedmoe_pl.rounds.evaluation import Evaluation
-from fedmoe_pl.rounds.failures import ClientError, Without
+from fedmoe_pl.rounds.failures import ClientError
 from fedmoe_pl.rounds.flops import FlopCounter
+from fedmoe_pl.rounds.kept import EXCHANGED, STEPPED, readable
 from fedmoe_pl.rounds.phase import Phase
 from fedmoe_pl.rounds.run import Run
 from fedmoe_pl.rounds.server_step import server_step
 from fedmoe_pl.rounds.train import Trained, asked_and_sent, draw_cohort, train_round
 from fedmoe_pl.trees import of_module
-
-# added to the round in the names of files that are written after an exchange, or after clients' own steps
-_EXCHANGED, _STEPPED = 10**9, 2 * 10**9
 
 
 def fit(run: Run) -> None:
@@ -58,7 +52,7 @@ def run_phase(run: Run, phase: Phase) -> None:
     plan: Plan | None = None
     if state.round < phase.rounds:
         if state.round == 0 and state.server_learns:
-            clients = first_clients(training, draw_cohort(run, phase, state), state.kept)
+            clients = first_clients(training, draw_cohort(run, phase, state), readable(state.kept))
             state.server = phase.algorithm.server_begin(state.server, clients)
         plan, counter = run.plans.pop(phase.name).begin(training), FlopCounter(training)
         if phase.evaluate_every_n_epochs is not None and state.server_learns:
@@ -105,9 +99,9 @@ def run_round(
         _update_server(run, phase, plan.training, trained)
         if state.round == phase.rounds or algorithm.is_over(state.server):
             state.server = algorithm.server_final(state.server)
-    _after_aggregation(run, phase, plan.training, trained.clients, round, log)
+    _after_aggregation(run, phase, plan, trained.clients, round, log)
     if state.server_learns:
-        state.add_traffic("between_clients", _exchange(run, phase, plan.training, trained.failed, round, log))
+        state.add_traffic("between_clients", _exchange(run, phase, plan, trained.failed, round, log))
     run.progress.end_round()
     evaluates = is_evaluated_after(run, phase, state.round)
     evaluations = evaluate_round(run, phase, plan.training, plan) if evaluates else []
@@ -147,43 +141,32 @@ def _update_server(run: Run, phase: Phase, training: LocalTraining, trained: Tra
         count_round(run, phase)
 
 
-def _after_aggregation(
-    run: Run, phase: Phase, training: LocalTraining, cohort: Sequence[int], round: int, log: TransferLog
-) -> None:
+def _after_aggregation(run: Run, phase: Phase, plan: Plan, cohort: Sequence[int], round: int, log: TransferLog) -> None:
     """Lets the clients of the round take their step on the new server's state, which they receive for it."""
     if not overrides(phase.algorithm, "client_after_aggregation"):
         return
     state, written, failed = run.states[phase.name], dict[int, Any](), dict[int, Failure]()
-    asked, sent = asked_and_sent(phase.algorithm, state, cohort, log)
+    asked, sent = asked_and_sent(phase.algorithm, state, plan, cohort, log)
     state.add_traffic("up", asked)
     state.add_traffic("down", sent)
-    with one_thread():
-        for client in cohort:
-            step = partial(step_after_aggregation, training, state.server, client, state.kept, round)
-            kept = guarded(step, training.client_timeout)
-            if isinstance(kept, Failure):  # it keeps what it kept before this step
-                failed[client] = kept
-            else:
-                written.update(run.store.write(phase.name, _STEPPED + round + 1, {client: kept}))
+    for client, kept in plan.step_after_aggregation(state.server, cohort, state.kept, round):
+        if isinstance(kept, Failure):  # it keeps what it kept before this step
+            failed[client] = kept
+        else:
+            written.update(run.store.write(phase.name, STEPPED + round + 1, {client: kept}))
     state.kept = run.store.updated(phase.name, state.kept, written)
     state.failed += len(failed)
     run.failures.stop(phase, state.round, failed)
     run.failures.report(phase, state.round, failed)
 
 
-def _exchange(
-    run: Run, phase: Phase, training: LocalTraining, failed: Sequence[int], round: int, log: TransferLog
-) -> Traffic:
-    """Lets clients send each other tensors, all computed from those they kept before; returns the traffic.
-
-    Clients that failed in the round neither send nor receive.
-    """
+def _exchange(run: Run, phase: Phase, plan: Plan, failed: Sequence[int], round: int, log: TransferLog) -> Traffic:
+    """Lets clients send each other tensors, all computed from those they kept before; returns the traffic."""
+    if not overrides(phase.algorithm, "exchange"):
+        return Traffic()
     state, received, written = run.states[phase.name], Traffic(), dict[int, Any]()
-    kept_by_others = Without(state.kept, failed) if failed else state.kept
-    for client, kept, from_others in phase.algorithm.exchange(state.server, kept_by_others, round):
-        if training.keep_optimizer or training.keep_trained:  # otherwise what clients keep need not be read again
-            kept = with_training_state(kept, state.kept.get(client, {}))
-        written.update(run.store.write(phase.name, _EXCHANGED + round + 1, {client: kept}))
+    for client, kept, from_others in plan.exchange(state.server, state.kept, failed, round):
+        written.update(run.store.write(phase.name, EXCHANGED + round + 1, {client: kept}))
         received += Traffic.of(from_others)
         log.add("between_clients", client, from_others)
     if written:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -20,8 +20,8 @@ from fedmoe_pl.rounds.begin import begin_phase, phase_module, sized
 from fedmoe_pl.rounds.boards import Boards
 from fedmoe_pl.rounds.checkpoint import FILE, CheckpointWriter
 from fedmoe_pl.rounds.cohort import evaluated_clients
-from fedmoe_pl.rounds.evaluate import client_predictor, personal_tensors
-from fedmoe_pl.rounds.evaluation import Evaluation
+from fedmoe_pl.rounds.evaluate import client_predictor, evaluate_clients, personal_tensors
+from fedmoe_pl.rounds.evaluation import ClientEvaluation, Evaluation
 from fedmoe_pl.rounds.failures import ClientFailures
 from fedmoe_pl.rounds.names import check_row
 from fedmoe_pl.rounds.phase import INITIAL, Phase
@@ -97,6 +97,8 @@ class Run:
         writer: writes the checkpoints.
         failures: what happens when clients fail.
         metrics: what is evaluated beside accuracy, by name.
+        evaluate: evaluates the clients' models, as ``evaluate.evaluate_clients`` does in this process and its workers.
+        only_client: the client whose machine this is, in a deployed federation; None if all clients are here.
     """
 
     phases: Sequence[Phase]
@@ -125,11 +127,20 @@ class Run:
     evaluation_clients: int | None = None
     failures: ClientFailures = field(default_factory=ClientFailures)
     metrics: dict[str, Metric] = field(default_factory=dict)
+    evaluate: Callable[..., list[ClientEvaluation]] = evaluate_clients
+    only_client: int | None = None
 
     @cached_property
     def evaluated(self) -> list[int]:
         """Ids of the clients that are evaluated."""
+        if self.only_client is not None:
+            return [self.only_client]
         return evaluated_clients(self.datamodule.num_clients, self.evaluation_clients, self.seed)
+
+    @property
+    def clients(self) -> Sequence[int]:
+        """Ids of the clients that are here."""
+        return range(self.datamodule.num_clients) if self.only_client is None else [self.only_client]
 
     @property
     def model(self) -> LightningModule:

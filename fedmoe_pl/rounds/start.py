@@ -25,7 +25,7 @@ from fedmoe_pl.rounds.phase import INITIAL, Phase
 from fedmoe_pl.rounds.resume import identify
 from fedmoe_pl.rounds.run import Run
 from fedmoe_pl.rounds.state import PhaseState
-from fedmoe_pl.rounds.store import DiskStore, MemoryStore
+from fedmoe_pl.rounds.store import DiskStore, MemoryStore, Store
 from fedmoe_pl.rounds.writing import replacing
 from fedmoe_pl.trees import Tree, copy_module, load_tree
 
@@ -111,7 +111,11 @@ def _with_workers(backend: Backend, trainer: dict[str, Any], devices: Sequence[t
 
 @contextmanager
 def opened(
-    run: Run, runs: Path | None, ckpt_path: Path | None, store: str, logger: bool | Logger | list[Logger]
+    run: Run,
+    runs: Path | None,
+    ckpt_path: Path | None,
+    make_store: Callable[[Run], Store],
+    logger: bool | Logger | list[Logger],
 ) -> Iterator[None]:
     """Plans a run's phases, and opens its backend, folder, store and loggers for its rounds; closes them afterwards.
 
@@ -119,7 +123,7 @@ def opened(
         run: the run.
         runs: the folder in which to make the run's own; None if it has one.
         ckpt_path: the checkpoint with which a resumed run goes on; None for a new run.
-        store: ``memory`` or ``disk``.
+        make_store: makes the store, once the run has its folder.
         logger: True for TensorBoard, False for none, or any loggers.
 
     Raises:
@@ -129,7 +133,7 @@ def opened(
     try:
         run.backend.open()
         with nullcontext() if runs is None else _new_folder(run, runs):
-            _open_files(run, ckpt_path, store, logger)
+            _open_files(run, ckpt_path, make_store, logger)
             yield
     except BaseException:
         run.boards.finalize("failed")
@@ -174,7 +178,9 @@ def _new_folder(run: Run, runs: Path) -> Iterator[None]:
         yield
 
 
-def _open_files(run: Run, ckpt_path: Path | None, store: str, logger: bool | Logger | list[Logger]) -> None:
+def _open_files(
+    run: Run, ckpt_path: Path | None, make_store: Callable[[Run], Store], logger: bool | Logger | list[Logger]
+) -> None:
     """Writes the run's configuration and first checkpoint, and makes its store and its loggers."""
     if run.hparams:
         _write_configuration(run)
@@ -184,7 +190,7 @@ def _open_files(run: Run, ckpt_path: Path | None, store: str, logger: bool | Log
         # last.ckpt may be damaged, or newer: then the next rows replace those that both checkpoints have
         copy_checkpoint(ckpt_path, last)
         copy_checkpoint(ckpt_path, last.with_name(PREVIOUS))
-    run.store = MemoryStore() if store == "memory" else DiskStore(run.folder / KEPT, run.datamodule.num_clients)
+    run.store = make_store(run)
     for name, state in run.states.items():
         if not state.finished:  # a resumed run may have had the other store
             state.kept = run.store.adopt(name, state.round, state.kept)
@@ -195,6 +201,11 @@ def _open_files(run: Run, ckpt_path: Path | None, store: str, logger: bool | Log
     if ckpt_path is not None:
         rounds = [f"after round {state.round} of phase '{name}'" for name, state in run.states.items()]
         rank_zero_info(f"Resumed from {ckpt_path} {rounds[-1] if rounds else 'before the first round'}.")
+
+
+def store_of(kind: str, run: Run) -> Store:
+    """A store of this process, ``memory`` or ``disk``."""
+    return MemoryStore() if kind == "memory" else DiskStore(run.folder / KEPT, run.datamodule.num_clients)
 
 
 def _make_folder(runs: Path) -> Path:

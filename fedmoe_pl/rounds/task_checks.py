@@ -93,7 +93,7 @@ def _tried(
     module: LightningModule, datamodule: FederatedDataModule, number: int = _TRIED_SAMPLES
 ) -> tuple[Tensor, Tensor]:
     """The outputs and targets of some samples."""
-    samples = datamodule.train_samples[0][:1] if number == 1 else datamodule.global_test[:number]
+    samples = datamodule.train_samples.indices[:1] if number == 1 else datamodule.global_test[:number]
     try:
         outputs = predict(module.eval(), datamodule, samples)[0]
         return outputs, torch.cat([targets.cpu() for _, targets in labelled_batches(datamodule, samples)])

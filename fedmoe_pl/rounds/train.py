@@ -12,12 +12,12 @@ from lightning.pytorch.utilities import rank_zero_warn
 
 from fedmoe_pl.algorithms.algorithm import Algorithm
 from fedmoe_pl.algorithms.client import Update
-from fedmoe_pl.algorithms.overrides import overrides
 from fedmoe_pl.backends import Failure, Plan, guarded, one_thread
 from fedmoe_pl.backends.traffic import Traffic, TransferLog
 from fedmoe_pl.rounds.cohort import phase_cohort
 from fedmoe_pl.rounds.failures import RETRIES, client_error
 from fedmoe_pl.rounds.flops import FlopCounter
+from fedmoe_pl.rounds.kept import readable
 from fedmoe_pl.rounds.phase import Phase
 from fedmoe_pl.rounds.run import Run
 from fedmoe_pl.rounds.state import PhaseState
@@ -69,7 +69,7 @@ def train_round(
         drawn = draw_cohort(run, phase, state, attempt) if cohort is None else cohort
         dropped = failures.dropped(drawn, run.seed, run.rounds_before(phase) + state.round, attempt)
         clients = [client for client in drawn if client not in dropped]
-        _count_costs(phase, state, clients, counter, log, failures.client_timeout)
+        _count_costs(phase, state, plan, clients, counter, log)
         combined, written, failed = _train_clients(run, phase, plan, clients, log)
         state.failed += len(dropped) + len(failed)
         failures.report(phase, state.round + 1, failed)
@@ -98,31 +98,30 @@ def draw_cohort(run: Run, phase: Phase, state: PhaseState, attempt: int = 0) -> 
 def _count_costs(
     phase: Phase,
     state: PhaseState,
+    plan: Plan,
     clients: Sequence[int],
     counter: FlopCounter | None,
     log: TransferLog,
-    seconds: float | None,
 ) -> None:
     """Counts what is sent before the training of the clients, and its operations."""
-    asked, down = asked_and_sent(phase.algorithm, state, clients, log)
+    asked, down = asked_and_sent(phase.algorithm, state, plan, clients, log)
     state.add_traffic("up", asked)
     state.add_traffic("down", down)
     if counter is not None:  # it trains a client for a batch, which may never end
+        count = partial(counter.of_round, state.server, clients, readable(state.kept), state.round)
         with one_thread():
-            operations = guarded(partial(counter.of_round, state.server, clients, state.kept, state.round), seconds)
+            operations = guarded(count, plan.training.client_timeout)
         state.flops += math.nan if isinstance(operations, Failure) else operations
 
 
 def asked_and_sent(
-    algorithm: Algorithm, state: PhaseState, clients: Sequence[int], log: TransferLog
+    algorithm: Algorithm, state: PhaseState, plan: Plan, clients: Sequence[int], log: TransferLog
 ) -> tuple[Traffic, Traffic]:
     """The clients' requests and what the server sends: nothing if clients train alone, a checkpoint's result once."""
     asked, sent = Traffic(), Traffic()
     if not algorithm.federated or (not state.server_learns and state.round > 0):
         return asked, sent
-    asks = overrides(algorithm, "client_request")  # otherwise what clients keep, perhaps on disk, need not be read
-    for client in clients:
-        request = algorithm.client_request(client, state.kept.get(client, {})) if asks else {}
+    for client, request in plan.requests(clients, state.kept, state.round).items():
         with one_thread():
             answer = algorithm.server_send(state.server, client, request)
         asked += Traffic.of(request)

@@ -1,0 +1,49 @@
+"""The app for Flower's own commands, ``flwr run`` and ``flower-supernode``, which start it for every message."""
+
+from __future__ import annotations
+
+# pyright: reportMissingImports=false, reportAttributeAccessIssue=false
+# Flower is not installed where types are checked: it cannot be together with other extras.
+import functools
+import shlex
+
+from flwr.app import Context, RecordDict
+from flwr.app import Message as FlowerMessage
+from flwr.clientapp import ClientApp
+from flwr.serverapp import Grid, ServerApp
+
+from fedmoe_pl.cli.commands import objects_of
+from fedmoe_pl.deployment.flower import TYPE, FlowerTransport, packed, unpacked
+from fedmoe_pl.deployment.participant import Participant
+from fedmoe_pl.deployment.server import serve
+
+server = ServerApp()
+client = ClientApp()
+
+
+@server.main()
+def run_server(grid: Grid, context: Context) -> None:
+    """Runs the server.
+
+    Its configuration has ``arguments``, those of ``fedmoe fit`` such as ``--config run.yaml``; ``num-clients``; and
+    perhaps ``ckpt-path``, the checkpoint of a run to continue.
+    """
+    values = context.run_config
+    federation, model, datamodule = objects_of(shlex.split(str(values["arguments"])))
+    ckpt_path = str(values.get("ckpt-path", "")) or None
+    serve(federation, model, datamodule, FlowerTransport(grid), int(values["num-clients"]), ckpt_path)
+
+
+@client.train(TYPE.removeprefix("train."))
+def answer(message: FlowerMessage, context: Context) -> FlowerMessage:
+    """Answers a message; the node's configuration has ``arguments``, as above, and ``client``, the client's id."""
+    values = context.node_config
+    participant = _participant(str(values["arguments"]), int(values["client"]))
+    content: RecordDict = packed(participant.answer(unpacked(message.content)))
+    return FlowerMessage(content, reply_to=message)
+
+
+@functools.cache
+def _participant(arguments: str, client: int) -> Participant:
+    federation, model, datamodule = objects_of(shlex.split(arguments))
+    return Participant(federation, model, datamodule, client, federation.runs / f"client_{client}")

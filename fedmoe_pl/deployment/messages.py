@@ -1,0 +1,59 @@
+"""What server and clients of a deployed federation send each other, as bytes."""
+
+from __future__ import annotations
+
+import io
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fedmoe_pl.trees import Tree
+
+FAILED, UNPREPARED, NOT_BEGUN = "failed", "unprepared", "not begun"
+"""Kinds of answers: the client has failed; it needs ``prepare`` first; it needs ``begin`` first."""
+
+
+class BadMessageError(Exception):
+    """Bytes that are no message."""
+
+
+@dataclass(frozen=True)
+class Message:
+    """A message, or the answer to one.
+
+    Attributes:
+        kind: what is asked for, or what the answer is.
+        values: plain values: numbers, texts, and lists and dicts of them.
+        tensors: tensors by name.
+    """
+
+    kind: str
+    values: dict[str, Any] = field(default_factory=dict)
+    tensors: Tree = field(default_factory=dict)
+
+    def to_bytes(self) -> bytes:
+        """The message as bytes, every tensor with its data type and bits."""
+        # clones, because a view would be written with the whole tensor that it belongs to
+        tensors = {name: tensor.detach().cpu().clone() for name, tensor in self.tensors.items()}
+        buffer = io.BytesIO()
+        torch.save({"kind": self.kind, "values": self.values, "tensors": tensors}, buffer)
+        return buffer.getvalue()
+
+    @classmethod
+    def from_bytes(cls, content: bytes) -> Message:
+        """Reads a message; no code in it is executed.
+
+        Raises:
+            BadMessageError: if the bytes are no message.
+        """
+        try:
+            read = torch.load(io.BytesIO(content), weights_only=True, map_location="cpu")
+            message = cls(read["kind"], read["values"], read["tensors"])
+        except Exception as error:  # of other bytes, torch.load may raise anything
+            raise BadMessageError("the bytes are no message") from error
+        of_tensors = isinstance(message.tensors, dict) and all(isinstance(t, Tensor) for t in message.tensors.values())
+        if not (isinstance(message.kind, str) and isinstance(message.values, dict) and of_tensors):
+            raise BadMessageError("the bytes are no message")
+        return message

@@ -1,0 +1,302 @@
+"""A client of a deployed federation: it trains, evaluates and keeps its tensors on its own machine."""
+
+from __future__ import annotations
+
+import copy
+import re
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from lightning.fabric.utilities.exceptions import MisconfigurationException
+from lightning.pytorch import LightningModule
+
+from fedmoe_pl.aggregation.aggregation import PREFIX
+from fedmoe_pl.algorithms.algorithm import Algorithm
+from fedmoe_pl.backends import LocalTraining, Plan, one_thread, step_after_aggregation
+from fedmoe_pl.backends.client import is_of_training, with_training_state
+from fedmoe_pl.data import FederatedDataModule
+from fedmoe_pl.deployment.messages import FAILED, NOT_BEGUN, UNPREPARED, BadMessageError, Message
+from fedmoe_pl.deployment.settings import Settings
+from fedmoe_pl.rounds.checkpoint import FILE, KEPT, load_federation
+from fedmoe_pl.rounds.configuration import configuration
+from fedmoe_pl.rounds.evaluate import evaluate_clients
+from fedmoe_pl.rounds.evaluation import ClientEvaluation, Evaluation
+from fedmoe_pl.rounds.kept import read_kept, remove_others, write_kept
+from fedmoe_pl.rounds.opt_in import set_up
+from fedmoe_pl.rounds.own_client import OwnClient
+from fedmoe_pl.rounds.run import Run
+from fedmoe_pl.rounds.state import PhaseState
+from fedmoe_pl.rounds.writing import replacing
+from fedmoe_pl.trees import Tree
+
+
+class Participant:
+    """Answers the server's messages with the client half of the phases' algorithms.
+
+    What the client keeps is in files below ``folder``, one for each phase and round that the server may still need. The
+    messages say which of them to begin with, so that a client that was killed goes on as if nothing had happened.
+
+    Args:
+        federation: the settings; the same as the server's.
+        model: the initial model.
+        datamodule: the client's own data; not yet set up.
+        client: the client's id, from 0.
+        folder: where the client keeps its tensors.
+
+    Raises:
+        MisconfigurationException: if the data cannot be those of one client.
+    """
+
+    def __init__(
+        self, federation: Settings, model: LightningModule, datamodule: FederatedDataModule, client: int, folder: Path
+    ) -> None:
+        self.federation = federation
+        self.model = model
+        self.datamodule = own_data(datamodule, client, federation)
+        self.client = client
+        self.folder = folder
+        self.run: Run | None = None
+        self._run_name = ""
+        self._phase = ""
+        self._plan: Plan | None = None
+
+    def answer(self, message: Message) -> Message:
+        """Answers a message; an exception becomes an answer that says what failed."""
+        answers: dict[str, Callable[[Message], Message]] = {
+            "describe": self._describe,
+            "prepare": self._prepare,
+            "begin": self._begin,
+            "request": self._request,
+            "train": self._train,
+            "step": self._step,
+            "evaluate": self._evaluate,
+            "read": self._read,
+            "write": self._write,
+            "finish": self._finish,
+        }
+        if message.kind not in answers:
+            return Message(FAILED, {"reason": f"it does not know messages of the kind '{message.kind}'"})
+        try:
+            if message.kind not in ("describe", "prepare") and not self._is_in(message, "run"):
+                return Message(UNPREPARED)
+            if message.kind not in ("describe", "prepare", "begin") and not self._is_in(message, "phase"):
+                return Message(NOT_BEGUN)
+            if "needed" in message.values:
+                remove_others(self._files / KEPT, self.client, message.values["needed"])
+            with one_thread():
+                return answers[message.kind](message)
+        except Exception as error:
+            return Message(FAILED, {"reason": " ".join(f"{type(error).__name__}: {error}".split())})
+
+    def _is_in(self, message: Message, key: str) -> bool:
+        """Whether the client is in the message's run or phase, perhaps after it has read how it came there."""
+        if message.values[key] != (self._run_name if key == "run" else self._phase):
+            self._recall(key, message.values)
+        return message.values[key] == (self._run_name if key == "run" else self._phase)
+
+    def _remember(self, key: str, message: Message) -> None:
+        """Writes the message that led into a run or a phase, for a process that takes this one's place."""
+        with replacing(self.folder / f"{key}.message") as temporary:
+            temporary.write_bytes(message.to_bytes())
+
+    def _recall(self, key: str, values: dict[str, Any]) -> None:
+        """Goes into the run or the phase of the last such message, if it is the one that is asked for."""
+        path = self.folder / f"{key}.message"
+        if not path.is_file():
+            return
+        with suppress(BadMessageError):
+            message = Message.from_bytes(path.read_bytes())
+            if all(message.values[name] == values[name] for name in {"run", key}):
+                (self._prepare if key == "run" else self._begin)(message)
+
+    def _describe(self, message: Message) -> Message:
+        """What the server needs to know of the client's data and its configuration before the first round."""
+        return Message("description", described(self.federation, self.model, self.datamodule, self.client))
+
+    def _prepare(self, message: Message) -> Message:
+        """Makes the run, now that the number of clients and classes of the federation is known."""
+        if not re.fullmatch("[0-9a-f]{32}", message.values["run"]):  # it becomes the name of a folder
+            raise BadMessageError("the name of the run must be 32 hexadecimal digits")
+        datamodule = copy.copy(self.datamodule)
+        datamodule.add_clients(message.values["num_clients"], message.values["num_classes"])
+        self.run = self.federation.run_of_client(self.model, datamodule, self.folder)
+        self._run_name, self._phase = message.values["run"], ""
+        self._remember("run", message)
+        own = OwnClient(self.client, datamodule.num_clients, datamodule.num_classes)
+        own.write(self._files)
+        checkpoint = self._files / FILE
+        self.run.folder = self._files
+        self.run.states = load_federation(checkpoint)["phases"] if checkpoint.is_file() else {}
+        return Message("prepared")
+
+    def _begin(self, message: Message) -> Message:
+        """Plans a phase with the tensors that it starts from."""
+        assert self.run is not None
+        phase = next(phase for phase in self.run.phases if phase.name == message.values["phase"])
+        module = self.run.module(phase)
+        initial = {name: tensor.detach().cpu() for name, tensor in module.state_dict().items()}
+        training = self.run.local_training(phase, module, {**initial, **message.tensors})
+        training = replace(
+            training,
+            algorithm=_receiving(phase.algorithm, training.aggregation is not None),
+            rounds_before=message.values["rounds_before"],
+        )
+        self._plan, self._phase = self.run.backend.plan(training).begin(training), phase.name
+        self._remember("phase", message)
+        return Message("begun")
+
+    @property
+    def checkpoint(self) -> Path | None:
+        """The checkpoint of the finished phases; None if there is none."""
+        path = self._files / FILE
+        return path if self._run_name and path.is_file() else None
+
+    @property
+    def _files(self) -> Path:
+        """The folder of this run."""
+        return self.folder / self._run_name
+
+    @property
+    def _training(self) -> LocalTraining:
+        assert self._plan is not None
+        return self._plan.training
+
+    def _kept(self, message: Message, key: str = "kept") -> Tree:
+        """What the client kept, from the files that the message names."""
+        tree: Tree = {}
+        for phase, round, names in message.values[key]:
+            tree |= read_kept(self._files / KEPT, phase, self.client, round, names)
+        return tree
+
+    def _keep(self, message: Message, tree: Tree) -> bool:
+        """Writes what the client keeps from now on; returns whether it keeps anything."""
+        if tree:
+            phase, round = message.values["keep"]
+            if phase != self._phase:
+                raise BadMessageError(f"phase '{phase}' is not that of the message, '{self._phase}'")
+            write_kept(self._files / KEPT, phase, self.client, round, tree)
+        return bool(tree)
+
+    def _request(self, message: Message) -> Message:
+        return Message("request", tensors=self._training.algorithm.client_request(self.client, self._kept(message)))
+
+    def _train(self, message: Message) -> Message:
+        assert self._plan is not None
+        kept = {self.client: self._kept(message)}
+        (group,) = self._plan.train_groups(message.tensors, [[self.client]], kept, message.values["round"])
+        if group.update is None:
+            return Message(FAILED, {"reason": group.failed[self.client].reason})
+        keeps = self._keep(message, group.kept[self.client])
+        return Message("update", {"weight": group.update.weight, "keeps": keeps}, group.update.sent)
+
+    def _step(self, message: Message) -> Message:
+        round, kept = message.values["round"], {self.client: self._kept(message)}
+        stepped = step_after_aggregation(self._training, message.tensors, self.client, kept, round)
+        return Message("kept", {"keeps": self._keep(message, stepped)})
+
+    def _evaluate(self, message: Message) -> Message:
+        values, kept = message.values, self._kept(message)
+        algorithm = _phase_algorithm(self.run, self._phase) if values["whole"] else self._training.algorithm
+        training = replace(self._training, algorithm=algorithm)
+        of_client = {self.client: kept} if kept else {}
+        (evaluation,) = evaluate_clients(
+            training, message.tensors, of_client, values["round"], values["moment"], [self.client]
+        )
+        weights = evaluation.gate_weights
+        found = {**asdict(replace(evaluation, gate_weights=None, gate_labels=None))}
+        # only their mean leaves the client: single weights would tell of single samples
+        tensors = {} if weights is None else {"gate_weights": weights.double().mean(0, keepdim=True)}
+        return Message("evaluation", found, tensors)
+
+    def _finish(self, message: Message) -> Message:
+        """Keeps a finished phase's result as a checkpoint, with which this machine works alone."""
+        assert self.run is not None
+        evaluations = [
+            Evaluation(**{**values, "clients": [ClientEvaluation(**client) for client in values["clients"]]})
+            for values in message.values["evaluations"]
+        ]
+        state = PhaseState(
+            initial=self._training.initial,
+            server=message.tensors,
+            kept={self.client: self._kept(message)},
+            evaluations=evaluations,
+            finished=True,
+            **message.values["state"],
+        )
+        self.run.states = {**self.run.states, self._phase: state}
+        self.run.save()
+        return Message("finished")
+
+    def _read(self, message: Message) -> Message:
+        """What the client keeps, for an exchange with other clients; not the state of its optimizer."""
+        kept = self._kept(message)
+        return Message("kept", tensors={name: tensor for name, tensor in kept.items() if not is_of_training(name)})
+
+    def _write(self, message: Message) -> Message:
+        """Keeps what the server sends, and what belongs to the client's training as before."""
+        kept = with_training_state(message.tensors, self._kept(message))
+        return Message("kept", {"keeps": self._keep(message, kept)})
+
+
+def own_data(datamodule: FederatedDataModule, client: int, federation: Settings) -> FederatedDataModule:
+    """Sets a client's data up: all training samples are its own.
+
+    Raises:
+        MisconfigurationException: if the data module divides images by rotation, or learns from the data what all
+            clients must have in common.
+    """
+    name = type(datamodule).__name__
+    if datamodule.rotations is not None:
+        raise MisconfigurationException(
+            f"{name}: rotations is {datamodule.rotations}, but must be left out where a client has its own data."
+        )
+    datamodule.own_client = client
+    set_up(datamodule, federation.phases, federation.seed)
+    if datamodule.has_learned:
+        what = "vocabulary" if datamodule.normalization is None else "mean and std"
+        raise MisconfigurationException(
+            f"{name}: {what} must be given in a deployed federation, because each client would compute its own."
+        )
+    return datamodule
+
+
+def described(
+    federation: Settings, model: LightningModule, datamodule: FederatedDataModule, client: int
+) -> dict[str, Any]:
+    """What a client tells the server of its data: sizes, the shape and type of a sample, the number of classes."""
+    parts = datamodule.train_samples, datamodule.validation_samples, datamodule.test_samples
+    x, y = datamodule.x[:1], datamodule.y[:1]
+    return {
+        "client": client,
+        "sizes": [len(part[client]) for part in parts],
+        "global_test": len(datamodule.global_test),
+        "shape": [*x.shape[1:]],
+        "dtype": str(x.dtype).removeprefix("torch."),
+        "target_shape": [*y.shape[1:]],
+        "target_dtype": str(y.dtype).removeprefix("torch."),
+        "num_classes": datamodule.num_classes,
+        "normalization": None if datamodule.normalization is None else [*map(list, datamodule.normalization)],
+        "configuration": configuration(federation, model, datamodule),
+        "torch": str(torch.__version__),
+    }
+
+
+def _receiving(algorithm: Algorithm, has_aggregation: bool) -> Algorithm:
+    """A copy of an algorithm whose ``server`` is what its ``server_send`` returned on the server's machine."""
+    receiving = copy.copy(algorithm)
+
+    def received(server: Tree, client_id: int, kept: Mapping[str, Any]) -> Tree:
+        added = PREFIX if has_aggregation else ()
+        return {name: tensor for name, tensor in server.items() if not name.startswith(added)}
+
+    receiving.received = received
+    return receiving
+
+
+def _phase_algorithm(run: Run | None, name: str) -> Algorithm:
+    assert run is not None
+    return next(phase.algorithm for phase in run.phases if phase.name == name)

@@ -1,0 +1,240 @@
+"""The server of a deployed federation: the same rounds as in a simulation, with clients on their own machines."""
+
+from __future__ import annotations
+
+import math
+import time
+import uuid
+from collections.abc import Mapping, Sequence
+from functools import partial
+from typing import Any, NoReturn
+
+import torch
+from lightning.fabric.utilities.exceptions import MisconfigurationException
+from lightning.pytorch import LightningModule
+from lightning.pytorch.utilities import rank_zero_info
+from torch import Tensor
+
+from fedmoe_pl.algorithms.overrides import overrides
+from fedmoe_pl.callbacks import (
+    ClientCheckpoint,
+    FederationCallback,
+    PartitionMonitor,
+    RepresentationMonitor,
+    ResultFiles,
+)
+from fedmoe_pl.data import FederatedDataModule
+from fedmoe_pl.data.parts import Parts
+from fedmoe_pl.deployment.clients import (
+    Clients,
+    ClientsBackend,
+    ClientsStore,
+    HandOver,
+    Transport,
+    evaluate_at_clients,
+)
+from fedmoe_pl.deployment.messages import FAILED, Message
+from fedmoe_pl.deployment.settings import Settings
+from fedmoe_pl.rounds.configuration import changes, configuration
+from fedmoe_pl.rounds.evaluation import Evaluation
+from fedmoe_pl.rounds.phase import Phase
+from fedmoe_pl.rounds.run import Run
+from fedmoe_pl.rounds.writing import replacing
+
+_SECONDS_BETWEEN_LOOKS = 2.0
+_NEED_DATA = (PartitionMonitor, ClientCheckpoint, RepresentationMonitor)
+
+
+def check_phases(phases: Sequence[Phase]) -> None:
+    """Refuses phases that need what no client sends.
+
+    Raises:
+        MisconfigurationException: if there is one.
+    """
+    for phase in phases:
+        if phase.ckpt_path is not None:
+            raise MisconfigurationException(
+                f"{phase}: ckpt_path is '{phase.ckpt_path}', but must be left out in a deployed federation, because "
+                "its clients keep their part of a result on their own machines."
+            )
+        if phase.evaluate_every_n_epochs is not None:
+            raise MisconfigurationException(
+                f"{phase}: evaluate_every_n_epochs is {phase.evaluate_every_n_epochs}, but must be left out in a "
+                "deployed federation."
+            )
+        if _asks_clients(phase):
+            raise MisconfigurationException(
+                f"{phase}: {type(phase.algorithm).__name__} cannot be deployed, because its server computes with the "
+                "clients' data or models before the first round."
+            )
+
+
+def _asks_clients(phase: Phase) -> bool:
+    """Whether ``server_begin`` uses the clients."""
+    return overrides(phase.algorithm, "server_begin") and phase.algorithm.server_begin_asks_clients
+
+
+def check_descriptions(
+    descriptions: Mapping[int, dict[str, Any]], configuration: dict[str, str], phases: Sequence[Phase]
+) -> None:
+    """Refuses clients whose data or settings do not fit together.
+
+    Args:
+        descriptions: what the clients say of themselves, by id.
+        configuration: that of the server.
+        phases: the server's phases.
+
+    Raises:
+        MisconfigurationException: if they differ in what all must have in common.
+    """
+    first = min(descriptions)
+    for client, description in descriptions.items():
+        for change in changes(configuration, description["configuration"], [phase.name for phase in phases]):
+            if not change.key.startswith("data"):
+                raise MisconfigurationException(
+                    f"client {client}: {change.key} is {change.new}, but must be {change.old}, as on the server."
+                )
+        for key in ("shape", "dtype", "target_shape", "target_dtype", "normalization"):
+            value, expected = description[key], descriptions[first][key]
+            if value != expected:
+                raise MisconfigurationException(
+                    f"client {client}: the {key.replace('_', ' ')} of its samples is {value}, but must be {expected}, "
+                    f"as client {first}'s."
+                )
+
+
+class StandIn(FederatedDataModule):
+    """As many samples as the clients have, all of them zero, for the server's checks and counts.
+
+    Args:
+        descriptions: what every client says of itself, in the order of their ids.
+        batch_size: samples per batch.
+    """
+
+    def __init__(self, descriptions: Sequence[dict[str, Any]], batch_size: int) -> None:
+        super().__init__(num_clients=len(descriptions), batch_size=batch_size)
+        first, sizes = descriptions[0], torch.tensor([each["sizes"] for each in descriptions])
+        total, of_test = int(sizes.sum()), max(each["global_test"] for each in descriptions)
+        self.num_clients = len(descriptions)
+        self.num_classes = max(each["num_classes"] for each in descriptions)
+        self.num_shared = total
+        self.x = _zeros(total + of_test, first["shape"], first["dtype"])
+        self.y = _zeros(total + of_test, first["target_shape"], first["target_dtype"])
+        if self.num_classes:
+            self.y = torch.arange(total + of_test) % self.num_classes
+        ends = sizes.sum(0).cumsum(0)
+        self.train_samples, self.validation_samples, self.test_samples = (
+            Parts(torch.arange(int(end - of_part.sum()), int(end)), of_part.contiguous())
+            for end, of_part in zip(ends, sizes.T, strict=True)
+        )
+        self.global_test = torch.arange(total, total + of_test)
+        self.normalization = first["normalization"]
+        self.black = torch.zeros(1, 1, 1)
+        self.class_shares = self.class_counts()
+        self.is_set_up = True
+
+    def load(self) -> NoReturn:
+        """Never called: there are no data."""
+        raise NotImplementedError
+
+    def class_counts(self) -> Tensor:
+        """No classes: no client says how often it has one."""
+        return torch.zeros(self.num_clients, 0, dtype=torch.float64)
+
+
+def _zeros(n: int, shape: Sequence[int], dtype: str) -> Tensor:
+    """Zeros of shape (n, ...) that take the memory of one sample."""
+    return torch.zeros(1, *shape, dtype=getattr(torch, dtype)).expand(n, *shape)
+
+
+def callbacks_of_server(callbacks: Sequence[FederationCallback]) -> list[FederationCallback]:
+    """The callbacks without those that need clients' data or models, which never come here; says which these are."""
+    left_out = [type(callback).__name__ for callback in callbacks if isinstance(callback, _NEED_DATA)]
+    if left_out:
+        rank_zero_info(f"{', '.join(left_out)}: left out, because clients' data and models stay with them.")
+    return [
+        ResultFiles(partition=False, gate_weights=callback.gate_weights)
+        if isinstance(callback, ResultFiles)
+        else callback
+        for callback in callbacks
+        if not isinstance(callback, _NEED_DATA)
+    ]
+
+
+def serve(
+    federation: Settings,
+    model: LightningModule,
+    datamodule: FederatedDataModule,
+    transport: Transport,
+    num_clients: int,
+    ckpt_path: str | None = None,
+) -> dict[str, Evaluation]:
+    """Runs all phases with clients on other machines, once all of them have described their data.
+
+    Args:
+        federation: the settings.
+        model: the initial model.
+        datamodule: as in the clients' configuration; its data are not read.
+        transport: reaches the clients.
+        num_clients: number of clients, whose ids count from 0.
+        ckpt_path: checkpoint of a run to continue; ``last`` is the newest one.
+
+    Raises:
+        MisconfigurationException: before any training, if phases cannot be deployed, or clients do not fit together.
+    """
+    check_phases(federation.phases)
+    descriptions = wait_for(transport, num_clients)
+    data = StandIn([descriptions[client] for client in range(num_clients)], datamodule.batch_size)
+    check_descriptions(descriptions, configuration(federation, model, data), federation.phases)
+    clients = Clients(transport, num_clients, data.num_classes)
+    return federation.fit_elsewhere(
+        model,
+        data,
+        ckpt_path,
+        make_store=partial(_make_store, clients),
+        backend=ClientsBackend(clients),
+        callbacks=[*callbacks_of_server(federation.callbacks), HandOver(clients)],
+        evaluate=partial(evaluate_at_clients, clients),
+    )
+
+
+def _make_store(clients: Clients, run: Run) -> ClientsStore:
+    """The store of a run; a resumed run has its old name, by which clients find what they keep of it."""
+    path = run.folder / "deployment.txt"
+    if not path.is_file():
+        with replacing(path) as temporary:
+            temporary.write_text(uuid.uuid4().hex)
+    clients.name = path.read_text()
+    return ClientsStore(clients, run.states)
+
+
+def wait_for(transport: Transport, num_clients: int, seconds: float = math.inf) -> dict[int, dict[str, Any]]:
+    """Waits until every client has described itself.
+
+    Args:
+        transport: reaches the clients.
+        num_clients: number of clients.
+        seconds: how long to wait.
+
+    Returns:
+        What they say of themselves, by id.
+
+    Raises:
+        MisconfigurationException: if a client cannot take part, or some do not come in time.
+    """
+    descriptions: dict[int, dict[str, Any]] = {}
+    end = time.monotonic() + seconds
+    while True:
+        missing = [client for client in range(num_clients) if client not in descriptions]
+        for client, answer in transport.ask(dict.fromkeys(missing, Message("describe")), None).items():
+            if answer.kind == FAILED:
+                raise MisconfigurationException(f"client {client}: {answer.values['reason']}")
+            descriptions[client] = answer.values
+        if len(descriptions) == num_clients:
+            return descriptions
+        if time.monotonic() > end:
+            raise MisconfigurationException(
+                f"{len(descriptions)} of {num_clients} clients have come within {seconds:g} s; missing are "
+                f"{', '.join(str(client) for client in missing if client not in descriptions)}."
+            )
+        time.sleep(_SECONDS_BETWEEN_LOOKS)

@@ -1,0 +1,86 @@
+"""A client's machine works alone with what it keeps: it tests, predicts, exports, and makes models for others."""
+
+import csv
+from dataclasses import replace
+
+import pytest
+import torch
+from helpers import blobs
+from helpers.deployed import deploy, federation, of_client, split
+from helpers.methods import METHODS, data
+from lightning.fabric.utilities.exceptions import MisconfigurationException
+
+from fedmoe_pl.backends import TrainerBackend
+
+SPLIT = {"validation_fraction": 0.2, "test_fraction": 0.2}
+NAMES = ("PFLMoE", "IFCA", "FedMoEDA", "PFedMoE", "SpecialistMixture", "FedProto")
+CLIENT = 3
+
+
+def evaluated(name):
+    method = METHODS[name]
+    return replace(method, phases=lambda: [replace(phase, evaluate=True) for phase in method.phases()])
+
+
+@pytest.fixture(scope="module", params=NAMES)
+def deployed(request, tmp_path_factory):
+    """A method, its folder, and the simulation of it."""
+    folder, method = tmp_path_factory.mktemp(request.param), evaluated(request.param)
+    simulation = federation(method.phases(), folder / "simulation", backend=TrainerBackend())
+    simulation.fit(method.model(), data(**SPLIT))
+    server = deploy(method, data(**SPLIT), folder, backend=TrainerBackend())
+    return method, folder, simulation, folder / f"client {CLIENT}" / (server.run_dir / "deployment.txt").read_text()
+
+
+def alone(method, folder):
+    return (
+        federation(method.phases(), folder / "alone"),
+        method.model(),
+        of_client(data(), CLIENT, **split(data(**SPLIT))),
+    )
+
+
+def test_its_accuracies_are_those_of_the_simulation(deployed):
+    method, folder, simulation, run = deployed
+    settings, model, own = alone(method, folder)
+    settings.test(model, own, str(run / "checkpoints/last.ckpt"))
+    assert settings.results.keys() == simulation.results.keys()
+    for name, expected in simulation.results.items():
+        (client,) = settings.results[name].clients
+        there = expected.clients[CLIENT]
+        assert (client.client, client.n_train) == (CLIENT, there.n_train)
+        for metric in ("local_test", "local_test_held_out", "global_test"):
+            assert client.value(metric) == there.value(metric)
+        ours, theirs = (each.client_module(name, CLIENT).state_dict() for each in (settings, simulation))
+        assert ours.keys() == theirs.keys() and all(torch.equal(ours[key], theirs[key]) for key in ours)
+
+
+def test_it_predicts_and_exports_its_own_samples_only(deployed, capsys):
+    method, folder, simulation, run = deployed
+    settings, model, own = alone(method, folder)
+    settings.predict(model, own, str(run / "checkpoints/last.ckpt"))
+    with (run / "predictions.csv").open() as file:
+        rows = [*csv.DictReader(file)]
+    assert {row["client"] for row in rows} == {str(CLIENT)}
+    with pytest.raises(MisconfigurationException, match="client is 0, but must be 3, whose machine it is"):
+        settings.export(model, own, str(run / "checkpoints/last.ckpt"), method=next(iter(simulation.results)), client=0)
+
+
+def test_it_makes_models_for_newcomers(deployed):
+    method, folder, simulation, run = deployed
+    if len(method.phases()) > 1 and method.phases()[0].name == "Local":
+        pytest.skip("newcomers have no local experts of the first phase")
+    newcomers = blobs((10, 12), validation_fraction=0.2, test_fraction=0.2)
+    settings = federation(method.phases(), folder / "newcomers")
+    results = settings.personalize(method.model(), newcomers, str(run / "checkpoints/last.ckpt"), rounds=1)
+    assert results.keys() == simulation.results.keys()
+
+
+def test_a_damaged_file_of_the_client_is_named(deployed):
+    method, folder, _, run = deployed
+    whole = (run / "client.json").read_text()
+    (run / "client.json").write_text("{")
+    settings, model, own = alone(method, folder)
+    with pytest.raises(MisconfigurationException, match=r"client\.json' is damaged; it must be as the run wrote it"):
+        settings.test(model, own, str(run / "checkpoints/last.ckpt"))
+    (run / "client.json").write_text(whole)

@@ -1,0 +1,234 @@
+"""Clients and servers that end and start again, clients that are away, and messages that are none."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from helpers.deployed import Passing, deploy, federation, kept_by, participant, participants
+from helpers.methods import METHODS, data
+from lightning.fabric.utilities.exceptions import MisconfigurationException
+
+from fedmoe_pl.backends import TrainerBackend
+from fedmoe_pl.deployment import BadMessageError, Message
+
+METHOD = replace(METHODS["PFLMoE"], phases=lambda: [replace(p, evaluate=True) for p in METHODS["PFLMoE"].phases()])
+OF_TRAINER = {"backend": TrainerBackend()}
+
+
+def simulated(tmp_path, **kwargs):
+    run = federation(METHOD.phases(), tmp_path / "simulation", **OF_TRAINER, **kwargs)
+    run.fit(METHOD.model(), data())
+    return run
+
+
+def assert_same(simulation, deployed, tmp_path):
+    for phase, state in simulation.run.states.items():
+        for name, tensor in state.server.items():
+            assert torch.equal(tensor, deployed.run.states[phase].server[name]), (phase, name)
+        for client, kept in state.kept.items():
+            there = kept_by(tmp_path, deployed, phase, client)
+            assert kept.keys() == there.keys() and all(torch.equal(kept[name], there[name]) for name in kept)
+
+
+@pytest.mark.parametrize("kind", ["train", "evaluate", "begin", "prepare"])
+def test_a_client_that_restarts_before_a_message_goes_on_with_what_it_kept(kind, tmp_path):
+    restarted = []
+
+    def restart(client, message):
+        if message.kind == kind and client not in restarted and len(restarted) < 4:
+            restarted.append(client)
+            transport.participants[client] = participant(METHOD, data(), tmp_path, client, **OF_TRAINER)
+
+    transport = Passing(participants(METHOD, data(), tmp_path, **OF_TRAINER), restart)
+    deployed = deploy(METHOD, data(), tmp_path, transport, **OF_TRAINER)
+    assert len(restarted) == 4
+    assert_same(simulated(tmp_path), deployed, tmp_path)
+
+
+@pytest.mark.parametrize("messages", [3, 12, 20, 33, 47])
+def test_a_server_that_is_killed_goes_on_from_its_checkpoint(messages, tmp_path):
+    class Killed(BaseException):
+        pass
+
+    def kill(client, message):
+        if len(transport.heard) == messages:
+            raise Killed
+
+    transport = Passing(participants(METHOD, data(), tmp_path, **OF_TRAINER), kill)
+    with pytest.raises(Killed):
+        deploy(METHOD, data(), tmp_path, transport, **OF_TRAINER)
+    transport.before = None
+    # killed before its first checkpoint, it begins again
+    checkpoint = "last" if [*tmp_path.glob("server/**/last.ckpt")] else None
+    deployed = deploy(METHOD, data(), tmp_path, transport, checkpoint, **OF_TRAINER)
+    assert_same(simulated(tmp_path), deployed, tmp_path)
+
+
+def test_a_client_that_is_away_fails_the_round_and_is_counted_and_comes_back(tmp_path):
+    others = participants(METHOD, data(), tmp_path, **OF_TRAINER)
+    away = {}
+
+    def leave(client, message):
+        if message.kind == "train" and message.values["phase"] == "FedAvg":
+            if message.values["round"] == 0 and not away:
+                away[client] = transport.participants.pop(client)
+            elif message.values["round"] == 1:
+                transport.participants.update(away)
+
+    transport = Passing(others, leave)
+    with pytest.warns(UserWarning) as warned:
+        deployed = deploy(METHOD, data(), tmp_path, transport, **OF_TRAINER)
+    (client,) = away
+    assert f"round 1: client {client} is left out: it is not connected" in str(warned[0].message)
+    assert deployed.run.states["FedAvg"].failed == 1
+    rows = [row for row in deployed.run.rows if row["method"] == "FedAvg"]
+    assert [row["failed"] for row in rows] == [1, 1]
+    assert not np.isnan(deployed.results["MF"].clients[client].local_test)
+
+
+def test_a_client_that_is_away_when_models_are_evaluated_has_no_accuracy(tmp_path):
+    def leave(client, message):
+        if message.kind == "evaluate" and client == 2:
+            transport.participants.pop(2, None)
+
+    transport = Passing(participants(METHOD, data(), tmp_path, **OF_TRAINER), leave)
+    with pytest.warns(UserWarning) as warned:
+        deployed = deploy(METHOD, data(), tmp_path, transport, **OF_TRAINER)
+    assert "phase 'FedAvg': client 2 is not evaluated: it is not connected" in str(warned[0].message)
+    of_clients = [client.global_test for client in deployed.results["FedAvg"].clients]
+    assert [np.isnan(value) for value in of_clients] == [False, False, True, False, False]
+
+
+def test_a_client_removes_what_the_server_no_longer_needs(tmp_path):
+    method = replace(METHODS["FedPer"], phases=lambda: [replace(METHODS["FedPer"].phases()[0], rounds=6)])
+    deployed = deploy(method, data(), tmp_path, **OF_TRAINER)
+    kept = deployed.run.states["FedPer"].kept.files
+    for client in range(5):
+        files = [path.name for path in tmp_path.glob(f"client {client}/*/checkpoints/kept/FedPer/*.pt")]
+        # the last one, and those before it which the client has not been asked to remove
+        assert f"{client}_{kept[client][0][1]}.pt" in files and len(files) <= 3, files
+
+
+def test_clients_of_another_run_keep_their_files(tmp_path):
+    transport = Passing(participants(METHOD, data(), tmp_path, **OF_TRAINER))
+    first = deploy(METHOD, data(), tmp_path, transport, **OF_TRAINER)
+    before = {path: path.read_bytes() for path in tmp_path.glob("client*/**/*.pt")}
+    deploy(METHOD, data(), tmp_path, transport, **OF_TRAINER)
+    assert before and all(path.read_bytes() == content for path, content in before.items())
+    assert kept_by(tmp_path, first, "MF", 0)
+
+
+@pytest.mark.parametrize(
+    ("values", "reason"),
+    [
+        ({"weight": "3", "keeps": True}, "its answer is no update"),
+        ({"weight": 3.0, "keeps": None}, "its answer is no update"),
+        ({"weight": float("nan"), "keeps": True}, "its weight is nan"),
+    ],
+)
+def test_an_answer_that_is_no_update_is_a_failure(values, reason, tmp_path):
+    assert_left_out(tmp_path, lambda answer: Message("update", values, answer.tensors), reason)
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        (lambda tensor: tensor[:1], "its global_expert.classifier.1.weight is not as in the server's model"),
+        (lambda tensor: tensor.float(), "its global_expert.classifier.1.weight is not as in the server's model"),
+        (lambda tensor: tensor * float("inf"), "its global_expert.classifier.1.weight is not finite"),
+    ],
+)
+def test_tensors_that_do_not_fit_are_a_failure(change, reason, tmp_path):
+    name = "global_expert.classifier.1.weight"
+
+    def changed(answer):
+        return Message("update", answer.values, {**answer.tensors, name: change(answer.tensors[name])})
+
+    assert_left_out(tmp_path, changed, reason)
+
+
+def assert_left_out(tmp_path, change, reason):
+    """A client whose answers in the first round are changed is left out of it with this reason."""
+    transport = Passing(participants(METHOD, data(), tmp_path, **OF_TRAINER))
+    changed = []
+
+    class Changing:
+        def __init__(self, participant):
+            self.participant = participant
+
+        def answer(self, message):
+            answer = self.participant.answer(message)
+            if answer.kind != "update" or changed:
+                return answer
+            changed.append(answer)
+            return change(answer)
+
+    transport.participants = {client: Changing(each) for client, each in transport.participants.items()}
+    with pytest.warns(UserWarning, match=f"round 1: client . is left out: {reason}"):
+        deployed = deploy(METHOD, data(), tmp_path, transport, **OF_TRAINER)
+    assert deployed.run.states["FedAvg"].failed == 1
+
+
+@pytest.mark.parametrize("content", [b"", b"nothing", torch.tensor(1).numpy().tobytes()])
+def test_bytes_that_are_no_message_are_refused(content):
+    with pytest.raises(BadMessageError):
+        Message.from_bytes(content)
+
+
+def test_a_message_executes_no_code(tmp_path):
+    import io
+
+    class Evil:
+        def __reduce__(self):
+            return (print, ("executed",))
+
+    buffer = io.BytesIO()
+    torch.save({"kind": Evil(), "values": {}, "tensors": {}}, buffer)
+    with pytest.raises(BadMessageError):
+        Message.from_bytes(buffer.getvalue())
+
+
+def test_a_client_answers_wrong_messages_with_a_reason(tmp_path):
+    client = participant(METHOD, data(), tmp_path, 0)
+    assert client.answer(Message("dance")).values["reason"] == "it does not know messages of the kind 'dance'"
+    answer = client.answer(Message("prepare", {"run": "../../etc", "num_clients": 5, "num_classes": 3}))
+    assert "must be 32 hexadecimal digits" in answer.values["reason"]
+    assert client.answer(Message("train", {"run": "0" * 32})).kind == "unprepared"
+
+
+def test_a_client_writes_only_into_the_phase_that_it_is_in(tmp_path):
+    client = participant(METHOD, data(), tmp_path, 0)
+    client.answer(Message("prepare", {"run": "0" * 32, "num_clients": 5, "num_classes": 3}))
+    client.answer(Message("begin", {"run": "0" * 32, "phase": "FedAvg", "rounds_before": 0}))
+    values = {"run": "0" * 32, "phase": "FedAvg", "kept": [], "keep": ["../../FedAvg", 1]}
+    answer = client.answer(Message("write", values, {"gate.weight": torch.zeros(1)}))
+    assert "phase '../../FedAvg' is not that of the message" in answer.values["reason"]
+
+
+def refusal(tmp_path, method=METHOD, of_clients=METHOD, datamodule=None, **kwargs):
+    with pytest.raises(MisconfigurationException) as error:
+        transport = Passing(participants(of_clients, datamodule or data(), tmp_path))
+        deploy(method, datamodule or data(), tmp_path, transport, **kwargs)
+    return str(error.value)
+
+
+@pytest.mark.parametrize("name", ["FedJETs", "PMMoE"])
+def test_methods_whose_server_needs_the_clients_before_the_first_round_are_refused(name, tmp_path):
+    method = METHODS[name]
+    assert f"{name} cannot be deployed, because its server computes with the clients' data" in refusal(
+        tmp_path, method, method
+    )
+    assert not [*tmp_path.glob("server/*/version_*")]
+
+
+def test_a_result_from_a_checkpoint_is_refused(tmp_path):
+    method = replace(METHOD, phases=lambda: [replace(p, ckpt_path="some.ckpt") for p in METHOD.phases()[:1]])
+    assert "ckpt_path is 'some.ckpt', but must be left out in a deployed federation" in refusal(tmp_path, method)
+
+
+def test_a_client_with_other_settings_is_refused(tmp_path):
+    other = replace(METHOD, phases=lambda: [replace(METHOD.phases()[0], rounds=7), *METHOD.phases()[1:]])
+    assert refusal(tmp_path, of_clients=other) == (
+        "client 0: phases.FedAvg.rounds is 7, but must be 2, as on the server."
+    )

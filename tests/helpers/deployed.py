@@ -1,0 +1,88 @@
+"""A deployed federation in one process: clients with data of their own, and a transport that only passes bytes."""
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import torch
+
+from fedmoe_pl import Federation
+from fedmoe_pl.deployment import Message, Participant, Transport, serve
+from fedmoe_pl.rounds.checkpoint import KEPT
+from fedmoe_pl.rounds.kept import read_kept
+from helpers import TensorData
+
+QUIET = {"logger": False, "enable_progress_bar": False}
+
+
+class Passing(Transport):
+    """Passes every message to the participant as bytes.
+
+    Attributes:
+        participants: the participants by client; those left out are not connected.
+        heard: kind and values of every message, with its client, in order.
+        before: called with the client and the message before it is passed on; None for nothing.
+    """
+
+    def __init__(self, participants, before: Callable | None = None):
+        self.participants = participants
+        self.heard = []
+        self.before = before
+
+    def ask(self, messages, seconds):
+        answers = {}
+        for client, message in messages.items():
+            if self.before is not None:
+                self.before(client, message)
+            if client in self.participants:
+                self.heard.append((client, message))
+                answer = self.participants[client].answer(Message.from_bytes(message.to_bytes()))
+                answers[client] = Message.from_bytes(answer.to_bytes())
+        return answers
+
+
+def federation(phases, folder, **kwargs) -> Federation:
+    trainer = {"max_epochs": 2, "accelerator": "cpu"}
+    return Federation(phases, trainer, default_root_dir=str(folder), **{**QUIET, **kwargs})
+
+
+def of_client(data: TensorData, client: int, **kwargs) -> TensorData:
+    """A client's own data: its part of all training samples, and all test samples."""
+    arrays, part = data.arrays, data.partitioner.parts[client]
+    own = replace(arrays, x_train=arrays.x_train[part], y_train=arrays.y_train[part])
+    test = own.x_test, own.y_test
+    return TensorData(own.x_train, own.y_train, [], test, data.dtype, batch_size=data.batch_size, **kwargs)
+
+
+def participants(method, data, folder, clients=None, **kwargs) -> dict[int, Participant]:
+    """All clients of a method, each with its own settings, model, data and folder."""
+    clients = range(len(data.partitioner.parts)) if clients is None else clients
+    return {client: participant(method, data, folder, client, **kwargs) for client in clients}
+
+
+def participant(method, data, folder, client, **kwargs) -> Participant:
+    own = folder / f"client {client}"
+    settings = federation(method.phases(), own, **kwargs)
+    return Participant(settings, method.model(), of_client(data, client, **split(data)), client, own)
+
+
+def split(data) -> dict:
+    """How the data are split into training, validation and test samples."""
+    return {name: getattr(data, name) for name in ("test_fraction", "validation_fraction", "partition_seed")}
+
+
+def deploy(method, data, folder, transport=None, ckpt_path=None, **kwargs) -> Federation:
+    """Runs a method with a server that has no data."""
+    transport = transport or Passing(participants(method, data, folder, **kwargs))
+    server = federation(method.phases(), folder / "server", **kwargs)
+    empty = TensorData(torch.zeros(1, 1), torch.zeros(1), [], batch_size=data.batch_size, **split(data))
+    serve(server, method.model(), empty, transport, len(data.partitioner.parts), ckpt_path)
+    return server
+
+
+def kept_by(folder, server, phase, client) -> dict:
+    """What a client keeps of a phase, read from its own disk."""
+    name = (server.run_dir / "deployment.txt").read_text()
+    tree = {}
+    for of_phase, round, names in server.run.states[phase].kept.files.get(client, []):
+        tree |= read_kept(folder / f"client {client}" / name / KEPT, of_phase, client, round, names)
+    return tree
