@@ -12,17 +12,18 @@ from lightning.pytorch import LightningModule
 from lightning.pytorch.utilities import rank_zero_info
 
 from fedmoe_pl.data import FederatedDataModule
+from fedmoe_pl.deployment.connection import Security, split_address
 from fedmoe_pl.deployment.messages import Message
 from fedmoe_pl.deployment.participant import Participant
 from fedmoe_pl.deployment.server import check_phases, serve
-from fedmoe_pl.deployment.settings import Settings
 from fedmoe_pl.rounds.evaluation import Evaluation
+from fedmoe_pl.rounds.run_maker import RunMaker
 
 DEFAULT_ADDRESS = "127.0.0.1:8000"
 
 
 def run_server(
-    federation: Settings,
+    federation: RunMaker,
     model: LightningModule,
     datamodule: FederatedDataModule,
     num_clients: int,
@@ -46,8 +47,8 @@ def run_server(
     if num_clients < 1:
         raise MisconfigurationException(f"serve: num_clients is {num_clients}, but must be at least 1.")
     check_phases(federation.phases)
-    flower = _flower("serve")
-    host, _ = flower.split_address(address)
+    flower, flower_server = _flower("serve", "flower"), _flower("serve", "flower_server")
+    host, _ = split_address(address)
     tls = ("ca", "certificate", "certificate_key")
     given = [name for name in tls if files[name] is not None]
     if given and len(given) < len(tls):
@@ -61,11 +62,11 @@ def run_server(
             "certificate_key must be given; --insecure true listens without TLS all the same."
         )
     paths = {name: _existing("serve", name, value) for name, value in files.items()}
-    security = flower.Security(paths["ca"], paths["certificate"], paths["certificate_key"])
+    security = Security(paths["ca"], paths["certificate"], paths["certificate_key"])
     keys = paths["client_keys"]
     if keys is not None and not [*keys.glob("*.pub")]:
         raise MisconfigurationException(f"serve: client_keys is '{keys}', but must be a folder with files *.pub.")
-    with flower.superlink(federation.runs / "flower", address, security, keys) as grid:
+    with flower_server.superlink(federation.runs / "flower", address, security, keys) as grid:
         transport = flower.FlowerTransport(grid)
         rank_zero_info(f"serve: waiting for {num_clients} clients at {address}.")
         results = serve(federation, model, datamodule, transport, num_clients, ckpt_path)
@@ -74,7 +75,7 @@ def run_server(
 
 
 def run_client(
-    federation: Settings,
+    federation: RunMaker,
     model: LightningModule,
     datamodule: FederatedDataModule,
     client: int,
@@ -86,8 +87,8 @@ def run_client(
     """Runs a client of a deployed federation; arguments as in ``Federation.join``."""
     if client < 0:
         raise MisconfigurationException(f"join: client is {client}, but must be at least 0.")
-    flower = _flower("join")
-    host, _ = flower.split_address(address)
+    flower_client = _flower("join", "flower_client")
+    host, _ = split_address(address)
     if ca is None and not insecure and not _is_loopback(host):
         raise MisconfigurationException(
             f"join: address is '{address}', another machine, so that ca must be given; --insecure true connects "
@@ -95,23 +96,23 @@ def run_client(
         )
     if key is not None and ca is None:
         raise MisconfigurationException(f"join: key is '{key}', but must be left out without TLS (ca).")
-    security = flower.Security(ca=_existing("join", "ca", ca), key=_existing("join", "key", key))
+    security = Security(ca=_existing("join", "ca", ca), key=_existing("join", "key", key))
     folder = federation.runs / f"client_{client}"
     participant = Participant(federation, model, datamodule, client, folder)
     rank_zero_info(f"join: client {client} connects to {address}; it keeps its tensors in {folder}.")
-    flower.answer_messages(participant.answer, folder / "flower", address, security)
+    flower_client.answer_messages(participant.answer, folder / "flower", address, security)
     if participant.checkpoint is not None:
         print(f"The server has ended. This client's models: {participant.checkpoint}")
 
 
-def _flower(command: str) -> Any:
-    """The module that uses Flower.
+def _flower(command: str, name: str) -> Any:
+    """A module that uses Flower.
 
     Raises:
         MisconfigurationException: if Flower is not installed.
     """
     try:
-        return importlib.import_module("fedmoe_pl.deployment.flower")
+        return importlib.import_module(f"fedmoe_pl.deployment.{name}")
     except ImportError as error:
         raise MisconfigurationException(
             f"{command}: Flower is missing ({error}); install it into an environment of its own, with "

@@ -10,8 +10,6 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-import torch
-from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import LightningModule
 
 from fedmoe_pl.aggregation.aggregation import PREFIX
@@ -20,15 +18,14 @@ from fedmoe_pl.backends import LocalTraining, Plan, one_thread, step_after_aggre
 from fedmoe_pl.backends.client import is_of_training, with_training_state
 from fedmoe_pl.data import FederatedDataModule
 from fedmoe_pl.deployment.messages import FAILED, NOT_BEGUN, UNPREPARED, BadMessageError, Message
-from fedmoe_pl.deployment.settings import Settings
+from fedmoe_pl.deployment.own_data import described, own_data
 from fedmoe_pl.rounds.checkpoint import FILE, KEPT, load_federation
-from fedmoe_pl.rounds.configuration import configuration
 from fedmoe_pl.rounds.evaluate import evaluate_clients
 from fedmoe_pl.rounds.evaluation import ClientEvaluation, Evaluation
 from fedmoe_pl.rounds.kept import read_kept, remove_others, write_kept
-from fedmoe_pl.rounds.opt_in import set_up
 from fedmoe_pl.rounds.own_client import OwnClient
 from fedmoe_pl.rounds.run import Run
+from fedmoe_pl.rounds.run_maker import RunMaker
 from fedmoe_pl.rounds.state import PhaseState
 from fedmoe_pl.rounds.writing import replacing
 from fedmoe_pl.trees import Tree
@@ -52,7 +49,7 @@ class Participant:
     """
 
     def __init__(
-        self, federation: Settings, model: LightningModule, datamodule: FederatedDataModule, client: int, folder: Path
+        self, federation: RunMaker, model: LightningModule, datamodule: FederatedDataModule, client: int, folder: Path
     ) -> None:
         self.federation = federation
         self.model = model
@@ -240,49 +237,6 @@ class Participant:
         """Keeps what the server sends, and what belongs to the client's training as before."""
         kept = with_training_state(message.tensors, self._kept(message))
         return Message("kept", {"keeps": self._keep(message, kept)})
-
-
-def own_data(datamodule: FederatedDataModule, client: int, federation: Settings) -> FederatedDataModule:
-    """Sets a client's data up: all training samples are its own.
-
-    Raises:
-        MisconfigurationException: if the data module divides images by rotation, or learns from the data what all
-            clients must have in common.
-    """
-    name = type(datamodule).__name__
-    if datamodule.rotations is not None:
-        raise MisconfigurationException(
-            f"{name}: rotations is {datamodule.rotations}, but must be left out where a client has its own data."
-        )
-    datamodule.own_client = client
-    set_up(datamodule, federation.phases, federation.seed)
-    if datamodule.has_learned:
-        what = "vocabulary" if datamodule.normalization is None else "mean and std"
-        raise MisconfigurationException(
-            f"{name}: {what} must be given in a deployed federation, because each client would compute its own."
-        )
-    return datamodule
-
-
-def described(
-    federation: Settings, model: LightningModule, datamodule: FederatedDataModule, client: int
-) -> dict[str, Any]:
-    """What a client tells the server of its data: sizes, the shape and type of a sample, the number of classes."""
-    parts = datamodule.train_samples, datamodule.validation_samples, datamodule.test_samples
-    x, y = datamodule.x[:1], datamodule.y[:1]
-    return {
-        "client": client,
-        "sizes": [len(part[client]) for part in parts],
-        "global_test": len(datamodule.global_test),
-        "shape": [*x.shape[1:]],
-        "dtype": str(x.dtype).removeprefix("torch."),
-        "target_shape": [*y.shape[1:]],
-        "target_dtype": str(y.dtype).removeprefix("torch."),
-        "num_classes": datamodule.num_classes,
-        "normalization": None if datamodule.normalization is None else [*map(list, datamodule.normalization)],
-        "configuration": configuration(federation, model, datamodule),
-        "torch": str(torch.__version__),
-    }
 
 
 def _receiving(algorithm: Algorithm, has_aggregation: bool) -> Algorithm:

@@ -25,20 +25,16 @@ from fedmoe_pl.callbacks import (
 )
 from fedmoe_pl.data import FederatedDataModule
 from fedmoe_pl.data.parts import Parts
-from fedmoe_pl.deployment.clients import (
-    Clients,
-    ClientsBackend,
-    ClientsStore,
-    HandOver,
-    Transport,
-    evaluate_at_clients,
-)
+from fedmoe_pl.deployment.clients import Clients, Transport
 from fedmoe_pl.deployment.messages import FAILED, Message
-from fedmoe_pl.deployment.settings import Settings
+from fedmoe_pl.deployment.plan import ClientsBackend
+from fedmoe_pl.deployment.results import HandOver, evaluate_at_clients
+from fedmoe_pl.deployment.store import ClientsStore
 from fedmoe_pl.rounds.configuration import changes, configuration
 from fedmoe_pl.rounds.evaluation import Evaluation
 from fedmoe_pl.rounds.phase import Phase
 from fedmoe_pl.rounds.run import Run
+from fedmoe_pl.rounds.run_maker import RunMaker
 from fedmoe_pl.rounds.writing import replacing
 
 _SECONDS_BETWEEN_LOOKS = 2.0
@@ -162,7 +158,7 @@ def callbacks_of_server(callbacks: Sequence[FederationCallback]) -> list[Federat
 
 
 def serve(
-    federation: Settings,
+    federation: RunMaker,
     model: LightningModule,
     datamodule: FederatedDataModule,
     transport: Transport,

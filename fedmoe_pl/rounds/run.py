@@ -210,12 +210,7 @@ class Run:
     def client_predictor(self, method: str, client: int) -> LightningModule:
         """What a client predicts with: its model, unless the algorithm has another way (``Algorithm.predictor``).
 
-        Args:
-            method: name of a phase that has begun, or of its row in the table.
-            client: the client's id.
-
-        Raises:
-            MisconfigurationException: if there is no such method or client.
+        Arguments and exceptions are those of :meth:`client_module`.
         """
         phase, moment = self.phase_and_moment(method, client)
         state, training = self.states[phase.name], self.training(phase).of(client)
@@ -252,12 +247,7 @@ class Run:
         return sized(phase_module(model, phase), self.datamodule, self.seed)
 
     def state_of(self, phase: Phase, module: LightningModule) -> PhaseState:
-        """The phase's state; begins the phase if it has not begun.
-
-        Args:
-            phase: the phase.
-            module: the phase's module.
-        """
+        """The phase's state; begins the phase, with this module, if it has not begun."""
         if phase.name not in self.states:
             before = [(part, self.states[name]) for part, name in sources(self.starts[phase.name])]
             state = begin_phase(phase, module, before, self.given_results.pop(phase.name, None))

@@ -1,0 +1,143 @@
+"""A phase whose clients train on their own machines."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from typing import Any
+
+from fedmoe_pl.aggregation.aggregation import PREFIX
+from fedmoe_pl.algorithms.client import Update
+from fedmoe_pl.algorithms.overrides import overrides
+from fedmoe_pl.backends import (
+    Backend,
+    Failure,
+    GroupUpdate,
+    LocalTraining,
+    NotFiniteError,
+    Plan,
+    check_finite,
+    one_thread,
+)
+from fedmoe_pl.backends.backend import group_update
+from fedmoe_pl.deployment.clients import AtClient, Clients, files_of
+from fedmoe_pl.deployment.messages import Message
+from fedmoe_pl.rounds.kept import EXCHANGED, STEPPED
+from fedmoe_pl.trees import Tree
+
+
+class ClientsBackend(Backend):
+    """Has clients train on their own machines.
+
+    Args:
+        clients: the clients.
+    """
+
+    def __init__(self, clients: Clients) -> None:
+        self.clients = clients
+
+    def plan(self, training: LocalTraining) -> ClientsPlan:
+        """Decides nothing: each client plans for itself."""
+        return ClientsPlan(training, self.clients)
+
+
+class ClientsPlan(Plan):
+    """Asks clients to train, and folds their updates in the order of the cohort, as a simulation does.
+
+    Args:
+        training: the local training of the phase's clients.
+        clients: the clients.
+    """
+
+    def __init__(self, training: LocalTraining, clients: Clients) -> None:
+        super().__init__(training, "on the clients' machines")
+        self.clients = clients
+
+    def begin(self, training: LocalTraining) -> ClientsPlan:
+        """A plan with the phase's initial tensors."""
+        return ClientsPlan(training, self.clients)
+
+    def groups(self, cohort: Sequence[int]) -> list[list[int]]:
+        """One client per group."""
+        return [[client] for client in cohort]
+
+    def requests(self, clients: Sequence[int], kept: Mapping[int, Tree], round: int) -> dict[int, Tree]:
+        """Asks the clients, if the algorithm has requests; one that does not answer asks for nothing."""
+        if not overrides(self.training.algorithm, "client_request"):
+            return {client: {} for client in clients}
+        answers = self._ask("request", {client: {} for client in clients}, kept, round)
+        return {client: {} if isinstance(answer, Failure) else answer.tensors for client, answer in answers.items()}
+
+    def train(self, server: Tree, cohort: Sequence[int], kept: Mapping[int, Tree], round: int) -> Iterator[GroupUpdate]:
+        """Sends each client what the algorithm sends it, and yields their updates in the cohort's order."""
+        answers = self._ask("train", self.sent(server, cohort, kept, round), kept, round, keep=round + 1)
+        for client, answer in answers.items():
+            yield group_update(self.training, [client], [self._update(client, answer)])
+
+    def train_groups(
+        self, server: Tree, groups: Sequence[Sequence[int]], kept: Mapping[int, Tree], round: int
+    ) -> list[GroupUpdate]:
+        """The same for groups of one client."""
+        return [*self.train(server, [client for group in groups for client in group], kept, round)]
+
+    def step_after_aggregation(
+        self, server: Tree, clients: Sequence[int], kept: Mapping[int, Tree], round: int
+    ) -> Iterator[tuple[int, Tree | Failure]]:
+        """Sends the new server's state to the clients of the round."""
+        keep = STEPPED + round + 1
+        answers = self._ask("step", self.sent(server, clients, kept, round), kept, round, keep)
+        for client, answer in answers.items():
+            yield client, answer if isinstance(answer, Failure) else AtClient(answer.values["keeps"])
+
+    def exchange(
+        self, server: Tree, kept: Mapping[int, Tree], failed: Collection[int], round: int
+    ) -> Iterator[tuple[int, Tree, Tree]]:
+        """Collects what the clients keep, lets the algorithm exchange it, and hands each client what it keeps now."""
+        answers = self._ask("read", {client: {} for client in kept if client not in failed}, kept, round)
+        trees = {client: answer.tensors for client, answer in answers.items() if isinstance(answer, Message)}
+        exchanged, received = {}, {}
+        for client, tree, from_others in self.training.algorithm.exchange(server, trees, round):
+            exchanged[client], received[client] = tree, from_others
+        written = self._ask("write", exchanged, kept, round, keep=EXCHANGED + round + 1)
+        for client, answer in written.items():
+            if isinstance(answer, Message):  # the others keep what they kept
+                yield client, AtClient(answer.values["keeps"]), received[client]
+
+    def sent(self, server: Tree, clients: Sequence[int], kept: Mapping[int, Tree], round: int) -> dict[int, Tree]:
+        """What each client receives: the answer to its request, and what the aggregation adds."""
+        added = {name: tensor for name, tensor in server.items() if name.startswith(PREFIX)}
+        added = {} if self.training.aggregation is None else added
+        sent = {}
+        for client, request in self.requests(clients, kept, round).items():
+            with one_thread():
+                sent[client] = {**self.training.algorithm.server_send(server, client, request), **added}
+        return sent
+
+    def _ask(
+        self, kind: str, tensors: Mapping[int, Tree], kept: Mapping[int, Tree], round: int, keep: int = 0
+    ) -> dict[int, Message | Failure]:
+        """Sends clients messages of this phase; ``keep`` is the round in the name of the file that they write."""
+        values: dict[str, Any] = {"phase": self.training.phase, "round": round}
+        messages = {
+            client: Message(kind, {**values, "kept": files_of(kept, client), "keep": [self.training.phase, keep]}, tree)
+            for client, tree in tensors.items()
+        }
+        return self.clients.ask(self.training, messages)
+
+    def _update(self, client: int, answer: Message | Failure) -> Update | Failure:
+        """A client's update; a failure if it is not one that the server can use."""
+        if isinstance(answer, Failure):
+            return answer
+        weight, keeps = answer.values.get("weight"), answer.values.get("keeps")
+        if answer.kind != "update" or not isinstance(weight, int | float) or not isinstance(keeps, bool):
+            return Failure("its answer is no update")
+        initial = self.training.initial
+        for name, tensor in answer.tensors.items():
+            known = initial.get(name)
+            if "/" not in name and (known is None or known.shape != tensor.shape or known.dtype != tensor.dtype):
+                return Failure(f"its {name} is not as in the server's model")
+        try:
+            check_finite([answer.tensors], weight, initial)
+        except NotFiniteError as error:
+            return Failure(str(error))
+        update, aggregation = Update(answer.tensors, weight, AtClient(keeps)), self.training.aggregation
+        return update if aggregation is None else aggregation.of_remote_client(client, update)

@@ -1,0 +1,55 @@
+"""Flower's own processes, as children of ours."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import re
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+_PR_SET_PDEATHSIG = 1  # of prctl(2)
+# no telemetry, no look for updates, no installation of packages
+_QUIET = {
+    "FLWR_TELEMETRY_ENABLED": "0",
+    "FLWR_DISABLE_UPDATE_CHECK": "1",
+    "FLWR_DISABLE_RUNTIME_DEPENDENCY_INSTALLATION": "1",
+}
+
+
+@contextmanager
+def child(command: list[str], log: Path, home: Path) -> Iterator[subprocess.Popen[bytes]]:
+    """Runs a process of Flower, which ends with this context."""
+    environment = {**os.environ, **_QUIET, "FLWR_HOME": str(home / "flower"), "PYTHONUNBUFFERED": "1"}
+    with log.open("wb") as output:
+        process = subprocess.Popen(
+            command, stdout=output, stderr=subprocess.STDOUT, env=environment, preexec_fn=_end_with_parent
+        )
+        try:
+            yield process
+        finally:
+            process.terminate()
+            try:
+                process.wait(timeout=10)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
+
+
+def _end_with_parent() -> None:
+    """Has the kernel end this process with its parent, however that ends: a SuperNode would keep its place."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+
+
+def reason_in(log: Path) -> str:
+    """The line of a log that says what is wrong: one with an error code of Flower, or the last one."""
+    text = re.sub(r"\x1b\[[\d;]*m", "", log.read_text(errors="replace"))
+    lines = [" ".join(line.split()) for line in text.splitlines()]
+    telling = [line for line in lines if line and not re.match(r"INFO|Exit Code|For more information", line)]
+    with_code = [line for line in telling if line.startswith("[code:")]
+    return f"{['it says nothing', *telling, *with_code][-1].rstrip('.')} (log: {log})"

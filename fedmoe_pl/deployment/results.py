@@ -1,0 +1,112 @@
+"""Results of a phase whose clients are on other machines: they evaluate them, and keep them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from lightning.pytorch.utilities import rank_zero_warn
+
+from fedmoe_pl.algorithms.algorithm import Moment
+from fedmoe_pl.algorithms.overrides import chooses_model
+from fedmoe_pl.backends import Failure, LocalTraining, Plan
+from fedmoe_pl.deployment.clients import Clients, files_of
+from fedmoe_pl.deployment.messages import Message
+from fedmoe_pl.deployment.plan import ClientsPlan
+from fedmoe_pl.rounds.evaluation import ClientEvaluation, Evaluation
+from fedmoe_pl.rounds.phase import Phase
+from fedmoe_pl.rounds.run import FederationCallback, Run
+from fedmoe_pl.trees import Tree
+
+
+def _about_result(
+    kind: str,
+    asked: Clients,
+    training: LocalTraining,
+    server: Tree,
+    kept: Mapping[int, Tree],
+    clients: Sequence[int],
+    values: dict[str, Any],
+) -> dict[int, Message]:
+    """Messages with all that clients need to make their models: what they would receive, or the server's state."""
+    algorithm = training.algorithm
+    whole = chooses_model(algorithm) or algorithm.has_predictor
+    sent = dict.fromkeys(clients, server)
+    if not whole:
+        sent = ClientsPlan(training, asked).sent(server, clients, kept, values["round"])
+    values = {**values, "phase": training.phase, "whole": whole}
+    return {
+        client: Message(kind, {**values, "kept": files_of(kept, client)}, tensors) for client, tensors in sent.items()
+    }
+
+
+def evaluate_at_clients(
+    asked: Clients,
+    training: LocalTraining,
+    server: Tree,
+    kept: Mapping[int, Tree],
+    round: int,
+    moment: Moment,
+    clients: Sequence[int],
+    plan: Plan | None = None,
+) -> list[ClientEvaluation]:
+    """Has clients evaluate their models on their own samples; other arguments as in ``evaluate_clients``.
+
+    An algorithm that chooses a client's model from the server's state gets all of it, as in a simulation.
+
+    Args:
+        asked: all clients.
+        training: the phase's local training.
+        server: the server's state.
+        kept: what the clients keep.
+        round: number of completed rounds.
+        moment: the moment of the last round.
+        clients: ids of the clients to evaluate.
+        plan: unused; clients plan for themselves.
+
+    Returns:
+        One entry per client; that of a client which does not answer has no values.
+    """
+    messages = _about_result("evaluate", asked, training, server, kept, clients, {"round": round, "moment": moment})
+    evaluations = []
+    for client, answer in asked.ask(training, messages).items():
+        if isinstance(answer, Failure):
+            rank_zero_warn(f"phase '{training.phase}': client {client} is not evaluated: {answer.reason}")
+            n_train = len(training.datamodule.train_samples[client])
+            evaluations.append(ClientEvaluation(client, n_train, math.nan, math.nan, math.nan, math.nan))
+        else:
+            evaluations.append(ClientEvaluation(**{**answer.values, **answer.tensors, "client": client}))
+    return evaluations
+
+
+class HandOver(FederationCallback):
+    """Gives every client the result of a finished phase, with which its machine works alone.
+
+    Args:
+        clients: the clients.
+    """
+
+    def __init__(self, clients: Clients) -> None:
+        self.clients = clients
+
+    def on_phase_end(self, run: Run, phase: Phase, evaluation: Evaluation | None) -> None:
+        """Sends the result to all clients; those that are away do not get it."""
+        state, training = run.states[phase.name], run.training(phase)
+        of_state = {name: getattr(state, name) for name in ("round", "stopped", "best_round")}
+        values = {"round": state.round, "state": of_state}
+        messages = _about_result(
+            "finish", self.clients, training, state.server, state.kept, range(self.clients.num_clients), values
+        )
+        for client, message in messages.items():
+            message.values["evaluations"] = [_of_client(each, client) for each in state.evaluations]
+        for client, answer in self.clients.ask(training, messages).items():
+            if isinstance(answer, Failure):
+                rank_zero_warn(f"{phase}: client {client} has not got the result: {answer.reason}")
+
+
+def _of_client(evaluation: Evaluation, client: int) -> dict[str, Any]:
+    """A client's own part of an evaluation, as plain values."""
+    own = [replace(each, gate_weights=None) for each in evaluation.clients if each.client == client]
+    return {**vars(evaluation), "clients": [vars(each) for each in own]}
