@@ -42,8 +42,7 @@ class Algorithm:
         gate_starts_anew: whether every client draws a new gate in the first round.
         frozen_train_mode: whether modules without a trainable parameter stay in train mode, with active dropout, as in
             some official codes. Otherwise they are in eval mode.
-        server_begin_asks_clients: whether a ``server_begin`` of its own uses more of the clients than their number of
-            rounds; then it cannot be run where clients are on other machines.
+        server_begin_asks_clients: whether a ``server_begin`` of its own needs clients' data or tensors on its machine.
         needs_all_clients: whether all clients must train in every round.
         needs_validation: whether clients must have validation samples.
         needs_classes: whether each sample must have a class, which the module predicts.

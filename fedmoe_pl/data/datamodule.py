@@ -74,8 +74,6 @@ class FederatedDataModule(LightningDataModule, ABC):
         learn_from: the training samples that normalization and vocabulary are computed from, shape (n,); None for all.
             A federation with data that opt out sets it between ``deal`` and ``setup``.
         has_learned: whether one of them was computed from training samples.
-        own_client: the only client that has samples, all of them, on a client's machine in a deployed federation; None
-            if a partitioner deals them. Set it before ``deal``.
         is_set_up: whether ``setup`` was called.
         black: value of a black pixel in ``x``, shape (channels, 1, 1); 0 for data that are not normalized.
 
@@ -133,7 +131,6 @@ class FederatedDataModule(LightningDataModule, ABC):
         self.learn_from: Tensor | None = None
         self.has_learned = self.is_set_up = False
         self.reader: SampleReader | None = None
-        self.own_client: int | None = None
 
     @abstractmethod
     def load(self) -> Arrays | MapStyleData:
@@ -202,13 +199,8 @@ class FederatedDataModule(LightningDataModule, ABC):
         ids = pooled_ids(data) if self.pool else data.client_train
         partitioner = self.partitioner or (IID() if ids is None else NaturalIds())
         shared, has_classes = self.y[: self.num_shared], self.num_classes > 0
-        if self.own_client is None:
-            check_partitioner(self, partitioner, has_classes, self.stratify)
-            samples, sizes = deal_samples(partitioner, shared, has_classes, self.requested_clients, rng, ids)
-        else:
-            partitioner = None
-            samples, sizes = np.arange(self.num_shared), np.zeros(self.own_client + 1, dtype=np.int64)
-            sizes[self.own_client] = self.num_shared
+        check_partitioner(self, partitioner, has_classes, self.stratify)
+        samples, sizes = deal_samples(partitioner, shared, has_classes, self.requested_clients, rng, ids)
         self.num_clients = len(sizes)
         labels = self.y.numpy() if self.stratify else None
         self.train_samples, self.validation_samples, self.test_samples = split(
@@ -226,21 +218,6 @@ class FederatedDataModule(LightningDataModule, ABC):
             self.global_test = some_test_samples(
                 self, self.global_test, self.y, self.num_classes > 0, self.global_test_size, self.partition_seed
             )
-
-    def add_clients(self, num_clients: int, num_classes: int) -> None:
-        """Adds the other clients of a deployed federation, without samples, to the only one that has some.
-
-        Args:
-            num_clients: number of all clients.
-            num_classes: number of classes in the data of all clients.
-        """
-        for name in ("train_samples", "validation_samples", "test_samples"):
-            parts: Parts = getattr(self, name)
-            sizes = torch.cat((parts.sizes, parts.sizes.new_zeros(num_clients - len(parts))))
-            setattr(self, name, Parts(parts.indices, sizes))
-        self.num_clients, self.num_classes = num_clients, num_classes
-        counts = self.class_counts()
-        self.class_shares = counts / counts.sum(dim=1, keepdim=True)
 
     def class_counts(self) -> Tensor:
         """Counts each class in each client's training and validation samples.

@@ -7,6 +7,7 @@ import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch import Tensor
 
+from fedmoe_pl.data.partitioners.all_to_one import AllToOne
 from fedmoe_pl.data.partitioners.dirichlet import Dirichlet
 from fedmoe_pl.data.partitioners.partitioner import Partitioner
 from fedmoe_pl.data.parts import Parts
@@ -40,7 +41,7 @@ def deal_samples(
     classes = y if has_classes else torch.zeros(len(y), dtype=torch.int64)
     parts = partitioner(classes.numpy(), num_clients, rng, client_ids)
     sizes = np.array([len(part) for part in parts])
-    if not sizes.all():
+    if not sizes.all() and not isinstance(partitioner, AllToOne):
         advice = f", raise alpha above {partitioner.alpha}" if isinstance(partitioner, Dirichlet) else ""
         raise MisconfigurationException(
             f"{type(partitioner).__name__} leaves client {sizes.argmin()} of {len(parts)} without training samples; "

@@ -9,6 +9,7 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import LightningModule
 
 from fedmoe_pl.data import FederatedDataModule
+from fedmoe_pl.data.partitioners.all_to_one import AllToOne
 from fedmoe_pl.rounds.configuration import configuration
 from fedmoe_pl.rounds.opt_in import set_up
 from fedmoe_pl.rounds.run_maker import RunMaker
@@ -26,7 +27,7 @@ def own_data(datamodule: FederatedDataModule, client: int, federation: RunMaker)
         raise MisconfigurationException(
             f"{name}: rotations is {datamodule.rotations}, but must be left out where a client has its own data."
         )
-    datamodule.own_client = client
+    datamodule.partitioner = AllToOne(client)
     set_up(datamodule, federation.phases, federation.seed)
     if datamodule.has_learned:
         what = "vocabulary" if datamodule.normalization is None else "mean and std"

@@ -17,6 +17,7 @@ from fedmoe_pl.algorithms.algorithm import Algorithm
 from fedmoe_pl.backends import LocalTraining, Plan, one_thread, step_after_aggregation
 from fedmoe_pl.backends.client import is_of_training, with_training_state
 from fedmoe_pl.data import FederatedDataModule
+from fedmoe_pl.data.own_client import add_clients
 from fedmoe_pl.deployment.messages import FAILED, NOT_BEGUN, UNPREPARED, BadMessageError, Message
 from fedmoe_pl.deployment.own_data import described, own_data
 from fedmoe_pl.rounds.checkpoint import FILE, KEPT, load_federation
@@ -119,7 +120,7 @@ class Participant:
         if not re.fullmatch("[0-9a-f]{32}", message.values["run"]):  # it becomes the name of a folder
             raise BadMessageError("the name of the run must be 32 hexadecimal digits")
         datamodule = copy.copy(self.datamodule)
-        datamodule.add_clients(message.values["num_clients"], message.values["num_classes"])
+        add_clients(datamodule, message.values["num_clients"], message.values["num_classes"])
         self.run = self.federation.run_of_client(self.model, datamodule, self.folder)
         self._run_name, self._phase = message.values["run"], ""
         self._remember("run", message)

@@ -14,6 +14,8 @@ from torchmetrics import Metric
 
 from fedmoe_pl.backends import Backend
 from fedmoe_pl.data import FederatedDataModule
+from fedmoe_pl.data.own_client import add_clients
+from fedmoe_pl.data.partitioners.all_to_one import AllToOne
 from fedmoe_pl.rounds.checkpoint import find_checkpoint
 from fedmoe_pl.rounds.configuration import configuration
 from fedmoe_pl.rounds.evaluation import Evaluation
@@ -133,10 +135,10 @@ class RunMaker:
         checkpoint = find_checkpoint(ckpt_path, self.runs)
         own = OwnClient.read(checkpoint)
         if own is not None and not datamodule.is_set_up:
-            datamodule.own_client = own.id
+            datamodule.partitioner = AllToOne(own.id)
         set_up(datamodule, self.phases, self.seed)
         if own is not None:
-            datamodule.add_clients(own.num_clients, own.num_classes)
+            add_clients(datamodule, own.num_clients, own.num_classes)
             attributes = {"only_client": own.id, **attributes}
         content = load_run(checkpoint, self.phases, identify(self.seed, datamodule))
         check_configuration(checkpoint, content, self.phases, configuration(self, model, datamodule), allowed)

@@ -259,9 +259,10 @@ def test_the_tutorials_mixture_of_a_configuration_is_loaded_in_one_line(tmp_path
     (expert,) = re.findall(r"^class Expert.*?(?=\n\n\n)", page, re.DOTALL | re.MULTILINE)
     (configuration,) = re.findall(r"^```yaml\n(.*?)^```", page, re.DOTALL | re.MULTILINE)
     code = "\n".join([cells[0], data.split("\n\n\ndata =")[0], "from torch import nn", expert])
-    configuration = yaml.safe_load(configuration)
+    # another test has a module of the page's name
+    configuration = yaml.safe_load(configuration.replace("my_project", "page_project"))
     configuration["model"]["init_args"]["global_expert"]["init_args"]["hidden"] = 8
     configuration["federation"]["phases"][0]["rounds"] = 1
-    paths, _ = fitted(configuration, "my_project", code, tmp_path, monkeypatch)
+    paths, _ = fitted(configuration, "page_project", code, tmp_path, monkeypatch)
     loaded = PersonalizedMoE.load_from_checkpoint(paths["FedAvg"])
     assert has_its_tensors(loaded, paths["FedAvg"]) and loaded.global_expert.classifier.in_features == 8

@@ -20,7 +20,7 @@ def quickstart(tmp_path):
 
 
 def test_the_subcommands_are_the_federation_s_commands():
-    commands = {"fit", "personalize", "validate", "test", "predict", "export", "partition", "audit"}
+    commands = {"fit", "personalize", "validate", "test", "predict", "export", "partition", "audit", "serve", "join"}
     assert set(FederationCLI.subcommands()) == commands
 
 

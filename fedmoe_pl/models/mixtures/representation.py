@@ -14,7 +14,8 @@ from fedmoe_pl.models.gates.fixed import EqualWeights, FixedGate
 from fedmoe_pl.models.gates.gate import Gate
 from fedmoe_pl.models.mixtures.architectures import Architectures
 from fedmoe_pl.models.mixtures.mixing import mix_outputs
-from fedmoe_pl.models.mixtures.mixture import MixtureOfExperts, run_once
+from fedmoe_pl.models.mixtures.mixture import MixtureOfExperts
+from fedmoe_pl.models.mixtures.run_once import run_once
 from fedmoe_pl.models.mixtures.tasks import Loss, Task
 
 

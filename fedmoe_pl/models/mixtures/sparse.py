@@ -20,7 +20,8 @@ from fedmoe_pl.models.gates.gate import Gate
 from fedmoe_pl.models.gates.proxy import ProxyGate
 from fedmoe_pl.models.layers import draw_anew, layer_without_reset
 from fedmoe_pl.models.mixtures.mixing import Mixing
-from fedmoe_pl.models.mixtures.mixture import Batch, MixtureOfExperts, run_once
+from fedmoe_pl.models.mixtures.mixture import Batch, MixtureOfExperts
+from fedmoe_pl.models.mixtures.run_once import run_once
 from fedmoe_pl.models.mixtures.tasks import Loss, Task
 from fedmoe_pl.models.normalization import SwitchNorm1d
 

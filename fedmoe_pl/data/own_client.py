@@ -1,0 +1,25 @@
+"""The data of a single client of a deployed federation, on its own machine."""
+
+from __future__ import annotations
+
+import torch
+
+from fedmoe_pl.data.datamodule import FederatedDataModule
+from fedmoe_pl.data.parts import Parts
+
+
+def add_clients(datamodule: FederatedDataModule, num_clients: int, num_classes: int) -> None:
+    """Adds the other clients of a deployed federation, without samples, to the only one that has some.
+
+    Args:
+        datamodule: the client's data, already set up; it is changed.
+        num_clients: number of all clients.
+        num_classes: number of classes in the data of all clients.
+    """
+    for name in ("train_samples", "validation_samples", "test_samples"):
+        parts: Parts = getattr(datamodule, name)
+        sizes = torch.cat((parts.sizes, parts.sizes.new_zeros(num_clients - len(parts))))
+        setattr(datamodule, name, Parts(parts.indices, sizes))
+    datamodule.num_clients, datamodule.num_classes = num_clients, num_classes
+    counts = datamodule.class_counts()
+    datamodule.class_shares = counts / counts.sum(dim=1, keepdim=True)

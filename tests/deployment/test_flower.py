@@ -1,0 +1,166 @@
+"""A federation over Flower, with TLS and keys, in processes and folders of its own; needs the extra `flower`."""
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from sklearn.datasets import load_digits
+
+pytest.importorskip("flwr", reason="needs the extra `flower`")
+pytestmark = pytest.mark.slow
+
+HERE = Path(__file__).parent
+CERTIFICATES = HERE.parents[1] / "examples/deployment/certificates.sh"
+CLIENTS = 5
+WITHIN = 900  # seconds; a machine may be busy
+
+
+def free_port() -> int:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return free.getsockname()[1]
+
+
+class Deployment:
+    """A folder with data, certificates and the processes that run in it."""
+
+    def __init__(self, folder: Path, clients: int, config: Path):
+        self.folder = folder
+        self.clients = clients
+        self.config = config
+        self.address = f"127.0.0.1:{free_port()}"
+        self.processes: dict[str, subprocess.Popen] = {}
+        digits = load_digits()
+        x, y = (digits.images / 16).astype(np.float32)[:, None], digits.target.astype(np.int64)
+        x = x.repeat(2, axis=2).repeat(2, axis=3)  # room for two convolutions
+        test = {"x_test": x[:200], "y_test": y[:200]}
+        x, y = x[200:], y[200:]
+        owner = np.random.default_rng(0).integers(0, clients, len(y))
+        np.savez(folder / "all.npz", x_train=x, y_train=y, client_train=owner, **test)
+        for client in range(clients):
+            own = owner == client
+            np.savez(folder / f"{client}.npz", x_train=x[own], y_train=y[own], **test)
+        subprocess.run(["bash", str(CERTIFICATES), str(folder / "tls"), str(clients)], check=True)
+
+    def start(self, name: str, *arguments: str) -> subprocess.Popen:
+        environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}
+        command = [sys.executable, "-m", "fedmoe_pl", *arguments]
+        with (self.folder / f"{name}.log").open("ab") as log:
+            process = subprocess.Popen(command, cwd=self.folder, stdout=log, stderr=subprocess.STDOUT, env=environment)
+        self.processes[name] = process
+        return process
+
+    def serve(self, *arguments: str) -> subprocess.Popen:
+        tls = ["--ca", "tls/ca.pem", "--certificate", "tls/server.pem", "--certificate_key", "tls/server.key"]
+        number = ["--num_clients", str(self.clients), "--address", self.address, "--client_keys", "tls/public"]
+        return self.start("server", "serve", "--config", str(self.config), *tls, *number, *arguments)
+
+    def join(self, client: int, *arguments: str, key: str = "", name: str = "") -> subprocess.Popen:
+        own = ["--client", str(client), "--data.init_args.path", f"{client}.npz", "--address", self.address]
+        own += ["--federation.default_root_dir", f"client {client}"]
+        tls = ["--ca", "tls/ca.pem", "--key", key or f"tls/client_{client}"]
+        return self.start(name or f"client {client}", "join", "--config", str(self.config), *own, *(arguments or tls))
+
+    def log(self, name: str) -> str:
+        path = self.folder / f"{name}.log"
+        return path.read_text(errors="replace") if path.is_file() else ""
+
+    def wait_for(self, name: str, text: str) -> None:
+        end = time.monotonic() + WITHIN
+        while text not in self.log(name):
+            assert self.processes[name].poll() is None, self.log(name)
+            assert time.monotonic() < end, self.log(name)
+            time.sleep(0.3)
+
+    def end(self) -> None:
+        for process in self.processes.values():
+            if process.poll() is None:
+                process.terminate()
+                process.wait(timeout=60)
+
+    def finished(self, root: str, phase: str) -> dict:
+        (path,) = (self.folder / root).glob(f"*/version_0/checkpoints/finished/{phase}.ckpt")
+        return torch.load(path, weights_only=True)["state"]
+
+
+@pytest.fixture
+def deployment(tmp_path):
+    made: list[Deployment] = []
+
+    def make(clients: int, config: Path) -> Deployment:
+        made.append(Deployment(tmp_path, clients, config))
+        return made[0]
+
+    yield make
+    for each in made:
+        each.end()
+
+
+def assert_same_as_simulation(deployed: Deployment) -> None:
+    simulation = deployed.start(
+        "simulation", "fit", "--config", str(deployed.config), "--federation.default_root_dir", "simulation"
+    )
+    assert simulation.wait(timeout=WITHIN) == 0, deployed.log("simulation")
+    for path in (deployed.folder / "simulation").glob("*/version_0/checkpoints/finished/*.ckpt"):
+        simulated, there = deployed.finished("simulation", path.stem), deployed.finished("runs", path.stem)
+        assert simulated["server"].keys() == there["server"].keys()
+        for name, tensor in simulated["server"].items():
+            assert torch.equal(tensor, there["server"][name]), (path.stem, name)
+        for client in range(deployed.clients):
+            expected = simulated["kept"].get(client, {})
+            files = there["kept"]["files"].get(client, [])
+            kept = {}
+            for phase, round, names in files:
+                pattern = f"client {client}/*/client_{client}/*/checkpoints/kept/{phase}/{client}_{round}.pt"
+                (file,) = deployed.folder.glob(pattern)
+                tensors = torch.load(file, weights_only=True)["tensors"]
+                kept |= {name: tensors[name] for name in names or tensors if name in tensors}
+            assert kept.keys() == expected.keys(), (path.stem, client)
+            assert all(torch.equal(kept[name], tensor) for name, tensor in expected.items()), (path.stem, client)
+
+
+def test_five_methods_end_with_the_bits_of_a_simulation(deployment):
+    deployed = deployment(CLIENTS, HERE / "five_methods.yaml")
+    server = deployed.serve()
+    joined = [deployed.join(client) for client in range(CLIENTS)]
+    assert server.wait(timeout=2 * WITHIN) == 0, deployed.log("server")
+    assert [process.wait(timeout=WITHIN) for process in joined] == [0] * CLIENTS
+    assert_same_as_simulation(deployed)
+
+
+def test_server_and_clients_that_are_killed_go_on_and_strangers_are_refused(deployment):
+    deployed = deployment(2, HERE / "killed.yaml")
+    server = deployed.serve()
+    deployed.join(0)
+    deployed.wait_for("server", "waiting for 2 clients")
+    of_stranger = ["ssh-keygen", "-q", "-t", "ecdsa", "-b", "384", "-N", "", "-f", str(deployed.folder / "stranger")]
+    subprocess.run(of_stranger, check=True)
+    refused = {
+        "no TLS": (deployed.join(1, "--insecure", "true", name="no TLS"), "the server at"),
+        "no key": (deployed.join(1, "--ca", "tls/ca.pem", name="no key"), "does not take this client: [code: 2001]"),
+        "stranger": (deployed.join(1, key="stranger", name="stranger"), "does not take this client: [code: 2004]"),
+    }
+    for name, (process, sentence) in refused.items():
+        assert process.wait(timeout=WITHIN) == 2, deployed.log(name)
+        assert sentence in deployed.log(name)
+    client = deployed.join(1)
+    deployed.wait_for("server", "round 2/8")
+    server.send_signal(signal.SIGKILL)
+    server.wait()
+    deployed.serve("--ckpt_path", "last")
+    deployed.wait_for("server", "Resumed from")
+    deployed.wait_for("server", "round 4/8")
+    client.send_signal(signal.SIGKILL)
+    client.wait()
+    deployed.join(1)
+    assert deployed.processes["server"].wait(timeout=WITHIN) == 0, deployed.log("server")
+    assert [deployed.processes[f"client {client}"].wait(timeout=WITHIN) for client in range(2)] == [0, 0]
+    rows = (deployed.folder / "runs/killed/version_0/rounds.csv").read_text().splitlines()
+    assert sum(row.startswith("FedPer,") for row in rows) == 8, "no round is lost or repeated"
