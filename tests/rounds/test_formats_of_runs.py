@@ -91,7 +91,9 @@ def test_every_client_s_model_is_that_of_contiguous_format_up_to_rounding(whole,
     for name in ("rounds.csv", "clients.csv"):
         for row, expected in zip(*(rows(run, name) for run in (whole, contiguous)), strict=True):
             for value, other in zip(row, expected, strict=True):
-                same = value == other if isinstance(value, str) else value == pytest.approx(other, rel=1e-9, nan_ok=True)
+                same = (
+                    value == other if isinstance(value, str) else value == pytest.approx(other, rel=1e-9, nan_ok=True)
+                )
                 assert same, "the same accuracies"
 
 
