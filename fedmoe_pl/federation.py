@@ -178,9 +178,9 @@ class Federation(RunMaker):
 
     def validate(self, model: LightningModule, datamodule: FederatedDataModule, ckpt_path: str = LAST) -> None:
         """Prints accuracy and metrics of every client's model on its validation samples, from a checkpoint."""
-        run = self._resume(model, datamodule, ckpt_path)
+        self._set_up_data(datamodule, find_checkpoint(ckpt_path, self.runs))
         check_validates(datamodule)
-        print(format_validation(evaluate_all(run)))
+        print(format_validation(evaluate_all(self._resume(model, datamodule, ckpt_path))))
 
     def test(self, model: LightningModule, datamodule: FederatedDataModule, ckpt_path: str = LAST) -> None:
         """Prints the table of test accuracies of every client's model, from a checkpoint."""

@@ -11,7 +11,6 @@ import yaml
 from helpers.configurations import REPOSITORY, shortened
 from helpers.fuzzing import all_places, chosen, expanded, malformed, misspelt
 
-import fedmoe_pl.federation
 from fedmoe_pl.cli import FederationCLI, commands
 from fedmoe_pl.cli.schema import Argument, arguments_of
 
@@ -56,7 +55,7 @@ def arguments(monkeypatch) -> dict[str, Argument]:
 
     monkeypatch.setattr("sys.argv", ["fedmoe"])
     monkeypatch.setattr(commands, "FederationCLI", OnlyFit)
-    monkeypatch.setattr(fedmoe_pl.federation, "fit", started)
+    monkeypatch.setattr("fedmoe_pl.rounds.run_maker.fit", started)
     before = signal.signal(signal.SIGPROF, timed_out)
     with pytest.raises(SystemExit):
         commands.main(["fit", "--config", "none.yaml"])

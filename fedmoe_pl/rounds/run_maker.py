@@ -133,18 +133,23 @@ class RunMaker:
     ) -> Run:
         """The run of a checkpoint, in the state in which it was saved; ``allowed`` as in ``check_configuration``."""
         checkpoint = find_checkpoint(ckpt_path, self.runs)
-        own = OwnClient.read(checkpoint)
-        if own is not None and not datamodule.is_set_up:
-            datamodule.partitioner = AllToOne(own.id)
-        set_up(datamodule, self.phases, self.seed)
-        if own is not None:
-            add_clients(datamodule, own.num_clients, own.num_classes)
-            attributes = {"only_client": own.id, **attributes}
+        attributes = {**self._set_up_data(datamodule, checkpoint), **attributes}
         content = load_run(checkpoint, self.phases, identify(self.seed, datamodule))
         check_configuration(checkpoint, content, self.phases, configuration(self, model, datamodule), allowed)
         others = {"initial": content["models"], "states": content["phases"], "rows": content["rows"]}
         others |= {"writer": content["writer"], "evaluation_clients": self.evaluation_clients, **attributes}
         return self._set_up(model, datamodule, self.phases, checkpoint.parent.parent, **others)
+
+    def _set_up_data(self, datamodule: FederatedDataModule, checkpoint: Path) -> dict[str, Any]:
+        """Sets up the data for a checkpoint's run, and returns what is special in a run of a single client."""
+        own = OwnClient.read(checkpoint)
+        if own is not None and not datamodule.is_set_up:
+            datamodule.partitioner = AllToOne(own.id)
+        set_up(datamodule, self.phases, self.seed)
+        if own is None:
+            return {}
+        add_clients(datamodule, own.num_clients, own.num_classes)
+        return {"only_client": own.id}
 
     def _set_up(
         self, model: LightningModule, datamodule: FederatedDataModule, phases: list[Phase], folder: Path, **others: Any

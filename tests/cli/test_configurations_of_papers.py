@@ -65,7 +65,7 @@ def test_configurations_that_are_not_run_pass_all_checks(path, tmp_path, monkeyp
     def stop(run):
         raise Checked
 
-    monkeypatch.setattr("fedmoe_pl.federation.fit", stop)
+    monkeypatch.setattr("fedmoe_pl.rounds.run_maker.fit", stop)
     with pytest.raises(Checked):
         main(["fit", "--config", str(short_file(path, tmp_path))])
 
