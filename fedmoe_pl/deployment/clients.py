@@ -13,6 +13,7 @@ from fedmoe_pl.deployment.messages import FAILED, NOT_BEGUN, UNPREPARED, Message
 from fedmoe_pl.rounds.kept import File, Joined, KeptByClients
 from fedmoe_pl.trees import Tree
 
+_LONGEST = 1000  # characters of a client's reason
 _TRIES = 5  # of a message to a client that has to be prepared for it
 
 
@@ -114,7 +115,12 @@ def _checked(answer: Message | None) -> Message | Failure:
         return Failure("it is not connected, or its answer did not come in time")
     if answer.kind in (UNPREPARED, NOT_BEGUN):
         return Failure("it starts again and again")
-    return Failure(str(answer.values.get("reason", ""))) if answer.kind == FAILED else answer
+    return Failure(reason_of(answer)) if answer.kind == FAILED else answer
+
+
+def reason_of(answer: Message) -> str:
+    """Why a client has failed, as it says."""
+    return " ".join(str(answer.values.get("reason", "it gives no reason")).split())[:_LONGEST]
 
 
 def files_of(kept: Mapping[int, Tree], client: int) -> list[File]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -12,6 +11,7 @@ from lightning.pytorch.utilities import rank_zero_warn
 from fedmoe_pl.algorithms.algorithm import Moment
 from fedmoe_pl.algorithms.overrides import chooses_model
 from fedmoe_pl.backends import Failure, LocalTraining, Plan
+from fedmoe_pl.deployment.answers import evaluation_of, without_values
 from fedmoe_pl.deployment.clients import Clients, files_of
 from fedmoe_pl.deployment.messages import Message
 from fedmoe_pl.deployment.plan import ClientsPlan
@@ -72,12 +72,11 @@ def evaluate_at_clients(
     messages = _about_result("evaluate", asked, training, server, kept, clients, {"round": round, "moment": moment})
     evaluations = []
     for client, answer in asked.ask(training, messages).items():
-        if isinstance(answer, Failure):
-            rank_zero_warn(f"phase '{training.phase}': client {client} is not evaluated: {answer.reason}")
-            n_train = len(training.datamodule.train_samples[client])
-            evaluations.append(ClientEvaluation(client, n_train, math.nan, math.nan, math.nan, math.nan))
-        else:
-            evaluations.append(ClientEvaluation(**{**answer.values, **answer.tensors, "client": client}))
+        evaluation = answer if isinstance(answer, Failure) else evaluation_of(answer, training, client)
+        if isinstance(evaluation, Failure):
+            rank_zero_warn(f"phase '{training.phase}': client {client} is not evaluated: {evaluation.reason}")
+            evaluation = without_values(training, client)
+        evaluations.append(evaluation)
     return evaluations
 
 
