@@ -5,7 +5,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from helpers.deployed import Passing, deploy, participants
+from helpers.deployed import Changing, Passing, deploy, participants, with_values
 from helpers.methods import METHODS, data
 
 from fedmoe_pl.backends import TrainerBackend
@@ -15,33 +15,12 @@ CLIENT = 1
 OF_TRAINER = {"backend": TrainerBackend()}
 
 
-class Hostile:
-    """A participant whose answers of one kind are changed, or all but the first ones."""
-
-    def __init__(self, participant, kind, change, after=0):
-        self.participant = participant
-        self.kind = kind
-        self.change = change
-        self.after = after
-
-    def answer(self, message):
-        answer = self.participant.answer(message)
-        if message.kind != self.kind:
-            return answer
-        self.after -= 1
-        return answer if self.after >= 0 else self.change(answer)
-
-
-def with_hostile(name, tmp_path, kind, change, after=0):
+def with_hostile(name, tmp_path, kind, change):
     """Deploys the first phase of a method with a client that is hostile; returns the federation."""
     method = replace(METHODS[name], phases=lambda: [replace(METHODS[name].phases()[0], evaluate=True)])
     all_of_them = participants(method, data(), tmp_path, **OF_TRAINER)
-    all_of_them[CLIENT] = Hostile(all_of_them[CLIENT], kind, change, after)
+    all_of_them[CLIENT] = Changing(all_of_them[CLIENT], kind, change)
     return deploy(method, data(), tmp_path, Passing(all_of_them), **OF_TRAINER)
-
-
-def values(**changed):
-    return lambda answer: Message(answer.kind, {**answer.values, **changed}, answer.tensors)
 
 
 def without(key):
@@ -60,14 +39,14 @@ def state_of(federation):
 NO_EVALUATION = [
     lambda answer: Message("kept", answer.values),
     lambda answer: Message(answer.kind),
-    values(unknown=1),
+    with_values(unknown=1),
     without("global_test"),
-    values(local_test="high"),
-    values(global_test=1.5),
-    values(local_test_held_out=True),
-    values(metrics={"f1": 1.0}),
-    values(metrics=[]),
-    values(has_global_expert=None),
+    with_values(local_test="high"),
+    with_values(global_test=1.5),
+    with_values(local_test_held_out=True),
+    with_values(metrics={"f1": 1.0}),
+    with_values(metrics=[]),
+    with_values(has_global_expert=None),
     tensors(lambda _: {"gate_weights": torch.zeros(3)}),
 ]
 
@@ -84,8 +63,8 @@ def test_an_evaluation_that_is_none(change, tmp_path):
 @pytest.mark.parametrize(
     ("change", "reason"),
     [
-        (values(weight=-1.0), r"its weight is -1\.0"),
-        (values(weight=True), "its answer is no update"),
+        (with_values(weight=-1.0), r"its weight is -1\.0"),
+        (with_values(weight=True), "its answer is no update"),
         (tensors(lambda tree: dict([*tree.items()][1:])), "its update has no global_expert"),
         (tensors(lambda tree: {**tree, "local_expert.unknown": torch.zeros(1)}), "its local_expert.unknown is not as"),
         (lambda answer: Message("failed", {"reason": ["no", {"text": 1}]}), r"\['no'"),
@@ -107,7 +86,7 @@ def test_an_update_with_which_the_algorithm_cannot_compute(tmp_path):
     assert state_of(federation).failed
 
 
-@pytest.mark.parametrize("change", [values(keeps=None), without("keeps"), lambda answer: Message("update", {})])
+@pytest.mark.parametrize("change", [with_values(keeps=None), without("keeps"), lambda answer: Message("update", {})])
 def test_a_step_that_is_none(change, tmp_path):
     reason = f"client {CLIENT} is left out: its answer does not say whether it keeps anything"
     with pytest.warns(UserWarning, match=reason):
