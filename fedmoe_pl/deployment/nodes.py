@@ -13,7 +13,7 @@ from fedmoe_pl.deployment.messages import Message
 
 LOOK = 0.1
 """Seconds between two looks for messages."""
-_DESCRIBED_WITHIN = 60.0
+_DESCRIBED_WITHIN = 300.0  # with the commands of Flower, each message starts a process that imports PyTorch
 
 
 class NodesTransport(Transport):
