@@ -86,10 +86,10 @@ def write_inputs(folder: Path, clients: int, rounds: int) -> None:
 def run(folder: Path, clients: int) -> None:
     """Runs the simulation, then the deployment; in a network namespace of its own."""
 
-    def start(name: str, *arguments: str, before: tuple[str, ...] = ()) -> subprocess.Popen[bytes]:
+    def start(name: str, kind: str, *arguments: str, before: tuple[str, ...] = ()) -> subprocess.Popen[bytes]:
         environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}
         environment["PYTHONPATH"] = os.pathsep.join([str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")])
-        command = [*before, sys.executable, "-m", "fedmoe_pl", *arguments, "--config", "run.yaml"]
+        command = [*before, sys.executable, "-m", "fedmoe_pl", kind, "--config", "run.yaml", *arguments]
         with (folder / f"{name}.log").open("wb") as log:
             return subprocess.Popen(command, cwd=folder, stdout=log, stderr=subprocess.STDOUT, env=environment)
 
@@ -108,8 +108,8 @@ def run(folder: Path, clients: int) -> None:
             check(*place, "ip", "addr", "add", address, "dev", LINK)
             check(*place, "ip", "link", "set", LINK, "up")
         check(*there, "ip", "link", "set", "lo", "up")
-        arguments = ["serve", "--num_clients", str(clients), "--address", "0.0.0.0:8000", "--insecure", "true"]
-        server = start("server", *arguments)
+        arguments = ["--num_clients", str(clients), "--address", "0.0.0.0:8000", "--insecure", "true"]
+        server = start("server", "serve", *arguments)
         joined = []
         for client in range(clients):
             own = ["--client", str(client), "--data.init_args.path", f"{client}.npz", "--insecure", "true"]
