@@ -110,7 +110,7 @@ class Plan(ABC):
         """
         yield from job(self, server, groups, kept)
 
-    def requests(self, clients: Sequence[int], kept: Mapping[int, Tree], round: int) -> dict[int, Tree]:
+    def requests(self, server: Tree, clients: Sequence[int], kept: Mapping[int, Tree], round: int) -> dict[int, Tree]:
         """What clients ask the server for before their training, by client; arguments as in :meth:`train`."""
         algorithm = self.training.algorithm
         if not overrides(algorithm, "client_request"):  # then what clients keep, perhaps on disk, need not be read

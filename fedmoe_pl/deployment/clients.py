@@ -5,14 +5,18 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
+from typing import Any
 
+from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch import Tensor
 
 from fedmoe_pl.backends import Failure, LocalTraining
 from fedmoe_pl.deployment.messages import FAILED, NOT_BEGUN, UNPREPARED, Message
 from fedmoe_pl.rounds.kept import File, Joined, KeptByClients
+from fedmoe_pl.rounds.state import PhaseState
 from fedmoe_pl.trees import Tree
 
+_LONGEST = 1000  # characters of a client's reason
 _TRIES = 5  # of a message to a client that has to be prepared for it
 
 
@@ -49,19 +53,22 @@ class Clients:
 
     Args:
         transport: reaches them.
-        num_clients: number of clients.
+        descriptions: what each of them has said of itself, by id.
         num_classes: number of classes of their data.
 
     Attributes:
         name: the run's name, which no other run has.
+        states: the states of the run's phases that have begun.
         needed: the files of a client that the run still needs.
     """
 
-    def __init__(self, transport: Transport, num_clients: int, num_classes: int) -> None:
+    def __init__(self, transport: Transport, descriptions: Mapping[int, dict[str, Any]], num_classes: int) -> None:
         self.transport = transport
+        self.descriptions = descriptions
+        self.states: Mapping[str, PhaseState] = {}
         self.name = ""
         self.needed: Callable[[int], list[tuple[str, int]]] = lambda client: []
-        self.num_clients = num_clients
+        self.num_clients = len(descriptions)
         self.num_classes = num_classes
 
     def __iter__(self) -> Iterator[int]:
@@ -76,6 +83,9 @@ class Clients:
 
         Returns:
             Each client's answer, or why there is none, in the order of ``messages``.
+
+        Raises:
+            MisconfigurationException: before the end of the first round, if the configuration does not fit a client.
         """
         seconds, answers, pending = training.client_timeout, dict[int, Message](), [*messages]
         messages = {
@@ -98,23 +108,32 @@ class Clients:
             pending = [client for client, answer in prepared.items() if answer.kind != FAILED]
             if not pending:
                 break
-        return {client: _checked(answers.get(client)) for client in messages}
+        return {client: self._checked(client, answers.get(client)) for client in messages}
 
     def _preparation(self, kind: str, training: LocalTraining, client: int) -> Message:
         """What a client needs that has restarted, or that comes from another phase."""
         if kind == UNPREPARED:
             values = {"num_clients": self.num_clients, "num_classes": self.num_classes}
+            values |= {"description": self.descriptions[client]}
             return Message("prepare", {"run": self.name, **values})
         values = {"phase": training.phase, "rounds_before": training.rounds_before}
         return Message("begin", {"run": self.name, **values}, training.of(client).initial)
 
+    def _checked(self, client: int, answer: Message | None) -> Message | Failure:
+        if answer is None:
+            return Failure("it is not connected, or its answer did not come in time")
+        if answer.kind in (UNPREPARED, NOT_BEGUN):
+            return Failure("it starts again and again")
+        if answer.kind != FAILED:
+            return answer
+        if answer.values.get("is_configuration") is True and not any(state.round for state in self.states.values()):
+            raise MisconfigurationException(f"client {client}: {reason_of(answer)}")
+        return Failure(reason_of(answer))
 
-def _checked(answer: Message | None) -> Message | Failure:
-    if answer is None:
-        return Failure("it is not connected, or its answer did not come in time")
-    if answer.kind in (UNPREPARED, NOT_BEGUN):
-        return Failure("it starts again and again")
-    return Failure(str(answer.values.get("reason", ""))) if answer.kind == FAILED else answer
+
+def reason_of(answer: Message) -> str:
+    """Why a client has failed, as it says."""
+    return " ".join(str(answer.values.get("reason", "it gives no reason")).split())[:_LONGEST]
 
 
 def files_of(kept: Mapping[int, Tree], client: int) -> list[File]:

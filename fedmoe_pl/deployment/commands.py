@@ -48,6 +48,21 @@ def run_server(
         raise MisconfigurationException(f"serve: num_clients is {num_clients}, but must be at least 1.")
     check_phases(federation.phases)
     flower, flower_server = _flower("serve", "flower"), _flower("serve", "flower_server")
+    security, keys = _security_of_server(address, files, insecure)
+    with flower_server.superlink(federation.runs / "flower", address, security, keys) as grid:
+        transport = flower.FlowerTransport(grid)
+        rank_zero_info(f"serve: waiting for {num_clients} clients at {address}.")
+        results = serve(federation, model, datamodule, transport, num_clients, ckpt_path)
+        transport.ask({client: Message("end") for client in range(num_clients)}, 30)
+    return results
+
+
+def _security_of_server(address: str, files: dict[str, str | None], insecure: bool) -> tuple[Security, Path | None]:
+    """Certificates of the server, and the folder of its clients' keys; arguments as in :func:`run_server`.
+
+    Raises:
+        MisconfigurationException: if some are missing, or contradict each other.
+    """
     host, _ = split_address(address)
     tls = ("ca", "certificate", "certificate_key")
     given = [name for name in tls if files[name] is not None]
@@ -66,12 +81,7 @@ def run_server(
     keys = paths["client_keys"]
     if keys is not None and not [*keys.glob("*.pub")]:
         raise MisconfigurationException(f"serve: client_keys is '{keys}', but must be a folder with files *.pub.")
-    with flower_server.superlink(federation.runs / "flower", address, security, keys) as grid:
-        transport = flower.FlowerTransport(grid)
-        rank_zero_info(f"serve: waiting for {num_clients} clients at {address}.")
-        results = serve(federation, model, datamodule, transport, num_clients, ckpt_path)
-        transport.ask({client: Message("end") for client in range(num_clients)}, 30)
-    return results
+    return security, keys
 
 
 def run_client(

@@ -27,8 +27,9 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities import rank_zero_info
 
 from fedmoe_pl.deployment.connection import Security, free_port, tls_context
-from fedmoe_pl.deployment.flower import LOOK, packed, unpacked
+from fedmoe_pl.deployment.flower import packed, unpacked
 from fedmoe_pl.deployment.messages import BadMessageError, Message
+from fedmoe_pl.deployment.nodes import LOOK
 from fedmoe_pl.deployment.processes import child, reason_in
 
 # Flower refuses a node for a minute after its process was killed, because it still counts as connected
@@ -133,7 +134,7 @@ def _answer_tasks(process: subprocess.Popen[bytes], address: str, answer: Callab
         if not task.token:
             time.sleep(LOOK)
         elif _answer_task(connect(RuntimeTokenHttpInterceptor(task.token)), answer):
-            time.sleep(1)  # for the answer to reach the server
+            time.sleep(3)  # for the answer to reach the server
             return True
     return False
 

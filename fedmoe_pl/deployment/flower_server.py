@@ -33,7 +33,7 @@ from flwr.superlink.grid import HttpGrid
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 
 from fedmoe_pl.deployment.connection import Security, split_address, tls_context
-from fedmoe_pl.deployment.flower import LOOK
+from fedmoe_pl.deployment.nodes import LOOK
 from fedmoe_pl.deployment.processes import child, reason_in
 
 _LINK_STARTS_WITHIN = 120.0

@@ -50,10 +50,18 @@ class Message:
         """
         try:
             read = torch.load(io.BytesIO(content), weights_only=True, map_location="cpu")
-            message = cls(read["kind"], read["values"], read["tensors"])
+            tensors = {name: tensor.detach() for name, tensor in read["tensors"].items()}
+            message = cls(read["kind"], read["values"], tensors)
         except Exception as error:  # of other bytes, torch.load may raise anything
             raise BadMessageError("the bytes are no message") from error
-        of_tensors = isinstance(message.tensors, dict) and all(isinstance(t, Tensor) for t in message.tensors.values())
-        if not (isinstance(message.kind, str) and isinstance(message.values, dict) and of_tensors):
+        is_dict = isinstance(message.values, dict)
+        has_names = is_dict and all(isinstance(name, str) for name in (*message.values, *message.tensors))
+        of_tensors = all(_is_plain(tensor) for tensor in message.tensors.values())
+        if not (isinstance(message.kind, str) and has_names and of_tensors):
             raise BadMessageError("the bytes are no message")
         return message
+
+
+def _is_plain(tensor: Any) -> bool:
+    """Whether it is a tensor with its values in memory, neither sparse nor without data."""
+    return isinstance(tensor, Tensor) and tensor.layout == torch.strided and tensor.device.type == "cpu"

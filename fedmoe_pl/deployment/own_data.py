@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import LightningModule
+from torch import Tensor
 
 from fedmoe_pl.data import FederatedDataModule
 from fedmoe_pl.data.partitioners.all_to_one import AllToOne
 from fedmoe_pl.rounds.configuration import configuration
 from fedmoe_pl.rounds.opt_in import set_up
+from fedmoe_pl.rounds.outputs import described_batches
 from fedmoe_pl.rounds.run_maker import RunMaker
 
 
@@ -20,7 +23,7 @@ def own_data(datamodule: FederatedDataModule, client: int, federation: RunMaker)
 
     Raises:
         MisconfigurationException: if the data module divides images by rotation, or learns from the data what all
-            clients must have in common.
+            clients must have in common, or its batches are no pairs of tensors.
     """
     name = type(datamodule).__name__
     if datamodule.rotations is not None:
@@ -34,7 +37,22 @@ def own_data(datamodule: FederatedDataModule, client: int, federation: RunMaker)
         raise MisconfigurationException(
             f"{name}: {what} must be given in a deployed federation, because each client would compute its own."
         )
+    if not all(isinstance(tensor, Tensor) for tensor in _first_sample(datamodule)):
+        raise MisconfigurationException(
+            f"{name}: collate_fn gives {described_batches(datamodule)}, but must give pairs of tensors in a deployed "
+            "federation, because the server knows no other samples."
+        )
     return datamodule
+
+
+def _first_sample(datamodule: FederatedDataModule) -> Sequence[Any]:
+    """Input and target of the first sample, each as a batch of one; nothing certain if batches are no pairs."""
+    if datamodule.reader is None:
+        return datamodule.x[:1], datamodule.y[:1]
+    (batch,) = datamodule.batches(torch.arange(1))
+    if not datamodule.has_pairs:
+        return [None]
+    return batch[0], datamodule.y[:1] if datamodule.num_classes else batch[1]
 
 
 def described(
@@ -42,7 +60,7 @@ def described(
 ) -> dict[str, Any]:
     """What a client tells the server of its data: sizes, the shape and type of a sample, the number of classes."""
     parts = datamodule.train_samples, datamodule.validation_samples, datamodule.test_samples
-    x, y = datamodule.x[:1], datamodule.y[:1]
+    x, y = _first_sample(datamodule)
     return {
         "client": client,
         "sizes": [len(part[client]) for part in parts],

@@ -10,6 +10,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
+from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import LightningModule
 
 from fedmoe_pl.aggregation.aggregation import PREFIX
@@ -18,12 +19,13 @@ from fedmoe_pl.backends import LocalTraining, Plan, one_thread, step_after_aggre
 from fedmoe_pl.backends.client import is_of_training, with_training_state
 from fedmoe_pl.data import FederatedDataModule
 from fedmoe_pl.data.own_client import add_clients
+from fedmoe_pl.deployment.descriptions import check_same
 from fedmoe_pl.deployment.messages import FAILED, NOT_BEGUN, UNPREPARED, BadMessageError, Message
 from fedmoe_pl.deployment.own_data import described, own_data
 from fedmoe_pl.rounds.checkpoint import FILE, KEPT, load_federation
 from fedmoe_pl.rounds.evaluate import evaluate_clients
 from fedmoe_pl.rounds.evaluation import ClientEvaluation, Evaluation
-from fedmoe_pl.rounds.kept import read_kept, remove_others, write_kept
+from fedmoe_pl.rounds.kept import File, read_kept, remove_others, write_kept
 from fedmoe_pl.rounds.own_client import OwnClient
 from fedmoe_pl.rounds.run import Run
 from fedmoe_pl.rounds.run_maker import RunMaker
@@ -84,9 +86,12 @@ class Participant:
             if message.kind not in ("describe", "prepare", "begin") and not self._is_in(message, "phase"):
                 return Message(NOT_BEGUN)
             if "needed" in message.values:
-                remove_others(self._files / KEPT, self.client, message.values["needed"])
+                needed = [self._file(*file)[:2] for file in message.values["needed"]]
+                remove_others(self._files / KEPT, self.client, needed)
             with one_thread():
                 return answers[message.kind](message)
+        except MisconfigurationException as error:
+            return Message(FAILED, {"reason": str(error), "is_configuration": True})
         except Exception as error:
             return Message(FAILED, {"reason": " ".join(f"{type(error).__name__}: {error}".split())})
 
@@ -119,6 +124,8 @@ class Participant:
         """Makes the run, now that the number of clients and classes of the federation is known."""
         if not re.fullmatch("[0-9a-f]{32}", message.values["run"]):  # it becomes the name of a folder
             raise BadMessageError("the name of the run must be 32 hexadecimal digits")
+        now = described(self.federation, self.model, self.datamodule, self.client)
+        check_same(now, message.values["description"], [phase.name for phase in self.federation.phases])
         datamodule = copy.copy(self.datamodule)
         add_clients(datamodule, message.values["num_clients"], message.values["num_classes"])
         self.run = self.federation.run_of_client(self.model, datamodule, self.folder)
@@ -163,17 +170,31 @@ class Participant:
         assert self._plan is not None
         return self._plan.training
 
-    def _kept(self, message: Message, key: str = "kept") -> Tree:
+    def _file(self, phase: Any, round: Any, names: Any = None) -> File:
+        """A file that a message names: its phase becomes the name of a folder, its round that of a file.
+
+        Raises:
+            BadMessageError: if the run has no such phase, or the others are no number and no names.
+        """
+        if self.run is None or phase not in [each.name for each in self.run.phases]:
+            raise BadMessageError(f"the run has no phase {phase!r}")
+        if type(round) is not int or round < 0:
+            raise BadMessageError(f"a round is {round!r}, but must be a number")
+        if names is not None and not (isinstance(names, list) and all(isinstance(name, str) for name in names)):
+            raise BadMessageError("the names of tensors must be texts")
+        return phase, round, names
+
+    def _kept(self, message: Message) -> Tree:
         """What the client kept, from the files that the message names."""
         tree: Tree = {}
-        for phase, round, names in message.values[key]:
+        for phase, round, names in [self._file(*file) for file in message.values["kept"]]:
             tree |= read_kept(self._files / KEPT, phase, self.client, round, names)
         return tree
 
     def _keep(self, message: Message, tree: Tree) -> bool:
         """Writes what the client keeps from now on; returns whether it keeps anything."""
         if tree:
-            phase, round = message.values["keep"]
+            phase, round, _ = self._file(*message.values["keep"])
             if phase != self._phase:
                 raise BadMessageError(f"phase '{phase}' is not that of the message, '{self._phase}'")
             write_kept(self._files / KEPT, phase, self.client, round, tree)
@@ -205,7 +226,7 @@ class Participant:
             training, message.tensors, of_client, values["round"], values["moment"], [self.client]
         )
         weights = evaluation.gate_weights
-        found = {**asdict(replace(evaluation, gate_weights=None, gate_labels=None))}
+        found = asdict(replace(evaluation, gate_weights=None, gate_labels=None))
         # only their mean leaves the client: single weights would tell of single samples
         tensors = {} if weights is None else {"gate_weights": weights.double().mean(0, keepdim=True)}
         return Message("evaluation", found, tensors)
@@ -225,9 +246,11 @@ class Participant:
             finished=True,
             **message.values["state"],
         )
-        self.run.states = {**self.run.states, self._phase: state}
+        states = {**self.run.states, self._phase: state}
+        # in the order of the phases, although an earlier one may come late
+        self.run.states = {phase.name: states[phase.name] for phase in self.run.phases if phase.name in states}
         self.run.save()
-        return Message("finished")
+        return Message("finished", {"phases": [*states]})
 
     def _read(self, message: Message) -> Message:
         """What the client keeps, for an exchange with other clients; not the state of its optimizer."""

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
+from lightning.pytorch.utilities import rank_zero_warn
+
 from fedmoe_pl.aggregation.aggregation import PREFIX
 from fedmoe_pl.algorithms.client import Update
 from fedmoe_pl.algorithms.overrides import overrides
@@ -13,12 +15,11 @@ from fedmoe_pl.backends import (
     Failure,
     GroupUpdate,
     LocalTraining,
-    NotFiniteError,
     Plan,
-    check_finite,
     one_thread,
 )
 from fedmoe_pl.backends.backend import group_update
+from fedmoe_pl.deployment.answers import cannot_be_used, kept_of, problem_of, update_of
 from fedmoe_pl.deployment.clients import AtClient, Clients, files_of
 from fedmoe_pl.deployment.messages import Message
 from fedmoe_pl.rounds.kept import EXCHANGED, STEPPED
@@ -60,18 +61,29 @@ class ClientsPlan(Plan):
         """One client per group."""
         return [[client] for client in cohort]
 
-    def requests(self, clients: Sequence[int], kept: Mapping[int, Tree], round: int) -> dict[int, Tree]:
-        """Asks the clients, if the algorithm has requests; one that does not answer asks for nothing."""
+    def requests(self, server: Tree, clients: Sequence[int], kept: Mapping[int, Tree], round: int) -> dict[int, Tree]:
+        """Asks the clients, if the algorithm has requests; one without a request that can be met asks for nothing."""
         if not overrides(self.training.algorithm, "client_request"):
             return {client: {} for client in clients}
         answers = self._ask("request", {client: {} for client in clients}, kept, round)
-        return {client: {} if isinstance(answer, Failure) else answer.tensors for client, answer in answers.items()}
+        requests = {}
+        for client, answer in answers.items():
+            requests[client] = {} if isinstance(answer, Failure) else answer.tensors
+            try:
+                self.training.algorithm.server_send(server, client, requests[client])
+            except Exception as error:  # whatever a client has sent
+                rank_zero_warn(f"client {client}: {cannot_be_used('request', error).reason}.")
+                requests[client] = {}
+        return requests
 
     def train(self, server: Tree, cohort: Sequence[int], kept: Mapping[int, Tree], round: int) -> Iterator[GroupUpdate]:
         """Sends each client what the algorithm sends it, and yields their updates in the cohort's order."""
         answers = self._ask("train", self.sent(server, cohort, kept, round), kept, round, keep=round + 1)
+        accepted: Update | None = None
         for client, answer in answers.items():
-            yield group_update(self.training, [client], [self._update(client, answer)])
+            update = answer if isinstance(answer, Failure) else self._tried(server, client, answer, accepted)
+            accepted = accepted or (update if isinstance(update, Update) else None)
+            yield group_update(self.training, [client], [update])
 
     def train_groups(
         self, server: Tree, groups: Sequence[Sequence[int]], kept: Mapping[int, Tree], round: int
@@ -86,28 +98,34 @@ class ClientsPlan(Plan):
         keep = STEPPED + round + 1
         answers = self._ask("step", self.sent(server, clients, kept, round), kept, round, keep)
         for client, answer in answers.items():
-            yield client, answer if isinstance(answer, Failure) else AtClient(answer.values["keeps"])
+            yield client, answer if isinstance(answer, Failure) else kept_of(answer)
 
     def exchange(
         self, server: Tree, kept: Mapping[int, Tree], failed: Collection[int], round: int
     ) -> Iterator[tuple[int, Tree, Tree]]:
         """Collects what the clients keep, lets the algorithm exchange it, and hands each client what it keeps now."""
         answers = self._ask("read", {client: {} for client in kept if client not in failed}, kept, round)
-        trees = {client: answer.tensors for client, answer in answers.items() if isinstance(answer, Message)}
-        exchanged, received = {}, {}
-        for client, tree, from_others in self.training.algorithm.exchange(server, trees, round):
-            exchanged[client], received[client] = tree, from_others
+        trees = self._trees(answers)
+        try:
+            exchanges = [*self.training.algorithm.exchange(server, trees, round)]
+        except Exception as error:  # whatever clients have sent
+            reason = cannot_be_used("tensors", error).reason.removeprefix("its ")
+            rank_zero_warn(f"round {round + 1}: clients exchange nothing, because {reason}.")
+            return
+        received = {client: from_others for client, _, from_others in exchanges}
+        exchanged = {client: tree for client, tree, _ in exchanges}
         written = self._ask("write", exchanged, kept, round, keep=EXCHANGED + round + 1)
         for client, answer in written.items():
-            if isinstance(answer, Message):  # the others keep what they kept
-                yield client, AtClient(answer.values["keeps"]), received[client]
+            keeps = answer if isinstance(answer, Failure) else kept_of(answer)
+            if isinstance(keeps, AtClient):  # the others keep what they kept
+                yield client, keeps, received[client]
 
     def sent(self, server: Tree, clients: Sequence[int], kept: Mapping[int, Tree], round: int) -> dict[int, Tree]:
         """What each client receives: the answer to its request, and what the aggregation adds."""
         added = {name: tensor for name, tensor in server.items() if name.startswith(PREFIX)}
         added = {} if self.training.aggregation is None else added
         sent = {}
-        for client, request in self.requests(clients, kept, round).items():
+        for client, request in self.requests(server, clients, kept, round).items():
             with one_thread():
                 sent[client] = {**self.training.algorithm.server_send(server, client, request), **added}
         return sent
@@ -123,21 +141,29 @@ class ClientsPlan(Plan):
         }
         return self.clients.ask(self.training, messages)
 
-    def _update(self, client: int, answer: Message | Failure) -> Update | Failure:
-        """A client's update; a failure if it is not one that the server can use."""
-        if isinstance(answer, Failure):
-            return answer
-        weight, keeps = answer.values.get("weight"), answer.values.get("keeps")
-        if answer.kind != "update" or not isinstance(weight, int | float) or not isinstance(keeps, bool):
-            return Failure("its answer is no update")
-        initial = self.training.initial
-        for name, tensor in answer.tensors.items():
-            known = initial.get(name)
-            if "/" not in name and (known is None or known.shape != tensor.shape or known.dtype != tensor.dtype):
-                return Failure(f"its {name} is not as in the server's model")
+    def _tried(self, server: Tree, client: int, answer: Message, accepted: Update | None) -> Update | Failure:
+        """A client's update; a failure if the server cannot compute with it, alone or beside an accepted one."""
+        algorithm, aggregation = self.training.algorithm, self.training.aggregation
         try:
-            check_finite([answer.tensors], weight, initial)
-        except NotFiniteError as error:
-            return Failure(str(error))
-        update, aggregation = Update(answer.tensors, weight, AtClient(keeps)), self.training.aggregation
-        return update if aggregation is None else aggregation.of_remote_client(client, update)
+            update = update_of(answer, self.training, client)
+            if isinstance(update, Failure):
+                return update
+            with one_thread():
+                combined = (aggregation or algorithm).combine(accepted, update) if accepted else update
+                if aggregation is None:
+                    algorithm.server_update(server, combined)
+        except Exception as error:  # whatever a client has sent
+            return cannot_be_used("update", error)
+        return update
+
+    def _trees(self, answers: Mapping[int, Message | Failure]) -> dict[int, Tree]:
+        """What clients sent for an exchange; warns of tensors that cannot be those that a client keeps."""
+        trees = {}
+        for client, answer in answers.items():
+            if isinstance(answer, Failure):
+                continue
+            if reason := problem_of(answer.tensors, 1, self.training.of(client).initial):
+                rank_zero_warn(f"client {client} is left out of the exchange: {reason}.")
+            else:
+                trees[client] = answer.tensors
+        return trees

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -12,6 +11,7 @@ from lightning.pytorch.utilities import rank_zero_warn
 from fedmoe_pl.algorithms.algorithm import Moment
 from fedmoe_pl.algorithms.overrides import chooses_model
 from fedmoe_pl.backends import Failure, LocalTraining, Plan
+from fedmoe_pl.deployment.answers import evaluation_of, without_values
 from fedmoe_pl.deployment.clients import Clients, files_of
 from fedmoe_pl.deployment.messages import Message
 from fedmoe_pl.deployment.plan import ClientsPlan
@@ -72,12 +72,11 @@ def evaluate_at_clients(
     messages = _about_result("evaluate", asked, training, server, kept, clients, {"round": round, "moment": moment})
     evaluations = []
     for client, answer in asked.ask(training, messages).items():
-        if isinstance(answer, Failure):
-            rank_zero_warn(f"phase '{training.phase}': client {client} is not evaluated: {answer.reason}")
-            n_train = len(training.datamodule.train_samples[client])
-            evaluations.append(ClientEvaluation(client, n_train, math.nan, math.nan, math.nan, math.nan))
-        else:
-            evaluations.append(ClientEvaluation(**{**answer.values, **answer.tensors, "client": client}))
+        evaluation = answer if isinstance(answer, Failure) else evaluation_of(answer, training, client)
+        if isinstance(evaluation, Failure):
+            rank_zero_warn(f"phase '{training.phase}': client {client} is not evaluated: {evaluation.reason}")
+            evaluation = without_values(training, client)
+        evaluations.append(evaluation)
     return evaluations
 
 
@@ -92,18 +91,31 @@ class HandOver(FederationCallback):
         self.clients = clients
 
     def on_phase_end(self, run: Run, phase: Phase, evaluation: Evaluation | None) -> None:
-        """Sends the result to all clients; those that are away do not get it."""
+        """Sends the result to all clients, and those of earlier phases to clients that were away then."""
+        held = self._send(run, phase, range(self.clients.num_clients))
+        for earlier in run.phases:
+            if earlier.name in run.states and run.states[earlier.name].finished and earlier is not phase:
+                self._send(run, earlier, [client for client, phases in held.items() if earlier.name not in phases])
+
+    def _send(self, run: Run, phase: Phase, clients: Sequence[int]) -> dict[int, list[str]]:
+        """Sends a phase's result to clients; returns the phases whose results they have, by client that has it."""
+        if not clients:
+            return {}
         state, training = run.states[phase.name], run.training(phase)
         of_state = {name: getattr(state, name) for name in ("round", "stopped", "best_round")}
         values = {"round": state.round, "state": of_state}
-        messages = _about_result(
-            "finish", self.clients, training, state.server, state.kept, range(self.clients.num_clients), values
-        )
+        messages = _about_result("finish", self.clients, training, state.server, state.kept, clients, values)
         for client, message in messages.items():
             message.values["evaluations"] = [_of_client(each, client) for each in state.evaluations]
+        held = {}
         for client, answer in self.clients.ask(training, messages).items():
-            if isinstance(answer, Failure):
-                rank_zero_warn(f"{phase}: client {client} has not got the result: {answer.reason}")
+            phases = None if isinstance(answer, Failure) else answer.values.get("phases")
+            if isinstance(phases, list):
+                held[client] = phases
+            else:
+                reason = answer.reason if isinstance(answer, Failure) else "its answer is none"
+                rank_zero_warn(f"{phase}: client {client} has not got the result: {reason}")
+        return held
 
 
 def _of_client(evaluation: Evaluation, client: int) -> dict[str, Any]:

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import math
-import time
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from functools import partial
 from typing import Any, NoReturn
 
@@ -26,18 +24,18 @@ from fedmoe_pl.callbacks import (
 from fedmoe_pl.data import FederatedDataModule
 from fedmoe_pl.data.parts import Parts
 from fedmoe_pl.deployment.clients import Clients, Transport
-from fedmoe_pl.deployment.messages import FAILED, Message
+from fedmoe_pl.deployment.descriptions import read_descriptions, wait_for, write_descriptions
 from fedmoe_pl.deployment.plan import ClientsBackend
 from fedmoe_pl.deployment.results import HandOver, evaluate_at_clients
 from fedmoe_pl.deployment.store import ClientsStore
-from fedmoe_pl.rounds.configuration import changes, configuration
+from fedmoe_pl.rounds.checkpoint import find_checkpoint
+from fedmoe_pl.rounds.configuration import configuration
 from fedmoe_pl.rounds.evaluation import Evaluation
 from fedmoe_pl.rounds.phase import Phase
 from fedmoe_pl.rounds.run import Run
 from fedmoe_pl.rounds.run_maker import RunMaker
 from fedmoe_pl.rounds.writing import replacing
 
-_SECONDS_BETWEEN_LOOKS = 2.0
 _NEED_DATA = (PartitionMonitor, ClientCheckpoint, RepresentationMonitor)
 
 
@@ -68,35 +66,6 @@ def check_phases(phases: Sequence[Phase]) -> None:
 def _asks_clients(phase: Phase) -> bool:
     """Whether ``server_begin`` uses the clients."""
     return overrides(phase.algorithm, "server_begin") and phase.algorithm.server_begin_asks_clients
-
-
-def check_descriptions(
-    descriptions: Mapping[int, dict[str, Any]], configuration: dict[str, str], phases: Sequence[Phase]
-) -> None:
-    """Refuses clients whose data or settings do not fit together.
-
-    Args:
-        descriptions: what the clients say of themselves, by id.
-        configuration: that of the server.
-        phases: the server's phases.
-
-    Raises:
-        MisconfigurationException: if they differ in what all must have in common.
-    """
-    first = min(descriptions)
-    for client, description in descriptions.items():
-        for change in changes(configuration, description["configuration"], [phase.name for phase in phases]):
-            if not change.key.startswith("data"):
-                raise MisconfigurationException(
-                    f"client {client}: {change.key} is {change.new}, but must be {change.old}, as on the server."
-                )
-        for key in ("shape", "dtype", "target_shape", "target_dtype", "normalization"):
-            value, expected = description[key], descriptions[first][key]
-            if value != expected:
-                raise MisconfigurationException(
-                    f"client {client}: the {key.replace('_', ' ')} of its samples is {value}, but must be {expected}, "
-                    f"as client {first}'s."
-                )
 
 
 class StandIn(FederatedDataModule):
@@ -167,6 +136,8 @@ def serve(
 ) -> dict[str, Evaluation]:
     """Runs all phases with clients on other machines, once all of them have described their data.
 
+    A run that is continued knows the descriptions, and waits for nobody.
+
     Args:
         federation: the settings.
         model: the initial model.
@@ -179,10 +150,11 @@ def serve(
         MisconfigurationException: before any training, if phases cannot be deployed, or clients do not fit together.
     """
     check_phases(federation.phases)
-    descriptions = wait_for(transport, num_clients)
-    data = StandIn([descriptions[client] for client in range(num_clients)], datamodule.batch_size)
-    check_descriptions(descriptions, configuration(federation, model, data), federation.phases)
-    clients = Clients(transport, num_clients, data.num_classes)
+    known = read_descriptions(find_checkpoint(ckpt_path, federation.runs).parent.parent) if ckpt_path else {}
+    ours = configuration(federation, model, datamodule)
+    descriptions = wait_for(transport, num_clients, ours, federation.phases, known)
+    data = StandIn([*descriptions.values()], datamodule.batch_size)
+    clients = Clients(transport, descriptions, data.num_classes)
     return federation.fit_elsewhere(
         model,
         data,
@@ -200,37 +172,6 @@ def _make_store(clients: Clients, run: Run) -> ClientsStore:
     if not path.is_file():
         with replacing(path) as temporary:
             temporary.write_text(uuid.uuid4().hex)
-    clients.name = path.read_text()
+    clients.name, clients.states = path.read_text(), run.states
+    write_descriptions(run.folder, clients.descriptions)
     return ClientsStore(clients, run.states)
-
-
-def wait_for(transport: Transport, num_clients: int, seconds: float = math.inf) -> dict[int, dict[str, Any]]:
-    """Waits until every client has described itself.
-
-    Args:
-        transport: reaches the clients.
-        num_clients: number of clients.
-        seconds: how long to wait.
-
-    Returns:
-        What they say of themselves, by id.
-
-    Raises:
-        MisconfigurationException: if a client cannot take part, or some do not come in time.
-    """
-    descriptions: dict[int, dict[str, Any]] = {}
-    end = time.monotonic() + seconds
-    while True:
-        missing = [client for client in range(num_clients) if client not in descriptions]
-        for client, answer in transport.ask(dict.fromkeys(missing, Message("describe")), None).items():
-            if answer.kind == FAILED:
-                raise MisconfigurationException(f"client {client}: {answer.values['reason']}")
-            descriptions[client] = answer.values
-        if len(descriptions) == num_clients:
-            return descriptions
-        if time.monotonic() > end:
-            raise MisconfigurationException(
-                f"{len(descriptions)} of {num_clients} clients have come within {seconds:g} s; missing are "
-                f"{', '.join(str(client) for client in missing if client not in descriptions)}."
-            )
-        time.sleep(_SECONDS_BETWEEN_LOOKS)

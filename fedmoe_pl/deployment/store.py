@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from fedmoe_pl.deployment.clients import AtClient, Clients, files_of
-from fedmoe_pl.rounds.kept import File, KeptByClients
+from fedmoe_pl.rounds.kept import File, Joined, KeptByClients
 from fedmoe_pl.rounds.state import PhaseState
 from fedmoe_pl.rounds.store import Store
 from fedmoe_pl.trees import Tree
@@ -22,7 +22,7 @@ class ClientsStore(Store):
     def __init__(self, clients: Clients, states: Mapping[str, PhaseState]) -> None:
         self.clients = clients
         self.states = states
-        self._of_checkpoints: list[KeptByClients] = []  # what the last two checkpoints refer to
+        self._of_checkpoints: list[Joined] = []  # what the last two checkpoints refer to
         clients.needed = self.needed
 
     def write(self, phase: str, round: int, trees: Mapping[int, Tree]) -> dict[int, list[File]]:
@@ -48,9 +48,7 @@ class ClientsStore(Store):
 
     def remove_replaced(self, *needed: Mapping[int, Tree]) -> None:
         """Remembers what the new checkpoint refers to; clients remove the rest when they are asked next."""
-        of_states = [kept for state in self.states.values() for kept in (state.kept, state.best_kept)]
-        of_checkpoint = {client: [f for kept in of_states for f in files_of(kept, client)] for client in self.clients}
-        self._of_checkpoints = [*self._of_checkpoints[-1:], KeptByClients(of_checkpoint)]
+        self._of_checkpoints = [*self._of_checkpoints[-1:], Joined(needed)]
 
     def remove_rest(self, phase: str, kept: Mapping[int, Tree]) -> None:
         """Nothing to do: clients remove what is not needed when they are asked next."""

@@ -121,7 +121,7 @@ def asked_and_sent(
     asked, sent = Traffic(), Traffic()
     if not algorithm.federated or (not state.server_learns and state.round > 0):
         return asked, sent
-    for client, request in plan.requests(clients, state.kept, state.round).items():
+    for client, request in plan.requests(state.server, clients, state.kept, state.round).items():
         with one_thread():
             answer = algorithm.server_send(state.server, client, request)
         asked += Traffic.of(request)

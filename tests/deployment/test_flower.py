@@ -64,7 +64,7 @@ class Deployment:
 
     def join(self, client: int, *arguments: str, key: str = "", name: str = "") -> subprocess.Popen:
         own = ["--client", str(client), "--data.init_args.path", f"{client}.npz", "--address", self.address]
-        own += ["--federation.default_root_dir", f"client {client}"]
+        own += ["--federation.default_root_dir", f"folder of {name}" if name else f"client {client}"]
         tls = ["--ca", "tls/ca.pem", "--key", key or f"tls/client_{client}"]
         return self.start(name or f"client {client}", "join", "--config", str(self.config), *own, *(arguments or tls))
 

@@ -1,16 +1,18 @@
 """Clients and servers that end and start again, clients that are away, and messages that are none."""
 
+import re
 from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
-from helpers.deployed import Passing, deploy, federation, kept_by, participant, participants
+from helpers.deployed import Changing, Passing, deploy, federation, kept_by, participant, participants
 from helpers.methods import METHODS, data
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 
 from fedmoe_pl.backends import TrainerBackend
 from fedmoe_pl.deployment import BadMessageError, Message
+from fedmoe_pl.rounds.checkpoint import FILE, load_federation
 
 METHOD = replace(METHODS["PFLMoE"], phases=lambda: [replace(p, evaluate=True) for p in METHODS["PFLMoE"].phases()])
 OF_TRAINER = {"backend": TrainerBackend()}
@@ -155,21 +157,34 @@ def assert_left_out(tmp_path, change, reason):
     transport = Passing(participants(METHOD, data(), tmp_path, **OF_TRAINER))
     changed = []
 
-    class Changing:
-        def __init__(self, participant):
-            self.participant = participant
+    def change_first(answer):
+        changed.append(answer)
+        return change(answer) if len(changed) == 1 else answer
 
-        def answer(self, message):
-            answer = self.participant.answer(message)
-            if answer.kind != "update" or changed:
-                return answer
-            changed.append(answer)
-            return change(answer)
-
-    transport.participants = {client: Changing(each) for client, each in transport.participants.items()}
+    transport.participants = {
+        client: Changing(each, "train", change_first) for client, each in transport.participants.items()
+    }
     with pytest.warns(UserWarning, match=f"round 1: client . is left out: {reason}"):
         deployed = deploy(METHOD, data(), tmp_path, transport, **OF_TRAINER)
     assert deployed.run.states["FedAvg"].failed == 1
+
+
+def test_a_client_that_was_away_at_the_end_of_a_phase_gets_its_result_later(tmp_path):
+    away = {}
+
+    def leave(client, message):
+        if message.kind == "finish" and message.values["phase"] == "FedAvg" and client == 2 and not away:
+            away[client] = transport.participants.pop(client)
+        elif message.kind == "train" and message.values["phase"] == "tuned":
+            transport.participants.update(away)
+
+    transport = Passing(participants(METHOD, data(), tmp_path, **OF_TRAINER), leave)
+    with pytest.warns(UserWarning, match="'FedAvg': client 2 has not got the result: it is not connected"):
+        deployed = deploy(METHOD, data(), tmp_path, transport, **OF_TRAINER)
+    run = (deployed.run_dir / "deployment.txt").read_text()
+    states = [load_federation(tmp_path / f"client {client}" / run / FILE)["phases"] for client in (2, 3)]
+    assert [*states[0]] == [*states[1]] == ["FedAvg", "tuned", "MF", "interleaved"]
+    assert [*away] == [2] and states[0]["FedAvg"].server.keys() == states[1]["FedAvg"].server.keys()
 
 
 @pytest.mark.parametrize("content", [b"", b"nothing", torch.tensor(1).numpy().tobytes()])
@@ -199,13 +214,29 @@ def test_a_client_answers_wrong_messages_with_a_reason(tmp_path):
     assert client.answer(Message("train", {"run": "0" * 32})).kind == "unprepared"
 
 
-def test_a_client_writes_only_into_the_phase_that_it_is_in(tmp_path):
-    client = participant(METHOD, data(), tmp_path, 0)
-    client.answer(Message("prepare", {"run": "0" * 32, "num_clients": 5, "num_classes": 3}))
-    client.answer(Message("begin", {"run": "0" * 32, "phase": "FedAvg", "rounds_before": 0}))
-    values = {"run": "0" * 32, "phase": "FedAvg", "kept": [], "keep": ["../../FedAvg", 1]}
+@pytest.mark.parametrize(
+    ("values", "reason"),
+    [
+        ({"kept": [["../../FedAvg", 1, None]]}, "the run has no phase '../../FedAvg'"),
+        ({"kept": [["FedAvg", "../1", None]]}, "a round is '../1', but must be a number"),
+        ({"kept": [["FedAvg", -1]]}, "a round is -1"),
+        ({"kept": [["FedAvg", True]]}, "a round is True"),
+        ({"kept": [["FedAvg", 1, [2]]]}, "the names of tensors must be texts"),
+        ({"kept": [["FedAvg"]]}, "TypeError"),
+        ({"needed": [["..", 1]]}, r"the run has no phase '\.\.'"),
+        ({"keep": ["tuned", 1]}, "phase 'tuned' is not that of the message, 'FedAvg'"),
+        ({"keep": ["FedAvg", "1/../../2"]}, "a round is '1/../../2'"),
+    ],
+)
+def test_a_client_makes_no_paths_of_what_is_no_file_of_the_run(values, reason, tmp_path):
+    client, run = participant(METHOD, data(), tmp_path, 0), {"run": "0" * 32}
+    description = client.answer(Message("describe")).values
+    prepare = Message("prepare", {**run, "num_clients": 5, "num_classes": 3, "description": description})
+    assert client.answer(prepare).kind == "prepared"
+    assert client.answer(Message("begin", {**run, "phase": "FedAvg", "rounds_before": 0})).kind == "begun"
+    values = {**run, "phase": "FedAvg", "kept": [], "keep": ["FedAvg", 1], **values}
     answer = client.answer(Message("write", values, {"gate.weight": torch.zeros(1)}))
-    assert "phase '../../FedAvg' is not that of the message" in answer.values["reason"]
+    assert re.search(reason, answer.values["reason"])
 
 
 def refusal(tmp_path, method=METHOD, of_clients=METHOD, datamodule=None, **kwargs):

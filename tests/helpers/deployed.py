@@ -7,6 +7,7 @@ import torch
 
 from fedmoe_pl import Federation
 from fedmoe_pl.deployment import Message, Participant, Transport, serve
+from fedmoe_pl.deployment.messages import NOT_BEGUN, UNPREPARED
 from fedmoe_pl.rounds.checkpoint import KEPT
 from fedmoe_pl.rounds.kept import read_kept
 from helpers import TensorData
@@ -38,6 +39,35 @@ class Passing(Transport):
                 answer = self.participants[client].answer(Message.from_bytes(message.to_bytes()))
                 answers[client] = Message.from_bytes(answer.to_bytes())
         return answers
+
+
+class Changing:
+    """A participant whose answers of one kind are changed.
+
+    Args:
+        participant: the participant.
+        kind: kind of the messages whose answers are changed.
+        change: changes an answer.
+        most: how many of them are changed, the first ones; None for all.
+    """
+
+    def __init__(self, participant, kind, change: Callable, most: int | None = None):
+        self.participant = participant
+        self.kind = kind
+        self.change = change
+        self.left = float("inf") if most is None else most
+
+    def answer(self, message):
+        answer = self.participant.answer(message)
+        if message.kind != self.kind or answer.kind in (UNPREPARED, NOT_BEGUN) or not self.left:
+            return answer
+        self.left -= 1
+        return self.change(answer)
+
+
+def with_values(**changed) -> Callable:
+    """A change of some of an answer's values."""
+    return lambda answer: Message(answer.kind, {**answer.values, **changed}, answer.tensors)
 
 
 def federation(phases, folder, **kwargs) -> Federation:

@@ -1,0 +1,169 @@
+"""What clients say of their data and settings before the first round: the server waits for it, and compares it."""
+
+from __future__ import annotations
+
+import json
+import math
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from lightning.fabric.utilities.exceptions import MisconfigurationException
+from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
+
+from fedmoe_pl.deployment.clients import Transport, reason_of
+from fedmoe_pl.deployment.messages import FAILED, Message
+from fedmoe_pl.rounds.configuration import changes
+from fedmoe_pl.rounds.phase import Phase
+from fedmoe_pl.rounds.writing import replacing
+
+Description = dict[str, Any]
+"""What a client says, see ``own_data.described``."""
+_FILE = "descriptions.json"
+_SECONDS_BETWEEN_LOOKS = 2.0
+_COMMON = ("shape", "dtype", "target_shape", "target_dtype", "normalization")
+_OWN = ("sizes", "global_test", "num_classes")
+_MOST = 10**8  # samples of a client, values of a sample, classes: more would take the server's memory
+
+
+def wait_for(
+    transport: Transport,
+    num_clients: int,
+    configuration: dict[str, str],
+    phases: Sequence[Phase],
+    known: Mapping[int, Description],
+) -> dict[int, Description]:
+    """Waits until every client has described itself, and checks that all fit together.
+
+    Args:
+        transport: reaches the clients.
+        num_clients: number of clients.
+        configuration: that of the server.
+        phases: the server's phases.
+        known: what clients have said when the run began; only the others are waited for.
+
+    Returns:
+        What they say of themselves, by id, in this order.
+
+    Raises:
+        MisconfigurationException: if settings or data differ in what all must have in common.
+    """
+    names = [phase.name for phase in phases]
+    descriptions = {
+        client: known[client]
+        for client in range(num_clients)
+        if client in known and not _other_settings(configuration, known[client], names)
+    }
+    warned: set[str] = set()
+    while missing := [client for client in range(num_clients) if client not in descriptions]:
+        for client, answer in transport.ask(dict.fromkeys(missing, Message("describe")), None).items():
+            reason = reason_of(answer) if answer.kind == FAILED else _problem_of(answer, configuration, names)
+            if not reason:
+                descriptions[client] = answer.values
+                rank_zero_info(f"serve: client {client} is there, {len(descriptions)} of {num_clients}.")
+            elif (warning := f"client {client} cannot take part: {reason}") not in warned:
+                warned.add(warning)
+                rank_zero_warn(warning)
+        if len(descriptions) < num_clients:
+            time.sleep(_SECONDS_BETWEEN_LOOKS)
+    descriptions = dict(sorted(descriptions.items()))
+    for client, description in descriptions.items():
+        if change := _other_settings(configuration, description, names):
+            raise MisconfigurationException(f"client {client}: {change}, as on the server.")
+        if key := _first_difference(descriptions[0], description, _COMMON):
+            raise MisconfigurationException(
+                f"client {client}: the {key.replace('_', ' ')} of its samples is {description[key]}, but must be "
+                f"{descriptions[0][key]}, as client 0's."
+            )
+    return descriptions
+
+
+def check_same(now: Description, before: Description, phases: Sequence[str]) -> None:
+    """Refuses a client that has come back with other data or settings than it had when the run began.
+
+    Args:
+        now: what the client would say now.
+        before: what the server knows of it.
+        phases: names of the phases.
+
+    Raises:
+        MisconfigurationException: if there is a difference.
+    """
+    if change := _other_settings(before["configuration"], now, phases):
+        raise MisconfigurationException(f"{change}, as when the run began.")
+    if key := _first_difference(before, now, (*_COMMON, *_OWN)):
+        raise MisconfigurationException(
+            f"the {key.replace('_', ' ')} of its samples is {now[key]}, but must be {before[key]}, as when the run "
+            "began."
+        )
+
+
+def _other_settings(configuration: dict[str, str], description: Description, phases: Sequence[str]) -> str:
+    """How a client's settings differ in more than its data, without a full stop; empty if they do not."""
+    found = changes(configuration, description["configuration"], phases)
+    texts = [f"{each.key} is {each.new}, but must be {each.old}" for each in found if not each.key.startswith("data")]
+    return texts[0] if texts else ""
+
+
+def _first_difference(a: Description, b: Description, keys: Sequence[str]) -> str:
+    return next((key for key in keys if a[key] != b[key]), "")
+
+
+def _problem_of(answer: Message, configuration: dict[str, str], phases: Sequence[str]) -> str:
+    """Why an answer describes no client; empty if it does."""
+    values, fits = (
+        answer.values,
+        {
+            "sizes": lambda sizes: _are_counts(sizes) and len(sizes) == 3 and sum(sizes) <= _MOST,
+            "global_test": lambda size: _are_counts([size]),
+            "num_classes": lambda number: _are_counts([number]),
+            "shape": _is_shape,
+            "target_shape": _is_shape,
+            "dtype": _is_dtype,
+            "target_dtype": _is_dtype,
+            "normalization": _is_normalization,
+        },
+    )
+    for key, does_fit in fits.items():
+        if key not in values or not does_fit(values[key]):
+            return f"its {key} is {str(values.get(key))[:100]}, which describes no data"
+    try:
+        _other_settings(configuration, values, phases)
+    except Exception:  # whatever a client has sent
+        return "its configuration cannot be read"
+    return ""
+
+
+def _are_counts(values: Any) -> bool:
+    return isinstance(values, list) and all(type(value) is int and 0 <= value <= _MOST for value in values)
+
+
+def _is_shape(value: Any) -> bool:
+    return _are_counts(value) and math.prod(value) <= _MOST
+
+
+def _is_dtype(value: Any) -> bool:
+    return isinstance(value, str) and isinstance(getattr(torch, value, None), torch.dtype)
+
+
+def _is_normalization(value: Any) -> bool:
+    def are_numbers(values: Any) -> bool:
+        return isinstance(values, list) and all(isinstance(number, float) for number in values)
+
+    return value is None or (isinstance(value, list) and len(value) == 2 and all(map(are_numbers, value)))
+
+
+def write_descriptions(folder: Path, descriptions: Mapping[int, Description]) -> None:
+    """Writes what clients say of themselves into a run's folder, for a server that continues the run."""
+    with replacing(folder / _FILE) as temporary:
+        temporary.write_text(json.dumps({str(client): each for client, each in descriptions.items()}))
+
+
+def read_descriptions(folder: Path) -> dict[int, Description]:
+    """Reads what :func:`write_descriptions` wrote; nothing if the file is missing or damaged."""
+    try:
+        return {int(client): each for client, each in json.loads((folder / _FILE).read_text()).items()}
+    except (OSError, ValueError, AttributeError):
+        return {}

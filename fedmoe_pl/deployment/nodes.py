@@ -1,0 +1,99 @@
+"""Which node of a network is which client, and which nodes still owe an answer."""
+
+from __future__ import annotations
+
+import time
+from abc import abstractmethod
+from collections.abc import Mapping, Sequence
+
+from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
+
+from fedmoe_pl.deployment.clients import Transport, reason_of
+from fedmoe_pl.deployment.messages import Message
+
+LOOK = 0.1
+"""Seconds between two looks for messages."""
+_DESCRIBED_WITHIN = 300.0  # with the commands of Flower, each message starts a process that imports PyTorch
+
+
+class NodesTransport(Transport):
+    """Carries messages to nodes, each of which says itself which client it is.
+
+    A node works on one message at a time. One that has not answered in time owes an answer, and gets no other message
+    until that has come, or cannot come any more.
+    """
+
+    def __init__(self) -> None:
+        self.nodes: dict[int, int] = {}  # by client
+        self._refused: dict[int, int | None] = {}  # the connected client that a node says it is; None if it is none
+        self._owed: dict[int, str] = {}  # the messages to which nodes owe an answer
+
+    @abstractmethod
+    def online(self) -> set[int]:
+        """Ids of the nodes that are connected."""
+
+    @abstractmethod
+    def send(self, messages: Mapping[int, Message], seconds: float | None) -> dict[str, int]:
+        """Sends nodes their messages; other arguments as in :meth:`ask`.
+
+        Returns:
+            The node of each message that was sent, by the message's id.
+        """
+
+    @abstractmethod
+    def receive(self, ids: Sequence[str]) -> dict[str, Message | str]:
+        """The answers to messages that have come, by id; a text says why none will come."""
+
+    def ask(self, messages: Mapping[int, Message], seconds: float | None) -> dict[int, Message]:
+        """Sends each client its message; looks for new nodes before."""
+        self._find()
+        of_nodes = {self.nodes[client]: message for client, message in messages.items() if client in self.nodes}
+        answers = self._ask_nodes(of_nodes, seconds)
+        return {client: answers[node] for client, node in self.nodes.items() if node in answers}
+
+    def _find(self) -> None:
+        """Asks new nodes which clients they are, and forgets those that are gone."""
+        online = self.online()
+        self.nodes = {client: node for client, node in self.nodes.items() if node in online}
+        self._owed = {node: id for node, id in self._owed.items() if node in online}
+        # one that is another node's client is asked again when that node has gone
+        self._refused = {
+            node: client
+            for node, client in self._refused.items()
+            if node in online and (client is None or client in self.nodes)
+        }
+        new = sorted(online - {*self.nodes.values(), *self._refused})
+        for node, answer in self._ask_nodes(dict.fromkeys(new, Message("describe")), _DESCRIBED_WITHIN).items():
+            client = answer.values.get("client")
+            if type(client) is not int:
+                rank_zero_warn(f"node {node} is left out, because it is no client: {reason_of(answer)}.")
+                self._refused[node] = None
+            elif client in self.nodes:
+                rank_zero_warn(f"node {node} is left out: it says that it is client {client}, which is connected.")
+                self._refused[node] = client
+            else:
+                self.nodes[client] = node
+
+    def _ask_nodes(self, messages: Mapping[int, Message], seconds: float | None) -> dict[int, Message]:
+        """Sends each node its message, and collects the answers that come in time."""
+        self._collect_owed()
+        waiting = self.send({node: each for node, each in messages.items() if node not in self._owed}, seconds)
+        answers: dict[int, Message] = {}
+        end = None if seconds is None else time.monotonic() + seconds
+        while waiting and (end is None or time.monotonic() < end):
+            for id, answer in self.receive([*waiting]).items():
+                node = waiting.pop(id)
+                if isinstance(answer, Message):
+                    answers[node] = answer
+                elif messages[node].kind != "end":  # after which a node need not answer
+                    rank_zero_info(f"node {node}: {answer}")
+            if waiting:
+                time.sleep(LOOK)
+        self._owed |= {node: id for id, node in waiting.items()}
+        return answers
+
+    def _collect_owed(self) -> None:
+        """Drops answers that have come too late, and forgets those that cannot come any more."""
+        if self._owed:
+            come = self.receive([*self._owed.values()])
+            self._owed = {node: id for node, id in self._owed.items() if id not in come}

@@ -1,0 +1,161 @@
+"""What clients say of themselves before the first round, and whether a client that comes back is still the same."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from helpers import GivenParts
+from helpers.deployed import Changing, Passing, deploy, federation, participant, participants, with_values
+from helpers.methods import METHODS, data
+from lightning.fabric.utilities.exceptions import MisconfigurationException
+from torch.utils.data import Dataset
+
+from fedmoe_pl.backends import TrainerBackend
+from fedmoe_pl.data import FromDatasets
+from fedmoe_pl.deployment import Message, Participant, descriptions, serve
+
+METHOD = replace(METHODS["FedPer"], phases=lambda: [replace(METHODS["FedPer"].phases()[0], rounds=4)])
+OF_TRAINER = {"backend": TrainerBackend()}
+CLIENT = 1
+
+
+@pytest.fixture(autouse=True)
+def _without_waiting(monkeypatch):
+    monkeypatch.setattr(descriptions, "_SECONDS_BETWEEN_LOOKS", 0)
+
+
+def transport_with(tmp_path, change, kind="describe", most=None):
+    transport = Passing(participants(METHOD, data(), tmp_path, **OF_TRAINER))
+    transport.participants[CLIENT] = Changing(transport.participants[CLIENT], kind, change, most)
+    return transport
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        (with_values(sizes=[3, -1, 2]), r"its sizes is \[3, -1, 2\], which describes no data"),
+        (with_values(sizes=[10**12, 0, 0]), "its sizes is"),
+        (with_values(sizes=None), "its sizes is None"),
+        (with_values(global_test=1.5), r"its global_test is 1\.5"),
+        (with_values(num_classes="three"), "its num_classes is three"),
+        (with_values(shape=[10**6, 10**6]), "its shape is"),
+        (with_values(dtype="load"), "its dtype is load"),
+        (with_values(normalization=[[0.0]]), r"its normalization is \[\[0\.0\]\]"),
+        (with_values(configuration={"hparams": "{"}), "its configuration cannot be read"),
+        (lambda answer: Message("description"), "its sizes is None"),
+        (lambda answer: Message("failed", {"reason": "no data"}), "no data"),
+    ],
+)
+def test_a_description_that_is_none_is_waited_for(change, reason, tmp_path):
+    transport = transport_with(tmp_path, change, most=2)
+    with pytest.warns(UserWarning, match=f"client {CLIENT} cannot take part: {reason}") as warned:
+        deployed = deploy(METHOD, data(), tmp_path, transport, **OF_TRAINER)
+    assert len(warned) == 1 and not deployed.run.states["FedPer"].failed
+
+
+def killed(tmp_path, messages):
+    """The transport of a federation whose server was killed after some messages."""
+
+    class Killed(BaseException):
+        pass
+
+    def kill(client, message):
+        if len(transport.heard) == messages:
+            raise Killed
+
+    transport = Passing(participants(METHOD, data(), tmp_path, **OF_TRAINER), kill)
+    with pytest.raises(Killed):
+        deploy(METHOD, data(), tmp_path, transport, **OF_TRAINER)
+    transport.before = None
+    return transport
+
+
+def test_a_server_that_continues_does_not_wait_for_clients_that_it_knows(tmp_path):
+    transport = killed(tmp_path, 20)
+    del transport.participants[CLIENT]
+    with pytest.warns(UserWarning) as warned:
+        deployed = deploy(METHOD, data(), tmp_path, transport, "last", **OF_TRAINER)
+    assert all(f"client {CLIENT} " in str(warning.message) for warning in warned)
+    assert deployed.run.states["FedPer"].round == 4
+
+
+def test_a_server_that_continues_waits_for_all_if_it_cannot_read_what_it_knew(tmp_path):
+    transport = killed(tmp_path, 20)
+    (path,) = tmp_path.glob("server/**/descriptions.json")
+    path.write_text("{")
+    before = len(transport.heard)
+    deployed = deploy(METHOD, data(), tmp_path, transport, "last", **OF_TRAINER)
+    assert [message.kind for _, message in transport.heard[before:]].count("describe") == 5
+    assert not deployed.run.states["FedPer"].failed
+
+
+def test_a_client_that_comes_back_with_other_data_or_settings_is_left_out(tmp_path):
+    transport = killed(tmp_path, 20)
+    transport.participants[0] = participant(METHOD, data(validation_fraction=0.3), tmp_path, 0, **OF_TRAINER)
+    other = replace(METHOD, phases=lambda: [replace(METHOD.phases()[0], batch_size=2)])
+    transport.participants[3] = participant(other, data(), tmp_path, 3, **OF_TRAINER)
+    with pytest.warns(UserWarning) as warned:
+        deploy(METHOD, data(), tmp_path, transport, "last", **OF_TRAINER)
+    texts = {str(warning.message) for warning in warned}
+    result = "Phase 'FedPer': client {} has not got the result: {}, as when the run began."
+    assert result.format(0, "the sizes of its samples is [9, 4, 0], but must be [13, 0, 0]") in texts, texts
+    assert result.format(3, "phases.FedPer.batch_size is 2, but must be null") in texts, texts
+
+
+def test_a_configuration_that_does_not_fit_a_client_ends_the_server_before_any_training(tmp_path):
+    def refuse(*args):
+        raise MisconfigurationException("FedPer: start is missing.")
+
+    transport = Passing(participants(METHOD, data(), tmp_path, **OF_TRAINER))
+    for each in transport.participants.values():
+        each.federation.run_of_client = refuse
+    with pytest.raises(MisconfigurationException, match=r"^client \d: FedPer: start is missing"):
+        deploy(METHOD, data(), tmp_path, transport, **OF_TRAINER)
+    assert "update" not in {message.kind for _, message in transport.heard}
+    assert not [*tmp_path.glob("client*/**/*.pt")]
+
+
+class Lazy(Dataset):
+    """Samples that are read one by one."""
+
+    def __init__(self, x, y, as_dicts=False):
+        self.x, self.targets, self.as_dicts = x, y, as_dicts
+
+    def __len__(self):
+        return len(self.x)
+
+    def __getitem__(self, index):
+        pair = self.x[index], int(self.targets[index])
+        return {"x": pair[0], "y": pair[1]} if self.as_dicts else pair
+
+
+def lazy(partitioner=None, as_dicts=False, samples=None):
+    arrays = data().arrays
+    x, y = arrays.x_train.double(), arrays.y_train
+    chosen = torch.arange(len(y)) if samples is None else samples
+    train, test = Lazy(x[chosen], y[chosen], as_dicts), Lazy(arrays.x_test.double(), arrays.y_test, as_dicts)
+    return FromDatasets(train, test, partitioner=partitioner, test_fraction=0.2)
+
+
+def test_samples_that_are_read_one_by_one(tmp_path):
+    parts, phases = data().partitioner.parts, METHOD.phases
+    simulation = federation(phases(), tmp_path / "simulation", **OF_TRAINER)
+    simulation.fit(METHOD.model(), lazy(GivenParts(parts)))
+    clients = {
+        client: Participant(
+            federation(phases(), tmp_path, **OF_TRAINER),
+            METHOD.model(),
+            lazy(samples=part),
+            client,
+            tmp_path / f"{client}",
+        )
+        for client, part in enumerate(parts)
+    }
+    server = federation(phases(), tmp_path / "server", **OF_TRAINER)
+    serve(server, METHOD.model(), lazy(), Passing(clients), len(parts))
+    simulated, deployed = simulation.run.states["FedPer"].server, server.run.states["FedPer"].server
+    assert simulated.keys() == deployed.keys() and all(torch.equal(simulated[k], deployed[k]) for k in simulated)
+    with pytest.raises(
+        MisconfigurationException, match="FromDatasets: collate_fn gives batches of dict, but must give"
+    ):
+        Participant(federation(phases(), tmp_path), METHOD.model(), lazy(as_dicts=True), 0, tmp_path)

@@ -1,0 +1,121 @@
+"""Nodes of a network that come, go, come again as others, answer late or not at all."""
+
+import pytest
+
+from fedmoe_pl.deployment import Message, nodes
+from fedmoe_pl.deployment.nodes import NodesTransport
+
+
+class Network(NodesTransport):
+    """Nodes that answer at once with the client that they are.
+
+    Attributes:
+        clients: the client that each connected node says it is.
+        silent: nodes that do not answer.
+        sent: node and kind of each message, in order.
+        late: what has come, by id.
+    """
+
+    def __init__(self, clients):
+        super().__init__()
+        self.clients = clients
+        self.silent = set()
+        self.sent = []
+        self.late = {}
+
+    def online(self):
+        return {*self.clients}
+
+    def send(self, messages, seconds):
+        ids = {}
+        for node, message in messages.items():
+            id = f"{len(self.sent)}"
+            self.sent.append((node, message.kind))
+            ids[id] = node
+            if node not in self.silent:
+                self.late[id] = Message("answer", {"client": self.clients[node]})
+        return ids
+
+    def receive(self, ids):
+        return {id: self.late.pop(id) for id in ids if id in self.late}
+
+
+@pytest.fixture(autouse=True)
+def _fast(monkeypatch):
+    monkeypatch.setattr(nodes, "LOOK", 0)
+    monkeypatch.setattr(nodes, "_DESCRIBED_WITHIN", 0.05)
+
+
+def ask(network, client=0):
+    return network.ask({client: Message("train")}, 0.05).get(client)
+
+
+def test_a_second_node_of_a_client_takes_its_place_when_the_first_goes():
+    network = Network({10: 0})
+    assert ask(network)
+    network.clients[20] = 0
+    with pytest.warns(UserWarning, match="node 20 is left out: it says that it is client 0, which is connected"):
+        assert ask(network)
+    assert ask(network) and network.sent[-1] == (10, "train")
+    del network.clients[10]
+    assert ask(network) and network.sent[-1] == (20, "train")
+
+
+def test_a_node_that_is_no_client_is_asked_again_when_it_comes_again():
+    network = Network({10: "zero"})
+    with pytest.warns(UserWarning, match="node 10 is left out, because it is no client"):
+        assert ask(network) is None
+    assert ask(network) is None and len(network.sent) == 1
+    network.clients = {}
+    ask(network)
+    network.clients = {10: 0}
+    assert ask(network)
+
+
+def test_a_node_that_owes_an_answer_gets_no_other_message_until_it_has_come():
+    network = Network({10: 0})
+    assert ask(network)
+    network.silent = {10}
+    assert ask(network) is None
+    before = len(network.sent)
+    assert ask(network) is None and len(network.sent) == before
+    network.silent = set()
+    network.late[f"{before - 1}"] = Message("late")
+    assert ask(network).kind == "answer"  # not the late one
+
+
+@pytest.mark.parametrize("reason", ["Message expired", "Node unavailable"])
+def test_a_node_whose_answer_cannot_come_any_more_gets_messages_again(reason):
+    network = Network({10: 0})
+    network.ask({}, None)
+    network.silent = {10}
+    ask(network)
+    network.silent, network.late[f"{len(network.sent) - 1}"] = set(), reason
+    assert ask(network)
+
+
+def test_a_node_that_owed_an_answer_when_it_went_gets_messages_when_it_comes_again():
+    network = Network({10: 0})
+    network.ask({}, None)
+    network.silent = {10}
+    ask(network)
+    network.clients, network.silent = {}, set()
+    assert ask(network) is None
+    network.clients = {10: 0}
+    assert ask(network)
+
+
+def test_an_error_is_no_answer_and_ends_the_wait():
+    network = Network({10: 0, 20: 1})
+    network.ask({}, None)
+    network.silent = {10}
+    network.late[f"{len(network.sent)}"] = "Node unavailable"
+    answers = network.ask({0: Message("train"), 1: Message("train")}, None)
+    assert [*answers] == [1]
+
+
+def test_a_silent_stranger_does_not_stop_the_others():
+    network = Network({10: 0, 20: 1})
+    network.silent = {20}
+    assert ask(network)
+    assert ask(network) and network.sent.count((20, "describe")) == 1
