@@ -96,13 +96,13 @@ def run(folder: Path, clients: int) -> None:
     def check(*command: str) -> None:
         subprocess.run(command, check=True)
 
+    check("ip", "link", "set", "lo", "up")
     ends = start("simulation", "fit", "--trainer.devices", str(clients), "--federation.default_root_dir", "simulated")
     if ends.wait():
         raise SystemExit((folder / "simulation.log").read_text())
     with subprocess.Popen(["unshare", "-n", "sleep", "infinity"]) as others:
         time.sleep(1)  # for the new namespace
         there = ("nsenter", "-t", str(others.pid), "-n")
-        check("ip", "link", "set", "lo", "up")
         check("ip", "link", "add", LINK, "type", "veth", "peer", "name", LINK, "netns", str(others.pid))
         for place, address in (((), "10.9.0.1/24"), (there, "10.9.0.2/24")):
             check(*place, "ip", "addr", "add", address, "dev", LINK)

@@ -23,6 +23,7 @@ Description = dict[str, Any]
 """What a client says, see ``own_data.described``."""
 _FILE = "descriptions.json"
 _SECONDS_BETWEEN_LOOKS = 2.0
+_BACK_WITHIN = 60.0  # seconds that a server which continues a run waits for all clients
 _COMMON = ("shape", "dtype", "target_shape", "target_dtype", "normalization")
 _OWN = ("sizes", "global_test", "num_classes")
 _MOST = 10**8  # samples of a client, values of a sample, classes: more would take the server's memory
@@ -34,6 +35,7 @@ def wait_for(
     configuration: dict[str, str],
     phases: Sequence[Phase],
     known: Mapping[int, Description],
+    at_least: int,
 ) -> dict[int, Description]:
     """Waits until every client has described itself, and checks that all fit together.
 
@@ -42,7 +44,8 @@ def wait_for(
         num_clients: number of clients.
         configuration: that of the server.
         phases: the server's phases.
-        known: what clients have said when the run began; only the others are waited for.
+        known: what clients have said when the run began; these are waited for a minute only.
+        at_least: how many clients must be there.
 
     Returns:
         What they say of themselves, by id, in this order.
@@ -56,18 +59,22 @@ def wait_for(
         for client in range(num_clients)
         if client in known and not _other_settings(configuration, known[client], names)
     }
-    warned: set[str] = set()
-    while missing := [client for client in range(num_clients) if client not in descriptions]:
-        for client, answer in transport.ask(dict.fromkeys(missing, Message("describe")), None).items():
+    present, warned, end = set[int](), set[str](), time.monotonic() + _BACK_WITHIN
+    while True:
+        absent = [client for client in range(num_clients) if client not in present]
+        for client, answer in transport.ask(dict.fromkeys(absent, Message("describe")), None).items():
             reason = reason_of(answer) if answer.kind == FAILED else _problem_of(answer, configuration, names)
             if not reason:
-                descriptions[client] = answer.values
-                rank_zero_info(f"serve: client {client} is there, {len(descriptions)} of {num_clients}.")
+                descriptions.setdefault(client, answer.values)
+                present.add(client)
+                rank_zero_info(f"serve: client {client} is there, {len(present)} of {num_clients}.")
             elif (warning := f"client {client} cannot take part: {reason}") not in warned:
                 warned.add(warning)
                 rank_zero_warn(warning)
-        if len(descriptions) < num_clients:
-            time.sleep(_SECONDS_BETWEEN_LOOKS)
+        enough = len(descriptions) == num_clients and len(present) >= at_least and time.monotonic() >= end
+        if len(present) == num_clients or enough:
+            break
+        time.sleep(_SECONDS_BETWEEN_LOOKS)
     descriptions = dict(sorted(descriptions.items()))
     for client, description in descriptions.items():
         if change := _other_settings(configuration, description, names):

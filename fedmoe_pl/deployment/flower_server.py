@@ -80,7 +80,8 @@ def superlink(folder: Path, address: str, security: Security, keys: Path | None)
         arguments += ["--ssl-keyfile", str(security.key)]
     arguments += ["--enable-supernode-auth"] if keys else []
     log = folder / "superlink.log"
-    with child([sys.executable, "-m", "fedmoe_pl.deployment.superlink", *arguments], log, folder) as process:
+    script = str(Path(__file__).with_name("superlink.py"))  # as a module, it would import PyTorch
+    with child([sys.executable, "-P", script, *arguments], log, folder) as process:
         local = f"127.0.0.1:{port}" if host in ("0.0.0.0", "::") else address
         _wait_for_link(process, local, security, log)
         control = ControlHttpClient.from_server_address(**security.connection(local), interceptors=[])

@@ -136,7 +136,7 @@ def serve(
 ) -> dict[str, Evaluation]:
     """Runs all phases with clients on other machines, once all of them have described their data.
 
-    A run that is continued knows the descriptions, and waits for nobody.
+    A run that is continued knows the descriptions, and waits a minute for clients that are away.
 
     Args:
         federation: the settings.
@@ -152,7 +152,7 @@ def serve(
     check_phases(federation.phases)
     known = read_descriptions(find_checkpoint(ckpt_path, federation.runs).parent.parent) if ckpt_path else {}
     ours = configuration(federation, model, datamodule)
-    descriptions = wait_for(transport, num_clients, ours, federation.phases, known)
+    descriptions = wait_for(transport, num_clients, ours, federation.phases, known, federation.failures.min_clients)
     data = StandIn([*descriptions.values()], datamodule.batch_size)
     clients = Clients(transport, descriptions, data.num_classes)
     return federation.fit_elsewhere(

@@ -22,6 +22,7 @@ CLIENT = 1
 @pytest.fixture(autouse=True)
 def _without_waiting(monkeypatch):
     monkeypatch.setattr(descriptions, "_SECONDS_BETWEEN_LOOKS", 0)
+    monkeypatch.setattr(descriptions, "_BACK_WITHIN", 0)
 
 
 def transport_with(tmp_path, change, kind="describe", most=None):
@@ -77,6 +78,20 @@ def test_a_server_that_continues_does_not_wait_for_clients_that_it_knows(tmp_pat
         deployed = deploy(METHOD, data(), tmp_path, transport, "last", **OF_TRAINER)
     assert all(f"client {CLIENT} " in str(warning.message) for warning in warned)
     assert deployed.run.states["FedPer"].round == 4
+
+
+def test_a_server_that_continues_waits_until_enough_clients_are_there(tmp_path):
+    transport = killed(tmp_path, 20)
+    everybody, transport.participants, looks = transport.participants, {}, []
+
+    def come_late(client, message):
+        looks.append(client)
+        if len(looks) == 15:  # at the third look
+            transport.participants = everybody
+
+    transport.before = come_late
+    deployed = deploy(METHOD, data(), tmp_path, transport, "last", **OF_TRAINER)
+    assert not deployed.run.states["FedPer"].failed
 
 
 def test_a_server_that_continues_waits_for_all_if_it_cannot_read_what_it_knew(tmp_path):
