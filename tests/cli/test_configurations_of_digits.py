@@ -2,7 +2,7 @@
 
 import pytest
 import yaml
-from helpers.configurations import CONFIGURATIONS, QUICKSTART, needs_no_download, printed, run_short
+from helpers.configurations import CONFIGURATIONS, QUICKSTART, needs_no_download, run_short
 
 from fedmoe_pl import algorithms
 from fedmoe_pl.algorithms.algorithm import Algorithm
@@ -26,14 +26,18 @@ def test_every_configuration_of_digits_runs_one_round(path, tmp_path, capfd):
     assert {"checkpoints", "clients"} <= {file.name for file in run.iterdir()}
 
 
+def algorithms_of(path) -> list[dict | str]:
+    return [phase["algorithm"] for phase in yaml.safe_load(path.read_text())["federation"]["phases"]]
+
+
 def test_the_zoo_has_a_phase_of_every_algorithm():
     (path,) = (path for path in DIGITS if path.stem == "zoo_digits")
-    phases = printed(path)["federation"]["phases"]
-    used = {phase["algorithm"]["class_path"].split(".")[-1] for phase in phases}
+    used = {(each["class_path"] if isinstance(each, dict) else each).split(".")[-1] for each in algorithms_of(path)}
     public = {name for name in algorithms.__all__ if issubclass(getattr(algorithms, name), Algorithm)}
     assert used == public
 
 
+@pytest.mark.slow  # the pages' commands run it, too: tests/test_readme.py
 def test_the_quickstart_runs_repeats_itself_and_serves_newcomers(tmp_path, capfd):
     (path,) = (path for path in DIGITS if str(path) == QUICKSTART)
     run = run_short(path, tmp_path, capfd)

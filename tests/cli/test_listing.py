@@ -44,6 +44,7 @@ def test_what_is_unknown_is_named(arguments, sentence, capsys):
     assert sentence in capsys.readouterr().err
 
 
+@pytest.mark.slow  # a Python of its own
 def test_a_pipe_that_nobody_reads_is_no_traceback():
     command = f"{sys.executable} -m fedmoe_pl list | true; exit ${{PIPESTATUS[0]}}"
     run = subprocess.run(["bash", "-c", command], capture_output=True, text=True)

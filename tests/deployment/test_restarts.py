@@ -48,7 +48,9 @@ def test_a_client_that_restarts_before_a_message_goes_on_with_what_it_kept(kind,
     assert_same(simulated(tmp_path), deployed, tmp_path)
 
 
-@pytest.mark.parametrize("messages", [3, 12, 20, 33, 47])
+@pytest.mark.parametrize(
+    "messages", [3, 20, 47, pytest.param(12, marks=pytest.mark.slow), pytest.param(33, marks=pytest.mark.slow)]
+)
 def test_a_server_that_is_killed_goes_on_from_its_checkpoint(messages, tmp_path):
     class Killed(BaseException):
         pass

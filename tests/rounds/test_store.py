@@ -97,7 +97,13 @@ def test_a_run_stopped_anywhere_goes_on_in_either_store_to_the_same_bits(whole, 
 
 @pytest.mark.parametrize("moment", ["before", "after"])
 @pytest.mark.parametrize(
-    ("call", "n"), [*(("os.replace", n) for n in (2, 5, 8, 19, 33)), *(("pathlib.Path.unlink", n) for n in (1, 4, 6))]
+    ("call", "n"),
+    [
+        *(("os.replace", n) for n in (2, 8, 33)),
+        *(pytest.param("os.replace", n, marks=pytest.mark.slow) for n in (5, 19)),
+        *(("pathlib.Path.unlink", n) for n in (1, 6)),
+        pytest.param("pathlib.Path.unlink", 4, marks=pytest.mark.slow),
+    ],
 )
 def test_a_kill_at_any_write_or_removal_leaves_a_checkpoint_with_all_its_files(
     whole, tmp_path, monkeypatch, call, moment, n
