@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 from helpers import GivenParts
-from helpers.deployed import Changing, Passing, deploy, federation, participant, participants, with_values
+from helpers.deployed import Changing, Passing, deploy, federation, killed, participant, participants, with_values
 from helpers.methods import METHODS, data
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch.utils.data import Dataset
@@ -54,25 +54,8 @@ def test_a_description_that_is_none_is_waited_for(change, reason, tmp_path):
     assert len(warned) == 1 and not deployed.run.states["FedPer"].failed
 
 
-def killed(tmp_path, messages):
-    """The transport of a federation whose server was killed after some messages."""
-
-    class Killed(BaseException):
-        pass
-
-    def kill(client, message):
-        if len(transport.heard) == messages:
-            raise Killed
-
-    transport = Passing(participants(METHOD, data(), tmp_path, **OF_TRAINER), kill)
-    with pytest.raises(Killed):
-        deploy(METHOD, data(), tmp_path, transport, **OF_TRAINER)
-    transport.before = None
-    return transport
-
-
 def test_a_server_that_continues_does_not_wait_for_clients_that_it_knows(tmp_path):
-    transport = killed(tmp_path, 20)
+    transport = killed(METHOD, data(), tmp_path, 20, **OF_TRAINER)
     del transport.participants[CLIENT]
     with pytest.warns(UserWarning) as warned:
         deployed = deploy(METHOD, data(), tmp_path, transport, "last", **OF_TRAINER)
@@ -81,7 +64,7 @@ def test_a_server_that_continues_does_not_wait_for_clients_that_it_knows(tmp_pat
 
 
 def test_a_server_that_continues_waits_until_enough_clients_are_there(tmp_path):
-    transport = killed(tmp_path, 20)
+    transport = killed(METHOD, data(), tmp_path, 20, **OF_TRAINER)
     everybody, transport.participants, looks = transport.participants, {}, []
 
     def come_late(client, message):
@@ -95,7 +78,7 @@ def test_a_server_that_continues_waits_until_enough_clients_are_there(tmp_path):
 
 
 def test_a_server_that_continues_waits_for_all_if_it_cannot_read_what_it_knew(tmp_path):
-    transport = killed(tmp_path, 20)
+    transport = killed(METHOD, data(), tmp_path, 20, **OF_TRAINER)
     (path,) = tmp_path.glob("server/**/descriptions.json")
     path.write_text("{")
     before = len(transport.heard)
@@ -105,7 +88,7 @@ def test_a_server_that_continues_waits_for_all_if_it_cannot_read_what_it_knew(tm
 
 
 def test_a_client_that_comes_back_with_other_data_or_settings_is_left_out(tmp_path):
-    transport = killed(tmp_path, 20)
+    transport = killed(METHOD, data(), tmp_path, 20, **OF_TRAINER)
     transport.participants[0] = participant(METHOD, data(validation_fraction=0.3), tmp_path, 0, **OF_TRAINER)
     other = replace(METHOD, phases=lambda: [replace(METHOD.phases()[0], batch_size=2)])
     transport.participants[3] = participant(other, data(), tmp_path, 3, **OF_TRAINER)

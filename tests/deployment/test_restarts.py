@@ -6,7 +6,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from helpers.deployed import Changing, Passing, deploy, federation, kept_by, participant, participants
+from helpers.deployed import Changing, Passing, deploy, federation, kept_by, killed, participant, participants
 from helpers.methods import METHODS, data
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 
@@ -52,17 +52,7 @@ def test_a_client_that_restarts_before_a_message_goes_on_with_what_it_kept(kind,
     "messages", [3, 20, 47, pytest.param(12, marks=pytest.mark.slow), pytest.param(33, marks=pytest.mark.slow)]
 )
 def test_a_server_that_is_killed_goes_on_from_its_checkpoint(messages, tmp_path):
-    class Killed(BaseException):
-        pass
-
-    def kill(client, message):
-        if len(transport.heard) == messages:
-            raise Killed
-
-    transport = Passing(participants(METHOD, data(), tmp_path, **OF_TRAINER), kill)
-    with pytest.raises(Killed):
-        deploy(METHOD, data(), tmp_path, transport, **OF_TRAINER)
-    transport.before = None
+    transport = killed(METHOD, data(), tmp_path, messages, **OF_TRAINER)
     # killed before its first checkpoint, it begins again
     checkpoint = "last" if [*tmp_path.glob("server/**/last.ckpt")] else None
     deployed = deploy(METHOD, data(), tmp_path, transport, checkpoint, **OF_TRAINER)

@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from dataclasses import replace
 
+import pytest
 import torch
 
 from fedmoe_pl import Federation
@@ -107,6 +108,23 @@ def deploy(method, data, folder, transport=None, ckpt_path=None, **kwargs) -> Fe
     empty = TensorData(torch.zeros(1, 1), torch.zeros(1), [], batch_size=data.batch_size, **split(data))
     serve(server, method.model(), empty, transport, len(data.partitioner.parts), ckpt_path)
     return server
+
+
+def killed(method, data, folder, messages, **kwargs) -> Passing:
+    """The transport of a federation whose server was killed after so many messages; its clients go on."""
+
+    class Killed(BaseException):
+        pass
+
+    def kill(client, message):
+        if len(transport.heard) == messages:
+            raise Killed
+
+    transport = Passing(participants(method, data, folder, **kwargs), kill)
+    with pytest.raises(Killed):
+        deploy(method, data, folder, transport, **kwargs)
+    transport.before = None
+    return transport
 
 
 def kept_by(folder, server, phase, client) -> dict:
