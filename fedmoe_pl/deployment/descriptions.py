@@ -76,6 +76,14 @@ def wait_for(
             break
         time.sleep(_SECONDS_BETWEEN_LOOKS)
     descriptions = dict(sorted(descriptions.items()))
+    _check_together(descriptions, configuration, names)
+    return descriptions
+
+
+def _check_together(
+    descriptions: Mapping[int, Description], configuration: dict[str, str], names: Sequence[str]
+) -> None:
+    """Refuses settings or data that differ in what all must have in common; ``names`` are those of the phases."""
     for client, description in descriptions.items():
         if change := _other_settings(configuration, description, names):
             raise MisconfigurationException(f"client {client}: {change}, as on the server.")
@@ -84,7 +92,6 @@ def wait_for(
                 f"client {client}: the {key.replace('_', ' ')} of its samples is {description[key]}, but must be "
                 f"{descriptions[0][key]}, as client 0's."
             )
-    return descriptions
 
 
 def check_same(now: Description, before: Description, phases: Sequence[str]) -> None:
