@@ -31,7 +31,8 @@ def run_server(grid: Grid, context: Context) -> None:
     values = context.run_config
     federation, model, datamodule = objects_of(shlex.split(str(values["arguments"])))
     ckpt_path = str(values.get("ckpt-path", "")) or None
-    serve(federation, model, datamodule, FlowerTransport(grid), int(values["num-clients"]), ckpt_path)
+    num_clients = int(values["num-clients"])
+    serve(federation, model, datamodule, FlowerTransport(grid, num_clients), num_clients, ckpt_path)
 
 
 @client.train(TYPE.removeprefix("train."))

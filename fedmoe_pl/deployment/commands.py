@@ -50,7 +50,7 @@ def run_server(
     flower, flower_server = _flower("serve", "flower"), _flower("serve", "flower_server")
     security, keys = _security_of_server(address, files, insecure)
     with flower_server.superlink(federation.runs / "flower", address, security, keys) as grid:
-        transport = flower.FlowerTransport(grid)
+        transport = flower.FlowerTransport(grid, num_clients)
         rank_zero_info(f"serve: waiting for {num_clients} clients at {address}.")
         results = serve(federation, model, datamodule, transport, num_clients, ckpt_path)
         transport.ask({client: Message("end") for client in range(num_clients)}, 30)
@@ -111,6 +111,8 @@ def run_client(
     participant = Participant(federation, model, datamodule, client, folder)
     rank_zero_info(f"join: client {client} connects to {address}; it keeps its tensors in {folder}.")
     flower_client.answer_messages(participant.answer, folder / "flower", address, security)
+    if participant.leaves:
+        raise MisconfigurationException(f"join: {participant.leaves}.")
     if participant.checkpoint is not None:
         print(f"The server has ended. This client's models: {participant.checkpoint}")
 

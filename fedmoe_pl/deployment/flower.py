@@ -47,10 +47,11 @@ class FlowerTransport(NodesTransport):
 
     Args:
         grid: the grid of a run.
+        num_clients: number of clients.
     """
 
-    def __init__(self, grid: Grid) -> None:
-        super().__init__()
+    def __init__(self, grid: Grid, num_clients: int) -> None:
+        super().__init__(num_clients)
         self.grid = grid
 
     def online(self) -> set[int]:

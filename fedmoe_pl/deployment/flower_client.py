@@ -28,9 +28,9 @@ from lightning.pytorch.utilities import rank_zero_info
 
 from fedmoe_pl.deployment.connection import Security, free_port, tls_context
 from fedmoe_pl.deployment.flower import packed, unpacked
-from fedmoe_pl.deployment.messages import BadMessageError, Message
+from fedmoe_pl.deployment.messages import LEAVES, BadMessageError, Message
 from fedmoe_pl.deployment.nodes import LOOK
-from fedmoe_pl.deployment.processes import child, reason_in
+from fedmoe_pl.deployment.processes import child, make_folder, reason_in
 
 # Flower refuses a node for a minute after its process was killed, because it still counts as connected
 _REFUSED_FOR = 120.0
@@ -49,7 +49,7 @@ def answer_messages(answer: Callable[[Message], Message], folder: Path, address:
     Raises:
         MisconfigurationException: if the server refuses the client.
     """
-    folder.mkdir(parents=True, exist_ok=True)
+    make_folder(folder)
     log, refused_since = folder / "supernode.log", None
     while True:
         _wait_for_server(address, security)
@@ -112,7 +112,7 @@ def _cause(error: BaseException) -> BaseException:
 
 
 def _answer_tasks(process: subprocess.Popen[bytes], address: str, answer: Callable[[Message], Message]) -> bool:
-    """Answers messages until the server says that it ends, or the SuperNode does; returns whether it was the server."""
+    """Answers messages until server or client leave, or the SuperNode ends; returns whether the former was the case."""
     version = RuntimeVersionHttpInterceptor(component_name="SuperExec")
 
     def connect(*interceptors: Any) -> RuntimeHttpClient:
@@ -148,8 +148,9 @@ def _answer_task(client: RuntimeHttpClient, answer: Callable[[Message], Message]
         received, context, *_ = pull_task_input(client)
         try:
             message = unpacked(received.content)
-            is_end = message.kind == "end"
-            reply = FlowerMessage(packed(Message("ended") if is_end else answer(message)), reply_to=received)
+            answered = Message("ended") if message.kind == "end" else answer(message)
+            is_end = answered.kind in ("ended", LEAVES)
+            reply = FlowerMessage(packed(answered), reply_to=received)
             status = SubStatus.COMPLETED
         except BadMessageError as error:
             reply = FlowerMessage(Error(ErrorCode.CLIENT_APP_RAISED_EXCEPTION, str(error)), reply_to=received)

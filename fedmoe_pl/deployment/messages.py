@@ -11,8 +11,9 @@ from torch import Tensor
 
 from fedmoe_pl.trees import Tree
 
-FAILED, UNPREPARED, NOT_BEGUN = "failed", "unprepared", "not begun"
-"""Kinds of answers: the client has failed; it needs ``prepare`` first; it needs ``begin`` first."""
+FAILED, UNPREPARED, NOT_BEGUN, LEAVES = "failed", "unprepared", "not begun", "leaves"
+"""Kinds of answers: the client has failed; it needs ``prepare`` first; it needs ``begin`` first; it is none of the
+federation's clients, and ends."""
 
 
 class BadMessageError(Exception):

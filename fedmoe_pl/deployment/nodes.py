@@ -21,9 +21,13 @@ class NodesTransport(Transport):
 
     A node works on one message at a time. One that has not answered in time owes an answer, and gets no other message
     until that has come, or cannot come any more.
+
+    Args:
+        num_clients: number of clients, whose ids count from 0.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, num_clients: int) -> None:
+        self.num_clients = num_clients
         self.nodes: dict[int, int] = {}  # by client
         self._refused: dict[int, int | None] = {}  # the connected client that a node says it is; None if it is none
         self._owed: dict[int, str] = {}  # the messages to which nodes owe an answer
@@ -63,9 +67,10 @@ class NodesTransport(Transport):
             if node in online and (client is None or client in self.nodes)
         }
         new = sorted(online - {*self.nodes.values(), *self._refused})
-        for node, answer in self._ask_nodes(dict.fromkeys(new, Message("describe")), _DESCRIBED_WITHIN).items():
+        message = Message("describe", {"num_clients": self.num_clients})
+        for node, answer in self._ask_nodes(dict.fromkeys(new, message), _DESCRIBED_WITHIN).items():
             client = answer.values.get("client")
-            if type(client) is not int:
+            if type(client) is not int or not 0 <= client < self.num_clients:
                 rank_zero_warn(f"node {node} is left out, because it is no client: {reason_of(answer)}.")
                 self._refused[node] = None
             elif client in self.nodes:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 import re
 from collections.abc import Callable, Mapping
 from contextlib import suppress
@@ -20,7 +21,7 @@ from fedmoe_pl.backends.client import is_of_training, with_training_state
 from fedmoe_pl.data import FederatedDataModule
 from fedmoe_pl.data.own_client import add_clients
 from fedmoe_pl.deployment.descriptions import check_same
-from fedmoe_pl.deployment.messages import FAILED, NOT_BEGUN, UNPREPARED, BadMessageError, Message
+from fedmoe_pl.deployment.messages import FAILED, LEAVES, NOT_BEGUN, UNPREPARED, BadMessageError, Message
 from fedmoe_pl.deployment.own_data import described, own_data
 from fedmoe_pl.rounds.checkpoint import FILE, KEPT, load_federation
 from fedmoe_pl.rounds.evaluate import evaluate_clients
@@ -47,6 +48,9 @@ class Participant:
         client: the client's id, from 0.
         folder: where the client keeps its tensors.
 
+    Attributes:
+        leaves: why it is none of the server's clients; empty if it is one.
+
     Raises:
         MisconfigurationException: if the data cannot be those of one client.
     """
@@ -59,6 +63,7 @@ class Participant:
         self.datamodule = own_data(datamodule, client, federation)
         self.client = client
         self.folder = folder
+        self.leaves = ""
         self.run: Run | None = None
         self._run_name = ""
         self._phase = ""
@@ -118,6 +123,9 @@ class Participant:
 
     def _describe(self, message: Message) -> Message:
         """What the server needs to know of the client's data and its configuration before the first round."""
+        if self.client >= message.values.get("num_clients", math.inf):
+            self.leaves = f"client is {self.client}, but the server has {message.values['num_clients']}, from 0"
+            return Message(LEAVES, {"reason": self.leaves})
         return Message("description", described(self.federation, self.model, self.datamodule, self.client))
 
     def _prepare(self, message: Message) -> Message:

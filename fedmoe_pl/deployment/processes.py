@@ -12,6 +12,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from fedmoe_pl.rounds.writing import cannot_be_made
+
 _PR_SET_PDEATHSIG = 1  # of prctl(2)
 # no telemetry, no look for updates, no installation of packages
 _QUIET = {
@@ -19,6 +21,18 @@ _QUIET = {
     "FLWR_DISABLE_UPDATE_CHECK": "1",
     "FLWR_DISABLE_RUNTIME_DEPENDENCY_INSTALLATION": "1",
 }
+
+
+def make_folder(folder: Path) -> None:
+    """Makes a folder for Flower's files, which may exist.
+
+    Raises:
+        MisconfigurationException: if it cannot be made.
+    """
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise cannot_be_made(folder, error) from error
 
 
 @contextmanager

@@ -26,7 +26,7 @@ from fedmoe_pl.rounds.resume import identify
 from fedmoe_pl.rounds.run import Run
 from fedmoe_pl.rounds.state import PhaseState
 from fedmoe_pl.rounds.store import DiskStore, MemoryStore, Store
-from fedmoe_pl.rounds.writing import replacing
+from fedmoe_pl.rounds.writing import cannot_be_made, replacing
 from fedmoe_pl.trees import Tree, copy_module, load_tree
 
 
@@ -216,9 +216,7 @@ def _make_folder(runs: Path) -> Path:
         except FileExistsError:  # of a run that began at the same time
             continue
         except OSError as error:
-            raise MisconfigurationException(
-                f"Federation: default_root_dir must be a folder in which '{folder}' can be made ({error.strerror})."
-            ) from error
+            raise cannot_be_made(folder, error) from error
         return folder
 
 

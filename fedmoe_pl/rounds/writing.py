@@ -58,6 +58,13 @@ def unwritable(path: Path, error: OSError) -> MisconfigurationException:
     return MisconfigurationException(f"'{path}' cannot be written: {error.strerror or error}.")
 
 
+def cannot_be_made(folder: Path, error: OSError) -> MisconfigurationException:
+    """The exception for a folder of runs that cannot be made."""
+    return MisconfigurationException(
+        f"Federation: default_root_dir must be a folder in which '{folder}' can be made ({error.strerror})."
+    )
+
+
 def save(content: Any, path: Path) -> None:
     """Writes tensors and plain values as ``torch.save`` does, with a checksum of the whole file as its last bytes.
 

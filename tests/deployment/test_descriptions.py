@@ -54,6 +54,13 @@ def test_a_description_that_is_none_is_waited_for(change, reason, tmp_path):
     assert len(warned) == 1 and not deployed.run.states["FedPer"].failed
 
 
+def test_a_client_that_the_server_does_not_have_leaves_and_says_why(tmp_path):
+    client = participant(METHOD, data(), tmp_path, 3, **OF_TRAINER)
+    assert client.answer(Message("describe", {"num_clients": 4})).kind == "description" and not client.leaves
+    assert client.answer(Message("describe", {"num_clients": 3})).kind == "leaves"
+    assert client.leaves == "client is 3, but the server has 3, from 0"
+
+
 def test_a_server_that_continues_does_not_wait_for_clients_that_it_knows(tmp_path):
     transport = killed(METHOD, data(), tmp_path, 20, **OF_TRAINER)
     del transport.participants[CLIENT]

@@ -17,7 +17,7 @@ class Network(NodesTransport):
     """
 
     def __init__(self, clients):
-        super().__init__()
+        super().__init__(num_clients=2)
         self.clients = clients
         self.silent = set()
         self.sent = []
@@ -61,8 +61,9 @@ def test_a_second_node_of_a_client_takes_its_place_when_the_first_goes():
     assert ask(network) and network.sent[-1] == (20, "train")
 
 
-def test_a_node_that_is_no_client_is_asked_again_when_it_comes_again():
-    network = Network({10: "zero"})
+@pytest.mark.parametrize("client", ["zero", -1, 2])
+def test_a_node_that_is_no_client_is_asked_again_when_it_comes_again(client):
+    network = Network({10: client})
     with pytest.warns(UserWarning, match="node 10 is left out, because it is no client"):
         assert ask(network) is None
     assert ask(network) is None and len(network.sent) == 1
