@@ -120,8 +120,8 @@ class ClientCheckpoint(FederationCallback):
         folder.mkdir(parents=True, exist_ok=True)
         kept = run.states[phase.name].kept.values()
         personalized = chooses_model(phase.algorithm) or any(has_own_model(tree, moment) for tree in kept)
-        for client in range(run.datamodule.num_clients if personalized else 1):
-            module = run.client_module(method, client)
+        clients = range(run.datamodule.num_clients if personalized else 1)
+        for client, module in zip(clients, run.client_modules(method, clients), strict=True):
             checkpoint = _checkpoint(module)
             if client == 0:  # all clients' modules have the same arguments
                 self._warn_of(checkpoint, module)

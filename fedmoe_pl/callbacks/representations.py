@@ -103,11 +103,10 @@ class RepresentationMonitor(FederationCallback):
         datamodule = run.datamodule
         of_clients: list[dict[str, Tensor]] = []
         classes, owners = [], []
-        for client in self.clients:
+        for client, module in zip(self.clients, run.client_modules(method, self.clients), strict=True):
             held_out = datamodule.test_samples[client]
             samples = (held_out if len(held_out) else datamodule.train_samples[client])[: self.samples_per_client]
             (batch,) = datamodule.batches(samples, batch_size=len(samples))
-            module = run.client_module(method, client)
             of_clients.append(representations_of(module, batch, len(samples), datamodule.has_pairs))
             no_classes = torch.zeros(len(samples), dtype=torch.int64)
             classes.append(datamodule.y[samples].cpu() if datamodule.num_classes else no_classes)

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import enum
+import functools
 import inspect
+import json
 import types
 from argparse import ArgumentError
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
 from typing import Any, Union, get_args, get_origin, get_type_hints
 
 from jsonargparse import ArgumentParser
@@ -22,7 +25,8 @@ def required_arguments(class_type: type) -> list[str]:
     return [each.name for each in parameters if each.default is each.empty and each.kind not in kinds]
 
 
-def types_of(class_type: type) -> dict[str, Any]:
+@functools.lru_cache(maxsize=256)
+def types_of(class_type: type) -> Mapping[str, Any]:
     """The types of a constructor's arguments, also of those that it hands on; not those with names that are unknown."""
     hints = dict[str, Any]()
     for base in reversed([base for base in class_type.__mro__ if inspect.isfunction(vars(base).get("__init__"))]):
@@ -32,7 +36,7 @@ def types_of(class_type: type) -> dict[str, Any]:
             hints |= get_type_hints(base.__init__)
         except Exception:  # names that are imported for type checkers only
             continue
-    return hints
+    return MappingProxyType(hints)
 
 
 def may_be_path(value: Any, hint: Any) -> bool:
@@ -46,13 +50,25 @@ def may_be_path(value: Any, hint: Any) -> bool:
 
 def is_read(description: Any, hint: Any) -> bool:
     """Whether the parser reads a description as this type; it knows no return type of functions such as torch's."""
-    parser = ArgumentParser(exit_on_error=False)
-    parser.add_argument("--value", type=hint)
     try:
-        parser.parse_object({"value": description})
+        try:
+            _read_text(json.dumps(description), hint)
+        except TypeError:  # of a tensor in it, or a type without a hash
+            _read(description, hint)
     except ArgumentError:
         return False
     return True
+
+
+@functools.lru_cache(maxsize=256)  # parsing takes longer than writing a small model; an error is not kept
+def _read_text(text: str, hint: Any) -> None:
+    _read(json.loads(text), hint)
+
+
+def _read(description: Any, hint: Any) -> None:
+    parser = ArgumentParser(exit_on_error=False)
+    parser.add_argument("--value", type=hint)
+    parser.parse_object({"value": description})
 
 
 def fits(value: Any, parameter: inspect.Parameter, hint: Any) -> bool:

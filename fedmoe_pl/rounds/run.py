@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -173,8 +173,7 @@ class Run:
     @property
     def results(self) -> dict[str, Evaluation]:
         """The final evaluation of every finished phase that is evaluated, by name."""
-        evaluations = [evaluation for state in self.states.values() for evaluation in state.evaluations]
-        return {evaluation.method: evaluation for evaluation in evaluations}
+        return {each.method: each for state in self.states.values() for each in state.evaluations}
 
     @property
     def step(self) -> int:
@@ -204,14 +203,18 @@ class Run:
         Raises:
             MisconfigurationException: if there is no such method or client.
         """
-        phase, moment = self.phase_and_moment(method, client)
-        return self._client_module(self.training(phase).of(client), phase, moment, client)
+        return next(self.client_modules(method, [client]))
+
+    def client_modules(self, method: str, clients: Iterable[int]) -> Iterator[LightningModule]:
+        """As :meth:`client_module`, for several clients: each module may be the one before it, with other tensors."""
+        training = None
+        for client in clients:
+            phase, moment = self.phase_and_moment(method, client)
+            training = training or self.training(phase)
+            yield self._client_module(training.of(client), phase, moment, client)
 
     def client_predictor(self, method: str, client: int) -> LightningModule:
-        """What a client predicts with: its model, unless the algorithm has another way (``Algorithm.predictor``).
-
-        Arguments and exceptions are those of :meth:`client_module`.
-        """
+        """What a client predicts with: its :meth:`client_module`, unless the algorithm has a ``predictor``."""
         phase, moment = self.phase_and_moment(method, client)
         state, training = self.states[phase.name], self.training(phase).of(client)
         module = self._client_module(training, phase, moment, client)
@@ -226,11 +229,9 @@ class Run:
 
     def phase_and_moment(self, method: str, client: int) -> tuple[Phase, Moment]:
         """The phase and the moment of its rounds that a row is about; refuses others, and ids that no client has."""
+        begun = [phase for phase in self.phases if phase.name in self.states]
         rows: dict[str, tuple[Phase, Moment]] = {
-            phase.method(moment): (phase, moment)
-            for phase in self.phases
-            for moment in phase.moments
-            if phase.name in self.states
+            phase.method(moment): (phase, moment) for phase in begun for moment in phase.moments
         }
         check_row(method, [*rows], client, self.datamodule.num_clients)
         return rows[method]

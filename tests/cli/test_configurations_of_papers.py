@@ -28,9 +28,10 @@ SIMILAR = {
 }
 
 # seconds each, because they are long or overlays of long ones
-SLOW = {*("fedmoe_da_emnist", "fedmoe_da_mnist", "pfl_moe_cifar10_vgg16")} | {
-    path.stem for path in PAPERS if path.stem.startswith("pfedmoe")
-}
+SLOW = {
+    *("adaptive_experts_rotated_cifar10", "fedmoe_da_emnist", "fedmoe_da_mnist", "fedmoe_da_svhn", "opt_out_dirichlet"),
+    "pfl_moe_cifar10_vgg16",
+} | {path.stem for path in PAPERS if path.stem.startswith("pfedmoe")}
 # seconds each; their methods run in the configurations of digits, too
 LONG = {"adaptive_experts_femnist", "fedmoe_da_cifar10", "opt_out_fmnist", "pfedmoe_cifar10", "pfl_moe_fmnist_lenet5"}
 

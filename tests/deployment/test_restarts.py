@@ -33,7 +33,9 @@ def assert_same(simulation, deployed, tmp_path):
             assert kept.keys() == there.keys() and all(torch.equal(kept[name], there[name]) for name in kept)
 
 
-@pytest.mark.parametrize("kind", ["train", "evaluate", "begin", "prepare"])
+@pytest.mark.parametrize(
+    "kind", ["train", "evaluate", *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("begin", "prepare"))]
+)
 def test_a_client_that_restarts_before_a_message_goes_on_with_what_it_kept(kind, tmp_path):
     restarted = []
 

@@ -3,6 +3,9 @@
 import copy
 import inspect
 import math
+import sys
+from collections.abc import Callable, Iterable
+from types import ModuleType
 
 import pytest
 import torch
@@ -24,6 +27,7 @@ from fedmoe_pl.models import (
     SwitchNormGate,
     TwoConvCNN,
 )
+from fedmoe_pl.models.arguments import is_read
 
 ARGUMENTS = [
     (CNN, {"variant": 2, "in_channels": 1, "num_classes": 7}),
@@ -108,3 +112,13 @@ def test_bad_arguments_are_refused_in_one_sentence(name):
     with pytest.raises(MisconfigurationException, match=message) as caught:
         make()
     assert str(caught.value).endswith(".") and ". " not in str(caught.value)
+
+
+def test_a_class_that_is_defined_anew_is_read_although_it_was_not(monkeypatch):
+    module = ModuleType("notebook")
+    monkeypatch.setitem(sys.modules, "notebook", module)
+    hint, description = Callable[[Iterable], torch.optim.Optimizer], "notebook.Own"
+    module.Own = type("Own", (), {"__module__": "notebook"})
+    assert not is_read(description, hint)
+    module.Own = type("Own", (torch.optim.SGD,), {"__module__": "notebook"})
+    assert is_read(description, hint)

@@ -83,7 +83,7 @@ def test_a_run_that_keeps_on_disk_is_the_run_that_keeps_in_memory(whole, tmp_pat
     assert files(run) == needed_files(run)
 
 
-@pytest.mark.parametrize(("hook", "n"), [("on_client_end", 6), ("on_round_end", 3), ("on_client_end", 15)])
+@pytest.mark.parametrize(("hook", "n"), [("on_client_end", 6), ("on_round_end", 3)])
 @pytest.mark.parametrize("stores", [("disk", "disk"), ("memory", "disk"), ("disk", "memory")])
 def test_a_run_stopped_anywhere_goes_on_in_either_store_to_the_same_bits(whole, tmp_path, hook, n, stores):
     with pytest.raises(KeyboardInterrupt):
@@ -99,10 +99,10 @@ def test_a_run_stopped_anywhere_goes_on_in_either_store_to_the_same_bits(whole, 
 @pytest.mark.parametrize(
     ("call", "n"),
     [
-        *(("os.replace", n) for n in (2, 8, 33)),
-        *(pytest.param("os.replace", n, marks=pytest.mark.slow) for n in (5, 19)),
-        *(("pathlib.Path.unlink", n) for n in (1, 6)),
-        pytest.param("pathlib.Path.unlink", 4, marks=pytest.mark.slow),
+        *(("os.replace", n) for n in (2, 33)),
+        *(pytest.param("os.replace", n, marks=pytest.mark.slow) for n in (5, 8, 19)),
+        ("pathlib.Path.unlink", 6),
+        *(pytest.param("pathlib.Path.unlink", n, marks=pytest.mark.slow) for n in (1, 4)),
     ],
 )
 def test_a_kill_at_any_write_or_removal_leaves_a_checkpoint_with_all_its_files(
