@@ -7,9 +7,9 @@ from typing import Any
 
 from tensorboard.compat.proto.summary_pb2 import Summary  # pyright: ignore[reportAttributeAccessIssue]
 from tensorboard.plugins.hparams import api_pb2, metadata
-from tensorboard.plugins.hparams.plugin_data_pb2 import (
-    HParamsPluginData,  # pyright: ignore[reportAttributeAccessIssue]
-)
+from tensorboard.plugins.hparams.plugin_data_pb2 import HParamsPluginData  # pyright: ignore[reportAttributeAccessIssue]
+
+_API: Any = api_pb2  # its classes are made at run time, so that type checkers know none
 
 
 def hparams_summaries(
@@ -27,17 +27,14 @@ def hparams_summaries(
         of_all: the hyperparameters of all methods.
     """
     columns = [_column(name, values) for name, values in _by_name([hparams, *of_all]).items()]
-    results = [
-        api_pb2.MetricInfo(name=api_pb2.MetricName(tag=tag), display_name=name)  # pyright: ignore[reportAttributeAccessIssue]
-        for tag, name in metrics.items()
-    ]
-    experiment = api_pb2.Experiment(hparam_infos=columns, metric_infos=results)  # pyright: ignore[reportAttributeAccessIssue]
+    results = [_API.MetricInfo(name=_API.MetricName(tag=tag), display_name=name) for tag, name in metrics.items()]
+    experiment = _API.Experiment(hparam_infos=columns, metric_infos=results)
     yield _summary(metadata.EXPERIMENT_TAG, experiment=experiment)
     start = HParamsPluginData().session_start_info
     for name, value in hparams.items():
         setattr(start.hparams[name], f"{_kind(value)}_value", value)
     yield _summary(metadata.SESSION_START_INFO_TAG, session_start_info=start)
-    yield _summary(metadata.SESSION_END_INFO_TAG, session_end_info={"status": api_pb2.STATUS_SUCCESS})  # pyright: ignore[reportAttributeAccessIssue]
+    yield _summary(metadata.SESSION_END_INFO_TAG, session_end_info={"status": _API.STATUS_SUCCESS})
 
 
 def _by_name(rows: Iterable[Mapping[str, Any]]) -> dict[str, list[Any]]:
@@ -51,12 +48,12 @@ def _by_name(rows: Iterable[Mapping[str, Any]]) -> dict[str, list[Any]]:
 def _column(name: str, values: list[Any]) -> Any:
     """A column; it differs if the methods that have the hyperparameter have different values."""
     kinds = {_kind(value) for value in values}
-    types = {"bool": api_pb2.DATA_TYPE_BOOL, "number": api_pb2.DATA_TYPE_FLOAT64}  # pyright: ignore[reportAttributeAccessIssue]
+    types = {"bool": _API.DATA_TYPE_BOOL, "number": _API.DATA_TYPE_FLOAT64}
     kind = types.get(kinds.pop()) if len(kinds) == 1 else None
     differs = any(value != values[0] for value in values)
-    return api_pb2.HParamInfo(  # pyright: ignore[reportAttributeAccessIssue]
+    return _API.HParamInfo(
         name=name,
-        type=api_pb2.DATA_TYPE_STRING if kind is None else kind,  # pyright: ignore[reportAttributeAccessIssue]
+        type=_API.DATA_TYPE_STRING if kind is None else kind,
         differs=differs,
     )
 
