@@ -18,8 +18,14 @@ class ClusterMonitor(FederationCallback):
 
     Every logger gets a scalar per round and cluster, such as ``picked/cluster_0`` of the method IFCA. At the end of the
     phase, loggers that take pictures get one of all rounds, and one of the cluster whose model each client uses then
-    (the first 200 clients), beside the clients' samples.
+    (the first 200 clients), beside the clients' samples. The server of a deployed federation cannot draw the latter.
+
+    Args:
+        by_client: whether to draw the cluster of each client.
     """
+
+    def __init__(self, by_client: bool = True) -> None:
+        self.by_client = by_client
 
     def on_round_end(self, run: Run, phase: Phase, round: int) -> None:
         """Logs the picks of the round."""
@@ -36,7 +42,7 @@ class ClusterMonitor(FederationCallback):
             return
         pixels = figure_pixels(cluster_picks_figure(phase.name, picks))
         run.boards.log_image("picked/all_rounds", pixels, state.round, phase.name)
-        if evaluation is None:
+        if evaluation is None or not self.by_client:
             return
         clusters = {
             client.client: cluster_in_use(run.client_module(evaluation.method, client.client), state.server)
