@@ -84,6 +84,21 @@ def moved(tree: Mapping[str, Tensor], source: int | str, target: int | str) -> T
     return with_prefix(subtree(tree, f"global_experts.{source}."), f"global_experts.{target}.")
 
 
+def cluster_in_use(module: LightningModule, server: Mapping[str, Tensor]) -> int | None:
+    """The cluster whose model a client has in the first place; None if it is none of the server's.
+
+    Args:
+        module: the client's personalized module.
+        server: the server's state.
+    """
+    own = module.state_dict()
+    for cluster in range(len(experts_of(module))):
+        model = moved(server, cluster, 0)
+        if model and all(torch.equal(own[name].cpu(), tensor.cpu()) for name, tensor in model.items()):
+            return cluster
+    return None
+
+
 def choice_generator(client: Client) -> Generator:
     """A separate generator for the choice, so that the client's dropout and batches do not depend on it."""
     return client.generator(_CHOICE)

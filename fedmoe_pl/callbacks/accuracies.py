@@ -42,10 +42,11 @@ class AccuracyMonitor(FederationCallback):
 
     def on_phase_end(self, run: Run, phase: Phase, evaluation: Evaluation | None) -> None:
         """Logs the phase's final accuracies, and draws those of all clients for all methods so far."""
-        hparams = method_hparams(run.configuration, run.seed).get(phase.name, {})
+        of_phases = method_hparams(run.configuration, run.seed)
         for final in run.states[phase.name].evaluations:
             means = {metric: final.spread(metric).mean for metric in present_metrics([final])}
-            run.boards.log_result(final.method, {"method": final.method, **hparams}, means, final.step)
+            hparams = {"method": final.method, **of_phases.get(phase.name, {})}
+            run.boards.log_result(final.method, hparams, means, final.step, of_phases.values())
         if evaluation is not None and run.boards.take_images:
             pixels = figure_pixels(sorted_accuracy_figure(run.results.values()))
             run.boards.log_image("sorted_accuracies", pixels, run.step)

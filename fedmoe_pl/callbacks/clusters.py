@@ -2,19 +2,30 @@
 
 from __future__ import annotations
 
+from fedmoe_pl.algorithms.clusters import cluster_in_use
 from fedmoe_pl.algorithms.ifca import cluster_picks
 from fedmoe_pl.callbacks.figures import cluster_picks_figure, figure_pixels
+from fedmoe_pl.callbacks.maps import cluster_figure
 from fedmoe_pl.rounds.evaluation import Evaluation
 from fedmoe_pl.rounds.phase import Phase
 from fedmoe_pl.rounds.run import FederationCallback, Run
+
+_MOST_CLIENTS = 200  # of whom is computed which cluster they use: as costly as an evaluation on their training samples
 
 
 class ClusterMonitor(FederationCallback):
     """Shows how many clients picked each cluster, in phases in which clients pick one (``EpsilonGreedyIFCA``).
 
-    Every logger gets a scalar per round and cluster, such as ``picked/cluster_0`` of the method IFCA; loggers that take
-    pictures get one of all rounds at the end of the phase.
+    Every logger gets a scalar per round and cluster, such as ``picked/cluster_0`` of the method IFCA. At the end of the
+    phase, loggers that take pictures get one of all rounds, and one of the cluster whose model each client uses then
+    (the first 200 clients), beside the clients' samples. The server of a deployed federation cannot draw the latter.
+
+    Args:
+        by_client: whether to draw the cluster of each client.
     """
+
+    def __init__(self, by_client: bool = True) -> None:
+        self.by_client = by_client
 
     def on_round_end(self, run: Run, phase: Phase, round: int) -> None:
         """Logs the picks of the round."""
@@ -24,8 +35,21 @@ class ClusterMonitor(FederationCallback):
             run.boards.log_scalars(phase.name, scalars, run.states[phase.name].round)
 
     def on_phase_end(self, run: Run, phase: Phase, evaluation: Evaluation | None) -> None:
-        """Draws the picks of all rounds that led to the result."""
-        picks = cluster_picks(run.states[phase.name].server)
-        if picks is not None and len(picks) and run.boards.take_images:
-            pixels = figure_pixels(cluster_picks_figure(phase.name, picks))
-            run.boards.log_image("picked/all_rounds", pixels, run.states[phase.name].round, phase.name)
+        """Draws the picks of all rounds that led to the result, and the clusters of the clients."""
+        state = run.states[phase.name]
+        picks = cluster_picks(state.server)
+        if picks is None or not len(picks) or not run.boards.take_images:
+            return
+        pixels = figure_pixels(cluster_picks_figure(phase.name, picks))
+        run.boards.log_image("picked/all_rounds", pixels, state.round, phase.name)
+        if evaluation is None or not self.by_client:
+            return
+        clusters = {
+            client.client: cluster_in_use(run.client_module(evaluation.method, client.client), state.server)
+            for client in evaluation.clients[:_MOST_CLIENTS]
+        }
+        known = {client: cluster for client, cluster in clusters.items() if cluster is not None}
+        if known:
+            counts = run.datamodule.class_counts()
+            pixels = figure_pixels(cluster_figure(phase.name, known, picks.shape[1], counts))
+            run.boards.log_image("picked/by_client", pixels, state.round, phase.name)

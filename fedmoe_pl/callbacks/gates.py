@@ -23,8 +23,9 @@ class GateMonitor(FederationCallback):
     After every evaluated round, every logger gets each expert's mean weight over the clients, such as
     ``mean_gate_weight/global`` or, where no expert is global, ``mean_gate_weight/expert_2`` (the first 20), and the
     standard deviation of the global weight over the clients. Loggers that take histograms get one of the clients' mean
-    global weights. At the end of a phase, they get one of the weights of each client's own samples, and loggers that
-    take pictures a heat map of the mean weight by client and class.
+    global weights. After the first evaluated round (or epoch) and at the end of a phase, they get one of the weights of
+    each client's own samples. At the end, loggers that take pictures get a heat map of the mean weight by client and
+    class.
 
     Args:
         max_clients: number of clients, lowest ids first, that get a histogram of their weights, which needs a logger
@@ -63,23 +64,35 @@ class GateMonitor(FederationCallback):
         if len(means) and run.boards.take_histograms:
             description = "Each client's mean weight of the global expert on its own samples: one count per client."
             run.boards.log_histogram("mean_gate_weight/of_clients", means, description, step, evaluation.method)
+            if _is_first_of_several(run, phase, evaluation):
+                self._log_samples(run, evaluation)
 
     def on_phase_end(self, run: Run, phase: Phase, evaluation: Evaluation | None) -> None:
         """Logs the weights of single samples, and their means by client and class."""
         if evaluation is None or all(client.global_weights is None for client in evaluation.clients):
             return
-        step = evaluation.step
         if run.boards.take_histograms:
-            description = "Weight of the global expert on the client's own samples: one count per sample."
-            for client in evaluation.clients[: 50 if self.max_clients is None else self.max_clients]:
-                if client.global_weights is not None:
-                    tag = f"weight_of_samples/client_{client.client:03d}"
-                    weights = client.global_weights.detach().cpu().double().numpy()
-                    run.boards.log_histogram(tag, weights, description, step, evaluation.method)
+            self._log_samples(run, evaluation)
         has_classes = any(client.gate_labels is not None for client in evaluation.clients)
         if run.boards.take_images and has_classes:
             pixels = figure_pixels(gate_weight_figure(evaluation, run.datamodule.class_counts()))
-            run.boards.log_image("mean_gate_weight/by_client_and_class", pixels, step, evaluation.method)
+            run.boards.log_image("mean_gate_weight/by_client_and_class", pixels, evaluation.step, evaluation.method)
+
+    def _log_samples(self, run: Run, evaluation: Evaluation) -> None:
+        description = "Weight of the global expert on the client's own samples: one count per sample."
+        for client in evaluation.clients[: 50 if self.max_clients is None else self.max_clients]:
+            if client.global_weights is not None:
+                tag = f"weight_of_samples/client_{client.client:03d}"
+                weights = client.global_weights.detach().cpu().double().numpy()
+                run.boards.log_histogram(tag, weights, description, evaluation.step, evaluation.method)
+
+
+def _is_first_of_several(run: Run, phase: Phase, evaluation: Evaluation) -> bool:
+    """Whether others follow: TensorBoard's page Distributions shows nothing of a single histogram."""
+    if evaluation.epochs is not None:
+        return evaluation.epochs == 0
+    first = next((row["round"] for row in run.rows if row["method"] == evaluation.method), None)
+    return first == evaluation.round < phase.rounds
 
 
 def mean_weights(clients: Iterable[ClientEvaluation]) -> dict[str, float]:

@@ -27,8 +27,8 @@ class TrafficLedger(FederationCallback):
     update, and counts no bytes. All other rows of a phase add up to the bytes in ``rounds.csv``; requests are in
     ``bytes_up``. What is computed before the first round (``Algorithm.server_begin``) is not in the file.
 
-    Every logger gets the bytes of each round, such as ``FedAvg/round/bytes_up``. A resumed run goes on with the file of
-    the killed one. Rounds that were run without this callback are not in the file, although they count in
+    Every logger gets the bytes of each round, such as ``FedAvg/traffic_of_round/bytes_up``. A resumed run goes on with
+    the file of the killed one. Rounds that were run without this callback are not in the file, although they count in
     ``rounds.csv``; a warning says so. A row has about 60 bytes: 1,000 rounds of 10 clients with a LeNet-5 make 13 MB.
     """
 
@@ -61,7 +61,7 @@ class TrafficLedger(FederationCallback):
         totals: Counter[str] = Counter()
         for transfer in transfers:
             totals[transfer.direction] += transfer.bytes
-        scalars = {f"round/bytes_{direction}": float(number) for direction, number in totals.items()}
+        scalars = {f"traffic_of_round/bytes_{direction}": float(number) for direction, number in totals.items()}
         run.boards.log_scalars(phase.name, scalars, run.states[phase.name].round)
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 from matplotlib import colormaps
@@ -63,6 +63,26 @@ def expert_usage_figure(evaluation: Evaluation, counts: Tensor) -> Figure:
     figure, axes = _beside_samples(ids, counts, title, "most used expert")
     _draw(figure, axes, shares[order], "share of the client's own samples")
     _name_columns(axes, "expert", shares.shape[1])
+    return figure
+
+
+def cluster_figure(method: str, clusters: Mapping[int, int], num_clusters: int, counts: Tensor) -> Figure:
+    """The cluster (column) whose model each client (row) uses, beside the clients' samples.
+
+    Clients of the same cluster are neighbours; in a cluster, those with the same most frequent class are.
+
+    Args:
+        method: the method's name, for the title.
+        clusters: the cluster of each client, by the client's id.
+        num_clusters: number of clusters.
+        counts: samples of each client and class, shape (all clients, classes).
+    """
+    largest = counts.argmax(dim=1).tolist() if counts.shape[1] else [0] * len(counts)
+    ids = sorted(clusters, key=lambda client: (clusters[client], largest[client], client))
+    is_own = np.array([[float(clusters[client] == cluster) for cluster in range(num_clusters)] for client in ids])
+    figure, axes = _beside_samples(ids, counts, f"{method}: which cluster's model serves whom", "cluster")
+    axes.imshow(is_own, cmap="Greens", vmin=0.0, vmax=1.4, aspect="auto", interpolation="nearest")
+    _name_columns(axes, "cluster", num_clusters)
     return figure
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from contextlib import ExitStack
 from functools import partial
@@ -15,7 +16,9 @@ from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor, nn
 
 from fedmoe_pl.callbacks.figures import figure_pixels, representation_figure
+from fedmoe_pl.models.mixtures.architectures import Architectures
 from fedmoe_pl.models.mixtures.representation import RepresentationMoE
+from fedmoe_pl.models.mixtures.sparse import dense_experts
 from fedmoe_pl.rounds.boards import method_tag
 from fedmoe_pl.rounds.evaluation import Evaluation
 from fedmoe_pl.rounds.outputs import outputs_of
@@ -27,10 +30,11 @@ class RepresentationMonitor(FederationCallback):
     """Shows, at the end of a phase, the representations of some clients' samples by their own models.
 
     They are the outputs of the model's submodules called ``extractor``, each under the name of the expert that has it;
-    of a ``RepresentationMoE`` those of the shared extractor, of the local one, and mixed by the gate. Loggers that take
-    pictures get a t-SNE figure (scikit-learn), and TensorBoard's projector all of them with class and client of every
-    sample. A client's samples are its held-out ones, or training samples if it has none. A warning names phases whose
-    model has no extractor.
+    of a ``RepresentationMoE`` those of the shared extractor, of the local one, and mixed by the gate. Where a gate
+    sends each sample to one expert, all experts compute all samples. Loggers that take pictures get a t-SNE figure
+    (scikit-learn), and TensorBoard's projector all of them with class and client of every sample. A client's samples
+    are its held-out ones, or training samples if it has none. Warnings name phases whose model has no extractor, and
+    representations that cannot be shown.
 
     Args:
         clients: ids of the clients that are shown; None for 0, 1 and 2.
@@ -97,24 +101,52 @@ class RepresentationMonitor(FederationCallback):
             method: the phase's name.
 
         Returns:
-            The representations that all these clients have, each of shape (n, F), by name; the samples' classes, 0 if
-            they have none, and their clients, shape (n,).
+            The representations that can be shown, each of shape (n, F), by name; the samples' classes, 0 if they have
+            none, and their clients, shape (n,). Warnings name the others.
         """
         datamodule = run.datamodule
         of_clients: list[dict[str, Tensor]] = []
-        classes, owners = [], []
+        classes, owners, has_extractor = [], [], False  # a model without one has been named before the run
         for client, module in zip(self.clients, run.client_modules(method, self.clients), strict=True):
             held_out = datamodule.test_samples[client]
             samples = (held_out if len(held_out) else datamodule.train_samples[client])[: self.samples_per_client]
             (batch,) = datamodule.batches(samples, batch_size=len(samples))
+            has_extractor = has_extractor or bool(_extractors(module))
             of_clients.append(representations_of(module, batch, len(samples), datamodule.has_pairs))
             no_classes = torch.zeros(len(samples), dtype=torch.int64)
             classes.append(datamodule.y[samples].cpu() if datamodule.num_classes else no_classes)
             owners.append(torch.full_like(no_classes, client))
-        shapes = [{name: values.shape[1:] for name, values in of_client.items()} for of_client in of_clients]
-        common = [name for name in shapes[0] if all(others.get(name) == shapes[0][name] for others in shapes)]
-        representations = {name: torch.cat([of_client[name] for of_client in of_clients]) for name in common}
-        return representations, torch.cat(classes), torch.cat(owners)
+        if has_extractor and not any(of_clients):
+            rank_zero_warn(
+                f"RepresentationMonitor: Phase '{method}' is not shown, because no extractor of its model gave a "
+                "tensor with a row for each sample."
+            )
+        return _joined(method, of_clients), torch.cat(classes), torch.cat(owners)
+
+
+def _joined(method: str, of_clients: list[dict[str, Tensor]]) -> dict[str, Tensor]:
+    """The clients' representations below one another, by name; warnings name those that cannot be shown."""
+    joined = {}
+    for name in dict.fromkeys(name for of_client in of_clients for name in of_client):
+        parts = [of_client[name] for of_client in of_clients if name in of_client]
+        if problem := _problem(parts, len(of_clients)):
+            rank_zero_warn(
+                f"RepresentationMonitor: Phase '{method}': {name} representations are not shown, because {problem}."
+            )
+        else:
+            joined[name] = torch.cat(parts)
+    return joined
+
+
+def _problem(parts: list[Tensor], clients: int) -> str | None:
+    """Why representations of the same name cannot be shown: what clients have of them, each of shape (n, F)."""
+    if len(parts) < clients:
+        return "not all of the clients have them"
+    if len({part.shape[1] for part in parts}) > 1:
+        return "their sizes differ from client to client"
+    if not all(part.isfinite().all() for part in parts):
+        return "they are not finite"
+    return "they are of fewer than three samples" if sum(map(len, parts)) < 3 else None
 
 
 def representations_of(module: LightningModule, batch: Any, size: int, is_pair: bool = True) -> dict[str, Tensor]:
@@ -131,6 +163,7 @@ def representations_of(module: LightningModule, batch: Any, size: int, is_pair: 
             return module.representations(batch[0].cpu())._asdict()
         outputs: dict[str, Tensor] = {}
         with ExitStack() as hooks:
+            hooks.enter_context(dense_experts())  # otherwise each computes a part of the samples
             for name, extractor in _extractors(module).items():
                 hooks.enter_context(extractor.register_forward_hook(partial(_note, outputs, name)))
             outputs_of(module, batch, is_pair)
@@ -138,9 +171,18 @@ def representations_of(module: LightningModule, batch: Any, size: int, is_pair: 
 
 
 def _extractors(module: nn.Module) -> Mapping[str, nn.Module]:
-    """The submodules called ``extractor``, by the name of the part that has them."""
-    parts = {name: part for name, part in module.named_modules() if name.rpartition(".")[2] == "extractor"}
-    return {name.rpartition(".")[0].replace("_", " ") or "extractor": part for name, part in parts.items()}
+    """The submodules called ``extractor``, by the name of the part that has them.
+
+    The local experts of different architectures have the same name, so that clients can be compared.
+    """
+    modules, extractors = dict(module.named_modules()), dict[str, nn.Module]()
+    for path, part in modules.items():
+        owner, _, name = path.rpartition(".")
+        if name == "extractor":
+            parent = owner.rpartition(".")[0]
+            owner = parent if isinstance(modules[parent], Architectures) else owner
+            extractors.setdefault(re.sub("[._]", " ", owner) or "extractor", part)
+    return extractors
 
 
 def _note(outputs: dict[str, Tensor], name: str, extractor: nn.Module, inputs: Any, output: Any) -> None:

@@ -19,7 +19,8 @@ _MOST_CLIENTS = 40  # clients in the table; if there are more, some are left out
 _MOST_CLASSES = 20  # classes with a column in the table
 _MOST_NUMBERS = 200  # cells of the figure that show their counts
 _MOST_UNSORTED = 200  # clients of the figure in the order of their ids
-_MOST_COLUMNS = 1000  # columns of the figure, each at least one pixel wide
+_MOST_NAMED = 100  # clients of the figure whose rows have their ids
+_MOST_ROWS = 1000  # rows of the figure, each at least one pixel high
 
 
 def write_partition(datamodule: FederatedDataModule, path: Path) -> str:
@@ -96,7 +97,7 @@ def _class_columns(counts: Tensor) -> dict[str, list[int]]:
 
 
 def partition_figure(datamodule: FederatedDataModule) -> Figure:
-    """Returns a figure of every client's samples: above, by class in colours; below, their number.
+    """Returns a figure of every client's samples (row): on the left, by class in colours; on the right, their number.
 
     Data without classes have only their number. More than 200 clients are sorted by their largest class and its share.
 
@@ -104,31 +105,43 @@ def partition_figure(datamodule: FederatedDataModule) -> Figure:
         datamodule: a data module after ``setup``.
     """
     from matplotlib.figure import Figure  # slow to import, and training does not need it
-    from matplotlib.ticker import MaxNLocator
 
     counts = datamodule.class_counts()  # (num_clients, num_classes)
     n, num_classes = counts.shape
     order = _order(datamodule, counts)
-    width, height = min(max(6.0, 2.5 + n * 0.25), 14.0), min(max(5.0, 3.0 + num_classes * 0.25), 10.0)
-    figure = Figure(figsize=(width, height), layout="constrained")
+    height = min(1.7 + max(0.085 * n, 0.24 * min(n, 30)), 10.5)  # as high as heat maps of the same clients
+    figure = Figure(figsize=(700 / 144, height), dpi=144, layout="constrained")
     # clients narrower than a pixel are averaged with their neighbours: faster than drawing all, and none is left out
-    edges = np.linspace(0, n, min(n, _MOST_COLUMNS) + 1).astype(int)
+    edges = np.linspace(0, n, min(n, _MOST_ROWS) + 1).astype(int)
     if num_classes:
-        cells, sizes = figure.subplots(2, 1, sharex=True, height_ratios=[3, 1])
-        _draw_classes(cells, counts, _averaged(counts[order].numpy(), edges).T)
+        cells, sizes = figure.subplots(1, 2, sharey=True, width_ratios=[3, 1])
+        _draw_classes(cells, counts, _averaged(counts[order].numpy(), edges))
     else:
-        sizes = figure.subplots()
-    below = np.zeros(len(edges) - 1)
+        cells = sizes = figure.subplots()
+    before = np.zeros(len(edges) - 1)
     for name, part in _sizes(datamodule).items():
-        top = below + _averaged(np.array(part)[order], edges)
-        sizes.stairs(top, edges - 0.5, baseline=below, fill=True, label=name)  # one shape is faster than bars
-        below = top
+        after = before + _averaged(np.array(part)[order], edges)
+        bars = {"orientation": "horizontal", "fill": True, "label": name}
+        sizes.stairs(after, edges - 0.5, baseline=before, **bars)  # one shape is faster than bars
+        before = after
     figure.legend(loc="outside lower center", ncols=3, frameon=False)
-    sizes.set_ylabel("samples")
-    sizes.set_xlabel("client" if n <= _MOST_UNSORTED else "clients, sorted by their largest class")
-    sizes.xaxis.set_major_locator(MaxNLocator(20, integer=True))
-    sizes.set_xlim(-0.5, n - 0.5)
+    sizes.set_xlabel("samples")
+    sizes.set_xlim(left=0)
+    _name_clients(cells, height, n)
     return figure
+
+
+def _name_clients(axes: Axes, height: float, n: int) -> None:
+    """Writes the ids of up to 100 clients beside their rows, the first one above."""
+    from matplotlib.ticker import MaxNLocator
+
+    axes.set_ylabel("client" if n <= _MOST_UNSORTED else f"{n} clients, sorted by their largest class")
+    axes.set_ylim(n - 0.5, -0.5)
+    if n <= _MOST_NAMED:
+        axes.set_yticks(range(n))
+        axes.tick_params(axis="y", labelsize=max(4.0, min(8.0, 72 * 0.75 * (height - 1.7) / n)))
+    else:
+        axes.yaxis.set_major_locator(MaxNLocator(20, integer=True))
 
 
 def _draw_classes(cells: Axes, counts: Tensor, averaged: np.ndarray) -> None:
@@ -137,18 +150,20 @@ def _draw_classes(cells: Axes, counts: Tensor, averaged: np.ndarray) -> None:
     Args:
         cells: where to draw.
         counts: the numbers.
-        averaged: the same transposed, in the order of the figure; neighbouring clients may be averaged.
+        averaged: the same in the order of the figure; neighbouring clients may be averaged.
     """
     from matplotlib.ticker import MaxNLocator
 
-    extent = (-0.5, len(counts) - 0.5, len(averaged) - 0.5, -0.5)
+    extent = (-0.5, averaged.shape[1] - 0.5, len(counts) - 0.5, -0.5)
     image = cells.imshow(averaged, aspect="auto", cmap="Blues", vmin=0, interpolation="nearest", extent=extent)
     assert cells.figure is not None
-    cells.figure.colorbar(image, ax=cells, label="training and validation samples", pad=0.01)
+    cells.figure.colorbar(
+        image, ax=cells, label="training and validation samples", location="bottom", fraction=0.04, pad=0.02
+    )
     if counts.numel() <= _MOST_NUMBERS:
         _write_numbers(cells, counts)
-    cells.set_ylabel("class")
-    cells.yaxis.set_major_locator(MaxNLocator(20, integer=True))
+    cells.set_xlabel("class")
+    cells.xaxis.set_major_locator(MaxNLocator(20, integer=True))
 
 
 def _order(datamodule: FederatedDataModule, counts: Tensor) -> list[int]:
@@ -169,7 +184,7 @@ def _write_numbers(cells: Axes, counts: Tensor) -> None:
     for client, row in enumerate(counts.long().tolist()):
         for label, count in enumerate(row):
             color = "white" if count > counts.max() / 2 else "black"
-            cells.text(client, label, str(count), ha="center", va="center", fontsize=7, color=color)
+            cells.text(label, client, str(count), ha="center", va="center", fontsize=6, color=color)
 
 
 def _sizes(datamodule: FederatedDataModule) -> dict[str, list[int]]:

@@ -16,6 +16,7 @@ from torch import Tensor
 from fedmoe_pl.algorithms.overrides import overrides
 from fedmoe_pl.callbacks import (
     ClientCheckpoint,
+    ClusterMonitor,
     FederationCallback,
     PartitionMonitor,
     RepresentationMonitor,
@@ -117,13 +118,14 @@ def callbacks_of_server(callbacks: Sequence[FederationCallback]) -> list[Federat
     left_out = [type(callback).__name__ for callback in callbacks if isinstance(callback, _NEED_DATA)]
     if left_out:
         rank_zero_info(f"{', '.join(left_out)}: left out, because clients' data and models stay with them.")
-    return [
-        ResultFiles(partition=False, gate_weights=callback.gate_weights)
-        if isinstance(callback, ResultFiles)
-        else callback
-        for callback in callbacks
-        if not isinstance(callback, _NEED_DATA)
-    ]
+    return [_of_server(callback) for callback in callbacks if not isinstance(callback, _NEED_DATA)]
+
+
+def _of_server(callback: FederationCallback) -> FederationCallback:
+    """The callback without what it would compute from clients' data."""
+    if isinstance(callback, ResultFiles):
+        return ResultFiles(partition=False, gate_weights=callback.gate_weights)
+    return ClusterMonitor(by_client=False) if isinstance(callback, ClusterMonitor) else callback
 
 
 def serve(

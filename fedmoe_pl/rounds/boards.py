@@ -13,6 +13,8 @@ from tensorboard.compat.proto.summary_pb2 import Summary  # pyright: ignore[repo
 from tensorboard.plugins.histogram.metadata import create_summary_metadata
 from tensorboard.util.tensor_util import make_tensor_proto
 
+from fedmoe_pl.rounds.hparams_page import hparams_summaries
+
 if TYPE_CHECKING:
     from torch.utils.tensorboard import SummaryWriter
 
@@ -122,7 +124,14 @@ class Boards:
         for logger in self._others:
             logger.log_hyperparams({**hparams})
 
-    def log_result(self, method: str, hparams: Mapping[str, Any], accuracies: Mapping[str, float], step: int) -> None:
+    def log_result(
+        self,
+        method: str,
+        hparams: Mapping[str, Any],
+        accuracies: Mapping[str, float],
+        step: int,
+        of_all: Iterable[Mapping[str, Any]] = (),
+    ) -> None:
         """Sends a method's final accuracies to every logger, in TensorBoard as a row of the page of hyperparameters.
 
         Args:
@@ -130,14 +139,14 @@ class Boards:
             hparams: its hyperparameters: texts, numbers and booleans.
             accuracies: its final accuracies, by name.
             step: the round of the method's phase.
+            of_all: the hyperparameters of all methods, which are columns of the page.
         """
         values = {f"{RESULT}/{name}": value for name, value in accuracies.items()}
         self.log_scalars(method, values, step)
         writers = self.writers(method)
         if writers:
-            from torch.utils.tensorboard.summary import hparams as summaries  # slow to import
-
-            _add_summaries(writers, summaries(dict(hparams), dict(values)), None)
+            columns = {f"{RESULT}/{name}": name for name in accuracies}
+            _add_summaries(writers, hparams_summaries(hparams, columns, of_all), None)
 
     def writers(self, method: str | None = None) -> list[SummaryWriter]:
         """The TensorBoard writers of a method, or of the whole run, one for each TensorBoard logger."""
@@ -186,6 +195,7 @@ def method_tag(method: str) -> str:
 
 
 def _add_summaries(writers: Iterable[SummaryWriter], summaries: Iterable[Summary], step: int | None) -> None:
+    summaries = [*summaries]
     for writer in writers:
         assert writer.file_writer is not None, "closed writers are forgotten"
         for summary in summaries:

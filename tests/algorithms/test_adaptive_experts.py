@@ -30,10 +30,12 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from fedmoe_pl import Federation, Phase
 from fedmoe_pl.algorithms import ClusterMixture, EpsilonGreedyIFCA, FedAvg, FineTunedCluster, Local
 from fedmoe_pl.algorithms.ifca import cluster_picks
+from fedmoe_pl.callbacks import ClusterMonitor
+from fedmoe_pl.callbacks.maps import cluster_figure
 from fedmoe_pl.data import Digits, MajorityClasses
 from fedmoe_pl.models import ClusteredMoE, ConstantGate, NetworkGate, SmallMLP
 from fedmoe_pl.rounds.accuracies import predict
-from fedmoe_pl.trees import copy_module
+from fedmoe_pl.trees import copy_module, load_tree
 
 
 def mixture_phases(federated: Phase, num_clusters: int, start="Local") -> list[Phase]:
@@ -199,6 +201,29 @@ def test_tensorboard_shows_how_often_each_cluster_was_picked(finished):
     assert events.Tags()["images"].count("picked/all_rounds") == 1
     others = EventAccumulator(str(finished.run_dir / "Local")).Reload()
     assert not [tag for tag in others.Tags()["scalars"] if tag.startswith("picked")]
+
+
+@pytest.mark.parametrize("by_client", [True, False])
+def test_tensorboard_shows_the_cluster_of_each_client_beside_its_samples(by_client, tmp_path, monkeypatch):
+    """The model that fits a client best is compared with those of the server by hand."""
+    drawn = {}
+
+    def figure(method, clusters, num_clusters, counts):
+        drawn[method] = clusters, num_clusters
+        return cluster_figure(method, clusters, num_clusters, counts)
+
+    monkeypatch.setattr("fedmoe_pl.callbacks.clusters.cluster_figure", figure)
+    data, before = blobs(), phase("Local", Local("local_expert.*"), gate=only(3, 4))
+    ifca = Phase("IFCA", EpsilonGreedyIFCA(0.3), gate=only(0, 4), rounds=3, start="Local")
+    monitor = ClusterMonitor(by_client)
+    federation = run([before, ifca], clustered(), data, tmp_path, logger=True, callbacks=[monitor])
+    module = clustered()
+    load_tree(module, tensors_of(federation.run.states["IFCA"].server))
+    losses = {client: losses_by_hand(module, data, client) for client in range(3)}
+    best = {client: of_clusters.index(min(of_clusters)) for client, of_clusters in losses.items()}
+    assert drawn == ({"IFCA": (best, 3)} if by_client else {})
+    pictures = EventAccumulator(str(federation.run_dir / "IFCA")).Reload().Tags()["images"]
+    assert pictures == ["picked/all_rounds", "picked/by_client"][: 1 + by_client]
 
 
 def test_a_client_s_checkpoint_is_a_clustered_mixture_of_its_own(tmp_path):

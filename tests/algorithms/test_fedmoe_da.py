@@ -412,10 +412,22 @@ def test_tensorboard_shows_the_first_and_the_last_matrix_and_the_use_of_experts(
     federation = whole["memory"]
     log = EventAccumulator(str(federation.run_dir / "DA"))
     log.Reload()
-    tags = [tag for tag in log.Tags()["images"] if tag.startswith("experts/")]
-    assert sorted(tags) == ["experts/averaged_with", "experts/used_by_client"]
-    assert [image.step for image in log.Images("experts/averaged_with")] == [1, 4]
+    assert sorted(log.Tags()["images"]) == ["used_experts/averaged_with", "used_experts/by_client"]
+    assert [image.step for image in log.Images("used_experts/averaged_with")] == [1, 4]
     assert not any("gate" in tag for tag in [*log.Tags()["images"], *log.Tags()["tensors"]])
     weights = [tag for tag in log.Tags()["scalars"] if tag.startswith("mean_gate_weight/")]
     assert weights == [f"mean_gate_weight/expert_{expert}" for expert in range(len(weights))]
     assert len(log.Scalars(weights[0])) == 4
+    assert min(tag for tags in log.Tags().values() if isinstance(tags, list) for tag in tags) == "global_test/mean"
+
+
+def test_the_use_of_experts_is_a_curve_for_each(whole):
+    """The share of the clients' own samples that their gates send to it: of those that have it, the mean."""
+    federation = whole["memory"]
+    log = EventAccumulator(str(federation.run_dir / "DA")).Reload()
+    clients = federation.results["DA"].clients
+    for expert in range(3):
+        chosen = [c.gate_weights.argmax(dim=1) == expert for c in clients if c.gate_weights.shape[1] > expert]
+        (*_, last) = log.Scalars(f"used_experts/expert_{expert}")
+        assert last.step == 4
+        assert last.value == pytest.approx(sum(c.double().mean().item() for c in chosen) / len(chosen))

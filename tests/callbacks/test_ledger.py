@@ -90,8 +90,9 @@ def test_every_logger_gets_the_bytes_of_each_round(tmp_path):
     fitted = federation(tmp_path, callbacks=[TrafficLedger()], logger=CSVLogger(tmp_path))
     fitted.fit(model_of_a_run(), data_of_a_run())
     (path,) = tmp_path.rglob("metrics.csv")
+    tag = "FedAvg/traffic_of_round/bytes"
     with path.open() as file:
-        rows = [row for row in csv.DictReader(file) if row["FedAvg/round/bytes_up"]]
+        rows = [row for row in csv.DictReader(file) if row[f"{tag}_up"]]
     size = 2 * 4 * (4 * 5 + 4 + 3 * 4 + 3)  # of two clients, in 32 bits
-    found = [(int(row["step"]), *(float(row[f"FedAvg/round/bytes_{way}"]) for way in ("up", "down"))) for row in rows]
+    found = [(int(row["step"]), float(row[f"{tag}_up"]), float(row[f"{tag}_down"])) for row in rows]
     assert found == [(step, size, size) for step in (1, 2, 3, 4)]

@@ -5,7 +5,7 @@ import torch
 from helpers.evaluations import evaluation, gate, mixture
 
 from fedmoe_pl.callbacks.figures import figure_pixels
-from fedmoe_pl.callbacks.maps import aggregation_figure, expert_usage_figure, gate_weight_figure
+from fedmoe_pl.callbacks.maps import aggregation_figure, cluster_figure, expert_usage_figure, gate_weight_figure
 from fedmoe_pl.rounds.evaluation import ClientEvaluation, Evaluation
 
 COUNTS = torch.tensor([[2, 2, 0, 0], [0, 0, 1, 0], [0, 2, 0, 0]])
@@ -62,6 +62,14 @@ def test_clients_of_the_same_expert_are_neighbours():
     without_classes = expert_usage_figure(used, torch.ones(4, 0)).axes[0]
     assert names(without_classes) == names(samples)
     np.testing.assert_allclose(shown(without_classes), shown(usage))
+
+
+def test_clients_of_the_same_cluster_are_neighbours_and_then_those_of_the_same_class():
+    counts = torch.tensor([[9, 0], [0, 9], [9, 0], [0, 9], [9, 0]])
+    samples, cells = cluster_figure("IFCA", {0: 1, 1: 1, 2: 1, 4: 0}, 3, counts).axes[:2]
+    assert names(samples) == ["4", "0", "2", "1"]
+    np.testing.assert_array_equal(shown(samples), counts[[4, 0, 2, 1]])
+    np.testing.assert_array_equal(shown(cells), np.eye(3)[[0, 1, 1, 1]])
 
 
 def test_clients_that_average_with_one_another_are_neighbours():

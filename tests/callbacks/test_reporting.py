@@ -260,6 +260,27 @@ def test_the_page_of_hyperparameters_has_a_row_for_each_method(run):
     assert (session.hparams["rounds"].number_value, session.hparams["seed"].number_value) == (1, 3)
 
 
+@pytest.mark.parametrize("method", ["FedAvg", "PFL MFE"])
+def test_the_page_of_hyperparameters_has_the_columns_of_all_methods_and_says_which_differ(method, run):
+    """TensorBoard reads the columns of one row only: FedAvg has no ``monitor``; a boolean is no number."""
+    from tensorboard.plugins.hparams import metadata
+
+    tree = json.loads(run.configuration["hparams"])
+    tree["model"]["init_args"]["channels_last"] = True
+    run.configuration["hparams"] = json.dumps(tree)
+    run.fit(AccuracyMonitor())
+    contents = events(run, method).summary_metadata
+    experiment = metadata.parse_experiment_plugin_data(contents["_hparams_/experiment"].plugin_data.content)
+    differs = {column.name: column.differs for column in experiment.hparam_infos}
+    others = dict.fromkeys(("method", "model", "mixing", "monitor", "seed", "channels_last"), False)
+    assert differs == others | {"rounds": True}
+    assert {metric.display_name for metric in experiment.metric_infos} == {"local_test", "global_test"}
+    session = metadata.parse_session_start_info_plugin_data(
+        contents["_hparams_/session_start_info"].plugin_data.content
+    )
+    assert session.hparams["channels_last"].bool_value is True
+
+
 def test_other_loggers_get_the_hyperparameters_before_the_first_round(run):
     """MLflow's file store has a file for each: none may be a folder of others."""
     AccuracyMonitor().on_fit_start(run)

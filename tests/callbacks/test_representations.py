@@ -19,7 +19,7 @@ from fedmoe_pl import Phase
 from fedmoe_pl.algorithms import Local, PFedMoE
 from fedmoe_pl.callbacks.representations import RepresentationMonitor, embed, representations_of
 from fedmoe_pl.data import FromDatasets
-from fedmoe_pl.models import GlobalOnly
+from fedmoe_pl.models import GlobalOnly, LocalOnly, PersonalizedMoE, ProxyGate, SparseMoE
 
 SIZES = (13, 8, 11, 9)
 
@@ -74,6 +74,89 @@ def test_the_representations_of_any_model_are_the_outputs_of_its_extractors():
     assert [*representations_of(mixture(GlobalOnly()), (x, None), 7)] == ["global expert"]
     expert = Alone().double()
     assert torch.equal(representations_of(expert, (x, None), 7)["extractor"], expert.extractor(x).flatten(1))
+
+
+def test_experts_of_which_each_gets_a_part_of_the_samples_are_shown_with_all(tmp_path):
+    """They were left out, because their outputs have fewer rows than there are samples; without a word."""
+    torch.manual_seed(0)
+    module = SparseMoE(nn.Identity(), Expert(), num_experts=2, gate=ProxyGate(2)).double()
+    x = torch.randn(40, 5, dtype=torch.float64)
+    assert 0 < module.mix(x)[1].argmax(dim=1).sum() < 40, "both experts are chosen"
+    found = representations_of(module, (x, None), 40)
+    assert [*found] == ["experts 0", "experts 1"]
+    assert torch.equal(found["experts 1"], module.experts[1].extractor(x))
+
+
+@pytest.mark.parametrize(
+    ("samples", "spoil", "problem"),
+    [(1, 0.0, "of fewer than three samples"), (9, math.nan, "not finite")],
+)
+def test_what_cannot_be_drawn_is_named_and_does_not_end_the_run(samples, spoil, problem, tmp_path):
+    monitor = RepresentationMonitor([0, 1], samples_per_client=samples)
+    datamodule = blobs(dtype=torch.float32)
+    datamodule.x = datamodule.x + spoil
+    said = rf"Phase 'p': local expert representations are not shown, because they are {problem}\."
+    with pytest.warns(match=said):
+        fed = run(
+            [Phase("p", Local(), max_epochs=0)],
+            mixture(LocalOnly(), dtype=torch.float32),
+            datamodule,
+            tmp_path,
+            callbacks=[monitor],
+            logger=True,
+        )
+    assert not [*fed.run_dir.rglob("projector*")]
+
+
+def test_local_experts_of_different_architectures_are_shown_together_if_their_sizes_allow(tmp_path):
+    """They had names of their own, so that none was shown, and nobody said so."""
+
+    def expert_of(hidden, name):
+        expert = Expert(hidden=hidden)
+        expert.extractor.append(nn.Linear(hidden, 6 if name == "same" else hidden))
+        expert.classifier = nn.Linear(6 if name == "same" else hidden, 3)
+        return expert
+
+    for name in ("same", "other"):
+        monitor = RepresentationMonitor([0, 1], samples_per_client=4)
+        local = [expert_of(hidden, name) for hidden in (6, 7)]
+        module = PersonalizedMoE(Expert(), local, LocalOnly())
+        arguments = [Phase("p", Local())], module, blobs(dtype=torch.float32), tmp_path / name
+        if name == "same":
+            fed = run(*arguments, callbacks=[monitor], logger=True)
+            found, _, _ = monitor.compute(fed.run, "p")
+            assert {name: values.shape for name, values in found.items()} == {"local expert": (8, 6)}
+        else:
+            with pytest.warns(match=r"local expert representations are not shown, because their sizes differ"):
+                run(*arguments, callbacks=[monitor], logger=True)
+
+
+class Tuple(nn.Module):
+    """An extractor whose output is no tensor, such as that of an LSTM."""
+
+    def forward(self, x):
+        return x, None
+
+
+def test_a_model_whose_extractor_gives_no_tensor_is_named(tmp_path):
+    class Network(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.extractor, self.classifier = Tuple(), nn.Linear(5, 3)
+
+        def forward(self, x):
+            return self.classifier(self.extractor(x)[0])
+
+    module = mixture(expert=Network(), dtype=torch.float32)
+    with pytest.warns(match=r"Phase 'p' is not shown, because no extractor of its model gave a tensor with a row"):
+        run(
+            [Phase("p", Local())],
+            module,
+            blobs(dtype=torch.float32),
+            tmp_path,
+            callbacks=[RepresentationMonitor()],
+            logger=True,
+        )
 
 
 class Alone(Expert, LightningModule):

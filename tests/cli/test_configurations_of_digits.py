@@ -2,7 +2,7 @@
 
 import pytest
 import yaml
-from helpers.configurations import CONFIGURATIONS, QUICKSTART, needs_no_download, run_short
+from helpers.configurations import CONFIGURATIONS, QUICKSTART, REPOSITORY, needs_no_download, run_short
 
 from fedmoe_pl import algorithms
 from fedmoe_pl.algorithms.algorithm import Algorithm
@@ -16,7 +16,7 @@ DIGITS = [path for path in CONFIGURATIONS if needs_no_download(path)]
     [
         # all methods one after the other; each has tests of its own
         pytest.param(path, marks=[pytest.mark.slow] if path.stem == "zoo_digits" else [])
-        for path in DIGITS
+        for path in [*DIGITS, REPOSITORY / "docs/figures/board.yaml"]
         if str(path) != QUICKSTART
     ],
     ids=lambda path: path.stem,

@@ -27,6 +27,17 @@ def test_the_table_and_the_figure_show_who_holds_what(num_clients, tmp_path):
     partition_figure(data).savefig(tmp_path / "figure.png", dpi=20)
 
 
+def test_the_figure_has_a_row_for_each_client_as_the_maps_of_the_gates_do():
+    data = set_up(Own(vectors(600), num_clients=100, validation_fraction=0.2))
+    figure = partition_figure(data)
+    assert figure.get_figwidth() * figure.dpi == 700
+    cells, sizes = figure.axes[:2]
+    np.testing.assert_array_equal(cells.images[0].get_array(), data.class_counts())
+    assert [label.get_text() for label in cells.get_yticklabels()] == [str(client) for client in range(100)]
+    assert cells.get_ylim() == sizes.get_ylim() == (99.5, -0.5), "client 0 is above"
+    assert [legend.get_text() for legend in figure.legends[0].get_texts()] == ["train", "validation"]
+
+
 def test_many_classes_are_summed_up_in_the_table():
     data = set_up(Own(vectors(100, num_classes=62), num_clients=2))
     header = partition_table(data).splitlines()[2]

@@ -131,6 +131,7 @@ ALWAYS = {
     "StackedBackend": "clients_per_stack",
     "CostToTarget": "target",
     "ResultFiles": "partition gate_weights",
+    "ClusterMonitor": "by_client",
 }
 ACCEPTED = {
     ("KNNPer", "k"): "with capacity 0 there are no neighbors: the federated model, as a row of a comparison",

@@ -44,6 +44,13 @@ def test_every_point_is_the_result_of_a_phase_of_so_many_epochs(curve, tmp_path)
     assert [row["round"] for row in curve.run.rows if row["method"] == "PFL-FB"] == [1]
 
 
+def test_the_weights_of_samples_are_shown_before_and_after_training(curve):
+    """TensorBoard's page Distributions is blank for a histogram of one step."""
+    log = EventAccumulator(str(curve.run_dir / "PFL-MF")).Reload()
+    (tag, *_) = [tag for tag in log.Tags()["tensors"] if tag.startswith("weight_of_samples/")]
+    assert [event.step for event in log.Tensors(tag)] == [0, 5]
+
+
 @pytest.mark.parametrize(("hook", "n"), [("on_evaluation_end", 7), ("on_phase_end", 2)])
 def test_the_curve_of_a_killed_run_goes_on(hook, n, curve, tmp_path):
     with pytest.raises(KeyboardInterrupt):
