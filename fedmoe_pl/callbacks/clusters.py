@@ -44,10 +44,9 @@ class ClusterMonitor(FederationCallback):
         run.boards.log_image("picked/all_rounds", pixels, state.round, phase.name)
         if evaluation is None or not self.by_client:
             return
-        clusters = {
-            client.client: cluster_in_use(run.client_module(evaluation.method, client.client), state.server)
-            for client in evaluation.clients[:_MOST_CLIENTS]
-        }
+        clients = [client.client for client in evaluation.clients[:_MOST_CLIENTS]]
+        modules = run.client_modules(evaluation.method, clients)
+        clusters = {client: cluster_in_use(module, state.server) for client, module in zip(clients, modules, strict=True)}
         known = {client: cluster for client, cluster in clusters.items() if cluster is not None}
         if known:
             counts = run.datamodule.class_counts()
