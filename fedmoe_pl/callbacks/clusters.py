@@ -46,8 +46,8 @@ class ClusterMonitor(FederationCallback):
             return
         clients = [client.client for client in evaluation.clients[:_MOST_CLIENTS]]
         modules = run.client_modules(evaluation.method, clients)
-        clusters = {client: cluster_in_use(module, state.server) for client, module in zip(clients, modules, strict=True)}
-        known = {client: cluster for client, cluster in clusters.items() if cluster is not None}
+        clusters = zip(clients, (cluster_in_use(module, state.server) for module in modules), strict=True)
+        known = {client: cluster for client, cluster in clusters if cluster is not None}
         if known:
             counts = run.datamodule.class_counts()
             pixels = figure_pixels(cluster_figure(phase.name, known, picks.shape[1], counts))
