@@ -52,6 +52,22 @@ def split_address(address: str) -> tuple[str, int]:
     return host, int(port)
 
 
+def check_is_free(address: str) -> None:
+    """Refuses an address at which this machine cannot listen, such as that of another server.
+
+    Raises:
+        MisconfigurationException: if it cannot.
+    """
+    host, port = split_address(address)
+    try:
+        socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET).close()
+    except OSError as error:
+        reason = str(error.strerror).partition(" (")[0]  # Python adds the address
+        raise MisconfigurationException(
+            f"serve: address is '{address}', but must be a free address of this machine ({reason})."
+        ) from error
+
+
 def free_port() -> int:
     """A port of this machine that nobody listens on."""
     with socket.socket() as free:
