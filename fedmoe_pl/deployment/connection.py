@@ -47,7 +47,7 @@ def split_address(address: str) -> tuple[str, int]:
         MisconfigurationException: if it is no address.
     """
     host, _, port = address.rpartition(":")
-    if not host or not port.isdigit() or not 0 < int(port) < 2**16:
+    if not host or "/" in host or not port.isdigit() or not 0 < int(port) < 2**16:
         raise MisconfigurationException(f"address is '{address}', but must be a host and a port, as 127.0.0.1:8000.")
     return host, int(port)
 

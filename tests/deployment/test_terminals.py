@@ -11,7 +11,7 @@ from helpers.methods import METHODS, data
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 
 from fedmoe_pl.deployment import Message, commands
-from fedmoe_pl.deployment.connection import check_is_free, free_port
+from fedmoe_pl.deployment.connection import check_is_free, free_port, split_address
 from fedmoe_pl.deployment.processes import own_folder
 from fedmoe_pl.deployment.speaking import Speaking
 
@@ -70,6 +70,12 @@ def test_an_address_that_another_process_has_is_refused():
         with pytest.raises(MisconfigurationException, match=f"serve: address is '{address}', but must be a free"):
             check_is_free(address)
     check_is_free(address)
+
+
+@pytest.mark.parametrize("address", ["8000", "server", "server:http", "server:0", "http://server:8000"])
+def test_what_is_no_address_is_refused(address):
+    with pytest.raises(MisconfigurationException, match=f"address is '{address}', but must be a host and a port"):
+        split_address(address)
 
 
 def test_two_processes_do_not_share_a_folder(tmp_path):
