@@ -92,6 +92,7 @@ def test_a_client_that_is_away_when_models_are_evaluated_has_no_accuracy(tmp_pat
     assert "phase 'FedAvg': client 2 is not evaluated: it is not connected" in str(warned[0].message)
     of_clients = [client.global_test for client in deployed.results["FedAvg"].clients]
     assert [np.isnan(value) for value in of_clients] == [False, False, True, False, False]
+    assert deployed.results["FedAvg"].evaluated == "4 of 5"
 
 
 def test_a_client_removes_what_the_server_no_longer_needs(tmp_path):
