@@ -74,7 +74,8 @@ class FederationCLI(LightningCLI):
                     "prog": "fedmoe",
                     "version": __version__,
                     "description": "Personalized federated learning with mixtures of experts",
-                    **dict.fromkeys(self.subcommands(), strict),
+                    # a dict for each command, because Lightning puts the command's description into it
+                    **{name: dict(strict) for name in self.subcommands()},
                 },
                 auto_configure_optimizers=False,  # they would get the initial model's parameters, not the clients'
                 args=args,

@@ -11,12 +11,14 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch import Tensor
 
 from fedmoe_pl.backends import Failure, LocalTraining
-from fedmoe_pl.deployment.messages import FAILED, NOT_BEGUN, UNPREPARED, Message
+from fedmoe_pl.deployment.messages import FAILED, NOT_BEGUN, NOTE, UNPREPARED, Message
 from fedmoe_pl.rounds.kept import File, Joined, KeptByClients
 from fedmoe_pl.rounds.state import PhaseState
 from fedmoe_pl.trees import Tree
 
 _LONGEST = 1000  # characters of a client's reason
+NOTED_WITHIN = 20.0
+"""Seconds that the server waits until a client has shown a note."""
 _TRIES = 5  # of a message to a client that has to be prepared for it
 
 
@@ -34,6 +36,14 @@ class Transport(ABC):
         Returns:
             The answers by client; none of a client that is not connected, or that did not answer in time.
         """
+
+    def tell(self, texts: Mapping[int, str]) -> None:
+        """Has clients show a text to whoever runs them.
+
+        Args:
+            texts: the texts by client.
+        """
+        self.ask({client: Message(NOTE, {"text": text}) for client, text in texts.items()}, NOTED_WITHIN)
 
 
 class AtClient(dict[str, Tensor]):
@@ -133,7 +143,12 @@ class Clients:
 
 def reason_of(answer: Message) -> str:
     """Why a client has failed, as it says."""
-    return " ".join(str(answer.values.get("reason", "it gives no reason")).split())[:_LONGEST]
+    return one_line(answer.values.get("reason", "it gives no reason"))
+
+
+def one_line(text: Any) -> str:
+    """What another machine has sent as a text, on one line that is not too long."""
+    return " ".join(str(text).split())[:_LONGEST]
 
 
 def files_of(kept: Mapping[int, Tree], client: int) -> list[File]:

@@ -12,11 +12,14 @@ from lightning.pytorch import LightningModule
 from lightning.pytorch.utilities import rank_zero_info
 
 from fedmoe_pl.data import FederatedDataModule
-from fedmoe_pl.deployment.connection import Security, split_address
+from fedmoe_pl.deployment.connection import Security, check_is_free, split_address
 from fedmoe_pl.deployment.messages import Message
 from fedmoe_pl.deployment.participant import Participant
+from fedmoe_pl.deployment.processes import own_folder
 from fedmoe_pl.deployment.server import check_phases, serve
+from fedmoe_pl.deployment.speaking import Speaking
 from fedmoe_pl.rounds.evaluation import Evaluation
+from fedmoe_pl.rounds.failures import ClientError
 from fedmoe_pl.rounds.run_maker import RunMaker
 
 DEFAULT_ADDRESS = "127.0.0.1:8000"
@@ -49,10 +52,16 @@ def run_server(
     check_phases(federation.phases)
     flower, flower_server = _flower("serve", "flower"), _flower("serve", "flower_server")
     security, keys = _security_of_server(address, files, insecure)
-    with flower_server.superlink(federation.runs / "flower", address, security, keys) as grid:
+    check_is_free(address)
+    folder = federation.runs / "flower"
+    with own_folder(folder), flower_server.superlink(folder, address, security, keys) as grid:
         transport = flower.FlowerTransport(grid, num_clients)
         rank_zero_info(f"serve: waiting for {num_clients} clients at {address}.")
-        results = serve(federation, model, datamodule, transport, num_clients, ckpt_path)
+        try:
+            results = serve(federation, model, datamodule, transport, num_clients, ckpt_path)
+        except (MisconfigurationException, ClientError) as error:
+            transport.tell(dict.fromkeys(range(num_clients), f"the server has ended: {str(error).rstrip('.')}"))
+            raise
         transport.ask({client: Message("end") for client in range(num_clients)}, 30)
     return results
 
@@ -110,7 +119,8 @@ def run_client(
     folder = federation.runs / f"client_{client}"
     participant = Participant(federation, model, datamodule, client, folder)
     rank_zero_info(f"join: client {client} connects to {address}; it keeps its tensors in {folder}.")
-    flower_client.answer_messages(participant.answer, folder / "flower", address, security)
+    with own_folder(folder / "flower"):
+        flower_client.answer_messages(Speaking(participant).answer, folder / "flower", address, security)
     if participant.leaves:
         raise MisconfigurationException(f"join: {participant.leaves}.")
     if participant.checkpoint is not None:

@@ -47,9 +47,25 @@ def split_address(address: str) -> tuple[str, int]:
         MisconfigurationException: if it is no address.
     """
     host, _, port = address.rpartition(":")
-    if not host or not port.isdigit() or not 0 < int(port) < 2**16:
+    if not host or "/" in host or not port.isdigit() or not 0 < int(port) < 2**16:
         raise MisconfigurationException(f"address is '{address}', but must be a host and a port, as 127.0.0.1:8000.")
     return host, int(port)
+
+
+def check_is_free(address: str) -> None:
+    """Refuses an address at which this machine cannot listen, such as that of another server.
+
+    Raises:
+        MisconfigurationException: if it cannot.
+    """
+    host, port = split_address(address)
+    try:
+        socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET).close()
+    except OSError as error:
+        reason = str(error.strerror).partition(" (")[0]  # Python adds the address
+        raise MisconfigurationException(
+            f"serve: address is '{address}', but must be a free address of this machine ({reason})."
+        ) from error
 
 
 def free_port() -> int:

@@ -39,6 +39,8 @@ def wait_for(
 ) -> dict[int, Description]:
     """Waits until every client has described itself, and checks that all fit together.
 
+    A client with other settings is told so, and waited for: it may be started again with the right ones.
+
     Args:
         transport: reaches the clients.
         num_clients: number of clients.
@@ -51,7 +53,7 @@ def wait_for(
         What they say of themselves, by id, in this order.
 
     Raises:
-        MisconfigurationException: if settings or data differ in what all must have in common.
+        MisconfigurationException: if data differ in what all must have in common.
     """
     names = [phase.name for phase in phases]
     descriptions = {
@@ -68,25 +70,22 @@ def wait_for(
                 descriptions.setdefault(client, answer.values)
                 present.add(client)
                 rank_zero_info(f"serve: client {client} is there, {len(present)} of {num_clients}.")
-            elif (warning := f"client {client} cannot take part: {reason}") not in warned:
+            elif (warning := f"client {client} cannot take part: {reason}.") not in warned:
                 warned.add(warning)
                 rank_zero_warn(warning)
+                transport.tell({client: warning.rstrip(".")})
         enough = len(descriptions) == num_clients and len(present) >= at_least and time.monotonic() >= end
         if len(present) == num_clients or enough:
             break
         time.sleep(_SECONDS_BETWEEN_LOOKS)
     descriptions = dict(sorted(descriptions.items()))
-    _check_together(descriptions, configuration, names)
+    _check_together(descriptions)
     return descriptions
 
 
-def _check_together(
-    descriptions: Mapping[int, Description], configuration: dict[str, str], names: Sequence[str]
-) -> None:
-    """Refuses settings or data that differ in what all must have in common; ``names`` are those of the phases."""
+def _check_together(descriptions: Mapping[int, Description]) -> None:
+    """Refuses data that differ in what all must have in common."""
     for client, description in descriptions.items():
-        if change := _other_settings(configuration, description, names):
-            raise MisconfigurationException(f"client {client}: {change}, as on the server.")
         if key := _first_difference(descriptions[0], description, _COMMON):
             raise MisconfigurationException(
                 f"client {client}: the {key.replace('_', ' ')} of its samples is {description[key]}, but must be "
@@ -126,7 +125,7 @@ def _first_difference(a: Description, b: Description, keys: Sequence[str]) -> st
 
 
 def _problem_of(answer: Message, configuration: dict[str, str], phases: Sequence[str]) -> str:
-    """Why an answer describes no client; empty if it does."""
+    """Why an answer describes no client, or one with other settings, without a full stop; empty if it fits."""
     values, fits = (
         answer.values,
         {
@@ -144,10 +143,10 @@ def _problem_of(answer: Message, configuration: dict[str, str], phases: Sequence
         if key not in values or not does_fit(values[key]):
             return f"its {key} is {str(values.get(key))[:100]}, which describes no data"
     try:
-        _other_settings(configuration, values, phases)
+        change = _other_settings(configuration, values, phases)
     except Exception:  # whatever a client has sent
         return "its configuration cannot be read"
-    return ""
+    return change and f"{change}, as on the server"
 
 
 def _are_counts(values: Any) -> bool:

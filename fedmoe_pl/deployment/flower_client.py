@@ -30,11 +30,12 @@ from fedmoe_pl.deployment.connection import Security, free_port, tls_context
 from fedmoe_pl.deployment.flower import packed, unpacked
 from fedmoe_pl.deployment.messages import LEAVES, BadMessageError, Message
 from fedmoe_pl.deployment.nodes import LOOK
-from fedmoe_pl.deployment.processes import child, make_folder, reason_in
+from fedmoe_pl.deployment.processes import child, reason_in
 
 # Flower refuses a node for a minute after its process was killed, because it still counts as connected
 _REFUSED_FOR = 120.0
 _STILL_CONNECTED = "code: 2004"
+_SECONDS_BETWEEN_LOOKS = 10.0  # while there is nothing to answer
 
 
 def answer_messages(answer: Callable[[Message], Message], folder: Path, address: str, security: Security) -> None:
@@ -42,66 +43,106 @@ def answer_messages(answer: Callable[[Message], Message], folder: Path, address:
 
     Args:
         answer: answers a message.
-        folder: for the SuperNode's log; made if it is missing.
+        folder: for the SuperNode's log.
         address: host and port of the server.
         security: the authority's certificate and the client's key; none without TLS.
 
     Raises:
         MisconfigurationException: if the server refuses the client.
     """
-    make_folder(folder)
-    log, refused_since = folder / "supernode.log", None
+    log, server, refused_since = folder / "supernode.log", _Server(address, security), None
     while True:
-        _wait_for_server(address, security)
+        server.wait()
         port = free_port()
-        arguments = ["flower-supernode", "--superlink", address, "--isolation", "process"]
-        arguments += ["--host", "127.0.0.1", "--port", str(port)]
-        arguments += ["--insecure"] if security.ca is None else ["--root-certificates", str(security.ca)]
-        arguments += ["--auth-supernode-private-key", str(security.key)] if security.key else []
-        command = [str(Path(sys.executable).with_name(arguments[0])), *arguments[1:]]
-        with child(command, log, folder) as process:
-            ended = _answer_tasks(process, f"127.0.0.1:{port}", answer)
-        if ended:
-            return
-        text = log.read_text(errors="replace")
-        now = time.monotonic()
-        refused_since = (refused_since or now) if _STILL_CONNECTED in text else None
-        if refused_since is None or now - refused_since > _REFUSED_FOR:
-            raise MisconfigurationException(
-                f"join: the server at {address} does not take this client: {reason_in(log)}"
+        with child(_supernode(address, port, security), log, folder) as process:
+            if _answer_tasks(process, f"127.0.0.1:{port}", answer, server):
+                return
+        if _STILL_CONNECTED not in log.read_text(errors="replace"):
+            raise MisconfigurationException(_refusal(address, log))
+        if refused_since is None:
+            refused_since = time.monotonic()
+            rank_zero_info(
+                f"join: the server at {address} refuses this client, as it does for a minute after the client was "
+                f"killed; trying again for {_REFUSED_FOR:.0f} s."
             )
+        if time.monotonic() - refused_since > _REFUSED_FOR:
+            no_key = f"; the server knows no key '{security.key}', or another client uses it"
+            raise MisconfigurationException(_refusal(address, log) + (no_key if security.key else ""))
         time.sleep(5)
 
 
-def _wait_for_server(address: str, security: Security) -> None:
-    """Waits until the server can be reached, and says that it does.
+def _supernode(address: str, port: int, security: Security) -> list[str]:
+    """The command of a SuperNode; arguments as in :func:`answer_messages`."""
+    arguments = ["--superlink", address, "--isolation", "process", "--host", "127.0.0.1", "--port", str(port)]
+    arguments += ["--insecure"] if security.ca is None else ["--root-certificates", str(security.ca)]
+    arguments += ["--auth-supernode-private-key", str(security.key)] if security.key else []
+    return [str(Path(sys.executable).with_name("flower-supernode")), *arguments]
 
-    Raises:
-        MisconfigurationException: if one of both has TLS and the other has not, or the certificate is not of ``ca``.
+
+def _refusal(address: str, log: Path) -> str:
+    return f"join: the server at {address} does not take this client: {reason_in(log)}"
+
+
+class _Server:
+    """Whether the server can be reached; what changes is said once.
+
+    Args:
+        address: its host and port.
+        security: the authority's certificate.
     """
-    url, verify = f"{'http' if security.ca is None else 'https'}://{address}/v1/fleet/", tls_context(security.ca)
-    said = False
-    while True:
+
+    def __init__(self, address: str, security: Security) -> None:
+        self.address = address
+        self.security = security
+        self._is_there = True
+        self._seen = False
+        self._next_look = 0.0
+
+    def wait(self) -> None:
+        """Waits until the server can be reached."""
+        while not self._look():
+            time.sleep(1)
+
+    def look(self) -> None:
+        """Looks whether the server can be reached, unless it did so a short time ago."""
+        if time.monotonic() >= self._next_look:
+            self._look()
+            self._next_look = time.monotonic() + _SECONDS_BETWEEN_LOOKS
+
+    def _look(self) -> bool:
+        was_there, self._is_there = self._is_there, self._reaches()
+        if was_there and not self._is_there:
+            what = "cannot be reached any more" if self._seen else "cannot be reached yet"
+            rank_zero_info(f"join: the server at {self.address} {what}; waiting for it.")
+        if self._is_there and not was_there and self._seen:
+            rank_zero_info(f"join: the server at {self.address} can be reached again.")
+        self._seen |= self._is_there
+        return self._is_there
+
+    def _reaches(self) -> bool:
+        """Sends it a request, whatever it answers.
+
+        Raises:
+            MisconfigurationException: if one of both has TLS and the other has not, or the certificate is not of
+                ``ca``.
+        """
+        ca = self.security.ca
         try:
-            httpx.get(url, verify=verify)  # whatever it answers
-            return
+            httpx.get(f"{'https' if ca else 'http'}://{self.address}/v1/fleet/", verify=tls_context(ca))
+            return True
         except httpx.RemoteProtocolError as error:
-            if security.ca is None:
+            if ca is None and not self._seen:  # later, it was killed while it answered
                 raise MisconfigurationException(
-                    f"join: ca is missing, but the server at {address} needs TLS ({error})."
+                    f"join: ca is missing, but the server at {self.address} needs TLS ({error})."
                 ) from error
         except httpx.ConnectError as error:
-            if isinstance(_cause(error), ssl.SSLError):
+            if isinstance(_cause(error), ssl.SSLError) and not self._seen:
                 raise MisconfigurationException(
-                    f"join: ca is '{security.ca}', but the server at {address} has no certificate that it signed "
-                    f"({error})."
+                    f"join: ca is '{ca}', but the server at {self.address} has no certificate that it signed ({error})."
                 ) from error
         except httpx.HTTPError:  # it may be about to start or to end
             pass
-        if not said:
-            rank_zero_info(f"join: there is no server at {address} yet; waiting.")
-            said = True
-        time.sleep(1)
+        return False
 
 
 def _cause(error: BaseException) -> BaseException:
@@ -111,7 +152,9 @@ def _cause(error: BaseException) -> BaseException:
     return error
 
 
-def _answer_tasks(process: subprocess.Popen[bytes], address: str, answer: Callable[[Message], Message]) -> bool:
+def _answer_tasks(
+    process: subprocess.Popen[bytes], address: str, answer: Callable[[Message], Message], server: _Server
+) -> bool:
     """Answers messages until server or client leave, or the SuperNode ends; returns whether the former was the case."""
     version = RuntimeVersionHttpInterceptor(component_name="SuperExec")
 
@@ -132,6 +175,7 @@ def _answer_tasks(process: subprocess.Popen[bytes], address: str, answer: Callab
             time.sleep(LOOK)
             continue
         if not task.token:
+            server.look()
             time.sleep(LOOK)
         elif _answer_task(connect(RuntimeTokenHttpInterceptor(task.token)), answer):
             time.sleep(3)  # for the answer to reach the server

@@ -34,7 +34,7 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 
 from fedmoe_pl.deployment.connection import Security, split_address, tls_context
 from fedmoe_pl.deployment.nodes import LOOK
-from fedmoe_pl.deployment.processes import child, make_folder, reason_in
+from fedmoe_pl.deployment.processes import child, reason_in
 
 _LINK_STARTS_WITHIN = 120.0
 _ACQUIRE = frozenset({"/flwr.proto.Runtime/AcquireTask"})
@@ -56,7 +56,7 @@ def superlink(folder: Path, address: str, security: Security, keys: Path | None)
     """Runs a SuperLink as a child process, and gives the grid of a new run in it.
 
     Args:
-        folder: for Flower's database, secrets and log; made if it is missing.
+        folder: for Flower's database, secrets and log.
         address: host and port to listen on.
         security: certificates; none without TLS.
         keys: folder of the clients' public keys, ``*.pub``; None if clients need none.
@@ -64,7 +64,6 @@ def superlink(folder: Path, address: str, security: Security, keys: Path | None)
     Raises:
         MisconfigurationException: if it does not start.
     """
-    make_folder(folder)
     folder.chmod(0o700)
     secret = folder / "secret"
     if not secret.is_file():

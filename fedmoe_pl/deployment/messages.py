@@ -14,6 +14,8 @@ from fedmoe_pl.trees import Tree
 FAILED, UNPREPARED, NOT_BEGUN, LEAVES = "failed", "unprepared", "not begun", "leaves"
 """Kinds of answers: the client has failed; it needs ``prepare`` first; it needs ``begin`` first; it is none of the
 federation's clients, and ends."""
+NOTE = "note"
+"""Kind of a message whose ``text`` the client shows whoever runs it."""
 
 
 class BadMessageError(Exception):

@@ -8,8 +8,8 @@ from collections.abc import Mapping, Sequence
 
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 
-from fedmoe_pl.deployment.clients import Transport, reason_of
-from fedmoe_pl.deployment.messages import Message
+from fedmoe_pl.deployment.clients import NOTED_WITHIN, Transport, reason_of
+from fedmoe_pl.deployment.messages import NOTE, Message
 
 LOOK = 0.1
 """Seconds between two looks for messages."""
@@ -67,7 +67,7 @@ class NodesTransport(Transport):
             if node in online and (client is None or client in self.nodes)
         }
         new = sorted(online - {*self.nodes.values(), *self._refused})
-        message = Message("describe", {"num_clients": self.num_clients})
+        message, notes = Message("describe", {"num_clients": self.num_clients}), dict[int, Message]()
         for node, answer in self._ask_nodes(dict.fromkeys(new, message), _DESCRIBED_WITHIN).items():
             client = answer.values.get("client")
             if type(client) is not int or not 0 <= client < self.num_clients:
@@ -76,8 +76,11 @@ class NodesTransport(Transport):
             elif client in self.nodes:
                 rank_zero_warn(f"node {node} is left out: it says that it is client {client}, which is connected.")
                 self._refused[node] = client
+                text = f"another process takes part as client {client}; this one waits until that has ended"
+                notes[node] = Message(NOTE, {"text": text})
             else:
                 self.nodes[client] = node
+        self._ask_nodes(notes, NOTED_WITHIN)
 
     def _ask_nodes(self, messages: Mapping[int, Message], seconds: float | None) -> dict[int, Message]:
         """Sends each node its message, and collects the answers that come in time."""

@@ -124,7 +124,8 @@ class Participant:
     def _describe(self, message: Message) -> Message:
         """What the server needs to know of the client's data and its configuration before the first round."""
         if self.client >= message.values.get("num_clients", math.inf):
-            self.leaves = f"client is {self.client}, but the server has {message.values['num_clients']}, from 0"
+            most = message.values["num_clients"] - 1
+            self.leaves = f"client is {self.client}, but must be at most {most}, because the server counts from 0"
             return Message(LEAVES, {"reason": self.leaves})
         return Message("description", described(self.federation, self.model, self.datamodule, self.client))
 

@@ -12,6 +12,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from filelock import FileLock, Timeout
+from lightning.fabric.utilities.exceptions import MisconfigurationException
+
 from fedmoe_pl.rounds.writing import cannot_be_made
 
 _PR_SET_PDEATHSIG = 1  # of prctl(2)
@@ -23,16 +26,27 @@ _QUIET = {
 }
 
 
-def make_folder(folder: Path) -> None:
-    """Makes a folder for Flower's files, which may exist.
+@contextmanager
+def own_folder(folder: Path) -> Iterator[None]:
+    """Makes a folder for Flower's files, and keeps other processes from it until this context ends.
 
     Raises:
-        MisconfigurationException: if it cannot be made.
+        MisconfigurationException: if it cannot be made, or another process has it.
     """
     try:
         folder.mkdir(parents=True, exist_ok=True)
+        lock = FileLock(folder / "lock")
+        lock.acquire(timeout=0)
+    except Timeout as error:
+        raise MisconfigurationException(
+            f"Another process uses '{folder}'; end that, or give this one another federation.default_root_dir."
+        ) from error
     except OSError as error:
         raise cannot_be_made(folder, error) from error
+    try:
+        yield
+    finally:
+        lock.release()
 
 
 @contextmanager

@@ -89,6 +89,12 @@ class ClientEvaluation:
         )
 
     @property
+    def has_values(self) -> bool:
+        """Whether the client was evaluated: one of a deployed federation may be away."""
+        values = (*(getattr(self, metric) for metric in MONITORS), *self.metrics.values())
+        return not all(map(math.isnan, values))
+
+    @property
     def mean_gate_weight(self) -> float:
         """Mean of the global experts' total weight over the client's own samples; nan without such weights."""
         weights = self.global_weights
@@ -157,8 +163,10 @@ class Evaluation:
             >>> Evaluation("FedAvg", 1, "mixture", "after aggregation", "last round", [], drawn_from=100).evaluated
             '0 of 100'
         """
-        number = len(self.clients)
-        return f"all {number}" if self.drawn_from is None else f"{number} of {self.drawn_from}"
+        asked, number = len(self.clients), sum(client.has_values for client in self.clients)
+        if self.drawn_from is None and number == asked:
+            return f"all {number}"
+        return f"{number} of {asked if self.drawn_from is None else self.drawn_from}"
 
     def spread(self, metric: str, clients: Collection[int] | None = None) -> Spread:
         """Mean, standard deviation and worst tenth over the clients that have the metric.

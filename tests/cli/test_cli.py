@@ -24,6 +24,14 @@ def test_the_subcommands_are_the_federation_s_commands():
     assert set(FederationCLI.subcommands()) == commands
 
 
+@pytest.mark.parametrize(("command", "text"), [("join", "Takes part in a federation"), ("test", "Prints the table")])
+def test_the_help_of_a_command_begins_with_what_it_does(command, text, capsys):
+    with pytest.raises(SystemExit):
+        main([command, "--help"])
+    described = capsys.readouterr().out.partition("options:")[0]
+    assert text in described and "Runs all phases" not in described
+
+
 def test_partition_prints_and_draws_who_holds_what(tmp_path, capsys):
     main(["partition", "--config", QUICKSTART, "--federation.default_root_dir", str(tmp_path)])
     assert (tmp_path / "quickstart/partition.png").stat().st_size > 10_000

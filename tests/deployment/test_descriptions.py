@@ -8,10 +8,11 @@ from helpers import GivenParts
 from helpers.deployed import Changing, Passing, deploy, federation, killed, participant, participants, with_values
 from helpers.methods import METHODS, data
 from lightning.fabric.utilities.exceptions import MisconfigurationException
-from torch.utils.data import Dataset
+from lightning.pytorch import LightningDataModule
+from torch.utils.data import DataLoader, Dataset
 
 from fedmoe_pl.backends import TrainerBackend
-from fedmoe_pl.data import FromDatasets
+from fedmoe_pl.data import FromDataModule, FromDatasets
 from fedmoe_pl.deployment import Message, Participant, descriptions, serve
 
 METHOD = replace(METHODS["FedPer"], phases=lambda: [replace(METHODS["FedPer"].phases()[0], rounds=4)])
@@ -58,7 +59,25 @@ def test_a_client_that_the_server_does_not_have_leaves_and_says_why(tmp_path):
     client = participant(METHOD, data(), tmp_path, 3, **OF_TRAINER)
     assert client.answer(Message("describe", {"num_clients": 4})).kind == "description" and not client.leaves
     assert client.answer(Message("describe", {"num_clients": 3})).kind == "leaves"
-    assert client.leaves == "client is 3, but the server has 3, from 0"
+    assert client.leaves == "client is 3, but must be at most 2, because the server counts from 0"
+
+
+def test_a_client_with_other_settings_is_told_so_and_waited_for(tmp_path):
+    other = replace(METHOD, phases=lambda: [replace(METHOD.phases()[0], rounds=7)])
+    clients = participants(METHOD, data(), tmp_path, **OF_TRAINER)
+    transport = Passing({**clients, CLIENT: participant(other, data(), tmp_path, CLIENT, **OF_TRAINER)})
+    notes = []
+
+    def start_again_with_the_right_ones(client, message):
+        if message.kind == "note":
+            notes.append((client, message.values["text"]))
+            transport.participants[CLIENT] = clients[CLIENT]
+
+    transport.before = start_again_with_the_right_ones
+    reason = f"client {CLIENT} cannot take part: phases.FedPer.rounds is 7, but must be 4, as on the server"
+    with pytest.warns(UserWarning, match=reason):
+        deployed = deploy(METHOD, data(), tmp_path, transport, **OF_TRAINER)
+    assert notes == [(CLIENT, reason)] and not deployed.run.states["FedPer"].failed
 
 
 def test_a_server_that_continues_does_not_wait_for_clients_that_it_knows(tmp_path):
@@ -142,7 +161,30 @@ def lazy(partitioner=None, as_dicts=False, samples=None):
     return FromDatasets(train, test, partitioner=partitioner, test_fraction=0.2)
 
 
-def test_samples_that_are_read_one_by_one(tmp_path):
+class Loaders(LightningDataModule):
+    """The same samples, as a data module that anybody may have written."""
+
+    def __init__(self, samples=None):
+        super().__init__()
+        self.samples = samples
+
+    def setup(self, stage):
+        own = lazy(samples=self.samples)
+        self.train, self.test = own.train_dataset, own.test_dataset
+
+    def train_dataloader(self):
+        return DataLoader(self.train, batch_size=10)
+
+    def test_dataloader(self):
+        return DataLoader(self.test)
+
+
+def of_loaders(partitioner=None, samples=None):
+    return FromDataModule(Loaders(samples), partitioner=partitioner, test_fraction=0.2)
+
+
+@pytest.mark.parametrize("lazy", [lazy, of_loaders])
+def test_samples_that_are_read_one_by_one(lazy, tmp_path):
     parts, phases = data().partitioner.parts, METHOD.phases
     simulation = federation(phases(), tmp_path / "simulation", **OF_TRAINER)
     simulation.fit(METHOD.model(), lazy(GivenParts(parts)))
@@ -160,7 +202,16 @@ def test_samples_that_are_read_one_by_one(tmp_path):
     serve(server, METHOD.model(), lazy(), Passing(clients), len(parts))
     simulated, deployed = simulation.run.states["FedPer"].server, server.run.states["FedPer"].server
     assert simulated.keys() == deployed.keys() and all(torch.equal(simulated[k], deployed[k]) for k in simulated)
+
+
+def test_data_with_other_shapes_are_refused_together(tmp_path):
+    of_one = with_values(shape=[3])
+    with pytest.raises(MisconfigurationException, match=rf"^client {CLIENT}: the shape of its samples is \[3\], but"):
+        deploy(METHOD, data(), tmp_path, transport_with(tmp_path, of_one), **OF_TRAINER)
+
+
+def test_batches_that_are_no_pairs_are_refused(tmp_path):
     with pytest.raises(
         MisconfigurationException, match="FromDatasets: collate_fn gives batches of dict, but must give"
     ):
-        Participant(federation(phases(), tmp_path), METHOD.model(), lazy(as_dicts=True), 0, tmp_path)
+        Participant(federation(METHOD.phases(), tmp_path), METHOD.model(), lazy(as_dicts=True), 0, tmp_path)

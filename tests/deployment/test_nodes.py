@@ -56,6 +56,7 @@ def test_a_second_node_of_a_client_takes_its_place_when_the_first_goes():
     network.clients[20] = 0
     with pytest.warns(UserWarning, match="node 20 is left out: it says that it is client 0, which is connected"):
         assert ask(network)
+    assert network.sent.count((20, "note")) == 1
     assert ask(network) and network.sent[-1] == (10, "train")
     del network.clients[10]
     assert ask(network) and network.sent[-1] == (20, "train")

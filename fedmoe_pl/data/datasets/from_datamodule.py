@@ -70,8 +70,9 @@ class FromDataModule(FederatedDataModule):
                 )
 
     def prepare_data(self) -> None:
-        """Downloads the data, if the data module does."""
-        self.datamodule.prepare_data()
+        """Downloads the data, if the data module does; a copy whose datasets are known has none any more."""
+        if not self.is_set_up:
+            self.datamodule.prepare_data()
 
     def load(self) -> Arrays | MapStyleData:
         """Takes the datasets of the data module's loaders."""

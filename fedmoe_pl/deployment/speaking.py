@@ -1,0 +1,43 @@
+"""What a client's terminal says of what goes on between it and the server."""
+
+from __future__ import annotations
+
+from lightning.pytorch.utilities import rank_zero_info
+
+from fedmoe_pl.deployment.clients import one_line, reason_of
+from fedmoe_pl.deployment.messages import FAILED, NOTE, Message
+from fedmoe_pl.deployment.participant import Participant
+
+
+class Speaking:
+    """Answers messages as a participant does, and says what whoever runs the client needs to know, each thing once.
+
+    Args:
+        participant: the participant.
+    """
+
+    def __init__(self, participant: Participant) -> None:
+        self.participant = participant
+        self._phase = ""
+        self._said = set[str]()
+
+    def answer(self, message: Message) -> Message:
+        """Answers a message."""
+        if message.kind == NOTE:
+            self._say(f"join: the server says: {one_line(message.values.get('text'))}.")
+            return Message("noted")
+        phase = one_line(message.values.get("phase", self._phase))
+        if phase != self._phase:
+            self._phase, self._said = phase, set()
+            rank_zero_info(f"join: phase '{phase}'.")
+        answer = self.participant.answer(message)
+        if answer.kind == "description":
+            self._say(f"join: client {self.participant.client} has described its data to the server.")
+        if answer.kind == FAILED:
+            self._say(f"join: this client has failed: {reason_of(answer)}.")
+        return answer
+
+    def _say(self, text: str) -> None:
+        if text not in self._said:
+            self._said.add(text)
+            rank_zero_info(text)

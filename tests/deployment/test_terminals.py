@@ -1,0 +1,89 @@
+"""What the terminals of a server and of its clients say, and what keeps two of them apart; without Flower."""
+
+import logging
+import socket
+from contextlib import nullcontext
+from types import SimpleNamespace
+
+import pytest
+from helpers.deployed import Passing, federation, participant, participants
+from helpers.methods import METHODS, data
+from lightning.fabric.utilities.exceptions import MisconfigurationException
+
+from fedmoe_pl.deployment import Message, commands
+from fedmoe_pl.deployment.connection import check_is_free, free_port, split_address
+from fedmoe_pl.deployment.processes import own_folder
+from fedmoe_pl.deployment.speaking import Speaking
+
+METHOD = METHODS["FedPer"]
+NO_FILES = dict.fromkeys(("ca", "certificate", "certificate_key", "client_keys"))
+
+
+@pytest.fixture
+def lines(caplog):
+    with caplog.at_level(logging.INFO, logger="lightning.pytorch"):
+        yield lambda: caplog.messages
+
+
+def test_a_client_says_once_that_it_has_reached_the_server(tmp_path, lines):
+    speaking = Speaking(participant(METHOD, data(), tmp_path, 1))
+    for _ in range(3):
+        assert speaking.answer(Message("describe")).kind == "description"
+    assert lines() == ["join: client 1 has described its data to the server."]
+
+
+def test_a_client_shows_what_the_server_says(tmp_path, lines):
+    speaking = Speaking(participant(METHOD, data(), tmp_path, 1))
+    for text in ("lr is 2\nand more", "lr is 2\nand more", "the end"):
+        assert speaking.answer(Message("note", {"text": text})).kind == "noted"
+    assert lines() == ["join: the server says: lr is 2 and more.", "join: the server says: the end."]
+
+
+def test_a_client_names_each_phase_and_why_it_has_failed(tmp_path, lines):
+    speaking = Speaking(participant(METHOD, data(), tmp_path, 1))
+    speaking.participant.answer = lambda message: Message("failed", {"reason": "no memory"})
+    for phase in ("A", "A", "B"):
+        assert speaking.answer(Message("train", {"phase": phase})).kind == "failed"
+    failed = "join: this client has failed: no memory."
+    assert lines() == ["join: phase 'A'.", failed, "join: phase 'B'.", failed]
+
+
+def test_clients_are_told_why_the_server_has_ended(tmp_path, monkeypatch):
+    transport = Passing(participants(METHOD, data(), tmp_path, clients=[0, 1]))
+
+    def refuse(*args):
+        raise MisconfigurationException("client 1: the shape of its samples is [3].")
+
+    flower = SimpleNamespace(FlowerTransport=lambda *args: transport, superlink=lambda *args: nullcontext())
+    monkeypatch.setattr(commands, "_flower", lambda *args: flower)
+    monkeypatch.setattr(commands, "serve", refuse)
+    settings = federation(METHOD.phases(), tmp_path)
+    with pytest.raises(MisconfigurationException, match="the shape"):
+        commands.run_server(settings, METHOD.model(), data(), 2, f"127.0.0.1:{free_port()}", NO_FILES, False, None)
+    text = "the server has ended: client 1: the shape of its samples is [3]"
+    assert [(client, message.values["text"]) for client, message in transport.heard] == [(0, text), (1, text)]
+
+
+def test_an_address_that_another_process_has_is_refused():
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        address = f"127.0.0.1:{other.getsockname()[1]}"
+        with pytest.raises(MisconfigurationException, match=f"serve: address is '{address}', but must be a free"):
+            check_is_free(address)
+    check_is_free(address)
+
+
+@pytest.mark.parametrize("address", ["8000", "server", "server:http", "server:0", "http://server:8000"])
+def test_what_is_no_address_is_refused(address):
+    with pytest.raises(MisconfigurationException, match=f"address is '{address}', but must be a host and a port"):
+        split_address(address)
+
+
+def test_two_processes_do_not_share_a_folder(tmp_path):
+    with (
+        own_folder(tmp_path / "client_0"),
+        pytest.raises(MisconfigurationException, match=r"Another process uses '.*client_0'; end that, or"),
+        own_folder(tmp_path / "client_0"),
+    ):
+        pass
+    with own_folder(tmp_path / "client_0"):
+        pass
