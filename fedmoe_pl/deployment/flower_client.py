@@ -19,6 +19,7 @@ from flwr.common.constant import ErrorCode, SubStatus
 from flwr.proto.runtime_pb2 import AcquireTaskRequest
 from flwr.supercore.constant import TaskType
 from flwr.supercore.heartbeat import HeartbeatSender, make_task_heartbeat_fn_http
+from flwr.supercore.inflatable.inflatable_utils import ObjectPullError
 from flwr.supercore.interceptors import RuntimeTokenHttpInterceptor, RuntimeVersionHttpInterceptor
 from flwr.supercore.retry import make_simple_http_retry_invoker
 from flwr.supercore.runtime import RuntimeHttpClient
@@ -55,7 +56,7 @@ def answer_messages(answer: Callable[[Message], Message], folder: Path, address:
         server.wait()
         port = free_port()
         with child(_supernode(address, port, security), log, folder) as process:
-            if _answer_tasks(process, f"127.0.0.1:{port}", answer, server):
+            if _answer_tasks(process, f"127.0.0.1:{port}", answer, server, log):
                 return
         if _STILL_CONNECTED not in log.read_text(errors="replace"):
             raise MisconfigurationException(_refusal(address, log))
@@ -153,7 +154,7 @@ def _cause(error: BaseException) -> BaseException:
 
 
 def _answer_tasks(
-    process: subprocess.Popen[bytes], address: str, answer: Callable[[Message], Message], server: _Server
+    process: subprocess.Popen[bytes], address: str, answer: Callable[[Message], Message], server: _Server, log: Path
 ) -> bool:
     """Answers messages until server or client leave, or the SuperNode ends; returns whether the former was the case."""
     version = RuntimeVersionHttpInterceptor(component_name="SuperExec")
@@ -177,14 +178,35 @@ def _answer_tasks(
         if not task.token:
             server.look()
             time.sleep(LOOK)
-        elif _answer_task(connect(RuntimeTokenHttpInterceptor(task.token)), answer):
+        elif _answer_task(connect(RuntimeTokenHttpInterceptor(task.token)), answer, log):
             time.sleep(3)  # for the answer to reach the server
             return True
     return False
 
 
-def _answer_task(client: RuntimeHttpClient, answer: Callable[[Message], Message]) -> bool:
+def pulling(pull: Callable[[Any], Any], log: Path) -> Callable[[Any], Any]:
+    """Gives a message up whose server was killed while the SuperNode received it.
+
+    Flower would wait for the rest of it for more than an hour, and receive no other message.
+
+    Args:
+        pull: asks the SuperNode for a part of a message.
+        log: the SuperNode's log, in which it says that it ignores the message.
+    """
+
+    def pull_or_give_up(request: Any) -> Any:
+        response = pull(request)
+        ignored = f"Run ID {request.run_id} is not in `RUNNING` status"
+        if response.object_found and not response.object_available and ignored in log.read_text(errors="replace"):
+            raise ObjectPullError(request.object_id, "the server was killed")
+        return response
+
+    return pull_or_give_up
+
+
+def _answer_task(client: RuntimeHttpClient, answer: Callable[[Message], Message], log: Path) -> bool:
     """Answers one message; returns whether it was the last one."""
+    client.PullObject = pulling(client.PullObject, log)
     heartbeat = HeartbeatSender(make_task_heartbeat_fn_http(client))
     heartbeat.start()
     context, status, is_end = None, SubStatus.FAILED, False
@@ -199,6 +221,8 @@ def _answer_task(client: RuntimeHttpClient, answer: Callable[[Message], Message]
         except BadMessageError as error:
             reply = FlowerMessage(Error(ErrorCode.CLIENT_APP_RAISED_EXCEPTION, str(error)), reply_to=received)
         push_message(client, reply, context)
+    except ObjectPullError:  # nobody waits for the answer
+        pass
     finally:
         push_task_output(client, context, status, "")
         heartbeat.stop()
