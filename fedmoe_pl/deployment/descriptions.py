@@ -56,17 +56,13 @@ def wait_for(
         MisconfigurationException: if data differ in what all must have in common.
     """
     names = [phase.name for phase in phases]
-    descriptions = {
-        client: known[client]
-        for client in range(num_clients)
-        if client in known and not _other_settings(configuration, known[client], names)
-    }
+    known = {client: each for client, each in known.items() if client < num_clients}
+    descriptions = {client: each for client, each in known.items() if not _other_settings(configuration, each, names)}
     present, warned, end = set[int](), set[str](), time.monotonic() + _BACK_WITHIN
     while True:
         absent = [client for client in range(num_clients) if client not in present]
         for client, answer in transport.ask(dict.fromkeys(absent, Message("describe")), None).items():
-            reason = reason_of(answer) if answer.kind == FAILED else _problem_of(answer, configuration, names)
-            if not reason:
+            if not (reason := _problem_of(answer, configuration, names)):
                 descriptions.setdefault(client, answer.values)
                 present.add(client)
                 rank_zero_info(f"serve: client {client} is there, {len(present)} of {num_clients}.")
@@ -126,6 +122,8 @@ def _first_difference(a: Description, b: Description, keys: Sequence[str]) -> st
 
 def _problem_of(answer: Message, configuration: dict[str, str], phases: Sequence[str]) -> str:
     """Why an answer describes no client, or one with other settings, without a full stop; empty if it fits."""
+    if answer.kind == FAILED:
+        return reason_of(answer)
     values, fits = (
         answer.values,
         {
