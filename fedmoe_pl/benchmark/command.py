@@ -10,7 +10,6 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from filelock import FileLock, Timeout
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 
 from fedmoe_pl.benchmark.cells import Cell, Configured, make_cells
@@ -22,6 +21,7 @@ from fedmoe_pl.benchmark.results import make_rows
 from fedmoe_pl.benchmark.state import finished_run, has_begun
 from fedmoe_pl.benchmark.table import format_grid
 from fedmoe_pl.rounds.interruption import Interruption
+from fedmoe_pl.rounds.lock import exclusive
 
 
 def benchmark(arguments: Sequence[str], configured: Configured) -> int:
@@ -93,19 +93,12 @@ def _document(grid: Grid, cell: Cell) -> dict[str, Any]:
 @contextmanager
 def _locked(folder: Path) -> Iterator[None]:
     """Keeps other processes from running a grid in the same folder."""
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        lock = FileLock(folder / "lock")
-        lock.acquire(timeout=0)
-    except Timeout as error:
-        raise MisconfigurationException(
-            f"folder is '{folder}', but another process runs a grid there now; wait until it ends, or end it."
-        ) from error
-    except OSError as error:
-        raise MisconfigurationException(
+    taken = f"folder is '{folder}', but another process runs a grid there now; wait until it ends, or end it."
+
+    def unusable(error: OSError) -> MisconfigurationException:
+        return MisconfigurationException(
             f"folder is '{folder}', but must be a folder in which files can be written ({error.strerror})."
-        ) from error
-    try:
+        )
+
+    with exclusive(folder / "lock", taken, unusable):
         yield
-    finally:
-        lock.release()

@@ -12,9 +12,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from filelock import FileLock, Timeout
-from lightning.fabric.utilities.exceptions import MisconfigurationException
-
+from fedmoe_pl.rounds.lock import exclusive
 from fedmoe_pl.rounds.writing import cannot_be_made
 
 _PR_SET_PDEATHSIG = 1  # of prctl(2)
@@ -33,20 +31,9 @@ def own_folder(folder: Path) -> Iterator[None]:
     Raises:
         MisconfigurationException: if it cannot be made, or another process has it.
     """
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        lock = FileLock(folder / "lock")
-        lock.acquire(timeout=0)
-    except Timeout as error:
-        raise MisconfigurationException(
-            f"Another process uses '{folder}'; end that, or give this one another federation.default_root_dir."
-        ) from error
-    except OSError as error:
-        raise cannot_be_made(folder, error) from error
-    try:
+    taken = f"Another process uses '{folder}'; end that, or give this one another federation.default_root_dir."
+    with exclusive(folder / "lock", taken, lambda error: cannot_be_made(folder, error)):
         yield
-    finally:
-        lock.release()
 
 
 @contextmanager

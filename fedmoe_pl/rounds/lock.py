@@ -1,8 +1,8 @@
-"""The lock on a run's folder: one process trains a run at a time."""
+"""Locks on folders: one process at a time trains a run, for example."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -14,10 +14,35 @@ from fedmoe_pl.rounds.writing import unwritable
 
 
 @contextmanager
-def locked(checkpoint: Path) -> Iterator[None]:
-    """Keeps other processes from training the run.
+def exclusive(path: Path, taken: str, unusable: Callable[[OSError], Exception]) -> Iterator[None]:
+    """Keeps other processes from a lock until this context ends.
 
     The kernel ends the lock with the process, also when it is killed. Worker processes do not have it.
+
+    Args:
+        path: the lock's file; its folder is made if it is missing.
+        taken: what to say if another process has it.
+        unusable: makes the exception if the file cannot be written.
+
+    Raises:
+        MisconfigurationException: if another process has it.
+    """
+    lock = FileLock(path)
+    try:
+        lock.acquire(timeout=0)
+    except Timeout as error:
+        raise MisconfigurationException(taken) from error
+    except OSError as error:
+        raise unusable(error) from error
+    try:
+        yield
+    finally:
+        lock.release()
+
+
+@contextmanager
+def locked(checkpoint: Path) -> Iterator[None]:
+    """Keeps other processes from training the run.
 
     Args:
         checkpoint: a checkpoint of the run; nothing is locked if it is not in a folder where a run writes its own.
@@ -29,16 +54,6 @@ def locked(checkpoint: Path) -> Iterator[None]:
         yield
         return
     path = checkpoint.with_name("lock")
-    lock = FileLock(path)
-    try:
-        lock.acquire(timeout=0)
-    except Timeout as error:
-        raise MisconfigurationException(
-            f"ckpt_path is '{checkpoint}', but another process trains this run now; wait until it ends, or end it."
-        ) from error
-    except OSError as error:
-        raise unwritable(path, error) from error
-    try:
+    taken = f"ckpt_path is '{checkpoint}', but another process trains this run now; wait until it ends, or end it."
+    with exclusive(path, taken, lambda error: unwritable(path, error)):
         yield
-    finally:
-        lock.release()
