@@ -16,7 +16,6 @@ from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from fedmoe_pl.deployment.clients import Transport, reason_of
 from fedmoe_pl.deployment.messages import FAILED, Message
 from fedmoe_pl.rounds.configuration import changes
-from fedmoe_pl.rounds.phase import Phase
 from fedmoe_pl.rounds.writing import replacing
 
 Description = dict[str, Any]
@@ -33,7 +32,7 @@ def wait_for(
     transport: Transport,
     num_clients: int,
     configuration: dict[str, str],
-    phases: Sequence[Phase],
+    phases: Sequence[str],
     known: Mapping[int, Description],
     at_least: int,
 ) -> dict[int, Description]:
@@ -45,7 +44,7 @@ def wait_for(
         transport: reaches the clients.
         num_clients: number of clients.
         configuration: that of the server.
-        phases: the server's phases.
+        phases: names of the phases.
         known: what clients have said when the run began; these are waited for a minute only.
         at_least: how many clients must be there.
 
@@ -55,38 +54,36 @@ def wait_for(
     Raises:
         MisconfigurationException: if data differ in what all must have in common.
     """
-    names = [phase.name for phase in phases]
     known = {client: each for client, each in known.items() if client < num_clients}
-    descriptions = {client: each for client, each in known.items() if not _other_settings(configuration, each, names)}
-    present, warned, end = set[int](), set[str](), time.monotonic() + _BACK_WITHIN
+    descriptions = {client: each for client, each in known.items() if not _other_settings(configuration, each, phases)}
+    present, said, end = set[int](), set[str](), time.monotonic() + _BACK_WITHIN
     while True:
         absent = [client for client in range(num_clients) if client not in present]
         for client, answer in transport.ask(dict.fromkeys(absent, Message("describe")), None).items():
-            if not (reason := _problem_of(answer, configuration, names)):
+            if not (reason := _problem_of(answer, configuration, phases)):
                 descriptions.setdefault(client, answer.values)
                 present.add(client)
                 rank_zero_info(f"serve: client {client} is there, {len(present)} of {num_clients}.")
-            elif (warning := f"client {client} cannot take part: {reason}.") not in warned:
-                warned.add(warning)
-                rank_zero_warn(warning)
-                transport.tell({client: warning.rstrip(".")})
+            elif (problem := f"client {client} cannot take part: {reason}") not in said:
+                said.add(problem)
+                rank_zero_warn(f"{problem}.")
+                transport.tell({client: problem})
         enough = len(descriptions) == num_clients and len(present) >= at_least and time.monotonic() >= end
         if len(present) == num_clients or enough:
             break
         time.sleep(_SECONDS_BETWEEN_LOOKS)
-    descriptions = dict(sorted(descriptions.items()))
-    _check_together(descriptions)
-    return descriptions
+    return _fitting(dict(sorted(descriptions.items())))
 
 
-def _check_together(descriptions: Mapping[int, Description]) -> None:
-    """Refuses data that differ in what all must have in common."""
+def _fitting(descriptions: dict[int, Description]) -> dict[int, Description]:
+    """The same; refuses data that differ in what all must have in common."""
     for client, description in descriptions.items():
         if key := _first_difference(descriptions[0], description, _COMMON):
             raise MisconfigurationException(
                 f"client {client}: the {key.replace('_', ' ')} of its samples is {description[key]}, but must be "
                 f"{descriptions[0][key]}, as client 0's."
             )
+    return descriptions
 
 
 def check_same(now: Description, before: Description, phases: Sequence[str]) -> None:

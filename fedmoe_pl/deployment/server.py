@@ -154,7 +154,8 @@ def serve(
     check_phases(federation.phases)
     known = read_descriptions(find_checkpoint(ckpt_path, federation.runs).parent.parent) if ckpt_path else {}
     ours = configuration(federation, model, datamodule)
-    descriptions = wait_for(transport, num_clients, ours, federation.phases, known, federation.failures.min_clients)
+    names, at_least = [phase.name for phase in federation.phases], federation.failures.min_clients
+    descriptions = wait_for(transport, num_clients, ours, names, known, at_least)
     data = StandIn([*descriptions.values()], datamodule.batch_size)
     clients = Clients(transport, descriptions, data.num_classes)
     return federation.fit_elsewhere(
