@@ -66,6 +66,11 @@ class RunFiles:
         return self.config.get("seed_everything")
 
     @property
+    def seeds(self) -> tuple[Any, Any]:
+        """The run's seed and that of its partition, None where there is none."""
+        return self.seed, self.config.get("data", {}).get("init_args", {}).get("partition_seed")
+
+    @property
     def methods(self) -> list[str]:
         """The evaluated methods, in the order of the run."""
         return list(dict.fromkeys(row["method"] for row in (*self.summary, *self.rounds)))

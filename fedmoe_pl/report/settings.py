@@ -62,14 +62,13 @@ def settings_of(runs: Iterable[RunFiles]) -> tuple[list[Setting], list[RunFiles]
         of_run = relevant(run)
         key = repr(sorted(of_run.items()))
         values[key] = of_run
-        seed = (run.seed, run.config.get("data", {}).get("init_args", {}).get("partition_seed"))
-        before = groups.setdefault(key, {}).get(seed)
+        before = groups.setdefault(key, {}).get(run.seeds)
         if before is not None and before.is_finished and not run.is_finished:
             left_out.append(run)
             continue
         if before is not None:
             left_out.append(before)
-        groups[key][seed] = run
+        groups[key][run.seeds] = run
     seeds = ([of_group[seed] for seed in sorted(of_group, key=repr)] for of_group in groups.values())
     return [Setting(group, values[key]) for key, group in zip(groups, seeds, strict=True)], left_out
 

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+from fedmoe_pl.report.methods import settings_of_method
 from fedmoe_pl.report.runs import Row, RunFiles
 from fedmoe_pl.report.settings import Setting, brief, labels
 from fedmoe_pl.report.statistics import Difference, Spread, over_seeds, paired_difference
@@ -113,14 +114,15 @@ class Condition:
 
 
 def condition_of(name: str, settings: Sequence[Setting]) -> Condition:
-    """The methods of some settings, in the order of the settings."""
+    """The methods of some settings, in the order of the settings; one row for those in which a method is the same."""
     methods: dict[str, list[Setting]] = {}
     for setting in settings:
         for method in setting.methods:
             methods.setdefault(method, []).append(setting)
+    joined = {method: settings_of_method(method, having) for method, having in methods.items()}
     rows = [
         _method(label, method, setting)
-        for method, having in methods.items()
+        for method, having in joined.items()
         for label, setting in zip(labels(method, having), having, strict=True)
     ]
     return Condition(name, [*settings], rows)
