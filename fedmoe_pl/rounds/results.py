@@ -268,15 +268,15 @@ def _present(evaluations: Sequence[Evaluation]) -> list[str]:
 
 
 def _cells(metric: str, spread: Spread) -> str:
-    mean, std, worst = (value_text(metric, value) for value in spread)
-    return f"   {mean:>7} {std:>7} {worst:>11}"
+    return "   {:>7} {:>7} {:>11}".format(*(value_text(metric, value) for value in spread))
 
 
 def _legend(evaluations: list[Evaluation], metrics: Sequence[str]) -> list[str]:
     """Lines that explain the numbers; methods with the same description share a line."""
-    clients = " or ".join(dict.fromkeys(e.evaluated for e in evaluations))
+    asked = " or ".join(dict.fromkeys(e.evaluated for e in evaluations))
+    clients = "one client" if asked == "all 1" else f"{asked} clients"
     what = "Accuracy in percent" if any(metric in METRICS for metric in metrics) else "Metrics"
-    lines = [f"{what} over {clients} clients: mean, standard deviation, mean of the worst tenth."]
+    lines = [f"{what} over {clients}: mean, standard deviation, mean of the worst tenth."]
     lower = {metric for e in evaluations for metric in e.lower_is_better}
     lines += [f"{metric.replace('_', ' ')}: {description(metric, metric in lower)}" for metric in metrics]
     methods: dict[str, list[str]] = {}

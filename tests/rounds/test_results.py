@@ -78,6 +78,10 @@ PFL-MFE: mixture, after local training, last round (round 1)"""
     assert format_table(evaluations) == expected
 
 
+def test_the_table_of_a_client_alone_says_so():
+    assert "Accuracy in percent over one client: mean," in format_table([evaluation(local=(0.5,))])
+
+
 def test_table_has_held_out_columns_only_where_present():
     assert "held out" not in format_table([evaluation()])
     table = format_table([evaluation(held_out=0.25), evaluation("Local")])
