@@ -19,12 +19,13 @@ FMNIST's widths      6, 16, 120, 84 *            6, 12, 84, 42                  
 rate of fine-tuning  1e-5 *                      5e-5                              ``optimizer`` of its phase
 rates, AG News       5e-4, fine-tuning and       5e-5, mixture 1e-6                ``optimizer``
                      mixture 1e-6 *
-validation           every 50 rounds *           every 40 rounds                   ``evaluate_every_n_rounds``
+validation           every 50 rounds *           every 40 rounds, AG News 50       ``evaluate_every_n_rounds``
 frozen dropout       not mentioned               active                            ``frozen_train_mode``
 ===================  ==========================  ================================  ===================================
 
-Here the federated model is validated after aggregation, on all participants. The official code validates the clients'
-models before aggregation, on the clients of the round, and keeps the model of one client; that is not offered here.
+Here the federated model is validated after aggregation, on all participants, and a copy of it is kept. The official
+code validates the model that the round began with, on the clients of the round, and keeps the weights of the client
+that it trained last; that is not offered here.
 """
 
 from __future__ import annotations
