@@ -4,15 +4,15 @@ IFCA (Ghosh et al., NeurIPS 2020, Algorithm 1, https://arxiv.org/abs/2006.04088)
 one model per cluster. Every client then mixes all of these models and its local expert. For a ``ClusteredMoE`` of J
 clusters, the phases are
 
-======================  ==========================================  ============================  ===================
-method                  algorithm                                   gate                          starts from
-======================  ==========================================  ============================  ===================
-Local                   ``Local("local_expert.*")``                 ``LocalOnly``                 ``initial``
-IFCA, with exploration  ``EpsilonGreedyIFCA``                       ``GlobalOnly``                ``start: Local``
-Fine-tuned              ``FineTunedCluster``                        ``GlobalOnly``                IFCA
-Ensemble                ``ClusterMixture``, 0 epochs                ``EqualWeights``              IFCA
-the mixture             ``ClusterMixture``                          a network, J + 1 outputs      IFCA
-======================  ==========================================  ============================  ===================
+======================  ================================================  ========================  ================
+method                  algorithm                                         gate                      starts from
+======================  ================================================  ========================  ================
+Local                   ``Local("local_expert.*")``                       ``LocalOnly``             ``initial``
+IFCA, with exploration  ``EpsilonGreedyIFCA``                             ``GlobalOnly``            ``start: Local``
+Fine-tuned              ``FineTunedCluster``                              ``GlobalOnly``            IFCA
+Ensemble                ``ClusterMixture``, 0 epochs, ``mixing: logits``  ``EqualWeights``          IFCA
+the mixture             ``ClusterMixture``                                a network, J + 1 outputs  IFCA
+======================  ================================================  ========================  ================
 
 so that clients keep their local experts through the federated phase. Local may also come after it, with
 ``start: IFCA``; the ensemble and the mixture then have ``start: Local``. Where the paper and the official code differ,
