@@ -8,8 +8,9 @@ repositories of its authors were the guide:
 topic                paper                       authors' other code              here
 ===================  ==========================  ===============================  ====================================
 weights              n_k / n                     all of a client's samples        its training samples
-evaluated extractor  not said                    own copy, before aggregation     ``eval_extractor``
-evaluated clients    all                         those of the round               all; ``monitor`` for the best round
+evaluated extractor  not said                    own copy, before aggregation     the same; ``evaluate_after:
+                                                                                  aggregation`` for the server's
+evaluated clients    all, in the best round      those of the round               all; ``monitor`` for the best round
 optimizer            SGD                         one for all clients, with the    a new one for every client and round
                                                  momentum of the client before
 gradient clipping    not mentioned               norm 50, of each module          ``trainer.gradient_clip_val: 50``, of
@@ -18,7 +19,7 @@ gate learning rate   separate                    the same as the rest           
 gate hidden width    unknown                     -                                ``hidden`` of ``SwitchNormGate``, 50
 ===================  ==========================  ===============================  ====================================
 
-Standalone is ``Local`` with ``LocalOnly``; LG-FedAvg is ``FedAvg(shared="header.*")`` with the same gate.
+Standalone is ``Local`` with the gate ``LocalOnly``; LG-FedAvg is ``FedAvg(shared="header.*")`` with the same gate.
 """
 
 from __future__ import annotations
