@@ -1,7 +1,7 @@
 """PFL-MoE: Guo, Mei, Xiao, Wu, APWeb-WAIM 2021, Algorithms 1 and 2 (https://arxiv.org/abs/2012.15589).
 
 Both stages follow a federated phase and run once, on each client separately. Where the paper and the official code
-differ, the configurations in ``configs`` follow the code, with these arguments:
+differ, the configurations in ``configs`` follow the code, except in Local and in frozen dropout, with these arguments:
 
 ==================  =======================  ===========================  ==========================================
 topic               paper                    official code                here
@@ -11,7 +11,7 @@ gate optimizer      SGD, 0.001               Adam, 0.001, decay 5e-4      ``opti
 schedule            expert, gate in turn     expert first, then gate      ``interleaved``; ``gate_lr`` of the model
 FedAvg weights      uniform                  uniform                      ``FedAvg(weighting="uniform")``
 augmentation        not mentioned            crop and flip, always        ``augmentation`` of the data
-Local               300 epochs, SGD or Adam  Adam                         two phases; the better row counts
+Local               300 epochs, SGD or Adam  Adam, README: 100 epochs     two phases; the better row counts
 gate's input        samples or features      flags swapped in README      ``LinearGate`` is MF, ``FeatureGate`` is MFE
 frozen dropout      not mentioned            active                       ``frozen_train_mode``
 FedAvg's round      best on the test set     best on the test set         ``monitor: global_test`` of FedAvg's phase
