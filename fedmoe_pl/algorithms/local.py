@@ -1,4 +1,4 @@
-"""Local training, also called Standalone: a baseline of every paper here."""
+"""Local training, also called Standalone: a baseline of all papers here but FedMoE-DA."""
 
 from __future__ import annotations
 
