@@ -7,12 +7,15 @@ repositories of its authors were the guide:
 ===================  ==========================  ===============================  ====================================
 topic                paper                       authors' other code              here
 ===================  ==========================  ===============================  ====================================
+average              of the clients of a round   the model of the client that     of the clients of a round
+                                                 was trained last, by mistake
 weights              n_k / n                     all of a client's samples        its training samples
 evaluated extractor  not said                    own copy, before aggregation     the same; ``evaluate_after:
                                                                                   aggregation`` for the server's
 evaluated clients    all, in the best round      those of the round               all; ``monitor`` for the best round
-optimizer            SGD                         one for all clients, with the    a new one for every client and round
-                                                 momentum of the client before
+optimizer            SGD                         one small network's for all      a new one for every client and round
+                                                 clients, with the momentum of
+                                                 the client before
 gradient clipping    not mentioned               norm 50, of each module          ``trainer.gradient_clip_val: 50``, of
                                                                                   all parameters together
 gate learning rate   separate                    the same as the rest             ``gate_lr`` of ``RepresentationMoE``
