@@ -162,6 +162,23 @@ def two_conv(p, x, training):
     return fc(p, "classifier.5", F.relu(fc(p, "classifier.3", x)))
 
 
+def lenet5(p, x, training):
+    x = pool_relu(conv(p, "extractor.3", pool_relu(conv(p, "extractor.0", x)))).flatten(1)
+    return fc(p, "classifier.4", F.relu(fc(p, "classifier.2", F.relu(fc(p, "classifier.0", x)))))
+
+
+def vgg16(p, x, training):
+    index = 0
+    for blocks in (2, 2, 3, 3, 3):
+        for _ in range(blocks):
+            x = F.relu(F.conv2d(x, p[f"extractor.{index}.weight"], p[f"extractor.{index}.bias"], padding=1))
+            index += 2
+        x = F.max_pool2d(x, 2)
+        index += 1
+    x = F.relu(fc(p, "classifier.1", F.dropout(x.flatten(1), 0.5, training)))
+    return fc(p, "classifier.6", F.relu(fc(p, "classifier.4", F.dropout(x, 0.5, training))))
+
+
 def fedavg(p, x, training):
     x = pool_relu(conv(p, "extractor.3", pool_relu(conv(p, "extractor.0", x)))).flatten(1)
     return fc(p, "classifier.2", F.relu(fc(p, "classifier.0", x)))
@@ -179,6 +196,8 @@ def gate_cnn_of_one_convolution(p, x, training):
 
 
 LAYERS = {
+    "LeNet5": (LeNet5(), lenet5),
+    "VGG16": (VGG16(), vgg16),
     "CNN": (CNN(5), pfedmoe),
     "LEAFCNN": (LEAFCNN(conv1_channels=4, hidden=16), leaf),
     "IFCACNN": (IFCACNN(), ifca),
@@ -198,8 +217,12 @@ def test_a_network_is_its_papers_layers_in_their_order(name, training):
     torch.manual_seed(5)
     actual = network(x)
     torch.manual_seed(5)
-    expected = by_hand(dict(network.named_parameters()), x, training)
+    parameters = dict(network.named_parameters())
+    expected = by_hand(parameters, x, training)
     torch.testing.assert_close(actual, expected)
+    direction = torch.randn_like(actual)
+    gradients = (torch.autograd.grad(y, [*parameters.values()], direction) for y in (actual, expected))
+    torch.testing.assert_close(*gradients)
 
 
 def test_bilstm_joins_the_states_behind_the_last_token_and_backwards_behind_the_first():

@@ -37,11 +37,11 @@ class CNN(nn.Module):
         channels, hidden = self._WIDTHS[variant - 1]
         self.extractor = nn.Sequential(
             nn.Conv2d(in_channels, 16, 5),  # (B, 16, 28, 28)
-            nn.ReLU(),
             nn.MaxPool2d(2),
+            nn.ReLU(),
             nn.Conv2d(16, channels, 5),  # (B, channels, 10, 10)
-            nn.ReLU(),
             nn.MaxPool2d(2),
+            nn.ReLU(),
             nn.Flatten(),  # (B, channels * 25)
             nn.Linear(channels * 25, hidden),
             nn.ReLU(),

@@ -62,7 +62,7 @@ class ConvBlock(nn.Module):
         self.image_size = image_size
         self.input_shape = (in_channels, image_size, image_size)
         self.output_shape = (out_channels, size, size)
-        self.layers = nn.Sequential(nn.Conv2d(in_channels, out_channels, 5), nn.ReLU(), nn.MaxPool2d(2))
+        self.layers = nn.Sequential(nn.Conv2d(in_channels, out_channels, 5), nn.MaxPool2d(2), nn.ReLU())
 
     def forward(self, x: Tensor) -> Tensor:
         """Values of shape ``(B, *output_shape)``."""
@@ -106,7 +106,7 @@ class ConvExpert(nn.Module):
         self.input_shape = (in_channels, image_size, image_size)
         size = pooled_size(self, image_size, times=1)
         self.extractor = nn.Sequential(
-            nn.Conv2d(in_channels, channels, 5), nn.ReLU(), nn.MaxPool2d(2), nn.Flatten()
+            nn.Conv2d(in_channels, channels, 5), nn.MaxPool2d(2), nn.ReLU(), nn.Flatten()
         )  # (B, channels * size * size)
         self.classifier = nn.Sequential(
             nn.Linear(channels * size**2, hidden), nn.ReLU(), nn.Linear(hidden, num_classes)

@@ -37,8 +37,8 @@ class IFCACNN(nn.Module):
         self.input_shape = (in_channels, 32, 32)
         self.extractor = nn.Sequential(
             XavierConv2d(in_channels, 64, 5),  # (B, 64, 28, 28)
-            nn.ReLU(),
             nn.MaxPool2d(2),
+            nn.ReLU(),
             nn.LocalResponseNorm(4, alpha=0.001 / 9),
             XavierConv2d(64, 64, 5),  # (B, 64, 10, 10)
             nn.ReLU(),

@@ -27,11 +27,11 @@ class LeNet5(nn.Module):
         self.input_shape = (in_channels, 32, 32)
         self.extractor = nn.Sequential(
             nn.Conv2d(in_channels, 6, 5),  # (B, 6, 28, 28)
-            nn.ReLU(),
             nn.MaxPool2d(2),
+            nn.ReLU(),
             nn.Conv2d(6, 16, 5),  # (B, 16, 10, 10)
-            nn.ReLU(),
             nn.MaxPool2d(2),
+            nn.ReLU(),
             nn.Flatten(),  # (B, 400)
         )
         self.classifier = nn.Sequential(

@@ -33,7 +33,7 @@ class VGG16(nn.Module):
         channels = in_channels
         for width in self._WIDTHS:
             if isinstance(width, str):
-                layers.append(nn.MaxPool2d(2))
+                layers.insert(-1, nn.MaxPool2d(2))  # before the ReLU, see two_convolutions
             else:
                 layers += [FanOutConv2d(channels, width, 3, padding=1), nn.ReLU(inplace=True)]
                 channels = width

@@ -85,10 +85,10 @@ class GateCNN(nn.Module):
         self.relu_logits = relu_logits
         self.image_size = image_size
         self.input_shape = (in_channels, image_size, image_size)
-        layers: list[nn.Module] = [XavierConv2d(in_channels, conv1_channels, 5), nn.ReLU(), nn.MaxPool2d(2)]
+        layers: list[nn.Module] = [XavierConv2d(in_channels, conv1_channels, 5), nn.MaxPool2d(2), nn.ReLU()]
         if conv2_channels:
             second = XavierConv2d(conv1_channels, conv2_channels, 5)
-            layers += [second, nn.Dropout2d(dropout), nn.ReLU(), nn.MaxPool2d(2)]
+            layers += [second, nn.Dropout2d(dropout), nn.MaxPool2d(2), nn.ReLU()]
         layers += [nn.Flatten(), SmallBiasLinear((conv2_channels or conv1_channels) * size**2, hidden), nn.ReLU()]
         layers += [nn.Dropout(dropout), SmallBiasLinear(hidden, 1 if num_experts == 2 else num_experts)]
         self.layers = nn.Sequential(*layers, nn.ReLU() if relu_logits else nn.Identity())
