@@ -201,7 +201,10 @@ class _ClientModule(_ClientLoss):
         self.const = const
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        return self.algorithm.client_loss(self.module, batch, self.const)[0]
+        loss = self.algorithm.client_loss(self.module, batch, self.const)[0]
+        if self.trainer.loggers:
+            self.log("train_loss", loss, on_step=True, on_epoch=True, batch_size=batch_length(batch))
+        return loss
 
 
 class _LeanClientModule(_ClientLoss, EpochModule):
