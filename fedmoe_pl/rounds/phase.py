@@ -229,7 +229,8 @@ class Phase:
     def _check_monitor(self) -> None:
         if not (self.monitor is None or self.monitor in MONITORS or self.monitor.startswith(_SPLITS)):
             raise MisconfigurationException(
-                f"{self}: monitor is '{self.monitor}', but must be one of {', '.join(MONITORS)}."
+                f"{self}: monitor is '{self.monitor}', but must be one of {', '.join(MONITORS)}, or a metric of the "
+                f"federation by one of the names {', '.join(f'{split}NAME' for split in _SPLITS)}."
             )
         allowed = (None, *get_args(Moment), "both") if self.algorithm.federated else (None, "local_training")
         if self.evaluate_after not in allowed:
