@@ -46,6 +46,12 @@ def test_a_gate_that_an_algorithm_refuses_is_the_phase_s(tmp_path):
         federation(tmp_path, [phase]).fit(model(), data())
 
 
+def test_a_gate_that_does_not_fit_the_data_is_named_with_its_phase_and_layer(tmp_path):
+    sentence = r"^Phase 'p': gate is a LinearGate that does not accept .* samples of shape \(5,\) \(gate\.linear: "
+    with pytest.raises(MisconfigurationException, match=sentence):
+        federation(tmp_path, [Phase("p", FedAvg(), gate=LinearGate(4))]).fit(model(), data())
+
+
 def test_a_model_that_does_not_fit_the_data_is_refused(tmp_path):
     class TooFew(WithDropout):
         def __init__(self):
@@ -57,7 +63,8 @@ def test_a_model_that_does_not_fit_the_data_is_refused(tmp_path):
             super().__init__()
             self.extractor = nn.Linear(50, 4)
 
-    for expert, sentence in ((TooFew(), "have 3 classes"), (Wide(), r"samples of shape \(5,\)")):
+    wide = r"^model is a .* samples of shape \(5,\) \(local_expert\.extractor: .*1x5 and 50x4\)"
+    for expert, sentence in ((TooFew(), "have 3 classes"), (Wide(), wide)):
         with pytest.raises(MisconfigurationException, match=sentence):
             federation(tmp_path).fit(PersonalizedMoE(expert), data())
     with pytest.raises(MisconfigurationException, match="at least one phase and every name once"):
