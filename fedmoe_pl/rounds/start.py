@@ -15,6 +15,7 @@ from lightning.pytorch.loggers import Logger, TensorBoardLogger
 from lightning.pytorch.utilities import rank_zero_info
 
 from fedmoe_pl.backends import Backend, PoolBackend, WorkersBackend, data_on
+from fedmoe_pl.checks import check_kind
 from fedmoe_pl.data import FederatedDataModule
 from fedmoe_pl.rounds.begin import read_result, sized
 from fedmoe_pl.rounds.boards import Boards
@@ -59,6 +60,7 @@ def make_run(
     Raises:
         MisconfigurationException: if model, data, phases and trainer do not fit together.
     """
+    check_kind("Federation", "model", model, LightningModule, ", such as a PersonalizedMoE of modules")
     backend = _with_workers(backend, trainer, devices)
     run = Run(
         phases=phases,
