@@ -13,7 +13,7 @@ import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.accelerators import CPUAccelerator
-from lightning.pytorch.callbacks import EarlyStopping, Timer
+from lightning.pytorch.callbacks import DeviceStatsMonitor, EarlyStopping, LearningRateMonitor, Timer
 from lightning.pytorch.strategies import SingleDeviceStrategy
 from lightning.pytorch.utilities import rank_zero_warn
 
@@ -169,8 +169,8 @@ def check_client_trainer(
 ) -> None:
     """Refuses arguments that have no effect or a wrong one on the clients' training.
 
-    These are arguments of a training of 0 epochs, early stopping by what no client logs, and gradient clipping that
-    would break an algorithm's formulas.
+    These are arguments of a training of 0 epochs, early stopping by what no client logs, callbacks that miss a
+    logger, and gradient clipping that would break an algorithm's formulas.
 
     Args:
         phase: the phase.
@@ -190,13 +190,16 @@ def check_client_trainer(
             f"but must be left out, because {type(phase.algorithm).__name__} computes with the steps of plain SGD."
         )
     if trainer["max_epochs"]:
-        _check_stopping(phase, module, trainer, datamodule)
+        _check_callbacks(phase, module, trainer, datamodule)
 
 
-def _check_stopping(
+def _check_callbacks(
     phase: Phase, module: LightningModule, trainer: dict[str, Any], datamodule: FederatedDataModule
 ) -> None:
-    """Refuses early stopping by a metric that certainly no client logs; arguments as of ``check_client_trainer``."""
+    """Refuses early stopping by a metric that certainly no client logs, and callbacks that miss a logger.
+
+    Arguments as of ``check_client_trainer``.
+    """
     callbacks = trainer.get("callbacks") or []
     callbacks = callbacks if isinstance(callbacks, list) else [callbacks]
     # a module with its own steps and other callbacks may log anything, also in training
@@ -204,6 +207,11 @@ def _check_stopping(
         type(callback) in (EarlyStopping, BestEpoch) for callback in callbacks
     )
     for callback in callbacks:
+        if isinstance(callback, LearningRateMonitor | DeviceStatsMonitor) and not trainer.get("logger"):
+            raise MisconfigurationException(
+                f"{phase}: trainer.logger is {trainer.get('logger')}, but must be a logger, because the clients have "
+                f"the callback {type(callback).__name__}; federation.logger is not theirs."
+            )
         is_certain = isinstance(callback, EarlyStopping) and (only_loss or isinstance(callback, BestEpoch))
         if not is_certain or not callback.strict:
             continue
