@@ -6,7 +6,7 @@ import pytest
 import torch
 from helpers.runs import WithDropout, data, federation, model, phases
 from lightning.fabric.utilities.exceptions import MisconfigurationException
-from lightning.pytorch import Trainer
+from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import Timer
 from lightning.pytorch.demos.boring_classes import BoringDataModule
 from torch import nn
@@ -81,6 +81,28 @@ def test_an_object_of_another_kind_is_refused(sentence, made, tmp_path, monkeypa
     with pytest.raises(MisconfigurationException) as error:
         made()
     assert sentence in str(error.value)
+
+
+class Several(WithDropout, LightningModule):
+    def forward(self, x):
+        return super().forward(x), x
+
+
+class MadeLater(WithDropout, LightningModule):
+    def configure_model(self):
+        self.last = getattr(self, "last", nn.Linear(3, 3))
+
+
+@pytest.mark.parametrize(
+    ("own", "sentence"),
+    [
+        (Several, r"\(its forward must return the scores as one tensor, and not a tuple\)\.$"),
+        (MadeLater, "^model is a MadeLater whose configure_model makes 'last.bias', but must make all layers in its"),
+    ],
+)
+def test_an_own_module_that_clients_cannot_train_is_refused(own, sentence, tmp_path):
+    with pytest.raises(MisconfigurationException, match=sentence):
+        federation(tmp_path, [Phase("p", FedAvg())]).fit(own(), data())
 
 
 def test_a_gate_that_does_not_fit_the_data_is_named_with_its_phase_and_layer(tmp_path):
