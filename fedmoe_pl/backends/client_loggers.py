@@ -4,11 +4,32 @@ from __future__ import annotations
 
 import copy
 import os
+from typing import Any
 
 from lightning.pytorch.loggers import CSVLogger, Logger, MLFlowLogger, TensorBoardLogger, WandbLogger
 
 from fedmoe_pl.algorithms.client import Client
 from fedmoe_pl.backends.training import LocalTraining
+
+
+class SilentLogger(Logger):
+    """Logs nothing, for training that is forgotten; some callbacks refuse a Trainer without a logger."""
+
+    @property
+    def name(self) -> str:
+        """Empty."""
+        return ""
+
+    @property
+    def version(self) -> str:
+        """Empty."""
+        return ""
+
+    def log_metrics(self, metrics: dict[str, float], step: int | None = None) -> None:
+        """Does nothing."""
+
+    def log_hyperparams(self, *args: Any, **kwargs: Any) -> None:
+        """Does nothing."""
 
 
 def client_loggers(training: LocalTraining, client: Client) -> list[Logger]:
