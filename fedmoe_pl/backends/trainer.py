@@ -183,6 +183,13 @@ class _ClientLoss(LightningModule):
     algorithm: Algorithm
     const: dict[str, Any]
 
+    def __getattr__(self, name: str) -> Any:
+        """An attribute of the client's module, such as its gate, for a user's callbacks."""
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            return getattr(super().__getattr__("module"), name)
+
     def validation_step(self, batch: Any, batch_idx: int) -> None:
         loss = self.module.loss(batch)[0]  # pyright: ignore[reportCallIssue]  without terms of the algorithm
         self.log("validation_loss", loss, batch_size=batch_length(batch))
