@@ -60,7 +60,6 @@ def make_run(
     Raises:
         MisconfigurationException: if model, data, phases and trainer do not fit together.
     """
-    check_kind("Federation", "model", model, LightningModule, ", such as a PersonalizedMoE of modules")
     backend = _with_workers(backend, trainer, devices)
     run = Run(
         phases=phases,
@@ -87,6 +86,7 @@ def _models(
     initial: Mapping[str, Tree],
 ) -> dict[str, LightningModule]:
     """Copies of the federation's model and of the phases' own, sized for the data, with the initial tensors."""
+    check_kind("Federation", "model", model, LightningModule, ", such as a PersonalizedMoE of modules")
     given = {INITIAL: model} | {phase.name: phase.model for phase in phases if phase.model is not None}
     for module in given.values():
         _check_configured(module)

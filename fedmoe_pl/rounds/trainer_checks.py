@@ -190,28 +190,35 @@ def check_client_trainer(
             f"but must be left out, because {type(phase.algorithm).__name__} computes with the steps of plain SGD."
         )
     if trainer["max_epochs"]:
-        _check_callbacks(phase, module, trainer, datamodule)
+        _check_loggers(phase, trainer)
+        _check_stopping(phase, module, trainer, datamodule)
 
 
-def _check_callbacks(
+def _callbacks(trainer: dict[str, Any]) -> list[Any]:
+    callbacks = trainer.get("callbacks") or []
+    return callbacks if isinstance(callbacks, list) else [callbacks]
+
+
+def _check_loggers(phase: Phase, trainer: dict[str, Any]) -> None:
+    """Refuses callbacks that log, if the clients have no logger."""
+    needing = [each for each in _callbacks(trainer) if isinstance(each, LearningRateMonitor | DeviceStatsMonitor)]
+    if needing and not trainer.get("logger"):
+        raise MisconfigurationException(
+            f"{phase}: trainer.logger is {trainer.get('logger')}, but must be a logger, because the clients have the "
+            f"callback {type(needing[0]).__name__}; federation.logger is not theirs."
+        )
+
+
+def _check_stopping(
     phase: Phase, module: LightningModule, trainer: dict[str, Any], datamodule: FederatedDataModule
 ) -> None:
-    """Refuses early stopping by a metric that certainly no client logs, and callbacks that miss a logger.
-
-    Arguments as of ``check_client_trainer``.
-    """
-    callbacks = trainer.get("callbacks") or []
-    callbacks = callbacks if isinstance(callbacks, list) else [callbacks]
+    """Refuses early stopping by a metric that certainly no client logs; arguments as of ``check_client_trainer``."""
+    callbacks = _callbacks(trainer)
     # a module with its own steps and other callbacks may log anything, also in training
     only_loss = trains_by_loss(phase.algorithm, module) and all(
         type(callback) in (EarlyStopping, BestEpoch) for callback in callbacks
     )
     for callback in callbacks:
-        if isinstance(callback, LearningRateMonitor | DeviceStatsMonitor) and not trainer.get("logger"):
-            raise MisconfigurationException(
-                f"{phase}: trainer.logger is {trainer.get('logger')}, but must be a logger, because the clients have "
-                f"the callback {type(callback).__name__}; federation.logger is not theirs."
-            )
         is_certain = isinstance(callback, EarlyStopping) and (only_loss or isinstance(callback, BestEpoch))
         if not is_certain or not callback.strict:
             continue
