@@ -87,6 +87,26 @@ def check_choice(owner: object, name: str, value: Any, choices: tuple[str, ...])
         raise _refusal(owner, name, f"'{value}'", f"one of {', '.join(choices)}")
 
 
+def check_kind(owner: str, name: str, value: Any, kind: type, hint: str = "") -> None:
+    """Refuses an object of another kind, and a class in place of an object; None passes.
+
+    Args:
+        owner: what the argument belongs to, as the message names it.
+        name: name of the argument.
+        value: its value.
+        kind: the class that it must have.
+        hint: what else the message says.
+
+    Raises:
+        MisconfigurationException: if the value is none of these.
+    """
+    if value is None or isinstance(value, kind):
+        return
+    shown = repr(value) if isinstance(value, (str, int, float)) else f"a {type(value).__name__}"
+    shown = f"the class {value.__name__}" if isinstance(value, type) else shown
+    raise MisconfigurationException(f"{owner}: {name} is {shown}, but must be a {kind.__name__}{hint}.")
+
+
 def is_finite(value: Any) -> bool:
     """Whether a value is a number other than nan and infinity."""
     is_number = isinstance(value, (int, float, np.integer, np.floating)) and not isinstance(value, bool)

@@ -12,7 +12,7 @@ from torchmetrics import Metric
 from fedmoe_pl.backends import LEAN_TRAINER, AutoBackend, Backend
 from fedmoe_pl.callbacks import FederationCallback
 from fedmoe_pl.callbacks.defaults import with_defaults
-from fedmoe_pl.checks import check_at_least, plain
+from fedmoe_pl.checks import check_at_least, check_kind, plain
 from fedmoe_pl.data import FederatedDataModule
 from fedmoe_pl.data.partition_report import write_partition
 from fedmoe_pl.deployment.commands import DEFAULT_ADDRESS, run_client, run_server
@@ -94,6 +94,7 @@ class Federation(RunMaker):
         metrics: dict[str, Metric] | None = None,
     ) -> None:
         self.metrics = check_metrics(metrics)
+        check_kind("Federation", "trainer", trainer, dict, " with the arguments of each client's Trainer")
         check_phases(phases, evaluate_every_n_rounds)
         check_name(name)
         check_store(store, enable_checkpointing)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import os
+from typing import Any
 
 from lightning.pytorch.loggers import CSVLogger, Logger, MLFlowLogger, TensorBoardLogger, WandbLogger
 
@@ -11,13 +12,34 @@ from fedmoe_pl.algorithms.client import Client
 from fedmoe_pl.backends.training import LocalTraining
 
 
+class SilentLogger(Logger):
+    """Logs nothing, for training that is forgotten; some callbacks refuse a Trainer without a logger."""
+
+    @property
+    def name(self) -> str:
+        """Empty."""
+        return ""
+
+    @property
+    def version(self) -> str:
+        """Empty."""
+        return ""
+
+    def log_metrics(self, metrics: dict[str, float], step: int | None = None) -> None:
+        """Does nothing."""
+
+    def log_hyperparams(self, *args: Any, **kwargs: Any) -> None:
+        """Does nothing."""
+
+
 def client_loggers(training: LocalTraining, client: Client) -> list[Logger]:
     """Copies of the loggers in the Trainer's arguments for one client's training in one round.
 
     They are named by phase, client and round, such as ``FedAvg/client_003/round_0012`` (rounds count from 1). In
-    TensorBoard and CSV files, that is a folder below the logger's own, and in MLflow and Weights & Biases the name of
-    the run. If the federation itself logs to Weights & Biases in this process, clients log to its run, and their names
-    come before those of the metrics. Other loggers keep the name that they have.
+    TensorBoard and CSV files, that is a folder below the logger's own, or below the run's name and version in it if
+    the logger has no ``version``: another run must not log to the same files. In MLflow and Weights & Biases, it is the
+    name of the run. If the federation itself logs to Weights & Biases in this process, clients log to its run, and
+    their names come before those of the metrics. Other loggers keep the name that they have.
 
     Args:
         training: the local training of the phase's clients.
@@ -27,10 +49,14 @@ def client_loggers(training: LocalTraining, client: Client) -> list[Logger]:
     if given is True:
         given = TensorBoardLogger(training.trainer.get("default_root_dir") or os.getcwd())
     name = f"{training.phase}/client_{client.id:03d}/round_{client.round + 1:04d}"
-    return [_renamed(logger, name) for logger in (given if isinstance(given, list | tuple) else [given]) if logger]
+    return [
+        _renamed(logger, name, training.run)
+        for logger in (given if isinstance(given, list | tuple) else [given])
+        if logger
+    ]
 
 
-def _renamed(logger: Logger, name: str) -> Logger:
+def _renamed(logger: Logger, name: str, run: str) -> Logger:
     """A copy of a logger that has not logged yet; Lightning's have no public way to be named after they are made."""
     if isinstance(logger, WandbLogger):  # a copy by `copy` would open its run
         import wandb  # pyright: ignore[reportMissingImports]  optional
@@ -45,7 +71,7 @@ def _renamed(logger: Logger, name: str) -> Logger:
     logger = copy.deepcopy(logger)
     if isinstance(logger, TensorBoardLogger | CSVLogger):
         version = logger._version
-        folder = "" if version is None else version if isinstance(version, str) else f"version_{version}"
+        folder = run if version is None else version if isinstance(version, str) else f"version_{version}"
         logger._version = os.path.join(folder, name)
     elif isinstance(logger, MLFlowLogger):
         logger._run_name = name

@@ -183,6 +183,13 @@ class _ClientLoss(LightningModule):
     algorithm: Algorithm
     const: dict[str, Any]
 
+    def __getattr__(self, name: str) -> Any:
+        """An attribute of the client's module, such as its gate, for a user's callbacks."""
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            return getattr(super().__getattr__("module"), name)
+
     def validation_step(self, batch: Any, batch_idx: int) -> None:
         loss = self.module.loss(batch)[0]  # pyright: ignore[reportCallIssue]  without terms of the algorithm
         self.log("validation_loss", loss, batch_size=batch_length(batch))
@@ -201,7 +208,10 @@ class _ClientModule(_ClientLoss):
         self.const = const
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        return self.algorithm.client_loss(self.module, batch, self.const)[0]
+        loss = self.algorithm.client_loss(self.module, batch, self.const)[0]
+        if self.trainer.loggers:
+            self.log("train_loss", loss, on_step=True, on_epoch=True, batch_size=batch_length(batch))
+        return loss
 
 
 class _LeanClientModule(_ClientLoss, EpochModule):

@@ -118,6 +118,7 @@ class LocalTraining:
         device: the device that clients train on.
         client_timeout: seconds that a client's training may take; None for any.
         phase: the phase's name.
+        run: the run's name and version.
         metrics: what is evaluated beside accuracy, by name.
     """
 
@@ -138,6 +139,7 @@ class LocalTraining:
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
     client_timeout: float | None = None
     phase: str = ""
+    run: str = ""
     metrics: Mapping[str, Metric] = field(default_factory=dict)
 
     @property

@@ -11,6 +11,7 @@ from fedmoe_pl.callbacks.files import ClientCheckpoint, ResultFiles
 from fedmoe_pl.callbacks.gates import GateMonitor
 from fedmoe_pl.callbacks.partition import PartitionMonitor
 from fedmoe_pl.callbacks.progress_bar import ProgressBar
+from fedmoe_pl.checks import check_kind
 from fedmoe_pl.rounds.run import FederationCallback
 
 
@@ -25,8 +26,11 @@ def with_defaults(
         enable_checkpointing: whether ``ClientCheckpoint`` is a default.
 
     Raises:
-        MisconfigurationException: if there is a progress bar although it is not enabled.
+        MisconfigurationException: if there is a progress bar although it is not enabled, or an object of another kind.
     """
+    for callback in callbacks:
+        hint = "; a Callback of Lightning belongs in trainer or in the callbacks of a phase"
+        check_kind("Federation", "each of callbacks", callback, FederationCallback, hint)
     if not enable_progress_bar and any(isinstance(callback, ProgressBar) for callback in callbacks):
         raise MisconfigurationException(
             "Federation: enable_progress_bar is False, but must be True, because callbacks has a ProgressBar."

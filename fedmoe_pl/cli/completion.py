@@ -39,13 +39,19 @@ _fedmoe_files() {
 }
 _fedmoe() {
   local word=${COMP_WORDS[COMP_CWORD]} option=${COMP_WORDS[COMP_CWORD-1]} command= each file names= prefix before i
+  local lead= # of a word of zsh, which does not part words at =
   COMPREPLY=()
   [[ $word == = ]] && word=
   [[ $option == = ]] && option=${COMP_WORDS[COMP_CWORD-2]}
+  if [[ $word == --*=* ]]; then
+    lead=${word%%=*}= option=${word%%=*}
+    word=${word#*=}
+  fi
   for ((i = 1; i < COMP_CWORD; i++)); do
     each=${COMP_WORDS[i]} before=${COMP_WORDS[i-1]}
     [[ $before == = ]] && before=${COMP_WORDS[i-2]}
     [[ -z $command && " $_fedmoe_commands " == *" $each "* ]] && command=$each
+    [[ $each == --config=* ]] && { before=--config; each=${each#*=}; }
     [[ $before == --config || $before == -c ]] || continue
     file=$each; [[ -f $file ]] || file=$_fedmoe_folder/$each.yaml
     [[ -f $file ]] && names+=$(sed -n 's/^.*[-{] *name: *["'\'']\{0,1\}\([^,}#"]*[^,}#"'\'' ]\).*$/\1/p' "$file")$'\n'
@@ -59,11 +65,13 @@ _fedmoe() {
       COMPREPLY+=("$prefix")
     elif [[ $option == "$prefix"* ]]; then
       option=.${option#"$prefix"}
+    elif [[ $option == --method && $(printf %q "$each") == "$word"* ]]; then
+      COMPREPLY+=("$(printf %q "$each") ")
     fi
   done <<< "$names"
   if [[ -z $command ]]; then
     _fedmoe_words "$_fedmoe_commands --help --version" "$word"
-  elif [[ $word == --federation.phases.* ]]; then
+  elif [[ $word == --federation.phases.* || $option == --method ]]; then
     :
   elif [[ $word == -* ]]; then
     _fedmoe_words "$(_fedmoe_options "$command")" "$word"
@@ -78,6 +86,7 @@ _fedmoe() {
   else
     _fedmoe_words "$(_fedmoe_options "$command")" "$word"
   fi
+  if [[ -n $lead && ${#COMPREPLY[@]} != 0 ]]; then COMPREPLY=("${COMPREPLY[@]/#/$lead}"); fi
 }
 complete -o nospace -F _fedmoe fedmoe
 """

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, get_args, get_origin
 
 from jsonargparse import ArgumentParser
-from lightning.pytorch import Callback, LightningModule
+from lightning.pytorch import Callback, LightningDataModule, LightningModule
 from lightning.pytorch.loggers import Logger
 from torch import nn
 from torch.optim import Optimizer
@@ -215,7 +215,7 @@ def find_class(name: str, hint: Any, classes: tuple[type, ...], key: str) -> Any
     if name in known:
         return known[name]
     module, _, attribute = name.rpartition(".")
-    if not module:
+    if not module or not all(part.isidentifier() for part in name.split(".")):  # such as Dirichlet(0.5)
         if other := named(name):
             return _of_other_kind(name, other, hint, key)
         similar = difflib.get_close_matches(name, [*_concrete(known.values())], n=1)
@@ -240,6 +240,8 @@ def find_class(name: str, hint: Any, classes: tuple[type, ...], key: str) -> Any
 def _of_other_kind(name: str, class_type: type, hint: Any, key: str) -> str:
     """A sentence for a class that does not belong where it is named, with the place where it does."""
     base = next((base for base in _PLACES if issubclass(class_type, base)), None)
+    if base is None and issubclass(class_type, LightningDataModule):
+        return f"{key} is '{name}', but must be {allowed(hint)}; give it to FromDataModule, which deals its samples."
     if base is None:
         return f"{key} is '{name}', which is not the kind of class that belongs there; it must be {allowed(hint)}."
     kind = allowed(base)

@@ -102,9 +102,8 @@ def describe_all(owner: nn.Module, values: Mapping[str, Any]) -> dict[str, Any]:
     """Descriptions of some arguments of a module.
 
     In place of a value that has none, unless it is remembered, there is one that cannot be made, so that it must be
-    given and the default
-    is not taken instead. Left out are modules with a default and of the class of one that must be given, the copies of
-    an expert, and required values that are no modules.
+    given and the default is not taken instead. Left out are modules with a default and of the class of one that must be
+    given, the copies of an expert, and required values that are no modules.
 
     Args:
         owner: the module whose arguments they are.
@@ -130,17 +129,18 @@ def describe_all(owner: nn.Module, values: Mapping[str, Any]) -> dict[str, Any]:
         else:
             is_lacking = name not in required  # Python itself names a required one, but would take another's default
         if is_lacking:
-            described[name] = _undescribed(owner, name, reasons[name])
+            described[name] = _undescribed(owner, name, reasons[name], is_typed=hints.get(name, Any) is not Any)
     return described
 
 
-def _undescribed(owner: nn.Module, name: str, reason: str) -> dict[str, Any]:
+def _undescribed(owner: nn.Module, name: str, reason: str, is_typed: bool) -> dict[str, Any]:
     module = type(owner).__name__
     return _node(
         _Undescribed,
         message=f"{module}: {name} is missing, because the checkpoint cannot describe {reason}; load it with "
         f"{module}.load_from_checkpoint(path, {name}=...).",
         reason=reason,
+        is_typed=is_typed,
     )
 
 
@@ -192,19 +192,25 @@ def sequential(modules: list[nn.Module]) -> nn.Sequential:
     return nn.Sequential(*modules)
 
 
+class MissingArgumentError(BaseException):
+    """An argument without a type is missing; after an ``Exception``, the parser would hand on the description."""
+
+
 class _Undescribed(Gate):
     """A value that a checkpoint cannot describe; it cannot be made. It is a gate so that it fits where one belongs.
 
     Args:
         message: what is missing, and how to load the checkpoint.
         reason: what cannot be described.
+        is_typed: whether the argument has a type.
 
     Raises:
-        MisconfigurationException: always, with the message.
+        MisconfigurationException: with the message.
+        MissingArgumentError: with the message, if the argument has no type.
     """
 
-    def __init__(self, message: str, reason: str = "") -> None:
-        raise MisconfigurationException(message)
+    def __init__(self, message: str, reason: str = "", is_typed: bool = True) -> None:
+        raise (MisconfigurationException if is_typed else MissingArgumentError)(message)
 
     def forward(self, x: Tensor) -> Tensor:
         """Never called."""

@@ -17,9 +17,9 @@ from fedmoe_pl.algorithms.overrides import overrides
 from fedmoe_pl.backends import LocalTraining, client_of
 from fedmoe_pl.data import FederatedDataModule
 from fedmoe_pl.models import MixtureOfExperts, MixtureWeights
-from fedmoe_pl.rounds.accuracies import predict
 from fedmoe_pl.rounds.checkpoint import load_checkpoint
 from fedmoe_pl.rounds.kept import check_kept, joined, only
+from fedmoe_pl.rounds.outputs import labelled_batches, outputs_of
 from fedmoe_pl.rounds.phase import Phase
 from fedmoe_pl.rounds.starts import in_part
 from fedmoe_pl.rounds.state import NOT_PRIVATE, PhaseState
@@ -64,7 +64,9 @@ def sized(module: LightningModule, datamodule: FederatedDataModule, seed: int) -
     """
     if any(is_lazy(parameter) for parameter in module.parameters()):
         seed_all(seed)
-        predict(module.eval(), datamodule, datamodule.train_samples.indices[:1])
+        ((batch, _),) = labelled_batches(datamodule, datamodule.train_samples.indices[:1])
+        with torch.no_grad():  # torch does not export parameters that are made in inference mode
+            outputs_of(module.eval(), batch, datamodule.has_pairs)
         if isinstance(module, MixtureOfExperts):
             module.check_parts()  # also sets the memory format of the layers that have been sized
     return module.train()

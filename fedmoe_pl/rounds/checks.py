@@ -10,9 +10,9 @@ from torchmetrics import Metric
 
 from fedmoe_pl.algorithms.checks import warn_of_mixture
 from fedmoe_pl.backends import changes_loss, overridden_hooks
-from fedmoe_pl.checks import plain
+from fedmoe_pl.checks import check_kind, plain
 from fedmoe_pl.data import FederatedDataModule
-from fedmoe_pl.models import MixtureOfExperts, PooledMoE
+from fedmoe_pl.models import Gate, MixtureOfExperts, PooledMoE
 from fedmoe_pl.models.normalization import has_batch_norm
 from fedmoe_pl.rounds.aggregation_step import check_aggregation, check_chain
 from fedmoe_pl.rounds.begin import check_moments
@@ -83,8 +83,13 @@ def check_phases(phases: Sequence[Phase], evaluate_every_n_rounds: int) -> None:
 
     Raises:
         MisconfigurationException: if there are no phases, two have the same name, the evaluation interval is negative,
-            or it is 0 for a phase with a monitor.
+            or it is 0 for a phase with a monitor; if an object is of another kind.
     """
+    check_kind("Federation", "phases", phases, Sequence)
+    for phase in phases:
+        check_kind("Federation", "each of phases", phase, Phase)
+        check_kind(str(phase), "gate", phase.gate, Gate)
+        check_kind(str(phase), "model", phase.model, LightningModule)
     names = [phase.method(moment) for phase in phases for moment in phase.moments]
     if not phases or len(set(names)) < len(names):
         raise MisconfigurationException(

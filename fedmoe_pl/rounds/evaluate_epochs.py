@@ -6,6 +6,7 @@ from dataclasses import replace
 
 from fedmoe_pl.backends import Plan, one_thread
 from fedmoe_pl.backends.backend import fold
+from fedmoe_pl.backends.client_loggers import SilentLogger
 from fedmoe_pl.rounds.evaluate_round import evaluate_phase
 from fedmoe_pl.rounds.phase import Phase
 from fedmoe_pl.rounds.run import Run
@@ -25,8 +26,9 @@ def evaluate_epochs(run: Run, phase: Phase, plan: Plan) -> None:
         plan: how its clients are trained.
     """
     assert phase.evaluate_every_n_epochs is not None, "the caller has asked"
+    logger = SilentLogger() if plan.training.trainer.get("logger") else False
     for epochs in range(0, phase.epochs(run.trainer), phase.evaluate_every_n_epochs):
-        trainer = {**plan.training.trainer, "max_epochs": epochs, "logger": False}
+        trainer = {**plan.training.trainer, "max_epochs": epochs, "logger": logger}
         shorter = plan.begin(replace(plan.training, trainer=trainer))
         state = _trained(run, phase, shorter)
         for evaluation in evaluate_phase(run, phase, shorter.training, shorter, state):

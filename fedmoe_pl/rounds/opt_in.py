@@ -6,9 +6,11 @@ from collections.abc import Sequence
 
 import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
+from lightning.pytorch import LightningDataModule
 from torch import Tensor
 
 from fedmoe_pl.algorithms.algorithm import Algorithm
+from fedmoe_pl.checks import check_kind
 from fedmoe_pl.data import FederatedDataModule
 from fedmoe_pl.data.parts import Parts
 from fedmoe_pl.rounds.phase import Phase
@@ -34,6 +36,12 @@ def opted_in(algorithm: Algorithm, parts: Parts, seed: int, validation: bool = F
     return Parts(torch.cat(chosen), torch.tensor([len(samples) for samples in chosen]))
 
 
+def _hint(data: object) -> str:
+    if isinstance(data, LightningDataModule):
+        return f", such as FromDataModule({type(data).__name__}(...), num_clients=10), which deals its samples"
+    return ", such as FromDatasets or FromDataModule, which deal the samples of any others"
+
+
 def set_up(datamodule: FederatedDataModule, phases: Sequence[Phase], seed: int) -> None:
     """Sets the data up so that preprocessing learns only from training samples that opt in in every phase.
 
@@ -45,8 +53,10 @@ def set_up(datamodule: FederatedDataModule, phases: Sequence[Phase], seed: int) 
         seed: the run's seed.
 
     Raises:
-        MisconfigurationException: if preprocessing has learned from other samples, or there are none to learn from.
+        MisconfigurationException: if preprocessing has learned from other samples, or there are none to learn from; if
+            it is no federated data module.
     """
+    check_kind("Federation", "datamodule", datamodule, FederatedDataModule, _hint(datamodule))
     datamodule.prepare_data()
     datamodule.deal()
     samples = _opted_in_everywhere(datamodule, phases, seed)

@@ -70,11 +70,15 @@ def outputs_of(module: LightningModule, batch: Any, is_pair: bool) -> tuple[Tens
         is_pair: which of the two it is.
 
     Raises:
-        TypeError: if ``predict_step`` returns neither.
+        TypeError: if ``predict_step`` returns neither, or ``forward`` no tensor.
     """
     if is_pair:
         x = move_data_to_device(batch[0], module.device)
-        return module.mix(x) if has_trained_gate(module) else (module(x), None)
+        if has_trained_gate(module):
+            return module.mix(x)
+        if not isinstance(scores := module(x), Tensor):
+            raise TypeError(f"its forward must return the scores as one tensor, and not a {type(scores).__name__}")
+        return scores, None
     outputs = module.predict_step(move_data_to_device(batch, module.device), 0)
     scores = outputs.get("logits") if isinstance(outputs, Mapping) else outputs
     if not isinstance(scores, Tensor):

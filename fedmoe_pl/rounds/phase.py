@@ -12,7 +12,7 @@ from lightning.pytorch.loggers import Logger
 
 from fedmoe_pl.aggregation import Aggregation
 from fedmoe_pl.algorithms.algorithm import Algorithm, Moment
-from fedmoe_pl.checks import is_finite, plain
+from fedmoe_pl.checks import check_kind, is_finite, plain
 from fedmoe_pl.models import Gate
 from fedmoe_pl.models.mixtures.mixing import Mixing
 from fedmoe_pl.rounds.evaluation import MONITORS, SPLITS
@@ -46,9 +46,8 @@ class Phase:
             from the initial model. The rounds before the phase are then those of its longest chain of starts.
         max_epochs: local epochs of a client in a round; None means the trainer's.
         batch_size: local batch size; None means the data module's.
-        optimizer: local optimizer; None means the model's. Every round has a new optimizer, unless
-            ``keep_optimizer``, and a new scheduler.
-        lr_scheduler: its scheduler, stepped once per local epoch; None means the model's.
+        optimizer: local optimizer; None means the model's. Unless ``keep_optimizer``, each round has a new one.
+        lr_scheduler: its scheduler, new in each round and stepped once per local epoch; None means the model's.
         round_lr_scheduler: scheduler of the learning rate over rounds: any of PyTorch's that needs no metric, stepped
             once per round. A scheduler over epochs starts from the round's learning rate. The local rounds of newcomers
             begin with the rate of the first round.
@@ -129,6 +128,7 @@ class Phase:
                 f"Phase: name is {self.name!r}, but must be one that a file can have: printable, of at most 200 "
                 f"bytes, without '/' and other than '..' and '{INITIAL}', because files and logs are named after it."
             )
+        check_kind(str(self), "algorithm", self.algorithm, Algorithm)
         if type(self.algorithm) is Algorithm:
             raise MisconfigurationException(
                 f"{self}: algorithm is Algorithm, but must be a class that derives from it, such as FedAvg, which has "
@@ -229,7 +229,8 @@ class Phase:
     def _check_monitor(self) -> None:
         if not (self.monitor is None or self.monitor in MONITORS or self.monitor.startswith(_SPLITS)):
             raise MisconfigurationException(
-                f"{self}: monitor is '{self.monitor}', but must be one of {', '.join(MONITORS)}."
+                f"{self}: monitor is '{self.monitor}', but must be one of {', '.join(MONITORS)}, or a metric of the "
+                f"federation by one of the names {', '.join(f'{split}NAME' for split in _SPLITS)}."
             )
         allowed = (None, *get_args(Moment), "both") if self.algorithm.federated else (None, "local_training")
         if self.evaluate_after not in allowed:

@@ -52,7 +52,9 @@ def load_run(path: Path, phases: Sequence[Phase], identity: dict[str, Any]) -> d
     content = load_checkpoint(path)
     states: dict[str, PhaseState] = content.get("phases", {})
     key = f"ckpt_path is '{path}'"
-    if "phases" not in content or not set(states) <= set(rounds):
+    if "phases" not in content:
+        raise MisconfigurationException(f"{key}, the checkpoint of a model, but must be {FILE} in the folder of a run.")
+    if not set(states) <= set(rounds):
         raise MisconfigurationException(
             f"{key}, which holds the phases {[*states]}, but the federation's phases are {[*rounds]}."
         )
@@ -63,13 +65,11 @@ def load_run(path: Path, phases: Sequence[Phase], identity: dict[str, Any]) -> d
         raise MisconfigurationException(f"{key}, a run with the seed {content['seed']}, but now it is {seed}.")
     if any(content[name] != identity[name] for name in ("normalization", "vocabulary")):
         raise MisconfigurationException(
-            f"{key}, a run whose images are normalized, or words numbered, in another way than now; leave ckpt_path "
-            "out to start a new run."
+            f"{key}, a run whose images are normalized, or words numbered, in another way than now; {_other(path)}."
         )
     if content["partition"] != partition:
         raise MisconfigurationException(
-            f"{key}, a run on other data or clients ({content['partition']}, now {partition}); leave ckpt_path out to "
-            "start a new run."
+            f"{key}, a run on other data or clients ({content['partition']}, now {partition}); {_other(path)}."
         )
     for name, state in states.items():
         if state.round > rounds[name] or (state.finished and not state.stopped and state.round != rounds[name]):
@@ -80,6 +80,12 @@ def load_run(path: Path, phases: Sequence[Phase], identity: dict[str, Any]) -> d
         check_kept(state.kept, state.best_kept)
     writer = CheckpointWriter(SavedRows(**content["rows"]))
     return {**content, "rows": rows_of(path, content), "writer": writer}
+
+
+def _other(path: Path) -> str:
+    """What to do with a checkpoint of another run."""
+    start, config = "start a new run without ckpt_path", path.parent.parent / "config.yaml"
+    return f"take the configuration of that run, '{config}', or {start}" if config.is_file() else start
 
 
 def check_configuration(

@@ -81,8 +81,7 @@ class Run:
         evaluation_clients: how many clients are evaluated; None for all.
         enable_checkpointing: whether to write checkpoints.
         hparams: the resolved configuration of the command line; empty without one.
-        models: the initial models: that of each phase which has its own, by the phase's name, and the federation's, by
-            ``initial``.
+        models: the initial models: the federation's, by ``initial``, and those of phases that have one, by their names.
         datamodule: the data and the clients that hold them; already set up.
         training_data: the same, with the samples on the device that clients train on.
         identity: the run's seed and data (``resume.identify``).
@@ -288,6 +287,7 @@ class Run:
             device=self.devices[0],
             client_timeout=self.failures.client_timeout,
             phase=phase.name,
+            run=f"{self.folder.parent.name}/{self.folder.name}",
             metrics=self.metrics,
         )
 

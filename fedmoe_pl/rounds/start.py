@@ -15,6 +15,7 @@ from lightning.pytorch.loggers import Logger, TensorBoardLogger
 from lightning.pytorch.utilities import rank_zero_info
 
 from fedmoe_pl.backends import Backend, PoolBackend, WorkersBackend, data_on
+from fedmoe_pl.checks import check_kind
 from fedmoe_pl.data import FederatedDataModule
 from fedmoe_pl.rounds.begin import read_result, sized
 from fedmoe_pl.rounds.boards import Boards
@@ -85,11 +86,27 @@ def _models(
     initial: Mapping[str, Tree],
 ) -> dict[str, LightningModule]:
     """Copies of the federation's model and of the phases' own, sized for the data, with the initial tensors."""
+    check_kind("Federation", "model", model, LightningModule, ", such as a PersonalizedMoE of modules")
     given = {INITIAL: model} | {phase.name: phase.model for phase in phases if phase.model is not None}
+    for module in given.values():
+        _check_configured(module)
     models = {name: sized(copy_module(module), datamodule, seed) for name, module in given.items()}
     for name, module in models.items():
         load_tree(module, initial.get(name, {}))
     return models
+
+
+def _check_configured(model: LightningModule) -> None:
+    """Refuses a model whose ``configure_model`` makes layers, which a client's Trainer would call too late."""
+    if type(model).configure_model is LightningModule.configure_model:
+        return
+    configured = copy_module(model)
+    configured.configure_model()
+    if added := [*(configured.state_dict().keys() - model.state_dict().keys())]:
+        raise MisconfigurationException(
+            f"model is a {type(model).__name__} whose configure_model makes '{min(added)}', but must make all layers "
+            "in its constructor, because clients and server exchange them before there is a Trainer."
+        )
 
 
 def _with_workers(backend: Backend, trainer: dict[str, Any], devices: Sequence[torch.device]) -> Backend:

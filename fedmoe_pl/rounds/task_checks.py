@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import traceback
 from collections.abc import Iterable, Mapping
 
 import torch
@@ -44,10 +45,10 @@ def check_task(
         )
     if predicts_classes(module, datamodule):
         if phase.evaluate:
-            _check_classes(module, datamodule, metrics)
+            _check_classes(phase, module, datamodule, metrics)
         return
     if isinstance(module, MixtureOfExperts):
-        _check_mixture(module, datamodule, metrics)
+        _check_mixture(phase, module, datamodule, metrics)
     elif phase.evaluate:
         if datamodule.reader is not None and not datamodule.reader.has_targets:
             raise MisconfigurationException(
@@ -60,7 +61,7 @@ def check_task(
                 f"Federation: metrics is None, but must have at least one for a {type(module).__name__}, because the "
                 f"targets of {type(datamodule).__name__} are not classes."
             )
-        outputs, targets = _tried(module, datamodule)
+        outputs, targets = _tried(phase, module, datamodule)
         check_values(metrics, module, outputs, targets)
 
 
@@ -90,7 +91,7 @@ def check_algorithm(phase: Phase, module: LightningModule, datamodule: Federated
 
 
 def _tried(
-    module: LightningModule, datamodule: FederatedDataModule, number: int = _TRIED_SAMPLES
+    phase: Phase, module: LightningModule, datamodule: FederatedDataModule, number: int = _TRIED_SAMPLES
 ) -> tuple[Tensor, Tensor]:
     """The outputs and targets of some samples."""
     samples = datamodule.train_samples.indices[:1] if number == 1 else datamodule.global_test[:number]
@@ -98,16 +99,28 @@ def _tried(
         outputs = predict(module.eval(), datamodule, samples)[0]
         return outputs, torch.cat([targets.cpu() for _, targets in labelled_batches(datamodule, samples)])
     except (RuntimeError, ValueError, TypeError, IndexError) as error:
-        reason = str(error).splitlines()[0]
+        layer, reason = _failed_layer(module, error), str(error).splitlines()[0]
+        wrong = f"model is a {type(module).__name__}"
+        if phase.gate is not None and layer.split(".")[0] == "gate":
+            wrong = f"{phase}: gate is a {type(phase.gate).__name__}"
         raise MisconfigurationException(
-            f"model is a {type(module).__name__} that does not accept the data's {described_batches(datamodule)} "
-            f"({reason})."
+            f"{wrong} that does not accept the data's {described_batches(datamodule)} "
+            f"({f'{layer}: ' if layer else ''}{reason})."
         ) from error
 
 
-def _check_classes(module: LightningModule, datamodule: FederatedDataModule, metrics: Mapping[str, Metric]) -> None:
+def _failed_layer(module: LightningModule, error: Exception) -> str:
+    """The name of the innermost layer in which an error arose; empty if it is none of the module's."""
+    names = {id(layer): name for name, layer in module.named_modules()}
+    frames = [frame.f_locals.get("self") for frame, _ in traceback.walk_tb(error.__traceback__)]
+    return [names[id(each)] for each in [module, *frames] if id(each) in names][-1]
+
+
+def _check_classes(
+    phase: Phase, module: LightningModule, datamodule: FederatedDataModule, metrics: Mapping[str, Metric]
+) -> None:
     """Refuses a module that does not accept the samples, or that has too few outputs."""
-    logits, labels = _tried(module, datamodule, _TRIED_SAMPLES if metrics else 1)
+    logits, labels = _tried(phase, module, datamodule, _TRIED_SAMPLES if metrics else 1)
     if logits.ndim != 2 or logits.shape[1] < datamodule.num_classes:
         raise MisconfigurationException(
             f"model gives outputs of shape {tuple(logits.shape[1:])} for a sample, but the data have "
@@ -116,9 +129,11 @@ def _check_classes(module: LightningModule, datamodule: FederatedDataModule, met
     check_values(metrics, module, logits, labels)
 
 
-def _check_mixture(module: MixtureOfExperts, datamodule: FederatedDataModule, metrics: Mapping[str, Metric]) -> None:
+def _check_mixture(
+    phase: Phase, module: MixtureOfExperts, datamodule: FederatedDataModule, metrics: Mapping[str, Metric]
+) -> None:
     """Refuses outputs that do not fit the targets, and a loss that is not one number."""
-    outputs, targets = _tried(module, datamodule)
+    outputs, targets = _tried(phase, module, datamodule)
     name, data = type(module).__name__, type(datamodule).__name__
     if module.task == "multiclass" and targets.is_floating_point():
         raise MisconfigurationException(

@@ -13,7 +13,7 @@ import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.accelerators import CPUAccelerator
-from lightning.pytorch.callbacks import EarlyStopping, Timer
+from lightning.pytorch.callbacks import DeviceStatsMonitor, EarlyStopping, LearningRateMonitor, Timer
 from lightning.pytorch.strategies import SingleDeviceStrategy
 from lightning.pytorch.utilities import rank_zero_warn
 
@@ -169,8 +169,8 @@ def check_client_trainer(
 ) -> None:
     """Refuses arguments that have no effect or a wrong one on the clients' training.
 
-    These are arguments of a training of 0 epochs, early stopping by what no client logs, and gradient clipping that
-    would break an algorithm's formulas.
+    These are arguments of a training of 0 epochs, early stopping by what no client logs, callbacks that miss a
+    logger, and gradient clipping that would break an algorithm's formulas.
 
     Args:
         phase: the phase.
@@ -190,15 +190,30 @@ def check_client_trainer(
             f"but must be left out, because {type(phase.algorithm).__name__} computes with the steps of plain SGD."
         )
     if trainer["max_epochs"]:
+        _check_loggers(phase, trainer)
         _check_stopping(phase, module, trainer, datamodule)
+
+
+def _callbacks(trainer: dict[str, Any]) -> list[Any]:
+    callbacks = trainer.get("callbacks") or []
+    return callbacks if isinstance(callbacks, list) else [callbacks]
+
+
+def _check_loggers(phase: Phase, trainer: dict[str, Any]) -> None:
+    """Refuses callbacks that log, if the clients have no logger."""
+    needing = [each for each in _callbacks(trainer) if isinstance(each, LearningRateMonitor | DeviceStatsMonitor)]
+    if needing and not trainer.get("logger"):
+        raise MisconfigurationException(
+            f"{phase}: trainer.logger is {trainer.get('logger')}, but must be a logger, because the clients have the "
+            f"callback {type(needing[0]).__name__}; federation.logger is not theirs."
+        )
 
 
 def _check_stopping(
     phase: Phase, module: LightningModule, trainer: dict[str, Any], datamodule: FederatedDataModule
 ) -> None:
     """Refuses early stopping by a metric that certainly no client logs; arguments as of ``check_client_trainer``."""
-    callbacks = trainer.get("callbacks") or []
-    callbacks = callbacks if isinstance(callbacks, list) else [callbacks]
+    callbacks = _callbacks(trainer)
     # a module with its own steps and other callbacks may log anything, also in training
     only_loss = trains_by_loss(phase.algorithm, module) and all(
         type(callback) in (EarlyStopping, BestEpoch) for callback in callbacks

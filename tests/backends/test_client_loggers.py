@@ -1,5 +1,6 @@
 """The loggers of the clients' own Trainers."""
 
+import csv
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -13,7 +14,7 @@ from fedmoe_pl.backends.client_loggers import client_loggers, finish
 
 
 def named(logger, **trainer):
-    training = SimpleNamespace(phase="my phase", trainer={"logger": logger, **trainer})
+    training = SimpleNamespace(phase="my phase", run="digits/version_2", trainer={"logger": logger, **trainer})
     return client_loggers(training, SimpleNamespace(id=3, round=11))
 
 
@@ -22,7 +23,7 @@ NAME = Path("my phase", "client_003", "round_0012")
 
 @pytest.mark.parametrize("made", [CSVLogger, TensorBoardLogger])
 def test_a_logger_s_folder_is_that_of_phase_client_and_round(made, tmp_path):
-    for version, folder in ((None, ""), (7, "version_7"), ("mine", "mine")):
+    for version, folder in ((None, "digits/version_2"), (7, "version_7"), ("mine", "mine")):
         given = made(tmp_path, name="logs", version=version)
         (logger,) = named(given)
         assert Path(logger.log_dir) == tmp_path / "logs" / folder / NAME
@@ -31,7 +32,7 @@ def test_a_logger_s_folder_is_that_of_phase_client_and_round(made, tmp_path):
 
 def test_true_is_tensorboard_in_the_root_folder_and_false_is_none(tmp_path):
     (logger,) = named(True, default_root_dir=str(tmp_path))
-    assert Path(logger.log_dir) == tmp_path / "lightning_logs" / NAME
+    assert Path(logger.log_dir) == tmp_path / "lightning_logs" / "digits" / "version_2" / NAME
     assert named(False) == [] and named([]) == []
 
 
@@ -73,12 +74,23 @@ def test_clients_that_log_to_the_federation_s_run_of_weights_and_biases_have_the
 def test_every_client_of_every_round_has_a_folder_of_its_own(tmp_path):
     trainer = {"logger": CSVLogger(tmp_path / "clients"), "limit_val_batches": 1.0, "log_every_n_steps": 1}
     phases = [Phase(name, FedAvg(), rounds=n, max_epochs=1, trainer=trainer) for name, n in (("one", 2), ("two", 1))]
-    run(phases, mixture(), blobs(validation_fraction=0.3), tmp_path)
+    for _ in range(2):
+        run(phases, mixture(), blobs(validation_fraction=0.3), tmp_path)
     found = sorted(tmp_path.rglob("metrics.csv"))
     folders = [f"one/client_{c:03d}/round_{r:04d}" for c in range(3) for r in (1, 2)]
     folders += [f"two/client_{c:03d}/round_0001" for c in range(3)]
-    assert found == [tmp_path / "clients" / "lightning_logs" / folder / "metrics.csv" for folder in folders]
+    runs = [tmp_path / "clients" / "lightning_logs" / "federation" / f"version_{n}" for n in (0, 1)]
+    assert found == [run / folder / "metrics.csv" for run in runs for folder in folders]
     assert "validation_loss" in found[0].read_text()
+
+
+def test_clients_of_mixtures_log_the_loss_of_each_epoch_and_of_every_nth_step(tmp_path):
+    trainer = {"logger": CSVLogger(tmp_path / "clients"), "log_every_n_steps": 2}
+    run([Phase("FedAvg", FedAvg(), max_epochs=3, trainer=trainer)], mixture(), blobs(), tmp_path)
+    (first, *_) = sorted(tmp_path.rglob("metrics.csv"))  # of 13 samples in batches of 4
+    rows = [*csv.DictReader(first.read_text().splitlines())]
+    assert [int(row["step"]) for row in rows if row["train_loss_epoch"]] == [3, 7, 11]
+    assert [int(row["step"]) for row in rows if row["train_loss_step"]] == [1, 3, 5, 7, 9, 11]
 
 
 def test_clients_with_few_batches_do_not_warn_one_by_one(tmp_path, recwarn):

@@ -7,6 +7,7 @@ import torch
 from helpers import EveryBatch, Expert, assert_same_bits, blobs, mixture, momentum_sgd
 from helpers.backends import FEW, TwoGroups, local_training, train
 from lightning.fabric.utilities.exceptions import MisconfigurationException
+from lightning.pytorch import Callback
 from lightning.pytorch.callbacks import EarlyStopping
 
 from fedmoe_pl.algorithms import FedAvg, PersonalizedExpert
@@ -49,6 +50,19 @@ def test_a_lean_trainer_stops_early_where_an_ordinary_one_does():
     assert_same_bits(update.sent, train(TrainerBackend(), ordinary)[0].sent)
     unstopped = train(TrainerBackend(), local_training(module, FedAvg(), data, max_epochs=30))[0]
     assert not torch.equal(update.sent["gate.linear.weight"], unstopped.sent["gate.linear.weight"])
+
+
+@pytest.mark.parametrize("others", [[], [EveryBatch()]])
+def test_a_callback_reads_the_parts_of_the_client_s_mixture(others):
+    class Reading(Callback):
+        def on_train_end(self, trainer, pl_module):
+            seen.append((pl_module.gate, pl_module.module.gate, hasattr(pl_module, "of_nobody")))
+
+    seen = []
+    training = local_training(mixture(LinearGate(5)), FedAvg(), blobs((4,)), callbacks=[Reading(), *others])
+    train(TrainerBackend(), training)
+    ((gate, of_module, has_any),) = seen
+    assert isinstance(gate, LinearGate) and gate is of_module and not has_any
 
 
 def test_hooks_of_a_users_module_are_called_or_refused(tmp_path):

@@ -11,12 +11,14 @@ import torch.nn.functional as F
 import yaml
 from helpers.configurations import REPOSITORY
 from lightning.fabric.utilities.exceptions import MisconfigurationException
+from lightning.pytorch import LightningModule
 from lightning.pytorch.core.mixins.hparams_mixin import HyperparametersMixin
 from torch import nn
 
 from fedmoe_pl import PersonalizedMoE
 from fedmoe_pl.callbacks.files import _checkpoint
 from fedmoe_pl.cli import main
+from fedmoe_pl.models.description import MissingArgumentError
 
 
 class Mode(enum.Enum):
@@ -114,6 +116,30 @@ def test_the_argument_and_the_part_that_it_belongs_to_are_named(part, lacking, t
         match=rf"PersonalizedMoE: global_expert is missing, because the checkpoint cannot describe {lacking}; load it",
     ):
         loaded(part(), tmp_path / "own.ckpt")
+
+
+class OfNoTypes(LightningModule):
+    """Nothing says what the arguments are."""
+
+    def __init__(self, body, final=torch.tanh):
+        super().__init__()
+        self.body, self.final = body, final
+
+
+@pytest.mark.parametrize(
+    ("module", "lacking"),
+    [
+        (lambda: OfNoTypes(Part(6)), {"body": Part(6)}),
+        (lambda: OfNoTypes(nn.Linear(5, 3), torch.relu), {"final": torch.relu}),
+    ],
+)
+def test_an_argument_without_a_type_that_cannot_be_described_is_named(module, lacking, tmp_path):
+    (name,) = lacking
+    torch.save(_checkpoint(module()), tmp_path / "own.ckpt")
+    with pytest.raises(MissingArgumentError, match=f"OfNoTypes: {name} is missing, because the checkpoint cannot desc"):
+        OfNoTypes.load_from_checkpoint(tmp_path / "own.ckpt")
+    again = OfNoTypes.load_from_checkpoint(tmp_path / "own.ckpt", **lacking)
+    assert getattr(again, name) is lacking[name]
 
 
 MODULE = """

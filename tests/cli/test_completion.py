@@ -50,6 +50,13 @@ COMPLETED = {
     ("test", "--ckpt_path", "fol"): ["folder/"],
     ("fit", "--trainer.accelerator", "C"): [],
     ("export", ""): ["--format", "--method"],
+    ("export", "--config", "quickstart", "--method", "PFL-M"): ["PFL-MF", "PFL-MFE"],
+    ("export", "--config=quickstart", "--method", "la"): [r"label\ prior"],
+    ("fit", "--data=Fash"): ["--data=FashionMNIST"],
+    ("fit", "--config=quickst"): ["--config=quickstart"],
+    ("fit", "--config=quickstart", "--federation.phases.FedAvg.gate=Fea"): (
+        ["--federation.phases.FedAvg.gate=FeatureGate"]
+    ),
     ("list", "server"): ["server_optimizers"],
     ("list", "part"): ["partitioners"],
     ("fit", "--trainer.callbacks+", "BestE"): ["BestEpoch"],

@@ -83,6 +83,10 @@ NOT_PARSED = {
     ),
     "model is 'Digits', which is a FederatedDataModule, but must be a LightningModule; a FederatedDataModule "
     "belongs in data.": ["--model", "Digits"],
+    "data is 'lightning.pytorch.demos.boring_classes.BoringDataModule', but must be a FederatedDataModule; give it to "
+    "FromDataModule, which deals its samples.": ["--data", "lightning.pytorch.demos.boring_classes.BoringDataModule"],
+    "data.init_args.partitioner is 'Dirichlet(0.5)', which is neither a class of fedmoe_pl nor an import path; did you "
+    "mean Dirichlet?": ["--data.init_args.partitioner", "Dirichlet(0.5)"],
     "federation.callbacks[0] is 'EarlyStopping', which is a Callback, but must be a FederationCallback; a Callback "
     "belongs in trainer.callbacks or a phase's callbacks.": ["--federation.callbacks", "[EarlyStopping]"],
     "trainer.callbacks[0] is 'TrafficLedger', which is a FederationCallback, but must be a Callback; a "

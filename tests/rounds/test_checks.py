@@ -6,9 +6,13 @@ import pytest
 import torch
 from helpers.runs import WithDropout, data, federation, model, phases
 from lightning.fabric.utilities.exceptions import MisconfigurationException
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.callbacks import Timer
+from lightning.pytorch.demos.boring_classes import BoringDataModule
 from torch import nn
+from torch.utils.data import DataLoader
 
-from fedmoe_pl import PersonalizedMoE, Phase
+from fedmoe_pl import Federation, PersonalizedMoE, Phase
 from fedmoe_pl.algorithms import Ditto, FedAvg, Local, PFLMoE
 from fedmoe_pl.backends import StackedBackend
 from fedmoe_pl.models import LinearGate
@@ -46,6 +50,67 @@ def test_a_gate_that_an_algorithm_refuses_is_the_phase_s(tmp_path):
         federation(tmp_path, [phase]).fit(model(), data())
 
 
+@pytest.mark.parametrize(
+    ("sentence", "made"),
+    [
+        ("Federation: phases is a Phase, but must be a", lambda: Federation(Phase("p", FedAvg()))),  # type: ignore
+        ("Federation: each of phases is 'FedAvg', but must be a Phase.", lambda: Federation(["FedAvg"])),
+        ("Phase 'p': algorithm is the class FedAvg, but must be a", lambda: Federation([Phase("p", FedAvg)])),
+        ("Phase 'p': algorithm is 'FedAvg', but must be a", lambda: Federation([Phase("p", "FedAvg")])),
+        ("Phase 'p': gate is the class LinearGate", lambda: Federation([Phase("p", FedAvg(), gate=LinearGate)])),
+        ("Phase 'p': model is a Linear, but", lambda: Federation([Phase("p", FedAvg(), model=nn.Linear(5, 3))])),
+        ("trainer is a Trainer, but must be a dict", lambda: Federation(phases(), Trainer(accelerator="cpu"))),
+        (
+            "each of callbacks is a Timer, but must be a FederationCallback; a Callback of Lightning belongs in",
+            lambda: Federation(phases(), callbacks=[Timer()]),
+        ),
+        (
+            "datamodule is a BoringDataModule, but must be a FederatedDataModule, such as FromDataModule(BoringData",
+            lambda: Federation(phases()).fit(model(), BoringDataModule()),
+        ),
+        (
+            "datamodule is a DataLoader, but must be a FederatedDataModule, such as FromDatasets",
+            lambda: Federation(phases()).fit(model(), DataLoader([1])),
+        ),
+        ("model is a WithDropout, but must be a Lightn", lambda: Federation(phases()).fit(WithDropout(), data())),
+        ("model is the class Linear", lambda: Federation(phases()).fit(nn.Linear, data())),
+    ],
+)
+def test_an_object_of_another_kind_is_refused(sentence, made, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(MisconfigurationException) as error:
+        made()
+    assert sentence in str(error.value)
+
+
+class Several(WithDropout, LightningModule):
+    def forward(self, x):
+        return super().forward(x), x
+
+
+class MadeLater(WithDropout, LightningModule):
+    def configure_model(self):
+        self.last = getattr(self, "last", nn.Linear(3, 3))
+
+
+@pytest.mark.parametrize(
+    ("own", "sentence"),
+    [
+        (Several, r"\(its forward must return the scores as one tensor, and not a tuple\)\.$"),
+        (MadeLater, "^model is a MadeLater whose configure_model makes 'last.bias', but must make all layers in its"),
+    ],
+)
+def test_an_own_module_that_clients_cannot_train_is_refused(own, sentence, tmp_path):
+    with pytest.raises(MisconfigurationException, match=sentence):
+        federation(tmp_path, [Phase("p", FedAvg())]).fit(own(), data())
+
+
+def test_a_gate_that_does_not_fit_the_data_is_named_with_its_phase_and_layer(tmp_path):
+    sentence = r"^Phase 'p': gate is a LinearGate that does not accept .* samples of shape \(5,\) \(gate\.linear: "
+    with pytest.raises(MisconfigurationException, match=sentence):
+        federation(tmp_path, [Phase("p", FedAvg(), gate=LinearGate(4))]).fit(model(), data())
+
+
 def test_a_model_that_does_not_fit_the_data_is_refused(tmp_path):
     class TooFew(WithDropout):
         def __init__(self):
@@ -57,7 +122,8 @@ def test_a_model_that_does_not_fit_the_data_is_refused(tmp_path):
             super().__init__()
             self.extractor = nn.Linear(50, 4)
 
-    for expert, sentence in ((TooFew(), "have 3 classes"), (Wide(), r"samples of shape \(5,\)")):
+    wide = r"^model is a .* samples of shape \(5,\) \(local_expert\.extractor: .*1x5 and 50x4\)"
+    for expert, sentence in ((TooFew(), "have 3 classes"), (Wide(), wide)):
         with pytest.raises(MisconfigurationException, match=sentence):
             federation(tmp_path).fit(PersonalizedMoE(expert), data())
     with pytest.raises(MisconfigurationException, match="at least one phase and every name once"):

@@ -9,7 +9,7 @@ from helpers import Expert, assert_same_bits, blobs, mixture, momentum_sgd, phas
 from helpers.early_stopping import stopped_by_hand
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import Callback
-from lightning.pytorch.callbacks import EarlyStopping
+from lightning.pytorch.callbacks import EarlyStopping, LearningRateMonitor
 
 from fedmoe_pl.algorithms import OptInFedAvg, PersonalizedExpert, SpecialistMixture
 from fedmoe_pl.callbacks import BestEpoch, FederationCallback
@@ -167,6 +167,10 @@ def test_a_run_stopped_within_a_phase_that_ends_early_and_resumed_gives_the_same
         (
             {"callbacks": [BestEpoch()], "trainer": {"limit_val_batches": 1.0}},
             r"callbacks has a BestEpoch with monitor 'validation_loss', but validation_fraction is 0",
+        ),
+        (
+            {"callbacks": [LearningRateMonitor()]},
+            "trainer.logger is False, but must be .* callback LearningRateMonitor",
         ),
         (
             {"trainer": {"callbacks": EarlyStopping("validation_loss")}},

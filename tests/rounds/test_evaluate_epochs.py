@@ -1,7 +1,11 @@
 """Personalization as a curve over its epochs."""
 
+import csv
+
 import pytest
 from helpers.runs import Kill, data, federation, model, phases
+from lightning.pytorch.callbacks import LearningRateMonitor
+from lightning.pytorch.loggers import CSVLogger
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 EPOCHS = 5
@@ -49,6 +53,15 @@ def test_the_weights_of_samples_are_shown_before_and_after_training(curve):
     log = EventAccumulator(str(curve.run_dir / "PFL-MF")).Reload()
     (tag, *_) = [tag for tag in log.Tags()["tensors"] if tag.startswith("weight_of_samples/")]
     assert [event.step for event in log.Tensors(tag)] == [0, 5]
+
+
+def test_only_the_training_that_counts_is_logged_by_the_clients(tmp_path):
+    trainer = {"accelerator": "cpu", "logger": CSVLogger(tmp_path / "clients"), "callbacks": [LearningRateMonitor()]}
+    fitted(tmp_path, phases=personalization(every=2), trainer={**trainer, "log_every_n_steps": 1}, logger=False)
+    for phase in ("PFL-FB", "PFL-MF"):
+        (text, *_) = [path.read_text() for path in (tmp_path / "clients").rglob(f"{phase}/client_000/*/metrics.csv")]
+        rows = [*csv.DictReader(text.splitlines())]
+        assert [row["epoch"] for row in rows if row["train_loss_epoch"]] == [str(epoch) for epoch in range(EPOCHS)]
 
 
 @pytest.mark.parametrize(("hook", "n"), [("on_evaluation_end", 7), ("on_phase_end", 2)])

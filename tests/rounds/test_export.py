@@ -8,13 +8,14 @@ import torch
 from helpers import run
 from helpers.methods import METHODS
 from helpers.methods import data as data_of_methods
-from helpers.runs import data, federation, model
+from helpers.runs import data, federation, model, phases
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import LightningModule
 from torch import nn
 
-from fedmoe_pl import PersonalizedMoE, SparseMoE
-from fedmoe_pl.models import LocalOnly, MixtureWeights
+from fedmoe_pl import PersonalizedMoE, Phase, SparseMoE
+from fedmoe_pl.algorithms import PFLMoE
+from fedmoe_pl.models import LinearGate, LocalOnly, MixtureWeights
 from fedmoe_pl.rounds import export
 
 
@@ -70,6 +71,13 @@ def test_what_cannot_be_exported_is_refused(fed, monkeypatch):
     monkeypatch.setattr(export, "_torch_export", lambda module, x: (b"", lambda x: [2 + y for y in module(x)]))
     refused(r"format is torch_export, but must be one in which .* its outputs differ by", client=0)
     assert not (fed.run_dir / "exported" / "PFL-MF" / "client_000.pt2").exists()
+
+
+def test_a_gate_whose_width_the_data_set_is_exported(tmp_path):
+    fed = federation(tmp_path, [*phases()[:-1], Phase("PFL-MF", PFLMoE(), gate=LinearGate())])
+    fed.fit(model(), data())
+    exported(fed, method="PFL-MF", format="torch_export")
+    assert (fed.run_dir / "exported" / "PFL-MF" / "client_000.pt2").is_file()
 
 
 def test_a_method_that_predicts_with_more_than_a_model_is_refused(tmp_path):

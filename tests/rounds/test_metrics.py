@@ -345,7 +345,11 @@ DENSE = partial(PersonalizedMoE, SmallFCN(num_classes=2, channels=2))
         (lambda: Federation(phases(), metrics={"mae": nn.L1Loss()}), "metrics has a L1Loss under 'mae', but must have"),
         (lambda: Federation(phases(), metrics={"f1": F1Score}), "metrics has the class F1Score under 'f1', but must"),
         (lambda: Federation(phases(), metrics=[mae()]), "metrics is a list, but must be a dict of metrics by name."),
-        (lambda: Phase("p", FedAvg(), monitor="f1"), "Phase 'p': monitor is 'f1', but must be one of local_test"),
+        (
+            lambda: Phase("p", FedAvg(), monitor="f1"),
+            "Phase 'p': monitor is 'f1', but must be one of local_test, local_test_held_out, global_test, validation, "
+            "validation_loss, or a metric of the federation by one of the names local_test_NAME, global_test_NAME,",
+        ),
     ],
 )
 def test_what_does_not_fit_is_refused_before_any_training(refused, sentence):

@@ -108,14 +108,24 @@ def test_a_checkpoint_of_another_run_is_refused(whole, tmp_path):
         federation(whole.runs.parent, seed=1).fit(model(), data(), ckpt_path="last")
     with pytest.raises(MisconfigurationException, match="holds the phases"):
         federation(whole.runs.parent, phases()[:1]).fit(model(), data(), ckpt_path="last")
+    of_client = whole.run_dir / "clients/FedAvg/all_clients.ckpt"
+    with pytest.raises(
+        MisconfigurationException, match=r"the checkpoint of a model, but must be checkpoints/last\.ckpt"
+    ):
+        federation(whole.runs.parent).fit(model(), data(), ckpt_path=str(of_client))
     with pytest.raises(MisconfigurationException, match=r"no run in .* has a checkpoint"):
         federation(tmp_path / "empty").fit(model(), data(), ckpt_path="last")
 
 
 def test_a_checkpoint_goes_on_only_with_its_own_data_and_rounds(whole, tmp_path):
     for other in (data(sizes=(13, 8, 11, 9)), data(validation_fraction=0.3), data(sizes=(11, 8, 13))):
-        with pytest.raises(MisconfigurationException, match="a run on other data or clients"):
+        with pytest.raises(
+            MisconfigurationException, match=r"a run on other data .*; start a new run without ckpt_path"
+        ):
             federation(whole.runs.parent).test(model(), other)
+    (whole.run_dir / "config.yaml").touch()  # of a run from the command line
+    with pytest.raises(MisconfigurationException, match=r"; take the configuration of that run, '.*/config\.yaml', or"):
+        federation(whole.runs.parent).test(model(), data(validation_fraction=0.3))
     changed = phases()
     changed[1].rounds = 7
     with pytest.raises(MisconfigurationException, match=r"'FedAvg' has had 4 rounds, but rounds is 7; .* start from"):
