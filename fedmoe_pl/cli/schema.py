@@ -152,7 +152,8 @@ def _faults(value: Any, argument: Argument, key: str) -> Iterator[str]:
     elif is_nan(value) and {int, float} & {*kinds}:
         yield f"{key} is nan, but must be a finite number."
     elif value is None or is_nan(value) or not parses(value, hint):
-        yield f"{key} is {shown(value)}, but must be {allowed(hint)}."
+        example = f", such as [{value}]" if items and isinstance(value, str) and parses([value], hint) else ""
+        yield f"{key} is {shown(value)}, but must be {allowed(hint)}{example}."
 
 
 def _faults_of_class(node: Mapping[str, Any], hint: Any, classes: tuple[type, ...], key: str) -> Iterator[str]:

@@ -98,6 +98,8 @@ NOT_PARSED = {
     "federation.callbacks[0] is 'x', which is neither a class of fedmoe_pl nor": ["--federation.callbacks", "[x]"],
     "federation.phases[0] is 3, but must be a Phase.": ["--federation.phases", "[3]"],
     "federation.phases is {}, but must be a list of Phase.": ["--federation.phases", "{}"],
+    "federation.callbacks is 'RepresentationMonitor', but must be a list of FederationCallback or null, such as "
+    "[RepresentationMonitor].": ["--federation.callbacks", "RepresentationMonitor"],
     "federation.phases.A.roundz is not an argument of Phase; did you mean rounds?": (
         ["--federation.phases+={name: A, algorithm: Local, roundz: 2}"]
     ),
