@@ -7,29 +7,20 @@ import os
 from typing import Any
 
 from lightning.pytorch.loggers import CSVLogger, Logger, MLFlowLogger, TensorBoardLogger, WandbLogger
+from lightning.pytorch.loggers.logger import DummyLogger
 
 from fedmoe_pl.algorithms.client import Client
 from fedmoe_pl.backends.training import LocalTraining
 
 
-class SilentLogger(Logger):
-    """Logs nothing, for training that is forgotten; some callbacks refuse a Trainer without a logger."""
+class SilentLogger(DummyLogger):
+    """Lightning's logger of nothing, for training that is forgotten; it can also be copied, and sent to a worker."""
 
-    @property
-    def name(self) -> str:
-        """Empty."""
-        return ""
+    def __deepcopy__(self, memo: Any) -> SilentLogger:
+        return self
 
-    @property
-    def version(self) -> str:
-        """Empty."""
-        return ""
-
-    def log_metrics(self, metrics: dict[str, float], step: int | None = None) -> None:
-        """Does nothing."""
-
-    def log_hyperparams(self, *args: Any, **kwargs: Any) -> None:
-        """Does nothing."""
+    def __reduce__(self) -> tuple[type[SilentLogger], tuple[()]]:
+        return SilentLogger, ()
 
 
 def client_loggers(training: LocalTraining, client: Client) -> list[Logger]:

@@ -1,6 +1,8 @@
 """The loggers of the clients' own Trainers."""
 
+import copy
 import csv
+import pickle
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -10,7 +12,7 @@ from lightning.pytorch.loggers import CSVLogger, MLFlowLogger, TensorBoardLogger
 
 from fedmoe_pl import Phase
 from fedmoe_pl.algorithms import FedAvg
-from fedmoe_pl.backends.client_loggers import client_loggers, finish
+from fedmoe_pl.backends.client_loggers import SilentLogger, client_loggers, finish
 
 
 def named(logger, **trainer):
@@ -98,3 +100,10 @@ def test_clients_with_few_batches_do_not_warn_one_by_one(tmp_path, recwarn):
     run([logged], mixture(), blobs(), tmp_path / "runs")
     assert len([*tmp_path.rglob("client_*/round_0001")]) == 3, "the clients have loggers"
     assert not [str(warning.message) for warning in recwarn if "logging interval" in str(warning.message)]
+
+
+def test_a_silent_logger_takes_what_a_users_callback_logs_also_as_a_copy_or_in_a_worker():
+    for logger in (SilentLogger(), copy.deepcopy(SilentLogger()), pickle.loads(pickle.dumps(SilentLogger()))):
+        logger.experiment.add_scalar("loss", 1.0, 0)
+        logger.log_metrics({"loss": 1.0}, step=0)
+        assert isinstance(logger, SilentLogger)
