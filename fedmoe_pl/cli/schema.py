@@ -219,7 +219,7 @@ def find_class(name: str, hint: Any, classes: tuple[type, ...], key: str) -> Any
     if not module or not all(part.isidentifier() for part in name.split(".")):  # such as Dirichlet(0.5)
         if other := named(name):
             return _of_other_kind(name, other, hint, key)
-        similar = difflib.get_close_matches(name, [*_concrete(known.values())], n=1)
+        similar = difflib.get_close_matches(name, [*_concrete(known.values())], n=1, cutoff=0.65)
         hinted = f"; did you mean {similar[0]}?" if similar else f"; it must be {allowed(hint)}."
         return f"{key} is '{name}', which is neither a class of fedmoe_pl nor an import path{hinted}"
     try:

@@ -113,6 +113,9 @@ NOT_PARSED = {
     "federation.phases.PFL-MF.gate is 'Gate', of which no object can be made; it must be one of its kinds: ": (
         ["--federation.phases.PFL-MF.gate", "{class_path: Gate}"]
     ),
+    "model.init_args.loss is 'mse', which is neither a class of fedmoe_pl nor an import path; it must be a Module": (
+        ["--model.loss", "mse"]
+    ),
     "federation.backend is 'Pool', which is neither a class of fedmoe_pl nor an import path; it must be a Backend or": (
         ["--federation.backend", "Pool"]
     ),
