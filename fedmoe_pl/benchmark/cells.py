@@ -111,9 +111,9 @@ def _configuration(grid: Grid, where: Mapping[str, Any], configured: Configured)
     values = {key: value for key, value in where.items() if key != VARIANT}
     changes = {**grid.overrides, **variant.overrides, **values}
     of_phases = {key: value for key, value in changes.items() if key.startswith(_PHASES)}
-    overlay = _nested({key: value for key, value in changes.items() if key not in of_phases})
-    files = [word for path in (*grid.configs, *variant.configs) for word in ("--config", path.absolute)]
-    federation = configured([*files, "--config", json.dumps(overlay)], False)
+    overlays = _overlays({key: value for key, value in changes.items() if key not in of_phases})
+    files = [*(path.absolute for path in (*grid.configs, *variant.configs)), *map(json.dumps, overlays)]
+    federation = configured([word for file in files for word in ("--config", file)], False)
     configuration = copy.deepcopy(federation.hparams)
     for key, value in of_phases.items():
         _change_phase(configuration["federation"]["phases"], key, value)
@@ -176,17 +176,27 @@ def _name(grid: Grid, where: Mapping[str, Any]) -> str:
     )
 
 
-def _nested(changes: Mapping[str, Any]) -> dict[str, Any]:
-    """An overlay with these keys.
+def _overlays(changes: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Overlays with these keys, in their order.
+
+    A key has an overlay of its own after keys below it, which it would replace in theirs: as in configuration files
+    over each other, a class keeps the arguments that are known for it.
 
     Example:
-        >>> _nested({"data.class_path": "Digits", "data.init_args.num_clients": 3})
-        {'data': {'class_path': 'Digits', 'init_args': {'num_clients': 3}}}
+        >>> _overlays({"data.class_path": "Digits", "data.init_args.num_clients": 3})
+        [{'data': {'class_path': 'Digits', 'init_args': {'num_clients': 3}}}]
+        >>> _overlays({"data.init_args.num_clients": 3, "data": {"class_path": "Digits"}})
+        [{'data': {'init_args': {'num_clients': 3}}}, {'data': {'class_path': 'Digits'}}]
     """
-    overlay: dict[str, Any] = {}
+    overlays = list[dict[str, Any]]([{}])
+    given = list[str]()
     for key, value in changes.items():
-        _put(overlay, key.split("."), copy.deepcopy(value))
-    return overlay
+        if any(other.startswith(f"{key}.") for other in given):
+            overlays.append({})
+            given.clear()
+        _put(overlays[-1], key.split("."), copy.deepcopy(value))
+        given.append(key)
+    return overlays
 
 
 def _change_phase(phases: list[dict[str, Any]], key: str, value: Any) -> None:
