@@ -6,7 +6,10 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
+import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
+from lightning.pytorch.utilities import rank_zero_warn
+from torch import Tensor
 
 from fedmoe_pl.data import FederatedDataModule
 from fedmoe_pl.rounds.checkpoint import load_federation
@@ -81,4 +84,22 @@ def set_up_newcomers(
                 f"ckpt_path is '{path}', a federation whose {what} in another way than the newcomers' data; leave mean "
                 "and std out or give the federation's, and let personalize set the data up."
             )
+    if datamodule.normalization is not None:
+        _warn_of_other_images(datamodule)
     return content["models"]
+
+
+def _warn_of_other_images(datamodule: FederatedDataModule) -> None:
+    """Warns if the newcomers' images are much brighter or darker than the federation's, as when they are inverted."""
+    shift = datamodule.x.mean(dim=(0, 2, 3))
+    if shift.abs().max() <= 1:
+        return
+    mean, std = (torch.tensor(values) for values in datamodule.normalization or ())
+    rank_zero_warn(
+        f"personalize: the mean of the newcomers' pixels is {_written(mean + shift * std)}, more than one standard "
+        f"deviation ({_written(std)}) from the federation's, {_written(mean)}; are the images prepared in the same way?"
+    )
+
+
+def _written(values: Tensor) -> str:
+    return ", ".join(f"{value:.2f}" for value in values.tolist())

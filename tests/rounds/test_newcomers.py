@@ -134,12 +134,37 @@ def test_images_of_newcomers_are_normalized_as_the_federation_s(tmp_path):
     run = federation(tmp_path, [fedavg(rounds=1)])
     run.fit(mixture(expert=Flat(), dtype=torch.float32), first)
     later = federation(tmp_path / "later", [fedavg(rounds=1)])
-    later.personalize(mixture(expert=Flat(), dtype=torch.float32), second, str(run.run_dir / "checkpoints/last.ckpt"))
+    checkpoint = str(run.run_dir / "checkpoints/last.ckpt")
+    with pytest.warns(
+        UserWarning, match=r"the mean of the newcomers' pixels is 0\.\d\d, more than one standard"
+    ) as seen:
+        later.personalize(mixture(expert=Flat(), dtype=torch.float32), second, checkpoint)
+    (text,) = [str(each.message) for each in seen if "newcomers' pixels" in str(each.message)]
     pixels = first.arrays.x_train.double() / 255
     mean, std = pixels.mean(), pixels.std(correction=0)
     expected = (second.arrays.x_train.double() / 255 - mean) / std
     torch.testing.assert_close(second.x[:12].double(), expected, rtol=0, atol=1e-5)
     assert abs(second.x.mean()) > 1, "with a normalization of its own it would be 0"
+    newcomers = (second.arrays.x_train.double() / 255).mean()
+    assert text.endswith(
+        f"is {newcomers:.2f}, more than one standard deviation ({std:.2f}) from the federation's, {mean:.2f}; are the "
+        "images prepared in the same way?"
+    )
+
+
+def test_newcomers_images_like_those_of_the_federation_are_taken_without_a_word(tmp_path, recwarn):
+    def images(seed):
+        x = torch.randint(256, (12, 1, 2, 2), generator=Generator().manual_seed(seed), dtype=torch.uint8)
+        return TensorData(x, torch.arange(12) % 3, [range(6), range(6, 12)], batch_size=4)
+
+    expert = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(4, 3))
+    run = federation(tmp_path, [fedavg(rounds=1)])
+    run.fit(mixture(expert=expert, dtype=torch.float32), images(0))
+    later = federation(tmp_path / "later", [fedavg(rounds=1)])
+    later.personalize(
+        mixture(expert=expert, dtype=torch.float32), images(1), str(run.run_dir / "checkpoints/last.ckpt")
+    )
+    assert not [each for each in recwarn if "pixels" in str(each.message)]
 
 
 def test_words_of_newcomers_have_the_federation_s_ids(tmp_path):
