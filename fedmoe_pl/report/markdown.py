@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import textwrap
 from collections.abc import Iterable, Sequence
 
@@ -76,6 +77,8 @@ def table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
 def with_section(page: str, name: str, text: str) -> str:
     r"""A page of Markdown with a new text between the marks of a section.
 
+    The text's headings become bold lines: what comes after the section would else belong to the last of them.
+
     Args:
         page: the page, which has the lines ``<!-- fedmoe report: NAME -->`` and ``<!-- end of NAME -->``.
         name: the section's name.
@@ -86,8 +89,8 @@ def with_section(page: str, name: str, text: str) -> str:
 
     Example:
         >>> page = "Digits\n<!-- fedmoe report: a -->\nold\n<!-- end of a -->\nagree.\n"
-        >>> with_section(page, "a", "new\n").splitlines()
-        ['Digits', '<!-- fedmoe report: a -->', '', 'new', '', '<!-- end of a -->', 'agree.']
+        >>> with_section(page, "a", "### new\n").splitlines()
+        ['Digits', '<!-- fedmoe report: a -->', '', '**new**', '', '<!-- end of a -->', 'agree.']
     """
     marks = f"<!-- fedmoe report: {name} -->", f"<!-- end of {name} -->"
     before, *parts = page.split(marks[0])
@@ -97,4 +100,5 @@ def with_section(page: str, name: str, text: str) -> str:
             f"report: --section is '{name}', but must be a section of the Markdown file, which must have the "
             f"lines {marks[0]} and {marks[1]} once."
         )
-    return f"{before}{marks[0]}\n\n{text.strip()}\n\n{marks[1]}{after[1]}"
+    text = re.sub("^#+ (.*)$", r"**\1**", text.strip(), flags=re.MULTILINE)
+    return f"{before}{marks[0]}\n\n{text}\n\n{marks[1]}{after[1]}"
