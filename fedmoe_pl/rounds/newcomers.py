@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor
@@ -85,21 +84,21 @@ def set_up_newcomers(
                 "and std out or give the federation's, and let personalize set the data up."
             )
     if datamodule.normalization is not None:
-        _warn_of_other_images(datamodule)
+        _warn_of_other_images(datamodule.x, *datamodule.normalization)
     return content["models"]
 
 
-def _warn_of_other_images(datamodule: FederatedDataModule) -> None:
+def _warn_of_other_images(x: Tensor, mean: Sequence[float], std: Sequence[float]) -> None:
     """Warns if the newcomers' images are much brighter or darker than the federation's, as when they are inverted."""
-    shift = datamodule.x.mean(dim=(0, 2, 3))
-    if shift.abs().max() <= 1:
+    shift = x.mean(dim=(0, 2, 3)).tolist()
+    if max(map(abs, shift)) <= 1:
         return
-    mean, std = (torch.tensor(values) for values in datamodule.normalization or ())
+    pixels = [middle + by * scale for middle, by, scale in zip(mean, shift, std, strict=True)]
     rank_zero_warn(
-        f"personalize: the mean of the newcomers' pixels is {_written(mean + shift * std)}, more than one standard "
-        f"deviation ({_written(std)}) from the federation's, {_written(mean)}; are the images prepared in the same way?"
+        f"personalize: the mean of the newcomers' pixels is {_written(pixels)}, more than one standard deviation "
+        f"({_written(std)}) from the federation's, {_written(mean)}; are the images prepared in the same way?"
     )
 
 
-def _written(values: Tensor) -> str:
-    return ", ".join(f"{value:.2f}" for value in values.tolist())
+def _written(values: Sequence[float]) -> str:
+    return ", ".join(f"{value:.2f}" for value in values)
