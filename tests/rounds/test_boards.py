@@ -17,11 +17,14 @@ def fitted(path, *callbacks, ckpt_path=None, **kwargs):
 
 
 def curves(folder):
-    """Steps and values of every scalar, by method and tag."""
+    """Steps and values of every scalar, by method and tag.
+
+    In the order of steps: files of the same second and process are read by name, number 10 before number 9.
+    """
     found = {}
     for method in METHODS:
         log = EventAccumulator(str(folder / method)).Reload()
-        found[method] = {tag: [(e.step, e.value) for e in log.Scalars(tag)] for tag in log.Tags()["scalars"]}
+        found[method] = {tag: sorted((e.step, e.value) for e in log.Scalars(tag)) for tag in log.Tags()["scalars"]}
     return found
 
 
