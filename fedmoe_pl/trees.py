@@ -14,6 +14,7 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch import Tensor, nn
 
 Module = TypeVar("Module", bound=nn.Module)
+Value = TypeVar("Value")
 Tree = dict[str, Tensor]
 """Tensors by name. A module's have the names of its state dict; an algorithm's have a "/" in their names."""
 
@@ -92,6 +93,25 @@ def with_prefix(tree: Mapping[str, Tensor], prefix: str) -> Tree:
         {'gate.bias': tensor(1.)}
     """
     return {prefix + name: tensor for name, tensor in tree.items()}
+
+
+def copies_of_parts(tree: Mapping[str, Value], parts: Mapping[str, str]) -> dict[str, Value]:
+    """The values of some parts of a module under the names of their copies.
+
+    Args:
+        tree: tensors, or anything else, by name.
+        parts: the original of each copy.
+
+    Example:
+        >>> copies_of_parts({"body.0.bias": 1.0, "head.bias": 2.0}, {"copy": "body"})
+        {'copy.0.bias': 1.0}
+    """
+    return {
+        copied + name.removeprefix(original): value
+        for copied, original in parts.items()
+        for name, value in tree.items()
+        if name.startswith(f"{original}.")
+    }
 
 
 def of_module(tree: Mapping[str, Tensor]) -> Tree:

@@ -24,15 +24,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import LightningModule
 
 from fedmoe_pl.algorithms.algorithm import Algorithm
 from fedmoe_pl.algorithms.checks import missing_federation
-from fedmoe_pl.algorithms.client import Client, Update
+from fedmoe_pl.algorithms.client import Client
 from fedmoe_pl.algorithms.clusters import best_cluster, check_first_place, choice_generator, experts_of, moved
 from fedmoe_pl.algorithms.ifca import EpsilonGreedyIFCA
-from fedmoe_pl.models import FixedGate
 from fedmoe_pl.trees import Tree, check_names, load_tree
 
 
@@ -106,19 +104,3 @@ class ClusterMixture(Algorithm):
         experts_of(module)
         check_names(module)
         self.trainable.check([*module.state_dict(), "gate."], "ClusterMixture: trainable")  # the gate may be fixed
-
-    def client_final(self, client: Client, const: dict[str, Any]) -> Update:
-        """Keeps the gate.
-
-        Raises:
-            MisconfigurationException: if the gate uses the local expert, but no phase has trained it.
-        """
-        update = super().client_final(client, const)
-        gate = client.module.gate
-        unused = isinstance(gate, FixedGate) and len(gate.weights) - 1 not in gate.active
-        if not unused and not any(name.startswith("local_expert.") for name in update.kept):
-            raise MisconfigurationException(
-                "ClusterMixture: no phase has trained the local experts; the EpsilonGreedyIFCA phase that it starts "
-                "from must have the phase of Local as `start`."
-            )
-        return update

@@ -9,6 +9,7 @@ way, but only the module's tensors are loaded into a module.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, Literal, get_args
 
 from lightning.pytorch import LightningModule
@@ -16,7 +17,17 @@ from torch import Tensor
 
 from fedmoe_pl.algorithms.client import Client, Update
 from fedmoe_pl.checks import check_choice
-from fedmoe_pl.trees import Patterns, Tree, changed, check_names, load_tree, mean_of_two, of_algorithm, of_module
+from fedmoe_pl.trees import (
+    Patterns,
+    Tree,
+    changed,
+    check_names,
+    copies_of_parts,
+    load_tree,
+    mean_of_two,
+    of_algorithm,
+    of_module,
+)
 
 Moment = Literal["local_training", "aggregation"]
 """A moment of a round, after which clients' models are evaluated."""
@@ -56,7 +67,8 @@ class Algorithm:
         predicts_with_local_expert: whether clients predict with their ``local_expert`` alone, as in the paper.
         message_period: number of rounds after which the same kinds of tensors are sent again, from the second round on.
         needed_parts: the parts of the module that ``missing_start`` is about; a ``start`` by parts must name them.
-        replaced_parts: the parts that ``server_init`` makes anew; a ``start`` by parts must not name them.
+        copied_parts: the parts that start as copies of others, each with the other's name; a ``start`` by parts must
+            not name them. A client copies what it has itself, also where it keeps a part of the original to itself.
     """
 
     federated: bool = True
@@ -75,7 +87,7 @@ class Algorithm:
     predicts_with_local_expert: bool = False
     message_period: int = 1
     needed_parts: Sequence[str] = ("global_expert",)
-    replaced_parts: Sequence[str] = ()
+    copied_parts: Mapping[str, str] = MappingProxyType({})
 
     def __init__(
         self, shared: str | list[str] = "*", trainable: str | list[str] = "*", weighting: Weighting = "samples"
@@ -136,8 +148,10 @@ class Algorithm:
         return name in self.trainable
 
     def server_init(self, module: LightningModule) -> Tree:
-        """The server's state before the first round, from the phase's module."""
-        return {name: tensor.detach().clone() for name, tensor in module.state_dict().items() if self.is_shared(name)}
+        """The server's state before the first round, from the phase's module: what is shared, and the copied parts."""
+        state = {name: tensor.detach() for name, tensor in module.state_dict().items()}
+        shared = {name: tensor for name, tensor in state.items() if self.is_shared(name)}
+        return {name: tensor.clone() for name, tensor in (shared | copies_of_parts(state, self.copied_parts)).items()}
 
     def server_begin(self, server: Tree, clients: Iterable[Client]) -> Tree:
         """The server's state before the first round, now that clients can be asked; by default unchanged.

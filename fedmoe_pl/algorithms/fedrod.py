@@ -18,6 +18,7 @@ evaluated           the personal prediction         the gate chooses: ``EqualWei
 from __future__ import annotations
 
 from collections.abc import Iterable
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -56,7 +57,7 @@ class FedRoD(Algorithm):
         MisconfigurationException: if ``prior_exponent`` is below 0.
     """
 
-    replaced_parts = ("local_expert",)
+    copied_parts = MappingProxyType({"local_expert": "global_expert"})
     needs_classes = True
     server_begin_asks_clients = False
 
@@ -76,6 +77,10 @@ class FedRoD(Algorithm):
             raise MisconfigurationException(
                 f"{name}: mixing is '{mixing}', but must be logits, because FedRoD adds the logits of two heads."
             )
+
+    def server_init(self, module: LightningModule) -> Tree:
+        """The global expert: clients that have a head of their own from an earlier phase go on with it."""
+        return {name: tensor for name, tensor in super().server_init(module).items() if self.is_shared(name)}
 
     def server_begin(self, server: Tree, clients: Iterable[Client]) -> Tree:
         """Adds the local expert of a client without a head of its own, for phases that start from this one."""

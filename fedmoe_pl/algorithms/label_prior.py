@@ -37,7 +37,8 @@ class LabelPrior(Algorithm):
     The scores are ``z(x) + tau * log((n_c + 1) / (n + C))`` for a client with n training samples, n_c of them in class
     c of C. A client keeps them as another bias of the expert's last linear layer. Its model is therefore an ordinary
     one, and can be an expert of a later mixture: ``start: {global_expert: label prior, local_expert: PFL-FB}``. A
-    ``PersonalizedExpert`` that starts from this phase copies the federated model without the correction.
+    ``PersonalizedExpert`` that starts from this phase copies the corrected expert; by default, it starts from the
+    federated phase.
 
     Args:
         tau: factor of the logarithm: 1 is Bayes' rule, 0 the federated model. With ``auto``, each client takes that of

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -33,7 +34,7 @@ class PersonalModel(Algorithm):
     """
 
     predicts_with_local_expert = True
-    replaced_parts = ("local_expert",)
+    copied_parts = MappingProxyType({"local_expert": "global_expert"})
     needs_loss_of_outputs = True
 
     def __init__(self, weighting: Weighting) -> None:
@@ -44,10 +45,6 @@ class PersonalModel(Algorithm):
         copy_of_global_expert(self, module)
         check_fixed_gate(self, module)
         super().check(module)
-
-    def server_init(self, module: LightningModule) -> Tree:
-        """``w``, and as the local expert the copy that every ``v`` starts as."""
-        return super().server_init(module) | copy_of_global_expert(self, module)
 
     def server_send(self, server: Tree, client_id: int, request: Tree) -> Tree:
         """``w``; newcomers also receive the start of ``v``."""

@@ -22,6 +22,7 @@ PFL-FB's data       not mentioned            3/4                          ``gate
 from __future__ import annotations
 
 from collections.abc import Sequence
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -56,7 +57,7 @@ class PersonalizedExpert(Algorithm):
     """
 
     federated = False
-    replaced_parts = ("local_expert",)
+    copied_parts = MappingProxyType({"local_expert": "global_expert"})  # Algorithm 1, line 2
     needs_loss_of_outputs = True
 
     def __init__(
@@ -88,10 +89,6 @@ class PersonalizedExpert(Algorithm):
         copy_of_global_expert(self, module)
         super().check(module)
         _check_patterns(self, module)
-
-    def server_init(self, module: LightningModule) -> Tree:
-        """Algorithm 1, line 2: every local expert starts as a copy of the global one."""
-        return copy_of_global_expert(self, module)
 
     def client_loss(
         self, module: LightningModule, batch: Any, const: dict[str, Any]
@@ -162,7 +159,7 @@ class PFLMoE(Algorithm):
         self.gate_fraction = gate_fraction
         self.interleaved = self.needs_loss_of_outputs = interleaved
         self.needed_parts = ("global_expert" if interleaved else "local_expert",)
-        self.replaced_parts = ("local_expert",) if interleaved else ()
+        self.copied_parts = PersonalizedExpert.copied_parts if interleaved else {}
         self.frozen_train_mode = frozen_train_mode
 
     def follows(self, earlier: Algorithm) -> bool:
@@ -196,10 +193,6 @@ class PFLMoE(Algorithm):
     def is_trainable(self, name: str, round: int, epoch: int) -> bool:
         """The gate; in even rounds of the interleaved schedule, the local expert."""
         return name in self.trainable if self._trains_expert(round) else name.startswith("gate.")
-
-    def server_init(self, module: LightningModule) -> Tree:
-        """Algorithm 1, line 2, if the schedule is interleaved; otherwise the earlier phase has done it."""
-        return copy_of_global_expert(self, module) if self.interleaved else {}
 
     def client_samples(self, client: Client) -> Tensor:
         """The gate's samples, or the expert's in rounds that train the expert."""

@@ -189,8 +189,8 @@ class Participant:
             raise BadMessageError(f"the run has no phase {phase!r}")
         if type(round) is not int or round < 0:
             raise BadMessageError(f"a round is {round!r}, but must be a number")
-        if names is not None and not (isinstance(names, list) and all(isinstance(name, str) for name in names)):
-            raise BadMessageError("the names of tensors must be texts")
+        if names is not None and not (isinstance(names, dict) and all(isinstance(old, str) for old in names.values())):
+            raise BadMessageError("the names of tensors must be texts, each with its name in the file")
         return phase, round, names
 
     def _kept(self, message: Message) -> Tree:

@@ -24,7 +24,7 @@ from fedmoe_pl.rounds.phase import Phase
 from fedmoe_pl.rounds.starts import in_part
 from fedmoe_pl.rounds.state import NOT_PRIVATE, PhaseState
 from fedmoe_pl.seeds import seed_all
-from fedmoe_pl.trees import Tree, copy_module, load_tree
+from fedmoe_pl.trees import Tree, copies_of_parts, copy_module, load_tree
 
 _TRAINED = "after local training"  # in Evaluation.moment
 
@@ -230,8 +230,11 @@ def _from_start(phase: Phase, module: LightningModule, before: Sequence[tuple[st
         initial |= _selected(names, tensors)
     load_tree(module, initial)
     server = phase.algorithm.server_init(module)
-    # What the server sends now replaces what clients kept under the same names.
-    kept = [only(state.kept, [name for name in names if name not in server]) for names, state in inherited]
+    kept = []
+    for names, state in inherited:
+        # what the server sends now replaces what clients kept under the same names; copies are of what they kept
+        copies = copies_of_parts({name: name for name in names}, phase.algorithm.copied_parts)
+        kept.append(only(state.kept, copies | {name: name for name in names if name not in server}))
     aggregation = {} if phase.aggregation is None else phase.aggregation.begin()
     counted = {name: rounds for _, state in before for name, rounds in state.counted_rounds.items()}
     return PhaseState(initial, server, joined(kept), aggregation=aggregation, counted_rounds=counted)

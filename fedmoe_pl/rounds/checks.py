@@ -26,6 +26,7 @@ from fedmoe_pl.rounds.run import Run
 from fedmoe_pl.rounds.starts import check_start
 from fedmoe_pl.rounds.state import PhaseState
 from fedmoe_pl.rounds.task_checks import check_algorithm, check_metric, check_monitor, check_task
+from fedmoe_pl.rounds.trained_parts import TrainedParts
 from fedmoe_pl.rounds.trainer_checks import check_client_trainer, check_trained, check_trainer
 from fedmoe_pl.trees import copy_module, names_of_same_tensors
 
@@ -42,6 +43,7 @@ def check_run(run: Run, read_result: Callable[[Phase, LightningModule], PhaseSta
     """
     _check_evaluated(run)
     by_name = {phase.name: phase for phase in run.phases}
+    trained = TrainedParts(run.phases, run.starts)
     for phase in run.phases:
         trainer = phase.client_trainer(run.trainer)
         if phase.trainer:
@@ -52,6 +54,9 @@ def check_run(run: Run, read_result: Callable[[Phase, LightningModule], PhaseSta
         module = run.module(phase)
         check_start(phase, run.starts[phase.name], module, lambda name: run.module(by_name[name]))
         check_phase(phase, module, run.datamodule, run.seed, trainer["max_epochs"], run.metrics)
+        trained.add(phase, module, trainer["max_epochs"])
+        trained.check_gate(phase, module)
+        trained.warn_of_lost(phase, module)
         check_chain(phase, run.phases_before(phase))
         run.failures.check_cohort(phase, cohort_of(phase, run.datamodule.num_clients, run.seed).size)
         check_client_trainer(phase, module, trainer, run.datamodule)

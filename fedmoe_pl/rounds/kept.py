@@ -15,6 +15,8 @@ from fedmoe_pl.trees import Tree
 
 EXCHANGED, STEPPED = 10**9, 2 * 10**9
 """Added to the round in the names of files that are written after an exchange, or after clients' own steps."""
+Names = Mapping[str, str]
+"""The name of each tensor that is used, with its name in the file; they differ where a part starts as a copy."""
 
 
 class KeptOnDisk(Mapping[int, Tree]):
@@ -25,12 +27,12 @@ class KeptOnDisk(Mapping[int, Tree]):
 
     Args:
         folder: holds the file ``<phase>/<client>_<round>.pt`` for every tree that a client kept.
-        phases: the phases whose files are used, each with the names of the tensors to use; None for all.
+        phases: the phases whose files are used, each with the tensors to use; None for all.
         versions: index of the phase, and the round, counted from 1, of each client's file, shape (num_clients, 2); the
             round is -1 for a client that keeps nothing.
     """
 
-    def __init__(self, folder: Path, phases: Sequence[tuple[str, list[str] | None]], versions: Tensor) -> None:
+    def __init__(self, folder: Path, phases: Sequence[tuple[str, Names | None]], versions: Tensor) -> None:
         self.folder = folder
         self.phases = phases
         self.versions = versions
@@ -64,15 +66,14 @@ class KeptOnDisk(Mapping[int, Tree]):
         paths = {client: self.path(client) for client in self}
         return {client: path for client, path in paths.items() if path is not None and path.parent.name == phase}
 
-    def only(self, names: Collection[str]) -> KeptOnDisk:
+    def only(self, names: Names) -> KeptOnDisk:
         """The same files, restricted to these tensors."""
-        phases = [(phase, [name for name in names if shown is None or name in shown]) for phase, shown in self.phases]
+        phases = [(phase, _composed(names, shown)) for phase, shown in self.phases]
         return KeptOnDisk(self.folder, phases, self.versions)
 
 
-File = tuple[str, int, list[str] | None]
-"""A file of a client: the phase and round after which it was written, and the names of the tensors to use; None for
-all."""
+File = tuple[str, int, Names | None]
+"""A file of a client: the phase and round after which it was written, and the tensors to use; None for all."""
 
 
 class KeptByClients(Mapping[int, Tree]):
@@ -98,13 +99,10 @@ class KeptByClients(Mapping[int, Tree]):
     def __len__(self) -> int:
         return len(self.files)
 
-    def only(self, names: Collection[str]) -> KeptByClients:
+    def only(self, names: Names) -> KeptByClients:
         """The same files, restricted to these tensors."""
         restricted = {
-            client: [
-                (phase, round, [name for name in names if shown is None or name in shown])
-                for phase, round, shown in of_client
-            ]
+            client: [(phase, round, _composed(names, shown)) for phase, round, shown in of_client]
             for client, of_client in self.files.items()
         }
         return KeptByClients(restricted)
@@ -127,11 +125,20 @@ def check_kept(*mappings: Mapping[int, Tree]) -> None:
                     raise _unreadable(kept.folder / kept.phases[phase][0] / file_name(client, round), client)
 
 
-def only(kept: Mapping[int, Tree], names: Collection[str]) -> Mapping[int, Tree]:
-    """The tensors with these names that clients keep."""
+def only(kept: Mapping[int, Tree], names: Names) -> Mapping[int, Tree]:
+    """These tensors of those that clients keep, by their new names."""
     if isinstance(kept, KeptOnDisk | KeptByClients):
         return kept.only(names)
-    return {client: {name: tree[name] for name in names if name in tree} for client, tree in kept.items()}
+    return {client: _selected(tree, names) for client, tree in kept.items()}
+
+
+def _selected(tree: Tree, names: Names) -> Tree:
+    return {name: tree[old] for name, old in names.items() if old in tree}
+
+
+def _composed(names: Names, shown: Names | None) -> Names:
+    """The same tensors by their names in the file, of which only some are shown, by other names."""
+    return names if shown is None else {name: shown[old] for name, old in names.items() if old in shown}
 
 
 def readable(kept: Mapping[int, Tree]) -> Mapping[int, Tree]:
@@ -191,7 +198,7 @@ def write_kept(folder: Path, phase: str, client: int, round: int, tree: Tree) ->
         save({**_owner(phase, client, round), "tensors": tensors}, temporary)
 
 
-def read_kept(folder: Path, phase: str, client: int, round: int, names: Collection[str] | None = None) -> Tree:
+def read_kept(folder: Path, phase: str, client: int, round: int, names: Names | None = None) -> Tree:
     """Reads what :func:`write_kept` wrote.
 
     Args:
@@ -199,7 +206,7 @@ def read_kept(folder: Path, phase: str, client: int, round: int, names: Collecti
         phase: the phase's name.
         client: the client's id.
         round: the round, counted from 1.
-        names: the names of the tensors to return, as far as there are such; None for all.
+        names: the tensors to return, as far as there are such; None for all.
 
     Raises:
         MisconfigurationException: if the file is missing, damaged or another client's.
@@ -213,7 +220,7 @@ def read_kept(folder: Path, phase: str, client: int, round: int, names: Collecti
     if not isinstance(content, dict) or {name: content.get(name) for name in owner} != owner:
         raise _unreadable(path, client)
     tree = content["tensors"]
-    return tree if names is None else {name: tree[name] for name in names if name in tree}
+    return tree if names is None else _selected(tree, names)
 
 
 def remove_others(folder: Path, client: int, needed: Collection[Sequence[Any]]) -> None:

@@ -107,7 +107,7 @@ def check_start(
             raise MisconfigurationException(
                 f"{phase}: start is {start}, whose '{part}' must be a part of the {type(module).__name__}{hint}"
             )
-        if part in phase.algorithm.replaced_parts:
+        if part in phase.algorithm.copied_parts:
             raise MisconfigurationException(
                 f"{phase}: start is {start}, but must leave out '{part}', which {type(phase.algorithm).__name__} "
                 "starts as a copy of another part."

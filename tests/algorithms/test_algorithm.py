@@ -168,6 +168,7 @@ def test_a_module_with_a_slash_in_the_name_of_a_tensor_is_refused():
         ClusterMixture().check(clustered)
 
 
+@pytest.mark.filterwarnings("ignore:.* have each trained for themselves")  # FedAvg shares them
 @pytest.mark.parametrize(
     ("stage", "trained"),
     [

@@ -129,6 +129,7 @@ def test_a_client_outside_the_cohort_keeps_its_private_part_of_its_last_round(tm
 def test_a_federated_phase_that_starts_from_personal_models_shares_one_model_again(tmp_path):
     datamodule, model = blobs(), mixture(ConstantGate(0.5))
     phases = [phase("Local", Local()), phase("FedAvg", FedAvg(), rounds=2, start="Local")]
-    federation = run(phases, model, datamodule, tmp_path)
+    with pytest.warns(UserWarning, match="shares 'global_expert.* the clients of 'Local' have each trained"):
+        federation = run(phases, model, datamodule, tmp_path)
     first, second = (federation.client_module("FedAvg", client).state_dict() for client in (0, 1))
     assert_same_bits(first, second)

@@ -150,12 +150,13 @@ def test_a_gate_mixes_the_corrected_expert_and_one_that_starts_uncorrected(tmp_p
             torch.testing.assert_close(module(data.x), expected, rtol=0, atol=1e-12)
 
 
-def test_a_local_expert_starts_as_a_copy_without_the_correction(tmp_path):
-    tuned = Phase("tuned", PersonalizedExpert(), start="prior", gate=LocalOnly(), max_epochs=0)
+@pytest.mark.parametrize(("start", "copied"), [("prior", "prior"), (None, "FedAvg")])
+def test_a_local_expert_starts_as_a_copy_of_what_the_client_has_in_the_phase_of_its_start(start, copied, tmp_path):
+    tuned = Phase("tuned", PersonalizedExpert(), start=start, gate=LocalOnly(), max_epochs=0)
     run, x = fitted(tmp_path, fedavg(), prior(), tuned), blobs(SIZES).x
-    before, corrected, after = (run.client_module(name, 1) for name in ("FedAvg", "prior", "tuned"))
+    before, after = (run.client_module(name, 1) for name in (copied, "tuned"))
     assert torch.equal(after.local_expert(x), before.global_expert(x))
-    assert torch.equal(after.global_expert(x), corrected.global_expert(x))
+    assert torch.equal(after.global_expert(x), before.global_expert(x))
 
 
 def test_of_clusters_it_corrects_all_or_the_chosen_one(tmp_path):

@@ -182,6 +182,13 @@ METHODS = {
         private=["global_expert.*", "gate.*"],
         handed=["local_expert.classifier.*"],
     ),
+    "FineTunedFedPer": Method(
+        lambda: [
+            phase("FedPer", FedAvg("global_expert.extractor.*"), gate=GlobalOnly()),
+            alone("tuned", PersonalizedExpert("local_expert.extractor.*"), gate=LocalOnly(), start="FedPer"),
+        ],
+        private=["global_expert.classifier.*", "local_expert.*", "gate.*"],
+    ),
     "KNNPer": Method(lambda: [fedavg(), alone("kNN-Per", KNNPer(), gate=GlobalOnly())], private=["knn/*", "gate.*"]),
     "LabelPrior": Method(
         lambda: [

@@ -328,7 +328,7 @@ def test_differential_privacy_that_would_not_hold_is_refused(tmp_path):
     monitored = Phase("it", FedAvg("global_expert.*"), aggregation=MEAN, monitor="global_test", gate=GlobalOnly())
     with pytest.raises(MisconfigurationException, match=r"Phase 'it': monitor is 'global_test', but must be None"):
         run([monitored], mixture(), blobs(), tmp_path)
-    after = [phase("open", FedAvg("global_expert.*")), phase("it", FedAvg(), start="open", aggregation=MEAN)]
+    after = [phase("open", FedAvg()), phase("it", FedAvg("global_expert.*"), start="open", aggregation=MEAN)]
     with pytest.raises(MisconfigurationException, match="must also be so in 'open', from which the phase starts"):
         run(after, mixture(), blobs(), tmp_path)
     with pytest.raises(

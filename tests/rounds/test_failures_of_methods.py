@@ -11,7 +11,7 @@ from helpers.runs import federation
 from fedmoe_pl import Phase
 from fedmoe_pl.algorithms import FedKD, FedMoEDA, FedPAC, Scaffold
 from fedmoe_pl.backends import TrainerBackend
-from fedmoe_pl.models import LocalOnly, PersonalizedMoE, SmallMLP
+from fedmoe_pl.models import GlobalOnly, LocalOnly, PersonalizedMoE, SmallMLP
 from fedmoe_pl.trees import subtree
 
 
@@ -77,7 +77,7 @@ def test_scaffold_keeps_the_mean_of_the_control_variates(tmp_path):
 
 def test_fedpac_combines_the_classifiers_of_those_that_answered(tmp_path):
     expert = SmallMLP(in_features=5, num_classes=3)
-    module = PersonalizedMoE(expert, optimizer=partial(torch.optim.SGD, lr=0.1))
+    module = PersonalizedMoE(expert, gate=GlobalOnly(), optimizer=partial(torch.optim.SGD, lr=0.1))
     state = fitted(tmp_path, FedPAC(), {0: [2], 1: [1], 2: [0, 1]}, module, max_epochs=2)
     assert state.failed == 4
     assert all(tensor.isfinite().all() for tensor in state.server.values())

@@ -73,7 +73,7 @@ def test_each_part_is_what_its_phase_made_of_it_and_the_gate_is_trained_on_top(w
 def test_parts_that_are_not_named_or_initial_start_from_the_initial_model(tmp_path):
     trained = Phase("Local", Local(), max_epochs=1)
     for start in ({"local_expert": "Local"}, {"local_expert": "Local", "global_expert": "initial"}):
-        run = fitted(tmp_path, [trained, Phase("G", PFLMoE(0), start=start)], trainer={"max_epochs": 0})
+        run = fitted(tmp_path, [trained, Phase("G", PFLMoE(0), start=start, evaluate=False)], trainer={"max_epochs": 0})
         for client in range(3):
             module = run.client_module("G", client)
             assert_same_bits(tensors(module, "global_expert."), tensors(model(), "global_expert."))
@@ -273,8 +273,8 @@ def test_an_own_model_takes_the_parts_that_both_have_and_begins_its_other_parts_
         [
             fedavg(),
             fedper(),
-            Phase("own", Local("gate.*"), model=bigger, start="FedPer"),
-            Phase("later", Local("gate.*"), start="own"),
+            Phase("own", Local("gate.*"), model=bigger, start="FedPer", evaluate=False),
+            Phase("later", Local("gate.*"), start="own", evaluate=False),
         ],
         trainer={"max_epochs": 1},
     )

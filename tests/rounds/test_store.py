@@ -16,6 +16,9 @@ from fedmoe_pl.rounds.checkpoint import KEPT, PhaseState, load_checkpoint
 from fedmoe_pl.rounds.kept import KeptOnDisk
 from fedmoe_pl.rounds.store import DiskStore
 
+# of the phase that shares what the clients of the phase before keep to themselves
+pytestmark = pytest.mark.filterwarnings("ignore:.* have each trained for themselves")
+
 
 def data(**kwargs):
     return blobs((13, 8, 11, 9), dtype=torch.float32, **kwargs)

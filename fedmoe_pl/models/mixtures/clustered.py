@@ -102,6 +102,11 @@ class ClusteredMoE(MixtureOfExperts):
         """The first cluster's model; all clusters have its architecture."""
         return self.global_experts[0]
 
+    @property
+    def weighed_parts(self) -> list[str]:
+        """The clusters' models and the local expert."""
+        return [*(f"global_experts.{cluster}" for cluster in range(self.num_clusters)), "local_expert"]
+
     def draw_clusters(self) -> None:
         """Draws new initial parameters of the clusters' models, in place."""
         draw_anew(self.global_experts)

@@ -169,6 +169,11 @@ class MixtureOfExperts(LightningModule, ABC):
                 "global_expert."
             )
 
+    @property
+    def weighed_parts(self) -> Sequence[str]:
+        """Names of the modules that the gate weighs, in its order; none if a subclass does not say."""
+        return ()
+
     def client_architecture(self, client_id: int) -> int:
         """The number of the client's architecture; 0 if all clients have the same one."""
         return 0

@@ -100,6 +100,11 @@ class PersonalizedMoE(MixtureOfExperts):
                 run_once(one, global_expert)
         run_once(self, global_expert)
 
+    @property
+    def weighed_parts(self) -> tuple[str, str]:
+        """The two experts."""
+        return "global_expert", "local_expert"
+
     def client_architecture(self, client_id: int) -> int:
         """Index of the client's local expert; 0 if all clients have the same one."""
         return client_id % len(self.local_expert) if isinstance(self.local_expert, Architectures) else 0

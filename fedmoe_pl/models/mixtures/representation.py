@@ -126,6 +126,11 @@ class RepresentationMoE(MixtureOfExperts):
         for index, representation in local.items():
             _check_width(index, representation, shared)
 
+    @property
+    def weighed_parts(self) -> tuple[str, str]:
+        """The two extractors."""
+        return "shared_extractor", "local_experts"
+
     def client_architecture(self, client_id: int) -> int:
         """Index of the client's local expert.
 

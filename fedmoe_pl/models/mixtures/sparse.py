@@ -122,6 +122,11 @@ class SparseMoE(MixtureOfExperts):
         """The first expert."""
         return self.experts[0]
 
+    @property
+    def weighed_parts(self) -> list[str]:
+        """The experts."""
+        return [f"experts.{expert}" for expert in range(len(self.experts))]
+
     def check_parts(self) -> None:
         """Refuses parts that do not fit together; sizes the gate if the embedding has an ``input_shape``."""
         if not isinstance(self.gate, FixedGate):

@@ -1,0 +1,85 @@
+"""A phase whose local experts start as copies: of what each client has, also where it keeps a part to itself."""
+
+import warnings
+
+import pytest
+from helpers import assert_same_bits, tensors
+from helpers.runs import Kill, data, federation, model
+
+from fedmoe_pl import Phase
+from fedmoe_pl.algorithms import APFL, Ditto, FedAvg, Local, PersonalizedExpert, PFLMoE
+from fedmoe_pl.models import GlobalOnly, LinearGate, LocalOnly
+from fedmoe_pl.trees import copies_of_parts
+
+PARTIAL = ("global_expert.extractor.*", "global_expert.classifier.*", "*.bias")
+COPYING = {
+    "PersonalizedExpert": lambda: Phase("it", PersonalizedExpert(), gate=LocalOnly()),
+    "PFLMoE": lambda: Phase("it", PFLMoE(interleaved=True), gate=LinearGate(5), rounds=2),
+    "Ditto": lambda: Phase("it", Ditto(), gate=LocalOnly(), rounds=2, clients_per_round=2),
+    "APFL": lambda: Phase("it", APFL(alpha=1.0), gate=LocalOnly(), rounds=2, clients_per_round=2),  # v alone
+}
+
+
+CASES = [(name, shared) for name in COPYING for shared in ("*", "global_expert.*", *PARTIAL)]
+CASES += [("Ditto", None), ("APFL", None)]  # after Local; the others start from a federated phase
+# Ditto and APFL also share what clients keep to themselves before, and the warning says so
+pytestmark = pytest.mark.filterwarnings("ignore:.* have each trained for themselves")
+
+
+def before(shared) -> Phase:
+    algorithm, cohort = (Local("global_expert.*"), None) if shared is None else (FedAvg(shared), 2)
+    return Phase("before", algorithm, rounds=2, clients_per_round=cohort, gate=GlobalOnly())
+
+
+def fitted(path, shared, phase, **kwargs):
+    phase.max_epochs, phase.start = 0, "before"
+    run = federation(path, [before(shared), phase], **kwargs)
+    run.fit(model(), data())
+    return run
+
+
+def global_expert_of(run, client) -> dict:
+    """A client's global expert after the first phase, under the names of the local one."""
+    return copies_of_parts(dict(run.client_module("before", client).state_dict()), {"local_expert": "global_expert"})
+
+
+@pytest.mark.parametrize("store", ["memory", "disk"])
+@pytest.mark.parametrize(("name", "shared"), CASES)
+def test_without_epochs_a_local_expert_is_what_its_client_had(name, shared, store, tmp_path):
+    run = fitted(tmp_path, shared, COPYING[name](), store=store)
+    differ = {str([*global_expert_of(run, client).values()]) for client in range(3)}
+    assert (len(differ) > 1) == (shared not in ("*", "global_expert.*"))
+    for client in range(3):
+        now = tensors(run.client_module("it", client), "local_expert.")
+        assert_same_bits(now, global_expert_of(run, client))
+
+
+def test_the_accuracies_are_the_same_too(tmp_path):
+    run = fitted(tmp_path, PARTIAL[0], COPYING["PersonalizedExpert"]())
+    before, after = (run.results[name].spread("global_test") for name in ("before", "it"))
+    assert before == after
+
+
+def test_a_run_stopped_in_such_a_phase_and_resumed_ends_with_the_same_bits(tmp_path):
+    def phases():
+        return [before(PARTIAL[0]), Phase("it", PersonalizedExpert(), gate=LocalOnly(), rounds=2, start="before")]
+
+    for store in ("memory", "disk"):
+        whole, cut = tmp_path / f"{store} whole", tmp_path / f"{store} cut"
+        federation(whole, phases(), store=store).fit(model(), data())
+        with pytest.raises(KeyboardInterrupt):
+            federation(cut, phases(), store=store, callbacks=[Kill("on_client_end", 6)]).fit(model(), data())
+        runs = [federation(path, phases(), store=store) for path in (whole, cut)]
+        runs[1].fit(model(), data(), ckpt_path="last")
+        runs[0].test(model(), data(), "last")
+        for client in range(3):
+            assert_same_bits(*(tensors(run.client_module("it", client)) for run in runs))
+
+
+def test_sharing_what_clients_have_trained_for_themselves_warns(tmp_path):
+    sentence = "Phase 'it': FedAvg shares 'global_expert.classifier.1.weight', which the clients of 'before' have each"
+    with pytest.warns(UserWarning, match=sentence):
+        fitted(tmp_path, PARTIAL[0], Phase("it", FedAvg("global_expert.*"), gate=GlobalOnly()))
+    shares_again = [before(PARTIAL[0]), Phase("it", FedAvg("global_expert.extractor.*"), start="before")]
+    with warnings.catch_warnings(action="error"):
+        federation(tmp_path, shares_again).fit(model(), data())
