@@ -9,7 +9,7 @@ import torch
 from lightning.pytorch import LightningModule
 
 from fedmoe_pl.algorithms.algorithm import Algorithm, Moment
-from fedmoe_pl.algorithms.overrides import chooses_model, overrides
+from fedmoe_pl.algorithms.overrides import changes_kept, chooses_model, overrides
 from fedmoe_pl.backends import TRAINED, LocalTraining, Plan, client_of, copied_views, one_thread
 from fedmoe_pl.data.parts import Parts
 from fedmoe_pl.models import FixedGate, MixtureOfExperts
@@ -171,7 +171,7 @@ def personal_tensors(
     round: int,
     moment: Moment,
 ) -> Tree:
-    """The tensors of the model that a client uses after a moment of the last round.
+    """The tensors of the model that a client uses after a moment of the last round; all others are the initial ones.
 
     After local training, these are the ones that it trained last; a client that was never trained has none, and uses
     the same model as after aggregation, ``Algorithm.personal_tensors``.
@@ -187,7 +187,8 @@ def personal_tensors(
     """
     trained = subtree(kept, TRAINED)
     if moment == "local_training" and trained:
-        return {**of_module(kept), **trained}
+        # where what is kept may have changed since, all that differs from the phase's initial tensors is in `trained`
+        return trained if changes_kept(training.algorithm) else {**of_module(kept), **trained}
     if chooses_model(training.algorithm):
         load_tree(module, training.initial)
     with torch.inference_mode():

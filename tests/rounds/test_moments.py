@@ -18,13 +18,14 @@ from helpers import (
     train_by_hand,
 )
 from helpers import run as finished
+from helpers.architectures import SIZES, pair
 from helpers.runs import Kill, assert_same, data, federation, model
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 
 from fedmoe_pl import Phase
-from fedmoe_pl.algorithms import FedAvg, FedMoEDA, FedProx, Local, PFedMoE
+from fedmoe_pl.algorithms import FedAPEN, FedAvg, FedMoEDA, FedProx, Local, PFedMoE
 from fedmoe_pl.backends import StackedBackend, TrainerBackend
-from fedmoe_pl.models import GlobalOnly
+from fedmoe_pl.models import GlobalOnly, MixtureWeights
 from fedmoe_pl.trees import of_module, subtree
 
 LOCAL, OTHER = "after local training", "after aggregation"
@@ -162,6 +163,44 @@ def test_what_a_client_trained_last_may_be_its_initial_tensors(tmp_path, backend
     run = finished([both], PureOneWeight(lr=2.0), data, tmp_path, 1, backend=backend)
     assert [run.client_module("it", client).weight.item() for client in range(2)] == [-2, -2]
     assert [run.client_module(f"it {LOCAL}", client).weight.item() for client in range(2)] == [0, -4]
+
+
+def test_an_ensemble_after_local_training_has_the_weight_that_it_was_trained_with(tmp_path):
+    results = []
+    for weight_lr in (0.0, 100.0):
+        algorithm = FedAPEN(0.2, weight_lr, weight_epochs=1)
+        both = Phase("it", algorithm, gate=MixtureWeights(), **BOTH)
+        run = finished([both], pair(), blobs(SIZES), tmp_path)
+        weights = [run.client_module(f"it {LOCAL}", client).gate.weights.tolist() for client in range(len(SIZES))]
+        assert weights == [[0.5, 0.5]] * len(SIZES), "it is learned after aggregation"
+        results.append([client.global_test for client in run.results[f"it {LOCAL}"].clients])
+        moved = [run.client_module("it", client).gate.weights[0].item() != 0.5 for client in range(len(SIZES))]
+        assert any(moved) == (weight_lr > 0)
+    assert results[0] == results[1]
+
+
+class Recording(FedMoEDA):
+    """Remembers the model that each client has trained last."""
+
+    def client_final(self, client, const):
+        MODELS[client.id] = {name: tensor.clone() for name, tensor in client.module.state_dict().items()}
+        return super().client_final(client, const)
+
+
+MODELS: dict[int, dict[str, torch.Tensor]] = {}
+
+
+@pytest.mark.parametrize("backend", [TrainerBackend(), StackedBackend()])
+def test_an_expert_that_training_left_as_it_was_is_not_that_of_the_exchange(backend, tmp_path):
+    both = Phase("it", Recording(top_p="all", interval=1), rounds=2, **BOTH)
+    start = sparse_mixture(6)
+    run = finished([both], start, blobs((2, 9, 11)), tmp_path, 1, backend=backend)
+    initial = start.state_dict()
+    untrained = [name for name in tensors(start, "experts.") if torch.equal(MODELS[0][name], initial[name])]
+    exchanged = run.client_module("it after aggregation", 0).state_dict()
+    assert any(not torch.equal(exchanged[name], initial[name]) for name in untrained), "the exchange replaces some"
+    for client in range(3):
+        assert_same_bits(dict(run.client_module("it", client).state_dict()), MODELS[client])
 
 
 class Forgetful(FedAvg):
