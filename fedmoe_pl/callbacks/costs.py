@@ -27,14 +27,14 @@ class CostToTarget(FederationCallback):
 
     Args:
         target: the value to reach: of an accuracy, a fraction above 0 and at most 1.
-        metric: the accuracy: ``local_test_held_out``, ``local_test``, ``global_test`` or ``validation``, or a metric of
+        metric: the accuracy: ``local_test``, ``reweighted_test``, ``global_test`` or ``validation``, or a metric of
             the federation, such as ``local_test_rmse``.
 
     Raises:
         MisconfigurationException: if the target is out of range, or the metric is unknown.
     """
 
-    def __init__(self, target: float, metric: str = "local_test_held_out") -> None:
+    def __init__(self, target: float, metric: str = "local_test") -> None:
         if metric not in METRICS and not metric.startswith(tuple(f"{split}_" for split in SPLITS)):
             raise MisconfigurationException(
                 f"CostToTarget: metric is '{metric}', but must be one of {', '.join(METRICS)}, or the name of a metric "

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import os
 import sys
 import time
@@ -11,13 +10,13 @@ from tqdm import tqdm
 
 from fedmoe_pl.rounds.evaluation import METRICS, Evaluation
 from fedmoe_pl.rounds.phase import Phase
-from fedmoe_pl.rounds.results import percent, value_text
+from fedmoe_pl.rounds.results import present_metrics, value_text
 from fedmoe_pl.rounds.run import FederationCallback, Run
 
 _SECONDS_BETWEEN_LINES = 60
 _COLUMNS = 80
 _BAR, _WIDE_BAR = 10, 30  # columns, on a terminal with fewer than 120 columns and on others
-_BESIDE_NAME = 68  # columns of all but the phase's name, with times in hours and rounds in hundreds
+_BESIDE_NAME = 73  # columns of all but the phase's name, with times in hours and rounds in hundreds
 
 
 class ProgressBar(FederationCallback):
@@ -110,14 +109,15 @@ class ProgressBar(FederationCallback):
 
 
 def _accuracies(evaluation: Evaluation) -> str:
-    means = {metric: evaluation.spread(metric).mean for metric in ("local_test", "global_test")}
-    if not all(map(math.isnan, means.values())):
-        local, overall = (percent(mean) for mean in means.values())
-        return f"local {local} %, global {overall} %"
-    # without classes, the first metric takes the place of accuracy
-    first = evaluation.metrics[len(METRICS)].removeprefix("local_test_")
-    local, overall = (evaluation.spread(f"{metric}_{first}").mean for metric in means)
-    return f"{first}: local {value_text(first, local)}, global {value_text(first, overall)}"
+    """The first metric that clients have, and the same one on the global test set."""
+    present = present_metrics([evaluation])
+    shown = [metric for metric in present if metric in (present[0], f"global_test{present[0].partition('_test')[2]}")]
+    return ", ".join(_text(metric, evaluation.spread(metric).mean) for metric in shown)
+
+
+def _text(metric: str, mean: float) -> str:
+    name = metric.replace("_test", "", 1).replace("_", " ")
+    return f"{name} {value_text(metric, mean)}{' %' if metric in METRICS else ''}"
 
 
 def _columns() -> int:

@@ -11,8 +11,8 @@ import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch import Tensor
 
-METRICS = ("local_test", "local_test_held_out", "global_test", "validation")
-"""The accuracies."""
+METRICS = ("local_test", "reweighted_test", "global_test", "validation")
+"""The accuracies; the first that clients have is the one that is shown and compared unless another is named."""
 MONITORS = (*METRICS, "validation_loss")
 LOSS = "loss"
 """The name of the mean loss, a metric of mixtures for data without class labels."""
@@ -44,9 +44,9 @@ class ClientEvaluation:
     Attributes:
         client: the client's id.
         n_train: number of its training samples.
-        local_test: accuracy per class on the global test set, weighted with the client's class shares; nan for
+        local_test: accuracy on the client's held-out samples; nan if it has none.
+        reweighted_test: accuracy per class on the global test set, weighted with the client's class shares; nan for
             rotated images.
-        local_test_held_out: accuracy on the client's held-out samples; nan if it has none.
         global_test: accuracy on the global test set.
         validation: accuracy on the client's validation samples, in a phase with opt-out on those that opt in; nan if
             there are none.
@@ -62,7 +62,7 @@ class ClientEvaluation:
     client: int
     n_train: int
     local_test: float
-    local_test_held_out: float
+    reweighted_test: float
     global_test: float
     validation: float
     gate_weights: Tensor | None = field(default=None, repr=False)

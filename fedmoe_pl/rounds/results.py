@@ -15,8 +15,8 @@ from fedmoe_pl.rounds.evaluation import LOSS, METRICS, Evaluation, Spread
 from fedmoe_pl.rounds.writing import replacing, unwritable
 
 DESCRIPTIONS = {
-    "local_test": "accuracy per class on the global test set, weighted with the client's class shares",
-    "local_test_held_out": "accuracy on the client's held-out samples",
+    "local_test": "accuracy on the client's held-out samples",
+    "reweighted_test": "accuracy per class on the global test set, weighted with the client's class shares",
     "global_test": "accuracy on the global test set, the same for all clients",
     "validation": "accuracy on the client's validation samples",
 }
@@ -252,7 +252,7 @@ def on_test_samples(metrics: Iterable[str]) -> list[str]:
         >>> on_test_samples(["global_test", "validation", "global_test_f1", "global_test_loss"])
         ['global_test', 'global_test_f1']
     """
-    found = [metric for metric in metrics if metric.startswith(("local_test", "global_test"))]
+    found = [metric for metric in metrics if metric.startswith(("local_test", "reweighted_test", "global_test"))]
     return [metric for metric in found if not metric.endswith(f"_{LOSS}")] or found
 
 

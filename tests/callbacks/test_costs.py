@@ -27,7 +27,7 @@ def rows(method, accuracies, step=(10, 40, 1000)):
             "method": method,
             "moment": "any",
             "round": 2 * i,
-            "local_test_mean": accuracy,
+            "reweighted_test_mean": accuracy,
             **traffic,
             "flops": flops * i,
         }
@@ -35,9 +35,9 @@ def rows(method, accuracies, step=(10, 40, 1000)):
 
 def test_the_cost_is_that_of_the_first_round_that_reaches_the_target_and_the_best_is_of_all_rounds():
     found = target_rows(
-        [*rows("A", [0.1, 0.5, 0.4, 0.9, 0.9]), *rows("B", [0.2, 0.3]), *rows("C", [math.nan])], "local_test", 0.5
+        [*rows("A", [0.1, 0.5, 0.4, 0.9, 0.9]), *rows("B", [0.2, 0.3]), *rows("C", [math.nan])], "reweighted_test", 0.5
     )
-    common = {"moment": "any", "metric": "local_test", "target": 0.5}
+    common = {"moment": "any", "metric": "reweighted_test", "target": 0.5}
     never = dict.fromkeys(("rounds", "parameters", "bytes", "flops"), math.nan)
     reached = {"rounds": 4, "parameters": 60, "bytes": 240, "flops": 2000}  # the second row: 3 ways of 20 and 80
     assert_same(found[0], {"method": "A", **common, **reached, "best": 0.9, "best_round": 8})
@@ -47,7 +47,7 @@ def test_the_cost_is_that_of_the_first_round_that_reaches_the_target_and_the_bes
 
 def test_a_run_writes_and_prints_what_reaching_the_target_took(tmp_path, capsys):
     phases = [Phase("pFedMoE", PFedMoE(), rounds=2), Phase("Standalone", Local(), gate=ConstantGate(0))]
-    callbacks = [CostToTarget(1.0, "global_test"), CostToTarget(0.01, "local_test")]
+    callbacks = [CostToTarget(1.0, "global_test"), CostToTarget(0.01, "reweighted_test")]
     fed = run(phases, model(), blobs(SIZES), tmp_path, callbacks=callbacks[1:])
     with (fed.run_dir / "target.csv").open(newline="") as file:
         first, second = csv.DictReader(file)
@@ -55,10 +55,10 @@ def test_a_run_writes_and_prints_what_reaching_the_target_took(tmp_path, capsys)
     assert (first["method"], first["rounds"]) == ("pFedMoE", "1")
     assert (int(first["parameters"]), int(first["bytes"])) == (4 * 2 * 18, 4 * 2 * 18 * 8)
     assert int(first["flops"]) == row["flops"]
-    assert float(first["best"]) == max(row["local_test_mean"] for row in fed.run.rows[:2])
+    assert float(first["best"]) == max(row["reweighted_test_mean"] for row in fed.run.rows[:2])
     assert (second["method"], second["bytes"]) == ("Standalone", "0")
     assert first["moment"] == second["moment"] == "after local training"
-    assert "local test of 1.00 percent" in capsys.readouterr().out
+    assert "reweighted test of 1.00 percent" in capsys.readouterr().out
     run(phases, model(), blobs(SIZES), tmp_path, callbacks=callbacks[:1])
     (line,) = (line for line in capsys.readouterr().out.splitlines() if line.startswith("pFedMoE  ") and " - " in line)
     assert line.split()[1:5] == ["-"] * 4

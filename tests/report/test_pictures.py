@@ -12,7 +12,7 @@ from fedmoe_pl.report.pictures import cost_figure, curves_figure, distribution_f
 from fedmoe_pl.report.style import RC, WIDTH, styles
 from fedmoe_pl.report.tables import Method
 
-METRIC = "local_test"
+METRIC = "reweighted_test"
 
 
 def method(label, accuracies=(0.2, 0.5, 0.7), clients=20, seeds=1):
@@ -23,7 +23,7 @@ def method(label, accuracies=(0.2, 0.5, 0.7), clients=20, seeds=1):
             {
                 "method": label,
                 "round": float(i + 1),
-                "local_test_mean": accuracy + 0.01 * seed,
+                "reweighted_test_mean": accuracy + 0.01 * seed,
                 "flops": 1e9 * (i + 1),
                 **{f"bytes_{way}": 1e6 * i for way in ("down", "up", "between_clients")},
             }

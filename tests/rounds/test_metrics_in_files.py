@@ -84,7 +84,7 @@ def test_tensorboard_has_the_metrics(federation):
     (folder,) = {path.parent for path in federation.run_dir.rglob("events.*") if path.parent.name == "FedAvg"}
     tags = EventAccumulator(str(folder)).Reload().Tags()["scalars"]
     assert {"local_test_rmse/mean", "global_test_rmse/worst_tenth", "local_test_loss/std"} <= {*tags}
-    assert not any(tag.startswith(("local_test/", "global_test/")) for tag in tags)
+    assert not any(tag.startswith(("local_test/", "reweighted_test/", "global_test/")) for tag in tags)
 
 
 def test_commands_read_the_checkpoint(federation, capsys):
