@@ -57,7 +57,7 @@ def evaluate_round(run: Run, phase: Phase, training: LocalTraining, plan: Plan |
             run.rows.append(round_row(evaluation) | state.costs())
     if phase.monitor and state.round >= phase.monitor_from_round:
         participants = phase.algorithm.participants(range(run.datamodule.num_clients), run.seed)
-        mean = evaluations[0].spread(phase.monitor, set(participants)).mean
+        mean = evaluations[0].spread_or_nan(phase.monitor, set(participants)).mean
         state.remember_best(-mean if phase.monitor in evaluations[0].lower_is_better else mean, phase.min_delta)
     for evaluation in evaluations:
         run.call("on_evaluation_end", phase, evaluation)
