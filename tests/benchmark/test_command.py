@@ -70,7 +70,7 @@ def test_a_grid_is_run_once_and_ends_with_a_table(pretend, tmp_path, capsys):
     assert run(arguments) == 0
     again = capsys.readouterr().out
     assert "starts" not in again and again.count(" is finished: ") == 4
-    assert again.split("reweighted test", 1)[1] == out.split("local test", 1)[1]
+    assert again.split("reweighted test", 1)[1] == out.split("reweighted test", 1)[1]
 
     assert run([*arguments, "--methods", "[PFL-FT]"]) == 0
     out = capsys.readouterr().out

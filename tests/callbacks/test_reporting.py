@@ -106,7 +106,7 @@ def test_progress_bar_counts_work(run, monkeypatch):
     run.fit(bar)
     assert seen == [(n, 40.0) for n in (5.0, 10.0, 15.0, 20.0, 30.0, 40.0)]
     assert bar._bar.desc == "PFL MFE 1/1"
-    assert bar._bar.postfix == "reweighted 90.00 %, global 60.00 %"
+    assert bar._bar.postfix == "reweighted 90.00 % (round 1)"
     assert "100%" in sys.stderr.getvalue()
 
 
@@ -121,7 +121,7 @@ def test_progress_bar_keeps_its_width_at_80_columns(name, run, monkeypatch):
     for round in (0, 998):
         bar.on_round_start(run, phase, round)
         shown.append(str(bar._bar))
-        bar.on_evaluation_end(run, phase, evaluation)
+        bar.on_evaluation_end(run, phase, replace(evaluation, round=round + 1))
         shown.append(str(bar._bar))
     assert [len(line.split("|")[1]) for line in shown] == [10] * 4
     assert max(map(len, shown)) <= 80
@@ -132,7 +132,20 @@ def test_progress_bar_shows_the_accuracy_on_held_out_samples_where_there_are_som
     run.phases[1].evaluation = mixture("PFL MFE", local=0.25)
     bar = ProgressBar()
     run.fit(bar)
-    assert bar._bar.postfix == "local 25.00 %, global 60.00 %"
+    assert bar._bar.postfix == "local 25.00 % (round 1)"
+
+
+def test_progress_names_the_round_of_its_accuracy_and_shows_none_of_another_phase(run, monkeypatch):
+    """While a round trains, the newest accuracy is that of a round before it."""
+    monkeypatch.setattr("sys.stderr", Terminal())
+    bar, (fedavg, other) = ProgressBar(), run.phases
+    bar.on_fit_start(run)
+    bar.on_round_start(run, fedavg, 0)
+    bar.on_evaluation_end(run, fedavg, replace(fedavg.evaluation, round=1))
+    bar.on_round_start(run, fedavg, 1)
+    assert (bar._bar.desc, bar._bar.postfix) == ("FedAvg 2/2", "reweighted 70.00 % (round 1)")
+    bar.on_evaluation_end(run, other, other.evaluation)  # as before the only round of a phase, after fewer epochs
+    assert (bar._bar.desc, bar._bar.postfix) == ("FedAvg 2/2", "reweighted 70.00 % (round 1)")
 
 
 def test_progress_in_a_notebook_is_a_bar(run, monkeypatch, capsys):
@@ -147,8 +160,8 @@ def test_progress_without_a_terminal_is_also_a_line_a_minute(run, monkeypatch, c
     monkeypatch.setattr("fedmoe_pl.callbacks.progress_bar.time.monotonic", lambda: next(clock))
     run.fit(ProgressBar())
     lines = [line.split("] ")[1] for line in capsys.readouterr().err.splitlines()]
-    assert "FedAvg: round 2/2, reweighted 70.00 %, global 60.00 %" in lines
-    assert "FedAvg: 2 rounds, reweighted 70.00 %, global 60.00 %" in lines
+    assert "FedAvg: round 2/2, reweighted 70.00 %, global 60.00 % (round 1)" in lines
+    assert "FedAvg: 2 rounds, reweighted 70.00 %, global 60.00 % (round 2)" in lines
 
 
 def test_progress_bar_of_a_resumed_run_starts_where_it_stopped(run, monkeypatch):
@@ -165,8 +178,8 @@ def test_progress_without_a_terminal_is_one_line_per_phase(run, capsys):
     captured = capsys.readouterr()
     assert captured.out == ""
     assert captured.err == (
-        "[ 50% 00:00<00:00] FedAvg: 2 rounds, reweighted 70.00 %, global 60.00 %\n"
-        "[100% 00:00<00:00] PFL MFE: 1 round, reweighted 90.00 %, global 60.00 %\n"
+        "[ 50% 00:00<00:00] FedAvg: 2 rounds, reweighted 70.00 %, global 60.00 % (round 2)\n"
+        "[100% 00:00<00:00] PFL MFE: 1 round, reweighted 90.00 %, global 60.00 % (round 1)\n"
     )
 
 
