@@ -228,6 +228,17 @@ def test_costs_are_those_until_the_target(finished, written, tmp_path):
     assert float(number) * {"B": 1, "kB": 1e3}[unit] == pytest.approx(sent, rel=0.01)
 
 
+def test_costs_count_the_phases_that_a_method_starts_from(finished, written):
+    parsed, _ = written(finished, "--target", "0.01", "--metric", LOCAL)
+    (costs,) = (table for table in parsed.tables.values() if "sent" in table[0])
+    of_fedavg = [row for row in rows_of(finished, "rounds") if row["method"] == "FedAvg"]
+    sent = sum(int(of_fedavg[-1][f"bytes_{way}"]) for way in ("down", "up", "between_clients"))
+    (row,) = (row for row in costs if row[0] == "PFL-FB")
+    assert row[1] == f"{len(of_fedavg) + 1}"
+    number, unit = row[2].split()
+    assert float(number) * {"B": 1, "kB": 1e3}[unit] == pytest.approx(sent, rel=0.01)
+
+
 def test_a_run_from_python_needs_no_configuration(copied, written, tmp_path):
     folder = copied("python")
     (folder / "config.yaml").unlink()
