@@ -6,8 +6,8 @@ In every round of FedAvg, a fifth of the clients fail: the training of some rais
 are not a number. Every few rounds, SIGKILL ends one of the two worker processes while it trains; it is replaced, its
 work is done again, and no client must fail of it. Then each client makes a mixture of the result and a local expert.
 For each seed, a run with all of that is compared with one without; both have the same data and initial models. The
-accuracies, ``local_test`` in percent, are those of FedAvg and of the mixtures. "planted" counts the failures that this
-script caused, "failed" is the column of ``rounds.csv``, and "kills" counts the processes that were killed.
+accuracies, ``reweighted_test`` in percent, are those of FedAvg and of the mixtures. "planted" counts the failures that
+this script caused, "failed" is the column of ``rounds.csv``, and "kills" counts the processes that were killed.
 """
 
 from __future__ import annotations
@@ -137,7 +137,7 @@ def train(seed: int, rounds: int, fails: bool, every: int) -> tuple[dict[str, fl
         )
         with (federation.run_dir / "rounds.csv").open() as file:
             failed = sum(int(row["failed"]) for row in csv.DictReader(file))  # one row for each phase
-    accuracies = {method: 100 * results[method].spread("local_test").mean for method in METHODS}
+    accuracies = {method: 100 * results[method].spread("reweighted_test").mean for method in METHODS}
     return accuracies, failed, kills.kills
 
 

@@ -227,7 +227,7 @@ def cifar10(page: Page, options: argparse.Namespace) -> None:
     unfinished = [folder for folder in old if (folder / CHECKPOINT).exists() and not (folder / FINISHED).exists()]
     continued = max(unfinished, key=lambda folder: os.path.getmtime(folder / CHECKPOINT), default=None)
     command += [f"--ckpt_path={continued / CHECKPOINT}"] if continued else []
-    page.section(f"PFL-MoE, {config}", [command], "method", "last round", "local test, %", "global test, %")
+    page.section(f"PFL-MoE, {config}", [command], "method", "last round", "reweighted test, %", "global test, %")
     if not (options.short or options.cifar10):
         page.row("left out", "-", "-", "-")
         page.write("", "It needs the folder in which torchvision has put CIFAR-10, with `cifar-10-batches-py` in it:")
@@ -237,7 +237,7 @@ def cifar10(page: Page, options: argparse.Namespace) -> None:
     folder = continued or next(iter({*runs.glob("version_*")} - old), None)  # None if the command failed at once
     rows = last_rows(folder / "rounds.csv") if folder else []
     for row in rows:
-        percents = (f"{100 * float(row[metric]):.2f}" for metric in ("local_test_mean", "global_test_mean"))
+        percents = (f"{100 * float(row[metric]):.2f}" for metric in ("reweighted_test_mean", "global_test_mean"))
         page.row(row["method"], row["round"], *percents)
     if outcome.limit is not None and outcome.status == INTERRUPTED:
         hint = "No round had ended, so there is no checkpoint; give it more `--minutes`."

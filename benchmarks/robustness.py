@@ -4,8 +4,8 @@
     python benchmarks/robustness.py privacy --data fashion_mnist.npz
 
 PFL-MoE on the images of an ``NpzFile``: FedAvg of a perceptron, then PFL-FT, equal weights, PFL-MF and PFL-MFE. The
-table has the accuracy of the honest clients in percent: local test (per class, weighted with the client's classes) and
-global test, each as mean and sample standard deviation over ``--seeds``, which also draw the partition.
+table has the accuracy of the honest clients in percent: reweighted test (per class, weighted with the client's class
+shares) and global test, each as mean and sample standard deviation over ``--seeds``, which also draw the partition.
 
 * ``attacks``: ``--clients`` with Dirichlet 0.5, a fifth of them attackers, under each attack and each aggregation.
   Attackers by ``labels`` train FedAvg with the label 9 - y; all other attackers train honestly and send the attack.
@@ -44,7 +44,7 @@ from fedmoe_pl.models import EqualWeights, FeatureGate, GlobalOnly, LinearGate, 
 from fedmoe_pl.rounds.evaluation import Evaluation
 
 LABELS = "labels"
-METRICS = ("local_test", "global_test")
+METRICS = ("reweighted_test", "global_test")
 ATTACKS: dict[str, Attack | str | None] = {
     "none": None,
     "IPM, scale 5": InnerProductManipulation(5.0),

@@ -62,7 +62,7 @@ def main() -> None:
     results = federation.fit(
         Classifier(), FromDatasets(train, test, num_clients=6, partitioner=Dirichlet(0.5), test_fraction=0.25)
     )
-    print("held-out samples:", results["fine-tuned"].spread("local_test_held_out"))
+    print("held-out samples:", results["fine-tuned"].spread("local_test"))
 
     checkpoint = federation.run_dir / "clients" / "fine-tuned" / "client_003.ckpt"
     module = Classifier.load_from_checkpoint(checkpoint)

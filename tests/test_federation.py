@@ -44,7 +44,7 @@ def test_files_name_every_number(tmp_path):
         ("PFL-FB", "local expert", "after local training"),
         ("PFL-MF", "mixture", "after local training"),
     }
-    assert all(row["local_test_held_out"] and row["validation"] for row in rows)
+    assert all(row["local_test"] and row["validation"] for row in rows)
     assert [bool(row["mean_gate_weight"]) for row in rows] == [False] * 9 + [True] * 3
     with (run.run_dir / "rounds.csv").open() as file:
         assert [(row["method"], row["round"]) for row in csv.DictReader(file)] == [
@@ -67,7 +67,7 @@ def test_test_and_predict_repeat_the_run_s_numbers_from_its_checkpoint(tmp_path,
     with (run.run_dir / "predictions.csv").open() as file:
         rows = [row for row in csv.DictReader(file) if row["method"] == "PFL-MF" and row["client"] == "1"]
     right = [row["label"] == row["prediction"] for row in rows]
-    assert sum(right) / len(right) == pytest.approx(run.results["PFL-MF"].clients[1].local_test_held_out)
+    assert sum(right) / len(right) == pytest.approx(run.results["PFL-MF"].clients[1].local_test)
     assert all(0 <= float(row["gate_weight"]) <= 1 for row in rows)
 
 

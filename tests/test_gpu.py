@@ -162,7 +162,7 @@ def assert_agree(federation, expected):
     assert federation.results.keys() == expected.results.keys()
     for method, evaluation in expected.results.items():
         for own, other in zip(federation.results[method].clients, evaluation.clients, strict=True):
-            for metric in ("local_test", "global_test", "mean_gate_weight"):
+            for metric in ("reweighted_test", "global_test", "mean_gate_weight"):
                 assert getattr(own, metric) == pytest.approx(getattr(other, metric), abs=1e-6, nan_ok=True)
 
 

@@ -87,7 +87,7 @@ def test_every_step_runs_on_a_cpu_and_has_its_table(tmp_path):
     runs = found["PFL-MoE, configs/quickstart.yaml"]
     assert [row["method"] for row in runs] == PHASES
     assert [row["last round"] for row in runs] == ["1", "20", "1", "1", "1", "1"]
-    assert all(50 < float(row[name]) <= 100 for row in runs for name in ("local test, %", "global test, %"))
+    assert all(50 < float(row[name]) <= 100 for row in runs for name in ("reweighted test, %", "global test, %"))
     assert page.count("```bash") == 6  # the script's own command, and those above the five tables
 
 
@@ -137,16 +137,17 @@ def test_the_last_step_ends_at_its_limit_and_goes_on_from_its_checkpoint(monkeyp
     assert [path.name for path in folder.iterdir()] == ["version_0"]  # the second went on
 
 
-def begin_run(folder: Path, local_test: str, checkpoint: bool = True) -> None:
+def begin_run(folder: Path, reweighted_test: str, checkpoint: bool = True) -> None:
     """A run's folder with one evaluated round."""
     (folder / "checkpoints").mkdir(parents=True)
-    (folder / "rounds.csv").write_text(f"method,round,local_test_mean,global_test_mean\nFedAvg,3,{local_test},0.25\n")
+    columns = "method,round,reweighted_test_mean,global_test_mean"
+    (folder / "rounds.csv").write_text(f"{columns}\nFedAvg,3,{reweighted_test},0.25\n")
     if checkpoint:
         (folder / "checkpoints/last.ckpt").touch()
 
 
 def last_step(monkeypatch, tmp_path, outcome, begins=None, *arguments) -> tuple[int, str, list[str], str]:
-    """The last step with a command that only begins a run: exit status, page, local tests in %, checkpoint."""
+    """The last step with a command that only begins a run: exit status, page, reweighted tests in %, checkpoint."""
     continued = []
 
     def run(command, limit):
@@ -159,7 +160,7 @@ def last_step(monkeypatch, tmp_path, outcome, begins=None, *arguments) -> tuple[
     arguments = [*arguments, "--only", "cifar10", "--cifar10", "data"]
     status, page = called(monkeypatch, tmp_path, *arguments)
     (rows,) = tables(page).values()
-    return status, page, [row["local test, %"] for row in rows], "".join(continued)
+    return status, page, [row["reweighted test, %"] for row in rows], "".join(continued)
 
 
 CIFAR10 = "pfl_moe_cifar10_lenet5"

@@ -273,9 +273,7 @@ REFUSED = {
         "std": (lambda tmp_path: npz(tmp_path, std=(0.5,)), "either both must be given, or neither"),
     },
     "ClientCheckpoint": {"methods": (lambda: started(ClientCheckpoint(["p"])), "must be names of evaluated phases")},
-    "CostToTarget": {
-        "metric": (lambda: started(CostToTarget(0.9)), "is 'local_test_held_out', but test_fraction is 0")
-    },
+    "CostToTarget": {"metric": (lambda: started(CostToTarget(0.9)), "is 'local_test', but test_fraction is 0")},
     "GateMonitor": {
         "max_clients": (lambda: started(GateMonitor(5)), "left out without a logger that takes histograms")
     },

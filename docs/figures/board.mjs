@@ -21,7 +21,7 @@ async function picture(name, path, width, height, click) {
   await page.close();
 }
 
-const curves = '^(local|global)_test.(mean|worst_tenth)$|^mean_gate_weight.(global|local)$';
+const curves = '^(reweighted|global)_test.(mean|worst_tenth)$|^mean_gate_weight.(global|local)$';
 await picture('curves', `?smoothing=0&tagFilter=${encodeURIComponent(curves)}#timeseries`, 1440, 1010, settings);
 await picture('hparams', '#hparams', 1440, 390);
 await picture('gate_weights', '#images&tagFilter=mean_gate_weight', 1080, 1720, actualSize);

@@ -5,18 +5,18 @@ The key is a list. Each entry has the numbers of one metric in one column of a t
     paper:
       - table: Guo et al. 2021, Table I
         where: {variant: Fashion-MNIST, alpha: 0.5}
-        metric: local_test
+        metric: reweighted_test
         cells: {FedAvg: 90.00, PFL-FB: 92.84}
       - table: Isaksson et al. 2022, Table 2
         where: {majority_share: 1.0}
-        metric: local_test
+        metric: reweighted_test
         cells: {MoE: [90.76, 0.82]}
 
 * ``table``: where the numbers are from; it also says if they are corrected.
 * ``where``: for which cells of the grid they are: the value of some of its keys, and its ``variant`` if it has any. A
   key may be shortened to its last words, as long as one key of the grid ends with them. An entry is for every cell that
   has these values; without ``where``, for all.
-* ``metric``: ``local_test``, ``local_test_held_out`` or ``global_test``, as in ``clients.csv``.
+* ``metric``: ``local_test``, ``reweighted_test`` or ``global_test``, as in ``clients.csv``.
 * ``cells``: a number for each method, or a number and its standard deviation. A method is named as in ``clients.csv``;
   the paper's names are those of the configurations' phases. Methods that the grid lacks are allowed.
 
@@ -28,7 +28,7 @@ are in (``<folder>/<cell>/cell.yaml`` beside ``<folder>/<cell>/version_0``)::
     baseline: FedAvg                 # null if the grid has none
     paper:
       - table: Guo et al. 2021, Table I
-        metric: local_test
+        metric: reweighted_test
         cells: {FedAvg: [90.0, null], PFL-FB: [92.84, null]}
 """
 
@@ -40,7 +40,7 @@ from typing import Any, Literal
 
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 
-Metric = Literal["local_test", "local_test_held_out", "global_test"]
+Metric = Literal["local_test", "reweighted_test", "global_test"]
 PublishedNumber = tuple[float, float | None]
 """A published number in percent, and its standard deviation if the paper has it."""
 

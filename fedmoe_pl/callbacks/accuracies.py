@@ -32,7 +32,7 @@ class AccuracyMonitor(FederationCallback):
         values = {
             f"{metric}/{name}": value
             for metric in evaluation.metrics
-            for name, value in evaluation.spread(metric)._asdict().items()
+            for name, value in evaluation.spread_or_nan(metric)._asdict().items()
             if not math.isnan(value)
         }
         state = run.states[phase.name]

@@ -21,20 +21,21 @@ from fedmoe_pl.rounds.task_checks import check_metric
 class CostToTarget(FederationCallback):
     """Writes ``target.csv``: rounds, parameters, bytes and operations until the clients' mean first reached a target.
 
-    Parameters and bytes count everything that was sent by or to any client, operations (FLOPs) all local training. The
-    costs of an earlier phase that a method starts from are not counted. Only evaluated rounds can reach the target.
-    These columns are empty if none did; the best value of all evaluated rounds and its round are always there.
+    Parameters and bytes count everything that was sent by or to any client, operations (FLOPs) all local training. All
+    rounds of the phases that a method starts from are counted, too. Only evaluated rounds can reach the target. These
+    columns are empty if none did, or if a checkpoint gave a result, whose costs are unknown; the best value of all
+    evaluated rounds and its round are always there.
 
     Args:
         target: the value to reach: of an accuracy, a fraction above 0 and at most 1.
-        metric: the accuracy: ``local_test_held_out``, ``local_test``, ``global_test`` or ``validation``, or a metric of
+        metric: the accuracy: ``local_test``, ``reweighted_test``, ``global_test`` or ``validation``, or a metric of
             the federation, such as ``local_test_rmse``.
 
     Raises:
         MisconfigurationException: if the target is out of range, or the metric is unknown.
     """
 
-    def __init__(self, target: float, metric: str = "local_test_held_out") -> None:
+    def __init__(self, target: float, metric: str = "local_test") -> None:
         if metric not in METRICS and not metric.startswith(tuple(f"{split}_" for split in SPLITS)):
             raise MisconfigurationException(
                 f"CostToTarget: metric is '{metric}', but must be one of {', '.join(METRICS)}, or the name of a metric "
@@ -97,11 +98,17 @@ def _target_row(method: str, rounds: list[Mapping[str, Any]], metric: str, targe
     if reached is None:
         columns |= dict.fromkeys(("rounds", "parameters", "bytes", "flops"), math.nan)
     else:
-        columns["rounds"] = reached["round"]
-        columns |= {name: sum(reached[f"{name}_{way}"] for way in WAYS) for name in ("parameters", "bytes")}
-        columns["flops"] = reached["flops"]
+        columns |= spent(reached)
     best = max(measured, key=lambda row: sign * row[column], default={column: math.nan, "round": math.nan})
     return columns | {"best": best[column], "best_round": best["round"]}
+
+
+def spent(row: Mapping[str, Any]) -> dict[str, float]:
+    """What a method has cost until a row of ``rounds.csv``, with all rounds of the phases that it starts from."""
+    own = {"rounds": row["round"]}
+    own |= {name: sum(row[f"{name}_{way}"] for way in WAYS) for name in ("parameters", "bytes")}
+    own["flops"] = row["flops"]
+    return {name: value + row[f"{name}_before"] for name, value in own.items()}
 
 
 def _table(rows: list[dict[str, Any]]) -> str:

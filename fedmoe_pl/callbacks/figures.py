@@ -38,8 +38,7 @@ def sorted_accuracy_figure(evaluations: Iterable[Evaluation]) -> Figure:
     panels = figure.subplots(len(metrics), 1, sharex=True, squeeze=False)[:, 0]
     for axes, metric in zip(panels, metrics, strict=True):
         for i, evaluation in enumerate(evaluations):
-            values = scale(metric) * np.array([client.value(metric) for client in evaluation.clients])
-            values = values[~np.isnan(values)]
+            values = scale(metric) * np.array(evaluation.values(metric))
             if len(values):
                 line = {"color": COLORS[i % len(COLORS)], "linestyle": LINE_STYLES[i // len(COLORS) % len(LINE_STYLES)]}
                 axes.ecdf(values, orientation="horizontal", lw=2.0, label=evaluation.method, **line)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import os
 import sys
 import time
@@ -11,17 +10,17 @@ from tqdm import tqdm
 
 from fedmoe_pl.rounds.evaluation import METRICS, Evaluation
 from fedmoe_pl.rounds.phase import Phase
-from fedmoe_pl.rounds.results import percent, value_text
+from fedmoe_pl.rounds.results import present_metrics, value_text
 from fedmoe_pl.rounds.run import FederationCallback, Run
 
 _SECONDS_BETWEEN_LINES = 60
 _COLUMNS = 80
 _BAR, _WIDE_BAR = 10, 30  # columns, on a terminal with fewer than 120 columns and on others
-_BESIDE_NAME = 68  # columns of all but the phase's name, with times in hours and rounds in hundreds
+_BESIDE_NAME = 69  # columns of all but the phase's name, with times in hours and rounds in hundreds
 
 
 class ProgressBar(FederationCallback):
-    """One bar on stderr for the whole run: phase, round, time left and the newest mean accuracies of the phase.
+    """One bar on stderr for the whole run: phase, round, time left and the phase's newest mean accuracy with its round.
 
     Progress is counted in training samples (``Run.progress``), so that a round of 200 local epochs counts as much as it
     costs. If stderr is neither a terminal nor a notebook's (a batch job, a log file), a short line is written at the
@@ -70,27 +69,28 @@ class ProgressBar(FederationCallback):
         """Moves the bar to the work done so far; writes a line if there is none, and the last line is a minute old."""
         self._bar.update(run.progress.completed(run.states) - self._bar.n)
         if self._bar.disable and time.monotonic() - self._line_time >= _SECONDS_BETWEEN_LINES:
-            self._write(run, f"{phase.name}: {self._round}{self._newest}")
+            self._write(run, f"{phase.name}: {self._round}", self._newest)
 
     def on_evaluation_end(self, run: Run, phase: Phase, evaluation: Evaluation) -> None:
-        """Shows the newest accuracies."""
-        self._newest = f", {_accuracies(evaluation)}"
-        self._bar.set_postfix_str(_accuracies(evaluation))
+        """Shows the newest accuracy, unless the bar is still at another phase."""
+        if self._begun == phase.name:
+            self._newest = _accuracies(evaluation)
+            self._bar.set_postfix_str(_accuracies(evaluation, at_most=1))
 
     def on_phase_end(self, run: Run, phase: Phase, evaluation: Evaluation | None) -> None:
         """Writes one line if there is no terminal."""
         if self._bar.disable:
-            accuracies = "" if evaluation is None else f", {_accuracies(evaluation)}"
-            self._write(run, f"{phase.name}: {self._rounds(run, phase)}{accuracies}")
+            accuracies = "" if evaluation is None else _accuracies(evaluation)
+            self._write(run, f"{phase.name}: {self._rounds(run, phase)}", accuracies)
 
     def on_fit_end(self, run: Run) -> None:
         """Closes the bar, which stays visible."""
         self._bar.close()
 
-    def _write(self, run: Run, text: str) -> None:
+    def _write(self, run: Run, text: str, accuracies: str) -> None:
         """Writes a line."""
         self._line_time = time.monotonic()
-        print(f"{self._time(run)} {text}", file=sys.stderr, flush=True)
+        print(f"{self._time(run)} {text}{', ' if accuracies else ''}{accuracies}", file=sys.stderr, flush=True)
 
     def _rounds(self, run: Run, phase: Phase) -> str:
         """How many rounds the phase had, which may be fewer than ``phase.rounds``, or that it had none."""
@@ -109,15 +109,17 @@ class ProgressBar(FederationCallback):
         return f"[{100 * share:3.0f}% {tqdm.format_interval(elapsed)}<{remaining}]"
 
 
-def _accuracies(evaluation: Evaluation) -> str:
-    means = {metric: evaluation.spread(metric).mean for metric in ("local_test", "global_test")}
-    if not all(map(math.isnan, means.values())):
-        local, overall = (percent(mean) for mean in means.values())
-        return f"local {local} %, global {overall} %"
-    # without classes, the first metric takes the place of accuracy
-    first = evaluation.metrics[len(METRICS)].removeprefix("local_test_")
-    local, overall = (evaluation.spread(f"{metric}_{first}").mean for metric in means)
-    return f"{first}: local {value_text(first, local)}, global {value_text(first, overall)}"
+def _accuracies(evaluation: Evaluation, at_most: int = 2) -> str:
+    """The first metric that clients have, the same one on the global test set, and their round."""
+    present = present_metrics([evaluation])
+    shown = [metric for metric in present if metric in (present[0], f"global_test{present[0].partition('_test')[2]}")]
+    texts = [_text(metric, evaluation.spread(metric).mean) for metric in shown[:at_most]]
+    return f"{', '.join(texts)} (round {evaluation.round})" if texts else ""
+
+
+def _text(metric: str, mean: float) -> str:
+    name = metric.replace("_test", "", 1).replace("_", " ")
+    return f"{name} {value_text(metric, mean)}{' %' if metric in METRICS else ''}"
 
 
 def _columns() -> int:

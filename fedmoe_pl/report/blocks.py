@@ -88,9 +88,9 @@ def _cost_block(condition: Condition, styles: Mapping[str, Style], choices: Choi
         table = Table(["method", "rounds", "sent", "local training", "best of all rounds"], rows) if rows else None
         reached = value_text(metric, value) + (" percent" if metric in METRICS else "")
         texts = [
-            f"Until the mean {words(metric)} over the clients first reached {reached} in an evaluated round: "
-            "the method's own rounds, everything sent by or to any client, and all local training. The costs of a "
-            "phase that a method starts from are not counted."
+            f"Until the mean {words(metric)} over the clients first reached {reached} in an evaluated round: rounds, "
+            "everything sent by or to any client, and all local training, with all rounds of the phases that a method "
+            "starts from."
         ]
     pictures = []
     for amount, name in AMOUNTS.items():

@@ -7,7 +7,6 @@ from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 from fedmoe_pl.callbacks.costs import target_rows
-from fedmoe_pl.report.runs import Row
 from fedmoe_pl.report.tables import Condition, Method
 from fedmoe_pl.rounds.evaluation import METRICS
 
@@ -19,9 +18,9 @@ class Cost(NamedTuple):
         label: the method.
         reached: number of seeds that reached the target.
         seeds: number of seeds.
-        rounds: rounds of the method.
-        bytes: everything that was sent by or to any client.
-        flops: operations of all local training.
+        rounds: rounds of the method and of the phases that it starts from.
+        bytes: everything that was sent in them by or to any client.
+        flops: operations of all their local training.
         best: the best value of all evaluated rounds, a mean over all seeds.
     """
 
@@ -82,12 +81,7 @@ def _rounded(value: float, up: bool) -> float:
 def has_costs(method: Method) -> bool:
     """Whether the runs counted what was sent and computed."""
     rows = [row for run in method.runs for row in method.rounds(run)[:1]]
-    return len(rows) == len(method.runs) and all({"flops", "bytes_up"} <= row.keys() for row in rows)
-
-
-def total_bytes(row: Row) -> float:
-    """Everything that was sent until the end of a round, in bytes."""
-    return sum(row[f"bytes_{way}"] for way in ("down", "up", "between_clients"))
+    return len(rows) == len(method.runs) and all({"flops", "bytes_before"} <= row.keys() for row in rows)
 
 
 def amount(value: float, unit: str) -> str:

@@ -11,7 +11,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import EngFormatter, LogLocator, MaxNLocator, NullFormatter
 
-from fedmoe_pl.report.costs import total_bytes
+from fedmoe_pl.callbacks.costs import spent
 from fedmoe_pl.report.runs import Row
 from fedmoe_pl.report.style import INK, RC, Style, new_figure, wrapped
 from fedmoe_pl.report.tables import Method
@@ -94,6 +94,8 @@ def _draw_single(
 def cost_figure(methods: Sequence[Method], metric: str, amount: str, styles: Mapping[str, Style]) -> Figure | None:
     """Accuracy over what was sent or computed until then, on a logarithmic axis; a thin line for each seed.
 
+    A method begins where the phases that it starts from have ended.
+
     Args:
         methods: the methods.
         metric: the accuracy.
@@ -110,7 +112,7 @@ def cost_figure(methods: Sequence[Method], metric: str, amount: str, styles: Map
         for method in methods:
             for run in method.runs:
                 points = [
-                    (_amount(row, amount), scale(metric) * row.get(f"{metric}_mean", math.nan))
+                    (spent(row)[amount], scale(metric) * row.get(f"{metric}_mean", math.nan))
                     for row in method.rounds(run)
                 ]
                 points = [point for point in points if point[0] > 0 and not math.isnan(point[1])]
@@ -135,10 +137,6 @@ def _label_amounts(axes: Axes) -> None:
     axes.xaxis.set_major_locator(LogLocator(subs=between, numticks=7))
     axes.xaxis.set_major_formatter(EngFormatter(sep=""))
     axes.xaxis.set_minor_formatter(NullFormatter())
-
-
-def _amount(row: Row, amount: str) -> float:
-    return total_bytes(row) if amount == "bytes" else row["flops"]
 
 
 def distribution_figure(methods: Sequence[Method], metric: str, styles: Mapping[str, Style]) -> Figure | None:

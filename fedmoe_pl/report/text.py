@@ -17,8 +17,8 @@ def words(metric: str) -> str:
     """The name of a metric in words.
 
     Example:
-        >>> words("local_test_held_out")
-        'local test held out'
+        >>> words("global_test_rmse")
+        'global test rmse'
     """
     return metric.replace("_", " ")
 

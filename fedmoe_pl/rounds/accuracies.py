@@ -162,11 +162,11 @@ def _evaluate(
     own = Meter(module, metrics, samples.sizes.tolist(), with_loss, (held_out.sizes > 0).tolist())
     of_validation = Meter(module, metrics, validation.sizes.tolist(), with_loss or _has_own_loss(module))
     nan = torch.full((len(clients),), math.nan)
-    local_test = own_accuracy = overall = validation_accuracy = validation_loss = nan
+    own_accuracy = reweighted = overall = validation_accuracy = validation_loss = nan
     if global_test.accuracies is not None:
         own_accuracy, _, weights = _predict_parts(module, outputs(samples), samples, own)
         validation_accuracy, validation_loss, _ = _predict_parts(module, outputs(validation), validation, of_validation)
-        local_test = _weighted(global_test.accuracies[0], datamodule.class_shares[chosen], datamodule)
+        reweighted = _weighted(global_test.accuracies[0], datamodule.class_shares[chosen], datamodule)
         overall = global_test.accuracies[1].expand(len(clients))
     else:
         weights = _measure(own, outputs(samples))
@@ -175,8 +175,8 @@ def _evaluate(
     columns = zip(
         clients,
         datamodule.train_samples.sizes[chosen].tolist(),
-        local_test.tolist(),
         own_accuracy.where(held_out.sizes > 0, math.nan).tolist(),
+        reweighted.tolist(),
         overall.tolist(),
         validation_accuracy.tolist(),
         _pieces(torch.cat(weights), samples.sizes) if weights else no_gate,

@@ -25,8 +25,8 @@ FILE = "checkpoints/last.ckpt"
 KEPT = "checkpoints/kept"
 ROWS = "checkpoints/rows.jsonl"
 PREVIOUS = "previous.ckpt"
-# The version of the checkpoint format; formats before 5 count the rounds of differential privacy in another way.
-_FORMAT = 5
+# The version of the checkpoint format; formats before 6 have other accuracies under the name local_test.
+_FORMAT = 6
 # A loss of power may harm what was written since; a flush takes 10 to 50 ms, longer than some rounds.
 _SECONDS_BETWEEN_FLUSHES = 10.0
 _KEYS = ("seed", "partition", "normalization", "vocabulary", "configuration", "versions", "models", "phases", "rows")

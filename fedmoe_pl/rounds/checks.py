@@ -269,10 +269,10 @@ def _check_samples(phase: Phase, module: LightningModule, datamodule: FederatedD
     """Refuses data without the samples that the phase's monitor, algorithm or batch normalization needs."""
     train = datamodule.train_samples
     sizes = opted_in(phase.algorithm, train, seed).sizes
-    if phase.monitor == "local_test" and ((sizes > 0) & (sizes < train.sizes)).any():
+    if phase.monitor == "reweighted_test" and ((sizes > 0) & (sizes < train.sizes)).any():
         raise MisconfigurationException(
-            f"{phase}: monitor is 'local_test', which depends on the classes of all of a client's samples, but must be "
-            "one that does not count those that opt out, such as validation."
+            f"{phase}: monitor is 'reweighted_test', which depends on the classes of all of a client's samples, but "
+            "must be one that does not count those that opt out, such as validation."
         )
     if phase.algorithm.needs_validation and not len(datamodule.validation_samples.indices):
         raise MisconfigurationException(

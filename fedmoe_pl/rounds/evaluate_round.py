@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import math
+
 from fedmoe_pl.backends import LocalTraining, Plan, one_thread
+from fedmoe_pl.backends.traffic import Traffic
 from fedmoe_pl.rounds.evaluate import evaluated_model
 from fedmoe_pl.rounds.evaluation import Evaluation
 from fedmoe_pl.rounds.metrics import lower_is_better
 from fedmoe_pl.rounds.phase import Phase
 from fedmoe_pl.rounds.results import round_row
 from fedmoe_pl.rounds.run import Run
-from fedmoe_pl.rounds.state import PhaseState, round_and_selection
+from fedmoe_pl.rounds.state import WAYS, PhaseState, round_and_selection
 
 
 def evaluate_phase(
@@ -54,14 +57,25 @@ def evaluate_round(run: Run, phase: Phase, training: LocalTraining, plan: Plan |
     recorded = {(row["method"], row["round"]) for row in run.rows[-len(evaluations) :]}
     for evaluation in evaluations:
         if (evaluation.method, evaluation.round) not in recorded:  # a resumed run may repeat a round
-            run.rows.append(round_row(evaluation) | state.costs())
+            run.rows.append(round_row(evaluation) | state.costs() | _costs_before(run, phase))
     if phase.monitor and state.round >= phase.monitor_from_round:
         participants = phase.algorithm.participants(range(run.datamodule.num_clients), run.seed)
-        mean = evaluations[0].spread(phase.monitor, set(participants)).mean
+        mean = evaluations[0].spread_or_nan(phase.monitor, set(participants)).mean
         state.remember_best(-mean if phase.monitor in evaluations[0].lower_is_better else mean, phase.min_delta)
     for evaluation in evaluations:
         run.call("on_evaluation_end", phase, evaluation)
     return evaluations
+
+
+def _costs_before(run: Run, phase: Phase) -> dict[str, float]:
+    """What the phases that it starts from have cost, by column of ``rounds.csv``; nan if a result was given."""
+    states = [run.states[before.name] for before in run.phases_before(phase)]
+    costs: dict[str, float] = {"rounds_before": sum(state.round for state in states)}
+    for quantity in Traffic._fields:
+        costs[f"{quantity}_before"] = sum(state.traffic[f"{quantity}_{way}"] for state in states for way in WAYS)
+    costs["flops_before"] = sum(state.flops for state in states)
+    is_known = all(state.given_round is None for state in (*states, run.states[phase.name]))
+    return costs if is_known else dict.fromkeys(costs, math.nan)
 
 
 def is_evaluated_after(run: Run, phase: Phase, round: int) -> bool:

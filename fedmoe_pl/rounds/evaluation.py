@@ -11,8 +11,8 @@ import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch import Tensor
 
-METRICS = ("local_test", "local_test_held_out", "global_test", "validation")
-"""The accuracies."""
+METRICS = ("local_test", "reweighted_test", "global_test", "validation")
+"""The accuracies; the first that clients have is the one that is shown and compared unless another is named."""
 MONITORS = (*METRICS, "validation_loss")
 LOSS = "loss"
 """The name of the mean loss, a metric of mixtures for data without class labels."""
@@ -44,9 +44,9 @@ class ClientEvaluation:
     Attributes:
         client: the client's id.
         n_train: number of its training samples.
-        local_test: accuracy per class on the global test set, weighted with the client's class shares; nan for
+        local_test: accuracy on the client's held-out samples; nan if it has none.
+        reweighted_test: accuracy per class on the global test set, weighted with the client's class shares; nan for
             rotated images.
-        local_test_held_out: accuracy on the client's held-out samples; nan if it has none.
         global_test: accuracy on the global test set.
         validation: accuracy on the client's validation samples, in a phase with opt-out on those that opt in; nan if
             there are none.
@@ -62,7 +62,7 @@ class ClientEvaluation:
     client: int
     n_train: int
     local_test: float
-    local_test_held_out: float
+    reweighted_test: float
     global_test: float
     validation: float
     gate_weights: Tensor | None = field(default=None, repr=False)
@@ -72,21 +72,21 @@ class ClientEvaluation:
     metrics: dict[str, float] = field(default_factory=dict)
 
     def value(self, metric: str) -> float:
-        """An accuracy, the loss, the mean gate weight, or another metric, by name; nan for one of another method.
+        """An accuracy, the loss, the mean gate weight, or another metric, by name; nan if the client lacks it.
 
         Raises:
-            MisconfigurationException: if no method could have a metric of this name.
+            MisconfigurationException: if the model has no such metric.
         """
-        if metric in self.metrics:
-            return self.metrics[metric]
-        own = (*MONITORS, "mean_gate_weight")
-        if metric in own:
-            return getattr(self, metric)
-        if metric.startswith(tuple(f"{split}_" for split in SPLITS)):
-            return math.nan
-        raise MisconfigurationException(
-            f"Evaluation: metric is '{metric}', but must be one of {', '.join([*own, *self.metrics])}."
-        )
+        if metric not in self.names:
+            raise MisconfigurationException(
+                f"Evaluation: metric is '{metric}', but must be one of {', '.join(self.names)}."
+            )
+        return self.metrics[metric] if metric in self.metrics else getattr(self, metric)
+
+    @property
+    def names(self) -> list[str]:
+        """The names of all values: accuracies, loss, mean gate weight and other metrics."""
+        return [*MONITORS, "mean_gate_weight", *self.metrics]
 
     @property
     def has_values(self) -> bool:
@@ -147,11 +147,10 @@ class Evaluation:
         return [*METRICS, *(self.clients[0].metrics if self.clients else ())]
 
     def __repr__(self) -> str:
-        spreads = {metric: self.spread(metric).mean for metric in self.metrics}
+        spreads = {metric: self.spread(metric).mean for metric in self.metrics if self.values(metric)}
         means = ", ".join(
             f"{metric} {100 * mean:.2f} %" if metric in METRICS else f"{metric} {mean:.4g}"
             for metric, mean in spreads.items()
-            if not math.isnan(mean)
         )
         return f"Evaluation({self.method}, round {self.round}, {self.evaluated} clients: {means})"
 
@@ -168,15 +167,27 @@ class Evaluation:
             return f"all {number}"
         return f"{number} of {asked if self.drawn_from is None else self.drawn_from}"
 
+    def values(self, metric: str, clients: Collection[int] | None = None) -> list[float]:
+        """The values of the clients that have the metric; none if it was not measured.
+
+        Args:
+            metric: one of ``ClientEvaluation.names``.
+            clients: the clients to count; None for all.
+        """
+        if not self.clients or metric not in self.clients[0].names:
+            return []
+        values = (c.value(metric) for c in self.clients if clients is None or c.client in clients)
+        return [value for value in values if not math.isnan(value)]
+
     def spread(self, metric: str, clients: Collection[int] | None = None) -> Spread:
         """Mean, standard deviation and worst tenth over the clients that have the metric.
 
         Args:
-            metric: one of ``MONITORS``, or another metric.
+            metric: one of ``ClientEvaluation.names``.
             clients: the clients to count; None for all.
 
         Raises:
-            MisconfigurationException: if no method could have a metric of this name.
+            MisconfigurationException: if it was not measured.
 
         Example:
             >>> nan = float("nan")
@@ -186,10 +197,16 @@ class Evaluation:
             >>> round(spread.mean, 3), round(spread.std, 3), spread.worst_tenth
             (0.7, 0.163, 0.5)
         """
-        values = torch.tensor(
-            [c.value(metric) for c in self.clients if clients is None or c.client in clients], dtype=torch.float64
-        )
-        values = values[~values.isnan()].sort().values
+        if not self.values(metric, clients):
+            measured = [name for client in self.clients[:1] for name in client.names if self.values(name, clients)]
+            raise MisconfigurationException(
+                f"Evaluation: metric is '{metric}', but must be one that was measured: {', '.join(measured)}."
+            )
+        return self.spread_or_nan(metric, clients)
+
+    def spread_or_nan(self, metric: str, clients: Collection[int] | None = None) -> Spread:
+        """The same, of nan if the metric was not measured."""
+        values = torch.tensor(self.values(metric, clients), dtype=torch.float64).sort().values
         if not len(values):
             return Spread(math.nan, math.nan, math.nan)
         lowest = values[0]  # subtracted and added back, so that equal accuracies have a deviation of exactly 0

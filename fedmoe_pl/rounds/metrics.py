@@ -141,10 +141,10 @@ def check_metrics(metrics: Mapping[str, Metric] | None) -> dict[str, Metric]:
             f"Federation: metrics is a {type(metrics).__name__}, but must be a dict of metrics by name."
         )
     for name, metric in (metrics or {}).items():
-        if not (isinstance(name, str) and name.isidentifier()) or name in (LOSS, "held_out"):
+        if not (isinstance(name, str) and name.isidentifier()) or name == LOSS:
             raise MisconfigurationException(
                 f"Federation: metrics has the name {name!r}, but names must be letters, digits and underscores, other "
-                f"than '{LOSS}' and 'held_out'."
+                f"than '{LOSS}'."
             )
         if not isinstance(metric, Metric):
             what = f"the class {metric.__name__}" if isinstance(metric, type) else f"a {type(metric).__name__}"

@@ -62,9 +62,9 @@ class Phase:
             algorithm must be one that averages parameters. A ``server_optimizer`` takes the step to its result. None
             means the algorithm's own.
         monitor: metric that selects the result: the round with its best mean over the participants. One of
-            ``validation``, ``validation_loss``, ``local_test``, ``local_test_held_out`` and ``global_test``, or a
-            metric of the federation, such as ``validation_f1``; None means the last round. All but those on validation
-            samples select on test data, and tables say so.
+            ``validation``, ``validation_loss``, ``local_test``, ``reweighted_test`` and ``global_test``, or a metric of
+            the federation, such as ``validation_f1``; None means the last round. All but those on validation samples
+            select on test data, and tables say so.
         monitor_from_round: first round that may be selected, counted from 1.
         patience: ends the phase after this many evaluations in a row without a better ``monitor``; None never does.
         min_delta: for ``patience``, a metric is better only if it improves by more than this.

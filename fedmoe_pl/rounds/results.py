@@ -15,8 +15,8 @@ from fedmoe_pl.rounds.evaluation import LOSS, METRICS, Evaluation, Spread
 from fedmoe_pl.rounds.writing import replacing, unwritable
 
 DESCRIPTIONS = {
-    "local_test": "accuracy per class on the global test set, weighted with the client's class shares",
-    "local_test_held_out": "accuracy on the client's held-out samples",
+    "local_test": "accuracy on the client's held-out samples",
+    "reweighted_test": "accuracy per class on the global test set, weighted with the client's class shares",
     "global_test": "accuracy on the global test set, the same for all clients",
     "validation": "accuracy on the client's validation samples",
 }
@@ -50,19 +50,19 @@ def round_row(evaluation: Evaluation) -> dict[str, object]:
     }
     for metric in METRICS:
         row |= _spread_columns(evaluation, metric)
-    row["validation_loss_mean"] = evaluation.spread("validation_loss").mean
+    row["validation_loss_mean"] = evaluation.spread_or_nan("validation_loss").mean
     for metric in evaluation.metrics[len(METRICS) :]:
         row |= _spread_columns(evaluation, metric)
     return row
 
 
 def _spread_columns(evaluation: Evaluation, metric: str) -> dict[str, float]:
-    return {f"{metric}_{name}": value for name, value in evaluation.spread(metric)._asdict().items()}
+    return {f"{metric}_{name}": value for name, value in evaluation.spread_or_nan(metric)._asdict().items()}
 
 
 def summary_row(evaluation: Evaluation) -> dict[str, object]:
     """One row of ``summary.csv``: that of ``rounds.csv``, and the mean over clients of their mean gate weight."""
-    return round_row(evaluation) | {"mean_gate_weight_mean": evaluation.spread("mean_gate_weight").mean}
+    return round_row(evaluation) | {"mean_gate_weight_mean": evaluation.spread_or_nan("mean_gate_weight").mean}
 
 
 def client_rows(evaluation: Evaluation) -> list[dict[str, object]]:
@@ -232,7 +232,7 @@ def format_table(evaluations: Iterable[Evaluation], metrics: Sequence[str] | Non
     columns = "".join(f"   {'mean':>7} {'std':>7} {'worst tenth':>11}" for _ in metrics)
     lines = [(" " * width + heading).rstrip(), f"{'method':<{width}}{columns}", "-" * (width + len(columns))]
     for evaluation in evaluations:
-        cells = "".join(_cells(metric, evaluation.spread(metric)) for metric in metrics)
+        cells = "".join(_cells(metric, evaluation.spread_or_nan(metric)) for metric in metrics)
         lines.append(f"{evaluation.method:<{width}}{cells}")
     return "\n".join([*lines, "", *_legend(evaluations, metrics)])
 
@@ -252,7 +252,7 @@ def on_test_samples(metrics: Iterable[str]) -> list[str]:
         >>> on_test_samples(["global_test", "validation", "global_test_f1", "global_test_loss"])
         ['global_test', 'global_test_f1']
     """
-    found = [metric for metric in metrics if metric.startswith(("local_test", "global_test"))]
+    found = [metric for metric in metrics if metric.startswith(("local_test", "reweighted_test", "global_test"))]
     return [metric for metric in found if not metric.endswith(f"_{LOSS}")] or found
 
 
@@ -264,7 +264,7 @@ def format_validation(evaluations: Sequence[Evaluation]) -> str:
 
 def _present(evaluations: Sequence[Evaluation]) -> list[str]:
     metrics = dict.fromkeys(metric for e in evaluations for metric in e.metrics)
-    return [metric for metric in metrics if any(not math.isnan(e.spread(metric).mean) for e in evaluations)]
+    return [metric for metric in metrics if any(e.values(metric) for e in evaluations)]
 
 
 def _cells(metric: str, spread: Spread) -> str:

@@ -206,15 +206,14 @@ def check_metric(
         ("validation", datamodule.validation_samples, "validation_fraction"),
         ("local_test", datamodule.test_samples, "test_fraction"),
     ):
-        of_class_shares = metric == "local_test"
-        if metric.startswith(split) and not of_class_shares and not len(samples.indices):
+        if metric.startswith(split) and not len(samples.indices):
             raise MisconfigurationException(
                 f"{argument} is '{metric}', but {fraction} is 0, so that no client has such samples."
             )
-    if metric == SPLITS[0] and datamodule.rotations is not None:
+    if metric == "reweighted_test" and datamodule.rotations is not None:
         raise MisconfigurationException(
-            f"{argument} is 'local_test', which rotated images do not have; it must be another one, such as "
-            "local_test_held_out."
+            f"{argument} is 'reweighted_test', which rotated images do not have; it must be another one, such as "
+            "local_test."
         )
 
 

@@ -96,8 +96,8 @@ def test_apfl_is_fedavg_with_alpha_0_and_local_with_alpha_1(tmp_path):
         v = subtree(states["1"].kept[client], "local_expert.")
         assert_same_bits(v, subtree(states["Local"].kept[client], "global_expert."))
         assert all(map(torch.equal, values(modules("1", client), "local_expert."), v.values()))
-    assert [a.local_test for a in federation.results["0"].clients] == [
-        a.local_test for a in federation.results["FedAvg"].clients
+    assert [a.reweighted_test for a in federation.results["0"].clients] == [
+        a.reweighted_test for a in federation.results["FedAvg"].clients
     ]
 
 

@@ -204,7 +204,7 @@ def test_a_selected_round_is_evaluated_once_more_as_it_was(tmp_path):
     state, result = federation.run.states["FedALA"], federation.results["FedALA"]
     assert state.best_round < state.round
     (row,) = (row for row in federation.run.rows if row["round"] == state.best_round)
-    for metric in ("local_test", "global_test"):
+    for metric in ("reweighted_test", "global_test"):
         assert result.spread(metric).mean == row[f"{metric}_mean"]
 
 

@@ -357,7 +357,7 @@ def test_mixing_and_gates_that_do_not_fit_are_refused(tmp_path):
 
 def fitted(path, store, callbacks=None, ckpt_path=None, **kwargs):
     phases = [
-        Phase("DA", FedMoEDA(2, interval=2), rounds=4, monitor="local_test", max_epochs=1),
+        Phase("DA", FedMoEDA(2, interval=2), rounds=4, monitor="reweighted_test", max_epochs=1),
         Phase("equal", Local(), start="DA", gate=ConstantGate([0.5, 0.25, 0.25]), max_epochs=0),
     ]
     arguments = {"logger": False, "enable_progress_bar": False, "store": store, "callbacks": callbacks, **kwargs}

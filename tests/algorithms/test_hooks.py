@@ -183,7 +183,7 @@ def test_clients_predict_in_the_algorithm_s_way_where_it_has_one(tmp_path, feder
     data = blobs(validation_fraction=0.2, test_fraction=0.3)
     method = Phase("nearest", algorithm, gate=GlobalOnly() if federated else None)
     fed = run([method], mixture(FeatureGate(6)), data, tmp_path, enable_checkpointing=True)
-    tested = {"local_test_held_out": data.test_samples, "validation": data.validation_samples}
+    tested = {"local_test": data.test_samples, "validation": data.validation_samples}
     assert fed.results["nearest"].model == f"predictor of {type(algorithm).__name__}"
     accuracies = set()
     for client in range(3):

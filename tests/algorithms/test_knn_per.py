@@ -99,7 +99,7 @@ def test_without_weight_or_neighbors_it_is_the_federated_model_to_the_bit(tmp_pa
         assert_same_bits({"": run.run.client_predictor("kNN-Per", client)(x)}, {"": expected})
     clients = [[vars(one) for one in run.results[name].clients] for name in ("FedAvg", "kNN-Per")]
     for one, other in zip(*clients, strict=True):
-        assert (one["local_test"], one["global_test"]) == (other["local_test"], other["global_test"])
+        assert (one["reweighted_test"], one["global_test"]) == (other["reweighted_test"], other["global_test"])
 
 
 def test_the_nearest_neighbor_of_a_stored_sample_is_itself(tmp_path):

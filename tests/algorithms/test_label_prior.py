@@ -71,7 +71,7 @@ def test_with_tau_0_it_is_the_federated_model_to_the_bit(tmp_path):
         assert torch.equal(after(x), before(x))
     clients = [[vars(one) for one in run.results[name].clients] for name in ("FedAvg", "prior")]
     for one, other in zip(*clients, strict=True):
-        assert (one["local_test"], one["global_test"]) == (other["local_test"], other["global_test"])
+        assert (one["reweighted_test"], one["global_test"]) == (other["reweighted_test"], other["global_test"])
 
 
 def test_equal_counts_change_no_prediction(tmp_path):

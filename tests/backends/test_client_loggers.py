@@ -64,7 +64,7 @@ def test_clients_that_log_to_the_federation_s_run_of_weights_and_biases_have_the
     from lightning.pytorch.loggers import WandbLogger
 
     federation = WandbLogger(name="federation", offline=True, save_dir=tmp_path)
-    federation.log_metrics({"FedAvg/local_test/mean": 0.5}, step=1)
+    federation.log_metrics({"FedAvg/reweighted_test/mean": 0.5}, step=1)
     (logger,) = named(WandbLogger(offline=True, save_dir=tmp_path))
     logger.log_metrics({"validation_loss": 2.0}, step=4)
     assert wandb.run.summary[f"{NAME}/validation_loss"] == 2

@@ -22,8 +22,8 @@ from fedmoe_pl.cli import main
 from fedmoe_pl.cli.commands import configured
 
 PAPER = [
-    {"table": "A 2026, Table 1", "metric": "local_test", "cells": {"FedAvg": [60, 0.5]}},
-    {"table": "B 2026", "where": {"alpha": 7}, "metric": "local_test", "cells": {"Local": 99}},
+    {"table": "A 2026, Table 1", "metric": "reweighted_test", "cells": {"FedAvg": [60, 0.5]}},
+    {"table": "B 2026", "where": {"alpha": 7}, "metric": "reweighted_test", "cells": {"Local": 99}},
 ]
 
 
@@ -70,7 +70,7 @@ def test_a_grid_is_run_once_and_ends_with_a_table(pretend, tmp_path, capsys):
     assert run(arguments) == 0
     again = capsys.readouterr().out
     assert "starts" not in again and again.count(" is finished: ") == 4
-    assert again.split("local test", 1)[1] == out.split("local test", 1)[1]
+    assert again.split("reweighted test", 1)[1] == out.split("reweighted test", 1)[1]
 
     assert run([*arguments, "--methods", "[PFL-FT]"]) == 0
     out = capsys.readouterr().out
@@ -84,7 +84,7 @@ def test_the_files_have_the_table(pretend, tmp_path):
     with (tmp_path / "runs/table.csv").open() as file:
         rows = list(csv.DictReader(file))
     assert [(row["method"], row["metric"]) for row in rows] == [
-        (method, metric) for method in ("Local", "FedAvg", "PFL-FT") for metric in ("local_test", "global_test")
+        (method, metric) for method in ("Local", "FedAvg", "PFL-FT") for metric in ("reweighted_test", "global_test")
     ]
     local = rows[0]
     assert float(local["mean"]) == pytest.approx(0.5455) and float(local["std"]) == pytest.approx(0.001 / 2**0.5)
@@ -92,7 +92,7 @@ def test_the_files_have_the_table(pretend, tmp_path):
     assert (local["variant"], local["seeds"], local["more_than_noise"]) == ("A_1", "0 1", "True")
     assert rows[2]["paper"] == "0.6" and rows[2]["difference"] == "" and rows[1]["pairs"] == "2"
     lines = (tmp_path / "runs/table.md").read_text().splitlines()
-    assert lines[0].startswith("| variant | method | local test | paper | to FedAvg | p (pairs) | global test |")
+    assert lines[0].startswith("| variant | method | reweighted test | paper | to FedAvg | p (pairs) | global test |")
     assert lines[3].startswith("| A_1 | FedAvg | 64.55 ± 0.07 | 60.00 (0.50) | - | - | 60.05 ± 0.07 |")
     latex = (tmp_path / "runs/table.tex").read_text()
     assert r"A\_1 & FedAvg & 64.55 $\pm$ 0.07 & 60.00 (0.50) & - & - &" in latex
@@ -215,4 +215,4 @@ def test_a_killed_grid_is_continued(tmp_path):
     assert "seed_everything=0 goes on from" in finished
     other = [*command, "--folder", str(tmp_path / "other")]
     whole = subprocess.run(other, cwd=REPOSITORY, check=True, capture_output=True, text=True).stdout
-    assert finished.split("local test")[1].split("Files")[0] == whole.split("local test")[1].split("Files")[0]
+    assert finished.split("reweighted test")[1].split("Files")[0] == whole.split("local test")[1].split("Files")[0]

@@ -68,7 +68,7 @@ def test_a_class_is_a_value(tmp_path):
 
 
 def published(where):
-    return {"paper": [{"table": "T", "where": where, "metric": "local_test", "cells": {"A": 1}}]}
+    return {"paper": [{"table": "T", "where": where, "metric": "reweighted_test", "cells": {"A": 1}}]}
 
 
 REFUSED = {
@@ -96,7 +96,7 @@ def test_a_wrong_value_is_refused(sentence, tmp_path):
 
 
 def test_published_numbers_are_a_number_or_two(tmp_path):
-    entry = {"table": "T", "metric": "local_test", "cells": {"A": [90, 1]}}
+    entry = {"table": "T", "metric": "reweighted_test", "cells": {"A": [90, 1]}}
     assert read_grid(write_grid(tmp_path, paper=[entry])).paper[0].numbers == {"A": (90, 1)}
     with pytest.raises(MisconfigurationException, match=r"cells of T has \[90.0, 1.0, 2.0\] for 'A'"):
         read_grid(write_grid(tmp_path, paper=[{**entry, "cells": {"A": [90, 1, 2]}}]))

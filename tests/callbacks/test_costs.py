@@ -2,18 +2,20 @@
 
 import csv
 import math
+from dataclasses import replace
 
 import pytest
-from helpers import blobs, run
+from helpers import blobs, mixture, run
 from helpers.pfedmoe import model
 from helpers.runs import assert_same
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 
 from fedmoe_pl import Phase
-from fedmoe_pl.algorithms import Local, PFedMoE
+from fedmoe_pl.algorithms import FedAvg, Local, PersonalizedExpert, PFedMoE, PFLMoE
 from fedmoe_pl.callbacks.costs import CostToTarget, target_rows
 from fedmoe_pl.callbacks.representations import RepresentationMonitor
-from fedmoe_pl.models import ConstantGate
+from fedmoe_pl.models import ConstantGate, LinearGate
+from fedmoe_pl.rounds.checkpoint import FILE
 
 SIZES = (13, 8, 11, 9)
 
@@ -27,19 +29,21 @@ def rows(method, accuracies, step=(10, 40, 1000)):
             "method": method,
             "moment": "any",
             "round": 2 * i,
-            "local_test_mean": accuracy,
+            "reweighted_test_mean": accuracy,
             **traffic,
             "flops": flops * i,
+            **{"rounds_before": 7, "parameters_before": 100, "bytes_before": 400, "flops_before": 5000},
         }
 
 
 def test_the_cost_is_that_of_the_first_round_that_reaches_the_target_and_the_best_is_of_all_rounds():
     found = target_rows(
-        [*rows("A", [0.1, 0.5, 0.4, 0.9, 0.9]), *rows("B", [0.2, 0.3]), *rows("C", [math.nan])], "local_test", 0.5
+        [*rows("A", [0.1, 0.5, 0.4, 0.9, 0.9]), *rows("B", [0.2, 0.3]), *rows("C", [math.nan])], "reweighted_test", 0.5
     )
-    common = {"moment": "any", "metric": "local_test", "target": 0.5}
+    common = {"moment": "any", "metric": "reweighted_test", "target": 0.5}
     never = dict.fromkeys(("rounds", "parameters", "bytes", "flops"), math.nan)
-    reached = {"rounds": 4, "parameters": 60, "bytes": 240, "flops": 2000}  # the second row: 3 ways of 20 and 80
+    # the second row, 3 ways of 20 and 80, and what came before the phase
+    reached = {"rounds": 4 + 7, "parameters": 60 + 100, "bytes": 240 + 400, "flops": 2000 + 5000}
     assert_same(found[0], {"method": "A", **common, **reached, "best": 0.9, "best_round": 8})
     assert_same(found[1], {"method": "B", **common, **never, "best": 0.3, "best_round": 4})
     assert_same(found[2], {"method": "C", **common, **never, "best": math.nan, "best_round": math.nan})
@@ -47,7 +51,7 @@ def test_the_cost_is_that_of_the_first_round_that_reaches_the_target_and_the_bes
 
 def test_a_run_writes_and_prints_what_reaching_the_target_took(tmp_path, capsys):
     phases = [Phase("pFedMoE", PFedMoE(), rounds=2), Phase("Standalone", Local(), gate=ConstantGate(0))]
-    callbacks = [CostToTarget(1.0, "global_test"), CostToTarget(0.01, "local_test")]
+    callbacks = [CostToTarget(1.0, "global_test"), CostToTarget(0.01, "reweighted_test")]
     fed = run(phases, model(), blobs(SIZES), tmp_path, callbacks=callbacks[1:])
     with (fed.run_dir / "target.csv").open(newline="") as file:
         first, second = csv.DictReader(file)
@@ -55,13 +59,41 @@ def test_a_run_writes_and_prints_what_reaching_the_target_took(tmp_path, capsys)
     assert (first["method"], first["rounds"]) == ("pFedMoE", "1")
     assert (int(first["parameters"]), int(first["bytes"])) == (4 * 2 * 18, 4 * 2 * 18 * 8)
     assert int(first["flops"]) == row["flops"]
-    assert float(first["best"]) == max(row["local_test_mean"] for row in fed.run.rows[:2])
+    assert float(first["best"]) == max(row["reweighted_test_mean"] for row in fed.run.rows[:2])
     assert (second["method"], second["bytes"]) == ("Standalone", "0")
     assert first["moment"] == second["moment"] == "after local training"
-    assert "local test of 1.00 percent" in capsys.readouterr().out
+    assert "reweighted test of 1.00 percent" in capsys.readouterr().out
     run(phases, model(), blobs(SIZES), tmp_path, callbacks=callbacks[:1])
     (line,) = (line for line in capsys.readouterr().out.splitlines() if line.startswith("pFedMoE  ") and " - " in line)
     assert line.split()[1:5] == ["-"] * 4
+
+
+def test_the_cost_of_a_phase_is_that_of_all_phases_that_it_starts_from(tmp_path):
+    """A personalization that sends nothing costs what the federation did; of a given result, nobody knows the cost."""
+    phases = [
+        Phase("FedAvg", FedAvg("global_expert.*"), rounds=2, evaluate=False),
+        Phase("Local", Local(), gate=ConstantGate(0)),
+        Phase("PFL-FB", PersonalizedExpert(gate_fraction=0.0)),
+        Phase("PFL-MF", PFLMoE(gate_fraction=0.0), start="PFL-FB", gate=LinearGate(5)),
+    ]
+
+    def costs(phases):
+        callbacks = [CostToTarget(0.01, "global_test")]
+        fed = run(phases, mixture(), blobs(SIZES), tmp_path, callbacks=callbacks, enable_checkpointing=True)
+        with (fed.run_dir / "target.csv").open(newline="") as file:
+            return fed, {row["method"]: row for row in csv.DictReader(file)}
+
+    fed, found = costs(phases)
+    parameters = 2 * 2 * len(SIZES) * sum(p.numel() for p in mixture().global_expert.parameters())
+    sent = parameters, 8 * parameters
+    expected = {"Local": (1, 0, 0), "PFL-FB": (3, *sent), "PFL-MF": (4, *sent)}
+    columns = ("rounds", "parameters", "bytes")
+    assert {name: tuple(int(row[column]) for column in columns) for name, row in found.items()} == expected
+    flops = {name: state.flops for name, state in fed.run.states.items()}
+    assert int(found["PFL-MF"]["flops"]) == flops["FedAvg"] + flops["PFL-FB"] + flops["PFL-MF"] > flops["PFL-MF"] > 0
+    phases[0] = replace(phases[0], ckpt_path=str(fed.run_dir / FILE))
+    _, found = costs(phases)
+    assert [found[name]["rounds"] for name in expected] == ["1", "", ""]
 
 
 @pytest.mark.parametrize(

@@ -7,9 +7,9 @@ from fedmoe_pl.callbacks.figures import representation_figure, sorted_accuracy_f
 
 
 def test_sorted_accuracy_figure_is_the_cumulative_distribution():
-    panels = sorted_accuracy_figure([evaluation(local=(0.9, 0.5, 0.7)), mixture()]).axes
+    panels = sorted_accuracy_figure([evaluation(reweighted=(0.9, 0.5, 0.7)), mixture()]).axes
     assert [axes.get_title() for axes in panels] == [
-        "local test: all clients, sorted",
+        "reweighted test: all clients, sorted",
         "global test: all clients, sorted",
     ]
     line = panels[0].lines[0]

@@ -39,14 +39,14 @@ def test_clients_without_weights_come_last():
 
 
 def test_figures_of_many_clients_and_classes_render():
-    many = evaluation(local=[0.5] * 200, gates=[gate([0.5], [150])] * 200)
+    many = evaluation(reweighted=[0.5] * 200, gates=[gate([0.5], [150])] * 200)
     pixels = figure_pixels(gate_weight_figure(many, torch.ones(200, 151)))
     assert pixels.dtype == np.uint8
     assert pixels.shape[1:] == (700, 3)
 
 
 def test_every_one_of_100_clients_has_its_name():
-    many = evaluation(local=[0.5] * 100, gates=[gate([0.5], [0])] * 100)
+    many = evaluation(reweighted=[0.5] * 100, gates=[gate([0.5], [0])] * 100)
     samples = gate_weight_figure(many, torch.ones(100, 10)).axes[0]
     assert names(samples) == [str(client) for client in range(100)]
 
@@ -55,7 +55,7 @@ def test_clients_of_the_same_expert_are_neighbours():
     def weights(*experts):
         return torch.eye(3)[list(experts)], torch.zeros(len(experts), dtype=torch.long)
 
-    used = evaluation(local=[0.5] * 4, gates=[weights(2), weights(0, 0, 1), weights(2, 2, 0), weights(0)])
+    used = evaluation(reweighted=[0.5] * 4, gates=[weights(2), weights(0, 0, 1), weights(2, 2, 0), weights(0)])
     samples, usage = expert_usage_figure(used, torch.ones(4, 2)).axes[:2]
     assert names(samples) == ["3", "1", "0", "2"]
     np.testing.assert_allclose(shown(usage)[1], [2 / 3, 1 / 3, 0])

@@ -60,10 +60,10 @@ class FakeRun(SimpleNamespace):
 
 @pytest.fixture
 def run(tmp_path):
-    fedavg, pfl_mfe = evaluation(round=2), mixture("PFL MFE", local=(0.8, 0.9, 1.0), round=1)
+    fedavg, pfl_mfe = evaluation(round=2), mixture("PFL MFE", reweighted=(0.8, 0.9, 1.0), round=1)
     loggers = [TensorBoardLogger(tmp_path, name="", version="tb"), CSVLogger(tmp_path, name="", version="csv")]
     model = {"class_path": "fedmoe_pl.PersonalizedMoE", "init_args": {"lr": 0.1, "mixing": "probabilities"}}
-    phases = [{"name": "FedAvg", "rounds": 2}, {"name": "PFL MFE", "rounds": 1, "monitor": "local_test"}]
+    phases = [{"name": "FedAvg", "rounds": 2}, {"name": "PFL MFE", "rounds": 1, "monitor": "reweighted_test"}]
     return FakeRun(
         folder=tmp_path,
         loggers=loggers,
@@ -106,7 +106,7 @@ def test_progress_bar_counts_work(run, monkeypatch):
     run.fit(bar)
     assert seen == [(n, 40.0) for n in (5.0, 10.0, 15.0, 20.0, 30.0, 40.0)]
     assert bar._bar.desc == "PFL MFE 1/1"
-    assert bar._bar.postfix == "local 90.00 %, global 60.00 %"
+    assert bar._bar.postfix == "reweighted 90.00 % (round 1)"
     assert "100%" in sys.stderr.getvalue()
 
 
@@ -121,17 +121,38 @@ def test_progress_bar_keeps_its_width_at_80_columns(name, run, monkeypatch):
     for round in (0, 998):
         bar.on_round_start(run, phase, round)
         shown.append(str(bar._bar))
-        bar.on_evaluation_end(run, phase, evaluation)
+        bar.on_evaluation_end(run, phase, replace(evaluation, round=round + 1))
         shown.append(str(bar._bar))
     assert [len(line.split("|")[1]) for line in shown] == [10] * 4
     assert max(map(len, shown)) <= 80
+
+
+def test_progress_bar_shows_the_accuracy_on_held_out_samples_where_there_are_some(run, monkeypatch):
+    monkeypatch.setattr("sys.stderr", Terminal())
+    run.phases[1].evaluation = mixture("PFL MFE", local=0.25)
+    bar = ProgressBar()
+    run.fit(bar)
+    assert bar._bar.postfix == "local 25.00 % (round 1)"
+
+
+def test_progress_names_the_round_of_its_accuracy_and_shows_none_of_another_phase(run, monkeypatch):
+    """While a round trains, the newest accuracy is that of a round before it."""
+    monkeypatch.setattr("sys.stderr", Terminal())
+    bar, (fedavg, other) = ProgressBar(), run.phases
+    bar.on_fit_start(run)
+    bar.on_round_start(run, fedavg, 0)
+    bar.on_evaluation_end(run, fedavg, replace(fedavg.evaluation, round=1))
+    bar.on_round_start(run, fedavg, 1)
+    assert (bar._bar.desc, bar._bar.postfix) == ("FedAvg 2/2", "reweighted 70.00 % (round 1)")
+    bar.on_evaluation_end(run, other, other.evaluation)  # as before the only round of a phase, after fewer epochs
+    assert (bar._bar.desc, bar._bar.postfix) == ("FedAvg 2/2", "reweighted 70.00 % (round 1)")
 
 
 def test_progress_in_a_notebook_is_a_bar(run, monkeypatch, capsys):
     shell = SimpleNamespace(kernel=None)
     monkeypatch.setitem(sys.modules, "IPython", SimpleNamespace(get_ipython=lambda: shell))
     run.fit(ProgressBar())
-    assert re.search(r"PFL MFE 1/1 100%\|.{10}\| 00:00<00:00, local 90.00 %", capsys.readouterr().err)
+    assert re.search(r"PFL MFE 1/1 100%\|.{10}\| 00:00<00:00, reweighted 90.00 %", capsys.readouterr().err)
 
 
 def test_progress_without_a_terminal_is_also_a_line_a_minute(run, monkeypatch, capsys):
@@ -139,8 +160,8 @@ def test_progress_without_a_terminal_is_also_a_line_a_minute(run, monkeypatch, c
     monkeypatch.setattr("fedmoe_pl.callbacks.progress_bar.time.monotonic", lambda: next(clock))
     run.fit(ProgressBar())
     lines = [line.split("] ")[1] for line in capsys.readouterr().err.splitlines()]
-    assert "FedAvg: round 2/2, local 70.00 %, global 60.00 %" in lines
-    assert "FedAvg: 2 rounds, local 70.00 %, global 60.00 %" in lines
+    assert "FedAvg: round 2/2, reweighted 70.00 %, global 60.00 % (round 1)" in lines
+    assert "FedAvg: 2 rounds, reweighted 70.00 %, global 60.00 % (round 2)" in lines
 
 
 def test_progress_bar_of_a_resumed_run_starts_where_it_stopped(run, monkeypatch):
@@ -157,8 +178,8 @@ def test_progress_without_a_terminal_is_one_line_per_phase(run, capsys):
     captured = capsys.readouterr()
     assert captured.out == ""
     assert captured.err == (
-        "[ 50% 00:00<00:00] FedAvg: 2 rounds, local 70.00 %, global 60.00 %\n"
-        "[100% 00:00<00:00] PFL MFE: 1 round, local 90.00 %, global 60.00 %\n"
+        "[ 50% 00:00<00:00] FedAvg: 2 rounds, reweighted 70.00 %, global 60.00 % (round 2)\n"
+        "[100% 00:00<00:00] PFL MFE: 1 round, reweighted 90.00 %, global 60.00 % (round 1)\n"
     )
 
 
@@ -222,11 +243,11 @@ def test_accuracies_in_tensorboard_and_in_other_loggers(run):
     run.states["FedAvg"].traffic["bytes_up"] = 70
     run.fit(AccuracyMonitor())
     fedavg, mixed, whole = scalars(events(run, "FedAvg")), scalars(events(run, "PFL MFE")), events(run)
-    assert fedavg["local_test/mean"] == [(1, 0.7), (2, 0.7)]
-    assert fedavg["local_test/worst_tenth"] == [(1, 0.5), (2, 0.5)]
-    assert mixed["local_test/mean"] == [(1, 0.9)]
+    assert fedavg["reweighted_test/mean"] == [(1, 0.7), (2, 0.7)]
+    assert fedavg["reweighted_test/worst_tenth"] == [(1, 0.5), (2, 0.5)]
+    assert mixed["reweighted_test/mean"] == [(1, 0.9)]
     assert mixed["result/global_test"] == [(1, 0.6)]
-    assert not any("validation" in tag or "held_out" in tag for tag in mixed)
+    assert not any("validation" in tag or "local" in tag for tag in mixed)
     assert fedavg["resources/flops"] == [(1, 2.5e9), (2, 2.5e9)]
     assert fedavg["resources/bytes_up"] == [(1, 70), (2, 70)]
     assert "resources/flops" not in mixed, "nobody could count them"
@@ -237,7 +258,7 @@ def test_accuracies_in_tensorboard_and_in_other_loggers(run):
     assert table == f"```\n{format_table(run.results.values())}\n```"
     with (run.folder / "csv" / "metrics.csv").open(newline="") as file:
         rows = list(csv.DictReader(file))
-    assert float(rows[0]["FedAvg/local_test/mean"]) == pytest.approx(0.7)
+    assert float(rows[0]["FedAvg/reweighted_test/mean"]) == pytest.approx(0.7)
     assert rows[0]["step"] == "1"
 
 
@@ -252,7 +273,7 @@ def test_the_page_of_hyperparameters_has_a_row_for_each_method(run):
     session = metadata.parse_session_start_info_plugin_data(
         contents["_hparams_/session_start_info"].plugin_data.content
     )
-    assert {metric.name.tag for metric in experiment.metric_infos} == {"result/local_test", "result/global_test"}
+    assert {metric.name.tag for metric in experiment.metric_infos} == {"result/reweighted_test", "result/global_test"}
     names = {"method", "model", "mixing", "rounds", "monitor", "seed"}
     assert {*session.hparams} == names
     assert session.hparams["method"].string_value == "PFL MFE"
@@ -274,7 +295,7 @@ def test_the_page_of_hyperparameters_has_the_columns_of_all_methods_and_says_whi
     differs = {column.name: column.differs for column in experiment.hparam_infos}
     others = dict.fromkeys(("method", "model", "mixing", "monitor", "seed", "channels_last"), False)
     assert differs == others | {"rounds": True}
-    assert {metric.display_name for metric in experiment.metric_infos} == {"local_test", "global_test"}
+    assert {metric.display_name for metric in experiment.metric_infos} == {"reweighted_test", "global_test"}
     session = metadata.parse_session_start_info_plugin_data(
         contents["_hparams_/session_start_info"].plugin_data.content
     )
@@ -285,7 +306,7 @@ def test_other_loggers_get_the_hyperparameters_before_the_first_round(run):
     """MLflow's file store has a file for each: none may be a folder of others."""
     AccuracyMonitor().on_fit_start(run)
     given = run.loggers[1].experiment.hparams
-    assert given["PFL_MFE.monitor"] == "local_test", "no sign that a logger refuses, as MLflow does"
+    assert given["PFL_MFE.monitor"] == "reweighted_test", "no sign that a logger refuses, as MLflow does"
     assert not any(name.startswith(f"{other}/") for name in given for other in given)
     assert run.loggers[0].hparams == given
 
@@ -300,7 +321,7 @@ def test_mlflow_s_file_store_takes_hyperparameters_accuracies_pictures_and_table
     data = logger.experiment.get_run(logger.run_id).data
     assert data.params["mixing"] == "probabilities"
     assert data.params["PFL_MFE.rounds"] == "1"
-    assert data.metrics["FedAvg/local_test/mean"] == pytest.approx(0.7)
+    assert data.metrics["FedAvg/reweighted_test/mean"] == pytest.approx(0.7)
     files = [path.name for path in run.folder.rglob("artifacts/**/*.*")]
     assert "table.txt" in files
     assert any(name.startswith("PFL_MFE~mean_gate_weight~by_client_and_class+step+1") for name in files)

@@ -49,7 +49,7 @@ def test_its_accuracies_are_those_of_the_simulation(deployed):
         (client,) = settings.results[name].clients
         there = expected.clients[CLIENT]
         assert (client.client, client.n_train) == (CLIENT, there.n_train)
-        for metric in ("local_test", "local_test_held_out", "global_test"):
+        for metric in ("local_test", "reweighted_test", "global_test"):
             assert client.value(metric) == there.value(metric)
         ours, theirs = (each.client_module(name, CLIENT).state_dict() for each in (settings, simulation))
         assert ours.keys() == theirs.keys() and all(torch.equal(ours[key], theirs[key]) for key in ours)

@@ -9,12 +9,12 @@ from fedmoe_pl.rounds.evaluation import ClientEvaluation, Evaluation
 nan = math.nan
 
 
-def evaluation(method="FedAvg", local=(0.5, 0.7, 0.9), held_out=nan, gates=None, **changes):
-    """An evaluation of len(local) clients with a global test accuracy of 0.6 each."""
-    gates = gates or [(None, None)] * len(local)
+def evaluation(method="FedAvg", reweighted=(0.5, 0.7, 0.9), local=nan, gates=None, **changes):
+    """An evaluation of len(reweighted) clients with a global test accuracy of 0.6 each."""
+    gates = gates or [(None, None)] * len(reweighted)
     clients = [
-        ClientEvaluation(i, 10 + i, accuracy, held_out, 0.6, nan, *gate)
-        for i, (accuracy, gate) in enumerate(zip(local, gates, strict=True))
+        ClientEvaluation(i, 10 + i, local, accuracy, 0.6, nan, *gate)
+        for i, (accuracy, gate) in enumerate(zip(reweighted, gates, strict=True))
     ]
     facts = {"round": 4, "model": "global expert", "moment": "after aggregation", "selection": "last round"}
     return Evaluation(method, clients=clients, **(facts | changes))

@@ -55,11 +55,11 @@ if kind == "hangs" and seed == 1 and not checkpoint:
     time.sleep(60)
 with open(folder / "clients.csv", "w") as file:
     rows = csv.writer(file)
-    columns = ("local_test", "local_test_held_out", "global_test", "validation")
+    columns = ("local_test", "reweighted_test", "global_test", "validation")
     rows.writerow(("method", "model", "moment", "selection", "client", *columns))
     for index, phase in enumerate(federation["phases"]):
         for client in range(10):
-            values = (0.5 + index / 10 + client / 100 + seed / 1000, "", 0.5 + index / 10 + seed / 1000, "")
+            values = ("", 0.5 + index / 10 + client / 100 + seed / 1000, 0.5 + index / 10 + seed / 1000, "")
             rows.writerow((phase["name"], "an expert", "after aggregation", "last round", client, *values))
 for phase in federation["phases"]:
     (finished / f"{phase['name']}.ckpt").touch()

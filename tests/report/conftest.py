@@ -60,7 +60,7 @@ def raise_accuracies(folder, by):
         path = folder / f"{name}.csv"
         header, *lines = path.read_text().splitlines()
         columns = header.split(",")
-        raised = [i for i, column in enumerate(columns) if column in ("local_test_mean", "local_test")]
+        raised = [i for i, column in enumerate(columns) if column in ("reweighted_test_mean", "reweighted_test")]
         rows = [line.split(",") for line in lines]
         for row in rows:
             for i in raised:

@@ -11,8 +11,9 @@ from fedmoe_pl.report.maps import class_counts, client_order, gate_figure, parti
 from fedmoe_pl.report.pictures import cost_figure, curves_figure, distribution_figure
 from fedmoe_pl.report.style import RC, WIDTH, styles
 from fedmoe_pl.report.tables import Method
+from fedmoe_pl.rounds.state import WAYS
 
-METRIC = "local_test"
+METRIC = "reweighted_test"
 
 
 def method(label, accuracies=(0.2, 0.5, 0.7), clients=20, seeds=1):
@@ -23,9 +24,10 @@ def method(label, accuracies=(0.2, 0.5, 0.7), clients=20, seeds=1):
             {
                 "method": label,
                 "round": float(i + 1),
-                "local_test_mean": accuracy + 0.01 * seed,
+                "reweighted_test_mean": accuracy + 0.01 * seed,
                 "flops": 1e9 * (i + 1),
-                **{f"bytes_{way}": 1e6 * i for way in ("down", "up", "between_clients")},
+                **{f"{name}_{way}": 1e6 * i for name in ("parameters", "bytes") for way in WAYS},
+                **dict.fromkeys(("rounds_before", "parameters_before", "bytes_before", "flops_before"), 0),
             }
             for i, accuracy in enumerate(accuracies)
         ]

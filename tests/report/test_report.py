@@ -15,7 +15,7 @@ from fedmoe_pl.cli import main
 from fedmoe_pl.report.command import report
 from fedmoe_pl.report.runs import find_runs
 
-LOCAL, GLOBAL = "local_test", "global_test"
+LOCAL, GLOBAL = "reweighted_test", "global_test"
 
 
 def rows_of(folder, name="summary"):
@@ -83,10 +83,10 @@ def test_the_table_of_methods_has_mean_and_deviation_over_clients(page, finished
 def test_the_markdown_has_the_numbers_of_the_summary(page, finished):
     _, markdown, *_ = page
     ((header, *lines),) = markdown_tables(markdown)
-    assert header == ["method", "local test", "global test"]
+    assert header == ["method", "reweighted test", "global test"]
     assert [line[0] for line in lines] == ["Local", "FedAvg", "PFL-FB", "PFL-MF"]
     for (_, local, of_all), row in zip(lines, rows_of(finished), strict=True):
-        assert float(local) == pytest.approx(100 * float(row["local_test_mean"]), abs=0.005)
+        assert float(local) == pytest.approx(100 * float(row["reweighted_test_mean"]), abs=0.005)
         assert float(of_all) == pytest.approx(100 * float(row["global_test_mean"]), abs=0.005)
     assert "cores." in markdown and "fedmoe report" in markdown
     assert "* FedAvg: global expert, after aggregation, best round by global_test (round 4), all 3 clients." in markdown
@@ -98,7 +98,7 @@ def test_pictures_are_as_wide_as_a_column(page):
     names = [path.stem for path in pdfs]
     assert names == sorted(
         [f"{kind}_{metric}" for kind in ("curves", "clients") for metric in (LOCAL, GLOBAL)]
-        + ["bytes_local_test", "flops_local_test", "gate_PFL-MF", "partition"]
+        + ["bytes_reweighted_test", "flops_reweighted_test", "gate_PFL-MF", "partition"]
     )
     for path in pdfs:
         width = re.search(rb"/MediaBox \[\s*0 0 ([\d.]+)", path.read_bytes())
@@ -112,7 +112,7 @@ def test_seeds_are_one_row_with_mean_and_deviation(copied, written, tmp_path):
     parsed, markdown = written(*folders)
     ((_, *lines),) = markdown_tables(markdown)
     for i, line in enumerate(lines):
-        values = [100 * float(rows_of(folder)[i]["local_test_mean"]) for folder in folders]
+        values = [100 * float(rows_of(folder)[i]["reweighted_test_mean"]) for folder in folders]
         assert line[1] == f"{statistics.mean(values):.2f} ± {statistics.stdev(values):.2f}"
         assert line[2].endswith("± 0.00")
     assert "3 seeds" in markdown
@@ -159,7 +159,7 @@ def test_the_papers_numbers_are_beside_ours(copied, written, tmp_path):
     (folder.parent / "cell.yaml").write_text(yaml.safe_dump(cell))
     parsed, markdown = written(folder)
     ((header, *lines),) = markdown_tables(markdown)
-    assert header == ["method", "local test", "paper", "global test"]
+    assert header == ["method", "reweighted test", "paper", "global test"]
     assert [line[2] for line in lines] == ["80.50 ± 0.25", "90.00", "-", "-"]
     assert "Paper: Guo et al. 2021, Table I." in markdown and "Paper: Table II." in parsed.text
     assert [row[3] for row in parsed.tables["methods"][2:]] == ["80.50 ± 0.25", "90.00", "-", "-"]
@@ -182,7 +182,7 @@ def test_a_running_run_is_shown_as_far_as_it_is(copied, written, tmp_path):
         (folder / name).unlink(missing_ok=True)
     parsed, markdown = written(folder)
     ((header, *lines),) = markdown_tables(markdown)
-    assert header == ["method", "round", "local test", "global test"]
+    assert header == ["method", "round", "reweighted test", "global test"]
     assert [line[:2] for line in lines] == [["Local", "1 so far"], ["FedAvg", "2 so far"]]
     assert "Not finished, with the results so far: running/version_0." in parsed.text
 
@@ -191,7 +191,7 @@ def test_of_runs_with_the_same_seed_the_last_finished_one_counts(copied, written
     folders = copied("one", better=0.1), copied("two")
     parsed, markdown = written(*folders)
     ((_, first, *_),) = markdown_tables(markdown)
-    assert float(first[1]) == pytest.approx(100 * float(rows_of(folders[1])[0]["local_test_mean"]), abs=0.005)
+    assert float(first[1]) == pytest.approx(100 * float(rows_of(folders[1])[0]["reweighted_test_mean"]), abs=0.005)
     assert f"Left out, because another run has the same configuration and seed: {folders[0]}." in parsed.text
 
 
@@ -217,7 +217,7 @@ def test_the_folder_of_a_grid_s_cell_stands_for_its_run(copied):
 
 def test_costs_are_those_until_the_target(finished, written, tmp_path):
     rounds = [row for row in rows_of(finished, "rounds") if row["method"] == "FedAvg"]
-    accuracies = [float(row["local_test_mean"]) for row in rounds]
+    accuracies = [float(row["reweighted_test_mean"]) for row in rounds]
     reached = next(row for row, accuracy in zip(rounds, accuracies, strict=True) if accuracy >= max(accuracies))
     parsed, _ = written(finished, "--target", repr(max(accuracies)), "--metric", LOCAL)
     (costs,) = (table for table in parsed.tables.values() if "sent" in table[0])
@@ -225,6 +225,17 @@ def test_costs_are_those_until_the_target(finished, written, tmp_path):
     assert costs[2][4] == f"{100 * max(accuracies):.2f}"
     sent = sum(int(reached[f"bytes_{way}"]) for way in ("down", "up", "between_clients"))
     number, unit = costs[2][2].split()
+    assert float(number) * {"B": 1, "kB": 1e3}[unit] == pytest.approx(sent, rel=0.01)
+
+
+def test_costs_count_the_phases_that_a_method_starts_from(finished, written):
+    parsed, _ = written(finished, "--target", "0.01", "--metric", LOCAL)
+    (costs,) = (table for table in parsed.tables.values() if "sent" in table[0])
+    of_fedavg = [row for row in rows_of(finished, "rounds") if row["method"] == "FedAvg"]
+    sent = sum(int(of_fedavg[-1][f"bytes_{way}"]) for way in ("down", "up", "between_clients"))
+    (row,) = (row for row in costs if row[0] == "PFL-FB")
+    assert row[1] == f"{len(of_fedavg) + 1}"
+    number, unit = row[2].split()
     assert float(number) * {"B": 1, "kB": 1e3}[unit] == pytest.approx(sent, rel=0.01)
 
 
@@ -251,8 +262,8 @@ def test_differences_to_a_baseline_are_paired_over_the_clients_of_each_seed(copi
     folders = [copied(f"seed{seed}", seed) for seed in range(2)]
     parsed, markdown = written(*folders, "--baseline", "FedAvg")
     ((header, *lines),) = markdown_tables(markdown)
-    assert header == ["method", "local test", "to FedAvg", "global test", "to FedAvg"]
-    means = [100 * float(row["local_test_mean"]) for row in rows_of(folders[0])]
+    assert header == ["method", "reweighted test", "to FedAvg", "global test", "to FedAvg"]
+    means = [100 * float(row["reweighted_test_mean"]) for row in rows_of(folders[0])]
     assert [line[2].rstrip("*") for line in lines] == [
         f"{means[0] - means[1]:+.2f}",
         "-",
@@ -285,7 +296,7 @@ REFUSED = {
     "report: RUN is '{begun}', which has no results yet.": ["{begun}"],
     "report: --target is 80, but must be a fraction above 0 and at most 1": ["{run}", "--target", "80"],
     "report: --target is best, but must be a number": ["{run}", "--target", "best"],
-    "report: --metric is 'accuracy', but must be one that the runs have: local_test, global_test.": (
+    "report: --metric is 'accuracy', but must be one that the runs have: reweighted_test, global_test.": (
         ["{run}", "--metric", "accuracy"]
     ),
     "report: --baseline is 'FedProx', but must be one of the methods: Local, FedAvg, PFL-FB, PFL-MF.": (

@@ -35,10 +35,10 @@ def whole(tmp_path_factory):
 
 def test_methods_are_runs_with_the_same_tags_over_their_own_rounds(whole):
     found = curves(whole.run_dir)
-    assert [step for step, _ in found["FedAvg"]["local_test/mean"]] == [1, 2, 3, 4]
-    assert [step for step, _ in found["PFL-MF"]["local_test/mean"]] == [1]
-    means = [row["local_test_mean"] for row in whole.run.rows if row["method"] == "FedAvg"]
-    assert [value for _, value in found["FedAvg"]["local_test/mean"]] == pytest.approx(means)
+    assert [step for step, _ in found["FedAvg"]["reweighted_test/mean"]] == [1, 2, 3, 4]
+    assert [step for step, _ in found["PFL-MF"]["reweighted_test/mean"]] == [1]
+    means = [row["reweighted_test_mean"] for row in whole.run.rows if row["method"] == "FedAvg"]
+    assert [value for _, value in found["FedAvg"]["reweighted_test/mean"]] == pytest.approx(means)
     assert found["PFL-MF"]["mean_gate_weight/global"][0][0] == 1
     assert "mean_gate_weight/global" not in found["FedAvg"]
 
@@ -75,7 +75,7 @@ def test_other_loggers_have_every_round_of_a_killed_run_and_know_that_it_failed(
         fitted(tmp_path, Kill("on_round_end", 3), logger=logger)
     with (tmp_path / "csv" / "metrics.csv").open(newline="") as file:
         rows = list(csv.DictReader(file))
-    assert [row["step"] for row in rows if row["FedAvg/local_test/mean"]] == ["1", "2"]
+    assert [row["step"] for row in rows if row["FedAvg/reweighted_test/mean"]] == ["1", "2"]
     assert logger.statuses == ("failed",)
 
 

@@ -70,5 +70,5 @@ def test_the_curve_of_a_killed_run_goes_on(hook, n, curve, tmp_path):
         fitted(tmp_path, Kill(hook, n), phases=personalization(every=2))
     resumed = fitted(tmp_path, phases=personalization(every=2), ckpt_path="last")
     for method in ("PFL-FB", "PFL-MF"):
-        expected = points(curve, method, "local_test/mean")
-        assert [*dict(points(resumed, method, "local_test/mean")).items()] == expected
+        expected = points(curve, method, "reweighted_test/mean")
+        assert [*dict(points(resumed, method, "reweighted_test/mean")).items()] == expected

@@ -55,8 +55,8 @@ def expected_evaluation(model, tensors, datamodule, client) -> dict[str, float]:
     own = torch.cat((datamodule.train_samples[client], datamodule.validation_samples[client])).numpy()
     shares = [np.mean(labels[own] == label) for label in classes]
     return {
-        "local_test": float(np.average(by_class, weights=shares * np.isin(classes, labels[test]))),
-        "local_test_held_out": accuracy(datamodule.test_samples[client].numpy()),
+        "reweighted_test": float(np.average(by_class, weights=shares * np.isin(classes, labels[test]))),
+        "local_test": accuracy(datamodule.test_samples[client].numpy()),
         "global_test": accuracy(test),
         "validation": accuracy(datamodule.validation_samples[client].numpy()),
     }
@@ -77,11 +77,11 @@ def test_accuracies_are_those_of_counting_by_hand_for_every_client(fractions):
         actual = {metric: getattr(evaluation, metric) for metric in METRICS}
         assert actual == pytest.approx(expected, abs=1e-6, nan_ok=True)
         assert evaluation.n_train == len(datamodule.train_samples[client])
-    assert len({evaluation.local_test for evaluation in evaluations}) == 3
-    assert all(evaluation.local_test != pytest.approx(evaluation.global_test) for evaluation in evaluations)
+    assert len({evaluation.reweighted_test for evaluation in evaluations}) == 3
+    assert all(evaluation.reweighted_test != pytest.approx(evaluation.global_test) for evaluation in evaluations)
 
 
-def test_local_test_weighs_each_classs_accuracy_by_the_clients_share_of_the_class():
+def test_reweighted_test_weighs_each_classs_accuracy_by_the_clients_share_of_the_class():
     # A model that always says 1: right on class 1 alone, of which the clients have a quarter and all of it.
     datamodule = blobs((4, 3))
     datamodule.y[:7] = torch.tensor([0, 0, 1, 2, 1, 1, 1])
@@ -91,7 +91,7 @@ def test_local_test_weighs_each_classs_accuracy_by_the_clients_share_of_the_clas
     torch.nn.init.zeros_(model.global_expert.classifier[1].weight)
     model.global_expert.classifier[1].bias.data = torch.tensor([0.0, 1.0, 0.0]).double()
     first, second = evaluate_clients(training(model, datamodule), {}, {}, 1, "aggregation")
-    assert (first.local_test, second.local_test) == (0.25, 1.0)
+    assert (first.reweighted_test, second.reweighted_test) == (0.25, 1.0)
     share = (datamodule.y[datamodule.global_test] == 1).double().mean().item()
     assert first.global_test == second.global_test == pytest.approx(share, abs=1e-6)
 
@@ -103,7 +103,7 @@ def test_a_class_that_the_test_set_lacks_has_no_weight_and_an_output_without_a_c
     evaluations = evaluate_clients(training(model, datamodule), {}, {}, 1, "aggregation")
     for client, evaluation in enumerate(evaluations):
         expected = expected_evaluation(model.eval(), {}, datamodule, client)
-        assert evaluation.local_test == pytest.approx(expected["local_test"], abs=1e-6)
+        assert evaluation.reweighted_test == pytest.approx(expected["reweighted_test"], abs=1e-6)
         assert evaluation.global_test == pytest.approx(expected["global_test"], abs=1e-6)
 
 
@@ -185,7 +185,7 @@ def test_evaluation_is_in_eval_mode_in_whole_batches_and_changes_neither_model_n
     random_state = torch.get_rng_state()
     kept = {0: another_model(0, model)}
     first, again = (evaluate_clients(training(model, datamodule), {}, kept, 1, "aggregation") for _ in range(2))
-    assert [e.local_test for e in first] == [e.local_test for e in again]
+    assert [e.reweighted_test for e in first] == [e.reweighted_test for e in again]
     assert all(module.training for module in model.modules())
     assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
     assert torch.equal(torch.get_rng_state(), random_state)
@@ -226,7 +226,7 @@ def test_the_federation_evaluates_each_clients_own_model_and_says_what_it_is(tmp
     assert len(set(gates)) == 3
 
 
-def evaluation(values, metric="local_test"):
+def evaluation(values, metric="reweighted_test"):
     clients = [
         ClientEvaluation(client, 10, **{**dict.fromkeys(METRICS, 0.5), metric: value})
         for client, value in enumerate(values)
@@ -237,13 +237,13 @@ def evaluation(values, metric="local_test"):
 @pytest.mark.parametrize(("clients", "worst"), [(1, 1), (9, 1), (10, 1), (11, 2), (20, 2), (21, 3), (100, 10)])
 def test_the_worst_tenth_is_the_mean_of_the_worst_tenth_rounded_up(clients, worst):
     values = [(client + 1) / 128 for client in np.random.default_rng(0).permutation(clients)]
-    assert evaluation(values).spread("local_test").worst_tenth == pytest.approx((1 + worst) / 2 / 128, rel=1e-12)
+    assert evaluation(values).spread("reweighted_test").worst_tenth == pytest.approx((1 + worst) / 2 / 128, rel=1e-12)
 
 
 @given(st.lists(st.floats(0, 1) | st.just(nan), min_size=1, max_size=40), st.sampled_from(METRICS))
 @settings(max_examples=100, deadline=None)
 def test_the_spread_is_that_of_numpy_over_the_clients_that_have_the_metric(values, metric):
-    spread = evaluation(values, metric).spread(metric)
+    spread = evaluation(values, metric).spread_or_nan(metric)
     have = np.array([value for value in values if not math.isnan(value)])
     if not len(have):
         assert all(math.isnan(value) for value in spread)
@@ -254,7 +254,7 @@ def test_the_spread_is_that_of_numpy_over_the_clients_that_have_the_metric(value
 
 @pytest.mark.parametrize("accuracy", [0.1, 1 / 3, 0.7])
 def test_equal_accuracies_have_no_deviation_at_all(accuracy):
-    spread = evaluation([accuracy] * 7).spread("local_test")
+    spread = evaluation([accuracy] * 7).spread("reweighted_test")
     assert spread == (accuracy, 0.0, accuracy)
 
 
@@ -264,16 +264,16 @@ def test_rotated_images_have_no_accuracy_by_class_shares(tmp_path):
     module = PersonalizedMoE(SmallMLP(), gate=GlobalOnly())
     federation = run([Phase("FedAvg", FedAvg("global_expert.*"))], module, data, tmp_path, max_epochs=1)
     clients = federation.results["FedAvg"].clients
-    assert all(math.isnan(client.local_test) and client.local_test_held_out > 0 for client in clients)
-    with pytest.raises(MisconfigurationException, match="monitor is 'local_test', which rotated images do not have"):
-        run([Phase("FedAvg", FedAvg("global_expert.*"), monitor="local_test")], module, data, tmp_path)
+    assert all(math.isnan(client.reweighted_test) and client.local_test > 0 for client in clients)
+    with pytest.raises(MisconfigurationException, match="monitor is 'reweighted_test', which rotated images do not"):
+        run([Phase("FedAvg", FedAvg("global_expert.*"), monitor="reweighted_test")], module, data, tmp_path)
 
 
-def test_the_spread_of_a_misspelt_metric_is_refused():
-    with pytest.raises(
-        MisconfigurationException,
-        match=r"^Evaluation: metric is 'local_tst', but must be one of local_test, .*, validation_loss, "
-        r"mean_gate_weight\.$",
-    ):
-        evaluation([0.5, 0.7]).spread("local_tst")
-    assert math.isnan(evaluation([0.5, 0.7]).spread("local_test_f1").mean), "a metric that other methods have"
+@pytest.mark.parametrize(
+    "metric", ["local_tst", "local_test_typo", "local_test_held_out_iou", "mean_gate_weight", "validation_loss"]
+)
+def test_the_spread_of_what_was_not_measured_is_refused(metric):
+    allowed = "local_test, reweighted_test, global_test, validation."
+    with pytest.raises(MisconfigurationException) as refused:
+        evaluation([0.5, 0.7]).spread(metric)
+    assert str(refused.value) == f"Evaluation: metric is '{metric}', but must be one that was measured: {allowed}"

@@ -12,6 +12,7 @@ from fedmoe_pl.algorithms import FedAvg, Local, OptInFedAvg
 from fedmoe_pl.callbacks import FederationCallback
 from fedmoe_pl.models import ConstantGate, LinearGate
 from fedmoe_pl.rounds.cohort import evaluated_clients
+from fedmoe_pl.rounds.evaluation import METRICS
 
 SIZES = (13, 8, 11, 9, 12, 10)
 
@@ -47,7 +48,7 @@ def test_the_drawn_clients_have_their_numbers_among_all_and_select_the_round(tmp
         assert [client.client for client in one.clients] == drawn
         for client in one.clients:
             same = of_all.clients[client.client]
-            for name in ("n_train", "local_test", "global_test", "validation", "validation_loss", "mean_gate_weight"):
+            for name in (*METRICS, "n_train", "validation_loss", "mean_gate_weight"):
                 assert getattr(client, name) == pytest.approx(getattr(same, name), rel=1e-12, nan_ok=True)
         losses.append(sum(of_all.clients[client].validation_loss for client in drawn) / 3)
     assert federation.results["FedAvg"].round == 1 + losses[:5].index(min(losses[:5]))

@@ -12,7 +12,7 @@ from helpers.workers import TwoInThisProcess
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import LightningModule
 from torch import nn
-from torchmetrics import F1Score, MeanSquaredError, Metric, R2Score
+from torchmetrics import Accuracy, F1Score, MeanSquaredError, Metric, R2Score
 
 from fedmoe_pl import Federation, PersonalizedMoE, Phase
 from fedmoe_pl import algorithms as methods
@@ -22,7 +22,7 @@ from fedmoe_pl.data import Diabetes, RandomHorizontalFlip, SyntheticMultilabel, 
 from fedmoe_pl.models import GlobalOnly, LinearGate, LocalOnly, SmallFCN
 from fedmoe_pl.rounds.begin import phase_module
 from fedmoe_pl.rounds.checks import check_phase
-from fedmoe_pl.rounds.evaluation import ClientEvaluation, Evaluation
+from fedmoe_pl.rounds.evaluation import METRICS, SPLITS, ClientEvaluation, Evaluation
 from fedmoe_pl.rounds.metrics import Meter
 
 nan = math.nan
@@ -96,9 +96,9 @@ def test_each_client_has_the_metrics_of_its_model_on_each_set(fitted, method):
             for metric, value in expected.items():
                 if len(samples) > 1 or metric != "r2":
                     assert client.value(f"{name}_{metric}") == pytest.approx(value, rel=1e-4), (name, metric)
-        assert math.isnan(client.local_test) and math.isnan(client.global_test), "there are no accuracies"
+        assert all(math.isnan(getattr(client, accuracy)) for accuracy in METRICS)
     assert all(client.gate_labels is None for client in fitted.results[method].clients)
-    assert math.isnan(fitted.results[method].spread("mean_gate_weight").mean) == (method != "PFL-MF")
+    assert bool(fitted.results[method].values("mean_gate_weight")) == (method == "PFL-MF")
 
 
 def test_the_monitor_takes_the_round_with_the_lowest_error(fitted):
@@ -160,12 +160,20 @@ def test_classes_have_metrics_beside_the_same_accuracies(tmp_path):
         for name, samples in (("local_test", data.test_samples[one.client]), ("global_test", data.global_test)):
             expected = f1()(module(data.x[samples]).argmax(1), data.y[samples])
             assert one.metrics[f"{name}_f1"] == pytest.approx(expected.item(), abs=1e-6)
-        assert (one.local_test, one.global_test, one.local_test_held_out) == (
-            other.local_test,
+        assert (one.reweighted_test, one.global_test, one.local_test) == (
+            other.reweighted_test,
             other.global_test,
-            other.local_test_held_out,
+            other.local_test,
         )
         assert other.metrics == {} and "local_test_loss" not in one.metrics
+
+
+def test_an_accuracy_and_a_metric_named_alike_are_on_the_same_samples(tmp_path):
+    run = federation(tmp_path, phases()[:1], {"accuracy": Accuracy("multiclass", num_classes=3)})
+    run.fit(mixture(), blobs(test_fraction=0.3, validation_fraction=0.3))
+    for client in run.results["FedAvg"].clients:
+        for split in SPLITS:
+            assert client.value(split) == pytest.approx(client.value(f"{split}_accuracy"))
 
 
 class Plain(LightningModule):
@@ -304,7 +312,7 @@ DENSE = partial(PersonalizedMoE, SmallFCN(num_classes=2, channels=2))
         ),
         (
             lambda: check(FedAvg(), mixture(), blobs(), monitor="validation_f1"),
-            "monitor is 'validation_f1', but must be one of local_test, local_test_held_out, global_test, validation,",
+            "monitor is 'validation_f1', but must be one of local_test, reweighted_test, global_test, validation,",
         ),
         (
             lambda: check(FedAvg(), regression(), numbers(test_fraction=0.0), errors(), monitor="local_test_rmse"),
@@ -347,7 +355,7 @@ DENSE = partial(PersonalizedMoE, SmallFCN(num_classes=2, channels=2))
         (lambda: Federation(phases(), metrics=[mae()]), "metrics is a list, but must be a dict of metrics by name."),
         (
             lambda: Phase("p", FedAvg(), monitor="f1"),
-            "Phase 'p': monitor is 'f1', but must be one of local_test, local_test_held_out, global_test, validation, "
+            "Phase 'p': monitor is 'f1', but must be one of local_test, reweighted_test, global_test, validation, "
             "validation_loss, or a metric of the federation by one of the names local_test_NAME, global_test_NAME,",
         ),
     ],

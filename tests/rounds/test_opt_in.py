@@ -270,10 +270,10 @@ def test_phases_that_have_no_sample_in_common_are_refused(tmp_path):
 
 
 def test_a_monitor_that_depends_on_the_classes_of_samples_that_opt_out_is_refused(tmp_path):
-    message = "Phase 'FedAvg': monitor is 'local_test', which depends on the classes of all of a client's samples"
+    message = "Phase 'FedAvg': monitor is 'reweighted_test', which depends on the classes of all of a client's samples"
     with pytest.raises(MisconfigurationException, match=message):
-        trained(image_data(images()), OptInFedAvg("global_expert.*", opt_out_data=0.4), tmp_path, "local_test")
-    trained(image_data(images()), OptInFedAvg("global_expert.*", opt_out_clients=0.5), tmp_path, "local_test")
+        trained(image_data(images()), OptInFedAvg("global_expert.*", opt_out_data=0.4), tmp_path, "reweighted_test")
+    trained(image_data(images()), OptInFedAvg("global_expert.*", opt_out_clients=0.5), tmp_path, "reweighted_test")
 
 
 def test_a_run_does_not_go_on_with_other_statistics(tmp_path):

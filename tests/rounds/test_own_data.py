@@ -127,7 +127,7 @@ def test_a_module_of_dict_batches_is_trained_and_evaluated(module, algorithm, tm
         scores = torch.cat([trained(batch) for batch in words.test_dataloader()])
     right = (scores.argmax(1) == words.y[words.global_test]).double().mean().item()
     assert evaluation.clients[0].global_test == pytest.approx(right)
-    assert 0 <= evaluation.clients[1].local_test_held_out <= 1
+    assert 0 <= evaluation.clients[1].local_test <= 1
 
 
 def test_a_plain_trainer_takes_dict_batches(tmp_path):
@@ -178,7 +178,7 @@ def test_a_collate_function_may_mix_samples_and_labels(eval_collate_fn, tmp_path
     (batch,) = mixing.batches(samples, batch_size=len(samples))
     with torch.no_grad():
         right = module(batch[0]).argmax(1) == mixing.y[samples]
-    assert client.local_test_held_out == pytest.approx(right.double().mean().item())
+    assert client.local_test == pytest.approx(right.double().mean().item())
     assert client.validation_loss > 0
 
 

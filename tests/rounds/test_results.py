@@ -22,9 +22,9 @@ def test_round_row_names_what_was_evaluated_and_spreads_over_clients():
         "moment": "after aggregation",
         "selection": "best round by global_test",
     }
-    assert row["local_test_mean"] == pytest.approx(0.7)
-    assert row["local_test_std"] == pytest.approx(math.sqrt(0.08 / 3))
-    assert row["local_test_worst_tenth"] == 0.5
+    assert row["reweighted_test_mean"] == pytest.approx(0.7)
+    assert row["reweighted_test_std"] == pytest.approx(math.sqrt(0.08 / 3))
+    assert row["reweighted_test_worst_tenth"] == 0.5
     assert math.isnan(row["validation_mean"])
 
 
@@ -62,16 +62,16 @@ def test_failed_csv_leaves_the_old_file(tmp_path):
 
 
 def test_table():
-    evaluations = [evaluation(), mixture(round=1, local=(0.91, 0.93, 1.0))]
+    evaluations = [evaluation(), mixture(round=1, reweighted=(0.91, 0.93, 1.0))]
     expected = """\
-                  local test                    global test
+                reweighted test                 global test
 method       mean     std worst tenth      mean     std worst tenth
 -------------------------------------------------------------------
 FedAvg      70.00   16.33       50.00     60.00    0.00       60.00
 PFL-MFE     94.67    3.86       91.00     60.00    0.00       60.00
 
 Accuracy in percent over all 3 clients: mean, standard deviation, mean of the worst tenth.
-local test: accuracy per class on the global test set, weighted with the client's class shares
+reweighted test: accuracy per class on the global test set, weighted with the client's class shares
 global test: accuracy on the global test set, the same for all clients
 FedAvg: global expert, after aggregation, last round (round 4)
 PFL-MFE: mixture, after local training, last round (round 1)"""
@@ -79,16 +79,16 @@ PFL-MFE: mixture, after local training, last round (round 1)"""
 
 
 def test_the_table_of_a_client_alone_says_so():
-    assert "Accuracy in percent over one client: mean," in format_table([evaluation(local=(0.5,))])
+    assert "Accuracy in percent over one client: mean," in format_table([evaluation(reweighted=(0.5,))])
 
 
-def test_table_has_held_out_columns_only_where_present():
-    assert "held out" not in format_table([evaluation()])
-    table = format_table([evaluation(held_out=0.25), evaluation("Local")])
+def test_table_begins_with_the_held_out_samples_where_there_are_some():
+    assert "local test" not in format_table([evaluation()])
+    table = format_table([evaluation(local=0.25), evaluation("Local")])
     lines = table.splitlines()
-    assert "local test held out" in lines[0]
-    assert lines[3].split()[4:7] == ["25.00", "0.00", "25.00"]
-    assert lines[4].split()[4:7] == ["-", "-", "-"]
+    assert lines[0].split() == ["local", "test", "reweighted", "test", "global", "test"]
+    assert lines[3].split()[1:4] == ["25.00", "0.00", "25.00"]
+    assert lines[4].split()[1:4] == ["-", "-", "-"]
     assert "FedAvg, Local: global expert, after aggregation, last round (round 4)" in lines
 
 

@@ -141,7 +141,7 @@ def test_a_checkpoint_of_another_format_is_refused(whole, tmp_path):
     old = tmp_path / "version_0/checkpoints/last.ckpt"
     old.parent.mkdir(parents=True)
     torch.save({**content, "fedmoe_pl": 1}, old)
-    with pytest.raises(MisconfigurationException, match="of format 1, but this version needs one of format 5"):
+    with pytest.raises(MisconfigurationException, match="of format 1, but this version needs one of format 6"):
         federation(tmp_path).fit(model(), data(), ckpt_path=str(old))
 
 

@@ -189,7 +189,7 @@ def test_test_and_predict_read_what_lies_on_disk(tmp_path, capsys, store):
     again.predict(model(seed=3), data(test_fraction=0.3, validation_fraction=0.2))
     rows = [row.split(",") for row in (run.run_dir / "predictions.csv").read_text().splitlines()]
     right = [row[4] == row[5] for row in rows if row[:3] == ["PFL-MF", "after local training", "1"]]
-    assert sum(right) / len(right) == pytest.approx(run.results["PFL-MF"].clients[1].local_test_held_out)
+    assert sum(right) / len(right) == pytest.approx(run.results["PFL-MF"].clients[1].local_test)
     assert files(run) == needed_files(run)
 
 
