@@ -186,6 +186,17 @@ class Algorithm:
         """The local loss, and other values by name; by default those of the module's ``loss(batch)``."""
         return module.loss(batch)  # pyright: ignore[reportCallIssue]
 
+    def validation_loss(self, module: LightningModule, batch: Any, const: dict[str, Any]) -> Tensor:
+        """The mean loss of validation samples, by default the module's own, without terms of the algorithm.
+
+        Args:
+            module: a module in eval mode.
+            batch: the samples.
+            const: what ``client_init`` returned; empty for the model that a client would use now. If this hook is not
+                overridden, the loss of the latter is that of the scores that ``predictor`` gives.
+        """
+        return module.loss(batch)[0]  # pyright: ignore[reportCallIssue]
+
     def client_final(self, client: Client, const: dict[str, Any]) -> Update:
         """The tensors that the client sends and keeps, and its weight, as ``weighting`` says.
 
