@@ -301,6 +301,11 @@ class Algorithm:
         return client.module
 
     @property
+    def aggregates(self) -> bool:
+        """Whether the server combines what clients send; by default, if they share anything."""
+        return self.federated
+
+    @property
     def has_predictor(self) -> bool:
         """Whether clients predict with more than their module; by default, if ``predictor`` is overridden."""
         return type(self).predictor is not Algorithm.predictor
