@@ -57,6 +57,8 @@ class Algorithm:
         message_period: number of rounds after which the same kinds of tensors are sent again, from the second round on.
         needed_parts: the parts of the module that ``missing_start`` is about; a ``start`` by parts must name them.
         replaced_parts: the parts that ``server_init`` makes anew; a ``start`` by parts must not name them.
+        computed_parts: the parts that ``personal_tensors`` computes for a client's predictions, and that nobody keeps:
+            a phase that starts from this one gets others. An empty name is that of the whole module.
     """
 
     federated: bool = True
@@ -76,6 +78,7 @@ class Algorithm:
     message_period: int = 1
     needed_parts: Sequence[str] = ("global_expert",)
     replaced_parts: Sequence[str] = ()
+    computed_parts: Sequence[str] = ()
 
     def __init__(
         self, shared: str | list[str] = "*", trainable: str | list[str] = "*", weighting: Weighting = "samples"

@@ -71,6 +71,7 @@ class PerFedAvg(Algorithm):
         self.inner_lr = inner_lr
         self.second_order = second_order
         self.expert = expert
+        self.computed_parts = (expert.split(".")[0],)
 
     def check(self, module: LightningModule) -> None:
         """Refuses a module without the expert, and a trained gate."""
