@@ -4,7 +4,9 @@
 topic                  official code                                   here
 =====================  ==============================================  =============================================
 adaptability set       the last 5 % of a client's training samples     5 % of them, drawn once, but at least one;
-                                                                       the same in every round
+                                                                       the same in every round; a client with
+                                                                       a single sample sets none aside, and keeps
+                                                                       its w of 0.5
 its batches            shuffled in every epoch                         always in the same order
 a new shared model     is sent to all clients once per round           counts twice for a client of two rounds: after
                                                                        aggregation, and before training
