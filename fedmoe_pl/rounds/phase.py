@@ -232,11 +232,10 @@ class Phase:
                 f"{self}: monitor is '{self.monitor}', but must be one of {', '.join(MONITORS)}, or a metric of the "
                 f"federation by one of the names {', '.join(f'{split}NAME' for split in _SPLITS)}."
             )
-        allowed = (None, *get_args(Moment), "both") if self.algorithm.aggregates else (None, "local_training")
+        aggregates, name = self.algorithm.aggregates, type(self.algorithm).__name__
+        allowed = (None, *get_args(Moment), "both") if aggregates else (None, "local_training")
         if self.evaluate_after not in allowed:
-            reason = (
-                "" if self.algorithm.aggregates else f", because {type(self.algorithm).__name__} aggregates nothing"
-            )
+            reason = "" if aggregates else f", because {name} aggregates nothing"
             raise MisconfigurationException(
                 f"{self}: evaluate_after is '{self.evaluate_after}', but must be "
                 f"{' or '.join(str(moment) for moment in allowed[1:])}{reason}."
