@@ -44,6 +44,7 @@ from fedmoe_pl.algorithms import (
     KNNPer,
     LabelPrior,
     Local,
+    PerFedAvg,
     PersonalizedExpert,
     PFedMe,
     PFLMoE,
@@ -135,6 +136,7 @@ REFUSED = {
         "weighting": (lambda: FedBN(weighting="sampels"), "must be one of samples, uniform"),
     },
     "FedRep": {"weighting": (lambda: FedRep(weighting="sampels"), "must be one of samples, uniform")},
+    "PerFedAvg": {"weighting": (lambda: PerFedAvg(weighting="sampels"), "must be one of samples, uniform")},
     "PFedMe": {"weighting": (lambda: PFedMe(weighting="sampels"), "must be one of samples, uniform")},
     "FML": {"weighting": (lambda: FML(weighting="sampels"), "must be one of samples, uniform")},
     "FedAPEN": {

@@ -69,6 +69,8 @@ class Algorithm:
         needed_parts: the parts of the module that ``missing_start`` is about; a ``start`` by parts must name them.
         copied_parts: the parts that start as copies of others, each with the other's name; a ``start`` by parts must
             not name them. A client copies what it has itself, also where it keeps a part of the original to itself.
+        computed_parts: the parts that ``personal_tensors`` computes for a client's predictions, and that nobody keeps:
+            a phase that starts from this one gets others. An empty name is that of the whole module.
     """
 
     federated: bool = True
@@ -88,6 +90,7 @@ class Algorithm:
     message_period: int = 1
     needed_parts: Sequence[str] = ("global_expert",)
     copied_parts: Mapping[str, str] = MappingProxyType({})
+    computed_parts: Sequence[str] = ()
 
     def __init__(
         self, shared: str | list[str] = "*", trainable: str | list[str] = "*", weighting: Weighting = "samples"
@@ -200,6 +203,17 @@ class Algorithm:
         """The local loss, and other values by name; by default those of the module's ``loss(batch)``."""
         return module.loss(batch)  # pyright: ignore[reportCallIssue]
 
+    def validation_loss(self, module: LightningModule, batch: Any, const: dict[str, Any]) -> Tensor:
+        """The mean loss of validation samples, by default the module's own, without terms of the algorithm.
+
+        Args:
+            module: a module in eval mode.
+            batch: the samples.
+            const: what ``client_init`` returned; empty for the model that a client would use now. If this hook is not
+                overridden, the loss of the latter is that of the scores that ``predictor`` gives.
+        """
+        return module.loss(batch)[0]  # pyright: ignore[reportCallIssue]
+
     def client_final(self, client: Client, const: dict[str, Any]) -> Update:
         """The tensors that the client sends and keeps, and its weight, as ``weighting`` says.
 
@@ -302,6 +316,11 @@ class Algorithm:
             server: the server's state.
         """
         return client.module
+
+    @property
+    def aggregates(self) -> bool:
+        """Whether the server combines what clients send; by default, if they share anything."""
+        return self.federated
 
     @property
     def has_predictor(self) -> bool:

@@ -60,6 +60,8 @@ class APFL(PersonalModel):
             of these.
     """
 
+    computed_parts = ("local_expert",)
+
     def __init__(self, alpha: float = 0.5, alpha_lr: float = 0.0, weighting: Weighting = "uniform") -> None:
         if not 0 <= alpha <= 1:
             raise MisconfigurationException(f"APFL: alpha is {alpha}, but must be from 0 to 1.")

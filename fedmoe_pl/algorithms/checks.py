@@ -130,7 +130,7 @@ def check_sparse(
 
     Raises:
         MisconfigurationException: if it is another model, its gate does not fit, clients differ in their experts, or
-            it has a balancing loss, which the losses of these algorithms leave out.
+            it has a loss of its own or a balancing loss, which the likelihoods of these algorithms leave out.
     """
     name = type(algorithm).__name__
     sparse = module if isinstance(module, SparseMoE) else None
@@ -142,6 +142,11 @@ def check_sparse(
     if isinstance(sparse.num_experts, list):
         raise MisconfigurationException(
             f"{name}: num_experts is {sparse.num_experts}, but must be one number, the same for all clients."
+        )
+    if sparse.criterion is not None:
+        raise MisconfigurationException(
+            f"{name}: loss is a {type(sparse.criterion).__name__}, but must be left out, because {name} trains with "
+            "the likelihood of the classes."
         )
     if sparse.load_balancing:
         raise MisconfigurationException(

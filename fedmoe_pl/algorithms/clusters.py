@@ -12,6 +12,7 @@ from torch import Generator, Tensor, nn
 
 from fedmoe_pl.algorithms.algorithm import Algorithm
 from fedmoe_pl.algorithms.client import Client
+from fedmoe_pl.algorithms.parts import summed_loss
 from fedmoe_pl.data import SampleBatches
 from fedmoe_pl.models import ClusteredMoE, FixedGate
 from fedmoe_pl.seeds import derive_seed
@@ -123,5 +124,5 @@ def mean_loss(module: LightningModule, cluster: int, batches: SampleBatches) -> 
     """Mean loss of a cluster's model in eval mode: float64 (), on the CPU. It is computed on the data's device."""
     assert isinstance(module, ClusteredMoE)
     expert = copy_module(module.global_experts[cluster]).to(batches.device).eval()
-    sums = [module.loss_of(module.scores_of(expert(x)), y, reduction="none").double().sum() for x, y in batches]
+    sums = [summed_loss(module, module.scores_of(expert(x)), y) for x, y in batches]
     return torch.stack(sums).sum().cpu() / len(batches.samples)

@@ -82,6 +82,7 @@ class FedALA(Algorithm):
         patterns = f"{expert_prefix(expert)}*"
         super().__init__(patterns, patterns)
         self.expert = expert
+        self.computed_parts = (expert.split(".")[0],)
         self.last_parameters = last_parameters
         self.eta = eta
         self.sample_share = sample_share

@@ -4,7 +4,9 @@
 topic                  official code                                   here
 =====================  ==============================================  =============================================
 adaptability set       the last 5 % of a client's training samples     5 % of them, drawn once, but at least one;
-                                                                       the same in every round
+                                                                       the same in every round; a client with
+                                                                       a single sample sets none aside, and keeps
+                                                                       its w of 0.5
 its batches            shuffled in every epoch                         always in the same order
 a new shared model     is sent to all clients once per round           counts twice for a client of two rounds: after
                                                                        aggregation, and before training
@@ -18,10 +20,10 @@ import math
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import LightningModule
 from torch import Tensor
+from torch.func import grad
 
 from fedmoe_pl.algorithms.algorithm import Algorithm, Weighting
 from fedmoe_pl.algorithms.checks import check_both_experts
@@ -110,15 +112,16 @@ class FedAPEN(Algorithm):
 
     @torch.no_grad()
     def client_after_aggregation(self, client: Client, sent: Tree) -> Tree:
-        """Learns the weight with the new shared model, by SGD on cross-entropy; both models are constant."""
+        """Learns the weight with the new shared model, by SGD on the ensemble's loss; both models are constant."""
         module = client.module.eval()
         samples, _ = set_aside(client, self.adaptability_fraction, _ADAPTABILITY)
         batches = client.datamodule.batches(samples, device=torch.device("cpu"))
         outputs = [(*both_logits(module, x), y) for x, y in batches]
+
+        def loss(weight: Tensor, private: Tensor, shared: Tensor, y: Tensor) -> Tensor:
+            return logits_loss(module, weight * private + (1 - weight) * shared, y)
+
         weight = module.get_buffer(_WEIGHTS)[1]
         for private, shared, y in outputs * self.weight_epochs:
-            ensemble = weight * private + (1 - weight) * shared
-            errors = ensemble.softmax(1) - F.one_hot(y, ensemble.shape[1])  # the derivative by the ensemble's logits
-            gradient = (errors * (private - shared)).sum(1).mean()
-            weight = (weight - self.weight_lr * gradient).clamp(0, 1)
+            weight = (weight - self.weight_lr * grad(loss)(weight, private, shared, y)).clamp(0, 1)
         return {**client.kept, _WEIGHTS: torch.stack((1 - weight, weight))}

@@ -23,14 +23,14 @@ class FedBN(Algorithm):
     Args:
         shared: glob patterns of the parameters and buffers that are averaged, unless they belong to batch
             normalization.
-        weighting: ``samples`` weighs a client by its number of training samples; ``uniform`` gives all clients the same
-            weight.
+        weighting: ``uniform`` gives all clients the same weight, as in the paper and its code; ``samples`` weighs a
+            client by its number of training samples.
 
     Raises:
         MisconfigurationException: if ``weighting`` is neither of these.
     """
 
-    def __init__(self, shared: str | list[str] = "*", weighting: Weighting = "samples") -> None:
+    def __init__(self, shared: str | list[str] = "*", weighting: Weighting = "uniform") -> None:
         super().__init__(shared, weighting=weighting)
         self._private: frozenset[str] = frozenset()  # follows from the module: no state
 

@@ -12,7 +12,8 @@ common expert         pretrained and frozen; the gate reads     the embedding an
 initial experts       not described                             copies of that first expert
 local loss            not described                             the likelihood of the mixture, as in ``FedMix``
 choice of experts     largest mean weights of the gate          as in ``FedMix``
-anchor clients        one per expert, with distinct labels      most distant class shares, chosen by the server
+anchor clients        one per expert, with distinct labels,     most distant class shares, chosen by the server;
+                      which always train                        in a cohort as often as other clients
 prediction            the expert with the largest weight        the same
 ====================  ========================================  ====================================================
 """
@@ -46,8 +47,9 @@ class FedJETs(SharedExperts):
 
     Args:
         experts_per_client: number of experts that a client trains.
-        anchors: whether each expert has an anchor client. It always trains this expert, and its loss has the term
-            ``-log p(expert|x)``, so that the gate chooses it. The server needs to know all clients' class shares.
+        anchors: whether each expert has an anchor client. It trains this expert in every round for which it is drawn,
+            as any client is, and its loss has the term ``-log p(expert|x)``, so that the gate chooses it. The server
+            needs to know all clients' class shares.
 
     Raises:
         MisconfigurationException: if ``experts_per_client`` is below 1.

@@ -9,8 +9,9 @@ divergence              not mentioned                    mean over all outputs  
 hidden states           a learned matrix maps the        no matrix; hidden states     no matrix; features of one width
                         student's to the teacher's       and attention of one width   or ``hidden_states: false``
 energy in round t < T   rises from 0.95 to 0.98          0.95 + (t + 1) / T 0.03      as in the code
-rank                    smallest that reaches it         the same, but 0 if it would  smallest that reaches it
-                                                         be full
+rank                    smallest that reaches it         the same, but 0 if it would  smallest that reaches it, in
+                                                         be full; when clients send,  both directions
+                                                         smallest that exceeds it
 ======================  ===============================  ===========================  ================================
 """
 

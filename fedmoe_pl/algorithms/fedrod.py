@@ -30,7 +30,7 @@ from torch import Tensor
 from fedmoe_pl.algorithms.algorithm import Algorithm
 from fedmoe_pl.algorithms.checks import check_expert, check_fixed_gate
 from fedmoe_pl.algorithms.client import Client, Update
-from fedmoe_pl.algorithms.parts import copy_of_global_expert, split_expert
+from fedmoe_pl.algorithms.parts import copy_of_global_expert, logits_loss, split_expert
 from fedmoe_pl.checks import check_number
 from fedmoe_pl.trees import Tree, load_tree, subtree, with_prefix
 
@@ -44,7 +44,7 @@ class FedRoD(Algorithm):
     The global expert, an extractor and the generic head h_G, is averaged. Its loss is the balanced softmax: the
     cross-entropy of ``h_G(z) + prior_exponent * log n_c`` for features z and the client's n_c samples of class c. The
     personal head h_P, the local expert's classifier, never leaves its client. Its loss is the cross-entropy of
-    ``h_G(z) + h_P(z)``, which trains only h_P.
+    ``h_G(z) + h_P(z)``, which trains only h_P. A ``loss`` of the model takes the place of both cross-entropies.
 
     A client's local expert has the global expert's extractor. Therefore a gate with ``EqualWeights`` predicts the class
     with the largest ``h_G(z) + h_P(z)``, and ``GlobalOnly`` that with the largest ``h_G(z)``. The mixture has half the
@@ -109,7 +109,7 @@ class FedRoD(Algorithm):
         personal = logits.detach() + split_expert(module, "local_expert")[1](features.detach())
         counts = F.pad(const["counts"], (0, logits.shape[1] - len(const["counts"])))  # the model may know more classes
         log_prior = counts.pow(self.prior_exponent).log()
-        return F.cross_entropy(logits + log_prior, y) + F.cross_entropy(personal, y), {}
+        return logits_loss(module, logits + log_prior, y) + logits_loss(module, personal, y), {}
 
     def client_final(self, client: Client, const: dict[str, Any]) -> Update:
         """Sends the global expert, keeps the personal head."""

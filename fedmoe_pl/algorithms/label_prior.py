@@ -14,17 +14,14 @@ from itertools import takewhile
 from typing import Any, Literal
 
 import torch
-import torch.nn.functional as F
 from lightning.pytorch import LightningModule
-from torch import Tensor
 
 from fedmoe_pl.algorithms.algorithm import Algorithm
 from fedmoe_pl.algorithms.biases import check_last_biases, check_shifts, last_biases
 from fedmoe_pl.algorithms.checks import missing_federation
 from fedmoe_pl.algorithms.client import Client, Update
-from fedmoe_pl.algorithms.parts import evaluation_copy, expert_prefix
+from fedmoe_pl.algorithms.parts import evaluation_copy, expert_prefix, summed_loss
 from fedmoe_pl.checks import check_number
-from fedmoe_pl.models import MixtureOfExperts
 from fedmoe_pl.trees import Tree, load_tree
 
 _TAU = "prior/tau"  # a client's tau, which it has as soon as its biases are corrected
@@ -119,12 +116,5 @@ class LabelPrior(Algorithm):
         module, losses = evaluation_copy(client, batches), []
         for tau in _GRID:
             load_tree(module, self._corrected(client, tau))
-            losses.append(sum(_loss(module, x, y) for x, y in batches))
+            losses.append(sum(summed_loss(module, module(x), y).item() for x, y in batches))
         return _GRID[losses.index(min(losses))]
-
-
-def _loss(module: LightningModule, x: Tensor, y: Tensor) -> float:
-    """The sum of the losses of a batch."""
-    if isinstance(module, MixtureOfExperts):
-        return module.loss_of(module(x), y, reduction="none").double().sum().item()
-    return F.cross_entropy(module(x), y, reduction="none").double().sum().item()

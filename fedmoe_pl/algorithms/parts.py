@@ -39,6 +39,18 @@ def logits_loss(module: LightningModule, logits: Tensor, y: Tensor) -> Tensor:
     return F.cross_entropy(logits, y)
 
 
+def summed_loss(module: LightningModule, scores: Tensor, y: Tensor) -> Tensor:
+    """The sum of the losses of a model's scores (B, C) in double precision, by which models are compared.
+
+    A mixture's ``loss`` of the user's gives the mean of a batch, which may weigh its samples; it counts B times.
+    """
+    if not isinstance(module, MixtureOfExperts):
+        return F.cross_entropy(scores, y, reduction="none").double().sum()
+    if module.criterion is not None:
+        return module.loss_of(scores, y).double() * len(y)
+    return module.loss_of(scores, y, reduction="none").double().sum()
+
+
 def expert_loss(module: LightningModule, expert: str, batch: Any) -> tuple[Tensor, dict[str, Tensor]]:
     """The mean loss of one expert, by its name in the module, whatever the gate; and no metrics."""
     x, y = batch

@@ -3,6 +3,8 @@
 ============  ============================  ====================================  ======================================
 topic         paper                         authors of pFedMe (CharlieDinh)       here
 ============  ============================  ====================================  ======================================
+weights of    uniform                       numbers of samples                    ``weighting="uniform"``
+clients
 batches       D, D' and D'' are separate    two batches in turn                   the first half of each batch is D, the
                                                                                   second one D'
 second order  Hessian at D'', or by finite  none                                  ``second_order``: exactly, at D
@@ -20,7 +22,7 @@ from lightning.pytorch import LightningModule
 from torch import Tensor
 from torch.func import functional_call
 
-from fedmoe_pl.algorithms.algorithm import Algorithm
+from fedmoe_pl.algorithms.algorithm import Algorithm, Weighting
 from fedmoe_pl.algorithms.checks import check_only_expert
 from fedmoe_pl.algorithms.client import Client
 from fedmoe_pl.algorithms.parts import (
@@ -40,29 +42,36 @@ class PerFedAvg(Algorithm):
     """FedAvg of a model that is good after one gradient step on a client's data: ``f(w - inner_lr df(w; D); D')``.
 
     The first half of every batch is D, the rest D'. If D has no sample, or a single one with batch
-    normalization, the inner step is left out. Clients are weighed by their numbers of training samples. What a client
-    uses is the server's model after one step on all of its training samples, without augmentation and dropout; nothing
-    is kept. Only the expert is shared and trained.
+    normalization, the inner step is left out. What a client uses is the server's model after one step on all of its
+    training samples, without augmentation and dropout; nothing is kept. Only the expert is shared and trained.
 
     Args:
         inner_lr: alpha, the size of the inner step; 0 is FedAvg on D'.
         second_order: whether the inner gradient is differentiated, too. Otherwise it is a constant, as in the paper's
             first-order version (FO).
         expert: name of the expert in the module; empty for the module itself.
+        weighting: how the average weighs clients, as in :class:`~fedmoe_pl.algorithms.FedAvg`.
 
     Raises:
-        MisconfigurationException: if ``inner_lr`` is below 0.
+        MisconfigurationException: if ``inner_lr`` is below 0, or ``weighting`` is unknown.
     """
 
     needs_loss_of_outputs = True
 
-    def __init__(self, inner_lr: float = 0.01, second_order: bool = False, expert: str = "global_expert") -> None:
+    def __init__(
+        self,
+        inner_lr: float = 0.01,
+        second_order: bool = False,
+        expert: str = "global_expert",
+        weighting: Weighting = "uniform",
+    ) -> None:
         check_number(self, "inner_lr", inner_lr, least=0)
         self.prefix = expert_prefix(expert)
-        super().__init__(f"{self.prefix}*", f"{self.prefix}*")
+        super().__init__(f"{self.prefix}*", f"{self.prefix}*", weighting)
         self.inner_lr = inner_lr
         self.second_order = second_order
         self.expert = expert
+        self.computed_parts = (expert.split(".")[0],)
 
     def check(self, module: LightningModule) -> None:
         """Refuses a module without the expert, and a trained gate."""

@@ -44,7 +44,8 @@ class SharedExperts(Algorithm, ABC):
     A client ranks the experts by the mean of the received gate's weights of its training samples. It asks for the first
     ones in its next round, because it sends its request before it receives the new gate. In its first round it receives
     all, and trains the first ones. An expert that nobody trained stays as it is. All clients are evaluated with all
-    experts.
+    experts: their accuracies with the one that the gate prefers for a sample, their ``validation_loss`` with the
+    likelihood of all, with which clients train.
 
     Args:
         experts_per_client: number of experts that a client trains.
@@ -94,6 +95,11 @@ class SharedExperts(Algorithm, ABC):
         super().client_init(client, sent)
         best = self.preferred(_mean_weights(client), sent)[: self.experts_per_client].sort().values
         return {"experts": client.kept.get(_ASKED, best).tolist(), "next": best}
+
+    def validation_loss(self, module: LightningModule, batch: Any, const: dict[str, Any]) -> Tensor:
+        """The negative log-likelihood of the client's mixture, or of all experts."""
+        assert isinstance(module, SparseMoE)
+        return mixture_loss(module, batch, const.get("experts", [*range(len(module.experts))])).loss
 
     def client_final(self, client: Client, const: dict[str, Any]) -> Update:
         """Sends all that is shared but the experts that the client did not train; keeps its next request."""

@@ -177,7 +177,7 @@ class _LossCheck(Callback):
 
 
 class _ClientLoss(LightningModule):
-    """Base of both client modules below: it validates with the module's own loss and uses the user's optimizer."""
+    """Base of both client modules below: it validates, and uses the user's optimizer."""
 
     module: LightningModule
     algorithm: Algorithm
@@ -191,7 +191,7 @@ class _ClientLoss(LightningModule):
             return getattr(super().__getattr__("module"), name)
 
     def validation_step(self, batch: Any, batch_idx: int) -> None:
-        loss = self.module.loss(batch)[0]  # pyright: ignore[reportCallIssue]  without terms of the algorithm
+        loss = self.algorithm.validation_loss(self.module, batch, self.const)
         self.log("validation_loss", loss, batch_size=batch_length(batch))
 
     def configure_optimizers(self) -> Any:

@@ -52,6 +52,7 @@ class ClientsPlan(Plan):
     def __init__(self, training: LocalTraining, clients: Clients) -> None:
         super().__init__(training, "on the clients' machines")
         self.clients = clients
+        self._requests: dict[int, Tree] | None = None  # those that are not answered yet
 
     def begin(self, training: LocalTraining) -> ClientsPlan:
         """A plan with the phase's initial tensors."""
@@ -74,6 +75,7 @@ class ClientsPlan(Plan):
             except Exception as error:  # whatever a client has sent
                 rank_zero_warn(f"client {client}: {cannot_be_used('request', error).reason}.")
                 requests[client] = {}
+        self._requests = requests
         return requests
 
     def train(self, server: Tree, cohort: Sequence[int], kept: Mapping[int, Tree], round: int) -> Iterator[GroupUpdate]:
@@ -121,11 +123,12 @@ class ClientsPlan(Plan):
                 yield client, keeps, received[client]
 
     def sent(self, server: Tree, clients: Sequence[int], kept: Mapping[int, Tree], round: int) -> dict[int, Tree]:
-        """What each client receives: the answer to its request, and what the aggregation adds."""
+        """What each client receives: the answer to its last request, or to a new one, and what the aggregation adds."""
         added = {name: tensor for name, tensor in server.items() if name.startswith(PREFIX)}
         added = {} if self.training.aggregation is None else added
         sent = {}
-        for client, request in self.requests(server, clients, kept, round).items():
+        requests, self._requests = self._requests or self.requests(server, clients, kept, round), None
+        for client, request in requests.items():
             with one_thread():
                 sent[client] = {**self.training.algorithm.server_send(server, client, request), **added}
         return sent

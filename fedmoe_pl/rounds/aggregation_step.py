@@ -52,7 +52,7 @@ def check_aggregation(phase: Phase, module: LightningModule, num_clients: int, s
 
 def _cannot_aggregate(algorithm: Algorithm, server: Tree) -> str:
     """Why an algorithm's updates cannot be aggregated in another way; empty if they can be."""
-    if not algorithm.federated:
+    if not algorithm.aggregates:
         return "aggregates nothing"
     if overrides(algorithm, "combine"):
         return "combines updates in a way of its own"

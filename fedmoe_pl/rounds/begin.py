@@ -184,8 +184,8 @@ def check_moments(phase: Phase, result: PhaseState) -> None:
 
 
 def _evaluates_trained(phase: Phase) -> bool:
-    """Whether a federated phase is evaluated after local training."""
-    return phase.evaluate and phase.algorithm.federated and "local_training" in phase.moments
+    """Whether a phase with aggregation is evaluated after local training."""
+    return phase.evaluate and phase.algorithm.aggregates and "local_training" in phase.moments
 
 
 def _read(phase: Phase, module: LightningModule) -> PhaseState:

@@ -23,7 +23,7 @@ from fedmoe_pl.rounds.optimizer_checks import check_optimizer, check_server_opti
 from fedmoe_pl.rounds.outputs import check_pairs
 from fedmoe_pl.rounds.phase import Phase
 from fedmoe_pl.rounds.run import Run
-from fedmoe_pl.rounds.starts import check_start
+from fedmoe_pl.rounds.starts import check_start, warn_of_computed_parts
 from fedmoe_pl.rounds.state import PhaseState
 from fedmoe_pl.rounds.task_checks import check_algorithm, check_metric, check_monitor, check_task
 from fedmoe_pl.rounds.trained_parts import TrainedParts
@@ -53,6 +53,7 @@ def check_run(run: Run, read_result: Callable[[Phase, LightningModule], PhaseSta
                 raise MisconfigurationException(f"{phase}: {error}") from error
         module = run.module(phase)
         check_start(phase, run.starts[phase.name], module, lambda name: run.module(by_name[name]))
+        warn_of_computed_parts(phase, run.starts[phase.name], by_name)
         check_phase(phase, module, run.datamodule, run.seed, trainer["max_epochs"], run.metrics)
         trained.add(phase, module, trainer["max_epochs"])
         trained.check_gate(phase, module)

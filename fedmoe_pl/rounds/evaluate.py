@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 
 import torch
@@ -16,7 +18,7 @@ from fedmoe_pl.models import FixedGate, MixtureOfExperts
 from fedmoe_pl.rounds.accuracies import evaluate_model, evaluate_stack
 from fedmoe_pl.rounds.evaluation import ClientEvaluation
 from fedmoe_pl.rounds.opt_in import opted_in
-from fedmoe_pl.rounds.outputs import Predictor, has_trained_gate
+from fedmoe_pl.rounds.outputs import Predictor, has_trained_gate, labelled_batches
 from fedmoe_pl.rounds.stacked_models import StackedModels, evaluation_groups
 from fedmoe_pl.trees import Tree, copy_module, load_tree, of_module, subtree
 
@@ -112,6 +114,24 @@ class _Evaluator:
 
     def __call__(self, clients: Sequence[int]) -> list[ClientEvaluation]:
         """The evaluations of clients that all have the same architecture."""
+        evaluations = self._evaluate(clients)
+        if not overrides(self.training.algorithm, "validation_loss"):
+            return evaluations
+        return [replace(each, validation_loss=self._validation_loss(each.client)) for each in evaluations]
+
+    def _validation_loss(self, client: int) -> float:
+        """The loss that the algorithm has of its own for a client's validation samples; nan if there are none."""
+        training, samples, total = self.training.of(client), self.validation[client], 0.0
+        module = self.modules[self.training.architecture(client)]
+        load_tree(module, self._state(training, module, client))
+        with torch.inference_mode():
+            for (x, _), y in labelled_batches(training.datamodule, samples):
+                batch = x.to(module.device), y.to(module.device)
+                total += training.algorithm.validation_loss(module, batch, {}).item() * len(y)
+        return total / len(samples) if len(samples) else math.nan
+
+    def _evaluate(self, clients: Sequence[int]) -> list[ClientEvaluation]:
+        """The same, with the loss of what clients predict."""
         training, architecture = self.training.of(clients[0]), self.training.architecture(clients[0])
         if architecture not in self.modules:
             self.modules[architecture] = copy_module(training.module).to(training.device).eval()

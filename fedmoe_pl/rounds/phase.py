@@ -146,7 +146,7 @@ class Phase:
     @property
     def moments(self) -> list[Moment]:
         """The moments of a round after which the phase is evaluated; ``monitor`` reads the first one."""
-        usual: Moment = self.algorithm.evaluated_after if self.algorithm.federated else "local_training"
+        usual: Moment = self.algorithm.evaluated_after if self.algorithm.aggregates else "local_training"
         if self.evaluate_after == "both":
             return sorted(get_args(Moment), key=lambda moment: moment != usual)
         return [self.evaluate_after or usual]
@@ -212,8 +212,8 @@ class Phase:
                 f"{self}: keep_optimizer is True, but must be False for {type(self.algorithm).__name__}, because a "
                 "client may train other parameters under the same names in the next round."
             )
-        if self.server_optimizer is not None and (not self.algorithm.federated or self.algorithm.sends_changes):
-            reason = "sends clients changes of the parameters" if self.algorithm.federated else "aggregates nothing"
+        if self.server_optimizer is not None and (not self.algorithm.aggregates or self.algorithm.sends_changes):
+            reason = "sends clients changes of the parameters" if self.algorithm.aggregates else "aggregates nothing"
             raise MisconfigurationException(
                 f"{self}: server_optimizer is given, but must be left out, because {type(self.algorithm).__name__} "
                 f"{reason}."
@@ -232,9 +232,10 @@ class Phase:
                 f"{self}: monitor is '{self.monitor}', but must be one of {', '.join(MONITORS)}, or a metric of the "
                 f"federation by one of the names {', '.join(f'{split}NAME' for split in _SPLITS)}."
             )
-        allowed = (None, *get_args(Moment), "both") if self.algorithm.federated else (None, "local_training")
+        aggregates, name = self.algorithm.aggregates, type(self.algorithm).__name__
+        allowed = (None, *get_args(Moment), "both") if aggregates else (None, "local_training")
         if self.evaluate_after not in allowed:
-            reason = "" if self.algorithm.federated else f", because {type(self.algorithm).__name__} aggregates nothing"
+            reason = "" if aggregates else f", because {name} aggregates nothing"
             raise MisconfigurationException(
                 f"{self}: evaluate_after is '{self.evaluate_after}', but must be "
                 f"{' or '.join(str(moment) for moment in allowed[1:])}{reason}."

@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import LightningModule
+from lightning.pytorch.utilities import rank_zero_warn
 
 from fedmoe_pl.algorithms.algorithm import Algorithm
 from fedmoe_pl.algorithms.overrides import overrides
@@ -131,6 +132,25 @@ def check_start(
                 f"{phase}: start is {_shown(start)}, but the model of '{name}' {difference}; it must be '{INITIAL}' or "
                 "a phase with the same tensors in each part that both models have."
             )
+
+
+def warn_of_computed_parts(phase: Phase, start: Start, by_name: Mapping[str, Phase]) -> None:
+    """Warns of parts of a start that its clients were evaluated with, but that the phase does not get.
+
+    Args:
+        phase: the phase.
+        start: what it starts from.
+        by_name: all phases, by name.
+    """
+    for part, name in sources(start):
+        algorithm = by_name[name].algorithm
+        for computed in algorithm.computed_parts:
+            if not part or computed in ("", part):
+                rank_zero_warn(
+                    f"{phase}: start takes {part or computed or 'the model'} from '{name}' as the server and the "
+                    f"clients hold it, and not as it was evaluated: {type(algorithm).__name__} computes that one for "
+                    "predictions only."
+                )
 
 
 def _shapes(module: LightningModule) -> dict[str, dict[str, tuple[int, ...]]]:

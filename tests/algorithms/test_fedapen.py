@@ -41,7 +41,7 @@ def split_by_hand(data, client):
     return shuffled[:size], shuffled[size:]
 
 
-def learned_by_hand(client, tensors, w, samples, data, hidden):
+def learned_by_hand(client, tensors, w, samples, data, hidden, loss=F.cross_entropy):
     """The ensemble's weight after SGD of autograd on the adaptability set."""
     shared, private = bare_experts(client, tensors, hidden).values()
     w = torch.tensor(w, dtype=torch.float64, requires_grad=True)
@@ -50,7 +50,7 @@ def learned_by_hand(client, tensors, w, samples, data, hidden):
         for batch in samples.split(4):
             optimizer.zero_grad()
             x, y = data.x[batch], data.y[batch]
-            F.cross_entropy(w * private(x).detach() + (1 - w) * shared(x).detach(), y).backward()
+            loss(w * private(x).detach() + (1 - w) * shared(x).detach(), y).backward()
             optimizer.step()
             w.data.clamp_(0, 1)
     return w.item()
@@ -88,6 +88,16 @@ def test_two_rounds_are_those_of_plain_pytorch(tmp_path, hidden, backend):
         own = {name: tensor for name, tensor in kept[client].items() if name not in server}
         own["gate.weights"] = torch.tensor([1 - w, w], dtype=torch.float64)
         torch.testing.assert_close(dict(state.kept[client]), own, rtol=0, atol=1e-11)
+
+
+def test_the_weight_is_learned_with_the_loss_of_the_model(tmp_path):
+    loss, data = torch.nn.CrossEntropyLoss(torch.tensor([1.0, 5.0, 25.0], dtype=torch.float64)), blobs(SIZES)
+    module = pair(gate=MixtureWeights(), loss=loss)
+    state = run([phase("it", FedAPEN(FRACTION, WEIGHT_LR, EPOCHS))], module, data, tmp_path).run.states["it"]
+    for client in range(3):
+        tensors, (samples, _) = {**state.kept[client], **state.server}, split_by_hand(data, client)
+        w = learned_by_hand(client, tensors, 0.5, samples, data, (4, 7), loss)
+        assert state.kept[client]["gate.weights"][1].item() == pytest.approx(w, abs=1e-12)
 
 
 def test_clients_are_evaluated_with_the_ensemble_of_their_own_weights(tmp_path):

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from helpers import assert_same_bits, blobs, mixture, run, tensors
 from helpers.backends import UNEQUAL
 from helpers.runs import Kill
-from helpers.shared_experts import FOUR, choosy, rounds_by_hand
+from helpers.shared_experts import FOUR, choosy, loss_of_likelihood, rounds_by_hand
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 
 from fedmoe_pl import Federation, Phase
@@ -55,6 +55,16 @@ def test_two_rounds_are_those_of_bare_pytorch(tmp_path, anchors):
         assert all(expert in pairs[client] for pairs in trained)
     if not anchors:
         assert len({tuple(pair) for pair in trained[0].values()}) > 1
+
+
+def test_the_validation_loss_is_that_of_the_likelihood_without_the_anchors_term(tmp_path):
+    data = blobs((20, 13, 16, 15), validation_fraction=0.3)
+    federation = run(phases(1), choosy(), data, tmp_path)
+    for client in range(4):
+        samples = data.validation_samples[client]
+        module = federation.client_module("FedJETs", client).eval()
+        loss = loss_of_likelihood(module, data.x[samples], data.y[samples])
+        assert federation.results["FedJETs"].clients[client].validation_loss == pytest.approx(loss, abs=1e-10)
 
 
 def test_the_embedding_is_not_sent_and_an_anchor_is_told_its_expert(tmp_path):

@@ -8,8 +8,9 @@ import torch
 from helpers import Embedding, assert_same_bits, blobs, mixture, phase, run, small_expert, sparse_mixture, tensors
 from helpers.backends import UNEQUAL, assert_agree, local_training
 from helpers.runs import Kill
-from helpers.shared_experts import FOUR, choosy, logits_of_gate, rounds_by_hand
+from helpers.shared_experts import FOUR, choosy, logits_of_gate, loss_of_likelihood, rounds_by_hand
 from lightning.fabric.utilities.exceptions import MisconfigurationException
+from lightning.pytorch import Callback
 
 from fedmoe_pl import Federation, Phase
 from fedmoe_pl.algorithms import FedAvg, FedMix
@@ -165,6 +166,26 @@ def test_clients_and_newcomers_are_evaluated_with_the_best_expert_of_all_for_eac
         outputs = torch.stack([expert(z) for expert in module.experts])[chosen, range(len(x))]
         accuracy = (outputs.argmax(1) == y).double().mean().item()
         assert one.results["FedMix"].clients[client].global_test == pytest.approx(accuracy)
+
+
+def test_the_validation_loss_is_that_of_the_likelihood_with_which_clients_train(tmp_path):
+    data, seen = blobs((20, 13, 16, 15), validation_fraction=0.3), []
+
+    class Seen(Callback):
+        def on_validation_end(self, trainer, pl_module):
+            ((x, y),) = trainer.val_dataloaders
+            of_own_experts = loss_of_likelihood(pl_module.module, x, y, pl_module.const["experts"])
+            seen.append((trainer.callback_metrics["validation_loss"].item(), of_own_experts))
+
+    mix = phase("it", FedMix(), rounds=2, evaluate=True, callbacks=[Seen()], trainer={"limit_val_batches": 1.0})
+    federation = run([mix], choosy(), data, tmp_path)
+    for client in range(4):
+        samples = data.validation_samples[client]
+        loss = loss_of_likelihood(federation.client_module("it", client).eval(), data.x[samples], data.y[samples])
+        assert federation.results["it"].clients[client].validation_loss == pytest.approx(loss, abs=1e-10)
+    assert len(seen) == 2 * 4 * 2  # rounds, clients, epochs
+    for logged, expected in seen:
+        assert logged == pytest.approx(expected, abs=1e-6)
 
 
 @pytest.mark.parametrize(

@@ -60,6 +60,20 @@ def test_two_rounds_equal_a_loop_with_two_optimizers(exponent, tmp_path):
         torch.testing.assert_close(2 * module(data.x), server.classifier(z) + head(z), rtol=1e-9, atol=1e-9)
 
 
+def test_a_loss_of_the_model_takes_the_place_of_both_cross_entropies():
+    weight, data = torch.tensor([1.0, 5.0, 25.0], dtype=torch.float64), without_a_class()
+    module, counts = mixture(), torch.tensor([4.0, 2.0, 3.0]).double()
+    module.criterion = torch.nn.CrossEntropyLoss(weight)
+    features = module.global_expert.extractor(data.x)
+    generic, head = module.global_expert.classifier(features), module.local_expert.classifier(features)
+    expected = 0.0
+    for scores in (generic + counts.log(), generic + head):
+        likelihoods = scores.softmax(1)[range(len(data.y)), data.y]
+        expected -= (weight[data.y] * likelihoods.log()).sum() / weight[data.y].sum()
+    actual, _ = FedRoD().client_loss(module, (data.x, data.y), {"counts": counts})
+    torch.testing.assert_close(actual, expected, rtol=1e-12, atol=0)
+
+
 def test_without_prior_the_global_expert_is_fedavg_s_to_the_bit(tmp_path):
     servers = [
         run([phase("it", algorithm, rounds=3, gate=gate)], mixture(), without_a_class(), tmp_path).run.states["it"]

@@ -97,6 +97,22 @@ def test_without_exploration_every_client_picks_the_lowest_loss_on_its_training_
     assert picked == {0, 1, 2}
 
 
+def test_the_lowest_loss_is_that_of_the_model_with_its_weights_of_classes():
+    data, weight = blobs((13, 8, 11, 30, 25)), torch.tensor([1.0, 5.0, 25.0], dtype=torch.float64)
+    differs = False
+    for seed in range(4):
+        module = clustered(seed=seed)
+        module.criterion = torch.nn.CrossEntropyLoss(weight)
+        training = local_training(module, EpsilonGreedyIFCA(epsilon=0.0), data)
+        for client in range(5):
+            x, y = (values[data.train_samples[client]] for values in (data.x, data.y))
+            likelihoods = [expert(x).softmax(1)[range(len(y)), y] for expert in module.global_experts]
+            losses = [-(weight[y] * each.log()).sum() for each in likelihoods]
+            assert chosen(training, client) == min(range(3), key=losses.__getitem__)
+            differs = differs or chosen(training, client) != max(range(3), key=lambda k: likelihoods[k].log().sum())
+    assert differs, "cross-entropy would choose another cluster"
+
+
 @pytest.mark.parametrize("epsilon", [0.4, 1.0])
 def test_with_exploration_every_cluster_is_picked_with_the_probability_of_epsilon_greedy(epsilon):
     module = clustered()

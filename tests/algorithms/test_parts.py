@@ -1,6 +1,7 @@
 """Models that several algorithms refuse, because their losses leave a part of them out."""
 
 import pytest
+import torch
 from helpers import sparse_mixture
 from helpers.bare import two_experts
 from helpers.mixtures_of_learners import learners
@@ -25,6 +26,11 @@ from fedmoe_pl.algorithms import (
 )
 from fedmoe_pl.models import EqualWeights, LinearGate
 
+LIKELIHOODS = pytest.mark.parametrize(
+    ("algorithm", "made"),
+    [(FedMix(1), sparse_mixture), (FedJETs(1), sparse_mixture), (FedEM(), learners), (PFedMM(), learners)],
+)
+
 
 @pytest.mark.parametrize(
     "algorithm",
@@ -40,10 +46,7 @@ def test_a_gate_that_would_stay_random_is_refused(algorithm):
     )
 
 
-@pytest.mark.parametrize(
-    ("algorithm", "made"),
-    [(FedMix(1), sparse_mixture), (FedJETs(1), sparse_mixture), (FedEM(), learners), (PFedMM(), learners)],
-)
+@LIKELIHOODS
 def test_a_balancing_loss_that_would_be_left_out_is_refused(algorithm, made):
     module, name = made(), type(algorithm).__name__
     algorithm.check(module)
@@ -52,4 +55,16 @@ def test_a_balancing_loss_that_would_be_left_out_is_refused(algorithm, made):
         algorithm.check(module)
     assert str(error.value) == (
         f"{name}: load_balancing is 0.1, but must be 0, because the loss of {name} has no such term."
+    )
+
+
+@LIKELIHOODS
+def test_a_loss_of_the_model_that_would_be_left_out_is_refused(algorithm, made):
+    module, name = made(), type(algorithm).__name__
+    module.criterion = torch.nn.CrossEntropyLoss(label_smoothing=0.1)
+    with pytest.raises(MisconfigurationException) as error:
+        algorithm.check(module)
+    assert str(error.value) == (
+        f"{name}: loss is a CrossEntropyLoss, but must be left out, because {name} trains with the likelihood of the "
+        "classes."
     )

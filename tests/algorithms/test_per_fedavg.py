@@ -39,10 +39,11 @@ def meta_gradient(w, x, y, second_order):
     return [*torch.autograd.grad(of_step, leaves)]
 
 
+@pytest.mark.parametrize("weighting", [None, "samples"])
 @pytest.mark.parametrize("second_order", [False, True])
-def test_per_fedavg_takes_the_steps_of_its_algorithm_and_is_evaluated_after_one_more(second_order, tmp_path):
+def test_per_fedavg_takes_the_steps_of_its_algorithm_and_is_evaluated_after_one_more(second_order, weighting, tmp_path):
     data, model = blobs(), two_experts()
-    algorithm = PerFedAvg(INNER, second_order)
+    algorithm = PerFedAvg(INNER, second_order, **({"weighting": weighting} if weighting else {}))
     it = Phase("it", algorithm, rounds=3, clients_per_round=2, gate=GlobalOnly())
     federation = run([it], model, data, tmp_path, 2, seed=SEED)
     w = values(model)
@@ -53,7 +54,7 @@ def test_per_fedavg_takes_the_steps_of_its_algorithm_and_is_evaluated_after_one_
             for x, y in round_batches(data, client, round, 2):
                 own = step(own, meta_gradient(own, x, y, second_order))
             of_clients.append(own)
-        w = mean(of_clients, [SIZES[client] for client in cohort])
+        w = mean(of_clients, [SIZES[client] if weighting else 1 for client in cohort])
     assert_near(of_tree(federation.run.states["it"].server), w)
     for client in range(3):
         samples = data.train_samples[client]
@@ -75,7 +76,7 @@ def test_the_gradient_of_a_quadratic_has_one_or_two_factors(second_order, power,
 @pytest.mark.parametrize("second_order", [False, True])
 def test_with_an_inner_rate_of_0_it_is_fedavg_on_the_second_halves(second_order, tmp_path):
     data, model = blobs(), two_experts()
-    it = phase("it", PerFedAvg(0, second_order), rounds=2)
+    it = phase("it", PerFedAvg(0, second_order, weighting="samples"), rounds=2)
     state = run([it], model, data, tmp_path, 2, seed=SEED).run.states["it"]
     w = values(model)
     for round in range(2):
@@ -91,7 +92,7 @@ def test_with_an_inner_rate_of_0_it_is_fedavg_on_the_second_halves(second_order,
 
 def test_batches_of_one_sample_are_those_of_fedavg(tmp_path):
     phases = [
-        phase("it", PerFedAvg(INNER), rounds=2, batch_size=1),
+        phase("it", PerFedAvg(INNER, weighting="samples"), rounds=2, batch_size=1),
         phase("FedAvg", FedAvg("global_expert.*", "global_expert.*"), rounds=2, batch_size=1),
     ]
     states = run(phases, two_experts(), blobs(), tmp_path, 1).run.states
@@ -101,7 +102,7 @@ def test_batches_of_one_sample_are_those_of_fedavg(tmp_path):
 def test_only_the_expert_is_sent_and_nothing_is_kept():
     model = two_experts()
     update, kept = train(TrainerBackend(), local_training(model, PerFedAvg(), blobs()))
-    assert update.sent.keys() == tensors(model, "global_expert.").keys() and update.weight == sum(SIZES)
+    assert update.sent.keys() == tensors(model, "global_expert.").keys() and update.weight == 3
     assert not any(kept.values())
 
 

@@ -103,6 +103,14 @@ def test_backends_agree():
     assert_agree(local_training(module, PMMoE(), blobs(FEW)), 1e-10)
 
 
+def test_nothing_is_aggregated_so_that_models_are_those_after_local_training(whole):
+    state = whole.run.states["PM-MoE"]
+    assert [evaluation.moment for evaluation in state.evaluations] == ["after local training"]
+    assert not any(name.startswith("trained/") for kept in state.kept.values() for name in kept), "kept once"
+    with pytest.raises(MisconfigurationException, match="local_training, because PMMoE aggregates nothing"):
+        pm_moe(evaluate_after="aggregation")
+
+
 def test_a_run_stopped_after_the_pool_was_made_and_resumed_ends_with_the_same_bits(whole, tmp_path):
     with pytest.raises(KeyboardInterrupt):
         fitted(tmp_path, callbacks=[Kill("on_client_end", 8)], store="disk")

@@ -9,6 +9,7 @@ from helpers.deployed import deploy, federation, kept_by
 from helpers.methods import METHODS, data
 
 from fedmoe_pl.backends import TrainerBackend
+from fedmoe_pl.deployment import Participant
 
 REFUSED = ("FedJETs", "PMMoE")
 SPLIT = {"validation_fraction": 0.2, "test_fraction": 0.2}
@@ -46,3 +47,16 @@ def test_every_method(name, tmp_path):
         # a simulation computes some means over other batches
         different = {key: (row[key], other[key]) for key in row if not near(row[key], other[key])}
         assert not different or (name == "FedKD" and [*different] == ["flops"])  # it counts with what clients keep
+
+
+def test_a_client_sends_its_request_once_per_round(tmp_path, monkeypatch):
+    answer, asked = Participant._request, []
+
+    def request(self, message):
+        asked.append((self.client, message.values["round"]))
+        return answer(self, message)
+
+    monkeypatch.setattr(Participant, "_request", request)
+    method = replace(METHODS["FedMix"], phases=lambda: [replace(METHODS["FedMix"].phases()[0], clients_per_round=1.0)])
+    deploy(method, data(), tmp_path, backend=TrainerBackend())
+    assert sorted(asked) == [(client, round) for client in range(5) for round in range(2)]

@@ -27,6 +27,15 @@ def logits_of_gate(module, z) -> Tensor:
     return z @ torch.cat([proxy.weight for proxy in module.gate.proxies]).T
 
 
+@torch.no_grad()
+def loss_of_likelihood(module, x, y, experts=range(4)) -> float:
+    """The mean of ``-log sum_k p(k|x) p(y|x, k)`` over some experts k."""
+    z, experts = module.embedding(x), [*experts]
+    p = logits_of_gate(module, z)[:, experts].softmax(1)
+    right = torch.stack([module.experts[expert](z).softmax(1)[range(len(y)), y] for expert in experts], 1)
+    return -(p * right).sum(1).log().mean().item()
+
+
 def rounds_by_hand(
     model, data, cohorts, epochs, expert_weights, entropy_weight=0.0, anchors=None, frozen=(), rounds_before=0
 ):

@@ -3,19 +3,34 @@
 import pytest
 import torch
 from helpers import Expert, assert_same_bits, client_generator, mixture, tensors, train_by_hand
+from helpers.methods import METHODS
+from helpers.methods import data as data_of_methods
 from helpers.runs import Kill, assert_same, data, federation
 from helpers.workers import TwoInThisProcess
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch import nn
 
 from fedmoe_pl import Federation, PersonalizedMoE, Phase
-from fedmoe_pl.algorithms import Ditto, FedAvg, FedJETs, FedRoD, Local, PersonalizedExpert, PFLMoE, SpecialistMixture
+from fedmoe_pl.algorithms import (
+    APFL,
+    Ditto,
+    FedALA,
+    FedAvg,
+    FedJETs,
+    FedRoD,
+    Local,
+    PerFedAvg,
+    PersonalizedExpert,
+    PFLMoE,
+    SpecialistMixture,
+)
+from fedmoe_pl.algorithms.overrides import chooses_model
 from fedmoe_pl.backends import AutoBackend
 from fedmoe_pl.cli import main
 from fedmoe_pl.models import GlobalOnly, LinearGate, LocalOnly
 from fedmoe_pl.rounds.checkpoint import load_checkpoint
 from fedmoe_pl.rounds.kept import KeptOnDisk
-from fedmoe_pl.rounds.starts import check_start, find_starts
+from fedmoe_pl.rounds.starts import check_start, find_starts, warn_of_computed_parts
 
 BOTH = {"global_expert": "FedAvg", "local_expert": "FedPer"}
 
@@ -68,6 +83,47 @@ def test_each_part_is_what_its_phase_made_of_it_and_the_gate_is_trained_on_top(w
         torch.testing.assert_close(actual, dict(module.state_dict()), rtol=0, atol=1e-6)
         for part in ("global_expert.", "local_expert."):
             assert_same_bits({name: actual[name] for name in tensors(module, part)}, tensors(module, part))
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "gate", "part"),
+    [
+        (FedALA(), GlobalOnly(), "global_expert"),
+        (PerFedAvg(), GlobalOnly(), "global_expert"),
+        (APFL(), LocalOnly(), "local_expert"),
+    ],
+)
+def test_a_part_that_was_evaluated_as_another_than_the_one_that_is_taken_is_warned_of(algorithm, gate, part, tmp_path):
+    before, start = Phase("before", algorithm, rounds=2, gate=gate), {part: "before"}
+    after = Phase("after", Local("local_expert.*"), gate=gate, start=start, max_epochs=0)
+    name = type(algorithm).__name__
+    sentence = f"start takes {part} from 'before' as the server and the clients hold it.*: {name} computes that one for"
+    with pytest.warns(UserWarning, match=sentence):
+        run = fitted(tmp_path, [before, after])
+    states = [tensors(run.client_module(name, 0), f"{part}.") for name in ("before", "after")]
+    assert any(not torch.equal(states[0][name], states[1][name]) for name in states[0])
+
+
+@pytest.mark.parametrize("name", [name for name in METHODS if chooses_model(METHODS[name].phases()[-1].algorithm)])
+def test_the_parts_with_such_a_warning_are_those_of_which_nobody_holds_the_evaluated_tensors(name, tmp_path):
+    run = Federation(METHODS[name].phases(), {"max_epochs": 2}, default_root_dir=str(tmp_path), logger=False)
+    run.fit(METHODS[name].model(), data_of_methods())
+    last, differing = run.phases[-1], set()
+    state = run.run.states[last.name]
+    for client in range(5):
+        evaluated = run.client_module(last.name, client).state_dict()
+        held = {**state.initial, **state.server, **state.kept.get(client, {})}
+        differing |= {name.split(".")[0] for name, tensor in evaluated.items() if not torch.equal(tensor, held[name])}
+    assert differing == {*last.algorithm.computed_parts}
+
+
+def test_parts_that_are_taken_as_they_were_evaluated_are_not_warned_of(recwarn):
+    by_name = {phase.name: phase for phase in (Phase("FedALA", FedALA()), *phases())}
+    for start in (BOTH, "FedAvg", {"local_expert": "FedALA"}):
+        warn_of_computed_parts(by_name["Mixture"], start, by_name)
+    assert not recwarn.list
+    warn_of_computed_parts(by_name["Mixture"], "FedALA", by_name)
+    assert len(recwarn.list) == 1, "the whole model has the part, too"
 
 
 def test_parts_that_are_not_named_or_initial_start_from_the_initial_model(tmp_path):
