@@ -9,19 +9,20 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 import yaml
-from jsonargparse import ActionConfigFile, ArgumentParser  # pyright: ignore[reportPrivateImportUsage]
+from jsonargparse import ActionConfigFile, ArgumentParser, Namespace  # pyright: ignore[reportPrivateImportUsage]
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.fabric.utilities.seed import seed_everything
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.cli import ArgsType, LightningArgumentParser, LightningCLI, _InstantiatorFn
 from lightning_utilities.core.enums import StrEnum
+from torch import nn
 
 from fedmoe_pl.backends import LEAN_TRAINER
 from fedmoe_pl.benchmark.grid import DESCRIPTION as BENCHMARK
 from fedmoe_pl.benchmark.grid import grid_parser
 from fedmoe_pl.cli.completion import DESCRIPTION as COMPLETION
 from fedmoe_pl.cli.completion import completion_parser, script
-from fedmoe_pl.cli.constructing import Constructor, Failure, ModuleConstructor, describe_failure
+from fedmoe_pl.cli.constructing import Constructor, Failure, ModuleConstructor, describe_failure, with_modules
 from fedmoe_pl.cli.errors import cause_of, with_key
 from fedmoe_pl.cli.faults import fault_of, unknown_argument
 from fedmoe_pl.cli.listing import DESCRIPTION as LIST
@@ -173,10 +174,13 @@ class FederationCLI(LightningCLI):
         The signature is LightningCLI's.
         """
         self._failures: list[Failure] = []
+        self._part_parser = ArgumentParser(exit_on_error=False)
+        self._part_parser.add_subclass_arguments(nn.Module, "part", fail_untyped=False)
         of_data = _InstantiatorFn(cli=self, key="data")
         of_modules = ModuleConstructor(self)
         for base, construct in ((LightningModule, of_modules), (FederatedDataModule, of_data), (object, None)):
-            self.parser.add_instantiator(Constructor(self._failures, construct), base)
+            for parser in (self.parser, self._part_parser):
+                parser.add_instantiator(Constructor(self._failures, construct), base)
 
     def instantiate_classes(self) -> None:
         """Makes everything that the configuration names, and passes on what a constructor raises.
@@ -186,7 +190,7 @@ class FederationCLI(LightningCLI):
                 package, PyTorch or Lightning or the value may have several types.
         """
         try:
-            super().instantiate_classes()
+            self._instantiate()
         except MisconfigurationException:
             raise
         except Exception as error:
@@ -198,6 +202,17 @@ class FederationCLI(LightningCLI):
             if isinstance(error, ValueError):
                 raise MisconfigurationException(cause_of(error)) from error
             raise  # a user's own class, whose author needs the traceback
+
+    def _instantiate(self) -> None:
+        """Makes the modules, the parameters of each from a seed of its own, and then everything else."""
+        self._dump_config()  # while the configuration has no modules
+        configuration, command = self.config, str(self.subcommand)
+        modules = with_modules(configuration[command], self._get(configuration, "seed_everything"), self._part_parser)
+        self.config = Namespace(**{**vars(configuration), command: modules})
+        try:
+            super().instantiate_classes()
+        finally:
+            self.config = configuration
 
     def _configuration(self) -> dict[str, Any]:
         """The parsed configuration of the command."""

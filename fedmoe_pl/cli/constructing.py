@@ -6,14 +6,18 @@ jsonargparse hides what a constructor raised where a value may have one of sever
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
+from copy import deepcopy
 from types import SimpleNamespace
 from typing import Any, NamedTuple
+from zlib import crc32
 
+from jsonargparse import ArgumentParser, Namespace
 from lightning.pytorch.cli import LightningCLI, _InstantiatorFn
 from torch import nn
 
 from fedmoe_pl.cli.schema import place_in
 from fedmoe_pl.models.description import remember
+from fedmoe_pl.seeds import derive_seed, seeded
 
 
 class Failure(NamedTuple):
@@ -80,6 +84,27 @@ class ModuleConstructor:
         instantiate = _InstantiatorFn(cli=of_module, key="model")  # pyright: ignore[reportArgumentType]
         links = applied_instantiation_links if key == "model" else {}
         return instantiate(class_type, *args, applied_instantiation_links=links, **kwargs)
+
+
+def with_modules(config: Namespace, seed: int, parser: ArgumentParser) -> Namespace:
+    """The configuration with modules in place of the model and of the phases' gates and models.
+
+    The initial parameters of each are drawn from the seed and its own name, so that they do not depend on which other
+    phases stand in the file.
+
+    Args:
+        config: the parsed configuration of a command; it is not changed.
+        seed: the run's seed.
+        parser: constructs what a configuration has as ``part``.
+    """
+    made = deepcopy(config)
+    phases = [phase.get("init_args", phase) for phase in made.federation.phases]
+    places = [(phase, part, (phase.name, part)) for phase in phases for part in ("gate", "model")]
+    for owner, part, names in [(made, "model", ("model",)), *places]:
+        if isinstance(owner.get(part), Namespace):
+            with seeded(derive_seed(seed, *(crc32(name.encode()) for name in names))):
+                owner[part] = parser.instantiate(Namespace(part=owner[part])).part
+    return made
 
 
 def describe_failure(failure: Failure, configuration: Mapping[str, Any]) -> str:
