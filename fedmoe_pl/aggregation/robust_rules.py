@@ -5,7 +5,7 @@ aggregation                source                                               
 =========================  =====================================================  =====================================
 ``CoordinateMedian``       Yin et al., ICML 2018, Definition 1
 ``TrimmedMean``            Yin et al., ICML 2018, Definition 2                    a number of attackers, not a share
-``GeometricMedian``        Pillutla et al., IEEE TSP 2022, Algorithm 2 (RFA)      uniform weights; until it converges
+``GeometricMedian``        Pillutla et al., IEEE TSP 2022, Algorithm 2 (RFA)      uniform weights; exact distances
 ``MultiKrum``              Blanchard et al., NeurIPS 2017                         averages n - f by default
 ``CenteredClipping``       Karimireddy et al., ICML 2021, Algorithm 1             starts at the server's state
 ``NearestNeighborMixing``  Allouah et al., AISTATS 2023, Algorithm 2 (NNM)
@@ -26,8 +26,8 @@ from torch import Generator, Tensor
 
 from fedmoe_pl.aggregation.robust import RobustAggregation, check_enough, check_num_byzantine
 
-_MOST_STEPS = 100  # of Weiszfeld's algorithm; it converges linearly
-_TOLERANCE = 1e-6  # relative
+_MOST_STEPS = 1000  # of Weiszfeld's algorithm, which is slow if the median is close to a vector, but not at it
+_TOLERANCE = 1e-7  # the sum of distances is then above the smallest one by at most twice this share
 
 
 class CoordinateMedian(RobustAggregation):
@@ -70,35 +70,25 @@ class TrimmedMean(RobustAggregation):
 
 
 class GeometricMedian(RobustAggregation):
-    """The point with the smallest sum of distances to the clients' vectors, by Weiszfeld's algorithm.
-
-    Args:
-        smoothing: distances below it count as it; a share of the median distance to the start.
-
-    Raises:
-        MisconfigurationException: if ``smoothing`` is not above 0.
-    """
-
-    def __init__(self, smoothing: float = 1e-6) -> None:
-        if not smoothing > 0:
-            raise MisconfigurationException(f"GeometricMedian: smoothing is {smoothing}, but must be above 0.")
-        self.smoothing = smoothing
+    """The point with the smallest sum of distances to the clients' vectors, by Weiszfeld's algorithm."""
 
     def check_size(self, clients: int) -> None:
         """Accepts any number."""
 
     def of_vectors(self, vectors: Tensor, generator: Generator) -> Tensor:
-        """Starts at each coordinate's median; a step is the mean, weighted by one over the distances before."""
-        center = _median(vectors)  # unlike the mean, no attacker moves it far
-        smallest = self.smoothing * _norms(vectors - center).median()
-        if smallest == 0:  # most vectors are the same
-            return center
+        """Starts at each coordinate's median; a vector that steps come close to may itself be the median."""
+        center, flat = _median(vectors).double(), _TOLERANCE * len(vectors)  # no attacker moves this median far
+        tried = set[int]()
         for _ in range(_MOST_STEPS):
-            weights = 1 / _norms(vectors - center).clamp_min(smallest)
-            before, center = center, (weights / weights.sum()).to(vectors) @ vectors
-            if (center - before).norm() <= _TOLERANCE * _norms(vectors - center).median():
+            nearest = int(_norms(vectors - center).argmin())
+            if nearest not in tried and _weiszfeld_step(vectors, vectors[nearest].double())[1] <= flat:
+                return vectors[nearest]
+            tried.add(nearest)
+            step, slope = _weiszfeld_step(vectors, center)
+            if slope <= flat:
                 break
-        return center
+            center = center + step
+        return center.to(vectors)
 
 
 class MultiKrum(RobustAggregation):
@@ -241,6 +231,20 @@ def _median(vectors: Tensor) -> Tensor:
 def _norms(vectors: Tensor) -> Tensor:
     """The length of each row, shape (n,), in float64: squares of what an attacker sends may exceed float32."""
     return torch.linalg.vector_norm(vectors, dim=1, dtype=torch.float64)
+
+
+def _weiszfeld_step(vectors: Tensor, point: Tensor) -> tuple[Tensor, Tensor]:
+    """A step towards the geometric median, and the slope of the sum of distances along it: 0 at the median only.
+
+    From one of the vectors, where Weiszfeld's own step has no length, it is that of Vardi and Zhang (PNAS 2000).
+    """
+    distances = _norms(vectors - point)
+    weights = (1 / distances).where(distances > 0, 0)
+    total = weights.sum().clamp_min(torch.finfo(weights.dtype).tiny)  # 0 if all vectors are at the point
+    step = (weights / total) @ (vectors - point)
+    pull = total * step.norm()  # the length of the sum of unit vectors to the others
+    slope = (pull - (distances == 0).sum()).clamp_min(0)
+    return slope / pull * step, slope
 
 
 def _distances(vectors: Tensor) -> Tensor:
