@@ -40,7 +40,7 @@ class ClientFailures:
             share their seconds. A client in an operation that Python cannot interrupt goes on; its worker process, if
             it has one, is ended a minute later.
         dropout: the probability with which a client drops out before its training, for experiments. It is counted, but
-            no warning names it.
+            no warning names it. At least one client stays, but with ``DifferentialPrivacy`` all may drop out.
 
     Raises:
         MisconfigurationException: if an argument is out of range, or two contradict each other.
@@ -103,19 +103,23 @@ class ClientFailures:
                 f"a round of '{phase.name}'."
             )
 
-    def dropped(self, cohort: Sequence[int], seed: int, round: int, attempt: int) -> list[int]:
-        """The clients that drop out before their training, each with the same probability; at least one stays.
+    def dropped(self, cohort: Sequence[int], seed: int, round: int, attempt: int, one_stays: bool = True) -> list[int]:
+        """The clients that drop out before their training, each with the same probability.
+
+        Without ``one_stays``, a client's draw follows from its id alone, whoever else is in the cohort.
 
         Args:
             cohort: the clients of the round.
             seed: the run's seed.
             round: the round, counted from 0 along the chain of phases that start from one another.
             attempt: how often the round was tried before.
+            one_stays: whether the client with the highest draw never drops out.
         """
-        if not self.dropout:
+        if not self.dropout or not cohort:
             return []
-        draws = np.random.default_rng(derive_seed(seed, _DROPOUT, round, attempt)).random(len(cohort))
-        draws[draws.argmax()] = 1
+        draws = np.random.default_rng(derive_seed(seed, _DROPOUT, round, attempt)).random(max(cohort) + 1)[[*cohort]]
+        if one_stays:
+            draws[draws.argmax()] = 1
         return [client for client, draw in zip(cohort, draws, strict=True) if draw < self.dropout]
 
     def too_few(self, phase: Phase, round: int, answered: int, drawn: int) -> str:

@@ -183,6 +183,16 @@ def test_clients_drop_out_with_the_given_probability_and_one_stays():
     assert ClientFailures().dropped(range(100), 3, 0, 0) == []
 
 
+def test_where_nobody_must_stay_a_client_drops_out_whoever_else_is_drawn():
+    failures = ClientFailures(dropout=0.5)
+    of_all, of_two, of_none = (
+        [failures.dropped(cohort, 3, round, 0, one_stays=False) for round in range(50)]
+        for cohort in (range(10), [3, 7], [])
+    )
+    assert of_two == [[client for client in dropped if client in (3, 7)] for dropped in of_all]
+    assert [3, 7] in of_two and not any(of_none)
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
