@@ -59,6 +59,7 @@ class Federation(RunMaker):
             ``monitor`` counts those among them that take part in it. ``personalize`` evaluates all new clients.
         on_client_failure: ``skip`` goes on without clients that fail, ``raise`` stops; see :class:`ClientFailures`.
         min_clients: how many clients of a round must answer, or it is tried again, at most three times; None for one.
+            A robust aggregation may need more.
         client_timeout: seconds that a client's training may take in a round, or None; stacked clients share theirs.
         dropout: probability that a client of a round drops out before its training; see :class:`ClientFailures`.
         metrics: metrics of torchmetrics, by name, computed for each client; such as ``f1``.

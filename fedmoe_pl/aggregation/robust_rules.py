@@ -24,7 +24,7 @@ import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch import Generator, Tensor
 
-from fedmoe_pl.aggregation.robust import RobustAggregation, check_enough, check_num_byzantine
+from fedmoe_pl.aggregation.robust import RobustAggregation, check_num_byzantine
 
 _MOST_STEPS = 1000  # of Weiszfeld's algorithm, which is slow if the median is close to a vector, but not at it
 _TOLERANCE = 1e-7  # the sum of distances is then above the smallest one by at most twice this share
@@ -37,9 +37,6 @@ class CoordinateMedian(RobustAggregation):
         >>> CoordinateMedian().of_vectors(torch.tensor([[0.0], [9.0], [1.0], [2.0]]), Generator())
         tensor([1.5000])
     """
-
-    def check_size(self, clients: int) -> None:
-        """Accepts any number."""
 
     def of_vectors(self, vectors: Tensor, generator: Generator) -> Tensor:
         """The median along the first axis."""
@@ -59,10 +56,7 @@ class TrimmedMean(RobustAggregation):
     def __init__(self, num_byzantine: int) -> None:
         check_num_byzantine(self, num_byzantine)
         self.num_byzantine = num_byzantine
-
-    def check_size(self, clients: int) -> None:
-        """Refuses 2 f clients or fewer."""
-        check_enough(self, self.num_byzantine, clients, 1)
+        self.min_clients = 2 * num_byzantine + 1
 
     def of_vectors(self, vectors: Tensor, generator: Generator) -> Tensor:
         """The mean of the n - 2 f values in the middle."""
@@ -71,9 +65,6 @@ class TrimmedMean(RobustAggregation):
 
 class GeometricMedian(RobustAggregation):
     """The point with the smallest sum of distances to the clients' vectors, by Weiszfeld's algorithm."""
-
-    def check_size(self, clients: int) -> None:
-        """Accepts any number."""
 
     def of_vectors(self, vectors: Tensor, generator: Generator) -> Tensor:
         """Starts at each coordinate's median; a vector that steps come close to may itself be the median."""
@@ -110,15 +101,7 @@ class MultiKrum(RobustAggregation):
             raise MisconfigurationException(f"MultiKrum: num_selected is {num_selected}, but must be at least 1.")
         self.num_byzantine = num_byzantine
         self.num_selected = num_selected
-
-    def check_size(self, clients: int) -> None:
-        """Refuses 2 f + 2 clients or fewer, and to select more than there are."""
-        check_enough(self, self.num_byzantine, clients, 3)
-        if self.num_selected is not None and self.num_selected > clients:
-            raise MisconfigurationException(
-                f"MultiKrum: num_selected is {self.num_selected}, but must be at most the number of clients in a "
-                f"round, {clients}."
-            )
+        self.min_clients = max(2 * num_byzantine + 3, num_selected or 0)
 
     def of_vectors(self, vectors: Tensor, generator: Generator) -> Tensor:
         """The mean of those with the lowest scores."""
@@ -150,9 +133,6 @@ class CenteredClipping(RobustAggregation):
         self.max_norm = max_norm
         self.iterations = iterations
 
-    def check_size(self, clients: int) -> None:
-        """Accepts any number."""
-
     def of_vectors(self, vectors: Tensor, generator: Generator) -> Tensor:
         """``v + mean((x_i - v) min(1, tau / |x_i - v|))``, repeated."""
         center = torch.zeros_like(vectors[0])
@@ -179,11 +159,7 @@ class NearestNeighborMixing(RobustAggregation):
         check_num_byzantine(self, num_byzantine)
         self.aggregation = aggregation
         self.num_byzantine = num_byzantine
-
-    def check_size(self, clients: int) -> None:
-        """Refuses 2 f clients or fewer, and what the other aggregation refuses."""
-        check_enough(self, self.num_byzantine, clients, 1)
-        self.aggregation.check_size(clients)
+        self.min_clients = max(2 * num_byzantine + 1, aggregation.min_clients)
 
     def of_vectors(self, vectors: Tensor, generator: Generator) -> Tensor:
         """Aggregates the mixed vectors; the nearest to a vector is the vector itself."""
@@ -210,10 +186,7 @@ class Bucketing(RobustAggregation):
             raise MisconfigurationException(f"Bucketing: size is {size}, but must be at least 1.")
         self.aggregation = aggregation
         self.size = size
-
-    def check_size(self, clients: int) -> None:
-        """Refuses what the other aggregation refuses for the number of buckets."""
-        self.aggregation.check_size(-(-clients // self.size))
+        self.min_clients = (aggregation.min_clients - 1) * size + 1  # so that there are enough buckets
 
     def of_vectors(self, vectors: Tensor, generator: Generator) -> Tensor:
         """Aggregates the means of the buckets."""

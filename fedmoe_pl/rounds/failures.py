@@ -11,6 +11,7 @@ import numpy as np
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities import rank_zero_warn
 
+from fedmoe_pl.aggregation import Aggregation
 from fedmoe_pl.backends import Failure
 from fedmoe_pl.rounds.phase import Phase
 from fedmoe_pl.seeds import derive_seed
@@ -35,7 +36,8 @@ class ClientFailures:
     Args:
         on_client_failure: ``skip`` goes on without clients that fail; ``raise`` stops the run.
         min_clients: how many clients must answer for a round to count; otherwise, what was computed is forgotten, and
-            the round is tried again with other clients, at most three times. None for one.
+            the round is tried again with other clients, at most three times. None for one. If the phase's aggregation
+            needs more, such as 2 f + 3 for ``MultiKrum``, so many must answer.
         client_timeout: seconds that a client's training may take in a round; None for any. Clients that train stacked
             share their seconds. A client in an operation that Python cannot interrupt goes on; its worker process, if
             it has one, is ended a minute later.
@@ -122,9 +124,11 @@ class ClientFailures:
             draws[draws.argmax()] = 1
         return [client for client, draw in zip(cohort, draws, strict=True) if draw < self.dropout]
 
-    def too_few(self, phase: Phase, round: int, answered: int, drawn: int) -> str:
-        """Says that too few clients answered, without a full stop; arguments as in :meth:`report`."""
-        return f"{phase}, round {round}: {answered} of {drawn} clients answered, but min_clients is {self.min_clients}"
+    def needed(self, aggregation: Aggregation | None) -> tuple[int, str]:
+        """How many clients of a round must answer, and why."""
+        if aggregation is not None and aggregation.min_clients > self.min_clients:
+            return aggregation.min_clients, f"{type(aggregation).__name__} needs {aggregation.min_clients}"
+        return self.min_clients, f"min_clients is {self.min_clients}"
 
     def stop(self, phase: Phase, round: int, failed: Mapping[int, Failure]) -> None:
         """Stops the run if a client failed where none may; arguments as in :meth:`report`.

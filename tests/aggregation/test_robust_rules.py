@@ -15,10 +15,12 @@ from fedmoe_pl.aggregation import (
     Bucketing,
     CenteredClipping,
     CoordinateMedian,
+    GaussianNoise,
     GeometricMedian,
     MultiKrum,
     NearestNeighborMixing,
     TrimmedMean,
+    UnderAttack,
 )
 from fedmoe_pl.aggregation.aggregation import Cohort
 
@@ -177,24 +179,25 @@ def test_the_order_of_clients_and_float32_change_little(name):
     torch.testing.assert_close(in_32_bits.double(), expected, rtol=1e-4, atol=1e-4)
 
 
-SIZES = {
-    "TrimmedMean: num_byzantine is 2, but must be at most 1 with 4 clients": (TrimmedMean(2), 4, 5),
-    "TrimmedMean needs at least 1 clients in a round, but there are 0.": (TrimmedMean(0), 0, 1),
-    "MultiKrum: num_byzantine is 2, but must be at most 1 with 6 clients": (MultiKrum(2), 6, 7),
-    "MultiKrum needs at least 3 clients in a round, but there are 2.": (MultiKrum(0), 2, 3),
-    "MultiKrum: num_selected is 5, but must be at most the number of clients": (MultiKrum(0, 5), 4, 5),
-    "NearestNeighborMixing: num_byzantine is 1, but": (NearestNeighborMixing(CoordinateMedian(), 1), 2, 3),
-    "TrimmedMean: num_byzantine is 3, but must be at most 2": (NearestNeighborMixing(TrimmedMean(3), 1), 6, 7),
-    "TrimmedMean: num_byzantine is 1, but must be at most 0": (Bucketing(TrimmedMean(1), 2), 4, 5),
-}
+NEEDED = [
+    (CoordinateMedian(), 1),
+    (TrimmedMean(0), 1),
+    (TrimmedMean(2), 5),
+    (MultiKrum(0), 3),
+    (MultiKrum(2), 7),
+    (MultiKrum(0, 5), 5),
+    (NearestNeighborMixing(CoordinateMedian(), 1), 3),
+    (NearestNeighborMixing(TrimmedMean(3), 1), 7),
+    (Bucketing(CoordinateMedian(), 4), 1),
+    (Bucketing(TrimmedMean(1), 2), 5),
+    (UnderAttack(GaussianNoise(), [0]), 1),
+    (UnderAttack(GaussianNoise(), [0], TrimmedMean(2)), 5),
+]
 
 
-@pytest.mark.parametrize("sentence", SIZES)
-def test_too_few_clients_are_refused(sentence):
-    aggregation, too_few, enough = SIZES[sentence]
-    with pytest.raises(MisconfigurationException, match=sentence):
-        aggregation.check_size(too_few)
-    aggregation.check_size(enough)
+@pytest.mark.parametrize(("aggregation", "clients"), NEEDED)
+def test_an_aggregation_says_how_many_clients_it_needs(aggregation, clients):
+    assert aggregation.min_clients == clients
 
 
 REFUSED = {
