@@ -100,7 +100,7 @@ class Federation(RunMaker):
         check_name(name)
         check_store(store, enable_checkpointing)
         check_at_least(self, "evaluation_clients", evaluation_clients, 1)
-        check_at_least(self, "seed", seed, 0)
+        check_at_least(self, "seed", seed, 0, highest=None)
         self.dropout = dropout
         self.failures = ClientFailures(on_client_failure, min_clients, client_timeout, dropout)
         self.phases = phases

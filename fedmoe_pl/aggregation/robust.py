@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
-from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch import Generator, Tensor
 
 from fedmoe_pl.aggregation.aggregation import Aggregation, Cohort
@@ -106,18 +105,6 @@ class RobustAggregation(CollectingAggregation, ABC):
     ) -> Tensor:
         """Aggregates vectors; see :meth:`of_vectors`."""
         return self.of_vectors(vectors, generator)
-
-
-def check_num_byzantine(aggregation: object, num_byzantine: int) -> None:
-    """Refuses a number of attackers below 0.
-
-    Raises:
-        MisconfigurationException: if it is below 0.
-    """
-    if num_byzantine < 0:
-        raise MisconfigurationException(
-            f"{type(aggregation).__name__}: num_byzantine is {num_byzantine}, but must be at least 0."
-        )
 
 
 def _flat(tree: Tree, names: Sequence[str]) -> Tensor:

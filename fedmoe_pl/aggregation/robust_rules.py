@@ -24,7 +24,8 @@ import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch import Generator, Tensor
 
-from fedmoe_pl.aggregation.robust import RobustAggregation, check_num_byzantine
+from fedmoe_pl.aggregation.robust import RobustAggregation
+from fedmoe_pl.checks import check_at_least
 
 _MOST_STEPS = 1000  # of Weiszfeld's algorithm, which is slow if the median is close to a vector, but not at it
 _TOLERANCE = 1e-7  # the sum of distances is then above the smallest one by at most twice this share
@@ -50,11 +51,11 @@ class TrimmedMean(RobustAggregation):
         num_byzantine: f, the largest number of attackers in a round; at least 2 f + 1 clients must train in it.
 
     Raises:
-        MisconfigurationException: if ``num_byzantine`` is below 0.
+        MisconfigurationException: if ``num_byzantine`` is out of range.
     """
 
     def __init__(self, num_byzantine: int) -> None:
-        check_num_byzantine(self, num_byzantine)
+        check_at_least(self, "num_byzantine", num_byzantine, 0)
         self.num_byzantine = num_byzantine
         self.min_clients = 2 * num_byzantine + 1
 
@@ -92,13 +93,12 @@ class MultiKrum(RobustAggregation):
         num_selected: how many vectors with the lowest scores are averaged: 1 is Krum. None is n - f.
 
     Raises:
-        MisconfigurationException: if ``num_byzantine`` is below 0, or ``num_selected`` below 1.
+        MisconfigurationException: if ``num_byzantine`` or ``num_selected`` is out of range.
     """
 
     def __init__(self, num_byzantine: int, num_selected: int | None = None) -> None:
-        check_num_byzantine(self, num_byzantine)
-        if num_selected is not None and num_selected < 1:
-            raise MisconfigurationException(f"MultiKrum: num_selected is {num_selected}, but must be at least 1.")
+        check_at_least(self, "num_byzantine", num_byzantine, 0)
+        check_at_least(self, "num_selected", num_selected, 1)
         self.num_byzantine = num_byzantine
         self.num_selected = num_selected
         self.min_clients = max(2 * num_byzantine + 3, num_selected or 0)
@@ -122,14 +122,13 @@ class CenteredClipping(RobustAggregation):
         iterations: number of steps.
 
     Raises:
-        MisconfigurationException: if ``max_norm`` is not above 0, or ``iterations`` below 1.
+        MisconfigurationException: if ``max_norm`` or ``iterations`` is out of range.
     """
 
     def __init__(self, max_norm: float, iterations: int = 3) -> None:
         if not max_norm > 0:
             raise MisconfigurationException(f"CenteredClipping: max_norm is {max_norm}, but must be above 0.")
-        if iterations < 1:
-            raise MisconfigurationException(f"CenteredClipping: iterations is {iterations}, but must be at least 1.")
+        check_at_least(self, "iterations", iterations, 1)
         self.max_norm = max_norm
         self.iterations = iterations
 
@@ -152,11 +151,11 @@ class NearestNeighborMixing(RobustAggregation):
         num_byzantine: f, the largest number of attackers in a round.
 
     Raises:
-        MisconfigurationException: if ``num_byzantine`` is below 0.
+        MisconfigurationException: if ``num_byzantine`` is out of range.
     """
 
     def __init__(self, aggregation: RobustAggregation, num_byzantine: int) -> None:
-        check_num_byzantine(self, num_byzantine)
+        check_at_least(self, "num_byzantine", num_byzantine, 0)
         self.aggregation = aggregation
         self.num_byzantine = num_byzantine
         self.min_clients = max(2 * num_byzantine + 1, aggregation.min_clients)
@@ -178,12 +177,11 @@ class Bucketing(RobustAggregation):
         size: number of vectors in a bucket; the last one may have fewer.
 
     Raises:
-        MisconfigurationException: if ``size`` is below 1.
+        MisconfigurationException: if ``size`` is out of range.
     """
 
     def __init__(self, aggregation: RobustAggregation, size: int = 2) -> None:
-        if size < 1:
-            raise MisconfigurationException(f"Bucketing: size is {size}, but must be at least 1.")
+        check_at_least(self, "size", size, 1)
         self.aggregation = aggregation
         self.size = size
         self.min_clients = (aggregation.min_clients - 1) * size + 1  # so that there are enough buckets

@@ -201,13 +201,14 @@ def test_an_aggregation_says_how_many_clients_it_needs(aggregation, clients):
 
 
 REFUSED = {
-    "TrimmedMean: num_byzantine is -1, but must be at least 0.": lambda: TrimmedMean(-1),
-    "MultiKrum: num_byzantine is -1, but must be at least 0.": lambda: MultiKrum(-1),
-    "MultiKrum: num_selected is 0, but must be at least 1.": lambda: MultiKrum(1, 0),
+    "TrimmedMean: num_byzantine is -1, but must be an integer from 0": lambda: TrimmedMean(-1),
+    "MultiKrum: num_byzantine is -1, but must be an integer from 0": lambda: MultiKrum(-1),
+    "MultiKrum: num_selected is 0, but must be an integer from 1": lambda: MultiKrum(1, 0),
     "CenteredClipping: max_norm is nan, but must be above 0.": lambda: CenteredClipping(float("nan")),
-    "CenteredClipping: iterations is 0, but must be at least 1.": lambda: CenteredClipping(1.0, 0),
+    "CenteredClipping: iterations is 0, but must be an integer from 1": lambda: CenteredClipping(1.0, 0),
     "NearestNeighborMixing: num_byzantine is -1, but": lambda: NearestNeighborMixing(CoordinateMedian(), -1),
-    "Bucketing: size is 0, but must be at least 1.": lambda: Bucketing(CoordinateMedian(), 0),
+    "Bucketing: size is 0, but must be an integer from 1": lambda: Bucketing(CoordinateMedian(), 0),
+    "Bucketing: size is 9223372036854775808, but must be": lambda: Bucketing(CoordinateMedian(), 2**63),
 }
 
 

@@ -170,7 +170,7 @@ def test_clients_and_newcomers_are_evaluated_with_the_best_expert_of_all_for_eac
 @pytest.mark.parametrize(
     ("made", "sentence"),
     [
-        (lambda: FedMix(0), "FedMix: experts_per_client is 0, but must be an integer of at least 1."),
+        (lambda: FedMix(0), "FedMix: experts_per_client is 0, but must be an integer from 1 to 1,000,000,000."),
         (
             lambda: FedMix(entropy_weight=-1.0),
             "FedMix: entropy_weight is -1.0, but must be a finite number of at least 0.",

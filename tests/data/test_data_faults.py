@@ -107,12 +107,16 @@ def test_a_file_that_is_no_archive_is_refused(tmp_path):
 
 ARGUMENTS = {
     "image_size is 1000000000, but must be lower, because 1,797": lambda: Digits(image_size=10**9, num_clients=2),
-    "Digits: image_size is 0, but must be an integer of at least 1.": lambda: Digits(image_size=0),
-    "Digits: image_size is nan, but must be an integer of at least 1.": lambda: Digits(image_size=NAN),
+    "Digits: image_size is 0, but must be an integer from 1 to 1,000,000,000.": lambda: Digits(image_size=0),
+    "Digits: image_size is nan, but must be an integer from 1 to 1,000,000,000.": lambda: Digits(image_size=NAN),
     "num_clients is 1000000000, but must be from 1 to": lambda: Digits(num_clients=10**9),
-    "Digits: num_clients is 2.5, but must be an integer of at least 1.": lambda: Digits(num_clients=2.5),
-    "Digits: batch_size is True, but must be an integer of at least 1.": lambda: Digits(batch_size=True),
-    "Digits: batch_size is 0, but must be an integer of at least 1.": lambda: Digits(batch_size=0),
+    "Digits: num_clients is 2.5, but must be an integer from 1 to 1,000,000,000.": lambda: Digits(num_clients=2.5),
+    "Digits: batch_size is True, but must be an integer from 1 to 1,000,000,000.": lambda: Digits(batch_size=True),
+    "Digits: batch_size is 0, but must be an integer from 1 to 1,000,000,000.": lambda: Digits(batch_size=0),
+    "Digits: batch_size is 9223372036854775808, but must be an integer from 1 to": lambda: Digits(batch_size=2**63),
+    "Digits: global_test_size is 1000000000000000000000000000000, but must be": lambda: Digits(
+        num_clients=2, global_test_size=10**30
+    ),
     "Digits: test_fraction is nan, but must be in [0, 1).": lambda: Digits(test_fraction=NAN),
     "Digits: partition_seed is -1, but must be an integer of at least 0.": lambda: Digits(partition_seed=-1),
     "global_test_size is 1000000000, which takes": lambda: Digits(num_clients=2, global_test_size=10**9),
