@@ -8,13 +8,15 @@ from typing import Any
 import numpy as np
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 
+MOST_COUNTED = 1_000_000_000
+"""The most rounds, epochs, samples in a batch, and the like: more would not end, or not fit into 64 bits."""
 MOST_UNITS = 1_000_000
 """The most units or channels of a layer, and the most words of an embedding."""
 MOST_EXPERTS = 10_000
 """The most experts or clusters of a model."""
 
 
-def check_at_least(owner: object, name: str, value: Any, lowest: int, highest: int | None = None) -> None:
+def check_at_least(owner: object, name: str, value: Any, lowest: int, highest: int | None = MOST_COUNTED) -> None:
     """Refuses what is not an integer, and an integer that is too low or too high; None passes.
 
     Args:
@@ -22,7 +24,7 @@ def check_at_least(owner: object, name: str, value: Any, lowest: int, highest: i
         name: name of the argument.
         value: its value.
         lowest: the lowest value that is allowed.
-        highest: the highest value that is allowed; None for no limit.
+        highest: the highest value that is allowed; None for no limit, as of seeds.
 
     Raises:
         MisconfigurationException: if the value is none of these.

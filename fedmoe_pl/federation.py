@@ -59,8 +59,9 @@ class Federation(RunMaker):
             ``monitor`` counts those among them that take part in it. ``personalize`` evaluates all new clients.
         on_client_failure: ``skip`` goes on without clients that fail, ``raise`` stops; see :class:`ClientFailures`.
         min_clients: how many clients of a round must answer, or it is tried again, at most three times; None for one.
+            A robust aggregation may need more.
         client_timeout: seconds that a client's training may take in a round, or None; stacked clients share theirs.
-        dropout: probability that a client of a round drops out before its training; at least one stays.
+        dropout: probability that a client of a round drops out before its training; see :class:`ClientFailures`.
         metrics: metrics of torchmetrics, by name, computed for each client; such as ``f1``.
 
     Attributes:
@@ -99,7 +100,7 @@ class Federation(RunMaker):
         check_name(name)
         check_store(store, enable_checkpointing)
         check_at_least(self, "evaluation_clients", evaluation_clients, 1)
-        check_at_least(self, "seed", seed, 0)
+        check_at_least(self, "seed", seed, 0, highest=None)
         self.dropout = dropout
         self.failures = ClientFailures(on_client_failure, min_clients, client_timeout, dropout)
         self.phases = phases

@@ -228,7 +228,7 @@ REFUSED = {
         ),
         "evaluation_clients": (
             lambda: Federation([Phase("p", Local())], evaluation_clients=0),
-            "must be an integer of at least 1",
+            "must be an integer from 1 to 1,000,000,000",
         ),
         "min_clients": (
             lambda: Federation([Phase("p", Local())], min_clients=2, on_client_failure="raise"),

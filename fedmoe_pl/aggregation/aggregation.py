@@ -37,21 +37,24 @@ class Aggregation(ABC):
     Attributes:
         poisson_sampling: whether every client joins a round by a draw of its own, so that the size of cohorts varies
             and may be 0; otherwise, all cohorts have one size.
+        min_clients: how many updates it needs; a round that fewer clients answer is tried again.
     """
 
     poisson_sampling: bool = False
+    min_clients: int = 1
 
-    @abstractmethod
-    def check(self, shared: Tree, parameters: set[str], cohort: Cohort) -> None:
-        """Refuses what it cannot aggregate; called before any training.
+    def check(  # noqa: B027  (most aggregations take all tensors)
+        self, shared: Tree, parameters: set[str], cohort: Cohort
+    ) -> None:
+        """Refuses what it cannot aggregate, before any training; nothing by default.
 
         Args:
             shared: the server's tensors that clients send.
             parameters: the names of those that are parameters; the others are buffers.
-            cohort: the number of clients.
+            cohort: the number of clients, at least ``min_clients``.
 
         Raises:
-            MisconfigurationException: if the tensors or the number of clients do not fit.
+            MisconfigurationException: if the tensors or the clients do not fit.
         """
 
     def begin(self) -> Tree:

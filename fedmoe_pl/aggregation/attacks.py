@@ -107,21 +107,16 @@ class UnderAttack(CollectingAggregation):
         self.attack = attack
         self.attackers = list(attackers)
         self.aggregation = aggregation
+        self.min_clients = 1 if aggregation is None else aggregation.min_clients
 
     def check(self, shared: Tree, parameters: set[str], cohort: Cohort) -> None:
-        """Refuses attackers that take no part, and what the aggregation refuses."""
+        """Refuses attackers that take no part."""
         absent = [client for client in self.attackers if client not in cohort.participants]
         if absent:
             raise MisconfigurationException(
                 f"UnderAttack: attackers is {self.attackers}, but must be ids of clients that take part, which "
                 f"{absent[0]} is not."
             )
-        super().check(shared, parameters, cohort)
-
-    def check_size(self, clients: int) -> None:
-        """Refuses what the aggregation refuses."""
-        if self.aggregation is not None:
-            self.aggregation.check_size(clients)
 
     def of_clients(
         self, clients: Sequence[int], vectors: Tensor, weights: Sequence[float], generator: Generator

@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
-from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch import Generator, Tensor
 
 from fedmoe_pl.aggregation.aggregation import Aggregation, Cohort
@@ -32,18 +31,6 @@ class CollectingAggregation(Aggregation, ABC):
     Statistics of batch normalization are part of the vectors; of integers, such as its counters, the server takes the
     lower median. A change that is not finite counts as none. The updates of the whole cohort are in memory at once.
     """
-
-    def check(self, shared: Tree, parameters: set[str], cohort: Cohort) -> None:
-        """Refuses too few clients."""
-        self.check_size(cohort.size)
-
-    @abstractmethod
-    def check_size(self, clients: int) -> None:
-        """Refuses to aggregate the updates of too few clients.
-
-        Raises:
-            MisconfigurationException: if there are too few.
-        """
 
     @abstractmethod
     def of_clients(
@@ -79,15 +66,10 @@ class CollectingAggregation(Aggregation, ABC):
     def aggregate(
         self, start: Tree, combined: Update | None, state: Tree, cohort: Cohort, generator: Generator
     ) -> tuple[Update, Tree]:
-        """The server's tensors plus the aggregated changes.
-
-        Raises:
-            MisconfigurationException: if too few clients have answered.
-        """
+        """The server's tensors plus the aggregated changes."""
         assert isinstance(combined, CollectedUpdates), "cohorts have one size"
         clients = sorted(combined.updates)  # results do not depend on who was trained with whom
         updates = [combined.updates[client] for client in clients]
-        self.check_size(len(clients))
         names = [name for name, tensor in start.items() if tensor.is_floating_point()]
         before = _flat(start, names)
         changes = torch.stack([_flat(update.sent, names) - before for update in updates])
@@ -123,39 +105,6 @@ class RobustAggregation(CollectingAggregation, ABC):
     ) -> Tensor:
         """Aggregates vectors; see :meth:`of_vectors`."""
         return self.of_vectors(vectors, generator)
-
-
-def check_num_byzantine(aggregation: object, num_byzantine: int) -> None:
-    """Refuses a number of attackers below 0.
-
-    Raises:
-        MisconfigurationException: if it is below 0.
-    """
-    if num_byzantine < 0:
-        raise MisconfigurationException(
-            f"{type(aggregation).__name__}: num_byzantine is {num_byzantine}, but must be at least 0."
-        )
-
-
-def check_enough(aggregation: object, num_byzantine: int, clients: int, more: int) -> None:
-    """Refuses too few clients for so many attackers.
-
-    Args:
-        aggregation: the aggregation.
-        num_byzantine: its number of attackers, f.
-        clients: the number of clients in a round.
-        more: it needs 2 f clients and this many more.
-
-    Raises:
-        MisconfigurationException: if there are fewer.
-    """
-    name, most = type(aggregation).__name__, (clients - more) // 2
-    if most < 0:
-        raise MisconfigurationException(f"{name} needs at least {more} clients in a round, but there are {clients}.")
-    if num_byzantine > most:
-        raise MisconfigurationException(
-            f"{name}: num_byzantine is {num_byzantine}, but must be at most {most} with {clients} clients in a round."
-        )
 
 
 def _flat(tree: Tree, names: Sequence[str]) -> Tensor:

@@ -5,7 +5,7 @@ aggregation                source                                               
 =========================  =====================================================  =====================================
 ``CoordinateMedian``       Yin et al., ICML 2018, Definition 1
 ``TrimmedMean``            Yin et al., ICML 2018, Definition 2                    a number of attackers, not a share
-``GeometricMedian``        Pillutla et al., IEEE TSP 2022, Algorithm 2 (RFA)      uniform weights; until it converges
+``GeometricMedian``        Pillutla et al., IEEE TSP 2022, Algorithm 2 (RFA)      uniform weights; exact distances
 ``MultiKrum``              Blanchard et al., NeurIPS 2017                         averages n - f by default
 ``CenteredClipping``       Karimireddy et al., ICML 2021, Algorithm 1             starts at the server's state
 ``NearestNeighborMixing``  Allouah et al., AISTATS 2023, Algorithm 2 (NNM)
@@ -24,10 +24,11 @@ import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch import Generator, Tensor
 
-from fedmoe_pl.aggregation.robust import RobustAggregation, check_enough, check_num_byzantine
+from fedmoe_pl.aggregation.robust import RobustAggregation
+from fedmoe_pl.checks import check_at_least
 
-_MOST_STEPS = 100  # of Weiszfeld's algorithm; it converges linearly
-_TOLERANCE = 1e-6  # relative
+_MOST_STEPS = 1000  # of Weiszfeld's algorithm, which is slow if the median is close to a vector, but not at it
+_TOLERANCE = 1e-7  # the sum of distances is then above the smallest one by at most twice this share
 
 
 class CoordinateMedian(RobustAggregation):
@@ -37,9 +38,6 @@ class CoordinateMedian(RobustAggregation):
         >>> CoordinateMedian().of_vectors(torch.tensor([[0.0], [9.0], [1.0], [2.0]]), Generator())
         tensor([1.5000])
     """
-
-    def check_size(self, clients: int) -> None:
-        """Accepts any number."""
 
     def of_vectors(self, vectors: Tensor, generator: Generator) -> Tensor:
         """The median along the first axis."""
@@ -53,16 +51,13 @@ class TrimmedMean(RobustAggregation):
         num_byzantine: f, the largest number of attackers in a round; at least 2 f + 1 clients must train in it.
 
     Raises:
-        MisconfigurationException: if ``num_byzantine`` is below 0.
+        MisconfigurationException: if ``num_byzantine`` is out of range.
     """
 
     def __init__(self, num_byzantine: int) -> None:
-        check_num_byzantine(self, num_byzantine)
+        check_at_least(self, "num_byzantine", num_byzantine, 0)
         self.num_byzantine = num_byzantine
-
-    def check_size(self, clients: int) -> None:
-        """Refuses 2 f clients or fewer."""
-        check_enough(self, self.num_byzantine, clients, 1)
+        self.min_clients = 2 * num_byzantine + 1
 
     def of_vectors(self, vectors: Tensor, generator: Generator) -> Tensor:
         """The mean of the n - 2 f values in the middle."""
@@ -70,35 +65,22 @@ class TrimmedMean(RobustAggregation):
 
 
 class GeometricMedian(RobustAggregation):
-    """The point with the smallest sum of distances to the clients' vectors, by Weiszfeld's algorithm.
-
-    Args:
-        smoothing: distances below it count as it; a share of the median distance to the start.
-
-    Raises:
-        MisconfigurationException: if ``smoothing`` is not above 0.
-    """
-
-    def __init__(self, smoothing: float = 1e-6) -> None:
-        if not smoothing > 0:
-            raise MisconfigurationException(f"GeometricMedian: smoothing is {smoothing}, but must be above 0.")
-        self.smoothing = smoothing
-
-    def check_size(self, clients: int) -> None:
-        """Accepts any number."""
+    """The point with the smallest sum of distances to the clients' vectors, by Weiszfeld's algorithm."""
 
     def of_vectors(self, vectors: Tensor, generator: Generator) -> Tensor:
-        """Starts at each coordinate's median; a step is the mean, weighted by one over the distances before."""
-        center = _median(vectors)  # unlike the mean, no attacker moves it far
-        smallest = self.smoothing * _norms(vectors - center).median()
-        if smallest == 0:  # most vectors are the same
-            return center
+        """Starts at each coordinate's median; a vector that steps come close to may itself be the median."""
+        center, flat = _median(vectors).double(), _TOLERANCE * len(vectors)  # no attacker moves this median far
+        tried = set[int]()
         for _ in range(_MOST_STEPS):
-            weights = 1 / _norms(vectors - center).clamp_min(smallest)
-            before, center = center, (weights / weights.sum()).to(vectors) @ vectors
-            if (center - before).norm() <= _TOLERANCE * _norms(vectors - center).median():
+            nearest = int(_norms(vectors - center).argmin())
+            if nearest not in tried and _weiszfeld_step(vectors, vectors[nearest].double())[1] <= flat:
+                return vectors[nearest]
+            tried.add(nearest)
+            step, slope = _weiszfeld_step(vectors, center)
+            if slope <= flat:
                 break
-        return center
+            center = center + step
+        return center.to(vectors)
 
 
 class MultiKrum(RobustAggregation):
@@ -111,24 +93,15 @@ class MultiKrum(RobustAggregation):
         num_selected: how many vectors with the lowest scores are averaged: 1 is Krum. None is n - f.
 
     Raises:
-        MisconfigurationException: if ``num_byzantine`` is below 0, or ``num_selected`` below 1.
+        MisconfigurationException: if ``num_byzantine`` or ``num_selected`` is out of range.
     """
 
     def __init__(self, num_byzantine: int, num_selected: int | None = None) -> None:
-        check_num_byzantine(self, num_byzantine)
-        if num_selected is not None and num_selected < 1:
-            raise MisconfigurationException(f"MultiKrum: num_selected is {num_selected}, but must be at least 1.")
+        check_at_least(self, "num_byzantine", num_byzantine, 0)
+        check_at_least(self, "num_selected", num_selected, 1)
         self.num_byzantine = num_byzantine
         self.num_selected = num_selected
-
-    def check_size(self, clients: int) -> None:
-        """Refuses 2 f + 2 clients or fewer, and to select more than there are."""
-        check_enough(self, self.num_byzantine, clients, 3)
-        if self.num_selected is not None and self.num_selected > clients:
-            raise MisconfigurationException(
-                f"MultiKrum: num_selected is {self.num_selected}, but must be at most the number of clients in a "
-                f"round, {clients}."
-            )
+        self.min_clients = max(2 * num_byzantine + 3, num_selected or 0)
 
     def of_vectors(self, vectors: Tensor, generator: Generator) -> Tensor:
         """The mean of those with the lowest scores."""
@@ -149,19 +122,15 @@ class CenteredClipping(RobustAggregation):
         iterations: number of steps.
 
     Raises:
-        MisconfigurationException: if ``max_norm`` is not above 0, or ``iterations`` below 1.
+        MisconfigurationException: if ``max_norm`` or ``iterations`` is out of range.
     """
 
     def __init__(self, max_norm: float, iterations: int = 3) -> None:
         if not max_norm > 0:
             raise MisconfigurationException(f"CenteredClipping: max_norm is {max_norm}, but must be above 0.")
-        if iterations < 1:
-            raise MisconfigurationException(f"CenteredClipping: iterations is {iterations}, but must be at least 1.")
+        check_at_least(self, "iterations", iterations, 1)
         self.max_norm = max_norm
         self.iterations = iterations
-
-    def check_size(self, clients: int) -> None:
-        """Accepts any number."""
 
     def of_vectors(self, vectors: Tensor, generator: Generator) -> Tensor:
         """``v + mean((x_i - v) min(1, tau / |x_i - v|))``, repeated."""
@@ -182,18 +151,14 @@ class NearestNeighborMixing(RobustAggregation):
         num_byzantine: f, the largest number of attackers in a round.
 
     Raises:
-        MisconfigurationException: if ``num_byzantine`` is below 0.
+        MisconfigurationException: if ``num_byzantine`` is out of range.
     """
 
     def __init__(self, aggregation: RobustAggregation, num_byzantine: int) -> None:
-        check_num_byzantine(self, num_byzantine)
+        check_at_least(self, "num_byzantine", num_byzantine, 0)
         self.aggregation = aggregation
         self.num_byzantine = num_byzantine
-
-    def check_size(self, clients: int) -> None:
-        """Refuses 2 f clients or fewer, and what the other aggregation refuses."""
-        check_enough(self, self.num_byzantine, clients, 1)
-        self.aggregation.check_size(clients)
+        self.min_clients = max(2 * num_byzantine + 1, aggregation.min_clients)
 
     def of_vectors(self, vectors: Tensor, generator: Generator) -> Tensor:
         """Aggregates the mixed vectors; the nearest to a vector is the vector itself."""
@@ -212,18 +177,14 @@ class Bucketing(RobustAggregation):
         size: number of vectors in a bucket; the last one may have fewer.
 
     Raises:
-        MisconfigurationException: if ``size`` is below 1.
+        MisconfigurationException: if ``size`` is out of range.
     """
 
     def __init__(self, aggregation: RobustAggregation, size: int = 2) -> None:
-        if size < 1:
-            raise MisconfigurationException(f"Bucketing: size is {size}, but must be at least 1.")
+        check_at_least(self, "size", size, 1)
         self.aggregation = aggregation
         self.size = size
-
-    def check_size(self, clients: int) -> None:
-        """Refuses what the other aggregation refuses for the number of buckets."""
-        self.aggregation.check_size(-(-clients // self.size))
+        self.min_clients = (aggregation.min_clients - 1) * size + 1  # so that there are enough buckets
 
     def of_vectors(self, vectors: Tensor, generator: Generator) -> Tensor:
         """Aggregates the means of the buckets."""
@@ -241,6 +202,20 @@ def _median(vectors: Tensor) -> Tensor:
 def _norms(vectors: Tensor) -> Tensor:
     """The length of each row, shape (n,), in float64: squares of what an attacker sends may exceed float32."""
     return torch.linalg.vector_norm(vectors, dim=1, dtype=torch.float64)
+
+
+def _weiszfeld_step(vectors: Tensor, point: Tensor) -> tuple[Tensor, Tensor]:
+    """A step towards the geometric median, and the slope of the sum of distances along it: 0 at the median only.
+
+    From one of the vectors, where Weiszfeld's own step has no length, it is that of Vardi and Zhang (PNAS 2000).
+    """
+    distances = _norms(vectors - point)
+    weights = (1 / distances).where(distances > 0, 0)
+    total = weights.sum().clamp_min(torch.finfo(weights.dtype).tiny)  # 0 if all vectors are at the point
+    step = (weights / total) @ (vectors - point)
+    pull = total * step.norm()  # the length of the sum of unit vectors to the others
+    slope = (pull - (distances == 0).sum()).clamp_min(0)
+    return slope / pull * step, slope
 
 
 def _distances(vectors: Tensor) -> Tensor:

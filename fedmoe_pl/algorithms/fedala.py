@@ -27,7 +27,7 @@ from fedmoe_pl.algorithms.algorithm import Algorithm
 from fedmoe_pl.algorithms.checks import check_only_expert
 from fedmoe_pl.algorithms.client import Client, Update
 from fedmoe_pl.algorithms.parts import expert_prefix, floor_of_share, logits_loss
-from fedmoe_pl.checks import is_finite
+from fedmoe_pl.checks import check_at_least, is_finite
 from fedmoe_pl.trees import Tree, copy_module, load_tree, subtree, with_prefix
 
 _LOCAL, _WEIGHTS = "ala/local/", "ala/weights/"  # prefixes of a parameter's name: theta_l and W
@@ -71,10 +71,10 @@ class FedALA(Algorithm):
             ("last_parameters", last_parameters, 0),
             ("eta", eta, 0),
             ("max_passes", max_passes, 1),
-            ("batch_size", batch_size, 1),
         ):
-            if value is not None and not (is_finite(value) and value >= lowest):
+            if not (is_finite(value) and value >= lowest):
                 raise MisconfigurationException(f"FedALA: {name} is {value}, but must be at least {lowest}.")
+        check_at_least(self, "batch_size", batch_size, 1)
         if not 0 < sample_share <= 1:
             raise MisconfigurationException(
                 f"FedALA: sample_share is {sample_share}, but must be above 0 and at most 1."

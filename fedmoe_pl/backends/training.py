@@ -59,13 +59,13 @@ def epochs_to_try(
     epochs = range(max_epochs)
     if not overrides(algorithm, "is_trainable"):
         rounds, epochs = rounds[:1], epochs[:1]
-    elif _number(rounds) * max_epochs > _MOST_EPOCHS:
+    elif len(rounds) * max_epochs > _MOST_EPOCHS:
         rounds, epochs = _looked_at(algorithm, names, rounds, epochs)
     rounds = rounds if epochs else rounds[:0]  # the product makes a list of them
-    shows_all = _number(rounds) * _number(epochs) <= _MOST_EPOCHS
+    shows_all = len(rounds) * len(epochs) <= _MOST_EPOCHS
     if not shows_all:
-        rounds = rounds[: max(math.isqrt(_MOST_EPOCHS), _MOST_EPOCHS // _number(epochs))]
-        epochs = epochs[: _MOST_EPOCHS // _number(rounds)]
+        rounds = rounds[: max(math.isqrt(_MOST_EPOCHS), _MOST_EPOCHS // len(epochs))]
+        epochs = epochs[: _MOST_EPOCHS // len(rounds)]
     return itertools.product(rounds, epochs), shows_all
 
 
@@ -84,15 +84,11 @@ def _looked_at(algorithm: Algorithm, names: Sequence[str], rounds: range, epochs
     unused = _Unused()
     if passes([(unused, unused)]):
         return rounds[:1], epochs[:1]
-    if _number(epochs) <= _MOST_EPOCHS and passes((unused, epoch) for epoch in epochs):
+    if len(epochs) <= _MOST_EPOCHS and passes((unused, epoch) for epoch in epochs):
         return rounds[:1], epochs
-    if _number(rounds) <= _MOST_EPOCHS and passes((round, unused) for round in rounds):
+    if len(rounds) <= _MOST_EPOCHS and passes((round, unused) for round in rounds):
         return rounds, epochs[:1]
     return rounds, epochs
-
-
-def _number(numbers: range) -> int:
-    return numbers.stop - numbers.start  # len() fails above 2**63
 
 
 @dataclass(frozen=True, eq=False)

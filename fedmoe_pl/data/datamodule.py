@@ -112,7 +112,7 @@ class FederatedDataModule(LightningDataModule, ABC):
         super().__init__()
         check_at_least(self, "num_clients", num_clients, 1)
         check_at_least(self, "batch_size", batch_size, 1)
-        check_at_least(self, "partition_seed", partition_seed, 0)
+        check_at_least(self, "partition_seed", partition_seed, 0, highest=None)
         check_fractions(self, test_fraction, validation_fraction, pool, stratify)
         check_at_least(self, "global_test_size", global_test_size, 1)
         self.requested_clients = num_clients

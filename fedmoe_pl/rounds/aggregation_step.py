@@ -45,7 +45,13 @@ def check_aggregation(phase: Phase, module: LightningModule, num_clients: int, s
             f"{phase}: aggregation is given, but must be left out, because {type(phase.algorithm).__name__} {reason}."
         )
     parameters = {name for name, _ in module.named_parameters(remove_duplicate=False)}
-    phase.aggregation.check(shared_by(phase.algorithm, server), parameters, cohort_of(phase, num_clients, seed))
+    cohort = cohort_of(phase, num_clients, seed)
+    if phase.aggregation.min_clients > cohort.size:
+        raise MisconfigurationException(
+            f"{phase}: aggregation is a {type(phase.aggregation).__name__} that needs {phase.aggregation.min_clients} "
+            f"clients, but must be one that needs at most {cohort.size}, the number of clients in a round."
+        )
+    phase.aggregation.check(shared_by(phase.algorithm, server), parameters, cohort)
     if isinstance(phase.aggregation, DifferentialPrivacy):
         _check_leaks(phase, server)
 

@@ -11,6 +11,7 @@ import numpy as np
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities import rank_zero_warn
 
+from fedmoe_pl.aggregation import Aggregation
 from fedmoe_pl.backends import Failure
 from fedmoe_pl.rounds.phase import Phase
 from fedmoe_pl.seeds import derive_seed
@@ -35,12 +36,13 @@ class ClientFailures:
     Args:
         on_client_failure: ``skip`` goes on without clients that fail; ``raise`` stops the run.
         min_clients: how many clients must answer for a round to count; otherwise, what was computed is forgotten, and
-            the round is tried again with other clients, at most three times. None for one.
+            the round is tried again with other clients, at most three times. None for one. If the phase's aggregation
+            needs more, such as 2 f + 3 for ``MultiKrum``, so many must answer.
         client_timeout: seconds that a client's training may take in a round; None for any. Clients that train stacked
             share their seconds. A client in an operation that Python cannot interrupt goes on; its worker process, if
             it has one, is ended a minute later.
         dropout: the probability with which a client drops out before its training, for experiments. It is counted, but
-            no warning names it.
+            no warning names it. At least one client stays, but with ``DifferentialPrivacy`` all may drop out.
 
     Raises:
         MisconfigurationException: if an argument is out of range, or two contradict each other.
@@ -103,24 +105,30 @@ class ClientFailures:
                 f"a round of '{phase.name}'."
             )
 
-    def dropped(self, cohort: Sequence[int], seed: int, round: int, attempt: int) -> list[int]:
-        """The clients that drop out before their training, each with the same probability; at least one stays.
+    def dropped(self, cohort: Sequence[int], seed: int, round: int, attempt: int, one_stays: bool = True) -> list[int]:
+        """The clients that drop out before their training, each with the same probability.
+
+        Without ``one_stays``, a client's draw follows from its id alone, whoever else is in the cohort.
 
         Args:
             cohort: the clients of the round.
             seed: the run's seed.
             round: the round, counted from 0 along the chain of phases that start from one another.
             attempt: how often the round was tried before.
+            one_stays: whether the client with the highest draw never drops out.
         """
-        if not self.dropout:
+        if not self.dropout or not cohort:
             return []
-        draws = np.random.default_rng(derive_seed(seed, _DROPOUT, round, attempt)).random(len(cohort))
-        draws[draws.argmax()] = 1
+        draws = np.random.default_rng(derive_seed(seed, _DROPOUT, round, attempt)).random(max(cohort) + 1)[[*cohort]]
+        if one_stays:
+            draws[draws.argmax()] = 1
         return [client for client, draw in zip(cohort, draws, strict=True) if draw < self.dropout]
 
-    def too_few(self, phase: Phase, round: int, answered: int, drawn: int) -> str:
-        """Says that too few clients answered, without a full stop; arguments as in :meth:`report`."""
-        return f"{phase}, round {round}: {answered} of {drawn} clients answered, but min_clients is {self.min_clients}"
+    def needed(self, aggregation: Aggregation | None) -> tuple[int, str]:
+        """How many clients of a round must answer, and why."""
+        if aggregation is not None and aggregation.min_clients > self.min_clients:
+            return aggregation.min_clients, f"{type(aggregation).__name__} needs {aggregation.min_clients}"
+        return self.min_clients, f"min_clients is {self.min_clients}"
 
     def stop(self, phase: Phase, round: int, failed: Mapping[int, Failure]) -> None:
         """Stops the run if a client failed where none may; arguments as in :meth:`report`.

@@ -12,7 +12,7 @@ from lightning.pytorch.loggers import Logger
 
 from fedmoe_pl.aggregation import Aggregation
 from fedmoe_pl.algorithms.algorithm import Algorithm, Moment
-from fedmoe_pl.checks import check_kind, is_finite, plain
+from fedmoe_pl.checks import MOST_COUNTED, check_kind, is_finite, plain
 from fedmoe_pl.models import Gate
 from fedmoe_pl.models.mixtures.mixing import Mixing
 from fedmoe_pl.rounds.evaluation import MONITORS, SPLITS
@@ -200,9 +200,11 @@ class Phase:
             is_number = is_finite(value) and (name == "min_delta" or isinstance(value, int))
             if value is None and may_be_none:
                 continue
-            if value is None or not (is_number and value >= lowest):
+            if value is None or not (is_number and lowest <= value <= MOST_COUNTED):
                 kind = "a finite number of " if name == "min_delta" else ""
-                raise MisconfigurationException(f"{self}: {name} is {value}, but must be {kind}at least {lowest}.")
+                raise MisconfigurationException(
+                    f"{self}: {name} is {value}, but must be {kind}at least {lowest} and at most {MOST_COUNTED:,}."
+                )
         if self.keep_optimizer and self.rounds == 1:
             raise MisconfigurationException(
                 f"{self}: keep_optimizer is True, but must be False for rounds 1, because no round follows."

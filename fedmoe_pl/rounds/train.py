@@ -65,20 +65,24 @@ def train_round(
         ClientError: if too few clients answer each time, or one fails where none may.
     """
     state, failures, attempt = run.states[phase.name], run.failures, 0
+    aggregation = plan.training.aggregation
+    poisson = aggregation is not None and aggregation.poisson_sampling
+    needed, why = failures.needed(aggregation)
     while True:
         drawn = draw_cohort(run, phase, state, attempt) if cohort is None else cohort
-        dropped = failures.dropped(drawn, run.seed, run.rounds_before(phase) + state.round, attempt)
+        dropped = failures.dropped(drawn, run.seed, run.rounds_before(phase) + state.round, attempt, not poisson)
         clients = [client for client in drawn if client not in dropped]
         _count_costs(phase, state, plan, clients, counter, log)
         combined, written, failed = _train_clients(run, phase, plan, clients, log)
         state.failed += len(dropped) + len(failed)
         failures.report(phase, state.round + 1, failed)
         answered = [client for client in clients if client not in failed]
-        if len(answered) >= min(failures.min_clients, len(drawn)):  # an aggregation may draw any number
+        expected = clients if poisson else drawn  # if it were drawn again, clients would not drop out independently
+        if len(answered) >= min(needed, len(expected)):
             kept = run.store.updated(phase.name, state.kept, written)
             return Trained(combined, answered, [*dropped, *failed], kept)
         run.progress.end_round()
-        reason = failures.too_few(phase, state.round + 1, len(answered), len(drawn))
+        reason = f"{phase}, round {state.round + 1}: {len(answered)} of {len(drawn)} clients answered, but {why}"
         if attempt == RETRIES:
             client, failure = min(failed.items(), key=lambda item: item[0], default=(None, None))
             example = f"; client {client}: {failure.reason}" if failure else ""

@@ -21,7 +21,7 @@ from fedmoe_pl.backends import LEAN_TRAINER, quiet, trains_by_loss
 from fedmoe_pl.backends.best_epoch import BestEpoch
 from fedmoe_pl.backends.lean import shown
 from fedmoe_pl.backends.training import epochs_to_try
-from fedmoe_pl.checks import is_finite
+from fedmoe_pl.checks import MOST_COUNTED, is_finite
 from fedmoe_pl.data import FederatedDataModule
 from fedmoe_pl.rounds.phase import Phase
 
@@ -39,9 +39,15 @@ def _is_share(value: Any, lowest: int) -> bool:
 
 # What Lightning accepts although no client can be trained with it: whether a value is allowed, and which ones are.
 _RULES: dict[str, tuple[Callable[[Any], bool], str]] = {
-    "max_epochs": (lambda value: _is_integer(value, 0), "the number of local epochs, at least 0"),
+    "max_epochs": (
+        lambda value: _is_integer(value, 0) and value <= MOST_COUNTED,
+        f"the number of local epochs, at least 0 and at most {MOST_COUNTED:,}",
+    ),
     "max_steps": (lambda value: _is_integer(value, 1) or value == -1, "at least 1, or -1 for no limit"),
-    "accumulate_grad_batches": (lambda value: _is_integer(value, 1), "at least 1"),
+    "accumulate_grad_batches": (
+        lambda value: _is_integer(value, 1) and value <= MOST_COUNTED,
+        f"at least 1 and at most {MOST_COUNTED:,}",
+    ),
     "gradient_clip_val": (
         lambda value: value is None or (is_finite(value) and value >= 0),
         "a finite number of at least 0",

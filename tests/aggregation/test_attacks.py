@@ -105,9 +105,6 @@ REFUSED = {
     "UnderAttack: attackers is \\[1, 5\\], but must be ids of clients that take part, which 5 is not.": lambda: (
         UnderAttack(GaussianNoise(), [1, 5]).check({}, set(), Cohort(3, range(3)))
     ),
-    "TrimmedMean: num_byzantine is 2, but must be at most 1": lambda: UnderAttack(
-        GaussianNoise(), [1], TrimmedMean(2)
-    ).check({}, set(), Cohort(3, range(3))),
 }
 
 

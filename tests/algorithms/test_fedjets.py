@@ -142,7 +142,7 @@ def test_newcomers_have_the_server_s_model_and_no_anchors(tmp_path):
 @pytest.mark.parametrize(
     ("made", "sentence"),
     [
-        (lambda: FedJETs(0), "FedJETs: experts_per_client is 0, but must be an integer of at least 1"),
+        (lambda: FedJETs(0), "FedJETs: experts_per_client is 0, but must be an integer from 1 to 1,000,000,000"),
         (
             lambda: FedJETs().check(mixture()),
             "FedJETs: model is a PersonalizedMoE, but must be a SparseMoE with a gate",

@@ -191,7 +191,7 @@ def test_the_validation_loss_is_that_of_the_likelihood_with_which_clients_train(
 @pytest.mark.parametrize(
     ("made", "sentence"),
     [
-        (lambda: FedMix(0), "FedMix: experts_per_client is 0, but must be an integer of at least 1."),
+        (lambda: FedMix(0), "FedMix: experts_per_client is 0, but must be an integer from 1 to 1,000,000,000."),
         (
             lambda: FedMix(entropy_weight=-1.0),
             "FedMix: entropy_weight is -1.0, but must be a finite number of at least 0.",

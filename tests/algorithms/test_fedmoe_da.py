@@ -311,7 +311,7 @@ def test_a_part_of_the_clients_is_refused(tmp_path):
 
 WRONG = {
     "top_p is -1, but must be a number of at least 0 or 'all'": {"top_p": -1},
-    "interval is 0, but must be an integer of at least 1": {"interval": 0},
+    "interval is 0, but must be an integer from 1 to 1,000,000,000": {"interval": 0},
     "temperature is 0, but must be a finite number above 0": {"temperature": 0},
     "similarity is 'features', but must be one of proxies, updates": {"similarity": "features"},
     "similarity is updates, but must be left out with top_p 0": {"top_p": 0, "similarity": "updates"},

@@ -108,7 +108,7 @@ def test_epochs_that_never_reach_the_body_are_refused_before_any_training(tmp_pa
 @pytest.mark.parametrize(
     ("made", "sentence"),
     [
-        (lambda: FedRep(head_epochs=-1), "FedRep: head_epochs is -1, but must be an integer of at least 0"),
+        (lambda: FedRep(head_epochs=-1), "FedRep: head_epochs is -1, but must be an integer from 0 to 1,000,000,000"),
         (lambda: FedRep(weighting="size"), "FedRep: weighting is 'size', but must be one of samples, uniform"),
         (lambda: FedRep("*").check(two_experts()), "FedRep: shared is '*', but must leave out the head"),
         (lambda: FedRep("body.*").check(two_experts()), "which matches no parameter"),

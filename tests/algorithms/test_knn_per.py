@@ -174,7 +174,7 @@ def test_it_needs_a_federated_model_with_features(tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"k": 0}, "k is 0, but must be an integer of at least 1."),
+        ({"k": 0}, "k is 0, but must be an integer from 1 to 1,000,000,000."),
         ({"capacity": 1.5}, "capacity is 1.5, but must be at least 0 and at most 1."),
         ({"weight": -0.1}, "weight is -0.1, but must be at least 0 and at most 1."),
         ({"scale": 0}, "scale is 0, but must be a finite number above 0."),

@@ -138,7 +138,7 @@ def test_only_w_is_sent():
         (lambda: PFedMe(weight=0), "PFedMe: weight is 0, but must be a finite number above 0"),
         (lambda: PFedMe(inner_lr=-1), "PFedMe: inner_lr is -1, but must be a finite number above 0"),
         (lambda: PFedMe(server_lr=0), "PFedMe: server_lr is 0, but must be a finite number above 0"),
-        (lambda: PFedMe(inner_steps=0), "PFedMe: inner_steps is 0, but must be an integer of at least 1"),
+        (lambda: PFedMe(inner_steps=0), "PFedMe: inner_steps is 0, but must be an integer from 1 to 1,000,000,000"),
         (lambda: PFedMe(decay=-1), "PFedMe: decay is -1, but must be a finite number of at least 0"),
         (lambda: PFedMe(weighting="size"), "PFedMe: weighting is 'size', but must be one of samples, uniform"),
         (lambda: PFedMe().check(mixture()), "PFedMe: momentum of the optimizer is 0.9, but must be 0"),

@@ -61,7 +61,7 @@ def test_ray_is_an_extra(monkeypatch):
     monkeypatch.setitem(sys.modules, "ray", None)
     with pytest.raises(MisconfigurationException, match=r'pip install "fedmoe-pl\[ray\]"'):
         RayBackend()
-    with pytest.raises(MisconfigurationException, match="workers is 0, but must be an integer of at least 1"):
+    with pytest.raises(MisconfigurationException, match="workers is 0, but must be an integer from 1 to 1,000,000,000"):
         monkeypatch.undo()
         pytest.importorskip("ray")
         RayBackend(workers=0)

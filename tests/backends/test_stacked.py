@@ -270,6 +270,6 @@ def test_a_client_with_a_sample_that_is_no_number_spoils_no_other():
 
 def test_clients_per_stack_is_at_least_one():
     with pytest.raises(
-        MisconfigurationException, match="StackedBackend: clients_per_stack is 0, but must be an integer of at least 1"
+        MisconfigurationException, match="StackedBackend: clients_per_stack is 0, but must be an integer from 1 to"
     ):
         StackedBackend(0)

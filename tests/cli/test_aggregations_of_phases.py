@@ -45,7 +45,7 @@ WRONG = {
         **PRIVATE,
         "init_args": {**PRIVATE["init_args"], "delta": 2.0},
     },
-    "TrimmedMean: federation.phases.it.aggregation.init_args.num_byzantine is 30, but must be at most": {
+    "federation.phases.it.aggregation is a TrimmedMean that needs 61 clients, but must be one that needs at most": {
         "class_path": "TrimmedMean",
         "init_args": {"num_byzantine": 30},
     },

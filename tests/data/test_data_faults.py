@@ -53,6 +53,18 @@ ARRAYS = {  # what is wrong in an .npz file, and how the refusal says it
     "nan in a sample": ({"x_train": np.full((4, 5), NAN)}, "x_train has values that are not finite"),
     "infinity in a sample": ({"x_test": np.full((2, 5), np.inf)}, "x_test has values that are not finite"),
     "too large for float32": ({"x_test": np.full((2, 5), 1e300)}, "x_test has values that are not finite"),
+    "infinity in one sample": (
+        {"x_train": [[0.0], [1.0], [np.inf], [NAN]], "x_test": [[0.0], [0.0]]},
+        "x_train has values that are not finite, first in sample 2, counted from 0.",
+    ),
+    "nan in a sample of a client": (
+        {"x_train": [[0.0], [1.0], [0.0], [NAN]], "x_test": [[0.0], [0.0]], "client_train": ["a", "b", "a", "b"]},
+        "x_train has values that are not finite, first in sample 3, counted from 0, of client 'b'.",
+    ),
+    "nan in a target": (
+        {"y_train": [0.5, NAN, 0.5, 0.5], "y_test": [0.5, 0.5], "client_train": [7, 8, 7, 8]},
+        "y_train has values that are not finite, first in sample 1, counted from 0, of client '8'.",
+    ),
     "complex numbers": ({"x_train": np.ones((4, 5), complex)}, "x_train is complex128 of shape (4, 5), but must be"),
     "words as samples": ({"x_train": np.full((4, 5), "a")}, "x_train is <U1 of shape (4, 5), but must be"),
     "dates as samples": ({"x_train": np.zeros((4, 5), "M8[s]")}, "x_train is datetime64[s] of shape (4, 5), but"),
@@ -107,12 +119,16 @@ def test_a_file_that_is_no_archive_is_refused(tmp_path):
 
 ARGUMENTS = {
     "image_size is 1000000000, but must be lower, because 1,797": lambda: Digits(image_size=10**9, num_clients=2),
-    "Digits: image_size is 0, but must be an integer of at least 1.": lambda: Digits(image_size=0),
-    "Digits: image_size is nan, but must be an integer of at least 1.": lambda: Digits(image_size=NAN),
+    "Digits: image_size is 0, but must be an integer from 1 to 1,000,000,000.": lambda: Digits(image_size=0),
+    "Digits: image_size is nan, but must be an integer from 1 to 1,000,000,000.": lambda: Digits(image_size=NAN),
     "num_clients is 1000000000, but must be from 1 to": lambda: Digits(num_clients=10**9),
-    "Digits: num_clients is 2.5, but must be an integer of at least 1.": lambda: Digits(num_clients=2.5),
-    "Digits: batch_size is True, but must be an integer of at least 1.": lambda: Digits(batch_size=True),
-    "Digits: batch_size is 0, but must be an integer of at least 1.": lambda: Digits(batch_size=0),
+    "Digits: num_clients is 2.5, but must be an integer from 1 to 1,000,000,000.": lambda: Digits(num_clients=2.5),
+    "Digits: batch_size is True, but must be an integer from 1 to 1,000,000,000.": lambda: Digits(batch_size=True),
+    "Digits: batch_size is 0, but must be an integer from 1 to 1,000,000,000.": lambda: Digits(batch_size=0),
+    "Digits: batch_size is 9223372036854775808, but must be an integer from 1 to": lambda: Digits(batch_size=2**63),
+    "Digits: global_test_size is 1000000000000000000000000000000, but must be": lambda: Digits(
+        num_clients=2, global_test_size=10**30
+    ),
     "Digits: test_fraction is nan, but must be in [0, 1).": lambda: Digits(test_fraction=NAN),
     "Digits: partition_seed is -1, but must be an integer of at least 0.": lambda: Digits(partition_seed=-1),
     "global_test_size is 1000000000, which takes": lambda: Digits(num_clients=2, global_test_size=10**9),

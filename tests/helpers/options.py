@@ -27,7 +27,6 @@ ALWAYS = {
     "CenteredClipping": "max_norm iterations",
     "DifferentialPrivacy": "noise_multiplier max_norm delta quantile",
     "GaussianNoise": "std",
-    "GeometricMedian": "smoothing",
     "InnerProductManipulation": "scale",
     "MultiKrum": "num_byzantine num_selected",
     "NearestNeighborMixing": "aggregation num_byzantine",

@@ -304,7 +304,10 @@ REFUSED = {
     "because FedKD combines updates in a way of its own.": (FedKD(), MEDIAN),
     "because Scaffold averages more than parameters.": (Scaffold(), MEDIAN),
     "because OwnState averages no parameter of the model.": (OwnState(), MEDIAN),
-    "TrimmedMean: num_byzantine is 2, but must be at most 1 with 3 clients in a round.": (FedAvg(), TrimmedMean(2)),
+    "Phase 'it': aggregation is a TrimmedMean that needs 5 clients, but must be one that needs at most 3, the number": (
+        FedAvg(),
+        TrimmedMean(2),
+    ),
     "because clients of AsksClients send more than their updates (server_begin).": (AsksClients(), MEAN),
     "because clients of Exchanging send more than their updates (exchange).": (Exchanging(), MEAN),
 }

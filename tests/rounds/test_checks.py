@@ -20,7 +20,11 @@ from fedmoe_pl.models import LinearGate
 REFUSED = {
     "clients_per_round is 4, but must be at most the number of clients, 3": {"clients_per_round": 4},
     "clients_per_round is 1.5": {"clients_per_round": 1.5},
-    "rounds is 0, but must be at least 1": {"rounds": 0},
+    "rounds is 0, but must be at least 1 and at most 1,000,000,000": {"rounds": 0},
+    "rounds is 9223372036854775808, but must be at least 1 and at most 1,000,000,000": {"rounds": 2**63},
+    "rounds is 1000000000000000000000000000000, but must be at least 1 and at most": {"rounds": 10**30},
+    "max_epochs is 9223372036854775808, but must be at least 0 and at most 1,000,000,000": {"max_epochs": 2**63},
+    "batch_size is 9223372036854775808, but must be at least 1 and at most 1,000,000,000": {"batch_size": 2**63},
     "monitor is 'accuracy', but must be one of local_test": {"monitor": "accuracy"},
     "monitor is 'validation', but validation_fraction is 0": {"monitor": "validation"},
     "monitor_from_round is 3, but must be at most rounds, 1": {"monitor_from_round": 3},

@@ -2,17 +2,21 @@
 
 import csv
 import math
+from collections import Counter
 from importlib.util import find_spec
 
+import numpy as np
 import pytest
 import torch
 from helpers import blobs, mixture
 from helpers.runs import Kill, federation
 from lightning.fabric.utilities.exceptions import MisconfigurationException
+from scipy.optimize import brentq
 
 from fedmoe_pl import Phase
 from fedmoe_pl.aggregation import DifferentialPrivacy
 from fedmoe_pl.algorithms import FedAvg, PersonalizedExpert
+from fedmoe_pl.callbacks import FederationCallback
 from fedmoe_pl.models import GlobalOnly, LocalOnly
 from fedmoe_pl.rounds.checkpoint import load_checkpoint
 
@@ -125,3 +129,46 @@ def test_another_delta_belongs_to_the_epsilons_from_then_on(tmp_path):
         fit(tmp_path, changed, "last")
     state = fit(tmp_path, changed, "last", ["phases"]).run.states["it"]
     assert (state.epsilon, state.delta) == (private(1e-6).epsilon([[1.0, 2.0, 1]]), 1e-6)
+
+
+class Cohorts(FederationCallback):
+    """The clients that were trained in each round."""
+
+    def __init__(self):
+        self.of_rounds = []
+
+    def on_round_start(self, run, phase, round):
+        self.of_rounds.append(())
+
+    def on_client_end(self, run, phase, round, client):
+        self.of_rounds[-1] = (*self.of_rounds[-1], client)
+
+
+def exact_epsilon(one, other, delta):
+    """Of sums with noise of deviation 1, of cohorts with these probabilities; client 0 sends 1, client 1 sends -1."""
+    x = np.linspace(-12, 12, 20_001)
+    sums = [{clients: sum((1, -1)[client] for client in clients) for clients in cohorts} for cohorts in (one, other)]
+    p, q = (
+        sum(share * np.exp(-((x - means[clients]) ** 2) / 2) for clients, share in cohorts.items())
+        for cohorts, means in zip((one, other), sums, strict=True)
+    )
+
+    def excess(epsilon):
+        return max(np.maximum(a - math.exp(epsilon) * b, 0).sum() / a.sum() for a, b in ((p, q), (q, p))) - delta
+
+    return brentq(excess, 0, 20)
+
+
+def test_epsilon_holds_where_clients_drop_out(tmp_path):
+    """Whether one of two clients takes part must not change how often the other one does."""
+    rounds, shares = 100, []
+    for sizes in ((6,), (6, 6)):
+        cohorts = Cohorts()
+        it = phase("it", private(noise=1.0), rounds, evaluate=False)
+        settings = {"dropout": 0.5, "enable_checkpointing": False, "callbacks": [cohorts]}
+        run = federation(tmp_path, [it], trainer={"max_epochs": 1, "accelerator": "cpu"}, **settings)
+        run.fit(mixture(), blobs(sizes))
+        assert run.run.states["it"].counted_rounds == {"it": [[1.0, 1.0, rounds]]}
+        shares.append({clients: number / rounds for clients, number in Counter(cohorts.of_rounds).items()})
+    assert exact_epsilon(*shares, 1e-3) < private().epsilon([[1.0, 1.0, 1]])
+    assert shares[1].keys() == {(), (0,), (1,), (0, 1)}

@@ -11,7 +11,7 @@ from helpers.workers import SIZES, TwoInThisProcess
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 
 from fedmoe_pl import Federation, PersonalizedMoE, Phase
-from fedmoe_pl.aggregation import DifferentialPrivacy
+from fedmoe_pl.aggregation import DifferentialPrivacy, MultiKrum
 from fedmoe_pl.algorithms import FedAvg, Local
 from fedmoe_pl.backends import StackedBackend, TrainerBackend
 from fedmoe_pl.models import ConstantGate
@@ -123,6 +123,41 @@ def test_a_round_with_too_few_answers_is_tried_again_with_other_clients(tmp_path
     assert sorted(run.run.states["FedAvg"].kept) == sample_cohort(range(4), 2, seed, 0, attempt=1)
 
 
+def krum(path, failing=(), **kwargs) -> Federation:
+    """Seven rounds with as many clients as Krum needs."""
+    fedavg = Unlucky("raise", {6: failing})
+    phase = Phase("FedAvg", fedavg, 7, gate=ConstantGate(0.5), aggregation=MultiKrum(1))
+    return federation(path, [phase], backend=TrainerBackend(), evaluate_every_n_rounds=0, **kwargs)
+
+
+def test_a_round_with_too_few_answers_for_its_aggregation_is_tried_again(tmp_path):
+    five, settings = data(sizes=(6,) * 5), {"dropout": 0.1, "seed": 3}
+    whole, resumed = krum(tmp_path / "whole", **settings), krum(tmp_path / "both", **settings)
+    with pytest.warns(UserWarning) as found:
+        whole.fit(model(), five)
+    assert [str(warning.message) for warning in found] == [
+        "Phase 'FedAvg', round 6: 4 of 5 clients answered, but MultiKrum needs 5; the round is tried again.",
+        "Phase 'FedAvg', round 7: 3 of 5 clients answered, but MultiKrum needs 5; the round is tried again.",
+    ]
+    with pytest.warns(UserWarning):
+        with pytest.raises(KeyboardInterrupt):
+            krum(tmp_path / "both", callbacks=[Kill("on_round_end", 6)], **settings).fit(model(), five)
+        resumed.fit(model(), five, ckpt_path="last")
+    assert_same(resumed.run.states["FedAvg"].server, whole.run.states["FedAvg"].server)
+    assert failed(whole) == failed(resumed) == ["3"]
+
+
+def test_a_run_that_too_few_answers_ended_goes_on_when_clients_answer_again(tmp_path):
+    five, healthy = data(sizes=(6,) * 5), krum(tmp_path / "healthy")
+    healthy.fit(model(), five)
+    message = "round 7: 4 of 5 clients answered, but MultiKrum needs 5, also after 3 more tries; client 2: Zero"
+    with pytest.warns(UserWarning), pytest.raises(ClientError, match=message):
+        krum(tmp_path / "ended", [2]).fit(model(), five)
+    resumed = krum(tmp_path / "ended")
+    resumed.fit(model(), five, ckpt_path="last", allow_changes="phases")
+    assert_same(resumed.run.states["FedAvg"].server, healthy.run.states["FedAvg"].server)
+
+
 @pytest.mark.parametrize("how", REASONS)
 def test_a_round_that_never_has_enough_answers_ends_the_run(how, tmp_path):
     run = unlucky(tmp_path, how, {0: range(4)}, backend=TrainerBackend() if how == "raise" else StackedBackend())
@@ -181,6 +216,16 @@ def test_clients_drop_out_with_the_given_probability_and_one_stays():
     assert failures.dropped(range(100), 3, 0, attempt=1) != dropped[0] != failures.dropped(range(100), 4, 0, 0)
     assert all(len(ClientFailures(dropout=0.99).dropped([5, 6], 0, round, 0)) <= 1 for round in range(50))
     assert ClientFailures().dropped(range(100), 3, 0, 0) == []
+
+
+def test_where_nobody_must_stay_a_client_drops_out_whoever_else_is_drawn():
+    failures = ClientFailures(dropout=0.5)
+    of_all, of_two, of_none = (
+        [failures.dropped(cohort, 3, round, 0, one_stays=False) for round in range(50)]
+        for cohort in (range(10), [3, 7], [])
+    )
+    assert of_two == [[client for client in dropped if client in (3, 7)] for dropped in of_all]
+    assert [3, 7] in of_two and not any(of_none)
 
 
 @pytest.mark.parametrize(

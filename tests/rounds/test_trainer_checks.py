@@ -15,8 +15,11 @@ TRAINERS = {
     "trainer.accelerator is gpuu, but must be one that Lightning accepts: ": {"accelerator": "gpuu"},
     "trainer.devices is 0, but must be one that Lightning accepts: `devices` selected": {"devices": 0},
     "trainer.devices is 1000000000, but must be at most ": {"devices": 10**9},
-    "trainer.max_epochs is nan, but must be the number of local epochs, at least 0.": {"max_epochs": float("nan")},
-    "trainer.max_epochs is None, but must be the number of local epochs, at least 0.": {"max_epochs": None},
+    "trainer.max_epochs is nan, but must be the number of local epochs, at least 0 and": {"max_epochs": float("nan")},
+    "trainer.max_epochs is None, but must be the number of local epochs, at least 0 and": {"max_epochs": None},
+    "trainer.max_epochs is 1000000001, but must be the number of local epochs, at least 0 and at most 1,000,000,000.": {
+        "max_epochs": 10**9 + 1
+    },
     "trainer.max_steps is 0, but must be at least 1, or -1 for no limit.": {"max_steps": 0},
     "trainer.max_time is 00:00:00:00, but must be above 0.": {"max_time": "00:00:00:00"},
     "trainer.callbacks has a Timer whose duration is 0, but must be above 0.": {"callbacks": Timer(timedelta(0))},
@@ -28,7 +31,8 @@ TRAINERS = {
         "callbacks": [ModelCheckpoint()],
     },
     "trainer.max_time is x, but must be one that Lightning accepts": {"max_time": "x"},
-    "trainer.accumulate_grad_batches is 0, but must be at least 1.": {"accumulate_grad_batches": 0},
+    "trainer.accumulate_grad_batches is 0, but must be at least 1": {"accumulate_grad_batches": 0},
+    "trainer.accumulate_grad_batches is 9223372036854775808, but must be": {"accumulate_grad_batches": 2**63},
     "trainer.gradient_clip_val is -1, but must be a finite number of at least 0.": {"gradient_clip_val": -1},
     "trainer.gradient_clip_val is inf, but must be a finite number of at least 0.": {"gradient_clip_val": float("inf")},
     "trainer.limit_train_batches is 0, but must be a number of batches of at least 1, or": {"limit_train_batches": 0},
