@@ -22,6 +22,7 @@ from fedmoe_pl.rounds.boards import Boards
 from fedmoe_pl.rounds.checkpoint import FILE, KEPT, PREVIOUS, copy_checkpoint, next_folder
 from fedmoe_pl.rounds.checks import check_run
 from fedmoe_pl.rounds.lock import locked
+from fedmoe_pl.rounds.newcomers import freeze_shared
 from fedmoe_pl.rounds.phase import INITIAL, Phase
 from fedmoe_pl.rounds.resume import identify
 from fedmoe_pl.rounds.run import Run
@@ -174,8 +175,10 @@ def _plan_phases(run: Run) -> None:
         module = run.module(phase)
         # the untrained tensors, also in a resumed run, so that its plans are those of the whole run
         initial = {name: tensor.detach().cpu() for name, tensor in module.state_dict().items()}
+        training = run.local_training(phase, module, initial)
+        freeze_shared(training, state)
         try:
-            plan = run.backend.plan(run.local_training(phase, module, initial))
+            plan = run.backend.plan(training)
         except MisconfigurationException as error:
             raise MisconfigurationException(f"{phase}: {error}") from error
         run.plans[phase.name] = plan
