@@ -287,7 +287,7 @@ class Run:
             device=self.devices[0],
             client_timeout=self.failures.client_timeout,
             phase=phase.name,
-            run=f"{self.folder.parent.name}/{self.folder.name}",
+            run="/".join(self.folder.relative_to(self.folder.anchor).parts[-3:]),
             metrics=self.metrics,
         )
 
