@@ -105,6 +105,7 @@ def run_round(
     if state.server_learns:
         state.add_traffic("between_clients", _exchange(run, phase, plan, trained.failed, round, log))
     run.progress.end_round()
+    run.call("on_server_update", phase, round)
     evaluates = is_evaluated_after(run, phase, state.round)
     evaluations = evaluate_round(run, phase, plan.training, plan) if evaluates else []
     state.stopped = is_over(run, phase, state)
