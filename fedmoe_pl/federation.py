@@ -156,9 +156,10 @@ class Federation(RunMaker):
         """Makes personalized models for new clients, from the federation's checkpoint and the new clients' data.
 
         The results of federated phases come from the checkpoint. In local rounds, which leave the server's state
-        unchanged, the new clients train the parameters that are not shared. They also run the phases in which clients
-        train alone. As in the federation, a client's architecture follows from its id, and images are normalized and
-        words numbered in the same way. These runs are in the folder ``newcomers`` beside the federation's.
+        unchanged, the new clients train the parameters that are not shared, and the others are frozen, unless the phase
+        is evaluated after local training. They also run the phases in which clients train alone. As in the federation,
+        a client's architecture follows from its id, and images are normalized and words numbered in the same way. These
+        runs are in the folder ``newcomers`` beside the federation's.
 
         Args:
             model: the federation's model.

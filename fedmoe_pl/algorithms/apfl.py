@@ -73,7 +73,8 @@ class APFL(PersonalModel):
     def client_init(self, client: Client, sent: Tree) -> dict[str, Any]:
         """Loads ``w`` and ``v``; returns ``alpha`` after its step: ``alpha - alpha_lr <df(v-bar), v - w>``."""
         super().client_init(client, sent)
-        v, w = (trained_parameters(client.module, expert) for expert in ("local_expert", "global_expert"))
+        v = trained_parameters(client.module, "local_expert")
+        w = dict(client.module.get_submodule("global_expert").named_parameters())
         alpha = client.kept.get(_ALPHA, torch.tensor(self.alpha, dtype=next(iter(v.values())).dtype))
         if self.alpha_lr:
             with torch.no_grad():

@@ -27,9 +27,9 @@ def client_loggers(training: LocalTraining, client: Client) -> list[Logger]:
     """Copies of the loggers in the Trainer's arguments for one client's training in one round.
 
     They are named by phase, client and round, such as ``FedAvg/client_003/round_0012`` (rounds count from 1). In
-    TensorBoard and CSV files, that is a folder below the logger's own, or below the run's name and version in it if
-    the logger has no ``version``: another run must not log to the same files. In MLflow and Weights & Biases, it is the
-    name of the run. If the federation itself logs to Weights & Biases in this process, clients log to its run, and
+    TensorBoard and CSV files, that is a folder below the logger's own or, if it has no ``version``, below one in it
+    with the end of the run's path: another run must not log to the same files. In MLflow and Weights & Biases, it is
+    the name of the run. If the federation itself logs to Weights & Biases in this process, clients log to its run, and
     their names come before those of the metrics. Other loggers keep the name that they have.
 
     Args:

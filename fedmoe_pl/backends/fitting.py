@@ -18,7 +18,7 @@ from lightning.fabric.utilities import registry
 from lightning.pytorch import Callback, LightningModule, Trainer
 
 from fedmoe_pl.backends.training import LocalTraining
-from fedmoe_pl.data import SampleBatches
+from fedmoe_pl.data import FederatedDataModule, SampleBatches
 
 LEAN_TRAINER: dict[str, Any] = {
     "max_epochs": 1,
@@ -65,6 +65,7 @@ def fit(
     with quiet():
         with _packages_read_once():
             trainer = Trainer(callbacks=callbacks, **settings)
+        trainer.datamodule = _without_hooks(training.datamodule)  # pyright: ignore[reportAttributeAccessIssue]
         try:
             trainer.fit(module, batches, validation)
         except SystemExit as exit:
@@ -74,6 +75,19 @@ def fit(
             raise KeyboardInterrupt from exit
     _garbage.add(clients * sum(tensor.nbytes for tensor in training.initial.values()))
     return trainer
+
+
+def _without_hooks(datamodule: FederatedDataModule) -> FederatedDataModule:
+    """The data module for a client's ``trainer.datamodule``: its hooks were called once, before the first round."""
+    shown = copy.copy(datamodule)
+    for hook in ("prepare_data", "setup", "teardown", "on_exception"):
+        setattr(shown, hook, _do_nothing)
+    shown._log_hyperparams = False
+    return shown
+
+
+def _do_nothing(*arguments: Any, **named: Any) -> None:
+    pass
 
 
 @contextmanager
@@ -157,6 +171,8 @@ def quiet() -> Iterator[None]:
             warnings.filterwarnings("ignore", "You defined a `validation_step` but have no `val_dataloader`")
             # a group's clients have optimizers of their own
             warnings.filterwarnings("ignore", "`LightningModule.configure_optimizers` returned `None`")
+            # what newcomers share stays as it is
+            warnings.filterwarnings("ignore", "Found \\d+ module\\(s\\) in eval mode")
             # every client's Trainer would say so where the user has chosen the CPU
             warnings.filterwarnings("ignore", "GPU available but not used")
             # every client's Trainer with a logger would say so in every round

@@ -29,6 +29,12 @@ class Freezing(Callback):
         self._trained: dict[int, tuple[bool, ...]] = {}
         self._modules: dict[tuple[bool, ...], list[nn.Module]] = {}
 
+    @property
+    def epochs(self) -> int:
+        """Local epochs of the round, without those at its end that train nothing."""
+        epochs = reversed(range(self.training.max_epochs))
+        return next((epoch + 1 for epoch in epochs if any(self._trained_in(epoch))), 0)
+
     def freeze(self, epoch: int) -> None:
         """Freezes the parameters that are not trained in an epoch."""
         trained = self._trained_in(epoch)

@@ -59,10 +59,10 @@ def find_frozen_parts(
     batch = _batch(training, samples)
     with evaluating(module):
         run = partial(training.algorithm.client_loss, module, batch, const)
-        names = _called_with_known(module, training.frozen_modules, batch[0], run)
-        if not names:
-            return None
         try:
+            names = _called_with_known(module, training.frozen_modules, batch[0], run)  # the loss may need its Trainer
+            if not names:
+                return None
             expected = _loss_and_gradients(training, client, const, batch)  # cuDNN's LSTM has no gradients in eval mode
             # one sample at a time, because an output that depends on other samples of the batch cannot be looked up
             rows = compute_rows(training, client, const, samples, names, batch_size=1)

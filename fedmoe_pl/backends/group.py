@@ -203,7 +203,7 @@ class _Loop:
         self.trainer = trainer
         self.clip = clip
         self.current_epoch = 0
-        self.max_epochs = reused.training.max_epochs
+        self.max_epochs = reused.freezing.epochs
 
     @property
     def global_step(self) -> int:

@@ -14,6 +14,7 @@ from lightning.pytorch.callbacks import EarlyStopping
 from torch import Tensor
 
 from fedmoe_pl.backends.fitting import LEAN_TRAINER, client_callbacks, fit
+from fedmoe_pl.backends.freezing import Freezing
 from fedmoe_pl.backends.hooks import BATCH_HOOKS, trains_by_loss
 from fedmoe_pl.backends.optimizers import optimizer_and_scheduler
 from fedmoe_pl.backends.training import LocalTraining
@@ -139,9 +140,10 @@ def fit_epochs(
     module: EpochModule,
     batches: Iterable[Any],
     validation: SampleBatches | None,
-    freezing: Callback,
+    freezing: Freezing,
     clients: int = 1,
 ) -> Trainer:
     """Fits with one training step per epoch; arguments as in :func:`fit`."""
     no_clipping = {"gradient_clip_val": None, "gradient_clip_algorithm": None}  # manual optimization refuses to clip
-    return fit(training, module, OneStep(batches), validation, [freezing], clients, **no_clipping)
+    epochs = {"max_epochs": freezing.epochs}
+    return fit(training, module, OneStep(batches), validation, [freezing], clients, **epochs, **no_clipping)

@@ -147,8 +147,9 @@ def _fit_every_batch(training: LocalTraining, client: Client, const: dict[str, A
     batches = client_batches(training, client, samples)
     loggers = client_loggers(training, client)
     callbacks = [freezing, _LossCheck(client)]
+    validation, epochs = _validation_batches(training, client), freezing.epochs
     try:
-        return fit(training, module, batches, _validation_batches(training, client), callbacks, logger=loggers or False)
+        return fit(training, module, batches, validation, callbacks, logger=loggers or False, max_epochs=epochs)
     finally:
         finish(loggers)
 

@@ -27,7 +27,7 @@ class ClusterMonitor(FederationCallback):
     def __init__(self, by_client: bool = True) -> None:
         self.by_client = by_client
 
-    def on_round_end(self, run: Run, phase: Phase, round: int) -> None:
+    def on_server_update(self, run: Run, phase: Phase, round: int) -> None:
         """Logs the picks of the round."""
         picks = cluster_picks(run.states[phase.name].server)
         if picks is not None:

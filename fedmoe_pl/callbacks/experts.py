@@ -30,7 +30,7 @@ class ExpertMonitor(FederationCallback):
             scalars = {f"used_experts/expert_{expert}": share for expert, share in enumerate(shares)}
             run.boards.log_scalars(evaluation.method, scalars, evaluation.step)
 
-    def on_round_end(self, run: Run, phase: Phase, round: int) -> None:
+    def on_server_update(self, run: Run, phase: Phase, round: int) -> None:
         """Draws the first matrix."""
         if round == 0:
             self._draw_matrix(run, phase)

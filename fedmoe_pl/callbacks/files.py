@@ -42,13 +42,19 @@ class ResultFiles(FederationCallback):
         self.gate_weights = gate_weights
 
     def on_fit_start(self, run: Run) -> None:
-        """Writes the partition. ``rounds.csv`` is begun anew: after a kill, the old one may have a row too many."""
+        """Writes the partition. Other files are begun anew: a resumed run's may have more than its checkpoint."""
         self._written = 0
         if self.partition:
             write_csv(run.folder / "partition.csv", partition_rows(run.datamodule))
+        self._write_results(run)
+        if run.rows:
+            self._write_rounds(run)
 
     def on_evaluation_end(self, run: Run, phase: Phase, evaluation: Evaluation) -> None:
         """Writes the rows of the rounds since the last evaluation."""
+        self._write_rounds(run)
+
+    def _write_rounds(self, run: Run) -> None:
         path = run.folder / "rounds.csv"
         new = run.rows[self._written :]
         if self._written and all(row.keys() <= self._columns.keys() for row in new):
@@ -60,14 +66,23 @@ class ResultFiles(FederationCallback):
 
     def on_phase_end(self, run: Run, phase: Phase, evaluation: Evaluation | None) -> None:
         """Writes the results of all methods so far."""
-        results = run.results.values()
-        if results:
-            write_csv(run.folder / "clients.csv", [row for result in results for row in client_rows(result)])
-            write_csv(run.folder / "summary.csv", [summary_row(result) for result in results])
-        if self.gate_weights:
-            rows = [row for result in results for row in gate_rows(result, run.datamodule.num_classes)]
+        self._write_results(run)
+
+    def _write_results(self, run: Run) -> None:
+        results, gate_weights = run.results.values(), self.gate_weights
+        tables = {
+            "clients": [row for result in results for row in client_rows(result)],
+            "summary": [summary_row(result) for result in results],
+            "gate_weights": [
+                row for result in results if gate_weights for row in gate_rows(result, run.datamodule.num_classes)
+            ],
+        }
+        for name, rows in tables.items():
+            path = run.folder / f"{name}.csv"
             if rows:
-                write_csv(run.folder / "gate_weights.csv", rows)
+                write_csv(path, rows)
+            else:
+                path.unlink(missing_ok=True)
 
     def on_fit_end(self, run: Run) -> None:
         """Prints the table."""

@@ -131,8 +131,21 @@ def read_run(folder: Path) -> RunFiles:
     """Reads a run's files; those that are missing give no rows."""
     names = ("rounds", "clients", "summary", "partition", "gate_weights")
     rounds, clients, summary, partition, gates = (_rows(folder / f"{name}.csv") for name in names)
+    if (path := folder / "rounds.csv").is_file():
+        _check_rounds(path, rounds, summary)
     config, cell = _mapping(folder / "config.yaml"), _mapping(folder.parent / "cell.yaml")
     return RunFiles(folder, rounds, clients, summary, partition, gates, config, cell)
+
+
+def _check_rounds(path: Path, rounds: Iterable[Row], summary: Iterable[Row]) -> None:
+    """Refuses a ``rounds.csv`` whose end is missing: a run writes the row of a round before any result of it."""
+    evaluated = {(row["method"], row["round"]) for row in rounds}
+    for row in summary:
+        if (row["method"], row["round"]) not in evaluated:
+            raise MisconfigurationException(
+                f"report: RUN has the file '{path}', which is cut off: it lacks round {row['round']:.0f} of "
+                f"'{row['method']}', whose result is in summary.csv."
+            )
 
 
 def _is_run(folder: Path) -> bool:
@@ -157,8 +170,11 @@ def _rows(path: Path) -> list[Row]:
         return []
     try:
         with path.open(newline="", encoding="utf-8") as file:
-            reader = csv.DictReader(file)
-            rows: list[Row] = [{column: _value(column, text) for column, text in row.items()} for row in reader]
+            lines = file.readlines()
+        reader = csv.DictReader(lines)
+        if not lines or not lines[-1].endswith("\n"):
+            raise ValueError("its last line has no end")
+        rows: list[Row] = [{column: _value(column, text) for column, text in row.items()} for row in reader]
     except ValueError as error:
         raise MisconfigurationException(f"report: RUN has the file '{path}', which is damaged: {error}.") from error
     if rows and not _COLUMNS[path.stem] <= rows[0].keys():

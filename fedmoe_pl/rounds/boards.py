@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -34,16 +35,20 @@ class Boards:
 
     Args:
         loggers: the loggers.
-        completed: the last completed step of each method of a resumed run, 0 for none; later ones are removed from the
-            curves.
+        completed: the last completed step of each method of a resumed run, 0 for none, and that of the run under None.
+            TensorBoard leaves out what was logged of later steps; what it has of these is not logged again, as when a
+            phase was killed after its last round, which is then evaluated a second time.
     """
 
-    def __init__(self, loggers: Sequence[Logger] = (), completed: Mapping[str, int] | None = None) -> None:
+    def __init__(self, loggers: Sequence[Logger] = (), completed: Mapping[str | None, int] | None = None) -> None:
         self.loggers = [*loggers]
         self._completed = dict(completed or {})
         self._tensorboards = [each for each in self.loggers if isinstance(each, TensorBoardLogger)]
         self._others = [each for each in self.loggers if not isinstance(each, TensorBoardLogger)]
         self._writers: dict[tuple[str, str], SummaryWriter] = {}  # by the logger's folder and the method
+        if (step := self._completed.get(None)) is not None:
+            for logger in self._tensorboards:
+                _leave_out(logger.experiment, _logged(logger.log_dir, step))
 
     @property
     def take_images(self) -> bool:
@@ -158,14 +163,16 @@ class Boards:
         if (folder, method) not in self._writers:
             from torch.utils.tensorboard import SummaryWriter  # slow to import, and only needed for TensorBoard
 
-            completed = self._completed.get(method)
-            purge_step = completed + 1 if completed else completed  # step 0 is before a phase's first epoch
-            self._writers[folder, method] = SummaryWriter(os.path.join(folder, method), purge_step=purge_step)
+            path, completed = os.path.join(folder, method), self._completed.get(method)
+            known = set() if completed is None else _logged(path, completed)
+            # a new run has nothing to purge, but TensorBoard takes no notice of the first purge
+            self._writers[folder, method] = SummaryWriter(path, purge_step=0 if completed is None else completed + 1)
+            _leave_out(self._writers[folder, method], known)
         return self._writers[folder, method]
 
     def flush(self) -> None:
         """Writes what the loggers still hold in memory, so that a kill leaves no gap in their curves."""
-        for writer in self._writers.values():
+        for writer in (*self.writers(), *self._writers.values()):
             writer.flush()
         for logger in self._others:
             logger.save()  # CSVLogger would wait for a hundred steps
@@ -200,6 +207,29 @@ def _add_summaries(writers: Iterable[SummaryWriter], summaries: Iterable[Summary
         assert writer.file_writer is not None, "closed writers are forgotten"
         for summary in summaries:
             writer.file_writer.add_summary(summary, step)
+
+
+def _logged(folder: str, last: int) -> set[tuple[str, int]]:
+    """The tags and steps, up to the last one, of all that TensorBoard shows of a folder."""
+    from tensorboard.backend.event_processing.event_file_loader import EventFileLoader  # slow to import
+
+    paths = [path for path in Path(folder).glob("events.out.tfevents.*") if path.is_file()]
+    events = (event for path in paths for event in EventFileLoader(str(path)).Load() if event.step <= last)
+    return {(value.tag, event.step) for event in events for value in event.summary.value}
+
+
+def _leave_out(writer: SummaryWriter, known: set[tuple[str, int]]) -> None:
+    """Makes a writer leave out what is known, by tag and step; all its methods write with that of its file."""
+    assert writer.file_writer is not None, "closed writers are forgotten"
+    add_summary = writer.file_writer.add_summary
+
+    def add_new(summary: Summary, global_step: int | None = None, walltime: float | None = None) -> None:
+        values = [value for value in summary.value if (value.tag, global_step or 0) not in known]
+        if values:
+            add_summary(Summary(value=values), global_step, walltime)
+
+    if known:
+        writer.file_writer.add_summary = add_new
 
 
 def _key(method: str | None, tag: str) -> str:

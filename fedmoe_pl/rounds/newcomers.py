@@ -6,16 +6,20 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
+import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor
 
+from fedmoe_pl.backends import LocalTraining, begin_client, trains_by_loss
 from fedmoe_pl.data import FederatedDataModule
+from fedmoe_pl.models.layers import evaluating
 from fedmoe_pl.rounds.checkpoint import load_federation
 from fedmoe_pl.rounds.opt_in import set_up
 from fedmoe_pl.rounds.phase import Phase
 from fedmoe_pl.rounds.resume import identify
-from fedmoe_pl.trees import Tree
+from fedmoe_pl.rounds.state import PhaseState
+from fedmoe_pl.trees import Tree, copy_module
 
 
 def phases_of_newcomers(phases: Sequence[Phase], ckpt_path: Path, rounds: int) -> list[Phase]:
@@ -53,6 +57,46 @@ def _phase_of_newcomers(phase: Phase, ckpt_path: Path, rounds: int) -> Phase:
         min_delta=0.0,
         keep_optimizer=phase.keep_optimizer and rounds > 1,
     )
+
+
+def freeze_shared(training: LocalTraining, state: PhaseState | None) -> None:
+    """Freezes what clients share, if their training leaves the server's state as it is: they keep nothing of it.
+
+    If the loss depends on no other parameter, such as one of an expert that the gate leaves out, nothing is trained.
+
+    Args:
+        training: the local training of the phase's clients; its module is changed. An evaluation after local training
+            is of all that clients train, so that nothing is frozen for it.
+        state: the phase's state; None if it has not begun and its result is not given.
+    """
+    if state is None or state.server_learns or training.keep_trained:
+        return
+    module, is_shared = training.module, training.algorithm.is_shared
+    for name, parameter in module.named_parameters():
+        if is_shared(name):
+            parameter.requires_grad_(False)
+    for name, part in module.named_modules():  # such as batch normalization without parameters
+        tensors = part.state_dict(prefix=f"{name}." if name else "")
+        if tensors and all(map(is_shared, tensors)):
+            part.eval()
+    if not _has_gradient(training, state):
+        module.requires_grad_(False)
+
+
+def _has_gradient(training: LocalTraining, state: PhaseState) -> bool:
+    """Whether the loss of a batch depends on a parameter that is not frozen, as far as it can be tried."""
+    samples_of = training.datamodule.train_samples
+    client_id = max(range(training.datamodule.num_clients), key=lambda client: len(samples_of[client]))
+    training = replace(training).of(client_id)  # it remembers the architectures, whose modules may still be frozen
+    if not trains_by_loss(training.algorithm, training.module):
+        return True
+    try:
+        client, const, samples = begin_client(training, copy_module(training.module), state.server, client_id, {}, 0)
+        (batch,) = training.datamodule.batches(samples[:1], device=torch.device("cpu"))
+        with evaluating(client.module):
+            return training.algorithm.client_loss(client.module, batch, const)[0].requires_grad
+    except Exception:  # a loss may need its Trainer; training reports other errors
+        return True
 
 
 def set_up_newcomers(

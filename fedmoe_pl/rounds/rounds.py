@@ -24,6 +24,7 @@ from fedmoe_pl.rounds.evaluation import Evaluation
 from fedmoe_pl.rounds.failures import ClientError
 from fedmoe_pl.rounds.flops import FlopCounter
 from fedmoe_pl.rounds.kept import EXCHANGED, STEPPED, readable
+from fedmoe_pl.rounds.newcomers import freeze_shared
 from fedmoe_pl.rounds.phase import Phase
 from fedmoe_pl.rounds.run import Run
 from fedmoe_pl.rounds.server_step import server_step
@@ -54,6 +55,7 @@ def run_phase(run: Run, phase: Phase) -> None:
         if state.round == 0 and state.server_learns:
             clients = first_clients(training, draw_cohort(run, phase, state), readable(state.kept))
             state.server = phase.algorithm.server_begin(state.server, clients)
+        freeze_shared(training, state)
         plan, counter = run.plans.pop(phase.name).begin(training), FlopCounter(training)
         if phase.evaluate_every_n_epochs is not None and state.server_learns:
             evaluate_epochs(run, phase, plan)
@@ -103,6 +105,7 @@ def run_round(
     if state.server_learns:
         state.add_traffic("between_clients", _exchange(run, phase, plan, trained.failed, round, log))
     run.progress.end_round()
+    run.call("on_server_update", phase, round)
     evaluates = is_evaluated_after(run, phase, state.round)
     evaluations = evaluate_round(run, phase, plan.training, plan) if evaluates else []
     state.stopped = is_over(run, phase, state)

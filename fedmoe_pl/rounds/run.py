@@ -49,6 +49,9 @@ class FederationCallback:
     def on_client_end(self, run: Run, phase: Phase, round: int, client: int) -> None:
         """Called when a client has finished its local training."""
 
+    def on_server_update(self, run: Run, phase: Phase, round: int) -> None:
+        """Called when the server's state is that after the round, before its evaluation and its checkpoint."""
+
     def on_evaluation_end(self, run: Run, phase: Phase, evaluation: Evaluation) -> None:
         """Called after every evaluated round."""
 
@@ -260,13 +263,7 @@ class Run:
         return self.local_training(phase, self.module(phase), self.states[phase.name].initial)
 
     def local_training(self, phase: Phase, module: LightningModule, initial: Tree) -> LocalTraining:
-        """The local training of a phase.
-
-        Args:
-            phase: the phase.
-            module: the phase's module; the initial tensors are loaded into it.
-            initial: the tensors that the module starts with.
-        """
+        """The local training of a phase, into whose module the initial tensors are loaded."""
         load_tree(module, initial)
         state = self.states.get(phase.name)
         return LocalTraining(
@@ -287,7 +284,7 @@ class Run:
             device=self.devices[0],
             client_timeout=self.failures.client_timeout,
             phase=phase.name,
-            run=f"{self.folder.parent.name}/{self.folder.name}",
+            run="/".join(self.folder.relative_to(self.folder.anchor).parts[-3:]),
             metrics=self.metrics,
         )
 

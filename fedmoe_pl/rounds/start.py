@@ -22,6 +22,7 @@ from fedmoe_pl.rounds.boards import Boards
 from fedmoe_pl.rounds.checkpoint import FILE, KEPT, PREVIOUS, copy_checkpoint, next_folder
 from fedmoe_pl.rounds.checks import check_run
 from fedmoe_pl.rounds.lock import locked
+from fedmoe_pl.rounds.newcomers import freeze_shared
 from fedmoe_pl.rounds.phase import INITIAL, Phase
 from fedmoe_pl.rounds.resume import identify
 from fedmoe_pl.rounds.run import Run
@@ -174,8 +175,10 @@ def _plan_phases(run: Run) -> None:
         module = run.module(phase)
         # the untrained tensors, also in a resumed run, so that its plans are those of the whole run
         initial = {name: tensor.detach().cpu() for name, tensor in module.state_dict().items()}
+        training = run.local_training(phase, module, initial)
+        freeze_shared(training, state)
         try:
-            plan = run.backend.plan(run.local_training(phase, module, initial))
+            plan = run.backend.plan(training)
         except MisconfigurationException as error:
             raise MisconfigurationException(f"{phase}: {error}") from error
         run.plans[phase.name] = plan
@@ -213,9 +216,9 @@ def _open_files(
             state.kept = run.store.adopt(name, state.round, state.kept)
             if state.best_round:
                 state.best_kept = run.store.adopt(name, state.best_round, state.best_kept)
-    completed = {} if ckpt_path is None else _completed(run)
-    run.boards = Boards(_loggers(run, logger), completed)
-    if ckpt_path is not None:
+    is_resumed = ckpt_path is not None
+    run.boards = Boards(_loggers(run, logger, is_resumed), _completed(run) if is_resumed else {})
+    if is_resumed:
         rounds = [f"after round {state.round} of phase '{name}'" for name, state in run.states.items()]
         rank_zero_info(f"Resumed from {ckpt_path} {rounds[-1] if rounds else 'before the first round'}.")
 
@@ -246,9 +249,9 @@ def _write_configuration(run: Run) -> None:
         temporary.write_text(text)
 
 
-def _completed(run: Run) -> dict[str, int]:
-    """The last step of each method of a resumed run, also of methods that have not begun in the checkpoint."""
-    steps: dict[str, int] = {}
+def _completed(run: Run) -> dict[str | None, int]:
+    """The last step of a resumed run, under None, and of each method, also of those that have not begun."""
+    steps: dict[str | None, int] = {None: run.step}
     for phase in run.phases:
         round = run.states[phase.name].round if phase.name in run.states else 0
         by_epoch = round and phase.evaluate_every_n_epochs is not None
@@ -256,10 +259,10 @@ def _completed(run: Run) -> dict[str, int]:
     return steps
 
 
-def _loggers(run: Run, logger: bool | Logger | list[Logger]) -> list[Logger]:
+def _loggers(run: Run, logger: bool | Logger | list[Logger], is_resumed: bool) -> list[Logger]:
     if logger is True:
-        resumed: dict[str, Any] = {"purge_step": run.step + 1} if run.step else {}
-        return [TensorBoardLogger(run.folder, name="", version="", **resumed)]
+        purge_step = run.step + 1 if is_resumed else 0  # TensorBoard takes no notice of the first purge
+        return [TensorBoardLogger(run.folder, name="", version="", purge_step=purge_step)]
     if isinstance(logger, Logger):
         return [logger]
     return logger or []

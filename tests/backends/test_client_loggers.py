@@ -10,7 +10,7 @@ import pytest
 from helpers import blobs, mixture, run
 from lightning.pytorch.loggers import CSVLogger, MLFlowLogger, TensorBoardLogger
 
-from fedmoe_pl import Phase
+from fedmoe_pl import Federation, Phase
 from fedmoe_pl.algorithms import FedAvg
 from fedmoe_pl.backends.client_loggers import SilentLogger, client_loggers, finish
 
@@ -81,9 +81,24 @@ def test_every_client_of_every_round_has_a_folder_of_its_own(tmp_path):
     found = sorted(tmp_path.rglob("metrics.csv"))
     folders = [f"one/client_{c:03d}/round_{r:04d}" for c in range(3) for r in (1, 2)]
     folders += [f"two/client_{c:03d}/round_0001" for c in range(3)]
-    runs = [tmp_path / "clients" / "lightning_logs" / "federation" / f"version_{n}" for n in (0, 1)]
+    below = tmp_path / "clients/lightning_logs" / tmp_path.name / "federation"
+    runs = [below / f"version_{n}" for n in (0, 1)]
     assert found == [run / folder / "metrics.csv" for run in runs for folder in folders]
     assert "validation_loss" in found[0].read_text()
+
+
+def test_newcomers_of_two_federations_log_to_folders_of_their_own(tmp_path):
+    trainer = {"logger": CSVLogger(tmp_path / "clients"), "max_epochs": 1, "accelerator": "cpu"}
+    fedper = Phase("FedPer", FedAvg("global_expert.extractor.*"), evaluate=False)
+    off = {"logger": False, "enable_progress_bar": False, "default_root_dir": str(tmp_path)}
+    for name in ("one", "two"):
+        federation = Federation([fedper], trainer, name=name, **off)
+        federation.fit(mixture(), blobs())
+        federation.personalize(mixture(), blobs((9, 6)), rounds=1)
+    runs = [path.parents[3] for path in tmp_path.rglob("client_000/round_0001/metrics.csv")]
+    below = tmp_path / "clients/lightning_logs"
+    expected = [below / name / "newcomers/version_0" for name in ("one", "two")]
+    assert {*runs} == {*expected, *(below / tmp_path.name / name / "version_0" for name in ("one", "two"))}
 
 
 def test_clients_of_mixtures_log_the_loss_of_each_epoch_and_of_every_nth_step(tmp_path):

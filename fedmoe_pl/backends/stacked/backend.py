@@ -145,7 +145,7 @@ def _fit(training: LocalTraining, module: LightningModule, members: list[Member]
         freezing = Freezing(training, module, round)
         trainer = fit_epochs(training, StackedModule(stack), batches, None, freezing, len(members))
     for member in stack.members:
-        member.client.steps = training.max_epochs * len(member.batches)
+        member.client.steps = freezing.epochs * len(member.batches)
     stack.unstack()
     discard(trainer)
 

@@ -20,6 +20,7 @@ from fedmoe_pl.backends.stacked.alone import ignores_padding, plain_gradients
 from fedmoe_pl.backends.stacked.batches import Share, StackedData
 from fedmoe_pl.backends.stacked.members import Member
 from fedmoe_pl.backends.training import LocalTraining
+from fedmoe_pl.models.layers import evaluating
 from fedmoe_pl.models.mixtures.sparse import dense_experts
 from fedmoe_pl.trees import Tree
 
@@ -67,11 +68,10 @@ class Stack:
     def _find_trained(self, trainable: list[str]) -> None:
         """Finds the parameters that the optimizer steps and the loss depends on, and whether batches can be padded."""
         training, module, first = self.training, self.module, self.members[0]
-        module.eval()  # so that no random numbers are drawn
-        _, gradients = plain_gradients(training, module, first, self.data.first_share(0), trainable)
-        used = [name for name in trainable if gradients[name] is not None]
-        self.pads = ignores_padding(training, module, first, self.data, used)
-        module.train()
+        with evaluating(module):
+            _, gradients = plain_gradients(training, module, first, self.data.first_share(0), trainable)
+            used = [name for name in trainable if gradients[name] is not None]
+            self.pads = ignores_padding(training, module, first, self.data, used)
         optimizer, _ = optimizer_and_scheduler(module.configure_optimizers())
         assert optimizer is not None, "try_to_stack has refused it"
         stepped = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}

@@ -1,0 +1,71 @@
+"""A rounds.csv whose end is missing is refused, and no file that a run has written at any moment is."""
+
+import shutil
+from dataclasses import replace
+
+import pytest
+from helpers.runs import Kill, data, federation, model, phases
+
+from fedmoe_pl.callbacks import FederationCallback
+from fedmoe_pl.cli import main
+from fedmoe_pl.report.runs import read_run
+
+CUT = {
+    "in half": lambda text: text[: len(text) // 2],
+    "in its last number": lambda text: text[:-2],
+    "before its last row": lambda text: text[: text[:-1].rfind("\n") + 1],
+    "after the first half of its rows": lambda text: "\n".join([*text.splitlines()[: text.count("\n") // 2], ""]),
+    "after its header": lambda text: text.splitlines()[0] + "\n",
+    "to nothing": lambda text: "",
+}
+
+
+@pytest.mark.parametrize("where", CUT)
+def test_a_file_cut_off_is_refused_in_one_line_that_names_it(where, copied, tmp_path, capsys):
+    folder = copied("cut")
+    path = folder / "rounds.csv"
+    path.write_text(CUT[where](path.read_text()))
+    with pytest.raises(SystemExit):
+        main(["report", str(folder)])
+    (line,) = capsys.readouterr().err.strip().splitlines()
+    assert f"RUN has the file '{path}', which is " in line
+    assert not list(tmp_path.rglob("*.html"))
+
+
+class Reads(FederationCallback):
+    """Reads the run's files as a report does, whenever they may have changed; it comes after what writes them."""
+
+    def __init__(self):
+        self.times = 0
+
+    def read(self, run, *arguments):
+        read_run(run.folder)
+        self.times += 1
+
+    on_fit_start = on_round_start = on_evaluation_end = on_round_end = on_phase_end = on_fit_end = read
+
+
+@pytest.mark.parametrize("every", [0, 1, 3])
+def test_a_run_in_progress_can_be_read_at_any_time_also_after_a_kill(every, tmp_path):
+    """It goes on from its last checkpoint, and once from an old one, after which phases are not finished again yet."""
+    reads = Reads()
+
+    def fit(*stops, ckpt_path="last"):
+        callbacks = [reads, *stops]
+        monitored = "global_test" if every else None
+        of_run = [replace(phase, monitor=phase.monitor and monitored) for phase in phases()]
+        it = federation(tmp_path, of_run, callbacks=callbacks, evaluate_every_n_rounds=every)
+        it.fit(model(), data(), ckpt_path)
+        return it
+
+    for stop, ckpt_path in ((Kill("on_round_end", 1), None), (Kill("on_round_end", 2), "last")):
+        with pytest.raises(KeyboardInterrupt):
+            fit(stop, ckpt_path=ckpt_path)
+    checkpoints = tmp_path / "federation/version_0/checkpoints"
+    shutil.copy(checkpoints / "last.ckpt", checkpoints / "old.ckpt")
+    fit()
+    with pytest.raises(KeyboardInterrupt):
+        fit(Kill("on_round_start", 2), ckpt_path=str(checkpoints / "old.ckpt"))
+    methods = read_run(tmp_path / "federation/version_0").methods
+    fit()
+    assert methods[0] == "Local" and "PFL-MF" not in methods and reads.times > 20

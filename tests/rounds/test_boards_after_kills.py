@@ -1,0 +1,105 @@
+"""What TensorBoard shows of a run that was killed and resumed: every curve and picture of the whole run, once."""
+
+import time
+from functools import partial
+
+import pytest
+import torch
+from helpers import blobs, mixture
+from helpers.runs import Kill, federation
+from tensorboard.backend.event_processing.plugin_event_accumulator import EventAccumulator
+
+from fedmoe_pl import Phase
+from fedmoe_pl.algorithms import EpsilonGreedyIFCA, FedAvg, Local
+from fedmoe_pl.models import ClusteredMoE, GlobalOnly, LinearGate, LocalOnly
+from fedmoe_pl.rounds.boards import Boards
+
+METHODS = ("", "Local", "FedAvg", "IFCA")
+
+
+def phases():
+    torch.manual_seed(0)
+    clusters = ClusteredMoE(torch.nn.Linear(5, 3), 2, optimizer=partial(torch.optim.SGD, lr=0.1)).double()
+    return [
+        Phase("Local", Local(), gate=LocalOnly(), max_epochs=2, evaluate_every_n_epochs=1),
+        Phase("FedAvg", FedAvg("global_expert.*"), rounds=3, gate=LinearGate(5), monitor="global_test"),
+        Phase("IFCA", EpsilonGreedyIFCA(), rounds=2, model=clusters, gate=GlobalOnly(), start="initial"),
+    ]
+
+
+def fitted(path, *callbacks, ckpt_path=None):
+    trainer = {"accelerator": "cpu", "max_epochs": 1}
+    run = federation(path, phases(), callbacks=[*callbacks], logger=True, trainer=trainer)
+    run.fit(mixture(), blobs(), ckpt_path=ckpt_path)
+
+
+def shown(path):
+    """The steps of every scalar, picture, histogram and text, by method and tag, as TensorBoard reads them."""
+    found = {}
+    for method in METHODS:
+        log = EventAccumulator(str(path / "federation/version_0" / method), {"tensors": 0}).Reload()
+        found |= {(method, tag): [event.step for event in log.Tensors(tag)] for tag in log.Tags()["tensors"]}
+    return found
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+    path = tmp_path_factory.mktemp("whole")
+    fitted(path)
+    return shown(path)
+
+
+@pytest.fixture
+def kill(tmp_path, monkeypatch):
+    """Begins the run or goes on with it, until it is killed: what is not flushed then is lost."""
+
+    def killed(hook, n, ckpt_path="last"):
+        with monkeypatch.context() as patch:
+            patch.setattr(Boards, "finalize", lambda boards, status="success": None)
+            with pytest.raises(KeyboardInterrupt):
+                fitted(tmp_path, Kill(hook, n), ckpt_path=ckpt_path)
+        now = time.time
+        monkeypatch.setattr(time, "time", lambda: now() + 10)  # TensorBoard reads files by the second of their names
+
+    return killed
+
+
+def test_the_whole_run_has_curves_pictures_histograms_and_texts(whole):
+    expected = {
+        ("", "partition"): [0],
+        ("", "sorted_accuracies"): [1, 4, 6],
+        ("Local", "local_test/mean"): [0, 1, 2],
+        ("FedAvg", "mean_gate_weight/of_clients"): [1, 2, 3],
+        ("IFCA", "picked/cluster_0"): [1, 2],
+        ("IFCA", "picked/by_client"): [2],
+    }
+    assert expected.items() <= whole.items()
+
+
+@pytest.mark.parametrize(
+    ("hook", "n"),
+    [
+        ("on_fit_start", 1),
+        ("on_evaluation_end", 2),  # of fewer epochs, before the first checkpoint of a round
+        ("on_evaluation_end", 5),
+        ("on_round_start", 3),
+        ("on_round_end", 5),
+        ("on_phase_end", 1),
+        ("on_phase_end", 2),
+        ("on_phase_end", 3),
+        ("on_fit_end", 1),
+    ],
+)
+def test_a_resumed_run_shows_everything_once_at_its_step(hook, n, whole, kill, tmp_path):
+    kill(hook, n, None)
+    fitted(tmp_path, ckpt_path="last")
+    assert shown(tmp_path) == whole
+
+
+def test_a_run_killed_again_and_again_shows_everything_once_at_its_step(whole, kill, tmp_path):
+    kill("on_evaluation_end", 1, None)
+    kill("on_phase_end", 1)
+    kill("on_phase_end", 1)
+    kill("on_round_end", 2)
+    fitted(tmp_path, ckpt_path="last")
+    assert shown(tmp_path) == whole
