@@ -31,7 +31,7 @@ class Arrays:
         y_test: their targets.
         client_train: the client that each training sample comes from, shape (n,), any sortable type; None if unknown.
         client_test: the same for the test samples; those of a client without training samples are in the global test
-            set only.
+            set only, with a warning.
         mean: mean of each channel of the images in [0, 1], for normalization; None to compute it from ``x_train``.
         std: standard deviation of each channel; None to compute it.
         name: the data's name in messages.
@@ -95,6 +95,8 @@ class Arrays:
             yield from _target_problems(f"y_{part}", y, len(x), max(self.sizes))
             yield from _id_problems(f"client_{part}", ids, len(x))
             yield from _sample_problems(f"x_{part}", x)
+            for name, values in ((f"x_{part}", x), (f"y_{part}", y)):
+                yield from _not_finite_problems(name, values, ids)
         yield from self._pair_problems()
 
     def _pair_problems(self) -> Iterator[str]:
@@ -147,8 +149,6 @@ class Arrays:
 def _target_problems(name: str, y: Tensor, num_samples: int, largest: int) -> Iterator[str]:
     if y.dim() == 0 or len(y) != num_samples:
         yield f"{name} has shape {tuple(y.shape)}, but must hold one label for each of the {num_samples} samples"
-    if y.is_floating_point() and not y.isfinite().all():
-        yield f"{name} has values that are not finite"
     if y.dim() == 1:
         yield from label_problems(name, y, largest)
 
@@ -173,8 +173,13 @@ def _sample_problems(name: str, x: Tensor) -> Iterator[str]:
         yield f"{name} has the id {x.min().item()}, but ids of words must be integers from 0"
     if len(x) and not x.numel() and not is_text:  # texts get their ids later
         yield f"{name} has shape {tuple(x.shape)}, but every sample must have values"
-    if x.is_floating_point() and not x.isfinite().all():
-        yield f"{name} has values that are not finite"
+
+
+def _not_finite_problems(name: str, values: Tensor, ids: np.ndarray | None) -> Iterator[str]:
+    if values.is_floating_point() and not values.isfinite().all():
+        sample = int((~values.isfinite()).nonzero()[0, 0])
+        client = "" if ids is None else f", of client '{ids[sample]}'"
+        yield f"{name} has values that are not finite, first in sample {sample}, counted from 0{client}"
 
 
 def are_classes(y: Tensor) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
+from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor
 
 from fedmoe_pl.data.arrays import Arrays
@@ -103,6 +104,11 @@ def natural_test_samples(owner: object, data: Arrays | MapStyleData, test_fracti
     ids = np.unique(data.client_train)
     client = np.searchsorted(ids, data.client_test)
     client[ids[np.minimum(client, len(ids) - 1)] != data.client_test] = len(ids)
+    if len(others := np.unique(data.client_test[client == len(ids)])):
+        rank_zero_warn(
+            f"{type(owner).__name__}: client_test has {len(others)} ids that no training sample has, such as "
+            f"'{others[0]}'; their samples are in the global test set only."
+        )
     parts = group_by(client, len(ids) + 1)[:-1]
     sizes = torch.tensor([len(part) for part in parts])
     return Parts(torch.from_numpy(np.concatenate(parts) + data.sizes[0]), sizes)

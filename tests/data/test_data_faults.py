@@ -53,6 +53,18 @@ ARRAYS = {  # what is wrong in an .npz file, and how the refusal says it
     "nan in a sample": ({"x_train": np.full((4, 5), NAN)}, "x_train has values that are not finite"),
     "infinity in a sample": ({"x_test": np.full((2, 5), np.inf)}, "x_test has values that are not finite"),
     "too large for float32": ({"x_test": np.full((2, 5), 1e300)}, "x_test has values that are not finite"),
+    "infinity in one sample": (
+        {"x_train": [[0.0], [1.0], [np.inf], [NAN]], "x_test": [[0.0], [0.0]]},
+        "x_train has values that are not finite, first in sample 2, counted from 0.",
+    ),
+    "nan in a sample of a client": (
+        {"x_train": [[0.0], [1.0], [0.0], [NAN]], "x_test": [[0.0], [0.0]], "client_train": ["a", "b", "a", "b"]},
+        "x_train has values that are not finite, first in sample 3, counted from 0, of client 'b'.",
+    ),
+    "nan in a target": (
+        {"y_train": [0.5, NAN, 0.5, 0.5], "y_test": [0.5, 0.5], "client_train": [7, 8, 7, 8]},
+        "y_train has values that are not finite, first in sample 1, counted from 0, of client '8'.",
+    ),
     "complex numbers": ({"x_train": np.ones((4, 5), complex)}, "x_train is complex128 of shape (4, 5), but must be"),
     "words as samples": ({"x_train": np.full((4, 5), "a")}, "x_train is <U1 of shape (4, 5), but must be"),
     "dates as samples": ({"x_train": np.zeros((4, 5), "M8[s]")}, "x_train is datetime64[s] of shape (4, 5), but"),

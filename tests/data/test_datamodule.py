@@ -88,7 +88,9 @@ def test_setup_is_idempotent():
 
 def test_natural_clients_are_the_default_and_own_their_test_samples():
     arrays = vectors(3, client_train=np.array(["b", "a", "b"]), client_test=np.array(["b", "unseen", "b", "a"]))
-    data = set_up(Own(arrays))
+    warning = "^Own: client_test has 1 ids that no training sample has, such as 'unseen'; their samples are in"
+    with pytest.warns(UserWarning, match=warning):
+        data = set_up(Own(arrays))
     assert data.num_clients == 2
     assert [part.tolist() for part in data.train_samples] == [[1], [0, 2]]
     assert [part.tolist() for part in data.test_samples] == [[6], [3, 5]]
