@@ -6,6 +6,7 @@ import functools
 import random
 from collections.abc import Iterator
 from contextlib import contextmanager
+from zlib import crc32
 
 import numpy as np
 import torch
@@ -21,6 +22,11 @@ def derive_seed(seed: int, *keys: int) -> int:
         True
     """
     return int(np.random.SeedSequence((seed, *keys)).generate_state(1, np.uint64)[0] >> np.uint64(1))
+
+
+def named_seed(seed: int, *names: str) -> int:
+    """Derives a 63-bit seed from a run's seed and the names of what draws from it, such as a phase and its gate."""
+    return derive_seed(seed, *(crc32(name.encode()) for name in names))
 
 
 def generator_of(seed: int, *keys: int) -> torch.Generator:

@@ -72,11 +72,10 @@ class GeometricMedian(RobustAggregation):
         center, flat = _median(vectors).double(), _TOLERANCE * len(vectors)  # no attacker moves this median far
         tried = set[int]()
         for _ in range(_MOST_STEPS):
-            nearest = int(_norms(vectors - center).argmin())
+            step, slope, nearest = _weiszfeld_step(vectors, center)
             if nearest not in tried and _weiszfeld_step(vectors, vectors[nearest].double())[1] <= flat:
                 return vectors[nearest]
             tried.add(nearest)
-            step, slope = _weiszfeld_step(vectors, center)
             if slope <= flat:
                 break
             center = center + step
@@ -204,8 +203,10 @@ def _norms(vectors: Tensor) -> Tensor:
     return torch.linalg.vector_norm(vectors, dim=1, dtype=torch.float64)
 
 
-def _weiszfeld_step(vectors: Tensor, point: Tensor) -> tuple[Tensor, Tensor]:
-    """A step towards the geometric median, and the slope of the sum of distances along it: 0 at the median only.
+def _weiszfeld_step(vectors: Tensor, point: Tensor) -> tuple[Tensor, Tensor, int]:
+    """A step towards the geometric median, the slope of the sum of distances along it, and the index of the nearest.
+
+    The slope is 0 at the median only.
 
     From one of the vectors, where Weiszfeld's own step has no length, it is that of Vardi and Zhang (PNAS 2000).
     """
@@ -215,7 +216,7 @@ def _weiszfeld_step(vectors: Tensor, point: Tensor) -> tuple[Tensor, Tensor]:
     step = (weights / total) @ (vectors - point)
     pull = total * step.norm()  # the length of the sum of unit vectors to the others
     slope = (pull - (distances == 0).sum()).clamp_min(0)
-    return slope / pull * step, slope
+    return slope / pull * step, slope, int(distances.argmin())
 
 
 def _distances(vectors: Tensor) -> Tensor:

@@ -8,8 +8,8 @@ topic               PFLlib                          here
 n_c                 without the last short batch    all training samples of the client
 the two steps       one after the other, both from  one step on the sum of both losses, which is the same for
                     the same forward pass           optimizers that work element by element
-initial head        a copy of the initial generic   a copy of the generic head that the client first receives; the
-                    head                            same in the first round
+initial head        a copy of the initial generic   a copy of the generic head that the client first receives, the
+                    head                            same in the first round, or has from an earlier phase
 evaluated           the personal prediction         the gate chooses: ``EqualWeights`` for the personal prediction,
                                                     ``GlobalOnly`` for the generic one
 ==================  ==============================  ==================================================================
@@ -79,7 +79,7 @@ class FedRoD(Algorithm):
             )
 
     def server_init(self, module: LightningModule) -> Tree:
-        """The global expert: clients that have a head of their own from an earlier phase go on with it."""
+        """The global expert: clients go on with the heads that they have from an earlier phase."""
         return {name: tensor for name, tensor in super().server_init(module).items() if self.is_shared(name)}
 
     def server_begin(self, server: Tree, clients: Iterable[Client]) -> Tree:

@@ -16,6 +16,7 @@ evaluated theta   theta                        by a slip, the client's w        
 
 from __future__ import annotations
 
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -56,6 +57,7 @@ class PFedMe(PersonalModel):
             1, ``decay`` is below 0, or ``weighting`` is neither of these.
     """
 
+    copied_parts = MappingProxyType({})  # a client's theta starts from the server's w, not from its own
     needs_plain_steps = True
 
     def __init__(
@@ -82,6 +84,10 @@ class PFedMe(PersonalModel):
         """Refuses a module without two experts of one architecture, and optimizers other than plain SGD."""
         super().check(module)
         learning_rate(self, module)
+
+    def server_init(self, module: LightningModule) -> Tree:
+        """``w``, and as the local expert the ``theta`` of clients that never take part."""
+        return super().server_init(module) | copy_of_global_expert(self, module)
 
     def client_init(self, client: Client, sent: Tree) -> dict[str, Any]:
         """Line 4: receives ``w``, the start of ``theta``, whose buffers are those that the client kept."""

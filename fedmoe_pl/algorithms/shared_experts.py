@@ -44,8 +44,8 @@ class SharedExperts(Algorithm, ABC):
     A client ranks the experts by the mean of the received gate's weights of its training samples. It asks for the first
     ones in its next round, because it sends its request before it receives the new gate. In its first round it receives
     all, and trains the first ones. An expert that nobody trained stays as it is. All clients are evaluated with all
-    experts: their accuracies with the one that the gate prefers for a sample, their ``validation_loss`` with the
-    likelihood of all, with which clients train.
+    experts: their accuracies with the one that the gate prefers for a sample, their ``validation_loss`` is the trained
+    negative log-likelihood, over all experts.
 
     Args:
         experts_per_client: number of experts that a client trains.

@@ -81,8 +81,8 @@ class ResultFiles(FederationCallback):
             path = run.folder / f"{name}.csv"
             if rows:
                 write_csv(path, rows)
-            else:
-                path.unlink(missing_ok=True)
+            elif path.is_file():
+                path.unlink()
 
     def on_fit_end(self, run: Run) -> None:
         """Prints the table."""

@@ -9,7 +9,6 @@ from collections.abc import Callable, Iterator, Mapping
 from copy import deepcopy
 from types import SimpleNamespace
 from typing import Any, NamedTuple
-from zlib import crc32
 
 from jsonargparse import ArgumentParser, Namespace
 from lightning.pytorch.cli import LightningCLI, _InstantiatorFn
@@ -17,7 +16,7 @@ from torch import nn
 
 from fedmoe_pl.cli.schema import place_in
 from fedmoe_pl.models.description import remember
-from fedmoe_pl.seeds import derive_seed, seeded
+from fedmoe_pl.seeds import named_seed, seeded
 
 
 class Failure(NamedTuple):
@@ -102,7 +101,7 @@ def with_modules(config: Namespace, seed: int, parser: ArgumentParser) -> Namesp
     places = [(phase, part, (phase.name, part)) for phase in phases for part in ("gate", "model")]
     for owner, part, names in [(made, "model", ("model",)), *places]:
         if isinstance(owner.get(part), Namespace):
-            with seeded(derive_seed(seed, *(crc32(name.encode()) for name in names))):
+            with seeded(named_seed(seed, *names)):
                 owner[part] = parser.instantiate(Namespace(part=owner[part])).part
     return made
 

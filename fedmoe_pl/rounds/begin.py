@@ -60,7 +60,7 @@ def sized(module: LightningModule, datamodule: FederatedDataModule, seed: int) -
     Args:
         module: the module, which is changed.
         datamodule: provides the sample.
-        seed: the run's seed.
+        seed: of the numbers that are drawn.
     """
     if any(is_lazy(parameter) for parameter in module.parameters()):
         seed_all(seed)
@@ -91,7 +91,7 @@ def begin_phase(
         before: the parts that start from a phase, each with that phase's state; the part "" is the whole model.
         result: the phase's result, see :func:`read_result`; None if the phase is to be trained.
     """
-    state = _from_start(phase, module, before)
+    state = _from_start(phase, module, before, copies=result is None)
     if result is None:
         return state
     kept = state.kept
@@ -217,8 +217,13 @@ def _read(phase: Phase, module: LightningModule) -> PhaseState:
     return saved
 
 
-def _from_start(phase: Phase, module: LightningModule, before: Sequence[tuple[str, PhaseState]]) -> PhaseState:
-    """The phase's state before its first round, from the phases that it starts from or the initial model."""
+def _from_start(
+    phase: Phase, module: LightningModule, before: Sequence[tuple[str, PhaseState]], copies: bool = False
+) -> PhaseState:
+    """The phase's state before its first round, from the phases that it starts from or the initial model.
+
+    With ``copies``, clients copy parts of what they have; a given result has the copies that it was trained with.
+    """
     initial = {name: tensor.detach().cpu() for name, tensor in module.state_dict().items()}
     inherited: list[tuple[list[str], PhaseState]] = []
     for part, state in before:
@@ -232,9 +237,13 @@ def _from_start(phase: Phase, module: LightningModule, before: Sequence[tuple[st
     server = phase.algorithm.server_init(module)
     kept = []
     for names, state in inherited:
-        # what the server sends now replaces what clients kept under the same names; copies are of what they kept
-        copies = copies_of_parts({name: name for name in names}, phase.algorithm.copied_parts)
-        kept.append(only(state.kept, copies | {name: name for name in names if name not in server}))
+        # what the server sends now replaces what clients kept under the same names
+        private = {name: name for name in names if name not in server}
+        copied = copies_of_parts({name: name for name in names}, phase.algorithm.copied_parts) if copies else {}
+        if copied.keys() & private.keys():  # a client without a part of its own takes the copy
+            kept.append(only(state.kept, copied))
+            copied = {}
+        kept.append(only(state.kept, copied | private))
     aggregation = {} if phase.aggregation is None else phase.aggregation.begin()
     counted = {name: rounds for _, state in before for name, rounds in state.counted_rounds.items()}
     return PhaseState(initial, server, joined(kept), aggregation=aggregation, counted_rounds=counted)

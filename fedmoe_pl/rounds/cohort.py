@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import zlib
 from collections.abc import Sequence
 
 import numpy as np
@@ -10,7 +9,7 @@ import numpy as np
 from fedmoe_pl.aggregation.aggregation import Cohort
 from fedmoe_pl.algorithms.parts import floor_of_share
 from fedmoe_pl.rounds.phase import Phase
-from fedmoe_pl.seeds import derive_seed
+from fedmoe_pl.seeds import derive_seed, named_seed
 
 _COHORT, _EVALUATED = 1, 8  # separate the random numbers of cohorts and of evaluated clients from each other and others
 
@@ -109,8 +108,7 @@ def phase_cohort(phase: Phase, num_clients: int, seed: int, round: int, attempt:
     cohort = cohort_of(phase, num_clients, seed)
     if phase.aggregation is not None and phase.aggregation.poisson_sampling:
         # a phase may start from two others, whose epsilons add up only if their cohorts are drawn independently
-        of_phase = derive_seed(seed, zlib.crc32(phase.name.encode()))
-        return sample_poisson(cohort.participants, cohort.size, of_phase, round, attempt)
+        return sample_poisson(cohort.participants, cohort.size, named_seed(seed, phase.name), round, attempt)
     return sample_cohort(cohort.participants, cohort.size, seed, round, attempt)
 
 

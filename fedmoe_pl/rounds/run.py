@@ -29,7 +29,7 @@ from fedmoe_pl.rounds.progress import Progress
 from fedmoe_pl.rounds.starts import Start, chain_of_starts, model_of, sources
 from fedmoe_pl.rounds.state import PhaseState
 from fedmoe_pl.rounds.store import MemoryStore, Store
-from fedmoe_pl.seeds import seed_all
+from fedmoe_pl.seeds import named_seed, seed_all
 from fedmoe_pl.trees import Tree, load_tree
 
 
@@ -245,9 +245,10 @@ class Run:
 
     def module(self, phase: Phase) -> LightningModule:
         """The phase's module, with its own gate and optimizer; its tensors are those of the initial model."""
-        seed_all(self.seed)  # a gate of unknown width draws its parameters here
+        seed = named_seed(self.seed, phase.name)
+        seed_all(seed)  # a gate of unknown width draws its parameters here
         model = self.models[model_of(self.phases, self.starts, phase.name)]
-        return sized(phase_module(model, phase), self.datamodule, self.seed)
+        return sized(phase_module(model, phase), self.datamodule, seed)
 
     def state_of(self, phase: Phase, module: LightningModule) -> PhaseState:
         """The phase's state; begins the phase, with this module, if it has not begun."""

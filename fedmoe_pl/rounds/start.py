@@ -29,6 +29,7 @@ from fedmoe_pl.rounds.run import Run
 from fedmoe_pl.rounds.state import PhaseState
 from fedmoe_pl.rounds.store import DiskStore, MemoryStore, Store
 from fedmoe_pl.rounds.writing import cannot_be_made, replacing
+from fedmoe_pl.seeds import named_seed
 from fedmoe_pl.trees import Tree, copy_module, load_tree
 
 
@@ -91,7 +92,7 @@ def _models(
     given = {INITIAL: model} | {phase.name: phase.model for phase in phases if phase.model is not None}
     for module in given.values():
         _check_configured(module)
-    models = {name: sized(copy_module(module), datamodule, seed) for name, module in given.items()}
+    models = {name: sized(copy_module(module), datamodule, named_seed(seed, name)) for name, module in given.items()}
     for name, module in models.items():
         load_tree(module, initial.get(name, {}))
     return models

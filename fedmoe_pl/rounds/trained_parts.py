@@ -63,19 +63,25 @@ class TrainedParts:
             MisconfigurationException: if there is such an expert.
         """
         for part in _weighed(module) if phase.evaluate and not phase.algorithm.has_predictor else []:
-            chain = chain_of_starts(self.phases, self.starts, phase.name, part.split(".")[0])
             parameters = [*module.get_submodule(part).parameters()]
-            trained = (name.startswith(f"{part}.") for other in chain for name in self.names[other.name])
-            if not parameters or any(other.ckpt_path for other in chain) or any(trained):
+            if not parameters or self._is_trained(phase, part):
                 continue
             gate: Any = module.gate
             sentence = f"{phase}: gate is {type(gate).__name__}, which weighs the module's {part}, but "
             if any(parameter.requires_grad for parameter in parameters):
+                trained = [other for other in _parts(module) if self._is_trained(phase, other)]
                 raise MisconfigurationException(
-                    f"{sentence}must weigh trained experts only: neither {type(phase.algorithm).__name__} nor a phase "
-                    "that it starts from trains this one (if it is pretrained, freeze its parameters)."
+                    f"{sentence}must weigh trained experts only ({', '.join(trained) or 'there is none'}): neither "
+                    f"{type(phase.algorithm).__name__} nor a phase that it starts from trains this one. If it is "
+                    "pretrained, freeze its parameters."
                 )
             rank_zero_warn(f"{sentence}no phase trains it, because its parameters are frozen; is it pretrained?")
+
+    def _is_trained(self, phase: Phase, part: str) -> bool:
+        """Whether a part was trained in the phase, in one that it starts from, or in another run."""
+        chain = chain_of_starts(self.phases, self.starts, phase.name, part.split(".")[0])
+        names = (name for other in chain for name in self.names[other.name])
+        return any(other.ckpt_path for other in chain) or any(name.startswith(f"{part}.") for name in names)
 
     def warn_of_lost(self, phase: Phase, module: LightningModule) -> None:
         """Warns of a shared parameter that each client has trained for itself before: the server has the initial one.

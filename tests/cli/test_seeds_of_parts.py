@@ -64,6 +64,15 @@ def test_adding_removing_and_reordering_phases_leaves_the_others_their_bits(whol
             assert_same_bits(now, before)
 
 
+def test_gates_that_take_their_width_from_a_sample_have_random_numbers_of_their_own_too(tmp_path):
+    phases = [{**JOINT, "name": name, "gate": "LinearGate", "max_epochs": 0} for name in ("one", "other")]
+    run = fitted(tmp_path, phases)
+    weights = [run.client_module(phase["name"], 0).gate.linear.weight for phase in phases]
+    assert not torch.equal(*weights)
+    alone = fitted(tmp_path, phases[1:])
+    assert torch.equal(alone.client_module("other", 0).gate.linear.weight, weights[1])
+
+
 def test_every_part_has_random_numbers_of_its_own(whole, tmp_path):
     models = whole.run.models
     gates = [phase.gate.linear.weight for phase in whole.phases if phase.name in ("joint", "mixed")]

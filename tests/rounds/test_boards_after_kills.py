@@ -68,7 +68,7 @@ def test_the_whole_run_has_curves_pictures_histograms_and_texts(whole):
     expected = {
         ("", "partition"): [0],
         ("", "sorted_accuracies"): [1, 4, 6],
-        ("Local", "local_test/mean"): [0, 1, 2],
+        ("Local", "reweighted_test/mean"): [0, 1, 2],
         ("FedAvg", "mean_gate_weight/of_clients"): [1, 2, 3],
         ("IFCA", "picked/cluster_0"): [1, 2],
         ("IFCA", "picked/by_client"): [2],

@@ -67,7 +67,7 @@ def test_every_client_is_drawn_as_often_and_the_draw_depends_on_the_seed_alone()
 
 
 def test_numbers_out_of_range_and_a_monitor_without_clients_are_refused(tmp_path):
-    with pytest.raises(MisconfigurationException, match="evaluation_clients is 0, but must be an integer of"):
+    with pytest.raises(MisconfigurationException, match="evaluation_clients is 0, but must be an integer from"):
         Federation(phases(), evaluation_clients=0)
     with pytest.raises(MisconfigurationException, match="evaluation_clients is 7, but must be at most the number of"):
         run([phase("Local", Local())], mixture(), blobs(SIZES), tmp_path, evaluation_clients=7)

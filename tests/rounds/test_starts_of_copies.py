@@ -1,16 +1,20 @@
 """A phase whose local experts start as copies: of what each client has, also where it keeps a part to itself."""
 
 import warnings
+from functools import partial
 
 import pytest
+import torch
 from helpers import assert_same_bits, tensors
 from helpers.runs import Kill, data, federation, model
 
 from fedmoe_pl import Phase
-from fedmoe_pl.algorithms import APFL, Ditto, FedAvg, Local, PersonalizedExpert, PFLMoE
+from fedmoe_pl.algorithms import APFL, Ditto, FedAvg, FedRoD, Local, PersonalizedExpert, PFedMe, PFLMoE
 from fedmoe_pl.models import GlobalOnly, LinearGate, LocalOnly
 from fedmoe_pl.trees import copies_of_parts
 
+# of the head, because FedRoD shares the extractor
+COPYING_HEADS = {"FedRoD": lambda: Phase("it", FedRoD(), gate=LocalOnly(), rounds=2, clients_per_round=2)}
 PARTIAL = ("global_expert.extractor.*", "global_expert.classifier.*", "*.bias")
 COPYING = {
     "PersonalizedExpert": lambda: Phase("it", PersonalizedExpert(), gate=LocalOnly()),
@@ -22,6 +26,7 @@ COPYING = {
 
 CASES = [(name, shared) for name in COPYING for shared in ("*", "global_expert.*", *PARTIAL)]
 CASES += [("Ditto", None), ("APFL", None)]  # after Local; the others start from a federated phase
+CASES += [("FedRoD", shared) for shared in ("*", "global_expert.*", "global_expert.extractor.*")]
 # Ditto and APFL also share what clients keep to themselves before, and the warning says so
 pytestmark = pytest.mark.filterwarnings("ignore:.* have each trained for themselves")
 
@@ -46,7 +51,7 @@ def global_expert_of(run, client) -> dict:
 @pytest.mark.parametrize("store", ["memory", "disk"])
 @pytest.mark.parametrize(("name", "shared"), CASES)
 def test_without_epochs_a_local_expert_is_what_its_client_had(name, shared, store, tmp_path):
-    run = fitted(tmp_path, shared, COPYING[name](), store=store)
+    run = fitted(tmp_path, shared, {**COPYING, **COPYING_HEADS}[name](), store=store)
     differ = {str([*global_expert_of(run, client).values()]) for client in range(3)}
     assert (len(differ) > 1) == (shared not in ("*", "global_expert.*"))
     for client in range(3):
@@ -74,6 +79,35 @@ def test_a_run_stopped_in_such_a_phase_and_resumed_ends_with_the_same_bits(tmp_p
         runs[0].test(model(), data(), "last")
         for client in range(3):
             assert_same_bits(*(tensors(run.client_module("it", client)) for run in runs))
+
+
+def test_a_client_that_never_trained_with_pfedme_has_the_server_s_model(tmp_path):
+    phases = [before(PARTIAL[0]), Phase("it", PFedMe(), gate=LocalOnly(), clients_per_round=1, start="before")]
+    plain = model()
+    plain.optimizer = partial(torch.optim.SGD, lr=0.1)
+    run = federation(tmp_path, phases)
+    run.fit(plain, data())
+    state = run.run.states["it"]
+    (absent, *_) = [client for client in range(3) if "local_expert.classifier.1.bias" not in state.kept.get(client, {})]
+    w = {name: tensor for name, tensor in state.server.items() if name.startswith("global_expert.")}
+    assert_same_bits(
+        tensors(run.client_module("it", absent), "local_expert."), copies_of_parts(w, {"local_expert": "global_expert"})
+    )
+
+
+@pytest.mark.parametrize("algorithm", [Ditto, APFL])
+def test_newcomers_start_from_copies_of_what_the_federation_had_last(algorithm, tmp_path):
+    phases = [before(PARTIAL[0]), Phase("it", algorithm(), gate=LocalOnly(), rounds=2, start="before")]
+    run = federation(tmp_path, phases, trainer={"accelerator": "cpu", "max_epochs": 1})
+    run.fit(model(), data())
+    server, checkpoint = run.run.states["it"].server, str(run.run_dir / "checkpoints/last.ckpt")
+    phases[1].max_epochs = 0
+    newcomers = federation(tmp_path, phases)
+    newcomers.personalize(model(), data(), checkpoint, rounds=1)
+    w = {name: tensor for name, tensor in server.items() if name.startswith("global_expert.")}
+    for client in range(3):
+        start = tensors(newcomers.client_module("it", client), "local_expert.")
+        torch.testing.assert_close(start, copies_of_parts(w, {"local_expert": "global_expert"}))
 
 
 def test_sharing_what_clients_have_trained_for_themselves_warns(tmp_path):
