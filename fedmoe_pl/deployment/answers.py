@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from math import isnan, nan
-from typing import Any, TypeGuard
+from math import nan
 
 import torch
+from lightning.pytorch import LightningModule
 from torch import Tensor
 
 from fedmoe_pl.algorithms.client import Update
@@ -13,11 +13,10 @@ from fedmoe_pl.algorithms.overrides import overrides
 from fedmoe_pl.backends import Failure, LocalTraining, NotFiniteError, check_finite
 from fedmoe_pl.deployment.clients import AtClient
 from fedmoe_pl.deployment.messages import Message
+from fedmoe_pl.models import MixtureOfExperts
 from fedmoe_pl.rounds.evaluation import METRICS, ClientEvaluation
 from fedmoe_pl.rounds.metrics import measures_loss, names_of
 from fedmoe_pl.trees import Tree
-
-_OF_EVALUATION = {"client", "n_train", "gate_weights", "gate_labels", "validation_loss", "has_global_expert", "metrics"}
 
 
 def cannot_be_used(what: str, error: Exception) -> Failure:
@@ -33,9 +32,9 @@ def update_of(answer: Message, training: LocalTraining, client: int) -> Update |
         training: the local training of the phase's clients.
         client: the client's id.
     """
-    weight, keeps = answer.values.get("weight"), answer.values.get("keeps")
-    if answer.kind != "update" or not _is_number(weight) or not isinstance(keeps, bool):
+    if answer.kind != "update":
         return Failure("its answer is no update")
+    weight, keeps = answer.values["weight"], answer.values["keeps"]
     if weight < 0:
         return Failure(f"its weight is {weight}")
     if missing := [name for name in _sent_by_all(training) if name not in answer.tensors]:
@@ -83,19 +82,8 @@ def kept_of(answer: Message) -> AtClient | Failure:
 def evaluation_of(answer: Message, training: LocalTraining, client: int) -> ClientEvaluation | Failure:
     """A client's evaluation; arguments as in :func:`update_of`."""
     values, weights, names = answer.values, answer.tensors.get("gate_weights"), _metric_names(training, client)
-    metrics = values.get("metrics")
-    fits = (
-        answer.kind == "evaluation"
-        and values.keys() == {*_OF_EVALUATION, *METRICS}
-        and all(_is_number(values[name]) and (isnan(values[name]) or 0 <= values[name] <= 1) for name in METRICS)
-        and _is_number(values["validation_loss"])
-        and isinstance(values["has_global_expert"], bool)
-        and isinstance(metrics, dict)
-        and metrics.keys() == {*names}
-        and all(_is_number(value) for value in metrics.values())
-        and (weights is None or _are_weights(weights))
-    )
-    if not fits:
+    fits = answer.kind == "evaluation" and values["metrics"].keys() == {*names}
+    if not fits or not (weights is None or _are_weights(weights, training.of(client).module)):
         return Failure("its answer is no evaluation")
     of_client = {name: values[name] for name in (*METRICS, "validation_loss", "has_global_expert")}
     of_client |= {"metrics": {name: values["metrics"][name] for name in names}, "gate_weights": weights}
@@ -113,10 +101,9 @@ def _metric_names(training: LocalTraining, client: int) -> list[str]:
     return names_of(training.metrics, measures_loss(training.of(client).module, training.datamodule))
 
 
-def _is_number(value: Any) -> TypeGuard[float]:
-    return isinstance(value, int | float) and not isinstance(value, bool)
-
-
-def _are_weights(weights: Tensor) -> bool:
-    """Whether these are the mean weights of a gate, shape (1, experts)."""
-    return weights.dim() == 2 and len(weights) == 1 and weights.dtype == torch.float64 and bool((weights >= 0).all())
+def _are_weights(weights: Tensor, module: LightningModule) -> bool:
+    """Whether these are the mean weights of a module's gate, shape (1, experts)."""
+    if not isinstance(module, MixtureOfExperts) or weights.dim() != 2 or weights.dtype != torch.float64:
+        return False
+    fits = len(weights) == 1 and weights.numel() and module.gate_width in (None, weights.shape[1])
+    return bool(fits and ((weights >= 0) & weights.isfinite()).all())

@@ -210,7 +210,7 @@ class Participant:
         return bool(tree)
 
     def _request(self, message: Message) -> Message:
-        return Message("request", tensors=self._training.algorithm.client_request(self.client, self._kept(message)))
+        return Message("requested", tensors=self._training.algorithm.client_request(self.client, self._kept(message)))
 
     def _train(self, message: Message) -> Message:
         assert self._plan is not None

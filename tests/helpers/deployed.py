@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from fedmoe_pl import Federation
-from fedmoe_pl.deployment import Message, Participant, Transport, serve
-from fedmoe_pl.deployment.messages import NOT_BEGUN, UNPREPARED
+from fedmoe_pl.deployment import BadMessageError, Message, Participant, Transport, serve
+from fedmoe_pl.deployment.messages import FAILED, NOT_BEGUN, UNPREPARED
 from fedmoe_pl.rounds.checkpoint import KEPT
 from fedmoe_pl.rounds.kept import read_kept
 from helpers import TensorData
@@ -38,7 +38,10 @@ class Passing(Transport):
             if client in self.participants:
                 self.heard.append((client, message))
                 answer = self.participants[client].answer(Message.from_bytes(message.to_bytes()))
-                answers[client] = Message.from_bytes(answer.to_bytes())
+                try:
+                    answers[client] = Message.from_bytes(answer.to_bytes())
+                except BadMessageError as error:
+                    answers[client] = Message(FAILED, {"reason": str(error)})
         return answers
 
 
