@@ -17,6 +17,7 @@ from torch import Tensor
 
 from fedmoe_pl.algorithms.client import Client, Update
 from fedmoe_pl.checks import check_choice
+from fedmoe_pl.data import FederatedDataModule
 from fedmoe_pl.trees import (
     Patterns,
     Tree,
@@ -27,6 +28,7 @@ from fedmoe_pl.trees import (
     mean_of_two,
     of_algorithm,
     of_module,
+    problem_of_shapes,
 )
 
 Moment = Literal["local_training", "aggregation"]
@@ -223,8 +225,39 @@ class Algorithm:
         """
         state = client.module.state_dict()
         sent = {name: tensor.detach().cpu().clone() for name, tensor in state.items() if self.is_shared(name)}
-        weight = len(client.samples) if self.weighting == "samples" else 1
+        weight = self.client_weight(client.id, client.samples, client.seed)
         return Update(sent, weight, self.private_tensors(client))
+
+    def client_weight(self, client_id: int, samples: Tensor, seed: int) -> float:
+        """The weight of a client's update, which any machine that knows the number of its samples can compute.
+
+        The server of a deployed federation leaves out updates with another weight.
+
+        Args:
+            client_id: the client's id.
+            samples: indices of its training samples, shape (n,).
+            seed: the run's seed.
+        """
+        return len(samples) if self.weighting == "samples" else 1
+
+    def problem_of_update(self, client_id: int, update: Update, initial: Tree, datamodule: FederatedDataModule) -> str:
+        """Why a client cannot have made an update, in words such as "has no gate.bias"; empty if it can.
+
+        The server of a deployed federation asks, and leaves such updates out. By default, an update has the module's
+        shared tensors. An algorithm that sends others, or weights of its own among them, overrides this.
+
+        Args:
+            client_id: the client's id.
+            update: its update, of finite values, with the weight that ``client_weight`` gives. Those of its tensors
+                that the module has, too, have the same shapes and data types there.
+            initial: the phase's initial tensors of the client's module.
+            datamodule: stands for the data of all clients: how many samples and classes there are.
+        """
+        return problem_of_shapes(update.sent, self.shapes_of_shared(initial))
+
+    def shapes_of_shared(self, tensors: Tree) -> dict[str, Sequence[int | None]]:
+        """The shapes of those tensors of a module that clients send, by name."""
+        return {name: tensor.shape for name, tensor in tensors.items() if self.is_shared(name)}
 
     def private_tensors(self, client: Client) -> Tree:
         """The tensors that a client keeps by default: the changed ones that it does not share, and the algorithm's."""

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from math import nan
 
 import torch
 from lightning.pytorch import LightningModule
 from torch import Tensor
 
+from fedmoe_pl.aggregation.aggregation import PREFIX
 from fedmoe_pl.algorithms.client import Update
-from fedmoe_pl.algorithms.overrides import overrides
 from fedmoe_pl.backends import Failure, LocalTraining, NotFiniteError, check_finite
 from fedmoe_pl.deployment.clients import AtClient
 from fedmoe_pl.deployment.messages import Message
@@ -34,22 +35,29 @@ def update_of(answer: Message, training: LocalTraining, client: int) -> Update |
     """
     if answer.kind != "update":
         return Failure("its answer is no update")
-    weight, keeps = answer.values["weight"], answer.values["keeps"]
-    if weight < 0:
-        return Failure(f"its weight is {weight}")
-    if missing := [name for name in _sent_by_all(training) if name not in answer.tensors]:
-        return Failure(f"its update has no {missing[0]}")
-    if reason := problem_of(answer.tensors, weight, training.of(client).initial):
+    weight, aggregation, initial = answer.values["weight"], training.aggregation, training.of(client).initial
+    if weight != (expected := _weight_of(training, client)):
+        return Failure(f"its weight is {weight}, but must be {expected}, as its samples say")
+    if reason := problem_of(answer.tensors, weight, initial):
         return Failure(reason)
-    update, aggregation = Update(answer.tensors, weight, AtClient(keeps)), training.aggregation
+    update = Update(answer.tensors, weight, AtClient(answer.values["keeps"]))
+    by_algorithm = update if aggregation is None else replace(update, sent=_without_prefix(update.sent))
+    if problem := training.algorithm.problem_of_update(client, by_algorithm, initial, training.datamodule):
+        return Failure(f"its update {problem}")
     return update if aggregation is None else aggregation.of_remote_client(client, update)
 
 
-def _sent_by_all(training: LocalTraining) -> list[str]:
-    """Names that are in every update, as far as the server can know: an algorithm may send others in its own way."""
-    algorithm = training.algorithm
-    own_way = overrides(algorithm, "client_final") and training.aggregation is None
-    return [] if own_way else [name for name in training.initial if algorithm.is_shared(name)]
+def _weight_of(training: LocalTraining, client: int) -> float:
+    """What a client's update weighs, by the number of samples that it has described; arguments as above."""
+    if training.aggregation is not None and training.aggregation.is_uniform:
+        return 1
+    samples = training.datamodule.train_samples[client]
+    return training.algorithm.client_weight(client, samples, training.seed)
+
+
+def _without_prefix(sent: Tree) -> Tree:
+    """What the algorithm sends, without what the aggregation adds."""
+    return {name: tensor for name, tensor in sent.items() if not name.startswith(PREFIX)}
 
 
 def problem_of(tensors: Tree, weight: float, initial: Tree) -> str:

@@ -1,34 +1,12 @@
 """A server takes nothing from a client that it cannot use, and goes on with the others, whatever a client answers."""
 
-from dataclasses import replace
-
 import numpy as np
 import pytest
 import torch
-from helpers.deployed import Changing, Passing, deploy, participants, with_values
-from helpers.methods import METHODS, data
+from helpers.deployed import HOSTILE as CLIENT
+from helpers.deployed import tensors, with_hostile, with_values, without
 
-from fedmoe_pl.backends import TrainerBackend
 from fedmoe_pl.deployment import Message
-
-CLIENT = 1
-OF_TRAINER = {"backend": TrainerBackend()}
-
-
-def with_hostile(name, tmp_path, kind, change):
-    """Deploys the first phase of a method with a client that is hostile; returns the federation."""
-    method = replace(METHODS[name], phases=lambda: [replace(METHODS[name].phases()[0], evaluate=True)])
-    all_of_them = participants(method, data(), tmp_path, **OF_TRAINER)
-    all_of_them[CLIENT] = Changing(all_of_them[CLIENT], kind, change)
-    return deploy(method, data(), tmp_path, Passing(all_of_them), **OF_TRAINER)
-
-
-def without(key):
-    return lambda answer: Message(answer.kind, {k: v for k, v in answer.values.items() if k != key}, answer.tensors)
-
-
-def tensors(change):
-    return lambda answer: Message(answer.kind, answer.values, change(answer.tensors))
 
 
 def state_of(federation):
@@ -76,15 +54,6 @@ def test_an_evaluation_that_is_none(change, tmp_path):
 def test_an_update_that_is_none(change, reason, tmp_path):
     with pytest.warns(UserWarning, match=f"clients? {CLIENT} is left out: {reason}"):
         federation = with_hostile("FedAvg of everything", tmp_path, "train", change)
-    assert state_of(federation).failed
-
-
-def test_an_update_with_which_the_algorithm_cannot_compute(tmp_path):
-    def changed(tree):
-        return {name: tensor[:1] if "/" in name and tensor.dim() else tensor for name, tensor in tree.items()}
-
-    with pytest.warns(UserWarning, match=f"client {CLIENT} is left out: its update cannot be used"):
-        federation = with_hostile("FedPAC", tmp_path, "train", tensors(changed))
     assert state_of(federation).failed
 
 
