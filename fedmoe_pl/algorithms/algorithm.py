@@ -68,6 +68,7 @@ class Algorithm:
             does that ends with the last one; then a run cannot be continued with more rounds.
         predicts_with_local_expert: whether clients predict with their ``local_expert`` alone, as in the paper.
         message_period: number of rounds after which the same kinds of tensors are sent again, from the second round on.
+        own_weights: prefixes of the names of its own tensors that are weights, and grow with the number of samples.
         needed_parts: the parts of the module that ``missing_start`` is about; a ``start`` by parts must name them.
         copied_parts: the parts that start as copies of others, each with the other's name; a ``start`` by parts must
             not name them. A client copies what it has itself, also where it keeps a part of the original to itself.
@@ -90,6 +91,7 @@ class Algorithm:
     depends_on_rounds: bool = False
     predicts_with_local_expert: bool = False
     message_period: int = 1
+    own_weights: tuple[str, ...] = ()
     needed_parts: Sequence[str] = ("global_expert",)
     copied_parts: Mapping[str, str] = MappingProxyType({})
     computed_parts: Sequence[str] = ()

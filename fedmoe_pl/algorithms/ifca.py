@@ -66,6 +66,7 @@ class EpsilonGreedyIFCA(Algorithm):
     """
 
     renames_parameters = True
+    own_weights = (_TALLY,)
 
     def __init__(
         self,

@@ -56,6 +56,7 @@ class SharedExperts(Algorithm, ABC):
     """
 
     needs_classes = True
+    own_weights = (_WEIGHT,)
 
     def __init__(self, experts_per_client: int = 2) -> None:
         check_at_least(self, "experts_per_client", experts_per_client, 1)

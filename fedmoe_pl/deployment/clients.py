@@ -65,6 +65,7 @@ class Clients:
         transport: reaches them.
         descriptions: what each of them has said of itself, by id.
         num_classes: number of classes of their data.
+        max_change: how many times longer than usual the change that a client sends may be.
 
     Attributes:
         name: the run's name, which no other run has.
@@ -72,7 +73,9 @@ class Clients:
         needed: the files of a client that the run still needs.
     """
 
-    def __init__(self, transport: Transport, descriptions: Mapping[int, dict[str, Any]], num_classes: int) -> None:
+    def __init__(
+        self, transport: Transport, descriptions: Mapping[int, dict[str, Any]], num_classes: int, max_change: float
+    ) -> None:
         self.transport = transport
         self.descriptions = descriptions
         self.states: Mapping[str, PhaseState] = {}
@@ -80,6 +83,7 @@ class Clients:
         self.needed: Callable[[int], list[tuple[str, int]]] = lambda client: []
         self.num_clients = len(descriptions)
         self.num_classes = num_classes
+        self.max_change = max_change
 
     def __iter__(self) -> Iterator[int]:
         return iter(range(self.num_clients))

@@ -22,6 +22,7 @@ from fedmoe_pl.backends.backend import fold, group_update
 from fedmoe_pl.deployment.answers import cannot_be_used, kept_of, problem_of, update_of
 from fedmoe_pl.deployment.clients import AtClient, Clients, files_of
 from fedmoe_pl.deployment.messages import Message
+from fedmoe_pl.deployment.proportions import out_of_proportion
 from fedmoe_pl.rounds.kept import EXCHANGED, STEPPED
 from fedmoe_pl.trees import Tree
 
@@ -86,6 +87,13 @@ class ClientsPlan(Plan):
             client: answer if isinstance(answer, Failure) else self._update(client, answer)
             for client, answer in answers.items()
         }
+        weights = self.training.algorithm.own_weights
+        trees = {
+            client: {name: tensor for name, tensor in update.sent.items() if not name.startswith(weights)}
+            for client, update in updates.items()
+            if isinstance(update, Update)
+        }
+        updates |= out_of_proportion(trees, sent, self.clients.max_change)
         for client, update in self._combinable(server, updates).items():
             yield group_update(self.training, [client], [update])
 
@@ -190,4 +198,7 @@ class ClientsPlan(Plan):
                 rank_zero_warn(f"client {client} is left out of the exchange: {reason}.")
             else:
                 trees[client] = answer.tensors
+        for client, failure in out_of_proportion(trees, {}, self.clients.max_change).items():
+            rank_zero_warn(f"client {client} is left out of the exchange: {failure.reason}.")
+            del trees[client]
         return trees

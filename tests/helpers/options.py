@@ -64,7 +64,7 @@ ALWAYS = {
     "SpecialistMixture": "frozen_train_mode",
     "Phase": "name algorithm rounds model max_epochs evaluate",
     "Federation": "phases trainer backend callbacks logger default_root_dir name enable_checkpointing seed "
-    "on_client_failure dropout metrics",
+    "on_client_failure dropout metrics max_change",
     "ClusteredMoE": "global_expert num_clusters local_expert gate mixing optimizer lr_scheduler task loss",
     "MixtureOfExperts": "optimizer lr_scheduler mixing task loss",
     "PersonalizedMoE": "global_expert local_expert gate optimizer lr_scheduler mixing task loss",
