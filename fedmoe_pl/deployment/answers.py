@@ -71,7 +71,9 @@ def problem_of(tensors: Tree, weight: float, initial: Tree) -> str:
     for name, tensor in tensors.items():
         known = initial.get(name)
         if "/" not in name and (known is None or known.shape != tensor.shape or known.dtype != tensor.dtype):
-            return f"its {name} is not as in the server's model"
+            return f"its {name[:100]} is not as in the server's model"
+        if tensor.is_complex() and not any(known.is_complex() for known in initial.values()):
+            return f"its {name[:100]} has complex numbers, but the model has none"
     try:
         check_finite([tensors], weight, initial)
     except NotFiniteError as error:

@@ -48,7 +48,7 @@ def _text(value: Any) -> bool:
 
 
 def _name(value: Any) -> bool:
-    return _text(value) and len(value) <= 1000
+    return isinstance(value, str) and len(value) <= 1000 and value.isprintable()
 
 
 def _flag(value: Any) -> bool:
@@ -203,6 +203,11 @@ HEADER = _record(
 def problem_of_values(kind: str, values: dict[str, Any]) -> str:
     """Why no message of this kind has these values, in a few words; empty if one may have them."""
     if kind not in _KINDS:
-        return f"it is of the kind {reprlib.repr(kind)}, which is unknown"
+        return f"it is of the kind {_shown(kind)}, which is unknown"
     wrong = _wrong(values, _KINDS[kind])
-    return wrong and f"its {reprlib.repr(wrong)[1:-1]} is {reprlib.repr(values.get(wrong))}, which no '{kind}' has"
+    return wrong and f"its {_shown(wrong)[1:-1]} is {_shown(values.get(wrong))}, which no '{kind}' has"
+
+
+def _shown(value: Any) -> str:
+    """The beginning of a value, however long and deep it is."""
+    return reprlib.repr(value)[:100]

@@ -64,7 +64,7 @@ ALWAYS = {
     "SpecialistMixture": "frozen_train_mode",
     "Phase": "name algorithm rounds model max_epochs evaluate",
     "Federation": "phases trainer backend callbacks logger default_root_dir name enable_checkpointing seed "
-    "on_client_failure dropout metrics max_change",
+    "on_client_failure dropout metrics",
     "ClusteredMoE": "global_expert num_clusters local_expert gate mixing optimizer lr_scheduler task loss",
     "MixtureOfExperts": "optimizer lr_scheduler mixing task loss",
     "PersonalizedMoE": "global_expert local_expert gate optimizer lr_scheduler mixing task loss",
@@ -145,6 +145,7 @@ ACCEPTED = {
     ("FedALA", "sample_share"): "the same",
     ("FedALA", "max_passes"): "the same",
     ("FedALA", "batch_size"): "the same",
+    ("Federation", "max_change"): "clients of a simulation are not suspected",
     ("FedMoEDA", "interval"): "if no experts are averaged, it still says how often proxies are sent",
     ("Phase", "ckpt_path"): "it takes the place of training, whose arguments stay for newcomers and for other runs",
     ("Phase", "round_lr_scheduler"): "in a single round, a warm-up still sets the rate",
