@@ -28,9 +28,19 @@ from fedmoe_pl.algorithms.aggregation import aggregation_rows
 from fedmoe_pl.algorithms.algorithm import Algorithm
 from fedmoe_pl.algorithms.client import Client, Update
 from fedmoe_pl.checks import check_at_least, check_choice, check_number
+from fedmoe_pl.data import FederatedDataModule
 from fedmoe_pl.models import ProxyGate, SparseMoE
 from fedmoe_pl.models.layers import draw_anew
-from fedmoe_pl.trees import Tree, difference, mean_of_two, of_algorithm, of_module, subtree, with_prefix
+from fedmoe_pl.trees import (
+    Tree,
+    difference,
+    mean_of_two,
+    of_algorithm,
+    of_module,
+    problem_of_shapes,
+    subtree,
+    with_prefix,
+)
 
 _PROXIES = "proxies/"  # prefix of a client's id: what stands for its experts in an update round, (experts, features)
 # The server holds the matrices of the last update round and of the one before. A matrix has one row per expert of each
@@ -97,7 +107,7 @@ class FedMoEDA(Algorithm):
                 raise MisconfigurationException(
                     f"FedMoEDA: {name} is {value}, but must be left out with top_p 0, because no experts are averaged."
                 )
-        super().__init__(trainable=trainable)
+        super().__init__(trainable=trainable, weighting="uniform")
         self.top_p: int | Literal["all"] = top_p
         self.interval = self.message_period = interval
         self.temperature = temperature
@@ -162,7 +172,14 @@ class FedMoEDA(Algorithm):
                 experts = [_expert(changes, expert) for expert in range(len(rows))]
                 rows = [torch.cat([tensor.flatten() for tensor in layer.values()]) for layer in experts]
             update.sent[f"{_PROXIES}{client.id}"] = torch.stack(rows).detach().cpu()
-        return Update(update.sent, 1, update.kept)
+        return update
+
+    def problem_of_update(self, client_id: int, update: Update, initial: Tree, datamodule: FederatedDataModule) -> str:
+        """The embedding, in update rounds also a row for each of the client's experts."""
+        shapes, proxies = self.shapes_of_shared(initial), f"{_PROXIES}{client_id}"
+        if proxies in update.sent:
+            shapes[proxies] = (sum(name.startswith("gate.proxies.") for name in initial), None)
+        return problem_of_shapes(update.sent, shapes)
 
     def combine(self, a: Update, b: Update) -> Update:
         """The uniform mean of the embeddings, and the proxies of all clients."""

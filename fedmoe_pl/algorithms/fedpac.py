@@ -37,6 +37,7 @@ from fedmoe_pl.algorithms.class_means import (
     class_means,
     combine_class_means,
     loss_with_targets,
+    problem_of_class_means,
     received_means,
     update_class_means,
 )
@@ -44,6 +45,7 @@ from fedmoe_pl.algorithms.client import Client, Update
 from fedmoe_pl.algorithms.parts import expert_prefix, split_expert
 from fedmoe_pl.algorithms.simplex import simplex_minimum
 from fedmoe_pl.checks import check_number
+from fedmoe_pl.data import FederatedDataModule
 from fedmoe_pl.trees import Tree, load_tree, mean_of_two, of_module, subtree, with_prefix
 
 _PROTOTYPES = "prototypes/"  # of every class, the mean of features (C, F); see class_means
@@ -132,6 +134,14 @@ class FedPAC(Algorithm):
         statistics = {f"{_FEATURES}{client.id}": const["features"], f"{_VARIANCE}{client.id}": const["variance"]}
         prototypes = class_means(client, lambda module, x: split_expert(module, self.expert)[0](x), _PROTOTYPES)
         return Update(update.sent | classifier | prototypes | statistics, update.weight, update.kept)
+
+    def problem_of_update(self, client_id: int, update: Update, initial: Tree, datamodule: FederatedDataModule) -> str:
+        """Extractor, classifier, prototypes and statistics."""
+        classes, samples = datamodule.num_classes, len(datamodule.train_samples[client_id])
+        classifier = {name: initial[name].shape for name in initial if name.startswith(self._classifier)}
+        shapes = self.shapes_of_shared(initial) | classifier
+        shapes |= {f"{_FEATURES}{client_id}": (classes, None), f"{_VARIANCE}{client_id}": ()}
+        return problem_of_class_means(update.sent, _PROTOTYPES, classes, samples, shapes)
 
     def combine(self, a: Update, b: Update) -> Update:
         """The mean extractor and prototypes, and every client's classifier and statistics."""

@@ -90,6 +90,8 @@ class Participant:
                 return Message(UNPREPARED)
             if message.kind not in ("describe", "prepare", "begin") and not self._is_in(message, "phase"):
                 return Message(NOT_BEGUN)
+            if message.values.get("round", 0) > (self._training.rounds if self._plan else 0):
+                raise BadMessageError(f"round {message.values['round']} is none of the phase")
             if "needed" in message.values:
                 needed = [self._file(*file)[:2] for file in message.values["needed"]]
                 remove_others(self._files / KEPT, self.client, needed)
@@ -210,7 +212,7 @@ class Participant:
         return bool(tree)
 
     def _request(self, message: Message) -> Message:
-        return Message("request", tensors=self._training.algorithm.client_request(self.client, self._kept(message)))
+        return Message("requested", tensors=self._training.algorithm.client_request(self.client, self._kept(message)))
 
     def _train(self, message: Message) -> Message:
         assert self._plan is not None

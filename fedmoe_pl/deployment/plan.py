@@ -18,10 +18,11 @@ from fedmoe_pl.backends import (
     Plan,
     one_thread,
 )
-from fedmoe_pl.backends.backend import group_update
+from fedmoe_pl.backends.backend import fold, group_update
 from fedmoe_pl.deployment.answers import cannot_be_used, kept_of, problem_of, update_of
 from fedmoe_pl.deployment.clients import AtClient, Clients, files_of
 from fedmoe_pl.deployment.messages import Message
+from fedmoe_pl.deployment.proportions import out_of_proportion
 from fedmoe_pl.rounds.kept import EXCHANGED, STEPPED
 from fedmoe_pl.trees import Tree
 
@@ -80,11 +81,20 @@ class ClientsPlan(Plan):
 
     def train(self, server: Tree, cohort: Sequence[int], kept: Mapping[int, Tree], round: int) -> Iterator[GroupUpdate]:
         """Sends each client what the algorithm sends it, and yields their updates in the cohort's order."""
-        answers = self._ask("train", self.sent(server, cohort, kept, round), kept, round, keep=round + 1)
-        accepted: Update | None = None
-        for client, answer in answers.items():
-            update = answer if isinstance(answer, Failure) else self._tried(server, client, answer, accepted)
-            accepted = accepted or (update if isinstance(update, Update) else None)
+        sent = self.sent(server, cohort, kept, round)
+        answers = self._ask("train", sent, kept, round, keep=round + 1)
+        updates = {
+            client: answer if isinstance(answer, Failure) else self._update(client, answer)
+            for client, answer in answers.items()
+        }
+        weights = self.training.algorithm.own_weights
+        trees = {
+            client: {name: tensor for name, tensor in update.sent.items() if not name.startswith(weights)}
+            for client, update in updates.items()
+            if isinstance(update, Update)
+        }
+        updates |= out_of_proportion(trees, sent, self.clients.max_change)
+        for client, update in self._combinable(server, updates).items():
             yield group_update(self.training, [client], [update])
 
     def train_groups(
@@ -144,20 +154,39 @@ class ClientsPlan(Plan):
         }
         return self.clients.ask(self.training, messages)
 
-    def _tried(self, server: Tree, client: int, answer: Message, accepted: Update | None) -> Update | Failure:
-        """A client's update; a failure if the server cannot compute with it, alone or beside an accepted one."""
+    def _update(self, client: int, answer: Message) -> Update | Failure:
+        """A client's update; a failure if it is none."""
+        try:
+            return update_of(answer, self.training, client)
+        except Exception as error:  # whatever a client has sent
+            return cannot_be_used("update", error)
+
+    def _combinable(self, server: Tree, updates: Mapping[int, Update | Failure]) -> dict[int, Update | Failure]:
+        """The updates, with a failure in place of each with which the server cannot compute beside most others."""
+        checked = dict(updates)
+        while usable := {client: update for client, update in checked.items() if isinstance(update, Update)}:
+            (first, update), *others = usable.items()
+            if failure := self._computed(server, update):
+                checked[first] = failure
+                continue
+            failures = {client: self._computed(server, update, other) for client, other in others}
+            failed = {client: failure for client, failure in failures.items() if failure is not None}
+            if 2 * len(failed) <= len(others) or len(others) == 1:
+                return checked | failed
+            checked[first] = Failure("its update cannot be used beside most others")
+        return checked
+
+    def _computed(self, server: Tree, *updates: Update) -> Failure | None:
+        """Why the server cannot compute with updates together; None if it can."""
         algorithm, aggregation = self.training.algorithm, self.training.aggregation
         try:
-            update = update_of(answer, self.training, client)
-            if isinstance(update, Failure):
-                return update
-            with one_thread():
-                combined = (aggregation or algorithm).combine(accepted, update) if accepted else update
-                if aggregation is None:
+            combined = fold(aggregation or algorithm, updates)
+            if aggregation is None:
+                with one_thread():
                     algorithm.server_update(server, combined)
         except Exception as error:  # whatever a client has sent
             return cannot_be_used("update", error)
-        return update
+        return None
 
     def _trees(self, answers: Mapping[int, Message | Failure]) -> dict[int, Tree]:
         """What clients sent for an exchange; warns of tensors that cannot be those that a client keeps."""
@@ -169,4 +198,7 @@ class ClientsPlan(Plan):
                 rank_zero_warn(f"client {client} is left out of the exchange: {reason}.")
             else:
                 trees[client] = answer.tensors
+        for client, failure in out_of_proportion(trees, {}, self.clients.max_change).items():
+            rank_zero_warn(f"client {client} is left out of the exchange: {failure.reason}.")
+            del trees[client]
         return trees

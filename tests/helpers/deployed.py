@@ -7,12 +7,16 @@ import pytest
 import torch
 
 from fedmoe_pl import Federation
-from fedmoe_pl.deployment import Message, Participant, Transport, serve
-from fedmoe_pl.deployment.messages import NOT_BEGUN, UNPREPARED
+from fedmoe_pl.backends import TrainerBackend
+from fedmoe_pl.deployment import BadMessageError, Message, Participant, Transport, serve
+from fedmoe_pl.deployment.messages import FAILED, NOT_BEGUN, UNPREPARED
 from fedmoe_pl.rounds.checkpoint import KEPT
 from fedmoe_pl.rounds.kept import read_kept
 from helpers import TensorData
+from helpers.methods import METHODS
+from helpers.methods import data as of_five_clients
 
+HOSTILE = 1  # the client that is hostile where a test has one
 QUIET = {"logger": False, "enable_progress_bar": False}
 
 
@@ -38,7 +42,10 @@ class Passing(Transport):
             if client in self.participants:
                 self.heard.append((client, message))
                 answer = self.participants[client].answer(Message.from_bytes(message.to_bytes()))
-                answers[client] = Message.from_bytes(answer.to_bytes())
+                try:
+                    answers[client] = Message.from_bytes(answer.to_bytes())
+                except BadMessageError as error:
+                    answers[client] = Message(FAILED, {"reason": str(error)})
         return answers
 
 
@@ -69,6 +76,29 @@ class Changing:
 def with_values(**changed) -> Callable:
     """A change of some of an answer's values."""
     return lambda answer: Message(answer.kind, {**answer.values, **changed}, answer.tensors)
+
+
+def without(key) -> Callable:
+    """A change that leaves one of an answer's values out."""
+    return lambda answer: Message(answer.kind, {k: v for k, v in answer.values.items() if k != key}, answer.tensors)
+
+
+def tensors(change: Callable) -> Callable:
+    """A change of an answer's tensors."""
+    return lambda answer: Message(answer.kind, answer.values, change(answer.tensors))
+
+
+def with_hostile(name, folder, kind, change, client=HOSTILE, **of_phase) -> Federation:
+    """Deploys the first federated phase of a method with a client whose answers to one kind of message are changed."""
+
+    def phases():
+        phase = next(phase for phase in METHODS[name].phases() if phase.algorithm.federated)
+        return [replace(phase, **{"evaluate": True, "start": None, **of_phase})]
+
+    method, backend = replace(METHODS[name], phases=phases), TrainerBackend()
+    all_of_them = participants(method, of_five_clients(), folder, backend=backend)
+    all_of_them[client] = Changing(all_of_them[client], kind, change)
+    return deploy(method, of_five_clients(), folder, Passing(all_of_them), backend=backend)
 
 
 def federation(phases, folder, **kwargs) -> Federation:
