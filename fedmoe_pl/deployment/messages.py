@@ -50,7 +50,9 @@ class Message:
         header = {"kind": self.kind, "values": self.values, "tensors": listed}
         text = json.dumps(header, ensure_ascii=False).encode(errors="replace")
         flat = (tensor.detach().cpu().contiguous().reshape(-1) for tensor in self.tensors.values())
-        return b"".join((len(text).to_bytes(_SIZE, "little"), text, *(each.view(torch.uint8).numpy() for each in flat)))
+        return b"".join(
+            (len(text).to_bytes(_SIZE, "little"), text, *(each.view(torch.uint8).numpy().data for each in flat))
+        )
 
     @classmethod
     def from_bytes(cls, content: bytes) -> Message:
@@ -77,7 +79,7 @@ class Message:
         tensors = {}
         for (name, dtype, shape), size in zip(header["tensors"], sizes, strict=True):
             flat = torch.empty(size, dtype=torch.uint8)
-            memoryview(flat.numpy())[:] = view[begin : begin + size]
+            flat.numpy().data[:] = view[begin : begin + size]
             # a byte other than 0 and 1 is no bool
             tensors[name] = (flat.bool() if dtype == "bool" else flat.view(DTYPES[dtype])).reshape(shape)
             begin += size
