@@ -34,7 +34,7 @@ def update_of(answer: Message, training: LocalTraining, client: int) -> Update |
         client: the client's id.
     """
     weight, keeps = answer.values.get("weight"), answer.values.get("keeps")
-    if answer.kind != "update" or not _is_number(weight) or not isinstance(keeps, bool):
+    if answer.kind != "update" or not _is_number(weight) or not _is_file(keeps):
         return Failure("its answer is no update")
     if weight < 0:
         return Failure(f"its weight is {weight}")
@@ -75,7 +75,7 @@ def problem_of(tensors: Tree, weight: float, initial: Tree) -> str:
 def kept_of(answer: Message) -> AtClient | Failure:
     """What a client says that it keeps."""
     keeps = answer.values.get("keeps")
-    if answer.kind != "kept" or not isinstance(keeps, bool):
+    if answer.kind != "kept" or not _is_file(keeps):
         return Failure("its answer does not say whether it keeps anything")
     return AtClient(keeps)
 
@@ -111,6 +111,11 @@ def without_values(training: LocalTraining, client: int) -> ClientEvaluation:
 def _metric_names(training: LocalTraining, client: int) -> list[str]:
     """Names of the metrics that a client evaluates beside accuracies."""
     return names_of(training.metrics, measures_loss(training.of(client).module, training.datamodule))
+
+
+def _is_file(value: Any) -> TypeGuard[int]:
+    """Whether it is the number of a file, or 0 for none."""
+    return type(value) is int and value >= 0
 
 
 def _is_number(value: Any) -> TypeGuard[float]:

@@ -1,14 +1,16 @@
 """A deployed federation ends with the bits of a simulation, for every method that can be deployed."""
 
 import math
+from collections import Counter
 from dataclasses import replace
 
 import pytest
 import torch
-from helpers.deployed import deploy, federation, kept_by
-from helpers.methods import METHODS, data
+from helpers.deployed import Passing, deploy, federation, kept_by, participants
+from helpers.methods import METHODS, data, ledger
 
 from fedmoe_pl.backends import TrainerBackend
+from fedmoe_pl.callbacks import TrafficLedger
 from fedmoe_pl.deployment import Participant
 
 REFUSED = ("FedJETs", "PMMoE")
@@ -26,12 +28,37 @@ def near(a, b) -> bool:
     return a == b
 
 
+def assert_sends_what_the_ledger_has(transport, simulated):
+    """In every round, each client's tensors on the wire are those of the simulation's ledger, in both directions.
+
+    What clients send each other, the server receives once, and sends everyone who needs it.
+    """
+    rows = [row for row in ledger(simulated) if row["tensor"] != "(weight)"]
+    directions, between = {"requests": "up", "between_clients": "down"}, set()
+    expected = Counter()
+    for row in rows:
+        phase, round, size = row["phase"], int(row["round"]), int(row["bytes"])
+        way = directions.get(row["direction"], row["direction"])
+        expected[phase, round, way, int(row["client"]), row["tensor"], size] += 1
+        if row["direction"] == "between_clients":
+            sender, _, name = row["tensor"].partition(".")
+            between.add((phase, round, "up", int(sender), name, size))
+    assert transport.sent(("request", "train", "step", "exchange")) == expected
+    assert transport.sent(["read"]) == Counter(between)
+    assert {name for *_, way, _, name, _ in transport.sent(["evaluate"]) if way == "up"} <= {"gate_weights"}
+    assert not [way for *_, way, _, _, _ in transport.sent(["finish"]) if way == "up"]
+
+
 @pytest.mark.parametrize("name", [name for name in METHODS if name not in REFUSED])
 def test_every_method(name, tmp_path):
     method, datamodule = evaluated(METHODS[name]), data(**SPLIT)
-    simulated = federation(method.phases(), tmp_path / "simulation", backend=TrainerBackend())
+    simulated = federation(
+        method.phases(), tmp_path / "simulation", backend=TrainerBackend(), callbacks=[TrafficLedger()]
+    )
     simulated.fit(method.model(), datamodule)
-    deployed = deploy(method, data(**SPLIT), tmp_path, backend=TrainerBackend())
+    transport = Passing(participants(method, data(**SPLIT), tmp_path, backend=TrainerBackend()))
+    deployed = deploy(method, data(**SPLIT), tmp_path, transport, backend=TrainerBackend())
+    assert_sends_what_the_ledger_has(transport, simulated)
 
     for phase, state in simulated.run.states.items():
         other = deployed.run.states[phase]
