@@ -48,10 +48,9 @@ class FedMoEDA(Algorithm):
     The similarity of two experts is the cosine of their proxies in the clients' gates. Every ``interval``-th round is
     an update round, in which clients send the proxies to the server. With ``similarity="updates"``, which is not in the
     paper, the changes of the experts' last layers in the round's training take the place of the proxies. Clients send
-    experts to each other directly, not through the server; gates are never averaged. A round averages the experts with
-    the matrix that clients received before it: that of the previous update round. All clients train in every round. One
-    that fails in a round neither sends nor receives experts in it, and the others' means are over the experts that are
-    left.
+    experts to each other, each to those clients whose rows of the matrix need it; gates are never averaged. A round
+    averages the experts with the matrix of the update round before it. All clients train in every round. One that fails
+    in a round neither sends nor receives experts in it, and the others' means are over the experts that are left.
 
     Args:
         top_p: number of other experts that an expert is averaged with; "all" for all, 0 for none.

@@ -2,6 +2,7 @@
 
 import copy
 import math
+import re
 
 import pytest
 import torch
@@ -233,6 +234,18 @@ def test_an_expert_that_two_rows_need_is_received_once_and_the_own_ones_never():
     kept = {0: {"experts.0.w": torch.zeros(1), "experts.1.w": torch.ones(1)}, 1: {"experts.0.w": torch.full((1,), 5.0)}}
     received = {client: sorted(got) for client, (_, got) in exchanged(algorithm, server, kept, 1).items()}
     assert received == {0: ["1.experts.0.w"], 1: ["0.experts.0.w", "0.experts.1.w"]}
+
+
+def test_an_exchange_of_what_is_not_declared_is_refused():
+    class Silent(FedMoEDA):
+        def is_exchanged(self, name, round):
+            return False
+
+    algorithm, line = Silent("all", interval=1, sync_matrix=True), torch.tensor([[1.0, 0.0]])
+    server = algorithm.server_update({}, Update({"proxies/0": line, "proxies/1": line}, 2))
+    sentence = "Silent: exchange asks for 'experts.0.w' in round 1, but must leave it with its client"
+    with pytest.raises(MisconfigurationException, match=re.escape(sentence)):
+        exchanged(algorithm, server, values(0, 8), 0)
 
 
 def test_a_frozen_embedding_from_a_checkpoint_keeps_its_bits_and_is_not_sent(tmp_path):

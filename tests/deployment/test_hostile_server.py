@@ -1,5 +1,6 @@
 """A client gives away what its own settings say, and removes what its own files say, whatever a server asks for."""
 
+import logging
 from dataclasses import replace
 from fnmatch import fnmatchcase
 from functools import partial
@@ -14,6 +15,7 @@ from helpers.runs import assert_same
 from fedmoe_pl.algorithms import FedAvg, FedMoEDA, FedPAC, Local
 from fedmoe_pl.backends import TrainerBackend
 from fedmoe_pl.deployment import Message
+from fedmoe_pl.deployment.speaking import Speaking
 from fedmoe_pl.models import GlobalOnly
 
 CLIENT = 1
@@ -79,6 +81,14 @@ def test_no_read_gets_what_stays_with_the_client(name, tmp_path):
             asked = {**values, "kept": [[of_phase, number, None]], "parts": parts, "needed": files}
             answer = client.answer(Message("read", asked))
             assert not answer.tensors and answer.values["reason"]
+
+
+def test_whoever_runs_the_client_sees_what_it_has_refused(tmp_path, caplog):
+    client, _, values = deployed_client(METHODS["FedPer"], tmp_path)
+    with caplog.at_level(logging.INFO, logger="lightning.pytorch"):
+        Speaking(client).answer(Message("read", {**values, "kept": [], "parts": ["local_expert"]}))
+    refused = "it refuses the message 'read': clients exchange nothing in phase 'FedPer'."
+    assert f"join: this client has failed: {refused}" in caplog.messages
 
 
 def test_an_exchange_gives_what_clients_have_trained_last_and_only_in_its_rounds(tmp_path):
