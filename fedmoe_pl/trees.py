@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections import OrderedDict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from fnmatch import fnmatchcase
 from functools import lru_cache, partial
 from typing import TypeVar
@@ -93,6 +93,17 @@ def with_prefix(tree: Mapping[str, Tensor], prefix: str) -> Tree:
         {'gate.bias': tensor(1.)}
     """
     return {prefix + name: tensor for name, tensor in tree.items()}
+
+
+def of_parts(tree: Mapping[str, Tensor], parts: Collection[str]) -> Tree:
+    """The tensors of some parts of a module.
+
+    Example:
+        >>> of_parts({"expert.0.bias": torch.tensor(1.0), "expert.01.bias": torch.tensor(2.0)}, ["expert.0"])
+        {'expert.0.bias': tensor(1.)}
+    """
+    prefixes = tuple(f"{part}." for part in parts)
+    return {name: tensor for name, tensor in tree.items() if name.startswith(prefixes)}
 
 
 def copies_of_parts(tree: Mapping[str, Value], parts: Mapping[str, str]) -> dict[str, Value]:

@@ -8,7 +8,7 @@ way, but only the module's tensors are loaded into a module.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, Literal, get_args
 
@@ -317,19 +317,40 @@ class Algorithm:
         """
         return client.kept
 
-    def exchange(self, server: Tree, kept: Mapping[int, Tree], round: int) -> Iterator[tuple[int, Tree, Tree]]:
-        """Lets clients send each other tensors at the end of a round, not through the server; none by default.
+    def is_exchanged(self, name: str, round: int) -> bool:
+        """Whether a tensor that a client keeps may go to other clients at the end of a round; by default, none does.
+
+        A client gives an exchange no other tensor, whoever asks for it.
+        """
+        return False
+
+    def exchange(
+        self, server: Tree, clients: Collection[int], round: int
+    ) -> Iterator[tuple[int, Tree, Mapping[int, Sequence[str]]]]:
+        """Says what clients receive at the end of a round, from the server and from each other; by default nothing.
 
         Args:
             server: the server's state after this round.
-            kept: the tensors that clients keep after their local training, by client.
+            clients: ids of the clients that take part: those that keep anything, without those that failed.
             round: the round, counted from 0.
 
         Yields:
-            A client, the tensors that it keeps from now on, and those that it received from other clients, which are
-            only counted as traffic. The name of each begins with the sender's id and a dot.
+            A client, the tensors that the server sends it, and the parts of modules that it receives from other clients
+            as they are after local training, such as ``experts.3``, by the sender's id. Clients keep all tensors of
+            such parts, and ``is_exchanged`` declares them.
         """
         yield from ()
+
+    def client_exchange(self, client_id: int, kept: Tree, sent: Tree) -> Tree:
+        """The tensors that a client keeps in place of its own after an exchange: by default those that it received.
+
+        Args:
+            client_id: the client's id.
+            kept: the tensors that it keeps; those that are not replaced, it keeps on.
+            sent: what the server sent it, and what it received from others, each with the sender's id and a dot before
+                its name.
+        """
+        return sent
 
     def personal_tensors(self, client: Client, server: Tree) -> Tree:
         """The tensors of the model that a client would use now: those that it kept, and the others from the server.

@@ -83,10 +83,9 @@ def problem_of(tensors: Tree, weight: float, initial: Tree) -> str:
 
 def kept_of(answer: Message) -> AtClient | Failure:
     """What a client says that it keeps."""
-    keeps = answer.values.get("keeps")
-    if answer.kind != "kept" or not isinstance(keeps, bool):
+    if answer.kind != "kept":
         return Failure("its answer does not say whether it keeps anything")
-    return AtClient(keeps)
+    return AtClient(answer.values["keeps"])
 
 
 def evaluation_of(answer: Message, training: LocalTraining, client: int) -> ClientEvaluation | Failure:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -50,10 +50,10 @@ class AtClient(dict[str, Tensor]):
     """An empty tree in place of what a client keeps on its own machine.
 
     Args:
-        keeps: whether it keeps anything.
+        keeps: the number that the client gave the file; 0 if it keeps nothing.
     """
 
-    def __init__(self, keeps: bool) -> None:
+    def __init__(self, keeps: int) -> None:
         super().__init__()
         self.keeps = keeps
 
@@ -70,7 +70,6 @@ class Clients:
     Attributes:
         name: the run's name, which no other run has.
         states: the states of the run's phases that have begun.
-        needed: the files of a client that the run still needs.
     """
 
     def __init__(
@@ -80,7 +79,6 @@ class Clients:
         self.descriptions = descriptions
         self.states: Mapping[str, PhaseState] = {}
         self.name = ""
-        self.needed: Callable[[int], list[tuple[str, int]]] = lambda client: []
         self.num_clients = len(descriptions)
         self.num_classes = num_classes
         self.max_change = max_change
@@ -103,7 +101,7 @@ class Clients:
         """
         seconds, answers, pending = training.client_timeout, dict[int, Message](), [*messages]
         messages = {
-            client: replace(message, values={**message.values, "run": self.name, "needed": self.needed(client)})
+            client: replace(message, values={**message.values, "run": self.name})
             for client, message in messages.items()
         }
         for _ in range(_TRIES):

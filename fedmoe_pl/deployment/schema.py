@@ -14,13 +14,12 @@ from typing import Any, get_args
 import torch
 
 from fedmoe_pl.algorithms.algorithm import Moment
-from fedmoe_pl.checks import MOST_UNITS
+from fedmoe_pl.checks import MOST_COUNTED, MOST_UNITS
 from fedmoe_pl.rounds.evaluation import METRICS
 
 Check = Callable[[Any], bool]
 _MOST = 10**8  # samples of a client, values of a sample: more would take the server's memory
 _MOST_CLIENTS = 10**6
-_MOST_ROUNDS = 2**32  # some are counted from 10**9 or 2 * 10**9 on
 _MOST_FILES = 1000  # of a client, in one message
 DTYPES = {
     str(dtype).removeprefix("torch."): dtype
@@ -103,7 +102,8 @@ def _wrong(values: dict[str, Any], fields: dict[str, Check]) -> str:
     return next(unknown, "") or next((name for name, check in fields.items() if not check(values.get(name))), "")
 
 
-_ROUND, _CLIENT, _SIZE = _count(_MOST_ROUNDS), _count(_MOST_CLIENTS), _count(_MOST)
+_ROUND, _CLIENT, _SIZE = _count(MOST_COUNTED), _count(_MOST_CLIENTS), _count(_MOST)
+_FILE = _count(2**32)  # its number; 0 for none
 
 
 def _sizes(value: Any) -> bool:
@@ -155,11 +155,9 @@ _EVALUATION = {
     "lower_is_better": _list(_name),
     "epochs": _or_nothing(_ROUND),
 }
-_OF_RUN = {"run": _name, "needed": _or_nothing(_list(_row(_name, _ROUND), _MOST_FILES))}
+_OF_RUN = {"run": _name}
 _OF_PHASE = {**_OF_RUN, "phase": _name, "round": _ROUND}
-_OF_PHASE |= {"kept": _list(_row(_name, _ROUND, _or_nothing(_by_name(_name))), _MOST_FILES)}
-_OF_TRAINING = {**_OF_PHASE, "keep": _row(_name, _ROUND)}
-_OF_RESULT = {**_OF_PHASE, "whole": _flag}
+_OF_PHASE |= {"kept": _list(_row(_name, _FILE, _or_nothing(_by_name(_name))), _MOST_FILES)}
 _KINDS: dict[str, dict[str, Check]] = {
     # the server's
     "describe": {"num_clients": _or_nothing(_CLIENT)},
@@ -170,10 +168,11 @@ _KINDS: dict[str, dict[str, Check]] = {
         "description": _record(_DESCRIPTION),
     },
     "begin": {**_OF_RUN, "phase": _name, "rounds_before": _ROUND},
-    **dict.fromkeys(("request", "train", "step", "read", "write"), _OF_TRAINING),
-    "evaluate": {**_OF_RESULT, "moment": _one_of(*get_args(Moment))},
+    **dict.fromkeys(("request", "train", "step", "exchange"), _OF_PHASE),
+    "read": {**_OF_PHASE, "parts": _list(_name)},
+    "evaluate": {**_OF_PHASE, "moment": _one_of(*get_args(Moment))},
     "finish": {
-        **_OF_RESULT,
+        **_OF_PHASE,
         "state": _record({"round": _ROUND, "stopped": _flag, "best_round": _ROUND}),
         "evaluations": _list(_record(_EVALUATION), 2),
     },
@@ -182,8 +181,9 @@ _KINDS: dict[str, dict[str, Check]] = {
     # the clients'
     "description": _DESCRIPTION,
     "requested": {},
-    "update": {"weight": _number, "keeps": _flag},
-    "kept": {"keeps": _or_nothing(_flag)},
+    "update": {"weight": _number, "keeps": _FILE},
+    "kept": {"keeps": _FILE},
+    "given": {},
     "evaluation": _EVALUATION_OF_CLIENT,
     "finished": {"phases": _list(_name)},
     "failed": {"reason": _or_nothing(_text), "is_configuration": _or_nothing(_flag)},

@@ -177,4 +177,4 @@ def _make_store(clients: Clients, run: Run) -> ClientsStore:
             temporary.write_text(uuid.uuid4().hex)
     clients.name, clients.states = path.read_text(), run.states
     write_descriptions(run.folder, clients.descriptions)
-    return ClientsStore(clients, run.states)
+    return ClientsStore()

@@ -74,8 +74,9 @@ def test_a_request_that_cannot_be_met_asks_for_nothing(tmp_path):
     ("kind", "change", "warning"),
     [
         ("read", tensors(lambda tree: {name: tensor[:1] for name, tensor in tree.items()}), "left out of the exchange"),
-        ("read", lambda answer: Message("kept"), "clients exchange nothing, because tensors cannot be used"),
-        ("write", without("keeps"), None),
+        ("read", lambda answer: Message("given"), "its tensors are not those of its parts"),
+        ("read", tensors(lambda tree: {**tree, "gate.proxies.0": torch.zeros(1)}), "are not those of its parts"),
+        ("exchange", without("keeps"), None),
     ],
 )
 def test_an_exchange_with_a_client_that_answers_nonsense(kind, change, warning, tmp_path):

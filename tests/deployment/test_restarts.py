@@ -97,14 +97,14 @@ def test_a_client_that_is_away_when_models_are_evaluated_has_no_accuracy(tmp_pat
     assert deployed.results["FedAvg"].evaluated == "4 of 5"
 
 
-def test_a_client_removes_what_the_server_no_longer_needs(tmp_path):
+def test_a_client_removes_what_it_has_gone_on_from(tmp_path):
     method = replace(METHODS["FedPer"], phases=lambda: [replace(METHODS["FedPer"].phases()[0], rounds=6)])
     deployed = deploy(method, data(), tmp_path, **OF_TRAINER)
     kept = deployed.run.states["FedPer"].kept.files
     for client in range(5):
         files = [path.name for path in tmp_path.glob(f"client {client}/*/checkpoints/kept/FedPer/*.pt")]
-        # the last one, and those before it which the client has not been asked to remove
-        assert f"{client}_{kept[client][0][1]}.pt" in files and len(files) <= 3, files
+        numbers = sorted(int(name.partition("_")[0]) for name in files)
+        assert kept[client][0][1] == numbers[-1] and len(files) <= 3, files
 
 
 def test_clients_of_another_run_keep_their_files(tmp_path):
@@ -119,9 +119,11 @@ def test_clients_of_another_run_keep_their_files(tmp_path):
 @pytest.mark.parametrize(
     ("values", "reason"),
     [
-        ({"weight": "3", "keeps": True}, "its weight is '3', which no 'update' has"),
+        ({"weight": "3", "keeps": 1}, "its weight is '3', which no 'update' has"),
+        ({"weight": 3.0, "keeps": True}, "its keeps is True, which no 'update' has"),
+        ({"weight": 3.0, "keeps": -1}, "its keeps is -1, which no 'update' has"),
         ({"weight": 3.0, "keeps": None}, "its keeps is None, which no 'update' has"),
-        ({"weight": float("nan"), "keeps": True}, "its weight is nan"),
+        ({"weight": float("nan"), "keeps": 1}, "its weight is nan"),
     ],
 )
 def test_an_answer_that_is_no_update_is_a_failure(values, reason, tmp_path):
@@ -191,26 +193,25 @@ def test_a_client_answers_wrong_messages_with_a_reason(tmp_path):
 @pytest.mark.parametrize(
     ("values", "reason"),
     [
-        ({"kept": [["../../FedAvg", 1, None]]}, "the run has no phase '../../FedAvg'"),
-        ({"kept": [["FedAvg", "../1", None]]}, "a round is '../1', but must be a number"),
-        ({"kept": [["FedAvg", -1]]}, "a round is -1"),
-        ({"kept": [["FedAvg", True]]}, "a round is True"),
-        ({"kept": [["FedAvg", 1, [2]]]}, "the names of tensors must be texts"),
-        ({"kept": [["FedAvg"]]}, "TypeError"),
-        ({"needed": [["..", 1]]}, r"the run has no phase '\.\.'"),
-        ({"keep": ["tuned", 1]}, "phase 'tuned' is not that of the message, 'FedAvg'"),
-        ({"keep": ["FedAvg", "1/../../2"]}, "a round is '1/../../2'"),
+        ({"kept": [["../../it", 1, None]]}, "phase 'it' does not go on from such tensors of phase '../../it'"),
+        ({"kept": [["it", "../1", None]]}, "the number of a file is '../1'"),
+        ({"kept": [["it", True, None]]}, "the number of a file is True"),
+        ({"kept": [["it", -1, None]]}, "missing, damaged or another client's"),
+        ({"kept": [["it", 1, ["gate"]]]}, "phase 'it' does not go on from such tensors"),
+        ({"kept": [["it"]]}, "ValueError"),
+        ({"round": "1/../../2"}, "the round is '1/../../2'"),
     ],
 )
 def test_a_client_makes_no_paths_of_what_is_no_file_of_the_run(values, reason, tmp_path):
-    client, run = participant(METHOD, data(), tmp_path, 0), {"run": "0" * 32}
+    client, run = participant(METHODS["FedPAC"], data(), tmp_path, 0), {"run": "0" * 32}
     description = client.answer(Message("describe")).values
     prepare = Message("prepare", {**run, "num_clients": 5, "num_classes": 3, "description": description})
     assert client.answer(prepare).kind == "prepared"
-    assert client.answer(Message("begin", {**run, "phase": "FedAvg", "rounds_before": 0})).kind == "begun"
-    values = {**run, "phase": "FedAvg", "kept": [], "keep": ["FedAvg", 1], **values}
-    answer = client.answer(Message("write", values, {"gate.weight": torch.zeros(1)}))
+    assert client.answer(Message("begin", {**run, "phase": "it", "rounds_before": 0})).kind == "begun"
+    values = {**run, "phase": "it", "round": 0, "kept": [], **values}
+    answer = client.answer(Message("exchange", values, {"gate.weight": torch.zeros(1)}))
     assert re.search(reason, answer.values["reason"])
+    assert not [*tmp_path.rglob("*_*_*.pt")]
 
 
 def refusal(tmp_path, method=METHOD, of_clients=METHOD, datamodule=None, **kwargs):
