@@ -45,9 +45,7 @@ class OwnFiles:
             BadMessageError: if the phase goes on from no such file, or not with these tensors of it.
         """
         files = [(phase, number, names) for phase, number, names in message.values["kept"]]
-        for phase, number, names in files:
-            if type(number) is not int:
-                raise BadMessageError(f"the number of a file is {number!r}")
+        for phase, _, names in files:
             if (phase, names) not in self.usable:
                 raise BadMessageError(f"phase '{self.phase.name}' does not go on from such tensors of phase {phase!r}")
         return files
@@ -67,10 +65,8 @@ class OwnFiles:
         """Writes what the client keeps after a message; returns the number of the file, 0 if it keeps nothing."""
         if not tree:
             return 0
-        number, round = max(_files(self._folder), default=0) + 1, message.values["round"]
-        if type(round) is not int:  # it becomes a part of the name of the file
-            raise BadMessageError(f"the round is {round!r}")
-        file = _OwnFile(number, round, self._number(message))
+        number = max(_files(self._folder), default=0) + 1
+        file = _OwnFile(number, message.values["round"], self._number(message))
         write_tree(self._folder / file.name, tree, phase=self.phase.name, client=self.client, number=number)
         if self.phase.monitor is None:  # otherwise any of them may become the result
             self._remove_replaced()

@@ -57,10 +57,16 @@ def test_an_update_that_is_none(change, reason, tmp_path):
     assert state_of(federation).failed
 
 
-@pytest.mark.parametrize("change", [with_values(keeps=None), without("keeps"), lambda answer: Message("begun")])
-def test_a_step_that_is_none(change, tmp_path):
-    reason = f"client {CLIENT} is left out: its answer does not say whether it keeps anything"
-    with pytest.warns(UserWarning, match=reason):
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        (with_values(keeps=None), "its keeps is None, which no 'kept' has"),
+        (without("keeps"), "its keeps is None, which no 'kept' has"),
+        (lambda answer: Message("begun"), "its answer does not say whether it keeps anything"),
+    ],
+)
+def test_a_step_that_is_none(change, reason, tmp_path):
+    with pytest.warns(UserWarning, match=f"client {CLIENT} is left out: {reason}"):
         with_hostile("FedAPEN", tmp_path, "step", change)
 
 

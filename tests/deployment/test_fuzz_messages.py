@@ -4,6 +4,7 @@ import random
 import re
 import time
 from dataclasses import replace
+from fnmatch import fnmatchcase
 
 import pytest
 from helpers.deployed import HOSTILE, Passing, deploy, participant, participants
@@ -14,9 +15,9 @@ from fedmoe_pl.backends import TrainerBackend
 from fedmoe_pl.deployment import BadMessageError, Message, descriptions
 from fedmoe_pl.deployment.messages import FAILED, NOT_BEGUN, UNPREPARED
 
-SEEDS = range(10)
+SEEDS = range(11)
 ODD = 100  # messages of each seed
-ANSWERS = {"description", "prepared", "begun", "requested", "update", "kept", "evaluation", "finished"}
+ANSWERS = {"description", "prepared", "begun", "requested", "given", "update", "kept", "evaluation", "finished"}
 ANSWERS |= {"leaves", FAILED, UNPREPARED, NOT_BEGUN}
 OF_TRAINER = {"backend": TrainerBackend()}
 METHOD_NAMES = (
@@ -30,6 +31,7 @@ METHOD_NAMES = (
     "FedProto",
     "PFedMoE",
     "TrimmedMean",
+    "FedMoEDA",
 )
 
 
@@ -136,11 +138,12 @@ def heard(tmp_path_factory):
 @pytest.mark.parametrize("seed", SEEDS)
 def test_odd_messages_from_a_server(seed, heard, tmp_path):
     rng, messages = random.Random(seed), heard[METHOD_NAMES[seed % len(METHOD_NAMES)]]
-    client = participant(method_of(seed, 2), data(), tmp_path, 0, **OF_TRAINER)
+    method, kept = method_of(seed, 2), {}
+    client = participant(method, data(), tmp_path, 0, **OF_TRAINER)
     for content in messages[:6]:  # so that it has begun
         client.answer(Message.from_bytes(content))
     for _ in range(ODD):
-        before = time.process_time()
+        start = time.process_time()
         try:
             message = Message.from_bytes(odd(rng.choice(messages), rng))
         except BadMessageError as error:
@@ -148,7 +151,10 @@ def test_odd_messages_from_a_server(seed, heard, tmp_path):
         else:
             answer = Message.from_bytes(client.answer(message).to_bytes())
             assert answer.kind in ANSWERS
-        assert time.process_time() - before < 1
+            assert not [name for name in answer.tensors for private in method.private if fnmatchcase(name, private)]
+        assert time.process_time() - start < 1
+        before, kept = kept, {path: path.read_bytes() for path in tmp_path.rglob("*_*_*.pt")}
+        assert before.items() <= kept.items()
     assert [path.name for path in tmp_path.iterdir()] == ["client 0"]
     *_, last = (client.answer(Message.from_bytes(content)) for content in messages[:6])
     assert last.kind != FAILED

@@ -132,12 +132,17 @@ def test_no_message_says_what_a_client_removes(kind, tmp_path):
 
 
 def test_training_that_goes_on_from_nothing_removes_and_overwrites_nothing(tmp_path):
-    client, server, values = deployed_client(METHODS["FedPer"], tmp_path)
+    """The server is killed in the third round of many, so that the phase has rounds that are much later."""
+    method = longer("FedPer", 60, **everything())
+    transport = Passing(participants(method, data(), tmp_path, **OF_TRAINER), stop_in_round(2))
+    with pytest.raises(Stopped):
+        deploy(method, data(), tmp_path, transport, **OF_TRAINER)
+    *_, last = (message for client, message in transport.heard if client == CLIENT and message.kind == "train")
     before, number = files_of(tmp_path), newest(tmp_path, "FedPer")
-    sent = server.run.states["FedPer"].server
     for time in range(1, 6):
         kept = [["FedPer", number + time - 1, None]] if time > 1 else []  # of the hostile training before
-        answer = client.answer(Message("train", {**values, "kept": kept, "round": 10 * time}, sent))
+        hostile = Message("train", {**last.values, "kept": kept, "round": 10 * time}, last.tensors)
+        answer = transport.participants[CLIENT].answer(hostile)
         assert answer.values["keeps"] == number + time
     assert before.items() <= files_of(tmp_path).items()
 

@@ -12,7 +12,7 @@ from fedmoe_pl.deployment import BadMessageError, Message
 from fedmoe_pl.deployment.clients import one_line
 from fedmoe_pl.deployment.schema import DTYPES
 
-UPDATE = {"kind": "update", "values": {"weight": 3.0, "keeps": True}, "tensors": []}
+UPDATE = {"kind": "update", "values": {"weight": 3.0, "keeps": 1}, "tensors": []}
 FAILED = {"kind": "failed", "values": {}, "tensors": []}
 
 
@@ -94,8 +94,8 @@ def test_a_header_of_a_wrong_size(size):
         {**UPDATE, "kind": "o" * 10**6},
         {**UPDATE, "values": []},
         {**UPDATE, "values": {**UPDATE["values"], "x" * 10**6: 1}},
-        {**UPDATE, "values": {"weight": "3", "keeps": True}},
-        {**UPDATE, "values": {"weight": 10**400, "keeps": True}},
+        {**UPDATE, "values": {"weight": "3", "keeps": 1}},
+        {**UPDATE, "values": {"weight": 10**400, "keeps": 1}},
         {**UPDATE, "values": {"weight": 3.0}},
         {**UPDATE, "tensors": {}},
         {**UPDATE, "tensors": [["x", "float32"]]},
