@@ -63,6 +63,8 @@ class Federation(RunMaker):
         client_timeout: seconds that a client's training may take in a round, or None; stacked clients share theirs.
         dropout: probability that a client of a round drops out before its training; see :class:`ClientFailures`.
         metrics: metrics of torchmetrics, by name, computed for each client; such as ``f1``.
+        max_change: a client of a deployed federation fails if its update's change is more than so many times as long
+            as the median of the others in its round, and as what the client received.
 
     Attributes:
         runs: folder of this experiment's runs, ``default_root_dir/name``.
@@ -93,6 +95,7 @@ class Federation(RunMaker):
         client_timeout: float | None = None,
         dropout: float = 0.0,
         metrics: dict[str, Metric] | None = None,
+        max_change: float = 1000.0,
     ) -> None:
         self.metrics = check_metrics(metrics)
         check_kind("Federation", "trainer", trainer, dict, " with the arguments of each client's Trainer")
@@ -102,7 +105,8 @@ class Federation(RunMaker):
         check_at_least(self, "evaluation_clients", evaluation_clients, 1)
         check_at_least(self, "seed", seed, 0, highest=None)
         self.dropout = dropout
-        self.failures = ClientFailures(on_client_failure, min_clients, client_timeout, dropout)
+        self.failures = ClientFailures(on_client_failure, min_clients, client_timeout, dropout, max_change)
+        self.max_change = max_change
         self.phases = phases
         self.starts = find_starts(phases)
         self.trainer = {name: plain(value) for name, value in {**LEAN_TRAINER, **(trainer or {})}.items()}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections import OrderedDict
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from fnmatch import fnmatchcase
 from functools import lru_cache, partial
 from typing import TypeVar
@@ -95,6 +95,17 @@ def with_prefix(tree: Mapping[str, Tensor], prefix: str) -> Tree:
     return {prefix + name: tensor for name, tensor in tree.items()}
 
 
+def of_parts(tree: Mapping[str, Tensor], parts: Collection[str]) -> Tree:
+    """The tensors of some parts of a module.
+
+    Example:
+        >>> of_parts({"expert.0.bias": torch.tensor(1.0), "expert.01.bias": torch.tensor(2.0)}, ["expert.0"])
+        {'expert.0.bias': tensor(1.)}
+    """
+    prefixes = tuple(f"{part}." for part in parts)
+    return {name: tensor for name, tensor in tree.items() if name.startswith(prefixes)}
+
+
 def copies_of_parts(tree: Mapping[str, Value], parts: Mapping[str, str]) -> dict[str, Value]:
     """The values of some parts of a module under the names of their copies.
 
@@ -122,6 +133,28 @@ def of_module(tree: Mapping[str, Tensor]) -> Tree:
 def of_algorithm(tree: Mapping[str, Tensor]) -> Tree:
     """The algorithm's tensors: those with a "/" in their names."""
     return {name: tensor for name, tensor in tree.items() if "/" in name}
+
+
+def problem_of_shapes(tree: Mapping[str, Tensor], shapes: Mapping[str, Sequence[int | None]]) -> str:
+    """What a tree lacks, or has beside what it should have, in words; empty if it has just these names and shapes.
+
+    Args:
+        tree: tensors by name.
+        shapes: their shapes; None stands for any size.
+
+    Example:
+        >>> problem_of_shapes({"w": torch.zeros(2, 3)}, {"w": (2, None), "v": ()})
+        'has no v'
+    """
+    if missing := [name for name in shapes if name not in tree]:
+        return f"has no {missing[0]}"
+    if unknown := [name for name in tree if name not in shapes]:
+        return f"has {unknown[0][:100]}, which no client sends"
+    for name, shape in shapes.items():
+        found = tree[name].shape
+        if len(found) != len(shape) or any(b not in (None, a) for a, b in zip(found, shape, strict=True)):
+            return f"has a {name} of shape {tuple(found)}"
+    return ""
 
 
 def check_names(module: nn.Module) -> None:

@@ -37,10 +37,12 @@ class Aggregation(ABC):
     Attributes:
         poisson_sampling: whether every client joins a round by a draw of its own, so that the size of cohorts varies
             and may be 0; otherwise, all cohorts have one size.
+        is_uniform: whether every client weighs 1, whatever the algorithm says; numbers of samples need not leave them.
         min_clients: how many updates it needs; a round that fewer clients answer is tried again.
     """
 
     poisson_sampling: bool = False
+    is_uniform: bool = False
     min_clients: int = 1
 
     def check(  # noqa: B027  (most aggregations take all tensors)
@@ -79,7 +81,11 @@ class Aggregation(ABC):
         """
 
     def of_remote_client(self, client_id: int, update: Update) -> Update:
-        """What to combine of a client on another machine, which sent ``update``; by default just that."""
+        """What to combine of a client on another machine, which sent ``update``; by default just that.
+
+        Raises:
+            ValueError: if the client cannot have made it.
+        """
         return update
 
     @abstractmethod

@@ -59,6 +59,7 @@ class DifferentialPrivacy(Aggregation):
     """
 
     poisson_sampling = True
+    is_uniform = True
 
     def __init__(
         self,
@@ -162,6 +163,13 @@ class DifferentialPrivacy(Aggregation):
         if self.quantile is not None:
             change[_BIT] = torch.tensor(float(norm <= max_norm), dtype=torch.float64)
         return Update(change, 1, update.kept)
+
+    def of_remote_client(self, client_id: int, update: Update) -> Update:
+        """The update; refuses one that says more in its bit than yes or no, or says it where nobody asks."""
+        bits = [tensor.tolist() for name, tensor in update.sent.items() if name.startswith(PREFIX)]
+        if bits not in ([[]] if self.quantile is None else [[0.0], [1.0]]):
+            raise ValueError("its bit is none")
+        return update
 
     def combine(self, a: Update, b: Update) -> Update:
         """The mean."""

@@ -84,8 +84,10 @@ class CollectingAggregation(Aggregation, ABC):
 class RobustAggregation(CollectingAggregation, ABC):
     """Aggregates the vectors of all clients in the same way, whoever they are; all count the same."""
 
+    is_uniform = True
+
     def of_client(self, client: Client, update: Update) -> Update:
-        """The update with the weight 1: numbers of samples need not leave the clients."""
+        """The update with the weight 1."""
         return super().of_client(client, Update(update.sent, 1, update.kept))
 
     @abstractmethod

@@ -8,7 +8,7 @@ way, but only the module's tensors are loaded into a module.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, Literal, get_args
 
@@ -17,6 +17,7 @@ from torch import Tensor
 
 from fedmoe_pl.algorithms.client import Client, Update
 from fedmoe_pl.checks import check_choice
+from fedmoe_pl.data import FederatedDataModule
 from fedmoe_pl.trees import (
     Patterns,
     Tree,
@@ -27,6 +28,7 @@ from fedmoe_pl.trees import (
     mean_of_two,
     of_algorithm,
     of_module,
+    problem_of_shapes,
 )
 
 Moment = Literal["local_training", "aggregation"]
@@ -66,6 +68,7 @@ class Algorithm:
             does that ends with the last one; then a run cannot be continued with more rounds.
         predicts_with_local_expert: whether clients predict with their ``local_expert`` alone, as in the paper.
         message_period: number of rounds after which the same kinds of tensors are sent again, from the second round on.
+        own_weights: prefixes of the names of its own tensors that are weights, and grow with the number of samples.
         needed_parts: the parts of the module that ``missing_start`` is about; a ``start`` by parts must name them.
         copied_parts: the parts that start as copies of others, each with the other's name; a ``start`` by parts must
             not name them. A client copies what it has itself, also where it keeps a part of the original to itself.
@@ -88,6 +91,7 @@ class Algorithm:
     depends_on_rounds: bool = False
     predicts_with_local_expert: bool = False
     message_period: int = 1
+    own_weights: tuple[str, ...] = ()
     needed_parts: Sequence[str] = ("global_expert",)
     copied_parts: Mapping[str, str] = MappingProxyType({})
     computed_parts: Sequence[str] = ()
@@ -223,8 +227,39 @@ class Algorithm:
         """
         state = client.module.state_dict()
         sent = {name: tensor.detach().cpu().clone() for name, tensor in state.items() if self.is_shared(name)}
-        weight = len(client.samples) if self.weighting == "samples" else 1
+        weight = self.client_weight(client.id, client.samples, client.seed)
         return Update(sent, weight, self.private_tensors(client))
+
+    def client_weight(self, client_id: int, samples: Tensor, seed: int) -> float:
+        """The weight of a client's update, which any machine that knows the number of its samples can compute.
+
+        The server of a deployed federation leaves out updates with another weight.
+
+        Args:
+            client_id: the client's id.
+            samples: indices of its training samples, shape (n,).
+            seed: the run's seed.
+        """
+        return len(samples) if self.weighting == "samples" else 1
+
+    def problem_of_update(self, client_id: int, update: Update, initial: Tree, datamodule: FederatedDataModule) -> str:
+        """Why a client cannot have made an update, in words such as "has no gate.bias"; empty if it can.
+
+        The server of a deployed federation asks, and leaves such updates out. By default, an update has the module's
+        shared tensors. An algorithm that sends others, or weights of its own among them, overrides this.
+
+        Args:
+            client_id: the client's id.
+            update: its update, of finite values, with the weight that ``client_weight`` gives. Those of its tensors
+                that the module has, too, have the same shapes and data types there.
+            initial: the phase's initial tensors of the client's module.
+            datamodule: stands for the data of all clients: how many samples and classes there are.
+        """
+        return problem_of_shapes(update.sent, self.shapes_of_shared(initial))
+
+    def shapes_of_shared(self, tensors: Tree) -> dict[str, Sequence[int | None]]:
+        """The shapes of those tensors of a module that clients send, by name."""
+        return {name: tensor.shape for name, tensor in tensors.items() if self.is_shared(name)}
 
     def private_tensors(self, client: Client) -> Tree:
         """The tensors that a client keeps by default: the changed ones that it does not share, and the algorithm's."""
@@ -282,19 +317,40 @@ class Algorithm:
         """
         return client.kept
 
-    def exchange(self, server: Tree, kept: Mapping[int, Tree], round: int) -> Iterator[tuple[int, Tree, Tree]]:
-        """Lets clients send each other tensors at the end of a round, not through the server; none by default.
+    def is_exchanged(self, name: str, round: int) -> bool:
+        """Whether a tensor that a client keeps may go to other clients at the end of a round; by default, none does.
+
+        A client gives an exchange no other tensor, whoever asks for it.
+        """
+        return False
+
+    def exchange(
+        self, server: Tree, clients: Collection[int], round: int
+    ) -> Iterator[tuple[int, Tree, Mapping[int, Sequence[str]]]]:
+        """Says what clients receive at the end of a round, from the server and from each other; by default nothing.
 
         Args:
             server: the server's state after this round.
-            kept: the tensors that clients keep after their local training, by client.
+            clients: ids of the clients that take part: those that keep anything, without those that failed.
             round: the round, counted from 0.
 
         Yields:
-            A client, the tensors that it keeps from now on, and those that it received from other clients, which are
-            only counted as traffic. The name of each begins with the sender's id and a dot.
+            A client, the tensors that the server sends it, and the parts of modules that it receives from other clients
+            as they are after local training, such as ``experts.3``, by the sender's id. Clients keep all tensors of
+            such parts, and ``is_exchanged`` declares them.
         """
         yield from ()
+
+    def client_exchange(self, client_id: int, kept: Tree, sent: Tree) -> Tree:
+        """The tensors that a client keeps in place of its own after an exchange: by default those that it received.
+
+        Args:
+            client_id: the client's id.
+            kept: the tensors that it keeps; those that are not replaced, it keeps on.
+            sent: what the server sent it, and what it received from others, each with the sender's id and a dot before
+                its name.
+        """
+        return sent
 
     def personal_tensors(self, client: Client, server: Tree) -> Tree:
         """The tensors of the model that a client would use now: those that it kept, and the others from the server.

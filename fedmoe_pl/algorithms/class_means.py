@@ -7,7 +7,8 @@ in place of the numbers, which says only which classes have a mean.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -17,7 +18,7 @@ from torch import Tensor
 
 from fedmoe_pl.algorithms.client import Client
 from fedmoe_pl.algorithms.parts import evaluation_copy, logits_loss, mean_of_labelled, split_expert
-from fedmoe_pl.trees import Tree
+from fedmoe_pl.trees import Tree, problem_of_shapes
 
 
 @torch.no_grad()
@@ -58,6 +59,28 @@ def combine_class_means(a: Mapping[str, Tensor], b: Mapping[str, Tensor], prefix
     total = a[count] + b[count]
     share = b[count].to(b[mean]) / total.clamp(min=1)
     return {mean: torch.lerp(a[mean], b[mean], share[:, None]), count: total}
+
+
+def problem_of_class_means(
+    sent: Mapping[str, Tensor],
+    prefix: str,
+    num_classes: int,
+    most: int,
+    others: Mapping[str, Sequence[int | None]] = MappingProxyType({}),
+) -> str:
+    """Why a client cannot have made means, as ``Algorithm.problem_of_update`` says it.
+
+    Args:
+        sent: what it sent.
+        prefix: of the names of the means and their counts.
+        num_classes: C.
+        most: the largest count that a class can have.
+        others: the shapes of what it should have sent beside them.
+    """
+    mean, count = f"{prefix}mean", f"{prefix}count"
+    if problem := problem_of_shapes(sent, {**others, mean: (num_classes, None), count: (num_classes,)}):
+        return problem
+    return "" if bool(((sent[count] >= 0) & (sent[count] <= most)).all()) else "has the counts of other samples"
 
 
 def update_class_means(server: Mapping[str, Tensor], combined: Mapping[str, Tensor], prefix: str) -> Tree:

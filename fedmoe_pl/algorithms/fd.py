@@ -31,12 +31,14 @@ from fedmoe_pl.algorithms.class_means import (
     class_means,
     combine_class_means,
     mean_of_known,
+    problem_of_class_means,
     received_means,
     rows_of_labels,
 )
 from fedmoe_pl.algorithms.client import Client, Update
 from fedmoe_pl.algorithms.parts import expert_prefix, logits_loss
 from fedmoe_pl.checks import check_number
+from fedmoe_pl.data import FederatedDataModule
 from fedmoe_pl.trees import Tree, subtree, with_prefix
 
 Outputs = Literal["probabilities", "logits"]
@@ -69,7 +71,7 @@ class FD(Algorithm):
         check_number(self, "weight", weight, least=0)
         if outputs not in get_args(Outputs):
             raise MisconfigurationException(f"FD: outputs is '{outputs}', but must be probabilities or logits.")
-        super().__init__(trainable=f"{expert_prefix(expert)}*")
+        super().__init__(trainable=f"{expert_prefix(expert)}*", weighting="uniform")
         self.expert = expert
         self.weight = weight
         self.outputs = outputs
@@ -120,6 +122,11 @@ class FD(Algorithm):
         remembered = with_prefix(subtree(outputs, _OUTPUTS), _OWN)
         sender = {f"{_SENDERS}{client.id}": torch.empty(0)}  # the server knows who sent
         return Update(outputs | sender, 1, self.private_tensors(client) | remembered)
+
+    def problem_of_update(self, client_id: int, update: Update, initial: Tree, datamodule: FederatedDataModule) -> str:
+        """The mean outputs, each of one client, and the sender."""
+        sender = {f"{_SENDERS}{client_id}": (0,)}
+        return problem_of_class_means(update.sent, _OUTPUTS, datamodule.num_classes, 1, sender)
 
     def combine(self, a: Update, b: Update) -> Update:
         """The mean outputs over the clients that have the class, and all senders."""

@@ -30,8 +30,9 @@ from fedmoe_pl.algorithms.checks import check_both_experts, check_fixed_gate
 from fedmoe_pl.algorithms.client import Client, Update
 from fedmoe_pl.algorithms.low_rank import compressed, expanded
 from fedmoe_pl.algorithms.parts import both_logits, distillation_loss, logits_loss, mean_of_labelled, split_expert
+from fedmoe_pl.data import FederatedDataModule
 from fedmoe_pl.models.mixtures.architectures import Architectures
-from fedmoe_pl.trees import Tree, copy_module, difference, of_module, subtree, with_prefix
+from fedmoe_pl.trees import Tree, copy_module, difference, of_module, problem_of_shapes, subtree, with_prefix
 
 _UPDATE = "update/"  # prefix of a student's tensor: its change in a round, compressed
 _STUDENT = "student/"  # prefix of a student's tensor as it was before a client's training
@@ -135,6 +136,12 @@ class FedKD(Algorithm):
         change = compressed(difference(update.sent, student), self._energy(client.round, client.rounds))
         kept = {**update.kept, **with_prefix(student, _STUDENT)}
         return Update(with_prefix(change, _UPDATE), update.weight, kept)
+
+    def problem_of_update(self, client_id: int, update: Update, initial: Tree, datamodule: FederatedDataModule) -> str:
+        """The update of every shared tensor, whole or as factors."""
+        shared = {name: tensor for name, tensor in initial.items() if self.is_shared(name)}
+        flat = {name: (tensor.flatten(1) if tensor.ndim > 1 else tensor).shape for name, tensor in shared.items()}
+        return problem_of_shapes(_changes(update.sent), flat)
 
     def combine(self, a: Update, b: Update) -> Update:
         """The weighted mean of the updates that the factors stand for."""

@@ -16,7 +16,7 @@ evaluation            not mentioned                                   before the
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any, Literal
 
 import torch
@@ -28,9 +28,19 @@ from fedmoe_pl.algorithms.aggregation import aggregation_rows
 from fedmoe_pl.algorithms.algorithm import Algorithm
 from fedmoe_pl.algorithms.client import Client, Update
 from fedmoe_pl.checks import check_at_least, check_choice, check_number
+from fedmoe_pl.data import FederatedDataModule
 from fedmoe_pl.models import ProxyGate, SparseMoE
 from fedmoe_pl.models.layers import draw_anew
-from fedmoe_pl.trees import Tree, difference, mean_of_two, of_algorithm, of_module, subtree, with_prefix
+from fedmoe_pl.trees import (
+    Tree,
+    difference,
+    mean_of_two,
+    of_algorithm,
+    of_module,
+    problem_of_shapes,
+    subtree,
+    with_prefix,
+)
 
 _PROXIES = "proxies/"  # prefix of a client's id: what stands for its experts in an update round, (experts, features)
 # The server holds the matrices of the last update round and of the one before. A matrix has one row per expert of each
@@ -38,6 +48,8 @@ _PROXIES = "proxies/"  # prefix of a client's id: what stands for its experts in
 # (rows, P + 1), and of the client and the index of each row's expert, (rows, 2).
 _LATEST, _BEFORE = "aggregation/", "aggregation_before/"
 _NEIGHBOURS, _WEIGHTS, _OWNERS = "neighbours", "weights", "owners"
+# Of the means of a client's experts: client and index of the experts in each, (experts, P + 1, 2), and their weights.
+_MEAN_OWNERS, _MEAN_WEIGHTS = "means/owners", "means/weights"
 
 
 class FedMoEDA(Algorithm):
@@ -46,10 +58,9 @@ class FedMoEDA(Algorithm):
     The similarity of two experts is the cosine of their proxies in the clients' gates. Every ``interval``-th round is
     an update round, in which clients send the proxies to the server. With ``similarity="updates"``, which is not in the
     paper, the changes of the experts' last layers in the round's training take the place of the proxies. Clients send
-    experts to each other directly, not through the server; gates are never averaged. A round averages the experts with
-    the matrix that clients received before it: that of the previous update round. All clients train in every round. One
-    that fails in a round neither sends nor receives experts in it, and the others' means are over the experts that are
-    left.
+    experts to each other, each to those clients whose rows of the matrix need it; gates are never averaged. A round
+    averages the experts with the matrix of the update round before it. All clients train in every round. One that fails
+    in a round neither sends nor receives experts in it, and the others' means are over the experts that are left.
 
     Args:
         top_p: number of other experts that an expert is averaged with; "all" for all, 0 for none.
@@ -97,7 +108,7 @@ class FedMoEDA(Algorithm):
                 raise MisconfigurationException(
                     f"FedMoEDA: {name} is {value}, but must be left out with top_p 0, because no experts are averaged."
                 )
-        super().__init__(trainable=trainable)
+        super().__init__(trainable=trainable, weighting="uniform")
         self.top_p: int | Literal["all"] = top_p
         self.interval = self.message_period = interval
         self.temperature = temperature
@@ -130,12 +141,8 @@ class FedMoEDA(Algorithm):
         return name.startswith("embedding.") and name in self.trainable
 
     def server_send(self, server: Tree, client_id: int, request: Tree) -> Tree:
-        """The embedding; after an update round, also the client's rows of the matrix."""
-        sent = {name: tensor for name, tensor in server.items() if self.is_shared(name)}
-        if _BEFORE + _NEIGHBOURS in server:
-            rows = server[_LATEST + _OWNERS][:, 0] == client_id
-            sent |= {name: server[name][rows] for name in (_LATEST + _NEIGHBOURS, _LATEST + _WEIGHTS)}
-        return sent
+        """The embedding."""
+        return {name: tensor for name, tensor in server.items() if self.is_shared(name)}
 
     def client_init(self, client: Client, sent: Tree) -> dict[str, Any]:
         """Step 1: loads the embedding and the tensors that the client kept; may draw its initial gate and experts."""
@@ -162,7 +169,14 @@ class FedMoEDA(Algorithm):
                 experts = [_expert(changes, expert) for expert in range(len(rows))]
                 rows = [torch.cat([tensor.flatten() for tensor in layer.values()]) for layer in experts]
             update.sent[f"{_PROXIES}{client.id}"] = torch.stack(rows).detach().cpu()
-        return Update(update.sent, 1, update.kept)
+        return update
+
+    def problem_of_update(self, client_id: int, update: Update, initial: Tree, datamodule: FederatedDataModule) -> str:
+        """The embedding, in update rounds also a row for each of the client's experts."""
+        shapes, proxies = self.shapes_of_shared(initial), f"{_PROXIES}{client_id}"
+        if proxies in update.sent:
+            shapes[proxies] = (sum(name.startswith("gate.proxies.") for name in initial), None)
+        return problem_of_shapes(update.sent, shapes)
 
     def combine(self, a: Update, b: Update) -> Update:
         """The uniform mean of the embeddings, and the proxies of all clients."""
@@ -194,34 +208,42 @@ class FedMoEDA(Algorithm):
         """The embedding: the rows of the matrix belong to the federation's clients."""
         return of_module(server)
 
-    def exchange(self, server: Tree, kept: Mapping[int, Tree], round: int) -> Iterator[tuple[int, Tree, Tree]]:
-        """Step 3: every expert becomes the weighted mean of experts as they are after this round's training.
+    def is_exchanged(self, name: str, round: int) -> bool:
+        """The experts, once there is a matrix to average them with."""
+        return self.top_p != 0 and (round > 0 or self.sync_matrix) and name.startswith("experts.")
 
-        Yields:
-            A client, the tensors that it keeps from now on, and each expert that it received from other clients, once.
-        """
+    def exchange(
+        self, server: Tree, clients: Collection[int], round: int
+    ) -> Iterator[tuple[int, Tree, Mapping[int, Sequence[str]]]]:
+        """Step 3: the client's rows of the matrix, and the experts of other clients in them, each once."""
         held = _BEFORE if _BEFORE + _NEIGHBOURS in server and not self.sync_matrix else _LATEST
         if held + _NEIGHBOURS not in server or server[held + _NEIGHBOURS].shape[1] == 1:
             return  # every expert is its own mean
         owners = server[held + _OWNERS]
-        present = torch.tensor([client in kept for client in owners[:, 0].tolist()])  # others failed in this round
+        present = torch.tensor([client in clients for client in owners[:, 0].tolist()])  # others failed in this round
         for client in owners[present, 0].unique().tolist():
             rows = owners[:, 0] == client
-            experts, neighbours = owners[rows, 1], server[held + _NEIGHBOURS][rows]
+            neighbours = server[held + _NEIGHBOURS][rows]
             weights = server[held + _WEIGHTS][rows] * present[neighbours]
             if not present.all():
                 weights = weights / weights.sum(1, keepdim=True)
-            senders = owners[neighbours[present[neighbours]], 0].unique().tolist()
-            trees = {sender: kept[sender] for sender in {client, *senders}}
-            averaged, received = {}, {}
-            for row, expert in enumerate(experts.tolist()):
-                pairs = zip(owners[neighbours[row]].tolist(), weights[row], strict=True)
-                terms = [(sender, index, weight) for (sender, index), weight in pairs if weight > 0]
-                averaged |= _mean_expert(trees, client, expert, terms)
-                for sender, index, _ in terms:
-                    if sender != client:
-                        received |= with_prefix(_expert(trees[sender], index), f"{sender}.experts.{index}.")
-            yield client, {**trees[client], **averaged}, received
+            received: dict[int, list[str]] = {}
+            for sender, index in owners[neighbours[weights > 0].unique()].tolist():
+                if sender != client:
+                    received.setdefault(sender, []).append(f"experts.{index}")
+            yield client, {_MEAN_OWNERS: owners[neighbours], _MEAN_WEIGHTS: weights}, received
+
+    def client_exchange(self, client_id: int, kept: Tree, sent: Tree) -> Tree:
+        """Every expert becomes the weighted mean of experts as they are after this round's training."""
+        averaged = {}
+        for index, (owners, weights) in enumerate(zip(sent[_MEAN_OWNERS].tolist(), sent[_MEAN_WEIGHTS], strict=True)):
+            trees = [
+                _expert(kept, other) if sender == client_id else subtree(sent, f"{sender}.experts.{other}.")
+                for sender, other in owners
+            ]
+            terms = [(tree, weight) for tree, weight in zip(trees, weights, strict=True) if weight > 0]
+            averaged |= with_prefix(_mean(_expert(kept, index), terms), f"experts.{index}.")
+        return averaged
 
 
 def aggregation_matrix(server: Tree) -> tuple[Tensor, Tensor] | None:
@@ -256,18 +278,10 @@ def _expert(tree: Tree, index: int) -> Tree:
     return subtree(tree, f"experts.{index}.")
 
 
-def _mean_expert(trees: Mapping[int, Tree], client: int, expert: int, terms: list[tuple[int, int, Tensor]]) -> Tree:
-    """An expert's floating-point tensors as the weighted mean of experts, under their names in the client's module.
-
-    Args:
-        trees: the tensors that clients keep, by client.
-        client: the client of the expert that becomes the mean.
-        expert: that expert's index.
-        terms: client, index and weight of each expert in the mean.
-    """
-    means = {}
-    for name, tensor in _expert(trees[client], expert).items():
-        if tensor.is_floating_point():
-            values = (weight * trees[sender][f"experts.{index}.{name}"] for sender, index, weight in terms)
-            means[name] = sum(values, torch.zeros_like(tensor))
-    return with_prefix(means, f"experts.{expert}.")
+def _mean(expert: Tree, terms: Sequence[tuple[Tree, Tensor]]) -> Tree:
+    """An expert's floating-point tensors as the weighted mean of experts, which are given with their weights."""
+    return {
+        name: sum((weight * tree[name] for tree, weight in terms), torch.zeros_like(tensor))
+        for name, tensor in expert.items()
+        if tensor.is_floating_point()
+    }

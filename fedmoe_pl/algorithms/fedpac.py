@@ -11,7 +11,6 @@ learning rates        0.1 for the classifier, 0.02 (CIFAR-10) or 0.01  an ``lr_s
 momentum, decay       0.5, 5e-4                                        ``optimizer``
 optimizers            one for each part                                one; a frozen part takes no steps
 train or eval mode    eval mode while training                         train mode; statistics in eval mode
-combined classifiers  sent at the end of the round                     sent when the client takes part again
 classes without       fail                                             keep their prototype of earlier rounds
 samples in a round
 quadratic program     cvxpy in single precision, in which the matrix   an active-set method in double precision
@@ -24,7 +23,7 @@ reported accuracy     the round's clients, before the combination      all clien
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -37,6 +36,7 @@ from fedmoe_pl.algorithms.class_means import (
     class_means,
     combine_class_means,
     loss_with_targets,
+    problem_of_class_means,
     received_means,
     update_class_means,
 )
@@ -44,7 +44,8 @@ from fedmoe_pl.algorithms.client import Client, Update
 from fedmoe_pl.algorithms.parts import expert_prefix, split_expert
 from fedmoe_pl.algorithms.simplex import simplex_minimum
 from fedmoe_pl.checks import check_number
-from fedmoe_pl.trees import Tree, load_tree, mean_of_two, of_module, subtree, with_prefix
+from fedmoe_pl.data import FederatedDataModule
+from fedmoe_pl.trees import Tree, mean_of_two, of_module, subtree, with_prefix
 
 _PROTOTYPES = "prototypes/"  # of every class, the mean of features (C, F); see class_means
 _CLASSIFIERS = "classifiers/"  # prefix of "<client>.<name>": a client's classifier
@@ -95,13 +96,12 @@ class FedPAC(Algorithm):
         return name.startswith(self._classifier) if epoch == 0 else name in self.shared
 
     def server_send(self, server: Tree, client_id: int, request: Tree) -> Tree:
-        """The extractor, the prototypes, and the client's combined classifier if it has taken part before."""
-        sent = {name: tensor for name, tensor in server.items() if not name.startswith(_CLASSIFIERS)}
-        return sent | with_prefix(subtree(server, f"{_CLASSIFIERS}{client_id}."), self._classifier)
+        """The extractor and the prototypes."""
+        return _without_classifiers(server)
 
     def client_init(self, client: Client, sent: Tree) -> dict[str, Any]:
         """Loads the extractor and the classifier; computes the statistics and the targets of the features."""
-        load_tree(client.module, of_module({**client.kept, **sent}))
+        super().client_init(client, sent)
         local = class_means(client, self._features_and_square, "")
         counts = local["count"].to(local["mean"])
         means, squares = local["mean"][:, :-1], local["mean"][:, -1]
@@ -133,6 +133,14 @@ class FedPAC(Algorithm):
         prototypes = class_means(client, lambda module, x: split_expert(module, self.expert)[0](x), _PROTOTYPES)
         return Update(update.sent | classifier | prototypes | statistics, update.weight, update.kept)
 
+    def problem_of_update(self, client_id: int, update: Update, initial: Tree, datamodule: FederatedDataModule) -> str:
+        """Extractor, classifier, prototypes and statistics."""
+        classes, samples = datamodule.num_classes, len(datamodule.train_samples[client_id])
+        classifier = {name: initial[name].shape for name in initial if name.startswith(self._classifier)}
+        shapes = self.shapes_of_shared(initial) | classifier
+        shapes |= {f"{_FEATURES}{client_id}": (classes, None), f"{_VARIANCE}{client_id}": ()}
+        return problem_of_class_means(update.sent, _PROTOTYPES, classes, samples, shapes)
+
     def combine(self, a: Update, b: Update) -> Update:
         """The mean extractor and prototypes, and every client's classifier and statistics."""
         a_sent, b_sent = self._by_client(a.sent), self._by_client(b.sent)
@@ -141,36 +149,30 @@ class FedPAC(Algorithm):
         return Update({**a_sent, **b_sent, **means}, a.weight + b.weight)
 
     def server_update(self, server: Tree, combined: Update) -> Tree:
-        """The mean extractor, the prototypes, and a combined classifier for each client of the round."""
+        """The mean extractor, the prototypes, and a combined classifier for each client of this round."""
         sent = self._by_client(combined.sent)
         clients = sorted(int(name.removeprefix(_VARIANCE)) for name in sent if name.startswith(_VARIANCE))
         classifiers = {client: subtree(sent, f"{_CLASSIFIERS}{client}.") for client in clients}
         features = torch.stack([sent[f"{_FEATURES}{client}"].double().flatten() for client in clients])
         variances = torch.stack([sent[f"{_VARIANCE}{client}"].double() for client in clients])
-        new = {**server, **of_module(sent), **update_class_means(server, sent, _PROTOTYPES)}
+        new = {**_without_classifiers(server), **of_module(sent), **update_class_means(server, sent, _PROTOTYPES)}
         for row, client in enumerate(clients):
             weights = combination_weights(features, variances, row)
             combination = _weighted_mean([*classifiers.values()], weights, classifiers[client])
             new |= with_prefix(combination, f"{_CLASSIFIERS}{client}.")
         return new
 
-    def exchange(self, server: Tree, kept: Mapping[int, Tree], round: int) -> Iterator[tuple[int, Tree, Tree]]:
-        """Replaces the classifiers that the round's clients keep by the combined ones, for phases that start from this.
-
-        The traffic is counted when clients receive them, before their next training.
-        """
-        for client, tensors in kept.items():
-            combined = with_prefix(subtree(server, f"{_CLASSIFIERS}{client}."), self._classifier)
-            if any(name not in tensors or not torch.equal(tensors[name], combined[name]) for name in combined):
-                yield client, {**tensors, **combined}, {}
+    def exchange(
+        self, server: Tree, clients: Collection[int], round: int
+    ) -> Iterator[tuple[int, Tree, Mapping[int, Sequence[str]]]]:
+        """Sends the round's clients their combined classifiers, which they keep in place of those that they trained."""
+        for client in clients:
+            if combined := subtree(server, f"{_CLASSIFIERS}{client}."):
+                yield client, with_prefix(combined, self._classifier), {}
 
     def server_of_newcomers(self, server: Tree) -> Tree:
         """The extractor and the prototypes: classifiers belong to the federation's clients."""
-        return {name: tensor for name, tensor in server.items() if not name.startswith(_CLASSIFIERS)}
-
-    def personal_tensors(self, client: Client, server: Tree) -> Tree:
-        """The extractor with the combined classifier, or with its own if the server has none."""
-        return of_module({**client.kept, **self.received(server, client.id, client.kept)})
+        return _without_classifiers(server)
 
     def _features_and_square(self, module: LightningModule, x: Tensor) -> Tensor:
         """Features and their squared norm, (B, F + 1), so that one pass gives the means of both."""
@@ -203,6 +205,10 @@ def combination_weights(features: Tensor, variances: Tensor, client: int) -> Ten
     weights = simplex_minimum(matrix)
     weights = torch.where(weights > _SMALLEST_WEIGHT, weights, 0.0)
     return weights / weights.sum()
+
+
+def _without_classifiers(server: Tree) -> Tree:
+    return {name: tensor for name, tensor in server.items() if not name.startswith(_CLASSIFIERS)}
 
 
 def _weighted_mean(trees: list[Tree], weights: Tensor, classifier: Tree) -> Tree:

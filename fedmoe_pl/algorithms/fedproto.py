@@ -32,12 +32,14 @@ from fedmoe_pl.algorithms.class_means import (
     class_means,
     combine_class_means,
     loss_with_targets,
+    problem_of_class_means,
     received_means,
     update_class_means,
 )
 from fedmoe_pl.algorithms.client import Client, Update
 from fedmoe_pl.algorithms.parts import expert_prefix, split_expert
 from fedmoe_pl.checks import check_number
+from fedmoe_pl.data import FederatedDataModule
 from fedmoe_pl.models.mixtures.architectures import Architectures
 from fedmoe_pl.trees import Tree
 
@@ -70,7 +72,7 @@ class FedProto(Algorithm):
         check_number(self, "weight", weight, least=0)
         if prediction not in get_args(Prediction):
             raise MisconfigurationException(f"FedProto: prediction is '{prediction}', but must be head or prototype.")
-        super().__init__(trainable=f"{expert_prefix(expert)}*")
+        super().__init__(trainable=f"{expert_prefix(expert)}*", weighting="uniform")
         self.expert = expert
         self.weight = weight
         self.prediction = prediction
@@ -106,6 +108,10 @@ class FedProto(Algorithm):
         """Sends the prototypes of its classes, keeps its model."""
         prototypes = class_means(client, self._features, _PROTOTYPES, per_client=True)
         return Update(prototypes, 1, self.private_tensors(client))
+
+    def problem_of_update(self, client_id: int, update: Update, initial: Tree, datamodule: FederatedDataModule) -> str:
+        """The prototypes, each of one client."""
+        return problem_of_class_means(update.sent, _PROTOTYPES, datamodule.num_classes, 1)
 
     def combine(self, a: Update, b: Update) -> Update:
         """The mean prototypes over the clients that have the class."""

@@ -29,7 +29,8 @@ from fedmoe_pl.algorithms.clusters import (
     moved,
 )
 from fedmoe_pl.algorithms.exploration import Schedule, check_schedule, probability
-from fedmoe_pl.trees import Tree, load_tree, mean_of_two, of_module, subtree
+from fedmoe_pl.data import FederatedDataModule
+from fedmoe_pl.trees import Tree, load_tree, mean_of_two, of_module, problem_of_shapes, subtree
 
 _PICKS = "clusters/picks"  # the picks of each cluster in each round, which the server counts: int64 (rounds so far, J)
 # Prefix of a cluster's number: its weight, its picks, its sum of validation losses and their number, float64 (4,).
@@ -65,6 +66,7 @@ class EpsilonGreedyIFCA(Algorithm):
     """
 
     renames_parameters = True
+    own_weights = (_TALLY,)
 
     def __init__(
         self,
@@ -181,9 +183,18 @@ class EpsilonGreedyIFCA(Algorithm):
         cluster = int(const["cluster"])
         trained = moved(client.module.state_dict(), 0, cluster)
         sent = {name: tensor.detach().cpu().clone() for name, tensor in trained.items()}
-        weight = len(client.samples) if self.weighting == "samples" else 1
+        weight = self.client_weight(client.id, client.samples, client.seed)
         tally = torch.cat((torch.tensor([weight, 1], dtype=torch.float64), const["validation"]))
         return Update({**sent, f"{_TALLY}{cluster}": tally}, weight, kept)
+
+    def problem_of_update(self, client_id: int, update: Update, initial: Tree, datamodule: FederatedDataModule) -> str:
+        """One cluster's model and its tally, of one client."""
+        cluster = next(map(cluster_of, of_module(update.sent)), 0)
+        model = {name: tensor.shape for name, tensor in moved(initial, cluster, cluster).items()}
+        if problem := problem_of_shapes(update.sent, {**model, f"{_TALLY}{cluster}": (4,)}):
+            return problem
+        weight, picks, _, checks = update.sent[f"{_TALLY}{cluster}"].tolist()
+        return "" if (weight, picks) == (update.weight, 1) and checks in (0, 1) else "has the tally of other samples"
 
     def combine(self, a: Update, b: Update) -> Update:
         """The weighted mean of the updates of each cluster."""

@@ -31,7 +31,6 @@ that it trained last; that is not offered here.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
 import torch
@@ -40,7 +39,7 @@ from lightning.pytorch import LightningModule
 from torch import Generator, Tensor
 
 from fedmoe_pl.algorithms.algorithm import Algorithm
-from fedmoe_pl.algorithms.client import Client, Update
+from fedmoe_pl.algorithms.client import Client
 from fedmoe_pl.algorithms.parts import floor_of_share
 from fedmoe_pl.algorithms.pfl_moe import PersonalizedExpert, missing_expert, missing_local_expert
 from fedmoe_pl.models import MixtureOfExperts
@@ -102,10 +101,9 @@ class OptInFedAvg(Algorithm):
         """The training samples that opt in."""
         return self.opted_in(client.id, client.samples, client.seed)
 
-    def client_final(self, client: Client, const: dict[str, Any]) -> Update:
-        """Weighs the update by the number of opt-in samples."""
-        update = super().client_final(client, const)
-        return Update(update.sent, len(self.client_samples(client)), update.kept)
+    def client_weight(self, client_id: int, samples: Tensor, seed: int) -> float:
+        """The number of opt-in samples."""
+        return len(self.opted_in(client_id, samples, seed))
 
 
 class SpecialistMixture(Algorithm):

@@ -18,3 +18,8 @@ def changes_kept(algorithm: Algorithm) -> bool:
 def chooses_model(algorithm: Algorithm) -> bool:
     """Whether clients' models may differ although all received the same tensors and kept none."""
     return overrides(algorithm, "personal_tensors")
+
+
+def needs_server_state(algorithm: Algorithm) -> bool:
+    """Whether a client's model, or how it predicts, may follow from more than what the client received and kept."""
+    return chooses_model(algorithm) or algorithm.has_predictor

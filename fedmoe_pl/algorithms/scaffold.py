@@ -12,7 +12,8 @@ from fedmoe_pl.algorithms.algorithm import Algorithm
 from fedmoe_pl.algorithms.checks import learning_rate
 from fedmoe_pl.algorithms.client import Client, Update
 from fedmoe_pl.checks import check_number
-from fedmoe_pl.trees import Tree, difference, inner_product, of_algorithm, subtree, with_prefix
+from fedmoe_pl.data import FederatedDataModule
+from fedmoe_pl.trees import Tree, difference, inner_product, of_algorithm, problem_of_shapes, subtree, with_prefix
 
 _CONTROL = "control/"  # prefix of a parameter's name: its control variate, c on the server and c_i on a client
 
@@ -36,7 +37,7 @@ class Scaffold(Algorithm):
 
     def __init__(self, shared: str | list[str] = "*", server_lr: float = 1.0) -> None:
         check_number(self, "server_lr", server_lr, above=0)
-        super().__init__(shared)
+        super().__init__(shared, weighting="uniform")
         self.server_lr = server_lr
 
     def check(self, module: LightningModule) -> None:
@@ -77,7 +78,13 @@ class Scaffold(Algorithm):
             change = -sent[name] * scale - c if length else torch.zeros_like(c)  # c_i+ - c_i
             update.kept[_CONTROL + name] = c - correction + change
             sent[_CONTROL + name] = change / client.datamodule.num_clients
-        return Update(sent, 1, update.kept)
+        return Update(sent, update.weight, update.kept)
+
+    def problem_of_update(self, client_id: int, update: Update, initial: Tree, datamodule: FederatedDataModule) -> str:
+        """The change of every shared tensor, and that of ``c`` for parameters."""
+        shapes = self.shapes_of_shared(initial)
+        of_control = {_CONTROL + name: shape for name, shape in shapes.items() if _CONTROL + name in update.sent}
+        return problem_of_shapes(update.sent, shapes | of_control)
 
     def server_update(self, server: Tree, combined: Update) -> Tree:
         """Lines 16 and 17: ``x + lr_g mean(dy)``, ``c + |S| / N mean(dc)``."""

@@ -16,9 +16,10 @@ from fedmoe_pl.algorithms.checks import check_sparse
 from fedmoe_pl.algorithms.client import Client, Update
 from fedmoe_pl.algorithms.parts import evaluation_copy
 from fedmoe_pl.checks import check_at_least
+from fedmoe_pl.data import FederatedDataModule
 from fedmoe_pl.models import FixedGate, SparseMoE
 from fedmoe_pl.models.mixtures.mixing import mix_outputs
-from fedmoe_pl.trees import Tree, mean_of_two, of_module, subtree, with_prefix
+from fedmoe_pl.trees import Tree, mean_of_two, of_module, problem_of_shapes, subtree, with_prefix
 
 _ASKED = "experts/asked"  # the numbers of the experts that a client asks for, int64 (k,)
 _WEIGHT = "experts/weight/"  # prefix of an expert's number: its weight in the mean, float64 ()
@@ -55,6 +56,7 @@ class SharedExperts(Algorithm, ABC):
     """
 
     needs_classes = True
+    own_weights = (_WEIGHT,)
 
     def __init__(self, experts_per_client: int = 2) -> None:
         check_at_least(self, "experts_per_client", experts_per_client, 1)
@@ -108,6 +110,17 @@ class SharedExperts(Algorithm, ABC):
         weights = self.expert_weights(client, experts)
         sent |= {f"{_WEIGHT}{expert}": weight for expert, weight in zip(experts, weights, strict=True)}
         return Update(sent, update.weight, {**update.kept, _ASKED: const["next"]})
+
+    def problem_of_update(self, client_id: int, update: Update, initial: Tree, datamodule: FederatedDataModule) -> str:
+        """The gate, the experts that have a weight, and these weights: each above 0, and at most all samples."""
+        experts = {expert_of(name) for name in of_module(update.sent)}
+        shapes = {name: shape for name, shape in self.shapes_of_shared(initial).items() if expert_of(name) in experts}
+        shapes |= {f"{_WEIGHT}{expert}": () for expert in experts if expert is not None}
+        if problem := problem_of_shapes(update.sent, shapes):
+            return problem
+        weights, most = subtree(update.sent, _WEIGHT).values(), max(len(datamodule.train_samples[client_id]), 1)
+        fits = len(weights) <= self.experts_per_client and all(0 < weight <= most for weight in weights)
+        return "" if fits else "has the weights of other samples"
 
     def combine(self, a: Update, b: Update) -> Update:
         """The weighted mean of each expert over those who trained it, and of everything else over all."""

@@ -12,12 +12,12 @@ from fedmoe_pl.aggregation import Aggregation
 from fedmoe_pl.algorithms.algorithm import Algorithm
 from fedmoe_pl.algorithms.client import Update
 from fedmoe_pl.algorithms.overrides import overrides
-from fedmoe_pl.backends.client import step_after_aggregation, with_training_state
-from fedmoe_pl.backends.failures import Failure, Without, guarded
+from fedmoe_pl.backends.client import given_to_others, step_after_aggregation
+from fedmoe_pl.backends.failures import Failure, guarded
 from fedmoe_pl.backends.fitting import one_thread
 from fedmoe_pl.backends.traffic import Traffic, Transfer, updates_sent
 from fedmoe_pl.backends.training import LocalTraining
-from fedmoe_pl.trees import Tree
+from fedmoe_pl.trees import Tree, with_prefix
 
 Chunk = list[list[int]]
 """Groups of clients that are trained in one call, in order."""
@@ -133,21 +133,23 @@ class Plan(ABC):
 
     def exchange(
         self, server: Tree, kept: Mapping[int, Tree], failed: Collection[int], round: int
-    ) -> Iterator[tuple[int, Tree, Tree]]:
+    ) -> Iterator[tuple[int, Tree, Tree, Tree]]:
         """Lets clients send each other tensors; those that failed in the round neither send nor receive.
 
         Other arguments as in :meth:`train`.
 
         Yields:
-            A client, the tensors that it keeps from now on, and those that it received.
+            A client, the tensors that it keeps from now on, those that the server sent it, and those that it received
+            from other clients, each with the sender's id and a dot before its name.
         """
-        training = self.training
-        for client, exchanged, received in training.algorithm.exchange(
-            server, Without(kept, failed) if failed else kept, round
-        ):
-            if training.keep_optimizer or training.keep_trained:  # otherwise what clients keep need not be read again
-                exchanged = with_training_state(exchanged, kept.get(client, {}))
-            yield client, exchanged, received
+        algorithm, clients = self.training.algorithm, [client for client in kept if client not in failed]
+        for client, sent, parts in algorithm.exchange(server, clients, round):
+            received: Tree = {}
+            for sender, of_sender in parts.items():
+                given = given_to_others(algorithm, kept[sender], of_sender, round)
+                received |= with_prefix(given, f"{sender}.")
+            own = kept[client]
+            yield client, {**own, **algorithm.client_exchange(client, own, {**sent, **received})}, sent, received
 
     def train(self, server: Tree, cohort: Sequence[int], kept: Mapping[int, Tree], round: int) -> Iterator[GroupUpdate]:
         """Trains the cohort and yields its groups in order.

@@ -8,11 +8,13 @@ from functools import partial
 from typing import Any
 
 import torch
+from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
 from fedmoe_pl.aggregation.aggregation import PREFIX
+from fedmoe_pl.algorithms.algorithm import Algorithm
 from fedmoe_pl.algorithms.client import Client, Update
 from fedmoe_pl.algorithms.overrides import changes_kept
 from fedmoe_pl.backends.failures import Failure, NotFiniteError, check_finite, guarded
@@ -20,7 +22,7 @@ from fedmoe_pl.backends.optimizers import OPTIMIZER, set_optimizer
 from fedmoe_pl.backends.training import LocalTraining, epochs_to_try
 from fedmoe_pl.data import FederatedDataModule, SampleBatches
 from fedmoe_pl.seeds import derive_seed, seed_all
-from fedmoe_pl.trees import Tree, changed, copy_module, load_tree, with_prefix
+from fedmoe_pl.trees import Tree, changed, copy_module, load_tree, of_parts, with_prefix
 
 TRAINED = "trained/"
 """Prefix of a tensor's name: the tensor as it was after the client's local training, before aggregation."""
@@ -159,19 +161,20 @@ def _one_tensor(module: LightningModule) -> Tree:
     return {name: tensor.detach().cpu().clone()}
 
 
-def with_training_state(tree: Tree, kept: Tree) -> Tree:
-    """What a client keeps after a hook that replaces it: the new tree, and what no algorithm knows of.
+def given_to_others(algorithm: Algorithm, kept: Tree, parts: Sequence[str], round: int) -> Tree:
+    """What a client gives other clients: the tensors that it keeps of some parts of its module.
 
-    Args:
-        tree: what the hook returned.
-        kept: what the client kept before, with the state of its optimizer and the tensors that it trained last.
+    Raises:
+        MisconfigurationException: if ``is_exchanged`` does not declare one of them.
     """
-    return {**tree, **{name: tensor for name, tensor in kept.items() if is_of_training(name)}}
-
-
-def is_of_training(name: str) -> bool:
-    """Whether a tensor that a client keeps belongs to its training: no algorithm knows of it."""
-    return name.startswith((OPTIMIZER, TRAINED))
+    tensors = of_parts(kept, parts)
+    for name in tensors:
+        if not algorithm.is_exchanged(name, round):
+            raise MisconfigurationException(
+                f"{type(algorithm).__name__}: exchange asks for '{name}' in round {round + 1}, but must leave it with "
+                "its client, because is_exchanged does not declare it."
+            )
+    return tensors
 
 
 def step_after_aggregation(
@@ -191,7 +194,8 @@ def step_after_aggregation(
     load_tree(module, algorithm.personal_tensors(client, server))
     stepped = algorithm.client_after_aggregation(client, sent)
     check_finite([stepped], 1, training.initial)
-    return with_training_state(stepped, client.kept)
+    of_training = {name: kept for name, kept in client.kept.items() if name.startswith((OPTIMIZER, TRAINED))}
+    return {**stepped, **of_training}  # no algorithm knows of it
 
 
 def on_device(const: dict[str, Any], device: torch.device) -> dict[str, Any]:

@@ -6,7 +6,7 @@ import math
 import signal
 import threading
 import traceback
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from types import FrameType
 from typing import TypeVar
@@ -33,33 +33,6 @@ class Failure:
     reason: str
     error: Exception | None = None
     trace: str = ""
-
-
-class Without(Mapping[int, Tree]):
-    """The tensors that clients keep, without those of some clients; read when they are accessed.
-
-    Args:
-        kept: the tensors of all clients, by client.
-        clients: the clients to leave out.
-    """
-
-    def __init__(self, kept: Mapping[int, Tree], clients: Collection[int]) -> None:
-        self.kept = kept
-        self.clients = {*clients}
-
-    def __getitem__(self, client: int) -> Tree:
-        if client in self.clients:
-            raise KeyError(client)
-        return self.kept[client]
-
-    def __contains__(self, client: object) -> bool:
-        return client not in self.clients and client in self.kept
-
-    def __iter__(self) -> Iterator[int]:
-        return (client for client in self.kept if client not in self.clients)
-
-    def __len__(self) -> int:
-        return sum(1 for _ in self)
 
 
 class NotFiniteError(Exception):

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import torch
+from lightning.fabric.utilities.exceptions import MisconfigurationException
 
 from fedmoe_pl.data.datamodule import FederatedDataModule
 from fedmoe_pl.data.parts import Parts
+
+_MOST = 10**8  # numbers of the table of classes, of 8 bytes each
 
 
 def add_clients(datamodule: FederatedDataModule, num_clients: int, num_classes: int) -> None:
@@ -15,7 +18,15 @@ def add_clients(datamodule: FederatedDataModule, num_clients: int, num_classes: 
         datamodule: the client's data, already set up; it is changed.
         num_clients: number of all clients.
         num_classes: number of classes in the data of all clients.
+
+    Raises:
+        MisconfigurationException: if there are so many of both that a number for each would take all memory.
     """
+    if num_clients * num_classes > _MOST:
+        raise MisconfigurationException(
+            f"the server has {num_clients} clients and {num_classes} classes, but their product must be "
+            f"at most {_MOST}."
+        )
     for name in ("train_samples", "validation_samples", "test_samples"):
         parts: Parts = getattr(datamodule, name)
         sizes = torch.cat((parts.sizes, parts.sizes.new_zeros(num_clients - len(parts))))

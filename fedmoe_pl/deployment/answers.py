@@ -2,22 +2,22 @@
 
 from __future__ import annotations
 
-from math import isnan, nan
-from typing import Any, TypeGuard
+from dataclasses import replace
+from math import nan
 
 import torch
+from lightning.pytorch import LightningModule
 from torch import Tensor
 
+from fedmoe_pl.aggregation.aggregation import PREFIX
 from fedmoe_pl.algorithms.client import Update
-from fedmoe_pl.algorithms.overrides import overrides
 from fedmoe_pl.backends import Failure, LocalTraining, NotFiniteError, check_finite
 from fedmoe_pl.deployment.clients import AtClient
 from fedmoe_pl.deployment.messages import Message
+from fedmoe_pl.models import MixtureOfExperts
 from fedmoe_pl.rounds.evaluation import METRICS, ClientEvaluation
 from fedmoe_pl.rounds.metrics import measures_loss, names_of
 from fedmoe_pl.trees import Tree
-
-_OF_EVALUATION = {"client", "n_train", "gate_weights", "gate_labels", "validation_loss", "has_global_expert", "metrics"}
 
 
 def cannot_be_used(what: str, error: Exception) -> Failure:
@@ -33,24 +33,31 @@ def update_of(answer: Message, training: LocalTraining, client: int) -> Update |
         training: the local training of the phase's clients.
         client: the client's id.
     """
-    weight, keeps = answer.values.get("weight"), answer.values.get("keeps")
-    if answer.kind != "update" or not _is_number(weight) or not isinstance(keeps, bool):
+    if answer.kind != "update":
         return Failure("its answer is no update")
-    if weight < 0:
-        return Failure(f"its weight is {weight}")
-    if missing := [name for name in _sent_by_all(training) if name not in answer.tensors]:
-        return Failure(f"its update has no {missing[0]}")
-    if reason := problem_of(answer.tensors, weight, training.of(client).initial):
+    weight, aggregation, initial = answer.values["weight"], training.aggregation, training.of(client).initial
+    if weight != (expected := _weight_of(training, client)):
+        return Failure(f"its weight is {weight}, but must be {expected}, as its samples say")
+    if reason := problem_of(answer.tensors, weight, initial):
         return Failure(reason)
-    update, aggregation = Update(answer.tensors, weight, AtClient(keeps)), training.aggregation
+    update = Update(answer.tensors, weight, AtClient(answer.values["keeps"]))
+    by_algorithm = update if aggregation is None else replace(update, sent=_without_prefix(update.sent))
+    if problem := training.algorithm.problem_of_update(client, by_algorithm, initial, training.datamodule):
+        return Failure(f"its update {problem}")
     return update if aggregation is None else aggregation.of_remote_client(client, update)
 
 
-def _sent_by_all(training: LocalTraining) -> list[str]:
-    """Names that are in every update, as far as the server can know: an algorithm may send others in its own way."""
-    algorithm = training.algorithm
-    own_way = overrides(algorithm, "client_final") and training.aggregation is None
-    return [] if own_way else [name for name in training.initial if algorithm.is_shared(name)]
+def _weight_of(training: LocalTraining, client: int) -> float:
+    """What a client's update weighs, by the number of samples that it has described; arguments as above."""
+    if training.aggregation is not None and training.aggregation.is_uniform:
+        return 1
+    samples = training.datamodule.train_samples[client]
+    return training.algorithm.client_weight(client, samples, training.seed)
+
+
+def _without_prefix(sent: Tree) -> Tree:
+    """What the algorithm sends, without what the aggregation adds."""
+    return {name: tensor for name, tensor in sent.items() if not name.startswith(PREFIX)}
 
 
 def problem_of(tensors: Tree, weight: float, initial: Tree) -> str:
@@ -64,7 +71,9 @@ def problem_of(tensors: Tree, weight: float, initial: Tree) -> str:
     for name, tensor in tensors.items():
         known = initial.get(name)
         if "/" not in name and (known is None or known.shape != tensor.shape or known.dtype != tensor.dtype):
-            return f"its {name} is not as in the server's model"
+            return f"its {name[:100]} is not as in the server's model"
+        if tensor.is_complex() and not any(known.is_complex() for known in initial.values()):
+            return f"its {name[:100]} has complex numbers, but the model has none"
     try:
         check_finite([tensors], weight, initial)
     except NotFiniteError as error:
@@ -74,28 +83,16 @@ def problem_of(tensors: Tree, weight: float, initial: Tree) -> str:
 
 def kept_of(answer: Message) -> AtClient | Failure:
     """What a client says that it keeps."""
-    keeps = answer.values.get("keeps")
-    if answer.kind != "kept" or not isinstance(keeps, bool):
+    if answer.kind != "kept":
         return Failure("its answer does not say whether it keeps anything")
-    return AtClient(keeps)
+    return AtClient(answer.values["keeps"])
 
 
 def evaluation_of(answer: Message, training: LocalTraining, client: int) -> ClientEvaluation | Failure:
     """A client's evaluation; arguments as in :func:`update_of`."""
     values, weights, names = answer.values, answer.tensors.get("gate_weights"), _metric_names(training, client)
-    metrics = values.get("metrics")
-    fits = (
-        answer.kind == "evaluation"
-        and values.keys() == {*_OF_EVALUATION, *METRICS}
-        and all(_is_number(values[name]) and (isnan(values[name]) or 0 <= values[name] <= 1) for name in METRICS)
-        and _is_number(values["validation_loss"])
-        and isinstance(values["has_global_expert"], bool)
-        and isinstance(metrics, dict)
-        and metrics.keys() == {*names}
-        and all(_is_number(value) for value in metrics.values())
-        and (weights is None or _are_weights(weights))
-    )
-    if not fits:
+    fits = answer.kind == "evaluation" and values["metrics"].keys() == {*names}
+    if not fits or not (weights is None or _are_weights(weights, training.of(client).module)):
         return Failure("its answer is no evaluation")
     of_client = {name: values[name] for name in (*METRICS, "validation_loss", "has_global_expert")}
     of_client |= {"metrics": {name: values["metrics"][name] for name in names}, "gate_weights": weights}
@@ -113,10 +110,9 @@ def _metric_names(training: LocalTraining, client: int) -> list[str]:
     return names_of(training.metrics, measures_loss(training.of(client).module, training.datamodule))
 
 
-def _is_number(value: Any) -> TypeGuard[float]:
-    return isinstance(value, int | float) and not isinstance(value, bool)
-
-
-def _are_weights(weights: Tensor) -> bool:
-    """Whether these are the mean weights of a gate, shape (1, experts)."""
-    return weights.dim() == 2 and len(weights) == 1 and weights.dtype == torch.float64 and bool((weights >= 0).all())
+def _are_weights(weights: Tensor, module: LightningModule) -> bool:
+    """Whether these are the mean weights of a module's gate, shape (1, experts)."""
+    if not isinstance(module, MixtureOfExperts) or weights.dim() != 2 or weights.dtype != torch.float64:
+        return False
+    fits = len(weights) == 1 and weights.numel() and module.gate_width in (None, weights.shape[1])
+    return bool(fits and ((weights >= 0) & weights.isfinite()).all())

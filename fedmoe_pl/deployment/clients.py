@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -50,10 +50,10 @@ class AtClient(dict[str, Tensor]):
     """An empty tree in place of what a client keeps on its own machine.
 
     Args:
-        keeps: whether it keeps anything.
+        keeps: the number that the client gave the file; 0 if it keeps nothing.
     """
 
-    def __init__(self, keeps: bool) -> None:
+    def __init__(self, keeps: int) -> None:
         super().__init__()
         self.keeps = keeps
 
@@ -65,21 +65,23 @@ class Clients:
         transport: reaches them.
         descriptions: what each of them has said of itself, by id.
         num_classes: number of classes of their data.
+        max_change: how many times longer than usual the change that a client sends may be.
 
     Attributes:
         name: the run's name, which no other run has.
         states: the states of the run's phases that have begun.
-        needed: the files of a client that the run still needs.
     """
 
-    def __init__(self, transport: Transport, descriptions: Mapping[int, dict[str, Any]], num_classes: int) -> None:
+    def __init__(
+        self, transport: Transport, descriptions: Mapping[int, dict[str, Any]], num_classes: int, max_change: float
+    ) -> None:
         self.transport = transport
         self.descriptions = descriptions
         self.states: Mapping[str, PhaseState] = {}
         self.name = ""
-        self.needed: Callable[[int], list[tuple[str, int]]] = lambda client: []
         self.num_clients = len(descriptions)
         self.num_classes = num_classes
+        self.max_change = max_change
 
     def __iter__(self) -> Iterator[int]:
         return iter(range(self.num_clients))
@@ -95,11 +97,11 @@ class Clients:
             Each client's answer, or why there is none, in the order of ``messages``.
 
         Raises:
-            MisconfigurationException: before the end of the first round, if the configuration does not fit a client.
+            MisconfigurationException: before the end of the first round, if the configuration fits none of them.
         """
         seconds, answers, pending = training.client_timeout, dict[int, Message](), [*messages]
         messages = {
-            client: replace(message, values={**message.values, "run": self.name, "needed": self.needed(client)})
+            client: replace(message, values={**message.values, "run": self.name})
             for client, message in messages.items()
         }
         for _ in range(_TRIES):
@@ -118,7 +120,8 @@ class Clients:
             pending = [client for client, answer in prepared.items() if answer.kind != FAILED]
             if not pending:
                 break
-        return {client: self._checked(client, answers.get(client)) for client in messages}
+        self._check_configuration({client: answers[client] for client in messages if client in answers})
+        return {client: self._checked(answers.get(client)) for client in messages}
 
     def _preparation(self, kind: str, training: LocalTraining, client: int) -> Message:
         """What a client needs that has restarted, or that comes from another phase."""
@@ -129,26 +132,30 @@ class Clients:
         values = {"phase": training.phase, "rounds_before": training.rounds_before}
         return Message("begin", {"run": self.name, **values}, training.of(client).initial)
 
-    def _checked(self, client: int, answer: Message | None) -> Message | Failure:
+    def _check_configuration(self, answers: Mapping[int, Message]) -> None:
+        """Ends a run that has just begun if all clients say that its configuration does not fit: one alone may lie."""
+        refusals = [answer.kind == FAILED and answer.values.get("is_configuration") for answer in answers.values()]
+        if refusals and all(refusals) and not any(state.round for state in self.states.values()):
+            client, answer = next(iter(answers.items()))
+            raise MisconfigurationException(f"client {client}: {reason_of(answer)}")
+
+    def _checked(self, answer: Message | None) -> Message | Failure:
         if answer is None:
             return Failure("it is not connected, or its answer did not come in time")
         if answer.kind in (UNPREPARED, NOT_BEGUN):
             return Failure("it starts again and again")
-        if answer.kind != FAILED:
-            return answer
-        if answer.values.get("is_configuration") is True and not any(state.round for state in self.states.values()):
-            raise MisconfigurationException(f"client {client}: {reason_of(answer)}")
-        return Failure(reason_of(answer))
+        return Failure(reason_of(answer)) if answer.kind == FAILED else answer
 
 
 def reason_of(answer: Message) -> str:
     """Why a client has failed, as it says."""
-    return one_line(answer.values.get("reason", "it gives no reason"))
+    return one_line(answer.values.get("reason") or "it gives no reason")
 
 
-def one_line(text: Any) -> str:
-    """What another machine has sent as a text, on one line that is not too long."""
-    return " ".join(str(text).split())[:_LONGEST]
+def one_line(text: str) -> str:
+    """What another machine has sent as a text, on one line that is not too long, without a terminal's commands."""
+    start = "".join(letter if letter.isprintable() else " " for letter in text[: 10 * _LONGEST])
+    return " ".join(start.split())[:_LONGEST]
 
 
 def files_of(kept: Mapping[int, Tree], client: int) -> list[File]:

@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import json
-import math
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 
-from fedmoe_pl.deployment.clients import Transport, reason_of
-from fedmoe_pl.deployment.messages import FAILED, Message
+from fedmoe_pl.deployment.clients import Transport, one_line, reason_of
+from fedmoe_pl.deployment.messages import Message
 from fedmoe_pl.rounds.configuration import changes
 from fedmoe_pl.rounds.writing import replacing
 
@@ -25,7 +23,6 @@ _SECONDS_BETWEEN_LOOKS = 2.0
 _BACK_WITHIN = 60.0  # seconds that a server which continues a run waits for all clients
 _COMMON = ("shape", "dtype", "target_shape", "target_dtype", "normalization")
 _OWN = ("sizes", "global_test", "num_classes")
-_MOST = 10**8  # samples of a client, values of a sample, classes: more would take the server's memory
 
 
 def wait_for(
@@ -119,48 +116,13 @@ def _first_difference(a: Description, b: Description, keys: Sequence[str]) -> st
 
 def _problem_of(answer: Message, configuration: dict[str, str], phases: Sequence[str]) -> str:
     """Why an answer describes no client, or one with other settings, without a full stop; empty if it fits."""
-    if answer.kind == FAILED:
+    if answer.kind != "description":
         return reason_of(answer)
-    values, fits = (
-        answer.values,
-        {
-            "sizes": lambda sizes: _are_counts(sizes) and len(sizes) == 3 and sum(sizes) <= _MOST,
-            "global_test": lambda size: _are_counts([size]),
-            "num_classes": lambda number: _are_counts([number]),
-            "shape": _is_shape,
-            "target_shape": _is_shape,
-            "dtype": _is_dtype,
-            "target_dtype": _is_dtype,
-            "normalization": _is_normalization,
-        },
-    )
-    for key, does_fit in fits.items():
-        if key not in values or not does_fit(values[key]):
-            return f"its {key} is {str(values.get(key))[:100]}, which describes no data"
     try:
-        change = _other_settings(configuration, values, phases)
+        change = _other_settings(configuration, answer.values, phases)
     except Exception:  # whatever a client has sent
         return "its configuration cannot be read"
-    return change and f"{change}, as on the server"
-
-
-def _are_counts(values: Any) -> bool:
-    return isinstance(values, list) and all(type(value) is int and 0 <= value <= _MOST for value in values)
-
-
-def _is_shape(value: Any) -> bool:
-    return _are_counts(value) and math.prod(value) <= _MOST
-
-
-def _is_dtype(value: Any) -> bool:
-    return isinstance(value, str) and isinstance(getattr(torch, value, None), torch.dtype)
-
-
-def _is_normalization(value: Any) -> bool:
-    def are_numbers(values: Any) -> bool:
-        return isinstance(values, list) and all(isinstance(number, float) for number in values)
-
-    return value is None or (isinstance(value, list) and len(value) == 2 and all(map(are_numbers, value)))
+    return change and one_line(f"{change}, as on the server")
 
 
 def write_descriptions(folder: Path, descriptions: Mapping[int, Description]) -> None:

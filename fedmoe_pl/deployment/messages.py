@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import io
+import json
+import math
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import Tensor
 
+from fedmoe_pl.deployment.schema import DTYPES, HEADER, problem_of_values
 from fedmoe_pl.trees import Tree
 
 FAILED, UNPREPARED, NOT_BEGUN, LEAVES = "failed", "unprepared", "not begun", "leaves"
@@ -16,6 +17,8 @@ FAILED, UNPREPARED, NOT_BEGUN, LEAVES = "failed", "unprepared", "not begun", "le
 federation's clients, and ends."""
 NOTE = "note"
 """Kind of a message whose ``text`` the client shows whoever runs it."""
+_SIZE = 8  # bytes of the header's length
+_LONGEST_HEADER = 2**21  # bytes; enough for the names of 10,000 tensors
 
 
 class BadMessageError(Exception):
@@ -26,9 +29,12 @@ class BadMessageError(Exception):
 class Message:
     """A message, or the answer to one.
 
+    As bytes, it is a header in JSON and then the values of its tensors, one after another and not compressed. So it
+    takes no more memory than it has bytes, whatever it says of itself, and there is no code in it.
+
     Attributes:
         kind: what is asked for, or what the answer is.
-        values: plain values: numbers, texts, and lists and dicts of them.
+        values: plain values: numbers, texts, and lists and dicts of them; those of its kind in ``schema``.
         tensors: tensors by name.
     """
 
@@ -38,33 +44,43 @@ class Message:
 
     def to_bytes(self) -> bytes:
         """The message as bytes, every tensor with its data type and bits."""
-        # clones, because a view would be written with the whole tensor that it belongs to
-        tensors = {name: tensor.detach().cpu().clone() for name, tensor in self.tensors.items()}
-        buffer = io.BytesIO()
-        torch.save({"kind": self.kind, "values": self.values, "tensors": tensors}, buffer)
-        return buffer.getvalue()
+        listed = [
+            [name, str(tensor.dtype).removeprefix("torch."), [*tensor.shape]] for name, tensor in self.tensors.items()
+        ]
+        header = {"kind": self.kind, "values": self.values, "tensors": listed}
+        text = json.dumps(header, ensure_ascii=False).encode(errors="replace")
+        flat = (tensor.detach().cpu().contiguous().reshape(-1) for tensor in self.tensors.values())
+        return b"".join(
+            (len(text).to_bytes(_SIZE, "little"), text, *(each.view(torch.uint8).numpy().data for each in flat))
+        )
 
     @classmethod
     def from_bytes(cls, content: bytes) -> Message:
-        """Reads a message; no code in it is executed.
+        """Reads a message.
 
         Raises:
-            BadMessageError: if the bytes are no message.
+            BadMessageError: if the bytes are no message, or one with values or sizes that no message has.
         """
-        try:
-            read = torch.load(io.BytesIO(content), weights_only=True, map_location="cpu")
-            tensors = {name: tensor.detach() for name, tensor in read["tensors"].items()}
-            message = cls(read["kind"], read["values"], tensors)
-        except Exception as error:  # of other bytes, torch.load may raise anything
-            raise BadMessageError("the bytes are no message") from error
-        is_dict = isinstance(message.values, dict)
-        has_names = is_dict and all(isinstance(name, str) for name in (*message.values, *message.tensors))
-        of_tensors = all(_is_plain(tensor) for tensor in message.tensors.values())
-        if not (isinstance(message.kind, str) and has_names and of_tensors):
+        view = memoryview(content)
+        begin = _SIZE + int.from_bytes(view[:_SIZE], "little")
+        if not _SIZE < begin <= min(len(view), _SIZE + _LONGEST_HEADER):
             raise BadMessageError("the bytes are no message")
-        return message
-
-
-def _is_plain(tensor: Any) -> bool:
-    """Whether it is a tensor with its values in memory, neither sparse nor without data."""
-    return isinstance(tensor, Tensor) and tensor.layout == torch.strided and tensor.device.type == "cpu"
+        try:
+            header = json.loads(bytes(view[_SIZE:begin]))
+        except (ValueError, RecursionError) as error:
+            raise BadMessageError("the bytes are no message") from error
+        if not HEADER(header):
+            raise BadMessageError("the bytes are no message")
+        if problem := problem_of_values(header["kind"], header["values"]):
+            raise BadMessageError(problem)
+        sizes = [math.prod(shape) * DTYPES[dtype].itemsize for _, dtype, shape in header["tensors"]]
+        if begin + sum(sizes) != len(view):
+            raise BadMessageError(f"its tensors have {sum(sizes)} bytes, but {len(view) - begin} came")
+        tensors = {}
+        for (name, dtype, shape), size in zip(header["tensors"], sizes, strict=True):
+            flat = torch.empty(size, dtype=torch.uint8)
+            flat.numpy().data[:] = view[begin : begin + size]
+            # a byte other than 0 and 1 is no bool
+            tensors[name] = (flat.bool() if dtype == "bool" else flat.view(DTYPES[dtype])).reshape(shape)
+            begin += size
+        return cls(header["kind"], header["values"], tensors)

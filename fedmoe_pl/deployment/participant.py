@@ -16,18 +16,20 @@ from lightning.pytorch import LightningModule
 
 from fedmoe_pl.aggregation.aggregation import PREFIX
 from fedmoe_pl.algorithms.algorithm import Algorithm
+from fedmoe_pl.algorithms.overrides import needs_server_state, overrides
 from fedmoe_pl.backends import LocalTraining, Plan, one_thread, step_after_aggregation
-from fedmoe_pl.backends.client import is_of_training, with_training_state
+from fedmoe_pl.backends.client import given_to_others
 from fedmoe_pl.data import FederatedDataModule
 from fedmoe_pl.data.own_client import add_clients
 from fedmoe_pl.deployment.descriptions import check_same
 from fedmoe_pl.deployment.messages import FAILED, LEAVES, NOT_BEGUN, UNPREPARED, BadMessageError, Message
 from fedmoe_pl.deployment.own_data import described, own_data
-from fedmoe_pl.rounds.checkpoint import FILE, KEPT, load_federation
+from fedmoe_pl.deployment.own_files import OwnFiles
+from fedmoe_pl.rounds.checkpoint import FILE, load_federation
 from fedmoe_pl.rounds.evaluate import evaluate_clients
 from fedmoe_pl.rounds.evaluation import ClientEvaluation, Evaluation
-from fedmoe_pl.rounds.kept import File, read_kept, remove_others, write_kept
 from fedmoe_pl.rounds.own_client import OwnClient
+from fedmoe_pl.rounds.phase import Phase
 from fedmoe_pl.rounds.run import Run
 from fedmoe_pl.rounds.run_maker import RunMaker
 from fedmoe_pl.rounds.state import PhaseState
@@ -38,8 +40,9 @@ from fedmoe_pl.trees import Tree
 class Participant:
     """Answers the server's messages with the client half of the phases' algorithms.
 
-    What the client keeps is in files below ``folder``, one for each phase and round that the server may still need. The
-    messages say which of them to begin with, so that a client that was killed goes on as if nothing had happened.
+    What the client keeps is in files below ``folder``. The messages say from which of them to go on, so that a client
+    that was killed goes on as if nothing had happened. What leaves the client, from which phases it goes on, and which
+    files it removes follows from its own settings and files; it refuses messages that ask for anything else.
 
     Args:
         federation: the settings; the same as the server's.
@@ -68,6 +71,8 @@ class Participant:
         self._run_name = ""
         self._phase = ""
         self._plan: Plan | None = None
+        self._own: OwnFiles
+        self._initial_server: Tree = {}  # what the server need not send to clients that train alone
 
     def answer(self, message: Message) -> Message:
         """Answers a message; an exception becomes an answer that says what failed."""
@@ -80,7 +85,7 @@ class Participant:
             "step": self._step,
             "evaluate": self._evaluate,
             "read": self._read,
-            "write": self._write,
+            "exchange": self._exchange,
             "finish": self._finish,
         }
         if message.kind not in answers:
@@ -90,13 +95,14 @@ class Participant:
                 return Message(UNPREPARED)
             if message.kind not in ("describe", "prepare", "begin") and not self._is_in(message, "phase"):
                 return Message(NOT_BEGUN)
-            if "needed" in message.values:
-                needed = [self._file(*file)[:2] for file in message.values["needed"]]
-                remove_others(self._files / KEPT, self.client, needed)
+            if message.values.get("round", 0) > (self._training.rounds if self._plan else 0):
+                raise BadMessageError(f"round {message.values['round']} is none of the phase")
             with one_thread():
                 return answers[message.kind](message)
         except MisconfigurationException as error:
             return Message(FAILED, {"reason": str(error), "is_configuration": True})
+        except BadMessageError as error:
+            return Message(FAILED, {"reason": f"it refuses the message '{message.kind}': {error}"})
         except Exception as error:
             return Message(FAILED, {"reason": " ".join(f"{type(error).__name__}: {error}".split())})
 
@@ -150,7 +156,10 @@ class Participant:
     def _begin(self, message: Message) -> Message:
         """Plans a phase with the tensors that it starts from."""
         assert self.run is not None
-        phase = next(phase for phase in self.run.phases if phase.name == message.values["phase"])
+        name = message.values["phase"]
+        if name not in [phase.name for phase in self.run.phases]:
+            raise BadMessageError(f"the run has no phase {name!r}")
+        phase = _phase(self.run, name)
         module = self.run.module(phase)
         initial = {name: tensor.detach().cpu() for name, tensor in module.state_dict().items()}
         training = self.run.local_training(phase, module, {**initial, **message.tensors})
@@ -159,6 +168,8 @@ class Participant:
             algorithm=_receiving(phase.algorithm, training.aggregation is not None),
             rounds_before=message.values["rounds_before"],
         )
+        self._own = OwnFiles(self.run, phase, self.client)
+        self._initial_server = {} if phase.algorithm.federated else phase.algorithm.server_init(training.module)
         self._plan, self._phase = self.run.backend.plan(training).begin(training), phase.name
         self._remember("phase", message)
         return Message("begun")
@@ -179,60 +190,38 @@ class Participant:
         assert self._plan is not None
         return self._plan.training
 
-    def _file(self, phase: Any, round: Any, names: Any = None) -> File:
-        """A file that a message names: its phase becomes the name of a folder, its round that of a file.
-
-        Raises:
-            BadMessageError: if the run has no such phase, or the others are no number and no names.
-        """
-        if self.run is None or phase not in [each.name for each in self.run.phases]:
-            raise BadMessageError(f"the run has no phase {phase!r}")
-        if type(round) is not int or round < 0:
-            raise BadMessageError(f"a round is {round!r}, but must be a number")
-        if names is not None and not (isinstance(names, dict) and all(isinstance(old, str) for old in names.values())):
-            raise BadMessageError("the names of tensors must be texts, each with its name in the file")
-        return phase, round, names
-
-    def _kept(self, message: Message) -> Tree:
-        """What the client kept, from the files that the message names."""
-        tree: Tree = {}
-        for phase, round, names in [self._file(*file) for file in message.values["kept"]]:
-            tree |= read_kept(self._files / KEPT, phase, self.client, round, names)
-        return tree
-
-    def _keep(self, message: Message, tree: Tree) -> bool:
-        """Writes what the client keeps from now on; returns whether it keeps anything."""
-        if tree:
-            phase, round, _ = self._file(*message.values["keep"])
-            if phase != self._phase:
-                raise BadMessageError(f"phase '{phase}' is not that of the message, '{self._phase}'")
-            write_kept(self._files / KEPT, phase, self.client, round, tree)
-        return bool(tree)
+    def _server(self, message: Message) -> Tree:
+        """The server's state, as far as the client needs it."""
+        return {**self._initial_server, **message.tensors}
 
     def _request(self, message: Message) -> Message:
-        return Message("request", tensors=self._training.algorithm.client_request(self.client, self._kept(message)))
+        request = self._training.algorithm.client_request(self.client, self._own.read(message))
+        return Message("requested", tensors=request)
 
     def _train(self, message: Message) -> Message:
         assert self._plan is not None
-        kept = {self.client: self._kept(message)}
-        (group,) = self._plan.train_groups(message.tensors, [[self.client]], kept, message.values["round"])
+        kept = {self.client: self._own.read(message)}
+        (group,) = self._plan.train_groups(self._server(message), [[self.client]], kept, message.values["round"])
         if group.update is None:
             return Message(FAILED, {"reason": group.failed[self.client].reason})
-        keeps = self._keep(message, group.kept[self.client])
+        keeps = self._own.write(message, group.kept[self.client])
         return Message("update", {"weight": group.update.weight, "keeps": keeps}, group.update.sent)
 
     def _step(self, message: Message) -> Message:
-        round, kept = message.values["round"], {self.client: self._kept(message)}
-        stepped = step_after_aggregation(self._training, message.tensors, self.client, kept, round)
-        return Message("kept", {"keeps": self._keep(message, stepped)})
+        round, kept = message.values["round"], {self.client: self._own.read(message)}
+        stepped = step_after_aggregation(self._training, self._server(message), self.client, kept, round)
+        return Message("kept", {"keeps": self._own.write(message, stepped)})
 
     def _evaluate(self, message: Message) -> Message:
-        values, kept = message.values, self._kept(message)
-        algorithm = _phase_algorithm(self.run, self._phase) if values["whole"] else self._training.algorithm
-        training = replace(self._training, algorithm=algorithm)
+        values, kept = message.values, self._own.read(message)
+        phase = _phase(self.run, self._phase)
+        if not (phase.evaluate and values["moment"] in phase.moments):
+            raise BadMessageError(f"clients are not evaluated {values['moment']!r} in phase '{self._phase}'")
+        receives = self._training.algorithm
+        training = replace(self._training, algorithm=phase.algorithm if needs_server_state(receives) else receives)
         of_client = {self.client: kept} if kept else {}
         (evaluation,) = evaluate_clients(
-            training, message.tensors, of_client, values["round"], values["moment"], [self.client]
+            training, self._server(message), of_client, values["round"], values["moment"], [self.client]
         )
         weights = evaluation.gate_weights
         found = asdict(replace(evaluation, gate_weights=None, gate_labels=None))
@@ -249,27 +238,38 @@ class Participant:
         ]
         state = PhaseState(
             initial=self._training.initial,
-            server=message.tensors,
-            kept={self.client: self._kept(message)},
+            server=self._server(message),
+            kept={self.client: self._own.read(message)},
             evaluations=evaluations,
             finished=True,
             **message.values["state"],
         )
         states = {**self.run.states, self._phase: state}
+        self._own.finish(message)
         # in the order of the phases, although an earlier one may come late
         self.run.states = {phase.name: states[phase.name] for phase in self.run.phases if phase.name in states}
         self.run.save()
         return Message("finished", {"phases": [*states]})
 
     def _read(self, message: Message) -> Message:
-        """What the client keeps, for an exchange with other clients; not the state of its optimizer."""
-        kept = self._kept(message)
-        return Message("kept", tensors={name: tensor for name, tensor in kept.items() if not is_of_training(name)})
+        """What the client gives to others in an exchange, as it is after its last training."""
+        self._check_exchanges()
+        if not self._own.are_newest(message):
+            raise BadMessageError("clients exchange what they keep after their last training, and nothing older")
+        algorithm, values = self._training.algorithm, message.values
+        given = given_to_others(algorithm, self._own.read(message), values["parts"], values["round"])
+        return Message("given", tensors=given)
 
-    def _write(self, message: Message) -> Message:
-        """Keeps what the server sends, and what belongs to the client's training as before."""
-        kept = with_training_state(message.tensors, self._kept(message))
-        return Message("kept", {"keeps": self._keep(message, kept)})
+    def _exchange(self, message: Message) -> Message:
+        """Keeps what follows from the tensors that the server and other clients sent."""
+        self._check_exchanges()
+        kept = self._own.read(message)
+        exchanged = self._training.algorithm.client_exchange(self.client, kept, message.tensors)
+        return Message("kept", {"keeps": self._own.write(message, {**kept, **exchanged})})
+
+    def _check_exchanges(self) -> None:
+        if not overrides(self._training.algorithm, "exchange"):
+            raise BadMessageError(f"clients exchange nothing in phase '{self._phase}'")
 
 
 def _receiving(algorithm: Algorithm, has_aggregation: bool) -> Algorithm:
@@ -284,6 +284,6 @@ def _receiving(algorithm: Algorithm, has_aggregation: bool) -> Algorithm:
     return receiving
 
 
-def _phase_algorithm(run: Run | None, name: str) -> Algorithm:
+def _phase(run: Run | None, name: str) -> Phase:
     assert run is not None
-    return next(phase.algorithm for phase in run.phases if phase.name == name)
+    return next(phase for phase in run.phases if phase.name == name)

@@ -18,12 +18,12 @@ from fedmoe_pl.backends import (
     Plan,
     one_thread,
 )
-from fedmoe_pl.backends.backend import group_update
+from fedmoe_pl.backends.backend import fold, group_update
 from fedmoe_pl.deployment.answers import cannot_be_used, kept_of, problem_of, update_of
 from fedmoe_pl.deployment.clients import AtClient, Clients, files_of
 from fedmoe_pl.deployment.messages import Message
-from fedmoe_pl.rounds.kept import EXCHANGED, STEPPED
-from fedmoe_pl.trees import Tree
+from fedmoe_pl.deployment.proportions import out_of_proportion
+from fedmoe_pl.trees import Tree, of_parts, with_prefix
 
 
 class ClientsBackend(Backend):
@@ -80,11 +80,20 @@ class ClientsPlan(Plan):
 
     def train(self, server: Tree, cohort: Sequence[int], kept: Mapping[int, Tree], round: int) -> Iterator[GroupUpdate]:
         """Sends each client what the algorithm sends it, and yields their updates in the cohort's order."""
-        answers = self._ask("train", self.sent(server, cohort, kept, round), kept, round, keep=round + 1)
-        accepted: Update | None = None
-        for client, answer in answers.items():
-            update = answer if isinstance(answer, Failure) else self._tried(server, client, answer, accepted)
-            accepted = accepted or (update if isinstance(update, Update) else None)
+        sent = self.sent(server, cohort, kept, round)
+        answers = self._ask("train", sent, kept, round)
+        updates = {
+            client: answer if isinstance(answer, Failure) else self._update(client, answer)
+            for client, answer in answers.items()
+        }
+        weights = self.training.algorithm.own_weights
+        trees = {
+            client: {name: tensor for name, tensor in update.sent.items() if not name.startswith(weights)}
+            for client, update in updates.items()
+            if isinstance(update, Update)
+        }
+        updates |= out_of_proportion(trees, sent, self.clients.max_change)
+        for client, update in self._combinable(server, updates).items():
             yield group_update(self.training, [client], [update])
 
     def train_groups(
@@ -97,33 +106,41 @@ class ClientsPlan(Plan):
         self, server: Tree, clients: Sequence[int], kept: Mapping[int, Tree], round: int
     ) -> Iterator[tuple[int, Tree | Failure]]:
         """Sends the new server's state to the clients of the round."""
-        keep = STEPPED + round + 1
-        answers = self._ask("step", self.sent(server, clients, kept, round), kept, round, keep)
+        answers = self._ask("step", self.sent(server, clients, kept, round), kept, round)
         for client, answer in answers.items():
             yield client, answer if isinstance(answer, Failure) else kept_of(answer)
 
     def exchange(
         self, server: Tree, kept: Mapping[int, Tree], failed: Collection[int], round: int
-    ) -> Iterator[tuple[int, Tree, Tree]]:
-        """Collects what the clients keep, lets the algorithm exchange it, and hands each client what it keeps now."""
-        answers = self._ask("read", {client: {} for client in kept if client not in failed}, kept, round)
-        trees = self._trees(answers)
-        try:
-            exchanges = [*self.training.algorithm.exchange(server, trees, round)]
-        except Exception as error:  # whatever clients have sent
-            reason = cannot_be_used("tensors", error).reason.removeprefix("its ")
-            rank_zero_warn(f"round {round + 1}: clients exchange nothing, because {reason}.")
-            return
-        received = {client: from_others for client, _, from_others in exchanges}
-        exchanged = {client: tree for client, tree, _ in exchanges}
-        written = self._ask("write", exchanged, kept, round, keep=EXCHANGED + round + 1)
+    ) -> Iterator[tuple[int, Tree, Tree, Tree]]:
+        """Passes on what clients send each other; those that do not send what they should are left out."""
+        exchange, clients = self.training.algorithm.exchange, [client for client in kept if client not in failed]
+        parts = [of_senders for _, _, of_senders in exchange(server, clients, round)]
+        asked = {
+            sender: list(dict.fromkeys(part for of_senders in parts for part in of_senders.get(sender, ())))
+            for sender in sorted({sender for of_senders in parts for sender in of_senders})
+        }
+        given = self._given(asked, kept, round)
+        clients = [client for client in clients if client in given or client not in asked]
+        sent: dict[int, tuple[Tree, Tree]] = {}
+        for client, of_server, of_senders in exchange(server, clients, round):
+            received: Tree = {}
+            for sender, of_sender in of_senders.items():
+                received |= with_prefix(of_parts(given[sender], of_sender), f"{sender}.")
+            sent[client] = of_server, received
+        written = self._ask("exchange", {client: {**a, **b} for client, (a, b) in sent.items()}, kept, round)
         for client, answer in written.items():
             keeps = answer if isinstance(answer, Failure) else kept_of(answer)
             if isinstance(keeps, AtClient):  # the others keep what they kept
-                yield client, keeps, received[client]
+                yield client, keeps, *sent[client]
 
     def sent(self, server: Tree, clients: Sequence[int], kept: Mapping[int, Tree], round: int) -> dict[int, Tree]:
-        """What each client receives: the answer to its last request, or to a new one, and what the aggregation adds."""
+        """What each client receives: the answer to its last request, or to a new one, and what the aggregation adds.
+
+        Clients that train alone receive nothing: the server's state is that of the beginning, which they know.
+        """
+        if not self.training.algorithm.federated:
+            return {client: {} for client in clients}
         added = {name: tensor for name, tensor in server.items() if name.startswith(PREFIX)}
         added = {} if self.training.aggregation is None else added
         sent = {}
@@ -134,39 +151,69 @@ class ClientsPlan(Plan):
         return sent
 
     def _ask(
-        self, kind: str, tensors: Mapping[int, Tree], kept: Mapping[int, Tree], round: int, keep: int = 0
+        self, kind: str, tensors: Mapping[int, Tree], kept: Mapping[int, Tree], round: int, **values: Mapping[int, Any]
     ) -> dict[int, Message | Failure]:
-        """Sends clients messages of this phase; ``keep`` is the round in the name of the file that they write."""
-        values: dict[str, Any] = {"phase": self.training.phase, "round": round}
+        """Sends clients messages of this phase, each with its tensors and its values of other names."""
+        common: dict[str, Any] = {"phase": self.training.phase, "round": round}
         messages = {
-            client: Message(kind, {**values, "kept": files_of(kept, client), "keep": [self.training.phase, keep]}, tree)
+            client: Message(
+                kind,
+                {**common, "kept": files_of(kept, client), **{name: each[client] for name, each in values.items()}},
+                tree,
+            )
             for client, tree in tensors.items()
         }
         return self.clients.ask(self.training, messages)
 
-    def _tried(self, server: Tree, client: int, answer: Message, accepted: Update | None) -> Update | Failure:
-        """A client's update; a failure if the server cannot compute with it, alone or beside an accepted one."""
+    def _update(self, client: int, answer: Message) -> Update | Failure:
+        """A client's update; a failure if it is none."""
+        try:
+            return update_of(answer, self.training, client)
+        except Exception as error:  # whatever a client has sent
+            return cannot_be_used("update", error)
+
+    def _combinable(self, server: Tree, updates: Mapping[int, Update | Failure]) -> dict[int, Update | Failure]:
+        """The updates, with a failure in place of each with which the server cannot compute beside most others."""
+        checked = dict(updates)
+        while usable := {client: update for client, update in checked.items() if isinstance(update, Update)}:
+            (first, update), *others = usable.items()
+            if failure := self._computed(server, update):
+                checked[first] = failure
+                continue
+            failures = {client: self._computed(server, update, other) for client, other in others}
+            failed = {client: failure for client, failure in failures.items() if failure is not None}
+            if 2 * len(failed) <= len(others) or len(others) == 1:
+                return checked | failed
+            checked[first] = Failure("its update cannot be used beside most others")
+        return checked
+
+    def _computed(self, server: Tree, *updates: Update) -> Failure | None:
+        """Why the server cannot compute with updates together; None if it can."""
         algorithm, aggregation = self.training.algorithm, self.training.aggregation
         try:
-            update = update_of(answer, self.training, client)
-            if isinstance(update, Failure):
-                return update
-            with one_thread():
-                combined = (aggregation or algorithm).combine(accepted, update) if accepted else update
-                if aggregation is None:
+            combined = fold(aggregation or algorithm, updates)
+            if aggregation is None:
+                with one_thread():
                     algorithm.server_update(server, combined)
         except Exception as error:  # whatever a client has sent
             return cannot_be_used("update", error)
-        return update
+        return None
 
-    def _trees(self, answers: Mapping[int, Message | Failure]) -> dict[int, Tree]:
-        """What clients sent for an exchange; warns of tensors that cannot be those that a client keeps."""
-        trees = {}
-        for client, answer in answers.items():
+    def _given(self, parts: Mapping[int, list[str]], kept: Mapping[int, Tree], round: int) -> dict[int, Tree]:
+        """What clients give each other, by sender; warns of tensors that are not those that were asked for."""
+        given = {}
+        for client, answer in self._ask("read", {client: {} for client in parts}, kept, round, parts=parts).items():
             if isinstance(answer, Failure):
+                rank_zero_warn(f"client {client} is left out of the exchange: {answer.reason}.")
                 continue
-            if reason := problem_of(answer.tensors, 1, self.training.of(client).initial):
+            initial = self.training.of(client).initial
+            if answer.tensors.keys() != of_parts(initial, parts[client]).keys():
+                rank_zero_warn(f"client {client} is left out of the exchange: its tensors are not those of its parts.")
+            elif reason := problem_of(answer.tensors, 1, initial):
                 rank_zero_warn(f"client {client} is left out of the exchange: {reason}.")
             else:
-                trees[client] = answer.tensors
-        return trees
+                given[client] = answer.tensors
+        for client, failure in out_of_proportion(given, {}, self.clients.max_change).items():
+            rank_zero_warn(f"client {client} is left out of the exchange: {failure.reason}.")
+            del given[client]
+        return given

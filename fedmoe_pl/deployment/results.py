@@ -9,7 +9,7 @@ from typing import Any
 from lightning.pytorch.utilities import rank_zero_warn
 
 from fedmoe_pl.algorithms.algorithm import Moment
-from fedmoe_pl.algorithms.overrides import chooses_model
+from fedmoe_pl.algorithms.overrides import needs_server_state
 from fedmoe_pl.backends import Failure, LocalTraining, Plan
 from fedmoe_pl.deployment.answers import evaluation_of, without_values
 from fedmoe_pl.deployment.clients import Clients, files_of
@@ -31,12 +31,10 @@ def _about_result(
     values: dict[str, Any],
 ) -> dict[int, Message]:
     """Messages with all that clients need to make their models: what they would receive, or the server's state."""
-    algorithm = training.algorithm
-    whole = chooses_model(algorithm) or algorithm.has_predictor
     sent = dict.fromkeys(clients, server)
-    if not whole:
+    if not needs_server_state(training.algorithm):
         sent = ClientsPlan(training, asked).sent(server, clients, kept, values["round"])
-    values = {**values, "phase": training.phase, "whole": whole}
+    values = {**values, "phase": training.phase}
     return {
         client: Message(kind, {**values, "kept": files_of(kept, client)}, tensors) for client, tensors in sent.items()
     }

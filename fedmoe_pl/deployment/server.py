@@ -157,7 +157,7 @@ def serve(
     names, at_least = [phase.name for phase in federation.phases], federation.failures.min_clients
     descriptions = wait_for(transport, num_clients, ours, names, known, at_least)
     data = StandIn([*descriptions.values()], datamodule.batch_size)
-    clients = Clients(transport, descriptions, data.num_classes)
+    clients = Clients(transport, descriptions, data.num_classes, federation.failures.max_change)
     return federation.fit_elsewhere(
         model,
         data,
@@ -177,4 +177,4 @@ def _make_store(clients: Clients, run: Run) -> ClientsStore:
             temporary.write_text(uuid.uuid4().hex)
     clients.name, clients.states = path.read_text(), run.states
     write_descriptions(run.folder, clients.descriptions)
-    return ClientsStore(clients, run.states)
+    return ClientsStore()

@@ -4,31 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from fedmoe_pl.deployment.clients import AtClient, Clients, files_of
-from fedmoe_pl.rounds.kept import File, Joined, KeptByClients
-from fedmoe_pl.rounds.state import PhaseState
+from fedmoe_pl.deployment.clients import AtClient, files_of
+from fedmoe_pl.rounds.kept import File, KeptByClients
 from fedmoe_pl.rounds.store import Store
 from fedmoe_pl.trees import Tree
 
 
 class ClientsStore(Store):
-    """Refers to what clients keep on their own machines.
-
-    Args:
-        clients: the clients, which it tells what is still needed.
-        states: the states of all phases that have begun.
-    """
-
-    def __init__(self, clients: Clients, states: Mapping[str, PhaseState]) -> None:
-        self.clients = clients
-        self.states = states
-        self._of_checkpoints: list[Joined] = []  # what the last two checkpoints refer to
-        clients.needed = self.needed
+    """Refers to what clients keep on their own machines, where they themselves remove what has been replaced."""
 
     def write(self, phase: str, round: int, trees: Mapping[int, Tree]) -> dict[int, list[File]]:
         """The files that the clients have written."""
         return {
-            client: [(phase, round, None)] if isinstance(tree, AtClient) and tree.keeps else []
+            client: [(phase, tree.keeps, None)] if isinstance(tree, AtClient) and tree.keeps else []
             for client, tree in trees.items()
         }
 
@@ -40,15 +28,8 @@ class ClientsStore(Store):
         """Refers to the same files."""
         return self.updated(phase, kept, {})
 
-    def needed(self, client: int) -> list[tuple[str, int]]:
-        """The files of a client that the run or one of its last two checkpoints refers to."""
-        of_states = [kept for state in self.states.values() for kept in (state.kept, state.best_kept)]
-        files = [file for kept in (*of_states, *self._of_checkpoints) for file in files_of(kept, client)]
-        return sorted({(phase, round) for phase, round, _ in files})
-
     def remove_replaced(self, *needed: Mapping[int, Tree]) -> None:
-        """Remembers what the new checkpoint refers to; clients remove the rest when they are asked next."""
-        self._of_checkpoints = [*self._of_checkpoints[-1:], Joined(needed)]
+        """Nothing to do."""
 
     def remove_rest(self, phase: str, kept: Mapping[int, Tree]) -> None:
-        """Nothing to do: clients remove what is not needed when they are asked next."""
+        """Nothing to do."""

@@ -43,6 +43,8 @@ class ClientFailures:
             it has one, is ended a minute later.
         dropout: the probability with which a client drops out before its training, for experiments. It is counted, but
             no warning names it. At least one client stays, but with ``DifferentialPrivacy`` all may drop out.
+        max_change: how many times longer than usual the change that a client of a deployed federation sends may be;
+            see ``deployment.proportions``.
 
     Raises:
         MisconfigurationException: if an argument is out of range, or two contradict each other.
@@ -54,6 +56,7 @@ class ClientFailures:
         min_clients: int | None = None,
         client_timeout: float | None = None,
         dropout: float = 0.0,
+        max_change: float = 1000.0,
     ) -> None:
         if on_client_failure not in get_args(OnClientFailure):
             raise MisconfigurationException(
@@ -67,6 +70,8 @@ class ClientFailures:
             )
         if not 0 <= dropout < 1:
             raise MisconfigurationException(f"Federation: dropout is {dropout}, but must be at least 0 and below 1.")
+        if not max_change > 1:
+            raise MisconfigurationException(f"Federation: max_change is {max_change}, but must be above 1.")
         if on_client_failure == "raise" and min_clients is not None and not dropout:
             raise MisconfigurationException(
                 f"Federation: min_clients is {min_clients}, but must be left out with on_client_failure 'raise' and "
@@ -76,6 +81,7 @@ class ClientFailures:
         self.min_clients = min_clients or 1
         self.client_timeout = client_timeout
         self.dropout = dropout
+        self.max_change = max_change
 
     def check_thread(self) -> None:
         """Refuses a time limit where Python cannot keep it.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -73,7 +73,7 @@ class KeptOnDisk(Mapping[int, Tree]):
 
 
 File = tuple[str, int, Names | None]
-"""A file of a client: the phase and round after which it was written, and the tensors to use; None for all."""
+"""A file of a client: its phase, the number that the client gave it, and the tensors to use; None for all."""
 
 
 class KeptByClients(Mapping[int, Tree]):
@@ -185,17 +185,17 @@ def file_names(folder: Path) -> set[str]:
     return set(os.listdir(folder)) if folder.is_dir() else set()
 
 
-def _owner(phase: str, client: int, round: int) -> dict[str, Any]:
-    """What a file says about itself, so that no other client's or round's is taken for it."""
-    return {"phase": phase, "client": client, "round": round}
-
-
 def write_kept(folder: Path, phase: str, client: int, round: int, tree: Tree) -> None:
     """Writes the file with what a client keeps after a round."""
+    write_tree(folder / phase / file_name(client, round), tree, phase=phase, client=client, round=round)
+
+
+def write_tree(path: Path, tree: Tree, **owner: Any) -> None:
+    """Writes a file of tensors, with what it says about itself, so that no other is taken for it."""
     # clones, because a view would be written with the whole tensor that it belongs to
     tensors = {name: tensor.clone() for name, tensor in tree.items()}
-    with replacing(folder / phase / file_name(client, round)) as temporary:
-        save({**_owner(phase, client, round), "tensors": tensors}, temporary)
+    with replacing(path) as temporary:
+        save({**owner, "tensors": tensors}, temporary)
 
 
 def read_kept(folder: Path, phase: str, client: int, round: int, names: Names | None = None) -> Tree:
@@ -212,29 +212,19 @@ def read_kept(folder: Path, phase: str, client: int, round: int, names: Names | 
         MisconfigurationException: if the file is missing, damaged or another client's.
     """
     path = folder / phase / file_name(client, round)
+    return read_tree(path, names, phase=phase, client=client, round=round)
+
+
+def read_tree(path: Path, names: Names | None, **owner: Any) -> Tree:
+    """Reads what :func:`write_tree` wrote; names and exception as in :func:`read_kept`."""
     try:
         content = load(path)
     except DamagedFileError as error:
-        raise _unreadable(path, client) from error
-    owner = _owner(phase, client, round)
+        raise _unreadable(path, owner["client"]) from error
     if not isinstance(content, dict) or {name: content.get(name) for name in owner} != owner:
-        raise _unreadable(path, client)
+        raise _unreadable(path, owner["client"])
     tree = content["tensors"]
     return tree if names is None else _selected(tree, names)
-
-
-def remove_others(folder: Path, client: int, needed: Collection[Sequence[Any]]) -> None:
-    """Removes the files of a client that are not needed.
-
-    Args:
-        folder: the folder of all such files.
-        client: the client's id.
-        needed: the phase and the round of each file to keep.
-    """
-    names = {(phase, file_name(client, round)) for phase, round in needed}
-    for path in folder.glob(f"*/{client}_*.pt"):
-        if (path.parent.name, path.name) not in names:
-            path.unlink(missing_ok=True)
 
 
 def _unreadable(path: Path, client: int) -> MisconfigurationException:

@@ -103,7 +103,7 @@ def run_round(
             state.server = algorithm.server_final(state.server)
     _after_aggregation(run, phase, plan, trained.clients, round, log)
     if state.server_learns:
-        state.add_traffic("between_clients", _exchange(run, phase, plan, trained.failed, round, log))
+        _exchange(run, phase, plan, trained.failed, round, log)
     run.progress.end_round()
     run.call("on_server_update", phase, round)
     evaluates = is_evaluated_after(run, phase, state.round)
@@ -163,15 +163,16 @@ def _after_aggregation(run: Run, phase: Phase, plan: Plan, cohort: Sequence[int]
     run.failures.report(phase, state.round, failed)
 
 
-def _exchange(run: Run, phase: Phase, plan: Plan, failed: Sequence[int], round: int, log: TransferLog) -> Traffic:
-    """Lets clients send each other tensors, all computed from those they kept before; returns the traffic."""
+def _exchange(run: Run, phase: Phase, plan: Plan, failed: Sequence[int], round: int, log: TransferLog) -> None:
+    """Lets clients send each other tensors, all computed from those they kept before."""
     if not overrides(phase.algorithm, "exchange"):
-        return Traffic()
-    state, received, written = run.states[phase.name], Traffic(), dict[int, Any]()
-    for client, kept, from_others in plan.exchange(state.server, state.kept, failed, round):
+        return
+    state, written = run.states[phase.name], dict[int, Any]()
+    for client, kept, sent, received in plan.exchange(state.server, state.kept, failed, round):
         written.update(run.store.write(phase.name, EXCHANGED + round + 1, {client: kept}))
-        received += Traffic.of(from_others)
-        log.add("between_clients", client, from_others)
+        state.add_traffic("down", Traffic.of(sent))
+        state.add_traffic("between_clients", Traffic.of(received))
+        log.add("down", client, sent)
+        log.add("between_clients", client, received)
     if written:
         state.kept = run.store.updated(phase.name, state.kept, written)
-    return received

@@ -2,11 +2,13 @@
 
 import copy
 import math
+import re
 
 import pytest
 import torch
 import torch.nn.functional as F
 from helpers import Embedding, assert_same_bits, blobs, momentum_sgd, phase, run, sparse_mixture, tensors
+from helpers.backends import exchanged
 from helpers.runs import Kill, assert_same
 from helpers.workers import TwoInThisProcess
 from lightning.fabric.utilities.exceptions import MisconfigurationException
@@ -34,10 +36,10 @@ def values(*numbers) -> dict:
     return {client: {"experts.0.w": torch.tensor([float(number)])} for client, number in enumerate(numbers)}
 
 
-def exchanged(algorithm, server, kept, round) -> dict:
+def numbers(exchanged) -> dict:
     return {
         client: (own["experts.0.w"].item(), {name: tensor.item() for name, tensor in received.items()})
-        for client, own, received in algorithm.exchange(server, kept, round)
+        for client, (own, received) in exchanged.items()
     }
 
 
@@ -52,9 +54,8 @@ def test_a_round_mixes_by_the_matrix_of_the_update_round_before_it_or_by_its_own
     for round, proxies in enumerate([right_angle, {}, in_line, {}]):
         server = algorithm.server_update(server, Update({"embedding.w": torch.full((1,), float(round)), **proxies}, 2))
         assert server["embedding.w"].item() == round
-        found.append(exchanged(algorithm, server, kept, round))
-        sent = algorithm.server_send(server, 1, {})
-        assert len(sent) == (3 if proxies else 1), "clients get their rows after an update round"
+        found.append(numbers(exchanged(algorithm, server, kept, round)))
+        assert [*algorithm.server_send(server, 1, {})] == ["embedding.w"]
     a = 8 / (1 + E)
     distant = {0: (a, {"1.experts.0.w": 8.0}), 1: (8 - a, {"0.experts.0.w": 0.0})}
     alike = {0: (4.0, {"1.experts.0.w": 8.0}), 1: (4.0, {"0.experts.0.w": 0.0})}
@@ -184,7 +185,7 @@ def test_all_others_and_equal_gates_are_the_plain_mean_of_all_experts(tmp_path):
     assert not torch.equal(*(one.run.states["DA"].kept[client]["experts.0.0.weight"] for client in (0, 1)))
     kept = one.run.states["DA"].kept
     state = one.run.states["DA"].server
-    after = {client: own for client, own, _ in algorithm.exchange({**state, **latest_as_before(state)}, kept, 1)}
+    after = {client: own for client, (own, _) in exchanged(algorithm, state | latest_as_before(state), kept, 1).items()}
     mean = sum(kept[client][f"experts.{index}.0.weight"] for client in range(N) for index in range(2)) / (2 * N)
     for client in range(N):
         for index in range(2):
@@ -203,12 +204,12 @@ def traffic(tmp_path, algorithm, num_experts, rounds, **kwargs):
 
 
 def test_traffic_is_what_it_is_by_hand(tmp_path):
-    """K = 2, all others: updates in rounds 1 and 3, rows of 6 experts sent in 2 and 4, experts mixed from 2 on."""
+    """K = 2, all others: updates in rounds 1 and 3, experts mixed from 2 on, with rows of 6 experts."""
     found = traffic(tmp_path, FedMoEDA("all", interval=2), 2, rounds=4)
-    rows = 2 * (2 * N) * 2  # of a client: an index and a weight for each of 6 experts, for 2 experts
+    rows = 3 * 3 * (2 * N) * 2  # 3 rounds, of a client: client, index and weight of each of 6 experts, for 2 experts
     experts = 3 * N * 2 * (N - 1) * EXPERT  # 3 rounds, of each of 2 clients both experts
     parameters = {"down": N * 4 * EMBEDDING, "up": N * 4 * EMBEDDING, "between_clients": experts}
-    values = {"down": N * 2 * rows, "up": N * 2 * 2 * PROXY, "between_clients": 0}  # of the algorithm, not the model
+    values = {"down": N * rows, "up": N * 2 * 2 * PROXY, "between_clients": 0}  # of the algorithm, not the model
     assert found == {
         **{f"parameters_{way}": n for way, n in parameters.items()},
         **{f"bytes_{way}": 8 * (n + values[way]) for way, n in parameters.items()},
@@ -221,7 +222,7 @@ def test_traffic_between_clients_is_p_k_experts_where_all_are_others_and_differe
     assert found["parameters_between_clients"] == N * 4 * 1 * 1 * EXPERT
     assert found["parameters_up"] == found["parameters_down"] == N * 5 * EMBEDDING
     assert found["bytes_up"] == 8 * N * (5 * EMBEDDING + PROXY)
-    assert found["bytes_down"] == 8 * N * (5 * EMBEDDING + 2 * 2)  # a row of 2 indices and 2 weights, once
+    assert found["bytes_down"] == 8 * N * (5 * EMBEDDING + 4 * 2 * 3)  # rows of 2 experts: client, index and weight
 
 
 def test_an_expert_that_two_rows_need_is_received_once_and_the_own_ones_never():
@@ -231,8 +232,20 @@ def test_an_expert_that_two_rows_need_is_received_once_and_the_own_ones_never():
     server = algorithm.server_update({}, Update({"proxies/0": line.repeat(2, 1), "proxies/1": line}, 2))
     server = algorithm.server_update(server, Update({"proxies/0": line.repeat(2, 1), "proxies/1": line}, 2))
     kept = {0: {"experts.0.w": torch.zeros(1), "experts.1.w": torch.ones(1)}, 1: {"experts.0.w": torch.full((1,), 5.0)}}
-    received = {client: sorted(got) for client, _, got in algorithm.exchange(server, kept, 1)}
+    received = {client: sorted(got) for client, (_, got) in exchanged(algorithm, server, kept, 1).items()}
     assert received == {0: ["1.experts.0.w"], 1: ["0.experts.0.w", "0.experts.1.w"]}
+
+
+def test_an_exchange_of_what_is_not_declared_is_refused():
+    class Silent(FedMoEDA):
+        def is_exchanged(self, name, round):
+            return False
+
+    algorithm, line = Silent("all", interval=1, sync_matrix=True), torch.tensor([[1.0, 0.0]])
+    server = algorithm.server_update({}, Update({"proxies/0": line, "proxies/1": line}, 2))
+    sentence = "Silent: exchange asks for 'experts.0.w' in round 1, but must leave it with its client"
+    with pytest.raises(MisconfigurationException, match=re.escape(sentence)):
+        exchanged(algorithm, server, values(0, 8), 0)
 
 
 def test_a_frozen_embedding_from_a_checkpoint_keeps_its_bits_and_is_not_sent(tmp_path):
@@ -254,7 +267,7 @@ def test_a_frozen_embedding_from_a_checkpoint_keeps_its_bits_and_is_not_sent(tmp
         assert not any(name.startswith("embedding.") for name in state.kept[client])
         assert (own["experts.0.0.weight"] - pretrained.experts[0][0].weight).abs().max() > 0.5, "not from there"
     assert state.traffic["bytes_up"] == 8 * N * 2 * 2 * PROXY  # gates in rounds 1 and 3
-    assert state.traffic["bytes_down"] == 8 * N * 2 * 2 * 2  # rows in round 2
+    assert state.traffic["bytes_down"] == 8 * N * 2 * 2 * 2 * 3  # rows of 2 experts in rounds 2 and 3
     assert state.traffic["parameters_up"] == state.traffic["parameters_down"] == 0
 
 

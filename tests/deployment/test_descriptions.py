@@ -35,16 +35,16 @@ def transport_with(tmp_path, change, kind="describe", most=None):
 @pytest.mark.parametrize(
     ("change", "reason"),
     [
-        (with_values(sizes=[3, -1, 2]), r"its sizes is \[3, -1, 2\], which describes no data"),
+        (with_values(sizes=[3, -1, 2]), r"its sizes is \[3, -1, 2\], which no 'description' has"),
         (with_values(sizes=[10**12, 0, 0]), "its sizes is"),
         (with_values(sizes=None), "its sizes is None"),
         (with_values(global_test=1.5), r"its global_test is 1\.5"),
-        (with_values(num_classes="three"), "its num_classes is three"),
+        (with_values(num_classes="three"), "its num_classes is 'three'"),
         (with_values(shape=[10**6, 10**6]), "its shape is"),
-        (with_values(dtype="load"), "its dtype is load"),
+        (with_values(dtype="load"), "its dtype is 'load'"),
         (with_values(normalization=[[0.0]]), r"its normalization is \[\[0\.0\]\]"),
         (with_values(configuration={"hparams": "{"}), "its configuration cannot be read"),
-        (lambda answer: Message("description"), "its sizes is None"),
+        (lambda answer: Message("description"), "its client is None"),
         (lambda answer: Message("failed", {"reason": "no data"}), "no data"),
     ],
 )
@@ -137,6 +137,17 @@ def test_a_configuration_that_does_not_fit_a_client_ends_the_server_before_any_t
         deploy(METHOD, data(), tmp_path, transport, **OF_TRAINER)
     assert "update" not in {message.kind for _, message in transport.heard}
     assert not [*tmp_path.glob("client*/**/*.pt")]
+
+
+def test_one_client_alone_cannot_end_the_server(tmp_path):
+    everybody = replace(METHOD, phases=lambda: [replace(METHOD.phases()[0], clients_per_round=1.0)])
+    transport = Passing(participants(everybody, data(), tmp_path, **OF_TRAINER))
+    refusal = Message("failed", {"reason": "no", "is_configuration": True})
+    transport.participants[CLIENT] = Changing(transport.participants[CLIENT], "train", lambda _: refusal)
+    with pytest.warns(UserWarning) as warned:
+        deployed = deploy(everybody, data(), tmp_path, transport, **OF_TRAINER)
+    assert str(warned[0].message) == f"Phase 'FedPer', round 1: client {CLIENT} is left out: no"
+    assert deployed.run.states["FedPer"].round == 4
 
 
 class Lazy(Dataset):

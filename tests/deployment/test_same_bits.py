@@ -1,17 +1,23 @@
 """A deployed federation ends with the bits of a simulation, for every method that can be deployed."""
 
 import math
+from collections import Counter
 from dataclasses import replace
 
 import pytest
 import torch
-from helpers.deployed import deploy, federation, kept_by
-from helpers.methods import METHODS, data
+from helpers.deployed import Passing, deploy, federation, kept_by, participants
+from helpers.methods import CHOOSING, METHODS, data, kind, ledger
 
 from fedmoe_pl.backends import TrainerBackend
+from fedmoe_pl.backends.traffic import WEIGHT
+from fedmoe_pl.callbacks import TrafficLedger
 from fedmoe_pl.deployment import Participant
 
 REFUSED = ("FedJETs", "PMMoE")
+OF_ROUNDS = ("request", "train", "step", "exchange")
+WAYS = {"down": "down", "between_clients": "down", "requests": "up", "up": "up"}
+"""Through the server of a deployment, by the directions of the ledger."""
 SPLIT = {"validation_fraction": 0.2, "test_fraction": 0.2}
 
 
@@ -26,12 +32,52 @@ def near(a, b) -> bool:
     return a == b
 
 
+def assert_sends_what_the_ledger_has(transport, simulated):
+    """In every round, each client's tensors on the wire are those of the simulation's ledger, in both directions.
+
+    What clients send each other, the server receives once, and sends everyone who needs it.
+    """
+    rows = [row for row in ledger(simulated) if row["tensor"] != "(weight)"]
+    expected, between = Counter(), set()
+    for row in rows:
+        phase, round, size = row["phase"], int(row["round"]), int(row["bytes"])
+        expected[phase, round, WAYS[row["direction"]], int(row["client"]), row["tensor"], size] += 1
+        if row["direction"] == "between_clients":
+            sender, _, name = row["tensor"].partition(".")
+            between.add((phase, round, "up", int(sender), name, size))
+    assert transport.sent(OF_ROUNDS) == expected
+    assert transport.sent(["read"]) == Counter(between)
+    assert {name for *_, way, _, name, _ in transport.sent(["evaluate"]) if way == "up"} <= {"gate_weights"}
+    assert not [way for *_, way, _, _, _ in transport.sent(["finish"]) if way == "up"]
+
+
+def assert_sends_what_the_audit_says(transport, audits, name):
+    """In every audited round, each client's tensors are these; where clients' data decide, their kinds are."""
+    for phase, audit in audits.items():
+        declared, rounds = Counter(), range(1, len(audit.transfers) + 1)
+        for round, sent in zip(rounds, audit.transfers, strict=True):
+            tensors = [each for each in sent if each.tensor != WEIGHT]
+            declared.update((phase, round, WAYS[way], client, name, size) for way, client, name, *_, size in tensors)
+        found = {key: n for key, n in transport.sent(OF_ROUNDS).items() if key[0] == phase and key[1] in rounds}
+        if name in CHOOSING:
+            kinds = [{(way, kind(tensor)) for _, _, way, _, tensor, _ in each} for each in (found, declared)]
+            assert kinds[0] == kinds[1]
+        else:
+            assert found == declared
+
+
 @pytest.mark.parametrize("name", [name for name in METHODS if name not in REFUSED])
 def test_every_method(name, tmp_path):
     method, datamodule = evaluated(METHODS[name]), data(**SPLIT)
-    simulated = federation(method.phases(), tmp_path / "simulation", backend=TrainerBackend())
+    simulated = federation(
+        method.phases(), tmp_path / "simulation", backend=TrainerBackend(), callbacks=[TrafficLedger()]
+    )
     simulated.fit(method.model(), datamodule)
-    deployed = deploy(method, data(**SPLIT), tmp_path, backend=TrainerBackend())
+    transport = Passing(participants(method, data(**SPLIT), tmp_path, backend=TrainerBackend()))
+    deployed = deploy(method, data(**SPLIT), tmp_path, transport, backend=TrainerBackend())
+    assert_sends_what_the_ledger_has(transport, simulated)
+    audits = federation(method.phases(), tmp_path, backend=TrainerBackend()).audit(method.model(), data(**SPLIT))
+    assert_sends_what_the_audit_says(transport, audits, name)
 
     for phase, state in simulated.run.states.items():
         other = deployed.run.states[phase]

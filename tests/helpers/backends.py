@@ -1,6 +1,7 @@
 """Trains the clients of one phase with a backend, and compares two backends."""
 
 from functools import partial
+from types import SimpleNamespace
 
 import torch
 from torch import nn
@@ -8,6 +9,7 @@ from torch import nn
 from fedmoe_pl.algorithms.client import Update
 from fedmoe_pl.backends import LEAN_TRAINER, LocalTraining, Plan, StackedBackend, TrainerBackend
 from fedmoe_pl.backends.backend import fold
+from fedmoe_pl.backends.dry import DryPlan
 from fedmoe_pl.models import PersonalizedMoE
 from helpers import Expert
 
@@ -32,6 +34,12 @@ class TwoGroups(PersonalizedMoE):
         ]
         optimizer = torch.optim.SGD(groups, lr=0.05)
         return {"optimizer": optimizer, "lr_scheduler": torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)}
+
+
+def exchanged(algorithm, server, kept, round) -> dict:
+    """What each client keeps after an exchange, and what it received from other clients, by client."""
+    plan = DryPlan(SimpleNamespace(algorithm=algorithm))
+    return {client: (own, received) for client, own, _, received in plan.exchange(server, kept, (), round)}
 
 
 def local_training(module, algorithm, datamodule, max_epochs=2, rounds=1, **trainer) -> LocalTraining:

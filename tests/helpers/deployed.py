@@ -1,5 +1,6 @@
 """A deployed federation in one process: clients with data of their own, and a transport that only passes bytes."""
 
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -7,12 +8,16 @@ import pytest
 import torch
 
 from fedmoe_pl import Federation
-from fedmoe_pl.deployment import Message, Participant, Transport, serve
-from fedmoe_pl.deployment.messages import NOT_BEGUN, UNPREPARED
+from fedmoe_pl.backends import TrainerBackend
+from fedmoe_pl.deployment import BadMessageError, Message, Participant, Transport, serve
+from fedmoe_pl.deployment.messages import FAILED, NOT_BEGUN, UNPREPARED
+from fedmoe_pl.deployment.own_files import read_own
 from fedmoe_pl.rounds.checkpoint import KEPT
-from fedmoe_pl.rounds.kept import read_kept
 from helpers import TensorData
+from helpers.methods import METHODS
+from helpers.methods import data as of_five_clients
 
+HOSTILE = 1  # the client that is hostile where a test has one
 QUIET = {"logger": False, "enable_progress_bar": False}
 
 
@@ -22,12 +27,13 @@ class Passing(Transport):
     Attributes:
         participants: the participants by client; those left out are not connected.
         heard: kind and values of every message, with its client, in order.
+        answers: the answer to each of them.
         before: called with the client and the message before it is passed on; None for nothing.
     """
 
     def __init__(self, participants, before: Callable | None = None):
         self.participants = participants
-        self.heard = []
+        self.heard, self.answers = [], []
         self.before = before
 
     def ask(self, messages, seconds):
@@ -38,8 +44,22 @@ class Passing(Transport):
             if client in self.participants:
                 self.heard.append((client, message))
                 answer = self.participants[client].answer(Message.from_bytes(message.to_bytes()))
-                answers[client] = Message.from_bytes(answer.to_bytes())
+                try:
+                    answers[client] = Message.from_bytes(answer.to_bytes())
+                except BadMessageError as error:
+                    answers[client] = Message(FAILED, {"reason": str(error)})
+                self.answers.append(answers[client])
         return answers
+
+    def sent(self, kinds) -> Counter:
+        """The tensors of all messages of some kinds, as phase, round, way, client, name and bytes, and how often."""
+        found = Counter()
+        for (client, message), answer in zip(self.heard, self.answers, strict=True):
+            if message.kind in kinds and answer.kind not in (UNPREPARED, NOT_BEGUN):
+                where = message.values["phase"], message.values["round"] + 1
+                for way, tensors in (("down", message.tensors), ("up", answer.tensors)):
+                    found.update((*where, way, client, name, tensor.nbytes) for name, tensor in tensors.items())
+        return found
 
 
 class Changing:
@@ -69,6 +89,29 @@ class Changing:
 def with_values(**changed) -> Callable:
     """A change of some of an answer's values."""
     return lambda answer: Message(answer.kind, {**answer.values, **changed}, answer.tensors)
+
+
+def without(key) -> Callable:
+    """A change that leaves one of an answer's values out."""
+    return lambda answer: Message(answer.kind, {k: v for k, v in answer.values.items() if k != key}, answer.tensors)
+
+
+def tensors(change: Callable) -> Callable:
+    """A change of an answer's tensors."""
+    return lambda answer: Message(answer.kind, answer.values, change(answer.tensors))
+
+
+def with_hostile(name, folder, kind, change, client=HOSTILE, **of_phase) -> Federation:
+    """Deploys the first federated phase of a method with a client whose answers to one kind of message are changed."""
+
+    def phases():
+        phase = next(phase for phase in METHODS[name].phases() if phase.algorithm.federated)
+        return [replace(phase, **{"evaluate": True, "start": None, **of_phase})]
+
+    method, backend = replace(METHODS[name], phases=phases), TrainerBackend()
+    all_of_them = participants(method, of_five_clients(), folder, backend=backend)
+    all_of_them[client] = Changing(all_of_them[client], kind, change)
+    return deploy(method, of_five_clients(), folder, Passing(all_of_them), backend=backend)
 
 
 def federation(phases, folder, **kwargs) -> Federation:
@@ -130,7 +173,7 @@ def killed(method, data, folder, messages, **kwargs) -> Passing:
 def kept_by(folder, server, phase, client) -> dict:
     """What a client keeps of a phase, read from its own disk."""
     name = (server.run_dir / "deployment.txt").read_text()
-    tree = {}
-    for of_phase, round, names in server.run.states[phase].kept.files.get(client, []):
-        tree |= read_kept(folder / f"client {client}" / name / KEPT, of_phase, client, round, names)
+    kept, tree = folder / f"client {client}" / name / KEPT, {}
+    for of_phase, number, names in server.run.states[phase].kept.files.get(client, []):
+        tree |= read_own(kept, of_phase, client, number, names)
     return tree

@@ -1,6 +1,7 @@
 """Every method of the package as phases on five small clients, with what must never leave a client."""
 
 import csv
+import re
 from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -49,6 +50,7 @@ from fedmoe_pl.algorithms import (
     SpecialistMixture,
 )
 from fedmoe_pl.models import GlobalOnly, LinearGate, LocalOnly, MixtureWeights, MLPGate, NetworkGate, PooledMoE
+from fedmoe_pl.rounds.audit import without_numbers
 from helpers import Expert, blobs, mixture, sparse_mixture
 from helpers.architectures import pair
 from helpers.backends import WithBatchNorm
@@ -218,6 +220,14 @@ METHODS = {
         IFCA,
     ),
 }
+
+
+CHOOSING = {"FedKD", "FedMix", "FedJETs", "FedMoEDA", "IFCA"}  # what is sent depends on the clients' data
+
+
+def kind(tensor):
+    """The name without numbers, and without the factors of which FedKD may send a tensor."""
+    return re.sub("/[usv]$", "", without_numbers(f".{tensor}"))
 
 
 def data(**kwargs):

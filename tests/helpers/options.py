@@ -144,6 +144,7 @@ ACCEPTED = {
     ("FedALA", "sample_share"): "the same",
     ("FedALA", "max_passes"): "the same",
     ("FedALA", "batch_size"): "the same",
+    ("Federation", "max_change"): "clients of a simulation are not suspected",
     ("FedMoEDA", "interval"): "if no experts are averaged, it still says how often proxies are sent",
     ("Phase", "ckpt_path"): "it takes the place of training, whose arguments stay for newcomers and for other runs",
     ("Phase", "round_lr_scheduler"): "in a single round, a warm-up still sets the rate",

@@ -292,7 +292,7 @@ class AsksClients(FedAvg):
 
 
 class Exchanging(FedAvg):
-    def exchange(self, server, kept, round):
+    def exchange(self, server, clients, round):
         yield from ()
 
 

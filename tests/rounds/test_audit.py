@@ -2,7 +2,6 @@
 
 import copy
 import inspect
-import re
 from collections import Counter
 from fnmatch import fnmatchcase
 from functools import cache
@@ -11,7 +10,7 @@ import pytest
 import torch
 from helpers import blobs, mixture, phase, run, sparse_mixture
 from helpers.clusters import clustered, only
-from helpers.methods import METHODS, Messages, data, ledger
+from helpers.methods import CHOOSING, METHODS, Messages, data, kind, ledger
 from helpers.runs import assert_same
 
 from fedmoe_pl import Algorithm, Federation, Phase, algorithms
@@ -20,9 +19,7 @@ from fedmoe_pl.algorithms import EpsilonGreedyIFCA, FedAvg, FedJETs
 from fedmoe_pl.backends import TrainerBackend
 from fedmoe_pl.callbacks import TrafficLedger
 from fedmoe_pl.models import GlobalOnly
-from fedmoe_pl.rounds.audit import without_numbers
 
-CHOOSING = {"FedKD", "FedMix", "FedJETs", "FedMoEDA", "IFCA"}  # what is sent depends on the clients' data
 QUICK = {"FedAvg", "FedAPEN", "FedMix", "FedMoEDA", "FedPAC", "SpecialistMixture"}
 
 
@@ -104,11 +101,6 @@ def test_the_audit_declares_what_the_ledger_of_every_method_then_has(name, recor
             expected = [(int(row["round"]), *(row[column] for column in columns)) for row in found]
             values = [(round, *(str(getattr(each, column)) for column in columns)) for round, each in declared]
             assert values == expected
-
-
-def kind(tensor):
-    """The name without numbers, and without the factors of which FedKD may send a tensor."""
-    return re.sub("/[usv]$", "", without_numbers(f".{tensor}"))
 
 
 @pytest.mark.parametrize(

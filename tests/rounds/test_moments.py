@@ -19,6 +19,7 @@ from helpers import (
 )
 from helpers import run as finished
 from helpers.architectures import SIZES, pair
+from helpers.backends import exchanged
 from helpers.runs import Kill, assert_same, data, federation, model
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 
@@ -110,13 +111,13 @@ def test_before_an_exchange_a_client_has_the_experts_that_it_trained(tmp_path):
     run = finished([both], sparse_mixture(2), blobs(), tmp_path)
     kept = run.run.states["DA"].kept
     trained = {client: subtree(kept[client], "trained/") for client in kept}
-    exchanged = {client: got for client, got, _ in algorithm.exchange(run.run.states["DA"].server, trained, 2)}
+    after_exchange = exchanged(algorithm, run.run.states["DA"].server, trained, 2)
     for client in range(3):
         names = [name for name in trained[client] if name.startswith("experts.")]
         before = tensors(run.client_module("DA", client), "experts.")
         assert_same_bits(before, {name: trained[client][name] for name in names})
         after = tensors(run.client_module("DA after aggregation", client), "experts.")
-        assert_same_bits(after, {name: exchanged[client][name] for name in names})
+        assert_same_bits(after, {name: after_exchange[client][0][name] for name in names})
         assert not torch.equal(after[names[0]], trained[client][names[0]])
 
 
@@ -209,7 +210,7 @@ class Forgetful(FedAvg):
     def client_after_aggregation(self, client, sent):
         return {"own/number": torch.tensor(client.id)}
 
-    def exchange(self, server, kept, round):
+    def exchange(self, server, clients, round):
         yield from ((client, {"own/number": torch.tensor(client)}, {}) for client in range(3))
 
 

@@ -1,0 +1,213 @@
+"""What a message may say: the values of every kind of message, and what each of them may be.
+
+A value is checked only as deep as its kind goes, so that nothing which somebody has nested can exhaust the stack.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+import reprlib
+from collections.abc import Callable
+from typing import Any, get_args
+
+import torch
+
+from fedmoe_pl.algorithms.algorithm import Moment
+from fedmoe_pl.checks import MOST_COUNTED, MOST_UNITS
+from fedmoe_pl.rounds.evaluation import METRICS
+
+Check = Callable[[Any], bool]
+_MOST = 10**8  # samples of a client, values of a sample: more would take the server's memory
+_MOST_CLIENTS = 10**6
+_MOST_FILES = 1000  # of a client, in one message
+DTYPES = {
+    str(dtype).removeprefix("torch."): dtype
+    for dtype in (
+        *(torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64),
+        *(torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex64, torch.complex128),
+    )
+}
+"""Data types of tensors in messages, by name."""
+
+
+def _number(value: Any) -> bool:
+    """A number; of integers, one that a float can hold."""
+    return isinstance(value, float) or (type(value) is int and abs(value) < 2**63)
+
+
+def _share(value: Any) -> bool:
+    """A number from 0 to 1, or nan."""
+    return _number(value) and (math.isnan(value) or 0 <= value <= 1)
+
+
+def _text(value: Any) -> bool:
+    """A text that can be printed; JSON also knows halves of characters."""
+    return isinstance(value, str) and not re.search("[\ud800-\udfff]", value)
+
+
+def _name(value: Any) -> bool:
+    return isinstance(value, str) and len(value) <= 1000 and value.isprintable()
+
+
+def _flag(value: Any) -> bool:
+    return isinstance(value, bool)
+
+
+def _nothing(value: Any) -> bool:
+    return value is None
+
+
+def _count(most: int) -> Check:
+    """An integer from 0 to ``most``."""
+    return lambda value: type(value) is int and 0 <= value <= most
+
+
+def _one_of(*choices: str) -> Check:
+    return lambda value: isinstance(value, str) and value in choices
+
+
+def _or_nothing(check: Check) -> Check:
+    """Such a value, or none; then the message may leave it out."""
+    return lambda value: value is None or check(value)
+
+
+def _list(check: Check, most: int = MOST_UNITS) -> Check:
+    """A list of such values, at most so many."""
+    return lambda value: isinstance(value, list) and len(value) <= most and all(map(check, value))
+
+
+def _row(*checks: Check) -> Check:
+    """A list of one value for each check."""
+    return lambda value: (
+        isinstance(value, list)
+        and len(value) == len(checks)
+        and all(check(each) for check, each in zip(checks, value, strict=True))
+    )
+
+
+def _by_name(check: Check) -> Check:
+    """A dict of such values by name."""
+    return lambda value: isinstance(value, dict) and all(_name(key) and check(each) for key, each in value.items())
+
+
+def _record(fields: dict[str, Check]) -> Check:
+    """A dict with these values and no others."""
+    return lambda value: isinstance(value, dict) and not _wrong(value, fields)
+
+
+def _wrong(values: dict[str, Any], fields: dict[str, Check]) -> str:
+    """The first name of a dict that is unknown, or whose value is not as it must be; empty if there is none."""
+    unknown = (name for name in values if name not in fields)
+    return next(unknown, "") or next((name for name, check in fields.items() if not check(values.get(name))), "")
+
+
+_ROUND, _CLIENT, _SIZE = _count(MOST_COUNTED), _count(_MOST_CLIENTS), _count(_MOST)
+_FILE = _count(2**32)  # its number; 0 for none
+
+
+def _sizes(value: Any) -> bool:
+    """Numbers of training, validation and test samples."""
+    return _row(_SIZE, _SIZE, _SIZE)(value) and sum(value) <= _MOST
+
+
+def _shape(value: Any) -> bool:
+    """The shape of a sample or a target."""
+    return _list(_SIZE)(value) and math.prod(value) <= _MOST
+
+
+def _shape_of_tensor(value: Any) -> bool:
+    """A shape; where there are no values, which would bound it, its other sizes are bounded."""
+    return _list(_count(2**40), 16)(value) and (
+        0 not in value or math.prod(max(size, 1) for size in value) <= MOST_UNITS
+    )
+
+
+_DESCRIPTION = {
+    "client": _CLIENT,
+    "sizes": _sizes,
+    "global_test": _SIZE,
+    "shape": _shape,
+    "dtype": _one_of(*DTYPES),
+    "target_shape": _shape,
+    "target_dtype": _one_of(*DTYPES),
+    "num_classes": _count(MOST_UNITS),
+    "normalization": _or_nothing(_row(_list(_number), _list(_number))),
+    "configuration": _by_name(_text),
+    "torch": _name,
+}
+_EVALUATION_OF_CLIENT = {
+    "client": _CLIENT,
+    "n_train": _SIZE,
+    **dict.fromkeys(METRICS, _share),
+    "gate_weights": _nothing,  # a tensor
+    "gate_labels": _nothing,
+    "validation_loss": _number,
+    "has_global_expert": _flag,
+    "metrics": _by_name(_number),
+}
+_EVALUATION = {
+    **dict.fromkeys(("method", "model", "selection"), _name),
+    "round": _ROUND,
+    "moment": _name,
+    "clients": _list(_record(_EVALUATION_OF_CLIENT), 1),
+    "drawn_from": _or_nothing(_CLIENT),
+    "lower_is_better": _list(_name),
+    "epochs": _or_nothing(_ROUND),
+}
+_OF_RUN = {"run": _name}
+_OF_PHASE = {**_OF_RUN, "phase": _name, "round": _ROUND}
+_OF_PHASE |= {"kept": _list(_row(_name, _FILE, _or_nothing(_by_name(_name))), _MOST_FILES)}
+_KINDS: dict[str, dict[str, Check]] = {
+    # the server's
+    "describe": {"num_clients": _or_nothing(_CLIENT)},
+    "prepare": {
+        **_OF_RUN,
+        "num_clients": _CLIENT,
+        "num_classes": _count(MOST_UNITS),
+        "description": _record(_DESCRIPTION),
+    },
+    "begin": {**_OF_RUN, "phase": _name, "rounds_before": _ROUND},
+    **dict.fromkeys(("request", "train", "step", "exchange"), _OF_PHASE),
+    "read": {**_OF_PHASE, "parts": _list(_name)},
+    "evaluate": {**_OF_PHASE, "moment": _one_of(*get_args(Moment))},
+    "finish": {
+        **_OF_PHASE,
+        "state": _record({"round": _ROUND, "stopped": _flag, "best_round": _ROUND}),
+        "evaluations": _list(_record(_EVALUATION), 2),
+    },
+    "note": {"text": _text},
+    "end": {},
+    # the clients'
+    "description": _DESCRIPTION,
+    "requested": {},
+    "update": {"weight": _number, "keeps": _FILE},
+    "kept": {"keeps": _FILE},
+    "given": {},
+    "evaluation": _EVALUATION_OF_CLIENT,
+    "finished": {"phases": _list(_name)},
+    "failed": {"reason": _or_nothing(_text), "is_configuration": _or_nothing(_flag)},
+    "leaves": {"reason": _text},
+    **{kind: {} for kind in ("prepared", "begun", "noted", "ended", "unprepared", "not begun")},
+}
+HEADER = _record(
+    {
+        "kind": _name,
+        "values": lambda value: isinstance(value, dict),
+        "tensors": _list(_row(_name, _one_of(*DTYPES), _shape_of_tensor)),
+    }
+)
+"""Whether something is what stands before the tensors of a message."""
+
+
+def problem_of_values(kind: str, values: dict[str, Any]) -> str:
+    """Why no message of this kind has these values, in a few words; empty if one may have them."""
+    if kind not in _KINDS:
+        return f"it is of the kind {_shown(kind)}, which is unknown"
+    wrong = _wrong(values, _KINDS[kind])
+    return wrong and f"its {_shown(wrong)[1:-1]} is {_shown(values.get(wrong))}, which no '{kind}' has"
+
+
+def _shown(value: Any) -> str:
+    """The beginning of a value, however long and deep it is."""
+    return reprlib.repr(value)[:100]

@@ -1,0 +1,205 @@
+"""A client gives away what its own settings say, and removes what its own files say, whatever a server asks for."""
+
+import logging
+from dataclasses import replace
+from fnmatch import fnmatchcase
+from functools import partial
+
+import pytest
+import torch
+from helpers import mixture, sparse_mixture
+from helpers.deployed import Passing, deploy, federation, kept_by, participants
+from helpers.methods import METHODS, Method, alone, data, everything, linear_gate, one, phase
+from helpers.runs import assert_same
+
+from fedmoe_pl.algorithms import FedAvg, FedMoEDA, FedPAC, Local
+from fedmoe_pl.backends import TrainerBackend
+from fedmoe_pl.deployment import Message
+from fedmoe_pl.deployment.speaking import Speaking
+from fedmoe_pl.models import GlobalOnly
+
+CLIENT = 1
+OF_TRAINER = {"backend": TrainerBackend()}
+EXPERTS, OWN = ["experts.*", "gate.*"], ["local_expert.*", "gate.*"]
+
+
+def experts(**kwargs):
+    return one(lambda: FedMoEDA(interval=1, **kwargs), None, **everything(rounds=3))
+
+
+def after_local(algorithm, trainable="*", **kwargs):
+    """A phase in which clients train alone what no other needs, and another phase."""
+    local = alone("Local", Local(trainable), gate=linear_gate())
+    return lambda: [local, phase("it", algorithm(), gate=GlobalOnly(), **everything(**kwargs))]
+
+
+EXCHANGING = {
+    "no exchange": Method(experts(top_p=0), sparse_mixture, EXPERTS),
+    "similarity of updates": Method(experts(top_p=2, similarity="updates"), sparse_mixture, ["gate.*"]),
+    "FedPAC": Method(
+        after_local(FedPAC, ["local_expert.*", "gate.*"], start="Local"), mixture, ["local_expert.*", "gate.*"]
+    ),
+}
+
+
+@pytest.mark.parametrize("name", EXCHANGING)
+def test_an_honest_exchange_sends_nothing_private(name, tmp_path):
+    method = EXCHANGING[name]
+    transport = Passing(participants(method, data(), tmp_path, **OF_TRAINER))
+    deploy(method, data(), tmp_path, transport, **OF_TRAINER)
+    left = {tensor for answer in transport.answers for tensor in answer.tensors}
+    assert left and not [tensor for tensor in left for pattern in method.private if fnmatchcase(tensor, pattern)]
+
+
+def deployed_client(method, tmp_path):
+    """The client of a finished run, the run's states, and what a message of the last phase says."""
+    transport = Passing(participants(method, data(), tmp_path, **OF_TRAINER))
+    server = deploy(method, data(), tmp_path, transport, **OF_TRAINER)
+    last = transport.heard[-1][1].values
+    values = {key: last[key] for key in ("run", "phase")} | {"round": 1}
+    return transport.participants[CLIENT], server, values
+
+
+def files_of(tmp_path, client=CLIENT):
+    """The content of all files that a client keeps of a run, by path."""
+    return {path: path.read_bytes() for path in tmp_path.glob(f"client {client}/*/checkpoints/kept/*/*.pt")}
+
+
+def newest(tmp_path, phase):
+    """The number of the newest file that the client has of a phase."""
+    return max(int(path.name.partition("_")[0]) for path in files_of(tmp_path) if path.parent.name == phase)
+
+
+@pytest.mark.parametrize("name", ["FedAvg of everything", "FedPer", "Ditto", "Scaffold", "PFLMoE", "FedMoEDA"])
+def test_no_read_gets_what_stays_with_the_client(name, tmp_path):
+    method = METHODS[name]
+    client, server, values = deployed_client(method, tmp_path)
+    everything = [*dict.fromkeys(tensor.partition(".")[0] for tensor in method.model().state_dict())]
+    files = [[of_phase, number] for of_phase in server.run.states for number in range(1, 7)]
+    for of_phase, number in files:
+        for parts in (everything, ["gate"], ["experts.0", "gate"]):
+            asked = {**values, "kept": [[of_phase, number, None]], "parts": parts, "needed": files}
+            answer = client.answer(Message("read", asked))
+            assert not answer.tensors and answer.values["reason"]
+
+
+def test_whoever_runs_the_client_sees_what_it_has_refused(tmp_path, caplog):
+    client, _, values = deployed_client(METHODS["FedPer"], tmp_path)
+    with caplog.at_level(logging.INFO, logger="lightning.pytorch"):
+        Speaking(client).answer(Message("read", {**values, "kept": [], "parts": ["local_expert"]}))
+    refused = "it refuses the message 'read': clients exchange nothing in phase 'FedPer'."
+    assert f"join: this client has failed: {refused}" in caplog.messages
+
+
+def test_an_exchange_gives_what_clients_have_trained_last_and_only_in_its_rounds(tmp_path):
+    client, _, values = deployed_client(METHODS["FedMoEDA"], tmp_path)
+    number = newest(tmp_path, "it")
+
+    def read(number, round):
+        return client.answer(
+            Message("read", {**values, "kept": [["it", number, None]], "parts": ["experts.1"], "round": round})
+        )
+
+    assert all(name.startswith("experts.1.") for name in read(number, 1).tensors)
+    assert "must leave it with its client, because is_exchanged" in read(number, 0).values["reason"]
+    assert "after their last training, and nothing older" in read(number - 1, 1).values["reason"]
+
+
+def test_private_tensors_do_not_leave_under_other_names_or_in_other_phases(tmp_path):
+    """Clients train everything alone, and then FedAvg from the initial model, which shares the global expert."""
+    method = Method(after_local(lambda: FedAvg("global_expert.*")))
+    client, _, values = deployed_client(method, tmp_path)
+    number = newest(tmp_path, "Local")
+    renamed = {name: name.replace("global", "local") for name in mixture().state_dict() if name.startswith("global")}
+    for names in (None, renamed, {name: name for name in renamed}):
+        for kind in ("train", "request", "step", "evaluate", "finish"):
+            asked = {**values, "kept": [["Local", number, names]], "needed": [["Local", number]], "keep": ["it", 1]}
+            asked |= {"whole": False, "moment": "aggregation", "evaluations": [], "state": {}}
+            answer = client.answer(Message(kind, asked))
+            assert not answer.tensors
+            reason = f"it refuses the message '{kind}': phase 'it' does not go on from such tensors of phase 'Local'"
+            assert answer.values["reason"] == reason
+
+
+@pytest.mark.parametrize("kind", ["describe", "prepare", "begin", "train", "step", "evaluate", "read", "finish"])
+def test_no_message_says_what_a_client_removes(kind, tmp_path):
+    client, _, values = deployed_client(METHODS["FineTunedFedPer"], tmp_path)
+    before = files_of(tmp_path)
+    assert len(before) > 1
+    for of_phase in ("FedPer", "tuned"):
+        client.answer(Message(kind, {**values, "phase": of_phase, "kept": [], "needed": [], "keep": [of_phase, 9]}))
+    assert before.items() <= files_of(tmp_path).items()
+
+
+def test_training_that_goes_on_from_nothing_removes_and_overwrites_nothing(tmp_path):
+    """The server is killed in the third round of many, so that the phase has rounds that are much later."""
+    method = longer("FedPer", 60, **everything())
+    transport = Passing(participants(method, data(), tmp_path, **OF_TRAINER), stop_in_round(2))
+    with pytest.raises(Stopped):
+        deploy(method, data(), tmp_path, transport, **OF_TRAINER)
+    *_, last = (message for client, message in transport.heard if client == CLIENT and message.kind == "train")
+    before, number = files_of(tmp_path), newest(tmp_path, "FedPer")
+    for time in range(1, 6):
+        kept = [["FedPer", number + time - 1, None]] if time > 1 else []  # of the hostile training before
+        hostile = Message("train", {**last.values, "kept": kept, "round": 10 * time}, last.tensors)
+        answer = transport.participants[CLIENT].answer(hostile)
+        assert answer.values["keeps"] == number + time
+    assert before.items() <= files_of(tmp_path).items()
+
+
+def longer(name, rounds, **kwargs):
+    """A method with one phase of so many rounds."""
+    (of_method,) = METHODS[name].phases()
+    return replace(METHODS[name], phases=lambda: [replace(of_method, rounds=rounds, **kwargs)])
+
+
+def assert_ends_as_simulated(method, deployed, tmp_path):
+    simulated = federation(method.phases(), tmp_path / "simulation", **OF_TRAINER)
+    simulated.fit(method.model(), data())
+    ((name, state),) = simulated.run.states.items()
+    assert deployed.run.states[name].best_round == state.best_round
+    assert_same(deployed.run.states[name].server, state.server)
+    for client, kept in state.kept.items():
+        assert_same(kept_by(tmp_path, deployed, name, client), kept)
+    return state
+
+
+@pytest.mark.parametrize("name", ["FedPer", "FedMoEDA"])
+@pytest.mark.parametrize("checkpoint", ["last", "previous"])
+def test_a_server_finds_what_both_of_its_checkpoints_refer_to(name, checkpoint, tmp_path):
+    """It is killed in the last of five rounds, when clients have already removed what they can."""
+    method = longer(name, 5)
+    transport = Passing(participants(method, data(), tmp_path, **OF_TRAINER), stop_in_round(4))
+    with pytest.raises(Stopped):
+        deploy(method, data(), tmp_path, transport, **OF_TRAINER)
+    transport.before = None
+    (path,) = tmp_path.glob(f"server/**/checkpoints/{checkpoint}.ckpt")
+    deployed = deploy(method, data(), tmp_path, transport, str(path), **OF_TRAINER)
+    assert_ends_as_simulated(method, deployed, tmp_path)
+
+
+class Stopped(BaseException):
+    """The server is killed."""
+
+
+def stop_in_round(round):
+    """Kills the server when the second client has trained in a round."""
+    trained = []
+
+    def stop(client, message):
+        if message.kind == "train" and message.values["round"] == round:
+            trained.append(client)
+        if len(trained) == 2:
+            raise Stopped
+
+    return stop
+
+
+def test_the_files_of_the_best_round_stay_until_the_end(tmp_path):
+    """From the third round on, nothing is learned, so that no later round is better."""
+    falling = partial(torch.optim.lr_scheduler.LambdaLR, lr_lambda=lambda round: float(round < 2))
+    best = {"monitor": "global_test", "evaluate": True, "round_lr_scheduler": falling, **everything()}
+    method = longer("FedPer", 8, **best)
+    deployed = deploy(method, data(), tmp_path, evaluate_every_n_rounds=1, **OF_TRAINER)
+    state = assert_ends_as_simulated(method, deployed, tmp_path)
+    assert state.best_round < 6 and len(files_of(tmp_path)) <= 4
