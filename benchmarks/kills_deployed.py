@@ -62,7 +62,7 @@ def serve(folder: Path, rounds: int, address: str) -> None:
     federation, model, data = parts(folder, "server", "all.npz", rounds)
     own = folder / "keys/server"
     tls = {"ca": own / "ca.pem", "certificate": own / "server.pem", "certificate_key": own / "server.key"}
-    files = {name: str(path) for name, path in {**tls, "client_keys": own / "clients"}.items()}
+    files: dict[str, Any] = {name: str(path) for name, path in {**tls, "client_keys": own / "clients"}.items()}
     begun = any((folder / "server").rglob("last.ckpt"))
     federation.serve(model, data, CLIENTS, address, **files, ckpt_path="last" if begun else None)
 

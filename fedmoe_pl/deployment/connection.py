@@ -27,10 +27,11 @@ class Security:
     key: Path | None = None
 
     @property
-    def files(self) -> list[Path] | None:
+    def files(self) -> tuple[Path, Path, Path] | None:
         """A server's three files; None without TLS."""
-        files = [path for path in (self.ca, self.certificate, self.key) if path is not None]
-        return files if len(files) == 3 else None
+        if self.ca is None or self.certificate is None or self.key is None:
+            return None
+        return self.ca, self.certificate, self.key
 
     @property
     def root(self) -> bytes | None:

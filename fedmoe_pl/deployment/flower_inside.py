@@ -21,7 +21,7 @@ import ipaddress
 import re
 import sys
 import time
-from collections.abc import Awaitable, Callable, Iterator, MutableMapping
+from collections.abc import Awaitable, Callable, Iterator, MutableMapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -78,7 +78,7 @@ class LostMessageError(Exception):
 
 
 def superlink_command(
-    host: str, port: int, database: Path, secret: Path, tls: list[Path] | None, with_keys: bool
+    host: str, port: int, database: Path, secret: Path, tls: Sequence[Path] | None, with_keys: bool
 ) -> list[str]:
     """The command of a SuperLink; ``tls`` are the authority's certificate, the certificate and its private key."""
     # -P, because the script's folder has modules of this package

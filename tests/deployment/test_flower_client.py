@@ -131,3 +131,14 @@ def test_a_supernode_that_lost_its_server_is_replaced_and_one_that_was_refused_i
     path = tmp_path / "supernode.log"
     path.write_text(log)
     assert has_lost_server(path) is has_lost
+
+
+@pytest.mark.parametrize("line", ["SSL/TLS handshake error detected.", "Failed to send message 01c2: gone"])
+def test_a_supernode_whose_process_goes_on_after_it_has_given_up_is_left(line, tmp_path):
+    from fedmoe_pl.deployment.flower_client import _Answering
+    from fedmoe_pl.deployment.flower_inside import Tasks
+
+    log = tmp_path / "supernode.log"
+    log.write_text(f"\x1b[92mINFO \x1b[0m:      SuperNode ID: 7\n\x1b[91mERROR \x1b[0m:     {line}\n")
+    lives, server = SimpleNamespace(poll=lambda: None), SimpleNamespace(look=lambda: True)
+    _Answering(pytest.fail).answer_tasks(lives, Tasks(f"127.0.0.1:{free_port()}", log), server)  # returns
