@@ -31,6 +31,8 @@ from fedmoe_pl.cli.overlays import ConfigFile
 from fedmoe_pl.cli.packaged import DESCRIPTION as CONFIGS
 from fedmoe_pl.cli.packaged import configs_parser, with_files
 from fedmoe_pl.cli.phases import with_phases
+from fedmoe_pl.cli.provisioning import DESCRIPTION as PROVISION
+from fedmoe_pl.cli.provisioning import provision_parser
 from fedmoe_pl.data import FederatedDataModule
 from fedmoe_pl.federation import Federation
 from fedmoe_pl.report.command import DESCRIPTION as REPORT
@@ -108,6 +110,7 @@ class FederationCLI(LightningCLI):
         commands.add_subcommand("report", report_parser(), help=REPORT)
         commands.add_subcommand("list", list_parser(), help=LIST)
         commands.add_subcommand("configs", configs_parser(), help=CONFIGS)
+        commands.add_subcommand("provision", provision_parser(), help=PROVISION)
         commands.add_subcommand("completion", completion_parser(), help=COMPLETION)
 
     def _prepare_subcommand_parser(self, klass: type, subcommand: str, **kwargs: Any) -> LightningArgumentParser:

@@ -22,6 +22,7 @@ from fedmoe_pl.cli.errors import cause_of
 from fedmoe_pl.cli.faults import fault_of, unknown_argument
 from fedmoe_pl.cli.listing import list_classes, list_parser
 from fedmoe_pl.cli.packaged import configs, configs_parser, with_files
+from fedmoe_pl.cli.provisioning import provision, provision_parser
 from fedmoe_pl.data import FederatedDataModule
 from fedmoe_pl.federation import Federation
 from fedmoe_pl.report.command import report, report_parser
@@ -135,6 +136,7 @@ _OTHERS = {
     "report": (report_parser, report),
     "list": (list_parser, partial(_print, list_classes)),
     "configs": (configs_parser, partial(_print, configs)),
+    "provision": (provision_parser, provision),
 }
 
 

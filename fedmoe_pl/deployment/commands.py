@@ -12,12 +12,12 @@ from lightning.pytorch import LightningModule
 from lightning.pytorch.utilities import rank_zero_info
 
 from fedmoe_pl.data import FederatedDataModule
-from fedmoe_pl.deployment.connection import Security, check_is_free, split_address
+from fedmoe_pl.deployment.connection import Security, check_certificate, check_is_free, split_address
 from fedmoe_pl.deployment.messages import Message
 from fedmoe_pl.deployment.participant import Participant
-from fedmoe_pl.deployment.processes import own_folder
+from fedmoe_pl.deployment.processes import own_folder, private
 from fedmoe_pl.deployment.server import check_phases, serve
-from fedmoe_pl.deployment.speaking import Speaking
+from fedmoe_pl.deployment.speaking import Speaking, plain_warnings
 from fedmoe_pl.rounds.evaluation import Evaluation
 from fedmoe_pl.rounds.failures import ClientError
 from fedmoe_pl.rounds.run_maker import RunMaker
@@ -50,12 +50,12 @@ def run_server(
     if num_clients < 1:
         raise MisconfigurationException(f"serve: num_clients is {num_clients}, but must be at least 1.")
     check_phases(federation.phases)
-    flower, flower_server = _flower("serve", "flower"), _flower("serve", "flower_server")
+    flower_server = module_of_flower("serve", "flower_server")
     security, keys = _security_of_server(address, files, insecure)
     check_is_free(address)
     folder = federation.runs / "flower"
-    with own_folder(folder), flower_server.superlink(folder, address, security, keys) as grid:
-        transport = flower.FlowerTransport(grid, num_clients)
+    superlink = flower_server.superlink(folder, address, security, keys, num_clients)
+    with plain_warnings("serve"), own_folder(folder), superlink as transport:
         rank_zero_info(f"serve: waiting for {num_clients} clients at {address}.")
         try:
             results = serve(federation, model, datamodule, transport, num_clients, ckpt_path)
@@ -87,6 +87,8 @@ def _security_of_server(address: str, files: dict[str, str | None], insecure: bo
         )
     paths = {name: _existing("serve", name, value) for name, value in files.items()}
     security = Security(paths["ca"], paths["certificate"], paths["certificate_key"])
+    if security.files is not None:
+        check_certificate(*security.files, address)
     keys = paths["client_keys"]
     if keys is not None and not [*keys.glob("*.pub")]:
         raise MisconfigurationException(f"serve: client_keys is '{keys}', but must be a folder with files *.pub.")
@@ -106,7 +108,7 @@ def run_client(
     """Runs a client of a deployed federation; arguments as in ``Federation.join``."""
     if client < 0:
         raise MisconfigurationException(f"join: client is {client}, but must be at least 0.")
-    flower_client = _flower("join", "flower_client")
+    flower_client = module_of_flower("join", "flower_client")
     host, _ = split_address(address)
     if ca is None and not insecure and not _is_loopback(host):
         raise MisconfigurationException(
@@ -119,7 +121,7 @@ def run_client(
     folder = federation.runs / f"client_{client}"
     participant = Participant(federation, model, datamodule, client, folder)
     rank_zero_info(f"join: client {client} connects to {address}; it keeps its tensors in {folder}.")
-    with own_folder(folder / "flower"):
+    with plain_warnings("join"), private(folder), own_folder(folder / "flower"):
         flower_client.answer_messages(Speaking(participant).answer, folder / "flower", address, security)
     if participant.leaves:
         raise MisconfigurationException(f"join: {participant.leaves}.")
@@ -127,8 +129,8 @@ def run_client(
         print(f"The server has ended. This client's models: {participant.checkpoint}")
 
 
-def _flower(command: str, name: str) -> Any:
-    """A module that uses Flower.
+def module_of_flower(command: str, name: str) -> Any:
+    """A module of this part that uses Flower, or what comes with it.
 
     Raises:
         MisconfigurationException: if Flower is not installed.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import socket
 import ssl
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,13 @@ class Security:
     ca: Path | None = None
     certificate: Path | None = None
     key: Path | None = None
+
+    @property
+    def files(self) -> tuple[Path, Path, Path] | None:
+        """A server's three files; None without TLS."""
+        if self.ca is None or self.certificate is None or self.key is None:
+            return None
+        return self.ca, self.certificate, self.key
 
     @property
     def root(self) -> bytes | None:
@@ -52,6 +60,37 @@ def split_address(address: str) -> tuple[str, int]:
     return host, int(port)
 
 
+def local_address(address: str) -> str:
+    """Where a server that listens at an address is reached on its own machine."""
+    host, port = split_address(address)
+    return f"127.0.0.1:{port}" if host in ("0.0.0.0", "::") else address
+
+
+def check_certificate(ca: Path, certificate: Path, key: Path, address: str) -> None:
+    """Refuses a server's certificate with which it could not connect to itself: both sides of a handshake in memory.
+
+    Raises:
+        MisconfigurationException: if it has expired, has another name or key, or the authority has not signed it.
+    """
+    host, _ = split_address(local_address(address))
+    try:
+        server, client = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER), tls_context(ca)
+        server.load_cert_chain(certificate, key)
+        to_client, to_server = ssl.MemoryBIO(), ssl.MemoryBIO()
+        ends = [
+            client.wrap_bio(to_client, to_server, server_hostname=host),
+            server.wrap_bio(to_server, to_client, server_side=True),
+        ]
+        for end in (*ends, *ends):
+            with suppress(ssl.SSLWantReadError):
+                end.do_handshake()
+    except OSError as error:
+        raise MisconfigurationException(
+            f"serve: certificate is '{certificate}', but must fit certificate_key and ca, and be valid now, also for "
+            f"{host}, where the server connects to itself ({problem_of_tls(error) or error})."
+        ) from error
+
+
 def check_is_free(address: str) -> None:
     """Refuses an address at which this machine cannot listen, such as that of another server.
 
@@ -73,3 +112,24 @@ def free_port() -> int:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         return free.getsockname()[1]
+
+
+def problem_of_tls(error: BaseException) -> str:
+    """What TLS has against the other side; empty if there was no other side, or it went before it said who it is."""
+    while (before := error.__cause__ or error.__context__) is not None:
+        error = before
+    if isinstance(error, ssl.SSLCertVerificationError):
+        return error.verify_message.rstrip(".")
+    ended = isinstance(error, ssl.SSLEOFError | ssl.SSLZeroReturnError)
+    return str(error) if isinstance(error, ssl.SSLError) and not ended else ""
+
+
+def has_tls(address: str) -> bool:
+    """Whether what listens at an address has TLS, with whatever certificate."""
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
+    try:
+        with socket.create_connection(split_address(address), timeout=5) as plain, context.wrap_socket(plain):
+            return True
+    except OSError:
+        return False

@@ -1,9 +1,4 @@
-"""Messages between server and clients over Flower's grid.
-
-The modules of this part whose names begin with ``flower`` use what Flower does not document, for two reasons. Flower
-would start a new Python for every message, and import PyTorch in it; here, server and clients are one process each. So
-no code that a server sends is executed at a client, either.
-"""
+"""Messages between server and clients over Flower's grid."""
 
 from __future__ import annotations
 
@@ -48,10 +43,11 @@ class FlowerTransport(NodesTransport):
     Args:
         grid: the grid of a run.
         num_clients: number of clients.
+        owners: the client of each node, by its key; None without keys.
     """
 
-    def __init__(self, grid: Grid, num_clients: int) -> None:
-        super().__init__(num_clients)
+    def __init__(self, grid: Grid, num_clients: int, owners: Mapping[int, int] | None = None) -> None:
+        super().__init__(num_clients, owners)
         self.grid = grid
 
     def online(self) -> set[int]:

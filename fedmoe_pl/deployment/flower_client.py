@@ -4,43 +4,39 @@ from __future__ import annotations
 
 # pyright: reportMissingImports=false, reportAttributeAccessIssue=false
 # Flower is not installed where types are checked: it cannot be together with other extras.
-import ssl
 import subprocess
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import httpx
-from flwr.app import Error
-from flwr.app import Message as FlowerMessage
-from flwr.common.constant import ErrorCode, SubStatus
-from flwr.proto.runtime_pb2 import AcquireTaskRequest
-from flwr.supercore.constant import TaskType
-from flwr.supercore.heartbeat import HeartbeatSender, make_task_heartbeat_fn_http
-from flwr.supercore.inflatable.inflatable_utils import ObjectPullError
-from flwr.supercore.interceptors import RuntimeTokenHttpInterceptor, RuntimeVersionHttpInterceptor
-from flwr.supercore.retry import make_simple_http_retry_invoker
-from flwr.supercore.runtime import RuntimeHttpClient
-from flwr.supernode.runtime.run_clientapp import pull_task_input, push_message, push_task_output
+from flwr.app import RecordDict
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities import rank_zero_info
 
-from fedmoe_pl.deployment.connection import Security, free_port, tls_context
+from fedmoe_pl.deployment.connection import Security, free_port, has_tls, problem_of_tls, tls_context
 from fedmoe_pl.deployment.flower import packed, unpacked
-from fedmoe_pl.deployment.messages import LEAVES, BadMessageError, Message
+from fedmoe_pl.deployment.flower_inside import (
+    FLEET,
+    STILL_CONNECTED,
+    LostMessageError,
+    Tasks,
+    has_lost_server,
+    reason_in,
+    supernode_command,
+)
+from fedmoe_pl.deployment.messages import FAILED, LEAVES, BadMessageError, Message
 from fedmoe_pl.deployment.nodes import LOOK
-from fedmoe_pl.deployment.processes import child, reason_in
+from fedmoe_pl.deployment.processes import child
 
-# Flower refuses a node for a minute after its process was killed, because it still counts as connected
-_REFUSED_FOR = 120.0
-_STILL_CONNECTED = "code: 2004"
+_REFUSED_FOR = 120.0  # Flower refuses a node for a minute after its process was killed
 _SECONDS_BETWEEN_LOOKS = 10.0  # while there is nothing to answer
 
 
 def answer_messages(answer: Callable[[Message], Message], folder: Path, address: str, security: Security) -> None:
     """Runs a SuperNode as a child process, and answers the messages that arrive there until the server ends.
+
+    A SuperNode that has lost the server, or a message, is replaced by a new one.
 
     Args:
         answer: answers a message.
@@ -51,14 +47,20 @@ def answer_messages(answer: Callable[[Message], Message], folder: Path, address:
     Raises:
         MisconfigurationException: if the server refuses the client.
     """
-    log, server, refused_since = folder / "supernode.log", _Server(address, security), None
+    log, server, refused_since = folder / "supernode.log", Server(address, security), None
+    answering = _Answering(answer)
     while True:
         server.wait()
         port = free_port()
-        with child(_supernode(address, port, security), log, folder) as process:
-            if _answer_tasks(process, f"127.0.0.1:{port}", answer, server, log):
-                return
-        if _STILL_CONNECTED not in log.read_text(errors="replace"):
+        with child(supernode_command(address, port, security.ca, security.key), log, folder) as process:
+            answering.answer_tasks(process, Tasks(f"127.0.0.1:{port}", log), server)
+        if answering.is_over:
+            return
+        if has_lost_server(log):
+            refused_since = None
+            time.sleep(1)
+            continue
+        if STILL_CONNECTED not in log.read_text(errors="replace"):
             raise MisconfigurationException(_refusal(address, log))
         if refused_since is None:
             refused_since = time.monotonic()
@@ -72,19 +74,53 @@ def answer_messages(answer: Callable[[Message], Message], folder: Path, address:
         time.sleep(5)
 
 
-def _supernode(address: str, port: int, security: Security) -> list[str]:
-    """The command of a SuperNode; arguments as in :func:`answer_messages`."""
-    arguments = ["--superlink", address, "--isolation", "process", "--host", "127.0.0.1", "--port", str(port)]
-    arguments += ["--insecure"] if security.ca is None else ["--root-certificates", str(security.ca)]
-    arguments += ["--auth-supernode-private-key", str(security.key)] if security.key else []
-    return [str(Path(sys.executable).with_name("flower-supernode")), *arguments]
-
-
 def _refusal(address: str, log: Path) -> str:
     return f"join: the server at {address} does not take this client: {reason_in(log)}"
 
 
-class _Server:
+class _Answering:
+    """Answers the messages of one SuperNode after the other.
+
+    Attributes:
+        is_over: whether the server has ended, or the client has left.
+    """
+
+    def __init__(self, answer: Callable[[Message], Message]) -> None:
+        self.answer = answer
+        self.is_over = False
+
+    def answer_tasks(self, process: subprocess.Popen[bytes], tasks: Tasks, server: Server) -> None:
+        """Answers messages until it is over, one is lost, or the SuperNode ends or fails."""
+        next_look = 0.0
+        while process.poll() is None:
+            if not (token := tasks.next()):
+                if time.monotonic() >= next_look:
+                    server.look()
+                    if tasks.has_failed():
+                        break
+                    next_look = time.monotonic() + _SECONDS_BETWEEN_LOOKS
+                time.sleep(LOOK)
+                continue
+            try:
+                tasks.answer(token, self._answered)
+            except LostMessageError as error:
+                rank_zero_info(f"join: an answer is lost, because the server was ({error}); connecting again.")
+                break
+            if self.is_over:
+                time.sleep(3)  # for the answer to reach the server
+                break
+
+    def _answered(self, content: RecordDict) -> RecordDict:
+        try:
+            message = unpacked(content)
+        except BadMessageError as error:
+            return packed(Message(FAILED, {"reason": f"BadMessageError: {error}"}))
+        answer = Message("ended") if message.kind == "end" else self.answer(message)
+        self.is_over = answer.kind in ("ended", LEAVES)
+        return packed(answer)
+
+
+class Server:
     """Whether the server can be reached; what changes is said once.
 
     Args:
@@ -97,20 +133,14 @@ class _Server:
         self.security = security
         self._is_there = True
         self._seen = False
-        self._next_look = 0.0
 
     def wait(self) -> None:
         """Waits until the server can be reached."""
-        while not self._look():
+        while not self.look():
             time.sleep(1)
 
-    def look(self) -> None:
-        """Looks whether the server can be reached, unless it did so a short time ago."""
-        if time.monotonic() >= self._next_look:
-            self._look()
-            self._next_look = time.monotonic() + _SECONDS_BETWEEN_LOOKS
-
-    def _look(self) -> bool:
+    def look(self) -> bool:
+        """Looks whether the server can be reached."""
         was_there, self._is_there = self._is_there, self._reaches()
         if was_there and not self._is_there:
             what = "cannot be reached any more" if self._seen else "cannot be reached yet"
@@ -124,107 +154,21 @@ class _Server:
         """Sends it a request, whatever it answers.
 
         Raises:
-            MisconfigurationException: if one of both has TLS and the other has not, or the certificate is not of
-                ``ca``.
+            MisconfigurationException: if one of both has TLS and the other has not, or the certificate is not valid;
+                not when the connection only ends, as at a proxy whose server is down.
         """
         ca = self.security.ca
         try:
-            httpx.get(f"{'https' if ca else 'http'}://{self.address}/v1/fleet/", verify=tls_context(ca))
+            httpx.get(f"{'https' if ca else 'http'}://{self.address}{FLEET}", verify=tls_context(ca))
             return True
-        except httpx.RemoteProtocolError as error:
-            if ca is None and not self._seen:  # later, it was killed while it answered
+        except httpx.HTTPError as error:  # else, it may be about to start or to end
+            if ca is None and has_tls(self.address):
                 raise MisconfigurationException(
                     f"join: ca is missing, but the server at {self.address} needs TLS ({error})."
                 ) from error
-        except httpx.ConnectError as error:
-            if isinstance(_cause(error), ssl.SSLError) and not self._seen:
+            if (problem := problem_of_tls(error)) and not self._seen:
                 raise MisconfigurationException(
-                    f"join: ca is '{ca}', but the server at {self.address} has no certificate that it signed ({error})."
+                    f"join: ca is '{ca}', but the server at {self.address} has no valid certificate that it signed "
+                    f"({problem})."
                 ) from error
-        except httpx.HTTPError:  # it may be about to start or to end
-            pass
         return False
-
-
-def _cause(error: BaseException) -> BaseException:
-    """The first exception that led to another one."""
-    while (before := error.__cause__ or error.__context__) is not None:
-        error = before
-    return error
-
-
-def _answer_tasks(
-    process: subprocess.Popen[bytes], address: str, answer: Callable[[Message], Message], server: _Server, log: Path
-) -> bool:
-    """Answers messages until server or client leave, or the SuperNode ends; returns whether the former was the case."""
-    version = RuntimeVersionHttpInterceptor(component_name="SuperExec")
-
-    def connect(*interceptors: Any) -> RuntimeHttpClient:
-        return RuntimeHttpClient.from_server_address(
-            server_address=address,
-            insecure=True,  # a connection within this machine
-            root_certificates=None,
-            interceptors=[version, *interceptors],
-            retry_invoker=make_simple_http_retry_invoker() if interceptors else None,
-        )
-
-    asker = connect()
-    while process.poll() is None:
-        try:
-            task = asker.AcquireTask(AcquireTaskRequest(supported_task_types=[TaskType.CLIENT_APP]))
-        except httpx.HTTPError:  # it has not started yet, or it ends
-            time.sleep(LOOK)
-            continue
-        if not task.token:
-            server.look()
-            time.sleep(LOOK)
-        elif _answer_task(connect(RuntimeTokenHttpInterceptor(task.token)), answer, log):
-            time.sleep(3)  # for the answer to reach the server
-            return True
-    return False
-
-
-def pulling(pull: Callable[[Any], Any], log: Path) -> Callable[[Any], Any]:
-    """Gives a message up whose server was killed while the SuperNode received it.
-
-    Flower would wait for the rest of it for more than an hour, and receive no other message.
-
-    Args:
-        pull: asks the SuperNode for a part of a message.
-        log: the SuperNode's log, in which it says that it ignores the message.
-    """
-
-    def pull_or_give_up(request: Any) -> Any:
-        response = pull(request)
-        ignored = f"Run ID {request.run_id} is not in `RUNNING` status"
-        if response.object_found and not response.object_available and ignored in log.read_text(errors="replace"):
-            raise ObjectPullError(request.object_id, "the server was killed")
-        return response
-
-    return pull_or_give_up
-
-
-def _answer_task(client: RuntimeHttpClient, answer: Callable[[Message], Message], log: Path) -> bool:
-    """Answers one message; returns whether it was the last one."""
-    client.PullObject = pulling(client.PullObject, log)
-    heartbeat = HeartbeatSender(make_task_heartbeat_fn_http(client))
-    heartbeat.start()
-    context, status, is_end = None, SubStatus.FAILED, False
-    try:
-        received, context, *_ = pull_task_input(client)
-        try:
-            message = unpacked(received.content)
-            answered = Message("ended") if message.kind == "end" else answer(message)
-            is_end = answered.kind in ("ended", LEAVES)
-            reply = FlowerMessage(packed(answered), reply_to=received)
-            status = SubStatus.COMPLETED
-        except BadMessageError as error:
-            reply = FlowerMessage(Error(ErrorCode.CLIENT_APP_RAISED_EXCEPTION, str(error)), reply_to=received)
-        push_message(client, reply, context)
-    except ObjectPullError:  # nobody waits for the answer
-        pass
-    finally:
-        push_task_output(client, context, status, "")
-        heartbeat.stop()
-        client.close()
-    return is_end

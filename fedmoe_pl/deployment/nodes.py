@@ -17,17 +17,19 @@ _DESCRIBED_WITHIN = 300.0  # with the commands of Flower, each message starts a 
 
 
 class NodesTransport(Transport):
-    """Carries messages to nodes, each of which says itself which client it is.
+    """Carries messages to nodes, each of which is one of the clients.
 
     A node works on one message at a time. One that has not answered in time owes an answer, and gets no other message
     until that has come, or cannot come any more.
 
     Args:
         num_clients: number of clients, whose ids count from 0.
+        owners: the client of each node, by its key; without keys, the client is a node's own word.
     """
 
-    def __init__(self, num_clients: int) -> None:
+    def __init__(self, num_clients: int, owners: Mapping[int, int] | None = None) -> None:
         self.num_clients = num_clients
+        self.owners = owners or {}
         self.nodes: dict[int, int] = {}  # by client
         self._refused: dict[int, int | None] = {}  # the connected client that a node says it is; None if it is none
         self._owed: dict[int, str] = {}  # the messages to which nodes owe an answer
@@ -73,6 +75,12 @@ class NodesTransport(Transport):
             if type(client) is not int or not 0 <= client < self.num_clients:
                 rank_zero_warn(f"node {node} is left out, because it is no client: {reason_of(answer)}.")
                 self._refused[node] = None
+            elif (owner := self.owners.get(node, client)) != client:
+                rank_zero_warn(
+                    f"node {node} is left out: it says that it is client {client}, with client {owner}'s key."
+                )
+                self._refused[node] = None
+                notes[node] = Message(NOTE, {"text": f"client is {client}, but must be {owner}, whose key this is"})
             elif client in self.nodes:
                 rank_zero_warn(f"node {node} is left out: it says that it is client {client}, which is connected.")
                 self._refused[node] = client

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ctypes
 import os
-import re
 import signal
 import subprocess
 import sys
@@ -13,7 +12,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from fedmoe_pl.rounds.lock import exclusive
-from fedmoe_pl.rounds.writing import cannot_be_made
+from fedmoe_pl.rounds.writing import cannot_be_made, unwritable
 
 _PR_SET_PDEATHSIG = 1  # of prctl(2)
 # no telemetry, no look for updates, no installation of packages
@@ -34,6 +33,25 @@ def own_folder(folder: Path) -> Iterator[None]:
     taken = f"Another process uses '{folder}'; end that, or give this one another federation.default_root_dir."
     with exclusive(folder / "lock", taken, lambda error: cannot_be_made(folder, error)):
         yield
+
+
+@contextmanager
+def private(folder: Path) -> Iterator[None]:
+    """Makes a folder that no other user of the machine can enter, nor read what this process writes meanwhile.
+
+    Raises:
+        MisconfigurationException: if it cannot be made.
+    """
+    before = os.umask(0o077)
+    try:
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            folder.chmod(0o700)
+        except OSError as error:
+            raise unwritable(folder, error) from error
+        yield
+    finally:
+        os.umask(before)
 
 
 @contextmanager
@@ -59,12 +77,3 @@ def _end_with_parent() -> None:
     """Has the kernel end this process with its parent, however that ends: a SuperNode would keep its place."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
-
-
-def reason_in(log: Path) -> str:
-    """The line of a log that says what is wrong: one with an error code of Flower, or the last one."""
-    text = re.sub(r"\x1b\[[\d;]*m", "", log.read_text(errors="replace"))
-    lines = [" ".join(line.split()) for line in text.splitlines()]
-    telling = [line for line in lines if line and not re.match(r"INFO|Exit Code|For more information", line)]
-    with_code = [line for line in telling if line.startswith("[code:")]
-    return f"{['it says nothing', *telling, *with_code][-1].rstrip('.')} (log: {log})"

@@ -87,10 +87,19 @@ class HandOver(FederationCallback):
 
     def __init__(self, clients: Clients) -> None:
         self.clients = clients
+        self._have_last = set[int]()
 
     def on_phase_end(self, run: Run, phase: Phase, evaluation: Evaluation | None) -> None:
         """Sends the result to all clients, and those of earlier phases to clients that were away then."""
-        held = self._send(run, phase, range(self.clients.num_clients))
+        self._hand_over(run, phase, range(self.clients.num_clients))
+
+    def on_fit_end(self, run: Run) -> None:
+        """Sends all results to clients that have come back since, also after a run that had ended before."""
+        self._hand_over(run, run.phases[-1], [each for each in self.clients if each not in self._have_last])
+
+    def _hand_over(self, run: Run, phase: Phase, clients: Sequence[int]) -> None:
+        held = self._send(run, phase, clients)
+        self._have_last = {*held} if phase is run.phases[-1] else set()
         for earlier in run.phases:
             if earlier.name in run.states and run.states[earlier.name].finished and earlier is not phase:
                 self._send(run, earlier, [client for client, phases in held.items() if earlier.name not in phases])

@@ -1,6 +1,12 @@
-"""What a client's terminal says of what goes on between it and the server."""
+"""What the terminals of clients and server say of what goes on between them."""
 
 from __future__ import annotations
+
+import re
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
 
 from lightning.pytorch.utilities import rank_zero_info
 
@@ -41,3 +47,19 @@ class Speaking:
         if text not in self._said:
             self._said.add(text)
             rank_zero_info(text)
+
+
+@contextmanager
+def plain_warnings(command: str) -> Iterator[None]:
+    """Says warnings as sentences of a command, without a path, and each once of those that differ only in the round."""
+    said = set[str]()
+
+    def say(message: Warning | str, *details: Any, **others: Any) -> None:
+        text = " ".join(str(message).split()).rstrip(".")
+        if (without_round := re.sub(r", round \d+", "", text)) not in said:
+            said.add(without_round)
+            rank_zero_info(f"{command}: {text}.")
+
+    with warnings.catch_warnings():
+        warnings.showwarning = say
+        yield

@@ -24,7 +24,7 @@ def script(tmp_path_factory):
 
 COMPLETED = {
     ("",): ["fit", "report", "configs", "--help", "--version"],
-    ("p",): ["personalize", "predict", "partition"],
+    ("p",): ["personalize", "predict", "partition", "provision"],
     ("fit", "--trainer.max_e"): ["--trainer.max_epochs"],
     ("fit", "--config", "quickst"): ["quickstart"],
     ("benchmark", "--config", "papers/pfl_moe_q"): ["papers/pfl_moe_quick"],

@@ -21,7 +21,6 @@ pytest.importorskip("flwr", reason="needs the extra `flower`")
 pytestmark = pytest.mark.slow
 
 HERE = Path(__file__).parent
-CERTIFICATES = HERE.parents[1] / "examples/deployment/certificates.sh"
 CLIENTS = 5
 WITHIN = 900  # seconds; a machine may be busy
 
@@ -51,26 +50,30 @@ class Deployment:
         for client in range(clients):
             own = owner == client
             np.savez(folder / f"{client}.npz", x_train=x[own], y_train=y[own], **test)
-        subprocess.run(["bash", str(CERTIFICATES), str(folder / "tls"), str(clients)], check=True)
+        self.run("provision", "--clients", clients)
 
-    def start(self, name: str, *arguments: str) -> subprocess.Popen:
+    def run(self, *arguments: object) -> None:
+        assert self.start("run", *arguments).wait(timeout=WITHIN) == 0, self.log("run")
+
+    def start(self, name: str, *arguments: object) -> subprocess.Popen:
         environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}
-        command = [sys.executable, "-m", "fedmoe_pl", *arguments]
+        command = [sys.executable, "-m", "fedmoe_pl", *map(str, arguments)]
         with (self.folder / f"{name}.log").open("ab") as log:
             process = subprocess.Popen(command, cwd=self.folder, stdout=log, stderr=subprocess.STDOUT, env=environment)
         self.processes[name] = process
         return process
 
-    def serve(self, *arguments: str) -> subprocess.Popen:
-        tls = ["--ca", "tls/ca.pem", "--certificate", "tls/server.pem", "--certificate_key", "tls/server.key"]
-        number = ["--num_clients", str(self.clients), "--address", self.address, "--client_keys", "tls/public"]
-        return self.start("server", "serve", "--config", str(self.config), *tls, *number, *arguments)
+    def serve(self, *arguments: object) -> subprocess.Popen:
+        own = Path("keys/server")
+        tls = ["--ca", own / "ca.pem", "--certificate", own / "server.pem", "--certificate_key", own / "server.key"]
+        number = ["--num_clients", self.clients, "--address", self.address, "--client_keys", own / "clients"]
+        return self.start("server", "serve", "--config", self.config, *tls, *number, *arguments)
 
     def join(self, client: int, *arguments: str, key: str = "", name: str = "") -> subprocess.Popen:
         own = ["--client", str(client), "--data.init_args.path", f"{client}.npz", "--address", self.address]
         own += ["--federation.default_root_dir", f"folder of {name}" if name else f"client {client}"]
-        tls = ["--ca", "tls/ca.pem", "--key", key or f"tls/client_{client}"]
-        return self.start(name or f"client {client}", "join", "--config", str(self.config), *own, *(arguments or tls))
+        tls = ["--ca", f"keys/client_{client}/ca.pem", "--key", key or f"keys/client_{client}/client_{client}"]
+        return self.start(name or f"client {client}", "join", "--config", self.config, *own, *(arguments or tls))
 
     def log(self, name: str) -> str:
         path = self.folder / f"{name}.log"
@@ -157,12 +160,17 @@ def test_server_and_clients_that_are_killed_go_on_and_strangers_are_refused(depl
     server = deployed.serve()
     deployed.join(0)
     deployed.wait_for("server", "waiting for 2 clients")
-    of_stranger = ["ssh-keygen", "-q", "-t", "ecdsa", "-b", "384", "-N", "", "-f", str(deployed.folder / "stranger")]
-    subprocess.run(of_stranger, check=True)
+    deployed.run("provision", "--client", "1", "--folder", "stranger")
     refused = {
         "no TLS": (deployed.join(1, "--insecure", "true", name="no TLS"), "the server at"),
-        "no key": (deployed.join(1, "--ca", "tls/ca.pem", name="no key"), "does not take this client: [code: 2001]"),
-        "stranger": (deployed.join(1, key="stranger", name="stranger"), "does not take this client: [code: 2004]"),
+        "no key": (
+            deployed.join(1, "--ca", "keys/server/ca.pem", name="no key"),
+            "does not take this client: [code: 2001]",
+        ),
+        "stranger": (
+            deployed.join(1, key="stranger/client_1", name="stranger"),
+            "does not take this client: [code: 2004]",
+        ),
     }
     for name, (process, sentence) in refused.items():
         assert process.wait(timeout=WITHIN) == 2, deployed.log(name)

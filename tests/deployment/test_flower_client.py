@@ -1,8 +1,15 @@
 """A client's side of Flower, as far as it can be tested without a server; needs the extra `flower`."""
 
+import socket
+import ssl
+import threading
+from contextlib import contextmanager, suppress
 from types import SimpleNamespace
 
 import pytest
+from lightning.fabric.utilities.exceptions import MisconfigurationException
+
+from fedmoe_pl.deployment.connection import Security, free_port
 
 pytest.importorskip("flwr", reason="needs the extra `flower`")
 
@@ -10,7 +17,7 @@ pytest.importorskip("flwr", reason="needs the extra `flower`")
 def test_a_message_is_given_up_if_its_server_was_killed_while_it_was_received(tmp_path):
     from flwr.supercore.inflatable.inflatable_utils import ObjectPullError
 
-    from fedmoe_pl.deployment.flower_client import pulling
+    from fedmoe_pl.deployment.flower_inside import pulling
 
     log = tmp_path / "supernode.log"
     log.write_text("INFO : Run ID 7 is not in `RUNNING` status. Ignoring message 01c2.")
@@ -22,3 +29,116 @@ def test_a_message_is_given_up_if_its_server_was_killed_while_it_was_received(tm
     assert pulling(lambda _: whole, log)(request) is whole
     request.run_id = 8  # of the server that goes on, from which the rest is still on its way
     assert pulling(lambda _: missing, log)(request) is missing
+
+
+@pytest.fixture
+def keys(tmp_path):
+    from fedmoe_pl.deployment.flower_keys import provision
+
+    provision(tmp_path / "keys", 1, ["localhost"], 1)
+    return tmp_path / "keys"
+
+
+@contextmanager
+def listening(*answers):
+    """The address of a process that answers each connection with bytes, and closes it; as proxies without a server."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+
+        def answer():
+            with suppress(OSError):
+                while True:
+                    connection, _ = server.accept()
+                    with connection:
+                        for each in answers:
+                            connection.recv(2**16)
+                            connection.sendall(each)
+
+        threading.Thread(target=answer, daemon=True).start()
+        yield f"127.0.0.1:{server.getsockname()[1]}"
+        server.shutdown(socket.SHUT_RDWR)
+
+
+@contextmanager
+def with_tls(keys):
+    """The address of a process with TLS, which answers nothing."""
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.load_cert_chain(keys / "server/server.pem", keys / "server/server.key")
+    with socket.create_server(("127.0.0.1", 0)) as server:
+
+        def answer():
+            with suppress(OSError):
+                while True:
+                    connection, _ = server.accept()
+                    with suppress(OSError):
+                        context.wrap_socket(connection, server_side=True).close()
+
+        threading.Thread(target=answer, daemon=True).start()
+        yield f"127.0.0.1:{server.getsockname()[1]}"
+        server.shutdown(socket.SHUT_RDWR)
+
+
+@pytest.mark.parametrize("has_ca", [True, False])
+def test_a_proxy_that_accepts_and_closes_is_a_server_that_is_down(keys, has_ca):
+    from fedmoe_pl.deployment.flower_client import Server
+
+    with listening() as address:
+        assert not Server(address, Security(ca=keys / "server/ca.pem" if has_ca else None))._reaches()
+
+
+def test_a_server_without_tls_and_a_client_without_a_certificate_are_told_so(keys):
+    from fedmoe_pl.deployment.flower_client import Server
+
+    with with_tls(keys) as address, pytest.raises(MisconfigurationException, match="ca is missing, but the server"):
+        Server(address, Security())._reaches()
+    with (
+        listening(b"HTTP/1.1 400 Bad Request\r\n\r\n") as address,
+        pytest.raises(MisconfigurationException, match="has no valid certificate that it signed"),
+    ):
+        Server(address, Security(ca=keys / "server/ca.pem"))._reaches()
+
+
+def test_a_client_names_what_is_wrong_with_the_servers_certificate(keys, tmp_path):
+    from fedmoe_pl.deployment.flower_client import Server
+    from fedmoe_pl.deployment.flower_keys import provision
+
+    provision(tmp_path / "others", 1, ["localhost"], 1)
+    sentence = r"^join: ca is '.*', but the server at .* has no valid certificate that it signed \([^_]*\)\.$"
+    with with_tls(keys) as address, pytest.raises(MisconfigurationException, match=sentence):
+        Server(address, Security(ca=tmp_path / "others/server/ca.pem"))._reaches()
+
+
+def test_a_message_whose_supernode_has_ended_is_lost_and_does_not_end_the_client(tmp_path):
+    from fedmoe_pl.deployment.flower_inside import LostMessageError, Tasks
+
+    tasks = Tasks(f"127.0.0.1:{free_port()}", tmp_path / "supernode.log")
+    assert tasks.next() == ""
+    with pytest.raises(LostMessageError):
+        tasks.answer("token", lambda content: content)
+
+
+@pytest.mark.parametrize(
+    ("log", "has_lost"),
+    [
+        ("INFO : SuperNode ID: 12\nSuperNode terminated gracefully.", True),
+        ("Exit Code: 305\nFailed to initialize the connection to the SuperLink.\n[SSL: UNEXPECTED_EOF]", True),
+        ("Exit Code: 305\nFailed to initialize the connection to the SuperLink.\n[code: 2004] Failed", False),
+        ("Exit Code: 302\nThe SuperNode's private key is invalid.", False),
+    ],
+)
+def test_a_supernode_that_lost_its_server_is_replaced_and_one_that_was_refused_is_not(log, has_lost, tmp_path):
+    from fedmoe_pl.deployment.flower_inside import has_lost_server
+
+    path = tmp_path / "supernode.log"
+    path.write_text(log)
+    assert has_lost_server(path) is has_lost
+
+
+@pytest.mark.parametrize("line", ["SSL/TLS handshake error detected.", "Failed to send message 01c2: gone"])
+def test_a_supernode_whose_process_goes_on_after_it_has_given_up_is_left(line, tmp_path):
+    from fedmoe_pl.deployment.flower_client import _Answering
+    from fedmoe_pl.deployment.flower_inside import Tasks
+
+    log = tmp_path / "supernode.log"
+    log.write_text(f"\x1b[92mINFO \x1b[0m:      SuperNode ID: 7\n\x1b[91mERROR \x1b[0m:     {line}\n")
+    lives, server = SimpleNamespace(poll=lambda: None), SimpleNamespace(look=lambda: True)
+    _Answering(pytest.fail).answer_tasks(lives, Tasks(f"127.0.0.1:{free_port()}", log), server)  # returns

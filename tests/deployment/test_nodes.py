@@ -16,8 +16,8 @@ class Network(NodesTransport):
         late: what has come, by id.
     """
 
-    def __init__(self, clients):
-        super().__init__(num_clients=2)
+    def __init__(self, clients, owners=None):
+        super().__init__(2, owners)
         self.clients = clients
         self.silent = set()
         self.sent = []
@@ -121,3 +121,12 @@ def test_a_silent_stranger_does_not_stop_the_others():
     network.silent = {20}
     assert ask(network)
     assert ask(network) and network.sent.count((20, "describe")) == 1
+
+
+def test_a_client_with_another_ones_key_is_told_so_and_does_not_take_its_place():
+    network = Network({10: 0}, owners={10: 1, 20: 0})
+    with pytest.warns(UserWarning, match="node 10 is left out: it says that it is client 0, with client 1's key"):
+        assert ask(network) is None
+    assert network.sent == [(10, "describe"), (10, "note")]
+    network.clients[20] = 0
+    assert ask(network) and network.sent[-1] == (20, "train")

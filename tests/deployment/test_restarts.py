@@ -182,6 +182,24 @@ def test_a_client_that_was_away_at_the_end_of_a_phase_gets_its_result_later(tmp_
     assert [*away] == [2] and states[0]["FedAvg"].server.keys() == states[1]["FedAvg"].server.keys()
 
 
+def test_a_client_that_was_away_at_the_very_end_gets_the_result_when_the_server_starts_again(tmp_path):
+    everybody = participants(METHOD, data(), tmp_path, **OF_TRAINER)
+
+    def leave(client, message):
+        if message.kind == "finish" and message.values["phase"] == "interleaved" and client == 2:
+            transport.participants.pop(client, None)
+
+    transport = Passing({**everybody}, leave)
+    with pytest.warns(UserWarning, match="'interleaved': client 2 has not got the result: it is not connected"):
+        deploy(METHOD, data(), tmp_path, transport, **OF_TRAINER)
+    (path,) = (tmp_path / "client 2").glob(f"*/{FILE}")
+    assert [*load_federation(path)["phases"]] == ["FedAvg", "tuned", "MF"]
+    transport = Passing(everybody)
+    deploy(METHOD, data(), tmp_path, transport, "last", **OF_TRAINER)
+    assert [*load_federation(path)["phases"]] == ["FedAvg", "tuned", "MF", "interleaved"]
+    assert {message.kind for _, message in transport.heard} == {"describe", "finish"}
+
+
 def test_a_client_answers_wrong_messages_with_a_reason(tmp_path):
     client = participant(METHOD, data(), tmp_path, 0)
     assert client.answer(Message("dance")).values["reason"] == "it does not know messages of the kind 'dance'"

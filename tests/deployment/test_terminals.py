@@ -1,7 +1,9 @@
 """What the terminals of a server and of its clients say, and what keeps two of them apart; without Flower."""
 
 import logging
+import os
 import socket
+import warnings
 from contextlib import nullcontext
 from types import SimpleNamespace
 
@@ -12,8 +14,8 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 
 from fedmoe_pl.deployment import Message, commands
 from fedmoe_pl.deployment.connection import check_is_free, free_port, split_address
-from fedmoe_pl.deployment.processes import own_folder
-from fedmoe_pl.deployment.speaking import Speaking
+from fedmoe_pl.deployment.processes import own_folder, private
+from fedmoe_pl.deployment.speaking import Speaking, plain_warnings
 
 METHOD = METHODS["FedPer"]
 NO_FILES = dict.fromkeys(("ca", "certificate", "certificate_key", "client_keys"))
@@ -48,14 +50,40 @@ def test_a_client_names_each_phase_and_why_it_has_failed(tmp_path, lines):
     assert lines() == ["join: phase 'A'.", failed, "join: phase 'B'.", failed]
 
 
+@pytest.mark.filterwarnings("always")
+def test_a_client_that_is_away_is_named_once_in_each_phase_and_without_paths(lines):
+    with plain_warnings("serve"):
+        for phase in ("A", "B"):
+            for round in range(1, 6):
+                warnings.warn(f"{phase}, round {round}: client 1 is left out: it is not connected", stacklevel=1)
+    away = "client 1 is left out: it is not connected."
+    assert lines() == [f"serve: A, round 1: {away}", f"serve: B, round 1: {away}"]
+
+
+def test_no_other_user_of_the_machine_reads_what_a_client_keeps(tmp_path):
+    folder = tmp_path / "runs/client_0"
+    folder.mkdir(parents=True)  # by an older version
+    before = os.umask(0o022)
+    try:
+        with private(folder):
+            (folder / "kept").mkdir()
+            (folder / "kept/0_1.pt").touch()
+        assert [path.stat().st_mode & 0o777 for path in (folder, folder / "kept")] == [0o700, 0o700]
+        assert (folder / "kept/0_1.pt").stat().st_mode & 0o777 == 0o600
+        (tmp_path / "of_others").touch()
+        assert (tmp_path / "of_others").stat().st_mode & 0o777 == 0o644
+    finally:
+        os.umask(before)
+
+
 def test_clients_are_told_why_the_server_has_ended(tmp_path, monkeypatch):
     transport = Passing(participants(METHOD, data(), tmp_path, clients=[0, 1]))
 
     def refuse(*args):
         raise MisconfigurationException("client 1: the shape of its samples is [3].")
 
-    flower = SimpleNamespace(FlowerTransport=lambda *args: transport, superlink=lambda *args: nullcontext())
-    monkeypatch.setattr(commands, "_flower", lambda *args: flower)
+    flower = SimpleNamespace(superlink=lambda *args: nullcontext(transport))
+    monkeypatch.setattr(commands, "module_of_flower", lambda *args: flower)
     monkeypatch.setattr(commands, "serve", refuse)
     settings = federation(METHOD.phases(), tmp_path)
     with pytest.raises(MisconfigurationException, match="the shape"):

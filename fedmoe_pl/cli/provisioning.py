@@ -1,0 +1,54 @@
+"""``fedmoe provision``: certificates and keys of a federation over a network."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from jsonargparse import ArgumentParser
+from lightning.fabric.utilities.exceptions import MisconfigurationException
+
+from fedmoe_pl.deployment.commands import module_of_flower
+from fedmoe_pl.deployment.processes import private
+
+DESCRIPTION = "Makes certificates and keys for fedmoe serve and fedmoe join"
+
+
+def provision_parser() -> ArgumentParser:
+    """The parser of ``fedmoe provision``."""
+    parser = ArgumentParser(prog="fedmoe provision", description=DESCRIPTION, allow_abbrev=False, exit_on_error=False)
+    parser.add_argument("--clients", type=int, help="number of clients, for whoever runs the server")
+    parser.add_argument("--client", type=int, help="number of a client, which makes only its own key")
+    parser.add_argument("--folder", default="keys", help="where to write; what is there is kept")
+    parser.add_argument("--names", nargs="+", default=["localhost"], help="host names and addresses of the server")
+    parser.add_argument("--days", type=int, default=365, help="how long the server's certificate is valid")
+    return parser
+
+
+def provision(arguments: Sequence[str]) -> None:
+    """Runs ``fedmoe provision``.
+
+    Args:
+        arguments: the arguments of the command line after ``provision``.
+
+    Raises:
+        ArgumentError: if an argument is unknown.
+        MisconfigurationException: if an argument is wrong, or Flower is not installed.
+    """
+    options = provision_parser().parse_args([*arguments])
+    folder = Path(options.folder)
+    if (options.clients is None) == (options.client is None):
+        raise MisconfigurationException("provision: either clients or client must be given.")
+    for name, lowest in (("clients", 1), ("client", 0), ("days", 1)):
+        if options[name] is not None and options[name] < lowest:
+            raise MisconfigurationException(f"provision: {name} is {options[name]}, but must be at least {lowest}.")
+    keys = module_of_flower("provision", "flower_keys")
+    with private(folder):
+        if options.client is not None:
+            public = keys.provision_client(folder, options.client)
+            print(f"Send '{public}' to whoever runs the server, and nothing else.")
+            return
+        keys.provision(folder, options.clients, options.names, options.days)
+    print(
+        f"The server needs '{folder / 'server'}', and every client the folder with its number. Keep 'authority' apart."
+    )

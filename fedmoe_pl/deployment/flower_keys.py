@@ -1,0 +1,152 @@
+"""Certificates and keys of a federation: what ``fedmoe provision`` makes, and the keys that ``fedmoe serve`` reads."""
+
+from __future__ import annotations
+
+# pyright: reportMissingImports=false, reportAttributeAccessIssue=false
+# cryptography comes with Flower, which is not installed where types are checked.
+import ipaddress
+import re
+from collections.abc import Sequence
+from datetime import datetime, timedelta, timezone
+from pathlib import Path
+from typing import Any
+
+from cryptography import x509
+from cryptography.exceptions import UnsupportedAlgorithm
+from cryptography.hazmat.primitives import hashes
+from cryptography.hazmat.primitives.asymmetric import ec
+from cryptography.hazmat.primitives.serialization import (
+    Encoding,
+    NoEncryption,
+    PrivateFormat,
+    PublicFormat,
+    load_pem_private_key,
+    load_ssh_private_key,
+    load_ssh_public_key,
+)
+from lightning.fabric.utilities.exceptions import MisconfigurationException
+
+from fedmoe_pl.rounds.writing import replacing
+
+_AUTHORITY, _DAYS_OF_AUTHORITY = "authority of a federation", 3650
+_LOCAL = ("localhost", "127.0.0.1")  # where the server connects to itself
+_SIGNS = ("key_cert_sign", "crl_sign")
+_USAGES = (
+    *("digital_signature", "content_commitment", "key_encipherment", "data_encipherment", "key_agreement"),
+    *("encipher_only", "decipher_only", *_SIGNS),
+)
+
+
+def provision(folder: Path, num_clients: int, names: Sequence[str], days: int) -> None:
+    """Makes what the server and each client of a federation need; keys and certificates that are there are kept.
+
+    The folder ``authority`` has what signs certificates, ``server`` is the server's, with the public keys of clients
+    in ``server/clients``, and ``client_0``, ``client_1``, ... are the clients'. A client whose public key is there, but
+    not its private one, has made these itself.
+
+    Args:
+        folder: where to write.
+        num_clients: number of clients.
+        names: host names and addresses at which clients reach the server.
+        days: how long the server's certificate is valid.
+    """
+    authority, server = folder / "authority", folder / "server"
+    signer, ca = _private_key(authority / "ca.key"), authority / "ca.pem"
+    if not ca.is_file():
+        _write(ca, _certificate(_AUTHORITY, signer.public_key(), signer, _DAYS_OF_AUTHORITY))
+    _write(server / "ca.pem", ca.read_bytes())
+    key = _private_key(server / "server.key").public_key()
+    if not (server / "server.pem").is_file():
+        _write(server / "server.pem", _certificate(names[0], key, signer, days, [*_LOCAL, *names]))
+    for client in range(num_clients):
+        public = server / "clients" / f"client_{client}.pub"
+        if not public.is_file():
+            _write(public, provision_client(folder / f"client_{client}", client).read_bytes())
+        _write(folder / f"client_{client}/ca.pem", ca.read_bytes())
+
+
+def provision_client(folder: Path, client: int) -> Path:
+    """Makes a client's private key, unless it is there, and its public half; returns the latter's file."""
+    path = folder / f"client_{client}.pub"
+    public = _private_key(path.with_suffix(""), PrivateFormat.OpenSSH, load_ssh_private_key).public_key()
+    _write(path, public.public_bytes(Encoding.OpenSSH, PublicFormat.OpenSSH))
+    return path
+
+
+def _private_key(path: Path, form: PrivateFormat = PrivateFormat.PKCS8, load: Any = load_pem_private_key) -> Any:
+    """The private key in a file, which is made if it is missing."""
+    if not path.is_file():
+        _write(path, ec.generate_private_key(ec.SECP384R1()).private_bytes(Encoding.PEM, form, NoEncryption()))
+    return load(path.read_bytes(), None)
+
+
+def _certificate(subject: str, public_key: Any, signer: Any, days: int, names: Sequence[str] = ()) -> bytes:
+    """A certificate as PEM: that of a server with these names, or without names that of the authority."""
+    now, is_authority = datetime.now(timezone.utc), not names
+    of_subject, of_authority = (
+        x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, name)]) for name in (subject, _AUTHORITY)
+    )
+    builder = x509.CertificateBuilder(
+        issuer_name=of_authority,
+        subject_name=of_subject,
+        public_key=public_key,
+        serial_number=x509.random_serial_number(),
+        not_valid_before=now - timedelta(hours=1),  # clocks differ
+        not_valid_after=now + timedelta(days=days),
+        extensions=[],
+    )
+    usage = dict.fromkeys(_USAGES, False) | dict.fromkeys(_SIGNS if is_authority else ["digital_signature"], True)
+    builder = builder.add_extension(x509.BasicConstraints(is_authority, 0 if is_authority else None), critical=True)
+    builder = builder.add_extension(x509.KeyUsage(**usage), critical=True)
+    builder = builder.add_extension(x509.SubjectKeyIdentifier.from_public_key(public_key), critical=False)
+    issuer = x509.AuthorityKeyIdentifier.from_issuer_public_key(signer.public_key())
+    builder = builder.add_extension(issuer, critical=False)
+    if names:
+        alternatives = x509.SubjectAlternativeName([_general_name(name) for name in dict.fromkeys(names)])
+        builder = builder.add_extension(alternatives, critical=False)
+    return builder.sign(signer, hashes.SHA384()).public_bytes(Encoding.PEM)
+
+
+def _general_name(name: str) -> x509.GeneralName:
+    try:
+        return x509.IPAddress(ipaddress.ip_address(name))
+    except ValueError:
+        return x509.DNSName(name)
+
+
+def _write(path: Path, content: bytes) -> None:
+    with replacing(path) as temporary:
+        temporary.write_bytes(content)
+
+
+def public_keys(folder: Path, num_clients: int) -> dict[int, bytes]:
+    """The public keys of clients, as PEM, from the files ``client_0.pub``, ``client_1.pub``, ... of a folder.
+
+    Raises:
+        MisconfigurationException: if a file has another name or no key of the type ecdsa, or two have the same key.
+    """
+    keys: dict[int, bytes] = {}
+    for path in sorted(folder.glob("*.pub")):
+        name = re.fullmatch(r"client_(0|[1-9]\d*)\.pub", path.name)
+        if name is None or int(name[1]) >= num_clients:
+            raise MisconfigurationException(
+                f"serve: client_keys has '{path}', but the keys of {num_clients} clients must be client_0.pub to "
+                f"client_{num_clients - 1}.pub."
+            )
+        try:
+            public = load_ssh_public_key(path.read_bytes())
+            if not isinstance(public, ec.EllipticCurvePublicKey):
+                raise ValueError(f"it is {type(public).__name__}")
+        except (ValueError, UnsupportedAlgorithm) as error:
+            raise MisconfigurationException(
+                f"serve: client_keys has '{path}', but must have public keys of the type ecdsa in OpenSSH format "
+                f"({error})."
+            ) from error
+        pem = public.public_bytes(Encoding.PEM, PublicFormat.SubjectPublicKeyInfo)
+        if (same := next((client for client, key in keys.items() if key == pem), None)) is not None:
+            raise MisconfigurationException(
+                f"serve: client_keys has the same key in client_{same}.pub and {path.name}, but every client must have "
+                "its own."
+            )
+        keys[int(name[1])] = pem
+    return keys

@@ -1,0 +1,97 @@
+"""Flower does what this package expects of it without its being documented; needs the extra `flower`.
+
+When a test here fails with a newer Flower, read ``flower_inside.py`` beside that Flower's source.
+"""
+
+import importlib
+import inspect
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+flwr = pytest.importorskip("flwr", reason="needs the extra `flower`")
+
+INSIDE = "fedmoe_pl.deployment.flower_inside"
+TLS, KEY = [Path("ca.pem"), Path("server.pem"), Path("server.key")], Path("client_0")
+CALLS = {
+    "ControlHttpClient.from_server_address": (
+        ["a:1"],
+        {"insecure": True, "root_certificates": None, "interceptors": []},
+    ),
+    "ControlHttpClient.RegisterNode": ([None, None], {}),
+    "ControlHttpClient.StartRun": ([None, None], {}),
+    "Fab": (["hash", b"", {}], {}),
+    "HeartbeatSender": ([lambda: True], {}),
+    "HttpGrid": (["a:1", True, None], {"token": "t"}),
+    "ObjectPullError": (["id", "reason"], {}),
+    "RuntimeHttpClient.AcquireTask": ([None, None], {}),
+    "RuntimeHttpClient.PullObject": ([None, None], {}),
+    "RuntimeHttpClient.PullTaskInput": ([None, None], {}),
+    "RuntimeHttpClient.PushTaskOutput": ([None, None], {}),
+    "RuntimeHttpClient.SendTaskHeartbeat": ([None, None], {}),
+    "SuperExecAuthHttpInterceptor": ([], {"master_secret": b"", "protected_methods": frozenset()}),
+    "build_fab_from_files": ([{}], {}),
+    "pull_task_input": ([None], {}),
+    "push_message": ([None, None, None], {}),
+    "push_task_output": ([None, None, "status", ""], {}),
+}
+
+
+@contextmanager
+def contract(what):
+    """Makes any failure the one sentence that whoever tries a newer Flower has to read."""
+    try:
+        yield
+    except (Exception, SystemExit) as error:
+        reason = " ".join(f"{type(error).__name__}: {error}".split())
+        sentence = f"Flower {flwr.__version__} has changed what flower_inside.py uses, {what} ({reason})"
+        pytest.fail(sentence, pytrace=False)
+
+
+def parser_of(name):
+    return getattr(importlib.import_module(f"flwr.{name}.cli.flower_{name}"), f"_parse_args_run_{name}")()
+
+
+def check_calls():
+    with contract("a module or a name"):
+        inside = importlib.import_module(INSIDE)
+    for name, (arguments, named) in CALLS.items():
+        with contract(name):
+            owner, _, method = name.partition(".")
+            found = getattr(inside, owner)
+            inspect.signature(getattr(found, method) if method else found).bind(*arguments, **named)
+    with contract("the arguments of flower-superlink"):
+        command = inside.superlink_command("127.0.0.1", 1, Path("state.db"), Path("secret"), TLS, True)
+        parser_of("superlink").parse_args(command[3:])
+    with contract("the arguments of flower-supernode"):
+        command = inside.supernode_command("127.0.0.1:1", 2, TLS[0], KEY)
+        parser_of("supernode").parse_args(command[1:])
+
+
+def test_what_is_called_takes_the_same_arguments():
+    check_calls()
+
+
+def test_another_flower_fails_with_one_sentence(monkeypatch):
+    monkeypatch.setattr(f"{INSIDE}.push_message", lambda client, message: None)
+    with pytest.raises(pytest.fail.Exception) as failure:
+        check_calls()
+    assert str(failure.value) == (
+        f"Flower {flwr.__version__} has changed what flower_inside.py uses, push_message "
+        "(TypeError: too many positional arguments)"
+    )
+
+
+@pytest.mark.parametrize(
+    ("path", "host", "is_allowed"),
+    [
+        ("/v1/control/start-run", "127.0.0.1", True),
+        ("/v1/fleet/pull-messages", "10.0.0.9", True),
+        ("/v1/control/start-run", "10.0.0.9", False),
+        ("/v1/runtime/acquire-task", "10.0.0.9", False),
+        ("/v1/fleet/../control/start-run", "10.0.0.9", False),
+    ],
+)
+def test_other_machines_reach_what_is_for_clients_only(path, host, is_allowed):
+    assert importlib.import_module(INSIDE).is_allowed(path, (host, 1)) is is_allowed
