@@ -30,7 +30,7 @@ class Speaking:
     def answer(self, message: Message) -> Message:
         """Answers a message."""
         if message.kind == NOTE:
-            self._say(f"join: the server says: {one_line(message.values.get('text'))}.")
+            self._say(f"join: the server says: {one_line(message.values['text'])}.")
             return Message("noted")
         phase = one_line(message.values.get("phase", self._phase))
         if phase != self._phase:
