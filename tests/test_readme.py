@@ -44,7 +44,9 @@ def test_every_command_runs_in_the_order_of_the_pages(tmp_path, monkeypatch, cap
     text = page("start.md") + page("guide/command_line.md")
     commands = [line.split(" && ")[-1] for block in blocks("bash", text) for line in block.splitlines()]
     commands = [
-        command.split("  #")[0].strip() for command in commands if re.match("fedmoe (?!benchmark|serve|join|provision)", command)
+        command.split("  #")[0].strip()
+        for command in commands
+        if re.match("fedmoe (?!benchmark|serve|join|provision)", command)
     ]
     assert len(commands) == 10
     (tmp_path / "configs").mkdir()
