@@ -206,9 +206,8 @@ def _norms(vectors: Tensor) -> Tensor:
 def _weiszfeld_step(vectors: Tensor, point: Tensor) -> tuple[Tensor, Tensor, int]:
     """A step towards the geometric median, the slope of the sum of distances along it, and the index of the nearest.
 
-    The slope is 0 at the median only.
-
-    From one of the vectors, where Weiszfeld's own step has no length, it is that of Vardi and Zhang (PNAS 2000).
+    The slope is 0 at the median only. From one of the vectors, where Weiszfeld's own step has no length, the step is
+    that of Vardi and Zhang (PNAS 2000).
     """
     distances = _norms(vectors - point)
     weights = (1 / distances).where(distances > 0, 0)
