@@ -110,6 +110,14 @@ class Plan(ABC):
         """
         yield from job(self, server, groups, kept)
 
+    def announce(  # noqa: B027  (most plans train when they are asked to)
+        self, server: Tree, clients: Sequence[int], kept: Mapping[int, Tree], round: int
+    ) -> None:
+        """Says who is trained next, before these models are evaluated; arguments as in :meth:`train`.
+
+        A plan may have them trained at once, if it gives the result in the next call of :meth:`train` only.
+        """
+
     def requests(self, server: Tree, clients: Sequence[int], kept: Mapping[int, Tree], round: int) -> dict[int, Tree]:
         """What clients ask the server for before their training, by client; arguments as in :meth:`train`."""
         algorithm = self.training.algorithm

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -11,7 +11,7 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch import Tensor
 
 from fedmoe_pl.backends import Failure, LocalTraining
-from fedmoe_pl.deployment.messages import FAILED, NOT_BEGUN, NOTE, UNPREPARED, Message
+from fedmoe_pl.deployment.messages import ANSWERS, FAILED, NOT_BEGUN, NOTE, UNPREPARED, Message, answers_in, joined
 from fedmoe_pl.rounds.kept import File, Joined, KeptByClients
 from fedmoe_pl.rounds.state import PhaseState
 from fedmoe_pl.trees import Tree
@@ -99,13 +99,22 @@ class Clients:
         Raises:
             MisconfigurationException: before the end of the first round, if the configuration fits none of them.
         """
-        seconds, answers, pending = training.client_timeout, dict[int, Message](), [*messages]
-        messages = {
-            client: replace(message, values={**message.values, "run": self.name})
-            for client, message in messages.items()
-        }
+        several = self.ask_each(training, {client: [message] for client, message in messages.items()})
+        return {client: answer for client, (answer,) in several.items()}
+
+    def ask_each(
+        self, training: LocalTraining, messages: Mapping[int, Sequence[Message]]
+    ) -> dict[int, list[Message | Failure]]:
+        """The same with several messages to a client, which travel as one with the tensors of the last."""
+        asked, answers, pending = dict[int, Message](), dict[int, Message](), [*messages]
+        for client, parts in messages.items():
+            of_run = [replace(part, values={**part.values, "run": self.name}) for part in parts]
+            asked[client] = joined(of_run) if len(of_run) > 1 else of_run[0]
+        seconds = training.client_timeout
+        if seconds is not None:
+            seconds *= max(map(len, messages.values()), default=1)
         for _ in range(_TRIES):
-            answers |= self.transport.ask({client: messages[client] for client in pending}, seconds)
+            answers |= self.transport.ask({client: asked[client] for client in pending}, seconds)
             preparations = {
                 client: self._preparation(answers[client].kind, training, client)
                 for client in pending
@@ -121,7 +130,7 @@ class Clients:
             if not pending:
                 break
         self._check_configuration({client: answers[client] for client in messages if client in answers})
-        return {client: self._checked(answers.get(client)) for client in messages}
+        return {client: self._checked_each(answers.get(client), len(parts)) for client, parts in messages.items()}
 
     def _preparation(self, kind: str, training: LocalTraining, client: int) -> Message:
         """What a client needs that has restarted, or that comes from another phase."""
@@ -138,6 +147,15 @@ class Clients:
         if refusals and all(refusals) and not any(state.round for state in self.states.values()):
             client, answer = next(iter(answers.items()))
             raise MisconfigurationException(f"client {client}: {reason_of(answer)}")
+
+    def _checked_each(self, answer: Message | None, number: int) -> list[Message | Failure]:
+        """The answers to so many messages of a client."""
+        checked = self._checked(answer)
+        if number == 1 or isinstance(checked, Failure):
+            return [checked] * number
+        parts = answers_in(checked) if checked.kind == ANSWERS else []
+        no_answers = Failure(f"its answer is not one to {number} messages")
+        return [self._checked(part) for part in parts] if len(parts) == number else [no_answers] * number
 
     def _checked(self, answer: Message | None) -> Message | Failure:
         if answer is None:

@@ -4,19 +4,23 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from fedmoe_pl.deployment.schema import DTYPES, HEADER, problem_of_values
-from fedmoe_pl.trees import Tree
+from fedmoe_pl.trees import Tree, subtree, with_prefix
 
 FAILED, UNPREPARED, NOT_BEGUN, LEAVES = "failed", "unprepared", "not begun", "leaves"
 """Kinds of answers: the client has failed; it needs ``prepare`` first; it needs ``begin`` first; it is none of the
 federation's clients, and ends."""
 NOTE = "note"
 """Kind of a message whose ``text`` the client shows whoever runs it."""
+SEVERAL, ANSWERS = "several", "answers"
+"""Kinds of a message that stands for several with the same tensors, and of the answer to it."""
 _SIZE = 8  # bytes of the header's length
 _LONGEST_HEADER = 2**21  # bytes; enough for the names of 10,000 tensors
 
@@ -84,3 +88,49 @@ class Message:
             tensors[name] = (flat.bool() if dtype == "bool" else flat.view(DTYPES[dtype])).reshape(shape)
             begin += size
         return cls(header["kind"], header["values"], tensors)
+
+
+def joined(messages: Sequence[Message]) -> Message:
+    """One message for several, all of which get the tensors of the last one."""
+    return Message(SEVERAL, {"parts": [[each.kind, each.values] for each in messages]}, messages[-1].tensors)
+
+
+def answer_each(message: Message, answer: Callable[[Message], Message]) -> Message:
+    """Answers the messages that one stands for, in order; if one of them comes too early, with its answer alone."""
+    answers = list[Message]()
+    for kind, values in message.values["parts"]:
+        part = _part(kind, values, message.tensors)
+        answers.append(part if part.kind == FAILED else answer(part))
+        if answers[-1].kind in (UNPREPARED, NOT_BEGUN):
+            return answers[-1]
+    tensors: Tree = {}
+    for i, each in enumerate(answers):
+        tensors |= with_prefix(each.tensors, f"{i}/")
+    return Message(ANSWERS, {"parts": [[each.kind, each.values] for each in answers]}, tensors)
+
+
+def answers_in(answer: Message) -> list[Message]:
+    """The answers that one stands for."""
+    return [_part(*each, subtree(answer.tensors, f"{i}/")) for i, each in enumerate(answer.values["parts"])]
+
+
+def is_same(a: Message, b: Message) -> bool:
+    """Whether two messages say the same, with tensors of the same bits."""
+    return (a.kind, a.values, a.tensors.keys()) == (b.kind, b.values, b.tensors.keys()) and has_tensors_of(a, b)
+
+
+def has_tensors_of(message: Message, other: Message) -> bool:
+    """Whether a message has all tensors of another one, with the same bits."""
+    return all(
+        name in message.tensors and _are_same(tensor, message.tensors[name]) for name, tensor in other.tensors.items()
+    )
+
+
+def _are_same(a: Tensor, b: Tensor) -> bool:
+    return a is b or (a.dtype == b.dtype and torch.equal(a, b))
+
+
+def _part(kind: str, values: dict[str, Any], tensors: Tree) -> Message:
+    """One of several messages; a failure if none has such values."""
+    problem = problem_of_values(kind, values)
+    return Message(FAILED, {"reason": problem}) if problem else Message(kind, values, tensors)

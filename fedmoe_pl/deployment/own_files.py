@@ -23,8 +23,9 @@ class OwnFiles:
 
     The server says from which file the client goes on; after a kill, that is an older one. The client checks that it is
     one of this phase, or of a phase that this one starts from. The server has no say in what is removed: a file is,
-    once the client has gone on from it for two rounds. So the server finds what its last two checkpoints refer to, and
-    a file that none has taken the place of stays.
+    once the client has gone on from it for three rounds, because it may be trained before the server has written the
+    checkpoint of the round before. So the server finds what its last two checkpoints refer to, and a file that none has
+    taken the place of stays.
 
     Args:
         run: the client's run, in its folder.
@@ -85,13 +86,13 @@ class OwnFiles:
         return max((number for phase, number, _ in self.named(message) if phase == self.phase.name), default=0)
 
     def _remove_replaced(self, result: int = 0) -> None:
-        """Removes what the newest file goes back to by more than two rounds, but not the result."""
+        """Removes what the newest file goes back to by more than three rounds, but not the result."""
         files = _files(self._folder)
         chain = [files[number] for number in [max(files, default=0)] if number]
         while chain and chain[-1].before in files:
             chain.append(files[chain[-1].before])
         for newer, file in pairwise(chain):
-            if newer.round <= chain[0].round - 2 and file.number != result:
+            if newer.round <= chain[0].round - 3 and file.number != result:
                 (self._folder / file.name).unlink()
 
 

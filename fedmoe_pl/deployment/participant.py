@@ -22,7 +22,16 @@ from fedmoe_pl.backends.client import given_to_others
 from fedmoe_pl.data import FederatedDataModule
 from fedmoe_pl.data.own_client import add_clients
 from fedmoe_pl.deployment.descriptions import check_same
-from fedmoe_pl.deployment.messages import FAILED, LEAVES, NOT_BEGUN, UNPREPARED, BadMessageError, Message
+from fedmoe_pl.deployment.messages import (
+    FAILED,
+    LEAVES,
+    NOT_BEGUN,
+    SEVERAL,
+    UNPREPARED,
+    BadMessageError,
+    Message,
+    answer_each,
+)
 from fedmoe_pl.deployment.own_data import described, own_data
 from fedmoe_pl.deployment.own_files import OwnFiles
 from fedmoe_pl.rounds.checkpoint import FILE, load_federation
@@ -88,6 +97,8 @@ class Participant:
             "exchange": self._exchange,
             "finish": self._finish,
         }
+        if message.kind == SEVERAL:
+            return answer_each(message, self.answer)
         if message.kind not in answers:
             return Message(FAILED, {"reason": f"it does not know messages of the kind '{message.kind}'"})
         try:

@@ -21,7 +21,7 @@ from fedmoe_pl.backends import (
 from fedmoe_pl.backends.backend import fold, group_update
 from fedmoe_pl.deployment.answers import cannot_be_used, kept_of, problem_of, update_of
 from fedmoe_pl.deployment.clients import AtClient, Clients, files_of
-from fedmoe_pl.deployment.messages import Message
+from fedmoe_pl.deployment.messages import Message, has_tensors_of, is_same
 from fedmoe_pl.deployment.proportions import out_of_proportion
 from fedmoe_pl.trees import Tree, of_parts, with_prefix
 
@@ -53,6 +53,8 @@ class ClientsPlan(Plan):
         super().__init__(training, "on the clients' machines")
         self.clients = clients
         self._requests: dict[int, Tree] | None = None  # those that are not answered yet
+        self._announced: dict[int, Message] = {}  # the messages with which clients are trained next
+        self._ahead: dict[int, tuple[Message, Message]] = {}  # those that were sent already, with their answers
 
     def begin(self, training: LocalTraining) -> ClientsPlan:
         """A plan with the phase's initial tensors."""
@@ -78,13 +80,48 @@ class ClientsPlan(Plan):
         self._requests = requests
         return requests
 
+    def announce(self, server: Tree, clients: Sequence[int], kept: Mapping[int, Tree], round: int) -> None:
+        """Notes what clients will be trained with, so that it goes with the message before.
+
+        Not where clients are asked for requests, whose answers would be sent later.
+        """
+        if not overrides(self.training.algorithm, "client_request"):
+            self._announced = self._messages("train", self.sent(server, clients, kept, round), kept, round)
+
+    def ask_before_training(self, messages: Mapping[int, Sequence[Message]]) -> dict[int, list[Message | Failure]]:
+        """Asks clients, and has those train which are trained next with the same tensors, all in one message each.
+
+        What they answer to that waits for :meth:`train`, which asks them again if it sends anything else.
+
+        Args:
+            messages: what to ask, by client.
+
+        Returns:
+            The answers to ``messages``.
+        """
+        announced, self._announced = self._announced, {}
+        several = {client: [*messages.get(client, ())] for client in {**messages, **announced}}
+        for client, message in announced.items():
+            if all(has_tensors_of(message, each) for each in several[client]):
+                several[client].append(message)
+        answers = self.clients.ask_each(self.training, {client: each for client, each in several.items() if each})
+        for client, message in announced.items():
+            if several[client][-1] is message and isinstance(answer := answers[client].pop(), Message):
+                self._ahead[client] = message, answer
+        return {client: answers[client] for client in messages}
+
     def train(self, server: Tree, cohort: Sequence[int], kept: Mapping[int, Tree], round: int) -> Iterator[GroupUpdate]:
         """Sends each client what the algorithm sends it, and yields their updates in the cohort's order."""
         sent = self.sent(server, cohort, kept, round)
-        answers = self._ask("train", sent, kept, round)
+        messages, ahead = self._messages("train", sent, kept, round), self._ahead
+        self._ahead = {}
+        answers = {client: answer for client, (message, answer) in ahead.items() if is_same(message, messages[client])}
+        answers |= self.clients.ask(
+            self.training, {client: message for client, message in messages.items() if client not in answers}
+        )
         updates = {
-            client: answer if isinstance(answer, Failure) else self._update(client, answer)
-            for client, answer in answers.items()
+            client: answer if isinstance(answer := answers[client], Failure) else self._update(client, answer)
+            for client in messages
         }
         weights = self.training.algorithm.own_weights
         trees = {
@@ -153,9 +190,15 @@ class ClientsPlan(Plan):
     def _ask(
         self, kind: str, tensors: Mapping[int, Tree], kept: Mapping[int, Tree], round: int, **values: Mapping[int, Any]
     ) -> dict[int, Message | Failure]:
-        """Sends clients messages of this phase, each with its tensors and its values of other names."""
+        """Sends clients messages of this phase; arguments as in ``_messages``."""
+        return self.clients.ask(self.training, self._messages(kind, tensors, kept, round, **values))
+
+    def _messages(
+        self, kind: str, tensors: Mapping[int, Tree], kept: Mapping[int, Tree], round: int, **values: Mapping[int, Any]
+    ) -> dict[int, Message]:
+        """Messages of this phase to clients, each with its tensors and its values of other names."""
         common: dict[str, Any] = {"phase": self.training.phase, "round": round}
-        messages = {
+        return {
             client: Message(
                 kind,
                 {**common, "kept": files_of(kept, client), **{name: each[client] for name, each in values.items()}},
@@ -163,7 +206,6 @@ class ClientsPlan(Plan):
             )
             for client, tree in tensors.items()
         }
-        return self.clients.ask(self.training, messages)
 
     def _update(self, client: int, answer: Message) -> Update | Failure:
         """A client's update; a failure if it is none."""

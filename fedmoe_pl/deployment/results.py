@@ -46,13 +46,14 @@ def evaluate_at_clients(
     server: Tree,
     kept: Mapping[int, Tree],
     round: int,
-    moment: Moment,
+    moments: Sequence[Moment],
     clients: Sequence[int],
-    plan: Plan | None = None,
-) -> list[ClientEvaluation]:
-    """Has clients evaluate their models on their own samples; other arguments as in ``evaluate_clients``.
+    plan: Plan | None,
+) -> list[list[ClientEvaluation]]:
+    """Has clients evaluate their models on their own samples; other arguments as in ``evaluate_moments``.
 
-    An algorithm that chooses a client's model from the server's state gets all of it, as in a simulation.
+    An algorithm that chooses a client's model from the server's state gets all of it, as in a simulation. Clients whose
+    next training was announced to the plan train in the same message.
 
     Args:
         asked: all clients.
@@ -60,22 +61,30 @@ def evaluate_at_clients(
         server: the server's state.
         kept: what the clients keep.
         round: number of completed rounds.
-        moment: the moment of the last round.
+        moments: the moments of the last round.
         clients: ids of the clients to evaluate.
-        plan: unused; clients plan for themselves.
+        plan: the plan of the phase's rounds; None after them.
 
     Returns:
-        One entry per client; that of a client which does not answer has no values.
+        One list per moment, with one entry per client; that of a client which does not answer has no values.
     """
-    messages = _about_result("evaluate", asked, training, server, kept, clients, {"round": round, "moment": moment})
-    evaluations = []
-    for client, answer in asked.ask(training, messages).items():
-        evaluation = answer if isinstance(answer, Failure) else evaluation_of(answer, training, client)
-        if isinstance(evaluation, Failure):
-            rank_zero_warn(f"phase '{training.phase}': client {client} is not evaluated: {evaluation.reason}")
-            evaluation = without_values(training, client)
-        evaluations.append(evaluation)
-    return evaluations
+    messages = _about_result("evaluate", asked, training, server, kept, clients, {"round": round})
+    of_moments = {
+        client: [replace(message, values={**message.values, "moment": moment}) for moment in moments]
+        for client, message in messages.items()
+    }
+    plan = plan if isinstance(plan, ClientsPlan) else ClientsPlan(training, asked)
+    answers = plan.ask_before_training(of_moments)
+    return [[_evaluation(answers[client][i], training, client) for client in clients] for i, _ in enumerate(moments)]
+
+
+def _evaluation(answer: Message | Failure, training: LocalTraining, client: int) -> ClientEvaluation:
+    """A client's evaluation; without values, and with a warning, if its answer is none."""
+    evaluation = answer if isinstance(answer, Failure) else evaluation_of(answer, training, client)
+    if isinstance(evaluation, Failure):
+        rank_zero_warn(f"phase '{training.phase}': client {client} is not evaluated: {evaluation.reason}")
+        return without_values(training, client)
+    return evaluation
 
 
 class HandOver(FederationCallback):

@@ -11,7 +11,7 @@ from typing import Any
 from lightning.pytorch.utilities import rank_zero_info
 
 from fedmoe_pl.deployment.clients import one_line, reason_of
-from fedmoe_pl.deployment.messages import FAILED, NOTE, Message
+from fedmoe_pl.deployment.messages import FAILED, NOTE, SEVERAL, Message, answer_each
 from fedmoe_pl.deployment.participant import Participant
 
 
@@ -32,6 +32,8 @@ class Speaking:
         if message.kind == NOTE:
             self._say(f"join: the server says: {one_line(message.values['text'])}.")
             return Message("noted")
+        if message.kind == SEVERAL:
+            return answer_each(message, self.answer)
         phase = one_line(message.values.get("phase", self._phase))
         if phase != self._phase:
             self._phase, self._said = phase, set()

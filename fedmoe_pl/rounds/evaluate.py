@@ -66,6 +66,19 @@ def evaluate_clients(
     return [evaluations[client] for client in clients]
 
 
+def evaluate_moments(
+    training: LocalTraining,
+    server: Tree,
+    kept: Mapping[int, Tree],
+    round: int,
+    moments: Sequence[Moment],
+    clients: Sequence[int],
+    plan: Plan | None,
+) -> list[list[ClientEvaluation]]:
+    """The evaluations after each of some moments; other arguments as in :func:`evaluate_clients`."""
+    return [evaluate_clients(training, server, kept, round, moment, clients, plan) for moment in moments]
+
+
 def _evaluate_shared(
     training: LocalTraining, server: Tree, kept: Mapping[int, Tree], clients: Sequence[int]
 ) -> Iterator[ClientEvaluation]:

@@ -31,9 +31,9 @@ def evaluate_phase(
     lower = lower_is_better(run.metrics)
     arguments = training, state.server, state.kept, state.round_of_models
     round, selection = round_and_selection(phase, state)
-    for moment in phase.moments:
-        with one_thread():
-            clients = run.evaluate(*arguments, moment, run.evaluated, plan)
+    with one_thread():
+        of_moments = run.evaluate(*arguments, phase.moments, run.evaluated, plan)
+    for moment, clients in zip(phase.moments, of_moments, strict=True):
         evaluations.append(
             Evaluation(
                 method=phase.method(moment),

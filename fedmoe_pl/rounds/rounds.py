@@ -28,7 +28,7 @@ from fedmoe_pl.rounds.newcomers import freeze_shared
 from fedmoe_pl.rounds.phase import Phase
 from fedmoe_pl.rounds.run import Run
 from fedmoe_pl.rounds.server_step import server_step
-from fedmoe_pl.rounds.train import Trained, asked_and_sent, draw_cohort, train_round
+from fedmoe_pl.rounds.train import Trained, announce_round, asked_and_sent, draw_cohort, train_round
 from fedmoe_pl.trees import of_module
 
 
@@ -106,8 +106,11 @@ def run_round(
         _exchange(run, phase, plan, trained.failed, round, log)
     run.progress.end_round()
     run.call("on_server_update", phase, round)
-    evaluates = is_evaluated_after(run, phase, state.round)
-    evaluations = evaluate_round(run, phase, plan.training, plan) if evaluates else []
+    evaluations: list[Evaluation] = []
+    if is_evaluated_after(run, phase, state.round):
+        if cohort is None:
+            announce_round(run, phase, plan)
+        evaluations = evaluate_round(run, phase, plan.training, plan)
     state.stopped = is_over(run, phase, state)
     if log.transfers:
         run.call("on_transfers", phase, round, log.transfers)

@@ -20,7 +20,7 @@ from fedmoe_pl.rounds.begin import begin_phase, phase_module, sized
 from fedmoe_pl.rounds.boards import Boards
 from fedmoe_pl.rounds.checkpoint import FILE, CheckpointWriter
 from fedmoe_pl.rounds.cohort import evaluated_clients
-from fedmoe_pl.rounds.evaluate import client_predictor, evaluate_clients, personal_tensors
+from fedmoe_pl.rounds.evaluate import client_predictor, evaluate_moments, personal_tensors
 from fedmoe_pl.rounds.evaluation import ClientEvaluation, Evaluation
 from fedmoe_pl.rounds.failures import ClientFailures
 from fedmoe_pl.rounds.names import check_row
@@ -99,7 +99,7 @@ class Run:
         writer: writes the checkpoints.
         failures: what happens when clients fail.
         metrics: what is evaluated beside accuracy, by name.
-        evaluate: evaluates the clients' models, as ``evaluate.evaluate_clients`` does in this process and its workers.
+        evaluate: evaluates the clients' models, as ``evaluate.evaluate_moments`` does in this process and its workers.
         only_client: the client whose machine this is, in a deployed federation; None if all clients are here.
     """
 
@@ -129,7 +129,7 @@ class Run:
     evaluation_clients: int | None = None
     failures: ClientFailures = field(default_factory=ClientFailures)
     metrics: dict[str, Metric] = field(default_factory=dict)
-    evaluate: Callable[..., list[ClientEvaluation]] = evaluate_clients
+    evaluate: Callable[..., list[list[ClientEvaluation]]] = evaluate_moments
     only_client: int | None = None
 
     @cached_property

@@ -15,6 +15,7 @@ from fedmoe_pl.algorithms.client import Update
 from fedmoe_pl.backends import Failure, Plan, guarded, one_thread
 from fedmoe_pl.backends.traffic import Traffic, TransferLog
 from fedmoe_pl.rounds.cohort import phase_cohort
+from fedmoe_pl.rounds.evaluate_round import is_over
 from fedmoe_pl.rounds.failures import RETRIES, client_error
 from fedmoe_pl.rounds.flops import FlopCounter
 from fedmoe_pl.rounds.kept import readable
@@ -70,7 +71,7 @@ def train_round(
     needed, why = failures.needed(aggregation)
     while True:
         drawn = draw_cohort(run, phase, state, attempt) if cohort is None else cohort
-        dropped = failures.dropped(drawn, run.seed, run.rounds_before(phase) + state.round, attempt, not poisson)
+        dropped = _dropped(run, phase, drawn, attempt)
         clients = [client for client in drawn if client not in dropped]
         _count_costs(phase, state, plan, clients, counter, log)
         combined, written, failed = _train_clients(run, phase, plan, clients, log)
@@ -89,6 +90,29 @@ def train_round(
             raise client_error(f"{reason}, also after {RETRIES} more tries{example}", failure)
         rank_zero_warn(f"{reason}; the round is tried again.")
         attempt += 1
+
+
+def announce_round(run: Run, phase: Phase, plan: Plan) -> None:
+    """Announces to the plan the next round, if there will be one whatever its clients' evaluation says."""
+    state = run.states[phase.name]
+    if state.round == phase.rounds or is_over(run, phase, state):
+        return
+    drawn = draw_cohort(run, phase, state)
+    dropped = _dropped(run, phase, drawn)
+    clients = [client for client in drawn if client not in dropped]
+    plan.announce({**state.server, **_added(state, plan)}, clients, state.kept, state.round)
+
+
+def _dropped(run: Run, phase: Phase, drawn: Sequence[int], attempt: int = 0) -> list[int]:
+    """The clients of a cohort that drop out before their training."""
+    round, aggregation = run.rounds_before(phase) + run.states[phase.name].round, phase.aggregation
+    one_stays = aggregation is None or not aggregation.poisson_sampling
+    return run.failures.dropped(drawn, run.seed, round, attempt, one_stays)
+
+
+def _added(state: PhaseState, plan: Plan) -> Tree:
+    """What the aggregation sends beside what the algorithm does."""
+    return {} if plan.training.aggregation is None else plan.training.aggregation.for_clients(state.aggregation)
 
 
 def draw_cohort(run: Run, phase: Phase, state: PhaseState, attempt: int = 0) -> list[int]:
@@ -150,7 +174,7 @@ def _train_clients(
     failed: dict[int, Failure] = {}
     aggregation = plan.training.aggregation
     combine = phase.algorithm.combine if aggregation is None else aggregation.combine
-    added = {} if aggregation is None else aggregation.for_clients(state.aggregation)
+    added = _added(state, plan)
     for client in clients if added else ():
         state.add_traffic("down", Traffic.of(added))
         log.add("down", client, added)

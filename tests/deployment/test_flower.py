@@ -15,6 +15,7 @@ import pytest
 import torch
 from sklearn.datasets import load_digits
 
+from fedmoe_pl.deployment.own_files import read_own
 from fedmoe_pl.rounds.checkpoint import KEPT, ROWS
 
 pytest.importorskip("flwr", reason="needs the extra `flower`")
@@ -135,13 +136,10 @@ def assert_same_as_simulation(deployed: Deployment) -> None:
             assert torch.equal(tensor, there["server"][name]), (path.stem, name)
         for client in range(deployed.clients):
             expected = simulated["kept"].get(client, {})
-            files = there["kept"]["files"].get(client, [])
+            (folder,) = deployed.folder.glob(f"client {client}/*/client_{client}/*/{KEPT}")
             kept = {}
-            for phase, round, names in files:
-                pattern = f"client {client}/*/client_{client}/*/checkpoints/kept/{phase}/{client}_{round}.pt"
-                (file,) = deployed.folder.glob(pattern)
-                tensors = torch.load(file, weights_only=True)["tensors"]
-                kept |= {name: tensors[name] for name in names or tensors if name in tensors}
+            for phase, number, names in there["kept"]["files"].get(client, []):
+                kept |= read_own(folder, phase, client, number, names)
             assert kept.keys() == expected.keys(), (path.stem, client)
             assert all(torch.equal(kept[name], tensor) for name, tensor in expected.items()), (path.stem, client)
 
@@ -188,7 +186,7 @@ def test_server_and_clients_that_are_killed_go_on_and_strangers_are_refused(depl
     deployed.wait_until(lambda: deployed.rows()[-1]["failed"] > 0)
     deployed.join(1)
     away = len(deployed.rows())
-    kept = f"client 1/killed/client_1/*/{KEPT}/FedPer/1_*.pt"
-    deployed.wait_until(lambda: any(int(path.stem[2:]) > away for path in deployed.folder.glob(kept)))
+    kept = f"client 1/killed/client_1/*/{KEPT}/FedPer/*.pt"
+    deployed.wait_until(lambda: any(int(path.stem.split("_")[1]) >= away for path in deployed.folder.glob(kept)))
     rounds = [row["round"] for row in deployed.rows()]
     assert rounds == [*range(1, len(rounds) + 1)], "no round is lost or repeated"

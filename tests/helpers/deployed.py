@@ -10,7 +10,7 @@ import torch
 from fedmoe_pl import Federation
 from fedmoe_pl.backends import TrainerBackend
 from fedmoe_pl.deployment import BadMessageError, Message, Participant, Transport, serve
-from fedmoe_pl.deployment.messages import FAILED, NOT_BEGUN, UNPREPARED
+from fedmoe_pl.deployment.messages import ANSWERS, FAILED, NOT_BEGUN, SEVERAL, UNPREPARED, answer_each, answers_in
 from fedmoe_pl.deployment.own_files import read_own
 from fedmoe_pl.rounds.checkpoint import KEPT
 from helpers import TensorData
@@ -26,29 +26,40 @@ class Passing(Transport):
 
     Attributes:
         participants: the participants by client; those left out are not connected.
-        heard: kind and values of every message, with its client, in order.
+        passed: every message that was passed on, with its client, in order.
+        heard: the same, with those that one message stands for in its place.
         answers: the answer to each of them.
         before: called with the client and the message before it is passed on; None for nothing.
+        carried: number of bytes of all messages and answers.
+        calls: how often clients were asked, all at once.
     """
 
     def __init__(self, participants, before: Callable | None = None):
         self.participants = participants
-        self.heard, self.answers = [], []
+        self.passed, self.heard, self.answers = [], [], []
         self.before = before
+        self.carried = self.calls = 0
 
     def ask(self, messages, seconds):
         answers = {}
+        self.calls += bool(messages)
         for client, message in messages.items():
-            if self.before is not None:
-                self.before(client, message)
+            content = message.to_bytes()
+            parts = parts_of(message)
+            for part in parts:
+                if self.before is not None:
+                    self.before(client, part)
             if client in self.participants:
-                self.heard.append((client, message))
-                answer = self.participants[client].answer(Message.from_bytes(message.to_bytes()))
+                self.passed.append((client, message))
+                answer = self.participants[client].answer(Message.from_bytes(content)).to_bytes()
+                self.carried += len(content) + len(answer)
                 try:
-                    answers[client] = Message.from_bytes(answer.to_bytes())
+                    answers[client] = Message.from_bytes(answer)
                 except BadMessageError as error:
                     answers[client] = Message(FAILED, {"reason": str(error)})
-                self.answers.append(answers[client])
+                self.heard += [(client, part) for part in parts]
+                self.answers += answers_in(answers[client]) if answers[client].kind == ANSWERS else [answers[client]]
+                self.answers += [answers[client]] * (len(self.heard) - len(self.answers))
         return answers
 
     def sent(self, kinds) -> Counter:
@@ -60,6 +71,14 @@ class Passing(Transport):
                 for way, tensors in (("down", message.tensors), ("up", answer.tensors)):
                     found.update((*where, way, client, name, tensor.nbytes) for name, tensor in tensors.items())
         return found
+
+
+def parts_of(message) -> list[Message]:
+    """The messages that one stands for; the tensors are counted with the last one."""
+    if message.kind != SEVERAL:
+        return [message]
+    *before, last = message.values["parts"]
+    return [*(Message(*part) for part in before), Message(*last, message.tensors)]
 
 
 class Changing:
@@ -79,6 +98,8 @@ class Changing:
         self.left = float("inf") if most is None else most
 
     def answer(self, message):
+        if message.kind == SEVERAL:
+            return answer_each(message, self.answer)
         answer = self.participant.answer(message)
         if message.kind != self.kind or answer.kind in (UNPREPARED, NOT_BEGUN) or not self.left:
             return answer
@@ -160,7 +181,7 @@ def killed(method, data, folder, messages, **kwargs) -> Passing:
         pass
 
     def kill(client, message):
-        if len(transport.heard) == messages:
+        if len(transport.heard) >= messages:
             raise Killed
 
     transport = Passing(participants(method, data, folder, **kwargs), kill)

@@ -1,0 +1,145 @@
+"""Training rides on the evaluation before it: a round is one message to each client, and the model travels once."""
+
+from collections import Counter
+from dataclasses import replace
+from functools import partial
+
+import pytest
+import torch
+from helpers.deployed import Changing, Passing, deploy, federation, kept_by, participants
+from helpers.methods import METHODS, data
+from helpers.runs import assert_same
+
+from fedmoe_pl.backends import TrainerBackend
+from fedmoe_pl.callbacks import FederationCallback
+from fedmoe_pl.deployment import BadMessageError, Message
+from fedmoe_pl.deployment.messages import ANSWERS, FAILED, SEVERAL
+
+OF_TRAINER = {"backend": TrainerBackend(), "evaluate_every_n_rounds": 1}
+CLIENTS, ROUNDS = range(5), 4
+
+
+def method_of(name, **of_phase):
+    """A method with one phase of some rounds, in which all clients train, and which is evaluated after each."""
+    phase = METHODS[name].phases()[0]
+    changed = {"rounds": ROUNDS, "clients_per_round": 1.0, "evaluate": True, **of_phase}
+    return replace(METHODS[name], phases=lambda: [replace(phase, **changed)])
+
+
+def run(method, tmp_path, **kwargs):
+    """The transport of a deployment, which has ended with the bits of a simulation."""
+    simulated = federation(method.phases(), tmp_path / "simulation", **OF_TRAINER, **kwargs)
+    simulated.fit(method.model(), data())
+    of_clients = {name: value for name, value in kwargs.items() if name != "callbacks"}
+    transport = Passing(participants(method, data(), tmp_path, **OF_TRAINER, **of_clients))
+    deployed = deploy(method, data(), tmp_path, transport, **OF_TRAINER, **kwargs)
+    ((name, state),) = simulated.run.states.items()
+    assert_same(deployed.run.states[name].server, state.server)
+    for client in CLIENTS:
+        assert_same(kept_by(tmp_path, deployed, name, client), state.kept.get(client, {}))
+    return transport
+
+
+def kinds(transport):
+    """How many messages of each kind a client has got, once it had begun."""
+    messages = [message for client, message in transport.passed if client == 0]
+    (begun,) = (i for i, message in enumerate(messages) if message.kind == "begin")
+    return Counter(message.kind for message in messages[begun + 1 :])
+
+
+@pytest.mark.parametrize("name", ["FedAvg", "FedPer", "DifferentialPrivacy", "PFedMoE"])
+@pytest.mark.parametrize("moments", [None, "both"])
+def test_a_round_is_one_message(name, moments, tmp_path):
+    transport = run(method_of(name, evaluate_after=moments), tmp_path)
+    last = "evaluate" if moments is None else SEVERAL
+    assert kinds(transport) == Counter(["train", *[SEVERAL] * (ROUNDS - 1), last, "finish"])
+
+
+def test_the_model_goes_to_a_client_once_a_round(tmp_path):
+    transport = run(method_of("FedAvg"), tmp_path)
+    name = "global_expert.classifier.1.weight"
+    messages = [message for client, message in transport.passed if client == 0]
+    *_, begun = (i for i, message in enumerate(messages) if message.kind == "begin")
+    messages = messages[begun + 1 :]
+    assert sum(name in message.tensors for message in messages) == ROUNDS + 2  # the last evaluation, and the result
+
+
+def test_clients_that_are_not_evaluated_train_in_the_same_round_trip(tmp_path):
+    transport = run(method_of("FedAvg"), tmp_path, evaluation_clients=2)
+    of_each = [[message.kind for client, message in transport.passed if client == each] for each in CLIENTS]
+    evaluated = [SEVERAL in kinds_of_one for kinds_of_one in of_each]
+    assert sorted(evaluated) == [False] * 3 + [True] * 2
+    # the first round asks three times: everyone must prepare and begin
+    assert all(kinds_of_one.count("train") == 2 + ROUNDS for kinds_of_one in of_each if SEVERAL not in kinds_of_one)
+    described, first_round, last_evaluation, finished = 1, 5, 1, 1
+    assert transport.calls == described + first_round + (ROUNDS - 1) + last_evaluation + finished
+
+
+class Halved(FederationCallback):
+    """Halves the server's tensors after an evaluation, when the next training has begun."""
+
+    def on_evaluation_end(self, run, phase, evaluation):
+        state = run.states[phase.name]
+        if state.round == 2:
+            state.server = {name: tensor / 2 for name, tensor in state.server.items()}
+
+
+def test_training_with_what_was_changed_since_is_done_again(tmp_path):
+    transport = run(method_of("FedAvg"), tmp_path, callbacks=[Halved()])
+    assert kinds(transport) == Counter(["train", "train", *[SEVERAL] * (ROUNDS - 1), "evaluate", "finish"])
+
+
+def test_where_a_monitor_may_end_the_phase_nothing_is_trained_ahead(tmp_path):
+    """With a learning rate of 0 the first round stays the best."""
+    still = partial(torch.optim.lr_scheduler.LambdaLR, lr_lambda=lambda round: 0.0)
+    method = method_of("FedAvg", monitor="global_test", patience=2, round_lr_scheduler=still)
+    transport = run(method, tmp_path)
+    rounds = [message.values["round"] for client, message in transport.heard if (client, message.kind) == (0, "train")]
+    assert [*dict.fromkeys(rounds)] == [0, 1, 2]
+
+
+def test_a_client_that_fails_ahead_is_asked_again(tmp_path):
+    failed = []
+
+    def fail_once(answer):
+        failed.append(answer)
+        return Message(FAILED, {"reason": "no memory"}) if len(failed) == 2 else answer
+
+    method = method_of("FedAvg")
+    all_of_them = participants(method, data(), tmp_path, **OF_TRAINER)
+    all_of_them[3] = Changing(all_of_them[3], "train", fail_once)
+    transport = Passing(all_of_them)
+    deployed = deploy(method, data(), tmp_path, transport, **OF_TRAINER)
+    (state,) = deployed.run.states.values()
+    assert state.failed == 0 and len(failed) == ROUNDS + 1
+
+
+ANSWER_OF_NONE = [
+    lambda message: Message(ANSWERS, {"parts": []}),
+    lambda message: Message(ANSWERS, {"parts": [["odd", {}]] * 2}),
+    lambda message: Message(ANSWERS, {"parts": [["evaluation", {}], ["update", {"weight": "3"}]]}),
+    lambda message: Message("update", {"weight": 1.0, "keeps": 0}),
+]
+
+
+@pytest.mark.parametrize("answer", ANSWER_OF_NONE)
+def test_answers_that_are_none_cost_the_client_its_round(answer, tmp_path):
+    class Odd:
+        def answer(self, message):
+            return answer(message) if message.kind == SEVERAL else client.answer(message)
+
+    method = method_of("FedAvg", rounds=2)
+    all_of_them = participants(method, data(), tmp_path, **OF_TRAINER)
+    client, all_of_them[3] = all_of_them[3], Odd()
+    with pytest.warns(UserWarning, match="client 3 is not evaluated: its? "):
+        deployed = deploy(method, data(), tmp_path, Passing(all_of_them), **OF_TRAINER)
+    (state,) = deployed.run.states.values()
+    assert state.failed == 0 and state.round == 2
+
+
+def test_nobody_takes_several_messages_apart_twice():
+    deep = {"parts": [["train", {}]]}
+    for _ in range(200):
+        deep = {"parts": [[SEVERAL, deep]]}
+    with pytest.raises(BadMessageError, match=r"its parts is .*, which no 'several' has"):
+        Message.from_bytes(Message(SEVERAL, deep).to_bytes())
