@@ -11,7 +11,18 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch import Tensor
 
 from fedmoe_pl.backends import Failure, LocalTraining
-from fedmoe_pl.deployment.messages import ANSWERS, FAILED, NOT_BEGUN, NOTE, UNPREPARED, Message, answers_in, joined
+from fedmoe_pl.deployment.messages import (
+    ANSWERS,
+    BEGUN,
+    FAILED,
+    NOT_BEGUN,
+    NOTE,
+    PREPARED,
+    UNPREPARED,
+    Message,
+    answers_in,
+    joined,
+)
 from fedmoe_pl.rounds.kept import File, Joined, KeptByClients
 from fedmoe_pl.rounds.state import PhaseState
 from fedmoe_pl.trees import Tree
@@ -19,7 +30,7 @@ from fedmoe_pl.trees import Tree
 _LONGEST = 1000  # characters of a client's reason
 NOTED_WITHIN = 20.0
 """Seconds that the server waits until a client has shown a note."""
-_TRIES = 5  # of a message to a client that has to be prepared for it
+_TRIES = 10  # messages to a client that has to be prepared for one
 
 
 class Transport(ABC):
@@ -82,6 +93,7 @@ class Clients:
         self.num_clients = len(descriptions)
         self.num_classes = num_classes
         self.max_change = max_change
+        self._phases: dict[int, str] = {}  # the last one in which each client has begun
 
     def __iter__(self) -> Iterator[int]:
         return iter(range(self.num_clients))
@@ -106,38 +118,38 @@ class Clients:
         self, training: LocalTraining, messages: Mapping[int, Sequence[Message]]
     ) -> dict[int, list[Message | Failure]]:
         """The same with several messages to a client, which travel as one with the tensors of the last."""
-        asked, answers, pending = dict[int, Message](), dict[int, Message](), [*messages]
+        asked, answers = dict[int, Message](), dict[int, Message]()
         for client, parts in messages.items():
             of_run = [replace(part, values={**part.values, "run": self.name}) for part in parts]
             asked[client] = joined(of_run) if len(of_run) > 1 else of_run[0]
         seconds = training.client_timeout
         if seconds is not None:
             seconds *= max(map(len, messages.values()), default=1)
+        elsewhere = [client for client in asked if self._phases.get(client, training.phase) != training.phase]
+        pending = asked | {client: self._begin(training, client) for client in elsewhere}
         for _ in range(_TRIES):
-            answers |= self.transport.ask({client: asked[client] for client in pending}, seconds)
-            preparations = {
-                client: self._preparation(answers[client].kind, training, client)
-                for client in pending
-                if client in answers and answers[client].kind in (UNPREPARED, NOT_BEGUN)
-            }
-            prepared = self.transport.ask(preparations, seconds) if preparations else {}
-            for client in preparations:
-                if client not in prepared:
-                    del answers[client]
-                elif prepared[client].kind == FAILED:
-                    answers[client] = prepared[client]
-            pending = [client for client, answer in prepared.items() if answer.kind != FAILED]
+            answers |= (came := self.transport.ask(pending, seconds))
+            pending = {}
+            for client, answer in came.items():
+                if answer.kind == UNPREPARED:
+                    pending[client] = self._prepare(client)
+                elif answer.kind in (NOT_BEGUN, PREPARED):
+                    pending[client] = self._begin(training, client)
+                elif answer.kind == BEGUN:
+                    pending[client] = asked[client]
+                    self._phases[client] = training.phase
             if not pending:
                 break
-        self._check_configuration({client: answers[client] for client in messages if client in answers})
+        self._check_configuration(answers)
         return {client: self._checked_each(answers.get(client), len(parts)) for client, parts in messages.items()}
 
-    def _preparation(self, kind: str, training: LocalTraining, client: int) -> Message:
-        """What a client needs that has restarted, or that comes from another phase."""
-        if kind == UNPREPARED:
-            values = {"num_clients": self.num_clients, "num_classes": self.num_classes}
-            values |= {"description": self.descriptions[client]}
-            return Message("prepare", {"run": self.name, **values})
+    def _prepare(self, client: int) -> Message:
+        """What a client needs that has restarted."""
+        values = {"num_clients": self.num_clients, "num_classes": self.num_classes}
+        return Message("prepare", {"run": self.name, **values, "description": self.descriptions[client]})
+
+    def _begin(self, training: LocalTraining, client: int) -> Message:
+        """What a client needs that comes from another phase."""
         values = {"phase": training.phase, "rounds_before": training.rounds_before}
         return Message("begin", {"run": self.name, **values}, training.of(client).initial)
 
@@ -160,7 +172,7 @@ class Clients:
     def _checked(self, answer: Message | None) -> Message | Failure:
         if answer is None:
             return Failure("it is not connected, or its answer did not come in time")
-        if answer.kind in (UNPREPARED, NOT_BEGUN):
+        if answer.kind in (UNPREPARED, NOT_BEGUN, PREPARED, BEGUN):
             return Failure("it starts again and again")
         return Failure(reason_of(answer)) if answer.kind == FAILED else answer
 

@@ -19,6 +19,8 @@ FAILED, UNPREPARED, NOT_BEGUN, LEAVES = "failed", "unprepared", "not begun", "le
 federation's clients, and ends."""
 NOTE = "note"
 """Kind of a message whose ``text`` the client shows whoever runs it."""
+PREPARED, BEGUN = "prepared", "begun"
+"""Kinds of answers to ``prepare`` and ``begin``."""
 SEVERAL, ANSWERS = "several", "answers"
 """Kinds of a message that stands for several with the same tensors, and of the answer to it."""
 _SIZE = 8  # bytes of the header's length

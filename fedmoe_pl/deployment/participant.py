@@ -23,9 +23,11 @@ from fedmoe_pl.data import FederatedDataModule
 from fedmoe_pl.data.own_client import add_clients
 from fedmoe_pl.deployment.descriptions import check_same
 from fedmoe_pl.deployment.messages import (
+    BEGUN,
     FAILED,
     LEAVES,
     NOT_BEGUN,
+    PREPARED,
     SEVERAL,
     UNPREPARED,
     BadMessageError,
@@ -162,7 +164,7 @@ class Participant:
         checkpoint = self._files / FILE
         self.run.folder = self._files
         self.run.states = load_federation(checkpoint)["phases"] if checkpoint.is_file() else {}
-        return Message("prepared")
+        return Message(PREPARED)
 
     def _begin(self, message: Message) -> Message:
         """Plans a phase with the tensors that it starts from."""
@@ -183,7 +185,7 @@ class Participant:
         self._initial_server = {} if phase.algorithm.federated else phase.algorithm.server_init(training.module)
         self._plan, self._phase = self.run.backend.plan(training).begin(training), phase.name
         self._remember("phase", message)
-        return Message("begun")
+        return Message(BEGUN)
 
     @property
     def checkpoint(self) -> Path | None:

@@ -62,7 +62,7 @@ def test_an_update_that_is_none(change, reason, tmp_path):
     [
         (with_values(keeps=None), "its keeps is None, which no 'kept' has"),
         (without("keeps"), "its keeps is None, which no 'kept' has"),
-        (lambda answer: Message("begun"), "its answer does not say whether it keeps anything"),
+        (lambda answer: Message("noted"), "its answer does not say whether it keeps anything"),
     ],
 )
 def test_a_step_that_is_none(change, reason, tmp_path):

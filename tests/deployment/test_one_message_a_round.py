@@ -69,9 +69,9 @@ def test_clients_that_are_not_evaluated_train_in_the_same_round_trip(tmp_path):
     of_each = [[message.kind for client, message in transport.passed if client == each] for each in CLIENTS]
     evaluated = [SEVERAL in kinds_of_one for kinds_of_one in of_each]
     assert sorted(evaluated) == [False] * 3 + [True] * 2
-    # the first round asks three times: everyone must prepare and begin
-    assert all(kinds_of_one.count("train") == 2 + ROUNDS for kinds_of_one in of_each if SEVERAL not in kinds_of_one)
-    described, first_round, last_evaluation, finished = 1, 5, 1, 1
+    # the first round asks twice: everyone must prepare and begin
+    assert all(kinds_of_one.count("train") == 1 + ROUNDS for kinds_of_one in of_each if SEVERAL not in kinds_of_one)
+    described, first_round, last_evaluation, finished = 1, 4, 1, 1
     assert transport.calls == described + first_round + (ROUNDS - 1) + last_evaluation + finished
 
 
@@ -143,3 +143,12 @@ def test_nobody_takes_several_messages_apart_twice():
         deep = {"parts": [[SEVERAL, deep]]}
     with pytest.raises(BadMessageError, match=r"its parts is .*, which no 'several' has"):
         Message.from_bytes(Message(SEVERAL, deep).to_bytes())
+
+
+def test_a_phase_begins_with_two_messages(tmp_path):
+    transport = Passing(participants(METHODS["PFLMoE"], data(), tmp_path, **OF_TRAINER))
+    deploy(METHODS["PFLMoE"], data(), tmp_path, transport, **OF_TRAINER)
+    kinds = [message.kind for client, message in transport.passed if client == 0]
+    begins = [i for i, kind in enumerate(kinds) if kind == "begin"]
+    assert len(begins) == len(METHODS["PFLMoE"].phases())
+    assert [kinds[i - 1 : i + 2] for i in begins[1:]] == [["finish", "begin", "train"]] * (len(begins) - 1)

@@ -170,7 +170,7 @@ def test_a_client_that_was_away_at_the_end_of_a_phase_gets_its_result_later(tmp_
     def leave(client, message):
         if message.kind == "finish" and message.values["phase"] == "FedAvg" and client == 2 and not away:
             away[client] = transport.participants.pop(client)
-        elif message.kind == "train" and message.values["phase"] == "tuned":
+        elif message.kind == "begin" and message.values["phase"] == "tuned":
             transport.participants.update(away)
 
     transport = Passing(participants(METHOD, data(), tmp_path, **OF_TRAINER), leave)
