@@ -117,7 +117,7 @@ class Clients:
     def ask_each(
         self, training: LocalTraining, messages: Mapping[int, Sequence[Message]]
     ) -> dict[int, list[Message | Failure]]:
-        """The same with several messages to a client, which travel as one with the tensors of the last."""
+        """The same with several messages to a client, which travel as one."""
         asked, answers = dict[int, Message](), dict[int, Message]()
         for client, parts in messages.items():
             of_run = [replace(part, values={**part.values, "run": self.name}) for part in parts]

@@ -6,7 +6,7 @@ from __future__ import annotations
 # Flower is not installed where types are checked: it cannot be together with other extras.
 from collections.abc import Mapping, Sequence
 
-from flwr.app import Array, ArrayRecord, RecordDict
+from flwr.app import Array, ArrayRecord, ConfigRecord, RecordDict
 from flwr.app import Message as FlowerMessage
 from flwr.serverapp import Grid
 
@@ -15,14 +15,17 @@ from fedmoe_pl.deployment.nodes import NodesTransport
 
 TYPE = "train.fedmoe_pl"
 """Flower's name for all messages between server and clients."""
-_RECORD, _ARRAY, _STYPE = "message", "content", "fedmoe_pl"
+_RECORD, _CONTENT, _STYPE = "message", "content", "fedmoe_pl"
+_LARGE = 2**20  # bytes
 
 
 def packed(message: Message) -> RecordDict:
-    """A message as Flower carries it: one array of bytes, because Flower sends each object by itself."""
+    """A message as Flower carries it: in few objects, each of which it sends by itself, or as an array, in chunks."""
     content = message.to_bytes()
+    if len(content) < _LARGE:
+        return RecordDict({_RECORD: ConfigRecord({_CONTENT: content})})
     array = Array(dtype="uint8", shape=(len(content),), stype=_STYPE, data=content)
-    return RecordDict({_RECORD: ArrayRecord({_ARRAY: array})})
+    return RecordDict({_RECORD: ArrayRecord({_CONTENT: array})})
 
 
 def unpacked(content: RecordDict) -> Message:
@@ -32,7 +35,8 @@ def unpacked(content: RecordDict) -> Message:
         BadMessageError: if there is none.
     """
     try:
-        return Message.from_bytes(content[_RECORD][_ARRAY].data)
+        found = content[_RECORD][_CONTENT]
+        return Message.from_bytes(found if isinstance(found, bytes) else found.data)
     except (KeyError, AttributeError, TypeError) as error:
         raise BadMessageError("it has no message of fedmoe_pl") from error
 

@@ -93,15 +93,21 @@ class Message:
 
 
 def joined(messages: Sequence[Message]) -> Message:
-    """One message for several, all of which get the tensors of the last one."""
-    return Message(SEVERAL, {"parts": [[each.kind, each.values] for each in messages]}, messages[-1].tensors)
+    """One message for several, which agree in tensors of the same name; each has the names of its own, or gets all."""
+    tensors: Tree = {}
+    for each in messages:
+        tensors |= each.tensors
+    names = (None if len(each.tensors) == len(tensors) else [*each.tensors] for each in messages)
+    parts = [[each.kind, each.values, of_part] for each, of_part in zip(messages, names, strict=True)]
+    return Message(SEVERAL, {"parts": parts}, tensors)
 
 
 def answer_each(message: Message, answer: Callable[[Message], Message]) -> Message:
     """Answers the messages that one stands for, in order; if one of them comes too early, with its answer alone."""
     answers = list[Message]()
-    for kind, values in message.values["parts"]:
-        part = _part(kind, values, message.tensors)
+    for kind, values, names in message.values["parts"]:
+        of_part = message.tensors if names is None else {n: message.tensors[n] for n in names if n in message.tensors}
+        part = _part(kind, values, of_part)
         answers.append(part if part.kind == FAILED else answer(part))
         if answers[-1].kind in (UNPREPARED, NOT_BEGUN):
             return answers[-1]
@@ -118,14 +124,12 @@ def answers_in(answer: Message) -> list[Message]:
 
 def is_same(a: Message, b: Message) -> bool:
     """Whether two messages say the same, with tensors of the same bits."""
-    return (a.kind, a.values, a.tensors.keys()) == (b.kind, b.values, b.tensors.keys()) and has_tensors_of(a, b)
+    return (a.kind, a.values, a.tensors.keys()) == (b.kind, b.values, b.tensors.keys()) and do_agree(a, b)
 
 
-def has_tensors_of(message: Message, other: Message) -> bool:
-    """Whether a message has all tensors of another one, with the same bits."""
-    return all(
-        name in message.tensors and _are_same(tensor, message.tensors[name]) for name, tensor in other.tensors.items()
-    )
+def do_agree(a: Message, b: Message) -> bool:
+    """Whether the tensors that both messages have are the same."""
+    return all(_are_same(a.tensors[name], b.tensors[name]) for name in a.tensors.keys() & b.tensors.keys())
 
 
 def _are_same(a: Tensor, b: Tensor) -> bool:

@@ -21,7 +21,7 @@ from fedmoe_pl.backends import (
 from fedmoe_pl.backends.backend import fold, group_update
 from fedmoe_pl.deployment.answers import cannot_be_used, kept_of, problem_of, update_of
 from fedmoe_pl.deployment.clients import AtClient, Clients, files_of
-from fedmoe_pl.deployment.messages import Message, has_tensors_of, is_same
+from fedmoe_pl.deployment.messages import Message, do_agree, is_same
 from fedmoe_pl.deployment.proportions import out_of_proportion
 from fedmoe_pl.trees import Tree, of_parts, with_prefix
 
@@ -89,7 +89,7 @@ class ClientsPlan(Plan):
             self._announced = self._messages("train", self.sent(server, clients, kept, round), kept, round)
 
     def ask_before_training(self, messages: Mapping[int, Sequence[Message]]) -> dict[int, list[Message | Failure]]:
-        """Asks clients, and has those train which are trained next with the same tensors, all in one message each.
+        """Asks clients, and has those train that are trained next, all in one message each.
 
         What they answer to that waits for :meth:`train`, which asks them again if it sends anything else.
 
@@ -102,7 +102,7 @@ class ClientsPlan(Plan):
         announced, self._announced = self._announced, {}
         several = {client: [*messages.get(client, ())] for client in {**messages, **announced}}
         for client, message in announced.items():
-            if all(has_tensors_of(message, each) for each in several[client]):
+            if all(do_agree(message, each) for each in several[client]):
                 several[client].append(message)
         answers = self.clients.ask_each(self.training, {client: each for client, each in several.items() if each})
         for client, message in announced.items():

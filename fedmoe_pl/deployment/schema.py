@@ -163,7 +163,7 @@ _OF_RUN = {"run": _name}
 _OF_PHASE = {**_OF_RUN, "phase": _name, "round": _ROUND}
 _OF_PHASE |= {"kept": _list(_row(_name, _FILE, _or_nothing(_by_name(_name))), _MOST_FILES)}
 # whoever takes them apart checks the values of each; none is taken apart twice
-_PARTS = _list(_row(lambda kind: _name(kind) and kind not in ("several", "answers"), _dict), 3)
+_PART = (lambda kind: _name(kind) and kind not in ("several", "answers"), _dict)
 _KINDS: dict[str, dict[str, Check]] = {
     # the server's
     "describe": {"num_clients": _or_nothing(_CLIENT)},
@@ -182,7 +182,7 @@ _KINDS: dict[str, dict[str, Check]] = {
         "state": _record({"round": _ROUND, "stopped": _flag, "best_round": _ROUND}),
         "evaluations": _list(_record(_EVALUATION), 2),
     },
-    "several": {"parts": _PARTS},
+    "several": {"parts": _list(_row(*_PART, _or_nothing(_list(_name))), 3)},
     "note": {"text": _text},
     "end": {},
     # the clients'
@@ -195,7 +195,7 @@ _KINDS: dict[str, dict[str, Check]] = {
     "finished": {"phases": _list(_name)},
     "failed": {"reason": _or_nothing(_text), "is_configuration": _or_nothing(_flag)},
     "leaves": {"reason": _text},
-    "answers": {"parts": _PARTS},
+    "answers": {"parts": _list(_row(*_PART), 3)},
     **{kind: {} for kind in ("prepared", "begun", "noted", "ended", "unprepared", "not begun")},
 }
 HEADER = _record(

@@ -21,8 +21,8 @@ CLIENTS, ROUNDS = range(5), 4
 
 def method_of(name, **of_phase):
     """A method with one phase of some rounds, in which all clients train, and which is evaluated after each."""
-    phase = METHODS[name].phases()[0]
-    changed = {"rounds": ROUNDS, "clients_per_round": 1.0, "evaluate": True, **of_phase}
+    phase = next(phase for phase in METHODS[name].phases() if phase.algorithm.federated)
+    changed = {"rounds": ROUNDS, "clients_per_round": 1.0, "evaluate": True, "start": None, **of_phase}
     return replace(METHODS[name], phases=lambda: [replace(phase, **changed)])
 
 
@@ -47,7 +47,7 @@ def kinds(transport):
     return Counter(message.kind for message in messages[begun + 1 :])
 
 
-@pytest.mark.parametrize("name", ["FedAvg", "FedPer", "DifferentialPrivacy", "PFedMoE"])
+@pytest.mark.parametrize("name", ["FedAvg", "FedPer", "DifferentialPrivacy", "PFedMoE", "IFCA", "FedRoD"])
 @pytest.mark.parametrize("moments", [None, "both"])
 def test_a_round_is_one_message(name, moments, tmp_path):
     transport = run(method_of(name, evaluate_after=moments), tmp_path)
@@ -62,6 +62,15 @@ def test_the_model_goes_to_a_client_once_a_round(tmp_path):
     *_, begun = (i for i, message in enumerate(messages) if message.kind == "begin")
     messages = messages[begun + 1 :]
     assert sum(name in message.tensors for message in messages) == ROUNDS + 2  # the last evaluation, and the result
+
+
+def test_a_part_gets_its_own_tensors(tmp_path):
+    """For an evaluation of Ditto, clients get the server's state; they train with less."""
+    transport = run(method_of("Ditto"), tmp_path)
+    of_one = [message for client, message in transport.passed if (client, message.kind) == (0, SEVERAL)]
+    names = [{kind: names for kind, _, names in message.values["parts"]} for message in of_one]
+    assert len(of_one) == ROUNDS - 1 and all(each["evaluate"] is None for each in names)
+    assert all(name.startswith("global_expert.") for each in names for name in each["train"])
 
 
 def test_clients_that_are_not_evaluated_train_in_the_same_round_trip(tmp_path):
@@ -138,9 +147,9 @@ def test_answers_that_are_none_cost_the_client_its_round(answer, tmp_path):
 
 
 def test_nobody_takes_several_messages_apart_twice():
-    deep = {"parts": [["train", {}]]}
+    deep = {"parts": [["train", {}, None]]}
     for _ in range(200):
-        deep = {"parts": [[SEVERAL, deep]]}
+        deep = {"parts": [[SEVERAL, deep, None]]}
     with pytest.raises(BadMessageError, match=r"its parts is .*, which no 'several' has"):
         Message.from_bytes(Message(SEVERAL, deep).to_bytes())
 

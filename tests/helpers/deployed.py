@@ -45,7 +45,7 @@ class Passing(Transport):
         self.calls += bool(messages)
         for client, message in messages.items():
             content = message.to_bytes()
-            parts = parts_of(message)
+            parts = parts_of(Message.from_bytes(content))
             for part in parts:
                 if self.before is not None:
                     self.before(client, part)
@@ -74,11 +74,11 @@ class Passing(Transport):
 
 
 def parts_of(message) -> list[Message]:
-    """The messages that one stands for; the tensors are counted with the last one."""
-    if message.kind != SEVERAL:
-        return [message]
-    *before, last = message.values["parts"]
-    return [*(Message(*part) for part in before), Message(*last, message.tensors)]
+    """The messages that one stands for."""
+    parts: list[Message] = []
+    if message.kind == SEVERAL:
+        answer_each(message, lambda part: parts.append(part) or part)
+    return parts or [message]
 
 
 class Changing:
