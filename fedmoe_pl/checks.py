@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -14,6 +15,70 @@ MOST_UNITS = 1_000_000
 """The most units or channels of a layer, and the most words of an embedding."""
 MOST_EXPERTS = 10_000
 """The most experts or clusters of a model."""
+
+
+class InvalidArgumentError(MisconfigurationException):
+    """An argument that is refused.
+
+    Its text is made of its parts, so that whoever knows where the argument stands in a configuration can say so.
+
+    Args:
+        owner: what it belongs to: an object, whose class is named, or its name, such as ``Phase 'FedAvg'``.
+        argument: its name.
+        value: its value.
+        allowed: what it must be, such as ``at least 1`` or ``left out``.
+        because: why, as far as that is not obvious.
+
+    Attributes:
+        owner: the owner's name.
+        argument: the argument's name.
+        value: the value, as the text shows it.
+        allowed: as given.
+        because: as given.
+
+    Example:
+        >>> print(InvalidArgumentError("Phase 'FedAvg'", "rounds", 0, "at least 1"))
+        Phase 'FedAvg': rounds is 0, but must be at least 1.
+        >>> print(InvalidArgumentError("Dirichlet", "alpha", "high", "a number", "it is a concentration"))
+        Dirichlet: alpha is 'high', but must be a number, because it is a concentration.
+    """
+
+    def __init__(self, owner: object, argument: str, value: Any, allowed: str, because: str = "") -> None:
+        self.owner = owner if isinstance(owner, str) else type(owner).__name__
+        self.argument = argument
+        self.value = value if isinstance(value, _Shown) else shown(value)
+        self.allowed = allowed
+        self.because = because
+        # all of them texts, so that a worker process can send the exception
+        super().__init__(self.owner, argument, _Shown(self.value), allowed, because)
+
+    def __str__(self) -> str:
+        """The sentence."""
+        return self.sentence(self.argument)
+
+    def sentence(self, argument: str) -> str:
+        """The sentence with another name of the argument, such as its key in a configuration."""
+        reason = f", because {self.because}" if self.because else ""
+        return f"{self.owner}: {argument} is {self.value}, but must be {self.allowed}{reason}."
+
+
+class _Shown(str):
+    """A value as a text shows it."""
+
+    __slots__ = ()
+
+
+def shown(value: Any) -> str:
+    """A value as messages show it: numbers and texts themselves, of another object what it is.
+
+    Example:
+        >>> shown("a"), shown(None), shown([1]), shown(Exception), shown(Exception())
+        ("'a'", 'None', '[1]', 'the class Exception', 'of the class Exception')
+    """
+    if isinstance(value, type):
+        return f"the class {value.__name__}"
+    plain_kinds = (str, bool, int, float, list, tuple, dict, set, Path, np.generic, type(None))
+    return repr(plain(value)) if isinstance(value, plain_kinds) else f"of the class {type(value).__name__}"
 
 
 def check_at_least(owner: object, name: str, value: Any, lowest: int, highest: int | None = MOST_COUNTED) -> None:
@@ -32,7 +97,7 @@ def check_at_least(owner: object, name: str, value: Any, lowest: int, highest: i
     if value is None or (_is_integer(value) and value >= lowest and (highest is None or value <= highest)):
         return
     range_in_words = f"of at least {lowest}" if highest is None else f"from {lowest} to {highest:,}"
-    raise _refusal(owner, name, value, f"an integer {range_in_words}")
+    raise InvalidArgumentError(owner, name, value, f"an integer {range_in_words}")
 
 
 def check_sizes(owner: object, **sizes: Any) -> None:
@@ -70,7 +135,7 @@ def check_number(
     in_range = is_finite(value) and (least is None or value >= least) and (above is None or value > above)
     if not in_range:
         range_in_words = f"of at least {least}" if above is None else f"above {above}"
-        raise _refusal(owner, name, value, allowed or f"a finite number {range_in_words}")
+        raise InvalidArgumentError(owner, name, value, allowed or f"a finite number {range_in_words}")
 
 
 def check_choice(owner: object, name: str, value: Any, choices: tuple[str, ...]) -> None:
@@ -86,7 +151,7 @@ def check_choice(owner: object, name: str, value: Any, choices: tuple[str, ...])
         MisconfigurationException: if it is another word.
     """
     if value not in choices:
-        raise _refusal(owner, name, f"'{value}'", f"one of {', '.join(choices)}")
+        raise InvalidArgumentError(owner, name, value, f"one of {', '.join(choices)}")
 
 
 def check_kind(owner: str, name: str, value: Any, kind: type, hint: str = "") -> None:
@@ -102,11 +167,8 @@ def check_kind(owner: str, name: str, value: Any, kind: type, hint: str = "") ->
     Raises:
         MisconfigurationException: if the value is none of these.
     """
-    if value is None or isinstance(value, kind):
-        return
-    shown = repr(value) if isinstance(value, (str, int, float)) else f"a {type(value).__name__}"
-    shown = f"the class {value.__name__}" if isinstance(value, type) else shown
-    raise MisconfigurationException(f"{owner}: {name} is {shown}, but must be a {kind.__name__}{hint}.")
+    if value is not None and not isinstance(value, kind):
+        raise InvalidArgumentError(owner, name, value, f"a {kind.__name__}{hint}")
 
 
 def is_finite(value: Any) -> bool:
@@ -122,7 +184,3 @@ def plain(value: Any) -> Any:
 
 def _is_integer(value: Any) -> bool:
     return isinstance(value, (int, np.integer)) and not isinstance(value, bool)
-
-
-def _refusal(owner: object, name: str, value: Any, allowed: str) -> MisconfigurationException:
-    return MisconfigurationException(f"{type(owner).__name__}: {name} is {value}, but must be {allowed}.")

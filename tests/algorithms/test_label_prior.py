@@ -276,5 +276,5 @@ def test_an_unknown_expert_is_refused():
 
 @pytest.mark.parametrize("tau", [-0.5, math.nan, "validation"])
 def test_other_values_of_tau_are_refused(tau):
-    with pytest.raises(MisconfigurationException, match=f"^LabelPrior: tau is {tau}, but must be auto or a finite"):
+    with pytest.raises(MisconfigurationException, match=f"^LabelPrior: tau is {tau!r}, but must be auto or a finite"):
         LabelPrior(tau)
