@@ -115,7 +115,7 @@ class Plan(ABC):
     ) -> None:
         """Says who is trained next, before these models are evaluated; arguments as in :meth:`train`.
 
-        A plan may have them trained at once, if it gives the result in the next call of :meth:`train` only.
+        A plan may have them trained at once, if it uses the result only where :meth:`train` is called with the same.
         """
 
     def requests(self, server: Tree, clients: Sequence[int], kept: Mapping[int, Tree], round: int) -> dict[int, Tree]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import time
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -55,6 +57,10 @@ class Transport(ABC):
             texts: the texts by client.
         """
         self.ask({client: Message(NOTE, {"text": text}) for client, text in texts.items()}, NOTED_WITHIN)
+
+
+class NoAnswer(Failure):
+    """No answer of a client, which may be asked again."""
 
 
 class AtClient(dict[str, Tensor]):
@@ -122,13 +128,17 @@ class Clients:
         for client, parts in messages.items():
             of_run = [replace(part, values={**part.values, "run": self.name}) for part in parts]
             asked[client] = joined(of_run) if len(of_run) > 1 else of_run[0]
-        seconds = training.client_timeout
-        if seconds is not None:
-            seconds *= max(map(len, messages.values()), default=1)
+        most = max(map(len, messages.values()), default=1)
+        seconds = math.inf if training.client_timeout is None else most * training.client_timeout
+        end = time.monotonic() + 2 * seconds  # also for a client that answers again and again that it must be prepared
         elsewhere = [client for client in asked if self._phases.get(client, training.phase) != training.phase]
         pending = asked | {client: self._begin(training, client) for client in elsewhere}
         for _ in range(_TRIES):
-            answers |= (came := self.transport.ask(pending, seconds))
+            left = min(seconds, end - time.monotonic())
+            if not pending or left <= 0:
+                break
+            came = self.transport.ask(pending, None if left == math.inf else left)
+            answers = {client: answer for client, answer in answers.items() if client not in pending} | came
             pending = {}
             for client, answer in came.items():
                 if answer.kind == UNPREPARED:
@@ -138,8 +148,6 @@ class Clients:
                 elif answer.kind == BEGUN:
                     pending[client] = asked[client]
                     self._phases[client] = training.phase
-            if not pending:
-                break
         self._check_configuration(answers)
         return {client: self._checked_each(answers.get(client), len(parts)) for client, parts in messages.items()}
 
@@ -171,7 +179,7 @@ class Clients:
 
     def _checked(self, answer: Message | None) -> Message | Failure:
         if answer is None:
-            return Failure("it is not connected, or its answer did not come in time")
+            return NoAnswer("it is not connected, or its answer did not come in time")
         if answer.kind in (UNPREPARED, NOT_BEGUN, PREPARED, BEGUN):
             return Failure("it starts again and again")
         return Failure(reason_of(answer)) if answer.kind == FAILED else answer

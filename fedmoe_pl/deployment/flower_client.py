@@ -14,6 +14,7 @@ from flwr.app import RecordDict
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities import rank_zero_info
 
+from fedmoe_pl.deployment.clients import one_line
 from fedmoe_pl.deployment.connection import Security, free_port, has_tls, problem_of_tls, tls_context
 from fedmoe_pl.deployment.flower import packed, unpacked
 from fedmoe_pl.deployment.flower_inside import (
@@ -114,6 +115,7 @@ class _Answering:
         try:
             message = unpacked(content)
         except BadMessageError as error:
+            rank_zero_info(f"join: the server has sent a message that is none: {one_line(str(error))}.")
             return packed(Message(FAILED, {"reason": f"BadMessageError: {error}"}))
         answer = Message("ended") if message.kind == "end" else self.answer(message)
         self.is_over = answer.kind in ("ended", LEAVES)

@@ -22,7 +22,8 @@ NOTE = "note"
 PREPARED, BEGUN = "prepared", "begun"
 """Kinds of answers to ``prepare`` and ``begin``."""
 SEVERAL, ANSWERS = "several", "answers"
-"""Kinds of a message that stands for several with the same tensors, and of the answer to it."""
+"""Kinds of a message that stands for several, and of the answer to it."""
+_PARTS = {SEVERAL: ("evaluate", "train"), ANSWERS: ("evaluation", "update", FAILED)}
 _SIZE = 8  # bytes of the header's length
 _LONGEST_HEADER = 2**21  # bytes; enough for the names of 10,000 tensors
 
@@ -103,11 +104,11 @@ def joined(messages: Sequence[Message]) -> Message:
 
 
 def answer_each(message: Message, answer: Callable[[Message], Message]) -> Message:
-    """Answers the messages that one stands for, in order; if one of them comes too early, with its answer alone."""
+    """Answers the messages that one stands for, in order; if one needs another message before it, with that alone."""
     answers = list[Message]()
     for kind, values, names in message.values["parts"]:
         of_part = message.tensors if names is None else {n: message.tensors[n] for n in names if n in message.tensors}
-        part = _part(kind, values, of_part)
+        part = _part(SEVERAL, kind, values, of_part)
         answers.append(part if part.kind == FAILED else answer(part))
         if answers[-1].kind in (UNPREPARED, NOT_BEGUN):
             return answers[-1]
@@ -119,24 +120,25 @@ def answer_each(message: Message, answer: Callable[[Message], Message]) -> Messa
 
 def answers_in(answer: Message) -> list[Message]:
     """The answers that one stands for."""
-    return [_part(*each, subtree(answer.tensors, f"{i}/")) for i, each in enumerate(answer.values["parts"])]
+    return [_part(ANSWERS, *each, subtree(answer.tensors, f"{i}/")) for i, each in enumerate(answer.values["parts"])]
+
+
+def _part(whole: str, kind: str, values: dict[str, Any], tensors: Tree) -> Message:
+    """A part of a message; a failure without tensors if such a message has no such part."""
+    allowed = kind in _PARTS[whole]
+    problem = problem_of_values(kind, values) if allowed else f"its part is of the kind {kind[:100]!r}, which is odd"
+    return Message(FAILED, {"reason": problem}) if problem else Message(kind, values, tensors)
 
 
 def is_same(a: Message, b: Message) -> bool:
-    """Whether two messages say the same, with tensors of the same bits."""
+    """Whether two messages say the same, with equal tensors."""
     return (a.kind, a.values, a.tensors.keys()) == (b.kind, b.values, b.tensors.keys()) and do_agree(a, b)
 
 
 def do_agree(a: Message, b: Message) -> bool:
-    """Whether the tensors that both messages have are the same."""
+    """Whether the tensors that both messages have are equal."""
     return all(_are_same(a.tensors[name], b.tensors[name]) for name in a.tensors.keys() & b.tensors.keys())
 
 
 def _are_same(a: Tensor, b: Tensor) -> bool:
     return a is b or (a.dtype == b.dtype and torch.equal(a, b))
-
-
-def _part(kind: str, values: dict[str, Any], tensors: Tree) -> Message:
-    """One of several messages; a failure if none has such values."""
-    problem = problem_of_values(kind, values)
-    return Message(FAILED, {"reason": problem}) if problem else Message(kind, values, tensors)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from itertools import pairwise
 from pathlib import Path
 from typing import NamedTuple
 
@@ -17,15 +16,19 @@ from fedmoe_pl.rounds.starts import sources
 from fedmoe_pl.rounds.state import PhaseState
 from fedmoe_pl.trees import Tree
 
+_ROUNDS = 4  # the one of the newest file, the one before, and those of the server's last two checkpoints
+
 
 class OwnFiles:
     """What a client keeps in a phase: a file after each training, exchange or step.
 
     The server says from which file the client goes on; after a kill, that is an older one. The client checks that it is
-    one of this phase, or of a phase that this one starts from. The server has no say in what is removed: a file is,
-    once the client has gone on from it for three rounds, because it may be trained before the server has written the
-    checkpoint of the round before. So the server finds what its last two checkpoints refer to, and a file that none has
-    taken the place of stays.
+    one of this phase, or of a phase that this one starts from.
+
+    The server has no say in what is removed. Of the files that the newest one goes back to, a client keeps those of the
+    last four rounds in which it wrote any, whatever numbers the server gives these rounds. The server's last two
+    checkpoints refer to some of them: a client may be trained for a round before the server has written the checkpoint
+    of the round before. Files that the newest one does not go back to stay.
 
     Args:
         run: the client's run, in its folder.
@@ -46,9 +49,11 @@ class OwnFiles:
             BadMessageError: if the phase goes on from no such file, or not with these tensors of it.
         """
         files = [(phase, number, names) for phase, number, names in message.values["kept"]]
-        for phase, _, names in files:
+        for i, (phase, _, names) in enumerate(files):
             if (phase, names) not in self.usable:
                 raise BadMessageError(f"phase '{self.phase.name}' does not go on from such tensors of phase {phase!r}")
+            if (phase, names) in [(before, of_before) for before, _, of_before in files[:i]]:
+                raise BadMessageError(f"it names two files of phase {phase!r}")
         return files
 
     def are_newest(self, message: Message) -> bool:
@@ -86,13 +91,14 @@ class OwnFiles:
         return max((number for phase, number, _ in self.named(message) if phase == self.phase.name), default=0)
 
     def _remove_replaced(self, result: int = 0) -> None:
-        """Removes what the newest file goes back to by more than three rounds, but not the result."""
+        """Removes what the newest file goes back to before its last rounds, but not the result."""
         files = _files(self._folder)
         chain = [files[number] for number in [max(files, default=0)] if number]
         while chain and chain[-1].before in files:
             chain.append(files[chain[-1].before])
-        for newer, file in pairwise(chain):
-            if newer.round <= chain[0].round - 3 and file.number != result:
+        rounds = [*dict.fromkeys(file.round for file in chain)][:_ROUNDS]
+        for file in chain:
+            if file.round not in rounds and file.number != result:
                 (self._folder / file.name).unlink()
 
 

@@ -20,7 +20,7 @@ from fedmoe_pl.backends import (
 )
 from fedmoe_pl.backends.backend import fold, group_update
 from fedmoe_pl.deployment.answers import cannot_be_used, kept_of, problem_of, update_of
-from fedmoe_pl.deployment.clients import AtClient, Clients, files_of
+from fedmoe_pl.deployment.clients import AtClient, Clients, NoAnswer, files_of
 from fedmoe_pl.deployment.messages import Message, do_agree, is_same
 from fedmoe_pl.deployment.proportions import out_of_proportion
 from fedmoe_pl.trees import Tree, of_parts, with_prefix
@@ -54,7 +54,7 @@ class ClientsPlan(Plan):
         self.clients = clients
         self._requests: dict[int, Tree] | None = None  # those that are not answered yet
         self._announced: dict[int, Message] = {}  # the messages with which clients are trained next
-        self._ahead: dict[int, tuple[Message, Message]] = {}  # those that were sent already, with their answers
+        self._ahead: dict[int, tuple[Message, Message | Failure]] = {}  # those that were sent, with their answers
 
     def begin(self, training: LocalTraining) -> ClientsPlan:
         """A plan with the phase's initial tensors."""
@@ -83,9 +83,12 @@ class ClientsPlan(Plan):
     def announce(self, server: Tree, clients: Sequence[int], kept: Mapping[int, Tree], round: int) -> None:
         """Notes what clients will be trained with, so that it goes with the message before.
 
-        Not where clients are asked for requests, whose answers would be sent later.
+        Not where clients are asked for requests, whose answers would be sent later, and not where those that were not
+        in a round exchange what they have trained last.
         """
-        if not overrides(self.training.algorithm, "client_request"):
+        algorithm = self.training.algorithm
+        exchanges_with_others = overrides(algorithm, "exchange") and not algorithm.needs_all_clients
+        if not overrides(algorithm, "client_request") and not exchanges_with_others:
             self._announced = self._messages("train", self.sent(server, clients, kept, round), kept, round)
 
     def ask_before_training(self, messages: Mapping[int, Sequence[Message]]) -> dict[int, list[Message | Failure]]:
@@ -106,7 +109,7 @@ class ClientsPlan(Plan):
                 several[client].append(message)
         answers = self.clients.ask_each(self.training, {client: each for client, each in several.items() if each})
         for client, message in announced.items():
-            if several[client][-1] is message and isinstance(answer := answers[client].pop(), Message):
+            if several[client][-1] is message and not isinstance(answer := answers[client].pop(), NoAnswer):
                 self._ahead[client] = message, answer
         return {client: answers[client] for client in messages}
 

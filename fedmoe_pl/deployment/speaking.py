@@ -11,7 +11,7 @@ from typing import Any
 from lightning.pytorch.utilities import rank_zero_info
 
 from fedmoe_pl.deployment.clients import one_line, reason_of
-from fedmoe_pl.deployment.messages import FAILED, NOTE, SEVERAL, Message, answer_each
+from fedmoe_pl.deployment.messages import ANSWERS, FAILED, NOTE, SEVERAL, Message, answer_each, answers_in
 from fedmoe_pl.deployment.participant import Participant
 
 
@@ -33,7 +33,7 @@ class Speaking:
             self._say(f"join: the server says: {one_line(message.values['text'])}.")
             return Message("noted")
         if message.kind == SEVERAL:
-            return answer_each(message, self.answer)
+            return self._said_of_parts(answer_each(message, self.answer))
         phase = one_line(message.values.get("phase", self._phase))
         if phase != self._phase:
             self._phase, self._said = phase, set()
@@ -41,9 +41,18 @@ class Speaking:
         answer = self.participant.answer(message)
         if answer.kind == "description":
             self._say(f"join: client {self.participant.client} has described its data to the server.")
+        self._say_failure(answer)
+        return answer
+
+    def _said_of_parts(self, answer: Message) -> Message:
+        """Says why parts have failed that were refused before they were answered."""
+        for part in answers_in(answer) if answer.kind == ANSWERS else []:
+            self._say_failure(part)
+        return answer
+
+    def _say_failure(self, answer: Message) -> None:
         if answer.kind == FAILED:
             self._say(f"join: this client has failed: {reason_of(answer)}.")
-        return answer
 
     def _say(self, text: str) -> None:
         if text not in self._said:

@@ -31,7 +31,7 @@ NO_EVALUATION = [
 
 @pytest.mark.parametrize("change", NO_EVALUATION)
 def test_an_evaluation_that_is_none(change, tmp_path):
-    with pytest.warns(UserWarning, match=f"client {CLIENT} is not evaluated: its .*(is no evaluation|which no)"):
+    with pytest.warns(UserWarning, match=f"client {CLIENT} is not evaluated: its .*(is no evaluation|which no|which is odd)"):
         federation = with_hostile("FedAvg", tmp_path, "evaluate", change)
     (evaluation,) = state_of(federation).evaluations
     assert [np.isnan(each.global_test) for each in evaluation.clients] == [each == CLIENT for each in range(5)]
@@ -47,7 +47,7 @@ def test_an_evaluation_that_is_none(change, tmp_path):
         (tensors(lambda tree: dict([*tree.items()][1:])), "its update has no global_expert"),
         (tensors(lambda tree: {**tree, "local_expert.unknown": torch.zeros(1)}), "its local_expert.unknown is not as"),
         (lambda answer: Message("failed", {"reason": ["no", {"text": 1}]}), r"its reason is \['no', .*, which no"),
-        (lambda answer: Message("odd"), "it is of the kind 'odd', which is unknown"),
+        (lambda answer: Message("odd"), "its part is of the kind 'odd', which is odd"),
         (lambda answer: Message("failed"), "it gives no reason"),
     ],
 )

@@ -17,6 +17,7 @@ from fedmoe_pl.backends import TrainerBackend
 from fedmoe_pl.deployment import Message
 from fedmoe_pl.deployment.speaking import Speaking
 from fedmoe_pl.models import GlobalOnly
+from fedmoe_pl.rounds.checkpoint import load_federation
 
 CLIENT = 1
 OF_TRAINER = {"backend": TrainerBackend()}
@@ -203,3 +204,30 @@ def test_the_files_of_the_best_round_stay_until_the_end(tmp_path):
     deployed = deploy(method, data(), tmp_path, evaluate_every_n_rounds=1, **OF_TRAINER)
     state = assert_ends_as_simulated(method, deployed, tmp_path)
     assert state.best_round < 6 and len(files_of(tmp_path)) <= 5
+
+
+@pytest.mark.parametrize("round", [9, 50])
+def test_a_later_round_makes_no_file_old(round, tmp_path):
+    """The server is killed after a training for the next round; then a hostile one names the newest file."""
+    method = longer("FedPer", 60, **everything())
+    transport = Passing(participants(method, data(), tmp_path, **OF_TRAINER), stop_in_round(8))
+    with pytest.raises(Stopped):
+        deploy(method, data(), tmp_path, transport, evaluate_every_n_rounds=1, **OF_TRAINER)
+    before = files_of(tmp_path)
+    *_, last = (message for client, message in transport.heard if client == CLIENT and message.kind == "train")
+    kept = [["FedPer", newest(tmp_path, "FedPer"), None]]
+    hostile = Message("train", {**last.values, "kept": kept, "round": round}, last.tensors)
+    assert transport.participants[CLIENT].answer(hostile).kind == "update"
+    referred = set()
+    for checkpoint in ("last", "previous"):
+        (path,) = tmp_path.glob(f"server/**/checkpoints/{checkpoint}.ckpt")
+        ((_, number, _),) = load_federation(path)["phases"]["FedPer"].kept.files[CLIENT]
+        referred |= {each for each in before if each.name.startswith(f"{number}_")}
+    assert len(referred) == 2 and all(each.is_file() for each in referred)
+
+
+def test_a_message_names_no_file_twice(tmp_path):
+    client, _, values = deployed_client(METHODS["FedPer"], tmp_path)
+    kept = [["FedPer", newest(tmp_path, "FedPer"), None]] * 1000
+    answer = client.answer(Message("evaluate", {**values, "kept": kept, "moment": "aggregation"}))
+    assert answer.values["reason"] == "it refuses the message 'evaluate': it names two files of phase 'FedPer'"

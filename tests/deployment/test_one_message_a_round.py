@@ -1,19 +1,22 @@
 """Training rides on the evaluation before it: a round is one message to each client, and the model travels once."""
 
+import logging
+import re
 from collections import Counter
 from dataclasses import replace
 from functools import partial
 
 import pytest
 import torch
-from helpers.deployed import Changing, Passing, deploy, federation, kept_by, participants
+from helpers.deployed import Passing, deploy, federation, kept_by, participants, with_hostile
 from helpers.methods import METHODS, data
 from helpers.runs import assert_same
 
 from fedmoe_pl.backends import TrainerBackend
 from fedmoe_pl.callbacks import FederationCallback
-from fedmoe_pl.deployment import BadMessageError, Message
-from fedmoe_pl.deployment.messages import ANSWERS, FAILED, SEVERAL
+from fedmoe_pl.deployment import Message
+from fedmoe_pl.deployment.messages import ANSWERS, FAILED, SEVERAL, answers_in
+from fedmoe_pl.deployment.speaking import Speaking
 
 OF_TRAINER = {"backend": TrainerBackend(), "evaluate_every_n_rounds": 1}
 CLIENTS, ROUNDS = range(5), 4
@@ -107,20 +110,35 @@ def test_where_a_monitor_may_end_the_phase_nothing_is_trained_ahead(tmp_path):
     assert [*dict.fromkeys(rounds)] == [0, 1, 2]
 
 
-def test_a_client_that_fails_ahead_is_asked_again(tmp_path):
+def test_a_client_that_fails_ahead_has_failed_in_that_round(tmp_path):
     failed = []
 
     def fail_once(answer):
         failed.append(answer)
         return Message(FAILED, {"reason": "no memory"}) if len(failed) == 2 else answer
 
-    method = method_of("FedAvg")
-    all_of_them = participants(method, data(), tmp_path, **OF_TRAINER)
-    all_of_them[3] = Changing(all_of_them[3], "train", fail_once)
-    transport = Passing(all_of_them)
-    deployed = deploy(method, data(), tmp_path, transport, **OF_TRAINER)
+    with pytest.warns(UserWarning, match="round 2: client 1 is left out: no memory"):
+        deployed = with_hostile("FedAvg", tmp_path, "train", fail_once, rounds=ROUNDS, clients_per_round=1.0)
     (state,) = deployed.run.states.values()
-    assert state.failed == 0 and len(failed) == ROUNDS + 1
+    assert state.failed == 1 and len(failed) == ROUNDS
+
+
+def test_a_client_that_does_not_answer_is_asked_again(tmp_path):
+    method, asked, everyone = method_of("FedAvg"), [], participants(method_of("FedAvg"), data(), tmp_path, **OF_TRAINER)
+
+    def leave(client, message):
+        if client == 3 and message.kind in ("evaluate", "train"):
+            asked.append(message.kind)
+            if asked[-3:] == ["evaluate", "train", "train"]:  # after both at once, training again
+                transport.participants[3] = everyone[3]
+            elif asked.count("evaluate") == 1:
+                transport.participants.pop(3, None)
+
+    transport = Passing({**everyone}, leave)
+    with pytest.warns(UserWarning, match="client 3 is not evaluated: it is not connected"):
+        deployed = deploy(method, data(), tmp_path, transport, **OF_TRAINER)
+    (state,) = deployed.run.states.values()
+    assert state.failed == 0
 
 
 ANSWER_OF_NONE = [
@@ -140,18 +158,51 @@ def test_answers_that_are_none_cost_the_client_its_round(answer, tmp_path):
     method = method_of("FedAvg", rounds=2)
     all_of_them = participants(method, data(), tmp_path, **OF_TRAINER)
     client, all_of_them[3] = all_of_them[3], Odd()
-    with pytest.warns(UserWarning, match="client 3 is not evaluated: its? "):
+    with pytest.warns(UserWarning) as warned:
         deployed = deploy(method, data(), tmp_path, Passing(all_of_them), **OF_TRAINER)
+    found = [re.search("client 3 is (not evaluated|left out): its ", str(warning.message)) for warning in warned]
+    assert [match and match[1] for match in found] == ["not evaluated", "left out"]
     (state,) = deployed.run.states.values()
-    assert state.failed == 0 and state.round == 2
+    assert state.failed == 1 and state.round == 2
 
 
-def test_nobody_takes_several_messages_apart_twice():
-    deep = {"parts": [["train", {}, None]]}
-    for _ in range(200):
-        deep = {"parts": [[SEVERAL, deep, None]]}
-    with pytest.raises(BadMessageError, match=r"its parts is .*, which no 'several' has"):
-        Message.from_bytes(Message(SEVERAL, deep).to_bytes())
+PARTS_OF_NONE = ["describe", "prepare", "begin", "read", "exchange", "finish", "end", "note", "failed", SEVERAL, "odd"]
+
+
+@pytest.mark.parametrize("kind", PARTS_OF_NONE)
+def test_no_other_message_is_a_part(kind, tmp_path, caplog):
+    client = participants(method_of("FedAvg"), data(), tmp_path, [0])[0]
+    whole = Message(SEVERAL, {"parts": [[kind, {"num_clients": 0}, None]]}, {"gate.bias": torch.zeros(1)})
+    with caplog.at_level(logging.INFO, logger="lightning.pytorch"):
+        answer = Speaking(client).answer(Message.from_bytes(whole.to_bytes()))
+    (part,) = answers_in(answer)
+    assert part.kind == FAILED and not answer.tensors and not client.leaves
+    assert caplog.messages == [f"join: this client has failed: its part is of the kind '{kind}', which is odd."]
+
+
+@pytest.mark.parametrize("kind", ["unprepared", "not begun", "begun"])
+@pytest.mark.parametrize("moments", [None, "both"])
+def test_a_client_that_is_never_prepared_costs_two_timeouts_a_message(kind, moments, tmp_path, monkeypatch):
+    """It answers just in time, always that it must be prepared."""
+    now, waited, timeout, parts = [0.0], [], 100.0, 2 if moments is None else 3
+    monkeypatch.setattr("time.monotonic", lambda: now[0])
+
+    class Slow(Passing):
+        def ask(self, messages, seconds):
+            hostile = messages.get(1)
+            if hostile and hostile.kind != "describe" and seconds is not None:
+                now[0] += 0.99 * seconds
+                waited.append(0.99 * seconds)
+                return super().ask({c: m for c, m in messages.items() if c != 1}, seconds) | {1: Message(kind)}
+            return super().ask(messages, seconds)
+
+    method = method_of("FedAvg", evaluate_after=moments)
+    settings = {**OF_TRAINER, "client_timeout": timeout}
+    with pytest.warns(UserWarning) as warned:
+        deploy(method, data(), tmp_path, Slow(participants(method, data(), tmp_path, **settings)), **settings)
+    assert all(re.search("client 1 .*: it starts again and again", str(warning.message)) for warning in warned)
+    finish, messages = 2, 1 + (ROUNDS - 1) * parts + (parts - 1)
+    assert sum(waited) <= 2 * timeout * (messages + finish)
 
 
 def test_a_phase_begins_with_two_messages(tmp_path):
