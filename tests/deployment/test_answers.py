@@ -31,7 +31,9 @@ NO_EVALUATION = [
 
 @pytest.mark.parametrize("change", NO_EVALUATION)
 def test_an_evaluation_that_is_none(change, tmp_path):
-    with pytest.warns(UserWarning, match=f"client {CLIENT} is not evaluated: its .*(is no evaluation|which no|which is odd)"):
+    with pytest.warns(
+        UserWarning, match=f"client {CLIENT} is not evaluated: its .*(is no evaluation|which no|which is odd)"
+    ):
         federation = with_hostile("FedAvg", tmp_path, "evaluate", change)
     (evaluation,) = state_of(federation).evaluations
     assert [np.isnan(each.global_test) for each in evaluation.clients] == [each == CLIENT for each in range(5)]
