@@ -120,7 +120,10 @@ def answer_each(message: Message, answer: Callable[[Message], Message]) -> Messa
 
 def answers_in(answer: Message) -> list[Message]:
     """The answers that one stands for."""
-    return [_part(ANSWERS, *each, subtree(answer.tensors, f"{i}/")) for i, each in enumerate(answer.values["parts"])]
+    return [
+        _part(ANSWERS, kind, values, subtree(answer.tensors, f"{i}/"))
+        for i, (kind, values) in enumerate(answer.values["parts"])
+    ]
 
 
 def _part(whole: str, kind: str, values: dict[str, Any], tensors: Tree) -> Message:
