@@ -73,12 +73,12 @@ def shown(value: Any) -> str:
 
     Example:
         >>> shown("a"), shown(None), shown([1]), shown(Exception), shown(Exception())
-        ("'a'", 'None', '[1]', 'the class Exception', 'of the class Exception')
+        ("'a'", 'None', '[1]', 'the class Exception', 'a Exception')
     """
     if isinstance(value, type):
         return f"the class {value.__name__}"
     plain_kinds = (str, bool, int, float, list, tuple, dict, set, Path, np.generic, type(None))
-    return repr(plain(value)) if isinstance(value, plain_kinds) else f"of the class {type(value).__name__}"
+    return repr(plain(value)) if isinstance(value, plain_kinds) else f"a {type(value).__name__}"
 
 
 def check_at_least(owner: object, name: str, value: Any, lowest: int, highest: int | None = MOST_COUNTED) -> None:
