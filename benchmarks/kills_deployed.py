@@ -60,18 +60,14 @@ def parts(folder: Path, root: str, path: str, rounds: int) -> tuple[Federation, 
 def serve(folder: Path, rounds: int, address: str) -> None:
     """Runs the server, from its last checkpoint if it has one."""
     federation, model, data = parts(folder, "server", "all.npz", rounds)
-    own = folder / "keys/server"
-    tls = {"ca": own / "ca.pem", "certificate": own / "server.pem", "certificate_key": own / "server.key"}
-    files: dict[str, Any] = {name: str(path) for name, path in {**tls, "client_keys": own / "clients"}.items()}
     begun = any((folder / "server").rglob("last.ckpt"))
-    federation.serve(model, data, CLIENTS, address, **files, ckpt_path="last" if begun else None)
+    federation.serve(model, data, CLIENTS, address, str(folder / "keys/server"), ckpt_path="last" if begun else None)
 
 
 def join(folder: Path, rounds: int, address: str, client: int) -> None:
     """Runs a client."""
-    own = folder / f"keys/client_{client}"
     federation, model, data = parts(folder, f"client_{client}", f"{client}.npz", rounds)
-    federation.join(model, data, client, address, str(own / "ca.pem"), str(own / f"client_{client}"))
+    federation.join(model, data, client, address, str(folder / f"keys/client_{client}"))
 
 
 def fit(folder: Path, rounds: int) -> None:

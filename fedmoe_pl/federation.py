@@ -209,10 +209,7 @@ class Federation(RunMaker):
         datamodule: FederatedDataModule,
         num_clients: int,
         address: str = DEFAULT_ADDRESS,
-        ca: str | None = None,
-        certificate: str | None = None,
-        certificate_key: str | None = None,
-        client_keys: str | None = None,
+        keys: str | None = None,
         insecure: bool = False,
         ckpt_path: str | None = None,
     ) -> dict[str, Evaluation]:
@@ -223,11 +220,9 @@ class Federation(RunMaker):
             datamodule: as in the clients' configuration; its data are not read.
             num_clients: number of clients, whose ids count from 0; the first round begins when all have joined.
             address: host and port to listen on.
-            ca: certificate of the authority that signed the server's; needed where other machines can connect.
-            certificate: the server's certificate.
-            certificate_key: its private key.
-            client_keys: folder of the clients' public keys, ``*.pub``, in OpenSSH format; others are refused.
-            insecure: listen without TLS where other machines can connect.
+            keys: the server's folder of ``fedmoe provision``: its certificate and key, and the clients' public keys;
+                needed where other machines can connect.
+            insecure: listen without certificates and keys where other machines can connect.
             ckpt_path: checkpoint of a run to continue; ``last`` is the newest of this experiment.
 
         Returns:
@@ -237,8 +232,7 @@ class Federation(RunMaker):
             MisconfigurationException: before anything starts, if an argument is wrong or a phase cannot be deployed;
                 before any training, if clients do not fit together.
         """
-        files = {"ca": ca, "certificate": certificate, "certificate_key": certificate_key, "client_keys": client_keys}
-        return run_server(self, model, datamodule, num_clients, address, files, insecure, ckpt_path)
+        return run_server(self, model, datamodule, num_clients, address, keys, insecure, ckpt_path)
 
     def join(
         self,
@@ -246,8 +240,7 @@ class Federation(RunMaker):
         datamodule: FederatedDataModule,
         client: int,
         address: str = DEFAULT_ADDRESS,
-        ca: str | None = None,
-        key: str | None = None,
+        keys: str | None = None,
         insecure: bool = False,
     ) -> None:
         """Takes part in a federation on another machine, as one of its clients, until it ends.
@@ -257,14 +250,13 @@ class Federation(RunMaker):
             datamodule: the client's own data; all training samples are its own.
             client: the client's id, from 0.
             address: host and port of the server.
-            ca: certificate of the authority that signed the server's certificate.
-            key: the client's private key, in OpenSSH format, by which the server knows it.
-            insecure: connect to another machine without TLS.
+            keys: the client's folder of ``fedmoe provision``: the authority's certificate, and its own private key.
+            insecure: connect to another machine without certificates and keys.
 
         Raises:
             MisconfigurationException: if an argument is wrong, or the server refuses the client.
         """
-        run_client(self, model, datamodule, client, address, ca, key, insecure)
+        run_client(self, model, datamodule, client, address, keys, insecure)
 
     def partition(self, model: LightningModule, datamodule: FederatedDataModule) -> None:
         """Prints how the samples are divided among the clients, and draws it to ``partition.png``."""

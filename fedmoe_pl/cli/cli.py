@@ -49,8 +49,8 @@ yaml.SafeDumper.add_multi_representer(StrEnum, lambda dumper, value: dumper.repr
 _COMMANDS = ("fit", "personalize", "validate", "test", "predict", "export", "partition", "audit", "serve", "join")
 # arguments of commands, which are no part of the configuration that a run's folder has
 _OF_COMMANDS = (
-    *("ckpt_path", "allow_changes", "method", "client", "format", "output", "num_clients", "address"),
-    *("ca", "certificate", "certificate_key", "client_keys", "key", "insecure"),
+    *("ckpt_path", "allow_changes", "method", "client", "format", "output"),
+    *("num_clients", "address", "keys", "insecure"),
 )
 
 

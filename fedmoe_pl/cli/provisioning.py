@@ -8,6 +8,7 @@ from pathlib import Path
 from jsonargparse import ArgumentParser
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 
+from fedmoe_pl.checks import check_at_least
 from fedmoe_pl.deployment.commands import module_of_flower
 from fedmoe_pl.deployment.processes import private
 
@@ -26,27 +27,18 @@ def provision_parser() -> ArgumentParser:
 
 
 def provision(arguments: Sequence[str]) -> None:
-    """Runs ``fedmoe provision``.
-
-    Args:
-        arguments: the arguments of the command line after ``provision``.
-
-    Raises:
-        ArgumentError: if an argument is unknown.
-        MisconfigurationException: if an argument is wrong, or Flower is not installed.
-    """
+    """Runs ``fedmoe provision`` with the arguments after it."""
     options = provision_parser().parse_args([*arguments])
     folder = Path(options.folder)
     if (options.clients is None) == (options.client is None):
         raise MisconfigurationException("provision: either clients or client must be given.")
     for name, lowest in (("clients", 1), ("client", 0), ("days", 1)):
-        if options[name] is not None and options[name] < lowest:
-            raise MisconfigurationException(f"provision: {name} is {options[name]}, but must be at least {lowest}.")
+        check_at_least("provision", name, options[name], lowest)
     keys = module_of_flower("provision", "flower_keys")
     with private(folder):
         if options.client is not None:
             public = keys.provision_client(folder, options.client)
-            print(f"Send '{public}' to whoever runs the server, and nothing else.")
+            print(f"Send '{public}' to whoever runs the server, and nothing else; put their ca.pem into '{folder}'.")
             return
         keys.provision(folder, options.clients, options.names, options.days)
     print(

@@ -26,13 +26,7 @@ def cannot_be_used(what: str, error: Exception) -> Failure:
 
 
 def update_of(answer: Message, training: LocalTraining, client: int) -> Update | Failure:
-    """A client's update.
-
-    Args:
-        answer: its answer.
-        training: the local training of the phase's clients.
-        client: the client's id.
-    """
+    """A client's update."""
     if answer.kind != "update":
         return Failure("its answer is no update")
     weight, aggregation, initial = answer.values["weight"], training.aggregation, training.of(client).initial
@@ -61,13 +55,7 @@ def _without_prefix(sent: Tree) -> Tree:
 
 
 def problem_of(tensors: Tree, weight: float, initial: Tree) -> str:
-    """Why tensors of a client cannot be used; empty if they can.
-
-    Args:
-        tensors: the tensors; an algorithm's own, with a "/" in their names, may have any shape.
-        weight: the client's weight in the aggregation.
-        initial: the phase's initial tensors for this client.
-    """
+    """Why tensors of a client cannot be used; empty if they can."""
     for name, tensor in tensors.items():
         known = initial.get(name)
         if "/" not in name and (known is None or known.shape != tensor.shape or known.dtype != tensor.dtype):

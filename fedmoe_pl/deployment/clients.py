@@ -64,11 +64,7 @@ class NoAnswer(Failure):
 
 
 class AtClient(dict[str, Tensor]):
-    """An empty tree in place of what a client keeps on its own machine.
-
-    Args:
-        keeps: the number that the client gave the file; 0 if it keeps nothing.
-    """
+    """An empty tree in place of what a client keeps on its own machine."""
 
     def __init__(self, keeps: int) -> None:
         super().__init__()

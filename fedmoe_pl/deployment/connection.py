@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ipaddress
 import socket
 import ssl
 from contextlib import suppress
@@ -11,24 +12,43 @@ from typing import Any
 
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 
+from fedmoe_pl.checks import InvalidArgumentError
+
 
 @dataclass(frozen=True)
 class Security:
-    """How a connection is secured.
+    """How a connection is secured; nothing of it is given without TLS.
 
     Attributes:
-        ca: certificate of the authority that signed the server's certificate; None without TLS.
+        ca: certificate of the authority that signed the server's certificate.
         certificate: the server's certificate.
         key: the private key: the server's, of its certificate; a client's, in OpenSSH format, by which it is known.
+        clients: folder of the clients' public keys.
     """
 
     ca: Path | None = None
     certificate: Path | None = None
     key: Path | None = None
+    clients: Path | None = None
+
+    @classmethod
+    def of_server(cls, address: str, keys: str | None, insecure: bool) -> Security:
+        """The server's, from its folder of ``fedmoe provision``."""
+        names = ("ca.pem", "server.pem", "server.key", "clients")
+        security = cls(*_found("serve", address, keys, insecure, names))
+        if security.files is not None:
+            check_certificate(*security.files, address)
+        return security
+
+    @classmethod
+    def of_client(cls, address: str, keys: str | None, insecure: bool, client: int) -> Security:
+        """A client's, from its folder of ``fedmoe provision``."""
+        ca, key = _found("join", address, keys, insecure, ("ca.pem", f"client_{client}"))
+        return cls(ca=ca, key=key)
 
     @property
     def files(self) -> tuple[Path, Path, Path] | None:
-        """A server's three files; None without TLS."""
+        """A server's certificates and key; None without TLS."""
         if self.ca is None or self.certificate is None or self.key is None:
             return None
         return self.ca, self.certificate, self.key
@@ -43,20 +63,43 @@ class Security:
         return {"server_address": address, "insecure": self.ca is None, "root_certificates": self.root}
 
 
+def _found(
+    command: str, address: str, keys: str | None, insecure: bool, names: tuple[str, ...]
+) -> list[Path] | list[None]:
+    """These files in the folder ``keys``; nothing without one, which is refused where other machines connect."""
+    if keys is None:
+        if not insecure and not _is_loopback(split_address(address)[0]):
+            raise InvalidArgumentError(
+                command,
+                "keys",
+                keys,
+                "a folder made by fedmoe provision",
+                f"{address} can be reached by other machines; --insecure true goes without certificates and keys",
+            )
+        return [None for _ in names]
+    missing = [name for name in names if not (Path(keys) / name).exists()]
+    if missing:
+        raise InvalidArgumentError(command, "keys", keys, f"a folder with {', '.join(names)}; {missing[0]} is missing")
+    return [Path(keys) / name for name in names]
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        return host == "localhost" or ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
+
+
 def tls_context(ca: Path | None) -> ssl.SSLContext:
     """What a certificate is checked against."""
     return ssl.create_default_context(cafile=None if ca is None else str(ca))
 
 
 def split_address(address: str) -> tuple[str, int]:
-    """Host and port of an address.
-
-    Raises:
-        MisconfigurationException: if it is no address.
-    """
+    """Host and port of an address."""
     host, _, port = address.rpartition(":")
     if not host or "/" in host or not port.isdigit() or not 0 < int(port) < 2**16:
-        raise MisconfigurationException(f"address is '{address}', but must be a host and a port, as 127.0.0.1:8000.")
+        raise InvalidArgumentError("deployment", "address", address, "a host and a port, as 127.0.0.1:8000")
     return host, int(port)
 
 
@@ -67,11 +110,7 @@ def local_address(address: str) -> str:
 
 
 def check_certificate(ca: Path, certificate: Path, key: Path, address: str) -> None:
-    """Refuses a server's certificate with which it could not connect to itself: both sides of a handshake in memory.
-
-    Raises:
-        MisconfigurationException: if it has expired, has another name or key, or the authority has not signed it.
-    """
+    """Refuses a server's certificate with which it could not connect to itself: both sides of a handshake in memory."""
     host, _ = split_address(local_address(address))
     try:
         server, client = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER), tls_context(ca)
@@ -86,25 +125,19 @@ def check_certificate(ca: Path, certificate: Path, key: Path, address: str) -> N
                 end.do_handshake()
     except OSError as error:
         raise MisconfigurationException(
-            f"serve: certificate is '{certificate}', but must fit certificate_key and ca, and be valid now, also for "
-            f"{host}, where the server connects to itself ({problem_of_tls(error) or error})."
+            f"serve: '{certificate}' must fit '{key.name}' and '{ca.name}' and be valid now, for {host} as well, where "
+            f"the server connects to itself ({problem_of_tls(error) or error})."
         ) from error
 
 
 def check_is_free(address: str) -> None:
-    """Refuses an address at which this machine cannot listen, such as that of another server.
-
-    Raises:
-        MisconfigurationException: if it cannot.
-    """
+    """Refuses an address at which this machine cannot listen, such as that of another server."""
     host, port = split_address(address)
     try:
         socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET).close()
     except OSError as error:
         reason = str(error.strerror).partition(" (")[0]  # Python adds the address
-        raise MisconfigurationException(
-            f"serve: address is '{address}', but must be a free address of this machine ({reason})."
-        ) from error
+        raise InvalidArgumentError("serve", "address", address, f"a free address of this machine ({reason})") from error
 
 
 def free_port() -> int:

@@ -36,20 +36,6 @@ def wait_for(
     """Waits until every client has described itself, and checks that all fit together.
 
     A client with other settings is told so, and waited for: it may be started again with the right ones.
-
-    Args:
-        transport: reaches the clients.
-        num_clients: number of clients.
-        configuration: that of the server.
-        phases: names of the phases.
-        known: what clients have said when the run began; these are waited for a minute only.
-        at_least: how many clients must be there.
-
-    Returns:
-        What they say of themselves, by id, in this order.
-
-    Raises:
-        MisconfigurationException: if data differ in what all must have in common.
     """
     known = {client: each for client, each in known.items() if client < num_clients}
     descriptions = {client: each for client, each in known.items() if not _other_settings(configuration, each, phases)}
@@ -84,16 +70,7 @@ def _fitting(descriptions: dict[int, Description]) -> dict[int, Description]:
 
 
 def check_same(now: Description, before: Description, phases: Sequence[str]) -> None:
-    """Refuses a client that has come back with other data or settings than it had when the run began.
-
-    Args:
-        now: what the client would say now.
-        before: what the server knows of it.
-        phases: names of the phases.
-
-    Raises:
-        MisconfigurationException: if there is a difference.
-    """
+    """Refuses a client that has come back with other data or settings than it had when the run began."""
     if change := _other_settings(before["configuration"], now, phases):
         raise MisconfigurationException(f"{change}, as when the run began.")
     if key := _first_difference(before, now, (*_COMMON, *_OWN)):

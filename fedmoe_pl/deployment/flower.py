@@ -29,11 +29,7 @@ def packed(message: Message) -> RecordDict:
 
 
 def unpacked(content: RecordDict) -> Message:
-    """The message in what Flower carried.
-
-    Raises:
-        BadMessageError: if there is none.
-    """
+    """The message in what Flower carried."""
     try:
         found = content[_RECORD][_CONTENT]
         return Message.from_bytes(found if isinstance(found, bytes) else found.data)
@@ -42,13 +38,7 @@ def unpacked(content: RecordDict) -> Message:
 
 
 class FlowerTransport(NodesTransport):
-    """Carries messages over a grid of Flower.
-
-    Args:
-        grid: the grid of a run.
-        num_clients: number of clients.
-        owners: the client of each node, by its key; None without keys.
-    """
+    """Carries messages over a grid of Flower."""
 
     def __init__(self, grid: Grid, num_clients: int, owners: Mapping[int, int] | None = None) -> None:
         super().__init__(num_clients, owners)

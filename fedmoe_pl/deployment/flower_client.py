@@ -38,15 +38,6 @@ def answer_messages(answer: Callable[[Message], Message], folder: Path, address:
     """Runs a SuperNode as a child process, and answers the messages that arrive there until the server ends.
 
     A SuperNode that has lost the server, or a message, is replaced by a new one.
-
-    Args:
-        answer: answers a message.
-        folder: for the SuperNode's log.
-        address: host and port of the server.
-        security: the authority's certificate and the client's key; none without TLS.
-
-    Raises:
-        MisconfigurationException: if the server refuses the client.
     """
     log, server, refused_since = folder / "supernode.log", Server(address, security), None
     answering = _Answering(answer)
@@ -123,12 +114,7 @@ class _Answering:
 
 
 class Server:
-    """Whether the server can be reached; what changes is said once.
-
-    Args:
-        address: its host and port.
-        security: the authority's certificate.
-    """
+    """Whether the server can be reached; what changes is said once."""
 
     def __init__(self, address: str, security: Security) -> None:
         self.address = address
@@ -153,12 +139,7 @@ class Server:
         return self._is_there
 
     def _reaches(self) -> bool:
-        """Sends it a request, whatever it answers.
-
-        Raises:
-            MisconfigurationException: if one of both has TLS and the other has not, or the certificate is not valid;
-                not when the connection only ends, as at a proxy whose server is down.
-        """
+        """Sends it a request, whatever it answers."""
         ca = self.security.ca
         try:
             httpx.get(f"{'https' if ca else 'http'}://{self.address}{FLEET}", verify=tls_context(ca))
@@ -166,11 +147,10 @@ class Server:
         except httpx.HTTPError as error:  # else, it may be about to start or to end
             if ca is None and has_tls(self.address):
                 raise MisconfigurationException(
-                    f"join: ca is missing, but the server at {self.address} needs TLS ({error})."
+                    f"join: keys is missing, but the server at {self.address} needs TLS ({error})."
                 ) from error
             if (problem := problem_of_tls(error)) and not self._seen:
                 raise MisconfigurationException(
-                    f"join: ca is '{ca}', but the server at {self.address} has no valid certificate that it signed "
-                    f"({problem})."
+                    f"join: the server at {self.address} has no valid certificate signed by '{ca}' ({problem})."
                 ) from error
         return False

@@ -113,11 +113,7 @@ def has_lost_server(log: Path) -> bool:
 
 
 def register(connection: dict[str, Any], public_key: bytes) -> int:
-    """Registers a client's public key at a SuperLink; returns the id of the node that has it.
-
-    Raises:
-        ValueError: if Flower refuses it.
-    """
+    """Registers a client's public key at a SuperLink; returns the id of the node that has it."""
     try:
         with ControlHttpClient.from_server_address(**connection, interceptors=[]) as control:
             return control.RegisterNode(RegisterNodeRequest(public_key=public_key)).node_id
@@ -187,11 +183,7 @@ class Tasks:
         return "ERROR" in self.log.read_text(errors="replace")
 
     def answer(self, token: str, answer: Callable[[RecordDict], RecordDict]) -> None:
-        """Answers the message with a token.
-
-        Raises:
-            LostMessageError: if the message cannot be read any more, or nobody waits for the answer.
-        """
+        """Answers the message with a token."""
         client = self._client(RuntimeTokenHttpInterceptor(token))
         client.PullObject = pulling(client.PullObject, self.log)
         heartbeat = HeartbeatSender(_heartbeat_of(client))

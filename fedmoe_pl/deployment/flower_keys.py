@@ -43,12 +43,6 @@ def provision(folder: Path, num_clients: int, names: Sequence[str], days: int) -
     The folder ``authority`` has what signs certificates, ``server`` is the server's, with the public keys of clients
     in ``server/clients``, and ``client_0``, ``client_1``, ... are the clients'. A client whose public key is there, but
     not its private one, has made these itself.
-
-    Args:
-        folder: where to write.
-        num_clients: number of clients.
-        names: host names and addresses at which clients reach the server.
-        days: how long the server's certificate is valid.
     """
     authority, server = folder / "authority", folder / "server"
     signer, ca = _private_key(authority / "ca.key"), authority / "ca.pem"
@@ -120,17 +114,13 @@ def _write(path: Path, content: bytes) -> None:
 
 
 def public_keys(folder: Path, num_clients: int) -> dict[int, bytes]:
-    """The public keys of clients, as PEM, from the files ``client_0.pub``, ``client_1.pub``, ... of a folder.
-
-    Raises:
-        MisconfigurationException: if a file has another name or no key of the type ecdsa, or two have the same key.
-    """
+    """The public keys of clients, as PEM, from the files ``client_0.pub``, ``client_1.pub``, ... of a folder."""
     keys: dict[int, bytes] = {}
     for path in sorted(folder.glob("*.pub")):
         name = re.fullmatch(r"client_(0|[1-9]\d*)\.pub", path.name)
         if name is None or int(name[1]) >= num_clients:
             raise MisconfigurationException(
-                f"serve: client_keys has '{path}', but the keys of {num_clients} clients must be client_0.pub to "
+                f"serve: '{path}' is none of the keys of {num_clients} clients, client_0.pub to "
                 f"client_{num_clients - 1}.pub."
             )
         try:
@@ -139,14 +129,12 @@ def public_keys(folder: Path, num_clients: int) -> dict[int, bytes]:
                 raise ValueError(f"it is {type(public).__name__}")
         except (ValueError, UnsupportedAlgorithm) as error:
             raise MisconfigurationException(
-                f"serve: client_keys has '{path}', but must have public keys of the type ecdsa in OpenSSH format "
-                f"({error})."
+                f"serve: '{path}' must be a public key of the type ecdsa in OpenSSH format ({error})."
             ) from error
         pem = public.public_bytes(Encoding.PEM, PublicFormat.SubjectPublicKeyInfo)
         if (same := next((client for client, key in keys.items() if key == pem), None)) is not None:
-            raise MisconfigurationException(
-                f"serve: client_keys has the same key in client_{same}.pub and {path.name}, but every client must have "
-                "its own."
-            )
+            raise MisconfigurationException(f"serve: '{path}' is the key of client {same}; each must have its own.")
         keys[int(name[1])] = pem
+    if not keys:
+        raise MisconfigurationException(f"serve: '{folder}' has no public keys of clients, client_0.pub and so on.")
     return keys

@@ -25,25 +25,13 @@ _LINK_STARTS_WITHIN = 120.0
 
 
 @contextmanager
-def superlink(
-    folder: Path, address: str, security: Security, keys: Path | None, num_clients: int
-) -> Iterator[FlowerTransport]:
+def superlink(folder: Path, address: str, security: Security, num_clients: int) -> Iterator[FlowerTransport]:
     """Runs a SuperLink as a child process, and reaches the clients through it.
 
-    Its database is a new one: a key that is no longer in ``keys`` is not known any more, and no message of a server
-    that was killed is left.
-
-    Args:
-        folder: for Flower's database, secret and log.
-        address: host and port to listen on.
-        security: certificates; none without TLS.
-        keys: folder of the clients' public keys, see :func:`public_keys`; None if clients need none.
-        num_clients: number of clients.
-
-    Raises:
-        MisconfigurationException: if it does not start, or a key cannot be used.
+    Its database is a new one: a client's key that is no longer in its folder is not known any more, and no message of
+    a server that was killed is left.
     """
-    of_clients = {} if keys is None else public_keys(keys, num_clients)
+    of_clients = {} if security.clients is None else public_keys(security.clients, num_clients)
     folder.chmod(0o700)
     for path in folder.glob("state.db*"):
         path.unlink()
@@ -52,7 +40,7 @@ def superlink(
         secret.touch(mode=0o600)
         secret.write_bytes(secrets.token_bytes(32))
     host, port = split_address(address)
-    command = superlink_command(host, port, folder / "state.db", secret, security.files, keys is not None)
+    command = superlink_command(host, port, folder / "state.db", secret, security.files, security.clients is not None)
     log = folder / "superlink.log"
     with child(command, log, folder) as process:
         connection = security.connection(local_address(address))

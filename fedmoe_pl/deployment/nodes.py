@@ -21,10 +21,6 @@ class NodesTransport(Transport):
 
     A node works on one message at a time. One that has not answered in time owes an answer, and gets no other message
     until that has come, or cannot come any more.
-
-    Args:
-        num_clients: number of clients, whose ids count from 0.
-        owners: the client of each node, by its key; without keys, the client is a node's own word.
     """
 
     def __init__(self, num_clients: int, owners: Mapping[int, int] | None = None) -> None:
@@ -40,11 +36,7 @@ class NodesTransport(Transport):
 
     @abstractmethod
     def send(self, messages: Mapping[int, Message], seconds: float | None) -> dict[str, int]:
-        """Sends nodes their messages; other arguments as in :meth:`ask`.
-
-        Returns:
-            The node of each message that was sent, by the message's id.
-        """
+        """Sends nodes their messages; other arguments as in :meth:`ask`."""
 
     @abstractmethod
     def receive(self, ids: Sequence[str]) -> dict[str, Message | str]:

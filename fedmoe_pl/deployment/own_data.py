@@ -19,12 +19,7 @@ from fedmoe_pl.rounds.run_maker import RunMaker
 
 
 def own_data(datamodule: FederatedDataModule, client: int, federation: RunMaker) -> FederatedDataModule:
-    """Sets a client's data up: all training samples are its own.
-
-    Raises:
-        MisconfigurationException: if the data module divides images by rotation, or learns from the data what all
-            clients must have in common, or its batches are no pairs of tensors.
-    """
+    """Sets a client's data up: all training samples are its own."""
     name = type(datamodule).__name__
     if datamodule.rotations is not None:
         raise MisconfigurationException(

@@ -29,11 +29,6 @@ class OwnFiles:
     last four rounds in which it wrote any, whatever numbers the server gives these rounds. The server's last two
     checkpoints refer to some of them: a client may be trained for a round before the server has written the checkpoint
     of the round before. Files that the newest one does not go back to stay.
-
-    Args:
-        run: the client's run, in its folder.
-        phase: the phase.
-        client: the client's id.
     """
 
     def __init__(self, run: Run, phase: Phase, client: int) -> None:
@@ -43,11 +38,7 @@ class OwnFiles:
         self.usable = _usable(run, phase)
 
     def named(self, message: Message) -> list[File]:
-        """The files that a message says to go on from.
-
-        Raises:
-            BadMessageError: if the phase goes on from no such file, or not with these tensors of it.
-        """
+        """The files that a message says to go on from."""
         files = [(phase, number, names) for phase, number, names in message.values["kept"]]
         for i, (phase, _, names) in enumerate(files):
             if (phase, names) not in self.usable:

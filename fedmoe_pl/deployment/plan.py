@@ -27,11 +27,7 @@ from fedmoe_pl.trees import Tree, of_parts, with_prefix
 
 
 class ClientsBackend(Backend):
-    """Has clients train on their own machines.
-
-    Args:
-        clients: the clients.
-    """
+    """Has clients train on their own machines."""
 
     def __init__(self, clients: Clients) -> None:
         self.clients = clients
@@ -42,12 +38,7 @@ class ClientsBackend(Backend):
 
 
 class ClientsPlan(Plan):
-    """Asks clients to train, and folds their updates in the order of the cohort, as a simulation does.
-
-    Args:
-        training: the local training of the phase's clients.
-        clients: the clients.
-    """
+    """Asks clients to train, and folds their updates in the order of the cohort, as a simulation does."""
 
     def __init__(self, training: LocalTraining, clients: Clients) -> None:
         super().__init__(training, "on the clients' machines")
@@ -95,12 +86,6 @@ class ClientsPlan(Plan):
         """Asks clients, and has those train that are trained next, all in one message each.
 
         What they answer to that waits for :meth:`train`, which asks them again if it sends anything else.
-
-        Args:
-            messages: what to ask, by client.
-
-        Returns:
-            The answers to ``messages``.
         """
         announced, self._announced = self._announced, {}
         several = {client: [*messages.get(client, ())] for client in {**messages, **announced}}

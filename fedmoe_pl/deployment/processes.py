@@ -25,11 +25,7 @@ _QUIET = {
 
 @contextmanager
 def own_folder(folder: Path) -> Iterator[None]:
-    """Makes a folder for Flower's files, and keeps other processes from it until this context ends.
-
-    Raises:
-        MisconfigurationException: if it cannot be made, or another process has it.
-    """
+    """Makes a folder for Flower's files, and keeps other processes from it until this context ends."""
     taken = f"Another process uses '{folder}'; end that, or give this one another federation.default_root_dir."
     with exclusive(folder / "lock", taken, lambda error: cannot_be_made(folder, error)):
         yield
@@ -37,11 +33,7 @@ def own_folder(folder: Path) -> Iterator[None]:
 
 @contextmanager
 def private(folder: Path) -> Iterator[None]:
-    """Makes a folder that no other user of the machine can enter, nor read what this process writes meanwhile.
-
-    Raises:
-        MisconfigurationException: if it cannot be made.
-    """
+    """Makes a folder that no other user of the machine can enter, nor read what this process writes meanwhile."""
     before = os.umask(0o077)
     try:
         try:

@@ -19,11 +19,6 @@ def out_of_proportion(sent: Mapping[int, Tree], received: Mapping[int, Tree], mo
     Usual is the median of the other clients that have changed anything, or the length of what the client received, if
     that is longer: so a client that learns is not left out among others that hardly do, and one that is alone in its
     round is compared, too. Where there is nothing to compare with, all is usual.
-
-    Args:
-        sent: what each client sends.
-        received: what each of them was sent; other tensors have changed from 0.
-        most: how many times longer than usual a change may be.
     """
     changes = {client: _length(tree, received.get(client, {})) for client, tree in sent.items()}
     failures = {}

@@ -54,19 +54,6 @@ def evaluate_at_clients(
 
     An algorithm that chooses a client's model from the server's state gets all of it, as in a simulation. Clients whose
     next training was announced to the plan train in the same message.
-
-    Args:
-        asked: all clients.
-        training: the phase's local training.
-        server: the server's state.
-        kept: what the clients keep.
-        round: number of completed rounds.
-        moments: the moments of the last round.
-        clients: ids of the clients to evaluate.
-        plan: the plan of the phase's rounds; None after them.
-
-    Returns:
-        One list per moment, with one entry per client; that of a client which does not answer has no values.
     """
     messages = _about_result("evaluate", asked, training, server, kept, clients, {"round": round})
     of_moments = {
@@ -88,11 +75,7 @@ def _evaluation(answer: Message | Failure, training: LocalTraining, client: int)
 
 
 class HandOver(FederationCallback):
-    """Gives every client the result of a finished phase, with which its machine works alone.
-
-    Args:
-        clients: the clients.
-    """
+    """Gives every client the result of a finished phase, with which its machine works alone."""
 
     def __init__(self, clients: Clients) -> None:
         self.clients = clients

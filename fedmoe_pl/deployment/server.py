@@ -41,11 +41,7 @@ _NEED_DATA = (PartitionMonitor, ClientCheckpoint, RepresentationMonitor)
 
 
 def check_phases(phases: Sequence[Phase]) -> None:
-    """Refuses phases that need what no client sends.
-
-    Raises:
-        MisconfigurationException: if there is one.
-    """
+    """Refuses phases that need what no client sends."""
     for phase in phases:
         if phase.ckpt_path is not None:
             raise MisconfigurationException(
@@ -70,12 +66,7 @@ def _asks_clients(phase: Phase) -> bool:
 
 
 class StandIn(FederatedDataModule):
-    """As many samples as the clients have, all of them zero, for the server's checks and counts.
-
-    Args:
-        descriptions: what every client says of itself, in the order of their ids.
-        batch_size: samples per batch.
-    """
+    """As many samples as the clients have, all of them zero, for the server's checks and counts."""
 
     def __init__(self, descriptions: Sequence[dict[str, Any]], batch_size: int) -> None:
         super().__init__(num_clients=len(descriptions), batch_size=batch_size)

@@ -16,11 +16,7 @@ from fedmoe_pl.deployment.participant import Participant
 
 
 class Speaking:
-    """Answers messages as a participant does, and says what whoever runs the client needs to know, each thing once.
-
-    Args:
-        participant: the participant.
-    """
+    """Answers messages as a participant does, and says what whoever runs the client needs to know, each thing once."""
 
     def __init__(self, participant: Participant) -> None:
         self.participant = participant

@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import signal
 import socket
 import subprocess
@@ -65,16 +66,14 @@ class Deployment:
         return process
 
     def serve(self, *arguments: object) -> subprocess.Popen:
-        own = Path("keys/server")
-        tls = ["--ca", own / "ca.pem", "--certificate", own / "server.pem", "--certificate_key", own / "server.key"]
-        number = ["--num_clients", self.clients, "--address", self.address, "--client_keys", own / "clients"]
-        return self.start("server", "serve", "--config", self.config, *tls, *number, *arguments)
+        own = ["--num_clients", self.clients, "--address", self.address, "--keys", "keys/server"]
+        return self.start("server", "serve", "--config", self.config, *own, *arguments)
 
-    def join(self, client: int, *arguments: str, key: str = "", name: str = "") -> subprocess.Popen:
+    def join(self, client: int, *arguments: str, name: str = "") -> subprocess.Popen:
         own = ["--client", str(client), "--data.init_args.path", f"{client}.npz", "--address", self.address]
         own += ["--federation.default_root_dir", f"folder of {name}" if name else f"client {client}"]
-        tls = ["--ca", f"keys/client_{client}/ca.pem", "--key", key or f"keys/client_{client}/client_{client}"]
-        return self.start(name or f"client {client}", "join", "--config", self.config, *own, *(arguments or tls))
+        keys = arguments or ["--keys", f"keys/client_{client}"]
+        return self.start(name or f"client {client}", "join", "--config", self.config, *own, *keys)
 
     def log(self, name: str) -> str:
         path = self.folder / f"{name}.log"
@@ -159,14 +158,11 @@ def test_server_and_clients_that_are_killed_go_on_and_strangers_are_refused(depl
     deployed.join(0)
     deployed.wait_for("server", "waiting for 2 clients")
     deployed.run("provision", "--client", "1", "--folder", "stranger")
+    shutil.copy(deployed.folder / "keys/server/ca.pem", deployed.folder / "stranger")
     refused = {
         "no TLS": (deployed.join(1, "--insecure", "true", name="no TLS"), "the server at"),
-        "no key": (
-            deployed.join(1, "--ca", "keys/server/ca.pem", name="no key"),
-            "does not take this client: [code: 2001]",
-        ),
         "stranger": (
-            deployed.join(1, key="stranger/client_1", name="stranger"),
+            deployed.join(1, "--keys", "stranger", name="stranger"),
             "does not take this client: [code: 2004]",
         ),
     }

@@ -4,12 +4,14 @@ import subprocess
 import sys
 import time
 from datetime import datetime, timedelta, timezone
+from functools import partial
 
 import pytest
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 
 pytest.importorskip("flwr", reason="needs the extra `flower`")
 
+from fedmoe_pl.checks import InvalidArgumentError
 from fedmoe_pl.cli.provisioning import provision as command
 from fedmoe_pl.deployment import Message, flower_keys, nodes
 from fedmoe_pl.deployment.connection import Security, check_certificate, free_port
@@ -60,7 +62,7 @@ def test_the_certificate_is_valid_where_the_server_is_reached(keys, host):
 
 def test_a_server_says_at_once_what_is_wrong_with_its_certificate(keys, tmp_path, monkeypatch):
     ca, certificate, key = server_files(keys)
-    with pytest.raises(MisconfigurationException, match=r"also for other\.example, where .* not valid for 'other\."):
+    with pytest.raises(MisconfigurationException, match=r"for other\.example as well, where .* not valid for 'other\."):
         check_certificate(ca, certificate, key, "other.example:8000")
     with pytest.raises(MisconfigurationException, match="key values mismatch"):
         check_certificate(ca, certificate, keys / "authority/ca.key", "localhost:8000")
@@ -76,7 +78,7 @@ def test_a_server_says_at_once_what_is_wrong_with_its_certificate(keys, tmp_path
     monkeypatch.setattr(flower_keys, "datetime", LongAgo)
     certificate.unlink()
     command(["--clients", "2", "--folder", str(keys), "--days", "10"])
-    with pytest.raises(MisconfigurationException, match=r"^serve: certificate is .* \(certificate has expired\)\.$"):
+    with pytest.raises(MisconfigurationException, match=r"^serve: .* \(certificate has expired\)\.$"):
         check_certificate(ca, certificate, key, "localhost:8000")
 
 
@@ -84,15 +86,31 @@ def test_keys_that_do_not_say_whose_they_are_are_refused(keys, tmp_path):
     folder = keys / "server/clients"
     for name in ("hospital.pub", "client_2.pub", "client_01.pub"):
         (folder / "client_1.pub").rename(folder / name)
-        with pytest.raises(MisconfigurationException, match=f"{name}', but the keys of 2 clients must be client_0.pub"):
+        with pytest.raises(MisconfigurationException, match=f"{name}' is none of the keys of 2 clients"):
             public_keys(folder, 2)
         (folder / name).rename(folder / "client_1.pub")
     (folder / "client_1.pub").write_bytes((folder / "client_0.pub").read_bytes())
-    with pytest.raises(MisconfigurationException, match=r"the same key in client_0\.pub and client_1\.pub"):
+    with pytest.raises(MisconfigurationException, match=r"client_1\.pub' is the key of client 0;"):
         public_keys(folder, 2)
     (folder / "client_1.pub").write_text("ssh-rsa nothing")
-    with pytest.raises(MisconfigurationException, match="must have public keys of the type ecdsa in OpenSSH format"):
+    with pytest.raises(MisconfigurationException, match="must be a public key of the type ecdsa in OpenSSH format"):
         public_keys(folder, 2)
+
+
+@pytest.mark.parametrize(
+    ("own", "of_whom", "missing"),
+    [("server", Security.of_server, "server.key"), ("client_1", partial(Security.of_client, client=1), "client_1")],
+)
+def test_where_others_can_connect_keys_are_needed(keys, own, of_whom, missing):
+    with pytest.raises(InvalidArgumentError, match=r"keys is None.*--insecure true") as error:
+        of_whom("10.1.2.3:8000", None, False)
+    assert error.value.argument == "keys"
+    assert of_whom("10.1.2.3:8000", None, True) == of_whom("127.0.0.1:8000", None, False) == Security()
+    found = of_whom("10.1.2.3:8000", str(keys / own), False)
+    assert found.ca == keys / own / "ca.pem" and found.key == keys / own / missing
+    (keys / own / missing).unlink()
+    with pytest.raises(InvalidArgumentError, match=f"{missing} is missing"):
+        of_whom("10.1.2.3:8000", str(keys / own), False)
 
 
 @pytest.mark.parametrize(
@@ -100,9 +118,9 @@ def test_keys_that_do_not_say_whose_they_are_are_refused(keys, tmp_path):
     [
         ([], "either clients or client must be given"),
         (["--clients", "2", "--client", "1"], "either clients or client must be given"),
-        (["--clients", "0"], "clients is 0, but must be at least 1"),
-        (["--client", "-1"], "client is -1, but must be at least 0"),
-        (["--clients", "1", "--days", "0"], "days is 0, but must be at least 1"),
+        (["--clients", "0"], "clients is 0, but must be an integer from 1"),
+        (["--client", "-1"], "client is -1, but must be an integer from 0"),
+        (["--clients", "1", "--days", "0"], "days is 0, but must be an integer from 1"),
     ],
 )
 def test_wrong_arguments_are_refused(arguments, reason):
@@ -133,7 +151,7 @@ flower_client.answer_messages(answer, Path(folder) / "of" / key, address, Securi
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of what Flower uses
 def test_a_key_is_one_client_and_a_key_that_was_removed_is_nobody(keys, tmp_path, monkeypatch):
     monkeypatch.setattr(nodes, "NOTED_WITHIN", 300.0)  # a machine may be busy
-    address, security, logs = f"127.0.0.1:{free_port()}", Security(*server_files(keys)), {}
+    address, security, logs = f"127.0.0.1:{free_port()}", Security(*server_files(keys), keys / "server/clients"), {}
     (tmp_path / "flower").mkdir()
 
     def join(key, client):
@@ -144,7 +162,7 @@ def test_a_key_is_one_client_and_a_key_that_was_removed_is_nobody(keys, tmp_path
             return subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT)
 
     def serving():
-        return superlink(tmp_path / "flower", address, security, keys / "server/clients", 2)
+        return superlink(tmp_path / "flower", address, security, 2)
 
     def ask_until(condition):
         end = time.monotonic() + 600

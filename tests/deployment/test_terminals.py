@@ -18,7 +18,6 @@ from fedmoe_pl.deployment.processes import own_folder, private
 from fedmoe_pl.deployment.speaking import Speaking, plain_warnings
 
 METHOD = METHODS["FedPer"]
-NO_FILES = dict.fromkeys(("ca", "certificate", "certificate_key", "client_keys"))
 
 
 @pytest.fixture
@@ -87,7 +86,7 @@ def test_clients_are_told_why_the_server_has_ended(tmp_path, monkeypatch):
     monkeypatch.setattr(commands, "serve", refuse)
     settings = federation(METHOD.phases(), tmp_path)
     with pytest.raises(MisconfigurationException, match="the shape"):
-        commands.run_server(settings, METHOD.model(), data(), 2, f"127.0.0.1:{free_port()}", NO_FILES, False, None)
+        commands.run_server(settings, METHOD.model(), data(), 2, f"127.0.0.1:{free_port()}", None, False, None)
     text = "the server has ended: client 1: the shape of its samples is [3]"
     assert [(client, message.values["text"]) for client, message in transport.heard] == [(0, text), (1, text)]
 
