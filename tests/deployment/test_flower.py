@@ -23,7 +23,7 @@ pytest.importorskip("flwr", reason="needs the extra `flower`")
 pytestmark = pytest.mark.slow
 
 HERE = Path(__file__).parent
-CLIENTS = 5
+CLIENTS = 3
 WITHIN = 900  # seconds; a machine may be busy
 
 
