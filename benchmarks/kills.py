@@ -29,9 +29,9 @@ from loky.backend.context import set_start_method
 from fedmoe_pl import Federation, PersonalizedMoE, Phase
 from fedmoe_pl.algorithms import FedAvg, PersonalizedExpert, PFLMoE
 from fedmoe_pl.callbacks import FederationCallback
+from fedmoe_pl.checkpoints.checkpoint import load_checkpoint
 from fedmoe_pl.data import Digits, Dirichlet
 from fedmoe_pl.models import ConstantGate, FeatureGate, SmallMLP
-from fedmoe_pl.rounds.checkpoint import load_checkpoint
 from fedmoe_pl.rounds.run import Run
 
 NAME = "killed"

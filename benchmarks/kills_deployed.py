@@ -28,12 +28,12 @@ from kills import end, forked, same
 from fedmoe_pl import Federation, PersonalizedMoE, Phase
 from fedmoe_pl.algorithms import FedAvg
 from fedmoe_pl.backends import TrainerBackend
+from fedmoe_pl.checkpoints.checkpoint import KEPT, ROWS
+from fedmoe_pl.checkpoints.client_state import read_kept
 from fedmoe_pl.data import NpzFile
 from fedmoe_pl.deployment.commands import module_of_flower
 from fedmoe_pl.deployment.connection import free_port
 from fedmoe_pl.models import LocalOnly, SmallMLP
-from fedmoe_pl.rounds.checkpoint import KEPT, ROWS
-from fedmoe_pl.rounds.kept import read_kept
 
 CLIENTS, NAME, PHASE = 2, "killed", "FedPer"
 

@@ -11,8 +11,8 @@ from workload import RandomImages, make_model
 from fedmoe_pl import backends
 from fedmoe_pl.algorithms import FedAvg
 from fedmoe_pl.callbacks import FederationCallback
+from fedmoe_pl.evaluation.evaluation import Evaluation
 from fedmoe_pl.federation import Federation
-from fedmoe_pl.rounds.evaluation import Evaluation
 from fedmoe_pl.rounds.phase import Phase
 from fedmoe_pl.rounds.run import Run
 

@@ -40,8 +40,8 @@ from fedmoe_pl.aggregation import (
 from fedmoe_pl.algorithms import FedAvg, Local, PersonalizedExpert, PFLMoE
 from fedmoe_pl.backends import StackedBackend
 from fedmoe_pl.data import Arrays, Dirichlet, NpzFile
+from fedmoe_pl.evaluation.evaluation import Evaluation
 from fedmoe_pl.models import EqualWeights, FeatureGate, GlobalOnly, LinearGate, LocalOnly, SmallMLP
-from fedmoe_pl.rounds.evaluation import Evaluation
 
 LABELS = "labels"
 METRICS = ("reweighted_test", "global_test")

@@ -60,9 +60,9 @@ from fedmoe_pl.data import (
     Pathological,
     RandomCrop,
 )
+from fedmoe_pl.logs.loggers import Boards
 from fedmoe_pl.models import ClusteredMoE, EqualWeights, LinearGate, SparseMoE
 from fedmoe_pl.rounds.begin import phase_module
-from fedmoe_pl.rounds.boards import Boards
 from fedmoe_pl.rounds.checks import check_phase
 from fedmoe_pl.rounds.trainer_checks import check_trained
 

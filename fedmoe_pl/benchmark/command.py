@@ -20,8 +20,8 @@ from fedmoe_pl.benchmark.published import VARIANT, published_for
 from fedmoe_pl.benchmark.results import make_rows
 from fedmoe_pl.benchmark.state import finished_run, has_begun
 from fedmoe_pl.benchmark.table import format_grid
+from fedmoe_pl.checkpoints.lock import exclusive
 from fedmoe_pl.rounds.interruption import Interruption
-from fedmoe_pl.rounds.lock import exclusive
 
 
 def benchmark(arguments: Sequence[str], configured: Configured) -> int:

@@ -11,7 +11,7 @@ from fedmoe_pl.benchmark.grid import value_name
 from fedmoe_pl.benchmark.published import Published
 from fedmoe_pl.benchmark.results import Row
 from fedmoe_pl.benchmark.table import has_paper, legend, metrics_of, p_text, points, published_percent
-from fedmoe_pl.rounds.results import value_text, write_csv
+from fedmoe_pl.logs.summary import value_text, write_csv
 
 _LATEX = {"\\": r"\textbackslash{}", "~": r"\textasciitilde{}", "^": r"\textasciicircum{}", "±": r"$\pm$"}
 _LATEX |= {character: f"\\{character}" for character in "&%$#_{}"} | {"<": "$<$", ">": "$>$"}

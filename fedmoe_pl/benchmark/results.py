@@ -10,9 +10,9 @@ from typing import Any
 
 from fedmoe_pl.benchmark.cells import Cell, is_row_of
 from fedmoe_pl.benchmark.published import Published, PublishedNumber, published_for
+from fedmoe_pl.logs.summary import on_test_samples
 from fedmoe_pl.report.runs import read_run
 from fedmoe_pl.report.statistics import Difference, Spread, over_seeds, paired_difference
-from fedmoe_pl.rounds.results import on_test_samples
 
 
 @dataclass(frozen=True)

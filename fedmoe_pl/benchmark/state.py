@@ -10,8 +10,8 @@ import yaml
 
 from fedmoe_pl.benchmark.cells import Cell
 from fedmoe_pl.benchmark.grid import SEED
-from fedmoe_pl.rounds.checkpoint import FILE, PREVIOUS, run_versions
-from fedmoe_pl.rounds.configuration import relevant
+from fedmoe_pl.checkpoints.checkpoint import FILE, PREVIOUS, run_versions
+from fedmoe_pl.checkpoints.configuration import relevant
 
 
 def finished_run(cell: Cell) -> Path | None:

@@ -11,9 +11,9 @@ from typing import Any
 from fedmoe_pl.benchmark.grid import value_name
 from fedmoe_pl.benchmark.published import VARIANT, Published, PublishedNumber
 from fedmoe_pl.benchmark.results import Row
+from fedmoe_pl.evaluation.evaluation import METRICS
+from fedmoe_pl.logs.summary import change_text, description, on_test_samples, value_text
 from fedmoe_pl.report.statistics import INDEPENDENCE, SIGNIFICANCE, Difference
-from fedmoe_pl.rounds.evaluation import METRICS
-from fedmoe_pl.rounds.results import change_text, description, on_test_samples, value_text
 
 _SMALLEST_P = 1e-4
 _WIDTH = 120  # of the legend's lines

@@ -6,9 +6,9 @@ import math
 
 from fedmoe_pl.callbacks.figures import figure_pixels, sorted_accuracy_figure
 from fedmoe_pl.callbacks.hparams import method_hparams, run_hparams
-from fedmoe_pl.rounds.evaluation import Evaluation
+from fedmoe_pl.evaluation.evaluation import Evaluation
+from fedmoe_pl.logs.summary import format_table, present_metrics
 from fedmoe_pl.rounds.phase import Phase
-from fedmoe_pl.rounds.results import format_table, present_metrics
 from fedmoe_pl.rounds.run import FederationCallback, Run
 
 

@@ -6,7 +6,7 @@ from fedmoe_pl.algorithms.clusters import cluster_in_use
 from fedmoe_pl.algorithms.ifca import cluster_picks
 from fedmoe_pl.callbacks.figures import cluster_picks_figure, figure_pixels
 from fedmoe_pl.callbacks.maps import cluster_figure
-from fedmoe_pl.rounds.evaluation import Evaluation
+from fedmoe_pl.evaluation.evaluation import Evaluation
 from fedmoe_pl.rounds.phase import Phase
 from fedmoe_pl.rounds.run import FederationCallback, Run
 

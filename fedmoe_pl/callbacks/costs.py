@@ -8,13 +8,13 @@ from typing import Any
 
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 
+from fedmoe_pl.checkpoints.phase_state import WAYS
 from fedmoe_pl.checks import check_number
-from fedmoe_pl.rounds.evaluation import METRICS, SPLITS, Evaluation
-from fedmoe_pl.rounds.metrics import lower_is_better
+from fedmoe_pl.evaluation.evaluation import METRICS, SPLITS, Evaluation
+from fedmoe_pl.evaluation.metrics import lower_is_better
+from fedmoe_pl.logs.summary import value_text, write_csv
 from fedmoe_pl.rounds.phase import Phase
-from fedmoe_pl.rounds.results import value_text, write_csv
 from fedmoe_pl.rounds.run import FederationCallback, Run
-from fedmoe_pl.rounds.state import WAYS
 from fedmoe_pl.rounds.task_checks import check_metric
 
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from fedmoe_pl.algorithms.fedmoe_da import aggregation_matrix
 from fedmoe_pl.callbacks.figures import figure_pixels
 from fedmoe_pl.callbacks.maps import aggregation_figure, expert_usage_figure
-from fedmoe_pl.rounds.evaluation import Evaluation
-from fedmoe_pl.rounds.gate_results import expert_usage
+from fedmoe_pl.evaluation.evaluation import Evaluation
+from fedmoe_pl.evaluation.gate_weights import expert_usage
 from fedmoe_pl.rounds.phase import Phase
 from fedmoe_pl.rounds.run import FederationCallback, Run
 

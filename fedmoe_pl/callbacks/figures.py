@@ -13,8 +13,8 @@ from matplotlib.patches import Patch
 from matplotlib.ticker import MaxNLocator
 from torch import Tensor
 
-from fedmoe_pl.rounds.evaluation import METRICS, Evaluation
-from fedmoe_pl.rounds.results import present_metrics, scale
+from fedmoe_pl.evaluation.evaluation import METRICS, Evaluation
+from fedmoe_pl.logs.summary import present_metrics, scale
 
 COLORS = ("#0072B2", "#E69F00", "#009E73", "#D55E00", "#CC79A7", "#56B4E9", "#000000")
 """Okabe and Ito's colours, which colour-blind readers can tell apart."""

@@ -16,13 +16,13 @@ from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from fedmoe_pl.algorithms.algorithm import Moment
 from fedmoe_pl.algorithms.overrides import chooses_model
 from fedmoe_pl.data import partition_rows
+from fedmoe_pl.evaluation.clients import has_own_model
+from fedmoe_pl.evaluation.evaluation import Evaluation
+from fedmoe_pl.evaluation.gate_weights import gate_rows
+from fedmoe_pl.logs.summary import append_csv, client_rows, format_table, summary_row, write_csv
 from fedmoe_pl.models.arguments import required_arguments
 from fedmoe_pl.models.description import describe_all, hyperparameters_of, remembered, unknown_reason
-from fedmoe_pl.rounds.evaluate import has_own_model
-from fedmoe_pl.rounds.evaluation import Evaluation
-from fedmoe_pl.rounds.gate_results import gate_rows
 from fedmoe_pl.rounds.phase import Phase
-from fedmoe_pl.rounds.results import append_csv, client_rows, format_table, summary_row, write_csv
 from fedmoe_pl.rounds.run import FederationCallback, Run
 
 

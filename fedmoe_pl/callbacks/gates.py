@@ -10,7 +10,7 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from fedmoe_pl.callbacks.figures import figure_pixels
 from fedmoe_pl.callbacks.maps import gate_weight_figure
 from fedmoe_pl.checks import check_at_least
-from fedmoe_pl.rounds.evaluation import ClientEvaluation, Evaluation
+from fedmoe_pl.evaluation.evaluation import ClientEvaluation, Evaluation
 from fedmoe_pl.rounds.phase import Phase
 from fedmoe_pl.rounds.run import FederationCallback, Run
 

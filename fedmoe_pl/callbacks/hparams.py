@@ -11,7 +11,7 @@ from typing import Any
 from lightning.pytorch import Trainer
 
 from fedmoe_pl.backends import LEAN_TRAINER
-from fedmoe_pl.rounds.boards import method_tag
+from fedmoe_pl.logs.loggers import method_tag
 from fedmoe_pl.rounds.phase import Phase
 
 _GROUPS = ("trainer", "model", "data")

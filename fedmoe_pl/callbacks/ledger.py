@@ -10,9 +10,9 @@ from pathlib import Path
 from lightning.pytorch.utilities import rank_zero_warn
 
 from fedmoe_pl.backends import Transfer
+from fedmoe_pl.checkpoints.phase_state import WAYS
 from fedmoe_pl.rounds.phase import Phase
 from fedmoe_pl.rounds.run import FederationCallback, Run
-from fedmoe_pl.rounds.state import WAYS
 
 FILE = "traffic.csv"
 COLUMNS = ("phase", "round", "direction", "client", "tensor", "shape", "dtype", "bytes")

@@ -11,8 +11,8 @@ from matplotlib.figure import Figure
 from torch import Tensor
 
 from fedmoe_pl.callbacks.figures import empty_figure
-from fedmoe_pl.rounds.evaluation import Evaluation
-from fedmoe_pl.rounds.gate_results import expert_usage, mean_gate_weight_by_class
+from fedmoe_pl.evaluation.evaluation import Evaluation
+from fedmoe_pl.evaluation.gate_weights import expert_usage, mean_gate_weight_by_class
 
 _MOST_NAMED = 100  # clients whose rows have their ids
 _MOST_WITH_NUMBERS = 30  # clients whose cells have numbers

@@ -8,9 +8,9 @@ import time
 
 from tqdm import tqdm
 
-from fedmoe_pl.rounds.evaluation import METRICS, Evaluation
+from fedmoe_pl.evaluation.evaluation import METRICS, Evaluation
+from fedmoe_pl.logs.summary import present_metrics, value_text
 from fedmoe_pl.rounds.phase import Phase
-from fedmoe_pl.rounds.results import present_metrics, value_text
 from fedmoe_pl.rounds.run import FederationCallback, Run
 
 _SECONDS_BETWEEN_LINES = 60

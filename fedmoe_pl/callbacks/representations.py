@@ -16,12 +16,12 @@ from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor, nn
 
 from fedmoe_pl.callbacks.figures import figure_pixels, representation_figure
+from fedmoe_pl.evaluation.evaluation import Evaluation
+from fedmoe_pl.evaluation.outputs import outputs_of
+from fedmoe_pl.logs.loggers import method_tag
 from fedmoe_pl.models.mixtures.architectures import Architectures
 from fedmoe_pl.models.mixtures.representation import RepresentationMoE
 from fedmoe_pl.models.mixtures.sparse import dense_experts
-from fedmoe_pl.rounds.boards import method_tag
-from fedmoe_pl.rounds.evaluation import Evaluation
-from fedmoe_pl.rounds.outputs import outputs_of
 from fedmoe_pl.rounds.phase import Phase
 from fedmoe_pl.rounds.run import FederationCallback, Run
 

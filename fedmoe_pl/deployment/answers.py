@@ -14,9 +14,9 @@ from fedmoe_pl.algorithms.client import Update
 from fedmoe_pl.backends import Failure, LocalTraining, NotFiniteError, check_finite
 from fedmoe_pl.deployment.clients import AtClient
 from fedmoe_pl.deployment.messages import Message
+from fedmoe_pl.evaluation.evaluation import METRICS, ClientEvaluation
+from fedmoe_pl.evaluation.metrics import measures_loss, names_of
 from fedmoe_pl.models import MixtureOfExperts
-from fedmoe_pl.rounds.evaluation import METRICS, ClientEvaluation
-from fedmoe_pl.rounds.metrics import measures_loss, names_of
 from fedmoe_pl.trees import Tree
 
 

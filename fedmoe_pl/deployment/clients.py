@@ -13,6 +13,8 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch import Tensor
 
 from fedmoe_pl.backends import Failure, LocalTraining
+from fedmoe_pl.checkpoints.client_state import File, Joined, KeptByClients
+from fedmoe_pl.checkpoints.phase_state import PhaseState
 from fedmoe_pl.deployment.messages import (
     ANSWERS,
     BEGUN,
@@ -25,8 +27,6 @@ from fedmoe_pl.deployment.messages import (
     answers_in,
     joined,
 )
-from fedmoe_pl.rounds.kept import File, Joined, KeptByClients
-from fedmoe_pl.rounds.state import PhaseState
 from fedmoe_pl.trees import Tree
 
 _LONGEST = 1000  # characters of a client's reason

@@ -17,7 +17,7 @@ from fedmoe_pl.deployment.participant import Participant
 from fedmoe_pl.deployment.processes import own_folder, private
 from fedmoe_pl.deployment.server import check_phases, serve
 from fedmoe_pl.deployment.speaking import Speaking, plain_warnings
-from fedmoe_pl.rounds.evaluation import Evaluation
+from fedmoe_pl.evaluation.evaluation import Evaluation
 from fedmoe_pl.rounds.failures import ClientError
 from fedmoe_pl.rounds.run_maker import RunMaker
 

@@ -11,10 +11,10 @@ from typing import Any
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 
+from fedmoe_pl.checkpoints.configuration import changes
+from fedmoe_pl.checkpoints.writing import replacing
 from fedmoe_pl.deployment.clients import Transport, one_line, reason_of
 from fedmoe_pl.deployment.messages import Message
-from fedmoe_pl.rounds.configuration import changes
-from fedmoe_pl.rounds.writing import replacing
 
 Description = dict[str, Any]
 """What a client says, see ``own_data.described``."""

@@ -26,7 +26,7 @@ from cryptography.hazmat.primitives.serialization import (
 )
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 
-from fedmoe_pl.rounds.writing import replacing
+from fedmoe_pl.checkpoints.writing import replacing
 
 _AUTHORITY, _DAYS_OF_AUTHORITY = "authority of a federation", 3650
 _LOCAL = ("localhost", "127.0.0.1")  # where the server connects to itself

@@ -19,6 +19,9 @@ from fedmoe_pl.algorithms.algorithm import Algorithm
 from fedmoe_pl.algorithms.overrides import needs_server_state, overrides
 from fedmoe_pl.backends import LocalTraining, Plan, one_thread, step_after_aggregation
 from fedmoe_pl.backends.client import given_to_others
+from fedmoe_pl.checkpoints.checkpoint import FILE, load_federation
+from fedmoe_pl.checkpoints.phase_state import PhaseState
+from fedmoe_pl.checkpoints.writing import replacing
 from fedmoe_pl.data import FederatedDataModule
 from fedmoe_pl.data.own_client import add_clients
 from fedmoe_pl.deployment.descriptions import check_same
@@ -36,15 +39,12 @@ from fedmoe_pl.deployment.messages import (
 )
 from fedmoe_pl.deployment.own_data import described, own_data
 from fedmoe_pl.deployment.own_files import OwnFiles
-from fedmoe_pl.rounds.checkpoint import FILE, load_federation
-from fedmoe_pl.rounds.evaluate import evaluate_clients
-from fedmoe_pl.rounds.evaluation import ClientEvaluation, Evaluation
+from fedmoe_pl.evaluation.clients import evaluate_clients
+from fedmoe_pl.evaluation.evaluation import ClientEvaluation, Evaluation
 from fedmoe_pl.rounds.own_client import OwnClient
 from fedmoe_pl.rounds.phase import Phase
 from fedmoe_pl.rounds.run import Run
 from fedmoe_pl.rounds.run_maker import RunMaker
-from fedmoe_pl.rounds.state import PhaseState
-from fedmoe_pl.rounds.writing import replacing
 from fedmoe_pl.trees import Tree
 
 

@@ -11,8 +11,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from fedmoe_pl.rounds.lock import exclusive
-from fedmoe_pl.rounds.writing import cannot_be_made, unwritable
+from fedmoe_pl.checkpoints.lock import exclusive
+from fedmoe_pl.checkpoints.writing import cannot_be_made, unwritable
 
 _PR_SET_PDEATHSIG = 1  # of prctl(2)
 # no telemetry, no look for updates, no installation of packages

@@ -15,7 +15,7 @@ import torch
 
 from fedmoe_pl.algorithms.algorithm import Moment
 from fedmoe_pl.checks import MOST_COUNTED, MOST_UNITS
-from fedmoe_pl.rounds.evaluation import METRICS
+from fedmoe_pl.evaluation.evaluation import METRICS
 
 Check = Callable[[Any], bool]
 _MOST = 10**8  # samples of a client, values of a sample: more would take the server's memory

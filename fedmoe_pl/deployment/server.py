@@ -22,6 +22,9 @@ from fedmoe_pl.callbacks import (
     RepresentationMonitor,
     ResultFiles,
 )
+from fedmoe_pl.checkpoints.checkpoint import find_checkpoint
+from fedmoe_pl.checkpoints.configuration import configuration
+from fedmoe_pl.checkpoints.writing import replacing
 from fedmoe_pl.data import FederatedDataModule
 from fedmoe_pl.data.parts import Parts
 from fedmoe_pl.deployment.clients import Clients, Transport
@@ -29,13 +32,10 @@ from fedmoe_pl.deployment.descriptions import read_descriptions, wait_for, write
 from fedmoe_pl.deployment.plan import ClientsBackend
 from fedmoe_pl.deployment.results import HandOver, evaluate_at_clients
 from fedmoe_pl.deployment.store import ClientsStore
-from fedmoe_pl.rounds.checkpoint import find_checkpoint
-from fedmoe_pl.rounds.configuration import configuration
-from fedmoe_pl.rounds.evaluation import Evaluation
+from fedmoe_pl.evaluation.evaluation import Evaluation
 from fedmoe_pl.rounds.phase import Phase
 from fedmoe_pl.rounds.run import Run
 from fedmoe_pl.rounds.run_maker import RunMaker
-from fedmoe_pl.rounds.writing import replacing
 
 _NEED_DATA = (PartitionMonitor, ClientCheckpoint, RepresentationMonitor)
 

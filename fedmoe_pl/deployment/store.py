@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from fedmoe_pl.checkpoints.client_state import File, KeptByClients
+from fedmoe_pl.checkpoints.client_store import Store
 from fedmoe_pl.deployment.clients import AtClient, files_of
-from fedmoe_pl.rounds.kept import File, KeptByClients
-from fedmoe_pl.rounds.store import Store
 from fedmoe_pl.trees import Tree
 
 

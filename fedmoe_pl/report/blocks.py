@@ -8,6 +8,8 @@ from typing import NamedTuple
 
 from matplotlib.figure import Figure
 
+from fedmoe_pl.evaluation.evaluation import METRICS
+from fedmoe_pl.logs.summary import axis_label, value_text
 from fedmoe_pl.report.columns import Choices, curve_table
 from fedmoe_pl.report.costs import costs, default_target
 from fedmoe_pl.report.maps import class_counts, client_order, gate_figure, partition_figure
@@ -17,8 +19,6 @@ from fedmoe_pl.report.settings import differences
 from fedmoe_pl.report.style import Picture, Style, picture
 from fedmoe_pl.report.tables import Condition, Method, Table
 from fedmoe_pl.report.text import cost_cells, run_text, words
-from fedmoe_pl.rounds.evaluation import METRICS
-from fedmoe_pl.rounds.results import axis_label, value_text
 
 _CURVES = "Mean of the clients over rounds; several seeds as mean and a band of one standard deviation."
 _BOXES = "One box per method over the clients of all seeds: quartiles, whiskers, diamond for the mean."

@@ -6,10 +6,10 @@ import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
+from fedmoe_pl.logs.summary import value_text
 from fedmoe_pl.report.statistics import over_seeds
 from fedmoe_pl.report.tables import Condition, Method, Table, difference
 from fedmoe_pl.report.text import difference_text, has_published, over_seeds_text, published_text
-from fedmoe_pl.rounds.results import value_text
 
 
 class Choices(NamedTuple):

@@ -14,6 +14,8 @@ from typing import Any
 from jsonargparse import ArgumentParser
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 
+from fedmoe_pl.checkpoints.writing import replacing
+from fedmoe_pl.evaluation.evaluation import METRICS
 from fedmoe_pl.report.columns import Choices
 from fedmoe_pl.report.markdown import markdown, with_section
 from fedmoe_pl.report.page import page, written
@@ -22,8 +24,6 @@ from fedmoe_pl.report.sections import section_of
 from fedmoe_pl.report.settings import conditions, settings_of
 from fedmoe_pl.report.style import styles, write_pdfs
 from fedmoe_pl.report.tables import Condition, condition_of
-from fedmoe_pl.rounds.evaluation import METRICS
-from fedmoe_pl.rounds.writing import replacing
 
 DESCRIPTION = "Writes the results of runs as one HTML page, as Markdown tables, and as pictures for a paper"
 

@@ -7,8 +7,8 @@ from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 from fedmoe_pl.callbacks.costs import target_rows
+from fedmoe_pl.evaluation.evaluation import METRICS
 from fedmoe_pl.report.tables import Condition, Method
-from fedmoe_pl.rounds.evaluation import METRICS
 
 
 class Cost(NamedTuple):

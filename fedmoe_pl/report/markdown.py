@@ -8,10 +8,10 @@ from collections.abc import Iterable, Sequence
 
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 
+from fedmoe_pl.logs.summary import axis_label
 from fedmoe_pl.report.columns import Choices, Column, curve_table, main_columns
 from fedmoe_pl.report.tables import Condition
 from fedmoe_pl.report.text import evaluated, explanation, rounds_text, seeds_text, words
-from fedmoe_pl.rounds.results import axis_label
 
 
 def markdown(conditions: Sequence[Condition], choices: Choices, origin: str, command: str) -> str:

@@ -12,10 +12,10 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import EngFormatter, LogLocator, MaxNLocator, NullFormatter
 
 from fedmoe_pl.callbacks.costs import spent
+from fedmoe_pl.logs.summary import axis_label, scale
 from fedmoe_pl.report.runs import Row
 from fedmoe_pl.report.style import INK, RC, Style, new_figure, wrapped
 from fedmoe_pl.report.tables import Method
-from fedmoe_pl.rounds.results import axis_label, scale
 
 _MOST_POINTS = 120  # points of a method that are drawn beside its box
 _LEGEND = 22  # characters of a line in the legend

@@ -13,7 +13,7 @@ from typing import Any
 import yaml
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 
-from fedmoe_pl.rounds.evaluation import METRICS, Spread
+from fedmoe_pl.evaluation.evaluation import METRICS, Spread
 
 Row = Mapping[str, Any]
 """A row of a CSV file: texts, and numbers as floats, nan for an empty field."""

@@ -6,14 +6,14 @@ import math
 from collections.abc import Mapping
 from typing import NamedTuple
 
+from fedmoe_pl.evaluation.evaluation import METRICS, Spread
+from fedmoe_pl.logs.summary import value_text
 from fedmoe_pl.report.blocks import Block, blocks_of
 from fedmoe_pl.report.columns import Choices, Column, client_columns, main_columns
 from fedmoe_pl.report.runs import metrics_of
 from fedmoe_pl.report.style import Style
 from fedmoe_pl.report.tables import Condition, Table
 from fedmoe_pl.report.text import evaluated, explanation, rounds_text, run_text, seeds_text, words
-from fedmoe_pl.rounds.evaluation import METRICS, Spread
-from fedmoe_pl.rounds.results import value_text
 
 
 class Group(NamedTuple):

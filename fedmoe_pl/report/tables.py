@@ -7,12 +7,12 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+from fedmoe_pl.evaluation.evaluation import METRICS
+from fedmoe_pl.logs.summary import on_test_samples
 from fedmoe_pl.report.methods import settings_of_method
 from fedmoe_pl.report.runs import Row, RunFiles
 from fedmoe_pl.report.settings import Setting, brief, labels
 from fedmoe_pl.report.statistics import Difference, Spread, over_seeds, paired_difference
-from fedmoe_pl.rounds.evaluation import METRICS
-from fedmoe_pl.rounds.results import on_test_samples
 
 
 class Table(NamedTuple):

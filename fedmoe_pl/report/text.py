@@ -5,12 +5,12 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 
+from fedmoe_pl.evaluation.evaluation import METRICS
+from fedmoe_pl.logs.summary import change_text, description, value_text
 from fedmoe_pl.report.costs import Cost, amount
 from fedmoe_pl.report.runs import RunFiles
 from fedmoe_pl.report.statistics import INDEPENDENCE, SIGNIFICANCE, Difference, Spread
 from fedmoe_pl.report.tables import Condition, Method, Published, legend
-from fedmoe_pl.rounds.evaluation import METRICS
-from fedmoe_pl.rounds.results import change_text, description, value_text
 
 
 def words(metric: str) -> str:

@@ -15,10 +15,10 @@ from fedmoe_pl.algorithms.algorithm import Algorithm
 from fedmoe_pl.algorithms.client import Client, Update
 from fedmoe_pl.algorithms.overrides import overrides
 from fedmoe_pl.backends import one_thread
+from fedmoe_pl.checkpoints.phase_state import NOT_PRIVATE, PhaseState
 from fedmoe_pl.rounds.cohort import cohort_of
 from fedmoe_pl.rounds.phase import Phase
 from fedmoe_pl.rounds.run import Run
-from fedmoe_pl.rounds.state import NOT_PRIVATE, PhaseState
 from fedmoe_pl.seeds import generator_of
 from fedmoe_pl.trees import Tree, of_algorithm
 

@@ -15,14 +15,14 @@ from torch.nn.parameter import is_lazy
 from fedmoe_pl.algorithms.client import Client
 from fedmoe_pl.algorithms.overrides import overrides
 from fedmoe_pl.backends import LocalTraining, client_of
+from fedmoe_pl.checkpoints.checkpoint import load_checkpoint
+from fedmoe_pl.checkpoints.client_state import check_kept, joined, only
+from fedmoe_pl.checkpoints.phase_state import NOT_PRIVATE, PhaseState
 from fedmoe_pl.data import FederatedDataModule
+from fedmoe_pl.evaluation.outputs import labelled_batches, outputs_of
 from fedmoe_pl.models import MixtureOfExperts, MixtureWeights
-from fedmoe_pl.rounds.checkpoint import load_checkpoint
-from fedmoe_pl.rounds.kept import check_kept, joined, only
-from fedmoe_pl.rounds.outputs import labelled_batches, outputs_of
 from fedmoe_pl.rounds.phase import Phase
 from fedmoe_pl.rounds.starts import in_part
-from fedmoe_pl.rounds.state import NOT_PRIVATE, PhaseState
 from fedmoe_pl.seeds import seed_all
 from fedmoe_pl.trees import Tree, copies_of_parts, copy_module, load_tree
 

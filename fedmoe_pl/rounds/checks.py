@@ -10,8 +10,10 @@ from torchmetrics import Metric
 
 from fedmoe_pl.algorithms.checks import warn_of_mixture
 from fedmoe_pl.backends import changes_loss, overridden_hooks
+from fedmoe_pl.checkpoints.phase_state import PhaseState
 from fedmoe_pl.checks import check_kind, plain
 from fedmoe_pl.data import FederatedDataModule
+from fedmoe_pl.evaluation.outputs import check_pairs
 from fedmoe_pl.models import Gate, MixtureOfExperts, PooledMoE
 from fedmoe_pl.models.normalization import has_batch_norm
 from fedmoe_pl.rounds.aggregation_step import check_aggregation, check_chain
@@ -20,11 +22,9 @@ from fedmoe_pl.rounds.cohort import cohort_of, cohort_size, takes_all
 from fedmoe_pl.rounds.names import is_path_below
 from fedmoe_pl.rounds.opt_in import opted_in
 from fedmoe_pl.rounds.optimizer_checks import check_optimizer, check_server_optimizer
-from fedmoe_pl.rounds.outputs import check_pairs
 from fedmoe_pl.rounds.phase import Phase
 from fedmoe_pl.rounds.run import Run
 from fedmoe_pl.rounds.starts import check_start, warn_of_computed_parts
-from fedmoe_pl.rounds.state import PhaseState
 from fedmoe_pl.rounds.task_checks import check_algorithm, check_metric, check_monitor, check_task
 from fedmoe_pl.rounds.trained_parts import TrainedParts
 from fedmoe_pl.rounds.trainer_checks import check_client_trainer, check_trained, check_trainer

@@ -6,13 +6,13 @@ import math
 
 from fedmoe_pl.backends import LocalTraining, Plan, one_thread
 from fedmoe_pl.backends.traffic import Traffic
-from fedmoe_pl.rounds.evaluate import evaluated_model
-from fedmoe_pl.rounds.evaluation import Evaluation
-from fedmoe_pl.rounds.metrics import lower_is_better
+from fedmoe_pl.checkpoints.phase_state import WAYS, PhaseState, round_and_selection
+from fedmoe_pl.evaluation.clients import evaluated_model
+from fedmoe_pl.evaluation.evaluation import Evaluation
+from fedmoe_pl.evaluation.metrics import lower_is_better
+from fedmoe_pl.logs.summary import round_row
 from fedmoe_pl.rounds.phase import Phase
-from fedmoe_pl.rounds.results import round_row
 from fedmoe_pl.rounds.run import Run
-from fedmoe_pl.rounds.state import WAYS, PhaseState, round_and_selection
 
 
 def evaluate_phase(

@@ -17,10 +17,10 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 
+from fedmoe_pl.checkpoints.writing import replacing
+from fedmoe_pl.evaluation.outputs import has_trained_gate
 from fedmoe_pl.models.mixtures.sparse import dense_experts
-from fedmoe_pl.rounds.outputs import has_trained_gate
 from fedmoe_pl.rounds.run import Run
-from fedmoe_pl.rounds.writing import replacing
 
 Format = Literal["onnx", "torch_export"]
 SUFFIXES = {"onnx": ".onnx", "torch_export": ".pt2"}

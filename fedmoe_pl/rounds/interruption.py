@@ -16,7 +16,7 @@ from types import FrameType
 from lightning.fabric.plugins.environments.slurm import SLURMEnvironment
 from lightning.pytorch.utilities import rank_zero_warn
 
-from fedmoe_pl.rounds.checkpoint import FILE
+from fedmoe_pl.checkpoints.checkpoint import FILE
 from fedmoe_pl.rounds.run import Run
 
 _END = b"\0"  # no signal has this number: the run has ended

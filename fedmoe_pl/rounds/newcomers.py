@@ -12,13 +12,13 @@ from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor
 
 from fedmoe_pl.backends import LocalTraining, begin_client, trains_by_loss
+from fedmoe_pl.checkpoints.checkpoint import load_federation
+from fedmoe_pl.checkpoints.phase_state import PhaseState
+from fedmoe_pl.checkpoints.resume import identify
 from fedmoe_pl.data import FederatedDataModule
 from fedmoe_pl.models.layers import evaluating
-from fedmoe_pl.rounds.checkpoint import load_federation
 from fedmoe_pl.rounds.opt_in import set_up
 from fedmoe_pl.rounds.phase import Phase
-from fedmoe_pl.rounds.resume import identify
-from fedmoe_pl.rounds.state import PhaseState
 from fedmoe_pl.trees import Tree, copy_module
 
 

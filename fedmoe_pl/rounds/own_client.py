@@ -8,8 +8,8 @@ from pathlib import Path
 
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 
-from fedmoe_pl.rounds.checkpoint import is_of_run
-from fedmoe_pl.rounds.writing import replacing
+from fedmoe_pl.checkpoints.checkpoint import is_of_run
+from fedmoe_pl.checkpoints.writing import replacing
 
 _FILE = "client.json"
 

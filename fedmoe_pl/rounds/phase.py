@@ -13,9 +13,9 @@ from lightning.pytorch.loggers import Logger
 from fedmoe_pl.aggregation import Aggregation
 from fedmoe_pl.algorithms.algorithm import Algorithm, Moment
 from fedmoe_pl.checks import MOST_COUNTED, check_kind, is_finite, plain
+from fedmoe_pl.evaluation.evaluation import MONITORS, SPLITS
 from fedmoe_pl.models import Gate
 from fedmoe_pl.models.mixtures.mixing import Mixing
-from fedmoe_pl.rounds.evaluation import MONITORS, SPLITS
 from fedmoe_pl.rounds.names import is_file_name
 
 _SPLITS = tuple(f"{split}_" for split in SPLITS)  # what the names of the federation's metrics begin with

@@ -15,15 +15,15 @@ from fedmoe_pl.backends import (
     one_thread,
 )
 from fedmoe_pl.backends.traffic import Traffic, TransferLog
+from fedmoe_pl.checkpoints.checkpoint import FILE, save_finished
+from fedmoe_pl.checkpoints.client_state import EXCHANGED, STEPPED, readable
+from fedmoe_pl.evaluation.evaluation import Evaluation
+from fedmoe_pl.evaluation.flops import FlopCounter
 from fedmoe_pl.rounds.aggregation_step import aggregated, count_round, log_epsilon, update_epsilon
 from fedmoe_pl.rounds.begin import first_clients
-from fedmoe_pl.rounds.checkpoint import FILE, save_finished
 from fedmoe_pl.rounds.evaluate_epochs import evaluate_epochs
 from fedmoe_pl.rounds.evaluate_round import evaluate_phase, evaluate_round, is_evaluated_after, is_over
-from fedmoe_pl.rounds.evaluation import Evaluation
 from fedmoe_pl.rounds.failures import ClientError
-from fedmoe_pl.rounds.flops import FlopCounter
-from fedmoe_pl.rounds.kept import EXCHANGED, STEPPED, readable
 from fedmoe_pl.rounds.newcomers import freeze_shared
 from fedmoe_pl.rounds.phase import Phase
 from fedmoe_pl.rounds.run import Run

@@ -15,20 +15,20 @@ from torchmetrics import Metric
 
 from fedmoe_pl.algorithms.algorithm import Moment
 from fedmoe_pl.backends import Backend, LocalTraining, Plan, Transfer
+from fedmoe_pl.checkpoints.checkpoint import FILE, CheckpointWriter
+from fedmoe_pl.checkpoints.client_store import MemoryStore, Store
+from fedmoe_pl.checkpoints.phase_state import PhaseState
 from fedmoe_pl.data import FederatedDataModule
+from fedmoe_pl.evaluation.clients import client_predictor, evaluate_moments, personal_tensors
+from fedmoe_pl.evaluation.evaluation import ClientEvaluation, Evaluation
+from fedmoe_pl.logs.loggers import Boards
+from fedmoe_pl.logs.progress import Progress
 from fedmoe_pl.rounds.begin import begin_phase, phase_module, sized
-from fedmoe_pl.rounds.boards import Boards
-from fedmoe_pl.rounds.checkpoint import FILE, CheckpointWriter
 from fedmoe_pl.rounds.cohort import evaluated_clients
-from fedmoe_pl.rounds.evaluate import client_predictor, evaluate_moments, personal_tensors
-from fedmoe_pl.rounds.evaluation import ClientEvaluation, Evaluation
 from fedmoe_pl.rounds.failures import ClientFailures
 from fedmoe_pl.rounds.names import check_row
 from fedmoe_pl.rounds.phase import INITIAL, Phase
-from fedmoe_pl.rounds.progress import Progress
 from fedmoe_pl.rounds.starts import Start, chain_of_starts, model_of, sources
-from fedmoe_pl.rounds.state import PhaseState
-from fedmoe_pl.rounds.store import MemoryStore, Store
 from fedmoe_pl.seeds import named_seed, seed_all
 from fedmoe_pl.trees import Tree, load_tree
 

@@ -13,25 +13,25 @@ from lightning.pytorch.loggers import Logger
 from torchmetrics import Metric
 
 from fedmoe_pl.backends import Backend
+from fedmoe_pl.checkpoints.checkpoint import find_checkpoint
+from fedmoe_pl.checkpoints.client_store import Store
+from fedmoe_pl.checkpoints.configuration import configuration
+from fedmoe_pl.checkpoints.lock import locked
+from fedmoe_pl.checkpoints.resume import check_configuration, identify, load_run
 from fedmoe_pl.data import FederatedDataModule
 from fedmoe_pl.data.own_client import add_clients
 from fedmoe_pl.data.partitioners.all_to_one import AllToOne
-from fedmoe_pl.rounds.checkpoint import find_checkpoint
-from fedmoe_pl.rounds.configuration import configuration
-from fedmoe_pl.rounds.evaluation import Evaluation
+from fedmoe_pl.evaluation.evaluation import Evaluation
+from fedmoe_pl.evaluation.outputs import ClientModule
 from fedmoe_pl.rounds.failures import ClientFailures
 from fedmoe_pl.rounds.interruption import interruptible
-from fedmoe_pl.rounds.lock import locked
 from fedmoe_pl.rounds.opt_in import set_up
-from fedmoe_pl.rounds.outputs import ClientModule
 from fedmoe_pl.rounds.own_client import OwnClient
 from fedmoe_pl.rounds.phase import Phase
-from fedmoe_pl.rounds.resume import check_configuration, identify, load_run
 from fedmoe_pl.rounds.rounds import fit
 from fedmoe_pl.rounds.run import FederationCallback, Run
 from fedmoe_pl.rounds.start import make_run, opened, store_of
 from fedmoe_pl.rounds.starts import Start
-from fedmoe_pl.rounds.store import Store
 from fedmoe_pl.rounds.trainer_checks import check_trainer
 
 

@@ -15,20 +15,20 @@ from lightning.pytorch.loggers import Logger, TensorBoardLogger
 from lightning.pytorch.utilities import rank_zero_info
 
 from fedmoe_pl.backends import Backend, PoolBackend, WorkersBackend, data_on
+from fedmoe_pl.checkpoints.checkpoint import FILE, KEPT, PREVIOUS, copy_checkpoint, next_folder
+from fedmoe_pl.checkpoints.client_store import DiskStore, MemoryStore, Store
+from fedmoe_pl.checkpoints.lock import locked
+from fedmoe_pl.checkpoints.phase_state import PhaseState
+from fedmoe_pl.checkpoints.resume import identify
+from fedmoe_pl.checkpoints.writing import cannot_be_made, replacing
 from fedmoe_pl.checks import check_kind
 from fedmoe_pl.data import FederatedDataModule
+from fedmoe_pl.logs.loggers import Boards
 from fedmoe_pl.rounds.begin import read_result, sized
-from fedmoe_pl.rounds.boards import Boards
-from fedmoe_pl.rounds.checkpoint import FILE, KEPT, PREVIOUS, copy_checkpoint, next_folder
 from fedmoe_pl.rounds.checks import check_run
-from fedmoe_pl.rounds.lock import locked
 from fedmoe_pl.rounds.newcomers import freeze_shared
 from fedmoe_pl.rounds.phase import INITIAL, Phase
-from fedmoe_pl.rounds.resume import identify
 from fedmoe_pl.rounds.run import Run
-from fedmoe_pl.rounds.state import PhaseState
-from fedmoe_pl.rounds.store import DiskStore, MemoryStore, Store
-from fedmoe_pl.rounds.writing import cannot_be_made, replacing
 from fedmoe_pl.seeds import named_seed
 from fedmoe_pl.trees import Tree, copy_module, load_tree
 

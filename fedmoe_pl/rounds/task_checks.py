@@ -12,12 +12,12 @@ from torch import Tensor
 from torchmetrics import Metric
 
 from fedmoe_pl.data import FederatedDataModule
+from fedmoe_pl.evaluation.accuracies import predict
+from fedmoe_pl.evaluation.evaluation import METRICS, SPLITS
+from fedmoe_pl.evaluation.metrics import check_values, measures_loss, names_of, predicts_classes
+from fedmoe_pl.evaluation.outputs import described_batches, labelled_batches
 from fedmoe_pl.models import MixtureOfExperts
 from fedmoe_pl.models.mixtures.tasks import FunctionLoss, fits, range_problem
-from fedmoe_pl.rounds.accuracies import predict
-from fedmoe_pl.rounds.evaluation import METRICS, SPLITS
-from fedmoe_pl.rounds.metrics import check_values, measures_loss, names_of, predicts_classes
-from fedmoe_pl.rounds.outputs import described_batches, labelled_batches
 from fedmoe_pl.rounds.phase import Phase
 
 _TRIED_SAMPLES = 8

@@ -14,14 +14,14 @@ from fedmoe_pl.algorithms.algorithm import Algorithm
 from fedmoe_pl.algorithms.client import Update
 from fedmoe_pl.backends import Failure, Plan, guarded, one_thread
 from fedmoe_pl.backends.traffic import Traffic, TransferLog
+from fedmoe_pl.checkpoints.client_state import readable
+from fedmoe_pl.checkpoints.phase_state import PhaseState
+from fedmoe_pl.evaluation.flops import FlopCounter
 from fedmoe_pl.rounds.cohort import phase_cohort
 from fedmoe_pl.rounds.evaluate_round import is_over
 from fedmoe_pl.rounds.failures import RETRIES, client_error
-from fedmoe_pl.rounds.flops import FlopCounter
-from fedmoe_pl.rounds.kept import readable
 from fedmoe_pl.rounds.phase import Phase
 from fedmoe_pl.rounds.run import Run
-from fedmoe_pl.rounds.state import PhaseState
 from fedmoe_pl.trees import Tree
 
 

@@ -33,8 +33,8 @@ from fedmoe_pl.algorithms.ifca import cluster_picks
 from fedmoe_pl.callbacks import ClusterMonitor
 from fedmoe_pl.callbacks.maps import cluster_figure
 from fedmoe_pl.data import Digits, MajorityClasses
+from fedmoe_pl.evaluation.accuracies import predict
 from fedmoe_pl.models import ClusteredMoE, ConstantGate, NetworkGate, SmallMLP
-from fedmoe_pl.rounds.accuracies import predict
 from fedmoe_pl.trees import copy_module, load_tree
 
 

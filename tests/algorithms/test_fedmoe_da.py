@@ -19,8 +19,8 @@ from fedmoe_pl import Federation, PersonalizedMoE, Phase
 from fedmoe_pl.algorithms import FedAvg, FedMoEDA, Local
 from fedmoe_pl.algorithms.client import Update
 from fedmoe_pl.backends import AutoBackend
+from fedmoe_pl.checkpoints.checkpoint import load_checkpoint
 from fedmoe_pl.models import ConstantGate, LinearGate, SparseMoE
-from fedmoe_pl.rounds.checkpoint import load_checkpoint
 
 N = 3  # clients of blobs()
 

@@ -30,8 +30,8 @@ from fedmoe_pl.algorithms.client import Update
 from fedmoe_pl.algorithms.ifca import cluster_picks
 from fedmoe_pl.backends.client import begin_client
 from fedmoe_pl.callbacks import FederationCallback
+from fedmoe_pl.checkpoints.checkpoint import load_checkpoint
 from fedmoe_pl.models import ConstantGate, NetworkGate
-from fedmoe_pl.rounds.checkpoint import load_checkpoint
 from fedmoe_pl.trees import copy_module
 
 WRONG_ARGUMENTS = {

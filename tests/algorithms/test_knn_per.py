@@ -11,8 +11,8 @@ from torch import Generator
 from fedmoe_pl import Phase
 from fedmoe_pl.algorithms import FedAvg, KNNPer, Local
 from fedmoe_pl.backends import StackedBackend, TrainerBackend
+from fedmoe_pl.checkpoints.checkpoint import load_checkpoint
 from fedmoe_pl.models import GlobalOnly
-from fedmoe_pl.rounds.checkpoint import load_checkpoint
 from fedmoe_pl.seeds import derive_seed
 
 SIZES = (23, 8, 1)

@@ -24,8 +24,8 @@ from fedmoe_pl.algorithms import (
     PFLMoE,
 )
 from fedmoe_pl.backends import StackedBackend, TrainerBackend
+from fedmoe_pl.checkpoints.checkpoint import load_checkpoint
 from fedmoe_pl.models import IFCACNN, EqualWeights, FeatureGate, GlobalOnly, LinearGate, LocalOnly
-from fedmoe_pl.rounds.checkpoint import load_checkpoint
 
 SIZES = (23, 8, 1)
 BIAS = "global_expert.classifier.1.bias"

@@ -10,8 +10,8 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 
 from fedmoe_pl import Phase
 from fedmoe_pl.algorithms import FedAvg, Local, PMMoE
+from fedmoe_pl.checkpoints.checkpoint import load_checkpoint
 from fedmoe_pl.models import EqualWeights, GlobalOnly, LocalOnly, MLPGate, PooledMoE
-from fedmoe_pl.rounds.checkpoint import load_checkpoint
 from fedmoe_pl.trees import subtree
 
 POOL = 3 * 21  # 6 features, 3 classes, a classifier for each of three clients

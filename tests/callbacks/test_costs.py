@@ -14,8 +14,8 @@ from fedmoe_pl import Phase
 from fedmoe_pl.algorithms import FedAvg, Local, PersonalizedExpert, PFedMoE, PFLMoE
 from fedmoe_pl.callbacks.costs import CostToTarget, target_rows
 from fedmoe_pl.callbacks.representations import RepresentationMonitor
+from fedmoe_pl.checkpoints.checkpoint import FILE
 from fedmoe_pl.models import ConstantGate, LinearGate
-from fedmoe_pl.rounds.checkpoint import FILE
 
 SIZES = (13, 8, 11, 9)
 

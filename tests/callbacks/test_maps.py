@@ -6,7 +6,7 @@ from helpers.evaluations import evaluation, gate, mixture
 
 from fedmoe_pl.callbacks.figures import figure_pixels
 from fedmoe_pl.callbacks.maps import aggregation_figure, cluster_figure, expert_usage_figure, gate_weight_figure
-from fedmoe_pl.rounds.evaluation import ClientEvaluation, Evaluation
+from fedmoe_pl.evaluation.evaluation import ClientEvaluation, Evaluation
 
 COUNTS = torch.tensor([[2, 2, 0, 0], [0, 0, 1, 0], [0, 2, 0, 0]])
 

@@ -16,12 +16,12 @@ from tensorboard.util.tensor_util import make_ndarray
 
 from fedmoe_pl.callbacks import AccuracyMonitor, GateMonitor, PartitionMonitor, ProgressBar, ResultFiles, partition
 from fedmoe_pl.callbacks.figures import sorted_accuracy_figure
-from fedmoe_pl.rounds.boards import Boards
-from fedmoe_pl.rounds.results import (
+from fedmoe_pl.checkpoints.phase_state import PhaseState
+from fedmoe_pl.logs.loggers import Boards
+from fedmoe_pl.logs.summary import (
     format_table,
     round_row,
 )
-from fedmoe_pl.rounds.state import PhaseState
 
 
 class FakeProgress:

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import LightningModule, Trainer
 
+from fedmoe_pl.checkpoints.resume import fingerprint
 from fedmoe_pl.data import (
     IID,
     Arrays,
@@ -21,7 +22,6 @@ from fedmoe_pl.data import (
     RandomCrop,
     RandomHorizontalFlip,
 )
-from fedmoe_pl.rounds.resume import fingerprint
 
 
 @given(st.integers(1, 12), st.floats(0, 0.99), st.floats(0, 0.99), st.integers(0, 2**40))

@@ -21,7 +21,7 @@ from fedmoe_pl.data import (
     PredefinedIndices,
     RandomCrop,
 )
-from fedmoe_pl.rounds.outputs import labelled_batches
+from fedmoe_pl.evaluation.outputs import labelled_batches
 
 FLIP = v2.RandomHorizontalFlip()
 

@@ -16,8 +16,8 @@ import pytest
 import torch
 from sklearn.datasets import load_digits
 
+from fedmoe_pl.checkpoints.checkpoint import KEPT, ROWS
 from fedmoe_pl.deployment.own_files import read_own
-from fedmoe_pl.rounds.checkpoint import KEPT, ROWS
 
 pytest.importorskip("flwr", reason="needs the extra `flower`")
 pytestmark = pytest.mark.slow

@@ -14,10 +14,10 @@ from helpers.runs import assert_same
 
 from fedmoe_pl.algorithms import FedAvg, FedMoEDA, FedPAC, Local
 from fedmoe_pl.backends import TrainerBackend
+from fedmoe_pl.checkpoints.checkpoint import load_federation
 from fedmoe_pl.deployment import Message
 from fedmoe_pl.deployment.speaking import Speaking
 from fedmoe_pl.models import GlobalOnly
-from fedmoe_pl.rounds.checkpoint import load_federation
 
 CLIENT = 1
 OF_TRAINER = {"backend": TrainerBackend()}

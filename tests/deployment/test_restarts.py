@@ -11,8 +11,8 @@ from helpers.methods import METHODS, data
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 
 from fedmoe_pl.backends import TrainerBackend
+from fedmoe_pl.checkpoints.checkpoint import FILE, load_federation
 from fedmoe_pl.deployment import BadMessageError, Message
-from fedmoe_pl.rounds.checkpoint import FILE, load_federation
 
 METHOD = replace(METHODS["PFLMoE"], phases=lambda: [replace(p, evaluate=True) for p in METHODS["PFLMoE"].phases()])
 OF_TRAINER = {"backend": TrainerBackend()}

@@ -9,10 +9,10 @@ import torch
 
 from fedmoe_pl import Federation
 from fedmoe_pl.backends import TrainerBackend
+from fedmoe_pl.checkpoints.checkpoint import KEPT
 from fedmoe_pl.deployment import BadMessageError, Message, Participant, Transport, serve
 from fedmoe_pl.deployment.messages import ANSWERS, FAILED, NOT_BEGUN, SEVERAL, UNPREPARED, answer_each, answers_in
 from fedmoe_pl.deployment.own_files import read_own
-from fedmoe_pl.rounds.checkpoint import KEPT
 from helpers import TensorData
 from helpers.methods import METHODS
 from helpers.methods import data as of_five_clients

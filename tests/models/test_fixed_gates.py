@@ -12,6 +12,8 @@ from lightning.pytorch import Trainer
 from torch import nn
 
 from fedmoe_pl.algorithms import FedAvg, PersonalizedExpert
+from fedmoe_pl.evaluation.clients import evaluated_model
+from fedmoe_pl.evaluation.outputs import has_trained_gate
 from fedmoe_pl.models import (
     ClusteredMoE,
     ConstantGate,
@@ -30,8 +32,6 @@ from fedmoe_pl.models import (
 )
 from fedmoe_pl.models.mixtures.mixing import mix_outputs
 from fedmoe_pl.rounds.begin import phase_module
-from fedmoe_pl.rounds.evaluate import evaluated_model
-from fedmoe_pl.rounds.outputs import has_trained_gate
 from fedmoe_pl.rounds.phase import Phase
 
 

@@ -7,11 +7,11 @@ import matplotlib
 import numpy as np
 import pytest
 
+from fedmoe_pl.checkpoints.phase_state import WAYS
 from fedmoe_pl.report.maps import class_counts, client_order, gate_figure, partition_figure
 from fedmoe_pl.report.pictures import cost_figure, curves_figure, distribution_figure
 from fedmoe_pl.report.style import RC, WIDTH, styles
 from fedmoe_pl.report.tables import Method
-from fedmoe_pl.rounds.state import WAYS
 
 METRIC = "reweighted_test"
 

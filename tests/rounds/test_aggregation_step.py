@@ -42,8 +42,8 @@ from fedmoe_pl.algorithms import (
     Scaffold,
 )
 from fedmoe_pl.backends import StackedBackend, TrainerBackend
+from fedmoe_pl.checkpoints.checkpoint import load_checkpoint
 from fedmoe_pl.models import EqualWeights, GlobalOnly, LocalOnly
-from fedmoe_pl.rounds.checkpoint import load_checkpoint
 from fedmoe_pl.rounds.cohort import phase_cohort, sample_poisson
 
 needs_opacus = pytest.mark.skipif(find_spec("opacus") is None, reason="needs Opacus")

@@ -13,10 +13,10 @@ from lightning.pytorch.callbacks import EarlyStopping, LearningRateMonitor
 
 from fedmoe_pl.algorithms import OptInFedAvg, PersonalizedExpert, SpecialistMixture
 from fedmoe_pl.callbacks import BestEpoch, FederationCallback
+from fedmoe_pl.checkpoints.phase_state import PhaseState
 from fedmoe_pl.federation import Federation
 from fedmoe_pl.models import ConstantGate, LinearGate, PersonalizedMoE
 from fedmoe_pl.rounds.phase import Phase
-from fedmoe_pl.rounds.state import PhaseState
 
 SIZES = (9, 4, 12, 7, 5, 8, 6, 10, 11, 4)
 

@@ -17,8 +17,8 @@ from fedmoe_pl import Phase
 from fedmoe_pl.aggregation import DifferentialPrivacy
 from fedmoe_pl.algorithms import FedAvg, PersonalizedExpert
 from fedmoe_pl.callbacks import FederationCallback
+from fedmoe_pl.checkpoints.checkpoint import load_checkpoint
 from fedmoe_pl.models import GlobalOnly, LocalOnly
-from fedmoe_pl.rounds.checkpoint import load_checkpoint
 
 pytestmark = pytest.mark.skipif(find_spec("opacus") is None, reason="needs Opacus")
 LAST = "federation/version_0/checkpoints/last.ckpt"

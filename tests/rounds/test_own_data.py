@@ -18,9 +18,9 @@ from torchvision.transforms import v2
 from fedmoe_pl import PersonalizedMoE, Phase
 from fedmoe_pl.algorithms import FedALA, FedAvg, FedProx, Local, PFLMoE
 from fedmoe_pl.backends import StackedBackend
+from fedmoe_pl.checkpoints.checkpoint import load_checkpoint
 from fedmoe_pl.data import Dirichlet, FromDataModule, FromDatasets
 from fedmoe_pl.models import ConstantGate, LinearGate
-from fedmoe_pl.rounds.checkpoint import load_checkpoint
 
 
 class Expert(nn.Module):

@@ -29,8 +29,8 @@ from fedmoe_pl.algorithms import (
     Scaffold,
 )
 from fedmoe_pl.backends import StackedBackend, TrainerBackend
+from fedmoe_pl.checkpoints.checkpoint import load_checkpoint
 from fedmoe_pl.models import GlobalOnly
-from fedmoe_pl.rounds.checkpoint import load_checkpoint
 from fedmoe_pl.rounds.server_step import server_step
 
 sgd = partial(torch.optim.SGD, lr=0.1)

@@ -8,11 +8,11 @@ from helpers.clusters import GateNet, clustered
 from torch import nn
 
 from fedmoe_pl.algorithms import Local
+from fedmoe_pl.evaluation import clients as evaluating
+from fedmoe_pl.evaluation.clients import evaluate_clients
+from fedmoe_pl.evaluation.evaluation import MONITORS
 from fedmoe_pl.models import ConstantGate, FeatureGate, LeNet5, LinearGate, NetworkGate, PersonalizedMoE
-from fedmoe_pl.rounds import evaluate as evaluating
 from fedmoe_pl.rounds import stacked_models
-from fedmoe_pl.rounds.evaluate import evaluate_clients
-from fedmoe_pl.rounds.evaluation import MONITORS
 from fedmoe_pl.rounds.stacked_models import evaluation_groups
 from fedmoe_pl.trees import load_tree
 

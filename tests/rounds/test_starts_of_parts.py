@@ -26,10 +26,10 @@ from fedmoe_pl.algorithms import (
 )
 from fedmoe_pl.algorithms.overrides import chooses_model
 from fedmoe_pl.backends import AutoBackend
+from fedmoe_pl.checkpoints.checkpoint import load_checkpoint
+from fedmoe_pl.checkpoints.client_state import KeptOnDisk
 from fedmoe_pl.cli import main
 from fedmoe_pl.models import GlobalOnly, LinearGate, LocalOnly
-from fedmoe_pl.rounds.checkpoint import load_checkpoint
-from fedmoe_pl.rounds.kept import KeptOnDisk
 from fedmoe_pl.rounds.starts import check_start, find_starts, warn_of_computed_parts
 
 BOTH = {"global_expert": "FedAvg", "local_expert": "FedPer"}

@@ -14,11 +14,11 @@ from fedmoe_pl.algorithms.algorithm import Algorithm, Moment
 from fedmoe_pl.algorithms.overrides import changes_kept, chooses_model, overrides
 from fedmoe_pl.backends import TRAINED, LocalTraining, Plan, client_of, copied_views, one_thread
 from fedmoe_pl.data.parts import Parts
+from fedmoe_pl.evaluation.accuracies import evaluate_model, evaluate_stack
+from fedmoe_pl.evaluation.evaluation import ClientEvaluation
+from fedmoe_pl.evaluation.outputs import Predictor, has_trained_gate, labelled_batches
 from fedmoe_pl.models import FixedGate, MixtureOfExperts
-from fedmoe_pl.rounds.accuracies import evaluate_model, evaluate_stack
-from fedmoe_pl.rounds.evaluation import ClientEvaluation
 from fedmoe_pl.rounds.opt_in import opted_in
-from fedmoe_pl.rounds.outputs import Predictor, has_trained_gate, labelled_batches
 from fedmoe_pl.rounds.stacked_models import StackedModels, evaluation_groups
 from fedmoe_pl.trees import Tree, copy_module, load_tree, of_module, subtree
 

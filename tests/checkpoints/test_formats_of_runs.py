@@ -15,9 +15,9 @@ from torch import nn
 
 from fedmoe_pl import Federation, PersonalizedMoE, Phase
 from fedmoe_pl.algorithms import FedAvg, PersonalizedExpert, PFLMoE
+from fedmoe_pl.checkpoints.checkpoint import load_checkpoint
 from fedmoe_pl.models import GlobalOnly, LocalOnly, NetworkGate, TwoConvCNN
 from fedmoe_pl.rounds.begin import sized
-from fedmoe_pl.rounds.checkpoint import load_checkpoint
 
 
 class Watched(PersonalizedMoE):

@@ -10,9 +10,9 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from fedmoe_pl import Federation, Phase
 from fedmoe_pl.algorithms import FedAvg, Local, OptInFedAvg
 from fedmoe_pl.callbacks import FederationCallback
+from fedmoe_pl.evaluation.evaluation import METRICS
 from fedmoe_pl.models import ConstantGate, LinearGate
 from fedmoe_pl.rounds.cohort import evaluated_clients
-from fedmoe_pl.rounds.evaluation import METRICS
 
 SIZES = (13, 8, 11, 9, 12, 10)
 

@@ -11,8 +11,8 @@ from pathlib import Path
 
 from torch import Tensor
 
-from fedmoe_pl.rounds.evaluation import LOSS, METRICS, Evaluation, Spread
-from fedmoe_pl.rounds.writing import replacing, unwritable
+from fedmoe_pl.checkpoints.writing import replacing, unwritable
+from fedmoe_pl.evaluation.evaluation import LOSS, METRICS, Evaluation, Spread
 
 DESCRIPTIONS = {
     "local_test": "accuracy on the client's held-out samples",
@@ -34,7 +34,7 @@ def round_row(evaluation: Evaluation) -> dict[str, object]:
     The loss and the other metrics follow.
 
     Example:
-        >>> from fedmoe_pl.rounds.evaluation import ClientEvaluation
+        >>> from fedmoe_pl.evaluation.evaluation import ClientEvaluation
         >>> clients = [ClientEvaluation(0, 10, 0.75, float("nan"), 0.5, float("nan"))]
         >>> row = round_row(Evaluation("FedAvg", 3, "global expert", "after aggregation", "last round", clients))
         >>> row["round"], row["clients"], row["local_test_mean"], row["global_test_worst_tenth"]

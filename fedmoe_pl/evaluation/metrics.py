@@ -13,9 +13,9 @@ from torchmetrics import Metric
 
 from fedmoe_pl.checks import is_finite
 from fedmoe_pl.data import FederatedDataModule
+from fedmoe_pl.evaluation.evaluation import LOSS, SPLITS
+from fedmoe_pl.evaluation.outputs import mixture_of
 from fedmoe_pl.models.mixtures.tasks import preds_and_target
-from fedmoe_pl.rounds.evaluation import LOSS, SPLITS
-from fedmoe_pl.rounds.outputs import mixture_of
 
 
 def predicts_classes(module: LightningModule, datamodule: FederatedDataModule) -> bool:

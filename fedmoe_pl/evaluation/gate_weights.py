@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from fedmoe_pl.rounds.evaluation import Evaluation
+from fedmoe_pl.evaluation.evaluation import Evaluation
 
 
 def mean_gate_weight_by_class(evaluation: Evaluation, num_classes: int) -> Tensor:

@@ -7,9 +7,9 @@ import pytest
 import torch
 from helpers.evaluations import evaluation, mixture, nan
 
-from fedmoe_pl.rounds.evaluation import ClientEvaluation, Evaluation
-from fedmoe_pl.rounds.gate_results import expert_usage, gate_rows, mean_gate_weight_by_class
-from fedmoe_pl.rounds.results import client_rows, format_table, round_row, summary_row, write_csv
+from fedmoe_pl.evaluation.evaluation import ClientEvaluation, Evaluation
+from fedmoe_pl.evaluation.gate_weights import expert_usage, gate_rows, mean_gate_weight_by_class
+from fedmoe_pl.logs.summary import client_rows, format_table, round_row, summary_row, write_csv
 
 
 def test_round_row_names_what_was_evaluated_and_spreads_over_clients():

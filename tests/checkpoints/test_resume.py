@@ -13,8 +13,8 @@ from helpers.runs import Kill, assert_same, data, federation, model, phases
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 
 from fedmoe_pl import Federation
+from fedmoe_pl.checkpoints.checkpoint import load_checkpoint
 from fedmoe_pl.cli import main
-from fedmoe_pl.rounds.checkpoint import load_checkpoint
 
 REPOSITORY = Path(__file__).parents[2]
 

@@ -13,11 +13,11 @@ from typing import Any
 
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 
-from fedmoe_pl.rounds.evaluation import ClientEvaluation, Evaluation
-from fedmoe_pl.rounds.kept import KeptByClients, KeptOnDisk
-from fedmoe_pl.rounds.rows import SavedRows, append_rows, read_rows
-from fedmoe_pl.rounds.state import PhaseState
-from fedmoe_pl.rounds.writing import DamagedFileError, is_sealed, load, load_unsealed, replacing, save
+from fedmoe_pl.checkpoints.client_state import KeptByClients, KeptOnDisk
+from fedmoe_pl.checkpoints.phase_state import PhaseState
+from fedmoe_pl.checkpoints.rows import SavedRows, append_rows, read_rows
+from fedmoe_pl.checkpoints.writing import DamagedFileError, is_sealed, load, load_unsealed, replacing, save
+from fedmoe_pl.evaluation.evaluation import ClientEvaluation, Evaluation
 from fedmoe_pl.trees import Tree
 
 LAST = "last"

@@ -14,10 +14,10 @@ from sklearn.metrics import accuracy_score, recall_score
 from fedmoe_pl.algorithms import FedAvg, Local, PersonalizedExpert, PFLMoE
 from fedmoe_pl.backends import LEAN_TRAINER, LocalTraining
 from fedmoe_pl.data import Digits
+from fedmoe_pl.evaluation.accuracies import predict
+from fedmoe_pl.evaluation.clients import evaluate_clients
+from fedmoe_pl.evaluation.evaluation import METRICS, ClientEvaluation, Evaluation
 from fedmoe_pl.models import ConstantGate, FeatureGate, GlobalOnly, PersonalizedMoE, SmallMLP
-from fedmoe_pl.rounds.accuracies import predict
-from fedmoe_pl.rounds.evaluate import evaluate_clients
-from fedmoe_pl.rounds.evaluation import METRICS, ClientEvaluation, Evaluation
 from fedmoe_pl.rounds.phase import Phase
 from fedmoe_pl.trees import load_tree
 

@@ -16,9 +16,9 @@ from lightning.pytorch.callbacks import EarlyStopping
 from fedmoe_pl import PersonalizedMoE, Phase
 from fedmoe_pl.algorithms import FedAvg, FedProx, Local
 from fedmoe_pl.backends import TrainerBackend
+from fedmoe_pl.checkpoints.checkpoint import load_checkpoint
+from fedmoe_pl.checkpoints.configuration import changes, configuration
 from fedmoe_pl.models import ConstantGate, LinearGate
-from fedmoe_pl.rounds.checkpoint import load_checkpoint
-from fedmoe_pl.rounds.configuration import changes, configuration
 
 SHARED = "global_expert.*"
 

@@ -9,8 +9,8 @@ from pathlib import Path
 from filelock import FileLock, Timeout
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 
-from fedmoe_pl.rounds.checkpoint import is_of_run
-from fedmoe_pl.rounds.writing import unwritable
+from fedmoe_pl.checkpoints.checkpoint import is_of_run
+from fedmoe_pl.checkpoints.writing import unwritable
 
 
 @contextmanager

@@ -10,7 +10,7 @@ from typing import Any
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch import Tensor
 
-from fedmoe_pl.rounds.writing import DamagedFileError, load, replacing, save
+from fedmoe_pl.checkpoints.writing import DamagedFileError, load, replacing, save
 from fedmoe_pl.trees import Tree
 
 EXCHANGED, STEPPED = 10**9, 2 * 10**9

@@ -11,8 +11,8 @@ from tensorboard.backend.event_processing.plugin_event_accumulator import EventA
 
 from fedmoe_pl import Phase
 from fedmoe_pl.algorithms import EpsilonGreedyIFCA, FedAvg, Local
+from fedmoe_pl.logs.loggers import Boards
 from fedmoe_pl.models import ClusteredMoE, GlobalOnly, LinearGate, LocalOnly
-from fedmoe_pl.rounds.boards import Boards
 
 METHODS = ("", "Local", "FedAvg", "IFCA")
 

@@ -14,7 +14,7 @@ from tensorboard.compat.proto.summary_pb2 import Summary  # pyright: ignore[repo
 from tensorboard.plugins.histogram.metadata import create_summary_metadata
 from tensorboard.util.tensor_util import make_tensor_proto
 
-from fedmoe_pl.rounds.hparams_page import hparams_summaries
+from fedmoe_pl.logs.hparams_page import hparams_summaries
 
 if TYPE_CHECKING:
     from torch.utils.tensorboard import SummaryWriter

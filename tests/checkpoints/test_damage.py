@@ -13,10 +13,10 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 
 from fedmoe_pl import Phase
 from fedmoe_pl.algorithms import FedAvg, Local
+from fedmoe_pl.checkpoints import checkpoint
+from fedmoe_pl.checkpoints.checkpoint import copy_checkpoint, load_checkpoint, rows_of
+from fedmoe_pl.checkpoints.writing import DamagedFileError, is_sealed, load, replacing, save
 from fedmoe_pl.models import ConstantGate
-from fedmoe_pl.rounds import checkpoint
-from fedmoe_pl.rounds.checkpoint import copy_checkpoint, load_checkpoint, rows_of
-from fedmoe_pl.rounds.writing import DamagedFileError, is_sealed, load, replacing, save
 
 CHECKPOINT, PREVIOUS = "checkpoints/last.ckpt", "checkpoints/previous.ckpt"
 

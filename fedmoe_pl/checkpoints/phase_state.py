@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from fedmoe_pl.backends.traffic import Traffic
-from fedmoe_pl.rounds.evaluation import Evaluation
+from fedmoe_pl.evaluation.evaluation import Evaluation
 from fedmoe_pl.rounds.phase import Phase
 from fedmoe_pl.trees import Tree
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from fedmoe_pl.rounds.writing import DamagedFileError, unwritable
+from fedmoe_pl.checkpoints.writing import DamagedFileError, unwritable
 
 
 @dataclass(frozen=True)

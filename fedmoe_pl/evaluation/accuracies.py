@@ -16,10 +16,10 @@ from torchmetrics.functional.classification import multiclass_accuracy
 
 from fedmoe_pl.data import FederatedDataModule
 from fedmoe_pl.data.parts import Parts
+from fedmoe_pl.evaluation.evaluation import LOSS, SPLITS, ClientEvaluation
+from fedmoe_pl.evaluation.metrics import Meter, measures_loss, predicts_classes
+from fedmoe_pl.evaluation.outputs import has_trained_gate, labelled_batches, outputs_of
 from fedmoe_pl.models import MixtureOfExperts
-from fedmoe_pl.rounds.evaluation import LOSS, SPLITS, ClientEvaluation
-from fedmoe_pl.rounds.metrics import Meter, measures_loss, predicts_classes
-from fedmoe_pl.rounds.outputs import has_trained_gate, labelled_batches, outputs_of
 from fedmoe_pl.rounds.stacked_models import StackedModels
 
 Outputs = Iterator[tuple[Tensor, Tensor | None, Tensor]]

@@ -14,8 +14,8 @@ from torch import nn
 
 from fedmoe_pl import Phase
 from fedmoe_pl.algorithms import FedAvg, Local, PersonalizedExpert, PFedMoE, PFLMoE
+from fedmoe_pl.evaluation.flops import FlopCounter
 from fedmoe_pl.models import BiLSTM, ConstantGate, LinearGate, PersonalizedMoE
-from fedmoe_pl.rounds.flops import FlopCounter
 
 SGD = partial(torch.optim.SGD, lr=0.1)
 SIZES = (13, 8, 11, 9)

@@ -11,13 +11,13 @@ import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 
+from fedmoe_pl.checkpoints.checkpoint import FILE, CheckpointWriter, is_of_run, load_checkpoint, rows_of, versions
+from fedmoe_pl.checkpoints.client_state import check_kept
+from fedmoe_pl.checkpoints.configuration import changes, check_listed, is_listed
+from fedmoe_pl.checkpoints.phase_state import PhaseState
+from fedmoe_pl.checkpoints.rows import SavedRows
 from fedmoe_pl.data import FederatedDataModule
-from fedmoe_pl.rounds.checkpoint import FILE, CheckpointWriter, is_of_run, load_checkpoint, rows_of, versions
-from fedmoe_pl.rounds.configuration import changes, check_listed, is_listed
-from fedmoe_pl.rounds.kept import check_kept
 from fedmoe_pl.rounds.phase import Phase
-from fedmoe_pl.rounds.rows import SavedRows
-from fedmoe_pl.rounds.state import PhaseState
 
 _SAMPLES = 10_000
 

@@ -19,11 +19,11 @@ from fedmoe_pl import algorithms as methods
 from fedmoe_pl.algorithms import FedAvg, Local, PersonalizedExpert, PFLMoE
 from fedmoe_pl.backends import StackedBackend, TrainerBackend
 from fedmoe_pl.data import Diabetes, RandomHorizontalFlip, SyntheticMultilabel, SyntheticShapes
+from fedmoe_pl.evaluation.evaluation import METRICS, SPLITS, ClientEvaluation, Evaluation
+from fedmoe_pl.evaluation.metrics import Meter
 from fedmoe_pl.models import GlobalOnly, LinearGate, LocalOnly, SmallFCN
 from fedmoe_pl.rounds.begin import phase_module
 from fedmoe_pl.rounds.checks import check_phase
-from fedmoe_pl.rounds.evaluation import METRICS, SPLITS, ClientEvaluation, Evaluation
-from fedmoe_pl.rounds.metrics import Meter
 
 nan = math.nan
 SIZES = (13, 8, 11)

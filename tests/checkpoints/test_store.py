@@ -11,10 +11,10 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 
 from fedmoe_pl import Federation, Phase
 from fedmoe_pl.algorithms import FedAvg, Local, PersonalizedExpert, PFLMoE
+from fedmoe_pl.checkpoints.checkpoint import KEPT, PhaseState, load_checkpoint
+from fedmoe_pl.checkpoints.client_state import KeptOnDisk
+from fedmoe_pl.checkpoints.client_store import DiskStore
 from fedmoe_pl.models import ConstantGate, LinearGate
-from fedmoe_pl.rounds.checkpoint import KEPT, PhaseState, load_checkpoint
-from fedmoe_pl.rounds.kept import KeptOnDisk
-from fedmoe_pl.rounds.store import DiskStore
 
 # of the phase that shares what the clients of the phase before keep to themselves
 pytestmark = pytest.mark.filterwarnings("ignore:.* have each trained for themselves")

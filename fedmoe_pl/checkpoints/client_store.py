@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from fedmoe_pl.rounds.kept import KeptOnDisk, file_names, write_kept
+from fedmoe_pl.checkpoints.client_state import KeptOnDisk, file_names, write_kept
 from fedmoe_pl.trees import Tree
 
 

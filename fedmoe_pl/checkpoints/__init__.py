@@ -1,0 +1,1 @@
+"""The files of a run: checkpoints, what clients keep, and locks."""

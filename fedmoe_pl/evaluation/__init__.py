@@ -1,0 +1,1 @@
+"""Evaluates the models of clients: accuracies, other metrics, gate weights, and what training costs."""
