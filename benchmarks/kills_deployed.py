@@ -29,10 +29,10 @@ from fedmoe_pl import Federation, PersonalizedMoE, Phase
 from fedmoe_pl.algorithms import FedAvg
 from fedmoe_pl.backends import TrainerBackend
 from fedmoe_pl.checkpoints.checkpoint import KEPT, ROWS
-from fedmoe_pl.checkpoints.client_state import read_kept
 from fedmoe_pl.data import NpzFile
 from fedmoe_pl.deployment.commands import module_of_flower
 from fedmoe_pl.deployment.connection import free_port
+from fedmoe_pl.deployment.own_files import read_own
 from fedmoe_pl.models import LocalOnly, SmallMLP
 
 CLIENTS, NAME, PHASE = 2, "killed", "FedPer"
@@ -116,8 +116,8 @@ def kept_at_client(folder: Path, client: int, files: Any) -> dict[str, torch.Ten
     (run,) = (path.parent for path in (folder / f"client_{client}").glob(f"{NAME}/client_{client}/*/checkpoints"))
     return {
         name: tensor
-        for phase, round, names in files
-        for name, tensor in read_kept(run / KEPT, phase, client, round, names).items()
+        for phase, number, names in files
+        for name, tensor in read_own(run / KEPT, phase, client, number, names).items()
     }
 
 
