@@ -43,7 +43,7 @@ class FineTunedCluster(Algorithm):
 
     federated = False
     needed_parts = ("global_experts",)
-    needs_all_clients = True  # a client that misses the first round would never choose a cluster
+    needs = ("all_clients",)  # a client that misses the first round would never choose a cluster
 
     def __init__(self, trainable: str | list[str] = "global_experts.0.*") -> None:
         super().__init__(trainable=trainable)

@@ -35,6 +35,17 @@ Moment = Literal["local_training", "aggregation"]
 """A moment of a round, after which clients' models are evaluated."""
 Weighting = Literal["samples", "uniform"]
 """What an update weighs: the client's number of training samples, as in FedAvg, or the same for all clients."""
+Need = Literal[
+    "all_clients",
+    "validation_samples",
+    "classes",
+    "loss_of_outputs",
+    "plain_steps",
+    "fresh_optimizers",
+    "own_server_step",
+    "fixed_rounds",
+]
+"""What an algorithm may need, see ``needs`` of :class:`Algorithm`."""
 
 
 class Algorithm:
@@ -56,16 +67,20 @@ class Algorithm:
         frozen_train_mode: whether modules without a trainable parameter stay in train mode, with active dropout, as in
             some official codes. Otherwise they are in eval mode.
         server_begin_asks_clients: whether a ``server_begin`` of its own needs clients' data or tensors on its machine.
-        needs_all_clients: whether all clients must train in every round.
-        needs_validation: whether clients must have validation samples.
-        needs_classes: whether each sample must have a class, which the module predicts.
-        needs_loss_of_outputs: whether the loss of an expert's outputs is computed apart from the module's own loss. Of
-            modules other than mixtures, it is cross-entropy, which needs classes.
-        renames_parameters: whether a client may train another parameter under a name; its optimizer cannot be kept.
-        needs_plain_steps: whether gradients must not be clipped, because the algorithm computes with plain SGD steps.
-        sends_changes: whether the server sends changes of parameters, which an optimizer must not change again.
-        depends_on_rounds: whether a round depends on how many the phase has in all (``client.rounds``), as a schedule
-            does that ends with the last one; then a run cannot be continued with more rounds.
+        needs: what it needs; a phase that lacks some of it is refused before any training.
+
+            * ``all_clients``: that all clients train in every round.
+            * ``validation_samples``: that clients have validation samples.
+            * ``classes``: that each sample has a class, which the module predicts.
+            * ``loss_of_outputs``: the loss of an expert's outputs, apart from the module's own loss. Of modules other
+              than mixtures, it is cross-entropy, which needs classes.
+            * ``plain_steps``: that gradients are not clipped, because it computes with the steps of plain SGD.
+            * ``fresh_optimizers``: that no optimizer is kept, because the parameter under a name may be another one in
+              each round.
+            * ``own_server_step``: that no server optimizer and no aggregation takes the place of the server's step,
+              because the server sends changes of parameters.
+            * ``fixed_rounds``: that the phase's number of rounds (``client.rounds``), on which its rounds depend, stays
+              the same, so that a run cannot be continued with more.
         predicts_with_local_expert: whether clients predict with their ``local_expert`` alone, as in the paper.
         message_period: number of rounds after which the same kinds of tensors are sent again, from the second round on.
         own_weights: prefixes of the names of its own tensors that are weights, and grow with the number of samples.
@@ -81,14 +96,7 @@ class Algorithm:
     gate_starts_anew: bool = False
     frozen_train_mode: bool = False
     server_begin_asks_clients: bool = True
-    needs_all_clients: bool = False
-    needs_validation: bool = False
-    needs_classes: bool = False
-    needs_loss_of_outputs: bool = False
-    renames_parameters: bool = False
-    needs_plain_steps: bool = False
-    sends_changes: bool = False
-    depends_on_rounds: bool = False
+    needs: tuple[Need, ...] = ()
     predicts_with_local_expert: bool = False
     message_period: int = 1
     own_weights: tuple[str, ...] = ()

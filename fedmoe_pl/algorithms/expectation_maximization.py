@@ -38,7 +38,7 @@ class ExpectationMaximization(Algorithm, ABC):
     received. It is the q of the E step, unless samples are augmented: then it is that of the augmented sample.
     """
 
-    needs_classes = True
+    needs = ("classes",)
 
     def __init__(self) -> None:
         super().__init__()

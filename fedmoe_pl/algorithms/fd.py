@@ -65,7 +65,7 @@ class FD(Algorithm):
         MisconfigurationException: if ``weight`` is below 0, or ``outputs`` is neither of these.
     """
 
-    needs_classes = True
+    needs = ("classes",)
 
     def __init__(self, expert: str = "global_expert", weight: float = 0.1, outputs: Outputs = "probabilities") -> None:
         check_number(self, "weight", weight, least=0)

@@ -56,7 +56,7 @@ class FedALA(Algorithm):
         MisconfigurationException: if an argument is out of range.
     """
 
-    needs_loss_of_outputs = True
+    needs = ("loss_of_outputs",)
 
     def __init__(
         self,

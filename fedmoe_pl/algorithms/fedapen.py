@@ -56,7 +56,7 @@ class FedAPEN(Algorithm):
             ``weight_epochs`` is below 1, or ``weighting`` is unknown.
     """
 
-    needs_classes = True
+    needs = ("classes",)
 
     def __init__(
         self,

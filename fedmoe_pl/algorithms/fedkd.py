@@ -64,11 +64,9 @@ class FedKD(Algorithm):
         MisconfigurationException: if an energy is not above 0 and at most 1, or ``weighting`` is unknown.
     """
 
-    needs_all_clients = True
+    needs = ("all_clients", "classes", "own_server_step")
     server_begin_asks_clients = False
     predicts_with_local_expert = True
-    sends_changes = True
-    needs_classes = True
 
     def __init__(
         self,
@@ -82,7 +80,8 @@ class FedKD(Algorithm):
             if not 0 < energy <= 1:
                 raise MisconfigurationException(f"FedKD: {name} is {energy}, but must be above 0 and at most 1.")
         super().__init__(shared, weighting=weighting)
-        self.depends_on_rounds = energy_start != energy_end
+        if energy_start != energy_end:
+            self.needs += ("fixed_rounds",)
         self.energy_start = energy_start
         self.energy_end = energy_end
         self.hidden_states = hidden_states

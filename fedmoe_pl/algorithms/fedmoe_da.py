@@ -79,7 +79,7 @@ class FedMoEDA(Algorithm):
             effect because ``top_p`` is 0.
     """
 
-    needs_all_clients = True
+    needs = ("all_clients",)
     evaluated_after = "local_training"
 
     def __init__(

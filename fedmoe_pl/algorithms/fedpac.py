@@ -76,7 +76,7 @@ class FedPAC(Algorithm):
         MisconfigurationException: if ``weight`` is below 0.
     """
 
-    needs_classes = True
+    needs = ("classes",)
 
     def __init__(self, expert: str = "global_expert", weight: float = 1.0) -> None:
         check_number(self, "weight", weight, least=0)

@@ -66,7 +66,7 @@ class FedProto(Algorithm):
         MisconfigurationException: if ``weight`` is below 0, or ``prediction`` is neither of these.
     """
 
-    needs_classes = True
+    needs = ("classes",)
 
     def __init__(self, expert: str = "global_expert", weight: float = 1.0, prediction: Prediction = "head") -> None:
         check_number(self, "weight", weight, least=0)

@@ -58,7 +58,7 @@ class FedRoD(Algorithm):
     """
 
     copied_parts = MappingProxyType({"local_expert": "global_expert"})
-    needs_classes = True
+    needs = ("classes",)
     server_begin_asks_clients = False
 
     def __init__(self, prior_exponent: float = 1.0) -> None:

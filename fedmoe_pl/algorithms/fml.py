@@ -43,7 +43,7 @@ class FML(Algorithm):
     """
 
     predicts_with_local_expert = True
-    needs_classes = True
+    needs = ("classes",)
 
     def __init__(
         self,

@@ -65,7 +65,7 @@ class EpsilonGreedyIFCA(Algorithm):
         MisconfigurationException: if an argument is out of range, or belongs to another schedule.
     """
 
-    renames_parameters = True
+    needs = ("fresh_optimizers",)
     own_weights = (_TALLY,)
 
     def __init__(
@@ -95,9 +95,11 @@ class EpsilonGreedyIFCA(Algorithm):
         self.epsilon = 0.33 if epsilon is None else epsilon
         self.schedule = schedule
         self.decay_rounds = decay_rounds
-        self.depends_on_rounds = schedule == "power" and decay_rounds is None
+        if schedule == "power" and decay_rounds is None:
+            self.needs += ("fixed_rounds",)
+        if patience is not None:
+            self.needs += ("validation_samples",)
         self.patience = patience
-        self.needs_validation = patience is not None
         self.check_every_n_rounds = check_every_n_rounds or 10
         self.good_init = good_init
         self.server_begin_asks_clients = good_init is not None

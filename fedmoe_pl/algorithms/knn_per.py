@@ -59,8 +59,7 @@ class KNNPer(Algorithm):
     """
 
     federated = False
-    needs_all_clients = True  # a client that misses the round would never choose a weight
-    needs_classes = True
+    needs = ("all_clients", "classes")  # a client that misses the round would never choose a weight
 
     def __init__(
         self,

@@ -49,8 +49,7 @@ class LabelPrior(Algorithm):
     """
 
     federated = False
-    needs_all_clients = True  # a client that misses the round would not be corrected
-    needs_classes = True
+    needs = ("all_clients", "classes")  # a client that misses the round would not be corrected
 
     def __init__(self, tau: float | Literal["auto"] = 1.0, expert: str = "global_expert") -> None:
         if tau != "auto":
@@ -58,7 +57,8 @@ class LabelPrior(Algorithm):
         super().__init__(trainable=[])
         self.tau: float | Literal["auto"] = tau
         self.expert = expert
-        self.needs_validation = tau == "auto"
+        if tau == "auto":
+            self.needs += ("validation_samples",)
         self.needed_parts = (expert.split(".")[0],)
 
     def follows(self, earlier: Algorithm) -> bool:

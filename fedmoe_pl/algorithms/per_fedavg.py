@@ -56,7 +56,7 @@ class PerFedAvg(Algorithm):
         MisconfigurationException: if ``inner_lr`` is below 0, or ``weighting`` is unknown.
     """
 
-    needs_loss_of_outputs = True
+    needs = ("loss_of_outputs",)
 
     def __init__(
         self,

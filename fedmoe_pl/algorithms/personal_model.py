@@ -35,7 +35,7 @@ class PersonalModel(Algorithm):
 
     predicts_with_local_expert = True
     copied_parts = MappingProxyType({"local_expert": "global_expert"})
-    needs_loss_of_outputs = True
+    needs = ("loss_of_outputs",)
 
     def __init__(self, weighting: Weighting) -> None:
         super().__init__("global_expert.*", ["global_expert.*", "local_expert.*"], weighting)

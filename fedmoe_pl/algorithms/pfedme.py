@@ -58,7 +58,7 @@ class PFedMe(PersonalModel):
     """
 
     copied_parts = MappingProxyType({})  # a client's theta starts from the server's w, not from its own
-    needs_plain_steps = True
+    needs = (*PersonalModel.needs, "plain_steps")
 
     def __init__(
         self,

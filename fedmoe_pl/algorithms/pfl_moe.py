@@ -58,7 +58,7 @@ class PersonalizedExpert(Algorithm):
 
     federated = False
     copied_parts = MappingProxyType({"local_expert": "global_expert"})  # Algorithm 1, line 2
-    needs_loss_of_outputs = True
+    needs = ("loss_of_outputs",)
 
     def __init__(
         self,
@@ -74,7 +74,9 @@ class PersonalizedExpert(Algorithm):
         super().__init__(trainable=trainable)
         self.gate_fraction = gate_fraction
         self.frozen_train_mode = frozen_train_mode
-        self.keep_better = self.needs_validation = keep_better
+        self.keep_better = keep_better
+        if keep_better:
+            self.needs += ("validation_samples",)
 
     def follows(self, earlier: Algorithm) -> bool:
         """Starts from the federated model."""
@@ -157,7 +159,8 @@ class PFLMoE(Algorithm):
             trainable = "local_expert.classifier.*" if interleaved else "*"
         super().__init__(trainable=trainable)
         self.gate_fraction = gate_fraction
-        self.interleaved = self.needs_loss_of_outputs = interleaved
+        self.interleaved = interleaved
+        self.needs = ("loss_of_outputs",) if interleaved else ()
         self.needed_parts = ("global_expert" if interleaved else "local_expert",)
         self.copied_parts = PersonalizedExpert.copied_parts if interleaved else {}
         self.frozen_train_mode = frozen_train_mode

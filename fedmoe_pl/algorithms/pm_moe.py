@@ -39,7 +39,7 @@ class PMMoE(Algorithm):
     """
 
     gate_starts_anew = True
-    needs_all_clients = True
+    needs = ("all_clients",)
     needed_parts = ("local_expert",)
 
     def __init__(self) -> None:

@@ -33,7 +33,7 @@ class Scaffold(Algorithm):
         MisconfigurationException: if ``server_lr`` is not above 0.
     """
 
-    needs_plain_steps = True
+    needs = ("plain_steps",)
 
     def __init__(self, shared: str | list[str] = "*", server_lr: float = 1.0) -> None:
         check_number(self, "server_lr", server_lr, above=0)

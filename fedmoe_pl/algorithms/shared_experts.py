@@ -55,7 +55,7 @@ class SharedExperts(Algorithm, ABC):
         MisconfigurationException: if ``experts_per_client`` is below 1.
     """
 
-    needs_classes = True
+    needs = ("classes",)
     own_weights = (_WEIGHT,)
 
     def __init__(self, experts_per_client: int = 2) -> None:

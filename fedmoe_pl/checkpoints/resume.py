@@ -133,7 +133,7 @@ def _extensible(content: dict[str, Any], phases: Sequence[Phase]) -> dict[str, i
     states: dict[str, PhaseState] = {
         phase.name: content["phases"][phase.name]
         for phase in phases
-        if phase.name in content["phases"] and not phase.algorithm.depends_on_rounds
+        if phase.name in content["phases"] and "fixed_rounds" not in phase.algorithm.needs
     }
     return {name: state.round for name, state in states.items() if not state.finished and not state.stopped}
 

@@ -78,7 +78,7 @@ class ClientsPlan(Plan):
         in a round exchange what they have trained last.
         """
         algorithm = self.training.algorithm
-        exchanges_with_others = overrides(algorithm, "exchange") and not algorithm.needs_all_clients
+        exchanges_with_others = overrides(algorithm, "exchange") and "all_clients" not in algorithm.needs
         if not overrides(algorithm, "client_request") and not exchanges_with_others:
             self._announced = self._messages("train", self.sent(server, clients, kept, round), kept, round)
 

@@ -6,14 +6,12 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any, TypeGuard
 
 from lightning.fabric.utilities.apply_func import move_data_to_device
-from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import LightningModule
 from torch import Tensor
 from typing_extensions import TypeVar
 
 from fedmoe_pl.data import FederatedDataModule
 from fedmoe_pl.models import FixedGate, MixtureOfExperts, MixtureWeights
-from fedmoe_pl.rounds.phase import Phase
 
 # the class that a type checker takes a client's module for
 ClientModule = TypeVar("ClientModule", bound=LightningModule, default=MixtureOfExperts)
@@ -91,27 +89,6 @@ def described_batches(datamodule: FederatedDataModule) -> str:
     (batch,) = datamodule.batches(datamodule.train_samples.indices[:1])
     x = batch[0] if datamodule.has_pairs else batch
     return f"samples of shape {tuple(x.shape[1:])}" if isinstance(x, Tensor) else f"batches of {type(x).__name__}"
-
-
-def check_pairs(phase: Phase, module: LightningModule, datamodule: FederatedDataModule) -> None:
-    """Refuses batches that are not pairs of inputs and targets, if the model or the algorithm needs them.
-
-    Args:
-        phase: the phase.
-        module: its module.
-        datamodule: the data; already set up.
-
-    Raises:
-        MisconfigurationException: if the data have other batches, and the module is a mixture of experts, or the
-            algorithm computes with inputs and targets.
-    """
-    algorithm, is_mixture = phase.algorithm, isinstance(module, MixtureOfExperts)
-    if datamodule.has_pairs or not (is_mixture or algorithm.needs_classes or algorithm.needs_loss_of_outputs):
-        return
-    raise MisconfigurationException(
-        f"{phase}: {type(module if is_mixture else algorithm).__name__} needs batches of inputs and targets, but the "
-        f"data have {described_batches(datamodule)}; let collate_fn make pairs, or train another LightningModule."
-    )
 
 
 def has_trained_gate(module: LightningModule) -> TypeGuard[MixtureOfExperts]:

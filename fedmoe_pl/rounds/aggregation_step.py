@@ -62,7 +62,7 @@ def _cannot_aggregate(algorithm: Algorithm, server: Tree) -> str:
         return "aggregates nothing"
     if overrides(algorithm, "combine"):
         return "combines updates in a way of its own"
-    if algorithm.sends_changes or of_algorithm(server):
+    if of_algorithm(server):
         return "averages more than parameters"
     if not any(tensor.is_floating_point() for tensor in shared_by(algorithm, server).values()):
         return "averages no parameter of the model"

@@ -13,19 +13,19 @@ from fedmoe_pl.backends import changes_loss, overridden_hooks
 from fedmoe_pl.checkpoints.phase_state import PhaseState
 from fedmoe_pl.checks import check_kind, plain
 from fedmoe_pl.data import FederatedDataModule
-from fedmoe_pl.evaluation.outputs import check_pairs
 from fedmoe_pl.models import Gate, MixtureOfExperts, PooledMoE
 from fedmoe_pl.models.normalization import has_batch_norm
 from fedmoe_pl.rounds.aggregation_step import check_aggregation, check_chain
 from fedmoe_pl.rounds.begin import check_moments
 from fedmoe_pl.rounds.cohort import cohort_of, cohort_size, takes_all
 from fedmoe_pl.rounds.names import is_path_below
+from fedmoe_pl.rounds.needs import check_needs
 from fedmoe_pl.rounds.opt_in import opted_in
 from fedmoe_pl.rounds.optimizer_checks import check_optimizer, check_server_optimizer
 from fedmoe_pl.rounds.phase import Phase
 from fedmoe_pl.rounds.run import Run
 from fedmoe_pl.rounds.starts import check_start, warn_of_computed_parts
-from fedmoe_pl.rounds.task_checks import check_algorithm, check_metric, check_monitor, check_task
+from fedmoe_pl.rounds.task_checks import check_metric, check_monitor, check_task
 from fedmoe_pl.rounds.trained_parts import TrainedParts
 from fedmoe_pl.rounds.trainer_checks import check_client_trainer, check_trained, check_trainer
 from fedmoe_pl.trees import copy_module, names_of_same_tensors
@@ -54,6 +54,7 @@ def check_run(run: Run, read_result: Callable[[Phase, LightningModule], PhaseSta
         module = run.module(phase)
         check_start(phase, run.starts[phase.name], module, lambda name: run.module(by_name[name]))
         warn_of_computed_parts(phase, run.starts[phase.name], by_name)
+        check_needs(phase, module, run.datamodule, trainer)
         check_phase(phase, module, run.datamodule, run.seed, trainer["max_epochs"], run.metrics)
         trained.add(phase, module, trainer["max_epochs"])
         trained.check_gate(phase, module)
@@ -174,7 +175,6 @@ def check_phase(
         MisconfigurationException: if its cohort, algorithm, module, monitor, optimizer or aggregation does not fit.
     """
     _check_cohort(phase, datamodule.num_clients, seed)
-    check_algorithm(phase, module, datamodule)
     _check_loss(phase, module)
     try:
         phase.algorithm.check(module)
@@ -183,7 +183,6 @@ def check_phase(
     _check_shared_names(phase, module)
     _check_architectures(phase, module, datamodule.num_clients)
     _check_pool(phase, module, datamodule.num_clients)
-    check_pairs(phase, module, datamodule)
     check_task(phase, module, datamodule, metrics or {})
     check_metric(f"{phase}: monitor", phase.monitor, datamodule, metrics or {}, [module])
     check_monitor(phase, metrics or {})
@@ -196,7 +195,7 @@ def check_phase(
 
 
 def _check_cohort(phase: Phase, num_clients: int, seed: int) -> None:
-    """Refuses a cohort larger than the number of participants, or smaller than the algorithm needs."""
+    """Refuses a cohort larger than the number of participants."""
     participants = phase.algorithm.participants(range(num_clients), seed)
     all_of_them = takes_all(phase.clients_per_round)
     size = 1 if all_of_them else cohort_size(num_clients, phase.clients_per_round)
@@ -205,11 +204,6 @@ def _check_cohort(phase: Phase, num_clients: int, seed: int) -> None:
         raise MisconfigurationException(
             f"{phase}: clients_per_round is {phase.clients_per_round}, but must be at most the number of {who}, "
             f"{len(participants)}."
-        )
-    if phase.algorithm.needs_all_clients and not all_of_them and size < num_clients:
-        raise MisconfigurationException(
-            f"{phase}: clients_per_round is {phase.clients_per_round}, but must be left out, because "
-            f"{type(phase.algorithm).__name__} needs all clients in every round."
         )
 
 
@@ -267,18 +261,13 @@ def _check_pool(phase: Phase, module: LightningModule, num_clients: int) -> None
 
 
 def _check_samples(phase: Phase, module: LightningModule, datamodule: FederatedDataModule, seed: int) -> None:
-    """Refuses data without the samples that the phase's monitor, algorithm or batch normalization needs."""
+    """Refuses data without the samples that the phase's monitor or batch normalization needs."""
     train = datamodule.train_samples
     sizes = opted_in(phase.algorithm, train, seed).sizes
     if phase.monitor == "reweighted_test" and ((sizes > 0) & (sizes < train.sizes)).any():
         raise MisconfigurationException(
             f"{phase}: monitor is 'reweighted_test', which depends on the classes of all of a client's samples, but "
             "must be one that does not count those that opt out, such as validation."
-        )
-    if phase.algorithm.needs_validation and not len(datamodule.validation_samples.indices):
-        raise MisconfigurationException(
-            f"{phase}: {type(phase.algorithm).__name__} with these arguments validates, but validation_fraction is 0, "
-            "so that no client has validation samples; it must be above 0."
         )
     single = (train.sizes == 1).nonzero().flatten()
     if len(single) and has_batch_norm(module):

@@ -209,16 +209,10 @@ class Phase:
             raise MisconfigurationException(
                 f"{self}: keep_optimizer is True, but must be False for rounds 1, because no round follows."
             )
-        if self.keep_optimizer and self.algorithm.renames_parameters:
-            raise MisconfigurationException(
-                f"{self}: keep_optimizer is True, but must be False for {type(self.algorithm).__name__}, because a "
-                "client may train other parameters under the same names in the next round."
-            )
-        if self.server_optimizer is not None and (not self.algorithm.aggregates or self.algorithm.sends_changes):
-            reason = "sends clients changes of the parameters" if self.algorithm.aggregates else "aggregates nothing"
+        if self.server_optimizer is not None and not self.algorithm.aggregates:
             raise MisconfigurationException(
                 f"{self}: server_optimizer is given, but must be left out, because {type(self.algorithm).__name__} "
-                f"{reason}."
+                "aggregates nothing."
             )
         size = self.clients_per_round
         in_range = size is None or (is_finite(size) and (0 < size <= 1 if isinstance(size, float) else size >= 1))

@@ -65,31 +65,6 @@ def check_task(
         check_values(metrics, module, outputs, targets)
 
 
-def check_algorithm(phase: Phase, module: LightningModule, datamodule: FederatedDataModule) -> None:
-    """Refuses an algorithm for classes, and one that computes the loss of outputs, if only a mixture knows their loss.
-
-    Args:
-        phase: the phase.
-        module: the phase's module.
-        datamodule: the data and the clients that hold them; already set up.
-
-    Raises:
-        MisconfigurationException: if there are no classes and the algorithm needs them.
-    """
-    algorithm = phase.algorithm
-    needs_classes = algorithm.needs_loss_of_outputs and not isinstance(module, MixtureOfExperts)
-    if predicts_classes(module, datamodule) or not (algorithm.needs_classes or needs_classes):
-        return
-    if not datamodule.num_classes:
-        reason = f"the targets of {type(datamodule).__name__} are not one class for each sample"
-    else:
-        reason = f"the task of the {type(module).__name__} is '{module.task}'"
-    allowed = "needs no classes" if algorithm.needs_classes else f"trains with the loss of the {type(module).__name__}"
-    raise MisconfigurationException(
-        f"{phase}: algorithm is {type(algorithm).__name__}, but must be one that {allowed}, because {reason}."
-    )
-
-
 def _tried(
     phase: Phase, module: LightningModule, datamodule: FederatedDataModule, number: int = _TRIED_SAMPLES
 ) -> tuple[Tensor, Tensor]:
@@ -98,7 +73,7 @@ def _tried(
     try:
         outputs = predict(module.eval(), datamodule, samples)[0]
         return outputs, torch.cat([targets.cpu() for _, targets in labelled_batches(datamodule, samples)])
-    except (RuntimeError, ValueError, TypeError, IndexError) as error:
+    except (RuntimeError, ValueError, TypeError, LookupError) as error:
         layer, reason = _failed_layer(module, error), str(error).splitlines()[0]
         wrong = f"model is a {type(module).__name__}"
         if phase.gate is not None and layer.split(".")[0] == "gate":

@@ -38,7 +38,8 @@ class TrainedParts:
             max_epochs: local epochs of a client in a round; without any, it counts what one would train.
         """
         algorithm, idle = phase.algorithm, []
-        if not (changes_loss(algorithm) or algorithm.renames_parameters):
+        renames = "fresh_optimizers" in algorithm.needs
+        if not (changes_loss(algorithm) or renames):
             idle = [part for part in _parts(module) if part not in _weighed(module)]
         names = [
             name
@@ -49,7 +50,7 @@ class TrainedParts:
         pairs = [*epochs]
 
         def is_trained(name: str) -> bool:
-            under_another = algorithm.renames_parameters and algorithm.is_shared(name)
+            under_another = renames and algorithm.is_shared(name)
             return under_another or not shows_all or any(algorithm.is_trainable(name, *pair) for pair in pairs)
 
         self.names[phase.name] = {name for name in names if is_trained(name)}

@@ -175,8 +175,8 @@ def check_client_trainer(
 ) -> None:
     """Refuses arguments that have no effect or a wrong one on the clients' training.
 
-    These are arguments of a training of 0 epochs, early stopping by what no client logs, callbacks that miss a
-    logger, and gradient clipping that would break an algorithm's formulas.
+    These are arguments of a training of 0 epochs, early stopping by what no client logs, and callbacks that miss a
+    logger.
 
     Args:
         phase: the phase.
@@ -185,16 +185,11 @@ def check_client_trainer(
         datamodule: the data and the clients that hold them; already set up.
 
     Raises:
-        MisconfigurationException: if there is such an argument, such a callback or such clipping.
+        MisconfigurationException: if there is such an argument or such a callback.
     """
     for name in ("batch_size", "optimizer", "lr_scheduler", "callbacks", "trainer"):
         if not trainer["max_epochs"] and getattr(phase, name) is not None:
             raise MisconfigurationException(f"{phase}: {name} is given, but must be left out, because max_epochs is 0.")
-    if phase.algorithm.needs_plain_steps and trainer.get("gradient_clip_val"):
-        raise MisconfigurationException(
-            f"{phase}: gradient_clip_val of the trainer is {trainer['gradient_clip_val']}, "
-            f"but must be left out, because {type(phase.algorithm).__name__} computes with the steps of plain SGD."
-        )
     if trainer["max_epochs"]:
         _check_loggers(phase, trainer)
         _check_stopping(phase, module, trainer, datamodule)

@@ -371,6 +371,3 @@ def test_algorithms_that_read_the_number_of_rounds_say_so():
     classes = [each for each in vars(algorithms).values() if isinstance(each, type) and issubclass(each, Algorithm)]
     readers = {each for each in classes if "client.rounds" in inspect.getsource(each)} - {Algorithm}
     assert readers == {FedKD, EpsilonGreedyIFCA}
-    depending = [FedKD(), EpsilonGreedyIFCA(schedule="power")]
-    others = [FedAvg(), FedKD(1, 1), EpsilonGreedyIFCA(), EpsilonGreedyIFCA(schedule="power", decay_rounds=3)]
-    assert [each.depends_on_rounds for each in depending + others] == [True] * 2 + [False] * 4

@@ -71,11 +71,6 @@ def test_phases_that_cannot_run_are_refused_before_any_training(tmp_path):
     for algorithm, gate, sentence in (
         (EpsilonGreedyIFCA(), None, "must be GlobalOnly"),
         (EpsilonGreedyIFCA(), only(1), "must be GlobalOnly"),
-        (
-            EpsilonGreedyIFCA(patience=1),
-            only(0),
-            r"EpsilonGreedyIFCA with these arguments validates, but .*validation_fraction is 0",
-        ),
     ):
         with pytest.raises(MisconfigurationException, match=sentence):
             run([phase("IFCA", algorithm, gate=gate, rounds=20)], clustered(), data, tmp_path)

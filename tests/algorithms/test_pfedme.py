@@ -148,9 +148,3 @@ def test_what_pfedme_cannot_train_is_refused(made, sentence):
     with pytest.raises(MisconfigurationException) as error:
         made()
     assert sentence in str(error.value)
-
-
-def test_pfedme_refuses_clipped_gradients_before_any_training(tmp_path):
-    pfedme = Phase("it", PFedMe(), trainer={"gradient_clip_val": 1.0})
-    with pytest.raises(MisconfigurationException, match="gradient_clip_val of the trainer"):
-        run([pfedme], two_experts(), blobs(), tmp_path)

@@ -141,12 +141,6 @@ def test_backends_agree_on_a_gate_s_own_learning_rate(algorithm):
     assert_agree(local_training(module, algorithm, blobs(UNEQUAL, batch_size=10)), 1e-10)
 
 
-def test_keeping_the_better_expert_needs_validation_samples(tmp_path):
-    phases = [phase("PFL-FT", PersonalizedExpert(keep_better=True), start="initial")]
-    with pytest.raises(MisconfigurationException, match="PersonalizedExpert with these arguments validates, but valid"):
-        run(phases, mixture(ConstantGate(0.5)), blobs(), tmp_path)
-
-
 @pytest.mark.parametrize("gate_lr", [None, 0.7])
 def test_the_interleaved_schedule_equals_a_bare_loop_of_expert_and_gate_rounds(tmp_path, gate_lr):
     datamodule, model = blobs((13, 22)), mixture(FeatureGate(6))

@@ -147,7 +147,6 @@ REFUSED = {
         Phase("FedPer", FedAvg("global_expert.*"), gate=GlobalOnly()),
         pm_moe(),
     ],
-    "must be left out, because PMMoE needs all clients": [fedper(), pm_moe(clients_per_round=2)],
 }
 
 

@@ -130,11 +130,3 @@ def test_scaffold_takes_its_parameters_from_a_checkpoint_of_lightning_and_contro
     server = run([given], module, blobs(), tmp_path).run.states["Scaffold"].server
     for name, tensor in state.items():
         assert torch.equal(server[name], tensor + 1) and not server[f"control/{name}"].any()
-
-
-def test_scaffold_refuses_clipped_gradients_before_any_training(tmp_path):
-    scaffold = Phase("Scaffold", Scaffold(), trainer={"gradient_clip_val": 1.0})
-    with pytest.raises(
-        MisconfigurationException, match=r"gradient_clip_val of the trainer is 1\.0, but must be left out"
-    ):
-        run([scaffold], mixture(optimizer=partial(torch.optim.SGD, lr=0.1)), blobs(), tmp_path)

@@ -14,7 +14,7 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch.optim import lr_scheduler
 
 from fedmoe_pl import Federation
-from fedmoe_pl.algorithms import EpsilonGreedyIFCA, FedAvg, FedProx, PFLMoE
+from fedmoe_pl.algorithms import FedAvg, FedProx, PFLMoE
 from fedmoe_pl.backends import AutoBackend, StackedBackend, TrainerBackend
 from fedmoe_pl.models import LinearGate
 
@@ -196,13 +196,6 @@ def test_what_cannot_be_scheduled_or_kept_is_refused_before_any_training(tmp_pat
             tmp_path,
             backend=backend,
         )
-
-
-def test_a_client_that_may_change_its_cluster_does_not_keep_the_optimizer_of_another():
-    with pytest.raises(
-        MisconfigurationException, match="must be False for EpsilonGreedyIFCA, because a client may train"
-    ):
-        phase("it", EpsilonGreedyIFCA(), rounds=2, keep_optimizer=True)
 
 
 def test_a_copy_of_a_client_s_module_configures_an_optimizer_of_its_own(tmp_path):

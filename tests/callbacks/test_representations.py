@@ -220,3 +220,8 @@ def test_points_are_computed_with_one_thread(monkeypatch):
         embed(torch.randn(9, 4), seed=0)
         after = [pool["num_threads"] for pool in threadpoolctl.threadpool_info()]
     assert {*threads} == {1} and 2 in after
+
+
+def test_a_client_that_does_not_exist_is_refused(tmp_path):
+    with pytest.raises(MisconfigurationException, match="must be ids below num_clients, 3"):
+        run([Phase("p", Local())], mixture(), blobs(), tmp_path, callbacks=[RepresentationMonitor([7])])

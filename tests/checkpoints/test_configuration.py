@@ -92,7 +92,7 @@ def test_a_listed_change_is_accepted_and_belongs_to_the_run_from_then_on(tmp_pat
 class Scheduled(FedAvg):
     """Its rounds depend on how many there are in all."""
 
-    depends_on_rounds = True
+    needs = ("fixed_rounds",)
 
 
 def test_more_rounds_are_refused_where_the_rounds_so_far_depend_on_them(tmp_path):

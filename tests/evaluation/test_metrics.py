@@ -15,7 +15,6 @@ from torch import nn
 from torchmetrics import Accuracy, F1Score, MeanSquaredError, Metric, R2Score
 
 from fedmoe_pl import Federation, PersonalizedMoE, Phase
-from fedmoe_pl import algorithms as methods
 from fedmoe_pl.algorithms import FedAvg, Local, PersonalizedExpert, PFLMoE
 from fedmoe_pl.backends import StackedBackend, TrainerBackend
 from fedmoe_pl.data import Diabetes, RandomHorizontalFlip, SyntheticMultilabel, SyntheticShapes
@@ -245,28 +244,6 @@ def check(algorithm, module, datamodule, metrics=None, **kwargs):
     check_phase(phase, phase_module(module, phase), datamodule, seed=0, max_epochs=1, metrics=metrics)
 
 
-OF_CLASSES = "LabelPrior FedProto FD FedPAC FedRoD KNNPer FML FedKD FedAPEN FedEM PFedMM FedMix FedJETs".split()
-
-
-@pytest.mark.parametrize("name", OF_CLASSES)
-def test_an_algorithm_for_classes_refuses_other_targets(name):
-    with pytest.raises(MisconfigurationException) as error:
-        check(getattr(methods, name)(), regression(), numbers())
-    assert str(error.value) == (
-        f"Phase 'p': algorithm is {name}, but must be one that needs no classes, because the targets of TensorData are "
-        "not one class for each sample."
-    )
-
-
-class Two(Plain):
-    def __init__(self):
-        super().__init__()
-        self.global_expert, self.local_expert = nn.Linear(4, 1), nn.Linear(4, 1)
-
-    def loss(self, batch):
-        return self.training_step(batch, 0), {}
-
-
 class Vector(Metric):
     def update(self, preds, target): ...
 
@@ -291,10 +268,6 @@ DENSE = partial(PersonalizedMoE, SmallFCN(num_classes=2, channels=2))
         (
             lambda: check(FedAvg(), PersonalizedMoE(nn.Linear(4, 3), task="regression"), numbers()),
             r"outputs of shape (3,",
-        ),
-        (
-            lambda: check(methods.Ditto(), Two(), numbers(), {"mae": mae()}),
-            "Ditto, but must be one that trains with the",
         ),
         (lambda: check(FedAvg(), Plain(), numbers()), "metrics is None, but must have at least one for a Plain"),
         (lambda: check(FedAvg(), Plain(), numbers(), {"v": Vector()}), "but must have metrics that give one number."),

@@ -301,7 +301,7 @@ REFUSED = {
     "Phase 'it': aggregation is given, but must be left out, because Local aggregates nothing.": (Local(), MEDIAN),
     "because EpsilonGreedyIFCA combines updates in a way of its own.": (EpsilonGreedyIFCA(), MEDIAN),
     "because FedMoEDA combines updates in a way of its own.": (FedMoEDA(), MEDIAN),
-    "because FedKD combines updates in a way of its own.": (FedKD(), MEDIAN),
+    "because FedKD needs its own step of the server": (FedKD(), MEDIAN),
     "because Scaffold averages more than parameters.": (Scaffold(), MEDIAN),
     "because OwnState averages no parameter of the model.": (OwnState(), MEDIAN),
     "Phase 'it': aggregation is a TrimmedMean that needs 5 clients, but must be one that needs at most 3, the number": (

@@ -3,6 +3,7 @@
 import csv
 import time
 import warnings
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -248,3 +249,13 @@ def test_what_cannot_be_is_refused(arguments, message):
 def test_more_answers_than_clients_of_a_round_are_refused(tmp_path):
     with pytest.raises(MisconfigurationException, match="min_clients is 3, but must be at most 2, the number of cli"):
         unlucky(tmp_path, "raise", {}, 1, 2, min_clients=3).fit(model(), data(sizes=SIZES))
+
+
+def test_a_time_limit_that_nobody_could_keep_is_refused(tmp_path):
+    """Only the main thread can be interrupted."""
+    timed = federation(tmp_path, [Phase("p", Local())], client_timeout=1.0)
+    with (
+        ThreadPoolExecutor(1) as executor,
+        pytest.raises(MisconfigurationException, match="outside of the main thread"),
+    ):
+        executor.submit(timed.fit, model(), data()).result()
