@@ -146,7 +146,7 @@ def content(folder: Path) -> dict[str, Any]:
     checkpoint = load_checkpoint(path / CHECKPOINT)
     states = {}
     for name, state in checkpoint["phases"].items():
-        states[name] = {**vars(state), "kept": dict(state.kept), "best_kept": dict(state.best_kept)}
+        states[name] = {**vars(state), "clients": dict(state.clients), "best_clients": dict(state.best_clients)}
     files = {name: (path / name).read_bytes() for name in ("rounds.csv", "clients.csv", "summary.csv")}
     return {**checkpoint, "phases": states, **files}
 

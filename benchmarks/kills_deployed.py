@@ -105,7 +105,7 @@ def content(folder: Path, root: str) -> dict[str, Any]:
     """What the server and the clients have at the end."""
     (path,) = (folder / root).glob(f"{NAME}/version_0/checkpoints/finished/{PHASE}.ckpt")
     state = torch.load(path, weights_only=True)["state"]
-    kept = state["kept"]
+    kept = state["clients"]
     if "files" in kept:
         kept = {client: kept_at_client(folder, client, files) for client, files in kept["files"].items()}
     return {"server": state["server"], "kept": dict(kept)}

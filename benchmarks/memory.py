@@ -52,7 +52,7 @@ def measure(clients: int, samples: int) -> None:
         reset_peak_memory()
         federation.fit(model, data)
         peak_of_round = memory("VmHWM")
-    kept = mebibytes(tensor for tree in federation.run.states["FedAvg"].kept.values() for tensor in tree.values())
+    kept = mebibytes(tensor for tree in federation.run.states["FedAvg"].clients.values() for tensor in tree.values())
     size_of_data, size_of_model = mebibytes([data.x, data.y]), mebibytes(model.state_dict().values())
     on_top = peak_of_round - before - size_of_data - size_of_model - kept
     row = (before, size_of_data, peak_of_setup, size_of_model, kept, peak_of_round, on_top)

@@ -105,7 +105,7 @@ def measure_rounds(clients: int, store: str, rounds: int) -> None:
         start = time.perf_counter()
         federation.fit(model, data)
         peak = memory("VmHWM") - before
-        kept = federation.run.states["FedAvg"].kept
+        kept = federation.run.states["FedAvg"].clients
         size = sum(tensor.nbytes for tree in kept.values() for tensor in tree.values())
     first, end = statistics.median(clock.seconds[:10]), statistics.median(clock.seconds[-10:])
     tensors = (data.x, data.y, data.train_samples.indices, data.train_samples.sizes, data.class_shares)

@@ -117,7 +117,7 @@ def test_a_phase_s_scheduler_steps_once_per_local_epoch(tmp_path):
         run = federation(tmp_path / str(len(kept)), [phase])
         torch.manual_seed(0)
         run.fit(PersonalizedMoE(NoDropout(), optimizer=partial(torch.optim.SGD, lr=0.1)), data())
-        kept.append(run.run.states["Local"].kept)
+        kept.append(run.run.states["Local"].clients)
     assert_same(kept[0], kept[1])  # with a rate of 0 from the second epoch on, one epoch is all
     assert not torch.equal(*(one[0]["local_expert.0.weight"] for one in kept[1:]))
 
@@ -151,7 +151,7 @@ def test_gradient_clipping_of_the_trainer_reaches_every_step(tmp_path):
     run.fit(module, data())
     steps = len(data().batches(data().train_samples[0]))
     before = module.local_expert.state_dict()
-    moved = [run.run.states["Local"].kept[0][f"local_expert.{name}"] - before[name] for name in before]
+    moved = [run.run.states["Local"].clients[0][f"local_expert.{name}"] - before[name] for name in before]
     assert 0 < torch.cat([part.flatten() for part in moved]).norm() <= steps * 1e-3 * 1.001
 
 

@@ -156,9 +156,9 @@ def assert_agree(federation, expected):
     state, expected_state = (each.run.states[name] for each in (federation, expected))
     close = partial(torch.testing.assert_close, rtol=1e-9, atol=1e-9)
     close(state.server, expected_state.server)
-    assert state.kept.keys() == expected_state.kept.keys()
-    for client in state.kept:
-        close(dict(state.kept[client]), dict(expected_state.kept[client]))
+    assert state.clients.keys() == expected_state.clients.keys()
+    for client in state.clients:
+        close(dict(state.clients[client]), dict(expected_state.clients[client]))
     assert federation.results.keys() == expected.results.keys()
     for method, evaluation in expected.results.items():
         for own, other in zip(federation.results[method].clients, evaluation.clients, strict=True):

@@ -162,7 +162,7 @@ class DifferentialPrivacy(Aggregation):
             change = {name: tensor * (max_norm / norm) for name, tensor in change.items()}
         if self.quantile is not None:
             change[_BIT] = torch.tensor(float(norm <= max_norm), dtype=torch.float64)
-        return Update(change, 1, update.kept)
+        return Update(change, 1, update.state)
 
     def of_remote_client(self, client_id: int, update: Update) -> Update:
         """The update; refuses one that says more in its bit than yes or no, or says it where nobody asks."""

@@ -55,7 +55,7 @@ class CollectingAggregation(Aggregation, ABC):
     def of_remote_client(self, client_id: int, update: Update) -> CollectedUpdates:
         """The update, kept apart from others."""
         return CollectedUpdates(
-            update.sent, update.weight, update.kept, {client_id: Update(update.sent, update.weight)}
+            update.sent, update.weight, update.state, {client_id: Update(update.sent, update.weight)}
         )
 
     def combine(self, a: Update, b: Update) -> Update:
@@ -88,7 +88,7 @@ class RobustAggregation(CollectingAggregation, ABC):
 
     def of_client(self, client: Client, update: Update) -> Update:
         """The update with the weight 1."""
-        return super().of_client(client, Update(update.sent, 1, update.kept))
+        return super().of_client(client, Update(update.sent, 1, update.state))
 
     @abstractmethod
     def of_vectors(self, vectors: Tensor, generator: Generator) -> Tensor:

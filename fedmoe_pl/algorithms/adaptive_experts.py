@@ -66,7 +66,7 @@ class FineTunedCluster(Algorithm):
     def client_init(self, client: Client, sent: Tree) -> dict[str, Any]:
         """Chooses the cluster before the first round in which the client trains."""
         super().client_init(client, sent)
-        if client.round == 0 or not any(name.startswith("global_experts.0.") for name in client.kept):
+        if client.round == 0 or not any(name.startswith("global_experts.0.") for name in client.state):
             best = best_cluster(client, range(len(experts_of(client.module))), choice_generator(client))
             load_tree(client.module, moved(client.module.state_dict(), best, 0))
         return {}

@@ -204,7 +204,7 @@ class Algorithm:
         Returns:
             Constants for the loss, with tensors on the CPU. Backends move them to the training's device.
         """
-        load_tree(client.module, of_module({**sent, **client.kept}))
+        load_tree(client.module, of_module({**sent, **client.state}))
         if self.gate_starts_anew and client.round == 0:
             client.module.gate.reset_parameters()  # pyright: ignore[reportCallIssue, reportAttributeAccessIssue]
         return {}
@@ -272,7 +272,7 @@ class Algorithm:
     def private_tensors(self, client: Client) -> Tree:
         """The tensors that a client keeps by default: the changed ones that it does not share, and the algorithm's."""
         private = {name: tensor for name, tensor in client.module.state_dict().items() if not self.is_shared(name)}
-        return changed(private, client.loaded, client.kept) | of_algorithm(client.kept)
+        return changed(private, client.loaded, client.state) | of_algorithm(client.state)
 
     def combine(self, a: Update, b: Update) -> Update:
         """Folds two updates into one; by default, their weighted mean, so that only one model is in memory.
@@ -323,7 +323,7 @@ class Algorithm:
             client: the client, with the model that it would use now, on the CPU.
             sent: the tensors that the server sent after aggregation.
         """
-        return client.kept
+        return client.state
 
     def is_exchanged(self, name: str, round: int) -> bool:
         """Whether a tensor that a client keeps may go to other clients at the end of a round; by default, none does.
@@ -367,7 +367,7 @@ class Algorithm:
             client: the client, with the phase's module and its initial tensors.
             server: the server's state.
         """
-        return of_module({**self.received(server, client.id, client.kept), **client.kept})
+        return of_module({**self.received(server, client.id, client.state), **client.state})
 
     def predictor(self, client: Client, server: Tree) -> Callable[[Tensor], Tensor]:
         """How a client predicts, from samples (n, ...) to scores (n, C); by default its module's forward pass.

@@ -75,7 +75,7 @@ class APFL(PersonalModel):
         super().client_init(client, sent)
         v = trained_parameters(client.module, "local_expert")
         w = dict(client.module.get_submodule("global_expert").named_parameters())
-        alpha = client.kept.get(_ALPHA, torch.tensor(self.alpha, dtype=next(iter(v.values())).dtype))
+        alpha = client.state.get(_ALPHA, torch.tensor(self.alpha, dtype=next(iter(v.values())).dtype))
         if self.alpha_lr:
             with torch.no_grad():
                 mixture, away = with_prefix(_mixture(alpha, v, w), "local_expert."), difference(v, w)
@@ -96,7 +96,7 @@ class APFL(PersonalModel):
     def client_final(self, client: Client, const: dict[str, Any]) -> Update:
         """Sends ``w``; keeps ``v`` and ``alpha``."""
         update = super().client_final(client, const)
-        update.kept[_ALPHA] = const["alpha"]
+        update.state[_ALPHA] = const["alpha"]
         return update
 
     def personal_tensors(self, client: Client, server: Tree) -> Tree:
@@ -104,7 +104,7 @@ class APFL(PersonalModel):
         tensors = super().personal_tensors(client, server)
         v, w = (subtree(tensors, prefix) for prefix in ("local_expert.", "global_expert."))
         names = dict(client.module.get_submodule("local_expert").named_parameters())
-        mixture = _mixture(client.kept.get(_ALPHA, self.alpha), {name: v[name] for name in names}, w)
+        mixture = _mixture(client.state.get(_ALPHA, self.alpha), {name: v[name] for name in names}, w)
         return {**tensors, **with_prefix(mixture, "local_expert.")}
 
 

@@ -25,7 +25,7 @@ class Client:
         seed: the run's seed.
         module: the client's own copy of the phase's module.
         samples: indices of its training samples, shape (n,).
-        kept: the tensors that it kept from earlier rounds and phases.
+        state: the tensors that it keeps, from earlier rounds and phases.
         datamodule: the data of all clients; already set up.
         loaded: the phase's initial tensors, replaced by those that the server sent; the same for all clients that
             received the same tensors.
@@ -40,7 +40,7 @@ class Client:
     seed: int
     module: LightningModule
     samples: Tensor
-    kept: Tree
+    state: Tree
     datamodule: FederatedDataModule
     loaded: Tree = field(default_factory=dict)
     steps: int = 0
@@ -87,9 +87,9 @@ class Update:
     Attributes:
         sent: the tensors that the client sends to the server.
         weight: its weight in the aggregation.
-        kept: the tensors that the client keeps until it is trained again; empty after ``combine``.
+        state: the tensors that the client keeps until it is trained again; empty after ``combine``.
     """
 
     sent: Tree
     weight: float
-    kept: Tree = field(default_factory=dict)
+    state: Tree = field(default_factory=dict)

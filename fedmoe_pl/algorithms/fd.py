@@ -95,7 +95,7 @@ class FD(Algorithm):
         super().client_init(client, sent)
         targets, known = received_means(client, sent, _OUTPUTS)
         if sent.get(_INCLUDED):
-            previous = subtree(client.kept, _OWN)
+            previous = subtree(client.state, _OWN)
             count = sent[f"{_OUTPUTS}count"]
             others = count - previous["count"]
             known = others > 0

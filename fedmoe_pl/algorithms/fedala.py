@@ -111,8 +111,8 @@ class FedALA(Algorithm):
         """Keeps the trained model's last parameters and the weights, if they were learned."""
         update = super().client_final(client, const)
         local = {name: update.sent[name] for name in const["weights"]}
-        learned = const["weights"] if subtree(client.kept, _LOCAL) else {}
-        kept = {**update.kept, **with_prefix(local, _LOCAL), **with_prefix(learned, _WEIGHTS)}
+        learned = const["weights"] if subtree(client.state, _LOCAL) else {}
+        kept = {**update.state, **with_prefix(local, _LOCAL), **with_prefix(learned, _WEIGHTS)}
         return Update(update.sent, update.weight, kept)
 
     def personal_tensors(self, client: Client, server: Tree) -> Tree:
@@ -125,7 +125,7 @@ class FedALA(Algorithm):
         prefix = expert_prefix(self.expert)
         names = [name for name, _ in client.module.get_submodule(self.expert).named_parameters()]
         ones = {prefix + name: torch.ones_like(received[prefix + name]) for name in names[-self.last_parameters :]}
-        local, weights = subtree(client.kept, _LOCAL), subtree(client.kept, _WEIGHTS)
+        local, weights = subtree(client.state, _LOCAL), subtree(client.state, _WEIGHTS)
         if local and self.eta:
             with torch.inference_mode(False), torch.enable_grad():  # clients are evaluated without gradients
                 weights = self._learned(client, received, local, weights, ones)

@@ -124,4 +124,4 @@ class FedAPEN(Algorithm):
         weight = module.get_buffer(_WEIGHTS)[1]
         for private, shared, y in outputs * self.weight_epochs:
             weight = (weight - self.weight_lr * grad(loss)(weight, private, shared, y)).clamp(0, 1)
-        return {**client.kept, _WEIGHTS: torch.stack((1 - weight, weight))}
+        return {**client.state, _WEIGHTS: torch.stack((1 - weight, weight))}

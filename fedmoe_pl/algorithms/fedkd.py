@@ -106,7 +106,7 @@ class FedKD(Algorithm):
 
     def client_init(self, client: Client, sent: Tree) -> dict[str, Any]:
         """Applies the update to the client's copy of the student."""
-        return super().client_init(client, self._student(client.kept, sent))
+        return super().client_init(client, self._student(client.state, sent))
 
     def client_loss(
         self, module: LightningModule, batch: Any, const: dict[str, Any]
@@ -130,10 +130,10 @@ class FedKD(Algorithm):
 
     def client_final(self, client: Client, const: dict[str, Any]) -> Update:
         """Sends the compressed update of the student, and keeps the student that it was added to."""
-        student = self._student(client.kept, client.loaded)
+        student = self._student(client.state, client.loaded)
         update = super().client_final(client, const)
         change = compressed(difference(update.sent, student), self._energy(client.round, client.rounds))
-        kept = {**update.kept, **with_prefix(student, _STUDENT)}
+        kept = {**update.state, **with_prefix(student, _STUDENT)}
         return Update(with_prefix(change, _UPDATE), update.weight, kept)
 
     def problem_of_update(self, client_id: int, update: Update, initial: Tree, datamodule: FederatedDataModule) -> str:
@@ -167,7 +167,7 @@ class FedKD(Algorithm):
 
     def personal_tensors(self, client: Client, server: Tree) -> Tree:
         """The client's own tensors and the student, to which it has added the last update like the server."""
-        return of_module({**server, **client.kept})
+        return of_module({**server, **client.state})
 
     def _student(self, kept: Tree, received: Tree) -> Tree:
         """The student before a client's training, from what it kept and received."""

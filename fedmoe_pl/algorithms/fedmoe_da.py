@@ -146,7 +146,7 @@ class FedMoEDA(Algorithm):
 
     def client_init(self, client: Client, sent: Tree) -> dict[str, Any]:
         """Step 1: loads the embedding and the tensors that the client kept; may draw its initial gate and experts."""
-        begins = client.round == 0 or not any(name.startswith("experts.") for name in client.kept)
+        begins = client.round == 0 or not any(name.startswith("experts.") for name in client.state)
         if begins and not self.shared_init:
             client.module.gate.reset_parameters()  # pyright: ignore[reportCallIssue, reportAttributeAccessIssue]
             draw_anew(client.module.experts)  # pyright: ignore[reportArgumentType]
@@ -159,8 +159,8 @@ class FedMoEDA(Algorithm):
         """Step 2: sends the embedding, in update rounds also what tells experts apart; keeps gate and experts."""
         update = super().client_final(client, const)
         state = client.module.state_dict()
-        unchanged = [name for name in state if name.startswith(("gate.", "experts.")) and name not in update.kept]
-        update.kept.update({name: state[name].detach().cpu().clone() for name in unchanged})
+        unchanged = [name for name in state if name.startswith(("gate.", "experts.")) and name not in update.state]
+        update.state.update({name: state[name].detach().cpu().clone() for name in unchanged})
         if client.round % self.interval == 0:
             rows = [tensor.flatten() for name, tensor in state.items() if name.startswith("gate.proxies.")]
             if self.similarity == "updates":

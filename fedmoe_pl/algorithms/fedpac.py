@@ -131,7 +131,7 @@ class FedPAC(Algorithm):
         classifier = {name: state[name].detach().cpu().clone() for name in state if name.startswith(self._classifier)}
         statistics = {f"{_FEATURES}{client.id}": const["features"], f"{_VARIANCE}{client.id}": const["variance"]}
         prototypes = class_means(client, lambda module, x: split_expert(module, self.expert)[0](x), _PROTOTYPES)
-        return Update(update.sent | classifier | prototypes | statistics, update.weight, update.kept)
+        return Update(update.sent | classifier | prototypes | statistics, update.weight, update.state)
 
     def problem_of_update(self, client_id: int, update: Update, initial: Tree, datamodule: FederatedDataModule) -> str:
         """Extractor, classifier, prototypes and statistics."""

@@ -93,7 +93,7 @@ class FedRoD(Algorithm):
     def client_init(self, client: Client, sent: Tree) -> dict[str, Any]:
         """Loads the shared parts and the client's own head; returns the class counts, (C,)."""
         super().client_init(client, sent)
-        load_tree(client.module, _local_expert(client.module.state_dict(), client.kept))
+        load_tree(client.module, _local_expert(client.module.state_dict(), client.state))
         labels = client.datamodule.y[client.samples]
         counts = torch.bincount(labels, minlength=client.datamodule.num_classes)
         return {"counts": counts.to(next(client.module.parameters()).dtype)}
@@ -117,7 +117,7 @@ class FedRoD(Algorithm):
         head = {name: tensor.detach().cpu().clone() for name, tensor in state.items() if name.startswith(_HEAD)}
         load_tree(client.module, _local_expert(state, head))
         update = super().client_final(client, const)
-        others = {name: tensor for name, tensor in update.kept.items() if not name.startswith(_PERSONAL)}
+        others = {name: tensor for name, tensor in update.state.items() if not name.startswith(_PERSONAL)}
         return Update(update.sent, update.weight, others | head)
 
     def server_update(self, server: Tree, combined: Update) -> Tree:
@@ -127,7 +127,7 @@ class FedRoD(Algorithm):
     def personal_tensors(self, client: Client, server: Tree) -> Tree:
         """The server's global expert; a local expert with its extractor and the client's own head."""
         tensors = super().personal_tensors(client, server)
-        return {**tensors, **_local_expert(tensors, client.kept)}
+        return {**tensors, **_local_expert(tensors, client.state)}
 
 
 def _local_expert(tensors: Tree, kept: Tree) -> Tree:

@@ -231,7 +231,7 @@ class EpsilonGreedyIFCA(Algorithm):
         models = of_module(server)
         load_tree(client.module, models)
         best = best_cluster(client, range(len(server[ACTIVE])), choice_generator(client))
-        return {**models, **moved(models, 0, best), **moved(models, best, 0), **of_module(client.kept)}
+        return {**models, **moved(models, 0, best), **moved(models, best, 0), **of_module(client.state)}
 
 
 def cluster_picks(server: Tree) -> Tensor | None:

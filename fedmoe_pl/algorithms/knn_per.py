@@ -104,11 +104,13 @@ class KNNPer(Algorithm):
         """Chooses lambda and keeps it; a client with one sample takes 0."""
         update = super().client_final(client, const)
         weight = self._chosen_weight(client) if self.weight is None else self.weight
-        return Update(update.sent, update.weight, {**update.kept, _WEIGHT: torch.tensor([weight], dtype=torch.float64)})
+        return Update(
+            update.sent, update.weight, {**update.state, _WEIGHT: torch.tensor([weight], dtype=torch.float64)}
+        )
 
     def predictor(self, client: Client, server: Tree) -> Callable[[Tensor], Tensor]:
         """The logarithm of the mixed probabilities; the expert's logits if lambda is 0."""
-        module, weight = client.module, client.kept[_WEIGHT].item() if _WEIGHT in client.kept else 0.0
+        module, weight = client.module, client.state[_WEIGHT].item() if _WEIGHT in client.state else 0.0
         if not weight or not self._number(client.samples):
             extractor, classifier = split_expert(module, self.expert)
             return lambda x: classifier(extractor(x))

@@ -87,7 +87,7 @@ class LabelPrior(Algorithm):
             MisconfigurationException: if an expert's last bias does not shift its scores, which ``check`` cannot find
                 out for a module that does not tell its input's shape.
         """
-        tau = client.kept.get(_TAU)
+        tau = client.state.get(_TAU)
         if tau is None:
             batches = client.batches(client.samples[:2])
             for x, _ in batches:
@@ -96,7 +96,7 @@ class LabelPrior(Algorithm):
             load_tree(client.module, self._corrected(client, tau))
             tau = torch.tensor([tau], dtype=torch.float64)
         update = super().client_final(client, const)
-        return Update(update.sent, update.weight, {**update.kept, _TAU: tau})
+        return Update(update.sent, update.weight, {**update.state, _TAU: tau})
 
     def _corrected(self, client: Client, tau: float) -> Tree:
         """The corrected biases (C,) of the client's experts, by name."""

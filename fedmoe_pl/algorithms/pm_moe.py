@@ -69,11 +69,11 @@ class PMMoE(Algorithm):
         pool: Tree = {}
         is_trained = False
         for client in clients:
-            classifier = subtree({**client.module.state_dict(), **client.kept}, _CLASSIFIER)
+            classifier = subtree({**client.module.state_dict(), **client.state}, _CLASSIFIER)
             pool |= {
                 name: tensor.detach().clone() for name, tensor in with_prefix(classifier, f"pool.{client.id}.").items()
             }
-            is_trained = is_trained or bool(subtree(client.kept, _CLASSIFIER))
+            is_trained = is_trained or bool(subtree(client.state, _CLASSIFIER))
         if not is_trained:
             raise MisconfigurationException(
                 f"PMMoE: no client kept {_CLASSIFIER}*; `start` must be a phase that trains it and does not share it."

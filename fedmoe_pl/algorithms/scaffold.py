@@ -54,7 +54,7 @@ class Scaffold(Algorithm):
     def client_init(self, client: Client, sent: Tree) -> dict[str, Any]:
         """Line 5: receives ``x`` and ``c``."""
         super().client_init(client, sent)
-        correction = {name: c - client.kept.get(name, torch.zeros_like(c)) for name, c in of_algorithm(sent).items()}
+        correction = {name: c - client.state.get(name, torch.zeros_like(c)) for name, c in of_algorithm(sent).items()}
         return {"correction": subtree(correction, _CONTROL)}
 
     def client_loss(
@@ -76,9 +76,9 @@ class Scaffold(Algorithm):
         for name, correction in const["correction"].items():
             c = client.loaded[_CONTROL + name]
             change = -sent[name] * scale - c if length else torch.zeros_like(c)  # c_i+ - c_i
-            update.kept[_CONTROL + name] = c - correction + change
+            update.state[_CONTROL + name] = c - correction + change
             sent[_CONTROL + name] = change / client.datamodule.num_clients
-        return Update(sent, update.weight, update.kept)
+        return Update(sent, update.weight, update.state)
 
     def problem_of_update(self, client_id: int, update: Update, initial: Tree, datamodule: FederatedDataModule) -> str:
         """The change of every shared tensor, and that of ``c`` for parameters."""

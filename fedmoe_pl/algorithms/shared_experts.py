@@ -96,7 +96,7 @@ class SharedExperts(Algorithm, ABC):
         """Loads the tensors and ranks the experts."""
         super().client_init(client, sent)
         best = self.preferred(_mean_weights(client), sent)[: self.experts_per_client].sort().values
-        return {"experts": client.kept.get(_ASKED, best).tolist(), "next": best}
+        return {"experts": client.state.get(_ASKED, best).tolist(), "next": best}
 
     def validation_loss(self, module: LightningModule, batch: Any, const: dict[str, Any]) -> Tensor:
         """The negative log-likelihood of the client's mixture, or of all experts."""
@@ -109,7 +109,7 @@ class SharedExperts(Algorithm, ABC):
         sent = {name: tensor for name, tensor in update.sent.items() if expert_of(name) in (None, *experts)}
         weights = self.expert_weights(client, experts)
         sent |= {f"{_WEIGHT}{expert}": weight for expert, weight in zip(experts, weights, strict=True)}
-        return Update(sent, update.weight, {**update.kept, _ASKED: const["next"]})
+        return Update(sent, update.weight, {**update.state, _ASKED: const["next"]})
 
     def problem_of_update(self, client_id: int, update: Update, initial: Tree, datamodule: FederatedDataModule) -> str:
         """The gate, the experts that have a weight, and these weights: each above 0, and at most all samples."""

@@ -35,14 +35,14 @@ class GroupUpdate:
     Attributes:
         update: the updates of its clients, folded with ``combine`` of the algorithm or the phase's aggregation; None if
             all of them failed.
-        kept: the tensors that each client keeps, by client, without those that failed.
+        clients: the tensors that each client keeps, by client, without those that failed.
         sent: how much its clients sent.
         transfers: each tensor that they sent, if ``LocalTraining.record_transfers``; otherwise none.
         failed: why clients failed, by client.
     """
 
     update: Update | None
-    kept: dict[int, Tree]
+    clients: dict[int, Tree]
     sent: Traffic
     transfers: list[Transfer] = field(default_factory=list)
     failed: dict[int, Failure] = field(default_factory=dict)
@@ -222,7 +222,7 @@ def group_update(training: LocalTraining, clients: Sequence[int], updates: Seque
     results = [*zip(clients, updates, strict=True)]
     failed = {client: failure for client, failure in results if isinstance(failure, Failure)}
     answered = {client: update for client, update in results if isinstance(update, Update)}
-    kept = {client: update.kept for client, update in answered.items()}
+    kept = {client: update.state for client, update in answered.items()}
     sent = sum((Traffic.of(update.sent) for update in answered.values()), Traffic())
     transfers: list[Transfer] = []
     if training.record_transfers:

@@ -50,11 +50,11 @@ def begin_client(
     algorithm = training.algorithm
     seed_all(derive_seed(training.seed, _TRAINING, client_id, training.rounds_before + round))
     client = client_of(training, module, client_id, kept.get(client_id, {}), round)
-    sent = algorithm.received(server, client_id, client.kept)
+    sent = algorithm.received(server, client_id, client.state)
     client.loaded = {**training.initial, **sent}
     if training.aggregation is not None:
         client.loaded |= {name: tensor for name, tensor in server.items() if name.startswith(PREFIX)}
-    set_optimizer(module, training.learning_rates(round), client.kept)
+    set_optimizer(module, training.learning_rates(round), client.state)
     const = algorithm.client_init(client, sent)
     return client, const, algorithm.client_samples(client)
 
@@ -75,7 +75,7 @@ def client_of(training: LocalTraining, module: LightningModule, client_id: int, 
         seed=training.seed,
         module=module,
         samples=training.datamodule.train_samples[client_id],
-        kept=kept,
+        state=kept,
         datamodule=training.datamodule,
         loaded=training.initial,
         rounds=training.rounds,
@@ -105,16 +105,16 @@ def end_client(
     """
     algorithm = training.algorithm
     update = algorithm.client_final(client, const)
-    sent, kept = (copied_views(tree, client.module) for tree in (update.sent, update.kept))
+    sent, kept = (copied_views(tree, client.module) for tree in (update.sent, update.state))
     kept = {name: tensor for name, tensor in kept.items() if not name.startswith(TRAINED)} | (optimizer or {})
     if training.keep_trained:
-        kept_as_trained = () if changes_kept(algorithm) else update.kept
+        kept_as_trained = () if changes_kept(algorithm) else update.state
         different = changed(client.module.state_dict(), training.initial, {})
         trained = {name: tensor for name, tensor in different.items() if name not in kept_as_trained}
         kept |= with_prefix(trained or _one_tensor(client.module), TRAINED)
     has_finite_losses = client.losses is None or bool(client.losses.isfinite())
     if training.aggregation is not None or not (is_checked_later and has_finite_losses):
-        new = {name: tensor for name, tensor in kept.items() if client.kept.get(name) is not tensor}
+        new = {name: tensor for name, tensor in kept.items() if client.state.get(name) is not tensor}
         check_finite((sent, new), update.weight, training.initial)
     if not has_finite_losses:
         raise NotFiniteError("a loss of its training is not finite")
@@ -142,7 +142,7 @@ def finite_updates(training: LocalTraining, updates: Mapping[int, Update | Failu
 
 
 def _check(training: LocalTraining, updates: Sequence[Update]) -> None:
-    trees = [tree for update in updates for tree in (update.sent, update.kept)]
+    trees = [tree for update in updates for tree in (update.sent, update.state)]
     check_finite(trees, sum(update.weight for update in updates), training.initial)
 
 
@@ -189,12 +189,12 @@ def step_after_aggregation(
     algorithm, module = training.algorithm, copy_module(training.module)
     seed_all(derive_seed(training.seed, _AFTER_AGGREGATION, client_id, training.rounds_before + round))
     client = client_of(training, module, client_id, kept.get(client_id, {}), round)
-    sent = algorithm.received(server, client_id, client.kept)
+    sent = algorithm.received(server, client_id, client.state)
     client.loaded = {**training.initial, **sent}
     load_tree(module, algorithm.personal_tensors(client, server))
     stepped = algorithm.client_after_aggregation(client, sent)
     check_finite([stepped], 1, training.initial)
-    of_training = {name: kept for name, kept in client.kept.items() if name.startswith((OPTIMIZER, TRAINED))}
+    of_training = {name: kept for name, kept in client.state.items() if name.startswith((OPTIMIZER, TRAINED))}
     return {**stepped, **of_training}  # no algorithm knows of it
 
 

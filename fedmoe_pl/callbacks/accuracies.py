@@ -25,7 +25,7 @@ class AccuracyMonitor(FederationCallback):
 
     def on_fit_start(self, run: Run) -> None:
         """Logs the hyperparameters, so that a logger that cannot take them fails before any training."""
-        run.boards.log_hparams(run_hparams(run.configuration, run.seed))
+        run.loggers.log_hparams(run_hparams(run.configuration, run.seed))
 
     def on_evaluation_end(self, run: Run, phase: Phase, evaluation: Evaluation) -> None:
         """Logs mean, standard deviation and worst tenth of each accuracy, a fraction, and metric, and the costs."""
@@ -38,7 +38,7 @@ class AccuracyMonitor(FederationCallback):
         state = run.states[phase.name]
         costs = {**state.traffic, "flops": state.flops, "epsilon": state.epsilon} if state.round else {}
         values |= {f"resources/{name}": float(value) for name, value in costs.items() if not math.isnan(value)}
-        run.boards.log_scalars(evaluation.method, values, evaluation.step)
+        run.loggers.log_scalars(evaluation.method, values, evaluation.step)
 
     def on_phase_end(self, run: Run, phase: Phase, evaluation: Evaluation | None) -> None:
         """Logs the phase's final accuracies, and draws those of all clients for all methods so far."""
@@ -46,16 +46,16 @@ class AccuracyMonitor(FederationCallback):
         for final in run.states[phase.name].evaluations:
             means = {metric: final.spread(metric).mean for metric in present_metrics([final])}
             hparams = {"method": final.method, **of_phases.get(phase.name, {})}
-            run.boards.log_result(final.method, hparams, means, final.step, of_phases.values())
-        if evaluation is not None and run.boards.take_images:
+            run.loggers.log_result(final.method, hparams, means, final.step, of_phases.values())
+        if evaluation is not None and run.loggers.take_images:
             pixels = figure_pixels(sorted_accuracy_figure(run.results.values()))
-            run.boards.log_image("sorted_accuracies", pixels, run.step)
+            run.loggers.log_image("sorted_accuracies", pixels, run.step)
 
     def on_fit_end(self, run: Run) -> None:
         """Logs the table."""
         if run.results:
-            run.boards.log_text("table", format_table(run.results.values()), run.step)
-        for logger in run.loggers:
+            run.loggers.log_text("table", format_table(run.results.values()), run.step)
+        for logger in run.loggers.all:
             logger.save()
 
 

@@ -32,16 +32,16 @@ class ClusterMonitor(FederationCallback):
         picks = cluster_picks(run.states[phase.name].server)
         if picks is not None:
             scalars = {f"picked/cluster_{cluster}": number for cluster, number in enumerate(picks[-1].tolist())}
-            run.boards.log_scalars(phase.name, scalars, run.states[phase.name].round)
+            run.loggers.log_scalars(phase.name, scalars, run.states[phase.name].round)
 
     def on_phase_end(self, run: Run, phase: Phase, evaluation: Evaluation | None) -> None:
         """Draws the picks of all rounds that led to the result, and the clusters of the clients."""
         state = run.states[phase.name]
         picks = cluster_picks(state.server)
-        if picks is None or not len(picks) or not run.boards.take_images:
+        if picks is None or not len(picks) or not run.loggers.take_images:
             return
         pixels = figure_pixels(cluster_picks_figure(phase.name, picks))
-        run.boards.log_image("picked/all_rounds", pixels, state.round, phase.name)
+        run.loggers.log_image("picked/all_rounds", pixels, state.round, phase.name)
         if evaluation is None or not self.by_client:
             return
         clients = [client.client for client in evaluation.clients[:_MOST_CLIENTS]]
@@ -51,4 +51,4 @@ class ClusterMonitor(FederationCallback):
         if known:
             counts = run.datamodule.class_counts()
             pixels = figure_pixels(cluster_figure(phase.name, known, picks.shape[1], counts))
-            run.boards.log_image("picked/by_client", pixels, state.round, phase.name)
+            run.loggers.log_image("picked/by_client", pixels, state.round, phase.name)

@@ -28,7 +28,7 @@ class ExpertMonitor(FederationCallback):
         if _chooses(evaluation):
             shares = expert_usage(evaluation).nanmean(dim=0)[:_MOST_EXPERTS].tolist()
             scalars = {f"used_experts/expert_{expert}": share for expert, share in enumerate(shares)}
-            run.boards.log_scalars(evaluation.method, scalars, evaluation.step)
+            run.loggers.log_scalars(evaluation.method, scalars, evaluation.step)
 
     def on_server_update(self, run: Run, phase: Phase, round: int) -> None:
         """Draws the first matrix."""
@@ -38,15 +38,15 @@ class ExpertMonitor(FederationCallback):
     def on_phase_end(self, run: Run, phase: Phase, evaluation: Evaluation | None) -> None:
         """Draws the last matrix and the use of the experts."""
         self._draw_matrix(run, phase)
-        if evaluation is not None and run.boards.take_images and _chooses(evaluation):
+        if evaluation is not None and run.loggers.take_images and _chooses(evaluation):
             pixels = figure_pixels(expert_usage_figure(evaluation, run.datamodule.class_counts()))
-            run.boards.log_image("used_experts/by_client", pixels, run.states[phase.name].round, phase.name)
+            run.loggers.log_image("used_experts/by_client", pixels, run.states[phase.name].round, phase.name)
 
     def _draw_matrix(self, run: Run, phase: Phase) -> None:
         matrix = aggregation_matrix(run.states[phase.name].server)
-        if matrix is not None and run.boards.take_images:
+        if matrix is not None and run.loggers.take_images:
             pixels = figure_pixels(aggregation_figure(*matrix, phase.name, run.datamodule.class_counts()))
-            run.boards.log_image("used_experts/averaged_with", pixels, run.states[phase.name].round, phase.name)
+            run.loggers.log_image("used_experts/averaged_with", pixels, run.states[phase.name].round, phase.name)
 
 
 def _chooses(evaluation: Evaluation) -> bool:

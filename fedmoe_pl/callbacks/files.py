@@ -133,7 +133,7 @@ class ClientCheckpoint(FederationCallback):
         method = phase.method(moment)
         folder = run.folder / "clients" / method
         folder.mkdir(parents=True, exist_ok=True)
-        kept = run.states[phase.name].kept.values()
+        kept = run.states[phase.name].clients.values()
         personalized = chooses_model(phase.algorithm) or any(has_own_model(tree, moment) for tree in kept)
         clients = range(run.datamodule.num_clients if personalized else 1)
         for client, module in zip(clients, run.client_modules(method, clients), strict=True):

@@ -45,7 +45,7 @@ class GateMonitor(FederationCallback):
         Raises:
             MisconfigurationException: if there is none.
         """
-        if self.max_clients is not None and not run.boards.take_histograms:
+        if self.max_clients is not None and not run.loggers.take_histograms:
             raise MisconfigurationException(
                 f"GateMonitor: max_clients is {self.max_clients}, but must be left out without a logger that takes "
                 "histograms, such as TensorBoardLogger or WandbLogger."
@@ -60,10 +60,10 @@ class GateMonitor(FederationCallback):
         if len(means):
             scalars["mean_gate_weight/std_of_global"] = means.std().item()
         if scalars:
-            run.boards.log_scalars(evaluation.method, scalars, step)
-        if len(means) and run.boards.take_histograms:
+            run.loggers.log_scalars(evaluation.method, scalars, step)
+        if len(means) and run.loggers.take_histograms:
             description = "Each client's mean weight of the global expert on its own samples: one count per client."
-            run.boards.log_histogram("mean_gate_weight/of_clients", means, description, step, evaluation.method)
+            run.loggers.log_histogram("mean_gate_weight/of_clients", means, description, step, evaluation.method)
             if _is_first_of_several(run, phase, evaluation):
                 self._log_samples(run, evaluation)
 
@@ -71,12 +71,12 @@ class GateMonitor(FederationCallback):
         """Logs the weights of single samples, and their means by client and class."""
         if evaluation is None or all(client.global_weights is None for client in evaluation.clients):
             return
-        if run.boards.take_histograms:
+        if run.loggers.take_histograms:
             self._log_samples(run, evaluation)
         has_classes = any(client.gate_labels is not None for client in evaluation.clients)
-        if run.boards.take_images and has_classes:
+        if run.loggers.take_images and has_classes:
             pixels = figure_pixels(gate_weight_figure(evaluation, run.datamodule.class_counts()))
-            run.boards.log_image("mean_gate_weight/by_client_and_class", pixels, evaluation.step, evaluation.method)
+            run.loggers.log_image("mean_gate_weight/by_client_and_class", pixels, evaluation.step, evaluation.method)
 
     def _log_samples(self, run: Run, evaluation: Evaluation) -> None:
         description = "Weight of the global expert on the client's own samples: one count per sample."
@@ -84,7 +84,7 @@ class GateMonitor(FederationCallback):
             if client.global_weights is not None:
                 tag = f"weight_of_samples/client_{client.client:03d}"
                 weights = client.global_weights.detach().cpu().double().numpy()
-                run.boards.log_histogram(tag, weights, description, evaluation.step, evaluation.method)
+                run.loggers.log_histogram(tag, weights, description, evaluation.step, evaluation.method)
 
 
 def _is_first_of_several(run: Run, phase: Phase, evaluation: Evaluation) -> bool:

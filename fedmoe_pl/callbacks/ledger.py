@@ -62,7 +62,7 @@ class TrafficLedger(FederationCallback):
         for transfer in transfers:
             totals[transfer.direction] += transfer.bytes
         scalars = {f"traffic_of_round/bytes_{direction}": float(number) for direction, number in totals.items()}
-        run.boards.log_scalars(phase.name, scalars, run.states[phase.name].round)
+        run.loggers.log_scalars(phase.name, scalars, run.states[phase.name].round)
 
 
 def _cut(path: Path, rounds: dict[str, int]) -> Counter[str]:

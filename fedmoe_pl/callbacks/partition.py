@@ -14,6 +14,6 @@ class PartitionMonitor(FederationCallback):
         """Draws the partition and writes it as a table."""
         if run.step:
             return  # a resumed run has already shown it
-        if run.boards.take_images:
-            run.boards.log_image("partition", figure_pixels(partition_figure(run.datamodule)), run.step)
-            run.boards.log_text("partition", partition_table(run.datamodule), run.step)
+        if run.loggers.take_images:
+            run.loggers.log_image("partition", figure_pixels(partition_figure(run.datamodule)), run.step)
+            run.loggers.log_text("partition", partition_table(run.datamodule), run.step)

@@ -64,7 +64,7 @@ class RepresentationMonitor(FederationCallback):
                 f"RepresentationMonitor: clients has {max(self.clients)}, but must be ids below num_clients, "
                 f"{run.datamodule.num_clients}."
             )
-        if not run.boards.take_images:
+        if not run.loggers.take_images:
             rank_zero_warn("RepresentationMonitor: nothing is shown, because no logger takes pictures.")
         for phase in run.phases:
             module = run.module(phase)
@@ -74,16 +74,16 @@ class RepresentationMonitor(FederationCallback):
 
     def on_phase_end(self, run: Run, phase: Phase, evaluation: Evaluation | None) -> None:
         """Computes and shows the representations."""
-        if evaluation is None or not run.boards.take_images:
+        if evaluation is None or not run.loggers.take_images:
             return
         representations, classes, owners = self.compute(run, phase.name)
         if not representations:
             return
         points = {name: embed(values, run.seed) for name, values in representations.items()}
         pixels = figure_pixels(representation_figure(phase.name, points, classes.numpy(), owners.numpy()))
-        run.boards.log_image("representations", pixels, evaluation.step, evaluation.method)
+        run.loggers.log_image("representations", pixels, evaluation.step, evaluation.method)
         metadata: list[Any] = [list(row) for row in zip(classes.tolist(), owners.tolist(), strict=True)]
-        for writer in run.boards.writers(evaluation.method):
+        for writer in run.loggers.writers(evaluation.method):
             for name, values in representations.items():
                 writer.add_embedding(
                     values,

@@ -26,7 +26,7 @@ KEPT = "checkpoints/kept"
 ROWS = "checkpoints/rows.jsonl"
 PREVIOUS = "previous.ckpt"
 # The version of the checkpoint format; formats before 6 have other accuracies under the name local_test.
-_FORMAT = 6
+_FORMAT = 7
 # A loss of power may harm what was written since; a flush takes 10 to 50 ms, longer than some rounds.
 _SECONDS_BETWEEN_FLUSHES = 10.0
 _KEYS = ("seed", "partition", "normalization", "vocabulary", "configuration", "versions", "models", "phases", "rows")
@@ -130,7 +130,7 @@ def _finished_path(path: Path, name: str) -> Path:
 def _content(state: PhaseState) -> dict[str, Any]:
     """The state as dicts; not by ``asdict``, which would copy the tensors, even those that phases share."""
     content = {item.name: getattr(state, item.name) for item in fields(state)}
-    for name in ("kept", "best_kept"):
+    for name in ("clients", "best_clients"):
         if isinstance(kept := content[name], KeptOnDisk):
             content[name] = {"phases": kept.phases, "versions": kept.versions}
         elif isinstance(kept, KeptByClients):
@@ -144,7 +144,7 @@ def _content(state: PhaseState) -> dict[str, Any]:
 
 def _state(path: Path, content: dict[str, Any]) -> PhaseState:
     """The state from its content in the checkpoint at ``path``; the inverse of ``_content``."""
-    for name in ("kept", "best_kept"):
+    for name in ("clients", "best_clients"):
         if "versions" in (kept := content[name]):
             content[name] = KeptOnDisk(path.parent / Path(KEPT).name, kept["phases"], kept["versions"])
         elif "files" in kept:

@@ -29,7 +29,7 @@ class PhaseState:
     Attributes:
         initial: tensors of the phase's module before the first round, by name.
         server: the server's state.
-        kept: the tensors that clients kept, by client, in memory or on disk.
+        clients: the clients' states, by client: the tensors that they keep, in memory or on disk.
         round: number of completed rounds.
         finished: whether the phase's result is final.
         best_metric: best mean of the monitored metric so far; a loss with its sign reversed.
@@ -38,7 +38,7 @@ class PhaseState:
         stopped: whether the phase ended before its last round.
         best_round: the round of ``best_metric``, counted from 1; 0 if there is none.
         best_server: the server's state after that round.
-        best_kept: the tensors that clients had kept after that round.
+        best_clients: the clients' states after that round.
         given_round: the round of a result that comes from another checkpoint (0: unknown). The server's state then
             stays as it is, even if clients train. None for a phase that is trained.
         evaluations: the final evaluations, one for each moment of ``Phase.moments``; none before the end.
@@ -59,7 +59,7 @@ class PhaseState:
 
     initial: Tree
     server: Tree
-    kept: Mapping[int, Tree] = field(default_factory=dict)
+    clients: Mapping[int, Tree] = field(default_factory=dict)
     round: int = 0
     finished: bool = False
     best_metric: float | None = None
@@ -68,7 +68,7 @@ class PhaseState:
     stopped: bool = False
     best_round: int = 0
     best_server: Tree = field(default_factory=dict)
-    best_kept: Mapping[int, Tree] = field(default_factory=dict)
+    best_clients: Mapping[int, Tree] = field(default_factory=dict)
     given_round: int | None = None
     evaluations: list[Evaluation] = field(default_factory=list)
     traffic: dict[str, int] = field(default_factory=no_traffic)
@@ -103,11 +103,11 @@ class PhaseState:
             self.improved_metric, self.improved_round = metric, self.round
         if self.best_metric is None or metric > self.best_metric:
             self.best_metric, self.best_round = metric, self.round
-            self.best_server, self.best_kept = self.server, self.kept
+            self.best_server, self.best_clients = self.server, self.clients
 
     def select_best(self) -> None:
         """Returns to the state after the best round and forgets the last one."""
-        self.server, self.kept, self.best_server, self.best_kept = self.best_server, self.best_kept, {}, {}
+        self.server, self.clients, self.best_server, self.best_clients = self.best_server, self.best_clients, {}, {}
         self.server_optimizer = {}
 
     def add_traffic(self, way: str, traffic: Traffic) -> None:

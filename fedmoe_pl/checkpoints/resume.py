@@ -77,7 +77,7 @@ def load_run(path: Path, phases: Sequence[Phase], identity: dict[str, Any]) -> d
                 f"{key}, where '{name}' has had {state.round} rounds, but rounds is {rounds[name]}; a phase that is "
                 f"finished cannot have more or fewer: let a new phase start from it (start: {name})."
             )
-        check_kept(state.kept, state.best_kept)
+        check_kept(state.clients, state.best_clients)
     writer = CheckpointWriter(SavedRows(**content["rows"]))
     return {**content, "rows": rows_of(path, content), "writer": writer}
 

@@ -134,4 +134,4 @@ def _usable(run: Run, phase: Phase) -> list[tuple[str, Names | None]]:
         initial = dict(run.module(by_name[name]).state_dict())
         before.append((part, PhaseState(initial, {}, KeptByClients({0: files}))))
     started = begin_phase(phase, run.module(phase), before, None)
-    return [(phase.name, None), *((of_phase, names) for of_phase, _, names in files_of(started.kept, 0))]
+    return [(phase.name, None), *((of_phase, names) for of_phase, _, names in files_of(started.clients, 0))]

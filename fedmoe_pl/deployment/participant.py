@@ -217,7 +217,7 @@ class Participant:
         (group,) = self._plan.train_groups(self._server(message), [[self.client]], kept, message.values["round"])
         if group.update is None:
             return Message(FAILED, {"reason": group.failed[self.client].reason})
-        keeps = self._own.write(message, group.kept[self.client])
+        keeps = self._own.write(message, group.clients[self.client])
         return Message("update", {"weight": group.update.weight, "keeps": keeps}, group.update.sent)
 
     def _step(self, message: Message) -> Message:
@@ -252,7 +252,7 @@ class Participant:
         state = PhaseState(
             initial=self._training.initial,
             server=self._server(message),
-            kept={self.client: self._own.read(message)},
+            clients={self.client: self._own.read(message)},
             evaluations=evaluations,
             finished=True,
             **message.values["state"],

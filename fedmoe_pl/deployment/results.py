@@ -103,7 +103,7 @@ class HandOver(FederationCallback):
         state, training = run.states[phase.name], run.training(phase)
         of_state = {name: getattr(state, name) for name in ("round", "stopped", "best_round")}
         values = {"round": state.round, "state": of_state}
-        messages = _about_result("finish", self.clients, training, state.server, state.kept, clients, values)
+        messages = _about_result("finish", self.clients, training, state.server, state.clients, clients, values)
         for client, message in messages.items():
             message.values["evaluations"] = [_of_client(each, client) for each in state.evaluations]
         held = {}

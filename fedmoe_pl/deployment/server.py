@@ -149,7 +149,7 @@ def serve(
     descriptions = wait_for(transport, num_clients, ours, names, known, at_least)
     data = StandIn([*descriptions.values()], datamodule.batch_size)
     clients = Clients(transport, descriptions, data.num_classes, federation.failures.max_change)
-    return federation.fit_elsewhere(
+    return federation.fit_on_server(
         model,
         data,
         ckpt_path,

@@ -115,7 +115,7 @@ def _samples(training: LocalTraining, client_id: int, round: int) -> int:
         seed=training.seed,
         module=training.module,
         samples=held,
-        kept={},
+        state={},
         datamodule=datamodule,
         rounds=training.rounds,
         rounds_before=training.rounds_before,

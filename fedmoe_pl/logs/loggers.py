@@ -25,7 +25,7 @@ RESULT = "result"
 """Section of a method's final accuracies."""
 
 
-class Boards:
+class RunLoggers:
     """The run's loggers, each of which gets what it can show.
 
     In TensorBoard, every method is a run of its own, in a folder of the logger's ``log_dir``. A measure has the same
@@ -41,10 +41,10 @@ class Boards:
     """
 
     def __init__(self, loggers: Sequence[Logger] = (), completed: Mapping[str | None, int] | None = None) -> None:
-        self.loggers = [*loggers]
+        self.all = [*loggers]
         self._completed = dict(completed or {})
-        self._tensorboards = [each for each in self.loggers if isinstance(each, TensorBoardLogger)]
-        self._others = [each for each in self.loggers if not isinstance(each, TensorBoardLogger)]
+        self._tensorboards = [each for each in self.all if isinstance(each, TensorBoardLogger)]
+        self._others = [each for each in self.all if not isinstance(each, TensorBoardLogger)]
         self._writers: dict[tuple[str, str], SummaryWriter] = {}  # by the logger's folder and the method
         if (step := self._completed.get(None)) is not None:
             for logger in self._tensorboards:
@@ -192,7 +192,7 @@ class Boards:
         """
         for _, method in [*self._writers]:
             self.close(method)
-        for logger in self.loggers:
+        for logger in self.all:
             logger.finalize(status)
 
 

@@ -111,7 +111,7 @@ def _audit_phase(dry: Run, phase: Phase, original: Phase, recorder: _Recorder) -
         state.aggregation = {} if phase.aggregation is None else phase.aggregation.begin()
         cohort = draw_cohort(dry, phase, state)
         watch = _Watch(dry.datamodule, len(cohort))
-        clients = first_clients(replace(training, datamodule=dry.datamodule), cohort, state.kept)
+        clients = first_clients(replace(training, datamodule=dry.datamodule), cohort, state.clients)
         state.server = algorithm.server_begin(state.server, watch.watched(clients))
         audit.before = [*watch.used]
     alone = None if algorithm.federated else _one_of_each_architecture(training, num_clients)
@@ -121,7 +121,7 @@ def _audit_phase(dry: Run, phase: Phase, original: Phase, recorder: _Recorder) -
             cohort = alone or draw_cohort(dry, phase, state) or drawn.participants[:1]
             run_round(dry, phase, plan, None, cohort)
     audit.transfers = recorder.transfers
-    _describe(audit, plan, {name for tree in state.kept.values() for name in tree})
+    _describe(audit, plan, {name for tree in state.clients.values() for name in tree})
     if state.round < phase.rounds:
         state.server = algorithm.server_final(state.server)
     state.finished = True
@@ -223,7 +223,7 @@ class _WatchedClient:
             return _WatchedData(watch)
         if name in _OF_SAMPLES:
             watch.used[f"what the algorithm computes from training samples of {watch.number} clients"] = None
-        if name == "kept":
+        if name == "state":
             watch.used[f"tensors that {watch.number} clients kept from earlier phases"] = None
         return getattr(self._client, name)
 

@@ -94,12 +94,12 @@ def begin_phase(
     state = _from_start(phase, module, before, copies=result is None)
     if result is None:
         return state
-    kept = state.kept
-    if result.kept:  # a ChainMap, because one dict of both could be too large; it is only read
-        kept = ChainMap(result.kept, state.kept)  # pyright: ignore[reportArgumentType]
+    kept = state.clients
+    if result.clients:  # a ChainMap, because one dict of both could be too large; it is only read
+        kept = ChainMap(result.clients, state.clients)  # pyright: ignore[reportArgumentType]
     counted = {**state.counted_rounds, **result.counted_rounds}
     server = {**state.server, **result.server}
-    return replace(result, initial=state.initial, server=server, kept=kept, counted_rounds=counted)
+    return replace(result, initial=state.initial, server=server, clients=kept, counted_rounds=counted)
 
 
 def first_clients(training: LocalTraining, cohort: Sequence[int], kept: Mapping[int, Tree]) -> Iterator[Client]:
@@ -134,8 +134,8 @@ def read_result(phase: Phase, module: LightningModule) -> PhaseState:
     """
     saved = _read(phase, module)
     check_moments(phase, saved)
-    check_kept(saved.kept)
-    state = PhaseState({}, saved.server, saved.kept, round=phase.rounds, given_round=saved.best_round or saved.round)
+    check_kept(saved.clients)
+    state = PhaseState({}, saved.server, saved.clients, round=phase.rounds, given_round=saved.best_round or saved.round)
     return _with_privacy(state, phase, saved)
 
 
@@ -241,9 +241,9 @@ def _from_start(
         private = {name: name for name in names if name not in server}
         copied = copies_of_parts({name: name for name in names}, phase.algorithm.copied_parts) if copies else {}
         if copied.keys() & private.keys():  # a client without a part of its own takes the copy
-            kept.append(only(state.kept, copied))
+            kept.append(only(state.clients, copied))
             copied = {}
-        kept.append(only(state.kept, copied | private))
+        kept.append(only(state.clients, copied | private))
     aggregation = {} if phase.aggregation is None else phase.aggregation.begin()
     counted = {name: rounds for _, state in before for name, rounds in state.counted_rounds.items()}
     return PhaseState(initial, server, joined(kept), aggregation=aggregation, counted_rounds=counted)

@@ -38,13 +38,13 @@ def evaluate_epochs(run: Run, phase: Phase, plan: Plan) -> None:
 def _trained(run: Run, phase: Phase, plan: Plan) -> PhaseState:
     """The state of the phase after the training of the clients that are evaluated; nothing is stored."""
     state = run.states[phase.name]
-    kept = {client: state.kept[client] for client in run.evaluated if client in state.kept}
+    kept = {client: state.clients[client] for client in run.evaluated if client in state.clients}
     updates = []
-    for group in plan.train(state.server, run.evaluated, state.kept, state.round):
-        kept |= group.kept
+    for group in plan.train(state.server, run.evaluated, state.clients, state.round):
+        kept |= group.clients
         updates += [] if group.update is None else [group.update]
     server = state.server
     if updates:
         with one_thread():
             server = phase.algorithm.server_update(server, fold(phase.algorithm, updates))
-    return replace(state, server=server, kept={client: tree for client, tree in kept.items() if tree}, round=1)
+    return replace(state, server=server, clients={client: tree for client, tree in kept.items() if tree}, round=1)

@@ -29,7 +29,7 @@ def evaluate_phase(
     """
     state, evaluations = run.states[phase.name] if state is None else state, []
     lower = lower_is_better(run.metrics)
-    arguments = training, state.server, state.kept, state.round_of_models
+    arguments = training, state.server, state.clients, state.round_of_models
     round, selection = round_and_selection(phase, state)
     with one_thread():
         of_moments = run.evaluate(*arguments, phase.moments, run.evaluated, plan)
@@ -89,7 +89,7 @@ def is_over(run: Run, phase: Phase, state: PhaseState) -> bool:
     waited = state.round - state.improved_round if state.improved_round else 0
     if phase.patience is not None and waited >= phase.patience * _interval(run, phase):
         return True
-    return phase.algorithm.is_over(state.server) if state.server_learns else not state.kept
+    return phase.algorithm.is_over(state.server) if state.server_learns else not state.clients
 
 
 def _interval(run: Run, phase: Phase) -> int:

@@ -53,7 +53,7 @@ def run_phase(run: Run, phase: Phase) -> None:
     plan: Plan | None = None
     if state.round < phase.rounds:
         if state.round == 0 and state.server_learns:
-            clients = first_clients(training, draw_cohort(run, phase, state), readable(state.kept))
+            clients = first_clients(training, draw_cohort(run, phase, state), readable(state.clients))
             state.server = phase.algorithm.server_begin(state.server, clients)
         freeze_shared(training, state)
         plan, counter = run.plans.pop(phase.name).begin(training), FlopCounter(training)
@@ -71,11 +71,11 @@ def run_phase(run: Run, phase: Phase) -> None:
     # before the checkpoint: after a kill in between, it is called again
     run.call("on_phase_end", phase, evaluations[0] if evaluations else None)
     for moment in phase.moments:
-        run.boards.close(phase.method(moment))
+        run.loggers.close(phase.method(moment))
     if run.enable_checkpointing:
         save_finished(run.folder / FILE, phase.name, state)
     run.save()
-    run.store.remove_rest(phase.name, state.kept)
+    run.store.remove_rest(phase.name, state.clients)
     log_epsilon(phase, state)
 
 
@@ -96,7 +96,7 @@ def run_round(
     run.call("on_round_start", phase, round)
     log = TransferLog(run.records_transfers)
     trained = train_round(run, phase, plan, counter, log, cohort)
-    state.round, state.kept = round + 1, trained.kept
+    state.round, state.clients = round + 1, trained.client_states
     if state.server_learns:
         _update_server(run, phase, plan.training, trained)
         if state.round == phase.rounds or algorithm.is_over(state.server):
@@ -115,7 +115,7 @@ def run_round(
     if log.transfers:
         run.call("on_transfers", phase, round, log.transfers)
     run.save()
-    run.store.remove_replaced(state.kept, state.best_kept)
+    run.store.remove_replaced(state.clients, state.best_clients)
     run.call("on_round_end", phase, round)
     return evaluations
 
@@ -155,12 +155,12 @@ def _after_aggregation(run: Run, phase: Phase, plan: Plan, cohort: Sequence[int]
     asked, sent = asked_and_sent(phase.algorithm, state, plan, cohort, log)
     state.add_traffic("up", asked)
     state.add_traffic("down", sent)
-    for client, kept in plan.step_after_aggregation(state.server, cohort, state.kept, round):
+    for client, kept in plan.step_after_aggregation(state.server, cohort, state.clients, round):
         if isinstance(kept, Failure):  # it keeps what it kept before this step
             failed[client] = kept
         else:
             written.update(run.store.write(phase.name, STEPPED + round + 1, {client: kept}))
-    state.kept = run.store.updated(phase.name, state.kept, written)
+    state.clients = run.store.updated(phase.name, state.clients, written)
     state.failed += len(failed)
     run.failures.stop(phase, state.round, failed)
     run.failures.report(phase, state.round, failed)
@@ -171,11 +171,11 @@ def _exchange(run: Run, phase: Phase, plan: Plan, failed: Sequence[int], round: 
     if not overrides(phase.algorithm, "exchange"):
         return
     state, written = run.states[phase.name], dict[int, Any]()
-    for client, kept, sent, received in plan.exchange(state.server, state.kept, failed, round):
+    for client, kept, sent, received in plan.exchange(state.server, state.clients, failed, round):
         written.update(run.store.write(phase.name, EXCHANGED + round + 1, {client: kept}))
         state.add_traffic("down", Traffic.of(sent))
         state.add_traffic("between_clients", Traffic.of(received))
         log.add("down", client, sent)
         log.add("between_clients", client, received)
     if written:
-        state.kept = run.store.updated(phase.name, state.kept, written)
+        state.clients = run.store.updated(phase.name, state.clients, written)

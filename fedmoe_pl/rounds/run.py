@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 from lightning.pytorch import LightningModule
-from lightning.pytorch.loggers import Logger
 from torchmetrics import Metric
 
 from fedmoe_pl.algorithms.algorithm import Moment
@@ -21,7 +20,7 @@ from fedmoe_pl.checkpoints.phase_state import PhaseState
 from fedmoe_pl.data import FederatedDataModule
 from fedmoe_pl.evaluation.clients import client_predictor, evaluate_moments, personal_tensors
 from fedmoe_pl.evaluation.evaluation import ClientEvaluation, Evaluation
-from fedmoe_pl.logs.loggers import Boards
+from fedmoe_pl.logs.loggers import RunLoggers
 from fedmoe_pl.logs.progress import Progress
 from fedmoe_pl.rounds.begin import begin_phase, phase_module, sized
 from fedmoe_pl.rounds.cohort import evaluated_clients
@@ -90,7 +89,7 @@ class Run:
         identity: the run's seed and data (``resume.identify``).
         configuration: what the result depends on (``configuration.configuration``).
         folder: the run's folder, ``default_root_dir/name/version_N``.
-        boards: the run's loggers, as callbacks use them.
+        loggers: the run's loggers, as callbacks use them.
         store: holds the tensors that clients keep between rounds.
         given_results: results from checkpoints, by phase name, until the phase begins.
         plans: how the clients of each phase are trained, by phase name, until the phase begins.
@@ -119,7 +118,7 @@ class Run:
     identity: dict[str, Any]
     configuration: dict[str, str]
     folder: Path
-    boards: Boards = field(default_factory=Boards)
+    loggers: RunLoggers = field(default_factory=RunLoggers)
     store: Store = field(default_factory=MemoryStore)
     given_results: dict[str, PhaseState] = field(default_factory=dict)
     plans: dict[str, Plan] = field(default_factory=dict)
@@ -148,11 +147,6 @@ class Run:
     def model(self) -> LightningModule:
         """The federation's initial model."""
         return self.models[INITIAL]
-
-    @property
-    def loggers(self) -> list[Logger]:
-        """The run's loggers."""
-        return self.boards.loggers
 
     @cached_property
     def initial(self) -> dict[str, Tree]:
@@ -220,11 +214,11 @@ class Run:
         phase, moment = self.phase_and_moment(method, client)
         state, training = self.states[phase.name], self.training(phase).of(client)
         module = self._client_module(training, phase, moment, client)
-        return client_predictor(training, module, state.server, client, state.kept, state.round_of_models)
+        return client_predictor(training, module, state.server, client, state.clients, state.round_of_models)
 
     def _client_module(self, training: LocalTraining, phase: Phase, moment: Moment, client: int) -> LightningModule:
         state = self.states[phase.name]
-        kept = state.kept.get(client, {})
+        kept = state.clients.get(client, {})
         tensors = personal_tensors(training, training.module, state.server, client, kept, state.round_of_models, moment)
         load_tree(training.module, {**training.initial, **tensors})
         return training.module.eval()
@@ -255,7 +249,7 @@ class Run:
         if phase.name not in self.states:
             before = [(part, self.states[name]) for part, name in sources(self.starts[phase.name])]
             state = begin_phase(phase, module, before, self.given_results.pop(phase.name, None))
-            state.kept = self.store.adopt(phase.name, state.round, state.kept)
+            state.clients = self.store.adopt(phase.name, state.round, state.clients)
             self.states[phase.name] = state
         return self.states[phase.name]
 
@@ -292,6 +286,6 @@ class Run:
     def save(self) -> None:
         """Writes the checkpoint, unless checkpoints are disabled, after all that was logged of the rounds in it."""
         if self.enable_checkpointing:
-            self.boards.flush()
+            self.loggers.flush()
             of_run = {**self.identity, "configuration": self.configuration}
             self.writer.write(self.folder / FILE, self.initial, self.states, self.rows, **of_run)

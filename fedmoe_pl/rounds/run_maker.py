@@ -30,7 +30,7 @@ from fedmoe_pl.rounds.own_client import OwnClient
 from fedmoe_pl.rounds.phase import Phase
 from fedmoe_pl.rounds.rounds import fit
 from fedmoe_pl.rounds.run import FederationCallback, Run
-from fedmoe_pl.rounds.start import make_run, opened, store_of
+from fedmoe_pl.rounds.start import make_run, open_run, store_of
 from fedmoe_pl.rounds.starts import Start
 from fedmoe_pl.rounds.trainer_checks import check_trainer
 
@@ -77,7 +77,7 @@ class RunMaker:
         """A client's personalized model after the last run; to type checkers a mixture, or what a variable says."""
         return cast(ClientModule, self.run.client_module(method, client))
 
-    def fit_elsewhere(
+    def fit_on_server(
         self,
         model: LightningModule,
         datamodule: FederatedDataModule,
@@ -113,7 +113,7 @@ class RunMaker:
         make_store: Callable[[Run], Store] | None = None,
         **attributes: Any,
     ) -> dict[str, Evaluation]:
-        """Runs all phases, from a checkpoint if there is one; arguments as in :meth:`fit_elsewhere`."""
+        """Runs all phases, from a checkpoint if there is one; arguments as in :meth:`fit_on_server`."""
         others = {"evaluation_clients": self.evaluation_clients, **attributes}
         if ckpt_path:
             checkpoint = find_checkpoint(ckpt_path, self.runs)
@@ -186,6 +186,6 @@ class RunMaker:
     ) -> dict[str, Evaluation]:
         """Runs all phases, in a folder in ``runs`` if it is new; ``command`` as in :func:`interruptible`."""
         make_store = make_store or partial(store_of, self.store)
-        with interruptible(run, self.runs, command), opened(run, runs, checkpoint, make_store, self.logger):
+        with interruptible(run, self.runs, command), open_run(run, runs, checkpoint, make_store, self.logger):
             fit(run)
         return run.results

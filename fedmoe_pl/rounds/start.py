@@ -23,7 +23,7 @@ from fedmoe_pl.checkpoints.resume import identify
 from fedmoe_pl.checkpoints.writing import cannot_be_made, replacing
 from fedmoe_pl.checks import check_kind
 from fedmoe_pl.data import FederatedDataModule
-from fedmoe_pl.logs.loggers import Boards
+from fedmoe_pl.logs.loggers import RunLoggers
 from fedmoe_pl.rounds.begin import read_result, sized
 from fedmoe_pl.rounds.checks import check_run
 from fedmoe_pl.rounds.newcomers import freeze_shared
@@ -129,7 +129,7 @@ def _with_workers(backend: Backend, trainer: dict[str, Any], devices: Sequence[t
 
 
 @contextmanager
-def opened(
+def open_run(
     run: Run,
     runs: Path | None,
     ckpt_path: Path | None,
@@ -155,11 +155,11 @@ def opened(
             _open_files(run, ckpt_path, make_store, logger)
             yield
     except BaseException:
-        run.boards.finalize("failed")
+        run.loggers.finalize("failed")
         raise
     finally:
         run.backend.close()
-    run.boards.finalize()
+    run.loggers.finalize()
 
 
 def _plan_phases(run: Run) -> None:
@@ -214,11 +214,11 @@ def _open_files(
     run.store = make_store(run)
     for name, state in run.states.items():
         if not state.finished:  # a resumed run may have had the other store
-            state.kept = run.store.adopt(name, state.round, state.kept)
+            state.clients = run.store.adopt(name, state.round, state.clients)
             if state.best_round:
-                state.best_kept = run.store.adopt(name, state.best_round, state.best_kept)
+                state.best_clients = run.store.adopt(name, state.best_round, state.best_clients)
     is_resumed = ckpt_path is not None
-    run.boards = Boards(_loggers(run, logger, is_resumed), _completed(run) if is_resumed else {})
+    run.loggers = RunLoggers(_loggers(run, logger, is_resumed), _completed(run) if is_resumed else {})
     if is_resumed:
         rounds = [f"after round {state.round} of phase '{name}'" for name, state in run.states.items()]
         rank_zero_info(f"Resumed from {ckpt_path} {rounds[-1] if rounds else 'before the first round'}.")

@@ -33,13 +33,13 @@ class Trained:
         update: the combined update of those that answered; None if there are none, which an aggregation may allow.
         clients: these clients.
         failed: those that failed or dropped out.
-        kept: the tensors that all clients keep now, by client.
+        client_states: the tensors that all clients keep now, by client.
     """
 
     update: Update | None
     clients: list[int]
     failed: list[int]
-    kept: Mapping[int, Tree]
+    client_states: Mapping[int, Tree]
 
 
 def train_round(
@@ -80,7 +80,7 @@ def train_round(
         answered = [client for client in clients if client not in failed]
         expected = clients if poisson else drawn  # if it were drawn again, clients would not drop out independently
         if len(answered) >= min(needed, len(expected)):
-            kept = run.store.updated(phase.name, state.kept, written)
+            kept = run.store.updated(phase.name, state.clients, written)
             return Trained(combined, answered, [*dropped, *failed], kept)
         run.progress.end_round()
         reason = f"{phase}, round {state.round + 1}: {len(answered)} of {len(drawn)} clients answered, but {why}"
@@ -100,7 +100,7 @@ def announce_round(run: Run, phase: Phase, plan: Plan) -> None:
     drawn = draw_cohort(run, phase, state)
     dropped = _dropped(run, phase, drawn)
     clients = [client for client in drawn if client not in dropped]
-    plan.announce({**state.server, **_added(state, plan)}, clients, state.kept, state.round)
+    plan.announce({**state.server, **_added(state, plan)}, clients, state.clients, state.round)
 
 
 def _dropped(run: Run, phase: Phase, drawn: Sequence[int], attempt: int = 0) -> list[int]:
@@ -136,7 +136,7 @@ def _count_costs(
     state.add_traffic("up", asked)
     state.add_traffic("down", down)
     if counter is not None:  # it trains a client for a batch, which may never end
-        count = partial(counter.of_round, state.server, clients, readable(state.kept), state.round)
+        count = partial(counter.of_round, state.server, clients, readable(state.clients), state.round)
         with one_thread():
             operations = guarded(count, plan.training.client_timeout)
         state.flops += math.nan if isinstance(operations, Failure) else operations
@@ -149,7 +149,7 @@ def asked_and_sent(
     asked, sent = Traffic(), Traffic()
     if not algorithm.federated or (not state.server_learns and state.round > 0):
         return asked, sent
-    for client, request in plan.requests(state.server, clients, state.kept, state.round).items():
+    for client, request in plan.requests(state.server, clients, state.clients, state.round).items():
         with one_thread():
             answer = algorithm.server_send(state.server, client, request)
         asked += Traffic.of(request)
@@ -178,17 +178,17 @@ def _train_clients(
     for client in clients if added else ():
         state.add_traffic("down", Traffic.of(added))
         log.add("down", client, added)
-    for group in plan.train({**state.server, **added}, clients, state.kept, state.round) if clients else ():
+    for group in plan.train({**state.server, **added}, clients, state.clients, state.round) if clients else ():
         failures.stop(phase, state.round + 1, group.failed)
         if group.update is not None:
             with one_thread():
                 combined = group.update if combined is None else combine(combined, group.update)
-        written.update(run.store.write(phase.name, state.round + 1, group.kept))
+        written.update(run.store.write(phase.name, state.round + 1, group.clients))
         failed |= group.failed
         if state.server_learns:
             state.add_traffic("up", group.sent)
             log.transfers += group.transfers
-        for client in (*group.kept, *group.failed):
+        for client in (*group.clients, *group.failed):
             run.progress.add_client(phase, len(clients))
             if client not in group.failed:
                 run.call("on_client_end", phase, state.round, client)

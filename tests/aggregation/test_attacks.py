@@ -118,5 +118,7 @@ def test_the_attackers_train_and_keep_their_own_parameters(tmp_path):
     attacked = phase("it", FedAvg("global_expert.*"), aggregation=UnderAttack(GaussianNoise(), [1]))
     usual = phase("usual", FedAvg("global_expert.*"), start="initial")
     states = run([attacked, usual], mixture(), blobs(), tmp_path).run.states
-    assert states["it"].kept[1].keys() == states["usual"].kept[1].keys()
-    assert all(torch.equal(tensor, states["usual"].kept[1][name]) for name, tensor in states["it"].kept[1].items())
+    assert states["it"].clients[1].keys() == states["usual"].clients[1].keys()
+    assert all(
+        torch.equal(tensor, states["usual"].clients[1][name]) for name, tensor in states["it"].clients[1].items()
+    )

@@ -62,7 +62,7 @@ def test_one_cluster_without_exploration_is_fedavg_with_a_mixture_on_top(tmp_pat
     )
     for client in range(3):
         assert_same_bits(
-            dict(ours.run.states["mixture"].kept[client]), dict(expected.run.states["mixture"].kept[client])
+            dict(ours.run.states["mixture"].clients[client]), dict(expected.run.states["mixture"].clients[client])
         )
     for name in ("federated", "mixture"):
         assert ours.results[name].spread("global_test") == expected.results[name].spread("global_test")
@@ -85,7 +85,7 @@ def test_the_mixture_has_all_clusters_and_the_client_s_local_expert_and_trains_t
             local = tensors(finished.client_module("Local", client), "local_expert.")
             assert_same_bits(tensors(module, "local_expert."), local)
         gates.append(finished.client_module("mixture", client).gate.network[0].weight)
-        assert set(finished.run.states["mixture"].kept[client]) <= {
+        assert set(finished.run.states["mixture"].clients[client]) <= {
             name for name in module.state_dict() if name.startswith(("gate.", "local_expert."))
         }
     assert not torch.equal(gates[0], gates[1])
@@ -156,7 +156,7 @@ def test_experts_are_trained_with_the_gate_where_asked_for(tmp_path):
     phases = all_phases()
     phases[-1].algorithm = ClusterMixture("*")
     federation = run(phases, clustered(), blobs(), tmp_path)
-    kept = federation.run.states["mixture"].kept[0]
+    kept = federation.run.states["mixture"].clients[0]
     assert {".".join(name.split(".")[:2]) for name in kept if name.startswith("global_experts")} == {
         "global_experts.0",
         "global_experts.1",

@@ -49,9 +49,9 @@ class Bookkeeping(FedAvg):
 
     def client_final(self, client, const):
         update = super().client_final(client, const)
-        rounds = client.kept.get("book/rounds", torch.zeros((), dtype=torch.int64))
+        rounds = client.state.get("book/rounds", torch.zeros((), dtype=torch.int64))
         if client.round % 2 == 0:  # else what it kept is carried over
-            update.kept["book/rounds"] = rounds + 1
+            update.state["book/rounds"] = rounds + 1
         update.sent["book/samples"] = torch.full((2,), float(len(client.samples)))
         return update
 
@@ -78,9 +78,9 @@ def test_an_algorithm_s_own_tensors_are_sent_averaged_kept_and_stored_but_never_
     assert state.server["book/samples"].tolist() == pytest.approx([EXPECTED_SAMPLES] * 2)
     assert torch.equal(state.server["book/local_expert.classifier.1.bias"], ONES)
     for client in range(3):
-        kept = dict(state.kept[client])
+        kept = dict(state.clients[client])
         assert kept.pop("book/rounds").item() == 2, "rounds 0 and 2"
-        assert_same_bits(kept, dict(expected.kept[client]))
+        assert_same_bits(kept, dict(expected.clients[client]))
         assert_same_bits(tensors(counted.client_module("it", client)), tensors(plain.client_module("it", client)))
     assert counted.results["it"].spread("global_test") == plain.results["it"].spread("global_test")
     counts, none = (federation.run.states["it"].traffic for federation in (counted, plain))
@@ -103,8 +103,8 @@ def test_a_run_with_own_tensors_goes_on_from_its_checkpoint_and_a_later_phase_do
     for name, rounds in (("it", 2), ("after", 1)):
         assert_same_bits(again.run.states[name].server, whole.run.states[name].server)
         for client in range(3):
-            assert_same_bits(dict(again.run.states[name].kept[client]), dict(whole.run.states[name].kept[client]))
-            assert whole.run.states[name].kept[client]["book/rounds"].item() == rounds
+            assert_same_bits(dict(again.run.states[name].clients[client]), dict(whole.run.states[name].clients[client]))
+            assert whole.run.states[name].clients[client]["book/rounds"].item() == rounds
 
 
 class WithControl(LightningModule):
@@ -322,8 +322,8 @@ def client_results(cohort, seed=0, round=0, max_epochs=2):
     server = training.algorithm.server_init(model)
     groups = list(TrainerBackend().plan(training).train(server, cohort, {}, round))
     assert_same_bits(model.state_dict(), before)  # the template is never trained
-    assert [list(group.kept) for group in groups] == [[client] for client in cohort]
-    return {client: {**group.update.sent, **group.update.kept} for group in groups for client in group.kept}
+    assert [list(group.clients) for group in groups] == [[client] for client in cohort]
+    return {client: {**group.update.sent, **group.update.state} for group in groups for client in group.clients}
 
 
 def test_training_clients_in_another_order_or_subset_gives_the_same_bits():

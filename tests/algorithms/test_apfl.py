@@ -65,8 +65,8 @@ def test_apfl_takes_the_steps_of_its_algorithm_and_is_evaluated_with_the_mixture
     tolerance = 1e-10 if alpha_lr == 0 else 1e-8  # that of a difference of losses
     assert_near(of_tree(state.server), w, tolerance)
     for client in range(3):
-        assert_near(of_tree(state.kept[client], "local_expert."), v[client], tolerance)
-        assert state.kept[client][ALPHA].item() == pytest.approx(alpha[client], abs=tolerance)
+        assert_near(of_tree(state.clients[client], "local_expert."), v[client], tolerance)
+        assert state.clients[client][ALPHA].item() == pytest.approx(alpha[client], abs=tolerance)
         mixture = values(federation.client_module("APFL", client), "local_expert.")
         assert_near(mixture, mixed(v[client], w, alpha[client]), tolerance)
     assert len({*alpha.values()}) == (1 if alpha_lr == 0 else 3)
@@ -74,7 +74,7 @@ def test_apfl_takes_the_steps_of_its_algorithm_and_is_evaluated_with_the_mixture
 
 def test_alpha_stays_between_0_and_1(tmp_path):
     phases = [phase("APFL", APFL(0.5, 1e6), rounds=2)]
-    kept = run(phases, two_experts(), blobs(), tmp_path, EPOCHS).run.states["APFL"].kept
+    kept = run(phases, two_experts(), blobs(), tmp_path, EPOCHS).run.states["APFL"].clients
     assert all(tree[ALPHA].item() in (0, 1) for tree in kept.values())
 
 
@@ -93,8 +93,8 @@ def test_apfl_is_fedavg_with_alpha_0_and_local_with_alpha_1(tmp_path):
     for client in range(3):
         as_fedavg = values(modules("0", client), "local_expert.")
         assert all(map(torch.equal, as_fedavg, values(modules("FedAvg", client))))
-        v = subtree(states["1"].kept[client], "local_expert.")
-        assert_same_bits(v, subtree(states["Local"].kept[client], "global_expert."))
+        v = subtree(states["1"].clients[client], "local_expert.")
+        assert_same_bits(v, subtree(states["Local"].clients[client], "global_expert."))
         assert all(map(torch.equal, values(modules("1", client), "local_expert."), v.values()))
     assert [a.reweighted_test for a in federation.results["0"].clients] == [
         a.reweighted_test for a in federation.results["FedAvg"].clients

@@ -51,7 +51,7 @@ def test_ditto_takes_the_steps_of_its_algorithm_also_for_clients_that_come_late(
     w, v = simulate(data, values(model), COHORTS, 0.7)
     assert_near(of_tree(state.server), w)
     for client in range(3):
-        assert_near(of_tree(state.kept[client], "local_expert."), v[client])
+        assert_near(of_tree(state.clients[client], "local_expert."), v[client])
 
 
 def test_v_ends_between_the_client_s_minimum_and_w(tmp_path):
@@ -60,7 +60,7 @@ def test_v_ends_between_the_client_s_minimum_and_w(tmp_path):
     federation = run([phase("Ditto", Ditto(2.0))], quadratic(0.1), data, tmp_path, max_epochs=200)
     for client, label in enumerate((1.0, 3.0)):
         center, w = torch.tensor([label, -label]).double(), torch.tensor([2.0, 5.0]).double()
-        (v,) = of_tree(federation.run.states["Ditto"].kept[client], "local_expert.")
+        (v,) = of_tree(federation.run.states["Ditto"].clients[client], "local_expert.")
         torch.testing.assert_close(v, (center + 2 * w) / 3, rtol=0, atol=1e-12)
 
 
@@ -75,9 +75,9 @@ def test_without_the_term_v_is_local_s_and_w_is_fedavg_s_with_any_weight(tmp_pat
     ]
     states = run(phases, two_experts(momentum_sgd), blobs(), tmp_path, EPOCHS).run.states
     for client in range(3):
-        local, v = states["Local"].kept[client], states["Ditto"].kept[client]
+        local, v = states["Local"].clients[client], states["Ditto"].clients[client]
         assert_same_bits(subtree(v, "local_expert."), subtree(local, "global_expert."))
-        assert not torch.equal(*(of_tree(states[name].kept[client], "local_")[0] for name in ("Ditto", "heavy")))
+        assert not torch.equal(*(of_tree(states[name].clients[client], "local_")[0] for name in ("Ditto", "heavy")))
     for ditto, fedavg in (("Ditto", "FedAvg"), ("heavy", "FedAvg"), ("by samples", "FedAvg by samples")):
         w = subtree(states[ditto].server, "global_expert.")
         assert_same_bits(w, subtree(states[fedavg].server, "global_expert."))
@@ -100,7 +100,7 @@ def test_a_client_that_never_took_part_uses_the_first_w_also_in_later_phases(tmp
         phase("Local", Local(), max_epochs=0, start="Ditto"),
     ]
     federation = run(phases, two_experts(), blobs(), tmp_path, EPOCHS)
-    (trained,) = federation.run.states["Ditto"].kept
+    (trained,) = federation.run.states["Ditto"].clients
     start = of_tree(federation.run.states["FedAvg"].server)
     for client in range(3):
         for name in ("Ditto", "Local"):

@@ -86,7 +86,7 @@ def test_a_class_that_no_other_client_has_is_skipped_and_a_client_never_learns_f
     for name, algorithm in (("FD", FD(weight=0.9)), ("Local", Local("global_expert.*"))):
         data = TensorData(both.x[:21], both.y[:21], parts, dtype=torch.float64, batch_size=4)
         it = phase("it", algorithm, rounds=3)
-        kept[name] = run([it], mixture(gate=GlobalOnly()), data, tmp_path / name).run.states["it"].kept
+        kept[name] = run([it], mixture(gate=GlobalOnly()), data, tmp_path / name).run.states["it"].clients
     for client in (0, 1):
         expected = kept["Local"][client]
         assert_same_bits({name: kept["FD"][client][name] for name in expected}, expected)
@@ -98,8 +98,8 @@ def test_without_weight_every_client_trains_alone_to_the_bit(tmp_path):
         for algorithm in (FD(weight=0.0), Local("global_expert.*"))
     ]
     for client in range(3):
-        expected = kept[1]["it"].kept[client]
-        assert_same_bits({name: kept[0]["it"].kept[client][name] for name in expected}, expected)
+        expected = kept[1]["it"].clients[client]
+        assert_same_bits({name: kept[0]["it"].clients[client][name] for name in expected}, expected)
 
 
 def test_what_leaves_a_client_is_a_mean_output_and_a_count_for_each_class(tmp_path):

@@ -118,7 +118,7 @@ def test_rounds_are_those_of_a_bare_rewrite(name, tmp_path):
     inner = 0
     for client in range(3):
         close(dict(federation.client_module("FedALA", client).global_expert.state_dict()), experts[client].state_dict())
-        kept = [tensor for key, tensor in state.kept[client].items() if key.startswith("ala/weights/")]
+        kept = [tensor for key, tensor in state.clients[client].items() if key.startswith("ala/weights/")]
         assert len(kept) == len(weights[client] or [])
         for actual, expected in zip(kept, weights[client] or [], strict=True):
             close(actual, expected)
@@ -166,7 +166,7 @@ class AllLocal(FedALA):
     def client_final(self, client, const):
         update = super().client_final(client, const)
         zeros = {f"ala/weights/{name}": torch.zeros_like(weight) for name, weight in const["weights"].items()}
-        return Update(update.sent, update.weight, update.kept | zeros)
+        return Update(update.sent, update.weight, update.state | zeros)
 
 
 def test_with_weights_of_0_for_all_parameters_it_is_local_training(tmp_path):
@@ -189,7 +189,7 @@ def begun(round, server, kept, algorithm) -> tuple[dict, dict]:
 
 def test_a_client_is_evaluated_with_the_model_with_which_it_begins_the_next_round(tmp_path):
     state = run([ala(phase={"clients_per_round": None})], model(), data(), tmp_path).run.states["FedALA"]
-    models = [begun(round, state.server, state.kept[0], FedALA()) for round in (ROUNDS, ROUNDS + 1)]
+    models = [begun(round, state.server, state.clients[0], FedALA()) for round in (ROUNDS, ROUNDS + 1)]
     for trained, evaluated in models:
         assert_same_bits(trained, evaluated)
     last = "global_expert.classifier.1.weight"
@@ -226,7 +226,7 @@ def test_clients_send_the_expert_and_keep_the_rest_to_themselves(tmp_path):
         {f"ala/{what}/{name}" for what in ("local", "weights") for name in names},
         {f"ala/local/{name}" for name in names},
     ]
-    assert all({*kept} in keys for kept in states["FedALA"].kept.values())
+    assert all({*kept} in keys for kept in states["FedALA"].clients.values())
     assert {*states["FedALA"].server} == {name for name, _ in model().named_parameters() if name.startswith("global")}
 
 
@@ -248,7 +248,7 @@ def test_a_killed_run_goes_on_with_the_same_bits(whole, tmp_path):
     resumed = fitted(tmp_path, "last", store="disk")
     states = [federation.run.states["FedALA"] for federation in (resumed, whole)]
     assert_same(states[0].server, states[1].server)
-    assert_same(dict(states[0].kept), dict(states[1].kept))
+    assert_same(dict(states[0].clients), dict(states[1].clients))
     assert_same(resumed.results, whole.results)
 
 
@@ -260,7 +260,7 @@ def test_backends_and_workers_agree(whole, tmp_path):
     ]
     torch.testing.assert_close(states[1].server, states[0].server, rtol=1e-9, atol=1e-11)
     for client in range(3):
-        torch.testing.assert_close(states[1].kept[client], states[0].kept[client], rtol=1e-7, atol=1e-9)
+        torch.testing.assert_close(states[1].clients[client], states[0].clients[client], rtol=1e-7, atol=1e-9)
 
 
 def test_a_newcomer_has_no_local_model_and_takes_the_global_one(tmp_path):

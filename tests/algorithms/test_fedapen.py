@@ -87,7 +87,7 @@ def test_two_rounds_are_those_of_plain_pytorch(tmp_path, hidden, backend):
     for client, w in enumerate(weights):
         own = {name: tensor for name, tensor in kept[client].items() if name not in server}
         own["gate.weights"] = torch.tensor([1 - w, w], dtype=torch.float64)
-        torch.testing.assert_close(dict(state.kept[client]), own, rtol=0, atol=1e-11)
+        torch.testing.assert_close(dict(state.clients[client]), own, rtol=0, atol=1e-11)
 
 
 def test_the_weight_is_learned_with_the_loss_of_the_model(tmp_path):
@@ -95,9 +95,9 @@ def test_the_weight_is_learned_with_the_loss_of_the_model(tmp_path):
     module = pair(gate=MixtureWeights(), loss=loss)
     state = run([phase("it", FedAPEN(FRACTION, WEIGHT_LR, EPOCHS))], module, data, tmp_path).run.states["it"]
     for client in range(3):
-        tensors, (samples, _) = {**state.kept[client], **state.server}, split_by_hand(data, client)
+        tensors, (samples, _) = {**state.clients[client], **state.server}, split_by_hand(data, client)
         w = learned_by_hand(client, tensors, 0.5, samples, data, (4, 7), loss)
-        assert state.kept[client]["gate.weights"][1].item() == pytest.approx(w, abs=1e-12)
+        assert state.clients[client]["gate.weights"][1].item() == pytest.approx(w, abs=1e-12)
 
 
 def test_clients_are_evaluated_with_the_ensemble_of_their_own_weights(tmp_path):
@@ -107,7 +107,7 @@ def test_clients_are_evaluated_with_the_ensemble_of_their_own_weights(tmp_path):
     x, y = data.x[data.global_test], data.y[data.global_test]
     found = set()
     for client in range(3):
-        w = fed.run.states["it"].kept[client]["gate.weights"][1]
+        w = fed.run.states["it"].clients[client]["gate.weights"][1]
         module = fed.client_module("it", client)
         logits = w * module.local_expert[client % 2](x) + (1 - w) * module.global_expert(x)
         torch.testing.assert_close(module(x), logits, rtol=0, atol=1e-14)
@@ -120,7 +120,7 @@ def test_clients_are_evaluated_with_the_ensemble_of_their_own_weights(tmp_path):
 
 def test_the_weight_stays_within_0_and_1(tmp_path):
     fed = run([phase("it", FedAPEN(FRACTION, 1e4, 1))], pair(gate=MixtureWeights()), blobs(SIZES), tmp_path)
-    kept = fed.run.states["it"].kept
+    kept = fed.run.states["it"].clients
     assert {kept[client]["gate.weights"][1].item() for client in range(3)} <= {0.0, 1.0}
 
 
@@ -128,7 +128,7 @@ def test_a_learning_rate_of_0_leaves_the_weights_equal(tmp_path):
     module = pair(gate=MixtureWeights())
     fed = run([phase("it", FedAPEN(FRACTION, weight_lr=0), rounds=2)], module, blobs(SIZES), tmp_path)
     for client in range(3):
-        assert fed.run.states["it"].kept[client]["gate.weights"].tolist() == [0.5, 0.5]
+        assert fed.run.states["it"].clients[client]["gate.weights"].tolist() == [0.5, 0.5]
 
 
 def test_only_the_shared_model_leaves_a_client_and_comes_twice(tmp_path):
@@ -166,7 +166,7 @@ def test_a_run_that_was_killed_goes_on_with_the_same_bits(tmp_path):
     resumed = make(tmp_path / "killed")
     resumed.fit(model(), blobs(SIZES, dtype=torch.float32), ckpt_path="last")
     for client in range(3):
-        ours, theirs = (fed.run.states["it"].kept[client] for fed in (resumed, whole))
+        ours, theirs = (fed.run.states["it"].clients[client] for fed in (resumed, whole))
         assert "gate.weights" in ours
         assert_same_bits(dict(ours), dict(theirs))
     assert_same(resumed.results["it"].clients, whole.results["it"].clients)

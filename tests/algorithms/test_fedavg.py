@@ -106,7 +106,7 @@ def test_partial_sharing_equals_a_bare_loop_that_averages_the_shared_part_and_ke
     private = [federation.client_module("FedAvg", client).local_expert.classifier[1].weight for client in range(3)]
     assert not torch.equal(private[0], private[1]) and not torch.equal(private[1], private[2])
     assert set(federation.run.states["FedAvg"].server) == set(server)
-    kept = federation.run.states["FedAvg"].kept
+    kept = federation.run.states["FedAvg"].clients
     assert {name for tree in kept.values() for name in tree} == set(model.state_dict()) - set(server)
 
 

@@ -68,7 +68,7 @@ def test_statistics_weight_and_bias_stay_with_their_client(weighting, tmp_path):
 
     torch.testing.assert_close(state.server, named(server), rtol=0, atol=1e-10)
     for client in range(3):
-        torch.testing.assert_close(dict(state.kept[client]), named(private[client]), rtol=0, atol=1e-10)
+        torch.testing.assert_close(dict(state.clients[client]), named(private[client]), rtol=0, atol=1e-10)
 
 
 def test_fedbn_is_fedavg_of_all_other_names(tmp_path):
@@ -78,7 +78,7 @@ def test_fedbn_is_fedavg_of_all_other_names(tmp_path):
     states = run(phases, model(), blobs(), tmp_path, 2).run.states
     assert_same_bits(states["FedBN"].server, states["FedAvg"].server)
     for client in range(3):
-        assert_same_bits(dict(states["FedBN"].kept[client]), dict(states["FedAvg"].kept[client]))
+        assert_same_bits(dict(states["FedBN"].clients[client]), dict(states["FedAvg"].clients[client]))
 
 
 def test_layers_are_found_by_type_and_those_that_are_not_batch_normalization_are_shared():

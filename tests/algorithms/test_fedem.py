@@ -35,10 +35,10 @@ def test_two_rounds_are_those_of_bare_pytorch_with_an_optimizer_for_each_learner
 
     server, weights = rounds_by_hand(model, data, cohorts, 2, optimizers)
     torch.testing.assert_close(state.server, server, rtol=0, atol=1e-10)
-    assert state.kept.keys() == weights.keys()
+    assert state.clients.keys() == weights.keys()
     for client, expected in weights.items():
-        assert state.kept[client].keys() == {"gate.weights"}
-        torch.testing.assert_close(state.kept[client]["gate.weights"], expected, rtol=0, atol=1e-10)
+        assert state.clients[client].keys() == {"gate.weights"}
+        torch.testing.assert_close(state.clients[client]["gate.weights"], expected, rtol=0, atol=1e-10)
         assert (expected - 1 / 3).abs().max() > 1e-3
 
 
@@ -47,7 +47,7 @@ def test_a_client_predicts_with_its_mixture_of_probabilities_and_sends_the_learn
     federation = run([Phase("FedEM", FedEM(), rounds=3)], learners(), data, tmp_path)
     state, x = federation.run.states["FedEM"], data.x[data.global_test]
     for client in range(3):
-        pi = state.kept[client]["gate.weights"]
+        pi = state.clients[client]["gate.weights"]
         assert abs(pi.sum().item() - 1) < 1e-12
         module = federation.client_module("FedEM", client).eval()
         expected = sum(weight * expert(x).softmax(1) for weight, expert in zip(pi, module.experts, strict=True))
@@ -78,7 +78,7 @@ def test_equal_learners_never_separate_and_take_steps_of_an_mth_of_the_rate(tmp_
     server = average.run.states["FedAvg"].server
     for name, tensor in em.server.items():
         torch.testing.assert_close(tensor, server[f"experts.0.{name.split('.', 2)[2]}"], rtol=0, atol=1e-12)
-    for kept in em.kept.values():  # rounding may have changed them
+    for kept in em.clients.values():  # rounding may have changed them
         torch.testing.assert_close(kept["gate.weights"], torch.full((3,), 1 / 3, dtype=torch.float64))
 
 

@@ -50,7 +50,7 @@ def test_two_rounds_are_those_of_bare_pytorch(tmp_path, anchors):
     own = {name: tensor for name, tensor in state.server.items() if "/" not in name}
     assert own.keys() == {name for name in server if not name.startswith("embedding.")}
     torch.testing.assert_close(own, {name: server[name] for name in own}, rtol=0, atol=1e-10)
-    assert {client: tree["experts/asked"].tolist() for client, tree in state.kept.items()} == asked
+    assert {client: tree["experts/asked"].tolist() for client, tree in state.clients.items()} == asked
     for client, expert in expert_of.items():
         assert all(expert in pairs[client] for pairs in trained)
     if not anchors:

@@ -85,7 +85,7 @@ def test_two_rounds_are_those_of_plain_pytorch_and_count_the_bytes_of_the_factor
     state = fed.run.states["it"]
     torch.testing.assert_close(state.server, server, rtol=0, atol=1e-11)
     for client in range(3):
-        own = {name: tensor for name, tensor in state.kept[client].items() if "/" not in name}
+        own = {name: tensor for name, tensor in state.clients[client].items() if "/" not in name}
         local = {name: tensor for name, tensor in kept[client].items() if name not in server}
         torch.testing.assert_close(own, local, rtol=0, atol=1e-11)
     assert [row["bytes_up"] for row in fed.run.rows] == [8 * up[0], 8 * sum(up[:2])]
@@ -139,8 +139,8 @@ def test_with_an_energy_of_1_the_student_is_averaged_as_in_fedavg(tmp_path, roun
     )
     torch.testing.assert_close(ours.server, plain.server, rtol=0, atol=1e-13)
     for client in range(3):
-        own = {name: tensor for name, tensor in ours.kept[client].items() if "/" not in name}
-        torch.testing.assert_close(own, dict(plain.kept[client]), rtol=0, atol=1e-13)
+        own = {name: tensor for name, tensor in ours.clients[client].items() if "/" not in name}
+        torch.testing.assert_close(own, dict(plain.clients[client]), rtol=0, atol=1e-13)
 
 
 def test_samples_without_a_label_do_not_count():
@@ -179,7 +179,7 @@ def test_a_run_that_was_killed_goes_on_with_the_same_bits(tmp_path, store):
     fit(resumed, ckpt_path="last")
     assert_same_bits(resumed.run.states["it"].server, whole.run.states["it"].server)
     for client in range(3):
-        assert_same_bits(*(dict(fed.run.states["it"].kept[client]) for fed in (resumed, whole)))
+        assert_same_bits(*(dict(fed.run.states["it"].clients[client]) for fed in (resumed, whole)))
     assert_same(resumed.results["it"].clients, whole.results["it"].clients)
     assert [row["bytes_down"] for row in resumed.run.rows] == [row["bytes_down"] for row in whole.run.rows]
 

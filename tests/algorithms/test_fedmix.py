@@ -39,7 +39,7 @@ def test_three_rounds_are_those_of_bare_pytorch(tmp_path, clients_per_round, ent
     cohorts = [sample_cohort(range(4), clients_per_round or 4, 0, round) for round in range(3)]
     server, trained, asked = rounds_by_hand(model, data, cohorts, 2, responsibilities, entropy_weight)
     torch.testing.assert_close(state.server, server, rtol=0, atol=1e-10)
-    assert {client: tree["experts/asked"].tolist() for client, tree in state.kept.items()} == asked
+    assert {client: tree["experts/asked"].tolist() for client, tree in state.clients.items()} == asked
     if clients_per_round is None:
         assert trained[0] == {0: [0, 3], 1: [2, 3], 2: [0, 3], 3: [0, 2]}, "clients differ, and an expert is left"
 
@@ -68,7 +68,7 @@ def test_what_leaves_a_client_has_only_the_experts_that_it_trained():
         assert experts == [1, 3] or not request
         numbers = {name.split(".")[1] for name in update.sent if name.startswith("experts.")}
         assert numbers == {str(expert) for expert in experts}
-        assert update.kept.keys() == {"experts/asked"}
+        assert update.state.keys() == {"experts/asked"}
         weights = [update.sent[f"experts/weight/{expert}"].item() for expert in experts]
         assert sum(weights) == pytest.approx(13) and min(weights) > 0
 
@@ -144,7 +144,7 @@ def test_a_run_that_was_killed_ends_with_the_same_bits(tmp_path):
     resumed.fit(choosy(), blobs(), ckpt_path="last")
     states = [one.run.states["FedMix"] for one in (whole, resumed)]
     assert_same_bits(states[1].server, states[0].server)
-    assert_same_bits(states[1].kept[0], states[0].kept[0])
+    assert_same_bits(states[1].clients[0], states[0].clients[0])
     assert states[1].traffic == states[0].traffic
 
 

@@ -182,8 +182,8 @@ def test_all_others_and_equal_gates_are_the_plain_mean_of_all_experts(tmp_path):
         nn.init.constant_(proxy.weight, 1.0)
     algorithm = FedMoEDA("all", interval=1, trainable=["embedding.*", "experts.*"])
     one = run([phase("DA", algorithm, rounds=1)], copy.deepcopy(module), blobs(), tmp_path / "one")
-    assert not torch.equal(*(one.run.states["DA"].kept[client]["experts.0.0.weight"] for client in (0, 1)))
-    kept = one.run.states["DA"].kept
+    assert not torch.equal(*(one.run.states["DA"].clients[client]["experts.0.0.weight"] for client in (0, 1)))
+    kept = one.run.states["DA"].clients
     state = one.run.states["DA"].server
     after = {client: own for client, (own, _) in exchanged(algorithm, state | latest_as_before(state), kept, 1).items()}
     mean = sum(kept[client][f"experts.{index}.0.weight"] for client in range(N) for index in range(2)) / (2 * N)
@@ -264,7 +264,7 @@ def test_a_frozen_embedding_from_a_checkpoint_keeps_its_bits_and_is_not_sent(tmp
     for client in range(N):
         own = tensors(federation.client_module("DA", client))
         assert_same_bits({n: own[n] for n in own if n.startswith("embedding.")}, tensors(pretrained, "embedding."))
-        assert not any(name.startswith("embedding.") for name in state.kept[client])
+        assert not any(name.startswith("embedding.") for name in state.clients[client])
         assert (own["experts.0.0.weight"] - pretrained.experts[0][0].weight).abs().max() > 0.5, "not from there"
     assert state.traffic["bytes_up"] == 8 * N * 2 * 2 * PROXY  # gates in rounds 1 and 3
     assert state.traffic["bytes_down"] == 8 * N * 2 * 2 * 2 * 3  # rows of 2 experts in rounds 2 and 3
@@ -397,7 +397,7 @@ def test_a_run_stopped_anywhere_and_resumed_ends_with_the_same_bits(store, momen
     contents = [load_checkpoint(run.run_dir / "checkpoints/last.ckpt") for run in (expected, resumed)]
     assert_same(*(content["phases"]["DA"].server for content in contents))
     for client in range(N):
-        assert_same(*(run.run.states["DA"].kept[client] for run in (expected, resumed)))
+        assert_same(*(run.run.states["DA"].clients[client] for run in (expected, resumed)))
         assert_same(*(tensors(run.client_module("equal", client)) for run in (expected, resumed)))
 
 
@@ -407,7 +407,7 @@ def test_both_stores_and_workers_give_the_same_bits(whole, tmp_path):
     for other in (disk, workers):
         assert (other.run_dir / "rounds.csv").read_bytes() == (memory.run_dir / "rounds.csv").read_bytes()
         for client in range(N):
-            assert_same(other.run.states["DA"].kept[client], memory.run.states["DA"].kept[client])
+            assert_same(other.run.states["DA"].clients[client], memory.run.states["DA"].clients[client])
 
 
 def test_experts_that_are_alike_have_no_weight_of_a_global_expert(whole):

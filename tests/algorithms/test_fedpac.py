@@ -207,7 +207,7 @@ def test_the_order_of_clients_changes_only_the_rounding():
 
 def test_one_client_per_round_keeps_its_own_classifier(tmp_path):
     state = run([it(rounds=1, clients_per_round=1)], model(), without_a_class(), tmp_path).run.states["it"]
-    ((client, kept),) = state.kept.items()
+    ((client, kept),) = state.clients.items()
     assert_same_bits(subtree(state.server, f"classifiers/{client}."), subtree(kept, CLASSIFIER))
 
 
@@ -252,7 +252,7 @@ def test_newcomers_train_a_classifier_of_their_own_on_the_federation_s_extractor
     for client in (0, 1):
         module = later.client_module("it", client)
         assert_same_bits(tensors(module.global_expert.extractor), subtree(server, EXTRACTOR))
-        kept = later.run.states["it"].kept[client]
+        kept = later.run.states["it"].clients[client]
         assert_same_bits(tensors(module.global_expert.classifier), subtree(kept, CLASSIFIER))
         moved = module.global_expert.classifier[1].weight - model().global_expert.classifier[1].weight
         assert moved.abs().max() > 1e-3

@@ -87,7 +87,7 @@ def test_without_weight_every_client_trains_alone_to_the_bit(tmp_path):
         for algorithm in (FedProto(weight=0.0), Local("global_expert.*"))
     ]
     for client in range(3):
-        assert_same_bits(kept[0]["it"].kept[client], kept[1]["it"].kept[client])
+        assert_same_bits(kept[0]["it"].clients[client], kept[1]["it"].clients[client])
 
 
 def test_what_leaves_a_client_is_a_mean_and_a_count_for_each_class(tmp_path):

@@ -55,7 +55,7 @@ def test_fedrep_trains_heads_first_then_the_body_also_for_clients_that_come_late
     body, heads = simulate(data, values(model), COHORTS, SIZES if weighting == "samples" else None)
     assert_near(of_tree(state.server), body)
     for client in range(3):
-        assert_near(of_tree(state.kept[client], HEAD), heads[client])
+        assert_near(of_tree(state.clients[client], HEAD), heads[client])
 
 
 def test_fedrep_is_fedavg_without_a_head_and_local_without_a_body(tmp_path):
@@ -68,7 +68,7 @@ def test_fedrep_is_fedavg_without_a_head_and_local_without_a_body(tmp_path):
     states = run(phases, two_experts(momentum_sgd), blobs(), tmp_path, 2).run.states
     assert_same_bits(states["all"].server, states["FedAvg"].server)
     for client in range(3):
-        assert_same_bits(dict(states["none"].kept[client]), dict(states["Local"].kept[client]))
+        assert_same_bits(dict(states["none"].clients[client]), dict(states["Local"].clients[client]))
 
 
 def test_the_last_extra_round_is_a_phase_of_local_that_trains_the_heads(tmp_path):
@@ -81,7 +81,7 @@ def test_the_last_extra_round_is_a_phase_of_local_that_trains_the_heads(tmp_path
     states = federation.run.states
     start = values(two_experts())
     for client in range(3):
-        head = of_tree(states["FedRep"].kept.get(client, {}), HEAD) or start[2:]
+        head = of_tree(states["FedRep"].clients.get(client, {}), HEAD) or start[2:]
         body = of_tree(states["FedRep"].server)
         for x, y in round_batches(data, client, 2, 3):
             head = step(head, gradient([*body, *head], x, y)[2:])

@@ -91,7 +91,7 @@ def test_what_leaves_a_client_is_the_global_expert(tmp_path):
     size = sum(tensor.numel() for tensor in mixture().global_expert.parameters())
     assert state.traffic["parameters_up"] == state.traffic["parameters_down"] == 2 * 3 * size
     assert state.traffic["bytes_up"] == state.traffic["bytes_down"] == 8 * 2 * 3 * size
-    for kept in state.kept.values():
+    for kept in state.clients.values():
         assert {*kept} == {name for name in mixture().state_dict() if name.startswith(HEAD)}
 
 
@@ -100,13 +100,13 @@ def test_a_client_without_a_head_of_its_own_predicts_as_the_generic_model(tmp_pa
     phases = [phase("it", FedRoD(), rounds=2, clients_per_round=1), phase("later", Local(), max_epochs=0, start="it")]
     fed = run(phases, mixture(), without_a_class(), tmp_path)
     state = fed.run.states["it"]
-    assert 1 <= len(state.kept) < 3
+    assert 1 <= len(state.clients) < 3
     for name in ("it", "later"):
         for client in range(3):
             module = fed.client_module(name, client)
             assert_same_bits(tensors(module.local_expert.extractor), tensors(module.global_expert.extractor))
             heads = [tensors(expert.classifier) for expert in (module.local_expert, module.global_expert)]
-            assert torch.equal(heads[0]["1.weight"], heads[1]["1.weight"]) == (client not in state.kept)
+            assert torch.equal(heads[0]["1.weight"], heads[1]["1.weight"]) == (client not in state.clients)
 
 
 @pytest.mark.parametrize("optimizer", [None, partial(torch.optim.Adam, lr=0.1)])
@@ -115,7 +115,7 @@ def test_a_later_phase_starts_from_the_models_of_the_selected_round(optimizer, t
     phases = [phase("it", FedRoD(), rounds=4, **arguments), phase("later", Local(), max_epochs=0, start="it")]
     fed = run(phases, mixture(optimizer=partial(torch.optim.SGD, lr=3.0)), without_a_class(), tmp_path)
     state = fed.run.states["it"]
-    assert state.best_round < state.round and len(state.kept) < 3
+    assert state.best_round < state.round and len(state.clients) < 3
     for client in range(3):
         before, after = (fed.client_module(name, client) for name in ("it", "later"))
         assert_same_bits(tensors(after), tensors(before))
@@ -182,7 +182,7 @@ def test_newcomers_train_a_head_of_their_own_from_the_generic_one(tmp_path):
         assert_same_bits(tensors(module.local_expert.extractor), tensors(module.global_expert.extractor))
         moved = module.local_expert.classifier[1].weight - module.global_expert.classifier[1].weight
         assert 1e-3 < moved.abs().max() < 2
-    assert {*later.run.states["it"].kept} == {0, 1}
+    assert {*later.run.states["it"].clients} == {0, 1}
 
 
 @pytest.mark.parametrize(

@@ -49,7 +49,7 @@ def test_two_rounds_are_those_of_plain_pytorch(tmp_path, hidden, weighting):
     torch.testing.assert_close(state.server, server, rtol=0, atol=1e-12)
     for client in range(3):
         own = {name: tensor for name, tensor in kept[client].items() if name not in server}
-        torch.testing.assert_close(dict(state.kept[client]), own, rtol=0, atol=1e-12)
+        torch.testing.assert_close(dict(state.clients[client]), own, rtol=0, atol=1e-12)
 
 
 def test_only_the_meme_leaves_a_client(tmp_path):
@@ -75,7 +75,7 @@ def test_with_alpha_and_beta_1_the_meme_is_fedavg_and_the_private_model_local_to
     )
     assert_same_bits(fml.run.states["it"].server, fedavg.run.states["it"].server)
     for client in range(3):
-        assert_same_bits(dict(fml.run.states["it"].kept[client]), dict(local.run.states["it"].kept[client]))
+        assert_same_bits(dict(fml.run.states["it"].clients[client]), dict(local.run.states["it"].clients[client]))
 
 
 def test_samples_without_a_label_do_not_count():

@@ -45,9 +45,9 @@ class OnRequest(FedAvg):
 
     def client_final(self, client, const):
         update = super().client_final(client, const)
-        asked = self.client_request(client.id, client.kept)["request/experts"].tolist()
+        asked = self.client_request(client.id, client.state)["request/experts"].tolist()
         update.sent = {f"experts.{i}": update.sent[f"experts.{i}"] for i in asked}
-        update.kept = {"wanted/experts": torch.tensor([i + 1 for i in asked])}
+        update.state = {"wanted/experts": torch.tensor([i + 1 for i in asked])}
         return update
 
     def combine(self, a, b):
@@ -97,8 +97,8 @@ class KeepsHalfWay(FedAvg):
 
     def client_after_aggregation(self, client, sent):
         assert client.module.weight.item() == sent["weight"].item(), "the module has what was sent"
-        half = (client.kept.get("half/weight", torch.zeros_like(sent["weight"])) + sent["weight"]) / 2
-        return {**client.kept, "half/weight": half, "half/round": torch.tensor(client.round)}
+        half = (client.state.get("half/weight", torch.zeros_like(sent["weight"])) + sent["weight"]) / 2
+        return {**client.state, "half/weight": half, "half/round": torch.tensor(client.round)}
 
 
 @pytest.mark.parametrize("store", ["memory", "disk"])
@@ -130,7 +130,7 @@ def test_a_client_takes_a_step_after_aggregation_and_receives_the_new_weight_for
         (client,) = [i for i, (_, b) in enumerate(LOSSES) if abs(b + REMAINS[i].item() * (before - b) - weight) < 1e-12]
         halves[client], rounds[client] = (halves.get(client, 0.0) + weight) / 2, round
     assert set(halves) == {0, 1}, "both took part"
-    kept = whole.run.states["it"].kept
+    kept = whole.run.states["it"].clients
     assert {i: kept[i]["half/weight"].item() for i in kept} == pytest.approx(halves, rel=1e-12)
     assert {i: kept[i]["half/round"].item() for i in kept} == rounds
     assert whole.run.states["it"].traffic["bytes_down"] == 2 * alone.run.states["it"].traffic["bytes_down"]
@@ -144,7 +144,7 @@ def test_a_client_takes_a_step_after_aggregation_and_receives_the_new_weight_for
     again = federation(tmp_path / "killed", phases(), trainer=trainer, seed=3, store=store)
     again.fit(PureOneWeight(), two_quadratics(), ckpt_path="last")
     for client in kept:
-        assert_same_bits(dict(again.run.states["it"].kept[client]), dict(kept[client]))
+        assert_same_bits(dict(again.run.states["it"].clients[client]), dict(kept[client]))
 
 
 @pytest.mark.parametrize("rounds", [1, 3])
@@ -158,7 +158,7 @@ def test_newcomers_take_their_steps_after_aggregation_on_a_server_s_state_that_s
     weight = first.run.states["it"].server["weight"].item()
     later = it(tmp_path)
     later.personalize(PureOneWeight(), two_quadratics(), rounds=rounds)
-    halves = [later.run.states["it"].kept[client]["half/weight"].item() for client in range(2)]
+    halves = [later.run.states["it"].clients[client]["half/weight"].item() for client in range(2)]
     assert halves == pytest.approx([weight * (1 - 0.5**rounds)] * 2, rel=1e-12)
 
 

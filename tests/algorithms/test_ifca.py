@@ -199,7 +199,7 @@ def test_each_cluster_is_the_weighted_mean_of_those_who_picked_it_and_others_sta
                 parameter.fill_(10.0 + client_id)
         update = algorithm.client_final(client, const)
         assert cluster(update.sent, index) and not cluster(update.sent, 0)
-        assert not update.kept
+        assert not update.state
         updates.append(update)
         trained.append(10.0 + client_id)
     a, b, c = updates

@@ -77,7 +77,7 @@ def test_weights_and_predictions_equal_those_by_hand(tmp_path, kernel):
             ]
             weight = right.index(max(right)) / 10
             chosen.append(weight)
-            assert run.run.states["kNN-Per"].kept[client]["knn/weight"].item() == pytest.approx(weight)
+            assert run.run.states["kNN-Per"].clients[client]["knn/weight"].item() == pytest.approx(weight)
             stored = samples[: int(0.7 * len(samples))]
             mixed = [(1 - weight) * p + weight * q for p, q in by_hand(expert, data, stored, data.x[:20], 3, exponent)]
             expected = torch.stack(mixed).log() if weight else expert(data.x[:20])
@@ -88,7 +88,7 @@ def test_weights_and_predictions_equal_those_by_hand(tmp_path, kernel):
 
 
 def test_a_client_with_one_sample_uses_the_federated_model(whole):
-    assert whole.run.states["kNN-Per"].kept[2]["knn/weight"].item() == 0
+    assert whole.run.states["kNN-Per"].clients[2]["knn/weight"].item() == 0
 
 
 @pytest.mark.parametrize("algorithm", [KNNPer(weight=0.0), KNNPer(capacity=0.0), KNNPer(capacity=0.0, weight=1.0)])
@@ -130,7 +130,7 @@ def test_a_narrow_kernel_does_not_lose_the_nearest_neighbor(tmp_path):
 def test_nothing_is_trained_or_sent_and_only_the_weight_is_kept(whole):
     state = whole.run.states["kNN-Per"]
     assert not any(state.traffic.values()) and state.flops == 0
-    assert [set(state.kept[client]) for client in range(3)] == [{"knn/weight"}] * 3
+    assert [set(state.clients[client]) for client in range(3)] == [{"knn/weight"}] * 3
     assert_same_bits(
         tensors(whole.client_module("kNN-Per", 1)),
         tensors(mixture()) | tensors(whole.client_module("FedAvg", 1), "global"),
@@ -141,7 +141,7 @@ def test_both_backends_choose_the_same_weights(whole, tmp_path):
     for name, backend in (("alone", TrainerBackend()), ("stacked", StackedBackend())):
         run = fitted(tmp_path / name, backend=backend)
         for client in range(3):
-            assert_same_bits(run.run.states["kNN-Per"].kept[client], whole.run.states["kNN-Per"].kept[client])
+            assert_same_bits(run.run.states["kNN-Per"].clients[client], whole.run.states["kNN-Per"].clients[client])
 
 
 def test_a_run_stopped_after_some_clients_chose_and_resumed_ends_with_the_same_bits(whole, tmp_path):

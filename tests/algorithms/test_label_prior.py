@@ -114,7 +114,7 @@ def test_with_tau_1_the_best_model_of_equal_classes_reaches_the_bayes_error_of_e
 def test_tau_is_chosen_by_the_loss_on_the_client_s_validation_samples(tmp_path):
     data = blobs((60, 31, 1), validation_fraction=0.4)
     run = fitted(tmp_path, fedavg(), prior(LabelPrior("auto")), data=data)
-    chosen = [run.run.states["prior"].kept[client]["prior/tau"].item() for client in range(3)]
+    chosen = [run.run.states["prior"].clients[client]["prior/tau"].item() for client in range(3)]
     with torch.no_grad():
         for client in range(2):
             samples = data.validation_samples[client]
@@ -199,13 +199,13 @@ def test_an_expert_after_an_embedding_is_corrected(tmp_path):
 def test_nothing_is_trained_or_sent_and_only_the_bias_and_tau_are_kept(whole):
     state = whole.run.states["prior"]
     assert not any(state.traffic.values()) and state.flops == 0
-    assert [set(state.kept[client]) for client in range(3)] == [{BIAS, "prior/tau"}] * 3
+    assert [set(state.clients[client]) for client in range(3)] == [{BIAS, "prior/tau"}] * 3
 
 
 def test_later_rounds_of_the_phase_change_nothing(whole, tmp_path):
     run = fitted(tmp_path, fedavg(), prior(rounds=3))
     for client in range(3):
-        assert_same_bits(run.run.states["prior"].kept[client], whole.run.states["prior"].kept[client])
+        assert_same_bits(run.run.states["prior"].clients[client], whole.run.states["prior"].clients[client])
 
 
 @pytest.mark.parametrize("backend", [StackedBackend, TwoInThisProcess])
@@ -216,7 +216,7 @@ def test_every_backend_has_the_same_bits(tmp_path, backend):
         for index, each in enumerate((TrainerBackend(), backend()))
     ]
     for client in range(3):
-        assert_same_bits(*(run.run.states["prior"].kept[client] for run in runs))
+        assert_same_bits(*(run.run.states["prior"].clients[client] for run in runs))
 
 
 def test_a_run_stopped_after_some_clients_were_corrected_and_resumed_ends_with_the_same_bits(whole, tmp_path):

@@ -122,9 +122,9 @@ def test_with_nobody_out_it_is_fedavg_to_the_bit(tmp_path):
     for name in ("FedAvg", "Fine-tuned"):
         states = [federation.run.states[name] for federation in runs]
         assert_same_bits(states[1].server, states[0].server)
-        assert states[1].kept.keys() == states[0].kept.keys()
-        for client in states[0].kept:
-            assert_same_bits(states[1].kept[client], states[0].kept[client])
+        assert states[1].clients.keys() == states[0].clients.keys()
+        for client in states[0].clients:
+            assert_same_bits(states[1].clients[client], states[0].clients[client])
     other = run(phases(OptInFedAvg("global_expert.*", 0.3)), mixture(LinearGate(5)), blobs(SIZES), tmp_path / "other")
     assert not torch.equal(
         *(one.run.states["FedAvg"].server["global_expert.classifier.1.weight"] for one in (runs[0], other))
@@ -201,13 +201,13 @@ def test_no_opted_out_sample_is_seen_before_personalization_which_sees_all(tmp_p
     for client in range(4):
         own = set(samples[client].tolist())
         assert len(ids & own) == (0 if client == out else len(own) - int(0.4 * len(own)))
-    assert federation.run.states["FedAvg"].kept.keys() <= set(range(4)) - {out}
+    assert federation.run.states["FedAvg"].clients.keys() <= set(range(4)) - {out}
 
     personal = [phase("Fine-tuned", PersonalizedExpert(), gate=ConstantGate(0)), phase("Mixture", SpecialistMixture())]
     for number in (1, 2):
         ids, federation = seen([federated, *personal[:number]], str(number))
         assert ids == set(range(50)), "specialists are trained on all samples, those of opted-out clients included"
-        assert set(federation.run.states[personal[number - 1].name].kept) == set(range(4))
+        assert set(federation.run.states[personal[number - 1].name].clients) == set(range(4))
 
 
 # Specialist and gate

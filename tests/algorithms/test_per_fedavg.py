@@ -60,7 +60,7 @@ def test_per_fedavg_takes_the_steps_of_its_algorithm_and_is_evaluated_after_one_
         samples = data.train_samples[client]
         adapted = step(w, gradient(w, data.x[samples], data.y[samples]), INNER)
         assert_near(values(federation.client_module("it", client)), adapted)
-    assert not any(federation.run.states["it"].kept.values())
+    assert not any(federation.run.states["it"].clients.values())
 
 
 @pytest.mark.parametrize(("second_order", "power"), [(False, 1), (True, 2)])

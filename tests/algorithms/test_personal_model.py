@@ -78,7 +78,7 @@ def test_a_run_killed_and_resumed_ends_with_the_same_bits(name, whole_run, tmp_p
     again = fitted(tmp_path / "killed", name, "last")
     states = [each.run.states[name] for each in (whole, again)]
     assert_same(states[0].server, states[1].server)
-    assert_same(*({client: dict(tree) for client, tree in state.kept.items()} for state in states))
+    assert_same(*({client: dict(tree) for client, tree in state.clients.items()} for state in states))
     assert_same(whole.results[name].clients, again.results[name].clients)
 
 

@@ -64,7 +64,7 @@ def test_pfedme_takes_the_steps_of_its_algorithm_and_keeps_theta(decay, server_l
     w, theta = simulate(data, values(model), COHORTS, decay, server_lr, weights)
     assert_near(of_tree(state.server), w)
     for client in range(3):
-        assert_near(of_tree(state.kept[client], "local_expert."), theta[client])
+        assert_near(of_tree(state.clients[client], "local_expert."), theta[client])
 
 
 def test_theta_ends_between_the_client_s_minimum_and_w_which_moves_towards_it(tmp_path):
@@ -75,7 +75,7 @@ def test_theta_ends_between_the_client_s_minimum_and_w_which_moves_towards_it(tm
     w, expected = torch.tensor([2.0, 5.0]).double(), []
     for client, label in enumerate((1.0, 3.0)):
         theta = (torch.tensor([label, -label]).double() + 2 * w) / 3
-        assert_near(of_tree(state.kept[client], "local_expert."), [theta], 1e-12)
+        assert_near(of_tree(state.clients[client], "local_expert."), [theta], 1e-12)
         expected.append([w - 0.1 * 2 * (w - theta)])
     assert_near(of_tree(state.server), mean(expected), 1e-12)
 
@@ -98,10 +98,10 @@ def test_theta_is_evaluated_and_a_client_that_never_took_part_uses_the_server_s_
     pfedme = Phase("it", PFedMe(**GIVEN), rounds=2, clients_per_round=1, gate=LocalOnly())
     federation = run([pfedme], two_experts(), blobs(), tmp_path, EPOCHS)
     state = federation.run.states["it"]
-    assert len(state.kept) < 3
+    assert len(state.clients) < 3
     for client in range(3):
         used = values(federation.client_module("it", client), "local_expert.")
-        expected = of_tree(state.kept[client], "local_") if client in state.kept else of_tree(state.server)
+        expected = of_tree(state.clients[client], "local_") if client in state.clients else of_tree(state.server)
         assert all(map(torch.equal, used, expected))
 
 
@@ -111,7 +111,7 @@ def test_theta_keeps_its_running_statistics_from_round_to_round_and_w_those_of_t
     one, three = run(phases, model, blobs(), tmp_path, EPOCHS).run.states.values()
     layer = "extractor.1."
     for client in range(3):
-        batches = [of.kept[client][f"local_expert.{layer}num_batches_tracked"].item() for of in (one, three)]
+        batches = [of.clients[client][f"local_expert.{layer}num_batches_tracked"].item() for of in (one, three)]
         assert batches[0] and batches[1] == 3 * batches[0]
     for name in ("running_mean", "running_var"):
         start = model.state_dict()[f"global_expert.{layer}{name}"]

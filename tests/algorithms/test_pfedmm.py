@@ -26,8 +26,8 @@ def test_two_rounds_are_those_of_bare_pytorch_with_m_times_the_rate_for_the_back
     server, weights = rounds_by_hand(model, data, [range(3)] * 2, 2, optimizers)
     torch.testing.assert_close(state.server, server, rtol=0, atol=1e-10)
     for client, expected in weights.items():
-        assert state.kept[client].keys() == {"gate.weights"}
-        torch.testing.assert_close(state.kept[client]["gate.weights"], expected, rtol=0, atol=1e-10)
+        assert state.clients[client].keys() == {"gate.weights"}
+        torch.testing.assert_close(state.clients[client]["gate.weights"], expected, rtol=0, atol=1e-10)
 
 
 def test_clients_send_the_backbone_and_all_heads(tmp_path):

@@ -79,7 +79,7 @@ def test_two_rounds_over_three_architectures_are_those_of_bare_pytorch(tmp_path,
     torch.testing.assert_close(state.server, server, rtol=1e-12, atol=1e-12)
     for client in range(4):
         kept = {name: tensor for name, tensor in own[client].items() if name not in server}
-        torch.testing.assert_close(dict(state.kept[client]), kept, rtol=1e-12, atol=1e-12)
+        torch.testing.assert_close(dict(state.clients[client]), kept, rtol=1e-12, atol=1e-12)
         moved = {name.split(".")[0] for name in own[client] if not torch.equal(own[client][name], start[name])}
         assert moved == {"shared_extractor", "local_experts", "header", "gate"}
         assert not any(f"local_experts.{other}" in name for name in own[client] for other in {0, 1, 2} - {client % 3})
@@ -102,11 +102,11 @@ def test_a_client_is_evaluated_with_the_extractor_that_it_trained_or_the_servers
     phase = Phase("p", PFedMoE(), max_epochs=2, clients_per_round=2, evaluate_after=evaluate_after)
     fed = run([phase], model(), blobs(SIZES), tmp_path, backend=TrainerBackend())
     state, data = fed.run.states["p"], fed.run.datamodule
-    trained = sorted(state.kept)
+    trained = sorted(state.clients)
     assert len(trained) == 2
     seen = []
     for client in range(4):
-        module, kept = fed.client_module("p", client), state.kept.get(client, {})
+        module, kept = fed.client_module("p", client), state.clients.get(client, {})
         extractor = subtree(kept, "trained/")
         assert {name.split(".")[0] for name in extractor} == (
             {"shared_extractor"} if client in trained and own_copy else set()
@@ -144,10 +144,10 @@ def test_standalone_and_lg_fedavg_are_configurations(tmp_path):
     fed = run(phases, model(), blobs(SIZES), tmp_path, backend=TrainerBackend())
     alone, lg = fed.run.states["Standalone"], fed.run.states["LG-FedAvg"]
     for client in range(4):
-        assert {name.split(".")[0] for name in alone.kept[client]} == {"local_experts", "header"}
-        assert {".".join(name.split(".")[:2]) for name in lg.kept[client]} == {f"local_experts.{client % 3}"}
+        assert {name.split(".")[0] for name in alone.clients[client]} == {"local_experts", "header"}
+        assert {".".join(name.split(".")[:2]) for name in lg.clients[client]} == {f"local_experts.{client % 3}"}
     for name in ("header.weight", "header.bias"):
-        mean = sum(n * alone.kept[client][name] for client, n in enumerate(SIZES)) / sum(SIZES)
+        mean = sum(n * alone.clients[client][name] for client, n in enumerate(SIZES)) / sum(SIZES)
         torch.testing.assert_close(lg.server[name], mean, rtol=1e-12, atol=1e-12)
     assert fed.results["Standalone"].model == "local expert"
 
@@ -196,7 +196,7 @@ def test_a_second_round_agrees_where_clients_come_back_with_copies_of_their_own(
     results = []
     for backend in (TrainerBackend(), StackedBackend()):
         groups = list(backend.plan(training).train(update.sent, range(6), kept, 1))
-        results.append({client: tree for group in groups for client, tree in group.kept.items()})
+        results.append({client: tree for group in groups for client, tree in group.clients.items()})
     for client in range(6):
         torch.testing.assert_close(results[0][client], results[1][client], rtol=1e-9, atol=1e-9)
 
@@ -228,7 +228,8 @@ def assert_same_run(one, other):
     for name, state in one.run.states.items():
         assert_same(state.server, other.run.states[name].server)
         assert_same(
-            {k: dict(v) for k, v in state.kept.items()}, {k: dict(v) for k, v in other.run.states[name].kept.items()}
+            {k: dict(v) for k, v in state.clients.items()},
+            {k: dict(v) for k, v in other.run.states[name].clients.items()},
         )
     for name in ("rounds.csv", "clients.csv", "summary.csv"):
         assert (one.run_dir / name).read_bytes() == (other.run_dir / name).read_bytes()

@@ -79,7 +79,7 @@ def test_each_client_sends_its_classifier_and_receives_all_of_them_and_nothing_i
     for client in range(3):
         own = tensors(whole.client_module("FedPer", client).local_expert.classifier)
         assert_same_bits(subtree(state.server, f"pool.{client}."), own)
-        assert {name.split(".")[0] for name in state.kept[client]} == {"gate", "local_expert"}
+        assert {name.split(".")[0] for name in state.clients[client]} == {"gate", "local_expert"}
 
 
 def test_classifiers_that_never_differed_are_the_base_whatever_the_gate(tmp_path):
@@ -106,7 +106,7 @@ def test_backends_agree():
 def test_nothing_is_aggregated_so_that_models_are_those_after_local_training(whole):
     state = whole.run.states["PM-MoE"]
     assert [evaluation.moment for evaluation in state.evaluations] == ["after local training"]
-    assert not any(name.startswith("trained/") for kept in state.kept.values() for name in kept), "kept once"
+    assert not any(name.startswith("trained/") for kept in state.clients.values() for name in kept), "kept once"
     with pytest.raises(MisconfigurationException, match="local_training, because PMMoE aggregates nothing"):
         pm_moe(evaluate_after="aggregation")
 
@@ -116,7 +116,7 @@ def test_a_run_stopped_after_the_pool_was_made_and_resumed_ends_with_the_same_bi
         fitted(tmp_path, callbacks=[Kill("on_client_end", 8)], store="disk")
     resumed = fitted(tmp_path, ckpt_path="last", store="disk")
     states = [load_checkpoint(run.run_dir / "checkpoints/last.ckpt")["phases"]["PM-MoE"] for run in (resumed, whole)]
-    assert_same(dict(states[0].kept), dict(states[1].kept))
+    assert_same(dict(states[0].clients), dict(states[1].clients))
     assert_same({**vars(states[0]), "kept": None}, {**vars(states[1]), "kept": None})
 
 

@@ -43,7 +43,7 @@ def test_scaffold_takes_the_steps_of_its_algorithm(clients_per_round, server_lr,
     state = federation.run.states["Scaffold"]
     assert weight_of(federation, "Scaffold") == pytest.approx(x, rel=1e-12)
     assert state.server["control/weight"].item() == pytest.approx(c, rel=1e-11)
-    assert [state.kept[i]["control/weight"].item() for i in (0, 1)] == pytest.approx(own, rel=1e-11)
+    assert [state.clients[i]["control/weight"].item() for i in (0, 1)] == pytest.approx(own, rel=1e-11)
 
 
 def test_scaffold_follows_a_learning_rate_that_falls_from_round_to_round(tmp_path):
@@ -54,7 +54,7 @@ def test_scaffold_follows_a_learning_rate_that_falls_from_round_to_round(tmp_pat
     state = federation.run.states["Scaffold"]
     assert weight_of(federation, "Scaffold") == pytest.approx(x, rel=1e-12)
     assert state.server["control/weight"].item() == pytest.approx(c, rel=1e-10)
-    assert [state.kept[i]["control/weight"].item() for i in (0, 1)] == pytest.approx(own, rel=1e-10)
+    assert [state.clients[i]["control/weight"].item() for i in (0, 1)] == pytest.approx(own, rel=1e-10)
 
 
 def test_scaffold_goes_on_after_a_round_with_a_learning_rate_of_0(tmp_path):
@@ -73,7 +73,7 @@ def test_scaffold_goes_on_after_a_round_with_a_learning_rate_of_0(tmp_path):
     for name, tensor in states[1].server.items():
         assert torch.equal(states[0].server[name], tensor)
     for client in (0, 1):
-        assert torch.equal(states[0].kept[client]["control/weight"], states[1].kept[client]["control/weight"])
+        assert torch.equal(states[0].clients[client]["control/weight"], states[1].clients[client]["control/weight"])
 
 
 def test_scaffold_ends_at_the_optimum_where_fedavg_does_not(tmp_path):
@@ -101,7 +101,7 @@ def test_a_scaffold_run_is_evaluated_with_the_server_s_model(tmp_path):
         tmp_path,
     )
     accuracies = {client.global_test for client in federation.results["Scaffold"].clients}
-    assert len(accuracies) == 1 and federation.run.states["Scaffold"].kept
+    assert len(accuracies) == 1 and federation.run.states["Scaffold"].clients
 
 
 @pytest.mark.parametrize(

@@ -95,7 +95,7 @@ def test_features_are_computed_anew_when_what_computes_them_has_changed(backend)
         plan, kept = begin(backend, training), {}
         for round in range(3):
             for group in plan.train({}, [0, 1], dict(kept), round):
-                kept |= group.kept
+                kept |= group.clients
         return kept
 
     expected = rounds(TrainerBackend(), callbacks=[EveryBatch()])

@@ -58,9 +58,9 @@ def test_a_shared_trainer_gives_the_bits_of_a_trainer_per_client(tmp_path, monke
     assert len(fits) == number
     states = [federation.run.states["it"] for federation in (shared, alone)]
     assert_same_bits(states[0].server, states[1].server)
-    assert states[0].kept.keys() == states[1].kept.keys()
-    for client in states[0].kept:
-        assert_same_bits(dict(states[0].kept[client]), dict(states[1].kept[client]))
+    assert states[0].clients.keys() == states[1].clients.keys()
+    for client in states[0].clients:
+        assert_same_bits(dict(states[0].clients[client]), dict(states[1].clients[client]))
 
 
 def test_clients_of_clusters_and_of_dropout_have_the_same_bits_too(tmp_path, monkeypatch, fits):

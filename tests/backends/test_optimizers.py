@@ -109,7 +109,7 @@ def test_a_client_keeps_its_momentum_only_if_asked_to(tmp_path, keep, every_batc
     federation = run([it], WithMomentum(lr=RATE), two_quadratics(), tmp_path, EPOCHS, every_batch=every_batch)
     x, velocities = with_momentum(3, keep)
     assert weight_of(federation, "it") == pytest.approx(x, rel=1e-12)
-    kept = [federation.run.states["it"].kept.get(client, {}) for client in (0, 1)]
+    kept = [federation.run.states["it"].clients.get(client, {}) for client in (0, 1)]
     names = {"optimizer/weight/momentum_buffer"} if keep else set()
     assert [set(tree) for tree in kept] == [names, names]
     if keep:
@@ -129,7 +129,7 @@ def test_adam_s_moments_of_expert_and_gate_are_kept_through_rounds_that_train_th
         return [first, phase("it", interleaved, rounds=rounds, max_epochs=1, optimizer=adam, keep_optimizer=True)]
 
     whole = run(phases(4), mixture(LinearGate(5)), blobs(), tmp_path / "whole", **arguments)
-    kept = whole.run.states["it"].kept[0]
+    kept = whole.run.states["it"].clients[0]
     steps = {name.split("/")[1].split(".")[0]: kept[name].item() for name in kept if name.endswith("/step")}
     size = len(whole.run.datamodule.train_samples[0])
     batches = {"gate": -(-(size // 4) // 4), "local_expert": -(-(size - size // 4) // 4)}
@@ -148,7 +148,7 @@ def test_adam_s_moments_of_expert_and_gate_are_kept_through_rounds_that_train_th
     )
     again.fit(mixture(LinearGate(5)), blobs(), ckpt_path="last")
     for client in range(3):
-        assert_same(dict(again.run.states["it"].kept[client]), dict(whole.run.states["it"].kept[client]))
+        assert_same(dict(again.run.states["it"].clients[client]), dict(whole.run.states["it"].clients[client]))
 
 
 class TwoOptimizers(OneWeight):

@@ -91,7 +91,7 @@ def test_a_killed_process_is_replaced_and_the_bits_stay(alone, pool, tmp_path):
     run = federation(tmp_path, backend=pool)
     run.fit(killing_model(tmp_path / "kill"), data(sizes=SIZES))
     assert not (tmp_path / "kill").exists()
-    assert_same(run.run.states["PFL-MF"].kept, alone.run.states["PFL-MF"].kept)
+    assert_same(run.run.states["PFL-MF"].clients, alone.run.states["PFL-MF"].clients)
     assert_same(run.run.states["FedAvg"].server, alone.run.states["FedAvg"].server)
 
 

@@ -127,7 +127,7 @@ def test_ray_gives_the_bits_of_one_process_and_replaces_a_killed_one(alone, tmp_
     run = federation(tmp_path, backend=RayBackend(backend=TrainerBackend()))
     run.fit(killing_model(tmp_path / "kill"), data(sizes=SIZES))
     assert not (tmp_path / "kill").exists()
-    assert_same(run.run.states["PFL-MF"].kept, alone.run.states["PFL-MF"].kept)
+    assert_same(run.run.states["PFL-MF"].clients, alone.run.states["PFL-MF"].clients)
     assert_same(run.run.states["FedAvg"].server, alone.run.states["FedAvg"].server)
     assert cluster.is_initialized(), "who started it ends it"
 

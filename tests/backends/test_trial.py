@@ -43,7 +43,7 @@ def test_what_cannot_be_stacked_is_refused_with_a_reason_and_auto_takes_the_othe
 def test_an_error_of_the_user_s_hooks_is_reported_as_one_of_the_trial():
     class Broken(FedAvg):
         def client_init(self, client, sent):
-            return {"share": 1 / len(client.kept)}
+            return {"share": 1 / len(client.state)}
 
     plan = AutoBackend().plan(local_training(mixture(), Broken(), blobs(FEW)))
     assert isinstance(plan, TrainerPlan)

@@ -36,7 +36,7 @@ def test_what_is_sent_is_what_a_worker_lacks_largest_groups_first():
     first, second = trained_round(plan, kept), trained_round(plan, round=1)
     other = trained(backend, replace(phase, seed=1))
     assert [entry[2] for entry in backend.log[:4]] == [[2], [0], [3], [1]]
-    assert [list(group.kept) for group in first] == [[0], [1], [2], [3]], "yielded in order"
+    assert [list(group.clients) for group in first] == [[0], [1], [2], [3]], "yielded in order"
     new_phase, new_round, nothing = (True, True), (False, True), (False, False)
     sent = [new_phase, new_phase, nothing, nothing, new_round, new_round, nothing, nothing]
     assert [entry[:2] for entry in backend.log] == [*sent, new_phase, new_phase, nothing, nothing]
@@ -93,7 +93,7 @@ def test_a_group_that_ends_every_worker_is_left_out(monkeypatch):
     backend = TwoInThisProcess()
     backend.worker = DiesOnce
     groups, expected = trained(backend, training()), trained(TrainerBackend(), training())
-    assert groups[2].update is None and not groups[2].kept
+    assert groups[2].update is None and not groups[2].clients
     assert groups[2].failed[2].reason == "its worker process has ended 3 times (SIGKILL)"
     assert_same([*groups[:2], groups[3]], [*expected[:2], expected[3]])
 

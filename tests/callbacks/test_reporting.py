@@ -17,7 +17,7 @@ from tensorboard.util.tensor_util import make_ndarray
 from fedmoe_pl.callbacks import AccuracyMonitor, GateMonitor, PartitionMonitor, ProgressBar, ResultFiles, partition
 from fedmoe_pl.callbacks.figures import sorted_accuracy_figure
 from fedmoe_pl.checkpoints.phase_state import PhaseState
-from fedmoe_pl.logs.loggers import Boards
+from fedmoe_pl.logs.loggers import RunLoggers
 from fedmoe_pl.logs.summary import (
     format_table,
     round_row,
@@ -66,8 +66,7 @@ def run(tmp_path):
     phases = [{"name": "FedAvg", "rounds": 2}, {"name": "PFL MFE", "rounds": 1, "monitor": "reweighted_test"}]
     return FakeRun(
         folder=tmp_path,
-        loggers=loggers,
-        boards=Boards(loggers),
+        loggers=RunLoggers(loggers),
         phases=[
             SimpleNamespace(name="FedAvg", rounds=2, work=10.0, evaluation=fedavg),
             SimpleNamespace(name="PFL MFE", rounds=1, work=20.0, evaluation=pfl_mfe),
@@ -84,7 +83,7 @@ def run(tmp_path):
 
 
 def events(run, method=""):
-    run.boards.finalize()
+    run.loggers.finalize()
     return EventAccumulator(str(run.folder / "tb" / method), size_guidance={"tensors": 0, "images": 0}).Reload()
 
 
@@ -305,10 +304,10 @@ def test_the_page_of_hyperparameters_has_the_columns_of_all_methods_and_says_whi
 def test_other_loggers_get_the_hyperparameters_before_the_first_round(run):
     """MLflow's file store has a file for each: none may be a folder of others."""
     AccuracyMonitor().on_fit_start(run)
-    given = run.loggers[1].experiment.hparams
+    given = run.loggers.all[1].experiment.hparams
     assert given["PFL_MFE.monitor"] == "reweighted_test", "no sign that a logger refuses, as MLflow does"
     assert not any(name.startswith(f"{other}/") for name in given for other in given)
-    assert run.loggers[0].hparams == given
+    assert run.loggers.all[0].hparams == given
 
 
 @pytest.mark.filterwarnings("ignore")  # of MLflow itself
@@ -316,7 +315,7 @@ def test_mlflow_s_file_store_takes_hyperparameters_accuracies_pictures_and_table
     pytest.importorskip("mlflow")
     monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
     logger = MLFlowLogger(tracking_uri=f"file:{run.folder}/mlruns")
-    run.boards = Boards([logger])
+    run.loggers = RunLoggers([logger])
     run.fit(AccuracyMonitor(), GateMonitor())
     data = logger.experiment.get_run(logger.run_id).data
     assert data.params["mixing"] == "probabilities"
@@ -338,7 +337,7 @@ class LoggerOfPictures(CSVLogger):
 
 def test_every_logger_with_log_image_gets_the_pictures(run):
     logger = LoggerOfPictures(run.folder, name="", version="own")
-    run.boards = Boards([logger])
+    run.loggers = RunLoggers([logger])
     run.fit(AccuracyMonitor(), GateMonitor())
     of_method = ("PFL_MFE/mean_gate_weight/by_client_and_class", (700, 3), 1)
     assert logger.pictures == (*(("sorted_accuracies", (700, 3), step) for step in (2, 3)), of_method)
@@ -366,11 +365,11 @@ def test_gate_weights_in_tensorboard(run):
 
 
 def test_histograms_need_a_logger_that_takes_them(run):
-    run.boards = Boards(run.loggers[1:])
+    run.loggers = RunLoggers(run.loggers.all[1:])
     with pytest.raises(MisconfigurationException, match=r"GateMonitor: max_clients is 2, but must be left out"):
         run.fit(GateMonitor(max_clients=2))
     run.fit(GateMonitor())
-    assert "PFL_MFE/mean_gate_weight/global" in run.loggers[1].experiment.metrics[-1]
+    assert "PFL_MFE/mean_gate_weight/global" in run.loggers.all[1].experiment.metrics[-1]
 
 
 def test_partition_in_tensorboard_once(run, monkeypatch):

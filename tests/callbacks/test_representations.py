@@ -41,7 +41,7 @@ def test_representations_are_those_of_the_clients_own_models_and_shown_in_tensor
         torch.testing.assert_close(found["shared"][own], shared)
         torch.testing.assert_close(found["local"][own], local)
         torch.testing.assert_close(found["mixed"][own], g[:, :1] * shared + g[:, 1:] * local)
-    assert isinstance(fed.run.loggers[0], TensorBoardLogger)
+    assert isinstance(fed.run.loggers.all[0], TensorBoardLogger)
     of_method = fed.run_dir / "p FedMoE"
     log = EventAccumulator(str(of_method), size_guidance={"images": 0}).Reload()
     (image,) = log.Images("representations")

@@ -160,7 +160,7 @@ def test_after_damage_the_checkpoint_before_is_offered_and_goes_on_to_the_same_b
     run.fit(model(seed=9), data(), ckpt_path="last")
     for name, state in whole.run.states.items():
         assert_same(run.run.states[name].server, state.server)
-        assert_same(dict(run.run.states[name].kept), dict(state.kept))
+        assert_same(dict(run.run.states[name].clients), dict(state.clients))
     for name in ("rounds.csv", "clients.csv", "summary.csv", "checkpoints/rows.jsonl"):
         assert (folder / name).read_bytes() == (whole.run_dir / name).read_bytes()
 
@@ -169,7 +169,7 @@ def test_the_checkpoint_before_is_whole_at_every_round(whole, tmp_path):
     class Reads(Kill):
         def count(self, run, phase, round):
             for state in load_checkpoint(run.folder / PREVIOUS)["phases"].values():
-                assert all(dict(state.kept).values())
+                assert all(dict(state.clients).values())
             self.n += 1
 
     reads = Reads("on_round_end", 100)
@@ -182,7 +182,7 @@ def test_the_checkpoint_before_is_whole_at_every_round(whole, tmp_path):
 
 @pytest.mark.parametrize("kind", ["hello", "client", "round", "phase"])
 def test_what_a_client_keeps_is_not_taken_from_another_file(copy, kind):
-    kept = load_checkpoint(copy / CHECKPOINT)["phases"]["FedPer"].kept
+    kept = load_checkpoint(copy / CHECKPOINT)["phases"]["FedPer"].clients
     mine, other = (kept.path(client) for client in [*kept][:2])
     content = torch.load(mine, weights_only=True)
     if kind == "hello":

@@ -42,7 +42,7 @@ def on_disk(path, its_phases=None, **kwargs) -> Federation:
 
 def in_memory(state: PhaseState) -> dict:
     """The state as a dict whose kept tensors have been read."""
-    return {**vars(state), "kept": dict(state.kept), "best_kept": dict(state.best_kept)}
+    return {**vars(state), "clients": dict(state.clients), "best_clients": dict(state.best_clients)}
 
 
 def assert_same_run(actual: Federation, expected: Federation) -> None:
@@ -62,7 +62,7 @@ def files(run: Federation) -> set[str]:
 
 
 def needed_files(run: Federation) -> set[str]:
-    kept = [kept for state in run.run.states.values() for kept in (state.kept, state.best_kept) if kept]
+    kept = [kept for state in run.run.states.values() for kept in (state.clients, state.best_clients) if kept]
     return {one.path(client).relative_to(run.run_dir / KEPT).as_posix() for one in kept for client in one}
 
 
@@ -71,14 +71,14 @@ def whole(tmp_path_factory) -> Federation:
     run = federation(tmp_path_factory.mktemp("whole"), phases())
     run.fit(model(), data())
     assert run.results["FedPer"].round < 4, "the test shows nothing if the last round is the best"
-    assert 2 <= len(run.run.states["FedPer"].kept) and all(run.run.states["FedPer"].kept.values())
+    assert 2 <= len(run.run.states["FedPer"].clients) and all(run.run.states["FedPer"].clients.values())
     return run
 
 
 def test_a_run_that_keeps_on_disk_is_the_run_that_keeps_in_memory(whole, tmp_path):
     run = on_disk(tmp_path)
     run.fit(model(), data())
-    assert all(isinstance(state.kept, KeptOnDisk) for state in run.run.states.values())
+    assert all(isinstance(state.clients, KeptOnDisk) for state in run.run.states.values())
     assert_same_run(run, whole)
     for name in run.run.states:
         for client in range(4):
@@ -131,7 +131,7 @@ def test_a_kill_at_any_write_or_removal_leaves_a_checkpoint_with_all_its_files(
         else:
             assert call != "os.replace", "a run has more writes than that"
     for state in load_checkpoint(tmp_path / "federation/version_0/checkpoints/last.ckpt")["phases"].values():
-        for kept in (state.kept, state.best_kept):
+        for kept in (state.clients, state.best_clients):
             assert all(dict(kept).values())
     run = on_disk(tmp_path)
     run.fit(model(seed=9), data(), ckpt_path="last")
@@ -141,14 +141,14 @@ def test_a_kill_at_any_write_or_removal_leaves_a_checkpoint_with_all_its_files(
 def test_a_phase_that_starts_from_another_shares_its_files(whole, tmp_path):
     run = on_disk(tmp_path, phases()[:2])
     run.fit(model(), data())
-    kept = run.run.states["again"].kept
+    kept = run.run.states["again"].clients
     inherited = [client for client in kept if kept.path(client).parent.name == "FedPer"]
     assert inherited and len(inherited) < len(kept)
     for client in inherited:
-        assert kept.path(client) == run.run.states["FedPer"].kept.path(client)
-        assert_same(kept[client], whole.run.states["again"].kept[client])
+        assert kept.path(client) == run.run.states["FedPer"].clients.path(client)
+        assert_same(kept[client], whole.run.states["again"].clients[client])
         assert not any(".classifier." in name for name in kept[client])  # comes from the server in this phase
-        assert any(".classifier." in name for name in run.run.states["FedPer"].kept[client])
+        assert any(".classifier." in name for name in run.run.states["FedPer"].clients[client])
 
 
 def test_the_checkpoint_does_not_grow_with_what_clients_keep_nor_with_finished_phases(whole, tmp_path):
@@ -205,7 +205,7 @@ def test_a_result_of_another_run_is_taken_from_either_store(whole, tmp_path, giv
     run = on_disk(tmp_path, mine, store=store)
     run.fit(model(), data())
     for name in ("FedPer", "again", "PFL-FB"):
-        assert_same(dict(run.run.states[name].kept), dict(whole.run.states[name].kept))
+        assert_same(dict(run.run.states[name].clients), dict(whole.run.states[name].clients))
     if store == "disk":
         assert files(run) == needed_files(run), "what is kept is this run's own"
 

@@ -160,7 +160,7 @@ def assert_ends_as_simulated(method, deployed, tmp_path):
     ((name, state),) = simulated.run.states.items()
     assert deployed.run.states[name].best_round == state.best_round
     assert_same(deployed.run.states[name].server, state.server)
-    for client, kept in state.kept.items():
+    for client, kept in state.clients.items():
         assert_same(kept_by(tmp_path, deployed, name, client), kept)
     return state
 
@@ -221,7 +221,7 @@ def test_a_later_round_makes_no_file_old(round, tmp_path):
     referred = set()
     for checkpoint in ("last", "previous"):
         (path,) = tmp_path.glob(f"server/**/checkpoints/{checkpoint}.ckpt")
-        ((_, number, _),) = load_federation(path)["phases"]["FedPer"].kept.files[CLIENT]
+        ((_, number, _),) = load_federation(path)["phases"]["FedPer"].clients.files[CLIENT]
         referred |= {each for each in before if each.name.startswith(f"{number}_")}
     assert len(referred) == 2 and all(each.is_file() for each in referred)
 

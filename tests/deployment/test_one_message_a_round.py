@@ -39,7 +39,7 @@ def run(method, tmp_path, **kwargs):
     ((name, state),) = simulated.run.states.items()
     assert_same(deployed.run.states[name].server, state.server)
     for client in CLIENTS:
-        assert_same(kept_by(tmp_path, deployed, name, client), state.kept.get(client, {}))
+        assert_same(kept_by(tmp_path, deployed, name, client), state.clients.get(client, {}))
     return transport
 
 

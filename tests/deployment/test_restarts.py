@@ -28,7 +28,7 @@ def assert_same(simulation, deployed, tmp_path):
     for phase, state in simulation.run.states.items():
         for name, tensor in state.server.items():
             assert torch.equal(tensor, deployed.run.states[phase].server[name]), (phase, name)
-        for client, kept in state.kept.items():
+        for client, kept in state.clients.items():
             there = kept_by(tmp_path, deployed, phase, client)
             assert kept.keys() == there.keys() and all(torch.equal(kept[name], there[name]) for name in kept)
 
@@ -100,7 +100,7 @@ def test_a_client_that_is_away_when_models_are_evaluated_has_no_accuracy(tmp_pat
 def test_a_client_removes_what_it_has_gone_on_from(tmp_path):
     method = replace(METHODS["FedPer"], phases=lambda: [replace(METHODS["FedPer"].phases()[0], rounds=8)])
     deployed = deploy(method, data(), tmp_path, **OF_TRAINER)
-    kept = deployed.run.states["FedPer"].kept.files
+    kept = deployed.run.states["FedPer"].clients.files
     for client in range(5):
         files = [path.name for path in tmp_path.glob(f"client {client}/*/checkpoints/kept/FedPer/*.pt")]
         numbers = sorted(int(name.partition("_")[0]) for name in files)

@@ -85,7 +85,7 @@ def test_every_method(name, tmp_path):
         for tensor in state.server:
             assert torch.equal(state.server[tensor], other.server[tensor]), (phase, tensor)
         for client in range(datamodule.num_clients):
-            kept, there = state.kept.get(client, {}), kept_by(tmp_path, deployed, phase, client)
+            kept, there = state.clients.get(client, {}), kept_by(tmp_path, deployed, phase, client)
             assert kept.keys() == there.keys(), (phase, client)
             assert all(torch.equal(kept[tensor], there[tensor]) for tensor in kept), (phase, client)
     assert len(simulated.run.rows) == len(deployed.run.rows)

@@ -110,7 +110,7 @@ def test_a_loss_that_a_client_s_own_state_decides_is_that_of_the_cohort_s_first(
     class OwnStage(Staged):
         def client_init(self, client, sent):
             const = super().client_init(client, sent)
-            return {**const, "views": len(client.kept) + 1}
+            return {**const, "views": len(client.state) + 1}
 
     module = PersonalizedMoE(nn.Linear(5, 3), nn.Linear(5, 3), ConstantGate(1), SGD).double()
     training = local_training(module, OwnStage((1,), (4,)), blobs((12, 8)), max_epochs=1)

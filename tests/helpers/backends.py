@@ -70,7 +70,7 @@ def train_clients(plan: Plan, round=0) -> tuple[Update, dict]:
     training = plan.training
     server = training.algorithm.server_init(training.module)
     groups = list(plan.train(server, range(training.datamodule.num_clients), {}, round))
-    kept = {client: tree for group in groups for client, tree in group.kept.items()}
+    kept = {client: tree for group in groups for client, tree in group.clients.items()}
     return fold(training.algorithm, [group.update for group in groups if group.update is not None]), kept
 
 

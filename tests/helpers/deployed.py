@@ -195,6 +195,6 @@ def kept_by(folder, server, phase, client) -> dict:
     """What a client keeps of a phase, read from its own disk."""
     name = (server.run_dir / "deployment.txt").read_text()
     kept, tree = folder / f"client {client}" / name / KEPT, {}
-    for of_phase, number, names in server.run.states[phase].kept.files.get(client, []):
+    for of_phase, number, names in server.run.states[phase].clients.files.get(client, []):
         tree |= read_own(kept, of_phase, client, number, names)
     return tree

@@ -274,11 +274,11 @@ def _through(messages, phase, kind, handed):
         def client_final(self, client, const):
             update = super().client_final(client, const)
             given = {
-                name: tensor for name, tensor in update.kept.items() if any(fnmatchcase(name, each) for each in handed)
+                name: tensor for name, tensor in update.state.items() if any(fnmatchcase(name, each) for each in handed)
             }
             message = messages.pass_on((phase, "update"), client.id, (update.sent, update.weight, given))
             update.sent, update.weight = message[:2]
-            update.kept.update(message[2])
+            update.state.update(message[2])
             return update
 
     if kind.client_request is not Algorithm.client_request:  # otherwise clients request nothing

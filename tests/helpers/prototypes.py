@@ -44,9 +44,9 @@ def assert_resumes(algorithm, make_model, path, **kwargs) -> None:
     resumed.fit(make_model(), without_a_class(**kwargs), ckpt_path="last")
     for state, expected in zip(resumed.run.states.values(), whole.run.states.values(), strict=True):
         assert_same_bits(state.server, expected.server)
-        assert state.kept.keys() == expected.kept.keys()
-        for client in expected.kept:
-            assert_same_bits(dict(state.kept[client]), dict(expected.kept[client]))
+        assert state.clients.keys() == expected.clients.keys()
+        for client in expected.clients:
+            assert_same_bits(dict(state.clients[client]), dict(expected.clients[client]))
 
 
 def personalized(algorithm, make_model, path, rounds=2) -> tuple[Federation, Federation]:

@@ -80,4 +80,4 @@ def test_other_loggers_have_every_round_of_a_killed_run_and_know_that_it_failed(
 
 def test_a_run_without_loggers_writes_no_events(tmp_path):
     run = fitted(tmp_path, phases=phases()[:1], logger=False)
-    assert not run.run.boards.take_images and not [*run.run_dir.rglob("events*")]
+    assert not run.run.loggers.take_images and not [*run.run_dir.rglob("events*")]

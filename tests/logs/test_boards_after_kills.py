@@ -11,7 +11,7 @@ from tensorboard.backend.event_processing.plugin_event_accumulator import EventA
 
 from fedmoe_pl import Phase
 from fedmoe_pl.algorithms import EpsilonGreedyIFCA, FedAvg, Local
-from fedmoe_pl.logs.loggers import Boards
+from fedmoe_pl.logs.loggers import RunLoggers
 from fedmoe_pl.models import ClusteredMoE, GlobalOnly, LinearGate, LocalOnly
 
 METHODS = ("", "Local", "FedAvg", "IFCA")
@@ -55,7 +55,7 @@ def kill(tmp_path, monkeypatch):
 
     def killed(hook, n, ckpt_path="last"):
         with monkeypatch.context() as patch:
-            patch.setattr(Boards, "finalize", lambda boards, status="success": None)
+            patch.setattr(RunLoggers, "finalize", lambda loggers, status="success": None)
             with pytest.raises(KeyboardInterrupt):
                 fitted(tmp_path, Kill(hook, n), ckpt_path=ckpt_path)
         now = time.time

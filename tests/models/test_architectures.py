@@ -37,8 +37,8 @@ def test_two_rounds_over_two_architectures_are_those_of_bare_pytorch(tmp_path):
     torch.testing.assert_close(state.server, server, rtol=0, atol=1e-12)
     for client in range(3):
         own = {name: tensor for name, tensor in kept[client].items() if name not in server}
-        torch.testing.assert_close(dict(state.kept[client]), own, rtol=0, atol=1e-12)
-        assert {name.split(".")[1] for name in state.kept[client]} == {str(client % 2)}
+        torch.testing.assert_close(dict(state.clients[client]), own, rtol=0, atol=1e-12)
+        assert {name.split(".")[1] for name in state.clients[client]} == {str(client % 2)}
         assert not any(torch.equal(own[name], start[name]) for name in own)
         names = fed.client_module("it", client).state_dict()
         assert {name for name in names if name.startswith("local_expert.")} == own.keys()

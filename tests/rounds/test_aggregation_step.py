@@ -252,7 +252,7 @@ def test_a_round_without_clients_adds_only_noise(tmp_path):
     federation = run([it], mixture(), blobs(), tmp_path, seed=empty)
     state = federation.run.states["it"]
     assert_same(state.server, FedAvg("global_expert.*").server_init(mixture()))
-    assert state.round == 1 and state.traffic["bytes_up"] == 0 and not state.kept
+    assert state.round == 1 and state.traffic["bytes_up"] == 0 and not state.clients
 
 
 def test_the_clipping_norm_and_the_bit_are_counted_as_traffic(tmp_path):

@@ -121,7 +121,7 @@ def test_nothing_but_messages_of_the_round_s_clients_reaches_anyone(name, record
     for of_phase, state in before.run.states.items():
         assert_same(after.run.states[of_phase].server, state.server)
         for client in {*everyone} - changed:
-            assert_same(after.run.states[of_phase].kept.get(client, {}), state.kept.get(client, {}))
+            assert_same(after.run.states[of_phase].clients.get(client, {}), state.clients.get(client, {}))
             models = (federation.client_module(of_phase, client).state_dict() for federation in (before, after))
             assert_same(*(dict(state) for state in models))
 

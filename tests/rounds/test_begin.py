@@ -65,7 +65,7 @@ def test_a_checkpoint_given_in_place_of_fedavg_gives_the_same_personalized_model
     given[1].ckpt_path = str(path)
     run = federation(tmp_path / "given", given)
     run.fit(model(), data())
-    assert_same(run.run.states["PFL-MF"].kept, whole.run.states["PFL-MF"].kept)
+    assert_same(run.run.states["PFL-MF"].clients, whole.run.states["PFL-MF"].clients)
 
 
 def test_a_result_given_by_a_checkpoint_says_so_and_must_fit_before_any_training(tmp_path):

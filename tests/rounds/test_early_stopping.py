@@ -137,9 +137,9 @@ def test_a_run_stopped_within_a_phase_that_ends_early_and_resumed_gives_the_same
         again = resumed.run.states[name]
         assert_same_bits(again.server, state.server)
         assert (again.round, again.best_round, again.stopped) == (state.round, state.best_round, state.stopped)
-        assert again.kept.keys() == state.kept.keys()
-        for client in state.kept:
-            assert_same_bits(again.kept[client], state.kept[client])
+        assert again.clients.keys() == state.clients.keys()
+        for client in state.clients:
+            assert_same_bits(again.clients[client], state.clients[client])
     assert (resumed.run_dir / "rounds.csv").read_bytes() == (whole.run_dir / "rounds.csv").read_bytes()
 
 

@@ -85,8 +85,8 @@ def test_a_client_that_fails_is_left_out_and_keeps_what_it_kept(how, backend, he
     state = fit(run, [f"{who} left out: {REASONS[how]}" for who in (one, two)]).run.states["FedAvg"]
     assert failed(run) == ["0", "1", "3"]
     assert all(tensor.isfinite().all() for tensor in state.server.values())
-    torch.testing.assert_close(state.kept[2], healthy.kept[2], msg="as after the first round")
-    assert all(not torch.equal(state.kept[1][name], healthy.kept[1][name]) for name in healthy.kept[1])
+    torch.testing.assert_close(state.clients[2], healthy.clients[2], msg="as after the first round")
+    assert all(not torch.equal(state.clients[1][name], healthy.clients[1][name]) for name in healthy.clients[1])
 
 
 @pytest.mark.parametrize("store", ["memory", "disk"])
@@ -121,7 +121,7 @@ def test_a_round_with_too_few_answers_is_tried_again_with_other_clients(tmp_path
         ],
     )
     assert failed(run) == ["1"]
-    assert sorted(run.run.states["FedAvg"].kept) == sample_cohort(range(4), 2, seed, 0, attempt=1)
+    assert sorted(run.run.states["FedAvg"].clients) == sample_cohort(range(4), 2, seed, 0, attempt=1)
 
 
 def krum(path, failing=(), **kwargs) -> Federation:
@@ -187,7 +187,7 @@ def test_with_raise_the_run_stops_and_names_phase_round_and_client(backend, tmp_
 def test_a_client_that_takes_too_long_is_left_out(backend, tmp_path):
     run = unlucky(tmp_path, "hang", {0: [2]}, 1, backend=BACKENDS[backend](), client_timeout=3)
     fit(run, ["Phase 'FedAvg', round 1: client 2 is left out: it took longer than client_timeout, 3 s"])
-    assert sorted(run.run.states["FedAvg"].kept) == [0, 1, 3]
+    assert sorted(run.run.states["FedAvg"].clients) == [0, 1, 3]
 
 
 def test_an_aggregation_hides_no_client_that_is_not_finite(tmp_path):

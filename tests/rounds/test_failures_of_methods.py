@@ -41,7 +41,7 @@ def test_fedkd_sends_the_student_to_a_client_that_has_missed_an_update(tmp_path)
     state = fitted(tmp_path, FedKD(1, 1), {0: [2], 1: [1], 2: [1]}, module, gate=LocalOnly())
     assert state.failed == 3
     for client in (1, 2):  # the student before the last round's training
-        assert_same_bits(subtree(state.kept[client], "student/"), subtree(state.kept[0], "student/"))
+        assert_same_bits(subtree(state.clients[client], "student/"), subtree(state.clients[0], "student/"))
     assert not any(name.startswith("missed/") for name in state.server)
 
 
@@ -61,8 +61,8 @@ def test_fedmoe_da_averages_the_experts_of_the_clients_that_are_left(tmp_path):
     state = fitted(
         tmp_path, FedMoEDA(2, interval=2), {0: [0], 1: [1], 2: [1]}, sparse_mixture([3, 2], dtype=torch.float32)
     )
-    assert state.failed == 3 and state.kept.keys() == {0, 1, 2}
-    assert all(tensor.isfinite().all() for tree in (state.server, *state.kept.values()) for tensor in tree.values())
+    assert state.failed == 3 and state.clients.keys() == {0, 1, 2}
+    assert all(tensor.isfinite().all() for tree in (state.server, *state.clients.values()) for tensor in tree.values())
 
 
 def test_scaffold_keeps_the_mean_of_the_control_variates(tmp_path):
@@ -70,7 +70,7 @@ def test_scaffold_keeps_the_mean_of_the_control_variates(tmp_path):
     module = PersonalizedMoE(expert, optimizer=partial(torch.optim.SGD, lr=0.1))
     state = fitted(tmp_path, Scaffold("global_expert.*"), {0: [2], 1: [1], 2: [0, 1]}, module)
     for name, control in subtree(state.server, "control/").items():
-        own = [state.kept[client].get(f"control/{name}", torch.zeros_like(control)) for client in range(3)]
+        own = [state.clients[client].get(f"control/{name}", torch.zeros_like(control)) for client in range(3)]
         torch.testing.assert_close(control, sum(own) / 3)
 
 

@@ -99,9 +99,9 @@ def test_the_moment_changes_nothing_but_the_evaluation(tmp_path, evaluate_after)
     ]
     states = [run.run.states["it"] for run in runs]
     assert_same_bits(states[1].server, states[0].server)
-    for client, kept in states[0].kept.items():
-        assert_same_bits(of_module(states[1].kept[client]), kept)
-        assert set(subtree(states[1].kept[client], "trained/")) == set(tensors(mixture(), "global_expert."))
+    for client, kept in states[0].clients.items():
+        assert_same_bits(of_module(states[1].clients[client]), kept)
+        assert set(subtree(states[1].clients[client], "trained/")) == set(tensors(mixture(), "global_expert."))
     assert states[0].traffic == states[1].traffic, "what a client keeps is not sent"
 
 
@@ -109,7 +109,7 @@ def test_before_an_exchange_a_client_has_the_experts_that_it_trained(tmp_path):
     algorithm = FedMoEDA(top_p="all", interval=1)
     both = Phase("DA", algorithm, rounds=3, evaluate_after="both")
     run = finished([both], sparse_mixture(2), blobs(), tmp_path)
-    kept = run.run.states["DA"].kept
+    kept = run.run.states["DA"].clients
     trained = {client: subtree(kept[client], "trained/") for client in kept}
     after_exchange = exchanged(algorithm, run.run.states["DA"].server, trained, 2)
     for client in range(3):
@@ -224,9 +224,9 @@ def test_hooks_that_replace_what_clients_keep_lose_neither_models_nor_optimizers
     plain, forgetful = result(FedAvg("global_expert.*")), result(Forgetful("global_expert.*"))
     assert_same(forgetful.results, plain.results)
     for client in range(3):
-        kept = dict(forgetful.run.states["it"].kept[client])
+        kept = dict(forgetful.run.states["it"].clients[client])
         assert kept.pop("own/number").item() == client
-        assert_same_bits(kept, dict(plain.run.states["it"].kept[client]))
+        assert_same_bits(kept, dict(plain.run.states["it"].clients[client]))
 
 
 def test_a_result_without_the_models_that_clients_trained_is_not_evaluated_after_local_training(tmp_path):

@@ -116,7 +116,7 @@ def test_what_old_clients_kept_reaches_no_newcomer(tmp_path):
     _, checkpoint = trained(tmp_path, Phase("Local", Local(), max_epochs=3), fedavg(FEDPER, rounds=2))
     later = federation(tmp_path / "later", [Phase("Local", Local(), max_epochs=0), fedavg(FEDPER, max_epochs=0)])
     later.personalize(mixture(optimizer=sgd), new_data(), str(checkpoint), rounds=1)
-    assert not any(later.run.states[name].kept for name in ("Local", "FedAvg"))
+    assert not any(later.run.states[name].clients for name in ("Local", "FedAvg"))
 
 
 def test_images_of_newcomers_are_normalized_as_the_federation_s(tmp_path):
@@ -216,7 +216,7 @@ def test_newcomers_train_nothing_that_they_do_not_keep(tmp_path):
     later = federation(tmp_path / "later", [everything_trainable])
     later.personalize(mixture(optimizer=sgd), new_data(), str(checkpoint), rounds=50)
     state = later.run.states["FedAvg"]
-    assert state.round == 1 and not state.kept and state.flops == 0
+    assert state.round == 1 and not state.clients and state.flops == 0
 
 
 def alone(module, shared, server, data, client, rounds, keeps_own_copy=False):
@@ -393,7 +393,7 @@ def test_newcomers_need_no_files_of_the_federation_s_clients(tmp_path):
     shutil.rmtree(run.run_dir / "checkpoints/kept")
     later = federation(tmp_path / "later", [fedavg(FEDPER, rounds=2)])
     later.personalize(mixture(optimizer=sgd), new_data(), str(run.run_dir / "checkpoints/last.ckpt"), rounds=1)
-    assert set(later.run.states["FedAvg"].kept) == {0, 1}
+    assert set(later.run.states["FedAvg"].clients) == {0, 1}
 
 
 def test_all_newcomers_train_alone_whatever_the_federation_s_cohort(tmp_path):
@@ -401,4 +401,4 @@ def test_all_newcomers_train_alone_whatever_the_federation_s_cohort(tmp_path):
     _, checkpoint = trained(tmp_path, fedavg(rounds=1), local)
     later = federation(tmp_path / "later", [fedavg(rounds=1), local])
     later.personalize(mixture(optimizer=sgd), new_data(), str(checkpoint))
-    assert set(later.run.states["Local"].kept) == {0, 1}
+    assert set(later.run.states["Local"].clients) == {0, 1}

@@ -101,7 +101,7 @@ class ReturnsViews(Local):
     """Loads a client's model into the module and returns the module's own tensors."""
 
     def personal_tensors(self, client, server):
-        load_tree(client.module, client.kept)
+        load_tree(client.module, client.state)
         return client.module.state_dict()
 
 

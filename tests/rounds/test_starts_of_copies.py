@@ -88,7 +88,9 @@ def test_a_client_that_never_trained_with_pfedme_has_the_server_s_model(tmp_path
     run = federation(tmp_path, phases)
     run.fit(plain, data())
     state = run.run.states["it"]
-    (absent, *_) = [client for client in range(3) if "local_expert.classifier.1.bias" not in state.kept.get(client, {})]
+    (absent, *_) = [
+        client for client in range(3) if "local_expert.classifier.1.bias" not in state.clients.get(client, {})
+    ]
     w = {name: tensor for name, tensor in state.server.items() if name.startswith("global_expert.")}
     assert_same_bits(
         tensors(run.client_module("it", absent), "local_expert."), copies_of_parts(w, {"local_expert": "global_expert"})

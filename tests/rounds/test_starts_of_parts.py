@@ -66,7 +66,9 @@ def fitted(path, its_phases=None, ckpt_path=None, **kwargs) -> Federation:
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory) -> Federation:
     run = fitted(tmp_path_factory.mktemp("whole"))
-    assert not run.run.states["FedAvg"].kept and len(run.run.states["FedPer"].kept) == 2, "one client never took part"
+    assert not run.run.states["FedAvg"].clients and len(run.run.states["FedPer"].clients) == 2, (
+        "one client never took part"
+    )
     return run
 
 
@@ -112,7 +114,7 @@ def test_the_parts_with_such_a_warning_are_those_of_which_nobody_holds_the_evalu
     state = run.run.states[last.name]
     for client in range(5):
         evaluated = run.client_module(last.name, client).state_dict()
-        held = {**state.initial, **state.server, **state.kept.get(client, {})}
+        held = {**state.initial, **state.server, **state.clients.get(client, {})}
         differing |= {name.split(".")[0] for name, tensor in evaluated.items() if not torch.equal(tensor, held[name])}
     assert differing == {*last.algorithm.computed_parts}
 
@@ -149,14 +151,14 @@ def test_two_phases_whose_clients_both_keep_tensors_meet_in_either_store(tmp_pat
         )
 
     runs = [both(store) for store in ("memory", "disk")]
-    assert isinstance(runs[1].run.states["Mixture"].kept, KeptOnDisk)
+    assert isinstance(runs[1].run.states["Mixture"].clients, KeptOnDisk)
     for client in range(3):
         modules = [run.client_module("Mixture", client).state_dict() for run in runs]
         assert_same(dict(modules[0]), dict(modules[1]))
         of_start = tensors(runs[0].client_module("Local", client), "global_expert.")
         assert_same_bits({name: modules[0][name] for name in of_start}, of_start)
-        assert any(name.startswith("global_expert.") for name in runs[0].run.states["Mixture"].kept[client])
-        assert any(name.startswith("local_expert.") for name in runs[0].run.states["Mixture"].kept[client])
+        assert any(name.startswith("global_expert.") for name in runs[0].run.states["Mixture"].clients[client])
+        assert any(name.startswith("local_expert.") for name in runs[0].run.states["Mixture"].clients[client])
 
 
 @pytest.mark.parametrize("store", ["memory", "disk"])
@@ -166,8 +168,8 @@ def test_a_run_stopped_at_such_a_phase_and_resumed_ends_with_the_same_bits(whole
         fitted(tmp_path, callbacks=[Kill(*moment)], store=store)
     resumed = fitted(tmp_path, ckpt_path="last", store=store)
     states = [load_checkpoint(run.run_dir / "checkpoints/last.ckpt")["phases"]["Mixture"] for run in (resumed, whole)]
-    assert_same(dict(states[0].kept), dict(states[1].kept))
-    assert_same({**vars(states[0]), "kept": None}, {**vars(states[1]), "kept": None})
+    assert_same(dict(states[0].clients), dict(states[1].clients))
+    assert_same({**vars(states[0]), "clients": None}, {**vars(states[1]), "clients": None})
 
 
 def test_two_phases_that_keep_tensors_are_read_again_after_a_kill(tmp_path):
@@ -187,7 +189,7 @@ def test_two_phases_that_keep_tensors_are_read_again_after_a_kill(tmp_path):
 
 def test_worker_processes_give_the_same_bits(whole, tmp_path):
     run = fitted(tmp_path, backend=TwoInThisProcess(AutoBackend()))
-    assert_same(run.run.states["Mixture"].kept, whole.run.states["Mixture"].kept)
+    assert_same(run.run.states["Mixture"].clients, whole.run.states["Mixture"].clients)
 
 
 def test_newcomers_take_their_parts_from_the_same_phases(whole, tmp_path):

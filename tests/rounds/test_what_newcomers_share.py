@@ -105,7 +105,7 @@ def test_newcomers_with_nothing_to_learn_receive_the_model(tmp_path, algorithm, 
     run.fit(model(), blobs())
     server = run.run.states["it"].server
     run.personalize(model(), blobs(sizes=(9, 6)), rounds=ROUNDS)
-    assert run.run.states["it"].flops == 0 and not run.run.states["it"].kept
+    assert run.run.states["it"].flops == 0 and not run.run.states["it"].clients
     torch.testing.assert_close(tensors(run.client_module("it", 1), "global_expert."), server, rtol=0, atol=0)
 
 
