@@ -4,7 +4,6 @@ from fedmoe_pl.data.arrays import Arrays
 from fedmoe_pl.data.augmentation import Augmentation, RandomCrop, RandomHorizontalFlip
 from fedmoe_pl.data.batches import EVALUATED_AT_ONCE, Batches, SampleBatches
 from fedmoe_pl.data.datamodule import FederatedDataModule
-from fedmoe_pl.data.dataset_batches import batch_length, is_pair
 from fedmoe_pl.data.datasets.ag_news import AGNews
 from fedmoe_pl.data.datasets.diabetes import Diabetes
 from fedmoe_pl.data.datasets.digits import Digits
@@ -23,14 +22,13 @@ from fedmoe_pl.data.datasets.torchvision import (
     FashionMNIST,
     TorchvisionDataModule,
 )
-from fedmoe_pl.data.map_style import MapStyleData
+from fedmoe_pl.data.map_style import MapStyleData, batch_length, is_pair
 from fedmoe_pl.data.partition_report import partition_figure, partition_rows, partition_table
 from fedmoe_pl.data.partitioners.classes import MajorityClasses, Pathological, Shards, TwoClasses
 from fedmoe_pl.data.partitioners.dirichlet import BalancedDirichlet, ClientDirichlet, Dirichlet
+from fedmoe_pl.data.partitioners.given import NaturalIds, PredefinedIndices
 from fedmoe_pl.data.partitioners.iid import IID
-from fedmoe_pl.data.partitioners.natural_ids import NaturalIds
 from fedmoe_pl.data.partitioners.partitioner import Partitioner
-from fedmoe_pl.data.partitioners.predefined import PredefinedIndices
 from fedmoe_pl.data.parts import Parts
 
 __all__ = [

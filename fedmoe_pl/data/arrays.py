@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import torch
-from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch import Tensor
+
+from fedmoe_pl.checks import InvalidArgumentError
 
 _INTEGERS = (torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 _CLASSES = 1000  # a label may be higher only if there are as many samples
-_OTHERS = "; values that are no classes, such as those of a regression, must be floating point"
 
 
 @dataclass
@@ -34,7 +34,6 @@ class Arrays:
             set only, with a warning.
         mean: mean of each channel of the images in [0, 1], for normalization; None to compute it from ``x_train``.
         std: standard deviation of each channel; None to compute it.
-        name: the data's name in messages.
     """
 
     x_train: Tensor
@@ -45,7 +44,6 @@ class Arrays:
     client_test: np.ndarray | None = None
     mean: Sequence[float] | None = None
     std: Sequence[float] | None = None
-    name: str = "Arrays"
 
     @property
     def is_images(self) -> bool:
@@ -60,12 +58,11 @@ class Arrays:
     @property
     def targets(self) -> Tensor:
         """Targets of all samples, the training samples first; classes as int64."""
-        if not are_classes(self.y_train):
-            return torch.cat((self.y_train, self.y_test)) if len(self.y_test) else self.y_train
-        return torch.cat((self.y_train, self.y_test)).long()
+        y = torch.cat((self.y_train, self.y_test)) if len(self.y_test) else self.y_train
+        return y.long() if are_classes(self.y_train) else y
 
     def compute_normalization(self, samples: Tensor | None = None) -> None:
-        """Sets mean and standard deviation to those of training images.
+        """Sets mean and standard deviation to those of the training images, or of some of them.
 
         Args:
             samples: indices of the images to use, shape (n,); None for all.
@@ -73,113 +70,64 @@ class Arrays:
         mean, std = _mean_and_std(self.x_train if samples is None else self.x_train[samples])
         self.mean, self.std = mean.tolist(), std.tolist()
 
-    def check(self, needs_test: bool = True) -> None:
+    def check(self, owner: object = "Arrays", needs_test: bool = True) -> None:
         """Refuses arrays that do not fit together.
 
         Args:
+            owner: the data module, which messages name.
             needs_test: whether there must be test samples.
 
         Raises:
             MisconfigurationException: if there is a problem; the message describes the first one.
         """
-        for problem in self._problems(needs_test):
-            raise MisconfigurationException(f"{self.name}: {problem}.")
-        for problem in self._normalization_problems():
-            raise MisconfigurationException(f"{problem}.")
-
-    def _problems(self, needs_test: bool) -> Iterator[str]:
         for part in ("train", "test"):
             x, y, ids = getattr(self, f"x_{part}"), getattr(self, f"y_{part}"), getattr(self, f"client_{part}")
-            if len(x) == 0 and (needs_test or part == "train"):
-                yield f"x_{part} has no samples, but at least one is needed"
-            yield from _target_problems(f"y_{part}", y, len(x), max(self.sizes))
-            yield from _id_problems(f"client_{part}", ids, len(x))
-            yield from _sample_problems(f"x_{part}", x)
+            self._check_samples(owner, f"x_{part}", x, needs_values=needs_test or part == "train")
+            if y.dim() == 0 or len(y) != len(x):
+                raise _refused(owner, f"y_{part}", y, f"a target for each of the {len(x)} samples")
+            check_labels(owner, f"y_{part}", y, max(self.sizes))
+            if ids is not None and (ids.shape != (len(x),) or any(i != i for i in ids.tolist())):
+                raise _refused(owner, f"client_{part}", ids, f"an id, other than nan, for each of the {len(x)} samples")
             for name, values in ((f"x_{part}", x), (f"y_{part}", y)):
-                yield from _not_finite_problems(name, values, ids)
-        yield from self._pair_problems()
-
-    def _pair_problems(self) -> Iterator[str]:
-        """What is wrong with training and test samples together."""
-        if len(self.y_test) and are_classes(self.y_train) != are_classes(self.y_test):
-            yield (
-                f"y_train has {self.y_train.dtype} targets and y_test {self.y_test.dtype} ones, but both must be "
-                "classes, or neither"
-            )
-        if len(self.y_test) and self.y_train.shape[1:] != self.y_test.shape[1:]:
-            yield (
-                f"y_train has targets of shape {tuple(self.y_train.shape[1:])} and y_test of shape "
-                f"{tuple(self.y_test.shape[1:])}, but both must be the same"
-            )
+                if values.is_floating_point() and not values.isfinite().all():
+                    sample = int((~values.isfinite()).nonzero()[0, 0])
+                    raise InvalidArgumentError(owner, name, values, "finite", f"sample {sample} is not")
         if self.x_train.shape[1:] != self.x_test.shape[1:] or self.x_train.dtype != self.x_test.dtype:
-            yield (
-                f"x_train has {self.x_train.dtype} samples of shape {tuple(self.x_train.shape[1:])} and x_test "
-                f"{self.x_test.dtype} samples of shape {tuple(self.x_test.shape[1:])}, but both must be the same"
-            )
-        if self.client_test is not None and self.client_train is None:
-            yield "client_train is None, but must be given where client_test is"
-        if self.client_test is not None and self.client_train is not None:
-            kinds = {ids.dtype.kind for ids in (self.client_train, self.client_test) if len(ids)}
-            if len(kinds - {"u"} if "i" in kinds else kinds) > 1:
-                yield (
-                    f"client_train has {self.client_train.dtype} ids and client_test {self.client_test.dtype} ones, "
-                    "but both must be of one type"
-                )
+            raise _refused(owner, "x_test", self.x_test, f"like x_train, {_words(self.x_train)}")
+        y, y_test = self.y_train, self.y_test
+        if len(y_test) and (are_classes(y) != are_classes(y_test) or y.shape[1:] != y_test.shape[1:]):
+            raise _refused(owner, "y_test", y_test, f"like y_train, {_words(y)}")
+        self._check_normalization(owner)
 
-    def _normalization_problems(self) -> Iterator[str]:
+    def _check_samples(self, owner: object, name: str, x: Tensor, needs_values: bool) -> None:
+        if needs_values and not len(x):
+            raise _refused(owner, name, x, "at least one sample")
+        is_image, is_text = x.dtype == torch.uint8 and x.dim() == 4, x.dtype == torch.int64 and x.dim() == 2
+        if not (is_image or is_text or x.is_floating_point()):
+            kinds = "uint8 images of shape (n, channels, height, width), floating point, or int64 ids of words (n, k)"
+            raise _refused(owner, name, x, kinds)
+
+    def _check_normalization(self, owner: object) -> None:
         if (self.mean is None) != (self.std is None):
-            yield (
-                f"mean is {self.mean} and std is {self.std}, but either both must be given, or neither, to compute "
-                "them from the images"
-            )
+            missing, given = ("mean", "std") if self.mean is None else ("std", "mean")
+            raise InvalidArgumentError(owner, missing, None, "given", f"{given} is")
         if self.mean is None or self.std is None:
             return
-        if self.x_train.dtype != torch.uint8:
-            samples = f"{self.x_train.dtype} samples"
-            yield f"mean is {list(self.mean)}, but must be None for {samples}; only uint8 images are normalized"
+        if not self.is_images:
+            raise InvalidArgumentError(owner, "mean", [*self.mean], "None", "only uint8 images are normalized")
         channels = self.x_train.shape[1]
-        are_finite = all(map(math.isfinite, [*self.mean, *self.std]))
-        if len(self.mean) != channels or len(self.std) != channels or min(self.std) <= 0 or not are_finite:
-            yield (
-                f"mean is {list(self.mean)} and std is {list(self.std)}, but each must have one number for each of the "
-                f"{channels} channels, all finite, and std only ones above 0"
-            )
+        allowed = f"{channels} finite numbers, one for each channel"
+        for name, values in (("mean", self.mean), ("std", self.std)):
+            if len(values) != channels or not all(map(math.isfinite, values)) or (name == "std" and min(values) <= 0):
+                raise InvalidArgumentError(owner, name, [*values], f"{allowed}{', above 0' if name == 'std' else ''}")
 
 
-def _target_problems(name: str, y: Tensor, num_samples: int, largest: int) -> Iterator[str]:
-    if y.dim() == 0 or len(y) != num_samples:
-        yield f"{name} has shape {tuple(y.shape)}, but must hold one label for each of the {num_samples} samples"
-    if y.dim() == 1:
-        yield from label_problems(name, y, largest)
+def _words(values: Tensor | np.ndarray) -> str:
+    return f"{values.dtype} of shape {tuple(values.shape)}"
 
 
-def _id_problems(name: str, ids: np.ndarray | None, num_samples: int) -> Iterator[str]:
-    if ids is None:
-        return
-    if any(identity != identity for identity in ids.ravel().tolist()):
-        yield f"{name} has nan, but ids must be numbers or words that can be told apart"
-    if ids.shape != (num_samples,):
-        yield f"{name} has shape {ids.shape}, but must hold one id for each of the {num_samples} samples"
-
-
-def _sample_problems(name: str, x: Tensor) -> Iterator[str]:
-    is_image, is_text = x.dtype == torch.uint8 and x.dim() == 4, x.dtype == torch.int64 and x.dim() == 2
-    if not (is_image or is_text or x.is_floating_point()):
-        yield (
-            f"{name} is {x.dtype} of shape {tuple(x.shape)}, but must be uint8 images of shape "
-            "(n, channels, height, width), floating point, or int64 ids of words of shape (n, length)"
-        )
-    if is_text and x.numel() and x.min() < 0:
-        yield f"{name} has the id {x.min().item()}, but ids of words must be integers from 0"
-    if len(x) and not x.numel() and not is_text:  # texts get their ids later
-        yield f"{name} has shape {tuple(x.shape)}, but every sample must have values"
-
-
-def _not_finite_problems(name: str, values: Tensor, ids: np.ndarray | None) -> Iterator[str]:
-    if values.is_floating_point() and not values.isfinite().all():
-        sample = int((~values.isfinite()).nonzero()[0, 0])
-        client = "" if ids is None else f", of client '{ids[sample]}'"
-        yield f"{name} has values that are not finite, first in sample {sample}, counted from 0{client}"
+def _refused(owner: object, name: str, values: Tensor | np.ndarray, allowed: str) -> InvalidArgumentError:
+    return InvalidArgumentError(owner, name, values, allowed, f"it is {_words(values)}")
 
 
 def are_classes(y: Tensor) -> bool:
@@ -187,40 +135,21 @@ def are_classes(y: Tensor) -> bool:
     return y.dim() == 1 and y.dtype in _INTEGERS
 
 
-def label_problems(name: str, y: Tensor, num_samples: int) -> Iterator[str]:
-    """What is wrong with one number per sample: an integer is a class, a floating-point number is another target.
-
-    Args:
-        name: the name of the numbers in the messages.
-        y: the numbers, shape (n,).
-        num_samples: number of samples of the data set; there may be as many classes, or 1000.
-    """
-    if not (y.dtype in _INTEGERS or y.is_floating_point()):
-        yield f"{name} has {y.dtype} values, but labels must be integers from 0"
-    if not len(y) or y.dtype not in _INTEGERS:
-        return
-    if y.min() < 0:
-        yield f"{name} has {y.dtype} numbers from {y.min().item()}, but labels must be integers from 0{_OTHERS}"
+def check_labels(owner: object, name: str, y: Tensor, num_samples: int) -> None:
+    """Refuses integers that number no classes: there may be 1000 classes, or as many as samples of the data set."""
     limit = max(_CLASSES, num_samples)
-    if y.max() >= limit:
-        yield (
-            f"{name} has the label {y.max().item()}, but labels must number the classes, from 0 and below {limit}"
-            f"{_OTHERS}"
-        )
+    if are_classes(y) and len(y) and (y.min() < 0 or y.max() >= limit):
+        wrong = (y.min() if y.min() < 0 else y.max()).item()
+        allowed = f"classes from 0 and below {limit}; targets that are no classes are floating point"
+        raise InvalidArgumentError(owner, name, y, allowed, f"it has the label {wrong}")
 
 
 def normalized(arrays: Arrays) -> tuple[Tensor, Tensor]:
-    """Returns the samples as a model reads them, and the value of black pixels.
+    """The samples as a model reads them, (n, ...), training samples first, and black's value, (channels, 1, 1).
 
     Images of type uint8 are divided by 255, then the mean of each channel is subtracted and the result divided by the
-    standard deviation, with the same operations as torchvision's ``ToTensor`` and ``Normalize``.
-
-    Args:
-        arrays: the data set; uint8 images need mean and standard deviation.
-
-    Returns:
-        All samples, training samples first, and black, shape (channels, 1, 1). Images and floating-point samples are
-        float32, ids of words int64; black is 0 if samples are not normalized.
+    standard deviation, with the same operations as torchvision's ``ToTensor`` and ``Normalize``. Other samples are not
+    changed; their black is 0.
     """
     if arrays.x_train.dtype == torch.int64:
         return torch.cat((arrays.x_train, arrays.x_test)), torch.zeros(1, 1, 1)

@@ -5,10 +5,9 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 
 import torch
-from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch import Generator, Tensor
 
-from fedmoe_pl.checks import check_at_least
+from fedmoe_pl.checks import InvalidArgumentError, check_at_least
 
 
 class Augmentation(ABC):
@@ -34,10 +33,7 @@ class RandomCrop(Augmentation):
     It does the same as torchvision's ``RandomCrop(size, padding)`` before normalization.
 
     Args:
-        padding: largest shift, in pixels.
-
-    Raises:
-        MisconfigurationException: if ``padding`` is below 1.
+        padding: largest shift, in pixels, at least 1.
     """
 
     def __init__(self, padding: int = 4) -> None:
@@ -45,7 +41,7 @@ class RandomCrop(Augmentation):
         self.padding = padding
 
     def __call__(self, x: Tensor, generator: Generator | None = None, black: Tensor | None = None) -> Tensor:
-        """Changes the images, see :class:`Augmentation`."""
+        """Changes the images."""
         n, channels, height, width = x.shape
         p = self.padding
         padded = x.new_zeros(n, channels, height + 2 * p, width + 2 * p)
@@ -66,19 +62,16 @@ class RandomHorizontalFlip(Augmentation):
     """Mirrors every image left to right with probability ``p``.
 
     Args:
-        p: probability of the flip.
-
-    Raises:
-        MisconfigurationException: if ``p`` is outside [0, 1].
+        p: probability of the flip, from 0 to 1.
     """
 
     def __init__(self, p: float = 0.5) -> None:
         if not 0 <= p <= 1:
-            raise MisconfigurationException(f"RandomHorizontalFlip: p is {p}, but must be in [0, 1].")
+            raise InvalidArgumentError(self, "p", p, "from 0 to 1")
         self.p = p
 
     def __call__(self, x: Tensor, generator: Generator | None = None, black: Tensor | None = None) -> Tensor:
-        """Changes the images, see :class:`Augmentation`."""
+        """Changes the images."""
         device = generator.device if generator else None
         flip = torch.rand(len(x), 1, 1, 1, generator=generator, device=device) < self.p
         return torch.where(flip.to(x.device), x.flip(-1), x)

@@ -7,8 +7,9 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
-from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch import Generator, Tensor
+
+from fedmoe_pl.checks import check_at_least
 
 EVALUATED_AT_ONCE = 1000
 """Samples in a batch for evaluation."""
@@ -39,8 +40,7 @@ class SampleBatches(ABC):
         drop_single: bool,
         device: torch.device,
     ) -> None:
-        if batch_size < 1:
-            raise MisconfigurationException(f"batch_size is {batch_size}, but must be an integer of at least 1.")
+        check_at_least(self, "batch_size", batch_size, 1)
         self.samples = samples
         self.batch_size = batch_size
         self.shuffle = shuffle

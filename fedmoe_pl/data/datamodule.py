@@ -9,20 +9,17 @@ import torch
 from lightning.pytorch import LightningDataModule
 from torch import Generator, Tensor
 
-from fedmoe_pl.checks import check_at_least
+from fedmoe_pl.checks import InvalidArgumentError, check_at_least
 from fedmoe_pl.data.arrays import Arrays, are_classes, normalized
 from fedmoe_pl.data.augmentation import Augmentation
 from fedmoe_pl.data.batches import EVALUATED_AT_ONCE, Batches, SampleBatches
-from fedmoe_pl.data.checks import check_augmentation, check_fractions, check_not_in_memory
-from fedmoe_pl.data.dataset_batches import DatasetBatches, SampleReader
-from fedmoe_pl.data.dealing import check_partitioner, deal_samples, pooled_test_samples, some_test_samples
-from fedmoe_pl.data.map_style import MapStyleData
+from fedmoe_pl.data.map_style import DatasetBatches, MapStyleData, SampleReader
+from fedmoe_pl.data.partitioners.given import AllToOne, NaturalIds
 from fedmoe_pl.data.partitioners.iid import IID
-from fedmoe_pl.data.partitioners.natural_ids import NaturalIds
 from fedmoe_pl.data.partitioners.partitioner import Partitioner
 from fedmoe_pl.data.parts import Parts
 from fedmoe_pl.data.rotation import check_rotations, rotated
-from fedmoe_pl.data.splits import natural_test_samples, pooled_ids, split
+from fedmoe_pl.data.splits import balanced_subset, natural_test_samples, pooled_ids, split
 
 
 class FederatedDataModule(LightningDataModule, ABC):
@@ -113,8 +110,14 @@ class FederatedDataModule(LightningDataModule, ABC):
         check_at_least(self, "num_clients", num_clients, 1)
         check_at_least(self, "batch_size", batch_size, 1)
         check_at_least(self, "partition_seed", partition_seed, 0, highest=None)
-        check_fractions(self, test_fraction, validation_fraction, pool, stratify)
+        for name, fraction, most in (
+            ("test_fraction", test_fraction, 1.0),
+            ("validation_fraction", validation_fraction, 1 - test_fraction),
+        ):
+            if not 0 <= fraction < most:
+                raise InvalidArgumentError(self, name, fraction, f"at least 0 and below {most:g}", "clients must train")
         check_at_least(self, "global_test_size", global_test_size, 1)
+        check_rotations(self, rotations, partitioner)
         self.requested_clients = num_clients
         self.partitioner = partitioner
         self.batch_size = batch_size
@@ -125,7 +128,7 @@ class FederatedDataModule(LightningDataModule, ABC):
         self.stratify = stratify
         self.pool = pool
         self.global_test_size = global_test_size
-        self.rotations = check_rotations(self, rotations, partitioner)
+        self.rotations = None if rotations is None else list(rotations)
         self.normalization: tuple[list[float], list[float]] | None = None
         self.vocabulary: list[str] | None = None
         self.learn_from: Tensor | None = None
@@ -141,14 +144,15 @@ class FederatedDataModule(LightningDataModule, ABC):
         if hasattr(self, "class_shares"):
             return
         data = self.load()
-        data.check(needs_test=not self.pool)
+        data.check(self, needs_test=not self.pool)
         rng = np.random.default_rng(np.random.SeedSequence(self.partition_seed))
         if isinstance(data, MapStyleData):
-            check_not_in_memory(self, data, self.augmentation, self.rotations)
-        else:
-            if self.rotations is not None:
-                data = rotated(data, self.rotations, self.requested_clients, rng)
-            check_augmentation(self, self.augmentation, data.x_train)
+            for name in ("augmentation", "rotations"):
+                if value := getattr(self, name):
+                    reason = "it changes tensors in memory; a transform of the dataset can do it"
+                    raise InvalidArgumentError(self, name, value, "left out", reason)
+        elif self.rotations is not None:
+            data = rotated(self, data, self.rotations, self.requested_clients, rng)
         self.y = data.targets
         self.num_classes = int(self.y.max()) + 1 if are_classes(self.y) else 0
         self.num_shared = len(self.y) if self.pool else data.sizes[0]
@@ -167,7 +171,7 @@ class FederatedDataModule(LightningDataModule, ABC):
             return
         self.deal()
         if isinstance(data := self._data, MapStyleData):
-            self.reader = SampleReader(data)
+            self.reader = SampleReader(self, data)
         else:
             samples = self.learn_from
             self.learn(data, None if samples is None else samples[samples < data.sizes[0]])
@@ -196,12 +200,22 @@ class FederatedDataModule(LightningDataModule, ABC):
 
     def _deal(self, data: Arrays | MapStyleData, rng: np.random.Generator) -> None:
         """Deals the samples to the clients and splits each client's samples."""
-        ids = pooled_ids(data) if self.pool else data.client_train
+        ids = pooled_ids(self, data) if self.pool else data.client_train
         partitioner = self.partitioner or (IID() if ids is None else NaturalIds())
-        shared, has_classes = self.y[: self.num_shared], self.num_classes > 0
-        check_partitioner(self, partitioner, has_classes, self.stratify)
-        samples, sizes = deal_samples(partitioner, shared, has_classes, self.requested_clients, rng, ids)
+        for name, value, needs_classes in (
+            ("partitioner", partitioner, partitioner.needs_classes),
+            ("stratify", self.stratify, self.stratify),
+        ):
+            if needs_classes and not self.num_classes:
+                raise InvalidArgumentError(self, name, value, "left out", "the targets are not one class per sample")
+        classes = self.y[: self.num_shared] if self.num_classes else torch.zeros(self.num_shared, dtype=torch.int64)
+        parts = partitioner(classes.numpy(), self.requested_clients, rng, ids)
+        sizes = np.array([len(part) for part in parts])
+        if not sizes.all() and not isinstance(partitioner, AllToOne):
+            reason = f"client {sizes.argmin()} of {len(parts)} gets no training samples; or change partition_seed"
+            raise InvalidArgumentError(self, "num_clients", self.requested_clients, "lower", reason)
         self.num_clients = len(sizes)
+        samples = np.concatenate(parts).astype(np.int64, copy=False)
         labels = self.y.numpy() if self.stratify else None
         self.train_samples, self.validation_samples, self.test_samples = split(
             samples, sizes, self.test_fraction, self.validation_fraction, self.partition_seed, labels
@@ -210,21 +224,19 @@ class FederatedDataModule(LightningDataModule, ABC):
             self.test_samples = natural_test_samples(self, data, self.test_fraction)
 
     def _choose_global_test(self) -> None:
-        """Sets the global test set."""
+        """Sets the global test set: of pooled samples, what the clients hold out."""
         self.global_test = torch.arange(self.num_shared, len(self.y))
         if self.pool:
-            self.global_test = pooled_test_samples(self, self.test_samples, self.test_fraction)
+            self.global_test = self.test_samples.indices.sort().values
+            if not len(self.global_test):
+                raise InvalidArgumentError(self, "test_fraction", self.test_fraction, "higher", "no client tests")
         if self.global_test_size is not None:
-            self.global_test = some_test_samples(
-                self, self.global_test, self.y, self.num_classes > 0, self.global_test_size, self.partition_seed
-            )
+            samples, seed = self.global_test, self.partition_seed
+            labels = self.y[samples] if self.num_classes else torch.zeros(len(samples), dtype=torch.int64)
+            self.global_test = balanced_subset(self, samples, labels, self.global_test_size, seed)
 
     def class_counts(self) -> Tensor:
-        """Counts each class in each client's training and validation samples.
-
-        Returns:
-            Counts as float64, shape (num_clients, num_classes).
-        """
+        """Each client's number of training and validation samples of each class, float64, (clients, classes)."""
         if not self.num_classes:
             return torch.zeros(self.num_clients, 0, dtype=torch.float64)
         counts = torch.zeros(self.num_clients * self.num_classes, dtype=torch.int64)

@@ -1,19 +1,31 @@
-"""A data set whose samples are read one by one, from map-style datasets of PyTorch."""
+"""A data set whose samples are read one by one, from map-style datasets of PyTorch, and its batches."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence, Sized
+import multiprocessing
+import signal
+import zlib
+from collections.abc import Callable, Iterator, Mapping, Sequence, Sized
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
-from lightning.fabric.utilities.exceptions import MisconfigurationException
-from torch import Tensor
-from torch.utils.data import IterableDataset, default_collate
+from lightning.fabric.utilities.apply_func import move_data_to_device
+from torch import Generator, Tensor
+from torch.utils._pytree import tree_leaves
+from torch.utils.data import DataLoader, IterableDataset, default_collate
 
-from fedmoe_pl.data.arrays import are_classes, label_problems
+from fedmoe_pl.checks import InvalidArgumentError
+from fedmoe_pl.data.arrays import are_classes, check_labels
+from fedmoe_pl.data.batches import EVALUATED_AT_ONCE, SampleBatches
 from fedmoe_pl.seeds import seeded
+
+_MOST = 2**62  # seeds of batches are below it
+_TRIED = 2  # samples of the batches that are tried
+_MOST_CHECKED = 16  # samples whose values are compared when a run is continued
+_MOST_BYTES = 2**26  # of a batch for evaluation
 
 
 @dataclass
@@ -36,7 +48,6 @@ class MapStyleData:
         eval_collate_fn: the same for evaluation; None for ``collate_fn``.
         num_workers: number of processes that read samples; 0 for none.
         worker_init_fn: called in each of these processes with its number; None for none.
-        name: the data's name in messages.
     """
 
     train_dataset: Any
@@ -50,7 +61,6 @@ class MapStyleData:
     eval_collate_fn: Callable[[list[Any]], Any] | None = None
     num_workers: int = 0
     worker_init_fn: Callable[[int], None] | None = None
-    name: str = "MapStyleData"
 
     @property
     def sizes(self) -> tuple[int, int]:
@@ -62,63 +72,46 @@ class MapStyleData:
         """Classes of all samples as int64, the training samples first; shape (n, 0) if the targets are no classes."""
         return torch.empty(sum(self.sizes), 0) if self.classes is None else self.classes.long()
 
-    def check_datasets(self, needs_test: bool = True) -> None:
-        """Refuses datasets that are no map-style datasets, or of wrong sizes; arguments as in ``check``."""
-        for problem in self._dataset_problems(needs_test):
-            raise MisconfigurationException(f"{self.name}: {problem}.")
-
-    def check(self, needs_test: bool = True) -> None:
+    def check(self, owner: object = "MapStyleData", needs_test: bool = True) -> None:
         """Refuses datasets and values of their samples that do not fit together.
 
         Args:
+            owner: the data module, which messages name.
             needs_test: whether there must be test samples.
 
         Raises:
             MisconfigurationException: if there is a problem; the message describes the first one.
         """
-        self.check_datasets(needs_test)
-        for problem in self._value_problems():
-            raise MisconfigurationException(f"{self.name}: {problem}.")
-
-    def _dataset_problems(self, needs_test: bool) -> Iterator[str]:
-        for argument in ("train_dataset", "test_dataset", "eval_dataset"):
-            dataset = getattr(self, argument)
-            if dataset is not None and not is_map_style(dataset):
-                yield (
-                    f"{argument} is a {type(dataset).__name__}, but must be a map-style dataset, with __len__ and "
-                    "__getitem__, so that each sample can belong to a client"
-                )
-        n_train, n_test = self.sizes
-        if not n_train:
-            yield "train_dataset is empty, but must have at least one sample"
-        if needs_test and not n_test:
-            yield (
-                f"test_dataset is {'None' if self.test_dataset is None else 'empty'}, but must have the samples of the "
-                "global test set, or pool must be True, so that these are the samples that clients hold out"
-            )
-        if self.eval_dataset is not None and len(self.eval_dataset) != n_train:
-            yield (
-                f"eval_dataset is of {len(self.eval_dataset)} samples, but must have the {n_train} samples of "
-                "train_dataset in the same order"
-            )
-
-    def _value_problems(self) -> Iterator[str]:
+        self.check_datasets(owner, needs_test)
         (n_train, n_test), n = self.sizes, sum(self.sizes)
         if self.classes is not None:
             if self.classes.shape != (n,) or not are_classes(self.classes):
-                yield (
-                    f"targets has {self.classes.dtype} values of shape {tuple(self.classes.shape)}, but must have one "
-                    f"integer from 0 for each of the {n} samples"
+                raise InvalidArgumentError(
+                    owner, "targets", self.classes, f"one integer from 0 for each of {n} samples"
                 )
-            yield from label_problems("targets", self.classes, n)
-        if self.client_test is not None and self.client_train is None:
-            yield "client_train is None, but must be given where client_test is"
-        for part, number in (("train", n_train), ("test", n_test)):
-            ids = getattr(self, f"client_{part}")
+            check_labels(owner, "targets", self.classes, n)
+        for ids, number in ((self.client_train, n_train), (self.client_test, n_test)):
             if ids is not None and ids.shape != (number,):
-                yield (
-                    f"groups has ids of shape {ids.shape}, but must have one for each of the {number} {part} samples"
-                )
+                allowed = f"one id for each of the {number} samples"
+                raise InvalidArgumentError(owner, "groups", ids, allowed, f"it has shape {ids.shape}")
+
+    def check_datasets(self, owner: object, needs_test: bool) -> None:
+        """Refuses datasets that are no map-style datasets, or of wrong sizes."""
+        for argument in ("train_dataset", "test_dataset", "eval_dataset"):
+            dataset = getattr(self, argument)
+            if dataset is not None and not is_map_style(dataset):
+                allowed = "a map-style dataset, with __len__ and __getitem__"
+                raise InvalidArgumentError(owner, argument, dataset, allowed, "each sample can belong to a client")
+        n_train, n_test = self.sizes
+        if not n_train:
+            raise InvalidArgumentError(owner, "train_dataset", self.train_dataset, "of at least one sample")
+        if needs_test and not n_test:
+            allowed = "of at least one sample, unless pool is True"
+            raise InvalidArgumentError(owner, "test_dataset", self.test_dataset, allowed)
+        if self.eval_dataset is not None and len(self.eval_dataset) != n_train:
+            allowed = f"the {n_train} samples of train_dataset in the same order"
+            reason = f"it has {len(self.eval_dataset)}"
+            raise InvalidArgumentError(owner, "eval_dataset", self.eval_dataset, allowed, reason)
 
 
 def is_map_style(dataset: Any) -> bool:
@@ -126,21 +119,29 @@ def is_map_style(dataset: Any) -> bool:
     return isinstance(dataset, Sized) and hasattr(dataset, "__getitem__") and not isinstance(dataset, IterableDataset)
 
 
+def is_pair(batch: Any) -> bool:
+    """Whether a batch is a pair of samples and their targets."""
+    return isinstance(batch, (tuple, list)) and len(batch) == 2
+
+
+def batch_length(batch: Any) -> int:
+    """Number of samples of a batch: of the targets of a pair, or of the first tensor of another batch."""
+    if is_pair(batch) and isinstance(batch[1], Tensor):
+        return len(batch[1])
+    return next((len(leaf) for leaf in tree_leaves(batch) if isinstance(leaf, Tensor) and leaf.dim()), 1)
+
+
 class BatchReader:
     """Reads batches of a data set; as a map-style dataset itself, its items are whole batches.
 
     Each batch has a seed of its own, from which the global random generators start when its samples are read and
     collated. Random transforms therefore do not depend on the process that reads them.
-
-    Args:
-        data: the data set.
-        training: whether the batches are for training, and not for evaluation.
     """
 
     def __init__(self, data: MapStyleData, training: bool) -> None:
         evaluated = data.train_dataset if data.eval_dataset is None else data.eval_dataset
         self.first = data.train_dataset if training else evaluated
-        self.second = data.test_dataset
+        self.second: Any = data.test_dataset
         self.collate_fn = data.collate_fn if training else data.eval_collate_fn or data.collate_fn
         self.num_train = len(data.train_dataset)
 
@@ -155,8 +156,139 @@ class BatchReader:
         read_many = getattr(self.first, "__getitems__", None)
         if read_many is not None and max(indices) < n:
             return read_many(list(indices))
-        return [self.first[index] if index < n else self._of_second(index - n) for index in indices]
+        return [self.first[index] if index < n else self.second[index - n] for index in indices]
 
-    def _of_second(self, index: int) -> Any:
-        assert self.second is not None
-        return self.second[index]
+
+class SampleReader:
+    """Reads the batches of a data set, in this process or in worker processes that stay until the program ends.
+
+    Attributes:
+        has_pairs: whether batches are pairs of samples and their targets; otherwise they are whatever the collate
+            function makes, such as dicts.
+        has_targets: whether batches tell the targets of their samples.
+        evaluated_at_once: samples in a batch for evaluation, at most 1000 of at most 64 MiB.
+    """
+
+    def __init__(self, owner: object, data: MapStyleData) -> None:
+        self.data = data
+        self.readers = {training: BatchReader(data, training) for training in (False, True)}
+        self._loaders: dict[bool, _Loader] = {}
+        indices = [*range(min(_TRIED, data.sizes[0]))]
+        training, evaluation = (self.readers[training][indices, 0] for training in (True, False))
+        self._check_classes(owner, evaluation, indices)
+        self.has_pairs = is_pair(training)
+        self.has_targets = isinstance(self.targets_of(evaluation), Tensor)
+        size = sum(leaf.nbytes for leaf in tree_leaves(evaluation) if isinstance(leaf, Tensor)) // _TRIED
+        self.evaluated_at_once = min(max(_MOST_BYTES // max(size, 1), 1), EVALUATED_AT_ONCE)
+
+    def read(self, requests: list[tuple[list[int], int]], training: bool) -> Iterator[Any]:
+        """Reads batches, each given the indices of its samples and the seed of its random numbers."""
+        if self.data.num_workers:
+            if training not in self._loaders:
+                arguments = self.data.num_workers, self.data.worker_init_fn
+                self._loaders[training] = _Loader(self.readers[training], *arguments)
+            if not self._loaders[training].is_busy:
+                return self._loaders[training].read(requests)
+        return map(self.readers[training].__getitem__, requests)
+
+    def targets_of(self, batch: Any) -> Any:
+        """The targets in a batch: the second item of a pair, or those under their key in a dict; None for others."""
+        if is_pair(batch):
+            return batch[1]
+        return batch.get(self.data.target_key) if isinstance(batch, Mapping) else None
+
+    def checksums(self) -> list[Any]:
+        """Checksums of the tensors in a few batches, and the other values in them."""
+        n = sum(self.data.sizes)
+        batches = [self.readers[False][[index], 0] for index in range(0, n, max(n // _MOST_CHECKED, 1))]
+        return [
+            zlib.crc32(leaf.contiguous().view(torch.uint8).numpy().data) if isinstance(leaf, Tensor) else repr(leaf)
+            for leaf in tree_leaves(batches)
+        ]
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Leaves out worker processes, which another process cannot use."""
+        return {**vars(self), "_loaders": {}}
+
+    def _check_classes(self, owner: object, batch: Any, indices: list[int]) -> None:
+        labels, classes = self.targets_of(batch), self.data.classes
+        if classes is not None and isinstance(labels, Tensor) and not labels.is_floating_point():
+            expected = classes[: len(indices)]
+            if not torch.equal(labels, expected.to(labels.dtype)):
+                allowed = f"the targets of batches, {labels.tolist()} for the first samples"
+                raise InvalidArgumentError(owner, "targets", expected.tolist(), allowed)
+
+
+class DatasetBatches(SampleBatches):
+    """Batches as the collate function makes them, of samples that are read one by one.
+
+    If they are read for training, the generator also seeds random transforms; in evaluation, these are the same in
+    every epoch.
+    """
+
+    def __init__(
+        self,
+        reader: SampleReader,
+        samples: Tensor,
+        batch_size: int,
+        shuffle: bool = False,
+        generator: Generator | None = None,
+        training: bool = False,
+        drop_single: bool = False,
+        device: torch.device | None = None,
+    ) -> None:
+        device = torch.device("cpu") if device is None else device
+        super().__init__(samples, batch_size, shuffle, generator, drop_single, device)
+        self.reader = reader
+        self.training = training
+
+    def __iter__(self) -> Iterator[Any]:
+        """Iterates over one epoch."""
+        pieces = self.samples[self.order()].split(self.batch_size) if self.length else ()
+        seeds = torch.arange(len(pieces))
+        if self.training:
+            seeds = torch.randint(_MOST, (len(pieces),), generator=self.generator)
+        requests = [(piece.tolist(), seed) for piece, seed in zip(pieces, seeds.tolist(), strict=True)]
+        for batch in self.reader.read(requests, self.training):
+            yield batch if self.device.type == "cpu" else move_data_to_device(batch, self.device)
+
+
+class _Loader:
+    """Worker processes that read batches; they start at the first one, and there cannot be two iterations at once."""
+
+    def __init__(self, reader: BatchReader, num_workers: int, worker_init_fn: Callable[[int], None] | None) -> None:
+        self.is_busy = False
+        self._requests: list[tuple[list[int], int]] = []  # the loader's sampler: what it reads in the next iteration
+        self._loader = DataLoader(
+            reader,  # pyright: ignore[reportArgumentType]
+            batch_size=None,
+            sampler=self._requests,
+            num_workers=num_workers,
+            collate_fn=_unchanged,
+            persistent_workers=True,
+            # in a worker of the federation, the default is loky's way, which knows no other processes
+            multiprocessing_context="fork" if multiprocessing.get_start_method() == "loky" else None,
+            worker_init_fn=partial(_begin_worker, worker_init_fn),
+            generator=Generator(),  # the seed that it draws for its workers must not change anybody's numbers
+        )
+
+    def read(self, requests: list[tuple[list[int], int]]) -> Iterator[Any]:
+        """Reads batches, see :meth:`SampleReader.read`."""
+        self.is_busy, self._requests[:] = True, requests
+        try:
+            yield from self._loader
+        finally:
+            self.is_busy = False
+
+
+def _begin_worker(worker_init_fn: Callable[[int], None] | None, worker: int) -> None:
+    """Leaves Ctrl-C to the process that trains, whose handlers and pipe for signals a forked process inherits."""
+    signal.set_wakeup_fd(-1)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    if worker_init_fn is not None:
+        worker_init_fn(worker)
+
+
+def _unchanged(batch: Any) -> Any:
+    return batch

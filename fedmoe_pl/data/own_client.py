@@ -12,16 +12,7 @@ _MOST = 10**8  # numbers of the table of classes, of 8 bytes each
 
 
 def add_clients(datamodule: FederatedDataModule, num_clients: int, num_classes: int) -> None:
-    """Adds the other clients of a deployed federation, without samples, to the only one that has some.
-
-    Args:
-        datamodule: the client's data, already set up; it is changed.
-        num_clients: number of all clients.
-        num_classes: number of classes in the data of all clients.
-
-    Raises:
-        MisconfigurationException: if there are so many of both that a number for each would take all memory.
-    """
+    """Adds the other clients of a deployed federation, without samples, to the only one that has some."""
     if num_clients * num_classes > _MOST:
         raise MisconfigurationException(
             f"the server has {num_clients} clients and {num_classes} classes, but their product must be "

@@ -7,46 +7,32 @@ from dataclasses import replace
 
 import numpy as np
 import torch
-from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch import Tensor
 
+from fedmoe_pl.checks import InvalidArgumentError
 from fedmoe_pl.data.arrays import Arrays
-from fedmoe_pl.data.partitioners.natural_ids import NaturalIds
+from fedmoe_pl.data.partitioners.given import NaturalIds
 from fedmoe_pl.data.partitioners.partitioner import Partitioner
 
 
-def rotated(arrays: Arrays, rotations: Sequence[int], num_clients: int | None, rng: np.random.Generator) -> Arrays:
+def rotated(
+    owner: object, arrays: Arrays, rotations: Sequence[int], num_clients: int | None, rng: np.random.Generator
+) -> Arrays:
     """Copies all images once per rotation and deals each copy to a group of clients.
 
     The groups are consecutive clients, in the order of ``rotations``, and differ in size by at most one. In each group,
     all training images are dealt at random in equal parts, and so are all test images. Each group therefore holds each
     image once, and a client's local test samples have its rotation. The global test set holds all test images in every
-    rotation (Ghosh et al. 2020; Isaksson et al. 2022).
-
-    Args:
-        arrays: images of shape (n, channels, height, width), without client ids.
-        rotations: angles, counterclockwise, in degrees: multiples of 90.
-        num_clients: number of clients.
-        rng: source of randomness.
-
-    Returns:
-        Images with client ids from 0, those of the first rotation first; all copies are in memory.
-
-    Raises:
-        MisconfigurationException: if the samples cannot be rotated, the data have client ids, or there are too few or
-            too many clients.
+    rotation (Ghosh et al. 2020; Isaksson et al. 2022). All copies are in memory.
     """
-    _check(arrays, rotations, num_clients)
+    _check(owner, arrays, rotations, num_clients)
     assert num_clients is not None
     groups = np.array_split(np.arange(num_clients), len(rotations))
     images = {"train": arrays.x_train, "test": arrays.x_test}
-    for part, x in images.items():
-        if len(x) < len(groups[0]):
-            raise MisconfigurationException(
-                f"num_clients is {num_clients}, but {len(groups[0])} of them would share the {len(x)} {part} images of "
-                f"one rotation; at most {len(x) * len(rotations)} clients are possible."
-            )
-    clients = {part: np.concatenate([_deal(len(x), group, rng) for group in groups]) for part, x in images.items()}
+    clients = {
+        part: np.concatenate([rng.permutation(np.resize(group, len(x))) for group in groups])
+        for part, x in images.items()
+    }
     return replace(
         arrays,
         x_train=_copies(arrays.x_train, rotations),
@@ -58,55 +44,28 @@ def rotated(arrays: Arrays, rotations: Sequence[int], num_clients: int | None, r
     )
 
 
-def check_rotations(
-    owner: object, rotations: Sequence[int] | None, partitioner: Partitioner | None
-) -> list[int] | None:
-    """Checks ``rotations`` and returns them as a list.
-
-    Args:
-        owner: the data module; the message names its class.
-        rotations: angles in degrees; None for no rotations.
-        partitioner: the data module's partitioner.
-
-    Raises:
-        MisconfigurationException: if the list is empty, has an angle twice, or one other than 0, 90, 180 and 270, or
-            there is a partitioner, too.
-    """
+def check_rotations(owner: object, rotations: Sequence[int] | None, partitioner: Partitioner | None) -> None:
+    """Refuses angles twice, or other than 0, 90, 180 and 270, and a partitioner that would mix the groups."""
     if rotations is None:
-        return None
+        return
     if not isinstance(partitioner, NaturalIds | None):
-        raise MisconfigurationException(
-            f"{type(owner).__name__}: partitioner is {type(partitioner).__name__}, but must be None with rotations, "
-            "which decide which client holds which images."
-        )
-    chosen = list(rotations)
-    if not chosen or len(set(chosen)) < len(chosen) or not set(chosen) <= {0, 90, 180, 270}:
-        raise MisconfigurationException(
-            f"rotations is {chosen}, but must be None or different angles among 0, 90, 180 and 270."
-        )
-    return chosen
+        raise InvalidArgumentError(owner, "partitioner", partitioner, "None", "rotations decide who holds what")
+    if not rotations or len({*rotations}) < len(rotations) or not {*rotations} <= {0, 90, 180, 270}:
+        raise InvalidArgumentError(owner, "rotations", rotations, "different angles among 0, 90, 180 and 270")
 
 
-def _check(arrays: Arrays, rotations: Sequence[int], num_clients: int | None) -> None:
-    if num_clients is None or num_clients < len(rotations):
-        raise MisconfigurationException(
-            f"num_clients is {num_clients}, but must be at least {len(rotations)}, one for each of the rotations "
-            f"{list(rotations)}."
-        )
+def _check(owner: object, arrays: Arrays, rotations: Sequence[int], num_clients: int | None) -> None:
+    least, most = len(rotations), len(rotations) * min(arrays.sizes)
+    if num_clients is None or not least <= num_clients <= most:
+        allowed = f"from {least}, one for each rotation, to {most}, the number of images"
+        raise InvalidArgumentError(owner, "num_clients", num_clients, allowed)
     if arrays.client_train is not None:
-        raise MisconfigurationException(f"rotations is {list(rotations)}, but must be None for data with client ids.")
+        raise InvalidArgumentError(owner, "rotations", rotations, "None", "the data have client ids")
     shape = tuple(arrays.x_train.shape)
     if len(shape) != 4 or (shape[2] != shape[3] and any(angle % 180 for angle in rotations)):
-        raise MisconfigurationException(
-            f"rotations is {list(rotations)}, but samples of shape {shape[1:]} cannot be rotated by them: images have "
-            "shape (channels, height, width), and for 90 and 270 degrees they must be square."
-        )
+        allowed = "None for samples that are no images, or 0 and 180 for images that are not square"
+        raise InvalidArgumentError(owner, "rotations", rotations, allowed, f"samples have shape {shape[1:]}")
 
 
 def _copies(x: Tensor, rotations: Sequence[int]) -> Tensor:
     return torch.cat([x.rot90(angle // 90, dims=(2, 3)) for angle in rotations])
-
-
-def _deal(n: int, group: np.ndarray, rng: np.random.Generator) -> np.ndarray:
-    """Returns the client of each of n samples, in equal parts at random."""
-    return rng.permutation(np.resize(group, n))

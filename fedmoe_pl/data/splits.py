@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import numpy as np
 import torch
-from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor
 
+from fedmoe_pl.checks import InvalidArgumentError
 from fedmoe_pl.data.arrays import Arrays
 from fedmoe_pl.data.map_style import MapStyleData
 from fedmoe_pl.data.partitioners.partitioner import group_by
@@ -26,19 +26,8 @@ def split(
 ) -> tuple[Parts, Parts, Parts]:
     """Splits every client's samples into training, validation and test; each client has its own random numbers.
 
-    The fractions are rounded to whole samples, and at least one sample is left for training.
-
-    Args:
-        samples: the clients' samples one after another, shape (n,); they may be shuffled in place.
-        sizes: number of samples of each client, shape (num_clients,).
-        test_fraction: share of the test samples.
-        validation_fraction: share of the validation samples.
-        seed: seed of the partition.
-        labels: the class of every sample of the data set, to split each class of a client separately, so that at
-            least one sample of each of its classes is left for training; None to split regardless of class.
-
-    Returns:
-        Training, validation and test samples.
+    The fractions are rounded to whole samples, and at least one sample is left for training; with ``labels``, the
+    classes of all samples, at least one of each class. ``samples`` may be shuffled in place.
     """
     n, ends = len(sizes), np.cumsum(sizes)
     for client in np.flatnonzero(_cuts(sizes, test_fraction, validation_fraction)[:, :2].any(axis=1)).tolist():
@@ -64,42 +53,22 @@ def _cuts(sizes: np.ndarray, test_fraction: float, validation_fraction: float) -
     return np.stack((n_test, n_validation, sizes - n_test - n_validation), axis=1).astype(np.int64)
 
 
-def pooled_ids(data: Arrays | MapStyleData) -> np.ndarray | None:
-    """Returns the client that each sample comes from, training samples first; None if the data do not say.
-
-    Args:
-        data: the data set.
-
-    Raises:
-        MisconfigurationException: if only the training samples have client ids.
-    """
+def pooled_ids(owner: object, data: Arrays | MapStyleData) -> np.ndarray | None:
+    """The client that each sample comes from, training samples first; None if the data do not say."""
     if data.client_train is None:
         return None
     if not data.sizes[1]:
         return data.client_train
     if data.client_test is None:
-        raise MisconfigurationException(
-            "pool is true, but only the training samples have client ids; provide client_test or set pool to false."
-        )
+        raise InvalidArgumentError(owner, "pool", True, "False", "only the training samples have client ids")
     return np.concatenate((data.client_train, data.client_test))
 
 
 def natural_test_samples(owner: object, data: Arrays | MapStyleData, test_fraction: float) -> Parts:
-    """Returns the test samples of each natural client that has training samples.
-
-    Args:
-        owner: the data module; the message names its class.
-        data: the data set, with the client that each sample comes from.
-        test_fraction: share of its training samples that each client is asked to hold out as well.
-
-    Raises:
-        MisconfigurationException: if this share is above 0.
-    """
+    """The test samples of each natural client that has training samples."""
     if test_fraction > 0:
-        raise MisconfigurationException(
-            f"{type(owner).__name__}: test_fraction is {test_fraction}, but must be 0, because the data have test "
-            "samples of every client."
-        )
+        reason = "the data have test samples of every client"
+        raise InvalidArgumentError(owner, "test_fraction", test_fraction, "0", reason)
     assert data.client_train is not None and data.client_test is not None
     ids = np.unique(data.client_train)
     client = np.searchsorted(ids, data.client_test)
@@ -114,31 +83,14 @@ def natural_test_samples(owner: object, data: Arrays | MapStyleData, test_fracti
     return Parts(torch.from_numpy(np.concatenate(parts) + data.sizes[0]), sizes)
 
 
-def balanced_subset(samples: Tensor, labels: Tensor, size: int, seed: int) -> Tensor:
-    """Chooses global test samples at random; the numbers of samples per class differ by at most one.
-
-    Args:
-        samples: indices of all global test samples, shape (n,).
-        labels: their classes, shape (n,).
-        size: number of samples to choose; if it cannot be divided equally, the first classes have one more.
-        seed: seed of the partition.
-
-    Returns:
-        The chosen indices, ascending.
-
-    Raises:
-        MisconfigurationException: if a class has too few samples.
-    """
+def balanced_subset(owner: object, samples: Tensor, labels: Tensor, size: int, seed: int) -> Tensor:
+    """Chooses global test samples at random, ascending; the first classes may have one sample more than the others."""
     classes, counts = labels.unique(return_counts=True)
     wanted = torch.full_like(counts, size // len(classes))
     wanted[: size % len(classes)] += 1
-    if (short := (counts < wanted).nonzero().flatten()).numel():
-        c = int(short[0])
-        raise MisconfigurationException(
-            f"global_test_size is {size}, which takes {wanted[c]} samples of class {classes[c]}, but the global test "
-            f"set has {counts[c]} of them; at most {int(counts.min()) * len(classes)} samples can be chosen with "
-            "equally many of each class."
-        )
+    if (counts < wanted).any():
+        allowed = f"at most {int(counts.min()) * len(classes)}, with equally many samples of each class"
+        raise InvalidArgumentError(owner, "global_test_size", size, allowed)
     rng = np.random.default_rng(np.random.SeedSequence(seed, spawn_key=_GLOBAL_TEST))
     chosen = [
         rng.permutation(samples[labels == c].numpy())[:n]

@@ -8,11 +8,11 @@ from typing import Any
 
 import numpy as np
 import torch
-from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities import rank_zero_info
 from torch import Tensor
 from torch.utils.data import ConcatDataset, Subset
 
+from fedmoe_pl.checks import InvalidArgumentError
 from fedmoe_pl.seeds import seeded
 
 Values = str | Callable[[Any], Sequence[Any]]
@@ -42,21 +42,16 @@ def imported(values: Any) -> Any:
     return found if callable(found) else values
 
 
+def reason_of(error: Exception) -> str:
+    """What an exception of a user's code says, in one line."""
+    return f"{type(error).__name__}: {error}".splitlines()[0].rstrip(".")
+
+
 def classes_of(owner: object, dataset: Any, targets: Values | None) -> Tensor | None:
-    """The classes of a dataset's samples.
+    """The classes of a dataset's samples, int64, shape (n,); None if the targets are not one integer for each sample.
 
-    Args:
-        owner: the data module; messages name its class.
-        dataset: a map-style dataset.
-        targets: how they are found; None for the attribute ``targets`` or ``labels`` or, if it has neither, the second
-            items of samples that are pairs.
-
-    Returns:
-        The classes as int64, shape (n,); None if the targets are not one integer for each sample.
-
-    Raises:
-        MisconfigurationException: if ``targets`` is an attribute or a function that does not give classes, or a key
-            that samples lack.
+    Without ``targets``, they are the attribute ``targets`` or ``labels`` or, if the dataset has neither, the second
+    items of samples that are pairs.
     """
     if isinstance(targets, str):
         sample = _read(dataset, 0)
@@ -78,46 +73,23 @@ def classes_of(owner: object, dataset: Any, targets: Values | None) -> Tensor | 
         return torch.from_numpy(array.astype(np.int64))
     if targets is None:
         return None
-    raise MisconfigurationException(
-        f"{type(owner).__name__}: targets is {_text(targets)}, which gives {array.dtype} values of shape "
-        f"{array.shape}, but must give a class for each sample, an integer from 0; leave it out for other targets."
-    )
+    reason = f"it gives {array.dtype} values of shape {array.shape}"
+    raise InvalidArgumentError(owner, "targets", targets, "left out or classes, one integer for each sample", reason)
 
 
 def values_of(owner: object, argument: str, dataset: Any, values: Values) -> np.ndarray:
-    """A value of each sample.
-
-    Args:
-        owner: the data module; messages name its class.
-        argument: the argument that says how they are found.
-        dataset: a map-style dataset.
-        values: how they are found.
-
-    Returns:
-        An array of as many values as the dataset has samples.
-
-    Raises:
-        MisconfigurationException: if they cannot be found, or are of another number.
-    """
-    name = f"{type(owner).__name__}: {argument} is {_text(values)}"
-    if callable(values):
-        try:
-            found = values(dataset)
-        except Exception as error:  # whatever a user's function raises
-            reason = f"{type(error).__name__}: {error}".splitlines()[0].rstrip(".")
-            raise MisconfigurationException(
-                f"{name}, but must be a function of a dataset that returns a value for each sample ({reason})."
-            ) from error
-    else:
-        found = _attribute(dataset, values)
-        if found is None:
-            found = _items(owner, dataset, values, name)
+    """A value of each sample, for the argument that says how they are found."""
+    found = values(dataset) if callable(values) else _attribute(dataset, values)
+    if found is None and isinstance(values, str):
+        first = _read(dataset, 0)
+        if not isinstance(first, dict) or values not in first:
+            allowed = f"an attribute of the {type(dataset).__name__}, a key of its samples, or a function"
+            raise InvalidArgumentError(owner, argument, values, allowed)
+        found = _read_all(owner, dataset, values)
     array = _to_array(found)
     if array.shape[:1] != (len(dataset),):
-        raise MisconfigurationException(
-            f"{name}, which gives values of shape {array.shape}, but must give one for each of the {len(dataset)} "
-            f"samples of the {type(dataset).__name__}."
-        )
+        allowed, reason = f"a value for each of {len(dataset)} samples", f"it gives values of shape {array.shape}"
+        raise InvalidArgumentError(owner, argument, values, allowed, reason)
     return array
 
 
@@ -140,18 +112,6 @@ def _transforms_targets(dataset: Any) -> bool:
     if isinstance(dataset, ConcatDataset):
         return any(map(_transforms_targets, dataset.datasets))
     return getattr(dataset, "target_transform", None) is not None
-
-
-def _items(owner: object, dataset: Any, key: str, name: str) -> list[Any]:
-    """The values under a key of all samples."""
-    first = _read(dataset, 0)
-    if not isinstance(first, dict) or key not in first:
-        what = f"keys {', '.join(map(str, first))}" if isinstance(first, dict) else f"samples of {type(first).__name__}"
-        raise MisconfigurationException(
-            f"{name}, but must be an attribute of the {type(dataset).__name__} with a value for each sample, a key of "
-            f"its samples, or a function; it has {what}."
-        )
-    return _read_all(owner, dataset, key)
 
 
 def _second_items(owner: object, dataset: Any) -> list[Any] | None:
@@ -180,7 +140,3 @@ def _read(dataset: Any, index: int) -> Any:
 
 def _to_array(values: Any) -> np.ndarray:
     return values.numpy() if isinstance(values, Tensor) else np.asarray(values)
-
-
-def _text(values: Values) -> str:
-    return f"'{values}'" if isinstance(values, str) else getattr(values, "__name__", type(values).__name__)

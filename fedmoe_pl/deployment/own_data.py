@@ -12,7 +12,7 @@ from torch import Tensor
 
 from fedmoe_pl.checkpoints.configuration import configuration
 from fedmoe_pl.data import FederatedDataModule
-from fedmoe_pl.data.partitioners.all_to_one import AllToOne
+from fedmoe_pl.data.partitioners.given import AllToOne
 from fedmoe_pl.evaluation.outputs import described_batches
 from fedmoe_pl.rounds.opt_in import set_up
 from fedmoe_pl.rounds.run_maker import RunMaker

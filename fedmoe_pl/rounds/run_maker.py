@@ -20,7 +20,7 @@ from fedmoe_pl.checkpoints.lock import locked
 from fedmoe_pl.checkpoints.resume import check_configuration, identify, load_run
 from fedmoe_pl.data import FederatedDataModule
 from fedmoe_pl.data.own_client import add_clients
-from fedmoe_pl.data.partitioners.all_to_one import AllToOne
+from fedmoe_pl.data.partitioners.given import AllToOne
 from fedmoe_pl.evaluation.evaluation import Evaluation
 from fedmoe_pl.evaluation.outputs import ClientModule
 from fedmoe_pl.rounds.failures import ClientFailures

@@ -1,16 +1,11 @@
-"""Normalization of images, ids of words, and what does not go with them."""
+"""Normalization of images, and ids of words."""
 
-import pytest
 import torch
 from helpers.data import Own, set_up
-from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torchvision.transforms.functional import to_tensor
 from torchvision.transforms.v2 import functional
 
-from fedmoe_pl.data import (
-    Arrays,
-    RandomCrop,
-)
+from fedmoe_pl.data import Arrays
 
 
 def test_images_are_normalized_like_torchvision():
@@ -48,22 +43,3 @@ def test_ids_of_words_are_taken_as_they_are_into_batches():
     ((batch, labels),) = data.batches(data.train_samples[0])
     order = data.train_samples[0]
     assert torch.equal(batch, x[order]) and torch.equal(labels, y[order])
-
-
-WORDS, LABELS = torch.ones(4, 3, dtype=torch.int64), torch.zeros(4, dtype=torch.int64)
-
-
-@pytest.mark.parametrize(
-    ("x", "kwargs", "message"),
-    [
-        (WORDS, {"augmentation": [RandomCrop()]}, r"augmentation must be left out for samples of shape"),
-        (WORDS, {"rotations": [0, 180]}, r"rotations is \[0, 180\], but samples of shape \(3,\)"),
-        (-WORDS, {}, r"x_train has the id -1, but ids of words must be integers from 0"),
-        (WORDS.int(), {}, r"x_train is torch\.int32 of shape \(4, 3\), but must be"),
-        (WORDS[:, None], {}, r"x_train is torch\.int64 of shape \(4, 1, 3\), but must be"),
-    ],
-)
-def test_what_does_not_go_with_words_is_refused_in_one_sentence(x, kwargs, message):
-    with pytest.raises(MisconfigurationException, match=message) as error:
-        Own(Arrays(x, LABELS, x, LABELS), num_clients=2, **kwargs).setup()
-    assert str(error.value).endswith(".") and "\n" not in str(error.value)

@@ -47,6 +47,3 @@ def test_a_generator_repeats_the_epochs_and_no_generator_follows_the_global_seed
     assert torch.equal(pooled[0], pooled[1]) and not torch.equal(pooled[0], pooled[2])
     plain = torch.cat([x for x, _ in data.batches(data.train_samples[0], 7)])
     assert torch.equal(plain, data.x[data.train_samples[0]])
-
-
-y = torch.zeros(6, dtype=torch.long)

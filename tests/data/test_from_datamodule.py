@@ -2,12 +2,10 @@
 
 import multiprocessing
 
-import pytest
 import torch
-from helpers.data import assert_names_an_argument, set_up
+from helpers.data import refused_argument, set_up
 from helpers.map_style import DictData, Dicts, padded
-from lightning.fabric.utilities.exceptions import MisconfigurationException
-from torch.utils.data import DataLoader, IterableDataset, RandomSampler, random_split
+from torch.utils.data import DataLoader, RandomSampler, random_split
 
 from fedmoe_pl.data import FromDataModule
 
@@ -43,24 +41,6 @@ def test_each_process_that_reads_samples_is_begun_by_the_loader_s_function():
     assert begun.get(timeout=60) == 0
 
 
-class Stream(IterableDataset):
-    def __iter__(self):
-        yield from ()
-
-
-class StreamedTest(DictData):
-    def test_dataloader(self):
-        return DataLoader(Stream())
-
-
-class EmptyTest(DictData):
-    def val_dataloader(self):
-        return DataLoader(Dicts(5), collate_fn=padded)
-
-    def test_dataloader(self):
-        return DataLoader(Dicts(0), collate_fn=padded)
-
-
 class Drawn(DictData):
     def __init__(self, **arguments):
         super().__init__()
@@ -70,21 +50,7 @@ class Drawn(DictData):
         return DataLoader(self.training, sampler=RandomSampler(self.training, **self.sampling), collate_fn=padded)
 
 
-@pytest.mark.parametrize(
-    ("module", "sentence"),
-    [
-        (StreamedTest(), "test_dataset is a Stream, but must be a map-style dataset"),
-        (EmptyTest(), "test_dataset is empty, but must have the samples of the global test set"),
-        (Drawn(replacement=True), "train_dataloader has a RandomSampler of 22 samples with replacement, but must"),
-        (Drawn(num_samples=7), "train_dataloader has a RandomSampler of 7 samples, but must have none or shuffle=True"),
-    ],
-)
-def test_loaders_that_no_client_can_have_are_refused(module, sentence):
-    with pytest.raises(MisconfigurationException) as error:
-        set_up(FromDataModule(module, targets="label", num_clients=2))
-    assert sentence in str(error.value)
-    assert_names_an_argument(str(error.value))
-
-
 def test_a_random_sampler_of_all_samples_is_the_same_as_shuffling():
     assert set_up(FromDataModule(Drawn(), targets="label", num_clients=2)).num_clients == 2
+    for drawn in (Drawn(replacement=True), Drawn(num_samples=7)):
+        assert refused_argument(lambda drawn=drawn: FromDataModule(drawn, num_clients=2)) == "datamodule"

@@ -5,21 +5,18 @@ import json
 import numpy as np
 import pytest
 import torch
-from helpers.data import assert_names_an_argument, set_up
+from helpers.data import set_up
 from helpers.map_style import DictData, Dicts, Noisy, images, padded
-from lightning.fabric.utilities.exceptions import MisconfigurationException
-from torch.utils.data import ConcatDataset, DataLoader, IterableDataset, Subset, TensorDataset, WeightedRandomSampler
+from torch.utils.data import ConcatDataset, Subset, TensorDataset
 from torchvision.transforms import v2
 
 from fedmoe_pl.data import (
     IID,
-    Digits,
     Dirichlet,
     FromDataModule,
     FromDatasets,
     NaturalIds,
     PredefinedIndices,
-    RandomCrop,
 )
 from fedmoe_pl.evaluation.outputs import labelled_batches
 
@@ -154,102 +151,6 @@ def test_a_lightning_data_module_keeps_its_batches():
     (batch, *_) = epochs(data)
     assert batch.keys() == {"words", "label", "users"} and len(batch["users"]) == 4
     assert set_up(FromDataModule(DictData(), batch_size=7, num_clients=3)).batch_size == 7
-
-
-class Stream(IterableDataset):
-    def __iter__(self):
-        yield from ()
-
-
-def test_what_cannot_be_dealt_is_refused_in_one_sentence(tmp_path):
-    class OnDevice(DictData):
-        def on_after_batch_transfer(self, batch, dataloader_idx):
-            return batch
-
-    class Weighted(DictData):
-        def train_dataloader(self):
-            return DataLoader(self.training, sampler=WeightedRandomSampler([1.0] * 22, 22), collate_fn=padded)
-
-    class Streaming(DictData):
-        def train_dataloader(self):
-            return DataLoader(Stream())
-
-    class Listed(DictData):
-        def train_dataloader(self):
-            return [DataLoader(Dicts(3)), DataLoader(Dicts(3))]
-
-    class NeedsTrainer(DictData):
-        def setup(self, stage):
-            assert self.trainer is not None, "no trainer"
-
-    class Whole(DictData):
-        def train_dataloader(self):
-            return DataLoader(self.training, batch_size=None)
-
-    def broken(dataset):
-        raise KeyError("labels")
-
-    (tmp_path / "twice.json").write_text("[[0, 1], [1]]")
-    (tmp_path / "beyond.json").write_text("[[0, 12]]")
-    (tmp_path / "words.json").write_text('{"a": "0 1"}')
-    two, in_file = {"num_clients": 2}, lambda name: PredefinedIndices(str(tmp_path / name))
-    faults = {
-        r"train_dataset is a Stream, but must be a map-style": lambda: FromDatasets(Stream(), Noisy(3), **two),
-        r"train_dataset is empty": lambda: FromDatasets(Noisy(0), Noisy(3), **two),
-        r"test_dataset is None, but must": lambda: FromDatasets(Noisy(3), **two),
-        r"eval_dataset is of 4 samples": lambda: FromDatasets(Noisy(3), Noisy(3), Noisy(4), **two),
-        r"targets is 'classes', but must": lambda: FromDatasets(Noisy(3), Noisy(3), targets="classes", **two),
-        r"targets is broken, but must": lambda: FromDatasets(Noisy(3), Noisy(3), targets=broken, **two),
-        r"targets is <lambda>, which gives values of shape \(1,\)": lambda: FromDatasets(
-            Noisy(3), Noisy(3), targets=lambda dataset: [0], **two
-        ),
-        r"targets gives \[1, 1\] for the first": lambda: FromDatasets(
-            Noisy(3), Noisy(3), targets=lambda dataset: [1] * 3, **two
-        ),
-        r"whose samples must be readable and fit collate_fn": lambda: FromDatasets(Dicts(4), Dicts(4), **two),
-        r"augmentation must be left out": lambda: FromDatasets(Noisy(4), Noisy(4), augmentation=[RandomCrop()], **two),
-        r"rotations must be left out": lambda: FromDatasets(Noisy(4), Noisy(4), rotations=[0, 180], **two),
-        r"partitioner is Dirichlet, which deals classes": lambda: FromDatasets(
-            Dicts(4), Dicts(4), collate_fn=padded, partitioner=Dirichlet(0.5), **two
-        ),
-        r"stratify is True, but must be False": lambda: FromDatasets(
-            Dicts(4), Dicts(4), collate_fn=padded, stratify=True, test_fraction=0.5, **two
-        ),
-        r"global_test_size is 9, but must be at most 4": lambda: FromDatasets(
-            Dicts(4), Dicts(4), collate_fn=padded, global_test_size=9, **two
-        ),
-        r"num_workers is -1": lambda: FromDatasets(Noisy(4), num_workers=-1),
-        r"groups is 'site', but must": lambda: FromDatasets(Noisy(4), Noisy(4), groups="site"),
-        r"indices is '.*twice.json', which has the index 1 twice": lambda: FromDatasets(
-            Noisy(4), Noisy(4), partitioner=in_file("twice.json")
-        ),
-        r"targets has torch.int64 numbers from -1, but .*; values that are no classes, such as": lambda: FromDatasets(
-            Noisy(3), Noisy(3), targets=lambda dataset: [-1, 0, 1], **two
-        ),
-        r"has the index 12, but must": lambda: FromDatasets(Noisy(4), Noisy(4), partitioner=in_file("beyond.json")),
-        r"indices is '<lambda>', but must give client 1 at least one sample": lambda: FromDatasets(
-            Noisy(4), Noisy(4), partitioner=PredefinedIndices(lambda labels: [[0], []])
-        ),
-        r"must give client 0 a list": lambda: FromDatasets(Noisy(4), Noisy(4), partitioner=in_file("words.json")),
-        r"indices is '.*none.json', but must be": lambda: in_file("none.json"),
-        r"num_clients is 5, but must be None or 1": lambda: FromDatasets(
-            Noisy(13), Noisy(4), partitioner=in_file("beyond.json"), num_clients=5
-        ),
-        r"datamodule is a Digits, which deals": lambda: FromDataModule(Digits()),
-        r"which overrides on_after_batch_transfer": lambda: FromDataModule(OnDevice()),
-        r"train_dataloader has a WeightedRandomSampler": lambda: FromDataModule(Weighted(), **two),
-        r"train_dataloader has the batch_size None": lambda: FromDataModule(Whole(), **two),
-        r"whose setup\('fit'\) must work without": lambda: FromDataModule(NeedsTrainer(), **two),
-        r"train_dataset is a Stream": lambda: FromDataModule(Streaming(), **two),
-        r"train_dataloader returns a list": lambda: FromDataModule(Listed(), **two),
-        r"eval_dataset is 'plain', but must": lambda: FromDataModule(DictData(), eval_dataset="plain", **two),
-        r"batch_size is 0": lambda: FromDataModule(DictData(), batch_size=0),
-    }
-    for message, make in faults.items():
-        with pytest.raises(MisconfigurationException, match=message) as error:
-            made = make()
-            made.setup()
-        assert_names_an_argument(str(error.value))
 
 
 def test_own_partitioners_say_whether_they_need_classes():

@@ -1,8 +1,7 @@
-"""What holds for all partitioners: nothing is held twice, seeds repeat, and what is refused."""
+"""What holds for all partitioners: nothing is held twice, and seeds repeat."""
 
 import numpy as np
 import pytest
-from helpers.data import assert_names_an_argument
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from lightning.fabric.utilities.exceptions import MisconfigurationException
@@ -54,9 +53,6 @@ def test_natural_ids_keep_every_sample_with_its_client(ids):
         assert {ids[i] for i in part} == {name}
 
 
-ids = np.array([0, 0, 1, 1, 2, 2])
-
-
 PARTITIONERS = st.one_of(
     st.builds(
         MajorityClasses, st.floats(0.01, 1), st.none() | st.integers(1, 20), st.sampled_from(["random", "product"])
@@ -71,13 +67,12 @@ PARTITIONERS = st.one_of(
 
 
 @given(PARTITIONERS, st.integers(1, 300), st.integers(1, 12), st.integers(1, 7), st.integers(0, 2**32))
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=150, deadline=None)
 def test_every_partition_is_disjoint_and_reproducible_or_refused(partitioner, n, num_clients, num_classes, seed):
     labels = np.random.default_rng(seed).integers(0, num_classes, n)
     try:
         parts = partitioner(labels, num_clients, np.random.default_rng(seed))
-    except MisconfigurationException as error:
-        assert_names_an_argument(str(error))
+    except MisconfigurationException:
         return
     assert len(parts) == num_clients
     held = np.concatenate(parts)
@@ -97,61 +92,3 @@ def test_which_samples_of_a_class_a_client_gets_is_random(partitioner):
     labels = np.arange(400) % 2
     firsts = [[part[0] for part in partitioner(labels, 4, np.random.default_rng(seed))] for seed in range(10)]
     assert all(len(set(of_client)) > 3 for of_client in zip(*firsts, strict=True))
-
-
-TEN = np.arange(100) % 10
-
-
-@pytest.mark.parametrize(
-    ("make", "message"),
-    [
-        (lambda: MajorityClasses(0), r"majority_share is 0, but must be in \(0, 1\]"),
-        (lambda: MajorityClasses(1.1), r"majority_share is 1\.1, "),
-        (lambda: MajorityClasses(0.5, 0), r"samples_per_client is 0, "),
-        (lambda: MajorityClasses(0.5, pairs="all"), r"pairs is 'all', but must be one of random, product"),
-        (lambda: MajorityClasses(0.5, 1)(TEN, None, np.random.default_rng()), r"num_clients is not set, "),
-        (lambda: MajorityClasses(0.5, 1)(TEN % 2, 3, np.random.default_rng()), r"majority_share is 0\.5, .* 2 classes"),
-        (lambda: MajorityClasses(1.0, 1)(TEN % 1, 3, np.random.default_rng()), r"majority_share is 1\.0, .* 1 classes"),
-        (
-            lambda: MajorityClasses(0.5, 1, "product")(TEN % 3, 10, np.random.default_rng()),
-            r"num_clients is 10, but must be at most 9 .* pairs 'product', because 3 classes",
-        ),
-        (
-            lambda: MajorityClasses(1.0, None, "product")(np.array([0, 1, 1, 1]), 2, np.random.default_rng()),
-            r"samples_per_client is None, .* for 0 per client",  # both clients want the one sample of class 0
-        ),
-        (lambda: TwoClasses(0), r"samples_per_client is 0, "),
-        (lambda: TwoClasses(500, 1.0), r"balance is 1\.0, but must be in \(0, 1\)"),
-        (lambda: TwoClasses(4, 0.01), r"balance is 0\.01, .* at least one of the 4 samples"),
-        (lambda: TwoClasses(2)(TEN % 1, 2, np.random.default_rng()), r"2 different classes, but the data have 1"),
-        (lambda: Shards(0), r"shards_per_client is 0, "),
-        (
-            lambda: Shards(3)(TEN, 50, np.random.default_rng()),
-            r"shards_per_client is 3, .* 150 shards, .* 100 training",
-        ),
-        (lambda: Pathological(0), r"classes_per_client is 0, "),
-        (lambda: Pathological(share="beta"), r"share is 'beta', but must be one of uniform, dirichlet"),
-        (lambda: Pathological(share="dirichlet", concentration=0), r"concentration is 0, "),
-        (
-            lambda: Pathological(11)(TEN, 2, np.random.default_rng()),
-            r"classes_per_client is 11, but must be at most the .*, 10\.",
-        ),
-        (lambda: ClientDirichlet(0, 5), r"alpha is 0, "),
-        (lambda: ClientDirichlet(1, 0), r"samples_per_client is 0, "),
-        (
-            lambda: ClientDirichlet(1, 21)(TEN, 5, np.random.default_rng()),
-            r"samples_per_client is 21, but must be at most 20 for 5 clients",
-        ),
-        (lambda: BalancedDirichlet(float("inf")), r"alpha is inf, "),
-        (lambda: BalancedDirichlet(1, 0), r"minimum_samples is 0, "),
-        (
-            lambda: BalancedDirichlet(1, 21)(TEN, 5, np.random.default_rng()),
-            r"minimum_samples is 21, but in 1000 attempts",
-        ),
-        (lambda: BalancedDirichlet(1e-3, 1)(TEN % 1, 5, np.random.default_rng()), r"raise alpha above 0\.001"),
-    ],
-)
-def test_bad_arguments_are_refused_in_one_sentence(make, message):
-    with pytest.raises(MisconfigurationException, match=message) as error:
-        make()
-    assert_names_an_argument(str(error.value))

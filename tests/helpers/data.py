@@ -1,10 +1,10 @@
-"""Arrays and data modules that tests of the data set up, and what every refusal must be like."""
-
-import re
+"""Arrays and data modules that tests of the data set up."""
 
 import numpy as np
+import pytest
 import torch
 
+from fedmoe_pl.checks import InvalidArgumentError
 from fedmoe_pl.data import Arrays, FederatedDataModule, Partitioner
 
 
@@ -25,10 +25,14 @@ def set_up(datamodule: FederatedDataModule) -> FederatedDataModule:
     return datamodule
 
 
-def assert_names_an_argument(message: str) -> None:
-    """One sentence that begins with the argument, or with its class and the argument; the command line adds the key."""
-    assert re.match(r"(?:\w+: )?\w+ (?:is|has|gives|reads|must) \S", message), message
-    assert message.endswith(".") and ". " not in message and "\n" not in message, message
+def refused_argument(make) -> str:
+    """The argument that is refused, in one line, by what ``make`` does or when the data that it makes are set up."""
+    with pytest.raises(InvalidArgumentError) as error:
+        made = make()
+        if isinstance(made, FederatedDataModule):
+            made.setup()
+    assert "\n" not in str(error.value) and len(str(error.value)) < 1000
+    return error.value.argument
 
 
 def vectors(n: int, num_classes: int = 3, n_test: int = 4, **kwargs) -> Arrays:

@@ -11,10 +11,9 @@ from collections.abc import Iterable
 from typing import Any
 
 import torch
-from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch import Tensor
 
-from fedmoe_pl.checks import check_at_least
+from fedmoe_pl.checks import InvalidArgumentError, check_at_least
 from fedmoe_pl.data.arrays import Arrays
 from fedmoe_pl.data.datamodule import FederatedDataModule
 from fedmoe_pl.data.datasets.images import READ_ERRORS
@@ -41,8 +40,8 @@ class AGNews(FederatedDataModule):
 
     def __init__(self, root: str = "data", vocabulary_size: int = 10_000, length: int = 64, **kwargs: Any) -> None:
         super().__init__(**kwargs)
-        for name, value in (("vocabulary_size", vocabulary_size), ("length", length)):
-            check_at_least(self, name, value, 1)
+        check_at_least(self, "vocabulary_size", vocabulary_size, 1)
+        check_at_least(self, "length", length, 1)
         self.root = root
         self.vocabulary_size = vocabulary_size
         self.length = length
@@ -55,12 +54,7 @@ class AGNews(FederatedDataModule):
         return Arrays(to_ids(train, {}, 0), y_train, to_ids(test, {}, 0), y_test)
 
     def learn(self, arrays: Arrays, samples: Tensor | None) -> None:
-        """Makes the vocabulary unless there is one, and looks up the words' ids.
-
-        Args:
-            arrays: the data set, which is changed.
-            samples: indices of the training texts that may be counted, shape (n,); None for all.
-        """
+        """Makes the vocabulary from some training texts unless there is one, and looks up the words' ids."""
         train, test = self._texts
         if self.vocabulary is None:
             counted = train if samples is None else [train[i] for i in samples.tolist()]
@@ -85,11 +79,7 @@ def tokenize(text: str) -> list[str]:
 
 
 def vocabulary(texts: Iterable[list[str]], size: int) -> dict[str, int]:
-    """Returns the ids, from 2, of the most frequent words by frequency; ties are in alphabetical order.
-
-    Args:
-        texts: words of each text.
-        size: number of words; fewer if the texts have fewer.
+    """The ids, from 2, of the ``size`` most frequent words by frequency; ties are in alphabetical order.
 
     Example:
         >>> vocabulary([["b", "c", "a"], ["c"]], 2)
@@ -101,15 +91,7 @@ def vocabulary(texts: Iterable[list[str]], size: int) -> dict[str, int]:
 
 
 def to_ids(texts: list[list[str]], ids: dict[str, int], length: int) -> Tensor:
-    """Looks up the ids of each text's words, cut or padded to a length.
-
-    Args:
-        texts: words of each text.
-        ids: id of each word of the vocabulary.
-        length: words per text.
-
-    Returns:
-        Ids, int64, shape (len(texts), length).
+    """The ids of each text's words, cut or padded to a length, int64, shape (texts, length).
 
     Example:
         >>> to_ids([["c", "x"], ["a", "c", "c", "a"]], {"c": 2, "a": 3}, 3).tolist()
@@ -125,25 +107,19 @@ def to_ids(texts: list[list[str]], ids: dict[str, int], length: int) -> Tensor:
 def _read(root: str, part: str) -> tuple[list[list[str]], Tensor]:
     """Returns the words of every text of one file, and the classes from 0."""
     path = os.path.join(root, f"{part}.csv")
-    problem = f"AGNews: root is '{root}', but"
     compressed = not os.path.isfile(path)
     path += ".gz" if compressed else ""
-    if not os.path.isfile(path):
-        raise MisconfigurationException(
-            f"{problem} '{os.path.abspath(root)}' has neither {part}.csv nor {part}.csv.gz of AG News."
-        )
     try:
         with (gzip.open if compressed else open)(path, "rt", encoding="utf-8", newline="") as file:
             rows = list(csv.reader(file))
     except (*READ_ERRORS, csv.Error) as error:
-        raise MisconfigurationException(f"{problem} '{path}' cannot be read as a CSV file ({error}).") from error
+        allowed = f"a folder with AG News' {part}.csv or {part}.csv.gz"
+        raise InvalidArgumentError("AGNews", "root", root, allowed, f"'{path}' cannot be read ({error})") from error
     texts, labels = [], []
     for number, row in enumerate(rows, start=1):
         if len(row) != 3 or row[0] not in ("1", "2", "3", "4"):
-            raise MisconfigurationException(
-                f"{problem} row {number} of '{path}' has {len(row)} columns and begins with '{row[0] if row else ''}'; "
-                "it must have three: class (1 to 4), title and description."
-            )
+            columns = "a folder with files of three columns: class (1 to 4), title and description"
+            raise InvalidArgumentError("AGNews", "root", root, columns, f"row {number} of '{path}' is {row}"[:300])
         texts.append(tokenize(f"{row[1]} {row[2]}"))
         labels.append(int(row[0]) - 1)
     return texts, torch.tensor(labels, dtype=torch.int64)

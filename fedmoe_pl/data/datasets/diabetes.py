@@ -35,5 +35,5 @@ class Diabetes(FederatedDataModule):
         x, y = torch.from_numpy(measured), torch.from_numpy(progression)
         test = torch.arange(len(y)) % 5 == 4
         x, y = ((values - values[~test].mean(0)) / values[~test].std(0) for values in (x, y))
-        ids, is_test = decades, test.numpy()
-        return Arrays(x[~test].float(), y[~test].float(), x[test].float(), y[test].float(), ids[~is_test], ids[is_test])
+        samples = (x[~test].float(), y[~test].float(), x[test].float(), y[test].float())
+        return Arrays(*samples, decades[~test.numpy()], decades[test.numpy()])

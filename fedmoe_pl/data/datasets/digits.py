@@ -32,7 +32,7 @@ class Digits(FederatedDataModule):
         from sklearn.datasets import load_digits  # only this data set needs scikit-learn
 
         pixels, labels = load_digits(return_X_y=True)  # pixels: (1797, 64), from 0 to 16
-        x = resize(torch.from_numpy(pixels).float().view(-1, 1, 8, 8) / 16, self.image_size)
+        x = resize(self, torch.from_numpy(pixels).float().view(-1, 1, 8, 8) / 16, self.image_size)
         y = torch.from_numpy(labels)
         rank_in_class = torch.nn.functional.one_hot(y).cumsum(0).gather(1, y[:, None])[:, 0]
         test = rank_in_class % 5 == 0

@@ -8,11 +8,12 @@ from typing import Any
 
 import numpy as np
 import torch
-from lightning.fabric.utilities.exceptions import MisconfigurationException
 
+from fedmoe_pl.checks import InvalidArgumentError
 from fedmoe_pl.data.arrays import Arrays
 from fedmoe_pl.data.datamodule import FederatedDataModule
 from fedmoe_pl.data.datasets.images import READ_ERRORS
+from fedmoe_pl.data.targets import reason_of
 
 
 class FEMNIST(FederatedDataModule):
@@ -35,23 +36,18 @@ class FEMNIST(FederatedDataModule):
         """Reads all files."""
         has_test = os.path.isdir(os.path.join(self.root, "test"))
         if not has_test and not self.pool:
-            raise MisconfigurationException(
-                f"FEMNIST: root is '{self.root}', which has no folder test; set pool to true and test_fraction above 0 "
-                "to hold out test images of every writer."
-            )
+            raise InvalidArgumentError(self, "pool", False, "True", f"'{self.root}' has no folder test")
         x, y, writers = _read_folder(self.root, "train")
         x_test, y_test, test_writers = _read_folder(self.root, "test") if has_test else (x[:0], y[:0], writers[:0])
         arrays = (torch.from_numpy(array) for array in (x, y, x_test, y_test))
-        return Arrays(*arrays, client_train=writers, client_test=test_writers, name=f"FEMNIST: root is '{self.root}'")
+        return Arrays(*arrays, client_train=writers, client_test=test_writers)
 
 
 def _read_folder(root: str, part: str) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Returns images (n, 1, 28, 28) as float32, classes and writers of all JSON files of a folder."""
-    problem, folder = f"FEMNIST: root is '{root}', but", os.path.join(root, part)
+    folder = os.path.join(root, part)
     paths = [os.path.join(folder, name) for name in sorted(os.listdir(folder))] if os.path.isdir(folder) else []
     paths = [path for path in paths if path.endswith(".json")]
-    if not paths:
-        raise MisconfigurationException(f"{problem} '{os.path.abspath(folder)}' has no .json files of LEAF.")
     images, labels, writers = [], [], {}
     for path in paths:
         try:
@@ -67,13 +63,14 @@ def _read_folder(root: str, part: str) -> tuple[np.ndarray, np.ndarray, np.ndarr
                     raise ValueError(f"writer {writer} has {len(images[-1])} images and {len(labels[-1])} labels")
                 writers[writer] = len(images[-1])
         except (*READ_ERRORS, TypeError) as error:
-            reason = f"no {error}" if isinstance(error, KeyError) else error
-            raise MisconfigurationException(
-                f"{problem} '{path}' is not a file of FEMNIST as LEAF writes it ({reason})."
-            ) from error
+            raise _refused(root, f"'{path}' is none of them ({reason_of(error)})") from error
     if not writers:
-        raise MisconfigurationException(f"{problem} the files in '{os.path.abspath(folder)}' list no users.")
+        raise _refused(root, f"'{os.path.abspath(folder)}' has no such files, or they list no users")
     return np.concatenate(images), np.concatenate(labels), np.repeat([*writers], [*writers.values()])
+
+
+def _refused(root: str, reason: str) -> InvalidArgumentError:
+    return InvalidArgumentError("FEMNIST", "root", root, "a folder with FEMNIST's files as LEAF writes them", reason)
 
 
 def _labels(values: list[int], writer: str) -> np.ndarray:

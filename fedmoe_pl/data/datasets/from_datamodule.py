@@ -4,17 +4,16 @@ from __future__ import annotations
 
 from typing import Any
 
-from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import LightningDataModule
 from lightning.pytorch.core.hooks import DataHooks
 from torch.utils.data import BatchSampler, DataLoader, RandomSampler, SequentialSampler
 
-from fedmoe_pl.checks import check_at_least
+from fedmoe_pl.checks import InvalidArgumentError, check_at_least
 from fedmoe_pl.data.arrays import Arrays
 from fedmoe_pl.data.datamodule import FederatedDataModule
 from fedmoe_pl.data.datasets.from_datasets import with_values
 from fedmoe_pl.data.map_style import MapStyleData, is_map_style
-from fedmoe_pl.data.targets import Values, imported
+from fedmoe_pl.data.targets import Values, imported, reason_of
 from fedmoe_pl.seeds import seeded
 
 _TRANSFERS = ("on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer")
@@ -57,17 +56,10 @@ class FromDataModule(FederatedDataModule):
         self.groups = imported(groups)
         self._keeps_batch_size = batch_size is not None
         self.batch_size = self.batch_size if batch_size is None else batch_size
-        if isinstance(datamodule, FederatedDataModule):
-            raise MisconfigurationException(
-                f"FromDataModule: datamodule is a {type(datamodule).__name__}, which deals its samples itself, but "
-                "must be another LightningDataModule."
-            )
         for hook in _TRANSFERS:
             if getattr(type(datamodule), hook) is not getattr(DataHooks, hook):
-                raise MisconfigurationException(
-                    f"FromDataModule: datamodule is a {type(datamodule).__name__}, which overrides {hook}, but must "
-                    "have its collate function or the model do this, because no Trainer of a client calls it."
-                )
+                reason = "no Trainer of a client calls it; its collate function or the model can do the same"
+                raise InvalidArgumentError(self, "datamodule", datamodule, f"one that does not override {hook}", reason)
 
     def prepare_data(self) -> None:
         """Downloads the data, if the data module does; a copy whose datasets are known has none any more."""
@@ -89,12 +81,11 @@ class FromDataModule(FederatedDataModule):
         data = MapStyleData(
             train.dataset,
             None if test is None else test.dataset,
-            self._eval_dataset(),
+            None if self.eval_dataset is None else getattr(self.datamodule, self.eval_dataset),
             collate_fn=train.collate_fn,
             eval_collate_fn=None if test is None else test.collate_fn,
             num_workers=train.num_workers,
             worker_init_fn=train.worker_init_fn,
-            name=type(self).__name__,
         )
         return with_values(self, data, self.targets, self.groups)
 
@@ -107,21 +98,8 @@ class FromDataModule(FederatedDataModule):
             with seeded(self.partition_seed):  # the same samples in every run and process
                 self.datamodule.setup(stage)
         except Exception as error:  # whatever a user's data module raises
-            reason = f"{type(error).__name__}: {error}".splitlines()[0].rstrip(".")
-            raise MisconfigurationException(
-                f"FromDataModule: datamodule is a {type(self.datamodule).__name__} whose setup('{stage}') must work "
-                f"without a Trainer, but fails ({reason})."
-            ) from error
-
-    def _eval_dataset(self) -> Any | None:
-        if self.eval_dataset is None:
-            return None
-        if not hasattr(self.datamodule, self.eval_dataset):
-            raise MisconfigurationException(
-                f"FromDataModule: eval_dataset is '{self.eval_dataset}', but must be an attribute of the "
-                f"{type(self.datamodule).__name__} after setup."
-            )
-        return getattr(self.datamodule, self.eval_dataset)
+            allowed = f"one whose setup('{stage}') works without a Trainer"
+            raise InvalidArgumentError(self, "datamodule", self.datamodule, allowed, reason_of(error)) from error
 
     def _overrides(self, name: str) -> bool:
         return getattr(type(self.datamodule), name) is not getattr(DataHooks, name) or name in vars(self.datamodule)
@@ -133,30 +111,19 @@ class FromDataModule(FederatedDataModule):
         loader = getattr(self.datamodule, name)() if self._overrides(name) else None
         if isinstance(loader, (list, tuple)) and len(loader) == 1:
             loader = loader[0]
-        prefix = f"FromDataModule: datamodule is a {type(self.datamodule).__name__} whose {name}"
         if not isinstance(loader, DataLoader):
-            raise MisconfigurationException(
-                f"{prefix} returns {'nothing' if loader is None else f'a {type(loader).__name__}'}, but must return "
-                "one DataLoader of a map-style dataset."
-            )
-        if name == "train_dataloader" and is_map_style(loader.dataset):
-            _check_sampler(prefix, loader)
+            allowed = f"one whose {name} returns one DataLoader of a map-style dataset"
+            raise InvalidArgumentError(self, "datamodule", self.datamodule, allowed)
+        if name == "train_dataloader" and is_map_style(loader.dataset) and not _keeps_all_samples(loader):
+            allowed = f"one whose {name} has no sampler of its own, and a batch_size"
+            reason = "each client shuffles its own samples; a torch.utils.data.Subset can choose some"
+            raise InvalidArgumentError(self, "datamodule", self.datamodule, allowed, reason)
         return loader
 
 
-def _check_sampler(prefix: str, loader: DataLoader) -> None:
-    """Refuses a loader that chooses or weighs its samples, because each client shuffles its own."""
+def _keeps_all_samples(loader: DataLoader) -> bool:
+    """Whether an epoch has each sample once."""
     sampler = loader.sampler if type(loader.batch_sampler) is BatchSampler else loader.batch_sampler
-    if sampler is None:
-        raise MisconfigurationException(f"{prefix} has the batch_size None, but must have one of at least 1.")
-    if isinstance(sampler, RandomSampler) and (sampler.replacement or sampler.num_samples != len(sampler.data_source)):
-        drawn = f"{sampler.num_samples} samples{' with replacement' if sampler.replacement else ''}"
-        raise MisconfigurationException(
-            f"{prefix} has a RandomSampler of {drawn}, but must have none or shuffle=True, because each client "
-            "shuffles its own samples."
-        )
-    if not isinstance(sampler, (RandomSampler, SequentialSampler)):
-        raise MisconfigurationException(
-            f"{prefix} has a {type(sampler).__name__}, but must have none, because each client shuffles its own "
-            "samples; a torch.utils.data.Subset can choose some."
-        )
+    if isinstance(sampler, RandomSampler):
+        return not sampler.replacement and sampler.num_samples == len(sampler.data_source)
+    return isinstance(sampler, SequentialSampler)

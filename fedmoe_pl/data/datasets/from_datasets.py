@@ -6,7 +6,6 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch import Tensor
 from torch.utils.data import Dataset, Subset, TensorDataset, default_collate
 
@@ -14,8 +13,6 @@ from fedmoe_pl.checks import check_at_least
 from fedmoe_pl.data.arrays import Arrays
 from fedmoe_pl.data.datamodule import FederatedDataModule
 from fedmoe_pl.data.map_style import MapStyleData
-from fedmoe_pl.data.partitioners.partitioner import LabelPartitioner
-from fedmoe_pl.data.partitioners.predefined import PredefinedIndices
 from fedmoe_pl.data.targets import Values, classes_of, imported, values_of
 
 
@@ -76,7 +73,6 @@ class FromDatasets(FederatedDataModule):
             collate_fn=self.collate_fn or default_collate,
             eval_collate_fn=self.eval_collate_fn,
             num_workers=self.num_workers,
-            name=type(self).__name__,
         )
         return with_values(self, data, self.targets, self.groups)
 
@@ -84,23 +80,8 @@ class FromDatasets(FederatedDataModule):
 def with_values(
     owner: FederatedDataModule, data: MapStyleData, targets: Values | None, groups: Values | None
 ) -> Arrays | MapStyleData:
-    """Completes datasets by the classes and groups of their samples; tensors in memory become arrays.
-
-    Args:
-        owner: the data module; messages name its class.
-        data: the datasets, which are changed.
-        targets: how classes are found.
-        groups: how groups are found; None for none.
-
-    Raises:
-        MisconfigurationException: if they cannot be found, or the partitioner does not look at groups.
-    """
-    data.check_datasets(needs_test=not owner.pool)
-    if groups is not None and isinstance(owner.partitioner, (LabelPartitioner, PredefinedIndices)):
-        raise MisconfigurationException(
-            f"{type(owner).__name__}: groups must be left out with the partitioner {type(owner.partitioner).__name__}, "
-            "which does not look at them; NaturalIds makes one client of each group."
-        )
+    """Completes datasets by the classes and groups of their samples; tensors in memory become arrays."""
+    data.check_datasets(owner, needs_test=not owner.pool)
     datasets = {"train": data.train_dataset, "test": data.test_dataset}
     ids = {
         part: values_of(owner, "groups", dataset, groups)
@@ -131,7 +112,7 @@ def _arrays(data: MapStyleData) -> Arrays | None:
     as_they_are = x.dtype == torch.float32 or (x.dtype == torch.int64 and x.dim() == 2)
     if not as_they_are or x.shape[1:] != test[0].shape[1:] or y.dim() == 0:
         return None
-    return Arrays(x, y, *test, data.client_train, data.client_test, name=data.name)
+    return Arrays(x, y, *test, data.client_train, data.client_test)
 
 
 def _tensors(dataset: Any) -> tuple[Tensor, Tensor] | None:

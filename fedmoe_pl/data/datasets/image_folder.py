@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-import os
 from typing import Any
 
 import torch
-from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch import Tensor
 from torchvision import datasets
 from torchvision.datasets.folder import default_loader
 from torchvision.transforms.v2 import functional
 
-from fedmoe_pl.checks import check_at_least
+from fedmoe_pl.checks import InvalidArgumentError, check_at_least
 from fedmoe_pl.data.arrays import Arrays
 from fedmoe_pl.data.datamodule import FederatedDataModule
 from fedmoe_pl.data.datasets.images import READ_ERRORS, check_memory, resize
+from fedmoe_pl.data.targets import reason_of
 
 
 class ImageFolder(FederatedDataModule):
@@ -54,12 +53,9 @@ class ImageFolder(FederatedDataModule):
         """Reads all images."""
         train = _open_folder(self.train_dir, "train_dir")
         test = _open_folder(self.test_dir, "test_dir")
-        unknown = sorted(set(test.classes) - set(train.classes))
-        if unknown:
-            raise MisconfigurationException(
-                f"ImageFolder: test_dir is '{self.test_dir}', but it has the class '{unknown[0]}', which train_dir, "
-                f"'{self.train_dir}', does not have."
-            )
+        if unknown := sorted(set(test.classes) - set(train.classes)):
+            reason = f"train_dir has no class {unknown[0]}"
+            raise InvalidArgumentError(self, "test_dir", self.test_dir, "a folder of the same classes", reason)
         # by name, because a test folder without some of the classes numbers the others differently
         y_test = [train.class_to_idx[test.classes[target]] for target in test.targets]
         return Arrays(
@@ -73,33 +69,25 @@ class ImageFolder(FederatedDataModule):
 
 
 def _open_folder(folder: str, argument: str) -> datasets.ImageFolder:
-    """Returns torchvision's list of the images in a folder, which is the value of the argument."""
-    problem = f"ImageFolder: {argument} is '{folder}', but"
-    if not os.path.isdir(folder):
-        raise MisconfigurationException(f"{problem} there is no such folder ('{os.path.abspath(folder)}').")
     try:
         return datasets.ImageFolder(folder)
     except OSError as error:
-        raise MisconfigurationException(f"{problem} must hold one folder of images per class ({error}).") from error
+        allowed = "a folder with one folder of images per class"
+        raise InvalidArgumentError("ImageFolder", argument, folder, allowed, reason_of(error)) from error
 
 
 def _read_images(folder: datasets.ImageFolder, image_size: int | None, argument: str) -> Tensor:
-    """Returns all images of a folder, which is the value of the argument."""
     images: list[Tensor] = []
     for path, _ in folder.samples:
         try:
             image = functional.pil_to_tensor(default_loader(path))
         except READ_ERRORS as error:
-            raise MisconfigurationException(
-                f"ImageFolder: {argument} is '{folder.root}', but '{path}' cannot be read as an image ({error})."
-            ) from error
+            reason = f"'{path}' cannot be read ({error})"
+            raise InvalidArgumentError("ImageFolder", argument, folder.root, "a folder of images", reason) from error
         if image_size is not None and not images:
-            check_memory(image_size, len(folder.samples), len(image) * image.element_size())
-        images.append(resize(image.unsqueeze(0), image_size)[0])
+            check_memory("ImageFolder", image_size, len(folder.samples), len(image) * image.element_size())
+        images.append(resize("ImageFolder", image.unsqueeze(0), image_size)[0])
         if image.shape != images[0].shape and image_size is None:
-            (_, height, width), (_, first_height, first_width) = image.shape, images[0].shape
-            raise MisconfigurationException(
-                f"ImageFolder: image_size is None, but must be set, because '{path}' has {height} x {width} pixels and "
-                f"'{folder.samples[0][0]}' has {first_height} x {first_width}."
-            )
+            reason = f"the images have different sizes, such as '{path}' and '{folder.samples[0][0]}'"
+            raise InvalidArgumentError("ImageFolder", "image_size", None, "given", reason)
     return torch.stack(images)

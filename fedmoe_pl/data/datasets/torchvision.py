@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import os
 from abc import abstractmethod
 from typing import Any, Literal, get_args
 
 import torch
-from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torchvision import datasets
 
-from fedmoe_pl.checks import check_at_least, check_choice
+from fedmoe_pl.checks import InvalidArgumentError, check_at_least, check_choice
 from fedmoe_pl.data.arrays import Arrays
 from fedmoe_pl.data.datamodule import FederatedDataModule
 from fedmoe_pl.data.datasets.images import READ_ERRORS, channels_first, resize
@@ -70,25 +68,18 @@ class TorchvisionDataModule(FederatedDataModule):
         parts = []
         for train in (True, False):
             images, labels = self._read(train, download=False)
-            x = channels_first(images, f"{type(self).__name__}: the array of images")
-            parts += [resize(x, self.image_size), torch.as_tensor(labels)]
+            x = channels_first(self, "images", images)
+            parts += [resize(self, x, self.image_size), torch.as_tensor(labels)]
         return Arrays(*parts, mean=self.mean, std=self.std)
 
     def _read(self, train: bool, download: bool) -> tuple[Any, Any]:
         try:
             return self.read(train, download)
         except READ_ERRORS as error:
-            name, reason = type(self).__name__, " ".join(str(error).split()) or type(error).__name__
-            missing = f"{name}: root is '{self.root}', but {name} is not in '{os.path.abspath(self.root)}'"
-            if download:
-                raise MisconfigurationException(
-                    f"{missing} and could not be downloaded ({reason}); check the network, or put torchvision's files "
-                    "there and set download to false."
-                ) from error
-            raise MisconfigurationException(
-                f"{missing} as torchvision stores it ({reason}); put the files there, or set download to true and call "
-                "prepare_data."
-            ) from error
+            reason = " ".join(str(error).split()) or type(error).__name__
+            reason = f"the download failed ({reason})" if download else f"it cannot be read ({reason})"
+            allowed = f"a folder with torchvision's files of {type(self).__name__}, or one to download them into"
+            raise InvalidArgumentError(self, "root", self.root, allowed, reason) from error
 
 
 class MNIST(TorchvisionDataModule):

@@ -8,7 +8,7 @@ from typing import Literal, get_args
 import numpy as np
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 
-from fedmoe_pl.checks import check_at_least, check_choice, check_number
+from fedmoe_pl.checks import InvalidArgumentError, check_at_least, check_choice, check_number
 from fedmoe_pl.data.partitioners.partitioner import LabelPartitioner, deal
 
 Pairs = Literal["random", "product"]
@@ -41,9 +41,7 @@ class MajorityClasses(LabelPartitioner):
 
     def __init__(self, majority_share: float, samples_per_client: int | None = None, pairs: Pairs = "random") -> None:
         if not 0 < majority_share <= 1:
-            raise MisconfigurationException(
-                f"MajorityClasses: majority_share is {majority_share}, but must be in (0, 1]."
-            )
+            raise InvalidArgumentError(self, "majority_share", majority_share, "above 0 and at most 1")
         check_at_least(self, "samples_per_client", samples_per_client, 1)
         check_choice(self, "pairs", pairs, get_args(Pairs))
         self.majority_share = majority_share
@@ -51,7 +49,7 @@ class MajorityClasses(LabelPartitioner):
         self.pairs = pairs
 
     def partition(self, labels: np.ndarray, num_clients: int, rng: np.random.Generator) -> list[np.ndarray]:
-        """Deals the samples, see :meth:`LabelPartitioner.partition`."""
+        """Deals the samples."""
         available = np.bincount(labels)
         pairs = self._pairs(num_clients, len(available), rng)
         priority = rng.random((num_clients, len(available)))  # decides between classes with equally many samples left
@@ -62,20 +60,15 @@ class MajorityClasses(LabelPartitioner):
         return deal(labels, _possible_counts(self, counts, len(labels) // num_clients), rng)
 
     def _pairs(self, num_clients: int, num_classes: int, rng: np.random.Generator) -> np.ndarray:
-        """Returns the two majority classes of every client, shape (num_clients, 2)."""
-        needed = 2 if self.majority_share == 1 else 3
-        if num_classes < needed:
-            raise MisconfigurationException(
-                f"MajorityClasses: majority_share is {self.majority_share}, but the data have {num_classes} classes, "
-                f"and two majority classes{' and others' if needed == 3 else ''} need at least {needed}."
-            )
+        """The two majority classes of every client, shape (num_clients, 2)."""
+        if num_classes < 3 and (self.majority_share < 1 or num_classes < 2):
+            reason = f"the data have {num_classes} classes"
+            raise InvalidArgumentError(self, "majority_share", self.majority_share, "1 with two classes", reason)
         if self.pairs == "random":
             return draw_classes(num_clients, 2, num_classes, rng)
         if num_clients > num_classes**2:
-            raise MisconfigurationException(
-                f"num_clients is {num_clients}, but must be at most {num_classes**2} for MajorityClasses with pairs "
-                f"'product', because {num_classes} classes make no more pairs."
-            )
+            allowed = f"at most {num_classes**2}, the number of pairs of classes"
+            raise InvalidArgumentError(self, "num_clients", num_clients, allowed)
         return np.stack(np.divmod(np.arange(num_clients), num_classes), axis=1)
 
     def _counts(self, n: int, pairs: np.ndarray, available: np.ndarray, priority: np.ndarray) -> np.ndarray | None:
@@ -114,15 +107,13 @@ class TwoClasses(LabelPartitioner):
     def __init__(self, samples_per_client: int = 500, balance: float = 0.5) -> None:
         check_at_least(self, "samples_per_client", samples_per_client, 1)
         if not (0 < balance < 1 and 0 < round(samples_per_client * balance) < samples_per_client):
-            raise MisconfigurationException(
-                f"TwoClasses: balance is {balance}, but must be in (0, 1) and leave each of the two classes at least "
-                f"one of the {samples_per_client} samples per client."
-            )
+            allowed = f"between 0 and 1, so that each class has at least one of {samples_per_client} samples"
+            raise InvalidArgumentError(self, "balance", balance, allowed)
         self.samples_per_client = samples_per_client
         self.balance = balance
 
     def partition(self, labels: np.ndarray, num_clients: int, rng: np.random.Generator) -> list[np.ndarray]:
-        """Deals the samples, see :meth:`LabelPartitioner.partition`."""
+        """Deals the samples."""
         available = np.bincount(labels)
         pairs = draw_classes(num_clients, 2, len(available), rng)
 
@@ -153,13 +144,11 @@ class Shards(LabelPartitioner):
         self.shards_per_client = shards_per_client
 
     def partition(self, labels: np.ndarray, num_clients: int, rng: np.random.Generator) -> list[np.ndarray]:
-        """Deals the samples, see :meth:`LabelPartitioner.partition`."""
+        """Deals the samples."""
         num_shards = num_clients * self.shards_per_client
         if num_shards > len(labels):
-            raise MisconfigurationException(
-                f"Shards: shards_per_client is {self.shards_per_client}, but {num_clients} clients would need "
-                f"{num_shards} shards, and there are {len(labels)} training samples."
-            )
+            allowed = f"at most {len(labels) // num_clients}, the number of samples per client"
+            raise InvalidArgumentError(self, "shards_per_client", self.shards_per_client, allowed)
         shards = np.array_split(np.argsort(labels, kind="stable"), num_shards)
         by_client = rng.permutation(num_shards).reshape(num_clients, -1)
         return [np.concatenate([shards[shard] for shard in of_client]) for of_client in by_client]
@@ -189,22 +178,15 @@ class Pathological(LabelPartitioner):
         check_at_least(self, "classes_per_client", classes_per_client, 1)
         check_choice(self, "share", share, get_args(Share))
         if concentration is not None and share != "dirichlet":
-            raise MisconfigurationException(
-                f"Pathological: concentration is {concentration}, but must be left out with the share '{share}'."
-            )
+            raise InvalidArgumentError(self, "concentration", concentration, f"left out with the share '{share}'")
         self.classes_per_client = classes_per_client
         self.share = share
         self.concentration = 1.0 if concentration is None else concentration
         check_number(self, "concentration", self.concentration, above=0)
 
     def partition(self, labels: np.ndarray, num_clients: int, rng: np.random.Generator) -> list[np.ndarray]:
-        """Deals the samples, see :meth:`LabelPartitioner.partition`."""
+        """Deals the samples."""
         available = np.bincount(labels)
-        if self.classes_per_client > len(available):
-            raise MisconfigurationException(
-                f"Pathological: classes_per_client is {self.classes_per_client}, but must be at most the number of "
-                f"classes in the data, {len(available)}."
-            )
         classes = draw_classes(num_clients, self.classes_per_client, len(available), rng)
         counts = np.zeros((num_clients, len(available)), dtype=np.int64)
         for c in np.unique(classes).tolist():
@@ -219,22 +201,7 @@ class Pathological(LabelPartitioner):
 
 
 def draw_classes(num_clients: int, per_client: int, num_classes: int, rng: np.random.Generator) -> np.ndarray:
-    """Draws different classes for every client; the numbers of draws per class differ by at most one.
-
-    A client draws from the classes that have been drawn least.
-
-    Args:
-        num_clients: number of clients.
-        per_client: number of classes of each client.
-        num_classes: number of classes.
-        rng: source of randomness.
-
-    Returns:
-        Classes in random order, int64, shape (num_clients, per_client).
-
-    Raises:
-        MisconfigurationException: if there are fewer classes than ``per_client``.
-    """
+    """Draws different classes for every client, (num_clients, per_client), from those that have been drawn least."""
     if per_client > num_classes:
         raise MisconfigurationException(
             f"partitioner gives every client {per_client} different classes, but the data have {num_classes}."
@@ -250,17 +217,7 @@ def draw_classes(num_clients: int, per_client: int, num_classes: int, rng: np.ra
 def _possible_counts(
     partitioner: MajorityClasses | TwoClasses, counts: Callable[[int], np.ndarray | None], highest: int
 ) -> np.ndarray:
-    """Returns the counts for ``samples_per_client``, or for the highest possible number if that is None.
-
-    Args:
-        partitioner: provides ``samples_per_client``.
-        counts: a function from a number of samples per client to the number of samples of each class that every client
-            gets, shape (num_clients, num_classes); None if the data have too few.
-        highest: an upper bound on the possible number of samples per client.
-
-    Raises:
-        MisconfigurationException: if the data have too few samples.
-    """
+    """The counts for ``samples_per_client`` or, if that is None, for the highest number for which there are counts."""
     asked = partitioner.samples_per_client
     asked_counts = None if asked is None else counts(asked)
     if asked_counts is not None:
@@ -271,8 +228,7 @@ def _possible_counts(
         possible, too_many = (possible, middle) if counts(middle) is None else (middle, too_many)
     most = counts(possible) if asked is None and possible else None
     if most is None:
-        raise MisconfigurationException(
-            f"{type(partitioner).__name__}: samples_per_client is {asked}, but the classes have only enough training "
-            f"samples for {possible} per client; lower samples_per_client or num_clients."
+        raise InvalidArgumentError(
+            partitioner, "samples_per_client", asked, f"at most {possible}", "the classes have no more training samples"
         )
     return most

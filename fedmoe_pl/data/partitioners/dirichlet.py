@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import numpy as np
-from lightning.fabric.utilities.exceptions import MisconfigurationException
 
-from fedmoe_pl.checks import check_at_least, check_number
+from fedmoe_pl.checks import InvalidArgumentError, check_at_least, check_number
 from fedmoe_pl.data.partitioners.partitioner import LabelPartitioner, deal, group_by
 
 _ATTEMPTS = 1000  # attempts of BalancedDirichlet before it gives up
@@ -31,7 +30,7 @@ class Dirichlet(LabelPartitioner):
         self.alpha = alpha
 
     def partition(self, labels: np.ndarray, num_clients: int, rng: np.random.Generator) -> list[np.ndarray]:
-        """Deals the samples, see :meth:`LabelPartitioner.partition`."""
+        """Deals the samples."""
         owners = np.empty(len(labels), dtype=np.int64)
         for samples in group_by(labels, int(labels.max()) + 1):
             shares = rng.dirichlet(np.full(num_clients, self.alpha))
@@ -63,12 +62,10 @@ class ClientDirichlet(LabelPartitioner):
         self.samples_per_client = samples_per_client
 
     def partition(self, labels: np.ndarray, num_clients: int, rng: np.random.Generator) -> list[np.ndarray]:
-        """Deals the samples, see :meth:`LabelPartitioner.partition`."""
+        """Deals the samples."""
         if self.samples_per_client * num_clients > len(labels):
-            raise MisconfigurationException(
-                f"ClientDirichlet: samples_per_client is {self.samples_per_client}, but must be at most "
-                f"{len(labels) // num_clients} for {num_clients} clients and {len(labels)} training samples."
-            )
+            allowed = f"at most {len(labels) // num_clients} for {num_clients} clients"
+            raise InvalidArgumentError(self, "samples_per_client", self.samples_per_client, allowed)
         left = np.bincount(labels)
         counts = np.zeros((num_clients, len(left)), dtype=np.int64)
         for of_client in counts:
@@ -107,18 +104,15 @@ class BalancedDirichlet(LabelPartitioner):
         self.minimum_samples = minimum_samples
 
     def partition(self, labels: np.ndarray, num_clients: int, rng: np.random.Generator) -> list[np.ndarray]:
-        """Deals the samples, see :meth:`LabelPartitioner.partition`."""
+        """Deals the samples."""
         available = np.bincount(labels)
         if self.minimum_samples * num_clients <= len(labels):
             for _ in range(_ATTEMPTS):
                 counts = self._counts(available, num_clients, rng)
                 if counts.sum(axis=1).min() >= self.minimum_samples:
                     return deal(labels, counts, rng)
-        raise MisconfigurationException(
-            f"BalancedDirichlet: minimum_samples is {self.minimum_samples}, but in {_ATTEMPTS} attempts to share "
-            f"{len(labels)} samples among {num_clients} clients some client had fewer; lower minimum_samples or "
-            f"num_clients, or raise alpha above {self.alpha}."
-        )
+        reason = f"some client had fewer in {_ATTEMPTS} attempts; lower num_clients or raise alpha otherwise"
+        raise InvalidArgumentError(self, "minimum_samples", self.minimum_samples, "lower", reason)
 
     def _counts(self, available: np.ndarray, num_clients: int, rng: np.random.Generator) -> np.ndarray:
         """Returns how many samples of each class every client gets, shape (num_clients, num_classes)."""

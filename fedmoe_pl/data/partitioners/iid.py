@@ -19,5 +19,5 @@ class IID(LabelPartitioner):
     needs_classes = False
 
     def partition(self, labels: np.ndarray, num_clients: int, rng: np.random.Generator) -> list[np.ndarray]:
-        """Deals the samples, see :meth:`LabelPartitioner.partition`."""
+        """Deals the samples."""
         return np.array_split(rng.permutation(len(labels)), num_clients)

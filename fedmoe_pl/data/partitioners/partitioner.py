@@ -5,7 +5,8 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 
 import numpy as np
-from lightning.fabric.utilities.exceptions import MisconfigurationException
+
+from fedmoe_pl.checks import InvalidArgumentError
 
 
 class Partitioner(ABC):
@@ -53,33 +54,18 @@ class LabelPartitioner(Partitioner):
         rng: np.random.Generator,
         client_ids: np.ndarray | None = None,
     ) -> list[np.ndarray]:
-        name = type(self).__name__
-        if num_clients is None:
-            raise MisconfigurationException(f"num_clients is not set, but must be an integer of at least 1 for {name}.")
-        if not 1 <= num_clients <= len(labels):
-            raise MisconfigurationException(
-                f"num_clients is {num_clients}, but must be from 1 to {len(labels)} for {name}, which divides "
-                f"{len(labels)} training samples."
-            )
+        if num_clients is None or not 1 <= num_clients <= len(labels):
+            allowed = f"from 1 to {len(labels)}, the number of training samples"
+            raise InvalidArgumentError(self, "num_clients", num_clients, allowed)
         return self.partition(labels, num_clients, rng)
 
     @abstractmethod
     def partition(self, labels: np.ndarray, num_clients: int, rng: np.random.Generator) -> list[np.ndarray]:
-        """Returns the sample indices of every client.
-
-        Args:
-            labels: class of every training sample, shape (n,), integers from 0.
-            num_clients: number of clients, from 1 to n.
-            rng: the only source of randomness.
-        """
+        """Returns the sample indices of every client, whose number is from 1 to that of the labels."""
 
 
 def group_by(groups: np.ndarray, num_groups: int) -> list[np.ndarray]:
-    """Returns the indices of the members of each group, in ascending order.
-
-    Args:
-        groups: group of every sample, shape (n,), integers from 0 to ``num_groups - 1``.
-        num_groups: number of groups; those without members get empty arrays.
+    """The indices of the members of each group, ascending; groups are numbered from 0 and may be empty.
 
     Example:
         >>> [part.tolist() for part in group_by(np.array([1, 0, 1]), 3)]
@@ -92,13 +78,7 @@ def group_by(groups: np.ndarray, num_groups: int) -> list[np.ndarray]:
 
 
 def deal(labels: np.ndarray, counts: np.ndarray, rng: np.random.Generator) -> list[np.ndarray]:
-    """Gives every client a given number of random samples of each class. The remaining samples go to no client.
-
-    Args:
-        labels: class of every sample, shape (n,), integers from 0.
-        counts: number of samples of each class that every client gets, shape (num_clients, num_classes); their sum over
-            clients must not exceed the number of samples of the class.
-        rng: source of randomness.
+    """Gives every client random samples of each class; ``counts``, (num_clients, num_classes), says how many.
 
     Example:
         >>> parts = deal(np.array([0, 1, 1, 1]), np.array([[1, 0], [0, 2]]), np.random.default_rng(0))

@@ -1,0 +1,117 @@
+"""Partitions that the data, a file or a function give."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from fedmoe_pl.checks import InvalidArgumentError
+from fedmoe_pl.data.partitioners.partitioner import Partitioner, group_by
+from fedmoe_pl.data.targets import imported, reason_of
+
+
+class NaturalIds(Partitioner):
+    """Gives every client the samples with its id in the data set, such as one writer's images.
+
+    The clients are numbered in the sorted order of their ids.
+    """
+
+    needs_classes = False
+
+    def __call__(  # noqa: D102
+        self,
+        labels: np.ndarray,
+        num_clients: int | None,
+        rng: np.random.Generator,
+        client_ids: np.ndarray | None = None,
+    ) -> list[np.ndarray]:
+        if client_ids is None:
+            raise InvalidArgumentError("data", "partitioner", self, "another one", "these data have no client ids")
+        ids, owners = np.unique(client_ids, return_inverse=True)
+        _check_number(self, num_clients, len(ids))
+        return group_by(owners, len(ids))
+
+
+class PredefinedIndices(Partitioner):
+    """Gives every client the samples that a file or a function says.
+
+    Args:
+        indices: a file with a list of indices for each client, or a function that gets the classes of the samples, as
+            an array, and returns such lists. A .json file has a list of lists, or an object with a list for each
+            client. An .npz file has an array for each client. Clients are numbered in the order of the lists. Samples
+            that are in no list are not used.
+
+    Raises:
+        MisconfigurationException: when samples are dealt, if the lists cannot be read, a list is empty, an index is not
+            that of a sample, or is there twice.
+    """
+
+    needs_classes = False
+
+    def __init__(self, indices: str | Callable[[np.ndarray], Sequence[Sequence[int]]]) -> None:
+        self.indices = imported(indices)
+
+    def __call__(  # noqa: D102
+        self,
+        labels: np.ndarray,
+        num_clients: int | None,
+        rng: np.random.Generator,
+        client_ids: np.ndarray | None = None,
+    ) -> list[np.ndarray]:
+        try:
+            lists = _read(self.indices) if isinstance(self.indices, str) else self.indices(labels)
+            parts = [np.asarray(part) for part in (lists.values() if isinstance(lists, Mapping) else lists)]
+            together = np.concatenate(parts)
+        except Exception as error:  # whatever a damaged file or a user's function raises
+            raise self._refused("lists of the indices of clients", reason_of(error)) from error
+        if any(part.ndim != 1 or not len(part) or part.dtype.kind not in "iu" for part in parts):
+            raise self._refused("lists of integers, none of them empty")
+        if together.min() < 0 or together.max() >= len(labels):
+            wrong = together.min() if together.min() < 0 else together.max()
+            raise self._refused(f"lists of indices from 0 to {len(labels) - 1}", f"there is the index {wrong}")
+        values, counts = np.unique(together, return_counts=True)
+        if counts.max() > 1:
+            raise self._refused("lists without common indices", f"the index {values[counts.argmax()]} is there twice")
+        _check_number(self, num_clients, len(parts))
+        return [part.astype(np.int64) for part in parts]
+
+    def _refused(self, allowed: str, because: str = "") -> InvalidArgumentError:
+        return InvalidArgumentError(self, "indices", self.indices, f"a file or a function with {allowed}", because)
+
+
+class AllToOne(Partitioner):
+    """Gives all samples to one client, on its own machine; those with lower ids, which are elsewhere, have none.
+
+    Args:
+        client: the client's id.
+    """
+
+    needs_classes = False
+
+    def __init__(self, client: int) -> None:
+        self.client = client
+
+    def __call__(  # noqa: D102
+        self,
+        labels: np.ndarray,
+        num_clients: int | None,
+        rng: np.random.Generator,
+        client_ids: np.ndarray | None = None,
+    ) -> list[np.ndarray]:
+        return [np.empty(0, dtype=np.int64)] * self.client + [np.arange(len(labels))]
+
+
+def _read(path: str) -> Any:
+    if path.endswith(".npz"):
+        with np.load(path) as file:
+            return {name: file[name] for name in file.files}
+    with open(path, encoding="utf-8") as file:
+        return json.load(file)
+
+
+def _check_number(partitioner: Partitioner, num_clients: int | None, number: int) -> None:
+    if num_clients not in (None, number):
+        raise InvalidArgumentError(partitioner, "num_clients", num_clients, f"left out or {number}, as in the data")
