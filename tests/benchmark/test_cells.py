@@ -101,7 +101,9 @@ REFUSED = {
     "alpha=-1: Dirichlet: data.init_args.partitioner.init_args.alpha is -1.0, but must be a finite number above 0.": {
         "values": {ALPHA: [0.5, -1]}
     },
-    "num_clients=2000: data.init_args.num_clients is 2000, but": {"values": {"data.init_args.num_clients": [2000]}},
+    "num_clients=2000: Dirichlet: data.init_args.num_clients is 2000, but": {
+        "values": {"data.init_args.num_clients": [2000]}
+    },
     "every cell: federation.phases.FedAvg.roundz is not an argument of Phase; did you mean rounds?": {
         "overrides": {"federation.phases.FedAvg.roundz": 3}
     },

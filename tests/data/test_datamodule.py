@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from lightning.pytorch import LightningModule, Trainer
 
-from fedmoe_pl.data import IID, Digits, Dirichlet, RandomCrop
 from fedmoe_pl.checkpoints.resume import fingerprint
+from fedmoe_pl.data import IID, Digits, Dirichlet, RandomCrop
 
 
 @given(st.integers(1, 12), st.floats(0, 0.99), st.floats(0, 0.99), st.integers(0, 2**40))
