@@ -57,15 +57,6 @@ class CheckpointWriter:
         Finished phases are in their own files (:func:`save_finished`), so that later rounds do not write them again,
         and so are the rows.
 
-        Args:
-            path: where to write.
-            models: tensors of the initial models, by the name of the phase that has it, or ``initial``.
-            states: the phases begun so far, by name.
-            rows: the rows of ``rounds.csv`` so far.
-            of_run: the run's seed and data (``resume.identify``) and its ``configuration``.
-
-        Raises:
-            MisconfigurationException: if it cannot be written; the old one stays.
         """
         self.saved_rows = append_rows(path.parents[1] / ROWS, rows, self.saved_rows)
         phases = {
@@ -88,16 +79,7 @@ class CheckpointWriter:
 
 
 def save_finished(path: Path, name: str, state: PhaseState) -> None:
-    """Writes a finished phase to its own file, before the checkpoint that leaves it out.
-
-    Args:
-        path: the checkpoint.
-        name: the phase's name.
-        state: the phase's final state.
-
-    Raises:
-        MisconfigurationException: if it cannot be written.
-    """
+    """Writes a finished phase to its own file, before the checkpoint that leaves it out."""
     with replacing(_finished_path(path, name)) as temporary:
         save({"phase": name, "state": _content(state)}, temporary)
 
@@ -156,14 +138,7 @@ def _state(path: Path, content: dict[str, Any]) -> PhaseState:
 
 
 def load_checkpoint(path: str | Path) -> dict[str, Any]:
-    """Reads a checkpoint of a federation or of Lightning.
-
-    Returns:
-        The file's content; for a federation, ``phases`` is a dict of ``PhaseState`` by name.
-
-    Raises:
-        MisconfigurationException: if the file or a finished phase's file is missing, damaged, or not a checkpoint.
-    """
+    """Reads a checkpoint of a federation or of Lightning."""
     path = Path(path)
     key = f"ckpt_path is '{path}'"
     if not path.is_file():
@@ -224,11 +199,7 @@ def _offer(path: Path) -> str:
 
 
 def load_federation(path: Path) -> dict[str, Any]:
-    """Reads a checkpoint of a federation.
-
-    Raises:
-        MisconfigurationException: if the file is not a federation's checkpoint.
-    """
+    """Reads a checkpoint of a federation."""
     content = load_checkpoint(path)
     if "phases" not in content:
         raise MisconfigurationException(f"ckpt_path is '{path}', but must be the checkpoint of a federation.")
@@ -236,15 +207,7 @@ def load_federation(path: Path) -> dict[str, Any]:
 
 
 def rows_of(path: Path, content: dict[str, Any]) -> list[dict[str, Any]]:
-    """The rows of ``rounds.csv`` that belong to a checkpoint.
-
-    Args:
-        path: the checkpoint, in the folder of its run.
-        content: its content.
-
-    Raises:
-        MisconfigurationException: if they are missing or damaged.
-    """
+    """The rows of ``rounds.csv`` that belong to a checkpoint."""
     rows = path.parents[1] / ROWS
     try:
         return read_rows(rows, SavedRows(**content["rows"]))
@@ -261,15 +224,7 @@ def is_of_run(path: Path) -> bool:
 
 
 def find_checkpoint(ckpt_path: str, runs: Path) -> Path:
-    """The file that ``--ckpt_path`` means: a path, or ``last`` for the newest run's last checkpoint.
-
-    Args:
-        ckpt_path: a path or ``last``.
-        runs: the folder that holds the runs ``version_0``, ``version_1`` ...
-
-    Raises:
-        MisconfigurationException: if ``last`` is asked for and no run has a checkpoint.
-    """
+    """The file that ``--ckpt_path`` means: a path, or ``last`` for the newest run's last checkpoint."""
     if ckpt_path != LAST:
         return Path(ckpt_path)
     for number in sorted(run_versions(runs), reverse=True):

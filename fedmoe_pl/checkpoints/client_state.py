@@ -109,14 +109,7 @@ class KeptByClients(Mapping[int, Tree]):
 
 
 def check_kept(*mappings: Mapping[int, Tree]) -> None:
-    """Checks that all files are there, without reading them.
-
-    Args:
-        mappings: the tensors that clients keep, in memory or on disk.
-
-    Raises:
-        MisconfigurationException: if a file is missing; the message names the first one.
-    """
+    """Checks that all files are there, without reading them."""
     for kept in mappings:
         if isinstance(kept, KeptOnDisk):
             files = [file_names(kept.folder / phase) for phase, _ in kept.phases]
@@ -199,18 +192,7 @@ def write_tree(path: Path, tree: Tree, **owner: Any) -> None:
 
 
 def read_kept(folder: Path, phase: str, client: int, round: int, names: Names | None = None) -> Tree:
-    """Reads what :func:`write_kept` wrote.
-
-    Args:
-        folder: the folder of all such files.
-        phase: the phase's name.
-        client: the client's id.
-        round: the round, counted from 1.
-        names: the tensors to return, as far as there are such; None for all.
-
-    Raises:
-        MisconfigurationException: if the file is missing, damaged or another client's.
-    """
+    """Reads what :func:`write_kept` wrote."""
     path = folder / phase / file_name(client, round)
     return read_tree(path, names, phase=phase, client=client, round=round)
 

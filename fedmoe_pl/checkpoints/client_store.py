@@ -18,53 +18,23 @@ class Store(ABC):
 
     @abstractmethod
     def write(self, phase: str, round: int, trees: Mapping[int, Tree]) -> Mapping[int, Any]:
-        """Stores the tensors that some clients keep after a round.
-
-        Args:
-            phase: name of the phase.
-            round: the round, counted from 1.
-            trees: the tensors, by client; an empty tree for a client that keeps nothing.
-
-        Returns:
-            By client, what ``updated`` needs to know.
-        """
+        """Stores what some clients keep after a round, counted from 1, or nothing; returns what ``updated`` needs."""
 
     @abstractmethod
     def updated(self, phase: str, kept: Mapping[int, Tree], written: Mapping[int, Any]) -> Mapping[int, Tree]:
-        """The tensors that clients keep after a round; ``kept`` is not changed.
-
-        Args:
-            phase: name of the phase.
-            kept: the tensors that clients kept before the round.
-            written: everything that ``write`` returned in this round.
-        """
+        """The tensors that clients keep after a round; ``kept`` is not changed."""
 
     @abstractmethod
     def adopt(self, phase: str, round: int, kept: Mapping[int, Tree]) -> Mapping[int, Tree]:
-        """The tensors that clients keep when a phase starts: shared if this store holds them, else copied into it.
-
-        Args:
-            phase: name of the phase.
-            round: number of completed rounds of the phase.
-            kept: the tensors that clients keep, of this run or another, in memory or on disk.
-        """
+        """The tensors that clients keep when a phase starts: shared if this store holds them, else copied into it."""
 
     @abstractmethod
     def remove_replaced(self, *needed: Mapping[int, Tree]) -> None:
-        """Frees the replaced tensors of earlier rounds; called after every checkpoint.
-
-        Args:
-            needed: the tensors that the checkpoint refers to, unless they belong to a finished phase.
-        """
+        """Frees replaced tensors; called after every checkpoint with what it needs, but for finished phases."""
 
     @abstractmethod
     def remove_rest(self, phase: str, kept: Mapping[int, Tree]) -> None:
-        """Frees everything of a finished phase except its result; called after the checkpoint of this result.
-
-        Args:
-            phase: name of the phase.
-            kept: the tensors that clients keep in its result.
-        """
+        """Frees everything of a finished phase except its result; called after the checkpoint of this result."""
 
 
 class MemoryStore(Store):

@@ -58,16 +58,7 @@ class Change(NamedTuple):
 
 
 def configuration(federation: Any, model: LightningModule, datamodule: FederatedDataModule) -> dict[str, str]:
-    """The configuration of a run, to be stored in its checkpoint.
-
-    Args:
-        federation: the ``Federation``.
-        model: its initial model.
-        datamodule: the data and the clients that hold them; already set up.
-
-    Returns:
-        Texts in JSON: ``hparams``, which is empty without a command line, and ``objects``.
-    """
+    """The configuration of a run, to be stored in its checkpoint."""
     objects = {**_arguments(federation), "model": _described(model), "datamodule": _described(datamodule)}
     texts = {"hparams": federation.hparams, "objects": objects}
     return {name: json.dumps(relevant(tree), default=str) if tree else "" for name, tree in texts.items()}
@@ -80,11 +71,6 @@ def changes(
 
     A phase that had not begun may change.
 
-    Args:
-        old: the configuration of the checkpoint.
-        new: that of now.
-        begun: names of the phases that have begun, in order.
-        extensible: those whose number of rounds may change before the last one, with the rounds that were completed.
     """
     (before, were), (after, are), prefix = _trees(old, new)
     found: list[Change] = []
@@ -100,16 +86,7 @@ def changes(
 
 
 def check_listed(listed: Collection[str], old: Mapping[str, str], new: Mapping[str, str]) -> None:
-    """Refuses a key that neither configuration has.
-
-    Args:
-        listed: keys that may have changed.
-        old: the configuration of the checkpoint.
-        new: that of now.
-
-    Raises:
-        MisconfigurationException: if there is such a key.
-    """
+    """Refuses a key that neither configuration has."""
     *configurations, prefix = _trees(old, new)
     known = {prefix}
     for tree, phases in configurations:

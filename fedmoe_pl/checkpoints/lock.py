@@ -19,13 +19,6 @@ def exclusive(path: Path, taken: str, unusable: Callable[[OSError], Exception]) 
 
     The kernel ends the lock with the process, also when it is killed. Worker processes do not have it.
 
-    Args:
-        path: the lock's file; its folder is made if it is missing.
-        taken: what to say if another process has it.
-        unusable: makes the exception if the file cannot be written.
-
-    Raises:
-        MisconfigurationException: if another process has it.
     """
     lock = FileLock(path)
     try:
@@ -42,14 +35,7 @@ def exclusive(path: Path, taken: str, unusable: Callable[[OSError], Exception]) 
 
 @contextmanager
 def locked(checkpoint: Path) -> Iterator[None]:
-    """Keeps other processes from training the run.
-
-    Args:
-        checkpoint: a checkpoint of the run; nothing is locked if it is not in a folder where a run writes its own.
-
-    Raises:
-        MisconfigurationException: if another process trains the run, or the folder cannot be written.
-    """
+    """Keeps other processes from training the run."""
     if not is_of_run(checkpoint):
         yield
         return

@@ -91,12 +91,7 @@ class PhaseState:
         return self.best_round if self.finished and self.best_round else self.round
 
     def remember_best(self, metric: float, min_delta: float = 0.0) -> None:
-        """Remembers this round if its metric is the best so far.
-
-        Args:
-            metric: the metric of this round; more is better, and nan is never better.
-            min_delta: how far the metric must exceed that of the last improvement to count as an improvement.
-        """
+        """Remembers this round if its metric is the best so far."""
         if math.isnan(metric):
             return  # as the best metric, nan would never be exceeded
         if self.improved_metric is None or metric > self.improved_metric + min_delta:

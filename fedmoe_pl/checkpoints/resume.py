@@ -23,11 +23,7 @@ _SAMPLES = 10_000
 
 
 def keys_of(allow_changes: str | list[str] | None, ckpt_path: str | None) -> list[str]:
-    """The keys in a list, or separated by commas.
-
-    Raises:
-        MisconfigurationException: if there are keys and no run is resumed.
-    """
+    """The keys in a list, or separated by commas."""
     if allow_changes and not ckpt_path:
         raise MisconfigurationException(
             f"allow_changes is {allow_changes!r}, but must be left out without ckpt_path, because no run is resumed."
@@ -38,16 +34,7 @@ def keys_of(allow_changes: str | list[str] | None, ckpt_path: str | None) -> lis
 
 
 def load_run(path: Path, phases: Sequence[Phase], identity: dict[str, Any]) -> dict[str, Any]:
-    """Reads the checkpoint of a run, to continue it, with its ``rows`` and the ``writer`` of its next checkpoints.
-
-    Args:
-        path: ``checkpoints/last.ckpt`` in the run's folder, or the checkpoint before it.
-        phases: the phases of the federation.
-        identity: the seed and data that the run must have had, see :func:`identify`.
-
-    Raises:
-        MisconfigurationException: if it is not a checkpoint of such a run.
-    """
+    """Reads the checkpoint of a run, to continue it, with its ``rows`` and the ``writer`` of its next checkpoints."""
     rounds = {phase.name: phase.rounds for phase in phases}
     content = load_checkpoint(path)
     states: dict[str, PhaseState] = content.get("phases", {})
@@ -95,19 +82,7 @@ def check_configuration(
     configuration: dict[str, str],
     allowed: Collection[str] | None,
 ) -> None:
-    """Compares the configuration of a run with that of its checkpoint.
-
-    Args:
-        path: the checkpoint.
-        content: its content.
-        phases: the phases of now.
-        configuration: the configuration of now.
-        allowed: keys that may have changed; None warns of changes and refuses none, for a command without training.
-
-    Raises:
-        MisconfigurationException: if another key has changed, and the rounds so far depend on it, or ``allowed`` has a
-            key that does not exist.
-    """
+    """Compares the configuration of a run with that of its checkpoint."""
     if content["versions"] != versions():
         rank_zero_info(f"'{path}' was written with {_listed(content['versions'])}; now they are {_listed(versions())}.")
     check_listed(allowed or [], content["configuration"], configuration)

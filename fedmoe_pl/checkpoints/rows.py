@@ -28,19 +28,7 @@ class SavedRows:
 
 
 def append_rows(path: Path, rows: Sequence[dict[str, Any]], saved: SavedRows) -> SavedRows:
-    """Appends the rows that are not in the file, one line of JSON each; rows of no checkpoint are overwritten.
-
-    Args:
-        path: the file; its folder is made if it is missing.
-        rows: all rows so far.
-        saved: those in the file.
-
-    Returns:
-        All rows.
-
-    Raises:
-        MisconfigurationException: if the file cannot be written.
-    """
+    """Appends the rows that are not in the file, one line of JSON each; rows of no checkpoint are overwritten."""
     new = rows[saved.count :]
     if not new:
         return saved
@@ -57,15 +45,7 @@ def append_rows(path: Path, rows: Sequence[dict[str, Any]], saved: SavedRows) ->
 
 
 def read_rows(path: Path, saved: SavedRows) -> list[dict[str, Any]]:
-    """The rows that belong to a checkpoint.
-
-    Args:
-        path: the file.
-        saved: which of its rows they are.
-
-    Raises:
-        DamagedFileError: if they are missing or damaged.
-    """
+    """The rows that belong to a checkpoint."""
     data = b""
     if saved.size and path.is_file():
         with path.open("rb") as file:

@@ -26,15 +26,7 @@ class DamagedFileError(Exception):
 
 @contextmanager
 def replacing(path: Path) -> Iterator[Path]:
-    """Gives a temporary file to write to, which then replaces ``path``; a kill at any moment leaves a whole file.
-
-    Args:
-        path: the file; its folder is made if it is missing.
-
-    Raises:
-        MisconfigurationException: if the file cannot be written, for example because the disk is full; the old file
-            stays.
-    """
+    """Gives a temporary file to write to, which then replaces ``path``; a kill at any moment leaves a whole file."""
     temporary = path.with_name(path.name + ".tmp")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -71,9 +63,6 @@ def save(content: Any, path: Path) -> None:
     ``torch.load`` and zip tools read the file as any other: the checksum is the comment of the zip archive. It notices
     accidents, such as a flipped bit; whoever can change the file can also write another checksum.
 
-    Args:
-        content: what to write.
-        path: the file, which is made empty first.
     """
     with _Checksummed(io.FileIO(path, "w")) as file:
         try:
@@ -88,22 +77,14 @@ def save(content: Any, path: Path) -> None:
 
 
 def load(path: Path) -> Any:
-    """Reads what :func:`save` wrote.
-
-    Raises:
-        DamagedFileError: if the file is missing, or not as it was written.
-    """
+    """Reads what :func:`save` wrote."""
     if not is_sealed(path):
         raise DamagedFileError(f"'{path}' has no checksum.")
     return _load(path)
 
 
 def load_unsealed(path: Path) -> Any:
-    """Reads a file without this checksum, such as a checkpoint of Lightning; the archive's own are verified.
-
-    Raises:
-        DamagedFileError: if the file cannot be read, or is not as it was written.
-    """
+    """Reads a file without this checksum, such as a checkpoint of Lightning; the archive's own are verified."""
     try:
         if zipfile.is_zipfile(path):
             with zipfile.ZipFile(path) as archive:
@@ -123,11 +104,7 @@ def _load(path: Path) -> Any:
 
 
 def is_sealed(path: Path) -> bool:
-    """Whether the file has the checksum that :func:`save` writes.
-
-    Raises:
-        DamagedFileError: if it has one, and it is not that of the file; or if the file cannot be read.
-    """
+    """Whether the file has the checksum that :func:`save` writes."""
     try:
         with path.open("rb") as file:
             size = file.seek(0, os.SEEK_END) - _SEAL_SIZE

@@ -41,16 +41,7 @@ class _GlobalTest(NamedTuple):
 
 @torch.inference_mode()
 def predict(module: LightningModule, datamodule: FederatedDataModule, samples: Tensor) -> tuple[Tensor, Tensor | None]:
-    """Logits and gate weights for some samples of the data module.
-
-    Args:
-        module: a module in eval mode, on any device.
-        datamodule: the data module.
-        samples: indices of the samples, shape (n,).
-
-    Returns:
-        Logits (n, C) and, for a module with a gate that is not constant, its weights (n, experts), on the CPU.
-    """
+    """Logits and gate weights for some samples of the data module."""
     logits, weights, _ = zip(*_outputs(module, datamodule, samples), strict=True)
     return torch.cat(logits), None if weights[0] is None else torch.cat(weights)
 
@@ -63,13 +54,7 @@ def _outputs(module: LightningModule, datamodule: FederatedDataModule, samples: 
 
 
 def _accuracies(predicted: Tensor, datamodule: FederatedDataModule, outputs: int) -> tuple[Tensor, Tensor]:
-    """Accuracy of k models on the global test set: of each class (k, C), and over all samples (k,).
-
-    Args:
-        predicted: the classes that each model predicts, shape (k, n).
-        datamodule: the data module.
-        outputs: number of classes that the models know, at least C.
-    """
+    """Accuracy of k models on the global test set: of each class (k, C), and over all samples (k,)."""
     labels = datamodule.y[datamodule.global_test].cpu().expand(predicted.shape)
     by_class, overall = (
         multiclass_accuracy(predicted, labels, outputs, average=average, multidim_average="samplewise")
@@ -85,15 +70,7 @@ def evaluate_model(
     validation: Parts,
     metrics: Mapping[str, Metric],
 ) -> Iterator[ClientEvaluation]:
-    """The evaluations of clients that all have this model.
-
-    Args:
-        module: the model, in eval mode.
-        datamodule: the data module.
-        clients: their ids.
-        validation: the validation samples of all clients.
-        metrics: metrics beside accuracy, by name.
-    """
+    """The evaluations of clients that all have this model."""
     meter = Meter(module, metrics, [len(datamodule.global_test)], measures_loss(module, datamodule))
     if predicts_classes(module, datamodule):
         logits, _ = predict(module, datamodule, datamodule.global_test)
@@ -118,16 +95,7 @@ def evaluate_stack(
     validation: Parts,
     metrics: Mapping[str, Metric],
 ) -> Iterator[ClientEvaluation]:
-    """The evaluations of clients with small models of their own, all computed together.
-
-    Args:
-        models: their models, in the order of ``clients``.
-        module: a module of the clients' architecture, in eval mode.
-        datamodule: the data module.
-        clients: their ids.
-        validation: the validation samples of all clients.
-        metrics: metrics beside accuracy, by name.
-    """
+    """The evaluations of clients with small models of their own, all computed together."""
     with_loss, samples = measures_loss(module, datamodule), datamodule.global_test
     meter = Meter(module, metrics, [len(samples)] * len(clients), with_loss)
     if metrics or with_loss:
@@ -204,12 +172,7 @@ def _has_own_loss(module: LightningModule) -> bool:
 
 
 def _by_client(number: int, *of_splits: Mapping[str, Sequence[float]]) -> list[dict[str, float]]:
-    """The metrics of each client, by names such as ``local_test_f1``.
-
-    Args:
-        number: number of clients.
-        of_splits: the values of each metric on the sets of ``SPLITS``: one for each client, or one for all of them.
-    """
+    """The metrics of each client, by names such as ``local_test_f1``."""
     names = dict.fromkeys(name for values in of_splits for name in values)
     columns = {
         f"{split}_{name}": [*values[name]] * (number if len(values[name]) == 1 else 1)

@@ -37,17 +37,6 @@ def evaluate_clients(
     Clients that receive the same tensors and kept none have the same model. It is evaluated once, on the samples of all
     of them together. Only validation samples that opt in count.
 
-    Args:
-        training: the phase's module, algorithm and data.
-        server: the server's state.
-        kept: the tensors that clients kept, by client.
-        round: number of completed rounds.
-        moment: the moment of the last round, after which models are evaluated.
-        clients: ids of the clients to evaluate; None for all.
-        plan: does the work for clients with a model of their own, in worker processes if it has some; None for here.
-
-    Returns:
-        One entry per client, in the order of ``clients``.
     """
     clients = range(training.datamodule.num_clients) if clients is None else clients
     keeping = set(kept)  # made once, because every look-up on disk takes time
@@ -209,14 +198,6 @@ def personal_tensors(
     After local training, these are the ones that it trained last; a client that was never trained has none, and uses
     the same model as after aggregation, ``Algorithm.personal_tensors``.
 
-    Args:
-        training: the training of the clients of its architecture.
-        module: a module of that architecture, whose tensors are replaced.
-        server: the server's state.
-        client_id: the client.
-        kept: the tensors that it kept.
-        round: number of completed rounds.
-        moment: the moment of the last round.
     """
     trained = subtree(kept, TRAINED)
     if moment == "local_training" and trained:
@@ -236,16 +217,7 @@ def client_predictor(
     kept: Mapping[int, Tree],
     round: int,
 ) -> LightningModule:
-    """What a client predicts with: its module, or another one that calls ``Algorithm.predictor``.
-
-    Args:
-        training: the training of the clients of its architecture.
-        module: the client's module, in eval mode.
-        server: the server's state.
-        client_id: the client.
-        kept: the tensors that clients kept, by client.
-        round: number of completed rounds.
-    """
+    """What a client predicts with: its module, or another one that calls ``Algorithm.predictor``."""
     if not training.algorithm.has_predictor:
         return module
     client = client_of(training, module, client_id, kept.get(client_id, {}), round)

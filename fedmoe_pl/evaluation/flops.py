@@ -53,14 +53,7 @@ class FlopCounter:
         self._counted: dict[tuple[int, frozenset[str], str], tuple[float, int]] = {}
 
     def of_round(self, server: Tree, cohort: Sequence[int], kept: Mapping[int, Tree], round: int) -> float:
-        """Operations of all local training in a round: an integer, or nan for a module that only runs in its Trainer.
-
-        Args:
-            server: the server's state before the round.
-            cohort: the clients that train in it.
-            kept: the tensors that clients kept before the round, by client.
-            round: the round, counted from 0.
-        """
+        """Operations of a round: an integer, or nan for a module that only runs in its Trainer."""
         groups = self.training.by_architecture(cohort)
         return sum(self._of_architecture(server, clients, kept, round) for clients in groups)
 

@@ -12,15 +12,7 @@ from fedmoe_pl.evaluation.evaluation import Evaluation
 
 
 def mean_gate_weight_by_class(evaluation: Evaluation, num_classes: int) -> Tensor:
-    """Mean total weight of the global experts on each client's own samples of each class.
-
-    Args:
-        evaluation: an evaluation of a model with a gate.
-        num_classes: number of classes of the data.
-
-    Returns:
-        Float64 tensor of shape (clients, num_classes); nan where a client has no sample of the class.
-    """
+    """Mean total weight of the global experts on each client's own samples of each class."""
     rows = []
     for client in evaluation.clients:
         if client.global_weights is None or client.gate_labels is None:
@@ -35,12 +27,6 @@ def gate_rows(evaluation: Evaluation, num_classes: int) -> Iterator[dict[str, ob
 
     A client has one row, for the total weight of the global experts. If no expert is global, it has a row for each.
 
-    Args:
-        evaluation: an evaluation; without a trained gate, there are no rows.
-        num_classes: number of classes of the data.
-
-    Yields:
-        Columns ``class_<c>`` are fractions; nan where the client has no sample of the class.
     """
     for client in evaluation.clients:
         if client.gate_weights is None or client.gate_labels is None:
@@ -68,14 +54,7 @@ def _means_by_class(weights: Tensor, labels: Tensor, num_classes: int) -> Tensor
 
 
 def expert_usage(evaluation: Evaluation) -> Tensor:
-    """For each client and expert, the share of the client's own samples whose largest gate weight is that expert's.
-
-    Args:
-        evaluation: an evaluation of a model with a gate.
-
-    Returns:
-        Float64 tensor of shape (clients, experts); nan for experts that a client lacks.
-    """
+    """For each client and expert, the share of the client's own samples whose largest gate weight is that expert's."""
     weights = [client.gate_weights for client in evaluation.clients]
     most = max(client_weights.shape[1] for client_weights in weights if client_weights is not None)
     shares = torch.full((len(weights), most), math.nan, dtype=torch.float64)

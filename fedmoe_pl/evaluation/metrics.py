@@ -124,18 +124,7 @@ def _value(metric: Metric) -> float:
 
 
 def check_metrics(metrics: Mapping[str, Metric] | None) -> dict[str, Metric]:
-    """Refuses metrics whose names or types no column can have.
-
-    Args:
-        metrics: the metrics, by name; None for none.
-
-    Returns:
-        The metrics.
-
-    Raises:
-        MisconfigurationException: if they are no mapping, a name is no identifier or has a meaning of its own, or a
-            value is not a metric.
-    """
+    """Refuses metrics whose names or types no column can have."""
     if not isinstance(metrics, Mapping | None):
         raise MisconfigurationException(
             f"Federation: metrics is a {type(metrics).__name__}, but must be a dict of metrics by name."
@@ -155,17 +144,7 @@ def check_metrics(metrics: Mapping[str, Metric] | None) -> dict[str, Metric]:
 
 
 def check_values(metrics: Mapping[str, Metric], module: LightningModule, outputs: Tensor, targets: Tensor) -> None:
-    """Refuses a metric that does not fit the outputs, or gives more than one number.
-
-    Args:
-        metrics: the metrics, by name.
-        module: the module that gives the outputs.
-        outputs: the outputs for some samples, shape (b, ...).
-        targets: their targets, shape (b, ...).
-
-    Raises:
-        MisconfigurationException: if there is such a metric.
-    """
+    """Refuses a metric that does not fit the outputs, or gives more than one number."""
     meter = Meter(module, metrics, [len(targets)], with_loss=False)
     for name, metric in metrics.items():
         of_metric = f"Federation: metrics has a {type(metric).__name__} under '{name}', "

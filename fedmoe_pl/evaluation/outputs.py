@@ -43,12 +43,7 @@ def mixture_of(module: LightningModule) -> MixtureOfExperts | None:
 
 
 def labelled_batches(datamodule: FederatedDataModule, samples: Tensor) -> Iterator[tuple[Any, Tensor]]:
-    """Large batches of some samples, each with its targets: the classes of the samples, otherwise those in the batch.
-
-    Args:
-        datamodule: the data.
-        samples: indices of the samples, shape (n,).
-    """
+    """Large batches of some samples, each with its targets: the samples' classes, otherwise those in the batch."""
     size = datamodule.evaluated_at_once
     for batch, indices in zip(datamodule.batches(samples, batch_size=size), samples.split(size), strict=False):
         if datamodule.reader is None:
@@ -59,17 +54,7 @@ def labelled_batches(datamodule: FederatedDataModule, samples: Tensor) -> Iterat
 
 
 def outputs_of(module: LightningModule, batch: Any, is_pair: bool) -> tuple[Tensor, Tensor | None]:
-    """Scores (b, C), and weights (b, experts) of a gate that is not constant, on the module's device.
-
-    Args:
-        module: a module in eval mode.
-        batch: a pair of inputs and targets, of which the module gets the inputs; or any other batch, which the module's
-            ``predict_step`` gets. It returns the scores, or a mapping with the scores as ``logits``.
-        is_pair: which of the two it is.
-
-    Raises:
-        TypeError: if ``predict_step`` returns neither, or ``forward`` no tensor.
-    """
+    """Scores (b, C), and weights (b, experts) of a gate that is not constant, on the module's device."""
     if is_pair:
         x = move_data_to_device(batch[0], module.device)
         if has_trained_gate(module):

@@ -21,10 +21,6 @@ def hparams_summaries(
     therefore names the columns of all methods, and says which of them differ: TensorBoard sorts these to the front.
     ``torch.utils.tensorboard`` would name only the row's own.
 
-    Args:
-        hparams: the hyperparameters of the row: texts, numbers and booleans.
-        metrics: names of the columns of results, by the tag of the scalar that they show.
-        of_all: the hyperparameters of all methods.
     """
     columns = [_column(name, values) for name, values in _by_name([hparams, *of_all]).items()]
     results = [_API.MetricInfo(name=_API.MetricName(tag=tag), display_name=name) for tag, name in metrics.items()]

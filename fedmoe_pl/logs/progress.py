@@ -48,11 +48,7 @@ class Progress:
         self.total = sum(rounds * self._per_round[name] for name, rounds in self._rounds.items())
 
     def completed(self, states: Mapping[str, PhaseState]) -> float:
-        """Samples so far.
-
-        Args:
-            states: the state of each phase that has begun, by name.
-        """
+        """Samples so far."""
         rounds = {name: self._rounds[name] if state.stopped else state.round for name, state in states.items()}
         return sum(count * self._per_round[name] for name, count in rounds.items()) + self._in_round
 

@@ -90,16 +90,6 @@ def write_csv(path: Path, rows: Iterable[Mapping[str, object]]) -> int:
 
     Floats are written with all their digits, so that equal results give equal bytes; nan becomes an empty field.
 
-    Args:
-        path: the file, which is replaced if it exists; its folder must exist.
-        rows: one mapping per row, from column to value. Those of an iterator have the same columns as the first; in a
-            sequence, columns that a row lacks are empty.
-
-    Returns:
-        The number of rows.
-
-    Raises:
-        MisconfigurationException: if the file cannot be written; an old one stays.
     """
     columns = dict.fromkeys(column for row in rows for column in row) if isinstance(rows, Sequence) else None
     rows = iter(rows)
@@ -115,15 +105,7 @@ def write_csv(path: Path, rows: Iterable[Mapping[str, object]]) -> int:
 
 
 def append_csv(path: Path, rows: Sequence[Mapping[str, object]]) -> None:
-    """Appends rows to a file that :func:`write_csv` wrote, all of them or none.
-
-    Args:
-        path: the file.
-        rows: rows with the file's columns, in the same order.
-
-    Raises:
-        MisconfigurationException: if the file cannot be written.
-    """
+    """Appends rows to a file that :func:`write_csv` wrote, all of them or none."""
     text = io.StringIO(newline="")
     csv.writer(text, lineterminator="\n").writerows(_fields(row).values() for row in rows)
     try:
@@ -146,15 +128,7 @@ def _field(value: object) -> object:
 def prediction_rows(
     evaluation: Evaluation, client: int, samples: Tensor, columns: Mapping[str, Tensor], gate_weights: Tensor | None
 ) -> Iterator[dict[str, object]]:
-    """Rows of ``predictions.csv``, one per sample.
-
-    Args:
-        evaluation: the evaluation of the method.
-        client: the client whose model predicted.
-        samples: indices of the samples in the data module, shape (n,).
-        columns: their labels and predictions, each of shape (n,).
-        gate_weights: shape (n, experts); the global experts' total weight is written. None without a gate.
-    """
+    """Rows of ``predictions.csv``, one per sample."""
     weights = [math.nan] * len(samples) if gate_weights is None else gate_weights[:, :-1].sum(dim=1).tolist()
     names = ("sample", *columns, "gate_weight")
     for values in zip(samples.tolist(), *(column.tolist() for column in columns.values()), weights, strict=True):
@@ -215,15 +189,7 @@ def change_text(metric: str, change: float) -> str:
 
 
 def format_table(evaluations: Iterable[Evaluation], metrics: Sequence[str] | None = None) -> str:
-    """The table at the end of a run: one row per method, accuracies in percent, and a legend below.
-
-    Args:
-        evaluations: the final evaluation of each method, at least one, in the order of the rows.
-        metrics: the columns; None takes the accuracies and other metrics on test samples that at least one client has.
-
-    Returns:
-        Aligned plain text without a final newline.
-    """
+    """The table at the end of a run: one row per method, accuracies in percent, and a legend below."""
     evaluations = list(evaluations)
     metrics = present_metrics(evaluations) if metrics is None else metrics
     width = max(len("method"), *(len(e.method) for e in evaluations))

@@ -26,17 +26,7 @@ _NOISE = 9  # separates the random numbers of aggregations from those of clients
 
 
 def check_aggregation(phase: Phase, module: LightningModule, num_clients: int, seed: int) -> None:
-    """Refuses an aggregation for an algorithm that does not average parameters, and what the aggregation refuses.
-
-    Args:
-        phase: the phase.
-        module: the phase's module.
-        num_clients: number of all clients.
-        seed: the run's seed.
-
-    Raises:
-        MisconfigurationException: if the aggregation fits neither algorithm, module nor cohort.
-    """
+    """Refuses an aggregation for an algorithm that does not average parameters, and what the aggregation refuses."""
     if phase.aggregation is None or phase.ckpt_path is not None:  # a given result is not aggregated
         return
     server = phase.algorithm.server_init(module)
@@ -107,15 +97,7 @@ def shared_by(algorithm: Algorithm, server: Tree) -> Tree:
 
 
 def check_chain(phase: Phase, earlier: Sequence[Phase]) -> None:
-    """Refuses differential privacy in a phase that starts from a federated one without it.
-
-    Args:
-        phase: the phase.
-        earlier: the phases whose training is in its start.
-
-    Raises:
-        MisconfigurationException: if there is such a phase.
-    """
+    """Refuses differential privacy in a phase that starts from a federated one without it."""
     if not isinstance(phase.aggregation, DifferentialPrivacy):
         return
     for other in earlier:
@@ -127,13 +109,7 @@ def check_chain(phase: Phase, earlier: Sequence[Phase]) -> None:
 
 
 def aggregated(run: Run, phase: Phase, combined: Update | None) -> Update:
-    """The update for ``Algorithm.server_update``; changes the state of the phase's aggregation.
-
-    Args:
-        run: the run.
-        phase: a phase with an aggregation, whose state's ``round`` is completed.
-        combined: the folded updates; None if nobody was in the cohort.
-    """
+    """The update for ``Algorithm.server_update``; changes the state of the phase's aggregation."""
     state, aggregation = run.states[phase.name], phase.aggregation
     assert aggregation is not None
     cohort = cohort_of(phase, run.datamodule.num_clients, run.seed)
@@ -146,12 +122,7 @@ def aggregated(run: Run, phase: Phase, combined: Update | None) -> Update:
 
 
 def count_round(run: Run, phase: Phase) -> None:
-    """Adds a round of a federated phase to those that its epsilon is computed of, and computes it.
-
-    Args:
-        run: the run.
-        phase: the phase, of which a round is completed.
-    """
+    """Adds a round of a federated phase to those that its epsilon is computed of, and computes it."""
     state, aggregation = run.states[phase.name], phase.aggregation
     kind = NOT_PRIVATE
     if isinstance(aggregation, DifferentialPrivacy):

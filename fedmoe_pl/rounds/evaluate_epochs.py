@@ -20,10 +20,6 @@ def evaluate_epochs(run: Run, phase: Phase, plan: Plan) -> None:
     The phase's result therefore has the same bits as without, and so has every point of the curve as the result of a
     phase of so many epochs. The clients' own loggers get nothing of it.
 
-    Args:
-        run: the run; it is not changed.
-        phase: a phase with ``evaluate_every_n_epochs`` that has begun and had no round.
-        plan: how its clients are trained.
     """
     assert phase.evaluate_every_n_epochs is not None, "the caller has asked"
     logger = SilentLogger() if plan.training.trainer.get("logger") else False

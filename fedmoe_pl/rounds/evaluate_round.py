@@ -18,15 +18,7 @@ from fedmoe_pl.rounds.run import Run
 def evaluate_phase(
     run: Run, phase: Phase, training: LocalTraining, plan: Plan | None = None, state: PhaseState | None = None
 ) -> list[Evaluation]:
-    """Evaluates the model that every client would use now, after each of ``Phase.moments``.
-
-    Args:
-        run: the run; it is not changed.
-        phase: a phase that has begun.
-        training: the phase's local training.
-        plan: how its clients are trained, whose workers take part; None for an evaluation in this process.
-        state: what is evaluated; None for the phase's state.
-    """
+    """Evaluates the model that every client would use now, after each of ``Phase.moments``."""
     state, evaluations = run.states[phase.name] if state is None else state, []
     lower = lower_is_better(run.metrics)
     arguments = training, state.server, state.clients, state.round_of_models

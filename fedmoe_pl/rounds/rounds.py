@@ -82,15 +82,7 @@ def run_phase(run: Run, phase: Phase) -> None:
 def run_round(
     run: Run, phase: Phase, plan: Plan, counter: FlopCounter | None, cohort: Sequence[int] | None = None
 ) -> list[Evaluation]:
-    """Runs one round; returns its evaluations, one for each of ``Phase.moments``, if it is evaluated.
-
-    Args:
-        run: the run.
-        phase: a phase that has begun.
-        plan: how its clients are trained.
-        counter: counts the operations of their training; None counts none.
-        cohort: ids of its clients; None draws them.
-    """
+    """Runs one round; returns its evaluations, one for each of ``Phase.moments``, if it is evaluated."""
     state, algorithm = run.states[phase.name], phase.algorithm
     round = state.round
     run.call("on_round_start", phase, round)
@@ -121,11 +113,7 @@ def run_round(
 
 
 def _update_server(run: Run, phase: Phase, training: LocalTraining, trained: Trained) -> None:
-    """Makes the server's next state from the clients' updates; a server optimizer takes the step from the old one.
-
-    Raises:
-        ClientError: if it is not finite.
-    """
+    """Makes the server's next state from the clients' updates; a server optimizer takes the step from the old one."""
     state, combined = run.states[phase.name], trained.update
     if phase.aggregation is not None:
         combined = aggregated(run, phase, combined)

@@ -20,15 +20,6 @@ def server_step(
     Buffers, such as the statistics of batch normalization, and the algorithm's own tensors are taken from ``new``. So
     are parameters that no client changed: as a parameter without a gradient, they and their state stay as they are.
 
-    Args:
-        factory: makes the optimizer.
-        module: the phase's module.
-        old: the server's state before the round.
-        new: its state as the algorithm made it from the clients' updates.
-        state: the optimizer's state after the round before; empty in the first one.
-
-    Returns:
-        The server's state after the step, and the optimizer's.
     """
     parameters = {name: nn.Parameter(old[name].clone()) for name in server_parameters(module, old)}
     optimizer = factory([*parameters.values()])

@@ -54,16 +54,6 @@ def train_round(
 
     What is sent and computed in each try counts.
 
-    Args:
-        run: the run.
-        phase: a phase that has begun.
-        plan: how its clients are trained.
-        counter: counts the operations of their training; None counts none.
-        log: collects what is sent.
-        cohort: ids of the clients; None draws them, others in each try.
-
-    Raises:
-        ClientError: if too few clients answer each time, or one fails where none may.
     """
     state, failures, attempt = run.states[phase.name], run.failures, 0
     aggregation = plan.training.aggregation
@@ -162,12 +152,7 @@ def asked_and_sent(
 def _train_clients(
     run: Run, phase: Phase, plan: Plan, clients: Sequence[int], log: TransferLog
 ) -> tuple[Update | None, dict[int, Any], dict[int, Failure]]:
-    """Trains clients.
-
-    Returns:
-        Their combined update, None if there are none or all of them failed; what the store has written for each client;
-        and why clients failed.
-    """
+    """Trains clients."""
     state, failures = run.states[phase.name], run.failures
     combined: Update | None = None
     written: dict[int, Any] = {}
