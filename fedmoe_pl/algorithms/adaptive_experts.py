@@ -21,13 +21,11 @@ this module follows the paper. Early stopping uses validation samples, never tes
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 from lightning.pytorch import LightningModule
 
 from fedmoe_pl.algorithms.algorithm import Algorithm
-from fedmoe_pl.algorithms.checks import missing_federation
 from fedmoe_pl.algorithms.client import Client
 from fedmoe_pl.algorithms.clusters import best_cluster, check_first_place, choice_generator, experts_of, moved
 from fedmoe_pl.algorithms.ifca import EpsilonGreedyIFCA
@@ -51,10 +49,6 @@ class FineTunedCluster(Algorithm):
     def follows(self, earlier: Algorithm) -> bool:
         """Starts from the cluster models."""
         return isinstance(earlier, EpsilonGreedyIFCA)
-
-    def missing_start(self, earlier: Sequence[Algorithm]) -> str:
-        """Trained models of clusters."""
-        return missing_federation(earlier)
 
     def check(self, module: LightningModule) -> None:
         """Refuses other models, gates that use more than the first expert, and patterns that match nothing of it."""
@@ -94,10 +88,6 @@ class ClusterMixture(Algorithm):
     def follows(self, earlier: Algorithm) -> bool:
         """Starts from the cluster models, and from the local experts that clients kept."""
         return isinstance(earlier, EpsilonGreedyIFCA)
-
-    def missing_start(self, earlier: Sequence[Algorithm]) -> str:
-        """Trained models of clusters."""
-        return missing_federation(earlier)
 
     def check(self, module: LightningModule) -> None:
         """Refuses other models, and patterns that match nothing."""

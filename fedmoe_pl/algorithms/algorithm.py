@@ -84,7 +84,7 @@ class Algorithm:
         predicts_with_local_expert: whether clients predict with their ``local_expert`` alone, as in the paper.
         message_period: number of rounds after which the same kinds of tensors are sent again, from the second round on.
         own_weights: prefixes of the names of its own tensors that are weights, and grow with the number of samples.
-        needed_parts: the parts of the module that ``missing_start`` is about; a ``start`` by parts must name them.
+        needed_parts: the parts of the module that must come from an earlier phase, see ``missing_start``.
         copied_parts: the parts that start as copies of others, each with the other's name; a ``start`` by parts must
             not name them. A client copies what it has itself, also where it keeps a part of the original to itself.
         computed_parts: the parts that ``personal_tensors`` computes for a client's predictions, and that nobody keeps:
@@ -100,7 +100,7 @@ class Algorithm:
     predicts_with_local_expert: bool = False
     message_period: int = 1
     own_weights: tuple[str, ...] = ()
-    needed_parts: Sequence[str] = ("global_expert",)
+    needed_parts: Sequence[str] = ()
     copied_parts: Mapping[str, str] = MappingProxyType({})
     computed_parts: Sequence[str] = ()
 
@@ -126,25 +126,22 @@ class Algorithm:
     def follows(self, earlier: Algorithm) -> bool:
         """Whether a phase of this algorithm starts from a phase of the algorithm ``earlier``, if it names no ``start``.
 
-        An algorithm that overrides this needs such a phase. All others start from the initial model.
+        By default, one with ``needed_parts`` follows a federated phase. Without them, it has the initial model.
         """
-        return False
+        return bool(self.needed_parts) and earlier.federated
 
-    def missing_start(self, earlier: Sequence[Algorithm]) -> str:
-        """What a phase of this algorithm should start from, if ``earlier`` lacks it; empty if nothing is missing.
+    def missing_start(self, earlier: Sequence[Algorithm], part: str = "") -> str:
+        """What a phase with ``needed_parts`` lacks in the phases it starts from: by default, a federated phase.
 
         Args:
             earlier: the algorithm of the phase that ``start`` names, of the one which that phase starts from, and so
                 on, at least one.
+            part: the one of ``needed_parts`` that ``start`` takes from there; empty if it takes the whole model.
 
         Returns:
-            Words for the refusal, such as "a phase of Local".
+            Words for the refusal, such as "a phase of Local"; empty if nothing is missing.
         """
-        return ""
-
-    def missing_part(self, earlier: Sequence[Algorithm]) -> str:
-        """The same for a ``start`` by parts, with the algorithms that one of ``needed_parts`` goes back to."""
-        return self.missing_start(earlier)
+        return "" if any(other.federated for other in earlier) else "a federated phase"
 
     def participants(self, clients: Sequence[int], seed: int) -> Sequence[int]:
         """Ids of the clients from which each round's cohort is drawn, which may depend on the run's seed; all here."""
@@ -195,8 +192,8 @@ class Algorithm:
         return server
 
     def client_samples(self, client: Client) -> Tensor:
-        """Indices of the samples that the client trains on in this round."""
-        return client.samples
+        """Indices of the samples that the client trains on in this round; by default, all that are opted in."""
+        return self.opted_in(client.id, client.samples, client.seed)
 
     def client_init(self, client: Client, sent: Tree) -> dict[str, Any]:
         """Loads the tensors that were sent and kept, and draws a new gate if ``gate_starts_anew``.
@@ -248,7 +245,7 @@ class Algorithm:
             samples: indices of its training samples, shape (n,).
             seed: the run's seed.
         """
-        return len(samples) if self.weighting == "samples" else 1
+        return len(self.opted_in(client_id, samples, seed)) if self.weighting == "samples" else 1
 
     def problem_of_update(self, client_id: int, update: Update, initial: Tree, datamodule: FederatedDataModule) -> str:
         """Why a client cannot have made an update, in words such as "has no gate.bias"; empty if it can.
@@ -285,18 +282,6 @@ class Algorithm:
     def server_update(self, server: Tree, combined: Update) -> Tree:
         """The server's next state."""
         return {**server, **combined.sent}
-
-    def clients_failed(self, server: Tree, failed: Sequence[int]) -> Tree:
-        """The server's next state, now that some clients of the round are known to have failed; by default unchanged.
-
-        Their updates are not in it, and they keep what they kept before the round, as if they had not been drawn. Only
-        an algorithm whose clients must have received every state needs more.
-
-        Args:
-            server: what ``server_update`` returned, after the step of a server optimizer.
-            failed: ids of the clients; empty in most rounds.
-        """
-        return server
 
     def is_over(self, server: Tree) -> bool:
         """Whether the phase ends before its last round: no, by default.

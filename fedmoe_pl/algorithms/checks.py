@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
@@ -154,11 +154,6 @@ def check_sparse(
             "term."
         )
     return sparse
-
-
-def missing_federation(earlier: Sequence[Algorithm]) -> str:
-    """Words for ``Algorithm.missing_start`` of an algorithm that needs a federated phase; empty if it has one."""
-    return "" if any(other.federated for other in earlier) else "a federated phase"
 
 
 def trains(algorithm: Algorithm, prefix: str) -> bool:

@@ -20,7 +20,7 @@ prediction            the expert with the largest weight        the same
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -28,8 +28,6 @@ import torch.nn.functional as F
 from lightning.pytorch import LightningModule
 from torch import Tensor
 
-from fedmoe_pl.algorithms.algorithm import Algorithm
-from fedmoe_pl.algorithms.checks import missing_federation
 from fedmoe_pl.algorithms.client import Client
 from fedmoe_pl.algorithms.shared_experts import SharedExperts, expert_of, mixture_loss
 from fedmoe_pl.trees import Tree, subtree, with_prefix
@@ -60,14 +58,6 @@ class FedJETs(SharedExperts):
     def __init__(self, experts_per_client: int = 2, anchors: bool = True) -> None:
         super().__init__(experts_per_client)
         self.anchors = anchors
-
-    def follows(self, earlier: Algorithm) -> bool:
-        """Starts from the common expert."""
-        return earlier.federated
-
-    def missing_start(self, earlier: Sequence[Algorithm]) -> str:
-        """A common expert."""
-        return missing_federation(earlier)
 
     def is_shared(self, name: str) -> bool:
         """All but the embedding, which clients have from the phase of the common expert."""

@@ -17,7 +17,7 @@ rank                    smallest that reaches it         the same, but 0 if it w
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
@@ -32,11 +32,20 @@ from fedmoe_pl.algorithms.low_rank import compressed, expanded
 from fedmoe_pl.algorithms.parts import both_logits, distillation_loss, logits_loss, mean_of_labelled, split_expert
 from fedmoe_pl.data import FederatedDataModule
 from fedmoe_pl.models.mixtures.architectures import Architectures
-from fedmoe_pl.trees import Tree, copy_module, difference, of_module, problem_of_shapes, subtree, with_prefix
+from fedmoe_pl.trees import (
+    Tree,
+    copy_module,
+    difference,
+    mean_of_two,
+    of_module,
+    problem_of_shapes,
+    subtree,
+    with_prefix,
+)
 
 _UPDATE = "update/"  # prefix of a student's tensor: its change in a round, compressed
 _STUDENT = "student/"  # prefix of a student's tensor as it was before a client's training
-_MISSED = "missed/clients"  # ids of the clients that failed in the last round
+_SENDERS = "senders/"  # prefix of the id of a client that trained in the last round; tensors of no size
 _ROUNDS = "rounds/number_and_all"  # rounds that the server has seen, and the phase's
 
 
@@ -99,10 +108,10 @@ class FedKD(Algorithm):
         return {**server, _ROUNDS: torch.tensor([0, next(iter(clients)).rounds])}
 
     def server_send(self, server: Tree, client_id: int, request: Tree) -> Tree:
-        """The compressed mean of the last round's updates; the student if the client has no student to add it to."""
-        if client_id in server.get(_MISSED, ()):
+        """The compressed mean of the last round's updates; the student if the client missed that round."""
+        if f"{_SENDERS}{client_id}" not in server:
             return of_module(server)
-        return {name: tensor for name, tensor in server.items() if name.startswith(_UPDATE)} or of_module(server)
+        return {name: tensor for name, tensor in server.items() if name.startswith(_UPDATE)}
 
     def client_init(self, client: Client, sent: Tree) -> dict[str, Any]:
         """Applies the update to the client's copy of the student."""
@@ -134,28 +143,27 @@ class FedKD(Algorithm):
         update = super().client_final(client, const)
         change = compressed(difference(update.sent, student), self._energy(client.round, client.rounds))
         kept = {**update.state, **with_prefix(student, _STUDENT)}
-        return Update(with_prefix(change, _UPDATE), update.weight, kept)
+        sender = {f"{_SENDERS}{client.id}": torch.empty(0)}
+        return Update(with_prefix(change, _UPDATE) | sender, update.weight, kept)
 
     def problem_of_update(self, client_id: int, update: Update, initial: Tree, datamodule: FederatedDataModule) -> str:
-        """The update of every shared tensor, whole or as factors."""
+        """The update of every shared tensor, whole or as factors, and the sender."""
         shared = {name: tensor for name, tensor in initial.items() if self.is_shared(name)}
         flat = {name: (tensor.flatten(1) if tensor.ndim > 1 else tensor).shape for name, tensor in shared.items()}
-        return problem_of_shapes(_changes(update.sent), flat)
+        return problem_of_shapes(_changes(update.sent) | _senders(update.sent), flat | {f"{_SENDERS}{client_id}": (0,)})
 
     def combine(self, a: Update, b: Update) -> Update:
-        """The weighted mean of the updates that the factors stand for."""
-        return super().combine(*(Update(with_prefix(_changes(each.sent), _UPDATE), each.weight) for each in (a, b)))
+        """The weighted mean of the updates that the factors stand for, and all senders."""
+        mean = mean_of_two(_changes(a.sent), a.weight, _changes(b.sent), b.weight)
+        senders = _senders(a.sent) | _senders(b.sent)
+        return Update(with_prefix(mean, _UPDATE) | senders, a.weight + b.weight)
 
     def server_update(self, server: Tree, combined: Update) -> Tree:
         """Compresses the mean update, and adds to the student what the clients will add."""
         round, rounds = server[_ROUNDS].tolist()
         change = with_prefix(compressed(_changes(combined.sent), self._energy(round, rounds)), _UPDATE)
-        return {**_added(server, change), **change, _ROUNDS: server[_ROUNDS] + torch.tensor([1, 0])}
-
-    def clients_failed(self, server: Tree, failed: Sequence[int]) -> Tree:
-        """Notes who has missed an update, and is sent the whole student next."""
-        noted = {name: tensor for name, tensor in server.items() if name != _MISSED}
-        return {**noted, _MISSED: torch.tensor(failed)} if failed else noted
+        counted = {_ROUNDS: server[_ROUNDS] + torch.tensor([1, 0])}
+        return {**_added(server, change), **change, **counted, **_senders(combined.sent)}
 
     def server_final(self, server: Tree) -> Tree:
         """The student alone, which is complete."""
@@ -205,6 +213,10 @@ class FedKD(Algorithm):
 def _changes(tree: Mapping[str, Tensor]) -> Tree:
     """The whole updates, matrices in two dimensions, of a tree in which they may be compressed."""
     return expanded(subtree(tree, _UPDATE))
+
+
+def _senders(tree: Tree) -> Tree:
+    return {name: tensor for name, tensor in tree.items() if name.startswith(_SENDERS)}
 
 
 def _added(student: Tree, received: Tree) -> Tree:

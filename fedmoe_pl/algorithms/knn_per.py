@@ -14,7 +14,7 @@ few samples     not mentioned                 distances to absent neighbors     
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, Literal, get_args
 
 import torch
@@ -23,7 +23,7 @@ from lightning.pytorch import LightningModule
 from torch import Tensor
 
 from fedmoe_pl.algorithms.algorithm import Algorithm
-from fedmoe_pl.algorithms.checks import check_expert, missing_federation
+from fedmoe_pl.algorithms.checks import check_expert
 from fedmoe_pl.algorithms.client import Client, Update
 from fedmoe_pl.algorithms.parts import evaluation_copy, floor_of_share, split_expert
 from fedmoe_pl.checks import check_at_least, check_number
@@ -85,14 +85,6 @@ class KNNPer(Algorithm):
         self.weight = weight
         self.expert = expert
         self.needed_parts = (expert,)
-
-    def follows(self, earlier: Algorithm) -> bool:
-        """Starts from the federated model."""
-        return earlier.federated
-
-    def missing_start(self, earlier: Sequence[Algorithm]) -> str:
-        """A federated model."""
-        return missing_federation(earlier)
 
     def check(self, module: LightningModule) -> None:
         """Refuses a module without the expert's two parts."""

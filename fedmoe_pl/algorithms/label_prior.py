@@ -18,7 +18,6 @@ from lightning.pytorch import LightningModule
 
 from fedmoe_pl.algorithms.algorithm import Algorithm
 from fedmoe_pl.algorithms.biases import check_last_biases, check_shifts, last_biases
-from fedmoe_pl.algorithms.checks import missing_federation
 from fedmoe_pl.algorithms.client import Client, Update
 from fedmoe_pl.algorithms.parts import evaluation_copy, expert_prefix, summed_loss
 from fedmoe_pl.checks import check_number
@@ -61,18 +60,14 @@ class LabelPrior(Algorithm):
             self.needs += ("validation_samples",)
         self.needed_parts = (expert.split(".")[0],)
 
-    def follows(self, earlier: Algorithm) -> bool:
-        """Starts from the federated model."""
-        return earlier.federated
-
-    def missing_start(self, earlier: Sequence[Algorithm]) -> str:
+    def missing_start(self, earlier: Sequence[Algorithm], part: str = "") -> str:
         """A federated model whose expert has not been corrected since."""
         expert = expert_prefix(self.expert)
         for other in takewhile(lambda other: not other.federated, earlier):
             before = expert_prefix(other.expert) if isinstance(other, LabelPrior) else None
             if before is not None and (before.startswith(expert) or expert.startswith(before)):
                 return f"a phase in which '{self.expert}' has no label prior yet"
-        return missing_federation(earlier)
+        return super().missing_start(earlier)
 
     def check(self, module: LightningModule) -> None:
         """Refuses an expert whose last bias does not shift its scores."""

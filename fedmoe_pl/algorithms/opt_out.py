@@ -39,7 +39,6 @@ from lightning.pytorch import LightningModule
 from torch import Generator, Tensor
 
 from fedmoe_pl.algorithms.algorithm import Algorithm
-from fedmoe_pl.algorithms.client import Client
 from fedmoe_pl.algorithms.parts import floor_of_share
 from fedmoe_pl.algorithms.pfl_moe import PersonalizedExpert, missing_expert, missing_local_expert
 from fedmoe_pl.models import MixtureOfExperts
@@ -97,14 +96,6 @@ class OptInFedAvg(Algorithm):
         generator = Generator().manual_seed(derive_seed(seed, _OPT_OUT, client_id, purpose))
         return samples[torch.randperm(len(samples), generator=generator)[number:]]
 
-    def client_samples(self, client: Client) -> Tensor:
-        """The training samples that opt in."""
-        return self.opted_in(client.id, client.samples, client.seed)
-
-    def client_weight(self, client_id: int, samples: Tensor, seed: int) -> float:
-        """The number of opt-in samples."""
-        return len(self.opted_in(client_id, samples, seed))
-
 
 class SpecialistMixture(Algorithm):
     """Every client trains its specialist and its gate together; the global expert is frozen.
@@ -127,13 +118,9 @@ class SpecialistMixture(Algorithm):
         """Starts from the specialists that were fine-tuned on all samples."""
         return isinstance(earlier, PersonalizedExpert) and not earlier.gate_fraction
 
-    def missing_start(self, earlier: Sequence[Algorithm]) -> str:
-        """The specialists that were fine-tuned on all samples."""
-        return missing_expert(earlier, 0)
-
-    def missing_part(self, earlier: Sequence[Algorithm]) -> str:
-        """Any phase may have trained the specialist, which goes on to learn from all samples."""
-        return missing_local_expert(earlier)
+    def missing_start(self, earlier: Sequence[Algorithm], part: str = "") -> str:
+        """The specialists that were fine-tuned on all samples; as a part, any, which go on to learn from them."""
+        return missing_local_expert(earlier) if part else missing_expert(earlier, 0)
 
     def check(self, module: LightningModule) -> None:
         """Refuses a module without a local expert and a gate."""

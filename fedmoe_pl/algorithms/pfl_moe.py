@@ -31,7 +31,7 @@ from lightning.pytorch import LightningModule
 from torch import Tensor
 
 from fedmoe_pl.algorithms.algorithm import Algorithm
-from fedmoe_pl.algorithms.checks import check_expert, missing_federation, trains
+from fedmoe_pl.algorithms.checks import check_expert, trains
 from fedmoe_pl.algorithms.client import Client, Update
 from fedmoe_pl.algorithms.parts import copy_of_global_expert, evaluation_copy, expert_loss, set_aside
 from fedmoe_pl.data import SampleBatches
@@ -57,6 +57,7 @@ class PersonalizedExpert(Algorithm):
     """
 
     federated = False
+    needed_parts = ("global_expert",)
     copied_parts = MappingProxyType({"local_expert": "global_expert"})  # Algorithm 1, line 2
     needs = ("loss_of_outputs",)
 
@@ -77,14 +78,6 @@ class PersonalizedExpert(Algorithm):
         self.keep_better = keep_better
         if keep_better:
             self.needs += ("validation_samples",)
-
-    def follows(self, earlier: Algorithm) -> bool:
-        """Starts from the federated model."""
-        return earlier.federated
-
-    def missing_start(self, earlier: Sequence[Algorithm]) -> str:
-        """A federated model."""
-        return missing_federation(earlier)
 
     def check(self, module: LightningModule) -> None:
         """Refuses a module without two experts of one architecture, and patterns that match nothing of the local."""
@@ -171,18 +164,14 @@ class PFLMoE(Algorithm):
             return earlier.federated
         return isinstance(earlier, PersonalizedExpert) and earlier.gate_fraction == self.gate_fraction
 
-    def missing_start(self, earlier: Sequence[Algorithm]) -> str:
-        """The personalized experts, which must not have seen the gate's samples; if interleaved, a federated model."""
-        return missing_federation(earlier) if self.interleaved else missing_expert(earlier, self.gate_fraction)
-
-    def missing_part(self, earlier: Sequence[Algorithm]) -> str:
-        """The same; a gate that is trained on all samples takes any trained local expert."""
+    def missing_start(self, earlier: Sequence[Algorithm], part: str = "") -> str:
+        """Experts that have not seen the gate's samples, any if it has none; a federated model if interleaved."""
         if self.interleaved:
-            return self.missing_start(earlier)
-        if not self.gate_fraction:
+            return super().missing_start(earlier)
+        if part and not self.gate_fraction:
             return missing_local_expert(earlier)
-        missing = self.missing_start(earlier)
-        return missing and f"{missing} (gate_fraction 0 takes any local expert)"
+        missing = missing_expert(earlier, self.gate_fraction)
+        return f"{missing} (gate_fraction 0 takes any local expert)" if missing and part else missing
 
     def check(self, module: LightningModule) -> None:
         """Refuses a module without two experts, unequal ones if interleaved, and patterns without effect."""
@@ -238,7 +227,7 @@ def missing_expert(earlier: Sequence[Algorithm], gate_fraction: float) -> str:
 
 
 def missing_local_expert(earlier: Sequence[Algorithm]) -> str:
-    """Words for ``Algorithm.missing_part`` of a mixture that takes any trained local expert; empty if there is one."""
+    """Words for ``Algorithm.missing_start`` of a mixture that takes any trained local expert; empty if there is one."""
     return "" if any(trains(other, "local_expert.") for other in earlier) else "a phase that trains the local expert"
 
 

@@ -49,7 +49,7 @@ class PMMoE(Algorithm):
         """Follows no phase automatically; the phase must name its ``start``."""
         return False
 
-    def missing_start(self, earlier: Sequence[Algorithm]) -> str:
+    def missing_start(self, earlier: Sequence[Algorithm], part: str = "") -> str:
         """Classifiers that clients trained and kept."""
         kept = (trains(other, _CLASSIFIER) and not other.is_shared(f"{_CLASSIFIER}any") for other in earlier)
         return "" if any(kept) else f"a phase that trains {_CLASSIFIER}* and does not share it"

@@ -130,7 +130,7 @@ def _update_server(run: Run, phase: Phase, training: LocalTraining, trained: Tra
         raise ClientError(
             f"{phase}, round {state.round}: the server's {tensor}, although all that clients sent is."
         ) from error
-    state.server = phase.algorithm.clients_failed(new, trained.failed)
+    state.server = new
     if phase.algorithm.federated:
         count_round(run, phase)
 

@@ -9,8 +9,6 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import LightningModule
 from lightning.pytorch.utilities import rank_zero_warn
 
-from fedmoe_pl.algorithms.algorithm import Algorithm
-from fedmoe_pl.algorithms.overrides import overrides
 from fedmoe_pl.rounds.phase import INITIAL, Phase
 
 Start = str | Mapping[str, str]
@@ -113,8 +111,7 @@ def check_start(
                 f"{phase}: start is {start}, but must leave out '{part}', which {type(phase.algorithm).__name__} "
                 "starts as a copy of another part."
             )
-    builds_on = phase.algorithm.needed_parts if overrides(phase.algorithm, "missing_start") else ()
-    for part in [] if isinstance(start, str) else builds_on:
+    for part in [] if isinstance(start, str) else phase.algorithm.needed_parts:
         if part not in start:
             raise MisconfigurationException(
                 f"{phase}: start is {start}, but must also name what '{part}' starts from, on which "
@@ -181,7 +178,7 @@ def _find_start(phase: Phase, earlier: Sequence[Phase], starts: Mapping[str, Sta
         _check_needed(phase, phase.start, earlier, starts)
         return phase.start
     followed = [other.name for other in earlier if phase.algorithm.follows(other.algorithm)]
-    if not followed and type(phase.algorithm).follows is not Algorithm.follows:
+    if not followed and phase.algorithm.needed_parts:
         needed = phase.algorithm.missing_start([]) or "one"
         raise MisconfigurationException(
             f"{phase}: {type(phase.algorithm).__name__} starts from an earlier phase, but none of [{', '.join(names)}] "
@@ -196,8 +193,7 @@ def _check_needed(phase: Phase, start: Start, earlier: Sequence[Phase], starts: 
     for part in algorithm.needed_parts:
         name = start if isinstance(start, str) else start.get(part, INITIAL)
         chain = [other.algorithm for other in chain_of_starts(earlier, starts, name, part)]
-        missing = algorithm.missing_start if isinstance(start, str) else algorithm.missing_part
-        if chain and (needed := missing(chain)):
+        if chain and (needed := algorithm.missing_start(chain, "" if isinstance(start, str) else part)):
             which = "start is" if isinstance(start, str) else f"start is {start}, whose '{part}' is from"
             raise MisconfigurationException(
                 f"{phase}: {which} '{name}', but must be {needed}, or a phase that goes back to one."
