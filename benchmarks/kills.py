@@ -26,7 +26,7 @@ from typing import Any
 import torch
 from loky.backend.context import set_start_method
 
-from fedmoe_pl import Federation, PersonalizedMoE, Phase
+from fedmoe_pl import Federation, PersonalizedMoE, Phase, Select
 from fedmoe_pl.algorithms import FedAvg, PersonalizedExpert, PFLMoE
 from fedmoe_pl.callbacks import FederationCallback
 from fedmoe_pl.checkpoints.checkpoint import load_checkpoint
@@ -64,7 +64,7 @@ def train(folder: Path, store: Any, workers: int) -> None:
     torch.manual_seed(0)
     mixed = {"gate": ConstantGate(0.5), "clients_per_round": 4}
     phases = [
-        Phase("FedPer", FedAvg("global_expert.*"), rounds=25, monitor="global_test", **mixed),
+        Phase("FedPer", FedAvg("global_expert.*"), rounds=25, select=Select("global_test"), **mixed),
         Phase("PFL-FB", PersonalizedExpert("local_expert.classifier.*", gate_fraction=0.25), gate=ConstantGate(0.0)),
         Phase("PFL-MF", PFLMoE(), gate=FeatureGate(), max_epochs=3),
     ]

@@ -25,7 +25,7 @@ import torch
 from deployment import write_inputs
 from kills import end, forked, same
 
-from fedmoe_pl import Federation, PersonalizedMoE, Phase
+from fedmoe_pl import ClientFailures, Federation, PersonalizedMoE, Phase
 from fedmoe_pl.algorithms import FedAvg
 from fedmoe_pl.backends import TrainerBackend
 from fedmoe_pl.checkpoints.checkpoint import KEPT, ROWS
@@ -50,7 +50,7 @@ def parts(folder: Path, root: str, path: str, rounds: int) -> tuple[Federation, 
         logger=False,
         default_root_dir=str(folder / root),
         name=NAME,
-        min_clients=CLIENTS,
+        failures=ClientFailures(min_clients=CLIENTS),
         enable_progress_bar=False,
     )
     model = PersonalizedMoE(SmallMLP(), optimizer=partial(torch.optim.SGD, lr=0.1, momentum=0.5))

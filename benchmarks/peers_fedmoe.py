@@ -8,7 +8,7 @@ import tempfile
 from peers_harness import Turns, load_task
 from workload import RandomImages, make_model
 
-from fedmoe_pl import backends
+from fedmoe_pl import Evaluate, backends
 from fedmoe_pl.algorithms import FedAvg
 from fedmoe_pl.callbacks import FederationCallback
 from fedmoe_pl.evaluation.evaluation import Evaluation
@@ -53,8 +53,7 @@ def main(path: str, backend: str) -> None:
         "FedAvg",
         FedAvg(shared="global_expert.*"),
         rounds=len(task.seeds),
-        evaluate=bool(task.test),
-        evaluate_after="local_training" if task.test else None,
+        evaluate=Evaluate(after="local_training") if task.test else False,
     )
     trainer = {"max_epochs": task.work.epochs, "accelerator": "cpu", "devices": task.workers}
     with tempfile.TemporaryDirectory() as folder:

@@ -26,7 +26,7 @@ from fedmoe_pl.rounds.audit_text import format_audit
 from fedmoe_pl.rounds.begin import read_result_for_newcomers
 from fedmoe_pl.rounds.checks import check_name, check_phases, check_store, check_validates
 from fedmoe_pl.rounds.export import export_client
-from fedmoe_pl.rounds.failures import ClientFailures, OnClientFailure
+from fedmoe_pl.rounds.failures import ClientFailures
 from fedmoe_pl.rounds.interruption import requeued
 from fedmoe_pl.rounds.newcomers import phases_of_newcomers, set_up_newcomers
 from fedmoe_pl.rounds.opt_in import set_up
@@ -34,6 +34,8 @@ from fedmoe_pl.rounds.phase import Phase
 from fedmoe_pl.rounds.predictions import evaluate_all, write_predictions
 from fedmoe_pl.rounds.run_maker import RunMaker
 from fedmoe_pl.rounds.starts import find_starts
+
+_SKIP = ClientFailures()
 
 
 class Federation(RunMaker):
@@ -56,15 +58,9 @@ class Federation(RunMaker):
         store: where the tensors that clients keep are held between rounds: ``memory``, or ``disk``, a file per client.
         seed: the seed of all random numbers, of any size; ``seed_everything`` on the command line.
         evaluation_clients: how many clients are evaluated, drawn at random once for all phases; None for all. A phase's
-            ``monitor`` counts those among them that take part in it. ``personalize`` evaluates all new clients.
-        on_client_failure: ``skip`` goes on without clients that fail, ``raise`` stops; see :class:`ClientFailures`.
-        min_clients: how many clients of a round must answer, or it is tried again, at most three times; None for one.
-            A robust aggregation may need more.
-        client_timeout: seconds that a client's training may take in a round, or None; stacked clients share theirs.
-        dropout: probability that a client of a round drops out before its training; see :class:`ClientFailures`.
+            ``select`` counts those among them that take part in it. ``personalize`` evaluates all new clients.
+        failures: what happens when clients fail, or drop out.
         metrics: metrics of torchmetrics, by name, computed for each client; such as ``f1``.
-        max_change: a client of a deployed federation fails if its update's change is more than so many times as long
-            as the median of the others in its round, and as what the client received.
 
     Attributes:
         runs: folder of this experiment's runs, ``default_root_dir/name``.
@@ -90,12 +86,8 @@ class Federation(RunMaker):
         store: Literal["memory", "disk"] = "memory",
         seed: int = 0,
         evaluation_clients: int | None = None,
-        on_client_failure: OnClientFailure = "skip",
-        min_clients: int | None = None,
-        client_timeout: float | None = None,
-        dropout: float = 0.0,
+        failures: ClientFailures = _SKIP,
         metrics: dict[str, Metric] | None = None,
-        max_change: float = 1000.0,
     ) -> None:
         self.metrics = check_metrics(metrics)
         check_kind("Federation", "trainer", trainer, dict, " with the arguments of each client's Trainer")
@@ -104,9 +96,7 @@ class Federation(RunMaker):
         check_store(store, enable_checkpointing)
         check_at_least(self, "evaluation_clients", evaluation_clients, 1)
         check_at_least(self, "seed", seed, 0, highest=None)
-        self.dropout = dropout
-        self.failures = ClientFailures(on_client_failure, min_clients, client_timeout, dropout, max_change)
-        self.max_change = max_change
+        self.failures = failures
         self.phases = phases
         self.starts = find_starts(phases)
         self.trainer = {name: plain(value) for name, value in {**LEAN_TRAINER, **(trainer or {})}.items()}

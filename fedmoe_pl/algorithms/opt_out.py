@@ -10,7 +10,7 @@ topic                paper                       official code                  
 ===================  ==========================  ================================  ===================================
 what is mixed        softmax outputs *           log-softmax; FMNIST: softmax      ``mixing`` of the model
                                                  without logarithm in the loss
-FedAvg's result      best validated round *      last client at that validation    ``monitor: validation_loss``
+FedAvg's result      best validated round *      last client at that validation    ``select.monitor``
 early stopping       best epoch *                last epoch, by mistake            ``BestEpoch``
 its checks           not mentioned               after epochs 1, 6, 11, ...        ``check_val_every_n_epoch``, after
                                                                                    epochs 5, 10, 15, ... *
@@ -19,7 +19,7 @@ FMNIST's widths      6, 16, 120, 84 *            6, 12, 84, 42                  
 rate of fine-tuning  1e-5 *                      5e-5                              ``optimizer`` of its phase
 rates, AG News       5e-4, fine-tuning and       5e-5, mixture 1e-6                ``optimizer``
                      mixture 1e-6 *
-validation           every 50 rounds *           every 40 rounds, AG News 50       ``evaluate_every_n_rounds``
+validation           every 50 rounds *           every 40 rounds, AG News 50       ``evaluate.every_n_rounds``
 frozen dropout       not mentioned               active                            ``frozen_train_mode``
 ===================  ==========================  ================================  ===================================
 

@@ -10,7 +10,7 @@ topic                paper                       authors' other code            
 average              of the clients of a round   the model of the client that     of the clients of a round
                                                  was trained last, by mistake
 weights              n_k / n                     all of a client's samples        its training samples
-evaluated extractor  not said                    own copy, before aggregation     the same; ``evaluate_after:
+evaluated extractor  not said                    own copy, before aggregation     the same; ``evaluate.after:
                                                                                   aggregation`` for the server's
 evaluated clients    all, in the best round      those of the round               all; ``monitor`` for the best round
 optimizer            SGD                         one small network's for all      a new one for every client and round

@@ -14,7 +14,7 @@ augmentation        not mentioned            crop and flip, always        ``augm
 Local               300 epochs, SGD or Adam  Adam, README: 100 epochs     two phases; the better row counts
 gate's input        samples or features      flags swapped in README      ``LinearGate`` is MF, ``FeatureGate`` is MFE
 frozen dropout      not mentioned            active                       ``frozen_train_mode``
-FedAvg's round      best on the test set     best on the test set         ``monitor: global_test`` of FedAvg's phase
+FedAvg's round      best on the test set     best on the test set         ``select.monitor: global_test`` of FedAvg
 PFL-FB's data       not mentioned            3/4                          ``gate_fraction`` of ``PersonalizedExpert``
 ==================  =======================  ===========================  ==========================================
 """

@@ -67,7 +67,7 @@ def guarded(call: Callable[[], Result], seconds: float | None) -> Result | Failu
         traceback.clear_frames(error.__traceback__)  # their local variables hold models and batches
         return Failure(" ".join(f"{type(error).__name__}: {error}".split()), error)
     except _Expired:
-        return Failure(f"it took longer than client_timeout, {seconds:g} s")
+        return Failure(f"it took longer than failures.timeout, {seconds:g} s")
 
 
 def _call_within(seconds: float, call: Callable[[], Result]) -> Result:

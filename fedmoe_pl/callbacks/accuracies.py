@@ -17,7 +17,7 @@ class AccuracyMonitor(FederationCallback):
 
     In every evaluated round, every logger gets the method's accuracies, such as ``local_test/mean``, and what the phase
     has cost so far, such as ``resources/bytes_up`` and ``resources/flops``. The step is the number of the phase's
-    completed rounds or, with ``Phase.evaluate_every_n_epochs``, epochs. In TensorBoard, each method is a run with these
+    completed rounds or, with ``Evaluate.every_n_epochs``, epochs. In TensorBoard, each method is a run with these
     tags; in other loggers the method's name comes first: ``FedAvg/local_test/mean``. Loggers that take pictures get
     sorted curves of all clients' accuracies. At the end of a phase, the final means over the clients are logged, in
     TensorBoard as a row of the page HParams. The other loggers get the hyperparameters before the first round.

@@ -12,12 +12,12 @@ from lightning.pytorch import Trainer
 
 from fedmoe_pl.backends import LEAN_TRAINER
 from fedmoe_pl.logs.loggers import method_tag
-from fedmoe_pl.rounds.phase import Phase
+from fedmoe_pl.rounds.phase import Evaluate, Phase, Select
 
 _GROUPS = ("trainer", "model", "data")
 _ALWAYS = {"max_epochs", "lr", "rounds", "num_clients", "batch_size"}  # shown, too, where they have their default
 _WITHOUT_MEANING = {
-    *("evaluate_every_n_rounds", "evaluate_every_n_epochs", "evaluation_clients", "evaluate"),
+    *("evaluate_every_n_rounds", "every_n_rounds", "every_n_epochs", "evaluation_clients"),
     *("partition_seed", "start", "name"),
 }
 
@@ -69,7 +69,7 @@ def _leaves_of_run(configuration: Mapping[str, str]) -> tuple[dict[Path, Any], d
     """The values that are the same for all phases, and those of each phase, by name; with the path to each."""
     tree = json.loads(configuration["hparams"] or configuration["objects"] or "{}")
     federation = tree.get("federation", {}) if configuration["hparams"] else tree
-    groups = {"dropout": federation.get("dropout") or None}
+    groups = {"dropout": federation.get("failures", {}).get("dropout") or None}
     for group in _GROUPS:
         groups[group] = tree.get(group)
     groups["data"] = tree.get("datamodule", tree.get("data"))
@@ -77,6 +77,9 @@ def _leaves_of_run(configuration: Mapping[str, str]) -> tuple[dict[Path, Any], d
     phases = {}
     for phase in federation.get("phases", []):
         arguments = _without_defaults(phase, Phase)
+        for name, kind in (("select", Select), ("evaluate", Evaluate)):
+            settings = arguments.pop(name, None)
+            arguments[name] = _without_defaults(settings, kind) if isinstance(settings, Mapping) else {}
         arguments["trainer"] = _trainer(arguments.get("trainer") or {})
         phases[phase["name"]] = dict(_leaves(arguments))
     return dict(_leaves(groups)), phases

@@ -34,8 +34,8 @@ from fedmoe_pl.data import FederatedDataModule
 _HARMLESS = re.compile(
     r"seed_everything|seed|"  # compared by itself
     r"(federation\.)?(name|logger|callbacks|default_root_dir|enable_checkpointing|enable_progress_bar|store|backend|"
-    r"on_client_failure|min_clients|client_timeout|max_change)|"
-    r"(.+\.)?evaluate_every_n_epochs|"
+    r"failures\.(action|min_clients|timeout|max_change))|"
+    r"(.+\.)?evaluate\.every_n_epochs|"
     r"(.+\.)?trainer\.(accelerator|devices|num_nodes|strategy|logger|default_root_dir|enable_checkpointing|"
     r"enable_progress_bar|enable_model_summary|log_every_n_steps|num_sanity_val_steps|profiler|detect_anomaly)|"
     # the samples themselves are compared

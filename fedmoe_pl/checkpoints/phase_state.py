@@ -33,7 +33,7 @@ class PhaseState:
         round: number of completed rounds.
         finished: whether the phase's result is final.
         best_metric: best mean of the monitored metric so far; a loss with its sign reversed.
-        improved_metric: the mean at the last improvement by more than ``Phase.min_delta``.
+        improved_metric: the mean at the last improvement by more than ``Select.min_delta``.
         improved_round: the round of that improvement.
         stopped: whether the phase ended before its last round.
         best_round: the round of ``best_metric``, counted from 1; 0 if there is none.

@@ -12,8 +12,10 @@ from fedmoe_pl.cli.schema import OVERLAY, PHASES, place_in
 
 _REFUSAL = re.compile(
     r"(?:Phase '(?P<phase>.*?)': )?(?:(?P<owner>\w+): )?"
-    r"(?P<argument>\w+) (?:is|has|gives|weighs|reads|must) (?P<rest>.+)"
+    r"(?P<argument>[\w.]+) (?:is|has|gives|weighs|reads|must) (?P<rest>.+)"
 )
+
+_OWNERS = {"federation": "Federation", "federation.failures": "ClientFailures"}
 
 
 def one_sentence(message: str) -> str:
@@ -65,7 +67,7 @@ def with_key(message: str, configuration: Mapping[str, Any]) -> str:
     if match is None:
         return message
     phase, owner, argument, rest = match.group("phase", "owner", "argument", "rest")
-    candidates = [place for place in _places(configuration) if place.argument == argument]
+    candidates = [place for place in _places(configuration) if f".{place.key}".endswith(f".{argument}")]
     narrower: list[Callable[[_Place], bool]] = [
         # an argument of the phase that is null is not the one whose value is shown
         lambda place: phase is None or (place.phase == phase and (place.value is not None or _is_shown(None, rest))),
@@ -111,7 +113,7 @@ def _places(node: Any, key: str = "", owner: str | None = None, phase: str | Non
                 yield from _places(value, child, node["class_path"].rsplit(".", 1)[-1], phase)
                 continue
             yield _Place(child, name, value, owner, phase)
-            yield from _places(value, child, "Federation" if child == "federation" else None, phase)
+            yield from _places(value, child, _OWNERS.get(child), phase)
 
 
 def _is_shown(value: Any, rest: str) -> bool:

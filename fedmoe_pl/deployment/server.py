@@ -48,9 +48,9 @@ def check_phases(phases: Sequence[Phase]) -> None:
                 f"{phase}: ckpt_path is '{phase.ckpt_path}', but must be left out in a deployed federation, because "
                 "its clients keep their part of a result on their own machines."
             )
-        if phase.evaluate_every_n_epochs is not None:
+        if phase.evaluation.every_n_epochs is not None:
             raise MisconfigurationException(
-                f"{phase}: evaluate_every_n_epochs is {phase.evaluate_every_n_epochs}, but must be left out in a "
+                f"{phase}: evaluate.every_n_epochs is {phase.evaluation.every_n_epochs}, but must be left out in a "
                 "deployed federation."
             )
         if _asks_clients(phase):
@@ -145,7 +145,7 @@ def serve(
     check_phases(federation.phases)
     known = read_descriptions(find_checkpoint(ckpt_path, federation.runs).parent.parent) if ckpt_path else {}
     ours = configuration(federation, model, datamodule)
-    names, at_least = [phase.name for phase in federation.phases], federation.failures.min_clients
+    names, at_least = [phase.name for phase in federation.phases], federation.failures.min_clients or 1
     descriptions = wait_for(transport, num_clients, ours, names, known, at_least)
     data = StandIn([*descriptions.values()], datamodule.batch_size)
     clients = Clients(transport, descriptions, data.num_classes, federation.failures.max_change)

@@ -13,8 +13,8 @@ from fedmoe_pl.report.runs import RunFiles
 _WITHOUT_INFLUENCE = re.compile(
     r"seed_everything|data/partition_seed|(data/)?(root|download)|"
     r"federation/(name|logger|callbacks|default_root_dir|enable_checkpointing|enable_progress_bar|store|backend|"
-    r"on_client_failure|min_clients|client_timeout|max_change)(/.*)?|"
-    r"(.*/)?evaluate_(after|every_n_epochs)|(.*/)?trainer/(accelerator|devices|num_nodes|strategy|logger|default_root_dir|enable_checkpointing|"
+    r"failures/(action|min_clients|timeout|max_change))(/.*)?|"
+    r"(.*/)?evaluate(/(after|every_n_epochs))?|(.*/)?trainer/(accelerator|devices|num_nodes|strategy|logger|default_root_dir|enable_checkpointing|"
     r"enable_progress_bar|enable_model_summary|log_every_n_steps|num_sanity_val_steps|profiler|detect_anomaly)(/.*)?"
 )
 _OF_TRAINING = re.compile(r"data/(batch_size|augmentation)(/.*)?")

@@ -16,6 +16,7 @@ from fedmoe_pl.algorithms.client import Client, Update
 from fedmoe_pl.algorithms.overrides import overrides
 from fedmoe_pl.backends import one_thread
 from fedmoe_pl.checkpoints.phase_state import NOT_PRIVATE, PhaseState
+from fedmoe_pl.checks import InvalidArgumentError
 from fedmoe_pl.rounds.cohort import cohort_of
 from fedmoe_pl.rounds.phase import Phase
 from fedmoe_pl.rounds.run import Run
@@ -62,10 +63,8 @@ def _cannot_aggregate(algorithm: Algorithm, server: Tree) -> str:
 def _check_leaks(phase: Phase, server: Tree) -> None:
     """Refuses differential privacy if something else than clients' updates leaves them."""
     if phase.monitor is not None:
-        raise MisconfigurationException(
-            f"{phase}: monitor is '{phase.monitor}', but must be None with DifferentialPrivacy, because it selects the "
-            "result by clients' data, which epsilon does not count."
-        )
+        because = "it selects the result by clients' data, which epsilon does not count"
+        raise InvalidArgumentError(str(phase), "select.monitor", phase.monitor, "None", because)
     algorithm = phase.algorithm
     hooks = [hook for hook in ("client_request", "exchange") if overrides(algorithm, hook)]
     hooks += ["server_begin"] if _asks_clients(algorithm, server) else []

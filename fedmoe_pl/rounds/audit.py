@@ -169,13 +169,7 @@ def _unevaluated(phase: Phase) -> Phase:
     return replace(
         phase,
         evaluate=False,
-        evaluate_after=None,
-        evaluate_every_n_rounds=None,
-        evaluate_every_n_epochs=None,
-        monitor=None,
-        monitor_from_round=1,
-        patience=None,
-        min_delta=0.0,
+        select=None,
     )
 
 

@@ -18,6 +18,7 @@ from fedmoe_pl.backends import LocalTraining, client_of
 from fedmoe_pl.checkpoints.checkpoint import load_checkpoint
 from fedmoe_pl.checkpoints.client_state import check_kept, joined, only
 from fedmoe_pl.checkpoints.phase_state import NOT_PRIVATE, PhaseState
+from fedmoe_pl.checks import InvalidArgumentError
 from fedmoe_pl.data import FederatedDataModule
 from fedmoe_pl.evaluation.outputs import labelled_batches, outputs_of
 from fedmoe_pl.models import MixtureOfExperts, MixtureWeights
@@ -177,10 +178,8 @@ def check_moments(phase: Phase, result: PhaseState) -> None:
         MisconfigurationException: if the result lacks them.
     """
     if _evaluates_trained(phase) and all(evaluation.moment != _TRAINED for evaluation in result.evaluations):
-        raise MisconfigurationException(
-            f"{phase}: evaluate_after is {phase.evaluate_after or 'local_training'}, but must be aggregation, because "
-            "the checkpoint has no models as they were after local training."
-        )
+        because = "the checkpoint has no models as they were after local training"
+        raise InvalidArgumentError(str(phase), "evaluate.after", phase.evaluation.after, "aggregation", because)
 
 
 def _evaluates_trained(phase: Phase) -> bool:

@@ -11,7 +11,7 @@ from torchmetrics import Metric
 from fedmoe_pl.algorithms.checks import warn_of_mixture
 from fedmoe_pl.backends import changes_loss, overridden_hooks
 from fedmoe_pl.checkpoints.phase_state import PhaseState
-from fedmoe_pl.checks import check_kind, plain
+from fedmoe_pl.checks import InvalidArgumentError, check_kind, plain
 from fedmoe_pl.data import FederatedDataModule
 from fedmoe_pl.models import Gate, MixtureOfExperts, PooledMoE
 from fedmoe_pl.models.normalization import has_batch_norm
@@ -106,11 +106,10 @@ def check_phases(phases: Sequence[Phase], evaluate_every_n_rounds: int) -> None:
         raise MisconfigurationException(
             f"Federation: evaluate_every_n_rounds is {evaluate_every_n_rounds}, but must be at least 0."
         )
-    monitoring = [phase.name for phase in phases if phase.monitor and phase.evaluate_every_n_rounds is None]
-    if monitoring and not evaluate_every_n_rounds:
-        raise MisconfigurationException(
-            f"Federation: evaluate_every_n_rounds is 0, but '{monitoring[0]}' has a monitor; it must be at least 1."
-        )
+    for phase in phases:
+        every = phase.evaluation.every_n_rounds
+        if phase.select and not (phase.evaluate and (evaluate_every_n_rounds if every is None else every)):
+            raise InvalidArgumentError(str(phase), "select", "given", "left out", "its rounds are not evaluated")
 
 
 def check_name(name: str) -> None:
@@ -184,7 +183,7 @@ def check_phase(
     _check_architectures(phase, module, datamodule.num_clients)
     _check_pool(phase, module, datamodule.num_clients)
     check_task(phase, module, datamodule, metrics or {})
-    check_metric(f"{phase}: monitor", phase.monitor, datamodule, metrics or {}, [module])
+    check_metric(f"{phase}: select.monitor", phase.monitor, datamodule, metrics or {}, [module])
     check_monitor(phase, metrics or {})
     _check_samples(phase, module, datamodule, seed)
     if phase.evaluate:
@@ -265,10 +264,8 @@ def _check_samples(phase: Phase, module: LightningModule, datamodule: FederatedD
     train = datamodule.train_samples
     sizes = opted_in(phase.algorithm, train, seed).sizes
     if phase.monitor == "reweighted_test" and ((sizes > 0) & (sizes < train.sizes)).any():
-        raise MisconfigurationException(
-            f"{phase}: monitor is 'reweighted_test', which depends on the classes of all of a client's samples, but "
-            "must be one that does not count those that opt out, such as validation."
-        )
+        because = "it depends on the classes of all samples of a client, also of those that opt out"
+        raise InvalidArgumentError(str(phase), "select.monitor", phase.monitor, "another metric", because)
     single = (train.sizes == 1).nonzero().flatten()
     if len(single) and has_batch_norm(module):
         raise MisconfigurationException(

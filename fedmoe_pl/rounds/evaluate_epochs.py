@@ -21,9 +21,9 @@ def evaluate_epochs(run: Run, phase: Phase, plan: Plan) -> None:
     phase of so many epochs. The clients' own loggers get nothing of it.
 
     """
-    assert phase.evaluate_every_n_epochs is not None, "the caller has asked"
+    assert phase.evaluation.every_n_epochs is not None, "the caller has asked"
     logger = SilentLogger() if plan.training.trainer.get("logger") else False
-    for epochs in range(0, phase.epochs(run.trainer), phase.evaluate_every_n_epochs):
+    for epochs in range(0, phase.epochs(run.trainer), phase.evaluation.every_n_epochs):
         trainer = {**plan.training.trainer, "max_epochs": epochs, "logger": logger}
         shorter = plan.begin(replace(plan.training, trainer=trainer))
         state = _trained(run, phase, shorter)

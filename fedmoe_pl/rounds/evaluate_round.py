@@ -36,7 +36,7 @@ def evaluate_phase(
                 clients=clients,
                 drawn_from=None if run.evaluation_clients is None else run.datamodule.num_clients,
                 lower_is_better=lower,
-                epochs=None if phase.evaluate_every_n_epochs is None else phase.epochs(run.trainer),
+                epochs=None if phase.evaluation.every_n_epochs is None else phase.epochs(run.trainer),
             )
         )
     return evaluations
@@ -50,10 +50,11 @@ def evaluate_round(run: Run, phase: Phase, training: LocalTraining, plan: Plan |
     for evaluation in evaluations:
         if (evaluation.method, evaluation.round) not in recorded:  # a resumed run may repeat a round
             run.rows.append(round_row(evaluation) | state.costs() | _costs_before(run, phase))
-    if phase.monitor and state.round >= phase.monitor_from_round:
+    select = phase.select
+    if select is not None and state.round >= select.from_round:
         participants = phase.algorithm.participants(range(run.datamodule.num_clients), run.seed)
-        mean = evaluations[0].spread_or_nan(phase.monitor, set(participants)).mean
-        state.remember_best(-mean if phase.monitor in evaluations[0].lower_is_better else mean, phase.min_delta)
+        mean = evaluations[0].spread_or_nan(select.monitor, set(participants)).mean
+        state.remember_best(-mean if select.monitor in evaluations[0].lower_is_better else mean, select.min_delta)
     for evaluation in evaluations:
         run.call("on_evaluation_end", phase, evaluation)
     return evaluations
@@ -79,12 +80,13 @@ def is_evaluated_after(run: Run, phase: Phase, round: int) -> bool:
 def is_over(run: Run, phase: Phase, state: PhaseState) -> bool:
     """Whether the phase ends early: its monitor or algorithm says so, or more rounds would change nothing."""
     waited = state.round - state.improved_round if state.improved_round else 0
-    if phase.patience is not None and waited >= phase.patience * _interval(run, phase):
+    patience = phase.select and phase.select.patience
+    if patience is not None and waited >= patience * _interval(run, phase):
         return True
     return phase.algorithm.is_over(state.server) if state.server_learns else not state.clients
 
 
 def _interval(run: Run, phase: Phase) -> int:
     """Rounds between two evaluations of the phase; 0 if it is evaluated at its end only."""
-    every = phase.evaluate_every_n_rounds
+    every = phase.evaluation.every_n_rounds
     return run.evaluate_every_n_rounds if every is None else every

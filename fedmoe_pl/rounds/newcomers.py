@@ -51,10 +51,7 @@ def _phase_of_newcomers(phase: Phase, ckpt_path: Path, rounds: int) -> Phase:
         phase,
         ckpt_path=str(ckpt_path),
         rounds=rounds,
-        monitor=None,
-        monitor_from_round=1,
-        patience=None,
-        min_delta=0.0,
+        select=None,
         keep_optimizer=phase.keep_optimizer and rounds > 1,
     )
 

@@ -57,7 +57,7 @@ def run_phase(run: Run, phase: Phase) -> None:
             state.server = phase.algorithm.server_begin(state.server, clients)
         freeze_shared(training, state)
         plan, counter = run.plans.pop(phase.name).begin(training), FlopCounter(training)
-        if phase.evaluate_every_n_epochs is not None and state.server_learns:
+        if phase.evaluation.every_n_epochs is not None and state.server_learns:
             evaluate_epochs(run, phase, plan)
         while state.round < phase.rounds and not state.stopped:
             evaluations = run_round(run, phase, plan, counter)

@@ -277,7 +277,7 @@ class Run:
             keep_trained=phase.algorithm.aggregates and phase.evaluate and "local_training" in phase.moments,
             record_transfers=self.records_transfers,
             device=self.devices[0],
-            client_timeout=self.failures.client_timeout,
+            client_timeout=self.failures.timeout,
             phase=phase.name,
             run="/".join(self.folder.relative_to(self.folder.anchor).parts[-3:]),
             metrics=self.metrics,

@@ -11,6 +11,7 @@ from lightning.pytorch import LightningModule
 from torch import Tensor
 from torchmetrics import Metric
 
+from fedmoe_pl.checks import InvalidArgumentError
 from fedmoe_pl.data import FederatedDataModule
 from fedmoe_pl.evaluation.accuracies import predict
 from fedmoe_pl.evaluation.evaluation import METRICS, SPLITS
@@ -204,7 +205,5 @@ def check_monitor(phase: Phase, metrics: Mapping[str, Metric]) -> None:
     """
     for name, metric in metrics.items():
         if phase.monitor in [f"{split}_{name}" for split in SPLITS] and metric.higher_is_better is None:
-            raise MisconfigurationException(
-                f"{phase}: monitor is '{phase.monitor}', but must be a metric whose higher_is_better is true or false, "
-                f"which that of {type(metric).__name__} is not."
-            )
+            allowed = "a metric whose higher_is_better is true or false"
+            raise InvalidArgumentError(str(phase), "select.monitor", phase.monitor, allowed)

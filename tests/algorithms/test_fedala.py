@@ -15,7 +15,7 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import LightningModule
 from torch import Generator
 
-from fedmoe_pl import Federation, Phase
+from fedmoe_pl import Federation, Phase, Select
 from fedmoe_pl.algorithms import FedALA, FedAvg, Local
 from fedmoe_pl.algorithms.client import Update
 from fedmoe_pl.backends import AutoBackend, StackedBackend, TrainerBackend
@@ -199,7 +199,7 @@ def test_a_client_is_evaluated_with_the_model_with_which_it_begins_the_next_roun
 
 def test_a_selected_round_is_evaluated_once_more_as_it_was(tmp_path):
     """With the slice of its own round, not of the last one."""
-    it = ala(eta=20.0, phase={"monitor": "global_test", "clients_per_round": None})
+    it = ala(eta=20.0, phase={"select": Select("global_test"), "clients_per_round": None})
     federation = run([it], model(), data(), tmp_path)
     state, result = federation.run.states["FedALA"], federation.results["FedALA"]
     assert state.best_round < state.round

@@ -15,7 +15,7 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from torch import nn
 
-from fedmoe_pl import Federation, PersonalizedMoE, Phase
+from fedmoe_pl import Federation, PersonalizedMoE, Phase, Select
 from fedmoe_pl.algorithms import FedAvg, FedMoEDA, Local
 from fedmoe_pl.algorithms.client import Update
 from fedmoe_pl.backends import AutoBackend
@@ -370,7 +370,7 @@ def test_mixing_and_gates_that_do_not_fit_are_refused(tmp_path):
 
 def fitted(path, store, callbacks=None, ckpt_path=None, **kwargs):
     phases = [
-        Phase("DA", FedMoEDA(2, interval=2), rounds=4, monitor="reweighted_test", max_epochs=1),
+        Phase("DA", FedMoEDA(2, interval=2), rounds=4, select=Select("reweighted_test"), max_epochs=1),
         Phase("equal", Local(), start="DA", gate=ConstantGate([0.5, 0.25, 0.25]), max_epochs=0),
     ]
     arguments = {"logger": False, "enable_progress_bar": False, "store": store, "callbacks": callbacks, **kwargs}

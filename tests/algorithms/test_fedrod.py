@@ -11,6 +11,7 @@ from helpers.backends import FEW, assert_agree, local_training
 from helpers.prototypes import OWN_CLASSES, SIZES, assert_resumes, personalized, without_a_class
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 
+from fedmoe_pl import Evaluate, Select
 from fedmoe_pl.algorithms import FedAvg, FedRoD, Local
 from fedmoe_pl.algorithms.client import Client
 from fedmoe_pl.backends import TrainerBackend
@@ -111,7 +112,12 @@ def test_a_client_without_a_head_of_its_own_predicts_as_the_generic_model(tmp_pa
 
 @pytest.mark.parametrize("optimizer", [None, partial(torch.optim.Adam, lr=0.1)])
 def test_a_later_phase_starts_from_the_models_of_the_selected_round(optimizer, tmp_path):
-    arguments = {"clients_per_round": 1, "monitor": "global_test", "server_optimizer": optimizer, "evaluate": True}
+    arguments = {
+        "clients_per_round": 1,
+        "select": Select("global_test"),
+        "server_optimizer": optimizer,
+        "evaluate": True,
+    }
     phases = [phase("it", FedRoD(), rounds=4, **arguments), phase("later", Local(), max_epochs=0, start="it")]
     fed = run(phases, mixture(optimizer=partial(torch.optim.SGD, lr=3.0)), without_a_class(), tmp_path)
     state = fed.run.states["it"]
@@ -143,7 +149,7 @@ def test_before_the_last_round_the_local_expert_has_the_received_extractor_and_t
 
 
 def test_after_local_training_a_client_uses_the_extractor_that_it_trained(tmp_path):
-    it = phase("it", FedRoD(), rounds=2, evaluate=True, evaluate_after="both")
+    it = phase("it", FedRoD(), rounds=2, evaluate=Evaluate(after="both"))
     fed = run([it], mixture(), without_a_class(), tmp_path, backend=TrainerBackend())
     for client in range(3):
         after = fed.client_module("it after local training", client)

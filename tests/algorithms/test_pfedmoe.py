@@ -10,7 +10,7 @@ from helpers.runs import Kill, assert_same, federation
 from helpers.workers import TwoInThisProcess
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 
-from fedmoe_pl import Client, Phase
+from fedmoe_pl import Client, Evaluate, Phase, Select
 from fedmoe_pl.algorithms import FedAvg, Local, PFedMoE
 from fedmoe_pl.backends import AutoBackend, StackedBackend, TrainerBackend
 from fedmoe_pl.models import ConstantGate, RepresentationMoE
@@ -99,7 +99,7 @@ def test_the_mean_of_two_clients_of_different_architectures():
 @pytest.mark.parametrize("evaluate_after", [None, "local_training", "aggregation"])
 def test_a_client_is_evaluated_with_the_extractor_that_it_trained_or_the_servers(tmp_path, evaluate_after):
     own_copy = evaluate_after != "aggregation"
-    phase = Phase("p", PFedMoE(), max_epochs=2, clients_per_round=2, evaluate_after=evaluate_after)
+    phase = Phase("p", PFedMoE(), max_epochs=2, clients_per_round=2, evaluate=Evaluate(after=evaluate_after))
     fed = run([phase], model(), blobs(SIZES), tmp_path, backend=TrainerBackend())
     state, data = fed.run.states["p"], fed.run.datamodule
     trained = sorted(state.clients)
@@ -205,7 +205,7 @@ def phases() -> list[Phase]:
     torch.manual_seed(1)
     return [
         Phase("Standalone", Local(), gate=ConstantGate(0), rounds=2),
-        Phase("pFedMoE", PFedMoE(), rounds=3, clients_per_round=3, monitor="global_test"),
+        Phase("pFedMoE", PFedMoE(), rounds=3, clients_per_round=3, select=Select("global_test")),
     ]
 
 

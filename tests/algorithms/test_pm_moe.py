@@ -8,7 +8,7 @@ from helpers.backends import FEW, assert_agree, local_training
 from helpers.runs import Kill, assert_same, federation
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 
-from fedmoe_pl import Phase
+from fedmoe_pl import Evaluate, Phase
 from fedmoe_pl.algorithms import FedAvg, Local, PMMoE
 from fedmoe_pl.checkpoints.checkpoint import load_checkpoint
 from fedmoe_pl.models import EqualWeights, GlobalOnly, LocalOnly, MLPGate, PooledMoE
@@ -108,7 +108,7 @@ def test_nothing_is_aggregated_so_that_models_are_those_after_local_training(who
     assert [evaluation.moment for evaluation in state.evaluations] == ["after local training"]
     assert not any(name.startswith("trained/") for kept in state.clients.values() for name in kept), "kept once"
     with pytest.raises(MisconfigurationException, match="local_training, because PMMoE aggregates nothing"):
-        pm_moe(evaluate_after="aggregation")
+        pm_moe(evaluate=Evaluate(after="aggregation"))
 
 
 def test_a_run_stopped_after_the_pool_was_made_and_resumed_ends_with_the_same_bits(whole, tmp_path):

@@ -14,7 +14,7 @@ from helpers.workers import CPU, SIZES, Fails, InThisProcess, children, killing_
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 
 import fedmoe_pl.backends.workers.pool
-from fedmoe_pl import Federation, Phase
+from fedmoe_pl import ClientFailures, Federation, Phase
 from fedmoe_pl.algorithms import FedAvg
 from fedmoe_pl.backends import PoolBackend, TrainerBackend
 from fedmoe_pl.rounds.failures import ClientError
@@ -97,7 +97,7 @@ def test_a_killed_process_is_replaced_and_the_bits_stay(alone, pool, tmp_path):
 
 def test_an_exception_in_a_process_names_the_client_and_closes_the_workers(pool, tmp_path):
     phases, closed = [Phase("FedAvg", FedAvg(), evaluate=False)], pool.closed
-    run = federation(tmp_path, phases, backend=pool, on_client_failure="raise")
+    run = federation(tmp_path, phases, backend=pool, failures=ClientFailures("raise"))
     message = "^Phase 'FedAvg', round 1, client 0: ZeroDivisionError: in a client$"
     with pytest.raises(ClientError, match=message) as error:
         run.fit(Fails(partial(ZeroDivisionError, "in a client")), data(sizes=SIZES))

@@ -13,7 +13,7 @@ from helpers.runs import assert_same, data, federation, model
 from helpers.workers import SIZES, Fails, killing_model
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 
-from fedmoe_pl import Phase
+from fedmoe_pl import ClientFailures, Phase
 from fedmoe_pl.algorithms import FedAvg
 from fedmoe_pl.backends import RayBackend, TrainerBackend
 from fedmoe_pl.rounds.failures import ClientError
@@ -135,7 +135,7 @@ def test_ray_gives_the_bits_of_one_process_and_replaces_a_killed_one(alone, tmp_
 @pytest.mark.slow
 def test_an_exception_in_ray_names_the_client(tmp_path, cluster):
     phases, backend = [Phase("FedAvg", FedAvg(), evaluate=False)], RayBackend(workers=1)
-    run = federation(tmp_path, phases, backend=backend, on_client_failure="raise")
+    run = federation(tmp_path, phases, backend=backend, failures=ClientFailures("raise"))
     with pytest.raises(ClientError, match="round 1, client 0: ZeroDivisionError: in a client"):
         run.fit(Fails(partial(ZeroDivisionError, "in a client")), two_quadratics())
     with pytest.raises(MisconfigurationException, match="workers is 9, but must be at most 2, the number of CPUs"):

@@ -128,7 +128,7 @@ def test_a_worker_that_does_not_answer_in_time_is_ended(monkeypatch):
     backend.worker = Silent
     groups = trained(backend, training(client_timeout=0.1))
     assert groups[2].failed[2].reason == (
-        "its worker process did not answer within client_timeout, 0.1 s for each client"
+        "its worker process did not answer within failures.timeout, 0.1 s for each client"
     )
     assert "end" in backend.log
 

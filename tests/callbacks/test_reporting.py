@@ -63,7 +63,10 @@ def run(tmp_path):
     fedavg, pfl_mfe = evaluation(round=2), mixture("PFL MFE", reweighted=(0.8, 0.9, 1.0), round=1)
     loggers = [TensorBoardLogger(tmp_path, name="", version="tb"), CSVLogger(tmp_path, name="", version="csv")]
     model = {"class_path": "fedmoe_pl.PersonalizedMoE", "init_args": {"lr": 0.1, "mixing": "probabilities"}}
-    phases = [{"name": "FedAvg", "rounds": 2}, {"name": "PFL MFE", "rounds": 1, "monitor": "reweighted_test"}]
+    phases = [
+        {"name": "FedAvg", "rounds": 2},
+        {"name": "PFL MFE", "rounds": 1, "select": {"monitor": "reweighted_test"}},
+    ]
     return FakeRun(
         folder=tmp_path,
         loggers=RunLoggers(loggers),

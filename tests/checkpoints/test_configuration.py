@@ -13,7 +13,7 @@ from helpers.runs import Kill, WithDropout, assert_same, data, federation, model
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.callbacks import EarlyStopping
 
-from fedmoe_pl import PersonalizedMoE, Phase
+from fedmoe_pl import PersonalizedMoE, Phase, Select
 from fedmoe_pl.algorithms import FedAvg, FedProx, Local
 from fedmoe_pl.backends import TrainerBackend
 from fedmoe_pl.checkpoints.checkpoint import load_checkpoint
@@ -110,7 +110,7 @@ def test_the_rounds_of_a_phase_that_has_ended_early_do_not_change(tmp_path):
     """Later phases count them: they would draw other numbers from then on."""
 
     def early(rounds):
-        patient = {"monitor": "global_test", "patience": 1, "min_delta": 1.0, "gate": ConstantGate(1.0)}
+        patient = {"select": Select("global_test", patience=1, min_delta=1.0), "gate": ConstantGate(1.0)}
         first = Phase("first", FedAvg(SHARED), rounds, **patient)
         return [first, Phase("second", FedAvg(SHARED), 3, start="first", gate=ConstantGate(1.0))]
 
@@ -125,7 +125,7 @@ def test_the_rounds_of_a_phase_that_has_ended_early_do_not_change(tmp_path):
     [
         ("model.optimzer.lr", "; did you mean 'model.optimizer.lr'?"),
         ("phases.FedAgv.algorithm", "; did you mean 'phases.FedAvg.algorithm'?"),
-        ("x", ", which begin with datamodule, dropout, evaluate_every_n_rounds, "),
+        ("x", ", which begin with datamodule, evaluate_every_n_rounds, "),
     ],
 )
 def test_a_key_that_does_not_exist_is_refused(key, similar, stopped):

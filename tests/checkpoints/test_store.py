@@ -9,7 +9,7 @@ from helpers import blobs
 from helpers.runs import Kill, assert_same, federation, model
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 
-from fedmoe_pl import Federation, Phase
+from fedmoe_pl import Federation, Phase, Select
 from fedmoe_pl.algorithms import FedAvg, Local, PersonalizedExpert, PFLMoE
 from fedmoe_pl.checkpoints.checkpoint import KEPT, PhaseState, load_checkpoint
 from fedmoe_pl.checkpoints.client_state import KeptOnDisk
@@ -29,7 +29,7 @@ def phases() -> list[Phase]:
     torch.manual_seed(1)
     mixed = {"gate": ConstantGate(0.5), "clients_per_round": 2}
     return [
-        Phase("FedPer", FedAvg("global_expert.*"), rounds=4, monitor="global_test", **mixed),
+        Phase("FedPer", FedAvg("global_expert.*"), rounds=4, select=Select("global_test"), **mixed),
         Phase("again", FedAvg("*.classifier.*"), start="FedPer", **mixed),
         Phase("PFL-FB", PersonalizedExpert("local_expert.classifier.*", gate_fraction=0.25), start="FedPer"),
         Phase("PFL-MF", PFLMoE(), gate=LinearGate(5), max_epochs=3),

@@ -223,7 +223,7 @@ UNKNOWN = {
         "federation.phases.A.algorithm.init_args.sharde is not an argument of FedAvg; did you mean shared?"
     ),
     "federation: {phases: [{name: A, algorithm: FedAvg, evaluate: null}]}": (
-        "federation.phases.A.evaluate is null, but must be bool."
+        "federation.phases.A.evaluate is null, but must be an Evaluate or bool."
     ),
     "trainer: list.yaml": "trainer is 'list.yaml', but the file must have keys and values.",
 }
@@ -272,7 +272,7 @@ def test_a_fault_in_a_file_that_another_one_names_has_the_key(sentence, parser, 
         ["--federation.phases+={name: again, algorithm: FedAvg}", "--federation.phases.again.rounds=3"],
         ["--config", "{trainer: {max_epochs: 3}}", "--data.partitioner=Shards"],
         ["--trainer.callbacks+=Timer", "--trainer.callbacks.verbose=false"],
-        ["--config", "{federation: {dropout: null}}", "--federation.dropout=0.1"],
+        ["--config", "{federation: {failures: {dropout: null}}}", "--federation.failures.dropout=0.1"],
         ["--config", "{data: {init_args: {num_clients: 3}}}", "--config", "{data: {class_path: MNIST}}"],
     ],
 )

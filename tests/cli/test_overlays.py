@@ -16,7 +16,7 @@ def no_arguments_of_pytest(monkeypatch):
 
 
 def test_a_phase_does_not_inherit_from_the_one_in_its_place(tmp_path):
-    before = {"name": "A", "algorithm": FEDAVG, "gate": "GlobalOnly", "rounds": 7, "monitor": "global_test"}
+    before = {"name": "A", "algorithm": FEDAVG, "gate": "GlobalOnly", "rounds": 7, "select": {"monitor": "global_test"}}
     after = {"name": "B", "algorithm": {"class_path": "FedAvg", "init_args": {"trainable": "global_expert.*"}}}
     arguments = []
     for phase in (before, after):
@@ -25,7 +25,7 @@ def test_a_phase_does_not_inherit_from_the_one_in_its_place(tmp_path):
         path.write_text(yaml.safe_dump({**config, "federation": {"phases": [phase]}}))
         arguments += ["--config", str(path)]
     (phase,) = configured(arguments, False).hparams["federation"]["phases"]
-    assert (phase["name"], phase["rounds"], phase["monitor"], phase["gate"]) == ("B", 1, None, None)
+    assert (phase["name"], phase["rounds"], phase["select"], phase["gate"]) == ("B", 1, None, None)
     expected = {"shared": "*", "trainable": "global_expert.*", "weighting": "samples"}
     assert phase["algorithm"]["init_args"] == expected
 

@@ -12,6 +12,7 @@ from helpers.deployed import Passing, deploy, federation, kept_by, participants,
 from helpers.methods import METHODS, data
 from helpers.runs import assert_same
 
+from fedmoe_pl import ClientFailures, Evaluate, Select
 from fedmoe_pl.backends import TrainerBackend
 from fedmoe_pl.callbacks import FederationCallback
 from fedmoe_pl.deployment import Message
@@ -53,7 +54,7 @@ def kinds(transport):
 @pytest.mark.parametrize("name", ["FedAvg", "FedPer", "DifferentialPrivacy", "PFedMoE", "IFCA", "FedRoD"])
 @pytest.mark.parametrize("moments", [None, "both"])
 def test_a_round_is_one_message(name, moments, tmp_path):
-    transport = run(method_of(name, evaluate_after=moments), tmp_path)
+    transport = run(method_of(name, evaluate=Evaluate(after=moments)), tmp_path)
     last = "evaluate" if moments is None else SEVERAL
     assert kinds(transport) == Counter(["train", *[SEVERAL] * (ROUNDS - 1), last, "finish"])
 
@@ -104,7 +105,7 @@ def test_training_with_what_was_changed_since_is_done_again(tmp_path):
 def test_where_a_monitor_may_end_the_phase_nothing_is_trained_ahead(tmp_path):
     """With a learning rate of 0 the first round stays the best."""
     still = partial(torch.optim.lr_scheduler.LambdaLR, lr_lambda=lambda round: 0.0)
-    method = method_of("FedAvg", monitor="global_test", patience=2, round_lr_scheduler=still)
+    method = method_of("FedAvg", select=Select("global_test", patience=2), round_lr_scheduler=still)
     transport = run(method, tmp_path)
     rounds = [message.values["round"] for client, message in transport.heard if (client, message.kind) == (0, "train")]
     assert [*dict.fromkeys(rounds)] == [0, 1, 2]
@@ -196,8 +197,8 @@ def test_a_client_that_is_never_prepared_costs_two_timeouts_a_message(kind, mome
                 return super().ask({c: m for c, m in messages.items() if c != 1}, seconds) | {1: Message(kind)}
             return super().ask(messages, seconds)
 
-    method = method_of("FedAvg", evaluate_after=moments)
-    settings = {**OF_TRAINER, "client_timeout": timeout}
+    method = method_of("FedAvg", evaluate=Evaluate(after=moments))
+    settings = {**OF_TRAINER, "failures": ClientFailures(timeout=timeout)}
     with pytest.warns(UserWarning) as warned:
         deploy(method, data(), tmp_path, Slow(participants(method, data(), tmp_path, **settings)), **settings)
     assert all(re.search("client 1 .*: it starts again and again", str(warning.message)) for warning in warned)

@@ -5,10 +5,9 @@ import math
 import pytest
 import torch
 from helpers.deployed import HOSTILE, tensors, with_hostile
-from lightning.fabric.utilities.exceptions import MisconfigurationException
 
-from fedmoe_pl import Federation, Phase
-from fedmoe_pl.algorithms import FedAvg
+from fedmoe_pl import ClientFailures
+from fedmoe_pl.checks import InvalidArgumentError
 from fedmoe_pl.deployment.proportions import out_of_proportion
 
 ZERO = {"w": torch.zeros(2)}
@@ -81,6 +80,5 @@ def test_huge_experts_are_left_out_of_an_exchange(tmp_path):
 
 @pytest.mark.parametrize("value", [1.0, -1.0, math.nan])
 def test_a_bound_that_would_leave_out_honest_clients_is_refused(value):
-    phases = [Phase("FedAvg", FedAvg(), rounds=1)]
-    with pytest.raises(MisconfigurationException, match=rf"max_change is {value}, but must be above 1"):
-        Federation(phases, max_change=value)
+    with pytest.raises(InvalidArgumentError, match=rf"max_change is {value}, but must be a number above 1"):
+        ClientFailures(max_change=value)

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from sklearn.metrics import accuracy_score, recall_score
 
+from fedmoe_pl import Select
 from fedmoe_pl.algorithms import FedAvg, Local, PersonalizedExpert, PFLMoE
 from fedmoe_pl.backends import LEAN_TRAINER, LocalTraining
 from fedmoe_pl.data import Digits
@@ -266,7 +267,7 @@ def test_rotated_images_have_no_accuracy_by_class_shares(tmp_path):
     clients = federation.results["FedAvg"].clients
     assert all(math.isnan(client.reweighted_test) and client.local_test > 0 for client in clients)
     with pytest.raises(MisconfigurationException, match="monitor is 'reweighted_test', which rotated images do not"):
-        run([Phase("FedAvg", FedAvg("global_expert.*"), monitor="reweighted_test")], module, data, tmp_path)
+        run([Phase("FedAvg", FedAvg("global_expert.*"), select=Select("reweighted_test"))], module, data, tmp_path)
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ import pytest
 from helpers import blobs, mixture, phase, run
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 
-from fedmoe_pl import Federation, Phase
+from fedmoe_pl import Federation, Phase, Select
 from fedmoe_pl.algorithms import FedAvg, Local, OptInFedAvg
 from fedmoe_pl.callbacks import FederationCallback
 from fedmoe_pl.evaluation.evaluation import METRICS
@@ -30,7 +30,7 @@ class Evaluations(FederationCallback):
 def phases(**kwargs):
     gate = ConstantGate(1)
     return [
-        Phase("FedAvg", FedAvg("global_expert.*"), rounds=5, gate=gate, monitor="validation_loss", **kwargs),
+        Phase("FedAvg", FedAvg("global_expert.*"), rounds=5, gate=gate, select=Select("validation_loss"), **kwargs),
         Phase("Local", Local(), rounds=2),
     ]
 
@@ -75,7 +75,7 @@ def test_numbers_out_of_range_and_a_monitor_without_clients_are_refused(tmp_path
     seed = next(seed for seed in range(99) if [*out.participants(range(6), seed)] != evaluated_clients(6, 1, seed))
     with pytest.raises(MisconfigurationException, match="none of these clients takes part in 'FedAvg', which has"):
         run(
-            [Phase("FedAvg", out, gate=ConstantGate(1), monitor="global_test")],
+            [Phase("FedAvg", out, gate=ConstantGate(1), select=Select("global_test"))],
             mixture(),
             blobs(SIZES),
             tmp_path,

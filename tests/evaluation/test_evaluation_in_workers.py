@@ -8,7 +8,7 @@ from helpers import blobs
 from helpers.runs import assert_same, federation, model, phases
 from helpers.workers import CPU, InThisProcess, TwoInThisProcess
 
-from fedmoe_pl import Phase
+from fedmoe_pl import Evaluate, Phase
 from fedmoe_pl.algorithms import FedAvg, PFedMoE
 from fedmoe_pl.backends import PoolBackend, TrainerBackend
 from fedmoe_pl.backends.workers import pool as pools
@@ -40,7 +40,7 @@ def evaluated(log) -> list[list[int]]:
 
 def test_personal_models_are_evaluated_in_workers_with_the_bits_of_one_process(tmp_path):
     backend = TwoListing()
-    both = Phase("both", FedAvg("global_expert.*"), gate=GlobalOnly(), evaluate_after="both")
+    both = Phase("both", FedAvg("global_expert.*"), gate=GlobalOnly(), evaluate=Evaluate(after="both"))
     own = [*phases(), both, Phase("own", PFedMoE("global_expert.*"), rounds=2)]
     workers, alone = (
         federation(tmp_path / type(each).__name__, own, backend=each, store="disk")

@@ -14,7 +14,7 @@ from lightning.pytorch import LightningModule
 from torch import nn
 from torchmetrics import Accuracy, F1Score, MeanSquaredError, Metric, R2Score
 
-from fedmoe_pl import Federation, PersonalizedMoE, Phase
+from fedmoe_pl import Federation, PersonalizedMoE, Phase, Select
 from fedmoe_pl.algorithms import FedAvg, Local, PersonalizedExpert, PFLMoE
 from fedmoe_pl.backends import StackedBackend, TrainerBackend
 from fedmoe_pl.data import Diabetes, RandomHorizontalFlip, SyntheticMultilabel, SyntheticShapes
@@ -69,7 +69,7 @@ def errors():
 
 @pytest.fixture(scope="module")
 def fitted(tmp_path_factory):
-    run = federation(tmp_path_factory.mktemp("runs"), phases(monitor="validation_rmse"), errors())
+    run = federation(tmp_path_factory.mktemp("runs"), phases(select=Select("validation_rmse")), errors())
     run.fit(regression(), numbers())
     return run
 
@@ -133,13 +133,17 @@ def test_a_killed_run_goes_on_with_the_same_bits(fitted, tmp_path):
     arguments = {"enable_checkpointing": True}
     with pytest.raises(KeyboardInterrupt):
         federation(
-            tmp_path, phases(monitor="validation_rmse"), errors(), callbacks=[Kill("on_round_end", 3)], **arguments
+            tmp_path,
+            phases(select=Select("validation_rmse")),
+            errors(),
+            callbacks=[Kill("on_round_end", 3)],
+            **arguments,
         ).fit(regression(), numbers())
-    resumed = federation(tmp_path, phases(monitor="validation_rmse"), errors(), **arguments)
+    resumed = federation(tmp_path, phases(select=Select("validation_rmse")), errors(), **arguments)
     resumed.fit(regression(), numbers(), ckpt_path="last")
     assert_same([vars(e) for e in resumed.results.values()], [vars(e) for e in fitted.results.values()])
     assert_same(resumed.run.rows, fitted.run.rows)
-    other = federation(tmp_path, phases(monitor="validation_rmse"), {"rmse": MeanSquaredError()}, **arguments)
+    other = federation(tmp_path, phases(select=Select("validation_rmse")), {"rmse": MeanSquaredError()}, **arguments)
     with pytest.raises(MisconfigurationException, match="metrics"):
         other.fit(regression(), numbers(), ckpt_path="last")
 
@@ -195,7 +199,7 @@ class Plain(LightningModule):
 
 
 def test_a_users_own_module_has_metrics_of_what_it_returns(tmp_path):
-    run = federation(tmp_path, [Phase("FedAvg", FedAvg(), rounds=2, monitor="global_test_mae")], {"mae": mae()})
+    run = federation(tmp_path, [Phase("FedAvg", FedAvg(), rounds=2, select=Select("global_test_mae"))], {"mae": mae()})
     run.fit(Plain(), data := numbers())
     (client, *_), module = run.results["FedAvg"].clients, run.client_module("FedAvg", 0)
     with torch.no_grad():
@@ -276,24 +280,26 @@ DENSE = partial(PersonalizedMoE, SmallFCN(num_classes=2, channels=2))
             "metrics has a BinaryF1Score under 'f1', which does not fit outputs of shape (1,)",
         ),
         (
-            lambda: check(FedAvg(), regression(), numbers(), monitor="global_test"),
+            lambda: check(FedAvg(), regression(), numbers(), select=Select("global_test")),
             "monitor is 'global_test', but must be one of local_test_loss, global_test_loss, validation_loss.",
         ),
         (
-            lambda: check(FedAvg(), Plain(), numbers(), {"mae": mae()}, monitor="validation_loss"),
+            lambda: check(FedAvg(), Plain(), numbers(), {"mae": mae()}, select=Select("validation_loss")),
             "monitor is 'validation_loss', but must be one of local_test_mae, global_test_mae, validation_mae.",
         ),
         (
-            lambda: check(FedAvg(), mixture(), blobs(), monitor="validation_f1"),
+            lambda: check(FedAvg(), mixture(), blobs(), select=Select("validation_f1")),
             "monitor is 'validation_f1', but must be one of local_test, reweighted_test, global_test, validation,",
         ),
         (
-            lambda: check(FedAvg(), regression(), numbers(test_fraction=0.0), errors(), monitor="local_test_rmse"),
+            lambda: check(
+                FedAvg(), regression(), numbers(test_fraction=0.0), errors(), select=Select("local_test_rmse")
+            ),
             "monitor is 'local_test_rmse', but test_fraction is 0",
         ),
         (
             lambda: check(
-                FedAvg(), regression(), numbers(), {"r": torchmetrics.PearsonCorrCoef()}, monitor="global_test_r"
+                FedAvg(), regression(), numbers(), {"r": torchmetrics.PearsonCorrCoef()}, select=Select("global_test_r")
             ),
             "monitor is 'global_test_r', but must be a metric whose higher_is_better is true or false",
         ),
@@ -326,11 +332,6 @@ DENSE = partial(PersonalizedMoE, SmallFCN(num_classes=2, channels=2))
         (lambda: Federation(phases(), metrics={"mae": nn.L1Loss()}), "metrics has a L1Loss under 'mae', but must have"),
         (lambda: Federation(phases(), metrics={"f1": F1Score}), "metrics has the class F1Score under 'f1', but must"),
         (lambda: Federation(phases(), metrics=[mae()]), "metrics is a list, but must be a dict of metrics by name."),
-        (
-            lambda: Phase("p", FedAvg(), monitor="f1"),
-            "Phase 'p': monitor is 'f1', but must be one of local_test, reweighted_test, global_test, validation, "
-            "validation_loss, or a metric of the federation by one of the names local_test_NAME, global_test_NAME,",
-        ),
     ],
 )
 def test_what_does_not_fit_is_refused_before_any_training(refused, sentence):

@@ -5,7 +5,7 @@ from functools import partial
 import torch
 from torch import nn
 
-from fedmoe_pl import Federation, PersonalizedMoE, Phase
+from fedmoe_pl import Federation, PersonalizedMoE, Phase, Select
 from fedmoe_pl.algorithms import FedAvg, Local, PersonalizedExpert, PFLMoE
 from fedmoe_pl.callbacks import FederationCallback
 from fedmoe_pl.models import ConstantGate, LinearGate
@@ -37,7 +37,7 @@ def phases() -> list[Phase]:
             rounds=4,
             clients_per_round=2,
             gate=ConstantGate(1.0),
-            monitor="global_test",
+            select=Select("global_test"),
         ),
         Phase("PFL-FB", PersonalizedExpert("local_expert.classifier.*", gate_fraction=0.25), gate=ConstantGate(0.0)),
         Phase("PFL-MF", PFLMoE(), gate=LinearGate(5), max_epochs=3),

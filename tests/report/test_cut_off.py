@@ -52,8 +52,7 @@ def test_a_run_in_progress_can_be_read_at_any_time_also_after_a_kill(every, tmp_
 
     def fit(*stops, ckpt_path="last"):
         callbacks = [reads, *stops]
-        monitored = "global_test" if every else None
-        of_run = [replace(phase, monitor=phase.monitor and monitored) for phase in phases()]
+        of_run = [replace(phase, select=phase.select if every else None) for phase in phases()]
         it = federation(tmp_path, of_run, callbacks=callbacks, evaluate_every_n_rounds=every)
         it.fit(model(), data(), ckpt_path)
         return it

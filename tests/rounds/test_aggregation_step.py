@@ -14,7 +14,7 @@ from helpers.runs import Kill, assert_same
 from helpers.workers import TwoInThisProcess
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 
-from fedmoe_pl import Federation, Phase
+from fedmoe_pl import Federation, Phase, Select
 from fedmoe_pl.aggregation import (
     Bucketing,
     CoordinateMedian,
@@ -328,8 +328,10 @@ def test_an_aggregation_that_does_not_fit_is_refused(sentence, tmp_path):
 
 
 def test_differential_privacy_that_would_not_hold_is_refused(tmp_path):
-    monitored = Phase("it", FedAvg("global_expert.*"), aggregation=MEAN, monitor="global_test", gate=GlobalOnly())
-    with pytest.raises(MisconfigurationException, match=r"Phase 'it': monitor is 'global_test', but must be None"):
+    monitored = Phase(
+        "it", FedAvg("global_expert.*"), aggregation=MEAN, select=Select("global_test"), gate=GlobalOnly()
+    )
+    with pytest.raises(MisconfigurationException, match=r"Phase 'it': select.monitor is 'global_test', but must be"):
         run([monitored], mixture(), blobs(), tmp_path)
     after = [phase("open", FedAvg()), phase("it", FedAvg("global_expert.*"), start="open", aggregation=MEAN)]
     with pytest.raises(MisconfigurationException, match="must also be so in 'open', from which the phase starts"):

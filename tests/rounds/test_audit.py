@@ -13,7 +13,7 @@ from helpers.clusters import clustered, only
 from helpers.methods import CHOOSING, METHODS, Messages, data, kind, ledger
 from helpers.runs import assert_same
 
-from fedmoe_pl import Algorithm, Federation, Phase, algorithms
+from fedmoe_pl import Algorithm, Federation, Phase, Select, algorithms
 from fedmoe_pl.aggregation import DifferentialPrivacy, TrimmedMean
 from fedmoe_pl.algorithms import EpsilonGreedyIFCA, FedAvg, FedJETs
 from fedmoe_pl.backends import TrainerBackend
@@ -158,7 +158,7 @@ def test_what_the_server_uses_before_the_first_round_is_declared(tmp_path):
 
 def test_the_text_says_who_gets_what(tmp_path, capsys):
     algorithm = FedAvg(["global_expert.*", "local_expert.extractor.*"], weighting="uniform")
-    phases = [Phase("ours", algorithm, 3, gate=GlobalOnly(), monitor="global_test")]
+    phases = [Phase("ours", algorithm, 3, gate=GlobalOnly(), select=Select("global_test"))]
     audited(phases, mixture(), blobs(), tmp_path)
     lines = [" ".join(line.split()) for line in capsys.readouterr().out.splitlines()]
     shared = "global_expert.*, local_expert.extractor.*: 744 bytes"

@@ -7,7 +7,7 @@ from helpers.runs import WithDropout, assert_same, data, federation, model, phas
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch import nn
 
-from fedmoe_pl import PersonalizedMoE, Phase
+from fedmoe_pl import PersonalizedMoE, Phase, Select
 from fedmoe_pl.algorithms import FedAvg, PersonalizedExpert, PFLMoE
 from fedmoe_pl.models import ConstantGate, FeatureGate, LinearGate
 from fedmoe_pl.rounds.begin import phase_module
@@ -31,7 +31,9 @@ def test_one_federated_phase_serves_all_personalized_ones_and_local_ignores_it(t
 
 
 def test_the_monitored_round_is_the_result_and_the_next_phase_starts_from_it(tmp_path):
-    federated = Phase("FedAvg", FedAvg("global_expert.*"), rounds=6, gate=ConstantGate(1.0), monitor="global_test")
+    federated = Phase(
+        "FedAvg", FedAvg("global_expert.*"), rounds=6, gate=ConstantGate(1.0), select=Select("global_test")
+    )
     run = federation(tmp_path, [federated, Phase("PFL-FT", PersonalizedExpert(), max_epochs=0)], seed=5)
     results = run.fit(model(), data())
     accuracies = [row["global_test_mean"] for row in run.run.rows[:6]]
@@ -47,9 +49,9 @@ def test_the_monitored_round_is_the_result_and_the_next_phase_starts_from_it(tmp
     assert_same(dict(state), dict(expected.client_module("FedAvg", 0).global_expert.state_dict()))
 
 
-def test_rounds_before_monitor_from_round_are_not_selected(tmp_path):
-    phase = Phase("FedAvg", FedAvg("global_expert.*"), rounds=6, gate=ConstantGate(1.0), monitor="global_test")
-    phase.monitor_from_round = 6
+def test_rounds_before_the_first_selectable_one_are_not_selected(tmp_path):
+    last = Select("global_test", from_round=6)
+    phase = Phase("FedAvg", FedAvg("global_expert.*"), rounds=6, gate=ConstantGate(1.0), select=last)
     assert federation(tmp_path, [phase]).fit(model(), data())["FedAvg"].round == 6
 
 

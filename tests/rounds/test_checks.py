@@ -12,7 +12,7 @@ from lightning.pytorch.demos.boring_classes import BoringDataModule
 from torch import nn
 from torch.utils.data import DataLoader
 
-from fedmoe_pl import Federation, PersonalizedMoE, Phase
+from fedmoe_pl import Federation, PersonalizedMoE, Phase, Select
 from fedmoe_pl.algorithms import Ditto, FedAvg, Local, PFLMoE
 from fedmoe_pl.backends import StackedBackend
 from fedmoe_pl.models import LinearGate
@@ -20,20 +20,20 @@ from fedmoe_pl.models import LinearGate
 REFUSED = {
     "clients_per_round is 4, but must be at most the number of clients, 3": {"clients_per_round": 4},
     "clients_per_round is 1.5": {"clients_per_round": 1.5},
-    "rounds is 0, but must be at least 1 and at most 1,000,000,000": {"rounds": 0},
-    "rounds is 9223372036854775808, but must be at least 1 and at most 1,000,000,000": {"rounds": 2**63},
-    "rounds is 1000000000000000000000000000000, but must be at least 1 and at most": {"rounds": 10**30},
-    "max_epochs is 9223372036854775808, but must be at least 0 and at most 1,000,000,000": {"max_epochs": 2**63},
-    "batch_size is 9223372036854775808, but must be at least 1 and at most 1,000,000,000": {"batch_size": 2**63},
-    "monitor is 'accuracy', but must be one of local_test": {"monitor": "accuracy"},
-    "monitor is 'validation', but validation_fraction is 0": {"monitor": "validation"},
-    "monitor_from_round is 3, but must be at most rounds, 1": {"monitor_from_round": 3},
+    "rounds is 0, but must be an integer from 1 to 1,000,000,000": {"rounds": 0},
+    "rounds is 9223372036854775808, but must be an integer from 1 to 1,000,000,000": {"rounds": 2**63},
+    "rounds is 1000000000000000000000000000000, but must be an integer from": {"rounds": 10**30},
+    "max_epochs is 9223372036854775808, but must be an integer from 0 to 1,000,000,000": {"max_epochs": 2**63},
+    "batch_size is 9223372036854775808, but must be an integer from 1 to 1,000,000,000": {"batch_size": 2**63},
+    "select.monitor is 'accuracy', but must be one of local_test": {"select": Select("accuracy")},
+    "select.monitor is 'validation', but validation_fraction is 0": {"select": Select("validation")},
+    "select.from_round is 3, but must be an integer from 1 to 1": {"select": Select("global_test", from_round=3)},
     "start is 'Fed', but must be 'initial' or an earlier phase": {"start": "Fed"},
     "PFLMoE starts from an earlier phase, but none": {"algorithm": PFLMoE()},
     "shared is 'global_exprt.*', which matches no parameter": {"algorithm": FedAvg("global_exprt.*")},
     "Invalid learning rate: -1": {"optimizer": partial(torch.optim.SGD, lr=-1)},
-    "^Phase 'FedAvg': trainer has the callback 'EarlyStoping', but": {"trainer": {"callbacks": ["EarlyStoping"]}},
-    "^Phase 'FedAvg': trainer has the logger {'class_path': 'CSVLogger'}, but": {
+    "^Phase 'FedAvg': trainer.callbacks is 'EarlyStoping', but": {"trainer": {"callbacks": ["EarlyStoping"]}},
+    "^Phase 'FedAvg': trainer.logger is {'class_path': 'CSVLogger'}, but": {
         "trainer": {"logger": {"class_path": "CSVLogger"}}
     },
     "ckpt_path is 'none.ckpt', but there is no such file": {"ckpt_path": "none.ckpt"},

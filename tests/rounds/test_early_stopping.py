@@ -11,6 +11,7 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import Callback
 from lightning.pytorch.callbacks import EarlyStopping, LearningRateMonitor
 
+from fedmoe_pl import Evaluate, Select
 from fedmoe_pl.algorithms import OptInFedAvg, PersonalizedExpert, SpecialistMixture
 from fedmoe_pl.callbacks import BestEpoch, FederationCallback
 from fedmoe_pl.checkpoints.phase_state import PhaseState
@@ -33,7 +34,7 @@ def losses_by_hand(datamodule, expert, clients):
 
 def stopping_phase(**kwargs) -> Phase:
     """Big steps, with which the validation loss goes up and down."""
-    defaults = {"rounds": 20, "monitor": "validation_loss", "patience": 2, "evaluate_every_n_rounds": 2}
+    defaults = {"rounds": 20, "select": Select("validation_loss", patience=2), "evaluate": Evaluate(every_n_rounds=2)}
     defaults |= {"gate": ConstantGate(1), "clients_per_round": 3, "optimizer": BIG_STEPS}
     return Phase("FedAvg", OptInFedAvg("global_expert.*", 0.4), **{**defaults, **kwargs})
 
@@ -54,9 +55,15 @@ class Servers(FederationCallback):
 
 def test_patience_ends_a_phase_whose_result_is_the_best_validated_round_of_the_participants(tmp_path):
     datamodule, min_delta = blobs(SIZES, validation_fraction=0.4), 0.02
-    federation = run([stopping_phase(min_delta=min_delta)], mixture(), datamodule, tmp_path, seed=5)
+    federation = run(
+        [stopping_phase(select=Select("validation_loss", patience=2, min_delta=min_delta))],
+        mixture(),
+        datamodule,
+        tmp_path,
+        seed=5,
+    )
     clients = OptInFedAvg(opt_out_clients=0.4).participants(range(10), 5)
-    unstopped = stopping_phase(monitor=None, patience=None, evaluate=False, evaluate_every_n_rounds=None)
+    unstopped = stopping_phase(select=None, evaluate=False)
     servers = Servers()
     run([unstopped], mixture(), datamodule, tmp_path / "unstopped", seed=5, callbacks=[servers])
     losses, everybody = [], []
@@ -146,16 +153,12 @@ def test_a_run_stopped_within_a_phase_that_ends_early_and_resumed_gives_the_same
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
     [
-        ({"patience": 3}, "patience is 3, which needs a monitor"),
-        ({"patience": 0, "monitor": "validation_loss"}, "patience is 0, but must be at least 1"),
-        ({"min_delta": -0.1}, "min_delta is -0.1, but must be a finite number of at least 0"),
-        ({"monitor": "validation_loss", "evaluate_every_n_rounds": 0}, "evaluate_every_n_rounds is 0, but monitor is"),
-        (
-            {"monitor": "validation_loss", "evaluate": False},
-            "monitor is 'validation_loss', which needs evaluate to be true",
-        ),
-        ({"trainer": {"devices": 2}}, "trainer has devices, which is the same for all phases"),
-        ({"trainer": {"max_epochs": 3}}, "trainer has max_epochs, which is an argument of the phase itself"),
+        ({"select": Select("validation_loss", patience=0)}, "select.patience is 0"),
+        ({"select": Select("validation_loss", min_delta=-0.1)}, "select.min_delta is -0.1"),
+        ({"select": Select("validation_loss"), "evaluate": Evaluate(every_n_rounds=0)}, "rounds are not evaluated"),
+        ({"select": Select("validation_loss"), "evaluate": False}, "rounds are not evaluated"),
+        ({"trainer": {"devices": 2}}, "without devices, because it is the same for all phases"),
+        ({"trainer": {"max_epochs": 3}}, "without max_epochs, because it is an argument of the phase itself"),
         (
             {"trainer": {"limit_val_batchs": 1.0}},
             r"limit_val_batchs is not an argument of Trainer; did you mean limit_val_batches\?",
@@ -176,7 +179,7 @@ def test_a_run_stopped_within_a_phase_that_ends_early_and_resumed_gives_the_same
             {"trainer": {"callbacks": EarlyStopping("validation_loss")}},
             r"trainer.callbacks has an EarlyStopping .* but trainer.limit_val_batches is 0, .*validation_fraction",
         ),
-        ({"monitor": "validation_loss"}, "monitor is 'validation_loss', but validation_fraction is 0"),
+        ({"select": Select("validation_loss")}, "monitor is 'validation_loss', but validation_fraction is 0"),
     ],
 )
 def test_a_schedule_that_cannot_be_followed_is_refused_before_training(tmp_path, arguments, sentence):

@@ -13,7 +13,7 @@ from helpers.runs import Kill, federation
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from scipy.optimize import brentq
 
-from fedmoe_pl import Phase
+from fedmoe_pl import ClientFailures, Phase
 from fedmoe_pl.aggregation import DifferentialPrivacy
 from fedmoe_pl.algorithms import FedAvg, PersonalizedExpert
 from fedmoe_pl.callbacks import FederationCallback
@@ -165,7 +165,7 @@ def test_epsilon_holds_where_clients_drop_out(tmp_path):
     for sizes in ((6,), (6, 6)):
         cohorts = Cohorts()
         it = phase("it", private(noise=1.0), rounds, evaluate=False)
-        settings = {"dropout": 0.5, "enable_checkpointing": False, "callbacks": [cohorts]}
+        settings = {"failures": ClientFailures(dropout=0.5), "enable_checkpointing": False, "callbacks": [cohorts]}
         run = federation(tmp_path, [it], trainer={"max_epochs": 1, "accelerator": "cpu"}, **settings)
         run.fit(mixture(), blobs(sizes))
         assert run.run.states["it"].counted_rounds == {"it": [[1.0, 1.0, rounds]]}

@@ -8,13 +8,15 @@ from lightning.pytorch.callbacks import LearningRateMonitor
 from lightning.pytorch.loggers import CSVLogger
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
+from fedmoe_pl import Evaluate
+
 EPOCHS = 5
 
 
 def personalization(epochs=EPOCHS, every=None):
     fedavg, expert, mixture = phases()[1:]
     for phase in (expert, mixture):
-        phase.max_epochs, phase.evaluate_every_n_epochs = epochs, every
+        phase.max_epochs, phase.evaluate = epochs, Evaluate(every_n_epochs=every)
     return [fedavg, expert, mixture]
 
 

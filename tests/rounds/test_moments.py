@@ -23,7 +23,7 @@ from helpers.backends import exchanged
 from helpers.runs import Kill, assert_same, data, federation, model
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 
-from fedmoe_pl import Phase
+from fedmoe_pl import Evaluate, Phase, Select
 from fedmoe_pl.algorithms import FedAPEN, FedAvg, FedMoEDA, FedProx, Local, PFedMoE
 from fedmoe_pl.backends import StackedBackend, TrainerBackend
 from fedmoe_pl.models import GlobalOnly, MixtureWeights
@@ -34,7 +34,7 @@ LOCAL, OTHER = "after local training", "after aggregation"
 
 def test_both_moments_of_a_round_are_those_of_a_bare_loop(tmp_path):
     datamodule, start = blobs(), mixture()
-    both = Phase("it", FedAvg("global_expert.*"), rounds=2, gate=GlobalOnly(), evaluate_after="both")
+    both = Phase("it", FedAvg("global_expert.*"), rounds=2, gate=GlobalOnly(), evaluate=Evaluate(after="both"))
     run = finished([both], start, datamodule, tmp_path)
     server = tensors(start, "global_expert.")
     for round in range(2):
@@ -63,7 +63,7 @@ def test_both_moments_of_a_round_are_those_of_a_bare_loop(tmp_path):
 
 
 def test_every_file_and_table_names_the_moment(tmp_path, capsys):
-    both = Phase("it", FedAvg("global_expert.*"), rounds=2, gate=GlobalOnly(), evaluate_after="both")
+    both = Phase("it", FedAvg("global_expert.*"), rounds=2, gate=GlobalOnly(), evaluate=Evaluate(after="both"))
     run = federation(tmp_path, [Phase("Local", Local()), both])
     run.fit(model(), data())
     printed = capsys.readouterr().out
@@ -90,12 +90,12 @@ def test_every_file_and_table_names_the_moment(tmp_path, capsys):
 def test_the_moment_changes_nothing_but_the_evaluation(tmp_path, evaluate_after):
     runs = [
         finished(
-            [phase("it", FedAvg("global_expert.*"), rounds=3, clients_per_round=2, evaluate=True, **options)],
+            [phase("it", FedAvg("global_expert.*"), rounds=3, clients_per_round=2, evaluate=options)],
             mixture(),
             blobs(),
             tmp_path / str(index),
         )
-        for index, options in enumerate(({}, {"evaluate_after": evaluate_after}))
+        for index, options in enumerate((True, Evaluate(after=evaluate_after)))
     ]
     states = [run.run.states["it"] for run in runs]
     assert_same_bits(states[1].server, states[0].server)
@@ -107,7 +107,7 @@ def test_the_moment_changes_nothing_but_the_evaluation(tmp_path, evaluate_after)
 
 def test_before_an_exchange_a_client_has_the_experts_that_it_trained(tmp_path):
     algorithm = FedMoEDA(top_p="all", interval=1)
-    both = Phase("DA", algorithm, rounds=3, evaluate_after="both")
+    both = Phase("DA", algorithm, rounds=3, evaluate=Evaluate(after="both"))
     run = finished([both], sparse_mixture(2), blobs(), tmp_path)
     kept = run.run.states["DA"].clients
     trained = {client: subtree(kept[client], "trained/") for client in kept}
@@ -124,7 +124,7 @@ def test_before_an_exchange_a_client_has_the_experts_that_it_trained(tmp_path):
 def test_the_monitored_moment_is_the_papers_and_a_killed_run_goes_on_to_the_same_bits(tmp_path):
     def phases():
         return [
-            Phase("it", FedAvg("global_expert.*"), rounds=4, gate=GlobalOnly(), monitor="global_test", **BOTH),
+            Phase("it", FedAvg("global_expert.*"), rounds=4, gate=GlobalOnly(), select=Select("global_test"), **BOTH),
             Phase("tuned", FedAvg("global_expert.*"), start="it", rounds=2, gate=GlobalOnly(), **BOTH),
         ]
 
@@ -141,7 +141,7 @@ def test_the_monitored_moment_is_the_papers_and_a_killed_run_goes_on_to_the_same
     assert_same(again.run.rows, whole.run.rows)
 
 
-BOTH = {"evaluate_after": "both"}
+BOTH = {"evaluate": Evaluate(after="both")}
 
 
 def test_each_algorithm_has_its_papers_moment():
@@ -152,7 +152,7 @@ def test_each_algorithm_has_its_papers_moment():
         PFedMoE: ["local_training"],
         Local: ["local_training"],
     }
-    assert Phase("it", PFedMoE(), evaluate_after="both").moments == ["local_training", "aggregation"]
+    assert Phase("it", PFedMoE(), evaluate=Evaluate(after="both")).moments == ["local_training", "aggregation"]
 
 
 @pytest.mark.parametrize("backend", [TrainerBackend(), StackedBackend()])
@@ -238,11 +238,11 @@ def test_a_result_without_the_models_that_clients_trained_is_not_evaluated_after
         run = federation(tmp_path / name, [it(**options)])
         results[name], paths[name] = run.fit(model(), data()), str(run.run_dir / "checkpoints/last.ckpt")
     refused = (
-        "Phase 'it': evaluate_after is both, but must be aggregation, because the checkpoint has no models as they"
+        "Phase 'it': evaluate.after is 'both', but must be aggregation, because the checkpoint has no models as they"
     )
     with pytest.raises(MisconfigurationException, match=refused):
         federation(tmp_path / "given", [it(ckpt_path=paths["aggregation"], **BOTH)]).fit(model(), data())
-    with pytest.warns(match="evaluate_after was null"), pytest.raises(MisconfigurationException, match=refused):
+    with pytest.warns(match="evaluate was true"), pytest.raises(MisconfigurationException, match=refused):
         federation(tmp_path / "aggregation", [it(**BOTH)]).test(model(), data())
     given = federation(tmp_path / "given", [it(ckpt_path=paths["both"], **BOTH)]).fit(model(), data())
     for name, result in results["both"].items():
@@ -274,9 +274,14 @@ def tensors_of(tree, prefix):
 
 
 REFUSED = {
-    "nothing aggregated": (lambda: Phase("it", Local(), evaluate_after="both"), "Local aggregates nothing"),
-    "misspelt": (lambda: Phase("it", FedAvg(), evaluate_after="training"), "must be local_training or aggregation or"),
-    "not evaluated": (lambda: Phase("it", FedAvg(), evaluate=False, **BOTH), "which needs evaluate to be true"),
+    "nothing aggregated": (
+        lambda: Phase("it", Local(), evaluate=Evaluate(after="both")),
+        "must be one of local_training",
+    ),
+    "misspelt": (
+        lambda: Phase("it", FedAvg(), evaluate=Evaluate(after="training")),
+        "must be one of local_training, aggregation, both",
+    ),
 }
 
 

@@ -18,6 +18,7 @@ from helpers import (
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch import Generator
 
+from fedmoe_pl import Evaluate, Select
 from fedmoe_pl.algorithms import (
     ClusterMixture,
     EpsilonGreedyIFCA,
@@ -72,7 +73,7 @@ def new_data(**kwargs):
 @pytest.mark.parametrize("rounds", [1, 3])
 def test_a_newcomer_fine_tunes_the_federation_s_model_on_its_own_data(tmp_path, rounds):
     fine_tuned = Phase("Fine-tuned", PersonalizedExpert(), gate=ConstantGate(0.0))
-    run, checkpoint = trained(tmp_path, fedavg(rounds=3, clients_per_round=2, monitor="global_test"), fine_tuned)
+    run, checkpoint = trained(tmp_path, fedavg(rounds=3, clients_per_round=2, select=Select("global_test")), fine_tuned)
     content = checkpoint.read_bytes()
 
     later = federation(tmp_path / "later", [fedavg(rounds=3), fine_tuned])
@@ -246,7 +247,7 @@ def personalized(tmp_path, model, phases, data, later_data, rounds):
 
 
 def test_a_newcomer_of_fedmoe_da_trains_its_own_experts_behind_the_server_s_embedding(tmp_path):
-    phases = [Phase("DA", FedMoEDA(top_p=2, interval=1), rounds=3, evaluate_after="aggregation")]
+    phases = [Phase("DA", FedMoEDA(top_p=2, interval=1), rounds=3, evaluate=Evaluate(after="aggregation"))]
     model, data = sparse_mixture(2, optimizer=sgd), new_data()
     run, later = personalized(tmp_path, model, phases, blobs(), data, 2)
     server = run.run.states["DA"].server

@@ -13,7 +13,7 @@ from helpers import TensorData, assert_same_bits, mixture, phase, run
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch import nn
 
-from fedmoe_pl import Federation, Phase
+from fedmoe_pl import Federation, Phase, Select
 from fedmoe_pl.algorithms import FedAvg, OptInFedAvg
 from fedmoe_pl.backends import TrainerBackend
 from fedmoe_pl.callbacks import BestEpoch
@@ -64,7 +64,7 @@ def trained(data, algorithm, tmp_path, monitor="validation_loss", **kwargs):
     """Four rounds in which clients and server select by validation samples."""
     expert = nn.Sequential(nn.Flatten(), nn.Linear(18, 3))
     arguments = {"trainer": {"limit_val_batches": 1.0}, "callbacks": [BestEpoch()], "gate": GlobalOnly(), **kwargs}
-    phases = [Phase("FedAvg", algorithm, rounds=4, monitor=monitor, **arguments)]
+    phases = [Phase("FedAvg", algorithm, rounds=4, select=Select(monitor), **arguments)]
     model = mixture(expert=expert, dtype=torch.float32, optimizer=partial(torch.optim.SGD, lr=0.05))
     federation = run(phases, model, data, tmp_path, max_epochs=3, backend=TrainerBackend(), seed=SEED)
     return federation.run.states["FedAvg"].server, federation.results["FedAvg"]
@@ -270,7 +270,7 @@ def test_phases_that_have_no_sample_in_common_are_refused(tmp_path):
 
 
 def test_a_monitor_that_depends_on_the_classes_of_samples_that_opt_out_is_refused(tmp_path):
-    message = "Phase 'FedAvg': monitor is 'reweighted_test', which depends on the classes of all of a client's samples"
+    message = "Phase 'FedAvg': select.monitor is 'reweighted_test', but must be another"
     with pytest.raises(MisconfigurationException, match=message):
         trained(image_data(images()), OptInFedAvg("global_expert.*", opt_out_data=0.4), tmp_path, "reweighted_test")
     trained(image_data(images()), OptInFedAvg("global_expert.*", opt_out_clients=0.5), tmp_path, "reweighted_test")

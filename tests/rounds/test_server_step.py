@@ -13,7 +13,7 @@ from helpers.workers import TwoInThisProcess
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch import nn
 
-from fedmoe_pl import Federation, Phase
+from fedmoe_pl import Evaluate, Federation, Phase, Select
 from fedmoe_pl.algorithms import (
     Ditto,
     EpsilonGreedyIFCA,
@@ -110,7 +110,7 @@ def phases(**arguments):
 def federation(path, **kwargs):
     arguments = {"trainer": {"max_epochs": 2, "accelerator": "cpu"}, "enable_progress_bar": False, "logger": False}
     arguments |= {"default_root_dir": str(path)} | kwargs
-    return Federation(phases(monitor="global_test", evaluate_every_n_rounds=1), **arguments)
+    return Federation(phases(select=Select("global_test"), evaluate=Evaluate(every_n_rounds=1)), **arguments)
 
 
 def content(federation):
@@ -192,7 +192,7 @@ class OwnState(Local):
 
 
 REFUSED = {
-    "Phase 'it': server_optimizer is given, but must be left out, because Local aggregates nothing.": (Local(), HALF),
+    "Phase 'it': server_optimizer is given, but must be left out, because Local averages no parameter": (Local(), HALF),
     "because OwnState averages no parameter of the model": (OwnState(), HALF),
     "server_optimizer is LBFGS, but must be an optimizer that can take a step": (
         FedAvg(),

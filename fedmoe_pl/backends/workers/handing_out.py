@@ -174,7 +174,9 @@ class HandedOut:
             if time.monotonic() >= deadline:
                 del self.busy[future]
                 assert self.give_up is not None, "only then is there a deadline"
-                reason = f"its worker process did not answer within client_timeout, {self.seconds:g} s for each client"
+                reason = (
+                    f"its worker process did not answer within failures.timeout, {self.seconds:g} s for each client"
+                )
                 self.done[key] = dumps(self.give_up(self.chunks[key], reason))
                 self.idle.append(self.replace(worker))
 
