@@ -12,11 +12,11 @@ from torchmetrics import Metric
 from fedmoe_pl.backends import LEAN_TRAINER, AutoBackend, Backend
 from fedmoe_pl.callbacks import FederationCallback
 from fedmoe_pl.callbacks.defaults import with_defaults
+from fedmoe_pl.callbacks.partition import write_partition
 from fedmoe_pl.checkpoints.checkpoint import LAST, find_checkpoint
 from fedmoe_pl.checkpoints.resume import keys_of
 from fedmoe_pl.checks import check_at_least, check_kind, plain
 from fedmoe_pl.data import FederatedDataModule
-from fedmoe_pl.data.partition_report import write_partition
 from fedmoe_pl.deployment.commands import DEFAULT_ADDRESS, run_client, run_server
 from fedmoe_pl.evaluation.evaluation import Evaluation
 from fedmoe_pl.evaluation.metrics import check_metrics

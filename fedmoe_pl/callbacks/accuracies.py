@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 
-from fedmoe_pl.callbacks.figures import figure_pixels, sorted_accuracy_figure
+import numpy as np
+from matplotlib.figure import Figure
+
+from fedmoe_pl.callbacks.figures import figure_pixels, new_figure, styled, styles
 from fedmoe_pl.callbacks.hparams import method_hparams, run_hparams
-from fedmoe_pl.evaluation.evaluation import Evaluation
-from fedmoe_pl.logs.summary import format_table, present_metrics
+from fedmoe_pl.evaluation.evaluation import METRICS, Evaluation
+from fedmoe_pl.logs.summary import format_table, present_metrics, scale
 from fedmoe_pl.rounds.phase import Phase
 from fedmoe_pl.rounds.run import FederationCallback, Run
 
@@ -59,24 +63,31 @@ class AccuracyMonitor(FederationCallback):
             logger.save()
 
 
-def flat_hparams(value: object, name: str = "") -> dict[str, object]:
-    """Flattens a nested configuration, with names short enough for a table; settings that are None are left out.
+@styled
+def sorted_accuracy_figure(evaluations: Iterable[Evaluation]) -> Figure:
+    """The clients' accuracies in ascending order (their cumulative distribution), one line per method.
+
+    A line through (0.1, 50 %) means that the worst tenth of the clients have accuracies of at most 50 %.
 
     Args:
-        value: a configuration as LightningCLI parses it, of nested dicts and lists.
-        name: the name of ``value`` in the configuration.
-
-    Example:
-        >>> gate = {"class_path": "FeatureGate", "init_args": {"hidden": 64, "bias": None}}
-        >>> flat_hparams({"model": {"gate": gate}, "phases": [{"name": "FedAvg", "rounds": 9}], "seeds": [0, 1]})
-        {'model/gate': 'FeatureGate', 'model/gate/hidden': 64, 'phases/FedAvg/rounds': 9, 'seeds': [0, 1]}
+        evaluations: at least one; each accuracy that a client has gets a panel.
     """
-    if isinstance(value, list) and value and all(isinstance(item, dict) for item in value):
-        names = [str(item.get("name", i)) for i, item in enumerate(value)]
-        value = {n: {k: v for k, v in item.items() if k != "name"} for n, item in zip(names, value, strict=True)}
-    if not isinstance(value, dict):
-        return {} if value is None else {name: value}
-    flat = {}
-    for key, item in value.items():
-        flat |= flat_hparams(item, name if key in ("class_path", "init_args") else f"{name}/{key}".lstrip("/"))
-    return flat
+    evaluations = list(evaluations)
+    metrics = present_metrics(evaluations)
+    of_methods = styles(evaluation.method for evaluation in evaluations)
+    figure = new_figure(height=0.6 + 1.9 * len(metrics))
+    panels = figure.subplots(len(metrics), 1, sharex=True, squeeze=False)[:, 0]
+    for axes, metric in zip(panels, metrics, strict=True):
+        for evaluation in evaluations:
+            values = scale(metric) * np.array(evaluation.values(metric))
+            if len(values):
+                style = of_methods[evaluation.method]
+                line = {"color": style.color, "linestyle": style.linestyle, "label": evaluation.method}
+                axes.ecdf(values, orientation="horizontal", **line)
+        label = "accuracy in percent" if metric in METRICS else metric.replace("_", " ")
+        axes.set(title=f"{metric.replace('_', ' ')}: all clients, sorted", xlim=(0, 1), ylabel=label)
+        axes.grid()
+    panels[-1].set_xlabel("share of clients with at most this value")
+    handles, labels = panels[0].get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside lower center", ncols=3)
+    return figure

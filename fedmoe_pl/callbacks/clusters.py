@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
+import numpy as np
+from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator
+from torch import Tensor
+
 from fedmoe_pl.algorithms.clusters import cluster_in_use
 from fedmoe_pl.algorithms.ifca import cluster_picks
-from fedmoe_pl.callbacks.figures import cluster_picks_figure, figure_pixels
-from fedmoe_pl.callbacks.maps import cluster_figure
+from fedmoe_pl.callbacks.figures import beside_samples, draw_map, figure_pixels, new_figure, styled
 from fedmoe_pl.evaluation.evaluation import Evaluation
 from fedmoe_pl.rounds.phase import Phase
 from fedmoe_pl.rounds.run import FederationCallback, Run
@@ -40,7 +46,7 @@ class ClusterMonitor(FederationCallback):
         picks = cluster_picks(state.server)
         if picks is None or not len(picks) or not run.loggers.take_images:
             return
-        pixels = figure_pixels(cluster_picks_figure(phase.name, picks))
+        pixels = figure_pixels(_picks_figure(phase.name, picks))
         run.loggers.log_image("picked/all_rounds", pixels, state.round, phase.name)
         if evaluation is None or not self.by_client:
             return
@@ -49,6 +55,41 @@ class ClusterMonitor(FederationCallback):
         clusters = zip(clients, (cluster_in_use(module, state.server) for module in modules), strict=True)
         known = {client: cluster for client, cluster in clusters if cluster is not None}
         if known:
-            counts = run.datamodule.class_counts()
+            counts = run.datamodule.class_counts().numpy()
             pixels = figure_pixels(cluster_figure(phase.name, known, picks.shape[1], counts))
             run.loggers.log_image("picked/by_client", pixels, state.round, phase.name)
+
+
+@styled
+def _picks_figure(method: str, picks: Tensor) -> Figure:
+    """How many clients picked each cluster (row) in each round (column), from shape (rounds, clusters)."""
+    figure = new_figure(height=min(1.2 + 0.2 * picks.shape[1], 6.0))
+    axes = figure.subplots()
+    edges = (0.5, len(picks) + 0.5, picks.shape[1] - 0.5, -0.5)  # rounds count from 1, clusters from 0
+    image = axes.imshow(picks.T.numpy(), vmin=0, aspect="auto", interpolation="nearest", extent=edges)
+    figure.colorbar(image, fraction=0.06, label="clients")
+    axes.set(xlabel="round", ylabel="cluster", title=f"{method}: how many clients picked each cluster")
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+    axes.set_yticks(range(picks.shape[1]))
+    return figure
+
+
+@styled
+def cluster_figure(method: str, clusters: Mapping[int, int], num_clusters: int, counts: np.ndarray) -> Figure:
+    """The cluster (column) whose model each client (row) uses, beside the clients' samples.
+
+    Clients of the same cluster are neighbours; in a cluster, those with the same most frequent class are.
+
+    Args:
+        method: the method's name, for the title.
+        clusters: the cluster of each client, by the client's id.
+        num_clusters: number of clusters.
+        counts: samples of each client and class, shape (all clients, classes).
+    """
+    largest = counts.argmax(axis=1) if counts.shape[1] else np.zeros(len(counts))
+    ids = sorted(clusters, key=lambda client: (clusters[client], largest[client], client))
+    is_own = np.array([[float(clusters[client] == cluster) for cluster in range(num_clusters)] for client in ids])
+    title = f"{method}: which cluster's model serves whom"
+    figure, (axes,) = beside_samples(ids, counts[ids], "cluster", title)
+    draw_map(axes, is_own, "cluster", "Greens", 1.4)
+    return figure

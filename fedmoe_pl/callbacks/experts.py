@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import numpy as np
+from matplotlib.figure import Figure
+from torch import Tensor
+
 from fedmoe_pl.algorithms.fedmoe_da import aggregation_matrix
-from fedmoe_pl.callbacks.figures import figure_pixels
-from fedmoe_pl.callbacks.maps import aggregation_figure, expert_usage_figure
+from fedmoe_pl.callbacks.figures import add_colorbar, beside_samples, draw_map, figure_pixels, styled
 from fedmoe_pl.evaluation.evaluation import Evaluation
 from fedmoe_pl.evaluation.gate_weights import expert_usage
 from fedmoe_pl.rounds.phase import Phase
 from fedmoe_pl.rounds.run import FederationCallback, Run
 
 _MOST_EXPERTS = 20  # with a curve of its own each
+_MOST_CLIENTS = 30  # whose experts are drawn one by one
+_MOST_IDS_BELOW = 12  # ids of clients side by side, which may have three digits
 
 
 class ExpertMonitor(FederationCallback):
@@ -39,16 +44,90 @@ class ExpertMonitor(FederationCallback):
         """Draws the last matrix and the use of the experts."""
         self._draw_matrix(run, phase)
         if evaluation is not None and run.loggers.take_images and _chooses(evaluation):
-            pixels = figure_pixels(expert_usage_figure(evaluation, run.datamodule.class_counts()))
+            pixels = figure_pixels(expert_usage_figure(evaluation, run.datamodule.class_counts().numpy()))
             run.loggers.log_image("used_experts/by_client", pixels, run.states[phase.name].round, phase.name)
 
     def _draw_matrix(self, run: Run, phase: Phase) -> None:
         matrix = aggregation_matrix(run.states[phase.name].server)
         if matrix is not None and run.loggers.take_images:
-            pixels = figure_pixels(aggregation_figure(*matrix, phase.name, run.datamodule.class_counts()))
+            pixels = figure_pixels(aggregation_figure(*matrix, phase.name, run.datamodule.class_counts().numpy()))
             run.loggers.log_image("used_experts/averaged_with", pixels, run.states[phase.name].round, phase.name)
 
 
 def _chooses(evaluation: Evaluation) -> bool:
     """Whether a gate chooses among experts none of which is global."""
     return any(client.gate_weights is not None and not client.has_global_expert for client in evaluation.clients)
+
+
+@styled
+def expert_usage_figure(evaluation: Evaluation, counts: np.ndarray) -> Figure:
+    """Share of each client's own samples (row) that its gate sends to each expert (column), beside its samples.
+
+    Clients with the same most used expert are neighbours. A cell is blank if the client lacks the expert.
+
+    Args:
+        evaluation: an evaluation of a mixture that sends every sample to one expert.
+        counts: samples of each client and class, shape (all clients, classes).
+    """
+    shares = expert_usage(evaluation).numpy()
+    known = np.nan_to_num(shares)
+    order = np.lexsort((-known.max(axis=1), known.argmax(axis=1)))
+    ids = [evaluation.clients[place].client for place in order]
+    title = f"{evaluation.method}: which expert serves whom"
+    figure, panels = beside_samples(ids, counts[ids], "most used expert", title)
+    add_colorbar(figure, draw_map(panels[0], shares[order], "expert"), panels, "share of the client's own samples")
+    return figure
+
+
+@styled
+def aggregation_figure(matrix: Tensor, owners: Tensor, method: str, counts: np.ndarray) -> Figure:
+    """The weight that each expert (row) gives each expert (column) in its mean, beside its client's samples.
+
+    Clients that average their experts with one another are neighbours, and white lines separate them. If there are more
+    than 30, a cell is the total weight that a client's experts give another client's, as the mean over the former.
+
+    Args:
+        matrix: weights (experts, experts); every row adds up to 1.
+        owners: client of each expert, ascending, shape (experts,).
+        method: the method's name, for the title.
+        counts: samples of each client and class, shape (all clients, classes).
+    """
+    weights, of_experts = matrix.numpy(), owners.numpy()
+    clients = _similar_together(weights, of_experts)
+    if len(clients) > _MOST_CLIENTS:
+        weights, of_experts = _between_clients(weights, of_experts), np.unique(of_experts)
+    order = np.concatenate([np.flatnonzero(of_experts == client) for client in clients])
+    ids = of_experts[order]
+    title = f"{method}: who is averaged with whom"
+    figure, (axes,) = beside_samples(ids.tolist(), counts[ids], "similarity", title, once=True)
+    image = draw_map(axes, weights[np.ix_(order, order)], "client, in the same order", highest=None)
+    add_colorbar(figure, image, [axes], "weight in the mean")
+    starts = np.flatnonzero(np.diff(ids)) + 1
+    for start in starts if len(starts) < _MOST_CLIENTS else []:
+        axes.axhline(start - 0.5, color="white", lw=0.5)
+        axes.axvline(start - 0.5, color="white", lw=0.5)
+    places = [0, *starts.tolist()]
+    shown = places[:: -(-len(places) // _MOST_IDS_BELOW)]
+    axes.set_xticks(shown, [str(ids[place]) for place in shown])
+    return figure
+
+
+def _between_clients(weights: np.ndarray, owners: np.ndarray) -> np.ndarray:
+    """The weight that each client's experts give each client's, as the mean over the former; rows add up to 1."""
+    clients, place, experts = np.unique(owners, return_inverse=True, return_counts=True)
+    between = np.zeros((len(clients), len(clients)))
+    np.add.at(between, (place[:, None], place[None, :]), weights)
+    return between / experts[:, None]
+
+
+def _similar_together(weights: np.ndarray, owners: np.ndarray) -> np.ndarray:
+    """The clients in an order in which those that average their experts with one another are neighbours."""
+    from scipy.cluster.hierarchy import leaves_list, linkage  # slow to import, and only needed here
+
+    clients, between = np.unique(owners), _between_clients(weights, owners)
+    between += between.T
+    np.fill_diagonal(between, 0)
+    if len(clients) < 3 or not between.any():
+        return clients
+    np.fill_diagonal(between, between.max(axis=1))  # so that clients who only average with each other are equal
+    return clients[leaves_list(linkage(between, method="average", optimal_ordering=True))]

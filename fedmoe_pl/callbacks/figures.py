@@ -1,125 +1,243 @@
-"""Figures of evaluations, drawn without pyplot, so that there is no global state and no window to close."""
+"""How pictures look, and maps of clients beside their samples; without pyplot, so that no global state remains."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+import textwrap
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
 
+import matplotlib
 import numpy as np
 from matplotlib import colormaps
+from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
-from matplotlib.collections import PathCollection
 from matplotlib.figure import Figure
-from matplotlib.patches import Patch
-from matplotlib.ticker import MaxNLocator
-from torch import Tensor
-
-from fedmoe_pl.evaluation.evaluation import METRICS, Evaluation
-from fedmoe_pl.logs.summary import present_metrics, scale
+from matplotlib.image import AxesImage
 
 COLORS = ("#0072B2", "#E69F00", "#009E73", "#D55E00", "#CC79A7", "#56B4E9", "#000000")
 """Okabe and Ito's colours, which colour-blind readers can tell apart."""
-
 LINE_STYLES = ("-", "--", ":")
-_MOST_NAMED_CLASSES = 20  # whose colours are named
 MARKERS = ("o", "s", "^", "D", "v", "P", "X", "*")
+WIDTH = 3.4
+"""Inches: a column of a two-column paper."""
+INK = "#000001"
+"""The colour of text and lines: black in print. On a report's page it becomes that of the page's text."""
+_MOST_NAMED = 40  # rows that have room for the client's id
+_MOST_ROWS = 1000  # as many as there are pixels
+_MOST_EXPERTS = 4  # with a map of their own each
+
+RC: Any = {
+    "font.family": "DejaVu Sans",
+    "font.size": 7.5,
+    "axes.titlesize": 8,
+    "axes.labelsize": 7.5,
+    "figure.titlesize": 8,
+    "xtick.labelsize": 7,
+    "ytick.labelsize": 7,
+    "legend.fontsize": 7,
+    "axes.linewidth": 0.6,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "xtick.major.width": 0.6,
+    "ytick.major.width": 0.6,
+    "xtick.major.size": 2.5,
+    "ytick.major.size": 2.5,
+    "grid.linewidth": 0.4,
+    "grid.color": "#808080",
+    "grid.alpha": 0.3,
+    "lines.linewidth": 1.4,
+    "lines.markersize": 3.5,
+    "legend.frameon": False,
+    "legend.handlelength": 2.4,
+    "figure.facecolor": "none",
+    "axes.facecolor": "none",
+    "savefig.facecolor": "none",
+    "pdf.fonttype": 42,  # journals refuse matplotlib's default, type 3
+    "svg.fonttype": "path",
+    "svg.hashsalt": "fedmoe",  # the same picture has the same bytes
+    **dict.fromkeys(("text.color", "axes.edgecolor", "axes.labelcolor", "xtick.color", "ytick.color"), INK),
+}
+styled = matplotlib.rc_context(RC)
+"""Decorator of functions that draw or render."""
 
 
-def sorted_accuracy_figure(evaluations: Iterable[Evaluation]) -> Figure:
-    """The clients' accuracies in ascending order (their cumulative distribution), one line per method.
+class Style(NamedTuple):
+    """How a method is drawn, as arguments of matplotlib's ``plot``."""
 
-    A line through (0.1, 50 %) means that the worst tenth of the clients have accuracies of at most 50 %.
+    color: str
+    linestyle: str
+    marker: str
 
-    Args:
-        evaluations: at least one; each accuracy that a client has gets a panel.
+
+def styles(labels: Iterable[str]) -> dict[str, Style]:
+    """A style for each label, in the order in which they first appear: first colours, then lines and markers change."""
+    colors = [INK if color == "#000000" else color for color in COLORS]
+    found = {}
+    for i, label in enumerate(dict.fromkeys(labels)):
+        again = i // len(colors)
+        line, marker = LINE_STYLES[again % len(LINE_STYLES)], MARKERS[(i + again) % len(MARKERS)]
+        found[label] = Style(colors[i % len(colors)], line, marker)
+    return found
+
+
+def wrapped(label: str, width: int) -> str:
+    r"""A label in lines of at most so many characters, as far as its words allow.
+
+    Example:
+        >>> wrapped("FedMoE-DA (top_p 5, mixing logits)", 20)
+        'FedMoE-DA (top_p 5,\nmixing logits)'
     """
-    evaluations = list(evaluations)
-    metrics = present_metrics(evaluations)
-    figure = empty_figure(height=0.9 + 2.6 * len(metrics))
-    panels = figure.subplots(len(metrics), 1, sharex=True, squeeze=False)[:, 0]
-    for axes, metric in zip(panels, metrics, strict=True):
-        for i, evaluation in enumerate(evaluations):
-            values = scale(metric) * np.array(evaluation.values(metric))
-            if len(values):
-                line = {"color": COLORS[i % len(COLORS)], "linestyle": LINE_STYLES[i // len(COLORS) % len(LINE_STYLES)]}
-                axes.ecdf(values, orientation="horizontal", lw=2.0, label=evaluation.method, **line)
-        label = "accuracy in percent" if metric in METRICS else metric.replace("_", " ")
-        axes.set(title=f"{metric.replace('_', ' ')}: all clients, sorted", xlim=(0, 1), ylabel=label)
-        axes.grid(alpha=0.4)
-    panels[-1].set_xlabel("share of clients with at most this value")
-    handles, labels = panels[0].get_legend_handles_labels()
-    figure.legend(handles, labels, loc="outside lower center", ncols=3, frameon=False)
-    return figure
+    return textwrap.fill(label, width, break_long_words=False, break_on_hyphens=False)
 
 
-def representation_figure(
-    method: str, points: Mapping[str, np.ndarray], classes: np.ndarray, clients: np.ndarray
-) -> Figure:
-    """Representations as points in the plane: a panel for each kind, colours for classes, markers for clients.
+def new_figure(height: float) -> Figure:
+    """An empty figure of a column's width and a height in inches."""
+    return Figure(figsize=(WIDTH, height), layout="constrained")
 
-    Args:
-        method: the method's name, for the titles.
-        points: points (n, 2) by kind of representation.
-        classes: classes of the samples, shape (n,).
-        clients: clients of the samples, shape (n,).
+
+@styled
+def figure_pixels(figure: Figure, width: int = 700) -> np.ndarray:
+    """Renders a figure to pixels, a uint8 array of shape (height, width, 3).
+
+    TensorBoard shows pictures 350 pixels wide, and leaves out pixels: of 700, lines of one point survive.
     """
-    figure = empty_figure(height=0.9 + 2.6 * len(points))
-    panels = figure.subplots(len(points), 1, squeeze=False)[:, 0]
-    colormap = colormaps["tab10" if classes.max() < 10 else "nipy_spectral"]
-    colors = colormap(classes if classes.max() < 10 else classes / classes.max())
-    for axes, (name, places) in zip(panels, points.items(), strict=True):
-        for i, client in enumerate(np.unique(clients)):
-            of_client = clients == client
-            x, y = places[of_client].T
-            axes.scatter(
-                x, y, c=colors[of_client], marker=MARKERS[i % len(MARKERS)], s=16, lw=0, label=f"client {client}"
-            )
-        axes.set(title=f"{method}: {name} representations, t-SNE", xticks=[], yticks=[])
-    handles, labels = panels[0].get_legend_handles_labels()
-    legend = figure.legend(handles, labels, loc="outside lower center", ncols=3, frameon=False)
-    for handle in legend.legend_handles:
-        if isinstance(handle, PathCollection):
-            handle.set_color("black")  # a client's samples have the colours of their classes
-    shown, first = np.unique(classes, return_index=True)
-    if 1 < len(shown) <= _MOST_NAMED_CLASSES:
-        of_classes = [
-            Patch(color=tuple(colors[place]), label=str(label)) for label, place in zip(shown, first, strict=True)
-        ]
-        figure.legend(handles=of_classes, title="class", loc="outside right center", frameon=False)
-    return figure
-
-
-def cluster_picks_figure(method: str, picks: Tensor) -> Figure:
-    """How many clients picked each cluster (row) in each round (column).
-
-    Args:
-        method: name of the phase.
-        picks: numbers of clients, shape (rounds, clusters).
-    """
-    figure = empty_figure(height=min(1.5 + 0.3 * picks.shape[1], 9.0))
-    axes = figure.subplots()
-    edges = (0.5, len(picks) + 0.5, picks.shape[1] - 0.5, -0.5)  # rounds count from 1, clusters from 0
-    image = axes.imshow(picks.T.numpy(), vmin=0, aspect="auto", interpolation="nearest", extent=edges)
-    figure.colorbar(image, fraction=0.06, label="clients")
-    axes.set(xlabel="round", ylabel="cluster", title=f"{method}: how many clients picked each cluster")
-    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
-    axes.set_yticks(range(picks.shape[1]))
-    return figure
-
-
-def empty_figure(height: float) -> Figure:
-    """An empty figure, 700 pixels wide.
-
-    TensorBoard shrinks figures to 350 pixels by leaving out pixels. At 144 dots per inch one point is two pixels, so
-    lines of one point survive.
-
-    Args:
-        height: in inches.
-    """
-    return Figure(figsize=(700 / 144, height), dpi=144, layout="constrained")
-
-
-def figure_pixels(figure: Figure) -> np.ndarray:
-    """Renders a figure to pixels, a uint8 array of shape (height, width, 3)."""
+    figure.set_dpi(width / WIDTH)
+    figure.set_facecolor("white")
     canvas = FigureCanvasAgg(figure)
     canvas.draw()
     return np.asarray(canvas.buffer_rgba())[..., :3].copy()
+
+
+def by_class(rows: Iterable[Mapping[str, Any]]) -> np.ndarray:
+    """The columns ``class_<c>`` of rows of a file, shape (rows, classes)."""
+    return np.array([[row[name] for name in row if name.startswith("class_")] for row in rows], dtype=float)
+
+
+def client_order(counts: np.ndarray) -> list[int]:
+    """Up to 40 clients in their order, more by their largest class and its share."""
+    if len(counts) <= _MOST_NAMED or not counts.shape[1]:
+        return [*range(len(counts))]
+    shares = counts.max(axis=1) / np.maximum(counts.sum(axis=1), 1)
+    return np.lexsort((-shares, counts.argmax(axis=1))).tolist()
+
+
+@styled
+def partition_figure(rows: Sequence[Mapping[str, Any]]) -> Figure:
+    """Every client's samples, a row each: on the left by class, on the right in training, validation and test sets.
+
+    Args:
+        rows: those of ``partition.csv``. More than 40 clients are sorted by their largest class and its share.
+    """
+    counts = by_class(rows)
+    order = client_order(counts)
+    ids = [int(rows[place]["client"]) for place in order]
+    ordered = "their largest class" if order != sorted(order) else ""
+    label = "training and validation samples"
+    figure, (axes,) = beside_samples(ids, counts[order], ordered, ratios=(3, 1), label=label)
+    edges, before = np.arange(len(ids) + 1) - 0.5, np.zeros(len(ids))
+    for name in ("train", "validation", "test"):
+        after = before + np.array([rows[place][name] for place in order])
+        if (after > before).any():
+            bars = {"orientation": "horizontal", "fill": True, "label": name, "rasterized": len(ids) > _MOST_ROWS}
+            axes.stairs(after, edges, baseline=before, **bars)  # one shape is faster than bars
+        before = after
+    axes.set(xlabel="samples", xlim=(0, None))
+    figure.legend(loc="outside lower center", ncols=3)
+    return figure
+
+
+@styled
+def gate_figure(
+    rows: Sequence[Mapping[str, Any]], means: Mapping[int, float], counts: np.ndarray | None, title: str = ""
+) -> Figure:
+    """A gate's mean weights by client (row) and class (column), beside the clients' samples by class.
+
+    Clients are sorted by their mean weight of the global expert, so that those who rely on their local one are above. A
+    cell is blank if the client lacks the class. The colours always span 0 to 1, so that pictures can be compared. Where
+    no expert is global, each of the first four has a map in place of the samples.
+
+    Args:
+        rows: one method's rows of ``gate_weights.csv``, at least one.
+        means: mean weight of the global expert by client.
+        counts: samples of each client and class, shape (all clients, classes), or None.
+        title: the figure's title.
+    """
+    of_experts: dict[str, dict[int, np.ndarray]] = {}
+    for row in rows:
+        of_experts.setdefault(row["expert"], {})[int(row["client"])] = by_class([row])[0]
+    ids = sorted({int(row["client"]) for row in rows})
+    ids = [ids[place] for place in np.argsort([means.get(client, np.nan) for client in ids], kind="stable")]
+    experts = [*of_experts][:_MOST_EXPERTS]
+    samples = counts[ids] if len(experts) == 1 and counts is not None else None
+    ordered = "mean weight" if len(experts) == 1 else ""
+    figure, panels = beside_samples(ids, samples, ordered, title, panels=len(experts))
+    missing = np.full_like(by_class(rows[:1])[0], np.nan)
+    images = []
+    for axes, expert in zip(panels, experts, strict=True):
+        weights = [of_experts[expert].get(client, missing) for client in ids]
+        images.append(draw_map(axes, np.array(weights), "class"))
+        if len(experts) > 1:
+            axes.set_title(f"expert {expert}")
+    label = "0 local expert, 1 global expert" if experts == ["global"] else "weight of the expert"
+    add_colorbar(figure, images[0], panels, label)
+    return figure
+
+
+def beside_samples(
+    ids: Sequence[int],
+    samples: np.ndarray | None,
+    sorted_by: str,
+    title: str = "",
+    panels: int = 1,
+    ratios: tuple[int, int] = (2, 3),
+    label: str = "samples",
+    once: bool = False,
+) -> tuple[Figure, list[Axes]]:
+    """A figure with clients' samples by class on the left, and empty axes with the same rows on the right.
+
+    Args:
+        ids: the client of each row, from top to bottom.
+        samples: number of samples of each row and class; without them, or without classes, there are only the axes.
+        sorted_by: what the rows are sorted by; empty if it is the id.
+        title: the figure's title.
+        panels: how many axes are on the right.
+        ratios: widths of the samples and of each of the axes.
+        label: what the samples are.
+        once: whether neighbouring rows of the same client have its id only once.
+    """
+    figure = new_figure(1.2 + min(max(0.115 * len(ids), 1.2), 4.8))
+    figure.suptitle(title)
+    has_samples = samples is not None and samples.shape[1] > 0
+    widths = [ratios[0]] * has_samples + [ratios[1]] * panels
+    first, *others = all_axes = figure.subplots(1, len(widths), sharey=True, width_ratios=widths, squeeze=False)[0]
+    if samples is not None and has_samples:
+        add_colorbar(figure, draw_map(first, samples, "class", "Blues", None), [first], label)
+        first.set_facecolor(colormaps["Blues"](0))  # what shows between cells on a dark page
+    clients = len({*ids})
+    rows = [row for row, client in enumerate(ids) if not once or row == 0 or ids[row - 1] != client]
+    rows = rows[:: -(-len(rows) // _MOST_NAMED)]
+    first.set_yticks(rows, [str(ids[row]) for row in rows])
+    first.set(
+        ylabel=f"{clients} clients, sorted by {sorted_by}" if sorted_by else "client", ylim=(len(ids) - 0.5, -0.5)
+    )
+    return figure, others if has_samples else [*all_axes]
+
+
+def draw_map(
+    axes: Axes, values: np.ndarray, columns: str, colors: str = "viridis", highest: float | None = 1.0
+) -> AxesImage:
+    """Draws a value for each row and column, whose colours begin at 0; cells that are nan are blank."""
+    colormap = colormaps[colors].with_extremes(bad="none")
+    smoothing = "nearest" if len(values) <= _MOST_ROWS else "antialiased"
+    masked = np.ma.masked_invalid(values)
+    image = axes.imshow(masked, cmap=colormap, vmin=0.0, vmax=highest, aspect="auto", interpolation=smoothing)
+    width = axes.get_position().width
+    axes.set_xlabel(columns)
+    axes.set_xticks(range(0, values.shape[1], -(-values.shape[1] // max(3, int(18 * width)))))
+    return image
+
+
+def add_colorbar(figure: Figure, image: AxesImage, axes: Sequence[Axes], label: str) -> None:
+    """Says below axes what the colours of a map mean."""
+    bar = figure.colorbar(image, ax=[*axes], location="bottom", fraction=0.04, pad=0.02, label=label)
+    bar.outline.set_linewidth(0.4)

@@ -5,12 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 import numpy as np
-from lightning.fabric.utilities.exceptions import MisconfigurationException
 
-from fedmoe_pl.callbacks.figures import figure_pixels
-from fedmoe_pl.callbacks.maps import gate_weight_figure
+from fedmoe_pl.callbacks.figures import figure_pixels, gate_figure
 from fedmoe_pl.checks import check_at_least
 from fedmoe_pl.evaluation.evaluation import ClientEvaluation, Evaluation
+from fedmoe_pl.evaluation.gate_weights import gate_rows
 from fedmoe_pl.rounds.phase import Phase
 from fedmoe_pl.rounds.run import FederationCallback, Run
 
@@ -28,28 +27,15 @@ class GateMonitor(FederationCallback):
     class.
 
     Args:
-        max_clients: number of clients, lowest ids first, that get a histogram of their weights, which needs a logger
-            that takes histograms; None means 50.
+        max_clients: number of clients, lowest ids first, that get a histogram of their weights.
 
     Raises:
         MisconfigurationException: if ``max_clients`` is below 0.
     """
 
-    def __init__(self, max_clients: int | None = None) -> None:
+    def __init__(self, max_clients: int = 50) -> None:
         check_at_least(self, "max_clients", max_clients, 0)
         self.max_clients = max_clients
-
-    def on_fit_start(self, run: Run) -> None:
-        """Refuses ``max_clients`` without a logger that takes histograms.
-
-        Raises:
-            MisconfigurationException: if there is none.
-        """
-        if self.max_clients is not None and not run.loggers.take_histograms:
-            raise MisconfigurationException(
-                f"GateMonitor: max_clients is {self.max_clients}, but must be left out without a logger that takes "
-                "histograms, such as TensorBoardLogger or WandbLogger."
-            )
 
     def on_evaluation_end(self, run: Run, phase: Phase, evaluation: Evaluation) -> None:
         """Logs the mean weights of all clients."""
@@ -73,14 +59,16 @@ class GateMonitor(FederationCallback):
             return
         if run.loggers.take_histograms:
             self._log_samples(run, evaluation)
-        has_classes = any(client.gate_labels is not None for client in evaluation.clients)
-        if run.loggers.take_images and has_classes:
-            pixels = figure_pixels(gate_weight_figure(evaluation, run.datamodule.class_counts()))
+        rows = [*gate_rows(evaluation, run.datamodule.num_classes)]
+        if run.loggers.take_images and rows:
+            means = {client.client: client.mean_gate_weight for client in evaluation.clients}
+            title = f"{evaluation.method}: mean weight of the global expert"
+            pixels = figure_pixels(gate_figure(rows, means, run.datamodule.class_counts().numpy(), title))
             run.loggers.log_image("mean_gate_weight/by_client_and_class", pixels, evaluation.step, evaluation.method)
 
     def _log_samples(self, run: Run, evaluation: Evaluation) -> None:
         description = "Weight of the global expert on the client's own samples: one count per sample."
-        for client in evaluation.clients[: 50 if self.max_clients is None else self.max_clients]:
+        for client in evaluation.clients[: self.max_clients]:
             if client.global_weights is not None:
                 tag = f"weight_of_samples/client_{client.client:03d}"
                 weights = client.global_weights.detach().cpu().double().numpy()

@@ -1,9 +1,11 @@
-"""The partition of the data, in the run's loggers."""
+"""The partition of the data, in the run's loggers and as a picture."""
 
 from __future__ import annotations
 
-from fedmoe_pl.callbacks.figures import figure_pixels
-from fedmoe_pl.data import partition_figure, partition_table
+from pathlib import Path
+
+from fedmoe_pl.callbacks.figures import figure_pixels, partition_figure
+from fedmoe_pl.data import FederatedDataModule, partition_rows, partition_table
 from fedmoe_pl.rounds.run import FederationCallback, Run
 
 
@@ -11,9 +13,15 @@ class PartitionMonitor(FederationCallback):
     """Shows in the run's loggers, before the first round, how many samples of each class each client has."""
 
     def on_fit_start(self, run: Run) -> None:
-        """Draws the partition and writes it as a table."""
-        if run.step:
-            return  # a resumed run has already shown it
-        if run.loggers.take_images:
-            run.loggers.log_image("partition", figure_pixels(partition_figure(run.datamodule)), run.step)
+        """Draws the partition and writes it as a table, unless the run is resumed."""
+        if not run.step and run.loggers.take_images:
+            pixels = figure_pixels(partition_figure([*partition_rows(run.datamodule)]))
+            run.loggers.log_image("partition", pixels, run.step)
             run.loggers.log_text("partition", partition_table(run.datamodule), run.step)
+
+
+def write_partition(datamodule: FederatedDataModule, path: Path) -> str:
+    """Draws the partition to a file, whose folder is made if it is missing, and returns it as a text."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    partition_figure([*partition_rows(datamodule)]).savefig(path, dpi=200, facecolor="white")
+    return f"{partition_table(datamodule)}\n\nPicture: {path}"

@@ -13,9 +13,13 @@ import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import LightningModule
 from lightning.pytorch.utilities import rank_zero_warn
+from matplotlib import colormaps
+from matplotlib.collections import PathCollection
+from matplotlib.figure import Figure
+from matplotlib.patches import Patch
 from torch import Tensor, nn
 
-from fedmoe_pl.callbacks.figures import figure_pixels, representation_figure
+from fedmoe_pl.callbacks.figures import MARKERS, figure_pixels, new_figure, styled
 from fedmoe_pl.evaluation.evaluation import Evaluation
 from fedmoe_pl.evaluation.outputs import outputs_of
 from fedmoe_pl.logs.loggers import method_tag
@@ -24,6 +28,8 @@ from fedmoe_pl.models.mixtures.representation import RepresentationMoE
 from fedmoe_pl.models.mixtures.sparse import dense_experts
 from fedmoe_pl.rounds.phase import Phase
 from fedmoe_pl.rounds.run import FederationCallback, Run
+
+_MOST_NAMED_CLASSES = 20  # whose colours are named
 
 
 class RepresentationMonitor(FederationCallback):
@@ -199,3 +205,41 @@ def embed(representations: Tensor, seed: int) -> np.ndarray:
     tsne = TSNE(perplexity=neighbours, init="random", random_state=seed % 2**32)
     with threadpool_limits(1):  # several wait for each other at every step where another process holds a core
         return tsne.fit_transform(representations.double().numpy())
+
+
+@styled
+def representation_figure(
+    method: str, points: Mapping[str, np.ndarray], classes: np.ndarray, clients: np.ndarray
+) -> Figure:
+    """Representations as points in the plane: a panel for each kind, colours for classes, markers for clients.
+
+    Args:
+        method: the method's name, for the titles.
+        points: points (n, 2) by kind of representation.
+        classes: classes of the samples, shape (n,).
+        clients: clients of the samples, shape (n,).
+    """
+    figure = new_figure(height=0.6 + 1.9 * len(points))
+    panels = figure.subplots(len(points), 1, squeeze=False)[:, 0]
+    colormap = colormaps["tab10" if classes.max() < 10 else "nipy_spectral"]
+    colors = colormap(classes if classes.max() < 10 else classes / classes.max())
+    for axes, (name, places) in zip(panels, points.items(), strict=True):
+        for i, client in enumerate(np.unique(clients)):
+            of_client = clients == client
+            x, y = places[of_client].T
+            axes.scatter(
+                x, y, c=colors[of_client], marker=MARKERS[i % len(MARKERS)], s=8, lw=0, label=f"client {client}"
+            )
+        axes.set(title=f"{method}: {name} representations, t-SNE", xticks=[], yticks=[])
+    handles, labels = panels[0].get_legend_handles_labels()
+    legend = figure.legend(handles, labels, loc="outside lower center", ncols=3)
+    for handle in legend.legend_handles:
+        if isinstance(handle, PathCollection):
+            handle.set_color("black")  # a client's samples have the colours of their classes
+    shown, first = np.unique(classes, return_index=True)
+    if 1 < len(shown) <= _MOST_NAMED_CLASSES:
+        of_classes = [
+            Patch(color=tuple(colors[place]), label=str(label)) for label, place in zip(shown, first, strict=True)
+        ]
+        figure.legend(handles=of_classes, title="class", loc="outside right center")
+    return figure

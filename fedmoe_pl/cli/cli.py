@@ -18,8 +18,6 @@ from lightning_utilities.core.enums import StrEnum
 from torch import nn
 
 from fedmoe_pl.backends import LEAN_TRAINER
-from fedmoe_pl.benchmark.grid import DESCRIPTION as BENCHMARK
-from fedmoe_pl.benchmark.grid import grid_parser
 from fedmoe_pl.cli.completion import DESCRIPTION as COMPLETION
 from fedmoe_pl.cli.completion import completion_parser, script
 from fedmoe_pl.cli.constructing import Constructor, Failure, ModuleConstructor, describe_failure, with_modules
@@ -35,6 +33,8 @@ from fedmoe_pl.cli.provisioning import DESCRIPTION as PROVISION
 from fedmoe_pl.cli.provisioning import provision_parser
 from fedmoe_pl.data import FederatedDataModule
 from fedmoe_pl.federation import Federation
+from fedmoe_pl.grids.grid import DESCRIPTION as BENCHMARK
+from fedmoe_pl.grids.grid import grid_parser
 from fedmoe_pl.report.command import DESCRIPTION as REPORT
 from fedmoe_pl.report.command import report_parser
 from fedmoe_pl.version import __version__

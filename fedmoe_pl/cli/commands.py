@@ -15,8 +15,6 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import LightningModule
 from lightning.pytorch.cli import ArgsType
 
-from fedmoe_pl.benchmark.command import benchmark
-from fedmoe_pl.benchmark.grid import grid_parser
 from fedmoe_pl.cli.cli import FederationCLI
 from fedmoe_pl.cli.errors import cause_of
 from fedmoe_pl.cli.faults import fault_of, unknown_argument
@@ -25,6 +23,8 @@ from fedmoe_pl.cli.packaged import configs, configs_parser, with_files
 from fedmoe_pl.cli.provisioning import provision, provision_parser
 from fedmoe_pl.data import FederatedDataModule
 from fedmoe_pl.federation import Federation
+from fedmoe_pl.grids.command import benchmark
+from fedmoe_pl.grids.grid import grid_parser
 from fedmoe_pl.report.command import report, report_parser
 from fedmoe_pl.rounds.failures import ClientError
 

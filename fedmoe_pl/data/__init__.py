@@ -23,7 +23,7 @@ from fedmoe_pl.data.datasets.torchvision import (
     TorchvisionDataModule,
 )
 from fedmoe_pl.data.map_style import MapStyleData, batch_length, is_pair
-from fedmoe_pl.data.partition_report import partition_figure, partition_rows, partition_table
+from fedmoe_pl.data.partition_report import partition_rows, partition_table
 from fedmoe_pl.data.partitioners.classes import MajorityClasses, Pathological, Shards, TwoClasses
 from fedmoe_pl.data.partitioners.dirichlet import BalancedDirichlet, ClientDirichlet, Dirichlet
 from fedmoe_pl.data.partitioners.given import NaturalIds, PredefinedIndices
@@ -72,7 +72,6 @@ __all__ = [
     "TwoClasses",
     "batch_length",
     "is_pair",
-    "partition_figure",
     "partition_rows",
     "partition_table",
 ]

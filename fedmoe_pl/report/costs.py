@@ -8,20 +8,15 @@ from typing import NamedTuple
 
 from fedmoe_pl.callbacks.costs import target_rows
 from fedmoe_pl.evaluation.evaluation import METRICS
+from fedmoe_pl.logs.summary import value_text
 from fedmoe_pl.report.tables import Condition, Method
 
 
 class Cost(NamedTuple):
     """A method's costs, as means over the seeds that reached the target; nan if none did.
 
-    Attributes:
-        label: the method.
-        reached: number of seeds that reached the target.
-        seeds: number of seeds.
-        rounds: rounds of the method and of the phases that it starts from.
-        bytes: everything that was sent in them by or to any client.
-        flops: operations of all their local training.
-        best: the best value of all evaluated rounds, a mean over all seeds.
+    All rounds of the phases that a method starts from are counted. ``reached`` of so many ``seeds`` reached the target.
+    ``best`` is the best value of all evaluated rounds, a mean over all seeds.
     """
 
     label: str
@@ -34,14 +29,7 @@ class Cost(NamedTuple):
 
 
 def costs(methods: Iterable[Method], metric: str, target: float, lower_is_better: bool = False) -> list[Cost]:
-    """The costs of methods until the clients' mean reached the target.
-
-    Args:
-        methods: the methods.
-        metric: an accuracy or another metric.
-        target: the mean over the clients to reach; of an accuracy, a fraction.
-        lower_is_better: whether the target is reached from above.
-    """
+    """The costs of methods until the clients' mean reached the target."""
     return [_cost(method, metric, target, lower_is_better) for method in methods if has_costs(method)]
 
 
@@ -98,3 +86,11 @@ def amount(value: float, unit: str) -> str:
             scaled = value / size
             return f"{scaled:.{max(0, 2 - len(str(int(scaled))) + 1)}f} {prefix}{unit}"
     return f"{value:.0f} {unit}"
+
+
+def cost_cells(metric: str, cost: Cost) -> list[str]:
+    """A row of the table of costs: rounds, bytes, FLOPs, the metric's best value."""
+    rounds = "-" if math.isnan(cost.rounds) else f"{cost.rounds:.4g}"
+    if 0 < cost.reached < cost.seeds:
+        rounds += f" ({cost.reached} of {cost.seeds} seeds)"
+    return [rounds, amount(cost.bytes, "B"), amount(cost.flops, "FLOP"), value_text(metric, cost.best)]

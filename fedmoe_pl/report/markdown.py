@@ -4,34 +4,43 @@ from __future__ import annotations
 
 import re
 import textwrap
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 
 from fedmoe_pl.logs.summary import axis_label
-from fedmoe_pl.report.columns import Choices, Column, curve_table, main_columns
-from fedmoe_pl.report.tables import Condition
-from fedmoe_pl.report.text import evaluated, explanation, rounds_text, seeds_text, words
+from fedmoe_pl.report.tables import (
+    Choices,
+    Column,
+    Condition,
+    curve_table,
+    evaluated,
+    explanation,
+    main_columns,
+    rounds_text,
+    seeds_text,
+    words,
+)
 
 
-def markdown(conditions: Sequence[Condition], choices: Choices, origin: str, command: str) -> str:
-    """One table per condition, with a row per method, what their numbers are, and how they were made.
-
-    Args:
-        conditions: the conditions.
-        choices: what the user of the report chose.
-        origin: when and where it was made.
-        command: the command that made it.
-    """
-    of_models = [evaluated(condition) for condition in conditions]
+def markdown(conditions: Sequence[Condition], choices: Choices) -> str:
+    """One table per condition, with a row per method, and below them what their numbers are."""
+    of_models = [evaluated(condition.methods) for condition in conditions]
     common = [line for line in of_models[0] if all(line in lines for lines in of_models)]
     parts, explained = list[str](), list[str]()
     for condition, lines in zip(conditions, of_models, strict=True):
-        parts += _condition(condition, choices)
+        facts = [f"{fact}." for fact in (condition.data, seeds_text(condition)) if fact]
+        parts += [f"### {condition.name}"] if condition.name else []
+        parts += [" ".join(facts), table(methods_table(condition, choices))]
+        if choices.rounds:
+            metric = choices.metric_of(condition)
+            curves = curve_table(condition, metric, choices.rounds)
+            lines_of_curves = [curves.header, *([label, *cells] for label, cells in curves.rows)]
+            text = f"{axis_label(metric).capitalize()}, after some rounds:"
+            parts += [text, table(lines_of_curves)] if curves.rows else []
         parts += _bullets([line for line in lines if line not in common])
         explained += explanation(condition, choices.baseline_of(condition))
-    below = _bullets([*dict.fromkeys(explained), *common])
-    return "\n\n".join([*parts, *below, origin, f"```bash\n{command}\n```"]) + "\n"
+    return "\n\n".join([*parts, *_bullets([*dict.fromkeys(explained), *common])])
 
 
 def _bullets(lines: Sequence[str]) -> list[str]:
@@ -39,53 +48,36 @@ def _bullets(lines: Sequence[str]) -> list[str]:
     return ["\n".join(wrapped)] if wrapped else []
 
 
-def _condition(condition: Condition, choices: Choices) -> list[str]:
-    title = [f"### {condition.name}"] if condition.name else []
-    facts = [f"{fact}." for fact in (condition.data, seeds_text(condition)) if fact]
-    parts = [*title, " ".join(facts), _methods(condition, choices)]
-    if choices.rounds:
-        metric = choices.metric_of(condition)
-        curves = curve_table(condition, metric, choices.rounds)
-        text = f"{axis_label(metric).capitalize()}, after some rounds:"
-        parts += [text, table(curves.header, [[label, *cells] for label, cells in curves.rows])] if curves.rows else []
-    return parts
-
-
-def _methods(condition: Condition, choices: Choices) -> str:
+def methods_table(condition: Condition, choices: Choices) -> list[list[str]]:
+    """The lines of a condition's table of methods, the first of which is its header."""
     columns = [Column("method", [method.label for method in condition.methods])]
     if not all(method.is_finished for method in condition.methods):
         columns.append(Column("round", [rounds_text(method) for method in condition.methods]))
     for metric in condition.metrics:
         columns += main_columns(condition, metric, choices, words(metric))
-    rows = zip(*(column.cells for column in columns), strict=True)
-    return table([column.title for column in columns], rows)
+    return [[column.title for column in columns], *map(list, zip(*(column.cells for column in columns), strict=True))]
 
 
-def table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    r"""A table in Markdown.
+def table(lines: Sequence[Sequence[str]]) -> str:
+    r"""A table in Markdown, whose columns are aligned.
 
     Example:
-        >>> print(table(["method", "local test"], [["a|b", "90.00"]]))
+        >>> print(table([["method", "local test"], ["a|b", "90.00"]]))
         | method | local test |
-        | --- | --- |
-        | a\|b | 90.00 |
+        | ------ | ---------- |
+        | a\|b   | 90.00      |
     """
-    lines = [header, ["---"] * len(header), *rows]
-    return "\n".join(f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in line)} |" for line in lines)
+    escaped = [[cell.replace("|", "\\|") for cell in line] for line in lines]
+    widths = [max(3, *map(len, column)) for column in zip(*escaped, strict=True)]
+    escaped.insert(1, ["-" * width for width in widths])
+    padded = ([cell.ljust(width) for cell, width in zip(line, widths, strict=True)] for line in escaped)
+    return "\n".join(f"| {' | '.join(line)} |" for line in padded)
 
 
 def with_section(page: str, name: str, text: str) -> str:
     r"""A page of Markdown with a new text between the marks of a section.
 
     The text's headings become bold lines: what comes after the section would else belong to the last of them.
-
-    Args:
-        page: the page, which has the lines ``<!-- fedmoe report: NAME -->`` and ``<!-- end of NAME -->``.
-        name: the section's name.
-        text: the text that takes the place of what is between them.
-
-    Raises:
-        MisconfigurationException: if the page lacks one of the lines, or has it twice.
 
     Example:
         >>> page = "Digits\n<!-- fedmoe report: a -->\nold\n<!-- end of a -->\nagree.\n"

@@ -1,20 +1,23 @@
-"""Learning curves and the distribution over clients."""
+"""Learning curves, costs and the distribution over clients, and how pictures become SVG and PDF."""
 
 from __future__ import annotations
 
+import io
 import math
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
 
-import matplotlib
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import EngFormatter, LogLocator, MaxNLocator, NullFormatter
 
 from fedmoe_pl.callbacks.costs import spent
+from fedmoe_pl.callbacks.figures import INK, Style, new_figure, styled, wrapped
 from fedmoe_pl.logs.summary import axis_label, scale
 from fedmoe_pl.report.runs import Row
-from fedmoe_pl.report.style import INK, RC, Style, new_figure, wrapped
 from fedmoe_pl.report.tables import Method
 
 _MOST_POINTS = 120  # points of a method that are drawn beside its box
@@ -23,38 +26,30 @@ _NAMES = 18  # and beside a box
 AMOUNTS = {"bytes": "bytes sent", "flops": "FLOPs of local training"}
 
 
+@styled
 def curves_figure(methods: Sequence[Method], metric: str, styles: Mapping[str, Style]) -> Figure | None:
     """Mean accuracy of the clients over rounds; over several seeds, mean and a band of one standard deviation.
 
     Methods that were evaluated in one round are points at the right edge.
-
-    Args:
-        methods: the methods.
-        metric: the accuracy.
-        styles: the style of each label.
-
-    Returns:
-        The figure; None if no method was evaluated in two rounds.
     """
     curves = [(method, *_curve(method, metric)) for method in methods]
     if all(len(rounds) < 2 for _, rounds, _, _ in curves):
         return None
-    with matplotlib.rc_context(RC):
-        figure = new_figure(2.3 + _legend_height(methods))
-        axes = figure.subplots()
-        single = []
-        for method, rounds, mean, std in curves:
-            if len(rounds) < 2:
-                single.append((method, mean, std))
-                continue
-            style = styles[method.label]
-            axes.plot(rounds, mean, label=method.label, markevery=max(1, len(rounds) // 8), **style._asdict())
-            axes.fill_between(rounds, mean - std, mean + std, color=style.color, alpha=0.18, lw=0)
-        axes.set(xlabel="round", ylabel=axis_label(metric))
-        axes.xaxis.set_major_locator(MaxNLocator(6, integer=True))
-        _draw_single(axes, single, styles)
-        axes.grid(axis="y")
-        _add_legend(figure, axes, methods)
+    figure = new_figure(2.3 + _legend_height(methods))
+    axes = figure.subplots()
+    single = []
+    for method, rounds, mean, std in curves:
+        if len(rounds) < 2:
+            single.append((method, mean, std))
+            continue
+        style = styles[method.label]
+        axes.plot(rounds, mean, label=method.label, markevery=max(1, len(rounds) // 8), **style._asdict())
+        axes.fill_between(rounds, mean - std, mean + std, color=style.color, alpha=0.18, lw=0)
+    axes.set(xlabel="round", ylabel=axis_label(metric))
+    axes.xaxis.set_major_locator(MaxNLocator(6, integer=True))
+    _draw_single(axes, single, styles)
+    axes.grid(axis="y")
+    _add_legend(figure, axes, methods)
     return figure
 
 
@@ -91,42 +86,30 @@ def _draw_single(
     axes.set_xlim(left, right + step * (min(len(drawn), 4) + 0.5))
 
 
+@styled
 def cost_figure(methods: Sequence[Method], metric: str, amount: str, styles: Mapping[str, Style]) -> Figure | None:
     """Accuracy over what was sent or computed until then, on a logarithmic axis; a thin line for each seed.
 
     A method begins where the phases that it starts from have ended.
-
-    Args:
-        methods: the methods.
-        metric: the accuracy.
-        amount: ``bytes`` or ``flops``.
-        styles: the style of each label.
-
-    Returns:
-        The figure; None if no method has two evaluated rounds for which this is known and above 0.
     """
-    with matplotlib.rc_context(RC):
-        figure = new_figure(2.3 + _legend_height(methods))
-        axes = figure.subplots()
-        drawn = []
-        for method in methods:
-            for run in method.runs:
-                points = [
-                    (spent(row)[amount], scale(metric) * row.get(f"{metric}_mean", math.nan))
-                    for row in method.rounds(run)
-                ]
-                points = [point for point in points if point[0] > 0 and not math.isnan(point[1])]
-                if len(points) > 1:
-                    style, every = styles[method.label]._asdict(), max(1, len(points) // 6)
-                    label = method.label if method not in drawn else None
-                    axes.plot(*zip(*points, strict=True), label=label, lw=1.0, markevery=every, **style)
-                    drawn.append(method)
-        if not drawn:
-            return None
-        axes.set(xscale="log", xlabel=f"{AMOUNTS[amount]}, all clients", ylabel=axis_label(metric))
-        _label_amounts(axes)
-        axes.grid(axis="y")
-        _add_legend(figure, axes, methods)
+    figure = new_figure(2.3 + _legend_height(methods))
+    axes = figure.subplots()
+    drawn = []
+    for method in methods:
+        for run in method.runs:
+            points = [(spent(row)[amount], _mean(row, metric)) for row in method.rounds(run)]
+            points = [point for point in points if point[0] > 0 and not math.isnan(point[1])]
+            if len(points) > 1:
+                style, every = styles[method.label]._asdict(), max(1, len(points) // 6)
+                label = method.label if method not in drawn else None
+                axes.plot(*zip(*points, strict=True), label=label, lw=1.0, markevery=every, **style)
+                drawn.append(method)
+    if not drawn:
+        return None
+    axes.set(xscale="log", xlabel=f"{AMOUNTS[amount]}, all clients", ylabel=axis_label(metric))
+    _label_amounts(axes)
+    axes.grid(axis="y")
+    _add_legend(figure, axes, methods)
     return figure
 
 
@@ -139,35 +122,26 @@ def _label_amounts(axes: Axes) -> None:
     axes.xaxis.set_minor_formatter(NullFormatter())
 
 
+@styled
 def distribution_figure(methods: Sequence[Method], metric: str, styles: Mapping[str, Style]) -> Figure | None:
-    """Boxes over the clients of all seeds: quartiles, whiskers of at most 1.5 times the box, the mean as a diamond.
-
-    Args:
-        methods: the methods, from top to bottom.
-        metric: the accuracy.
-        styles: the style of each label.
-
-    Returns:
-        The figure; None if no method has finished.
-    """
+    """Boxes over the clients of all seeds: quartiles, whiskers of at most 1.5 times the box, the mean as a diamond."""
     values = {method.label: scale(metric) * np.array(method.of_clients(metric)) for method in methods}
     values = {label: of_clients for label, of_clients in values.items() if len(of_clients)}
     if not values:
         return None
     lines = [max(2, 1 + wrapped(label, _NAMES).count("\n")) for label in values]
     places = np.cumsum(lines) - np.array(lines) / 2  # in lines of text, so that names have room
-    with matplotlib.rc_context(RC):
-        figure = new_figure(0.55 + 0.13 * sum(lines))
-        axes = figure.subplots()
-        rng = np.random.default_rng(0)
-        for place, (label, of_clients) in zip(places, values.items(), strict=True):
-            _draw_box(axes, place, of_clients, styles[label].color)
-            if len(of_clients) <= _MOST_POINTS:
-                heights = place + rng.uniform(-0.4, 0.4, len(of_clients))
-                axes.plot(of_clients, heights, ".", ms=3, mec="none", color=styles[label].color, alpha=0.5, zorder=0)
-        axes.set_yticks(places, [wrapped(label, _NAMES) for label in values])
-        axes.set(ylim=(sum(lines), 0), xlabel=axis_label(metric))
-        axes.grid(axis="x")
+    figure = new_figure(0.55 + 0.13 * sum(lines))
+    axes = figure.subplots()
+    rng = np.random.default_rng(0)
+    for place, (label, of_clients) in zip(places, values.items(), strict=True):
+        _draw_box(axes, place, of_clients, styles[label].color)
+        if len(of_clients) <= _MOST_POINTS:
+            heights = place + rng.uniform(-0.4, 0.4, len(of_clients))
+            axes.plot(of_clients, heights, ".", ms=3, mec="none", color=styles[label].color, alpha=0.5, zorder=0)
+    axes.set_yticks(places, [wrapped(label, _NAMES) for label in values])
+    axes.set(ylim=(sum(lines), 0), xlabel=axis_label(metric))
+    axes.grid(axis="x")
     return figure
 
 
@@ -212,3 +186,53 @@ def _add_legend(figure: Figure, axes: Axes, methods: Sequence[Method]) -> None:
         ncols=_columns(methods),
         columnspacing=1.2,
     )
+
+
+class Picture(NamedTuple):
+    """A drawn picture.
+
+    Attributes:
+        name: the name of its file, without suffix.
+        caption: what it shows.
+        svg: for the page; the ink is ``currentColor``.
+        pdf: for a paper.
+    """
+
+    name: str
+    caption: str
+    svg: str
+    pdf: bytes
+
+
+@styled
+def picture(name: str, caption: str, figure: Figure) -> Picture:
+    """Renders a figure as SVG for the page, and as PDF."""
+    name = re.sub(r"[^\w.-]+", "_", name).strip("_")
+    figure.draw_without_rendering()  # the layout, once for both files
+    figure.set_layout_engine("none")
+    return Picture(name, caption, _svg(name, caption, figure), _saved(figure, "pdf", {"CreationDate": None}))
+
+
+def _svg(name: str, caption: str, figure: Figure) -> str:
+    """The ``svg`` element, whose ids are no other picture's, as all of them are in the same page."""
+    plain = caption.translate(str.maketrans({"&": "and", '"': "'", "<": "(", ">": ")"}))
+    text = _saved(figure, "svg", {"Date": None, "Creator": None, "Type": None, "Format": None}).decode()
+    text = text[text.index("<svg") :]
+    text = re.sub(r"<metadata>.*?</metadata>\s*", "", text, flags=re.DOTALL)
+    text = re.sub(r'(\bid="|href="#|url\(#)', rf"\g<1>{name}-", text)
+    text = re.sub(r'<svg [^>]*?viewBox="([^"]*)"[^>]*>', rf'<svg viewBox="\1" role="img" aria-label="{plain}">', text)
+    return text.replace(INK, "currentColor").replace("xlink:href", "href")
+
+
+@styled
+def _saved(figure: Figure, format: str, metadata: dict[str, Any]) -> bytes:
+    file = io.BytesIO()
+    figure.savefig(file, format=format, metadata=metadata, dpi=300)  # of large maps, which are images
+    return file.getvalue()
+
+
+def write_pdfs(folder: Path, pictures: Iterable[Picture]) -> None:
+    """Writes the pictures as PDF files into a folder, which is made if it is missing."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for drawn in pictures:
+        (folder / f"{drawn.name}.pdf").write_bytes(drawn.pdf)

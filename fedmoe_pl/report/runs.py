@@ -13,6 +13,7 @@ from typing import Any
 import yaml
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 
+from fedmoe_pl.checks import InvalidArgumentError
 from fedmoe_pl.evaluation.evaluation import METRICS, Spread
 
 Row = Mapping[str, Any]
@@ -27,23 +28,16 @@ _COLUMNS = {
     "partition": {"client"},
     "gate_weights": {"method", "client", "expert"},
 }
+_ALLOWED = "the folder of a run (runs/<name>/version_<n>) or of several"
 _WORST = "_worst_tenth"
 NEWCOMERS = "newcomers"
 
 
 @dataclass(frozen=True, eq=False)
 class RunFiles:
-    """The files of a run.
+    """The rows of a run's files, of which there are none where it has not written the file.
 
-    Attributes:
-        folder: the run's folder.
-        rounds: the rows of ``rounds.csv``.
-        clients: those of ``clients.csv``; none if no method is finished.
-        summary: those of ``summary.csv``; none if no method is finished.
-        partition: those of ``partition.csv``; none if the run did not write it.
-        gates: those of ``gate_weights.csv``; none if the run has no trained gate or did not write it.
-        config: ``config.yaml``; empty for a run from Python.
-        cell: ``cell.yaml`` of ``fedmoe benchmark``, in the folder above; empty for a run of no grid.
+    ``config`` is ``config.yaml``, and ``cell`` is ``cell.yaml`` of ``fedmoe benchmark``, in the folder above.
     """
 
     folder: Path
@@ -83,16 +77,11 @@ class RunFiles:
         return [metric for metric in names if any(not math.isnan(row.get(f"{metric}_mean", math.nan)) for row in rows)]
 
     @property
-    def planned(self) -> list[str]:
-        """The names of the phases that the configuration evaluates."""
-        phases = self.config.get("federation", {}).get("phases", [])
-        return [phase["name"] for phase in phases if phase.get("evaluate", True)]
-
-    @property
     def is_finished(self) -> bool:
         """Whether all phases that are evaluated have a result."""
         done = {row["method"] for row in self.summary}
-        return bool(done) and done.issuperset(self.planned)
+        phases = self.config.get("federation", {}).get("phases", [])
+        return bool(done) and done.issuperset(phase["name"] for phase in phases if phase.get("evaluate", True))
 
 
 def metrics_of(row: Row) -> list[str]:
@@ -101,28 +90,18 @@ def metrics_of(row: Row) -> list[str]:
 
 
 def find_runs(paths: Iterable[Path]) -> list[RunFiles]:
-    """Reads runs, and all runs in folders that hold several.
-
-    Args:
-        paths: folders of runs (``runs/<name>/version_<n>``), or folders with such folders below them, whose runs of
-            newcomers are left out.
-
-    Raises:
-        MisconfigurationException: if a folder is missing or holds no run, or a run has no results yet.
-    """
+    """Reads runs, and all runs in folders that hold several, except for those of newcomers."""
     runs: dict[Path, RunFiles] = {}
     for path in paths:
         if not path.is_dir():
-            raise MisconfigurationException(f"report: RUN is '{path}', but must be the folder of a run or of several.")
+            raise InvalidArgumentError("report", "RUN", str(path), _ALLOWED)
         folders = [path] if _is_run(path) else sorted(filter(_is_run, path.rglob("version_*")), key=_natural)
         folders = [folder for folder in folders if folder == path or NEWCOMERS not in folder.relative_to(path).parts]
         if not folders:
-            raise MisconfigurationException(
-                f"report: RUN is '{path}', but must be the folder of a run (runs/<name>/version_<n>) or of several."
-            )
+            raise InvalidArgumentError("report", "RUN", str(path), _ALLOWED)
         found = {folder.resolve(): read_run(folder) for folder in folders}
         if not any(run.methods for run in found.values()):
-            raise MisconfigurationException(f"report: RUN is '{path}', which has no results yet.")
+            raise InvalidArgumentError("report", "RUN", str(path), "that of a run with results", "it has none yet")
         runs |= {folder: run for folder, run in found.items() if run.methods}
     return list(runs.values())
 

@@ -7,14 +7,17 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from fedmoe_pl.callbacks.accuracies import flat_hparams
+from fedmoe_pl import algorithms
+from fedmoe_pl.algorithms.algorithm import Algorithm
 from fedmoe_pl.report.runs import RunFiles
+from fedmoe_pl.rounds.phase import INITIAL
 
 _WITHOUT_INFLUENCE = re.compile(
     r"seed_everything|data/partition_seed|(data/)?(root|download)|"
     r"federation/(name|logger|callbacks|default_root_dir|enable_checkpointing|enable_progress_bar|store|backend|"
     r"failures/(action|min_clients|timeout|max_change))(/.*)?|"
-    r"(.*/)?evaluate(/(after|every_n_epochs))?|(.*/)?trainer/(accelerator|devices|num_nodes|strategy|logger|default_root_dir|enable_checkpointing|"
+    r"(.*/)?evaluate(/(after|every_n_epochs))?|"
+    r"(.*/)?trainer/(accelerator|devices|num_nodes|strategy|logger|default_root_dir|enable_checkpointing|"
     r"enable_progress_bar|enable_model_summary|log_every_n_steps|num_sanity_val_steps|profiler|detect_anomaly)(/.*)?"
 )
 _OF_TRAINING = re.compile(r"data/(batch_size|augmentation)(/.*)?")
@@ -48,12 +51,7 @@ class Setting:
 def settings_of(runs: Iterable[RunFiles]) -> tuple[list[Setting], list[RunFiles]]:
     """Groups runs that differ only in the seed.
 
-    Args:
-        runs: the runs.
-
-    Returns:
-        The groups, in the order of the runs; and runs that are left out, because a later one in the list has the same
-        configuration and the same seed and is as far.
+    Left out are runs with the same configuration and seed as a later one that is as far.
     """
     groups: dict[str, dict[Any, RunFiles]] = {}
     values: dict[str, Mapping[str, Any]] = {}
@@ -87,12 +85,8 @@ def relevant(run: RunFiles) -> Mapping[str, Any]:
 def conditions(settings: Sequence[Setting], keys: Collection[str] = ()) -> dict[str, list[Setting]]:
     """Groups settings whose results may be compared: those with the same data, and of the same column of a grid.
 
-    Args:
-        settings: the settings.
-        keys: further keys that tell conditions apart, or the beginnings of keys.
-
-    Returns:
-        The settings of each condition, by a name that has the keys in which conditions differ.
+    The name of each group has the keys in which they differ. ``keys`` are further keys that tell groups apart, or the
+    beginnings of keys.
     """
     values = [_condition(setting, keys) for setting in settings]
     naming = _telling_apart(values)
@@ -175,12 +169,7 @@ def phase_and_key(key: str) -> tuple[str, str] | None:
 
 
 def labels(method: str, settings: Sequence[Setting]) -> list[str]:
-    """A row's name for a method in each of several settings: its name, and what differs.
-
-    Args:
-        method: the method, which all settings have.
-        settings: settings of the same condition.
-    """
+    """A row's name for a method in each of several settings: its name, and what differs."""
     if len(settings) == 1:
         return [method]
     values = [setting.values for setting in settings]
@@ -217,3 +206,73 @@ def differences(values: Sequence[Mapping[str, Any]]) -> dict[str, list[str]]:
         if len({repr(mapping.get(key)) for mapping in having}) > 1:
             rows[key] = [brief(mapping.get(key, "-")) for mapping in values]
     return rows
+
+
+def settings_of_method(method: str, settings: Sequence[Setting]) -> list[Setting]:
+    """Joins settings that differ only in what has no influence on a method: the phases that it does not start from.
+
+    If several runs of one have the same seed, the last one that has the method's result counts; without any, the last.
+    """
+    found: dict[str, tuple[Mapping[str, Any], dict[Any, RunFiles]]] = {}
+    for setting in settings:
+        needed = _phases_behind(method, setting.runs[0].config)
+        values = {key: value for key, value in setting.values.items() if _is_of(needed, key)}
+        _, by_seed = found.setdefault(repr(sorted(values.items())), (values, {}))
+        for run in setting.runs:
+            if run.seeds not in by_seed or _has_result(method, run) or not _has_result(method, by_seed[run.seeds]):
+                by_seed[run.seeds] = run
+    return [Setting([runs[seed] for seed in sorted(runs, key=repr)], values) for values, runs in found.values()]
+
+
+def _has_result(method: str, run: RunFiles) -> bool:
+    return any(row["method"] == method for row in run.summary)
+
+
+def _is_of(phases: set[str], key: str) -> bool:
+    of_phase = phase_and_key(key)
+    return of_phase is None or of_phase[0] in phases
+
+
+def _phases_behind(method: str, config: Mapping[str, Any]) -> set[str]:
+    """The phase of a method, and those that it starts from: all before it if the configuration does not say which."""
+    phases = {phase["name"]: phase for phase in config.get("federation", {}).get("phases", [])}
+    names = [*phases]
+    own = [name for name in names if method == name or method.startswith(f"{name} ")]  # "... after aggregation"
+    todo, found = [max(own, key=len)] if own else names, set[str]()
+    while todo:
+        name = todo.pop()
+        if name in phases and name not in found:
+            found.add(name)
+            todo += _starts(phases[name], names[: names.index(name)])
+    return found
+
+
+def _starts(phase: Mapping[str, Any], earlier: list[str]) -> list[str]:
+    start = phase.get("start")
+    if start is not None:
+        return [*start.values()] if isinstance(start, dict) else [start]
+    module, _, name = phase.get("algorithm", {}).get("class_path", "").rpartition(".")
+    kind = getattr(algorithms, name, None) if module == algorithms.__name__ else None
+    if kind is None:
+        return earlier
+    anew = kind.federated and kind.follows is Algorithm.follows and not kind.needed_parts
+    return [INITIAL] if anew or kind is algorithms.Local else earlier
+
+
+def flat_hparams(value: object, name: str = "") -> dict[str, object]:
+    """Flattens a nested configuration, with names short enough for a table; settings that are None are left out.
+
+    Example:
+        >>> gate = {"class_path": "FeatureGate", "init_args": {"hidden": 64, "bias": None}}
+        >>> flat_hparams({"model": {"gate": gate}, "phases": [{"name": "FedAvg", "rounds": 9}], "seeds": [0, 1]})
+        {'model/gate': 'FeatureGate', 'model/gate/hidden': 64, 'phases/FedAvg/rounds': 9, 'seeds': [0, 1]}
+    """
+    if isinstance(value, list) and value and all(isinstance(item, dict) for item in value):
+        names = [str(item.get("name", i)) for i, item in enumerate(value)]
+        value = {n: {k: v for k, v in item.items() if k != "name"} for n, item in zip(names, value, strict=True)}
+    if not isinstance(value, dict):
+        return {} if value is None else {name: value}
+    flat = {}
+    for key, item in value.items():
+        flat |= flat_hparams(item, name if key in ("class_path", "init_args") else f"{name}/{key}".lstrip("/"))
+    return flat

@@ -59,9 +59,6 @@ class Difference(NamedTuple):
 def over_seeds(values: Sequence[float]) -> Spread:
     """Mean and sample standard deviation of a value over seeds.
 
-    Args:
-        values: one value for each seed, at least one.
-
     Example:
         >>> over_seeds([1.0, 2.0, 3.0])
         Spread(mean=2.0, std=1.0, seeds=3)
@@ -75,11 +72,6 @@ def paired_difference(method: Sequence[Mapping[int, float]], baseline: Sequence[
 
     Where the difference is the same for all clients of a seed, it counts as one pair: both methods have one model for
     all clients, and the global test set is the same for all of them.
-
-    Args:
-        method: for each seed, the value of each client, by the client's id.
-        baseline: the same of the baseline, with the same seeds in the same order. Clients that only one of the two has,
-            or whose value is nan, are left out.
     """
     pairs, means = list[float](), list[float]()
     for ours, theirs in zip(method, baseline, strict=True):

@@ -31,7 +31,7 @@ from fedmoe_pl import Federation, Phase
 from fedmoe_pl.algorithms import ClusterMixture, EpsilonGreedyIFCA, FedAvg, FineTunedCluster, Local
 from fedmoe_pl.algorithms.ifca import cluster_picks
 from fedmoe_pl.callbacks import ClusterMonitor
-from fedmoe_pl.callbacks.maps import cluster_figure
+from fedmoe_pl.callbacks.clusters import cluster_figure
 from fedmoe_pl.data import Digits, MajorityClasses
 from fedmoe_pl.evaluation.accuracies import predict
 from fedmoe_pl.models import ClusteredMoE, ConstantGate, NetworkGate, SmallMLP

@@ -8,9 +8,9 @@ import yaml
 from helpers.configurations import CONFIGURATIONS, QUICKSTART, REPOSITORY
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 
-from fedmoe_pl.benchmark.grid import read_grid
 from fedmoe_pl.cli import main
 from fedmoe_pl.cli.packaged import configs, folder, names, with_files
+from fedmoe_pl.grids.grid import read_grid
 
 
 def test_they_are_those_of_the_repository_which_the_build_puts_into_the_package():

@@ -1,4 +1,4 @@
-"""The table and the figure of a partition."""
+"""The table of a partition."""
 
 import numpy as np
 import pytest
@@ -6,13 +6,12 @@ from helpers.data import Own, numbered, set_up, vectors
 
 from fedmoe_pl.data import (
     MajorityClasses,
-    partition_figure,
     partition_table,
 )
 
 
 @pytest.mark.parametrize("num_clients", [1, 41, 1001])
-def test_the_table_and_the_figure_show_who_holds_what(num_clients, tmp_path):
+def test_the_table_shows_who_holds_what(num_clients):
     data = set_up(Own(vectors(6000), num_clients=num_clients, test_fraction=0.1, validation_fraction=0.1))
     lines = partition_table(data).splitlines()
     assert lines[0] == f"{num_clients} clients, 3 classes, 6000 training samples, 4 global test samples"
@@ -24,18 +23,6 @@ def test_the_table_and_the_figure_show_who_holds_what(num_clients, tmp_path):
         0,
         *(len(part[0]) for part in (data.train_samples, data.validation_samples, data.test_samples)),
     ] + [int(count) for count in data.class_counts()[0]]
-    partition_figure(data).savefig(tmp_path / "figure.png", dpi=20)
-
-
-def test_the_figure_has_a_row_for_each_client_as_the_maps_of_the_gates_do():
-    data = set_up(Own(vectors(600), num_clients=100, validation_fraction=0.2))
-    figure = partition_figure(data)
-    assert figure.get_figwidth() * figure.dpi == 700
-    cells, sizes = figure.axes[:2]
-    np.testing.assert_array_equal(cells.images[0].get_array(), data.class_counts())
-    assert [label.get_text() for label in cells.get_yticklabels()] == [str(client) for client in range(100)]
-    assert cells.get_ylim() == sizes.get_ylim() == (99.5, -0.5), "client 0 is above"
-    assert [legend.get_text() for legend in figure.legends[0].get_texts()] == ["train", "validation"]
 
 
 def test_many_classes_are_summed_up_in_the_table():
@@ -44,7 +31,6 @@ def test_many_classes_are_summed_up_in_the_table():
     assert header.split() == ["client", "train", "classes", "largest", "class", "its", "samples"]
 
 
-def test_the_table_tells_how_many_samples_stay_with_nobody(tmp_path):
+def test_the_table_tells_how_many_samples_stay_with_nobody():
     data = set_up(Own(numbered(np.arange(100) % 10), num_clients=4, partitioner=MajorityClasses(0.5, 20)))
     assert partition_table(data).startswith("4 clients, 10 classes, 80 of 100 training samples, 2 global test samples")
-    partition_figure(data).savefig(tmp_path / "figure.png", dpi=20)

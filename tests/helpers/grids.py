@@ -23,14 +23,19 @@ TINY = {
     "federation": {
         "logger": False,
         "phases": [
-            {"name": "Local", "algorithm": "Local", "gate": "LocalOnly", "evaluate": True},
+            {"name": "Local", "algorithm": {"class_path": "Local"}, "gate": "LocalOnly", "evaluate": True},
             {
                 "name": "FedAvg",
                 "algorithm": {"class_path": "FedAvg", "init_args": {"shared": "global_expert.*"}},
                 "gate": "GlobalOnly",
                 "evaluate": True,
             },
-            {"name": "PFL-FT", "algorithm": "PersonalizedExpert", "gate": "LocalOnly", "evaluate": True},
+            {
+                "name": "PFL-FT",
+                "algorithm": {"class_path": "PersonalizedExpert"},
+                "gate": "LocalOnly",
+                "evaluate": True,
+            },
         ],
     },
 }
@@ -53,14 +58,26 @@ if kind == "fails" and seed == 0:
     sys.exit(2)
 if kind == "hangs" and seed == 1 and not checkpoint:
     time.sleep(60)
-with open(folder / "clients.csv", "w") as file:
-    rows = csv.writer(file)
-    columns = ("local_test", "reweighted_test", "global_test", "validation")
-    rows.writerow(("method", "model", "moment", "selection", "client", *columns))
-    for index, phase in enumerate(federation["phases"]):
-        for client in range(10):
-            values = ("", 0.5 + index / 10 + client / 100 + seed / 1000, 0.5 + index / 10 + seed / 1000, "")
-            rows.writerow((phase["name"], "an expert", "after aggregation", "last round", client, *values))
+texts = {"model": "an expert", "moment": "after aggregation", "selection": "last round", "clients": "all 10"}
+metrics = ("local_test", "reweighted_test", "global_test", "validation")
+tables = {"clients": [], "rounds": []}
+for index, phase in enumerate(federation["phases"]):
+    of_all = 0.5 + index / 10 + seed / 1000
+    common = {"method": phase["name"], "round": 1, **texts}
+    of_clients = [("", of_all + client / 100, of_all, "") for client in range(10)]
+    tables["clients"] += [
+        {**common, "client": client, "mean_gate_weight": "", **dict(zip(metrics, values))}
+        for client, values in enumerate(of_clients)
+    ]
+    means = dict(zip(metrics, ("", of_all + 0.045, of_all, "")))
+    tables["rounds"].append(
+        common | {f"{metric}_{name}": mean for metric, mean in means.items() for name in ("mean", "std", "worst_tenth")}
+    )
+for name, rows in {**tables, "summary": tables["rounds"]}.items():
+    with open(folder / f"{name}.csv", "w") as file:
+        writer = csv.DictWriter(file, rows[0], lineterminator="\\n")
+        writer.writeheader()
+        writer.writerows(rows)
 for phase in federation["phases"]:
     (finished / f"{phase['name']}.ckpt").touch()
 """

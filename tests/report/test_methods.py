@@ -2,9 +2,8 @@
 
 from pathlib import Path
 
-from fedmoe_pl.report.methods import settings_of_method
 from fedmoe_pl.report.runs import RunFiles
-from fedmoe_pl.report.settings import labels, settings_of
+from fedmoe_pl.report.settings import labels, settings_of, settings_of_method
 
 
 def run(folder, *phases, seed=0, evaluated=None):

@@ -7,10 +7,9 @@ import matplotlib
 import numpy as np
 import pytest
 
+from fedmoe_pl.callbacks.figures import RC, WIDTH, by_class, client_order, gate_figure, partition_figure, styles
 from fedmoe_pl.checkpoints.phase_state import WAYS
-from fedmoe_pl.report.maps import class_counts, client_order, gate_figure, partition_figure
 from fedmoe_pl.report.pictures import cost_figure, curves_figure, distribution_figure
-from fedmoe_pl.report.style import RC, WIDTH, styles
 from fedmoe_pl.report.tables import Method
 
 METRIC = "reweighted_test"
@@ -96,26 +95,35 @@ def rows_of_clients(values, **columns):
     ]
 
 
-@pytest.mark.parametrize(("clients", "classes"), [(3, 2), (20, 10), (100, 62)])
+@pytest.mark.parametrize(("clients", "classes"), [(3, 2), (40, 10), (100, 62)])
 def test_maps_of_many_clients_and_classes_are_legible(clients, classes):
-    counts = np.random.default_rng(0).integers(0, 9, (clients, classes))
-    found = class_counts(rows_of_clients(counts))
-    assert (found == counts).all()
-    figure = partition_figure(found)
-    assert_legible(figure)
-    assert not names_overlap(figure.axes[0])
+    counts = np.random.default_rng(0).integers(0, 9, (clients, classes)).astype(float)
+    rows = rows_of_clients(counts, train=5.0, validation=1.0, test=0.0)
+    assert (by_class(rows) == counts).all()
     weights = np.where(counts > 0, counts / 9, np.nan)
-    gates = [row for expert in "0123" for row in rows_of_clients(weights, expert=expert)]
-    of_experts = gate_figure(gates, [*range(clients)])
-    assert_legible(of_experts)
-    assert len(of_experts.axes) == 5 and not any(map(names_overlap, of_experts.axes))
-    assert_legible(gate_figure(rows_of_clients(weights, expert="global"), [*range(clients)]))
+    of_experts = [row for expert in "0123" for row in rows_of_clients(weights, expert=expert)]
+    means = dict(enumerate(np.nanmean(weights, axis=1)))
+    figures = [
+        partition_figure(rows),
+        gate_figure(of_experts, {}, counts),
+        gate_figure(rows_of_clients(weights, expert="global"), means, counts),
+        gate_figure(rows_of_clients(weights, expert="global"), means, None),
+    ]
+    for figure in figures:
+        assert_legible(figure)
+        assert not names_overlap(figure.axes[0])
+    assert len(figures[1].axes) == 5, "four experts and what their colours mean"
 
 
-def test_many_clients_are_sorted_by_their_largest_class():
-    counts = np.zeros((40, 3))
-    counts[np.arange(40), np.arange(40) % 3] = 5
+def test_the_partition_has_a_row_for_each_client_and_many_are_sorted_by_their_largest_class():
+    counts = np.zeros((60, 3))
+    counts[np.arange(60), np.arange(60) % 3] = 5
     counts[:, 0] += 1
     ordered = counts[client_order(counts)].argmax(axis=1)
     assert (np.diff(ordered) >= 0).all()
-    assert (client_order(counts[:30]) == np.arange(30)).all()
+    assert client_order(counts[:30]) == [*range(30)]
+    samples, sizes = partition_figure(rows_of_clients(counts[:30], train=5.0, validation=1.0, test=0.0)).axes[:2]
+    np.testing.assert_array_equal(samples.images[0].get_array(), counts[:30])
+    assert samples.get_ylim() == sizes.get_ylim() == (29.5, -0.5), "client 0 is above"
+    assert [label.get_text() for label in samples.get_yticklabels()] == [str(client) for client in range(30)]
+    assert sizes.get_legend_handles_labels()[1] == ["train", "validation"]

@@ -11,7 +11,7 @@ import yaml
 from helpers.reports import Page, markdown_tables
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 
-from fedmoe_pl.cli import main
+from fedmoe_pl.checks import InvalidArgumentError
 from fedmoe_pl.report.command import report
 from fedmoe_pl.report.runs import find_runs
 
@@ -36,7 +36,7 @@ def page(finished, tmp_path_factory):
 def written(tmp_path, monkeypatch):
     """Writes a report whose pictures are empty, which takes less time."""
     svg = b'<svg viewBox="0 0 1 1"></svg>'
-    monkeypatch.setattr("fedmoe_pl.report.style._saved", lambda figure, format, metadata: svg)
+    monkeypatch.setattr("fedmoe_pl.report.pictures._saved", lambda figure, format, metadata: svg)
     monkeypatch.setattr("matplotlib.figure.Figure.draw_without_rendering", lambda figure: None)
 
     def write(*arguments):
@@ -289,46 +289,36 @@ def test_a_markdown_file_alone_is_all_that_is_made(finished, tmp_path, monkeypat
     assert [path.name for path in tmp_path.iterdir()] == ["table.md"]
 
 
-REFUSED = {
-    "report: RUN is missing": [],
-    "report: RUN is 'nowhere', but must be the folder of a run or of several.": ["nowhere"],
-    "report: RUN is '{empty}', but must be the folder of a run (runs/<name>/version_<n>) or of several.": ["{empty}"],
-    "report: RUN is '{begun}', which has no results yet.": ["{begun}"],
-    "report: --target is 80, but must be a fraction above 0 and at most 1": ["{run}", "--target", "80"],
-    "report: --target is best, but must be a number": ["{run}", "--target", "best"],
-    "report: --metric is 'accuracy', but must be one that the runs have: reweighted_test, global_test.": (
-        ["{run}", "--metric", "accuracy"]
-    ),
-    "report: --baseline is 'FedProx', but must be one of the methods: Local, FedAvg, PFL-FB, PFL-MF.": (
-        ["{run}", "--baseline", "FedProx"]
-    ),
-    "report: --rounds is 5,x, but must be rounds above 0, such as 5,10,25.": ["{run}", "--rounds", "5,x"],
-    "report: --section is set, but must be left out without --markdown.": ["{run}", "--section", "a"],
-    "report: --markdown is '{empty}/a.md', but must be a file that has the section.": (
-        ["{run}", "--markdown", "{empty}/a.md", "--section", "a"]
-    ),
-    "/summary.csv', which is damaged": ["{damaged}"],
-    "/rounds.csv', which is not one that a run writes": ["{other}"],
-    "tabel is not an argument; it has baseline": ["{run}", "--tabel", "1"],
-}
+@pytest.mark.parametrize(
+    ("argument", "value"),
+    [("--target", "80"), ("--metric", "accuracy"), ("--baseline", "FedProx"), ("--rounds", "5,x")],
+)
+def test_a_choice_that_the_runs_do_not_have_is_refused(argument, value, finished, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(InvalidArgumentError) as error:
+        report([str(finished), argument, value])
+    assert error.value.argument == argument
+    assert not list(tmp_path.iterdir())
 
 
-@pytest.mark.parametrize("sentence", REFUSED)
-def test_what_the_user_can_fix_is_one_line(sentence, finished, copied, tmp_path, capsys):
-    folders = {name: tmp_path / name for name in ("empty", "begun")} | {"run": finished}
-    for name in ("empty", "begun"):
-        folders[name].mkdir()
-    (folders["begun"] / "config.yaml").write_text("seed_everything: 0\n")
-    folders["damaged"], folders["other"] = copied("damaged"), copied("other")
-    summary = folders["damaged"] / "summary.csv"
+@pytest.mark.parametrize("name", ["nowhere", "empty", "begun"])
+def test_a_folder_without_results_is_refused(name, tmp_path):
+    for folder in ("empty", "begun"):
+        (tmp_path / folder).mkdir()
+    (tmp_path / "begun/config.yaml").write_text("seed_everything: 0\n")
+    with pytest.raises(InvalidArgumentError) as error:
+        find_runs([tmp_path / name])
+    assert error.value.argument == "RUN"
+
+
+def test_a_damaged_file_and_one_of_something_else_are_refused(copied):
+    damaged, other = copied("damaged"), copied("other")
+    summary = damaged / "summary.csv"
     summary.write_text(re.sub(r"0\.\d+", "zero", summary.read_text(), count=1))
-    (folders["other"] / "rounds.csv").write_text("epoch,loss\n1,0.5\n")
-    with pytest.raises(SystemExit) as exit:
-        main(["report", *(argument.format(**folders) for argument in REFUSED[sentence])])
-    assert exit.value.code == 2
-    (line,) = capsys.readouterr().err.strip().splitlines()
-    assert line.startswith("fedmoe: ") and sentence.format(**folders) in line
-    assert not list(tmp_path.rglob("*.html"))
+    (other / "rounds.csv").write_text("epoch,loss\n1,0.5\n")
+    for folder in (damaged, other):
+        with pytest.raises(MisconfigurationException, match=r"/\w+\.csv', which is"):
+            find_runs([folder])
 
 
 def test_a_file_that_cannot_be_written_is_refused(finished, written, tmp_path):

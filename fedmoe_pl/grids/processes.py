@@ -17,8 +17,8 @@ from typing import Any
 import torch
 import yaml
 
-from fedmoe_pl.benchmark.cells import Cell
-from fedmoe_pl.benchmark.state import cut_run, finished_run
+from fedmoe_pl.grids.cells import Cell, cut_run, finished_run
+from fedmoe_pl.grids.grid import VARIANT, Grid, published_for
 from fedmoe_pl.rounds.interruption import Interruption
 
 _POLL = 0.1  # seconds between two looks at the processes
@@ -35,24 +35,12 @@ class _Process:
     began: float
 
 
-def run_cells(cells: Sequence[Cell], parallel: int, documents: Sequence[dict[str, Any]]) -> list[Cell]:
-    """Runs the cells that are not finished; a line says when each of them begins and ends.
-
-    Args:
-        cells: the cells of the grid.
-        parallel: how many run at a time.
-        documents: what ``cell.yaml`` says of each cell.
-
-    Returns:
-        The cells that failed.
-
-    Raises:
-        Interruption: if a signal has ended the runs.
-    """
+def run_cells(cells: Sequence[Cell], grid: Grid) -> list[Cell]:
+    """Runs the cells that are not finished; a line says when each of them begins and ends."""
     waiting = list[tuple[int, Cell]]()
-    for number, (cell, document) in enumerate(zip(cells, documents, strict=True), 1):
+    for number, cell in enumerate(cells, 1):
         run = finished_run(cell)
-        _write(cell.folder / "cell.yaml", document)
+        _write(cell.folder / "cell.yaml", _document(grid, cell))
         if run is None:
             waiting.append((number, cell))
         else:
@@ -61,10 +49,10 @@ def run_cells(cells: Sequence[Cell], parallel: int, documents: Sequence[dict[str
     with _signals():
         try:
             while waiting or running:
-                free = [slot for slot in range(parallel) if slot not in [each.slot for each in running]]
+                free = [slot for slot in range(grid.parallel) if slot not in [each.slot for each in running]]
                 for slot in free[: len(waiting)]:
                     number, cell = waiting.pop(0)
-                    running.append(_start(cell, number, slot, parallel, cells))
+                    running.append(_start(cell, number, slot, grid.parallel, cells))
                 time.sleep(_POLL)
                 for each in [each for each in running if each.process.poll() is not None]:
                     running.remove(each)
@@ -74,6 +62,23 @@ def run_cells(cells: Sequence[Cell], parallel: int, documents: Sequence[dict[str
             _end(running)
             raise
     return failed
+
+
+def _document(grid: Grid, cell: Cell) -> dict[str, Any]:
+    """What ``cell.yaml`` says of a cell; see ``grid.py``."""
+    return {
+        "variant": cell.where.get(VARIANT),
+        "values": {key: value for key, value in cell.where.items() if key != VARIANT},
+        "baseline": grid.baseline,
+        "paper": [
+            {
+                "table": published.table,
+                "metric": published.metric,
+                "cells": {method: [*number] for method, number in published.numbers.items()},
+            }
+            for published in published_for(grid.paper, cell.condition)
+        ],
+    }
 
 
 def _start(cell: Cell, number: int, slot: int, parallel: int, cells: Sequence[Cell]) -> _Process:

@@ -13,26 +13,71 @@ A grid has one cell for every combination of a variant and one value of each key
     baseline: FedAvg
     folder: runs/pfl_moe
 
-This file says what a cell runs, and ``published.py`` what is below the key ``paper``.
+The key ``paper`` is a list of published numbers, which the table puts beside ours. Each entry has the numbers of one
+metric in one column of a paper's table, in percent::
+
+    paper:
+      - table: Guo et al. 2021, Table I
+        where: {variant: Fashion-MNIST, alpha: 0.5}
+        metric: reweighted_test
+        cells: {FedAvg: 90.00, PFL-FB: 92.84}
+      - table: Isaksson et al. 2022, Table 2
+        where: {majority_share: 1.0}
+        metric: reweighted_test
+        cells: {MoE: [90.76, 0.82]}
+
+* ``table``: where the numbers are from; it also says if they are corrected.
+* ``where``: for which cells of the grid they are: the value of some of its keys, and its ``variant`` if it has any. A
+  key may be shortened to its last words, as long as one key of the grid ends with them. An entry is for every cell that
+  has these values; without ``where``, for all.
+* ``metric``: ``local_test``, ``reweighted_test`` or ``global_test``, as in ``clients.csv``.
+* ``cells``: a number for each method, or a number and its standard deviation. A method is named as in ``clients.csv``;
+  the paper's names are those of the configurations' phases. Methods that the grid lacks are allowed.
+
+For each cell, ``fedmoe benchmark`` writes the numbers that are for it to ``cell.yaml``, in the folder that its runs
+are in (``<folder>/<cell>/cell.yaml`` beside ``<folder>/<cell>/version_0``)::
+
+    variant: Fashion-MNIST           # null without variants
+    values: {data.init_args.partitioner.init_args.alpha: 0.5, seed_everything: 0}
+    baseline: FedAvg                 # null if the grid has none
+    paper:
+      - table: Guo et al. 2021, Table I
+        metric: reweighted_test
+        cells: {FedAvg: [90.0, null], PFL-FB: [92.84, null]}
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 from jsonargparse import ActionConfigFile, ArgumentParser, get_loader  # pyright: ignore[reportPrivateImportUsage]
 from jsonargparse.typing import Path_fr, PositiveInt
-from lightning.fabric.utilities.exceptions import MisconfigurationException
 
-from fedmoe_pl.benchmark.published import VARIANT, Published, full_key
-from fedmoe_pl.rounds.names import is_file_name
+from fedmoe_pl.checks import InvalidArgumentError
 
 DESCRIPTION = "Runs every combination of some values of a configuration, and makes one table over their seeds"
 SEED = "seed_everything"
+VARIANT = "variant"
 _OF_CLASS = {"class_path", "init_args", "dict_kwargs"}
+
+
+@dataclass
+class Published:
+    """Published numbers of one metric in one column of a table: of a method in percent, and its standard deviation."""
+
+    table: str
+    metric: Literal["local_test", "reweighted_test", "global_test"]
+    cells: dict[str, float | tuple[float, float]]
+    where: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def numbers(self) -> dict[str, tuple[float, float | None]]:
+        """The number of each method and its standard deviation, or None."""
+        return {name: cell if isinstance(cell, tuple) else (cell, None) for name, cell in self.cells.items()}
 
 
 @dataclass
@@ -78,24 +123,17 @@ class Grid:
     paper: list[Published] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        """Checks what does not depend on the configurations, and writes keys as dotted words.
-
-        Raises:
-            MisconfigurationException: if a list is empty, or a variant or value cannot name a folder.
-        """
+        """Writes keys as dotted words, and checks values and papers, without the configurations."""
         self.values = dict(_dotted(self.values))
         self.overrides = dict(_dotted(self.overrides))
-        for key in ("configs", "folder"):
-            if not getattr(self, key):
-                raise MisconfigurationException(f"{key} is empty, but must be given.")
-        if self.methods == []:
-            raise MisconfigurationException("methods is [], but must name at least one phase, or be left out.")
-        for name, variant in self.variants.items():
+        for variant in self.variants.values():
             variant.overrides = dict(_dotted(variant.overrides))
-            if not is_file_name(name):
-                raise MisconfigurationException(f"variants has '{name}', but must have names that a folder can have.")
         for key, values in self.values.items():
-            _check_values(key, values)
+            if not isinstance(values, list) or not values:
+                raise InvalidArgumentError("benchmark", f"values.{key}", values, "a list of at least one value")
+            names = [value_name(value) for value in values]
+            if len({*names}) < len(names):
+                raise InvalidArgumentError("benchmark", f"values.{key}", names, "a list that has every value once")
         for published in self.paper:
             for key in published.where:
                 full_key(key, [other for other in self.keys if other != SEED], published.table)
@@ -104,6 +142,11 @@ class Grid:
     def keys(self) -> list[str]:
         """The keys of ``values``, after ``variant`` if there are variants."""
         return [*([VARIANT] if self.variants else []), *self.values]
+
+    @property
+    def number(self) -> int:
+        """The number of cells."""
+        return math.prod([max(len(self.variants), 1), *map(len, self.values.values())])
 
     @property
     def words(self) -> dict[str, str]:
@@ -131,15 +174,7 @@ def grid_parser() -> ArgumentParser:
 
 
 def read_grid(arguments: Sequence[str]) -> Grid:
-    """The grid that a command line gives.
-
-    Args:
-        arguments: the arguments of ``fedmoe benchmark``.
-
-    Raises:
-        ArgumentError: if an argument is unknown or has a wrong type, or a file is missing.
-        MisconfigurationException: if an argument has a wrong value.
-    """
+    """The grid that a command line gives."""
     given = grid_parser().parse_args([*_as_overlays(arguments)]).as_dict()
     del given["config"]
     given["variants"] = {name: Variant(**variant) for name, variant in given["variants"].items()}
@@ -176,11 +211,7 @@ def value_name(value: Any) -> str:
     """
     if isinstance(value, Mapping):
         return str(value.get("class_path", value)).rsplit(".", 1)[-1]
-    return {None: "null", True: "true", False: "false"}.get(value, str(value)) if _is_plain(value) else str(value)
-
-
-def _is_plain(value: Any) -> bool:
-    return value is None or isinstance(value, bool)
+    return json.dumps(value) if value is None or isinstance(value, bool) else str(value)
 
 
 def _dotted(node: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
@@ -194,23 +225,6 @@ def _dotted(node: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, An
             yield key, value
 
 
-def _check_values(key: str, values: Any) -> None:
-    if not isinstance(values, list) or not values:
-        raise MisconfigurationException(f"values.{key} is {values!r}, but must be a list of at least one value.")
-    names = [value_name(value) for value in values]
-    if len({*names}) < len(names):
-        raise MisconfigurationException(f"values.{key} is {names}, but must have every value once.")
-    for value, name in zip(values, names, strict=True):
-        is_named = isinstance(value, (str, int, float)) or value is None or "class_path" in value
-        if not is_named or not is_file_name(name):
-            raise MisconfigurationException(
-                f"values.{key} has {value!r}, but must have numbers, words or classes, which name a cell's folder; "
-                "give others as variants."
-            )
-        if key == SEED and not (type(value) is int and value >= 0):
-            raise MisconfigurationException(f"values.{key} has {value!r}, but must have integers of at least 0.")
-
-
 def _shortest(key: str, keys: Sequence[str]) -> str:
     words = key.split(".")
     for number in range(1, len(words)):
@@ -218,3 +232,27 @@ def _shortest(key: str, keys: Sequence[str]) -> str:
         if sum(other == short or other.endswith(f".{short}") for other in keys) == 1:
             return short
     return key
+
+
+def full_key(key: str, keys: Iterable[str], table: str = "") -> str:
+    """The key of a grid that a shortened key stands for.
+
+    Example:
+        >>> full_key("alpha", ["seed_everything", "data.init_args.partitioner.init_args.alpha"])
+        'data.init_args.partitioner.init_args.alpha'
+    """
+    keys = list(keys)
+    found = [other for other in keys if other == key or other.endswith(f".{key}")]
+    if len(found) != 1:
+        allowed = f"a key of the grid: {', '.join(keys) or 'it has none'}"
+        raise InvalidArgumentError(f"paper '{table}'", "where", key, allowed)
+    return found[0]
+
+
+def published_for(paper: Iterable[Published], values: Mapping[str, Any]) -> list[Published]:
+    """The published numbers that are for a cell."""
+    return [
+        published
+        for published in paper
+        if all(values[full_key(key, values, published.table)] == value for key, value in published.where.items())
+    ]

@@ -7,10 +7,9 @@ from helpers.configurations import REPOSITORY
 from helpers.grids import pretended_configured, write_grid
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 
-from fedmoe_pl.benchmark.cells import make_cells
-from fedmoe_pl.benchmark.grid import read_grid
-from fedmoe_pl.benchmark.published import published_for
 from fedmoe_pl.cli.commands import configured
+from fedmoe_pl.grids.cells import make_cells
+from fedmoe_pl.grids.grid import published_for, read_grid
 
 ALPHA = "data.init_args.partitioner.init_args.alpha"
 GRIDS = sorted((REPOSITORY / "configs/papers").glob("*.yaml"))
@@ -95,32 +94,23 @@ def test_a_condition_that_has_begun_is_not_checked_again(tmp_path):
 
 
 REFUSED = {
-    "alfa=0.5: data.init_args.partitioner.init_args.alfa is not an argument of Dirichlet; did you mean alpha?": {
-        "values": {ALPHA.replace("alpha", "alfa"): [0.5]}
-    },
-    "alpha=-1: Dirichlet: data.init_args.partitioner.init_args.alpha is -1.0, but must be a finite number above 0.": {
-        "values": {ALPHA: [0.5, -1]}
-    },
-    "num_clients=2000: Dirichlet: data.init_args.num_clients is 2000, but": {
-        "values": {"data.init_args.num_clients": [2000]}
-    },
-    "every cell: federation.phases.FedAvg.roundz is not an argument of Phase; did you mean rounds?": {
-        "overrides": {"federation.phases.FedAvg.roundz": 3}
-    },
-    "every cell: federation.phases.FedAvgg.rounds is not a key of a phase; the phases are Local, FedAvg, PFL-FT.": {
-        "overrides": {"federation.phases.FedAvgg.rounds": 3}
-    },
-    "every cell: baseline is 'FedProx', but must be one of Local, FedAvg, PFL-FT.": {"baseline": "FedProx"},
-    "every cell: methods has 'FedProx', but must have phases: Local, FedAvg, PFL-FT.": {"methods": ["FedProx"]},
-    "A: trainer.max_epochs is 'x', but must be int": {"variants": {"A": {"overrides": {"trainer.max_epochs": "x"}}}},
+    "a key that the class lacks": {"values": {ALPHA.replace("alpha", "alfa"): [0.5]}},
+    "a value that the class refuses": {"values": {ALPHA: [0.5, -1]}},
+    "a phase that there is not": {"overrides": {"federation.phases.FedAvgg.rounds": 3}},
+    "a baseline that there is not": {"baseline": "FedProx"},
+    "a method that there is not": {"methods": ["FedProx"]},
+    "a wrong type": {"variants": {"A": {"overrides": {"trainer.max_epochs": "x"}}}},
+    "a name that no folder can have": {"values": {"data.init_args.root": ["a/b"]}},
+    "a seed that is none": {"values": {"seed_everything": [-1]}},
 }
+CELLS = ("alfa=0.5: ", "alpha=-1: ", "every cell: ", "every cell: ", "every cell: ", "A: ", "root=a/b: ", "")
 
 
-@pytest.mark.parametrize("sentence", REFUSED)
-def test_a_wrong_configuration_is_refused_with_its_cell(sentence, tmp_path):
+@pytest.mark.parametrize(("what", "cell"), [*zip(REFUSED, CELLS, strict=True)])
+def test_a_wrong_configuration_is_refused_with_its_cell(what, cell, tmp_path):
     with pytest.raises(MisconfigurationException) as error:
-        cells_of(tmp_path, **REFUSED[sentence])
-    assert str(error.value).startswith(sentence)
+        cells_of(tmp_path, **REFUSED[what])
+    assert str(error.value).startswith(cell)
 
 
 @functools.cache

@@ -13,13 +13,13 @@ import pytest
 import yaml
 from helpers.configurations import REPOSITORY
 from helpers.grids import pretended_configured, pretended_fit, write_grid
+from helpers.reports import markdown_tables
 
-from fedmoe_pl.benchmark import processes
-from fedmoe_pl.benchmark.cells import make_cells
-from fedmoe_pl.benchmark.grid import read_grid
-from fedmoe_pl.benchmark.state import cut_run, finished_run
 from fedmoe_pl.cli import main
 from fedmoe_pl.cli.commands import configured
+from fedmoe_pl.grids import processes
+from fedmoe_pl.grids.cells import cut_run, finished_run, make_cells
+from fedmoe_pl.grids.grid import read_grid
 
 PAPER = [
     {"table": "A 2026, Table 1", "metric": "reweighted_test", "cells": {"FedAvg": [60, 0.5]}},
@@ -59,9 +59,12 @@ def test_a_grid_is_run_once_and_ends_with_a_table(pretend, tmp_path, capsys):
     assert "[1/4] alpha=0.5,seed_everything=0 starts\n" in out
     assert re.search(r"\[4/4\] alpha=7,seed_everything=1 is finished after \d+ s\n", out)
     # by hand: 10 clients with 50, 51 ... 59 percent, and 0.1 points more with seed 1; FedAvg has 10 points more
-    assert re.search(r"alpha = 0.5 \(seeds 0, 1\)\nLocal +54.55  0.07 +- +- +- +- +50.05 +0.07", out)
-    assert re.search(r"FedAvg +64.55  0.07  60.00 \(0.50\) +\+10.00\* +<0.0001 +20 +60.05 +0.07 +\+10.00 +", out)
-    assert out.count("99.00") == 1 and "paper: A 2026, Table 1, B 2026" in out
+    first, second = markdown_tables(out)
+    assert first[0] == ["method", "reweighted test", "paper", "to Local", "global test", "to Local"]
+    assert first[1] == ["Local", "54.55 ± 0.07", "-", "-", "50.05 ± 0.07", "-"]
+    assert first[2] == ["FedAvg", "64.55 ± 0.07", "60.00 ± 0.50", "+10.00*", "60.05 ± 0.07", "+10.00"]
+    assert [line[2] for line in second] == ["paper", "99.00", "60.00 ± 0.50", "-"]
+    assert "### alpha 0.5" in out and "* Paper: A 2026, Table 1." in out and "* Paper: B 2026." in out
     cell = yaml.safe_load((tmp_path / "runs/alpha=7,seed_everything=1/cell.yaml").read_text())
     assert cell["values"] == {"data.init_args.partitioner.init_args.alpha": 7, "seed_everything": 1}
     assert cell["variant"] is None and cell["baseline"] == "Local"
@@ -70,11 +73,11 @@ def test_a_grid_is_run_once_and_ends_with_a_table(pretend, tmp_path, capsys):
     assert run(arguments) == 0
     again = capsys.readouterr().out
     assert "starts" not in again and again.count(" is finished: ") == 4
-    assert again.split("reweighted test", 1)[1] == out.split("reweighted test", 1)[1]
+    assert markdown_tables(again) == [first, second]
 
     assert run([*arguments, "--methods", "[PFL-FT]"]) == 0
     out = capsys.readouterr().out
-    assert "starts" not in out and "PFL-FT " in out and "FedAvg" not in out.split("worst")[0].split("Accuracy")[0]
+    assert "starts" not in out and [line[0] for line in markdown_tables(out)[0]] == ["method", "Local", "PFL-FT"]
 
 
 def test_the_files_have_the_table(pretend, tmp_path):
@@ -91,12 +94,13 @@ def test_the_files_have_the_table(pretend, tmp_path):
     assert float(local["difference"]) == pytest.approx(-0.1) and local["pairs"] == "20"
     assert (local["variant"], local["seeds"], local["more_than_noise"]) == ("A_1", "0 1", "True")
     assert rows[2]["paper"] == "0.6" and rows[2]["difference"] == "" and rows[1]["pairs"] == "2"
-    lines = (tmp_path / "runs/table.md").read_text().splitlines()
-    assert lines[0].startswith("| variant | method | reweighted test | paper | to FedAvg | p (pairs) | global test |")
-    assert lines[3].startswith("| A_1 | FedAvg | 64.55 ± 0.07 | 60.00 (0.50) | - | - | 60.05 ± 0.07 |")
+    assert 0 < float(local["p"]) < 1e-4
+    ((header, _, fedavg, _),) = markdown_tables((tmp_path / "runs/table.md").read_text())
+    assert header == ["method", "reweighted test", "paper", "to FedAvg", "global test", "to FedAvg"]
+    assert fedavg == ["FedAvg", "64.55 ± 0.07", "60.00 ± 0.50", "-", "60.05 ± 0.07", "-"]
     latex = (tmp_path / "runs/table.tex").read_text()
-    assert r"A\_1 & FedAvg & 64.55 $\pm$ 0.07 & 60.00 (0.50) & - & - &" in latex
-    assert latex.count(r"\\") == 4 and "\\begin{tabular}{llrrrrrrr}" in latex
+    assert r"FedAvg & 64.55 $\pm$ 0.07 & 60.00 $\pm$ 0.50 & - & 60.05 $\pm$ 0.07 & - \\" in latex
+    assert latex.count(r" \\") == 4 and "\\begin{tabular}{lrrrrr}" in latex
 
 
 def test_a_failed_cell_is_named_and_the_others_go_on(pretend, tmp_path, capsys):
@@ -107,7 +111,7 @@ def test_a_failed_cell_is_named_and_the_others_go_on(pretend, tmp_path, capsys):
     assert re.search(
         rf"\[1/2\] seed_everything=0 failed after \d+ s \(exit code 2\): fedmoe: it is broken. \[{path}\]", said.out
     )
-    assert "[2/2] seed_everything=1 is finished" in said.out and "(seed 1)" in said.out
+    assert "[2/2] seed_everything=1 is finished" in said.out and "One run" in said.out
     assert said.err == f"fedmoe: seed_everything=0 failed; see {path}\n"
 
 
@@ -194,7 +198,7 @@ def test_fit_writes_what_a_finished_cell_needs(tmp_path, capsys):
         (tmp_path / "elsewhere").rename(cell.folder / "version_0/checkpoints/finished/FedAvg.ckpt")
     capsys.readouterr()
     assert run(arguments) == 0
-    assert "(seeds 0, 1)\nFedAvg " in capsys.readouterr().out
+    assert "| FedAvg | " in capsys.readouterr().out
 
 
 @pytest.mark.slow
@@ -215,4 +219,4 @@ def test_a_killed_grid_is_continued(tmp_path):
     assert "seed_everything=0 goes on from" in finished
     other = [*command, "--folder", str(tmp_path / "other")]
     whole = subprocess.run(other, cwd=REPOSITORY, check=True, capture_output=True, text=True).stdout
-    assert finished.split("reweighted test")[1].split("Files")[0] == whole.split("local test")[1].split("Files")[0]
+    assert markdown_tables(finished) == markdown_tables(whole)

@@ -12,11 +12,14 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
+import yaml
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 
-from fedmoe_pl.benchmark.grid import SEED, Grid, Variant, value_name
-from fedmoe_pl.benchmark.published import VARIANT
+from fedmoe_pl.checkpoints.checkpoint import FILE, PREVIOUS, run_versions
+from fedmoe_pl.checkpoints.configuration import relevant
+from fedmoe_pl.checks import InvalidArgumentError
 from fedmoe_pl.federation import Federation
+from fedmoe_pl.grids.grid import SEED, VARIANT, Grid, Variant, value_name
 from fedmoe_pl.rounds.names import is_file_name
 from fedmoe_pl.rounds.starts import chain_of_starts
 
@@ -59,15 +62,6 @@ def make_cells(grid: Grid, configured: Configured, has_begun: Callable[[Cell], b
     """The cells of a grid, in the order of its variants and values; the seed changes first.
 
     Cells that differ only in their seed are checked once.
-
-    Args:
-        grid: the grid.
-        configured: makes the federation of a configuration.
-        has_begun: whether a run of the cell has begun, so that its configuration has been checked.
-
-    Raises:
-        MisconfigurationException: if the configuration of a cell is wrong, or lacks one of the grid's methods; the
-            message begins with the cell.
     """
     cells = list[Cell]()
     others = [key for key in grid.values if key != SEED]
@@ -124,7 +118,7 @@ def _configuration(grid: Grid, where: Mapping[str, Any], configured: Configured)
     names = [phase.name for phase in federation.phases]
     for name in grid.methods:
         if name not in names:
-            raise MisconfigurationException(f"methods has '{name}', but must have phases: {', '.join(names)}.")
+            raise InvalidArgumentError("benchmark", "methods", name, f"one of the phases: {', '.join(names)}")
     wanted = [name for name in names if name in grid.methods or is_row_of(grid.baseline, name)]
     chains = [chain_of_starts(federation.phases, federation.starts, name) for name in wanted]
     needed = {phase.name for chain in chains for phase in chain}
@@ -148,7 +142,7 @@ def _shown(grid: Grid, phases: list[dict[str, Any]]) -> list[str]:
     names = [phase["name"] for phase in phases if phase["evaluate"]]
     shown = [name for name in names if grid.methods is None or name in grid.methods or is_row_of(grid.baseline, name)]
     if grid.baseline is not None and not any(is_row_of(grid.baseline, name) for name in shown):
-        raise MisconfigurationException(f"baseline is '{grid.baseline}', but must be one of {', '.join(names)}.")
+        raise InvalidArgumentError("benchmark", "baseline", grid.baseline, f"one of {', '.join(names)}")
     return shown
 
 
@@ -157,7 +151,8 @@ def _cell(grid: Grid, where: dict[str, Any], seed: int, configuration: dict[str,
     full = {key: full[key] for key in dict.fromkeys((*grid.keys, SEED))}
     name = _name(grid, full)
     if not is_file_name(name):
-        raise MisconfigurationException(f"values give the name '{name}', which is too long for a folder.")
+        allowed = "such that a folder can have the cell's name; give other values as variants"
+        raise InvalidArgumentError("benchmark", "values", name, allowed)
     federation = {
         **configuration["federation"],
         "default_root_dir": grid.folder,
@@ -218,3 +213,57 @@ def _put(node: dict[str, Any], names: Sequence[str], value: Any) -> None:
             node[name] = {}
         node = node[name]
     node[last] = value
+
+
+def finished_run(cell: Cell) -> Path | None:
+    """The folder of the newest finished run of a cell; None if there is none.
+
+    A run that has more phases than the cell is one of it, too.
+    """
+    for folder, phases in _runs(cell):
+        names = [phase["name"] for phase in _phases(cell.configuration)]
+        finished = all((folder / FILE).with_name("finished").joinpath(f"{name}.ckpt").is_file() for name in names)
+        if finished and all(phase in phases for phase in _phases(cell.configuration)):
+            return folder
+    return None
+
+
+def cut_run(cell: Cell) -> Path | None:
+    """The checkpoint with which the newest run of a cell goes on; None if there is none."""
+    for folder, phases in _runs(cell):
+        path = folder / FILE
+        if phases == _phases(cell.configuration) and (path.is_file() or path.with_name(PREVIOUS).is_file()):
+            return path
+    return None
+
+
+def has_begun(cell: Cell) -> bool:
+    """Whether a cell has a run that is finished or goes on."""
+    return finished_run(cell) is not None or cut_run(cell) is not None
+
+
+def _runs(cell: Cell) -> Iterator[tuple[Path, list[dict[str, Any]]]]:
+    """Yields the folders of the runs with the cell's configuration, the newest first, and the phases of each.
+
+    The phases themselves are not compared, nor what does not change a result, such as devices and loggers.
+    """
+    expected = _compared(cell.configuration)
+    for version in sorted(run_versions(cell.folder), reverse=True):
+        path = cell.folder / f"version_{version}" / "config.yaml"
+        try:
+            configuration = yaml.safe_load(path.read_text())
+        except (OSError, yaml.YAMLError):  # of a run that has only begun
+            continue
+        if isinstance(configuration, dict) and _compared(configuration) == expected:
+            yield path.parent, _phases(configuration)
+
+
+def _compared(configuration: dict[str, Any]) -> dict[str, Any]:
+    compared = relevant(configuration)
+    federation = {name: value for name, value in compared["federation"].items() if name != "phases"}
+    # `relevant` leaves out the seed and where the data are, because a run compares them by itself
+    return {**compared, "federation": federation, SEED: configuration[SEED], "data": configuration["data"]}
+
+
+def _phases(configuration: dict[str, Any]) -> list[dict[str, Any]]:
+    return configuration["federation"]["phases"]

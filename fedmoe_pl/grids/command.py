@@ -1,0 +1,62 @@
+"""The command ``fedmoe benchmark``."""
+
+from __future__ import annotations
+
+import shlex
+import signal
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+from lightning.fabric.utilities.exceptions import MisconfigurationException
+
+from fedmoe_pl.checkpoints.lock import exclusive
+from fedmoe_pl.checks import InvalidArgumentError
+from fedmoe_pl.grids.cells import Configured, finished_run, has_begun, make_cells
+from fedmoe_pl.grids.grid import read_grid
+from fedmoe_pl.grids.processes import run_cells
+from fedmoe_pl.grids.table import write_tables
+from fedmoe_pl.rounds.interruption import Interruption
+
+
+def benchmark(arguments: Sequence[str], configured: Configured) -> int:
+    """Runs a grid, and prints and writes its table.
+
+    Args:
+        arguments: the arguments of the command.
+        configured: makes the federation of the arguments of ``fedmoe fit``; see ``fedmoe_pl.cli.cli.configured``.
+
+    Returns:
+        The exit code: 0, 1 if a cell failed, or 128 and the number of the signal that ended the runs.
+    """
+    grid = read_grid(arguments)
+    print(f"checking the configurations of {grid.number} runs", flush=True)
+    cells = make_cells(grid, configured, has_begun)
+    with _locked(Path(grid.folder)):
+        try:
+            failed = run_cells(cells, grid)
+        except Interruption as end:
+            command = shlex.join(["fedmoe", "benchmark", *arguments])
+            name = signal.Signals(end.signum).name
+            print(f"fedmoe: {name} has ended the runs; they continue with\n{command}", file=sys.stderr, flush=True)
+            return 128 + end.signum
+    runs = [(cell, run) for cell in cells if (run := finished_run(cell)) is not None]
+    if runs:
+        print(f"\n{write_tables(grid, runs)}\n\nFiles: {Path(grid.folder) / 'table'}.csv, .md, .tex", flush=True)
+    for cell in failed:
+        print(f"fedmoe: {cell.name} failed; see {cell.folder / 'stderr.log'}", file=sys.stderr)
+    return 1 if failed else 0
+
+
+@contextmanager
+def _locked(folder: Path) -> Iterator[None]:
+    """Keeps other processes from running a grid in the same folder."""
+    taken = f"folder is '{folder}', but another process runs a grid there now; wait until it ends, or end it."
+
+    def unusable(error: OSError) -> MisconfigurationException:
+        allowed = f"a folder in which files can be written ({error.strerror})"
+        return InvalidArgumentError("benchmark", "folder", str(folder), allowed)
+
+    with exclusive(folder / "lock", taken, unusable):
+        yield
