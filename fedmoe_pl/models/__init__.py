@@ -1,22 +1,15 @@
 """Mixtures of experts, gates and experts; they do not depend on the federation."""
 
-from fedmoe_pl.models.experts.bilstm import BiLSTM
-from fedmoe_pl.models.experts.cnn import CNN
-from fedmoe_pl.models.experts.fcn import SmallFCN
-from fedmoe_pl.models.experts.fedavg_cnn import ConvBlock, ConvExpert, FedAvgCNN
-from fedmoe_pl.models.experts.ifca_cnn import IFCACNN
-from fedmoe_pl.models.experts.leaf_cnn import LEAFCNN
-from fedmoe_pl.models.experts.lenet5 import LeNet5
-from fedmoe_pl.models.experts.mlp import RepresentationMLP, SmallMLP
-from fedmoe_pl.models.experts.two_conv_cnn import TwoConvCNN
-from fedmoe_pl.models.experts.vgg16 import VGG16
+from fedmoe_pl.models.experts.adaptive import IFCACNN, LEAFCNN
+from fedmoe_pl.models.experts.fedmoe_da import ConvBlock, ConvExpert, FedAvgCNN
+from fedmoe_pl.models.experts.opt_out import BiLSTM, TwoConvCNN
+from fedmoe_pl.models.experts.pfedmoe import CNN
+from fedmoe_pl.models.experts.pfl_moe import VGG16, LeNet5
+from fedmoe_pl.models.experts.small import RepresentationMLP, SmallFCN, SmallMLP
 from fedmoe_pl.models.gates.fixed import ConstantGate, EqualWeights, FixedGate, GlobalOnly, LocalOnly, MixtureWeights
 from fedmoe_pl.models.gates.gate import Gate
-from fedmoe_pl.models.gates.linear import FeatureGate, LinearGate
-from fedmoe_pl.models.gates.network import GateCNN, NetworkGate
-from fedmoe_pl.models.gates.perceptron import MLPGate
-from fedmoe_pl.models.gates.proxy import ProxyGate
-from fedmoe_pl.models.gates.switch_norm import SwitchNormGate
+from fedmoe_pl.models.gates.linear import FeatureGate, LinearGate, ProxyGate
+from fedmoe_pl.models.gates.network import GateCNN, MLPGate, NetworkGate, SwitchNormGate
 from fedmoe_pl.models.mixtures.clustered import ClusteredMoE
 from fedmoe_pl.models.mixtures.mixture import MixtureOfExperts
 from fedmoe_pl.models.mixtures.personalized import PersonalizedMoE

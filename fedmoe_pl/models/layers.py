@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from typing import Any
 
 import torch
-from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
+
+from fedmoe_pl.checks import MOST_UNITS, InvalidArgumentError, check_at_least
 
 
 def draw_anew(module: nn.Module) -> None:
@@ -88,45 +90,29 @@ class SmallBiasLinear(nn.Linear):
         nn.init.constant_(self.bias, 0.01)
 
 
+def keep_arguments(network: nn.Module, arguments: Mapping[str, Any]) -> None:
+    """Makes attributes of the locals of a network's constructor, from which a checkpoint can rebuild it.
+
+    All are sizes, except for the probability ``dropout``, flags and modules.
+    """
+    for name, value in arguments.items():
+        if name == "self" or name.startswith("_"):
+            continue
+        if name == "dropout" and not 0 <= value < 1:
+            raise InvalidArgumentError(network, name, value, "at least 0 and below 1")
+        if name != "dropout" and not isinstance(value, (bool, nn.Module)):
+            check_at_least(network, name, value, 1, MOST_UNITS)
+        setattr(network, name, value)
+
+
 def pooled_size(network: nn.Module, image_size: int, times: int = 2) -> int:
-    """Height and width of an image after 5x5 convolutions without padding, each followed by 2x2 pooling.
-
-    Args:
-        network: the network that the message names.
-        image_size: height and width of the image in pixels.
-        times: number of convolutions.
-
-    Raises:
-        MisconfigurationException: if the image is too small.
-    """
-    size = image_size
+    """Height and width of an image after 5x5 convolutions without padding, each followed by 2x2 pooling."""
+    size, least = image_size, 1
     for _ in range(times):
-        size = (size - 4) // 2
+        size, least = (size - 4) // 2, 2 * least + 4
     if size < 1:
-        least = 1
-        for _ in range(times):
-            least = 2 * least + 4
-        raise MisconfigurationException(
-            f"{type(network).__name__}: image_size is {image_size}, but must be at least {least} pixels for {times} "
-            "5x5 convolutions with pooling."
-        )
+        raise InvalidArgumentError(network, "image_size", image_size, f"at least {least}, for {times} convolutions")
     return size
-
-
-def check_dropout(network: nn.Module, dropout: float) -> None:
-    """Refuses a dropout probability outside [0, 1).
-
-    Args:
-        network: the network that the message names.
-        dropout: dropout probability.
-
-    Raises:
-        MisconfigurationException: if it is outside [0, 1).
-    """
-    if not 0 <= dropout < 1:
-        raise MisconfigurationException(
-            f"{type(network).__name__}: dropout is {dropout}, but must be at least 0 and below 1."
-        )
 
 
 def two_convolutions(
@@ -136,12 +122,6 @@ def two_convolutions(
 
     As in all networks here, pooling comes first, which has the same outputs and gradients, and leaves ReLU a quarter of
     the values.
-
-    Args:
-        in_channels: channels of the input.
-        conv1_channels: width of the first convolution.
-        conv2_channels: width of the second convolution.
-        convolution: class of both convolutions, which draws their initial parameters.
     """
     return nn.Sequential(
         convolution(in_channels, conv1_channels, 5),

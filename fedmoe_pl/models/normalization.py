@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import torch
-from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from fedmoe_pl.checks import check_number, check_sizes
+from fedmoe_pl.checks import MOST_UNITS, InvalidArgumentError, check_at_least, check_number
 
 
 class SwitchNorm1d(nn.Module):
@@ -25,9 +24,6 @@ class SwitchNorm1d(nn.Module):
             the share of the new statistics. The official implementation has 0.997: after 1000 steps, 5% of the initial
             value is left.
         eps: added to the variance.
-
-    Raises:
-        MisconfigurationException: if there are fewer than 2 features, or the momentum is not between 0 and 1.
     """
 
     running_mean: Tensor
@@ -35,15 +31,9 @@ class SwitchNorm1d(nn.Module):
 
     def __init__(self, num_features: int, momentum: float = 0.9, eps: float = 1e-5) -> None:
         super().__init__()
-        check_sizes(self, num_features=num_features)
-        if num_features < 2:
-            raise MisconfigurationException(
-                f"SwitchNorm1d: num_features is {num_features}, but must be at least 2 for a variance."
-            )
+        check_at_least(self, "num_features", num_features, 2, MOST_UNITS)
         if not 0 <= momentum <= 1:
-            raise MisconfigurationException(
-                f"SwitchNorm1d: momentum is {momentum}, but must be from 0 to 1, the share of the old statistics."
-            )
+            raise InvalidArgumentError(self, "momentum", momentum, "from 0 to 1, the share of the old statistics")
         check_number(self, "eps", eps, above=0)
         self.num_features = num_features
         self.momentum = momentum

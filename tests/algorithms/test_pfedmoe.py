@@ -14,7 +14,7 @@ from fedmoe_pl import Client, Evaluate, Phase, Select
 from fedmoe_pl.algorithms import FedAvg, Local, PFedMoE
 from fedmoe_pl.backends import AutoBackend, StackedBackend, TrainerBackend
 from fedmoe_pl.models import ConstantGate, RepresentationMoE
-from fedmoe_pl.models.gates.switch_norm import SwitchNormGate
+from fedmoe_pl.models.gates.network import SwitchNormGate
 from fedmoe_pl.trees import subtree
 
 REFUSED = {

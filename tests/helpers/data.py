@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 import torch
+from lightning.fabric.utilities.exceptions import MisconfigurationException
 
 from fedmoe_pl.checks import InvalidArgumentError
 from fedmoe_pl.data import Arrays, FederatedDataModule, Partitioner
@@ -27,12 +28,14 @@ def set_up(datamodule: FederatedDataModule) -> FederatedDataModule:
 
 def refused_argument(make) -> str:
     """The argument that is refused, in one line, by what ``make`` does or when the data that it makes are set up."""
-    with pytest.raises(InvalidArgumentError) as error:
+    with pytest.raises(MisconfigurationException) as error:
         made = make()
         if isinstance(made, FederatedDataModule):
             made.setup()
     assert "\n" not in str(error.value) and len(str(error.value)) < 1000
-    return error.value.argument
+    refusal = error.value if isinstance(error.value, InvalidArgumentError) else error.value.__cause__  # of a phase
+    assert isinstance(refusal, InvalidArgumentError), str(error.value)
+    return refusal.argument
 
 
 def vectors(n: int, num_classes: int = 3, n_test: int = 4, **kwargs) -> Arrays:

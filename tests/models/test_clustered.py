@@ -5,18 +5,16 @@ from collections import Counter
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers import Expert
 from helpers.clusters import (
     GateNet,
     clustered,
     only,
 )
-from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import Trainer
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from fedmoe_pl.models import LEAFCNN, VGG16, ClusteredMoE, ConstantGate, FeatureGate, NetworkGate, SmallMLP
+from fedmoe_pl.models import LEAFCNN, VGG16, ClusteredMoE, ConstantGate, NetworkGate, SmallMLP
 
 
 def test_the_mixture_is_the_weighted_sum_of_probabilities_with_the_local_expert_last():
@@ -75,51 +73,6 @@ def test_the_ensemble_predicts_the_argmax_of_the_sum_of_logits():
     assert torch.equal(module(x).argmax(1), total.argmax(1))
     probabilities = sum(expert(x).softmax(1) for expert in (*module.global_experts, module.local_expert))
     assert not torch.equal(total.argmax(1), probabilities.argmax(1)), "the test could not tell them apart"
-
-
-class Scale(nn.Module):
-    """Has a parameter of its own and no way to draw it anew."""
-
-    def __init__(self):
-        super().__init__()
-        self.scale = nn.Parameter(torch.ones(3))
-
-    def forward(self, x):
-        return self.scale * x[:, :3]
-
-
-WRONG_MODELS = {
-    "clusters": (lambda: ClusteredMoE(Expert(), 0), "num_clusters is 0, but must be an integer from 1 to 10,000"),
-    "width": (
-        lambda: ClusteredMoE(Expert(), 2, gate=ConstantGate(0.5)),
-        "weighs 2 experts, but must weigh 3, the local expert last",
-    ),
-    "features": (lambda: ClusteredMoE(Expert(), 1, gate=FeatureGate(6)), "FeatureGate, which reads features"),
-    "one cluster that shares": (
-        lambda: ClusteredMoE(LEAFCNN(), 1, clusters_share_fc=True),
-        "clusters_share_fc is True, but must be False for num_clusters 1",
-    ),
-    "nothing but shared": (
-        lambda: ClusteredMoE(Expert(), 2, clusters_share_fc=True),
-        "clusters_share_fc is True, but must be False for num_clusters 2 and this Expert; it needs two clusters that",
-    ),
-    "layer": (lambda: ClusteredMoE(Scale(), 2), "Scale, which must have a method reset_parameters"),
-    "outputs": (
-        lambda: ClusteredMoE(SmallMLP(), 2, SmallMLP(num_classes=7)),
-        "7 outputs, but must give 10, as many as global_expert",
-    ),
-    "network": (
-        lambda: ClusteredMoE(SmallMLP(5), 2, gate=NetworkGate(GateNet(5))),
-        "weighs 5 experts, but must weigh 3",
-    ),
-}
-
-
-@pytest.mark.parametrize("name", WRONG_MODELS)
-def test_parts_that_do_not_fit_are_refused(name):
-    make, sentence = WRONG_MODELS[name]
-    with pytest.raises(MisconfigurationException, match=sentence):
-        make()
 
 
 def test_clusters_of_vgg16_are_drawn_as_it_is():

@@ -204,7 +204,7 @@ LAYERS = {
     "TwoConvCNN": (TwoConvCNN(), two_conv),
     "FedAvgCNN": (FedAvgCNN(), fedavg),
     "GateCNN": (GateCNN(), gate_cnn),
-    "GateCNN with one convolution": (GateCNN(conv2_channels=0), gate_cnn_of_one_convolution),
+    "GateCNN with one convolution": (GateCNN(conv2_channels=None), gate_cnn_of_one_convolution),
 }
 
 
@@ -213,7 +213,7 @@ LAYERS = {
 def test_a_network_is_its_papers_layers_in_their_order(name, training):
     network, by_hand = LAYERS[name]
     network = copy.deepcopy(network).double().train(training)
-    x = 3 * torch.randn(8, *network.input_shape, dtype=torch.float64)
+    x = 3 * torch.randn(2, *network.input_shape, dtype=torch.float64)
     torch.manual_seed(5)
     actual = network(x)
     torch.manual_seed(5)
@@ -288,4 +288,4 @@ def test_backends_agree_for_convolutional_experts_without_dropout(expert):
 
 def test_the_smallest_images_leave_one_pixel():
     assert TwoConvCNN(1, 3, 16).extractor(small_images(2, size=16)).shape == (2, 16)
-    assert GateCNN(1, 3, 5, 0, image_size=6)(small_images(2, size=6)).shape == (2, 3)
+    assert GateCNN(1, 3, 5, None, image_size=6)(small_images(2, size=6)).shape == (2, 3)

@@ -1,8 +1,7 @@
-"""Arguments of experts and gates: kept for checkpoints, or refused."""
+"""Arguments of experts and gates are kept for checkpoints."""
 
 import copy
 import inspect
-import math
 import sys
 from collections.abc import Callable, Iterable
 from types import ModuleType
@@ -10,7 +9,6 @@ from types import ModuleType
 import pytest
 import torch
 from helpers import assert_same_bits
-from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import Trainer
 
 from fedmoe_pl.models import (
@@ -36,7 +34,7 @@ ARGUMENTS = [
     (TwoConvCNN, dict(zip(inspect.signature(TwoConvCNN).parameters, (1, 7, 20, 0.1, 2, 3, 4, 5), strict=True))),
     (FedAvgCNN, {"in_channels": 1, "num_classes": 7, "image_size": 20}),
     (BiLSTM, {"vocabulary_size": 9, "embedding_dim": 2, "hidden": 3, "num_classes": 7}),
-    (GateCNN, dict(zip(inspect.signature(GateCNN).parameters, (1, 3, 2, 0, 4, 0.1, True, 20), strict=True))),
+    (GateCNN, dict(zip(inspect.signature(GateCNN).parameters, (1, 3, 2, None, 4, 0.1, True, 20), strict=True))),
     (SwitchNormGate, {"in_features": 6, "hidden": 4, "momentum": 0.5}),
     (SwitchNorm1d, {"num_features": 6, "momentum": 0.5, "eps": 0.1}),
 ]
@@ -87,31 +85,6 @@ def save_weights(module, folder):
     trainer.strategy.connect(module)
     trainer.save_checkpoint(folder / "mixture.ckpt")
     return folder / "mixture.ckpt"
-
-
-REFUSED = {
-    "variant": (lambda: CNN(6), "CNN: variant is 6, but must be 1, 2, 3, 4 or 5"),
-    "dropout of 1": (lambda: LEAFCNN(dropout=1.0), r"LEAFCNN: dropout is 1.0, but must be at least 0 and"),
-    "dropout below 0": (lambda: IFCACNN(dropout=-0.1), "IFCACNN: dropout is -0.1, but"),
-    "dropout that is no number": (lambda: TwoConvCNN(dropout=math.nan), "TwoConvCNN: dropout is nan, but"),
-    "a gate's dropout": (lambda: GateCNN(dropout=1.5), "GateCNN: dropout is 1.5, but"),
-    "small image of LEAF": (lambda: LEAFCNN(image_size=15), "LEAFCNN: image_size is 15, but .* least 16 "),
-    "small image": (lambda: TwoConvCNN(image_size=15), "TwoConvCNN: image_size is 15, but .* least 16 "),
-    "no image": (lambda: FedAvgCNN(image_size=0), "FedAvgCNN: image_size is 0, but must be an integer from 1"),
-    "a gate's small image": (lambda: GateCNN(image_size=15), "GateCNN: image_size is 15, .* least 16 "),
-    "one convolution": (lambda: GateCNN(conv2_channels=0, image_size=5), "image_size is 5, but must be at least 6 "),
-    "one expert": (lambda: GateCNN(num_experts=1), "GateCNN: num_experts is 1, but must be at least 2"),
-    "one feature": (lambda: SwitchNormGate(1), "num_features is 1, but must be at least 2"),
-    "momentum": (lambda: SwitchNormGate(momentum=1.1), "momentum is 1.1, but must be from 0 to 1"),
-}
-
-
-@pytest.mark.parametrize("name", REFUSED)
-def test_bad_arguments_are_refused_in_one_sentence(name):
-    make, message = REFUSED[name]
-    with pytest.raises(MisconfigurationException, match=message) as caught:
-        make()
-    assert str(caught.value).endswith(".") and ". " not in str(caught.value)
 
 
 def test_a_class_that_is_defined_anew_is_read_although_it_was_not(monkeypatch):

@@ -28,7 +28,7 @@ from fedmoe_pl.models import (
     [
         (GateCNN(), 6_995, 7),
         (GateCNN(num_experts=2), 6_995 - 6 * 9, 1),  # six outputs of 8 weights and a bias fewer
-        (GateCNN(conv2_channels=0), 912 + (12 * 14 * 14 * 8 + 8) + 63, 7),
+        (GateCNN(conv2_channels=None), 912 + (12 * 14 * 14 * 8 + 8) + 63, 7),
         (GateCNN(1, 3, image_size=28), 312 + 3612 + (12 * 16 * 8 + 8) + 27, 3),
     ],
 )

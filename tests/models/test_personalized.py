@@ -1,19 +1,16 @@
-"""The personalized mixture: what it computes, what it refuses, and what a phase replaces."""
+"""The personalized mixture: what it computes, and what a phase replaces."""
 
 from functools import partial
 
-import pytest
 import torch
 import torch.nn.functional as F
 from helpers import Expert, assert_same_bits, mixture
 from helpers.models import samples
-from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch import nn
 
 from fedmoe_pl.algorithms import FedAvg
 from fedmoe_pl.models import (
     FeatureGate,
-    LeNet5,
     LinearGate,
     PersonalizedMoE,
     SmallMLP,
@@ -43,35 +40,6 @@ def test_feature_gate_reads_the_global_experts_features():
     torch.testing.assert_close(logits, g * module.global_expert(x) + (1 - g) * module.local_expert(x))
     nn.init.zeros_(module.local_expert.extractor[1].weight)
     assert torch.equal(module.mix(x)[1], weights)
-
-
-def test_a_part_that_does_not_fit_the_others_is_named():
-    shape = r"but must fit the other parts for an input of shape \(64,\) \(RuntimeError: .*\)\.$"
-    with pytest.raises(MisconfigurationException, match=rf"^PersonalizedMoE: local_expert is a LeNet5, {shape}"):
-        PersonalizedMoE(SmallMLP(), LeNet5())
-    with pytest.raises(MisconfigurationException, match=rf"^PersonalizedMoE: gate is a FeatureGate, {shape}"):
-        PersonalizedMoE(SmallMLP(), gate=FeatureGate(3))
-    with pytest.raises(MisconfigurationException, match=rf"^Phase 'A': PersonalizedMoE: gate is a LinearGate, {shape}"):
-        phase_module(PersonalizedMoE(SmallMLP()), Phase("A", FedAvg(), gate=LinearGate(3)))
-
-
-def test_experts_with_different_numbers_of_outputs_are_refused_when_they_tell_their_input():
-    with pytest.raises(
-        MisconfigurationException, match=r"local_expert gives 7 outputs, but must give 10, as many as global_expert"
-    ):
-        PersonalizedMoE(SmallMLP(), SmallMLP(num_classes=7))
-
-
-def test_experts_with_different_numbers_of_outputs_are_refused_at_the_first_batch():
-    with pytest.raises(MisconfigurationException, match="local_expert gives 1 outputs"):  # would broadcast
-        PersonalizedMoE(Expert(), Expert(classes=1))(samples()[0])
-
-
-def test_a_feature_gate_is_refused_for_a_global_expert_without_extractor():
-    message = "FeatureGate, which reads features, but the global expert Linear has no `extractor`"
-    with pytest.raises(MisconfigurationException, match=message):
-        PersonalizedMoE(nn.Linear(5, 3), gate=FeatureGate())
-    assert PersonalizedMoE(nn.Linear(5, 3), gate=LinearGate())(samples()[0]).shape == (12, 3)
 
 
 def test_without_a_local_expert_it_is_a_copy_of_the_global_one():
@@ -116,14 +84,12 @@ def test_a_phase_replaces_gate_and_optimizer_in_a_copy_of_the_model_and_keeps_it
     assert not own & {parameter.data_ptr() for parameter in other.parameters()}
 
 
-def test_a_gate_s_own_learning_rate_goes_with_any_optimizer_and_must_not_be_negative():
+def test_a_gate_s_own_learning_rate_goes_with_any_optimizer():
     module = PersonalizedMoE(Expert(), gate=FeatureGate(6), optimizer=partial(torch.optim.Adam, lr=0.5), gate_lr=0.01)
     groups = module.configure_optimizers().param_groups
     rates = {id(parameter): group["lr"] for group in groups for parameter in group["params"]}
     expected = {id(p): 0.01 if name.startswith("gate.") else 0.5 for name, p in module.named_parameters()}
     assert rates == expected
-    with pytest.raises(MisconfigurationException, match="PersonalizedMoE: gate_lr is -1, but must be a finite"):
-        PersonalizedMoE(Expert(), gate_lr=-1)
 
 
 def test_experts_of_several_architectures_are_checked_without_a_copy_of_the_command_lines_optimizer():

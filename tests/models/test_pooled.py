@@ -5,13 +5,9 @@ import torch
 import torch.nn.functional as F
 from helpers import Expert
 from helpers.models import count, samples
-from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch import nn
 
-from fedmoe_pl import Phase
-from fedmoe_pl.algorithms import PMMoE
-from fedmoe_pl.models import EqualWeights, GlobalOnly, LinearGate, LocalOnly, MLPGate, PooledMoE, SmallMLP
-from fedmoe_pl.rounds.begin import phase_module
+from fedmoe_pl.models import EqualWeights, GlobalOnly, LocalOnly, MLPGate, PooledMoE, SmallMLP
 
 
 def pooled(num_experts=3, gate=None, **kwargs) -> PooledMoE:
@@ -85,28 +81,3 @@ def test_a_gate_that_is_sized_by_its_input_reads_the_features_or_the_input():
         weight = module.gate.layers[0].weight
         rows = weight if len(weight) <= weight.shape[1] else weight.T
         torch.testing.assert_close(rows @ rows.T, torch.eye(len(rows)), rtol=0, atol=1e-5)
-
-
-REFUSED = {
-    "PooledMoE: num_experts is 0, but must be an integer from 1 to 10,000.": lambda: PooledMoE(Expert(), 0),
-    "PooledMoE: top_k is 4, but must be at least 1 and at most num_experts, 3.": lambda: pooled(top_k=4),
-    "PooledMoE: top_k is 0, but must be at least 1 and at most num_experts, 3.": lambda: pooled(top_k=0),
-    "PooledMoE: local_expert is a Linear, but must have an `extractor` and a `classifier`.": lambda: PooledMoE(
-        nn.Linear(5, 3), 3
-    ),
-    "Phase 'p': PooledMoE: mixing is 'probabilities', but must be left out: logits are mixed.": lambda: phase_module(
-        pooled(), Phase("p", PMMoE(), mixing="probabilities")
-    ),
-    "PooledMoE: gate is a LinearGate that weighs 2 experts, but must weigh 3.": lambda: PooledMoE(
-        SmallMLP(), 3, LinearGate()
-    ),
-    "MLPGate: num_experts is 0, but must be an integer from 1 to 10,000.": lambda: MLPGate(0),
-    "MLPGate: dropout is 1, but must be at least 0 and below 1.": lambda: MLPGate(3, dropout=1),
-}
-
-
-@pytest.mark.parametrize("sentence", REFUSED)
-def test_arguments_out_of_range_are_refused(sentence):
-    with pytest.raises(MisconfigurationException) as refusal:
-        REFUSED[sentence]()
-    assert str(refusal.value) == sentence

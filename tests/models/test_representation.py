@@ -6,11 +6,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 from helpers.pfedmoe import model, narrow, network
-from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch import nn
 
-from fedmoe_pl.models import CNN, ConstantGate, FeatureGate, LinearGate, RepresentationMLP, RepresentationMoE
-from fedmoe_pl.models.gates.switch_norm import SwitchNormGate
+from fedmoe_pl.models import CNN, ConstantGate, FeatureGate, RepresentationMoE
+from fedmoe_pl.models.gates.network import SwitchNormGate
 
 
 def by_hand(module: RepresentationMoE, x, weights, architecture=0):
@@ -98,27 +97,3 @@ def test_experts_given_are_not_changed_and_not_shared():
     assert isinstance(expert.classifier, nn.Linear)
     parts = (module.shared_extractor, *module.local_experts, module.header)
     assert len({id(p) for part in parts for p in part.parameters()}) == 4 * 3 + 2
-
-
-BAD = {
-    "widths": (lambda: RepresentationMoE(network(2), [network(4), RepresentationMLP(5, 4, 7, 3)]), "number 1, whose"),
-    "header": (lambda: RepresentationMoE(nn.Linear(5, 2), [nn.Linear(5, 2)]), "header is None, but must be given"),
-    "no expert": (lambda: RepresentationMoE(network(2), []), "header is None, but must be given"),
-    "gate": (lambda: model(LinearGate(4)), "^RepresentationMoE: gate is a LinearGate, but must fit the other parts"),
-    "gate_lr": (lambda: model(gate_lr=-0.1), "gate_lr is -0.1, but must be a finite number of at least 0"),
-    "architectures": (lambda: model(architectures=[0, 3]), "architectures has 3, but must have indices of the 3"),
-    "no architecture of a client": (lambda: model(architectures=[0]).client_architecture(1), "has 1 entries, but must"),
-}
-
-
-@pytest.mark.parametrize("name", BAD)
-def test_bad_arguments_are_refused_in_one_sentence(name):
-    make, sentence = BAD[name]
-    with pytest.raises(MisconfigurationException, match=sentence):
-        make()
-
-
-def test_widths_that_no_shape_of_the_input_tells_are_refused_at_the_first_batch():
-    module = RepresentationMoE(nn.Linear(5, 2), [nn.Linear(5, 3)], header=nn.Linear(2, 3))
-    with pytest.raises(MisconfigurationException, match=r"number 0, .* shape \(3,\), but must be \(2,\)"):
-        module.mix(torch.zeros(2, 5))

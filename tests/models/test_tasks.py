@@ -4,7 +4,6 @@ import pytest
 import torch
 import torch.nn.functional as F
 from helpers.models import plain_trainer, samples, trainer
-from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -152,27 +151,6 @@ def test_clusters_mix_values_in_regression():
 )
 def test_the_task_follows_from_the_loss(loss, task):
     assert mixture(loss=loss).task == task
-
-
-@pytest.mark.parametrize(
-    ("arguments", "sentence"),
-    [
-        ({"task": "regresion"}, "task is 'regresion', but must be one of multiclass, binary, multilabel, regression."),
-        (
-            {"task": "multiclass", "loss": nn.MSELoss()},
-            "task is 'multiclass', but must be regression for the loss MSE",
-        ),
-        ({"loss": Dice()}, "task is None, but must be multiclass or binary or multilabel or regression for the loss D"),
-        ({"loss": half_squared_error}, "for the loss half_squared_error."),
-        ({"task": "regression", "mixing": "probabilities"}, "mixing is 'probabilities', but must be logits for the ta"),
-        ({"task": "binary", "mixing": "log_probabilities"}, "must be logits or probabilities for the task 'binary'."),
-        ({"loss": nn.CrossEntropyLoss(), "mixing": "probabilities_without_log"}, "'multiclass' and a loss of its own."),
-    ],
-)
-def test_what_does_not_fit_the_task_is_refused(arguments, sentence):
-    with pytest.raises(MisconfigurationException, match=r"^PersonalizedMoE: ") as error:
-        mixture(**arguments)
-    assert sentence in str(error.value)
 
 
 def test_metrics_get_probabilities_or_values():

@@ -6,14 +6,16 @@ from abc import abstractmethod
 from typing import Any
 
 import torch
-from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch import Tensor
 
+from fedmoe_pl.checks import InvalidArgumentError
 from fedmoe_pl.models.gates.gate import Gate
 
 
 class FixedGate(Gate):
     """A gate that gives every sample the same weights, which no optimizer trains.
+
+    The mixture sets the number of experts; until then it is 2.
 
     Attributes:
         weights: the weight of each expert, a list or a tensor, from 0 to 1; they add up to 1.
@@ -21,13 +23,13 @@ class FixedGate(Gate):
 
     weights: Any
 
+    def __init__(self) -> None:
+        super().__init__()
+        self.fit_to(2)
+
     @abstractmethod
     def fit_to(self, num_experts: int) -> None:
-        """Sets the weights for a number of experts, unless the gate was constructed with its weights.
-
-        Args:
-            num_experts: number of experts of the mixture.
-        """
+        """Sets the weights for a number of experts, unless the gate was constructed with its weights."""
 
     @property
     def active(self) -> list[int]:
@@ -41,14 +43,7 @@ class FixedGate(Gate):
 
 
 class GlobalOnly(FixedGate):
-    """Uses only the first expert: the global one, or the first cluster's.
-
-    The mixture sets the number of experts; until then it is 2.
-    """
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.fit_to(2)
+    """Uses only the first expert: the global one, or the first cluster's."""
 
     def fit_to(self, num_experts: int) -> None:
         """Gives the first expert the weight 1."""
@@ -56,14 +51,7 @@ class GlobalOnly(FixedGate):
 
 
 class LocalOnly(FixedGate):
-    """Uses only the last expert, which is the local one if there is one.
-
-    The mixture sets the number of experts; until then it is 2.
-    """
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.fit_to(2)
+    """Uses only the last expert, which is the local one if there is one."""
 
     def fit_to(self, num_experts: int) -> None:
         """Gives the last expert the weight 1."""
@@ -71,14 +59,7 @@ class LocalOnly(FixedGate):
 
 
 class EqualWeights(FixedGate):
-    """Gives all experts the same weight.
-
-    The mixture sets the number of experts; until then it is 2.
-    """
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.fit_to(2)
+    """Gives all experts the same weight."""
 
     def fit_to(self, num_experts: int) -> None:
         """Gives each expert the same weight."""
@@ -89,17 +70,13 @@ class MixtureWeights(FixedGate):
     """Weights that an algorithm estimates for every client, such as the pi of FedEM (Marfoq et al. 2021).
 
     They are a buffer, ``gate.weights``: no optimizer trains them, but a client can keep them, and checkpoints have
-    them. They start equal. The mixture sets the number of experts; until then it is 2.
+    them. They start equal.
 
     Attributes:
         weights: shape (experts,); an algorithm may replace them, as long as they are at least 0 and add up to 1.
     """
 
     weights: Tensor
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.register_buffer("weights", torch.full((2,), 1 / 2))
 
     @property
     def active(self) -> list[int]:
@@ -108,8 +85,10 @@ class MixtureWeights(FixedGate):
 
     def fit_to(self, num_experts: int) -> None:
         """Gives each expert the same weight, if their number is another one than before."""
-        if num_experts != len(self.weights):
-            self.weights = self.weights.new_full((num_experts,), 1 / num_experts)
+        old = self._buffers.get("weights")
+        if old is None or num_experts != len(old):
+            new = (torch.empty(0) if old is None else old).new_full((num_experts,), 1 / num_experts)
+            self.register_buffer("weights", new)
 
     def forward(self, x: Tensor) -> Tensor:
         """The same weights (B, experts) for every sample."""
@@ -122,17 +101,13 @@ class ConstantGate(FixedGate):
     Args:
         weight: for two experts, the weight of the global one, from 0 to 1; or a list of all weights, which add up to 1,
             the local expert's last.
-
-    Raises:
-        MisconfigurationException: if a weight is not between 0 and 1, or a list does not add up to 1.
     """
 
     def __init__(self, weight: float | list[float] = 0.5) -> None:
         super().__init__()
         weights: list[float] = weight if isinstance(weight, list) else [weight, 1 - weight]
         if not (weights and all(0 <= value <= 1 for value in weights) and abs(sum(weights) - 1) < 1e-6):
-            sum_to_1 = " and add up to 1" if isinstance(weight, list) else ""
-            raise MisconfigurationException(f"ConstantGate: weight is {weight}, but must be from 0 to 1{sum_to_1}.")
+            raise InvalidArgumentError(self, "weight", weight, "from 0 to 1, or a list of such numbers whose sum is 1")
         self.weight = weight
         self.weights = weights
 

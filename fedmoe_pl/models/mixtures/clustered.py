@@ -5,18 +5,16 @@ from __future__ import annotations
 import copy
 
 import torch
-from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.cli import LRSchedulerCallable, OptimizerCallable
 from torch import Tensor, nn
 from torch.nn.modules.conv import _ConvNd
 
-from fedmoe_pl.checks import MOST_EXPERTS, check_at_least
+from fedmoe_pl.checks import MOST_EXPERTS, InvalidArgumentError, check_at_least
 from fedmoe_pl.models.gates.fixed import EqualWeights, FixedGate
 from fedmoe_pl.models.gates.gate import Gate
 from fedmoe_pl.models.layers import draw_anew, layer_without_reset
 from fedmoe_pl.models.mixtures.mixing import Mixing
 from fedmoe_pl.models.mixtures.mixture import MixtureOfExperts
-from fedmoe_pl.models.mixtures.run_once import run_once
 from fedmoe_pl.models.mixtures.tasks import Loss, Task
 
 
@@ -49,9 +47,7 @@ class ClusteredMoE(MixtureOfExperts):
         local_expert: the client's own model.
 
     Raises:
-        MisconfigurationException: if there is no cluster, a layer with parameters has no ``reset_parameters``, the
-            gate reads features or weighs another number of experts, the experts differ in their number of outputs, or
-            all clusters would start equal.
+        MisconfigurationException: if the parts do not fit together, or all clusters would start equal.
 
     Example:
         >>> import torch
@@ -80,12 +76,12 @@ class ClusteredMoE(MixtureOfExperts):
         if mixing is None and self.task == "regression":
             self.mixing = "logits"
         check_at_least(self, "num_clusters", num_clusters, 1, MOST_EXPERTS)
-        _check_layers(global_expert)
-        if clusters_share_fc and (num_clusters == 1 or not _convolutions(global_expert)):
-            raise MisconfigurationException(
-                f"ClusteredMoE: clusters_share_fc is True, but must be False for num_clusters {num_clusters} and this "
-                f"{type(global_expert).__name__}; it needs two clusters that differ in the weights of convolutions."
-            )
+        if (layer := layer_without_reset(global_expert)) is not None:
+            reason = f"its {type(layer).__name__} has no reset_parameters, so that all clusters would start equal"
+            raise InvalidArgumentError(self, "global_expert", global_expert, "one that can be drawn anew", reason)
+        if clusters_share_fc and not _convolutions(global_expert):
+            reason = "without convolutions, all clusters would start equal"
+            raise InvalidArgumentError(self, "clusters_share_fc", True, "False", reason)
         self.num_clusters = num_clusters
         self.clusters_share_fc = clusters_share_fc
         self.global_experts = nn.ModuleList(copy.deepcopy(global_expert) for _ in range(num_clusters))
@@ -119,22 +115,15 @@ class ClusteredMoE(MixtureOfExperts):
     def check_parts(self) -> None:
         """Refuses parts that do not fit together; some misfits are found only if the expert has an ``input_shape``."""
         if self.gate.reads_features:
-            raise MisconfigurationException(
-                f"ClusteredMoE: gate is a {type(self.gate).__name__}, which reads features, but must read the input as "
-                "a NetworkGate does, because each cluster's model has its own features."
-            )
+            reason = "each cluster's model has its own features"
+            raise InvalidArgumentError(self, "gate", self.gate, "one that reads the input", reason)
         super().check_parts()
-        run_once(self, self.global_expert)
+        self.run_once(self.global_expert)
 
     def mix(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """The mixture's scores and the gate's weights of every sample.
+        """Scores (B, C) and weights (B, J + 1) of inputs (B, ...): the clusters' in their order, the local one last.
 
-        Args:
-            x: inputs (B, ...).
-
-        Returns:
-            Scores (B, C) and weights (B, J + 1), the clusters' in their order and the local expert's last. Experts to
-            which a ``FixedGate`` gives the weight 0 are not computed.
+        Experts to which a ``FixedGate`` gives the weight 0 are not computed.
         """
         weights = self.gate(x)
         self.check_gate_width(weights.shape[1])
@@ -146,14 +135,6 @@ class ClusteredMoE(MixtureOfExperts):
         self.check_outputs(outputs)  # compares the first and the last; all clusters' models have one architecture
         used = weights if len(active) == len(experts) else weights[:, active]
         return self.mix_outputs(outputs, used), weights
-
-
-def _check_layers(expert: nn.Module) -> None:
-    if (layer := layer_without_reset(expert)) is not None:
-        raise MisconfigurationException(
-            f"ClusteredMoE: global_expert has a {type(layer).__name__}, which must have a method reset_parameters, "
-            "because initial parameters are drawn for each cluster."
-        )
 
 
 def _convolutions(expert: nn.Module) -> list[str]:

@@ -24,16 +24,9 @@ each other. The other two are in the official code of the mixture with opt-out, 
 
 
 def mix_outputs(outputs: Sequence[Tensor], weights: Tensor, mixing: Mixing, task: Task = "multiclass") -> Tensor:
-    """Mixes the experts' outputs.
+    """Mixes the outputs (B, ...) of the experts by weights (B, experts), which add up to 1.
 
-    Args:
-        outputs: logits (B, C) of every expert, or other outputs (B, ...), such as (B, C, H, W).
-        weights: weights (B, experts), which add up to 1; the same for all values of a sample.
-        mixing: what is mixed, see :data:`Mixing`.
-        task: what the outputs are, see :data:`~fedmoe_pl.models.mixtures.tasks.Task`.
-
-    Returns:
-        What the outputs are, of the same shape; if probabilities of classes are mixed, log-probabilities.
+    The result is what the outputs are, of the same shape; if probabilities of classes are mixed, log-probabilities.
 
     Example:
         >>> outputs = [torch.zeros(1, 2), torch.tensor([[3.0, 1.0]]).log()]  # probabilities 1/2, 1/2 and 3/4, 1/4

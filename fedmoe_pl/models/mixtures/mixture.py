@@ -5,20 +5,21 @@ from __future__ import annotations
 import inspect
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
+from contextlib import ExitStack
 from typing import Any, Literal, get_args
 
 import torch
 import torch.nn.functional as F
-from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import LightningModule
 from lightning.pytorch.cli import LRSchedulerCallable, OptimizerCallable
-from torch import Tensor
+from torch import Tensor, nn
 from torchmetrics.functional.classification import multiclass_accuracy
 
-from fedmoe_pl.checks import check_number
+from fedmoe_pl.checks import InvalidArgumentError, check_choice, check_number
 from fedmoe_pl.models.description import describe_all, hyperparameters_of, remembered
 from fedmoe_pl.models.gates.fixed import FixedGate
 from fedmoe_pl.models.layers import to_channels_last
+from fedmoe_pl.models.mixtures.architectures import Architectures
 from fedmoe_pl.models.mixtures.mixing import Mixing, mix_outputs
 from fedmoe_pl.models.mixtures.tasks import (
     SIGMOIDS,
@@ -30,6 +31,7 @@ from fedmoe_pl.models.mixtures.tasks import (
     task_and_criterion,
     usual_loss,
 )
+from fedmoe_pl.trees import copy_module
 
 Batch = tuple[Tensor, Tensor]
 
@@ -60,6 +62,7 @@ class MixtureOfExperts(LightningModule, ABC):
         gate_width: number of experts that the gate weighs; None if a subclass does not set it.
         has_global_expert: whether all experts except the last are global. The sum of their weights then shows how
             personalized a client's model is. Otherwise all experts have the same role.
+        mixes_logits: whether nothing but logits can be mixed.
 
     Raises:
         MisconfigurationException: if ``mixing`` is not one of the four or does not fit the task, if ``gate_lr`` is
@@ -69,6 +72,7 @@ class MixtureOfExperts(LightningModule, ABC):
     gate: Any
     gate_width: int | None = None
     has_global_expert: bool = True
+    mixes_logits: bool = False
 
     def __init__(
         self,
@@ -81,10 +85,7 @@ class MixtureOfExperts(LightningModule, ABC):
         loss: Loss | None = None,
     ) -> None:
         super().__init__()
-        if mixing not in get_args(Mixing):
-            raise MisconfigurationException(
-                f"{type(self).__name__}: mixing is '{mixing}', but must be one of {', '.join(get_args(Mixing))}."
-            )
+        check_choice(self, "mixing", mixing, get_args(Mixing))
         check_number(self, "gate_lr", gate_lr, least=0)
         self.optimizer = optimizer
         self.lr_scheduler = lr_scheduler
@@ -125,49 +126,63 @@ class MixtureOfExperts(LightningModule, ABC):
     def _check_mixing(self) -> None:
         """Refuses to mix what the experts' outputs are not, or what the loss cannot read."""
         allowed: tuple[str, ...] = get_args(Mixing)
-        if self.task in SIGMOIDS or (self.task == "multiclass" and self.criterion is not None):
-            allowed = ("logits", "probabilities")
-        elif self.task == "regression":
+        if self.mixes_logits or self.task == "regression":
             allowed = ("logits",)
+        elif self.task in SIGMOIDS or self.criterion is not None:
+            allowed = ("logits", "probabilities")
         if self.mixing not in allowed:
             of_loss = "" if self.criterion is None else " and a loss of its own"
-            raise MisconfigurationException(
-                f"{type(self).__name__}: mixing is '{self.mixing}', but must be {' or '.join(allowed)} for the task "
-                f"'{self.task}'{of_loss}."
-            )
+            reason = f"the task is '{self.task}'{of_loss}"
+            raise InvalidArgumentError(self, "mixing", self.mixing, " or ".join(allowed), reason)
 
     def check_gate_width(self, width: int) -> None:
-        """Refuses a gate that weighs another number of experts than the mixture has.
-
-        Args:
-            width: number of experts that the gate weighs.
-
-        Raises:
-            MisconfigurationException: if it is not ``gate_width``.
-        """
+        """Refuses a gate that weighs another number of experts than the mixture has."""
         if width != self.gate_width:
             order = ", the local expert last" if self.has_global_expert else ""
-            raise MisconfigurationException(
-                f"{type(self).__name__}: gate is a {type(self.gate).__name__} that weighs {width} experts, but must "
-                f"weigh {self.gate_width}{order}."
-            )
+            allowed = f"one that weighs {self.gate_width} experts{order}"
+            raise InvalidArgumentError(self, "gate", self.gate, allowed, f"it weighs {width}")
 
     def check_outputs(self, outputs: Sequence[Tensor]) -> None:
-        """Refuses a local expert with another number of outputs than the global ones.
-
-        Args:
-            outputs: logits of the experts, each of shape (B, C), the local expert's last.
-
-        Raises:
-            MisconfigurationException: if their shapes differ.
-        """
+        """Refuses outputs of the local expert, the last ones, of another shape than those of the global ones."""
         first, last = outputs[0], outputs[-1]
         if first.shape != last.shape:
-            one, other = (output.shape[1:] if output.dim() > 2 else output.shape[-1] for output in (last, first))
-            raise MisconfigurationException(
-                f"{type(self).__name__}: local_expert gives {one} outputs, but must give {other}, as many as "
-                "global_expert."
-            )
+            allowed = f"one with outputs of shape {tuple(first.shape[1:])}, as global_expert's"
+            reason = f"its outputs have shape {tuple(last.shape[1:])}"
+            raise InvalidArgumentError(self, "local_expert", self.local_expert, allowed, reason)
+
+    def run_once(self, expert: nn.Module, architectures: nn.Module | None = None) -> None:
+        """Mixes a sample of zeros, to size lazy layers and to check that the parts fit together.
+
+        Args:
+            expert: has the sample's ``input_shape``, or nothing happens, and its ``input_dtype`` if that is an integer.
+            architectures: the local experts of all clients, if they are several: each is tried in a copy of the model.
+        """
+        if (input_shape := getattr(expert, "input_shape", None)) is None:
+            return
+        if isinstance(architectures, Architectures):
+            for index in [*architectures.present]:
+                one = copy_module(self)
+                one.keep_architecture(index)
+                one.run_once(expert)
+        self.eval()  # batch normalization cannot train on one sample, and its statistics must not change
+        parameter = next(self.parameters())
+        dtype = getattr(expert, "input_dtype", parameter.dtype)
+        entered: list[str] = []  # the layers that began, the last one is where an error arose
+        with torch.no_grad(), ExitStack() as hooks:
+            for name, layer in self.named_modules():
+                hooks.enter_context(layer.register_forward_pre_hook(lambda *_, name=name: entered.append(name)))
+            try:
+                self.mix(torch.zeros(1, *input_shape, dtype=dtype, device=parameter.device))
+            except (RuntimeError, ValueError, TypeError, IndexError) as error:
+                if not entered:
+                    raise
+                part, reason = entered[-1].partition(".")[0], " ".join(str(error).split())
+                allowed = f"one that fits the other parts for an input of shape {tuple(input_shape)}"
+                reason = f"it raises a {type(error).__name__}: {reason}"
+                raise InvalidArgumentError(self, part, getattr(self, part), allowed, reason) from error
+        self.train()
+        if self.channels_last:
+            to_channels_last(self)  # lazy layers are sized now
 
     @property
     def weighed_parts(self) -> Sequence[str]:

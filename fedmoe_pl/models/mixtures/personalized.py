@@ -5,18 +5,16 @@ from __future__ import annotations
 import copy
 
 import torch
-from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.cli import LRSchedulerCallable, OptimizerCallable
 from torch import Tensor, nn
 
+from fedmoe_pl.checks import InvalidArgumentError
 from fedmoe_pl.models.gates.fixed import EqualWeights, FixedGate
 from fedmoe_pl.models.gates.gate import Gate
 from fedmoe_pl.models.mixtures.architectures import Architectures
 from fedmoe_pl.models.mixtures.mixing import Mixing
 from fedmoe_pl.models.mixtures.mixture import MixtureOfExperts
-from fedmoe_pl.models.mixtures.run_once import run_once
 from fedmoe_pl.models.mixtures.tasks import Loss, Task
-from fedmoe_pl.trees import copy_module
 
 
 class PersonalizedMoE(MixtureOfExperts):
@@ -41,9 +39,7 @@ class PersonalizedMoE(MixtureOfExperts):
         loss: a module or function from outputs and targets to the mean loss; None for the usual one of the task.
 
     Raises:
-        MisconfigurationException: if the gate reads features and the global expert has no ``extractor`` and
-            ``classifier``, if the gate does not weigh two experts, if the experts differ in their number of outputs, if
-            there is no local expert, or if ``gate_lr`` is below 0.
+        MisconfigurationException: if the parts do not fit together, or ``gate_lr`` is below 0.
 
     Example:
         >>> import torch
@@ -74,9 +70,7 @@ class PersonalizedMoE(MixtureOfExperts):
         self.global_expert = global_expert
         if isinstance(local_expert, list):
             if not local_expert:
-                raise MisconfigurationException(
-                    "PersonalizedMoE: local_expert is [], but must be an expert or a list of at least one."
-                )
+                raise InvalidArgumentError(self, "local_expert", [], "an expert or a list of at least one")
             local_expert = Architectures(local_expert)
         self.local_expert = copy.deepcopy(global_expert) if local_expert is None else local_expert
         self.gate = EqualWeights() if gate is None else gate
@@ -84,21 +78,12 @@ class PersonalizedMoE(MixtureOfExperts):
 
     def check_parts(self) -> None:
         """Refuses parts that do not fit together; sizes a lazy gate if the expert has an ``input_shape``."""
-        global_expert = self.global_expert
-        if self.gate.reads_features and not (
-            hasattr(global_expert, "extractor") and hasattr(global_expert, "classifier")
-        ):
-            raise MisconfigurationException(
-                f"PersonalizedMoE: gate is a {type(self.gate).__name__}, which reads features, but the global expert "
-                f"{type(global_expert).__name__} has no `extractor` and `classifier`; LinearGate reads the input."
-            )
+        expert = self.global_expert
+        if self.gate.reads_features and not (hasattr(expert, "extractor") and hasattr(expert, "classifier")):
+            reason = f"the global expert {type(expert).__name__} has no `extractor` and `classifier`"
+            raise InvalidArgumentError(self, "gate", self.gate, "one that reads the input", reason)
         super().check_parts()
-        if isinstance(self.local_expert, Architectures):
-            for index in [*self.local_expert.present]:  # the other architectures are not in this module's mix
-                one = copy_module(self)
-                one.keep_architecture(index)
-                run_once(one, global_expert)
-        run_once(self, global_expert)
+        self.run_once(expert, self.local_expert)
 
     @property
     def weighed_parts(self) -> tuple[str, str]:
@@ -115,14 +100,9 @@ class PersonalizedMoE(MixtureOfExperts):
             self.local_expert.keep(architecture)
 
     def mix(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """The mixture's scores and the gate's weights of every sample.
+        """Scores (B, C) and weights (B, 2) of inputs (B, ...), index 0 for the global, 1 for the local expert.
 
-        Args:
-            x: inputs (B, ...).
-
-        Returns:
-            Scores (B, C) and weights (B, 2), index 0 for the global, 1 for the local expert. An expert to which a
-            ``FixedGate`` gives the weight 0 is not computed.
+        An expert to which a ``FixedGate`` gives the weight 0 is not computed.
         """
         if isinstance(self.gate, FixedGate) and len(self.gate.active) == 1:
             expert = self.local_expert if self.gate.active[0] else self.global_expert

@@ -5,15 +5,13 @@ from __future__ import annotations
 import copy
 
 import torch
-from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.cli import LRSchedulerCallable, OptimizerCallable
 from torch import Tensor, nn
 
-from fedmoe_pl.checks import MOST_EXPERTS, check_at_least
+from fedmoe_pl.checks import MOST_EXPERTS, InvalidArgumentError, check_at_least
 from fedmoe_pl.models.gates.fixed import EqualWeights
 from fedmoe_pl.models.gates.gate import Gate
 from fedmoe_pl.models.mixtures.mixture import MixtureOfExperts
-from fedmoe_pl.models.mixtures.run_once import run_once
 from fedmoe_pl.models.mixtures.tasks import Loss, Task
 
 
@@ -39,12 +37,13 @@ class PooledMoE(MixtureOfExperts):
         loss: a module or function from outputs and targets to the mean loss; None for the usual one of the task.
 
     Raises:
-        MisconfigurationException: if the expert has no ``extractor`` and ``classifier``, ``num_experts`` is below 1,
-            ``top_k`` is below 1 or above ``num_experts``, the gate weighs another number, or ``gate_lr`` is below 0.
+        MisconfigurationException: if ``num_experts``, ``top_k`` or ``gate_lr`` is out of range, or the gate weighs
+            another number.
     """
 
     gate: Gate
     has_global_expert = False
+    mixes_logits = True
 
     def __init__(
         self,
@@ -61,15 +60,10 @@ class PooledMoE(MixtureOfExperts):
     ) -> None:
         super().__init__(optimizer, lr_scheduler, "logits", gate_lr, channels_last, task, loss)
         check_at_least(self, "num_experts", num_experts, 1, MOST_EXPERTS)
-        if top_k is not None and not 1 <= top_k <= num_experts:
-            raise MisconfigurationException(
-                f"PooledMoE: top_k is {top_k}, but must be at least 1 and at most num_experts, {num_experts}."
-            )
+        check_at_least(self, "top_k", top_k, 1, num_experts)
         if not all(isinstance(getattr(local_expert, part, None), nn.Module) for part in ("extractor", "classifier")):
-            raise MisconfigurationException(
-                f"PooledMoE: local_expert is a {type(local_expert).__name__}, but must have an `extractor` and a "
-                "`classifier`."
-            )
+            allowed = "one with an `extractor` and a `classifier`"
+            raise InvalidArgumentError(self, "local_expert", local_expert, allowed)
         self.num_experts = self.gate_width = num_experts
         self.top_k = top_k
         self.local_expert = local_expert
@@ -79,24 +73,12 @@ class PooledMoE(MixtureOfExperts):
         self.check_parts()
 
     def check_parts(self) -> None:
-        """Refuses a gate of another width, and a phase's ``mixing``; sizes a lazy gate if the expert tells its input.
-
-        Raises:
-            MisconfigurationException: if it is one of these.
-        """
-        if self.mixing != "logits":
-            raise MisconfigurationException(
-                f"PooledMoE: mixing is '{self.mixing}', but must be left out: logits are mixed."
-            )
+        """Refuses parts that do not fit together; sizes a lazy gate if the expert has an ``input_shape``."""
         super().check_parts()
-        run_once(self, self.local_expert)
+        self.run_once(self.local_expert)
 
     def mix(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """The mixture's logits (B, C) and the weights (B, num_experts) of the classifiers, 0 for those left out.
-
-        Args:
-            x: inputs (B, ...).
-        """
+        """Logits (B, C) of inputs (B, ...), and the classifiers' weights (B, num_experts), 0 for those left out."""
         features = self.local_expert.extractor(x)  # pyright: ignore[reportCallIssue]
         weights = self.gate(features if self.gate.reads_features else x)
         self.check_gate_width(weights.shape[1])

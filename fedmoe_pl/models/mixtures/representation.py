@@ -6,16 +6,15 @@ import copy
 from typing import NamedTuple
 
 import torch
-from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.cli import LRSchedulerCallable, OptimizerCallable
 from torch import Tensor, nn
 
+from fedmoe_pl.checks import InvalidArgumentError
 from fedmoe_pl.models.gates.fixed import EqualWeights, FixedGate
 from fedmoe_pl.models.gates.gate import Gate
 from fedmoe_pl.models.mixtures.architectures import Architectures
 from fedmoe_pl.models.mixtures.mixing import mix_outputs
 from fedmoe_pl.models.mixtures.mixture import MixtureOfExperts
-from fedmoe_pl.models.mixtures.run_once import run_once
 from fedmoe_pl.models.mixtures.tasks import Loss, Task
 
 
@@ -54,8 +53,8 @@ class RepresentationMoE(MixtureOfExperts):
         loss: a module or function from outputs and targets to the mean loss; None for the usual one of the task.
 
     Raises:
-        MisconfigurationException: if there is no local expert or no header, the representations differ in width,
-            the gate does not weigh two extractors, or ``architectures`` or ``gate_lr`` is out of range.
+        MisconfigurationException: if there is no local expert or no header, the parts do not fit together, or
+            ``architectures`` or ``gate_lr`` is out of range.
 
     Example:
         >>> from fedmoe_pl.models import CNN, SwitchNormGate
@@ -66,6 +65,7 @@ class RepresentationMoE(MixtureOfExperts):
     """
 
     gate_width = 2
+    mixes_logits = True
 
     def __init__(
         self,
@@ -85,16 +85,11 @@ class RepresentationMoE(MixtureOfExperts):
         classifiers = (getattr(expert, "classifier", None) for expert in local_experts)
         header = next((part for part in (header, *classifiers) if part is not None), None)
         if header is None or not local_experts:
-            raise MisconfigurationException(
-                f"RepresentationMoE: header is None, but must be given, because none of the {len(local_experts)} "
-                "local_experts has a `classifier`."
-            )
-        outside = [index for index in architectures or [] if not 0 <= index < len(local_experts)]
-        if outside:
-            raise MisconfigurationException(
-                f"RepresentationMoE: architectures has {outside[0]}, but must have indices of the "
-                f"{len(local_experts)} local_experts, from 0 to {len(local_experts) - 1}."
-            )
+            reason = f"none of the {len(local_experts)} local_experts has a `classifier`"
+            raise InvalidArgumentError(self, "header", header, "given", reason)
+        if not all(0 <= index < len(local_experts) for index in architectures or []):
+            allowed = f"indices of local_experts, from 0 to {len(local_experts) - 1}"
+            raise InvalidArgumentError(self, "architectures", architectures, allowed)
         self.shared_extractor = _without_classifier(shared_extractor)
         self.local_experts = Architectures(_without_classifier(expert) for expert in local_experts)
         self.header = copy.deepcopy(header)
@@ -104,27 +99,8 @@ class RepresentationMoE(MixtureOfExperts):
 
     def check_parts(self) -> None:
         """Refuses parts that do not fit together; sizes a lazy gate if the extractor has an ``input_shape``."""
-        if self.mixing != "logits":
-            raise MisconfigurationException(
-                f"RepresentationMoE: mixing is '{self.mixing}', but must be left out: representations are mixed."
-            )
         super().check_parts()
-        shape = getattr(self.shared_extractor, "input_shape", None)
-        if shape is not None:
-            self._check_widths(torch.zeros(1, *shape, dtype=next(self.parameters()).dtype, device=self.device))
-        run_once(self, self.shared_extractor)
-
-    def _check_widths(self, x: Tensor) -> None:
-        """Refuses local experts whose representations of inputs (1, ...) are not as wide as the shared extractor's."""
-        modes = {part: part.training for part in self.modules()}
-        self.eval()  # batch normalization cannot train on one sample, and no random numbers may be drawn
-        with torch.no_grad():
-            shared = self.shared_extractor(x)
-            local = {index: expert(x) for index, expert in self.local_experts.present.items()}
-        for part, mode in modes.items():
-            part.training = mode
-        for index, representation in local.items():
-            _check_width(index, representation, shared)
+        self.run_once(self.shared_extractor, self.local_experts)
 
     @property
     def weighed_parts(self) -> tuple[str, str]:
@@ -132,18 +108,12 @@ class RepresentationMoE(MixtureOfExperts):
         return "shared_extractor", "local_experts"
 
     def client_architecture(self, client_id: int) -> int:
-        """Index of the client's local expert.
-
-        Raises:
-            MisconfigurationException: if ``architectures`` has no entry for the client.
-        """
+        """Index of the client's local expert."""
         if self.architectures is None:
             return client_id % len(self.local_experts)
         if client_id >= len(self.architectures):
-            raise MisconfigurationException(
-                f"RepresentationMoE: architectures has {len(self.architectures)} entries, but must have one for every "
-                f"client, and there is a client {client_id}."
-            )
+            reason = f"there is a client {client_id}"
+            raise InvalidArgumentError(self, "architectures", self.architectures, "one index per client", reason)
         return self.architectures[client_id]
 
     def keep_architecture(self, architecture: int) -> None:
@@ -151,31 +121,25 @@ class RepresentationMoE(MixtureOfExperts):
         self.local_experts.keep(architecture)
 
     def mix(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """The logits of the mixed representation, and the gate's weights of every sample.
+        """Logits (B, C) and weights (B, 2) of inputs (B, ...), index 0 for the shared, 1 for the local extractor.
 
-        Args:
-            x: inputs (B, ...).
-
-        Returns:
-            Logits (B, C) and weights (B, 2), index 0 for the shared, 1 for the local extractor. An extractor to which a
-            ``FixedGate`` gives the weight 0 is not computed.
+        An extractor to which a ``FixedGate`` gives the weight 0 is not computed.
         """
         index, local_expert = next(iter(self.local_experts.present.items()))
         if isinstance(self.gate, FixedGate) and len(self.gate.active) == 1:
             extractor = local_expert if self.gate.active[0] else self.shared_extractor
             return self.header(extractor(x)), self.gate(x)
         shared, local = self.shared_extractor(x), local_expert(x)  # (B, F)
-        _check_width(index, local, shared)
+        if local.shape != shared.shape:
+            allowed = f"experts with representations of shape {tuple(shared.shape[1:])}, as shared_extractor's"
+            reason = f"those of number {index} have shape {tuple(local.shape[1:])}"
+            raise InvalidArgumentError(self, "local_experts", self.local_experts, allowed, reason)
         weights = self.gate(shared if self.gate.reads_features else x)  # (B, 2)
         self.check_gate_width(weights.shape[1])
         return self.header(mix_outputs((shared, local), weights, "logits")), weights
 
     def representations(self, x: Tensor) -> Representations:
-        """The representations of both extractors, and those mixed with the gate's weights.
-
-        Args:
-            x: inputs (B, ...).
-        """
+        """The representations of both extractors, and those mixed with the gate's weights, of inputs (B, ...)."""
         shared, local = self.shared_extractor(x), self.local_experts(x)
         weights = self.gate(shared if self.gate.reads_features else x)
         return Representations(mix_outputs((shared, local), weights, "logits"), shared, local)
@@ -187,12 +151,3 @@ def _without_classifier(expert: nn.Module) -> nn.Module:
     if hasattr(extractor, "extractor") and hasattr(extractor, "classifier"):
         extractor.classifier = nn.Identity()
     return extractor
-
-
-def _check_width(index: int, local: Tensor, shared: Tensor) -> None:
-    """Refuses representations (B, F) of the local expert ``index`` if the shared ones have another shape."""
-    if local.shape != shared.shape:
-        raise MisconfigurationException(
-            f"RepresentationMoE: local_experts has an expert, number {index}, whose representations have shape "
-            f"{tuple(local.shape[1:])}, but must be {tuple(shared.shape[1:])}, as those of shared_extractor."
-        )

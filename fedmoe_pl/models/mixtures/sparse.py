@@ -8,22 +8,19 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 
 import torch
-from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.cli import LRSchedulerCallable, OptimizerCallable
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parameter import is_lazy
 
-from fedmoe_pl.checks import MOST_EXPERTS, check_number
+from fedmoe_pl.checks import MOST_EXPERTS, InvalidArgumentError, check_at_least, check_number
 from fedmoe_pl.models.gates.fixed import ConstantGate, FixedGate
 from fedmoe_pl.models.gates.gate import Gate
-from fedmoe_pl.models.gates.proxy import ProxyGate
+from fedmoe_pl.models.gates.linear import ProxyGate
 from fedmoe_pl.models.layers import draw_anew, layer_without_reset
 from fedmoe_pl.models.mixtures.mixing import Mixing
 from fedmoe_pl.models.mixtures.mixture import Batch, MixtureOfExperts
-from fedmoe_pl.models.mixtures.run_once import run_once
 from fedmoe_pl.models.mixtures.tasks import Loss, Task
-from fedmoe_pl.models.normalization import SwitchNorm1d
+from fedmoe_pl.models.normalization import has_batch_norm
 
 _DENSE: ContextVar[bool] = ContextVar("dense", default=False)
 
@@ -101,13 +98,12 @@ class SparseMoE(MixtureOfExperts):
     ) -> None:
         super().__init__(optimizer, lr_scheduler, mixing, None, channels_last, task, loss)
         numbers = num_experts if isinstance(num_experts, list) else [num_experts]
-        if not numbers or min(numbers) < 1 or max(numbers) > MOST_EXPERTS:
-            raise MisconfigurationException(
-                f"SparseMoE: num_experts is {num_experts}, but must be at least 1 and at most {MOST_EXPERTS:,}, or a "
-                "list of such numbers."
-            )
+        for number in numbers or [0]:
+            check_at_least(self, "num_experts", number, 1, MOST_EXPERTS)
         check_number(self, "load_balancing", load_balancing, least=0)
-        _check_layers(expert)
+        if any(map(is_lazy, expert.parameters())) or layer_without_reset(expert) is not None:
+            reason = "every expert draws its own, by the layers' reset_parameters"
+            raise InvalidArgumentError(self, "expert", expert, "one whose parameters can be drawn anew", reason)
         self.num_experts = num_experts
         self.load_balancing = load_balancing
         self.embedding = embedding
@@ -131,18 +127,13 @@ class SparseMoE(MixtureOfExperts):
         """Refuses parts that do not fit together; sizes the gate if the embedding has an ``input_shape``."""
         if not isinstance(self.gate, FixedGate):
             if self.mixing != "logits":
-                raise MisconfigurationException(
-                    f"SparseMoE: mixing is '{self.mixing}', but must be logits with a {type(self.gate).__name__}; all "
-                    "other mixings need a gate that is not trained, such as MixtureWeights."
-                )
-            _check_normalization(self.expert)
-        embedded, expected = getattr(self.embedding, "output_shape", None), getattr(self.expert, "input_shape", None)
-        if embedded is not None and expected is not None and embedded != expected:
-            raise MisconfigurationException(
-                f"SparseMoE: expert reads values of shape {expected}, but must read those of embedding, {embedded}."
-            )
+                reason = f"a {type(self.gate).__name__} chooses one expert; MixtureWeights mix them"
+                raise InvalidArgumentError(self, "mixing", self.mixing, "logits", reason)
+            if has_batch_norm(self.expert):
+                reason = "each expert gets a part of a batch"
+                raise InvalidArgumentError(self, "expert", self.expert, "one without batch normalization", reason)
         super().check_parts()
-        run_once(self, self.embedding)
+        self.run_once(self.embedding)
 
     def client_architecture(self, client_id: int) -> int:
         """The client's number of experts."""
@@ -162,14 +153,7 @@ class SparseMoE(MixtureOfExperts):
             self.gate.fit_to(architecture)
 
     def mix(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """The logits of each sample's expert, multiplied by its weight, and the gate's weights.
-
-        Args:
-            x: inputs (B, ...).
-
-        Returns:
-            Logits (B, C) and weights (B, experts), which add up to 1.
-        """
+        """Logits (B, C) of the expert of each input (B, ...), multiplied by its weight, and weights (B, experts)."""
         z = self.embedding(x)
         weights = self.gate(z)
         self.check_gate_width(weights.shape[1])
@@ -181,14 +165,7 @@ class SparseMoE(MixtureOfExperts):
         return weight.reshape(-1, *[1] * (logits.dim() - 1)) * logits, weights
 
     def loss(self, batch: Batch) -> tuple[Tensor, dict[str, Tensor]]:
-        """Cross-entropy of the weighted logits, plus the balancing loss if there is one. It is a pure function.
-
-        Args:
-            batch: inputs (B, ...) and labels (B,).
-
-        Returns:
-            The mean loss, and ``logits`` (B, C) and ``gate_weights`` (B, experts).
-        """
+        """The loss of the weighted logits, plus the balancing loss if there is one; see the base."""
         loss, metrics = super().loss(batch)
         if not self.load_balancing:
             return loss, metrics
@@ -220,28 +197,3 @@ class SparseMoE(MixtureOfExperts):
 def _zero(expert: nn.Module) -> Tensor | float:
     """Zero, computed from all trained parameters, so that their gradients are zero and not None."""
     return sum((parameter.flatten()[0] * 0 for parameter in expert.parameters() if parameter.requires_grad), 0.0)
-
-
-def _check_normalization(expert: nn.Module) -> None:
-    """Refuses an expert whose outputs depend on other samples of the batch, of which it gets a part."""
-    for layer in expert.modules():
-        if isinstance(layer, (_BatchNorm, SwitchNorm1d)):
-            raise MisconfigurationException(
-                f"SparseMoE: expert is a {type(expert).__name__}, but must not have batch normalization "
-                f"({type(layer).__name__}), because each expert gets a part of a batch."
-            )
-
-
-def _check_layers(expert: nn.Module) -> None:
-    """Refuses an expert whose parameters cannot be redrawn."""
-    problem = f"SparseMoE: expert is a {type(expert).__name__}, but"
-    for layer in expert.modules():
-        if any(is_lazy(parameter) for parameter in layer.parameters(recurse=False)):
-            raise MisconfigurationException(
-                f"{problem} must not have layers of unknown width ({type(layer).__name__})."
-            )
-    if (layer := layer_without_reset(expert)) is not None:
-        raise MisconfigurationException(
-            f"{problem} {type(layer).__name__} has no method reset_parameters, which must draw its parameters anew for "
-            "every expert."
-        )

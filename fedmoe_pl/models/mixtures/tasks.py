@@ -7,10 +7,9 @@ from inspect import isfunction
 from typing import Any, Literal, get_args
 
 import torch.nn.functional as F
-from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch import Tensor, nn
 
-from fedmoe_pl.checks import check_choice
+from fedmoe_pl.checks import InvalidArgumentError, check_choice
 
 Task = Literal["multiclass", "binary", "multilabel", "regression"]
 """What a mixture predicts, in the words of torchmetrics.
@@ -34,11 +33,7 @@ _OF_LOSSES: dict[type, tuple[Task, ...]] = {
 
 
 class FunctionLoss(nn.Module):
-    """A function as a module.
-
-    Args:
-        function: maps outputs and targets to the mean loss.
-    """
+    """A function from outputs and targets to the mean loss, as a module."""
 
     def __init__(self, function: Callable[[Tensor, Tensor], Tensor]) -> None:
         super().__init__()
@@ -50,34 +45,19 @@ class FunctionLoss(nn.Module):
 
 
 def task_and_criterion(owner: object, task: Task | None, loss: Loss | None) -> tuple[Task, nn.Module | None]:
-    """The task, and the loss as a module; None for the usual loss of the task.
-
-    Args:
-        owner: the mixture; messages name its class.
-        task: the task; None if it follows from the loss.
-        loss: the loss; None if it follows from the task.
-
-    Raises:
-        MisconfigurationException: if there is no such task, it does not fit the loss, or does not follow from it, or if
-            the loss is no mean.
-    """
+    """The task, and the loss as a module, None for the usual one; each may follow from the other."""
     if task is not None:
         check_choice(owner, "task", task, get_args(Task))
     if loss is None:
         return task or "multiclass", None
     if isinstance(loss, nn.Module) and getattr(loss, "reduction", "mean") in ("none", "sum"):
-        raise MisconfigurationException(
-            f"{type(owner).__name__}: loss is a {type(loss).__name__} whose reduction is '{loss.reduction}', but must "
-            "be one that gives the mean over the samples."
-        )
+        allowed, reason = "one that gives the mean over the samples", f"its reduction is '{loss.reduction}'"
+        raise InvalidArgumentError(owner, "loss", loss, allowed, reason)
     of_loss = _OF_LOSSES.get(type(loss), ())
     if (task is None and not of_loss) or (task is not None and of_loss and task not in of_loss):
         name = type(loss).__name__ if isinstance(loss, nn.Module) else getattr(loss, "__name__", repr(loss))
-        shown = "None" if task is None else f"'{task}'"
-        raise MisconfigurationException(
-            f"{type(owner).__name__}: task is {shown}, but must be {' or '.join(of_loss or get_args(Task))} for the "
-            f"loss {name}."
-        )
+        allowed = " or ".join(of_loss or get_args(Task))
+        raise InvalidArgumentError(owner, "task", task, allowed, f"the loss is {name}")
     return task or of_loss[0], loss if isinstance(loss, nn.Module) else FunctionLoss(loss)
 
 
@@ -93,13 +73,7 @@ def usual_loss(task: Task, outputs: Tensor, targets: Tensor, reduction: Literal[
 
 
 def aligned(task: Task, outputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-    """Outputs and targets as a loss compares them: of one shape and type, or integers or probabilities of classes.
-
-    Args:
-        task: the task.
-        outputs: shape (B, ...).
-        targets: shape (B, ...).
-    """
+    """Outputs and targets as a loss compares them: of one shape and type, or integers or probabilities of classes."""
     if task == "multiclass":
         return outputs, targets if targets.is_floating_point() else targets.long()
     if outputs.dim() == targets.dim() + 1 and outputs.shape[1] == 1:
@@ -108,13 +82,7 @@ def aligned(task: Task, outputs: Tensor, targets: Tensor) -> tuple[Tensor, Tenso
 
 
 def preds_and_target(task: Task, outputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-    """What a metric of torchmetrics compares: probabilities and classes or labels, or values.
-
-    Args:
-        task: the task.
-        outputs: a mixture's scores, shape (B, ...).
-        targets: shape (B, ...).
-    """
+    """What a metric of torchmetrics compares: probabilities and classes or labels, or values."""
     if task == "multiclass":
         return outputs.softmax(1), targets.long()
     outputs, targets = aligned(task, outputs, targets)
@@ -131,14 +99,7 @@ def fits(task: Task, outputs: Tensor, targets: Tensor) -> bool:
 
 
 def range_problem(task: Task, criterion: nn.Module | None, outputs: Tensor, targets: Tensor) -> str | None:
-    """What is wrong with the values of targets; None if nothing is, or only a loss of the user's could tell.
-
-    Args:
-        task: the task.
-        criterion: the loss; None for the usual one.
-        outputs: shape (B, ...).
-        targets: shape (n, ...), of any samples.
-    """
+    """What is wrong with the values of targets; None if nothing is, or only a loss of the user's could tell."""
     is_usual = criterion is None or type(criterion) in _OF_LOSSES
     if task == "multiclass":
         counted, most = targets[targets != ignored_class(criterion)], outputs.shape[1] - 1

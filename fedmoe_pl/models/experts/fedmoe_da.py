@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from torch import Tensor, nn
 
-from fedmoe_pl.checks import check_sizes
-from fedmoe_pl.models.layers import pooled_size, two_convolutions
+from fedmoe_pl.models.experts.expert import Expert
+from fedmoe_pl.models.layers import keep_arguments, pooled_size, two_convolutions
 
 
-class FedAvgCNN(nn.Module):
+class FedAvgCNN(Expert):
     """Two convolutions and two linear layers, the network used here for FedMoE-DA (Zhan et al. 2024).
 
     The paper gives no widths. The widths and the name of this network come from PFLlib. It has 878,538 parameters for
@@ -18,25 +18,14 @@ class FedAvgCNN(nn.Module):
         in_channels: channels of the input, shape (B, in_channels, image_size, image_size).
         num_classes: number of outputs.
         image_size: height and width of the input in pixels.
-
-    Raises:
-        MisconfigurationException: if the image is too small.
     """
 
     def __init__(self, in_channels: int = 3, num_classes: int = 10, image_size: int = 32) -> None:
-        super().__init__()
-        check_sizes(self, in_channels=in_channels, num_classes=num_classes, image_size=image_size)
+        super().__init__(locals())
         size = pooled_size(self, image_size)
-        self.in_channels = in_channels
-        self.num_classes = num_classes
-        self.image_size = image_size
         self.input_shape = (in_channels, image_size, image_size)
         self.extractor = two_convolutions(in_channels, 32, 64)
         self.classifier = nn.Sequential(nn.Linear(64 * size**2, 512), nn.ReLU(), nn.Linear(512, num_classes))
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Logits of shape (B, num_classes)."""
-        return self.classifier(self.extractor(x))
 
 
 class ConvBlock(nn.Module):
@@ -48,18 +37,12 @@ class ConvBlock(nn.Module):
         in_channels: channels of the input, shape (B, in_channels, image_size, image_size).
         out_channels: channels of the output.
         image_size: height and width of the input in pixels.
-
-    Raises:
-        MisconfigurationException: if the image is too small.
     """
 
     def __init__(self, in_channels: int = 3, out_channels: int = 32, image_size: int = 32) -> None:
         super().__init__()
-        check_sizes(self, in_channels=in_channels, out_channels=out_channels, image_size=image_size)
+        keep_arguments(self, locals())
         size = pooled_size(self, image_size, times=1)
-        self.in_channels = in_channels
-        self.out_channels = out_channels
-        self.image_size = image_size
         self.input_shape = (in_channels, image_size, image_size)
         self.output_shape = (out_channels, size, size)
         self.layers = nn.Sequential(nn.Conv2d(in_channels, out_channels, 5), nn.MaxPool2d(2), nn.ReLU())
@@ -69,7 +52,7 @@ class ConvBlock(nn.Module):
         return self.layers(x)
 
 
-class ConvExpert(nn.Module):
+class ConvExpert(Expert):
     """The part of ``FedAvgCNN`` after the :class:`ConvBlock`: an expert of FedMoE-DA.
 
     It has 876,106 parameters for CIFAR-10. Its ``extractor`` is the second block, its ``classifier`` the two linear
@@ -81,28 +64,12 @@ class ConvExpert(nn.Module):
         image_size: height and width of the input: 14 after a ``ConvBlock`` for 32 pixels, 12 after one for 28.
         channels: channels of the convolution.
         hidden: width of the hidden linear layer.
-
-    Raises:
-        MisconfigurationException: if the input is too small.
     """
 
     def __init__(
         self, in_channels: int = 32, num_classes: int = 10, image_size: int = 14, channels: int = 64, hidden: int = 512
     ) -> None:
-        super().__init__()
-        check_sizes(
-            self,
-            in_channels=in_channels,
-            num_classes=num_classes,
-            image_size=image_size,
-            channels=channels,
-            hidden=hidden,
-        )
-        self.in_channels = in_channels
-        self.num_classes = num_classes
-        self.image_size = image_size
-        self.channels = channels
-        self.hidden = hidden
+        super().__init__(locals())
         self.input_shape = (in_channels, image_size, image_size)
         size = pooled_size(self, image_size, times=1)
         self.extractor = nn.Sequential(
@@ -111,7 +78,3 @@ class ConvExpert(nn.Module):
         self.classifier = nn.Sequential(
             nn.Linear(channels * size**2, hidden), nn.ReLU(), nn.Linear(hidden, num_classes)
         )
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Logits of shape (B, num_classes)."""
-        return self.classifier(self.extractor(x))

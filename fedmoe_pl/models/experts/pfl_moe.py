@@ -1,14 +1,43 @@
-"""VGG-16, an expert of PFL-MoE."""
+"""The networks of PFL-MoE."""
 
 from __future__ import annotations
 
-from torch import Tensor, nn
+from torch import nn
 
-from fedmoe_pl.checks import check_sizes
-from fedmoe_pl.models.layers import FanOutConv2d, check_dropout
+from fedmoe_pl.models.experts.expert import Expert
+from fedmoe_pl.models.layers import FanOutConv2d
 
 
-class VGG16(nn.Module):
+class LeNet5(Expert):
+    """LeNet-5 with ReLU and max pooling (PFL-MoE); 61,706 parameters with one input channel.
+
+    Args:
+        in_channels: channels of the input, shape (B, in_channels, 32, 32).
+        num_classes: number of outputs.
+
+    Example:
+        >>> sum(p.numel() for p in LeNet5(in_channels=3).parameters())
+        62006
+    """
+
+    def __init__(self, in_channels: int = 1, num_classes: int = 10) -> None:
+        super().__init__(locals())
+        self.input_shape = (in_channels, 32, 32)
+        self.extractor = nn.Sequential(
+            nn.Conv2d(in_channels, 6, 5),  # (B, 6, 28, 28)
+            nn.MaxPool2d(2),
+            nn.ReLU(),
+            nn.Conv2d(6, 16, 5),  # (B, 16, 10, 10)
+            nn.MaxPool2d(2),
+            nn.ReLU(),
+            nn.Flatten(),  # (B, 400)
+        )
+        self.classifier = nn.Sequential(
+            nn.Linear(400, 120), nn.ReLU(), nn.Linear(120, 84), nn.ReLU(), nn.Linear(84, num_classes)
+        )
+
+
+class VGG16(Expert):
     """VGG-16 "D" without batch normalization for 32x32 images (PFL-MoE); 15,245,130 parameters.
 
     Initial convolution weights come from N(0, sqrt(2 / (k * k * out_channels))); biases start at 0.
@@ -22,12 +51,7 @@ class VGG16(nn.Module):
     _WIDTHS = (64, 64, "M", 128, 128, "M", 256, 256, 256, "M", 512, 512, 512, "M", 512, 512, 512, "M")
 
     def __init__(self, in_channels: int = 3, num_classes: int = 10, dropout: float = 0.5) -> None:
-        super().__init__()
-        check_sizes(self, in_channels=in_channels, num_classes=num_classes)
-        check_dropout(self, dropout)
-        self.in_channels = in_channels
-        self.num_classes = num_classes
-        self.dropout = dropout
+        super().__init__(locals())
         self.input_shape = (in_channels, 32, 32)
         layers: list[nn.Module] = []
         channels = in_channels
@@ -47,7 +71,3 @@ class VGG16(nn.Module):
             nn.ReLU(inplace=True),
             nn.Linear(512, num_classes),
         )
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Logits of shape (B, num_classes)."""
-        return self.classifier(self.extractor(x))

@@ -1,13 +1,13 @@
-"""Perceptrons for small inputs."""
+"""Networks for small inputs."""
 
 from __future__ import annotations
 
-from torch import Tensor, nn
+from torch import nn
 
-from fedmoe_pl.checks import check_sizes
+from fedmoe_pl.models.experts.expert import Expert
 
 
-class SmallMLP(nn.Module):
+class SmallMLP(Expert):
     """A perceptron with two hidden layers for small inputs such as the 8x8 digits.
 
     Args:
@@ -17,23 +17,15 @@ class SmallMLP(nn.Module):
     """
 
     def __init__(self, in_features: int = 64, hidden_features: int = 64, num_classes: int = 10) -> None:
-        super().__init__()
-        check_sizes(self, in_features=in_features, hidden_features=hidden_features, num_classes=num_classes)
-        self.in_features = in_features
-        self.hidden_features = hidden_features
-        self.num_classes = num_classes
+        super().__init__(locals())
         self.input_shape = (in_features,)
         self.extractor = nn.Sequential(nn.Flatten(), nn.Linear(in_features, hidden_features), nn.ReLU())
         self.classifier = nn.Sequential(
             nn.Linear(hidden_features, hidden_features), nn.ReLU(), nn.Linear(hidden_features, num_classes)
         )
 
-    def forward(self, x: Tensor) -> Tensor:
-        """Logits of shape (B, num_classes)."""
-        return self.classifier(self.extractor(x))
 
-
-class RepresentationMLP(nn.Module):
+class RepresentationMLP(Expert):
     """A perceptron for small inputs; its representation and its hidden layer may differ in width, as in pFedMoE.
 
     Args:
@@ -52,19 +44,7 @@ class RepresentationMLP(nn.Module):
         num_classes: int = 10,
         batch_norm: bool = False,
     ) -> None:
-        super().__init__()
-        check_sizes(
-            self,
-            in_features=in_features,
-            hidden_features=hidden_features,
-            representation_features=representation_features,
-            num_classes=num_classes,
-        )
-        self.in_features = in_features
-        self.hidden_features = hidden_features
-        self.representation_features = representation_features
-        self.num_classes = num_classes
-        self.batch_norm = batch_norm
+        super().__init__(locals())
         self.input_shape = (in_features,)
         self.extractor = nn.Sequential(
             nn.Flatten(),
@@ -76,6 +56,22 @@ class RepresentationMLP(nn.Module):
         )
         self.classifier = nn.Linear(representation_features, num_classes)
 
-    def forward(self, x: Tensor) -> Tensor:
-        """Logits of shape (B, num_classes)."""
-        return self.classifier(self.extractor(x))
+
+class SmallFCN(Expert):
+    """Three convolutions that keep height and width, for small images and dense prediction.
+
+    Args:
+        in_channels: channels of the images.
+        num_classes: number of outputs of each pixel.
+        channels: width of the first two convolutions, which are the extractor.
+    """
+
+    def __init__(self, in_channels: int = 1, num_classes: int = 2, channels: int = 16) -> None:
+        super().__init__(locals())
+        self.extractor = nn.Sequential(
+            nn.Conv2d(in_channels, channels, 5, padding="same"),
+            nn.ReLU(),
+            nn.Conv2d(channels, channels, 5, padding="same"),
+            nn.ReLU(),
+        )
+        self.classifier = nn.Conv2d(channels, num_classes, 1)

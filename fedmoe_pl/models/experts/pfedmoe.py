@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from lightning.fabric.utilities.exceptions import MisconfigurationException
-from torch import Tensor, nn
+from torch import nn
 
-from fedmoe_pl.checks import check_sizes
+from fedmoe_pl.checks import InvalidArgumentError
+from fedmoe_pl.models.experts.expert import Expert
 
 
-class CNN(nn.Module):
+class CNN(Expert):
     """CNN-1 to CNN-5 of pFedMoE (Yi et al. 2024, https://arxiv.org/abs/2402.01350).
 
     In all five, the ``extractor`` gives a representation of 500 values, and the ``classifier`` is pFedMoE's header.
@@ -18,21 +18,14 @@ class CNN(nn.Module):
         variant: 1 to 5 for CNN-1 to CNN-5, with 2,621,558, 1,815,142, 1,320,558, 1,060,358 and 670,058 parameters.
         in_channels: channels of the input, shape (B, in_channels, 32, 32).
         num_classes: number of outputs.
-
-    Raises:
-        MisconfigurationException: if there is no such variant.
     """
 
     _WIDTHS = ((32, 2000), (16, 2000), (32, 1000), (32, 800), (32, 500))  # of conv2 and fc1
 
     def __init__(self, variant: int = 1, in_channels: int = 3, num_classes: int = 10) -> None:
-        super().__init__()
-        check_sizes(self, in_channels=in_channels, num_classes=num_classes)
-        if variant not in (1, 2, 3, 4, 5):
-            raise MisconfigurationException(f"CNN: variant is {variant}, but must be 1, 2, 3, 4 or 5.")
-        self.variant = variant
-        self.in_channels = in_channels
-        self.num_classes = num_classes
+        super().__init__(locals())
+        if variant > 5:
+            raise InvalidArgumentError(self, "variant", variant, "1, 2, 3, 4 or 5")
         self.input_shape = (in_channels, 32, 32)
         channels, hidden = self._WIDTHS[variant - 1]
         self.extractor = nn.Sequential(
@@ -49,7 +42,3 @@ class CNN(nn.Module):
             nn.ReLU(),
         )
         self.classifier = nn.Linear(500, num_classes)
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Logits of shape (B, num_classes)."""
-        return self.classifier(self.extractor(x))
