@@ -31,7 +31,7 @@ def test_what_pfedmoe_cannot_do_is_refused(name):
 
 def test_another_mixing_and_sharing_of_private_parts_are_refused(tmp_path):
     phase = Phase("p", PFedMoE(), mixing="probabilities")
-    with pytest.raises(MisconfigurationException, match="mixing is 'probabilities', but must be left out"):
+    with pytest.raises(MisconfigurationException, match="mixing is 'probabilities', but must be logits"):
         federation(tmp_path, [phase]).fit(model(dtype=torch.float32), blobs(dtype=torch.float32))
     with pytest.raises(MisconfigurationException, match="clients of architecture 0 do not have"):
         phases = [Phase("p", FedAvg("*_experts.1.*"))]

@@ -303,7 +303,7 @@ DENSE = partial(PersonalizedMoE, SmallFCN(num_classes=2, channels=2))
             ),
             "monitor is 'global_test_r', but must be a metric whose higher_is_better is true or false",
         ),
-        (lambda: regression(loss=nn.L1Loss(reduction="sum")), "loss is a L1Loss whose reduction is 'sum', but must be"),
+        (lambda: regression(loss=nn.L1Loss(reduction="sum")), "loss is a L1Loss, but must be one that gives the mean"),
         (lambda: check(FedAvg(), regression(loss=each), numbers()), "loss is each, which gives values of shape (8,)"),
         (
             lambda: check(FedAvg(), regression(loss=nn.GaussianNLLLoss()), numbers()),
