@@ -23,7 +23,7 @@ from fedmoe_pl.backends import PoolBackend, TrainerBackend
 from fedmoe_pl.callbacks import FederationCallback
 from fedmoe_pl.evaluation.evaluation import Evaluation
 from fedmoe_pl.federation import Federation
-from fedmoe_pl.rounds.phase import Phase
+from fedmoe_pl.phases.phase import Phase
 from fedmoe_pl.rounds.run import Run
 
 

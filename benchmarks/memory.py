@@ -22,7 +22,7 @@ from workload import RandomImages, make_model, memory, reset_peak_memory
 
 from fedmoe_pl.algorithms import FedAvg
 from fedmoe_pl.federation import Federation
-from fedmoe_pl.rounds.phase import Phase
+from fedmoe_pl.phases.phase import Phase
 
 COLUMNS = ("clients", "before data", "data", "peak of set-up", "model", "kept", "peak of round", "on top")
 

@@ -13,7 +13,7 @@ from fedmoe_pl.algorithms import FedAvg
 from fedmoe_pl.callbacks import FederationCallback
 from fedmoe_pl.evaluation.evaluation import Evaluation
 from fedmoe_pl.federation import Federation
-from fedmoe_pl.rounds.phase import Phase
+from fedmoe_pl.phases.phase import Phase
 from fedmoe_pl.rounds.run import Run
 
 PARTS = {"global_expert.extractor": "0", "global_expert.classifier": "1"}  # as the task's model names them

@@ -35,7 +35,7 @@ from fedmoe_pl.callbacks import FederationCallback
 from fedmoe_pl.data import Arrays, Dirichlet, FederatedDataModule
 from fedmoe_pl.federation import Federation
 from fedmoe_pl.models import ConstantGate, FeatureGate, LeNet5, LinearGate, PersonalizedMoE
-from fedmoe_pl.rounds.phase import Phase
+from fedmoe_pl.phases.phase import Phase
 from fedmoe_pl.rounds.run import Run
 from fedmoe_pl.seeds import derive_seed
 

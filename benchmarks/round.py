@@ -43,7 +43,7 @@ from fedmoe_pl.algorithms import FedAvg
 from fedmoe_pl.callbacks import FederationCallback
 from fedmoe_pl.federation import Federation
 from fedmoe_pl.models import PersonalizedMoE
-from fedmoe_pl.rounds.phase import Phase
+from fedmoe_pl.phases.phase import Phase
 from fedmoe_pl.rounds.run import Run
 from fedmoe_pl.seeds import derive_seed
 from fedmoe_pl.trees import Tree

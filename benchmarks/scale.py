@@ -28,7 +28,7 @@ from fedmoe_pl.callbacks import FederationCallback
 from fedmoe_pl.data import IID, Arrays, Dirichlet, FederatedDataModule, NaturalIds, Partitioner
 from fedmoe_pl.federation import Federation
 from fedmoe_pl.models import ConstantGate, PersonalizedMoE
-from fedmoe_pl.rounds.phase import Phase
+from fedmoe_pl.phases.phase import Phase
 from fedmoe_pl.rounds.run import Run
 
 SAMPLES_PER_CLIENT = 10

@@ -25,7 +25,7 @@ from fedmoe_pl.algorithms import FedAvg
 from fedmoe_pl.backends import Backend, GroupUpdate, LocalTraining, Plan, PoolBackend, TrainerBackend
 from fedmoe_pl.backends.workers import handing_out as workers
 from fedmoe_pl.federation import Federation
-from fedmoe_pl.rounds.phase import Phase
+from fedmoe_pl.phases.phase import Phase
 from fedmoe_pl.trees import Tree
 
 SAMPLES_PER_CLIENT = 500

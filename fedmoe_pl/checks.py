@@ -15,6 +15,7 @@ MOST_UNITS = 1_000_000
 """The most units or channels of a layer, and the most words of an embedding."""
 MOST_EXPERTS = 10_000
 """The most experts or clusters of a model."""
+_LONGEST_NAME = 200  # bytes; a file's name has at most 255, and some have a suffix
 
 
 class InvalidArgumentError(MisconfigurationException):
@@ -184,3 +185,25 @@ def plain(value: Any) -> Any:
 
 def _is_integer(value: Any) -> bool:
     return isinstance(value, (int, np.integer)) and not isinstance(value, bool)
+
+
+def is_file_name(name: str) -> bool:
+    r"""Whether a file or folder can have this name, and no other place is meant by it.
+
+    Example:
+        >>> [is_file_name(name) for name in ("FedAvg", "PFL MFE", "..", "a/b", "a\0b", "a" * 300, "")]
+        [True, True, False, False, False, False, False]
+    """
+    if not name.isprintable() or name in ("", ".", "..") or name != name.strip():
+        return False
+    return not {"/", "\\"} & {*name} and len(name.encode()) <= _LONGEST_NAME
+
+
+def is_path_below(path: str) -> bool:
+    """Whether the path stays below the folder that it is relative to.
+
+    Example:
+        >>> [is_path_below(path) for path in ("quickstart", "digits/quickstart", "../x", "/tmp/x", "a//b", "")]
+        [True, True, False, False, False, False]
+    """
+    return all(is_file_name(part) for part in path.split("/"))

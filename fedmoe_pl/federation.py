@@ -16,24 +16,23 @@ from fedmoe_pl.callbacks.partition import write_partition
 from fedmoe_pl.checkpoints.checkpoint import LAST, find_checkpoint
 from fedmoe_pl.checkpoints.resume import keys_of
 from fedmoe_pl.checks import check_at_least, check_kind, plain
+from fedmoe_pl.commands.audit import PhaseAudit, audit_run, format_audit
+from fedmoe_pl.commands.export import export_client
+from fedmoe_pl.commands.personalize import phases_of_newcomers, set_up_newcomers
+from fedmoe_pl.commands.predict import evaluate_all, write_predictions
 from fedmoe_pl.data import FederatedDataModule
 from fedmoe_pl.deployment.commands import DEFAULT_ADDRESS, run_client, run_server
 from fedmoe_pl.evaluation.evaluation import Evaluation
 from fedmoe_pl.evaluation.metrics import check_metrics
 from fedmoe_pl.logs.summary import format_table, format_validation
-from fedmoe_pl.rounds.audit import PhaseAudit, audit_run
-from fedmoe_pl.rounds.audit_text import format_audit
+from fedmoe_pl.phases.failures import ClientFailures
+from fedmoe_pl.phases.phase import Phase
+from fedmoe_pl.phases.starts import find_starts
 from fedmoe_pl.rounds.begin import read_result_for_newcomers
-from fedmoe_pl.rounds.checks import check_name, check_phases, check_store, check_validates
-from fedmoe_pl.rounds.export import export_client
-from fedmoe_pl.rounds.failures import ClientFailures
 from fedmoe_pl.rounds.interruption import requeued
-from fedmoe_pl.rounds.newcomers import phases_of_newcomers, set_up_newcomers
-from fedmoe_pl.rounds.opt_in import set_up
-from fedmoe_pl.rounds.phase import Phase
-from fedmoe_pl.rounds.predictions import evaluate_all, write_predictions
-from fedmoe_pl.rounds.run_maker import RunMaker
-from fedmoe_pl.rounds.starts import find_starts
+from fedmoe_pl.setup.check_run import check_name, check_phases, check_store, check_validates
+from fedmoe_pl.setup.data import set_up
+from fedmoe_pl.setup.run_maker import RunMaker
 
 _SKIP = ClientFailures()
 

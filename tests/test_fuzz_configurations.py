@@ -55,7 +55,7 @@ def arguments(monkeypatch) -> dict[str, Argument]:
 
     monkeypatch.setattr("sys.argv", ["fedmoe"])
     monkeypatch.setattr(commands, "FederationCLI", OnlyFit)
-    monkeypatch.setattr("fedmoe_pl.rounds.run_maker.fit", started)
+    monkeypatch.setattr("fedmoe_pl.setup.run_maker.fit", started)
     before = signal.signal(signal.SIGPROF, timed_out)
     with pytest.raises(SystemExit):
         commands.main(["fit", "--config", "none.yaml"])

@@ -39,7 +39,7 @@ from fedmoe_pl.backends.client import begin_client
 from fedmoe_pl.backends.features import FeatureCache
 from fedmoe_pl.data import RandomCrop, RandomHorizontalFlip
 from fedmoe_pl.models import BiLSTM, FeatureGate, GlobalOnly, LeNet5, LinearGate, PersonalizedMoE
-from fedmoe_pl.rounds import start
+from fedmoe_pl.setup import start
 
 PRETENDED = "PRETENDED_GPU" in os.environ
 BACKENDS = [TrainerBackend(), StackedBackend()]

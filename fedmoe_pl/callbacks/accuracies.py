@@ -12,7 +12,7 @@ from fedmoe_pl.callbacks.figures import figure_pixels, new_figure, styled, style
 from fedmoe_pl.callbacks.hparams import method_hparams, run_hparams
 from fedmoe_pl.evaluation.evaluation import METRICS, Evaluation
 from fedmoe_pl.logs.summary import format_table, present_metrics, scale
-from fedmoe_pl.rounds.phase import Phase
+from fedmoe_pl.phases.phase import Phase
 from fedmoe_pl.rounds.run import FederationCallback, Run
 
 

@@ -13,7 +13,7 @@ from fedmoe_pl.algorithms.clusters import cluster_in_use
 from fedmoe_pl.algorithms.ifca import cluster_picks
 from fedmoe_pl.callbacks.figures import beside_samples, draw_map, figure_pixels, new_figure, styled
 from fedmoe_pl.evaluation.evaluation import Evaluation
-from fedmoe_pl.rounds.phase import Phase
+from fedmoe_pl.phases.phase import Phase
 from fedmoe_pl.rounds.run import FederationCallback, Run
 
 _MOST_CLIENTS = 200  # of whom is computed which cluster they use: as costly as an evaluation on their training samples

@@ -13,9 +13,9 @@ from fedmoe_pl.checks import check_number
 from fedmoe_pl.evaluation.evaluation import METRICS, SPLITS, Evaluation
 from fedmoe_pl.evaluation.metrics import lower_is_better
 from fedmoe_pl.logs.summary import value_text, write_csv
-from fedmoe_pl.rounds.phase import Phase
+from fedmoe_pl.phases.phase import Phase
 from fedmoe_pl.rounds.run import FederationCallback, Run
-from fedmoe_pl.rounds.task_checks import check_metric
+from fedmoe_pl.setup.check_data import check_metric
 
 
 class CostToTarget(FederationCallback):

@@ -22,7 +22,7 @@ from fedmoe_pl.evaluation.gate_weights import gate_rows
 from fedmoe_pl.logs.summary import append_csv, client_rows, format_table, summary_row, write_csv
 from fedmoe_pl.models.arguments import required_arguments
 from fedmoe_pl.models.description import describe_all, hyperparameters_of, remembered, unknown_reason
-from fedmoe_pl.rounds.phase import Phase
+from fedmoe_pl.phases.phase import Phase
 from fedmoe_pl.rounds.run import FederationCallback, Run
 
 

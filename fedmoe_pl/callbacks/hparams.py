@@ -12,7 +12,7 @@ from lightning.pytorch import Trainer
 
 from fedmoe_pl.backends import LEAN_TRAINER
 from fedmoe_pl.logs.loggers import method_tag
-from fedmoe_pl.rounds.phase import Evaluate, Phase, Select
+from fedmoe_pl.phases.phase import Evaluate, Phase, Select
 
 _GROUPS = ("trainer", "model", "data")
 _ALWAYS = {"max_epochs", "lr", "rounds", "num_clients", "batch_size"}  # shown, too, where they have their default

@@ -11,7 +11,7 @@ from lightning.pytorch.utilities import rank_zero_warn
 
 from fedmoe_pl.backends import Transfer
 from fedmoe_pl.checkpoints.phase_state import WAYS
-from fedmoe_pl.rounds.phase import Phase
+from fedmoe_pl.phases.phase import Phase
 from fedmoe_pl.rounds.run import FederationCallback, Run
 
 FILE = "traffic.csv"

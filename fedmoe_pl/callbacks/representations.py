@@ -26,7 +26,7 @@ from fedmoe_pl.logs.loggers import method_tag
 from fedmoe_pl.models.mixtures.architectures import Architectures
 from fedmoe_pl.models.mixtures.representation import RepresentationMoE
 from fedmoe_pl.models.mixtures.sparse import dense_experts
-from fedmoe_pl.rounds.phase import Phase
+from fedmoe_pl.phases.phase import Phase
 from fedmoe_pl.rounds.run import FederationCallback, Run
 
 _MOST_NAMED_CLASSES = 20  # whose colours are named

@@ -17,7 +17,7 @@ from fedmoe_pl.checkpoints.configuration import changes, check_listed, is_listed
 from fedmoe_pl.checkpoints.phase_state import PhaseState
 from fedmoe_pl.checkpoints.rows import SavedRows
 from fedmoe_pl.data import FederatedDataModule
-from fedmoe_pl.rounds.phase import Phase
+from fedmoe_pl.phases.phase import Phase
 
 _SAMPLES = 10_000
 

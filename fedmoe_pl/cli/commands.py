@@ -25,8 +25,8 @@ from fedmoe_pl.data import FederatedDataModule
 from fedmoe_pl.federation import Federation
 from fedmoe_pl.grids.command import benchmark
 from fedmoe_pl.grids.grid import grid_parser
+from fedmoe_pl.phases.failures import ClientError
 from fedmoe_pl.report.command import report, report_parser
-from fedmoe_pl.rounds.failures import ClientError
 
 
 def main(args: ArgsType = None) -> None:

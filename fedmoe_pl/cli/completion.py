@@ -16,7 +16,7 @@ from fedmoe_pl.cli.listing import KINDS
 from fedmoe_pl.cli.packaged import folder, names
 from fedmoe_pl.cli.schema import Argument, arguments_of, arguments_of_class, sub_classes
 from fedmoe_pl.cli.words import classes_of, is_list, kinds_of
-from fedmoe_pl.rounds.phase import Phase
+from fedmoe_pl.phases.phase import Phase
 
 DESCRIPTION = "Prints a script with which the shell completes commands, options and values"
 _OF_PACKAGE = [each for classes in KINDS.values() for each in classes]

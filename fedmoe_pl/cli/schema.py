@@ -24,12 +24,12 @@ from fedmoe_pl.aggregation import Aggregation
 from fedmoe_pl.algorithms.algorithm import Algorithm
 from fedmoe_pl.backends import Backend
 from fedmoe_pl.callbacks import FederationCallback
+from fedmoe_pl.checks import is_file_name
 from fedmoe_pl.cli.reading import Inherited, names_file, read_file
 from fedmoe_pl.cli.values import is_nan, is_plain, parses
 from fedmoe_pl.cli.words import allowed, classes_of, did_you_mean, is_callable, is_list, kinds_of, shown
 from fedmoe_pl.data import Augmentation, FederatedDataModule, Partitioner
 from fedmoe_pl.models import Gate
-from fedmoe_pl.rounds.names import is_file_name
 
 PHASES = "federation.phases"
 OVERLAY = "an overlay needs the --config that it changes before it"

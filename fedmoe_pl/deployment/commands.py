@@ -18,8 +18,8 @@ from fedmoe_pl.deployment.processes import own_folder, private
 from fedmoe_pl.deployment.server import check_phases, serve
 from fedmoe_pl.deployment.speaking import Speaking, plain_warnings
 from fedmoe_pl.evaluation.evaluation import Evaluation
-from fedmoe_pl.rounds.failures import ClientError
-from fedmoe_pl.rounds.run_maker import RunMaker
+from fedmoe_pl.phases.failures import ClientError
+from fedmoe_pl.setup.run_maker import RunMaker
 
 DEFAULT_ADDRESS = "127.0.0.1:8000"
 

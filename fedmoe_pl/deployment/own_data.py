@@ -14,8 +14,8 @@ from fedmoe_pl.checkpoints.configuration import configuration
 from fedmoe_pl.data import FederatedDataModule
 from fedmoe_pl.data.partitioners.given import AllToOne
 from fedmoe_pl.evaluation.outputs import described_batches
-from fedmoe_pl.rounds.opt_in import set_up
-from fedmoe_pl.rounds.run_maker import RunMaker
+from fedmoe_pl.setup.data import set_up
+from fedmoe_pl.setup.run_maker import RunMaker
 
 
 def own_data(datamodule: FederatedDataModule, client: int, federation: RunMaker) -> FederatedDataModule:

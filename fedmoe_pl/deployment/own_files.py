@@ -10,10 +10,10 @@ from fedmoe_pl.checkpoints.client_state import File, KeptByClients, Names, read_
 from fedmoe_pl.checkpoints.phase_state import PhaseState
 from fedmoe_pl.deployment.clients import files_of
 from fedmoe_pl.deployment.messages import BadMessageError, Message
+from fedmoe_pl.phases.phase import Phase
+from fedmoe_pl.phases.starts import sources
 from fedmoe_pl.rounds.begin import begin_phase
-from fedmoe_pl.rounds.phase import Phase
 from fedmoe_pl.rounds.run import Run
-from fedmoe_pl.rounds.starts import sources
 from fedmoe_pl.trees import Tree
 
 _ROUNDS = 4  # the one of the newest file, the one before, and those of the server's last two checkpoints

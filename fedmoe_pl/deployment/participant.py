@@ -41,10 +41,10 @@ from fedmoe_pl.deployment.own_data import described, own_data
 from fedmoe_pl.deployment.own_files import OwnFiles
 from fedmoe_pl.evaluation.clients import evaluate_clients
 from fedmoe_pl.evaluation.evaluation import ClientEvaluation, Evaluation
-from fedmoe_pl.rounds.own_client import OwnClient
-from fedmoe_pl.rounds.phase import Phase
+from fedmoe_pl.phases.phase import Phase
 from fedmoe_pl.rounds.run import Run
-from fedmoe_pl.rounds.run_maker import RunMaker
+from fedmoe_pl.setup.own_client import OwnClient
+from fedmoe_pl.setup.run_maker import RunMaker
 from fedmoe_pl.trees import Tree
 
 

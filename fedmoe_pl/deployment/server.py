@@ -33,9 +33,9 @@ from fedmoe_pl.deployment.plan import ClientsBackend
 from fedmoe_pl.deployment.results import HandOver, evaluate_at_clients
 from fedmoe_pl.deployment.store import ClientsStore
 from fedmoe_pl.evaluation.evaluation import Evaluation
-from fedmoe_pl.rounds.phase import Phase
+from fedmoe_pl.phases.phase import Phase
 from fedmoe_pl.rounds.run import Run
-from fedmoe_pl.rounds.run_maker import RunMaker
+from fedmoe_pl.setup.run_maker import RunMaker
 
 _NEED_DATA = (PartitionMonitor, ClientCheckpoint, RepresentationMonitor)
 

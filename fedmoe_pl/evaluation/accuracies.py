@@ -19,8 +19,8 @@ from fedmoe_pl.data.parts import Parts
 from fedmoe_pl.evaluation.evaluation import LOSS, SPLITS, ClientEvaluation
 from fedmoe_pl.evaluation.metrics import Meter, measures_loss, predicts_classes
 from fedmoe_pl.evaluation.outputs import has_trained_gate, labelled_batches, outputs_of
+from fedmoe_pl.evaluation.stacked_models import StackedModels
 from fedmoe_pl.models import MixtureOfExperts
-from fedmoe_pl.rounds.stacked_models import StackedModels
 
 Outputs = Iterator[tuple[Tensor, Tensor | None, Tensor]]
 """Scores (b, C) or other outputs, weights (b, experts) of a gate that is not constant, and labels (b,) or other targets

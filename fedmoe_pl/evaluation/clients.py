@@ -17,9 +17,9 @@ from fedmoe_pl.data.parts import Parts
 from fedmoe_pl.evaluation.accuracies import evaluate_model, evaluate_stack
 from fedmoe_pl.evaluation.evaluation import ClientEvaluation
 from fedmoe_pl.evaluation.outputs import Predictor, has_trained_gate, labelled_batches
+from fedmoe_pl.evaluation.stacked_models import StackedModels, evaluation_groups
 from fedmoe_pl.models import FixedGate, MixtureOfExperts
-from fedmoe_pl.rounds.opt_in import opted_in
-from fedmoe_pl.rounds.stacked_models import StackedModels, evaluation_groups
+from fedmoe_pl.phases.cohort import opted_in
 from fedmoe_pl.trees import Tree, copy_module, load_tree, of_module, subtree
 
 

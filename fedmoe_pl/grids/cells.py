@@ -17,11 +17,10 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 
 from fedmoe_pl.checkpoints.checkpoint import FILE, PREVIOUS, run_versions
 from fedmoe_pl.checkpoints.configuration import relevant
-from fedmoe_pl.checks import InvalidArgumentError
+from fedmoe_pl.checks import InvalidArgumentError, is_file_name
 from fedmoe_pl.federation import Federation
 from fedmoe_pl.grids.grid import SEED, VARIANT, Grid, Variant, value_name
-from fedmoe_pl.rounds.names import is_file_name
-from fedmoe_pl.rounds.starts import chain_of_starts
+from fedmoe_pl.phases.starts import chain_of_starts
 
 Configured = Callable[[Sequence[str], bool], Federation]
 """Makes the federation of the arguments of ``fedmoe fit``; the second argument is whether to make all its checks."""

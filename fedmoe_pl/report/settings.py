@@ -9,8 +9,8 @@ from typing import Any
 
 from fedmoe_pl import algorithms
 from fedmoe_pl.algorithms.algorithm import Algorithm
+from fedmoe_pl.phases.phase import INITIAL
 from fedmoe_pl.report.runs import RunFiles
-from fedmoe_pl.rounds.phase import INITIAL
 
 _WITHOUT_INFLUENCE = re.compile(
     r"seed_everything|data/partition_seed|(data/)?(root|download)|"

@@ -1,1 +1,1 @@
-"""Phases, their rounds, and the state of a run."""
+"""The rounds of a run, and its state."""

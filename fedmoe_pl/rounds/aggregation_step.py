@@ -17,8 +17,8 @@ from fedmoe_pl.algorithms.overrides import overrides
 from fedmoe_pl.backends import one_thread
 from fedmoe_pl.checkpoints.phase_state import NOT_PRIVATE, PhaseState
 from fedmoe_pl.checks import InvalidArgumentError
-from fedmoe_pl.rounds.cohort import cohort_of
-from fedmoe_pl.rounds.phase import Phase
+from fedmoe_pl.phases.cohort import cohort_of
+from fedmoe_pl.phases.phase import Phase
 from fedmoe_pl.rounds.run import Run
 from fedmoe_pl.seeds import generator_of
 from fedmoe_pl.trees import Tree, of_algorithm

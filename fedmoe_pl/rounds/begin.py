@@ -22,8 +22,8 @@ from fedmoe_pl.checks import InvalidArgumentError
 from fedmoe_pl.data import FederatedDataModule
 from fedmoe_pl.evaluation.outputs import labelled_batches, outputs_of
 from fedmoe_pl.models import MixtureOfExperts, MixtureWeights
-from fedmoe_pl.rounds.phase import Phase
-from fedmoe_pl.rounds.starts import in_part
+from fedmoe_pl.phases.phase import Phase
+from fedmoe_pl.phases.starts import in_part
 from fedmoe_pl.seeds import seed_all
 from fedmoe_pl.trees import Tree, copies_of_parts, copy_module, load_tree
 

@@ -8,8 +8,8 @@ from fedmoe_pl.backends import Plan, one_thread
 from fedmoe_pl.backends.backend import fold
 from fedmoe_pl.backends.client_loggers import SilentLogger
 from fedmoe_pl.checkpoints.phase_state import PhaseState
+from fedmoe_pl.phases.phase import Phase
 from fedmoe_pl.rounds.evaluate_round import evaluate_phase
-from fedmoe_pl.rounds.phase import Phase
 from fedmoe_pl.rounds.run import Run
 
 

@@ -11,7 +11,7 @@ from fedmoe_pl.evaluation.clients import evaluated_model
 from fedmoe_pl.evaluation.evaluation import Evaluation
 from fedmoe_pl.evaluation.metrics import lower_is_better
 from fedmoe_pl.logs.summary import round_row
-from fedmoe_pl.rounds.phase import Phase
+from fedmoe_pl.phases.phase import Phase
 from fedmoe_pl.rounds.run import Run
 
 

@@ -19,13 +19,13 @@ from fedmoe_pl.checkpoints.checkpoint import FILE, save_finished
 from fedmoe_pl.checkpoints.client_state import EXCHANGED, STEPPED, readable
 from fedmoe_pl.evaluation.evaluation import Evaluation
 from fedmoe_pl.evaluation.flops import FlopCounter
+from fedmoe_pl.phases.failures import ClientError
+from fedmoe_pl.phases.phase import Phase
 from fedmoe_pl.rounds.aggregation_step import aggregated, count_round, log_epsilon, update_epsilon
 from fedmoe_pl.rounds.begin import first_clients
 from fedmoe_pl.rounds.evaluate_epochs import evaluate_epochs
 from fedmoe_pl.rounds.evaluate_round import evaluate_phase, evaluate_round, is_evaluated_after, is_over
-from fedmoe_pl.rounds.failures import ClientError
 from fedmoe_pl.rounds.newcomers import freeze_shared
-from fedmoe_pl.rounds.phase import Phase
 from fedmoe_pl.rounds.run import Run
 from fedmoe_pl.rounds.server_step import server_step
 from fedmoe_pl.rounds.train import Trained, announce_round, asked_and_sent, draw_cohort, train_round

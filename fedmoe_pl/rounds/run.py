@@ -17,17 +17,17 @@ from fedmoe_pl.backends import Backend, LocalTraining, Plan, Transfer
 from fedmoe_pl.checkpoints.checkpoint import FILE, CheckpointWriter
 from fedmoe_pl.checkpoints.client_store import MemoryStore, Store
 from fedmoe_pl.checkpoints.phase_state import PhaseState
+from fedmoe_pl.checks import InvalidArgumentError, check_choice
 from fedmoe_pl.data import FederatedDataModule
 from fedmoe_pl.evaluation.clients import client_predictor, evaluate_moments, personal_tensors
 from fedmoe_pl.evaluation.evaluation import ClientEvaluation, Evaluation
 from fedmoe_pl.logs.loggers import RunLoggers
 from fedmoe_pl.logs.progress import Progress
+from fedmoe_pl.phases.cohort import evaluated_clients
+from fedmoe_pl.phases.failures import ClientFailures
+from fedmoe_pl.phases.phase import INITIAL, Phase
+from fedmoe_pl.phases.starts import Start, chain_of_starts, model_of, sources
 from fedmoe_pl.rounds.begin import begin_phase, phase_module, sized
-from fedmoe_pl.rounds.cohort import evaluated_clients
-from fedmoe_pl.rounds.failures import ClientFailures
-from fedmoe_pl.rounds.names import check_row
-from fedmoe_pl.rounds.phase import INITIAL, Phase
-from fedmoe_pl.rounds.starts import Start, chain_of_starts, model_of, sources
 from fedmoe_pl.seeds import named_seed, seed_all
 from fedmoe_pl.trees import Tree, load_tree
 
@@ -229,7 +229,9 @@ class Run:
         rows: dict[str, tuple[Phase, Moment]] = {
             phase.method(moment): (phase, moment) for phase in begun for moment in phase.moments
         }
-        check_row(method, [*rows], client, self.datamodule.num_clients)
+        check_choice("Federation", "method", method, tuple(rows))
+        if client not in range(self.datamodule.num_clients):
+            raise InvalidArgumentError("Federation", "client", client, f"from 0 to {self.datamodule.num_clients - 1}")
         return rows[method]
 
     def call(self, hook: str, *arguments: Any) -> None:

@@ -23,7 +23,7 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from fedmoe_pl.algorithms import APFL, FedAvg, Local
 from fedmoe_pl.backends import TrainerBackend
 from fedmoe_pl.models import GlobalOnly, LocalOnly
-from fedmoe_pl.rounds.phase import Phase
+from fedmoe_pl.phases.phase import Phase
 from fedmoe_pl.trees import subtree
 
 EPOCHS, ALPHA = 2, "mixture/alpha"

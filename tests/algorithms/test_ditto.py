@@ -22,7 +22,7 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from fedmoe_pl.algorithms import Ditto, FedAvg, Local
 from fedmoe_pl.backends import TrainerBackend
 from fedmoe_pl.models import GlobalOnly, LocalOnly
-from fedmoe_pl.rounds.phase import Phase
+from fedmoe_pl.phases.phase import Phase
 from fedmoe_pl.trees import subtree
 
 EPOCHS = 2

@@ -13,7 +13,7 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from fedmoe_pl.algorithms import FD, Local
 from fedmoe_pl.backends import StackedBackend, TrainerBackend
 from fedmoe_pl.models import GlobalOnly, LocalOnly, PersonalizedMoE
-from fedmoe_pl.rounds.cohort import sample_cohort
+from fedmoe_pl.phases.cohort import sample_cohort
 
 MEAN, COUNT = "outputs/mean", "outputs/count"
 

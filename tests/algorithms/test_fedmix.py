@@ -17,7 +17,7 @@ from fedmoe_pl.algorithms import FedAvg, FedMix
 from fedmoe_pl.algorithms.client import Client, Update
 from fedmoe_pl.backends.client import begin_client
 from fedmoe_pl.models import EqualWeights, SparseMoE
-from fedmoe_pl.rounds.cohort import sample_cohort
+from fedmoe_pl.phases.cohort import sample_cohort
 
 
 @torch.no_grad()

@@ -20,7 +20,7 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from fedmoe_pl.algorithms import FedAvg, FedRep, Local
 from fedmoe_pl.backends import TrainerBackend
 from fedmoe_pl.models import GlobalOnly
-from fedmoe_pl.rounds.phase import Phase
+from fedmoe_pl.phases.phase import Phase
 from fedmoe_pl.trees import subtree
 
 SIZES, HEAD = [13, 8, 11], "global_expert.classifier."

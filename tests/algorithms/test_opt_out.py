@@ -28,8 +28,8 @@ from fedmoe_pl.algorithms import FedAvg, Local, OptInFedAvg, PersonalizedExpert,
 from fedmoe_pl.algorithms.client import Client
 from fedmoe_pl.backends import TrainerBackend
 from fedmoe_pl.models import BiLSTM, ConstantGate, LinearGate, NetworkGate, PersonalizedMoE
-from fedmoe_pl.rounds.cohort import phase_cohort
-from fedmoe_pl.rounds.phase import Phase
+from fedmoe_pl.phases.cohort import phase_cohort
+from fedmoe_pl.phases.phase import Phase
 
 MIXINGS = ("logits", "probabilities", "log_probabilities", "probabilities_without_log")
 SIZES = (9, 4, 12, 7, 5, 8, 6, 10, 11, 4)

@@ -24,7 +24,7 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from fedmoe_pl.algorithms import FedAvg, PerFedAvg
 from fedmoe_pl.backends import TrainerBackend
 from fedmoe_pl.models import GlobalOnly
-from fedmoe_pl.rounds.phase import Phase
+from fedmoe_pl.phases.phase import Phase
 
 SIZES, INNER = [13, 8, 11], 0.3
 

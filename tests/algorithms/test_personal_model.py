@@ -15,7 +15,7 @@ from fedmoe_pl.algorithms import APFL, FML, Ditto, FedAvg, FedBN, FedKD, FedRep,
 from fedmoe_pl.algorithms.checks import warn_of_mixture
 from fedmoe_pl.backends import AutoBackend, StackedBackend
 from fedmoe_pl.models import ConstantGate, EqualWeights, GlobalOnly, LocalOnly
-from fedmoe_pl.rounds.phase import Phase
+from fedmoe_pl.phases.phase import Phase
 from fedmoe_pl.trees import of_module, subtree
 
 MIXED = "gate is {}, so that a mixture of both experts is evaluated; with LocalOnly it is the personal model"

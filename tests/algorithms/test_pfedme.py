@@ -26,7 +26,7 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from fedmoe_pl.algorithms import FedAvg, PFedMe
 from fedmoe_pl.backends import TrainerBackend
 from fedmoe_pl.models import LocalOnly
-from fedmoe_pl.rounds.phase import Phase
+from fedmoe_pl.phases.phase import Phase
 
 EPOCHS, SIZES = 2, [13, 8, 11]
 GIVEN = {"weight": 3.0, "inner_steps": 4, "inner_lr": 0.05}

@@ -9,8 +9,8 @@ from helpers.quadratics import LOSSES, RATE, STEPS, weight_of
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 
 from fedmoe_pl.algorithms import Scaffold
-from fedmoe_pl.rounds.cohort import sample_cohort
-from fedmoe_pl.rounds.phase import Phase
+from fedmoe_pl.phases.cohort import sample_cohort
+from fedmoe_pl.phases.phase import Phase
 
 
 def simulate_scaffold(rounds, cohorts, server_lr, decay=1.0):

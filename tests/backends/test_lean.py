@@ -15,7 +15,7 @@ from fedmoe_pl.backends import AutoBackend, TrainerBackend
 from fedmoe_pl.backends.lean import needs_every_batch
 from fedmoe_pl.federation import Federation
 from fedmoe_pl.models import LinearGate, PersonalizedMoE
-from fedmoe_pl.rounds.phase import Phase
+from fedmoe_pl.phases.phase import Phase
 
 LEAN = {
     "plain": {},

@@ -17,7 +17,7 @@ import fedmoe_pl.backends.workers.pool
 from fedmoe_pl import ClientFailures, Federation, Phase
 from fedmoe_pl.algorithms import FedAvg
 from fedmoe_pl.backends import PoolBackend, TrainerBackend
-from fedmoe_pl.rounds.failures import ClientError
+from fedmoe_pl.phases.failures import ClientError
 
 
 @pytest.mark.usefixtures("clients_alone")

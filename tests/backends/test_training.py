@@ -11,7 +11,7 @@ from fedmoe_pl.backends import LEAN_TRAINER, LocalTraining
 from fedmoe_pl.backends.client import trainable_names
 from fedmoe_pl.backends.training import epochs_to_try
 from fedmoe_pl.models import EqualWeights, LinearGate
-from fedmoe_pl.rounds.trainer_checks import check_trained
+from fedmoe_pl.setup.check_trainer import check_trained
 
 MANY = 10**9
 

@@ -12,7 +12,7 @@ from fedmoe_pl.backends import AutoBackend, StackedBackend
 from fedmoe_pl.backends.trainer import TrainerPlan
 from fedmoe_pl.callbacks import BestEpoch
 from fedmoe_pl.federation import Federation
-from fedmoe_pl.rounds.phase import Phase
+from fedmoe_pl.phases.phase import Phase
 
 REFUSED = {
     "dropout": (lambda: (mixture(expert=Expert(dropout=0.3)), {}), "random"),

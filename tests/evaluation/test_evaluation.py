@@ -19,7 +19,7 @@ from fedmoe_pl.evaluation.accuracies import predict
 from fedmoe_pl.evaluation.clients import evaluate_clients
 from fedmoe_pl.evaluation.evaluation import METRICS, ClientEvaluation, Evaluation
 from fedmoe_pl.models import ConstantGate, FeatureGate, GlobalOnly, PersonalizedMoE, SmallMLP
-from fedmoe_pl.rounds.phase import Phase
+from fedmoe_pl.phases.phase import Phase
 from fedmoe_pl.trees import load_tree
 
 nan = math.nan

@@ -22,7 +22,7 @@ from fedmoe_pl.evaluation.evaluation import METRICS, SPLITS, ClientEvaluation, E
 from fedmoe_pl.evaluation.metrics import Meter
 from fedmoe_pl.models import GlobalOnly, LinearGate, LocalOnly, SmallFCN
 from fedmoe_pl.rounds.begin import phase_module
-from fedmoe_pl.rounds.checks import check_phase
+from fedmoe_pl.setup.check_run import check_phase
 
 nan = math.nan
 SIZES = (13, 8, 11)

@@ -12,7 +12,7 @@ from fedmoe_pl.algorithms.algorithm import Algorithm
 from fedmoe_pl.data import Arrays, FederatedDataModule, Partitioner
 from fedmoe_pl.federation import Federation
 from fedmoe_pl.models import PersonalizedMoE, SparseMoE
-from fedmoe_pl.rounds.phase import Phase
+from fedmoe_pl.phases.phase import Phase
 from fedmoe_pl.seeds import derive_seed
 
 

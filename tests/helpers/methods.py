@@ -49,8 +49,8 @@ from fedmoe_pl.algorithms import (
     Scaffold,
     SpecialistMixture,
 )
+from fedmoe_pl.commands.audit import without_numbers
 from fedmoe_pl.models import GlobalOnly, LinearGate, LocalOnly, MixtureWeights, MLPGate, NetworkGate, PooledMoE
-from fedmoe_pl.rounds.audit import without_numbers
 from helpers import Expert, blobs, mixture, sparse_mixture
 from helpers.architectures import pair
 from helpers.backends import WithBatchNorm

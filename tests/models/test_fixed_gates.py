@@ -31,8 +31,8 @@ from fedmoe_pl.models import (
     SparseMoE,
 )
 from fedmoe_pl.models.mixtures.mixing import mix_outputs
+from fedmoe_pl.phases.phase import Phase
 from fedmoe_pl.rounds.begin import phase_module
-from fedmoe_pl.rounds.phase import Phase
 
 
 class ThreeExperts(MixtureOfExperts):

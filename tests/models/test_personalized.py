@@ -15,8 +15,8 @@ from fedmoe_pl.models import (
     PersonalizedMoE,
     SmallMLP,
 )
+from fedmoe_pl.phases.phase import Phase
 from fedmoe_pl.rounds.begin import phase_module
-from fedmoe_pl.rounds.phase import Phase
 
 
 def test_mixture_weighs_the_global_experts_logits_by_the_first_weight():

@@ -17,7 +17,7 @@ from fedmoe_pl.callbacks import BestEpoch, FederationCallback
 from fedmoe_pl.checkpoints.phase_state import PhaseState
 from fedmoe_pl.federation import Federation
 from fedmoe_pl.models import ConstantGate, LinearGate, PersonalizedMoE
-from fedmoe_pl.rounds.phase import Phase
+from fedmoe_pl.phases.phase import Phase
 
 SIZES = (9, 4, 12, 7, 5, 8, 6, 10, 11, 4)
 

@@ -1,0 +1,1 @@
+"""What the commands do beside fit: audit, export, personalize and predict."""

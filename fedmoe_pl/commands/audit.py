@@ -1,0 +1,396 @@
+"""What would leave the clients of a federation, from a dry run of its first rounds."""
+
+from __future__ import annotations
+
+import copy
+import re
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from textwrap import wrap
+from typing import Any, cast
+
+import torch
+
+from fedmoe_pl.aggregation import CollectingAggregation
+from fedmoe_pl.algorithms.client import Client
+from fedmoe_pl.algorithms.overrides import overrides
+from fedmoe_pl.backends import LocalTraining, Transfer
+from fedmoe_pl.backends.dry import DryPlan
+from fedmoe_pl.backends.traffic import WEIGHT, Direction
+from fedmoe_pl.data import FederatedDataModule
+from fedmoe_pl.data.parts import Parts
+from fedmoe_pl.phases.cohort import cohort_of
+from fedmoe_pl.phases.phase import Phase
+from fedmoe_pl.rounds.begin import first_clients
+from fedmoe_pl.rounds.rounds import run_round
+from fedmoe_pl.rounds.run import FederationCallback, Run
+from fedmoe_pl.rounds.train import draw_cohort
+
+_WIDTH = 28
+_CHARACTERS = 120
+_TITLES: dict[Direction, str] = {
+    "requests": "a client asks the server",
+    "down": "the server sends a client",
+    "up": "a client sends the server",
+    "between_clients": "a client gets from others",
+}
+_LEGEND = """\
+From a dry run of the first rounds with the federation's own clients; nothing was trained. Names end in * if all tensors
+of that part are meant. Sizes are those of one client in one round, before any transport encoding. Whoever runs the
+simulation sees everything; "the server" and "other clients" are those of the federation that is simulated. Results,
+such as clients.csv and the clients' checkpoints, are written on this machine."""
+_SAMPLES = 8  # of each client; what is sent does not depend on how many there are
+_OF_SAMPLES = ("samples", "batches", "shuffled_samples")  # attributes of a client that give its samples
+_PUBLIC = ("num_clients", "num_classes")  # attributes of the data that say nothing of a client
+
+
+@dataclass
+class PhaseAudit:
+    """What leaves the clients in a phase, and what stays with them.
+
+    Attributes:
+        phase: the phase.
+        num_clients: number of clients of the federation.
+        participants: number of clients from which cohorts are drawn.
+        cohort: number of clients in a round; with Poisson sampling, the expected one.
+        transfers: what was sent in the first rounds, a list for each.
+        stays: names of the tensors that stay with their client: those of the module that it does not receive from the
+            server either, and those that the algorithm keeps.
+        may_leave: names of the module's tensors that the algorithm shares, too: it sends them depending on the clients'
+            data, or something that it computes from them.
+        before: what the server used before the first round without its being sent, in words.
+        weight: what the weight of a client's update is, in words; empty if none is sent.
+        only_mean: whether the server needs only the weighted mean of the updates.
+        names: names of the module's tensors.
+    """
+
+    phase: Phase
+    num_clients: int
+    participants: int
+    cohort: int
+    transfers: list[list[Transfer]] = field(default_factory=list)
+    stays: list[str] = field(default_factory=list)
+    may_leave: list[str] = field(default_factory=list)
+    before: list[str] = field(default_factory=list)
+    weight: str = ""
+    only_mean: bool = False
+    names: list[str] = field(default_factory=list)
+
+
+class _Recorder(FederationCallback):
+    """Collects what is sent in each round."""
+
+    def __init__(self) -> None:
+        self.transfers: list[list[Transfer]] = []
+
+    def on_transfers(self, run: Run, phase: Phase, round: int, transfers: list[Transfer]) -> None:
+        """Adds the transfers of a round."""
+        self.transfers.append(transfers)
+
+
+def audit_run(run: Run) -> list[PhaseAudit]:
+    """Runs the first rounds of every phase dry: as they would be run, but nothing is trained, evaluated or written.
+
+    Clients have a few of their samples. Phases in which clients train alone have one client of each architecture.
+    """
+    dry = replace(
+        run,
+        phases=[_unevaluated(phase) for phase in run.phases],
+        enable_checkpointing=False,
+        training_data=_with_few_samples(run.datamodule),
+        given_results=dict(run.given_results),
+        states={},
+        callbacks=[recorder := _Recorder()],
+    )
+    return [
+        _audit_phase(dry, phase, original, recorder) for phase, original in zip(dry.phases, run.phases, strict=True)
+    ]
+
+
+def _audit_phase(dry: Run, phase: Phase, original: Phase, recorder: _Recorder) -> PhaseAudit:
+    algorithm, num_clients = phase.algorithm, dry.datamodule.num_clients
+    module = dry.module(phase)
+    state = dry.state_of(phase, module)
+    training = dry.local_training(phase, module, state.initial)
+    drawn = cohort_of(phase, num_clients, dry.seed)
+    audit = PhaseAudit(original, num_clients, len(drawn.participants), drawn.size, names=[*module.state_dict()])
+    if state.round == phase.rounds:  # the result comes from a checkpoint
+        audit.stays = audit.names
+        return audit
+    plan, recorder.transfers = DryPlan(training), []
+    if state.server_learns:
+        state.aggregation = {} if phase.aggregation is None else phase.aggregation.begin()
+        cohort = draw_cohort(dry, phase, state)
+        watch = _Watch(dry.datamodule, len(cohort))
+        clients = first_clients(replace(training, datamodule=dry.datamodule), cohort, state.clients)
+        state.server = algorithm.server_begin(state.server, watch.watched(clients))
+        audit.before = [*watch.used]
+    alone = None if algorithm.federated else _one_of_each_architecture(training, num_clients)
+    for _ in range(min(phase.rounds, algorithm.message_period + 1)):
+        if not state.stopped:
+            # Poisson sampling may draw nobody
+            cohort = alone or draw_cohort(dry, phase, state) or drawn.participants[:1]
+            run_round(dry, phase, plan, None, cohort)
+    audit.transfers = recorder.transfers
+    _describe(audit, plan, {name for tree in state.clients.values() for name in tree})
+    if state.round < phase.rounds:
+        state.server = algorithm.server_final(state.server)
+    state.finished = True
+    return audit
+
+
+def _describe(audit: PhaseAudit, plan: DryPlan, kept: set[str]) -> None:
+    """Says what stays, what may leave, and what the weights are."""
+    phase, algorithm = audit.phase, audit.phase.algorithm
+    sent = [each for transfers in audit.transfers for each in transfers if each.direction != "down"]
+    leaving = {_own_name(each) for each in sent}
+    exchanged = {without_numbers(_own_name(each)) for each in sent if each.direction == "between_clients"}
+    audit.may_leave = [
+        name
+        for name in audit.names
+        if name not in leaving and (algorithm.is_shared(name) or without_numbers(name) in exchanged)
+    ]
+    own = sorted(kept - {*audit.names}) + (["optimizer/*"] if phase.keep_optimizer else [])
+    received = {each.tensor for transfers in audit.transfers for each in transfers if each.direction == "down"}
+    audit.stays = [name for name in audit.names + own if name not in {*leaving, *audit.may_leave, *received}]
+    audit.only_mean = not overrides(algorithm, "combine") and not isinstance(phase.aggregation, CollectingAggregation)
+    if any(each.tensor == WEIGHT for each in sent):
+        weights = plan.weights.values()
+        counted = "its number of training samples" if all(n == size for n, size in weights) else "a number"
+        audit.weight = "1, the same for all" if all(weight == 1 for weight, _ in weights) else counted
+
+
+def _own_name(transfer: Transfer) -> str:
+    """A tensor's name at the client that sent it."""
+    return transfer.tensor.partition(".")[2] if transfer.direction == "between_clients" else transfer.tensor
+
+
+def without_numbers(name: str) -> str:
+    """The name with a star in place of every number between dots and slashes, such as that of an expert or a client.
+
+    Example:
+        >>> without_numbers("experts.12.fc1.weight"), without_numbers("features/3")
+        ('experts.*.fc1.weight', 'features/*')
+    """
+    return re.sub(r"(?<=[./])\d+(?=[./]|$)", "*", name)
+
+
+def _unevaluated(phase: Phase) -> Phase:
+    """The phase without evaluations and what depends on them."""
+    return replace(phase, evaluate=False, select=None)
+
+
+def _one_of_each_architecture(training: LocalTraining, num_clients: int) -> list[int]:
+    return [clients[0] for clients in training.by_architecture(range(num_clients))]
+
+
+def _with_few_samples(datamodule: FederatedDataModule) -> FederatedDataModule:
+    few, parts = copy.copy(datamodule), datamodule.train_samples
+    samples = [samples[:_SAMPLES] for samples in parts]
+    few.train_samples = Parts(torch.cat(samples), parts.sizes.clamp(max=_SAMPLES))
+    return few
+
+
+class _Watch:
+    """Finds out what of its clients an algorithm uses before the first round: ``used`` says each thing once."""
+
+    def __init__(self, datamodule: FederatedDataModule, number: int) -> None:
+        self.datamodule = datamodule
+        self.number = number
+        self.used: dict[str, None] = {}
+
+    def watched(self, clients: Iterable[Client]) -> Iterator[Client]:
+        """The clients, which note what is asked of them."""
+        for client in clients:
+            yield cast(Client, _WatchedClient(client, self))
+
+
+class _WatchedClient:
+    def __init__(self, client: Client, watch: _Watch) -> None:
+        self._client = client
+        self._watch = watch
+
+    def __getattr__(self, name: str) -> Any:
+        watch = self._watch
+        if name == "datamodule":
+            return _WatchedData(watch)
+        if name in _OF_SAMPLES:
+            watch.used[f"what the algorithm computes from training samples of {watch.number} clients"] = None
+        if name == "state":
+            watch.used[f"tensors that {watch.number} clients kept from earlier phases"] = None
+        return getattr(self._client, name)
+
+
+class _WatchedData:
+    def __init__(self, watch: _Watch) -> None:
+        self._watch = watch
+
+    def __getattr__(self, name: str) -> Any:
+        datamodule = self._watch.datamodule
+        if name not in _PUBLIC:
+            self._watch.used[f"{name} of all {datamodule.num_clients} clients"] = None
+        return getattr(datamodule, name)
+
+
+def format_audit(audits: Sequence[PhaseAudit], datamodule: FederatedDataModule) -> str:
+    """The text that ``fedmoe audit`` prints, without a final newline."""
+    blocks = ["\n".join(_of_phase(audit)) for audit in audits]
+    return "\n\n".join([_LEGEND, *blocks, "\n".join(_of_data(datamodule))])
+
+
+def _of_phase(audit: PhaseAudit) -> list[str]:
+    phase, kind = audit.phase, type(audit.phase.algorithm).__name__
+    name = phase.name if phase.name == kind else f"{phase.name} ({kind})"
+    lines = [f"{name}: {_rounds(audit)}"]
+    if audit.before:
+        lines += _row(
+            "before the first round", "the server uses " + "; ".join(audit.before) + " (not counted as traffic)"
+        )
+    for direction, title in _TITLES.items():
+        for index, sent in enumerate(_of_rounds(audit, direction)):
+            lines += _row(title if not index else "  in later rounds", _contents(audit, sent))
+        if direction == "up":
+            lines += _of_updates(audit)
+    if not audit.transfers:
+        lines += _row("leaves a client", "nothing")
+    lines += _row("stays with its client", ", ".join(_patterns(audit.stays, audit.names)) or "nothing")
+    if phase.monitor:
+        samples = "validation" if phase.monitor.startswith("validation") else "test"
+        lines += _row("selection of the round", f"{phase.monitor}, a number of each participant, on {samples} samples")
+    return lines
+
+
+def _of_updates(audit: PhaseAudit) -> list[str]:
+    """What the clients' updates may have beside what the dry run had, and what the server makes of them."""
+    lines = []
+    if audit.may_leave and audit.transfers:
+        lines += _row("  also shared", ", ".join(_patterns(audit.may_leave, audit.names)))
+    if audit.weight:
+        lines += _row("  with the weight", audit.weight)
+        aggregation = audit.phase.aggregation
+        way = "in its own way" if aggregation is None else f"with {type(aggregation).__name__}, one by one"
+        needs = "needs only their weighted mean" if audit.only_mean else f"combines them {way}"
+        lines += _row("of the updates, the server", needs)
+    return lines
+
+
+def _rounds(audit: PhaseAudit) -> str:
+    rounds = "1 round" if audit.phase.rounds == 1 else f"{audit.phase.rounds} rounds"
+    if audit.phase.ckpt_path:
+        return "the result comes from a checkpoint"
+    out = audit.num_clients - audit.participants
+    opted_out = f"; {out} of the {audit.num_clients} clients opt out" if out else ""
+    return f"{audit.cohort} of {audit.num_clients} clients, {rounds}{opted_out}"
+
+
+def _of_rounds(audit: PhaseAudit, direction: Direction) -> list[list[Transfer]]:
+    """What was sent in the first round and in later ones, together if they have the same tensors."""
+    first, *later = [[each for each in sent if each.direction == direction] for sent in audit.transfers] or [[]]
+    rest = [each for sent in later for each in sent]
+    kinds = [{(without_numbers(_own_name(each)), each.shape) for each in sent} for sent in (first, rest)]
+    if not later or kinds[0] == kinds[1]:
+        return [first] if first else []
+    return [first, rest]
+
+
+def _contents(audit: PhaseAudit, sent: Iterable[Transfer]) -> str:
+    """The tensors of some transfers, and their size."""
+    sent = [each for each in sent if each.tensor != WEIGHT]
+    if not sent:
+        return "nothing"
+    shapes: dict[str, dict[str, None]] = {}  # of tensors that are not the module's
+    for each in sent:
+        shape = "x".join(map(str, each.shape))
+        shapes.setdefault(without_numbers(_own_name(each)), {})[f"{shape} {each.dtype}".lstrip()] = None
+    found = _patterns({_own_name(each): None for each in sent}, audit.names)
+    named = [f"{name} ({' or '.join(shapes[name])})" if "/" in name and name in shapes else name for name in found]
+    return f"{', '.join(named)}: {_sizes(sent)}"
+
+
+def _sizes(sent: Iterable[Transfer]) -> str:
+    """The bytes of one client in one round: the least and the most."""
+    sums: dict[int, dict[str, int]] = {}
+    for each in sent:
+        sizes = sums.setdefault(each.client, {})
+        sizes[each.tensor] = max(sizes.get(each.tensor, 0), each.bytes)
+    totals = [sum(sizes.values()) for sizes in sums.values()]
+    least, most = (_bytes(size) for size in (min(totals), max(totals)))
+    return most if least == most else f"{least} to {most}"
+
+
+def _bytes(size: int) -> str:
+    """The size in a unit that people read.
+
+    Example:
+        >>> _bytes(999), _bytes(1000), _bytes(123_456_789)
+        ('999 bytes', '1.0 kB', '123.5 MB')
+    """
+    for unit, factor in (("GB", 10**9), ("MB", 10**6), ("kB", 10**3)):
+        if size >= factor:
+            return f"{size / factor:.1f} {unit}"
+    return f"{size} bytes"
+
+
+def _patterns(chosen: Iterable[str], names: Sequence[str]) -> list[str]:
+    """The chosen names, in which a star stands for all names with a beginning, or for numbers.
+
+    Args:
+        chosen: names of tensors of the module, and of an algorithm's, such as ``control/<name of the module's>``.
+        names: names of all of the module's tensors.
+
+    Example:
+        >>> names = ["expert.body.w", "expert.body.b", "expert.head.w", "gate.w"]
+        >>> _patterns(["expert.body.w", "expert.body.b", "gate.w", "own/expert.head.w", "sums/3"], names)
+        ['expert.body.*', 'gate.*', 'own/expert.head.*', 'sums/*']
+    """
+    by_prefix: dict[str, set[str]] = {"": set()}
+    others: dict[str, None] = {}
+    known, tops = {*names}, dict.fromkeys(name.partition(".")[0] for name in names)
+    for name in chosen:
+        start = next((end for end in _starts(name) if name[end:] in known), None)
+        if start is not None:
+            by_prefix.setdefault(name[:start], set()).add(name[start:])
+        else:
+            others[without_numbers(name)] = None
+    found = [
+        prefix + pattern
+        for prefix, inside in by_prefix.items()
+        for top in tops
+        for pattern in _cover(top, inside, names)
+    ]
+    return [*found, *others]
+
+
+def _starts(name: str) -> list[int]:
+    """Where the name of one of the module's tensors may begin: at 0 or after a slash."""
+    return [0, *(index + 1 for index, character in enumerate(name) if character == "/")]
+
+
+def _cover(start: str, chosen: set[str], names: Sequence[str]) -> list[str]:
+    """Patterns of the chosen names that are ``start`` or go on after it with a dot."""
+    if start in names:
+        return [start] if start in chosen else []
+    inside = [name for name in names if name.startswith(f"{start}.")]
+    if all(name in chosen for name in inside):
+        return [f"{start}.*"]
+    if not any(name in chosen for name in inside):
+        return []
+    nexts = dict.fromkeys(name.removeprefix(f"{start}.").partition(".")[0] for name in inside)
+    return [pattern for each in nexts for pattern in _cover(f"{start}.{each}", chosen, names)]
+
+
+def _of_data(datamodule: FederatedDataModule) -> list[str]:
+    """What all phases learn of the clients' data before any round."""
+    lines = ["All phases: shared without being sent"]
+    samples = "all training samples" if datamodule.learn_from is None else "all training samples that opt in"
+    if datamodule.has_learned:
+        what = "the vocabulary" if datamodule.normalization is None else "mean and standard deviation of each channel"
+        lines += _row(what, f"computed from {samples}")
+    lines += _row("number of classes", "the largest label of all samples")
+    return lines
+
+
+def _row(title: str, text: str) -> list[str]:
+    """Lines of a title and a text, which is wrapped."""
+    lines = wrap(text, _CHARACTERS - _WIDTH - 2, break_long_words=False, break_on_hyphens=False)
+    return [f"  {(title if not index else ''):<{_WIDTH}}{line}" for index, line in enumerate(lines)]

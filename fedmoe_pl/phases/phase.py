@@ -1,0 +1,238 @@
+"""A phase of a federation: one algorithm for a number of rounds."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+from typing import Any, Literal, get_args
+
+from lightning.pytorch import Callback, LightningModule
+from lightning.pytorch.cli import LRSchedulerCallable, OptimizerCallable
+from lightning.pytorch.loggers import Logger
+
+from fedmoe_pl.aggregation import Aggregation
+from fedmoe_pl.algorithms.algorithm import Algorithm, Moment
+from fedmoe_pl.checks import (
+    InvalidArgumentError,
+    check_at_least,
+    check_choice,
+    check_kind,
+    check_number,
+    is_file_name,
+    is_finite,
+    plain,
+)
+from fedmoe_pl.models import Gate
+from fedmoe_pl.models.mixtures.mixing import Mixing
+
+INITIAL = "initial"
+"""The ``start`` of a phase that begins with the untrained model."""
+
+
+@dataclass
+class Select:
+    """Selects a phase's result: the round with the best mean of a metric over the participants, not the last round.
+
+    Args:
+        monitor: the metric: one of ``validation``, ``validation_loss``, ``local_test``, ``reweighted_test`` and
+            ``global_test``, or a metric of the federation, such as ``validation_f1``. All but those on validation
+            samples select on test data, and tables say so.
+        from_round: first round that may be selected, counted from 1.
+        patience: ends the phase after this many evaluations in a row without a better metric; None never does.
+        min_delta: for ``patience``, a metric is better only if it improves by more than this.
+    """
+
+    monitor: str
+    from_round: int = 1
+    patience: int | None = None
+    min_delta: float = 0.0
+
+
+@dataclass
+class Evaluate:
+    """When a phase is evaluated.
+
+    Args:
+        every_n_rounds: evaluate after every n rounds, 0 only at the end; None means the federation's.
+        every_n_epochs: for phases of one round in which clients train alone: callbacks and loggers also get the
+            evaluations after 0, n, 2n ... epochs, so that the phase is a curve over epochs. The clients train from the
+            start for each, which changes no result, but costs as much as these epochs together. None plots only the
+            final result.
+        after: the moment of a round after which clients' models are evaluated: ``local_training``, with the parameters
+            that each client trained last, ``aggregation``, which includes an exchange between clients, or ``both``;
+            None means the paper's. With ``both``, the table has two rows; the paper's moment comes first, ``select``
+            reads it, and the other row's name says its moment. Phases without aggregation have only
+            ``local_training``.
+    """
+
+    every_n_rounds: int | None = None
+    every_n_epochs: int | None = None
+    after: Moment | Literal["both"] | None = None
+
+
+@dataclass
+class Phase:
+    """One algorithm for a number of rounds; its result is a row of the final table, and a start for later phases.
+
+    Args:
+        name: the method's name in tables, logs and files.
+        algorithm: says what is shared, how clients train, and how their results are combined.
+        rounds: number of rounds.
+        clients_per_round: how many clients train in a round: an int is a number of clients, a float a share of all N
+            clients, ``max(int(share * N), 1)``. 1.0 and None are all that take part.
+        model: replaces the federation's model in this phase and in the phases that start from it, so that one run can
+            compare methods with different models. A phase with a model of its own takes those parts from its start that
+            both models have; they must have the same tensors, except the gate, which otherwise starts anew.
+        gate: replaces the model's gate in this phase; ``GlobalOnly`` trains and evaluates only the global expert,
+            ``LocalOnly`` only the local expert.
+        mixing: replaces the model's ``mixing``, which says what it mixes: logits or probabilities.
+        start: name of the earlier phase whose result this one starts from, or ``initial`` for the untrained model;
+            None means the last phase that the algorithm follows (personalization follows the federated phase). A dict
+            names one for each part of the model, such as ``{"global_expert": "FedAvg", "local_expert": "Ditto"}``: the
+            phase takes the server's tensors of this part and those that clients kept. Parts that are not named start
+            from the initial model. The rounds before the phase are then those of its longest chain of starts.
+        max_epochs: local epochs of a client in a round; None means the trainer's.
+        batch_size: local batch size; None means the data module's.
+        optimizer: local optimizer; None means the model's. Unless ``keep_optimizer``, each round has a new one.
+        lr_scheduler: its scheduler, new in each round and stepped once per local epoch; None means the model's.
+        round_lr_scheduler: scheduler of the learning rate over rounds: any of PyTorch's that needs no metric, stepped
+            once per round. A scheduler over epochs starts from the round's learning rate. The local rounds of newcomers
+            begin with the rate of the first round.
+        keep_optimizer: whether a client keeps the state of its optimizer, such as momentum, for its next round in this
+            phase.
+        server_optimizer: takes the server's step in place of the mean: its gradient is the server's parameters minus
+            the clients' mean. It may be any of PyTorch's that needs only a gradient, with a constant learning rate:
+            ``torch.optim.SGD`` with a rate of 1 and a momentum is FedAvgM; ``FedAdagrad``, ``FedAdam`` and ``FedYogi``
+            are in ``algorithms``. Buffers take the mean. None means the mean.
+        aggregation: combines clients' updates in place of the algorithm's weighted mean, for example robustly
+            (``TrimmedMean``) or with differential privacy (``DifferentialPrivacy``); see ``fedmoe_pl.aggregation``. The
+            algorithm must be one that averages parameters. A ``server_optimizer`` takes the step to its result. None
+            means the algorithm's own.
+        select: selects the round that is the phase's result, and may end the phase early; None takes the last round.
+        evaluate: when the phase is evaluated; False if it is only a start for others, without a row in the table.
+        callbacks: Lightning callbacks of each client's Trainer in this phase, such as ``BestEpoch``, in addition to the
+            federation's.
+        trainer: arguments of each client's Trainer in this phase, in place of the federation's; ``accelerator``,
+            ``devices`` and ``num_nodes`` are the same in all phases.
+        ckpt_path: a checkpoint to take the phase's result from, in place of training: a federation's (its phase of the
+            same name), or Lightning's with the same parameter names.
+    """
+
+    name: str
+    algorithm: Algorithm
+    rounds: int = 1
+    clients_per_round: int | float | None = 1.0  # with None as default, jsonargparse would make floats of integers
+    model: LightningModule | None = None
+    gate: Gate | None = None
+    mixing: Mixing | None = None
+    start: str | dict[str, str] | None = None
+    max_epochs: int | None = None
+    batch_size: int | None = None
+    optimizer: OptimizerCallable | None = None
+    lr_scheduler: LRSchedulerCallable | None = None
+    round_lr_scheduler: LRSchedulerCallable | None = None
+    keep_optimizer: bool = False
+    server_optimizer: OptimizerCallable | None = None
+    aggregation: Aggregation | None = None
+    select: Select | None = None
+    evaluate: Evaluate | bool = True
+    callbacks: list[Callback] | None = None
+    trainer: dict[str, Any] | None = None
+    ckpt_path: str | None = None
+
+    def __post_init__(self) -> None:
+        """Checks the arguments, in which numbers of NumPy become those of Python."""
+        for settings in (self, self.select, self.evaluate):
+            for field in [] if settings is None or isinstance(settings, bool) else fields(settings):
+                setattr(settings, field.name, plain(getattr(settings, field.name)))
+        self.trainer = self.trainer and {name: plain(value) for name, value in self.trainer.items()}
+        if not isinstance(self.name, str) or not is_file_name(self.name) or self.name == INITIAL:
+            allowed = f"printable, of at most 200 bytes, without '/' and other than '..' and '{INITIAL}'"
+            raise InvalidArgumentError("Phase", "name", self.name, allowed, "files and logs are named after it")
+        check_kind(str(self), "algorithm", self.algorithm, Algorithm)
+        self._check_numbers()
+        self._check_combinations()
+        self._check_trainer()
+
+    def __str__(self) -> str:
+        """The phase's name in messages."""
+        return f"Phase '{self.name}'"
+
+    @property
+    def monitor(self) -> str | None:
+        """The metric that selects the phase's result; None for the last round."""
+        return self.select and self.select.monitor
+
+    @property
+    def evaluation(self) -> Evaluate:
+        """When the phase is evaluated, if it is."""
+        return self.evaluate if isinstance(self.evaluate, Evaluate) else Evaluate()
+
+    @property
+    def moments(self) -> list[Moment]:
+        """The moments of a round after which the phase is evaluated; ``select`` reads the first one."""
+        usual: Moment = self.algorithm.evaluated_after if self.algorithm.aggregates else "local_training"
+        if self.evaluation.after == "both":
+            return sorted(get_args(Moment), key=lambda moment: moment != usual)
+        return [self.evaluation.after or usual]
+
+    def method(self, moment: Moment) -> str:
+        """The name in tables, logs and files of the phase's evaluation after one of its ``moments``."""
+        return self.name if moment == self.moments[0] else f"{self.name} after {moment.replace('_', ' ')}"
+
+    def epochs(self, trainer: dict[str, Any]) -> int:
+        """Local epochs of a client in a round; the argument are all clients' Trainers' arguments."""
+        return trainer["max_epochs"] if self.max_epochs is None else self.max_epochs
+
+    def client_trainer(self, trainer: dict[str, Any]) -> dict[str, Any]:
+        """Arguments of each client's Trainer in this phase, from those of all phases."""
+        arguments = {**trainer, **(self.trainer or {}), "max_epochs": self.epochs(trainer)}
+        if self.callbacks:
+            common = arguments.get("callbacks") or []
+            arguments["callbacks"] = [*(common if isinstance(common, list) else [common]), *self.callbacks]
+        return arguments
+
+    def _check_numbers(self) -> None:
+        """Refuses numbers that are out of range."""
+        for name, value, lowest in (
+            ("rounds", self.rounds, 1),
+            ("max_epochs", self.max_epochs, 0),
+            ("batch_size", self.batch_size, 1),
+            ("evaluate.every_n_rounds", self.evaluation.every_n_rounds, 0),
+            ("evaluate.every_n_epochs", self.evaluation.every_n_epochs, 1),
+        ):
+            check_at_least(str(self), name, value, lowest)
+        if self.select is not None:
+            check_at_least(str(self), "select.from_round", self.select.from_round, 1, self.rounds)
+            check_at_least(str(self), "select.patience", self.select.patience, 1)
+            check_number(str(self), "select.min_delta", self.select.min_delta, 0)
+        size = self.clients_per_round
+        in_range = size is None or (is_finite(size) and (0 < size <= 1 if isinstance(size, float) else size >= 1))
+        if not in_range:
+            allowed = "a number of clients, an integer of at least 1, or a share of them, a float above 0 and at most 1"
+            raise InvalidArgumentError(str(self), "clients_per_round", size, allowed)
+
+    def _check_combinations(self) -> None:
+        """Refuses arguments that would be overlooked, or that the algorithm's arithmetic does not fit."""
+        if isinstance(self.start, dict) and self.gate is not None and "gate" in self.start:
+            because = "the phase has a gate of its own"
+            raise InvalidArgumentError(str(self), "start", self.start, "without 'gate'", because)
+        evaluation = self.evaluation
+        if evaluation.after is not None:
+            moments = (*get_args(Moment), "both") if self.algorithm.aggregates else ("local_training",)
+            check_choice(str(self), "evaluate.after", evaluation.after, moments)
+        if evaluation.every_n_epochs is not None and (self.rounds > 1 or self.algorithm.federated):
+            allowed = "left out, except in phases of one round in which clients train alone"
+            raise InvalidArgumentError(str(self), "evaluate.every_n_epochs", evaluation.every_n_epochs, allowed)
+
+    def _check_trainer(self) -> None:
+        """Refuses arguments of the Trainer that would be overlooked, and names in place of objects."""
+        reasons = dict.fromkeys(("accelerator", "devices", "num_nodes"), "it is the same for all phases")
+        for name, because in {**reasons, "max_epochs": "it is an argument of the phase itself"}.items():
+            if name in (self.trainer or {}):
+                raise InvalidArgumentError(str(self), "trainer", self.trainer, f"without {name}", because)
+        for name, kinds in (("callbacks", Callback), ("logger", bool | Logger)):
+            given = (self.trainer or {}).get(name) or []
+            for each in given if isinstance(given, list) else [given]:
+                if not isinstance(each, kinds):
+                    because = "a phase's trainer cannot name classes"
+                    raise InvalidArgumentError(str(self), f"trainer.{name}", each, "left out", because)

@@ -1,0 +1,63 @@
+"""Sets the data up: what preprocessing learns, it learns from samples that opt in in every phase."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from lightning.fabric.utilities.exceptions import MisconfigurationException
+from lightning.pytorch import LightningDataModule
+from torch import Tensor
+
+from fedmoe_pl.checks import check_kind
+from fedmoe_pl.data import FederatedDataModule
+from fedmoe_pl.phases.cohort import opted_in
+from fedmoe_pl.phases.phase import Phase
+
+
+def set_up(datamodule: FederatedDataModule, phases: Sequence[Phase], seed: int) -> None:
+    """Sets the data up so that preprocessing learns only from training samples that opt in in every phase.
+
+    If nothing opts out, it learns from all training samples of the data set, as without a federation.
+    Data that are already set up do not change.
+    """
+    hint = ", such as FromDatasets or FromDataModule, which deal the samples of any others"
+    if isinstance(datamodule, LightningDataModule):
+        hint = f", such as FromDataModule({type(datamodule).__name__}(...), num_clients=10), which deals its samples"
+    check_kind("Federation", "datamodule", datamodule, FederatedDataModule, hint)
+    datamodule.prepare_data()
+    datamodule.deal()
+    samples = _opted_in_everywhere(datamodule, phases, seed)
+    if not datamodule.is_set_up:
+        datamodule.learn_from = samples
+    datamodule.setup()
+    if not datamodule.has_learned or samples is None:
+        return
+    learned_from = datamodule.learn_from
+    is_text = datamodule.normalization is None
+    what, remedy = ("vocabulary", "") if is_text else ("normalization", "give mean and std, or ")
+    if not len(samples):
+        raise MisconfigurationException(
+            f"{type(datamodule).__name__}: {what} must be computed from samples that opt in in every phase, but there "
+            f"are none; {remedy}run these phases in federations of their own."
+        )
+    if learned_from is None or not torch.isin(learned_from, samples).all():
+        raise MisconfigurationException(
+            f"{type(datamodule).__name__}: {what} was computed from samples that opt out, because setup was called "
+            f"before the federation; {remedy}leave setup to the federation."
+        )
+
+
+def _opted_in_everywhere(datamodule: FederatedDataModule, phases: Sequence[Phase], seed: int) -> Tensor | None:
+    """The training samples that opt in in every phase, shape (n,); None if no sample opts out of any phase.
+
+    A phase whose result comes from a checkpoint does not count: nothing leaves its clients.
+    """
+    train, validation = datamodule.train_samples, datamodule.validation_samples
+    samples, number = train.indices, len(train.indices) + len(validation.indices)
+    all_opt_in = True
+    for algorithm in (phase.algorithm for phase in phases if not phase.ckpt_path):
+        chosen = opted_in(algorithm, train, seed).indices
+        if len(chosen) + len(opted_in(algorithm, validation, seed, validation=True).indices) < number:
+            samples, all_opt_in = samples[torch.isin(samples, chosen)], False
+    return None if all_opt_in else samples

@@ -1,0 +1,269 @@
+"""Makes a run and prepares it for its rounds: models, checks, workers, plans for the phases, folder, store, loggers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from pathlib import Path
+from typing import Any
+
+import torch
+import yaml
+from lightning.fabric.utilities.exceptions import MisconfigurationException
+from lightning.pytorch import LightningModule
+from lightning.pytorch.loggers import Logger, TensorBoardLogger
+from lightning.pytorch.utilities import rank_zero_info
+
+from fedmoe_pl.backends import Backend, PoolBackend, WorkersBackend, data_on
+from fedmoe_pl.checkpoints.checkpoint import FILE, KEPT, PREVIOUS, copy_checkpoint, next_folder
+from fedmoe_pl.checkpoints.client_store import DiskStore, MemoryStore, Store
+from fedmoe_pl.checkpoints.lock import locked
+from fedmoe_pl.checkpoints.phase_state import PhaseState
+from fedmoe_pl.checkpoints.resume import identify
+from fedmoe_pl.checkpoints.writing import cannot_be_made, replacing
+from fedmoe_pl.checks import check_kind
+from fedmoe_pl.data import FederatedDataModule
+from fedmoe_pl.logs.loggers import RunLoggers
+from fedmoe_pl.phases.phase import INITIAL, Phase
+from fedmoe_pl.rounds.begin import read_result, sized
+from fedmoe_pl.rounds.newcomers import freeze_shared
+from fedmoe_pl.rounds.run import Run
+from fedmoe_pl.seeds import named_seed
+from fedmoe_pl.setup.check_run import check_run
+from fedmoe_pl.trees import Tree, copy_module, load_tree
+
+
+def make_run(
+    model: LightningModule,
+    datamodule: FederatedDataModule,
+    phases: Sequence[Phase],
+    trainer: dict[str, Any],
+    backend: Backend,
+    devices: list[torch.device],
+    seed: int,
+    initial: Mapping[str, Tree] | None = None,
+    read_result: Callable[[Phase, LightningModule], PhaseState] = read_result,
+    **attributes: Any,
+) -> Run:
+    """Makes a run and makes all its checks, before any training.
+
+    Args:
+        model: the federation's model; it is not changed.
+        datamodule: the data and the clients that hold them; already set up.
+        phases: the phases, in order.
+        trainer: arguments of all clients' Trainers.
+        backend: how clients are trained; it gets worker processes if there are several devices.
+        devices: the devices to train on, one for each client that is trained at the same time.
+        seed: the seed of all random numbers.
+        initial: tensors that replace those of the models, by the names of ``Run.models``.
+        read_result: reads the result of a phase that takes it from a checkpoint.
+        attributes: the other attributes of the run. Its folder is that of all runs if its own is still to be made.
+
+    Raises:
+        MisconfigurationException: if model, data, phases and trainer do not fit together.
+    """
+    backend = _with_workers(backend, trainer, devices)
+    run = Run(
+        phases=phases,
+        trainer=trainer,
+        backend=backend,
+        devices=devices,
+        seed=seed,
+        models=_models(model, phases, datamodule, seed, initial or {}),
+        datamodule=datamodule,
+        # workers place the samples on their devices themselves
+        training_data=datamodule if isinstance(backend, WorkersBackend) else data_on(datamodule, devices[0]),
+        identity=identify(seed, datamodule),
+        **attributes,
+    )
+    check_run(run, read_result)
+    return run
+
+
+def _models(
+    model: LightningModule,
+    phases: Sequence[Phase],
+    datamodule: FederatedDataModule,
+    seed: int,
+    initial: Mapping[str, Tree],
+) -> dict[str, LightningModule]:
+    """Copies of the federation's model and of the phases' own, sized for the data, with the initial tensors."""
+    check_kind("Federation", "model", model, LightningModule, ", such as a PersonalizedMoE of modules")
+    given = {INITIAL: model} | {phase.name: phase.model for phase in phases if phase.model is not None}
+    for module in given.values():
+        _check_configured(module)
+    models = {name: sized(copy_module(module), datamodule, named_seed(seed, name)) for name, module in given.items()}
+    for name, module in models.items():
+        load_tree(module, initial.get(name, {}))
+    return models
+
+
+def _check_configured(model: LightningModule) -> None:
+    """Refuses a model whose ``configure_model`` makes layers, which a client's Trainer would call too late."""
+    if type(model).configure_model is LightningModule.configure_model:
+        return
+    configured = copy_module(model)
+    configured.configure_model()
+    if added := [*(configured.state_dict().keys() - model.state_dict().keys())]:
+        raise MisconfigurationException(
+            f"model is a {type(model).__name__} whose configure_model makes '{min(added)}', but must make all layers "
+            "in its constructor, because clients and server exchange them before there is a Trainer."
+        )
+
+
+def _with_workers(backend: Backend, trainer: dict[str, Any], devices: Sequence[torch.device]) -> Backend:
+    """The backend; with a worker process for each device if there are several."""
+    requested = trainer.get("devices", "auto")
+    if isinstance(backend, WorkersBackend):
+        if requested not in ("auto", 1):
+            raise MisconfigurationException(
+                f"trainer.devices is {requested}, but must be left out, because {type(backend).__name__} has its own "
+                "workers."
+            )
+        return backend
+    if len(devices) == 1:
+        return backend
+    # A process takes seconds to start, often longer than a whole run on a CPU.
+    lazy = devices[0].type == "cpu" and requested == "auto"
+    return PoolBackend(backend, devices, lazy)
+
+
+@contextmanager
+def open_run(
+    run: Run,
+    runs: Path | None,
+    ckpt_path: Path | None,
+    make_store: Callable[[Run], Store],
+    logger: bool | Logger | list[Logger],
+) -> Iterator[None]:
+    """Plans a run's phases, and opens its backend, folder, store and loggers for its rounds; closes them afterwards.
+
+    Args:
+        run: the run.
+        runs: the folder in which to make the run's own; None if it has one.
+        ckpt_path: the checkpoint with which a resumed run goes on; None for a new run.
+        make_store: makes the store, once the run has its folder.
+        logger: True for TensorBoard, False for none, or any loggers.
+
+    Raises:
+        MisconfigurationException: if the backend cannot train a phase, or a file cannot be written.
+    """
+    _plan_phases(run)
+    try:
+        run.backend.open()
+        with nullcontext() if runs is None else _new_folder(run, runs):
+            _open_files(run, ckpt_path, make_store, logger)
+            yield
+    except BaseException:
+        run.loggers.finalize("failed")
+        raise
+    finally:
+        run.backend.close()
+    run.loggers.finalize()
+
+
+def _plan_phases(run: Run) -> None:
+    """Plans the training of every phase that has rounds left, and logs the plans.
+
+    Raises:
+        MisconfigurationException: if the backend cannot train a phase.
+    """
+    phases: dict[str, list[str]] = {}
+    for phase in run.phases:
+        state = run.states.get(phase.name) or run.given_results.get(phase.name)
+        if state is not None and (state.finished or state.round == phase.rounds):
+            continue
+        module = run.module(phase)
+        # the untrained tensors, also in a resumed run, so that its plans are those of the whole run
+        initial = {name: tensor.detach().cpu() for name, tensor in module.state_dict().items()}
+        training = run.local_training(phase, module, initial)
+        freeze_shared(training, state)
+        try:
+            plan = run.backend.plan(training)
+        except MisconfigurationException as error:
+            raise MisconfigurationException(f"{phase}: {error}") from error
+        run.plans[phase.name] = plan
+        phases.setdefault(plan.description, []).append(phase.name)
+    if phases:
+        sentences = [f"{', '.join(names)}: {description}" for description, names in phases.items()]
+        rank_zero_info("backend: " + "; ".join(sentences))
+
+
+@contextmanager
+def _new_folder(run: Run, runs: Path) -> Iterator[None]:
+    """Makes the run's folder in ``runs``, and locks it."""
+    run.folder = _make_folder(runs)
+    if run.enable_checkpointing:
+        (run.folder / FILE).parent.mkdir()
+    with locked(run.folder / FILE):
+        yield
+
+
+def _open_files(
+    run: Run, ckpt_path: Path | None, make_store: Callable[[Run], Store], logger: bool | Logger | list[Logger]
+) -> None:
+    """Writes the run's configuration and first checkpoint, and makes its store and its loggers."""
+    if run.hparams:
+        _write_configuration(run)
+    if ckpt_path is None:
+        run.save()
+    elif ckpt_path.name != (last := run.folder / FILE).name:
+        # last.ckpt may be damaged, or newer: then the next rows replace those that both checkpoints have
+        copy_checkpoint(ckpt_path, last)
+        copy_checkpoint(ckpt_path, last.with_name(PREVIOUS))
+    run.store = make_store(run)
+    for name, state in run.states.items():
+        if not state.finished:  # a resumed run may have had the other store
+            state.clients = run.store.adopt(name, state.round, state.clients)
+            if state.best_round:
+                state.best_clients = run.store.adopt(name, state.best_round, state.best_clients)
+    is_resumed = ckpt_path is not None
+    run.loggers = RunLoggers(_loggers(run, logger, is_resumed), _completed(run) if is_resumed else {})
+    if is_resumed:
+        rounds = [f"after round {state.round} of phase '{name}'" for name, state in run.states.items()]
+        rank_zero_info(f"Resumed from {ckpt_path} {rounds[-1] if rounds else 'before the first round'}.")
+
+
+def store_of(kind: str, run: Run) -> Store:
+    """A store of this process, ``memory`` or ``disk``."""
+    return MemoryStore() if kind == "memory" else DiskStore(run.folder / KEPT, run.datamodule.num_clients)
+
+
+def _make_folder(runs: Path) -> Path:
+    while True:
+        folder = next_folder(runs)
+        try:
+            folder.mkdir(parents=True)
+        except FileExistsError:  # of a run that began at the same time
+            continue
+        except OSError as error:
+            raise cannot_be_made(folder, error) from error
+        return folder
+
+
+def _write_configuration(run: Run) -> None:
+    """Writes ``config.yaml``; that of a run which goes on with another one is kept under the number of its rounds."""
+    path, text = run.folder / "config.yaml", yaml.safe_dump(run.hparams, sort_keys=False)
+    if path.is_file() and path.read_text() != text:
+        path.replace(path.with_name(f"config_until_round_{run.step}.yaml"))
+    with replacing(path) as temporary:
+        temporary.write_text(text)
+
+
+def _completed(run: Run) -> dict[str | None, int]:
+    """The last step of a resumed run, under None, and of each method, also of those that have not begun."""
+    steps: dict[str | None, int] = {None: run.step}
+    for phase in run.phases:
+        round = run.states[phase.name].round if phase.name in run.states else 0
+        by_epoch = round and phase.evaluation.every_n_epochs is not None
+        steps |= dict.fromkeys(map(phase.method, phase.moments), phase.epochs(run.trainer) if by_epoch else round)
+    return steps
+
+
+def _loggers(run: Run, logger: bool | Logger | list[Logger], is_resumed: bool) -> list[Logger]:
+    if logger is True:
+        purge_step = run.step + 1 if is_resumed else 0  # TensorBoard takes no notice of the first purge
+        return [TensorBoardLogger(run.folder, name="", version="", purge_step=purge_step)]
+    if isinstance(logger, Logger):
+        return [logger]
+    return logger or []

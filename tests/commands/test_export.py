@@ -1,0 +1,128 @@
+"""Export of a client's model."""
+
+import importlib.util
+import io
+
+import pytest
+import torch
+from helpers import run
+from helpers.methods import METHODS
+from helpers.methods import data as data_of_methods
+from helpers.runs import data, federation, model, phases
+from lightning.fabric.utilities.exceptions import MisconfigurationException
+from lightning.pytorch import LightningModule
+from torch import nn
+
+from fedmoe_pl import PersonalizedMoE, Phase, SparseMoE
+from fedmoe_pl.algorithms import PFLMoE
+from fedmoe_pl.commands import export
+from fedmoe_pl.models import LinearGate, LocalOnly, MixtureWeights
+
+
+@pytest.fixture(scope="module")
+def fed(tmp_path_factory):
+    run = federation(tmp_path_factory.mktemp("run"))
+    run.fit(model(), data())
+    return run
+
+
+def exported(fed, **arguments):
+    fed.export(model(), data(), **arguments)
+
+
+def test_torch_export_is_the_client_s_mixture_with_its_gate_for_batches_of_any_size(fed, capsys):
+    exported(fed, method="PFL-MF", client=2, format="torch_export")
+    path = fed.run_dir / "exported" / "PFL-MF" / "client_002.pt2"
+    assert capsys.readouterr().out.startswith(f"Client 2 of PFL-MF: {path} (")
+    program = torch.export.load(path).module()
+    module, x = fed.client_module("PFL-MF", 2), torch.randn(19, 5)
+    for batch in (x, x[:1]):
+        torch.testing.assert_close(program(batch), module.mix(batch))
+
+
+def test_onnx_is_the_client_s_mixture_with_its_gate(fed, tmp_path, capsys):
+    pytest.importorskip("onnxscript")
+    onnxruntime = pytest.importorskip("onnxruntime")
+    path = tmp_path / "models" / "a.onnx"
+    exported(fed, method="PFL-MF", client=1, output=str(path))
+    assert "the outputs differ by at most" in capsys.readouterr().out
+    session = onnxruntime.InferenceSession(path, providers=["CPUExecutionProvider"])
+    assert [output.name for output in session.get_outputs()] == ["scores", "gate_weights"]
+    x = torch.randn(7, 5)
+    scores, weights = session.run(None, {"x": x.numpy()})
+    expected = fed.client_module("PFL-MF", 1).mix(x)
+    torch.testing.assert_close((torch.from_numpy(scores), torch.from_numpy(weights)), expected)
+
+
+def test_what_cannot_be_exported_is_refused(fed, monkeypatch):
+    def refused(match, **arguments):
+        with pytest.raises(MisconfigurationException, match=match):
+            exported(fed, **{"method": "PFL-MF", "format": "torch_export", **arguments})
+
+    refused(r"Federation: method is 'X', but must be a finished method: Local, FedAvg, PFL-FB, PFL-MF\.", method="X")
+    refused(r"Federation: method is None, but must be a finished method: Local", method=None)
+    refused(r"Federation: output is '.*', but must be a file, not a folder\.", output=str(fed.run_dir))
+    refused(r"Federation: client is 3, but must be from 0 to 2\.", client=3)
+    refused(r"Federation: format is 'pt', but must be onnx or torch_export\.", format="pt")
+    find_spec = importlib.util.find_spec
+    monkeypatch.setattr(export, "find_spec", lambda name: None if name == "onnxruntime" else find_spec(name))
+    refused(r"packages are missing: .*onnxruntime\. To install .* \"fedmoe-pl\[export\]\"\.", format="onnx")
+    monkeypatch.setattr(export, "find_spec", find_spec)
+    monkeypatch.setattr(export, "_torch_export", lambda module, x: (b"", lambda x: [2 + y for y in module(x)]))
+    refused(r"format is torch_export, but must be one in which .* its outputs differ by", client=0)
+    assert not (fed.run_dir / "exported" / "PFL-MF" / "client_000.pt2").exists()
+
+
+def test_a_gate_whose_width_the_data_set_is_exported(tmp_path):
+    fed = federation(tmp_path, [*phases()[:-1], Phase("PFL-MF", PFLMoE(), gate=LinearGate())])
+    fed.fit(model(), data())
+    exported(fed, method="PFL-MF", format="torch_export")
+    assert (fed.run_dir / "exported" / "PFL-MF" / "client_000.pt2").is_file()
+
+
+def test_a_method_that_predicts_with_more_than_a_model_is_refused(tmp_path):
+    method = METHODS["KNNPer"]
+    phases = method.phases()
+    phases[-1].evaluate = True
+    fed = run(phases, method.model(), data_of_methods(), tmp_path)
+    with pytest.raises(MisconfigurationException, match="KNNPer predicts with more than a model"):
+        export.export_client(fed.run, "kNN-Per", 0, "torch_export")
+
+
+class Branching(LightningModule):
+    """What it computes depends on the values of its input."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(5, 3)
+
+    def forward(self, x):
+        return self.layer(x) if x.sum() > 0 else -self.layer(x)
+
+
+MODELS = {
+    "a constant gate": lambda: PersonalizedMoE(nn.Linear(5, 3), gate=LocalOnly()),
+    "weights of a client": lambda: SparseMoE(nn.Identity(), nn.Linear(5, 3), gate=MixtureWeights()),
+    "samples sent to experts": lambda: SparseMoE(nn.Identity(), nn.Linear(5, 3)),
+    "an own module": lambda: nn.Linear(5, 3),
+}
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_models_of_every_family_are_exported(name):
+    torch.manual_seed(0)
+    module, x = export._Outputs(MODELS[name]()).eval(), torch.randn(6, 5)
+    module(x)  # sizes a lazy gate
+    content, difference = export._exported(module, x, "FedAvg", "torch_export")
+    assert difference < 1e-6
+    program = torch.export.load(io.BytesIO(content)).module()
+    torch.testing.assert_close(program(x[:4]), module(x[:4]))
+
+
+def test_why_a_model_cannot_be_exported_is_one_line_without_the_exporter_s_output(capfd):
+    with pytest.raises(
+        MisconfigurationException, match=r"FedAvg', but .* can export \(Could not guard .*\)\.$"
+    ) as error:
+        export._exported(export._Outputs(Branching()).eval(), torch.randn(6, 5), "FedAvg", "torch_export")
+    assert "\n" not in str(error.value)
+    assert capfd.readouterr() == ("", "")

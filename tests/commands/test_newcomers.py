@@ -1,0 +1,403 @@
+"""Clients that were not in the federation get their models from its checkpoint and their own data alone."""
+
+import shutil
+from functools import partial
+
+import pytest
+import torch
+from helpers import (
+    TensorData,
+    assert_same_bits,
+    blobs,
+    client_generator,
+    mixture,
+    sparse_mixture,
+    tensors,
+    train_by_hand,
+)
+from lightning.fabric.utilities.exceptions import MisconfigurationException
+from torch import Generator
+
+from fedmoe_pl import Evaluate, Select
+from fedmoe_pl.algorithms import (
+    ClusterMixture,
+    EpsilonGreedyIFCA,
+    FedAvg,
+    FedMoEDA,
+    Local,
+    OptInFedAvg,
+    PersonalizedExpert,
+    PFedMoE,
+    SpecialistMixture,
+)
+from fedmoe_pl.data import IID, AGNews
+from fedmoe_pl.federation import Federation
+from fedmoe_pl.models import (
+    BiLSTM,
+    ClusteredMoE,
+    ConstantGate,
+    LinearGate,
+    NetworkGate,
+    PersonalizedMoE,
+    RepresentationMLP,
+    RepresentationMoE,
+)
+from fedmoe_pl.phases.phase import Phase
+
+sgd = partial(torch.optim.SGD, lr=0.1)
+FEDPER = "global_expert.extractor.*"
+
+
+def federation(path, phases, **kwargs):
+    defaults = {"trainer": {"max_epochs": 2, "accelerator": "cpu"}, "logger": False, "enable_progress_bar": False}
+    return Federation(phases, default_root_dir=str(path), **{**defaults, **kwargs})
+
+
+def fedavg(shared="global_expert.*", **kwargs):
+    return Phase("FedAvg", FedAvg(shared, "global_expert.*"), gate=ConstantGate(1.0), **kwargs)
+
+
+def trained(path, *phases):
+    run = federation(path, [*phases])
+    run.fit(mixture(optimizer=sgd), blobs())
+    return run, run.run_dir / "checkpoints/last.ckpt"
+
+
+def new_data(**kwargs):
+    """Two clients, whose samples are none of the federation's."""
+    data = blobs(sizes=(9, 6), **kwargs)
+    data.x = data.x + 0.5
+    return data
+
+
+@pytest.mark.parametrize("rounds", [1, 3])
+def test_a_newcomer_fine_tunes_the_federation_s_model_on_its_own_data(tmp_path, rounds):
+    fine_tuned = Phase("Fine-tuned", PersonalizedExpert(), gate=ConstantGate(0.0))
+    run, checkpoint = trained(tmp_path, fedavg(rounds=3, clients_per_round=2, select=Select("global_test")), fine_tuned)
+    content = checkpoint.read_bytes()
+
+    later = federation(tmp_path / "later", [fedavg(rounds=3), fine_tuned])
+    data = new_data()
+    results = later.personalize(mixture(optimizer=sgd), data, str(checkpoint), rounds)
+    assert set(results) == {"FedAvg", "Fine-tuned"} and len(results["Fine-tuned"].clients) == 2
+    assert results["FedAvg"].selection == "given checkpoint"
+    for client in (0, 1):
+        module = mixture(ConstantGate(0.0), optimizer=sgd)
+        known = run.client_module("FedAvg", 0).global_expert.state_dict()
+        module.global_expert.load_state_dict(known)
+        module.local_expert.load_state_dict(known)
+        before = max(rounds, results["FedAvg"].round)  # FedAvg's local rounds, or those of its result
+        generator = client_generator(0, client, before)
+        batches = data.batches(data.train_samples[client], generator=generator)
+        train_by_hand(module, "local_expert.", batches, sgd, 2)
+        actual = later.client_module("Fine-tuned", client).state_dict()
+        torch.testing.assert_close(dict(actual), dict(module.state_dict()), rtol=0, atol=1e-12)
+    assert checkpoint.read_bytes() == content
+
+
+def test_a_newcomer_trains_what_clients_keep_and_leaves_the_server_as_it_is(tmp_path):
+    run, checkpoint = trained(tmp_path, fedavg(FEDPER, rounds=3))
+    later = federation(tmp_path / "later", [fedavg(FEDPER, rounds=3)])
+    data, start = new_data(), mixture(optimizer=sgd)
+    later.personalize(start, data, str(checkpoint), rounds=2)
+
+    assert_same_bits(later.run.states["FedAvg"].server, run.run.states["FedAvg"].server)
+    for client in (0, 1):
+        module = mixture(ConstantGate(1.0), optimizer=sgd)
+        shared = run.run.states["FedAvg"].server
+        module.load_state_dict({**module.state_dict(), **shared})
+        for round in range(2):  # the extractor is the federation's, the classifier goes on
+            batches = data.batches(data.train_samples[client], generator=client_generator(0, client, round))
+            train_by_hand(module, "global_expert.classifier.", batches, sgd, 2)
+        actual = tensors(later.client_module("FedAvg", client))
+        torch.testing.assert_close(actual, tensors(module), rtol=0, atol=1e-12)
+
+
+def test_what_old_clients_kept_reaches_no_newcomer(tmp_path):
+    _, checkpoint = trained(tmp_path, Phase("Local", Local(), max_epochs=3), fedavg(FEDPER, rounds=2))
+    later = federation(tmp_path / "later", [Phase("Local", Local(), max_epochs=0), fedavg(FEDPER, max_epochs=0)])
+    later.personalize(mixture(optimizer=sgd), new_data(), str(checkpoint), rounds=1)
+    assert not any(later.run.states[name].clients for name in ("Local", "FedAvg"))
+
+
+def test_images_of_newcomers_are_normalized_as_the_federation_s(tmp_path):
+    def images(low, high):
+        generator = Generator().manual_seed(low)
+        x = torch.randint(low, high, (12, 1, 2, 2), generator=generator, dtype=torch.uint8)
+        return TensorData(x, torch.arange(12) % 3, [range(6), range(6, 12)], batch_size=4)
+
+    class Flat(torch.nn.Sequential):
+        def __init__(self):
+            super().__init__(torch.nn.Flatten(), torch.nn.Linear(4, 3))
+
+    first, second = images(0, 100), images(100, 256)
+    run = federation(tmp_path, [fedavg(rounds=1)])
+    run.fit(mixture(expert=Flat(), dtype=torch.float32), first)
+    later = federation(tmp_path / "later", [fedavg(rounds=1)])
+    checkpoint = str(run.run_dir / "checkpoints/last.ckpt")
+    with pytest.warns(
+        UserWarning, match=r"the mean of the newcomers' pixels is 0\.\d\d, more than one standard"
+    ) as seen:
+        later.personalize(mixture(expert=Flat(), dtype=torch.float32), second, checkpoint)
+    (text,) = [str(each.message) for each in seen if "newcomers' pixels" in str(each.message)]
+    pixels = first.arrays.x_train.double() / 255
+    mean, std = pixels.mean(), pixels.std(correction=0)
+    expected = (second.arrays.x_train.double() / 255 - mean) / std
+    torch.testing.assert_close(second.x[:12].double(), expected, rtol=0, atol=1e-5)
+    assert abs(second.x.mean()) > 1, "with a normalization of its own it would be 0"
+    newcomers = (second.arrays.x_train.double() / 255).mean()
+    assert text.endswith(
+        f"is {newcomers:.2f}, more than one standard deviation ({std:.2f}) from the federation's, {mean:.2f}; are the "
+        "images prepared in the same way?"
+    )
+
+
+def test_newcomers_images_like_those_of_the_federation_are_taken_without_a_word(tmp_path, recwarn):
+    def images(seed):
+        x = torch.randint(256, (12, 1, 2, 2), generator=Generator().manual_seed(seed), dtype=torch.uint8)
+        return TensorData(x, torch.arange(12) % 3, [range(6), range(6, 12)], batch_size=4)
+
+    expert = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(4, 3))
+    run = federation(tmp_path, [fedavg(rounds=1)])
+    run.fit(mixture(expert=expert, dtype=torch.float32), images(0))
+    later = federation(tmp_path / "later", [fedavg(rounds=1)])
+    later.personalize(
+        mixture(expert=expert, dtype=torch.float32), images(1), str(run.run_dir / "checkpoints/last.ckpt")
+    )
+    assert not [each for each in recwarn if "pixels" in str(each.message)]
+
+
+def test_words_of_newcomers_have_the_federation_s_ids(tmp_path):
+    """The newcomers' texts have the same words, the rarest first, and one that the federation does not know."""
+    topics = ["war peace", "ball goal", "bank money", "chip code"]
+    files = {"old": [1, 2, 3, 4] * 6 + [1, 1, 1], "new": [4, 3, 2, 1] * 6 + [4, 4, 4]}
+    for folder, labels in files.items():
+        (tmp_path / folder).mkdir()
+        rows = [f'"{label}","{topics[label - 1]}","{"new " if folder == "new" else ""}"\n' for label in labels]
+        for part in ("train", "test"):
+            (tmp_path / folder / f"{part}.csv").write_text("".join(rows))
+
+    def data(folder):
+        return AGNews(str(tmp_path / folder), vocabulary_size=9, length=3, num_clients=2, partitioner=IID())
+
+    model = PersonalizedMoE(BiLSTM(11, 8, 8), optimizer=partial(torch.optim.SGD, lr=0.1))
+    run = federation(tmp_path, [fedavg(rounds=1)])
+    run.fit(model, data("old"))
+    later = federation(tmp_path / "later", [fedavg(rounds=1)])
+    newcomers = data("new")
+    later.personalize(model, newcomers, str(run.run_dir / "checkpoints/last.ckpt"))
+    # ids go by falling frequency, then by alphabet: peace, war, ball, bank, chip, code, goal, money from 2 on
+    expected = {1: [3, 2, 1], 2: [4, 8, 1], 3: [5, 9, 1], 4: [6, 7, 1]}
+    assert newcomers.x.tolist() == 2 * [expected[label] for label in files["new"]]
+
+
+def test_newcomers_are_refused_without_what_they_need(tmp_path):
+    run, checkpoint = trained(tmp_path, fedavg(rounds=1))
+    later = federation(tmp_path / "later", [fedavg(rounds=1)])
+    with pytest.raises(MisconfigurationException, match="rounds is 0, but must be an integer from 1"):
+        later.personalize(mixture(), new_data(), str(checkpoint), rounds=0)
+    with pytest.raises(MisconfigurationException, match=r"'last', but no run in .* has a checkpoint"):
+        later.personalize(mixture(), new_data())
+    with pytest.raises(MisconfigurationException, match="must be the checkpoint of a federation"):
+        later.personalize(mixture(), new_data(), str(run.run_dir / "clients/FedAvg/all_clients.ckpt"))
+    other = federation(tmp_path / "other", [Phase("FedProx", FedAvg("global_expert.*"))])
+    with pytest.raises(
+        MisconfigurationException, match=r"whose finished phases are \['FedAvg'\]; 'FedProx' must be one"
+    ):
+        other.personalize(mixture(), new_data(), str(checkpoint))
+    local = federation(tmp_path / "local", [Phase("Local", Local())])
+    with pytest.raises(MisconfigurationException, match="none of the phases is federated"):
+        local.personalize(mixture(), new_data(), str(checkpoint))
+    assert not (tmp_path / "other").exists()
+
+
+def test_newcomers_train_nothing_that_they_do_not_keep(tmp_path):
+    everything_trainable = Phase("FedAvg", FedAvg("global_expert.*"), gate=ConstantGate(1.0), rounds=2)
+    _, checkpoint = trained(tmp_path, everything_trainable)
+    later = federation(tmp_path / "later", [everything_trainable])
+    later.personalize(mixture(optimizer=sgd), new_data(), str(checkpoint), rounds=50)
+    state = later.run.states["FedAvg"]
+    assert state.round == 1 and not state.clients and state.flops == 0
+
+
+def alone(module, shared, server, data, client, rounds, keeps_own_copy=False):
+    """What a newcomer has after its local rounds: a bare loop that begins every round with what the server sends.
+
+    It trains what it received only if it keeps a copy of its own, as it is after local training.
+    """
+    for round in range(rounds):
+        module.load_state_dict({**module.state_dict(), **{name: server[name] for name in shared}})
+        optimizer = sgd([p for name, p in module.named_parameters() if keeps_own_copy or name not in shared])
+        batches = data.batches(data.train_samples[client], generator=client_generator(0, client, round))
+        for _ in range(2):
+            for batch in batches:
+                optimizer.zero_grad()
+                module.loss(batch)[0].backward()
+                optimizer.step()
+    return tensors(module)
+
+
+def personalized(tmp_path, model, phases, data, later_data, rounds):
+    """A federation, and a later one of newcomers from its checkpoint."""
+    run = federation(tmp_path, phases)
+    run.fit(model, data)
+    later = federation(tmp_path / "later", phases)
+    later.personalize(model, later_data, str(run.run_dir / "checkpoints/last.ckpt"), rounds)
+    return run, later
+
+
+def test_a_newcomer_of_fedmoe_da_trains_its_own_experts_behind_the_server_s_embedding(tmp_path):
+    phases = [Phase("DA", FedMoEDA(top_p=2, interval=1), rounds=3, evaluate=Evaluate(after="aggregation"))]
+    model, data = sparse_mixture(2, optimizer=sgd), new_data()
+    run, later = personalized(tmp_path, model, phases, blobs(), data, 2)
+    server = run.run.states["DA"].server
+    shared = [name for name in model.state_dict() if name.startswith("embedding.")]
+    for client in (0, 1):
+        expected = alone(sparse_mixture(2, optimizer=sgd), shared, server, data, client, 2)
+        actual = tensors(later.client_module("DA", client))
+        torch.testing.assert_close(actual, expected, rtol=0, atol=1e-12)
+    traffic = later.run.states["DA"].traffic
+    assert traffic["bytes_between_clients"] == 0
+    embedding = sum(server[name].nbytes for name in shared)
+    assert traffic["bytes_down"] == 2 * embedding, "a newcomer is sent no rows of the matrix, which are of others"
+
+
+def test_a_newcomer_of_pfedmoe_has_the_architecture_of_its_number(tmp_path):
+    def model():
+        torch.manual_seed(3)
+        networks = [RepresentationMLP(5, hidden, 2, 3) for hidden in (2, 6, 4)]
+        return RepresentationMoE(networks[0], networks[1:], gate=LinearGate(5), optimizer=sgd).double()
+
+    data = new_data()
+    run, later = personalized(tmp_path, model(), [Phase("pFedMoE", PFedMoE(), rounds=2)], blobs(), data, 3)
+    server = run.run.states["pFedMoE"].server
+    for client in (0, 1):
+        module = model()
+        module.keep_architecture(client)
+        expected = alone(module, [*server], server, data, client, 3, keeps_own_copy=True)
+        torch.testing.assert_close(tensors(later.client_module("pFedMoE", client)), expected, rtol=0, atol=1e-12)
+
+
+def test_a_newcomer_finds_the_cluster_of_its_kind_and_mixes_it_with_its_own_expert(tmp_path):
+    """Two kinds of clients, whose labels contradict each other; the newcomers are one of each."""
+
+    def kinds(sizes, seed):
+        generator = Generator().manual_seed(seed)
+        x = torch.randn(sum(sizes), 5, generator=generator)
+        owner = torch.arange(len(sizes)).repeat_interleave(torch.tensor(sizes))
+        y = (x[:, 0] > 0).long() ^ (owner % 2)
+        data = TensorData(x, y, torch.arange(sum(sizes)).split(list(sizes)), dtype=torch.float64, batch_size=10)
+        data.setup()
+        return data
+
+    torch.manual_seed(0)
+    gate = NetworkGate(torch.nn.Linear(5, 3))
+    model = ClusteredMoE(torch.nn.Linear(5, 2), 2, gate=gate, optimizer=partial(torch.optim.SGD, lr=0.5)).double()
+    first = ConstantGate([1.0, 0.0, 0.0])
+    phases = [
+        Phase("Local", Local("local_expert.*"), gate=ConstantGate([0.0, 0.0, 1.0])),
+        Phase("IFCA", EpsilonGreedyIFCA(epsilon=0.3), rounds=10, gate=first, start="Local"),
+        Phase("MoE", ClusterMixture()),
+    ]
+    run, later = personalized(tmp_path, model, phases, kinds((40, 40, 40, 40), 1), kinds((20, 20), 2), 1)
+    server = run.run.states["IFCA"].server
+    newcomers = later.run.datamodule
+    for client in (0, 1):
+        x, y = newcomers.x[newcomers.train_samples[client]], newcomers.y[newcomers.train_samples[client]]
+        experts = [(server[f"global_experts.{j}.weight"], server[f"global_experts.{j}.bias"]) for j in (0, 1)]
+        accuracies = [((x @ weight.T + bias).argmax(1) == y).double().mean() for weight, bias in experts]
+        assert max(accuracies) > 0.8 > 0.5 > min(accuracies), "the federation has found both kinds"
+        best = accuracies.index(max(accuracies))
+        chosen = later.client_module("IFCA", client).global_experts[0]
+        assert_same_bits(dict(chosen.state_dict()), {"weight": experts[best][0], "bias": experts[best][1]})
+        mixture = later.client_module("MoE", client)
+        for j in (0, 1):
+            assert_same_bits(
+                dict(mixture.global_experts[j].state_dict()), {"weight": experts[j][0], "bias": experts[j][1]}
+            )
+        local = later.client_module("Local", client).local_expert.state_dict()
+        assert_same_bits(dict(mixture.local_expert.state_dict()), dict(local))
+        assert not torch.equal(local["weight"], model.local_expert.weight)
+
+
+def test_newcomers_of_a_federation_with_opt_out_are_personalized_like_others(tmp_path):
+    phases = [
+        Phase("FedAvg", OptInFedAvg("global_expert.*", opt_out_clients=0.4), rounds=2, gate=ConstantGate(1.0)),
+        Phase("Fine-tuned", PersonalizedExpert(), gate=ConstantGate(0.0)),
+        Phase("Mixture", SpecialistMixture()),
+    ]
+    model = mixture(LinearGate(5), optimizer=sgd)
+    run, later = personalized(tmp_path, model, phases, blobs(), new_data(), 1)
+    for client in (0, 1):
+        module = later.client_module("Mixture", client)
+        known = {
+            name.removeprefix("global_expert."): tensor for name, tensor in run.run.states["FedAvg"].server.items()
+        }
+        assert_same_bits(dict(module.global_expert.state_dict()), known)
+        specialist = later.client_module("Fine-tuned", client).local_expert.state_dict()
+        assert not torch.equal(module.local_expert.classifier[1].weight, specialist["classifier.1.weight"])
+
+
+def test_another_method_s_result_is_refused_in_one_sentence(tmp_path):
+    """IFCA keeps books that FedAvg's checkpoint does not have."""
+    torch.manual_seed(0)
+    model = ClusteredMoE(torch.nn.Linear(5, 3), 2, optimizer=sgd).double()
+    first = ConstantGate([1.0, 0.0, 0.0])
+    run = federation(tmp_path, [Phase("it", FedAvg("global_experts.*"), gate=first)])
+    run.fit(model, blobs())
+    later = federation(tmp_path / "later", [Phase("it", EpsilonGreedyIFCA(), gate=first)])
+    with pytest.raises(
+        MisconfigurationException, match=r"where 'it' was another method or model: it has no 'clusters/"
+    ):
+        later.personalize(model, new_data(), str(run.run_dir / "checkpoints/last.ckpt"))
+
+
+def test_newcomers_images_that_were_normalized_by_themselves_are_refused(tmp_path):
+    """Data that were set up before would be seen otherwise than the federation's, in silence."""
+
+    def images(low, high):
+        x = torch.randint(low, high, (12, 1, 2, 2), generator=Generator().manual_seed(low), dtype=torch.uint8)
+        return TensorData(x, torch.arange(12) % 3, [range(6), range(6, 12)], batch_size=4)
+
+    model = mixture(expert=torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(4, 3)), dtype=torch.float32)
+    run = federation(tmp_path, [fedavg(rounds=1)])
+    run.fit(model, images(0, 100))
+    checkpoint = str(run.run_dir / "checkpoints/last.ckpt")
+    before = images(100, 256)
+    before.setup()
+    later = federation(tmp_path / "later", [fedavg(rounds=1)])
+    with pytest.raises(MisconfigurationException, match="normalizes images as the newcomers' data do"):
+        later.personalize(model, before, checkpoint)
+    same = images(0, 100)
+    same.setup()
+    federation(tmp_path / "same", [fedavg(rounds=1)]).personalize(model, same, checkpoint)
+
+
+def test_personalizing_twice_gives_the_same_models_twice(tmp_path):
+    _, checkpoint = trained(tmp_path, fedavg(FEDPER, rounds=2))
+    later = federation(tmp_path / "later", [fedavg(FEDPER, rounds=2)])
+    states = []
+    for _ in range(2):
+        later.personalize(mixture(optimizer=sgd), new_data(), str(checkpoint), rounds=2)
+        states.append([tensors(later.client_module("FedAvg", client)) for client in (0, 1)])
+        assert later.run_dir.parent == tmp_path / "later/federation/newcomers"
+    for client in (0, 1):
+        assert_same_bits(states[0][client], states[1][client])
+    assert later.run_dir.name == "version_1"
+
+
+def test_newcomers_need_no_files_of_the_federation_s_clients(tmp_path):
+    run = federation(tmp_path, [fedavg(FEDPER, rounds=2)], store="disk")
+    run.fit(mixture(optimizer=sgd), blobs())
+    shutil.rmtree(run.run_dir / "checkpoints/kept")
+    later = federation(tmp_path / "later", [fedavg(FEDPER, rounds=2)])
+    later.personalize(mixture(optimizer=sgd), new_data(), str(run.run_dir / "checkpoints/last.ckpt"), rounds=1)
+    assert set(later.run.states["FedAvg"].clients) == {0, 1}
+
+
+def test_all_newcomers_train_alone_whatever_the_federation_s_cohort(tmp_path):
+    local = Phase("Local", Local(), clients_per_round=1)
+    _, checkpoint = trained(tmp_path, fedavg(rounds=1), local)
+    later = federation(tmp_path / "later", [fedavg(rounds=1), local])
+    later.personalize(mixture(optimizer=sgd), new_data(), str(checkpoint))
+    assert set(later.run.states["Local"].clients) == {0, 1}

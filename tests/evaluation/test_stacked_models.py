@@ -1,0 +1,181 @@
+"""Small clients' models, evaluated all together, against each of them alone."""
+
+import pytest
+import torch
+from helpers import Expert, blobs, mixture, sparse_mixture
+from helpers.backends import WithBatchNorm, local_training
+from helpers.clusters import GateNet, clustered
+from torch import nn
+
+from fedmoe_pl.algorithms import Local
+from fedmoe_pl.evaluation import clients as evaluating
+from fedmoe_pl.evaluation import stacked_models
+from fedmoe_pl.evaluation.clients import evaluate_clients
+from fedmoe_pl.evaluation.evaluation import MONITORS
+from fedmoe_pl.evaluation.stacked_models import evaluation_groups
+from fedmoe_pl.models import ConstantGate, FeatureGate, LeNet5, LinearGate, NetworkGate, PersonalizedMoE
+from fedmoe_pl.trees import load_tree
+
+SIZES = (17, 30, 1, 23, 44)
+
+
+class DataDependent(Expert):
+    """Computes other layers for some samples, which ``vmap`` cannot map over."""
+
+    def forward(self, x):
+        logits = super().forward(x)
+        return -logits if x.sum().item() > 0 else logits
+
+
+MODELS = {
+    "trained gate": lambda: mixture(FeatureGate(6)),
+    "gate that reads the input": lambda: mixture(LinearGate(5)),
+    "constant gate": lambda: mixture(ConstantGate(0.3)),
+    "batch norm": lambda: mixture(LinearGate(5), WithBatchNorm()),
+    "sparse experts": sparse_mixture,
+    "clusters": lambda: clustered(gate=NetworkGate(GateNet(4)).double()),
+}
+
+
+def states(module, clients):
+    """The tensors of every client's model; the first expert's first tensor is the same for all of them."""
+    kept = {}
+    for client in clients:
+        generator = torch.Generator().manual_seed(client)
+        kept[client] = {
+            name: tensor + 0.5 * torch.rand(tensor.shape, generator=generator, dtype=tensor.dtype)
+            for name, tensor in [*module.state_dict().items()][1:]
+            if tensor.is_floating_point()
+        }
+    return kept
+
+
+def evaluations(monkeypatch, module, datamodule, stacked, algorithm=None):
+    """The evaluation of all clients' own models, either all stacked or each alone."""
+    training = local_training(module, algorithm or Local(), datamodule)
+    kept = states(module, range(datamodule.num_clients))
+    with monkeypatch.context() as patch:
+        if stacked:
+            patch.setattr(evaluating, "evaluate_model", None)  # nothing is evaluated alone
+        else:
+            patch.setattr(stacked_models, "_MOST", 1)
+        return evaluate_clients(training, {}, kept, 1, "aggregation")
+
+
+@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("fractions", [{}, {"test_fraction": 0.25, "validation_fraction": 0.25}])
+def test_models_evaluated_together_have_the_accuracies_of_each_alone(monkeypatch, model, fractions):
+    module = MODELS[model]()
+    together, alone = (
+        evaluations(monkeypatch, module, blobs(SIZES, **fractions), stacked) for stacked in (True, False)
+    )
+    assert [evaluation.client for evaluation in together] == list(range(len(SIZES)))
+    for stacked, expected in zip(together, alone, strict=True):
+        for metric in (*MONITORS, "n_train", "has_global_expert"):
+            assert getattr(stacked, metric) == pytest.approx(getattr(expected, metric), abs=1e-12, nan_ok=True), metric
+        assert (stacked.gate_weights is None) == (expected.gate_weights is None) == (model == "constant gate")
+        if expected.gate_weights is not None:
+            torch.testing.assert_close(stacked.gate_weights, expected.gate_weights, rtol=1e-12, atol=1e-12)
+            assert torch.equal(stacked.gate_labels, expected.gate_labels)
+    assert len({evaluation.global_test for evaluation in alone}) > 1, "the models differ"
+
+
+def test_a_model_that_cannot_be_mapped_over_is_evaluated_alone(monkeypatch):
+    module = mixture(LinearGate(5), DataDependent())
+    training = local_training(module, Local(), blobs(SIZES))
+    kept = states(module, range(len(SIZES)))
+    found = evaluate_clients(training, {}, kept, 1, "aggregation")
+    assert evaluation_groups(training, range(len(SIZES))) == [[4, 1, 3, 0, 2]]
+    alone = evaluations(monkeypatch, mixture(LinearGate(5), DataDependent()), blobs(SIZES), stacked=False)
+    assert [e.global_test for e in found] == [e.global_test for e in alone]
+
+
+class OfTheServer(Local):
+    """All clients have the model that the server holds, as in IFCA with one cluster."""
+
+    def personal_tensors(self, client, server):
+        return server
+
+
+class ReturnsViews(Local):
+    """Loads a client's model into the module and returns the module's own tensors."""
+
+    def personal_tensors(self, client, server):
+        load_tree(client.module, client.state)
+        return client.module.state_dict()
+
+
+def test_clients_that_have_the_same_tensors_are_evaluated_together_too(monkeypatch):
+    module, data = mixture(LinearGate(5)), blobs(SIZES)
+    server = states(module, [7])[7]
+    monkeypatch.setattr(evaluating, "evaluate_model", None)
+    found = evaluate_clients(local_training(module, OfTheServer(), data), server, {}, 1, "aggregation")
+    load_tree(module, server)
+    with torch.no_grad():
+        right = module.eval()(data.x[data.global_test]).argmax(1) == data.y[data.global_test]
+    assert [e.global_test for e in found] == pytest.approx(5 * [right.double().mean().item()], abs=1e-6)
+
+
+def test_an_algorithm_may_return_the_module_s_own_tensors_as_a_client_s_model(monkeypatch):
+    module, data = mixture(LinearGate(5)), blobs(SIZES)
+    expected = evaluations(monkeypatch, module, data, stacked=False)
+    found = evaluations(monkeypatch, module, data, stacked=True, algorithm=ReturnsViews())
+    assert [e.global_test for e in found] == [e.global_test for e in expected]
+    assert len({e.global_test for e in expected}) > 1
+
+
+class Tied(nn.Module):
+    """An expert whose second layer has the weight of the first, under two names."""
+
+    def __init__(self):
+        super().__init__()
+        self.first = nn.Linear(5, 5)
+        self.second = nn.Linear(5, 5)
+        self.second.weight = self.first.weight
+
+    def forward(self, x):
+        return self.second(self.first(x).tanh())
+
+
+def test_models_whose_stack_gives_other_outputs_are_evaluated_alone(monkeypatch):
+    module, data = mixture(LinearGate(5), Tied()), blobs(SIZES, classes=5)
+    training = local_training(module, Local(), data)
+    name = "local_expert.second.weight"  # each client keeps the shared weight under one of its two names
+    generator = torch.Generator().manual_seed(0)
+    kept = {c: {name: torch.randn(5, 5, generator=generator, dtype=torch.float64)} for c in range(5)}
+    found = evaluate_clients(training, {}, kept, 1, "aggregation")
+    monkeypatch.setattr(stacked_models, "_MOST", 1)
+    alone = evaluate_clients(training, {}, kept, 1, "aggregation")
+    assert [e.global_test for e in found] == [e.global_test for e in alone]
+    assert len({e.global_test for e in alone}) > 1
+
+
+class Named(nn.Module):
+    """An expert that holds its layer under two names."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(5, 5)
+        self.again = self.layer
+
+    def forward(self, x):
+        return self.layer(x)
+
+
+def test_models_with_a_part_of_two_names_are_evaluated_alone():
+    training = local_training(mixture(LinearGate(5), Named()), Local(), blobs(SIZES, classes=5))
+    assert evaluation_groups(training, [0, 1]) == [[1], [0]]
+
+
+def test_groups_have_similar_sizes_and_models_with_convolutions_or_of_many_parameters_are_alone(monkeypatch):
+    training = local_training(mixture(LinearGate(5)), Local(), blobs(SIZES))
+    assert evaluation_groups(training, [0, 1, 3]) == [[1, 3, 0]]
+    monkeypatch.setattr(stacked_models, "_MOST", 2)
+    assert evaluation_groups(training, range(5)) == [[4, 1], [3, 0], [2]]
+    monkeypatch.setattr(stacked_models, "_MOST", 3)
+    assert evaluation_groups(training, range(4)) == [[1, 3], [0, 2]], "pieces of equal size"
+    large = sum(tensor.nbytes for tensor in training.module.state_dict().values())
+    monkeypatch.setattr(stacked_models, "CPU_CACHE", 2 * large - 1)
+    assert evaluation_groups(training, [0, 1]) == [[1], [0]]
+    images = PersonalizedMoE(LeNet5())
+    assert evaluation_groups(local_training(images, Local(), blobs(SIZES)), [0, 1]) == [[1], [0]]

@@ -1,0 +1,87 @@
+"""Which clients take part in a round."""
+
+import random
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from lightning.fabric.utilities.exceptions import MisconfigurationException
+
+from fedmoe_pl import Phase
+from fedmoe_pl.algorithms import FedAvg, OptInFedAvg
+from fedmoe_pl.phases.cohort import cohort_size, phase_cohort, sample_cohort
+
+
+@given(
+    st.lists(st.integers(0, 10**6), min_size=1, max_size=60, unique=True),
+    st.data(),
+    st.integers(0, 2**63),
+    st.integers(0, 10**6),
+)
+@settings(max_examples=100, deadline=None)
+def test_a_cohort_is_a_subset_in_order_that_depends_on_seed_and_round_alone(ids, data, seed, round):
+    size = data.draw(st.integers(1, len(ids)))
+    cohort = sample_cohort(ids, size, seed, round)
+    assert len(set(cohort)) == len(cohort) == size
+    positions = [ids.index(client) for client in cohort]
+    assert positions == sorted(positions)
+    random.seed(size)
+    np.random.seed(size)
+    sample_cohort(ids, size, seed, round + 1)
+    assert sample_cohort(ids, size, seed, round) == cohort
+    assert [ids[i] for i in sample_cohort(range(len(ids)), size, seed, round)] == cohort
+
+
+def test_every_client_and_pair_of_clients_is_drawn_equally_often():
+    rounds, clients, size = 3000, 6, 2
+    cohorts = [sample_cohort(range(clients), size, seed=0, round=round) for round in range(rounds)]
+    pairs = np.zeros((clients, clients))
+    for first, second in cohorts:
+        pairs[first, second] += 1
+    drawn = pairs[np.triu_indices(clients, 1)]  # 15 pairs, 200 each; standard deviation 13.7
+    assert np.abs(drawn - 200).max() < 55
+    assert cohorts != [sample_cohort(range(clients), size, seed=1, round=round) for round in range(rounds)]
+
+
+@pytest.mark.parametrize(
+    ("clients", "clients_per_round", "size"),
+    [
+        (9, None, 9),
+        (100, 7, 7),
+        (100, 1, 1),
+        (100, 1.0, 100),
+        (3, 1.0, 3),
+        (100, 0.07, 7),
+        (100, 0.29, 29),
+        (100, 0.1, 10),
+        (182, 0.03, 5),
+        (15, 0.1, 1),
+        (4, 0.1, 1),
+        (19, 0.5, 9),
+    ],
+)
+def test_cohort_size_takes_a_number_a_share_rounded_down_or_everybody(clients, clients_per_round, size):
+    assert cohort_size(clients, clients_per_round) == size
+
+
+@pytest.mark.parametrize(
+    "clients_per_round", [0, -1, True, False, 0.0, -0.5, 1.5, 2.0, 7.0, float("nan"), float("inf")]
+)
+def test_other_numbers_are_refused(clients_per_round):
+    with pytest.raises(MisconfigurationException, match=f"Phase 'A': clients_per_round is {clients_per_round}, but"):
+        Phase("A", FedAvg(), clients_per_round=clients_per_round)
+
+
+def test_everybody_means_those_who_take_part_and_a_share_counts_all():
+    """Of 10 clients, opt_out_clients = 0.5 leaves five."""
+    algorithm = OptInFedAvg(opt_out_clients=0.5)
+    participants = list(algorithm.participants(range(10), 0))
+    assert len(participants) == 5
+    sizes = {}
+    for clients_per_round in (None, 1.0, 0.4, 1, 3):
+        cohort = phase_cohort(Phase("A", algorithm, clients_per_round=clients_per_round), 10, seed=0, round=0)
+        assert set(cohort) <= set(participants)
+        sizes[str(clients_per_round)] = len(cohort)
+    assert sizes == {"None": 5, "1.0": 5, "0.4": 4, "1": 1, "3": 3}
+    assert phase_cohort(Phase("A", algorithm), 10, seed=0, round=0) == participants

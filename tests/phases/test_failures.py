@@ -1,0 +1,263 @@
+"""Clients that fail are left out, the others go on, and nothing is silent."""
+
+import csv
+import time
+import warnings
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+from helpers.runs import Kill, assert_same, data, federation, model
+from helpers.workers import SIZES, TwoInThisProcess
+from lightning.fabric.utilities.exceptions import MisconfigurationException
+
+from fedmoe_pl import Federation, PersonalizedMoE, Phase
+from fedmoe_pl.aggregation import DifferentialPrivacy, MultiKrum
+from fedmoe_pl.algorithms import FedAvg
+from fedmoe_pl.backends import StackedBackend, TrainerBackend
+from fedmoe_pl.checks import InvalidArgumentError
+from fedmoe_pl.models import ConstantGate
+from fedmoe_pl.phases.cohort import sample_cohort
+from fedmoe_pl.phases.failures import ClientError, ClientFailures
+
+BACKENDS = {"trainer": TrainerBackend, "stacked": StackedBackend, "workers": TwoInThisProcess}
+REASONS = {"raise": "ZeroDivisionError: in a client", "nan": "its global_expert.extractor.0.weight is not finite"}
+WEIGHT = "global_expert.extractor.0.weight"
+
+
+class Unlucky(FedAvg):
+    """Averages the global experts; a client keeps its local one. Some clients fail, in some rounds."""
+
+    def __init__(self, how, failing):
+        super().__init__("global_expert.*")
+        self.how = how
+        self.failing = failing
+
+    def client_init(self, client, sent):
+        const = super().client_init(client, sent)
+        if client.id in self.failing.get(client.round, ()):
+            if self.how == "raise":
+                raise ZeroDivisionError("in a client")
+            if self.how == "hang":
+                time.sleep(100)
+            with torch.no_grad():
+                client.module.get_parameter(WEIGHT).fill_(torch.nan)
+        return const
+
+
+def without_dropout() -> PersonalizedMoE:
+    module = model()
+    for expert in (module.global_expert, module.local_expert):
+        expert.classifier[0].p = 0.0
+    return module
+
+
+def unlucky(path, how, failing, rounds=3, clients_per_round=None, **kwargs) -> Federation:
+    phase = Phase("FedAvg", Unlucky(how, failing), rounds, clients_per_round, gate=ConstantGate(0.5))
+    return federation(path, [phase], **{"backend": TrainerBackend(), **kwargs})
+
+
+def fit(run: Federation, warned: list[str], **kwargs) -> Federation:
+    """The run after its rounds, in which it warns of these clients and of nothing else."""
+    with pytest.warns(UserWarning) as found:
+        run.fit(without_dropout(), data(sizes=SIZES), **kwargs)
+    assert [str(warning.message) for warning in found] == warned
+    return run
+
+
+def failed(run: Federation) -> list[str]:
+    with (run.run_dir / "rounds.csv").open() as file:
+        return [row["failed"] for row in csv.DictReader(file)]
+
+
+@pytest.fixture(scope="module")
+def healthy(tmp_path_factory):
+    """The state after one round without failures."""
+    run = unlucky(tmp_path_factory.mktemp("healthy"), "raise", {}, 1)
+    run.fit(without_dropout(), data(sizes=SIZES))
+    return run.run.states["FedAvg"]
+
+
+@pytest.mark.parametrize("how", REASONS)
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_client_that_fails_is_left_out_and_keeps_what_it_kept(how, backend, healthy, tmp_path):
+    run = unlucky(tmp_path, how, {1: [2], 2: [2, 3]}, backend=BACKENDS[backend]())
+    one, two = "Phase 'FedAvg', round 2: client 2 is", "Phase 'FedAvg', round 3: clients 2, 3 are"
+    state = fit(run, [f"{who} left out: {REASONS[how]}" for who in (one, two)]).run.states["FedAvg"]
+    assert failed(run) == ["0", "1", "3"]
+    assert all(tensor.isfinite().all() for tensor in state.server.values())
+    torch.testing.assert_close(state.clients[2], healthy.clients[2], msg="as after the first round")
+    assert all(not torch.equal(state.clients[1][name], healthy.clients[1][name]) for name in healthy.clients[1])
+
+
+@pytest.mark.parametrize("store", ["memory", "disk"])
+def test_a_run_that_goes_on_after_failures_has_the_same_bits(store, tmp_path):
+    failing, settings = {0: [1], 1: [2], 3: [0, 3]}, {"store": store, "failures": ClientFailures(dropout=0.2)}
+    whole = unlucky(tmp_path / "whole", "raise", failing, 4, **settings)
+    stopped = unlucky(tmp_path / "both", "raise", failing, 4, callbacks=[Kill("on_round_start", 4)], **settings)
+    resumed = unlucky(tmp_path / "both", "raise", failing, 4, **settings)
+    with pytest.warns(UserWarning, match="left out"):
+        whole.fit(model(), data(sizes=SIZES))
+        with pytest.raises(KeyboardInterrupt):
+            stopped.fit(model(), data(sizes=SIZES))
+        resumed.fit(model(), data(sizes=SIZES), ckpt_path="last")
+    for name in ("rounds.csv", "clients.csv"):
+        assert (resumed.run_dir / name).read_bytes() == (whole.run_dir / name).read_bytes()
+    assert_same(resumed.run.states["FedAvg"].server, whole.run.states["FedAvg"].server)
+    assert int(failed(whole)[-1]) >= 4
+
+
+def test_a_round_with_too_few_answers_is_tried_again_with_other_clients(tmp_path):
+    seed = next(
+        seed
+        for seed in range(100)
+        if 2 in sample_cohort(range(4), 2, seed, 0) and 2 not in sample_cohort(range(4), 2, seed, 0, attempt=1)
+    )
+    run = unlucky(tmp_path, "raise", {0: [2]}, 1, 2, failures=ClientFailures(min_clients=2), seed=seed)
+    fit(
+        run,
+        [
+            f"Phase 'FedAvg', round 1: client 2 is left out: {REASONS['raise']}",
+            "Phase 'FedAvg', round 1: 1 of 2 clients answered, but min_clients is 2; the round is tried again.",
+        ],
+    )
+    assert failed(run) == ["1"]
+    assert sorted(run.run.states["FedAvg"].clients) == sample_cohort(range(4), 2, seed, 0, attempt=1)
+
+
+def krum(path, failing=(), **kwargs) -> Federation:
+    """Seven rounds with as many clients as Krum needs."""
+    fedavg = Unlucky("raise", {6: failing})
+    phase = Phase("FedAvg", fedavg, 7, gate=ConstantGate(0.5), aggregation=MultiKrum(1))
+    return federation(path, [phase], backend=TrainerBackend(), evaluate_every_n_rounds=0, **kwargs)
+
+
+def test_a_round_with_too_few_answers_for_its_aggregation_is_tried_again(tmp_path):
+    five, settings = data(sizes=(6,) * 5), {"failures": ClientFailures(dropout=0.1), "seed": 3}
+    whole, resumed = krum(tmp_path / "whole", **settings), krum(tmp_path / "both", **settings)
+    with pytest.warns(UserWarning) as found:
+        whole.fit(model(), five)
+    assert [str(warning.message) for warning in found] == [
+        "Phase 'FedAvg', round 6: 4 of 5 clients answered, but MultiKrum needs 5; the round is tried again.",
+        "Phase 'FedAvg', round 7: 3 of 5 clients answered, but MultiKrum needs 5; the round is tried again.",
+    ]
+    with pytest.warns(UserWarning):
+        with pytest.raises(KeyboardInterrupt):
+            krum(tmp_path / "both", callbacks=[Kill("on_round_end", 6)], **settings).fit(model(), five)
+        resumed.fit(model(), five, ckpt_path="last")
+    assert_same(resumed.run.states["FedAvg"].server, whole.run.states["FedAvg"].server)
+    assert failed(whole) == failed(resumed) == ["3"]
+
+
+def test_a_run_that_too_few_answers_ended_goes_on_when_clients_answer_again(tmp_path):
+    five, healthy = data(sizes=(6,) * 5), krum(tmp_path / "healthy")
+    healthy.fit(model(), five)
+    message = "round 7: 4 of 5 clients answered, but MultiKrum needs 5, also after 3 more tries; client 2: Zero"
+    with pytest.warns(UserWarning), pytest.raises(ClientError, match=message):
+        krum(tmp_path / "ended", [2]).fit(model(), five)
+    resumed = krum(tmp_path / "ended")
+    resumed.fit(model(), five, ckpt_path="last", allow_changes="phases")
+    assert_same(resumed.run.states["FedAvg"].server, healthy.run.states["FedAvg"].server)
+
+
+@pytest.mark.parametrize("how", REASONS)
+def test_a_round_that_never_has_enough_answers_ends_the_run(how, tmp_path):
+    run = unlucky(tmp_path, how, {0: range(4)}, backend=TrainerBackend() if how == "raise" else StackedBackend())
+    message = (
+        "Phase 'FedAvg', round 1: 0 of 4 clients answered, but min_clients is 1, also after 3 more tries; client 0: "
+        f"{REASONS[how]}"
+    )
+    with warnings.catch_warnings(record=True) as warned, pytest.raises(ClientError) as error:
+        warnings.simplefilter("always")
+        run.fit(without_dropout(), data(sizes=SIZES))
+    assert f"round 1: clients 0, 1, 2, 3 are left out: {REASONS[how]}" in str(warned[0].message)
+    assert str(error.value) == message
+    assert isinstance(error.value.__cause__, ZeroDivisionError if how == "raise" else type(None))
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_with_raise_the_run_stops_and_names_phase_round_and_client(backend, tmp_path):
+    run = unlucky(tmp_path, "raise", {1: [2]}, backend=BACKENDS[backend](), failures=ClientFailures("raise"))
+    message = r"^Phase 'FedAvg', round 2, client 2: ZeroDivisionError: in a client$"
+    with pytest.raises(ClientError, match=message) as error:
+        run.fit(without_dropout(), data(sizes=SIZES))
+    assert isinstance(error.value.__cause__, ZeroDivisionError)
+
+
+@pytest.mark.parametrize("backend", ["trainer", "stacked"])
+def test_a_client_that_takes_too_long_is_left_out(backend, tmp_path):
+    run = unlucky(tmp_path, "hang", {0: [2]}, 1, backend=BACKENDS[backend](), failures=ClientFailures(timeout=3))
+    fit(run, ["Phase 'FedAvg', round 1: client 2 is left out: it took longer than failures.timeout, 3 s"])
+    assert sorted(run.run.states["FedAvg"].clients) == [0, 1, 3]
+
+
+def test_an_aggregation_hides_no_client_that_is_not_finite(tmp_path):
+    private = DifferentialPrivacy(0.0, max_norm=1.0, delta=1e-4)
+    phase = Phase("FedAvg", Unlucky("nan", {0: [1]}), 1, gate=ConstantGate(0.5), aggregation=private)
+    run = federation(tmp_path, [phase], backend=TrainerBackend())
+    fit(run, [f"Phase 'FedAvg', round 1: client 1 is left out: {REASONS['nan']}"])
+    assert run.run.states["FedAvg"].failed == 1
+
+
+def test_a_server_that_is_not_finite_ends_the_run(tmp_path):
+    class Overflows(FedAvg):
+        def server_update(self, server, combined):
+            return {name: tensor * torch.inf for name, tensor in super().server_update(server, combined).items()}
+
+    run = federation(tmp_path, [Phase("FedAvg", Overflows())], backend=TrainerBackend())
+    message = r"^Phase 'FedAvg', round 1: the server's .* is not finite, although all that clients sent is\.$"
+    with pytest.raises(ClientError, match=message):
+        run.fit(model(), data(sizes=SIZES))
+
+
+def test_clients_drop_out_with_the_given_probability_and_one_stays():
+    failures = ClientFailures(dropout=0.2)
+    dropped = [failures.dropped(range(100), 3, round, 0) for round in range(100)]
+    assert 1900 < sum(map(len, dropped)) < 2100
+    assert dropped == [failures.dropped(range(100), 3, round, 0) for round in range(100)]
+    assert failures.dropped(range(100), 3, 0, attempt=1) != dropped[0] != failures.dropped(range(100), 4, 0, 0)
+    assert all(len(ClientFailures(dropout=0.99).dropped([5, 6], 0, round, 0)) <= 1 for round in range(50))
+    assert ClientFailures().dropped(range(100), 3, 0, 0) == []
+
+
+def test_where_nobody_must_stay_a_client_drops_out_whoever_else_is_drawn():
+    failures = ClientFailures(dropout=0.5)
+    of_all, of_two, of_none = (
+        [failures.dropped(cohort, 3, round, 0, one_stays=False) for round in range(50)]
+        for cohort in (range(10), [3, 7], [])
+    )
+    assert of_two == [[client for client in dropped if client in (3, 7)] for dropped in of_all]
+    assert [3, 7] in of_two and not any(of_none)
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        {"action": "ignore"},
+        {"min_clients": 0},
+        {"timeout": 0},
+        {"dropout": 1.0},
+        {"dropout": float("nan")},
+        {"max_change": 0.5},
+        {"max_change": float("nan")},
+    ],
+)
+def test_what_cannot_be_is_refused(arguments):
+    with pytest.raises(InvalidArgumentError) as error:
+        ClientFailures(**arguments)
+    assert error.value.argument in arguments
+
+
+def test_more_answers_than_clients_of_a_round_are_refused(tmp_path):
+    with pytest.raises(MisconfigurationException, match="min_clients is 3, but must be at most 2, the number of cli"):
+        unlucky(tmp_path, "raise", {}, 1, 2, failures=ClientFailures(min_clients=3)).fit(model(), data(sizes=SIZES))
+
+
+def test_a_time_limit_that_nobody_could_keep_is_refused(tmp_path):
+    """Only the main thread can be interrupted."""
+    timed = federation(tmp_path, [Phase("p", FedAvg())], failures=ClientFailures(timeout=1.0))
+    with (
+        ThreadPoolExecutor(1) as executor,
+        pytest.raises(InvalidArgumentError, match="outside of the main thread"),
+    ):
+        executor.submit(timed.fit, model(), data()).result()

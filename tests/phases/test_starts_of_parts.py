@@ -1,0 +1,375 @@
+"""A phase whose parts start from different phases, or whose own model has only some of a start's parts."""
+
+import pytest
+import torch
+from helpers import Expert, assert_same_bits, client_generator, mixture, tensors, train_by_hand
+from helpers.methods import METHODS
+from helpers.methods import data as data_of_methods
+from helpers.runs import Kill, assert_same, data, federation
+from helpers.workers import TwoInThisProcess
+from lightning.fabric.utilities.exceptions import MisconfigurationException
+from torch import nn
+
+from fedmoe_pl import Federation, PersonalizedMoE, Phase
+from fedmoe_pl.algorithms import (
+    APFL,
+    Ditto,
+    FedALA,
+    FedAvg,
+    FedJETs,
+    FedRoD,
+    Local,
+    PerFedAvg,
+    PersonalizedExpert,
+    PFLMoE,
+    SpecialistMixture,
+)
+from fedmoe_pl.algorithms.overrides import chooses_model
+from fedmoe_pl.backends import AutoBackend
+from fedmoe_pl.checkpoints.checkpoint import load_checkpoint
+from fedmoe_pl.checkpoints.client_state import KeptOnDisk
+from fedmoe_pl.cli import main
+from fedmoe_pl.models import GlobalOnly, LinearGate, LocalOnly
+from fedmoe_pl.phases.starts import check_start, find_starts, warn_of_computed_parts
+
+BOTH = {"global_expert": "FedAvg", "local_expert": "FedPer"}
+
+
+def model():
+    return mixture(LinearGate(5), dtype=torch.float32)
+
+
+def gate() -> LinearGate:
+    torch.manual_seed(7)
+    return LinearGate(5)
+
+
+def fedavg(**kwargs) -> Phase:
+    return Phase("FedAvg", FedAvg("global_expert.*"), gate=GlobalOnly(), **{"rounds": 3, **kwargs})
+
+
+def fedper(**kwargs) -> Phase:
+    algorithm = FedAvg("local_expert.extractor.*", "local_expert.*")
+    return Phase("FedPer", algorithm, rounds=2, clients_per_round=2, gate=LocalOnly(), **kwargs)
+
+
+def phases(start=BOTH, **kwargs) -> list[Phase]:
+    return [fedavg(), fedper(), Phase("Mixture", PFLMoE(0), gate=gate(), start=start, **kwargs)]
+
+
+def fitted(path, its_phases=None, ckpt_path=None, **kwargs) -> Federation:
+    run = federation(path, its_phases or phases(), **kwargs)
+    run.fit(model(), data(), ckpt_path=ckpt_path)
+    return run
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory) -> Federation:
+    run = fitted(tmp_path_factory.mktemp("whole"))
+    assert not run.run.states["FedAvg"].clients and len(run.run.states["FedPer"].clients) == 2, (
+        "one client never took part"
+    )
+    return run
+
+
+def test_each_part_is_what_its_phase_made_of_it_and_the_gate_is_trained_on_top(whole):
+    for client in range(3):
+        module = mixture(gate(), dtype=torch.float32)
+        sources = [whole.client_module(name, client) for name in ("FedAvg", "FedPer")]
+        module.load_state_dict(tensors(sources[0], "global_expert.") | tensors(sources[1], "local_expert."), False)
+        generator = client_generator(0, client, 3)  # the rounds of the longer chain
+        module.gate.reset_parameters()  # by the seed that the generator has set
+        batches = data().batches(data().train_samples[client], generator=generator)
+        train_by_hand(module, "gate.", batches, module.optimizer, 1)
+        actual = dict(whole.client_module("Mixture", client).state_dict())
+        torch.testing.assert_close(actual, dict(module.state_dict()), rtol=0, atol=1e-6)
+        for part in ("global_expert.", "local_expert."):
+            assert_same_bits({name: actual[name] for name in tensors(module, part)}, tensors(module, part))
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "gate", "part"),
+    [
+        (FedALA(), GlobalOnly(), "global_expert"),
+        (PerFedAvg(), GlobalOnly(), "global_expert"),
+        (APFL(), LocalOnly(), "local_expert"),
+    ],
+)
+def test_a_part_that_was_evaluated_as_another_than_the_one_that_is_taken_is_warned_of(algorithm, gate, part, tmp_path):
+    before, start = Phase("before", algorithm, rounds=2, gate=gate), {part: "before"}
+    after = Phase("after", Local("local_expert.*"), gate=gate, start=start, max_epochs=0)
+    name = type(algorithm).__name__
+    sentence = f"start takes {part} from 'before' as the server and the clients hold it.*: {name} computes that one for"
+    with pytest.warns(UserWarning, match=sentence):
+        run = fitted(tmp_path, [before, after])
+    states = [tensors(run.client_module(name, 0), f"{part}.") for name in ("before", "after")]
+    assert any(not torch.equal(states[0][name], states[1][name]) for name in states[0])
+
+
+@pytest.mark.parametrize("name", [name for name in METHODS if chooses_model(METHODS[name].phases()[-1].algorithm)])
+def test_the_parts_with_such_a_warning_are_those_of_which_nobody_holds_the_evaluated_tensors(name, tmp_path):
+    run = Federation(METHODS[name].phases(), {"max_epochs": 2}, default_root_dir=str(tmp_path), logger=False)
+    run.fit(METHODS[name].model(), data_of_methods())
+    last, differing = run.phases[-1], set()
+    state = run.run.states[last.name]
+    for client in range(5):
+        evaluated = run.client_module(last.name, client).state_dict()
+        held = {**state.initial, **state.server, **state.clients.get(client, {})}
+        differing |= {name.split(".")[0] for name, tensor in evaluated.items() if not torch.equal(tensor, held[name])}
+    assert differing == {*last.algorithm.computed_parts}
+
+
+def test_parts_that_are_taken_as_they_were_evaluated_are_not_warned_of(recwarn):
+    by_name = {phase.name: phase for phase in (Phase("FedALA", FedALA()), *phases())}
+    for start in (BOTH, "FedAvg", {"local_expert": "FedALA"}):
+        warn_of_computed_parts(by_name["Mixture"], start, by_name)
+    assert not recwarn.list
+    warn_of_computed_parts(by_name["Mixture"], "FedALA", by_name)
+    assert len(recwarn.list) == 1, "the whole model has the part, too"
+
+
+def test_parts_that_are_not_named_or_initial_start_from_the_initial_model(tmp_path):
+    trained = Phase("Local", Local(), max_epochs=1)
+    for start in ({"local_expert": "Local"}, {"local_expert": "Local", "global_expert": "initial"}):
+        run = fitted(tmp_path, [trained, Phase("G", PFLMoE(0), start=start, evaluate=False)], trainer={"max_epochs": 0})
+        for client in range(3):
+            module = run.client_module("G", client)
+            assert_same_bits(tensors(module, "global_expert."), tensors(model(), "global_expert."))
+            assert_same_bits(tensors(module, "local_expert."), tensors(run.client_module("Local", client), "local_exp"))
+
+
+def test_two_phases_whose_clients_both_keep_tensors_meet_in_either_store(tmp_path):
+    def both(store):
+        return fitted(
+            tmp_path / store,
+            [
+                fedper(),
+                Phase("Local", Local("global_expert.*"), gate=GlobalOnly()),
+                Phase("Mixture", SpecialistMixture(), start={"local_expert": "FedPer", "global_expert": "Local"}),
+            ],
+            store=store,
+        )
+
+    runs = [both(store) for store in ("memory", "disk")]
+    assert isinstance(runs[1].run.states["Mixture"].clients, KeptOnDisk)
+    for client in range(3):
+        modules = [run.client_module("Mixture", client).state_dict() for run in runs]
+        assert_same(dict(modules[0]), dict(modules[1]))
+        of_start = tensors(runs[0].client_module("Local", client), "global_expert.")
+        assert_same_bits({name: modules[0][name] for name in of_start}, of_start)
+        assert any(name.startswith("global_expert.") for name in runs[0].run.states["Mixture"].clients[client])
+        assert any(name.startswith("local_expert.") for name in runs[0].run.states["Mixture"].clients[client])
+
+
+@pytest.mark.parametrize("store", ["memory", "disk"])
+@pytest.mark.parametrize("moment", [("on_client_end", 14), ("on_phase_end", 2)])  # a client of the mixture; before it
+def test_a_run_stopped_at_such_a_phase_and_resumed_ends_with_the_same_bits(whole, tmp_path, store, moment):
+    with pytest.raises(KeyboardInterrupt):
+        fitted(tmp_path, callbacks=[Kill(*moment)], store=store)
+    resumed = fitted(tmp_path, ckpt_path="last", store=store)
+    states = [load_checkpoint(run.run_dir / "checkpoints/last.ckpt")["phases"]["Mixture"] for run in (resumed, whole)]
+    assert_same(dict(states[0].clients), dict(states[1].clients))
+    assert_same({**vars(states[0]), "clients": None}, {**vars(states[1]), "clients": None})
+
+
+def test_two_phases_that_keep_tensors_are_read_again_after_a_kill(tmp_path):
+    def both_keep():
+        local = Phase("Local", Local("global_expert.*"), gate=GlobalOnly())
+        start = {"local_expert": "FedPer", "global_expert": "Local"}
+        return [fedper(), local, Phase("Mixture", PFLMoE(0), gate=gate(), start=start, rounds=2)]
+
+    uncut = fitted(tmp_path / "uncut", both_keep())
+    with pytest.raises(KeyboardInterrupt):
+        fitted(tmp_path / "cut", both_keep(), callbacks=[Kill("on_client_end", 9)])  # the mixture's second client
+    resumed = fitted(tmp_path / "cut", both_keep(), ckpt_path="last")
+    for client in range(3):
+        modules = [dict(run.client_module("Mixture", client).state_dict()) for run in (resumed, uncut)]
+        assert_same_bits(*modules)
+
+
+def test_worker_processes_give_the_same_bits(whole, tmp_path):
+    run = fitted(tmp_path, backend=TwoInThisProcess(AutoBackend()))
+    assert_same(run.run.states["Mixture"].clients, whole.run.states["Mixture"].clients)
+
+
+def test_newcomers_take_their_parts_from_the_same_phases(whole, tmp_path):
+    later = federation(tmp_path, phases())
+    later.personalize(model(), data(sizes=(9, 6)), str(whole.run_dir / "checkpoints/last.ckpt"), rounds=2)
+    for client in range(2):
+        module = later.client_module("Mixture", client)
+        for part, name in BOTH.items():
+            assert_same_bits(tensors(module, f"{part}."), tensors(later.client_module(name, client), f"{part}."))
+        assert not torch.equal(module.gate.linear.weight, gate().linear.weight), "the gate is trained"
+
+
+def test_a_configuration_names_a_phase_for_each_part(tmp_path, monkeypatch):
+    monkeypatch.setattr("sys.argv", ["fedmoe"])  # LightningCLI warns of arguments beside those that it is given
+    (tmp_path / "parts.yaml").write_text(f"""
+model: {{class_path: PersonalizedMoE, init_args: {{global_expert: SmallMLP, gate: FeatureGate}}}}
+data: {{class_path: Digits, init_args: {{num_clients: 2, partitioner: IID, batch_size: 300}}}}
+trainer: {{accelerator: cpu}}
+federation:
+  logger: false
+  default_root_dir: {tmp_path}
+  phases:
+  - {{name: FedAvg, algorithm: {{class_path: FedAvg, init_args: {{shared: global_expert.*}}}}, gate: GlobalOnly}}
+  - {{name: Local, algorithm: Local, gate: LocalOnly, start: initial}}
+  - name: Mixture
+    algorithm: {{class_path: PFLMoE, init_args: {{gate_fraction: 0}}}}
+    start: {{global_expert: FedAvg, local_expert: Local}}
+""")
+    main(["fit", "--config", str(tmp_path / "parts.yaml"), "--federation.enable_progress_bar=false"])
+    paths = {path.parent.name: path for path in tmp_path.rglob("client_001.ckpt")}
+    paths["FedAvg"] = next(tmp_path.rglob("all_clients.ckpt"))
+    states = {name: torch.load(path)["state_dict"] for name, path in paths.items()}
+    for part, name in (("global_expert.", "FedAvg"), ("local_expert.", "Local")):
+        names = [tensor for tensor in states["Mixture"] if tensor.startswith(part)]
+        assert_same_bits(*({tensor: states[phase][tensor] for tensor in names} for phase in ("Mixture", name)))
+
+
+def own(**kwargs) -> Phase:
+    """A phase with a model of another architecture."""
+    return Phase("own", FedAvg("global_expert.*"), model=mixture(expert=Expert(hidden=7)), gate=GlobalOnly(), **kwargs)
+
+
+LOCAL = Phase("Local", Local("local_expert.*"))
+REFUSED = {
+    "start is {}, but must name a phase for at least one part": lambda: [Phase("G", Local(), start={})],
+    "start is {'gate': 'FedAvg'}, but must not name 'gate'": lambda: [
+        Phase("G", Local(), gate=gate(), start={"gate": "FedAvg"})
+    ],
+    "which names 'Ditto', but must be 'initial' or an earlier phase: FedAvg": lambda: [
+        fedavg(),
+        Phase("G", Local(), start={"local_expert": "Ditto"}),
+    ],
+    "whose 'local_expert' is from 'Local', but must be a phase of PersonalizedExpert with gate_fraction 0.25": lambda: [
+        fedavg(),
+        LOCAL,
+        Phase("G", PFLMoE(), start={"global_expert": "FedAvg", "local_expert": "Local"}),
+    ],
+    "(gate_fraction 0 takes any local expert), or a phase that goes back to one": lambda: [
+        fedavg(),
+        LOCAL,
+        Phase("both", Local("gate.*"), start={"global_expert": "FedAvg", "local_expert": "Local"}),
+        Phase("G", PFLMoE(), start={"global_expert": "FedAvg", "local_expert": "both"}),
+    ],
+    "phases with different models (initial, own), but must name phases with the same model": lambda: [
+        fedavg(),
+        own(),
+        Phase("G", Local(), start={"global_expert": "FedAvg", "local_expert": "own"}),
+    ],
+}
+
+
+@pytest.mark.parametrize("sentence", REFUSED)
+def test_a_start_that_misses_something_is_refused(sentence):
+    with pytest.raises(MisconfigurationException) as refusal:
+        find_starts(REFUSED[sentence]())
+    assert str(refusal.value).startswith("Phase 'G': start is {") and sentence in str(refusal.value)
+
+
+def test_a_gate_with_samples_of_its_own_may_meet_an_expert_that_has_not_seen_them():
+    fine_tuned = Phase("Fine-tuned", PersonalizedExpert(gate_fraction=0.25))
+    start = {"global_expert": "again", "local_expert": "Fine-tuned"}
+    again = Phase("again", FedAvg("global_expert.*"), start={"global_expert": "FedAvg"})
+    assert find_starts([fedavg(), fine_tuned, again, Phase("G", PFLMoE(), start=start)])["G"] == start
+    after_it = Phase("H", PFLMoE(), start="G")  # follows the local expert, not the global one
+    find_starts([fedavg(), fine_tuned, again, Phase("G", PFLMoE(), start=start), after_it])
+
+
+class Two(PersonalizedMoE):
+    """Has a part that the model of other phases lacks."""
+
+    def __init__(self, hidden=6):
+        super().__init__(Expert(hidden=hidden), Expert(), LinearGate(5))
+        self.pool = nn.Linear(5, 3)
+
+
+class Other(PersonalizedMoE):
+    """Has no part of the other models but the gate."""
+
+    def __init__(self):
+        super().__init__(Expert(), gate=LinearGate(5))
+        self.model = self.global_expert
+        del self.global_expert, self.local_expert
+
+
+def refused(path, phase):
+    with pytest.raises(MisconfigurationException) as refusal:
+        federation(path, [fedavg(), fedper(), phase]).fit(model(), data())
+    assert not (path / "federation").exists()
+    return str(refusal.value)
+
+
+def test_parts_that_do_not_fit_are_refused_before_any_training(tmp_path):
+    sentence = refused(tmp_path, Phase("G", Local(), start={"local": "FedAvg"}))
+    assert "whose 'local' must be a part of the PersonalizedMoE: global_expert, local_expert, gate." in sentence
+    sentence = refused(tmp_path, Phase("G", Local(), model=Two(hidden=7), start={"global_expert": "FedAvg"}))
+    assert "the model of 'FedAvg' differs from the phase's own in 'global_expert'" in sentence
+    sentence = refused(tmp_path, Phase("G", Local(), model=Two(), start={"pool": "FedAvg"}))
+    assert "the model of 'FedAvg' differs from the phase's own in 'pool'" in sentence
+    sentence = refused(tmp_path, Phase("G", Local(), model=Two(hidden=7), start="FedPer"))
+    assert "start is 'FedPer', but the model of 'FedPer' differs from the phase's own in 'global_expert'" in sentence
+    sentence = refused(tmp_path, Phase("G", Local(), model=Other(), start="FedPer", evaluate=False))
+    assert "the model of 'FedPer' has no part of the phase's own" in sentence
+
+
+@pytest.mark.parametrize("algorithm", [Ditto(), FedRoD(), PersonalizedExpert(), PFLMoE(interleaved=True)])
+def test_a_part_that_the_algorithm_makes_anew_cannot_start_from_a_phase(tmp_path, algorithm):
+    name = type(algorithm).__name__
+    assert refused(tmp_path, Phase("G", algorithm, start=BOTH)) == (
+        f"Phase 'G': start is {BOTH}, but must leave out 'local_expert', which {name} starts as a copy of another part."
+    )
+
+
+def test_an_own_model_takes_the_parts_that_both_have_and_begins_its_other_parts_anew(tmp_path):
+    bigger = Two()
+    bigger.gate = LinearGate(5)
+    pool = {name: tensor.clone() for name, tensor in tensors(bigger, "pool.").items()}
+    run = fitted(
+        tmp_path,
+        [
+            fedavg(),
+            fedper(),
+            Phase("own", Local("gate.*"), model=bigger, start="FedPer", evaluate=False),
+            Phase("later", Local("gate.*"), start="own", evaluate=False),
+        ],
+        trainer={"max_epochs": 1},
+    )
+    for client in range(3):
+        for name in ("own", "later"):
+            module = run.client_module(name, client)
+            assert_same_bits(
+                tensors(module, "local_expert."), tensors(run.client_module("FedPer", client), "local_expert.")
+            )
+            assert_same_bits(tensors(module, "pool."), pool)
+
+
+def parts(*names) -> nn.ModuleDict:
+    """A model with these parts."""
+    return nn.ModuleDict({name: nn.Linear(1, 1) for name in names})
+
+
+NAMED = {
+    "whose 'globl_expert' must be a part of the ModuleDict; did you mean global_expert?": (PFLMoE(), "globl_expert"),
+    "whose 'head' must be a part of the ModuleDict: global_expert, local_expert, embedding, experts.": (
+        PFLMoE(),
+        "head",
+    ),
+    "but must also name what 'local_expert' starts from, on which PFLMoE builds.": (PFLMoE(0), "global_expert"),
+    "but must also name what 'global_expert' starts from, on which PersonalizedExpert builds.": (
+        *(PersonalizedExpert(), "experts"),
+    ),
+    "but must also name what 'experts' starts from, on which FedJETs builds.": (FedJETs(), "embedding"),
+}
+
+
+@pytest.mark.parametrize("sentence", NAMED)
+def test_a_part_that_is_missing_or_misspelt_is_named(sentence):
+    algorithm, part = NAMED[sentence]
+    phase = Phase("G", algorithm, start={part: "FedAvg"})
+    module = parts("global_expert", "local_expert", "embedding", "experts")
+    find_starts([fedavg(), phase])
+    with pytest.raises(MisconfigurationException) as refusal:
+        check_start(phase, phase.start, module, lambda name: module)
+    assert str(refusal.value).startswith("Phase 'G': start is {") and str(refusal.value).endswith(sentence)
