@@ -28,7 +28,7 @@ PARTS = (
     "deployment",
     "federation",
     "report",
-    "benchmark",
+    "grids",
     "cli",
     "__main__",
 )
