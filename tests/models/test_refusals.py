@@ -35,8 +35,8 @@ from fedmoe_pl.models import (
     SwitchNormGate,
     TwoConvCNN,
 )
+from fedmoe_pl.phases.phase import Phase
 from fedmoe_pl.rounds.begin import phase_module
-from fedmoe_pl.rounds.phase import Phase
 
 
 class NoReset(nn.Module):
