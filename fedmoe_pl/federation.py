@@ -140,7 +140,7 @@ class Federation(RunMaker):
         """
         self.failures.check_thread()
         ckpt_path = ckpt_path or requeued(self.runs)
-        allowed = keys_of(allow_changes, ckpt_path)
+        allowed = keys_of(allow_changes)
         return self._fit_new_or_resumed(model, datamodule, ckpt_path, allowed)
 
     def personalize(

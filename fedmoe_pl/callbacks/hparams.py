@@ -11,6 +11,7 @@ from typing import Any
 from lightning.pytorch import Trainer
 
 from fedmoe_pl.backends import LEAN_TRAINER
+from fedmoe_pl.checkpoints.configuration import parameters_of
 from fedmoe_pl.logs.loggers import method_tag
 from fedmoe_pl.phases.phase import Evaluate, Phase, Select
 
@@ -117,10 +118,7 @@ def _without_defaults(arguments: Mapping[str, Any], made: type | None) -> dict[s
     plain = {key: _plain(value) for key, value in arguments.items()}
     if made is None:
         return plain
-    parameters: dict[str, inspect.Parameter] = {}
-    for base in reversed(made.__mro__[:-1]):
-        if inspect.isfunction(vars(base).get("__init__")):
-            parameters |= inspect.signature(vars(base)["__init__"]).parameters
+    parameters = parameters_of(made)
     return {
         key: value
         for key, value in plain.items()

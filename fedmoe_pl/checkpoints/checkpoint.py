@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import functools
+import json
 import os
 import shutil
 import time
+import zlib
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, fields
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -13,10 +16,17 @@ from typing import Any
 
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 
-from fedmoe_pl.checkpoints.client_state import KeptByClients, KeptOnDisk
+from fedmoe_pl.checkpoints.client_state import RemoteStates, StatesOnDisk
 from fedmoe_pl.checkpoints.phase_state import PhaseState
-from fedmoe_pl.checkpoints.rows import SavedRows, append_rows, read_rows
-from fedmoe_pl.checkpoints.writing import DamagedFileError, is_sealed, load, load_unsealed, replacing, save
+from fedmoe_pl.checkpoints.writing import (
+    DamagedFileError,
+    is_sealed,
+    load,
+    load_unsealed,
+    replacing,
+    save,
+    unwritable,
+)
 from fedmoe_pl.evaluation.evaluation import ClientEvaluation, Evaluation
 from fedmoe_pl.trees import Tree
 
@@ -25,11 +35,25 @@ FILE = "checkpoints/last.ckpt"
 KEPT = "checkpoints/kept"
 ROWS = "checkpoints/rows.jsonl"
 PREVIOUS = "previous.ckpt"
-# The version of the checkpoint format; formats before 6 have other accuracies under the name local_test.
-_FORMAT = 7
+_FORMAT = 7  # the version of the checkpoint format
 # A loss of power may harm what was written since; a flush takes 10 to 50 ms, longer than some rounds.
 _SECONDS_BETWEEN_FLUSHES = 10.0
-_KEYS = ("seed", "partition", "normalization", "vocabulary", "configuration", "versions", "models", "phases", "rows")
+_KEYS = {"seed", "partition", "normalization", "vocabulary", "configuration", "versions", "models", "phases", "rows"}
+
+
+@dataclass(frozen=True)
+class SavedRows:
+    """The rows in ``rows.jsonl`` that belong to a checkpoint; after a kill, there may be others behind them.
+
+    Attributes:
+        count: how many they are.
+        size: their bytes.
+        checksum: the CRC-32 of these bytes.
+    """
+
+    count: int = 0
+    size: int = 0
+    checksum: int = 0
 
 
 @dataclass
@@ -55,8 +79,7 @@ class CheckpointWriter:
         """Writes a checkpoint; the old one becomes ``previous.ckpt``. A kill at any moment leaves two whole files.
 
         Finished phases are in their own files (:func:`save_finished`), so that later rounds do not write them again,
-        and so are the rows.
-
+        and so are the rows. ``of_run`` are the run's seed and data (``resume.identify``) and its ``configuration``.
         """
         self.saved_rows = append_rows(path.parents[1] / ROWS, rows, self.saved_rows)
         phases = {
@@ -67,15 +90,31 @@ class CheckpointWriter:
         content |= {"models": models, "phases": phases, "rows": asdict(self.saved_rows)}
         with replacing(path) as temporary:
             save(content, temporary)
-            self._flush()
+            if time.monotonic() - self.flushed >= _SECONDS_BETWEEN_FLUSHES:
+                os.sync()  # one call for all files, which are many with a store on disk
+                self.flushed = time.monotonic()
             if path.is_file():
                 copy_checkpoint(path, path.with_name(PREVIOUS))
 
-    def _flush(self) -> None:
-        """Waits from time to time until everything is on the disk that the new checkpoint refers to, and itself."""
-        if time.monotonic() - self.flushed >= _SECONDS_BETWEEN_FLUSHES:
-            os.sync()  # one call for all files, which are many with a store on disk
-            self.flushed = time.monotonic()
+
+def append_rows(path: Path, rows: Sequence[dict[str, Any]], saved: SavedRows) -> SavedRows:
+    """Appends the rows that are not in the file, one line of JSON each, so that a round costs the same at any time.
+
+    Rows of no checkpoint are overwritten.
+    """
+    new = rows[saved.count :]
+    if not new:
+        return saved
+    lines = "".join(json.dumps(row) + "\n" for row in new).encode()  # floats with all their digits, also nan
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with path.open("r+b" if saved.size else "wb") as file:
+            file.truncate(saved.size)
+            file.seek(saved.size)
+            file.write(lines)
+    except OSError as error:
+        raise unwritable(path, error) from error
+    return SavedRows(len(rows), saved.size + len(lines), zlib.crc32(lines, saved.checksum))
 
 
 def save_finished(path: Path, name: str, state: PhaseState) -> None:
@@ -113,9 +152,9 @@ def _content(state: PhaseState) -> dict[str, Any]:
     """The state as dicts; not by ``asdict``, which would copy the tensors, even those that phases share."""
     content = {item.name: getattr(state, item.name) for item in fields(state)}
     for name in ("clients", "best_clients"):
-        if isinstance(kept := content[name], KeptOnDisk):
+        if isinstance(kept := content[name], StatesOnDisk):
             content[name] = {"phases": kept.phases, "versions": kept.versions}
-        elif isinstance(kept, KeptByClients):
+        elif isinstance(kept, RemoteStates):
             content[name] = {"files": kept.files}
     content["evaluations"] = [
         {**vars(evaluation), "clients": [vars(client) for client in evaluation.clients]}
@@ -128,9 +167,9 @@ def _state(path: Path, content: dict[str, Any]) -> PhaseState:
     """The state from its content in the checkpoint at ``path``; the inverse of ``_content``."""
     for name in ("clients", "best_clients"):
         if "versions" in (kept := content[name]):
-            content[name] = KeptOnDisk(path.parent / Path(KEPT).name, kept["phases"], kept["versions"])
+            content[name] = StatesOnDisk(path.parent / Path(KEPT).name, kept["phases"], kept["versions"])
         elif "files" in kept:
-            content[name] = KeptByClients(kept["files"])
+            content[name] = RemoteStates(kept["files"])
     for index, evaluation in enumerate(content["evaluations"]):
         clients = [ClientEvaluation(**client) for client in evaluation.pop("clients")]
         content["evaluations"][index] = Evaluation(**evaluation, clients=clients)
@@ -138,52 +177,54 @@ def _state(path: Path, content: dict[str, Any]) -> PhaseState:
 
 
 def load_checkpoint(path: str | Path) -> dict[str, Any]:
-    """Reads a checkpoint of a federation or of Lightning."""
+    """Reads a checkpoint of a federation, whose ``phases`` become states by name, or one of Lightning."""
     path = Path(path)
-    key = f"ckpt_path is '{path}'"
+    try:
+        return _load(path)
+    except DamagedFileError as error:
+        raise MisconfigurationException(f"ckpt_path is '{path}', {error}{_offer(path)}.") from error
+
+
+def _load(path: Path) -> dict[str, Any]:
+    """The same; the texts of exceptions follow the path."""
     if not path.is_file():
-        raise MisconfigurationException(f"{key}, but there is no such file{_offer(path)}.")
+        raise DamagedFileError("but there is no such file")
     try:
         sealed = is_sealed(path)
         content = load(path) if sealed else load_unsealed(path)
     except DamagedFileError as error:
-        raise MisconfigurationException(
-            f"{key}, which is damaged or not a checkpoint of tensors and plain values{_offer(path)}."
-        ) from error
+        raise DamagedFileError("which is damaged or not a checkpoint of tensors and plain values") from error
     if not isinstance(content, dict) or not ("fedmoe_pl" in content or "state_dict" in content):
-        raise MisconfigurationException(f"{key}, which is not a checkpoint of a federation or of Lightning.")
+        raise DamagedFileError("which is not a checkpoint of a federation or of Lightning")
     if "fedmoe_pl" not in content:
         return content
-    if content["fedmoe_pl"] != _FORMAT:
-        raise MisconfigurationException(
-            f"{key}, a checkpoint of format {content['fedmoe_pl']}, but this version needs one of format {_FORMAT}."
-        )
-    missing = [name for name in _KEYS if name not in content]
-    if missing or not sealed:
-        lacks = f"has no {missing[0]}" if missing else "has no checksum"
-        raise MisconfigurationException(f"{key}, which {lacks}, so that it is not as a run wrote it{_offer(path)}.")
-    saved = {name: _load_finished(path, name) if phase is None else phase for name, phase in content["phases"].items()}
+    if content["fedmoe_pl"] == _FORMAT and not sealed:
+        raise DamagedFileError("which has no checksum, so that it is not as a run wrote it")
     try:
-        content["phases"] = {name: _state(path, phase) for name, phase in saved.items()}
+        if content["fedmoe_pl"] != _FORMAT or _KEYS - content.keys():
+            raise KeyError
+        states = {name: _load_finished(path, name) if it is None else it for name, it in content["phases"].items()}
+        content["phases"] = {name: _state(path, state) for name, state in states.items()}
     except (AttributeError, KeyError, TypeError) as error:
-        raise MisconfigurationException(f"{key}, which another version of this package wrote.") from error
+        raise DamagedFileError(
+            f"which another version of this package wrote; this one reads format {_FORMAT}"
+        ) from error
     return content
 
 
 def _load_finished(path: Path, name: str) -> dict[str, Any]:
     finished = _finished_path(path, name)
-    prefix = f"ckpt_path is '{path}', which needs '{finished}', but"
     if not finished.is_file():
-        raise MisconfigurationException(
-            f"{prefix} there is no such file; it must be {FILE} in the folder of its run{_offer(path)}."
+        raise DamagedFileError(
+            f"which needs '{finished}', but there is no such file; it must be {FILE} in the folder of its run"
         )
     try:
         content = load(finished)
-        if content["phase"] == name:
-            return content["state"]
-    except (DamagedFileError, KeyError, TypeError) as error:
-        raise MisconfigurationException(f"{prefix} that is damaged{_offer(path)}.") from error
-    raise MisconfigurationException(f"{prefix} that is of '{content['phase']}'.")
+    except DamagedFileError as error:
+        raise DamagedFileError(f"which needs '{finished}', but that is damaged") from error
+    if content["phase"] != name:
+        raise DamagedFileError(f"which needs '{finished}', but that is of '{content['phase']}'")
+    return content["state"]
 
 
 def _offer(path: Path) -> str:
@@ -207,15 +248,17 @@ def load_federation(path: Path) -> dict[str, Any]:
 
 
 def rows_of(path: Path, content: dict[str, Any]) -> list[dict[str, Any]]:
-    """The rows of ``rounds.csv`` that belong to a checkpoint."""
-    rows = path.parents[1] / ROWS
-    try:
-        return read_rows(rows, SavedRows(**content["rows"]))
-    except DamagedFileError as error:
+    """The rows of ``rounds.csv`` that belong to a checkpoint in the folder of its run."""
+    saved, rows, data = SavedRows(**content["rows"]), path.parents[1] / ROWS, b""
+    if saved.size and rows.is_file():
+        with rows.open("rb") as file:
+            data = file.read(saved.size)
+    if len(data) != saved.size or zlib.crc32(data) != saved.checksum:
         raise MisconfigurationException(
             f"ckpt_path is '{path}', whose rows of rounds.csv are in '{rows}', which is missing or "
             f"damaged{_offer(path)}."
-        ) from error
+        )
+    return [json.loads(line) for line in data.splitlines()]
 
 
 def is_of_run(path: Path) -> bool:

@@ -19,7 +19,7 @@ Names = Mapping[str, str]
 """The name of each tensor that is used, with its name in the file; they differ where a part starts as a copy."""
 
 
-class KeptOnDisk(Mapping[int, Tree]):
+class StatesOnDisk(Mapping[int, Tree]):
     """The tensors that clients keep, by client; every access reads the client's file.
 
     The mapping and its files never change. A round makes a new mapping (``DiskStore.updated``), so that the best round
@@ -43,7 +43,7 @@ class KeptOnDisk(Mapping[int, Tree]):
             raise KeyError(client)
         index, round = self.versions[client].tolist()
         phase, names = self.phases[index]
-        return read_kept(self.folder, phase, client, round, names)
+        return read_tree(path, names, phase=phase, client=client, round=round)
 
     def __contains__(self, client: object) -> bool:
         return isinstance(client, int) and self.path(client) is not None
@@ -66,17 +66,17 @@ class KeptOnDisk(Mapping[int, Tree]):
         paths = {client: self.path(client) for client in self}
         return {client: path for client, path in paths.items() if path is not None and path.parent.name == phase}
 
-    def only(self, names: Names) -> KeptOnDisk:
+    def only(self, names: Names) -> StatesOnDisk:
         """The same files, restricted to these tensors."""
         phases = [(phase, _composed(names, shown)) for phase, shown in self.phases]
-        return KeptOnDisk(self.folder, phases, self.versions)
+        return StatesOnDisk(self.folder, phases, self.versions)
 
 
 File = tuple[str, int, Names | None]
 """A file of a client: its phase, the number that the client gave it, and the tensors to use; None for all."""
 
 
-class KeptByClients(Mapping[int, Tree]):
+class RemoteStates(Mapping[int, Tree]):
     """What the clients of a deployed federation keep, in files on their own machines, where this one cannot read.
 
     Args:
@@ -99,19 +99,19 @@ class KeptByClients(Mapping[int, Tree]):
     def __len__(self) -> int:
         return len(self.files)
 
-    def only(self, names: Names) -> KeptByClients:
+    def only(self, names: Names) -> RemoteStates:
         """The same files, restricted to these tensors."""
         restricted = {
             client: [(phase, round, _composed(names, shown)) for phase, round, shown in of_client]
             for client, of_client in self.files.items()
         }
-        return KeptByClients(restricted)
+        return RemoteStates(restricted)
 
 
-def check_kept(*mappings: Mapping[int, Tree]) -> None:
+def check_states(*mappings: Mapping[int, Tree]) -> None:
     """Checks that all files are there, without reading them."""
     for kept in mappings:
-        if isinstance(kept, KeptOnDisk):
+        if isinstance(kept, StatesOnDisk):
             files = [file_names(kept.folder / phase) for phase, _ in kept.phases]
             for client, (phase, round) in enumerate(kept.versions.tolist()):
                 if round >= 0 and file_name(client, round) not in files[phase]:
@@ -120,7 +120,7 @@ def check_kept(*mappings: Mapping[int, Tree]) -> None:
 
 def only(kept: Mapping[int, Tree], names: Names) -> Mapping[int, Tree]:
     """These tensors of those that clients keep, by their new names."""
-    if isinstance(kept, KeptOnDisk | KeptByClients):
+    if isinstance(kept, StatesOnDisk | RemoteStates):
         return kept.only(names)
     return {client: _selected(tree, names) for client, tree in kept.items()}
 
@@ -136,10 +136,10 @@ def _composed(names: Names, shown: Names | None) -> Names:
 
 def readable(kept: Mapping[int, Tree]) -> Mapping[int, Tree]:
     """What can be read of it here: nothing of what clients keep on their own machines."""
-    return {} if isinstance(kept, KeptByClients) else kept
+    return {} if isinstance(kept, RemoteStates) else kept
 
 
-class Joined(Mapping[int, Tree]):
+class JoinedStates(Mapping[int, Tree]):
     """The tensors that clients kept in several phases, with different names in each; read when they are accessed.
 
     Args:
@@ -165,7 +165,7 @@ class Joined(Mapping[int, Tree]):
 def joined(mappings: Sequence[Mapping[int, Tree]]) -> Mapping[int, Tree]:
     """The tensors that clients kept in several phases, with different names in each; a single mapping stays itself."""
     filled = [kept for kept in mappings if len(kept)]
-    return filled[0] if len(filled) == 1 else Joined(filled)
+    return filled[0] if len(filled) == 1 else JoinedStates(filled)
 
 
 def file_name(client: int, round: int) -> str:
@@ -178,11 +178,6 @@ def file_names(folder: Path) -> set[str]:
     return set(os.listdir(folder)) if folder.is_dir() else set()
 
 
-def write_kept(folder: Path, phase: str, client: int, round: int, tree: Tree) -> None:
-    """Writes the file with what a client keeps after a round."""
-    write_tree(folder / phase / file_name(client, round), tree, phase=phase, client=client, round=round)
-
-
 def write_tree(path: Path, tree: Tree, **owner: Any) -> None:
     """Writes a file of tensors, with what it says about itself, so that no other is taken for it."""
     # clones, because a view would be written with the whole tensor that it belongs to
@@ -191,14 +186,8 @@ def write_tree(path: Path, tree: Tree, **owner: Any) -> None:
         save({**owner, "tensors": tensors}, temporary)
 
 
-def read_kept(folder: Path, phase: str, client: int, round: int, names: Names | None = None) -> Tree:
-    """Reads what :func:`write_kept` wrote."""
-    path = folder / phase / file_name(client, round)
-    return read_tree(path, names, phase=phase, client=client, round=round)
-
-
 def read_tree(path: Path, names: Names | None, **owner: Any) -> Tree:
-    """Reads what :func:`write_tree` wrote; names and exception as in :func:`read_kept`."""
+    """Reads what :func:`write_tree` wrote: the tensors with these names, None for all."""
     try:
         content = load(path)
     except DamagedFileError as error:

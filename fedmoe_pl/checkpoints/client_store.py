@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from fedmoe_pl.checkpoints.client_state import KeptOnDisk, file_names, write_kept
+from fedmoe_pl.checkpoints.client_state import StatesOnDisk, file_name, file_names, write_tree
 from fedmoe_pl.trees import Tree
 
 
@@ -28,12 +28,10 @@ class Store(ABC):
     def adopt(self, phase: str, round: int, kept: Mapping[int, Tree]) -> Mapping[int, Tree]:
         """The tensors that clients keep when a phase starts: shared if this store holds them, else copied into it."""
 
-    @abstractmethod
-    def remove_replaced(self, *needed: Mapping[int, Tree]) -> None:
+    def remove_replaced(self, *needed: Mapping[int, Tree]) -> None:  # noqa: B027 - optional
         """Frees replaced tensors; called after every checkpoint with what it needs, but for finished phases."""
 
-    @abstractmethod
-    def remove_rest(self, phase: str, kept: Mapping[int, Tree]) -> None:
+    def remove_rest(self, phase: str, kept: Mapping[int, Tree]) -> None:  # noqa: B027 - optional
         """Frees everything of a finished phase except its result; called after the checkpoint of this result."""
 
 
@@ -52,12 +50,6 @@ class MemoryStore(Store):
         """A dict; reads the files of another store."""
         return dict(kept)
 
-    def remove_replaced(self, *needed: Mapping[int, Tree]) -> None:
-        """Nothing to do."""
-
-    def remove_rest(self, phase: str, kept: Mapping[int, Tree]) -> None:
-        """Nothing to do."""
-
 
 class DiskStore(Store):
     """Writes a file per client, so that memory and checkpoints do not grow with the tensors that clients keep.
@@ -74,7 +66,7 @@ class DiskStore(Store):
         self.folder = folder
         self.num_clients = num_clients
         self._replaced: list[tuple[int, Path]] = []
-        self._previous: list[KeptOnDisk] = []  # what the checkpoint before the next one refers to
+        self._previous: list[StatesOnDisk] = []  # what the checkpoint before the next one refers to
 
     def write(self, phase: str, round: int, trees: Mapping[int, Tree]) -> dict[int, int]:
         """Writes the files; returns the round of each client's file, -1 if the client keeps nothing."""
@@ -82,35 +74,36 @@ class DiskStore(Store):
         for client, tree in trees.items():
             written[client] = round if tree else -1
             if tree:
-                write_kept(self.folder, phase, client, round, tree)
+                path = self.folder / phase / file_name(client, round)
+                write_tree(path, tree, phase=phase, client=client, round=round)
         return written
 
-    def updated(self, phase: str, kept: Mapping[int, Tree], written: Mapping[int, int]) -> KeptOnDisk:
+    def updated(self, phase: str, kept: Mapping[int, Tree], written: Mapping[int, int]) -> StatesOnDisk:
         """Refers to the new files."""
-        assert isinstance(kept, KeptOnDisk) and kept.phases[-1] == (phase, None), "the phase began with `adopt`"
+        assert isinstance(kept, StatesOnDisk) and kept.phases[-1] == (phase, None), "the phase began with `adopt`"
         files = [(client, kept.path(client)) for client in written]
         self._replaced += [(client, path) for client, path in files if path is not None and path.parent.name == phase]
         versions = kept.versions.clone()
         clients = torch.tensor([*written], dtype=torch.int64)
         versions[clients, 0] = len(kept.phases) - 1
         versions[clients, 1] = torch.tensor([*written.values()], dtype=torch.int64)
-        return KeptOnDisk(self.folder, kept.phases, versions)
+        return StatesOnDisk(self.folder, kept.phases, versions)
 
-    def adopt(self, phase: str, round: int, kept: Mapping[int, Tree]) -> KeptOnDisk:
+    def adopt(self, phase: str, round: int, kept: Mapping[int, Tree]) -> StatesOnDisk:
         """Refers to the same files if they are in this store's folder, else writes new ones."""
-        if not (isinstance(kept, KeptOnDisk) and kept.folder == self.folder):
+        if not (isinstance(kept, StatesOnDisk) and kept.folder == self.folder):
             nothing = torch.tensor([0, -1]).repeat(self.num_clients, 1)
             return self.updated(
-                phase, KeptOnDisk(self.folder, [(phase, None)], nothing), self.write(phase, round, kept)
+                phase, StatesOnDisk(self.folder, [(phase, None)], nothing), self.write(phase, round, kept)
             )
         phases = kept.phases if kept.phases[-1] == (phase, None) else [*kept.phases, (phase, None)]
-        adopted = KeptOnDisk(self.folder, phases, kept.versions)
+        adopted = StatesOnDisk(self.folder, phases, kept.versions)
         self._previous.append(adopted)
         return adopted
 
     def remove_replaced(self, *needed: Mapping[int, Tree]) -> None:
         """Removes the replaced files that neither this checkpoint nor the one before it refers to."""
-        on_disk = [kept for kept in needed if isinstance(kept, KeptOnDisk)]
+        on_disk = [kept for kept in needed if isinstance(kept, StatesOnDisk)]
         still_needed = []
         for client, path in self._replaced:
             if any(kept.path(client) == path for kept in (*on_disk, *self._previous)):
@@ -121,7 +114,7 @@ class DiskStore(Store):
 
     def remove_rest(self, phase: str, kept: Mapping[int, Tree]) -> None:
         """Removes all files of the phase that neither checkpoint refers to, including those left by a kill."""
-        assert isinstance(kept, KeptOnDisk), "the phase began with `adopt`"
+        assert isinstance(kept, StatesOnDisk), "the phase began with `adopt`"
         needed = {path.name for path in kept.files(phase).values()}
         before = {path.name: (client, path) for other in self._previous for client, path in other.files(phase).items()}
         for name in file_names(self.folder / phase) - needed - before.keys():

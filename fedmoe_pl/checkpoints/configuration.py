@@ -1,8 +1,8 @@
-"""The configuration of a run in its checkpoint, and what has changed when the run is continued.
+"""What a run was made with: one record of constructor arguments, which checkpoints, servers, loggers and reports use.
 
 A run from the command line has its resolved configuration. From Python, it is read from the arguments with which its
 objects were made: an object's attribute of the same name. Both are stored as text without what has no influence on the
-result, such as the logger.
+result.
 """
 
 from __future__ import annotations
@@ -37,10 +37,9 @@ _HARMLESS = re.compile(
     r"failures\.(action|min_clients|timeout|max_change))|"
     r"(.+\.)?evaluate\.every_n_epochs|"
     r"(.+\.)?trainer\.(accelerator|devices|num_nodes|strategy|logger|default_root_dir|enable_checkpointing|"
-    r"enable_progress_bar|enable_model_summary|log_every_n_steps|num_sanity_val_steps|profiler|detect_anomaly)|"
-    # the samples themselves are compared
-    r"data(module)?\.(init_args\.)?(.+\.)?(root|download|path|train_dir|test_dir)"
+    r"enable_progress_bar|enable_model_summary|log_every_n_steps|num_sanity_val_steps|profiler|detect_anomaly)"
 )
+_PLACES = re.compile(r"data(module)?\.(init_args\.)?(.+\.)?(root|download|path|train_dir|test_dir)")
 _MISSING = "not set"
 _LONGEST = 60  # characters of a value in a message
 _DEEPEST = 8  # an object in an object ...; deeper ones may lead back
@@ -70,7 +69,6 @@ def changes(
     """What has changed between two configurations, except what has no influence on the rounds that were run.
 
     A phase that had not begun may change.
-
     """
     (before, were), (after, are), prefix = _trees(old, new)
     found: list[Change] = []
@@ -92,7 +90,7 @@ def check_listed(listed: Collection[str], old: Mapping[str, str], new: Mapping[s
     for tree, phases in configurations:
         known |= {*_keys(tree, ""), *_keys(phases, prefix)}
     for key in listed:
-        if key not in known and not _HARMLESS.fullmatch(key):
+        if key not in known and not _is_harmless(key):
             similar = difflib.get_close_matches(key, sorted(known), n=1)
             groups = ", ".join(sorted({name.split(".")[0].split("[")[0] for name in known}))
             hint = f"; did you mean '{similar[0]}'?" if similar else f", which begin with {groups}."
@@ -156,14 +154,21 @@ def _text(value: Any) -> str:
     return text if len(text) <= _LONGEST else f"{text[:_LONGEST]} ..."
 
 
-def relevant(tree: Any, key: str = "") -> Any:
-    """The tree without keys that have no influence on the result."""
+def relevant(tree: Any, places: bool = False, key: str = "") -> Any:
+    """The tree without keys that have no influence on the result, such as the logger and, unless asked for, ``places``.
+
+    The places of data have none where the data themselves are compared.
+    """
     if isinstance(tree, list):
-        return [relevant(item, f"{key}[{index}]") for index, item in enumerate(tree)]
+        return [relevant(item, places, f"{key}[{index}]") for index, item in enumerate(tree)]
     if not isinstance(tree, Mapping):
         return tree
-    children = {name: _child(key, name) for name in tree}
-    return {name: relevant(tree[name], child) for name, child in children.items() if not _HARMLESS.fullmatch(child)}
+    children = {name: _child(key, name) for name in tree if not _is_harmless(_child(key, name), places)}
+    return {name: relevant(tree[name], places, child) for name, child in children.items()}
+
+
+def _is_harmless(key: str, places: bool = False) -> bool:
+    return bool(_HARMLESS.fullmatch(key) or (not places and _PLACES.fullmatch(key)))
 
 
 def _described(value: Any, name: str = "", depth: int = 0) -> Any:
@@ -201,19 +206,22 @@ def _described(value: Any, name: str = "", depth: int = 0) -> Any:
 
 def _arguments(value: object, depth: int = 0) -> dict[str, Any]:
     """The arguments that an object was made with, as far as it has attributes of their names; a module's parts too."""
-    parameters = [
-        name
-        for base in reversed(type(value).__mro__[:-1])
-        if inspect.isfunction(vars(base).get("__init__"))
-        for name, parameter in inspect.signature(vars(base)["__init__"]).parameters.items()
-        if parameter.kind in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY) and name != "self"
-    ]
     known = dict(value.hparams) if isinstance(value, LightningModule) else {}
     buffers = dict(value.named_buffers(recurse=False)) if isinstance(value, nn.Module) else {}
     known |= buffers | getattr(value, "__dict__", {})
     parts = dict(value.named_children()) if isinstance(value, nn.Module) else {}
-    found = {name: known[name] for name in dict.fromkeys(parameters) if name in known and name not in parts} | parts
+    found = {name: known[name] for name in parameters_of(type(value)) if name in known and name not in parts} | parts
     return {name: _described(item, name, depth + 1) for name, item in found.items()}
+
+
+def parameters_of(kind: type) -> dict[str, inspect.Parameter]:
+    """The named parameters of a class's constructor and of those of its bases, to which it hands others on."""
+    found: dict[str, inspect.Parameter] = {}
+    for base in reversed(kind.__mro__[:-1]):
+        if inspect.isfunction(vars(base).get("__init__")):
+            found |= inspect.signature(vars(base)["__init__"]).parameters
+    kinds = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+    return {name: parameter for name, parameter in found.items() if parameter.kind in kinds and name != "self"}
 
 
 def _optimizer(make: Callable[..., Any], depth: int) -> Any:

@@ -18,7 +18,6 @@ def exclusive(path: Path, taken: str, unusable: Callable[[OSError], Exception]) 
     """Keeps other processes from a lock until this context ends.
 
     The kernel ends the lock with the process, also when it is killed. Worker processes do not have it.
-
     """
     lock = FileLock(path)
     try:

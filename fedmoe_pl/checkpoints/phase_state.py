@@ -8,7 +8,6 @@ from dataclasses import dataclass, field
 
 from fedmoe_pl.backends.traffic import Traffic
 from fedmoe_pl.evaluation.evaluation import Evaluation
-from fedmoe_pl.phases.phase import Phase
 from fedmoe_pl.trees import Tree
 
 WAYS = ("down", "up", "between_clients")
@@ -114,13 +113,3 @@ class PhaseState:
         """Traffic, operations, privacy and failures so far, by column of ``rounds.csv``."""
         privacy = {"epsilon": self.epsilon, "delta": self.delta}
         return {**self.traffic, "flops": self.flops, **privacy, "failed": self.failed}
-
-
-def round_and_selection(phase: Phase, state: PhaseState) -> tuple[int, str]:
-    """The round that is evaluated now, and why it was selected, in the words of ``Evaluation.selection``."""
-    if state.given_round is not None:
-        return state.given_round, "given checkpoint"
-    if state.finished and state.best_round:
-        return state.best_round, f"best round by {phase.monitor}"
-    last = state.finished or state.stopped or state.round == phase.rounds
-    return state.round, "last round" if last else "this round"

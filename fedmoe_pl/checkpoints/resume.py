@@ -11,68 +11,63 @@ import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 
-from fedmoe_pl.checkpoints.checkpoint import FILE, CheckpointWriter, is_of_run, load_checkpoint, rows_of, versions
-from fedmoe_pl.checkpoints.client_state import check_kept
+from fedmoe_pl.checkpoints.checkpoint import (
+    FILE,
+    CheckpointWriter,
+    SavedRows,
+    is_of_run,
+    load_checkpoint,
+    rows_of,
+    versions,
+)
+from fedmoe_pl.checkpoints.client_state import check_states
 from fedmoe_pl.checkpoints.configuration import changes, check_listed, is_listed
 from fedmoe_pl.checkpoints.phase_state import PhaseState
-from fedmoe_pl.checkpoints.rows import SavedRows
 from fedmoe_pl.data import FederatedDataModule
 from fedmoe_pl.phases.phase import Phase
 
 _SAMPLES = 10_000
 
 
-def keys_of(allow_changes: str | list[str] | None, ckpt_path: str | None) -> list[str]:
+def keys_of(allow_changes: str | list[str] | None) -> list[str]:
     """The keys in a list, or separated by commas."""
-    if allow_changes and not ckpt_path:
-        raise MisconfigurationException(
-            f"allow_changes is {allow_changes!r}, but must be left out without ckpt_path, because no run is resumed."
-        )
     if isinstance(allow_changes, str):
         return [key.strip() for key in allow_changes.split(",") if key.strip()]
     return allow_changes or []
 
 
 def load_run(path: Path, phases: Sequence[Phase], identity: dict[str, Any]) -> dict[str, Any]:
-    """Reads the checkpoint of a run, to continue it, with its ``rows`` and the ``writer`` of its next checkpoints."""
+    """Reads the checkpoint of a run, to continue it, with its ``rows`` and the ``writer`` of its next checkpoints.
+
+    It must have the phases so far, and the seed and data of ``identity`` (:func:`identify`).
+    """
     rounds = {phase.name: phase.rounds for phase in phases}
     content = load_checkpoint(path)
     states: dict[str, PhaseState] = content.get("phases", {})
     key = f"ckpt_path is '{path}'"
-    if "phases" not in content:
-        raise MisconfigurationException(f"{key}, the checkpoint of a model, but must be {FILE} in the folder of a run.")
+    if "phases" not in content or not is_of_run(path):
+        raise MisconfigurationException(f"{key}, but must be {FILE} in the folder of the run to resume.")
     if not set(states) <= set(rounds):
         raise MisconfigurationException(
             f"{key}, which holds the phases {[*states]}, but the federation's phases are {[*rounds]}."
         )
-    if not is_of_run(path):
-        raise MisconfigurationException(f"{key}, but must be {FILE} in the folder of the run to resume.")
-    seed, partition = identity["seed"], identity["partition"]
-    if content["seed"] != seed:
-        raise MisconfigurationException(f"{key}, a run with the seed {content['seed']}, but now it is {seed}.")
-    if any(content[name] != identity[name] for name in ("normalization", "vocabulary")):
-        raise MisconfigurationException(
-            f"{key}, a run whose images are normalized, or words numbered, in another way than now; {_other(path)}."
-        )
-    if content["partition"] != partition:
-        raise MisconfigurationException(
-            f"{key}, a run on other data or clients ({content['partition']}, now {partition}); {_other(path)}."
-        )
+    for name, now in identity.items():
+        if content[name] != now:
+            config = path.parent.parent / "config.yaml"
+            advice = f"take the configuration of that run, '{config}', or " if config.is_file() else ""
+            values = f" ({content[name]}, now {now})" if name in ("seed", "partition") else ""
+            raise MisconfigurationException(
+                f"{key}, a run with another {name}{values}; {advice}start a new run without ckpt_path."
+            )
     for name, state in states.items():
         if state.round > rounds[name] or (state.finished and not state.stopped and state.round != rounds[name]):
             raise MisconfigurationException(
                 f"{key}, where '{name}' has had {state.round} rounds, but rounds is {rounds[name]}; a phase that is "
                 f"finished cannot have more or fewer: let a new phase start from it (start: {name})."
             )
-        check_kept(state.clients, state.best_clients)
+        check_states(state.clients, state.best_clients)
     writer = CheckpointWriter(SavedRows(**content["rows"]))
     return {**content, "rows": rows_of(path, content), "writer": writer}
-
-
-def _other(path: Path) -> str:
-    """What to do with a checkpoint of another run."""
-    start, config = "start a new run without ckpt_path", path.parent.parent / "config.yaml"
-    return f"take the configuration of that run, '{config}', or {start}" if config.is_file() else start
 
 
 def check_configuration(
@@ -120,7 +115,7 @@ def _listed(versions: dict[str, str]) -> str:
 def identify(seed: int, datamodule: FederatedDataModule) -> dict[str, Any]:
     """The seed, partition, image normalization and vocabulary of a run, by which another run's are told apart."""
     read = {"normalization": datamodule.normalization, "vocabulary": datamodule.vocabulary}
-    return {"seed": seed, "partition": fingerprint(datamodule), **read}
+    return {"seed": seed, **read, "partition": fingerprint(datamodule)}
 
 
 def fingerprint(datamodule: FederatedDataModule) -> str:

@@ -62,7 +62,6 @@ def save(content: Any, path: Path) -> None:
 
     ``torch.load`` and zip tools read the file as any other: the checksum is the comment of the zip archive. It notices
     accidents, such as a flipped bit; whoever can change the file can also write another checksum.
-
     """
     with _Checksummed(io.FileIO(path, "w")) as file:
         try:

@@ -22,7 +22,7 @@ from fedmoe_pl.data.parts import Parts
 from fedmoe_pl.phases.cohort import cohort_of
 from fedmoe_pl.phases.phase import Phase
 from fedmoe_pl.rounds.begin import first_clients
-from fedmoe_pl.rounds.rounds import run_round
+from fedmoe_pl.rounds.loop import run_round
 from fedmoe_pl.rounds.run import FederationCallback, Run
 from fedmoe_pl.rounds.train import draw_cohort
 

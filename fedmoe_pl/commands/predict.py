@@ -14,7 +14,7 @@ from fedmoe_pl.evaluation.metrics import predicts_classes, preds_of
 from fedmoe_pl.evaluation.outputs import labelled_batches, mixture_of
 from fedmoe_pl.logs.summary import prediction_rows, write_csv
 from fedmoe_pl.phases.phase import Phase
-from fedmoe_pl.rounds.evaluate_round import evaluate_phase
+from fedmoe_pl.rounds.evaluate import evaluate_phase
 from fedmoe_pl.rounds.run import Run
 
 _MOST_VALUES = 100

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from fedmoe_pl.checkpoints.checkpoint import KEPT
-from fedmoe_pl.checkpoints.client_state import File, KeptByClients, Names, read_tree, write_tree
+from fedmoe_pl.checkpoints.client_state import File, Names, RemoteStates, read_tree, write_tree
 from fedmoe_pl.checkpoints.phase_state import PhaseState
 from fedmoe_pl.deployment.clients import files_of
 from fedmoe_pl.deployment.messages import BadMessageError, Message
@@ -52,7 +52,7 @@ class OwnFiles:
         return self.named(message) == [(self.phase.name, max(_files(self._folder), default=0), None)]
 
     def read(self, message: Message) -> Tree:
-        """The tensors in the files that a message names; exceptions as in ``named`` and ``read_kept``."""
+        """The tensors in the files that a message names; exceptions as in ``named`` and ``read_tree``."""
         tree: Tree = {}
         for phase, number, names in self.named(message):
             tree |= read_own(self.folder, phase, self.client, number, names)
@@ -118,7 +118,7 @@ def _files(folder: Path) -> dict[int, _OwnFile]:
 
 
 def read_own(folder: Path, phase: str, client: int, number: int, names: Names | None) -> Tree:
-    """Reads a client's own file, see ``read_kept``; ``number`` is the one that the client gave it."""
+    """Reads a client's own file, see ``read_tree``; ``number`` is the one that the client gave it."""
     file = _files(folder / phase).get(number, _OwnFile(number, 0, 0))
     return read_tree(folder / phase / file.name, names, phase=phase, client=client, number=number)
 
@@ -132,6 +132,6 @@ def _usable(run: Run, phase: Phase) -> list[tuple[str, Names | None]]:
     for part, name in sources(run.starts[phase.name]):
         files = [(of_phase, 0, names) for of_phase, names in _usable(run, by_name[name])]
         initial = dict(run.module(by_name[name]).state_dict())
-        before.append((part, PhaseState(initial, {}, KeptByClients({0: files}))))
+        before.append((part, PhaseState(initial, {}, RemoteStates({0: files}))))
     started = begin_phase(phase, run.module(phase), before, None)
     return [(phase.name, None), *((of_phase, names) for of_phase, _, names in files_of(started.clients, 0))]

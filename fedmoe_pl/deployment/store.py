@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from fedmoe_pl.checkpoints.client_state import File, KeptByClients
+from fedmoe_pl.checkpoints.client_state import File, RemoteStates
 from fedmoe_pl.checkpoints.client_store import Store
 from fedmoe_pl.deployment.clients import AtClient, files_of
 from fedmoe_pl.trees import Tree
@@ -20,16 +20,10 @@ class ClientsStore(Store):
             for client, tree in trees.items()
         }
 
-    def updated(self, phase: str, kept: Mapping[int, Tree], written: Mapping[int, list[File]]) -> KeptByClients:
+    def updated(self, phase: str, kept: Mapping[int, Tree], written: Mapping[int, list[File]]) -> RemoteStates:
         """Refers to the new files."""
-        return KeptByClients({**{client: files_of(kept, client) for client in kept}, **written})
+        return RemoteStates({**{client: files_of(kept, client) for client in kept}, **written})
 
-    def adopt(self, phase: str, round: int, kept: Mapping[int, Tree]) -> KeptByClients:
+    def adopt(self, phase: str, round: int, kept: Mapping[int, Tree]) -> RemoteStates:
         """Refers to the same files."""
         return self.updated(phase, kept, {})
-
-    def remove_replaced(self, *needed: Mapping[int, Tree]) -> None:
-        """Nothing to do."""
-
-    def remove_rest(self, phase: str, kept: Mapping[int, Tree]) -> None:
-        """Nothing to do."""

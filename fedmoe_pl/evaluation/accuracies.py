@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -25,18 +24,6 @@ from fedmoe_pl.models import MixtureOfExperts
 Outputs = Iterator[tuple[Tensor, Tensor | None, Tensor]]
 """Scores (b, C) or other outputs, weights (b, experts) of a gate that is not constant, and labels (b,) or other targets
 of some samples after others."""
-
-
-class _GlobalTest(NamedTuple):
-    """The results of k models on the global test set, or of one that several clients have.
-
-    Attributes:
-        accuracies: of each class, shape (k, C), and over all samples, shape (k,); None without class labels.
-        metrics: k values of each other metric.
-    """
-
-    accuracies: tuple[Tensor, Tensor] | None
-    metrics: dict[str, list[float]]
 
 
 @torch.inference_mode()
@@ -84,7 +71,7 @@ def evaluate_model(
     def outputs(parts: Parts) -> Outputs:
         return _outputs(module, datamodule, parts.indices)
 
-    return _evaluate(module, datamodule, clients, validation, metrics, _GlobalTest(accuracies, meter.values), outputs)
+    return _evaluate(module, datamodule, clients, validation, metrics, accuracies, meter.values, outputs)
 
 
 def evaluate_stack(
@@ -110,7 +97,7 @@ def evaluate_stack(
     def outputs(parts: Parts) -> Outputs:
         return models.of_each(datamodule, parts)
 
-    return _evaluate(module, datamodule, clients, validation, metrics, _GlobalTest(accuracies, meter.values), outputs)
+    return _evaluate(module, datamodule, clients, validation, metrics, accuracies, meter.values, outputs)
 
 
 def _evaluate(
@@ -119,10 +106,15 @@ def _evaluate(
     clients: Sequence[int],
     validation: Parts,
     metrics: Mapping[str, Metric],
-    global_test: _GlobalTest,
+    global_accuracies: tuple[Tensor, Tensor] | None,
+    global_metrics: Mapping[str, Sequence[float]],
     outputs: Callable[[Parts], Outputs],
 ) -> Iterator[ClientEvaluation]:
-    """The evaluations of clients, from their results on the global test set and outputs on their own samples."""
+    """The evaluations of clients, from the results on the global test set and outputs on their own samples.
+
+    The results are those of k models, or of one that several clients have: the accuracies of :func:`_accuracies`, None
+    without class labels, and k values of each other metric.
+    """
     chosen = torch.tensor(clients)
     held_out, validation = datamodule.test_samples.select(chosen), validation.select(chosen)
     samples, has_classes = _own_samples(module, datamodule, chosen), predicts_classes(module, datamodule)
@@ -131,11 +123,11 @@ def _evaluate(
     of_validation = Meter(module, metrics, validation.sizes.tolist(), with_loss or _has_own_loss(module))
     nan = torch.full((len(clients),), math.nan)
     own_accuracy = reweighted = overall = validation_accuracy = validation_loss = nan
-    if global_test.accuracies is not None:
+    if global_accuracies is not None:
         own_accuracy, _, weights = _predict_parts(module, outputs(samples), samples, own)
         validation_accuracy, validation_loss, _ = _predict_parts(module, outputs(validation), validation, of_validation)
-        reweighted = _weighted(global_test.accuracies[0], datamodule.class_shares[chosen], datamodule)
-        overall = global_test.accuracies[1].expand(len(clients))
+        reweighted = _weighted(global_accuracies[0], datamodule.class_shares[chosen], datamodule)
+        overall = global_accuracies[1].expand(len(clients))
     else:
         weights = _measure(own, outputs(samples))
         _measure(of_validation, outputs(validation))
@@ -151,7 +143,7 @@ def _evaluate(
         _pieces(datamodule.y[samples.indices], samples.sizes) if weights and has_classes else no_gate,
         of_validation.values.pop(LOSS, validation_loss.tolist()),
         [getattr(module, "has_global_expert", True)] * len(clients),
-        _by_client(len(clients), own.values, global_test.metrics, of_validation.values),
+        _by_client(len(clients), own.values, global_metrics, of_validation.values),
         strict=True,
     )
     return itertools.starmap(ClientEvaluation, columns)

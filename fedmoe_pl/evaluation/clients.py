@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 
 import torch
@@ -36,7 +36,6 @@ def evaluate_clients(
 
     Clients that receive the same tensors and kept none have the same model. It is evaluated once, on the samples of all
     of them together. Only validation samples that opt in count.
-
     """
     clients = range(training.datamodule.num_clients) if clients is None else clients
     keeping = set(kept)  # made once, because every look-up on disk takes time
@@ -99,20 +98,20 @@ def _evaluate_groups(
         return [*map(_Evaluator(plan.training, server, kept, round, moment), groups)]
 
 
+@dataclass
 class _Evaluator:
     """Evaluates one group of clients with models of their own after another; arguments as in evaluate_clients."""
 
-    def __init__(
-        self, training: LocalTraining, server: Tree, kept: Mapping[int, Tree], round: int, moment: Moment
-    ) -> None:
-        self.training = training
-        self.server = server
-        self.kept = kept
-        self.round = round
-        self.moment: Moment = moment
-        self.validation = _opted_in_validation(training)
-        self.modules: dict[int, LightningModule] = {}  # by architecture
-        self.stackable: dict[int, bool] = {}  # by architecture
+    training: LocalTraining
+    server: Tree
+    kept: Mapping[int, Tree]
+    round: int
+    moment: Moment
+    modules: dict[int, LightningModule] = field(default_factory=dict)  # by architecture
+    stackable: dict[int, bool] = field(default_factory=dict)  # by architecture
+
+    def __post_init__(self) -> None:
+        self.validation = _opted_in_validation(self.training)
 
     def __call__(self, clients: Sequence[int]) -> list[ClientEvaluation]:
         """The evaluations of clients that all have the same architecture."""
@@ -137,34 +136,27 @@ class _Evaluator:
         training, architecture = self.training.of(clients[0]), self.training.architecture(clients[0])
         if architecture not in self.modules:
             self.modules[architecture] = copy_module(training.module).to(training.device).eval()
-        module = self.modules[architecture]
+        module, data = self.modules[architecture], training.datamodule
         if len(clients) > 1 and self.stackable.get(architecture, True):
-            models = StackedModels(module, self._states(training, module, clients), has_trained_gate(module))
+            states = [self._state(training, module, client) for client in clients]
+            models = StackedModels(module, states, has_trained_gate(module))
             if architecture not in self.stackable:
-                self.stackable[architecture] = models.agree(training.datamodule)
+                self.stackable[architecture] = models.agree(data)
             if self.stackable[architecture]:
-                arguments = training.datamodule, clients, self.validation, training.metrics
-                return [*evaluate_stack(models, module, *arguments)]
-        return [evaluation for client in clients for evaluation in self._evaluate_alone(training, module, client)]
-
-    def _states(self, training: LocalTraining, module: LightningModule, clients: Sequence[int]) -> list[Tree]:
-        states: list[Tree] = []
+                return [*evaluate_stack(models, module, data, clients, self.validation, training.metrics)]
+        evaluations = []
         for client in clients:
-            state = self._state(training, module, client)
-            # an algorithm may return the module's own tensors, which the next client replaces
-            states.append(copied_views(state, module) if chooses_model(training.algorithm) else state)
-        return states
+            load_tree(module, self._state(training, module, client))
+            predictor = client_predictor(training, module, self.server, client, self.kept, self.round)
+            evaluations += evaluate_model(predictor, data, [client], self.validation, training.metrics)
+        return evaluations
 
     def _state(self, training: LocalTraining, module: LightningModule, client: int) -> Tree:
+        """The tensors of a client's model."""
         arguments = self.server, client, self.kept.get(client, {}), self.round, self.moment
-        return {**training.initial, **personal_tensors(training, module, *arguments)}
-
-    def _evaluate_alone(
-        self, training: LocalTraining, module: LightningModule, client: int
-    ) -> Iterator[ClientEvaluation]:
-        load_tree(module, self._state(training, module, client))
-        predictor = client_predictor(training, module, self.server, client, self.kept, self.round)
-        return evaluate_model(predictor, training.datamodule, [client], self.validation, training.metrics)
+        state = {**training.initial, **personal_tensors(training, module, *arguments)}
+        # an algorithm may return the module's own tensors, which the next client replaces
+        return copied_views(state, module) if chooses_model(training.algorithm) else state
 
 
 def _opted_in_validation(training: LocalTraining) -> Parts:
@@ -197,7 +189,6 @@ def personal_tensors(
 
     After local training, these are the ones that it trained last; a client that was never trained has none, and uses
     the same model as after aggregation, ``Algorithm.personal_tensors``.
-
     """
     trained = subtree(kept, TRAINED)
     if moment == "local_training" and trained:

@@ -26,7 +26,6 @@ def gate_rows(evaluation: Evaluation, num_classes: int) -> Iterator[dict[str, ob
     """One method's rows of ``gate_weights.csv``: the gate's mean weights on each client's own samples of each class.
 
     A client has one row, for the total weight of the global experts. If no expert is global, it has a row for each.
-
     """
     for client in evaluation.clients:
         if client.gate_weights is None or client.gate_labels is None:

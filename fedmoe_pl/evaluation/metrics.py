@@ -6,12 +6,11 @@ import math
 import warnings
 from collections.abc import Mapping, Sequence
 
-from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import LightningModule
 from torch import Tensor
 from torchmetrics import Metric
 
-from fedmoe_pl.checks import is_finite
+from fedmoe_pl.checks import InvalidArgumentError, check_kind, is_finite
 from fedmoe_pl.data import FederatedDataModule
 from fedmoe_pl.evaluation.evaluation import LOSS, SPLITS
 from fedmoe_pl.evaluation.outputs import mixture_of
@@ -124,22 +123,12 @@ def _value(metric: Metric) -> float:
 
 
 def check_metrics(metrics: Mapping[str, Metric] | None) -> dict[str, Metric]:
-    """Refuses metrics whose names or types no column can have."""
-    if not isinstance(metrics, Mapping | None):
-        raise MisconfigurationException(
-            f"Federation: metrics is a {type(metrics).__name__}, but must be a dict of metrics by name."
-        )
+    """The metrics, whose names and values can be columns of files."""
     for name, metric in (metrics or {}).items():
-        if not (isinstance(name, str) and name.isidentifier()) or name == LOSS:
-            raise MisconfigurationException(
-                f"Federation: metrics has the name {name!r}, but names must be letters, digits and underscores, other "
-                f"than '{LOSS}'."
-            )
-        if not isinstance(metric, Metric):
-            what = f"the class {metric.__name__}" if isinstance(metric, type) else f"a {type(metric).__name__}"
-            raise MisconfigurationException(
-                f"Federation: metrics has {what} under '{name}', but must have metrics of torchmetrics, one by one."
-            )
+        if not name.isidentifier() or name == LOSS:
+            allowed = f"named by letters, digits and underscores, other than '{LOSS}'"
+            raise InvalidArgumentError("Federation", "metrics", [*(metrics or {})], allowed)
+        check_kind("Federation", f"metrics.{name}", metric, Metric, " of torchmetrics")
     return dict(metrics or {})
 
 
@@ -147,20 +136,20 @@ def check_values(metrics: Mapping[str, Metric], module: LightningModule, outputs
     """Refuses a metric that does not fit the outputs, or gives more than one number."""
     meter = Meter(module, metrics, [len(targets)], with_loss=False)
     for name, metric in metrics.items():
-        of_metric = f"Federation: metrics has a {type(metric).__name__} under '{name}', "
         meter.metrics = {name: metric}
         try:
             with warnings.catch_warnings():  # of few samples
                 warnings.simplefilter("ignore")
                 meter._update(outputs, targets)
                 value = metric.compute()
+            reason = (
+                "" if (isinstance(value, Tensor) and value.numel() == 1) or is_finite(value) else "it gives several"
+            )
         except (ValueError, RuntimeError, IndexError, TypeError) as error:
-            reason = str(error).splitlines()[0] if str(error) else type(error).__name__
-            raise MisconfigurationException(
-                f"{of_metric}which does not fit outputs of shape {tuple(outputs.shape[1:])} of the "
-                f"{type(module).__name__} and targets of shape {tuple(targets.shape[1:])} ({reason.rstrip('.')})."
-            ) from error
+            reason = (str(error).splitlines() or [type(error).__name__])[0].rstrip(".")
         finally:
             metric.reset()
-        if not (isinstance(value, Tensor) and value.numel() == 1) and not is_finite(value):
-            raise MisconfigurationException(f"{of_metric}but must have metrics that give one number.")
+        if reason:
+            shapes = f"outputs of shape {tuple(outputs.shape[1:])} and targets of shape {tuple(targets.shape[1:])}"
+            allowed = f"a metric that gives one number for {shapes}"
+            raise InvalidArgumentError("Federation", f"metrics.{name}", metric, allowed, reason)

@@ -258,10 +258,9 @@ def _runs(cell: Cell) -> Iterator[tuple[Path, list[dict[str, Any]]]]:
 
 
 def _compared(configuration: dict[str, Any]) -> dict[str, Any]:
-    compared = relevant(configuration)
+    compared = relevant(configuration, places=True)
     federation = {name: value for name, value in compared["federation"].items() if name != "phases"}
-    # `relevant` leaves out the seed and where the data are, because a run compares them by itself
-    return {**compared, "federation": federation, SEED: configuration[SEED], "data": configuration["data"]}
+    return {**compared, "federation": federation, SEED: configuration[SEED]}  # a run compares the seed by itself
 
 
 def _phases(configuration: dict[str, Any]) -> list[dict[str, Any]]:

@@ -20,7 +20,6 @@ def hparams_summaries(
     TensorBoard takes all columns from one of the rows, whichever it finds first, and shows the first five. Each row
     therefore names the columns of all methods, and says which of them differ: TensorBoard sorts these to the front.
     ``torch.utils.tensorboard`` would name only the row's own.
-
     """
     columns = [_column(name, values) for name, values in _by_name([hparams, *of_all]).items()]
     results = [_API.MetricInfo(name=_API.MetricName(tag=tag), display_name=name) for tag, name in metrics.items()]

@@ -61,13 +61,7 @@ class RunLoggers:
         return bool(self._tensorboards) or any(isinstance(logger, WandbLogger) for logger in self._others)
 
     def log_scalars(self, method: str, values: Mapping[str, float], step: int) -> None:
-        """Sends numbers of a method to every logger.
-
-        Args:
-            method: the method.
-            values: the numbers, by tag.
-            step: the round of the method's phase.
-        """
+        """Sends numbers of a method, by tag, to every logger; the step is the round of its phase."""
         for writer in self.writers(method):
             for tag, value in values.items():
                 writer.add_scalar(tag, value, step)
@@ -76,14 +70,7 @@ class RunLoggers:
             logger.log_metrics(named, step=step)
 
     def log_image(self, tag: str, pixels: np.ndarray, step: int, method: str | None = None) -> None:
-        """Sends a picture of a method, or of the whole run, to loggers that take it.
-
-        Args:
-            tag: the picture's name.
-            pixels: uint8, shape (height, width, 3).
-            step: the round of the method's phase, or of the run.
-            method: the method; None for the whole run.
-        """
+        """Sends a picture, uint8 of shape (height, width, 3), of a method or the whole run to loggers that take it."""
         for writer in self.writers(method):
             writer.add_image(tag, pixels, step, dataformats="HWC")
         for logger in self._others:
@@ -139,12 +126,7 @@ class RunLoggers:
     ) -> None:
         """Sends a method's final accuracies to every logger, in TensorBoard as a row of the page of hyperparameters.
 
-        Args:
-            method: the method.
-            hparams: its hyperparameters: texts, numbers and booleans.
-            accuracies: its final accuracies, by name.
-            step: the round of the method's phase.
-            of_all: the hyperparameters of all methods, which are columns of the page.
+        The hyperparameters of all methods are columns of the page.
         """
         values = {f"{RESULT}/{name}": value for name, value in accuracies.items()}
         self.log_scalars(method, values, step)
@@ -185,11 +167,7 @@ class RunLoggers:
         self._completed.pop(method, None)
 
     def finalize(self, status: str = "success") -> None:
-        """Ends all loggers.
-
-        Args:
-            status: ``success``, or ``failed`` for a run that an error or an interruption has ended; as Trainers say.
-        """
+        """Ends all loggers; ``failed`` is the status of a run that an error or an interruption has ended."""
         for _, method in [*self._writers]:
             self.close(method)
         for logger in self.all:

@@ -17,12 +17,7 @@ from fedmoe_pl.phases.phase import Phase
 class Progress:
     """Counts the samples that clients train on, in all epochs of all rounds: a measure of how long a run takes.
 
-    Args:
-        phases: the phases of the run.
-        trainer: arguments of all clients' Trainers.
-        datamodule: the data and the clients that hold them; already set up.
-        seed: the run's seed.
-        given: results from checkpoints, by phase; only newcomers have rounds to train after one.
+    Only new clients have rounds to train after a result ``given`` by a checkpoint.
 
     Attributes:
         total: samples of the whole run.
@@ -37,13 +32,11 @@ class Progress:
         given: Mapping[str, PhaseState],
     ) -> None:
         self._rounds = {phase.name: phase.rounds for phase in phases}
-        without = {phase.name for phase in phases if phase.ckpt_path and not _is_trained(phase, given)}
-        self._per_round = {
-            phase.name: 0.0
-            if phase.name in without
-            else _samples_of_round(phase, datamodule, seed, phase.epochs(trainer))
-            for phase in phases
-        }
+        self._per_round = {}
+        for phase in phases:
+            is_given = phase.ckpt_path and not (phase.name in given and given[phase.name].round < phase.rounds)
+            samples = 0.0 if is_given else _samples_of_round(phase, datamodule, seed, phase.epochs(trainer))
+            self._per_round[phase.name] = samples
         self._in_round = 0.0
         self.total = sum(rounds * self._per_round[name] for name, rounds in self._rounds.items())
 
@@ -70,7 +63,3 @@ def _samples_of_round(phase: Phase, datamodule: FederatedDataModule, seed: int, 
     share = len(phase.algorithm.client_samples(first)) / len(samples[0])
     cohort = len(phase_cohort(phase, len(samples), seed, round=0)) / len(samples)
     return epochs * cohort * share * len(samples.indices)
-
-
-def _is_trained(phase: Phase, given: Mapping[str, PhaseState]) -> bool:
-    return phase.name in given and given[phase.name].round < phase.rounds

@@ -69,11 +69,7 @@ def client_rows(evaluation: Evaluation) -> list[dict[str, object]]:
     """One method's rows of ``clients.csv``, one per client; accuracies and gate weights are fractions."""
     return [
         {
-            "method": evaluation.method,
-            "round": evaluation.round,
-            "model": evaluation.model,
-            "moment": evaluation.moment,
-            "selection": evaluation.selection,
+            **{name: getattr(evaluation, name) for name in ("method", "round", "model", "moment", "selection")},
             "client": client.client,
             "n_train": client.n_train,
             **{metric: getattr(client, metric) for metric in METRICS},
@@ -89,7 +85,6 @@ def write_csv(path: Path, rows: Iterable[Mapping[str, object]]) -> int:
     """Writes the rows under a header of their keys; a reader never sees half a file.
 
     Floats are written with all their digits, so that equal results give equal bytes; nan becomes an empty field.
-
     """
     columns = dict.fromkeys(column for row in rows for column in row) if isinstance(rows, Sequence) else None
     rows = iter(rows)
@@ -132,12 +127,8 @@ def prediction_rows(
     weights = [math.nan] * len(samples) if gate_weights is None else gate_weights[:, :-1].sum(dim=1).tolist()
     names = ("sample", *columns, "gate_weight")
     for values in zip(samples.tolist(), *(column.tolist() for column in columns.values()), weights, strict=True):
-        yield {
-            "method": evaluation.method,
-            "moment": evaluation.moment,
-            "client": client,
-            **dict(zip(names, values, strict=True)),
-        }
+        of_sample = dict(zip(names, values, strict=True))
+        yield {"method": evaluation.method, "moment": evaluation.moment, "client": client, **of_sample}
 
 
 def percent(fraction: float) -> str:

@@ -9,17 +9,11 @@ from typing import Any
 
 from fedmoe_pl import algorithms
 from fedmoe_pl.algorithms.algorithm import Algorithm
+from fedmoe_pl.checkpoints.configuration import relevant
 from fedmoe_pl.phases.phase import INITIAL
 from fedmoe_pl.report.runs import RunFiles
 
-_WITHOUT_INFLUENCE = re.compile(
-    r"seed_everything|data/partition_seed|(data/)?(root|download)|"
-    r"federation/(name|logger|callbacks|default_root_dir|enable_checkpointing|enable_progress_bar|store|backend|"
-    r"failures/(action|min_clients|timeout|max_change))(/.*)?|"
-    r"(.*/)?evaluate(/(after|every_n_epochs))?|"
-    r"(.*/)?trainer/(accelerator|devices|num_nodes|strategy|logger|default_root_dir|enable_checkpointing|"
-    r"enable_progress_bar|enable_model_summary|log_every_n_steps|num_sanity_val_steps|profiler|detect_anomaly)(/.*)?"
-)
+_NOT_COMPARED = re.compile(r"data/(partition_seed|root|download)|(.*/)?evaluate(/(after|every_n_epochs))?")
 _OF_TRAINING = re.compile(r"data/(batch_size|augmentation)(/.*)?")
 PHASES = "federation/phases/"
 _FEW = 3  # keys that a label may name
@@ -57,7 +51,7 @@ def settings_of(runs: Iterable[RunFiles]) -> tuple[list[Setting], list[RunFiles]
     values: dict[str, Mapping[str, Any]] = {}
     left_out = []
     for run in runs:
-        of_run = relevant(run)
+        of_run = _values_of(run)
         key = repr(sorted(of_run.items()))
         values[key] = of_run
         before = groups.setdefault(key, {}).get(run.seeds)
@@ -71,14 +65,14 @@ def settings_of(runs: Iterable[RunFiles]) -> tuple[list[Setting], list[RunFiles]
     return [Setting(group, values[key]) for key, group in zip(groups, seeds, strict=True)], left_out
 
 
-def relevant(run: RunFiles) -> Mapping[str, Any]:
+def _values_of(run: RunFiles) -> Mapping[str, Any]:
     """What a run's results depend on, but the seed: flat names of the configuration and their values, as text."""
     if not run.config:
         return {"run": str(run.folder)}
     return {
         key: value if isinstance(value, int | float | str) else str(value)
-        for key, value in flat_hparams(run.config).items()
-        if not _WITHOUT_INFLUENCE.fullmatch(key)
+        for key, value in flat_hparams(relevant(run.config, places=True)).items()
+        if not _NOT_COMPARED.fullmatch(key)
     }
 
 

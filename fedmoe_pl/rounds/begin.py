@@ -16,7 +16,7 @@ from fedmoe_pl.algorithms.client import Client
 from fedmoe_pl.algorithms.overrides import overrides
 from fedmoe_pl.backends import LocalTraining, client_of
 from fedmoe_pl.checkpoints.checkpoint import load_checkpoint
-from fedmoe_pl.checkpoints.client_state import check_kept, joined, only
+from fedmoe_pl.checkpoints.client_state import check_states, joined, only
 from fedmoe_pl.checkpoints.phase_state import NOT_PRIVATE, PhaseState
 from fedmoe_pl.checks import InvalidArgumentError
 from fedmoe_pl.data import FederatedDataModule
@@ -135,7 +135,7 @@ def read_result(phase: Phase, module: LightningModule) -> PhaseState:
     """
     saved = _read(phase, module)
     check_moments(phase, saved)
-    check_kept(saved.clients)
+    check_states(saved.clients)
     state = PhaseState({}, saved.server, saved.clients, round=phase.rounds, given_round=saved.best_round or saved.round)
     return _with_privacy(state, phase, saved)
 

@@ -20,7 +20,7 @@ from fedmoe_pl.evaluation.flops import FlopCounter
 from fedmoe_pl.phases.cohort import phase_cohort
 from fedmoe_pl.phases.failures import RETRIES, client_error
 from fedmoe_pl.phases.phase import Phase
-from fedmoe_pl.rounds.evaluate_round import is_over
+from fedmoe_pl.rounds.evaluate import is_over
 from fedmoe_pl.rounds.run import Run
 from fedmoe_pl.trees import Tree
 
@@ -53,7 +53,6 @@ def train_round(
     """Trains the clients of the round; tries again if too few of them answer, and forgets what was computed.
 
     What is sent and computed in each try counts.
-
     """
     state, failures, attempt = run.states[phase.name], run.failures, 0
     aggregation = plan.training.aggregation
@@ -122,9 +121,7 @@ def _count_costs(
     log: TransferLog,
 ) -> None:
     """Counts what is sent before the training of the clients, and its operations."""
-    asked, down = asked_and_sent(phase.algorithm, state, plan, clients, log)
-    state.add_traffic("up", asked)
-    state.add_traffic("down", down)
+    count_sent(phase.algorithm, state, plan, clients, log)
     if counter is not None:  # it trains a client for a batch, which may never end
         count = partial(counter.of_round, state.server, clients, readable(state.clients), state.round)
         with one_thread():
@@ -132,21 +129,17 @@ def _count_costs(
         state.flops += math.nan if isinstance(operations, Failure) else operations
 
 
-def asked_and_sent(
-    algorithm: Algorithm, state: PhaseState, plan: Plan, clients: Sequence[int], log: TransferLog
-) -> tuple[Traffic, Traffic]:
-    """The clients' requests and what the server sends: nothing if clients train alone, a checkpoint's result once."""
-    asked, sent = Traffic(), Traffic()
+def count_sent(algorithm: Algorithm, state: PhaseState, plan: Plan, clients: Sequence[int], log: TransferLog) -> None:
+    """Counts requests and what the server sends: nothing if clients train alone, a checkpoint's result once."""
     if not algorithm.federated or (not state.server_learns and state.round > 0):
-        return asked, sent
+        return
     for client, request in plan.requests(state.server, clients, state.clients, state.round).items():
         with one_thread():
             answer = algorithm.server_send(state.server, client, request)
-        asked += Traffic.of(request)
-        sent += Traffic.of(answer)
+        state.add_traffic("up", Traffic.of(request))
+        state.add_traffic("down", Traffic.of(answer))
         log.add("requests", client, request)
         log.add("down", client, answer)
-    return asked, sent
 
 
 def _train_clients(

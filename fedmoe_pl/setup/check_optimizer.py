@@ -18,7 +18,7 @@ from fedmoe_pl.backends.optimizers import learning_rates, optimizer_and_schedule
 from fedmoe_pl.checks import is_finite
 from fedmoe_pl.models import MixtureOfExperts
 from fedmoe_pl.phases.phase import Phase
-from fedmoe_pl.rounds.server_step import server_parameters, server_step
+from fedmoe_pl.rounds.aggregate import server_parameters, server_step
 
 _MOST_STEPS = 10_000  # of a scheduler that is tried, which takes a tenth of a second
 _SHARES = ("momentum", "dampening")  # PyTorch accepts any of the first from 0, and any of the second

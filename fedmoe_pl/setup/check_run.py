@@ -18,7 +18,7 @@ from fedmoe_pl.models.normalization import has_batch_norm
 from fedmoe_pl.phases.cohort import cohort_of, cohort_size, opted_in, takes_all
 from fedmoe_pl.phases.phase import Phase
 from fedmoe_pl.phases.starts import check_start, warn_of_computed_parts
-from fedmoe_pl.rounds.aggregation_step import check_aggregation, check_chain
+from fedmoe_pl.rounds.aggregate import check_aggregation, check_chain
 from fedmoe_pl.rounds.begin import check_moments
 from fedmoe_pl.rounds.run import Run
 from fedmoe_pl.setup.check_data import check_metric, check_monitor, check_task

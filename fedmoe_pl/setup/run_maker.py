@@ -27,7 +27,7 @@ from fedmoe_pl.phases.failures import ClientFailures
 from fedmoe_pl.phases.phase import Phase
 from fedmoe_pl.phases.starts import Start
 from fedmoe_pl.rounds.interruption import interruptible
-from fedmoe_pl.rounds.rounds import fit
+from fedmoe_pl.rounds.loop import fit
 from fedmoe_pl.rounds.run import FederationCallback, Run
 from fedmoe_pl.setup.check_trainer import check_trainer
 from fedmoe_pl.setup.data import set_up

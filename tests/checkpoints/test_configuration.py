@@ -11,7 +11,6 @@ import pytest
 import torch
 from helpers.runs import Kill, WithDropout, assert_same, data, federation, model
 from lightning.fabric.utilities.exceptions import MisconfigurationException
-from lightning.pytorch.callbacks import EarlyStopping
 
 from fedmoe_pl import PersonalizedMoE, Phase, Select
 from fedmoe_pl.algorithms import FedAvg, FedProx, Local
@@ -51,18 +50,11 @@ def stopped(tmp_path_factory):
 CHANGES = [
     (phases(FedProx(0.5, SHARED)), {}, {}, {}, "phases.FedAvg.algorithm was FedAvg, now FedProx"),
     (phases(FedAvg("*.classifier.*")), {}, {}, {}, "phases.FedAvg.algorithm.shared.patterns[0] was global_"),
-    (phases(gate=ConstantGate(0.7)), {}, {}, {}, "phases.FedAvg.gate.weight was "),
     (phases(gate=LinearGate(5)), {}, {}, {}, "phases.FedAvg.gate was ConstantGate, now LinearGate"),
-    (phases(clients_per_round=3), {}, {}, {}, "phases.FedAvg.clients_per_round was 2, now 3"),
-    (phases(batch_size=3), {}, {}, {}, "phases.FedAvg.batch_size was null, now 3"),
     (phases(optimizer=partial(torch.optim.SGD, lr=1.0)), {}, {}, {}, "phases.FedAvg.optimizer was null, now SGD"),
-    (phases(callbacks=[EarlyStopping("loss")]), {}, {}, {}, "phases.FedAvg.callbacks was null, now "),
     (phases()[1::-1] + phases()[2:], {}, {}, {}, 'phases was ["Local", "FedAvg"], now ["FedAvg", "Local", "later"]'),
     (phases(), {"trainer": {"accelerator": "cpu", "max_epochs": 2}}, {}, {}, "trainer.max_epochs was 1, now 2"),
-    (phases(), {"trainer": {"accelerator": "cpu", "gradient_clip_val": 1.0}}, {}, {}, "trainer.gradient_clip_val was "),
-    (phases(), {"evaluate_every_n_rounds": 2}, {}, {}, "evaluate_every_n_rounds was 1, now 2"),
     (phases(), {}, {"lr": 0.2}, {}, "model.optimizer.lr was 0.1, now 0.2"),
-    (phases(), {}, {"momentum": 0.0}, {}, "model.optimizer.momentum was 0.5, now 0.0"),
     (phases(), {}, {"dropout": 0.3}, {}, "model.global_expert.classifier.0.p was 0.2, now 0.3"),
     (phases(), {}, {}, {"batch_size": 5}, "datamodule.batch_size was 4, now 5"),
 ]
@@ -167,13 +159,6 @@ def test_commands_that_do_not_train_warn_of_changes(stopped):
         federation(stopped, phases()[:2], trainer={"accelerator": "cpu", "max_epochs": 3}).predict(model(), data())
 
 
-def test_allowed_changes_need_a_run_to_resume(tmp_path):
-    with pytest.raises(
-        MisconfigurationException, match="allow_changes is 'model', but must be left out without ckpt_p"
-    ):
-        federation(tmp_path, phases()).fit(model(), data(), allow_changes="model")
-
-
 def test_the_checkpoint_has_the_versions_and_the_configuration(stopped):
     content = load_checkpoint(stopped / "federation/version_0/checkpoints/last.ckpt")
     assert content["versions"]["torch"] and content["versions"].keys() == {"fedmoe-pl", "torch", "lightning"}
@@ -221,15 +206,11 @@ class Holder(torch.nn.Identity):
 
 
 VALUES = [
-    *((kind(1), kind(2)) for kind in (np.float16, np.float32, np.longdouble, np.int64, np.complex64, complex, Decimal)),
-    (np.bool_(False), np.bool_(True)),
+    *((kind(1), kind(2)) for kind in (np.float16, np.longdouble, complex, Decimal)),
     (np.datetime64("2020"), np.datetime64("2021")),
     (Fraction(1, 2), Fraction(1, 3)),
     (torch.zeros(1001, 1000), torch.zeros(1001, 1000).index_fill(0, torch.tensor(1000), 1)),
-    (np.zeros(10**6 + 1), np.arange(10**6 + 1) * 1e-9),
     (np.array(["a", 1], object), np.array(["a", 2], object)),
-    (np.array(["2020"], "M8[D]"), np.array(["2021"], "M8[D]")),
-    (torch.tensor(1j), torch.tensor(2j)),
     (torch.eye(2).to_sparse(), 2 * torch.eye(2).to_sparse()),
     (torch.zeros(2, dtype=torch.bfloat16), torch.ones(2, dtype=torch.bfloat16)),
 ]

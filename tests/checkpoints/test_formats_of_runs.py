@@ -97,10 +97,9 @@ def test_every_client_s_model_is_that_of_contiguous_format_up_to_rounding(whole,
                 assert same, "the same accuracies"
 
 
-@pytest.mark.parametrize(("hook", "n"), [("on_round_end", 2), ("on_client_end", 8)])
-def test_a_resumed_run_ends_with_the_same_bits(whole, tmp_path, hook, n):
+def test_a_resumed_run_ends_with_the_same_bits(whole, tmp_path):
     with pytest.raises(KeyboardInterrupt):
-        federation(tmp_path, callbacks=[Kill(hook, n)]).fit(model(), data())
+        federation(tmp_path, callbacks=[Kill("on_client_end", 8)]).fit(model(), data())
     resumed = federation(tmp_path)
     resumed.fit(model(), data(), ckpt_path="last")
     content, expected = (load_checkpoint(run.run_dir / "checkpoints/last.ckpt") for run in (resumed, whole))

@@ -30,8 +30,8 @@ def whole(tmp_path_factory) -> Federation:
 @pytest.mark.parametrize(
     ("hook", "n"),
     [
-        *(("on_client_end", 2), ("on_client_end", 6), ("on_evaluation_end", 3), ("on_round_end", 3)),
-        *(("on_round_end", 5), ("on_client_end", 15), ("on_phase_end", 3), ("on_fit_end", 1)),
+        *(("on_client_end", 6), ("on_evaluation_end", 3), ("on_round_end", 3)),
+        *(("on_client_end", 15), ("on_phase_end", 3), ("on_fit_end", 1)),
     ],
 )
 def test_a_run_stopped_anywhere_and_resumed_ends_with_the_bits_of_one_that_was_not(whole, tmp_path, hook, n, caplog):
@@ -54,16 +54,8 @@ def test_a_process_killed_by_the_system_is_continued_from_the_command_line(tmp_p
     monkeypatch.setattr("sys.argv", ["fedmoe"])  # LightningCLI warns of arguments beside those that it is given
     command = ["fit", "--config", str(REPOSITORY / "configs/quickstart.yaml"), "--federation.phases", PHASES]
     command += ["--federation.logger", "false"]
-    command += [
-        "--data.init_args.num_clients",
-        "4",
-        "--data.init_args.partitioner",
-        "IID",
-        "--data.init_args.batch_size",
-        "100",
-        "--federation.name",
-        "run",
-    ]
+    command += ["--data.init_args.num_clients", "4", "--data.init_args.partitioner", "IID"]
+    command += ["--data.init_args.batch_size", "100", "--federation.name", "run"]
 
     def arguments(folder):
         return [*command, "--federation.default_root_dir", str(tmp_path / folder)]
@@ -92,26 +84,13 @@ PHASES = """[
   {name: PFL-FT, algorithm: {class_path: PersonalizedExpert}}]"""
 
 
-@pytest.mark.parametrize("damage", [b"", b"no checkpoint", None])
-def test_a_damaged_checkpoint_is_refused_and_the_run_is_kept(whole, tmp_path, damage):
-    path = whole.run_dir / "checkpoints/last.ckpt"
-    damaged = tmp_path / "damaged.ckpt"
-    damaged.write_bytes(path.read_bytes()[:-2000] if damage is None else damage)
-    files = {file: file.read_bytes() for file in whole.run_dir.rglob("*") if file.is_file()}
-    with pytest.raises(MisconfigurationException, match="damaged or not a checkpoint"):
-        federation(whole.runs.parent).fit(model(), data(), ckpt_path=str(damaged))
-    assert {file: file.read_bytes() for file in whole.run_dir.rglob("*") if file.is_file()} == files
-
-
 def test_a_checkpoint_of_another_run_is_refused(whole, tmp_path):
-    with pytest.raises(MisconfigurationException, match="the seed 0, but now it is 1"):
+    with pytest.raises(MisconfigurationException, match=r"another seed \(0, now 1\)"):
         federation(whole.runs.parent, seed=1).fit(model(), data(), ckpt_path="last")
     with pytest.raises(MisconfigurationException, match="holds the phases"):
         federation(whole.runs.parent, phases()[:1]).fit(model(), data(), ckpt_path="last")
     of_client = whole.run_dir / "clients/FedAvg/all_clients.ckpt"
-    with pytest.raises(
-        MisconfigurationException, match=r"the checkpoint of a model, but must be checkpoints/last\.ckpt"
-    ):
+    with pytest.raises(MisconfigurationException, match=r"but must be checkpoints/last\.ckpt"):
         federation(whole.runs.parent).fit(model(), data(), ckpt_path=str(of_client))
     with pytest.raises(MisconfigurationException, match=r"no run in .* has a checkpoint"):
         federation(tmp_path / "empty").fit(model(), data(), ckpt_path="last")
@@ -119,9 +98,7 @@ def test_a_checkpoint_of_another_run_is_refused(whole, tmp_path):
 
 def test_a_checkpoint_goes_on_only_with_its_own_data_and_rounds(whole, tmp_path):
     for other in (data(sizes=(13, 8, 11, 9)), data(validation_fraction=0.3), data(sizes=(11, 8, 13))):
-        with pytest.raises(
-            MisconfigurationException, match=r"a run on other data .*; start a new run without ckpt_path"
-        ):
+        with pytest.raises(MisconfigurationException, match=r"a run with another partition .*; start a new run"):
             federation(whole.runs.parent).test(model(), other)
     (whole.run_dir / "config.yaml").touch()  # of a run from the command line
     with pytest.raises(MisconfigurationException, match=r"; take the configuration of that run, '.*/config\.yaml', or"):
@@ -141,7 +118,7 @@ def test_a_checkpoint_of_another_format_is_refused(whole, tmp_path):
     old = tmp_path / "version_0/checkpoints/last.ckpt"
     old.parent.mkdir(parents=True)
     torch.save({**content, "fedmoe_pl": 1}, old)
-    with pytest.raises(MisconfigurationException, match="of format 1, but this version needs one of format 6"):
+    with pytest.raises(MisconfigurationException, match="which another version of this package wrote"):
         federation(tmp_path).fit(model(), data(), ckpt_path=str(old))
 
 

@@ -65,7 +65,7 @@ def test_phases_are_found_in_files_of_files_and_in_what_was_appended(printed, tm
     monkeypatch.chdir("/")
     phases = printed(
         *("--config", str(tmp_path / "own.yaml"), "--federation.phases+={name: new, algorithm: FedAvg}"),
-        *("--federation.phases.a.b=0.5 rounds.rounds=3", "--federation.phases.new.rounds=4"),
+        *("--federation.phases.a.b=0.5 rounds.loop=3", "--federation.phases.new.rounds=4"),
     )
     assert (phases["a.b=0.5 rounds"]["rounds"], phases["new"]["rounds"]) == (3, 4)
     assert len(phases) == 8

@@ -82,11 +82,7 @@ def test_the_whole_run_has_curves_pictures_histograms_and_texts(whole):
         ("on_fit_start", 1),
         ("on_evaluation_end", 2),  # of fewer epochs, before the first checkpoint of a round
         ("on_evaluation_end", 5),
-        ("on_round_start", 3),
-        ("on_round_end", 5),
-        ("on_phase_end", 1),
         ("on_phase_end", 2),
-        ("on_phase_end", 3),
         ("on_fit_end", 1),
     ],
 )

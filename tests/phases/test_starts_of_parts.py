@@ -27,7 +27,7 @@ from fedmoe_pl.algorithms import (
 from fedmoe_pl.algorithms.overrides import chooses_model
 from fedmoe_pl.backends import AutoBackend
 from fedmoe_pl.checkpoints.checkpoint import load_checkpoint
-from fedmoe_pl.checkpoints.client_state import KeptOnDisk
+from fedmoe_pl.checkpoints.client_state import StatesOnDisk
 from fedmoe_pl.cli import main
 from fedmoe_pl.models import GlobalOnly, LinearGate, LocalOnly
 from fedmoe_pl.phases.starts import check_start, find_starts, warn_of_computed_parts
@@ -151,7 +151,7 @@ def test_two_phases_whose_clients_both_keep_tensors_meet_in_either_store(tmp_pat
         )
 
     runs = [both(store) for store in ("memory", "disk")]
-    assert isinstance(runs[1].run.states["Mixture"].clients, KeptOnDisk)
+    assert isinstance(runs[1].run.states["Mixture"].clients, StatesOnDisk)
     for client in range(3):
         modules = [run.client_module("Mixture", client).state_dict() for run in runs]
         assert_same(dict(modules[0]), dict(modules[1]))

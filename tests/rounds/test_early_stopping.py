@@ -7,9 +7,10 @@ import pytest
 import torch
 from helpers import Expert, assert_same_bits, blobs, mixture, momentum_sgd, phase, run
 from helpers.early_stopping import stopped_by_hand
+from helpers.runs import Kill
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import Callback
-from lightning.pytorch.callbacks import EarlyStopping, LearningRateMonitor
+from lightning.pytorch.callbacks import EarlyStopping
 
 from fedmoe_pl import Evaluate, Select
 from fedmoe_pl.algorithms import OptInFedAvg, PersonalizedExpert, SpecialistMixture
@@ -98,18 +99,6 @@ def test_the_best_round_is_a_copy_and_personalization_starts_from_it(tmp_path):
                 assert torch.equal(module.state_dict()[name.replace("global_expert.", expert)], tensor)
 
 
-class Stop(FederationCallback):
-    """Stops the run behind the n-th round."""
-
-    def __init__(self, n):
-        self.n = n
-
-    def on_round_end(self, *arguments):
-        self.n -= 1
-        if not self.n:
-            raise KeyboardInterrupt
-
-
 def early_phases() -> list[Phase]:
     stopping = {"callbacks": [BestEpoch(patience=1)], "trainer": {"limit_val_batches": 1.0}}
     return [
@@ -131,11 +120,10 @@ def whole(tmp_path_factory):
     return run_early_phases(tmp_path_factory.mktemp("whole"))
 
 
-@pytest.mark.parametrize("after", [1, 5])
-def test_a_run_stopped_within_a_phase_that_ends_early_and_resumed_gives_the_same_bits(whole, tmp_path, after):
+def test_a_run_stopped_within_a_phase_that_ends_early_and_resumed_gives_the_same_bits(whole, tmp_path):
     assert 5 < whole.run.rows[-2]["round"] < 20, "the federated phase ends early, after the stops of this test"
     with pytest.raises(KeyboardInterrupt):
-        run_early_phases(tmp_path, callbacks=[Stop(after)])
+        run_early_phases(tmp_path, callbacks=[Kill("on_round_end", 5)])
     settings = {"default_root_dir": str(tmp_path), "enable_progress_bar": False, "logger": False}
     resumed = Federation(early_phases(), {"max_epochs": 2}, seed=2, **settings)
     datamodule = blobs(SIZES, validation_fraction=0.4)
@@ -154,15 +142,8 @@ def test_a_run_stopped_within_a_phase_that_ends_early_and_resumed_gives_the_same
     ("arguments", "sentence"),
     [
         ({"select": Select("validation_loss", patience=0)}, "select.patience is 0"),
-        ({"select": Select("validation_loss", min_delta=-0.1)}, "select.min_delta is -0.1"),
         ({"select": Select("validation_loss"), "evaluate": Evaluate(every_n_rounds=0)}, "rounds are not evaluated"),
-        ({"select": Select("validation_loss"), "evaluate": False}, "rounds are not evaluated"),
         ({"trainer": {"devices": 2}}, "without devices, because it is the same for all phases"),
-        ({"trainer": {"max_epochs": 3}}, "without max_epochs, because it is an argument of the phase itself"),
-        (
-            {"trainer": {"limit_val_batchs": 1.0}},
-            r"limit_val_batchs is not an argument of Trainer; did you mean limit_val_batches\?",
-        ),
         (
             {"callbacks": [BestEpoch()]},
             r"'FedAvg': callbacks has a BestEpoch with monitor 'validation_loss', but trainer.limit_val_batches is 0",
@@ -170,14 +151,6 @@ def test_a_run_stopped_within_a_phase_that_ends_early_and_resumed_gives_the_same
         (
             {"callbacks": [BestEpoch()], "trainer": {"limit_val_batches": 1.0}},
             r"callbacks has a BestEpoch with monitor 'validation_loss', but validation_fraction is 0",
-        ),
-        (
-            {"callbacks": [LearningRateMonitor()]},
-            "trainer.logger is False, but must be .* callback LearningRateMonitor",
-        ),
-        (
-            {"trainer": {"callbacks": EarlyStopping("validation_loss")}},
-            r"trainer.callbacks has an EarlyStopping .* but trainer.limit_val_batches is 0, .*validation_fraction",
         ),
         ({"select": Select("validation_loss")}, "monitor is 'validation_loss', but validation_fraction is 0"),
     ],
@@ -188,14 +161,9 @@ def test_a_schedule_that_cannot_be_followed_is_refused_before_training(tmp_path,
     assert not list(tmp_path.rglob("version_*"))
 
 
-@pytest.mark.parametrize(
-    "callback", [EarlyStopping("val_los"), BestEpoch("val_los")], ids=["EarlyStopping", "BestEpoch"]
-)
-def test_a_metric_that_a_mixture_does_not_log_is_refused_before_training(tmp_path, callback):
-    stopping = Phase("FedAvg", OptInFedAvg(), callbacks=[callback], trainer={"limit_val_batches": 1.0})
-    sentence = (
-        f"callbacks has an? {type(callback).__name__} with monitor 'val_los', but monitor must be validation_loss"
-    )
+def test_a_metric_that_a_mixture_does_not_log_is_refused_before_training(tmp_path):
+    stopping = Phase("FedAvg", OptInFedAvg(), callbacks=[BestEpoch("val_los")], trainer={"limit_val_batches": 1.0})
+    sentence = "callbacks has a BestEpoch with monitor 'val_los', but monitor must be validation_loss"
     with pytest.raises(MisconfigurationException, match=sentence):
         run([stopping], mixture(), blobs(validation_fraction=0.4), tmp_path)
 

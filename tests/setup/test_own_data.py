@@ -103,7 +103,7 @@ def test_other_samples_are_other_data(whole, tmp_path):
         federation(tmp_path, phases(), callbacks=[Kill("on_round_end", 1)]).fit(model(), data())
     other = data()
     other.eval_dataset = [(x + 1, y) for x, y in images()]
-    with pytest.raises(MisconfigurationException, match="a run on other data or clients"):
+    with pytest.raises(MisconfigurationException, match="a run with another partition"):
         federation(tmp_path, phases()).fit(model(), other, ckpt_path="last")
 
 

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 from fedmoe_pl.backends import LocalTraining, Plan, one_thread
+from fedmoe_pl.backends.backend import fold
+from fedmoe_pl.backends.client_loggers import SilentLogger
 from fedmoe_pl.backends.traffic import Traffic
-from fedmoe_pl.checkpoints.phase_state import WAYS, PhaseState, round_and_selection
+from fedmoe_pl.checkpoints.phase_state import WAYS, PhaseState
 from fedmoe_pl.evaluation.clients import evaluated_model
 from fedmoe_pl.evaluation.evaluation import Evaluation
 from fedmoe_pl.evaluation.metrics import lower_is_better
@@ -22,7 +25,7 @@ def evaluate_phase(
     state, evaluations = run.states[phase.name] if state is None else state, []
     lower = lower_is_better(run.metrics)
     arguments = training, state.server, state.clients, state.round_of_models
-    round, selection = round_and_selection(phase, state)
+    round, selection = _round_and_selection(phase, state)
     with one_thread():
         of_moments = run.evaluate(*arguments, phase.moments, run.evaluated, plan)
     for moment, clients in zip(phase.moments, of_moments, strict=True):
@@ -40,6 +43,16 @@ def evaluate_phase(
             )
         )
     return evaluations
+
+
+def _round_and_selection(phase: Phase, state: PhaseState) -> tuple[int, str]:
+    """The round that is evaluated now, and why it was selected, in the words of ``Evaluation.selection``."""
+    if state.given_round is not None:
+        return state.given_round, "given checkpoint"
+    if state.finished and state.best_round:
+        return state.best_round, f"best round by {phase.monitor}"
+    last = state.finished or state.stopped or state.round == phase.rounds
+    return state.round, "last round" if last else "this round"
 
 
 def evaluate_round(run: Run, phase: Phase, training: LocalTraining, plan: Plan | None) -> list[Evaluation]:
@@ -90,3 +103,35 @@ def _interval(run: Run, phase: Phase) -> int:
     """Rounds between two evaluations of the phase; 0 if it is evaluated at its end only."""
     every = phase.evaluation.every_n_rounds
     return run.evaluate_every_n_rounds if every is None else every
+
+
+def evaluate_epochs(run: Run, phase: Phase, plan: Plan) -> None:
+    """Hands the callbacks an evaluation after 0, n, 2n ... epochs, before the only round of a phase.
+
+    For each of them, the clients train from the start for so many epochs, and what they have learned is forgotten.
+    The phase's result therefore has the same bits as without, and so has every point of the curve as the result of a
+    phase of so many epochs. The clients' own loggers get nothing of it.
+    """
+    assert phase.evaluation.every_n_epochs is not None, "the caller has asked"
+    logger = SilentLogger() if plan.training.trainer.get("logger") else False
+    for epochs in range(0, phase.epochs(run.trainer), phase.evaluation.every_n_epochs):
+        trainer = {**plan.training.trainer, "max_epochs": epochs, "logger": logger}
+        shorter = plan.begin(replace(plan.training, trainer=trainer))
+        state = _trained(run, phase, shorter)
+        for evaluation in evaluate_phase(run, phase, shorter.training, shorter, state):
+            run.call("on_evaluation_end", phase, replace(evaluation, selection="fewer epochs", epochs=epochs))
+
+
+def _trained(run: Run, phase: Phase, plan: Plan) -> PhaseState:
+    """The state of the phase after the training of the clients that are evaluated; nothing is stored."""
+    state = run.states[phase.name]
+    kept = {client: state.clients[client] for client in run.evaluated if client in state.clients}
+    updates = []
+    for group in plan.train(state.server, run.evaluated, state.clients, state.round):
+        kept |= group.clients
+        updates += [] if group.update is None else [group.update]
+    server = state.server
+    if updates:
+        with one_thread():
+            server = phase.algorithm.server_update(server, fold(phase.algorithm, updates))
+    return replace(state, server=server, clients={client: tree for client, tree in kept.items() if tree}, round=1)

@@ -21,14 +21,12 @@ from fedmoe_pl.evaluation.evaluation import Evaluation
 from fedmoe_pl.evaluation.flops import FlopCounter
 from fedmoe_pl.phases.failures import ClientError
 from fedmoe_pl.phases.phase import Phase
-from fedmoe_pl.rounds.aggregation_step import aggregated, count_round, log_epsilon, update_epsilon
+from fedmoe_pl.rounds.aggregate import aggregated, count_round, log_epsilon, server_step, update_epsilon
 from fedmoe_pl.rounds.begin import first_clients
-from fedmoe_pl.rounds.evaluate_epochs import evaluate_epochs
-from fedmoe_pl.rounds.evaluate_round import evaluate_phase, evaluate_round, is_evaluated_after, is_over
+from fedmoe_pl.rounds.evaluate import evaluate_epochs, evaluate_phase, evaluate_round, is_evaluated_after, is_over
 from fedmoe_pl.rounds.newcomers import freeze_shared
 from fedmoe_pl.rounds.run import Run
-from fedmoe_pl.rounds.server_step import server_step
-from fedmoe_pl.rounds.train import Trained, announce_round, asked_and_sent, draw_cohort, train_round
+from fedmoe_pl.rounds.train import Trained, announce_round, count_sent, draw_cohort, train_round
 from fedmoe_pl.trees import of_module
 
 
@@ -140,9 +138,7 @@ def _after_aggregation(run: Run, phase: Phase, plan: Plan, cohort: Sequence[int]
     if not overrides(phase.algorithm, "client_after_aggregation"):
         return
     state, written, failed = run.states[phase.name], dict[int, Any](), dict[int, Failure]()
-    asked, sent = asked_and_sent(phase.algorithm, state, plan, cohort, log)
-    state.add_traffic("up", asked)
-    state.add_traffic("down", sent)
+    count_sent(phase.algorithm, state, plan, cohort, log)
     for client, kept in plan.step_after_aggregation(state.server, cohort, state.clients, round):
         if isinstance(kept, Failure):  # it keeps what it kept before this step
             failed[client] = kept

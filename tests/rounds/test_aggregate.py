@@ -6,7 +6,7 @@ from importlib.util import find_spec
 
 import pytest
 import torch
-from helpers import blobs, mixture, phase, run, sparse_mixture
+from helpers import blobs, mixture, phase, run
 from helpers.backends import WithBatchNorm
 from helpers.clusters import clustered, only
 from helpers.pfedmoe import model as of_three_architectures
@@ -28,12 +28,9 @@ from fedmoe_pl.algorithms import (
     Ditto,
     EpsilonGreedyIFCA,
     FedAdam,
-    FedALA,
     FedAvg,
     FedBN,
     FedKD,
-    FedMoEDA,
-    FedProx,
     FedRoD,
     Local,
     OptInFedAvg,
@@ -53,11 +50,9 @@ SIZES = (12, 12, 12)  # so that weights by samples are uniform
 
 AVERAGING = {
     "FedAvg": (lambda: FedAvg("global_expert.*"), mixture),
-    "FedProx": (FedProx, mixture),
     "OptInFedAvg": (lambda: OptInFedAvg("global_expert.*", opt_out_clients=0.3), mixture),
     "Ditto": (Ditto, lambda: mixture(EqualWeights())),
     "APFL": (APFL, lambda: mixture(EqualWeights())),
-    "FedALA": (FedALA, mixture),
     "FedRoD": (FedRoD, lambda: mixture(EqualWeights())),
     "PFedMoE": (PFedMoE, of_three_architectures),
 }
@@ -139,10 +134,9 @@ def whole(tmp_path_factory):
     return it
 
 
-@pytest.mark.parametrize("n", [2, 5])
-def test_a_killed_run_draws_the_same_numbers_again(n, whole, tmp_path):
+def test_a_killed_run_draws_the_same_numbers_again(whole, tmp_path):
     with pytest.raises(KeyboardInterrupt):
-        federation(tmp_path, random_phases(), callbacks=[Kill("on_round_end", n)]).fit(mixture(), blobs())
+        federation(tmp_path, random_phases(), callbacks=[Kill("on_round_end", 2)]).fit(mixture(), blobs())
     resumed = federation(tmp_path, random_phases())
     resumed.fit(mixture(), blobs(), ckpt_path="last")
     assert_same(content(resumed), content(whole))
@@ -224,20 +218,6 @@ def test_clients_join_rounds_by_draws_of_their_own():
     assert cohorts[0] == sample_poisson(range(10), 3, seed=0, round=0)
 
 
-@needs_opacus
-def test_rounds_without_privacy_before_private_ones_cost_everything(tmp_path):
-    def of(aggregation):
-        return [phase("it", FedAvg("global_expert.*"), rounds=3, aggregation=aggregation)]
-
-    with pytest.raises(KeyboardInterrupt):
-        run(of(None), mixture(), blobs(), tmp_path, callbacks=[Kill("on_round_end", 1)], enable_checkpointing=True)
-    private = DifferentialPrivacy(1.0, 1.0, 1e-5)
-    trainer = {"max_epochs": 2, "accelerator": "cpu"}
-    federation = Federation(of(private), trainer, logger=False, default_root_dir=str(tmp_path))
-    federation.fit(mixture(), blobs(), ckpt_path="last", allow_changes=["phases.it.aggregation"])
-    assert federation.run.states["it"].epsilon == math.inf
-
-
 def test_private_phases_draw_cohorts_of_their_own():
     """A phase may start from parts of both: their epsilons add up if the draws are independent."""
     private = {"clients_per_round": 3, "aggregation": DifferentialPrivacy(0.0, 1.0, 1e-5)}
@@ -298,22 +278,20 @@ class Exchanging(FedAvg):
 
 MEDIAN = CoordinateMedian()
 REFUSED = {
-    "Phase 'it': aggregation is given, but must be left out, because Local aggregates nothing.": (Local(), MEDIAN),
+    "Phase 'it': aggregation is a CoordinateMedian, but must be left out, because Local aggregates nothing.": (
+        Local(),
+        MEDIAN,
+    ),
     "because EpsilonGreedyIFCA combines updates in a way of its own.": (EpsilonGreedyIFCA(), MEDIAN),
-    "because FedMoEDA combines updates in a way of its own.": (FedMoEDA(), MEDIAN),
     "because FedKD needs its own step of the server": (FedKD(), MEDIAN),
     "because Scaffold averages more than parameters.": (Scaffold(), MEDIAN),
     "because OwnState averages no parameter of the model.": (OwnState(), MEDIAN),
-    "Phase 'it': aggregation is a TrimmedMean that needs 5 clients, but must be one that needs at most 3, the number": (
-        FedAvg(),
-        TrimmedMean(2),
-    ),
+    "one that needs at most 3 clients, the number in a round, because it needs 5.": (FedAvg(), TrimmedMean(2)),
     "because clients of AsksClients send more than their updates (server_begin).": (AsksClients(), MEAN),
     "because clients of Exchanging send more than their updates (exchange).": (Exchanging(), MEAN),
 }
 MODELS = {
     EpsilonGreedyIFCA: lambda: clustered(gate=only(0)),
-    FedMoEDA: sparse_mixture,
     Scaffold: lambda: mixture(optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.1)),
 }
 
@@ -334,7 +312,7 @@ def test_differential_privacy_that_would_not_hold_is_refused(tmp_path):
     with pytest.raises(MisconfigurationException, match=r"Phase 'it': select.monitor is 'global_test', but must be"):
         run([monitored], mixture(), blobs(), tmp_path)
     after = [phase("open", FedAvg()), phase("it", FedAvg("global_expert.*"), start="open", aggregation=MEAN)]
-    with pytest.raises(MisconfigurationException, match="must also be so in 'open', from which the phase starts"):
+    with pytest.raises(MisconfigurationException, match="given in 'open', from which the phase starts, too"):
         run(after, mixture(), blobs(), tmp_path)
     with pytest.raises(
         MisconfigurationException, match=r"the buffer 'global_expert.extractor.1.running_mean' is shared"

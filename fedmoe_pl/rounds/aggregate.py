@@ -1,4 +1,4 @@
-"""A phase's aggregation in its rounds: its checks, its step, and what it costs in privacy."""
+"""The step of the server in a round: a phase's aggregation, what it costs in privacy, and a server optimizer."""
 
 from __future__ import annotations
 
@@ -6,15 +6,18 @@ import math
 import zlib
 from collections.abc import Iterator, Sequence
 
-from lightning.fabric.utilities.exceptions import MisconfigurationException
+import torch
 from lightning.pytorch import LightningModule
+from lightning.pytorch.cli import OptimizerCallable
 from lightning.pytorch.utilities import rank_zero_info
+from torch import nn
 
 from fedmoe_pl.aggregation import DifferentialPrivacy
 from fedmoe_pl.algorithms.algorithm import Algorithm
 from fedmoe_pl.algorithms.client import Client, Update
 from fedmoe_pl.algorithms.overrides import overrides
 from fedmoe_pl.backends import one_thread
+from fedmoe_pl.backends.optimizers import load_optimizer_state, optimizer_state, with_strides_of
 from fedmoe_pl.checkpoints.phase_state import NOT_PRIVATE, PhaseState
 from fedmoe_pl.checks import InvalidArgumentError
 from fedmoe_pl.phases.cohort import cohort_of
@@ -28,22 +31,22 @@ _NOISE = 9  # separates the random numbers of aggregations from those of clients
 
 def check_aggregation(phase: Phase, module: LightningModule, num_clients: int, seed: int) -> None:
     """Refuses an aggregation for an algorithm that does not average parameters, and what the aggregation refuses."""
-    if phase.aggregation is None or phase.ckpt_path is not None:  # a given result is not aggregated
+    aggregation, algorithm = phase.aggregation, phase.algorithm
+    if aggregation is None or phase.ckpt_path is not None:  # a given result is not aggregated
         return
-    server = phase.algorithm.server_init(module)
-    if reason := _cannot_aggregate(phase.algorithm, server):
-        raise MisconfigurationException(
-            f"{phase}: aggregation is given, but must be left out, because {type(phase.algorithm).__name__} {reason}."
+    server = algorithm.server_init(module)
+    if reason := _cannot_aggregate(algorithm, server):
+        because = f"{type(algorithm).__name__} {reason}"
+        raise InvalidArgumentError(str(phase), "aggregation", aggregation, "left out", because)
+    cohort = cohort_of(phase, num_clients, seed)
+    if aggregation.min_clients > cohort.size:
+        allowed = f"one that needs at most {cohort.size} clients, the number in a round"
+        raise InvalidArgumentError(
+            str(phase), "aggregation", aggregation, allowed, f"it needs {aggregation.min_clients}"
         )
     parameters = {name for name, _ in module.named_parameters(remove_duplicate=False)}
-    cohort = cohort_of(phase, num_clients, seed)
-    if phase.aggregation.min_clients > cohort.size:
-        raise MisconfigurationException(
-            f"{phase}: aggregation is a {type(phase.aggregation).__name__} that needs {phase.aggregation.min_clients} "
-            f"clients, but must be one that needs at most {cohort.size}, the number of clients in a round."
-        )
-    phase.aggregation.check(shared_by(phase.algorithm, server), parameters, cohort)
-    if isinstance(phase.aggregation, DifferentialPrivacy):
+    aggregation.check(shared_by(algorithm, server), parameters, cohort)
+    if isinstance(aggregation, DifferentialPrivacy):
         _check_leaks(phase, server)
 
 
@@ -65,14 +68,11 @@ def _check_leaks(phase: Phase, server: Tree) -> None:
     if phase.monitor is not None:
         because = "it selects the result by clients' data, which epsilon does not count"
         raise InvalidArgumentError(str(phase), "select.monitor", phase.monitor, "None", because)
-    algorithm = phase.algorithm
-    hooks = [hook for hook in ("client_request", "exchange") if overrides(algorithm, hook)]
-    hooks += ["server_begin"] if _asks_clients(algorithm, server) else []
+    hooks = [hook for hook in ("client_request", "exchange") if overrides(phase.algorithm, hook)]
+    hooks += ["server_begin"] if _asks_clients(phase.algorithm, server) else []
     if hooks:
-        raise MisconfigurationException(
-            f"{phase}: aggregation is DifferentialPrivacy, but must be another, because clients of "
-            f"{type(algorithm).__name__} send more than their updates ({', '.join(hooks)})."
-        )
+        because = f"clients of {type(phase.algorithm).__name__} send more than their updates ({', '.join(hooks)})"
+        raise InvalidArgumentError(str(phase), "aggregation", phase.aggregation, "another", because)
 
 
 def _asks_clients(algorithm: Algorithm, server: Tree) -> bool:
@@ -101,10 +101,9 @@ def check_chain(phase: Phase, earlier: Sequence[Phase]) -> None:
         return
     for other in earlier:
         if other.algorithm.federated and not isinstance(other.aggregation, DifferentialPrivacy):
-            raise MisconfigurationException(
-                f"{phase}: aggregation is DifferentialPrivacy, but must also be so in '{other.name}', from which the "
-                "phase starts, because its model tells about clients' data, too."
-            )
+            allowed = f"given in '{other.name}', from which the phase starts, too"
+            because = "its model tells about clients' data"
+            raise InvalidArgumentError(str(phase), "aggregation", phase.aggregation, allowed, because)
 
 
 def aggregated(run: Run, phase: Phase, combined: Update | None) -> Update:
@@ -118,6 +117,35 @@ def aggregated(run: Run, phase: Phase, combined: Update | None) -> Update:
     with one_thread():
         update, state.aggregation = aggregation.aggregate(start, combined, state.aggregation, cohort, generator)
     return update
+
+
+def server_step(
+    factory: OptimizerCallable, module: LightningModule, old: Tree, new: Tree, state: Tree
+) -> tuple[Tree, Tree]:
+    """A step of an optimizer from the old parameters, using old - new as the gradient.
+
+    FedOpt, Reddi et al., ICLR 2021, Algorithm 1 (https://arxiv.org/abs/2003.00295).
+
+    Buffers, such as the statistics of batch normalization, and the algorithm's own tensors are taken from ``new``. So
+    are parameters that no client changed: as a parameter without a gradient, they and their state stay as they are.
+    """
+    parameters = {name: nn.Parameter(old[name].clone()) for name in server_parameters(module, old)}
+    optimizer = factory([*parameters.values()])
+    if state:
+        load_optimizer_state(parameters.items(), optimizer, state)
+    changed = [name for name in parameters if not torch.equal(old[name], new[name])]
+    for name in changed:
+        parameters[name].grad = with_strides_of(old[name], old[name] - new[name])
+    with one_thread():
+        optimizer.step()
+    stepped = {name: parameters[name].detach() for name in changed}
+    return {**new, **stepped}, optimizer_state(parameters.items(), optimizer)
+
+
+def server_parameters(module: LightningModule, server: Tree) -> list[str]:
+    """Names of the module's floating-point parameters that the server holds, also of those that two parts share."""
+    named = module.named_parameters(remove_duplicate=False)
+    return [name for name, parameter in named if name in server and parameter.is_floating_point()]
 
 
 def count_round(run: Run, phase: Phase) -> None:
