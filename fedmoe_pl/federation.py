@@ -18,7 +18,7 @@ from fedmoe_pl.checkpoints.resume import keys_of
 from fedmoe_pl.checks import check_at_least, check_kind, plain
 from fedmoe_pl.commands.audit import PhaseAudit, audit_run, format_audit
 from fedmoe_pl.commands.export import export_client
-from fedmoe_pl.commands.personalize import phases_of_newcomers, set_up_newcomers
+from fedmoe_pl.commands.personalize import phases_of_new_clients, set_up_new_clients
 from fedmoe_pl.commands.predict import evaluate_all, write_predictions
 from fedmoe_pl.data import FederatedDataModule
 from fedmoe_pl.deployment.commands import DEFAULT_ADDRESS, run_client, run_server
@@ -28,7 +28,7 @@ from fedmoe_pl.logs.summary import format_table, format_validation
 from fedmoe_pl.phases.failures import ClientFailures
 from fedmoe_pl.phases.phase import Phase
 from fedmoe_pl.phases.starts import find_starts
-from fedmoe_pl.rounds.begin import read_result_for_newcomers
+from fedmoe_pl.rounds.begin import read_result_for_new_clients
 from fedmoe_pl.rounds.interruption import requeued
 from fedmoe_pl.setup.check_run import check_name, check_phases, check_store, check_validates
 from fedmoe_pl.setup.data import set_up
@@ -152,7 +152,7 @@ class Federation(RunMaker):
         unchanged, the new clients train the parameters that are not shared, and the others are frozen, unless the phase
         is evaluated after local training. They also run the phases in which clients train alone. As in the federation,
         a client's architecture follows from its id, and images are normalized and words numbered in the same way. These
-        runs are in the folder ``newcomers`` beside the federation's.
+        runs are in the folder ``new_clients`` beside the federation's.
 
         Args:
             model: the federation's model.
@@ -167,9 +167,9 @@ class Federation(RunMaker):
             MisconfigurationException: before any training, if model, data, checkpoint and phases do not fit together.
         """
         path = find_checkpoint(ckpt_path, self.runs)
-        phases = phases_of_newcomers(self.phases, path, rounds)
-        runs, initial = self.runs / "newcomers", set_up_newcomers(datamodule, path, phases, self.seed)
-        others = {"initial": initial, "read_result": read_result_for_newcomers}
+        phases = phases_of_new_clients(self.phases, path, rounds)
+        runs, initial = self.runs / "new_clients", set_up_new_clients(datamodule, path, phases, self.seed)
+        others = {"initial": initial, "read_result": read_result_for_new_clients}
         return self._fit(self._set_up(model, datamodule, phases, runs, **others), runs)
 
     def validate(self, model: LightningModule, datamodule: FederatedDataModule, ckpt_path: str = LAST) -> None:

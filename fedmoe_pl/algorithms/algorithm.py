@@ -295,8 +295,8 @@ class Algorithm:
         """The server's state as the phase's result: after its last round, by default unchanged."""
         return server
 
-    def server_of_newcomers(self, server: Tree) -> Tree:
-        """The final state for newcomers, who have other ids: without what belongs to single clients; the same here."""
+    def server_of_new_clients(self, server: Tree) -> Tree:
+        """The final state for new clients: removes per-client state. The default returns it unchanged."""
         return server
 
     def client_after_aggregation(self, client: Client, sent: Tree) -> Tree:

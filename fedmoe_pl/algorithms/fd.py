@@ -136,7 +136,7 @@ class FD(Algorithm):
         """The round's mean outputs; those of earlier rounds are forgotten."""
         return combined.sent
 
-    def server_of_newcomers(self, server: Tree) -> Tree:
+    def server_of_new_clients(self, server: Tree) -> Tree:
         """The mean outputs, without the senders."""
         return {name: tensor for name, tensor in server.items() if not name.startswith(_SENDERS)}
 

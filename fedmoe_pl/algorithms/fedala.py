@@ -40,8 +40,8 @@ class FedALA(Algorithm):
 
     Before its local training, a client replaces the expert's last parameters ``theta_g`` by ``theta_l + (theta_g -
     theta_l) * W``; it learns ``W``, with elements from 0 to 1, on a slice of its samples. A client is evaluated with
-    this model, whether it takes part in the next round or not. A newcomer has no local model and uses the received one.
-    Use the gate ``GlobalOnly``.
+    this model, whether it takes part in the next round or not. A new client has no local model and uses the received
+    one. Use the gate ``GlobalOnly``.
 
     Args:
         expert: name of the expert in the module, all of whose tensors are averaged; empty for the module itself.

@@ -6,7 +6,7 @@ topic               paper                                  official code        
 weights, experts    samples of the round's clients         samples of all clients; the   samples of the round's clients
                                                            absent keep the old experts
 optimizer           not mentioned                          kept from round to round      fresh, or ``keep_optimizer``
-newcomers           estimate pi until it converges         one estimate per evaluation   one estimate per local round
+new clients         estimate pi until it converges         one estimate per evaluation   one estimate per local round
 ==================  =====================================  ============================  ===============================
 """
 

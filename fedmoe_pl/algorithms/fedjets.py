@@ -88,7 +88,7 @@ class FedJETs(SharedExperts):
         expert = (server.get(_CLIENTS, torch.empty(0)) == client_id).nonzero().flatten()
         return {**sent, _EXPERT: expert[0]} if len(expert) else sent
 
-    def server_of_newcomers(self, server: Tree) -> Tree:
+    def server_of_new_clients(self, server: Tree) -> Tree:
         """Without the anchors, which are clients of the federation."""
         return {name: tensor for name, tensor in server.items() if name != _CLIENTS}
 

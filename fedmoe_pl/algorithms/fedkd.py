@@ -169,8 +169,8 @@ class FedKD(Algorithm):
         """The student alone, which is complete."""
         return of_module(server)
 
-    def server_of_newcomers(self, server: Tree) -> Tree:
-        """The student, because newcomers have none to which they could add an update."""
+    def server_of_new_clients(self, server: Tree) -> Tree:
+        """The student, because new clients have none to which they could add an update."""
         return of_module(server)
 
     def personal_tensors(self, client: Client, server: Tree) -> Tree:

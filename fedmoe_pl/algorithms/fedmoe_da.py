@@ -204,7 +204,7 @@ class FedMoEDA(Algorithm):
         latest = {_NEIGHBOURS: neighbours, _WEIGHTS: weights, _OWNERS: owners}
         return new | with_prefix(before, _BEFORE) | with_prefix(latest, _LATEST)
 
-    def server_of_newcomers(self, server: Tree) -> Tree:
+    def server_of_new_clients(self, server: Tree) -> Tree:
         """The embedding: the rows of the matrix belong to the federation's clients."""
         return of_module(server)
 

@@ -170,7 +170,7 @@ class FedPAC(Algorithm):
             if combined := subtree(server, f"{_CLASSIFIERS}{client}."):
                 yield client, with_prefix(combined, self._classifier), {}
 
-    def server_of_newcomers(self, server: Tree) -> Tree:
+    def server_of_new_clients(self, server: Tree) -> Tree:
         """The extractor and the prototypes: classifiers belong to the federation's clients."""
         return _without_classifiers(server)
 

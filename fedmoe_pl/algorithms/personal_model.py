@@ -14,7 +14,7 @@ from fedmoe_pl.algorithms.client import Client
 from fedmoe_pl.algorithms.parts import copy_of_global_expert
 from fedmoe_pl.trees import Tree, load_tree, of_module, subtree, with_prefix
 
-_FOR_NEWCOMERS = "newcomers/sends_v"  # name of a tensor: the server sends the start of v, too
+_FOR_NEW_CLIENTS = "new_clients/sends_v"  # name of a tensor: the server sends the start of v, too
 
 
 class PersonalModel(Algorithm):
@@ -47,8 +47,8 @@ class PersonalModel(Algorithm):
         super().check(module)
 
     def server_send(self, server: Tree, client_id: int, request: Tree) -> Tree:
-        """``w``; newcomers also receive the start of ``v``."""
-        if _FOR_NEWCOMERS in server:
+        """``w``; new clients also receive the start of ``v``."""
+        if _FOR_NEW_CLIENTS in server:
             return of_module(server)
         return with_prefix(subtree(server, "global_expert."), "global_expert.")
 
@@ -57,10 +57,10 @@ class PersonalModel(Algorithm):
         load_tree(client.module, copy_of_global_expert(self, client.module))
         return super().client_init(client, sent)
 
-    def server_of_newcomers(self, server: Tree) -> Tree:
+    def server_of_new_clients(self, server: Tree) -> Tree:
         """``w``, and a copy of it as the start of every ``v``."""
         start = with_prefix(subtree(server, "global_expert."), "local_expert.")
-        return {**server, **start, _FOR_NEWCOMERS: torch.tensor(True)}
+        return {**server, **start, _FOR_NEW_CLIENTS: torch.tensor(True)}
 
     def personal_tensors(self, client: Client, server: Tree) -> Tree:
         """``w`` and the client's ``v``; before its first training, ``v`` is what the server holds."""

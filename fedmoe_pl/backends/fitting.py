@@ -171,7 +171,7 @@ def quiet() -> Iterator[None]:
             warnings.filterwarnings("ignore", "You defined a `validation_step` but have no `val_dataloader`")
             # a group's clients have optimizers of their own
             warnings.filterwarnings("ignore", "`LightningModule.configure_optimizers` returned `None`")
-            # what newcomers share stays as it is
+            # what new clients share stays as it is
             warnings.filterwarnings("ignore", "Found \\d+ module\\(s\\) in eval mode")
             # every client's Trainer would say so where the user has chosen the CPU
             warnings.filterwarnings("ignore", "GPU available but not used")

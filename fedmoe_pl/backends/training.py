@@ -114,7 +114,7 @@ class LocalTraining:
         device: the device that clients train on.
         client_timeout: seconds that a client's training may take; None for any.
         phase: the phase's name.
-        run: the end of the run's folder, such as ``runs/quickstart/version_0`` or ``quickstart/newcomers/version_0``.
+        run: the end of the run's folder, such as ``runs/quickstart/version_0`` or ``quickstart/new_clients/version_0``.
         metrics: what is evaluated beside accuracy, by name.
     """
 

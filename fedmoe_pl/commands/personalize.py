@@ -19,12 +19,12 @@ from fedmoe_pl.setup.data import set_up
 from fedmoe_pl.trees import Tree
 
 
-def phases_of_newcomers(phases: Sequence[Phase], ckpt_path: Path, rounds: int) -> list[Phase]:
-    """The phases for newcomers: federated ones take their results from the checkpoint, the others are trained."""
+def phases_of_new_clients(phases: Sequence[Phase], ckpt_path: Path, rounds: int) -> list[Phase]:
+    """The phases for new clients: federated ones take their results from the checkpoint, the others are trained."""
     check_at_least("personalize", "rounds", rounds, 1)
     if not any(phase.algorithm.federated for phase in phases):
         raise MisconfigurationException(
-            "personalize needs a federated phase, from whose result newcomers start, but none of the phases is "
+            "personalize needs a federated phase, from whose result new clients start, but none of the phases is "
             "federated; use fit to train clients alone."
         )
     alone = [replace(phase, clients_per_round=None, ckpt_path=None) for phase in phases]
@@ -32,10 +32,10 @@ def phases_of_newcomers(phases: Sequence[Phase], ckpt_path: Path, rounds: int) -
     return [replace(phase, **given) if phase.algorithm.federated else phase for phase in alone]
 
 
-def set_up_newcomers(
+def set_up_new_clients(
     datamodule: FederatedDataModule, path: Path, phases: Sequence[Phase], seed: int
 ) -> dict[str, Tree]:
-    """Sets the newcomers' data up with what the federation's preprocessing has learned; gives its initial models."""
+    """Sets the new clients' data up with what the federation's preprocessing has learned; gives its initial models."""
     content = load_federation(path)
     if not datamodule.is_set_up:
         datamodule.normalization, datamodule.vocabulary = content["normalization"], content["vocabulary"]
@@ -43,7 +43,7 @@ def set_up_newcomers(
     identity = identify(seed, datamodule)
     for name, what in (("normalization", "normalizes images"), ("vocabulary", "numbers words")):
         if content[name] != identity[name]:
-            allowed = f"that of a federation that {what} as the newcomers' data do"
+            allowed = f"that of a federation that {what} as the new clients' data do"
             because = "mean and std must be left out or those of the federation, and personalize sets the data up"
             raise InvalidArgumentError("personalize", "ckpt_path", path, allowed, because)
     if datamodule.normalization is not None:
@@ -52,13 +52,13 @@ def set_up_newcomers(
 
 
 def _warn_of_other_images(x: Tensor, mean: Sequence[float], std: Sequence[float]) -> None:
-    """Warns if the newcomers' images are much brighter or darker than the federation's, as when they are inverted."""
+    """Warns if the new clients' images are much brighter or darker than the federation's, as when they are inverted."""
     shift = x.mean(dim=(0, 2, 3)).tolist()
     if max(map(abs, shift)) <= 1:
         return
     pixels = [middle + by * scale for middle, by, scale in zip(mean, shift, std, strict=True)]
     rank_zero_warn(
-        f"personalize: the mean of the newcomers' pixels is {_written(pixels)}, more than one standard deviation "
+        f"personalize: the mean of the new clients' pixels is {_written(pixels)}, more than one standard deviation "
         f"({_written(std)}) from the federation's, {_written(mean)}; are the images prepared in the same way?"
     )
 

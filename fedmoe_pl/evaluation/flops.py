@@ -92,7 +92,7 @@ class FlopCounter:
         """The participants of an architecture with samples: in a resumed run, the same come first."""
         training = self.training
         clients = range(training.datamodule.num_clients)
-        # newcomers have not opted out
+        # new clients have not opted out
         ordered = dict.fromkeys([*training.algorithm.participants(clients, training.seed), *clients])
         candidates = (client for client in ordered if training.architecture(client) == architecture)
         yield from (client for client in candidates if _samples(training.of(client), client, round))

@@ -95,8 +95,8 @@ class Phase:
         optimizer: local optimizer; None means the model's. Unless ``keep_optimizer``, each round has a new one.
         lr_scheduler: its scheduler, new in each round and stepped once per local epoch; None means the model's.
         round_lr_scheduler: scheduler of the learning rate over rounds: any of PyTorch's that needs no metric, stepped
-            once per round. A scheduler over epochs starts from the round's learning rate. The local rounds of newcomers
-            begin with the rate of the first round.
+            once per round. A scheduler over epochs starts from the round's learning rate. The local rounds of new
+            clients begin with the rate of the first round.
         keep_optimizer: whether a client keeps the state of its optimizer, such as momentum, for its next round in this
             phase.
         server_optimizer: takes the server's step in place of the mean: its gradient is the server's parameters minus

@@ -30,7 +30,7 @@ _COLUMNS = {
 }
 _ALLOWED = "the folder of a run (runs/<name>/version_<n>) or of several"
 _WORST = "_worst_tenth"
-NEWCOMERS = "newcomers"
+NEW_CLIENTS = "new_clients"
 
 
 @dataclass(frozen=True, eq=False)
@@ -90,13 +90,13 @@ def metrics_of(row: Row) -> list[str]:
 
 
 def find_runs(paths: Iterable[Path]) -> list[RunFiles]:
-    """Reads runs, and all runs in folders that hold several, except for those of newcomers."""
+    """Reads runs, and all runs in folders that hold several, except for those of new clients."""
     runs: dict[Path, RunFiles] = {}
     for path in paths:
         if not path.is_dir():
             raise InvalidArgumentError("report", "RUN", str(path), _ALLOWED)
         folders = [path] if _is_run(path) else sorted(filter(_is_run, path.rglob("version_*")), key=_natural)
-        folders = [folder for folder in folders if folder == path or NEWCOMERS not in folder.relative_to(path).parts]
+        folders = [folder for folder in folders if folder == path or NEW_CLIENTS not in folder.relative_to(path).parts]
         if not folders:
             raise InvalidArgumentError("report", "RUN", str(path), _ALLOWED)
         found = {folder.resolve(): read_run(folder) for folder in folders}

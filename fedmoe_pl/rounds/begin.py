@@ -140,7 +140,7 @@ def read_result(phase: Phase, module: LightningModule) -> PhaseState:
     return _with_privacy(state, phase, saved)
 
 
-def read_result_for_newcomers(phase: Phase, module: LightningModule) -> PhaseState:
+def read_result_for_new_clients(phase: Phase, module: LightningModule) -> PhaseState:
     """Reads the phase's result for clients that were not in the federation.
 
     They do not get what the federation's clients kept. They train the parameters that clients do not share, in local
@@ -151,7 +151,7 @@ def read_result_for_newcomers(phase: Phase, module: LightningModule) -> PhaseSta
     has_hooks = phase.algorithm.has_predictor or overrides(phase.algorithm, "client_after_aggregation")
     trains = has_hooks or _keeps_tensors(phase, module) or _evaluates_trained(phase)
     round = 0 if trains else phase.rounds
-    server = phase.algorithm.server_of_newcomers(saved.server)
+    server = phase.algorithm.server_of_new_clients(saved.server)
     state = PhaseState({}, server, round=round, given_round=saved.best_round or saved.round)
     return _with_privacy(state, phase, saved)
 

@@ -250,7 +250,7 @@ def _check_architectures(phase: Phase, module: LightningModule, num_clients: int
 
 
 def _check_pool(phase: Phase, module: LightningModule, num_clients: int) -> None:
-    """Refuses a pool with room for another number of clients, unless it is given, as it is for newcomers."""
+    """Refuses a pool with room for another number of clients, unless it is given, as it is for new clients."""
     if isinstance(module, PooledMoE) and phase.ckpt_path is None and module.num_experts != num_clients:
         raise MisconfigurationException(
             f"PooledMoE: num_experts is {module.num_experts}, but must be num_clients, {num_clients}."

@@ -26,7 +26,7 @@ from fedmoe_pl.data import FederatedDataModule
 from fedmoe_pl.logs.loggers import RunLoggers
 from fedmoe_pl.phases.phase import INITIAL, Phase
 from fedmoe_pl.rounds.begin import read_result, sized
-from fedmoe_pl.rounds.newcomers import freeze_shared
+from fedmoe_pl.rounds.new_clients import freeze_shared
 from fedmoe_pl.rounds.run import Run
 from fedmoe_pl.seeds import named_seed
 from fedmoe_pl.setup.check_run import check_run

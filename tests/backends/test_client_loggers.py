@@ -97,7 +97,7 @@ def test_newcomers_of_two_federations_log_to_folders_of_their_own(tmp_path):
         federation.personalize(mixture(), blobs((9, 6)), rounds=1)
     runs = [path.parents[3] for path in tmp_path.rglob("client_000/round_0001/metrics.csv")]
     below = tmp_path / "clients/lightning_logs"
-    expected = [below / name / "newcomers/version_0" for name in ("one", "two")]
+    expected = [below / name / "new_clients/version_0" for name in ("one", "two")]
     assert {*runs} == {*expected, *(below / tmp_path.name / name / "version_0" for name in ("one", "two"))}
 
 

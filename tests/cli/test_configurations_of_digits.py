@@ -56,5 +56,5 @@ def test_the_quickstart_runs_repeats_itself_and_serves_newcomers(tmp_path, capfd
     main(["personalize", "--config", resolved, *newcomers])
     table = capfd.readouterr().out
     assert "over all 3 clients" in table and "FedAvg: global expert, after aggregation, given checkpoint" in table
-    checkpoints = {path.parent.name for path in (run.parent / "newcomers/version_0/clients").rglob("*.ckpt")}
+    checkpoints = {path.parent.name for path in (run.parent / "new_clients/version_0/clients").rglob("*.ckpt")}
     assert checkpoints == {phase["name"] for phase in yaml.safe_load(path.read_text())["federation"]["phases"]}

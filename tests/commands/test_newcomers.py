@@ -136,10 +136,10 @@ def test_images_of_newcomers_are_normalized_as_the_federation_s(tmp_path):
     later = federation(tmp_path / "later", [fedavg(rounds=1)])
     checkpoint = str(run.run_dir / "checkpoints/last.ckpt")
     with pytest.warns(
-        UserWarning, match=r"the mean of the newcomers' pixels is 0\.\d\d, more than one standard"
+        UserWarning, match=r"the mean of the new clients' pixels is 0\.\d\d, more than one standard"
     ) as seen:
         later.personalize(mixture(expert=Flat(), dtype=torch.float32), second, checkpoint)
-    (text,) = [str(each.message) for each in seen if "newcomers' pixels" in str(each.message)]
+    (text,) = [str(each.message) for each in seen if "new clients' pixels" in str(each.message)]
     pixels = first.arrays.x_train.double() / 255
     mean, std = pixels.mean(), pixels.std(correction=0)
     expected = (second.arrays.x_train.double() / 255 - mean) / std
@@ -366,7 +366,7 @@ def test_newcomers_images_that_were_normalized_by_themselves_are_refused(tmp_pat
     before = images(100, 256)
     before.setup()
     later = federation(tmp_path / "later", [fedavg(rounds=1)])
-    with pytest.raises(MisconfigurationException, match="normalizes images as the newcomers' data do"):
+    with pytest.raises(MisconfigurationException, match="normalizes images as the new clients' data do"):
         later.personalize(model, before, checkpoint)
     same = images(0, 100)
     same.setup()
@@ -380,7 +380,7 @@ def test_personalizing_twice_gives_the_same_models_twice(tmp_path):
     for _ in range(2):
         later.personalize(mixture(optimizer=sgd), new_data(), str(checkpoint), rounds=2)
         states.append([tensors(later.client_module("FedAvg", client)) for client in (0, 1)])
-        assert later.run_dir.parent == tmp_path / "later/federation/newcomers"
+        assert later.run_dir.parent == tmp_path / "later/federation/new_clients"
     for client in (0, 1):
         assert_same_bits(states[0][client], states[1][client])
     assert later.run_dir.name == "version_1"

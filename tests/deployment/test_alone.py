@@ -71,7 +71,7 @@ def test_it_makes_models_for_newcomers(deployed):
     if len(method.phases()) > 1 and method.phases()[0].name == "Local":
         pytest.skip("newcomers have no local experts of the first phase")
     newcomers = blobs((10, 12), validation_fraction=0.2, test_fraction=0.2)
-    settings = federation(method.phases(), folder / "newcomers")
+    settings = federation(method.phases(), folder / "new_clients")
     results = settings.personalize(method.model(), newcomers, str(run / "checkpoints/last.ckpt"), rounds=1)
     assert results.keys() == simulation.results.keys()
 

@@ -196,7 +196,7 @@ def test_of_runs_with_the_same_seed_the_last_finished_one_counts(copied, written
 
 
 def test_all_runs_below_a_folder_are_read_but_those_of_newcomers(copied, tmp_path):
-    for name in ("tiny", "tiny/newcomers"):
+    for name in ("tiny", "tiny/new_clients"):
         copied(name)
     shutil.copytree(tmp_path / "runs/tiny/version_0", tmp_path / "runs/tiny/version_10")
     shutil.copytree(tmp_path / "runs/tiny/version_0", tmp_path / "runs/tiny/version_2")
@@ -204,8 +204,8 @@ def test_all_runs_below_a_folder_are_read_but_those_of_newcomers(copied, tmp_pat
         run.folder.relative_to(tmp_path) for run in find_runs([tmp_path / "runs", tmp_path / "runs/tiny/version_2"])
     ]
     assert [str(folder) for folder in folders] == [f"runs/tiny/version_{number}" for number in (0, 2, 10)]
-    (run,) = find_runs([tmp_path / "runs/tiny/newcomers"])
-    assert run.name == "newcomers/version_0"
+    (run,) = find_runs([tmp_path / "runs/tiny/new_clients"])
+    assert run.name == "new_clients/version_0"
 
 
 def test_the_folder_of_a_grid_s_cell_stands_for_its_run(copied):

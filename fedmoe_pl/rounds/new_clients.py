@@ -1,4 +1,4 @@
-"""Newcomers train what they do not share: what they share is frozen."""
+"""New clients train what they do not share: what they share is frozen."""
 
 from __future__ import annotations
 
