@@ -9,12 +9,12 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch import Tensor
 
 from fedmoe_pl.evaluation.accuracies import predict
-from fedmoe_pl.evaluation.clients import evaluate_phase
 from fedmoe_pl.evaluation.evaluation import Evaluation
 from fedmoe_pl.evaluation.metrics import predicts_classes, preds_of
 from fedmoe_pl.evaluation.outputs import labelled_batches, mixture_of
 from fedmoe_pl.logs.summary import prediction_rows, write_csv
 from fedmoe_pl.phases.phase import Phase
+from fedmoe_pl.rounds.evaluate import evaluate_phase
 from fedmoe_pl.rounds.run import Run
 
 _MOST_VALUES = 100
