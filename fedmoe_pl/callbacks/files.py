@@ -20,8 +20,13 @@ from fedmoe_pl.evaluation.clients import has_own_model
 from fedmoe_pl.evaluation.evaluation import Evaluation
 from fedmoe_pl.evaluation.gate_weights import gate_rows
 from fedmoe_pl.logs.summary import append_csv, client_rows, format_table, summary_row, write_csv
-from fedmoe_pl.models.arguments import required_arguments
-from fedmoe_pl.models.description import describe_all, hyperparameters_of, remembered, unknown_reason
+from fedmoe_pl.models.description import (
+    describe_all,
+    hyperparameters_of,
+    remembered,
+    required_arguments,
+    unknown_reason,
+)
 from fedmoe_pl.phases.phase import Phase
 from fedmoe_pl.rounds.run import FederationCallback, Run
 
