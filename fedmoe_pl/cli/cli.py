@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import shlex
 import sys
+from argparse import ArgumentError
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import yaml
 from jsonargparse import ActionConfigFile, ArgumentParser, Namespace  # pyright: ignore[reportPrivateImportUsage]
+from jsonargparse._typehints import ActionTypeHint
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.fabric.utilities.seed import seed_everything
 from lightning.pytorch import LightningModule, Trainer
@@ -18,17 +20,16 @@ from lightning_utilities.core.enums import StrEnum
 from torch import nn
 
 from fedmoe_pl.backends import LEAN_TRAINER
+from fedmoe_pl.checks import InvalidArgumentError
 from fedmoe_pl.cli.completion import DESCRIPTION as COMPLETION
 from fedmoe_pl.cli.completion import completion_parser, script
 from fedmoe_pl.cli.constructing import Constructor, Failure, ModuleConstructor, describe_failure, with_modules
 from fedmoe_pl.cli.errors import cause_of, with_key
-from fedmoe_pl.cli.faults import fault_of, unknown_argument
 from fedmoe_pl.cli.listing import DESCRIPTION as LIST
 from fedmoe_pl.cli.listing import list_parser
-from fedmoe_pl.cli.overlays import ConfigFile
 from fedmoe_pl.cli.packaged import DESCRIPTION as CONFIGS
 from fedmoe_pl.cli.packaged import configs_parser, with_files
-from fedmoe_pl.cli.phases import with_phases
+from fedmoe_pl.cli.parsing import ConfigFile, ListAction, check_values
 from fedmoe_pl.cli.provisioning import DESCRIPTION as PROVISION
 from fedmoe_pl.cli.provisioning import provision_parser
 from fedmoe_pl.data import FederatedDataModule
@@ -84,9 +85,10 @@ class FederationCLI(LightningCLI):
                 args=args,
             )
         except MisconfigurationException as error:
-            if not hasattr(self, "subcommand"):  # the error arose in parsing
+            refused = error if isinstance(error, InvalidArgumentError) else error.__cause__
+            if not isinstance(refused, InvalidArgumentError):
                 raise
-            raise MisconfigurationException(with_key(cause_of(error), self._configuration())) from error
+            raise MisconfigurationException(with_key(refused, self._configuration())) from error
 
     @staticmethod
     def subcommands() -> dict[str, set[str]]:
@@ -100,6 +102,13 @@ class FederationCLI(LightningCLI):
             if type(action) is ActionConfigFile:
                 action.__class__ = ConfigFile
         return parser
+
+    def _add_arguments(self, parser: LightningArgumentParser) -> None:
+        """Adds all arguments; Lightning's signature."""
+        super()._add_arguments(parser)
+        for action in parser._actions:
+            if type(action) is ActionTypeHint and action._supports_append:
+                action.__class__ = ListAction
 
     def _add_subcommands(self, parser: LightningArgumentParser, **kwargs: Any) -> None:
         """Adds the federation's commands, and lists the others, which ``commands.py`` runs; Lightning's signature."""
@@ -130,45 +139,40 @@ class FederationCLI(LightningCLI):
         parser.set_defaults({f"trainer.{name}": value for name, value in LEAN_TRAINER.items()})
         parser.add_lightning_class_args(LightningModule, "model", subclass_mode=True)
         parser.add_lightning_class_args(FederatedDataModule, "data", subclass_mode=True)
-        _add_federation(parser)
+        parser.add_class_arguments(
+            Federation, "federation", skip={"trainer", "seed"}, instantiate=False, sub_configs=True, fail_untyped=False
+        )
 
     def parse_arguments(self, parser: LightningArgumentParser, args: ArgsType) -> None:
-        """Parses the arguments; a look at what is written gives better messages than the parser's.
-
-        What the parser accepts is refused for what is written only if that is certain: files over files and arguments
-        after them can mean more than the look understands.
+        """Parses the arguments, in which configurations of the package have their names.
 
         Raises:
-            ArgumentError: if an argument is wrong, also in a file.
-            MisconfigurationException: if a file cannot be read, or an argument is wrong.
+            MisconfigurationException: if a file cannot be read, or an argument is wrong; in one sentence, with its key.
         """
-        arguments = sys.argv[1:] if args is None else args
-        self._command = _command(arguments) if isinstance(arguments, list) else ""
-        if not isinstance(arguments, list):
-            super().parse_arguments(parser, args)
-            return
-        arguments = with_phases(with_files([str(argument) for argument in arguments]))
-        if arguments[:1] == ["completion"]:
-            _print_completion(parser, arguments)
-        fault, is_certain = fault_of(arguments, self._subcommand_parsers)
-        if fault and is_certain:
-            raise MisconfigurationException(fault)
+        arguments: Any = sys.argv[1:] if args is None else args
+        is_list = isinstance(arguments, list)
+        self._command = _command(arguments) if is_list else ""
+        arguments = with_files([*map(str, arguments)]) if is_list else arguments
         try:
             if args is None:
                 self.config = parser.parse_args(arguments)
             else:
                 super().parse_arguments(parser, arguments)
-        except Exception as error:
-            fault = fault or unknown_argument(str(error), arguments, self._subcommand_parsers)
-            if fault:
-                raise MisconfigurationException(fault) from error
-            raise
+            if self.config.subcommand == "completion":
+                assert parser._subcommands_action is not None, "fedmoe has commands"
+                print(script(self.config.completion.shell, parser._subcommands_action.choices), end="")
+                sys.exit()
+            check_values(self.config[self.config.subcommand].as_dict())
+        except ArgumentError as error:
+            raise MisconfigurationException(cause_of(error, self._subcommand_parsers.get(self._asked))) from error
+        except RecursionError as error:
+            raise MisconfigurationException("a part of a file given by --config contains itself.") from error
 
     def _set_seed(self) -> None:
         """Refuses what is no seed, and seeds all generators with 32 bits, which is what NumPy takes."""
         seed = self._get(self.config, "seed_everything")
-        if isinstance(seed, bool) or seed < 0:
-            raise MisconfigurationException(f"seed_everything is {seed}, but must be an integer of at least 0.")
+        if type(seed) is not int or seed < 0:
+            raise InvalidArgumentError("fedmoe", "seed_everything", seed, "an integer of at least 0")
         seed_everything(seed % 2**32, workers=True)
 
     def _add_instantiators(self) -> None:
@@ -240,22 +244,6 @@ class FederationCLI(LightningCLI):
 
 def _is_of_library(class_type: type) -> bool:
     return class_type.__module__.split(".")[0] in ("fedmoe_pl", "torch", "torchvision", "lightning")
-
-
-def _add_federation(parser: ArgumentParser) -> None:
-    parser.add_class_arguments(
-        Federation, "federation", skip={"trainer", "seed"}, instantiate=False, sub_configs=True, fail_untyped=False
-    )
-
-
-def _print_completion(parser: LightningArgumentParser, arguments: list[str]) -> NoReturn:
-    """Runs ``fedmoe completion``, which needs the parsers of all commands."""
-    if len(arguments) == 1:
-        raise MisconfigurationException("completion: the shell is missing; it must be bash or zsh.")
-    shell = parser.parse_args(arguments)["completion"]["shell"]
-    assert parser._subcommands_action is not None, "fedmoe has commands"
-    print(script(shell, parser._subcommands_action.choices), end="")
-    sys.exit()
 
 
 def _command(arguments: Sequence[str]) -> str:

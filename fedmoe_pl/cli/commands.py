@@ -17,7 +17,6 @@ from lightning.pytorch.cli import ArgsType
 
 from fedmoe_pl.cli.cli import FederationCLI
 from fedmoe_pl.cli.errors import cause_of
-from fedmoe_pl.cli.faults import fault_of, unknown_argument
 from fedmoe_pl.cli.listing import list_classes, list_parser
 from fedmoe_pl.cli.packaged import configs, configs_parser, with_files
 from fedmoe_pl.cli.provisioning import provision, provision_parser
@@ -62,9 +61,6 @@ def main(args: ArgsType = None) -> None:
 
 def _benchmark(arguments: list[str]) -> None:
     """Runs ``fedmoe benchmark``, and exits with its code."""
-    fault, _ = fault_of(["benchmark", *arguments], {"benchmark": grid_parser()})
-    if " is not an argument; " in fault:  # the parser overlooks it if it is empty
-        raise MisconfigurationException(fault)
     sys.exit(benchmark(arguments, configured))
 
 
@@ -150,5 +146,4 @@ def _run_other(command: str, *arguments: str) -> None:
     try:
         run(with_files(arguments))
     except ArgumentError as error:
-        fault = unknown_argument(str(error), [command, *arguments], {command: parser()})
-        raise MisconfigurationException(fault or cause_of(error)) from error
+        raise MisconfigurationException(cause_of(error, parser())) from error

@@ -5,7 +5,7 @@ jsonargparse hides what a constructor raised where a value may have one of sever
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from copy import deepcopy
 from types import SimpleNamespace
 from typing import Any, NamedTuple
@@ -14,7 +14,7 @@ from jsonargparse import ArgumentParser, Namespace
 from lightning.pytorch.cli import LightningCLI, _InstantiatorFn
 from torch import nn
 
-from fedmoe_pl.cli.schema import place_in
+from fedmoe_pl.cli.errors import places
 from fedmoe_pl.models.description import remember
 from fedmoe_pl.seeds import named_seed, seeded
 
@@ -127,22 +127,11 @@ def _nodes(
     """The parts of the configuration that name the class, with their keys; None for any arguments."""
     return [
         (key, node)
-        for key, node in _classes(configuration)
-        if node["class_path"].rsplit(".", 1)[-1] == class_type.__name__
+        for key, node, *_ in places(configuration)
+        if isinstance(node, Mapping)
+        and str(node.get("class_path")).rpartition(".")[2] == class_type.__name__
         and (arguments is None or _has_arguments(node.get("init_args") or {}, arguments))
     ]
-
-
-def _classes(node: Any, key: str = "") -> Iterator[tuple[str, Mapping[str, Any]]]:
-    """Yields every class in a part of the configuration, with its key."""
-    if isinstance(node, list):
-        for index, item in enumerate(node):
-            yield from _classes(item, f"{key}{place_in(node, index, key)}")
-    elif isinstance(node, Mapping):
-        if isinstance(node.get("class_path"), str):
-            yield key, node
-        for name, value in node.items():
-            yield from _classes(value, f"{key}.{name}" if key else name)
 
 
 def _has_arguments(init_args: Mapping[str, Any], arguments: dict[str, Any]) -> bool:

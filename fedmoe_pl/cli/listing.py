@@ -8,7 +8,6 @@ from collections.abc import Sequence
 from typing import Any
 
 from jsonargparse import ArgumentParser
-from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import Callback, LightningModule
 from torch import nn
 from torch.optim import Optimizer
@@ -23,7 +22,7 @@ from fedmoe_pl.aggregation import Aggregation, Attack
 from fedmoe_pl.algorithms.algorithm import Algorithm
 from fedmoe_pl.backends import Backend
 from fedmoe_pl.callbacks import FederationCallback
-from fedmoe_pl.cli.words import did_you_mean
+from fedmoe_pl.checks import check_choice
 from fedmoe_pl.data import Augmentation, FederatedDataModule, Partitioner
 from fedmoe_pl.models import Gate, SwitchNorm1d
 
@@ -63,19 +62,10 @@ def list_parser() -> ArgumentParser:
 
 
 def list_classes(arguments: Sequence[str]) -> None:
-    """Runs ``fedmoe list``.
-
-    Args:
-        arguments: the arguments of the command line after ``list``.
-
-    Raises:
-        ArgumentError: if an argument is unknown.
-        MisconfigurationException: if there is no such kind.
-    """
+    """Runs ``fedmoe list`` with the arguments after ``list``."""
     kinds = list_parser().parse_args([*arguments]).kinds or [*KINDS]
     for kind in kinds:
-        if kind not in KINDS:
-            raise MisconfigurationException(f"list has no {kind}; {did_you_mean(kind, KINDS)}")
+        check_choice("list", "kind", kind, (*KINDS,))
     for kind in kinds:
         print(f"{kind}:")
         width = max(len(each.__name__) for each in KINDS[kind])

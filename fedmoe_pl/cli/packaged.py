@@ -13,7 +13,7 @@ import yaml
 from jsonargparse import ArgumentParser
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 
-from fedmoe_pl.cli.words import did_you_mean
+from fedmoe_pl.cli.errors import did_you_mean
 
 DESCRIPTION = "Lists the configurations of the package, or copies them into a folder"
 _PACKAGE = Path(__file__).parents[1]
@@ -124,7 +124,7 @@ def _file(value: str) -> str:
 def _matching(pattern: str) -> list[str]:
     found = fnmatch.filter(names(), pattern.removesuffix(".yaml"))
     if not found:
-        raise MisconfigurationException(f"configs has no {pattern}; {did_you_mean(pattern, names())}")
+        raise MisconfigurationException(f"configs has no {pattern}{did_you_mean(pattern, names())}")
     return found
 
 

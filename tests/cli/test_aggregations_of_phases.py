@@ -41,11 +41,11 @@ def test_the_phases_of_a_configuration_have_their_aggregations(tmp_path):
 
 
 WRONG = {
-    "DifferentialPrivacy: federation.phases.it.aggregation.init_args.delta is 2.0, but must be above 0 and below 1.": {
+    "delta is 2.0, but must be above 0 and below 1.": {
         **PRIVATE,
         "init_args": {**PRIVATE["init_args"], "delta": 2.0},
     },
-    "federation.phases.it.aggregation is a TrimmedMean that needs 61 clients, but must be one that needs at most": {
+    "federation.phases.it.aggregation is a TrimmedMean, but must be one that needs at most 4 clients": {
         "class_path": "TrimmedMean",
         "init_args": {"num_byzantine": 30},
     },

@@ -73,11 +73,11 @@ REFUSED = {  # at every moment of a command: while it is parsed, made, set up an
     "data.init_args.partitioner.init_args.alpha is -1.0, but must be a finite number above 0.": (
         ["--data.init_args.partitioner.init_args.alpha", "-1"]
     ),
-    "data.init_args.num_clients is 5000, but": ["--data.init_args.num_clients", "5000"],
+    "num_clients is 5000, but": ["--data.init_args.num_clients", "5000"],
     "trainer.devices is 0, but must be one that Lightning accepts: `devices` selected with": ["--trainer.devices", "0"],
-    "data.init_args.root": ["--data", "FashionMNIST", "--data.init_args.root", "nowhere"],
+    "root": ["--data", "FashionMNIST", "--data.init_args.root", "nowhere"],
     "ckpt_path is 'none.ckpt', but there is no such file": ["--ckpt_path", "none.ckpt"],
-    "federation.default_root_dir": ["--federation.default_root_dir", __file__],
+    "default_root_dir": ["--federation.default_root_dir", __file__],
 }
 
 

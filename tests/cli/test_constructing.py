@@ -34,9 +34,9 @@ class Unready(PersonalizedMoE):
 
 class TooLong(CSVLogger):
     def __init__(self, save_dir: str = "logs"):
-        from lightning.fabric.utilities.exceptions import MisconfigurationException
+        from fedmoe_pl.checks import InvalidArgumentError
 
-        raise MisconfigurationException(f"TooLong: save_dir is '{save_dir}', but must have 3 letters.")
+        raise InvalidArgumentError("TooLong", "save_dir", save_dir, "of 3 letters")
 """
 
 
@@ -85,7 +85,7 @@ def test_a_model_that_cannot_be_made_is_named(refusal):
 
 def test_a_refusal_is_passed_on_wherever_its_class_stands_among_the_types(refusal):
     assert refusal("federation", "logger", failing("TooLong", save_dir="runs")) == (
-        "TooLong: federation.logger.init_args.save_dir is 'runs', but must have 3 letters."
+        "TooLong: federation.logger.init_args.save_dir is 'runs', but must be of 3 letters."
     )
 
 

@@ -34,8 +34,8 @@ def test_a_kind_alone(capsys):
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
     [
-        (["gate"], "list has no gate; did you mean gates?"),
-        (["--gates"], "gates is not an argument; it has"),
+        (["gate"], "list: kind is 'gate', but must be one of algorithms, "),
+        (["--gates"], "gates is not an argument."),
     ],
 )
 def test_what_is_unknown_is_named(arguments, sentence, capsys):

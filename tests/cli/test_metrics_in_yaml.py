@@ -5,11 +5,9 @@ import torch
 import yaml
 from helpers.configurations import REPOSITORY
 from torch import nn
-from torchmetrics import Metric
 from torchmetrics.classification import MulticlassF1Score
 
 from fedmoe_pl.cli.cli import FederationCLI
-from fedmoe_pl.cli.schema import Argument, _faults
 from fedmoe_pl.federation import Federation
 
 LOSSES = {"my_losses.half": "half", "HuberLoss": nn.HuberLoss}
@@ -33,23 +31,3 @@ def test_a_loss_is_a_class_or_a_function_and_metrics_have_names(loss, tmp_path, 
     criterion = model.criterion
     assert criterion.function.__name__ == "half" if loss.endswith("half") else isinstance(criterion, LOSSES[loss])
     assert model.loss_of(torch.ones(2, 1), torch.zeros(2)).dim() == 0
-
-
-@pytest.mark.parametrize(
-    ("value", "sentence"),
-    [
-        (
-            {"f1": "torchmetrics.F1Scor"},
-            "metrics.f1 is 'torchmetrics.F1Scor', but torchmetrics has no F1Scor; did",
-        ),
-        ({"f1": "F1Score"}, "metrics.f1.init_args.task is required, but missing."),
-        (
-            {"e": {"class_path": "torchmetrics.MeanSquaredError", "init_args": {"squard": False}}},
-            "metrics.e.init_args.squard is not an argument of MeanSquaredError; did you mean squared?",
-        ),
-        ({"e": 3}, "metrics.e is 3, but must be a Metric."),
-    ],
-)
-def test_a_fault_of_a_metric_is_named_with_its_key(value, sentence):
-    fault = next(_faults(value, Argument(dict[str, Metric] | None, None, False), "metrics"))
-    assert fault.startswith(sentence)

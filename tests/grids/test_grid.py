@@ -104,9 +104,9 @@ def test_the_parser_refuses_unknown_keys_types_and_missing_files(changes, tmp_pa
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
     [
-        ([], "fedmoe: benchmark needs a configuration, as in fedmoe benchmark --config quickstart."),
-        (["--config", "none.yaml"], "fedmoe: config is 'none.yaml', but the file cannot be read: No such file"),
-        (["--config", '{"valuess": {}}'], "fedmoe: valuess is not an argument; did you mean values?"),
+        ([], "fedmoe: configs and values and folder must be given, as in a file after --config"),
+        (["--config", "none.yaml"], "none.yaml"),
+        (["--config", '{"valuess": {"a": 1}}'], "fedmoe: valuess.a is not an argument; did you mean values?"),
         (["--configs+", "none.yaml"], "none.yaml"),
         (["--values.seed_everything", "[]"], "fedmoe: benchmark: values.seed_everything is [], but must be a list"),
     ],

@@ -73,7 +73,7 @@ def shortened(config: dict, folder: Path) -> dict:
     for phase in federation["phases"]:
         phase["rounds"] = 1
         phase["max_epochs"] = min(1 if phase.get("max_epochs") is None else phase["max_epochs"], _fewest_epochs(phase))
-        phase.get("select", {}).pop("from_round", None)
+        (phase.get("select") or {}).pop("from_round", None)
         if (phase.get("clients_per_round") or 0) > 1:
             phase["clients_per_round"] = 1 if _most_opt_out(phase) else 2
         if (phase.get("model") or {}).get("class_path", "").endswith("PooledMoE"):

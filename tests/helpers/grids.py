@@ -1,12 +1,11 @@
 """Tiny grids on digits, and a process that takes the place of ``fedmoe fit``."""
 
+import functools
 import sys
 from pathlib import Path
 from types import SimpleNamespace
 
 import yaml
-
-from fedmoe_pl.cli.reading import read_arguments
 
 TINY = {
     "seed_everything": 0,
@@ -98,10 +97,17 @@ def write_grid(folder: Path, **changes) -> list[str]:
 
 def pretended_configured(arguments: list[str], check: bool) -> SimpleNamespace:
     """Takes the place of ``cli.commands.configured``: what is written, without parsing and checks."""
-    hparams = read_arguments(arguments)
+    files = [yaml.safe_load(value if "{" in value else Path(value).read_text()) for value in arguments[1::2]]
+    hparams = functools.reduce(_merged, files)
     phases = [SimpleNamespace(name=phase["name"]) for phase in hparams["federation"]["phases"]]
     starts = {"Local": "initial", "FedAvg": "initial", "PFL-FT": "FedAvg"}
     return SimpleNamespace(hparams=hparams, phases=phases, starts=starts)
+
+
+def _merged(before, after):
+    if not (isinstance(before, dict) and isinstance(after, dict)):
+        return after
+    return before | {name: _merged(before.get(name), value) for name, value in after.items()}
 
 
 def pretended_fit(kind: str, folder: Path):
