@@ -46,7 +46,7 @@ def test_combining_updates_one_by_one_or_in_groups_is_their_weighted_mean(client
     expected = np.average([values for values, _ in clients], axis=0, weights=[weight for _, weight in clients])
     combined = fold(updates)
     assert combined.weight == sum(weight for _, weight in clients)
-    assert combined.clients == {}
+    assert combined.state == {}
     np.testing.assert_allclose(combined.sent["w"].numpy(), expected, rtol=1e-12, atol=1e-9)
     cut = data.draw(st.integers(0, len(updates)))
     if 0 < cut < len(updates):

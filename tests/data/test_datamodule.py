@@ -62,7 +62,8 @@ def test_the_partition_depends_on_its_seed_alone():
     def held(seed, global_seed):
         torch.manual_seed(global_seed)
         np.random.seed(global_seed)
-        data = set_up(Digits(num_clients=5, partitioner=Dirichlet(0.5), test_fraction=0.2, partition_seed=seed))
+        arguments = {"num_clients": 5, "partitioner": Dirichlet(0.5), "test_fraction": 0.2}
+        data = set_up(Own(vectors(200), **arguments, partition_seed=seed))
         return [part.tolist() for part in (*data.train_samples, *data.test_samples)]
 
     assert held(0, 1) == held(0, 2)

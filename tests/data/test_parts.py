@@ -11,10 +11,6 @@ from fedmoe_pl.data import (
     Parts,
 )
 
-sizes = st.tuples(st.integers(1, 200), st.integers(1, 12), st.integers(1, 6), st.integers(0, 2**32)).filter(
-    lambda size: size[1] <= size[0]
-)
-
 
 @given(st.lists(st.integers(0, 5), min_size=1, max_size=20), st.data())
 @settings(max_examples=50, deadline=None)

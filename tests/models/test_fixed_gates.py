@@ -1,17 +1,20 @@
 """Gates of fixed weights that take their width from the mixture, in every kind of mixture."""
 
 import copy
+import math
 import pickle
 
 import pytest
 import torch
-from helpers import assert_same_bits, blobs, phase, run, sparse_mixture, tensors
+from helpers import mixture, sparse_mixture
 from helpers.data import refused_argument
-from jsonargparse import ArgumentParser
+from helpers.models import samples
+from hypothesis import given
+from hypothesis import strategies as st
 from lightning.pytorch import Trainer
 from torch import nn
 
-from fedmoe_pl.algorithms import FedAvg, PersonalizedExpert
+from fedmoe_pl.algorithms import FedAvg
 from fedmoe_pl.evaluation.clients import evaluated_model
 from fedmoe_pl.evaluation.outputs import has_trained_gate
 from fedmoe_pl.models import (
@@ -101,16 +104,6 @@ def test_a_fixed_gate_takes_the_mixtures_width_and_gives_the_bits_of_its_weights
         assert torch.equal(value, constant)
 
 
-@pytest.mark.parametrize("make", [personalized, representation])
-@pytest.mark.parametrize(("gate", "weight"), [(GlobalOnly, 1.0), (LocalOnly, 0.0), (EqualWeights, 0.5)])
-def test_of_two_experts_a_fixed_gate_gives_the_bits_of_a_constant_weight(make, gate, weight):
-    module, x = make().eval(), torch.randn(4, 5)
-    for actual, expected in zip(
-        replaced(module, gate()).mix(x), replaced(module, ConstantGate(weight)).mix(x), strict=True
-    ):
-        assert torch.equal(actual, expected)
-
-
 @pytest.mark.parametrize("integers", [False, True])
 @pytest.mark.parametrize("gate", FIXED)
 def test_before_it_is_in_a_mixture_a_fixed_gate_weighs_two_experts(gate, integers):
@@ -158,8 +151,10 @@ def test_copies_and_pickled_mixtures_keep_the_width(make, width, gate):
 
 
 @pytest.mark.filterwarnings("ignore::jsonargparse._deprecated.JsonargparseDeprecationWarning")  # lightning 2.6
-@pytest.mark.parametrize("gate", FIXED)
-@pytest.mark.parametrize("name", ["personalized", "clustered", "representation", "own"])
+@pytest.mark.parametrize(
+    ("name", "gate"),
+    [("personalized", GlobalOnly), ("clustered", LocalOnly), ("representation", EqualWeights), ("own", EqualWeights)],
+)
 def test_a_checkpoint_rebuilds_the_mixture_with_its_fixed_gate(tmp_path, name, gate):
     x, (make, width) = torch.randn(4, 5), MIXTURES[name]
     module = replaced(make(), gate()).eval()
@@ -183,27 +178,6 @@ def test_a_client_with_fewer_experts_has_a_gate_as_wide(gate, kept):
     torch.testing.assert_close(module(x), expected)
 
 
-@pytest.mark.parametrize("gate", [*FIXED, ConstantGate])
-def test_a_bare_class_name_is_a_gate_in_yaml(gate):
-    parser = ArgumentParser(exit_on_error=False)
-    parser.add_argument("--gate", type=Gate)
-    assert type(parser.instantiate_classes(parser.parse_object({"gate": gate.__name__})).gate) is gate
-
-
-def test_clients_with_different_numbers_of_experts_train_the_mean_of_their_own(tmp_path):
-    gate = EqualWeights()
-    module = sparse_mixture([1, 2, 3])
-    algorithm = FedAvg(shared="embedding.*")
-    fixed = run([phase("Dense", algorithm, gate=gate)], module, blobs(), tmp_path / "fixed")
-    constant = ConstantGate([1 / 3] * 3)
-    expected = run([phase("Dense", algorithm, gate=constant)], module, blobs(), tmp_path / "constant")
-    for client in range(3):
-        trained = fixed.client_module("Dense", client)
-        assert trained.gate.weights == weights_of(EqualWeights, client + 1)
-        torch.testing.assert_close(tensors(trained), tensors(expected.client_module("Dense", client)))
-    assert gate.weights == [0.5, 0.5], "a phase puts a copy of its gate into the model"
-
-
 @pytest.mark.parametrize(
     ("gate", "evaluated"), [(GlobalOnly, "global expert"), (LocalOnly, "local expert"), (EqualWeights, "mixture")]
 )
@@ -213,25 +187,6 @@ def test_a_table_names_what_a_fixed_gate_evaluates(gate, evaluated):
     assert evaluated_model(replaced(sparse(), gate()), FedAvg()) == (
         "mixture" if gate is EqualWeights else "one expert"
     )
-
-
-def test_a_federation_with_fixed_gates_gives_the_bits_of_one_with_constant_gates(tmp_path):
-    def trained(*gates):
-        torch.manual_seed(0)
-        phases = [
-            Phase("FedAvg", FedAvg(shared="global_expert.*"), gate=gates[0]),
-            Phase("Fine-tuned", PersonalizedExpert(), gate=gates[1]),
-            Phase("Both", FedAvg(shared="global_expert.*"), gate=gates[2], start="Fine-tuned"),
-        ]
-        return run(
-            phases, PersonalizedMoE(SmallMLP(5, 4, 3)), blobs(dtype=torch.float32), tmp_path / type(gates[0]).__name__
-        )
-
-    fixed = trained(GlobalOnly(), LocalOnly(), EqualWeights())
-    constant = trained(ConstantGate(1.0), ConstantGate(0.0), ConstantGate(0.5))
-    for name in ("FedAvg", "Fine-tuned", "Both"):
-        for client in range(3):
-            assert_same_bits(tensors(fixed.client_module(name, client)), tensors(constant.client_module(name, client)))
 
 
 @IN_EVERY_MIXTURE
@@ -251,3 +206,27 @@ def test_a_mixture_uses_the_mixture_weights_that_an_algorithm_has_set_and_shows_
     assert torch.equal(module.mix(x)[1], estimated.expand(4, width))
     torch.testing.assert_close(module.mix(x)[0], replaced(module, ConstantGate(estimated.tolist())).mix(x)[0])
     assert has_trained_gate(module) and not has_trained_gate(replaced(module, EqualWeights()))
+
+
+@given(st.floats(0, 1), st.integers(1, 5))
+def test_constant_gate_gives_every_sample_its_weight_first(weight, n):
+    weights = ConstantGate(weight)(torch.zeros(n, 3, dtype=torch.float64))
+    torch.testing.assert_close(weights, torch.tensor([[weight, 1 - weight]] * n, dtype=torch.float64), rtol=0, atol=0)
+
+
+@pytest.mark.parametrize(
+    ("weight", "expert", "other"), [(1, "global_expert", "local_expert"), (0, "local_expert", "global_expert")]
+)
+def test_constant_gate_of_1_or_0_is_bitwise_the_one_expert_whatever_the_other_gives(weight, expert, other):
+    x, _ = samples()
+    module = mixture(ConstantGate(weight), dtype=torch.float32)
+    for parameter in getattr(module, other).parameters():
+        nn.init.constant_(parameter, math.nan)
+    assert torch.equal(module(x), getattr(module, expert)(x))
+
+
+@pytest.mark.parametrize("gate", [None, ConstantGate(0.5)])
+def test_constant_gate_of_a_half_is_the_default_and_the_mean_of_the_experts(gate):
+    x, _ = samples()
+    module = mixture(gate, dtype=torch.float32)
+    assert torch.equal(module(x), (module.global_expert(x) + module.local_expert(x)) / 2)
