@@ -8,7 +8,7 @@ from pathlib import Path
 from jsonargparse import ArgumentParser
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 
-from fedmoe_pl.checks import check_at_least
+from fedmoe_pl.checks import MOST_COUNTED, check_at_least
 from fedmoe_pl.deployment.commands import module_of_flower
 from fedmoe_pl.deployment.processes import private
 
@@ -21,7 +21,7 @@ def provision_parser() -> ArgumentParser:
     parser.add_argument("--clients", type=int, help="number of clients, for whoever runs the server")
     parser.add_argument("--client", type=int, help="number of a client, which makes only its own key")
     parser.add_argument("--folder", default="keys", help="where to write; what is there is kept")
-    parser.add_argument("--names", nargs="+", default=["localhost"], help="host names and addresses of the server")
+    parser.add_argument("--names", nargs="+", help="host names and addresses of the server (default: localhost)")
     parser.add_argument("--days", type=int, default=365, help="how long the server's certificate is valid")
     return parser
 
@@ -31,16 +31,19 @@ def provision(arguments: Sequence[str]) -> None:
     options = provision_parser().parse_args([*arguments])
     folder = Path(options.folder)
     if (options.clients is None) == (options.client is None):
-        raise MisconfigurationException("provision: either clients or client must be given.")
-    for name, lowest in (("clients", 1), ("client", 0), ("days", 1)):
-        check_at_least("provision", name, options[name], lowest)
+        raise MisconfigurationException(
+            "provision: give either --clients (for the server and all clients) or --client (for one client's own key)."
+        )
+    for name, lowest, highest in (("clients", 1, MOST_COUNTED), ("client", 0, MOST_COUNTED), ("days", 1, 3650)):
+        check_at_least("provision", name, options[name], lowest, highest)
     keys = module_of_flower("provision", "flower_keys")
     with private(folder):
         if options.client is not None:
             public = keys.provision_client(folder, options.client)
             print(f"Send '{public}' to whoever runs the server, and nothing else; put their ca.pem into '{folder}'.")
             return
-        keys.provision(folder, options.clients, options.names, options.days)
+        names, until = keys.provision(folder, options.clients, options.names, options.days)
     print(
-        f"The server needs '{folder / 'server'}', and every client the folder with its number. Keep 'authority' apart."
+        f"The server's certificate is for {', '.join(names)}, until {until:%Y-%m-%d}. The server needs "
+        f"'{folder / 'server'}', and every client the folder with its number. Keep 'authority' apart."
     )

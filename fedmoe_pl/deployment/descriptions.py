@@ -50,7 +50,7 @@ def wait_for(
             elif (problem := f"client {client} cannot take part: {reason}") not in said:
                 said.add(problem)
                 rank_zero_warn(f"{problem}.")
-                transport.tell({client: problem})
+                transport.tell({client: f"{problem}; end this command with Ctrl-C, and start it with what fits"})
         enough = len(descriptions) == num_clients and len(present) >= at_least and time.monotonic() >= end
         if len(present) == num_clients or enough:
             break
@@ -72,11 +72,11 @@ def _fitting(descriptions: dict[int, Description]) -> dict[int, Description]:
 def check_same(now: Description, before: Description, phases: Sequence[str]) -> None:
     """Refuses a client that has come back with other data or settings than it had when the run began."""
     if change := _other_settings(before["configuration"], now, phases):
-        raise MisconfigurationException(f"{change}, as when the run began.")
+        raise MisconfigurationException(f"{change}, as when the run began")
     if key := _first_difference(before, now, (*_COMMON, *_OWN)):
+        name = "numbers of training, validation and test samples" if key == "sizes" else key.replace("_", " ")
         raise MisconfigurationException(
-            f"the {key.replace('_', ' ')} of its samples is {now[key]}, but must be {before[key]}, as when the run "
-            "began."
+            f"its data have changed since the run began: {name} {now[key]} in place of {before[key]}"
         )
 
 

@@ -57,8 +57,8 @@ def answer_messages(answer: Callable[[Message], Message], folder: Path, address:
         if refused_since is None:
             refused_since = time.monotonic()
             rank_zero_info(
-                f"join: the server at {address} refuses this client, as it does for a minute after the client was "
-                f"killed; trying again for {_REFUSED_FOR:.0f} s."
+                f"join: the server at {address} refuses this client: it does not know its key, or an earlier process "
+                f"of this client was killed less than a minute ago; trying again for {_REFUSED_FOR:.0f} s."
             )
         if time.monotonic() - refused_since > _REFUSED_FOR:
             no_key = f"; the server knows no key '{security.key}', or another client uses it"
@@ -96,7 +96,7 @@ class _Answering:
             try:
                 tasks.answer(token, self._answered)
             except LostMessageError as error:
-                rank_zero_info(f"join: an answer is lost, because the server was ({error}); connecting again.")
+                rank_zero_info(f"join: the connection broke while an answer was sent ({error}); connecting again.")
                 break
             if self.is_over:
                 time.sleep(3)  # for the answer to reach the server
@@ -147,7 +147,7 @@ class Server:
         except httpx.HTTPError as error:  # else, it may be about to start or to end
             if ca is None and has_tls(self.address):
                 raise MisconfigurationException(
-                    f"join: keys is missing, but the server at {self.address} needs TLS ({error})."
+                    f"join: --keys is not given, but the server at {self.address} needs TLS ({error})."
                 ) from error
             if (problem := problem_of_tls(error)) and not self._seen:
                 raise MisconfigurationException(

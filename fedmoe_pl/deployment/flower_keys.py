@@ -7,6 +7,7 @@ from __future__ import annotations
 import ipaddress
 import re
 from collections.abc import Sequence
+from contextlib import suppress
 from datetime import datetime, timedelta, timezone
 from pathlib import Path
 from typing import Any
@@ -27,6 +28,7 @@ from cryptography.hazmat.primitives.serialization import (
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 
 from fedmoe_pl.checkpoints.writing import replacing
+from fedmoe_pl.checks import InvalidArgumentError
 
 _AUTHORITY, _DAYS_OF_AUTHORITY = "authority of a federation", 3650
 _LOCAL = ("localhost", "127.0.0.1")  # where the server connects to itself
@@ -37,26 +39,40 @@ _USAGES = (
 )
 
 
-def provision(folder: Path, num_clients: int, names: Sequence[str], days: int) -> None:
+def provision(folder: Path, num_clients: int, names: Sequence[str] | None, days: int) -> tuple[list[str], datetime]:
     """Makes what the server and each client of a federation need; keys and certificates that are there are kept.
 
     The folder ``authority`` has what signs certificates, ``server`` is the server's, with the public keys of clients
     in ``server/clients``, and ``client_0``, ``client_1``, ... are the clients'. A client whose public key is there, but
-    not its private one, has made these itself.
+    not its private one, has made these itself. Returns the names of the server's certificate, and when it ends.
     """
+    if wrong := [name for name in names or () if not _is_name(name)]:
+        raise InvalidArgumentError("provision", "names", wrong[0], "the name or the address of a host")
+    for own in (folder / "server", folder / "server/clients"):
+        own.mkdir(parents=True, exist_ok=True)
+        own.chmod(0o700)
     authority, server = folder / "authority", folder / "server"
     signer, ca = _private_key(authority / "ca.key"), authority / "ca.pem"
     if not ca.is_file():
         _write(ca, _certificate(_AUTHORITY, signer.public_key(), signer, _DAYS_OF_AUTHORITY))
     _write(server / "ca.pem", ca.read_bytes())
     key = _private_key(server / "server.key").public_key()
-    if not (server / "server.pem").is_file():
-        _write(server / "server.pem", _certificate(names[0], key, signer, days, [*_LOCAL, *names]))
+    path, wanted = server / "server.pem", [*(names or ())]
+    if not path.is_file():
+        _write(path, _certificate([*wanted, *_LOCAL][0], key, signer, days, [*_LOCAL, *wanted]))
+    certificate = x509.load_pem_x509_certificate(path.read_bytes())
+    alternatives = certificate.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
+    has = [str(each.value) for each in alternatives]
+    if missing := [name for name in wanted if name not in has]:
+        raise InvalidArgumentError(
+            "provision", "names", missing[0], f"one of {', '.join(has)}", f"'{path}' is kept; delete it for a new one"
+        )
     for client in range(num_clients):
         public = server / "clients" / f"client_{client}.pub"
         if not public.is_file():
             _write(public, provision_client(folder / f"client_{client}", client).read_bytes())
         _write(folder / f"client_{client}/ca.pem", ca.read_bytes())
+    return has, certificate.not_valid_after_utc
 
 
 def provision_client(folder: Path, client: int) -> Path:
@@ -101,6 +117,16 @@ def _certificate(subject: str, public_key: Any, signer: Any, days: int, names: S
     return builder.sign(signer, hashes.SHA384()).public_bytes(Encoding.PEM)
 
 
+def _is_name(name: str) -> bool:
+    """Whether this is a host name, whose last part is no number, or an address."""
+    with suppress(ValueError):
+        return bool(ipaddress.ip_address(name))
+    labels = name.split(".")
+    return not labels[-1].isdigit() and all(
+        re.fullmatch(r"[A-Za-z0-9]([A-Za-z0-9-]*[A-Za-z0-9])?", each) for each in labels
+    )
+
+
 def _general_name(name: str) -> x509.GeneralName:
     try:
         return x509.IPAddress(ipaddress.ip_address(name))
@@ -120,7 +146,7 @@ def public_keys(folder: Path, num_clients: int) -> dict[int, bytes]:
         name = re.fullmatch(r"client_(0|[1-9]\d*)\.pub", path.name)
         if name is None or int(name[1]) >= num_clients:
             raise MisconfigurationException(
-                f"serve: '{path}' is none of the keys of {num_clients} clients, client_0.pub to "
+                f"serve: '{path}' is none of the keys of {num_clients} clients (num_clients), client_0.pub to "
                 f"client_{num_clients - 1}.pub."
             )
         try:

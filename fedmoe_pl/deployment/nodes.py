@@ -65,16 +65,15 @@ class NodesTransport(Transport):
         for node, answer in self._ask_nodes(dict.fromkeys(new, message), _DESCRIBED_WITHIN).items():
             client = answer.values.get("client")
             if type(client) is not int or not 0 <= client < self.num_clients:
-                rank_zero_warn(f"node {node} is left out, because it is no client: {reason_of(answer)}.")
+                rank_zero_warn(f"a machine that connected is left out, because it is no client: {reason_of(answer)}.")
                 self._refused[node] = None
             elif (owner := self.owners.get(node, client)) != client:
-                rank_zero_warn(
-                    f"node {node} is left out: it says that it is client {client}, with client {owner}'s key."
-                )
+                rank_zero_warn(f"a client is left out: it says that it is client {client}, with client {owner}'s key.")
                 self._refused[node] = None
-                notes[node] = Message(NOTE, {"text": f"client is {client}, but must be {owner}, whose key this is"})
+                text = f"this key is client {owner}'s, but --client is {client}; end this command with Ctrl-C"
+                notes[node] = Message(NOTE, {"text": text})
             elif client in self.nodes:
-                rank_zero_warn(f"node {node} is left out: it says that it is client {client}, which is connected.")
+                rank_zero_warn(f"a client is left out: it says that it is client {client}, which is connected.")
                 self._refused[node] = client
                 text = f"another process takes part as client {client}; this one waits until that has ended"
                 notes[node] = Message(NOTE, {"text": text})
@@ -94,7 +93,8 @@ class NodesTransport(Transport):
                 if isinstance(answer, Message):
                     answers[node] = answer
                 elif messages[node].kind != "end":  # after which a node need not answer
-                    rank_zero_info(f"node {node}: {answer}")
+                    client = next((client for client, of_client in self.nodes.items() if of_client == node), None)
+                    rank_zero_info(f"serve: client {client} does not answer any more ({answer}).")
             if waiting:
                 time.sleep(LOOK)
         self._owed |= {node: id for id, node in waiting.items()}

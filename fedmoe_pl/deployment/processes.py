@@ -26,7 +26,7 @@ _QUIET = {
 @contextmanager
 def own_folder(folder: Path) -> Iterator[None]:
     """Makes a folder for Flower's files, and keeps other processes from it until this context ends."""
-    taken = f"Another process uses '{folder}'; end that, or give this one another federation.default_root_dir."
+    taken = f"Another process uses '{folder}'; end that one first."
     with exclusive(folder / "lock", taken, lambda error: cannot_be_made(folder, error)):
         yield
 

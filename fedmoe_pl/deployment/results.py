@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -11,6 +11,7 @@ from lightning.pytorch.utilities import rank_zero_warn
 from fedmoe_pl.algorithms.algorithm import Moment
 from fedmoe_pl.algorithms.overrides import needs_server_state
 from fedmoe_pl.backends import Failure, LocalTraining, Plan
+from fedmoe_pl.checkpoints.phase_state import PhaseState
 from fedmoe_pl.deployment.answers import evaluation_of, without_values
 from fedmoe_pl.deployment.clients import Clients, files_of
 from fedmoe_pl.deployment.messages import Message
@@ -113,8 +114,22 @@ class HandOver(FederationCallback):
                 held[client] = phases
             else:
                 reason = answer.reason if isinstance(answer, Failure) else "its answer is none"
-                rank_zero_warn(f"{phase}: client {client} has not got the result: {reason}")
+                rank_zero_warn(f"{phase}: client {client} has not confirmed that it has the result: {reason}")
+        self._tell_untrained(phase, state, held)
         return held
+
+    def _tell_untrained(self, phase: Phase, state: PhaseState, clients: Iterable[int]) -> None:
+        """Says which of these clients were away while each trained its own part alone."""
+        files = {client: files_of(state.clients, client) for client in self.clients}
+        trained = [client for client in self.clients if phase.name in [of_phase for of_phase, *_ in files[client]]]
+        if phase.algorithm.federated or not trained:
+            return
+        away = {client: f"{phase}: client {client} was away, so its model is not trained" for client in clients}
+        away = {client: text for client, text in away.items() if client not in trained}
+        for text in away.values():
+            rank_zero_warn(text)
+        if away:
+            self.clients.transport.tell(away)
 
 
 def _of_client(evaluation: Evaluation, client: int) -> dict[str, Any]:

@@ -88,7 +88,10 @@ def test_a_proxy_that_accepts_and_closes_is_a_server_that_is_down(keys, has_ca):
 def test_a_server_without_tls_and_a_client_without_a_certificate_are_told_so(keys):
     from fedmoe_pl.deployment.flower_client import Server
 
-    with with_tls(keys) as address, pytest.raises(MisconfigurationException, match="keys is missing, but the server"):
+    with (
+        with_tls(keys) as address,
+        pytest.raises(MisconfigurationException, match="--keys is not given, but"),
+    ):
         Server(address, Security())._reaches()
     with (
         listening(b"HTTP/1.1 400 Bad Request\r\n\r\n") as address,

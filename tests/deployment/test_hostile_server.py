@@ -200,7 +200,7 @@ def stop_in_round(round):
 def test_the_files_of_the_best_round_stay_until_the_end(tmp_path):
     """From the third round on, nothing is learned, so that no later round is better."""
     falling = partial(torch.optim.lr_scheduler.LambdaLR, lr_lambda=lambda round: float(round < 2))
-    best = {"select": Select("global_test"), "round_lr_scheduler": falling, **everything()}
+    best = {"select": Select("global_test"), "evaluate": True, "round_lr_scheduler": falling, **everything()}
     method = longer("FedPer", 8, **best)
     deployed = deploy(method, data(), tmp_path, evaluate_every_n_rounds=1, **OF_TRAINER)
     state = assert_ends_as_simulated(method, deployed, tmp_path)

@@ -54,7 +54,7 @@ def test_a_second_node_of_a_client_takes_its_place_when_the_first_goes():
     network = Network({10: 0})
     assert ask(network)
     network.clients[20] = 0
-    with pytest.warns(UserWarning, match="node 20 is left out: it says that it is client 0, which is connected"):
+    with pytest.warns(UserWarning, match="a client is left out: it says that it is client 0, which is connected"):
         assert ask(network)
     assert network.sent.count((20, "note")) == 1
     assert ask(network) and network.sent[-1] == (10, "train")
@@ -65,7 +65,7 @@ def test_a_second_node_of_a_client_takes_its_place_when_the_first_goes():
 @pytest.mark.parametrize("client", ["zero", -1, 2])
 def test_a_node_that_is_no_client_is_asked_again_when_it_comes_again(client):
     network = Network({10: client})
-    with pytest.warns(UserWarning, match="node 10 is left out, because it is no client"):
+    with pytest.warns(UserWarning, match="a machine that connected is left out, because it is no client"):
         assert ask(network) is None
     assert ask(network) is None and len(network.sent) == 1
     network.clients = {}
@@ -125,7 +125,7 @@ def test_a_silent_stranger_does_not_stop_the_others():
 
 def test_a_client_with_another_ones_key_is_told_so_and_does_not_take_its_place():
     network = Network({10: 0}, owners={10: 1, 20: 0})
-    with pytest.warns(UserWarning, match="node 10 is left out: it says that it is client 0, with client 1's key"):
+    with pytest.warns(UserWarning, match="a client is left out: it says that it is client 0, with client 1's key"):
         assert ask(network) is None
     assert network.sent == [(10, "describe"), (10, "note")]
     network.clients[20] = 0

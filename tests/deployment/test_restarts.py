@@ -174,12 +174,31 @@ def test_a_client_that_was_away_at_the_end_of_a_phase_gets_its_result_later(tmp_
             transport.participants.update(away)
 
     transport = Passing(participants(METHOD, data(), tmp_path, **OF_TRAINER), leave)
-    with pytest.warns(UserWarning, match="'FedAvg': client 2 has not got the result: it is not connected"):
+    with pytest.warns(UserWarning, match="'FedAvg': client 2 has not confirmed that it has the result"):
         deployed = deploy(METHOD, data(), tmp_path, transport, **OF_TRAINER)
     run = (deployed.run_dir / "deployment.txt").read_text()
     states = [load_federation(tmp_path / f"client {client}" / run / FILE)["phases"] for client in (2, 3)]
     assert [*states[0]] == [*states[1]] == ["FedAvg", "tuned", "MF", "interleaved"]
     assert [*away] == [2] and states[0]["FedAvg"].server.keys() == states[1]["FedAvg"].server.keys()
+
+
+def test_a_client_that_was_away_while_a_phase_was_trained_is_told_that_its_model_is_not(tmp_path):
+    everybody, phases = participants(METHOD, data(), tmp_path, **OF_TRAINER), []
+
+    def leave_for_a_phase(client, message):
+        phases.append(message.values.get("phase"))
+        if client == 2 and phases[-1] == "tuned" and "MF" not in phases:
+            transport.participants.pop(client, None)
+        elif phases[-1] == "MF":
+            transport.participants.update(everybody)
+
+    transport = Passing({**everybody}, leave_for_a_phase)
+    with pytest.warns(UserWarning) as warned:
+        deploy(METHOD, data(), tmp_path, transport, **OF_TRAINER)
+    text = "Phase 'tuned': client 2 was away, so its model is not trained"
+    assert text in [str(warning.message) for warning in warned]
+    notes = [(client, message.values["text"]) for client, message in transport.heard if message.kind == "note"]
+    assert notes == [(2, text)]
 
 
 def test_a_client_that_was_away_at_the_very_end_gets_the_result_when_the_server_starts_again(tmp_path):
@@ -190,7 +209,7 @@ def test_a_client_that_was_away_at_the_very_end_gets_the_result_when_the_server_
             transport.participants.pop(client, None)
 
     transport = Passing({**everybody}, leave)
-    with pytest.warns(UserWarning, match="'interleaved': client 2 has not got the result: it is not connected"):
+    with pytest.warns(UserWarning, match="'interleaved': client 2 has not confirmed that it has the result"):
         deploy(METHOD, data(), tmp_path, transport, **OF_TRAINER)
     (path,) = (tmp_path / "client 2").glob(f"*/{FILE}")
     assert [*load_federation(path)["phases"]] == ["FedAvg", "tuned", "MF"]

@@ -108,7 +108,7 @@ def test_what_is_no_address_is_refused(address):
 def test_two_processes_do_not_share_a_folder(tmp_path):
     with (
         own_folder(tmp_path / "client_0"),
-        pytest.raises(MisconfigurationException, match=r"Another process uses '.*client_0'; end that, or"),
+        pytest.raises(MisconfigurationException, match=r"Another process uses '.*client_0'; end that one"),
         own_folder(tmp_path / "client_0"),
     ):
         pass
