@@ -112,7 +112,7 @@ def test_what_leaves_a_client_is_a_mean_output_and_a_count_for_each_class(tmp_pa
 
 def of_two_architectures():
     torch.manual_seed(2)
-    return PersonalizedMoE(Expert(), [Expert(), Expert(hidden=7)], LocalOnly(), momentum_sgd).double()
+    return PersonalizedMoE(Expert(), [Expert(), Expert(hidden=7)], LocalOnly(), optimizer=momentum_sgd).double()
 
 
 class FromGivenOutputs(FD):

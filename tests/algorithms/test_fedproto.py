@@ -23,7 +23,7 @@ def of_two_architectures():
     torch.manual_seed(2)
     deep = Expert()
     deep.extractor.insert(1, torch.nn.Linear(5, 5))
-    return PersonalizedMoE(Expert(), [Expert(), deep], LocalOnly(), momentum_sgd).double()
+    return PersonalizedMoE(Expert(), [Expert(), deep], LocalOnly(), optimizer=momentum_sgd).double()
 
 
 def train_with_prototypes(model, batches, prototypes, weight):
@@ -204,7 +204,7 @@ def test_newcomers_train_with_the_federation_s_prototypes(tmp_path):
 
 
 def test_what_fedproto_cannot_train_is_refused():
-    unequal = PersonalizedMoE(Expert(), [Expert(), Expert(hidden=7)], LocalOnly(), momentum_sgd)
+    unequal = PersonalizedMoE(Expert(), [Expert(), Expert(hidden=7)], LocalOnly(), optimizer=momentum_sgd)
     for made, sentence in (
         (lambda: FedProto(weight=-1.0), "FedProto: weight is -1.0, but must be a finite number of at least 0."),
         (lambda: FedProto(prediction="mean"), "FedProto: prediction is 'mean', but must be head or prototype."),
