@@ -116,16 +116,25 @@ def check_sizes(owner: object, **sizes: Any) -> None:
 
 
 def check_number(
-    owner: object, name: str, value: Any, least: float | None = None, above: float | None = None, allowed: str = ""
+    owner: object,
+    name: str,
+    value: Any,
+    least: float | None = None,
+    above: float | None = None,
+    most: float | None = None,
+    below: float | None = None,
+    allowed: str = "",
 ) -> None:
-    """Refuses what is not a finite number in a range that has no upper end; None passes.
+    """Refuses what is not a finite number in a range; None passes.
 
     Args:
         owner: the object that the argument belongs to; the message names its class.
         name: name of the argument.
         value: its value.
-        least: the lowest value that is allowed; None if ``above`` is given.
+        least: the lowest value that is allowed.
         above: the value must be above this one.
+        most: the highest value that is allowed.
+        below: the value must be below this one.
         allowed: what is allowed, for the message; empty for the range in words.
 
     Raises:
@@ -133,10 +142,12 @@ def check_number(
     """
     if value is None:
         return
-    in_range = is_finite(value) and (least is None or value >= least) and (above is None or value > above)
-    if not in_range:
-        range_in_words = f"of at least {least}" if above is None else f"above {above}"
-        raise InvalidArgumentError(owner, name, value, allowed or f"a finite number {range_in_words}")
+    ends = {"of at least": least, "above": above, "at most": most, "below": below}
+    words = " and ".join(f"{end} {number}" for end, number in ends.items() if number is not None)
+    too_low = is_finite(value) and ((least is not None and value < least) or (above is not None and value <= above))
+    too_high = is_finite(value) and ((most is not None and value > most) or (below is not None and value >= below))
+    if not is_finite(value) or too_low or too_high:
+        raise InvalidArgumentError(owner, name, value, allowed or f"a finite number {words}")
 
 
 def check_choice(owner: object, name: str, value: Any, choices: tuple[str, ...]) -> None:

@@ -6,11 +6,11 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 
 import torch
-from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch import Generator, Tensor
 
 from fedmoe_pl.aggregation.aggregation import Cohort
 from fedmoe_pl.aggregation.robust import CollectingAggregation, RobustAggregation
+from fedmoe_pl.checks import InvalidArgumentError, check_number
 from fedmoe_pl.trees import Tree
 
 
@@ -38,8 +38,7 @@ class InnerProductManipulation(Attack):
     """
 
     def __init__(self, scale: float = 2.0) -> None:
-        if not scale > 0:
-            raise MisconfigurationException(f"InnerProductManipulation: scale is {scale}, but must be above 0.")
+        check_number(self, "scale", scale, above=0)
         self.scale = scale
 
     def __call__(self, honest: Tensor, generator: Generator) -> Tensor:
@@ -52,14 +51,9 @@ class ALittleIsEnough(Attack):
 
     Args:
         scale: z, the number of standard deviations.
-
-    Raises:
-        MisconfigurationException: if ``scale`` is 0.
     """
 
     def __init__(self, scale: float = 1.5) -> None:
-        if scale == 0:
-            raise MisconfigurationException("ALittleIsEnough: scale is 0, but must not be 0, which attacks nobody.")
         self.scale = scale
 
     def __call__(self, honest: Tensor, generator: Generator) -> Tensor:
@@ -78,8 +72,7 @@ class GaussianNoise(Attack):
     """
 
     def __init__(self, std: float = 1.0) -> None:
-        if not std > 0:
-            raise MisconfigurationException(f"GaussianNoise: std is {std}, but must be above 0.")
+        check_number(self, "std", std, above=0)
         self.std = std
 
     def __call__(self, honest: Tensor, generator: Generator) -> Tensor:
@@ -96,14 +89,9 @@ class UnderAttack(CollectingAggregation):
         attack: what they send.
         attackers: their ids.
         aggregation: aggregates all updates; None for the algorithm's weighted mean.
-
-    Raises:
-        MisconfigurationException: if ``attackers`` is empty.
     """
 
     def __init__(self, attack: Attack, attackers: Sequence[int], aggregation: RobustAggregation | None = None) -> None:
-        if not attackers:
-            raise MisconfigurationException("UnderAttack: attackers is [], but must have at least one id of a client.")
         self.attack = attack
         self.attackers = list(attackers)
         self.aggregation = aggregation
@@ -113,10 +101,8 @@ class UnderAttack(CollectingAggregation):
         """Refuses attackers that take no part."""
         absent = [client for client in self.attackers if client not in cohort.participants]
         if absent:
-            raise MisconfigurationException(
-                f"UnderAttack: attackers is {self.attackers}, but must be ids of clients that take part, which "
-                f"{absent[0]} is not."
-            )
+            because = f"{absent[0]} takes no part"
+            raise InvalidArgumentError(self, "attackers", self.attackers, "ids of clients that take part", because)
 
     def of_clients(
         self, clients: Sequence[int], vectors: Tensor, weights: Sequence[float], generator: Generator

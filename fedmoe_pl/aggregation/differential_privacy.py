@@ -26,6 +26,7 @@ from torch import Generator, Tensor
 from fedmoe_pl.aggregation.accountant import epsilon
 from fedmoe_pl.aggregation.aggregation import PREFIX, Aggregation, Cohort
 from fedmoe_pl.algorithms.client import Client, Update
+from fedmoe_pl.checks import InvalidArgumentError, check_number
 from fedmoe_pl.trees import Tree, mean_of_two
 
 _MAX_NORM, _BIT = PREFIX + "max_norm", PREFIX + "within_max_norm"
@@ -54,8 +55,7 @@ class DifferentialPrivacy(Aggregation):
             clients over 20.
 
     Raises:
-        MisconfigurationException: if a value is out of range, or if ``max_norm_lr`` or ``bit_noise`` is given without
-            ``quantile``.
+        MisconfigurationException: if a value is out of range.
     """
 
     poisson_sampling = True
@@ -76,36 +76,17 @@ class DifferentialPrivacy(Aggregation):
         self.quantile = quantile
         self.max_norm_lr = max_norm_lr
         self.bit_noise = bit_noise
-        self._check_arguments()
-
-    def _check_arguments(self) -> None:
-        allowed = {
-            "noise_multiplier": (0 <= self.noise_multiplier < math.inf, "a finite number of at least 0"),
-            "max_norm": (self.max_norm > 0, "above 0"),
-            "delta": (0 < self.delta < 1, "above 0 and below 1"),
-            "quantile": (self.quantile is None or 0 < self.quantile < 1, "above 0 and below 1, or None"),
-            "max_norm_lr": (self.max_norm_lr is None or 0 < self.max_norm_lr < math.inf, "a finite number above 0"),
-            "bit_noise": (self.bit_noise is None or 0 < self.bit_noise < math.inf, "a finite number above 0"),
-        }
-        for name, (is_allowed, words) in allowed.items():
-            if not is_allowed:
-                raise MisconfigurationException(
-                    f"DifferentialPrivacy: {name} is {getattr(self, name)}, but must be {words}."
-                )
-        for name in ("max_norm_lr", "bit_noise"):
-            if self.quantile is None and getattr(self, name) is not None:
-                raise MisconfigurationException(
-                    f"DifferentialPrivacy: {name} is {getattr(self, name)}, but must be left out without quantile."
-                )
-        if math.isinf(self.max_norm) and (self.noise_multiplier or self.quantile):
-            raise MisconfigurationException(
-                "DifferentialPrivacy: max_norm is inf, but must be finite with noise or quantile."
-            )
+        check_number(self, "noise_multiplier", noise_multiplier, least=0)
+        if not (math.isinf(max_norm) and max_norm > 0 and not noise_multiplier and quantile is None):
+            check_number(self, "max_norm", max_norm, above=0)  # infinite only without noise and quantile
+        check_number(self, "delta", delta, above=0, below=1)
+        check_number(self, "quantile", quantile, above=0, below=1)
+        check_number(self, "max_norm_lr", max_norm_lr, above=0)
+        check_number(self, "bit_noise", bit_noise, above=0)
 
     def check(self, shared: Tree, parameters: set[str], cohort: Cohort) -> None:
         """Refuses shared buffers, noise that hides no bits, and noise without Opacus."""
-        buffers = [name for name in shared if name not in parameters]
-        if buffers:
+        if buffers := [name for name in shared if name not in parameters]:
             raise MisconfigurationException(
                 f"DifferentialPrivacy: the buffer '{buffers[0]}' is shared, but must be kept by the clients, because "
                 "noise would break it; use FedBN, GroupNorm, or another `shared`."
@@ -124,19 +105,13 @@ class DifferentialPrivacy(Aggregation):
         return cohort.size / 20 if self.bit_noise is None else self.bit_noise
 
     def noise_of_changes(self, cohort: Cohort) -> float:
-        """The noise multiplier of the changes alone (Andrew et al., Theorem 1).
-
-        Raises:
-            MisconfigurationException: if the noise of the bits is so low that they alone would cost more.
-        """
+        """The noise multiplier of the changes alone (Andrew et al., Theorem 1); refuses bits that alone cost more."""
         bits = self.noise_of_bits(cohort)
         if self.quantile is None or not bits:
             return self.noise_multiplier
         if self.noise_multiplier >= 2 * bits:
-            raise MisconfigurationException(
-                f"DifferentialPrivacy: noise_multiplier is {self.noise_multiplier}, but must be below {2 * bits}, "
-                "twice the noise of the bits; raise bit_noise, or clients_per_round."
-            )
+            because = "this is twice the noise of the bits; raise bit_noise, or clients_per_round"
+            raise InvalidArgumentError(self, "noise_multiplier", self.noise_multiplier, f"below {2 * bits}", because)
         return (self.noise_multiplier**-2 - (2 * bits) ** -2) ** -0.5
 
     def epsilon(self, rounds: list[list[float]]) -> float:

@@ -21,11 +21,10 @@ bucketing draws from the global generator, and importing it takes seconds, with 
 from __future__ import annotations
 
 import torch
-from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch import Generator, Tensor
 
 from fedmoe_pl.aggregation.robust import RobustAggregation
-from fedmoe_pl.checks import check_at_least
+from fedmoe_pl.checks import check_at_least, check_number
 
 _MOST_STEPS = 1000  # of Weiszfeld's algorithm, which is slow if the median is close to a vector, but not at it
 _TOLERANCE = 1e-7  # the sum of distances is then above the smallest one by at most twice this share
@@ -125,8 +124,7 @@ class CenteredClipping(RobustAggregation):
     """
 
     def __init__(self, max_norm: float, iterations: int = 3) -> None:
-        if not max_norm > 0:
-            raise MisconfigurationException(f"CenteredClipping: max_norm is {max_norm}, but must be above 0.")
+        check_number(self, "max_norm", max_norm, above=0)
         check_at_least(self, "iterations", iterations, 1)
         self.max_norm = max_norm
         self.iterations = iterations

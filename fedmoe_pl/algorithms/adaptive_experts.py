@@ -21,14 +21,12 @@ this module follows the paper. Early stopping uses validation samples, never tes
 
 from __future__ import annotations
 
-from typing import Any
-
 from lightning.pytorch import LightningModule
 
 from fedmoe_pl.algorithms.algorithm import Algorithm
-from fedmoe_pl.algorithms.client import Client
-from fedmoe_pl.algorithms.clusters import best_cluster, check_first_place, choice_generator, experts_of, moved
+from fedmoe_pl.algorithms.client import Client, Constants
 from fedmoe_pl.algorithms.ifca import EpsilonGreedyIFCA
+from fedmoe_pl.algorithms.shared.clusters import best_cluster, check_first_place, choice_generator, experts_of, moved
 from fedmoe_pl.trees import Tree, check_names, load_tree
 
 
@@ -52,12 +50,12 @@ class FineTunedCluster(Algorithm):
 
     def check(self, module: LightningModule) -> None:
         """Refuses other models, gates that use more than the first expert, and patterns that match nothing of it."""
-        check_first_place(self, module)
+        check_first_place(module)
         super().check(module)
         names = [name for name in module.state_dict() if name.startswith("global_experts.0.")]
         self.trainable.check(names, "FineTunedCluster: trainable", "the chosen cluster's model, global_experts.0")
 
-    def client_init(self, client: Client, sent: Tree) -> dict[str, Any]:
+    def client_init(self, client: Client, sent: Tree) -> Constants:
         """Chooses the cluster before the first round in which the client trains."""
         super().client_init(client, sent)
         if client.round == 0 or not any(name.startswith("global_experts.0.") for name in client.state):

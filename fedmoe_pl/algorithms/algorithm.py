@@ -8,14 +8,14 @@ way, but only the module's tensors are loaded into a module.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, Literal, get_args
 
 from lightning.pytorch import LightningModule
 from torch import Tensor
 
-from fedmoe_pl.algorithms.client import Client, Update
+from fedmoe_pl.algorithms.client import Client, Constants, Exchange, LossAndMetrics, Update
 from fedmoe_pl.checks import check_choice
 from fedmoe_pl.data import FederatedDataModule
 from fedmoe_pl.trees import (
@@ -115,9 +115,8 @@ class Algorithm:
     def check(self, module: LightningModule) -> None:
         """Refuses a module that the algorithm cannot train; called before any training.
 
-        Raises:
-            MisconfigurationException: if a pattern of ``shared`` or ``trainable`` matches no tensor of the module, or
-                a tensor's name contains a "/".
+        By default, these are one in which a pattern of ``shared`` or ``trainable`` matches no tensor, and one with a
+        tensor whose name contains a "/".
         """
         check_names(module)
         self.shared.check(module.state_dict(), f"{type(self).__name__}: shared")
@@ -172,8 +171,7 @@ class Algorithm:
 
         Args:
             server: what ``server_init`` returned.
-            clients: the clients of the first round. Clients of one architecture have the same module, with the phase's
-                initial tensors; it may be changed.
+            clients: the clients of the first round, whose modules have the phase's initial tensors and may be changed.
         """
         return server
 
@@ -182,54 +180,38 @@ class Algorithm:
         return {}
 
     def server_send(self, server: Tree, client_id: int, request: Tree) -> Tree:
-        """The tensors that a client receives: by default the server's whole state.
-
-        Args:
-            server: the server's state.
-            client_id: the client's id.
-            request: what the client asked for, from ``client_request``.
-        """
+        """The tensors that a client receives, given its request; by default the server's whole state."""
         return server
 
     def client_samples(self, client: Client) -> Tensor:
         """Indices of the samples that the client trains on in this round; by default, all that are opted in."""
         return self.opted_in(client.id, client.samples, client.seed)
 
-    def client_init(self, client: Client, sent: Tree) -> dict[str, Any]:
+    def client_init(self, client: Client, sent: Tree) -> Constants:
         """Loads the tensors that were sent and kept, and draws a new gate if ``gate_starts_anew``.
 
         Returns:
-            Constants for the loss, with tensors on the CPU. Backends move them to the training's device.
+            Constants for the loss, with tensors on the CPU.
         """
         load_tree(client.module, of_module({**sent, **client.state}))
         if self.gate_starts_anew and client.round == 0:
             client.module.gate.reset_parameters()  # pyright: ignore[reportCallIssue, reportAttributeAccessIssue]
         return {}
 
-    def client_loss(
-        self, module: LightningModule, batch: Any, const: dict[str, Any]
-    ) -> tuple[Tensor, dict[str, Tensor]]:
+    def client_loss(self, module: LightningModule, batch: Any, const: Constants) -> LossAndMetrics:
         """The local loss, and other values by name; by default those of the module's ``loss(batch)``."""
         return module.loss(batch)  # pyright: ignore[reportCallIssue]
 
-    def validation_loss(self, module: LightningModule, batch: Any, const: dict[str, Any]) -> Tensor:
+    def validation_loss(self, module: LightningModule, batch: Any, const: Constants) -> Tensor:
         """The mean loss of validation samples, by default the module's own, without terms of the algorithm.
 
-        Args:
-            module: a module in eval mode.
-            batch: the samples.
-            const: what ``client_init`` returned; empty for the model that a client would use now. If this hook is not
-                overridden, the loss of the latter is that of the scores that ``predictor`` gives.
+        ``const`` is what ``client_init`` returned; empty for the model that a client would use now. If this hook is not
+        overridden, the loss of the latter is that of the scores that ``predictor`` gives.
         """
         return module.loss(batch)[0]  # pyright: ignore[reportCallIssue]
 
-    def client_final(self, client: Client, const: dict[str, Any]) -> Update:
-        """The tensors that the client sends and keeps, and its weight, as ``weighting`` says.
-
-        Args:
-            client: the client after its training.
-            const: what ``client_init`` returned, with tensors on the CPU.
-        """
+    def client_final(self, client: Client, const: Constants) -> Update:
+        """The tensors that the client sends and keeps after its training, and its weight, as ``weighting`` says."""
         state = client.module.state_dict()
         sent = {name: tensor.detach().cpu().clone() for name, tensor in state.items() if self.is_shared(name)}
         weight = self.client_weight(client.id, client.samples, client.seed)
@@ -239,11 +221,6 @@ class Algorithm:
         """The weight of a client's update, which any machine that knows the number of its samples can compute.
 
         The server of a deployed federation leaves out updates with another weight.
-
-        Args:
-            client_id: the client's id.
-            samples: indices of its training samples, shape (n,).
-            seed: the run's seed.
         """
         return len(self.opted_in(client_id, samples, seed)) if self.weighting == "samples" else 1
 
@@ -255,8 +232,8 @@ class Algorithm:
 
         Args:
             client_id: the client's id.
-            update: its update, of finite values, with the weight that ``client_weight`` gives. Those of its tensors
-                that the module has, too, have the same shapes and data types there.
+            update: its update, of finite values, with the weight that ``client_weight`` gives; tensors of the module
+                have the shapes and data types that they have there.
             initial: the phase's initial tensors of the client's module.
             datamodule: stands for the data of all clients: how many samples and classes there are.
         """
@@ -284,11 +261,7 @@ class Algorithm:
         return {**server, **combined.sent}
 
     def is_over(self, server: Tree) -> bool:
-        """Whether the phase ends before its last round: no, by default.
-
-        Args:
-            server: the server's state after a round.
-        """
+        """Whether the phase ends before its last round, given the state after a round: no, by default."""
         return False
 
     def server_final(self, server: Tree) -> Tree:
@@ -302,11 +275,8 @@ class Algorithm:
     def client_after_aggregation(self, client: Client, sent: Tree) -> Tree:
         """The tensors that a client of the round keeps after a step of its own on the new server's state.
 
-        By default, it takes no such step. If this is overridden, the client receives the server's state once more.
-
-        Args:
-            client: the client, with the model that it would use now, on the CPU.
-            sent: the tensors that the server sent after aggregation.
+        By default, it takes no such step. If this is overridden, the client receives the server's state once more,
+        which is ``sent``; its module is the one that it would use now, on the CPU.
         """
         return client.state
 
@@ -317,9 +287,7 @@ class Algorithm:
         """
         return False
 
-    def exchange(
-        self, server: Tree, clients: Collection[int], round: int
-    ) -> Iterator[tuple[int, Tree, Mapping[int, Sequence[str]]]]:
+    def exchange(self, server: Tree, clients: Collection[int], round: int) -> Exchange:
         """Says what clients receive at the end of a round, from the server and from each other; by default nothing.
 
         Args:
@@ -328,41 +296,32 @@ class Algorithm:
             round: the round, counted from 0.
 
         Yields:
-            A client, the tensors that the server sends it, and the parts of modules that it receives from other clients
-            as they are after local training, such as ``experts.3``, by the sender's id. Clients keep all tensors of
-            such parts, and ``is_exchanged`` declares them.
+            A client, the tensors that the server sends it, and by sender's id the parts of modules, such as
+            ``experts.3``, that it receives from other clients as they are after local training. Clients keep all
+            tensors of such parts, and ``is_exchanged`` declares them.
         """
         yield from ()
 
     def client_exchange(self, client_id: int, kept: Tree, sent: Tree) -> Tree:
         """The tensors that a client keeps in place of its own after an exchange: by default those that it received.
 
-        Args:
-            client_id: the client's id.
-            kept: the tensors that it keeps; those that are not replaced, it keeps on.
-            sent: what the server sent it, and what it received from others, each with the sender's id and a dot before
-                its name.
+        ``sent`` has what the server sent it, and what it received from others, with the sender's id and a dot before
+        each name. It goes on to keep what is not replaced.
         """
         return sent
 
     def personal_tensors(self, client: Client, server: Tree) -> Tree:
         """The tensors of the model that a client would use now: those that it kept, and the others from the server.
 
-        Args:
-            client: the client, with the phase's module and its initial tensors.
-            server: the server's state.
+        The client has the phase's module with its initial tensors.
         """
         return of_module({**self.received(server, client.id, client.state), **client.state})
 
     def predictor(self, client: Client, server: Tree) -> Callable[[Tensor], Tensor]:
         """How a client predicts, from samples (n, ...) to scores (n, C); by default its module's forward pass.
 
-        Another one may for instance find the nearest prototype. It is evaluated without gradients.
-
-        Args:
-            client: the client; its module has the tensors that it would use now, in eval mode, on the device of the
-                samples. Other tensors are on the CPU.
-            server: the server's state.
+        Another one may for instance find the nearest prototype. It is evaluated without gradients. The client's module
+        has the tensors that it would use now, in eval mode, on the device of the samples; other tensors are on the CPU.
         """
         return client.module
 

@@ -23,15 +23,14 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import LightningModule
 from torch import Tensor
 from torch.func import functional_call
 
 from fedmoe_pl.algorithms.algorithm import Weighting
-from fedmoe_pl.algorithms.client import Client, Update
-from fedmoe_pl.algorithms.parts import expert_loss, logits_loss, trained_parameters, training_gradient
-from fedmoe_pl.algorithms.personal_model import PersonalModel
+from fedmoe_pl.algorithms.client import Client, Constants, LossAndMetrics, Update
+from fedmoe_pl.algorithms.shared.parts import expert_loss, logits_loss, trained_parameters, training_gradient
+from fedmoe_pl.algorithms.shared.personal_model import PersonalModel
 from fedmoe_pl.checks import check_number
 from fedmoe_pl.trees import Tree, difference, inner_product, subtree, with_prefix
 
@@ -63,14 +62,13 @@ class APFL(PersonalModel):
     computed_parts = ("local_expert",)
 
     def __init__(self, alpha: float = 0.5, alpha_lr: float = 0.0, weighting: Weighting = "uniform") -> None:
-        if not 0 <= alpha <= 1:
-            raise MisconfigurationException(f"APFL: alpha is {alpha}, but must be from 0 to 1.")
+        check_number(self, "alpha", alpha, least=0, most=1)
         check_number(self, "alpha_lr", alpha_lr, least=0)
         super().__init__(weighting)
         self.alpha = alpha
         self.alpha_lr = alpha_lr
 
-    def client_init(self, client: Client, sent: Tree) -> dict[str, Any]:
+    def client_init(self, client: Client, sent: Tree) -> Constants:
         """Loads ``w`` and ``v``; returns ``alpha`` after its step: ``alpha - alpha_lr <df(v-bar), v - w>``."""
         super().client_init(client, sent)
         v = trained_parameters(client.module, "local_expert")
@@ -83,9 +81,7 @@ class APFL(PersonalModel):
             alpha = (alpha - self.alpha_lr * slope).clamp(0, 1)
         return {"alpha": alpha}
 
-    def client_loss(
-        self, module: LightningModule, batch: Any, const: dict[str, Any]
-    ) -> tuple[Tensor, dict[str, Tensor]]:
+    def client_loss(self, module: LightningModule, batch: Any, const: Constants) -> LossAndMetrics:
         """The losses of ``w`` and of the mixture, in which ``w`` is a constant."""
         (x, y), part = batch, module.get_submodule("local_expert")
         v, w = (dict(module.get_submodule(expert).named_parameters()) for expert in ("local_expert", "global_expert"))
@@ -93,7 +89,7 @@ class APFL(PersonalModel):
         of_mixture = logits_loss(module, functional_call(part, mixture, (x,)), y)
         return expert_loss(module, "global_expert", batch)[0] + of_mixture, {}
 
-    def client_final(self, client: Client, const: dict[str, Any]) -> Update:
+    def client_final(self, client: Client, const: Constants) -> Update:
         """Sends ``w``; keeps ``v`` and ``alpha``."""
         update = super().client_final(client, const)
         update.state[_ALPHA] = const["alpha"]

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from lightning.pytorch import LightningModule
@@ -12,6 +14,12 @@ from fedmoe_pl.data import FederatedDataModule, SampleBatches
 from fedmoe_pl.seeds import derive_seed
 from fedmoe_pl.trees import Tree
 
+Constants = dict[str, Any]
+"""What ``client_init`` returns for the loss; backends move its tensors to the training's device."""
+LossAndMetrics = tuple[Tensor, dict[str, Tensor]]
+"""A loss of shape (), and other values by name."""
+Exchange = Iterator[tuple[int, Tree, Mapping[int, Sequence[str]]]]
+"""Clients, what the server sends each of them, and which parts it receives from other clients, by their ids."""
 _SPLIT = 2  # separates the random numbers of a client's split from those of its training
 
 

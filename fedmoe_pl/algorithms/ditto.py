@@ -18,12 +18,11 @@ from __future__ import annotations
 from typing import Any
 
 from lightning.pytorch import LightningModule
-from torch import Tensor
 
 from fedmoe_pl.algorithms.algorithm import Weighting
-from fedmoe_pl.algorithms.client import Client
-from fedmoe_pl.algorithms.parts import expert_loss, trained_parameters
-from fedmoe_pl.algorithms.personal_model import PersonalModel
+from fedmoe_pl.algorithms.client import Client, Constants, LossAndMetrics
+from fedmoe_pl.algorithms.shared.parts import expert_loss, trained_parameters
+from fedmoe_pl.algorithms.shared.personal_model import PersonalModel
 from fedmoe_pl.checks import check_number
 from fedmoe_pl.trees import Tree, squared_distance, subtree
 
@@ -49,15 +48,13 @@ class Ditto(PersonalModel):
         super().__init__(weighting)
         self.weight = weight
 
-    def client_init(self, client: Client, sent: Tree) -> dict[str, Any]:
+    def client_init(self, client: Client, sent: Tree) -> Constants:
         """Loads the tensors; returns the parameters ``w_t`` for the loss."""
         super().client_init(client, sent)
         received = subtree(sent, "global_expert.")
         return {"received": {name: received[name] for name in trained_parameters(client.module, "local_expert")}}
 
-    def client_loss(
-        self, module: LightningModule, batch: Any, const: dict[str, Any]
-    ) -> tuple[Tensor, dict[str, Tensor]]:
+    def client_loss(self, module: LightningModule, batch: Any, const: Constants) -> LossAndMetrics:
         """The losses of ``w`` and ``v``, and the term that keeps ``v`` near ``w_t``."""
         v = dict(module.get_submodule("local_expert").named_parameters())
         of_w, of_v = (expert_loss(module, expert, batch)[0] for expert in ("global_expert", "local_expert"))

@@ -21,13 +21,12 @@ from __future__ import annotations
 from typing import Any, Literal, get_args
 
 import torch
-from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import LightningModule
 from torch import Tensor
 
 from fedmoe_pl.algorithms.algorithm import Algorithm
-from fedmoe_pl.algorithms.checks import check_only_expert
-from fedmoe_pl.algorithms.class_means import (
+from fedmoe_pl.algorithms.client import Client, Constants, LossAndMetrics, Update
+from fedmoe_pl.algorithms.shared.class_means import (
     class_means,
     combine_class_means,
     mean_of_known,
@@ -35,9 +34,9 @@ from fedmoe_pl.algorithms.class_means import (
     received_means,
     rows_of_labels,
 )
-from fedmoe_pl.algorithms.client import Client, Update
-from fedmoe_pl.algorithms.parts import expert_prefix, logits_loss
-from fedmoe_pl.checks import check_number
+from fedmoe_pl.algorithms.shared.parts import expert_prefix, logits_loss
+from fedmoe_pl.algorithms.shared.requirements import check_only_expert
+from fedmoe_pl.checks import check_choice, check_number
 from fedmoe_pl.data import FederatedDataModule
 from fedmoe_pl.trees import Tree, subtree, with_prefix
 
@@ -69,8 +68,7 @@ class FD(Algorithm):
 
     def __init__(self, expert: str = "global_expert", weight: float = 0.1, outputs: Outputs = "probabilities") -> None:
         check_number(self, "weight", weight, least=0)
-        if outputs not in get_args(Outputs):
-            raise MisconfigurationException(f"FD: outputs is '{outputs}', but must be probabilities or logits.")
+        check_choice(self, "outputs", outputs, get_args(Outputs))
         super().__init__(trainable=f"{expert_prefix(expert)}*", weighting="uniform")
         self.expert = expert
         self.weight = weight
@@ -90,7 +88,7 @@ class FD(Algorithm):
         means = {name: tensor for name, tensor in server.items() if name.startswith(_OUTPUTS)}
         return means and {**means, _INCLUDED: torch.tensor(f"{_SENDERS}{client_id}" in server)}
 
-    def client_init(self, client: Client, sent: Tree) -> dict[str, Any]:
+    def client_init(self, client: Client, sent: Tree) -> Constants:
         """Loads the client's own model; returns the mean outputs of the other clients."""
         super().client_init(client, sent)
         targets, known = received_means(client, sent, _OUTPUTS)
@@ -103,9 +101,7 @@ class FD(Algorithm):
             targets = total / others.clamp(min=1)[:, None]
         return {"targets": targets, "known": known}
 
-    def client_loss(
-        self, module: LightningModule, batch: Any, const: dict[str, Any]
-    ) -> tuple[Tensor, dict[str, Tensor]]:
+    def client_loss(self, module: LightningModule, batch: Any, const: Constants) -> LossAndMetrics:
         """Cross-entropy and the weighted distance to the targets."""
         x, y = batch
         logits = module.get_submodule(self.expert)(x)
@@ -116,7 +112,7 @@ class FD(Algorithm):
             distances = (logits - targets).square().mean(1)
         return logits_loss(module, logits, y) + self.weight * mean_of_known(distances, y, const["known"]), {}
 
-    def client_final(self, client: Client, const: dict[str, Any]) -> Update:
+    def client_final(self, client: Client, const: Constants) -> Update:
         """Sends the mean outputs of its classes, and keeps them with its model."""
         outputs = class_means(client, self._outputs, _OUTPUTS, per_client=True)
         remembered = with_prefix(subtree(outputs, _OUTPUTS), _OWN)

@@ -16,18 +16,16 @@ normalization        local model
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
-from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import LightningModule
 from torch.func import functional_call
 
 from fedmoe_pl.algorithms.algorithm import Algorithm
-from fedmoe_pl.algorithms.checks import check_only_expert
-from fedmoe_pl.algorithms.client import Client, Update
-from fedmoe_pl.algorithms.parts import expert_prefix, floor_of_share, logits_loss
-from fedmoe_pl.checks import check_at_least, is_finite
+from fedmoe_pl.algorithms.client import Client, Constants, Update
+from fedmoe_pl.algorithms.shared.parts import expert_prefix, floor_of_share, logits_loss
+from fedmoe_pl.algorithms.shared.requirements import check_only_expert
+from fedmoe_pl.checks import check_at_least, check_number
 from fedmoe_pl.trees import Tree, copy_module, load_tree, subtree, with_prefix
 
 _LOCAL, _WEIGHTS = "ala/local/", "ala/weights/"  # prefixes of a parameter's name: theta_l and W
@@ -67,18 +65,11 @@ class FedALA(Algorithm):
         max_passes: int = 100,
         batch_size: int | None = None,
     ) -> None:
-        for name, value, lowest in (
-            ("last_parameters", last_parameters, 0),
-            ("eta", eta, 0),
-            ("max_passes", max_passes, 1),
-        ):
-            if not (is_finite(value) and value >= lowest):
-                raise MisconfigurationException(f"FedALA: {name} is {value}, but must be at least {lowest}.")
+        check_at_least(self, "last_parameters", last_parameters, 0)
+        check_number(self, "eta", eta, least=0)
+        check_number(self, "sample_share", sample_share, above=0, most=1)
+        check_at_least(self, "max_passes", max_passes, 1)
         check_at_least(self, "batch_size", batch_size, 1)
-        if not 0 < sample_share <= 1:
-            raise MisconfigurationException(
-                f"FedALA: sample_share is {sample_share}, but must be above 0 and at most 1."
-            )
         patterns = f"{expert_prefix(expert)}*"
         super().__init__(patterns, patterns)
         self.expert = expert
@@ -90,24 +81,18 @@ class FedALA(Algorithm):
         self.batch_size = batch_size
 
     def check(self, module: LightningModule) -> None:
-        """Refuses a module without the expert, a trained gate, and more parameters to mix than there are."""
+        """Refuses a module without the expert, and a trained gate."""
         check_only_expert(self, module, self.expert)
-        parameters = len([*module.get_submodule(self.expert).parameters()])
-        if self.last_parameters > parameters:
-            raise MisconfigurationException(
-                f"FedALA: last_parameters is {self.last_parameters}, but must be at most {parameters}, the number of "
-                "the expert's parameters."
-            )
         super().check(module)
 
-    def client_init(self, client: Client, sent: Tree) -> dict[str, Any]:
+    def client_init(self, client: Client, sent: Tree) -> Constants:
         """Loads the mixture of the received and the local model."""
         super().client_init(client, sent)
         mixed, weights = self._mix(client, sent)
         load_tree(client.module, mixed)
         return {"weights": weights}
 
-    def client_final(self, client: Client, const: dict[str, Any]) -> Update:
+    def client_final(self, client: Client, const: Constants) -> Update:
         """Keeps the trained model's last parameters and the weights, if they were learned."""
         update = super().client_final(client, const)
         local = {name: update.sent[name] for name in const["weights"]}

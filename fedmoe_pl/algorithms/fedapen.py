@@ -16,19 +16,18 @@ learning rate          0.01 * 0.99^t in round t                        ``round_l
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import torch
-from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import LightningModule
 from torch import Tensor
 from torch.func import grad
 
 from fedmoe_pl.algorithms.algorithm import Algorithm, Weighting
-from fedmoe_pl.algorithms.checks import check_both_experts
-from fedmoe_pl.algorithms.client import Client
-from fedmoe_pl.algorithms.parts import both_logits, distillation_loss, logits_loss, set_aside
+from fedmoe_pl.algorithms.client import Client, Constants, LossAndMetrics
+from fedmoe_pl.algorithms.shared.parts import both_logits, distillation_loss, logits_loss, set_aside
+from fedmoe_pl.algorithms.shared.requirements import check_both_experts, check_mixing
+from fedmoe_pl.checks import InvalidArgumentError, check_at_least, check_number
 from fedmoe_pl.models import MixtureWeights
 from fedmoe_pl.trees import Tree
 
@@ -66,13 +65,9 @@ class FedAPEN(Algorithm):
         shared: str | list[str] = "global_expert.*",
         weighting: Weighting = "uniform",
     ) -> None:
-        for name, value, allowed, is_allowed in (
-            ("adaptability_fraction", adaptability_fraction, "above 0 and below 1", 0 < adaptability_fraction < 1),
-            ("weight_lr", weight_lr, "at least 0", 0 <= weight_lr < math.inf),
-            ("weight_epochs", weight_epochs, "at least 1", weight_epochs >= 1),
-        ):
-            if not is_allowed:
-                raise MisconfigurationException(f"FedAPEN: {name} is {value}, but must be {allowed}.")
+        check_number(self, "adaptability_fraction", adaptability_fraction, above=0, below=1)
+        check_number(self, "weight_lr", weight_lr, least=0)
+        check_at_least(self, "weight_epochs", weight_epochs, 1)
         super().__init__(shared, weighting=weighting)
         self.adaptability_fraction = adaptability_fraction
         self.weight_lr = weight_lr
@@ -82,20 +77,15 @@ class FedAPEN(Algorithm):
         """Refuses patterns that match nothing, and other models than two experts whose logits have such weights."""
         check_both_experts(self, module)
         if not isinstance(gate := getattr(module, "gate", None), MixtureWeights):
-            raise MisconfigurationException(
-                f"FedAPEN: gate is {type(gate).__name__}, but must be MixtureWeights, which has each client's weights."
-            )
-        if getattr(module, "mixing", None) != "logits":
-            raise MisconfigurationException(f"FedAPEN: mixing is '{module.mixing}', but must be logits.")
+            raise InvalidArgumentError(module, "gate", gate, "MixtureWeights, which has each client's weights")
+        check_mixing(self, module, "logits")
         super().check(module)
 
     def client_samples(self, client: Client) -> Tensor:
         """All samples but those that are set aside."""
         return set_aside(client, self.adaptability_fraction, _ADAPTABILITY)[1]
 
-    def client_loss(
-        self, module: LightningModule, batch: Any, const: dict[str, Any]
-    ) -> tuple[Tensor, dict[str, Tensor]]:
+    def client_loss(self, module: LightningModule, batch: Any, const: Constants) -> LossAndMetrics:
         """The sum of both models' losses; their gradients do not interact."""
         x, y = batch
         private, shared = both_logits(module, x)

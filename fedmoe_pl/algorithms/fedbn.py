@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any
-
-from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import LightningModule
 
 from fedmoe_pl.algorithms.algorithm import Algorithm, Weighting
-from fedmoe_pl.algorithms.client import Client
+from fedmoe_pl.algorithms.client import Client, Constants
+from fedmoe_pl.checks import InvalidArgumentError
 from fedmoe_pl.models.normalization import batch_norm_names
 from fedmoe_pl.trees import Tree
 
@@ -39,11 +37,8 @@ class FedBN(Algorithm):
         super().check(module)
         self._private = batch_norm_names(module)
         if not any(name in self.shared for name in self._private):
-            where = "some elsewhere" if self._private else "none"
-            raise MisconfigurationException(
-                f"FedBN: shared is '{', '.join(self.shared.patterns)}', but must match batch normalization, "
-                f"without which this is FedAvg; {type(module).__name__} has {where}."
-            )
+            because = f"without it this is FedAvg; {type(module).__name__} has {len(self._private)} such tensors"
+            raise InvalidArgumentError(self, "shared", self.shared.patterns, "of batch normalization, too", because)
 
     def is_shared(self, name: str) -> bool:
         """Whether ``shared`` matches the name, unless it belongs to batch normalization."""
@@ -54,7 +49,7 @@ class FedBN(Algorithm):
         self._private = batch_norm_names(module)
         return super().server_init(module)
 
-    def client_init(self, client: Client, sent: Tree) -> dict[str, Any]:
+    def client_init(self, client: Client, sent: Tree) -> Constants:
         """Loads the tensors; finds the layers again, because a resumed phase has no ``server_init``."""
         self._private = batch_norm_names(client.module)
         return super().client_init(client, sent)

@@ -12,11 +12,11 @@ new clients         estimate pi until it converges         one estimate per eval
 
 from __future__ import annotations
 
-from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import LightningModule
 from torch import Tensor
 
-from fedmoe_pl.algorithms.expectation_maximization import ExpectationMaximization
+from fedmoe_pl.algorithms.shared.expectation_maximization import ExpectationMaximization
+from fedmoe_pl.checks import InvalidArgumentError
 from fedmoe_pl.models import SparseMoE
 
 
@@ -34,10 +34,9 @@ class FedEM(ExpectationMaximization):
         super().check(module)
         assert isinstance(module, SparseMoE)
         if [*module.embedding.parameters()]:
-            raise MisconfigurationException(
-                f"FedEM: embedding is a {type(module.embedding).__name__}, but must be a torch.nn.Identity or another "
-                "module without parameters; PFedMM trains an embedding."
-            )
+            because = "FedEM has no shared parameters; PFedMM trains an embedding"
+            allowed = "a torch.nn.Identity or another module without parameters"
+            raise InvalidArgumentError(module, "embedding", module.embedding, allowed, because)
 
     def embedded(self, module: SparseMoE, x: Tensor) -> Tensor:
         """The inputs."""

@@ -28,8 +28,8 @@ import torch.nn.functional as F
 from lightning.pytorch import LightningModule
 from torch import Tensor
 
-from fedmoe_pl.algorithms.client import Client
-from fedmoe_pl.algorithms.shared_experts import SharedExperts, expert_of, mixture_loss
+from fedmoe_pl.algorithms.client import Client, Constants, LossAndMetrics
+from fedmoe_pl.algorithms.shared.shared_experts import SharedExperts, expert_of, mixture_loss
 from fedmoe_pl.trees import Tree, subtree, with_prefix
 
 _CLIENTS = "anchors/clients"  # the anchor client of each expert, int64 (anchors,)
@@ -98,13 +98,11 @@ class FedJETs(SharedExperts):
             scores = scores.index_fill(0, sent[_EXPERT], torch.inf)
         return super().preferred(scores, sent)
 
-    def client_init(self, client: Client, sent: Tree) -> dict[str, Any]:
+    def client_init(self, client: Client, sent: Tree) -> Constants:
         """Loads the tensors and ranks the experts; -1 stands for no anchor."""
         return {**super().client_init(client, sent), "anchor": int(sent.get(_EXPERT, -1))}
 
-    def client_loss(
-        self, module: LightningModule, batch: Any, const: dict[str, Any]
-    ) -> tuple[Tensor, dict[str, Tensor]]:
+    def client_loss(self, module: LightningModule, batch: Any, const: Constants) -> LossAndMetrics:
         """The negative log-likelihood of the client's mixture, and an anchor's term."""
         loss, weights, _ = mixture_loss(module, batch, const["experts"])
         if const["anchor"] < 0:

@@ -21,20 +21,24 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
-from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import LightningModule
 from torch import Tensor
 
 from fedmoe_pl.algorithms.algorithm import Algorithm, Weighting
-from fedmoe_pl.algorithms.checks import check_both_experts, check_fixed_gate
-from fedmoe_pl.algorithms.client import Client, Update
-from fedmoe_pl.algorithms.low_rank import compressed, expanded
-from fedmoe_pl.algorithms.parts import both_logits, distillation_loss, logits_loss, mean_of_labelled, split_expert
+from fedmoe_pl.algorithms.client import Client, Constants, LossAndMetrics, Update
+from fedmoe_pl.algorithms.shared.low_rank import compressed, expanded
+from fedmoe_pl.algorithms.shared.parts import (
+    both_logits,
+    distillation_loss,
+    logits_loss,
+    mean_of_labelled,
+    split_expert,
+)
+from fedmoe_pl.algorithms.shared.requirements import check_both_experts, check_fixed_gate
+from fedmoe_pl.checks import InvalidArgumentError, check_number
 from fedmoe_pl.data import FederatedDataModule
-from fedmoe_pl.models.mixtures.architectures import Architectures
 from fedmoe_pl.trees import (
     Tree,
-    copy_module,
     difference,
     mean_of_two,
     of_module,
@@ -85,9 +89,8 @@ class FedKD(Algorithm):
         shared: str | list[str] = "global_expert.*",
         weighting: Weighting = "uniform",
     ) -> None:
-        for name, energy in {"energy_start": energy_start, "energy_end": energy_end}.items():
-            if not 0 < energy <= 1:
-                raise MisconfigurationException(f"FedKD: {name} is {energy}, but must be above 0 and at most 1.")
+        check_number(self, "energy_start", energy_start, above=0, most=1)
+        check_number(self, "energy_end", energy_end, above=0, most=1)
         super().__init__(shared, weighting=weighting)
         if energy_start != energy_end:
             self.needs += ("fixed_rounds",)
@@ -100,8 +103,6 @@ class FedKD(Algorithm):
         check_both_experts(self, module, splits=self.hidden_states)
         check_fixed_gate(self, module)
         super().check(module)
-        if self.hidden_states:
-            self._check_features(copy_module(module).eval())
 
     def server_begin(self, server: Tree, clients: Iterable[Client]) -> Tree:
         """Counts the rounds from here on."""
@@ -113,13 +114,11 @@ class FedKD(Algorithm):
             return of_module(server)
         return {name: tensor for name, tensor in server.items() if name.startswith(_UPDATE)}
 
-    def client_init(self, client: Client, sent: Tree) -> dict[str, Any]:
+    def client_init(self, client: Client, sent: Tree) -> Constants:
         """Applies the update to the client's copy of the student."""
         return super().client_init(client, self._student(client.state, sent))
 
-    def client_loss(
-        self, module: LightningModule, batch: Any, const: dict[str, Any]
-    ) -> tuple[Tensor, dict[str, Tensor]]:
+    def client_loss(self, module: LightningModule, batch: Any, const: Constants) -> LossAndMetrics:
         """The sum of both models' losses; their gradients do not interact."""
         x, y = batch
         if self.hidden_states:
@@ -137,7 +136,7 @@ class FedKD(Algorithm):
         divisor = cross_entropy.detach().clamp_min(torch.finfo(cross_entropy.dtype).eps)  # it may be rounded to 0
         return cross_entropy + mutual / divisor, {}
 
-    def client_final(self, client: Client, const: dict[str, Any]) -> Update:
+    def client_final(self, client: Client, const: Constants) -> Update:
         """Sends the compressed update of the student, and keeps the student that it was added to."""
         student = self._student(client.state, client.loaded)
         update = super().client_final(client, const)
@@ -188,25 +187,11 @@ class FedKD(Algorithm):
         done = min((round + 1) / rounds, 1)  # a run may be continued with more rounds than it began with
         return self.energy_start + done * (self.energy_end - self.energy_start)
 
-    @torch.no_grad()
-    def _check_features(self, module: LightningModule) -> None:
-        """Refuses features of different shapes, if the student tells the shape of its input."""
-        student, teachers = module.get_submodule("global_expert"), module.get_submodule("local_expert")
-        if (input_shape := getattr(student, "input_shape", None)) is None:
-            return  # the first batch tells
-        dtype = getattr(student, "input_dtype", next(student.parameters()).dtype)
-        x, y = torch.zeros(1, *input_shape, dtype=dtype), torch.zeros(1)
-        small_features = student.get_submodule("extractor")(x)
-        for teacher in teachers.present.values() if isinstance(teachers, Architectures) else [teachers]:
-            self._distance(teacher.get_submodule("extractor")(x), small_features, y)
-
     def _distance(self, features: Tensor, other: Tensor, y: Tensor) -> Tensor:
         """The mean squared difference of features (B, ...) over all values."""
         if features.shape != other.shape:
             shapes = " and ".join(str(tuple(tensor.shape[1:])) for tensor in (features, other))
-            raise MisconfigurationException(
-                f"FedKD: hidden_states is True, but must be False for features of shapes {shapes}."
-            )
+            raise InvalidArgumentError(self, "hidden_states", True, f"False for features of shapes {shapes}")
         return mean_of_labelled((features - other).square().flatten(1).mean(1), y)
 
 

@@ -24,9 +24,9 @@ import torch.nn.functional as F
 from lightning.pytorch import LightningModule
 from torch import Tensor
 
-from fedmoe_pl.algorithms.client import Client
-from fedmoe_pl.algorithms.parts import evaluation_copy
-from fedmoe_pl.algorithms.shared_experts import SharedExperts, mixture_loss
+from fedmoe_pl.algorithms.client import Client, Constants, LossAndMetrics
+from fedmoe_pl.algorithms.shared.parts import evaluation_copy
+from fedmoe_pl.algorithms.shared.shared_experts import SharedExperts, mixture_loss
 from fedmoe_pl.checks import check_number
 from fedmoe_pl.models import SparseMoE
 
@@ -52,9 +52,7 @@ class FedMix(SharedExperts):
         super().__init__(experts_per_client)
         self.entropy_weight = entropy_weight
 
-    def client_loss(
-        self, module: LightningModule, batch: Any, const: dict[str, Any]
-    ) -> tuple[Tensor, dict[str, Tensor]]:
+    def client_loss(self, module: LightningModule, batch: Any, const: Constants) -> LossAndMetrics:
         """The negative log-likelihood of the client's mixture, minus the weighted entropy."""
         loss, _, weights = mixture_loss(module, batch, const["experts"])
         labelled = (batch[1] != -100).to(weights.dtype)

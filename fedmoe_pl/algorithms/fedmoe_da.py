@@ -16,18 +16,17 @@ evaluation            not mentioned                                   before the
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from typing import Any, Literal
+from collections.abc import Collection, Sequence
+from typing import Literal
 
 import torch
-from lightning.fabric.utilities.exceptions import MisconfigurationException
+import torch.nn.functional as F
 from lightning.pytorch import LightningModule
 from torch import Tensor
 
-from fedmoe_pl.algorithms.aggregation import aggregation_rows
 from fedmoe_pl.algorithms.algorithm import Algorithm
-from fedmoe_pl.algorithms.client import Client, Update
-from fedmoe_pl.checks import check_at_least, check_choice, check_number
+from fedmoe_pl.algorithms.client import Client, Constants, Exchange, Update
+from fedmoe_pl.checks import InvalidArgumentError, check_at_least, check_choice, check_number
 from fedmoe_pl.data import FederatedDataModule
 from fedmoe_pl.models import ProxyGate, SparseMoE
 from fedmoe_pl.models.layers import draw_anew
@@ -75,8 +74,7 @@ class FedMoEDA(Algorithm):
         trainable: glob patterns of the parameters that are trained. An embedding that is not trained is not sent.
 
     Raises:
-        MisconfigurationException: if ``top_p``, ``interval`` or ``temperature`` is out of range, or an argument has no
-            effect because ``top_p`` is 0.
+        MisconfigurationException: if ``top_p``, ``interval`` or ``temperature`` is out of range.
     """
 
     needs = ("all_clients",)
@@ -93,21 +91,11 @@ class FedMoEDA(Algorithm):
         shared_init: bool = True,
         trainable: str | list[str] = "*",
     ) -> None:
-        if top_p != "all" and top_p < 0:
-            raise MisconfigurationException(f"FedMoEDA: top_p is {top_p}, but must be a number of at least 0 or 'all'.")
+        if top_p != "all":
+            check_at_least(self, "top_p", top_p, 0)
         check_at_least(self, "interval", interval, 1)
         check_number(self, "temperature", temperature, above=0)
         check_choice(self, "similarity", similarity, ("proxies", "updates"))
-        for name, value, default in (
-            ("temperature", temperature, 1),
-            ("similarity", similarity, "proxies"),
-            ("sync_matrix", sync_matrix, False),
-            ("exclude_own_client", exclude_own_client, False),
-        ):
-            if top_p == 0 and value != default:
-                raise MisconfigurationException(
-                    f"FedMoEDA: {name} is {value}, but must be left out with top_p 0, because no experts are averaged."
-                )
         super().__init__(trainable=trainable, weighting="uniform")
         self.top_p: int | Literal["all"] = top_p
         self.interval = self.message_period = interval
@@ -120,21 +108,11 @@ class FedMoEDA(Algorithm):
     def check(self, module: LightningModule) -> None:
         """Refuses a model without proxies, patterns that match nothing, and updates of layers that are not trained."""
         if not isinstance(module, SparseMoE) or not isinstance(module.gate, ProxyGate):
-            gate = f" with a {type(module.gate).__name__}" if isinstance(module, SparseMoE) else ""
-            raise MisconfigurationException(
-                f"FedMoEDA: model is a {type(module).__name__}{gate}, but must be a SparseMoE with its own gate."
-            )
+            raise InvalidArgumentError(self, "model", module, "a SparseMoE with its own gate")
         super().check(module)
-        if self.similarity != "updates":
-            return
-        if next(module.expert.parameters(), None) is None:
-            raise MisconfigurationException(
-                "FedMoEDA: similarity is 'updates', but must be 'proxies', because the experts have no parameters."
-            )
-        if frozen := [name for name in _last_layers(module) if name not in self.trainable]:
-            raise MisconfigurationException(
-                f"FedMoEDA: similarity is 'updates', but must be 'proxies', because {frozen[0]} is not trained."
-            )
+        layers = _last_layers(module) if self.similarity == "updates" else {}
+        if frozen := [name for name in layers if name not in self.trainable]:
+            raise InvalidArgumentError(self, "similarity", "updates", "'proxies'", f"{frozen[0]} is not trained")
 
     def is_shared(self, name: str) -> bool:
         """The embedding, unless it is frozen."""
@@ -144,7 +122,7 @@ class FedMoEDA(Algorithm):
         """The embedding."""
         return {name: tensor for name, tensor in server.items() if self.is_shared(name)}
 
-    def client_init(self, client: Client, sent: Tree) -> dict[str, Any]:
+    def client_init(self, client: Client, sent: Tree) -> Constants:
         """Step 1: loads the embedding and the tensors that the client kept; may draw its initial gate and experts."""
         begins = client.round == 0 or not any(name.startswith("experts.") for name in client.state)
         if begins and not self.shared_init:
@@ -155,7 +133,7 @@ class FedMoEDA(Algorithm):
             const["last_layers"] = {name: layer.cpu().clone() for name, layer in _last_layers(client.module).items()}
         return const
 
-    def client_final(self, client: Client, const: dict[str, Any]) -> Update:
+    def client_final(self, client: Client, const: Constants) -> Update:
         """Step 2: sends the embedding, in update rounds also what tells experts apart; keeps gate and experts."""
         update = super().client_final(client, const)
         state = client.module.state_dict()
@@ -212,9 +190,7 @@ class FedMoEDA(Algorithm):
         """The experts, once there is a matrix to average them with."""
         return self.top_p != 0 and (round > 0 or self.sync_matrix) and name.startswith("experts.")
 
-    def exchange(
-        self, server: Tree, clients: Collection[int], round: int
-    ) -> Iterator[tuple[int, Tree, Mapping[int, Sequence[str]]]]:
+    def exchange(self, server: Tree, clients: Collection[int], round: int) -> Exchange:
         """Step 3: the client's rows of the matrix, and the experts of other clients in them, each once."""
         held = _BEFORE if _BEFORE + _NEIGHBOURS in server and not self.sync_matrix else _LATEST
         if held + _NEIGHBOURS not in server or server[held + _NEIGHBOURS].shape[1] == 1:
@@ -247,19 +223,39 @@ class FedMoEDA(Algorithm):
 
 
 def aggregation_matrix(server: Tree) -> tuple[Tensor, Tensor] | None:
-    """The server's newest matrix; None if there is none.
-
-    Args:
-        server: the server's state.
-
-    Returns:
-        The weights in each expert's mean, (experts, experts), and the client of each expert, (experts,).
-    """
+    """The server's newest matrix: weights of each expert's mean (experts, experts), each one's client (experts,)."""
     if _LATEST + _OWNERS not in server:
         return None
     neighbours, weights = server[_LATEST + _NEIGHBOURS], server[_LATEST + _WEIGHTS]
     matrix = weights.new_zeros(len(weights), len(weights)).scatter(1, neighbours, weights)
     return matrix, server[_LATEST + _OWNERS][:, 0]
+
+
+def aggregation_rows(
+    proxies: Tensor, top_p: int | Literal["all"], temperature: float = 1.0, owners: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """The experts that each expert is averaged with, and their weights (Eq. 9).
+
+    Args:
+        proxies: one row per expert, shape (experts, features).
+        top_p: number P of other experts, chosen by the largest cosine of their proxies; of equal ones, the first.
+        temperature: divides the cosines before the softmax over the chosen experts.
+        owners: client of every expert, shape (experts,), to exclude other experts of the same client.
+
+    Returns:
+        Indices and weights, both (experts, P + 1); each expert itself comes first. Weights add up to 1; they are 0 for
+        want of other experts.
+    """
+    unit = F.normalize(proxies.double(), dim=1)
+    # rounded, so that cosines that differ only by the order of their sums are equal
+    cosine = (unit @ unit.T).round(decimals=12).fill_diagonal_(1)
+    if owners is not None:
+        same = owners[:, None] == owners
+        cosine = cosine.masked_fill(same.fill_diagonal_(False), -torch.inf)
+    others = len(proxies) - 1 if top_p == "all" else min(top_p, len(proxies) - 1)
+    ranked = cosine.clone().fill_diagonal_(torch.inf).argsort(dim=1, descending=True, stable=True)
+    neighbours = ranked[:, : others + 1]
+    return neighbours, (cosine.gather(1, neighbours) / temperature).softmax(dim=1).to(proxies.dtype)
 
 
 def _last_layers(module: LightningModule) -> Tree:

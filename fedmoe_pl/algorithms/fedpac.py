@@ -23,7 +23,7 @@ reported accuracy     the round's clients, before the combination      all clien
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection
 from typing import Any
 
 import torch
@@ -31,8 +31,8 @@ from lightning.pytorch import LightningModule
 from torch import Tensor
 
 from fedmoe_pl.algorithms.algorithm import Algorithm
-from fedmoe_pl.algorithms.checks import check_only_expert
-from fedmoe_pl.algorithms.class_means import (
+from fedmoe_pl.algorithms.client import Client, Constants, Exchange, LossAndMetrics, Update
+from fedmoe_pl.algorithms.shared.class_means import (
     class_means,
     combine_class_means,
     loss_with_targets,
@@ -40,9 +40,9 @@ from fedmoe_pl.algorithms.class_means import (
     received_means,
     update_class_means,
 )
-from fedmoe_pl.algorithms.client import Client, Update
-from fedmoe_pl.algorithms.parts import expert_prefix, split_expert
-from fedmoe_pl.algorithms.simplex import simplex_minimum
+from fedmoe_pl.algorithms.shared.parts import expert_prefix, split_expert
+from fedmoe_pl.algorithms.shared.requirements import check_only_expert
+from fedmoe_pl.algorithms.shared.simplex import simplex_minimum
 from fedmoe_pl.checks import check_number
 from fedmoe_pl.data import FederatedDataModule
 from fedmoe_pl.trees import Tree, mean_of_two, of_module, subtree, with_prefix
@@ -99,7 +99,7 @@ class FedPAC(Algorithm):
         """The extractor and the prototypes."""
         return _without_classifiers(server)
 
-    def client_init(self, client: Client, sent: Tree) -> dict[str, Any]:
+    def client_init(self, client: Client, sent: Tree) -> Constants:
         """Loads the extractor and the classifier; computes the statistics and the targets of the features."""
         super().client_init(client, sent)
         local = class_means(client, self._features_and_square, "")
@@ -118,13 +118,11 @@ class FedPAC(Algorithm):
             "variance": variance,
         }
 
-    def client_loss(
-        self, module: LightningModule, batch: Any, const: dict[str, Any]
-    ) -> tuple[Tensor, dict[str, Tensor]]:
+    def client_loss(self, module: LightningModule, batch: Any, const: Constants) -> LossAndMetrics:
         """Cross-entropy and the weighted distance to the targets, which has no gradient in the classifier's epoch."""
         return loss_with_targets(module, self.expert, batch, const, self.weight), {}
 
-    def client_final(self, client: Client, const: dict[str, Any]) -> Update:
+    def client_final(self, client: Client, const: Constants) -> Update:
         """Sends its extractor, classifier, new prototypes and statistics."""
         update = super().client_final(client, const)
         state = client.module.state_dict()
@@ -162,9 +160,7 @@ class FedPAC(Algorithm):
             new |= with_prefix(combination, f"{_CLASSIFIERS}{client}.")
         return new
 
-    def exchange(
-        self, server: Tree, clients: Collection[int], round: int
-    ) -> Iterator[tuple[int, Tree, Mapping[int, Sequence[str]]]]:
+    def exchange(self, server: Tree, clients: Collection[int], round: int) -> Exchange:
         """Sends the round's clients their combined classifiers, which they keep in place of those that they trained."""
         for client in clients:
             if combined := subtree(server, f"{_CLASSIFIERS}{client}."):

@@ -22,13 +22,12 @@ from collections.abc import Callable
 from typing import Any, Literal, get_args
 
 import torch
-from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import LightningModule
-from torch import Tensor, nn
+from torch import Tensor
 
 from fedmoe_pl.algorithms.algorithm import Algorithm
-from fedmoe_pl.algorithms.checks import check_only_expert
-from fedmoe_pl.algorithms.class_means import (
+from fedmoe_pl.algorithms.client import Client, Constants, LossAndMetrics, Update
+from fedmoe_pl.algorithms.shared.class_means import (
     class_means,
     combine_class_means,
     loss_with_targets,
@@ -36,11 +35,10 @@ from fedmoe_pl.algorithms.class_means import (
     received_means,
     update_class_means,
 )
-from fedmoe_pl.algorithms.client import Client, Update
-from fedmoe_pl.algorithms.parts import expert_prefix, split_expert
-from fedmoe_pl.checks import check_number
+from fedmoe_pl.algorithms.shared.parts import expert_prefix, split_expert
+from fedmoe_pl.algorithms.shared.requirements import check_only_expert
+from fedmoe_pl.checks import check_choice, check_number
 from fedmoe_pl.data import FederatedDataModule
-from fedmoe_pl.models.mixtures.architectures import Architectures
 from fedmoe_pl.trees import Tree
 
 Prediction = Literal["head", "prototype"]
@@ -70,41 +68,32 @@ class FedProto(Algorithm):
 
     def __init__(self, expert: str = "global_expert", weight: float = 1.0, prediction: Prediction = "head") -> None:
         check_number(self, "weight", weight, least=0)
-        if prediction not in get_args(Prediction):
-            raise MisconfigurationException(f"FedProto: prediction is '{prediction}', but must be head or prototype.")
+        check_choice(self, "prediction", prediction, get_args(Prediction))
         super().__init__(trainable=f"{expert_prefix(expert)}*", weighting="uniform")
         self.expert = expert
         self.weight = weight
         self.prediction = prediction
 
     def check(self, module: LightningModule) -> None:
-        """Refuses a module without the expert's two parts, a trained gate, and features of different widths."""
+        """Refuses a module without the expert's two parts, and a trained gate."""
         check_only_expert(self, module, self.expert, splits=True)
         super().check(module)
-        widths = _widths(module.get_submodule(self.expert))
-        if len(widths) > 1:
-            raise MisconfigurationException(
-                f"{type(module).__name__}: {self.expert} has features of widths {', '.join(map(str, sorted(widths)))}, "
-                "but must have the same width in all architectures, because FedProto averages them."
-            )
 
     def is_shared(self, name: str) -> bool:
         """No parameter."""
         return False
 
-    def client_init(self, client: Client, sent: Tree) -> dict[str, Any]:
+    def client_init(self, client: Client, sent: Tree) -> Constants:
         """Loads the client's own model; returns the global prototypes."""
         super().client_init(client, sent)
         prototypes, known = received_means(client, sent, _PROTOTYPES)
         return {"targets": prototypes, "known": known}
 
-    def client_loss(
-        self, module: LightningModule, batch: Any, const: dict[str, Any]
-    ) -> tuple[Tensor, dict[str, Tensor]]:
+    def client_loss(self, module: LightningModule, batch: Any, const: Constants) -> LossAndMetrics:
         """Cross-entropy and the weighted distance to the prototypes."""
         return loss_with_targets(module, self.expert, batch, const, self.weight), {}
 
-    def client_final(self, client: Client, const: dict[str, Any]) -> Update:
+    def client_final(self, client: Client, const: Constants) -> Update:
         """Sends the prototypes of its classes, keeps its model."""
         prototypes = class_means(client, self._features, _PROTOTYPES, per_client=True)
         return Update(prototypes, 1, self.private_tensors(client))
@@ -144,11 +133,3 @@ class FedProto(Algorithm):
 
     def _features(self, module: LightningModule, x: Tensor) -> Tensor:
         return split_expert(module, self.expert)[0](x)
-
-
-def _widths(expert: nn.Module) -> set[int]:
-    """The widths of the features that the classifiers of all architectures read, as far as linear layers tell them."""
-    experts = expert.present.values() if isinstance(expert, Architectures) else [expert]
-    layers = [one.get_submodule("classifier").modules() for one in experts]
-    first = [next((layer for layer in of_one if isinstance(layer, nn.Linear)), None) for of_one in layers]
-    return {layer.in_features for layer in first if layer is not None}

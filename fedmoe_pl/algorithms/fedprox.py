@@ -5,10 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 from lightning.pytorch import LightningModule
-from torch import Tensor
 
 from fedmoe_pl.algorithms.algorithm import Algorithm
-from fedmoe_pl.algorithms.client import Client
+from fedmoe_pl.algorithms.client import Client, Constants, LossAndMetrics
 from fedmoe_pl.checks import check_number
 from fedmoe_pl.trees import Tree, squared_distance
 
@@ -29,14 +28,12 @@ class FedProx(Algorithm):
         super().__init__(shared)
         self.mu = mu
 
-    def client_init(self, client: Client, sent: Tree) -> dict[str, Any]:
+    def client_init(self, client: Client, sent: Tree) -> Constants:
         """Loads the tensors; returns the received parameters for the loss."""
         super().client_init(client, sent)
         return {"received": {name: sent[name] for name, _ in client.module.named_parameters() if name in sent}}
 
-    def client_loss(
-        self, module: LightningModule, batch: Any, const: dict[str, Any]
-    ) -> tuple[Tensor, dict[str, Tensor]]:
+    def client_loss(self, module: LightningModule, batch: Any, const: Constants) -> LossAndMetrics:
         """The module's loss and the proximal term."""
         loss, metrics = super().client_loss(module, batch, const)
         return loss + self.mu / 2 * squared_distance(const["received"], dict(module.named_parameters())), metrics

@@ -16,9 +16,6 @@ last round       not mentioned                   trains all heads once more     
 
 from __future__ import annotations
 
-from lightning.fabric.utilities.exceptions import MisconfigurationException
-from lightning.pytorch import LightningModule
-
 from fedmoe_pl.algorithms.algorithm import Algorithm, Weighting
 from fedmoe_pl.checks import check_at_least
 
@@ -48,15 +45,6 @@ class FedRep(Algorithm):
         check_at_least(self, "head_epochs", head_epochs, 0)
         super().__init__(shared, weighting=weighting)
         self.head_epochs = head_epochs
-
-    def check(self, module: LightningModule) -> None:
-        """Refuses patterns that match nothing, and epochs for a head if everything is shared."""
-        super().check(module)
-        if self.head_epochs and all(self.is_shared(name) for name, _ in module.named_parameters()):
-            raise MisconfigurationException(
-                f"FedRep: shared is '{', '.join(self.shared.patterns)}', but must leave out the head, which "
-                f"is trained for {self.head_epochs} epochs."
-            )
 
     def is_trainable(self, name: str, round: int, epoch: int) -> bool:
         """Lines 6 to 9: the head in the first epochs, the body in the others."""

@@ -23,14 +23,12 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import LightningModule
-from torch import Tensor
 
 from fedmoe_pl.algorithms.algorithm import Algorithm
-from fedmoe_pl.algorithms.checks import check_expert, check_fixed_gate
-from fedmoe_pl.algorithms.client import Client, Update
-from fedmoe_pl.algorithms.parts import copy_of_global_expert, logits_loss, split_expert
+from fedmoe_pl.algorithms.client import Client, Constants, LossAndMetrics, Update
+from fedmoe_pl.algorithms.shared.parts import copy_of_global_expert, logits_loss, split_expert
+from fedmoe_pl.algorithms.shared.requirements import check_expert, check_fixed_gate, check_mixing
 from fedmoe_pl.checks import check_number
 from fedmoe_pl.trees import Tree, load_tree, subtree, with_prefix
 
@@ -72,11 +70,7 @@ class FedRoD(Algorithm):
         copy_of_global_expert(self, module)
         super().check(module)
         check_fixed_gate(self, module)
-        name, mixing = type(module).__name__, getattr(module, "mixing", None)
-        if mixing != "logits":
-            raise MisconfigurationException(
-                f"{name}: mixing is '{mixing}', but must be logits, because FedRoD adds the logits of two heads."
-            )
+        check_mixing(self, module, "logits")
 
     def server_init(self, module: LightningModule) -> Tree:
         """The global expert: clients go on with the heads that they have from an earlier phase."""
@@ -90,7 +84,7 @@ class FedRoD(Algorithm):
         """The global expert, of which clients make such a local expert themselves."""
         return {name: tensor for name, tensor in server.items() if not name.startswith(_PERSONAL)}
 
-    def client_init(self, client: Client, sent: Tree) -> dict[str, Any]:
+    def client_init(self, client: Client, sent: Tree) -> Constants:
         """Loads the shared parts and the client's own head; returns the class counts, (C,)."""
         super().client_init(client, sent)
         load_tree(client.module, _local_expert(client.module.state_dict(), client.state))
@@ -98,9 +92,7 @@ class FedRoD(Algorithm):
         counts = torch.bincount(labels, minlength=client.datamodule.num_classes)
         return {"counts": counts.to(next(client.module.parameters()).dtype)}
 
-    def client_loss(
-        self, module: LightningModule, batch: Any, const: dict[str, Any]
-    ) -> tuple[Tensor, dict[str, Tensor]]:
+    def client_loss(self, module: LightningModule, batch: Any, const: Constants) -> LossAndMetrics:
         """The sum of the generic and the personal loss."""
         x, y = batch
         extractor, generic_head = split_expert(module, "global_expert")
@@ -111,7 +103,7 @@ class FedRoD(Algorithm):
         log_prior = counts.pow(self.prior_exponent).log()
         return logits_loss(module, logits + log_prior, y) + logits_loss(module, personal, y), {}
 
-    def client_final(self, client: Client, const: dict[str, Any]) -> Update:
+    def client_final(self, client: Client, const: Constants) -> Update:
         """Sends the global expert, keeps the personal head."""
         state = client.module.state_dict()
         head = {name: tensor.detach().cpu().clone() for name, tensor in state.items() if name.startswith(_HEAD)}

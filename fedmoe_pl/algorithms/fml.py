@@ -15,13 +15,13 @@ from __future__ import annotations
 
 from typing import Any
 
-from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import LightningModule
-from torch import Tensor
 
 from fedmoe_pl.algorithms.algorithm import Algorithm, Weighting
-from fedmoe_pl.algorithms.checks import check_both_experts, check_fixed_gate
-from fedmoe_pl.algorithms.parts import both_logits, distillation_loss, logits_loss
+from fedmoe_pl.algorithms.client import Constants, LossAndMetrics
+from fedmoe_pl.algorithms.shared.parts import both_logits, distillation_loss, logits_loss
+from fedmoe_pl.algorithms.shared.requirements import check_both_experts, check_fixed_gate
+from fedmoe_pl.checks import check_number
 
 
 class FML(Algorithm):
@@ -52,9 +52,8 @@ class FML(Algorithm):
         shared: str | list[str] = "global_expert.*",
         weighting: Weighting = "uniform",
     ) -> None:
-        for name, share in {"alpha": alpha, "beta": beta}.items():
-            if not 0 <= share <= 1:
-                raise MisconfigurationException(f"FML: {name} is {share}, but must be from 0 to 1.")
+        check_number(self, "alpha", alpha, least=0, most=1)
+        check_number(self, "beta", beta, least=0, most=1)
         super().__init__(shared, weighting=weighting)
         self.alpha = alpha
         self.beta = beta
@@ -65,9 +64,7 @@ class FML(Algorithm):
         check_fixed_gate(self, module)
         super().check(module)
 
-    def client_loss(
-        self, module: LightningModule, batch: Any, const: dict[str, Any]
-    ) -> tuple[Tensor, dict[str, Tensor]]:
+    def client_loss(self, module: LightningModule, batch: Any, const: Constants) -> LossAndMetrics:
         """The sum of both models' losses; their gradients do not interact."""
         x, y = batch
         private, meme = both_logits(module, x)

@@ -6,18 +6,17 @@ Exploration and early stopping by cluster: Isaksson et al. 2022 (https://arxiv.o
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
-from typing import Any
+from typing import Literal, get_args
 
 import torch
-from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import LightningModule
 from torch import Tensor
 
 from fedmoe_pl.algorithms.algorithm import Algorithm, Weighting
-from fedmoe_pl.algorithms.client import Client, Update
-from fedmoe_pl.algorithms.cluster_stopping import ACTIVE, BEST, all_active, stop_clusters
-from fedmoe_pl.algorithms.clusters import (
+from fedmoe_pl.algorithms.client import Client, Constants, Update
+from fedmoe_pl.algorithms.shared.clusters import (
     DRAWS,
     best_cluster,
     check_first_place,
@@ -28,13 +27,22 @@ from fedmoe_pl.algorithms.clusters import (
     mean_loss,
     moved,
 )
-from fedmoe_pl.algorithms.exploration import Schedule, check_schedule, probability
+from fedmoe_pl.checks import InvalidArgumentError, check_at_least, check_choice, check_number
 from fedmoe_pl.data import FederatedDataModule
 from fedmoe_pl.trees import Tree, load_tree, mean_of_two, of_module, problem_of_shapes, subtree
 
 _PICKS = "clusters/picks"  # the picks of each cluster in each round, which the server counts: int64 (rounds so far, J)
+_ACTIVE = "clusters/active"  # which clusters have not stopped, bool (J,)
+_BEST = "clusters/best/"  # prefix of a tensor's name: the tensor when its cluster had the lowest validation loss
+_BEST_LOSS = "clusters/best_loss"  # these losses, float64 (J,)
+_WAITED = "clusters/checks_without_improvement"  # the number of checks since then, int64 (J,)
 # Prefix of a cluster's number: its weight, its picks, its sum of validation losses and their number, float64 (4,).
 _TALLY = "clusters/tally/"
+
+
+Schedule = Literal["constant", "inverse", "power", "by_clusters"]
+"""The epsilon of round t, counted from 0, with J clusters: constant, ``1 / (t + 1)``, ``1 / (t + 1)^b`` with the b that
+reaches epsilon after ``decay_rounds``, or ``1 / (t + 1)^(2 / J)``."""
 
 
 class EpsilonGreedyIFCA(Algorithm):
@@ -45,24 +53,24 @@ class EpsilonGreedyIFCA(Algorithm):
     does not change.
 
     Args:
-        epsilon: probability of a random choice; 0 is IFCA, with ``good_init`` as in its code. None means 0.33
-            where ``schedule`` uses it: ``constant`` and ``power``.
-        schedule: how epsilon changes from round to round, see :data:`~fedmoe_pl.algorithms.exploration.Schedule`.
+        epsilon: probability of a random choice with the schedules ``constant`` and ``power``; 0 is IFCA, with
+            ``good_init`` as in its code.
+        schedule: how epsilon changes from round to round, see :data:`~fedmoe_pl.algorithms.ifca.Schedule`.
         decay_rounds: round, counted from 0, in which ``power`` reaches epsilon; None means an eighth of the phase's
-            rounds, as in the official code, and is the only value for other schedules.
+            rounds, as in the official code.
         weighting: ``samples`` weighs a client by its number of training samples; ``uniform`` gives all clients the
             same weight, as in IFCA.
         patience: number of checks without a lower validation loss after which a cluster stops: its best parameters are
             restored, and it is no longer sent or picked. Once all clusters have stopped, the phase ends. Clusters that
             have not stopped by the last round get their best parameters then. None never stops a cluster.
-        check_every_n_rounds: number of rounds from one check to the next, with ``patience``; None means 10. In a check,
-            each client of the round validates the model that it picked, before training it.
+        check_every_n_rounds: number of rounds from one check to the next, with ``patience``. In a check, each client of
+            the round validates the model that it picked, before training it.
         good_init: smallest share of the first round's clients that must choose each initial model. All models are drawn
             anew until this holds, at most 1000 times. IFCA's code has 0.35 for two clusters and 0.1 for four, and draws
             other clients each time. None never draws anew.
 
     Raises:
-        MisconfigurationException: if an argument is out of range, or belongs to another schedule.
+        MisconfigurationException: if an argument is out of range.
     """
 
     needs = ("fresh_optimizers",)
@@ -70,29 +78,23 @@ class EpsilonGreedyIFCA(Algorithm):
 
     def __init__(
         self,
-        epsilon: float | None = None,
+        epsilon: float = 0.33,
         schedule: Schedule = "constant",
         decay_rounds: int | None = None,
         weighting: Weighting = "samples",
         patience: int | None = None,
-        check_every_n_rounds: int | None = None,
+        check_every_n_rounds: int = 10,
         good_init: float | None = None,
     ) -> None:
-        check_schedule(schedule, epsilon, decay_rounds)
-        for name, value in (("patience", patience), ("check_every_n_rounds", check_every_n_rounds)):
-            if value is not None and value < 1:
-                raise MisconfigurationException(f"EpsilonGreedyIFCA: {name} is {value}, but must be at least 1.")
-        if check_every_n_rounds is not None and patience is None:
-            raise MisconfigurationException(
-                f"EpsilonGreedyIFCA: check_every_n_rounds is {check_every_n_rounds}, but must be left out without "
-                "patience."
-            )
-        if good_init is not None and not 0 < good_init <= 1:
-            raise MisconfigurationException(
-                f"EpsilonGreedyIFCA: good_init is {good_init}, but must be above 0 and at most 1."
-            )
+        check_choice(self, "schedule", schedule, get_args(Schedule))
+        never_0 = schedule == "power"  # no power of a number reaches 0
+        check_number(self, "epsilon", epsilon, least=None if never_0 else 0, above=0 if never_0 else None, most=1)
+        check_at_least(self, "decay_rounds", decay_rounds, 1)
+        check_at_least(self, "patience", patience, 1)
+        check_at_least(self, "check_every_n_rounds", check_every_n_rounds, 1)
+        check_number(self, "good_init", good_init, above=0, most=1)
         super().__init__("global_experts.*", "global_experts.0.*", weighting)
-        self.epsilon = 0.33 if epsilon is None else epsilon
+        self.epsilon = epsilon
         self.schedule = schedule
         self.decay_rounds = decay_rounds
         if schedule == "power" and decay_rounds is None:
@@ -100,61 +102,51 @@ class EpsilonGreedyIFCA(Algorithm):
         if patience is not None:
             self.needs += ("validation_samples",)
         self.patience = patience
-        self.check_every_n_rounds = check_every_n_rounds or 10
+        self.check_every_n_rounds = check_every_n_rounds
         self.good_init = good_init
         self.server_begin_asks_clients = good_init is not None
 
     def check(self, module: LightningModule) -> None:
-        """Refuses other models, gates that use more than the first expert, and a ``good_init`` that cannot be."""
-        check_first_place(self, module)
+        """Refuses other models, and gates that use more than the first expert."""
+        check_first_place(module)
         super().check(module)
-        clusters = len(experts_of(module))
-        if self.good_init is not None and self.good_init * clusters > 1:
-            raise MisconfigurationException(
-                f"EpsilonGreedyIFCA: good_init is {self.good_init}, but must be at most 1 / {clusters} for {clusters} "
-                "clusters."
-            )
 
     def epsilon_of(self, round: int, num_clusters: int, rounds: int) -> float:
-        """Probability of a random choice in a round.
-
-        Args:
-            round: the round of the phase, counted from 0.
-            num_clusters: number of clusters.
-            rounds: the phase's number of rounds.
-        """
-        return probability(self.schedule, self.epsilon, self.decay_rounds, round, num_clusters, rounds)
+        """The probability of a random choice in one of the phase's rounds, counted from 0."""
+        if self.schedule == "constant":
+            return self.epsilon
+        exponent = 1.0 if self.schedule == "inverse" else 2 / num_clusters
+        if self.schedule == "power":
+            last = rounds / 8 if self.decay_rounds is None else self.decay_rounds
+            exponent = -math.log(self.epsilon) / math.log(last + 1)
+        return (round + 1) ** -exponent
 
     def server_init(self, module: LightningModule) -> Tree:
         """The models of the clusters; no cluster is picked or validated yet."""
         clusters = len(experts_of(module))
         return super().server_init(module) | {
             _PICKS: torch.zeros(0, clusters, dtype=torch.int64),
-            **all_active(clusters),
+            _ACTIVE: torch.ones(clusters, dtype=torch.bool),
+            _BEST_LOSS: torch.full((clusters,), math.inf, dtype=torch.float64),
+            _WAITED: torch.zeros(clusters, dtype=torch.int64),
         }
 
     def server_begin(self, server: Tree, clients: Iterable[Client]) -> Tree:
-        """Draws initial models anew until each is chosen by the share ``good_init`` of the clients.
-
-        Raises:
-            MisconfigurationException: if no draw gives such models.
-        """
+        """Draws initial models anew until each is chosen by the share ``good_init`` of the clients."""
         if self.good_init is None:
             return server
         models = chosen_models([*clients], self.good_init)
         if models is None:
-            raise MisconfigurationException(
-                f"EpsilonGreedyIFCA: good_init is {self.good_init}, but must be lower for these data: in none of "
-                f"{DRAWS} draws was every cluster chosen by this share of the first round's clients."
-            )
+            because = f"in none of {DRAWS} draws was every cluster chosen by this share of the first round's clients"
+            raise InvalidArgumentError(self, "good_init", self.good_init, "lower for these data", because)
         return {**server, **models}
 
     def server_send(self, server: Tree, client_id: int, request: Tree) -> Tree:
         """The models of all active clusters."""
-        active = server[ACTIVE].tolist()
+        active = server[_ACTIVE].tolist()
         return {name: tensor for name, tensor in of_module(server).items() if active[cluster_of(name)]}
 
-    def client_init(self, client: Client, sent: Tree) -> dict[str, Any]:
+    def client_init(self, client: Client, sent: Tree) -> Constants:
         """Picks a cluster, validates its model if the round has a check, and loads it as ``global_experts.0``."""
         super().client_init(client, sent)
         active = sorted({cluster_of(name) for name in sent})
@@ -179,7 +171,7 @@ class EpsilonGreedyIFCA(Algorithm):
         loss = mean_loss(client.module, cluster, client.batches(samples))
         return torch.stack((loss, torch.ones_like(loss)))
 
-    def client_final(self, client: Client, const: dict[str, Any]) -> Update:
+    def client_final(self, client: Client, const: Constants) -> Update:
         """Sends the trained model under its cluster's name, and the client's part of the tally."""
         kept = self.private_tensors(client)
         cluster = int(const["cluster"])
@@ -211,33 +203,45 @@ class EpsilonGreedyIFCA(Algorithm):
 
     def server_update(self, server: Tree, combined: Update) -> Tree:
         """Replaces the trained models, counts the picks, and stops clusters."""
-        tally = torch.zeros(len(server[ACTIVE]), 4, dtype=torch.float64)
+        tally = torch.zeros(len(server[_ACTIVE]), 4, dtype=torch.float64)
         for cluster, values in subtree(combined.sent, _TALLY).items():
             tally[int(cluster)] = values
         picks = torch.cat((server[_PICKS], tally[None, :, 1].long()))
         updated = {**server, **of_module(combined.sent), _PICKS: picks}
-        return updated if self.patience is None else stop_clusters(server, updated, tally, self.patience)
+        return updated if self.patience is None else self._stopped(server, updated, tally, self.patience)
+
+    def _stopped(self, server: Tree, updated: Tree, tally: Tensor, patience: int) -> Tree:
+        """Stops clusters whose models, those of ``server``, have not improved, and restores their best parameters."""
+        validated = tally[:, 3] > 0
+        losses = (tally[:, 2] / tally[:, 3]).where(validated, math.inf)
+        better = losses < server[_BEST_LOSS]
+        waited = (server[_WAITED] + validated).where(~better, 0)
+        stopped = server[_ACTIVE] & (waited >= patience)
+        models = of_module(server)
+        updated |= {_BEST + name: models[name] for name in models if better[cluster_of(name)]}
+        updated |= {name: updated.get(_BEST + name, updated[name]) for name in models if stopped[cluster_of(name)]}
+        return updated | {
+            _ACTIVE: server[_ACTIVE] & ~stopped,
+            _BEST_LOSS: losses.where(better, server[_BEST_LOSS]),
+            _WAITED: waited,
+        }
 
     def is_over(self, server: Tree) -> bool:
         """Whether all clusters have stopped."""
-        return not server[ACTIVE].any()
+        return not server[_ACTIVE].any()
 
     def server_final(self, server: Tree) -> Tree:
         """Restores the best parameters of clusters that have not stopped, if any were validated."""
-        return {**server, **{name: server.get(BEST + name, tensor) for name, tensor in of_module(server).items()}}
+        return {**server, **{name: server.get(_BEST + name, tensor) for name, tensor in of_module(server).items()}}
 
     def personal_tensors(self, client: Client, server: Tree) -> Tree:
         """Swaps the first cluster's model and the one with the lowest loss on the client's training samples."""
         models = of_module(server)
         load_tree(client.module, models)
-        best = best_cluster(client, range(len(server[ACTIVE])), choice_generator(client))
+        best = best_cluster(client, range(len(server[_ACTIVE])), choice_generator(client))
         return {**models, **moved(models, 0, best), **moved(models, best, 0), **of_module(client.state)}
 
 
 def cluster_picks(server: Tree) -> Tensor | None:
-    """How many clients picked each cluster, int64 (rounds so far, J); None if the server has no clusters.
-
-    Args:
-        server: the server's state.
-    """
+    """How many clients picked each cluster, int64 (rounds so far, J); None if the server has no clusters."""
     return server.get(_PICKS)

@@ -15,18 +15,17 @@ few samples     not mentioned                 distances to absent neighbors     
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Literal, get_args
+from typing import Literal, get_args
 
 import torch
-from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import LightningModule
 from torch import Tensor
 
 from fedmoe_pl.algorithms.algorithm import Algorithm
-from fedmoe_pl.algorithms.checks import check_expert
-from fedmoe_pl.algorithms.client import Client, Update
-from fedmoe_pl.algorithms.parts import evaluation_copy, floor_of_share, split_expert
-from fedmoe_pl.checks import check_at_least, check_number
+from fedmoe_pl.algorithms.client import Client, Constants, Update
+from fedmoe_pl.algorithms.shared.parts import evaluation_copy, floor_of_share, split_expert
+from fedmoe_pl.algorithms.shared.requirements import check_expert
+from fedmoe_pl.checks import check_at_least, check_choice, check_number
 from fedmoe_pl.trees import Tree
 
 Kernel = Literal["squared", "euclidean"]
@@ -70,13 +69,11 @@ class KNNPer(Algorithm):
         weight: float | None = None,
         expert: str = "global_expert",
     ) -> None:
-        for name, value in (("capacity", capacity), ("weight", weight)):
-            if value is not None and not 0 <= value <= 1:
-                raise MisconfigurationException(f"KNNPer: {name} is {value}, but must be at least 0 and at most 1.")
         check_at_least(self, "k", k, 1)
+        check_number(self, "capacity", capacity, least=0, most=1)
+        check_choice(self, "kernel", kernel, get_args(Kernel))
         check_number(self, "scale", scale, above=0)
-        if kernel not in get_args(Kernel):
-            raise MisconfigurationException(f"KNNPer: kernel is '{kernel}', but must be squared or euclidean.")
+        check_number(self, "weight", weight, least=0, most=1)
         super().__init__(trainable=[])
         self.k = k
         self.capacity = capacity
@@ -92,7 +89,7 @@ class KNNPer(Algorithm):
         super().check(module)
 
     @torch.no_grad()
-    def client_final(self, client: Client, const: dict[str, Any]) -> Update:
+    def client_final(self, client: Client, const: Constants) -> Update:
         """Chooses lambda and keeps it; a client with one sample takes 0."""
         update = super().client_final(client, const)
         weight = self._chosen_weight(client) if self.weight is None else self.weight

@@ -11,16 +11,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import takewhile
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 from lightning.pytorch import LightningModule
+from torch import Tensor, nn
 
 from fedmoe_pl.algorithms.algorithm import Algorithm
-from fedmoe_pl.algorithms.biases import check_last_biases, check_shifts, last_biases
-from fedmoe_pl.algorithms.client import Client, Update
-from fedmoe_pl.algorithms.parts import evaluation_copy, expert_prefix, summed_loss
-from fedmoe_pl.checks import check_number
+from fedmoe_pl.algorithms.client import Client, Constants, Update
+from fedmoe_pl.algorithms.shared.parts import evaluation_copy, expert_prefix, summed_loss
+from fedmoe_pl.checks import InvalidArgumentError, check_number
 from fedmoe_pl.trees import Tree, load_tree
 
 _TAU = "prior/tau"  # a client's tau, which it has as soon as its biases are corrected
@@ -70,18 +70,13 @@ class LabelPrior(Algorithm):
         return super().missing_start(earlier)
 
     def check(self, module: LightningModule) -> None:
-        """Refuses an expert whose last bias does not shift its scores."""
-        check_last_biases(self, module, self.expert)
+        """Refuses an expert without a last bias; the first client finds out whether it shifts the scores."""
+        last_biases(self, module, self.expert)
         super().check(module)
 
     @torch.no_grad()
-    def client_final(self, client: Client, const: dict[str, Any]) -> Update:
-        """Corrects the biases, unless an earlier round has done so, and keeps them and tau.
-
-        Raises:
-            MisconfigurationException: if an expert's last bias does not shift its scores, which ``check`` cannot find
-                out for a module that does not tell its input's shape.
-        """
+    def client_final(self, client: Client, const: Constants) -> Update:
+        """Corrects the biases, unless an earlier round has done so, and keeps them and tau."""
         tau = client.state.get(_TAU)
         if tau is None:
             batches = client.batches(client.samples[:2])
@@ -113,3 +108,46 @@ class LabelPrior(Algorithm):
             load_tree(module, self._corrected(client, tau))
             losses.append(sum(summed_loss(module, module(x), y).item() for x, y in batches))
         return _GRID[losses.index(min(losses))]
+
+
+def last_biases(algorithm: Algorithm, module: LightningModule, expert: str) -> dict[str, str]:
+    """The name of the bias of the last linear layer of an expert, or of each in a list, by the expert's name."""
+    try:
+        part = module.get_submodule(expert)
+    except AttributeError as error:
+        parts = ", ".join(name for name, _ in module.named_children())
+        allowed = f"a part of the {type(module).__name__}: {parts}"
+        raise InvalidArgumentError(algorithm, "expert", expert, allowed) from error
+    biases = {}
+    for member, one in part.named_children() if isinstance(part, nn.ModuleList) else [("", part)]:
+        linear = [name for name, layer in one.named_modules() if isinstance(layer, nn.Linear)]
+        if not linear or one.get_submodule(linear[-1]).bias is None:
+            raise _no_bias(algorithm, expert)
+        name = ".".join(filter(None, (expert, member)))
+        biases[name] = ".".join(filter(None, (name, linear[-1], "bias")))
+    return biases
+
+
+@torch.no_grad()
+def check_shifts(algorithm: Algorithm, module: LightningModule, expert: str, x: Tensor) -> None:
+    """Refuses experts to whose scores something else is added than to their last bias; changes the biases."""
+    biases = last_biases(algorithm, module, expert)
+    outputs: dict[str, list[Tensor]] = {name: [] for name in biases}
+    for name in biases:
+        module.get_submodule(name).register_forward_hook(lambda *call, name=name: outputs[name].append(call[-1]))
+    shifts = {}
+    module(x)
+    for name, bias_name in biases.items():
+        bias = module.get_parameter(bias_name)
+        shifts[name] = torch.linspace(-100, 100, len(bias)).to(bias)  # both signs, because a ReLU may follow
+        bias += shifts[name]
+    module(x)
+    for name, shift in shifts.items():
+        before, after = outputs[name] or (torch.zeros_like(shift[None]), shift[None])
+        if before.shape[1:] != shift.shape or not torch.allclose(after, before + shift, atol=0.01):
+            raise _no_bias(algorithm, expert)
+
+
+def _no_bias(algorithm: Algorithm, expert: str) -> InvalidArgumentError:
+    allowed = "a part with a last Linear layer whose bias is added to the scores"
+    return InvalidArgumentError(algorithm, "expert", expert, allowed)

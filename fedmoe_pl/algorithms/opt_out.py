@@ -34,14 +34,12 @@ from collections.abc import Sequence
 
 import numpy as np
 import torch
-from lightning.fabric.utilities.exceptions import MisconfigurationException
-from lightning.pytorch import LightningModule
 from torch import Generator, Tensor
 
 from fedmoe_pl.algorithms.algorithm import Algorithm
-from fedmoe_pl.algorithms.parts import floor_of_share
 from fedmoe_pl.algorithms.pfl_moe import PersonalizedExpert, missing_expert, missing_local_expert
-from fedmoe_pl.models import MixtureOfExperts
+from fedmoe_pl.algorithms.shared.parts import floor_of_share
+from fedmoe_pl.checks import check_number
 from fedmoe_pl.seeds import derive_seed
 
 _OPT_OUT = 7  # separates the random numbers of the opt-out from those of clients, cohorts and splits
@@ -71,11 +69,8 @@ class OptInFedAvg(Algorithm):
     """
 
     def __init__(self, shared: str | list[str] = "*", opt_out_clients: float = 0.0, opt_out_data: float = 0.0) -> None:
-        for name, share in (("opt_out_clients", opt_out_clients), ("opt_out_data", opt_out_data)):
-            if not 0 <= share < 1:
-                raise MisconfigurationException(
-                    f"OptInFedAvg: {name} is {share}, but must be at least 0 and below 1, so that some take part."
-                )
+        check_number(self, "opt_out_clients", opt_out_clients, least=0, below=1)
+        check_number(self, "opt_out_data", opt_out_data, least=0, below=1)
         super().__init__(shared)
         self.opt_out_clients = opt_out_clients
         self.opt_out_data = opt_out_data
@@ -121,15 +116,6 @@ class SpecialistMixture(Algorithm):
     def missing_start(self, earlier: Sequence[Algorithm], part: str = "") -> str:
         """The specialists that were fine-tuned on all samples; as a part, any, which go on to learn from them."""
         return missing_local_expert(earlier) if part else missing_expert(earlier, 0)
-
-    def check(self, module: LightningModule) -> None:
-        """Refuses a module without a local expert and a gate."""
-        if not (isinstance(module, MixtureOfExperts) and hasattr(module, "local_expert")):
-            raise MisconfigurationException(
-                f"SpecialistMixture: model is a {type(module).__name__}, but must be a MixtureOfExperts with a local "
-                "expert, such as PersonalizedMoE."
-            )
-        super().check(module)
 
     def is_trainable(self, name: str, round: int, epoch: int) -> bool:
         """The specialist and the gate."""

@@ -19,13 +19,11 @@ from __future__ import annotations
 from typing import Any
 
 from lightning.pytorch import LightningModule
-from torch import Tensor
 from torch.func import functional_call
 
 from fedmoe_pl.algorithms.algorithm import Algorithm, Weighting
-from fedmoe_pl.algorithms.checks import check_only_expert
-from fedmoe_pl.algorithms.client import Client
-from fedmoe_pl.algorithms.parts import (
+from fedmoe_pl.algorithms.client import Client, Constants, LossAndMetrics
+from fedmoe_pl.algorithms.shared.parts import (
     expert_gradient,
     expert_loss,
     expert_prefix,
@@ -33,6 +31,7 @@ from fedmoe_pl.algorithms.parts import (
     trained_parameters,
     training_gradient,
 )
+from fedmoe_pl.algorithms.shared.requirements import check_only_expert
 from fedmoe_pl.checks import check_number
 from fedmoe_pl.models.normalization import has_batch_norm
 from fedmoe_pl.trees import Tree
@@ -78,14 +77,12 @@ class PerFedAvg(Algorithm):
         check_only_expert(self, module, self.expert)
         super().check(module)
 
-    def client_init(self, client: Client, sent: Tree) -> dict[str, Any]:
+    def client_init(self, client: Client, sent: Tree) -> Constants:
         """Loads the tensors; returns the names of the parameters that take the inner step."""
         super().client_init(client, sent)
         return {"names": [*trained_parameters(client.module, self.expert)]}
 
-    def client_loss(
-        self, module: LightningModule, batch: Any, const: dict[str, Any]
-    ) -> tuple[Tensor, dict[str, Tensor]]:
+    def client_loss(self, module: LightningModule, batch: Any, const: Constants) -> LossAndMetrics:
         """Lines 6 to 8: the loss on D' after an inner step on D."""
         (x, y), part = batch, module.get_submodule(self.expert)
         half = len(y) // 2

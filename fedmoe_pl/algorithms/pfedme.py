@@ -21,13 +21,12 @@ from typing import Any
 
 import torch
 from lightning.pytorch import LightningModule
-from torch import Tensor
 
 from fedmoe_pl.algorithms.algorithm import Weighting
-from fedmoe_pl.algorithms.checks import learning_rate
-from fedmoe_pl.algorithms.client import Client, Update
-from fedmoe_pl.algorithms.parts import copy_of_global_expert, expert_gradient, trained_parameters
-from fedmoe_pl.algorithms.personal_model import PersonalModel
+from fedmoe_pl.algorithms.client import Client, Constants, LossAndMetrics, Update
+from fedmoe_pl.algorithms.shared.parts import copy_of_global_expert, expert_gradient, trained_parameters
+from fedmoe_pl.algorithms.shared.personal_model import PersonalModel
+from fedmoe_pl.algorithms.shared.requirements import learning_rate
 from fedmoe_pl.checks import check_at_least, check_number
 from fedmoe_pl.trees import Tree, inner_product, load_tree, subtree, with_prefix
 
@@ -89,7 +88,7 @@ class PFedMe(PersonalModel):
         """``w``, and as the local expert the ``theta`` of clients that never take part."""
         return super().server_init(module) | copy_of_global_expert(self, module)
 
-    def client_init(self, client: Client, sent: Tree) -> dict[str, Any]:
+    def client_init(self, client: Client, sent: Tree) -> Constants:
         """Line 4: receives ``w``, the start of ``theta``, whose buffers are those that the client kept."""
         super().client_init(client, sent)
         start, parameters = copy_of_global_expert(self, client.module), dict(client.module.named_parameters())
@@ -98,9 +97,7 @@ class PFedMe(PersonalModel):
         names = [*trained_parameters(client.module, "local_expert")]
         return {"names": names, "per_rate": 1 / rate if rate else 0.0}
 
-    def client_loss(
-        self, module: LightningModule, batch: Any, const: dict[str, Any]
-    ) -> tuple[Tensor, dict[str, Tensor]]:
+    def client_loss(self, module: LightningModule, batch: Any, const: Constants) -> LossAndMetrics:
         """Lines 6 and 7: a loss whose plain SGD step moves ``theta`` to its last inner step, and ``w`` towards it."""
         experts = module.get_submodule("global_expert"), module.get_submodule("local_expert")
         w, theta = (dict(expert.named_parameters()) for expert in experts)

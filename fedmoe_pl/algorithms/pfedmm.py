@@ -18,7 +18,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from fedmoe_pl.algorithms.expectation_maximization import ExpectationMaximization
+from fedmoe_pl.algorithms.shared.expectation_maximization import ExpectationMaximization
 from fedmoe_pl.models import SparseMoE
 
 

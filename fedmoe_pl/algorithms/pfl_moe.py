@@ -26,14 +26,14 @@ from types import MappingProxyType
 from typing import Any
 
 import torch
-from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import LightningModule
 from torch import Tensor
 
 from fedmoe_pl.algorithms.algorithm import Algorithm
-from fedmoe_pl.algorithms.checks import check_expert, trains
-from fedmoe_pl.algorithms.client import Client, Update
-from fedmoe_pl.algorithms.parts import copy_of_global_expert, evaluation_copy, expert_loss, set_aside
+from fedmoe_pl.algorithms.client import Client, Constants, LossAndMetrics, Update
+from fedmoe_pl.algorithms.shared.parts import copy_of_global_expert, evaluation_copy, expert_loss, set_aside
+from fedmoe_pl.algorithms.shared.requirements import check_expert, trains
+from fedmoe_pl.checks import check_number
 from fedmoe_pl.data import SampleBatches
 from fedmoe_pl.trees import Tree, load_tree
 
@@ -68,10 +68,7 @@ class PersonalizedExpert(Algorithm):
         frozen_train_mode: bool = False,
         keep_better: bool = False,
     ) -> None:
-        if not 0 <= gate_fraction < 1:
-            raise MisconfigurationException(
-                f"PersonalizedExpert: gate_fraction is {gate_fraction}, but must be at least 0 and below 1."
-            )
+        check_number(self, "gate_fraction", gate_fraction, least=0, below=1)
         super().__init__(trainable=trainable)
         self.gate_fraction = gate_fraction
         self.frozen_train_mode = frozen_train_mode
@@ -85,9 +82,7 @@ class PersonalizedExpert(Algorithm):
         super().check(module)
         _check_patterns(self, module)
 
-    def client_loss(
-        self, module: LightningModule, batch: Any, const: dict[str, Any]
-    ) -> tuple[Tensor, dict[str, Tensor]]:
+    def client_loss(self, module: LightningModule, batch: Any, const: Constants) -> LossAndMetrics:
         """Cross-entropy of the local expert only, whatever the gate (Algorithm 2, line 7)."""
         return expert_loss(module, "local_expert", batch)
 
@@ -95,7 +90,7 @@ class PersonalizedExpert(Algorithm):
         """The samples that are not set aside for the gate."""
         return set_aside(client, self.gate_fraction, _GATE)[1] if self.gate_fraction else client.samples
 
-    def client_final(self, client: Client, const: dict[str, Any]) -> Update:
+    def client_final(self, client: Client, const: Constants) -> Update:
         """Keeps the fine-tuned expert or, if ``keep_better`` finds it no better, another copy of the global one."""
         if self.keep_better and len(samples := client.datamodule.validation_samples[client.id]):
             batches = client.batches(samples)
@@ -119,13 +114,11 @@ class PFLMoE(Algorithm):
             ``max_epochs: 1`` and as many ``rounds`` as expert and gate have epochs together. Every round has a new
             optimizer, which makes no difference to the paper's plain SGD; momentum needs the phase's
             ``keep_optimizer``. The gate's learning rate may be another one: ``gate_lr`` of ``PersonalizedMoE``.
-        trainable: glob patterns of the local expert's parameters that are trained if ``interleaved``; None for its
-            classifier.
+        trainable: glob patterns of the local expert's parameters that are trained if ``interleaved``.
         frozen_train_mode: whether frozen modules stay in train mode.
 
     Raises:
-        MisconfigurationException: if ``gate_fraction`` is not at least 0 and below 1, or 0 with ``interleaved``, or
-            ``trainable`` is given without ``interleaved``.
+        MisconfigurationException: if ``gate_fraction`` is not at least 0 and below 1, or 0 with ``interleaved``.
     """
 
     federated = False
@@ -135,22 +128,14 @@ class PFLMoE(Algorithm):
         self,
         gate_fraction: float = 0.25,
         interleaved: bool = False,
-        trainable: str | list[str] | None = None,
+        trainable: str | list[str] = "local_expert.classifier.*",
         frozen_train_mode: bool = False,
     ) -> None:
-        if not 0 <= gate_fraction < 1 or (interleaved and not gate_fraction):
-            raise MisconfigurationException(
-                f"PFLMoE: gate_fraction is {gate_fraction}, but must be {'above' if interleaved else 'at least'} 0 and "
-                "below 1."
-            )
-        if trainable is not None and not interleaved:
-            raise MisconfigurationException(
-                f"PFLMoE: trainable is {trainable!r}, but must be left out unless interleaved, because only the gate "
-                "is trained."
-            )
-        if trainable is None:
-            trainable = "local_expert.classifier.*" if interleaved else "*"
-        super().__init__(trainable=trainable)
+        never_0 = interleaved  # each round trains on one of both shares
+        check_number(
+            self, "gate_fraction", gate_fraction, least=None if never_0 else 0, above=0 if never_0 else None, below=1
+        )
+        super().__init__(trainable=trainable if interleaved else "*")
         self.gate_fraction = gate_fraction
         self.interleaved = interleaved
         self.needs = ("loss_of_outputs",) if interleaved else ()
@@ -193,14 +178,12 @@ class PFLMoE(Algorithm):
         gate_samples, expert_samples = set_aside(client, self.gate_fraction, _GATE)
         return expert_samples if self._trains_expert(client.round) else gate_samples
 
-    def client_init(self, client: Client, sent: Tree) -> dict[str, Any]:
+    def client_init(self, client: Client, sent: Tree) -> Constants:
         """Loads the tensors, and tells the loss whether the round trains the expert."""
         super().client_init(client, sent)
         return {"trains_expert": self._trains_expert(client.round)}
 
-    def client_loss(
-        self, module: LightningModule, batch: Any, const: dict[str, Any]
-    ) -> tuple[Tensor, dict[str, Tensor]]:
+    def client_loss(self, module: LightningModule, batch: Any, const: Constants) -> LossAndMetrics:
         """Cross-entropy of the mixture; in rounds that train the expert, of the expert only (Algorithm 2, line 7)."""
         if not const["trains_expert"]:
             return super().client_loss(module, batch, const)

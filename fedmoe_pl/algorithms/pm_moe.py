@@ -21,8 +21,9 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import LightningModule
 
 from fedmoe_pl.algorithms.algorithm import Algorithm
-from fedmoe_pl.algorithms.checks import trains
 from fedmoe_pl.algorithms.client import Client
+from fedmoe_pl.algorithms.shared.requirements import trains
+from fedmoe_pl.checks import InvalidArgumentError
 from fedmoe_pl.models.mixtures.pooled import PooledMoE
 from fedmoe_pl.trees import Tree, check_names, subtree, with_prefix
 
@@ -57,15 +58,11 @@ class PMMoE(Algorithm):
     def check(self, module: LightningModule) -> None:
         """Refuses other models than ``PooledMoE``; its gate may be a fixed one."""
         if not isinstance(module, PooledMoE):
-            raise MisconfigurationException(f"PMMoE: model is a {type(module).__name__}, but must be a PooledMoE.")
+            raise InvalidArgumentError(self, "model", module, "a PooledMoE")
         check_names(module)
 
     def server_begin(self, server: Tree, clients: Iterable[Client]) -> Tree:
-        """The pool: the classifier of each client.
-
-        Raises:
-            MisconfigurationException: if no client has a classifier of its own.
-        """
+        """The pool: the classifier of each client; refused if no client has one of its own."""
         pool: Tree = {}
         is_trained = False
         for client in clients:

@@ -6,11 +6,10 @@ from typing import Any
 
 import torch
 from lightning.pytorch import LightningModule
-from torch import Tensor
 
 from fedmoe_pl.algorithms.algorithm import Algorithm
-from fedmoe_pl.algorithms.checks import learning_rate
-from fedmoe_pl.algorithms.client import Client, Update
+from fedmoe_pl.algorithms.client import Client, Constants, LossAndMetrics, Update
+from fedmoe_pl.algorithms.shared.requirements import learning_rate
 from fedmoe_pl.checks import check_number
 from fedmoe_pl.data import FederatedDataModule
 from fedmoe_pl.trees import Tree, difference, inner_product, of_algorithm, problem_of_shapes, subtree, with_prefix
@@ -51,20 +50,18 @@ class Scaffold(Algorithm):
         zeros = {name: torch.zeros_like(server[name]) for name, _ in module.named_parameters() if name in server}
         return {**server, **with_prefix(zeros, _CONTROL)}
 
-    def client_init(self, client: Client, sent: Tree) -> dict[str, Any]:
+    def client_init(self, client: Client, sent: Tree) -> Constants:
         """Line 5: receives ``x`` and ``c``."""
         super().client_init(client, sent)
         correction = {name: c - client.state.get(name, torch.zeros_like(c)) for name, c in of_algorithm(sent).items()}
         return {"correction": subtree(correction, _CONTROL)}
 
-    def client_loss(
-        self, module: LightningModule, batch: Any, const: dict[str, Any]
-    ) -> tuple[Tensor, dict[str, Tensor]]:
+    def client_loss(self, module: LightningModule, batch: Any, const: Constants) -> LossAndMetrics:
         """Line 10: the gradient is ``g(y) - c_i + c``."""
         loss, metrics = super().client_loss(module, batch, const)
         return loss + inner_product(const["correction"], dict(module.named_parameters())), metrics
 
-    def client_final(self, client: Client, const: dict[str, Any]) -> Update:
+    def client_final(self, client: Client, const: Constants) -> Update:
         """Lines 12 to 14: ``c_i+ = c_i - c + (x - y) / (K lr)``; sends ``y - x`` and its part of the change of ``c``.
 
         A client that took no steps, or steps with a learning rate of 0, keeps its ``c_i``.

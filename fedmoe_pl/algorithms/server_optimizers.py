@@ -19,7 +19,6 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable
 
 import torch
-from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.optimizer import ParamsT
@@ -43,12 +42,10 @@ class AdaptiveServerOptimizer(Optimizer, ABC):
     """
 
     def __init__(self, params: ParamsT, lr: float, beta1: float, beta2: float, tau: float, v0: float | None) -> None:
-        name = type(self).__name__
         for argument, value in (("lr", lr), ("tau", tau)):
             check_number(self, argument, value, above=0)
         for argument, value in (("beta1", beta1), ("beta2", beta2)):
-            if not 0 <= value < 1:
-                raise MisconfigurationException(f"{name}: {argument} is {value}, but must be at least 0 and below 1.")
+            check_number(self, argument, value, least=0, below=1)
         check_number(self, "v0", v0, least=0)
         v0 = tau**2 if v0 is None else v0
         super().__init__(params, {"lr": lr, "beta1": beta1, "beta2": beta2, "tau": tau, "v0": v0})

@@ -9,8 +9,8 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 from torch import Tensor
 
-from fedmoe_pl.algorithms.clusters import cluster_in_use
 from fedmoe_pl.algorithms.ifca import cluster_picks
+from fedmoe_pl.algorithms.shared.clusters import cluster_in_use
 from fedmoe_pl.callbacks.figures import beside_samples, draw_map, figure_pixels, new_figure, styled
 from fedmoe_pl.evaluation.evaluation import Evaluation
 from fedmoe_pl.phases.phase import Phase
@@ -79,6 +79,12 @@ def cluster_figure(method: str, clusters: Mapping[int, int], num_clusters: int, 
     """The cluster (column) whose model each client (row) uses, beside the clients' samples.
 
     Clients of the same cluster are neighbours; in a cluster, those with the same most frequent class are.
+
+    Args:
+        method: the method's name, for the title.
+        clusters: the cluster of each client, by the client's id.
+        num_clusters: number of clusters.
+        counts: samples of each client and class, shape (all clients, classes).
     """
     largest = counts.argmax(axis=1) if counts.shape[1] else np.zeros(len(counts))
     ids = sorted(clusters, key=lambda client: (clusters[client], largest[client], client))

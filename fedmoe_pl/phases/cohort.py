@@ -9,7 +9,7 @@ import torch
 
 from fedmoe_pl.aggregation.aggregation import Cohort
 from fedmoe_pl.algorithms.algorithm import Algorithm
-from fedmoe_pl.algorithms.parts import floor_of_share
+from fedmoe_pl.algorithms.shared.parts import floor_of_share
 from fedmoe_pl.data.parts import Parts
 from fedmoe_pl.phases.phase import Phase
 from fedmoe_pl.seeds import derive_seed, named_seed

@@ -8,7 +8,7 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import LightningModule
 from torchmetrics import Metric
 
-from fedmoe_pl.algorithms.checks import warn_of_mixture
+from fedmoe_pl.algorithms.shared.requirements import warn_of_mixture
 from fedmoe_pl.backends import changes_loss, overridden_hooks
 from fedmoe_pl.checkpoints.phase_state import PhaseState
 from fedmoe_pl.checks import InvalidArgumentError, check_kind, is_path_below, plain

@@ -245,14 +245,3 @@ def test_a_client_s_checkpoint_is_a_clustered_mixture_of_its_own(tmp_path):
         assert loaded.mixing == expected.mixing
     with open(federation.run_dir / "summary.csv") as file:
         assert [row["model"] for row in csv.DictReader(file)] == ["global expert", "mixture"]
-
-
-def test_fine_tuning_some_clients_is_refused_because_the_others_would_never_choose_a_cluster(tmp_path):
-    first = ConstantGate([1.0, 0.0, 0.0])
-    phases = [
-        phase("IFCA", EpsilonGreedyIFCA(0.0), gate=first),
-        phase("Fine-tuned", FineTunedCluster(), gate=first, clients_per_round=1),
-    ]
-    with pytest.raises(MisconfigurationException, match="clients_per_round is 1, but must be left out, because Fine"):
-        run(phases, ClusteredMoE(Expert(), 2).double(), blobs(), tmp_path)
-    assert not list(tmp_path.rglob("version_*"))

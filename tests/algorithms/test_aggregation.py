@@ -42,13 +42,6 @@ def test_of_equal_cosines_the_first_are_taken_and_the_expert_itself_comes_first(
     torch.testing.assert_close(weights, torch.full((8, 3), 1 / 3))
 
 
-def test_no_others_is_the_identity_and_more_than_there_are_is_all():
-    proxies = torch.randn(4, 6)
-    neighbours, weights = aggregation_rows(proxies, top_p=0)
-    assert neighbours.tolist() == [[0], [1], [2], [3]] and weights.tolist() == [[1.0]] * 4
-    assert all(map(torch.equal, aggregation_rows(proxies, 9), aggregation_rows(proxies, "all")))
-
-
 def test_other_experts_of_the_own_client_can_be_left_out():
     proxies = torch.tensor(
         [[1.0, 0.0], [1.0, 0.0], [0.0, 1.0]], dtype=torch.float64

@@ -21,18 +21,16 @@ from torch import nn
 
 from fedmoe_pl import Algorithm, Phase, algorithms
 from fedmoe_pl.algorithms import (
-    ClusterMixture,
     EpsilonGreedyIFCA,
     FedAvg,
     FedKD,
-    FedProx,
     Local,
     PersonalizedExpert,
     PFLMoE,
     Scaffold,
 )
 from fedmoe_pl.backends import LEAN_TRAINER, LocalTraining, TrainerBackend
-from fedmoe_pl.models import ClusteredMoE, ConstantGate, FeatureGate, LinearGate
+from fedmoe_pl.models import ConstantGate, FeatureGate, LinearGate
 
 SIZES = (13, 8, 11)
 
@@ -143,31 +141,6 @@ def test_a_part_of_the_model_may_be_named_control_under_scaffold(tmp_path):
     assert found[0]["control/weight"].any()
 
 
-def test_the_base_class_is_refused_with_the_algorithm_that_it_would_be():
-    with pytest.raises(
-        MisconfigurationException, match=r"^Phase 'A': algorithm is Algorithm, but .* such as FedAvg, which [^.]*\.$"
-    ):
-        Phase("A", Algorithm())
-
-
-def test_a_module_with_a_slash_in_the_name_of_a_tensor_is_refused():
-    module = mixture(LinearGate(5))
-    module.global_expert.classifier.add_module("a/b", nn.Linear(3, 3))
-    module.local_expert = copy.deepcopy(module.global_expert)
-    sentence = (
-        "PersonalizedMoE: a tensor's name is 'global_expert.classifier.a/b.weight', but must not contain '/', which "
-        "marks the tensors of algorithms."
-    )
-    for algorithm in (FedAvg(), Local(), FedProx(), PersonalizedExpert(), PFLMoE(), PFLMoE(interleaved=True)):
-        with pytest.raises(MisconfigurationException) as error:
-            algorithm.check(module)
-        assert str(error.value) == sentence
-    clustered = ClusteredMoE(nn.Sequential(), 2, gate=ConstantGate([1.0, 0.0, 0.0]))
-    clustered.local_expert.add_module("a/b", nn.Linear(3, 3))
-    with pytest.raises(MisconfigurationException, match=r"'local_expert\.a/b\.weight', but must not contain '/'"):
-        ClusterMixture().check(clustered)
-
-
 @pytest.mark.filterwarnings("ignore:.* have each trained for themselves")  # FedAvg shares them
 @pytest.mark.parametrize(
     ("stage", "trained"),
@@ -261,27 +234,6 @@ def test_a_part_that_was_frozen_in_one_epoch_is_back_in_train_mode_when_it_is_tr
         *(("extractor", False), ("classifier", True)),
         *(("extractor", True), ("classifier", False)),
     ]
-
-
-def test_dropout_of_the_trained_part_is_active_and_that_of_the_frozen_part_as_asked(tmp_path):
-    datamodule = blobs()
-    results = {}
-    for dropout, frozen_train_mode in ((0.0, False), (0.5, False), (0.5, True)):
-        model = mixture(LinearGate(5), Expert(dropout=dropout))
-        phases = [
-            phase("Expert", PersonalizedExpert(gate_fraction=0.25), start="initial", max_epochs=0),
-            phase("Gate", PFLMoE(frozen_train_mode=frozen_train_mode)),
-            phase("FB", PersonalizedExpert("local_expert.classifier.*"), start="initial"),
-        ]
-        federation = run(phases, model, datamodule, tmp_path)
-        results[dropout, frozen_train_mode] = [
-            federation.client_module("Gate", 0).gate.linear.weight,
-            federation.client_module("FB", 0).local_expert.classifier[1].weight,
-        ]
-    without, frozen_eval, frozen_train = results.values()
-    assert torch.equal(without[0], frozen_eval[0])  # the gate's phase freezes both experts, so none drops anything
-    assert not torch.equal(without[0], frozen_train[0])
-    assert not torch.equal(without[1], frozen_eval[1])  # the classifier is trained, with dropout
 
 
 @pytest.mark.parametrize(

@@ -2,8 +2,7 @@
 
 import pytest
 import torch
-from helpers import assert_same_bits, blobs, momentum_sgd, phase, run, tensors
-from helpers.backends import local_training, train
+from helpers import assert_same_bits, blobs, momentum_sgd, phase, run
 from helpers.bare import (
     COHORTS,
     SEED,
@@ -18,10 +17,8 @@ from helpers.bare import (
     two_experts,
     values,
 )
-from lightning.fabric.utilities.exceptions import MisconfigurationException
 
 from fedmoe_pl.algorithms import APFL, FedAvg, Local
-from fedmoe_pl.backends import TrainerBackend
 from fedmoe_pl.models import GlobalOnly, LocalOnly
 from fedmoe_pl.phases.phase import Phase
 from fedmoe_pl.trees import subtree
@@ -99,24 +96,3 @@ def test_apfl_is_fedavg_with_alpha_0_and_local_with_alpha_1(tmp_path):
     assert [a.reweighted_test for a in federation.results["0"].clients] == [
         a.reweighted_test for a in federation.results["FedAvg"].clients
     ]
-
-
-def test_only_w_is_sent(tmp_path):
-    model = two_experts()
-    update, kept = train(TrainerBackend(), local_training(model, APFL(alpha_lr=0.1), blobs()))
-    assert update.sent.keys() == tensors(model, "global_expert.").keys() and update.weight == 3
-    assert all(tree.keys() == {*tensors(model, "local_expert."), ALPHA} for tree in kept.values())
-
-
-@pytest.mark.parametrize(
-    ("made", "sentence"),
-    [
-        (lambda: APFL(1.5), "APFL: alpha is 1.5, but must be from 0 to 1"),
-        (lambda: APFL(alpha_lr=-1), "APFL: alpha_lr is -1, but must be a finite number of at least 0"),
-        (lambda: APFL(weighting="size"), "APFL: weighting is 'size', but must be one of samples, uniform"),
-    ],
-)
-def test_a_wrong_argument_of_apfl_is_refused(made, sentence):
-    with pytest.raises(MisconfigurationException) as error:
-        made()
-    assert sentence in str(error.value)

@@ -5,14 +5,14 @@ import torch
 from helpers import Expert, assert_same_bits, mixture
 from helpers.prototypes import without_a_class
 
-from fedmoe_pl.algorithms.class_means import (
+from fedmoe_pl.algorithms.client import Client
+from fedmoe_pl.algorithms.shared.class_means import (
     class_means,
     combine_class_means,
     mean_of_known,
     received_means,
     update_class_means,
 )
-from fedmoe_pl.algorithms.client import Client
 
 
 def client(samples, data, module=None):

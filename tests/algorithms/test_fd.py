@@ -6,12 +6,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 from helpers import Expert, TensorData, assert_same_bits, client_generator, mixture, momentum_sgd, phase, run, tensors
-from helpers.backends import FEW, assert_agree, local_training, train
-from helpers.prototypes import SIZES, assert_resumes, personalized, without_a_class
-from lightning.fabric.utilities.exceptions import MisconfigurationException
+from helpers.backends import FEW, assert_agree, local_training
+from helpers.prototypes import SIZES, personalized, without_a_class
 
 from fedmoe_pl.algorithms import FD, Local
-from fedmoe_pl.backends import StackedBackend, TrainerBackend
 from fedmoe_pl.models import GlobalOnly, LocalOnly, PersonalizedMoE
 from fedmoe_pl.phases.cohort import sample_cohort
 
@@ -92,27 +90,9 @@ def test_a_class_that_no_other_client_has_is_skipped_and_a_client_never_learns_f
         assert_same_bits({name: kept["FD"][client][name] for name in expected}, expected)
 
 
-def test_without_weight_every_client_trains_alone_to_the_bit(tmp_path):
-    kept = [
-        run([phase("it", algorithm, rounds=3)], mixture(gate=GlobalOnly()), without_a_class(), tmp_path).run.states
-        for algorithm in (FD(weight=0.0), Local("global_expert.*"))
-    ]
-    for client in range(3):
-        expected = kept[1]["it"].clients[client]
-        assert_same_bits({name: kept[0]["it"].clients[client][name] for name in expected}, expected)
-
-
-def test_what_leaves_a_client_is_a_mean_output_and_a_count_for_each_class(tmp_path):
-    state = run([phase("it", FD(), rounds=3)], mixture(), without_a_class(), tmp_path).run.states["it"]
-    assert state.traffic["parameters_up"] == state.traffic["parameters_down"] == 0
-    classes, number = 3, 8
-    assert state.traffic["bytes_up"] == 3 * 3 * classes * (classes + 1) * number
-    assert state.traffic["bytes_down"] == 2 * 3 * (classes * (classes + 1) * number + 1), "one byte: are its own in it"
-
-
 def of_two_architectures():
     torch.manual_seed(2)
-    return PersonalizedMoE(Expert(), [Expert(), Expert(hidden=7)], LocalOnly(), optimizer=momentum_sgd).double()
+    return PersonalizedMoE(Expert(), [Expert(), Expert(hidden=7)], LocalOnly(), momentum_sgd).double()
 
 
 class FromGivenOutputs(FD):
@@ -133,17 +113,6 @@ def test_backends_agree_on_clients_of_two_architectures():
     assert_agree(local_training(of_two_architectures(), FromGivenOutputs("local_expert"), without_a_class(FEW)), 1e-10)
 
 
-def test_the_order_of_clients_changes_only_the_rounding():
-    training = local_training(mixture(), FD(), without_a_class(FEW, batch_size=10))
-    update, swapped = train(TrainerBackend(), training)[0], train(StackedBackend(2), training)[0]
-    torch.testing.assert_close(swapped.sent, update.sent, rtol=1e-12, atol=1e-12)
-    assert update.sent[COUNT].tolist() == [2, 3, 3]
-
-
-def test_a_killed_run_ends_with_the_same_bits(tmp_path):
-    assert_resumes(FD(), mixture, tmp_path)
-
-
 def test_newcomers_learn_from_all_of_the_federation_s_clients(tmp_path):
     """Their ids are those of clients whose outputs are in the means; their own outputs never are."""
     first, later = personalized(FD(weight=0.7), mixture, tmp_path)
@@ -156,17 +125,3 @@ def test_newcomers_learn_from_all_of_the_federation_s_clients(tmp_path):
             distill(own, batches, targets, 0.7, "probabilities")
         trained = later.client_module("it", client).global_expert
         torch.testing.assert_close(tensors(trained), tensors(own), rtol=1e-10, atol=1e-10)
-
-
-@pytest.mark.parametrize(
-    ("made", "sentence"),
-    [
-        (lambda: FD(weight=-1.0), "FD: weight is -1.0, but must be a finite number of at least 0."),
-        (lambda: FD(outputs="classes"), "FD: outputs is 'classes', but must be probabilities or logits."),
-        (lambda: FD("expert").check(mixture()), "FD: expert is 'expert', but must be a part of the PersonalizedMoE"),
-    ],
-)
-def test_what_fd_cannot_train_is_refused(made, sentence):
-    with pytest.raises(MisconfigurationException) as error:
-        made()
-    assert sentence in str(error.value)

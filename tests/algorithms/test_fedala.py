@@ -9,15 +9,13 @@ import torch
 import torch.nn.functional as F
 from helpers import assert_same_bits, blobs, client_generator, mixture, run, tensors
 from helpers.backends import local_training
-from helpers.runs import Kill, assert_same
+from helpers.runs import assert_same
 from helpers.workers import TwoInThisProcess
-from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import LightningModule
 from torch import Generator
 
 from fedmoe_pl import Federation, Phase, Select
-from fedmoe_pl.algorithms import FedALA, FedAvg, Local
-from fedmoe_pl.algorithms.client import Update
+from fedmoe_pl.algorithms import FedALA
 from fedmoe_pl.backends import AutoBackend, StackedBackend, TrainerBackend
 from fedmoe_pl.backends.client import begin_client, client_of
 from fedmoe_pl.models import GlobalOnly
@@ -126,14 +124,6 @@ def test_rounds_are_those_of_a_bare_rewrite(name, tmp_path):
     assert inner, "or the weights say nothing"
 
 
-def test_with_a_rate_of_0_it_is_fedavg(tmp_path):
-    phases = [ala(eta=0.0), Phase("FedAvg", FedAvg("global_expert.*"), ROUNDS, 2, gate=GlobalOnly())]
-    federation = run(phases, model(), data(), tmp_path)
-    for client in range(3):
-        modules = [tensors(federation.client_module(each.name, client)) for each in phases]
-        torch.testing.assert_close(*modules, rtol=1e-12, atol=1e-14)
-
-
 class Bare(LightningModule):
     """The expert as a user's own module."""
 
@@ -158,24 +148,6 @@ def test_the_module_itself_may_be_the_expert(tmp_path):
     for client in range(3):
         expert = part.client_module("FedALA", client).global_expert
         assert_same_bits(tensors(itself.client_module("it", client).expert), tensors(expert))
-
-
-class AllLocal(FedALA):
-    """Its weights are 0 from the start."""
-
-    def client_final(self, client, const):
-        update = super().client_final(client, const)
-        zeros = {f"ala/weights/{name}": torch.zeros_like(weight) for name, weight in const["weights"].items()}
-        return Update(update.sent, update.weight, update.state | zeros)
-
-
-def test_with_weights_of_0_for_all_parameters_it_is_local_training(tmp_path):
-    it = Phase("it", AllLocal(last_parameters=0, eta=0.0), ROUNDS, gate=GlobalOnly())
-    local = Phase("Local", Local("global_expert.*"), ROUNDS, gate=GlobalOnly(), start="initial")
-    federation = run([it, local], model(), data(), tmp_path)
-    for client in range(3):
-        modules = [federation.client_module(name, client) for name in ("it", "Local")]
-        assert_same_bits(*(tensors(module, "global_expert.") for module in modules))
 
 
 def begun(round, server, kept, algorithm) -> tuple[dict, dict]:
@@ -208,28 +180,6 @@ def test_a_selected_round_is_evaluated_once_more_as_it_was(tmp_path):
         assert result.spread(metric).mean == row[f"{metric}_mean"]
 
 
-def test_a_local_model_that_is_the_received_one_changes_nothing():
-    server = tensors(model(GlobalOnly()), "global_expert.")
-    kept = {f"ala/local/{name}": server[name] for name in [*server][-2:]}
-    for tree in begun(1, server, kept, FedALA(eta=50.0)):
-        assert_same_bits(tree, server)
-
-
-def test_clients_send_the_expert_and_keep_the_rest_to_themselves(tmp_path):
-    federation = run(
-        [ala(), Phase("FedAvg", FedAvg("global_expert.*"), ROUNDS, 2, gate=GlobalOnly())], model(), data(), tmp_path
-    )
-    states = federation.run.states
-    assert states["FedALA"].traffic == states["FedAvg"].traffic
-    names = [f"global_expert.classifier.1.{kind}" for kind in ("weight", "bias")]
-    keys = [
-        {f"ala/{what}/{name}" for what in ("local", "weights") for name in names},
-        {f"ala/local/{name}" for name in names},
-    ]
-    assert all({*kept} in keys for kept in states["FedALA"].clients.values())
-    assert {*states["FedALA"].server} == {name for name, _ in model().named_parameters() if name.startswith("global")}
-
-
 def fitted(path, ckpt_path=None, **kwargs) -> Federation:
     arguments = {"trainer": {"max_epochs": 2, "accelerator": "cpu"}, "enable_progress_bar": False, "logger": False}
     federation = Federation([ala()], **{**arguments, "default_root_dir": str(path), **kwargs})
@@ -240,16 +190,6 @@ def fitted(path, ckpt_path=None, **kwargs) -> Federation:
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory):
     return fitted(tmp_path_factory.mktemp("whole"))
-
-
-def test_a_killed_run_goes_on_with_the_same_bits(whole, tmp_path):
-    with pytest.raises(KeyboardInterrupt):
-        fitted(tmp_path, callbacks=[Kill("on_round_end", 2)])
-    resumed = fitted(tmp_path, "last", store="disk")
-    states = [federation.run.states["FedALA"] for federation in (resumed, whole)]
-    assert_same(states[0].server, states[1].server)
-    assert_same(dict(states[0].clients), dict(states[1].clients))
-    assert_same(resumed.results, whole.results)
 
 
 def test_backends_and_workers_agree(whole, tmp_path):
@@ -269,22 +209,3 @@ def test_a_newcomer_has_no_local_model_and_takes_the_global_one(tmp_path):
     federation.personalize(model(), blobs(sizes=(9, 6), batch_size=BATCH))
     for client in (0, 1):
         assert_same_bits(tensors(federation.client_module("FedALA", client), "global_expert."), server)
-
-
-@pytest.mark.parametrize(
-    ("made", "sentence"),
-    [
-        (lambda: FedALA(last_parameters=-1), "FedALA: last_parameters is -1, but must be at least 0."),
-        (lambda: FedALA(eta=-0.5), "FedALA: eta is -0.5, but must be at least 0."),
-        (lambda: FedALA(max_passes=0), "FedALA: max_passes is 0, but must be at least 1."),
-        (lambda: FedALA(batch_size=2**63), "FedALA: batch_size is 9223372036854775808, but must be an integer from 1"),
-        (lambda: FedALA(batch_size=0), "FedALA: batch_size is 0, but must be an integer from 1"),
-        (lambda: FedALA(sample_share=0.0), "FedALA: sample_share is 0.0, but must be above 0 and at most 1."),
-        (lambda: FedALA(last_parameters=5).check(mixture()), "last_parameters is 5, but must be at most 4, the number"),
-        (lambda: FedALA("any").check(mixture()), "FedALA: expert is 'any', but must be a part of the PersonalizedMoE"),
-    ],
-)
-def test_what_fedala_cannot_train_is_refused(made, sentence):
-    with pytest.raises(MisconfigurationException) as error:
-        made()
-    assert sentence in str(error.value)

@@ -5,16 +5,14 @@ from functools import partial
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers import assert_same_bits, blobs, mixture, phase, run, tensors
+from helpers import blobs, phase, run, tensors
 from helpers.architectures import SIZES, bare_experts, pair, train_bare
 from helpers.backends import assert_agree, local_training
-from helpers.runs import Kill, assert_same, federation
-from lightning.fabric.utilities.exceptions import MisconfigurationException
 
 from fedmoe_pl import Phase
 from fedmoe_pl.algorithms import FedAPEN
 from fedmoe_pl.backends import StackedBackend, TrainerBackend
-from fedmoe_pl.models import EqualWeights, MixtureWeights
+from fedmoe_pl.models import MixtureWeights
 from fedmoe_pl.seeds import derive_seed
 
 FRACTION, WEIGHT_LR, EPOCHS = 0.4, 0.1, 3
@@ -138,56 +136,6 @@ def test_only_the_shared_model_leaves_a_client_and_comes_twice(tmp_path):
     assert [row["bytes_down"] for row in fed.run.rows] == [round * 6 * values * 8 for round in (1, 2)]
 
 
-def test_samples_without_a_label_do_not_count():
-    module, data = mixture(MixtureWeights()), blobs(SIZES)
-    x, y = data.x[:6], data.y[:6].clone()
-    expected = FedAPEN().client_loss(module, (x[:4], y[:4]), {})[0]
-    y[4:] = -100
-    torch.testing.assert_close(FedAPEN().client_loss(module, (x, y), {})[0], expected, rtol=1e-14, atol=0)
-
-
 def test_the_backends_agree():
     data = blobs((13, 8, 11, 9), dtype=torch.float32)
     assert_agree(local_training(pair(torch.float32, gate=MixtureWeights()), FedAPEN(), data), 1e-4)
-
-
-def test_a_run_that_was_killed_goes_on_with_the_same_bits(tmp_path):
-    def make(path, **kwargs):
-        return federation(path, [Phase("it", FedAPEN(FRACTION, WEIGHT_LR), rounds=3)], **kwargs)
-
-    def model():
-        return pair(torch.float32, gate=MixtureWeights())
-
-    whole = make(tmp_path / "whole")
-    whole.fit(model(), blobs(SIZES, dtype=torch.float32))
-    with pytest.raises(KeyboardInterrupt):
-        killed = make(tmp_path / "killed", callbacks=[Kill("on_round_end", 2)])
-        killed.fit(model(), blobs(SIZES, dtype=torch.float32))
-    resumed = make(tmp_path / "killed")
-    resumed.fit(model(), blobs(SIZES, dtype=torch.float32), ckpt_path="last")
-    for client in range(3):
-        ours, theirs = (fed.run.states["it"].clients[client] for fed in (resumed, whole))
-        assert "gate.weights" in ours
-        assert_same_bits(dict(ours), dict(theirs))
-    assert_same(resumed.results["it"].clients, whole.results["it"].clients)
-
-
-@pytest.mark.parametrize(
-    ("made", "sentence"),
-    [
-        (partial(FedAPEN, 0.0), r"FedAPEN: adaptability_fraction is 0\.0, but must be above 0 and below 1\."),
-        (partial(FedAPEN, 1.0), r"FedAPEN: adaptability_fraction is 1\.0, but must be above 0 and below 1\."),
-        (partial(FedAPEN, weight_lr=-1.0), r"FedAPEN: weight_lr is -1\.0, but must be at least 0\."),
-        (partial(FedAPEN, weight_epochs=0), r"FedAPEN: weight_epochs is 0, but must be at least 1\."),
-        (partial(FedAPEN, weighting="equal"), "FedAPEN: weighting is 'equal', but must be one of samples, uniform"),
-        (lambda: FedAPEN().check(mixture(EqualWeights())), "FedAPEN: gate is EqualWeights, but must be MixtureWeights"),
-        (
-            lambda: FedAPEN().check(pair(gate=MixtureWeights(), mixing="probabilities")),
-            "FedAPEN: mixing is 'probabilities', but must be logits",
-        ),
-        (lambda: FedAPEN(shared="*_model.*").check(mixture(MixtureWeights())), "which matches no parameter"),
-    ],
-)
-def test_what_fedapen_cannot_train_is_refused(made, sentence):
-    with pytest.raises(MisconfigurationException, match=sentence):
-        made()

@@ -5,14 +5,12 @@ import copy
 import pytest
 import torch
 from helpers import Expert, assert_same_bits, blobs, mixture, phase, run, tensors
-from helpers.backends import WithBatchNorm, local_training, train
+from helpers.backends import WithBatchNorm
 from helpers.bare import COHORTS, SEED, round_batches, sgd
 from helpers.runs import Kill, assert_same, federation
-from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch import nn
 
 from fedmoe_pl.algorithms import FedAvg, FedBN
-from fedmoe_pl.backends import TrainerBackend
 from fedmoe_pl.models import GlobalOnly
 
 EXPERT = "global_expert."
@@ -98,16 +96,6 @@ def test_layers_are_found_by_type_and_those_that_are_not_batch_normalization_are
     assert private == {f"{EXPERT}downsample.1.{name}" for name in names}
 
 
-def test_nothing_of_batch_normalization_is_sent_either_way(tmp_path):
-    training = local_training(model(), FedBN(EXPERT + "*"), blobs())
-    update, kept = train(TrainerBackend(), training)
-    assert update.sent.keys() == tensors(model(), EXPERT).keys() - KEPT
-    assert all(tree.keys() == KEPT for tree in kept.values())
-    traffic = run([phase("it", FedBN(EXPERT + "*"))], model(), blobs(), tmp_path, 1).run.states["it"].traffic
-    shared = sum(tensor.numel() for tensor in update.sent.values())
-    assert traffic["parameters_up"] == traffic["parameters_down"] == 3 * shared
-
-
 def test_one_object_serves_phases_with_different_models(tmp_path):
     fedbn = FedBN(EXPERT + "*")
     fedbn.check(mixture(GlobalOnly(), WithBatchNorm()))
@@ -131,19 +119,3 @@ def test_a_phase_resumed_with_such_an_object_still_finds_its_own_layers(tmp_path
     with pytest.raises(KeyboardInterrupt):
         fitted(tmp_path, callbacks=[Kill("on_round_end", 1)])
     assert_same(fitted(tmp_path, "last").server, fitted(tmp_path / "whole").server)
-
-
-@pytest.mark.parametrize(
-    ("made", "sentence"),
-    [
-        (lambda: FedBN(weighting="size"), "FedBN: weighting is 'size', but must be one of samples, uniform"),
-        (lambda: FedBN().check(mixture()), "FedBN: shared is '*', but must match batch normalization"),
-        (lambda: FedBN().check(mixture()), "PersonalizedMoE has none"),
-        (lambda: FedBN("*.classifier.*").check(model()), "PersonalizedMoE has some elsewhere"),
-        (lambda: FedBN("body.*").check(model()), "which matches no parameter"),
-    ],
-)
-def test_what_would_be_fedavg_is_refused(made, sentence):
-    with pytest.raises(MisconfigurationException) as error:
-        made()
-    assert sentence in str(error.value)

@@ -6,17 +6,15 @@ from functools import partial
 
 import pytest
 import torch
-from helpers import Embedding, assert_same_bits, blobs, mixture, phase, run, sparse_mixture, tensors
+from helpers import assert_same_bits, blobs, phase, run, tensors
 from helpers.backends import UNEQUAL, assert_agree, local_training
 from helpers.mixtures_of_learners import RATE, equal_learners, learners, rounds_by_hand
-from helpers.runs import Kill
-from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch import nn
 
 from fedmoe_pl import Federation, Phase
 from fedmoe_pl.algorithms import FedAvg, FedEM
 from fedmoe_pl.backends.client import begin_client
-from fedmoe_pl.models import EqualWeights, MixtureWeights, SparseMoE
+from fedmoe_pl.models import EqualWeights
 from fedmoe_pl.phases.cohort import sample_cohort
 
 momentum = partial(torch.optim.SGD, lr=RATE, momentum=0.9, weight_decay=0.01)
@@ -57,18 +55,6 @@ def test_a_client_predicts_with_its_mixture_of_probabilities_and_sends_the_learn
     size = sum(tensor.nbytes for name, tensor in tensors(learners()).items() if name.startswith("experts."))
     assert state.traffic["bytes_up"] == state.traffic["bytes_down"] == 3 * 3 * size
     assert all(name.startswith("experts.") for name in state.server)
-
-
-def test_one_learner_is_fedavg(tmp_path):
-    em = run([phase("FedEM", FedEM(), rounds=3)], learners(1), blobs(), tmp_path / "em")
-    gate = EqualWeights()
-    average = run([phase("FedAvg", FedAvg(), rounds=3, gate=gate)], learners(1), blobs(), tmp_path / "average")
-    torch.testing.assert_close(
-        em.run.states["FedEM"].server,
-        {name: tensor for name, tensor in average.run.states["FedAvg"].server.items() if name != "gate.weights"},
-        rtol=0,
-        atol=1e-13,
-    )
 
 
 def test_equal_learners_never_separate_and_take_steps_of_an_mth_of_the_rate(tmp_path):
@@ -134,22 +120,6 @@ def test_both_backends_agree():
     assert_agree(local_training(learners(optimizer=momentum), FedEM(), blobs(UNEQUAL, batch_size=10)), 1e-10)
 
 
-def test_a_run_that_was_killed_ends_with_the_same_bits(tmp_path):
-    def federation(path, **kwargs):
-        arguments = {"default_root_dir": str(path), "enable_progress_bar": False, "logger": False, **kwargs}
-        return Federation([Phase("FedEM", FedEM(), rounds=4, clients_per_round=2)], **arguments)
-
-    whole = federation(tmp_path / "whole")
-    whole.fit(learners(), blobs())
-    with pytest.raises(KeyboardInterrupt):
-        federation(tmp_path / "killed", callbacks=[Kill("on_round_end", 2)]).fit(learners(), blobs())
-    resumed = federation(tmp_path / "killed")
-    resumed.fit(learners(), blobs(), ckpt_path="last")
-    for client in range(3):
-        models = [tensors(one.client_module("FedEM", client)) for one in (whole, resumed)]
-        assert_same_bits(*models)
-
-
 def test_a_newcomer_estimates_its_weights_and_leaves_the_learners_as_they_are(tmp_path):
     arguments = {"enable_progress_bar": False, "logger": False}
     phases = [Phase("FedEM", FedEM(), rounds=3)]
@@ -168,29 +138,3 @@ def test_a_newcomer_estimates_its_weights_and_leaves_the_learners_as_they_are(tm
         for _ in range(10):
             pi = (pi * likelihood / (likelihood @ pi)[:, None]).mean(0)
         torch.testing.assert_close(module.gate.weights, pi, rtol=0, atol=1e-10)
-
-
-@pytest.mark.parametrize(
-    ("module", "sentence"),
-    [
-        (mixture, "FedEM: model is a PersonalizedMoE, but must be a SparseMoE with MixtureWeights."),
-        (sparse_mixture, "FedEM: model is a SparseMoE with a ProxyGate, but must be a SparseMoE with MixtureWeights."),
-        (
-            lambda: SparseMoE(nn.Identity(), nn.Linear(5, 3), gate=MixtureWeights()),
-            "FedEM: mixing is 'logits', but must be probabilities.",
-        ),
-        (
-            lambda: learners([1, 2]),
-            "FedEM: num_experts is [1, 2], but must be one number, the same for all clients.",
-        ),
-        (
-            lambda: learners(embedding=Embedding()),
-            "FedEM: embedding is a Embedding, but must be a torch.nn.Identity or another module without parameters; "
-            "PFedMM trains an embedding.",
-        ),
-    ],
-)
-def test_other_models_are_refused(module, sentence):
-    with pytest.raises(MisconfigurationException) as error:
-        FedEM().check(module())
-    assert str(error.value) == sentence

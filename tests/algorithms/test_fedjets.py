@@ -5,14 +5,12 @@ import copy
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers import assert_same_bits, blobs, mixture, run, tensors
+from helpers import assert_same_bits, blobs, run, tensors
 from helpers.backends import UNEQUAL
-from helpers.runs import Kill
 from helpers.shared_experts import FOUR, choosy, loss_of_likelihood, rounds_by_hand
-from lightning.fabric.utilities.exceptions import MisconfigurationException
 
 from fedmoe_pl import Federation, Phase
-from fedmoe_pl.algorithms import FedAvg, FedJETs, Local
+from fedmoe_pl.algorithms import FedAvg, FedJETs
 from fedmoe_pl.algorithms.fedjets import most_distant
 from fedmoe_pl.backends import StackedBackend, TrainerBackend
 from fedmoe_pl.models import GlobalOnly
@@ -109,22 +107,6 @@ def test_both_backends_agree_with_anchors(tmp_path):
     torch.testing.assert_close(*servers, rtol=1e-10, atol=1e-10)
 
 
-def test_a_run_that_was_killed_ends_with_the_same_bits(tmp_path):
-    def federation(path, **kwargs):
-        arguments = {"default_root_dir": str(path), "enable_progress_bar": False, "logger": False, **kwargs}
-        return Federation(phases(4, clients_per_round=2, evaluate=False), **arguments)
-
-    whole = federation(tmp_path / "whole")
-    whole.fit(choosy(), blobs(FOUR))
-    with pytest.raises(KeyboardInterrupt):
-        federation(tmp_path / "killed", callbacks=[Kill("on_round_end", 4)]).fit(choosy(), blobs(FOUR))
-    resumed = federation(tmp_path / "killed")
-    resumed.fit(choosy(), blobs(FOUR), ckpt_path="last")
-    states = [one.run.states["FedJETs"] for one in (whole, resumed)]
-    assert_same_bits(states[1].server, states[0].server)
-    assert states[1].traffic == states[0].traffic
-
-
 def test_newcomers_have_the_server_s_model_and_no_anchors(tmp_path):
     arguments = {"enable_progress_bar": False, "logger": False}
     federation = Federation(phases(), default_root_dir=str(tmp_path), **arguments)
@@ -137,23 +119,3 @@ def test_newcomers_have_the_server_s_model_and_no_anchors(tmp_path):
     assert_same_bits(tensors(federation.client_module("FedJETs", 3)), known)
     assert "anchors/clients" in federation.run.states["FedJETs"].server
     assert "anchors/clients" not in later.run.states["FedJETs"].server
-
-
-@pytest.mark.parametrize(
-    ("made", "sentence"),
-    [
-        (lambda: FedJETs(0), "FedJETs: experts_per_client is 0, but must be an integer from 1 to 1,000,000,000"),
-        (
-            lambda: FedJETs().check(mixture()),
-            "FedJETs: model is a PersonalizedMoE, but must be a SparseMoE with a gate",
-        ),
-        (lambda: Federation([Phase("FedJETs", FedJETs())]), "FedJETs starts from an earlier phase, but none of"),
-        (
-            lambda: Federation([Phase("Local", Local()), Phase("FedJETs", FedJETs(), start="Local")]),
-            "start is 'Local', but must be a federated phase",
-        ),
-    ],
-)
-def test_what_does_not_fit_is_refused(made, sentence):
-    with pytest.raises(MisconfigurationException, match=sentence):
-        made()

@@ -9,8 +9,6 @@ import torch.nn.functional as F
 from helpers import assert_same_bits, blobs, mixture, phase, run, tensors
 from helpers.architectures import SIZES, pair, train_bare
 from helpers.backends import assert_agree, local_training
-from helpers.runs import Kill, assert_same, federation
-from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch import nn
 
 from fedmoe_pl import Phase
@@ -143,14 +141,6 @@ def test_with_an_energy_of_1_the_student_is_averaged_as_in_fedavg(tmp_path, roun
         torch.testing.assert_close(own, dict(plain.clients[client]), rtol=0, atol=1e-13)
 
 
-def test_samples_without_a_label_do_not_count():
-    module, data = mixture(), blobs(SIZES)
-    x, y = data.x[:6], data.y[:6].clone()
-    expected = FedKD().client_loss(module, (x[:4], y[:4]), {})[0]
-    y[4:] = -100
-    torch.testing.assert_close(FedKD().client_loss(module, (x, y), {})[0], expected, rtol=1e-14, atol=0)
-
-
 def test_predictions_without_an_error_do_not_divide_by_0():
     module = mixture(dtype=torch.float32)
     for part in (module.global_expert, module.local_expert):
@@ -164,56 +154,6 @@ def test_the_backends_agree():
     assert_agree(local_training(pair(torch.float32, (6, 6)), FedKD(1, 1), data), 1e-4)
 
 
-@pytest.mark.parametrize("store", ["memory", "disk"])
-def test_a_run_that_was_killed_goes_on_with_the_same_bits(tmp_path, store):
-    def make(path, **kwargs):
-        return federation(path, [Phase("it", FedKD(START, END), rounds=3, gate=LocalOnly())], store=store, **kwargs)
-
-    def fit(made, **kwargs):
-        made.fit(pair(torch.float32, (6,)), blobs(SIZES, dtype=torch.float32), **kwargs)
-
-    whole, resumed = make(tmp_path / "whole"), make(tmp_path / "killed")
-    fit(whole)
-    with pytest.raises(KeyboardInterrupt):
-        fit(make(tmp_path / "killed", callbacks=[Kill("on_round_end", 2)]))
-    fit(resumed, ckpt_path="last")
-    assert_same_bits(resumed.run.states["it"].server, whole.run.states["it"].server)
-    for client in range(3):
-        assert_same_bits(*(dict(fed.run.states["it"].clients[client]) for fed in (resumed, whole)))
-    assert_same(resumed.results["it"].clients, whole.results["it"].clients)
-    assert [row["bytes_down"] for row in resumed.run.rows] == [row["bytes_down"] for row in whole.run.rows]
-
-
-@pytest.mark.parametrize(
-    ("made", "sentence"),
-    [
-        (partial(FedKD, 0.0), r"FedKD: energy_start is 0\.0, but must be above 0 and at most 1\."),
-        (partial(FedKD, energy_end=1.1), r"FedKD: energy_end is 1\.1, but must be above 0 and at most 1\."),
-        (partial(FedKD, weighting="equal"), "FedKD: weighting is 'equal', but must be one of samples, uniform"),
-        (
-            lambda: FedKD().check(PersonalizedMoE(nn.Linear(5, 3))),
-            "must be a part of the PersonalizedMoE with an `extractor` and a `classifier`",
-        ),
-        (
-            lambda: FedKD().check(PersonalizedMoE(SmallMLP(), [SmallMLP(), SmallMLP(hidden_features=7)])),
-            r"FedKD: hidden_states is True, but must be False for features of shapes \(7,\) and \(64,\)\.",
-        ),
-        (
-            lambda: FedKD().client_loss(pair(), (torch.zeros(2, 5).double(), torch.zeros(2).long()), {}),
-            r"hidden_states is True, but must be False for features of shapes \(4,\) and \(6,\)\.",
-        ),
-    ],
-)
-def test_what_fedkd_cannot_train_is_refused(made, sentence):
-    with pytest.raises(MisconfigurationException, match=sentence):
-        made()
-
-
 def test_experts_of_other_widths_and_without_parts_are_trained_without_hidden_states():
     FedKD(hidden_states=False).check(PersonalizedMoE(nn.Linear(5, 3)))
     FedKD(hidden_states=False).check(PersonalizedMoE(SmallMLP(), SmallMLP(hidden_features=7)))
-
-
-def test_a_round_with_some_of_the_clients_is_refused(tmp_path):
-    with pytest.raises(MisconfigurationException, match="clients_per_round"):
-        run([Phase("it", FedKD(), clients_per_round=2)], mixture(), blobs(SIZES), tmp_path)

@@ -1,22 +1,18 @@
 """FedMix against three rounds in bare PyTorch, what is sent, and its limits."""
 
 import copy
-import itertools
 
 import pytest
 import torch
-from helpers import Embedding, assert_same_bits, blobs, mixture, phase, run, small_expert, sparse_mixture, tensors
+from helpers import assert_same_bits, blobs, phase, run, tensors
 from helpers.backends import UNEQUAL, assert_agree, local_training
-from helpers.runs import Kill
 from helpers.shared_experts import FOUR, choosy, logits_of_gate, loss_of_likelihood, rounds_by_hand
-from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import Callback
 
 from fedmoe_pl import Federation, Phase
-from fedmoe_pl.algorithms import FedAvg, FedMix
-from fedmoe_pl.algorithms.client import Client, Update
+from fedmoe_pl.algorithms import FedMix
+from fedmoe_pl.algorithms.client import Client
 from fedmoe_pl.backends.client import begin_client
-from fedmoe_pl.models import EqualWeights, SparseMoE
 from fedmoe_pl.phases.cohort import sample_cohort
 
 
@@ -85,67 +81,9 @@ def test_where_the_gate_s_weights_underflow_the_losses_share_a_sample_out():
     torch.testing.assert_close(weights, (right / right.sum(1, keepdim=True)).sum(0).detach())
 
 
-def test_updates_are_combined_in_any_order_and_groups():
-    generator = torch.Generator().manual_seed(0)
-
-    def update(experts, weights, samples):
-        names = ["gate.w", *(f"experts.{expert}.w" for expert in experts)]
-        sent = {name: torch.randn(3, generator=generator, dtype=torch.float64) for name in names}
-        tallies = {
-            f"experts/weight/{expert}": torch.tensor(weight, dtype=torch.float64)
-            for expert, weight in zip(experts, weights, strict=True)
-        }
-        return Update({**sent, **tallies}, samples)
-
-    updates = [update([0, 1], [1.0, 4.0], 5), update([1, 2], [2.0, 5.0], 7), update([0, 2], [8.0, 3.0], 11)]
-    combine = FedMix().combine
-    expected = combine(combine(updates[0], updates[1]), updates[2])
-    for a, b, c in itertools.permutations(updates):
-        for combined in (combine(combine(a, b), c), combine(a, combine(b, c))):
-            torch.testing.assert_close(combined.sent, expected.sent, rtol=1e-12, atol=1e-12)
-            assert combined.weight == 23
-    a, b, c = (update.sent for update in updates)
-    torch.testing.assert_close(expected.sent["experts.1.w"], (4 * a["experts.1.w"] + 2 * b["experts.1.w"]) / 6)
-    torch.testing.assert_close(expected.sent["gate.w"], (5 * a["gate.w"] + 7 * b["gate.w"] + 11 * c["gate.w"]) / 23)
-
-
-def test_one_expert_without_entropy_is_fedavg(tmp_path):
-    model, gate = sparse_mixture(1), EqualWeights()
-    mix = run([phase("it", FedMix(1, 0.0), rounds=3)], model, blobs(), tmp_path / "mix").run.states["it"].server
-    average = run([phase("it", FedAvg(), rounds=3, gate=gate)], model, blobs(), tmp_path / "average")
-    for name, tensor in average.run.states["it"].server.items():
-        torch.testing.assert_close(mix[name], tensor, rtol=0, atol=1e-12)
-
-
-@pytest.mark.parametrize("experts", [[0, 2], [3]])
-def test_samples_without_a_label_do_not_count(experts):
-    module, (x, y) = choosy(), (torch.randn(6, 5, dtype=torch.float64), torch.arange(6) % 3)
-    const, algorithm = {"experts": experts}, FedMix(entropy_weight=0.5)
-    expected = algorithm.client_loss(module, (x[:4], y[:4]), const)[0]
-    y[4:] = -100
-    torch.testing.assert_close(algorithm.client_loss(module, (x, y), const)[0], expected)
-
-
 def test_both_backends_agree():
     data = blobs(UNEQUAL, batch_size=10)
     assert_agree(local_training(choosy(), FedMix(entropy_weight=0.5), data), 1e-10)
-
-
-def test_a_run_that_was_killed_ends_with_the_same_bits(tmp_path):
-    def federation(path, **kwargs):
-        arguments = {"default_root_dir": str(path), "enable_progress_bar": False, "logger": False, **kwargs}
-        return Federation([phase("FedMix", FedMix(), rounds=4, clients_per_round=2)], **arguments)
-
-    whole = federation(tmp_path / "whole")
-    whole.fit(choosy(), blobs())
-    with pytest.raises(KeyboardInterrupt):
-        federation(tmp_path / "killed", callbacks=[Kill("on_round_end", 2)]).fit(choosy(), blobs())
-    resumed = federation(tmp_path / "killed")
-    resumed.fit(choosy(), blobs(), ckpt_path="last")
-    states = [one.run.states["FedMix"] for one in (whole, resumed)]
-    assert_same_bits(states[1].server, states[0].server)
-    assert_same_bits(states[1].clients[0], states[0].clients[0])
-    assert states[1].traffic == states[0].traffic
 
 
 def test_clients_and_newcomers_are_evaluated_with_the_best_expert_of_all_for_each_sample(tmp_path):
@@ -186,35 +124,3 @@ def test_the_validation_loss_is_that_of_the_likelihood_with_which_clients_train(
     assert len(seen) == 2 * 4 * 2  # rounds, clients, epochs
     for logged, expected in seen:
         assert logged == pytest.approx(expected, abs=1e-6)
-
-
-@pytest.mark.parametrize(
-    ("made", "sentence"),
-    [
-        (lambda: FedMix(0), "FedMix: experts_per_client is 0, but must be an integer from 1 to 1,000,000,000."),
-        (
-            lambda: FedMix(entropy_weight=-1.0),
-            "FedMix: entropy_weight is -1.0, but must be a finite number of at least 0.",
-        ),
-        (
-            lambda: FedMix(3).check(sparse_mixture(2)),
-            "FedMix: experts_per_client is 3, but must be at most the number of experts, 2.",
-        ),
-        (
-            lambda: FedMix().check(sparse_mixture([2, 3])),
-            "FedMix: num_experts is [2, 3], but must be one number, the same for all clients.",
-        ),
-        (
-            lambda: FedMix().check(mixture()),
-            "FedMix: model is a PersonalizedMoE, but must be a SparseMoE with a gate that is trained.",
-        ),
-        (
-            lambda: FedMix().check(SparseMoE(Embedding(), small_expert(), gate=EqualWeights())),
-            "FedMix: model is a SparseMoE with a EqualWeights, but must be a SparseMoE with a gate that is trained.",
-        ),
-    ],
-)
-def test_arguments_and_models_that_do_not_fit_are_refused(made, sentence):
-    with pytest.raises(MisconfigurationException) as error:
-        made()
-    assert str(error.value) == sentence

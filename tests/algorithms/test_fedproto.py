@@ -6,13 +6,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 from helpers import Expert, assert_same_bits, client_generator, mixture, momentum_sgd, phase, run, tensors
-from helpers.backends import FEW, assert_agree, local_training, train
-from helpers.prototypes import OWN_CLASSES, SIZES, assert_resumes, personalized, without_a_class
-from lightning.fabric.utilities.exceptions import MisconfigurationException
+from helpers.backends import FEW, assert_agree, local_training
+from helpers.prototypes import OWN_CLASSES, SIZES, personalized, without_a_class
 
 from fedmoe_pl import Phase
-from fedmoe_pl.algorithms import FedProto, Local
-from fedmoe_pl.backends import StackedBackend, TrainerBackend
+from fedmoe_pl.algorithms import FedProto
 from fedmoe_pl.models import GlobalOnly, LocalOnly, PersonalizedMoE
 
 MEAN, COUNT, KNOWN = "prototypes/mean", "prototypes/count", "prototypes/known"
@@ -23,7 +21,7 @@ def of_two_architectures():
     torch.manual_seed(2)
     deep = Expert()
     deep.extractor.insert(1, torch.nn.Linear(5, 5))
-    return PersonalizedMoE(Expert(), [Expert(), deep], LocalOnly(), optimizer=momentum_sgd).double()
+    return PersonalizedMoE(Expert(), [Expert(), deep], LocalOnly(), momentum_sgd).double()
 
 
 def train_with_prototypes(model, batches, prototypes, weight):
@@ -79,23 +77,6 @@ def test_three_rounds_equal_a_loop_with_the_official_loss(expert, tmp_path):
         trained = fed.client_module("it", client).get_submodule(expert)
         trained = trained if expert == "global_expert" else trained.expert
         torch.testing.assert_close(tensors(trained), tensors(own), rtol=1e-10, atol=1e-10)
-
-
-def test_without_weight_every_client_trains_alone_to_the_bit(tmp_path):
-    kept = [
-        run([phase("it", algorithm, rounds=3)], mixture(gate=GlobalOnly()), without_a_class(), tmp_path).run.states
-        for algorithm in (FedProto(weight=0.0), Local("global_expert.*"))
-    ]
-    for client in range(3):
-        assert_same_bits(kept[0]["it"].clients[client], kept[1]["it"].clients[client])
-
-
-def test_what_leaves_a_client_is_a_mean_and_a_count_for_each_class(tmp_path):
-    state = run([phase("it", FedProto(), rounds=3)], mixture(), without_a_class(), tmp_path).run.states["it"]
-    assert state.traffic["parameters_up"] == state.traffic["parameters_down"] == 0
-    classes, features, number = 3, 6, 8
-    assert state.traffic["bytes_up"] == 3 * 3 * classes * (features + 1) * number
-    assert state.traffic["bytes_down"] == 2 * 3 * classes * (features * number + 1), "nothing in the first round"
 
 
 def test_a_class_that_no_client_of_a_round_has_keeps_its_prototype(tmp_path):
@@ -177,19 +158,6 @@ def test_backends_agree_on_clients_of_two_architectures():
     assert_agree(local_training(of_two_architectures(), FedProto("local_expert"), without_a_class(FEW)), 1e-10)
 
 
-def test_the_order_of_clients_changes_only_the_rounding():
-    data = without_a_class(FEW, batch_size=10)
-    training = local_training(mixture(), FedProto(), data)
-    update = train(TrainerBackend(), training)[0]
-    swapped = train(StackedBackend(2), training)[0]
-    torch.testing.assert_close(swapped.sent, update.sent, rtol=1e-12, atol=1e-12)
-    assert update.sent[COUNT].tolist() == [2, 3, 3]
-
-
-def test_a_killed_run_ends_with_the_same_bits(tmp_path):
-    assert_resumes(FedProto(), mixture, tmp_path)
-
-
 def test_newcomers_train_with_the_federation_s_prototypes(tmp_path):
     first, later = personalized(FedProto(weight=0.7), mixture, tmp_path)
     server, data = first.run.states["it"].server, later.run.datamodule
@@ -201,16 +169,3 @@ def test_newcomers_train_with_the_federation_s_prototypes(tmp_path):
             train_with_prototypes(own, batches, dict(enumerate(server[MEAN])), 0.7)
         trained = later.client_module("it", client).global_expert
         torch.testing.assert_close(tensors(trained), tensors(own), rtol=1e-10, atol=1e-10)
-
-
-def test_what_fedproto_cannot_train_is_refused():
-    unequal = PersonalizedMoE(Expert(), [Expert(), Expert(hidden=7)], LocalOnly(), optimizer=momentum_sgd)
-    for made, sentence in (
-        (lambda: FedProto(weight=-1.0), "FedProto: weight is -1.0, but must be a finite number of at least 0."),
-        (lambda: FedProto(prediction="mean"), "FedProto: prediction is 'mean', but must be head or prototype."),
-        (lambda: FedProto("gate").check(mixture()), "FedProto: expert is 'gate', but must be a part of the Personaliz"),
-        (lambda: FedProto("local_expert").check(unequal), "local_expert has features of widths 6, 7, but must have"),
-    ):
-        with pytest.raises(MisconfigurationException) as error:
-            made()
-        assert sentence in str(error.value)

@@ -3,7 +3,6 @@
 import pytest
 from helpers import PureOneWeight, phase, run, two_quadratics
 from helpers.quadratics import LOSSES, RATE, STEPS, weight_of
-from lightning.fabric.utilities.exceptions import MisconfigurationException
 
 from fedmoe_pl.algorithms import FedAvg, FedProx
 
@@ -25,9 +24,3 @@ def test_fedprox_with_mu_0_is_fedavg_to_the_bit(tmp_path):
         for algorithm in (FedProx(0.0), FedAvg())
     ]
     assert weight_of(weights[0], "it") == weight_of(weights[1], "it")
-
-
-def test_a_negative_mu_is_refused():
-    with pytest.raises(MisconfigurationException) as error:
-        FedProx(-1.0)
-    assert str(error.value) == "FedProx: mu is -1.0, but must be a finite number of at least 0."

@@ -1,8 +1,7 @@
 """FedRep against a bare rewrite, FedAvg and Local."""
 
 import pytest
-from helpers import assert_same_bits, blobs, momentum_sgd, phase, run, tensors
-from helpers.backends import local_training, train
+from helpers import assert_same_bits, blobs, momentum_sgd, phase, run
 from helpers.bare import (
     COHORTS,
     SEED,
@@ -18,10 +17,8 @@ from helpers.bare import (
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 
 from fedmoe_pl.algorithms import FedAvg, FedRep, Local
-from fedmoe_pl.backends import TrainerBackend
 from fedmoe_pl.models import GlobalOnly
 from fedmoe_pl.phases.phase import Phase
-from fedmoe_pl.trees import subtree
 
 SIZES, HEAD = [13, 8, 11], "global_expert.classifier."
 
@@ -88,14 +85,6 @@ def test_the_last_extra_round_is_a_phase_of_local_that_trains_the_heads(tmp_path
         assert_near(values(federation.client_module("heads", client)), [*body, *head])
 
 
-def test_only_the_body_is_sent():
-    model = two_experts()
-    update, kept = train(TrainerBackend(), local_training(model, FedRep(head_epochs=1), blobs()))
-    assert update.sent.keys() == tensors(model, "global_expert.extractor.").keys()
-    assert all(tree.keys() == tensors(model, HEAD).keys() for tree in kept.values())
-    assert subtree(update.sent, "global_expert.")
-
-
 def test_epochs_that_never_reach_the_body_are_refused_before_any_training(tmp_path):
     with pytest.raises(MisconfigurationException) as error:
         run([phase("it", FedRep(head_epochs=2))], two_experts(), blobs(), tmp_path, max_epochs=2)
@@ -103,18 +92,3 @@ def test_epochs_that_never_reach_the_body_are_refused_before_any_training(tmp_pa
         "Phase 'it': max_epochs is 2, but must be higher or other parameters be shared, because FedRep trains none of "
         "the shared ones, such as 'global_expert.extractor.1.weight', in any epoch."
     )
-
-
-@pytest.mark.parametrize(
-    ("made", "sentence"),
-    [
-        (lambda: FedRep(head_epochs=-1), "FedRep: head_epochs is -1, but must be an integer from 0 to 1,000,000,000"),
-        (lambda: FedRep(weighting="size"), "FedRep: weighting is 'size', but must be one of samples, uniform"),
-        (lambda: FedRep("*").check(two_experts()), "FedRep: shared is '*', but must leave out the head"),
-        (lambda: FedRep("body.*").check(two_experts()), "which matches no parameter"),
-    ],
-)
-def test_what_fedrep_cannot_train_is_refused(made, sentence):
-    with pytest.raises(MisconfigurationException) as error:
-        made()
-    assert sentence in str(error.value)

@@ -8,14 +8,13 @@ import torch
 import torch.nn.functional as F
 from helpers import Expert, assert_same_bits, client_generator, mixture, momentum_sgd, phase, run, tensors
 from helpers.backends import FEW, assert_agree, local_training
-from helpers.prototypes import OWN_CLASSES, SIZES, assert_resumes, personalized, without_a_class
-from lightning.fabric.utilities.exceptions import MisconfigurationException
+from helpers.prototypes import OWN_CLASSES, SIZES, personalized, without_a_class
 
 from fedmoe_pl import Evaluate, Select
 from fedmoe_pl.algorithms import FedAvg, FedRoD, Local
 from fedmoe_pl.algorithms.client import Client
 from fedmoe_pl.backends import TrainerBackend
-from fedmoe_pl.models import CNN, EqualWeights, GlobalOnly, LinearGate, PersonalizedMoE
+from fedmoe_pl.models import EqualWeights, GlobalOnly
 from fedmoe_pl.trees import subtree
 
 GENERIC, HEAD = "global_expert.", "local_expert.classifier."
@@ -85,15 +84,6 @@ def test_without_prior_the_global_expert_is_fedavg_s_to_the_bit(tmp_path):
     ]
     expected = servers[1].server
     assert_same_bits({name: tensor for name, tensor in servers[0].server.items() if name in expected}, expected)
-
-
-def test_what_leaves_a_client_is_the_global_expert(tmp_path):
-    state = run([phase("it", FedRoD(), rounds=2)], mixture(), without_a_class(), tmp_path).run.states["it"]
-    size = sum(tensor.numel() for tensor in mixture().global_expert.parameters())
-    assert state.traffic["parameters_up"] == state.traffic["parameters_down"] == 2 * 3 * size
-    assert state.traffic["bytes_up"] == state.traffic["bytes_down"] == 8 * 2 * 3 * size
-    for kept in state.clients.values():
-        assert {*kept} == {name for name in mixture().state_dict() if name.startswith(HEAD)}
 
 
 def test_a_client_without_a_head_of_its_own_predicts_as_the_generic_model(tmp_path):
@@ -175,10 +165,6 @@ def test_backends_agree():
         assert_agree(local_training(mixture(), FedRoD(), data, rounds=2), 1e-10, round=round)
 
 
-def test_a_killed_run_ends_with_the_same_bits(tmp_path):
-    assert_resumes(FedRoD(), mixture, tmp_path)
-
-
 def test_newcomers_train_a_head_of_their_own_from_the_generic_one(tmp_path):
     first, later = personalized(FedRoD(), mixture, tmp_path)
     server = first.run.states["it"].server
@@ -189,33 +175,6 @@ def test_newcomers_train_a_head_of_their_own_from_the_generic_one(tmp_path):
         moved = module.local_expert.classifier[1].weight - module.global_expert.classifier[1].weight
         assert 1e-3 < moved.abs().max() < 2
     assert {*later.run.states["it"].clients} == {0, 1}
-
-
-@pytest.mark.parametrize(
-    ("made", "sentence"),
-    [
-        (lambda: FedRoD(-1.0), "FedRoD: prior_exponent is -1.0, but must be a finite number of at least 0."),
-        (lambda: FedRoD().check(mixture(LinearGate(5))), "gate is a LinearGate, but must be EqualWeights, GlobalOnly"),
-        (lambda: FedRoD().check(PersonalizedMoE(CNN(1), [CNN(1), CNN(2)])), "must have the architecture of global_exp"),
-        (
-            lambda: FedRoD().check(mixture(expert=torch.nn.Linear(5, 3))),
-            "but must be a part of the PersonalizedMoE wit",
-        ),
-    ],
-)
-def test_what_fedrod_cannot_train_is_refused(made, sentence):
-    with pytest.raises(MisconfigurationException) as error:
-        made()
-    assert sentence in str(error.value)
-
-
-def test_a_mixture_of_probabilities_is_refused():
-    module = mixture()
-    module.mixing = "probabilities"
-    with pytest.raises(
-        MisconfigurationException, match="mixing is 'probabilities', but must be logits, because FedRoD"
-    ):
-        FedRoD().check(module)
 
 
 def test_every_client_lacks_a_class():

@@ -1,19 +1,16 @@
 """Federated mutual learning against plain PyTorch."""
 
-from functools import partial
-
 import pytest
 import torch
 import torch.nn.functional as F
 from helpers import assert_same_bits, blobs, mixture, momentum_sgd, phase, run, tensors
 from helpers.architectures import SIZES, pair, train_bare
 from helpers.backends import assert_agree, local_training
-from lightning.fabric.utilities.exceptions import MisconfigurationException
 
 from fedmoe_pl import Phase
 from fedmoe_pl.algorithms import FML, FedAvg, Local
 from fedmoe_pl.backends import TrainerBackend
-from fedmoe_pl.models import GlobalOnly, LocalOnly, RepresentationMoE, SmallMLP
+from fedmoe_pl.models import GlobalOnly, LocalOnly
 
 ALPHA, BETA = 0.3, 0.8
 
@@ -52,16 +49,6 @@ def test_two_rounds_are_those_of_plain_pytorch(tmp_path, hidden, weighting):
         torch.testing.assert_close(dict(state.clients[client]), own, rtol=0, atol=1e-12)
 
 
-def test_only_the_meme_leaves_a_client(tmp_path):
-    fed = run([Phase("FML", FML(), rounds=2, gate=LocalOnly())], pair(), blobs(SIZES), tmp_path)
-    assert len(fed.run.rows) == 2
-    values = sum(tensor.numel() for tensor in tensors(pair(), "global_expert.").values())
-    for row in fed.run.rows:
-        traffic = row["round"] * 3 * values
-        assert row["parameters_up"] == row["parameters_down"] == traffic
-        assert row["bytes_up"] == row["bytes_down"] == traffic * 8
-
-
 def test_with_alpha_and_beta_1_the_meme_is_fedavg_and_the_private_model_local_to_the_bit(tmp_path):
     """Two optimizers as one: also with momentum, neither feels the other."""
     phases = (
@@ -76,14 +63,6 @@ def test_with_alpha_and_beta_1_the_meme_is_fedavg_and_the_private_model_local_to
     assert_same_bits(fml.run.states["it"].server, fedavg.run.states["it"].server)
     for client in range(3):
         assert_same_bits(dict(fml.run.states["it"].clients[client]), dict(local.run.states["it"].clients[client]))
-
-
-def test_samples_without_a_label_do_not_count():
-    module, data = mixture(), blobs(SIZES)
-    x, y = data.x[:6], data.y[:6].clone()
-    expected = FML(ALPHA, BETA).client_loss(module, (x[:4], y[:4]), {})[0]
-    y[4:] = -100
-    torch.testing.assert_close(FML(ALPHA, BETA).client_loss(module, (x, y), {})[0], expected, rtol=1e-14, atol=0)
 
 
 @pytest.mark.parametrize("hidden", [(6,), (4, 7)])
@@ -101,21 +80,3 @@ def test_clients_are_evaluated_with_their_private_models(tmp_path):
         logits = fed.client_module("FML", client).local_expert[client % 2](data.x[data.global_test])
         right = (logits.argmax(1) == data.y[data.global_test]).double().mean().item()
         assert result.clients[client].global_test == pytest.approx(right, abs=1e-6)
-
-
-@pytest.mark.parametrize(
-    ("made", "sentence"),
-    [
-        (partial(FML, alpha=1.5), r"FML: alpha is 1\.5, but must be from 0 to 1\."),
-        (partial(FML, beta=-0.1), r"FML: beta is -0\.1, but must be from 0 to 1\."),
-        (partial(FML, weighting="equal"), "FML: weighting is 'equal', but must be one of samples, uniform"),
-        (lambda: FML(shared="meme.*").check(mixture()), "FML: shared is 'meme.*', which matches no parameter"),
-        (
-            lambda: FML().check(RepresentationMoE(SmallMLP(), [SmallMLP()])),
-            "FML: model is a RepresentationMoE, but must have a global_expert and a local_expert, as a Perso",
-        ),
-    ],
-)
-def test_what_fml_cannot_train_is_refused(made, sentence):
-    with pytest.raises(MisconfigurationException, match=sentence):
-        made()

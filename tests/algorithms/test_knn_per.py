@@ -3,15 +3,14 @@
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers import assert_same_bits, blobs, mixture, tensors
-from helpers.runs import Kill, assert_same, federation
+from helpers import assert_same_bits, blobs, mixture
+from helpers.runs import federation
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch import Generator
 
 from fedmoe_pl import Phase
 from fedmoe_pl.algorithms import FedAvg, KNNPer, Local
 from fedmoe_pl.backends import StackedBackend, TrainerBackend
-from fedmoe_pl.checkpoints.checkpoint import load_checkpoint
 from fedmoe_pl.models import GlobalOnly
 from fedmoe_pl.seeds import derive_seed
 
@@ -127,28 +126,11 @@ def test_a_narrow_kernel_does_not_lose_the_nearest_neighbor(tmp_path):
     assert torch.isfinite(run.run.client_predictor("kNN-Per", 0)(blobs(SIZES).x)).all()
 
 
-def test_nothing_is_trained_or_sent_and_only_the_weight_is_kept(whole):
-    state = whole.run.states["kNN-Per"]
-    assert not any(state.traffic.values()) and state.flops == 0
-    assert [set(state.clients[client]) for client in range(3)] == [{"knn/weight"}] * 3
-    assert_same_bits(
-        tensors(whole.client_module("kNN-Per", 1)),
-        tensors(mixture()) | tensors(whole.client_module("FedAvg", 1), "global"),
-    )
-
-
 def test_both_backends_choose_the_same_weights(whole, tmp_path):
     for name, backend in (("alone", TrainerBackend()), ("stacked", StackedBackend())):
         run = fitted(tmp_path / name, backend=backend)
         for client in range(3):
             assert_same_bits(run.run.states["kNN-Per"].clients[client], whole.run.states["kNN-Per"].clients[client])
-
-
-def test_a_run_stopped_after_some_clients_chose_and_resumed_ends_with_the_same_bits(whole, tmp_path):
-    with pytest.raises(KeyboardInterrupt):
-        fitted(tmp_path, callbacks=[Kill("on_client_end", 8)])
-    resumed = fitted(tmp_path, ckpt_path="last")
-    assert_same(*(load_checkpoint(run.run_dir / "checkpoints/last.ckpt") for run in (resumed, whole)))
 
 
 def test_newcomers_look_among_their_own_samples(whole, tmp_path):
@@ -169,18 +151,3 @@ def test_it_needs_a_federated_model_with_features(tmp_path):
     model.global_expert = torch.nn.Linear(5, 3)
     with pytest.raises(MisconfigurationException, match="KNNPer: expert is 'global_expert', but must be a part"):
         KNNPer().check(model)
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ({"k": 0}, "k is 0, but must be an integer from 1 to 1,000,000,000."),
-        ({"capacity": 1.5}, "capacity is 1.5, but must be at least 0 and at most 1."),
-        ({"weight": -0.1}, "weight is -0.1, but must be at least 0 and at most 1."),
-        ({"scale": 0}, "scale is 0, but must be a finite number above 0."),
-        ({"kernel": "cosine"}, "kernel is 'cosine', but must be squared or euclidean."),
-    ],
-)
-def test_arguments_out_of_range_are_refused(arguments, message):
-    with pytest.raises(MisconfigurationException, match=f"^KNNPer: {message}$"):
-        KNNPer(**arguments)

@@ -5,9 +5,9 @@ import math
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers import TensorData, assert_same_bits, blobs, mixture, momentum_sgd, sparse_mixture, tensors
+from helpers import TensorData, assert_same_bits, blobs, mixture, sparse_mixture, tensors
 from helpers.clusters import clustered, only
-from helpers.runs import Kill, assert_same, federation
+from helpers.runs import federation
 from helpers.workers import TwoInThisProcess
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch import nn
@@ -24,11 +24,9 @@ from fedmoe_pl.algorithms import (
     PFLMoE,
 )
 from fedmoe_pl.backends import StackedBackend, TrainerBackend
-from fedmoe_pl.checkpoints.checkpoint import load_checkpoint
-from fedmoe_pl.models import IFCACNN, EqualWeights, FeatureGate, GlobalOnly, LinearGate, LocalOnly
+from fedmoe_pl.models import EqualWeights, FeatureGate, GlobalOnly, LinearGate, LocalOnly
 
 SIZES = (23, 8, 1)
-BIAS = "global_expert.classifier.1.bias"
 
 
 def fedavg(rounds=2, **kwargs) -> Phase:
@@ -61,27 +59,6 @@ def test_scores_are_those_of_the_federated_model_and_tau_times_the_logarithm_of_
     for client in range(3):
         expected = run.client_module("FedAvg", client)(data.x) + tau * log_shares(data, client)
         torch.testing.assert_close(run.client_module("prior", client)(data.x), expected, rtol=0, atol=1e-12)
-
-
-def test_with_tau_0_it_is_the_federated_model_to_the_bit(tmp_path):
-    run, x = fitted(tmp_path, fedavg(), prior(LabelPrior(0.0))), blobs(SIZES).x
-    for client in range(3):
-        before, after = (run.client_module(name, client) for name in ("FedAvg", "prior"))
-        assert_same_bits(tensors(after, "global"), tensors(before, "global"))
-        assert torch.equal(after(x), before(x))
-    clients = [[vars(one) for one in run.results[name].clients] for name in ("FedAvg", "prior")]
-    for one, other in zip(*clients, strict=True):
-        assert (one["reweighted_test"], one["global_test"]) == (other["reweighted_test"], other["global_test"])
-
-
-def test_equal_counts_change_no_prediction(tmp_path):
-    data = blobs((12, 9))
-    data.y[:21] = torch.arange(21) % 3
-    run = fitted(tmp_path, fedavg(), prior(LabelPrior(2.0)), data=data)
-    for client in range(2):
-        before, after = (run.client_module(name, client)(data.x) for name in ("FedAvg", "prior"))
-        torch.testing.assert_close(after.softmax(1), before.softmax(1))
-        assert torch.equal(after.argmax(1), before.argmax(1))
 
 
 def normal_cdf(z):
@@ -196,12 +173,6 @@ def test_an_expert_after_an_embedding_is_corrected(tmp_path):
         torch.testing.assert_close(run.client_module("prior", client)(data.x), expected, rtol=0, atol=1e-12)
 
 
-def test_nothing_is_trained_or_sent_and_only_the_bias_and_tau_are_kept(whole):
-    state = whole.run.states["prior"]
-    assert not any(state.traffic.values()) and state.flops == 0
-    assert [set(state.clients[client]) for client in range(3)] == [{BIAS, "prior/tau"}] * 3
-
-
 def test_later_rounds_of_the_phase_change_nothing(whole, tmp_path):
     run = fitted(tmp_path, fedavg(), prior(rounds=3))
     for client in range(3):
@@ -217,13 +188,6 @@ def test_every_backend_has_the_same_bits(tmp_path, backend):
     ]
     for client in range(3):
         assert_same_bits(*(run.run.states["prior"].clients[client] for run in runs))
-
-
-def test_a_run_stopped_after_some_clients_were_corrected_and_resumed_ends_with_the_same_bits(whole, tmp_path):
-    with pytest.raises(KeyboardInterrupt):
-        fitted(tmp_path, callbacks=[Kill("on_client_end", 8)])
-    resumed = fitted(tmp_path, ckpt_path="last")
-    assert_same(*(load_checkpoint(run.run_dir / "checkpoints/last.ckpt") for run in (resumed, whole)))
 
 
 def test_newcomers_use_their_own_class_shares(whole, tmp_path):
@@ -243,38 +207,3 @@ def test_it_needs_a_federated_model_that_is_not_corrected_yet(tmp_path):
     with pytest.raises(MisconfigurationException, match="a phase in which 'global_expert' has no label prior yet"):
         federation(tmp_path, [fedavg(), prior(), prior(name="twice", start="prior")])
     assert not LabelPrior(expert="global_experts.1").missing_start([LabelPrior(expert="global_experts.0"), FedAvg()])
-
-
-class Scaled(nn.Sequential):
-    """A user's expert with a temperature."""
-
-    def forward(self, x):
-        return super().forward(x) / 2
-
-
-NO_BIAS = nn.Linear(5, 3, bias=False)
-MESSAGE = "LabelPrior: expert is 'global_expert', a {}, but must have a last Linear layer whose bias is added to the"
-
-
-@pytest.mark.parametrize("expert", [NO_BIAS, nn.Sequential(nn.Flatten()), IFCACNN(relu_logits=True)])
-def test_experts_that_a_bias_cannot_correct_are_refused(expert):
-    with pytest.raises(MisconfigurationException, match=MESSAGE.format(type(expert).__name__)):
-        LabelPrior().check(PersonalizedMoE(expert))
-
-
-def test_an_expert_of_unknown_input_is_refused_when_a_client_has_samples_for_it(tmp_path):
-    model = PersonalizedMoE(Scaled(nn.Linear(5, 3)), optimizer=momentum_sgd).double()
-    LabelPrior().check(model)
-    with pytest.raises(MisconfigurationException, match=MESSAGE.format("Scaled")):
-        fitted(tmp_path, fedavg(), prior(), model=model)
-
-
-def test_an_unknown_expert_is_refused():
-    with pytest.raises(MisconfigurationException, match="expert is 'global', but must be a part of the Pers"):
-        LabelPrior(expert="global").check(mixture())
-
-
-@pytest.mark.parametrize("tau", [-0.5, math.nan, "validation"])
-def test_other_values_of_tau_are_refused(tau):
-    with pytest.raises(MisconfigurationException, match=f"^LabelPrior: tau is {tau!r}, but must be auto or a finite"):
-        LabelPrior(tau)

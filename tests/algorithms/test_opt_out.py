@@ -18,7 +18,6 @@ from helpers import (
     run,
     tensors,
     train_by_hand,
-    two_quadratics,
 )
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import LightningModule
@@ -27,7 +26,7 @@ from torch import nn
 from fedmoe_pl.algorithms import FedAvg, Local, OptInFedAvg, PersonalizedExpert, PFLMoE, SpecialistMixture
 from fedmoe_pl.algorithms.client import Client
 from fedmoe_pl.backends import TrainerBackend
-from fedmoe_pl.models import BiLSTM, ConstantGate, LinearGate, NetworkGate, PersonalizedMoE
+from fedmoe_pl.models import ConstantGate, LinearGate, NetworkGate, PersonalizedMoE
 from fedmoe_pl.phases.cohort import phase_cohort
 from fedmoe_pl.phases.phase import Phase
 
@@ -80,34 +79,10 @@ def test_a_round_has_as_many_clients_as_if_all_took_part_and_none_that_opts_out(
     assert set(phase_cohort(federated, 10, 7, 0)) == opted_in
 
 
-@pytest.mark.parametrize(
-    ("arguments", "sentence"),
-    [
-        ({"opt_out_clients": 1.0}, "opt_out_clients is 1.0, but must be at least 0 and below 1"),
-        ({"opt_out_data": 1.0}, "opt_out_data is 1.0, but must be at least 0 and below 1"),
-        ({"opt_out_clients": -0.1}, "opt_out_clients is -0.1, but"),
-        ({"opt_out_data": float("nan")}, "opt_out_data is nan, but"),
-    ],
-)
-def test_opting_out_of_everybody_is_refused(arguments, sentence):
-    with pytest.raises(MisconfigurationException, match=f"OptInFedAvg: {sentence}"):
-        OptInFedAvg(**arguments)
-
-
 def test_more_clients_per_round_than_take_part_are_refused_before_training(tmp_path):
     phases = [phase("FedAvg", OptInFedAvg(opt_out_clients=0.5), clients_per_round=6)]
     with pytest.raises(MisconfigurationException, match="number of clients that take part, 5"):
         run(phases, mixture(), blobs(SIZES), tmp_path)
-
-
-def test_a_misspelt_pattern_and_a_model_without_parts_are_refused(tmp_path):
-    with pytest.raises(MisconfigurationException, match=r"OptInFedAvg: shared is 'global.\*', which matches no"):
-        run([phase("FedAvg", OptInFedAvg("global.*"))], mixture(), blobs(), tmp_path)
-    phases = [phase("Mixture", SpecialistMixture(), start="initial")]
-    with pytest.raises(
-        MisconfigurationException, match="SpecialistMixture: model is a OneWeight, but must be a MixtureOfExperts"
-    ):
-        run(phases, OneWeight(), two_quadratics(), tmp_path)
 
 
 def test_with_nobody_out_it_is_fedavg_to_the_bit(tmp_path):
@@ -301,29 +276,6 @@ def test_every_clients_gate_starts_anew_and_only_before_the_first_round(tmp_path
     assert not torch.equal(gates[2][0]["gate.network.weight"], gates[1][0]["gate.network.weight"])
 
 
-def test_a_gate_held_at_one_expert_gives_exactly_this_expert(tmp_path):
-    held = {
-        f"{expert} in {mixing}": Phase(
-            f"{expert} in {mixing}", SpecialistMixture(), gate=ConstantGate(weight), mixing=mixing, max_epochs=0
-        )
-        for weight, expert in ((1.0, "global_expert"), (0.0, "local_expert"))
-        for mixing in MIXINGS
-    }
-    phases = [*three_phases()[:2], *held.values(), Phase("the expert", SpecialistMixture(), max_epochs=0)]
-    datamodule = blobs(SIZES, validation_fraction=0.3)
-    federation = run(phases, mixture(gate()), datamodule, tmp_path)
-    x = datamodule.x
-    for name in held:
-        expert, mixing = name.split(" in ")
-        for client, evaluated in enumerate(federation.results[name].clients):
-            alone = getattr(federation.client_module("the expert", client), expert)
-            scores = federation.client_module(name, client)(x)
-            expected = alone(x) if mixing == "logits" else alone(x).log_softmax(1)
-            assert torch.equal(scores, expected)
-            right = alone(x)[datamodule.global_test].argmax(1) == datamodule.y[datamodule.global_test]
-            assert evaluated.global_test == pytest.approx(right.double().mean().item(), abs=1e-6)
-
-
 def test_the_mixture_follows_specialists_on_all_samples_and_not_those_of_a_part():
     assert SpecialistMixture().follows(PersonalizedExpert())
     assert not SpecialistMixture().follows(PersonalizedExpert(gate_fraction=0.25))
@@ -332,52 +284,3 @@ def test_the_mixture_follows_specialists_on_all_samples_and_not_those_of_a_part(
 
 
 # Texts
-
-
-class LastToken(TensorData):
-    """Two classes of texts of five tokens, told apart by the last one."""
-
-    def __init__(self, **kwargs):
-        generator = torch.Generator().manual_seed(0)
-        x = torch.randint(2, 20, (60, 5), generator=generator)
-        super().__init__(x, x[:, -1] % 2, torch.arange(60).split([25, 20, 15]), dtype=torch.int64, **kwargs)
-
-
-def bilstm_mixture(dtype=torch.float64):
-    torch.manual_seed(3)
-    network = BiLSTM(vocabulary_size=20, embedding_dim=6, hidden=4, num_classes=1)
-    expert = BiLSTM(vocabulary_size=20, embedding_dim=6, hidden=4, num_classes=2)
-    optimizer = partial(torch.optim.Adam, lr=0.02)
-    return PersonalizedMoE(expert, gate=NetworkGate(network), optimizer=optimizer, mixing="probabilities").to(dtype)
-
-
-def test_bilstms_are_experts_and_gate_of_texts_and_their_results_are_those_of_a_bare_loop(tmp_path):
-    datamodule = LastToken(batch_size=5)
-    phases = [
-        Phase("FedAvg", OptInFedAvg("global_expert.*", 0.34), rounds=2, gate=ConstantGate(1)),
-        Phase("Fine-tuned", PersonalizedExpert(), gate=ConstantGate(0)),
-        Phase("Mixture", SpecialistMixture()),
-        Phase("half", PersonalizedExpert(gate_fraction=0.5), gate=ConstantGate(0)),
-        Phase("gate alone", PFLMoE(0.5)),  # with both experts frozen, these are looked up
-    ]
-    model = bilstm_mixture()
-    federation = run(phases, model, datamodule, tmp_path)
-    for client in range(3):
-        module = copy.deepcopy(federation.client_module("Fine-tuned", client))
-        module.gate = copy.deepcopy(model.gate)
-        generator = client_generator(0, client, 3)
-        module.gate.reset_parameters()
-        batches = datamodule.batches(datamodule.train_samples[client], generator=generator)
-        names = ("local_expert.", "gate.")
-        train_by_hand(module, names, batches, model.optimizer, 2, lambda x, y, m=module: m.loss((x, y))[0])
-        actual = federation.client_module("Mixture", client)
-        torch.testing.assert_close(actual.state_dict(), module.state_dict(), rtol=1e-10, atol=1e-12)
-        evaluated = federation.results["Mixture"].clients[client]
-        weights = actual.mix(datamodule.x[datamodule.train_samples[client]])[1][:, 0]
-        assert evaluated.mean_gate_weight == pytest.approx(weights.mean().item(), abs=1e-12)
-
-    every = run(phases, model, LastToken(batch_size=5), tmp_path / "every", every_batch=True)
-    for client in range(3):  # a Trainer that sees every batch looks nothing up
-        for name in ("Mixture", "gate alone"):
-            actual, expected = (one.client_module(name, client).state_dict() for one in (federation, every))
-            torch.testing.assert_close(actual, expected, rtol=1e-10, atol=1e-12)

@@ -2,8 +2,8 @@
 
 import pytest
 import torch
-from helpers import TensorData, assert_same_bits, blobs, mixture, phase, run, tensors
-from helpers.backends import WithBatchNorm, local_training, train
+from helpers import TensorData, blobs, mixture, phase, run
+from helpers.backends import WithBatchNorm
 from helpers.bare import (
     COHORTS,
     SEED,
@@ -19,10 +19,8 @@ from helpers.bare import (
     two_experts,
     values,
 )
-from lightning.fabric.utilities.exceptions import MisconfigurationException
 
-from fedmoe_pl.algorithms import FedAvg, PerFedAvg
-from fedmoe_pl.backends import TrainerBackend
+from fedmoe_pl.algorithms import PerFedAvg
 from fedmoe_pl.models import GlobalOnly
 from fedmoe_pl.phases.phase import Phase
 
@@ -90,22 +88,6 @@ def test_with_an_inner_rate_of_0_it_is_fedavg_on_the_second_halves(second_order,
     assert_near(of_tree(state.server), w, 1e-14)
 
 
-def test_batches_of_one_sample_are_those_of_fedavg(tmp_path):
-    phases = [
-        phase("it", PerFedAvg(INNER, weighting="samples"), rounds=2, batch_size=1),
-        phase("FedAvg", FedAvg("global_expert.*", "global_expert.*"), rounds=2, batch_size=1),
-    ]
-    states = run(phases, two_experts(), blobs(), tmp_path, 1).run.states
-    assert_same_bits(states["it"].server, states["FedAvg"].server)
-
-
-def test_only_the_expert_is_sent_and_nothing_is_kept():
-    model = two_experts()
-    update, kept = train(TrainerBackend(), local_training(model, PerFedAvg(), blobs()))
-    assert update.sent.keys() == tensors(model, "global_expert.").keys() and update.weight == 3
-    assert not any(kept.values())
-
-
 def test_batch_normalization_needs_two_samples_in_both_halves(tmp_path):
     """Of batches of 4 and 3, only the larger ones are halved; statistics are those of all forward passes."""
     model = mixture(GlobalOnly(), WithBatchNorm(), optimizer=sgd)
@@ -113,19 +95,6 @@ def test_batch_normalization_needs_two_samples_in_both_halves(tmp_path):
     state = run([phase("it", PerFedAvg(INNER))], model, data, tmp_path, 1).run.states["it"]
     assert state.server["global_expert.extractor.1.num_batches_tracked"] == 3
     assert all(tensor.isfinite().all() for tensor in state.server.values())
-
-
-@pytest.mark.parametrize(
-    ("made", "sentence"),
-    [
-        (lambda: PerFedAvg(-1), "PerFedAvg: inner_lr is -1, but must be a finite number of at least 0"),
-        (lambda: PerFedAvg(expert="body").check(two_experts()), "PerFedAvg: expert is 'body', but must be a part"),
-    ],
-)
-def test_what_per_fedavg_cannot_train_is_refused(made, sentence):
-    with pytest.raises(MisconfigurationException) as error:
-        made()
-    assert sentence in str(error.value)
 
 
 def test_the_whole_module_can_be_the_expert(tmp_path):

@@ -7,13 +7,12 @@ import torch
 from helpers import blobs, mixture
 from helpers.backends import UNEQUAL, WithBatchNorm, assert_agree, local_training
 from helpers.bare import sgd, two_experts
-from helpers.runs import Kill, assert_same, federation
-from helpers.workers import TwoInThisProcess
+from helpers.runs import federation
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 
 from fedmoe_pl.algorithms import APFL, FML, Ditto, FedAvg, FedBN, FedKD, FedRep, PerFedAvg, PFedMe
-from fedmoe_pl.algorithms.checks import warn_of_mixture
-from fedmoe_pl.backends import AutoBackend, StackedBackend
+from fedmoe_pl.algorithms.shared.requirements import warn_of_mixture
+from fedmoe_pl.backends import StackedBackend
 from fedmoe_pl.models import ConstantGate, EqualWeights, GlobalOnly, LocalOnly
 from fedmoe_pl.phases.phase import Phase
 from fedmoe_pl.trees import of_module, subtree
@@ -68,26 +67,6 @@ def fitted(path, name, ckpt_path=None, **kwargs):
 def whole_run(tmp_path_factory):
     """Gives the finished run of a method, which is made once."""
     return functools.cache(lambda name: fitted(tmp_path_factory.mktemp("whole"), name))
-
-
-@pytest.mark.parametrize("name", [name for name in CASES if name != "Per-FedAvg, second order"])
-def test_a_run_killed_and_resumed_ends_with_the_same_bits(name, whole_run, tmp_path):
-    whole = whole_run(name)
-    with pytest.raises(KeyboardInterrupt):
-        fitted(tmp_path / "killed", name, callbacks=[Kill("on_round_end", 2)])
-    again = fitted(tmp_path / "killed", name, "last")
-    states = [each.run.states[name] for each in (whole, again)]
-    assert_same(states[0].server, states[1].server)
-    assert_same(*({client: dict(tree) for client, tree in state.clients.items()} for state in states))
-    assert_same(whole.results[name].clients, again.results[name].clients)
-
-
-@pytest.mark.parametrize("name", ["FedBN", "APFL"])
-def test_two_workers_give_the_bits_of_one_process(name, whole_run, tmp_path):
-    """FedBN finds its layers before workers are made, APFL's clients compute a gradient before their training."""
-    one, two = whole_run(name), fitted(tmp_path, name, backend=TwoInThisProcess(AutoBackend()))
-    assert_same(one.run.states[name].server, two.run.states[name].server)
-    assert_same(one.results[name].clients, two.results[name].clients)
 
 
 @pytest.mark.parametrize("name", [name for name in CASES if name != "Per-FedAvg, second order"])

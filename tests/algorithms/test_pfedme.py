@@ -4,8 +4,8 @@ from functools import partial
 
 import pytest
 import torch
-from helpers import TensorData, blobs, mixture, phase, run, tensors
-from helpers.backends import WithBatchNorm, local_training, train
+from helpers import TensorData, blobs, mixture, phase, run
+from helpers.backends import WithBatchNorm
 from helpers.bare import (
     COHORTS,
     RATE,
@@ -21,10 +21,8 @@ from helpers.bare import (
     two_experts,
     values,
 )
-from lightning.fabric.utilities.exceptions import MisconfigurationException
 
 from fedmoe_pl.algorithms import FedAvg, PFedMe
-from fedmoe_pl.backends import TrainerBackend
 from fedmoe_pl.models import LocalOnly
 from fedmoe_pl.phases.phase import Phase
 
@@ -123,28 +121,3 @@ def test_a_round_with_a_learning_rate_of_0_changes_nothing_of_w(tmp_path):
     it = phase("it", PFedMe(**GIVEN), rounds=2, round_lr_scheduler=schedule)
     model = two_experts()
     assert_near(of_tree(run([it], model, blobs(), tmp_path, 1).run.states["it"].server), values(model), 0)
-
-
-def test_only_w_is_sent():
-    model = two_experts()
-    update, kept = train(TrainerBackend(), local_training(model, PFedMe(**GIVEN), blobs()))
-    assert update.sent.keys() == tensors(model, "global_expert.").keys() and update.weight == sum(SIZES)
-    assert all(tree.keys() == tensors(model, "local_expert.").keys() for tree in kept.values())
-
-
-@pytest.mark.parametrize(
-    ("made", "sentence"),
-    [
-        (lambda: PFedMe(weight=0), "PFedMe: weight is 0, but must be a finite number above 0"),
-        (lambda: PFedMe(inner_lr=-1), "PFedMe: inner_lr is -1, but must be a finite number above 0"),
-        (lambda: PFedMe(server_lr=0), "PFedMe: server_lr is 0, but must be a finite number above 0"),
-        (lambda: PFedMe(inner_steps=0), "PFedMe: inner_steps is 0, but must be an integer from 1 to 1,000,000,000"),
-        (lambda: PFedMe(decay=-1), "PFedMe: decay is -1, but must be a finite number of at least 0"),
-        (lambda: PFedMe(weighting="size"), "PFedMe: weighting is 'size', but must be one of samples, uniform"),
-        (lambda: PFedMe().check(mixture()), "PFedMe: momentum of the optimizer is 0.9, but must be 0"),
-    ],
-)
-def test_what_pfedme_cannot_train_is_refused(made, sentence):
-    with pytest.raises(MisconfigurationException) as error:
-        made()
-    assert sentence in str(error.value)

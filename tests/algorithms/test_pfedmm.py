@@ -2,12 +2,10 @@
 
 from functools import partial
 
-import pytest
 import torch
 from helpers import assert_same_bits, blobs, phase, run, tensors
 from helpers.backends import UNEQUAL, assert_agree, local_training
 from helpers.mixtures_of_learners import RATE, backbone, equal_learners, learners, rounds_by_hand
-from lightning.fabric.utilities.exceptions import MisconfigurationException
 
 from fedmoe_pl import Federation, Phase
 from fedmoe_pl.algorithms import FedAvg, FedEM, PFedMM
@@ -28,21 +26,6 @@ def test_two_rounds_are_those_of_bare_pytorch_with_m_times_the_rate_for_the_back
     for client, expected in weights.items():
         assert state.clients[client].keys() == {"gate.weights"}
         torch.testing.assert_close(state.clients[client]["gate.weights"], expected, rtol=0, atol=1e-10)
-
-
-def test_clients_send_the_backbone_and_all_heads(tmp_path):
-    model = learners(embedding=backbone())
-    state = run([phase("pFedMM", PFedMM(), rounds=2)], model, blobs(), tmp_path).run.states["pFedMM"]
-    size = sum(parameter.nbytes for parameter in model.parameters())
-    assert state.traffic["bytes_up"] == state.traffic["bytes_down"] == 2 * 3 * size
-    assert state.server.keys() == dict(model.named_parameters()).keys()
-
-
-def test_one_head_is_fedavg(tmp_path):
-    model, gate = learners(1, backbone()), EqualWeights()
-    em = run([phase("pFedMM", PFedMM(), rounds=3)], model, blobs(), tmp_path / "em").run.states["pFedMM"]
-    average = run([phase("FedAvg", FedAvg(), rounds=3, gate=gate)], model, blobs(), tmp_path / "average")
-    torch.testing.assert_close(em.server, average.run.states["FedAvg"].server, rtol=0, atol=1e-13)
 
 
 def test_without_a_backbone_it_is_fedem(tmp_path):
@@ -83,10 +66,3 @@ def test_a_newcomer_estimates_its_weights_only(tmp_path):
     module = later.client_module("pFedMM", 1)
     assert_same_bits(tensors(module, ("experts.", "embedding.")), federation.run.states["pFedMM"].server)
     assert (module.gate.weights - 1 / 3).abs().max() > 1e-4
-
-
-def test_a_model_without_mixture_weights_is_refused():
-    with pytest.raises(MisconfigurationException, match="PFedMM: mixing is 'logits', but must be probabilities"):
-        model = learners(embedding=backbone())
-        model.mixing = "logits"
-        PFedMM().check(model)

@@ -6,27 +6,15 @@ import torch.nn.functional as F
 from helpers import blobs, client_generator, run, tensors
 from helpers.backends import assert_agree, local_training, train
 from helpers.pfedmoe import model, narrow
-from helpers.runs import Kill, assert_same, federation
-from helpers.workers import TwoInThisProcess
+from helpers.runs import assert_same, federation
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 
 from fedmoe_pl import Client, Evaluate, Phase, Select
 from fedmoe_pl.algorithms import FedAvg, Local, PFedMoE
-from fedmoe_pl.backends import AutoBackend, StackedBackend, TrainerBackend
+from fedmoe_pl.backends import StackedBackend, TrainerBackend
 from fedmoe_pl.models import ConstantGate, RepresentationMoE
 from fedmoe_pl.models.gates.network import SwitchNormGate
 from fedmoe_pl.trees import subtree
-
-REFUSED = {
-    "patterns": (lambda: PFedMoE("global_expert.*").check(model()), "matches no parameter of the model"),
-}
-
-
-@pytest.mark.parametrize("name", REFUSED)
-def test_what_pfedmoe_cannot_do_is_refused(name):
-    make, sentence = REFUSED[name]
-    with pytest.raises(MisconfigurationException, match=sentence):
-        make()
 
 
 def test_another_mixing_and_sharing_of_private_parts_are_refused(tmp_path):
@@ -222,29 +210,6 @@ def fit(path, ckpt_path=None, seed=3, **kwargs):
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory):
     return fit(tmp_path_factory.mktemp("whole"), trainer={"accelerator": "cpu", "devices": 1})
-
-
-def assert_same_run(one, other):
-    for name, state in one.run.states.items():
-        assert_same(state.server, other.run.states[name].server)
-        assert_same(
-            {k: dict(v) for k, v in state.clients.items()},
-            {k: dict(v) for k, v in other.run.states[name].clients.items()},
-        )
-    for name in ("rounds.csv", "clients.csv", "summary.csv"):
-        assert (one.run_dir / name).read_bytes() == (other.run_dir / name).read_bytes()
-
-
-def test_two_workers_give_the_bits_of_one(whole, tmp_path):
-    assert_same_run(fit(tmp_path, backend=TwoInThisProcess(AutoBackend())), whole)
-
-
-@pytest.mark.parametrize("store", ["memory", "disk"])
-def test_a_run_stopped_and_resumed_in_either_store_ends_with_the_same_bits(whole, tmp_path, store):
-    arguments = {"trainer": {"accelerator": "cpu", "devices": 1}, "store": store}
-    with pytest.raises(KeyboardInterrupt):
-        fit(tmp_path, callbacks=[Kill("on_round_end", 4)], **arguments)
-    assert_same_run(fit(tmp_path, ckpt_path="last", **arguments), whole)
 
 
 def test_a_clients_checkpoint_holds_its_architecture_alone_and_loads_without_arguments(whole):

@@ -8,7 +8,6 @@ import pytest
 import torch
 import torch.nn.functional as F
 from helpers import (
-    Expert,
     assert_same_bits,
     blobs,
     client_generator,
@@ -21,14 +20,13 @@ from helpers import (
 from helpers.backends import UNEQUAL, assert_agree, local_training, train
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import LightningModule
 from torch import nn
 
 from fedmoe_pl.algorithms import FedAvg, Local, PersonalizedExpert, PFLMoE
 from fedmoe_pl.algorithms.client import Client
 from fedmoe_pl.backends import TrainerBackend
-from fedmoe_pl.models import ConstantGate, FeatureGate, LinearGate, PersonalizedMoE
+from fedmoe_pl.models import ConstantGate, FeatureGate, LinearGate
 from fedmoe_pl.rounds.begin import phase_module
 from fedmoe_pl.seeds import derive_seed
 
@@ -265,43 +263,6 @@ def test_a_phase_with_a_gate_of_its_own_starts_with_it_and_one_without_with_the_
     trained = federation.client_module("FedAvg", 0).gate.state_dict()
     assert_same_bits(federation.client_module("Inherited", 0).gate.state_dict(), trained)
     assert_same_bits(federation.client_module("Given", 0).gate.state_dict(), given.state_dict())
-
-
-@pytest.mark.parametrize(
-    ("make", "message"),
-    [
-        (lambda: PersonalizedExpert(gate_fraction=1), "gate_fraction is 1, but must be at least 0 and below 1"),
-        (lambda: PersonalizedExpert(gate_fraction=-0.1), "gate_fraction is -0.1, but must be at least 0 and below 1"),
-        (lambda: PFLMoE(-0.1), "gate_fraction is -0.1, but must be at least 0 and below 1"),
-        (lambda: PFLMoE(0, interleaved=True), "gate_fraction is 0, but must be above 0 and below 1"),
-        (lambda: PFLMoE(1.0), "gate_fraction is 1.0, but must be at least 0 and below 1"),
-        (
-            lambda: PFLMoE(trainable="local_expert.*"),
-            "trainable is 'local_expert.*', but must be left out unless interleaved",
-        ),
-    ],
-)
-def test_arguments_out_of_range_are_refused(make, message):
-    with pytest.raises(MisconfigurationException, match=message):
-        make()
-
-
-@pytest.mark.parametrize("algorithm", [PersonalizedExpert(), PFLMoE(interleaved=True)])
-def test_experts_of_different_architectures_are_refused_where_one_starts_as_a_copy_of_the_other(algorithm):
-    model = mixture(LinearGate(5))
-    algorithm.check(model)
-    for other in (Expert(hidden=7), nn.Linear(5, 3)):
-        model.local_expert = other
-        with pytest.raises(MisconfigurationException, match="but must have the architecture of"):
-            algorithm.check(model)
-
-
-def test_a_gate_may_weigh_experts_of_different_architectures_but_needs_both():
-    model = PersonalizedMoE(Expert(), Expert(hidden=7), LinearGate(5))
-    PFLMoE().check(model)
-    del model.local_expert
-    with pytest.raises(MisconfigurationException, match="expert is 'local_expert', but must be a part of the Pers"):
-        PFLMoE().check(model)
 
 
 def test_a_gate_without_samples_of_its_own_trains_on_all_of_them():

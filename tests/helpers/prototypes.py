@@ -1,12 +1,11 @@
 """Clients that lack a class each, for algorithms that exchange per-class means."""
 
-import pytest
 import torch
 from torch import Generator
 
 from fedmoe_pl import Federation
-from helpers import TensorData, assert_same_bits, phase
-from helpers.runs import Kill, federation
+from helpers import TensorData, phase
+from helpers.runs import federation
 
 SIZES = (13, 8, 11)
 OWN_CLASSES = ([1, 2], [0, 2], [0, 1])  # of each client
@@ -30,23 +29,6 @@ def federate(algorithm, path, rounds=3, **kwargs) -> Federation:
     """A federation of two of the clients per round, with checkpoints, that has not begun."""
     phases = [phase("it", algorithm, rounds=rounds, clients_per_round=2)]
     return federation(path, phases, trainer={"max_epochs": 2, "accelerator": "cpu"}, **kwargs)
-
-
-def assert_resumes(algorithm, make_model, path, **kwargs) -> None:
-    """A run that was killed in its second round and resumed ends with the bits of one that was not."""
-    whole = federate(algorithm, path / "whole")
-    whole.fit(make_model(), without_a_class(**kwargs))
-    with pytest.raises(KeyboardInterrupt):
-        federate(algorithm, path / "killed", callbacks=[Kill("on_client_end", 3)]).fit(
-            make_model(), without_a_class(**kwargs)
-        )
-    resumed = federate(algorithm, path / "killed")
-    resumed.fit(make_model(), without_a_class(**kwargs), ckpt_path="last")
-    for state, expected in zip(resumed.run.states.values(), whole.run.states.values(), strict=True):
-        assert_same_bits(state.server, expected.server)
-        assert state.clients.keys() == expected.clients.keys()
-        for client in expected.clients:
-            assert_same_bits(dict(state.clients[client]), dict(expected.clients[client]))
 
 
 def personalized(algorithm, make_model, path, rounds=2) -> tuple[Federation, Federation]:

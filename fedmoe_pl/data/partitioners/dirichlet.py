@@ -19,7 +19,10 @@ class Dirichlet(LabelPartitioner):
     sample goes to a client.
 
     Args:
-        alpha: concentration, above 0; small values give each client few classes, large ones approach IID.
+        alpha: concentration; small values give each client few classes, large ones approach IID.
+
+    Raises:
+        MisconfigurationException: if ``alpha`` is not a finite number above 0.
     """
 
     def __init__(self, alpha: float) -> None:
@@ -47,6 +50,9 @@ class ClientDirichlet(LabelPartitioner):
     Args:
         alpha: concentration; small values give each client few classes, large ones all classes equally.
         samples_per_client: samples of every client.
+
+    Raises:
+        MisconfigurationException: if an argument is out of range, or, in the call, if there are too few samples.
     """
 
     def __init__(self, alpha: float, samples_per_client: int) -> None:
@@ -85,6 +91,10 @@ class BalancedDirichlet(LabelPartitioner):
     Args:
         alpha: concentration; small values give each client few classes, large ones approach IID.
         minimum_samples: smallest number of samples of a client.
+
+    Raises:
+        MisconfigurationException: if an argument is out of range, or, in the call, if there are too few samples or
+            1,000 attempts give no partition with this minimum.
     """
 
     def __init__(self, alpha: float, minimum_samples: int = 10) -> None:

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 from types import MappingProxyType
-from typing import Any
 
 import torch
 from lightning.pytorch import LightningModule
 
 from fedmoe_pl.algorithms.algorithm import Algorithm, Weighting
-from fedmoe_pl.algorithms.checks import check_fixed_gate
-from fedmoe_pl.algorithms.client import Client
-from fedmoe_pl.algorithms.parts import copy_of_global_expert
+from fedmoe_pl.algorithms.client import Client, Constants
+from fedmoe_pl.algorithms.shared.parts import copy_of_global_expert
+from fedmoe_pl.algorithms.shared.requirements import check_fixed_gate
 from fedmoe_pl.trees import Tree, load_tree, of_module, subtree, with_prefix
 
 _FOR_NEW_CLIENTS = "new_clients/sends_v"  # name of a tensor: the server sends the start of v, too
@@ -52,7 +51,7 @@ class PersonalModel(Algorithm):
             return of_module(server)
         return with_prefix(subtree(server, "global_expert."), "global_expert.")
 
-    def client_init(self, client: Client, sent: Tree) -> dict[str, Any]:
+    def client_init(self, client: Client, sent: Tree) -> Constants:
         """Loads ``w`` and the client's ``v``; before its first training, ``v`` is a copy of the phase's first ``w``."""
         load_tree(client.module, copy_of_global_expert(self, client.module))
         return super().client_init(client, sent)

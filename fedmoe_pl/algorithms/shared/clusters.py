@@ -6,13 +6,12 @@ import math
 from collections.abc import Mapping, Sequence
 
 import torch
-from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import LightningModule
 from torch import Generator, Tensor, nn
 
-from fedmoe_pl.algorithms.algorithm import Algorithm
 from fedmoe_pl.algorithms.client import Client
-from fedmoe_pl.algorithms.parts import summed_loss
+from fedmoe_pl.algorithms.shared.parts import summed_loss
+from fedmoe_pl.checks import InvalidArgumentError
 from fedmoe_pl.data import SampleBatches
 from fedmoe_pl.models import ClusteredMoE, FixedGate
 from fedmoe_pl.seeds import derive_seed
@@ -25,26 +24,14 @@ _DRAW = 74  # separates those of the initial models that are drawn anew
 
 
 def experts_of(module: LightningModule) -> Sequence[nn.Module]:
-    """The models of the clusters.
-
-    Raises:
-        MisconfigurationException: if the module is not a ``ClusteredMoE``.
-    """
+    """The models of the clusters."""
     if not isinstance(module, ClusteredMoE):
-        raise MisconfigurationException(f"model is a {type(module).__name__}, but must be a ClusteredMoE.")
+        raise InvalidArgumentError("Federation", "model", module, "a ClusteredMoE")
     return [*module.global_experts]
 
 
 def chosen_models(clients: Sequence[Client], share: float) -> Tree | None:
-    """Initial models of the clusters, drawn anew until each is chosen by a share of the clients.
-
-    Args:
-        clients: clients with the same ``ClusteredMoE``, whose initial models are the first draw.
-        share: smallest share of the clients that must choose each model.
-
-    Returns:
-        The models' tensors by name; None after 1000 draws without such models.
-    """
+    """Initial models of the clusters, drawn anew until each is chosen by a share of the clients."""
     module = clients[0].module
     assert isinstance(module, ClusteredMoE)
     clusters = range(len(module.global_experts))
@@ -60,19 +47,12 @@ def chosen_models(clients: Sequence[Client], share: float) -> Tree | None:
     return None
 
 
-def check_first_place(algorithm: Algorithm, module: LightningModule) -> None:
-    """Refuses a module that uses experts other than ``global_experts.0``.
-
-    Raises:
-        MisconfigurationException: if it is not a ``ClusteredMoE``, or its gate uses another expert.
-    """
+def check_first_place(module: LightningModule) -> None:
+    """Refuses a module that uses experts other than ``global_experts.0``."""
     experts_of(module)
     gate = module.gate
     if not (isinstance(gate, FixedGate) and gate.active == [0]):
-        raise MisconfigurationException(
-            f"{type(algorithm).__name__}: gate is a {type(gate).__name__}, but must be GlobalOnly, because a client "
-            "uses one cluster's model at a time."
-        )
+        raise InvalidArgumentError(module, "gate", gate, "GlobalOnly", "a client uses one cluster's model at a time")
 
 
 def cluster_of(name: str) -> int:
@@ -86,12 +66,7 @@ def moved(tree: Mapping[str, Tensor], source: int | str, target: int | str) -> T
 
 
 def cluster_in_use(module: LightningModule, server: Mapping[str, Tensor]) -> int | None:
-    """The cluster whose model a client has in the first place; None if it is none of the server's.
-
-    Args:
-        module: the client's personalized module.
-        server: the server's state.
-    """
+    """The cluster whose model a client has in the first place; None if it is none of the server's."""
     own = module.state_dict()
     for cluster in range(len(experts_of(module))):
         model = moved(server, cluster, 0)

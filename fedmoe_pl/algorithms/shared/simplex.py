@@ -9,17 +9,11 @@ _RIDGE = 1e-13  # relative to the mean of the diagonal; makes singular matrices 
 
 
 def simplex_minimum(matrix: Tensor) -> Tensor:
-    """The weights a >= 0 with sum 1 that minimize ``a^T P a``, by an active-set method in float64.
+    """The weights a >= 0 (n,) with sum 1 that minimize ``a^T P a``, by an active-set method in float64.
 
     The weights outside the active set are 0. Inside, the minimum on the plane sum(a) = 1 is in closed form. If it has
     negative weights, the first one that gets to 0 on the way there leaves the set; otherwise the index whose weight
     would lower the value most enters. It ends after finitely many steps, because the value falls with each set.
-
-    Args:
-        matrix: P, symmetric and positive semidefinite, shape (n, n).
-
-    Returns:
-        a, shape (n,), float64.
 
     Example:
         >>> simplex_minimum(torch.tensor([[1.0, 0.0], [0.0, 3.0]]))

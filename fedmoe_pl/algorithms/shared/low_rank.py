@@ -13,16 +13,8 @@ from fedmoe_pl.trees import Tree
 def compressed(tree: Mapping[str, Tensor], energy: float) -> Tree:
     """Replaces each matrix by the factors of its truncated singular value decomposition, if these are smaller.
 
-    A tensor (m, ...) with more dimensions, such as the kernels of a convolution, is a matrix with m rows.
-
-    Args:
-        tree: tensors by name; the names have no "/".
-        energy: share of the sum of the squared singular values that the kept ones, the largest, have at least; 1
-            compresses nothing.
-
-    Returns:
-        Factors ``<name>/u`` (m, r), ``<name>/s`` (r,) and ``<name>/v`` (r, n), with at least one singular value; and
-        all other tensors under their own names, matrices in the shape (m, n).
+    A tensor (m, ...) is a matrix with m rows. The factors ``<name>/u`` (m, r), ``<name>/s`` (r,) and ``<name>/v``
+    (r, n) keep at least the share ``energy`` of the squared singular values; 1 compresses nothing.
 
     Example:
         >>> {name: tuple(factor.shape) for name, factor in compressed({"w": torch.ones(4, 3, 2)}, 0.95).items()}

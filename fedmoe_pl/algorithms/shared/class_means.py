@@ -17,7 +17,7 @@ from lightning.pytorch import LightningModule
 from torch import Tensor
 
 from fedmoe_pl.algorithms.client import Client
-from fedmoe_pl.algorithms.parts import evaluation_copy, logits_loss, mean_of_labelled, split_expert
+from fedmoe_pl.algorithms.shared.parts import evaluation_copy, logits_loss, mean_of_labelled, split_expert
 from fedmoe_pl.trees import Tree, problem_of_shapes
 
 
@@ -25,16 +25,10 @@ from fedmoe_pl.trees import Tree, problem_of_shapes
 def class_means(
     client: Client, vectors: Callable[[LightningModule, Tensor], Tensor], prefix: str, per_client: bool = False
 ) -> Tree:
-    """Means over a client's training samples of each class, in one pass in eval mode on the data's device.
+    """Means (C, F) over a client's training samples of each class, and counts (C,), in eval mode; on the CPU.
 
-    Args:
-        client: the client.
-        vectors: maps its module and samples (B, ...) to vectors (B, ...), which are flattened to (B, F).
-        prefix: of the tensors' names.
-        per_client: whether counts are 1 for every class that the client has; otherwise they are its samples.
-
-    Returns:
-        Means (C, F) and counts (C,), on the CPU.
+    ``vectors`` maps its module and samples (B, ...) to vectors (B, ...). With ``per_client``, counts are 1 for every
+    class that the client has.
     """
     batches = client.batches(client.samples)
     module = evaluation_copy(client, batches)
@@ -70,12 +64,7 @@ def problem_of_class_means(
 ) -> str:
     """Why a client cannot have made means, as ``Algorithm.problem_of_update`` says it.
 
-    Args:
-        sent: what it sent.
-        prefix: of the names of the means and their counts.
-        num_classes: C.
-        most: the largest count that a class can have.
-        others: the shapes of what it should have sent beside them.
+    ``most`` is the largest count of a class, ``others`` the shapes of what else it should have sent.
     """
     mean, count = f"{prefix}mean", f"{prefix}count"
     if problem := problem_of_shapes(sent, {**others, mean: (num_classes, None), count: (num_classes,)}):
@@ -110,13 +99,7 @@ def rows_of_labels(table: Tensor, y: Tensor) -> Tensor:
 
 
 def mean_of_known(values: Tensor, y: Tensor, known: Tensor) -> Tensor:
-    """The mean of the values (B,) over a batch, in which samples of a class that is not known count as 0.
-
-    Args:
-        values: one value per sample, shape (B,).
-        y: labels, shape (B,); samples with the label -100 do not count.
-        known: which classes are known, shape (C,).
-    """
+    """The mean of values (B,) over a batch, in which samples of a class that is not ``known`` (C,) count as 0."""
     return mean_of_labelled(torch.where(rows_of_labels(known, y), values, 0.0), y)
 
 
@@ -125,12 +108,7 @@ def loss_with_targets(
 ) -> Tensor:
     """The expert's loss, and ``weight`` times the mean squared error between features and their labels' targets.
 
-    Args:
-        module: a client's module.
-        expert: name of an expert with an extractor and a classifier.
-        batch: samples (B, ...) and labels (B,).
-        const: ``targets`` of every class, shape (C, F), and whether they are ``known``, shape (C,); others add 0.
-        weight: weight of the error.
+    ``const`` has the ``targets`` (C, F), and which of them are ``known`` (C,); others add 0.
     """
     x, y = batch
     extractor, classifier = split_expert(module, expert)

@@ -7,15 +7,14 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
-from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import LightningModule
 from torch import Tensor
 
 from fedmoe_pl.algorithms.algorithm import Algorithm
-from fedmoe_pl.algorithms.checks import check_sparse
-from fedmoe_pl.algorithms.client import Client, Update
-from fedmoe_pl.algorithms.parts import evaluation_copy
-from fedmoe_pl.checks import check_at_least
+from fedmoe_pl.algorithms.client import Client, Constants, Update
+from fedmoe_pl.algorithms.shared.parts import evaluation_copy
+from fedmoe_pl.algorithms.shared.requirements import check_sparse
+from fedmoe_pl.checks import InvalidArgumentError, check_at_least
 from fedmoe_pl.data import FederatedDataModule
 from fedmoe_pl.models import FixedGate, SparseMoE
 from fedmoe_pl.models.mixtures.mixing import mix_outputs
@@ -76,10 +75,8 @@ class SharedExperts(Algorithm, ABC):
         super().check(module)
         sparse = check_sparse(self, module, lambda gate: not isinstance(gate, FixedGate), "a gate that is trained")
         if self.experts_per_client > len(sparse.experts):
-            raise MisconfigurationException(
-                f"{type(self).__name__}: experts_per_client is {self.experts_per_client}, but must be at most the "
-                f"number of experts, {len(sparse.experts)}."
-            )
+            allowed = f"at most the number of experts, {len(sparse.experts)}"
+            raise InvalidArgumentError(self, "experts_per_client", self.experts_per_client, allowed)
 
     def client_request(self, client_id: int, kept: Tree) -> Tree:
         """The experts that the client wants; nothing in its first round."""
@@ -92,18 +89,18 @@ class SharedExperts(Algorithm, ABC):
         asked = request[_ASKED].tolist()
         return {name: tensor for name, tensor in of_module(server).items() if expert_of(name) in (None, *asked)}
 
-    def client_init(self, client: Client, sent: Tree) -> dict[str, Any]:
+    def client_init(self, client: Client, sent: Tree) -> Constants:
         """Loads the tensors and ranks the experts."""
         super().client_init(client, sent)
         best = self.preferred(_mean_weights(client), sent)[: self.experts_per_client].sort().values
         return {"experts": client.state.get(_ASKED, best).tolist(), "next": best}
 
-    def validation_loss(self, module: LightningModule, batch: Any, const: dict[str, Any]) -> Tensor:
+    def validation_loss(self, module: LightningModule, batch: Any, const: Constants) -> Tensor:
         """The negative log-likelihood of the client's mixture, or of all experts."""
         assert isinstance(module, SparseMoE)
         return mixture_loss(module, batch, const.get("experts", [*range(len(module.experts))])).loss
 
-    def client_final(self, client: Client, const: dict[str, Any]) -> Update:
+    def client_final(self, client: Client, const: Constants) -> Update:
         """Sends all that is shared but the experts that the client did not train; keeps its next request."""
         update, experts = super().client_final(client, const), const["experts"]
         sent = {name: tensor for name, tensor in update.sent.items() if expert_of(name) in (None, *experts)}

@@ -7,15 +7,14 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 from torch.func import functional_call
 
 from fedmoe_pl.algorithms.algorithm import Algorithm
-from fedmoe_pl.algorithms.checks import check_sparse
-from fedmoe_pl.algorithms.client import Client
-from fedmoe_pl.algorithms.parts import evaluation_copy
+from fedmoe_pl.algorithms.client import Client, Constants, LossAndMetrics
+from fedmoe_pl.algorithms.shared.parts import evaluation_copy
+from fedmoe_pl.algorithms.shared.requirements import check_mixing, check_sparse
 from fedmoe_pl.models import MixtureWeights, SparseMoE
 from fedmoe_pl.models.layers import evaluating
 from fedmoe_pl.trees import Tree, load_tree
@@ -51,16 +50,13 @@ class ExpectationMaximization(Algorithm, ABC):
         """Refuses other models than experts that are mixed with ``MixtureWeights``."""
         super().check(module)
         sparse = check_sparse(self, module, lambda gate: isinstance(gate, MixtureWeights), "MixtureWeights")
-        if sparse.mixing != "probabilities":
-            raise MisconfigurationException(
-                f"{type(self).__name__}: mixing is '{sparse.mixing}', but must be probabilities."
-            )
+        check_mixing(self, sparse, "probabilities")
 
     def is_shared(self, name: str) -> bool:
         """All but the client's weights of the experts."""
         return name != _PI
 
-    def client_init(self, client: Client, sent: Tree) -> dict[str, Any]:
+    def client_init(self, client: Client, sent: Tree) -> Constants:
         """Loads the tensors, and takes the E step on all training samples."""
         super().client_init(client, sent)
         module = client.module
@@ -69,9 +65,7 @@ class ExpectationMaximization(Algorithm, ABC):
             load_tree(module, {_PI: _mean_responsibilities(client, const["log_pi"])})
         return const
 
-    def client_loss(
-        self, module: LightningModule, batch: Any, const: dict[str, Any]
-    ) -> tuple[Tensor, dict[str, Tensor]]:
+    def client_loss(self, module: LightningModule, batch: Any, const: Constants) -> LossAndMetrics:
         """The loss of the M step; samples with the label -100 do not count."""
         assert isinstance(module, SparseMoE)
         x, y = batch

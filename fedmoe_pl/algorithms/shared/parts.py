@@ -6,13 +6,13 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 from torch.func import functional_call, grad
 
 from fedmoe_pl.algorithms.algorithm import Algorithm
-from fedmoe_pl.algorithms.client import Client
+from fedmoe_pl.algorithms.client import Client, LossAndMetrics
+from fedmoe_pl.checks import InvalidArgumentError
 from fedmoe_pl.data import SampleBatches
 from fedmoe_pl.models import MixtureOfExperts
 from fedmoe_pl.trees import Tree, copy_module, load_tree, subtree, with_prefix
@@ -51,7 +51,7 @@ def summed_loss(module: LightningModule, scores: Tensor, y: Tensor) -> Tensor:
     return module.loss_of(scores, y, reduction="none").double().sum()
 
 
-def expert_loss(module: LightningModule, expert: str, batch: Any) -> tuple[Tensor, dict[str, Tensor]]:
+def expert_loss(module: LightningModule, expert: str, batch: Any) -> LossAndMetrics:
     """The mean loss of one expert, by its name in the module, whatever the gate; and no metrics."""
     x, y = batch
     return logits_loss(module, module.get_submodule(expert)(x), y), {}
@@ -63,13 +63,7 @@ def both_logits(module: LightningModule, x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def distillation_loss(logits: Tensor, teacher: Tensor, y: Tensor) -> Tensor:
-    """The mean divergence KL(softmax(teacher) || softmax(logits)), which trains ``logits`` only.
-
-    Args:
-        logits: the student's logits (B, C).
-        teacher: the teacher's logits (B, C), which are constants here.
-        y: labels (B,); samples with the label -100 do not count.
-    """
+    """The mean of KL(softmax(teacher) || softmax(logits)) over labelled samples, which trains ``logits`` only."""
     constant = teacher.detach().log_softmax(1)
     divergence = constant.exp() * (constant - logits.log_softmax(1))  # vmap is slow with F.kl_div
     return mean_of_labelled(divergence.sum(1), y)
@@ -84,14 +78,8 @@ def mean_of_labelled(values: Tensor, y: Tensor) -> Tensor:
 def expert_gradient(module: LightningModule, expert: str, parameters: Tree, batch: Any) -> Tree:
     """The gradient of an expert's mean loss at other parameters than its own; running statistics move as in any step.
 
-    It can be differentiated again, and used with ``vmap``.
-
-    Args:
-        module: the module, with the expert's buffers.
-        expert: the expert's name in the module; empty for the module itself.
-        parameters: the parameters to differentiate by, with the names that they have in the expert. It uses its own in
-            place of missing ones.
-        batch: inputs (B, ...) and labels (B,).
+    It can be differentiated again, and used with ``vmap``. ``parameters`` have the names that they have in the expert,
+    which uses its own in place of missing ones.
     """
     part, (x, y) = module.get_submodule(expert), batch
     buffers = dict(part.named_buffers())
@@ -110,13 +98,8 @@ def expert_gradient(module: LightningModule, expert: str, parameters: Tree, batc
 def training_gradient(client: Client, expert: str, tensors: Tree) -> Tree:
     """The gradient of an expert's mean loss on all of a client's training samples, in eval mode, on the CPU.
 
-    Args:
-        client: the client.
-        expert: the expert's name in the client's module; empty for the module itself.
-        tensors: the module's tensors to use, by name; its own take the place of missing ones.
-
-    Returns:
-        The gradient by the trained parameters, with the names that these have in the expert.
+    It is by the trained parameters, with the names that these have in the expert. ``tensors`` take the place of the
+    module's own.
     """
     total: Tree = {}
     with torch.inference_mode(False):  # models are evaluated in inference mode, where nothing can be differentiated
@@ -132,12 +115,7 @@ def training_gradient(client: Client, expert: str, tensors: Tree) -> Tree:
 
 
 def evaluation_copy(client: Client, batches: SampleBatches) -> LightningModule:
-    """A copy of a client's module in eval mode, on the device of the samples, which may be another than the module's.
-
-    Args:
-        client: the client.
-        batches: the samples.
-    """
+    """A copy of a client's module in eval mode, on the device of the samples."""
     return copy_module(client.module).to(batches.device).eval()
 
 
@@ -148,25 +126,14 @@ def trained_parameters(module: LightningModule, expert: str) -> Tree:
 
 
 def copy_of_global_expert(algorithm: Algorithm, module: LightningModule) -> Tree:
-    """The global expert's tensors under the local expert's names.
-
-    Args:
-        algorithm: the algorithm that starts local experts as such copies, for the message.
-        module: a module with the parts ``global_expert`` and ``local_expert``.
-
-    Raises:
-        MisconfigurationException: if the module lacks these experts, or their architectures differ.
-    """
+    """The global expert's tensors under the local expert's names; refuses experts of different architectures."""
     state = {name: tensor.detach() for name, tensor in module.state_dict().items()}
     source, target = (subtree(state, prefix) for prefix in ("global_expert.", "local_expert."))
     shapes = [{name: tensor.shape for name, tensor in tree.items()} for tree in (source, target)]
     if not source or shapes[0] != shapes[1]:
-        local_expert = type(module.local_expert).__name__ if target else "missing"
-        raise MisconfigurationException(
-            f"{type(module).__name__}: local_expert is {local_expert}, but must have the architecture of "
-            f"global_expert, because {type(algorithm).__name__} starts it as a copy of global_expert; leave "
-            "local_expert out to get this."
-        )
+        because = f"{type(algorithm).__name__} starts it as a copy of global_expert; leave local_expert out to get this"
+        value = getattr(module, "local_expert", None)
+        raise InvalidArgumentError(module, "local_expert", value, "of the architecture of global_expert", because)
     return with_prefix(source, "local_expert.")
 
 
@@ -181,13 +148,7 @@ def floor_of_share(share: float, number: int) -> int:
 
 
 def set_aside(client: Client, fraction: float, purpose: int) -> tuple[Tensor, Tensor]:
-    """A share of a client's training samples, the same in every phase and round, and all others.
-
-    Args:
-        client: the client, with n training samples.
-        fraction: the share; floor(n * fraction) samples, but at least one if there are two.
-        purpose: a number that tells this share from others.
-    """
+    """A share of a client's training samples, at least one of two, the same in every phase and round; all others."""
     samples = client.shuffled_samples(purpose)
     size = max(floor_of_share(fraction, len(samples)), min(1, len(samples) - 1))
     return samples[:size], samples[size:]

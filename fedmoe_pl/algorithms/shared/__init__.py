@@ -1,0 +1,1 @@
+"""What several algorithms have in common."""

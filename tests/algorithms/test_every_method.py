@@ -1,0 +1,90 @@
+"""What holds for every method, whatever it sends and keeps."""
+
+import itertools
+
+import pytest
+import torch
+from helpers import blobs, mixture, sparse_mixture
+from helpers.architectures import pair
+from helpers.backends import FEW, begin, local_training
+from helpers.clusters import clustered, only
+from helpers.methods import METHODS, data
+from helpers.prototypes import without_a_class
+from helpers.runs import Kill, assert_same, federation
+from helpers.workers import TwoInThisProcess
+
+from fedmoe_pl.algorithms import FD, FML, EpsilonGreedyIFCA, FedAPEN, FedKD, FedMix, FedMoEDA, FedPAC, FedProto
+from fedmoe_pl.backends import TrainerBackend
+from fedmoe_pl.callbacks import FederationCallback
+from fedmoe_pl.models import GlobalOnly, MixtureWeights
+
+
+class Count(FederationCallback):
+    """Counts the clients that have been trained."""
+
+    number = 0
+
+    def on_client_end(self, *arguments):
+        self.number += 1
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_a_run_killed_in_its_last_round_ends_with_the_same_bits_also_in_workers_and_on_disk(tmp_path, name):
+    method, count = METHODS[name], Count()
+
+    def fitted(folder, ckpt_path=None, **kwargs):
+        trainer = {"accelerator": "cpu", "max_epochs": 2}
+        run = federation(tmp_path / folder, method.phases(), trainer=trainer, **kwargs)
+        run.fit(method.model(), data(), ckpt_path=ckpt_path)
+        return run
+
+    whole = fitted("whole", callbacks=[count], backend=TrainerBackend())
+    arguments = {"store": "disk", "backend": TwoInThisProcess()}
+    with pytest.raises(KeyboardInterrupt):
+        fitted("killed", callbacks=[Kill("on_client_end", count.number - 1)], **arguments)
+    resumed = fitted("killed", "last", **arguments)
+    for phase, state in whole.run.states.items():
+        again = resumed.run.states[phase]
+        assert_same(again.server, state.server)
+        assert_same(*({client: dict(tree) for client, tree in each.clients.items()} for each in (again, state)))
+        assert again.traffic == state.traffic
+
+
+OWN_COMBINE = [
+    (FD(), mixture, 1e-12),
+    (FedProto(), mixture, 1e-12),
+    (FedPAC(), lambda: mixture(GlobalOnly()), 1e-9),
+    (FedKD(1, 1), lambda: pair(hidden=(6,)), 1e-12),
+    (FedMix(), lambda: sparse_mixture(4), 1e-12),
+    (FedMoEDA(), sparse_mixture, 1e-12),
+    (EpsilonGreedyIFCA(), lambda: clustered(gate=only(0)), 1e-12),
+]
+
+
+@pytest.mark.parametrize(("algorithm", "make", "tolerance"), OWN_COMBINE)
+def test_the_order_in_which_updates_are_combined_changes_only_the_rounding(algorithm, make, tolerance):
+    plan = begin(TrainerBackend(), local_training(make(), algorithm, without_a_class(FEW, batch_size=10)))
+    groups = plan.train(algorithm.server_init(plan.training.module), range(3), {}, 0)
+    updates, combine = [group.update for group in groups], algorithm.combine
+    expected = combine(combine(*updates[:2]), updates[2])
+    for a, b, c in itertools.permutations(updates):
+        for combined in (combine(combine(a, b), c), combine(a, combine(b, c))):
+            torch.testing.assert_close(combined.sent, expected.sent, rtol=tolerance, atol=tolerance)
+            assert combined.weight == expected.weight
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "module", "const"),
+    [
+        (FML(0.3, 0.6), mixture(), {}),
+        (FedKD(), mixture(), {}),
+        (FedAPEN(), mixture(MixtureWeights()), {}),
+        (FedMix(entropy_weight=0.5), sparse_mixture(4), {"experts": [0, 2]}),
+        (FedMix(entropy_weight=0.5), sparse_mixture(4), {"experts": [3]}),
+    ],
+)
+def test_samples_without_a_label_do_not_count(algorithm, module, const):
+    x, y = blobs().x[:6], blobs().y[:6].clone()
+    expected = algorithm.client_loss(module, (x[:4], y[:4]), const)[0]
+    y[4:] = -100
+    torch.testing.assert_close(algorithm.client_loss(module, (x, y), const)[0], expected, rtol=1e-14, atol=0)
