@@ -58,11 +58,7 @@ def seed_all(seed: int) -> None:
 
 @contextmanager
 def seeded(seed: int) -> Iterator[None]:
-    """In this context, the global generators of torch's CPU, NumPy and Python start from a seed; then they go on.
-
-    Args:
-        seed: at least 0, below 2**64.
-    """
+    """In this context, the global generators of torch's CPU, NumPy and Python start from a seed; then they go on."""
     torch_state, numpy_state, python_state = torch.get_rng_state(), np.random.get_state(), random.getstate()
     torch.default_generator.manual_seed(seed % 2**63)
     np.random.seed(seed % 2**32)

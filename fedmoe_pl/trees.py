@@ -48,11 +48,7 @@ def difference(a: Mapping[str, Tensor], b: Mapping[str, Tensor]) -> Tree:
 
 
 def inner_product(a: Mapping[str, Tensor], b: Mapping[str, Tensor]) -> Tensor | int:
-    """Sum of all products of elements of ``a`` and ``b``, of shape (); 0 for an empty ``a``.
-
-    Args:
-        a: one tree.
-        b: another one, which may have more names.
+    """Sum of all products of elements of ``a`` and ``b``, of shape (); 0 for an empty ``a``; ``b`` may have more names.
 
     Example:
         >>> inner_product({"w": torch.tensor([1.0, 2.0])}, {"w": torch.tensor([3.0, 4.0])})
@@ -63,10 +59,6 @@ def inner_product(a: Mapping[str, Tensor], b: Mapping[str, Tensor]) -> Tensor | 
 
 def squared_distance(a: Mapping[str, Tensor], b: Mapping[str, Tensor]) -> Tensor | int:
     """Sum of all squared differences of elements of ``a`` and ``b``, of shape (); 0 for an empty ``a``.
-
-    Args:
-        a: one tree.
-        b: another one, which may have more names.
 
     Example:
         >>> squared_distance({"w": torch.tensor([1.0, 2.0])}, {"w": torch.tensor([3.0, 5.0])})
@@ -107,11 +99,7 @@ def of_parts(tree: Mapping[str, Tensor], parts: Collection[str]) -> Tree:
 
 
 def copies_of_parts(tree: Mapping[str, Value], parts: Mapping[str, str]) -> dict[str, Value]:
-    """The values of some parts of a module under the names of their copies.
-
-    Args:
-        tree: tensors, or anything else, by name.
-        parts: the original of each copy.
+    """The values of some parts of a module under the names of their copies; ``parts`` has the original of each copy.
 
     Example:
         >>> copies_of_parts({"body.0.bias": 1.0, "head.bias": 2.0}, {"copy": "body"})
@@ -138,9 +126,7 @@ def of_algorithm(tree: Mapping[str, Tensor]) -> Tree:
 def problem_of_shapes(tree: Mapping[str, Tensor], shapes: Mapping[str, Sequence[int | None]]) -> str:
     """What a tree lacks, or has beside what it should have, in words; empty if it has just these names and shapes.
 
-    Args:
-        tree: tensors by name.
-        shapes: their shapes; None stands for any size.
+    In a shape, None stands for any size.
 
     Example:
         >>> problem_of_shapes({"w": torch.zeros(2, 3)}, {"w": (2, None), "v": ()})
@@ -158,11 +144,7 @@ def problem_of_shapes(tree: Mapping[str, Tensor], shapes: Mapping[str, Sequence[
 
 
 def check_names(module: nn.Module) -> None:
-    """Refuses a module in which a tensor's name looks like that of an algorithm's tensor.
-
-    Raises:
-        MisconfigurationException: if a name contains a "/".
-    """
+    """Refuses a module in which a tensor's name looks like that of an algorithm's tensor."""
     for name in module.state_dict():
         if "/" in name:
             raise MisconfigurationException(
@@ -186,11 +168,7 @@ def names_of_same_tensors(module: nn.Module) -> list[list[str]]:
 
 
 def load_tree(module: nn.Module, tree: Mapping[str, Tensor]) -> None:
-    """Copies the tensors of ``tree`` into the parameters and buffers of the same name.
-
-    Raises:
-        MisconfigurationException: if the module lacks a name, or a shape differs.
-    """
+    """Copies the tensors of ``tree`` into the parameters and buffers of the same name, which must have their shapes."""
     state = module.state_dict()
     with torch.no_grad():
         for name, tensor in tree.items():
@@ -205,12 +183,9 @@ def load_tree(module: nn.Module, tree: Mapping[str, Tensor]) -> None:
 
 
 def changed(tensors: Mapping[str, Tensor], loaded: Mapping[str, Tensor], kept: Mapping[str, Tensor]) -> Tree:
-    """Copies, on the CPU, of the tensors that differ from those every client starts with: all that it needs to keep.
+    """Copies, on the CPU, of a client's tensors that differ from those that every client starts with (``loaded``).
 
-    Args:
-        tensors: tensors of a client's module after training.
-        loaded: the tensors that every client starts with.
-        kept: the tensors that this client kept before. Those that have not changed are returned without a copy.
+    Those that it kept before and that have not changed are returned without a copy.
     """
     different = {}
     for name, tensor in tensors.items():
@@ -261,16 +236,7 @@ class Patterns:
         return _matches(name, *self.patterns)
 
     def check(self, names: Iterable[str], argument: str, owner: str = "the model") -> None:
-        """Refuses a pattern that matches nothing, because it is probably misspelt.
-
-        Args:
-            names: the names of the module's tensors, or of those that may be chosen.
-            argument: the patterns' name in the message, such as ``FedAvg: shared``.
-            owner: what has these tensors, in the message.
-
-        Raises:
-            MisconfigurationException: if a pattern matches no name.
-        """
+        """Refuses a pattern that matches nothing, because it is probably misspelt; messages name argument and owner."""
         names = list(names)
         for pattern in self.patterns:
             if not any(fnmatchcase(name, pattern) for name in names):

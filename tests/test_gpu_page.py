@@ -106,7 +106,7 @@ def test_a_step_that_fails_is_on_the_page_and_the_others_go_on(tmp_path):
 def test_the_last_step_ends_at_its_limit_and_goes_on_from_its_checkpoint(monkeypatch, tmp_path):
     config = yaml.safe_load(Path(QUICKSTART).read_text())
     federated = next(phase for phase in config["federation"]["phases"] if phase["name"] == "FedAvg")
-    config["federation"]["phases"] = [federated | {"rounds": 5000, "evaluate_every_n_rounds": 1}]
+    config["federation"]["phases"] = [federated | {"rounds": 5000, "evaluate": {"every_n_rounds": 1}}]
     (tmp_path / "long.yaml").write_text(yaml.safe_dump(config))
     folder = tmp_path / "runs/long_short"
     limits = []
@@ -114,7 +114,8 @@ def test_the_last_step_ends_at_its_limit_and_goes_on_from_its_checkpoint(monkeyp
     def run(command, limit):
         """Interrupts the command after its next two rounds, however slow the machine is."""
         limits.append(limit)
-        process = subprocess.Popen([sys.executable, *command], cwd=REPOSITORY)
+        usual = partial(signal.signal, signal.SIGINT, signal.SIG_DFL)  # a shell's background job has it ignored
+        process = subprocess.Popen([sys.executable, *command], cwd=REPOSITORY, preexec_fn=usual)
         while process.poll() is None and last_round() < reached[-1] + 2:
             time.sleep(0.1)
         process.send_signal(signal.SIGINT)
@@ -196,9 +197,14 @@ def test_a_command_that_prints_no_result_has_failed(monkeypatch, tmp_path, step)
 
 
 def test_a_command_that_hangs_is_interrupted_and_its_output_is_kept():
-    code = "import time; print('begun', flush=True); time.sleep(60)"
+    code = """
+import signal, time
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job has it ignored
+print('begun', flush=True)
+time.sleep(600)
+"""
     outcome = gpu_page.run(["-c", code], limit=5)
-    assert outcome.problem == "stopped after 5 s" and outcome.seconds < 20
+    assert outcome.problem == "stopped after 5 s"
     assert outcome.output.startswith("begun") and "KeyboardInterrupt" in outcome.output
 
 
@@ -212,10 +218,9 @@ signal.signal(signal.SIGINT, signal.SIG_IGN)
 subprocess.Popen([sys.executable, "-c", "import time; time.sleep(4); open({str(late)!r}, 'w')"])
 time.sleep(60)
 """
-    began = time.monotonic()
     outcome = gpu_page.run(["-c", code], limit=1.5)
     assert outcome.problem and outcome.status == -9
-    time.sleep(max(0, began + 5 - time.monotonic()))
+    time.sleep(5)
     assert not late.exists()
 
 

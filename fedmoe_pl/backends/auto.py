@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from fedmoe_pl.backends.backend import Backend, Plan
-from fedmoe_pl.backends.lean import needs_every_batch
 from fedmoe_pl.backends.stacked import StackedPlan, try_to_stack
 from fedmoe_pl.backends.trainer import TrainerPlan
 from fedmoe_pl.backends.training import LocalTraining
@@ -21,13 +20,10 @@ class AutoBackend(Backend):
         on_cpu = training.device.type == "cpu"
         trial = try_to_stack(training)
         if isinstance(trial, str):
-            return _trainer_plan(training, trial)
+            return TrainerPlan(training, f"a Trainer per client ({trial})")
         if on_cpu and trial.convolves:
-            return _trainer_plan(training, "convolutions gain nothing from stacking on a CPU")
+            why = "convolutions gain nothing from stacking on a CPU"
+            return TrainerPlan(training, f"a Trainer per client ({why})")
         most = trial.clients_per_stack
         why = "no convolution is left to compute" if on_cpu else "they share the launches of kernels"
         return StackedPlan(training, f"up to {most} clients stacked in one Trainer ({why})", most)
-
-
-def _trainer_plan(training: LocalTraining, why: str) -> TrainerPlan:
-    return TrainerPlan(training, f"a Trainer per client ({why})", needs_every_batch(training) is None)

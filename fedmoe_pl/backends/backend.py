@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import copy
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
+
+from typing_extensions import Self
 
 from fedmoe_pl.aggregation import Aggregation
 from fedmoe_pl.algorithms.algorithm import Algorithm
@@ -60,19 +63,23 @@ class Plan(ABC):
         self.training = training
         self.description = description
 
-    @abstractmethod
-    def begin(self, training: LocalTraining) -> Plan:
-        """A plan with the same decisions for the start of the phase.
+    def begin(self, training: LocalTraining) -> Self:
+        """A plan with the same decisions for the start of the phase, which holds what rounds can reuse.
 
         All phases are planned before any training, with the untrained model. When a phase begins, its initial tensors
         come from earlier phases.
 
         Args:
             training: the planned training, now with its initial tensors, or on another device.
-
-        Returns:
-            A new plan, which holds what rounds can reuse, such as features.
         """
+        plan = copy.copy(self)
+        plan.training = training
+        return plan
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Leaves out cached properties, such as features, of a copy and in another process."""
+        kind, values = type(self), vars(self).items()
+        return {name: value for name, value in values if not isinstance(getattr(kind, name, None), cached_property)}
 
     @abstractmethod
     def groups(self, cohort: Sequence[int]) -> list[list[int]]:

@@ -33,20 +33,7 @@ _TRAINING, _BATCHES, _AFTER_AGGREGATION = 0, 3, 4
 def begin_client(
     training: LocalTraining, module: LightningModule, server: Tree, client_id: int, kept: Mapping[int, Tree], round: int
 ) -> tuple[Client, dict[str, Any], Tensor]:
-    """Seeds the client's random numbers and loads its state into a module.
-
-    Args:
-        training: the local training of the phase's clients.
-        module: a copy of the phase's module, with its initial tensors.
-        server: the server's state.
-        client_id: the client's id.
-        kept: the tensors that clients kept from earlier rounds, by client.
-        round: the round of the phase, counted from 0.
-
-    Returns:
-        The client, the constants for its loss as the algorithm made them, and the indices of the samples that it
-        trains on.
-    """
+    """Seeds the client's random numbers and loads its state into a module."""
     algorithm = training.algorithm
     seed_all(derive_seed(training.seed, _TRAINING, client_id, training.rounds_before + round))
     client = client_of(training, module, client_id, kept.get(client_id, {}), round)
@@ -60,15 +47,7 @@ def begin_client(
 
 
 def client_of(training: LocalTraining, module: LightningModule, client_id: int, kept: Tree, round: int) -> Client:
-    """The client as hooks see it, before it received anything.
-
-    Args:
-        training: the local training of the phase's clients.
-        module: the client's module.
-        client_id: the client's id.
-        kept: the tensors that it kept.
-        round: the round of the phase, counted from 0.
-    """
+    """The client as hooks see it, before it received anything."""
     return Client(
         id=client_id,
         round=round,
@@ -90,18 +69,10 @@ def end_client(
     optimizer: Tree | None = None,
     is_checked_later: bool = False,
 ) -> Update:
-    """The client's update after its training.
+    """The client's update after its training, with the state of its optimizer that it keeps.
 
-    Args:
-        training: the local training of the phase's clients.
-        client: the client; its module is trained.
-        const: the constants of its loss, as the algorithm made them.
-        optimizer: the state of its optimizer that it keeps; None for none.
-        is_checked_later: whether :func:`finite_updates` follows, which checks the values. With an aggregation, they are
-            checked here all the same, because it may hide what is wrong.
-
-    Raises:
-        NotFiniteError: if values that it sends or keeps are not finite, or a loss of its training was not.
+    Its values must be finite, unless :func:`finite_updates` checks them later. An aggregation may hide what is wrong,
+    so that before one, they are checked here all the same.
     """
     algorithm = training.algorithm
     update = algorithm.client_final(client, const)
@@ -126,10 +97,6 @@ def finite_updates(training: LocalTraining, updates: Mapping[int, Update | Failu
     """The updates, with a failure in place of each that has values that are not finite.
 
     To check many at once takes less time than to check each between the trainings of two clients.
-
-    Args:
-        training: the local training of the phase's clients.
-        updates: what came of each client's training, by client.
     """
     checked = dict(updates)
     answered = {client: update for client, update in updates.items() if isinstance(update, Update)}
@@ -162,11 +129,7 @@ def _one_tensor(module: LightningModule) -> Tree:
 
 
 def given_to_others(algorithm: Algorithm, kept: Tree, parts: Sequence[str], round: int) -> Tree:
-    """What a client gives other clients: the tensors that it keeps of some parts of its module.
-
-    Raises:
-        MisconfigurationException: if ``is_exchanged`` does not declare one of them.
-    """
+    """What a client gives other clients: the tensors that it keeps of some parts of its module."""
     tensors = of_parts(kept, parts)
     for name in tensors:
         if not algorithm.is_exchanged(name, round):
@@ -180,11 +143,7 @@ def given_to_others(algorithm: Algorithm, kept: Tree, parts: Sequence[str], roun
 def step_after_aggregation(
     training: LocalTraining, server: Tree, client_id: int, kept: Mapping[int, Tree], round: int
 ) -> Tree:
-    """What a client keeps after ``Algorithm.client_after_aggregation``; arguments as in :func:`begin_client`.
-
-    Raises:
-        NotFiniteError: if values that it keeps are not finite.
-    """
+    """What a client keeps after ``Algorithm.client_after_aggregation``; arguments as in :func:`begin_client`."""
     training = training.of(client_id)
     algorithm, module = training.algorithm, copy_module(training.module)
     seed_all(derive_seed(training.seed, _AFTER_AGGREGATION, client_id, training.rounds_before + round))
@@ -221,7 +180,7 @@ def trainable_names(training: LocalTraining, module: nn.Module, round: int, epoc
     names = [name for name, parameter in module.named_parameters() if parameter.requires_grad]
     if epoch is not None:
         return [name for name in names if is_trainable(name, round, epoch)]
-    pairs, all_known = epochs_to_try(training.algorithm, names, range(round, round + 1), training.max_epochs)
+    pairs, all_known = epochs_to_try(training.algorithm, range(round, round + 1), training.max_epochs)
     pairs = [*pairs]
     return [name for name in names if not all_known or any(is_trainable(name, *pair) for pair in pairs)]
 

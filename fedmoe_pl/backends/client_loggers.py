@@ -31,10 +31,6 @@ def client_loggers(training: LocalTraining, client: Client) -> list[Logger]:
     with the end of the run's path: another run must not log to the same files. In MLflow and Weights & Biases, it is
     the name of the run. If the federation itself logs to Weights & Biases in this process, clients log to its run, and
     their names come before those of the metrics. Other loggers keep the name that they have.
-
-    Args:
-        training: the local training of the phase's clients.
-        client: the client.
     """
     given = training.trainer.get("logger")
     if given is True:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import cached_property
 
 import torch
 from lightning.pytorch import LightningModule
@@ -22,20 +23,17 @@ class DryPlan(Plan):
     So every parameter changes that would be trained, and clients keep and send it. Noise has full rank: what an
     algorithm compresses is never larger after training.
 
-    Args:
-        training: the local training of the phase's clients.
-
     Attributes:
         weights: the weights of the last updates, and the numbers of samples that they were trained on, by client.
     """
 
     def __init__(self, training: LocalTraining) -> None:
         super().__init__(training, "nothing is trained")
-        self.weights: dict[int, tuple[float, int]] = {}
 
-    def begin(self, training: LocalTraining) -> DryPlan:
-        """A plan for the start of the phase."""
-        return DryPlan(training)
+    @cached_property
+    def weights(self) -> dict[int, tuple[float, int]]:
+        """The weights of the last updates, and the numbers of samples that they were trained on, by client."""
+        return {}
 
     def groups(self, cohort: Sequence[int]) -> list[list[int]]:
         """One client per group."""

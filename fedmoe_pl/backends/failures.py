@@ -22,12 +22,9 @@ _AGAIN = 1.0  # seconds after which the alarm rings again, in case that the clie
 
 @dataclass(frozen=True)
 class Failure:
-    """Why a client is left out of a round.
+    """Why a client is left out of a round: in a few words, and by the exception that its training raised.
 
-    Attributes:
-        reason: a few words for the log.
-        error: the exception that was raised in its training; None if there was none.
-        trace: the text of the exception's traceback, if it was raised in another process.
+    ``trace`` is the text of the exception's traceback, if it was raised in another process.
     """
 
     reason: str
@@ -48,13 +45,6 @@ def guarded(call: Callable[[], Result], seconds: float | None) -> Result | Failu
 
     An alarm (``SIGALRM``) interrupts it, which Python notices in the main thread, between two operations of the
     interpreter. Elsewhere, or inside an operation that never ends, only the end of the process helps.
-
-    Args:
-        call: the function.
-        seconds: the time that it may take; None for any.
-
-    Raises:
-        MisconfigurationException: if the function raises it, because then the configuration is wrong, not the client.
     """
     limited = seconds is not None and threading.current_thread() is threading.main_thread()
     try:
@@ -89,19 +79,10 @@ def _call_within(seconds: float, call: Callable[[], Result]) -> Result:
 
 
 def check_finite(trees: Iterable[Tree], weight: float, known: Mapping[str, Tensor]) -> None:
-    """Refuses values of a client that are not finite.
+    """Refuses values of a client that are not finite, except for infinite ones that every client starts with.
 
-    A finite sum has only finite terms. Therefore, a sum over each tensor is enough to see that nothing is wrong. What
-    that costs is in ``benchmarks/idle.py``.
-
-    Args:
-        trees: what the client sends and keeps.
-        weight: its weight in the aggregation.
-        known: tensors that every client starts with. Infinite values that are the same in these are no failure, such as
-            those of a mask in a buffer.
-
-    Raises:
-        NotFiniteError: if there is such a value; the message names its tensor.
+    Those are in ``known``, such as a mask in a buffer. A finite sum has only finite terms. Therefore, a sum over each
+    tensor is enough to see that nothing is wrong. What that costs is in ``benchmarks/idle.py``.
     """
     total = weight
     floating = [(name, tensor) for tree in trees for name, tensor in tree.items() if tensor.is_floating_point()]

@@ -7,7 +7,7 @@ import gc
 import logging
 import signal
 import warnings
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from functools import cache
 from importlib.metadata import entry_points
@@ -43,20 +43,7 @@ def fit(
     clients: int = 1,
     **arguments: Any,
 ) -> Trainer:
-    """Fits a module with a new Trainer, which takes a few milliseconds to make.
-
-    Args:
-        training: holds the Trainer's arguments and the device.
-        module: the module to fit.
-        batches: training batches.
-        validation: validation batches; None for none.
-        callbacks: callbacks that come before those in ``training``.
-        clients: number of clients that the module trains.
-        arguments: arguments of the Trainer that override those in ``training``.
-
-    Returns:
-        The Trainer, after the fit.
-    """
+    """Fits a module with a new Trainer, which takes a few milliseconds to make."""
     # a copy of WandbLogger would open its run
     copied = copy.deepcopy({name: value for name, value in training.trainer.items() if name != "logger"})
     settings: dict[str, Any] = {**copied, "logger": False, **arguments}
@@ -134,9 +121,17 @@ class _Garbage:
 _garbage = _Garbage()  # of this process
 
 
-def client_callbacks(training: LocalTraining) -> Sequence[Callback]:
-    """The Lightning callbacks of each client's Trainer."""
-    return _as_list(training.trainer.get("callbacks"))
+class OneStep:
+    """A loader with one item, such as the batches of an epoch. It is not a list, which would mean several loaders."""
+
+    def __init__(self, item: Any) -> None:
+        self.item = item
+
+    def __len__(self) -> int:
+        return 1
+
+    def __iter__(self) -> Iterator[Any]:
+        yield self.item
 
 
 def _as_list(callbacks: Callback | list[Callback] | None) -> list[Callback]:

@@ -12,11 +12,6 @@ class Freezing(Callback):
     """Freezes the parameters that the algorithm does not train in a local epoch.
 
     Modules without a trainable parameter are put into eval mode, unless the algorithm keeps them in train mode.
-
-    Args:
-        training: the local training of the phase's clients.
-        module: the client's module; parameters that need no gradient already stay frozen.
-        round: the round of the phase, counted from 0.
     """
 
     def __init__(self, training: LocalTraining, module: LightningModule, round: int) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
@@ -20,25 +21,12 @@ from fedmoe_pl.backends.client import (
     trainable_names,
 )
 from fedmoe_pl.backends.failures import Failure, guarded
-from fedmoe_pl.backends.features import FeatureCache, LookedUpBatches
-from fedmoe_pl.backends.fitting import client_callbacks, discard, fit
+from fedmoe_pl.backends.features import FeatureCache, LookedUpBatches, looked_up
+from fedmoe_pl.backends.fitting import OneStep, discard, fit
 from fedmoe_pl.backends.freezing import Freezing
-from fedmoe_pl.backends.frozen_parts import looked_up
-from fedmoe_pl.backends.lean import OneStep
 from fedmoe_pl.backends.optimizers import optimizer_and_scheduler, optimizer_state
 from fedmoe_pl.backends.training import LocalTraining
 from fedmoe_pl.trees import Tree, copy_module
-
-
-def shares_trainer(training: LocalTraining) -> bool:
-    """Whether one Trainer can serve many clients whose epochs run inside a training step.
-
-    Each client needs its own if a callback or validation looks at it, or if the Trainer's precision changes more than
-    its training steps.
-    """
-    validates = training.trainer["limit_val_batches"] and len(training.datamodule.validation_samples.indices)
-    in_32_bits = training.trainer.get("precision") in (None, 32, "32", "32-true")
-    return in_32_bits and not validates and not client_callbacks(training)
 
 
 def train_clients(
@@ -49,19 +37,7 @@ def train_clients(
     round: int,
     features: FeatureCache,
 ) -> dict[int, Update | Failure]:
-    """Trains clients one after another in one Trainer.
-
-    Args:
-        training: the local training of the phase's clients.
-        server: the server's state.
-        clients: their ids.
-        kept: the tensors that clients kept from earlier rounds, by client.
-        round: the round of the phase, counted from 0.
-        features: the outputs of frozen parts.
-
-    Returns:
-        The clients' updates, or why they failed, by client.
-    """
+    """Trains clients one after another in one Trainer."""
     group = _Group(training, server, kept, round, features)
     no_clipping = {"gradient_clip_val": None, "gradient_clip_algorithm": None}  # manual optimization refuses to clip
     discard(fit(training, group, OneStep([*clients]), None, [], len(clients), max_epochs=1, **no_clipping))
@@ -91,12 +67,14 @@ class _Group(LightningModule):
         """None here: every client has its own."""
 
     def training_step(self, clients: Sequence[int], batch_idx: int) -> None:
-        """Trains the clients."""
-        for client_id in clients:
-            update = guarded(partial(self._train_client, client_id), self.training_of_phase.client_timeout)
-            if isinstance(update, Failure):  # it may have left the module in any state
-                self.reused.pop(self.training_of_phase.architecture(client_id), None)
-            self.updates[client_id] = update
+        """Trains the clients; of all that they do, only their losses have the Trainer's precision."""
+        training = self.training_of_phase
+        with torch.autocast(training.device.type, enabled=False):
+            for client_id in clients:
+                update = guarded(partial(self._train_client, client_id), training.client_timeout)
+                if isinstance(update, Failure):  # it may have left the module in any state
+                    self.reused.pop(training.architecture(client_id), None)
+                self.updates[client_id] = update
 
     def _train_client(self, client_id: int) -> Update:
         """One client's part of a round."""
@@ -143,10 +121,6 @@ class _Group(LightningModule):
 class _Reused:
     """A module that clients of one architecture use in turn.
 
-    Args:
-        training: the local training of the clients of this architecture.
-        round: the round of the phase, counted from 0.
-
     Attributes:
         freezing: freezes the parameters that are not trained.
         is_trained: whether any parameter is trained in the round.
@@ -178,15 +152,7 @@ class _Reused:
 
 
 class _Loop:
-    """A client's epochs as a bare loop; to the client's module, it looks like the module's Trainer.
-
-    Args:
-        reused: the client's module, and how it is trained.
-        client: the client; its module is on the training's device.
-        const: the constants of its loss, on that device.
-        trainer: the Trainer of the group, for all that the module may ask except its progress.
-        clip: clips the gradients of an optimizer's parameters.
-    """
+    """A client's epochs as a bare loop; to the client's module, it looks like the module's Trainer."""
 
     def __init__(
         self,
@@ -197,6 +163,8 @@ class _Loop:
         clip: Callable[[torch.optim.Optimizer], None],
     ) -> None:
         self.algorithm = reused.training.algorithm
+        self.device_type = reused.training.device.type
+        self.is_mixed = reused.training.in_half_precision
         self.freezing = reused.freezing
         self.client = client
         self.const = const
@@ -224,10 +192,14 @@ class _Loop:
             freezing.freeze(epoch)
             for batch in batches:
                 optimizer.zero_grad()
-                client.see_loss(self.algorithm.client_loss(module, batch, self.const)[0]).backward()
+                with torch.autocast(self.device_type, torch.bfloat16) if self.is_mixed else nullcontext():
+                    loss = client.see_loss(self.algorithm.client_loss(module, batch, self.const)[0])
+                loss.backward()
                 self.clip(optimizer)
                 optimizer.step()
                 client.steps += 1
+                if self.is_mixed:
+                    torch.clear_autocast_cache()  # it holds half-precision copies of the parameters before the step
             if scheduler is not None:
                 scheduler.step()
             freezing.unfreeze()

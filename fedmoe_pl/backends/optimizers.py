@@ -22,12 +22,7 @@ _REPLACED = "replaced"  # attribute of the function that takes the place of the 
 
 
 def optimizer_and_scheduler(configured: Any) -> tuple[torch.optim.Optimizer | None, LRScheduler | None]:
-    """Finds the optimizer and the scheduler, stepped once per epoch, in what ``configure_optimizers`` returned.
-
-    Returns:
-        The optimizer, or None if there are several optimizers or anything but a plain scheduler; and the scheduler, or
-        None if there is none.
-    """
+    """Finds the optimizer and the scheduler, stepped once per epoch, in what ``configure_optimizers`` returned."""
     if isinstance(configured, (list, tuple)) and len(configured) == 1:
         (configured,) = configured
     if isinstance(configured, dict) and set(configured) == {"optimizer"}:
@@ -46,11 +41,6 @@ def set_optimizer(module: LightningModule, rates: list[float] | None, kept: Tree
     """Makes a client's module configure its optimizer with the round's learning rates and the state that it kept.
 
     Every caller of ``configure_optimizers`` then gets this optimizer: a Trainer, a stack, an algorithm.
-
-    Args:
-        module: the client's module, which configures one optimizer, if there are rates or a state.
-        rates: the learning rate of each parameter group; None to leave them.
-        kept: the tensors that the client kept, among them perhaps an optimizer's state.
     """
     before = getattr(module.configure_optimizers, _REPLACED, None)
     if before is not None:  # a stack prepares one client after another in the same module
@@ -75,12 +65,7 @@ def set_optimizer(module: LightningModule, rates: list[float] | None, kept: Tree
 
 
 def with_strides_of(parameters: Tensor, tensor: Tensor) -> Tensor:
-    """The tensor in the memory format of some parameters, because a fused step reads both in the memory's order.
-
-    Args:
-        parameters: shape (n, ...).
-        tensor: shape (m, ...), such as a gradient; one of another shape is returned as it is.
-    """
+    """The tensor in the memory format of some parameters, because a fused step reads both in the memory's order."""
     same_shape = tensor.dim() == parameters.dim() and tensor.shape[1:] == parameters.shape[1:]
     if not same_shape or tensor.stride() == parameters.stride():
         return tensor
@@ -88,15 +73,7 @@ def with_strides_of(parameters: Tensor, tensor: Tensor) -> Tensor:
 
 
 def optimizer_state(parameters: NamedParameters, optimizer: torch.optim.Optimizer) -> Tree:
-    """The optimizer's state as a client or a phase keeps it, on the CPU.
-
-    Args:
-        parameters: the optimizer's parameters and their names, as from ``module.named_parameters()``.
-        optimizer: the optimizer.
-
-    Raises:
-        MisconfigurationException: if it has other values than tensors.
-    """
+    """The optimizer's state as a client or a phase keeps it, on the CPU."""
     names: dict[Tensor, str] = {parameter: name for name, parameter in parameters}
     kept: Tree = {}
     for parameter, state in optimizer.state.items():
@@ -129,16 +106,7 @@ def load_optimizer_state(parameters: NamedParameters, optimizer: torch.optim.Opt
 
 
 def learning_rates(module: LightningModule, factory: LRSchedulerCallable, round: int) -> list[float]:
-    """The learning rate of each parameter group in a round, by a scheduler that is stepped once per round.
-
-    Args:
-        module: a module that configures one optimizer.
-        factory: makes the scheduler.
-        round: the round of the phase, counted from 0.
-
-    Raises:
-        TypeError: if the scheduler needs a metric.
-    """
+    """The learning rate of each parameter group in a round, by a scheduler that is stepped once per round."""
     optimizer, _ = optimizer_and_scheduler(module.configure_optimizers())
     assert optimizer is not None, "check_optimizer has refused it"
     groups = [

@@ -14,12 +14,6 @@ def is_close(a: Tensor | None, b: Tensor | None, largest_of_all: float = 0.0) ->
     """Whether two results of the same computation, done in two ways, differ by rounding errors only.
 
     The tolerance is larger on a GPU, which may round the factors of a convolution.
-
-    Args:
-        a: one result.
-        b: the other.
-        largest_of_all: the largest absolute value in the same computation. If the exact result is zero, such as the
-            gradient of a bias before a normalization, ``a`` and ``b`` consist of rounding errors of such values.
     """
     if a is None or b is None or a.shape != b.shape:
         return a is b

@@ -80,9 +80,6 @@ def transfers(direction: Direction, client: int, tree: Tree) -> list[Transfer]:
 class TransferLog:
     """Collects what is sent in a round, if a callback asks for it.
 
-    Args:
-        active: whether anything is collected.
-
     Attributes:
         transfers: every tensor that was sent.
     """

@@ -1,9 +1,9 @@
-"""Trains one client after another, each in its own Lightning Trainer."""
+"""Trains one client after another in Lightning Trainers."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
 from lightning.pytorch import Callback, LightningModule, Trainer
@@ -15,13 +15,11 @@ from fedmoe_pl.backends.backend import Backend, Chunk, GroupUpdate, Plan, group_
 from fedmoe_pl.backends.client import begin_client, client_batches, end_client, on_device, trainable_names
 from fedmoe_pl.backends.client_loggers import client_loggers, finish
 from fedmoe_pl.backends.failures import Failure, guarded
-from fedmoe_pl.backends.features import FeatureCache, Features, LookedUpBatches
+from fedmoe_pl.backends.features import FeatureCache
 from fedmoe_pl.backends.fitting import discard, fit, one_thread
 from fedmoe_pl.backends.freezing import Freezing
-from fedmoe_pl.backends.frozen_parts import looked_up
-from fedmoe_pl.backends.group import shares_trainer, train_clients
-from fedmoe_pl.backends.hooks import trains_by_loss
-from fedmoe_pl.backends.lean import EpochModule, fit_epochs, needs_every_batch
+from fedmoe_pl.backends.group import train_clients
+from fedmoe_pl.backends.hooks import needs_every_batch, trains_by_loss
 from fedmoe_pl.backends.optimizers import optimizer_state
 from fedmoe_pl.backends.training import LocalTraining
 from fedmoe_pl.data import batch_length
@@ -32,40 +30,30 @@ _SAMPLES_PER_TRAINER = 2000  # in all epochs; to make a Trainer takes as long as
 
 
 class TrainerBackend(Backend):
-    """A ``Trainer`` per client and round, which small clients share.
+    """A Lightning ``Trainer`` per client and round, or one that serves many clients.
 
-    Each local epoch runs in one training step, under manual optimization. That gives the same bits, takes little longer
-    than a bare loop, and computes the outputs of frozen parts only once. If something must see every batch (a per-batch
-    callback, gradient accumulation, a logger, a plugin or a user's ``training_step``), each batch is a training step.
+    If nothing must see a client's batches (callbacks, validation, gradient accumulation, a logger, a plugin or a user's
+    ``training_step``), many clients share a ``Trainer``: its training step trains one after another in a bare loop.
+    That gives the same bits in less time.
     """
 
     def plan(self, training: LocalTraining) -> TrainerPlan:
-        """Decides whether each local epoch can run in one training step."""
-        return TrainerPlan(training, type(self).__name__, needs_every_batch(training) is None)
+        """Decides whether clients share Trainers."""
+        return TrainerPlan(training, type(self).__name__)
 
 
 class TrainerPlan(Plan):
-    """The plan of :class:`TrainerBackend`.
+    """The plan of :class:`TrainerBackend`."""
 
-    Args:
-        training: the local training of the phase's clients.
-        description: how the phase is trained, and why; for the log.
-        lean: whether each local epoch runs in one training step.
-    """
-
-    def __init__(self, training: LocalTraining, description: str, lean: bool) -> None:
+    def __init__(self, training: LocalTraining, description: str) -> None:
         super().__init__(training, description)
-        self.lean = lean
-        self.shares_trainer = lean and shares_trainer(training)
-        self.features = FeatureCache()
+        validates = training.trainer["limit_val_batches"] and len(training.datamodule.validation_samples.indices)
+        self.shares_trainer = not validates and needs_every_batch(training) is None
 
-    def __reduce__(self) -> tuple[type, tuple[LocalTraining, str, bool]]:
-        """Leaves out the features when the plan is sent to another process."""
-        return TrainerPlan, (self.training, self.description, self.lean)
-
-    def begin(self, training: LocalTraining) -> TrainerPlan:
-        """A plan with the same decision and no features yet."""
-        return TrainerPlan(training, self.description, self.lean)
+    @cached_property
+    def features(self) -> FeatureCache:
+        """The outputs of frozen parts."""
+        return FeatureCache()
 
     def groups(self, cohort: Sequence[int]) -> list[list[int]]:
         """One client per group; in a large cohort, at most 64 groups of neighbours."""
@@ -92,8 +80,8 @@ class TrainerPlan(Plan):
         self, server: Tree, groups: Sequence[Sequence[int]], kept: Mapping[int, Tree], round: int
     ) -> list[GroupUpdate]:
         """Trains one client after another."""
+        clients = [client for group in groups for client in group]
         with one_thread():
-            clients = [client for group in groups for client in group]
             if self.shares_trainer:
                 updates = train_clients(self.training, server, clients, kept, round, self.features)
             else:
@@ -104,17 +92,12 @@ class TrainerPlan(Plan):
         return [group_update(self.training, group, [updates[client] for client in group]) for group in groups]
 
     def _train_client(self, server: Tree, client_id: int, kept: Mapping[int, Tree], round: int) -> Update:
-        """One client's part of a round."""
+        """One client's part of a round, in a Trainer of its own."""
         training = self.training.of(client_id)
         client, const, samples = begin_client(training, copy_module(training.module), server, client_id, kept, round)
         if not len(samples) or not trainable_names(training, client.module, round):
             return end_client(training, client, const, {})
-        placed = on_device(const, training.device)
-        if self.lean:
-            features = self.features.find(training, client, placed, samples)
-            trainer = _fit_lean(training, client, placed, samples, features)
-        else:
-            trainer = _fit_every_batch(training, client, placed, samples)
+        trainer = self._fit(training, client, on_device(const, training.device), samples)
         client.steps = trainer.global_step
         parameters = client.module.named_parameters()
         optimizer = optimizer_state(parameters, trainer.optimizers[0]) if training.keep_optimizer else {}
@@ -123,35 +106,17 @@ class TrainerPlan(Plan):
         discard(trainer)
         return update
 
-
-def _fit_lean(
-    training: LocalTraining, client: Client, const: dict[str, Any], samples: Tensor, features: Features | None
-) -> Trainer:
-    clip = training.trainer.get("gradient_clip_val"), training.trainer.get("gradient_clip_algorithm")
-    module = _LeanClientModule(client, training.algorithm, const, *clip)
-    freezing = Freezing(training, client.module, client.round)
-    batches = client_batches(training, client, samples)
-    validation = _validation_batches(training, client)
-    if features is None or validation is not None:  # validation samples have no features
-        return fit_epochs(training, module, batches, validation, freezing)
-    lookup: Tree = {}
-    with looked_up(client.module, features.parts.names, lookup):
-        return fit_epochs(training, module, LookedUpBatches(batches, features, lookup), None, freezing)
-
-
-def _fit_every_batch(training: LocalTraining, client: Client, const: dict[str, Any], samples: Tensor) -> Trainer:
-    module = client.module
-    if trains_by_loss(training.algorithm, module):
-        module = _ClientModule(client.module, training.algorithm, const)
-    freezing = Freezing(training, client.module, client.round)
-    batches = client_batches(training, client, samples)
-    loggers = client_loggers(training, client)
-    callbacks = [freezing, _LossCheck(client)]
-    validation, epochs = _validation_batches(training, client), freezing.epochs
-    try:
-        return fit(training, module, batches, validation, callbacks, logger=loggers or False, max_epochs=epochs)
-    finally:
-        finish(loggers)
+    def _fit(self, training: LocalTraining, client: Client, const: dict[str, Any], samples: Tensor) -> Trainer:
+        module = client.module
+        if trains_by_loss(training.algorithm, module):
+            module = _ClientModule(client.module, training.algorithm, const)
+        freezing, loggers = Freezing(training, client.module, client.round), client_loggers(training, client)
+        batches, validation = client_batches(training, client, samples), _validation_batches(training, client)
+        callbacks, arguments = [freezing, _LossCheck(client)], {"max_epochs": freezing.epochs}
+        try:
+            return fit(training, module, batches, validation, callbacks, logger=loggers or False, **arguments)
+        finally:
+            finish(loggers)
 
 
 def _validation_batches(training: LocalTraining, client: Client) -> Any:
@@ -177,12 +142,14 @@ class _LossCheck(Callback):
             self.client.see_loss(loss)
 
 
-class _ClientLoss(LightningModule):
-    """Base of both client modules below: it validates, and uses the user's optimizer."""
+class _ClientModule(LightningModule):
+    """The client's module with the algorithm's loss in place of its own training step."""
 
-    module: LightningModule
-    algorithm: Algorithm
-    const: dict[str, Any]
+    def __init__(self, module: LightningModule, algorithm: Algorithm, const: dict[str, Any]) -> None:
+        super().__init__()
+        self.module = module
+        self.algorithm = algorithm
+        self.const = const
 
     def __getattr__(self, name: str) -> Any:
         """An attribute of the client's module, such as its gate, for a user's callbacks."""
@@ -191,46 +158,15 @@ class _ClientLoss(LightningModule):
         except AttributeError:
             return getattr(super().__getattr__("module"), name)
 
-    def validation_step(self, batch: Any, batch_idx: int) -> None:
-        loss = self.algorithm.validation_loss(self.module, batch, self.const)
-        self.log("validation_loss", loss, batch_size=batch_length(batch))
-
-    def configure_optimizers(self) -> Any:
-        return self.module.configure_optimizers()
-
-
-class _ClientModule(_ClientLoss):
-    """The client's module in a Trainer that sees every batch."""
-
-    def __init__(self, module: LightningModule, algorithm: Algorithm, const: dict[str, Any]) -> None:
-        super().__init__()
-        self.module = module
-        self.algorithm = algorithm
-        self.const = const
-
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         loss = self.algorithm.client_loss(self.module, batch, self.const)[0]
         if self.trainer.loggers:
             self.log("train_loss", loss, on_step=True, on_epoch=True, batch_size=batch_length(batch))
         return loss
 
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        loss = self.algorithm.validation_loss(self.module, batch, self.const)
+        self.log("validation_loss", loss, batch_size=batch_length(batch))
 
-class _LeanClientModule(_ClientLoss, EpochModule):
-    """The client's module in a Trainer that runs each epoch in one training step."""
-
-    def __init__(
-        self,
-        client: Client,
-        algorithm: Algorithm,
-        const: dict[str, Any],
-        clip_val: float | None,
-        clip_algorithm: str | None,
-    ) -> None:
-        EpochModule.__init__(self, clip_val, clip_algorithm)
-        self.client = client
-        self.module = client.module
-        self.algorithm = algorithm
-        self.const = const
-
-    def loss(self, batch: Any) -> Tensor:
-        return self.client.see_loss(self.algorithm.client_loss(self.module, batch, self.const)[0])
+    def configure_optimizers(self) -> Any:
+        return self.module.configure_optimizers()

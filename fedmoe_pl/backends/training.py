@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
 from typing import Any
@@ -26,69 +26,21 @@ from fedmoe_pl.trees import Tree, copy_module
 _MOST_EPOCHS = 100_000  # looking at so many takes about a second
 
 
-class _Unused:
-    """A round or an epoch that nobody may look at: whatever is done with it raises a ``TypeError``."""
-
-    __hash__ = None  # pyright: ignore[reportAssignmentType]
-
-    def __eq__(self, other: object) -> bool:
-        raise TypeError
-
-    def __bool__(self) -> bool:
-        raise TypeError
-
-    def __repr__(self) -> str:
-        raise TypeError
-
-
-def epochs_to_try(
-    algorithm: Algorithm, names: Sequence[str], rounds: range, max_epochs: int
-) -> tuple[Iterator[tuple[int, int]], bool]:
+def epochs_to_try(algorithm: Algorithm, rounds: range, max_epochs: int) -> tuple[Iterator[tuple[int, int]], bool]:
     """Pairs of round and epoch that show which parameters an algorithm trains together, and whether they show all.
 
-    An algorithm that does not override ``is_trainable`` trains the same ones always. If another one has more than
-    100,000 pairs, a single round is tried if it does not look at the round, and a single epoch if it does not look at
-    the epoch. If there still are more, the first of them are tried, which need not show all.
-
-    Args:
-        algorithm: the algorithm.
-        names: names of the parameters.
-        rounds: the rounds, counted from 0.
-        max_epochs: local epochs of a client in a round.
+    An algorithm that does not override ``is_trainable`` trains the same ones always. Of another one, at most 100,000
+    pairs are tried, which need not show all.
     """
     epochs = range(max_epochs)
     if not overrides(algorithm, "is_trainable"):
         rounds, epochs = rounds[:1], epochs[:1]
-    elif len(rounds) * max_epochs > _MOST_EPOCHS:
-        rounds, epochs = _looked_at(algorithm, names, rounds, epochs)
     rounds = rounds if epochs else rounds[:0]  # the product makes a list of them
     shows_all = len(rounds) * len(epochs) <= _MOST_EPOCHS
     if not shows_all:
         rounds = rounds[: max(math.isqrt(_MOST_EPOCHS), _MOST_EPOCHS // len(epochs))]
         epochs = epochs[: _MOST_EPOCHS // len(rounds)]
     return itertools.product(rounds, epochs), shows_all
-
-
-def _looked_at(algorithm: Algorithm, names: Sequence[str], rounds: range, epochs: range) -> tuple[range, range]:
-    """The rounds and epochs, or the first of them if the algorithm does not look at which one it is."""
-
-    def passes(pairs: Iterable[tuple[Any, Any]]) -> bool:
-        try:
-            for pair in pairs:
-                for name in names:
-                    algorithm.is_trainable(name, *pair)
-        except Exception:  # whatever a user's algorithm raises
-            return False
-        return True
-
-    unused = _Unused()
-    if passes([(unused, unused)]):
-        return rounds[:1], epochs[:1]
-    if len(epochs) <= _MOST_EPOCHS and passes((unused, epoch) for epoch in epochs):
-        return rounds[:1], epochs
-    if len(rounds) <= _MOST_EPOCHS and passes((round, unused) for round in rounds):
-        return rounds, epochs[:1]
-    return rounds, epochs
 
 
 @dataclass(frozen=True, eq=False)
@@ -142,6 +94,11 @@ class LocalTraining:
     def max_epochs(self) -> int:
         """Local epochs of a client."""
         return self.trainer["max_epochs"]
+
+    @property
+    def in_half_precision(self) -> bool:
+        """Whether steps compute in bfloat16."""
+        return self.trainer.get("precision") in ("bf16", "bf16-mixed")
 
     def learning_rates(self, round: int) -> list[float] | None:
         """The learning rate of each parameter group in a round, counted from 0; None without a schedule over rounds."""
@@ -201,13 +158,10 @@ class LocalTraining:
         """
         names = [name for name, parameter in self.module.named_parameters() if parameter.requires_grad]
         is_trainable, first = self.algorithm.is_trainable, {}
-        for round, epoch in self._epochs_to_try(names)[0]:
+        for round, epoch in epochs_to_try(self.algorithm, range(self.rounds), self.max_epochs)[0]:
             first.setdefault(frozenset(name for name in names if is_trainable(name, round, epoch)), (round, epoch))
         first.pop(frozenset(), None)
         return first
-
-    def _epochs_to_try(self, names: Sequence[str]) -> tuple[Iterator[tuple[int, int]], bool]:
-        return epochs_to_try(self.algorithm, names, range(self.rounds), self.max_epochs)
 
     @cached_property
     def has_batch_norm(self) -> bool:
@@ -221,8 +175,8 @@ class LocalTraining:
         They stay in eval mode. If the algorithm keeps frozen modules in train mode, or there are too many epochs to
         know what each of them trains, there are none; ``check_trained`` warns of the latter.
         """
-        names = [name for name, _ in self.module.named_parameters()]
-        if self.algorithm.frozen_train_mode or not self._epochs_to_try(names)[1]:
+        all_known = epochs_to_try(self.algorithm, range(self.rounds), self.max_epochs)[1]
+        if self.algorithm.frozen_train_mode or not all_known:
             return frozenset()
         trained = frozenset().union(*self.trainable)
         changing = {

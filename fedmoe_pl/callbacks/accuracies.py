@@ -68,9 +68,6 @@ def sorted_accuracy_figure(evaluations: Iterable[Evaluation]) -> Figure:
     """The clients' accuracies in ascending order (their cumulative distribution), one line per method.
 
     A line through (0.1, 50 %) means that the worst tenth of the clients have accuracies of at most 50 %.
-
-    Args:
-        evaluations: at least one; each accuracy that a client has gets a panel.
     """
     evaluations = list(evaluations)
     metrics = present_metrics(evaluations)

@@ -79,12 +79,6 @@ def cluster_figure(method: str, clusters: Mapping[int, int], num_clusters: int, 
     """The cluster (column) whose model each client (row) uses, beside the clients' samples.
 
     Clients of the same cluster are neighbours; in a cluster, those with the same most frequent class are.
-
-    Args:
-        method: the method's name, for the title.
-        clusters: the cluster of each client, by the client's id.
-        num_clusters: number of clusters.
-        counts: samples of each client and class, shape (all clients, classes).
     """
     largest = counts.argmax(axis=1) if counts.shape[1] else np.zeros(len(counts))
     ids = sorted(clusters, key=lambda client: (clusters[client], largest[client], client))

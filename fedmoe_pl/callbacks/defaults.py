@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from lightning.fabric.utilities.exceptions import MisconfigurationException
-
 from fedmoe_pl.callbacks.accuracies import AccuracyMonitor
 from fedmoe_pl.callbacks.clusters import ClusterMonitor
 from fedmoe_pl.callbacks.experts import ExpertMonitor
@@ -18,23 +16,10 @@ from fedmoe_pl.rounds.run import FederationCallback
 def with_defaults(
     callbacks: list[FederationCallback], enable_progress_bar: bool, enable_checkpointing: bool
 ) -> list[FederationCallback]:
-    """The default callbacks, then the user's.
-
-    Args:
-        callbacks: the user's callbacks; each replaces a default of the same class.
-        enable_progress_bar: whether the progress bar is a default.
-        enable_checkpointing: whether ``ClientCheckpoint`` is a default.
-
-    Raises:
-        MisconfigurationException: if there is a progress bar although it is not enabled, or an object of another kind.
-    """
+    """The default callbacks, then the user's, each of which replaces a default of the same class."""
     for callback in callbacks:
         hint = "; a Callback of Lightning belongs in trainer or in the callbacks of a phase"
         check_kind("Federation", "each of callbacks", callback, FederationCallback, hint)
-    if not enable_progress_bar and any(isinstance(callback, ProgressBar) for callback in callbacks):
-        raise MisconfigurationException(
-            "Federation: enable_progress_bar is False, but must be True, because callbacks has a ProgressBar."
-        )
     defaults = [
         *([ProgressBar()] if enable_progress_bar else []),
         *(PartitionMonitor(), AccuracyMonitor(), GateMonitor(), ExpertMonitor(), ClusterMonitor(), ResultFiles()),

@@ -64,10 +64,6 @@ def expert_usage_figure(evaluation: Evaluation, counts: np.ndarray) -> Figure:
     """Share of each client's own samples (row) that its gate sends to each expert (column), beside its samples.
 
     Clients with the same most used expert are neighbours. A cell is blank if the client lacks the expert.
-
-    Args:
-        evaluation: an evaluation of a mixture that sends every sample to one expert.
-        counts: samples of each client and class, shape (all clients, classes).
     """
     shares = expert_usage(evaluation).numpy()
     known = np.nan_to_num(shares)
@@ -85,12 +81,6 @@ def aggregation_figure(matrix: Tensor, owners: Tensor, method: str, counts: np.n
 
     Clients that average their experts with one another are neighbours, and white lines separate them. If there are more
     than 30, a cell is the total weight that a client's experts give another client's, as the mean over the former.
-
-    Args:
-        matrix: weights (experts, experts); every row adds up to 1.
-        owners: client of each expert, ascending, shape (experts,).
-        method: the method's name, for the title.
-        counts: samples of each client and class, shape (all clients, classes).
     """
     weights, of_experts = matrix.numpy(), owners.numpy()
     clients = _similar_together(weights, of_experts)

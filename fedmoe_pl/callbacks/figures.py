@@ -123,11 +123,7 @@ def client_order(counts: np.ndarray) -> list[int]:
 
 @styled
 def partition_figure(rows: Sequence[Mapping[str, Any]]) -> Figure:
-    """Every client's samples, a row each: on the left by class, on the right in training, validation and test sets.
-
-    Args:
-        rows: those of ``partition.csv``. More than 40 clients are sorted by their largest class and its share.
-    """
+    """Every client's samples, a row each: on the left by class, on the right in training, validation and test sets."""
     counts = by_class(rows)
     order = client_order(counts)
     ids = [int(rows[place]["client"]) for place in order]

@@ -9,19 +9,24 @@ from typing import Any
 
 import torch
 from lightning import __version__
-from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import LightningModule
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 
 from fedmoe_pl.algorithms.algorithm import Moment
 from fedmoe_pl.algorithms.overrides import chooses_model
+from fedmoe_pl.checks import InvalidArgumentError
 from fedmoe_pl.data import partition_rows
 from fedmoe_pl.evaluation.clients import has_own_model
 from fedmoe_pl.evaluation.evaluation import Evaluation
 from fedmoe_pl.evaluation.gate_weights import gate_rows
 from fedmoe_pl.logs.summary import append_csv, client_rows, format_table, summary_row, write_csv
-from fedmoe_pl.models.arguments import required_arguments
-from fedmoe_pl.models.description import describe_all, hyperparameters_of, remembered, unknown_reason
+from fedmoe_pl.models.description import (
+    describe_all,
+    hyperparameters_of,
+    remembered,
+    required_arguments,
+    unknown_reason,
+)
 from fedmoe_pl.phases.phase import Phase
 from fedmoe_pl.rounds.run import FederationCallback, Run
 
@@ -109,18 +114,12 @@ class ClientCheckpoint(FederationCallback):
         self._said = set[str]()
 
     def on_fit_start(self, run: Run) -> None:
-        """Refuses names that no evaluated phase has.
-
-        Raises:
-            MisconfigurationException: if there is such a name.
-        """
+        """Refuses names that no evaluated phase has."""
         self._said = set()
         names = [phase.name for phase in run.phases if phase.evaluate]
         for method in self.methods or []:
             if method not in names:
-                raise MisconfigurationException(
-                    f"ClientCheckpoint: methods has '{method}', but must be names of evaluated phases, {names}."
-                )
+                raise InvalidArgumentError(self, "methods", method, f"names of evaluated phases, {', '.join(names)}")
 
     def on_phase_end(self, run: Run, phase: Phase, evaluation: Evaluation | None) -> None:
         """Writes the clients' models of an evaluated phase."""

@@ -89,9 +89,6 @@ def mean_weights(clients: Iterable[ClientEvaluation]) -> dict[str, float]:
     Experts are called ``global`` and ``local`` if there is one of each, ``global_0``, ``global_1`` ... if several are
     global, and ``expert_0``, ``expert_1`` ... if none is.
 
-    Args:
-        clients: the clients' evaluations; those without a trained gate do not count.
-
     Example:
         >>> import torch
         >>> nan, weights = float("nan"), torch.tensor([[0.25, 0.75], [0.75, 0.25]])

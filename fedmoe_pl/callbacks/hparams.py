@@ -31,10 +31,6 @@ def method_hparams(configuration: Mapping[str, str], seed: int) -> dict[str, dic
     They are what differs from the default: of the model, the data and the clients' Trainers and, in place of these, of
     the phase. A name is the last part of a key, with the part before it if several keys end in the same way.
 
-    Args:
-        configuration: that of the run (``Run.configuration``).
-        seed: the run's seed.
-
     Example:
         >>> phases = [{"name": "FedAvg", "rounds": 5, "algorithm": {"class_path": "fedmoe_pl.algorithms.FedProx"}}]
         >>> model = {"class_path": "a.Net", "optimizer": {"class_path": "torch.optim.SGD", "lr": 0.1, "momentum": 0}}

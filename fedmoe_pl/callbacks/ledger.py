@@ -66,15 +66,7 @@ class TrafficLedger(FederationCallback):
 
 
 def _cut(path: Path, rounds: dict[str, int]) -> Counter[str]:
-    """Keeps only the rows of completed rounds, which come first.
-
-    Args:
-        path: the file.
-        rounds: number of completed rounds of each phase that has begun, by name.
-
-    Returns:
-        The bytes that were sent in them, by the phase's name.
-    """
+    """Keeps only the rows of completed rounds, which come first."""
     end, sent = 0, Counter[str]()
     with path.open("rb") as file:
         for line in file:

@@ -10,7 +10,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import LightningModule
 from lightning.pytorch.utilities import rank_zero_warn
 from matplotlib import colormaps
@@ -20,6 +19,7 @@ from matplotlib.patches import Patch
 from torch import Tensor, nn
 
 from fedmoe_pl.callbacks.figures import MARKERS, figure_pixels, new_figure, styled
+from fedmoe_pl.checks import InvalidArgumentError, check_at_least
 from fedmoe_pl.evaluation.evaluation import Evaluation
 from fedmoe_pl.evaluation.outputs import outputs_of
 from fedmoe_pl.logs.loggers import method_tag
@@ -47,29 +47,19 @@ class RepresentationMonitor(FederationCallback):
         samples_per_client: the largest number of samples of each client; its first ones are shown.
 
     Raises:
-        MisconfigurationException: if there is no client, an id is negative, or ``samples_per_client`` is below 1.
+        MisconfigurationException: if ``samples_per_client`` is below 1, or an id is no client's.
     """
 
     def __init__(self, clients: list[int] | None = None, samples_per_client: int = 100) -> None:
         self.clients = [0, 1, 2] if clients is None else clients
-        if not self.clients or min(self.clients) < 0 or samples_per_client < 1:
-            raise MisconfigurationException(
-                f"RepresentationMonitor: clients is {clients} and samples_per_client {samples_per_client}, but there "
-                "must be at least one of each, and ids from 0 on."
-            )
+        check_at_least(self, "samples_per_client", samples_per_client, 1)
         self.samples_per_client = samples_per_client
 
     def on_fit_start(self, run: Run) -> None:
-        """Refuses ids that no client has, and says what cannot be shown.
-
-        Raises:
-            MisconfigurationException: if there is such an id.
-        """
-        if max(self.clients) >= run.datamodule.num_clients:
-            raise MisconfigurationException(
-                f"RepresentationMonitor: clients has {max(self.clients)}, but must be ids below num_clients, "
-                f"{run.datamodule.num_clients}."
-            )
+        """Refuses ids that no client has, and says what cannot be shown."""
+        ids = range(run.datamodule.num_clients)
+        if not self.clients or not {*self.clients} <= {*ids}:
+            raise InvalidArgumentError(self, "clients", self.clients, f"ids of clients, from 0 to {len(ids) - 1}")
         if not run.loggers.take_images:
             rank_zero_warn("RepresentationMonitor: nothing is shown, because no logger takes pictures.")
         for phase in run.phases:
@@ -156,14 +146,7 @@ def _problem(parts: list[Tensor], clients: int) -> str | None:
 
 
 def representations_of(module: LightningModule, batch: Any, size: int, is_pair: bool = True) -> dict[str, Tensor]:
-    """The representations (B, F) that a module computes for a batch, by the name of their expert.
-
-    Args:
-        module: a client's module.
-        batch: a pair of inputs (B, ...) and targets, or any other batch, such as a dict.
-        size: number of samples in the batch, B.
-        is_pair: which of the two it is.
-    """
+    """The representations (B, F) that a module computes for a batch, by the name of their expert."""
     with torch.inference_mode():
         if isinstance(module, RepresentationMoE) and is_pair:
             return module.representations(batch[0].cpu())._asdict()
@@ -211,14 +194,7 @@ def embed(representations: Tensor, seed: int) -> np.ndarray:
 def representation_figure(
     method: str, points: Mapping[str, np.ndarray], classes: np.ndarray, clients: np.ndarray
 ) -> Figure:
-    """Representations as points in the plane: a panel for each kind, colours for classes, markers for clients.
-
-    Args:
-        method: the method's name, for the titles.
-        points: points (n, 2) by kind of representation.
-        classes: classes of the samples, shape (n,).
-        clients: clients of the samples, shape (n,).
-    """
+    """Representations as points in the plane: a panel for each kind, colours for classes, markers for clients."""
     figure = new_figure(height=0.6 + 1.9 * len(points))
     panels = figure.subplots(len(points), 1, squeeze=False)[:, 0]
     colormap = colormaps["tab10" if classes.max() < 10 else "nipy_spectral"]

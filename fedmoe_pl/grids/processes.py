@@ -10,6 +10,7 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from datetime import timedelta
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -124,15 +125,16 @@ def _use_share_of_cores(pid: int, slot: int, parallel: int) -> None:
 
 def _has_succeeded(each: _Process, cells: Sequence[Cell]) -> bool:
     """Says how a run has ended, and returns whether it is finished."""
-    code, seconds = each.process.returncode, time.monotonic() - each.began
+    code = each.process.returncode
+    duration = timedelta(seconds=round(time.monotonic() - each.began))
     if code == 0:
-        _say(each.number, cells, each.cell, f"is finished after {duration(seconds)}")
+        _say(each.number, cells, each.cell, f"is finished after {duration}")
         return True
     path = each.cell.folder / "stderr.log"
     lines = [line.strip() for line in path.read_text(errors="replace").splitlines() if line.strip()]
     reason = f"the process was ended by {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
     last = lines[-1][:_LONGEST] if lines else "nothing on stderr"
-    _say(each.number, cells, each.cell, f"failed after {duration(seconds)} ({reason}): {last} [{path}]")
+    _say(each.number, cells, each.cell, f"failed after {duration} ({reason}): {last} [{path}]")
     return False
 
 
@@ -176,16 +178,3 @@ def _write(path: Path, content: dict[str, Any]) -> None:
 
 def _say(number: int, cells: Sequence[Cell], cell: Cell, what: str) -> None:
     print(f"[{number}/{len(cells)}] {cell.name} {what}", flush=True)
-
-
-def duration(seconds: float) -> str:
-    """A duration in words.
-
-    Example:
-        >>> duration(7.2), duration(125), duration(7260)
-        ('7 s', '2 min 5 s', '2 h 1 min')
-    """
-    whole = round(seconds)
-    if whole < 60:
-        return f"{whole} s"
-    return f"{whole // 60} min {whole % 60} s" if whole < 3600 else f"{whole // 3600} h {whole % 3600 // 60} min"

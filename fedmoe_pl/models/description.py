@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import enum
+import functools
 import inspect
+import json
 import sys
-from collections.abc import Mapping
+import types
+from argparse import ArgumentError
+from collections.abc import Callable, Mapping
 from functools import partial
-from typing import Any
+from types import MappingProxyType
+from typing import Any, Union, get_args, get_origin, get_type_hints
 
+from jsonargparse import ArgumentParser
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.core.mixins.hparams_mixin import HyperparametersMixin
 from torch import Tensor, nn
 
-from fedmoe_pl.models.arguments import fits, has_modules, is_read, may_be_path, required_arguments, types_of
 from fedmoe_pl.models.gates.gate import Gate
 
 # arguments that torch's modules do not keep; the last two of its losses become `reduction`
@@ -22,6 +27,7 @@ _OF_TORCH = ("device", "dtype", "size_average", "reduce")
 _OF_LSTM = ("input_size", "hidden_size", "num_layers", "bias", "batch_first", "dropout", "bidirectional", "proj_size")
 
 
+_CONTAINERS = (list, tuple, dict, nn.ModuleList, nn.ModuleDict)
 _REMEMBERED = "_made_from"  # the attribute of a module of a configuration that has descriptions of its arguments
 
 
@@ -34,10 +40,6 @@ def remember(module: nn.Module, arguments: Mapping[str, Any]) -> None:
 
     Modules of this package keep their arguments themselves, some with what is known only later, such as the width of
     lazy layers. A class with arguments among its ``**kwargs`` that cannot be described is not remembered.
-
-    Args:
-        module: the module.
-        arguments: all arguments that it was made with.
     """
     own, described = type(module), dict[str, Any]()
     if own.__module__.split(".")[0] == "fedmoe_pl":
@@ -64,13 +66,6 @@ def describe(value: Any, hint: Any = None) -> Any:
     imported and was made from a configuration, gave its arguments to ``save_hyperparameters`` or keeps them as
     attributes of the same names, as torch's own do; a ``Sequential`` by its modules. Where the type says so, a class,
     a function or a member of an enumeration is described by its name.
-
-    Args:
-        value: the value.
-        hint: its type, as the argument is annotated.
-
-    Raises:
-        UndescribedError: if there is none.
 
     Example:
         >>> describe(nn.ReLU())
@@ -104,10 +99,6 @@ def describe_all(owner: nn.Module, values: Mapping[str, Any]) -> dict[str, Any]:
     In place of a value that has none, unless it is remembered, there is one that cannot be made, so that it must be
     given and the default is not taken instead. Left out are modules with a default and of the class of one that must be
     given, the copies of an expert, and required values that are no modules.
-
-    Args:
-        owner: the module whose arguments they are.
-        values: the arguments.
     """
     described, others, reasons = dict[str, Any](), dict[str, Any](), dict[str, str]()
     parameters, hints = inspect.signature(type(owner)).parameters, types_of(type(owner))
@@ -174,12 +165,7 @@ def unknown_reason(description: Any) -> str | None:
 
 
 def hyperparameters_of(module: nn.Module, arguments: dict[str, Any]) -> dict[str, Any]:
-    """The hyperparameters from which Lightning builds the module again.
-
-    Args:
-        module: the module.
-        arguments: the descriptions of its arguments.
-    """
+    """The hyperparameters from which Lightning builds the module again, by the descriptions of its arguments."""
     return {
         "_class_path": _node(type(module))["class_path"],
         "_instantiator": "lightning.pytorch.cli.instantiate_module",
@@ -197,17 +183,7 @@ class MissingArgumentError(BaseException):
 
 
 class _Undescribed(Gate):
-    """A value that a checkpoint cannot describe; it cannot be made. It is a gate so that it fits where one belongs.
-
-    Args:
-        message: what is missing, and how to load the checkpoint.
-        reason: what cannot be described.
-        is_typed: whether the argument has a type.
-
-    Raises:
-        MisconfigurationException: with the message.
-        MissingArgumentError: with the message, if the argument has no type.
-    """
+    """A value that a checkpoint cannot describe; it cannot be made. It is a gate so that it fits where one belongs."""
 
     def __init__(self, message: str, reason: str = "", is_typed: bool = True) -> None:
         raise (MisconfigurationException if is_typed else MissingArgumentError)(message)
@@ -218,11 +194,7 @@ class _Undescribed(Gate):
 
 
 def _arguments(module: nn.Module) -> dict[str, Any]:
-    """Descriptions of the arguments of a module's constructor.
-
-    Raises:
-        UndescribedError: if one has none.
-    """
+    """Descriptions of the arguments of a module's constructor."""
     own = type(module)
     if own.__init__ is nn.Module.__init__:  # it takes none, although its signature says so
         return {}
@@ -260,18 +232,7 @@ def _saved(module: nn.Module) -> dict[str, Any]:
 def _describe_argument(
     own: type, name: str, value: Any, parameter: inspect.Parameter | None, hint: Any
 ) -> dict[str, Any]:
-    """The description of an argument of a module, by its name; empty for a default that has none.
-
-    Args:
-        own: the module's class.
-        name: the argument's name.
-        value: the argument.
-        parameter: the argument in the signature; None for one among the ``**kwargs``.
-        hint: its type.
-
-    Raises:
-        UndescribedError: if there is none.
-    """
+    """The description of an argument of a module, by its name; empty for a default that has none."""
     try:
         is_of_unknown_type = parameter is None and hint is None and has_modules(value)
         if is_of_unknown_type or (parameter is not None and not fits(value, parameter, hint)):
@@ -295,3 +256,73 @@ def _call(class_type: type, arguments: Mapping[str, Any]) -> dict[str, Any]:
 def _node(target: Any, **arguments: Any) -> dict[str, Any]:
     node = {"class_path": f"{target.__module__}.{target.__qualname__}"}
     return {**node, "init_args": arguments} if arguments else node
+
+
+def required_arguments(class_type: type) -> list[str]:
+    """The arguments without a default."""
+    parameters = inspect.signature(class_type).parameters.values()
+    kinds = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+    return [each.name for each in parameters if each.default is each.empty and each.kind not in kinds]
+
+
+@functools.lru_cache(maxsize=256)
+def types_of(class_type: type) -> Mapping[str, Any]:
+    """The types of a constructor's arguments, also of those that it hands on; not those with names that are unknown."""
+    hints = dict[str, Any]()
+    for base in reversed([base for base in class_type.__mro__ if inspect.isfunction(vars(base).get("__init__"))]):
+        own = inspect.signature(base.__init__).parameters
+        hints = {name: hint for name, hint in hints.items() if name not in own}
+        try:
+            hints |= get_type_hints(base.__init__)
+        except Exception:  # names that are imported for type checkers only
+            continue
+    return MappingProxyType(hints)
+
+
+def may_be_path(value: Any, hint: Any) -> bool:
+    """Whether an argument of this type may be written as an import path or, of an enumeration, as a name."""
+    kinds = get_args(hint) if get_origin(hint) in (Union, types.UnionType) else (hint,)
+    if isinstance(value, enum.Enum):
+        return type(value) in kinds
+    are_called = any(kind in (Callable, type) or get_origin(kind) in (Callable, type) for kind in kinds)
+    return are_called and callable(value) and not isinstance(value, nn.Module)
+
+
+def is_read(description: Any, hint: Any) -> bool:
+    """Whether the parser reads a description as this type; it knows no return type of functions such as torch's."""
+    try:
+        try:
+            _read_text(json.dumps(description), hint)
+        except TypeError:  # of a tensor in it, or a type without a hash
+            _read(description, hint)
+    except ArgumentError:
+        return False
+    return True
+
+
+@functools.lru_cache(maxsize=256)  # parsing takes longer than writing a small model; an error is not kept
+def _read_text(text: str, hint: Any) -> None:
+    _read(json.loads(text), hint)
+
+
+def _read(description: Any, hint: Any) -> None:
+    parser = ArgumentParser(exit_on_error=False)
+    parser.add_argument("--value", type=hint)
+    parser.parse_object({"value": description})
+
+
+def fits(value: Any, parameter: inspect.Parameter, hint: Any) -> bool:
+    """Whether a module, or a list of modules, can be this argument, and is not only an attribute of the same name."""
+    if parameter.kind is parameter.VAR_POSITIONAL:
+        return False
+    if isinstance(value, _CONTAINERS) and has_modules(value):
+        return hint not in (None, Any, list, tuple, dict)  # of these types, descriptions in a list stay as they are
+    is_plain = isinstance(parameter.default, (int, float, str)) or hint in (int, float, str, bool)
+    return not (is_plain and isinstance(value, nn.Module))
+
+
+def has_modules(value: Any) -> bool:
+    """Whether the value is a module, or one is in it."""
+    if not isinstance(value, _CONTAINERS):
+        return isinstance(value, nn.Module)
+    return any(has_modules(part) for part in (value.values() if isinstance(value, (dict, nn.ModuleDict)) else value))

@@ -19,7 +19,7 @@ from lightning.pytorch.utilities import rank_zero_warn
 
 from fedmoe_pl.backends import LEAN_TRAINER, quiet, trains_by_loss
 from fedmoe_pl.backends.best_epoch import BestEpoch
-from fedmoe_pl.backends.lean import shown
+from fedmoe_pl.backends.hooks import shown
 from fedmoe_pl.backends.training import epochs_to_try
 from fedmoe_pl.checks import MOST_COUNTED, is_finite
 from fedmoe_pl.data import FederatedDataModule
@@ -259,10 +259,10 @@ def check_trained(phase: Phase, module: LightningModule, max_epochs: int) -> Non
     parameters = [name for name, parameter in module.named_parameters() if parameter.requires_grad]
 
     def some_are_trained(names: list[str]) -> bool:
-        epochs, all_known = epochs_to_try(algorithm, parameters, range(phase.rounds), max_epochs)
+        epochs, all_known = epochs_to_try(algorithm, range(phase.rounds), max_epochs)
         return any(algorithm.is_trainable(name, *epoch) for epoch in epochs for name in names) or not all_known
 
-    if not epochs_to_try(algorithm, parameters, range(phase.rounds), max_epochs)[1] and not phase.ckpt_path:
+    if not epochs_to_try(algorithm, range(phase.rounds), max_epochs)[1] and not phase.ckpt_path:
         rank_zero_warn(
             f"{phase}: rounds is {phase.rounds} and max_epochs is {max_epochs}, too many to know what "
             f"{type(algorithm).__name__} never trains; such parts are in train mode and computed in every step."

@@ -46,7 +46,7 @@ class TrainedParts:
             for name, parameter in module.named_parameters()
             if parameter.requires_grad and not name.startswith(tuple(f"{part}." for part in idle))
         ]
-        epochs, shows_all = epochs_to_try(algorithm, names, range(phase.rounds), max(max_epochs, 1))
+        epochs, shows_all = epochs_to_try(algorithm, range(phase.rounds), max(max_epochs, 1))
         pairs = [*epochs]
 
         def is_trained(name: str) -> bool:

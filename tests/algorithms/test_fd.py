@@ -92,7 +92,7 @@ def test_a_class_that_no_other_client_has_is_skipped_and_a_client_never_learns_f
 
 def of_two_architectures():
     torch.manual_seed(2)
-    return PersonalizedMoE(Expert(), [Expert(), Expert(hidden=7)], LocalOnly(), momentum_sgd).double()
+    return PersonalizedMoE(Expert(), [Expert(), Expert(hidden=7)], LocalOnly(), optimizer=momentum_sgd).double()
 
 
 class FromGivenOutputs(FD):

@@ -21,7 +21,7 @@ def of_two_architectures():
     torch.manual_seed(2)
     deep = Expert()
     deep.extractor.insert(1, torch.nn.Linear(5, 5))
-    return PersonalizedMoE(Expert(), [Expert(), deep], LocalOnly(), momentum_sgd).double()
+    return PersonalizedMoE(Expert(), [Expert(), deep], LocalOnly(), optimizer=momentum_sgd).double()
 
 
 def train_with_prototypes(model, batches, prototypes, weight):

@@ -19,7 +19,7 @@ POOL = 3 * 21  # 6 features, 3 classes, a classifier for each of three clients
 def pooled(num_experts=3, top_k=2) -> PooledMoE:
     torch.manual_seed(5)
     gate = MLPGate(num_experts, 6, dropout=0.0)
-    return PooledMoE(Expert(), num_experts, gate, top_k, lambda p: torch.optim.SGD(p, lr=0.1)).double()
+    return PooledMoE(Expert(), num_experts, gate, top_k, optimizer=lambda p: torch.optim.SGD(p, lr=0.1)).double()
 
 
 def fedper(**kwargs) -> Phase:

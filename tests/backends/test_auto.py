@@ -178,7 +178,7 @@ def test_auto_does_not_stack_where_that_would_give_something_else(name):
     training = local_training(make(), algorithm, data)
     plan = AutoBackend().plan(training)
     assert isinstance(plan, TrainerPlan)
-    assert plan.lean
+    assert plan.shares_trainer
     assert reason in plan.description
     assert_what_an_ordinary_trainer_gives([plan.begin(training)], make, algorithm, data)
 

@@ -13,13 +13,13 @@ from fedmoe_pl.algorithms.client import Update
 from fedmoe_pl.backends import StackedBackend, TrainerBackend, group
 from fedmoe_pl.backends import trainer as trainers
 from fedmoe_pl.backends.features import FeatureCache
-from fedmoe_pl.backends.group import shares_trainer
 from fedmoe_pl.models import FeatureGate, LinearGate
 
 
 @pytest.fixture
 def fits(monkeypatch):
-    """The number of clients that each shared Trainer served."""
+    """The number of clients that each shared Trainer served; frozen parts are computed in every step."""
+    monkeypatch.setattr(FeatureCache, "find", lambda *arguments: None)
     served = []
     original = trainers.train_clients
 
@@ -33,7 +33,7 @@ def fits(monkeypatch):
 
 def trained_alone(monkeypatch, *arguments, **kwargs):
     with monkeypatch.context() as patch:
-        patch.setattr(trainers, "shares_trainer", lambda training: False)
+        patch.setattr(trainers, "needs_every_batch", lambda training: "each is watched")
         return run(*arguments, **kwargs)
 
 
@@ -90,14 +90,14 @@ def test_chunks_hold_small_clients_only_and_never_change_the_groups():
     [
         ({}, True),
         ({"gradient_clip_val": 0.1}, True),
-        ({"precision": "bf16-mixed"}, False),
+        ({"precision": "bf16-mixed"}, True),
         ({"callbacks": [EveryBatch()]}, False),
         ({"limit_val_batches": 1.0}, False),
     ],
 )
 def test_a_client_has_a_trainer_of_its_own_where_something_looks_at_it(arguments, shares):
     data = blobs(UNEQUAL, validation_fraction=0.2)
-    assert shares_trainer(local_training(mixture(), FedAvg(), data, **arguments)) == shares
+    assert TrainerBackend().plan(local_training(mixture(), FedAvg(), data, **arguments)).shares_trainer == shares
 
 
 class Watching(FedAvg):

@@ -30,8 +30,8 @@ def test_many_rounds_and_epochs_take_no_time(numbers, algorithm):
     assert many.trainable == few.trainable
     assert {*trainable_names(few, few.module, 0)} <= {*trainable_names(many, many.module, 0)}
     phase = Phase("p", algorithm, rounds=numbers[0], max_epochs=numbers[1])
-    looks_at_many = isinstance(algorithm, FedRep) and numbers[1] == MANY
-    with pytest.warns(match="too many to know what FedRep never trains") if looks_at_many else nullcontext():
+    name = type(algorithm).__name__
+    with nullcontext() if name == "FedAvg" else pytest.warns(match=f"too many to know what {name} never trains"):
         check_trained(phase, many.module, numbers[1])
 
 
@@ -42,13 +42,12 @@ def test_a_phase_that_trains_nothing_is_known_at_once():
 
 def test_up_to_a_limit_all_epochs_are_tried():
     algorithm = OneAfterTheOther()
-    assert len([*epochs_to_try(algorithm, ["a"], range(1000), 100)[0]]) == 100_000
-    assert epochs_to_try(algorithm, ["a"], range(1000), 100)[1]
-    pairs, shows_all = epochs_to_try(algorithm, ["a"], range(1000), 101)
+    assert len([*epochs_to_try(algorithm, range(1000), 100)[0]]) == 100_000
+    assert epochs_to_try(algorithm, range(1000), 100)[1]
+    pairs, shows_all = epochs_to_try(algorithm, range(1000), 101)
     assert not shows_all and 50_000 < len([*pairs]) <= 100_000
-    assert [*epochs_to_try(FedAvg(), ["a"], range(1000), 101)[0]] == [(0, 0)]
-    for algorithm in (FedAvg(), PFLMoE()):
-        assert [*epochs_to_try(algorithm, ["a"], range(10 * MANY), 0)[0]] == []  # not even a list of the rounds
+    assert [*epochs_to_try(FedAvg(), range(1000), 101)[0]] == [(0, 0)]
+    assert [*epochs_to_try(FedAvg(), range(10 * MANY), 0)[0]] == []  # not even a list of the rounds
 
 
 class OneAfterTheOther(FedAvg):
@@ -58,38 +57,7 @@ class OneAfterTheOther(FedAvg):
         return bool(epoch) and name.startswith(("gate.", "local_expert.", "global_expert.")[round % 3])
 
 
-def test_above_the_limit_only_what_an_algorithm_looks_at_is_tried():
-    of_epochs, of_rounds = FedRep(shared="global_expert.*"), PFLMoE(interleaved=True)
-    pairs, shows_all = epochs_to_try(of_epochs, ["global_expert.a"], range(MANY), 3)
-    assert shows_all and [*pairs] == [(0, 0), (0, 1), (0, 2)]
-    pairs, shows_all = epochs_to_try(of_rounds, ["gate.a"], range(3), MANY)
-    assert shows_all and [*pairs] == [(0, 0), (1, 0), (2, 0)]
-    pairs, shows_all = epochs_to_try(PFLMoE(), ["gate.a"], range(MANY), MANY)
-    assert shows_all and [*pairs] == [(0, 0)]
-
-
-@pytest.mark.parametrize(
-    "look",
-    [
-        lambda round: round == 3,
-        lambda round: round in {3},
-        lambda round: round in [3],
-        lambda round: f"{round}" == "3",
-        lambda round: not round,
-        lambda round: round % 2,
-        lambda round: round < 3,
-    ],
-)
-def test_however_an_algorithm_looks_at_the_round_it_is_noticed(look):
-    class Looks(FedAvg):
-        def is_trainable(self, name, round, epoch):
-            return bool(look(round))
-
-    assert len([*epochs_to_try(Looks(), ["a"], range(50_000), 3)[0]]) == 50_000
-
-
 def test_frozen_parts_are_not_guessed_from_the_first_epochs():
     assert training(PFLMoE(), 9, 9).frozen_modules
-    assert training(PFLMoE(), MANY, 9).frozen_modules == training(PFLMoE(), 9, 9).frozen_modules
     assert not training(OneAfterTheOther(), MANY, 9).frozen_modules
     assert training(FedAvg(trainable="gate.*"), 1, MANY).frozen_modules

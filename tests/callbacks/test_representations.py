@@ -8,7 +8,6 @@ import torch
 from helpers import Expert, blobs, mixture, run
 from helpers.map_style import Dicts, WordModel, padded
 from helpers.pfedmoe import model
-from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import LightningModule
 from lightning.pytorch.loggers import TensorBoardLogger
 from sklearn.manifold import TSNE
@@ -18,6 +17,7 @@ from torch import nn
 from fedmoe_pl import Phase
 from fedmoe_pl.algorithms import Local, PFedMoE
 from fedmoe_pl.callbacks.representations import RepresentationMonitor, embed, representations_of
+from fedmoe_pl.checks import InvalidArgumentError
 from fedmoe_pl.data import FromDatasets
 from fedmoe_pl.models import GlobalOnly, LocalOnly, PersonalizedMoE, ProxyGate, SparseMoE
 
@@ -192,8 +192,10 @@ def test_models_without_an_extractor_are_named_and_unknown_clients_refused(tmp_p
         fed = run(phases, linear, blobs(), tmp_path, callbacks=[RepresentationMonitor()], logger=True)
     assert not list(fed.run_dir.rglob("projector*"))
     assert not [warning for warning in warned if "'p'" in str(warning.message)]
-    with pytest.raises(MisconfigurationException, match="clients has 7, but must be ids below"):
-        run([Phase("p", Local())], mixture(), blobs(), tmp_path, callbacks=[RepresentationMonitor([0, 7])])
+    for clients in ([0, 7], [-1], []):
+        with pytest.raises(InvalidArgumentError) as error:
+            run([Phase("p", Local())], mixture(), blobs(), tmp_path, callbacks=[RepresentationMonitor(clients)])
+        assert error.value.argument == "clients"
 
 
 def test_groups_far_apart_stay_apart_in_the_plane_and_nothing_is_drawn():
@@ -222,6 +224,8 @@ def test_points_are_computed_with_one_thread(monkeypatch):
     assert {*threads} == {1} and 2 in after
 
 
-def test_a_client_that_does_not_exist_is_refused(tmp_path):
-    with pytest.raises(MisconfigurationException, match="must be ids below num_clients, 3"):
-        run([Phase("p", Local())], mixture(), blobs(), tmp_path, callbacks=[RepresentationMonitor([7])])
+@pytest.mark.parametrize("clients", [[0, 7], [-1], []])
+def test_a_client_that_does_not_exist_is_refused(clients, tmp_path):
+    with pytest.raises(InvalidArgumentError) as error:
+        run([Phase("p", Local())], mixture(), blobs(), tmp_path, callbacks=[RepresentationMonitor(clients)])
+    assert error.value.argument == "clients"

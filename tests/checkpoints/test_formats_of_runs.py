@@ -9,7 +9,6 @@ import torch
 from helpers import TensorData
 from helpers.models import in_channels_last
 from helpers.runs import Kill, assert_same
-from helpers.workers import TwoInThisProcess
 from lightning.pytorch import LightningModule
 from torch import nn
 
@@ -103,13 +102,6 @@ def test_a_resumed_run_ends_with_the_same_bits(whole, tmp_path):
     resumed = federation(tmp_path)
     resumed.fit(model(), data(), ckpt_path="last")
     content, expected = (load_checkpoint(run.run_dir / "checkpoints/last.ckpt") for run in (resumed, whole))
-    assert_same(content, expected)
-
-
-def test_workers_give_the_bits_of_one_process(whole, tmp_path):
-    in_workers = federation(tmp_path, backend=TwoInThisProcess())
-    in_workers.fit(model(), data())
-    content, expected = (load_checkpoint(run.run_dir / "checkpoints/last.ckpt") for run in (in_workers, whole))
     assert_same(content, expected)
 
 

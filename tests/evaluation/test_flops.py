@@ -33,7 +33,7 @@ def of_round(training, cohort=None, round=0) -> float:
 
 
 def test_a_linear_model_takes_two_passes_and_no_gradient_of_its_input():
-    module = PersonalizedMoE(nn.Linear(5, 3), nn.Linear(5, 3), ConstantGate(1), SGD).double()
+    module = PersonalizedMoE(nn.Linear(5, 3), nn.Linear(5, 3), ConstantGate(1), optimizer=SGD).double()
     training = local_training(module, FedAvg("global_expert.*"), blobs(SIZES), max_epochs=3)
     assert of_round(training) == 3 * sum(SIZES) * linear(5, 3, passes=2)
     assert of_round(training, cohort=[1]) == 3 * 8 * linear(5, 3, passes=2)
@@ -81,7 +81,7 @@ class Staged(FedAvg):
 def test_a_loss_that_changes_between_rounds_is_counted_when_its_constants_differ():
     """Linear(5, 3) ``views + 1`` times, and a product of its 3 outputs, whose other factor needs no gradient."""
     views, widths = (1, 1, 2, 2, 1), (4, 4, 4, 7, 4)
-    module = PersonalizedMoE(nn.Linear(5, 3), nn.Linear(5, 3), ConstantGate(1), SGD).double()
+    module = PersonalizedMoE(nn.Linear(5, 3), nn.Linear(5, 3), ConstantGate(1), optimizer=SGD).double()
     training = local_training(module, Staged(views, widths), blobs((12, 8)), max_epochs=3, rounds=5)
     counter, server = FlopCounter(training), training.algorithm.server_init(module)
     Staged.losses = 0
@@ -93,7 +93,7 @@ def test_a_loss_that_changes_between_rounds_is_counted_when_its_constants_differ
 
 def test_the_operations_of_a_changing_loss_are_in_the_results_also_of_a_resumed_run(tmp_path):
     def module():
-        return PersonalizedMoE(nn.Linear(5, 3), nn.Linear(5, 3), ConstantGate(1), SGD).double()
+        return PersonalizedMoE(nn.Linear(5, 3), nn.Linear(5, 3), ConstantGate(1), optimizer=SGD).double()
 
     phases = [Phase("staged", Staged((1, 2, 1), (4, 4, 5)), rounds=3)]
     stopped = federation(tmp_path, phases, callbacks=[Kill("on_round_end", 2)])
@@ -112,7 +112,7 @@ def test_a_loss_that_a_client_s_own_state_decides_is_that_of_the_cohort_s_first(
             const = super().client_init(client, sent)
             return {**const, "views": len(client.state) + 1}
 
-    module = PersonalizedMoE(nn.Linear(5, 3), nn.Linear(5, 3), ConstantGate(1), SGD).double()
+    module = PersonalizedMoE(nn.Linear(5, 3), nn.Linear(5, 3), ConstantGate(1), optimizer=SGD).double()
     training = local_training(module, OwnStage((1,), (4,)), blobs((12, 8)), max_epochs=1)
     server, kept = training.algorithm.server_init(module), {1: {"own/a": torch.zeros(1), "own/b": torch.zeros(1)}}
     product = linear(3, 4, passes=2)

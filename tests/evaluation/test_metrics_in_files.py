@@ -7,7 +7,6 @@ import pytest
 import torch
 from helpers import TensorData
 from helpers.clusters import clustered, only
-from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import LightningModule
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from torch import nn
@@ -112,10 +111,6 @@ def test_the_cost_counts_until_the_error_is_low_enough(federation):
     some = [{"method": "A", "moment": "any", "round": i, "e_mean": value} for i, value in enumerate((3.0, 1.0, 2.0))]
     (found,) = target_rows([{**row, **spent()} for row in some], "e", 2.5, lower_is_better=True)
     assert (found["rounds"], found["best"], found["best_round"]) == (1, 1.0, 1)
-    with pytest.raises(MisconfigurationException, match="CostToTarget: target is nan, but must be a finite number"):
-        CostToTarget(math.nan, "local_test_rmse")
-    with pytest.raises(MisconfigurationException, match="CostToTarget: metric is 'rmse', but must be one of"):
-        CostToTarget(0.5, "rmse")
 
 
 def spent():

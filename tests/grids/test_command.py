@@ -57,7 +57,7 @@ def test_a_grid_is_run_once_and_ends_with_a_table(pretend, tmp_path, capsys):
     assert run([*arguments, "--parallel", "2"]) == 0
     out = capsys.readouterr().out
     assert "[1/4] alpha=0.5,seed_everything=0 starts\n" in out
-    assert re.search(r"\[4/4\] alpha=7,seed_everything=1 is finished after \d+ s\n", out)
+    assert re.search(r"\[4/4\] alpha=7,seed_everything=1 is finished after 0:\d\d:\d\d\n", out)
     # by hand: 10 clients with 50, 51 ... 59 percent, and 0.1 points more with seed 1; FedAvg has 10 points more
     first, second = markdown_tables(out)
     assert first[0] == ["method", "reweighted test", "paper", "to Local", "global test", "to Local"]
@@ -109,7 +109,8 @@ def test_a_failed_cell_is_named_and_the_others_go_on(pretend, tmp_path, capsys):
     said = capsys.readouterr()
     path = tmp_path / "runs/seed_everything=0/stderr.log"
     assert re.search(
-        rf"\[1/2\] seed_everything=0 failed after \d+ s \(exit code 2\): fedmoe: it is broken. \[{path}\]", said.out
+        rf"\[1/2\] seed_everything=0 failed after 0:\d\d:\d\d \(exit code 2\): fedmoe: it is broken. \[{path}\]",
+        said.out,
     )
     assert "[2/2] seed_everything=1 is finished" in said.out and "One run" in said.out
     assert said.err == f"fedmoe: seed_everything=0 failed; see {path}\n"

@@ -124,7 +124,7 @@ def mixture(gate=None, expert=None, dtype=torch.float64, optimizer=momentum_sgd)
             layer.reset_parameters()
     if gate is not None:
         gate.reset_parameters()
-    return PersonalizedMoE(expert, local_expert, gate, optimizer).to(dtype)
+    return PersonalizedMoE(expert, local_expert, gate, optimizer=optimizer).to(dtype)
 
 
 class Embedding(nn.Module):

@@ -105,7 +105,7 @@ def linear_gate() -> LinearGate:
 def pooled() -> PooledMoE:
     torch.manual_seed(5)
     gate = MLPGate(len(SIZES), 6, dropout=0.0)
-    return PooledMoE(Expert(), len(SIZES), gate, 2, sgd).double()
+    return PooledMoE(Expert(), len(SIZES), gate, 2, optimizer=sgd).double()
 
 
 def fedper() -> Phase:

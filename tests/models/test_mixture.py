@@ -78,7 +78,7 @@ def test_a_learning_rate_schedule_steps_once_an_epoch(tmp_path):
 @pytest.mark.parametrize("gate", [LinearGate(), FeatureGate(), ConstantGate(0.3), None])
 def test_a_checkpoint_is_loaded_in_one_line_to_the_same_bits(tmp_path, gate):
     x, y = samples(features=8)
-    module = PersonalizedMoE(SmallMLP(8, 6, 3), SmallMLP(8, 9, 3), gate, lambda p: torch.optim.SGD(p, lr=0.1))
+    module = PersonalizedMoE(SmallMLP(8, 6, 3), SmallMLP(8, 9, 3), gate, optimizer=lambda p: torch.optim.SGD(p, lr=0.1))
     plain = trainer(tmp_path, max_epochs=1)
     plain.fit(module, DataLoader(TensorDataset(x, y), batch_size=4))
     plain.save_checkpoint(tmp_path / "mixture.ckpt")

@@ -25,7 +25,7 @@ from fedmoe_pl.models import (
     SwitchNormGate,
     TwoConvCNN,
 )
-from fedmoe_pl.models.arguments import is_read
+from fedmoe_pl.models.description import is_read
 
 ARGUMENTS = [
     (CNN, {"variant": 2, "in_channels": 1, "num_classes": 7}),

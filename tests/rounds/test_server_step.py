@@ -9,7 +9,6 @@ from helpers.backends import WithBatchNorm
 from helpers.clusters import clustered, only
 from helpers.pfedmoe import model as of_three_architectures
 from helpers.runs import Kill, assert_same
-from helpers.workers import TwoInThisProcess
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch import nn
 
@@ -24,7 +23,6 @@ from fedmoe_pl.algorithms import (
     PFedMoE,
     Scaffold,
 )
-from fedmoe_pl.backends import StackedBackend, TrainerBackend
 from fedmoe_pl.checkpoints.checkpoint import load_checkpoint
 from fedmoe_pl.models import GlobalOnly
 from fedmoe_pl.rounds.aggregate import server_step
@@ -140,30 +138,6 @@ def test_a_phase_ends_at_its_best_round_and_the_next_one_begins_without_momentum
             v = again.server_optimizer[f"optimizer/{parameter}/v"]
             step = 3 * m / (v.sqrt() + 1e-3)
             torch.testing.assert_close(again.server[parameter], first.server[parameter] + step, rtol=1e-12, atol=0)
-
-
-def test_workers_and_stores_have_the_same_bits_and_backends_agree(tmp_path):
-    one = federation(tmp_path / "one", backend=TrainerBackend())
-    one.fit(mixture(), blobs())
-    workers = federation(tmp_path / "workers", backend=TwoInThisProcess(), store="disk")
-    workers.fit(mixture(), blobs())
-    assert_same(workers.run.states["FedAvg"].server, one.run.states["FedAvg"].server)
-    stacked = federation(tmp_path / "stacked", backend=StackedBackend())
-    stacked.fit(mixture(), blobs())
-    torch.testing.assert_close(
-        stacked.run.states["FedAvg"].server, one.run.states["FedAvg"].server, rtol=1e-9, atol=1e-10
-    )
-
-
-def test_newcomers_and_a_given_result_leave_the_server_as_it_is(tmp_path):
-    whole = federation(tmp_path)
-    whole.fit(mixture(), blobs())
-    expected = whole.run.states["FedAvg"].server
-    whole.personalize(mixture(), blobs(sizes=(9, 6)), rounds=2)
-    assert_same(whole.run.states["FedAvg"].server, expected)
-    path = str(tmp_path / "federation/version_0/checkpoints/last.ckpt")
-    given = run(phases(ckpt_path=path)[:1], mixture(), blobs(), tmp_path / "given")
-    assert_same(given.run.states["FedAvg"].server, expected)
 
 
 class OwnState(Local):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from functools import partial
+from functools import cached_property, partial
 
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import LightningModule
@@ -13,11 +13,9 @@ from fedmoe_pl.backends.backend import Backend, GroupUpdate, Plan, group_update
 from fedmoe_pl.backends.client import end_client, trainable_names
 from fedmoe_pl.backends.failures import Failure, guarded
 from fedmoe_pl.backends.features import FeatureCache
-from fedmoe_pl.backends.fitting import discard, one_thread
+from fedmoe_pl.backends.fitting import OneStep, discard, fit, one_thread
 from fedmoe_pl.backends.freezing import Freezing
-from fedmoe_pl.backends.lean import fit_epochs
-from fedmoe_pl.backends.stacked.batches import StackedBatches
-from fedmoe_pl.backends.stacked.members import Member, begin_member, stackable_groups
+from fedmoe_pl.backends.stacked.batches import Member, StackedBatches, begin_member, stackable_groups
 from fedmoe_pl.backends.stacked.module import StackedModule
 from fedmoe_pl.backends.stacked.stack import Stack
 from fedmoe_pl.backends.stacked.trial import try_to_stack
@@ -32,13 +30,6 @@ class StackedBackend(Backend):
     Their parameters are stacked along a client axis and the pure loss is mapped over them. The model's own optimizer
     steps the stacked parameters. It works element by element, so that each client gets the same steps as alone. Frozen
     tensors that are the same for all clients are not stacked.
-
-    Args:
-        clients_per_stack: how many clients are trained at once. None means as many as fit into a quarter of the memory:
-            on a CPU at most 32, fewer if their parameters exceed its cache; on a GPU at most 256.
-
-    Raises:
-        MisconfigurationException: if ``clients_per_stack`` is below 1.
     """
 
     def __init__(self, clients_per_stack: int | None = None) -> None:
@@ -46,11 +37,7 @@ class StackedBackend(Backend):
         self.clients_per_stack = clients_per_stack
 
     def plan(self, training: LocalTraining) -> StackedPlan:
-        """Tries to stack the phase's clients.
-
-        Raises:
-            MisconfigurationException: if stacking would change the result.
-        """
+        """Tries to stack the phase's clients."""
         trial = try_to_stack(training)
         if isinstance(trial, str):
             raise MisconfigurationException(
@@ -60,26 +47,16 @@ class StackedBackend(Backend):
 
 
 class StackedPlan(Plan):
-    """The plan of :class:`StackedBackend`.
-
-    Args:
-        training: the local training of the phase's clients.
-        description: how the phase is trained, and why; for the log.
-        clients_per_stack: how many clients are trained at once.
-    """
+    """The plan of :class:`StackedBackend`."""
 
     def __init__(self, training: LocalTraining, description: str, clients_per_stack: int) -> None:
         super().__init__(training, description)
         self.clients_per_stack = clients_per_stack
-        self.features = FeatureCache()
 
-    def __reduce__(self) -> tuple[type, tuple[LocalTraining, str, int]]:
-        """Leaves out the features when the plan is sent to another process."""
-        return StackedPlan, (self.training, self.description, self.clients_per_stack)
-
-    def begin(self, training: LocalTraining) -> StackedPlan:
-        """A plan with the same number of clients per stack and no features yet."""
-        return StackedPlan(training, self.description, self.clients_per_stack)
+    @cached_property
+    def features(self) -> FeatureCache:
+        """The outputs of frozen parts."""
+        return FeatureCache()
 
     def groups(self, cohort: Sequence[int]) -> list[list[int]]:
         """Groups of similar size, each with clients of one architecture and similar numbers of samples."""
@@ -107,12 +84,7 @@ class StackedPlan(Plan):
     def _train(
         self, server: Tree, clients: Sequence[int], kept: Mapping[int, Tree], round: int
     ) -> tuple[dict[int, Update | Failure], list[int]]:
-        """Trains clients of one architecture.
-
-        Returns:
-            The update of each client, or why it failed; and those whose stack an exception has stopped, in which one
-            member may be at fault.
-        """
+        """Trains clients of one architecture."""
         training = self.training.of(clients[0])
         seconds = training.client_timeout
         results: dict[int, Update | Failure] = {}
@@ -143,7 +115,9 @@ def _fit(training: LocalTraining, module: LightningModule, members: list[Member]
     batches = StackedBatches(stack.data, stack.members, stack.pads)
     with stack.looking_up():
         freezing = Freezing(training, module, round)
-        trainer = fit_epochs(training, StackedModule(stack), batches, None, freezing, len(members))
+        # manual optimization refuses to clip
+        arguments = {"max_epochs": freezing.epochs, "gradient_clip_val": None, "gradient_clip_algorithm": None}
+        trainer = fit(training, StackedModule(stack), OneStep(batches), None, [freezing], len(members), **arguments)
     for member in stack.members:
         member.client.steps = freezing.epochs * len(member.batches)
     stack.unstack()

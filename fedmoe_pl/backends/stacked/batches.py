@@ -1,21 +1,86 @@
-"""The batches of stacked clients."""
+"""The clients of a stack, before their local training, and their batches."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
+from lightning.pytorch import LightningModule
 from torch import Tensor
+from torch.utils._pytree import tree_flatten
 
-from fedmoe_pl.backends.frozen_parts import no_input
-from fedmoe_pl.backends.stacked.members import Member
+from fedmoe_pl.algorithms.client import Client
+from fedmoe_pl.backends.client import begin_client, client_batches
+from fedmoe_pl.backends.features import FeatureCache, Features, no_input
 from fedmoe_pl.backends.training import LocalTraining
-from fedmoe_pl.trees import Tree
+from fedmoe_pl.data import Batches
+from fedmoe_pl.trees import Tree, load_tree
 
 TRIED_SAMPLES = 4
 """Samples of each client in a trial."""
 _NO_LABEL = -100  # the label of samples that cross-entropy leaves out of its mean
+
+
+@dataclass
+class Member:
+    """A client of a stack, with the constants of its loss, the tensors of its module and its batches of this round."""
+
+    client: Client
+    const: dict[str, Any]
+    state: Tree
+    batches: Batches
+    features: Features | None
+
+
+def begin_member(
+    training: LocalTraining,
+    module: LightningModule,
+    server: Tree,
+    client_id: int,
+    kept: Mapping[int, Tree],
+    round: int,
+    cache: FeatureCache,
+    members: Sequence[Member],
+) -> Member:
+    """Prepares a client in a module that other members have used, and keeps its tensors.
+
+    Tensors that equal the first member's are the same object, so that tensors that all clients share exist once.
+    """
+    load_tree(module, training.initial)
+    client, const, samples = begin_client(training, module, server, client_id, kept, round)
+    first = members[0].state if members else {}
+    state = {
+        name: first[name] if name in first and torch.equal(first[name], tensor) else tensor.detach().clone()
+        for name, tensor in module.state_dict().items()
+    }
+    features = cache.find(training, client, const, samples) if len(samples) else None
+    batches = client_batches(training, client, samples)
+    assert isinstance(batches, Batches), "samples that are read one by one are not stacked"
+    return Member(client, const, state, batches, features)
+
+
+def stackable_groups(members: Sequence[Member]) -> list[list[Member]]:
+    """Groups the members that have batches into those that can share a stack.
+
+    The members of a group look up the same parts. The constants of their losses have the same structure: tensors have
+    equal shapes, and other values are equal.
+    """
+    groups: list[tuple[Any, list[Member]]] = []
+    for member in members:
+        if not len(member.batches):
+            continue
+        leaves, spec = tree_flatten(member.const)
+        constants = [leaf.shape if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+        key = spec, constants, member.features and member.features.parts
+        for other, group in groups:
+            if other == key:
+                group.append(member)
+                break
+        else:
+            groups.append((key, [member]))
+    return [group for _, group in groups]
 
 
 @dataclass
@@ -51,10 +116,6 @@ class StackedData:
 
     The samples of all clients are numbered, one client after another; a sample's number is called its place.
 
-    Args:
-        training: the local training of the phase's clients.
-        members: the clients, in descending order of their steps per epoch.
-
     Attributes:
         batch_size: samples in the largest batch.
         steps: each client's steps per epoch.
@@ -82,13 +143,7 @@ class StackedData:
             self._tables[name] = torch.cat([member.features.rows[name] for member in members if member.features])
 
     def share(self, clients: slice | Tensor, places: Tensor, sizes: Tensor) -> Share:
-        """Gathers one batch of each of some clients.
-
-        Args:
-            clients: the clients' positions in the stack.
-            places: the places of their samples, shape (clients, batch), on the device of ``indices``.
-            sizes: size of each client's batch, shape (clients,); later samples lose their labels.
-        """
+        """Gathers one batch of each of some clients."""
         device, shape = self.training.device, places.shape
         flat = places.reshape(-1)
         y = self._labels[flat.to(device)].view(*shape, *self._labels.shape[1:])
@@ -116,11 +171,6 @@ class StackedBatches:
     """The batches of a stack; every iteration is one epoch.
 
     A step has one share of all clients that still have batches, or one share for each batch size.
-
-    Args:
-        data: the clients' samples.
-        members: the clients, in the order of ``data``.
-        pads: whether short batches are padded with samples without a label.
     """
 
     def __init__(self, data: StackedData, members: Sequence[Member], pads: bool) -> None:

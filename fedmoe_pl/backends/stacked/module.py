@@ -2,33 +2,33 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import torch
+from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 from torch.nn.modules.dropout import _DropoutNd
 
-from fedmoe_pl.backends.lean import EpochModule
 from fedmoe_pl.backends.optimizers import optimizer_and_scheduler, with_strides_of
 from fedmoe_pl.backends.stacked.batches import Share
 from fedmoe_pl.backends.stacked.stack import Stack
 from fedmoe_pl.trees import Tree
 
 
-class StackedModule(EpochModule):
-    """A stack as a LightningModule, whose optimizer steps the stacked parameters.
+class StackedModule(LightningModule):
+    """A stack as a LightningModule, whose optimizer steps the stacked parameters, a whole epoch in a training step.
 
     An optimizer counts the steps of each parameter. Therefore each run of neighbours with equal numbers of steps per
     epoch has its own parameters: views of its part of the stacked ones.
-
-    Args:
-        stack: the clients' tensors and losses.
     """
 
     def __init__(self, stack: Stack) -> None:
+        super().__init__()
+        self.automatic_optimization = False
         arguments = stack.training.trainer
-        super().__init__(arguments.get("gradient_clip_val"), arguments.get("gradient_clip_algorithm"))
+        self.clip_val, self.clip_algorithm = (arguments.get(f"gradient_clip_{name}") for name in ("val", "algorithm"))
         self.stack = stack
         self.module = stack.module
         self.names: list[str] = []
@@ -56,6 +56,29 @@ class StackedModule(EpochModule):
         parameters = dict(self.module.named_parameters())
         self.names = [name for name in self.stack.trained if parameters[name].requires_grad]
 
+    def training_step(self, batches: Iterable[list[Share]], batch_idx: int) -> None:
+        """Trains one epoch."""
+        optimizer = self.optimizers(use_pl_optimizer=False)
+        assert isinstance(optimizer, torch.optim.Optimizer)
+        mixed = torch.is_autocast_enabled(self.device.type)
+        progress = self.trainer.fit_loop.epoch_loop.manual_optimization.optim_step_progress.total
+        for batch in batches:
+            loss = self.loss(batch)
+            # automatic optimization also leaves autocast before the backward pass
+            with torch.autocast(self.device.type, enabled=False) if mixed else nullcontext():
+                self.differentiate(loss, optimizer)
+                self.clip()
+                optimizer.step()
+            progress.completed += 1  # global_step counts it
+            if mixed:
+                torch.clear_autocast_cache()  # it holds half-precision copies of the parameters before the step
+
+    def on_train_epoch_end(self) -> None:
+        """Steps the scheduler, because the Trainer does not in manual optimization."""
+        scheduler = self.lr_schedulers()
+        if scheduler is not None:
+            scheduler.step()  # pyright: ignore[reportAttributeAccessIssue, reportCallIssue]
+
     def loss(self, batch: list[Share]) -> Tensor:
         """The sum of the clients' losses; each depends on its own client's parameters only."""
         of_shares = [self.stack.losses(share, self.names) for share in batch]
@@ -76,7 +99,7 @@ class StackedModule(EpochModule):
                 has_batch = run.stop <= active and name in self.gradients
                 parameter.grad = self.gradients[name][run] if has_batch else None
 
-    def clip(self, optimizer: torch.optim.Optimizer) -> None:
+    def clip(self) -> None:
         """Clips each client's gradients by their norm or value, as ``torch.nn.utils`` does."""
         if not self.clip_val or self.clip_val < 0:
             return

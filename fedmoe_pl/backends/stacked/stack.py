@@ -13,26 +13,19 @@ from torch.func import functional_call, vmap
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from fedmoe_pl.algorithms.algorithm import Algorithm
-from fedmoe_pl.backends.client import trainable_names
-from fedmoe_pl.backends.frozen_parts import looked_up
+from fedmoe_pl.backends.client import on_device, trainable_names
+from fedmoe_pl.backends.features import looked_up
 from fedmoe_pl.backends.optimizers import optimizer_and_scheduler
-from fedmoe_pl.backends.stacked.alone import ignores_padding, plain_gradients
-from fedmoe_pl.backends.stacked.batches import Share, StackedData
-from fedmoe_pl.backends.stacked.members import Member
+from fedmoe_pl.backends.rounding import equal_to_rounding
+from fedmoe_pl.backends.stacked.batches import TRIED_SAMPLES, Member, Share, StackedData
 from fedmoe_pl.backends.training import LocalTraining
 from fedmoe_pl.models.layers import evaluating
 from fedmoe_pl.models.mixtures.sparse import dense_experts
-from fedmoe_pl.trees import Tree
+from fedmoe_pl.trees import Tree, load_tree
 
 
 class Stack:
     """The tensors of some clients and their losses.
-
-    Args:
-        training: the local training of the phase's clients.
-        module: a copy of the phase's module, which holds the tensors that are not stacked.
-        members: clients that have batches and can share a stack.
-        round: the round of the phase, counted from 0.
 
     Attributes:
         members: the clients in descending order of their steps per epoch, so that in every step those that still have
@@ -140,3 +133,43 @@ class _Loss(nn.Module):
 
     def forward(self, x: Tensor, y: Tensor, const: dict[str, Any]) -> Tensor:
         return self.algorithm.client_loss(self.module, (x, y), const)[0]
+
+
+def plain_gradients(
+    training: LocalTraining, module: LightningModule, member: Member, share: Share, names: Sequence[str]
+) -> tuple[Tensor, dict[str, Tensor | None]]:
+    """Loss and gradients of one client's share."""
+    load_tree(module, member.state)
+    const = on_device(member.const, share.y.device)
+    parameters = dict(module.named_parameters())
+    with looked_up(module, tuple(share.rows), {name: rows[0] for name, rows in share.rows.items()}):
+        loss = training.algorithm.client_loss(module, (share.x[0], share.y[0]), const)[0]
+    gradients = torch.autograd.grad(loss, [parameters[name] for name in names], allow_unused=True)
+    return loss.detach(), dict(zip(names, gradients, strict=True))
+
+
+def ignores_padding(
+    training: LocalTraining, module: LightningModule, member: Member, data: StackedData, names: Sequence[str]
+) -> bool:
+    """Whether samples without a label change neither loss nor gradients, so that all batches can have one size."""
+    if bool((data.sizes[data.sizes > 0] == data.batch_size).all()):
+        return True
+    share = data.first_share(0, 2 * TRIED_SAMPLES)
+    half = share.y.shape[1] // 2
+    if training.has_batch_norm or not half:
+        return False
+    # on a CPU, because a GPU becomes unusable if a loss uses the label -100 as an index
+    module.cpu()
+    try:
+        fewer = share.cut(half, unlabelled=0).cpu()
+        padded = share.cut(share.y.shape[1], unlabelled=share.y.shape[1] - half).cpu()
+        with torch.autocast("cpu", enabled=False):
+            (loss, gradients), (expected, expected_gradients) = (
+                plain_gradients(training, module, member, batch, names) for batch in (padded, fewer)
+            )
+    except (RuntimeError, IndexError, ValueError):
+        return False
+    finally:
+        module.to(training.device)
+    pairs = [(loss, expected), *((gradients[name], expected_gradients[name]) for name in names)]
+    return all(a is not None and b is not None and equal_to_rounding(a, b) for a, b in pairs)

@@ -17,14 +17,12 @@ from torch.utils._pytree import tree_leaves
 
 from fedmoe_pl.backends.features import FeatureCache
 from fedmoe_pl.backends.freezing import Freezing
-from fedmoe_pl.backends.lean import needs_every_batch
+from fedmoe_pl.backends.hooks import needs_every_batch
 from fedmoe_pl.backends.optimizers import optimizer_and_scheduler
 from fedmoe_pl.backends.rounding import is_close, largest_value
-from fedmoe_pl.backends.stacked.alone import plain_gradients
-from fedmoe_pl.backends.stacked.batches import TRIED_SAMPLES
-from fedmoe_pl.backends.stacked.members import begin_members, stackable_groups
+from fedmoe_pl.backends.stacked.batches import TRIED_SAMPLES, Member, begin_member, stackable_groups
 from fedmoe_pl.backends.stacked.module import skip_idle_dropout
-from fedmoe_pl.backends.stacked.stack import Stack
+from fedmoe_pl.backends.stacked.stack import Stack, plain_gradients
 from fedmoe_pl.backends.training import LocalTraining
 from fedmoe_pl.trees import copy_module, names_of_same_tensors
 
@@ -50,11 +48,7 @@ class Trial:
 
 
 def try_to_stack(training: LocalTraining) -> Trial | str:
-    """Computes one step of two clients of every architecture with and without stacking.
-
-    Returns:
-        The result, or the reason why the phase's clients cannot be stacked.
-    """
+    """Computes one step of two clients of every architecture with and without stacking."""
     trials = []
     for clients in training.by_architecture(range(training.datamodule.num_clients)):
         of_clients = training.of(clients[0])
@@ -71,8 +65,8 @@ def _why_not(training: LocalTraining) -> str | None:
     if training.datamodule.reader is not None:
         return "samples are read one by one and not from a tensor in memory"
     reason = needs_every_batch(training)
-    if reason or training.trainer.get("callbacks"):
-        return reason or "each client needs its own copy of trainer.callbacks"
+    if reason:
+        return reason
     if training.keep_optimizer:
         return "each client keeps the state of its optimizer"
     optimizer, _ = optimizer_and_scheduler(training.module.configure_optimizers())
@@ -91,7 +85,9 @@ def _try_architecture(training: LocalTraining, clients: Sequence[int]) -> Trial 
         for round, epoch in training.trainable.values():
             module = copy_module(training.module)
             server = training.algorithm.server_init(module)
-            members = begin_members(training, module, server, clients, {}, round, FeatureCache())
+            cache, members = FeatureCache(), list[Member]()
+            for client in clients:
+                members.append(begin_member(training, module, server, client, {}, round, cache, members))
             for group in stackable_groups(members):
                 stack = Stack(training, module, group, round)
                 Freezing(training, module, round).freeze(epoch)
@@ -124,14 +120,7 @@ class _NoTrainer:
 
 
 def _try_stack(stack: Stack) -> Trial:
-    """Compares a step of each member with and without stacking.
-
-    Args:
-        stack: the members; parameters that are not trained in the epoch of the trial are frozen.
-
-    Raises:
-        _Different: if gradients or buffers differ.
-    """
+    """Compares a step of each member with and without stacking."""
     skip_idle_dropout(stack.module)
     stack.module.trainer = _NoTrainer()  # pyright: ignore[reportAttributeAccessIssue]
     names = [name for name, parameter in stack.module.named_parameters() if parameter.requires_grad]

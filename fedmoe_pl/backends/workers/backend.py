@@ -9,6 +9,8 @@ from functools import partial
 from traceback import format_exception
 from typing import Any
 
+from typing_extensions import Self
+
 from fedmoe_pl.backends.backend import Backend, Chunk, GroupUpdate, Job, Plan
 from fedmoe_pl.backends.failures import Failure
 from fedmoe_pl.backends.traffic import Traffic
@@ -136,6 +138,12 @@ class HandingOutPlan(Plan):
         self.backend = backend
         self.plan = plan
 
+    def begin(self, training: LocalTraining) -> Self:
+        """Begins the other plan, too."""
+        begun = super().begin(training)
+        begun.plan = self.plan.begin(training)
+        return begun
+
     def groups(self, cohort: Sequence[int]) -> list[list[int]]:
         """The groups of the other plan."""
         return self.plan.groups(cohort)
@@ -153,10 +161,6 @@ class HandingOutPlan(Plan):
 
 class WorkersPlan(HandingOutPlan):
     """Hands out all groups."""
-
-    def begin(self, training: LocalTraining) -> WorkersPlan:
-        """Begins the other plan."""
-        return WorkersPlan(self.backend, self.plan.begin(training), self.description)
 
     def train(self, server: Tree, cohort: Sequence[int], kept: Mapping[int, Tree], round: int) -> Iterator[GroupUpdate]:
         """Trains the cohort in the workers; see :meth:`WorkersBackend.hand_out`."""

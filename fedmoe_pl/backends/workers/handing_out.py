@@ -44,11 +44,7 @@ class RemoteWorker(ABC):
 
     @abstractmethod
     def result(self, future: Future[Any]) -> bytes:
-        """The result of a finished call.
-
-        Raises:
-            WorkerDied: if the process has ended. Exceptions of the call itself are raised unchanged.
-        """
+        """The result of a finished call."""
 
     @abstractmethod
     def end(self) -> None:
@@ -69,17 +65,6 @@ def _dead(clients: Sequence[int], death: WorkerDied) -> str:
 
 class HandedOut:
     """The chunks of groups of a round that are handed out.
-
-    Args:
-        workers: the workers.
-        replace: ends a worker and starts another in its place.
-        plan: how each worker trains its groups.
-        job: what to do for each chunk.
-        server: the server's state.
-        chunks: the chunks, in the order in which their results are yielded.
-        kept: the tensors that clients kept, by client.
-        give_up: the results of a chunk whose workers have died :data:`_TRIES` times or did not answer in time, from the
-            chunk and the reason; None raises an exception instead.
 
     Attributes:
         chunks: the chunks by their keys.

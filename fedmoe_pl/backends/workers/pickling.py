@@ -17,18 +17,7 @@ from fedmoe_pl.data import FederatedDataModule
 
 
 def sendable(what: str, pickle_it: Callable[[], Any]) -> Any:
-    """Calls a function that pickles something for a worker, and explains its failure.
-
-    Args:
-        what: the name of the pickled thing in the message.
-        pickle_it: the function.
-
-    Returns:
-        The function's result.
-
-    Raises:
-        MisconfigurationException: if pickling fails.
-    """
+    """Calls a function that pickles something for a worker, and explains its failure."""
     try:
         return pickle_it()
     except (pickle.PicklingError, TypeError, AttributeError, NotImplementedError, RuntimeError) as error:
@@ -97,26 +86,14 @@ def dumps(
     datamodule: FederatedDataModule | None = None,
     buffer_callback: Callable[[pickle.PickleBuffer], Any] | None = None,
 ) -> bytes:
-    """Pickles an object by value.
-
-    Args:
-        obj: the object.
-        datamodule: the data module to leave out, because the worker has it.
-        buffer_callback: receives large arrays, which are then left out, too.
-    """
+    """Pickles an object by value."""
     file = io.BytesIO()
     _Pickler(file, datamodule, buffer_callback).dump(obj)
     return file.getvalue()
 
 
 def loads(pickled: bytes, datamodule: FederatedDataModule | None = None, buffers: Sequence[Any] | None = None) -> Any:
-    """Unpickles an object.
-
-    Args:
-        pickled: what :func:`dumps` returned.
-        datamodule: the data module in this process.
-        buffers: the large arrays, if they were left out.
-    """
+    """Unpickles an object."""
     return _Unpickler(pickled, datamodule, buffers).load()
 
 

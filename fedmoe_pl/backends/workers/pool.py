@@ -10,6 +10,7 @@ import time
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future
+from functools import cached_property
 from typing import IO, Any
 
 import cloudpickle
@@ -18,7 +19,7 @@ import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from loky.process_executor import TerminatedWorkerError
 
-from fedmoe_pl.backends.backend import Backend, GroupUpdate, Job, Plan, group_size
+from fedmoe_pl.backends.backend import Backend, GroupUpdate, Job, group_size
 from fedmoe_pl.backends.training import LocalTraining
 from fedmoe_pl.backends.workers.backend import HandingOutPlan, WorkersBackend, parts_of
 from fedmoe_pl.backends.workers.handing_out import RemoteWorker, WorkerDied
@@ -103,13 +104,10 @@ class PoolPlan(HandingOutPlan):
 
     backend: PoolBackend
 
-    def __init__(self, backend: PoolBackend, plan: Plan, description: str) -> None:
-        super().__init__(backend, plan, description)
-        self.paces: list[float] = []  # seconds per training sample, of the groups trained in this process
-
-    def begin(self, training: LocalTraining) -> PoolPlan:
-        """Begins the other plan."""
-        return PoolPlan(self.backend, self.plan.begin(training), self.description)
+    @cached_property
+    def paces(self) -> list[float]:
+        """Seconds per training sample, of the groups trained in this process."""
+        return []
 
     def train(self, server: Tree, cohort: Sequence[int], kept: Mapping[int, Tree], round: int) -> Iterator[GroupUpdate]:
         """Trains groups in this process until the others take over; see :meth:`WorkersBackend.hand_out`."""

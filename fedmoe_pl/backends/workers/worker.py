@@ -50,12 +50,7 @@ class PhaseMessage:
 
 
 class Worker:
-    """Does the work in a worker process.
-
-    Args:
-        datamodule: the data and the clients that hold them.
-        device: the device to train on, unless the phase trains on the CPU.
-    """
+    """Does the work in a worker process."""
 
     def __init__(self, datamodule: FederatedDataModule, device: torch.device) -> None:
         self.datamodule = data_on(datamodule, device)
@@ -64,16 +59,7 @@ class Worker:
         gc.freeze()
 
     def work(self, phase: bytes | None, server: bytes | None, groups: bytes) -> bytes:
-        """Does a job for some groups of clients.
-
-        Args:
-            phase: the pickled :class:`PhaseMessage`; None if it is the same as before.
-            server: the pickled state of the server; None if it is the same as before.
-            groups: the job, the clients of each group, and the tensors that they have kept, pickled.
-
-        Returns:
-            The pickled results, one for each group.
-        """
+        """Does a job for some groups of clients."""
         try:
             if phase is not None:
                 self._begin_phase(loads(phase, self.datamodule))

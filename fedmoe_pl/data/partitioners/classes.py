@@ -30,9 +30,6 @@ class MajorityClasses(LabelPartitioner):
             official order, (client // classes, client % classes), for at most classes**2 clients. If both classes are
             the same, the whole share comes from that class.
 
-    Raises:
-        MisconfigurationException: if an argument is out of range, or, in the call, if there are too few samples.
-
     Example:
         >>> parts = MajorityClasses(0.5, 8, pairs="product")(np.arange(60) % 3, 2, np.random.default_rng(0))
         >>> [np.bincount(part % 3).tolist() for part in parts]
@@ -99,9 +96,6 @@ class TwoClasses(LabelPartitioner):
     Args:
         samples_per_client: samples of every client.
         balance: share of the first class, in (0, 1): 0.5 is balanced, 0.75 unbalanced.
-
-    Raises:
-        MisconfigurationException: if an argument is out of range, or, in the call, if there are too few samples.
     """
 
     def __init__(self, samples_per_client: int = 500, balance: float = 0.5) -> None:
@@ -133,10 +127,6 @@ class Shards(LabelPartitioner):
 
     Args:
         shards_per_client: shards of every client.
-
-    Raises:
-        MisconfigurationException: if ``shards_per_client`` is below 1, or, in the call, if there are fewer samples than
-            shards.
     """
 
     def __init__(self, shards_per_client: int = 2) -> None:
@@ -166,10 +156,6 @@ class Pathological(LabelPartitioner):
         classes_per_client: classes of every client.
         share: "uniform" for shares from U(0.4, 0.6), "dirichlet" for a symmetric Dirichlet distribution.
         concentration: concentration of the Dirichlet distribution, for ``share="dirichlet"``; None means 1.
-
-    Raises:
-        MisconfigurationException: if an argument is out of range, or, in the call, if there are fewer classes than
-            ``classes_per_client``.
     """
 
     def __init__(

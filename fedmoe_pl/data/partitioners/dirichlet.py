@@ -19,10 +19,7 @@ class Dirichlet(LabelPartitioner):
     sample goes to a client.
 
     Args:
-        alpha: concentration; small values give each client few classes, large ones approach IID.
-
-    Raises:
-        MisconfigurationException: if ``alpha`` is not a finite number above 0.
+        alpha: concentration, above 0; small values give each client few classes, large ones approach IID.
     """
 
     def __init__(self, alpha: float) -> None:
@@ -50,9 +47,6 @@ class ClientDirichlet(LabelPartitioner):
     Args:
         alpha: concentration; small values give each client few classes, large ones all classes equally.
         samples_per_client: samples of every client.
-
-    Raises:
-        MisconfigurationException: if an argument is out of range, or, in the call, if there are too few samples.
     """
 
     def __init__(self, alpha: float, samples_per_client: int) -> None:
@@ -91,10 +85,6 @@ class BalancedDirichlet(LabelPartitioner):
     Args:
         alpha: concentration; small values give each client few classes, large ones approach IID.
         minimum_samples: smallest number of samples of a client.
-
-    Raises:
-        MisconfigurationException: if an argument is out of range, or, in the call, if there are too few samples or
-            1,000 attempts give no partition with this minimum.
     """
 
     def __init__(self, alpha: float, minimum_samples: int = 10) -> None:
