@@ -11,17 +11,6 @@ from torch import Tensor
 from fedmoe_pl.evaluation.evaluation import Evaluation
 
 
-def mean_gate_weight_by_class(evaluation: Evaluation, num_classes: int) -> Tensor:
-    """Mean total weight of the global experts on each client's own samples of each class."""
-    rows = []
-    for client in evaluation.clients:
-        if client.global_weights is None or client.gate_labels is None:
-            rows.append(torch.full((num_classes,), math.nan, dtype=torch.float64))
-        else:
-            rows.append(_means_by_class(client.global_weights, client.gate_labels, num_classes))
-    return torch.stack(rows)
-
-
 def gate_rows(evaluation: Evaluation, num_classes: int) -> Iterator[dict[str, object]]:
     """One method's rows of ``gate_weights.csv``: the gate's mean weights on each client's own samples of each class.
 

@@ -103,7 +103,7 @@ def _start(cell: Cell, number: int, slot: int, parallel: int, cells: Sequence[Ce
 
 def _command(configuration: Path, checkpoint: Path | None) -> list[str]:
     """The command that runs a configuration, or continues its run."""
-    command = [sys.executable, "-m", "fedmoe_pl.cli", "fit", "--config", str(configuration)]
+    command = [sys.executable, "-m", "fedmoe_pl", "fit", "--config", str(configuration)]
     return command if checkpoint is None else [*command, "--ckpt_path", str(checkpoint)]
 
 

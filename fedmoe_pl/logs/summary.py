@@ -230,7 +230,7 @@ def _cells(metric: str, spread: Spread) -> str:
 
 def _legend(evaluations: list[Evaluation], metrics: Sequence[str]) -> list[str]:
     """Lines that explain the numbers; methods with the same description share a line."""
-    asked = " or ".join(dict.fromkeys(e.evaluated for e in evaluations))
+    asked = max((e.evaluated for e in evaluations), key=lambda each: each.startswith("all"))
     clients = "one client" if asked == "all 1" else f"{asked} clients"
     what = "Accuracy in percent" if any(metric in METRICS for metric in metrics) else "Metrics"
     lines = [f"{what} over {clients}: mean, standard deviation, mean of the worst tenth."]
@@ -238,7 +238,8 @@ def _legend(evaluations: list[Evaluation], metrics: Sequence[str]) -> list[str]:
     lines += [f"{metric.replace('_', ' ')}: {description(metric, metric in lower)}" for metric in metrics]
     methods: dict[str, list[str]] = {}
     for e in evaluations:
-        methods.setdefault(f"{e.model}, {e.moment}, {e.selection} (round {e.round})", []).append(e.method)
+        over = "" if e.evaluated == asked else f", over {e.evaluated} clients"
+        methods.setdefault(f"{e.model}, {e.moment}, {e.selection} (round {e.round}){over}", []).append(e.method)
     return lines + [f"{', '.join(names)}: {description}" for description, names in methods.items()]
 
 

@@ -207,7 +207,7 @@ def test_a_killed_grid_is_continued(tmp_path):
     """With real runs: the benchmark gets SIGTERM after some rounds, and its table is that of a grid without it."""
     overrides = {"federation.phases.FedAvg.rounds": 100, "federation.phases.FedAvg.evaluate.every_n_rounds": 50}
     arguments = write_grid(tmp_path, overrides=overrides, methods=["FedAvg"])
-    command = [sys.executable, "-m", "fedmoe_pl.cli", "benchmark", *arguments, "--values.seed_everything", "[0]"]
+    command = [sys.executable, "-m", "fedmoe_pl", "benchmark", *arguments, "--values.seed_everything", "[0]"]
     checkpoint = tmp_path / "runs/seed_everything=0/version_0/checkpoints/last.ckpt"
     with subprocess.Popen(command, cwd=REPOSITORY, stderr=subprocess.PIPE, text=True) as process:
         while not checkpoint.is_file():

@@ -1,6 +1,0 @@
-"""``python -m fedmoe_pl.cli`` is the same as ``fedmoe``."""
-
-from fedmoe_pl.cli import main
-
-if __name__ == "__main__":
-    main()
