@@ -7,7 +7,6 @@ result.
 
 from __future__ import annotations
 
-import difflib
 import functools
 import inspect
 import json
@@ -24,7 +23,6 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 
@@ -83,20 +81,6 @@ def changes(
     return [*found, *_differences(before, after)]
 
 
-def check_listed(listed: Collection[str], old: Mapping[str, str], new: Mapping[str, str]) -> None:
-    """Refuses a key that neither configuration has."""
-    *configurations, prefix = _trees(old, new)
-    known = {prefix}
-    for tree, phases in configurations:
-        known |= {*_keys(tree, ""), *_keys(phases, prefix)}
-    for key in listed:
-        if key not in known and not _is_harmless(key):
-            similar = difflib.get_close_matches(key, sorted(known), n=1)
-            groups = ", ".join(sorted({name.split(".")[0].split("[")[0] for name in known}))
-            hint = f"; did you mean '{similar[0]}'?" if similar else f", which begin with {groups}."
-            raise MisconfigurationException(f"allow_changes is '{key}', but must be keys of the configuration{hint}")
-
-
 def _trees(old: Mapping[str, str], new: Mapping[str, str]) -> tuple[Any, Any, str]:
     """Both configurations, each without its phases and with these by name, and the key of the phases."""
     kind = "hparams" if old["hparams"] and new["hparams"] else "objects"
@@ -107,18 +91,6 @@ def _trees(old: Mapping[str, str], new: Mapping[str, str]) -> tuple[Any, Any, st
         phases = (tree["federation"] if kind == "hparams" else tree).pop("phases", [])
         trees.append((tree, {phase["name"]: phase for phase in phases}))
     return trees[0], trees[1], prefix
-
-
-def _keys(tree: Any, key: str) -> Iterator[str]:
-    """The keys of all values in a tree, and of the trees in it."""
-    if key:
-        yield key
-    if isinstance(tree, dict):
-        for name, value in tree.items():
-            yield from _keys(value, _child(key, name))
-    elif isinstance(tree, list):
-        for index, value in enumerate(tree):
-            yield from _keys(value, f"{key}[{index}]")
 
 
 def is_listed(key: str, listed: Collection[str]) -> bool:

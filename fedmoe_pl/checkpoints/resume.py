@@ -21,7 +21,7 @@ from fedmoe_pl.checkpoints.checkpoint import (
     versions,
 )
 from fedmoe_pl.checkpoints.client_state import check_states
-from fedmoe_pl.checkpoints.configuration import changes, check_listed, is_listed
+from fedmoe_pl.checkpoints.configuration import changes, is_listed
 from fedmoe_pl.checkpoints.phase_state import PhaseState
 from fedmoe_pl.data import FederatedDataModule
 from fedmoe_pl.phases.phase import Phase
@@ -80,7 +80,6 @@ def check_configuration(
     """Compares the configuration of a run with that of its checkpoint."""
     if content["versions"] != versions():
         rank_zero_info(f"'{path}' was written with {_listed(content['versions'])}; now they are {_listed(versions())}.")
-    check_listed(allowed or [], content["configuration"], configuration)
     found = changes(content["configuration"], configuration, [*content["phases"]], _extensible(content, phases))
     if not found:
         return

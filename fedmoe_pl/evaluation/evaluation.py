@@ -8,8 +8,9 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import torch
-from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch import Tensor
+
+from fedmoe_pl.checks import check_choice
 
 METRICS = ("local_test", "reweighted_test", "global_test", "validation")
 """The accuracies; the first that clients have is the one that is shown and compared unless another is named."""
@@ -77,10 +78,7 @@ class ClientEvaluation:
         Raises:
             MisconfigurationException: if the model has no such metric.
         """
-        if metric not in self.names:
-            raise MisconfigurationException(
-                f"Evaluation: metric is '{metric}', but must be one of {', '.join(self.names)}."
-            )
+        check_choice("Evaluation", "metric", metric, tuple(self.names))
         return self.metrics[metric] if metric in self.metrics else getattr(self, metric)
 
     @property
@@ -199,9 +197,7 @@ class Evaluation:
         """
         if not self.values(metric, clients):
             measured = [name for client in self.clients[:1] for name in client.names if self.values(name, clients)]
-            raise MisconfigurationException(
-                f"Evaluation: metric is '{metric}', but must be one that was measured: {', '.join(measured)}."
-            )
+            check_choice("Evaluation", "metric", metric, tuple(measured))
         return self.spread_or_nan(metric, clients)
 
     def spread_or_nan(self, metric: str, clients: Collection[int] | None = None) -> Spread:
