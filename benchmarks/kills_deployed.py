@@ -28,7 +28,7 @@ from kills import end, forked, same
 from fedmoe_pl import ClientFailures, Federation, PersonalizedMoE, Phase
 from fedmoe_pl.algorithms import FedAvg
 from fedmoe_pl.backends import TrainerBackend
-from fedmoe_pl.checkpoints.checkpoint import KEPT, ROWS
+from fedmoe_pl.checkpoints.checkpoint import CLIENT_STATES, ROWS
 from fedmoe_pl.data import NpzFile
 from fedmoe_pl.deployment.commands import module_of_flower
 from fedmoe_pl.deployment.connection import free_port
@@ -117,7 +117,7 @@ def kept_at_client(folder: Path, client: int, files: Any) -> dict[str, torch.Ten
     return {
         name: tensor
         for phase, number, names in files
-        for name, tensor in read_own(run / KEPT, phase, client, number, names).items()
+        for name, tensor in read_own(run / CLIENT_STATES, phase, client, number, names).items()
     }
 
 

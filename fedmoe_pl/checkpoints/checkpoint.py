@@ -32,7 +32,7 @@ from fedmoe_pl.trees import Tree
 
 LAST = "last"
 FILE = "checkpoints/last.ckpt"
-KEPT = "checkpoints/kept"
+CLIENT_STATES = "checkpoints/clients"
 ROWS = "checkpoints/rows.jsonl"
 PREVIOUS = "previous.ckpt"
 _FORMAT = 7  # the version of the checkpoint format
@@ -167,7 +167,7 @@ def _state(path: Path, content: dict[str, Any]) -> PhaseState:
     """The state from its content in the checkpoint at ``path``; the inverse of ``_content``."""
     for name in ("clients", "best_clients"):
         if "versions" in (kept := content[name]):
-            content[name] = StatesOnDisk(path.parent / Path(KEPT).name, kept["phases"], kept["versions"])
+            content[name] = StatesOnDisk(path.parent / Path(CLIENT_STATES).name, kept["phases"], kept["versions"])
         elif "files" in kept:
             content[name] = RemoteStates(kept["files"])
     for index, evaluation in enumerate(content["evaluations"]):

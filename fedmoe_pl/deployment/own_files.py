@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import NamedTuple
 
-from fedmoe_pl.checkpoints.checkpoint import KEPT
+from fedmoe_pl.checkpoints.checkpoint import CLIENT_STATES
 from fedmoe_pl.checkpoints.client_state import File, Names, RemoteStates, read_tree, write_tree
 from fedmoe_pl.checkpoints.phase_state import PhaseState
 from fedmoe_pl.deployment.clients import files_of
@@ -32,7 +32,7 @@ class OwnFiles:
     """
 
     def __init__(self, run: Run, phase: Phase, client: int) -> None:
-        self.folder = run.folder / KEPT
+        self.folder = run.folder / CLIENT_STATES
         self.phase = phase
         self.client = client
         self.usable = _usable(run, phase)

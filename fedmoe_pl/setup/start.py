@@ -15,7 +15,7 @@ from lightning.pytorch.loggers import Logger, TensorBoardLogger
 from lightning.pytorch.utilities import rank_zero_info
 
 from fedmoe_pl.backends import Backend, PoolBackend, WorkersBackend, data_on
-from fedmoe_pl.checkpoints.checkpoint import FILE, KEPT, PREVIOUS, copy_checkpoint, next_folder
+from fedmoe_pl.checkpoints.checkpoint import CLIENT_STATES, FILE, PREVIOUS, copy_checkpoint, next_folder
 from fedmoe_pl.checkpoints.client_store import DiskStore, MemoryStore, Store
 from fedmoe_pl.checkpoints.lock import locked
 from fedmoe_pl.checkpoints.phase_state import PhaseState
@@ -226,7 +226,7 @@ def _open_files(
 
 def store_of(kind: str, run: Run) -> Store:
     """A store of this process, ``memory`` or ``disk``."""
-    return MemoryStore() if kind == "memory" else DiskStore(run.folder / KEPT, run.datamodule.num_clients)
+    return MemoryStore() if kind == "memory" else DiskStore(run.folder / CLIENT_STATES, run.datamodule.num_clients)
 
 
 def _make_folder(runs: Path) -> Path:

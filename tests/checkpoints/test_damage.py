@@ -124,9 +124,9 @@ class Touch:
         return os.mkdir, (str(self.path),)
 
 
-@pytest.mark.parametrize("name", [CHECKPOINT, PREVIOUS, "checkpoints/finished/Local.ckpt", "checkpoints/kept"])
+@pytest.mark.parametrize("name", [CHECKPOINT, PREVIOUS, "checkpoints/finished/Local.ckpt", "checkpoints/clients"])
 def test_a_crafted_pickle_is_not_executed(copy, tmp_path, name):
-    path = copy / name if name != "checkpoints/kept" else next((copy / name / "FedPer").iterdir())
+    path = copy / name if name != "checkpoints/clients" else next((copy / name / "FedPer").iterdir())
     save({"fedmoe_pl": 5, "a": Touch(tmp_path / "executed")}, path)
     refusal(copy, str(copy / PREVIOUS) if name == PREVIOUS else "last")
     assert not (tmp_path / "executed").exists()

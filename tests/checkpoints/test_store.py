@@ -11,7 +11,7 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 
 from fedmoe_pl import Federation, Phase, Select
 from fedmoe_pl.algorithms import FedAvg, Local, PersonalizedExpert, PFLMoE
-from fedmoe_pl.checkpoints.checkpoint import KEPT, PhaseState, load_checkpoint
+from fedmoe_pl.checkpoints.checkpoint import CLIENT_STATES, PhaseState, load_checkpoint
 from fedmoe_pl.checkpoints.client_state import StatesOnDisk
 from fedmoe_pl.checkpoints.client_store import DiskStore
 from fedmoe_pl.models import ConstantGate, LinearGate
@@ -58,12 +58,14 @@ def assert_same_run(actual: Federation, expected: Federation) -> None:
 
 
 def files(run: Federation) -> set[str]:
-    return {path.relative_to(run.run_dir / KEPT).as_posix() for path in (run.run_dir / KEPT).rglob("*.*")}
+    return {
+        path.relative_to(run.run_dir / CLIENT_STATES).as_posix() for path in (run.run_dir / CLIENT_STATES).rglob("*.*")
+    }
 
 
 def needed_files(run: Federation) -> set[str]:
     kept = [kept for state in run.run.states.values() for kept in (state.clients, state.best_clients) if kept]
-    return {one.path(client).relative_to(run.run_dir / KEPT).as_posix() for one in kept for client in one}
+    return {one.path(client).relative_to(run.run_dir / CLIENT_STATES).as_posix() for one in kept for client in one}
 
 
 @pytest.fixture(scope="module")
@@ -206,12 +208,12 @@ def test_a_result_of_another_run_is_taken_from_either_store(whole, tmp_path, giv
 def test_a_missing_or_damaged_file_ends_in_one_sentence(tmp_path, damage):
     with pytest.raises(KeyboardInterrupt):
         on_disk(tmp_path, name="stopped", callbacks=[Kill("on_round_end", 5)]).fit(model(), data())
-    stopped = tmp_path / "stopped/version_0" / KEPT
+    stopped = tmp_path / "stopped/version_0" / CLIENT_STATES
     given = phases()
     for original in (next((stopped / phase).glob("*.pt")) for phase in ("FedPer", "again")):
         shutil.rmtree(tmp_path / "damaged", ignore_errors=True)
         shutil.copytree(tmp_path / "stopped", tmp_path / "damaged")
-        path = tmp_path / "damaged/version_0" / KEPT / original.relative_to(stopped)
+        path = tmp_path / "damaged/version_0" / CLIENT_STATES / original.relative_to(stopped)
         if damage == "missing":
             path.unlink()
         else:

@@ -16,7 +16,7 @@ import pytest
 import torch
 from sklearn.datasets import load_digits
 
-from fedmoe_pl.checkpoints.checkpoint import KEPT, ROWS
+from fedmoe_pl.checkpoints.checkpoint import CLIENT_STATES, ROWS
 from fedmoe_pl.deployment.own_files import read_own
 
 pytest.importorskip("flwr", reason="needs the extra `flower`")
@@ -135,7 +135,7 @@ def assert_same_as_simulation(deployed: Deployment) -> None:
             assert torch.equal(tensor, there["server"][name]), (path.stem, name)
         for client in range(deployed.clients):
             expected = simulated["kept"].get(client, {})
-            (folder,) = deployed.folder.glob(f"client {client}/*/client_{client}/*/{KEPT}")
+            (folder,) = deployed.folder.glob(f"client {client}/*/client_{client}/*/{CLIENT_STATES}")
             kept = {}
             for phase, number, names in there["kept"]["files"].get(client, []):
                 kept |= read_own(folder, phase, client, number, names)
@@ -182,7 +182,7 @@ def test_server_and_clients_that_are_killed_go_on_and_strangers_are_refused(depl
     deployed.wait_until(lambda: deployed.rows()[-1]["failed"] > 0)
     deployed.join(1)
     away = len(deployed.rows())
-    kept = f"client 1/killed/client_1/*/{KEPT}/FedPer/*.pt"
+    kept = f"client 1/killed/client_1/*/{CLIENT_STATES}/FedPer/*.pt"
     deployed.wait_until(lambda: any(int(path.stem.split("_")[1]) >= away for path in deployed.folder.glob(kept)))
     rounds = [row["round"] for row in deployed.rows()]
     assert rounds == [*range(1, len(rounds) + 1)], "no round is lost or repeated"

@@ -102,7 +102,7 @@ def test_a_client_removes_what_it_has_gone_on_from(tmp_path):
     deployed = deploy(method, data(), tmp_path, **OF_TRAINER)
     kept = deployed.run.states["FedPer"].clients.files
     for client in range(5):
-        files = [path.name for path in tmp_path.glob(f"client {client}/*/checkpoints/kept/FedPer/*.pt")]
+        files = [path.name for path in tmp_path.glob(f"client {client}/*/checkpoints/clients/FedPer/*.pt")]
         numbers = sorted(int(name.partition("_")[0]) for name in files)
         assert kept[client][0][1] == numbers[-1] and len(files) <= 4, files
 
