@@ -20,9 +20,8 @@ from fedmoe_pl.checkpoints.client_state import RemoteStates, StatesOnDisk
 from fedmoe_pl.checkpoints.phase_state import PhaseState
 from fedmoe_pl.checkpoints.writing import (
     DamagedFileError,
-    is_sealed,
     load,
-    load_unsealed,
+    load_any,
     replacing,
     save,
     unwritable,
@@ -190,8 +189,7 @@ def _load(path: Path) -> dict[str, Any]:
     if not path.is_file():
         raise DamagedFileError("but there is no such file")
     try:
-        sealed = is_sealed(path)
-        content = load(path) if sealed else load_unsealed(path)
+        content, sealed = load_any(path)
     except DamagedFileError as error:
         raise DamagedFileError("which is damaged or not a checkpoint of tensors and plain values") from error
     if not isinstance(content, dict) or not ("fedmoe_pl" in content or "state_dict" in content):

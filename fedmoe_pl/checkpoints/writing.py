@@ -82,8 +82,13 @@ def load(path: Path) -> Any:
     return _load(path)
 
 
-def load_unsealed(path: Path) -> Any:
-    """Reads a file without this checksum, such as a checkpoint of Lightning; the archive's own are verified."""
+def load_any(path: Path) -> tuple[Any, bool]:
+    """The same for files without this checksum, too, such as checkpoints of Lightning; and whether there is one.
+
+    Without it, the checksums of the archive are verified.
+    """
+    if is_sealed(path):
+        return _load(path), True
     try:
         if zipfile.is_zipfile(path):
             with zipfile.ZipFile(path) as archive:
@@ -92,7 +97,7 @@ def load_unsealed(path: Path) -> Any:
                 raise DamagedFileError(f"'{path}' has a damaged '{damaged}'.")
     except (OSError, RuntimeError, ValueError, zipfile.BadZipFile, NotImplementedError) as error:
         raise DamagedFileError(f"'{path}' cannot be read.") from error
-    return _load(path)
+    return _load(path), False
 
 
 def _load(path: Path) -> Any:
