@@ -18,14 +18,7 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 
 from fedmoe_pl.checkpoints.client_state import RemoteStates, StatesOnDisk
 from fedmoe_pl.checkpoints.phase_state import PhaseState
-from fedmoe_pl.checkpoints.writing import (
-    DamagedFileError,
-    load,
-    load_any,
-    replacing,
-    save,
-    unwritable,
-)
+from fedmoe_pl.checkpoints.writing import DamagedFileError, load, load_any, replacing, save, unwritable
 from fedmoe_pl.evaluation.evaluation import ClientEvaluation, Evaluation
 from fedmoe_pl.trees import Tree
 
