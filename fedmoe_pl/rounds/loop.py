@@ -124,10 +124,8 @@ def _update_server(run: Run, phase: Phase, training: LocalTraining, trained: Tra
     try:
         check_finite([of_module(new)], 1, training.initial)
     except NotFiniteError as error:
-        tensor = str(error).removeprefix("its ")
-        raise ClientError(
-            f"{phase}, round {state.round}: the server's {tensor}, although all that clients sent is."
-        ) from error
+        text = f"{phase}, round {state.round}: the server cannot go on: {error}, although all that clients sent is."
+        raise ClientError(text) from error
     state.server = new
     if phase.algorithm.federated:
         count_round(run, phase)

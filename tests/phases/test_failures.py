@@ -205,7 +205,9 @@ def test_a_server_that_is_not_finite_ends_the_run(tmp_path):
             return {name: tensor * torch.inf for name, tensor in super().server_update(server, combined).items()}
 
     run = federation(tmp_path, [Phase("FedAvg", Overflows())], backend=TrainerBackend())
-    message = r"^Phase 'FedAvg', round 1: the server's .* is not finite, although all that clients sent is\.$"
+    message = (
+        r"^Phase 'FedAvg', round 1: the server cannot go on: its .* is not finite, although all that clients sent is\.$"
+    )
     with pytest.raises(ClientError, match=message):
         run.fit(model(), data(sizes=SIZES))
 
