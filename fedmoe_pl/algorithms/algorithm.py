@@ -175,7 +175,7 @@ class Algorithm:
         """
         return server
 
-    def client_request(self, client_id: int, kept: Tree) -> Tree:
+    def client_request(self, client_id: int, state: Tree) -> Tree:
         """What a client sends to ask for tensors, such as experts, given what it kept; by default nothing."""
         return {}
 
@@ -302,7 +302,7 @@ class Algorithm:
         """
         yield from ()
 
-    def client_exchange(self, client_id: int, kept: Tree, sent: Tree) -> Tree:
+    def client_exchange(self, client_id: int, state: Tree, sent: Tree) -> Tree:
         """The tensors that a client keeps in place of its own after an exchange: by default those that it received.
 
         ``sent`` has what the server sent it, and what it received from others, with the sender's id and a dot before
@@ -335,6 +335,6 @@ class Algorithm:
         """Whether clients predict with more than their module; by default, if ``predictor`` is overridden."""
         return type(self).predictor is not Algorithm.predictor
 
-    def received(self, server: Tree, client_id: int, kept: Tree) -> Tree:
+    def received(self, server: Tree, client_id: int, state: Tree) -> Tree:
         """The tensors that a client receives in answer to its request."""
-        return self.server_send(server, client_id, self.client_request(client_id, kept))
+        return self.server_send(server, client_id, self.client_request(client_id, state))

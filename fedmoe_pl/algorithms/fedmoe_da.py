@@ -209,16 +209,16 @@ class FedMoEDA(Algorithm):
                     received.setdefault(sender, []).append(f"experts.{index}")
             yield client, {_MEAN_OWNERS: owners[neighbours], _MEAN_WEIGHTS: weights}, received
 
-    def client_exchange(self, client_id: int, kept: Tree, sent: Tree) -> Tree:
+    def client_exchange(self, client_id: int, state: Tree, sent: Tree) -> Tree:
         """Every expert becomes the weighted mean of experts as they are after this round's training."""
         averaged = {}
         for index, (owners, weights) in enumerate(zip(sent[_MEAN_OWNERS].tolist(), sent[_MEAN_WEIGHTS], strict=True)):
             trees = [
-                _expert(kept, other) if sender == client_id else subtree(sent, f"{sender}.experts.{other}.")
+                _expert(state, other) if sender == client_id else subtree(sent, f"{sender}.experts.{other}.")
                 for sender, other in owners
             ]
             terms = [(tree, weight) for tree, weight in zip(trees, weights, strict=True) if weight > 0]
-            averaged |= with_prefix(_mean(_expert(kept, index), terms), f"experts.{index}.")
+            averaged |= with_prefix(_mean(_expert(state, index), terms), f"experts.{index}.")
         return averaged
 
 

@@ -82,6 +82,6 @@ class PMMoE(Algorithm):
         """No: the server only hands the classifiers on."""
         return False
 
-    def client_request(self, client_id: int, kept: Tree) -> Tree:
+    def client_request(self, client_id: int, state: Tree) -> Tree:
         """The client's classifier, which it sends for the pool."""
-        return with_prefix(subtree(kept, _CLASSIFIER), _CLASSIFIER)
+        return with_prefix(subtree(state, _CLASSIFIER), _CLASSIFIER)

@@ -78,9 +78,9 @@ class SharedExperts(Algorithm, ABC):
             allowed = f"at most the number of experts, {len(sparse.experts)}"
             raise InvalidArgumentError(self, "experts_per_client", self.experts_per_client, allowed)
 
-    def client_request(self, client_id: int, kept: Tree) -> Tree:
+    def client_request(self, client_id: int, state: Tree) -> Tree:
         """The experts that the client wants; nothing in its first round."""
-        return {_ASKED: kept[_ASKED]} if _ASKED in kept else {}
+        return {_ASKED: state[_ASKED]} if _ASKED in state else {}
 
     def server_send(self, server: Tree, client_id: int, request: Tree) -> Tree:
         """The gate, the embedding if it is shared, and the experts that the client asked for."""
