@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import sys
 import time
 
@@ -14,9 +13,7 @@ from fedmoe_pl.phases.phase import Phase
 from fedmoe_pl.rounds.run import FederationCallback, Run
 
 _SECONDS_BETWEEN_LINES = 60
-_COLUMNS = 80
-_BAR, _WIDE_BAR = 10, 30  # columns, on a terminal with fewer than 120 columns and on others
-_BESIDE_NAME = 69  # columns of all but the phase's name, with times in hours and rounds in hundreds
+_COLUMNS = 80  # of a notebook's output
 
 
 class ProgressBar(FederationCallback):
@@ -39,19 +36,17 @@ class ProgressBar(FederationCallback):
         self._start_time = self._line_time = time.monotonic()
         self._start_work = run.progress.completed(run.states)
         is_terminal = sys.stderr.isatty()
-        self._columns = _columns()
-        width = _BAR if self._columns < 120 else _WIDE_BAR
         self._bar = tqdm(
             total=run.progress.total,
             initial=run.progress.completed(run.states),
             file=sys.stderr,
             disable=not (is_terminal or _in_notebook()),
-            ncols=self._columns,
+            ncols=None if is_terminal else _COLUMNS,
             dynamic_ncols=is_terminal,
             mininterval=0.5,
             # The time left follows the speed of the last ten seconds or, with slow clients, of the last 20 clients.
             smoothing=0.05,
-            bar_format=f"{{desc}} {{percentage:3.0f}}%|{{bar:{width}}}| {{elapsed}}<{{remaining}}{{postfix}}",
+            bar_format="{desc} {percentage:3.0f}%|{bar:10}| {elapsed}<{remaining}{postfix}",
         )
 
     def on_round_start(self, run: Run, phase: Phase, round: int) -> None:
@@ -61,9 +56,7 @@ class ProgressBar(FederationCallback):
             self._bar.set_postfix_str("", refresh=False)
         self._begun = phase.name
         self._round = f"round {round + 1}/{phase.rounds}"
-        room = self._columns - _BESIDE_NAME - (_WIDE_BAR - _BAR) * (self._columns >= 120)
-        name = phase.name if len(phase.name) <= room else f"{phase.name[: max(room, 8) - 1]}…"
-        self._bar.set_description_str(f"{name} {round + 1}/{phase.rounds}")
+        self._bar.set_description_str(f"{phase.name} {round + 1}/{phase.rounds}")
 
     def on_client_end(self, run: Run, phase: Phase, round: int, client: int) -> None:
         """Moves the bar to the work done so far; writes a line if there is none, and the last line is a minute old."""
@@ -120,14 +113,6 @@ def _accuracies(evaluation: Evaluation, at_most: int = 2) -> str:
 def _text(metric: str, mean: float) -> str:
     name = metric.replace("_test", "", 1).replace("_", " ")
     return f"{name} {value_text(metric, mean)}{' %' if metric in METRICS else ''}"
-
-
-def _columns() -> int:
-    """Width of the terminal, 80 for a notebook's output."""
-    try:
-        return os.get_terminal_size(sys.stderr.fileno()).columns or _COLUMNS
-    except (OSError, ValueError):  # no terminal
-        return _COLUMNS
 
 
 def _in_notebook() -> bool:

@@ -86,7 +86,7 @@ def conditions(settings: Sequence[Setting], keys: Collection[str] = ()) -> dict[
     naming = _telling_apart(values)
     found: dict[str, tuple[str, list[Setting]]] = {}
     for setting, of_setting in zip(settings, values, strict=True):
-        name = ", ".join(f"{short(key)} {brief(of_setting[key])}" for key in naming if key in of_setting)
+        name = ", ".join(f"{key.rpartition('/')[2]} {brief(of_setting[key])}" for key in naming if key in of_setting)
         found.setdefault(repr(of_setting), (name, []))[1].append(setting)
     return dict(found.values())
 
@@ -126,16 +126,6 @@ def differing(values: Sequence[Mapping[str, Any]]) -> list[str]:
     return [key for key in keys if len({repr(mapping.get(key)) for mapping in values}) > 1]
 
 
-def short(key: str) -> str:
-    """The last part of a key.
-
-    Example:
-        >>> short("data/partitioner/alpha")
-        'alpha'
-    """
-    return key.rpartition("/")[2]
-
-
 def brief(value: object) -> str:
     """A value as short text: of a class or a file its name.
 
@@ -149,17 +139,9 @@ def brief(value: object) -> str:
     return text.rpartition("/")[2] if text.startswith(("/", "./", "~")) else text
 
 
-def phase_and_key(key: str) -> tuple[str, str] | None:
-    """The phase that a key belongs to, and the key below it; None for keys of no phase.
-
-    Example:
-        >>> phase_and_key("federation/phases/FedAvg/algorithm/shared"), phase_and_key("model/lr")
-        (('FedAvg', 'algorithm/shared'), None)
-    """
-    if not key.startswith(PHASES):
-        return None
-    phase, _, below = key.removeprefix(PHASES).partition("/")
-    return phase, below
+def _phase_of(key: str) -> str | None:
+    """The phase that a key belongs to; None for keys of no phase."""
+    return key.removeprefix(PHASES).partition("/")[0] if key.startswith(PHASES) else None
 
 
 def labels(method: str, settings: Sequence[Setting]) -> list[str]:
@@ -168,8 +150,9 @@ def labels(method: str, settings: Sequence[Setting]) -> list[str]:
         return [method]
     values = [setting.values for setting in settings]
     common = set.intersection(*(phases_of(mapping) for mapping in values))
-    different = [key for key in differing(values) if (part := phase_and_key(key)) is None or part[0] in common]
-    by_values = [", ".join(f"{short(key)} {brief(mapping.get(key, '-'))}" for key in different) for mapping in values]
+    different = [key for key in differing(values) if (phase := _phase_of(key)) is None or phase in common]
+    short = {key: key.rpartition("/")[2] for key in different}
+    by_values = [", ".join(f"{short[key]} {brief(mapping.get(key, '-'))}" for key in different) for mapping in values]
     by_name = [setting.name for setting in settings]
     by_folder = [str(setting.runs[0].folder) for setting in settings]
     few = [by_values] if len(different) <= _FEW else []
@@ -179,7 +162,7 @@ def labels(method: str, settings: Sequence[Setting]) -> list[str]:
 
 def phases_of(values: Iterable[str]) -> set[str]:
     """The names of the phases that some keys belong to."""
-    return {part[0] for key in values if (part := phase_and_key(key)) is not None}
+    return {phase for key in values if (phase := _phase_of(key)) is not None}
 
 
 def agreed(settings: Sequence[Setting]) -> Mapping[str, Any]:
@@ -195,8 +178,8 @@ def differences(values: Sequence[Mapping[str, Any]]) -> dict[str, list[str]]:
     """
     rows: dict[str, list[str]] = {}
     for key in differing(values):
-        part = phase_and_key(key)
-        having = [mapping for mapping in values if part is None or part[0] in phases_of(mapping)]
+        phase = _phase_of(key)
+        having = [mapping for mapping in values if phase is None or phase in phases_of(mapping)]
         if len({repr(mapping.get(key)) for mapping in having}) > 1:
             rows[key] = [brief(mapping.get(key, "-")) for mapping in values]
     return rows
@@ -210,7 +193,7 @@ def settings_of_method(method: str, settings: Sequence[Setting]) -> list[Setting
     found: dict[str, tuple[Mapping[str, Any], dict[Any, RunFiles]]] = {}
     for setting in settings:
         needed = _phases_behind(method, setting.runs[0].config)
-        values = {key: value for key, value in setting.values.items() if _is_of(needed, key)}
+        values = {key: value for key, value in setting.values.items() if _phase_of(key) in {None, *needed}}
         _, by_seed = found.setdefault(repr(sorted(values.items())), (values, {}))
         for run in setting.runs:
             if run.seeds not in by_seed or _has_result(method, run) or not _has_result(method, by_seed[run.seeds]):
@@ -220,11 +203,6 @@ def settings_of_method(method: str, settings: Sequence[Setting]) -> list[Setting
 
 def _has_result(method: str, run: RunFiles) -> bool:
     return any(row["method"] == method for row in run.summary)
-
-
-def _is_of(phases: set[str], key: str) -> bool:
-    of_phase = phase_and_key(key)
-    return of_phase is None or of_phase[0] in phases
 
 
 def _phases_behind(method: str, config: Mapping[str, Any]) -> set[str]:

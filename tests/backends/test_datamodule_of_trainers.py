@@ -68,10 +68,8 @@ def of_loss():
 
 CASES = {
     "a callback": (mixture, FedAvg(), [Noting()]),
-    "a callback of a Trainer that sees every batch": (mixture, FedAvg(), [Noting(), EveryBatch()]),
     "a mixture's loss": (of_loss, FedAvg(), None),
     "a mixture's loss that looks frozen parts up": (of_loss, OnlyClassifiers("*.classifier.*"), None),
-    "a mixture's loss with a Trainer for each client": (of_loss, FedAvg(), [Callback()]),
     "a mixture's loss in a Trainer that sees every batch": (of_loss, FedAvg(), [EveryBatch()]),
     "a training step": (InItsStep, FedAvg(), None),
 }

@@ -9,7 +9,6 @@ import torch
 from helpers import OneWeight, PureOneWeight, blobs, mixture, momentum_sgd, phase, run, two_quadratics
 from helpers.quadratics import LOSSES, RATE, weight_of
 from helpers.runs import Kill, assert_same
-from helpers.workers import TwoInThisProcess
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch.optim import lr_scheduler
 
@@ -75,15 +74,6 @@ def test_every_round_has_its_learning_rate(tmp_path, name, backend, model, per_e
     it = phase("it", algorithm, rounds=4, round_lr_scheduler=schedule)
     federation = run([it], model(lr=RATE), two_quadratics(), tmp_path, EPOCHS, backend=backend)
     assert weight_of(federation, "it") == pytest.approx(descent(factors, per_epoch), rel=1e-12)
-
-
-def test_a_users_own_training_step_has_the_round_s_learning_rate_in_workers_too(tmp_path):
-    schedule, factors = partial(lr_scheduler.ExponentialLR, gamma=0.5), [1, 0.5]
-    it = phase("it", FedAvg(), rounds=2, round_lr_scheduler=schedule)
-    arguments = {"logger": False, "enable_progress_bar": False, "default_root_dir": str(tmp_path)}
-    federation = Federation([it], {"max_epochs": EPOCHS, "accelerator": "cpu"}, backend=TwoInThisProcess(), **arguments)
-    federation.fit(OneWeight(lr=RATE), two_quadratics())
-    assert weight_of(federation, "it") == pytest.approx(descent(factors), rel=1e-12)
 
 
 def with_momentum(rounds, keep):
@@ -167,7 +157,6 @@ class WithCycle(PureOneWeight):
 
 
 REFUSED = {
-    "metric": ({"round_lr_scheduler": lr_scheduler.ReduceLROnPlateau}, PureOneWeight(), "without a metric"),
     "rounds": (
         {"round_lr_scheduler": partial(lr_scheduler.OneCycleLR, max_lr=0.1, total_steps=2), "rounds": 4},
         PureOneWeight(),
@@ -178,7 +167,6 @@ REFUSED = {
         WithCycle(),
         "must be left out with OneCycleLR, a scheduler over epochs that has learning rates of its own",
     ),
-    "stateless": ({"keep_optimizer": True, "rounds": 2}, PureOneWeight(), "must be False for SGD without momentum"),
     "two": ({"keep_optimizer": True, "rounds": 2}, TwoOptimizers(), "returns more than an optimizer"),
     "stack": ({"keep_optimizer": True, "rounds": 2}, WithMomentum(), "each client keeps the state of its optimizer"),
 }
@@ -213,13 +201,3 @@ def test_a_copy_of_a_client_s_module_configures_an_optimizer_of_its_own(tmp_path
     parameters = [*other.configure_optimizers().param_groups[0]["params"]]
     assert [id(p) for p in parameters] == [id(p) for p in other.parameters()]
     assert other.configure_optimizers().param_groups[0]["lr"] == module.configure_optimizers().param_groups[0]["lr"]
-
-
-def test_a_scheduler_over_epochs_that_needs_a_metric_is_refused_and_one_per_group_is_not(tmp_path):
-    plateau = phase("it", FedAvg(), lr_scheduler=lr_scheduler.ReduceLROnPlateau)
-    with pytest.raises(MisconfigurationException, match=r"^Phase 'it': lr_scheduler is ReduceLROnPlateau, but must be"):
-        run([plateau], mixture(LinearGate(5)), blobs(), tmp_path)
-    of_groups = partial(lr_scheduler.LambdaLR, lr_lambda=[lambda epoch: 0.5**epoch, lambda epoch: 1.0])
-    module = mixture(LinearGate(5))
-    module.gate_lr = 0.3
-    run([phase("it", FedAvg(), lr_scheduler=of_groups)], module, blobs(), tmp_path)

@@ -2,7 +2,6 @@
 
 import os
 import re
-import sys
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -55,16 +54,6 @@ def test_ray_address_in_the_environment_counts_without_an_address(address, varia
 
 def _is_here_only() -> bool:
     return os.environ.get("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER") == "0"
-
-
-def test_ray_is_an_extra(monkeypatch):
-    monkeypatch.setitem(sys.modules, "ray", None)
-    with pytest.raises(MisconfigurationException, match=r'pip install "fedmoe-pl\[ray\]"'):
-        RayBackend()
-    with pytest.raises(MisconfigurationException, match="workers is 0, but must be an integer from 1 to 1,000,000,000"):
-        monkeypatch.undo()
-        pytest.importorskip("ray")
-        RayBackend(workers=0)
 
 
 @pytest.mark.parametrize("error", [TimeoutError("too slow\nmore"), RuntimeError(""), Exception("node timed out")])

@@ -7,7 +7,6 @@ import torch
 import torch.nn.functional as F
 from helpers import Expert, PureOneWeight, TensorData, blobs, mixture, momentum_sgd, sparse_mixture, two_quadratics
 from helpers.backends import FEW, UNEQUAL, TwoGroups, WithBatchNorm, assert_agree, local_training, train
-from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch import nn
 
 from fedmoe_pl.algorithms import (
@@ -266,10 +265,3 @@ def test_a_client_with_a_sample_that_is_no_number_spoils_no_other():
     assert kept.keys() == expected.keys() == {0, 2}, "the client is left out"
     for client in (0, 2):
         torch.testing.assert_close(kept[client], expected[client], rtol=1e-10, atol=1e-10)
-
-
-def test_clients_per_stack_is_at_least_one():
-    with pytest.raises(
-        MisconfigurationException, match="StackedBackend: clients_per_stack is 0, but must be an integer from 1 to"
-    ):
-        StackedBackend(0)

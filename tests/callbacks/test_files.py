@@ -1,8 +1,6 @@
 """Clients' checkpoints of a user's own modules, which ``load_from_checkpoint`` builds again without arguments."""
 
-import enum
 import re
-import sys
 from argparse import ArgumentError
 from collections.abc import Callable
 from functools import partial
@@ -14,13 +12,11 @@ from helpers import phase, run
 from helpers.runs import data
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import LightningModule
-from lightning.pytorch.cli import OptimizerCallable
 from torch import nn
 
 from fedmoe_pl import PersonalizedMoE
 from fedmoe_pl.algorithms import FedAvg, Local
 from fedmoe_pl.callbacks.files import _checkpoint
-from fedmoe_pl.cli import main
 from fedmoe_pl.models import NetworkGate
 
 
@@ -42,34 +38,6 @@ class Own(Classifier):
         super().__init__()
         self.save_hyperparameters()
         self.layers = nn.Sequential(nn.Linear(5, hidden), (activation or nn.Tanh)(), nn.Linear(hidden, 3))
-
-
-class Mode(enum.Enum):
-    FLAT = "flat"
-    DEEP = "deep"
-
-
-class OfTypes(Classifier):
-    """Has an enumeration, a class, a function, an optimizer and a list of modules as arguments."""
-
-    def __init__(
-        self,
-        bodies: list[nn.Module],
-        mode: Mode = Mode.FLAT,
-        activation: type[nn.Module] = nn.ReLU,
-        final: Callable = F.relu,
-        optimizer: OptimizerCallable = torch.optim.Adam,
-    ):
-        super().__init__()
-        self.save_hyperparameters()
-        self.mode, self.final, self.optimizer = mode, final, optimizer
-        self.layers = nn.Sequential(*bodies, activation(), nn.Linear(4, 3))
-
-    def forward(self, x):
-        return self.final(self.layers(x))
-
-    def configure_optimizers(self):
-        return self.optimizer(self.parameters())
 
 
 class WithAttribute(Classifier):
@@ -110,36 +78,29 @@ def checkpoints(module, tmp_path) -> list:
     ]
 
 
-@pytest.mark.parametrize(
-    ("module", "hyperparameters"),
-    [
-        (lambda: Own(hidden=16, lr=0.25), {"hidden": 16, "lr": 0.25, "sizes": (1,), "activation": None}),
-        (lambda: OfOneArgument({"hidden": 7, "lr": 0.125}), {"hidden": 7, "lr": 0.125}),
-    ],
-)
-def test_an_own_module_is_loaded_with_its_hyperparameters(module, hyperparameters, tmp_path):
-    for client_module, path in checkpoints(module(), tmp_path):
-        loaded = type(client_module).load_from_checkpoint(path).eval()
-        assert dict(loaded.hparams.get("settings", loaded.hparams)) == hyperparameters
-        assert torch.equal(loaded(data().x), client_module(data().x))
+def written(module, path):
+    """The checkpoint of a module, as the callback writes it."""
+    torch.save(_checkpoint(module), path)
+    return path
 
 
-def test_hyperparameters_that_cannot_be_loaded_safely_are_left_out_and_named(tmp_path):
+def test_an_own_module_is_loaded_with_its_hyperparameters_and_what_cannot_be_loaded_safely_is_named(tmp_path):
     slope = partial(nn.LeakyReLU, 0.3)
     with pytest.warns(match=r"lack arguments of Own .*: activation \(partial\). Pass them to Own.load_from_checkpoint"):
-        files = checkpoints(Own(hidden=16, activation=slope), tmp_path)
+        files = checkpoints(Own(hidden=16, lr=0.25, activation=slope), tmp_path)
     for client_module, path in files:
         loaded = Own.load_from_checkpoint(path, activation=slope).eval()
-        assert loaded.hparams["hidden"] == 16
+        assert dict(loaded.hparams) == {"hidden": 16, "lr": 0.25, "sizes": (1,), "activation": slope}
         assert torch.equal(loaded(data().x), client_module(data().x))
 
 
-def test_a_subclass_of_a_mixture_is_loaded_with_its_hyperparameters(tmp_path):
-    module = OwnMixture(hidden=6, note="mine", mixing="probabilities")
-    for client_module, path in checkpoints(module, tmp_path):
-        loaded = OwnMixture.load_from_checkpoint(path).eval()
-        assert (loaded.hparams["hidden"], loaded.hparams["note"], loaded.mixing) == (6, "mine", "probabilities")
-        assert torch.equal(loaded(data().x), client_module(data().x))
+def test_settings_in_one_argument_and_those_of_a_subclass_of_a_mixture_are_loaded(tmp_path):
+    of_one = OfOneArgument.load_from_checkpoint(written(OfOneArgument({"hidden": 7, "lr": 0.125}), tmp_path / "a.ckpt"))
+    assert dict(of_one.hparams.get("settings", of_one.hparams)) == {"hidden": 7, "lr": 0.125}
+    module = OwnMixture(hidden=6, note="mine", mixing="probabilities").eval()
+    loaded = OwnMixture.load_from_checkpoint(written(module, tmp_path / "b.ckpt")).eval()
+    assert (loaded.hparams["hidden"], loaded.hparams["note"], loaded.mixing) == (6, "mine", "probabilities")
+    assert torch.equal(loaded(data().x), module(data().x))
 
 
 class OwnExpert(nn.Module):
@@ -202,130 +163,31 @@ def layers():
     ],
 )
 def test_modules_with_modules_among_their_arguments_are_loaded_in_one_line(module, tmp_path):
-    for client_module, path in checkpoints(module(), tmp_path):
-        loaded = type(client_module).load_from_checkpoint(path).eval()
-        assert torch.equal(loaded(data().x), client_module(data().x))
-        assert str(loaded) == str(client_module), "with the same dropout"
-        if "lr" in vars(client_module) or client_module.hparams:
-            assert (
-                loaded.configure_optimizers().param_groups[0]["lr"]
-                == (client_module.configure_optimizers().param_groups[0]["lr"])
-            )
+    made = module().eval()
+    loaded = type(made).load_from_checkpoint(written(made, tmp_path / "own.ckpt")).eval()
+    assert torch.equal(loaded(data().x), made(data().x))
+    assert str(loaded) == str(made), "with the same dropout"
+    if "lr" in vars(made) or made.hparams:
+        rates = [each.configure_optimizers().param_groups[0]["lr"] for each in (loaded, made)]
+        assert rates[0] == rates[1]
 
 
 @pytest.mark.filterwarnings("ignore:Attribute .* is an instance of `nn.Module`")
-@pytest.mark.parametrize(("own", "argument"), [(Nested, "body"), (PersonalizedMoE, "global_expert")])
-def test_a_module_that_cannot_be_described_is_named_at_both_ends(own, argument, tmp_path, caplog, recwarn):
+def test_a_module_that_cannot_be_described_is_named_at_both_ends(tmp_path, caplog, recwarn):
     reason = "hidden of OwnExpert, which keeps no attribute of this name"
-    lacking = rf"lack arguments of {own.__name__} .*: {argument} \({reason}\)\. Pass them to {own.__name__}.load_from"
-    files = checkpoints(own(OwnExpert(6)), tmp_path)
+    lacking = rf"lack arguments of Nested .*: body \({reason}\)\. Pass them to Nested.load_from"
+    files = checkpoints(Nested(OwnExpert(6)), tmp_path)
     said = re.findall(lacking, "\n".join([*(str(warning.message) for warning in recwarn), caplog.text]))
     assert len(said) == 1, "once, although there are two phases"
     for client_module, path in files:
-        with pytest.raises(MisconfigurationException, match=f"{argument} is missing, because the checkpoint"):
-            own.load_from_checkpoint(path)
-        loaded = own.load_from_checkpoint(path, **{argument: OwnExpert(6)}).eval()
+        with pytest.raises(MisconfigurationException, match="body is missing, because the checkpoint"):
+            Nested.load_from_checkpoint(path)
+        loaded = Nested.load_from_checkpoint(path, body=OwnExpert(6)).eval()
         assert torch.equal(loaded(data().x), client_module(data().x))
 
 
-def written(module, path):
-    """The checkpoint of a module, as the callback writes it."""
-    torch.save(_checkpoint(module), path)
-    return path
-
-
-@pytest.mark.filterwarnings("ignore:Attribute .* is an instance of `nn.Module`")
-def test_classes_functions_members_and_optimizers_are_loaded_where_the_type_says_so(tmp_path):
-    bodies = [nn.Linear(5, 4), nn.Dropout(0.25)]
-    module = OfTypes(bodies, Mode.DEEP, nn.Tanh, torch.tanh, partial(torch.optim.SGD, lr=0.25))
-    loaded = OfTypes.load_from_checkpoint(written(module, tmp_path / "own.ckpt"))
-    assert (loaded.mode, loaded.final, str(loaded)) == (Mode.DEEP, torch.tanh, str(module))
-    (group,) = loaded.configure_optimizers().param_groups
-    assert group["lr"] == 0.25 and "momentum" in group
-
-
-@pytest.mark.filterwarnings("ignore:Attribute .* is an instance of `nn.Module`")
-@pytest.mark.parametrize(
-    ("module", "argument", "given"),
-    [
-        (lambda: OfTypes([nn.Linear(5, 4)], final=lambda x: -x), "final", F.gelu),
-        (lambda: WithAttribute(0.25), "dropout", 0.25),
-    ],
-)
-def test_the_default_is_never_taken_in_place_of_what_cannot_be_described(module, argument, given, tmp_path):
-    path, own = written(module(), tmp_path / "own.ckpt"), type(module())
-    with pytest.raises(
-        (ArgumentError, MisconfigurationException),
-        match=rf"{argument} is missing, because the checkpoint cannot describe",
-    ):
-        own.load_from_checkpoint(path)
-    assert isinstance(own.load_from_checkpoint(path, **{argument: given}), own)
-
-
-def test_an_argument_that_a_module_does_not_keep_is_named(tmp_path, caplog):
-    class Forgetful(Classifier):
-        def __init__(self, hidden):
-            super().__init__()
-            self.layers = nn.Sequential(nn.Linear(5, hidden), nn.Linear(hidden, 3))
-
-        def configure_optimizers(self):
-            return torch.optim.SGD(self.parameters(), lr=0.5)
-
-    files = checkpoints(Forgetful(6), tmp_path)
-    assert re.search(r"lack arguments of Forgetful .*: hidden\. Pass them to Forgetful", caplog.text)
-    for client_module, path in files:
-        loaded = Forgetful.load_from_checkpoint(path, hidden=6).eval()
-        assert torch.equal(loaded(data().x), client_module(data().x))
-
-
-MODULE = """
-import torch
-from lightning.pytorch import LightningModule
-from lightning.pytorch.cli import OptimizerCallable
-
-
-class OnTheCommandLine(LightningModule):
-    def __init__(self, body: torch.nn.Module, channels: int = 4, optimizer: OptimizerCallable = torch.optim.Adam):
-        super().__init__()
-        self.save_hyperparameters()
-        self.net = torch.nn.Sequential(torch.nn.Flatten(), body, torch.nn.Linear(channels, 10))
-        self.optimizer = optimizer
-
-    def forward(self, x):
-        return self.net(x)
-
-    def training_step(self, batch, batch_idx):
-        return torch.nn.functional.cross_entropy(self(batch[0]), batch[1])
-
-    def configure_optimizers(self):
-        return self.optimizer(self.parameters())
-"""
-
-CONFIGURATION = """
-model:
-  class_path: on_the_command_line.OnTheCommandLine
-  init_args:
-    body: {class_path: torch.nn.Linear, init_args: {in_features: 64, out_features: 16}}
-    channels: 16
-    optimizer: {class_path: torch.optim.SGD, init_args: {lr: 0.25}}
-data: {class_path: Digits, init_args: {num_clients: 2, partitioner: IID, batch_size: 300}}
-trainer: {accelerator: cpu}
-federation: {phases: [{name: FedAvg, algorithm: FedAvg}], logger: false, enable_progress_bar: false}
-"""
-
-
-@pytest.mark.filterwarnings("ignore:Attribute .* is an instance of `nn.Module`")  # of Lightning, when it is loaded
-def test_a_module_of_a_configuration_is_loaded_with_its_parts(tmp_path, monkeypatch):
-    (tmp_path / "on_the_command_line.py").write_text(MODULE)
-    (tmp_path / "own.yaml").write_text(CONFIGURATION)
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "path", [*sys.path])  # the command line adds the current folder
-    monkeypatch.setattr(sys, "argv", ["fedmoe"])
-    main(["fit", "--config", "own.yaml"])
-    (path,) = tmp_path.rglob("all_clients.ckpt")
-    loaded = sys.modules["on_the_command_line"].OnTheCommandLine.load_from_checkpoint(path)
-    tensors = torch.load(path, weights_only=True)["state_dict"]
-    assert all(torch.equal(tensor, tensors[name]) for name, tensor in loaded.state_dict().items())
-    assert loaded.net[1].out_features == loaded.hparams["channels"] == 16
-    (group,) = loaded.configure_optimizers().param_groups
-    assert group["lr"] == 0.25 and "momentum" in group
+def test_an_attribute_of_the_same_name_is_not_taken_for_the_argument(tmp_path):
+    path = written(WithAttribute(0.25), tmp_path / "own.ckpt")
+    with pytest.raises((ArgumentError, MisconfigurationException), match="dropout is missing, because the checkpoint"):
+        WithAttribute.load_from_checkpoint(path)
+    assert WithAttribute.load_from_checkpoint(path, dropout=0.25).dropout.p == 0.25

@@ -1,7 +1,6 @@
 import csv
 import io
 import json
-import re
 import sys
 from dataclasses import replace
 from types import SimpleNamespace
@@ -110,31 +109,6 @@ def test_progress_bar_counts_work(run, monkeypatch):
     assert "100%" in sys.stderr.getvalue()
 
 
-@pytest.mark.parametrize("name", ["A", "a method with a long name"])
-def test_progress_bar_keeps_its_width_at_80_columns(name, run, monkeypatch):
-    monkeypatch.setattr("sys.stderr", Terminal())
-    bar, phase, evaluation = ProgressBar(), run.phases[0], run.phases[0].evaluation
-    run.phases[0].name, run.phases[0].rounds = name, 999
-    bar.on_fit_start(run)
-    bar._bar.start_t -= 30 * 3600
-    shown = []
-    for round in (0, 998):
-        bar.on_round_start(run, phase, round)
-        shown.append(str(bar._bar))
-        bar.on_evaluation_end(run, phase, replace(evaluation, round=round + 1))
-        shown.append(str(bar._bar))
-    assert [len(line.split("|")[1]) for line in shown] == [10] * 4
-    assert max(map(len, shown)) <= 80
-
-
-def test_progress_bar_shows_the_accuracy_on_held_out_samples_where_there_are_some(run, monkeypatch):
-    monkeypatch.setattr("sys.stderr", Terminal())
-    run.phases[1].evaluation = mixture("PFL MFE", local=0.25)
-    bar = ProgressBar()
-    run.fit(bar)
-    assert bar._bar.postfix == "local 25.00 % (round 1)"
-
-
 def test_progress_names_the_round_of_its_accuracy_and_shows_none_of_another_phase(run, monkeypatch):
     """While a round trains, the newest accuracy is that of a round before it."""
     monkeypatch.setattr("sys.stderr", Terminal())
@@ -148,13 +122,6 @@ def test_progress_names_the_round_of_its_accuracy_and_shows_none_of_another_phas
     assert (bar._bar.desc, bar._bar.postfix) == ("FedAvg 2/2", "reweighted 70.00 % (round 1)")
 
 
-def test_progress_in_a_notebook_is_a_bar(run, monkeypatch, capsys):
-    shell = SimpleNamespace(kernel=None)
-    monkeypatch.setitem(sys.modules, "IPython", SimpleNamespace(get_ipython=lambda: shell))
-    run.fit(ProgressBar())
-    assert re.search(r"PFL MFE 1/1 100%\|.{10}\| 00:00<00:00, reweighted 90.00 %", capsys.readouterr().err)
-
-
 def test_progress_without_a_terminal_is_also_a_line_a_minute(run, monkeypatch, capsys):
     clock = iter(range(0, 10**6, 25))
     monkeypatch.setattr("fedmoe_pl.callbacks.progress_bar.time.monotonic", lambda: next(clock))
@@ -162,15 +129,6 @@ def test_progress_without_a_terminal_is_also_a_line_a_minute(run, monkeypatch, c
     lines = [line.split("] ")[1] for line in capsys.readouterr().err.splitlines()]
     assert "FedAvg: round 2/2, reweighted 70.00 %, global 60.00 % (round 1)" in lines
     assert "FedAvg: 2 rounds, reweighted 70.00 %, global 60.00 % (round 2)" in lines
-
-
-def test_progress_bar_of_a_resumed_run_starts_where_it_stopped(run, monkeypatch):
-    monkeypatch.setattr("sys.stderr", Terminal())
-    run.progress.done = 20.0
-    bar = ProgressBar()
-    bar.on_fit_start(run)
-    assert (bar._bar.n, bar._bar.initial) == (20.0, 20.0)
-    bar.on_fit_end(run)
 
 
 def test_progress_without_a_terminal_is_one_line_per_phase(run, capsys):
@@ -228,12 +186,6 @@ def test_partition_and_gate_weights_in_files_of_their_own(run):
     assert (second[4:], third[2]) == (["", "", "0.75", ""], "2")
 
 
-def test_partition_and_gate_weights_can_be_switched_off(run):
-    run.fit(ResultFiles(partition=False, gate_weights=False))
-    names = {path.name for path in run.folder.glob("*.csv")}
-    assert names == {"rounds.csv", "clients.csv", "summary.csv"}
-
-
 def scalars(log):
     return {tag: [(e.step, round(e.value, 6)) for e in log.Scalars(tag)] for tag in log.Tags()["scalars"]}
 
@@ -262,25 +214,6 @@ def test_accuracies_in_tensorboard_and_in_other_loggers(run):
     assert rows[0]["step"] == "1"
 
 
-def test_the_page_of_hyperparameters_has_a_row_for_each_method(run):
-    from tensorboard.plugins.hparams import metadata
-
-    run.fit(AccuracyMonitor())
-    contents = events(run, "PFL MFE").summary_metadata
-    experiment = metadata.parse_experiment_plugin_data(
-        contents["_hparams_/experiment"].plugin_data.content  # what the HPARAMS page reads
-    )
-    session = metadata.parse_session_start_info_plugin_data(
-        contents["_hparams_/session_start_info"].plugin_data.content
-    )
-    assert {metric.name.tag for metric in experiment.metric_infos} == {"result/reweighted_test", "result/global_test"}
-    names = {"method", "model", "mixing", "rounds", "monitor", "seed"}
-    assert {*session.hparams} == names
-    assert session.hparams["method"].string_value == "PFL MFE"
-    assert session.hparams["mixing"].string_value == "probabilities"
-    assert (session.hparams["rounds"].number_value, session.hparams["seed"].number_value) == (1, 3)
-
-
 @pytest.mark.parametrize("method", ["FedAvg", "PFL MFE"])
 def test_the_page_of_hyperparameters_has_the_columns_of_all_methods_and_says_which_differ(method, run):
     """TensorBoard reads the columns of one row only: FedAvg has no ``monitor``; a boolean is no number."""
@@ -300,15 +233,6 @@ def test_the_page_of_hyperparameters_has_the_columns_of_all_methods_and_says_whi
         contents["_hparams_/session_start_info"].plugin_data.content
     )
     assert session.hparams["channels_last"].bool_value is True
-
-
-def test_other_loggers_get_the_hyperparameters_before_the_first_round(run):
-    """MLflow's file store has a file for each: none may be a folder of others."""
-    AccuracyMonitor().on_fit_start(run)
-    given = run.loggers.all[1].experiment.hparams
-    assert given["PFL_MFE.monitor"] == "reweighted_test", "no sign that a logger refuses, as MLflow does"
-    assert not any(name.startswith(f"{other}/") for name in given for other in given)
-    assert run.loggers.all[0].hparams == given
 
 
 @pytest.mark.filterwarnings("ignore")  # of MLflow itself
@@ -363,12 +287,6 @@ def test_gate_weights_in_tensorboard(run):
     (image,) = log.Images("mean_gate_weight/by_client_and_class")
     assert image.width == 700
     assert not (run.folder / "tb" / "FedAvg").exists(), "it has no gate"
-
-
-def test_gate_weights_without_a_logger_of_histograms(run):
-    run.loggers = RunLoggers(run.loggers.all[1:])
-    run.fit(GateMonitor(max_clients=2))
-    assert "PFL_MFE/mean_gate_weight/global" in run.loggers.all[0].experiment.metrics[-1]
 
 
 def test_partition_in_tensorboard_once(run):

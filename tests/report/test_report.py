@@ -1,7 +1,6 @@
 """A report is one file that needs no other, and has the numbers of the runs."""
 
 import csv
-import math
 import re
 import shutil
 import statistics
@@ -208,13 +207,6 @@ def test_all_runs_below_a_folder_are_read_but_those_of_newcomers(copied, tmp_pat
     assert run.name == "new_clients/version_0"
 
 
-def test_the_folder_of_a_grid_s_cell_stands_for_its_run(copied):
-    run = copied("cell")
-    for name in ("cell.yaml", "config.yaml"):
-        (run.parent / name).touch()
-    assert [found.folder for found in find_runs([run.parent])] == [run]
-
-
 def test_costs_are_those_until_the_target(finished, written, tmp_path):
     rounds = [row for row in rows_of(finished, "rounds") if row["method"] == "FedAvg"]
     accuracies = [float(row["reweighted_test_mean"]) for row in rounds]
@@ -237,13 +229,6 @@ def test_costs_count_the_phases_that_a_method_starts_from(finished, written):
     assert row[1] == f"{len(of_fedavg) + 1}"
     number, unit = row[2].split()
     assert float(number) * {"B": 1, "kB": 1e3}[unit] == pytest.approx(sent, rel=0.01)
-
-
-def test_a_run_from_python_needs_no_configuration(copied, written, tmp_path):
-    folder = copied("python")
-    (folder / "config.yaml").unlink()
-    _, markdown = written(folder)
-    assert len(markdown_tables(markdown)[0]) == 5
 
 
 def test_a_section_of_a_page_is_replaced_and_the_rest_stays(finished, tmp_path):
@@ -283,12 +268,6 @@ def test_accuracies_after_some_rounds_are_a_table(finished, written):
     assert [header, *lines] in parsed.tables.values()
 
 
-def test_a_markdown_file_alone_is_all_that_is_made(finished, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    report([str(finished), "--markdown", "table.md"])
-    assert [path.name for path in tmp_path.iterdir()] == ["table.md"]
-
-
 @pytest.mark.parametrize(
     ("argument", "value"),
     [("--target", "80"), ("--metric", "accuracy"), ("--baseline", "FedProx"), ("--rounds", "5,x")],
@@ -325,9 +304,3 @@ def test_a_file_that_cannot_be_written_is_refused(finished, written, tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(MisconfigurationException, match="cannot be written"):
         report([str(finished), "--output", str(tmp_path / "file" / "page.html")])
-
-
-def test_no_number_is_nan(page):
-    parsed, markdown, *_ = page
-    cells = [cell for table in parsed.tables.values() for row in table for cell in row]
-    assert "nan" not in markdown and "nan" not in cells and not math.isnan(float(parsed.tables["methods"][2][2]))
