@@ -112,18 +112,10 @@ def test_loading_a_tree_copies_the_values_and_leaves_the_other_tensors():
     assert all(parameter.requires_grad and parameter.is_leaf for parameter in expert.parameters())
 
 
-def test_a_tensor_of_another_shape_is_refused_even_where_it_would_broadcast():
-    with pytest.raises(MisconfigurationException) as error:
-        load_tree(Expert(), {"classifier.1.bias": torch.zeros(1)})
-    assert str(error.value) == "`classifier.1.bias` of shape (1,) cannot be loaded: in Expert it has shape (3,)."
-
-
-def test_a_tensor_of_an_unknown_name_is_refused():
-    with pytest.raises(
-        MisconfigurationException, match=r"`head.bias` of shape \(3,\) .*: in Expert it does not exist"
-    ) as e:
-        load_tree(Expert(), {"head.bias": torch.zeros(3)})
-    assert str(e.value).endswith('; a tensor of an algorithm\'s own needs a "/" in its name.')
+@pytest.mark.parametrize(("name", "shape"), [("classifier.1.bias", 1), ("head.bias", 3)])
+def test_a_tensor_of_another_shape_or_of_an_unknown_name_is_refused_even_where_it_would_broadcast(name, shape):
+    with pytest.raises(MisconfigurationException, match=rf"^`{name}` of shape \({shape},\) cannot be loaded"):
+        load_tree(Expert(), {name: torch.zeros(shape)})
 
 
 def test_changed_gives_copies_of_what_differs_from_the_start_and_what_was_kept_itself():
@@ -172,8 +164,7 @@ def test_patterns_match_whole_names_with_stars_over_dots(patterns, matched):
     assert not any(Local(trainable=patterns).is_shared(name) for name in names)
 
 
-def test_a_pattern_without_a_match_is_refused_in_one_sentence_with_what_there_is():
+def test_a_pattern_without_a_match_is_refused():
     Patterns(["a.*", "b"]).check(iter(["a.c", "b"]), "key")
-    with pytest.raises(MisconfigurationException) as error:
+    with pytest.raises(MisconfigurationException, match=r"shared is 'c\.\*'.*it has a\.\*, b\.\*"):
         Patterns(["a.*", "c.*"]).check(iter(["b.x", "a.y", "a.z"]), "FedAvg: shared")
-    assert str(error.value) == ("FedAvg: shared is 'c.*', which matches no parameter of the model; it has a.*, b.*.")

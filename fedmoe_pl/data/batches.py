@@ -71,12 +71,8 @@ class Batches(SampleBatches):
     Args:
         x: samples of the whole data set.
         y: their targets, such as classes.
-        samples: indices of the samples to iterate over.
-        batch_size: samples per batch.
-        shuffle: whether every epoch has a new random order.
-        generator: source of randomness; None for PyTorch's global one.
+        samples, batch_size, shuffle, generator, drop_single: see :class:`SampleBatches`.
         augment: changes samples at random, called with some samples and ``generator``; None for no change.
-        drop_single: whether a last batch of one sample is left out, if it is not the only batch.
         device: the device of the batches; None for that of ``x``.
 
     Example:

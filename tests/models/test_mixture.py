@@ -97,32 +97,24 @@ class Undescribed(Expert):
         super().__init__(features)
 
 
-@plain_trainer
-def test_a_checkpoint_of_a_users_own_expert_is_loaded_by_giving_the_expert(tmp_path):
-    x, y = samples()
-    module = PersonalizedMoE(Undescribed(5), gate=FeatureGate())
-    plain = trainer(tmp_path, max_epochs=1)
-    plain.fit(module, DataLoader(TensorDataset(x, y), batch_size=4))
-    plain.save_checkpoint(tmp_path / "mixture.ckpt")
-
-    loaded = PersonalizedMoE.load_from_checkpoint(tmp_path / "mixture.ckpt", global_expert=Undescribed(5))
-    assert_same_bits(loaded.state_dict(), module.state_dict())
-    assert torch.equal(loaded.eval()(x), module.eval()(x))
-
-
-@plain_trainer
-def test_a_checkpoint_of_an_expert_defined_inside_a_function_is_loaded_by_giving_the_expert(tmp_path):
+def inner():
     class Inner(Expert):
         def __init__(self):  # no arguments, so that nothing is missing to describe it but an importable name
             super().__init__()
 
+    return Inner()
+
+
+@plain_trainer
+@pytest.mark.parametrize("make", [lambda: Undescribed(5), inner])
+def test_a_checkpoint_of_a_users_own_expert_is_loaded_by_giving_the_expert(tmp_path, make):
     x, y = samples()
-    module = PersonalizedMoE(Inner(), gate=ConstantGate(0.3))
+    module = PersonalizedMoE(make(), gate=FeatureGate())
     plain = trainer(tmp_path, max_epochs=1)
     plain.fit(module, DataLoader(TensorDataset(x, y), batch_size=4))
     plain.save_checkpoint(tmp_path / "mixture.ckpt")
-
-    loaded = PersonalizedMoE.load_from_checkpoint(tmp_path / "mixture.ckpt", global_expert=Inner())
+    loaded = PersonalizedMoE.load_from_checkpoint(tmp_path / "mixture.ckpt", global_expert=make())
+    assert_same_bits(loaded.state_dict(), module.state_dict())
     assert torch.equal(loaded.eval()(x), module.eval()(x))
 
 

@@ -19,7 +19,6 @@ from fedmoe_pl.models import (
     ConstantGate,
     FedAvgCNN,
     GateCNN,
-    NetworkGate,
     PersonalizedMoE,
     SwitchNorm1d,
     SwitchNormGate,
@@ -68,16 +67,6 @@ def test_a_checkpoint_rebuilds_experts_and_gate(tmp_path, expert, gate):
     assert_same_bits(loaded.state_dict(), module.state_dict())
     x = torch.randn(2, *expert.input_shape)
     assert torch.equal(loaded.eval()(x), module.eval()(x))
-
-
-@checkpoint_warnings
-def test_a_checkpoint_with_a_network_as_gate_is_loaded_by_giving_the_gate(tmp_path):
-    def gate():
-        return NetworkGate(GateCNN(1, 2, 2, 2, 4, image_size=16))
-
-    module = PersonalizedMoE(FedAvgCNN(1, 3, 16), gate=gate())
-    loaded = PersonalizedMoE.load_from_checkpoint(save_weights(module, tmp_path), gate=gate())
-    assert_same_bits(loaded.state_dict(), module.state_dict())
 
 
 def save_weights(module, folder):

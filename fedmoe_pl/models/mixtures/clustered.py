@@ -37,8 +37,7 @@ class ClusteredMoE(MixtureOfExperts):
         lr_scheduler: makes a scheduler, stepped once per epoch, from the optimizer; None for a constant rate.
         clusters_share_fc: whether the clusters' models start with the same linear layers, as in the official code: they
             are equal except for the weights of convolutions.
-        channels_last: whether the weights of convolutions are in channels-last format, see
-            :class:`~fedmoe_pl.models.mixtures.mixture.MixtureOfExperts`.
+        channels_last: whether convolutions compute in channels-last format, see ``MixtureOfExperts``.
         task: what is predicted, see :data:`~fedmoe_pl.models.mixtures.tasks.Task`; None follows from the loss.
         loss: a module or function from outputs and targets to the mean loss; None for the usual one of the task.
 

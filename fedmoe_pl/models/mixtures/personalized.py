@@ -33,8 +33,7 @@ class PersonalizedMoE(MixtureOfExperts):
         lr_scheduler: makes a scheduler, stepped once per epoch, from the optimizer; None for a constant rate.
         mixing: what is mixed, see :data:`~fedmoe_pl.models.mixtures.mixing.Mixing`.
         gate_lr: the gate's learning rate, also with the optimizer of a phase; None for the optimizer's.
-        channels_last: whether the weights of convolutions are in channels-last format, see
-            :class:`~fedmoe_pl.models.mixtures.mixture.MixtureOfExperts`.
+        channels_last: whether convolutions compute in channels-last format, see ``MixtureOfExperts``.
         task: what is predicted, see :data:`~fedmoe_pl.models.mixtures.tasks.Task`; None follows from the loss.
         loss: a module or function from outputs and targets to the mean loss; None for the usual one of the task.
 

@@ -47,8 +47,7 @@ class RepresentationMoE(MixtureOfExperts):
         lr_scheduler: makes a scheduler, stepped once per epoch, from the optimizer; None for a constant rate.
         gate_lr: the gate's learning rate; None for the optimizer's.
         architectures: index of each client's local expert; None gives client k the index ``k % len(local_experts)``.
-        channels_last: whether the weights of convolutions are in channels-last format, see
-            :class:`~fedmoe_pl.models.mixtures.mixture.MixtureOfExperts`.
+        channels_last: whether convolutions compute in channels-last format, see ``MixtureOfExperts``.
         task: what is predicted, see :data:`~fedmoe_pl.models.mixtures.tasks.Task`; None follows from the loss.
         loss: a module or function from outputs and targets to the mean loss; None for the usual one of the task.
 

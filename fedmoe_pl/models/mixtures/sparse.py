@@ -61,8 +61,7 @@ class SparseMoE(MixtureOfExperts):
             no such loss.
         optimizer: makes the optimizer from the parameters.
         lr_scheduler: makes a scheduler, stepped once per epoch, from the optimizer; None for a constant rate.
-        channels_last: whether the weights of convolutions are in channels-last format, see
-            :class:`~fedmoe_pl.models.mixtures.mixture.MixtureOfExperts`.
+        channels_last: whether convolutions compute in channels-last format, see ``MixtureOfExperts``.
         gate: reads the embedded values and gives every sample a weight for each expert; None for a ``ProxyGate``.
         mixing: what a ``FixedGate`` mixes, see :data:`~fedmoe_pl.models.mixtures.mixing.Mixing`.
         task: what is predicted, see :data:`~fedmoe_pl.models.mixtures.tasks.Task`; None follows from the loss.
