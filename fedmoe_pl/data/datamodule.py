@@ -212,8 +212,9 @@ class FederatedDataModule(LightningDataModule, ABC):
         parts = partitioner(classes.numpy(), self.requested_clients, rng, ids)
         sizes = np.array([len(part) for part in parts])
         if not sizes.all() and not isinstance(partitioner, AllToOne):
-            reason = f"client {sizes.argmin()} of {len(parts)} gets no training samples; or change partition_seed"
-            raise InvalidArgumentError(self, "num_clients", self.requested_clients, "lower", reason)
+            reason = f"{type(partitioner).__name__} gives client {sizes.argmin()} of {len(parts)} no training samples"
+            allowed = "lower, or partition_seed another one"
+            raise InvalidArgumentError(self, "num_clients", self.requested_clients, allowed, reason)
         self.num_clients = len(sizes)
         samples = np.concatenate(parts).astype(np.int64, copy=False)
         labels = self.y.numpy() if self.stratify else None
@@ -229,7 +230,9 @@ class FederatedDataModule(LightningDataModule, ABC):
         if self.pool:
             self.global_test = self.test_samples.indices.sort().values
             if not len(self.global_test):
-                raise InvalidArgumentError(self, "test_fraction", self.test_fraction, "higher", "no client tests")
+                raise InvalidArgumentError(
+                    self, "test_fraction", self.test_fraction, "higher", "no client holds out a sample"
+                )
         if self.global_test_size is not None:
             samples, seed = self.global_test, self.partition_seed
             labels = self.y[samples] if self.num_classes else torch.zeros(len(samples), dtype=torch.int64)

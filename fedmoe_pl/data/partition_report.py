@@ -23,7 +23,10 @@ def partition_table(datamodule: FederatedDataModule) -> str:
     Args:
         datamodule: a data module after ``setup``.
     """
-    columns = _sizes(datamodule) | _class_columns(datamodule.class_counts())
+    of_clients = [*partition_rows(datamodule)]
+    columns = {name: [row[name] for row in of_clients] for name in ("train", "validation", "test")}
+    columns = {name: sizes for name, sizes in columns.items() if any(sizes)}  # without sets that are all empty
+    columns |= _class_columns(datamodule.class_counts())
     n = datamodule.num_clients
     listed = list(range(n)) if n <= _MOST_CLIENTS else [*range(_MOST_CLIENTS - 10), *range(n - 10, n)]
     rows = [["client", *columns]]
@@ -76,13 +79,3 @@ def _class_columns(counts: Tensor) -> dict[str, list[int]]:
         "largest class": counts.argmax(dim=1).tolist(),
         "its samples": counts.max(dim=1).values.long().tolist(),
     }
-
-
-def _sizes(datamodule: FederatedDataModule) -> dict[str, list[int]]:
-    """Returns each client's numbers of training, validation and local test samples, without sets that are all empty."""
-    parts = {
-        "train": datamodule.train_samples,
-        "validation": datamodule.validation_samples,
-        "test": datamodule.test_samples,
-    }
-    return {name: part.sizes.tolist() for name, part in parts.items() if len(part.indices)}

@@ -101,8 +101,9 @@ class BalancedDirichlet(LabelPartitioner):
                 counts = self._counts(available, num_clients, rng)
                 if counts.sum(axis=1).min() >= self.minimum_samples:
                     return deal(labels, counts, rng)
-        reason = f"some client had fewer in {_ATTEMPTS} attempts; lower num_clients or raise alpha otherwise"
-        raise InvalidArgumentError(self, "minimum_samples", self.minimum_samples, "lower", reason)
+        allowed = "lower, or num_clients lower, or alpha higher"
+        reason = f"in {_ATTEMPTS} attempts some client had fewer"
+        raise InvalidArgumentError(self, "minimum_samples", self.minimum_samples, allowed, reason)
 
     def _counts(self, available: np.ndarray, num_clients: int, rng: np.random.Generator) -> np.ndarray:
         """Returns how many samples of each class every client gets, shape (num_clients, num_classes)."""
