@@ -18,12 +18,12 @@ from torch import Tensor
 from torch.utils._pytree import tree_map
 from torch.utils.flop_counter import FlopCounterMode
 
-from fedmoe_pl.algorithms.client import Client
 from fedmoe_pl.backends import (
     Freezing,
     LocalTraining,
     begin_client,
     changes_loss,
+    client_of,
     trainable_names,
     trains_by_loss,
 )
@@ -100,21 +100,9 @@ class FlopCounter:
 
 def _samples(training: LocalTraining, client_id: int, round: int) -> int:
     """Number of samples that a client trains on in an epoch, without a dropped last one."""
-    datamodule = training.datamodule
-    held = datamodule.train_samples[client_id]
-    client = Client(
-        id=client_id,
-        round=round,
-        seed=training.seed,
-        module=training.module,
-        samples=held,
-        state={},
-        datamodule=datamodule,
-        rounds=training.rounds,
-        rounds_before=training.rounds_before,
-    )
-    samples, drops = training.algorithm.client_samples(client), training.has_batch_norm
-    return datamodule.batches(samples, batch_size=training.batch_size, drop_single=drops).length
+    samples = training.algorithm.client_samples(client_of(training, training.module, client_id, {}, round))
+    drops = training.has_batch_norm
+    return training.datamodule.batches(samples, batch_size=training.batch_size, drop_single=drops).length
 
 
 def _constants(training: LocalTraining, server: Tree, client_id: int, kept: Mapping[int, Tree], round: int) -> str:
