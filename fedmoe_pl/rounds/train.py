@@ -145,7 +145,7 @@ def count_sent(algorithm: Algorithm, state: PhaseState, plan: Plan, clients: Seq
 def _train_clients(
     run: Run, phase: Phase, plan: Plan, clients: Sequence[int], log: TransferLog
 ) -> tuple[Update | None, dict[int, Any], dict[int, Failure]]:
-    """Trains clients."""
+    """Trains clients: their combined update, None if all failed, what the store has written, and why some failed."""
     state, failures = run.states[phase.name], run.failures
     combined: Update | None = None
     written: dict[int, Any] = {}
