@@ -21,22 +21,16 @@ from torch import nn
 
 from fedmoe_pl.backends import LEAN_TRAINER
 from fedmoe_pl.checks import InvalidArgumentError
-from fedmoe_pl.cli.completion import DESCRIPTION as COMPLETION
 from fedmoe_pl.cli.completion import completion_parser, script
 from fedmoe_pl.cli.constructing import Constructor, Failure, ModuleConstructor, describe_failure, with_modules
 from fedmoe_pl.cli.errors import cause_of, with_key
-from fedmoe_pl.cli.listing import DESCRIPTION as LIST
 from fedmoe_pl.cli.listing import list_parser
-from fedmoe_pl.cli.packaged import DESCRIPTION as CONFIGS
 from fedmoe_pl.cli.packaged import configs_parser, with_files
 from fedmoe_pl.cli.parsing import ConfigFile, ListAction, check_values
-from fedmoe_pl.cli.provisioning import DESCRIPTION as PROVISION
 from fedmoe_pl.cli.provisioning import provision_parser
 from fedmoe_pl.data import FederatedDataModule
 from fedmoe_pl.federation import Federation
-from fedmoe_pl.grids.grid import DESCRIPTION as BENCHMARK
 from fedmoe_pl.grids.grid import grid_parser
-from fedmoe_pl.report.command import DESCRIPTION as REPORT
 from fedmoe_pl.report.command import report_parser
 from fedmoe_pl.version import __version__
 
@@ -48,6 +42,15 @@ yaml.SafeDumper.add_multi_representer(StrEnum, lambda dumper, value: dumper.repr
 
 
 _COMMANDS = ("fit", "personalize", "validate", "test", "predict", "export", "partition", "audit", "serve", "join")
+OTHER_PARSERS = {
+    "benchmark": grid_parser,
+    "report": report_parser,
+    "list": list_parser,
+    "configs": configs_parser,
+    "provision": provision_parser,
+    "completion": completion_parser,
+}
+"""What makes the parsers of the commands that are not methods of Federation."""
 # arguments of commands, which are no part of the configuration that a run's folder has
 _OF_COMMANDS = (
     *("ckpt_path", "allow_changes", "method", "client", "format", "output"),
@@ -115,12 +118,9 @@ class FederationCLI(LightningCLI):
         super()._add_subcommands(parser, **kwargs)
         commands = parser._subcommands_action
         assert commands is not None, "Lightning has added its own"
-        commands.add_subcommand("benchmark", grid_parser(), help=BENCHMARK)
-        commands.add_subcommand("report", report_parser(), help=REPORT)
-        commands.add_subcommand("list", list_parser(), help=LIST)
-        commands.add_subcommand("configs", configs_parser(), help=CONFIGS)
-        commands.add_subcommand("provision", provision_parser(), help=PROVISION)
-        commands.add_subcommand("completion", completion_parser(), help=COMPLETION)
+        for name, make in OTHER_PARSERS.items():
+            of_command = make()
+            commands.add_subcommand(name, of_command, help=of_command.description)
 
     def _prepare_subcommand_parser(self, klass: type, subcommand: str, **kwargs: Any) -> LightningArgumentParser:
         """Leaves out the arguments of all commands but the one that is run; Lightning's signature."""

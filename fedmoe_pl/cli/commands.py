@@ -15,17 +15,16 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import LightningModule
 from lightning.pytorch.cli import ArgsType
 
-from fedmoe_pl.cli.cli import FederationCLI
+from fedmoe_pl.cli.cli import OTHER_PARSERS, FederationCLI
 from fedmoe_pl.cli.errors import cause_of
-from fedmoe_pl.cli.listing import list_classes, list_parser
-from fedmoe_pl.cli.packaged import configs, configs_parser, with_files
-from fedmoe_pl.cli.provisioning import provision, provision_parser
+from fedmoe_pl.cli.listing import list_classes
+from fedmoe_pl.cli.packaged import configs, with_files
+from fedmoe_pl.cli.provisioning import provision
 from fedmoe_pl.data import FederatedDataModule
 from fedmoe_pl.federation import Federation
 from fedmoe_pl.grids.command import benchmark
-from fedmoe_pl.grids.grid import grid_parser
 from fedmoe_pl.phases.failures import ClientError
-from fedmoe_pl.report.command import report, report_parser
+from fedmoe_pl.report.command import report
 
 
 def main(args: ArgsType = None) -> None:
@@ -67,6 +66,8 @@ def _benchmark(arguments: list[str]) -> None:
 class _Configured(FederationCLI):
     """Makes everything that the configuration of ``fit`` names, and trains nothing."""
 
+    checks = False
+
     @staticmethod
     def subcommands() -> dict[str, set[str]]:
         """Only ``fit``: the parsers of the others take time."""
@@ -74,35 +75,23 @@ class _Configured(FederationCLI):
 
     def fit(self, model: LightningModule, datamodule: FederatedDataModule, **arguments: Any) -> None:
         """Takes the place of ``Federation.fit``."""
+        if self.checks:
+            self.trainer.check(model, datamodule)  # pyright: ignore[reportAttributeAccessIssue]
 
 
 class _Checked(_Configured):
     """Also makes all checks."""
 
-    def fit(self, model: LightningModule, datamodule: FederatedDataModule, **arguments: Any) -> None:
-        """Takes the place of ``Federation.fit``."""
-        self.trainer.check(model, datamodule)  # pyright: ignore[reportAttributeAccessIssue]
+    checks = True
 
 
 def configured(arguments: Sequence[str], check: bool) -> Federation:
-    """The federation that ``fedmoe fit`` would train.
-
-    Args:
-        arguments: the arguments of ``fit``.
-        check: whether to make all checks, for which the data are read.
-
-    Raises:
-        MisconfigurationException: if an argument is wrong, or what it names does not fit together.
-    """
+    """The federation that ``fedmoe fit`` would train; with all checks, for which the data are read, or without."""
     return _made(_Checked if check else _Configured, arguments).trainer  # pyright: ignore[reportReturnType]
 
 
 def objects_of(arguments: Sequence[str]) -> tuple[Federation, LightningModule, FederatedDataModule]:
-    """The federation, the model and the data module of ``fedmoe fit`` with these arguments; nothing is read or trained.
-
-    Raises:
-        MisconfigurationException: if an argument is wrong.
-    """
+    """The federation, the model and the data module of ``fedmoe fit`` with these arguments; nothing is read."""
     made = _made(_Configured, arguments)
     return made.trainer, made.model, made.datamodule  # pyright: ignore[reportReturnType]
 
@@ -126,24 +115,18 @@ def _print(command: Callable[[list[str]], object], arguments: list[str]) -> None
         sys.exit(141)
 
 
-# The commands that are not methods of Federation: what makes their parsers, and what runs them.
 _OTHERS = {
-    "benchmark": (grid_parser, _benchmark),
-    "report": (report_parser, report),
-    "list": (list_parser, partial(_print, list_classes)),
-    "configs": (configs_parser, partial(_print, configs)),
-    "provision": (provision_parser, provision),
+    "benchmark": _benchmark,
+    "report": report,
+    "list": partial(_print, list_classes),
+    "configs": partial(_print, configs),
+    "provision": provision,
 }
 
 
 def _run_other(command: str, *arguments: str) -> None:
-    """Runs a command that is none of the federation's.
-
-    Raises:
-        MisconfigurationException: if an argument is wrong.
-    """
-    parser, run = _OTHERS[command]
+    """Runs a command that is not a method of Federation."""
     try:
-        run(with_files(arguments))
+        _OTHERS[command](with_files(arguments))
     except ArgumentError as error:
-        raise MisconfigurationException(cause_of(error, parser())) from error
+        raise MisconfigurationException(cause_of(error, OTHER_PARSERS[command]())) from error

@@ -12,7 +12,6 @@ from jsonargparse import ArgumentParser
 from fedmoe_pl.cli.listing import KINDS
 from fedmoe_pl.cli.packaged import names
 
-DESCRIPTION = "Prints a script with which the shell completes commands, options and values"
 _OF_PACKAGE = [each for classes in KINDS.values() for each in classes]
 _CONFIGS = {  # names of the package's configurations, or files
     "bash": '_fedmoe_configs() {{ compgen -W \'{}\' -- "$1"; compgen -f -- "$1"; }}',
@@ -22,7 +21,12 @@ _CONFIGS = {  # names of the package's configurations, or files
 
 def completion_parser() -> ArgumentParser:
     """The parser of ``fedmoe completion``."""
-    parser = ArgumentParser(prog="fedmoe completion", description=DESCRIPTION, allow_abbrev=False, exit_on_error=False)
+    parser = ArgumentParser(
+        prog="fedmoe completion",
+        description="Prints a script with which the shell completes commands, options and values",
+        allow_abbrev=False,
+        exit_on_error=False,
+    )
     parser.add_argument("shell", choices=[*_CONFIGS], help="the shell")
     return parser
 

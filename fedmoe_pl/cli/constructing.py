@@ -28,11 +28,9 @@ class Failure(NamedTuple):
 
 
 class Constructor:
-    """Constructs the objects of a configuration, and remembers what their constructors raise, and modules' arguments.
+    """Constructs the objects of a configuration, adds what their constructors raise to a list, and remembers arguments.
 
-    Args:
-        failures: the list to which every exception is added; it is raised again.
-        construct: calls the class; None calls it directly.
+    Another function than the class itself may make the object.
     """
 
     def __init__(self, failures: list[Failure], construct: Callable[..., Any] | None = None) -> None:
@@ -60,14 +58,10 @@ class ModuleConstructor:
 
     Lightning's own takes every module for the one under ``model``. Here a phase may have another, which would get the
     hyperparameters of the first.
-
-    Args:
-        cli: the command line, which has the configuration. It is held itself, and not by one of its methods, because
-            workers get these objects without the command line.
     """
 
     def __init__(self, cli: LightningCLI) -> None:
-        self.cli = cli
+        self.cli = cli  # itself, and not one of its methods: workers get these objects without the command line
         self.made: set[str] = set()
 
     def __call__(self, class_type: type, *args: Any, applied_instantiation_links: dict, **kwargs: Any) -> Any:
@@ -90,11 +84,6 @@ def with_modules(config: Namespace, seed: int, parser: ArgumentParser) -> Namesp
 
     The initial parameters of each are drawn from the seed and its own name, so that they do not depend on which other
     phases stand in the file.
-
-    Args:
-        config: the parsed configuration of a command; it is not changed.
-        seed: the run's seed.
-        parser: constructs what a configuration has as ``part``.
     """
     made = deepcopy(config)
     phases = [phase.get("init_args", phase) for phase in made.federation.phases]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import inspect
 import pydoc
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -78,7 +79,7 @@ def condensed(message: str, parser: ArgumentParser | None = None) -> str:
         return f"{key}{key and '.'}{' and '.join(names)} must be given{end or '.'}"
     if match := re.search(r"unrecognized arguments: (?:--)?([^\s=]+)|(?:Option|accept option) '(.+?)'", text):
         owner = ""
-        if class_type is not None:
+        if inspect.isclass(class_type):  # of some types, jsonargparse shows typing.Union
             parser, owner = ArgumentParser(exit_on_error=False), f" of {class_type.__name__}"
             parser.add_class_arguments(class_type, fail_untyped=False)
         names = [*parser.get_defaults().keys(), "class_path", "init_args"] if parser else []
@@ -121,7 +122,8 @@ def _innermost(message: str) -> tuple[str, Any, str, str, list[str]]:
         elif text.startswith("Problem"):
             depth, types, lines = indent, [], []
         if below and below[1] != key:
-            key, depth, types, lines = f"{key}{key and '.'}{below[1]}", indent, [], []
+            is_whole = not key or below[1].startswith(f"{key}.")
+            key, depth, types, lines = below[1] if is_whole else f"{key}.{below[1]}", indent, [], []
         elif match := re.match(r"Subtypes: \[(.*)\]", text):
             types = [match[1]]
         elif not text.startswith("Problem"):
@@ -161,7 +163,7 @@ class Place(NamedTuple):
 
 def places(node: Any, key: str = "", class_path: str = "", phase: str = "") -> Iterator[Place]:
     """Every argument in a parsed configuration."""
-    if isinstance(node, list):
+    if isinstance(node, list | tuple):
         for index, item in enumerate(node):
             child = f"{key}{place_in(node, index, key)}"
             yield Place(child, item, class_path, phase)

@@ -26,8 +26,6 @@ from fedmoe_pl.checks import check_choice
 from fedmoe_pl.data import Augmentation, FederatedDataModule, Partitioner
 from fedmoe_pl.models import Gate, SwitchNorm1d
 
-DESCRIPTION = "Lists the classes of the package that a configuration can name, with one line each"
-
 
 def _classes(module: Any, base: type, *but: type) -> list[type]:
     """The public classes of a module that can be made, of one kind but not of another."""
@@ -56,7 +54,12 @@ KINDS = {
 
 def list_parser() -> ArgumentParser:
     """The parser of ``fedmoe list``."""
-    parser = ArgumentParser(prog="fedmoe list", description=DESCRIPTION, allow_abbrev=False, exit_on_error=False)
+    parser = ArgumentParser(
+        prog="fedmoe list",
+        description="Lists the classes of the package that a configuration can name, with one line each",
+        allow_abbrev=False,
+        exit_on_error=False,
+    )
     parser.add_argument("kinds", nargs="*", default=[], metavar="KIND", help=f"only these: {', '.join(KINDS)}")
     return parser
 

@@ -15,7 +15,6 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 
 from fedmoe_pl.cli.errors import did_you_mean
 
-DESCRIPTION = "Lists the configurations of the package, or copies them into a folder"
 _PACKAGE = Path(__file__).parents[1]
 
 
@@ -36,39 +35,22 @@ def with_files(arguments: Sequence[str]) -> list[str]:
 
     A file of the user's goes first.
 
-    Raises:
-        MisconfigurationException: if there is no such file, but a configuration of the package whose name is similar.
-
     Example:
         >>> [Path(word).name for word in with_files(["fit", "--config", "quickstart", "--config=mine.yaml"])]
         ['fit', '--config', 'quickstart.yaml', '--config=mine.yaml']
     """
     result = list[str]()
     for argument in arguments:
-        before = result[-1] if result else ""
         option, equals, value = argument.partition("=")
-        if before in ("--config", "-c"):
+        if result and result[-1] in ("--config", "-c"):
             result.append(_file(argument))
-        elif option in ("--config", "-c") and equals:
-            result.append(f"{option}={_file(value)}")
         else:
-            result.append(argument)
+            result.append(f"{option}={_file(value)}" if equals and option in ("--config", "-c") else argument)
     return result
 
 
 def configs(arguments: Sequence[str]) -> list[Path]:
-    """Runs ``fedmoe configs``.
-
-    Args:
-        arguments: the arguments of the command line after ``configs``.
-
-    Returns:
-        The files that were written.
-
-    Raises:
-        ArgumentError: if an argument is unknown.
-        MisconfigurationException: if no configuration has a name, or a file exists already.
-    """
+    """Runs ``fedmoe configs`` with the arguments after it, and returns the files that it wrote."""
     options = configs_parser().parse_args([*arguments])
     if not options.names:
         width = max(map(len, names()))
@@ -90,7 +72,12 @@ def configs(arguments: Sequence[str]) -> list[Path]:
 
 def configs_parser() -> ArgumentParser:
     """The parser of ``fedmoe configs``."""
-    parser = ArgumentParser(prog="fedmoe configs", description=DESCRIPTION, allow_abbrev=False, exit_on_error=False)
+    parser = ArgumentParser(
+        prog="fedmoe configs",
+        description="Lists the configurations of the package, or copies them into a folder",
+        allow_abbrev=False,
+        exit_on_error=False,
+    )
     parser.add_argument(
         "names",
         nargs="*",

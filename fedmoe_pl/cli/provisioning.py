@@ -12,12 +12,15 @@ from fedmoe_pl.checks import MOST_COUNTED, check_at_least
 from fedmoe_pl.deployment.commands import module_of_flower
 from fedmoe_pl.deployment.processes import private
 
-DESCRIPTION = "Makes certificates and keys for fedmoe serve and fedmoe join"
-
 
 def provision_parser() -> ArgumentParser:
     """The parser of ``fedmoe provision``."""
-    parser = ArgumentParser(prog="fedmoe provision", description=DESCRIPTION, allow_abbrev=False, exit_on_error=False)
+    parser = ArgumentParser(
+        prog="fedmoe provision",
+        description="Makes certificates and keys for fedmoe serve and fedmoe join",
+        allow_abbrev=False,
+        exit_on_error=False,
+    )
     parser.add_argument("--clients", type=int, help="number of clients, for whoever runs the server")
     parser.add_argument("--client", type=int, help="number of a client, which makes only its own key")
     parser.add_argument("--folder", default="keys", help="where to write; what is there is kept")

@@ -59,7 +59,6 @@ from jsonargparse.typing import Path_fr, PositiveInt
 
 from fedmoe_pl.checks import InvalidArgumentError
 
-DESCRIPTION = "Runs every combination of some values of a configuration, and makes one table over their seeds"
 SEED = "seed_everything"
 VARIANT = "variant"
 _OF_CLASS = {"class_path", "init_args", "dict_kwargs"}
@@ -167,7 +166,11 @@ class _GridFile(ActionConfigFile):
 
 def grid_parser() -> ArgumentParser:
     """The parser of ``fedmoe benchmark``."""
-    parser = ArgumentParser(prog="fedmoe benchmark", description=DESCRIPTION, exit_on_error=False)
+    parser = ArgumentParser(
+        prog="fedmoe benchmark",
+        description="Runs every combination of some values of a configuration, and makes one table over their seeds",
+        exit_on_error=False,
+    )
     parser.add_argument("--config", action=_GridFile, help="A grid file; may be given more than once, as overlays.")
     parser.add_class_arguments(Grid, as_group=False)
     return parser

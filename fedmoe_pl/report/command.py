@@ -22,12 +22,15 @@ from fedmoe_pl.report.runs import RunFiles, find_runs
 from fedmoe_pl.report.settings import conditions, settings_of
 from fedmoe_pl.report.tables import Choices, condition_of
 
-DESCRIPTION = "Writes the results of runs as one HTML page, as Markdown tables, and as pictures for a paper"
-
 
 def report_parser() -> ArgumentParser:
     """The parser of ``fedmoe report``."""
-    parser = ArgumentParser(prog="fedmoe report", description=DESCRIPTION, allow_abbrev=False, exit_on_error=False)
+    parser = ArgumentParser(
+        prog="fedmoe report",
+        description="Writes the results of runs as one HTML page, as Markdown tables, and as pictures for a paper",
+        allow_abbrev=False,
+        exit_on_error=False,
+    )
     parser.add_argument("runs", nargs="+", metavar="RUN", help="folder of a run, or of several")
     parser.add_argument(
         "--output", help="the page, by default report.html; its pictures are PDF files in a folder beside it"

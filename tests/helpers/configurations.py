@@ -55,7 +55,10 @@ def short_file(path: Path, folder: Path) -> Path:
     """A file in the folder with the configuration, of one round, one epoch and few clients."""
     short = folder / f"{path.stem}.yaml"
     config = yaml.safe_load(path.read_text()) if len(files_of(path)) == 1 else printed(path)
-    short.write_text(yaml.safe_dump(shortened(config, folder), sort_keys=False))
+    config = shortened(config, folder)
+    if path.stem != "board":  # whose figures are most of its time
+        config["federation"]["logger"] = False
+    short.write_text(yaml.safe_dump(config, sort_keys=False))
     return short
 
 

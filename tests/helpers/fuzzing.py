@@ -31,9 +31,9 @@ def places(node: Any, path: Path = ()) -> Iterator[Path]:
 def key_of(config: dict[str, Any], path: Path) -> str:
     """The key of a place in messages, in which phases have their names and lists inside of classes no index."""
     key, node = "", config
-    for step in path:
-        if key == "federation.phases":
-            key += f".{node[step]['name']}"
+    for depth, step in enumerate(path):
+        if key == "federation.phases":  # of a phase that is none, the name is unknown
+            key += f".{node[step]['name']}" if depth < len(path) - 1 else ""
         elif isinstance(step, str) and step != "class_path":
             key += f".{step}" if key else step
         node = node[step]
