@@ -6,10 +6,9 @@ from fedmoe_pl.data.batches import EVALUATED_AT_ONCE, Batches, SampleBatches
 from fedmoe_pl.data.datamodule import FederatedDataModule
 from fedmoe_pl.data.datasets.ag_news import AGNews
 from fedmoe_pl.data.datasets.femnist import FEMNIST
-from fedmoe_pl.data.datasets.from_datamodule import FromDataModule
-from fedmoe_pl.data.datasets.from_datasets import FromDatasets
 from fedmoe_pl.data.datasets.image_folder import ImageFolder
 from fedmoe_pl.data.datasets.npz import NpzFile
+from fedmoe_pl.data.datasets.own import FromDataModule, FromDatasets
 from fedmoe_pl.data.datasets.scikit_learn import Diabetes, Digits
 from fedmoe_pl.data.datasets.synthetic import SyntheticMultilabel, SyntheticShapes
 from fedmoe_pl.data.datasets.torchvision import (

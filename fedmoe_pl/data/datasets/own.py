@@ -1,22 +1,94 @@
-"""Any LightningDataModule."""
+"""Your own data: any map-style datasets of PyTorch, or any LightningDataModule."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
+import torch
 from lightning.pytorch import LightningDataModule
 from lightning.pytorch.core.hooks import DataHooks
-from torch.utils.data import BatchSampler, DataLoader, RandomSampler, SequentialSampler
+from torch import Tensor
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    Dataset,
+    RandomSampler,
+    SequentialSampler,
+    Subset,
+    TensorDataset,
+    default_collate,
+)
 
 from fedmoe_pl.checks import InvalidArgumentError, check_at_least
 from fedmoe_pl.data.arrays import Arrays
 from fedmoe_pl.data.datamodule import FederatedDataModule
-from fedmoe_pl.data.datasets.from_datasets import with_values
 from fedmoe_pl.data.map_style import MapStyleData, is_map_style
-from fedmoe_pl.data.targets import Values, imported, reason_of
+from fedmoe_pl.data.targets import Values, classes_of, imported, reason_of, values_of
 from fedmoe_pl.seeds import seeded
 
 _TRANSFERS = ("on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer")
+
+
+class FromDatasets(FederatedDataModule):
+    """Any map-style datasets of PyTorch, such as torchvision's, dealt to clients.
+
+    Samples are read one by one, with their transforms, and batches are what ``collate_fn`` makes of them: pairs of
+    inputs and targets, or for a module of your own, dicts or anything else. Random transforms start from a seed of the
+    client, the round and the batch, so that results do not depend on the number of processes. A ``TensorDataset`` of
+    float32 inputs (or int64 ids of words) and targets is held in memory, which is many times as fast.
+
+    Args:
+        train_dataset: the training samples.
+        test_dataset: the samples of the global test set; None if ``pool`` is True.
+        eval_dataset: the training samples in the same order without random transforms, as they are read for validation
+            and local tests; None for ``train_dataset``.
+        targets: the class of each sample: the name of an attribute of the datasets or of a key of their samples, or a
+            function that gets a dataset and returns them. None for the attribute ``targets`` or ``labels``, or else for
+            the second items of the samples, which are then read once. Targets that are not one integer for each sample,
+            but numbers, several labels or masks, pass through to the model as they are; of dicts, name their key.
+        groups: the group of each sample, such as its user or hospital, in one of the same ways; ``NaturalIds`` makes
+            one client of each. None for none.
+        collate_fn: makes a batch of a list of samples; None for PyTorch's ``default_collate``.
+        eval_collate_fn: the same for evaluation, such as without mixing samples at random; None for ``collate_fn``.
+        num_workers: number of processes that read samples, for each process that trains; 0 for none.
+        **kwargs: arguments of ``FederatedDataModule``.
+    """
+
+    def __init__(
+        self,
+        train_dataset: Dataset,
+        test_dataset: Dataset | None = None,
+        eval_dataset: Dataset | None = None,
+        targets: Values | None = None,
+        groups: Values | None = None,
+        collate_fn: Callable[[list], Any] | None = None,
+        eval_collate_fn: Callable[[list], Any] | None = None,
+        num_workers: int = 0,
+        **kwargs: Any,
+    ) -> None:
+        super().__init__(**kwargs)
+        check_at_least(self, "num_workers", num_workers, 0)
+        self.train_dataset = train_dataset
+        self.test_dataset = test_dataset
+        self.eval_dataset = eval_dataset
+        self.targets = imported(targets)
+        self.groups = imported(groups)
+        self.collate_fn = collate_fn
+        self.eval_collate_fn = eval_collate_fn
+        self.num_workers = num_workers
+
+    def load(self) -> Arrays | MapStyleData:
+        """Takes the tensors of a ``TensorDataset``; reads the classes and groups of others."""
+        data = MapStyleData(
+            self.train_dataset,
+            self.test_dataset,
+            self.eval_dataset,
+            collate_fn=self.collate_fn or default_collate,
+            eval_collate_fn=self.eval_collate_fn,
+            num_workers=self.num_workers,
+        )
+        return _with_values(self, data, self.targets, self.groups)
 
 
 class FromDataModule(FederatedDataModule):
@@ -87,7 +159,7 @@ class FromDataModule(FederatedDataModule):
             num_workers=train.num_workers,
             worker_init_fn=train.worker_init_fn,
         )
-        return with_values(self, data, self.targets, self.groups)
+        return _with_values(self, data, self.targets, self.groups)
 
     def __getstate__(self) -> dict[str, Any]:
         """Leaves out the data module, once its datasets are known: it may refer to what cannot be sent to a process."""
@@ -127,3 +199,52 @@ def _keeps_all_samples(loader: DataLoader) -> bool:
     if isinstance(sampler, RandomSampler):
         return not sampler.replacement and sampler.num_samples == len(sampler.data_source)
     return isinstance(sampler, SequentialSampler)
+
+
+def _with_values(
+    owner: FederatedDataModule, data: MapStyleData, targets: Values | None, groups: Values | None
+) -> Arrays | MapStyleData:
+    """Completes datasets by the classes and groups of their samples; tensors in memory become arrays."""
+    data.check_datasets(owner, needs_test=not owner.pool)
+    datasets = {"train": data.train_dataset, "test": data.test_dataset}
+    ids = {
+        part: values_of(owner, "groups", dataset, groups)
+        for part, dataset in datasets.items()
+        if groups is not None and dataset is not None
+    }
+    data.client_train, data.client_test = ids.get("train"), ids.get("test")
+    if targets is None and (arrays := _arrays(data)) is not None:
+        return arrays
+    data.target_key = targets if isinstance(targets, str) else None
+    classes = [classes_of(owner, dataset, targets) for dataset in datasets.values() if dataset is not None]
+    known = [part for part in classes if part is not None]
+    data.classes = torch.cat(known) if len(known) == len(classes) else None
+    return data
+
+
+def _arrays(data: MapStyleData) -> Arrays | None:
+    """The data as arrays, if they are tensors in memory that need no change; None if they are not."""
+    train, test = _tensors(data.train_dataset), _tensors(data.test_dataset)
+    if train is None or data.eval_dataset is not None:
+        return None
+    if any(collate not in (None, default_collate) for collate in (data.collate_fn, data.eval_collate_fn)):
+        return None
+    if test is None and data.test_dataset is not None:
+        return None
+    test = test or (train[0][:0], train[1][:0])
+    x, y = train
+    as_they_are = x.dtype == torch.float32 or (x.dtype == torch.int64 and x.dim() == 2)
+    if not as_they_are or x.shape[1:] != test[0].shape[1:] or y.dim() == 0:
+        return None
+    return Arrays(x, y, *test, data.client_train, data.client_test)
+
+
+def _tensors(dataset: Any) -> tuple[Tensor, Tensor] | None:
+    """The inputs and targets of a dataset that holds them as two tensors on the CPU; None for others."""
+    if type(dataset) is Subset and (tensors := _tensors(dataset.dataset)) is not None:
+        x, y = (tensor[torch.as_tensor(dataset.indices, dtype=torch.int64)] for tensor in tensors)
+        return x, y
+    if type(dataset) is TensorDataset and len(dataset.tensors) == 2:
+        x, y = dataset.tensors
+        return (x, y) if x.device.type == y.device.type == "cpu" else None
+    return None
