@@ -8,13 +8,11 @@ import torch
 import torch.nn.functional as F
 from helpers import Expert, assert_same_bits, client_generator, mixture, momentum_sgd, phase, run, tensors
 from helpers.backends import FEW, assert_agree, local_training
-from helpers.prototypes import OWN_CLASSES, SIZES, personalized, without_a_class
+from helpers.prototypes import SIZES, personalized, without_a_class
 
 from fedmoe_pl import Evaluate, Select
-from fedmoe_pl.algorithms import FedAvg, FedRoD, Local
-from fedmoe_pl.algorithms.client import Client
+from fedmoe_pl.algorithms import FedRoD, Local
 from fedmoe_pl.backends import TrainerBackend
-from fedmoe_pl.models import EqualWeights, GlobalOnly
 from fedmoe_pl.trees import subtree
 
 GENERIC, HEAD = "global_expert.", "local_expert.classifier."
@@ -74,18 +72,6 @@ def test_a_loss_of_the_model_takes_the_place_of_both_cross_entropies():
     torch.testing.assert_close(actual, expected, rtol=1e-12, atol=0)
 
 
-def test_without_prior_the_global_expert_is_fedavg_s_to_the_bit(tmp_path):
-    servers = [
-        run([phase("it", algorithm, rounds=3, gate=gate)], mixture(), without_a_class(), tmp_path).run.states["it"]
-        for algorithm, gate in (
-            (FedRoD(0.0), EqualWeights()),
-            (FedAvg(f"{GENERIC}*", f"{GENERIC}*"), GlobalOnly()),
-        )
-    ]
-    expected = servers[1].server
-    assert_same_bits({name: tensor for name, tensor in servers[0].server.items() if name in expected}, expected)
-
-
 def test_a_client_without_a_head_of_its_own_predicts_as_the_generic_model(tmp_path):
     """So does a later phase that starts from this one."""
     phases = [phase("it", FedRoD(), rounds=2, clients_per_round=1), phase("later", Local(), max_epochs=0, start="it")]
@@ -125,19 +111,6 @@ def test_a_phase_goes_on_with_the_heads_of_the_phase_that_it_starts_from(tmp_pat
         assert_same_bits(*map(tensors, heads))
 
 
-@pytest.mark.parametrize("keeps", [False, True])
-def test_before_the_last_round_the_local_expert_has_the_received_extractor_and_the_own_head(keeps):
-    algorithm, module = FedRoD(), mixture()
-    state = {name: tensor + 1 for name, tensor in module.state_dict().items()}
-    head = {name: tensor for name, tensor in state.items() if name.startswith(HEAD)}
-    server = algorithm.server_init(module)
-    client = Client(0, 1, 0, module, torch.arange(3), head if keeps else {}, None)
-    actual = algorithm.personal_tensors(client, server)
-    generic = subtree(server, GENERIC)
-    expected = {f"local_expert.{name}": tensor for name, tensor in generic.items()} | (head if keeps else {})
-    assert_same_bits(actual, server | expected)
-
-
 def test_after_local_training_a_client_uses_the_extractor_that_it_trained(tmp_path):
     it = phase("it", FedRoD(), rounds=2, evaluate=Evaluate(after="both"))
     fed = run([it], mixture(), without_a_class(), tmp_path, backend=TrainerBackend())
@@ -175,7 +148,3 @@ def test_newcomers_train_a_head_of_their_own_from_the_generic_one(tmp_path):
         moved = module.local_expert.classifier[1].weight - module.global_expert.classifier[1].weight
         assert 1e-3 < moved.abs().max() < 2
     assert {*later.run.states["it"].clients} == {0, 1}
-
-
-def test_every_client_lacks_a_class():
-    assert [sorted({*without_a_class().y[part].tolist()}) for part in without_a_class().train_samples] == [*OWN_CLASSES]

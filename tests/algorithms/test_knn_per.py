@@ -10,7 +10,6 @@ from torch import Generator
 
 from fedmoe_pl import Phase
 from fedmoe_pl.algorithms import FedAvg, KNNPer, Local
-from fedmoe_pl.backends import StackedBackend, TrainerBackend
 from fedmoe_pl.models import GlobalOnly
 from fedmoe_pl.seeds import derive_seed
 
@@ -126,13 +125,6 @@ def test_a_narrow_kernel_does_not_lose_the_nearest_neighbor(tmp_path):
     assert torch.isfinite(run.run.client_predictor("kNN-Per", 0)(blobs(SIZES).x)).all()
 
 
-def test_both_backends_choose_the_same_weights(whole, tmp_path):
-    for name, backend in (("alone", TrainerBackend()), ("stacked", StackedBackend())):
-        run = fitted(tmp_path / name, backend=backend)
-        for client in range(3):
-            assert_same_bits(run.run.states["kNN-Per"].clients[client], whole.run.states["kNN-Per"].clients[client])
-
-
 def test_newcomers_look_among_their_own_samples(whole, tmp_path):
     later, data = federation(tmp_path, phases(KNNPer(k=1, weight=1.0))), blobs((9, 6))
     results = later.personalize(mixture(), data, str(whole.run_dir / "checkpoints/last.ckpt"))
@@ -143,11 +135,7 @@ def test_newcomers_look_among_their_own_samples(whole, tmp_path):
         assert torch.equal(scores.argmax(1), data.y[samples])
 
 
-def test_it_needs_a_federated_model_with_features(tmp_path):
+def test_it_needs_a_federated_model(tmp_path):
     assert KNNPer().follows(FedAvg()) and not KNNPer().follows(Local())
     with pytest.raises(MisconfigurationException, match="start is 'Local', but must be a federated phase"):
         federation(tmp_path, [Phase("Local", Local()), Phase("kNN-Per", KNNPer(), start="Local")])
-    model = mixture()
-    model.global_expert = torch.nn.Linear(5, 3)
-    with pytest.raises(MisconfigurationException, match="KNNPer: expert is 'global_expert', but must be a part"):
-        KNNPer().check(model)

@@ -73,17 +73,6 @@ def test_two_rounds_over_three_architectures_are_those_of_bare_pytorch(tmp_path,
         assert not any(f"local_experts.{other}" in name for name in own[client] for other in {0, 1, 2} - {client % 3})
 
 
-def test_the_mean_of_two_clients_of_different_architectures():
-    algorithm = PFedMoE()
-    training = local_training(model(), algorithm, blobs((6, 2)))
-    groups = list(TrainerBackend().plan(training).train(algorithm.server_init(training.module), [0, 1], {}, 0))
-    (a, b), name = (group.update.sent for group in groups), "shared_extractor.extractor.1.weight"
-    assert set(a) == set(b) == {name for name in training.initial if name.startswith("shared_extractor.")}
-    combined = algorithm.combine(groups[0].update, groups[1].update)
-    torch.testing.assert_close(combined.sent[name], (6 * a[name] + 2 * b[name]) / 8, rtol=1e-14, atol=1e-14)
-    assert not torch.equal(a[name], b[name])
-
-
 @pytest.mark.parametrize("evaluate_after", [None, "local_training", "aggregation"])
 def test_a_client_is_evaluated_with_the_extractor_that_it_trained_or_the_servers(tmp_path, evaluate_after):
     own_copy = evaluate_after != "aggregation"
@@ -170,12 +159,6 @@ def test_backends_agree_with_pfedmoes_gate_and_last_batches_of_one_sample():
         actual, expected = ({**training.of(client).initial, **tree[client]} for tree in (stacked, kept))
         torch.testing.assert_close(actual, expected, rtol=1e-9, atol=1e-9)
         assert (expected["gate.layers.2.weight"] - training.initial["gate.layers.2.weight"]).abs().max() > 1e-4
-
-
-def test_groups_are_of_one_architecture():
-    training = local_training(model(), PFedMoE(), blobs(MIXED))
-    for group in StackedBackend(2).plan(training).groups(range(6)):
-        assert len({client % 3 for client in group}) == 1
 
 
 def test_a_second_round_agrees_where_clients_come_back_with_copies_of_their_own():
