@@ -4,6 +4,7 @@ import pytest
 import torch
 from helpers import Expert, assert_same_bits, mixture
 from helpers.prototypes import without_a_class
+from lightning.fabric.utilities.exceptions import MisconfigurationException
 
 from fedmoe_pl.algorithms.client import Client
 from fedmoe_pl.algorithms.shared.class_means import (
@@ -84,3 +85,9 @@ def test_without_a_message_no_class_is_known():
 def test_unknown_classes_count_as_0_and_samples_without_a_label_not_at_all():
     values, y = torch.tensor([1.0, 10.0, 3.0, 100.0]), torch.tensor([0, 1, 0, -100])
     assert mean_of_known(values, y, torch.tensor([True, False])).item() == pytest.approx(4 / 3)
+
+
+def test_means_of_different_widths_are_refused_also_those_that_would_be_broadcast():
+    narrow, wide = ({"mean": torch.zeros(3, width), "count": torch.ones(3)} for width in (1, 6))
+    with pytest.raises(MisconfigurationException, match="features of widths 1 and 6"):
+        combine_class_means(narrow, wide, "")

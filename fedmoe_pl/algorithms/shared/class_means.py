@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import LightningModule
 from torch import Tensor
 
@@ -50,6 +51,9 @@ def class_means(
 def combine_class_means(a: Mapping[str, Tensor], b: Mapping[str, Tensor], prefix: str) -> Tree:
     """The means of two groups of clients as the means of all of them, class by class, and the sums of the counts."""
     mean, count = f"{prefix}mean", f"{prefix}count"
+    if a[mean].shape != b[mean].shape:
+        widths = " and ".join(str(tree[mean].shape[1]) for tree in (a, b))
+        raise MisconfigurationException(f"Clients' models have features of widths {widths}, but must have the same.")
     total = a[count] + b[count]
     share = b[count].to(b[mean]) / total.clamp(min=1)
     return {mean: torch.lerp(a[mean], b[mean], share[:, None]), count: total}
