@@ -76,7 +76,7 @@ def refusal(folder, ckpt_path="last", store="disk") -> str:
 def test_every_flipped_bit_of_a_checkpoint_is_noticed(stopped, tmp_path):
     content = (stopped / CHECKPOINT).read_bytes()
     path = tmp_path / "last.ckpt"
-    for bit in random.Random(0).sample(range(8 * len(content)), 150):
+    for bit in random.Random(0).sample(range(8 * len(content)), 60):
         path.write_bytes(flipped(content, bit))
         with pytest.raises(MisconfigurationException, match=r"is damaged or not a checkpoint|has no checksum"):
             load_checkpoint(path)
@@ -92,26 +92,21 @@ def test_every_flipped_bit_of_a_small_file_is_noticed(tmp_path):
             load(tmp_path / "b")
 
 
-@pytest.mark.parametrize("content", [b"", b"hello", b"\x80\x02}q\x00.", b"PK\x03\x04"])
+@pytest.mark.parametrize("content", [b"", b"\x80\x02}q\x00.", b"PK\x03\x04"])
 def test_a_checkpoint_of_other_bytes_ends_in_one_sentence(copy, content):
     (copy / PREVIOUS).unlink()
     (copy / CHECKPOINT).write_bytes(content)
     assert refusal(copy).endswith("last.ckpt', which is damaged or not a checkpoint of tensors and plain values.")
 
 
-@pytest.mark.parametrize("key", ["rows", "phases"])
-def test_a_checkpoint_without_a_part_ends_in_one_sentence(copy, key):
-    content = torch.load(copy / CHECKPOINT, weights_only=True)
-    del content[key]
+@pytest.mark.parametrize("keys", [["rows"], ["phases"], ["phases", "FedPer", "server"]])
+def test_a_checkpoint_without_a_part_ends_in_one_sentence(copy, keys):
+    part = content = torch.load(copy / CHECKPOINT, weights_only=True)
+    for key in keys[:-1]:
+        part = part[key]
+    del part[keys[-1]]
     save(content, copy / CHECKPOINT)
     assert "which another version of this package wrote; this one reads format" in refusal(copy)
-
-
-def test_a_state_of_another_version_ends_in_one_sentence(copy):
-    content = torch.load(copy / CHECKPOINT, weights_only=True)
-    del content["phases"]["FedPer"]["server"]
-    save(content, copy / CHECKPOINT)
-    assert "last.ckpt', which another version of this package wrote; this one reads format" in refusal(copy)
 
 
 class Touch:

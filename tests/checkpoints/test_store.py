@@ -234,8 +234,6 @@ def test_a_missing_or_damaged_file_ends_in_one_sentence(tmp_path, damage):
 def test_a_store_that_cannot_be_is_refused(tmp_path):
     with pytest.raises(MisconfigurationException, match="store is 'disk', which needs enable_checkpointing to be true"):
         on_disk(tmp_path, enable_checkpointing=False)
-    with pytest.raises(MisconfigurationException, match="store is 'cloud', but must be memory or disk"):
-        on_disk(tmp_path, store="cloud")
 
 
 def test_a_file_holds_a_tensor_and_not_what_it_is_a_view_of(tmp_path):
