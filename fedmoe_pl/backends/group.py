@@ -69,7 +69,7 @@ class _Group(LightningModule):
     def training_step(self, clients: Sequence[int], batch_idx: int) -> None:
         """Trains the clients; of all that they do, only their losses have the Trainer's precision."""
         training = self.training_of_phase
-        with torch.autocast(training.device.type, enabled=False):
+        with torch.autocast(training.device.type, enabled=False) if training.in_half_precision else nullcontext():
             for client_id in clients:
                 update = guarded(partial(self._train_client, client_id), training.client_timeout)
                 if isinstance(update, Failure):  # it may have left the module in any state

@@ -92,13 +92,8 @@ class RepresentationMonitor(FederationCallback):
     def compute(self, run: Run, method: str) -> tuple[dict[str, Tensor], Tensor, Tensor]:
         """The representations of the clients' samples by their own models.
 
-        Args:
-            run: a run that has finished the phase.
-            method: the phase's name.
-
-        Returns:
-            The representations that can be shown, each of shape (n, F), by name; the samples' classes, 0 if they have
-            none, and their clients, shape (n,). Warnings name the others.
+        They are those that can be shown, each of shape (n, F), by name; the samples' classes, 0 if they have none, and
+        their clients, shape (n,). Warnings name the others.
         """
         datamodule = run.datamodule
         of_clients: list[dict[str, Tensor]] = []
@@ -125,24 +120,15 @@ def _joined(method: str, of_clients: list[dict[str, Tensor]]) -> dict[str, Tenso
     joined = {}
     for name in dict.fromkeys(name for of_client in of_clients for name in of_client):
         parts = [of_client[name] for of_client in of_clients if name in of_client]
-        if problem := _problem(parts, len(of_clients)):
-            rank_zero_warn(
-                f"RepresentationMonitor: Phase '{method}': {name} representations are not shown, because {problem}."
-            )
-        else:
+        is_complete = len(parts) == len(of_clients) and len({part.shape[1] for part in parts}) == 1
+        if is_complete and sum(map(len, parts)) >= 3 and all(part.isfinite().all() for part in parts):
             joined[name] = torch.cat(parts)
+        else:
+            rank_zero_warn(
+                f"RepresentationMonitor: Phase '{method}': {name} representations are not shown, because they must be "
+                "finite, of the same size for all of the clients, and of at least three samples."
+            )
     return joined
-
-
-def _problem(parts: list[Tensor], clients: int) -> str | None:
-    """Why representations of the same name cannot be shown: what clients have of them, each of shape (n, F)."""
-    if len(parts) < clients:
-        return "not all of the clients have them"
-    if len({part.shape[1] for part in parts}) > 1:
-        return "their sizes differ from client to client"
-    if not all(part.isfinite().all() for part in parts):
-        return "they are not finite"
-    return "they are of fewer than three samples" if sum(map(len, parts)) < 3 else None
 
 
 def representations_of(module: LightningModule, batch: Any, size: int, is_pair: bool = True) -> dict[str, Tensor]:

@@ -78,19 +78,9 @@ class WorkersBackend(Backend):
     ) -> Iterator[Any]:
         """Does work for groups of clients in the workers, and yields each group's result in order.
 
-        Args:
-            plan: how each worker trains its groups.
-            job: what to do for each chunk.
-            server: the server's state.
-            chunks: the groups, in the order in which their results are yielded, divided into those that one worker is
-                handed together.
-            kept: the tensors that clients kept from earlier rounds, by client.
-            give_up: the results of a chunk with which three workers have died, or which took one of them too long, from
-                the chunk and the reason; None raises an exception.
-
-        Raises:
-            MisconfigurationException: if model or data cannot be sent to a worker process, or if three workers die with
-                the same clients. Exceptions of the work are raised unchanged.
+        A worker is handed the groups of a chunk together. ``give_up`` makes the results of a chunk with which three
+        workers have died, or which took one of them too long, from the chunk and the reason; without it, that raises an
+        exception. Exceptions of the work are raised unchanged.
         """
         if not chunks:
             return

@@ -91,7 +91,9 @@ class HandedOut:
         self.replace = replace
         self.chunks = dict(enumerate(chunks))
         self.order = [*self.chunks]
-        self.send = _Sender(plan, job, server, kept)
+        self.plan, self.job, self.kept = plan, job, kept
+        self.server = dumps(server)
+        self.phase: bytes | None = None  # pickled once, and sent to workers that lack it, as the server's state is
         self.give_up = give_up
         self.seconds = plan.training.client_timeout if give_up else None
         self.waiting = sorted(self.order, key=lambda key: -group_size(plan.training, _clients(chunks[key])))
@@ -123,7 +125,19 @@ class HandedOut:
             self.waiting.remove(key)
             chunk = self.chunks[key]
             seconds = math.inf if self.seconds is None else self.seconds * len(_clients(chunk)) + _GRACE
-            self.busy[self.send(worker, chunk)] = worker, key, time.monotonic() + seconds
+            self.busy[self._send(worker, chunk)] = worker, key, time.monotonic() + seconds
+
+    def _send(self, worker: RemoteWorker, chunk: Chunk) -> Future[Any]:
+        phase = server = None
+        if worker.plan is not self.plan:
+            message, datamodule = PhaseMessage(self.plan), self.plan.training.datamodule
+            if self.phase is None:
+                self.phase = sendable("the model or its algorithm", lambda: dumps(message, datamodule))
+            phase, worker.plan = self.phase, self.plan
+        if worker.server is not self.server:
+            server = worker.server = self.server
+        kept = {client: self.kept[client] for client in _clients(chunk) if client in self.kept}
+        return worker.submit(phase, server, dumps((self.job, chunk, kept)))
 
     def _take(self, future: Future[Any]) -> None:
         """Takes a worker's answer, or replaces a worker that died."""
@@ -164,28 +178,3 @@ class HandedOut:
                 )
                 self.done[key] = dumps(self.give_up(self.chunks[key], reason))
                 self.idle.append(self.replace(worker))
-
-
-class _Sender:
-    """Sends a round's chunks; the phase and the server's state are pickled once and sent to workers that lack them."""
-
-    def __init__(self, plan: Plan, job: Job, server: Tree, kept: Mapping[int, Tree]) -> None:
-        self.plan = plan
-        self.job = job
-        self.kept = kept
-        self.server = dumps(server)
-        self.phase: bytes | None = None
-
-    def __call__(self, worker: RemoteWorker, chunk: Chunk) -> Future[Any]:
-        phase = server = None
-        if worker.plan is not self.plan:
-            phase = self.phase = self.phase or self._pickled_phase()
-            worker.plan = self.plan
-        if worker.server is not self.server:
-            server = worker.server = self.server
-        kept = {client: self.kept[client] for client in _clients(chunk) if client in self.kept}
-        return worker.submit(phase, server, dumps((self.job, chunk, kept)))
-
-    def _pickled_phase(self) -> bytes:
-        phase = PhaseMessage(self.plan)
-        return sendable("the model or its algorithm", lambda: dumps(phase, self.plan.training.datamodule))
