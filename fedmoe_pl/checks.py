@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -67,6 +69,18 @@ class _Shown(str):
     """A value as a text shows it."""
 
     __slots__ = ()
+
+
+@contextmanager
+def naming(owner: object) -> Iterator[None]:
+    """In this context, refusals name another owner first, such as the phase that a model or an algorithm belongs to."""
+    try:
+        yield
+    except InvalidArgumentError as error:
+        owners, value = f"{owner}: {error.owner}", _Shown(error.value)
+        raise InvalidArgumentError(owners, error.argument, value, error.allowed, error.because) from error
+    except MisconfigurationException as error:
+        raise MisconfigurationException(f"{owner}: {error}") from error
 
 
 def shown(value: Any) -> str:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
+from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import LightningModule
 from lightning.pytorch.loggers import Logger
 from torchmetrics import Metric
@@ -14,8 +17,11 @@ from fedmoe_pl.callbacks import FederationCallback
 from fedmoe_pl.callbacks.defaults import with_defaults
 from fedmoe_pl.callbacks.partition import write_partition
 from fedmoe_pl.checkpoints.checkpoint import LAST, find_checkpoint
-from fedmoe_pl.checkpoints.resume import keys_of
-from fedmoe_pl.checks import check_at_least, check_kind, plain
+from fedmoe_pl.checkpoints.client_store import Store
+from fedmoe_pl.checkpoints.configuration import configuration
+from fedmoe_pl.checkpoints.lock import locked
+from fedmoe_pl.checkpoints.resume import check_configuration, identify, keys_of, load_run
+from fedmoe_pl.checks import InvalidArgumentError, check_at_least, check_choice, check_kind, is_path_below, plain
 from fedmoe_pl.commands.audit import PhaseAudit, audit_run, format_audit
 from fedmoe_pl.commands.export import export_client
 from fedmoe_pl.commands.personalize import phases_of_new_clients, set_up_new_clients
@@ -24,20 +30,24 @@ from fedmoe_pl.data import FederatedDataModule
 from fedmoe_pl.deployment.commands import DEFAULT_ADDRESS, run_client, run_server
 from fedmoe_pl.evaluation.evaluation import Evaluation
 from fedmoe_pl.evaluation.metrics import check_metrics
+from fedmoe_pl.evaluation.outputs import ClientModule
 from fedmoe_pl.logs.summary import format_table, format_validation
 from fedmoe_pl.phases.failures import ClientFailures
 from fedmoe_pl.phases.phase import Phase
 from fedmoe_pl.phases.starts import find_starts
 from fedmoe_pl.rounds.begin import read_result_for_new_clients
-from fedmoe_pl.rounds.interruption import requeued
-from fedmoe_pl.setup.check_run import check_name, check_phases, check_store, check_validates
-from fedmoe_pl.setup.data import set_up
-from fedmoe_pl.setup.run_maker import RunMaker
+from fedmoe_pl.rounds.interruption import interruptible, requeued
+from fedmoe_pl.rounds.loop import fit
+from fedmoe_pl.rounds.run import Run
+from fedmoe_pl.setup.check_run import check_phases
+from fedmoe_pl.setup.check_trainer import check_trainer
+from fedmoe_pl.setup.data import set_up, set_up_as_saved
+from fedmoe_pl.setup.start import make_run, open_run, store_of
 
 _SKIP = ClientFailures()
 
 
-class Federation(RunMaker):
+class Federation:
     """Trains the clients with Lightning Trainers and aggregates what they send.
 
     It holds the settings. Each command makes a new :class:`Run`, and gives the same result however often it is called.
@@ -90,9 +100,13 @@ class Federation(RunMaker):
     ) -> None:
         self.metrics = check_metrics(metrics)
         check_kind("Federation", "trainer", trainer, dict, " with the arguments of each client's Trainer")
+        check_at_least(self, "evaluate_every_n_rounds", evaluate_every_n_rounds, 0)
         check_phases(phases, evaluate_every_n_rounds)
-        check_name(name)
-        check_store(store, enable_checkpointing)
+        if name and not is_path_below(name):
+            raise InvalidArgumentError(self, "name", name, "that of a folder below default_root_dir, without '..'")
+        check_choice(self, "store", store, ("memory", "disk"))
+        if store == "disk" and not enable_checkpointing:
+            raise InvalidArgumentError(self, "store", store, "'memory' without enable_checkpointing")
         check_at_least(self, "evaluation_clients", evaluation_clients, 1)
         check_at_least(self, "seed", seed, 0, highest=None)
         self.failures = failures
@@ -110,9 +124,31 @@ class Federation(RunMaker):
         self.seed = plain(seed)
         self.hparams: dict[str, Any] = {}
         self.command = ""
+        self._run: Run | None = None
 
     def __repr__(self) -> str:
         return f"Federation({', '.join(phase.name for phase in self.phases)}; runs in {self.runs})"
+
+    @property
+    def run(self) -> Run:
+        """The run of the last command; refused if there was none."""
+        if self._run is None:
+            raise MisconfigurationException("Federation: run is missing; it exists after fit, test or predict.")
+        return self._run
+
+    @property
+    def run_dir(self) -> Path:
+        """Folder of the last run, ``default_root_dir/name/version_N``."""
+        return self.run.folder
+
+    @property
+    def results(self) -> dict[str, Evaluation]:
+        """The final evaluation of every evaluated phase of the last run, by name."""
+        return self.run.results
+
+    def client_module(self, method: str, client: int) -> ClientModule:  # pyright: ignore[reportInvalidTypeVarUse]
+        """A client's personalized model after the last run; to type checkers a mixture, or what a variable says."""
+        return cast(ClientModule, self.run.client_module(method, client))
 
     def fit(
         self,
@@ -140,8 +176,7 @@ class Federation(RunMaker):
         """
         self.failures.check_thread()
         ckpt_path = ckpt_path or requeued(self.runs)
-        allowed = keys_of(allow_changes)
-        return self._fit_new_or_resumed(model, datamodule, ckpt_path, allowed)
+        return self._fit(model, datamodule, ckpt_path, keys_of(allow_changes))
 
     def personalize(
         self, model: LightningModule, datamodule: FederatedDataModule, ckpt_path: str = LAST, rounds: int = 10
@@ -170,12 +205,14 @@ class Federation(RunMaker):
         phases = phases_of_new_clients(self.phases, path, rounds)
         runs, initial = self.runs / "new_clients", set_up_new_clients(datamodule, path, phases, self.seed)
         others = {"initial": initial, "read_result": read_result_for_new_clients}
-        return self._fit(self._set_up(model, datamodule, phases, runs, **others), runs)
+        return self._run_phases(self._make_run(model, datamodule, phases, runs, **others), runs)
 
     def validate(self, model: LightningModule, datamodule: FederatedDataModule, ckpt_path: str = LAST) -> None:
         """Prints accuracy and metrics of every client's model on its validation samples, from a checkpoint."""
-        self._set_up_data(datamodule, find_checkpoint(ckpt_path, self.runs))
-        check_validates(datamodule)
+        set_up_as_saved(datamodule, find_checkpoint(ckpt_path, self.runs), self.phases, self.seed)
+        if not len(datamodule.validation_samples.indices):
+            fraction = datamodule.validation_fraction
+            raise InvalidArgumentError(datamodule, "validation_fraction", fraction, "above 0", "no client validates")
         print(format_validation(evaluate_all(self._resume(model, datamodule, ckpt_path))))
 
     def test(self, model: LightningModule, datamodule: FederatedDataModule, ckpt_path: str = LAST) -> None:
@@ -258,12 +295,98 @@ class Federation(RunMaker):
         Returns:
             What the text says of each phase, by name.
         """
-        audits = audit_run(self._set_up(model, datamodule, self.phases, self.runs))
+        audits = audit_run(self._make_run(model, datamodule))
         self._run = None
         print(format_audit(audits, datamodule))
         return {audit.phase.name: audit for audit in audits}
 
     def check(self, model: LightningModule, datamodule: FederatedDataModule) -> None:
         """Makes all checks of :meth:`fit`, and refuses what it refuses; trains nothing."""
-        self._set_up(model, datamodule, self.phases, self.runs, evaluation_clients=self.evaluation_clients)
+        self._make_run(model, datamodule, evaluation_clients=self.evaluation_clients)
         self._run = None
+
+    def fit_on_server(
+        self,
+        model: LightningModule,
+        datamodule: FederatedDataModule,
+        ckpt_path: str | None,
+        make_store: Callable[[Run], Store],
+        **attributes: Any,
+    ) -> dict[str, Evaluation]:
+        """Runs all phases on clients that are not in this process; ``attributes`` replace those of the run."""
+        trainer = {**self.trainer, "accelerator": "cpu", "devices": 1}  # nothing is trained here
+        return self._fit(model, datamodule, ckpt_path, [], make_store, trainer=trainer, **attributes)
+
+    def run_of_client(self, model: LightningModule, datamodule: FederatedDataModule, folder: Path) -> Run:
+        """A run that has not begun, for a client of a deployed federation on its own machine; with all checks."""
+        return self._make_run(model, datamodule, folder=folder, callbacks=[])
+
+    def _fit(
+        self,
+        model: LightningModule,
+        datamodule: FederatedDataModule,
+        ckpt_path: str | None,
+        allowed: list[str],
+        make_store: Callable[[Run], Store] | None = None,
+        **attributes: Any,
+    ) -> dict[str, Evaluation]:
+        """Runs all phases, from a checkpoint if there is one."""
+        attributes = {"evaluation_clients": self.evaluation_clients, **attributes}
+        if not ckpt_path:
+            run = self._make_run(model, datamodule, **attributes)
+            return self._run_phases(run, self.runs, self.command, make_store=make_store)
+        checkpoint = find_checkpoint(ckpt_path, self.runs)
+        with locked(checkpoint):
+            run = self._resume(model, datamodule, ckpt_path, allowed, **attributes)
+            return self._run_phases(run, None, self.command, checkpoint, make_store)
+
+    def _resume(
+        self,
+        model: LightningModule,
+        datamodule: FederatedDataModule,
+        ckpt_path: str,
+        allowed: list[str] | None = None,
+        **attributes: Any,
+    ) -> Run:
+        """The run of a checkpoint, in the state in which it was saved; ``allowed`` as in ``check_configuration``."""
+        checkpoint = find_checkpoint(ckpt_path, self.runs)
+        own_client = set_up_as_saved(datamodule, checkpoint, self.phases, self.seed)
+        content = load_run(checkpoint, self.phases, identify(self.seed, datamodule))
+        check_configuration(checkpoint, content, self.phases, configuration(self, model, datamodule), allowed)
+        saved = {"initial": content["models"], "states": content["phases"], "rows": content["rows"]}
+        saved |= {"writer": content["writer"], "evaluation_clients": self.evaluation_clients, "only_client": own_client}
+        return self._make_run(model, datamodule, folder=checkpoint.parent.parent, **{**saved, **attributes})
+
+    def _make_run(
+        self,
+        model: LightningModule,
+        datamodule: FederatedDataModule,
+        phases: list[Phase] | None = None,
+        folder: Path | None = None,
+        **attributes: Any,
+    ) -> Run:
+        """Makes a run with these settings, and all its checks; ``attributes`` are arguments of ``make_run``."""
+        self._run = None  # frees what it holds on a GPU
+        phases = self.phases if phases is None else phases
+        set_up(datamodule, phases, self.seed)
+        names = ("starts", "trainer", "backend", "callbacks", "seed", "evaluate_every_n_rounds", "hparams", "failures")
+        settings = {name: getattr(self, name) for name in (*names, "enable_checkpointing", "metrics")} | attributes
+        settings |= {"phases": phases, "folder": folder or self.runs}
+        described = configuration(self, model, datamodule)
+        devices = check_trainer(settings["trainer"])
+        self._run = make_run(model, datamodule, devices=devices, configuration=described, **settings)
+        return self._run
+
+    def _run_phases(
+        self,
+        run: Run,
+        runs: Path | None,
+        command: str | None = None,
+        checkpoint: Path | None = None,
+        make_store: Callable[[Run], Store] | None = None,
+    ) -> dict[str, Evaluation]:
+        """Runs all phases, in a folder in ``runs`` if it is new; ``command`` as in :func:`interruptible`."""
+        make_store = make_store or partial(store_of, self.store)
+        with interruptible(run, self.runs, command), open_run(run, runs, checkpoint, make_store, self.logger):
+            fit(run)
+        return run.results

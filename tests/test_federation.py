@@ -184,9 +184,7 @@ def test_a_federation_without_a_run_says_so(tmp_path):
 def test_a_misspelt_method_or_client_is_refused(tmp_path):
     finished = run([phase("A", FedAvg()), phase("B", Local())], mixture(), blobs(), tmp_path)
     for read in (finished.client_module, finished.run.client_predictor):
-        with pytest.raises(
-            MisconfigurationException, match=r"^Federation: method is 'AA', but must be one that has begun: A, B\.$"
-        ):
+        with pytest.raises(MisconfigurationException, match=r"^Federation: method is 'AA', but must be one of A, B\.$"):
             read("AA", 0)
         for client in (9, -1, 1.5):
             with pytest.raises(
@@ -194,5 +192,5 @@ def test_a_misspelt_method_or_client_is_refused(tmp_path):
             ):
                 read("A", client)
     del finished.run.states["A"], finished.run.states["B"]
-    with pytest.raises(MisconfigurationException, match=r"method is 'A', .* begun: there is none yet"):
+    with pytest.raises(MisconfigurationException, match="method is 'A', but must be one of "):
         finished.client_module("A", 0)

@@ -48,7 +48,7 @@ def no_training(monkeypatch):
 
     monkeypatch.setattr("sys.argv", ["fedmoe"])
     monkeypatch.setattr(commands, "FederationCLI", OnlyFit)
-    monkeypatch.setattr("fedmoe_pl.setup.run_maker.fit", started)
+    monkeypatch.setattr("fedmoe_pl.federation.fit", started)
     before = signal.signal(signal.SIGPROF, timed_out)
     yield
     signal.signal(signal.SIGPROF, before)

@@ -41,7 +41,7 @@ class CostToTarget(FederationCallback):
 
     def on_fit_start(self, run: Run) -> None:
         """Refuses a metric that no client has."""
-        check_metric("CostToTarget: metric", self.metric, run.datamodule, run.metrics, run.models.values())
+        check_metric(self, "metric", self.metric, run.datamodule, run.metrics, run.models.values())
 
     def on_phase_end(self, run: Run, phase: Phase, evaluation: Evaluation | None) -> None:
         """Writes the rows of all methods so far."""

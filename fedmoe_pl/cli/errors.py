@@ -189,10 +189,16 @@ def place_in(items: Sequence[Any], index: int, key: str) -> str:
 def with_key(error: InvalidArgumentError, configuration: Mapping[str, Any]) -> str:
     """The sentence of an exception with the argument's key in the configuration, if its fields tell which it is."""
     named = [place for place in places(configuration) if f".{place.key}".endswith(f".{error.argument}")]
-    owned = [place for place in named if error.owner in (place.class_path.rpartition(".")[2], f"Phase '{place.phase}'")]
+    owned = [place for place in named if error.owner in _owners(place)]
     same = [place for place in owned or named if _shown(place.value) == error.value]
     found = next((each for each in (same, owned) if len(each) == 1), same if owned else [])
     return error.sentence(" or ".join(place.key for place in found)) if found else str(error)
+
+
+def _owners(place: Place) -> tuple[str, ...]:
+    """The names that whoever refuses an argument may give to what it belongs to."""
+    name, phase = place.class_path.rpartition(".")[2], f"Phase '{place.phase}'"
+    return name, phase, f"{phase}: {name}"
 
 
 def _shown(value: Any) -> str:

@@ -334,10 +334,6 @@ def _bytes(size: int) -> str:
 def _patterns(chosen: Iterable[str], names: Sequence[str]) -> list[str]:
     """The chosen names, in which a star stands for all names with a beginning, or for numbers.
 
-    Args:
-        chosen: names of tensors of the module, and of an algorithm's, such as ``control/<name of the module's>``.
-        names: names of all of the module's tensors.
-
     Example:
         >>> names = ["expert.body.w", "expert.body.b", "expert.head.w", "gate.w"]
         >>> _patterns(["expert.body.w", "expert.body.b", "gate.w", "own/expert.head.w", "sums/3"], names)

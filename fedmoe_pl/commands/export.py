@@ -13,11 +13,11 @@ from pathlib import Path
 from typing import Any, Literal, get_args
 
 import torch
-from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 
 from fedmoe_pl.checkpoints.writing import replacing
+from fedmoe_pl.checks import InvalidArgumentError, check_choice
 from fedmoe_pl.evaluation.outputs import has_trained_gate
 from fedmoe_pl.models.mixtures.sparse import dense_experts
 from fedmoe_pl.rounds.run import Run
@@ -58,14 +58,12 @@ def export_client(
     default = run.folder / "exported" / method / f"client_{client:03d}{SUFFIXES[format]}"
     path = Path(output) if output else default
     if path.is_dir():
-        raise MisconfigurationException(f"Federation: output is '{output}', but must be a file, not a folder.")
+        raise InvalidArgumentError("Federation", "output", output, "a file, not a folder")
     module, x = _Outputs(run.client_module(method, client)).eval(), _samples(run, client)
     content, difference = _exported(module, x, method, format)
     if not difference <= _TOLERANCE:
-        raise MisconfigurationException(
-            f"Federation: format is {format}, but must be one in which the model computes the same; its outputs differ "
-            f"by {difference:.1e} from the module's."
-        )
+        because = f"its outputs differ by {difference:.1e} from the module's"
+        raise InvalidArgumentError("Federation", "format", format, "one in which the model computes the same", because)
     with replacing(path) as temporary:
         temporary.write_bytes(content)
     names = " and ".join(module.names)
@@ -84,20 +82,15 @@ def _samples(run: Run, client: int) -> Tensor:
 
 
 def _exported(module: _Outputs, x: Tensor, method: str, format: str) -> tuple[bytes, float]:
-    """The content of the file, and the largest difference of its outputs from the module's.
-
-    Raises:
-        MisconfigurationException: if the model cannot be exported.
-    """
+    """The content of the file, and the largest difference of its outputs from the module's."""
     try:
         # which samples an expert receives depends on the data, which an exporter cannot follow
         with dense_experts(), _silent():
             content, exported = (_onnx if format == "onnx" else _torch_export)(module, x)
         return content, max(_difference(module, exported, batch) for batch in (x, x[:1]))
     except Exception as error:  # whatever torch's exporters raise
-        raise MisconfigurationException(
-            f"Federation: method is '{method}', but must be one whose model {format} can export ({_reason(error)})."
-        ) from error
+        allowed = f"one whose model {format} can export ({_reason(error)})"
+        raise InvalidArgumentError("Federation", "method", method, allowed) from error
 
 
 def _reason(error: BaseException) -> str:
@@ -124,34 +117,24 @@ def _silent() -> Iterator[None]:
 def _check(run: Run, method: str | None, client: int, format: str) -> str:
     """The method, if everything can be exported so."""
     methods = [evaluation.method for state in run.states.values() for evaluation in state.evaluations]
-    if method is None or method not in methods:
-        raise MisconfigurationException(
-            f"Federation: method is {method if method is None else repr(method)}, but must be a finished method: "
-            f"{', '.join(methods) or 'there is none yet'}."
-        )
+    if method is None:
+        raise InvalidArgumentError("Federation", "method", method, f"one of {', '.join(methods)}")
+    check_choice("Federation", "method", method, tuple(methods))
     if client not in run.clients:
-        allowed = (
-            f"from 0 to {run.clients[-1]}" if run.only_client is None else f"{run.only_client}, whose machine it is"
-        )
-        raise MisconfigurationException(f"Federation: client is {client}, but must be {allowed}.")
-    if format not in get_args(Format):
-        raise MisconfigurationException(
-            f"Federation: format is '{format}', but must be {' or '.join(get_args(Format))}."
-        )
+        who = f"from 0 to {run.clients[-1]}" if run.only_client is None else f"{run.only_client}, whose machine it is"
+        raise InvalidArgumentError("Federation", "client", client, who)
+    check_choice("Federation", "format", format, get_args(Format))
     algorithm = run.phase_and_moment(method, client)[0].algorithm
     if algorithm.has_predictor or not run.datamodule.has_pairs:
-        reason = f"{type(algorithm).__name__} predicts with more than a model"
+        because = f"{type(algorithm).__name__} predicts with more than a model"
         if not run.datamodule.has_pairs:
-            reason = "the batches of its data are no pairs of inputs and targets"
-        raise MisconfigurationException(
-            f"Federation: method is '{method}', but must be one whose model maps a tensor to scores; {reason}."
-        )
+            because = "the batches of its data are no pairs of inputs and targets"
+        allowed = "one whose model maps a tensor to scores"
+        raise InvalidArgumentError("Federation", "method", method, allowed, because)
     missing = [name for name in _NEEDED if find_spec(name) is None]
     if format == "onnx" and missing:
-        raise MisconfigurationException(
-            "Federation: format is 'onnx', but must be torch_export, because these packages are missing: "
-            f'{", ".join(missing)}. To install them: pip install "fedmoe-pl[export]".'
-        )
+        because = f'packages are missing ({", ".join(missing)}): pip install "fedmoe-pl[export]"'
+        raise InvalidArgumentError("Federation", "format", format, "torch_export", because)
     return method
 
 

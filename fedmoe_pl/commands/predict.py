@@ -57,11 +57,7 @@ def _predictions(run: Run) -> Iterator[dict[str, object]]:
 
 
 def _values(predictions: Tensor, targets: Tensor) -> dict[str, Tensor]:
-    """Columns of labels and predictions, each of shape (n,); several of each if a sample has several values.
-
-    Raises:
-        MisconfigurationException: if a sample has very many.
-    """
+    """Columns of labels and predictions, each of shape (n,); several of each if a sample has several values."""
     number = targets[:1].numel()
     if max(number, predictions[:1].numel()) > _MOST_VALUES:
         raise MisconfigurationException(

@@ -19,13 +19,12 @@ from fedmoe_pl.deployment.server import check_phases, serve
 from fedmoe_pl.deployment.speaking import Speaking, plain_warnings
 from fedmoe_pl.evaluation.evaluation import Evaluation
 from fedmoe_pl.phases.failures import ClientError
-from fedmoe_pl.setup.run_maker import RunMaker
 
 DEFAULT_ADDRESS = "127.0.0.1:8000"
 
 
 def run_server(
-    federation: RunMaker,
+    federation: Any,
     model: LightningModule,
     datamodule: FederatedDataModule,
     num_clients: int,
@@ -54,7 +53,7 @@ def run_server(
 
 
 def run_client(
-    federation: RunMaker,
+    federation: Any,
     model: LightningModule,
     datamodule: FederatedDataModule,
     client: int,

@@ -15,10 +15,9 @@ from fedmoe_pl.data import FederatedDataModule
 from fedmoe_pl.data.partitioners.given import AllToOne
 from fedmoe_pl.evaluation.outputs import described_batches
 from fedmoe_pl.setup.data import set_up
-from fedmoe_pl.setup.run_maker import RunMaker
 
 
-def own_data(datamodule: FederatedDataModule, client: int, federation: RunMaker) -> FederatedDataModule:
+def own_data(datamodule: FederatedDataModule, client: int, federation: Any) -> FederatedDataModule:
     """Sets a client's data up: all training samples are its own."""
     name = type(datamodule).__name__
     if datamodule.rotations is not None:
@@ -50,9 +49,7 @@ def _first_sample(datamodule: FederatedDataModule) -> Sequence[Any]:
     return batch[0], datamodule.y[:1] if datamodule.num_classes else batch[1]
 
 
-def described(
-    federation: RunMaker, model: LightningModule, datamodule: FederatedDataModule, client: int
-) -> dict[str, Any]:
+def described(federation: Any, model: LightningModule, datamodule: FederatedDataModule, client: int) -> dict[str, Any]:
     """What a client tells the server of its data: sizes, the shape and type of a sample, the number of classes."""
     parts = datamodule.train_samples, datamodule.validation_samples, datamodule.test_samples
     x, y = _first_sample(datamodule)

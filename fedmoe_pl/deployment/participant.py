@@ -44,7 +44,6 @@ from fedmoe_pl.evaluation.evaluation import ClientEvaluation, Evaluation
 from fedmoe_pl.phases.phase import Phase
 from fedmoe_pl.rounds.run import Run
 from fedmoe_pl.setup.own_client import OwnClient
-from fedmoe_pl.setup.run_maker import RunMaker
 from fedmoe_pl.trees import Tree
 
 
@@ -70,7 +69,7 @@ class Participant:
     """
 
     def __init__(
-        self, federation: RunMaker, model: LightningModule, datamodule: FederatedDataModule, client: int, folder: Path
+        self, federation: Any, model: LightningModule, datamodule: FederatedDataModule, client: int, folder: Path
     ) -> None:
         self.federation = federation
         self.model = model
@@ -156,7 +155,8 @@ class Participant:
         check_same(now, message.values["description"], [phase.name for phase in self.federation.phases])
         datamodule = copy.copy(self.datamodule)
         add_clients(datamodule, message.values["num_clients"], message.values["num_classes"])
-        self.run = self.federation.run_of_client(self.model, datamodule, self.folder)
+        run: Run = self.federation.run_of_client(self.model, datamodule, self.folder)
+        self.run = run
         self._run_name, self._phase = message.values["run"], ""
         self._remember("run", message)
         own = OwnClient(self.client, datamodule.num_clients, datamodule.num_classes)

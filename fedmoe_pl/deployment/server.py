@@ -35,7 +35,6 @@ from fedmoe_pl.deployment.store import ClientsStore
 from fedmoe_pl.evaluation.evaluation import Evaluation
 from fedmoe_pl.phases.phase import Phase
 from fedmoe_pl.rounds.run import Run
-from fedmoe_pl.setup.run_maker import RunMaker
 
 _NEED_DATA = (PartitionMonitor, ClientCheckpoint, RepresentationMonitor)
 
@@ -120,7 +119,7 @@ def _of_server(callback: FederationCallback) -> FederationCallback:
 
 
 def serve(
-    federation: RunMaker,
+    federation: Any,
     model: LightningModule,
     datamodule: FederatedDataModule,
     transport: Transport,

@@ -28,10 +28,6 @@ def evaluation_groups(training: LocalTraining, clients: Sequence[int]) -> list[l
     A client is alone if its model is large, has a convolution or holds a tensor under several names. A convolution
     gains nothing from stacking on a CPU; on a GPU, where this was not measured, a batch of one model is large already.
     ``functional_call`` does not put back the tensors of a module that has several names.
-
-    Args:
-        training: the phase's local training.
-        clients: ids of clients with models of their own.
     """
     sizes, groups = training.datamodule.train_samples.sizes.tolist(), []
     if training.datamodule.reader is not None:  # reading samples one by one takes longer than the calls that are saved

@@ -20,11 +20,6 @@ _COHORT, _EVALUATED = 1, 8  # separate the random numbers of cohorts and of eval
 def cohort_size(num_clients: int, clients_per_round: int | float | None) -> int:
     """Number of clients in a round.
 
-    Args:
-        num_clients: number of all clients, N.
-        clients_per_round: an int is the number itself. A float is a share C, ``max(int(C * N), 1)``, as most papers
-            round it; where a paper rounds up, give the number. None is all clients, as 1.0 is.
-
     Example:
         >>> cohort_size(100, 0.1), cohort_size(100, 7), cohort_size(100, 1), cohort_size(100, 1.0), cohort_size(4, 0.1)
         (10, 7, 1, 100, 1)
@@ -44,16 +39,6 @@ def takes_all(clients_per_round: int | float | None) -> bool:
 def sample_cohort(ids: Sequence[int], size: int, seed: int, round: int, attempt: int = 0) -> list[int]:
     """Draws ``size`` clients uniformly without replacement; the random numbers depend on (seed, round, attempt) only.
 
-    Args:
-        ids: the clients to draw from.
-        size: how many to draw.
-        seed: the run's seed.
-        round: the round, counted from 0.
-        attempt: how often the round was tried before.
-
-    Returns:
-        The drawn ids in the order of ``ids``.
-
     Example:
         >>> sample_cohort(range(4), 4, seed=0, round=0)
         [0, 1, 2, 3]
@@ -68,13 +53,6 @@ def sample_cohort(ids: Sequence[int], size: int, seed: int, round: int, attempt:
 def sample_poisson(ids: Sequence[int], expected: int, seed: int, round: int, attempt: int = 0) -> list[int]:
     """Draws for each client whether it joins the round; the random numbers depend on (seed, round, attempt) only.
 
-    Args:
-        ids: the clients to draw from.
-        expected: the expected number of clients, so that each joins with the probability ``expected / len(ids)``.
-        seed: the run's seed.
-        round: the round, counted from 0.
-        attempt: how often the round was tried before.
-
     Example:
         >>> sample_poisson(range(3), 3, seed=0, round=0), sample_poisson(range(6), 2, seed=0, round=2)
         ([0, 1, 2], [4])
@@ -87,11 +65,6 @@ def cohort_of(phase: Phase, num_clients: int, seed: int) -> Cohort:
     """The number of clients in each round of a phase, and those that they are drawn from.
 
     A share below 1 counts all clients, not only the participants.
-
-    Args:
-        phase: the phase.
-        num_clients: number of all clients.
-        seed: the run's seed.
     """
     participants = phase.algorithm.participants(range(num_clients), seed)
     all_of_them = takes_all(phase.clients_per_round)
@@ -99,15 +72,7 @@ def cohort_of(phase: Phase, num_clients: int, seed: int) -> Cohort:
 
 
 def phase_cohort(phase: Phase, num_clients: int, seed: int, round: int, attempt: int = 0) -> list[int]:
-    """Draws the clients of a round from the participants, as the phase's aggregation needs it.
-
-    Args:
-        phase: the phase.
-        num_clients: number of all clients.
-        seed: the run's seed.
-        round: the round, counted from 0 along the chain of phases that start from one another.
-        attempt: how often the round was tried before.
-    """
+    """Draws the clients of a round from the participants, as the phase's aggregation needs it."""
     cohort = cohort_of(phase, num_clients, seed)
     if phase.aggregation is not None and phase.aggregation.poisson_sampling:
         # a phase may start from two others, whose epsilons add up only if their cohorts are drawn independently
@@ -117,14 +82,6 @@ def phase_cohort(phase: Phase, num_clients: int, seed: int, round: int, attempt:
 
 def evaluated_clients(num_clients: int, number: int | None, seed: int) -> list[int]:
     """The clients that are evaluated, the same in all rounds and phases; the draw depends on the seed only.
-
-    Args:
-        num_clients: number of all clients.
-        number: how many are drawn, without replacement; None for all.
-        seed: the run's seed.
-
-    Returns:
-        Their ids in ascending order.
 
     Example:
         >>> evaluated_clients(3, None, seed=0), len(evaluated_clients(100, 20, seed=0))

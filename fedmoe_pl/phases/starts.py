@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Callable, Mapping, Sequence
 
-from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import LightningModule
 from lightning.pytorch.utilities import rank_zero_warn
 
+from fedmoe_pl.checks import InvalidArgumentError
 from fedmoe_pl.phases.phase import INITIAL, Phase
 
 Start = str | Mapping[str, str]
@@ -16,24 +15,13 @@ Start = str | Mapping[str, str]
 
 
 def find_starts(phases: Sequence[Phase]) -> dict[str, Start]:
-    """What each phase starts from, by the phase's name.
-
-    Args:
-        phases: all phases, whose names differ.
-
-    Raises:
-        MisconfigurationException: if ``start`` is not an earlier phase, or one whose result lacks what the algorithm
-            needs, if it names phases with different models and the phase has none of its own, or if the algorithm
-            needs an earlier phase and none fits.
-    """
+    """What each phase starts from, by the phase's name."""
     starts: dict[str, Start] = {}
     for index, phase in enumerate(phases):
         starts[phase.name] = _find_start(phase, phases[:index], starts)
         if len(owners := _owners(phases, starts, phase.name)) > 1:
-            raise MisconfigurationException(
-                f"{phase}: start is {phase.start}, phases with different models ({', '.join(owners)}), but must name "
-                "phases with the same model, unless the phase has a `model` of its own."
-            )
+            because = f"these are phases with different models ({', '.join(owners)}), and the phase has none of its own"
+            raise InvalidArgumentError(str(phase), "start", phase.start, "phases with the same model", because)
     return starts
 
 
@@ -54,17 +42,7 @@ def in_part(name: str, part: str) -> bool:
 
 
 def chain_of_starts(phases: Sequence[Phase], starts: Mapping[str, Start], name: str, part: str = "") -> list[Phase]:
-    """The phases whose training is in a phase's result, the last one first.
-
-    Args:
-        phases: all phases, or those up to this one.
-        starts: what each of them starts from, see :func:`find_starts`.
-        name: the phase's name, or ``initial``.
-        part: part of the model whose origin is followed where a phase has several starts; "" follows all of them.
-
-    Returns:
-        The phase itself, those that it starts from, and so on; nothing for ``initial``.
-    """
+    """The phases whose training is in a phase's result, or in one part of it, the last one first."""
     by_name = {phase.name: phase for phase in phases}
     chain, names = [], [name]
     while names:
@@ -87,36 +65,19 @@ def check_start(
 
     A part, such as ``local_expert``, that is taken from a phase must have the same tensors in both models. With a
     ``model`` of its own, a phase takes the parts that both models have; there must be one besides the gate.
-
-    Args:
-        phase: the phase.
-        start: what it starts from.
-        module: the phase's module.
-        module_of: makes the module of an earlier phase, by its name.
-
-    Raises:
-        MisconfigurationException: if a part does not exist, is replaced by the algorithm or missing although it builds
-            on it, differs between the models, or none is in both.
     """
     shapes = _shapes(module)
     for part in [] if isinstance(start, str) else start:
         if part not in shapes:
-            similar = difflib.get_close_matches(part, shapes, n=1)
-            hint = f"; did you mean {similar[0]}?" if similar else f": {', '.join(shapes)}."
-            raise MisconfigurationException(
-                f"{phase}: start is {start}, whose '{part}' must be a part of the {type(module).__name__}{hint}"
-            )
+            allowed = f"a dict of parts of the {type(module).__name__} ({', '.join(shapes)})"
+            raise InvalidArgumentError(str(phase), "start", start, allowed)
         if part in phase.algorithm.copied_parts:
-            raise MisconfigurationException(
-                f"{phase}: start is {start}, but must leave out '{part}', which {type(phase.algorithm).__name__} "
-                "starts as a copy of another part."
-            )
+            because = f"{type(phase.algorithm).__name__} starts it as a copy of another part"
+            raise InvalidArgumentError(str(phase), "start", start, f"without '{part}'", because)
     for part in [] if isinstance(start, str) else phase.algorithm.needed_parts:
         if part not in start:
-            raise MisconfigurationException(
-                f"{phase}: start is {start}, but must also name what '{part}' starts from, on which "
-                f"{type(phase.algorithm).__name__} builds."
-            )
+            because = f"{type(phase.algorithm).__name__} builds on it"
+            raise InvalidArgumentError(str(phase), "start", start, f"one that also names '{part}'", because)
     if isinstance(start, str) and phase.model is None:
         return  # the same model
     for part, name in sources(start):
@@ -125,20 +86,12 @@ def check_start(
         wrong = [other for other in parts if shapes[other] != before.get(other)]
         if wrong or not parts:
             difference = f"differs from the phase's own in '{wrong[0]}'" if wrong else "has no part of the phase's own"
-            raise MisconfigurationException(
-                f"{phase}: start is {_shown(start)}, but the model of '{name}' {difference}; it must be '{INITIAL}' or "
-                "a phase with the same tensors in each part that both models have."
-            )
+            allowed = f"'{INITIAL}' or a phase with the same tensors in each part that both models have"
+            raise InvalidArgumentError(str(phase), "start", start, allowed, f"the model of '{name}' {difference}")
 
 
 def warn_of_computed_parts(phase: Phase, start: Start, by_name: Mapping[str, Phase]) -> None:
-    """Warns of parts of a start that its clients were evaluated with, but that the phase does not get.
-
-    Args:
-        phase: the phase.
-        start: what it starts from.
-        by_name: all phases, by name.
-    """
+    """Warns of parts of a start that its clients were evaluated with, but that the phase does not get."""
     for part, name in sources(start):
         algorithm = by_name[name].algorithm
         for computed in algorithm.computed_parts:
@@ -170,20 +123,17 @@ def _find_start(phase: Phase, earlier: Sequence[Phase], starts: Mapping[str, Sta
     if phase.start is not None:
         for name in [phase.start] if isinstance(phase.start, str) else phase.start.values():
             if name not in (INITIAL, *names):
-                which = "start is" if isinstance(phase.start, str) else f"start is {phase.start}, which names"
-                raise MisconfigurationException(
-                    f"{phase}: {which} '{name}', but must be '{INITIAL}' or an earlier "
-                    f"phase{': ' + ', '.join(names) if names else ', and there is none'}."
-                )
+                allowed = f"'{INITIAL}' or an earlier phase ({', '.join(names) or 'there is none'})"
+                raise InvalidArgumentError(str(phase), "start", phase.start, allowed)
         _check_needed(phase, phase.start, earlier, starts)
         return phase.start
     followed = [other.name for other in earlier if phase.algorithm.follows(other.algorithm)]
     if not followed and phase.algorithm.needed_parts:
         needed = phase.algorithm.missing_start([]) or "one"
-        raise MisconfigurationException(
-            f"{phase}: {type(phase.algorithm).__name__} starts from an earlier phase, but none of [{', '.join(names)}] "
-            f"fits; add {needed} before it or name one with `start`."
+        because = (
+            f"{type(phase.algorithm).__name__} starts from an earlier phase, and none of [{', '.join(names)}] fits"
         )
+        raise InvalidArgumentError(str(phase), "start", None, f"{needed} before this phase", because)
     return followed[-1] if followed else INITIAL
 
 
@@ -194,11 +144,6 @@ def _check_needed(phase: Phase, start: Start, earlier: Sequence[Phase], starts: 
         name = start if isinstance(start, str) else start.get(part, INITIAL)
         chain = [other.algorithm for other in chain_of_starts(earlier, starts, name, part)]
         if chain and (needed := algorithm.missing_start(chain, "" if isinstance(start, str) else part)):
-            which = "start is" if isinstance(start, str) else f"start is {start}, whose '{part}' is from"
-            raise MisconfigurationException(
-                f"{phase}: {which} '{name}', but must be {needed}, or a phase that goes back to one."
-            )
-
-
-def _shown(start: Start) -> str:
-    return f"'{start}'" if isinstance(start, str) else str(start)
+            of_part = "" if isinstance(start, str) else f" for '{part}'"
+            allowed = f"{needed}, or a phase that goes back to one,{of_part}"
+            raise InvalidArgumentError(str(phase), "start", start, allowed.rstrip(","))

@@ -8,7 +8,6 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 
 import torch
-from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import LightningModule
 from torch.nn.parameter import is_lazy
 
@@ -18,7 +17,7 @@ from fedmoe_pl.backends import LocalTraining, client_of
 from fedmoe_pl.checkpoints.checkpoint import load_checkpoint
 from fedmoe_pl.checkpoints.client_state import check_states, joined, only
 from fedmoe_pl.checkpoints.phase_state import NOT_PRIVATE, PhaseState
-from fedmoe_pl.checks import InvalidArgumentError
+from fedmoe_pl.checks import InvalidArgumentError, naming
 from fedmoe_pl.data import FederatedDataModule
 from fedmoe_pl.evaluation.outputs import labelled_batches, outputs_of
 from fedmoe_pl.models import MixtureOfExperts, MixtureWeights
@@ -31,38 +30,23 @@ _TRAINED = "after local training"  # in Evaluation.moment
 
 
 def phase_module(model: LightningModule, phase: Phase) -> LightningModule:
-    """A copy of the model, with the phase's gate, mixing, optimizer and scheduler.
-
-    Raises:
-        MisconfigurationException: if the phase has one of these and the model is not a ``MixtureOfExperts``, or it does
-            not fit the model.
-    """
+    """A copy of the model, with the phase's gate, mixing, optimizer and scheduler."""
     module = copy_module(model)
     for part in ("gate", "mixing", "optimizer", "lr_scheduler"):
         replacement = getattr(phase, part)
         if replacement is None:
             continue
         if not isinstance(module, MixtureOfExperts):
-            raise MisconfigurationException(
-                f"{phase}: {part} is given, but the model is a {type(module).__name__} and only a MixtureOfExperts "
-                "lets a phase replace it."
-            )
+            because = f"only a MixtureOfExperts lets a phase replace it, and the model is a {type(module).__name__}"
+            raise InvalidArgumentError(str(phase), part, "given", "left out", because)
         setattr(module, part, copy.deepcopy(replacement).to(_dtype(model)) if part == "gate" else replacement)
-        try:
+        with naming(phase):
             module.check_parts()
-        except MisconfigurationException as error:
-            raise MisconfigurationException(f"{phase}: {error}") from error
     return module
 
 
 def sized(module: LightningModule, datamodule: FederatedDataModule, seed: int) -> LightningModule:
-    """The module in train mode, its lazy layers sized by a sample, such as a gate whose input width is unknown.
-
-    Args:
-        module: the module, which is changed.
-        datamodule: provides the sample.
-        seed: of the numbers that are drawn.
-    """
+    """The module in train mode, its lazy layers sized by a sample, such as a gate whose input width is unknown."""
     if any(is_lazy(parameter) for parameter in module.parameters()):
         seed_all(seed)
         ((batch, _),) = labelled_batches(datamodule, datamodule.train_samples.indices[:1])
@@ -85,12 +69,6 @@ def begin_phase(
     """The phase's state before its first round, or its result from a checkpoint.
 
     The initial tensors are loaded into the module.
-
-    Args:
-        phase: the phase.
-        module: the phase's module.
-        before: the parts that start from a phase, each with that phase's state; the part "" is the whole model.
-        result: the phase's result, see :func:`read_result`; None if the phase is to be trained.
     """
     state = _from_start(phase, module, before, copies=result is None)
     if result is None:
@@ -104,13 +82,7 @@ def begin_phase(
 
 
 def first_clients(training: LocalTraining, cohort: Sequence[int], kept: Mapping[int, Tree]) -> Iterator[Client]:
-    """The clients of a phase's first round as ``Algorithm.server_begin`` sees them, before anything is sent to them.
-
-    Args:
-        training: the phase's local training.
-        cohort: ids of the clients.
-        kept: the tensors that clients kept from earlier phases.
-    """
+    """The clients of a phase's first round as ``Algorithm.server_begin`` sees them, before anything is sent to them."""
     modules: dict[int, LightningModule] = {}
     for client_id in cohort:
         own_training, architecture = training.of(client_id), training.architecture(client_id)
@@ -120,19 +92,7 @@ def first_clients(training: LocalTraining, cohort: Sequence[int], kept: Mapping[
 
 
 def read_result(phase: Phase, module: LightningModule) -> PhaseState:
-    """Reads the phase's result from ``phase.ckpt_path`` and checks that it fits.
-
-    Args:
-        phase: a phase with a ``ckpt_path``.
-        module: the phase's module; its tensors are replaced.
-
-    Returns:
-        A state after the last round, without initial tensors.
-
-    Raises:
-        MisconfigurationException: if the checkpoint or a file that it needs cannot be read, if it has no such phase, if
-            it belongs to another model or algorithm, or if it lacks the models of a moment.
-    """
+    """Reads the phase's result from ``phase.ckpt_path`` and checks that it fits."""
     saved = _read(phase, module)
     check_moments(phase, saved)
     check_states(saved.clients)
@@ -169,13 +129,6 @@ def check_moments(phase: Phase, result: PhaseState) -> None:
     """Refuses a result without the models that clients trained last, if the phase is evaluated after local training.
 
     Clients keep them only in a phase that is evaluated then.
-
-    Args:
-        phase: the phase.
-        result: its result, from a checkpoint.
-
-    Raises:
-        MisconfigurationException: if the result lacks them.
     """
     if _evaluates_trained(phase) and all(evaluation.moment != _TRAINED for evaluation in result.evaluations):
         because = "the checkpoint has no models as they were after local training"
@@ -190,29 +143,26 @@ def _evaluates_trained(phase: Phase) -> bool:
 def _read(phase: Phase, module: LightningModule) -> PhaseState:
     """The phase's saved state; from a checkpoint of Lightning, a state with only the server's parameters."""
     state, content = _from_start(phase, module, []), load_checkpoint(phase.ckpt_path or "")
-    prefix = f"{phase}: ckpt_path is '{phase.ckpt_path}'"
+    refused = (str(phase), "ckpt_path", phase.ckpt_path)
     if "phases" not in content:
         parameters = [name for name in state.server if name in state.initial]  # the rest is the algorithm's own
         missing = [name for name in parameters if name not in content["state_dict"]]
         if missing:
-            raise MisconfigurationException(
-                f"{prefix}, which has no '{missing[0]}'; it must have all shared parameters."
-            )
+            because = f"this one has no '{missing[0]}'"
+            raise InvalidArgumentError(*refused, "a checkpoint with all shared parameters", because)
         saved = PhaseState({}, _selected(parameters, content["state_dict"]))
         load_tree(module, saved.server)
         return saved
     finished = [name for name, other in content["phases"].items() if other.finished]
     if phase.name not in finished:
-        raise MisconfigurationException(
-            f"{prefix}, whose finished phases are {finished}; '{phase.name}' must be one of them."
-        )
+        allowed = f"a checkpoint in which '{phase.name}' has finished"
+        raise InvalidArgumentError(*refused, allowed, f"only {finished} have in this one")
     saved = content["phases"][phase.name]
     load_tree(module, _selected(state.initial, saved.server))
     missing = [name for name in state.server if name not in saved.server]
     if missing:
-        raise MisconfigurationException(
-            f"{prefix}, where '{phase.name}' was another method or model: it has no '{missing[0]}'."
-        )
+        because = f"'{phase.name}' has no '{missing[0]}' in this one"
+        raise InvalidArgumentError(*refused, "a checkpoint of the same method and model", because)
     return saved
 
 

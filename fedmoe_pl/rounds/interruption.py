@@ -43,15 +43,6 @@ def interruptible(run: Run, runs: Path, command: str | None) -> Iterator[None]:
     second signal ends the process at once. So does a thread ten seconds after the first, if the main thread is in an
     operation that Python cannot interrupt. Signals that are ignored, or that the user handles, are left alone. So are
     all outside of the main thread, where Python has no signals.
-
-    Args:
-        run: the run.
-        runs: the folder of all runs.
-        command: the command line that continues the run, without ``--ckpt_path``; empty for Python, None for none.
-
-    Raises:
-        KeyboardInterrupt: on Ctrl-C.
-        SystemExit: on the other signals.
     """
     try:
         with _handled():
@@ -99,12 +90,7 @@ def _raise(signum: int, frame: FrameType | None) -> None:
 
 
 def _watch(read: int, signals: Sequence[int]) -> None:
-    """Ends the process at a second signal, or some seconds after the first.
-
-    Args:
-        read: where Python writes the number of every signal that arrives, also if the main thread hangs.
-        signals: the signals that end the run.
-    """
+    """Ends the process at a second signal, or some seconds after the first."""
     first: int | None = None
     while True:
         in_time = select.select([read], [], [], None if first is None else _SECONDS_TO_END)[0]
@@ -118,13 +104,7 @@ def _watch(read: int, signals: Sequence[int]) -> None:
 
 
 def how_to_continue(signum: int, checkpoint: Path, command: str) -> str:
-    """Says that a run has ended, and how it continues after its last whole round.
-
-    Args:
-        signum: the signal that ended it.
-        checkpoint: the run's last checkpoint, which may not exist.
-        command: the command that began the run, without ``--ckpt_path``; empty if it was Python.
-    """
+    """Says that a run has ended, and how it continues after its last whole round."""
     ended = f"fedmoe: {signal.Signals(signum).name} has ended the run"
     if not checkpoint.is_file():
         return f"{ended}, which has no checkpoint to continue from."
@@ -133,12 +113,7 @@ def how_to_continue(signum: int, checkpoint: Path, command: str) -> str:
 
 
 def requeue(runs: Path, checkpoint: Path) -> None:
-    """Requeues the job of SLURM, as Lightning does, and notes the checkpoint that the job continues from.
-
-    Args:
-        runs: the folder of all runs.
-        checkpoint: the run's last checkpoint.
-    """
+    """Requeues the job of SLURM, as Lightning does, and notes the checkpoint that the job continues from."""
     job = _job()
     if checkpoint.is_file():
         _note(runs, job).write_text(str(checkpoint))

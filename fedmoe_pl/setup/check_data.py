@@ -18,7 +18,7 @@ from fedmoe_pl.evaluation.evaluation import METRICS, SPLITS
 from fedmoe_pl.evaluation.metrics import check_values, measures_loss, names_of, predicts_classes
 from fedmoe_pl.evaluation.outputs import described_batches, labelled_batches
 from fedmoe_pl.models import MixtureOfExperts
-from fedmoe_pl.models.mixtures.tasks import FunctionLoss, fits, range_problem
+from fedmoe_pl.models.mixtures.tasks import fits, range_problem
 from fedmoe_pl.phases.phase import Phase
 
 _TRIED_SAMPLES = 8
@@ -27,23 +27,11 @@ _TRIED_SAMPLES = 8
 def check_task(
     phase: Phase, module: LightningModule, datamodule: FederatedDataModule, metrics: Mapping[str, Metric]
 ) -> None:
-    """Refuses a module or metrics that do not fit the targets.
-
-    Args:
-        phase: the phase.
-        module: the phase's module.
-        datamodule: the data and the clients that hold them; already set up.
-        metrics: the federation's metrics, by name.
-
-    Raises:
-        MisconfigurationException: if one of them does not fit.
-    """
+    """Refuses a module or metrics that do not fit the targets."""
     if datamodule.y.dim() > 2 and (datamodule.augmentation or datamodule.rotations):
         argument = "augmentation" if datamodule.augmentation else "rotations"
-        raise MisconfigurationException(
-            f"{type(datamodule).__name__}: {argument} must be left out for targets of shape "
-            f"{tuple(datamodule.y.shape[1:])}, which would not be changed with the images."
-        )
+        because = f"targets of shape {tuple(datamodule.y.shape[1:])} would not be changed with the images"
+        raise InvalidArgumentError(datamodule, argument, "given", "left out", because)
     if predicts_classes(module, datamodule):
         if phase.evaluate:
             _check_classes(phase, module, datamodule, metrics)
@@ -52,16 +40,15 @@ def check_task(
         _check_mixture(phase, module, datamodule, metrics)
     elif phase.evaluate:
         if datamodule.reader is not None and not datamodule.reader.has_targets:
-            raise MisconfigurationException(
-                f"{phase}: evaluate is True, but must be False, because the data have {described_batches(datamodule)} "
-                "without classes, so that no targets are known; let collate_fn make pairs of inputs and targets, or "
-                "targets name a key of dicts."
+            because = (
+                f"the data have {described_batches(datamodule)} without classes, so that no targets are known; let "
+                "collate_fn make pairs of inputs and targets, or targets name a key of dicts"
             )
+            raise InvalidArgumentError(str(phase), "evaluate", phase.evaluate, "False", because)
         if not metrics:
-            raise MisconfigurationException(
-                f"Federation: metrics is None, but must have at least one for a {type(module).__name__}, because the "
-                f"targets of {type(datamodule).__name__} are not classes."
-            )
+            because = f"the targets of {type(datamodule).__name__} are not classes"
+            allowed = f"at least one for a {type(module).__name__}"
+            raise InvalidArgumentError("Federation", "metrics", None, allowed, because)
         outputs, targets = _tried(phase, module, datamodule)
         check_values(metrics, module, outputs, targets)
 
@@ -110,65 +97,36 @@ def _check_mixture(
 ) -> None:
     """Refuses outputs that do not fit the targets, and a loss that is not one number."""
     outputs, targets = _tried(phase, module, datamodule)
-    name, data = type(module).__name__, type(datamodule).__name__
+    data = type(datamodule).__name__
     if module.task == "multiclass" and targets.is_floating_point():
-        raise MisconfigurationException(
-            f"{name}: task is 'multiclass', but must be binary, multilabel or regression, because the targets of "
-            f"{data} are {targets.dtype} and no integers, which classes must be."
-        )
+        because = f"the targets of {data} are {targets.dtype} and no integers, which classes must be"
+        raise InvalidArgumentError(module, "task", module.task, "binary, multilabel or regression", because)
     if not fits(module.task, outputs, targets):
-        raise MisconfigurationException(
-            f"{name}: task is '{module.task}', for which outputs of shape {tuple(outputs.shape[1:])} do not fit the "
-            f"targets of {data} of shape {tuple(targets.shape[1:])}; the model must give others."
-        )
+        shapes = f"outputs of shape {tuple(outputs.shape[1:])} do not fit targets of shape {tuple(targets.shape[1:])}"
+        allowed = f"one that fits the targets of {data}"
+        raise InvalidArgumentError(module, "task", module.task, allowed, f"{shapes} for this task")
     known = datamodule.y if datamodule.y.numel() else targets  # of samples that are read one by one, a few
     if problem := range_problem(module.task, module.criterion, outputs, known):
-        raise MisconfigurationException(
-            f"{name}: task is '{module.task}', but must fit the targets of {data}, which have {problem}."
+        raise InvalidArgumentError(
+            module, "task", module.task, f"one that fits the targets of {data}", f"they have {problem}"
         )
-    _check_loss_value(module, outputs, targets)
+    loss = module.loss_of(outputs, targets)
+    if not isinstance(loss, Tensor) or loss.dim():
+        what = f"values of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else f"a {type(loss).__name__}"
+        allowed = "one that gives one number, the mean over the samples, as a tensor"
+        raise InvalidArgumentError(module, "loss", module.criterion, allowed, f"it gives {what}")
     check_values(metrics, module, outputs, targets)
 
 
-def _check_loss_value(module: MixtureOfExperts, outputs: Tensor, targets: Tensor) -> None:
-    """Refuses a loss that cannot be computed of the outputs, or is not one number."""
-    criterion = module.criterion
-    function = criterion.function if isinstance(criterion, FunctionLoss) else None
-    name = "None" if criterion is None else getattr(function, "__name__", f"a {type(criterion).__name__}")
-    prefix = f"{type(module).__name__}: loss is {name}"
-    try:
-        loss = module.loss_of(outputs, targets)
-    except (RuntimeError, ValueError, TypeError, IndexError) as error:
-        raise MisconfigurationException(
-            f"{prefix}, but must be one for outputs of shape {tuple(outputs.shape[1:])} and targets of shape "
-            f"{tuple(targets.shape[1:])} ({type(error).__name__}: {str(error).splitlines()[0].rstrip('.')})."
-        ) from error
-    if not isinstance(loss, Tensor) or loss.dim():
-        what = f"values of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else f"a {type(loss).__name__}"
-        raise MisconfigurationException(
-            f"{prefix}, which gives {what}, but must give one number, the mean over the samples, as a tensor."
-        )
-
-
 def check_metric(
+    owner: object,
     argument: str,
     metric: str | None,
     datamodule: FederatedDataModule,
     metrics: Mapping[str, Metric],
     modules: Iterable[LightningModule],
 ) -> None:
-    """Refuses a metric that would be nan for all clients.
-
-    Args:
-        argument: the argument that names the metric, for the message, such as ``CostToTarget: metric``.
-        metric: the metric; None passes.
-        datamodule: the data and the clients that hold them; already set up.
-        metrics: the federation's metrics, by name.
-        modules: the modules that are evaluated; one that has the metric is enough.
-
-    Raises:
-        MisconfigurationException: if there is no such metric, no client has samples for it, or images are rotated.
-    """
+    """Refuses a metric that would be nan for all clients."""
     if metric is None:
         return
     modules = [*modules]
@@ -177,32 +135,21 @@ def check_metric(
     known = [*(METRICS if has_classes else ()), *names_of(metrics, has_loss)]
     known += ["validation_loss"] if has_classes or has_loss else []
     if metric not in known:
-        raise MisconfigurationException(f"{argument} is '{metric}', but must be one of {', '.join(known)}.")
+        raise InvalidArgumentError(owner, argument, metric, f"one of {', '.join(known)}")
     for split, samples, fraction in (
         ("validation", datamodule.validation_samples, "validation_fraction"),
         ("local_test", datamodule.test_samples, "test_fraction"),
     ):
         if metric.startswith(split) and not len(samples.indices):
-            raise MisconfigurationException(
-                f"{argument} is '{metric}', but {fraction} is 0, so that no client has such samples."
-            )
+            because = f"{fraction} is 0, so that no client has such samples"
+            raise InvalidArgumentError(owner, argument, metric, "another metric", because)
     if metric == "reweighted_test" and datamodule.rotations is not None:
-        raise MisconfigurationException(
-            f"{argument} is 'reweighted_test', which rotated images do not have; it must be another one, such as "
-            "local_test."
-        )
+        because = "rotated images do not have it"
+        raise InvalidArgumentError(owner, argument, metric, "another one, such as local_test", because)
 
 
 def check_monitor(phase: Phase, metrics: Mapping[str, Metric]) -> None:
-    """Refuses a monitor of which nobody knows whether a higher value is better.
-
-    Args:
-        phase: the phase.
-        metrics: the federation's metrics, by name.
-
-    Raises:
-        MisconfigurationException: if the metric does not say it.
-    """
+    """Refuses a monitor of which nobody knows whether a higher value is better."""
     for name, metric in metrics.items():
         if phase.monitor in [f"{split}_{name}" for split in SPLITS] and metric.higher_is_better is None:
             allowed = "a metric whose higher_is_better is true or false"

@@ -11,7 +11,7 @@ from torchmetrics import Metric
 from fedmoe_pl.algorithms.shared.requirements import warn_of_mixture
 from fedmoe_pl.backends import changes_loss, overridden_hooks
 from fedmoe_pl.checkpoints.phase_state import PhaseState
-from fedmoe_pl.checks import InvalidArgumentError, check_kind, is_path_below, plain
+from fedmoe_pl.checks import InvalidArgumentError, check_at_least, check_kind, naming
 from fedmoe_pl.data import FederatedDataModule
 from fedmoe_pl.models import Gate, MixtureOfExperts, PooledMoE
 from fedmoe_pl.models.normalization import has_batch_norm
@@ -23,43 +23,32 @@ from fedmoe_pl.rounds.begin import check_moments
 from fedmoe_pl.rounds.run import Run
 from fedmoe_pl.setup.check_data import check_metric, check_monitor, check_task
 from fedmoe_pl.setup.check_optimizer import check_optimizer, check_server_optimizer
-from fedmoe_pl.setup.check_trainer import check_client_trainer, check_trained, check_trainer
+from fedmoe_pl.setup.check_trainer import check_stopping, check_trained, check_trainer
 from fedmoe_pl.setup.needs import check_needs
 from fedmoe_pl.setup.trained_parts import TrainedParts
 from fedmoe_pl.trees import copy_module, names_of_same_tensors
 
 
 def check_run(run: Run, read_result: Callable[[Phase, LightningModule], PhaseState]) -> None:
-    """Checks a run before any training, and reads the results of phases that take theirs from a checkpoint.
-
-    Args:
-        run: the run; phases in its ``states`` have begun.
-        read_result: reads a phase's result, see ``begin.read_result``.
-
-    Raises:
-        MisconfigurationException: if a phase does not fit its Trainer, its module or the data.
-    """
+    """Checks a run before any training, and reads the results of phases that take theirs from a checkpoint."""
     _check_evaluated(run)
     by_name = {phase.name: phase for phase in run.phases}
     trained = TrainedParts(run.phases, run.starts)
     for phase in run.phases:
         trainer = phase.client_trainer(run.trainer)
         if phase.trainer:
-            try:
-                check_trainer(trainer)
-            except MisconfigurationException as error:
-                raise MisconfigurationException(f"{phase}: {error}") from error
+            check_trainer(trainer, str(phase))
         module = run.module(phase)
         check_start(phase, run.starts[phase.name], module, lambda name: run.module(by_name[name]))
         warn_of_computed_parts(phase, run.starts[phase.name], by_name)
         check_needs(phase, module, run.datamodule, trainer)
-        check_phase(phase, module, run.datamodule, run.seed, trainer["max_epochs"], run.metrics)
+        check_phase(phase, module, run.datamodule, run.seed, run.metrics)
         trained.add(phase, module, trainer["max_epochs"])
         trained.check_gate(phase, module)
         trained.warn_of_lost(phase, module)
         check_chain(phase, run.phases_before(phase))
         run.failures.check_cohort(phase, cohort_of(phase, run.datamodule.num_clients, run.seed).size)
-        check_client_trainer(phase, module, trainer, run.datamodule)
+        check_stopping(phase, module, trainer, run.datamodule)
         check_trained(phase, module, trainer["max_epochs"])
         if phase.ckpt_path and phase.name not in run.states:
             run.given_results[phase.name] = read_result(phase, module)
@@ -69,85 +58,28 @@ def check_run(run: Run, read_result: Callable[[Phase, LightningModule], PhaseSta
 
 
 def _check_evaluated(run: Run) -> None:
-    """Refuses to evaluate more clients than there are, and a monitor that none of the evaluated clients counts for."""
+    """Refuses to evaluate more clients than there are, and none of those by whom a phase selects its result."""
     number, num_clients = run.evaluation_clients, run.datamodule.num_clients
-    if number is not None and number > num_clients:
-        raise MisconfigurationException(
-            f"Federation: evaluation_clients is {number}, but must be at most the number of clients, {num_clients}."
-        )
+    check_at_least("Federation", "evaluation_clients", number, 1, num_clients)
     for phase in run.phases:
         if phase.monitor and not {*phase.algorithm.participants(range(num_clients), run.seed)} & {*run.evaluated}:
-            raise MisconfigurationException(
-                f"Federation: evaluation_clients is {number}, but must be larger, because none of these clients takes "
-                f"part in '{phase.name}', which has a monitor."
-            )
+            because = f"none of these clients takes part in '{phase.name}', which selects a round"
+            raise InvalidArgumentError("Federation", "evaluation_clients", number, "larger", because)
 
 
 def check_phases(phases: Sequence[Phase], evaluate_every_n_rounds: int) -> None:
-    """Checks the phases' names, and that a phase with a monitor is evaluated.
-
-    Raises:
-        MisconfigurationException: if there are no phases, two have the same name, the evaluation interval is negative,
-            or it is 0 for a phase with a monitor; if an object is of another kind.
-    """
+    """Refuses phases of the same name, and one that selects a round although its rounds are not evaluated."""
     check_kind("Federation", "phases", phases, Sequence)
     for phase in phases:
         check_kind("Federation", "each of phases", phase, Phase)
         check_kind(str(phase), "gate", phase.gate, Gate)
         check_kind(str(phase), "model", phase.model, LightningModule)
-    names = [phase.method(moment) for phase in phases for moment in phase.moments]
-    if not phases or len(set(names)) < len(names):
-        raise MisconfigurationException(
-            f"Federation: phases has the names {names}, but needs at least one phase and every name once."
-        )
-    if not isinstance(plain(evaluate_every_n_rounds), int) or evaluate_every_n_rounds < 0:
-        raise MisconfigurationException(
-            f"Federation: evaluate_every_n_rounds is {evaluate_every_n_rounds}, but must be at least 0."
-        )
-    for phase in phases:
         every = phase.evaluation.every_n_rounds
         if phase.select and not (phase.evaluate and (evaluate_every_n_rounds if every is None else every)):
             raise InvalidArgumentError(str(phase), "select", "given", "left out", "its rounds are not evaluated")
-
-
-def check_name(name: str) -> None:
-    """Refuses a name that is no folder below ``default_root_dir``.
-
-    Raises:
-        MisconfigurationException: if it is not.
-    """
-    if name and not is_path_below(name):
-        raise MisconfigurationException(
-            f"Federation: name is {name!r}, but must be that of a folder below default_root_dir, without '..'."
-        )
-
-
-def check_store(store: str, enable_checkpointing: bool) -> None:
-    """Refuses an unknown store, and ``disk`` without checkpoints.
-
-    Raises:
-        MisconfigurationException: if it is one of these.
-    """
-    if store not in ("memory", "disk"):
-        raise MisconfigurationException(f"Federation: store is '{store}', but must be memory or disk.")
-    if store == "disk" and not enable_checkpointing:
-        raise MisconfigurationException("Federation: store is 'disk', which needs enable_checkpointing to be true.")
-
-
-def check_validates(datamodule: FederatedDataModule) -> None:
-    """Refuses data without validation samples.
-
-    Args:
-        datamodule: the data; already set up.
-
-    Raises:
-        MisconfigurationException: if no client has any.
-    """
-    if not len(datamodule.validation_samples.indices):
-        raise MisconfigurationException(
-            f"{type(datamodule).__name__}: validation_fraction is {datamodule.validation_fraction}, so that no client "
-            "has validation samples; it must be above 0."
-        )
+    names = [phase.method(moment) for phase in phases for moment in phase.moments]
+    if not phases or len(set(names)) < len(names):
+        raise InvalidArgumentError("Federation", "phases", names, "at least one phase, and every name once")
 
 
 def check_phase(
@@ -155,70 +87,47 @@ def check_phase(
     module: LightningModule,
     datamodule: FederatedDataModule,
     seed: int,
-    max_epochs: int,
     metrics: Mapping[str, Metric] | None = None,
 ) -> None:
-    """Refuses a phase that does not fit its module or the data.
-
-    Args:
-        phase: the phase.
-        module: the phase's module.
-        datamodule: the data and the clients that hold them; already set up.
-        seed: the run's seed.
-        max_epochs: local epochs of a client in a round.
-        metrics: the federation's metrics, by name; None for none.
-
-    Raises:
-        MisconfigurationException: if its cohort, algorithm, module, monitor, optimizer or aggregation does not fit.
-    """
+    """Refuses a phase that does not fit its module or the data."""
     _check_cohort(phase, datamodule.num_clients, seed)
     _check_loss(phase, module)
-    try:
+    with naming(phase):
         phase.algorithm.check(module)
-    except MisconfigurationException as error:
-        raise MisconfigurationException(f"{phase}: {error}") from error
     _check_shared_names(phase, module)
     _check_architectures(phase, module, datamodule.num_clients)
     _check_pool(phase, module, datamodule.num_clients)
     check_task(phase, module, datamodule, metrics or {})
-    check_metric(f"{phase}: select.monitor", phase.monitor, datamodule, metrics or {}, [module])
+    check_metric(str(phase), "select.monitor", phase.monitor, datamodule, metrics or {}, [module])
     check_monitor(phase, metrics or {})
     _check_samples(phase, module, datamodule, seed)
     if phase.evaluate:
         warn_of_mixture(phase.algorithm, module)
-    check_optimizer(phase, module, max_epochs)
+    check_optimizer(phase, module)
     check_server_optimizer(phase, module)
     check_aggregation(phase, module, datamodule.num_clients, seed)
 
 
 def _check_cohort(phase: Phase, num_clients: int, seed: int) -> None:
     """Refuses a cohort larger than the number of participants."""
-    participants = phase.algorithm.participants(range(num_clients), seed)
-    all_of_them = takes_all(phase.clients_per_round)
-    size = 1 if all_of_them else cohort_size(num_clients, phase.clients_per_round)
-    if size > len(participants):
-        who = "clients" if len(participants) == num_clients else "clients that take part"
-        raise MisconfigurationException(
-            f"{phase}: clients_per_round is {phase.clients_per_round}, but must be at most the number of {who}, "
-            f"{len(participants)}."
-        )
+    most = len(phase.algorithm.participants(range(num_clients), seed))
+    size = phase.clients_per_round
+    if not takes_all(size) and cohort_size(num_clients, size) > most:
+        who = "clients" if most == num_clients else "clients that take part"
+        raise InvalidArgumentError(str(phase), "clients_per_round", size, f"at most the number of {who}, {most}")
 
 
 def _check_loss(phase: Phase, module: LightningModule) -> None:
-    """Refuses modules that an algorithm with its own loss cannot train."""
+    """Refuses modules that an algorithm with its own loss cannot train, or whose hooks it would skip."""
     if not changes_loss(phase.algorithm):
         return
-    algorithm = type(phase.algorithm).__name__
+    algorithm, name = type(phase.algorithm).__name__, type(module).__name__
     if not (callable(getattr(module, "loss", None)) and module.automatic_optimization):
-        raise MisconfigurationException(
-            f"{phase}: {algorithm} has its own loss, so the model must have a method loss(batch) -> (loss, metrics) "
-            f"and automatic optimization, which {type(module).__name__} lacks."
-        )
+        because = f"{name} lacks a method loss(batch) -> (loss, metrics) or automatic optimization, which it needs"
+        raise InvalidArgumentError(str(phase), "algorithm", phase.algorithm, "another", because)
     if hooks := overridden_hooks(module):
-        raise MisconfigurationException(
-            f"{phase}: {type(module).__name__} has its own hooks ({', '.join(hooks)}), which {algorithm} would skip, "
-            "because it calls the loss itself; move their work into loss(batch)."
-        )
+        because = f"{algorithm} calls loss(batch) itself, and would skip {name}'s hooks ({', '.join(hooks)})"
+        raise InvalidArgumentError(str(phase), "algorithm", phase.algorithm, "another", because)
 
 
 def _check_shared_names(phase: Phase, module: LightningModule) -> None:
@@ -241,8 +150,7 @@ def _check_architectures(phase: Phase, module: LightningModule, num_clients: int
     for architecture in sorted({module.client_architecture(client) for client in range(num_clients)}):
         client_module = copy_module(module)
         client_module.keep_architecture(architecture)
-        missing = sorted(shared - client_module.state_dict().keys())
-        if missing:
+        if missing := sorted(shared - client_module.state_dict().keys()):
             raise MisconfigurationException(
                 f"{phase}: {type(phase.algorithm).__name__} shares '{missing[0]}', which clients of architecture "
                 f"{architecture} do not have; only tensors that all clients have can be shared."
@@ -252,13 +160,11 @@ def _check_architectures(phase: Phase, module: LightningModule, num_clients: int
 def _check_pool(phase: Phase, module: LightningModule, num_clients: int) -> None:
     """Refuses a pool with room for another number of clients, unless it is given, as it is for new clients."""
     if isinstance(module, PooledMoE) and phase.ckpt_path is None and module.num_experts != num_clients:
-        raise MisconfigurationException(
-            f"PooledMoE: num_experts is {module.num_experts}, but must be num_clients, {num_clients}."
-        )
+        raise InvalidArgumentError(module, "num_experts", module.num_experts, f"num_clients, {num_clients}")
 
 
 def _check_samples(phase: Phase, module: LightningModule, datamodule: FederatedDataModule, seed: int) -> None:
-    """Refuses data without the samples that the phase's monitor or batch normalization needs."""
+    """Refuses data without the samples that the phase's selection or batch normalization needs."""
     train = datamodule.train_samples
     sizes = opted_in(phase.algorithm, train, seed).sizes
     if phase.monitor == "reweighted_test" and ((sizes > 0) & (sizes < train.sizes)).any():

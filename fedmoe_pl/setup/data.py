@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 
 import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
@@ -11,8 +12,11 @@ from torch import Tensor
 
 from fedmoe_pl.checks import check_kind
 from fedmoe_pl.data import FederatedDataModule
+from fedmoe_pl.data.own_client import add_clients
+from fedmoe_pl.data.partitioners.given import AllToOne
 from fedmoe_pl.phases.cohort import opted_in
 from fedmoe_pl.phases.phase import Phase
+from fedmoe_pl.setup.own_client import OwnClient
 
 
 def set_up(datamodule: FederatedDataModule, phases: Sequence[Phase], seed: int) -> None:
@@ -61,3 +65,17 @@ def _opted_in_everywhere(datamodule: FederatedDataModule, phases: Sequence[Phase
         if len(chosen) + len(opted_in(algorithm, validation, seed, validation=True).indices) < number:
             samples, all_opt_in = samples[torch.isin(samples, chosen)], False
     return None if all_opt_in else samples
+
+
+def set_up_as_saved(
+    datamodule: FederatedDataModule, checkpoint: Path, phases: Sequence[Phase], seed: int
+) -> int | None:
+    """Sets the data up for a checkpoint's run; returns the id of the only client with samples, if there is only one."""
+    own = OwnClient.read(checkpoint)
+    if own is not None and not datamodule.is_set_up:
+        datamodule.partitioner = AllToOne(own.id)
+    set_up(datamodule, phases, seed)
+    if own is None:
+        return None
+    add_clients(datamodule, own.num_clients, own.num_classes)
+    return own.id

@@ -40,11 +40,7 @@ class _Missing(NamedTuple):
 def check_needs(
     phase: Phase, module: LightningModule, datamodule: FederatedDataModule, trainer: Mapping[str, Any]
 ) -> None:
-    """Refuses a phase that lacks something of what its algorithm needs.
-
-    Raises:
-        InvalidArgumentError: if it does, or a need is unknown.
-    """
+    """Refuses a phase that lacks something of what its algorithm needs."""
     name = type(phase.algorithm).__name__
     for need in phase.algorithm.needs:
         if need not in get_args(Need):

@@ -35,11 +35,7 @@ class OwnClient:
 
     @classmethod
     def read(cls, checkpoint: Path) -> OwnClient | None:
-        """Reads the file of the run that a checkpoint belongs to; None if it is no client's.
-
-        Raises:
-            MisconfigurationException: if the file is damaged.
-        """
+        """Reads the file of the run that a checkpoint belongs to; None if it is no client's."""
         path = checkpoint.parent.parent / _FILE
         if not (is_of_run(checkpoint) and path.is_file()):
             return None

@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 import yaml
-from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import LightningModule
 from lightning.pytorch.loggers import Logger, TensorBoardLogger
 from lightning.pytorch.utilities import rank_zero_info
@@ -21,7 +20,7 @@ from fedmoe_pl.checkpoints.lock import locked
 from fedmoe_pl.checkpoints.phase_state import PhaseState
 from fedmoe_pl.checkpoints.resume import identify
 from fedmoe_pl.checkpoints.writing import cannot_be_made, replacing
-from fedmoe_pl.checks import check_kind
+from fedmoe_pl.checks import InvalidArgumentError, check_kind, naming
 from fedmoe_pl.data import FederatedDataModule
 from fedmoe_pl.logs.loggers import RunLoggers
 from fedmoe_pl.phases.phase import INITIAL, Phase
@@ -45,23 +44,7 @@ def make_run(
     read_result: Callable[[Phase, LightningModule], PhaseState] = read_result,
     **attributes: Any,
 ) -> Run:
-    """Makes a run and makes all its checks, before any training.
-
-    Args:
-        model: the federation's model; it is not changed.
-        datamodule: the data and the clients that hold them; already set up.
-        phases: the phases, in order.
-        trainer: arguments of all clients' Trainers.
-        backend: how clients are trained; it gets worker processes if there are several devices.
-        devices: the devices to train on, one for each client that is trained at the same time.
-        seed: the seed of all random numbers.
-        initial: tensors that replace those of the models, by the names of ``Run.models``.
-        read_result: reads the result of a phase that takes it from a checkpoint.
-        attributes: the other attributes of the run. Its folder is that of all runs if its own is still to be made.
-
-    Raises:
-        MisconfigurationException: if model, data, phases and trainer do not fit together.
-    """
+    """Makes a run and makes all its checks, before any training."""
     backend = _with_workers(backend, trainer, devices)
     run = Run(
         phases=phases,
@@ -105,9 +88,9 @@ def _check_configured(model: LightningModule) -> None:
     configured = copy_module(model)
     configured.configure_model()
     if added := [*(configured.state_dict().keys() - model.state_dict().keys())]:
-        raise MisconfigurationException(
-            f"model is a {type(model).__name__} whose configure_model makes '{min(added)}', but must make all layers "
-            "in its constructor, because clients and server exchange them before there is a Trainer."
+        because = f"configure_model makes '{min(added)}' only after clients and server have exchanged the others"
+        raise InvalidArgumentError(
+            "Federation", "model", model, "one that makes all layers in its constructor", because
         )
 
 
@@ -116,10 +99,8 @@ def _with_workers(backend: Backend, trainer: dict[str, Any], devices: Sequence[t
     requested = trainer.get("devices", "auto")
     if isinstance(backend, WorkersBackend):
         if requested not in ("auto", 1):
-            raise MisconfigurationException(
-                f"trainer.devices is {requested}, but must be left out, because {type(backend).__name__} has its own "
-                "workers."
-            )
+            because = f"{type(backend).__name__} has its own workers"
+            raise InvalidArgumentError("Federation", "trainer.devices", requested, "left out", because)
         return backend
     if len(devices) == 1:
         return backend
@@ -136,18 +117,7 @@ def open_run(
     make_store: Callable[[Run], Store],
     logger: bool | Logger | list[Logger],
 ) -> Iterator[None]:
-    """Plans a run's phases, and opens its backend, folder, store and loggers for its rounds; closes them afterwards.
-
-    Args:
-        run: the run.
-        runs: the folder in which to make the run's own; None if it has one.
-        ckpt_path: the checkpoint with which a resumed run goes on; None for a new run.
-        make_store: makes the store, once the run has its folder.
-        logger: True for TensorBoard, False for none, or any loggers.
-
-    Raises:
-        MisconfigurationException: if the backend cannot train a phase, or a file cannot be written.
-    """
+    """Plans a run's phases, and opens its backend, folder, store and loggers for its rounds; closes them afterwards."""
     _plan_phases(run)
     try:
         run.backend.open()
@@ -163,11 +133,7 @@ def open_run(
 
 
 def _plan_phases(run: Run) -> None:
-    """Plans the training of every phase that has rounds left, and logs the plans.
-
-    Raises:
-        MisconfigurationException: if the backend cannot train a phase.
-    """
+    """Plans the training of every phase that has rounds left, and logs the plans."""
     phases: dict[str, list[str]] = {}
     for phase in run.phases:
         state = run.states.get(phase.name) or run.given_results.get(phase.name)
@@ -178,10 +144,8 @@ def _plan_phases(run: Run) -> None:
         initial = {name: tensor.detach().cpu() for name, tensor in module.state_dict().items()}
         training = run.local_training(phase, module, initial)
         freeze_shared(training, state)
-        try:
+        with naming(phase):
             plan = run.backend.plan(training)
-        except MisconfigurationException as error:
-            raise MisconfigurationException(f"{phase}: {error}") from error
         run.plans[phase.name] = plan
         phases.setdefault(plan.description, []).append(phase.name)
     if phases:

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import LightningModule
 from lightning.pytorch.utilities import rank_zero_warn
 
 from fedmoe_pl.backends import changes_loss
 from fedmoe_pl.backends.training import epochs_to_try
+from fedmoe_pl.checks import InvalidArgumentError
 from fedmoe_pl.models import FixedGate, MixtureOfExperts
 from fedmoe_pl.phases.phase import Phase
 from fedmoe_pl.phases.starts import Start, chain_of_starts
@@ -30,13 +30,7 @@ class TrainedParts:
         self.names: dict[str, set[str]] = {}
 
     def add(self, phase: Phase, module: LightningModule, max_epochs: int) -> None:
-        """Notes the parameters that a phase trains: by a mixture's own loss, those of the experts that are weighed.
-
-        Args:
-            phase: the phase.
-            module: its module.
-            max_epochs: local epochs of a client in a round; without any, it counts what one would train.
-        """
+        """Notes the parameters that a phase trains: by a mixture's own loss, those of the experts that are weighed."""
         algorithm, idle = phase.algorithm, []
         renames = "fresh_optimizers" in algorithm.needs
         if not (changes_loss(algorithm) or renames):
@@ -59,24 +53,21 @@ class TrainedParts:
         """Refuses a gate that weighs an expert which neither the phase nor one that it starts from has trained.
 
         Of an expert whose parameters are all frozen, it warns: the user may have trained it.
-
-        Raises:
-            MisconfigurationException: if there is such an expert.
         """
         for part in _weighed(module) if phase.evaluate and not phase.algorithm.has_predictor else []:
             parameters = [*module.get_submodule(part).parameters()]
             if not parameters or self._is_trained(phase, part):
                 continue
             gate: Any = module.gate
-            sentence = f"{phase}: gate is {type(gate).__name__}, which weighs the module's {part}, but "
             if any(parameter.requires_grad for parameter in parameters):
                 trained = [other for other in _parts(module) if self._is_trained(phase, other)]
-                raise MisconfigurationException(
-                    f"{sentence}must weigh trained experts only ({', '.join(trained) or 'there is none'}): neither "
-                    f"{type(phase.algorithm).__name__} nor a phase that it starts from trains this one. If it is "
-                    "pretrained, freeze its parameters."
-                )
-            rank_zero_warn(f"{sentence}no phase trains it, because its parameters are frozen; is it pretrained?")
+                allowed = f"one that weighs trained experts only ({', '.join(trained) or 'there is none'})"
+                because = f"no phase trains {part}; if it is pretrained, freeze its parameters"
+                raise InvalidArgumentError(str(phase), "gate", gate, allowed, because)
+            rank_zero_warn(
+                f"{phase}: gate is {type(gate).__name__}, which weighs the module's {part}, but no phase trains it, "
+                "because its parameters are frozen; is it pretrained?"
+            )
 
     def _is_trained(self, phase: Phase, part: str) -> bool:
         """Whether a part was trained in the phase, in one that it starts from, or in another run."""
@@ -85,12 +76,7 @@ class TrainedParts:
         return any(other.ckpt_path for other in chain) or any(name.startswith(f"{part}.") for name in names)
 
     def warn_of_lost(self, phase: Phase, module: LightningModule) -> None:
-        """Warns of a shared parameter that each client has trained for itself before: the server has the initial one.
-
-        Args:
-            phase: the phase.
-            module: its module.
-        """
+        """Warns of a shared parameter that each client has trained for itself before: the server begins anew."""
         for name, _ in module.named_parameters():
             if not phase.algorithm.is_shared(name):
                 continue

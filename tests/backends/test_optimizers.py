@@ -160,12 +160,12 @@ REFUSED = {
     "rounds": (
         {"round_lr_scheduler": partial(lr_scheduler.OneCycleLR, max_lr=0.1, total_steps=2), "rounds": 4},
         PureOneWeight(),
-        "Phase 'it': round_lr_scheduler cannot be stepped once per round",
+        "one that is stepped once per round",
     ),
     "cycle": (
         {"round_lr_scheduler": partial(lr_scheduler.ExponentialLR, gamma=0.5), "rounds": 2},
         WithCycle(),
-        "must be left out with OneCycleLR, a scheduler over epochs that has learning rates of its own",
+        "must be left out, because OneCycleLR, a scheduler over epochs, has learning rates of its own",
     ),
     "two": ({"keep_optimizer": True, "rounds": 2}, TwoOptimizers(), "returns more than an optimizer"),
     "stack": ({"keep_optimizer": True, "rounds": 2}, WithMomentum(), "each client keeps the state of its optimizer"),

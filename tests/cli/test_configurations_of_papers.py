@@ -63,7 +63,7 @@ def test_configurations_that_are_not_run_pass_all_checks(path, tmp_path, monkeyp
         assert run.hparams["model"]["init_args"]["channels_last"] == (path.stem != "pfl_moe_cifar10_vgg16")
         raise Checked
 
-    monkeypatch.setattr("fedmoe_pl.setup.run_maker.fit", stop)
+    monkeypatch.setattr("fedmoe_pl.federation.fit", stop)
     with pytest.raises(Checked):
         main(["fit", "--config", str(short_file(path, tmp_path))])
 

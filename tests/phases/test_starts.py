@@ -1,7 +1,6 @@
 """What a phase starts from."""
 
 import pytest
-from lightning.fabric.utilities.exceptions import MisconfigurationException
 
 from fedmoe_pl import Phase
 from fedmoe_pl.algorithms import (
@@ -13,73 +12,45 @@ from fedmoe_pl.algorithms import (
     PFLMoE,
     SpecialistMixture,
 )
+from fedmoe_pl.checks import InvalidArgumentError
 from fedmoe_pl.models import LinearGate
 from fedmoe_pl.phases.starts import chain_of_starts, find_starts
 
 FEDERATED = Phase("F", FedAvg("global_expert.*"))
 QUARTER = Phase("quarter", PersonalizedExpert(gate_fraction=0.25))
 ALL = Phase("all", PersonalizedExpert())
-LACKING = {
-    "start is 'F', but must be a phase of PersonalizedExpert with gate_fraction 0.25, or": [
-        FEDERATED,
-        Phase("G", PFLMoE(), gate=LinearGate(6), start="F"),
-    ],
-    "start is 'F', but must be a phase of PersonalizedExpert with gate_fraction 0, or": [
-        FEDERATED,
-        Phase("G", SpecialistMixture(), start="F"),
-    ],
-    "start is 'all', but must be a phase of PersonalizedExpert with gate_fraction 0.25, or": [
-        FEDERATED,
-        ALL,
-        Phase("G", PFLMoE(gate_fraction=0.25), start="all"),
-    ],
-    "start is 'quarter', but must be a phase of PersonalizedExpert with gate_fraction 0, or": [
-        FEDERATED,
-        QUARTER,
-        Phase("G", SpecialistMixture(), start="quarter"),
-    ],
-    "start is 'again', but must be a phase of PersonalizedExpert with gate_fraction 0.25, or": [
-        FEDERATED,
-        QUARTER,
-        Phase("again", PersonalizedExpert(), start="quarter"),  # has seen the samples that the first left out
-        Phase("G", PFLMoE(), start="again"),
-    ],
-    "start is 'other', but must be a phase of PersonalizedExpert with gate_fraction 0.25, or": [
-        FEDERATED,
-        QUARTER,
-        Phase("other", PFLMoE(0.5, interleaved=True), start="quarter"),  # trains an expert on another split
-        Phase("G", PFLMoE(), start="other"),
-    ],
-    "start is 'again', but must be a phase of PersonalizedExpert with gate_fraction 0.25, or ": [
-        FEDERATED,
-        QUARTER,
-        Phase("again", Local("local_expert.classifier.*"), start="quarter"),  # on all samples
-        Phase("G", PFLMoE(), start="again"),
-    ],
-    **{
-        f"start is 'alone', but must be a federated phase, or{' ' * number}": [
-            Phase("alone", Local()),
-            FEDERATED,
-            Phase("G", algorithm, start="alone"),
-        ]
-        for number, algorithm in enumerate(
-            (PersonalizedExpert(), PFLMoE(interleaved=True), FineTunedCluster(), ClusterMixture())
-        )
-    },
-    "start is 'Local', but must be a phase of PersonalizedExpert with gate_fraction 0.1, or": [
-        FEDERATED,
-        Phase("Local", Local("local_expert.*"), start="F"),
-        Phase("G", PFLMoE(0.1), start="Local"),
-    ],
-}
+WITHOUT_SAMPLES = "a phase of PersonalizedExpert with gate_fraction"
+LACKING = [
+    (f"{WITHOUT_SAMPLES} 0.25", [Phase("G", PFLMoE(), gate=LinearGate(6), start="F")]),
+    (f"{WITHOUT_SAMPLES} 0", [Phase("G", SpecialistMixture(), start="F")]),
+    (f"{WITHOUT_SAMPLES} 0.25", [ALL, Phase("G", PFLMoE(gate_fraction=0.25), start="all")]),
+    (f"{WITHOUT_SAMPLES} 0", [QUARTER, Phase("G", SpecialistMixture(), start="quarter")]),
+    (  # the last expert has seen the samples that the first left out
+        f"{WITHOUT_SAMPLES} 0.25",
+        [QUARTER, Phase("again", PersonalizedExpert(), start="quarter"), Phase("G", PFLMoE(), start="again")],
+    ),
+    (  # trains an expert on another split
+        f"{WITHOUT_SAMPLES} 0.25",
+        [QUARTER, Phase("o", PFLMoE(0.5, interleaved=True), start="quarter"), Phase("G", PFLMoE(), start="o")],
+    ),
+    (  # trains a part of the expert on all samples
+        f"{WITHOUT_SAMPLES} 0.25",
+        [QUARTER, Phase("o", Local("local_expert.classifier.*"), start="quarter"), Phase("G", PFLMoE(), start="o")],
+    ),
+    (f"{WITHOUT_SAMPLES} 0.1", [Phase("o", Local("local_expert.*"), start="F"), Phase("G", PFLMoE(0.1), start="o")]),
+    *(
+        ("a federated phase", [Phase("alone", Local()), Phase("G", algorithm, start="alone")])
+        for algorithm in (PersonalizedExpert(), PFLMoE(interleaved=True), FineTunedCluster(), ClusterMixture())
+    ),
+]
 
 
-@pytest.mark.parametrize("sentence", LACKING)
-def test_a_mixture_with_a_local_expert_that_is_untrained_or_has_seen_the_gate_s_samples_is_refused(sentence):
-    with pytest.raises(
-        MisconfigurationException, match=f"^Phase 'G': {sentence.rstrip()} a phase that goes back to one.$"
-    ):
-        find_starts(LACKING[sentence])
+@pytest.mark.parametrize(("needed", "phases"), LACKING)
+def test_a_mixture_with_a_local_expert_that_is_untrained_or_has_seen_the_gate_s_samples_is_refused(needed, phases):
+    with pytest.raises(InvalidArgumentError) as error:
+        find_starts([FEDERATED, *phases])
+    assert (error.value.owner, error.value.argument) == ("Phase 'G'", "start")
+    assert error.value.allowed == f"{needed}, or a phase that goes back to one"
 
 
 def test_a_mixture_may_go_back_to_its_personalized_expert_or_start_from_the_user_s_own_model():

@@ -8,7 +8,6 @@ import torch
 from helpers import Expert, assert_same_bits, blobs, mixture, momentum_sgd, phase, run
 from helpers.early_stopping import stopped_by_hand
 from helpers.runs import Kill
-from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import Callback
 from lightning.pytorch.callbacks import EarlyStopping
 
@@ -136,36 +135,6 @@ def test_a_run_stopped_within_a_phase_that_ends_early_and_resumed_gives_the_same
         for client in state.clients:
             assert_same_bits(again.clients[client], state.clients[client])
     assert (resumed.run_dir / "rounds.csv").read_bytes() == (whole.run_dir / "rounds.csv").read_bytes()
-
-
-@pytest.mark.parametrize(
-    ("arguments", "sentence"),
-    [
-        ({"select": Select("validation_loss", patience=0)}, "select.patience is 0"),
-        ({"select": Select("validation_loss"), "evaluate": Evaluate(every_n_rounds=0)}, "rounds are not evaluated"),
-        ({"trainer": {"devices": 2}}, "without devices, because it is the same for all phases"),
-        (
-            {"callbacks": [BestEpoch()]},
-            r"'FedAvg': callbacks has a BestEpoch with monitor 'validation_loss', but trainer.limit_val_batches is 0",
-        ),
-        (
-            {"callbacks": [BestEpoch()], "trainer": {"limit_val_batches": 1.0}},
-            r"callbacks has a BestEpoch with monitor 'validation_loss', but validation_fraction is 0",
-        ),
-        ({"select": Select("validation_loss")}, "monitor is 'validation_loss', but validation_fraction is 0"),
-    ],
-)
-def test_a_schedule_that_cannot_be_followed_is_refused_before_training(tmp_path, arguments, sentence):
-    with pytest.raises(MisconfigurationException, match=sentence):
-        run([Phase("FedAvg", OptInFedAvg(), **arguments)], mixture(), blobs(), tmp_path)
-    assert not list(tmp_path.rglob("version_*"))
-
-
-def test_a_metric_that_a_mixture_does_not_log_is_refused_before_training(tmp_path):
-    stopping = Phase("FedAvg", OptInFedAvg(), callbacks=[BestEpoch("val_los")], trainer={"limit_val_batches": 1.0})
-    sentence = "callbacks has a BestEpoch with monitor 'val_los', but monitor must be validation_loss"
-    with pytest.raises(MisconfigurationException, match=sentence):
-        run([stopping], mixture(), blobs(validation_fraction=0.4), tmp_path)
 
 
 class OwnMetric(Callback):

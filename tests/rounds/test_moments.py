@@ -273,11 +273,6 @@ def tensors_of(tree, prefix):
     return {name: tensor for name, tensor in tree.items() if name.startswith(prefix)}
 
 
-def test_a_phase_that_aggregates_nothing_is_evaluated_after_local_training_only():
-    with pytest.raises(MisconfigurationException, match="must be one of local_training"):
-        Phase("it", Local(), evaluate=Evaluate(after="both"))
-
-
 def test_rows_of_the_table_have_names_of_their_own(tmp_path):
     phases = [Phase("it", FedAvg(), **BOTH), Phase(f"it {LOCAL}", FedAvg())]
     with pytest.raises(MisconfigurationException, match="every name once"):
