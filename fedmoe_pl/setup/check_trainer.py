@@ -60,7 +60,7 @@ _RULES: dict[str, tuple[Callable[[Any], bool], str]] = {
 }
 
 
-def check_trainer(arguments: dict[str, Any], owner: str = "Federation") -> list[torch.device]:
+def check_trainer(arguments: dict[str, Any], owner: str = "Trainer") -> list[torch.device]:
     """Refuses arguments from which no client's Trainer can be made; gives a device for each client trained at a time.
 
     A CPU is repeated; with ``devices: auto`` there is an entry for every core that the process may use.

@@ -100,7 +100,7 @@ def _with_workers(backend: Backend, trainer: dict[str, Any], devices: Sequence[t
     if isinstance(backend, WorkersBackend):
         if requested not in ("auto", 1):
             because = f"{type(backend).__name__} has its own workers"
-            raise InvalidArgumentError("Federation", "trainer.devices", requested, "left out", because)
+            raise InvalidArgumentError("Trainer", "trainer.devices", requested, "left out", because)
         return backend
     if len(devices) == 1:
         return backend

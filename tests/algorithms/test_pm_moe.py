@@ -125,7 +125,7 @@ def test_newcomers_receive_the_pool_and_train_a_gate(whole, tmp_path):
 
 REFUSED = {
     "PMMoE: model is a PersonalizedMoE, but must be a PooledMoE.": [fedper(), pm_moe(model=None)],
-    "PMMoE starts from an earlier phase, but none of [FedPer] fits; add a phase": [fedper(), pm_moe(start=None)],
+    "because PMMoE starts from an earlier phase, and none of [FedPer] fits.": [fedper(), pm_moe(start=None)],
     "PooledMoE: num_experts is 4, but must be num_clients, 3.": [fedper(rounds=1), pm_moe(model=pooled(4))],
     "start is 'FedPer', but must be a phase that trains local_expert.classifier.* and does not share it": [
         Phase("FedPer", FedAvg("local_expert.*"), gate=LocalOnly()),
