@@ -289,7 +289,7 @@ def _receiving(algorithm: Algorithm, has_aggregation: bool) -> Algorithm:
     """A copy of an algorithm whose ``server`` is what its ``server_send`` returned on the server's machine."""
     receiving = copy.copy(algorithm)
 
-    def received(server: Tree, client_id: int, kept: Mapping[str, Any]) -> Tree:
+    def received(server: Tree, client_id: int, state: Mapping[str, Any]) -> Tree:
         added = PREFIX if has_aggregation else ()
         return {name: tensor for name, tensor in server.items() if not name.startswith(added)}
 
