@@ -172,7 +172,7 @@ class FederationCLI(LightningCLI):
         """Refuses what is no seed, and seeds all generators with 32 bits, which is what NumPy takes."""
         seed = self._get(self.config, "seed_everything")
         if type(seed) is not int or seed < 0:
-            raise InvalidArgumentError("fedmoe", "seed_everything", seed, "an integer of at least 0")
+            raise InvalidArgumentError(str(self.subcommand), "seed_everything", seed, "an integer of at least 0")
         seed_everything(seed % 2**32, workers=True)
 
     def _add_instantiators(self) -> None:

@@ -75,8 +75,13 @@ def condensed(message: str, parser: ArgumentParser | None = None) -> str:
     place = key.removesuffix(".init_args")
     if match := re.search(r"arguments are required: (.+)", text):
         names = [re.sub(r"^(?!federation|trainer)\w+\.", "", name) for name in match[1].split(", ")]
-        end = "" if key else f", as in a file after --config. {_OVERLAY}"
+        is_of_file = {*names} & {"model", "data", PHASES}
+        end = f", as in a file after --config. {_OVERLAY}" if is_of_file else ""
         return f"{key}{key and '.'}{' and '.join(names)} must be given{end or '.'}"
+    if match := re.search(r"not accepted before subcommand '(\w+)'", text):
+        return f"options must come after the command, as in fedmoe {match[1]} --config quickstart."
+    if text.startswith('expected "subcommand"'):
+        return "a command must be given, as in fedmoe fit --config quickstart; fedmoe --help lists all."
     if match := re.search(r"unrecognized arguments: (?:--)?([^\s=]+)|(?:Option|accept option) '(.+?)'", text):
         owner = ""
         if inspect.isclass(class_type):  # of some types, jsonargparse shows typing.Union
@@ -192,7 +197,8 @@ def with_key(error: InvalidArgumentError, configuration: Mapping[str, Any]) -> s
     owned = [place for place in named if error.owner in _owners(place)]
     same = [place for place in owned or named if _shown(place.value) == error.value]
     found = next((each for each in (same, owned) if len(each) == 1), same if owned else [])
-    return error.sentence(" or ".join(place.key for place in found)) if found else str(error)
+    keys = " or ".join(place.key for place in found)
+    return error.sentence(keys).removeprefix(f"{error.owner}: ") if found else str(error)
 
 
 def _owners(place: Place) -> tuple[str, ...]:

@@ -41,7 +41,7 @@ def test_the_phases_of_a_configuration_have_their_aggregations(tmp_path):
 
 
 WRONG = {
-    "delta is 2.0, but must be above 0 and below 1.": {
+    "federation.phases.it.aggregation.init_args.delta is 2.0, but must be a finite number above 0 and": {
         **PRIVATE,
         "init_args": {**PRIVATE["init_args"], "delta": 2.0},
     },

@@ -85,7 +85,7 @@ def test_a_model_that_cannot_be_made_is_named(refusal):
 
 def test_a_refusal_is_passed_on_wherever_its_class_stands_among_the_types(refusal):
     assert refusal("federation", "logger", failing("TooLong", save_dir="runs")) == (
-        "TooLong: federation.logger.init_args.save_dir is 'runs', but must be of 3 letters."
+        "federation.logger.init_args.save_dir is 'runs', but must be of 3 letters."
     )
 
 

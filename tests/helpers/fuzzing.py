@@ -6,8 +6,6 @@ import random
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
-# Nothing refuses a value of these below 0 or an infinite one, because it means something, or nothing uses it.
-MEANINGFUL = {"last_epoch", "default_root_dir", "model_registry", "name", "ckpt_path", "root"}
 Path = tuple[str | int, ...]
 
 
@@ -42,14 +40,13 @@ def key_of(config: dict[str, Any], path: Path) -> str:
 
 def malformed(config: dict[str, Any], path: Path, rng: random.Random) -> Malformed | None:
     """The configuration with another value at a place; None where nothing can be wrong."""
-    node, value, name = at(config, path[:-1]), at(config, path), path[-1]
+    value, name = at(config, path), path[-1]
     faults: list[tuple[Any, bool]] = [(None, False)]
     if isinstance(value, bool) or value is None:
         faults += [(["x"], value is not None), ({"a": {"b": [1]}}, value is not None), ("nonsense", value is not None)]
     elif isinstance(value, (int, float)):
-        meaningful = name in MEANINGFUL or isinstance(node, list)
         faults += [(math.nan, True), ("nonsense", True), ([[1], "x"], True), ({"a": {"b": [1]}}, True)]
-        faults += [(math.inf, not meaningful), (-math.inf, not meaningful), (-3, False), (0, False), (1.5, False)]
+        faults += [(math.inf, False), (-math.inf, False), (-3, False), (0, False), (1.5, False)]
         faults += [(10**9, False), (10**18, False), (1e300, False)]
     elif name == "class_path":
         takes_modules = any(word in str(value) for word in (".models.", "torch.nn"))
@@ -76,7 +73,7 @@ def misspelt(config: dict[str, Any], path: Path, rng: random.Random) -> Malforme
     index = rng.randrange(len(name))
     wrong = name[:index] + name[index] * 2 + name[index + 1 :]
     node[wrong] = node.pop(name)
-    return Malformed(f"a misspelt key, {wrong}", changed, wrong, True)
+    return Malformed(f"a misspelt key, {wrong}", changed, key_of(config, path) if name == "class_path" else wrong, True)
 
 
 def at(node: Any, path: Path) -> Any:
