@@ -28,7 +28,7 @@ from typing import Any
 
 import torch
 
-from fedmoe_pl import Federation, PersonalizedMoE, Phase
+from fedmoe_pl import Evaluate, Federation, PersonalizedMoE, Phase
 from fedmoe_pl.algorithms import FedAvg, PersonalizedExpert, PFLMoE
 from fedmoe_pl.backends import TrainerBackend
 from fedmoe_pl.callbacks import FederationCallback
@@ -116,7 +116,7 @@ def train(seed: int, rounds: int, fails: bool, every: int) -> tuple[dict[str, fl
     kills = Kills(every, seed)
     algorithm = Failing(seed) if fails else FedAvg("global_expert.*")
     phases = [
-        Phase("FedAvg", algorithm, rounds, gate=GlobalOnly(), evaluate_every_n_rounds=0),
+        Phase("FedAvg", algorithm, rounds, gate=GlobalOnly(), evaluate=Evaluate(every_n_rounds=0)),
         Phase("PFL-FT", PersonalizedExpert(gate_fraction=0.25), gate=LocalOnly(), evaluate=False),
         Phase("PFL-MFE", PFLMoE(), gate=FeatureGate()),
     ]

@@ -160,7 +160,7 @@ def test_only_the_named_methods_clients_are_written(tmp_path):
     run.fit(model(), data())
     assert [path.name for path in (run.run_dir / "clients").iterdir()] == ["PFL-FB"]
     wrong = federation(tmp_path / "wrong", callbacks=[ClientCheckpoint(["PFL-FT"])])
-    with pytest.raises(MisconfigurationException, match=r"methods has 'PFL-FT', but must be names of evaluated phases"):
+    with pytest.raises(MisconfigurationException, match=r"methods is 'PFL-FT', but must be names of evaluated phases"):
         wrong.fit(model(), data())
 
 
