@@ -12,7 +12,6 @@ from fedmoe_pl.cli import main
 @pytest.fixture(scope="module")
 def script(tmp_path_factory):
     """The file with the script."""
-    pytest.importorskip("shtab")
     out = io.StringIO()
     with contextlib.redirect_stdout(out), pytest.raises(SystemExit), pytest.MonkeyPatch.context() as patch:
         patch.setattr("sys.argv", ["fedmoe"])
