@@ -134,10 +134,10 @@ def assert_same_as_simulation(deployed: Deployment) -> None:
         for name, tensor in simulated["server"].items():
             assert torch.equal(tensor, there["server"][name]), (path.stem, name)
         for client in range(deployed.clients):
-            expected = simulated["kept"].get(client, {})
+            expected = simulated["clients"].get(client, {})
             (folder,) = deployed.folder.glob(f"client {client}/*/client_{client}/*/{CLIENT_STATES}")
             kept = {}
-            for phase, number, names in there["kept"]["files"].get(client, []):
+            for phase, number, names in there["clients"]["files"].get(client, []):
                 kept |= read_own(folder, phase, client, number, names)
             assert kept.keys() == expected.keys(), (path.stem, client)
             assert all(torch.equal(kept[name], tensor) for name, tensor in expected.items()), (path.stem, client)
