@@ -29,7 +29,7 @@ from typing import Any
 import torch
 
 from fedmoe_pl import Evaluate, Federation, PersonalizedMoE, Phase
-from fedmoe_pl.algorithms import FedAvg, PersonalizedExpert, PFLMoE
+from fedmoe_pl.algorithms import FedAvg, FineTuning, PFLMoE
 from fedmoe_pl.backends import TrainerBackend
 from fedmoe_pl.callbacks import FederationCallback
 from fedmoe_pl.data import Digits, Dirichlet
@@ -57,7 +57,7 @@ class Failing(FedAvg):
         super().__init__("global_expert.*")
         self.seed = seed
 
-    def client_final(self, client: Any, const: dict[str, Any]) -> Any:
+    def client_final(self, client: Any, constants: dict[str, Any]) -> Any:
         """Fails after the training."""
         how = planted(client.id, client.round, self.seed)
         if how == "raises":
@@ -65,7 +65,7 @@ class Failing(FedAvg):
         if how == "nan":
             with torch.no_grad():
                 next(client.module.parameters()).fill_(torch.nan)
-        return super().client_final(client, const)
+        return super().client_final(client, constants)
 
 
 class Kills(FederationCallback):
@@ -117,7 +117,7 @@ def train(seed: int, rounds: int, fails: bool, every: int) -> tuple[dict[str, fl
     algorithm = Failing(seed) if fails else FedAvg("global_expert.*")
     phases = [
         Phase("FedAvg", algorithm, rounds, gate=GlobalOnly(), evaluate=Evaluate(every_n_rounds=0)),
-        Phase("PFL-FT", PersonalizedExpert(gate_fraction=0.25), gate=LocalOnly(), evaluate=False),
+        Phase("PFL-FT", FineTuning(gate_fraction=0.25), gate=LocalOnly(), evaluate=False),
         Phase("PFL-MFE", PFLMoE(), gate=FeatureGate()),
     ]
     with tempfile.TemporaryDirectory() as folder:

@@ -27,7 +27,7 @@ import torch
 from loky.backend.context import set_start_method
 
 from fedmoe_pl import Federation, PersonalizedMoE, Phase, Select
-from fedmoe_pl.algorithms import FedAvg, PersonalizedExpert, PFLMoE
+from fedmoe_pl.algorithms import FedAvg, FineTuning, PFLMoE
 from fedmoe_pl.callbacks import FederationCallback
 from fedmoe_pl.checkpoints.checkpoint import load_checkpoint
 from fedmoe_pl.data import Digits, Dirichlet
@@ -65,7 +65,7 @@ def train(folder: Path, store: Any, workers: int) -> None:
     mixed = {"gate": ConstantGate(0.5), "clients_per_round": 4}
     phases = [
         Phase("FedPer", FedAvg("global_expert.*"), rounds=25, select=Select("global_test"), **mixed),
-        Phase("PFL-FB", PersonalizedExpert("local_expert.classifier.*", gate_fraction=0.25), gate=ConstantGate(0.0)),
+        Phase("PFL-FB", FineTuning("local_expert.classifier.*", gate_fraction=0.25), gate=ConstantGate(0.0)),
         Phase("PFL-MF", PFLMoE(), gate=FeatureGate(), max_epochs=3),
     ]
     federation = Federation(

@@ -29,7 +29,7 @@ from round import RoundTimer
 from torch import Generator, Tensor
 from workload import peak_memory, reset_peak_memory, restart_with_environment
 
-from fedmoe_pl.algorithms import PersonalizedExpert, PFLMoE
+from fedmoe_pl.algorithms import FineTuning, PFLMoE
 from fedmoe_pl.algorithms.client import Client
 from fedmoe_pl.callbacks import FederationCallback
 from fedmoe_pl.data import Arrays, Dirichlet, FederatedDataModule
@@ -94,7 +94,7 @@ def bare_personalization(
     x, y = data.x.to(device), data.y.to(device)
     for client in range(clients):
         seen = Client(client, 0, 0, model, data.train_samples[client], {}, data)
-        samples = {"expert": PersonalizedExpert(gate_fraction=GATE_FRACTION), "gate": PFLMoE(GATE_FRACTION)}
+        samples = {"expert": FineTuning(gate_fraction=GATE_FRACTION), "gate": PFLMoE(GATE_FRACTION)}
         work = {
             name: Work(x, y, {client: algorithm.client_samples(seen)}, BATCH_SIZE, epochs)
             for name, algorithm in samples.items()
@@ -122,7 +122,7 @@ def federated_personalization(
 ) -> tuple[dict[str, float], Federation]:
     """Seconds of each phase, and the finished federation."""
     timer = PhaseTimer()
-    expert = PersonalizedExpert("local_expert.classifier.*", GATE_FRACTION)
+    expert = FineTuning("local_expert.classifier.*", GATE_FRACTION)
     phases = [
         Phase("PFL-FB", expert, start="initial", gate=ConstantGate(0), optimizer=EXPERT_OPTIMIZER, evaluate=False),
         *(

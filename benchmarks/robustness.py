@@ -37,7 +37,7 @@ from fedmoe_pl.aggregation import (
     TrimmedMean,
     UnderAttack,
 )
-from fedmoe_pl.algorithms import FedAvg, Local, PersonalizedExpert, PFLMoE
+from fedmoe_pl.algorithms import FedAvg, FineTuning, Local, PFLMoE
 from fedmoe_pl.backends import StackedBackend
 from fedmoe_pl.data import Arrays, Dirichlet, NpzFile
 from fedmoe_pl.evaluation.evaluation import Evaluation
@@ -87,7 +87,7 @@ def pfl_moe(rounds: int, aggregation: Aggregation | None) -> list[Phase]:
     fedavg = FedAvg("global_expert.*", weighting="uniform")
     return [
         Phase("FedAvg", fedavg, rounds, gate=GlobalOnly(), aggregation=aggregation),
-        Phase("PFL-FT", PersonalizedExpert(gate_fraction=0.25), gate=LocalOnly(), max_epochs=5),
+        Phase("PFL-FT", FineTuning(gate_fraction=0.25), gate=LocalOnly(), max_epochs=5),
         Phase("equal weights", PFLMoE(), gate=EqualWeights(), max_epochs=0),
         Phase("PFL-MF", PFLMoE(), gate=LinearGate(), max_epochs=5, optimizer=ADAM),
         Phase("PFL-MFE", PFLMoE(), gate=FeatureGate(), max_epochs=5, optimizer=ADAM),

@@ -36,12 +36,12 @@ class Close(Algorithm):
         return {name: sent[name] for name, _ in client.module.named_parameters() if name in sent}
 
     def client_loss(
-        self, module: LightningModule, batch: Any, const: dict[str, Any]
+        self, module: LightningModule, batch: Any, constants: dict[str, Any]
     ) -> tuple[Tensor, dict[str, Tensor]]:
         """The loss of a batch; without side effects, so that many clients can be trained at once."""
-        loss, metrics = super().client_loss(module, batch, const)
+        loss, metrics = super().client_loss(module, batch, constants)
         parameters = dict(module.named_parameters())
-        distance = sum((parameters[name] - tensor).square().sum() for name, tensor in const.items())
+        distance = sum((parameters[name] - tensor).square().sum() for name, tensor in constants.items())
         return loss + self.mu / 2 * distance, metrics
 
 

@@ -66,8 +66,9 @@ class Federation:
         enable_progress_bar: show the progress bar.
         store: where the tensors that clients keep are held between rounds: ``memory``, or ``disk``, a file per client.
         seed: the seed of all random numbers, of any size; ``seed_everything`` on the command line.
-        evaluation_clients: how many clients are evaluated, drawn at random once for all phases; None for all. A phase's
-            ``select`` counts those among them that take part in it. ``personalize`` evaluates all new clients.
+        evaluation_cohort_size: how many clients are evaluated, drawn at random once for all phases; None for all.
+            A phase's ``select`` counts those among them that take part in it. ``personalize`` evaluates all new
+            clients.
         failures: what happens when clients fail, or drop out.
         metrics: metrics of torchmetrics, by name, computed for each client; such as ``f1``.
 
@@ -94,7 +95,7 @@ class Federation:
         enable_progress_bar: bool = True,
         store: Literal["memory", "disk"] = "memory",
         seed: int = 0,
-        evaluation_clients: int | None = None,
+        evaluation_cohort_size: int | None = None,
         failures: ClientFailures = _SKIP,
         metrics: dict[str, Metric] | None = None,
     ) -> None:
@@ -107,7 +108,7 @@ class Federation:
         check_choice(self, "store", store, ("memory", "disk"))
         if store == "disk" and not enable_checkpointing:
             raise InvalidArgumentError(self, "store", store, "'memory' without enable_checkpointing")
-        check_at_least(self, "evaluation_clients", evaluation_clients, 1)
+        check_at_least(self, "evaluation_cohort_size", evaluation_cohort_size, 1)
         check_at_least(self, "seed", seed, 0, highest=None)
         self.failures = failures
         self.phases = phases
@@ -115,7 +116,7 @@ class Federation:
         self.trainer = {name: plain(value) for name, value in {**LEAN_TRAINER, **(trainer or {})}.items()}
         self.backend = AutoBackend() if backend == "auto" else backend
         self.evaluate_every_n_rounds = plain(evaluate_every_n_rounds)
-        self.evaluation_clients = plain(evaluation_clients)
+        self.evaluation_cohort_size = plain(evaluation_cohort_size)
         self.callbacks = with_defaults(callbacks or [], enable_progress_bar, enable_checkpointing)
         self.logger = logger
         self.runs = Path(default_root_dir) / name
@@ -302,7 +303,7 @@ class Federation:
 
     def check(self, model: LightningModule, datamodule: FederatedDataModule) -> None:
         """Makes all checks of :meth:`fit`, and refuses what it refuses; trains nothing."""
-        self._make_run(model, datamodule, evaluation_clients=self.evaluation_clients)
+        self._make_run(model, datamodule, evaluation_cohort_size=self.evaluation_cohort_size)
         self._run = None
 
     def fit_on_server(
@@ -331,7 +332,7 @@ class Federation:
         **attributes: Any,
     ) -> dict[str, Evaluation]:
         """Runs all phases, from a checkpoint if there is one."""
-        attributes = {"evaluation_clients": self.evaluation_clients, **attributes}
+        attributes = {"evaluation_cohort_size": self.evaluation_cohort_size, **attributes}
         if not ckpt_path:
             run = self._make_run(model, datamodule, **attributes)
             return self._run_phases(run, self.runs, self.command, make_store=make_store)
@@ -354,7 +355,11 @@ class Federation:
         content = load_run(checkpoint, self.phases, identify(self.seed, datamodule))
         check_configuration(checkpoint, content, self.phases, configuration(self, model, datamodule), allowed)
         saved = {"initial": content["models"], "states": content["phases"], "rows": content["rows"]}
-        saved |= {"writer": content["writer"], "evaluation_clients": self.evaluation_clients, "only_client": own_client}
+        saved |= {
+            "writer": content["writer"],
+            "evaluation_cohort_size": self.evaluation_cohort_size,
+            "only_client": own_client,
+        }
         return self._make_run(model, datamodule, folder=checkpoint.parent.parent, **{**saved, **attributes})
 
     def _make_run(

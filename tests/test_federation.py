@@ -38,7 +38,7 @@ def test_files_name_every_number(tmp_path):
     with (run.run_dir / "clients.csv").open() as file:
         rows = list(csv.DictReader(file))
     assert [row["method"] for row in rows] == [phase.name for phase in run.phases for _ in range(3)]
-    assert {(row["method"], row["model"], row["moment"]) for row in rows} == {
+    assert {(row["method"], row["model"], row["evaluation_point"]) for row in rows} == {
         ("Local", "local expert", "after local training"),
         ("FedAvg", "global expert", "after aggregation"),
         ("PFL-FB", "local expert", "after local training"),

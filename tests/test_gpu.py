@@ -28,7 +28,7 @@ from fedmoe_pl.algorithms import (
     FedAvg,
     FedMoEDA,
     FedProx,
-    PersonalizedExpert,
+    FineTuning,
     PFedMoE,
     PFLMoE,
     Scaffold,
@@ -106,7 +106,7 @@ def two_groups() -> TwoGroups:
 
 
 def pfl_moe() -> list:
-    expert = PersonalizedExpert("local_expert.classifier.*", 0.25)
+    expert = FineTuning("local_expert.classifier.*", 0.25)
     return [phase("F", FedAvg("global_expert.*")), phase("FB", expert), phase("last", PFLMoE(), evaluate=True)]
 
 
@@ -136,7 +136,7 @@ ALONE = {
         points,
     ),
     "LSTM": (
-        lambda: [phase("F", FedAvg()), phase("E", PersonalizedExpert()), phase("last", SpecialistMixture())],
+        lambda: [phase("F", FedAvg()), phase("E", FineTuning()), phase("last", SpecialistMixture())],
         readers,
         words,
     ),
@@ -233,8 +233,8 @@ def test_features_are_on_the_device_and_the_module_is_back_on_the_cpu(device):
     training.datamodule.setup()
     training = replace(training, device=device)
     module = training.module
-    client, const, samples = begin_client(training, module, {}, 1, {}, 0)
-    features = FeatureCache().find(training, client, on_device(const, device), samples)
+    client, constants, samples = begin_client(training, module, {}, 1, {}, 0)
+    features = FeatureCache().find(training, client, on_device(constants, device), samples)
     assert features is not None and features.parts.names
     assert {rows.device for rows in features.rows.values()} == {device}
     assert {parameter.device.type for parameter in module.parameters()} == {"cpu"}

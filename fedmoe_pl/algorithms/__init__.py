@@ -28,7 +28,7 @@ from fedmoe_pl.algorithms.per_fedavg import PerFedAvg
 from fedmoe_pl.algorithms.pfedme import PFedMe
 from fedmoe_pl.algorithms.pfedmm import PFedMM
 from fedmoe_pl.algorithms.pfedmoe import PFedMoE
-from fedmoe_pl.algorithms.pfl_moe import PersonalizedExpert, PFLMoE
+from fedmoe_pl.algorithms.pfl_moe import FineTuning, PFLMoE
 from fedmoe_pl.algorithms.pm_moe import PMMoE
 from fedmoe_pl.algorithms.scaffold import Scaffold
 from fedmoe_pl.algorithms.server_optimizers import FedAdagrad, FedAdam, FedYogi
@@ -58,6 +58,7 @@ __all__ = [
     "FedRoD",
     "FedYogi",
     "FineTunedCluster",
+    "FineTuning",
     "KNNPer",
     "LabelPrior",
     "Local",
@@ -68,7 +69,6 @@ __all__ = [
     "PFedMoE",
     "PMMoE",
     "PerFedAvg",
-    "PersonalizedExpert",
     "Scaffold",
     "SpecialistMixture",
 ]

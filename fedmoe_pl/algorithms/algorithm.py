@@ -31,8 +31,8 @@ from fedmoe_pl.trees import (
     problem_of_shapes,
 )
 
-Moment = Literal["local_training", "aggregation"]
-"""A moment of a round, after which clients' models are evaluated."""
+EvaluationPoint = Literal["local_training", "aggregation"]
+"""What of a round comes before an evaluation: after it, clients' models are evaluated."""
 Weighting = Literal["samples", "uniform"]
 """What an update weighs: the client's number of training samples, as in FedAvg, or the same for all clients."""
 Need = Literal[
@@ -61,7 +61,7 @@ class Algorithm:
 
     Attributes:
         federated: whether clients share anything; False if every client trains alone.
-        evaluated_after: the moment of a round after which the paper evaluates clients' models, and so does a phase that
+        evaluated_after: the part of a round after which the paper evaluates clients' models, and so does a phase that
             does not say otherwise. Without aggregation, it is always their local training.
         gate_starts_anew: whether every client draws a new gate in the first round.
         frozen_train_mode: whether modules without a trainable parameter stay in train mode, with active dropout, as in
@@ -92,7 +92,7 @@ class Algorithm:
     """
 
     federated: bool = True
-    evaluated_after: Moment = "aggregation"
+    evaluated_after: EvaluationPoint = "aggregation"
     gate_starts_anew: bool = False
     frozen_train_mode: bool = False
     server_begin_asks_clients: bool = True
@@ -198,19 +198,19 @@ class Algorithm:
             client.module.gate.reset_parameters()  # pyright: ignore[reportCallIssue, reportAttributeAccessIssue]
         return {}
 
-    def client_loss(self, module: LightningModule, batch: Any, const: Constants) -> LossAndMetrics:
+    def client_loss(self, module: LightningModule, batch: Any, constants: Constants) -> LossAndMetrics:
         """The local loss, and other values by name; by default those of the module's ``loss(batch)``."""
         return module.loss(batch)  # pyright: ignore[reportCallIssue]
 
-    def validation_loss(self, module: LightningModule, batch: Any, const: Constants) -> Tensor:
+    def validation_loss(self, module: LightningModule, batch: Any, constants: Constants) -> Tensor:
         """The mean loss of validation samples, by default the module's own, without terms of the algorithm.
 
-        ``const`` is what ``client_init`` returned; empty for the model that a client would use now. If this hook is not
-        overridden, the loss of the latter is that of the scores that ``predictor`` gives.
+        ``constants`` is what ``client_init`` returned; empty for the model that a client would use now. If this hook is
+        not overridden, the loss of the latter is that of the scores that ``predictor`` gives.
         """
         return module.loss(batch)[0]  # pyright: ignore[reportCallIssue]
 
-    def client_final(self, client: Client, const: Constants) -> Update:
+    def client_final(self, client: Client, constants: Constants) -> Update:
         """The tensors that the client sends and keeps after its training, and its weight, as ``weighting`` says."""
         state = client.module.state_dict()
         sent = {name: tensor.detach().cpu().clone() for name, tensor in state.items() if self.is_shared(name)}

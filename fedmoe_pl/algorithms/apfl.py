@@ -81,18 +81,18 @@ class APFL(PersonalModel):
             alpha = (alpha - self.alpha_lr * slope).clamp(0, 1)
         return {"alpha": alpha}
 
-    def client_loss(self, module: LightningModule, batch: Any, const: Constants) -> LossAndMetrics:
+    def client_loss(self, module: LightningModule, batch: Any, constants: Constants) -> LossAndMetrics:
         """The losses of ``w`` and of the mixture, in which ``w`` is a constant."""
         (x, y), part = batch, module.get_submodule("local_expert")
         v, w = (dict(module.get_submodule(expert).named_parameters()) for expert in ("local_expert", "global_expert"))
-        mixture = _mixture(const["alpha"], v, {name: tensor.detach() for name, tensor in w.items()})
+        mixture = _mixture(constants["alpha"], v, {name: tensor.detach() for name, tensor in w.items()})
         of_mixture = logits_loss(module, functional_call(part, mixture, (x,)), y)
         return expert_loss(module, "global_expert", batch)[0] + of_mixture, {}
 
-    def client_final(self, client: Client, const: Constants) -> Update:
+    def client_final(self, client: Client, constants: Constants) -> Update:
         """Sends ``w``; keeps ``v`` and ``alpha``."""
-        update = super().client_final(client, const)
-        update.state[_ALPHA] = const["alpha"]
+        update = super().client_final(client, constants)
+        update.state[_ALPHA] = constants["alpha"]
         return update
 
     def personal_tensors(self, client: Client, server: Tree) -> Tree:

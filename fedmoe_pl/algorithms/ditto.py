@@ -54,8 +54,8 @@ class Ditto(PersonalModel):
         received = subtree(sent, "global_expert.")
         return {"received": {name: received[name] for name in trained_parameters(client.module, "local_expert")}}
 
-    def client_loss(self, module: LightningModule, batch: Any, const: Constants) -> LossAndMetrics:
+    def client_loss(self, module: LightningModule, batch: Any, constants: Constants) -> LossAndMetrics:
         """The losses of ``w`` and ``v``, and the term that keeps ``v`` near ``w_t``."""
         v = dict(module.get_submodule("local_expert").named_parameters())
         of_w, of_v = (expert_loss(module, expert, batch)[0] for expert in ("global_expert", "local_expert"))
-        return of_w + of_v + self.weight / 2 * squared_distance(const["received"], v), {}
+        return of_w + of_v + self.weight / 2 * squared_distance(constants["received"], v), {}

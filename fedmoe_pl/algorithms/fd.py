@@ -101,18 +101,18 @@ class FD(Algorithm):
             targets = total / others.clamp(min=1)[:, None]
         return {"targets": targets, "known": known}
 
-    def client_loss(self, module: LightningModule, batch: Any, const: Constants) -> LossAndMetrics:
+    def client_loss(self, module: LightningModule, batch: Any, constants: Constants) -> LossAndMetrics:
         """Cross-entropy and the weighted distance to the targets."""
         x, y = batch
         logits = module.get_submodule(self.expert)(x)
-        targets = rows_of_labels(const["targets"], y)
+        targets = rows_of_labels(constants["targets"], y)
         if self.outputs == "probabilities":
             distances = -(targets * logits.log_softmax(1)).sum(1)
         else:
             distances = (logits - targets).square().mean(1)
-        return logits_loss(module, logits, y) + self.weight * mean_of_known(distances, y, const["known"]), {}
+        return logits_loss(module, logits, y) + self.weight * mean_of_known(distances, y, constants["known"]), {}
 
-    def client_final(self, client: Client, const: Constants) -> Update:
+    def client_final(self, client: Client, constants: Constants) -> Update:
         """Sends the mean outputs of its classes, and keeps them with its model."""
         outputs = class_means(client, self._outputs, _OUTPUTS, per_client=True)
         remembered = with_prefix(subtree(outputs, _OUTPUTS), _OWN)

@@ -92,11 +92,11 @@ class FedALA(Algorithm):
         load_tree(client.module, mixed)
         return {"weights": weights}
 
-    def client_final(self, client: Client, const: Constants) -> Update:
+    def client_final(self, client: Client, constants: Constants) -> Update:
         """Keeps the trained model's last parameters and the weights, if they were learned."""
-        update = super().client_final(client, const)
-        local = {name: update.sent[name] for name in const["weights"]}
-        learned = const["weights"] if subtree(client.state, _LOCAL) else {}
+        update = super().client_final(client, constants)
+        local = {name: update.sent[name] for name in constants["weights"]}
+        learned = constants["weights"] if subtree(client.state, _LOCAL) else {}
         kept = {**update.state, **with_prefix(local, _LOCAL), **with_prefix(learned, _WEIGHTS)}
         return Update(update.sent, update.weight, kept)
 

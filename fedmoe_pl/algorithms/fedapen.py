@@ -85,7 +85,7 @@ class FedAPEN(Algorithm):
         """All samples but those that are set aside."""
         return set_aside(client, self.adaptability_fraction, _ADAPTABILITY)[1]
 
-    def client_loss(self, module: LightningModule, batch: Any, const: Constants) -> LossAndMetrics:
+    def client_loss(self, module: LightningModule, batch: Any, constants: Constants) -> LossAndMetrics:
         """The sum of both models' losses; their gradients do not interact."""
         x, y = batch
         private, shared = both_logits(module, x)

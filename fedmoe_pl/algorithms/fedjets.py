@@ -102,12 +102,12 @@ class FedJETs(SharedExperts):
         """Loads the tensors and ranks the experts; -1 stands for no anchor."""
         return {**super().client_init(client, sent), "anchor": int(sent.get(_EXPERT, -1))}
 
-    def client_loss(self, module: LightningModule, batch: Any, const: Constants) -> LossAndMetrics:
+    def client_loss(self, module: LightningModule, batch: Any, constants: Constants) -> LossAndMetrics:
         """The negative log-likelihood of the client's mixture, and an anchor's term."""
-        loss, weights, _ = mixture_loss(module, batch, const["experts"])
-        if const["anchor"] < 0:
+        loss, weights, _ = mixture_loss(module, batch, constants["experts"])
+        if constants["anchor"] < 0:
             return loss, {}
-        expert = torch.where(batch[1] == -100, -100, const["anchor"])
+        expert = torch.where(batch[1] == -100, -100, constants["anchor"])
         return loss + F.nll_loss(weights.clamp_min(torch.finfo(weights.dtype).tiny).log(), expert), {}
 
     def expert_weights(self, client: Client, experts: list[int]) -> Tensor:

@@ -118,7 +118,7 @@ class FedKD(Algorithm):
         """Applies the update to the client's copy of the student."""
         return super().client_init(client, self._student(client.state, sent))
 
-    def client_loss(self, module: LightningModule, batch: Any, const: Constants) -> LossAndMetrics:
+    def client_loss(self, module: LightningModule, batch: Any, constants: Constants) -> LossAndMetrics:
         """The sum of both models' losses; their gradients do not interact."""
         x, y = batch
         if self.hidden_states:
@@ -136,10 +136,10 @@ class FedKD(Algorithm):
         divisor = cross_entropy.detach().clamp_min(torch.finfo(cross_entropy.dtype).eps)  # it may be rounded to 0
         return cross_entropy + mutual / divisor, {}
 
-    def client_final(self, client: Client, const: Constants) -> Update:
+    def client_final(self, client: Client, constants: Constants) -> Update:
         """Sends the compressed update of the student, and keeps the student that it was added to."""
         student = self._student(client.state, client.loaded)
-        update = super().client_final(client, const)
+        update = super().client_final(client, constants)
         change = compressed(difference(update.sent, student), self._energy(client.round, client.rounds))
         kept = {**update.state, **with_prefix(student, _STUDENT)}
         sender = {f"{_SENDERS}{client.id}": torch.empty(0)}

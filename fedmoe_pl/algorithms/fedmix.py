@@ -52,9 +52,9 @@ class FedMix(SharedExperts):
         super().__init__(experts_per_client)
         self.entropy_weight = entropy_weight
 
-    def client_loss(self, module: LightningModule, batch: Any, const: Constants) -> LossAndMetrics:
+    def client_loss(self, module: LightningModule, batch: Any, constants: Constants) -> LossAndMetrics:
         """The negative log-likelihood of the client's mixture, minus the weighted entropy."""
-        loss, _, weights = mixture_loss(module, batch, const["experts"])
+        loss, _, weights = mixture_loss(module, batch, constants["experts"])
         labelled = (batch[1] != -100).to(weights.dtype)
         marginal = labelled @ weights / labelled.sum()  # (k,)
         return loss + self.entropy_weight * torch.xlogy(marginal, marginal).sum(), {}

@@ -128,14 +128,16 @@ class FedMoEDA(Algorithm):
         if begins and not self.shared_init:
             client.module.gate.reset_parameters()  # pyright: ignore[reportCallIssue, reportAttributeAccessIssue]
             draw_anew(client.module.experts)  # pyright: ignore[reportArgumentType]
-        const = super().client_init(client, sent)
+        constants = super().client_init(client, sent)
         if self.similarity == "updates" and client.round % self.interval == 0:
-            const["last_layers"] = {name: layer.cpu().clone() for name, layer in _last_layers(client.module).items()}
-        return const
+            constants["last_layers"] = {
+                name: layer.cpu().clone() for name, layer in _last_layers(client.module).items()
+            }
+        return constants
 
-    def client_final(self, client: Client, const: Constants) -> Update:
+    def client_final(self, client: Client, constants: Constants) -> Update:
         """Step 2: sends the embedding, in update rounds also what tells experts apart; keeps gate and experts."""
-        update = super().client_final(client, const)
+        update = super().client_final(client, constants)
         state = client.module.state_dict()
         unchanged = [name for name in state if name.startswith(("gate.", "experts.")) and name not in update.state]
         update.state.update({name: state[name].detach().cpu().clone() for name in unchanged})
@@ -143,7 +145,7 @@ class FedMoEDA(Algorithm):
             rows = [tensor.flatten() for name, tensor in state.items() if name.startswith("gate.proxies.")]
             if self.similarity == "updates":
                 # the signs of all changes are turned, which no cosine sees
-                changes = difference(const["last_layers"], {name: tensor.cpu() for name, tensor in state.items()})
+                changes = difference(constants["last_layers"], {name: tensor.cpu() for name, tensor in state.items()})
                 experts = [_expert(changes, expert) for expert in range(len(rows))]
                 rows = [torch.cat([tensor.flatten() for tensor in layer.values()]) for layer in experts]
             update.sent[f"{_PROXIES}{client.id}"] = torch.stack(rows).detach().cpu()

@@ -118,16 +118,19 @@ class FedPAC(Algorithm):
             "variance": variance,
         }
 
-    def client_loss(self, module: LightningModule, batch: Any, const: Constants) -> LossAndMetrics:
+    def client_loss(self, module: LightningModule, batch: Any, constants: Constants) -> LossAndMetrics:
         """Cross-entropy and the weighted distance to the targets, which has no gradient in the classifier's epoch."""
-        return loss_with_targets(module, self.expert, batch, const, self.weight), {}
+        return loss_with_targets(module, self.expert, batch, constants, self.weight), {}
 
-    def client_final(self, client: Client, const: Constants) -> Update:
+    def client_final(self, client: Client, constants: Constants) -> Update:
         """Sends its extractor, classifier, new prototypes and statistics."""
-        update = super().client_final(client, const)
+        update = super().client_final(client, constants)
         state = client.module.state_dict()
         classifier = {name: state[name].detach().cpu().clone() for name in state if name.startswith(self._classifier)}
-        statistics = {f"{_FEATURES}{client.id}": const["features"], f"{_VARIANCE}{client.id}": const["variance"]}
+        statistics = {
+            f"{_FEATURES}{client.id}": constants["features"],
+            f"{_VARIANCE}{client.id}": constants["variance"],
+        }
         prototypes = class_means(client, lambda module, x: split_expert(module, self.expert)[0](x), _PROTOTYPES)
         return Update(update.sent | classifier | prototypes | statistics, update.weight, update.state)
 

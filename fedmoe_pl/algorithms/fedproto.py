@@ -89,11 +89,11 @@ class FedProto(Algorithm):
         prototypes, known = received_means(client, sent, _PROTOTYPES)
         return {"targets": prototypes, "known": known}
 
-    def client_loss(self, module: LightningModule, batch: Any, const: Constants) -> LossAndMetrics:
+    def client_loss(self, module: LightningModule, batch: Any, constants: Constants) -> LossAndMetrics:
         """Cross-entropy and the weighted distance to the prototypes."""
-        return loss_with_targets(module, self.expert, batch, const, self.weight), {}
+        return loss_with_targets(module, self.expert, batch, constants, self.weight), {}
 
-    def client_final(self, client: Client, const: Constants) -> Update:
+    def client_final(self, client: Client, constants: Constants) -> Update:
         """Sends the prototypes of its classes, keeps its model."""
         prototypes = class_means(client, self._features, _PROTOTYPES, per_client=True)
         return Update(prototypes, 1, self.private_tensors(client))

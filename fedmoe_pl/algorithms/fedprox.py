@@ -33,7 +33,7 @@ class FedProx(Algorithm):
         super().client_init(client, sent)
         return {"received": {name: sent[name] for name, _ in client.module.named_parameters() if name in sent}}
 
-    def client_loss(self, module: LightningModule, batch: Any, const: Constants) -> LossAndMetrics:
+    def client_loss(self, module: LightningModule, batch: Any, constants: Constants) -> LossAndMetrics:
         """The module's loss and the proximal term."""
-        loss, metrics = super().client_loss(module, batch, const)
-        return loss + self.mu / 2 * squared_distance(const["received"], dict(module.named_parameters())), metrics
+        loss, metrics = super().client_loss(module, batch, constants)
+        return loss + self.mu / 2 * squared_distance(constants["received"], dict(module.named_parameters())), metrics

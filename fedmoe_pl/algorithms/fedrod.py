@@ -92,23 +92,25 @@ class FedRoD(Algorithm):
         counts = torch.bincount(labels, minlength=client.datamodule.num_classes)
         return {"counts": counts.to(next(client.module.parameters()).dtype)}
 
-    def client_loss(self, module: LightningModule, batch: Any, const: Constants) -> LossAndMetrics:
+    def client_loss(self, module: LightningModule, batch: Any, constants: Constants) -> LossAndMetrics:
         """The sum of the generic and the personal loss."""
         x, y = batch
         extractor, generic_head = split_expert(module, "global_expert")
         features = extractor(x)
         logits = generic_head(features)
         personal = logits.detach() + split_expert(module, "local_expert")[1](features.detach())
-        counts = F.pad(const["counts"], (0, logits.shape[1] - len(const["counts"])))  # the model may know more classes
+        counts = F.pad(
+            constants["counts"], (0, logits.shape[1] - len(constants["counts"]))
+        )  # the model may know more classes
         log_prior = counts.pow(self.prior_exponent).log()
         return logits_loss(module, logits + log_prior, y) + logits_loss(module, personal, y), {}
 
-    def client_final(self, client: Client, const: Constants) -> Update:
+    def client_final(self, client: Client, constants: Constants) -> Update:
         """Sends the global expert, keeps the personal head."""
         state = client.module.state_dict()
         head = {name: tensor.detach().cpu().clone() for name, tensor in state.items() if name.startswith(_HEAD)}
         load_tree(client.module, _local_expert(state, head))
-        update = super().client_final(client, const)
+        update = super().client_final(client, constants)
         others = {name: tensor for name, tensor in update.state.items() if not name.startswith(_PERSONAL)}
         return Update(update.sent, update.weight, others | head)
 

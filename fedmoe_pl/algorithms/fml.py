@@ -64,7 +64,7 @@ class FML(Algorithm):
         check_fixed_gate(self, module)
         super().check(module)
 
-    def client_loss(self, module: LightningModule, batch: Any, const: Constants) -> LossAndMetrics:
+    def client_loss(self, module: LightningModule, batch: Any, constants: Constants) -> LossAndMetrics:
         """The sum of both models' losses; their gradients do not interact."""
         x, y = batch
         private, meme = both_logits(module, x)

@@ -171,14 +171,14 @@ class EpsilonGreedyIFCA(Algorithm):
         loss = mean_loss(client.module, cluster, client.batches(samples))
         return torch.stack((loss, torch.ones_like(loss)))
 
-    def client_final(self, client: Client, const: Constants) -> Update:
+    def client_final(self, client: Client, constants: Constants) -> Update:
         """Sends the trained model under its cluster's name, and the client's part of the tally."""
         kept = self.private_tensors(client)
-        cluster = int(const["cluster"])
+        cluster = int(constants["cluster"])
         trained = moved(client.module.state_dict(), 0, cluster)
         sent = {name: tensor.detach().cpu().clone() for name, tensor in trained.items()}
         weight = self.client_weight(client.id, client.samples, client.seed)
-        tally = torch.cat((torch.tensor([weight, 1], dtype=torch.float64), const["validation"]))
+        tally = torch.cat((torch.tensor([weight, 1], dtype=torch.float64), constants["validation"]))
         return Update({**sent, f"{_TALLY}{cluster}": tally}, weight, kept)
 
     def problem_of_update(self, client_id: int, update: Update, initial: Tree, datamodule: FederatedDataModule) -> str:

@@ -89,9 +89,9 @@ class KNNPer(Algorithm):
         super().check(module)
 
     @torch.no_grad()
-    def client_final(self, client: Client, const: Constants) -> Update:
+    def client_final(self, client: Client, constants: Constants) -> Update:
         """Chooses lambda and keeps it; a client with one sample takes 0."""
-        update = super().client_final(client, const)
+        update = super().client_final(client, constants)
         weight = self._chosen_weight(client) if self.weight is None else self.weight
         return Update(
             update.sent, update.weight, {**update.state, _WEIGHT: torch.tensor([weight], dtype=torch.float64)}

@@ -33,7 +33,7 @@ class LabelPrior(Algorithm):
     The scores are ``z(x) + tau * log((n_c + 1) / (n + C))`` for a client with n training samples, n_c of them in class
     c of C. A client keeps them as another bias of the expert's last linear layer. Its model is therefore an ordinary
     one, and can be an expert of a later mixture: ``start: {global_expert: label prior, local_expert: PFL-FB}``. A
-    ``PersonalizedExpert`` that starts from this phase copies the corrected expert; by default, it starts from the
+    ``FineTuning`` that starts from this phase copies the corrected expert; by default, it starts from the
     federated phase.
 
     Args:
@@ -75,7 +75,7 @@ class LabelPrior(Algorithm):
         super().check(module)
 
     @torch.no_grad()
-    def client_final(self, client: Client, const: Constants) -> Update:
+    def client_final(self, client: Client, constants: Constants) -> Update:
         """Corrects the biases, unless an earlier round has done so, and keeps them and tau."""
         tau = client.state.get(_TAU)
         if tau is None:
@@ -85,7 +85,7 @@ class LabelPrior(Algorithm):
             tau = self._chosen_tau(client) if self.tau == "auto" else self.tau
             load_tree(client.module, self._corrected(client, tau))
             tau = torch.tensor([tau], dtype=torch.float64)
-        update = super().client_final(client, const)
+        update = super().client_final(client, constants)
         return Update(update.sent, update.weight, {**update.state, _TAU: tau})
 
     def _corrected(self, client: Client, tau: float) -> Tree:

@@ -2,7 +2,7 @@
 
 Clients may keep all or part of their data out of the federated training. Every client then fine-tunes the global model
 on all its data, and trains this specialist together with a gate. The paper's tables come from four phases: ``Local``,
-:class:`OptInFedAvg`, :class:`~fedmoe_pl.algorithms.PersonalizedExpert` and :class:`SpecialistMixture`. Where the paper
+:class:`OptInFedAvg`, :class:`~fedmoe_pl.algorithms.FineTuning` and :class:`SpecialistMixture`. Where the paper
 and the official code differ, an asterisk marks what the configurations in ``configs`` use:
 
 ===================  ==========================  ================================  ===================================
@@ -37,7 +37,7 @@ import torch
 from torch import Generator, Tensor
 
 from fedmoe_pl.algorithms.algorithm import Algorithm
-from fedmoe_pl.algorithms.pfl_moe import PersonalizedExpert, missing_expert, missing_local_expert
+from fedmoe_pl.algorithms.pfl_moe import FineTuning, missing_expert, missing_local_expert
 from fedmoe_pl.algorithms.shared.parts import floor_of_share
 from fedmoe_pl.checks import check_number
 from fedmoe_pl.seeds import derive_seed
@@ -95,7 +95,7 @@ class OptInFedAvg(Algorithm):
 class SpecialistMixture(Algorithm):
     """Every client trains its specialist and its gate together; the global expert is frozen.
 
-    It starts from a ``PersonalizedExpert`` phase on all of the client's samples. Every client draws a new gate.
+    It starts from a ``FineTuning`` phase on all of the client's samples. Every client draws a new gate.
 
     Args:
         frozen_train_mode: whether the global expert stays in train mode, with active dropout, as in the official code.
@@ -111,7 +111,7 @@ class SpecialistMixture(Algorithm):
 
     def follows(self, earlier: Algorithm) -> bool:
         """Starts from the specialists that were fine-tuned on all samples."""
-        return isinstance(earlier, PersonalizedExpert) and not earlier.gate_fraction
+        return isinstance(earlier, FineTuning) and not earlier.gate_fraction
 
     def missing_start(self, earlier: Sequence[Algorithm], part: str = "") -> str:
         """The specialists that were fine-tuned on all samples; as a part, any, which go on to learn from them."""

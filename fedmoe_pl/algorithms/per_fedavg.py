@@ -82,7 +82,7 @@ class PerFedAvg(Algorithm):
         super().client_init(client, sent)
         return {"names": [*trained_parameters(client.module, self.expert)]}
 
-    def client_loss(self, module: LightningModule, batch: Any, const: Constants) -> LossAndMetrics:
+    def client_loss(self, module: LightningModule, batch: Any, constants: Constants) -> LossAndMetrics:
         """Lines 6 to 8: the loss on D' after an inner step on D."""
         (x, y), part = batch, module.get_submodule(self.expert)
         half = len(y) // 2
@@ -90,7 +90,7 @@ class PerFedAvg(Algorithm):
             return expert_loss(module, self.expert, batch)
         w = dict(part.named_parameters())
         gradient = expert_gradient(
-            module, self.expert, {name: w[name] for name in const["names"]}, (x[:half], y[:half])
+            module, self.expert, {name: w[name] for name in constants["names"]}, (x[:half], y[:half])
         )
         stepped = {
             name: w[name] - self.inner_lr * (tensor if self.second_order else tensor.detach())

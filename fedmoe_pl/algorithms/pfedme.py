@@ -97,12 +97,12 @@ class PFedMe(PersonalModel):
         names = [*trained_parameters(client.module, "local_expert")]
         return {"names": names, "per_rate": 1 / rate if rate else 0.0}
 
-    def client_loss(self, module: LightningModule, batch: Any, const: Constants) -> LossAndMetrics:
+    def client_loss(self, module: LightningModule, batch: Any, constants: Constants) -> LossAndMetrics:
         """Lines 6 and 7: a loss whose plain SGD step moves ``theta`` to its last inner step, and ``w`` towards it."""
         experts = module.get_submodule("global_expert"), module.get_submodule("local_expert")
         w, theta = (dict(expert.named_parameters()) for expert in experts)
-        center = {name: w[name].detach() for name in const["names"]}
-        start = {name: theta[name].detach() for name in const["names"]}
+        center = {name: w[name].detach() for name in constants["names"]}
+        start = {name: theta[name].detach() for name in constants["names"]}
         inner = start
         for _ in range(self.inner_steps):
             gradient = expert_gradient(module, "local_expert", inner, batch)
@@ -112,7 +112,7 @@ class PFedMe(PersonalModel):
                 for name, tensor in inner.items()
             }
         of_w = {name: self.weight * (center[name] - tensor) for name, tensor in inner.items()}
-        of_theta = {name: const["per_rate"] * (start[name] - tensor) for name, tensor in inner.items()}
+        of_theta = {name: constants["per_rate"] * (start[name] - tensor) for name, tensor in inner.items()}
         return torch.as_tensor(inner_product(of_w, w) + inner_product(of_theta, theta)), {}
 
     def server_update(self, server: Tree, combined: Update) -> Tree:

@@ -15,7 +15,7 @@ Local               300 epochs, SGD or Adam  Adam, README: 100 epochs     two ph
 gate's input        samples or features      flags swapped in README      ``LinearGate`` is MF, ``FeatureGate`` is MFE
 frozen dropout      not mentioned            active                       ``frozen_train_mode``
 FedAvg's round      best on the test set     best on the test set         ``select.monitor: global_test`` of FedAvg
-PFL-FB's data       not mentioned            3/4                          ``gate_fraction`` of ``PersonalizedExpert``
+PFL-FB's data       not mentioned            3/4                          ``gate_fraction`` of ``FineTuning``
 ==================  =======================  ===========================  ==========================================
 """
 
@@ -40,7 +40,7 @@ from fedmoe_pl.trees import Tree, load_tree
 _GATE = 1  # separates the gate's share of a client's samples from other shares of them
 
 
-class PersonalizedExpert(Algorithm):
+class FineTuning(Algorithm):
     """PFL-FT, PFL-FB: the local expert starts as a copy of the global one and is fine-tuned, in whole or in part.
 
     Args:
@@ -82,7 +82,7 @@ class PersonalizedExpert(Algorithm):
         super().check(module)
         _check_patterns(self, module)
 
-    def client_loss(self, module: LightningModule, batch: Any, const: Constants) -> LossAndMetrics:
+    def client_loss(self, module: LightningModule, batch: Any, constants: Constants) -> LossAndMetrics:
         """Cross-entropy of the local expert only, whatever the gate (Algorithm 2, line 7)."""
         return expert_loss(module, "local_expert", batch)
 
@@ -90,24 +90,24 @@ class PersonalizedExpert(Algorithm):
         """The samples that are not set aside for the gate."""
         return set_aside(client, self.gate_fraction, _GATE)[1] if self.gate_fraction else client.samples
 
-    def client_final(self, client: Client, const: Constants) -> Update:
+    def client_final(self, client: Client, constants: Constants) -> Update:
         """Keeps the fine-tuned expert or, if ``keep_better`` finds it no better, another copy of the global one."""
         if self.keep_better and len(samples := client.datamodule.validation_samples[client.id]):
             batches = client.batches(samples)
             if not _mean_loss(client, "local_expert", batches) < _mean_loss(client, "global_expert", batches):
                 load_tree(client.module, copy_of_global_expert(self, client.module))
-        return super().client_final(client, const)
+        return super().client_final(client, constants)
 
 
 class PFLMoE(Algorithm):
     """PFL-MF with a ``LinearGate``, PFL-MFE with a ``FeatureGate``: the gate learns to weigh the frozen experts.
 
-    It starts from a ``PersonalizedExpert`` phase with the same ``gate_fraction``. Every client draws a new gate.
+    It starts from a ``FineTuning`` phase with the same ``gate_fraction``. Every client draws a new gate.
 
     Args:
         gate_fraction: share of the client's samples that trains the gate; the samples are split as in
-            ``PersonalizedExpert``. 0 trains the gate on all samples, which the local expert has then seen, too. A
-            local expert that another phase than ``PersonalizedExpert`` made, such as ``start: {global_expert: FedAvg,
+            ``FineTuning``. 0 trains the gate on all samples, which the local expert has then seen, too. A
+            local expert that another phase than ``FineTuning`` made, such as ``start: {global_expert: FedAvg,
             local_expert: Ditto}``, has seen all samples, so that ``gate_fraction`` must be 0.
         interleaved: whether to use the paper's schedule in place of the code's. The phase then starts from the
             federated phase. Even rounds train the local expert on its samples, odd rounds the gate on the others. Use
@@ -140,14 +140,14 @@ class PFLMoE(Algorithm):
         self.interleaved = interleaved
         self.needs = ("loss_of_outputs",) if interleaved else ()
         self.needed_parts = ("global_expert" if interleaved else "local_expert",)
-        self.copied_parts = PersonalizedExpert.copied_parts if interleaved else {}
+        self.copied_parts = FineTuning.copied_parts if interleaved else {}
         self.frozen_train_mode = frozen_train_mode
 
     def follows(self, earlier: Algorithm) -> bool:
         """Starts from the personalized experts, or, if interleaved, from the federated model."""
         if self.interleaved:
             return earlier.federated
-        return isinstance(earlier, PersonalizedExpert) and earlier.gate_fraction == self.gate_fraction
+        return isinstance(earlier, FineTuning) and earlier.gate_fraction == self.gate_fraction
 
     def missing_start(self, earlier: Sequence[Algorithm], part: str = "") -> str:
         """Experts that have not seen the gate's samples, any if it has none; a federated model if interleaved."""
@@ -183,10 +183,10 @@ class PFLMoE(Algorithm):
         super().client_init(client, sent)
         return {"trains_expert": self._trains_expert(client.round)}
 
-    def client_loss(self, module: LightningModule, batch: Any, const: Constants) -> LossAndMetrics:
+    def client_loss(self, module: LightningModule, batch: Any, constants: Constants) -> LossAndMetrics:
         """Cross-entropy of the mixture; in rounds that train the expert, of the expert only (Algorithm 2, line 7)."""
-        if not const["trains_expert"]:
-            return super().client_loss(module, batch, const)
+        if not constants["trains_expert"]:
+            return super().client_loss(module, batch, constants)
         return expert_loss(module, "local_expert", batch)
 
     def _trains_expert(self, round: int) -> bool:
@@ -200,9 +200,9 @@ def missing_expert(earlier: Sequence[Algorithm], gate_fraction: float) -> str:
         earlier: the algorithms before it, the last one first.
         gate_fraction: the share of samples that its experts must not have been trained on.
     """
-    needed = f"a phase of PersonalizedExpert with gate_fraction {gate_fraction:g}"
+    needed = f"a phase of FineTuning with gate_fraction {gate_fraction:g}"
     for other in earlier:
-        if isinstance(other, PersonalizedExpert) or (isinstance(other, PFLMoE) and other.interleaved):
+        if isinstance(other, FineTuning) or (isinstance(other, PFLMoE) and other.interleaved):
             return "" if other.gate_fraction == gate_fraction else needed
         if gate_fraction and trains(other, "local_expert."):
             return needed  # on the gate's samples, too

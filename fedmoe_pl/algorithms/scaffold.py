@@ -56,21 +56,21 @@ class Scaffold(Algorithm):
         correction = {name: c - client.state.get(name, torch.zeros_like(c)) for name, c in of_algorithm(sent).items()}
         return {"correction": subtree(correction, _CONTROL)}
 
-    def client_loss(self, module: LightningModule, batch: Any, const: Constants) -> LossAndMetrics:
+    def client_loss(self, module: LightningModule, batch: Any, constants: Constants) -> LossAndMetrics:
         """Line 10: the gradient is ``g(y) - c_i + c``."""
-        loss, metrics = super().client_loss(module, batch, const)
-        return loss + inner_product(const["correction"], dict(module.named_parameters())), metrics
+        loss, metrics = super().client_loss(module, batch, constants)
+        return loss + inner_product(constants["correction"], dict(module.named_parameters())), metrics
 
-    def client_final(self, client: Client, const: Constants) -> Update:
+    def client_final(self, client: Client, constants: Constants) -> Update:
         """Lines 12 to 14: ``c_i+ = c_i - c + (x - y) / (K lr)``; sends ``y - x`` and its part of the change of ``c``.
 
         A client that took no steps, or steps with a learning rate of 0, keeps its ``c_i``.
         """
-        update = super().client_final(client, const)
+        update = super().client_final(client, constants)
         sent = difference(update.sent, client.loaded)
         length = client.steps * learning_rate(self, client.module)  # K lr
         scale = 1 / length if length else 0.0
-        for name, correction in const["correction"].items():
+        for name, correction in constants["correction"].items():
             c = client.loaded[_CONTROL + name]
             change = -sent[name] * scale - c if length else torch.zeros_like(c)  # c_i+ - c_i
             update.state[_CONTROL + name] = c - correction + change

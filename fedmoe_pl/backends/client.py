@@ -42,8 +42,8 @@ def begin_client(
     if training.aggregation is not None:
         client.loaded |= {name: tensor for name, tensor in server.items() if name.startswith(PREFIX)}
     set_optimizer(module, training.learning_rates(round), client.state)
-    const = algorithm.client_init(client, sent)
-    return client, const, algorithm.client_samples(client)
+    constants = algorithm.client_init(client, sent)
+    return client, constants, algorithm.client_samples(client)
 
 
 def client_of(training: LocalTraining, module: LightningModule, client_id: int, kept: Tree, round: int) -> Client:
@@ -65,7 +65,7 @@ def client_of(training: LocalTraining, module: LightningModule, client_id: int, 
 def end_client(
     training: LocalTraining,
     client: Client,
-    const: dict[str, Any],
+    constants: dict[str, Any],
     optimizer: Tree | None = None,
     is_checked_later: bool = False,
 ) -> Update:
@@ -75,7 +75,7 @@ def end_client(
     so that before one, they are checked here all the same.
     """
     algorithm = training.algorithm
-    update = algorithm.client_final(client, const)
+    update = algorithm.client_final(client, constants)
     sent, kept = (copied_views(tree, client.module) for tree in (update.sent, update.state))
     kept = {name: tensor for name, tensor in kept.items() if not name.startswith(TRAINED)} | (optimizer or {})
     if training.keep_trained:
@@ -157,9 +157,9 @@ def step_after_aggregation(
     return {**stepped, **of_training}  # no algorithm knows of it
 
 
-def on_device(const: dict[str, Any], device: torch.device) -> dict[str, Any]:
+def on_device(constants: dict[str, Any], device: torch.device) -> dict[str, Any]:
     """The constants of a client's loss, with all tensors in them (also nested ones) on a device."""
-    return tree_map(lambda leaf: leaf.to(device) if isinstance(leaf, Tensor) else leaf, const)
+    return tree_map(lambda leaf: leaf.to(device) if isinstance(leaf, Tensor) else leaf, constants)
 
 
 def client_batches(training: LocalTraining, client: Client, samples: Tensor) -> SampleBatches:

@@ -51,11 +51,11 @@ class DryPlan(Plan):
         for client_id in clients:
             training = self.training.of(client_id)
             module = copy_module(training.module)
-            client, const, samples = begin_client(training, module, server, client_id, kept, round)
+            client, constants, samples = begin_client(training, module, server, client_id, kept, round)
             if names := trainable_names(training, module, round):
                 _add_noise(module, names)
                 client.steps = 1
-            updates.append(end_client(training, client, const))
+            updates.append(end_client(training, client, constants))
             self.weights[client_id] = updates[-1].weight, len(samples)
         return group_update(self.training, clients, updates)
 

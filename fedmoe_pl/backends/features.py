@@ -42,21 +42,23 @@ class FrozenParts:
 
 
 def find_frozen_parts(
-    training: LocalTraining, client: Client, const: dict[str, Any], samples: Tensor
+    training: LocalTraining, client: Client, constants: dict[str, Any], samples: Tensor
 ) -> FrozenParts | None:
     """Finds the frozen parts whose outputs depend on the sample only, by tracing the computation of one loss."""
     module = client.module
     samples = samples[:_TRACED_SAMPLES]
     batch = _batch(training, samples)
     with evaluating(module):
-        run = partial(training.algorithm.client_loss, module, batch, const)
+        run = partial(training.algorithm.client_loss, module, batch, constants)
         try:
             names = _called_with_known(module, training.frozen_modules, batch[0], run)  # the loss may need its Trainer
             if not names:
                 return None
-            expected = _loss_and_gradients(training, client, const, batch)  # cuDNN's LSTM has no gradients in eval mode
+            expected = _loss_and_gradients(
+                training, client, constants, batch
+            )  # cuDNN's LSTM has no gradients in eval mode
             # one sample at a time, because an output that depends on other samples of the batch cannot be looked up
-            rows = compute_rows(training, client, const, samples, names, batch_size=1)
+            rows = compute_rows(training, client, constants, samples, names, batch_size=1)
         except (RuntimeError, ValueError):
             return None
         if sum(table.nbytes for table in rows.values()) > _MOST_BYTES * batch[0].nbytes:
@@ -65,7 +67,7 @@ def find_frozen_parts(
             for reads_input in (False, True):
                 x = batch[0] if reads_input else no_input(batch[0], batch[1].shape)
                 try:
-                    actual = _loss_and_gradients(training, client, const, (x, batch[1]))
+                    actual = _loss_and_gradients(training, client, constants, (x, batch[1]))
                 except (RuntimeError, IndexError, ValueError, TypeError):
                     continue  # another part needs the samples
                 if len(actual) == len(expected) and all(map(is_close, actual, expected)):
@@ -74,10 +76,10 @@ def find_frozen_parts(
 
 
 def _loss_and_gradients(
-    training: LocalTraining, client: Client, const: dict[str, Any], batch: tuple[Tensor, Tensor]
+    training: LocalTraining, client: Client, constants: dict[str, Any], batch: tuple[Tensor, Tensor]
 ) -> list[Tensor]:
     """The loss of a batch, and its gradients by the trained parameters that it depends on."""
-    loss = training.algorithm.client_loss(client.module, batch, const)[0]
+    loss = training.algorithm.client_loss(client.module, batch, constants)[0]
     names = set(trainable_names(training, client.module, client.round))
     trained = [parameter for name, parameter in client.module.named_parameters() if name in names]
     gradients = torch.autograd.grad(loss, trained, allow_unused=True)
@@ -87,7 +89,7 @@ def _loss_and_gradients(
 def compute_rows(
     training: LocalTraining,
     client: Client,
-    const: dict[str, Any],
+    constants: dict[str, Any],
     samples: Tensor,
     names: tuple[str, ...],
     batch_size: int = _BATCH_SIZE,
@@ -103,7 +105,7 @@ def compute_rows(
     try:
         with evaluating(module), torch.no_grad():
             for batch_samples in samples.split(batch_size):
-                training.algorithm.client_loss(module, _batch(training, batch_samples), const)
+                training.algorithm.client_loss(module, _batch(training, batch_samples), constants)
     finally:
         _remove(hooks)
     return {name: torch.cat(outputs) for name, outputs in rows.items()}
@@ -215,7 +217,9 @@ class FeatureCache:
     def __init__(self) -> None:
         self._kept: dict[tuple[int, FrozenParts], tuple[Tree, Tensor, Rows]] = {}
 
-    def find(self, training: LocalTraining, client: Client, const: dict[str, Any], samples: Tensor) -> Features | None:
+    def find(
+        self, training: LocalTraining, client: Client, constants: dict[str, Any], samples: Tensor
+    ) -> Features | None:
         """The features of a client that begins its local training; None if there are none to look up."""
         pays = training.max_epochs * training.rounds > 1
         datamodule = training.datamodule
@@ -224,21 +228,23 @@ class FeatureCache:
         device = training.device
         half = training.trainer.get("precision") in ("bf16", "bf16-mixed")
         generators = [device] if device.type == "cuda" else []
-        module, const = client.module.to(device), on_device(const, device)
+        module, constants = client.module.to(device), on_device(constants, device)
         try:
             # Autocast as in training. A module that draws numbers even in eval mode must not change the client's.
             with torch.random.fork_rng(generators), torch.autocast(device.type, torch.bfloat16, enabled=half):
-                parts = find_frozen_parts(training, client, const, samples)
-                return None if parts is None else Features(parts, self._rows(training, client, const, samples, parts))
+                parts = find_frozen_parts(training, client, constants, samples)
+                return (
+                    None if parts is None else Features(parts, self._rows(training, client, constants, samples, parts))
+                )
         finally:
             module.cpu()
 
     def _rows(
-        self, training: LocalTraining, client: Client, const: dict[str, Any], samples: Tensor, parts: FrozenParts
+        self, training: LocalTraining, client: Client, constants: dict[str, Any], samples: Tensor, parts: FrozenParts
     ) -> Rows:
         """The rows of a client; computed again only if the frozen parts or the samples have changed."""
         if training.rounds == 1:
-            return compute_rows(training, client, const, samples, parts.names)
+            return compute_rows(training, client, constants, samples, parts.names)
         frozen_state = {
             name: tensor
             for name, tensor in client.module.state_dict().items()
@@ -249,7 +255,7 @@ class FeatureCache:
             torch.equal(kept_state[name], tensor.cpu()) for name, tensor in frozen_state.items()
         )
         if not same_state or not torch.equal(kept_samples, samples):
-            rows = compute_rows(training, client, const, samples, parts.names)
+            rows = compute_rows(training, client, constants, samples, parts.names)
             initial = training.initial
             state = {
                 name: initial[name] if torch.equal(initial[name], tensor.cpu()) else tensor.detach().cpu().clone()

@@ -84,16 +84,16 @@ class _Group(LightningModule):
             self.reused[architecture] = _Reused(training, self.round)
         reused = self.reused[architecture]
         module = reused.fresh()
-        client, const, samples = begin_client(training, module, self.server, client_id, self.kept, self.round)
+        client, constants, samples = begin_client(training, module, self.server, client_id, self.kept, self.round)
         optimizer: Tree = {}
         if len(samples) and reused.is_trained:
-            optimizer = self._train(reused, client, const, samples)
-        return end_client(training, client, const, optimizer, is_checked_later=True)
+            optimizer = self._train(reused, client, constants, samples)
+        return end_client(training, client, constants, optimizer, is_checked_later=True)
 
-    def _train(self, reused: _Reused, client: Client, const: dict[str, Any], samples: Tensor) -> Tree:
+    def _train(self, reused: _Reused, client: Client, constants: dict[str, Any], samples: Tensor) -> Tree:
         """Trains a client; returns the state of its optimizer, if clients keep it."""
         training, module = reused.training, client.module
-        placed = on_device(const, training.device)
+        placed = on_device(constants, training.device)
         features = self.features.find(training, client, placed, samples)
         batches = client_batches(training, client, samples)
         on_cpu = training.device.type == "cpu"  # where a move to the device takes time and does nothing
@@ -158,7 +158,7 @@ class _Loop:
         self,
         reused: _Reused,
         client: Client,
-        const: dict[str, Any],
+        constants: dict[str, Any],
         trainer: Trainer,
         clip: Callable[[torch.optim.Optimizer], None],
     ) -> None:
@@ -167,7 +167,7 @@ class _Loop:
         self.is_mixed = reused.training.in_half_precision
         self.freezing = reused.freezing
         self.client = client
-        self.const = const
+        self.constants = constants
         self.trainer = trainer
         self.clip = clip
         self.current_epoch = 0
@@ -193,7 +193,7 @@ class _Loop:
             for batch in batches:
                 optimizer.zero_grad()
                 with torch.autocast(self.device_type, torch.bfloat16) if self.is_mixed else nullcontext():
-                    loss = client.see_loss(self.algorithm.client_loss(module, batch, self.const)[0])
+                    loss = client.see_loss(self.algorithm.client_loss(module, batch, self.constants)[0])
                 loss.backward()
                 self.clip(optimizer)
                 optimizer.step()

@@ -94,22 +94,24 @@ class TrainerPlan(Plan):
     def _train_client(self, server: Tree, client_id: int, kept: Mapping[int, Tree], round: int) -> Update:
         """One client's part of a round, in a Trainer of its own."""
         training = self.training.of(client_id)
-        client, const, samples = begin_client(training, copy_module(training.module), server, client_id, kept, round)
+        client, constants, samples = begin_client(
+            training, copy_module(training.module), server, client_id, kept, round
+        )
         if not len(samples) or not trainable_names(training, client.module, round):
-            return end_client(training, client, const, {})
-        trainer = self._fit(training, client, on_device(const, training.device), samples)
+            return end_client(training, client, constants, {})
+        trainer = self._fit(training, client, on_device(constants, training.device), samples)
         client.steps = trainer.global_step
         parameters = client.module.named_parameters()
         optimizer = optimizer_state(parameters, trainer.optimizers[0]) if training.keep_optimizer else {}
         client.module.zero_grad()
-        update = end_client(training, client, const, optimizer)
+        update = end_client(training, client, constants, optimizer)
         discard(trainer)
         return update
 
-    def _fit(self, training: LocalTraining, client: Client, const: dict[str, Any], samples: Tensor) -> Trainer:
+    def _fit(self, training: LocalTraining, client: Client, constants: dict[str, Any], samples: Tensor) -> Trainer:
         module = client.module
         if trains_by_loss(training.algorithm, module):
-            module = _ClientModule(client.module, training.algorithm, const)
+            module = _ClientModule(client.module, training.algorithm, constants)
         freezing, loggers = Freezing(training, client.module, client.round), client_loggers(training, client)
         batches, validation = client_batches(training, client, samples), _validation_batches(training, client)
         callbacks, arguments = [freezing, _LossCheck(client)], {"max_epochs": freezing.epochs}
@@ -145,11 +147,11 @@ class _LossCheck(Callback):
 class _ClientModule(LightningModule):
     """The client's module with the algorithm's loss in place of its own training step."""
 
-    def __init__(self, module: LightningModule, algorithm: Algorithm, const: dict[str, Any]) -> None:
+    def __init__(self, module: LightningModule, algorithm: Algorithm, constants: dict[str, Any]) -> None:
         super().__init__()
         self.module = module
         self.algorithm = algorithm
-        self.const = const
+        self.constants = constants
 
     def __getattr__(self, name: str) -> Any:
         """An attribute of the client's module, such as its gate, for a user's callbacks."""
@@ -159,13 +161,13 @@ class _ClientModule(LightningModule):
             return getattr(super().__getattr__("module"), name)
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        loss = self.algorithm.client_loss(self.module, batch, self.const)[0]
+        loss = self.algorithm.client_loss(self.module, batch, self.constants)[0]
         if self.trainer.loggers:
             self.log("train_loss", loss, on_step=True, on_epoch=True, batch_size=batch_length(batch))
         return loss
 
     def validation_step(self, batch: Any, batch_idx: int) -> None:
-        loss = self.algorithm.validation_loss(self.module, batch, self.const)
+        loss = self.algorithm.validation_loss(self.module, batch, self.constants)
         self.log("validation_loss", loss, batch_size=batch_length(batch))
 
     def configure_optimizers(self) -> Any:

@@ -12,7 +12,7 @@ from lightning import __version__
 from lightning.pytorch import LightningModule
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 
-from fedmoe_pl.algorithms.algorithm import Moment
+from fedmoe_pl.algorithms.algorithm import EvaluationPoint
 from fedmoe_pl.algorithms.overrides import chooses_model
 from fedmoe_pl.checks import InvalidArgumentError
 from fedmoe_pl.data import partition_rows
@@ -125,15 +125,15 @@ class ClientCheckpoint(FederationCallback):
         """Writes the clients' models of an evaluated phase."""
         if evaluation is None or (self.methods is not None and phase.name not in self.methods):
             return
-        for moment in phase.moments:
-            self._write_models(run, phase, moment)
+        for evaluation_point in phase.evaluation_points:
+            self._write_models(run, phase, evaluation_point)
 
-    def _write_models(self, run: Run, phase: Phase, moment: Moment) -> None:
-        method = phase.method(moment)
+    def _write_models(self, run: Run, phase: Phase, evaluation_point: EvaluationPoint) -> None:
+        method = phase.method(evaluation_point)
         folder = run.folder / "clients" / method
         folder.mkdir(parents=True, exist_ok=True)
         kept = run.states[phase.name].clients.values()
-        personalized = chooses_model(phase.algorithm) or any(has_own_model(tree, moment) for tree in kept)
+        personalized = chooses_model(phase.algorithm) or any(has_own_model(tree, evaluation_point) for tree in kept)
         clients = range(run.datamodule.num_clients if personalized else 1)
         for client, module in zip(clients, run.client_modules(method, clients), strict=True):
             checkpoint = _checkpoint(module)

@@ -18,7 +18,7 @@ from fedmoe_pl.phases.phase import Evaluate, Phase, Select
 _GROUPS = ("trainer", "model", "data")
 _ALWAYS = {"max_epochs", "lr", "rounds", "num_clients", "batch_size"}  # shown, too, where they have their default
 _WITHOUT_MEANING = {
-    *("evaluate_every_n_rounds", "every_n_rounds", "every_n_epochs", "evaluation_clients"),
+    *("evaluate_every_n_rounds", "every_n_rounds", "every_n_epochs", "evaluation_cohort_size"),
     *("partition_seed", "start", "name"),
 }
 

@@ -40,7 +40,7 @@ class PhaseState:
         best_clients: the clients' states after that round.
         given_round: the round of a result that comes from another checkpoint (0: unknown). The server's state then
             stays as it is, even if clients train. None for a phase that is trained.
-        evaluations: the final evaluations, one for each moment of ``Phase.moments``; none before the end.
+        evaluations: the final evaluations, one for each of ``Phase.evaluation_points``; none before the end.
         traffic: what was sent so far: ``parameters`` and ``bytes``, each with ``_down`` (from the server to clients),
             ``_up`` (from clients to the server) and ``_between_clients``.
         flops: floating-point operations of local training so far (``flops.FlopCounter``); nan if not countable.

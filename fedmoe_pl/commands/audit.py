@@ -18,7 +18,7 @@ from fedmoe_pl.backends import LocalTraining, Transfer
 from fedmoe_pl.backends.dry import DryPlan
 from fedmoe_pl.backends.traffic import WEIGHT, Direction
 from fedmoe_pl.data import FederatedDataModule
-from fedmoe_pl.data.parts import Parts
+from fedmoe_pl.data.client_samples import ClientSamples
 from fedmoe_pl.phases.cohort import cohort_of
 from fedmoe_pl.phases.phase import Phase
 from fedmoe_pl.rounds.begin import first_clients
@@ -187,7 +187,7 @@ def _one_of_each_architecture(training: LocalTraining, num_clients: int) -> list
 def _with_few_samples(datamodule: FederatedDataModule) -> FederatedDataModule:
     few, parts = copy.copy(datamodule), datamodule.train_samples
     samples = [samples[:_SAMPLES] for samples in parts]
-    few.train_samples = Parts(torch.cat(samples), parts.sizes.clamp(max=_SAMPLES))
+    few.train_samples = ClientSamples(torch.cat(samples), parts.sizes.clamp(max=_SAMPLES))
     return few
 
 

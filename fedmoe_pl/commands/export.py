@@ -124,7 +124,7 @@ def _check(run: Run, method: str | None, client: int, format: str) -> str:
         who = f"from 0 to {run.clients[-1]}" if run.only_client is None else f"{run.only_client}, whose machine it is"
         raise InvalidArgumentError("Federation", "client", client, who)
     check_choice("Federation", "format", format, get_args(Format))
-    algorithm = run.phase_and_moment(method, client)[0].algorithm
+    algorithm = run.phase_and_point(method, client)[0].algorithm
     if algorithm.has_predictor or not run.datamodule.has_pairs:
         because = f"{type(algorithm).__name__} predicts with more than a model"
         if not run.datamodule.has_pairs:

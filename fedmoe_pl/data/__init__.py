@@ -3,6 +3,7 @@
 from fedmoe_pl.data.arrays import Arrays
 from fedmoe_pl.data.augmentation import Augmentation, RandomCrop, RandomHorizontalFlip
 from fedmoe_pl.data.batches import EVALUATED_AT_ONCE, Batches, SampleBatches
+from fedmoe_pl.data.client_samples import ClientSamples
 from fedmoe_pl.data.datamodule import FederatedDataModule
 from fedmoe_pl.data.datasets.ag_news import AGNews
 from fedmoe_pl.data.datasets.femnist import FEMNIST
@@ -27,7 +28,6 @@ from fedmoe_pl.data.partitioners.dirichlet import BalancedDirichlet, ClientDiric
 from fedmoe_pl.data.partitioners.given import NaturalIds, PredefinedIndices
 from fedmoe_pl.data.partitioners.iid import IID
 from fedmoe_pl.data.partitioners.partitioner import Partitioner
-from fedmoe_pl.data.parts import Parts
 
 __all__ = [
     "CIFAR10",
@@ -44,6 +44,7 @@ __all__ = [
     "BalancedDirichlet",
     "Batches",
     "ClientDirichlet",
+    "ClientSamples",
     "Diabetes",
     "Digits",
     "Dirichlet",
@@ -57,7 +58,6 @@ __all__ = [
     "NaturalIds",
     "NpzFile",
     "Partitioner",
-    "Parts",
     "Pathological",
     "PredefinedIndices",
     "RandomCrop",

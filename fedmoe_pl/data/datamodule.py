@@ -13,11 +13,11 @@ from fedmoe_pl.checks import InvalidArgumentError, check_at_least
 from fedmoe_pl.data.arrays import Arrays, are_classes, normalized
 from fedmoe_pl.data.augmentation import Augmentation
 from fedmoe_pl.data.batches import EVALUATED_AT_ONCE, Batches, SampleBatches
+from fedmoe_pl.data.client_samples import ClientSamples
 from fedmoe_pl.data.map_style import DatasetBatches, MapStyleData, SampleReader
 from fedmoe_pl.data.partitioners.given import AllToOne, NaturalIds
 from fedmoe_pl.data.partitioners.iid import IID
 from fedmoe_pl.data.partitioners.partitioner import Partitioner
-from fedmoe_pl.data.parts import Parts
 from fedmoe_pl.data.rotation import check_rotations, rotated
 from fedmoe_pl.data.splits import balanced_subset, natural_test_samples, pooled_ids, split
 
@@ -57,7 +57,7 @@ class FederatedDataModule(LightningDataModule, ABC):
         num_classes: number of classes; 0 if the targets are not one class for each sample.
         reader: reads the samples one by one; None for samples in memory.
         num_clients: number of clients.
-        train_samples: indices into ``x``, one tensor per client, see :class:`Parts`.
+        train_samples: indices into ``x``, one tensor per client, see :class:`ClientSamples`.
         validation_samples: the same, held out for validation; may be empty.
         test_samples: the same, each client's local test set; may be empty.
         global_test: indices of the global test set.
@@ -85,9 +85,9 @@ class FederatedDataModule(LightningDataModule, ABC):
     num_classes: int
     num_clients: int
     num_shared: int
-    train_samples: Parts
-    validation_samples: Parts
-    test_samples: Parts
+    train_samples: ClientSamples
+    validation_samples: ClientSamples
+    test_samples: ClientSamples
     global_test: Tensor
     class_shares: Tensor
     _data: Arrays | MapStyleData  # between ``deal`` and ``setup``

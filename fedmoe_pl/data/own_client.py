@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 
+from fedmoe_pl.data.client_samples import ClientSamples
 from fedmoe_pl.data.datamodule import FederatedDataModule
-from fedmoe_pl.data.parts import Parts
 
 _MOST = 10**8  # numbers of the table of classes, of 8 bytes each
 
@@ -19,9 +19,9 @@ def add_clients(datamodule: FederatedDataModule, num_clients: int, num_classes: 
             f"at most {_MOST}."
         )
     for name in ("train_samples", "validation_samples", "test_samples"):
-        parts: Parts = getattr(datamodule, name)
+        parts: ClientSamples = getattr(datamodule, name)
         sizes = torch.cat((parts.sizes, parts.sizes.new_zeros(num_clients - len(parts))))
-        setattr(datamodule, name, Parts(parts.indices, sizes))
+        setattr(datamodule, name, ClientSamples(parts.indices, sizes))
     datamodule.num_clients, datamodule.num_classes = num_clients, num_classes
     counts = datamodule.class_counts()
     datamodule.class_shares = counts / counts.sum(dim=1, keepdim=True)

@@ -9,9 +9,9 @@ from torch import Tensor
 
 from fedmoe_pl.checks import InvalidArgumentError
 from fedmoe_pl.data.arrays import Arrays
+from fedmoe_pl.data.client_samples import ClientSamples
 from fedmoe_pl.data.map_style import MapStyleData
 from fedmoe_pl.data.partitioners.partitioner import group_by
-from fedmoe_pl.data.parts import Parts
 
 _GLOBAL_TEST = (0, 0)  # spawn key of the random numbers for the global test set; clients' keys have one number
 
@@ -23,7 +23,7 @@ def split(
     validation_fraction: float,
     seed: int,
     labels: np.ndarray | None = None,
-) -> tuple[Parts, Parts, Parts]:
+) -> tuple[ClientSamples, ClientSamples, ClientSamples]:
     """Splits every client's samples into training, validation and test; each client has its own random numbers.
 
     The fractions are rounded to whole samples, and at least one sample is left for training; with ``labels``, the
@@ -41,7 +41,7 @@ def split(
     use = torch.arange(3, dtype=torch.uint8).repeat(len(sizes)).repeat_interleave(cuts.flatten())
     indices = torch.from_numpy(samples)
     by_client = cuts.view(n, -1, 3).sum(dim=1)
-    test, validation, train = (Parts(indices[use == i], by_client[:, i].contiguous()) for i in range(3))
+    test, validation, train = (ClientSamples(indices[use == i], by_client[:, i].contiguous()) for i in range(3))
     return train, validation, test
 
 
@@ -64,7 +64,7 @@ def pooled_ids(owner: object, data: Arrays | MapStyleData) -> np.ndarray | None:
     return np.concatenate((data.client_train, data.client_test))
 
 
-def natural_test_samples(owner: object, data: Arrays | MapStyleData, test_fraction: float) -> Parts:
+def natural_test_samples(owner: object, data: Arrays | MapStyleData, test_fraction: float) -> ClientSamples:
     """The test samples of each natural client that has training samples."""
     if test_fraction > 0:
         reason = "the data have test samples of every client"
@@ -80,7 +80,7 @@ def natural_test_samples(owner: object, data: Arrays | MapStyleData, test_fracti
         )
     parts = group_by(client, len(ids) + 1)[:-1]
     sizes = torch.tensor([len(part) for part in parts])
-    return Parts(torch.from_numpy(np.concatenate(parts) + data.sizes[0]), sizes)
+    return ClientSamples(torch.from_numpy(np.concatenate(parts) + data.sizes[0]), sizes)
 
 
 def balanced_subset(owner: object, samples: Tensor, labels: Tensor, size: int, seed: int) -> Tensor:

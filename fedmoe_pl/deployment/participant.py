@@ -228,13 +228,13 @@ class Participant:
     def _evaluate(self, message: Message) -> Message:
         values, kept = message.values, self._own.read(message)
         phase = _phase(self.run, self._phase)
-        if not (phase.evaluate and values["moment"] in phase.moments):
-            raise BadMessageError(f"clients are not evaluated {values['moment']!r} in phase '{self._phase}'")
+        if not (phase.evaluate and values["evaluation_point"] in phase.evaluation_points):
+            raise BadMessageError(f"clients are not evaluated {values['evaluation_point']!r} in phase '{self._phase}'")
         receives = self._training.algorithm
         training = replace(self._training, algorithm=phase.algorithm if needs_server_state(receives) else receives)
         of_client = {self.client: kept} if kept else {}
         (evaluation,) = evaluate_clients(
-            training, self._server(message), of_client, values["round"], values["moment"], [self.client]
+            training, self._server(message), of_client, values["round"], values["evaluation_point"], [self.client]
         )
         weights = evaluation.gate_weights
         found = asdict(replace(evaluation, gate_weights=None, gate_labels=None))

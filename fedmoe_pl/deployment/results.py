@@ -8,7 +8,7 @@ from typing import Any
 
 from lightning.pytorch.utilities import rank_zero_warn
 
-from fedmoe_pl.algorithms.algorithm import Moment
+from fedmoe_pl.algorithms.algorithm import EvaluationPoint
 from fedmoe_pl.algorithms.overrides import needs_server_state
 from fedmoe_pl.backends import Failure, LocalTraining, Plan
 from fedmoe_pl.checkpoints.phase_state import PhaseState
@@ -47,7 +47,7 @@ def evaluate_at_clients(
     server: Tree,
     kept: Mapping[int, Tree],
     round: int,
-    moments: Sequence[Moment],
+    evaluation_points: Sequence[EvaluationPoint],
     clients: Sequence[int],
     plan: Plan | None,
 ) -> list[list[ClientEvaluation]]:
@@ -57,13 +57,16 @@ def evaluate_at_clients(
     next training was announced to the plan train in the same message.
     """
     messages = _about_result("evaluate", asked, training, server, kept, clients, {"round": round})
-    of_moments = {
-        client: [replace(message, values={**message.values, "moment": moment}) for moment in moments]
+    of_points = {
+        client: [replace(message, values={**message.values, "evaluation_point": point}) for point in evaluation_points]
         for client, message in messages.items()
     }
     plan = plan if isinstance(plan, ClientsPlan) else ClientsPlan(training, asked)
-    answers = plan.ask_before_training(of_moments)
-    return [[_evaluation(answers[client][i], training, client) for client in clients] for i, _ in enumerate(moments)]
+    answers = plan.ask_before_training(of_points)
+    return [
+        [_evaluation(answers[client][i], training, client) for client in clients]
+        for i, _ in enumerate(evaluation_points)
+    ]
 
 
 def _evaluation(answer: Message | Failure, training: LocalTraining, client: int) -> ClientEvaluation:

@@ -13,7 +13,7 @@ from typing import Any, get_args
 
 import torch
 
-from fedmoe_pl.algorithms.algorithm import Moment
+from fedmoe_pl.algorithms.algorithm import EvaluationPoint
 from fedmoe_pl.checks import MOST_COUNTED, MOST_UNITS
 from fedmoe_pl.evaluation.evaluation import METRICS
 
@@ -153,7 +153,7 @@ _EVALUATION_OF_CLIENT = {
 _EVALUATION = {
     **dict.fromkeys(("method", "model", "selection"), _name),
     "round": _ROUND,
-    "moment": _name,
+    "evaluation_point": _name,
     "clients": _list(_record(_EVALUATION_OF_CLIENT), 1),
     "drawn_from": _or_nothing(_CLIENT),
     "lower_is_better": _list(_name),
@@ -175,7 +175,7 @@ _KINDS: dict[str, dict[str, Check]] = {
     "begin": {**_OF_RUN, "phase": _name, "rounds_before": _ROUND},
     **dict.fromkeys(("request", "train", "step", "exchange"), _OF_PHASE),
     "read": {**_OF_PHASE, "parts": _list(_name)},
-    "evaluate": {**_OF_PHASE, "moment": _one_of(*get_args(Moment))},
+    "evaluate": {**_OF_PHASE, "evaluation_point": _one_of(*get_args(EvaluationPoint))},
     "finish": {
         **_OF_PHASE,
         "state": _record({"round": _ROUND, "stopped": _flag, "best_round": _ROUND}),

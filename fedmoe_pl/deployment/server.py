@@ -26,7 +26,7 @@ from fedmoe_pl.checkpoints.checkpoint import find_checkpoint
 from fedmoe_pl.checkpoints.configuration import configuration
 from fedmoe_pl.checkpoints.writing import replacing
 from fedmoe_pl.data import FederatedDataModule
-from fedmoe_pl.data.parts import Parts
+from fedmoe_pl.data.client_samples import ClientSamples
 from fedmoe_pl.deployment.clients import Clients, Transport
 from fedmoe_pl.deployment.descriptions import read_descriptions, wait_for, write_descriptions
 from fedmoe_pl.deployment.plan import ClientsBackend
@@ -80,7 +80,7 @@ class StandIn(FederatedDataModule):
             self.y = torch.arange(total + of_test) % self.num_classes
         ends = sizes.sum(0).cumsum(0)
         self.train_samples, self.validation_samples, self.test_samples = (
-            Parts(torch.arange(int(end - of_part.sum()), int(end)), of_part.contiguous())
+            ClientSamples(torch.arange(int(end - of_part.sum()), int(end)), of_part.contiguous())
             for end, of_part in zip(ends, sizes.T, strict=True)
         )
         self.global_test = torch.arange(total, total + of_test)

@@ -14,7 +14,7 @@ from torchmetrics import Metric
 from torchmetrics.functional.classification import multiclass_accuracy
 
 from fedmoe_pl.data import FederatedDataModule
-from fedmoe_pl.data.parts import Parts
+from fedmoe_pl.data.client_samples import ClientSamples
 from fedmoe_pl.evaluation.evaluation import LOSS, SPLITS, ClientEvaluation
 from fedmoe_pl.evaluation.metrics import Meter, measures_loss, predicts_classes
 from fedmoe_pl.evaluation.outputs import has_trained_gate, labelled_batches, outputs_of
@@ -54,7 +54,7 @@ def evaluate_model(
     module: LightningModule,
     datamodule: FederatedDataModule,
     clients: Sequence[int],
-    validation: Parts,
+    validation: ClientSamples,
     metrics: Mapping[str, Metric],
 ) -> Iterator[ClientEvaluation]:
     """The evaluations of clients that all have this model."""
@@ -68,7 +68,7 @@ def evaluate_model(
         accuracies = None
         _measure(meter, _outputs(module, datamodule, datamodule.global_test))
 
-    def outputs(parts: Parts) -> Outputs:
+    def outputs(parts: ClientSamples) -> Outputs:
         return _outputs(module, datamodule, parts.indices)
 
     return _evaluate(module, datamodule, clients, validation, metrics, accuracies, meter.values, outputs)
@@ -79,7 +79,7 @@ def evaluate_stack(
     module: LightningModule,
     datamodule: FederatedDataModule,
     clients: Sequence[int],
-    validation: Parts,
+    validation: ClientSamples,
     metrics: Mapping[str, Metric],
 ) -> Iterator[ClientEvaluation]:
     """The evaluations of clients with small models of their own, all computed together."""
@@ -94,7 +94,7 @@ def evaluate_stack(
         predicted, width = models.predict(datamodule, samples)
     accuracies = _accuracies(predicted, datamodule, width) if predicts_classes(module, datamodule) else None
 
-    def outputs(parts: Parts) -> Outputs:
+    def outputs(parts: ClientSamples) -> Outputs:
         return models.of_each(datamodule, parts)
 
     return _evaluate(module, datamodule, clients, validation, metrics, accuracies, meter.values, outputs)
@@ -104,11 +104,11 @@ def _evaluate(
     module: LightningModule,
     datamodule: FederatedDataModule,
     clients: Sequence[int],
-    validation: Parts,
+    validation: ClientSamples,
     metrics: Mapping[str, Metric],
     global_accuracies: tuple[Tensor, Tensor] | None,
     global_metrics: Mapping[str, Sequence[float]],
-    outputs: Callable[[Parts], Outputs],
+    outputs: Callable[[ClientSamples], Outputs],
 ) -> Iterator[ClientEvaluation]:
     """The evaluations of clients, from the results on the global test set and outputs on their own samples.
 
@@ -149,13 +149,13 @@ def _evaluate(
     return itertools.starmap(ClientEvaluation, columns)
 
 
-def _own_samples(module: LightningModule, datamodule: FederatedDataModule, chosen: Tensor) -> Parts:
+def _own_samples(module: LightningModule, datamodule: FederatedDataModule, chosen: Tensor) -> ClientSamples:
     """Each client's held-out samples; for the weights of a trained gate, its training samples if it has none."""
     held_out = datamodule.test_samples.select(chosen)
     if not has_trained_gate(module):
         return held_out
     train = datamodule.train_samples.select(chosen)
-    both = Parts(torch.cat((held_out.indices, train.indices)), torch.cat((held_out.sizes, train.sizes)))
+    both = ClientSamples(torch.cat((held_out.indices, train.indices)), torch.cat((held_out.sizes, train.sizes)))
     return both.select(torch.arange(len(chosen)) + len(chosen) * (held_out.sizes == 0))
 
 
@@ -188,7 +188,7 @@ def _measure(meter: Meter, outputs: Outputs) -> list[Tensor]:
 
 @torch.inference_mode()
 def _predict_parts(
-    module: LightningModule, outputs: Outputs, parts: Parts, meter: Meter
+    module: LightningModule, outputs: Outputs, parts: ClientSamples, meter: Meter
 ) -> tuple[Tensor, Tensor, list[Tensor]]:
     """Accuracy and mean loss of each part, shape (len(parts),), nan for an empty one, and a trained gate's weights."""
     right, losses, weights = [torch.empty(0, dtype=torch.bool)], [torch.empty(0, dtype=torch.float64)], []

@@ -10,10 +10,10 @@ from functools import partial
 import torch
 from lightning.pytorch import LightningModule
 
-from fedmoe_pl.algorithms.algorithm import Algorithm, Moment
+from fedmoe_pl.algorithms.algorithm import Algorithm, EvaluationPoint
 from fedmoe_pl.algorithms.overrides import changes_kept, chooses_model, overrides
 from fedmoe_pl.backends import TRAINED, LocalTraining, Plan, client_of, copied_views, one_thread
-from fedmoe_pl.data.parts import Parts
+from fedmoe_pl.data.client_samples import ClientSamples
 from fedmoe_pl.evaluation.accuracies import evaluate_model, evaluate_stack
 from fedmoe_pl.evaluation.evaluation import ClientEvaluation
 from fedmoe_pl.evaluation.outputs import Predictor, has_trained_gate, labelled_batches
@@ -28,7 +28,7 @@ def evaluate_clients(
     server: Tree,
     kept: Mapping[int, Tree],
     round: int,
-    moment: Moment,
+    evaluation_point: EvaluationPoint,
     clients: Sequence[int] | None = None,
     plan: Plan | None = None,
 ) -> list[ClientEvaluation]:
@@ -41,13 +41,17 @@ def evaluate_clients(
     keeping = set(kept)  # made once, because every look-up on disk takes time
     with_predictor = training.algorithm.has_predictor
     differ = chooses_model(training.algorithm) or with_predictor
-    alone = [client for client in clients if differ or (client in keeping and has_own_model(kept[client], moment))]
+    alone = [
+        client for client in clients if differ or (client in keeping and has_own_model(kept[client], evaluation_point))
+    ]
     of_alone = set(alone)
     together = [client for client in clients if client not in of_alone]
-    job = partial(_evaluate_groups, round=round, moment=moment)
+    job = partial(_evaluate_groups, round=round, evaluation_point=evaluation_point)
     groups = [[client] for client in alone] if with_predictor else evaluation_groups(training, alone)
     found = (
-        plan.map(job, server, groups, kept) if plan else map(_Evaluator(training, server, kept, round, moment), groups)
+        plan.map(job, server, groups, kept)
+        if plan
+        else map(_Evaluator(training, server, kept, round, evaluation_point), groups)
     )
     evaluations = {evaluation.client: evaluation for group in found for evaluation in group}
     evaluations |= {evaluation.client: evaluation for evaluation in _evaluate_shared(training, server, kept, together)}
@@ -59,12 +63,12 @@ def evaluate_moments(
     server: Tree,
     kept: Mapping[int, Tree],
     round: int,
-    moments: Sequence[Moment],
+    evaluation_points: Sequence[EvaluationPoint],
     clients: Sequence[int],
     plan: Plan | None,
 ) -> list[list[ClientEvaluation]]:
-    """The evaluations after each of some moments; other arguments as in :func:`evaluate_clients`."""
-    return [evaluate_clients(training, server, kept, round, moment, clients, plan) for moment in moments]
+    """The evaluations at each of some points; other arguments as in :func:`evaluate_clients`."""
+    return [evaluate_clients(training, server, kept, round, point, clients, plan) for point in evaluation_points]
 
 
 def _evaluate_shared(
@@ -80,9 +84,9 @@ def _evaluate_shared(
             yield from evaluate_model(module, training.datamodule, sharing, validation, training.metrics)
 
 
-def has_own_model(kept: Tree, moment: Moment) -> bool:
+def has_own_model(kept: Tree, evaluation_point: EvaluationPoint) -> bool:
     """Whether a client that kept these tensors has a model of its own."""
-    return any("/" not in name or (moment == "local_training" and name.startswith(TRAINED)) for name in kept)
+    return any("/" not in name or (evaluation_point == "local_training" and name.startswith(TRAINED)) for name in kept)
 
 
 def _evaluate_groups(
@@ -91,11 +95,11 @@ def _evaluate_groups(
     groups: Sequence[Sequence[int]],
     kept: Mapping[int, Tree],
     round: int,
-    moment: Moment,
+    evaluation_point: EvaluationPoint,
 ) -> list[list[ClientEvaluation]]:
     """Evaluates groups of clients with models of their own; runs in worker processes, too."""
     with one_thread():
-        return [*map(_Evaluator(plan.training, server, kept, round, moment), groups)]
+        return [*map(_Evaluator(plan.training, server, kept, round, evaluation_point), groups)]
 
 
 @dataclass
@@ -106,7 +110,7 @@ class _Evaluator:
     server: Tree
     kept: Mapping[int, Tree]
     round: int
-    moment: Moment
+    evaluation_point: EvaluationPoint
     modules: dict[int, LightningModule] = field(default_factory=dict)  # by architecture
     stackable: dict[int, bool] = field(default_factory=dict)  # by architecture
 
@@ -153,13 +157,13 @@ class _Evaluator:
 
     def _state(self, training: LocalTraining, module: LightningModule, client: int) -> Tree:
         """The tensors of a client's model."""
-        arguments = self.server, client, self.kept.get(client, {}), self.round, self.moment
+        arguments = self.server, client, self.kept.get(client, {}), self.round, self.evaluation_point
         state = {**training.initial, **personal_tensors(training, module, *arguments)}
         # an algorithm may return the module's own tensors, which the next client replaces
         return copied_views(state, module) if chooses_model(training.algorithm) else state
 
 
-def _opted_in_validation(training: LocalTraining) -> Parts:
+def _opted_in_validation(training: LocalTraining) -> ClientSamples:
     return opted_in(training.algorithm, training.datamodule.validation_samples, training.seed, validation=True)
 
 
@@ -183,15 +187,15 @@ def personal_tensors(
     client_id: int,
     kept: Tree,
     round: int,
-    moment: Moment,
+    evaluation_point: EvaluationPoint,
 ) -> Tree:
-    """The tensors of the model that a client uses after a moment of the last round; all others are the initial ones.
+    """The tensors of the model that a client uses at an evaluation point of the last round; others are the initial ones.
 
     After local training, these are the ones that it trained last; a client that was never trained has none, and uses
     the same model as after aggregation, ``Algorithm.personal_tensors``.
     """
     trained = subtree(kept, TRAINED)
-    if moment == "local_training" and trained:
+    if evaluation_point == "local_training" and trained:
         # where what is kept may have changed since, all that differs from the phase's initial tensors is in `trained`
         return trained if changes_kept(training.algorithm) else {**of_module(kept), **trained}
     if chooses_model(training.algorithm):

@@ -111,11 +111,11 @@ class Evaluation:
     """The evaluation of one method on the clients, with all that is needed to name its accuracies.
 
     Attributes:
-        method: name of the row: of the phase, perhaps with the moment.
+        method: name of the row: of the phase, perhaps with the evaluation point.
         round: number of rounds that the phase had completed.
         model: the evaluated model: "global expert", "local expert", "one expert", "mixture", the class of a user's
             module, or "predictor of ..." with the class of an algorithm that has a way of its own.
-        moment: "after aggregation" or "after local training".
+        evaluation_point: "after aggregation" or "after local training".
         selection: "last round", "this round" for an earlier one, "best round by ..." with the metric that selected it,
             or "given checkpoint".
         clients: one entry per client, in the order of their ids.
@@ -127,7 +127,7 @@ class Evaluation:
     method: str
     round: int
     model: str
-    moment: str
+    evaluation_point: str
     selection: str
     clients: list[ClientEvaluation]
     drawn_from: int | None = None

@@ -112,11 +112,11 @@ def _constants(training: LocalTraining, server: Tree, client_id: int, kept: Mapp
     """
     with _same_random_numbers():
         try:
-            _, const, samples = begin_client(training, copy_module(training.module), server, client_id, kept, round)
+            _, constants, samples = begin_client(training, copy_module(training.module), server, client_id, kept, round)
         except Exception:  # the hooks of a user may raise anything; training reports it
             return ""
     size = min(len(samples), training.datamodule.batches(samples, batch_size=training.batch_size).batch_size)
-    return f"{size} samples, {tree_map(_description, const)}"
+    return f"{size} samples, {tree_map(_description, constants)}"
 
 
 def _description(leaf: Any) -> str:
@@ -133,13 +133,13 @@ def _of_one_batch(
     with _same_random_numbers(), warnings.catch_warnings():
         warnings.filterwarnings("ignore", "TF32 acceleration on top of oneDNN")  # PyTorch warns when flags are set
         try:
-            client, const, samples = begin_client(training, module, server, client_id, kept, round)
+            client, constants, samples = begin_client(training, module, server, client_id, kept, round)
             Freezing(training, module, round).freeze(epoch)
             batches = training.datamodule.batches(samples, batch_size=training.batch_size)
             batch = move_data_to_device(next(iter(batches)), torch.device("cpu"))
             # oneDNN's LSTM is one operation that the counter does not know; without oneDNN, it is matrix products
             with torch.backends.mkldnn.flags(enabled=False), FlopCounterMode(display=False) as counter:
-                training.algorithm.client_loss(client.module, batch, const)[0].backward()
+                training.algorithm.client_loss(client.module, batch, constants)[0].backward()
         except Exception:  # a loss may need its Trainer or the whole run; training reports other errors
             return math.nan, 1
     return counter.get_total_flops(), min(len(samples), batches.batch_size)

@@ -27,7 +27,7 @@ def gate_rows(evaluation: Evaluation, num_classes: int) -> Iterator[dict[str, ob
             means = _means_by_class(column, client.gate_labels, num_classes).tolist()
             yield {
                 "method": evaluation.method,
-                "moment": evaluation.moment,
+                "evaluation_point": evaluation.evaluation_point,
                 "client": client.client,
                 "expert": expert,
                 **{f"class_{label}": mean for label, mean in enumerate(means)},

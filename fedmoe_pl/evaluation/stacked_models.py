@@ -14,7 +14,7 @@ from fedmoe_pl.backends import LocalTraining
 from fedmoe_pl.backends.rounding import is_close
 from fedmoe_pl.backends.stacked.trial import CPU_CACHE
 from fedmoe_pl.data import EVALUATED_AT_ONCE, FederatedDataModule
-from fedmoe_pl.data.parts import Parts
+from fedmoe_pl.data.client_samples import ClientSamples
 from fedmoe_pl.models.mixtures.sparse import dense_experts
 from fedmoe_pl.trees import Tree, load_tree, names_of_same_tensors
 
@@ -92,7 +92,9 @@ class StackedModels:
         outputs, targets = zip(*((self._call(x, None)[0], y.cpu()) for x, y in batches), strict=True)
         return torch.cat(outputs, 1), torch.cat(targets)
 
-    def of_each(self, datamodule: FederatedDataModule, parts: Parts) -> Iterator[tuple[Tensor, Tensor | None, Tensor]]:
+    def of_each(
+        self, datamodule: FederatedDataModule, parts: ClientSamples
+    ) -> Iterator[tuple[Tensor, Tensor | None, Tensor]]:
         """For each model, on its own part: scores (n, ...), weights (n, experts) or None, and targets (n, ...)."""
         if not len(parts.indices):
             return

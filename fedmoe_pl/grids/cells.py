@@ -127,7 +127,7 @@ def _configuration(grid: Grid, where: Mapping[str, Any], configured: Configured)
 
 
 def is_row_of(row: str | None, phase: str) -> bool:
-    """Whether a row of ``clients.csv`` is of a phase: it has its name, to which a moment may be added.
+    """Whether a row of ``clients.csv`` is of a phase: it has its name, to which an evaluation point may be added.
 
     Example:
         >>> is_row_of("FedAvg after local training", "FedAvg"), is_row_of("FedAvgM", "FedAvg")

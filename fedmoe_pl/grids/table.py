@@ -51,7 +51,7 @@ def _csv_rows(condition: Condition, choices: Choices) -> Iterator[dict[str, obje
             yield {
                 **where,
                 "method": method.label,
-                **{column: row[column] for column in ("model", "moment", "selection")},
+                **{column: row[column] for column in ("model", "evaluation_point", "selection")},
                 "metric": metric,
                 "seeds": " ".join(str(run.seed) for run in method.runs),
                 "mean": spread.mean,

@@ -45,7 +45,7 @@ def round_row(evaluation: Evaluation) -> dict[str, object]:
         "round": evaluation.round,
         "model": evaluation.model,
         "clients": evaluation.evaluated,
-        "moment": evaluation.moment,
+        "evaluation_point": evaluation.evaluation_point,
         "selection": evaluation.selection,
     }
     for metric in METRICS:
@@ -69,7 +69,10 @@ def client_rows(evaluation: Evaluation) -> list[dict[str, object]]:
     """One method's rows of ``clients.csv``, one per client; accuracies and gate weights are fractions."""
     return [
         {
-            **{name: getattr(evaluation, name) for name in ("method", "round", "model", "moment", "selection")},
+            **{
+                name: getattr(evaluation, name)
+                for name in ("method", "round", "model", "evaluation_point", "selection")
+            },
             "client": client.client,
             "n_train": client.n_train,
             **{metric: getattr(client, metric) for metric in METRICS},
@@ -128,7 +131,12 @@ def prediction_rows(
     names = ("sample", *columns, "gate_weight")
     for values in zip(samples.tolist(), *(column.tolist() for column in columns.values()), weights, strict=True):
         of_sample = dict(zip(names, values, strict=True))
-        yield {"method": evaluation.method, "moment": evaluation.moment, "client": client, **of_sample}
+        yield {
+            "method": evaluation.method,
+            "evaluation_point": evaluation.evaluation_point,
+            "client": client,
+            **of_sample,
+        }
 
 
 def percent(fraction: float) -> str:
@@ -239,7 +247,9 @@ def _legend(evaluations: list[Evaluation], metrics: Sequence[str]) -> list[str]:
     methods: dict[str, list[str]] = {}
     for e in evaluations:
         over = "" if e.evaluated == asked else f", over {e.evaluated} clients"
-        methods.setdefault(f"{e.model}, {e.moment}, {e.selection} (round {e.round}){over}", []).append(e.method)
+        methods.setdefault(f"{e.model}, {e.evaluation_point}, {e.selection} (round {e.round}){over}", []).append(
+            e.method
+        )
     return lines + [f"{', '.join(names)}: {description}" for description, names in methods.items()]
 
 

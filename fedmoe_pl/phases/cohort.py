@@ -10,7 +10,7 @@ import torch
 from fedmoe_pl.aggregation.aggregation import Cohort
 from fedmoe_pl.algorithms.algorithm import Algorithm
 from fedmoe_pl.algorithms.shared.parts import floor_of_share
-from fedmoe_pl.data.parts import Parts
+from fedmoe_pl.data.client_samples import ClientSamples
 from fedmoe_pl.phases.phase import Phase
 from fedmoe_pl.seeds import derive_seed, named_seed
 
@@ -93,7 +93,7 @@ def evaluated_clients(num_clients: int, number: int | None, seed: int) -> list[i
     return np.sort(rng.choice(num_clients, number, replace=False)).tolist()
 
 
-def opted_in(algorithm: Algorithm, parts: Parts, seed: int, validation: bool = False) -> Parts:
+def opted_in(algorithm: Algorithm, parts: ClientSamples, seed: int, validation: bool = False) -> ClientSamples:
     """The samples of each client that opt in: none of a client that does not take part."""
     kind = type(algorithm)
     if kind.opted_in is Algorithm.opted_in and kind.participants is Algorithm.participants:
@@ -103,4 +103,4 @@ def opted_in(algorithm: Algorithm, parts: Parts, seed: int, validation: bool = F
         algorithm.opted_in(client, samples, seed, validation) if client in participants else samples[:0]
         for client, samples in enumerate(parts)
     ]
-    return Parts(torch.cat(chosen), torch.tensor([len(samples) for samples in chosen]))
+    return ClientSamples(torch.cat(chosen), torch.tensor([len(samples) for samples in chosen]))

@@ -10,7 +10,7 @@ from lightning.pytorch.cli import LRSchedulerCallable, OptimizerCallable
 from lightning.pytorch.loggers import Logger
 
 from fedmoe_pl.aggregation import Aggregation
-from fedmoe_pl.algorithms.algorithm import Algorithm, Moment
+from fedmoe_pl.algorithms.algorithm import Algorithm, EvaluationPoint
 from fedmoe_pl.checks import (
     InvalidArgumentError,
     check_at_least,
@@ -57,16 +57,16 @@ class Evaluate:
             evaluations after 0, n, 2n ... epochs, so that the phase is a curve over epochs. The clients train from the
             start for each, which changes no result, but costs as much as these epochs together. None plots only the
             final result.
-        after: the moment of a round after which clients' models are evaluated: ``local_training``, with the parameters
+        after: the part of a round after which clients' models are evaluated: ``local_training``, with the parameters
             that each client trained last, ``aggregation``, which includes an exchange between clients, or ``both``;
-            None means the paper's. With ``both``, the table has two rows; the paper's moment comes first, ``select``
-            reads it, and the other row's name says its moment. Phases without aggregation have only
+            None means the paper's. With ``both``, the table has two rows; the paper's comes first, ``select``
+            reads it, and the other row's name says which it is. Phases without aggregation have only
             ``local_training``.
     """
 
     every_n_rounds: int | None = None
     every_n_epochs: int | None = None
-    after: Moment | Literal["both"] | None = None
+    after: EvaluationPoint | Literal["both"] | None = None
 
 
 @dataclass
@@ -168,16 +168,20 @@ class Phase:
         return self.evaluate if isinstance(self.evaluate, Evaluate) else Evaluate()
 
     @property
-    def moments(self) -> list[Moment]:
-        """The moments of a round after which the phase is evaluated; ``select`` reads the first one."""
-        usual: Moment = self.algorithm.evaluated_after if self.algorithm.aggregates else "local_training"
+    def evaluation_points(self) -> list[EvaluationPoint]:
+        """The points of a round at which the phase is evaluated; ``select`` reads the first one."""
+        usual: EvaluationPoint = self.algorithm.evaluated_after if self.algorithm.aggregates else "local_training"
         if self.evaluation.after == "both":
-            return sorted(get_args(Moment), key=lambda moment: moment != usual)
+            return sorted(get_args(EvaluationPoint), key=lambda point: point != usual)
         return [self.evaluation.after or usual]
 
-    def method(self, moment: Moment) -> str:
-        """The name in tables, logs and files of the phase's evaluation after one of its ``moments``."""
-        return self.name if moment == self.moments[0] else f"{self.name} after {moment.replace('_', ' ')}"
+    def method(self, evaluation_point: EvaluationPoint) -> str:
+        """The name in tables, logs and files of the phase's evaluation after one of its ``evaluation_points``."""
+        return (
+            self.name
+            if evaluation_point == self.evaluation_points[0]
+            else f"{self.name} after {evaluation_point.replace('_', ' ')}"
+        )
 
     def epochs(self, trainer: dict[str, Any]) -> int:
         """Local epochs of a client in a round; the argument are all clients' Trainers' arguments."""
@@ -218,8 +222,10 @@ class Phase:
             raise InvalidArgumentError(str(self), "start", self.start, "without 'gate'", because)
         evaluation = self.evaluation
         if evaluation.after is not None:
-            moments = (*get_args(Moment), "both") if self.algorithm.aggregates else ("local_training",)
-            check_choice(str(self), "evaluate.after", evaluation.after, moments)
+            evaluation_points = (
+                (*get_args(EvaluationPoint), "both") if self.algorithm.aggregates else ("local_training",)
+            )
+            check_choice(str(self), "evaluate.after", evaluation.after, evaluation_points)
         if evaluation.every_n_epochs is not None and (self.rounds > 1 or self.algorithm.federated):
             allowed = "left out, except in phases of one round in which clients train alone"
             raise InvalidArgumentError(str(self), "evaluate.every_n_epochs", evaluation.every_n_epochs, allowed)

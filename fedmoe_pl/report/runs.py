@@ -19,8 +19,8 @@ from fedmoe_pl.evaluation.evaluation import METRICS, Spread
 Row = Mapping[str, Any]
 """A row of a CSV file: texts, and numbers as floats, nan for an empty field."""
 
-_TEXTS = {"method", "model", "clients", "moment", "selection", "expert"}
-_MEANS = {"method", "round", "moment", *(f"{metric}_{name}" for metric in METRICS for name in Spread._fields)}
+_TEXTS = {"method", "model", "clients", "evaluation_point", "selection", "expert"}
+_MEANS = {"method", "round", "evaluation_point", *(f"{metric}_{name}" for metric in METRICS for name in Spread._fields)}
 _COLUMNS = {
     "rounds": _MEANS,
     "summary": _MEANS,

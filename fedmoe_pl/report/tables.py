@@ -326,6 +326,6 @@ def evaluated(methods: Iterable[Method]) -> list[str]:
         rounds = rounds_text(method).removesuffix(" so far")
         numbers = f"{'rounds' if ' ' in rounds else 'round'} {rounds}{'' if method.is_finished else ', not finished'}"
         clients = f", {row['clients']} clients" if row.get("clients") else ""
-        text = f"{row.get('model')}, {row['moment']}, {row.get('selection')} ({numbers}){clients}"
+        text = f"{row.get('model')}, {row['evaluation_point']}, {row.get('selection')} ({numbers}){clients}"
         lines.setdefault(text, []).append(method.label)
     return [f"{', '.join(names)}: {text}" for text, names in lines.items()]

@@ -26,7 +26,7 @@ from fedmoe_pl.phases.starts import in_part
 from fedmoe_pl.seeds import seed_all
 from fedmoe_pl.trees import Tree, copies_of_parts, copy_module, load_tree
 
-_TRAINED = "after local training"  # in Evaluation.moment
+_TRAINED = "after local training"  # in Evaluation.evaluation_point
 
 
 def phase_module(model: LightningModule, phase: Phase) -> LightningModule:
@@ -130,14 +130,14 @@ def check_moments(phase: Phase, result: PhaseState) -> None:
 
     Clients keep them only in a phase that is evaluated then.
     """
-    if _evaluates_trained(phase) and all(evaluation.moment != _TRAINED for evaluation in result.evaluations):
+    if _evaluates_trained(phase) and all(evaluation.evaluation_point != _TRAINED for evaluation in result.evaluations):
         because = "the checkpoint has no models as they were after local training"
         raise InvalidArgumentError(str(phase), "evaluate.after", phase.evaluation.after, "aggregation", because)
 
 
 def _evaluates_trained(phase: Phase) -> bool:
     """Whether a phase with aggregation is evaluated after local training."""
-    return phase.evaluate and phase.algorithm.aggregates and "local_training" in phase.moments
+    return phase.evaluate and phase.algorithm.aggregates and "local_training" in phase.evaluation_points
 
 
 def _read(phase: Phase, module: LightningModule) -> PhaseState:

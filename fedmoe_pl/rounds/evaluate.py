@@ -21,23 +21,23 @@ from fedmoe_pl.rounds.run import Run
 def evaluate_phase(
     run: Run, phase: Phase, training: LocalTraining, plan: Plan | None = None, state: PhaseState | None = None
 ) -> list[Evaluation]:
-    """Evaluates the model that every client would use now, after each of ``Phase.moments``."""
+    """Evaluates the model that every client would use now, after each of ``Phase.evaluation_points``."""
     state, evaluations = run.states[phase.name] if state is None else state, []
     lower = lower_is_better(run.metrics)
     arguments = training, state.server, state.clients, state.round_of_models
     round, selection = _round_and_selection(phase, state)
     with one_thread():
-        of_moments = run.evaluate(*arguments, phase.moments, run.evaluated, plan)
-    for moment, clients in zip(phase.moments, of_moments, strict=True):
+        of_points = run.evaluate(*arguments, phase.evaluation_points, run.evaluated, plan)
+    for evaluation_point, clients in zip(phase.evaluation_points, of_points, strict=True):
         evaluations.append(
             Evaluation(
-                method=phase.method(moment),
+                method=phase.method(evaluation_point),
                 round=round,
                 model=evaluated_model(training.module, phase.algorithm),
-                moment=f"after {moment.replace('_', ' ')}",
+                evaluation_point=f"after {evaluation_point.replace('_', ' ')}",
                 selection=selection,
                 clients=clients,
-                drawn_from=None if run.evaluation_clients is None else run.datamodule.num_clients,
+                drawn_from=None if run.evaluation_cohort_size is None else run.datamodule.num_clients,
                 lower_is_better=lower,
                 epochs=None if phase.evaluation.every_n_epochs is None else phase.epochs(run.trainer),
             )

@@ -68,8 +68,8 @@ def run_phase(run: Run, phase: Phase) -> None:
     state.evaluations = evaluations
     # before the checkpoint: after a kill in between, it is called again
     run.call("on_phase_end", phase, evaluations[0] if evaluations else None)
-    for moment in phase.moments:
-        run.loggers.close(phase.method(moment))
+    for evaluation_point in phase.evaluation_points:
+        run.loggers.close(phase.method(evaluation_point))
     if run.enable_checkpointing:
         save_finished(run.folder / FILE, phase.name, state)
     run.save()
@@ -80,7 +80,7 @@ def run_phase(run: Run, phase: Phase) -> None:
 def run_round(
     run: Run, phase: Phase, plan: Plan, counter: FlopCounter | None, cohort: Sequence[int] | None = None
 ) -> list[Evaluation]:
-    """Runs one round; returns its evaluations, one for each of ``Phase.moments``, if it is evaluated."""
+    """Runs one round; returns its evaluations, one for each of ``Phase.evaluation_points``, if it is evaluated."""
     state, algorithm = run.states[phase.name], phase.algorithm
     round = state.round
     run.call("on_round_start", phase, round)

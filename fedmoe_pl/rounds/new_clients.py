@@ -40,9 +40,11 @@ def _has_gradient(training: LocalTraining, state: PhaseState) -> bool:
     if not trains_by_loss(training.algorithm, training.module):
         return True
     try:
-        client, const, samples = begin_client(training, copy_module(training.module), state.server, client_id, {}, 0)
+        client, constants, samples = begin_client(
+            training, copy_module(training.module), state.server, client_id, {}, 0
+        )
         (batch,) = training.datamodule.batches(samples[:1], device=torch.device("cpu"))
         with evaluating(client.module):
-            return training.algorithm.client_loss(client.module, batch, const)[0].requires_grad
+            return training.algorithm.client_loss(client.module, batch, constants)[0].requires_grad
     except Exception:  # a loss may need its Trainer; training reports other errors
         return True

@@ -12,7 +12,7 @@ import torch
 from lightning.pytorch import LightningModule
 from torchmetrics import Metric
 
-from fedmoe_pl.algorithms.algorithm import Moment
+from fedmoe_pl.algorithms.algorithm import EvaluationPoint
 from fedmoe_pl.backends import Backend, LocalTraining, Plan, Transfer
 from fedmoe_pl.checkpoints.checkpoint import FILE, CheckpointWriter
 from fedmoe_pl.checkpoints.client_store import MemoryStore, Store
@@ -80,7 +80,7 @@ class Run:
         callbacks: the federation's callbacks.
         seed: the seed of all random numbers.
         evaluate_every_n_rounds: evaluate after every n rounds; 0 only at the end of a phase.
-        evaluation_clients: how many clients are evaluated; None for all.
+        evaluation_cohort_size: how many clients are evaluated; None for all.
         enable_checkpointing: whether to write checkpoints.
         hparams: the resolved configuration of the command line; empty without one.
         models: the initial models: the federation's, by ``initial``, and those of phases that have one, by their names.
@@ -125,7 +125,7 @@ class Run:
     states: dict[str, PhaseState] = field(default_factory=dict)
     rows: list[dict[str, Any]] = field(default_factory=list)
     writer: CheckpointWriter = field(default_factory=CheckpointWriter)
-    evaluation_clients: int | None = None
+    evaluation_cohort_size: int | None = None
     failures: ClientFailures = field(default_factory=ClientFailures)
     metrics: dict[str, Metric] = field(default_factory=dict)
     evaluate: Callable[..., list[list[ClientEvaluation]]] = evaluate_moments
@@ -136,7 +136,7 @@ class Run:
         """Ids of the clients that are evaluated."""
         if self.only_client is not None:
             return [self.only_client]
-        return evaluated_clients(self.datamodule.num_clients, self.evaluation_clients, self.seed)
+        return evaluated_clients(self.datamodule.num_clients, self.evaluation_cohort_size, self.seed)
 
     @property
     def clients(self) -> Sequence[int]:
@@ -205,29 +205,33 @@ class Run:
         """As :meth:`client_module`, for several clients: each module may be the one before it, with other tensors."""
         training = None
         for client in clients:
-            phase, moment = self.phase_and_moment(method, client)
+            phase, evaluation_point = self.phase_and_point(method, client)
             training = training or self.training(phase)
-            yield self._client_module(training.of(client), phase, moment, client)
+            yield self._client_module(training.of(client), phase, evaluation_point, client)
 
     def client_predictor(self, method: str, client: int) -> LightningModule:
         """What a client predicts with: its :meth:`client_module`, unless the algorithm has a ``predictor``."""
-        phase, moment = self.phase_and_moment(method, client)
+        phase, evaluation_point = self.phase_and_point(method, client)
         state, training = self.states[phase.name], self.training(phase).of(client)
-        module = self._client_module(training, phase, moment, client)
+        module = self._client_module(training, phase, evaluation_point, client)
         return client_predictor(training, module, state.server, client, state.clients, state.round_of_models)
 
-    def _client_module(self, training: LocalTraining, phase: Phase, moment: Moment, client: int) -> LightningModule:
+    def _client_module(
+        self, training: LocalTraining, phase: Phase, evaluation_point: EvaluationPoint, client: int
+    ) -> LightningModule:
         state = self.states[phase.name]
         kept = state.clients.get(client, {})
-        tensors = personal_tensors(training, training.module, state.server, client, kept, state.round_of_models, moment)
+        tensors = personal_tensors(
+            training, training.module, state.server, client, kept, state.round_of_models, evaluation_point
+        )
         load_tree(training.module, {**training.initial, **tensors})
         return training.module.eval()
 
-    def phase_and_moment(self, method: str, client: int) -> tuple[Phase, Moment]:
-        """The phase and the moment of its rounds that a row is about; refuses others, and ids that no client has."""
+    def phase_and_point(self, method: str, client: int) -> tuple[Phase, EvaluationPoint]:
+        """The phase and the evaluation point that a row is about; refuses others, and ids that no client has."""
         begun = [phase for phase in self.phases if phase.name in self.states]
-        rows: dict[str, tuple[Phase, Moment]] = {
-            phase.method(moment): (phase, moment) for phase in begun for moment in phase.moments
+        rows: dict[str, tuple[Phase, EvaluationPoint]] = {
+            phase.method(point): (phase, point) for phase in begun for point in phase.evaluation_points
         }
         check_choice("Federation", "method", method, tuple(rows))
         if client not in range(self.datamodule.num_clients):
@@ -276,7 +280,7 @@ class Run:
             round_lr_scheduler=phase.round_lr_scheduler,
             keep_optimizer=phase.keep_optimizer,
             aggregation=phase.aggregation if state is None or state.server_learns else None,
-            keep_trained=phase.algorithm.aggregates and phase.evaluate and "local_training" in phase.moments,
+            keep_trained=phase.algorithm.aggregates and phase.evaluate and "local_training" in phase.evaluation_points,
             record_transfers=self.records_transfers,
             device=self.devices[0],
             client_timeout=self.failures.timeout,

@@ -59,12 +59,12 @@ def check_run(run: Run, read_result: Callable[[Phase, LightningModule], PhaseSta
 
 def _check_evaluated(run: Run) -> None:
     """Refuses to evaluate more clients than there are, and none of those by whom a phase selects its result."""
-    number, num_clients = run.evaluation_clients, run.datamodule.num_clients
-    check_at_least("Federation", "evaluation_clients", number, 1, num_clients)
+    number, num_clients = run.evaluation_cohort_size, run.datamodule.num_clients
+    check_at_least("Federation", "evaluation_cohort_size", number, 1, num_clients)
     for phase in run.phases:
         if phase.monitor and not {*phase.algorithm.participants(range(num_clients), run.seed)} & {*run.evaluated}:
             because = f"none of these clients takes part in '{phase.name}', which selects a round"
-            raise InvalidArgumentError("Federation", "evaluation_clients", number, "larger", because)
+            raise InvalidArgumentError("Federation", "evaluation_cohort_size", number, "larger", because)
 
 
 def check_phases(phases: Sequence[Phase], evaluate_every_n_rounds: int) -> None:
@@ -77,7 +77,7 @@ def check_phases(phases: Sequence[Phase], evaluate_every_n_rounds: int) -> None:
         every = phase.evaluation.every_n_rounds
         if phase.select and not (phase.evaluate and (evaluate_every_n_rounds if every is None else every)):
             raise InvalidArgumentError(str(phase), "select", "given", "left out", "its rounds are not evaluated")
-    names = [phase.method(moment) for phase in phases for moment in phase.moments]
+    names = [phase.method(point) for phase in phases for point in phase.evaluation_points]
     if not phases or len(set(names)) < len(names):
         raise InvalidArgumentError("Federation", "phases", names, "at least one phase, and every name once")
 

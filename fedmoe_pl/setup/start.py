@@ -220,7 +220,9 @@ def _completed(run: Run) -> dict[str | None, int]:
     for phase in run.phases:
         round = run.states[phase.name].round if phase.name in run.states else 0
         by_epoch = round and phase.evaluation.every_n_epochs is not None
-        steps |= dict.fromkeys(map(phase.method, phase.moments), phase.epochs(run.trainer) if by_epoch else round)
+        steps |= dict.fromkeys(
+            map(phase.method, phase.evaluation_points), phase.epochs(run.trainer) if by_epoch else round
+        )
     return steps
 
 

@@ -24,8 +24,8 @@ from fedmoe_pl.algorithms import (
     EpsilonGreedyIFCA,
     FedAvg,
     FedKD,
+    FineTuning,
     Local,
-    PersonalizedExpert,
     PFLMoE,
     Scaffold,
 )
@@ -45,8 +45,8 @@ class Bookkeeping(FedAvg):
             "book/local_expert.classifier.1.bias": ONES,
         }
 
-    def client_final(self, client, const):
-        update = super().client_final(client, const)
+    def client_final(self, client, constants):
+        update = super().client_final(client, constants)
         rounds = client.state.get("book/rounds", torch.zeros((), dtype=torch.int64))
         if client.round % 2 == 0:  # else what it kept is carried over
             update.state["book/rounds"] = rounds + 1
@@ -145,8 +145,8 @@ def test_a_part_of_the_model_may_be_named_control_under_scaffold(tmp_path):
 @pytest.mark.parametrize(
     ("stage", "trained"),
     [
-        (PersonalizedExpert("local_expert.classifier.*", 0.25), "local_expert.classifier."),
-        (PersonalizedExpert(), "local_expert."),
+        (FineTuning("local_expert.classifier.*", 0.25), "local_expert.classifier."),
+        (FineTuning(), "local_expert."),
         (PFLMoE(), "gate."),
         (FedAvg(trainable="global_expert.*"), "global_expert."),
         (Local(trainable=["local_expert.extractor.*", "gate.*"]), ("local_expert.extractor.", "gate.")),
@@ -154,7 +154,7 @@ def test_a_part_of_the_model_may_be_named_control_under_scaffold(tmp_path):
 )
 def test_only_what_is_trainable_changes_and_the_rest_is_the_same_to_the_bit(tmp_path, stage, trained):
     datamodule, model = blobs(), mixture(FeatureGate(6))
-    phases = [phase("FedAvg", FedAvg()), phase("Before", PersonalizedExpert(gate_fraction=0.25), max_epochs=0)]
+    phases = [phase("FedAvg", FedAvg()), phase("Before", FineTuning(gate_fraction=0.25), max_epochs=0)]
     decaying = partial(torch.optim.AdamW, lr=0.01, weight_decay=0.1)  # would change frozen parameters, too
     federation = run([*phases, phase("After", stage, start="Before", optimizer=decaying)], model, datamodule, tmp_path)
     for client in range(3):
@@ -185,8 +185,8 @@ class Recorder(nn.Module):
 @pytest.mark.parametrize(
     ("stage", "trained"),
     [
-        (partial(PersonalizedExpert, "local_expert.classifier.*", 0.25), {"local_expert.classifier"}),
-        (partial(PersonalizedExpert, gate_fraction=0.25), {"local_expert.extractor", "local_expert.classifier"}),
+        (partial(FineTuning, "local_expert.classifier.*", 0.25), {"local_expert.classifier"}),
+        (partial(FineTuning, gate_fraction=0.25), {"local_expert.extractor", "local_expert.classifier"}),
         (PFLMoE, set()),
         (partial(PFLMoE, interleaved=True), {"local_expert.classifier"}),
     ],
@@ -203,7 +203,7 @@ def test_frozen_modules_are_in_eval_mode_unless_the_official_codes_way_is_asked_
     run([phase("After", algorithm, start="initial")], model, datamodule, tmp_path, every_batch=True)
     parts = [f"{expert}.{part}" for expert in ("global_expert", "local_expert") for part in ("extractor", "classifier")]
     expected = {part: {frozen_train_mode or part in trained} for part in parts}
-    if isinstance(algorithm, PersonalizedExpert) or algorithm.interleaved:  # the local expert is trained alone
+    if isinstance(algorithm, FineTuning) or algorithm.interleaved:  # the local expert is trained alone
         expected = {part: modes for part, modes in expected.items() if part.startswith("local_expert.")}
     assert seen == expected
 
@@ -242,7 +242,7 @@ def test_a_part_that_was_frozen_in_one_epoch_is_back_in_train_mode_when_it_is_tr
         (FedAvg(shared="global_exprt.*"), "shared", "global_exprt.*"),
         (FedAvg(trainable=["global_expert.*", "heads.*"]), "trainable", "heads.*"),
         (Local(trainable="classifier.*"), "trainable", "classifier.*"),
-        (PersonalizedExpert("local_expert.clasifier.*"), "trainable", "local_expert.clasifier.*"),
+        (FineTuning("local_expert.clasifier.*"), "trainable", "local_expert.clasifier.*"),
         (PFLMoE(interleaved=True, trainable="local.*"), "trainable", "local.*"),
     ],
 )
@@ -305,7 +305,7 @@ def test_the_same_seed_gives_a_whole_run_of_the_same_bits_and_another_seed_anoth
         model, datamodule = mixture(FeatureGate(6), Expert(dropout=0.5)), blobs((9, 12, 7, 8))
         phases = [
             phase("FedAvg", FedAvg(), rounds=3, clients_per_round=2, gate=ConstantGate(1)),
-            phase("Expert", PersonalizedExpert(gate_fraction=0.25)),
+            phase("Expert", FineTuning(gate_fraction=0.25)),
             phase("Gate", PFLMoE()),
         ]
         federation = run(phases, model, datamodule, tmp_path, seed=seed)

@@ -74,7 +74,7 @@ def test_the_order_in_which_updates_are_combined_changes_only_the_rounding(algor
 
 
 @pytest.mark.parametrize(
-    ("algorithm", "module", "const"),
+    ("algorithm", "module", "constants"),
     [
         (FML(0.3, 0.6), mixture(), {}),
         (FedKD(), mixture(), {}),
@@ -83,8 +83,8 @@ def test_the_order_in_which_updates_are_combined_changes_only_the_rounding(algor
         (FedMix(entropy_weight=0.5), sparse_mixture(4), {"experts": [3]}),
     ],
 )
-def test_samples_without_a_label_do_not_count(algorithm, module, const):
+def test_samples_without_a_label_do_not_count(algorithm, module, constants):
     x, y = blobs().x[:6], blobs().y[:6].clone()
-    expected = algorithm.client_loss(module, (x[:4], y[:4]), const)[0]
+    expected = algorithm.client_loss(module, (x[:4], y[:4]), constants)[0]
     y[4:] = -100
-    torch.testing.assert_close(algorithm.client_loss(module, (x, y), const)[0], expected, rtol=1e-14, atol=0)
+    torch.testing.assert_close(algorithm.client_loss(module, (x, y), constants)[0], expected, rtol=1e-14, atol=0)

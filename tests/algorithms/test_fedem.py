@@ -86,18 +86,18 @@ def test_dropout_is_active_in_the_m_step_only():
     """The responsibilities are those of the E step, and every call of the loss draws other masks."""
     expert = nn.Sequential(nn.Dropout(0.5), nn.Linear(5, 3))
     training, data = local_training(learners(expert=expert), FedEM(), blobs()), blobs()
-    client, const, samples = begin_client(
+    client, constants, samples = begin_client(
         training, copy.deepcopy(training.module), FedEM().server_init(training.module), 0, {}, 0
     )
     (batch,) = data.batches(samples, batch_size=100)
-    losses = [FedEM().client_loss(client.module.train(), batch, const)[0].item() for _ in range(2)]
+    losses = [FedEM().client_loss(client.module.train(), batch, constants)[0].item() for _ in range(2)]
     assert losses[0] != losses[1] and client.module.training and client.module.experts[0][0].training
     for layer in client.module.modules():
         if isinstance(layer, nn.Dropout):
             layer.p = 0.0
-    before = FedEM().client_loss(client.module, batch, const)[0]
+    before = FedEM().client_loss(client.module, batch, constants)[0]
     again = copy.deepcopy(client.module).eval()
-    torch.testing.assert_close(FedEM().client_loss(again, batch, const)[0], before)
+    torch.testing.assert_close(FedEM().client_loss(again, batch, constants)[0], before)
 
 
 def test_learners_with_batch_normalization_change_their_statistics_in_the_m_step_only(tmp_path):
@@ -110,10 +110,10 @@ def test_learners_with_batch_normalization_change_their_statistics_in_the_m_step
 def test_samples_without_a_label_do_not_count():
     training, x, y = local_training(learners(), FedEM(), blobs()), torch.randn(6, 5).double(), torch.arange(6) % 3
     module, server = copy.deepcopy(training.module), FedEM().server_init(training.module)
-    _, const, _ = begin_client(training, module, server, 0, {}, 0)
-    expected = FedEM().client_loss(module, (x[:4], y[:4]), const)[0]
+    _, constants, _ = begin_client(training, module, server, 0, {}, 0)
+    expected = FedEM().client_loss(module, (x[:4], y[:4]), constants)[0]
     y[4:] = -100
-    torch.testing.assert_close(FedEM().client_loss(module, (x, y), const)[0], expected)
+    torch.testing.assert_close(FedEM().client_loss(module, (x, y), constants)[0], expected)
 
 
 def test_both_backends_agree():

@@ -97,10 +97,10 @@ def test_all_clients_begin_a_round_with_the_same_student_of_which_only_updates_a
 
     class Watched(FedKD):
         def client_init(self, client, sent):
-            const = super().client_init(client, sent)
+            constants = super().client_init(client, sent)
             student = {name: tensor.clone() for name, tensor in tensors(client.module, "global_expert.").items()}
             seen.append((client.round, student, {*sent}))
-            return const
+            return constants
 
     algorithm = Watched(START, START)
     fed = run([phase("it", algorithm, rounds=2)], pair(hidden=(6,)), blobs(SIZES), tmp_path, backend=TrainerBackend())
@@ -128,8 +128,8 @@ def test_with_an_energy_of_1_the_student_is_averaged_as_in_fedavg(tmp_path, roun
     """The same local loss with FedAvg's hooks: the mean of updates is the update of the mean."""
 
     class Averaged(FedAvg):
-        def client_loss(self, module, batch, const):
-            return FedKD().client_loss(module, batch, const)
+        def client_loss(self, module, batch, constants):
+            return FedKD().client_loss(module, batch, constants)
 
     ours, plain = (
         run([phase("it", algorithm, rounds=rounds)], pair(hidden=(6,)), blobs(SIZES), tmp_path).run.states["it"]

@@ -58,9 +58,9 @@ def test_what_leaves_a_client_has_only_the_experts_that_it_trained():
     server = FedMix().server_init(training.module)
     for request in ({}, {"experts/asked": torch.tensor([1, 3])}):
         module = copy.deepcopy(training.module)
-        client, const, _ = begin_client(training, module, server, 0, {0: request}, 0)
-        update = FedMix().client_final(client, const)
-        experts = const["experts"]
+        client, constants, _ = begin_client(training, module, server, 0, {0: request}, 0)
+        update = FedMix().client_final(client, constants)
+        experts = constants["experts"]
         assert experts == [1, 3] or not request
         numbers = {name.split(".")[1] for name in update.sent if name.startswith("experts.")}
         assert numbers == {str(expert) for expert in experts}
@@ -112,7 +112,7 @@ def test_the_validation_loss_is_that_of_the_likelihood_with_which_clients_train(
     class Seen(Callback):
         def on_validation_end(self, trainer, pl_module):
             ((x, y),) = trainer.val_dataloaders
-            of_own_experts = loss_of_likelihood(pl_module.module, x, y, pl_module.const["experts"])
+            of_own_experts = loss_of_likelihood(pl_module.module, x, y, pl_module.constants["experts"])
             seen.append((trainer.callback_metrics["validation_loss"].item(), of_own_experts))
 
     mix = phase("it", FedMix(), rounds=2, evaluate=True, callbacks=[Seen()], trainer={"limit_val_batches": 1.0})

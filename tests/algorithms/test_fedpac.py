@@ -180,11 +180,11 @@ def test_where_no_prototype_is_known_the_target_is_the_client_s_own():
     sent = algorithm.server_init(module)
     samples = data.train_samples[0]
     client = Client(0, 1, 0, module, samples, {}, data)
-    const = algorithm.client_init(client, sent)
+    constants = algorithm.client_init(client, sent)
     own = module.global_expert.extractor(data.x[samples[data.y[samples] == 1]]).mean(0).detach()
     expected = torch.stack([sent["prototypes/mean"][0], own, sent["prototypes/mean"][2]])
-    torch.testing.assert_close(const["targets"], expected)
-    assert const["known"].tolist() == [True, True, True]
+    torch.testing.assert_close(constants["targets"], expected)
+    assert constants["known"].tolist() == [True, True, True]
     assert not FedPAC().client_init(client, FedPAC().server_init(module))["known"].any()
 
 

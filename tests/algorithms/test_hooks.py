@@ -43,8 +43,8 @@ class OnRequest(FedAvg):
     def server_send(self, server, client_id, request):
         return {f"experts.{i}": server[f"experts.{i}"] for i in request["request/experts"].tolist()}
 
-    def client_final(self, client, const):
-        update = super().client_final(client, const)
+    def client_final(self, client, constants):
+        update = super().client_final(client, constants)
         asked = self.client_request(client.id, client.state)["request/experts"].tolist()
         update.sent = {f"experts.{i}": update.sent[f"experts.{i}"] for i in asked}
         update.state = {"wanted/experts": torch.tensor([i + 1 for i in asked])}
@@ -78,9 +78,9 @@ class Lessening(FedAvg):
         super().client_init(client, sent)
         return {"weight": torch.tensor(1 - client.round / client.rounds, dtype=torch.float64)}
 
-    def client_loss(self, module, batch, const):
-        loss, metrics = super().client_loss(module, batch, const)
-        return const["weight"] * loss, metrics
+    def client_loss(self, module, batch, constants):
+        loss, metrics = super().client_loss(module, batch, constants)
+        return constants["weight"] * loss, metrics
 
 
 def test_an_algorithm_knows_the_number_of_rounds(tmp_path):

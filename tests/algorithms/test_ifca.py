@@ -149,12 +149,12 @@ def test_each_cluster_is_the_weighted_mean_of_those_who_picked_it_and_others_sta
     updates, trained = [], []
     for client_id, index in ((0, 1), (1, 2), (2, 1)):
         own = copy_module(module)
-        client, const, _ = begin_client(training, own, server, client_id, {}, 0)
-        const["cluster"] = torch.tensor(index)
+        client, constants, _ = begin_client(training, own, server, client_id, {}, 0)
+        constants["cluster"] = torch.tensor(index)
         with torch.no_grad():
             for parameter in own.global_experts[0].parameters():
                 parameter.fill_(10.0 + client_id)
-        update = algorithm.client_final(client, const)
+        update = algorithm.client_final(client, constants)
         assert cluster(update.sent, index) and not cluster(update.sent, 0)
         assert not update.state
         updates.append(update)
@@ -181,9 +181,9 @@ def test_uniform_weighting_counts_clients():
     updates = []
     for client_id in (0, 1):
         own = copy_module(module)
-        client, const, _ = begin_client(training, own, server, client_id, {}, 0)
+        client, constants, _ = begin_client(training, own, server, client_id, {}, 0)
         nn.init.constant_(own.global_experts[0].classifier[1].bias, float(client_id))
-        updates.append(algorithm.client_final(client, const))
+        updates.append(algorithm.client_final(client, constants))
     new = algorithm.server_update(server, algorithm.combine(*updates))
     assert new["global_experts.0.classifier.1.bias"].tolist() == [0.5] * 3
 
@@ -298,11 +298,11 @@ def test_a_participant_validates_the_cluster_that_it_picked_as_it_received_it():
     training = local_training(module, algorithm, data)
     server = algorithm.server_init(module)
     for round, due in ((0, False), (1, True), (2, False), (3, True)):
-        _, const, _ = begin_client(training, copy_module(module), server, 1, {}, round)
+        _, constants, _ = begin_client(training, copy_module(module), server, 1, {}, round)
         samples = data.validation_samples[1]
-        expert = module.global_experts[int(const["cluster"])]
+        expert = module.global_experts[int(constants["cluster"])]
         expected = F.cross_entropy(expert(data.x[samples]), data.y[samples]).item()
-        assert const["validation"].tolist() == pytest.approx([expected, 1] if due else [0, 0])
+        assert constants["validation"].tolist() == pytest.approx([expected, 1] if due else [0, 0])
 
 
 class Stop(FederationCallback):

@@ -18,9 +18,9 @@ from fedmoe_pl.algorithms import (
     EpsilonGreedyIFCA,
     FedAvg,
     FineTunedCluster,
+    FineTuning,
     LabelPrior,
     Local,
-    PersonalizedExpert,
     PFLMoE,
 )
 from fedmoe_pl.backends import StackedBackend, TrainerBackend
@@ -114,7 +114,7 @@ def test_a_gate_mixes_the_corrected_expert_and_one_that_starts_uncorrected(tmp_p
     ]
     for one in mixtures:
         one.start = {"global_expert": "prior", "local_expert": "tuned"}
-    tuned = Phase("tuned", PersonalizedExpert(gate_fraction=0.25), gate=LocalOnly())
+    tuned = Phase("tuned", FineTuning(gate_fraction=0.25), gate=LocalOnly())
     run = fitted(tmp_path, fedavg(), prior(), tuned, *mixtures, data=data)
     for client in range(2):
         before, local = (run.client_module(name, client) for name in ("FedAvg", "tuned"))
@@ -129,7 +129,7 @@ def test_a_gate_mixes_the_corrected_expert_and_one_that_starts_uncorrected(tmp_p
 
 @pytest.mark.parametrize(("start", "copied"), [("prior", "prior"), (None, "FedAvg")])
 def test_a_local_expert_starts_as_a_copy_of_what_the_client_has_in_the_phase_of_its_start(start, copied, tmp_path):
-    tuned = Phase("tuned", PersonalizedExpert(), start=start, gate=LocalOnly(), max_epochs=0)
+    tuned = Phase("tuned", FineTuning(), start=start, gate=LocalOnly(), max_epochs=0)
     run, x = fitted(tmp_path, fedavg(), prior(), tuned), blobs(SIZES).x
     before, after = (run.client_module(name, 1) for name in (copied, "tuned"))
     assert torch.equal(after.local_expert(x), before.global_expert(x))

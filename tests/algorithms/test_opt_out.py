@@ -23,7 +23,7 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import LightningModule
 from torch import nn
 
-from fedmoe_pl.algorithms import FedAvg, Local, OptInFedAvg, PersonalizedExpert, PFLMoE, SpecialistMixture
+from fedmoe_pl.algorithms import FedAvg, FineTuning, Local, OptInFedAvg, PFLMoE, SpecialistMixture
 from fedmoe_pl.algorithms.client import Client
 from fedmoe_pl.backends import TrainerBackend
 from fedmoe_pl.models import ConstantGate, LinearGate, NetworkGate, PersonalizedMoE
@@ -46,7 +46,7 @@ def three_phases(out=0.3, clients_per_round: float | None = 4, epochs=2) -> list
     federated = OptInFedAvg("global_expert.*", out)
     return [
         phase("FedAvg", federated, gate=ConstantGate(1), rounds=3, clients_per_round=clients_per_round),
-        phase("Fine-tuned", PersonalizedExpert(), gate=ConstantGate(0), max_epochs=epochs),
+        phase("Fine-tuned", FineTuning(), gate=ConstantGate(0), max_epochs=epochs),
         phase("Mixture", SpecialistMixture(), max_epochs=epochs),
     ]
 
@@ -88,7 +88,7 @@ def test_more_clients_per_round_than_take_part_are_refused_before_training(tmp_p
 def test_with_nobody_out_it_is_fedavg_to_the_bit(tmp_path):
     def phases(algorithm):
         federated = Phase("FedAvg", algorithm, rounds=4, clients_per_round=4, gate=ConstantGate(1))
-        return [federated, phase("Fine-tuned", PersonalizedExpert())]
+        return [federated, phase("Fine-tuned", FineTuning())]
 
     runs = [
         run(phases(kind("global_expert.*")), mixture(LinearGate(5)), blobs(SIZES), tmp_path / kind.__name__)
@@ -178,7 +178,7 @@ def test_no_opted_out_sample_is_seen_before_personalization_which_sees_all(tmp_p
         assert len(ids & own) == (0 if client == out else len(own) - int(0.4 * len(own)))
     assert federation.run.states["FedAvg"].clients.keys() <= set(range(4)) - {out}
 
-    personal = [phase("Fine-tuned", PersonalizedExpert(), gate=ConstantGate(0)), phase("Mixture", SpecialistMixture())]
+    personal = [phase("Fine-tuned", FineTuning(), gate=ConstantGate(0)), phase("Mixture", SpecialistMixture())]
     for number in (1, 2):
         ids, federation = seen([federated, *personal[:number]], str(number))
         assert ids == set(range(50)), "specialists are trained on all samples, those of opted-out clients included"
@@ -277,10 +277,10 @@ def test_every_clients_gate_starts_anew_and_only_before_the_first_round(tmp_path
 
 
 def test_the_mixture_follows_specialists_on_all_samples_and_not_those_of_a_part():
-    assert SpecialistMixture().follows(PersonalizedExpert())
-    assert not SpecialistMixture().follows(PersonalizedExpert(gate_fraction=0.25))
+    assert SpecialistMixture().follows(FineTuning())
+    assert not SpecialistMixture().follows(FineTuning(gate_fraction=0.25))
     assert not any(SpecialistMixture().follows(other) for other in (FedAvg(), OptInFedAvg(), Local(), PFLMoE()))
-    assert PersonalizedExpert().follows(OptInFedAvg())
+    assert FineTuning().follows(OptInFedAvg())
 
 
 # Texts

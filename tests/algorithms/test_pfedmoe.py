@@ -97,7 +97,7 @@ def test_a_client_is_evaluated_with_the_extractor_that_it_trained_or_the_servers
         assert fed.results["p"].clients[client].global_test == pytest.approx(right, abs=1e-6)
         seen.append(right)
     assert len(set(seen)) > 1
-    assert fed.results["p"].moment == ("after local training" if own_copy else "after aggregation")
+    assert fed.results["p"].evaluation_point == ("after local training" if own_copy else "after aggregation")
 
 
 def test_training_goes_on_from_what_the_server_sends_and_not_from_the_own_copy():

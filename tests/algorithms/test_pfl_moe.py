@@ -23,7 +23,7 @@ from hypothesis import strategies as st
 from lightning.pytorch import LightningModule
 from torch import nn
 
-from fedmoe_pl.algorithms import FedAvg, Local, PersonalizedExpert, PFLMoE
+from fedmoe_pl.algorithms import FedAvg, FineTuning, Local, PFLMoE
 from fedmoe_pl.algorithms.client import Client
 from fedmoe_pl.backends import TrainerBackend
 from fedmoe_pl.models import ConstantGate, FeatureGate, LinearGate
@@ -47,7 +47,7 @@ def personalization(gate=None, **stage_3):
     """PFL-MFE in the official code's schedule, on a federated model that every client has trained once."""
     return [
         phase("FedAvg", FedAvg(), gate=ConstantGate(1)),
-        phase("PFL-FB", PersonalizedExpert("local_expert.classifier.*", 0.25), max_epochs=3, batch_size=3),
+        phase("PFL-FB", FineTuning("local_expert.classifier.*", 0.25), max_epochs=3, batch_size=3),
         phase("PFL-MFE", PFLMoE(0.25), gate=gate, max_epochs=4, batch_size=2, optimizer=adam, **stage_3),
     ]
 
@@ -82,7 +82,7 @@ def test_a_local_expert_phase_with_the_constant_gate_0_trains_the_local_expert_a
     datamodule, model = blobs((13, 22)), mixture(FeatureGate(6))
     phases = [
         phase("FedAvg", FedAvg(), gate=ConstantGate(1)),
-        phase("PFL-FT", PersonalizedExpert(), gate=ConstantGate(0)),
+        phase("PFL-FT", FineTuning(), gate=ConstantGate(0)),
     ]
     federation = run(phases, model, datamodule, tmp_path)
     for client in range(2):
@@ -107,8 +107,8 @@ def test_the_better_of_the_global_and_the_fine_tuned_expert_is_kept_where_asked_
     datamodule, model = blobs((10, 12, 30, 25, 14, 40), validation_fraction=0.4), mixture(ConstantGate(0.5))
     phases = [
         phase("FedAvg", FedAvg(shared="global_expert.*"), rounds=3, gate=ConstantGate(1), max_epochs=10),
-        phase("always", PersonalizedExpert(), max_epochs=20),
-        phase("better", PersonalizedExpert(keep_better=True), max_epochs=20),
+        phase("always", FineTuning(), max_epochs=20),
+        phase("better", FineTuning(keep_better=True), max_epochs=20),
     ]
     federation = run(phases, model, datamodule, tmp_path)
     kept_global = []
@@ -126,7 +126,7 @@ def test_the_better_of_the_global_and_the_fine_tuned_expert_is_kept_where_asked_
 def test_backends_agree_on_the_better_expert():
     data = blobs(UNEQUAL, batch_size=10, validation_fraction=0.4)
     large_steps = mixture(ConstantGate(0), optimizer=partial(torch.optim.SGD, lr=4.0))  # with which some get worse
-    training = local_training(large_steps, PersonalizedExpert(keep_better=True), data, max_epochs=3)
+    training = local_training(large_steps, FineTuning(keep_better=True), data, max_epochs=3)
     assert_agree(training, 1e-10)
     kept = train(TrainerBackend(), training)[1]
     assert {any(name.startswith("local_expert.") for name in tree) for tree in kept.values()} == {True, False}
@@ -171,7 +171,7 @@ def test_the_interleaved_schedule_equals_a_bare_loop_of_expert_and_gate_rounds(t
 
 def test_the_personal_expert_starts_as_the_global_one_even_where_a_client_had_one_of_its_own(tmp_path):
     datamodule, model = blobs(), mixture(ConstantGate(0.5))
-    for algorithm in (PersonalizedExpert(), PFLMoE(interleaved=True)):
+    for algorithm in (FineTuning(), PFLMoE(interleaved=True)):
         phases = [phase("FedAvg", FedAvg(shared="global_expert.*")), phase("Stage 2", algorithm, max_epochs=0)]
         federation = run(phases, model, datamodule, tmp_path)
         module = federation.client_module("Stage 2", 1)
@@ -183,7 +183,7 @@ def test_a_gate_without_a_width_is_federated_with_an_expert_that_does_not_tell_i
     datamodule = blobs(dtype=torch.float32)
     phases = [
         phase("FedAvg", FedAvg(), gate=ConstantGate(1)),
-        phase("Expert", PersonalizedExpert(gate_fraction=0.25)),
+        phase("Expert", FineTuning(gate_fraction=0.25)),
         phase("Gate", PFLMoE(), gate=gate()),
     ]
     federation = run(phases, mixture(gate(), dtype=torch.float32), datamodule, tmp_path)
@@ -195,7 +195,7 @@ def test_a_gate_without_a_width_is_federated_with_an_expert_that_does_not_tell_i
 def test_gate_and_expert_samples_are_disjoint_complete_and_the_same_in_every_round(n, gate_fraction, client, seed):
     samples = torch.arange(100, 100 + n)
     at = [Client(client, round, seed, LightningModule(), samples, {}, None) for round in (0, 1, 5)]
-    expert = [PersonalizedExpert(gate_fraction=gate_fraction).client_samples(c).tolist() for c in at]
+    expert = [FineTuning(gate_fraction=gate_fraction).client_samples(c).tolist() for c in at]
     gate = [PFLMoE(gate_fraction).client_samples(c).tolist() for c in at]
     assert len(gate[0]) == max(math.floor(round(n * gate_fraction, 6)), 1 if n > 1 else 0)
     assert sorted(gate[0] + expert[0]) == samples.tolist()
@@ -238,7 +238,7 @@ def test_every_clients_gate_starts_anew_and_forgets_a_gate_trained_before(tmp_pa
     def gates(max_epochs):
         phases = [
             phase("FedAvg", FedAvg(), max_epochs=max_epochs),
-            phase("Expert", PersonalizedExpert(gate_fraction=0.25), max_epochs=max_epochs),
+            phase("Expert", FineTuning(gate_fraction=0.25), max_epochs=max_epochs),
             phase("Gate", PFLMoE(), max_epochs=0),
         ]
         federation = run(phases, model, datamodule, tmp_path)
@@ -256,8 +256,8 @@ def test_every_clients_gate_starts_anew_and_forgets_a_gate_trained_before(tmp_pa
 def test_a_phase_with_a_gate_of_its_own_starts_with_it_and_one_without_with_the_trained_gate(tmp_path, given):
     phases = [
         phase("FedAvg", FedAvg()),
-        phase("Inherited", PersonalizedExpert(), max_epochs=0),
-        phase("Given", PersonalizedExpert(), gate=given, max_epochs=0),
+        phase("Inherited", FineTuning(), max_epochs=0),
+        phase("Given", FineTuning(), gate=given, max_epochs=0),
     ]
     federation = run(phases, mixture(FeatureGate(6)), blobs(), tmp_path)
     trained = federation.client_module("FedAvg", 0).gate.state_dict()
@@ -268,13 +268,13 @@ def test_a_phase_with_a_gate_of_its_own_starts_with_it_and_one_without_with_the_
 def test_a_gate_without_samples_of_its_own_trains_on_all_of_them():
     algorithm, client = PFLMoE(0), Client(0, 0, 0, LightningModule(), torch.arange(40), {}, None)
     assert algorithm.client_samples(client) is client.samples
-    assert algorithm.follows(PersonalizedExpert()) and not algorithm.follows(PersonalizedExpert(gate_fraction=0.25))
+    assert algorithm.follows(FineTuning()) and not algorithm.follows(FineTuning(gate_fraction=0.25))
 
 
 def test_personalization_follows_the_federated_phase_and_the_gate_the_expert_of_its_own_split():
-    expert = PersonalizedExpert(gate_fraction=0.25)
+    expert = FineTuning(gate_fraction=0.25)
     assert expert.follows(FedAvg()) and not expert.follows(Local()) and not expert.follows(expert)
     assert PFLMoE(0.25).follows(expert)
-    assert not PFLMoE(0.25).follows(PersonalizedExpert()) and not PFLMoE(0.25).follows(FedAvg())
+    assert not PFLMoE(0.25).follows(FineTuning()) and not PFLMoE(0.25).follows(FedAvg())
     assert PFLMoE(interleaved=True).follows(FedAvg()) and not PFLMoE(interleaved=True).follows(expert)
     assert not FedAvg().follows(FedAvg()) and not Local().follows(FedAvg())

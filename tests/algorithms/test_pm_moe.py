@@ -104,7 +104,7 @@ def test_backends_agree():
 
 def test_nothing_is_aggregated_so_that_models_are_those_after_local_training(whole):
     state = whole.run.states["PM-MoE"]
-    assert [evaluation.moment for evaluation in state.evaluations] == ["after local training"]
+    assert [evaluation.evaluation_point for evaluation in state.evaluations] == ["after local training"]
     assert not any(name.startswith("trained/") for kept in state.clients.values() for name in kept), "kept once"
 
 

@@ -37,11 +37,11 @@ from fedmoe_pl.algorithms import (
     FedPAC,
     FedProto,
     FedRoD,
+    FineTuning,
     KNNPer,
     LabelPrior,
     Local,
     PerFedAvg,
-    PersonalizedExpert,
     PFedMe,
     PFedMM,
     PFLMoE,
@@ -75,7 +75,7 @@ OUT_OF_RANGE = {
     "KNNPer": {"k": (0,), "capacity": (1.5,), "weight": (-0.1,), "scale": (0,), "kernel": ("cosine",)},
     "LabelPrior": {"tau": (-0.5, NAN, "validation")},
     "OptInFedAvg": {"opt_out_clients": (-0.1, 1.0), "opt_out_data": (1.0, NAN)},
-    "PersonalizedExpert": {"gate_fraction": (-0.1, 1)},
+    "FineTuning": {"gate_fraction": (-0.1, 1)},
     "PFLMoE": {"gate_fraction": (-0.1, 1)},
     "EpsilonGreedyIFCA": {
         "epsilon": (-0.1, 1.1),
@@ -168,7 +168,7 @@ MISFITS = {
         f"local_expert, {type(each).__name__}": (
             lambda each=each: each.check(with_part(mixture(LinearGate(5)), local_expert=nn.Linear(5, 3)))
         )
-        for each in (PersonalizedExpert(), PFLMoE(interleaved=True), Ditto(), FedRoD())
+        for each in (FineTuning(), PFLMoE(interleaved=True), Ditto(), FedRoD())
     },
     "epsilon, by which a power is never reached": lambda: EpsilonGreedyIFCA(0, "power"),
     "gate_fraction, both of which alternate": lambda: PFLMoE(0, interleaved=True),
@@ -244,7 +244,7 @@ def test_a_name_with_a_slash_is_that_of_an_algorithm_s_tensor():
     module.local_expert = copy.deepcopy(module.global_expert)
     clusters = clustered()
     clusters.local_expert.add_module("a/b", nn.Linear(3, 3))
-    checked = [(each, module) for each in (FedAvg(), Local(), PersonalizedExpert(), PFLMoE(interleaved=True))]
+    checked = [(each, module) for each in (FedAvg(), Local(), FineTuning(), PFLMoE(interleaved=True))]
     for algorithm, model in [*checked, (ClusterMixture(), clusters)]:
         with pytest.raises(MisconfigurationException, match="must not contain '/'"):
             algorithm.check(model)

@@ -10,7 +10,7 @@ from torch import nn
 
 import fedmoe_pl.backends.auto
 import fedmoe_pl.backends.stacked.backend
-from fedmoe_pl.algorithms import FedAvg, PersonalizedExpert, PFLMoE
+from fedmoe_pl.algorithms import FedAvg, FineTuning, PFLMoE
 from fedmoe_pl.backends import AutoBackend, TrainerBackend
 from fedmoe_pl.backends.stacked import StackedPlan
 from fedmoe_pl.backends.trainer import TrainerPlan
@@ -22,7 +22,7 @@ def test_auto_stacks_linear_layers_and_takes_a_trainer_per_client_for_convolutio
     assert isinstance(auto.plan(local_training(mixture(), FedAvg(), blobs(FEW))), StackedPlan)
     convolving = PersonalizedMoE(LeNet5(), optimizer=momentum_sgd).double()
     assert isinstance(auto.plan(local_training(convolving, FedAvg(), images([]))), TrainerPlan)
-    frozen = PersonalizedExpert("local_expert.classifier.*")  # its extractor's features are computed once
+    frozen = FineTuning("local_expert.classifier.*")  # its extractor's features are computed once
     assert isinstance(auto.plan(local_training(convolving, frozen, images([]))), StackedPlan)
 
 
@@ -109,9 +109,9 @@ class Late(FedAvg):
     def client_init(self, client, sent):
         return super().client_init(client, sent) | {"late": client.id > 1}
 
-    def client_loss(self, module, batch, const):
+    def client_loss(self, module, batch, constants):
         loss, metrics = module.loss(batch)
-        return loss * (2 if const["late"] else 1), metrics
+        return loss * (2 if constants["late"] else 1), metrics
 
 
 class ByTurns(FedAvg):
@@ -131,7 +131,7 @@ TRAPS = {
     "statistics without parameters": (lambda: with_first(nn.BatchNorm1d(5, affine=False)), FedAvg(), {}),
     "frozen statistics of every batch": (
         lambda: with_first(nn.BatchNorm1d(5, track_running_stats=False)),
-        PersonalizedExpert("local_expert.classifier.*"),
+        FineTuning("local_expert.classifier.*"),
         {},
     ),
     "constants that differ late": (lambda: mixture(LinearGate(5)), Late(), {}),

@@ -12,7 +12,7 @@ from helpers.early_stopping import stopped_by_hand
 from lightning.pytorch import Callback
 from lightning.pytorch.trainer.states import TrainerFn
 
-from fedmoe_pl.algorithms import FedProx, OptInFedAvg, PersonalizedExpert, Scaffold, SpecialistMixture
+from fedmoe_pl.algorithms import FedProx, FineTuning, OptInFedAvg, Scaffold, SpecialistMixture
 from fedmoe_pl.callbacks import BestEpoch
 from fedmoe_pl.models import ConstantGate, LinearGate
 
@@ -44,7 +44,7 @@ def test_a_client_keeps_its_best_validated_epoch_and_one_without_validation_samp
     datamodule = blobs(sizes, validation_fraction=0.4)
     phases = [
         phase("FedAvg", OptInFedAvg("global_expert.*"), gate=ConstantGate(1), rounds=3),
-        phase("Fine-tuned", PersonalizedExpert(), gate=ConstantGate(0), max_epochs=1),
+        phase("Fine-tuned", FineTuning(), gate=ConstantGate(0), max_epochs=1),
         phase("Mixture", SpecialistMixture(), max_epochs=1),
     ]
     (stopping,) = (personal for personal in phases if personal.name == stage)

@@ -25,13 +25,13 @@ def test_a_gpu_gives_what_a_cpu_gives(backend):
 
 def test_constants_are_moved_whatever_holds_them():
     bias = torch.zeros(2)
-    const = {"strength": 0.5, "received": {"gate.bias": bias}, "prototypes": [torch.ones(3), None], "cluster": 1}
-    moved = on_device(const, torch.device("meta"))
+    constants = {"strength": 0.5, "received": {"gate.bias": bias}, "prototypes": [torch.ones(3), None], "cluster": 1}
+    moved = on_device(constants, torch.device("meta"))
     assert moved["received"]["gate.bias"].device.type == "meta"
     assert moved["prototypes"][0].device.type == "meta"
     assert (moved["strength"], moved["prototypes"][1], moved["cluster"]) == (0.5, None, 1)
-    assert const["received"]["gate.bias"] is bias
-    assert on_device(const, torch.device("cpu"))["received"]["gate.bias"] is bias
+    assert constants["received"]["gate.bias"] is bias
+    assert on_device(constants, torch.device("cpu"))["received"]["gate.bias"] is bias
 
 
 class RemembersConstants(FedAvg):
@@ -45,13 +45,13 @@ class RemembersConstants(FedAvg):
         self.made[client.id] = super().client_init(client, sent) | {"number": torch.tensor(client.id + 1.0)}
         return self.made[client.id]
 
-    def client_loss(self, module, batch, const):
+    def client_loss(self, module, batch, constants):
         loss, metrics = module.loss(batch)
-        return loss * const["number"], metrics
+        return loss * constants["number"], metrics
 
-    def client_final(self, client, const):
-        self.returned[client.id] = const
-        return super().client_final(client, const)
+    def client_final(self, client, constants):
+        self.returned[client.id] = constants
+        return super().client_final(client, constants)
 
 
 @pytest.mark.parametrize("backend", [TrainerBackend(), StackedBackend(4)])
@@ -60,5 +60,5 @@ def test_the_last_hook_gets_the_constants_as_the_first_returned_them(backend):
     train_clients(plan)
     algorithm = plan.training.algorithm
     assert algorithm.returned.keys() == {0, 1, 2, 3}
-    for client, const in algorithm.returned.items():
-        assert const is algorithm.made[client]
+    for client, constants in algorithm.returned.items():
+        assert constants is algorithm.made[client]

@@ -5,7 +5,7 @@ import torch
 from helpers import EveryBatch, Expert, assert_same_bits, blobs, mixture, momentum_sgd
 from helpers.backends import FEW, begin, local_training, train, train_clients
 
-from fedmoe_pl.algorithms import FedAvg, PersonalizedExpert, PFLMoE, SpecialistMixture
+from fedmoe_pl.algorithms import FedAvg, FineTuning, PFLMoE, SpecialistMixture
 from fedmoe_pl.backends import StackedBackend, TrainerBackend
 from fedmoe_pl.data import RandomCrop
 from fedmoe_pl.models import ConstantGate, FeatureGate, LeNet5, LinearGate, PersonalizedMoE
@@ -29,7 +29,7 @@ class Counting(Expert):
 def test_a_frozen_extractor_sees_every_sample_once(backend):
     def seen(max_epochs):
         module = mixture(ConstantGate(0), expert=Counting())
-        algorithm = PersonalizedExpert("local_expert.classifier.*")
+        algorithm = FineTuning("local_expert.classifier.*")
         Counting.seen = 0
         train(backend, local_training(module, algorithm, blobs(FEW), max_epochs))
         return Counting.seen
@@ -63,7 +63,7 @@ def test_features_are_kept_for_all_rounds_of_a_phase():
 
 def test_nothing_is_looked_up_behind_augmentation(images):
     module = PersonalizedMoE(LeNet5(), gate=ConstantGate(0), optimizer=momentum_sgd).double()
-    algorithm = PersonalizedExpert("local_expert.classifier.*")
+    algorithm = FineTuning("local_expert.classifier.*")
     training = local_training(module, algorithm, images([RandomCrop()]), 3)
     ordinary = local_training(module, algorithm, images([RandomCrop()]), 3, callbacks=[EveryBatch()])
     expected = train(TrainerBackend(), ordinary)[1]
@@ -80,12 +80,12 @@ class Teacher(FedAvg):
     def is_shared(self, name):
         return False
 
-    def client_final(self, client, const):
+    def client_final(self, client, constants):
         state = client.module.state_dict()
         with torch.no_grad():
             for name in [name for name in state if name.startswith("global_expert.")]:
                 state[name].lerp_(state[name.replace("global", "local")], 0.5)
-        return super().client_final(client, const)
+        return super().client_final(client, constants)
 
 
 @pytest.mark.parametrize("backend", [TrainerBackend(), StackedBackend(4)])

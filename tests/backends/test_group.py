@@ -105,9 +105,9 @@ class Watching(FedAvg):
 
     seen: ClassVar[list] = []
 
-    def client_loss(self, module, batch, const):
+    def client_loss(self, module, batch, constants):
         self.seen.append((module.current_epoch, module.global_step, module.trainer.max_epochs, module.training))
-        return super().client_loss(module, batch, const)
+        return super().client_loss(module, batch, constants)
 
 
 def test_a_module_sees_its_own_progress_in_the_shared_trainer(tmp_path, monkeypatch, fits):
@@ -155,7 +155,7 @@ def test_a_group_takes_one_training_step_and_what_all_its_clients_share_is_asked
 
 
 class SendsViews(FedAvg):
-    def client_final(self, client, const):
+    def client_final(self, client, constants):
         state = {name: tensor for name, tensor in client.module.state_dict().items() if self.is_shared(name)}
         return Update(state, len(client.samples), {"gate.linear.bias": client.module.state_dict()["gate.linear.bias"]})
 

@@ -10,7 +10,7 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import Callback
 from lightning.pytorch.callbacks import EarlyStopping
 
-from fedmoe_pl.algorithms import FedAvg, PersonalizedExpert
+from fedmoe_pl.algorithms import FedAvg, FineTuning
 from fedmoe_pl.backends import AutoBackend, TrainerBackend
 from fedmoe_pl.backends.hooks import needs_every_batch
 from fedmoe_pl.federation import Federation
@@ -65,6 +65,6 @@ def test_hooks_of_a_users_module_are_called_or_refused(tmp_path):
     assert "its own training_step or hooks" in str(needs_every_batch(training))
     train(AutoBackend(), training)
     assert Hooked.called == 2 * 3
-    federation = Federation([Phase("own loss", PersonalizedExpert(), start="initial")], default_root_dir=str(tmp_path))
+    federation = Federation([Phase("own loss", FineTuning(), start="initial")], default_root_dir=str(tmp_path))
     with pytest.raises(MisconfigurationException, match="on_train_batch_end"):
         federation.fit(module, blobs((4, 4)))

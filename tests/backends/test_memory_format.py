@@ -12,7 +12,7 @@ from helpers.runs import assert_same
 from helpers.workers import TwoInThisProcess
 from torch import nn
 
-from fedmoe_pl.algorithms import FedAvg, Local, PersonalizedExpert
+from fedmoe_pl.algorithms import FedAvg, FineTuning, Local
 from fedmoe_pl.backends import StackedBackend, TrainerBackend
 from fedmoe_pl.backends.optimizers import optimizer_state, set_optimizer
 from fedmoe_pl.backends.stacked import backend
@@ -54,7 +54,7 @@ def test_tensors_and_modules_travel_in_their_format(shape):
 ALGORITHMS = {
     "FedAvg": (FedAvg("global_expert.*"), GlobalOnly()),
     "Local": (Local(), None),
-    "PFL-FB": (PersonalizedExpert("local_expert.classifier.*"), LocalOnly()),
+    "PFL-FB": (FineTuning("local_expert.classifier.*"), LocalOnly()),
 }
 
 

@@ -190,9 +190,9 @@ def test_a_copy_of_a_client_s_module_configures_an_optimizer_of_its_own(tmp_path
     copies = []
 
     class Copies(FedAvg):
-        def client_final(self, client, const):
+        def client_final(self, client, constants):
             copies.append((client.module, copy.deepcopy(client.module)))
-            return super().client_final(client, const)
+            return super().client_final(client, constants)
 
     schedule = partial(lr_scheduler.ExponentialLR, gamma=0.5)
     it = phase("it", Copies(), rounds=2, round_lr_scheduler=schedule)

@@ -8,7 +8,7 @@ from helpers import blobs, mixture
 from helpers.backends import begin, local_training, train_clients
 from helpers.runs import assert_same
 
-from fedmoe_pl.algorithms import PersonalizedExpert
+from fedmoe_pl.algorithms import FineTuning
 from fedmoe_pl.backends import StackedBackend, TrainerBackend
 from fedmoe_pl.backends.workers.pickling import dumps, loads
 from fedmoe_pl.cli import FederationCLI
@@ -38,7 +38,7 @@ def test_a_model_of_the_command_line_travels_without_its_configuration(tmp_path,
 
 @pytest.mark.parametrize("backend", [TrainerBackend(), StackedBackend(2)])
 def test_a_plan_travels_without_the_features_that_it_has_computed(backend):
-    algorithm = PersonalizedExpert("local_expert.classifier.*")
+    algorithm = FineTuning("local_expert.classifier.*")
     training = local_training(mixture(ConstantGate(0)), algorithm, blobs((500, 400)), max_epochs=1, rounds=2)
     plan = begin(backend, training)
     before = len(dumps(plan, training.datamodule))

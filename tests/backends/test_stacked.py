@@ -16,9 +16,9 @@ from fedmoe_pl.algorithms import (
     FedMoEDA,
     FedProx,
     FineTunedCluster,
+    FineTuning,
     Local,
     OptInFedAvg,
-    PersonalizedExpert,
     PFLMoE,
     Scaffold,
     SpecialistMixture,
@@ -46,11 +46,11 @@ class Proximal(FedAvg):
         shift = 0.01 * client.id
         return {"strength": 0.5, "centre": {name: sent[name] + shift for name in ("gate.linear.bias",)}}
 
-    def client_loss(self, module, batch, const):
+    def client_loss(self, module, batch, constants):
         loss, metrics = module.loss(batch)
         parameters = dict(module.named_parameters())
-        distance = sum(((parameters[name] - centre) ** 2).sum() for name, centre in const["centre"].items())
-        return loss + const["strength"] * distance, metrics
+        distance = sum(((parameters[name] - centre) ** 2).sum() for name, centre in constants["centre"].items())
+        return loss + constants["strength"] * distance, metrics
 
 
 class NoClassIgnored(PersonalizedMoE):
@@ -81,8 +81,8 @@ ALGORITHMS = {
     "FedPer": (FedAvg(shared="*.extractor.*"), LinearGate),
     "global expert": (FedAvg(shared="global_expert.*"), lambda _: ConstantGate(1)),
     "Local": (Local(), LinearGate),
-    "PFL-FT": (PersonalizedExpert(), lambda _: ConstantGate(0)),
-    "PFL-FB": (PersonalizedExpert("local_expert.classifier.*", gate_fraction=0.25), lambda _: ConstantGate(0)),
+    "PFL-FT": (FineTuning(), lambda _: ConstantGate(0)),
+    "PFL-FB": (FineTuning("local_expert.classifier.*", gate_fraction=0.25), lambda _: ConstantGate(0)),
     "PFL-MF": (PFLMoE(), LinearGate),
     "PFL-MFE": (PFLMoE(), lambda _: FeatureGate(6)),
     "opt-out": (OptInFedAvg(opt_out_data=0.3), LinearGate),
@@ -202,7 +202,7 @@ class WordExpert(Expert):
         self.extractor = nn.Sequential(nn.Embedding(20, 4), nn.Flatten(), nn.Linear(12, 6), nn.Tanh())
 
 
-@pytest.mark.parametrize("algorithm", [FedAvg(), PFLMoE(), PersonalizedExpert("local_expert.classifier.*")])
+@pytest.mark.parametrize("algorithm", [FedAvg(), PFLMoE(), FineTuning("local_expert.classifier.*")])
 def test_backends_agree_on_ids_of_words(algorithm):
     x = torch.randint(20, (46, 3), generator=torch.Generator().manual_seed(0))
     parts = torch.arange(46).split([25, 7, 11, 3])  # padded, and with a last batch of one sample
@@ -251,7 +251,7 @@ def test_a_stack_trains_the_closed_form():
 class ByLoss(FedAvg):
     """Makes the clients train by the module's pure loss."""
 
-    def client_loss(self, module, batch, const):
+    def client_loss(self, module, batch, constants):
         return module.loss(batch)
 
 
@@ -259,7 +259,7 @@ def test_a_client_with_a_sample_that_is_no_number_spoils_no_other():
     data = blobs((13, 9, 11))
     data.x[data.train_samples[1][0]] = torch.nan
     module = mixture(ConstantGate(0))
-    training = local_training(module, PersonalizedExpert("local_expert.classifier.*"), data, 3)
+    training = local_training(module, FineTuning("local_expert.classifier.*"), data, 3)
     expected = train(TrainerBackend(), training)[1]
     kept = train(StackedBackend(3), training)[1]
     assert kept.keys() == expected.keys() == {0, 2}, "the client is left out"

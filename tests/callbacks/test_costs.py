@@ -10,7 +10,7 @@ from helpers.pfedmoe import model
 from helpers.runs import assert_same
 
 from fedmoe_pl import Phase
-from fedmoe_pl.algorithms import FedAvg, Local, PersonalizedExpert, PFedMoE, PFLMoE
+from fedmoe_pl.algorithms import FedAvg, FineTuning, Local, PFedMoE, PFLMoE
 from fedmoe_pl.callbacks.costs import CostToTarget, target_rows
 from fedmoe_pl.checkpoints.checkpoint import FILE
 from fedmoe_pl.checks import InvalidArgumentError
@@ -26,7 +26,7 @@ def rows(method, accuracies, step=(10, 40, 1000)):
         traffic |= {f"bytes_{way}": size * i for way in ("down", "up", "between_clients")}
         yield {
             "method": method,
-            "moment": "any",
+            "evaluation_point": "any",
             "round": 2 * i,
             "reweighted_test_mean": accuracy,
             **traffic,
@@ -39,7 +39,7 @@ def test_the_cost_is_that_of_the_first_round_that_reaches_the_target_and_the_bes
     found = target_rows(
         [*rows("A", [0.1, 0.5, 0.4, 0.9, 0.9]), *rows("B", [0.2, 0.3]), *rows("C", [math.nan])], "reweighted_test", 0.5
     )
-    common = {"moment": "any", "metric": "reweighted_test", "target": 0.5}
+    common = {"evaluation_point": "any", "metric": "reweighted_test", "target": 0.5}
     never = dict.fromkeys(("rounds", "parameters", "bytes", "flops"), math.nan)
     # the second row, 3 ways of 20 and 80, and what came before the phase
     reached = {"rounds": 4 + 7, "parameters": 60 + 100, "bytes": 240 + 400, "flops": 2000 + 5000}
@@ -60,7 +60,7 @@ def test_a_run_writes_and_prints_what_reaching_the_target_took(tmp_path, capsys)
     assert int(first["flops"]) == row["flops"]
     assert float(first["best"]) == max(row["reweighted_test_mean"] for row in fed.run.rows[:2])
     assert (second["method"], second["bytes"]) == ("Standalone", "0")
-    assert first["moment"] == second["moment"] == "after local training"
+    assert first["evaluation_point"] == second["evaluation_point"] == "after local training"
     assert "reweighted test of 1.00 percent" in capsys.readouterr().out
     run(phases, model(), blobs(SIZES), tmp_path, callbacks=callbacks[:1])
     (line,) = (line for line in capsys.readouterr().out.splitlines() if line.startswith("pFedMoE  ") and " - " in line)
@@ -72,7 +72,7 @@ def test_the_cost_of_a_phase_is_that_of_all_phases_that_it_starts_from(tmp_path)
     phases = [
         Phase("FedAvg", FedAvg("global_expert.*"), rounds=2, evaluate=False),
         Phase("Local", Local(), gate=ConstantGate(0)),
-        Phase("PFL-FB", PersonalizedExpert(gate_fraction=0.0)),
+        Phase("PFL-FB", FineTuning(gate_fraction=0.0)),
         Phase("PFL-MF", PFLMoE(gate_fraction=0.0), start="PFL-FB", gate=LinearGate(5)),
     ]
 

@@ -131,12 +131,12 @@ def test_harmless_changes_are_accepted_and_change_no_bit(tmp_path):
 def test_numbers_of_numpy_are_those_of_python(tmp_path):
     numbers = {"trainer": {"accelerator": "cpu", "max_epochs": 1, "limit_train_batches": 0.5}, "seed": 3}
     of_numpy = {"trainer": {"accelerator": "cpu", "max_epochs": np.int64(1), "limit_train_batches": np.float32(0.5)}}
-    of_numpy |= {"seed": np.int64(3), "evaluate_every_n_rounds": np.int64(1), "evaluation_clients": np.int64(2)}
+    of_numpy |= {"seed": np.int64(3), "evaluate_every_n_rounds": np.int64(1), "evaluation_cohort_size": np.int64(2)}
     first = phases(FedProx(np.float32(0.5), SHARED), rounds=np.int64(4), clients_per_round=np.int64(2))
     second = phases(FedProx(0.5, SHARED), rounds=4)
     with pytest.raises(KeyboardInterrupt):
         federation(tmp_path, first, callbacks=[Kill("on_round_end", 3)], **of_numpy).fit(model(), data())
-    federation(tmp_path, second, evaluation_clients=2, **numbers).fit(model(), data(), ckpt_path="last")
+    federation(tmp_path, second, evaluation_cohort_size=2, **numbers).fit(model(), data(), ckpt_path="last")
 
 
 def test_commands_that_do_not_train_warn_of_changes(stopped):

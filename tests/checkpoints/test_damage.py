@@ -219,8 +219,10 @@ def test_whose_last_rows_are_damaged_the_checkpoint_before_is_offered(whole, tmp
     assert rows.read_bytes() == (whole.run_dir / "checkpoints/rows.jsonl").read_bytes()
 
 
-@pytest.mark.parametrize("moment", ["before the rows", "after the rows", "after the previous checkpoint"])
-def test_a_kill_after_a_return_to_an_older_checkpoint_leaves_both_readable(whole, moment, tmp_path, monkeypatch):
+@pytest.mark.parametrize("evaluation_point", ["before the rows", "after the rows", "after the previous checkpoint"])
+def test_a_kill_after_a_return_to_an_older_checkpoint_leaves_both_readable(
+    whole, evaluation_point, tmp_path, monkeypatch
+):
     """Its next rows replace those of the newer checkpoints, which must not be needed any more."""
 
     class Copies(Kill):
@@ -235,14 +237,14 @@ def test_a_kill_after_a_return_to_an_older_checkpoint_leaves_both_readable(whole
 
     def killed(original):
         def function(*arguments):
-            if moment.startswith("after"):
+            if evaluation_point.startswith("after"):
                 original(*arguments)
             raise KeyboardInterrupt
 
         return function
 
     with monkeypatch.context() as patch:
-        name = "copy_checkpoint" if "previous" in moment else "append_rows"
+        name = "copy_checkpoint" if "previous" in evaluation_point else "append_rows"
         patch.setattr(checkpoint, name, killed(getattr(checkpoint, name)))
         with pytest.raises(KeyboardInterrupt):
             path = str(folder / "checkpoints/older.ckpt")

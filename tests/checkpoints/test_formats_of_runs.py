@@ -13,7 +13,7 @@ from lightning.pytorch import LightningModule
 from torch import nn
 
 from fedmoe_pl import Federation, PersonalizedMoE, Phase
-from fedmoe_pl.algorithms import FedAvg, PersonalizedExpert, PFLMoE
+from fedmoe_pl.algorithms import FedAvg, FineTuning, PFLMoE
 from fedmoe_pl.checkpoints.checkpoint import load_checkpoint
 from fedmoe_pl.models import GlobalOnly, LocalOnly, NetworkGate, TwoConvCNN
 from fedmoe_pl.rounds.begin import sized
@@ -41,7 +41,7 @@ def phases():
     torch.manual_seed(1)
     return [
         Phase("FedAvg", FedAvg("global_expert.*"), rounds=3, clients_per_round=2, gate=GlobalOnly()),
-        Phase("PFL-FB", PersonalizedExpert("local_expert.classifier.*", gate_fraction=0.25), gate=LocalOnly()),
+        Phase("PFL-FB", FineTuning("local_expert.classifier.*", gate_fraction=0.25), gate=LocalOnly()),
         Phase("own gate", PFLMoE(), gate=NetworkGate(network(num_classes=1))),
     ]
 

@@ -81,7 +81,7 @@ def test_a_process_killed_by_the_system_is_continued_from_the_command_line(tmp_p
 PHASES = """[
   {name: FedAvg, algorithm: {class_path: FedAvg, init_args: {shared: global_expert.*}}, rounds: 25, gate: {class_path:
    ConstantGate, init_args: {weight: 1.0}}},
-  {name: PFL-FT, algorithm: {class_path: PersonalizedExpert}}]"""
+  {name: PFL-FT, algorithm: {class_path: FineTuning}}]"""
 
 
 def test_a_checkpoint_of_another_run_is_refused(whole, tmp_path):

@@ -10,7 +10,7 @@ from helpers.runs import Kill, assert_same, federation, model
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 
 from fedmoe_pl import Federation, Phase, Select
-from fedmoe_pl.algorithms import FedAvg, Local, PersonalizedExpert, PFLMoE
+from fedmoe_pl.algorithms import FedAvg, FineTuning, Local, PFLMoE
 from fedmoe_pl.checkpoints.checkpoint import CLIENT_STATES, PhaseState, load_checkpoint
 from fedmoe_pl.checkpoints.client_state import StatesOnDisk
 from fedmoe_pl.checkpoints.client_store import DiskStore
@@ -31,7 +31,7 @@ def phases() -> list[Phase]:
     return [
         Phase("FedPer", FedAvg("global_expert.*"), rounds=4, select=Select("global_test"), **mixed),
         Phase("again", FedAvg("*.classifier.*"), start="FedPer", **mixed),
-        Phase("PFL-FB", PersonalizedExpert("local_expert.classifier.*", gate_fraction=0.25), start="FedPer"),
+        Phase("PFL-FB", FineTuning("local_expert.classifier.*", gate_fraction=0.25), start="FedPer"),
         Phase("PFL-MF", PFLMoE(), gate=LinearGate(5), max_epochs=3),
     ]
 
@@ -99,7 +99,7 @@ def test_a_run_stopped_anywhere_goes_on_in_either_store_to_the_same_bits(whole, 
         assert files(run) == needed_files(run)
 
 
-@pytest.mark.parametrize("moment", ["before", "after"])
+@pytest.mark.parametrize("evaluation_point", ["before", "after"])
 @pytest.mark.parametrize(
     ("call", "n"),
     [
@@ -110,7 +110,7 @@ def test_a_run_stopped_anywhere_goes_on_in_either_store_to_the_same_bits(whole, 
     ],
 )
 def test_a_kill_at_any_write_or_removal_leaves_a_checkpoint_with_all_its_files(
-    whole, tmp_path, monkeypatch, call, moment, n
+    whole, tmp_path, monkeypatch, call, evaluation_point, n
 ):
     # tried once with n from 2 to 33
     done = os.replace if call == "os.replace" else os.unlink
@@ -118,7 +118,7 @@ def test_a_kill_at_any_write_or_removal_leaves_a_checkpoint_with_all_its_files(
 
     def killed(*arguments, **kwargs):
         last = next(calls, None) is None
-        if moment == "after" or not last:
+        if evaluation_point == "after" or not last:
             done(*arguments)
         if last:
             raise KeyboardInterrupt

@@ -96,13 +96,13 @@ def test_what_the_user_can_fix_is_one_line_that_names_the_key(sentence, tmp_path
     assert not list(tmp_path.rglob("version_*")), "nothing was started"
 
 
-@pytest.mark.parametrize("moment", ["in a client's training", "between rounds"])
-def test_ctrl_c_says_how_to_go_on(moment, quickstart, tmp_path, capsys, monkeypatch):
+@pytest.mark.parametrize("evaluation_point", ["in a client's training", "between rounds"])
+def test_ctrl_c_says_how_to_go_on(evaluation_point, quickstart, tmp_path, capsys, monkeypatch):
     def interrupt(*arguments, **kwargs):
         raise KeyboardInterrupt
 
     before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job has it ignored
-    if moment == "between rounds":
+    if evaluation_point == "between rounds":
         monkeypatch.setattr("fedmoe_pl.callbacks.ResultFiles.on_evaluation_end", interrupt)
     else:
         monkeypatch.setattr("fedmoe_pl.models.PersonalizedMoE.loss", interrupt)
@@ -111,7 +111,7 @@ def test_ctrl_c_says_how_to_go_on(moment, quickstart, tmp_path, capsys, monkeypa
         main(["fit", "--config", str(tmp_path / "short.yaml")])
     assert exit.value.code == 130
     last = capsys.readouterr().err.strip().splitlines()[-1]
-    if moment == "between rounds":
+    if evaluation_point == "between rounds":
         assert last.startswith(f"fedmoe fit --config {tmp_path}/short.yaml --ckpt_path ")
         assert last.endswith("version_0/checkpoints/last.ckpt")
     else:  # a step of two clients is tried before the run has a folder

@@ -14,7 +14,7 @@ def of_class(name, **arguments) -> dict:
 
 GATE = of_class("LinearGate", in_features=64)  # draws its parameters when it is made
 FEDAVG = {"name": "FedAvg", "algorithm": of_class("FedAvg", shared="global_expert.*"), "gate": "GlobalOnly"}
-TUNED = {"name": "tuned", "algorithm": "PersonalizedExpert", "gate": "LocalOnly", "start": "FedAvg"}
+TUNED = {"name": "tuned", "algorithm": "FineTuning", "gate": "LocalOnly", "start": "FedAvg"}
 JOINT = {"name": "joint", "algorithm": "Local", "gate": GATE, "start": "initial"}
 MIXED = {"name": "mixed", "algorithm": of_class("Local", trainable="local_expert.*"), "gate": GATE, "start": "tuned"}
 OWN = {"name": "own", "algorithm": "Local", "model": of_class("PersonalizedMoE", global_expert="SmallMLP", gate=GATE)}

@@ -24,9 +24,9 @@ from fedmoe_pl.algorithms import (
     EpsilonGreedyIFCA,
     FedAvg,
     FedMoEDA,
+    FineTuning,
     Local,
     OptInFedAvg,
-    PersonalizedExpert,
     PFedMoE,
     SpecialistMixture,
 )
@@ -72,7 +72,7 @@ def new_data(**kwargs):
 
 @pytest.mark.parametrize("rounds", [1, 3])
 def test_a_newcomer_fine_tunes_the_federation_s_model_on_its_own_data(tmp_path, rounds):
-    fine_tuned = Phase("Fine-tuned", PersonalizedExpert(), gate=ConstantGate(0.0))
+    fine_tuned = Phase("Fine-tuned", FineTuning(), gate=ConstantGate(0.0))
     run, checkpoint = trained(tmp_path, fedavg(rounds=3, clients_per_round=2, select=Select("global_test")), fine_tuned)
     content = checkpoint.read_bytes()
 
@@ -321,7 +321,7 @@ def test_a_newcomer_finds_the_cluster_of_its_kind_and_mixes_it_with_its_own_expe
 def test_newcomers_of_a_federation_with_opt_out_are_personalized_like_others(tmp_path):
     phases = [
         Phase("FedAvg", OptInFedAvg("global_expert.*", opt_out_clients=0.4), rounds=2, gate=ConstantGate(1.0)),
-        Phase("Fine-tuned", PersonalizedExpert(), gate=ConstantGate(0.0)),
+        Phase("Fine-tuned", FineTuning(), gate=ConstantGate(0.0)),
         Phase("Mixture", SpecialistMixture()),
     ]
     model = mixture(LinearGate(5), optimizer=sgd)

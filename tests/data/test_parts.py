@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fedmoe_pl.data import (
-    Parts,
+    ClientSamples,
 )
 
 
@@ -16,7 +16,7 @@ from fedmoe_pl.data import (
 @settings(max_examples=50, deadline=None)
 def test_parts_are_those_of_a_list_of_tensors(sizes, draw):
     samples = torch.randperm(sum(sizes))
-    parts, expected = Parts(samples, torch.tensor(sizes)), list(samples.split(sizes))
+    parts, expected = ClientSamples(samples, torch.tensor(sizes)), list(samples.split(sizes))
 
     def as_lists(tensors):
         return [tensor.tolist() for tensor in tensors]
@@ -34,7 +34,7 @@ def test_parts_are_those_of_a_list_of_tensors(sizes, draw):
 
 
 def test_parts_are_pickled_as_two_tensors():
-    parts = Parts(torch.arange(10_000), torch.ones(10_000, dtype=torch.int64))
+    parts = ClientSamples(torch.arange(10_000), torch.ones(10_000, dtype=torch.int64))
     pickled = pickle.dumps(parts)
     assert len(pickled) < 2 * 8 * 10_000 + 2000
     assert [part.tolist() for part in pickle.loads(pickled)] == [[i] for i in range(10_000)]

@@ -116,7 +116,7 @@ def test_private_tensors_do_not_leave_under_other_names_or_in_other_phases(tmp_p
     for names in (None, renamed, {name: name for name in renamed}):
         for kind in ("train", "request", "step", "evaluate", "finish"):
             asked = {**values, "kept": [["Local", number, names]], "needed": [["Local", number]], "keep": ["it", 1]}
-            asked |= {"whole": False, "moment": "aggregation", "evaluations": [], "state": {}}
+            asked |= {"whole": False, "evaluation_point": "aggregation", "evaluations": [], "state": {}}
             answer = client.answer(Message(kind, asked))
             assert not answer.tensors
             reason = f"it refuses the message '{kind}': phase 'it' does not go on from such tensors of phase 'Local'"
@@ -230,5 +230,5 @@ def test_a_later_round_makes_no_file_old(round, tmp_path):
 def test_a_message_names_no_file_twice(tmp_path):
     client, _, values = deployed_client(METHODS["FedPer"], tmp_path)
     kept = [["FedPer", newest(tmp_path, "FedPer"), None]] * 1000
-    answer = client.answer(Message("evaluate", {**values, "kept": kept, "moment": "aggregation"}))
+    answer = client.answer(Message("evaluate", {**values, "kept": kept, "evaluation_point": "aggregation"}))
     assert answer.values["reason"] == "it refuses the message 'evaluate': it names two files of phase 'FedPer'"

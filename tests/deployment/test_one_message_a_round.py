@@ -52,10 +52,10 @@ def kinds(transport):
 
 
 @pytest.mark.parametrize("name", ["FedAvg", "FedPer", "DifferentialPrivacy", "PFedMoE", "IFCA", "FedRoD"])
-@pytest.mark.parametrize("moments", [None, "both"])
-def test_a_round_is_one_message(name, moments, tmp_path):
-    transport = run(method_of(name, evaluate=Evaluate(after=moments)), tmp_path)
-    last = "evaluate" if moments is None else SEVERAL
+@pytest.mark.parametrize("evaluation_points", [None, "both"])
+def test_a_round_is_one_message(name, evaluation_points, tmp_path):
+    transport = run(method_of(name, evaluate=Evaluate(after=evaluation_points)), tmp_path)
+    last = "evaluate" if evaluation_points is None else SEVERAL
     assert kinds(transport) == Counter(["train", *[SEVERAL] * (ROUNDS - 1), last, "finish"])
 
 
@@ -78,7 +78,7 @@ def test_a_part_gets_its_own_tensors(tmp_path):
 
 
 def test_clients_that_are_not_evaluated_train_in_the_same_round_trip(tmp_path):
-    transport = run(method_of("FedAvg"), tmp_path, evaluation_clients=2)
+    transport = run(method_of("FedAvg"), tmp_path, evaluation_cohort_size=2)
     of_each = [[message.kind for client, message in transport.passed if client == each] for each in CLIENTS]
     evaluated = [SEVERAL in kinds_of_one for kinds_of_one in of_each]
     assert sorted(evaluated) == [False] * 3 + [True] * 2
@@ -182,10 +182,10 @@ def test_no_other_message_is_a_part(kind, tmp_path, caplog):
 
 
 @pytest.mark.parametrize("kind", ["unprepared", "not begun", "begun"])
-@pytest.mark.parametrize("moments", [None, "both"])
-def test_a_client_that_is_never_prepared_costs_two_timeouts_a_message(kind, moments, tmp_path, monkeypatch):
+@pytest.mark.parametrize("evaluation_points", [None, "both"])
+def test_a_client_that_is_never_prepared_costs_two_timeouts_a_message(kind, evaluation_points, tmp_path, monkeypatch):
     """It answers just in time, always that it must be prepared."""
-    now, waited, timeout, parts = [0.0], [], 100.0, 2 if moments is None else 3
+    now, waited, timeout, parts = [0.0], [], 100.0, 2 if evaluation_points is None else 3
     monkeypatch.setattr("time.monotonic", lambda: now[0])
 
     class Slow(Passing):
@@ -197,7 +197,7 @@ def test_a_client_that_is_never_prepared_costs_two_timeouts_a_message(kind, mome
                 return super().ask({c: m for c, m in messages.items() if c != 1}, seconds) | {1: Message(kind)}
             return super().ask(messages, seconds)
 
-    method = method_of("FedAvg", evaluate=Evaluate(after=moments))
+    method = method_of("FedAvg", evaluate=Evaluate(after=evaluation_points))
     settings = {**OF_TRAINER, "failures": ClientFailures(timeout=timeout)}
     with pytest.warns(UserWarning) as warned:
         deploy(method, data(), tmp_path, Slow(participants(method, data(), tmp_path, **settings)), **settings)

@@ -12,7 +12,7 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from sklearn.metrics import accuracy_score, recall_score
 
 from fedmoe_pl import Select
-from fedmoe_pl.algorithms import FedAvg, Local, PersonalizedExpert, PFLMoE
+from fedmoe_pl.algorithms import FedAvg, FineTuning, Local, PFLMoE
 from fedmoe_pl.backends import LEAN_TRAINER, LocalTraining
 from fedmoe_pl.checks import InvalidArgumentError
 from fedmoe_pl.data import Digits
@@ -207,13 +207,15 @@ def test_the_federation_evaluates_each_clients_own_model_and_says_what_it_is(tmp
     datamodule, model = blobs((20, 27, 31), test_fraction=0.25, validation_fraction=0.25), mixture(FeatureGate(6))
     phases = [
         Phase("FedAvg", FedAvg(), rounds=2, gate=ConstantGate(1)),
-        phase("Expert", PersonalizedExpert(gate_fraction=0.25)),
+        phase("Expert", FineTuning(gate_fraction=0.25)),
         Phase("Gate", PFLMoE()),
         Phase("Local", Local(), gate=ConstantGate(0), clients_per_round=2),
     ]
     federation = run(phases, model, datamodule, tmp_path)
     assert list(federation.results) == ["FedAvg", "Gate", "Local"]
-    facts = {name: (e.method, e.round, e.model, e.moment, e.selection) for name, e in federation.results.items()}
+    facts = {
+        name: (e.method, e.round, e.model, e.evaluation_point, e.selection) for name, e in federation.results.items()
+    }
     assert facts == {
         "FedAvg": ("FedAvg", 2, "global expert", "after aggregation", "last round"),
         "Gate": ("Gate", 1, "mixture", "after local training", "last round"),

@@ -39,7 +39,7 @@ def test_the_drawn_clients_have_their_numbers_among_all_and_select_the_round(tmp
     model, data = mixture(LinearGate(5)), blobs(SIZES, validation_fraction=0.3)
     everybody, some = Evaluations(), Evaluations()
     run(phases(), model, data, tmp_path / "all", max_epochs=20, seed=4, callbacks=[everybody])
-    federation = run(phases(), model, data, tmp_path, max_epochs=20, seed=4, callbacks=[some], evaluation_clients=3)
+    federation = run(phases(), model, data, tmp_path, max_epochs=20, seed=4, callbacks=[some], evaluation_cohort_size=3)
     drawn = federation.run.evaluated
     assert len(drawn) == 3
     assert len(some.all) == len(everybody.all) == 7
@@ -67,10 +67,12 @@ def test_every_client_is_drawn_as_often_and_the_draw_depends_on_the_seed_alone()
 
 
 def test_numbers_out_of_range_and_a_monitor_without_clients_are_refused(tmp_path):
-    with pytest.raises(MisconfigurationException, match="evaluation_clients is 0, but must be an integer from"):
-        Federation(phases(), evaluation_clients=0)
-    with pytest.raises(MisconfigurationException, match="evaluation_clients is 7, but must be an integer from 1 to 6"):
-        run([phase("Local", Local())], mixture(), blobs(SIZES), tmp_path, evaluation_clients=7)
+    with pytest.raises(MisconfigurationException, match="evaluation_cohort_size is 0, but must be an integer from"):
+        Federation(phases(), evaluation_cohort_size=0)
+    with pytest.raises(
+        MisconfigurationException, match="evaluation_cohort_size is 7, but must be an integer from 1 to 6"
+    ):
+        run([phase("Local", Local())], mixture(), blobs(SIZES), tmp_path, evaluation_cohort_size=7)
     out = OptInFedAvg("global_expert.*", opt_out_clients=0.9)  # one client takes part
     seed = next(seed for seed in range(99) if [*out.participants(range(6), seed)] != evaluated_clients(6, 1, seed))
     with pytest.raises(MisconfigurationException, match="none of these clients takes part in 'FedAvg', which selects"):
@@ -79,13 +81,13 @@ def test_numbers_out_of_range_and_a_monitor_without_clients_are_refused(tmp_path
             mixture(),
             blobs(SIZES),
             tmp_path,
-            evaluation_clients=1,
+            evaluation_cohort_size=1,
             seed=seed,
         )
 
 
 def test_newcomers_are_all_evaluated(tmp_path):
-    settings = {"enable_checkpointing": True, "evaluation_clients": 2}
+    settings = {"enable_checkpointing": True, "evaluation_cohort_size": 2}
     federated = [Phase("FedAvg", FedAvg("global_expert.*"), gate=ConstantGate(1))]
     federation = run(federated, mixture(), blobs(SIZES), tmp_path, **settings)
     assert len(federation.results["FedAvg"].clients) == 2

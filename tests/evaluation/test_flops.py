@@ -13,7 +13,7 @@ from helpers.runs import Kill, assert_same, federation
 from torch import nn
 
 from fedmoe_pl import Phase
-from fedmoe_pl.algorithms import FedAvg, Local, PersonalizedExpert, PFedMoE, PFLMoE
+from fedmoe_pl.algorithms import FedAvg, FineTuning, Local, PFedMoE, PFLMoE
 from fedmoe_pl.evaluation.flops import FlopCounter
 from fedmoe_pl.models import BiLSTM, ConstantGate, LinearGate, PersonalizedMoE
 
@@ -44,7 +44,7 @@ def test_a_frozen_expert_has_a_forward_pass_alone():
     training = local_training(mixture(LinearGate(5)), PFLMoE(), blobs((16, 8)), max_epochs=5)
     experts = 2 * (linear(5, 6, passes=1) + linear(6, 3, passes=1))
     assert of_round(training) == 5 * (4 + 2) * (experts + linear(5, 1, passes=2))
-    head = PersonalizedExpert("local_expert.classifier.*")
+    head = FineTuning("local_expert.classifier.*")
     training = local_training(mixture(), head, blobs((16, 8)), max_epochs=5)
     assert of_round(training) == 5 * 24 * (linear(5, 6, passes=1) + linear(6, 3, passes=2))
 
@@ -72,10 +72,10 @@ class Staged(FedAvg):
         width = torch.ones(3, self.widths[client.round], dtype=torch.float64) * client.round
         return {"views": self.views[client.round], "nested": [{"width": width}]}
 
-    def client_loss(self, module, batch, const):
+    def client_loss(self, module, batch, constants):
         type(self).losses += 1
-        loss = sum(module.loss(batch)[0] for _ in range(const["views"]))
-        return loss + (module(batch[0]) @ const["nested"][0]["width"]).sum(), {}
+        loss = sum(module.loss(batch)[0] for _ in range(constants["views"]))
+        return loss + (module(batch[0]) @ constants["nested"][0]["width"]).sum(), {}
 
 
 def test_a_loss_that_changes_between_rounds_is_counted_when_its_constants_differ():
@@ -109,8 +109,8 @@ def test_the_operations_of_a_changing_loss_are_in_the_results_also_of_a_resumed_
 def test_a_loss_that_a_client_s_own_state_decides_is_that_of_the_cohort_s_first():
     class OwnStage(Staged):
         def client_init(self, client, sent):
-            const = super().client_init(client, sent)
-            return {**const, "views": len(client.state) + 1}
+            constants = super().client_init(client, sent)
+            return {**constants, "views": len(client.state) + 1}
 
     module = PersonalizedMoE(nn.Linear(5, 3), nn.Linear(5, 3), ConstantGate(1), optimizer=SGD).double()
     training = local_training(module, OwnStage((1,), (4,)), blobs((12, 8)), max_epochs=1)
@@ -202,7 +202,7 @@ def test_rounds_csv_has_traffic_and_operations_of_all_rounds_so_far(tmp_path):
 def test_clients_that_train_alone_send_and_receive_nothing(tmp_path):
     phases = [
         phase("FedAvg", FedAvg("global_expert.*"), gate=ConstantGate(1)),
-        phase("Fine-tuned", PersonalizedExpert()),
+        phase("Fine-tuned", FineTuning()),
         phase("PFL-MF", PFLMoE(interleaved=True), rounds=4),
     ]
     states = run(phases, mixture(LinearGate(5)), blobs(SIZES), tmp_path).run.states

@@ -27,9 +27,9 @@ class Offset(FedAvg):
 class WithOffset(Offset):
     """Adds it to the loss."""
 
-    def client_loss(self, module, batch, const):
-        loss, metrics = super().client_loss(module, batch, const)
-        return loss + const["offset"], metrics
+    def client_loss(self, module, batch, constants):
+        loss, metrics = super().client_loss(module, batch, constants)
+        return loss + constants["offset"], metrics
 
 
 class EveryEpoch(Callback):

@@ -15,7 +15,7 @@ from torch import nn
 from torchmetrics import Accuracy, F1Score, MeanSquaredError, Metric, R2Score
 
 from fedmoe_pl import Federation, PersonalizedMoE, Phase, Select
-from fedmoe_pl.algorithms import FedAvg, Local, PersonalizedExpert, PFLMoE
+from fedmoe_pl.algorithms import FedAvg, FineTuning, Local, PFLMoE
 from fedmoe_pl.backends import StackedBackend, TrainerBackend
 from fedmoe_pl.checks import InvalidArgumentError
 from fedmoe_pl.data import Diabetes, RandomHorizontalFlip, SyntheticMultilabel, SyntheticShapes
@@ -53,7 +53,7 @@ def phases(**kwargs):
     torch.manual_seed(1)
     return [
         Phase("FedAvg", FedAvg("global_expert.*"), rounds=4, gate=GlobalOnly(), **kwargs),
-        Phase("PFL-FT", PersonalizedExpert(gate_fraction=0.25), gate=LocalOnly()),
+        Phase("PFL-FT", FineTuning(gate_fraction=0.25), gate=LocalOnly()),
         Phase("PFL-MF", PFLMoE(), gate=LinearGate(4)),
     ]
 

@@ -106,9 +106,12 @@ def test_commands_read_the_checkpoint(federation, capsys):
 def test_the_cost_counts_until_the_error_is_low_enough(federation):
     reached = {row["method"]: row["rounds"] for row in rows(federation, "target.csv")}
     assert reached == {"FedAvg": "1", "Local": "1", "gate": "5"}, "all are below 100; the gate starts from 3 + 1 rounds"
-    lacking = target_rows([{"method": "B", "moment": "any", "round": 1}], "e", 2.5)
+    lacking = target_rows([{"method": "B", "evaluation_point": "any", "round": 1}], "e", 2.5)
     assert math.isnan(lacking[0]["rounds"]) and math.isnan(lacking[0]["best"]), "a method may lack the metric"
-    some = [{"method": "A", "moment": "any", "round": i, "e_mean": value} for i, value in enumerate((3.0, 1.0, 2.0))]
+    some = [
+        {"method": "A", "evaluation_point": "any", "round": i, "e_mean": value}
+        for i, value in enumerate((3.0, 1.0, 2.0))
+    ]
     (found,) = target_rows([{**row, **spent()} for row in some], "e", 2.5, lower_is_better=True)
     assert (found["rounds"], found["best"], found["best_round"]) == (1, 1.0, 1)
 

@@ -53,8 +53,8 @@ def chosen(training, client=0, round=0, server=None, module=None) -> int:
     """The cluster that a client picks; a given module is changed, but all that was sent is loaded into it again."""
     server = training.algorithm.server_init(training.module) if server is None else server
     module = copy_module(training.module) if module is None else module
-    _, const, _ = begin_client(training, module, server, client, {}, round)
-    return int(const["cluster"])
+    _, constants, _ = begin_client(training, module, server, client, {}, round)
+    return int(constants["cluster"])
 
 
 def losses_by_hand(module, data, client) -> list[float]:

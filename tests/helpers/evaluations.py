@@ -16,7 +16,7 @@ def evaluation(method="FedAvg", reweighted=(0.5, 0.7, 0.9), local=nan, gates=Non
         ClientEvaluation(i, 10 + i, local, accuracy, 0.6, nan, *gate)
         for i, (accuracy, gate) in enumerate(zip(reweighted, gates, strict=True))
     ]
-    facts = {"round": 4, "model": "global expert", "moment": "after aggregation", "selection": "last round"}
+    facts = {"round": 4, "model": "global expert", "evaluation_point": "after aggregation", "selection": "last round"}
     return Evaluation(method, clients=clients, **(facts | changes))
 
 
@@ -29,4 +29,4 @@ GATES = [gate([0.0, 0.5, 1.0, 0.25], [0, 0, 1, 1]), gate([0.75], [2]), gate([0.1
 
 
 def mixture(method="PFL-MFE", **changes):
-    return evaluation(method, gates=GATES, model="mixture", moment="after local training", **changes)
+    return evaluation(method, gates=GATES, model="mixture", evaluation_point="after local training", **changes)

@@ -31,7 +31,7 @@ TINY = {
             },
             {
                 "name": "PFL-FT",
-                "algorithm": {"class_path": "PersonalizedExpert"},
+                "algorithm": {"class_path": "FineTuning"},
                 "gate": "LocalOnly",
                 "evaluate": True,
             },
@@ -57,7 +57,7 @@ if kind == "fails" and seed == 0:
     sys.exit(2)
 if kind == "hangs" and seed == 1 and not checkpoint:
     time.sleep(60)
-texts = {"model": "an expert", "moment": "after aggregation", "selection": "last round", "clients": "all 10"}
+texts = {"model": "an expert", "evaluation_point": "after aggregation", "selection": "last round", "clients": "all 10"}
 metrics = ("local_test", "reweighted_test", "global_test", "validation")
 tables = {"clients": [], "rounds": []}
 for index, phase in enumerate(federation["phases"]):

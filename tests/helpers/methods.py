@@ -35,12 +35,12 @@ from fedmoe_pl.algorithms import (
     FedRep,
     FedRoD,
     FineTunedCluster,
+    FineTuning,
     KNNPer,
     LabelPrior,
     Local,
     OptInFedAvg,
     PerFedAvg,
-    PersonalizedExpert,
     PFedMe,
     PFedMM,
     PFedMoE,
@@ -124,7 +124,7 @@ def opted_out() -> list[Phase]:
     algorithm = OptInFedAvg("global_expert.*", opt_out_clients=0.3, opt_out_data=0.3)
     return [
         phase("opt-out", algorithm, gate=GlobalOnly()),
-        alone("tuned", PersonalizedExpert(), gate=LocalOnly()),
+        alone("tuned", FineTuning(), gate=LocalOnly()),
         alone("mixture", SpecialistMixture(), gate=linear_gate()),
     ]
 
@@ -187,7 +187,7 @@ METHODS = {
     "FineTunedFedPer": Method(
         lambda: [
             phase("FedPer", FedAvg("global_expert.extractor.*"), gate=GlobalOnly()),
-            alone("tuned", PersonalizedExpert("local_expert.extractor.*"), gate=LocalOnly(), start="FedPer"),
+            alone("tuned", FineTuning("local_expert.extractor.*"), gate=LocalOnly(), start="FedPer"),
         ],
         private=["global_expert.classifier.*", "local_expert.*", "gate.*"],
     ),
@@ -196,7 +196,7 @@ METHODS = {
         lambda: [
             fedavg(),
             alone("prior", LabelPrior(), gate=GlobalOnly()),
-            alone("tuned", PersonalizedExpert(gate_fraction=0.25), gate=LocalOnly()),
+            alone("tuned", FineTuning(gate_fraction=0.25), gate=LocalOnly()),
             alone("MF", PFLMoE(), gate=linear_gate(), start={"global_expert": "prior", "local_expert": "tuned"}),
         ],
         private=["prior/*", "local_expert.*", "gate.*"],
@@ -204,7 +204,7 @@ METHODS = {
     "PFLMoE": Method(
         lambda: [
             fedavg(),
-            alone("tuned", PersonalizedExpert(gate_fraction=0.25), gate=LocalOnly()),
+            alone("tuned", FineTuning(gate_fraction=0.25), gate=LocalOnly()),
             alone("MF", PFLMoE(), gate=linear_gate()),
             alone("interleaved", PFLMoE(interleaved=True), rounds=2, gate=linear_gate()),
         ]
@@ -271,8 +271,8 @@ def _through(messages, phase, kind, handed):
         return messages.pass_on((phase, "request"), client_id, request)
 
     class Through(kind):
-        def client_final(self, client, const):
-            update = super().client_final(client, const)
+        def client_final(self, client, constants):
+            update = super().client_final(client, constants)
             given = {
                 name: tensor for name, tensor in update.state.items() if any(fnmatchcase(name, each) for each in handed)
             }

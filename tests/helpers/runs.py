@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 from fedmoe_pl import Federation, PersonalizedMoE, Phase, Select
-from fedmoe_pl.algorithms import FedAvg, Local, PersonalizedExpert, PFLMoE
+from fedmoe_pl.algorithms import FedAvg, FineTuning, Local, PFLMoE
 from fedmoe_pl.callbacks import FederationCallback
 from fedmoe_pl.models import ConstantGate, LinearGate
 from helpers import blobs
@@ -39,7 +39,7 @@ def phases() -> list[Phase]:
             gate=ConstantGate(1.0),
             select=Select("global_test"),
         ),
-        Phase("PFL-FB", PersonalizedExpert("local_expert.classifier.*", gate_fraction=0.25), gate=ConstantGate(0.0)),
+        Phase("PFL-FB", FineTuning("local_expert.classifier.*", gate_fraction=0.25), gate=ConstantGate(0.0)),
         Phase("PFL-MF", PFLMoE(), gate=LinearGate(5), max_epochs=3),
     ]
 

@@ -15,12 +15,12 @@ from fedmoe_pl.logs.summary import client_rows, format_table, round_row, summary
 
 def test_round_row_names_what_was_evaluated_and_spreads_over_clients():
     row = round_row(evaluation(selection="best round by global_test"))
-    assert {k: row[k] for k in ("method", "round", "model", "clients", "moment", "selection")} == {
+    assert {k: row[k] for k in ("method", "round", "model", "clients", "evaluation_point", "selection")} == {
         "method": "FedAvg",
         "round": 4,
         "model": "global expert",
         "clients": "all 3",
-        "moment": "after aggregation",
+        "evaluation_point": "after aggregation",
         "selection": "best round by global_test",
     }
     assert row["reweighted_test_mean"] == pytest.approx(0.7)

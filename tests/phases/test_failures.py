@@ -34,7 +34,7 @@ class Unlucky(FedAvg):
         self.failing = failing
 
     def client_init(self, client, sent):
-        const = super().client_init(client, sent)
+        constants = super().client_init(client, sent)
         if client.id in self.failing.get(client.round, ()):
             if self.how == "raise":
                 raise ZeroDivisionError("in a client")
@@ -42,7 +42,7 @@ class Unlucky(FedAvg):
                 time.sleep(100)
             with torch.no_grad():
                 client.module.get_parameter(WEIGHT).fill_(torch.nan)
-        return const
+        return constants
 
 
 def without_dropout() -> PersonalizedMoE:

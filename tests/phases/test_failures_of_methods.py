@@ -20,10 +20,10 @@ def failing(algorithm, rounds):
     """The algorithm, whose clients fail at the end of their training in some rounds."""
 
     class Failing(type(algorithm)):
-        def client_final(self, client, const):
+        def client_final(self, client, constants):
             if client.id in rounds.get(client.round, ()):
                 raise ValueError("no answer")
-            return super().client_final(client, const)
+            return super().client_final(client, constants)
 
     algorithm.__class__ = Failing
     return algorithm

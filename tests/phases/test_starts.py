@@ -7,8 +7,8 @@ from fedmoe_pl.algorithms import (
     ClusterMixture,
     FedAvg,
     FineTunedCluster,
+    FineTuning,
     Local,
-    PersonalizedExpert,
     PFLMoE,
     SpecialistMixture,
 )
@@ -17,9 +17,9 @@ from fedmoe_pl.models import LinearGate
 from fedmoe_pl.phases.starts import chain_of_starts, find_starts
 
 FEDERATED = Phase("F", FedAvg("global_expert.*"))
-QUARTER = Phase("quarter", PersonalizedExpert(gate_fraction=0.25))
-ALL = Phase("all", PersonalizedExpert())
-WITHOUT_SAMPLES = "a phase of PersonalizedExpert with gate_fraction"
+QUARTER = Phase("quarter", FineTuning(gate_fraction=0.25))
+ALL = Phase("all", FineTuning())
+WITHOUT_SAMPLES = "a phase of FineTuning with gate_fraction"
 LACKING = [
     (f"{WITHOUT_SAMPLES} 0.25", [Phase("G", PFLMoE(), gate=LinearGate(6), start="F")]),
     (f"{WITHOUT_SAMPLES} 0", [Phase("G", SpecialistMixture(), start="F")]),
@@ -27,7 +27,7 @@ LACKING = [
     (f"{WITHOUT_SAMPLES} 0", [QUARTER, Phase("G", SpecialistMixture(), start="quarter")]),
     (  # the last expert has seen the samples that the first left out
         f"{WITHOUT_SAMPLES} 0.25",
-        [QUARTER, Phase("again", PersonalizedExpert(), start="quarter"), Phase("G", PFLMoE(), start="again")],
+        [QUARTER, Phase("again", FineTuning(), start="quarter"), Phase("G", PFLMoE(), start="again")],
     ),
     (  # trains an expert on another split
         f"{WITHOUT_SAMPLES} 0.25",
@@ -40,7 +40,7 @@ LACKING = [
     (f"{WITHOUT_SAMPLES} 0.1", [Phase("o", Local("local_expert.*"), start="F"), Phase("G", PFLMoE(0.1), start="o")]),
     *(
         ("a federated phase", [Phase("alone", Local()), Phase("G", algorithm, start="alone")])
-        for algorithm in (PersonalizedExpert(), PFLMoE(interleaved=True), FineTunedCluster(), ClusterMixture())
+        for algorithm in (FineTuning(), PFLMoE(interleaved=True), FineTunedCluster(), ClusterMixture())
     ),
 ]
 

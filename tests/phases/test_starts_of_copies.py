@@ -9,7 +9,7 @@ from helpers import assert_same_bits, tensors
 from helpers.runs import Kill, data, federation, model
 
 from fedmoe_pl import Phase
-from fedmoe_pl.algorithms import APFL, Ditto, FedAvg, FedRoD, Local, PersonalizedExpert, PFedMe, PFLMoE
+from fedmoe_pl.algorithms import APFL, Ditto, FedAvg, FedRoD, FineTuning, Local, PFedMe, PFLMoE
 from fedmoe_pl.models import GlobalOnly, LinearGate, LocalOnly
 from fedmoe_pl.trees import copies_of_parts
 
@@ -17,7 +17,7 @@ from fedmoe_pl.trees import copies_of_parts
 COPYING_HEADS = {"FedRoD": lambda: Phase("it", FedRoD(), gate=LocalOnly(), rounds=2, clients_per_round=2)}
 PARTIAL = ("global_expert.extractor.*", "global_expert.classifier.*", "*.bias")
 COPYING = {
-    "PersonalizedExpert": lambda: Phase("it", PersonalizedExpert(), gate=LocalOnly()),
+    "FineTuning": lambda: Phase("it", FineTuning(), gate=LocalOnly()),
     "PFLMoE": lambda: Phase("it", PFLMoE(interleaved=True), gate=LinearGate(5), rounds=2),
     "Ditto": lambda: Phase("it", Ditto(), gate=LocalOnly(), rounds=2, clients_per_round=2),
     "APFL": lambda: Phase("it", APFL(alpha=1.0), gate=LocalOnly(), rounds=2, clients_per_round=2),  # v alone
@@ -60,14 +60,14 @@ def test_without_epochs_a_local_expert_is_what_its_client_had(name, shared, stor
 
 
 def test_the_accuracies_are_the_same_too(tmp_path):
-    run = fitted(tmp_path, PARTIAL[0], COPYING["PersonalizedExpert"]())
+    run = fitted(tmp_path, PARTIAL[0], COPYING["FineTuning"]())
     before, after = (run.results[name].spread("global_test") for name in ("before", "it"))
     assert before == after
 
 
 def test_a_run_stopped_in_such_a_phase_and_resumed_ends_with_the_same_bits(tmp_path):
     def phases():
-        return [before(PARTIAL[0]), Phase("it", PersonalizedExpert(), gate=LocalOnly(), rounds=2, start="before")]
+        return [before(PARTIAL[0]), Phase("it", FineTuning(), gate=LocalOnly(), rounds=2, start="before")]
 
     for store in ("memory", "disk"):
         whole, cut = tmp_path / f"{store} whole", tmp_path / f"{store} cut"

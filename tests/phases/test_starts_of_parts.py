@@ -17,9 +17,9 @@ from fedmoe_pl.algorithms import (
     FedAvg,
     FedJETs,
     FedRoD,
+    FineTuning,
     Local,
     PerFedAvg,
-    PersonalizedExpert,
     PFLMoE,
     SpecialistMixture,
 )
@@ -162,10 +162,12 @@ def test_two_phases_whose_clients_both_keep_tensors_meet_in_either_store(tmp_pat
 
 
 @pytest.mark.parametrize("store", ["memory", "disk"])
-@pytest.mark.parametrize("moment", [("on_client_end", 14), ("on_phase_end", 2)])  # a client of the mixture; before it
-def test_a_run_stopped_at_such_a_phase_and_resumed_ends_with_the_same_bits(whole, tmp_path, store, moment):
+@pytest.mark.parametrize(
+    "evaluation_point", [("on_client_end", 14), ("on_phase_end", 2)]
+)  # a client of the mixture; before it
+def test_a_run_stopped_at_such_a_phase_and_resumed_ends_with_the_same_bits(whole, tmp_path, store, evaluation_point):
     with pytest.raises(KeyboardInterrupt):
-        fitted(tmp_path, callbacks=[Kill(*moment)], store=store)
+        fitted(tmp_path, callbacks=[Kill(*evaluation_point)], store=store)
     resumed = fitted(tmp_path, ckpt_path="last", store=store)
     states = [load_checkpoint(run.run_dir / "checkpoints/last.ckpt")["phases"]["Mixture"] for run in (resumed, whole)]
     assert_same(dict(states[0].clients), dict(states[1].clients))
@@ -265,7 +267,7 @@ def test_a_start_that_misses_something_is_refused(phases):
 
 
 def test_a_gate_with_samples_of_its_own_may_meet_an_expert_that_has_not_seen_them():
-    fine_tuned = Phase("Fine-tuned", PersonalizedExpert(gate_fraction=0.25))
+    fine_tuned = Phase("Fine-tuned", FineTuning(gate_fraction=0.25))
     start = {"global_expert": "again", "local_expert": "Fine-tuned"}
     again = Phase("again", FedAvg("global_expert.*"), start={"global_expert": "FedAvg"})
     assert find_starts([fedavg(), fine_tuned, again, Phase("G", PFLMoE(), start=start)])["G"] == start
@@ -299,7 +301,7 @@ class Other(PersonalizedMoE):
         Phase("G", Local(), model=Two(hidden=7), start="FedPer"),
         Phase("G", Local(), model=Other(), start="FedPer", evaluate=False),
         # the algorithm starts local_expert as a copy of another part
-        *(Phase("G", algorithm, start=BOTH) for algorithm in (Ditto(), FedRoD(), PersonalizedExpert())),
+        *(Phase("G", algorithm, start=BOTH) for algorithm in (Ditto(), FedRoD(), FineTuning())),
     ],
 )
 def test_parts_that_do_not_fit_are_refused_before_any_training(tmp_path, phase):
@@ -342,7 +344,7 @@ def parts(*names) -> nn.ModuleDict:
     [
         (PFLMoE(), "globl_expert", "a dict of parts of the ModuleDict (global_expert, local_expert, "),
         (PFLMoE(0), "global_expert", "one that also names 'local_expert'"),
-        (PersonalizedExpert(), "experts", "one that also names 'global_expert'"),
+        (FineTuning(), "experts", "one that also names 'global_expert'"),
         (FedJETs(), "embedding", "one that also names 'experts'"),
     ],
 )

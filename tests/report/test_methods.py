@@ -34,7 +34,7 @@ FEDAVG = ("FedAvg", "FedAvg", {"rounds": 3})
 LONGER = ("FedAvg", "FedAvg", {"rounds": 5})
 SCAFFOLD = ("SCAFFOLD", "SCAFFOLD", {"rounds": 3})
 STOPPED = ("SCAFFOLD", "SCAFFOLD", {"rounds": 2})
-FINE_TUNED = ("PFL-FB", "PersonalizedExpert", {})
+FINE_TUNED = ("PFL-FB", "FineTuning", {})
 
 
 def test_seeds_with_another_setting_of_another_method_are_seeds_of_this_one():
@@ -50,15 +50,15 @@ def test_seeds_with_another_setting_of_another_method_are_seeds_of_this_one():
 
 def test_a_method_is_another_one_if_what_it_starts_from_is():
     assert joined("PFL-FB", run("a", FEDAVG, FINE_TUNED), run("b", LONGER, FINE_TUNED, seed=1)) == [["a"], ["b"]]
-    named = ("PFL-FB", "PersonalizedExpert", {"start": "FedAvg"})
+    named = ("PFL-FB", "FineTuning", {"start": "FedAvg"})
     assert joined("PFL-FB", run("a", FEDAVG, named), run("b", LONGER, named, seed=1)) == [["a"], ["b"]]
 
 
 def test_a_start_that_is_named_is_the_only_one():
-    named = ("PFL-FB", "PersonalizedExpert", {"start": "FedAvg"})
+    named = ("PFL-FB", "FineTuning", {"start": "FedAvg"})
     runs = [run("a", FEDAVG, SCAFFOLD, named), run("b", FEDAVG, STOPPED, named, seed=1)]
     assert joined("PFL-FB", *runs) == [["a", "b"]]
-    parts = ("PFL-FB", "PersonalizedExpert", {"start": {"global_expert": "FedAvg", "local_expert": "SCAFFOLD"}})
+    parts = ("PFL-FB", "FineTuning", {"start": {"global_expert": "FedAvg", "local_expert": "SCAFFOLD"}})
     runs = [run("a", FEDAVG, SCAFFOLD, parts), run("b", FEDAVG, STOPPED, parts, seed=1)]
     assert joined("PFL-FB", *runs) == [["a"], ["b"]]
 

@@ -32,9 +32,9 @@ from fedmoe_pl.algorithms import (
     FedBN,
     FedKD,
     FedRoD,
+    FineTuning,
     Local,
     OptInFedAvg,
-    PersonalizedExpert,
     PFedMoE,
     Scaffold,
 )
@@ -105,7 +105,7 @@ def private(aggregation, **arguments):
 
 
 def tuned():
-    return Phase("PFL-FT", PersonalizedExpert(gate_fraction=0.25), gate=LocalOnly())
+    return Phase("PFL-FT", FineTuning(gate_fraction=0.25), gate=LocalOnly())
 
 
 def random_phases():

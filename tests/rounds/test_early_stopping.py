@@ -12,7 +12,7 @@ from lightning.pytorch import Callback
 from lightning.pytorch.callbacks import EarlyStopping
 
 from fedmoe_pl import Evaluate, Select
-from fedmoe_pl.algorithms import OptInFedAvg, PersonalizedExpert, SpecialistMixture
+from fedmoe_pl.algorithms import FineTuning, OptInFedAvg, SpecialistMixture
 from fedmoe_pl.callbacks import BestEpoch, FederationCallback
 from fedmoe_pl.checkpoints.phase_state import PhaseState
 from fedmoe_pl.federation import Federation
@@ -87,7 +87,7 @@ def test_patience_ends_a_phase_whose_result_is_the_best_validated_round_of_the_p
 
 def test_the_best_round_is_a_copy_and_personalization_starts_from_it(tmp_path):
     datamodule = blobs(SIZES, validation_fraction=0.4)
-    phases = [stopping_phase(), phase("Fine-tuned", PersonalizedExpert(), max_epochs=0)]
+    phases = [stopping_phase(), phase("Fine-tuned", FineTuning(), max_epochs=0)]
     federation = run(phases, mixture(), datamodule, tmp_path, seed=2)
     assert federation.results["FedAvg"].round < federation.run.rows[-1]["round"]
     server = federation.run.states["FedAvg"].server
@@ -102,7 +102,7 @@ def early_phases() -> list[Phase]:
     stopping = {"callbacks": [BestEpoch(patience=1)], "trainer": {"limit_val_batches": 1.0}}
     return [
         stopping_phase(),
-        phase("Fine-tuned", PersonalizedExpert(), max_epochs=1),
+        phase("Fine-tuned", FineTuning(), max_epochs=1),
         Phase("Mixture", SpecialistMixture(), max_epochs=4, **stopping),
     ]
 

@@ -15,7 +15,7 @@ from scipy.optimize import brentq
 
 from fedmoe_pl import ClientFailures, Phase
 from fedmoe_pl.aggregation import DifferentialPrivacy
-from fedmoe_pl.algorithms import FedAvg, PersonalizedExpert
+from fedmoe_pl.algorithms import FedAvg, FineTuning
 from fedmoe_pl.callbacks import FederationCallback
 from fedmoe_pl.checkpoints.checkpoint import load_checkpoint
 from fedmoe_pl.models import GlobalOnly, LocalOnly
@@ -95,7 +95,7 @@ def test_a_result_without_privacy_has_an_infinite_epsilon(kind, tmp_path, caplog
         path = tmp_path / "model.ckpt"
         torch.save({"state_dict": run.client_module("it", 0).state_dict()}, path)
     it, after = phase("it", private(), ckpt_path=str(path)), phase("after", private(), start="it")
-    tuned = Phase("PFL-FT", PersonalizedExpert(gate_fraction=0.25), gate=LocalOnly(), start="after")
+    tuned = Phase("PFL-FT", FineTuning(gate_fraction=0.25), gate=LocalOnly(), start="after")
     with caplog.at_level("INFO"):
         run = fit(tmp_path, [it, after, tuned])
     for name in ("it", "after"):

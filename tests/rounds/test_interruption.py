@@ -23,11 +23,11 @@ class Hangs(FedAvg):
 
     signum = signal.SIGTERM
 
-    def client_loss(self, module, batch, const):
-        if const and module._trainer is not None:  # not where operations are counted
+    def client_loss(self, module, batch, constants):
+        if constants and module._trainer is not None:  # not where operations are counted
             threading.Timer(0.2, os.kill, (os.getpid(), self.signum)).start()
             time.sleep(100)
-        return super().client_loss(module, batch, const)
+        return super().client_loss(module, batch, constants)
 
     def client_init(self, client, sent):
         super().client_init(client, sent)

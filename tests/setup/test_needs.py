@@ -65,7 +65,7 @@ OF_CLASSES = "LabelPrior FedProto FD FedPAC FedRoD KNNPer FML FedKD FedAPEN FedE
 NEEDS = {
     "all_clients": "FineTunedCluster FedKD FedMoEDA KNNPer LabelPrior PMMoE".split(),
     "classes": OF_CLASSES,
-    "loss_of_outputs": "APFL Ditto FedALA PFedMe PerFedAvg PersonalizedExpert".split(),
+    "loss_of_outputs": "APFL Ditto FedALA PFedMe PerFedAvg FineTuning".split(),
     "plain_steps": "PFedMe Scaffold".split(),
     "fresh_optimizers": ["EpsilonGreedyIFCA"],
     "own_server_step": ["FedKD"],
@@ -87,7 +87,7 @@ def test_algorithms_declare_what_they_need(need):
 def test_some_needs_depend_on_arguments():
     for algorithm, need in (
         (algorithms.LabelPrior("auto"), "validation_samples"),
-        (algorithms.PersonalizedExpert(keep_better=True), "validation_samples"),
+        (algorithms.FineTuning(keep_better=True), "validation_samples"),
         (algorithms.EpsilonGreedyIFCA(patience=3), "validation_samples"),
         (algorithms.EpsilonGreedyIFCA(schedule="power"), "fixed_rounds"),
         (algorithms.PFLMoE(interleaved=True), "loss_of_outputs"),

@@ -7,7 +7,7 @@ from helpers.runs import Kill, assert_same, data, federation
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 
 from fedmoe_pl import Phase
-from fedmoe_pl.algorithms import FedAvg, PersonalizedExpert, PFLMoE
+from fedmoe_pl.algorithms import FedAvg, FineTuning, PFLMoE
 from fedmoe_pl.models import ConstantGate, GlobalOnly, LinearGate
 
 
@@ -26,8 +26,8 @@ def phases(own=wide) -> list[Phase]:
     return [
         Phase("FedAvg", FedAvg("global_expert.*"), 2, gate=GlobalOnly()),
         Phase("wide", FedAvg("global_expert.*"), 2, model=own(), gate=GlobalOnly(), start="initial"),
-        Phase("wide tuned", PersonalizedExpert(), start="wide"),
-        Phase("tuned", PersonalizedExpert(gate_fraction=0.25), start="FedAvg", gate=GlobalOnly()),
+        Phase("wide tuned", FineTuning(), start="wide"),
+        Phase("tuned", FineTuning(gate_fraction=0.25), start="FedAvg", gate=GlobalOnly()),
         Phase("gate", PFLMoE(), start="tuned"),
     ]
 
@@ -39,7 +39,7 @@ def test_methods_with_different_models_give_the_bits_of_federations_of_their_own
     of_narrow.fit(narrow(), data())
     of_wide = federation(
         tmp_path / "wide",
-        [Phase("wide", FedAvg("global_expert.*"), 2, gate=GlobalOnly()), Phase("wide tuned", PersonalizedExpert())],
+        [Phase("wide", FedAvg("global_expert.*"), 2, gate=GlobalOnly()), Phase("wide tuned", FineTuning())],
     )
     of_wide.fit(wide(), data())
     for alone, names in ((of_narrow, ("FedAvg", "tuned", "gate")), (of_wide, ("wide", "wide tuned"))):

@@ -14,10 +14,10 @@ from fedmoe_pl.algorithms import (
     FedAvg,
     FedPAC,
     FedProto,
+    FineTuning,
     KNNPer,
     Local,
     PerFedAvg,
-    PersonalizedExpert,
     PFLMoE,
 )
 from fedmoe_pl.checks import InvalidArgumentError
@@ -76,7 +76,7 @@ def test_patterns_starts_and_gates_say_what_is_trained(phases, tmp_path):
 ACCEPTED = {
     "trained in the start of the start": lambda: [
         fedavg(),
-        Phase("tuned", PersonalizedExpert(gate_fraction=0.25), gate=LocalOnly()),
+        Phase("tuned", FineTuning(gate_fraction=0.25), gate=LocalOnly()),
         Phase("it", PFLMoE(), gate=linear_gate()),
     ],
     "trained by the mixture's loss": lambda: [Phase("it", FedAvg("global_expert.*"))],

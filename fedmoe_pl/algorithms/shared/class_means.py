@@ -108,14 +108,14 @@ def mean_of_known(values: Tensor, y: Tensor, known: Tensor) -> Tensor:
 
 
 def loss_with_targets(
-    module: LightningModule, expert: str, batch: Any, const: Mapping[str, Tensor], weight: float
+    module: LightningModule, expert: str, batch: Any, constants: Mapping[str, Tensor], weight: float
 ) -> Tensor:
     """The expert's loss, and ``weight`` times the mean squared error between features and their labels' targets.
 
-    ``const`` has the ``targets`` (C, F), and which of them are ``known`` (C,); others add 0.
+    ``constants`` has the ``targets`` (C, F), and which of them are ``known`` (C,); others add 0.
     """
     x, y = batch
     extractor, classifier = split_expert(module, expert)
     features = extractor(x)
-    errors = (features.flatten(1) - rows_of_labels(const["targets"], y)).square().mean(1)
-    return logits_loss(module, classifier(features), y) + weight * mean_of_known(errors, y, const["known"])
+    errors = (features.flatten(1) - rows_of_labels(constants["targets"], y)).square().mean(1)
+    return logits_loss(module, classifier(features), y) + weight * mean_of_known(errors, y, constants["known"])

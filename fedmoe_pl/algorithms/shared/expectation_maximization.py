@@ -60,19 +60,19 @@ class ExpectationMaximization(Algorithm, ABC):
         """Loads the tensors, and takes the E step on all training samples."""
         super().client_init(client, sent)
         module = client.module
-        const = {"received": sent, "log_pi": module.state_dict()[_PI].log()}
+        constants = {"received": sent, "log_pi": module.state_dict()[_PI].log()}
         if len(client.samples):
-            load_tree(module, {_PI: _mean_responsibilities(client, const["log_pi"])})
-        return const
+            load_tree(module, {_PI: _mean_responsibilities(client, constants["log_pi"])})
+        return constants
 
-    def client_loss(self, module: LightningModule, batch: Any, const: Constants) -> LossAndMetrics:
+    def client_loss(self, module: LightningModule, batch: Any, constants: Constants) -> LossAndMetrics:
         """The loss of the M step; samples with the label -100 do not count."""
         assert isinstance(module, SparseMoE)
         x, y = batch
         with torch.no_grad(), evaluating(module):
-            received = {f"module.{name}": tensor for name, tensor in const["received"].items()}
+            received = {f"module.{name}": tensor for name, tensor in constants["received"].items()}
             losses = functional_call(_Losses(module), received, (x, y), tie_weights=False)
-            responsibilities = (const["log_pi"] - losses).softmax(1)
+            responsibilities = (constants["log_pi"] - losses).softmax(1)
         losses = _losses(module, self.embedded(module, x), y)
         return (responsibilities * losses).sum() / (y != -100).sum(), {}
 

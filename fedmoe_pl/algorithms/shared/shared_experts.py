@@ -95,18 +95,18 @@ class SharedExperts(Algorithm, ABC):
         best = self.preferred(_mean_weights(client), sent)[: self.experts_per_client].sort().values
         return {"experts": client.state.get(_ASKED, best).tolist(), "next": best}
 
-    def validation_loss(self, module: LightningModule, batch: Any, const: Constants) -> Tensor:
+    def validation_loss(self, module: LightningModule, batch: Any, constants: Constants) -> Tensor:
         """The negative log-likelihood of the client's mixture, or of all experts."""
         assert isinstance(module, SparseMoE)
-        return mixture_loss(module, batch, const.get("experts", [*range(len(module.experts))])).loss
+        return mixture_loss(module, batch, constants.get("experts", [*range(len(module.experts))])).loss
 
-    def client_final(self, client: Client, const: Constants) -> Update:
+    def client_final(self, client: Client, constants: Constants) -> Update:
         """Sends all that is shared but the experts that the client did not train; keeps its next request."""
-        update, experts = super().client_final(client, const), const["experts"]
+        update, experts = super().client_final(client, constants), constants["experts"]
         sent = {name: tensor for name, tensor in update.sent.items() if expert_of(name) in (None, *experts)}
         weights = self.expert_weights(client, experts)
         sent |= {f"{_WEIGHT}{expert}": weight for expert, weight in zip(experts, weights, strict=True)}
-        return Update(sent, update.weight, {**update.state, _ASKED: const["next"]})
+        return Update(sent, update.weight, {**update.state, _ASKED: constants["next"]})
 
     def problem_of_update(self, client_id: int, update: Update, initial: Tree, datamodule: FederatedDataModule) -> str:
         """The gate, the experts that have a weight, and these weights: each above 0, and at most all samples."""

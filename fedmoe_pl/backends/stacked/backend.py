@@ -127,4 +127,4 @@ def _fit(training: LocalTraining, module: LightningModule, members: list[Member]
 def _end(training: LocalTraining, module: LightningModule, member: Member) -> Update:
     load_tree(module, member.state)
     member.client.module = module
-    return end_client(training, member.client, member.const)
+    return end_client(training, member.client, member.constants)

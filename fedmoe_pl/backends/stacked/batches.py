@@ -28,7 +28,7 @@ class Member:
     """A client of a stack, with the constants of its loss, the tensors of its module and its batches of this round."""
 
     client: Client
-    const: dict[str, Any]
+    constants: dict[str, Any]
     state: Tree
     batches: Batches
     features: Features | None
@@ -49,16 +49,16 @@ def begin_member(
     Tensors that equal the first member's are the same object, so that tensors that all clients share exist once.
     """
     load_tree(module, training.initial)
-    client, const, samples = begin_client(training, module, server, client_id, kept, round)
+    client, constants, samples = begin_client(training, module, server, client_id, kept, round)
     first = members[0].state if members else {}
     state = {
         name: first[name] if name in first and torch.equal(first[name], tensor) else tensor.detach().clone()
         for name, tensor in module.state_dict().items()
     }
-    features = cache.find(training, client, const, samples) if len(samples) else None
+    features = cache.find(training, client, constants, samples) if len(samples) else None
     batches = client_batches(training, client, samples)
     assert isinstance(batches, Batches), "samples that are read one by one are not stacked"
-    return Member(client, const, state, batches, features)
+    return Member(client, constants, state, batches, features)
 
 
 def stackable_groups(members: Sequence[Member]) -> list[list[Member]]:
@@ -71,7 +71,7 @@ def stackable_groups(members: Sequence[Member]) -> list[list[Member]]:
     for member in members:
         if not len(member.batches):
             continue
-        leaves, spec = tree_flatten(member.const)
+        leaves, spec = tree_flatten(member.constants)
         constants = [leaf.shape if isinstance(leaf, Tensor) else leaf for leaf in leaves]
         key = spec, constants, member.features and member.features.parts
         for other, group in groups:

@@ -51,8 +51,8 @@ class Stack:
         self._stack_tensors()
 
     def _stack_constants(self) -> None:
-        self._const_spec = tree_flatten(self.members[0].const)[1]
-        leaves = zip(*(tree_flatten(member.const)[0] for member in self.members), strict=True)
+        self._const_spec = tree_flatten(self.members[0].constants)[1]
+        leaves = zip(*(tree_flatten(member.constants)[0] for member in self.members), strict=True)
         device = self.training.device
         self._const = [
             torch.stack(values).to(device) if isinstance(values[0], Tensor) else values[0] for values in leaves
@@ -93,18 +93,18 @@ class Stack:
         trained = {name: self.stacked[name][share.clients].detach().requires_grad_() for name in names}
         others = {name: tensor[share.clients] for name, tensor in self.stacked.items() if name not in trained}
         others |= {name: others[name].clone() for name in self.buffers}  # a backward pass may still need the old ones
-        const = [leaf[share.clients] if isinstance(leaf, Tensor) else leaf for leaf in self._const]
-        mapped = [0 if isinstance(leaf, Tensor) else None for leaf in const]
+        constants = [leaf[share.clients] if isinstance(leaf, Tensor) else leaf for leaf in self._const]
+        mapped = [0 if isinstance(leaf, Tensor) else None for leaf in constants]
         module = _Loss(self.training.algorithm, self.module)
 
-        def loss(tensors: Tree, x: Tensor, y: Tensor, rows: Tree, const: list[Any]) -> tuple[Tensor, Tree]:
+        def loss(tensors: Tree, x: Tensor, y: Tensor, rows: Tree, constants: list[Any]) -> tuple[Tensor, Tree]:
             self._lookup.update(rows)
             state = {f"module.{name}": tensor for name, tensor in tensors.items()}
-            arguments = (x, y, tree_unflatten(const, self._const_spec))
+            arguments = (x, y, tree_unflatten(constants, self._const_spec))
             value = functional_call(module, state, arguments, tie_weights=False)
             return value, {name: state[f"module.{name}"] for name in self.buffers}  # buffers after the forward pass
 
-        inputs = trained | others, share.x, share.y, share.rows, const
+        inputs = trained | others, share.x, share.y, share.rows, constants
         with dense_experts():
             losses, buffers = vmap(loss, in_dims=(0, 0, 0, 0, mapped))(*inputs)
         for name, tensor in buffers.items():
@@ -131,8 +131,8 @@ class _Loss(nn.Module):
         self.algorithm = algorithm
         self.module = module
 
-    def forward(self, x: Tensor, y: Tensor, const: dict[str, Any]) -> Tensor:
-        return self.algorithm.client_loss(self.module, (x, y), const)[0]
+    def forward(self, x: Tensor, y: Tensor, constants: dict[str, Any]) -> Tensor:
+        return self.algorithm.client_loss(self.module, (x, y), constants)[0]
 
 
 def plain_gradients(
@@ -140,10 +140,10 @@ def plain_gradients(
 ) -> tuple[Tensor, dict[str, Tensor | None]]:
     """Loss and gradients of one client's share."""
     load_tree(module, member.state)
-    const = on_device(member.const, share.y.device)
+    constants = on_device(member.constants, share.y.device)
     parameters = dict(module.named_parameters())
     with looked_up(module, tuple(share.rows), {name: rows[0] for name, rows in share.rows.items()}):
-        loss = training.algorithm.client_loss(module, (share.x[0], share.y[0]), const)[0]
+        loss = training.algorithm.client_loss(module, (share.x[0], share.y[0]), constants)[0]
     gradients = torch.autograd.grad(loss, [parameters[name] for name in names], allow_unused=True)
     return loss.detach(), dict(zip(names, gradients, strict=True))
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 
-class Parts(Sequence[Tensor]):
+class ClientSamples(Sequence[Tensor]):
     """The sample indices of all clients in one tensor, instead of one tensor per client.
 
     ``parts[client]`` is a view. Clone it before pickling, because a view is pickled with the indices of all clients.
@@ -19,7 +19,7 @@ class Parts(Sequence[Tensor]):
         sizes: number of samples of each client, int64, shape (num_clients,); their sum is n.
 
     Example:
-        >>> parts = Parts(torch.tensor([5, 1, 2]), torch.tensor([2, 0, 1]))
+        >>> parts = ClientSamples(torch.tensor([5, 1, 2]), torch.tensor([2, 0, 1]))
         >>> [part.tolist() for part in parts]
         [[5, 1], [], [2]]
     """
@@ -36,19 +36,19 @@ class Parts(Sequence[Tensor]):
     @overload
     def __getitem__(self, client: int) -> Tensor: ...
     @overload
-    def __getitem__(self, client: slice) -> Parts: ...
-    def __getitem__(self, client: int | slice) -> Tensor | Parts:
-        """Returns one client's samples as a view, or those of several clients as new ``Parts``."""
+    def __getitem__(self, client: slice) -> ClientSamples: ...
+    def __getitem__(self, client: int | slice) -> Tensor | ClientSamples:
+        """Returns one client's samples as a view, or those of several clients as new ``ClientSamples``."""
         chosen = range(len(self))[client]  # counts from the end if negative, and raises IndexError
         if isinstance(chosen, range):
             return self.select(torch.tensor(chosen, dtype=torch.int64))
         size = int(self.sizes[chosen])
         return self.indices.narrow(0, int(self._ends[chosen]) - size, size)
 
-    def __reduce__(self) -> tuple[type[Parts], tuple[Tensor, Tensor]]:
-        return Parts, (self.indices, self.sizes)
+    def __reduce__(self) -> tuple[type[ClientSamples], tuple[Tensor, Tensor]]:
+        return ClientSamples, (self.indices, self.sizes)
 
-    def select(self, clients: Tensor) -> Parts:
+    def select(self, clients: Tensor) -> ClientSamples:
         """Returns the parts of some clients, in their order in ``clients``.
 
         Args:
@@ -56,4 +56,4 @@ class Parts(Sequence[Tensor]):
         """
         sizes = self.sizes[clients]
         offsets = self._ends[clients] - sizes.cumsum(0)  # from the new to the old position of each client's samples
-        return Parts(self.indices[torch.arange(int(sizes.sum())) + offsets.repeat_interleave(sizes)], sizes)
+        return ClientSamples(self.indices[torch.arange(int(sizes.sum())) + offsets.repeat_interleave(sizes)], sizes)

@@ -1,4 +1,4 @@
-"""The moment of a round after which clients are evaluated."""
+"""The point of a round at which clients are evaluated."""
 
 import csv
 
@@ -59,7 +59,10 @@ def test_both_moments_of_a_round_are_those_of_a_bare_loop(tmp_path):
         assert run.results[f"it {LOCAL}"].clients[client].global_test == pytest.approx(right, abs=1e-6)
         aggregated = run.client_module("it", client)
         torch.testing.assert_close(tensors(aggregated, "global_"), server, rtol=1e-11, atol=1e-13)
-    assert {name: result.moment for name, result in run.results.items()} == {"it": OTHER, f"it {LOCAL}": LOCAL}
+    assert {name: result.evaluation_point for name, result in run.results.items()} == {
+        "it": OTHER,
+        f"it {LOCAL}": LOCAL,
+    }
 
 
 def test_every_file_and_table_names_the_moment(tmp_path, capsys):
@@ -67,19 +70,21 @@ def test_every_file_and_table_names_the_moment(tmp_path, capsys):
     run = federation(tmp_path, [Phase("Local", Local()), both])
     run.fit(model(), data())
     printed = capsys.readouterr().out
-    for name, moment in (("it", OTHER), (f"it {LOCAL}", LOCAL)):
-        assert f"\n{name}  " in printed and f"{name}: global expert, {moment}, last round (round 2)" in printed
+    for name, evaluation_point in (("it", OTHER), (f"it {LOCAL}", LOCAL)):
+        assert (
+            f"\n{name}  " in printed and f"{name}: global expert, {evaluation_point}, last round (round 2)" in printed
+        )
         files = sorted(path.name for path in (run.run_dir / "clients" / name).iterdir())
         own = [f"client_{client:03d}.ckpt" for client in range(3)]
-        assert files == (own if moment == LOCAL else ["all_clients.ckpt"])
+        assert files == (own if evaluation_point == LOCAL else ["all_clients.ckpt"])
     for file, rows in (("rounds.csv", 2), ("clients.csv", 3), ("summary.csv", 1)):
         with (run.run_dir / file).open() as lines:
-            found = [(row["method"], row["moment"]) for row in csv.DictReader(lines)]
+            found = [(row["method"], row["evaluation_point"]) for row in csv.DictReader(lines)]
         assert found.count(("it", OTHER)) == found.count((f"it {LOCAL}", LOCAL)) == rows
         assert set(found) == {("Local", LOCAL), ("it", OTHER), (f"it {LOCAL}", LOCAL)}
     run.predict(model(), data())
     with (run.run_dir / "predictions.csv").open() as lines:
-        found = {(row["method"], row["moment"]) for row in csv.DictReader(lines)}
+        found = {(row["method"], row["evaluation_point"]) for row in csv.DictReader(lines)}
     assert found == {("Local", LOCAL), ("it", OTHER), (f"it {LOCAL}", LOCAL)}
     capsys.readouterr()
     run.test(model(), data())
@@ -145,14 +150,19 @@ BOTH = {"evaluate": Evaluate(after="both")}
 
 
 def test_each_algorithm_has_its_papers_moment():
-    moments = {algorithm: Phase("it", algorithm()).moments for algorithm in (FedAvg, FedMoEDA, PFedMoE, Local)}
-    assert moments == {
+    evaluation_points = {
+        algorithm: Phase("it", algorithm()).evaluation_points for algorithm in (FedAvg, FedMoEDA, PFedMoE, Local)
+    }
+    assert evaluation_points == {
         FedAvg: ["aggregation"],
         FedMoEDA: ["local_training"],
         PFedMoE: ["local_training"],
         Local: ["local_training"],
     }
-    assert Phase("it", PFedMoE(), evaluate=Evaluate(after="both")).moments == ["local_training", "aggregation"]
+    assert Phase("it", PFedMoE(), evaluate=Evaluate(after="both")).evaluation_points == [
+        "local_training",
+        "aggregation",
+    ]
 
 
 @pytest.mark.parametrize("backend", [TrainerBackend(), StackedBackend()])
@@ -183,9 +193,9 @@ def test_an_ensemble_after_local_training_has_the_weight_that_it_was_trained_wit
 class Recording(FedMoEDA):
     """Remembers the model that each client has trained last."""
 
-    def client_final(self, client, const):
+    def client_final(self, client, constants):
         MODELS[client.id] = {name: tensor.clone() for name, tensor in client.module.state_dict().items()}
-        return super().client_final(client, const)
+        return super().client_final(client, constants)
 
 
 MODELS: dict[int, dict[str, torch.Tensor]] = {}
