@@ -189,7 +189,7 @@ def personal_tensors(
     round: int,
     evaluation_point: EvaluationPoint,
 ) -> Tree:
-    """The tensors of the model that a client uses at an evaluation point of the last round; others are the initial ones.
+    """The tensors of the model that a client uses at an evaluation point of the last round; others are initial.
 
     After local training, these are the ones that it trained last; a client that was never trained has none, and uses
     the same model as after aggregation, ``Algorithm.personal_tensors``.
