@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import inspect
-import io
 import math
 from typing import Any
 
 import torch
 from lightning import __version__
 from lightning.pytorch import LightningModule
-from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
+from lightning.pytorch.utilities.parsing import clean_namespace
 
 from fedmoe_pl.algorithms.algorithm import EvaluationPoint
 from fedmoe_pl.algorithms.overrides import chooses_model
@@ -20,13 +18,7 @@ from fedmoe_pl.evaluation.clients import has_own_model
 from fedmoe_pl.evaluation.evaluation import Evaluation
 from fedmoe_pl.evaluation.gate_weights import gate_rows
 from fedmoe_pl.logs.summary import append_csv, client_rows, format_table, summary_row, write_csv
-from fedmoe_pl.models.description import (
-    describe_all,
-    hyperparameters_of,
-    remembered,
-    required_arguments,
-    unknown_reason,
-)
+from fedmoe_pl.models.description import configured_arguments, hyperparameters_of
 from fedmoe_pl.phases.phase import Phase
 from fedmoe_pl.rounds.run import FederationCallback, Run
 
@@ -99,11 +91,9 @@ class ClientCheckpoint(FederationCallback):
     """Writes the model of every client of every method as a Lightning checkpoint.
 
     ``PersonalizedMoE.load_from_checkpoint("<run>/clients/<method>/client_007.ckpt")`` loads one. A method whose clients
-    all have the same model is written once, as ``all_clients.ckpt``. Your own module is built again with what it gave
-    to ``save_hyperparameters()``, or keeps as attributes of the arguments' names. Modules among these arguments are
-    described by their own arguments, if they save or keep them so, as torch's do. All arguments of classes that a
-    configuration names are known. What cannot be written down is named in the log, and by the error if
-    ``load_from_checkpoint`` does not get it.
+    all have the same model is written once, as ``all_clients.ckpt``. The arguments of PyTorch's and this package's
+    modules are known, and those of all classes that a configuration names; of your own classes in Python, what they
+    gave to ``save_hyperparameters()``. Pass others to ``load_from_checkpoint``.
 
     Args:
         methods: names of the methods to write; None for all. Many clients with large models need much disk space.
@@ -111,11 +101,9 @@ class ClientCheckpoint(FederationCallback):
 
     def __init__(self, methods: list[str] | None = None) -> None:
         self.methods = methods
-        self._said = set[str]()
 
     def on_fit_start(self, run: Run) -> None:
         """Refuses names that no evaluated phase has."""
-        self._said = set()
         names = [phase.name for phase in run.phases if phase.evaluate]
         for method in self.methods or []:
             if method not in names:
@@ -136,64 +124,19 @@ class ClientCheckpoint(FederationCallback):
         personalized = chooses_model(phase.algorithm) or any(has_own_model(tree, evaluation_point) for tree in kept)
         clients = range(run.datamodule.num_clients if personalized else 1)
         for client, module in zip(clients, run.client_modules(method, clients), strict=True):
-            checkpoint = _checkpoint(module)
-            if client == 0:  # all clients' modules have the same arguments
-                self._warn_of(checkpoint, module)
-            torch.save(checkpoint, folder / (f"client_{client:03d}.ckpt" if personalized else "all_clients.ckpt"))
-
-    def _warn_of(self, checkpoint: dict[str, Any], module: LightningModule) -> None:
-        """Says once what to give ``load_from_checkpoint``: a warning if the module has asked to save it, else a log."""
-        name, written = type(module).__name__, checkpoint[module.CHECKPOINT_HYPER_PARAMS_KEY]
-        unknown = {argument: reason for argument, value in written.items() if (reason := unknown_reason(value))}
-        if getattr(module, "_hparams_name", None) in (None, "kwargs"):
-            missing = {*required_arguments(type(module)), *module.hparams} - {*written}
-            unknown |= dict.fromkeys(missing, "")
-        texts = [f"{argument} ({reason})" if reason else argument for argument, reason in sorted(unknown.items())]
-        text = (
-            f"ClientCheckpoint: the checkpoints lack arguments of {name} that cannot be described: {', '.join(texts)}. "
-            f"Pass them to {name}.load_from_checkpoint."
-        )
-        if unknown and text not in self._said:
-            self._said.add(text)
-            (rank_zero_warn if {*unknown} & {*module.hparams} else rank_zero_info)(text)
+            torch.save(
+                _checkpoint(module), folder / (f"client_{client:03d}.ckpt" if personalized else "all_clients.ckpt")
+            )
 
 
 def _checkpoint(module: LightningModule) -> dict[str, Any]:
-    """What ``Trainer.save_checkpoint`` writes of a module: its tensors and its hyperparameters."""
-    key, hyperparameters = module.CHECKPOINT_HYPER_PARAMS_KEY, _hyperparameters(module)
+    """What ``Trainer.save_checkpoint`` writes of a module; from a configuration, with the arguments in it."""
+    key, hyperparameters = module.CHECKPOINT_HYPER_PARAMS_KEY, dict(module.hparams)
+    clean_namespace(hyperparameters)
     checkpoint = {"pytorch-lightning_version": __version__, "state_dict": module.state_dict(), key: hyperparameters}
-    if module.hparams:  # the name of the constructor's argument that holds all of them, if there is one
+    if arguments := configured_arguments(module):
+        checkpoint[key] = hyperparameters_of(module, arguments)
+    elif hyperparameters:  # the name of the constructor's argument that holds all of them, if there is one
         checkpoint[module.CHECKPOINT_HYPER_PARAMS_NAME] = getattr(module, "_hparams_name", None)
     module.on_save_checkpoint(checkpoint)
     return checkpoint
-
-
-def _hyperparameters(module: LightningModule) -> dict[str, Any]:
-    """The module's hyperparameters, with descriptions of modules; arguments that it did not save, if it keeps them.
-
-    What ``load_from_checkpoint`` cannot load is left out.
-    """
-    saved = {name: value for name, value in module.hparams.items() if _is_loadable(value)}
-    if "_instantiator" in saved or getattr(module, "_hparams_name", None) not in (None, "kwargs"):
-        return saved  # the command line's descriptions, or one argument that holds all
-    known = remembered(module)
-    names = [name for name in inspect.signature(type(module)).parameters if name not in {**saved, **known}]
-    values = {name: module.hparams.get(name, getattr(module, name, None)) for name in names}
-    values = {name: value for name, value in values.items() if value is not None}
-    described = {**known, **describe_all(module, values)}
-    plain = {name: value for name, value in described.items() if value is values.get(name)}
-    if plain == described or "<locals>" in type(module).__qualname__:  # a class that cannot be imported again
-        return {**saved, **plain}
-    return hyperparameters_of(module, {**saved, **described})
-
-
-def _is_loadable(value: object) -> bool:
-    """Whether ``load_from_checkpoint`` loads the value without ``weights_only=False``."""
-    file = io.BytesIO()
-    try:
-        torch.save(value, file)
-        file.seek(0)
-        torch.load(file, weights_only=True)
-    except Exception:  # a class decides how it is pickled, and may raise anything
-        return False
-    return True

@@ -214,7 +214,8 @@ class FederationCLI(LightningCLI):
         """Makes the modules, the parameters of each from a seed of its own, and then everything else."""
         self._dump_config()  # while the configuration has no modules
         configuration, command = self.config, str(self.subcommand)
-        modules = with_modules(configuration[command], self._get(configuration, "seed_everything"), self._part_parser)
+        seed = self._get(configuration, "seed_everything")
+        modules = with_modules(configuration[command], self.config_dump, seed, self._part_parser)
         self.config = Namespace(**{**vars(configuration), command: modules})
         try:
             super().instantiate_classes()

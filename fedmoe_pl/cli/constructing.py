@@ -12,10 +12,9 @@ from typing import Any, NamedTuple
 
 from jsonargparse import ArgumentParser, Namespace
 from lightning.pytorch.cli import LightningCLI, _InstantiatorFn
-from torch import nn
 
 from fedmoe_pl.cli.errors import places
-from fedmoe_pl.models.description import remember
+from fedmoe_pl.models.description import keep_configuration
 from fedmoe_pl.seeds import named_seed, seeded
 
 
@@ -28,7 +27,7 @@ class Failure(NamedTuple):
 
 
 class Constructor:
-    """Constructs the objects of a configuration, adds what their constructors raise to a list, and remembers arguments.
+    """Constructs the objects of a configuration, and adds what their constructors raise to a list.
 
     Another function than the class itself may make the object.
     """
@@ -48,8 +47,6 @@ class Constructor:
         except Exception as error:
             self.failures.append(Failure(class_type, kwargs, error))
             raise
-        if isinstance(made, nn.Module) and not args:
-            remember(made, kwargs)
         return made
 
 
@@ -79,19 +76,27 @@ class ModuleConstructor:
         return instantiate(class_type, *args, applied_instantiation_links=links, **kwargs)
 
 
-def with_modules(config: Namespace, seed: int, parser: ArgumentParser) -> Namespace:
+def with_modules(config: Namespace, dump: Mapping[str, Any], seed: int, parser: ArgumentParser) -> Namespace:
     """The configuration with modules in place of the model and of the phases' gates and models.
 
     The initial parameters of each are drawn from the seed and its own name, so that they do not depend on which other
-    phases stand in the file.
+    phases stand in the file. Each keeps its node of ``dump``, the configuration in plain values.
     """
     made = deepcopy(config)
-    phases = [phase.get("init_args", phase) for phase in made.federation.phases]
-    places = [(phase, part, (phase.name, part)) for phase in phases for part in ("gate", "model")]
-    for owner, part, names in [(made, "model", ("model",)), *places]:
+    phases, nodes = (
+        [phase.get("init_args", phase) for phase in federation["phases"]]
+        for federation in (made.federation, dump["federation"])
+    )
+    places = [
+        (phase, node, part, (phase.name, part))
+        for phase, node in zip(phases, nodes, strict=True)
+        for part in ("gate", "model")
+    ]
+    for owner, node, part, names in [(made, dump, "model", ("model",)), *places]:
         if isinstance(owner.get(part), Namespace):
             with seeded(named_seed(seed, *names)):
                 owner[part] = parser.instantiate(Namespace(part=owner[part])).part
+            keep_configuration(owner[part], node[part])
     return made
 
 

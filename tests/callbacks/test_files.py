@@ -1,23 +1,24 @@
-"""Clients' checkpoints of a user's own modules, which ``load_from_checkpoint`` builds again without arguments."""
+"""Clients' checkpoints of mixtures and of a user's own modules, from Python and from a configuration."""
 
-import re
-from argparse import ArgumentError
-from collections.abc import Callable
+import sys
 from functools import partial
 
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers import phase, run
+import yaml
+from helpers import Expert, phase, run
 from helpers.runs import data
-from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import LightningModule
+from lightning.pytorch.core.mixins.hparams_mixin import HyperparametersMixin
 from torch import nn
 
 from fedmoe_pl import PersonalizedMoE
 from fedmoe_pl.algorithms import FedAvg, Local
 from fedmoe_pl.callbacks.files import _checkpoint
-from fedmoe_pl.models import NetworkGate
+from fedmoe_pl.checks import InvalidArgumentError
+from fedmoe_pl.cli import main
+from fedmoe_pl.models import Gate, NetworkGate
 
 
 class Classifier(LightningModule):
@@ -34,19 +35,10 @@ class Classifier(LightningModule):
 class Own(Classifier):
     """A classifier of 5 numbers whose shape and optimizer follow from its hyperparameters."""
 
-    def __init__(self, hidden: int = 4, lr: float = 0.5, sizes: tuple = (1,), activation: Callable | None = None):
+    def __init__(self, hidden: int = 4, lr: float = 0.5, sizes: tuple = (1,), activation=None):
         super().__init__()
         self.save_hyperparameters()
         self.layers = nn.Sequential(nn.Linear(5, hidden), (activation or nn.Tanh)(), nn.Linear(hidden, 3))
-
-
-class WithAttribute(Classifier):
-    """The attribute ``dropout`` is a layer, the argument its probability."""
-
-    def __init__(self, dropout: float = 0.5):
-        super().__init__()
-        self.dropout = nn.Dropout(dropout)
-        self.layers = nn.Sequential(self.dropout, nn.Linear(5, 3))
 
 
 class OfOneArgument(Classifier):
@@ -67,31 +59,28 @@ class OwnMixture(PersonalizedMoE):
         self.save_hyperparameters()
 
 
-def checkpoints(module, tmp_path) -> list:
-    """A client's personalized model and one that is all clients', each with the path of its checkpoint."""
-    phases = [phase("Local", Local(), evaluate=True), phase("FedAvg", FedAvg(), evaluate=True)]
-    finished = run(phases, module, data(), tmp_path, max_epochs=1, enable_checkpointing=True)
-    files = {"Local": "client_001.ckpt", "FedAvg": "all_clients.ckpt"}
-    return [
-        (finished.client_module(method, 1), finished.run_dir / "clients" / method / file)
-        for method, file in files.items()
-    ]
-
-
 def written(module, path):
     """The checkpoint of a module, as the callback writes it."""
     torch.save(_checkpoint(module), path)
     return path
 
 
-def test_an_own_module_is_loaded_with_its_hyperparameters_and_what_cannot_be_loaded_safely_is_named(tmp_path):
+def test_clients_models_are_those_that_the_checkpoints_have(tmp_path):
+    phases = [phase("Local", Local(), evaluate=True), phase("FedAvg", FedAvg(), evaluate=True)]
+    finished = run(phases, Own(hidden=16, lr=0.25), data(), tmp_path, max_epochs=1, enable_checkpointing=True)
+    for method, file in {"Local": "client_001.ckpt", "FedAvg": "all_clients.ckpt"}.items():
+        loaded = Own.load_from_checkpoint(finished.run_dir / "clients" / method / file).eval()
+        assert dict(loaded.hparams) == {"hidden": 16, "lr": 0.25, "sizes": (1,), "activation": None}
+        assert torch.equal(loaded(data().x), finished.client_module(method, 1)(data().x))
+
+
+def test_hyperparameters_are_those_of_lightning_s_checkpoints(tmp_path):
     slope = partial(nn.LeakyReLU, 0.3)
-    with pytest.warns(match=r"lack arguments of Own .*: activation \(partial\). Pass them to Own.load_from_checkpoint"):
-        files = checkpoints(Own(hidden=16, lr=0.25, activation=slope), tmp_path)
-    for client_module, path in files:
-        loaded = Own.load_from_checkpoint(path, activation=slope).eval()
-        assert dict(loaded.hparams) == {"hidden": 16, "lr": 0.25, "sizes": (1,), "activation": slope}
-        assert torch.equal(loaded(data().x), client_module(data().x))
+    loaded = Own.load_from_checkpoint(written(Own(activation=slope), tmp_path / "own.ckpt"), weights_only=False)
+    assert loaded.layers[1].negative_slope == 0.3
+    with pytest.warns(match="'activation' removed from hparams because it cannot be pickled"):
+        path = written(Own(activation=lambda: nn.LeakyReLU(0.4)), tmp_path / "own.ckpt")
+    assert Own.load_from_checkpoint(path, activation=slope).layers[1].negative_slope == 0.3
 
 
 def test_settings_in_one_argument_and_those_of_a_subclass_of_a_mixture_are_loaded(tmp_path):
@@ -103,91 +92,212 @@ def test_settings_in_one_argument_and_those_of_a_subclass_of_a_mixture_are_loade
     assert torch.equal(loaded(data().x), module(data().x))
 
 
-class OwnExpert(nn.Module):
-    """Does not keep its argument."""
+class Saving(Expert, HyperparametersMixin):
+    """Saves its arguments, with Lightning's way for any class."""
 
-    def __init__(self, hidden):
-        super().__init__()
-        self.layers = nn.Sequential(nn.Linear(5, hidden), nn.Linear(hidden, 3))
-
-    def forward(self, x):
-        return self.layers(x)
-
-
-class Nested(Classifier):
-    """Has a module as an argument."""
-
-    def __init__(self, body: nn.Module, lr: float = 0.5):
-        super().__init__()
+    def __init__(self, slope: float = 0.1, **kwargs):
+        super().__init__(**kwargs)
         self.save_hyperparameters()
-        self.layers = body
+        self.classifier = nn.Sequential(nn.LeakyReLU(slope), self.classifier)
 
 
-class WithoutHyperparameters(Classifier):
-    """Keeps its arguments as attributes."""
+class WithoutArguments(nn.Module):
+    def forward(self, x):
+        return x / 2
 
-    def __init__(self, hidden, body, lr=0.5):
+
+def named_layers():
+    layers = nn.Sequential(nn.Linear(5, 4, bias=False), nn.Dropout(0.25), WithoutArguments(), nn.LeakyReLU(0.2))
+    layers.add_module("head", nn.Linear(4, 3))
+    return layers
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: PersonalizedMoE(named_layers(), gate=NetworkGate(nn.Sequential(nn.Linear(5, 2)))),
+        lambda: PersonalizedMoE(Saving(0.4, features=5, hidden=7)),
+    ],
+)
+def test_a_mixture_of_described_parts_is_loaded_in_one_line(make, tmp_path):
+    made = make().eval()
+    loaded = PersonalizedMoE.load_from_checkpoint(written(made, tmp_path / "own.ckpt")).eval()
+    assert torch.equal(loaded(data().x), made(data().x))
+    assert str(loaded) == str(made), "with the same dropout"
+
+
+class OwnGate(Gate):
+    """Without parameters, so that the tensors of a checkpoint do not tell it from another gate."""
+
+    def __init__(self, weight: float):
         super().__init__()
-        self.hidden, self.body, self.lr = hidden, body, lr
-        self.layers = nn.Linear(5, hidden)
+        self.share = weight
 
     def forward(self, x):
-        return self.body(self.layers(x))
+        return torch.tensor([[self.share, 1 - self.share]]).expand(len(x), -1)
+
+
+def absolute_error(outputs, targets):
+    return (outputs - targets).abs().mean()
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("gate", OwnGate(0.25)),
+        ("loss", lambda outputs, targets: absolute_error(outputs, targets)),
+        ("local_expert", nn.Sequential(Expert(), nn.Tanh())),
+    ],
+)
+def test_a_part_that_cannot_be_described_must_be_given(name, value, tmp_path):
+    module = PersonalizedMoE(nn.Linear(5, 3), task="regression", **{name: value})
+    path = written(module, tmp_path / "own.ckpt")
+    with pytest.raises(InvalidArgumentError) as error:
+        PersonalizedMoE.load_from_checkpoint(path)
+    assert (error.value.argument, error.value.allowed) == (name, f"a {type(value).__name__}")
+    loaded = PersonalizedMoE.load_from_checkpoint(path, **{name: value}).eval()
+    x = torch.rand(4, 5)
+    assert torch.equal(loaded(x), module.eval()(x))
+
+
+def test_an_expert_that_cannot_be_described_must_be_given(tmp_path):
+    path = written(PersonalizedMoE(Expert(hidden=9)), tmp_path / "own.ckpt")
+    with pytest.raises(Exception, match="global_expert"):
+        PersonalizedMoE.load_from_checkpoint(path)
+    assert PersonalizedMoE.load_from_checkpoint(path, global_expert=Expert(hidden=9)).local_expert is not None
+
+
+MODULE = """
+import enum
+from collections.abc import Callable
+
+import torch
+from lightning.pytorch import LightningModule
+from lightning.pytorch.cli import OptimizerCallable
+from torch import nn
+
+from fedmoe_pl import PersonalizedMoE
+
+
+class Mode(enum.Enum):
+    FLAT = "flat"
+    DEEP = "deep"
+
+
+class Base(nn.Module):
+    def __init__(self, hidden: int = 4, scale: float = 1.0):
+        super().__init__()
+        self.net = nn.Sequential(nn.Flatten(), nn.Linear(64, hidden), nn.Linear(hidden, 10))
+        self.numbers = [hidden, scale]
+
+    def forward(self, x):
+        return self.net(x)
+
+
+class Expert(Base):
+    def __init__(
+        self,
+        wide: int = 4,
+        mode: Mode = Mode.FLAT,
+        norm: type[nn.Module] = nn.BatchNorm1d,
+        make: Callable[[int], nn.Module] = nn.ReLU,
+        options: dict | None = None,
+        parts: list[nn.Module] | None = None,
+        **kwargs,
+    ):
+        super().__init__(wide, **kwargs)
+        self.parts = nn.ModuleList(parts)
+        self.wide = 2 * wide  # not the argument
+        self.got = [self.numbers, mode, norm, str(make(1)), options, str(self.parts)]
+
+
+class Forgetful(LightningModule):
+    def __init__(self, body: nn.Module, hidden: int = 4, optimizer: OptimizerCallable = torch.optim.Adam):
+        super().__init__()
+        self.net = nn.Sequential(body, nn.Linear(10, hidden), nn.Linear(hidden, 10))
+        self.make = optimizer
+
+    def forward(self, x):
+        return self.net(x)
+
+    def training_step(self, batch, batch_idx):
+        return nn.functional.cross_entropy(self(batch[0]), batch[1])
 
     def configure_optimizers(self):
-        return torch.optim.SGD(self.parameters(), lr=self.lr)
+        return self.make(self.parameters())
 
 
-class WithoutConstructor(nn.Module):
-    def forward(self, x):
-        return x[0]
+class Mixture(PersonalizedMoE):
+    def __init__(self, hidden: int, scale: float, **kwargs):
+        super().__init__(Base(hidden), **kwargs)
+        self.hidden = nn.Linear(hidden, hidden)  # not the argument
+        self.twice = 2 * scale
+"""
 
 
-def recurrent():
-    return nn.Sequential(nn.LSTM(5, 3, 2, bias=False, batch_first=True, dropout=0.25), WithoutConstructor(), nn.Tanh())
+def node(name: str, **arguments) -> dict:
+    return {"class_path": name, "init_args": arguments}
 
 
-def layers():
-    return nn.Sequential(nn.Linear(5, 4, bias=False), nn.Dropout(0.25), nn.LeakyReLU(0.2), nn.Linear(4, 3))
+def fitted(configuration: dict, module: str, code: str, folder, monkeypatch):
+    """The checkpoints that the command line writes, by phase, and the user's module."""
+    (folder / f"{module}.py").write_text(code)
+    configuration["federation"] |= {"logger": False, "enable_progress_bar": False}
+    (folder / "own.yaml").write_text(yaml.safe_dump(configuration))
+    monkeypatch.chdir(folder)
+    monkeypatch.setattr(sys, "path", [*sys.path])  # the command line adds the current folder
+    monkeypatch.setattr(sys, "argv", ["fedmoe"])
+    main(["fit", "--config", "own.yaml"])
+    return {path.parent.name: path for path in folder.rglob("all_clients.ckpt")}, sys.modules[module]
+
+
+def has_its_tensors(module, path) -> bool:
+    tensors = torch.load(path, weights_only=True)["state_dict"]
+    return all(torch.equal(tensor, tensors[name]) for name, tensor in module.state_dict().items())
 
 
 @pytest.mark.filterwarnings("ignore:Attribute .* is an instance of `nn.Module`")  # of Lightning, when it is loaded
-@pytest.mark.parametrize(
-    "module",
-    [
-        lambda: Nested(nn.Linear(5, 3)),
-        lambda: Nested(layers(), lr=0.25),
-        lambda: Nested(recurrent()),
-        lambda: WithoutHyperparameters(6, nn.Linear(6, 3, bias=False), lr=0.25),
-        lambda: PersonalizedMoE(layers(), gate=NetworkGate(nn.Sequential(nn.Linear(5, 2)))),
-    ],
-)
-def test_modules_with_modules_among_their_arguments_are_loaded_in_one_line(module, tmp_path):
-    made = module().eval()
-    loaded = type(made).load_from_checkpoint(written(made, tmp_path / "own.ckpt")).eval()
-    assert torch.equal(loaded(data().x), made(data().x))
-    assert str(loaded) == str(made), "with the same dropout"
-    if "lr" in vars(made) or made.hparams:
-        rates = [each.configure_optimizers().param_groups[0]["lr"] for each in (loaded, made)]
-        assert rates[0] == rates[1]
+def test_all_arguments_of_a_configurations_modules_are_known(tmp_path, monkeypatch, caplog):
+    base = node("parts_of_yaml.Base", hidden=3)
+    expert = node(
+        "parts_of_yaml.Expert",
+        wide=6,
+        mode="DEEP",
+        norm="torch.nn.LayerNorm",
+        make=node("torch.nn.Dropout", inplace=True),
+        options={"a": [1, 2]},
+        parts=[base, node("torch.nn.Tanh")],
+        scale=2.5,
+    )
+    optimizer = node("torch.optim.SGD", lr=0.25)
+    forgetful = node("parts_of_yaml.Forgetful", body=base, hidden=7, optimizer=optimizer)
+    mixture = node("parts_of_yaml.Mixture", hidden=5, scale=1.5, mixing="probabilities")
+    one = {"algorithm": "FedAvg", "start": "initial", "max_epochs": 1}
+    phases = [
+        {"name": "expert", **one, "mixing": "probabilities"},
+        {"name": "module", **one, "model": forgetful},
+        {"name": "mixture", **one, "model": mixture},
+    ]
+    configuration = {
+        "model": node("PersonalizedMoE", global_expert=expert, optimizer=optimizer),
+        "data": node("Digits", num_clients=2, partitioner="IID", batch_size=300),
+        "trainer": {"accelerator": "cpu"},
+        "federation": {"phases": phases},
+    }
+    paths, own = fitted(configuration, "parts_of_yaml", MODULE, tmp_path, monkeypatch)
+    assert "lack arguments" not in caplog.text
 
+    loaded = PersonalizedMoE.load_from_checkpoint(paths["expert"])
+    assert has_its_tensors(loaded, paths["expert"]) and loaded.mixing == "probabilities"
+    tanh = str(nn.ModuleList([own.Base(3), nn.Tanh()]))
+    dropout = str(nn.Dropout(1, inplace=True))
+    expected = [[6, 2.5], own.Mode.DEEP, nn.LayerNorm, dropout, {"a": [1, 2]}, tanh]
+    assert loaded.global_expert.got == loaded.local_expert.got == expected
 
-@pytest.mark.filterwarnings("ignore:Attribute .* is an instance of `nn.Module`")
-def test_a_module_that_cannot_be_described_is_named_at_both_ends(tmp_path, caplog, recwarn):
-    reason = "hidden of OwnExpert, which keeps no attribute of this name"
-    lacking = rf"lack arguments of Nested .*: body \({reason}\)\. Pass them to Nested.load_from"
-    files = checkpoints(Nested(OwnExpert(6)), tmp_path)
-    said = re.findall(lacking, "\n".join([*(str(warning.message) for warning in recwarn), caplog.text]))
-    assert len(said) == 1, "once, although there are two phases"
-    for client_module, path in files:
-        with pytest.raises(MisconfigurationException, match="body is missing, because the checkpoint"):
-            Nested.load_from_checkpoint(path)
-        loaded = Nested.load_from_checkpoint(path, body=OwnExpert(6)).eval()
-        assert torch.equal(loaded(data().x), client_module(data().x))
+    loaded = own.Forgetful.load_from_checkpoint(paths["module"])
+    assert has_its_tensors(loaded, paths["module"]) and loaded.net[1].out_features == 7
+    assert loaded.configure_optimizers().defaults["lr"] == 0.25
 
-
-def test_an_attribute_of_the_same_name_is_not_taken_for_the_argument(tmp_path):
-    path = written(WithAttribute(0.25), tmp_path / "own.ckpt")
-    with pytest.raises((ArgumentError, MisconfigurationException), match="dropout is missing, because the checkpoint"):
-        WithAttribute.load_from_checkpoint(path)
-    assert WithAttribute.load_from_checkpoint(path, dropout=0.25).dropout.p == 0.25
+    loaded = own.Mixture.load_from_checkpoint(paths["mixture"])
+    assert has_its_tensors(loaded, paths["mixture"])
+    assert (loaded.hidden.in_features, loaded.twice, loaded.mixing) == (5, 3.0, "probabilities")

@@ -2,9 +2,6 @@
 
 import copy
 import inspect
-import sys
-from collections.abc import Callable, Iterable
-from types import ModuleType
 
 import pytest
 import torch
@@ -24,7 +21,6 @@ from fedmoe_pl.models import (
     SwitchNormGate,
     TwoConvCNN,
 )
-from fedmoe_pl.models.description import is_read
 
 ARGUMENTS = [
     (CNN, {"variant": 2, "in_channels": 1, "num_classes": 7}),
@@ -74,13 +70,3 @@ def save_weights(module, folder):
     trainer.strategy.connect(module)
     trainer.save_checkpoint(folder / "mixture.ckpt")
     return folder / "mixture.ckpt"
-
-
-def test_a_class_that_is_defined_anew_is_read_although_it_was_not(monkeypatch):
-    module = ModuleType("notebook")
-    monkeypatch.setitem(sys.modules, "notebook", module)
-    hint, description = Callable[[Iterable], torch.optim.Optimizer], "notebook.Own"
-    module.Own = type("Own", (), {"__module__": "notebook"})
-    assert not is_read(description, hint)
-    module.Own = type("Own", (torch.optim.SGD,), {"__module__": "notebook"})
-    assert is_read(description, hint)

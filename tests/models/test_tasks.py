@@ -195,7 +195,6 @@ def test_a_plain_trainer_logs_no_accuracy_of_values(tmp_path):
     [
         ({"task": "regression"}, None),
         ({"loss": nn.HuberLoss(delta=0.5)}, nn.HuberLoss),
-        ({"task": "multilabel", "loss": Dice(smooth=2.0)}, Dice),
         ({"task": "regression", "loss": half_squared_error}, None),
     ],
 )

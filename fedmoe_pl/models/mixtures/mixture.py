@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torchmetrics.functional.classification import multiclass_accuracy
 
 from fedmoe_pl.checks import InvalidArgumentError, check_choice, check_number
-from fedmoe_pl.models.description import describe_all, hyperparameters_of, remembered
+from fedmoe_pl.models.description import UndescribedError, configured_arguments, describe, hyperparameters_of
 from fedmoe_pl.models.gates.fixed import FixedGate
 from fedmoe_pl.models.layers import to_channels_last
 from fedmoe_pl.models.mixtures.architectures import Architectures
@@ -26,14 +26,17 @@ from fedmoe_pl.models.mixtures.tasks import (
     Loss,
     Task,
     aligned,
-    described_loss,
     ignored_class,
+    loss_argument,
     task_and_criterion,
     usual_loss,
 )
 from fedmoe_pl.trees import copy_module
 
 Batch = tuple[Tensor, Tensor]
+
+_OF_TRAINING = ("optimizer", "lr_scheduler")  # arguments that checkpoints do not have: a phase may have others
+_UNDESCRIBED = "undescribed_arguments"  # of a checkpoint: the classes of arguments that it cannot describe
 
 
 class MixtureOfExperts(LightningModule, ABC):
@@ -286,15 +289,44 @@ class MixtureOfExperts(LightningModule, ABC):
         return {"optimizer": optimizer, "lr_scheduler": self.lr_scheduler(optimizer)}
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Adds the constructor's arguments, so that ``load_from_checkpoint(path)`` can rebuild the mixture."""
-        # the constructor's arguments that a subclass gave to save_hyperparameters, also those among its **kwargs
-        saved = self.hparams if getattr(self, "_hparams_name", None) == "kwargs" else {}
-        made_for_run = ("optimizer", "lr_scheduler")
-        known = {name: value for name, value in remembered(self).items() if name not in made_for_run}
-        names = {*inspect.signature(type(self)).parameters, *saved, *known} - {*made_for_run}
-        values = {name: getattr(self, name, saved.get(name) if name not in known else None) for name in sorted(names)}
-        values["loss"] = described_loss(self.criterion)  # the attribute of this name is a method
+        """Adds the constructor's arguments, from which ``load_from_checkpoint(path)`` makes the mixture again."""
         checkpoint.pop(self.CHECKPOINT_HYPER_PARAMS_NAME, None)  # each argument has its own name
-        values = {name: value for name, value in values.items() if value is not None}
-        arguments = {**known, **describe_all(self, values)}  # a phase may have replaced an argument
+        configured, kept = configured_arguments(self), _kept_arguments(type(self))
+        names = {*self._saved_arguments(), *(kept & inspect.signature(type(self)).parameters.keys())}
+        arguments, checkpoint[_UNDESCRIBED] = dict[str, Any](), dict[str, str]()
+        for name in sorted(names - {*_OF_TRAINING}):
+            value = self._argument(name)
+            try:
+                arguments[name] = describe(value, configured.get(name))
+            except UndescribedError:
+                checkpoint[_UNDESCRIBED][name] = type(value).__name__
         checkpoint[self.CHECKPOINT_HYPER_PARAMS_KEY] = hyperparameters_of(self, arguments)
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Refuses an argument of another class than the one that the checkpoint could not describe.
+
+        Raises:
+            MisconfigurationException: if ``load_from_checkpoint`` did not get the argument.
+        """
+        for name, kind in checkpoint.get(_UNDESCRIBED, {}).items():
+            value = self._argument(name)
+            if type(value).__name__ != kind:
+                reason = f"the checkpoint cannot describe it; pass it to load_from_checkpoint(path, {name}=...)"
+                raise InvalidArgumentError(self, name, value, f"a {kind}", reason)
+
+    def _saved_arguments(self) -> dict[str, Any]:
+        """The arguments in the configuration, and what a subclass of your own gave to ``save_hyperparameters``."""
+        saved = dict(self.hparams) if getattr(self, "_hparams_name", None) == "kwargs" else {}
+        return configured_arguments(self) | saved
+
+    def _argument(self, name: str) -> Any:
+        """An argument of the constructor; those of this package's classes are attributes."""
+        if name not in _kept_arguments(type(self)):
+            return self._saved_arguments().get(name)
+        return loss_argument(self.criterion) if name == "loss" else getattr(self, name)  # `loss` itself is a method
+
+
+def _kept_arguments(kind: type) -> set[str]:
+    """The arguments of a class and its bases that are from this package."""
+    own = [base for base in kind.__mro__ if base.__module__.startswith("fedmoe_pl.")]
+    return {name for base in own for name in inspect.signature(base).parameters}

@@ -117,12 +117,12 @@ def ignored_class(criterion: nn.Module | None) -> int:
     return getattr(criterion, "ignore_index", -100)
 
 
-def described_loss(criterion: nn.Module | None) -> Any:
-    """A loss as an argument: a function's import path, or the module; None for a function that has no such path."""
+def loss_argument(criterion: nn.Module | None) -> Any:
+    """A loss as an argument: the import path of a function, a function that has none, or a module."""
     if not isinstance(criterion, FunctionLoss):
         return criterion
     function = criterion.function
     is_importable = (
         isfunction(function) and function.__name__.isidentifier() and "<locals>" not in function.__qualname__
     )
-    return f"{function.__module__}.{function.__qualname__}" if is_importable else None
+    return f"{function.__module__}.{function.__qualname__}" if is_importable else function
