@@ -83,6 +83,18 @@ def naming(owner: object) -> Iterator[None]:
         raise MisconfigurationException(f"{owner}: {error}") from error
 
 
+@contextmanager
+def tried(what: str) -> Iterator[None]:
+    """In this context, something of the user's is tried: an exception of torch or Lightning ends a sentence."""
+    try:
+        yield
+    except InvalidArgumentError:
+        raise
+    except Exception as error:  # whatever is raised there
+        reason = next(iter(str(error).splitlines()), type(error).__name__).rstrip(".")
+        raise MisconfigurationException(f"{what}: {reason}.") from error
+
+
 def shown(value: Any) -> str:
     """A value as messages show it: numbers and texts themselves, of another object what it is.
 

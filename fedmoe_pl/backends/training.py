@@ -173,7 +173,7 @@ class LocalTraining:
         """Names of the submodules whose parameters never change in the phase: neither trained nor received anew.
 
         They stay in eval mode. If the algorithm keeps frozen modules in train mode, or there are too many epochs to
-        know what each of them trains, there are none; ``check_trained`` warns of the latter.
+        know what each of them trains, there are none; ``trained_names`` warns of the latter.
         """
         all_known = epochs_to_try(self.algorithm, range(self.rounds), self.max_epochs)[1]
         if self.algorithm.frozen_train_mode or not all_known:

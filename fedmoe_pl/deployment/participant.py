@@ -43,7 +43,7 @@ from fedmoe_pl.evaluation.clients import evaluate_clients
 from fedmoe_pl.evaluation.evaluation import ClientEvaluation, Evaluation
 from fedmoe_pl.phases.phase import Phase
 from fedmoe_pl.rounds.run import Run
-from fedmoe_pl.setup.own_client import OwnClient
+from fedmoe_pl.setup.data import OwnClient
 from fedmoe_pl.trees import Tree
 
 

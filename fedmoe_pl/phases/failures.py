@@ -71,12 +71,6 @@ class ClientFailures:
             because = "only the main thread can be interrupted"
             raise InvalidArgumentError(self, "timeout", self.timeout, "left out outside of the main thread", because)
 
-    def check_cohort(self, phase: Phase, size: int) -> None:
-        """Refuses cohorts from which fewer clients than ``min_clients`` could ever answer."""
-        if self.min_clients is not None and self.min_clients > size:
-            allowed = f"at most {size}, the number of clients in a round of '{phase.name}'"
-            raise InvalidArgumentError(self, "min_clients", self.min_clients, allowed)
-
     def dropped(self, cohort: Sequence[int], seed: int, round: int, attempt: int, one_stays: bool = True) -> list[int]:
         """The clients that drop out before their training, each with the same probability.
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import zlib
-from collections.abc import Iterator, Sequence
 
 import torch
 from lightning.pytorch import LightningModule
@@ -14,96 +13,22 @@ from torch import nn
 
 from fedmoe_pl.aggregation import DifferentialPrivacy
 from fedmoe_pl.algorithms.algorithm import Algorithm
-from fedmoe_pl.algorithms.client import Client, Update
-from fedmoe_pl.algorithms.overrides import overrides
+from fedmoe_pl.algorithms.client import Update
 from fedmoe_pl.backends import one_thread
 from fedmoe_pl.backends.optimizers import load_optimizer_state, optimizer_state, with_strides_of
 from fedmoe_pl.checkpoints.phase_state import NOT_PRIVATE, PhaseState
-from fedmoe_pl.checks import InvalidArgumentError
 from fedmoe_pl.phases.cohort import cohort_of
 from fedmoe_pl.phases.phase import Phase
 from fedmoe_pl.rounds.run import Run
 from fedmoe_pl.seeds import generator_of
-from fedmoe_pl.trees import Tree, of_algorithm
+from fedmoe_pl.trees import Tree
 
 _NOISE = 9  # separates the random numbers of aggregations from those of clients, cohorts and splits
-
-
-def check_aggregation(phase: Phase, module: LightningModule, num_clients: int, seed: int) -> None:
-    """Refuses an aggregation for an algorithm that does not average parameters, and what the aggregation refuses."""
-    aggregation, algorithm = phase.aggregation, phase.algorithm
-    if aggregation is None or phase.ckpt_path is not None:  # a given result is not aggregated
-        return
-    server = algorithm.server_init(module)
-    if reason := _cannot_aggregate(algorithm, server):
-        because = f"{type(algorithm).__name__} {reason}"
-        raise InvalidArgumentError(str(phase), "aggregation", aggregation, "left out", because)
-    cohort = cohort_of(phase, num_clients, seed)
-    if aggregation.min_clients > cohort.size:
-        allowed = f"one that needs at most {cohort.size} clients, the number in a round"
-        raise InvalidArgumentError(
-            str(phase), "aggregation", aggregation, allowed, f"it needs {aggregation.min_clients}"
-        )
-    parameters = {name for name, _ in module.named_parameters(remove_duplicate=False)}
-    aggregation.check(shared_by(algorithm, server), parameters, cohort)
-    if isinstance(aggregation, DifferentialPrivacy):
-        _check_leaks(phase, server)
-
-
-def _cannot_aggregate(algorithm: Algorithm, server: Tree) -> str:
-    """Why an algorithm's updates cannot be aggregated in another way; empty if they can be."""
-    if not algorithm.aggregates:
-        return "aggregates nothing"
-    if overrides(algorithm, "combine"):
-        return "combines updates in a way of its own"
-    if of_algorithm(server):
-        return "averages more than parameters"
-    if not any(tensor.is_floating_point() for tensor in shared_by(algorithm, server).values()):
-        return "averages no parameter of the model"
-    return ""
-
-
-def _check_leaks(phase: Phase, server: Tree) -> None:
-    """Refuses differential privacy if something else than clients' updates leaves them."""
-    if phase.monitor is not None:
-        because = "it selects the result by clients' data, which epsilon does not count"
-        raise InvalidArgumentError(str(phase), "select.monitor", phase.monitor, "None", because)
-    hooks = [hook for hook in ("client_request", "exchange") if overrides(phase.algorithm, hook)]
-    hooks += ["server_begin"] if _asks_clients(phase.algorithm, server) else []
-    if hooks:
-        because = f"clients of {type(phase.algorithm).__name__} send more than their updates ({', '.join(hooks)})"
-        raise InvalidArgumentError(str(phase), "aggregation", phase.aggregation, "another", because)
-
-
-def _asks_clients(algorithm: Algorithm, server: Tree) -> bool:
-    """Whether the server asks clients something before the first round."""
-    asked = []
-
-    def nobody() -> Iterator[Client]:
-        asked.append(True)
-        yield from ()
-
-    try:
-        algorithm.server_begin(server, nobody())
-    except Exception:  # it may need a client; then it has asked for one
-        return True
-    return bool(asked)
 
 
 def shared_by(algorithm: Algorithm, server: Tree) -> Tree:
     """The server's tensors that clients send."""
     return {name: tensor for name, tensor in server.items() if algorithm.is_shared(name)}
-
-
-def check_chain(phase: Phase, earlier: Sequence[Phase]) -> None:
-    """Refuses differential privacy in a phase that starts from a federated one without it."""
-    if not isinstance(phase.aggregation, DifferentialPrivacy):
-        return
-    for other in earlier:
-        if other.algorithm.federated and not isinstance(other.aggregation, DifferentialPrivacy):
-            allowed = f"given in '{other.name}', from which the phase starts, too"
-            because = "its model tells about clients' data"
-            raise InvalidArgumentError(str(phase), "aggregation", phase.aggregation, allowed, because)
 
 
 def aggregated(run: Run, phase: Phase, combined: Update | None) -> Update:

@@ -1,17 +1,15 @@
-"""Checks that model, algorithm, metrics and the targets of the data fit each other."""
+"""Checks that model, metrics and the targets of the data fit each other."""
 
 from __future__ import annotations
 
-import traceback
 from collections.abc import Iterable, Mapping
 
 import torch
-from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import LightningModule
 from torch import Tensor
 from torchmetrics import Metric
 
-from fedmoe_pl.checks import InvalidArgumentError
+from fedmoe_pl.checks import InvalidArgumentError, tried
 from fedmoe_pl.data import FederatedDataModule
 from fedmoe_pl.evaluation.accuracies import predict
 from fedmoe_pl.evaluation.evaluation import METRICS, SPLITS
@@ -32,90 +30,47 @@ def check_task(
         argument = "augmentation" if datamodule.augmentation else "rotations"
         because = f"targets of shape {tuple(datamodule.y.shape[1:])} would not be changed with the images"
         raise InvalidArgumentError(datamodule, argument, "given", "left out", because)
-    if predicts_classes(module, datamodule):
-        if phase.evaluate:
-            _check_classes(phase, module, datamodule, metrics)
+    has_classes = predicts_classes(module, datamodule)
+    needs_metrics = not (has_classes or isinstance(module, MixtureOfExperts))
+    if not phase.evaluate and (has_classes or needs_metrics):
         return
-    if isinstance(module, MixtureOfExperts):
-        _check_mixture(phase, module, datamodule, metrics)
-    elif phase.evaluate:
-        if datamodule.reader is not None and not datamodule.reader.has_targets:
-            because = (
-                f"the data have {described_batches(datamodule)} without classes, so that no targets are known; let "
-                "collate_fn make pairs of inputs and targets, or targets name a key of dicts"
-            )
-            raise InvalidArgumentError(str(phase), "evaluate", phase.evaluate, "False", because)
-        if not metrics:
-            because = f"the targets of {type(datamodule).__name__} are not classes"
-            allowed = f"at least one for a {type(module).__name__}"
-            raise InvalidArgumentError("Federation", "metrics", None, allowed, because)
-        outputs, targets = _tried(phase, module, datamodule)
-        check_values(metrics, module, outputs, targets)
-
-
-def _tried(
-    phase: Phase, module: LightningModule, datamodule: FederatedDataModule, number: int = _TRIED_SAMPLES
-) -> tuple[Tensor, Tensor]:
-    """The outputs and targets of some samples."""
-    samples = datamodule.train_samples.indices[:1] if number == 1 else datamodule.global_test[:number]
-    try:
+    if needs_metrics and datamodule.reader is not None and not datamodule.reader.has_targets:
+        because = (
+            f"the data have {described_batches(datamodule)} without classes, so that no targets are known; let "
+            "collate_fn make pairs of inputs and targets, or targets name a key of dicts"
+        )
+        raise InvalidArgumentError(str(phase), "evaluate", phase.evaluate, "False", because)
+    if needs_metrics and not metrics:
+        because = f"the targets of {type(datamodule).__name__} are not classes"
+        raise InvalidArgumentError("Federation", "metrics", None, f"given for a {type(module).__name__}", because)
+    only_shape = has_classes and not metrics
+    samples = datamodule.train_samples.indices[:1] if only_shape else datamodule.global_test[:_TRIED_SAMPLES]
+    with tried(f"{phase}: a {type(module).__name__} does not accept the samples of {type(datamodule).__name__}"):
         outputs = predict(module.eval(), datamodule, samples)[0]
-        return outputs, torch.cat([targets.cpu() for _, targets in labelled_batches(datamodule, samples)])
-    except (RuntimeError, ValueError, TypeError, LookupError) as error:
-        layer, reason = _failed_layer(module, error), str(error).splitlines()[0]
-        wrong = f"model is a {type(module).__name__}"
-        if phase.gate is not None and layer.split(".")[0] == "gate":
-            wrong = f"{phase}: gate is a {type(phase.gate).__name__}"
-        raise MisconfigurationException(
-            f"{wrong} that does not accept the data's {described_batches(datamodule)} "
-            f"({f'{layer}: ' if layer else ''}{reason})."
-        ) from error
-
-
-def _failed_layer(module: LightningModule, error: Exception) -> str:
-    """The name of the innermost layer in which an error arose; empty if it is none of the module's."""
-    names = {id(layer): name for name, layer in module.named_modules()}
-    frames = [frame.f_locals.get("self") for frame, _ in traceback.walk_tb(error.__traceback__)]
-    return [names[id(each)] for each in [module, *frames] if id(each) in names][-1]
-
-
-def _check_classes(
-    phase: Phase, module: LightningModule, datamodule: FederatedDataModule, metrics: Mapping[str, Metric]
-) -> None:
-    """Refuses a module that does not accept the samples, or that has too few outputs."""
-    logits, labels = _tried(phase, module, datamodule, _TRIED_SAMPLES if metrics else 1)
-    if logits.ndim != 2 or logits.shape[1] < datamodule.num_classes:
-        raise MisconfigurationException(
-            f"model gives outputs of shape {tuple(logits.shape[1:])} for a sample, but the data have "
-            f"{datamodule.num_classes} classes; it must give one output per class."
-        )
-    check_values(metrics, module, logits, labels)
-
-
-def _check_mixture(
-    phase: Phase, module: MixtureOfExperts, datamodule: FederatedDataModule, metrics: Mapping[str, Metric]
-) -> None:
-    """Refuses outputs that do not fit the targets, and a loss that is not one number."""
-    outputs, targets = _tried(phase, module, datamodule)
-    data = type(datamodule).__name__
-    if module.task == "multiclass" and targets.is_floating_point():
-        because = f"the targets of {data} are {targets.dtype} and no integers, which classes must be"
-        raise InvalidArgumentError(module, "task", module.task, "binary, multilabel or regression", because)
-    if not fits(module.task, outputs, targets):
-        shapes = f"outputs of shape {tuple(outputs.shape[1:])} do not fit targets of shape {tuple(targets.shape[1:])}"
-        allowed = f"one that fits the targets of {data}"
-        raise InvalidArgumentError(module, "task", module.task, allowed, f"{shapes} for this task")
-    known = datamodule.y if datamodule.y.numel() else targets  # of samples that are read one by one, a few
-    if problem := range_problem(module.task, module.criterion, outputs, known):
-        raise InvalidArgumentError(
-            module, "task", module.task, f"one that fits the targets of {data}", f"they have {problem}"
-        )
-    loss = module.loss_of(outputs, targets)
-    if not isinstance(loss, Tensor) or loss.dim():
-        what = f"values of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else f"a {type(loss).__name__}"
-        allowed = "one that gives one number, the mean over the samples, as a tensor"
-        raise InvalidArgumentError(module, "loss", module.criterion, allowed, f"it gives {what}")
+        targets = torch.cat([targets.cpu() for _, targets in labelled_batches(datamodule, samples)])
+    if has_classes and (outputs.ndim != 2 or outputs.shape[1] < datamodule.num_classes):
+        allowed = f"one that gives a score for each of {datamodule.num_classes} classes"
+        because = f"its outputs have shape {tuple(outputs.shape[1:])} for a sample"
+        raise InvalidArgumentError(str(phase), "model", module, allowed, because)
+    if not has_classes and isinstance(module, MixtureOfExperts):
+        _check_targets(module, datamodule, outputs, targets)
     check_values(metrics, module, outputs, targets)
+
+
+def _check_targets(module: MixtureOfExperts, datamodule: FederatedDataModule, outputs: Tensor, targets: Tensor) -> None:
+    """Refuses a task of a mixture whose loss would compare its outputs with something else than the targets."""
+    known = datamodule.y if datamodule.y.numel() else targets  # of samples that are read one by one, a few
+    if module.task == "multiclass" and targets.is_floating_point():
+        because = f"its targets are {targets.dtype} and no integers, which classes must be"
+    elif not fits(module.task, outputs, targets):
+        shapes = tuple(outputs.shape[1:]), tuple(targets.shape[1:])
+        because = f"outputs of shape {shapes[0]} do not fit targets of shape {shapes[1]} for this task"
+    elif problem := range_problem(module.task, module.criterion, outputs, known):
+        because = f"they have {problem}"
+    else:
+        return
+    allowed = f"one that fits the targets of {type(datamodule).__name__}"
+    raise InvalidArgumentError(module, "task", module.task, allowed, because)
 
 
 def check_metric(
@@ -134,18 +89,15 @@ def check_metric(
     has_loss = any(measures_loss(module, datamodule) for module in modules)
     known = [*(METRICS if has_classes else ()), *names_of(metrics, has_loss)]
     known += ["validation_loss"] if has_classes or has_loss else []
+    lacking = {
+        "validation": not len(datamodule.validation_samples.indices),
+        "local_test": not len(datamodule.test_samples.indices),
+        "reweighted_test": datamodule.rotations is not None,
+    }
+    known = [name for name in known if not any(lacks and name.startswith(split) for split, lacks in lacking.items())]
     if metric not in known:
-        raise InvalidArgumentError(owner, argument, metric, f"one of {', '.join(known)}")
-    for split, samples, fraction in (
-        ("validation", datamodule.validation_samples, "validation_fraction"),
-        ("local_test", datamodule.test_samples, "test_fraction"),
-    ):
-        if metric.startswith(split) and not len(samples.indices):
-            because = f"{fraction} is 0, so that no client has such samples"
-            raise InvalidArgumentError(owner, argument, metric, "another metric", because)
-    if metric == "reweighted_test" and datamodule.rotations is not None:
-        because = "rotated images do not have it"
-        raise InvalidArgumentError(owner, argument, metric, "another one, such as local_test", because)
+        because = "no client has another metric; those on validation samples need a validation_fraction"
+        raise InvalidArgumentError(owner, argument, metric, f"one of {', '.join(known)}", because)
 
 
 def check_monitor(phase: Phase, metrics: Mapping[str, Metric]) -> None:

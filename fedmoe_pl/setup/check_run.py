@@ -1,39 +1,69 @@
-"""Checks of a run before any training."""
+"""Checks of a run before any training: what would otherwise give numbers that are not those that were asked for."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import LightningModule
+from torch import nn
+from torch.optim.lr_scheduler import CyclicLR, OneCycleLR
 from torchmetrics import Metric
 
+from fedmoe_pl.aggregation import DifferentialPrivacy
+from fedmoe_pl.aggregation.aggregation import Cohort
+from fedmoe_pl.algorithms.algorithm import Need
+from fedmoe_pl.algorithms.overrides import overrides
 from fedmoe_pl.algorithms.shared.requirements import warn_of_mixture
 from fedmoe_pl.backends import changes_loss, overridden_hooks
+from fedmoe_pl.backends.best_epoch import BestEpoch
+from fedmoe_pl.backends.optimizers import learning_rates, optimizer_and_scheduler
 from fedmoe_pl.checkpoints.phase_state import PhaseState
-from fedmoe_pl.checks import InvalidArgumentError, check_at_least, check_kind, naming
+from fedmoe_pl.checks import InvalidArgumentError, check_at_least, check_kind, naming, tried
 from fedmoe_pl.data import FederatedDataModule
-from fedmoe_pl.models import Gate, MixtureOfExperts, PooledMoE
+from fedmoe_pl.evaluation.metrics import predicts_classes
+from fedmoe_pl.models import MixtureOfExperts, PooledMoE
 from fedmoe_pl.models.normalization import has_batch_norm
 from fedmoe_pl.phases.cohort import cohort_of, cohort_size, opted_in, takes_all
 from fedmoe_pl.phases.phase import Phase
 from fedmoe_pl.phases.starts import check_start, warn_of_computed_parts
-from fedmoe_pl.rounds.aggregate import check_aggregation, check_chain
+from fedmoe_pl.rounds.aggregate import server_parameters, shared_by
 from fedmoe_pl.rounds.begin import check_moments
 from fedmoe_pl.rounds.run import Run
 from fedmoe_pl.setup.check_data import check_metric, check_monitor, check_task
-from fedmoe_pl.setup.check_optimizer import check_optimizer, check_server_optimizer
-from fedmoe_pl.setup.check_trainer import check_stopping, check_trained, check_trainer
-from fedmoe_pl.setup.needs import check_needs
-from fedmoe_pl.setup.trained_parts import TrainedParts
-from fedmoe_pl.trees import copy_module, names_of_same_tensors
+from fedmoe_pl.setup.trained_parts import check_gate, trained_names, warn_of_lost
+from fedmoe_pl.setup.trainer import check_trainer
+from fedmoe_pl.trees import copy_module, names_of_same_tensors, of_algorithm
+
+_NEEDS: dict[Need, str] = {
+    "all_clients": "all clients in every round",
+    "validation_samples": "validation samples of clients",
+    "classes": "a class for each sample",
+    "loss_of_outputs": "the loss of an expert's outputs, which only a mixture of experts knows without classes",
+    "plain_steps": "the steps of plain SGD",
+    "fresh_optimizers": "new optimizers in every round, in which a client may train other parameters under a name",
+    "own_server_step": "its own step of the server, which sends changes of parameters",
+}
+
+
+def check_phases(phases: Sequence[Phase], evaluate_every_n_rounds: int) -> None:
+    """Refuses phases of the same name, and one that selects a round although its rounds are not evaluated."""
+    check_kind("Federation", "phases", phases, Sequence)
+    for phase in phases:
+        check_kind("Federation", "each of phases", phase, Phase)
+        every = phase.evaluation.every_n_rounds
+        if phase.select and not (phase.evaluate and (evaluate_every_n_rounds if every is None else every)):
+            raise InvalidArgumentError(str(phase), "select", "given", "left out", "its rounds are not evaluated")
+    names = [phase.method(point) for phase in phases for point in phase.evaluation_points]
+    if not phases or len(set(names)) < len(names):
+        raise InvalidArgumentError("Federation", "phases", names, "at least one phase, and every name once")
 
 
 def check_run(run: Run, read_result: Callable[[Phase, LightningModule], PhaseState]) -> None:
     """Checks a run before any training, and reads the results of phases that take theirs from a checkpoint."""
     _check_evaluated(run)
-    by_name = {phase.name: phase for phase in run.phases}
-    trained = TrainedParts(run.phases, run.starts)
+    by_name, trained = {phase.name: phase for phase in run.phases}, dict[str, set[str]]()
     for phase in run.phases:
         trainer = phase.client_trainer(run.trainer)
         if phase.trainer:
@@ -43,13 +73,13 @@ def check_run(run: Run, read_result: Callable[[Phase, LightningModule], PhaseSta
         warn_of_computed_parts(phase, run.starts[phase.name], by_name)
         check_needs(phase, module, run.datamodule, trainer)
         check_phase(phase, module, run.datamodule, run.seed, run.metrics)
-        trained.add(phase, module, trainer["max_epochs"])
-        trained.check_gate(phase, module)
-        trained.warn_of_lost(phase, module)
-        check_chain(phase, run.phases_before(phase))
-        run.failures.check_cohort(phase, cohort_of(phase, run.datamodule.num_clients, run.seed).size)
-        check_stopping(phase, module, trainer, run.datamodule)
-        check_trained(phase, module, trainer["max_epochs"])
+        trained[phase.name] = trained_names(phase, module, trainer["max_epochs"])
+        check_gate(run, trained, phase, module)
+        warn_of_lost(run, trained, phase, module)
+        cohort = cohort_of(phase, run.datamodule.num_clients, run.seed)
+        _check_cohort(run, phase, cohort)
+        check_aggregation(phase, module, cohort, run.phases_before(phase))
+        _check_best_epoch(phase, trainer, run.datamodule)
         if phase.ckpt_path and phase.name not in run.states:
             run.given_results[phase.name] = read_result(phase, module)
         state = run.states.get(phase.name)
@@ -67,19 +97,58 @@ def _check_evaluated(run: Run) -> None:
             raise InvalidArgumentError("Federation", "evaluation_cohort_size", number, "larger", because)
 
 
-def check_phases(phases: Sequence[Phase], evaluate_every_n_rounds: int) -> None:
-    """Refuses phases of the same name, and one that selects a round although its rounds are not evaluated."""
-    check_kind("Federation", "phases", phases, Sequence)
-    for phase in phases:
-        check_kind("Federation", "each of phases", phase, Phase)
-        check_kind(str(phase), "gate", phase.gate, Gate)
-        check_kind(str(phase), "model", phase.model, LightningModule)
-        every = phase.evaluation.every_n_rounds
-        if phase.select and not (phase.evaluate and (evaluate_every_n_rounds if every is None else every)):
-            raise InvalidArgumentError(str(phase), "select", "given", "left out", "its rounds are not evaluated")
-    names = [phase.method(point) for phase in phases for point in phase.evaluation_points]
-    if not phases or len(set(names)) < len(names):
-        raise InvalidArgumentError("Federation", "phases", names, "at least one phase, and every name once")
+def _check_cohort(run: Run, phase: Phase, cohort: Cohort) -> None:
+    """Refuses a cohort that is larger than the participants, or smaller than what must answer."""
+    size = phase.clients_per_round
+    if cohort.size > (most := len(cohort.participants)):
+        raise InvalidArgumentError(str(phase), "clients_per_round", size, f"at most {most}, the clients that take part")
+    needed, because = run.failures.needed(phase.aggregation)
+    if needed > cohort.size and phase.ckpt_path is None:
+        raise InvalidArgumentError(str(phase), "clients_per_round", size, f"a cohort of at least {needed}", because)
+
+
+def _check_best_epoch(phase: Phase, trainer: Mapping[str, Any], datamodule: FederatedDataModule) -> None:
+    """Refuses early stopping that would never stop, because no client validates."""
+    callbacks = trainer.get("callbacks") or []
+    callbacks = callbacks if isinstance(callbacks, list) else [callbacks]
+    if not (trainer["max_epochs"] and any(isinstance(callback, BestEpoch) for callback in callbacks)):
+        return
+    because = "BestEpoch stops by what clients validate"
+    if not trainer["limit_val_batches"]:
+        value = trainer["limit_val_batches"]
+        raise InvalidArgumentError(str(phase), "trainer.limit_val_batches", value, "above 0, such as 1.0", because)
+    if not len(datamodule.validation_samples.indices):
+        fraction = datamodule.validation_fraction
+        raise InvalidArgumentError(datamodule, "validation_fraction", fraction, "above 0", because)
+
+
+def check_needs(
+    phase: Phase, module: LightningModule, datamodule: FederatedDataModule, trainer: Mapping[str, Any]
+) -> None:
+    """Refuses a phase that lacks something of what its algorithm needs (``Algorithm.needs``)."""
+    owner, size, algorithm = str(phase), phase.clients_per_round, phase.algorithm
+    number = datamodule.num_clients if takes_all(size) else cohort_size(datamodule.num_clients, size)
+    has_classes = datamodule.has_pairs and predicts_classes(module, datamodule)
+    has_loss = has_classes or (datamodule.has_pairs and isinstance(module, MixtureOfExperts))
+    clip, fraction = trainer.get("gradient_clip_val"), datamodule.validation_fraction
+    step = "server_optimizer" if phase.server_optimizer is not None else "aggregation"
+    replaced = getattr(phase, step)
+    lacking: dict[Need, tuple[bool, tuple[object, str, Any, str]]] = {
+        "all_clients": (number < datamodule.num_clients, (owner, "clients_per_round", size, "left out")),
+        "validation_samples": (
+            not len(datamodule.validation_samples.indices),
+            (datamodule, "validation_fraction", fraction, "above 0"),
+        ),
+        "classes": (not has_classes, (owner, "algorithm", algorithm, "another for these data and this model")),
+        "loss_of_outputs": (not has_loss, (owner, "algorithm", algorithm, "another for these data and this model")),
+        "plain_steps": (bool(clip), (owner, "trainer.gradient_clip_val", clip, "left out")),
+        "fresh_optimizers": (phase.keep_optimizer, (owner, "keep_optimizer", True, "False")),
+        "own_server_step": (replaced is not None, (owner, step, replaced, "left out")),
+    }
+    for need, words in _NEEDS.items():
+        is_lacking, refused = lacking[need]
+        if is_lacking and need in algorithm.needs:
+            raise InvalidArgumentError(*refused, f"{type(algorithm).__name__} needs {words}")
 
 
 def check_phase(
@@ -90,13 +159,10 @@ def check_phase(
     metrics: Mapping[str, Metric] | None = None,
 ) -> None:
     """Refuses a phase that does not fit its module or the data."""
-    _check_cohort(phase, datamodule.num_clients, seed)
     _check_loss(phase, module)
     with naming(phase):
         phase.algorithm.check(module)
-    _check_shared_names(phase, module)
-    _check_architectures(phase, module, datamodule.num_clients)
-    _check_pool(phase, module, datamodule.num_clients)
+    _check_shared(phase, module, datamodule.num_clients)
     check_task(phase, module, datamodule, metrics or {})
     check_metric(str(phase), "select.monitor", phase.monitor, datamodule, metrics or {}, [module])
     check_monitor(phase, metrics or {})
@@ -104,46 +170,34 @@ def check_phase(
     if phase.evaluate:
         warn_of_mixture(phase.algorithm, module)
     check_optimizer(phase, module)
-    check_server_optimizer(phase, module)
-    check_aggregation(phase, module, datamodule.num_clients, seed)
-
-
-def _check_cohort(phase: Phase, num_clients: int, seed: int) -> None:
-    """Refuses a cohort larger than the number of participants."""
-    most = len(phase.algorithm.participants(range(num_clients), seed))
-    size = phase.clients_per_round
-    if not takes_all(size) and cohort_size(num_clients, size) > most:
-        who = "clients" if most == num_clients else "clients that take part"
-        raise InvalidArgumentError(str(phase), "clients_per_round", size, f"at most the number of {who}, {most}")
 
 
 def _check_loss(phase: Phase, module: LightningModule) -> None:
     """Refuses modules that an algorithm with its own loss cannot train, or whose hooks it would skip."""
     if not changes_loss(phase.algorithm):
         return
-    algorithm, name = type(phase.algorithm).__name__, type(module).__name__
+    because, hooks, name = "", overridden_hooks(module), type(module).__name__
     if not (callable(getattr(module, "loss", None)) and module.automatic_optimization):
-        because = f"{name} lacks a method loss(batch) -> (loss, metrics) or automatic optimization, which it needs"
-        raise InvalidArgumentError(str(phase), "algorithm", phase.algorithm, "another", because)
-    if hooks := overridden_hooks(module):
-        because = f"{algorithm} calls loss(batch) itself, and would skip {name}'s hooks ({', '.join(hooks)})"
+        because = f"it needs {name}'s method loss(batch) -> (loss, metrics), and automatic optimization"
+    elif hooks:
+        because = f"it calls loss(batch) itself, and would skip {name}'s hooks ({', '.join(hooks)})"
+    if because:
         raise InvalidArgumentError(str(phase), "algorithm", phase.algorithm, "another", because)
 
 
-def _check_shared_names(phase: Phase, module: LightningModule) -> None:
-    """Refuses to share a tensor under one of its names only: what a client keeps under another would replace it."""
+def _check_shared(phase: Phase, module: LightningModule, num_clients: int) -> None:
+    """Refuses to share what clients keep under another name, and what clients of some architectures do not have."""
+    name = type(phase.algorithm).__name__
     for names in names_of_same_tensors(module):
         shared = [name for name in names if phase.algorithm.is_shared(name)]
         others = [name for name in names if name not in shared]
-        if shared and others:
+        if shared and others:  # what a client keeps would replace what it receives
             raise MisconfigurationException(
-                f"{phase}: {type(phase.algorithm).__name__} shares '{shared[0]}', but not '{others[0]}', another name "
-                f"of the same tensor of the {type(module).__name__}; share all of its names or none."
+                f"{phase}: {name} shares '{shared[0]}', but not '{others[0]}', another name of the same tensor of the "
+                f"{type(module).__name__}; share all of its names or none."
             )
-
-
-def _check_architectures(phase: Phase, module: LightningModule, num_clients: int) -> None:
-    """Refuses to share tensors that clients of some architectures do not have."""
+    if isinstance(module, PooledMoE) and phase.ckpt_path is None and module.num_experts != num_clients:
+        raise InvalidArgumentError(module, "num_experts", module.num_experts, f"num_clients, {num_clients}")
     if not isinstance(module, MixtureOfExperts):
         return
     shared = {name for name in module.state_dict() if phase.algorithm.is_shared(name)}
@@ -152,15 +206,9 @@ def _check_architectures(phase: Phase, module: LightningModule, num_clients: int
         client_module.keep_architecture(architecture)
         if missing := sorted(shared - client_module.state_dict().keys()):
             raise MisconfigurationException(
-                f"{phase}: {type(phase.algorithm).__name__} shares '{missing[0]}', which clients of architecture "
-                f"{architecture} do not have; only tensors that all clients have can be shared."
+                f"{phase}: {name} shares '{missing[0]}', which clients of architecture {architecture} do not have; "
+                "only tensors that all clients have can be shared."
             )
-
-
-def _check_pool(phase: Phase, module: LightningModule, num_clients: int) -> None:
-    """Refuses a pool with room for another number of clients, unless it is given, as it is for new clients."""
-    if isinstance(module, PooledMoE) and phase.ckpt_path is None and module.num_experts != num_clients:
-        raise InvalidArgumentError(module, "num_experts", module.num_experts, f"num_clients, {num_clients}")
 
 
 def _check_samples(phase: Phase, module: LightningModule, datamodule: FederatedDataModule, seed: int) -> None:
@@ -176,3 +224,62 @@ def _check_samples(phase: Phase, module: LightningModule, datamodule: FederatedD
             f"{phase}: client {single[0]} has one training sample, but batch normalization needs two; lower "
             "num_clients or change partition_seed."
         )
+
+
+def check_optimizer(phase: Phase, module: LightningModule) -> None:
+    """Refuses optimizers and schedulers that cannot be made, and options that would be overlooked."""
+    if isinstance(module, MixtureOfExperts):
+        with tried(f"{phase}: optimizer or lr_scheduler cannot be made"):
+            MixtureOfExperts.configure_optimizers(module)
+    if phase.server_optimizer is not None:
+        server = phase.algorithm.server_init(module)
+        parameters = [nn.Parameter(server[name].clone()) for name in server_parameters(module, server)]
+        with tried(f"{phase}: server_optimizer cannot be made"):
+            phase.server_optimizer(parameters)
+    if phase.round_lr_scheduler is None and not phase.keep_optimizer:
+        return
+    optimizer, scheduler = optimizer_and_scheduler(module.configure_optimizers())
+    option, because = "keep_optimizer" if phase.keep_optimizer else "round_lr_scheduler", ""
+    if optimizer is None:
+        because = f"configure_optimizers of {type(module).__name__} returns more than an optimizer and its scheduler"
+    elif phase.round_lr_scheduler is not None and isinstance(scheduler, OneCycleLR | CyclicLR):
+        because = f"{type(scheduler).__name__}, a scheduler over epochs, has learning rates of its own"
+    if because:
+        raise InvalidArgumentError(str(phase), option, "given", "left out", because)
+    if phase.round_lr_scheduler is not None:
+        with tried(f"{phase}: round_lr_scheduler cannot be stepped once per round"):
+            learning_rates(module, phase.round_lr_scheduler, min(1, phase.rounds - 1))
+
+
+def check_aggregation(phase: Phase, module: LightningModule, cohort: Cohort, earlier: Sequence[Phase]) -> None:
+    """Refuses an aggregation of what is no mean of parameters, what it refuses itself, and privacy that has a leak."""
+    aggregation, algorithm, name = phase.aggregation, phase.algorithm, type(phase.algorithm).__name__
+    if aggregation is None:
+        return
+    if phase.ckpt_path is None:  # a given result is not aggregated
+        server = algorithm.server_init(module)
+        shared = shared_by(algorithm, server)
+        only_averages = algorithm.aggregates and not (overrides(algorithm, "combine") or of_algorithm(server))
+        if not only_averages or not any(tensor.is_floating_point() for tensor in shared.values()):
+            because = f"what {name} combines is not the mean of parameters"
+            raise InvalidArgumentError(str(phase), "aggregation", aggregation, "left out", because)
+        aggregation.check(shared, {name for name, _ in module.named_parameters(remove_duplicate=False)}, cohort)
+    if not isinstance(aggregation, DifferentialPrivacy):
+        return
+    hooks = [hook for hook in ("client_request", "exchange") if overrides(algorithm, hook)]
+    hooks += ["server_begin"] if overrides(algorithm, "server_begin") and algorithm.server_begin_asks_clients else []
+    not_private = [
+        other.name
+        for other in earlier
+        if other.algorithm.federated and not isinstance(other.aggregation, DifferentialPrivacy)
+    ]
+    if phase.monitor is not None:
+        because = "it selects the result by clients' data, which epsilon does not count"
+        raise InvalidArgumentError(str(phase), "select.monitor", phase.monitor, "None", because)
+    if hooks:
+        because = f"clients of {name} send more than their updates ({', '.join(hooks)})"
+        raise InvalidArgumentError(str(phase), "aggregation", aggregation, "another", because)
+    if not_private:
+        allowed = f"given in '{not_private[0]}', from which the phase starts, too"
+        because = "its model tells about clients' data"
+        raise InvalidArgumentError(str(phase), "aggregation", aggregation, allowed, because)

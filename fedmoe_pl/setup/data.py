@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import torch
@@ -10,13 +12,16 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import LightningDataModule
 from torch import Tensor
 
+from fedmoe_pl.checkpoints.checkpoint import is_of_run
+from fedmoe_pl.checkpoints.writing import replacing
 from fedmoe_pl.checks import check_kind
 from fedmoe_pl.data import FederatedDataModule
 from fedmoe_pl.data.own_client import add_clients
 from fedmoe_pl.data.partitioners.given import AllToOne
 from fedmoe_pl.phases.cohort import opted_in
 from fedmoe_pl.phases.phase import Phase
-from fedmoe_pl.setup.own_client import OwnClient
+
+_OWN_CLIENT = "client.json"
 
 
 def set_up(datamodule: FederatedDataModule, phases: Sequence[Phase], seed: int) -> None:
@@ -38,18 +43,16 @@ def set_up(datamodule: FederatedDataModule, phases: Sequence[Phase], seed: int) 
     if not datamodule.has_learned or samples is None:
         return
     learned_from = datamodule.learn_from
-    is_text = datamodule.normalization is None
-    what, remedy = ("vocabulary", "") if is_text else ("normalization", "give mean and std, or ")
     if not len(samples):
-        raise MisconfigurationException(
-            f"{type(datamodule).__name__}: {what} must be computed from samples that opt in in every phase, but there "
-            f"are none; {remedy}run these phases in federations of their own."
-        )
-    if learned_from is None or not torch.isin(learned_from, samples).all():
-        raise MisconfigurationException(
-            f"{type(datamodule).__name__}: {what} was computed from samples that opt out, because setup was called "
-            f"before the federation; {remedy}leave setup to the federation."
-        )
+        problem, remedy = "no sample opts in in every phase", "run these phases in federations of their own"
+    elif learned_from is None or not torch.isin(learned_from, samples).all():
+        problem = "it was computed from samples that opt out, because setup was called before the federation"
+        remedy = "leave setup to the federation"
+    else:
+        return
+    what = "vocabulary" if datamodule.normalization is None else "normalization"
+    remedy = remedy if what == "vocabulary" else f"give mean and std, or {remedy}"
+    raise MisconfigurationException(f"{type(datamodule).__name__}: {what}: {problem}; {remedy}.")
 
 
 def _opted_in_everywhere(datamodule: FederatedDataModule, phases: Sequence[Phase], seed: int) -> Tensor | None:
@@ -65,6 +68,33 @@ def _opted_in_everywhere(datamodule: FederatedDataModule, phases: Sequence[Phase
         if len(chosen) + len(opted_in(algorithm, validation, seed, validation=True).indices) < number:
             samples, all_opt_in = samples[torch.isin(samples, chosen)], False
     return None if all_opt_in else samples
+
+
+@dataclass(frozen=True)
+class OwnClient:
+    """The client of a deployed federation whose machine this is, and what it knows of the others."""
+
+    id: int
+    num_clients: int
+    num_classes: int
+
+    def write(self, folder: Path) -> None:
+        """Writes it into the folder of the client's run."""
+        with replacing(folder / _OWN_CLIENT) as temporary:
+            temporary.write_text(json.dumps(asdict(self)))
+
+    @classmethod
+    def read(cls, checkpoint: Path) -> OwnClient | None:
+        """Reads it from the run that a checkpoint belongs to; None if that is no client's."""
+        path = checkpoint.parent.parent / _OWN_CLIENT
+        if not (is_of_run(checkpoint) and path.is_file()):
+            return None
+        try:
+            return cls(**json.loads(path.read_text()))
+        except (OSError, TypeError, ValueError) as error:
+            raise MisconfigurationException(
+                f"ckpt_path is '{checkpoint}', a client's, but '{path}' is damaged; it must be as the run wrote it."
+            ) from error
 
 
 def set_up_as_saved(

@@ -11,7 +11,7 @@ from fedmoe_pl.backends import LEAN_TRAINER, LocalTraining
 from fedmoe_pl.backends.client import trainable_names
 from fedmoe_pl.backends.training import epochs_to_try
 from fedmoe_pl.models import LinearGate
-from fedmoe_pl.setup.check_trainer import check_trained
+from fedmoe_pl.setup.trained_parts import trained_names
 
 MANY = 10**9
 
@@ -32,7 +32,7 @@ def test_many_rounds_and_epochs_take_no_time(numbers, algorithm):
     phase = Phase("p", algorithm, rounds=numbers[0], max_epochs=numbers[1])
     name = type(algorithm).__name__
     with nullcontext() if name == "FedAvg" else pytest.warns(match=f"too many to know what {name} never trains"):
-        check_trained(phase, many.module, numbers[1])
+        trained_names(phase, many.module, numbers[1])
 
 
 def test_up_to_a_limit_all_epochs_are_tried():

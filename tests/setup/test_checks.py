@@ -1,49 +1,50 @@
-"""What is refused before any training."""
+"""What is refused before any training, by the argument that is wrong; what Lightning and torch say is passed on."""
 
 from functools import partial
+from typing import get_args
 
 import pytest
 import torch
+from helpers import TensorData, blobs, mixture, run
 from helpers.runs import WithDropout, data, federation, model, phases
 from lightning.fabric.utilities.exceptions import MisconfigurationException
-from lightning.pytorch import LightningModule, Trainer
-from lightning.pytorch.callbacks import Timer
+from lightning.pytorch import LightningModule
 from lightning.pytorch.demos.boring_classes import BoringDataModule
+from lightning.pytorch.strategies import SingleDeviceStrategy
 from torch import nn
-from torch.utils.data import DataLoader
+from torch.optim import SGD
+from torch.optim.lr_scheduler import LambdaLR, OneCycleLR, ReduceLROnPlateau, StepLR
 
-from fedmoe_pl import Evaluate, Federation, PersonalizedMoE, Phase, Select
+from fedmoe_pl import ClientFailures, Evaluate, Federation, PersonalizedMoE, Phase, Select
+from fedmoe_pl.aggregation import CoordinateMedian
 from fedmoe_pl.algorithms import Ditto, FedAvg, Local, PFLMoE
-from fedmoe_pl.backends import BestEpoch, StackedBackend
+from fedmoe_pl.algorithms.algorithm import Need
+from fedmoe_pl.backends import LEAN_TRAINER, BestEpoch, StackedBackend
 from fedmoe_pl.checks import InvalidArgumentError
 from fedmoe_pl.models import LinearGate
+from fedmoe_pl.setup.trainer import check_trainer
 
+sgd = partial(SGD, lr=0.1)
+STEP = partial(StepLR, step_size=1)
 REFUSED = [
     ("clients_per_round", {"clients_per_round": 4}),
     ("clients_per_round", {"clients_per_round": 1.5}),
-    ("rounds", {"rounds": 0}),
     ("rounds", {"rounds": 2**63}),
     ("select.monitor", {"select": Select("accuracy")}),
     ("select.monitor", {"select": Select("validation")}),  # without validation samples
     ("select.from_round", {"select": Select("global_test", from_round=3)}),
-    ("select.patience", {"select": Select("global_test", patience=0)}),
-    ("select.min_delta", {"select": Select("global_test", min_delta=-0.1)}),
     ("select", {"select": Select("global_test"), "evaluate": False}),
     ("select", {"select": Select("global_test"), "evaluate": Evaluate(every_n_rounds=0)}),
     ("evaluate.after", {"algorithm": Local(), "evaluate": Evaluate(after="both")}),
-    ("evaluate.after", {"evaluate": Evaluate(after="training")}),
     ("evaluate.every_n_epochs", {"evaluate": Evaluate(every_n_epochs=1)}),  # not alone
     ("start", {"start": "Fed"}),
     ("start", {"start": {"gate": "Local"}, "gate": LinearGate(5)}),
     ("start", {"algorithm": PFLMoE()}),
-    ("lr", {"optimizer": partial(torch.optim.SGD, lr=-1)}),
+    ("gate", {"algorithm": Ditto(), "gate": LinearGate(5)}),
     ("trainer", {"trainer": {"devices": 2}}),
-    ("trainer", {"trainer": {"max_epochs": 3}}),
-    ("trainer.callbacks", {"trainer": {"callbacks": ["EarlyStoping"]}}),
-    ("trainer.logger", {"trainer": {"logger": {"class_path": "CSVLogger"}}}),
-    ("trainer.limit_val_batchs", {"trainer": {"limit_val_batchs": 1.0}}),
     ("trainer.limit_val_batches", {"callbacks": [BestEpoch()]}),
     ("validation_fraction", {"callbacks": [BestEpoch()], "trainer": {"limit_val_batches": 1.0}}),
+    ("round_lr_scheduler", {"round_lr_scheduler": STEP, "lr_scheduler": partial(OneCycleLR, max_lr=1, total_steps=2)}),
 ]
 
 
@@ -53,13 +54,34 @@ def test_a_phase_that_cannot_run_is_refused_before_any_training(tmp_path, argume
         phase = Phase(**{"name": "FedAvg", "algorithm": FedAvg(), **arguments})
         federation(tmp_path, [Phase("Local", Local(), evaluate=False), phase]).fit(model(), data())
     assert error.value.argument == argument
+    assert error.value.owner.startswith(("Phase 'FedAvg'", "Phase", "TensorData"))
     assert not list(tmp_path.rglob("version_*"))
 
 
-def test_a_gate_that_an_algorithm_refuses_is_the_phase_s(tmp_path):
-    phase = Phase("Ditto", Ditto(), gate=LinearGate(5))
-    with pytest.raises(MisconfigurationException, match=r"^Phase 'Ditto': PersonalizedMoE: gate is a LinearGate, but"):
+TRIED = [
+    ("lr_scheduler cannot be made: Invalid learning rate: -1", {"optimizer": partial(SGD, lr=-1)}),
+    ("server_optimizer cannot be made: Invalid momentum", {"server_optimizer": partial(SGD, lr=1, momentum=-1)}),
+    (
+        "server_optimizer cannot be made: optimizer got an empty",
+        {"algorithm": Local(), "server_optimizer": sgd},
+    ),
+    ("round_lr_scheduler cannot be stepped once per round: ReduceLROn", {"round_lr_scheduler": ReduceLROnPlateau}),
+    (
+        "round_lr_scheduler cannot be stepped once per round: list index",
+        {"round_lr_scheduler": partial(LambdaLR, lr_lambda=lambda round: [1.0][round]), "rounds": 2},
+    ),
+    ("trainer: .*limit_val_batches", {"trainer": {"limit_val_batches": 1.5}}),
+    ("trainer: .*limit_val_batchs", {"trainer": {"limit_val_batchs": 1.0}}),
+    ("does not accept the samples of TensorData: .*1x5 and 4x1", {"gate": LinearGate(4)}),
+]
+
+
+@pytest.mark.parametrize(("sentence", "arguments"), TRIED)
+def test_what_torch_and_lightning_refuse_is_said_with_the_phase_s_name(tmp_path, sentence, arguments):
+    phase = Phase(**{"name": "p", "algorithm": FedAvg(), **arguments})
+    with pytest.raises(MisconfigurationException, match=f"^Phase 'p': .*{sentence}"):
         federation(tmp_path, [phase]).fit(model(), data())
+    assert not list(tmp_path.rglob("version_*"))
 
 
 @pytest.mark.parametrize(
@@ -67,15 +89,11 @@ def test_a_gate_that_an_algorithm_refuses_is_the_phase_s(tmp_path):
     [
         ("phases", lambda: Federation(Phase("p", FedAvg()))),  # type: ignore
         ("each of phases", lambda: Federation(["FedAvg"])),
+        ("phases", lambda: Federation([phases()[0], phases()[0]])),
         ("algorithm", lambda: Federation([Phase("p", FedAvg)])),
-        ("gate", lambda: Federation([Phase("p", FedAvg(), gate=LinearGate)])),
-        ("model", lambda: Federation([Phase("p", FedAvg(), model=nn.Linear(5, 3))])),
-        ("trainer", lambda: Federation(phases(), Trainer(accelerator="cpu"))),
-        ("each of callbacks", lambda: Federation(phases(), callbacks=[Timer()])),
         ("datamodule", lambda: Federation(phases()).fit(model(), BoringDataModule())),
-        ("datamodule", lambda: Federation(phases()).fit(model(), DataLoader([1]))),
         ("model", lambda: Federation(phases()).fit(WithDropout(), data())),
-        ("model", lambda: Federation(phases()).fit(nn.Linear, data())),
+        ("min_clients", lambda: ClientFailures(min_clients=0)),
     ],
 )
 def test_an_object_of_another_kind_is_refused(argument, made, tmp_path, monkeypatch):
@@ -95,63 +113,107 @@ class MadeLater(WithDropout, LightningModule):
         self.last = getattr(self, "last", nn.Linear(3, 3))
 
 
+class TooFew(WithDropout):
+    def __init__(self):
+        super().__init__()
+        self.classifier = nn.Linear(4, 2)
+
+
 @pytest.mark.parametrize(
     ("own", "sentence"),
     [
-        (Several, r"\(its forward must return the scores as one tensor, and not a tuple\)\.$"),
-        (
-            MadeLater,
-            "model is a MadeLater, but must be one that makes all layers in its constructor",
-        ),
+        (Several, r": its forward must return the scores as one tensor, and not a tuple\.$"),
+        (MadeLater, "model is a MadeLater, but must be one that makes all layers in its constructor"),
+        (lambda: PersonalizedMoE(TooFew()), "one that gives a score for each of 3 classes"),
     ],
 )
-def test_an_own_module_that_clients_cannot_train_is_refused(own, sentence, tmp_path):
+def test_a_module_that_clients_cannot_train_is_refused(own, sentence, tmp_path):
     with pytest.raises(MisconfigurationException, match=sentence):
         federation(tmp_path, [Phase("p", FedAvg())]).fit(own(), data())
-
-
-def test_a_gate_that_does_not_fit_the_data_is_named_with_its_phase_and_layer(tmp_path):
-    sentence = r"^Phase 'p': gate is a LinearGate that does not accept .* samples of shape \(5,\) \(gate\.linear: "
-    with pytest.raises(MisconfigurationException, match=sentence):
-        federation(tmp_path, [Phase("p", FedAvg(), gate=LinearGate(4))]).fit(model(), data())
-
-
-def test_a_model_that_does_not_fit_the_data_is_refused(tmp_path):
-    class TooFew(WithDropout):
-        def __init__(self):
-            super().__init__()
-            self.classifier = nn.Linear(4, 2)
-
-    class Wide(WithDropout):
-        def __init__(self):
-            super().__init__()
-            self.extractor = nn.Linear(50, 4)
-
-    wide = r"^model is a .* samples of shape \(5,\) \(local_expert\.extractor: .*1x5 and 50x4\)"
-    for expert, sentence in ((TooFew(), "have 3 classes"), (Wide(), wide)):
-        with pytest.raises(MisconfigurationException, match=sentence):
-            federation(tmp_path).fit(PersonalizedMoE(expert), data())
-    with pytest.raises(MisconfigurationException, match="at least one phase, and every name once"):
-        federation(tmp_path, [phases()[0], phases()[0]])
 
 
 def test_a_backend_that_cannot_train_a_phase_names_it(tmp_path):
     trainer = {"accelerator": "cpu", "accumulate_grad_batches": 2}
     run = federation(tmp_path, phases()[1:2], trainer=trainer, backend=StackedBackend())
-    with pytest.raises(
-        MisconfigurationException,
-        match=r"Phase 'FedAvg': StackedBackend cannot stack the clients: trainer\.accumulate_grad_batches is 2",
-    ):
+    sentence = r"Phase 'FedAvg': StackedBackend cannot stack the clients: trainer\.accumulate_grad_batches is 2"
+    with pytest.raises(MisconfigurationException, match=sentence):
         run.fit(model(), data())
-    assert not list(tmp_path.rglob("version_*"))
 
 
 def test_a_tensor_is_shared_under_all_of_its_names_or_none(tmp_path):
     expert = WithDropout()
-    phase = Phase("FedAvg", FedAvg("global_expert.*"))
-    with pytest.raises(MisconfigurationException) as error:
-        federation(tmp_path, [phase]).fit(PersonalizedMoE(expert, expert), data())
-    assert str(error.value) == (
-        "Phase 'FedAvg': FedAvg shares 'global_expert.extractor.0.weight', but not 'local_expert.extractor.0.weight', "
-        "another name of the same tensor of the PersonalizedMoE; share all of its names or none."
-    )
+    sentence = r"shares 'global_expert\.extractor\.0\.weight', but not 'local_expert\.extractor\.0\.weight', another"
+    with pytest.raises(MisconfigurationException, match=sentence):
+        federation(tmp_path, [Phase("p", FedAvg("global_expert.*"))]).fit(PersonalizedMoE(expert, expert), data())
+
+
+class Regression(LightningModule):
+    """A module without a mixture's loss."""
+
+    def __init__(self):
+        super().__init__()
+        self.global_expert = torch.nn.Linear(5, 1)
+
+    def loss(self, batch):
+        return (self.global_expert(batch[0]) - batch[1]).square().mean(), {}
+
+    def configure_optimizers(self):
+        return sgd(self.parameters())
+
+
+def numbers():
+    return TensorData(torch.randn(8, 5), torch.randn(8, 1), torch.arange(8).split(4))
+
+
+MISSING = [
+    ("all_clients", "clients_per_round", {"clients_per_round": 2}, mixture, blobs),
+    ("validation_samples", "validation_fraction", {}, mixture, blobs),
+    ("classes", "algorithm", {}, Regression, numbers),
+    ("loss_of_outputs", "algorithm", {}, Regression, numbers),
+    ("plain_steps", "trainer.gradient_clip_val", {"trainer": {"gradient_clip_val": 1.0}}, mixture, blobs),
+    ("fresh_optimizers", "keep_optimizer", {"keep_optimizer": True, "rounds": 2}, mixture, blobs),
+    ("own_server_step", "server_optimizer", {"server_optimizer": sgd}, mixture, blobs),
+    ("own_server_step", "aggregation", {"aggregation": CoordinateMedian()}, mixture, blobs),
+]
+
+
+@pytest.mark.parametrize(("need", "argument", "arguments", "module", "samples"), MISSING)
+def test_what_an_algorithm_declares_to_need_is_refused_where_it_is_missing(
+    tmp_path, need, argument, arguments, module, samples
+):
+    algorithm = FedAvg()
+    algorithm.needs = (need,)
+    with pytest.raises(InvalidArgumentError) as error:
+        run([Phase("p", algorithm, evaluate=False, **arguments)], module(), samples(), tmp_path)
+    assert error.value.argument == argument and error.value.because.startswith("FedAvg needs")
+
+
+def test_every_need_is_checked_but_that_of_the_number_of_rounds():
+    assert {need for need, *_ in MISSING} == {*get_args(Need)} - {"fixed_rounds"}
+
+
+TRAINERS = [
+    ("accelerator", {"accelerator": "gpuu"}),
+    ("devices", {"devices": 0}),
+    ("devices", {"devices": 10**9}),
+    ("max_epochs", {"max_epochs": None}),
+    ("max_epochs", {"max_epochs": 10**9 + 1}),
+    ("strategy", {"strategy": "ddp"}),
+    ("num_nodes", {"num_nodes": 2}),
+    ("precision", {"precision": "bf16-true"}),
+]
+
+
+@pytest.mark.parametrize(("argument", "arguments"), TRAINERS)
+def test_a_trainer_that_no_client_can_have_is_refused(argument, arguments):
+    with pytest.raises(MisconfigurationException, match=rf"[t ]rainer\b.*\b{argument}\b"):
+        check_trainer({**LEAN_TRAINER, "accelerator": "cpu", "max_epochs": 1, **arguments})
+
+
+@pytest.mark.parametrize("strategy", ["single_device", SingleDeviceStrategy("cpu")], ids=["its name", "a strategy"])
+def test_the_check_of_a_trainer_leaves_its_arguments_as_they_are(strategy):
+    for _ in range(2):
+        assert (
+            check_trainer({**LEAN_TRAINER, "accelerator": "cpu", "devices": 2, "strategy": strategy})
+            == [torch.device("cpu")] * 2
+        )
