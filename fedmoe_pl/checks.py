@@ -109,18 +109,7 @@ def shown(value: Any) -> str:
 
 
 def check_at_least(owner: object, name: str, value: Any, lowest: int, highest: int | None = MOST_COUNTED) -> None:
-    """Refuses what is not an integer, and an integer that is too low or too high; None passes.
-
-    Args:
-        owner: the object that the argument belongs to; the message names its class.
-        name: name of the argument.
-        value: its value.
-        lowest: the lowest value that is allowed.
-        highest: the highest value that is allowed; None for no limit, as of seeds.
-
-    Raises:
-        MisconfigurationException: if the value is none of these.
-    """
+    """Refuses what is not an integer, and one that is too low or, unless ``highest`` is None, too high; None passes."""
     if value is None or (_is_integer(value) and value >= lowest and (highest is None or value <= highest)):
         return
     range_in_words = f"of at least {lowest}" if highest is None else f"from {lowest} to {highest:,}"
@@ -128,15 +117,7 @@ def check_at_least(owner: object, name: str, value: Any, lowest: int, highest: i
 
 
 def check_sizes(owner: object, **sizes: Any) -> None:
-    """Refuses sizes of layers that no layer can have.
-
-    Args:
-        owner: the module; the message names its class.
-        **sizes: the arguments, such as ``num_classes=10``; None passes.
-
-    Raises:
-        MisconfigurationException: if one of them is not an integer from 1 to ``MOST_UNITS``.
-    """
+    """Refuses sizes of layers that are not integers from 1 to ``MOST_UNITS``; None passes."""
     for name, value in sizes.items():
         check_at_least(owner, name, value, 1, MOST_UNITS)
 
@@ -151,21 +132,7 @@ def check_number(
     below: float | None = None,
     allowed: str = "",
 ) -> None:
-    """Refuses what is not a finite number in a range; None passes.
-
-    Args:
-        owner: the object that the argument belongs to; the message names its class.
-        name: name of the argument.
-        value: its value.
-        least: the lowest value that is allowed.
-        above: the value must be above this one.
-        most: the highest value that is allowed.
-        below: the value must be below this one.
-        allowed: what is allowed, for the message; empty for the range in words.
-
-    Raises:
-        MisconfigurationException: if the value is none of these.
-    """
+    """Refuses what is not a finite number in a range; None passes. ``allowed`` replaces the range in words."""
     if value is None:
         return
     ends = {"of at least": least, "above": above, "at most": most, "below": below}
@@ -177,34 +144,13 @@ def check_number(
 
 
 def check_choice(owner: object, name: str, value: Any, choices: tuple[str, ...]) -> None:
-    """Refuses a word that is not among the choices.
-
-    Args:
-        owner: the object that the argument belongs to; the message names its class.
-        name: name of the argument.
-        value: its value.
-        choices: the words that are allowed.
-
-    Raises:
-        MisconfigurationException: if it is another word.
-    """
+    """Refuses a word that is not among the choices."""
     if value not in choices:
         raise InvalidArgumentError(owner, name, value, f"one of {', '.join(choices)}")
 
 
 def check_kind(owner: str, name: str, value: Any, kind: type, hint: str = "") -> None:
-    """Refuses an object of another kind, and a class in place of an object; None passes.
-
-    Args:
-        owner: what the argument belongs to, as the message names it.
-        name: name of the argument.
-        value: its value.
-        kind: the class that it must have.
-        hint: what else the message says.
-
-    Raises:
-        MisconfigurationException: if the value is none of these.
-    """
+    """Refuses an object of another kind, and a class in place of an object, and gives a ``hint``; None passes."""
     if value is not None and not isinstance(value, kind):
         raise InvalidArgumentError(owner, name, value, f"a {kind.__name__}{hint}")
 

@@ -21,7 +21,7 @@ from fedmoe_pl.checkpoints.client_store import Store
 from fedmoe_pl.checkpoints.configuration import configuration
 from fedmoe_pl.checkpoints.lock import locked
 from fedmoe_pl.checkpoints.resume import check_configuration, identify, keys_of, load_run
-from fedmoe_pl.checks import InvalidArgumentError, check_at_least, check_choice, check_kind, is_path_below, plain
+from fedmoe_pl.checks import InvalidArgumentError, check_at_least, check_choice, is_path_below, plain
 from fedmoe_pl.commands.audit import PhaseAudit, audit_run, format_audit
 from fedmoe_pl.commands.export import export_client
 from fedmoe_pl.commands.personalize import phases_of_new_clients, set_up_new_clients
@@ -100,7 +100,6 @@ class Federation:
         metrics: dict[str, Metric] | None = None,
     ) -> None:
         self.metrics = check_metrics(metrics)
-        check_kind("Federation", "trainer", trainer, dict, " with the arguments of each client's Trainer")
         check_at_least(self, "evaluate_every_n_rounds", evaluate_every_n_rounds, 0)
         check_phases(phases, evaluate_every_n_rounds)
         if name and not is_path_below(name):

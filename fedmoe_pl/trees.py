@@ -38,73 +38,38 @@ def mean_of_two(a: Mapping[str, Tensor], weight_a: float, b: Mapping[str, Tensor
 
 
 def difference(a: Mapping[str, Tensor], b: Mapping[str, Tensor]) -> Tree:
-    """``a - b`` for every name in ``a``; ``b`` may have more names.
-
-    Example:
-        >>> difference({"w": torch.tensor(3.0)}, {"w": torch.tensor(1.0), "v": torch.tensor(9.0)})
-        {'w': tensor(2.)}
-    """
+    """``a - b`` for every name in ``a``; ``b`` may have more names."""
     return {name: tensor - b[name] for name, tensor in a.items()}
 
 
 def inner_product(a: Mapping[str, Tensor], b: Mapping[str, Tensor]) -> Tensor | int:
-    """Sum of all products of elements of ``a`` and ``b``, of shape (); 0 for an empty ``a``; ``b`` may have more names.
-
-    Example:
-        >>> inner_product({"w": torch.tensor([1.0, 2.0])}, {"w": torch.tensor([3.0, 4.0])})
-        tensor(11.)
-    """
+    """Sum of all products of elements of two trees, of shape (); 0 for an empty ``a``; ``b`` may have more names."""
     return sum((b[name] * tensor).sum() for name, tensor in a.items())
 
 
 def squared_distance(a: Mapping[str, Tensor], b: Mapping[str, Tensor]) -> Tensor | int:
-    """Sum of all squared differences of elements of ``a`` and ``b``, of shape (); 0 for an empty ``a``.
-
-    Example:
-        >>> squared_distance({"w": torch.tensor([1.0, 2.0])}, {"w": torch.tensor([3.0, 5.0])})
-        tensor(13.)
-    """
+    """Sum of all squared differences of elements of ``a`` and ``b``, of shape (); 0 for an empty ``a``."""
     return sum(((b[name] - tensor) ** 2).sum() for name, tensor in a.items())
 
 
 def subtree(tree: Mapping[str, Tensor], prefix: str) -> Tree:
-    """The tensors whose names start with a prefix; their new names lack it.
-
-    Example:
-        >>> subtree({"gate.bias": torch.tensor(1.0), "head.bias": torch.tensor(2.0)}, "gate.")
-        {'bias': tensor(1.)}
-    """
+    """The tensors whose names start with a prefix; their new names lack it."""
     return {name.removeprefix(prefix): tensor for name, tensor in tree.items() if name.startswith(prefix)}
 
 
 def with_prefix(tree: Mapping[str, Tensor], prefix: str) -> Tree:
-    """The same tensors, with a prefix before their names.
-
-    Example:
-        >>> with_prefix({"bias": torch.tensor(1.0)}, "gate.")
-        {'gate.bias': tensor(1.)}
-    """
+    """The same tensors, with a prefix before their names."""
     return {prefix + name: tensor for name, tensor in tree.items()}
 
 
 def of_parts(tree: Mapping[str, Tensor], parts: Collection[str]) -> Tree:
-    """The tensors of some parts of a module.
-
-    Example:
-        >>> of_parts({"expert.0.bias": torch.tensor(1.0), "expert.01.bias": torch.tensor(2.0)}, ["expert.0"])
-        {'expert.0.bias': tensor(1.)}
-    """
+    """The tensors of some parts of a module."""
     prefixes = tuple(f"{part}." for part in parts)
     return {name: tensor for name, tensor in tree.items() if name.startswith(prefixes)}
 
 
 def copies_of_parts(tree: Mapping[str, Value], parts: Mapping[str, str]) -> dict[str, Value]:
-    """The values of some parts of a module under the names of their copies; ``parts`` has the original of each copy.
-
-    Example:
-        >>> copies_of_parts({"body.0.bias": 1.0, "head.bias": 2.0}, {"copy": "body"})
-        {'copy.0.bias': 1.0}
-    """
+    """The values of some parts of a module under the names of their copies; ``parts`` has the original of each copy."""
     return {
         copied + name.removeprefix(original): value
         for copied, original in parts.items()
@@ -127,10 +92,6 @@ def problem_of_shapes(tree: Mapping[str, Tensor], shapes: Mapping[str, Sequence[
     """What a tree lacks, or has beside what it should have, in words; empty if it has just these names and shapes.
 
     In a shape, None stands for any size.
-
-    Example:
-        >>> problem_of_shapes({"w": torch.zeros(2, 3)}, {"w": (2, None), "v": ()})
-        'has no v'
     """
     if missing := [name for name in shapes if name not in tree]:
         return f"has no {missing[0]}"

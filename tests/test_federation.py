@@ -14,7 +14,7 @@ from torch import nn
 
 from fedmoe_pl import PersonalizedMoE, Phase
 from fedmoe_pl.algorithms import FedAvg, Local
-from fedmoe_pl.callbacks import ClientCheckpoint
+from fedmoe_pl.callbacks import ClientCheckpoint, GateMonitor
 from fedmoe_pl.models import ConstantGate
 
 REPOSITORY = Path(__file__).parent.parent
@@ -82,31 +82,6 @@ def test_validate_needs_and_uses_validation_samples(tmp_path, capsys):
         federation(tmp_path).validate(model(), data())
 
 
-def test_early_stopping_of_a_client_sees_its_validation_loss(tmp_path):
-    from lightning.pytorch.callbacks import EarlyStopping
-
-    seen = []
-
-    class Seen(EarlyStopping):
-        def on_train_end(self, trainer, pl_module):
-            seen.append((trainer.current_epoch, float(trainer.callback_metrics["validation_loss"])))
-
-    trainer = {"accelerator": "cpu", "limit_val_batches": 1.0, "max_epochs": 50}
-    trainer["callbacks"] = [Seen("validation_loss", min_delta=10.0, patience=2)]
-    federation(tmp_path, [Phase("Local", Local())], trainer=trainer).fit(model(), data(validation_fraction=0.3))
-    assert [epochs for epochs, _ in seen] == [3, 3, 3], "every client has callbacks of its own"
-
-
-def test_a_callback_of_the_user_takes_the_default_s_place(tmp_path):
-    from fedmoe_pl.callbacks import GateMonitor
-
-    mine = GateMonitor(max_clients=2)
-    monitors = [
-        callback for callback in federation(tmp_path, callbacks=[mine]).callbacks if type(callback) is GateMonitor
-    ]
-    assert monitors == [mine]
-
-
 def test_a_phase_s_scheduler_steps_once_per_local_epoch(tmp_path):
     def stop(optimizer):
         return torch.optim.lr_scheduler.StepLR(optimizer, step_size=1, gamma=0.0)
@@ -155,6 +130,34 @@ def test_gradient_clipping_of_the_trainer_reaches_every_step(tmp_path):
     assert 0 < torch.cat([part.flatten() for part in moved]).norm() <= steps * 1e-3 * 1.001
 
 
+def test_a_federation_without_a_run_says_so(tmp_path):
+    with pytest.raises(MisconfigurationException, match="it exists after fit, test or predict"):
+        federation(tmp_path).client_module("FedAvg", 0)
+
+
+def test_a_misspelt_method_or_client_is_refused(tmp_path):
+    finished = run([phase("A", FedAvg()), phase("B", Local())], mixture(), blobs(), tmp_path)
+    for read in (finished.client_module, finished.run.client_predictor):
+        with pytest.raises(MisconfigurationException, match=r"^Federation: method is 'AA', but must be one of A, B\.$"):
+            read("AA", 0)
+        for client in (9, -1, 1.5):
+            with pytest.raises(
+                MisconfigurationException, match=rf"^Federation: client is {client}, but must be from 0 to 2\.$"
+            ):
+                read("A", client)
+    del finished.run.states["A"], finished.run.states["B"]
+    with pytest.raises(MisconfigurationException, match="method is 'A', but must be one of "):
+        finished.client_module("A", 0)
+
+
+def test_a_callback_of_the_user_takes_the_default_s_place(tmp_path):
+    mine = GateMonitor(max_clients=2)
+    monitors = [
+        callback for callback in federation(tmp_path, callbacks=[mine]).callbacks if type(callback) is GateMonitor
+    ]
+    assert monitors == [mine]
+
+
 def test_only_the_named_methods_clients_are_written(tmp_path):
     run = federation(tmp_path, callbacks=[ClientCheckpoint(["PFL-FB"])])
     run.fit(model(), data())
@@ -174,23 +177,3 @@ def test_fitting_twice_gives_the_same_run_twice(tmp_path):
     assert_same(runs[0].states, runs[1].states)
     for name in ("rounds.csv", "clients.csv", "summary.csv"):
         assert (runs[0].folder / name).read_bytes() == (runs[1].folder / name).read_bytes()
-
-
-def test_a_federation_without_a_run_says_so(tmp_path):
-    with pytest.raises(MisconfigurationException, match="it exists after fit, test or predict"):
-        federation(tmp_path).client_module("FedAvg", 0)
-
-
-def test_a_misspelt_method_or_client_is_refused(tmp_path):
-    finished = run([phase("A", FedAvg()), phase("B", Local())], mixture(), blobs(), tmp_path)
-    for read in (finished.client_module, finished.run.client_predictor):
-        with pytest.raises(MisconfigurationException, match=r"^Federation: method is 'AA', but must be one of A, B\.$"):
-            read("AA", 0)
-        for client in (9, -1, 1.5):
-            with pytest.raises(
-                MisconfigurationException, match=rf"^Federation: client is {client}, but must be from 0 to 2\.$"
-            ):
-                read("A", client)
-    del finished.run.states["A"], finished.run.states["B"]
-    with pytest.raises(MisconfigurationException, match="method is 'A', but must be one of "):
-        finished.client_module("A", 0)

@@ -20,8 +20,6 @@ from fedmoe_pl.trees import (
     inner_product,
     load_tree,
     mean_of_two,
-    of_algorithm,
-    of_module,
     squared_distance,
     subtree,
     with_prefix,
@@ -69,15 +67,6 @@ def test_the_mean_leaves_its_inputs_alone_and_takes_the_larger_integers():
     assert a["w"].item() == 1.0 and b["w"].item() == 5.0
 
 
-def test_batch_norm_statistics_are_shared_and_averaged_like_parameters():
-    first, second = nn.BatchNorm1d(2), nn.BatchNorm1d(2)
-    first(torch.tensor([[0.0, 1.0], [2.0, 5.0]]))
-    second(torch.tensor([[4.0, 4.0], [8.0, 8.0]]))
-    expected = (first.running_mean + 3 * second.running_mean) / 4
-    combined = Algorithm().combine(Update(first.state_dict(), 1), Update(second.state_dict(), 3))
-    torch.testing.assert_close(combined.sent["running_mean"], expected)
-
-
 def test_sums_over_two_trees_are_those_of_their_flat_vectors_and_the_second_may_have_more_names():
     a = {"w": torch.randn(3, 2, dtype=torch.float64), "b": torch.randn((), dtype=torch.float64)}
     b = {"more": torch.ones(7), "b": torch.randn((), dtype=torch.float64), "w": torch.randn(3, 2, dtype=torch.float64)}
@@ -93,12 +82,6 @@ def test_a_part_of_a_tree_loses_its_prefix_and_gets_another_one():
     part = subtree(tree, "gate.")
     assert {name: tensor.item() for name, tensor in part.items()} == {"w": 0, "gate.w": 1}
     assert_same_bits(with_prefix(part, "gate."), {name: tree[name] for name in ("gate.w", "gate.gate.w")})
-
-
-def test_a_slash_in_the_name_tells_an_algorithm_s_tensors_from_a_module_s():
-    tree = {name: torch.zeros(1) for name in ("control.weight", "control/weight", "clusters/best/a.b", "weight")}
-    assert list(of_module(tree)) == ["control.weight", "weight"]
-    assert list(of_algorithm(tree)) == ["control/weight", "clusters/best/a.b"]
 
 
 def test_loading_a_tree_copies_the_values_and_leaves_the_other_tensors():
@@ -128,11 +111,6 @@ def test_changed_gives_copies_of_what_differs_from_the_start_and_what_was_kept_i
     assert different["0.bias"] is kept["0.bias"]  # not copied again
     nn.init.zeros_(module[0].weight)
     assert different["0.weight"].item() == 3.0
-
-
-def test_nothing_has_changed_in_a_module_with_its_initial_tensors():
-    module = Expert()
-    assert changed(module.state_dict(), dict(module.state_dict()), {}) == {}
 
 
 def test_a_copied_module_has_hooks_of_its_own_and_those_of_the_original():

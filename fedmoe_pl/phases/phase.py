@@ -7,7 +7,6 @@ from typing import Any, Literal, get_args
 
 from lightning.pytorch import Callback, LightningModule
 from lightning.pytorch.cli import LRSchedulerCallable, OptimizerCallable
-from lightning.pytorch.loggers import Logger
 
 from fedmoe_pl.aggregation import Aggregation
 from fedmoe_pl.algorithms.algorithm import Algorithm, EvaluationPoint
@@ -15,7 +14,6 @@ from fedmoe_pl.checks import (
     InvalidArgumentError,
     check_at_least,
     check_choice,
-    check_kind,
     check_number,
     is_file_name,
     is_finite,
@@ -148,7 +146,6 @@ class Phase:
         if not isinstance(self.name, str) or not is_file_name(self.name) or self.name == INITIAL:
             allowed = f"printable, of at most 200 bytes, without '/' and other than '..' and '{INITIAL}'"
             raise InvalidArgumentError("Phase", "name", self.name, allowed, "files and logs are named after it")
-        check_kind(str(self), "algorithm", self.algorithm, Algorithm)
         self._check_numbers()
         self._check_combinations()
         self._check_trainer()
@@ -231,14 +228,8 @@ class Phase:
             raise InvalidArgumentError(str(self), "evaluate.every_n_epochs", evaluation.every_n_epochs, allowed)
 
     def _check_trainer(self) -> None:
-        """Refuses arguments of the Trainer that would be overlooked, and names in place of objects."""
+        """Refuses arguments of the Trainer that would be overlooked."""
         reasons = dict.fromkeys(("accelerator", "devices", "num_nodes"), "it is the same for all phases")
         for name, because in {**reasons, "max_epochs": "it is an argument of the phase itself"}.items():
             if name in (self.trainer or {}):
                 raise InvalidArgumentError(str(self), "trainer", self.trainer, f"without {name}", because)
-        for name, kinds in (("callbacks", Callback), ("logger", bool | Logger)):
-            given = (self.trainer or {}).get(name) or []
-            for each in given if isinstance(given, list) else [given]:
-                if not isinstance(each, kinds):
-                    because = "a phase's trainer cannot name classes"
-                    raise InvalidArgumentError(str(self), f"trainer.{name}", each, "left out", because)

@@ -22,9 +22,8 @@ from fedmoe_pl.evaluation.flops import FlopCounter
 from fedmoe_pl.phases.failures import ClientError
 from fedmoe_pl.phases.phase import Phase
 from fedmoe_pl.rounds.aggregate import aggregated, count_round, log_epsilon, server_step, update_epsilon
-from fedmoe_pl.rounds.begin import first_clients
+from fedmoe_pl.rounds.begin import first_clients, freeze_shared
 from fedmoe_pl.rounds.evaluate import evaluate_epochs, evaluate_phase, evaluate_round, is_evaluated_after, is_over
-from fedmoe_pl.rounds.new_clients import freeze_shared
 from fedmoe_pl.rounds.run import Run
 from fedmoe_pl.rounds.train import Trained, announce_round, count_sent, draw_cohort, train_round
 from fedmoe_pl.trees import of_module

@@ -20,7 +20,7 @@ from fedmoe_pl.backends import changes_loss, overridden_hooks
 from fedmoe_pl.backends.best_epoch import BestEpoch
 from fedmoe_pl.backends.optimizers import learning_rates, optimizer_and_scheduler
 from fedmoe_pl.checkpoints.phase_state import PhaseState
-from fedmoe_pl.checks import InvalidArgumentError, check_at_least, check_kind, naming, tried
+from fedmoe_pl.checks import InvalidArgumentError, check_at_least, naming, tried
 from fedmoe_pl.data import FederatedDataModule
 from fedmoe_pl.evaluation.metrics import predicts_classes
 from fedmoe_pl.models import MixtureOfExperts, PooledMoE
@@ -49,9 +49,7 @@ _NEEDS: dict[Need, str] = {
 
 def check_phases(phases: Sequence[Phase], evaluate_every_n_rounds: int) -> None:
     """Refuses phases of the same name, and one that selects a round although its rounds are not evaluated."""
-    check_kind("Federation", "phases", phases, Sequence)
     for phase in phases:
-        check_kind("Federation", "each of phases", phase, Phase)
         every = phase.evaluation.every_n_rounds
         if phase.select and not (phase.evaluate and (evaluate_every_n_rounds if every is None else every)):
             raise InvalidArgumentError(str(phase), "select", "given", "left out", "its rounds are not evaluated")

@@ -20,12 +20,11 @@ from fedmoe_pl.checkpoints.lock import locked
 from fedmoe_pl.checkpoints.phase_state import PhaseState
 from fedmoe_pl.checkpoints.resume import identify
 from fedmoe_pl.checkpoints.writing import cannot_be_made, replacing
-from fedmoe_pl.checks import InvalidArgumentError, check_kind, naming
+from fedmoe_pl.checks import InvalidArgumentError, naming
 from fedmoe_pl.data import FederatedDataModule
 from fedmoe_pl.logs.loggers import RunLoggers
 from fedmoe_pl.phases.phase import INITIAL, Phase
-from fedmoe_pl.rounds.begin import read_result, sized
-from fedmoe_pl.rounds.new_clients import freeze_shared
+from fedmoe_pl.rounds.begin import freeze_shared, read_result, sized
 from fedmoe_pl.rounds.run import Run
 from fedmoe_pl.seeds import named_seed
 from fedmoe_pl.setup.check_run import check_run
@@ -71,7 +70,6 @@ def _models(
     initial: Mapping[str, Tree],
 ) -> dict[str, LightningModule]:
     """Copies of the federation's model and of the phases' own, sized for the data, with the initial tensors."""
-    check_kind("Federation", "model", model, LightningModule, ", such as a PersonalizedMoE of modules")
     given = {INITIAL: model} | {phase.name: phase.model for phase in phases if phase.model is not None}
     for module in given.values():
         _check_configured(module)

@@ -81,7 +81,7 @@ def test_a_round_has_as_many_clients_as_if_all_took_part_and_none_that_opts_out(
 
 def test_more_clients_per_round_than_take_part_are_refused_before_training(tmp_path):
     phases = [phase("FedAvg", OptInFedAvg(opt_out_clients=0.5), clients_per_round=6)]
-    with pytest.raises(MisconfigurationException, match="number of clients that take part, 5"):
+    with pytest.raises(MisconfigurationException, match="at most 5, the clients that take part"):
         run(phases, mixture(), blobs(SIZES), tmp_path)
 
 

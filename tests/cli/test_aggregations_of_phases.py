@@ -45,7 +45,7 @@ WRONG = {
         **PRIVATE,
         "init_args": {**PRIVATE["init_args"], "delta": 2.0},
     },
-    "federation.phases.it.aggregation is a TrimmedMean, but must be one that needs at most 4 clients": {
+    "federation.phases.it.clients_per_round is 1.0, but must be a cohort of at least 61": {
         "class_path": "TrimmedMean",
         "init_args": {"num_byzantine": 30},
     },

@@ -119,13 +119,6 @@ def test_images_are_normalized_by_those_that_opt_in(algorithm, tmp_path):
     assert_normalized_by(images().x_train[chosen], data)
 
 
-@pytest.mark.parametrize("algorithm", [FedAvg("global_expert.*"), OptInFedAvg("global_expert.*")])
-def test_without_opt_out_images_are_normalized_by_all_training_images(algorithm, tmp_path):
-    data = image_data(images())
-    trained(data, algorithm, tmp_path)
-    assert_normalized_by(images().x_train, data)
-
-
 def assert_normalized_by(chosen, data):
     pixels, every = chosen.numpy() / 255, images()
     mean, std = pixels.mean(axis=(0, 2, 3)), pixels.std(axis=(0, 2, 3))
@@ -209,13 +202,6 @@ def test_texts_that_opt_out_change_neither_the_vocabulary_nor_a_bit_of_what_the_
     assert not torch.equal(other_server["global_expert.classifier.weight"], server["global_expert.classifier.weight"])
 
 
-def test_without_opt_out_the_vocabulary_is_that_of_all_training_texts(tmp_path):
-    rows = write_texts(tmp_path / "data", changed=range(7))
-    data = text_data(tmp_path / "data")
-    trained_texts(data, FedAvg("global_expert.*"), tmp_path)
-    assert data.vocabulary == expected_vocabulary(rows, range(60))
-
-
 # Refusals
 
 
@@ -236,37 +222,6 @@ def test_statistics_of_samples_that_opt_out_are_refused(tmp_path):
     assert texts.vocabulary == expected_vocabulary(rows, range(60))
     with pytest.raises(MisconfigurationException, match=r"AGNews: vocabulary was computed from .* leave setup to the"):
         trained_texts(texts, algorithm, tmp_path)
-
-
-def test_a_seed_with_other_participants_needs_other_statistics(tmp_path):
-    algorithm, data = OptInFedAvg("global_expert.*", opt_out_clients=0.5), image_data(images())
-    trained(data, algorithm, tmp_path)
-    trained(data, algorithm, tmp_path)
-    other = next(
-        seed for seed in range(9) if algorithm.participants(range(4), seed) != algorithm.participants(range(4), 3)
-    )
-    with pytest.raises(MisconfigurationException, match="give mean and std, or leave setup to the federation"):
-        run([phase("FedAvg", algorithm)], mixture(), data, tmp_path, seed=other)
-
-
-class Last(OptInFedAvg):
-    """Only the last client takes part."""
-
-    def participants(self, clients, seed):
-        return clients[-1:]
-
-
-class First(OptInFedAvg):
-    """Only the first client takes part."""
-
-    def participants(self, clients, seed):
-        return clients[:1]
-
-
-def test_phases_that_have_no_sample_in_common_are_refused(tmp_path):
-    phases = [phase("first", First("global_expert.*")), phase("last", Last("global_expert.*"))]
-    with pytest.raises(MisconfigurationException, match=r"normalization must be computed from .* but there are none"):
-        run(phases, mixture(), image_data(images()), tmp_path)
 
 
 def test_a_monitor_that_depends_on_the_classes_of_samples_that_opt_out_is_refused(tmp_path):

@@ -42,13 +42,6 @@ def test_a_phase_that_goes_on_from_a_checkpoint_s_result_counts_the_rounds_that_
     assert again.run.rounds_before(phases[1]) == 3
 
 
-def test_alternatives_of_one_another_draw_the_same(tmp_path):
-    phases = [fedavg("first", 3), fedavg("one", 2, start="first"), fedavg("other", 2, start="first")]
-    run = federation(tmp_path, phases)
-    run.fit(model(), data())
-    assert_same_bits(run.run.states["one"].server, run.run.states["other"].server)
-
-
 def test_the_samples_that_opt_out_and_those_of_the_gate_are_drawn_independently():
     datamodule = blobs((4000,))
     client = Client(0, 0, 3, model(), datamodule.train_samples[0], {}, datamodule)

@@ -6,7 +6,6 @@ from helpers import Expert, assert_same_bits, client_generator, mixture, tensors
 from helpers.methods import METHODS
 from helpers.methods import data as data_of_methods
 from helpers.runs import Kill, assert_same, data, federation
-from helpers.workers import TwoInThisProcess
 from torch import nn
 
 from fedmoe_pl import Federation, PersonalizedMoE, Phase
@@ -15,7 +14,6 @@ from fedmoe_pl.algorithms import (
     Ditto,
     FedALA,
     FedAvg,
-    FedJETs,
     FedRoD,
     FineTuning,
     Local,
@@ -24,13 +22,11 @@ from fedmoe_pl.algorithms import (
     SpecialistMixture,
 )
 from fedmoe_pl.algorithms.overrides import chooses_model
-from fedmoe_pl.backends import AutoBackend
 from fedmoe_pl.checkpoints.checkpoint import load_checkpoint
 from fedmoe_pl.checkpoints.client_state import StatesOnDisk
 from fedmoe_pl.checks import InvalidArgumentError
-from fedmoe_pl.cli import main
 from fedmoe_pl.models import GlobalOnly, LinearGate, LocalOnly
-from fedmoe_pl.phases.starts import check_start, find_starts, warn_of_computed_parts
+from fedmoe_pl.phases.starts import find_starts
 
 BOTH = {"global_expert": "FedAvg", "local_expert": "FedPer"}
 
@@ -119,15 +115,6 @@ def test_the_parts_with_such_a_warning_are_those_of_which_nobody_holds_the_evalu
     assert differing == {*last.algorithm.computed_parts}
 
 
-def test_parts_that_are_taken_as_they_were_evaluated_are_not_warned_of(recwarn):
-    by_name = {phase.name: phase for phase in (Phase("FedALA", FedALA()), *phases())}
-    for start in (BOTH, "FedAvg", {"local_expert": "FedALA"}):
-        warn_of_computed_parts(by_name["Mixture"], start, by_name)
-    assert not recwarn.list
-    warn_of_computed_parts(by_name["Mixture"], "FedALA", by_name)
-    assert len(recwarn.list) == 1, "the whole model has the part, too"
-
-
 def test_parts_that_are_not_named_or_initial_start_from_the_initial_model(tmp_path):
     trained = Phase("Local", Local(), max_epochs=1)
     for start in ({"local_expert": "Local"}, {"local_expert": "Local", "global_expert": "initial"}):
@@ -174,26 +161,6 @@ def test_a_run_stopped_at_such_a_phase_and_resumed_ends_with_the_same_bits(whole
     assert_same({**vars(states[0]), "clients": None}, {**vars(states[1]), "clients": None})
 
 
-def test_two_phases_that_keep_tensors_are_read_again_after_a_kill(tmp_path):
-    def both_keep():
-        local = Phase("Local", Local("global_expert.*"), gate=GlobalOnly())
-        start = {"local_expert": "FedPer", "global_expert": "Local"}
-        return [fedper(), local, Phase("Mixture", PFLMoE(0), gate=gate(), start=start, rounds=2)]
-
-    uncut = fitted(tmp_path / "uncut", both_keep())
-    with pytest.raises(KeyboardInterrupt):
-        fitted(tmp_path / "cut", both_keep(), callbacks=[Kill("on_client_end", 9)])  # the mixture's second client
-    resumed = fitted(tmp_path / "cut", both_keep(), ckpt_path="last")
-    for client in range(3):
-        modules = [dict(run.client_module("Mixture", client).state_dict()) for run in (resumed, uncut)]
-        assert_same_bits(*modules)
-
-
-def test_worker_processes_give_the_same_bits(whole, tmp_path):
-    run = fitted(tmp_path, backend=TwoInThisProcess(AutoBackend()))
-    assert_same(run.run.states["Mixture"].clients, whole.run.states["Mixture"].clients)
-
-
 def test_newcomers_take_their_parts_from_the_same_phases(whole, tmp_path):
     later = federation(tmp_path, phases())
     later.personalize(model(), data(sizes=(9, 6)), str(whole.run_dir / "checkpoints/last.ckpt"), rounds=2)
@@ -202,31 +169,6 @@ def test_newcomers_take_their_parts_from_the_same_phases(whole, tmp_path):
         for part, name in BOTH.items():
             assert_same_bits(tensors(module, f"{part}."), tensors(later.client_module(name, client), f"{part}."))
         assert not torch.equal(module.gate.linear.weight, gate().linear.weight), "the gate is trained"
-
-
-def test_a_configuration_names_a_phase_for_each_part(tmp_path, monkeypatch):
-    monkeypatch.setattr("sys.argv", ["fedmoe"])  # LightningCLI warns of arguments beside those that it is given
-    (tmp_path / "parts.yaml").write_text(f"""
-model: {{class_path: PersonalizedMoE, init_args: {{global_expert: SmallMLP, gate: FeatureGate}}}}
-data: {{class_path: Digits, init_args: {{num_clients: 2, partitioner: IID, batch_size: 300}}}}
-trainer: {{accelerator: cpu}}
-federation:
-  logger: false
-  default_root_dir: {tmp_path}
-  phases:
-  - {{name: FedAvg, algorithm: {{class_path: FedAvg, init_args: {{shared: global_expert.*}}}}, gate: GlobalOnly}}
-  - {{name: Local, algorithm: Local, gate: LocalOnly, start: initial}}
-  - name: Mixture
-    algorithm: {{class_path: PFLMoE, init_args: {{gate_fraction: 0}}}}
-    start: {{global_expert: FedAvg, local_expert: Local}}
-""")
-    main(["fit", "--config", str(tmp_path / "parts.yaml"), "--federation.enable_progress_bar=false"])
-    paths = {path.parent.name: path for path in tmp_path.rglob("client_001.ckpt")}
-    paths["FedAvg"] = next(tmp_path.rglob("all_clients.ckpt"))
-    states = {name: torch.load(path)["state_dict"] for name, path in paths.items()}
-    for part, name in (("global_expert.", "FedAvg"), ("local_expert.", "Local")):
-        names = [tensor for tensor in states["Mixture"] if tensor.startswith(part)]
-        assert_same_bits(*({tensor: states[phase][tensor] for tensor in names} for phase in ("Mixture", name)))
 
 
 def own(**kwargs) -> Phase:
@@ -332,26 +274,3 @@ def test_an_own_model_takes_the_parts_that_both_have_and_begins_its_other_parts_
                 tensors(module, "local_expert."), tensors(run.client_module("FedPer", client), "local_expert.")
             )
             assert_same_bits(tensors(module, "pool."), pool)
-
-
-def parts(*names) -> nn.ModuleDict:
-    """A model with these parts."""
-    return nn.ModuleDict({name: nn.Linear(1, 1) for name in names})
-
-
-@pytest.mark.parametrize(
-    ("algorithm", "part", "allowed"),
-    [
-        (PFLMoE(), "globl_expert", "a dict of parts of the ModuleDict (global_expert, local_expert, "),
-        (PFLMoE(0), "global_expert", "one that also names 'local_expert'"),
-        (FineTuning(), "experts", "one that also names 'global_expert'"),
-        (FedJETs(), "embedding", "one that also names 'experts'"),
-    ],
-)
-def test_a_part_that_is_missing_or_misspelt_is_named(algorithm, part, allowed):
-    phase = Phase("G", algorithm, start={part: "FedAvg"})
-    module = parts("global_expert", "local_expert", "embedding", "experts")
-    find_starts([fedavg(), phase])
-    with pytest.raises(InvalidArgumentError) as error:
-        check_start(phase, phase.start, module, lambda name: module)
-    assert error.value.argument == "start" and error.value.allowed.startswith(allowed)

@@ -49,12 +49,6 @@ def test_the_monitored_round_is_the_result_and_the_next_phase_starts_from_it(tmp
     assert_same(dict(state), dict(expected.client_module("FedAvg", 0).global_expert.state_dict()))
 
 
-def test_rounds_before_the_first_selectable_one_are_not_selected(tmp_path):
-    last = Select("global_test", from_round=6)
-    phase = Phase("FedAvg", FedAvg("global_expert.*"), rounds=6, gate=ConstantGate(1.0), select=last)
-    assert federation(tmp_path, [phase]).fit(model(), data())["FedAvg"].round == 6
-
-
 @pytest.mark.parametrize("kind", ["federation", "lightning"])
 def test_a_checkpoint_given_in_place_of_fedavg_gives_the_same_personalized_models(tmp_path, kind):
     whole = federation(tmp_path / "whole")

@@ -24,7 +24,7 @@ from helpers.runs import Kill, assert_same, data, federation, model
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 
 from fedmoe_pl import Evaluate, Phase, Select
-from fedmoe_pl.algorithms import FedAPEN, FedAvg, FedMoEDA, FedProx, Local, PFedMoE
+from fedmoe_pl.algorithms import FedAPEN, FedAvg, FedMoEDA, FedProx, Local
 from fedmoe_pl.backends import StackedBackend, TrainerBackend
 from fedmoe_pl.models import GlobalOnly, MixtureWeights
 from fedmoe_pl.trees import of_module, subtree
@@ -149,22 +149,6 @@ def test_the_monitored_moment_is_the_papers_and_a_killed_run_goes_on_to_the_same
 BOTH = {"evaluate": Evaluate(after="both")}
 
 
-def test_each_algorithm_has_its_papers_moment():
-    evaluation_points = {
-        algorithm: Phase("it", algorithm()).evaluation_points for algorithm in (FedAvg, FedMoEDA, PFedMoE, Local)
-    }
-    assert evaluation_points == {
-        FedAvg: ["aggregation"],
-        FedMoEDA: ["local_training"],
-        PFedMoE: ["local_training"],
-        Local: ["local_training"],
-    }
-    assert Phase("it", PFedMoE(), evaluate=Evaluate(after="both")).evaluation_points == [
-        "local_training",
-        "aggregation",
-    ]
-
-
 @pytest.mark.parametrize("backend", [TrainerBackend(), StackedBackend()])
 def test_what_a_client_trained_last_may_be_its_initial_tensors(tmp_path, backend):
     """A step of rate 2 takes client 0 from w to 2 - w, client 1 from w to 2 - 3w: the means are 0, 2 and -2."""
@@ -281,9 +265,3 @@ def test_newcomers_train_the_shared_parameters_if_they_are_evaluated_after_local
 
 def tensors_of(tree, prefix):
     return {name: tensor for name, tensor in tree.items() if name.startswith(prefix)}
-
-
-def test_rows_of_the_table_have_names_of_their_own(tmp_path):
-    phases = [Phase("it", FedAvg(), **BOTH), Phase(f"it {LOCAL}", FedAvg())]
-    with pytest.raises(MisconfigurationException, match="every name once"):
-        federation(tmp_path, phases)

@@ -4,7 +4,7 @@ from functools import partial
 
 import pytest
 import torch
-from helpers import OneWeight, blobs, mixture, phase, run, sparse_mixture
+from helpers import blobs, mixture, phase, run, sparse_mixture
 from helpers.backends import WithBatchNorm
 from helpers.clusters import clustered, only
 from helpers.pfedmoe import model as of_three_architectures
@@ -17,13 +17,10 @@ from fedmoe_pl.algorithms import (
     FedAdam,
     FedAvg,
     FedMoEDA,
-    FedYogi,
-    Local,
     PFedMoE,
     Scaffold,
 )
 from fedmoe_pl.checkpoints.checkpoint import load_checkpoint
-from fedmoe_pl.checks import InvalidArgumentError
 from fedmoe_pl.models import GlobalOnly
 from fedmoe_pl.rounds.aggregate import server_step
 
@@ -138,28 +135,3 @@ def test_a_phase_ends_at_its_best_round_and_the_next_one_begins_without_momentum
             v = again.server_optimizer[f"optimizer/{parameter}/v"]
             step = 3 * m / (v.sqrt() + 1e-3)
             torch.testing.assert_close(again.server[parameter], first.server[parameter] + step, rtol=1e-12, atol=0)
-
-
-class OwnState(Local):
-    """Sends nothing of the module."""
-
-    federated = True
-
-    def is_shared(self, name):
-        return False
-
-
-REFUSED = [
-    ("server_optimizer", Local(), HALF),
-    ("server_optimizer", OwnState(), HALF),
-    ("lr", FedAvg(), partial(torch.optim.SGD, lr=-1)),
-    ("server_optimizer", FedAvg(), FedYogi),  # without a learning rate
-    ("tau", FedAvg(), partial(FedYogi, lr=1.0, tau=-1)),
-]
-
-
-@pytest.mark.parametrize(("argument", "algorithm", "optimizer"), REFUSED)
-def test_an_optimizer_that_cannot_be_the_server_s_is_refused(argument, algorithm, optimizer, tmp_path):
-    with pytest.raises(InvalidArgumentError) as error:
-        run([phase("it", algorithm, server_optimizer=optimizer)], OneWeight(), blobs(), tmp_path)
-    assert error.value.argument == argument

@@ -26,6 +26,8 @@ from fedmoe_pl.setup.trainer import check_trainer
 
 sgd = partial(SGD, lr=0.1)
 STEP = partial(StepLR, step_size=1)
+BOTH = Evaluate(after="both")
+NO_FILES = ("..", "a\0b", "ä" * 150)
 REFUSED = [
     ("clients_per_round", {"clients_per_round": 4}),
     ("clients_per_round", {"clients_per_round": 1.5}),
@@ -87,16 +89,17 @@ def test_what_torch_and_lightning_refuse_is_said_with_the_phase_s_name(tmp_path,
 @pytest.mark.parametrize(
     ("argument", "made"),
     [
-        ("phases", lambda: Federation(Phase("p", FedAvg()))),  # type: ignore
-        ("each of phases", lambda: Federation(["FedAvg"])),
         ("phases", lambda: Federation([phases()[0], phases()[0]])),
-        ("algorithm", lambda: Federation([Phase("p", FedAvg)])),
+        ("phases", lambda: Federation([Phase("p", FedAvg(), evaluate=BOTH), Phase("p after local training", Local())])),
         ("datamodule", lambda: Federation(phases()).fit(model(), BoringDataModule())),
-        ("model", lambda: Federation(phases()).fit(WithDropout(), data())),
         ("min_clients", lambda: ClientFailures(min_clients=0)),
+        ("dropout", lambda: ClientFailures(dropout=float("nan"))),
+        ("max_change", lambda: ClientFailures(max_change=0.5)),
+        *(("name", lambda name=name: Phase(name, FedAvg())) for name in (*NO_FILES, "a/b", "\ud800", "initial")),
+        *(("name", lambda name=name: Federation(phases(), name=name)) for name in (*NO_FILES, "../x", "/tmp/x")),
     ],
 )
-def test_an_object_of_another_kind_is_refused(argument, made, tmp_path, monkeypatch):
+def test_arguments_are_refused_when_they_are_given(argument, made, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     with pytest.raises(InvalidArgumentError) as error:
         made()
