@@ -7,8 +7,6 @@ from abc import ABC, abstractmethod
 import torch
 from torch import Generator, Tensor
 
-from fedmoe_pl.checks import InvalidArgumentError, check_at_least
-
 
 class Augmentation(ABC):
     """Changes a batch of normalized images at random; derive from it to write your own augmentation."""
@@ -33,11 +31,10 @@ class RandomCrop(Augmentation):
     It does the same as torchvision's ``RandomCrop(size, padding)`` before normalization.
 
     Args:
-        padding: largest shift, in pixels, at least 1.
+        padding: largest shift, in pixels.
     """
 
     def __init__(self, padding: int = 4) -> None:
-        check_at_least(self, "padding", padding, 1)
         self.padding = padding
 
     def __call__(self, x: Tensor, generator: Generator | None = None, black: Tensor | None = None) -> Tensor:
@@ -66,8 +63,6 @@ class RandomHorizontalFlip(Augmentation):
     """
 
     def __init__(self, p: float = 0.5) -> None:
-        if not 0 <= p <= 1:
-            raise InvalidArgumentError(self, "p", p, "from 0 to 1")
         self.p = p
 
     def __call__(self, x: Tensor, generator: Generator | None = None, black: Tensor | None = None) -> Tensor:

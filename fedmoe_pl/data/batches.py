@@ -9,8 +9,6 @@ from typing import Any
 import torch
 from torch import Generator, Tensor
 
-from fedmoe_pl.checks import check_at_least
-
 EVALUATED_AT_ONCE = 1000
 """Samples in a batch for evaluation."""
 _SAMPLES_AT_ONCE = 128  # samples gathered and augmented in one call: cheaper than batch by batch, and fits the cache
@@ -40,7 +38,6 @@ class SampleBatches(ABC):
         drop_single: bool,
         device: torch.device,
     ) -> None:
-        check_at_least(self, "batch_size", batch_size, 1)
         self.samples = samples
         self.batch_size = batch_size
         self.shuffle = shuffle

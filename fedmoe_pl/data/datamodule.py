@@ -9,7 +9,7 @@ import torch
 from lightning.pytorch import LightningDataModule
 from torch import Generator, Tensor
 
-from fedmoe_pl.checks import InvalidArgumentError, check_at_least
+from fedmoe_pl.checks import InvalidArgumentError
 from fedmoe_pl.data.arrays import Arrays, are_classes, normalized
 from fedmoe_pl.data.augmentation import Augmentation
 from fedmoe_pl.data.batches import EVALUATED_AT_ONCE, Batches, SampleBatches
@@ -107,16 +107,12 @@ class FederatedDataModule(LightningDataModule, ABC):
         rotations: list[int] | None = None,
     ) -> None:
         super().__init__()
-        check_at_least(self, "num_clients", num_clients, 1)
-        check_at_least(self, "batch_size", batch_size, 1)
-        check_at_least(self, "partition_seed", partition_seed, 0, highest=None)
         for name, fraction, most in (
             ("test_fraction", test_fraction, 1.0),
             ("validation_fraction", validation_fraction, 1 - test_fraction),
         ):
             if not 0 <= fraction < most:
                 raise InvalidArgumentError(self, name, fraction, f"at least 0 and below {most:g}", "clients must train")
-        check_at_least(self, "global_test_size", global_test_size, 1)
         check_rotations(self, rotations, partitioner)
         self.requested_clients = num_clients
         self.partitioner = partitioner

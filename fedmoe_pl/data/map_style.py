@@ -5,7 +5,7 @@ from __future__ import annotations
 import multiprocessing
 import signal
 import zlib
-from collections.abc import Callable, Iterator, Mapping, Sequence, Sized
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -15,7 +15,7 @@ import torch
 from lightning.fabric.utilities.apply_func import move_data_to_device
 from torch import Generator, Tensor
 from torch.utils._pytree import tree_leaves
-from torch.utils.data import DataLoader, IterableDataset, default_collate
+from torch.utils.data import DataLoader, default_collate
 
 from fedmoe_pl.checks import InvalidArgumentError
 from fedmoe_pl.data.arrays import are_classes, check_labels
@@ -97,14 +97,7 @@ class MapStyleData:
 
     def check_datasets(self, owner: object, needs_test: bool) -> None:
         """Refuses datasets that are no map-style datasets, or of wrong sizes."""
-        for argument in ("train_dataset", "test_dataset", "eval_dataset"):
-            dataset = getattr(self, argument)
-            if dataset is not None and not is_map_style(dataset):
-                allowed = "a map-style dataset, with __len__ and __getitem__"
-                raise InvalidArgumentError(owner, argument, dataset, allowed, "each sample can belong to a client")
         n_train, n_test = self.sizes
-        if not n_train:
-            raise InvalidArgumentError(owner, "train_dataset", self.train_dataset, "of at least one sample")
         if needs_test and not n_test:
             allowed = "of at least one sample, unless pool is True"
             raise InvalidArgumentError(owner, "test_dataset", self.test_dataset, allowed)
@@ -112,11 +105,6 @@ class MapStyleData:
             allowed = f"the {n_train} samples of train_dataset in the same order"
             reason = f"it has {len(self.eval_dataset)}"
             raise InvalidArgumentError(owner, "eval_dataset", self.eval_dataset, allowed, reason)
-
-
-def is_map_style(dataset: Any) -> bool:
-    """Whether samples can be read by their index."""
-    return isinstance(dataset, Sized) and hasattr(dataset, "__getitem__") and not isinstance(dataset, IterableDataset)
 
 
 def is_pair(batch: Any) -> bool:

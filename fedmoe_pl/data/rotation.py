@@ -61,10 +61,6 @@ def _check(owner: object, arrays: Arrays, rotations: Sequence[int], num_clients:
         raise InvalidArgumentError(owner, "num_clients", num_clients, allowed)
     if arrays.client_train is not None:
         raise InvalidArgumentError(owner, "rotations", rotations, "None", "the data have client ids")
-    shape = tuple(arrays.x_train.shape)
-    if len(shape) != 4 or (shape[2] != shape[3] and any(angle % 180 for angle in rotations)):
-        allowed = "None for samples that are no images, or 0 and 180 for images that are not square"
-        raise InvalidArgumentError(owner, "rotations", rotations, allowed, f"samples have shape {shape[1:]}")
 
 
 def _copies(x: Tensor, rotations: Sequence[int]) -> Tensor:

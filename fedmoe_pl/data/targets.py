@@ -42,11 +42,6 @@ def imported(values: Any) -> Any:
     return found if callable(found) else values
 
 
-def reason_of(error: Exception) -> str:
-    """What an exception of a user's code says, in one line."""
-    return f"{type(error).__name__}: {error}".splitlines()[0].rstrip(".")
-
-
 def classes_of(owner: object, dataset: Any, targets: Values | None) -> Tensor | None:
     """The classes of a dataset's samples, int64, shape (n,); None if the targets are not one integer for each sample.
 
@@ -81,10 +76,6 @@ def values_of(owner: object, argument: str, dataset: Any, values: Values) -> np.
     """A value of each sample, for the argument that says how they are found."""
     found = values(dataset) if callable(values) else _attribute(dataset, values)
     if found is None and isinstance(values, str):
-        first = _read(dataset, 0)
-        if not isinstance(first, dict) or values not in first:
-            allowed = f"an attribute of the {type(dataset).__name__}, a key of its samples, or a function"
-            raise InvalidArgumentError(owner, argument, values, allowed)
         found = _read_all(owner, dataset, values)
     array = _to_array(found)
     if array.shape[:1] != (len(dataset),):

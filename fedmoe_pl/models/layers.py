@@ -10,8 +10,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from fedmoe_pl.checks import MOST_UNITS, InvalidArgumentError, check_at_least
-
 
 def draw_anew(module: nn.Module) -> None:
     """Draws new initial parameters in place, with the ``reset_parameters`` of every layer that has this method.
@@ -90,29 +88,18 @@ class SmallBiasLinear(nn.Linear):
         nn.init.constant_(self.bias, 0.01)
 
 
-def keep_arguments(network: nn.Module, arguments: Mapping[str, Any]) -> None:
-    """Makes attributes of the locals of a network's constructor, from which a checkpoint can rebuild it.
-
-    All are sizes, except for the probability ``dropout``, flags and modules.
-    """
+def keep_arguments(module: nn.Module, arguments: Mapping[str, Any]) -> None:
+    """Makes attributes of the locals of a module's constructor, from which a checkpoint can describe it."""
     for name, value in arguments.items():
-        if name == "self" or name.startswith("_"):
-            continue
-        if name == "dropout" and not 0 <= value < 1:
-            raise InvalidArgumentError(network, name, value, "at least 0 and below 1")
-        if name != "dropout" and not isinstance(value, (bool, nn.Module)):
-            check_at_least(network, name, value, 1, MOST_UNITS)
-        setattr(network, name, value)
+        if name != "self" and not name.startswith("_"):
+            setattr(module, name, value)
 
 
-def pooled_size(network: nn.Module, image_size: int, times: int = 2) -> int:
+def pooled_size(image_size: int, times: int = 2) -> int:
     """Height and width of an image after 5x5 convolutions without padding, each followed by 2x2 pooling."""
-    size, least = image_size, 1
     for _ in range(times):
-        size, least = (size - 4) // 2, 2 * least + 4
-    if size < 1:
-        raise InvalidArgumentError(network, "image_size", image_size, f"at least {least}, for {times} convolutions")
-    return size
+        image_size = (image_size - 4) // 2
+    return image_size
 
 
 def two_convolutions(

@@ -6,8 +6,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from fedmoe_pl.checks import MOST_UNITS, InvalidArgumentError, check_at_least, check_number
-
 
 class SwitchNorm1d(nn.Module):
     """Normalizes by a learned mixture of layer and batch statistics (Luo et al., https://arxiv.org/abs/1806.10779).
@@ -31,10 +29,6 @@ class SwitchNorm1d(nn.Module):
 
     def __init__(self, num_features: int, momentum: float = 0.9, eps: float = 1e-5) -> None:
         super().__init__()
-        check_at_least(self, "num_features", num_features, 2, MOST_UNITS)
-        if not 0 <= momentum <= 1:
-            raise InvalidArgumentError(self, "momentum", momentum, "from 0 to 1, the share of the old statistics")
-        check_number(self, "eps", eps, above=0)
         self.num_features = num_features
         self.momentum = momentum
         self.eps = eps

@@ -1,13 +1,6 @@
-"""Reading errors, shapes and sizes of image data sets."""
+"""Shapes and sizes of image data sets."""
 
 from __future__ import annotations
-
-import http.client
-import lzma
-import os
-import struct
-import zipfile
-import zlib
 
 import numpy as np
 import torch
@@ -17,21 +10,6 @@ from torchvision.transforms.v2 import functional
 from fedmoe_pl.checks import InvalidArgumentError
 
 _IMAGES_AT_ONCE = 4096
-
-# Raised by numpy, zipfile, PIL or torchvision for a file that is missing, incomplete or damaged.
-READ_ERRORS = (
-    OSError,
-    EOFError,
-    struct.error,
-    RuntimeError,
-    ValueError,
-    KeyError,
-    AssertionError,
-    zipfile.BadZipFile,
-    zlib.error,
-    lzma.LZMAError,
-    http.client.HTTPException,
-)
 
 
 def channels_first(owner: object, name: str, images: np.ndarray | Tensor) -> Tensor:
@@ -53,17 +31,8 @@ def resize(owner: object, images: Tensor, image_size: int | None) -> Tensor:
         return images
     if images.dim() != 4:
         raise InvalidArgumentError(owner, "image_size", image_size, "None for samples that are not images")
-    check_memory(owner, image_size, len(images), images.shape[1] * images.element_size())
     resized = images.new_empty(*images.shape[:2], image_size, image_size)
     for out, chunk in zip(resized.split(_IMAGES_AT_ONCE), images.split(_IMAGES_AT_ONCE), strict=True):
         # contiguous, because torchvision's fast path for uint8 needs it
         out.copy_(functional.center_crop(functional.resize(chunk.contiguous(), [image_size]), [image_size]))
     return resized
-
-
-def check_memory(owner: object, image_size: int, images: int, bytes_per_pixel: int) -> None:
-    """Refuses a size of images at which they would not fit into the machine's memory."""
-    needed, memory = images * image_size**2 * bytes_per_pixel, os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    if needed > memory:
-        reason = f"{images:,} images of that size need {needed:,} bytes, and this machine has {memory:,}"
-        raise InvalidArgumentError(owner, "image_size", image_size, "lower", reason)

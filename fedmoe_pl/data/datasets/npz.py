@@ -8,11 +8,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fedmoe_pl.checks import InvalidArgumentError, check_at_least
+from fedmoe_pl.checks import InvalidArgumentError
 from fedmoe_pl.data.arrays import Arrays
 from fedmoe_pl.data.datamodule import FederatedDataModule
-from fedmoe_pl.data.datasets.images import READ_ERRORS, channels_first, resize
-from fedmoe_pl.data.targets import reason_of
+from fedmoe_pl.data.datasets.images import channels_first, resize
 
 
 class NpzFile(FederatedDataModule):
@@ -43,14 +42,15 @@ class NpzFile(FederatedDataModule):
     ) -> None:
         super().__init__(**kwargs)
         self.path = path
-        check_at_least(self, "image_size", image_size, 1)
         self.image_size = image_size
         self.mean = mean
         self.std = std
 
     def load(self) -> Arrays:
         """Reads the file."""
-        arrays = self._read()
+        needed, optional = ("x_train", "y_train", "x_test", "y_test"), ("client_train", "client_test")
+        with np.load(self.path) as file:
+            arrays = {key: file[key] for key in (*needed, *optional) if key in needed or key in file}
         return Arrays(
             y_train=self._to_targets("y_train", arrays["y_train"]),
             y_test=self._to_targets("y_test", arrays["y_test"]),
@@ -61,16 +61,6 @@ class NpzFile(FederatedDataModule):
             mean=self.mean,
             std=self.std,
         )
-
-    def _read(self) -> dict[str, np.ndarray]:
-        """The arrays of the data set, and the client ids if the file has them."""
-        needed, optional = ("x_train", "y_train", "x_test", "y_test"), ("client_train", "client_test")
-        try:
-            with open(self.path, "rb") as opened, np.load(opened) as file:
-                return {key: file[key] for key in (*needed, *optional) if key in needed or key in file}
-        except (*READ_ERRORS, TypeError, AttributeError) as error:  # the last two for a file of another type
-            allowed = f"an .npz file of plain arrays, with {', '.join(needed)}"
-            raise InvalidArgumentError(self, "path", self.path, allowed, reason_of(error)) from error
 
     def _to_targets(self, name: str, array: np.ndarray) -> Tensor:
         """Targets as float32, or int64 for integers."""

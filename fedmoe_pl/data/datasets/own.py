@@ -20,11 +20,11 @@ from torch.utils.data import (
     default_collate,
 )
 
-from fedmoe_pl.checks import InvalidArgumentError, check_at_least
+from fedmoe_pl.checks import InvalidArgumentError
 from fedmoe_pl.data.arrays import Arrays
 from fedmoe_pl.data.datamodule import FederatedDataModule
-from fedmoe_pl.data.map_style import MapStyleData, is_map_style
-from fedmoe_pl.data.targets import Values, classes_of, imported, reason_of, values_of
+from fedmoe_pl.data.map_style import MapStyleData
+from fedmoe_pl.data.targets import Values, classes_of, imported, values_of
 from fedmoe_pl.seeds import seeded
 
 _TRANSFERS = ("on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer")
@@ -68,7 +68,6 @@ class FromDatasets(FederatedDataModule):
         **kwargs: Any,
     ) -> None:
         super().__init__(**kwargs)
-        check_at_least(self, "num_workers", num_workers, 0)
         self.train_dataset = train_dataset
         self.test_dataset = test_dataset
         self.eval_dataset = eval_dataset
@@ -121,7 +120,6 @@ class FromDataModule(FederatedDataModule):
         **kwargs: Any,
     ) -> None:
         super().__init__(**kwargs)
-        check_at_least(self, "batch_size", batch_size, 1)
         self.datamodule = datamodule
         self.eval_dataset = eval_dataset
         self.targets = imported(targets)
@@ -140,11 +138,13 @@ class FromDataModule(FederatedDataModule):
 
     def load(self) -> Arrays | MapStyleData:
         """Takes the datasets of the data module's loaders."""
-        self._set_up("fit")
+        with seeded(self.partition_seed):  # the same samples in every run and process
+            self.datamodule.setup("fit")
         train = self._loader("train_dataloader")
         assert train is not None
         if self._overrides("test_dataloader"):
-            self._set_up("test")
+            with seeded(self.partition_seed):
+                self.datamodule.setup("test")
         test = self._loader("test_dataloader")
         if test is None:
             test = self._loader("val_dataloader")
@@ -165,14 +165,6 @@ class FromDataModule(FederatedDataModule):
         """Leaves out the data module, once its datasets are known: it may refer to what cannot be sent to a process."""
         return {**vars(self), "datamodule": None} if self.is_set_up else vars(self)
 
-    def _set_up(self, stage: str) -> None:
-        try:
-            with seeded(self.partition_seed):  # the same samples in every run and process
-                self.datamodule.setup(stage)
-        except Exception as error:  # whatever a user's data module raises
-            allowed = f"one whose setup('{stage}') works without a Trainer"
-            raise InvalidArgumentError(self, "datamodule", self.datamodule, allowed, reason_of(error)) from error
-
     def _overrides(self, name: str) -> bool:
         return getattr(type(self.datamodule), name) is not getattr(DataHooks, name) or name in vars(self.datamodule)
 
@@ -180,13 +172,10 @@ class FromDataModule(FederatedDataModule):
         """The data module's loader; None if it has none, except for training."""
         if not self._overrides(name) and name != "train_dataloader":
             return None
-        loader = getattr(self.datamodule, name)() if self._overrides(name) else None
+        loader: DataLoader = getattr(self.datamodule, name)()
         if isinstance(loader, (list, tuple)) and len(loader) == 1:
             loader = loader[0]
-        if not isinstance(loader, DataLoader):
-            allowed = f"one whose {name} returns one DataLoader of a map-style dataset"
-            raise InvalidArgumentError(self, "datamodule", self.datamodule, allowed)
-        if name == "train_dataloader" and is_map_style(loader.dataset) and not _keeps_all_samples(loader):
+        if name == "train_dataloader" and not _keeps_all_samples(loader):
             allowed = f"one whose {name} has no sampler of its own, and a batch_size"
             reason = "each client shuffles its own samples; a torch.utils.data.Subset can choose some"
             raise InvalidArgumentError(self, "datamodule", self.datamodule, allowed, reason)

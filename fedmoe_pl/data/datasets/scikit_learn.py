@@ -7,7 +7,6 @@ from typing import Any
 import numpy as np
 import torch
 
-from fedmoe_pl.checks import check_at_least
 from fedmoe_pl.data.arrays import Arrays
 from fedmoe_pl.data.datamodule import FederatedDataModule
 from fedmoe_pl.data.datasets.images import resize
@@ -25,7 +24,6 @@ class Digits(FederatedDataModule):
 
     def __init__(self, image_size: int | None = None, **kwargs: Any) -> None:
         super().__init__(**kwargs)
-        check_at_least(self, "image_size", image_size, 1)
         self.image_size = image_size
 
     def load(self) -> Arrays:
@@ -48,12 +46,7 @@ class Diabetes(FederatedDataModule):
     the patient's age is the client of a sample, up to 29 and from 70 on together, so that there are six clients; with
     the partitioner ``IID`` there may be others.
 
-    Args:
-        **kwargs: arguments of ``FederatedDataModule``.
     """
-
-    def __init__(self, **kwargs: Any) -> None:
-        super().__init__(**kwargs)
 
     def load(self) -> Arrays:
         """Reads the patients and splits them into training and test."""

@@ -8,7 +8,6 @@ import numpy as np
 import torch
 from torch import Generator
 
-from fedmoe_pl.checks import check_at_least
 from fedmoe_pl.data.arrays import Arrays
 from fedmoe_pl.data.datamodule import FederatedDataModule
 
@@ -30,9 +29,6 @@ class SyntheticMultilabel(FederatedDataModule):
 
     def __init__(self, num_samples: int = 1000, num_features: int = 20, num_labels: int = 5, **kwargs: Any) -> None:
         super().__init__(**kwargs)
-        check_at_least(self, "num_samples", num_samples, 5)
-        check_at_least(self, "num_features", num_features, 1)
-        check_at_least(self, "num_labels", num_labels, 1)
         self.num_samples = num_samples
         self.num_features = num_features
         self.num_labels = num_labels
@@ -65,8 +61,6 @@ class SyntheticShapes(FederatedDataModule):
 
     def __init__(self, images_per_client: int = 30, image_size: int = 16, **kwargs: Any) -> None:
         super().__init__(**kwargs)
-        check_at_least(self, "images_per_client", images_per_client, 5)
-        check_at_least(self, "image_size", image_size, 12)
         self.images_per_client = images_per_client
         self.image_size = image_size
 

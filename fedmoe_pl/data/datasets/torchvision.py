@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 import torch
 from torchvision import datasets
 
-from fedmoe_pl.checks import InvalidArgumentError, check_at_least, check_choice
 from fedmoe_pl.data.arrays import Arrays
 from fedmoe_pl.data.datamodule import FederatedDataModule
-from fedmoe_pl.data.datasets.images import READ_ERRORS, channels_first, resize
+from fedmoe_pl.data.datasets.images import channels_first, resize
 
 EMNISTSplit = Literal["byclass", "bymerge", "balanced", "letters", "digits", "mnist"]
 
@@ -40,7 +39,6 @@ class TorchvisionDataModule(FederatedDataModule):
         super().__init__(**kwargs)
         self.root = root
         self.download = download
-        check_at_least(self, "image_size", image_size, 1)
         self.image_size = image_size
         self.mean = mean
         self.std = std
@@ -61,25 +59,16 @@ class TorchvisionDataModule(FederatedDataModule):
         """Downloads missing files."""
         if self.download:
             for train in (True, False):
-                self._read(train, download=True)
+                self.read(train, download=True)
 
     def load(self) -> Arrays:
         """Reads the files."""
         parts = []
         for train in (True, False):
-            images, labels = self._read(train, download=False)
+            images, labels = self.read(train, download=False)
             x = channels_first(self, "images", images)
             parts += [resize(self, x, self.image_size), torch.as_tensor(labels)]
         return Arrays(*parts, mean=self.mean, std=self.std)
-
-    def _read(self, train: bool, download: bool) -> tuple[Any, Any]:
-        try:
-            return self.read(train, download)
-        except READ_ERRORS as error:
-            reason = " ".join(str(error).split()) or type(error).__name__
-            reason = f"the download failed ({reason})" if download else f"it cannot be read ({reason})"
-            allowed = f"a folder with torchvision's files of {type(self).__name__}, or one to download them into"
-            raise InvalidArgumentError(self, "root", self.root, allowed, reason) from error
 
 
 class MNIST(TorchvisionDataModule):
@@ -134,7 +123,6 @@ class EMNIST(TorchvisionDataModule):
 
     def __init__(self, split: EMNISTSplit = "balanced", **kwargs: Any) -> None:
         super().__init__(**kwargs)
-        check_choice(self, "split", split, get_args(EMNISTSplit))
         self.split = split
 
     def read(self, train: bool, download: bool) -> tuple[Any, Any]:

@@ -6,9 +6,8 @@ from collections.abc import Callable
 from typing import Literal, get_args
 
 import numpy as np
-from lightning.fabric.utilities.exceptions import MisconfigurationException
 
-from fedmoe_pl.checks import InvalidArgumentError, check_at_least, check_choice, check_number
+from fedmoe_pl.checks import InvalidArgumentError, check_choice, check_number
 from fedmoe_pl.data.partitioners.partitioner import LabelPartitioner, deal
 
 Pairs = Literal["random", "product"]
@@ -39,7 +38,6 @@ class MajorityClasses(LabelPartitioner):
     def __init__(self, majority_share: float, samples_per_client: int | None = None, pairs: Pairs = "random") -> None:
         if not 0 < majority_share <= 1:
             raise InvalidArgumentError(self, "majority_share", majority_share, "above 0 and at most 1")
-        check_at_least(self, "samples_per_client", samples_per_client, 1)
         check_choice(self, "pairs", pairs, get_args(Pairs))
         self.majority_share = majority_share
         self.samples_per_client = samples_per_client
@@ -99,7 +97,6 @@ class TwoClasses(LabelPartitioner):
     """
 
     def __init__(self, samples_per_client: int = 500, balance: float = 0.5) -> None:
-        check_at_least(self, "samples_per_client", samples_per_client, 1)
         if not (0 < balance < 1 and 0 < round(samples_per_client * balance) < samples_per_client):
             allowed = f"between 0 and 1, so that each class has at least one of {samples_per_client} samples"
             raise InvalidArgumentError(self, "balance", balance, allowed)
@@ -130,15 +127,11 @@ class Shards(LabelPartitioner):
     """
 
     def __init__(self, shards_per_client: int = 2) -> None:
-        check_at_least(self, "shards_per_client", shards_per_client, 1)
         self.shards_per_client = shards_per_client
 
     def partition(self, labels: np.ndarray, num_clients: int, rng: np.random.Generator) -> list[np.ndarray]:
         """Deals the samples."""
         num_shards = num_clients * self.shards_per_client
-        if num_shards > len(labels):
-            allowed = f"at most {len(labels) // num_clients}, the number of samples per client"
-            raise InvalidArgumentError(self, "shards_per_client", self.shards_per_client, allowed)
         shards = np.array_split(np.argsort(labels, kind="stable"), num_shards)
         by_client = rng.permutation(num_shards).reshape(num_clients, -1)
         return [np.concatenate([shards[shard] for shard in of_client]) for of_client in by_client]
@@ -161,7 +154,6 @@ class Pathological(LabelPartitioner):
     def __init__(
         self, classes_per_client: int = 2, share: Share = "uniform", concentration: float | None = None
     ) -> None:
-        check_at_least(self, "classes_per_client", classes_per_client, 1)
         check_choice(self, "share", share, get_args(Share))
         if concentration is not None and share != "dirichlet":
             raise InvalidArgumentError(self, "concentration", concentration, f"left out with the share '{share}'")
@@ -189,9 +181,8 @@ class Pathological(LabelPartitioner):
 def draw_classes(num_clients: int, per_client: int, num_classes: int, rng: np.random.Generator) -> np.ndarray:
     """Draws different classes for every client, (num_clients, per_client), from those that have been drawn least."""
     if per_client > num_classes:
-        raise MisconfigurationException(
-            f"partitioner gives every client {per_client} different classes, but the data have {num_classes}."
-        )
+        allowed = f"at most {num_classes}, as in the data"
+        raise InvalidArgumentError("partitioner", "the number of classes of a client", per_client, allowed)
     drawn = np.zeros(num_classes, dtype=np.int64)
     classes = np.empty((num_clients, per_client), dtype=np.int64)
     for of_client in classes:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from fedmoe_pl.checks import InvalidArgumentError, check_at_least, check_number
+from fedmoe_pl.checks import InvalidArgumentError, check_number
 from fedmoe_pl.data.partitioners.partitioner import LabelPartitioner, deal, group_by
 
 _ATTEMPTS = 1000  # attempts of BalancedDirichlet before it gives up
@@ -51,7 +51,6 @@ class ClientDirichlet(LabelPartitioner):
 
     def __init__(self, alpha: float, samples_per_client: int) -> None:
         check_number(self, "alpha", alpha, above=0)
-        check_at_least(self, "samples_per_client", samples_per_client, 1)
         self.alpha = alpha
         self.samples_per_client = samples_per_client
 
@@ -89,7 +88,6 @@ class BalancedDirichlet(LabelPartitioner):
 
     def __init__(self, alpha: float, minimum_samples: int = 10) -> None:
         check_number(self, "alpha", alpha, above=0)
-        check_at_least(self, "minimum_samples", minimum_samples, 1)
         self.alpha = alpha
         self.minimum_samples = minimum_samples
 

@@ -10,7 +10,7 @@ import numpy as np
 
 from fedmoe_pl.checks import InvalidArgumentError
 from fedmoe_pl.data.partitioners.partitioner import Partitioner, group_by
-from fedmoe_pl.data.targets import imported, reason_of
+from fedmoe_pl.data.targets import imported
 
 
 class NaturalIds(Partitioner):
@@ -61,12 +61,9 @@ class PredefinedIndices(Partitioner):
         rng: np.random.Generator,
         client_ids: np.ndarray | None = None,
     ) -> list[np.ndarray]:
-        try:
-            lists = _read(self.indices) if isinstance(self.indices, str) else self.indices(labels)
-            parts = [np.asarray(part) for part in (lists.values() if isinstance(lists, Mapping) else lists)]
-            together = np.concatenate(parts)
-        except Exception as error:  # whatever a damaged file or a user's function raises
-            raise self._refused("lists of the indices of clients", reason_of(error)) from error
+        lists = _read(self.indices) if isinstance(self.indices, str) else self.indices(labels)
+        parts = [np.asarray(part) for part in (lists.values() if isinstance(lists, Mapping) else lists)]
+        together = np.concatenate(parts)
         if any(part.ndim != 1 or not len(part) or part.dtype.kind not in "iu" for part in parts):
             raise self._refused("lists of integers, none of them empty")
         if together.min() < 0 or together.max() >= len(labels):

@@ -38,7 +38,7 @@ class LEAFCNN(Expert):
         image_size: int = 32,
     ) -> None:
         super().__init__(locals())
-        size = pooled_size(self, image_size)
+        size = pooled_size(image_size)
         self.input_shape = (in_channels, image_size, image_size)
         self.extractor = two_convolutions(in_channels, conv1_channels, conv2_channels, XavierConv2d)
         self.classifier = nn.Sequential(

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from typing import ClassVar
+
 from torch import nn
 
-from fedmoe_pl.checks import InvalidArgumentError
 from fedmoe_pl.models.experts.expert import Expert
 
 
@@ -20,14 +21,12 @@ class CNN(Expert):
         num_classes: number of outputs.
     """
 
-    _WIDTHS = ((32, 2000), (16, 2000), (32, 1000), (32, 800), (32, 500))  # of conv2 and fc1
+    _WIDTHS: ClassVar = {1: (32, 2000), 2: (16, 2000), 3: (32, 1000), 4: (32, 800), 5: (32, 500)}  # of conv2 and fc1
 
     def __init__(self, variant: int = 1, in_channels: int = 3, num_classes: int = 10) -> None:
         super().__init__(locals())
-        if variant > 5:
-            raise InvalidArgumentError(self, "variant", variant, "1, 2, 3, 4 or 5")
         self.input_shape = (in_channels, 32, 32)
-        channels, hidden = self._WIDTHS[variant - 1]
+        channels, hidden = self._WIDTHS[variant]
         self.extractor = nn.Sequential(
             nn.Conv2d(in_channels, 16, 5),  # (B, 16, 28, 28)
             nn.MaxPool2d(2),

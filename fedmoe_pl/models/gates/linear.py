@@ -5,7 +5,6 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from fedmoe_pl.checks import MOST_EXPERTS, check_at_least, check_sizes
 from fedmoe_pl.models.gates.gate import Gate
 
 
@@ -14,7 +13,6 @@ class _SigmoidGate(Gate):
 
     def __init__(self, in_features: int | None = None) -> None:
         super().__init__()
-        check_sizes(self, in_features=in_features)
         self.linear = nn.LazyLinear(1) if in_features is None else nn.Linear(in_features, 1)
 
     @property
@@ -59,8 +57,6 @@ class ProxyGate(Gate):
 
     def __init__(self, num_experts: int = 4, in_features: int | None = None) -> None:
         super().__init__()
-        check_sizes(self, in_features=in_features)
-        check_at_least(self, "num_experts", num_experts, 1, MOST_EXPERTS)
 
         def proxy() -> nn.Linear:
             return nn.LazyLinear(1, bias=False) if in_features is None else nn.Linear(in_features, 1, bias=False)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from fedmoe_pl.checks import check_sizes
 from fedmoe_pl.models.gates.gate import Gate
 from fedmoe_pl.models.layers import SmallBiasLinear, XavierConv2d, keep_arguments, pooled_size
 from fedmoe_pl.models.normalization import SwitchNorm1d
@@ -64,7 +63,7 @@ class GateCNN(nn.Module):
     ) -> None:
         super().__init__()
         keep_arguments(self, locals())
-        size = pooled_size(self, image_size, times=2 if conv2_channels else 1)
+        size = pooled_size(image_size, times=2 if conv2_channels else 1)
         self.input_shape = (in_channels, image_size, image_size)
         layers: list[nn.Module] = [XavierConv2d(in_channels, conv1_channels, 5), nn.MaxPool2d(2), nn.ReLU()]
         if conv2_channels:
@@ -96,7 +95,6 @@ class MLPGate(Gate):
         self, num_experts: int, in_features: int | None = None, reads_features: bool = True, dropout: float = 0.1
     ) -> None:
         super().__init__()
-        check_sizes(self, in_features=in_features)
         keep_arguments(self, {"num_experts": num_experts, "reads_features": reads_features, "dropout": dropout})
         first = nn.LazyLinear(128) if in_features is None else nn.Linear(in_features, 128)
         layers: list[nn.Module] = [first, nn.ReLU(), nn.Dropout(dropout)]

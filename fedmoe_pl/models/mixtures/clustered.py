@@ -9,7 +9,7 @@ from lightning.pytorch.cli import LRSchedulerCallable, OptimizerCallable
 from torch import Tensor, nn
 from torch.nn.modules.conv import _ConvNd
 
-from fedmoe_pl.checks import MOST_EXPERTS, InvalidArgumentError, check_at_least
+from fedmoe_pl.checks import InvalidArgumentError
 from fedmoe_pl.models.gates.fixed import EqualWeights, FixedGate
 from fedmoe_pl.models.gates.gate import Gate
 from fedmoe_pl.models.layers import draw_anew, layer_without_reset
@@ -74,7 +74,6 @@ class ClusteredMoE(MixtureOfExperts):
         super().__init__(optimizer, lr_scheduler, mixing or "probabilities", None, channels_last, task, loss)
         if mixing is None and self.task == "regression":
             self.mixing = "logits"
-        check_at_least(self, "num_clusters", num_clusters, 1, MOST_EXPERTS)
         if (layer := layer_without_reset(global_expert)) is not None:
             reason = f"its {type(layer).__name__} has no reset_parameters, so that all clusters would start equal"
             raise InvalidArgumentError(self, "global_expert", global_expert, "one that can be drawn anew", reason)

@@ -8,7 +8,6 @@ import torch
 from lightning.pytorch.cli import LRSchedulerCallable, OptimizerCallable
 from torch import Tensor, nn
 
-from fedmoe_pl.checks import InvalidArgumentError
 from fedmoe_pl.models.gates.fixed import EqualWeights, FixedGate
 from fedmoe_pl.models.gates.gate import Gate
 from fedmoe_pl.models.mixtures.architectures import Architectures
@@ -68,8 +67,6 @@ class PersonalizedMoE(MixtureOfExperts):
         super().__init__(optimizer, lr_scheduler, mixing, gate_lr, channels_last, task, loss)
         self.global_expert = global_expert
         if isinstance(local_expert, list):
-            if not local_expert:
-                raise InvalidArgumentError(self, "local_expert", [], "an expert or a list of at least one")
             local_expert = Architectures(local_expert)
         self.local_expert = copy.deepcopy(global_expert) if local_expert is None else local_expert
         self.gate = EqualWeights() if gate is None else gate
@@ -77,12 +74,8 @@ class PersonalizedMoE(MixtureOfExperts):
 
     def check_parts(self) -> None:
         """Refuses parts that do not fit together; sizes a lazy gate if the expert has an ``input_shape``."""
-        expert = self.global_expert
-        if self.gate.reads_features and not (hasattr(expert, "extractor") and hasattr(expert, "classifier")):
-            reason = f"the global expert {type(expert).__name__} has no `extractor` and `classifier`"
-            raise InvalidArgumentError(self, "gate", self.gate, "one that reads the input", reason)
         super().check_parts()
-        self.run_once(expert, self.local_expert)
+        self.run_once(self.global_expert, self.local_expert)
 
     @property
     def weighed_parts(self) -> tuple[str, str]:

@@ -8,7 +8,7 @@ import torch
 from lightning.pytorch.cli import LRSchedulerCallable, OptimizerCallable
 from torch import Tensor, nn
 
-from fedmoe_pl.checks import MOST_EXPERTS, InvalidArgumentError, check_at_least
+from fedmoe_pl.checks import check_at_least
 from fedmoe_pl.models.gates.fixed import EqualWeights
 from fedmoe_pl.models.gates.gate import Gate
 from fedmoe_pl.models.mixtures.mixture import MixtureOfExperts
@@ -36,8 +36,7 @@ class PooledMoE(MixtureOfExperts):
         loss: a module or function from outputs and targets to the mean loss; None for the usual one of the task.
 
     Raises:
-        MisconfigurationException: if ``num_experts``, ``top_k`` or ``gate_lr`` is out of range, or the gate weighs
-            another number.
+        MisconfigurationException: if ``top_k`` or ``gate_lr`` is out of range, or the gate weighs another number.
     """
 
     gate: Gate
@@ -58,11 +57,7 @@ class PooledMoE(MixtureOfExperts):
         loss: Loss | None = None,
     ) -> None:
         super().__init__(optimizer, lr_scheduler, "logits", gate_lr, channels_last, task, loss)
-        check_at_least(self, "num_experts", num_experts, 1, MOST_EXPERTS)
         check_at_least(self, "top_k", top_k, 1, num_experts)
-        if not all(isinstance(getattr(local_expert, part, None), nn.Module) for part in ("extractor", "classifier")):
-            allowed = "one with an `extractor` and a `classifier`"
-            raise InvalidArgumentError(self, "local_expert", local_expert, allowed)
         self.num_experts = self.gate_width = num_experts
         self.top_k = top_k
         self.local_expert = local_expert

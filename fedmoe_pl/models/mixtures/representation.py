@@ -52,8 +52,7 @@ class RepresentationMoE(MixtureOfExperts):
         loss: a module or function from outputs and targets to the mean loss; None for the usual one of the task.
 
     Raises:
-        MisconfigurationException: if there is no local expert or no header, the parts do not fit together, or
-            ``architectures`` or ``gate_lr`` is out of range.
+        MisconfigurationException: if there is no header, the parts do not fit together, or ``gate_lr`` is below 0.
 
     Example:
         >>> from fedmoe_pl.models import CNN, SwitchNormGate
@@ -83,12 +82,8 @@ class RepresentationMoE(MixtureOfExperts):
         super().__init__(optimizer, lr_scheduler, "logits", gate_lr, channels_last, task, loss)
         classifiers = (getattr(expert, "classifier", None) for expert in local_experts)
         header = next((part for part in (header, *classifiers) if part is not None), None)
-        if header is None or not local_experts:
-            reason = f"none of the {len(local_experts)} local_experts has a `classifier`"
-            raise InvalidArgumentError(self, "header", header, "given", reason)
-        if not all(0 <= index < len(local_experts) for index in architectures or []):
-            allowed = f"indices of local_experts, from 0 to {len(local_experts) - 1}"
-            raise InvalidArgumentError(self, "architectures", architectures, allowed)
+        if header is None:
+            raise InvalidArgumentError(self, "header", header, "given", "no local expert has a `classifier`")
         self.shared_extractor = _without_classifier(shared_extractor)
         self.local_experts = Architectures(_without_classifier(expert) for expert in local_experts)
         self.header = copy.deepcopy(header)
@@ -110,9 +105,9 @@ class RepresentationMoE(MixtureOfExperts):
         """Index of the client's local expert."""
         if self.architectures is None:
             return client_id % len(self.local_experts)
-        if client_id >= len(self.architectures):
-            reason = f"there is a client {client_id}"
-            raise InvalidArgumentError(self, "architectures", self.architectures, "one index per client", reason)
+        if client_id >= len(self.architectures) or not 0 <= self.architectures[client_id] < len(self.local_experts):
+            allowed = f"an index from 0 to {len(self.local_experts) - 1} for each client"
+            raise InvalidArgumentError(self, "architectures", self.architectures, allowed)
         return self.architectures[client_id]
 
     def keep_architecture(self, architecture: int) -> None:
