@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import copy
+from typing import Any
 
-import torch
-from lightning.pytorch.cli import LRSchedulerCallable, OptimizerCallable
 from torch import Tensor, nn
 from torch.nn.modules.conv import _ConvNd
 
@@ -15,7 +14,6 @@ from fedmoe_pl.models.gates.gate import Gate
 from fedmoe_pl.models.layers import draw_anew, layer_without_reset
 from fedmoe_pl.models.mixtures.mixing import Mixing
 from fedmoe_pl.models.mixtures.mixture import MixtureOfExperts
-from fedmoe_pl.models.mixtures.tasks import Loss, Task
 
 
 class ClusteredMoE(MixtureOfExperts):
@@ -33,13 +31,9 @@ class ClusteredMoE(MixtureOfExperts):
         gate: weighs the experts, the local one last; None for ``EqualWeights``.
         mixing: what is mixed, see :data:`~fedmoe_pl.models.mixtures.mixing.Mixing`; None for ``probabilities`` or, in
             regression, values.
-        optimizer: makes the optimizer from the parameters.
-        lr_scheduler: makes a scheduler, stepped once per epoch, from the optimizer; None for a constant rate.
         clusters_share_fc: whether the clusters' models start with the same linear layers, as in the official code: they
             are equal except for the weights of convolutions.
-        channels_last: whether convolutions compute in channels-last format, see ``MixtureOfExperts``.
-        task: what is predicted, see :data:`~fedmoe_pl.models.mixtures.tasks.Task`; None follows from the loss.
-        loss: a module or function from outputs and targets to the mean loss; None for the usual one of the task.
+        **kwargs: arguments of :class:`~fedmoe_pl.models.MixtureOfExperts`.
 
     Attributes:
         global_experts: the clusters' models, in their order.
@@ -57,6 +51,8 @@ class ClusteredMoE(MixtureOfExperts):
         (torch.Size([5, 10]), torch.Size([5, 4]))
     """
 
+    sized_by = "global_expert"
+
     def __init__(
         self,
         global_expert: nn.Module,
@@ -64,14 +60,10 @@ class ClusteredMoE(MixtureOfExperts):
         local_expert: nn.Module | None = None,
         gate: Gate | None = None,
         mixing: Mixing | None = None,
-        optimizer: OptimizerCallable = torch.optim.SGD,
-        lr_scheduler: LRSchedulerCallable | None = None,
         clusters_share_fc: bool = False,
-        channels_last: bool = False,
-        task: Task | None = None,
-        loss: Loss | None = None,
+        **kwargs: Any,
     ) -> None:
-        super().__init__(optimizer, lr_scheduler, mixing or "probabilities", None, channels_last, task, loss)
+        super().__init__(mixing=mixing or "probabilities", **kwargs)
         if mixing is None and self.task == "regression":
             self.mixing = "logits"
         if (layer := layer_without_reset(global_expert)) is not None:
@@ -111,12 +103,11 @@ class ClusteredMoE(MixtureOfExperts):
                 expert.load_state_dict(shared, strict=False)
 
     def check_parts(self) -> None:
-        """Refuses parts that do not fit together; some misfits are found only if the expert has an ``input_shape``."""
+        """Refuses parts that do not fit together."""
         if self.gate.reads_features:
             reason = "each cluster's model has its own features"
             raise InvalidArgumentError(self, "gate", self.gate, "one that reads the input", reason)
         super().check_parts()
-        self.run_once(self.global_expert)
 
     def mix(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """Scores (B, C) and weights (B, J + 1) of inputs (B, ...): the clusters' in their order, the local one last.

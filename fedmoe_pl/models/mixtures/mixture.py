@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from lightning.pytorch import LightningModule
 from lightning.pytorch.cli import LRSchedulerCallable, OptimizerCallable
-from torch import Tensor, nn
+from torch import Tensor
 from torchmetrics.functional.classification import multiclass_accuracy
 
 from fedmoe_pl.checks import InvalidArgumentError, check_number
@@ -48,7 +48,7 @@ class MixtureOfExperts(LightningModule, ABC):
         optimizer: makes the optimizer from the parameters.
         lr_scheduler: makes a scheduler, stepped once per epoch, from the optimizer; None for a constant rate.
         mixing: what is mixed, see :data:`~fedmoe_pl.models.mixtures.mixing.Mixing`.
-        gate_lr: the gate's learning rate; None for the optimizer's.
+        gate_lr: the gate's learning rate, also with the optimizer of a phase; None for the optimizer's.
         channels_last: whether the weights of 2-D convolutions and all other 4-D tensors of the module are in PyTorch's
             channels-last memory format, in which convolutions then compute. Results are the same up to rounding, except
             that dropout of images draws other random numbers. Max pooling is faster on a CPU.
@@ -65,6 +65,7 @@ class MixtureOfExperts(LightningModule, ABC):
         has_global_expert: whether all experts except the last are global. The sum of their weights then shows how
             personalized a client's model is. Otherwise all experts have the same role.
         mixes_logits: whether nothing but logits can be mixed.
+        sized_by: name of the module whose ``input_shape`` is that of a sample, which sizes lazy layers; None for none.
 
     Raises:
         MisconfigurationException: if ``mixing`` is not one of the four or does not fit the task, if ``gate_lr`` is
@@ -75,6 +76,7 @@ class MixtureOfExperts(LightningModule, ABC):
     gate_width: int | None = None
     has_global_expert: bool = True
     mixes_logits: bool = False
+    sized_by: str | None = None
 
     def __init__(
         self,
@@ -110,7 +112,7 @@ class MixtureOfExperts(LightningModule, ABC):
         """
 
     def check_parts(self) -> None:
-        """Refuses parts that do not fit together; sets a fixed gate's number of experts and the memory format.
+        """Refuses parts that do not fit together, sizes lazy layers and sets the memory format.
 
         Called by the constructor, and again when a phase of a federation has replaced a part or layers were sized.
 
@@ -121,6 +123,7 @@ class MixtureOfExperts(LightningModule, ABC):
         if isinstance(self.gate, FixedGate) and self.gate_width is not None:
             self.gate.fit_to(self.gate_width)
             self.check_gate_width(len(self.gate.weights))
+        self._run_once()
         if self.channels_last:
             to_channels_last(self)
 
@@ -151,28 +154,23 @@ class MixtureOfExperts(LightningModule, ABC):
             reason = f"its outputs have shape {tuple(last.shape[1:])}"
             raise InvalidArgumentError(self, "local_expert", self.local_expert, allowed, reason)
 
-    def run_once(self, expert: nn.Module, architectures: nn.Module | None = None) -> None:
-        """Mixes a sample of zeros, to size lazy layers and to check that the parts fit together.
-
-        Args:
-            expert: has the sample's ``input_shape``, or nothing happens, and its ``input_dtype`` if that is an integer.
-            architectures: the local experts of all clients, if they are several: each is tried in a copy of the model.
-        """
-        if (input_shape := getattr(expert, "input_shape", None)) is None:
+    def _run_once(self) -> None:
+        """Mixes a sample of zeros, which sizes lazy layers and shows whether the parts fit together."""
+        part = getattr(self, self.sized_by) if self.sized_by else None
+        if (input_shape := getattr(part, "input_shape", None)) is None:
             return
-        if isinstance(architectures, Architectures):
-            for index in [*architectures.present]:
-                one = copy_module(self)
-                one.keep_architecture(index)
-                one.run_once(expert)
+        for experts in self.children():  # the clients' local experts, if they differ: each is tried in a copy
+            if isinstance(experts, Architectures) and len(experts.present) > 1:
+                for index in [*experts.present]:
+                    one = copy_module(self)
+                    one.keep_architecture(index)
+                    one._run_once()
         self.eval()  # batch normalization cannot train on one sample, and its statistics must not change
         parameter = next(self.parameters())
-        dtype = getattr(expert, "input_dtype", parameter.dtype)
+        dtype = getattr(part, "input_dtype", parameter.dtype)
         with torch.no_grad():
             self.mix(torch.zeros(1, *input_shape, dtype=dtype, device=parameter.device))
         self.train()
-        if self.channels_last:
-            to_channels_last(self)  # lazy layers are sized now
 
     @property
     def weighed_parts(self) -> Sequence[str]:
@@ -279,7 +277,8 @@ class MixtureOfExperts(LightningModule, ABC):
         """Adds the constructor's arguments, from which ``load_from_checkpoint(path)`` makes the mixture again."""
         checkpoint.pop(self.CHECKPOINT_HYPER_PARAMS_NAME, None)  # each argument has its own name
         configured, kept = configured_arguments(self), _kept_arguments(type(self))
-        names = {*self._saved_arguments(), *(kept & inspect.signature(type(self)).parameters.keys())}
+        own = kept if _is_own(type(self)) else kept & inspect.signature(type(self)).parameters.keys()
+        names = own | self._saved_arguments().keys()
         arguments, checkpoint[_UNDESCRIBED] = dict[str, Any](), dict[str, str]()
         for name in sorted(names - {*_OF_TRAINING}):
             value = self._argument(name)
@@ -313,7 +312,11 @@ class MixtureOfExperts(LightningModule, ABC):
         return loss_argument(self.criterion) if name == "loss" else getattr(self, name)  # `loss` itself is a method
 
 
+def _is_own(kind: type) -> bool:
+    return kind.__module__.startswith("fedmoe_pl.")
+
+
 def _kept_arguments(kind: type) -> set[str]:
     """The arguments of a class and its bases that are from this package."""
-    own = [base for base in kind.__mro__ if base.__module__.startswith("fedmoe_pl.")]
-    return {name for base in own for name in inspect.signature(base).parameters}
+    named = [inspect.signature(base).parameters for base in kind.__mro__ if _is_own(base)]
+    return {name for parameters in named for name in parameters if name != "kwargs"}

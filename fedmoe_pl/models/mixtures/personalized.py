@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 import copy
+from typing import Any
 
-import torch
-from lightning.pytorch.cli import LRSchedulerCallable, OptimizerCallable
 from torch import Tensor, nn
 
 from fedmoe_pl.models.gates.fixed import EqualWeights, FixedGate
 from fedmoe_pl.models.gates.gate import Gate
 from fedmoe_pl.models.mixtures.architectures import Architectures
-from fedmoe_pl.models.mixtures.mixing import Mixing
 from fedmoe_pl.models.mixtures.mixture import MixtureOfExperts
-from fedmoe_pl.models.mixtures.tasks import Loss, Task
 
 
 class PersonalizedMoE(MixtureOfExperts):
@@ -28,13 +25,7 @@ class PersonalizedMoE(MixtureOfExperts):
             client k of a federation has the expert k modulo its length, so that clients differ in architecture; a plain
             ``Trainer`` uses the first one.
         gate: weighs the experts; None for ``EqualWeights``.
-        optimizer: makes the optimizer from the parameters.
-        lr_scheduler: makes a scheduler, stepped once per epoch, from the optimizer; None for a constant rate.
-        mixing: what is mixed, see :data:`~fedmoe_pl.models.mixtures.mixing.Mixing`.
-        gate_lr: the gate's learning rate, also with the optimizer of a phase; None for the optimizer's.
-        channels_last: whether convolutions compute in channels-last format, see ``MixtureOfExperts``.
-        task: what is predicted, see :data:`~fedmoe_pl.models.mixtures.tasks.Task`; None follows from the loss.
-        loss: a module or function from outputs and targets to the mean loss; None for the usual one of the task.
+        **kwargs: arguments of :class:`~fedmoe_pl.models.MixtureOfExperts`.
 
     Raises:
         MisconfigurationException: if the parts do not fit together, or ``gate_lr`` is below 0.
@@ -50,32 +41,22 @@ class PersonalizedMoE(MixtureOfExperts):
 
     gate: Gate
     gate_width = 2
+    sized_by = "global_expert"
 
     def __init__(
         self,
         global_expert: nn.Module,
         local_expert: nn.Module | list[nn.Module] | None = None,
         gate: Gate | None = None,
-        optimizer: OptimizerCallable = torch.optim.SGD,
-        lr_scheduler: LRSchedulerCallable | None = None,
-        mixing: Mixing = "logits",
-        gate_lr: float | None = None,
-        channels_last: bool = False,
-        task: Task | None = None,
-        loss: Loss | None = None,
+        **kwargs: Any,
     ) -> None:
-        super().__init__(optimizer, lr_scheduler, mixing, gate_lr, channels_last, task, loss)
+        super().__init__(**kwargs)
         self.global_expert = global_expert
         if isinstance(local_expert, list):
             local_expert = Architectures(local_expert)
         self.local_expert = copy.deepcopy(global_expert) if local_expert is None else local_expert
         self.gate = EqualWeights() if gate is None else gate
         self.check_parts()
-
-    def check_parts(self) -> None:
-        """Refuses parts that do not fit together; sizes a lazy gate if the expert has an ``input_shape``."""
-        super().check_parts()
-        self.run_once(self.global_expert, self.local_expert)
 
     @property
     def weighed_parts(self) -> tuple[str, str]:

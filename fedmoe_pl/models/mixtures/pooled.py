@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import copy
+from typing import Any
 
 import torch
-from lightning.pytorch.cli import LRSchedulerCallable, OptimizerCallable
 from torch import Tensor, nn
 
 from fedmoe_pl.checks import check_at_least
 from fedmoe_pl.models.gates.fixed import EqualWeights
 from fedmoe_pl.models.gates.gate import Gate
 from fedmoe_pl.models.mixtures.mixture import MixtureOfExperts
-from fedmoe_pl.models.mixtures.tasks import Loss, Task
 
 
 class PooledMoE(MixtureOfExperts):
@@ -28,12 +27,7 @@ class PooledMoE(MixtureOfExperts):
         num_experts: number of classifiers in the pool, one per client of the federation.
         gate: weighs them, such as ``MLPGate``; None for ``EqualWeights``.
         top_k: how many of them a sample uses; None for all.
-        optimizer: makes the optimizer from the parameters.
-        lr_scheduler: makes a scheduler, stepped once per epoch, from the optimizer; None for a constant rate.
-        gate_lr: the gate's learning rate, also with the optimizer of a phase; None for the optimizer's.
-        channels_last: whether convolutions compute in channels-last format, see ``MixtureOfExperts``.
-        task: what is predicted, see :data:`~fedmoe_pl.models.mixtures.tasks.Task`; None follows from the loss.
-        loss: a module or function from outputs and targets to the mean loss; None for the usual one of the task.
+        **kwargs: arguments of :class:`~fedmoe_pl.models.MixtureOfExperts`.
 
     Raises:
         MisconfigurationException: if ``top_k`` or ``gate_lr`` is out of range, or the gate weighs another number.
@@ -42,6 +36,7 @@ class PooledMoE(MixtureOfExperts):
     gate: Gate
     has_global_expert = False
     mixes_logits = True
+    sized_by = "local_expert"
 
     def __init__(
         self,
@@ -49,14 +44,9 @@ class PooledMoE(MixtureOfExperts):
         num_experts: int,
         gate: Gate | None = None,
         top_k: int | None = None,
-        optimizer: OptimizerCallable = torch.optim.SGD,
-        lr_scheduler: LRSchedulerCallable | None = None,
-        gate_lr: float | None = None,
-        channels_last: bool = False,
-        task: Task | None = None,
-        loss: Loss | None = None,
+        **kwargs: Any,
     ) -> None:
-        super().__init__(optimizer, lr_scheduler, "logits", gate_lr, channels_last, task, loss)
+        super().__init__(**kwargs)
         check_at_least(self, "top_k", top_k, 1, num_experts)
         self.num_experts = self.gate_width = num_experts
         self.top_k = top_k
@@ -65,11 +55,6 @@ class PooledMoE(MixtureOfExperts):
         self.pool = nn.ModuleList(copy.deepcopy(classifier) for _ in range(num_experts))
         self.gate = EqualWeights() if gate is None else gate
         self.check_parts()
-
-    def check_parts(self) -> None:
-        """Refuses parts that do not fit together; sizes a lazy gate if the expert has an ``input_shape``."""
-        super().check_parts()
-        self.run_once(self.local_expert)
 
     def mix(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """Logits (B, C) of inputs (B, ...), and the classifiers' weights (B, num_experts), 0 for those left out."""

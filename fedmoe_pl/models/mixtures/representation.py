@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import copy
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-import torch
-from lightning.pytorch.cli import LRSchedulerCallable, OptimizerCallable
 from torch import Tensor, nn
 
 from fedmoe_pl.checks import InvalidArgumentError
@@ -15,7 +13,6 @@ from fedmoe_pl.models.gates.gate import Gate
 from fedmoe_pl.models.mixtures.architectures import Architectures
 from fedmoe_pl.models.mixtures.mixing import mix_outputs
 from fedmoe_pl.models.mixtures.mixture import MixtureOfExperts
-from fedmoe_pl.models.mixtures.tasks import Loss, Task
 
 
 class Representations(NamedTuple):
@@ -30,8 +27,8 @@ class RepresentationMoE(MixtureOfExperts):
     """Mixes the representations of a shared and a local extractor; a header computes logits from the mixture.
 
     The output is ``y = header(a_G(x) * shared_extractor(x) + a_F(x) * local_expert(x))`` (pFedMoE, Yi et al. 2024,
-    section 4; https://arxiv.org/abs/2402.01350). Only representations are mixed, never logits or probabilities, so that
-    there is no argument ``mixing``. Each client holds the parameters of only one of the ``local_experts``. A plain
+    section 4; https://arxiv.org/abs/2402.01350). Only representations are mixed, never logits or probabilities:
+    ``mixing`` keeps its default. Each client holds the parameters of only one of the ``local_experts``. A plain
     ``Trainer`` uses the first one.
 
     An expert's ``classifier`` is removed, so that its ``extractor`` is left. The header has the same shape for all
@@ -43,18 +40,14 @@ class RepresentationMoE(MixtureOfExperts):
         local_experts: the clients' architectures, each like ``shared_extractor`` and with the same F.
         header: maps representations (B, F) to logits (B, C); None for the first ``classifier`` of a local expert.
         gate: gives every sample two weights, for the shared and the local extractor; None for ``EqualWeights``.
-        optimizer: makes the optimizer from the parameters.
-        lr_scheduler: makes a scheduler, stepped once per epoch, from the optimizer; None for a constant rate.
-        gate_lr: the gate's learning rate; None for the optimizer's.
         architectures: index of each client's local expert; None gives client k the index ``k % len(local_experts)``.
-        channels_last: whether convolutions compute in channels-last format, see ``MixtureOfExperts``.
-        task: what is predicted, see :data:`~fedmoe_pl.models.mixtures.tasks.Task`; None follows from the loss.
-        loss: a module or function from outputs and targets to the mean loss; None for the usual one of the task.
+        **kwargs: arguments of :class:`~fedmoe_pl.models.MixtureOfExperts`.
 
     Raises:
         MisconfigurationException: if there is no header, the parts do not fit together, or ``gate_lr`` is below 0.
 
     Example:
+        >>> import torch
         >>> from fedmoe_pl.models import CNN, SwitchNormGate
         >>> module = RepresentationMoE(CNN(5), [CNN(1), CNN(2)], gate=SwitchNormGate())
         >>> logits, gate_weights = module.mix(torch.zeros(4, 3, 32, 32))
@@ -64,6 +57,7 @@ class RepresentationMoE(MixtureOfExperts):
 
     gate_width = 2
     mixes_logits = True
+    sized_by = "shared_extractor"
 
     def __init__(
         self,
@@ -71,15 +65,10 @@ class RepresentationMoE(MixtureOfExperts):
         local_experts: list[nn.Module],
         header: nn.Module | None = None,
         gate: Gate | None = None,
-        optimizer: OptimizerCallable = torch.optim.SGD,
-        lr_scheduler: LRSchedulerCallable | None = None,
-        gate_lr: float | None = None,
         architectures: list[int] | None = None,
-        channels_last: bool = False,
-        task: Task | None = None,
-        loss: Loss | None = None,
+        **kwargs: Any,
     ) -> None:
-        super().__init__(optimizer, lr_scheduler, "logits", gate_lr, channels_last, task, loss)
+        super().__init__(**kwargs)
         classifiers = (getattr(expert, "classifier", None) for expert in local_experts)
         header = next((part for part in (header, *classifiers) if part is not None), None)
         if header is None:
@@ -90,11 +79,6 @@ class RepresentationMoE(MixtureOfExperts):
         self.gate = EqualWeights() if gate is None else gate
         self.architectures = architectures
         self.check_parts()
-
-    def check_parts(self) -> None:
-        """Refuses parts that do not fit together; sizes a lazy gate if the extractor has an ``input_shape``."""
-        super().check_parts()
-        self.run_once(self.shared_extractor, self.local_experts)
 
     @property
     def weighed_parts(self) -> tuple[str, str]:

@@ -6,9 +6,9 @@ import copy
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
+from typing import Any
 
 import torch
-from lightning.pytorch.cli import LRSchedulerCallable, OptimizerCallable
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
@@ -17,9 +17,7 @@ from fedmoe_pl.models.gates.fixed import ConstantGate, FixedGate
 from fedmoe_pl.models.gates.gate import Gate
 from fedmoe_pl.models.gates.linear import ProxyGate
 from fedmoe_pl.models.layers import draw_anew, layer_without_reset
-from fedmoe_pl.models.mixtures.mixing import Mixing
 from fedmoe_pl.models.mixtures.mixture import Batch, MixtureOfExperts
-from fedmoe_pl.models.mixtures.tasks import Loss, Task
 from fedmoe_pl.models.normalization import has_batch_norm
 
 _DENSE: ContextVar[bool] = ContextVar("dense", default=False)
@@ -59,13 +57,8 @@ class SparseMoE(MixtureOfExperts):
             is too short. A client with fewer experts has the first ones.
         load_balancing: weight of the balancing loss of the Switch Transformer (Fedus et al. 2022, Eq. 4); FedMoE-DA has
             no such loss.
-        optimizer: makes the optimizer from the parameters.
-        lr_scheduler: makes a scheduler, stepped once per epoch, from the optimizer; None for a constant rate.
-        channels_last: whether convolutions compute in channels-last format, see ``MixtureOfExperts``.
         gate: reads the embedded values and gives every sample a weight for each expert; None for a ``ProxyGate``.
-        mixing: what a ``FixedGate`` mixes, see :data:`~fedmoe_pl.models.mixtures.mixing.Mixing`.
-        task: what is predicted, see :data:`~fedmoe_pl.models.mixtures.tasks.Task`; None follows from the loss.
-        loss: a module or function from outputs and targets to the mean loss; None for the usual one of the task.
+        **kwargs: arguments of :class:`~fedmoe_pl.models.MixtureOfExperts`.
 
     Raises:
         MisconfigurationException: if an argument is out of range, ``expert`` has a layer without ``reset_parameters``
@@ -80,6 +73,7 @@ class SparseMoE(MixtureOfExperts):
     """
 
     has_global_expert = False
+    sized_by = "embedding"
 
     def __init__(
         self,
@@ -87,15 +81,10 @@ class SparseMoE(MixtureOfExperts):
         expert: nn.Module,
         num_experts: int | list[int] = 4,
         load_balancing: float = 0.0,
-        optimizer: OptimizerCallable = torch.optim.SGD,
-        lr_scheduler: LRSchedulerCallable | None = None,
-        channels_last: bool = False,
         gate: Gate | None = None,
-        mixing: Mixing = "logits",
-        task: Task | None = None,
-        loss: Loss | None = None,
+        **kwargs: Any,
     ) -> None:
-        super().__init__(optimizer, lr_scheduler, mixing, None, channels_last, task, loss)
+        super().__init__(**kwargs)
         numbers = num_experts if isinstance(num_experts, list) else [num_experts]
         check_number(self, "load_balancing", load_balancing, least=0)
         if any(map(is_lazy, expert.parameters())) or layer_without_reset(expert) is not None:
@@ -121,7 +110,7 @@ class SparseMoE(MixtureOfExperts):
         return [f"experts.{expert}" for expert in range(len(self.experts))]
 
     def check_parts(self) -> None:
-        """Refuses parts that do not fit together; sizes the gate if the embedding has an ``input_shape``."""
+        """Refuses parts that do not fit together, also what only a gate that chooses experts cannot have."""
         if not isinstance(self.gate, FixedGate):
             if self.mixing != "logits":
                 reason = f"a {type(self.gate).__name__} chooses one expert; MixtureWeights mix them"
@@ -130,7 +119,6 @@ class SparseMoE(MixtureOfExperts):
                 reason = "each expert gets a part of a batch"
                 raise InvalidArgumentError(self, "expert", self.expert, "one without batch normalization", reason)
         super().check_parts()
-        self.run_once(self.embedding)
 
     def client_architecture(self, client_id: int) -> int:
         """The client's number of experts."""
