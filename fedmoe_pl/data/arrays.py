@@ -82,52 +82,44 @@ class Arrays:
         """
         for part in ("train", "test"):
             x, y, ids = getattr(self, f"x_{part}"), getattr(self, f"y_{part}"), getattr(self, f"client_{part}")
-            self._check_samples(owner, f"x_{part}", x, needs_values=needs_test or part == "train")
-            if y.dim() == 0 or len(y) != len(x):
-                raise _refused(owner, f"y_{part}", y, f"a target for each of the {len(x)} samples")
+            is_image, is_text = x.dtype == torch.uint8 and x.dim() == 4, x.dtype == torch.int64 and x.dim() == 2
+            kinds = "uint8 images of shape (n, channels, height, width), floating point, or int64 ids of words (n, k)"
+            _require(is_image or is_text or x.is_floating_point(), owner, f"x_{part}", x, kinds)
+            _require(y.shape[:1] == x.shape[:1], owner, f"y_{part}", y, f"a target for each of the {len(x)} samples")
             check_labels(owner, f"y_{part}", y, max(self.sizes))
-            if ids is not None and (ids.shape != (len(x),) or any(i != i for i in ids.tolist())):
-                raise _refused(owner, f"client_{part}", ids, f"an id, other than nan, for each of the {len(x)} samples")
+            if ids is not None:
+                has_ids = ids.shape == (len(x),) and all(i == i for i in ids.tolist())
+                _require(has_ids, owner, f"client_{part}", ids, f"an id, other than nan, for each of {len(x)} samples")
             for name, values in ((f"x_{part}", x), (f"y_{part}", y)):
-                if values.is_floating_point() and not values.isfinite().all():
-                    sample = int((~values.isfinite()).nonzero()[0, 0])
-                    raise InvalidArgumentError(owner, name, values, "finite", f"sample {sample} is not")
-        if self.x_train.shape[1:] != self.x_test.shape[1:] or self.x_train.dtype != self.x_test.dtype:
-            raise _refused(owner, "x_test", self.x_test, f"like x_train, {_words(self.x_train)}")
-        y, y_test = self.y_train, self.y_test
-        if len(y_test) and (are_classes(y) != are_classes(y_test) or y.shape[1:] != y_test.shape[1:]):
-            raise _refused(owner, "y_test", y_test, f"like y_train, {_words(y)}")
+                is_finite = not values.is_floating_point() or bool(values.isfinite().all())
+                _require(is_finite, owner, name, values, "finite")
+        x, x_test, y, y_test = self.x_train, self.x_test, self.y_train, self.y_test
+        _require(len(x_test) > 0 or not needs_test, owner, "x_test", x_test, "at least one sample")
+        is_alike = x.shape[1:] == x_test.shape[1:] and x.dtype == x_test.dtype
+        _require(is_alike, owner, "x_test", x_test, f"like x_train, {_words(x)}")
+        is_alike = are_classes(y) == are_classes(y_test) and y.shape[1:] == y_test.shape[1:]
+        _require(is_alike or not len(y_test), owner, "y_test", y_test, f"like y_train, {_words(y)}")
         self._check_normalization(owner)
 
-    def _check_samples(self, owner: object, name: str, x: Tensor, needs_values: bool) -> None:
-        if needs_values and not len(x):
-            raise _refused(owner, name, x, "at least one sample")
-        is_image, is_text = x.dtype == torch.uint8 and x.dim() == 4, x.dtype == torch.int64 and x.dim() == 2
-        if not (is_image or is_text or x.is_floating_point()):
-            kinds = "uint8 images of shape (n, channels, height, width), floating point, or int64 ids of words (n, k)"
-            raise _refused(owner, name, x, kinds)
-
     def _check_normalization(self, owner: object) -> None:
-        if (self.mean is None) != (self.std is None):
-            missing, given = ("mean", "std") if self.mean is None else ("std", "mean")
-            raise InvalidArgumentError(owner, missing, None, "given", f"{given} is")
-        if self.mean is None or self.std is None:
+        if self.mean is None and self.std is None:
             return
-        if not self.is_images:
-            raise InvalidArgumentError(owner, "mean", [*self.mean], "None", "only uint8 images are normalized")
-        channels = self.x_train.shape[1]
-        allowed = f"{channels} finite numbers, one for each channel"
-        for name, values in (("mean", self.mean), ("std", self.std)):
-            if len(values) != channels or not all(map(math.isfinite, values)) or (name == "std" and min(values) <= 0):
-                raise InvalidArgumentError(owner, name, [*values], f"{allowed}{', above 0' if name == 'std' else ''}")
+        fit = [
+            values is not None and len(values) == self.x_train.shape[1] and all(map(math.isfinite, values))
+            for values in (self.mean, self.std)
+        ]
+        if not self.is_images or not all(fit) or min(self.std or [0]) <= 0:
+            allowed = "given together with mean, for uint8 images only: a finite number for each channel, above 0"
+            raise InvalidArgumentError(owner, "std", self.std, allowed)
 
 
 def _words(values: Tensor | np.ndarray) -> str:
     return f"{values.dtype} of shape {tuple(values.shape)}"
 
 
-def _refused(owner: object, name: str, values: Tensor | np.ndarray, allowed: str) -> InvalidArgumentError:
-    return InvalidArgumentError(owner, name, values, allowed, f"it is {_words(values)}")
+def _require(condition: bool, owner: object, name: str, values: Tensor | np.ndarray, allowed: str) -> None:
+    if not condition:
+        raise InvalidArgumentError(owner, name, values, allowed, f"it is {_words(values)}")
 
 
 def are_classes(y: Tensor) -> bool:

@@ -3,10 +3,7 @@
 import torch
 from torchvision.transforms.v2 import functional
 
-from fedmoe_pl.data import (
-    RandomCrop,
-    RandomHorizontalFlip,
-)
+from fedmoe_pl.data import RandomCrop, RandomHorizontalFlip
 
 
 def test_crop_is_torchvisions_crop_of_the_image_padded_with_black():

@@ -5,12 +5,7 @@ from helpers.data import set_up
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fedmoe_pl.data import (
-    Batches,
-    Digits,
-    RandomCrop,
-    RandomHorizontalFlip,
-)
+from fedmoe_pl.data import Batches, Digits, RandomCrop, RandomHorizontalFlip
 
 
 @given(st.integers(0, 600), st.integers(1, 300))

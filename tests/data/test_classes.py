@@ -5,12 +5,7 @@ import pytest
 from helpers.data import CIFAR10_LABELS, dealt
 
 from fedmoe_pl.checks import InvalidArgumentError
-from fedmoe_pl.data import (
-    MajorityClasses,
-    Pathological,
-    Shards,
-    TwoClasses,
-)
+from fedmoe_pl.data import MajorityClasses, Pathological, Shards, TwoClasses
 from fedmoe_pl.data.partitioners.classes import draw_classes
 
 

@@ -3,9 +3,7 @@
 import torch
 from helpers.data import set_up
 
-from fedmoe_pl.data import (
-    Digits,
-)
+from fedmoe_pl.data import Digits
 
 
 def test_digits_are_split_by_class_and_scaled():

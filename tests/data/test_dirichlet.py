@@ -4,11 +4,7 @@ import numpy as np
 import pytest
 from helpers.data import CIFAR10_LABELS, dealt
 
-from fedmoe_pl.data import (
-    BalancedDirichlet,
-    ClientDirichlet,
-    Dirichlet,
-)
+from fedmoe_pl.data import BalancedDirichlet, ClientDirichlet, Dirichlet
 
 
 @pytest.mark.parametrize(("alpha", "largest_share"), [(0.5, 0.38), (0.9, 0.31), (2, 0.22)])

@@ -10,14 +10,7 @@ from helpers.map_style import DictData, Dicts, Noisy, images, padded
 from torch.utils.data import ConcatDataset, Subset, TensorDataset
 from torchvision.transforms import v2
 
-from fedmoe_pl.data import (
-    IID,
-    Dirichlet,
-    FromDataModule,
-    FromDatasets,
-    NaturalIds,
-    PredefinedIndices,
-)
+from fedmoe_pl.data import IID, Dirichlet, FromDataModule, FromDatasets, NaturalIds, PredefinedIndices
 from fedmoe_pl.evaluation.outputs import labelled_batches
 
 FLIP = v2.RandomHorizontalFlip()

@@ -5,9 +5,7 @@ import torch
 from helpers.data import pixels, set_up
 from PIL import Image
 
-from fedmoe_pl.data import (
-    ImageFolder,
-)
+from fedmoe_pl.data import ImageFolder
 
 
 def write_images(folder, sizes):

@@ -5,9 +5,7 @@ import pytest
 import torch
 from helpers.data import pixels, set_up
 
-from fedmoe_pl.data import (
-    NpzFile,
-)
+from fedmoe_pl.data import NpzFile
 
 rng = np.random.default_rng(0)
 

@@ -4,10 +4,7 @@ import numpy as np
 import pytest
 from helpers.data import Own, numbered, set_up, vectors
 
-from fedmoe_pl.data import (
-    MajorityClasses,
-    partition_table,
-)
+from fedmoe_pl.data import MajorityClasses, partition_table
 
 
 @pytest.mark.parametrize("num_clients", [1, 41, 1001])

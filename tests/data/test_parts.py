@@ -7,9 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fedmoe_pl.data import (
-    ClientSamples,
-)
+from fedmoe_pl.data import ClientSamples
 
 
 @given(st.lists(st.integers(0, 5), min_size=1, max_size=20), st.data())

@@ -8,11 +8,7 @@ from helpers.data import Own, counts, numbered, set_up
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fedmoe_pl.data import (
-    IID,
-    Pathological,
-    partition_table,
-)
+from fedmoe_pl.data import IID, Pathological, partition_table
 
 
 def test_a_stratified_split_rounds_each_class_of_a_client_by_itself():

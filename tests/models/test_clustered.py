@@ -5,11 +5,7 @@ from collections import Counter
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers.clusters import (
-    GateNet,
-    clustered,
-    only,
-)
+from helpers.clusters import GateNet, clustered, only
 from lightning.pytorch import Trainer
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset

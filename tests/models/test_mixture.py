@@ -11,13 +11,7 @@ from helpers.models import plain_trainer, samples, trainer
 from lightning.pytorch import LightningModule
 from torch.utils.data import DataLoader, TensorDataset
 
-from fedmoe_pl.models import (
-    ConstantGate,
-    FeatureGate,
-    LinearGate,
-    PersonalizedMoE,
-    SmallMLP,
-)
+from fedmoe_pl.models import ConstantGate, FeatureGate, LinearGate, PersonalizedMoE, SmallMLP
 
 
 @plain_trainer

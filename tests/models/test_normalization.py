@@ -13,9 +13,7 @@ from torch.func import functional_call
 
 from fedmoe_pl.algorithms import FedAvg
 from fedmoe_pl.backends import StackedBackend
-from fedmoe_pl.models import (
-    SwitchNorm1d,
-)
+from fedmoe_pl.models import SwitchNorm1d
 
 
 def drawn_norm(features=4, momentum=0.9) -> SwitchNorm1d:

@@ -9,12 +9,7 @@ from helpers.models import samples
 from torch import nn
 
 from fedmoe_pl.algorithms import FedAvg
-from fedmoe_pl.models import (
-    FeatureGate,
-    LinearGate,
-    PersonalizedMoE,
-    SmallMLP,
-)
+from fedmoe_pl.models import FeatureGate, LinearGate, PersonalizedMoE, SmallMLP
 from fedmoe_pl.phases.phase import Phase
 from fedmoe_pl.rounds.begin import phase_module
 

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from abc import abstractmethod
+from collections.abc import Callable
 from typing import Any, Literal
 
 import torch
 from torchvision import datasets
 
+from fedmoe_pl.checks import InvalidArgumentError
 from fedmoe_pl.data.arrays import Arrays
 from fedmoe_pl.data.datamodule import FederatedDataModule
 from fedmoe_pl.data.datasets.images import channels_first, resize
@@ -16,7 +17,7 @@ EMNISTSplit = Literal["byclass", "bymerge", "balanced", "letters", "digits", "mn
 
 
 class TorchvisionDataModule(FederatedDataModule):
-    """The base of torchvision's data sets, which are read into memory as a whole.
+    """The base of torchvision's data sets, which are read into memory as a whole; a subclass names its ``dataset``.
 
     Args:
         root: folder with the files; missing ones are downloaded into it.
@@ -25,7 +26,12 @@ class TorchvisionDataModule(FederatedDataModule):
         mean: mean of each channel of the images in [0, 1]; None to compute it from the training images.
         std: standard deviation of each channel; None to compute it.
         **kwargs: arguments of ``FederatedDataModule``.
+
+    Attributes:
+        dataset: torchvision's class, whose objects have ``data`` and ``targets``; for others, override ``read``.
     """
+
+    dataset: Callable[..., Any]
 
     def __init__(
         self,
@@ -43,7 +49,6 @@ class TorchvisionDataModule(FederatedDataModule):
         self.mean = mean
         self.std = std
 
-    @abstractmethod
     def read(self, train: bool, download: bool) -> tuple[Any, Any]:
         """Reads one part of torchvision's data set.
 
@@ -54,21 +59,30 @@ class TorchvisionDataModule(FederatedDataModule):
         Returns:
             Images, uint8, with channels first, last or not at all, and their classes.
         """
+        data = type(self).dataset(self.root, train=train, download=download)
+        return data.data, data.targets
 
     def prepare_data(self) -> None:
         """Downloads missing files."""
         if self.download:
             for train in (True, False):
-                self.read(train, download=True)
+                self._read(train, download=True)
 
     def load(self) -> Arrays:
         """Reads the files."""
         parts = []
         for train in (True, False):
-            images, labels = self.read(train, download=False)
+            images, labels = self._read(train, download=False)
             x = channels_first(self, "images", images)
             parts += [resize(self, x, self.image_size), torch.as_tensor(labels)]
         return Arrays(*parts, mean=self.mean, std=self.std)
+
+    def _read(self, train: bool, download: bool) -> tuple[Any, Any]:
+        try:
+            return self.read(train, download)
+        except (OSError, RuntimeError) as error:  # no files, or no connection to download them
+            allowed = f"a folder with torchvision's files of {type(self).__name__}, or one to download them into"
+            raise InvalidArgumentError(self, "root", self.root, allowed, " ".join(str(error).split())) from error
 
 
 class MNIST(TorchvisionDataModule):
@@ -80,15 +94,12 @@ class MNIST(TorchvisionDataModule):
         **kwargs: arguments of ``TorchvisionDataModule``.
     """
 
+    dataset = datasets.MNIST
+
     def __init__(
         self, mean: tuple[float, ...] | None = (0.1307,), std: tuple[float, ...] | None = (0.3081,), **kwargs: Any
     ) -> None:
         super().__init__(mean=mean, std=std, **kwargs)
-
-    def read(self, train: bool, download: bool) -> tuple[Any, Any]:
-        """Reads one part."""
-        data = datasets.MNIST(self.root, train=train, download=download)
-        return data.data, data.targets
 
 
 class FashionMNIST(TorchvisionDataModule):
@@ -102,15 +113,12 @@ class FashionMNIST(TorchvisionDataModule):
         **kwargs: arguments of ``TorchvisionDataModule``.
     """
 
+    dataset = datasets.FashionMNIST
+
     def __init__(
         self, mean: tuple[float, ...] | None = (0.1307,), std: tuple[float, ...] | None = (0.3081,), **kwargs: Any
     ) -> None:
         super().__init__(mean=mean, std=std, **kwargs)
-
-    def read(self, train: bool, download: bool) -> tuple[Any, Any]:
-        """Reads one part."""
-        data = datasets.FashionMNIST(self.root, train=train, download=download)
-        return data.data, data.targets
 
 
 class EMNIST(TorchvisionDataModule):
@@ -143,6 +151,8 @@ class CIFAR10(TorchvisionDataModule):
         **kwargs: arguments of ``TorchvisionDataModule``.
     """
 
+    dataset = datasets.CIFAR10
+
     def __init__(
         self,
         mean: tuple[float, ...] | None = (0.4914, 0.4822, 0.4465),
@@ -151,19 +161,11 @@ class CIFAR10(TorchvisionDataModule):
     ) -> None:
         super().__init__(mean=mean, std=std, **kwargs)
 
-    def read(self, train: bool, download: bool) -> tuple[Any, Any]:
-        """Reads one part."""
-        data = datasets.CIFAR10(self.root, train=train, download=download)
-        return data.data, data.targets
-
 
 class CIFAR100(TorchvisionDataModule):
     """CIFAR-100: 50,000 training and 10,000 test images in colour, 32 x 32 pixels, 100 classes."""
 
-    def read(self, train: bool, download: bool) -> tuple[Any, Any]:
-        """Reads one part."""
-        data = datasets.CIFAR100(self.root, train=train, download=download)
-        return data.data, data.targets
+    dataset = datasets.CIFAR100
 
 
 class SVHN(TorchvisionDataModule):
