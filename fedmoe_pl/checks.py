@@ -14,9 +14,7 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 MOST_COUNTED = 1_000_000_000
 """The most rounds, epochs, samples in a batch, and the like: more would not end, or not fit into 64 bits."""
 MOST_UNITS = 1_000_000
-"""The most units or channels of a layer, and the most words of an embedding."""
-MOST_EXPERTS = 10_000
-"""The most experts or clusters of a model."""
+"""The most classes, and the most numbers in a tensor's shape or a list, of a message."""
 _LONGEST_NAME = 200  # bytes; a file's name has at most 255, and some have a suffix
 
 
@@ -114,12 +112,6 @@ def check_at_least(owner: object, name: str, value: Any, lowest: int, highest: i
         return
     range_in_words = f"of at least {lowest}" if highest is None else f"from {lowest} to {highest:,}"
     raise InvalidArgumentError(owner, name, value, f"an integer {range_in_words}")
-
-
-def check_sizes(owner: object, **sizes: Any) -> None:
-    """Refuses sizes of layers that are not integers from 1 to ``MOST_UNITS``; None passes."""
-    for name, value in sizes.items():
-        check_at_least(owner, name, value, 1, MOST_UNITS)
 
 
 def check_number(
