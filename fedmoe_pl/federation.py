@@ -88,7 +88,7 @@ class Federation:
         backend: Backend | Literal["auto"] = "auto",
         evaluate_every_n_rounds: int = 1,
         callbacks: list[FederationCallback] | None = None,
-        logger: bool | Logger | list[Logger] = True,
+        logger: Logger | list[Logger] | bool = True,
         default_root_dir: str = "runs",
         name: str = "federation",
         enable_checkpointing: bool = True,

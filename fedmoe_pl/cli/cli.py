@@ -15,18 +15,18 @@ from jsonargparse._typehints import ActionTypeHint
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.fabric.utilities.seed import seed_everything
 from lightning.pytorch import LightningModule, Trainer
-from lightning.pytorch.cli import ArgsType, LightningArgumentParser, LightningCLI, _InstantiatorFn
+from lightning.pytorch.cli import ArgsType, LightningArgumentParser, LightningCLI
 from lightning_utilities.core.enums import StrEnum
 from torch import nn
 
 from fedmoe_pl.backends import LEAN_TRAINER
 from fedmoe_pl.checks import InvalidArgumentError
 from fedmoe_pl.cli.completion import completion_parser, script
-from fedmoe_pl.cli.constructing import Constructor, Failure, ModuleConstructor, describe_failure, with_modules
+from fedmoe_pl.cli.constructing import Constructor, check_values, describe_failure, with_modules
 from fedmoe_pl.cli.errors import cause_of, with_key
 from fedmoe_pl.cli.listing import list_parser
 from fedmoe_pl.cli.packaged import configs_parser, with_files
-from fedmoe_pl.cli.parsing import ConfigFile, ListAction, check_values
+from fedmoe_pl.cli.parsing import ConfigFile, ListAction
 from fedmoe_pl.cli.provisioning import provision_parser
 from fedmoe_pl.data import FederatedDataModule
 from fedmoe_pl.federation import Federation
@@ -162,7 +162,6 @@ class FederationCLI(LightningCLI):
                 assert parser._subcommands_action is not None, "fedmoe has commands"
                 print(script(self.config.completion.shell, parser._subcommands_action.choices), end="")
                 sys.exit()
-            check_values(self.config[self.config.subcommand].as_dict())
         except ArgumentError as error:
             raise MisconfigurationException(cause_of(error, self._subcommand_parsers.get(self._asked))) from error
         except RecursionError as error:
@@ -176,32 +175,32 @@ class FederationCLI(LightningCLI):
         seed_everything(seed % 2**32, workers=True)
 
     def _add_instantiators(self) -> None:
-        """Registers what constructs model and data, with Lightning's record of their arguments, and all other objects.
-
-        The signature is LightningCLI's.
-        """
-        self._failures: list[Failure] = []
+        """Registers what constructs all objects; Lightning's signature."""
+        self._constructor = Constructor()
         self._part_parser = ArgumentParser(exit_on_error=False)
         self._part_parser.add_subclass_arguments(nn.Module, "part", fail_untyped=False)
-        of_data = _InstantiatorFn(cli=self, key="data")
-        of_modules = ModuleConstructor(self)
-        for base, construct in ((LightningModule, of_modules), (FederatedDataModule, of_data), (object, None)):
-            for parser in (self.parser, self._part_parser):
-                parser.add_instantiator(Constructor(self._failures, construct), base)
+        for parser in (self.parser, self._part_parser):
+            parser.add_instantiator(self._constructor, object)
 
     def instantiate_classes(self) -> None:
-        """Makes everything that the configuration names, and passes on what a constructor raises.
+        """Makes everything that the configuration names: the modules first, each from a seed of its own.
 
         Raises:
             MisconfigurationException: if a constructor refuses its arguments, or fails where the class is one of this
                 package, PyTorch or Lightning or the value may have several types.
         """
+        self._dump_config()  # while the configuration has no modules
+        configuration, command = self.config, str(self.subcommand)
+        seed = self._get(configuration, "seed_everything")
         try:
-            self._instantiate()
+            modules = with_modules(configuration[command], self.config_dump, seed, self._part_parser, self._constructor)
+            self.config = Namespace(**{**vars(configuration), command: modules})
+            self._constructor.node = self.config_dump["data"]
+            super().instantiate_classes()
         except MisconfigurationException:
             raise
         except Exception as error:
-            failure = self._failures[-1] if self._failures else None
+            failure = self._constructor.failure
             if failure is not None and isinstance(failure.error, MisconfigurationException):
                 raise failure.error from error
             if failure is not None and (isinstance(error, ValueError) or _is_of_library(failure.class_type)):
@@ -209,16 +208,6 @@ class FederationCLI(LightningCLI):
             if isinstance(error, ValueError):
                 raise MisconfigurationException(cause_of(error)) from error
             raise  # a user's own class, whose author needs the traceback
-
-    def _instantiate(self) -> None:
-        """Makes the modules, the parameters of each from a seed of its own, and then everything else."""
-        self._dump_config()  # while the configuration has no modules
-        configuration, command = self.config, str(self.subcommand)
-        seed = self._get(configuration, "seed_everything")
-        modules = with_modules(configuration[command], self.config_dump, seed, self._part_parser)
-        self.config = Namespace(**{**vars(configuration), command: modules})
-        try:
-            super().instantiate_classes()
         finally:
             self.config = configuration
 
@@ -228,12 +217,10 @@ class FederationCLI(LightningCLI):
 
     def instantiate_trainer(self, **kwargs: Any) -> Trainer:
         """Makes the Federation, with the arguments of the clients' Trainers and the run's seed."""
-        federation = Federation(
-            **self._get(self.config_init, "federation"),
-            trainer=dict(self._get(self.config_init, "trainer")),
-            seed=self._get(self.config, "seed_everything"),
-        )
-        self._dump_config()
+        arguments = self._get(self.config_init, "federation")
+        check_values(Federation, arguments)
+        trainer = dict(self._get(self.config_init, "trainer") or {})
+        federation = Federation(**arguments, trainer=trainer, seed=self._get(self.config, "seed_everything"))
         federation.command = self._command
         # without these, so that every command can use the configuration in a run's folder
         federation.hparams = {key: value for key, value in self.config_dump.items() if key not in _OF_COMMANDS}

@@ -66,8 +66,6 @@ def _benchmark(arguments: list[str]) -> None:
 class _Configured(FederationCLI):
     """Makes everything that the configuration of ``fit`` names, and trains nothing."""
 
-    checks = False
-
     @staticmethod
     def subcommands() -> dict[str, set[str]]:
         """Only ``fit``: the parsers of the others take time."""
@@ -75,34 +73,29 @@ class _Configured(FederationCLI):
 
     def fit(self, model: LightningModule, datamodule: FederatedDataModule, **arguments: Any) -> None:
         """Takes the place of ``Federation.fit``."""
-        if self.checks:
-            self.trainer.check(model, datamodule)  # pyright: ignore[reportAttributeAccessIssue]
 
 
 class _Checked(_Configured):
-    """Also makes all checks."""
+    """Also makes all checks, for which the data are read."""
 
-    checks = True
+    def fit(self, model: LightningModule, datamodule: FederatedDataModule, **arguments: Any) -> None:
+        """Takes the place of ``Federation.fit``."""
+        self.trainer.check(model, datamodule)  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def configured(arguments: Sequence[str], check: bool) -> Federation:
     """The federation that ``fedmoe fit`` would train; with all checks, for which the data are read, or without."""
-    return _made(_Checked if check else _Configured, arguments).trainer  # pyright: ignore[reportReturnType]
+    return objects_of(arguments, _Checked if check else _Configured)[0]
 
 
-def objects_of(arguments: Sequence[str]) -> tuple[Federation, LightningModule, FederatedDataModule]:
+def objects_of(
+    arguments: Sequence[str], kind: type[_Configured] = _Configured
+) -> tuple[Federation, LightningModule, FederatedDataModule]:
     """The federation, the model and the data module of ``fedmoe fit`` with these arguments; nothing is read."""
-    made = _made(_Configured, arguments)
-    return made.trainer, made.model, made.datamodule  # pyright: ignore[reportReturnType]
-
-
-def _made(kind: type[_Configured], arguments: Sequence[str]) -> _Configured:
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "LightningCLI's args parameter")  # they are not those of this process
-        try:
-            return kind(["fit", *arguments])
-        except ArgumentError as error:
-            raise MisconfigurationException(cause_of(error)) from error
+        made = kind(["fit", *arguments])
+    return made.trainer, made.model, made.datamodule  # pyright: ignore[reportReturnType]
 
 
 def _print(command: Callable[[list[str]], object], arguments: list[str]) -> None:

@@ -5,15 +5,20 @@ jsonargparse hides what a constructor raised where a value may have one of sever
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import inspect
+import math
+from collections.abc import Mapping
 from copy import deepcopy
-from types import SimpleNamespace
-from typing import Any, NamedTuple
+from functools import cache
+from typing import Any, NamedTuple, get_args, get_type_hints
 
 from jsonargparse import ArgumentParser, Namespace
-from lightning.pytorch.cli import LightningCLI, _InstantiatorFn
+from lightning.pytorch import LightningModule
+from lightning.pytorch.core.mixins.hparams_mixin import _given_hyperparameters_context
 
-from fedmoe_pl.cli.errors import places
+from fedmoe_pl.checks import InvalidArgumentError
+from fedmoe_pl.cli.errors import places, words_of
+from fedmoe_pl.data import FederatedDataModule
 from fedmoe_pl.models.description import keep_configuration
 from fedmoe_pl.seeds import named_seed, seeded
 
@@ -27,73 +32,70 @@ class Failure(NamedTuple):
 
 
 class Constructor:
-    """Constructs the objects of a configuration, and adds what their constructors raise to a list.
+    """Constructs the objects of a configuration, as an instantiator of jsonargparse.
 
-    Another function than the class itself may make the object.
+    Attributes:
+        node: the part of the configuration whose model or data module is being made. Lightning's own instantiator takes
+            every module for the one under ``model``; here a phase may have another.
+        failure: the last constructor that has failed.
     """
 
-    def __init__(self, failures: list[Failure], construct: Callable[..., Any] | None = None) -> None:
-        self.failures = failures
-        self.construct = construct
+    def __init__(self) -> None:
+        self.node: Mapping[str, Any] = {}
+        self.failure: Failure | None = None
 
     def __call__(self, class_type: type, *args: Any, applied_instantiation_links: dict, **kwargs: Any) -> Any:
-        """Constructs an object; the arguments are those of an instantiator of jsonargparse."""
+        """Constructs an object."""
         try:
-            if self.construct is None:
-                made = class_type(*args, **kwargs)
-            else:
-                links = {"applied_instantiation_links": applied_instantiation_links}
-                made = self.construct(class_type, *args, **links, **kwargs)
-        except Exception as error:
-            self.failures.append(Failure(class_type, kwargs, error))
-            raise
-        return made
-
-
-class ModuleConstructor:
-    """Constructs modules with Lightning's record of the arguments that the configuration gives to each of them.
-
-    Lightning's own takes every module for the one under ``model``. Here a phase may have another, which would get the
-    hyperparameters of the first.
-    """
-
-    def __init__(self, cli: LightningCLI) -> None:
-        self.cli = cli  # itself, and not one of its methods: workers get these objects without the command line
-        self.made: set[str] = set()
-
-    def __call__(self, class_type: type, *args: Any, applied_instantiation_links: dict, **kwargs: Any) -> Any:
-        """Constructs a module; the arguments are those of an instantiator of jsonargparse."""
-        self.cli._dump_config()
-        nodes = dict(_nodes(self.cli.config_dump, class_type, kwargs))
-        if not nodes:
+            check_values(class_type, kwargs)
+            if issubclass(class_type, LightningModule | FederatedDataModule) and _names(self.node, class_type):
+                arguments = {**self.node.get("init_args", {}), **self.node.get("dict_kwargs", {})}
+                hparams = {"_class_path": self.node["class_path"], **arguments}
+                with _given_hyperparameters_context(hparams, "lightning.pytorch.cli.instantiate_module"):
+                    return class_type(*args, **kwargs)
             return class_type(*args, **kwargs)
-        # nodes that differ in nested classes only are told apart by their order
-        key = next((key for key in nodes if key not in self.made), [*nodes][-1])
-        self.made.add(key)
-        of_module = SimpleNamespace(config_dump={"model": nodes[key]}, _dump_config=lambda: None)
-        instantiate = _InstantiatorFn(cli=of_module, key="model")  # pyright: ignore[reportArgumentType]
-        links = applied_instantiation_links if key == "model" else {}
-        return instantiate(class_type, *args, applied_instantiation_links=links, **kwargs)
+        except Exception as error:
+            self.failure = Failure(class_type, kwargs, error)
+            raise
 
 
-def with_modules(config: Namespace, dump: Mapping[str, Any], seed: int, parser: ArgumentParser) -> Namespace:
+def check_values(class_type: type, arguments: Mapping[str, Any]) -> None:
+    """Refuses nan, and null where it is no value of an argument; jsonargparse lets both pass."""
+    for name, value in arguments.items():
+        if isinstance(value, float) and math.isnan(value):
+            raise InvalidArgumentError(class_type.__name__, name, value, "a finite number")
+        if value is None and name in (hints := _not_optional(class_type)):
+            raise InvalidArgumentError(class_type.__name__, name, value, words_of(repr(hints[name])))
+
+
+@cache
+def _not_optional(class_type: type) -> dict[str, Any]:
+    """The types of a class's arguments that cannot be None."""
+    parameters = inspect.signature(class_type).parameters
+    try:
+        hints = get_type_hints(class_type.__init__)
+    except NameError:  # of a type that is only imported where types are checked
+        return {}
+    hints = {name: hint for name, hint in hints.items() if name in parameters and parameters[name].default is not None}
+    return {name: hint for name, hint in hints.items() if hint is not Any and type(None) not in get_args(hint)}
+
+
+def with_modules(
+    config: Namespace, dump: Mapping[str, Any], seed: int, parser: ArgumentParser, constructor: Constructor
+) -> Namespace:
     """The configuration with modules in place of the model and of the phases' gates and models.
 
     The initial parameters of each are drawn from the seed and its own name, so that they do not depend on which other
     phases stand in the file. Each keeps its node of ``dump``, the configuration in plain values.
     """
     made = deepcopy(config)
-    phases, nodes = (
-        [phase.get("init_args", phase) for phase in federation["phases"]]
-        for federation in (made.federation, dump["federation"])
-    )
-    places = [
-        (phase, node, part, (phase.name, part))
-        for phase, node in zip(phases, nodes, strict=True)
-        for part in ("gate", "model")
-    ]
-    for owner, node, part, names in [(made, dump, "model", ("model",)), *places]:
+    parts = [(made, dump, "model", ("model",))]
+    for phase, node in zip(made.federation.phases, dump["federation"]["phases"], strict=True):
+        phase, node = phase.get("init_args", phase), node.get("init_args", node)
+        parts += [(phase, node, part, (phase.name, part)) for part in ("gate", "model")]
+    for owner, node, part, names in parts:
         if isinstance(owner.get(part), Namespace):
+            constructor.node = node[part]
             with seeded(named_seed(seed, *names)):
                 owner[part] = parser.instantiate(Namespace(part=owner[part])).part
             keep_configuration(owner[part], node[part])
@@ -108,24 +110,15 @@ def describe_failure(failure: Failure, configuration: Mapping[str, Any]) -> str:
         >>> describe_failure(failure, {"data": {"parts": [{"class_path": "builtins.dict", "init_args": {"n": 1}}]}})
         "data.parts[0]: dict cannot be made: KeyError: 'n'"
     """
-    name, error = failure.class_type.__name__, failure.error
-    same = [key for key, _ in _nodes(configuration, failure.class_type, failure.arguments)]
-    key = [*same, *(key for key, _ in _nodes(configuration, failure.class_type, None)), ""][0]
-    reason = " ".join(f"{type(error).__name__}: {error}".split())
-    return f"{f'{key}: ' if key else ''}{name} cannot be made: {reason}"
+    of_class = [place for place in places(configuration) if _names(place.value, failure.class_type)]
+    of_class.sort(key=lambda place: not _has_arguments(place.value.get("init_args") or {}, failure.arguments))
+    reason = " ".join(f"{type(failure.error).__name__}: {failure.error}".split())
+    return f"{f'{of_class[0].key}: ' if of_class else ''}{failure.class_type.__name__} cannot be made: {reason}"
 
 
-def _nodes(
-    configuration: Mapping[str, Any], class_type: type, arguments: dict[str, Any] | None
-) -> list[tuple[str, Mapping[str, Any]]]:
-    """The parts of the configuration that name the class, with their keys; None for any arguments."""
-    return [
-        (key, node)
-        for key, node, *_ in places(configuration)
-        if isinstance(node, Mapping)
-        and str(node.get("class_path")).rpartition(".")[2] == class_type.__name__
-        and (arguments is None or _has_arguments(node.get("init_args") or {}, arguments))
-    ]
+def _names(node: Any, class_type: type) -> bool:
+    """Whether a part of a configuration names the class."""
+    return isinstance(node, Mapping) and str(node.get("class_path")).rpartition(".")[2] == class_type.__name__
 
 
 def _has_arguments(init_args: Mapping[str, Any], arguments: dict[str, Any]) -> bool:

@@ -1,15 +1,11 @@
-"""What the parser has beside jsonargparse's: lists that replace lists, phases by name, checks of files and values."""
+"""What the parser has beside jsonargparse's: lists that replace lists, phases by name, no key twice in a file."""
 
 from __future__ import annotations
 
 import contextlib
-import functools
-import inspect
-import math
-import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, get_args, get_type_hints
+from typing import Any, get_args, get_origin
 
 import yaml
 from jsonargparse import ArgumentParser, Namespace, get_loader, set_loader
@@ -17,9 +13,8 @@ from jsonargparse._actions import ActionConfigFile
 from jsonargparse._typehints import ActionTypeHint
 from jsonargparse._util import NestedArg, parse_value_or_config
 from lightning.fabric.utilities.exceptions import MisconfigurationException
-from yaml.nodes import MappingNode, SequenceNode
 
-from fedmoe_pl.cli.errors import PHASES, did_you_mean, located, place_in, places, words_of
+from fedmoe_pl.cli.errors import PHASES, did_you_mean, place_in
 
 _load = get_loader("yaml")
 
@@ -34,10 +29,9 @@ class ConfigFile(ActionConfigFile):
     def __call__(self, parser: ArgumentParser, cfg: Any, values: Any, option_string: str | None = None) -> None:
         """Applies the file to what the arguments before it say."""
         try:
-            text = values if "{" in values else Path(values).expanduser().read_text(encoding="utf-8")
-            content = load(text)
+            content = load(values if "{" in values else Path(values).expanduser().read_text(encoding="utf-8"))
             if not isinstance(content, Mapping):
-                raise MisconfigurationException("it must have keys and values, such as 'seed_everything: 0'")
+                raise ValueError("it has no keys")
         except (MisconfigurationException, OSError, ValueError, RecursionError, yaml.YAMLError) as error:
             reason = " ".join(str(getattr(error, "strerror", None) or error).split())
             raise MisconfigurationException(f"config is '{values}', but it cannot be read: {reason}.") from error
@@ -47,36 +41,35 @@ class ConfigFile(ActionConfigFile):
         super().__call__(parser, cfg, values, option_string)
 
 
+class _EveryKeyOnce(yaml.SafeLoader):
+    """Refuses a key that stands twice, of which YAML takes the last one."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        """The mapping of a node; the signature is the base's."""
+        names = [name for name, _ in node.value if isinstance(name, yaml.ScalarNode)]
+        seen = set[str]()
+        for name in names:
+            if name.value in seen:
+                raise MisconfigurationException(f"line {name.start_mark.line + 1} has the key '{name.value}' again")
+            seen.add(name.value)
+        return super().construct_mapping(node, deep)
+
+
 def load(text: str) -> Any:
-    """Reads YAML, in which no key may stand twice."""
-    waiting, seen = [yaml.compose(text, Loader=yaml.SafeLoader)], set[int]()
-    while waiting:
-        node = waiting.pop()
-        if isinstance(node, MappingNode) and id(node) not in seen:
-            lines = dict[str, int]()
-            for name, _ in node.value:
-                line = name.start_mark.line + 1
-                if name.value in lines:
-                    raise MisconfigurationException(
-                        f"line {line} has the key '{name.value}', which line {lines[name.value]} has already"
-                    )
-                lines[str(name.value)] = line
-        if isinstance(node, MappingNode | SequenceNode) and id(node) not in seen:
-            waiting += [item[1] if isinstance(item, tuple) else item for item in node.value]
-        seen.add(id(node))
+    """Reads YAML as jsonargparse does, but no key may stand twice."""
+    yaml.load(text, _EveryKeyOnce)
     return _load(text)
 
 
 set_loader("yaml", load, exceptions=(yaml.YAMLError,))
 
 
-def _lists(node: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
+def _lists(node: Any, prefix: str = "") -> Iterator[str]:
     """The keys of the lists in a configuration, but not of those in lists."""
-    for name, value in node.items():
+    for name, value in node.items() if isinstance(node, Mapping) else ():
         if isinstance(value, list):
             yield f"{prefix}{name}"
-        elif isinstance(value, Mapping):
-            yield from _lists(value, f"{prefix}{name}.")
+        yield from _lists(value, f"{prefix}{name}.")
 
 
 class ListAction(ActionTypeHint):
@@ -92,7 +85,8 @@ class ListAction(ActionTypeHint):
                 return super()._check_type(value, append, cfg, mode)
             before = (cfg.get(self.dest) if cfg else None) or []
             index, argument = _phase_of(value, before)
-            changed = self._item(before, index, argument, Namespace({self.dest: [before[index]]}), mode)
+            with _naming(f"{PHASES}{place_in(before, index, PHASES)}"):
+                changed = super()._check_type(argument, False, Namespace({PHASES: [before[index]]}), mode)
             return [*before[:index], *changed, *before[index + 1 :]]
         items = value
         with contextlib.suppress(yaml.YAMLError):
@@ -101,18 +95,26 @@ class ListAction(ActionTypeHint):
             return super()._check_type(value, append, None if isinstance(items, list) and not append else cfg, mode)
         except TypeError:
             items = items if isinstance(items, list) else [items] if append else []
+            of_item = ActionTypeHint(typehint=_type_of_items(self._typehint))(option_strings=[], dest="item")
             for index, item in enumerate(items):
-                self._item(items, index, [item], None, mode)
+                with _naming(f"{self.dest}{place_in(items, index, self.dest)}"):
+                    of_item._check_type(item)
             raise
 
-    def _item(self, items: list[Any], index: int, value: Any, cfg: Any, mode: str | None) -> Any:
-        """Parses one item of a list, or an argument of it."""
-        try:
-            return super()._check_type(value, False, cfg, mode)
-        except TypeError as error:
-            place = f'"{self.dest}{place_in(items, index, self.dest)}"'
-            of_item = re.sub(r"list\[([\w.]+)\]", r"\1", str(error))
-            raise TypeError(of_item.replace(f'"{self.dest}"', place, 1)) from error
+
+@contextlib.contextmanager
+def _naming(key: str) -> Iterator[None]:
+    """In this context, an error names this key, and not that of the whole list."""
+    try:
+        yield
+    except TypeError as error:
+        raise TypeError(f'Parser key "{key}":') from error.__cause__
+
+
+def _type_of_items(hint: Any) -> Any:
+    """The type of the items of a type that may be a list of them."""
+    lists = (each for each in (hint, *get_args(hint)) if get_origin(each) in (list, Iterable))
+    return get_args(next(lists))[0]
 
 
 def _phase_of(argument: NestedArg, phases: Sequence[Namespace]) -> tuple[int, NestedArg]:
@@ -128,34 +130,3 @@ def _phase_of(argument: NestedArg, phases: Sequence[Namespace]) -> tuple[int, Ne
         )
     key, _, value = words.removeprefix(f"{name}.").partition("=")
     return names[name], NestedArg(key=key, val=value)
-
-
-def check_values(configuration: Mapping[str, Any]) -> None:
-    """Refuses null where it is no value of an argument, which jsonargparse lets pass, and numbers that are none."""
-    for key, value, class_path, _ in places(configuration):
-        if isinstance(value, float) and math.isnan(value):
-            raise MisconfigurationException(f"{key} is nan, but must be a finite number.")
-        if value is None and key in ("trainer", "federation"):
-            raise MisconfigurationException(f"{key} is null, but must have keys and values.")
-        hint = _not_optional(class_path).get(key.rpartition(".")[2]) if value is None else None
-        if hint is not None:
-            raise MisconfigurationException(f"{key} is null, but must be {words_of(repr(hint))}.")
-
-
-@functools.cache
-def _not_optional(class_path: str) -> dict[str, Any]:
-    """The types of a class's arguments that cannot be None."""
-    class_type = located(class_path)
-    if not inspect.isclass(class_type):
-        return {}
-    try:
-        hints = get_type_hints(class_type.__init__)
-    except NameError:  # of a type that is only imported where types are checked
-        return {}
-    parameters = inspect.signature(class_type).parameters
-    return {
-        name: hint
-        for name, hint in hints.items()
-        if name in parameters and parameters[name].default is not None
-        if hint is not Any and type(None) not in get_args(hint)
-    }

@@ -120,14 +120,14 @@ def test_what_lightning_takes_on_a_command_line_is_not_refused(arguments):
 
 
 UNREADABLE = {
-    "a: 1\nb:\n  c: 2\n  c: 3": "line 4 has the key 'c', which line 3 has already",
-    "a:\n  - {b: 1, b: 2}": "line 2 has the key 'b', which line 2 has already",
+    "a: 1\nb:\n  c: 2\n  c: 3": "line 4 has the key 'c' again",
+    "a:\n  - {b: 1, b: 2}": "line 2 has the key 'b' again",
     "a: [0\nb: 1": "line 2, column 2",
     "a: \0": "unacceptable character #x0000",
     "- " * 2000: "maximum recursion depth exceeded",
     "a: !!python/object:os.system {}": "could not determine a constructor",
-    "": "it must have keys and values",
-    "[1, 2]": "it must have keys and values",
+    "": "it has no keys",
+    "[1, 2]": "it has no keys",
     b"\xff\xfe\x80": "'utf-8' codec can't decode",
 }
 
