@@ -50,7 +50,7 @@ class AccuracyMonitor(FederationCallback):
         for final in run.states[phase.name].evaluations:
             means = {metric: final.spread(metric).mean for metric in present_metrics([final])}
             hparams = {"method": final.method, **of_phases.get(phase.name, {})}
-            run.loggers.log_result(final.method, hparams, means, final.step, of_phases.values())
+            run.loggers.log_result(final.method, hparams, means, final.step, [*of_phases.values()])
         if evaluation is not None and run.loggers.take_images:
             pixels = figure_pixels(sorted_accuracy_figure(run.results.values()))
             run.loggers.log_image("sorted_accuracies", pixels, run.step)

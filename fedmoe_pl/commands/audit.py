@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import copy
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from textwrap import wrap
+from textwrap import fill
 from typing import Any, cast
 
 import torch
@@ -14,7 +14,7 @@ import torch
 from fedmoe_pl.aggregation import CollectingAggregation
 from fedmoe_pl.algorithms.client import Client
 from fedmoe_pl.algorithms.overrides import overrides
-from fedmoe_pl.backends import LocalTraining, Transfer
+from fedmoe_pl.backends import Transfer
 from fedmoe_pl.backends.dry import DryPlan
 from fedmoe_pl.backends.traffic import WEIGHT, Direction
 from fedmoe_pl.data import FederatedDataModule
@@ -27,7 +27,6 @@ from fedmoe_pl.rounds.run import FederationCallback, Run
 from fedmoe_pl.rounds.train import draw_cohort
 
 _WIDTH = 28
-_CHARACTERS = 120
 _TITLES: dict[Direction, str] = {
     "requests": "a client asks the server",
     "down": "the server sends a client",
@@ -95,7 +94,7 @@ def audit_run(run: Run) -> list[PhaseAudit]:
     """
     dry = replace(
         run,
-        phases=[_unevaluated(phase) for phase in run.phases],
+        phases=[replace(phase, evaluate=False, select=None) for phase in run.phases],
         enable_checkpointing=False,
         training_data=_with_few_samples(run.datamodule),
         given_results=dict(run.given_results),
@@ -121,11 +120,11 @@ def _audit_phase(dry: Run, phase: Phase, original: Phase, recorder: _Recorder) -
     if state.server_learns:
         state.aggregation = {} if phase.aggregation is None else phase.aggregation.begin()
         cohort = draw_cohort(dry, phase, state)
-        watch = _Watch(dry.datamodule, len(cohort))
+        used: dict[str, None] = {}
         clients = first_clients(replace(training, datamodule=dry.datamodule), cohort, state.clients)
-        state.server = algorithm.server_begin(state.server, watch.watched(clients))
-        audit.before = [*watch.used]
-    alone = None if algorithm.federated else _one_of_each_architecture(training, num_clients)
+        state.server = algorithm.server_begin(state.server, _watched(clients, dry.datamodule, len(cohort), used))
+        audit.before = [*used]
+    alone = None if algorithm.federated else [first for first, *_ in training.by_architecture(range(num_clients))]
     for _ in range(min(phase.rounds, algorithm.message_period + 1)):
         if not state.stopped:
             # Poisson sampling may draw nobody
@@ -175,15 +174,6 @@ def without_numbers(name: str) -> str:
     return re.sub(r"(?<=[./])\d+(?=[./]|$)", "*", name)
 
 
-def _unevaluated(phase: Phase) -> Phase:
-    """The phase without evaluations and what depends on them."""
-    return replace(phase, evaluate=False, select=None)
-
-
-def _one_of_each_architecture(training: LocalTraining, num_clients: int) -> list[int]:
-    return [clients[0] for clients in training.by_architecture(range(num_clients))]
-
-
 def _with_few_samples(datamodule: FederatedDataModule) -> FederatedDataModule:
     few, parts = copy.copy(datamodule), datamodule.train_samples
     samples = [samples[:_SAMPLES] for samples in parts]
@@ -191,45 +181,34 @@ def _with_few_samples(datamodule: FederatedDataModule) -> FederatedDataModule:
     return few
 
 
-class _Watch:
-    """Finds out what of its clients an algorithm uses before the first round: ``used`` says each thing once."""
+def _watched(
+    clients: Iterable[Client], datamodule: FederatedDataModule, number: int, used: dict[str, None]
+) -> Iterator[Client]:
+    """The clients; what an algorithm uses of them and of their data is noted in words, each thing once."""
 
-    def __init__(self, datamodule: FederatedDataModule, number: int) -> None:
-        self.datamodule = datamodule
-        self.number = number
-        self.used: dict[str, None] = {}
-
-    def watched(self, clients: Iterable[Client]) -> Iterator[Client]:
-        """The clients, which note what is asked of them."""
-        for client in clients:
-            yield cast(Client, _WatchedClient(client, self))
-
-
-class _WatchedClient:
-    def __init__(self, client: Client, watch: _Watch) -> None:
-        self._client = client
-        self._watch = watch
-
-    def __getattr__(self, name: str) -> Any:
-        watch = self._watch
-        if name == "datamodule":
-            return _WatchedData(watch)
+    def of_client(name: str) -> None:
         if name in _OF_SAMPLES:
-            watch.used[f"what the algorithm computes from training samples of {watch.number} clients"] = None
+            used[f"what the algorithm computes from training samples of {number} clients"] = None
         if name == "state":
-            watch.used[f"tensors that {watch.number} clients kept from earlier phases"] = None
-        return getattr(self._client, name)
+            used[f"tensors that {number} clients kept from earlier phases"] = None
+
+    def of_data(name: str) -> None:
+        if name not in _PUBLIC:
+            used[f"{name} of all {datamodule.num_clients} clients"] = None
+
+    for client in clients:
+        yield cast(Client, _Watched(client, of_client, {"datamodule": _Watched(datamodule, of_data)}))
 
 
-class _WatchedData:
-    def __init__(self, watch: _Watch) -> None:
-        self._watch = watch
+class _Watched:
+    """Gives an object's attributes, of which others may take the place, and says which are asked for."""
+
+    def __init__(self, watched: object, note: Callable[[str], None], others: Mapping[str, object] = {}) -> None:
+        self._watched, self._note, self._others = watched, note, others
 
     def __getattr__(self, name: str) -> Any:
-        datamodule = self._watch.datamodule
-        if name not in _PUBLIC:
-            self._watch.used[f"{name} of all {datamodule.num_clients} clients"] = None
-        return getattr(datamodule, name)
+        self._note(name)
+        return self._others[name] if name in self._others else getattr(self._watched, name)
 
 
 def format_audit(audits: Sequence[PhaseAudit], datamodule: FederatedDataModule) -> str:
@@ -243,20 +222,21 @@ def _of_phase(audit: PhaseAudit) -> list[str]:
     name = phase.name if phase.name == kind else f"{phase.name} ({kind})"
     lines = [f"{name}: {_rounds(audit)}"]
     if audit.before:
-        lines += _row(
-            "before the first round", "the server uses " + "; ".join(audit.before) + " (not counted as traffic)"
-        )
+        used = "; ".join(audit.before)
+        lines.append(_row("before the first round", f"the server uses {used} (not counted as traffic)"))
     for direction, title in _TITLES.items():
         for index, sent in enumerate(_of_rounds(audit, direction)):
-            lines += _row(title if not index else "  in later rounds", _contents(audit, sent))
+            lines.append(_row(title if not index else "  in later rounds", _contents(audit, sent)))
         if direction == "up":
             lines += _of_updates(audit)
     if not audit.transfers:
-        lines += _row("leaves a client", "nothing")
-    lines += _row("stays with its client", ", ".join(_patterns(audit.stays, audit.names)) or "nothing")
+        lines.append(_row("leaves a client", "nothing"))
+    lines.append(_row("stays with its client", ", ".join(_patterns(audit.stays, audit.names)) or "nothing"))
     if phase.monitor:
         samples = "validation" if phase.monitor.startswith("validation") else "test"
-        lines += _row("selection of the round", f"{phase.monitor}, a number of each participant, on {samples} samples")
+        lines.append(
+            _row("selection of the round", f"{phase.monitor}, a number of each participant, on {samples} samples")
+        )
     return lines
 
 
@@ -264,13 +244,13 @@ def _of_updates(audit: PhaseAudit) -> list[str]:
     """What the clients' updates may have beside what the dry run had, and what the server makes of them."""
     lines = []
     if audit.may_leave and audit.transfers:
-        lines += _row("  also shared", ", ".join(_patterns(audit.may_leave, audit.names)))
+        lines.append(_row("  also shared", ", ".join(_patterns(audit.may_leave, audit.names))))
     if audit.weight:
-        lines += _row("  with the weight", audit.weight)
+        lines.append(_row("  with the weight", audit.weight))
         aggregation = audit.phase.aggregation
         way = "in its own way" if aggregation is None else f"with {type(aggregation).__name__}, one by one"
         needs = "needs only their weighted mean" if audit.only_mean else f"combines them {way}"
-        lines += _row("of the updates, the server", needs)
+        lines.append(_row("of the updates, the server", needs))
     return lines
 
 
@@ -381,12 +361,14 @@ def _of_data(datamodule: FederatedDataModule) -> list[str]:
     samples = "all training samples" if datamodule.learn_from is None else "all training samples that opt in"
     if datamodule.has_learned:
         what = "the vocabulary" if datamodule.normalization is None else "mean and standard deviation of each channel"
-        lines += _row(what, f"computed from {samples}")
-    lines += _row("number of classes", "the largest label of all samples")
+        lines.append(_row(what, f"computed from {samples}"))
+    lines.append(_row("number of classes", "the largest label of all samples"))
     return lines
 
 
-def _row(title: str, text: str) -> list[str]:
-    """Lines of a title and a text, which is wrapped."""
-    lines = wrap(text, _CHARACTERS - _WIDTH - 2, break_long_words=False, break_on_hyphens=False)
-    return [f"  {(title if not index else ''):<{_WIDTH}}{line}" for index, line in enumerate(lines)]
+def _row(title: str, text: str) -> str:
+    """A title and a text, which is wrapped."""
+    first, others = f"  {title:<{_WIDTH}}", " " * (_WIDTH + 2)
+    return fill(
+        text, 120, initial_indent=first, subsequent_indent=others, break_long_words=False, break_on_hyphens=False
+    )

@@ -8,7 +8,6 @@ import re
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, redirect_stderr, redirect_stdout
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Literal, get_args
 
@@ -24,16 +23,13 @@ from fedmoe_pl.rounds.run import Run
 
 Format = Literal["onnx", "torch_export"]
 SUFFIXES = {"onnx": ".onnx", "torch_export": ".pt2"}
-_NEEDED = ("onnx", "onnxscript", "onnxruntime")
 _SAMPLES = 256  # that the exported model is checked on
 _TOLERANCE = 1e-3  # relative and absolute, of scores and weights
 
 Function = Callable[[Tensor], tuple[Tensor, ...]]
 
 
-def export_client(
-    run: Run, method: str | None = None, client: int = 0, format: Format = "onnx", output: str | None = None
-) -> str:
+def export_client(run: Run, method: str, client: int = 0, format: Format = "onnx", output: str | None = None) -> str:
     """Writes a client's model, with its gate, to one file, and compares its outputs with the module's.
 
     The exported model has the input ``x``, a batch of any size, and the outputs ``scores`` (B, C) and, if it has a
@@ -51,14 +47,18 @@ def export_client(
         What was written, and how far the outputs are from the module's.
 
     Raises:
-        MisconfigurationException: if an argument is wrong, a library is missing, the model cannot be exported, or the
-            exported one computes something else.
+        MisconfigurationException: if an argument is wrong, the model cannot be exported, or the exported one computes
+            something else.
     """
-    method = _check(run, method, client, format)
-    default = run.folder / "exported" / method / f"client_{client:03d}{SUFFIXES[format]}"
-    path = Path(output) if output else default
-    if path.is_dir():
-        raise InvalidArgumentError("Federation", "output", output, "a file, not a folder")
+    if run.only_client not in (None, client):
+        raise InvalidArgumentError("Federation", "client", client, f"{run.only_client}, whose machine it is")
+    check_choice("Federation", "format", format, get_args(Format))
+    algorithm = run.phase_and_point(method, client)[0].algorithm
+    if algorithm.has_predictor or not run.datamodule.has_pairs:
+        allowed = "one whose model maps a tensor to scores"
+        because = f"{type(algorithm).__name__} predicts with more than a model, or its data are no pairs"
+        raise InvalidArgumentError("Federation", "method", method, allowed, because)
+    path = Path(output or run.folder / "exported" / method / f"client_{client:03d}{SUFFIXES[format]}")
     module, x = _Outputs(run.client_module(method, client)).eval(), _samples(run, client)
     content, difference = _exported(module, x, method, format)
     if not difference <= _TOLERANCE:
@@ -112,30 +112,6 @@ def _silent() -> Iterator[None]:
             yield
     finally:
         logging.disable(disabled)
-
-
-def _check(run: Run, method: str | None, client: int, format: str) -> str:
-    """The method, if everything can be exported so."""
-    methods = [evaluation.method for state in run.states.values() for evaluation in state.evaluations]
-    if method is None:
-        raise InvalidArgumentError("Federation", "method", method, f"one of {', '.join(methods)}")
-    check_choice("Federation", "method", method, tuple(methods))
-    if client not in run.clients:
-        who = f"from 0 to {run.clients[-1]}" if run.only_client is None else f"{run.only_client}, whose machine it is"
-        raise InvalidArgumentError("Federation", "client", client, who)
-    check_choice("Federation", "format", format, get_args(Format))
-    algorithm = run.phase_and_point(method, client)[0].algorithm
-    if algorithm.has_predictor or not run.datamodule.has_pairs:
-        because = f"{type(algorithm).__name__} predicts with more than a model"
-        if not run.datamodule.has_pairs:
-            because = "the batches of its data are no pairs of inputs and targets"
-        allowed = "one whose model maps a tensor to scores"
-        raise InvalidArgumentError("Federation", "method", method, allowed, because)
-    missing = [name for name in _NEEDED if find_spec(name) is None]
-    if format == "onnx" and missing:
-        because = f'packages are missing ({", ".join(missing)}): pip install "fedmoe-pl[export]"'
-        raise InvalidArgumentError("Federation", "format", format, "torch_export", because)
-    return method
 
 
 class _Outputs(nn.Module):

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from fedmoe_pl.checkpoints.checkpoint import load_federation
 from fedmoe_pl.checkpoints.resume import identify
-from fedmoe_pl.checks import InvalidArgumentError, check_at_least
+from fedmoe_pl.checks import InvalidArgumentError
 from fedmoe_pl.data import FederatedDataModule
 from fedmoe_pl.phases.phase import Phase
 from fedmoe_pl.setup.data import set_up
@@ -21,7 +21,6 @@ from fedmoe_pl.trees import Tree
 
 def phases_of_new_clients(phases: Sequence[Phase], ckpt_path: Path, rounds: int) -> list[Phase]:
     """The phases for new clients: federated ones take their results from the checkpoint, the others are trained."""
-    check_at_least("personalize", "rounds", rounds, 1)
     if not any(phase.algorithm.federated for phase in phases):
         raise MisconfigurationException(
             "personalize needs a federated phase, from whose result new clients start, but none of the phases is "

@@ -2,22 +2,20 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 
 import torch
-from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch import Tensor
 
 from fedmoe_pl.evaluation.accuracies import predict
 from fedmoe_pl.evaluation.evaluation import Evaluation
 from fedmoe_pl.evaluation.metrics import predicts_classes, preds_of
 from fedmoe_pl.evaluation.outputs import labelled_batches, mixture_of
-from fedmoe_pl.logs.summary import prediction_rows, write_csv
+from fedmoe_pl.logs.summary import write_csv
 from fedmoe_pl.phases.phase import Phase
 from fedmoe_pl.rounds.evaluate import evaluate_phase
 from fedmoe_pl.rounds.run import Run
-
-_MOST_VALUES = 100
 
 
 def _evaluated_phases(run: Run) -> list[Phase]:
@@ -53,17 +51,15 @@ def _predictions(run: Run) -> Iterator[dict[str, object]]:
                 columns = _values(logits.argmax(1), targets)
             else:
                 columns = _values(*preds_of(module, logits, targets))
-            yield from prediction_rows(evaluation, client, samples, columns, weights)
+            names = ("sample", *columns, "gate_weight")
+            of_gate = [math.nan] * len(samples) if weights is None else weights[:, :-1].sum(dim=1).tolist()
+            of_all = {"method": evaluation.method, "evaluation_point": evaluation.evaluation_point, "client": client}
+            for values in zip(samples.tolist(), *map(Tensor.tolist, columns.values()), of_gate, strict=True):
+                yield of_all | dict(zip(names, values, strict=True))
 
 
 def _values(predictions: Tensor, targets: Tensor) -> dict[str, Tensor]:
     """Columns of labels and predictions, each of shape (n,); several of each if a sample has several values."""
-    number = targets[:1].numel()
-    if max(number, predictions[:1].numel()) > _MOST_VALUES:
-        raise MisconfigurationException(
-            f"predict: the model gives {predictions[:1].numel()} values for a sample, but at most {_MOST_VALUES} are "
-            "written; Federation.client_module gives a client's model."
-        )
     columns: dict[str, Tensor] = {}
     for name, values in (("label", targets), ("prediction", predictions)):
         each = values.flatten(1).unbind(1) if values.dim() > 1 else [values]

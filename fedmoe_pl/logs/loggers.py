@@ -12,17 +12,17 @@ import numpy as np
 from lightning.pytorch.loggers import Logger, MLFlowLogger, TensorBoardLogger, WandbLogger
 from tensorboard.compat.proto.summary_pb2 import Summary  # pyright: ignore[reportAttributeAccessIssue]
 from tensorboard.plugins.histogram.metadata import create_summary_metadata
+from tensorboard.plugins.hparams import api_pb2, metadata
+from tensorboard.plugins.hparams.plugin_data_pb2 import HParamsPluginData  # pyright: ignore[reportAttributeAccessIssue]
 from tensorboard.util.tensor_util import make_tensor_proto
-
-from fedmoe_pl.logs.hparams_page import hparams_summaries
 
 if TYPE_CHECKING:
     from torch.utils.tensorboard import SummaryWriter
 
 HISTOGRAM_BINS = 30
 """TensorBoard always shows 30 bins."""
-RESULT = "result"
-"""Section of a method's final accuracies."""
+_RESULT = "result"  # section of a method's final accuracies
+_HPARAMS: Any = api_pb2  # its classes are made at run time, so that type checkers know none
 
 
 class RunLoggers:
@@ -88,9 +88,9 @@ class RunLoggers:
         writers = self.writers(method)
         if writers:
             buckets = np.stack([edges[:-1], edges[1:], counts], axis=1)  # (bins, 3): left, right, count
-            metadata = create_summary_metadata(display_name=None, description=description)
+            of_axis = create_summary_metadata(display_name=None, description=description)
             tensor = make_tensor_proto(buckets, np.float64)
-            summary = Summary(value=[Summary.Value(tag=tag, metadata=metadata, tensor=tensor)])
+            summary = Summary(value=[Summary.Value(tag=tag, metadata=of_axis, tensor=tensor)])
             _add_summaries(writers, [summary], step)
         for logger in self._others:
             if isinstance(logger, WandbLogger):
@@ -122,18 +122,18 @@ class RunLoggers:
         hparams: Mapping[str, Any],
         accuracies: Mapping[str, float],
         step: int,
-        of_all: Iterable[Mapping[str, Any]] = (),
+        of_all: Sequence[Mapping[str, Any]] = (),
     ) -> None:
         """Sends a method's final accuracies to every logger, in TensorBoard as a row of the page of hyperparameters.
 
         The hyperparameters of all methods are columns of the page.
         """
-        values = {f"{RESULT}/{name}": value for name, value in accuracies.items()}
+        values = {f"{_RESULT}/{name}": value for name, value in accuracies.items()}
         self.log_scalars(method, values, step)
         writers = self.writers(method)
         if writers:
-            columns = {f"{RESULT}/{name}": name for name in accuracies}
-            _add_summaries(writers, hparams_summaries(hparams, columns, of_all), None)
+            columns = {f"{_RESULT}/{name}": name for name in accuracies}
+            _add_summaries(writers, _hparams_summaries(hparams, columns, of_all), None)
 
     def writers(self, method: str | None = None) -> list[SummaryWriter]:
         """The TensorBoard writers of a method, or of the whole run, one for each TensorBoard logger."""
@@ -185,6 +185,40 @@ def _add_summaries(writers: Iterable[SummaryWriter], summaries: Iterable[Summary
         assert writer.file_writer is not None, "closed writers are forgotten"
         for summary in summaries:
             writer.file_writer.add_summary(summary, step)
+
+
+def _hparams_summaries(
+    hparams: Mapping[str, Any], metrics: Mapping[str, str], of_all: Sequence[Mapping[str, Any]]
+) -> list[Summary]:
+    """What TensorBoard reads for a method's row on its page HParams.
+
+    TensorBoard takes all columns from one of the rows, whichever it finds first, and shows the first five. Each row
+    therefore names the columns of all methods, and says which of them differ: TensorBoard sorts these to the front.
+    ``torch.utils.tensorboard`` would name only the row's own.
+    """
+    page, start = _HPARAMS.Experiment(), HParamsPluginData().session_start_info
+    for name in dict.fromkeys(name for row in (hparams, *of_all) for name in row):
+        values = [row[name] for row in (hparams, *of_all) if name in row]
+        kinds = {*map(_kind, values)}
+        kind = {"bool": "BOOL", "number": "FLOAT64"}.get(kinds.pop(), "STRING") if len(kinds) == 1 else "STRING"
+        data_type = _HPARAMS.DataType.Value(f"DATA_TYPE_{kind}")
+        page.hparam_infos.add(name=name, type=data_type, differs=any(value != values[0] for value in values))
+    for tag, name in metrics.items():
+        page.metric_infos.add(name=_HPARAMS.MetricName(tag=tag), display_name=name)
+    for name, value in hparams.items():
+        setattr(start.hparams[name], f"{_kind(value)}_value", value)
+    messages = {
+        metadata.EXPERIMENT_TAG: HParamsPluginData(experiment=page),
+        metadata.SESSION_START_INFO_TAG: HParamsPluginData(session_start_info=start),
+        metadata.SESSION_END_INFO_TAG: HParamsPluginData(session_end_info={"status": _HPARAMS.STATUS_SUCCESS}),
+    }
+    contents = {tag: metadata.create_summary_metadata(message) for tag, message in messages.items()}
+    return [Summary(value=[Summary.Value(tag=tag, metadata=content)]) for tag, content in contents.items()]
+
+
+def _kind(value: Any) -> str:
+    """How TensorBoard stores a value."""
+    return "bool" if isinstance(value, bool) else "number" if isinstance(value, int | float) else "string"
 
 
 def _logged(folder: str, last: int) -> set[tuple[str, int]]:

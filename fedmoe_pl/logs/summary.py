@@ -5,11 +5,9 @@ from __future__ import annotations
 import csv
 import io
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import chain
 from pathlib import Path
-
-from torch import Tensor
 
 from fedmoe_pl.checkpoints.writing import replacing, unwritable
 from fedmoe_pl.evaluation.evaluation import LOSS, METRICS, Evaluation, Spread
@@ -123,32 +121,6 @@ def _field(value: object) -> object:
     return "" if math.isnan(value) else repr(float(value))
 
 
-def prediction_rows(
-    evaluation: Evaluation, client: int, samples: Tensor, columns: Mapping[str, Tensor], gate_weights: Tensor | None
-) -> Iterator[dict[str, object]]:
-    """Rows of ``predictions.csv``, one per sample."""
-    weights = [math.nan] * len(samples) if gate_weights is None else gate_weights[:, :-1].sum(dim=1).tolist()
-    names = ("sample", *columns, "gate_weight")
-    for values in zip(samples.tolist(), *(column.tolist() for column in columns.values()), weights, strict=True):
-        of_sample = dict(zip(names, values, strict=True))
-        yield {
-            "method": evaluation.method,
-            "evaluation_point": evaluation.evaluation_point,
-            "client": client,
-            **of_sample,
-        }
-
-
-def percent(fraction: float) -> str:
-    """A fraction as percent with two decimals; a dash for nan.
-
-    Example:
-        >>> percent(0.71234), percent(float("nan"))
-        ('71.23', '-')
-    """
-    return "-" if math.isnan(fraction) else f"{100 * fraction:.2f}"
-
-
 def value_text(metric: str, value: float) -> str:
     """An accuracy in percent, or the value of another metric with four digits; a dash for nan.
 
@@ -156,10 +128,10 @@ def value_text(metric: str, value: float) -> str:
         >>> value_text("global_test", 0.71234), value_text("global_test_rmse", 53.4567), value_text("loss", 123456.0)
         ('71.23', '53.46', '1.2e+05')
     """
-    if metric in METRICS:
-        return percent(value)
+    if math.isnan(value):
+        return "-"
     texts = (f"{value:.{digits}g}" for digits in (4, 3, 2, 1))
-    return "-" if math.isnan(value) else next(text for text in texts if len(text) <= 7)
+    return f"{100 * value:.2f}" if metric in METRICS else next(text for text in texts if len(text) <= 7)
 
 
 def axis_label(metric: str) -> str:
